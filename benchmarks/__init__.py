@@ -20,9 +20,9 @@ class Peers(Decoding):
         from benchmarks.peers import compete
         from specdemo.models.machine import one_thread
 
-        report(0.0, "making the models")
+        report(0.0, "creating the models")
         pair = make_pair(self.pair, self.device, self.dtype)
-        with one_thread(pair.target.device):  # every peer has as many as the engine
+        with one_thread(pair.target.device):  # all peers use as many threads as the engine
             return compete(pair, self.repeats, self.new_tokens, report, cancelled)
 
 

@@ -37,7 +37,7 @@ from specdemo.servers.address import TITLES, Engine, known_engine
 if TYPE_CHECKING:
     from benchmarks import EngineComparison
 
-SHORT = 16  # tokens
+SHORT = 16  # tokens of a short request
 PATIENCE_S = 300.0
 LOCAL = "here"
 
@@ -69,7 +69,7 @@ def compare_engines(suite: "EngineComparison", report: Report, cancelled: Callab
     """Compare the baseline and the first lane of a preset on both engines. Raises ValueError if the other engine does
     not start.
     """
-    count = int(os.environ.setdefault("OMP_NUM_THREADS", "1"))  # which the servers inherit
+    count = int(os.environ.setdefault("OMP_NUM_THREADS", "1"))  # the servers inherit it
     chosen = preset(suite.preset).with_changes(dtype=suite.dtype, temperature=0.0)
     chosen = chosen.model_copy(update={"lanes": chosen.lanes[:1]})
     target = load_target(chosen.target, device="cpu", dtype=suite.dtype)
@@ -78,7 +78,7 @@ def compare_engines(suite: "EngineComparison", report: Report, cancelled: Callab
     engine = known_engine(suite.engine or "vllm")
     with threads(count), _timed_lanes(chosen, target, engine, suite.command, report) as lanes:
         for lane in lanes.values():
-            _round(lane, prompts, suite.new_tokens)  # off the clock
+            _round(lane, prompts, suite.new_tokens)  # warm-up
 
         def once(repeat: int, tick: Tick) -> dict[str, Round]:
             tick(0.0)

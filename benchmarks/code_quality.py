@@ -27,7 +27,7 @@ from specdemo.training.corpus import Corpus, read_corpus, windows
 
 ORDER = 5
 READ = 4  # the model read a quarter of the training documents
-BITS = 12  # of a token
+BITS = 12  # bits of a token id
 COMPLETIONS, TOKENS = 100, 64
 
 
@@ -41,7 +41,7 @@ def bits_per_byte(model_name: str, documents: list[str]) -> float:
     with torch.no_grad():
         for row in rows.split(4):
             nats += float(cross_entropy(model(row[:, :-1]).logits, row[:, 1:])) * row[:, 1:].numel()
-    share = rows[:, 1:].numel() / (len(stream) - len(documents))  # of the text that was read
+    share = rows[:, 1:].numel() / (len(stream) - len(documents))  # share of the text that was read
     return nats / math.log(2) / (share * sum(len(d.encode()) for d in documents))
 
 
@@ -137,7 +137,7 @@ def main(model: str, folder: str) -> None:
     bits = ", ".join(f"{name} {value:.2f}" for name, value in found.items())
     results = {
         "bits per byte of held-out projects": bits,
-        f"completions of {TOKENS} tokens that parse or break off only at their end": f"{parsed} of {len(pairs)}",
+        f"completions of {TOKENS} tokens that parse or are only cut off at the end": f"{parsed} of {len(pairs)}",
     }
     print(json_text(results, indent=1))
 

@@ -78,7 +78,7 @@ class Stalled(Drafter):
 
     def propose(self, budget: Budget) -> Draft:
         end = self._now() + self._seconds
-        while self._now() < end:  # busy, as a slow draft is: a sleeping core would clock down
+        while self._now() < end:  # a busy loop, like a slow draft; a sleeping core would lower its clock
             pass
         return self._drafter.propose(budget)
 

@@ -65,7 +65,7 @@ class Overhead:
 class RecordingTarget(HFTarget):
     """A target that records its model calls on request, so that they can be repeated."""
 
-    calls: list["_Call"] | None = None  # in order; of all that share the list
+    calls: list["_Call"] | None = None  # in order, from all targets that share the list
 
     def __init__(self, model: PreTrainedModel) -> None:
         recorder = capture_for(model.device)
@@ -112,7 +112,7 @@ def _again(run: Callable[[], Forward], cursor: Any, stood: dict[str, Any]) -> Fo
 @dataclass(frozen=True, slots=True)
 class _Call:
     of: RecordingTarget
-    again: Callable[[], Any] | None  # None: its cache has no cursor to set back
+    again: Callable[[], Any] | None  # None: the cache cannot be rolled back
 
 
 def overhead(
@@ -210,7 +210,9 @@ def floor(pair: Pair, repeats: int, new_tokens: int, report: Report, cancelled: 
     done, remarks = repeated(repeats, report, cancelled, once)
     rows = [_row(name, mode, [found[i] for found in done]) for i, (name, mode, *_) in enumerate(cells)]
     if any(not found for repeat in done for found in repeat):
-        remarks.append("Rows without numbers: this model keeps its history where its forwards cannot be made again.")
+        remarks.append(
+            "Rows without numbers: the cache of this model cannot be rolled back to repeat its forward passes."
+        )
     settings = {"pair": pair.name, "agreement": round(pair.agreement, 3), "k": K, "new_tokens": config.max_new_tokens}
     return Result("floor", len(done), settings, environment(target), rows, remarks, "lane")
 

@@ -26,7 +26,7 @@ from specdemo.models.text import encode
 
 DRAFTS = {"stories": "stories-draft-wide", "code": "code-draft"}
 DEEPEST = 8
-STARTS, SPACING = 4, 2  # a text begins at so many places of its answer: what fits one by chance does not fit them all
+STARTS, SPACING = 4, 2  # starting points per answer, so that one lucky start does not decide
 ADAPTIVE = "adaptive"
 
 
@@ -36,9 +36,9 @@ class Contest:
 
     target: HFTarget
     fixed: DraftModel
-    prompts: list[Tensor]  # with the answer's first tokens
+    prompts: list[Tensor]  # prompts with the first tokens of the answer
     new_tokens: int
-    ways: dict[str, tuple[Method, int]] = field(default_factory=dict)  # drafter and k
+    ways: dict[str, tuple[Method, int]] = field(default_factory=dict)  # name -> drafter and k
     order: random.Random = field(default_factory=random.Random)
 
     def once(self, repeat: int, tick: Tick) -> dict[str, Totals]:

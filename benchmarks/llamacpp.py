@@ -26,10 +26,10 @@ class LlamaCpp:
         """Convert and load the model. Raises ValueError, one line, if llama.cpp cannot take part."""
         check_installed("llamacpp")
         if type(model) is not LlamaForCausalLM or model.device.type != "cpu" or model.dtype != torch.float32:
-            raise ValueError("llama.cpp does not take part: it is compared on Llama in float32 on a CPU")
+            raise ValueError("llama.cpp is left out: the comparison needs a Llama in float32 on a CPU")
         library = import_module("xllamacpp")
         settings = library.CommonParams()
-        settings.load_mode = library.llama_load_mode.LLAMA_LOAD_MODE_NONE  # whole, so that the file can go
+        settings.load_mode = library.llama_load_mode.LLAMA_LOAD_MODE_NONE  # loads the complete file, which is deleted
         settings.n_ctx, settings.n_parallel = min(CONTEXT, model.config.max_position_embeddings), 1
         settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = torch.get_num_threads()
         settings.n_gpu_layers = 0

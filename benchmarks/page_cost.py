@@ -42,7 +42,7 @@ WATCH = """() => {
 
 expect.set_options(timeout=PATIENCE_MS)
 
-Race = dict[str, Any]  # what the server notes of one: emitted, ms per token, environment
+Race = dict[str, Any]  # recorded by the server: emitted, ms per token, environment
 
 
 def serve_noting(port: int, results: Connection) -> None:
@@ -78,9 +78,11 @@ def in_the_page(playwright: Playwright, address: str, results: Connection) -> tu
     page.set_default_timeout(PATIENCE_MS)
     page.goto(f"{address}?preset={PRESET}&max_new_tokens={NEW_TOKENS}")
     page.locator("#sampling button").first.click()
-    expect(page.locator("#max_new_tokens input[type=number]")).to_have_value(str(NEW_TOKENS))  # the link is read
+    expect(page.locator("#max_new_tokens input[type=number]")).to_have_value(
+        str(NEW_TOKENS)
+    )  # the page has read the link
     page.evaluate(WATCH)
-    page.locator('[name=sd-pace][value="1"]').check(force=True)  # as it comes, not slowed down to be watched
+    page.locator('[name=sd-pace][value="1"]').check(force=True)  # full speed, not slowed down for display
     page.locator("#run").click()
     page.locator("#view .sd-status", has_text="Finished").wait_for()
     drawn = page.evaluate("window.drawn")

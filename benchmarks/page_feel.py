@@ -18,8 +18,8 @@ from benchmarks.page_cost import FLAGS, PATIENCE_MS, PRESET
 from specdemo.bench.report import table
 from specdemo.servers.process import free_port
 
-WARM = 2  # races
-LOOKS = 5  # at what the races as fast as they come leave
+WARM = 2  # warm-up races
+LOOKS = 5  # measurements after races at full speed
 FRAMES = """() => {
   Object.assign(window, { frames: [], tasks: [], watching: true });
   let last = performance.now();
@@ -129,7 +129,7 @@ def report(races: list[Race], more: int, remaining: list[tuple[float, float]]) -
     cuts = quantiles(frames, n=20)
     load = ", ".join(f"{x:.1f}" for x in os.getloadavg())
     print(f"{len(os.sched_getaffinity(0))} cores, shared by engine, server and browser | load {load}")
-    print(f"{PRESET}, {len(races)} races after {WARM}, and {more} as fast as they come\n")
+    print(f"{PRESET}, {len(races)} races after {WARM}, and {more} at full speed\n")
     rows = [
         ("press of Run to first token, ms", f"{median(first):.0f}", f"{min(first):.0f} to {max(first):.0f}"),
         ("between frames, ms", f"{cuts[9]:.1f}", f"p95 {cuts[18]:.1f}, longest {max(frames):.0f}, of {len(frames)}"),

@@ -26,12 +26,12 @@ from specdemo.models.text import encode
 AGREEMENT = 0.8
 CLOSE = 0.03
 PROMPT_TOKENS = 64
-PROBES = 8  # texts on which the agreement is measured
+PROBES = 8  # number of texts to measure the agreement on
 PROBE_TOKENS = 48
 STD = 0.02
-PEAKED = 8.0  # queries and keys against their usual size
+PEAKED = 8.0  # factor on queries and keys, so that attention is peaked
 SEED = 11
-ROOM = 2.4  # times the weights: the engine's own copy, histories and activations
+ROOM = 2.4  # memory in multiples of the weights: the engine's copy, caches and activations
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +79,10 @@ PAIRS = ("embedded", *SIZES)
 @dataclass(frozen=True, slots=True)
 class Pair:
     name: str
-    target: PreTrainedModel  # both run by transformers' own layers
+    target: PreTrainedModel  # both use transformers' layers
     draft: PreTrainedModel
     prompts: list[Tensor]  # [1, T] each
-    agreement: float  # how often both choose the same token on the target's greedy text
+    agreement: float  # share of the target's greedy tokens that are also the draft's first choice
 
 
 def make_pair(name: str | None, device: str, dtype: str, texts: int = 3) -> Pair:
@@ -155,7 +155,7 @@ def _draw(model: nn.Module, shared: int, share: float) -> None:
 
 
 def _new(config: LlamaConfig, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-    with torch.device(device):  # 8 B parameters are made in seconds on a GPU, in minutes on a CPU
+    with torch.device(device):  # creating 8 B parameters takes seconds on a GPU and minutes on a CPU
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.generation_config = HFGenerationConfig(pad_token_id=0)
     model.eval().requires_grad_(False)

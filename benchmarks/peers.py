@@ -36,7 +36,7 @@ from specdemo.models.fused import fuse_layers
 from specdemo.models.target import HFTarget
 
 K = 5
-LOOKUP = 10  # tokens of a prompt-lookup draft, transformers' usual number
+LOOKUP = 10  # tokens of a prompt-lookup draft, the default of transformers
 SEED = 5
 WARM_UP_TOKENS = 16
 
@@ -46,7 +46,7 @@ PLAIN, ASSISTED = "transformers generate", f"transformers assisted, k={K}"
 ASSISTED_USUAL, TRANSFORMERS_LOOKUP = "transformers assisted, default", "transformers prompt lookup"
 LLAMA_CPP = "llama.cpp plain"
 
-Peer = Callable[[Tensor, int], list[int]]  # prompt [1, T], new tokens -> what it wrote
+Peer = Callable[[Tensor, int], list[int]]  # (prompt [1, T], number of new tokens) -> output tokens
 
 
 @dataclass(slots=True)
@@ -132,8 +132,8 @@ def cast(pair: Pair, target: RecordingTarget, draft: RecordingTarget) -> dict[st
 @dataclass(frozen=True, slots=True)
 class Timed:
     seconds: float
-    written: list[list[int]]  # per prompt
-    events: list[list[StepEvent]]  # the engine's own, per prompt
+    written: list[list[int]]  # output tokens per prompt
+    events: list[list[StepEvent]]  # of the engine, per prompt
 
     @property
     def tokens_per_s(self) -> float:
@@ -183,7 +183,7 @@ def compete(pair: Pair, repeats: int, new_tokens: int, report: Report, cancelled
     def once(repeat: int, tick: Tick) -> tuple[dict[str, Timed], dict[str, list[Overhead]]]:
         if not repeat:
             longest = max(pair.prompts, key=lambda prompt: prompt.shape[1])
-            for peer in everybody.values():  # ours over a whole text: recorded passes are as long as their text's cache
+            for peer in everybody.values():  # a complete text, because CUDA graphs depend on the cache's capacity
                 tick(0.0)
                 peer(longest, new_tokens if isinstance(peer, OwnEngine) else min(WARM_UP_TOKENS, new_tokens))
         timed = contest(everybody, pair.prompts, new_tokens, repeat, lambda share: tick(0.8 * share))
@@ -207,7 +207,7 @@ def compete(pair: Pair, repeats: int, new_tokens: int, report: Report, cancelled
     config |= {"prompts": len(pair.prompts), "parameters": pair.target.num_parameters()}
     remarks = [_agreement(pair), *_ratios(contests), _bandwidth(pair.target, contests), *absent, *stopped]
     if target.dtype != torch.float32 and any(line["output"] != "identical" for line in rows):
-        remarks.append("In half precision texts part where two tokens are a rounding apart.")
+        remarks.append("In half precision, outputs diverge where two tokens are equal within rounding.")
     return Result("peers", len(done), config, environment(target), rows, remarks, "lane")
 
 

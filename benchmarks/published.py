@@ -49,7 +49,7 @@ def published() -> Result:
         for one in read()
     ]
     remarks = [f"{engine}: {line}" for engine in ("recorded", "eager") for line in _verdict(rows, engine)]
-    where = {"device": "datasheets", "threads": None, "dtype": "precisions as published"}
+    where = {"device": "datasheets", "threads": None, "dtype": "published precisions"}
     return Result("published", 1, {"results": len(rows)}, where, rows, [*_verdict(rows, ""), *remarks])
 
 

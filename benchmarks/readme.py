@@ -28,7 +28,9 @@ def record(source: str | Path, root: Path = ROOT) -> Result:
     readme = root / "README.md"
     text = readme.read_text(encoding="utf-8")
     if not PLACE.search(text):
-        raise ValueError(f"{readme} has no place for the table; put it between <!-- bench methods --> and its end")
+        raise ValueError(
+            f"{readme} has no place for the table; add <!-- bench methods --> and <!-- end of bench methods -->"
+        )
     write_result(result, root / "presets" / "recorded" / "suites" / f"{SUITE}.json")
     write_text(readme, PLACE.sub(lambda found: found[1] + _section(result) + found[2], text))
     return result
@@ -39,9 +41,9 @@ def _check(result: Result) -> None:
     if result.suite != SUITE or result.config.get("target") != TARGET:
         raise ValueError(f"this is suite {result.suite} on {result.config.get('target')}; {cure}")
     if "prompts" in result.config or "questions" in result.config:
-        raise ValueError(f"this result has prompts of its own; {cure}")
+        raise ValueError(f"this result has custom prompts; {cure}")
     if result.repeats < THOROUGH or not result.environment.get("commit"):
-        raise ValueError(f"a recorded result names its commit and has {THOROUGH} repeats or more; {cure}")
+        raise ValueError(f"a recorded result needs a commit and at least {THOROUGH} repeats; {cure}")
 
 
 def _section(result: Result) -> str:
@@ -60,7 +62,7 @@ def main(arguments: list[str]) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print("\n".join(filter(None, ["README.md and the recorded sweep are written.", noisy(result)])))
+    print("\n".join(filter(None, ["Wrote README.md and the recorded sweep.", noisy(result)])))
     return 0
 
 

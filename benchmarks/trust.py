@@ -26,9 +26,9 @@ from specdemo.presets.files import preset
 from specdemo.servers.address import allow
 
 PLAIN_MS = 3.0
-DRAFTED_MS = 0.85  # a drafted token costs, checked
-STEP_MS = 0.3  # drafting at all costs
-ACCEPTANCE = 0.7  # of the tokens whose predecessors were kept
+DRAFTED_MS = 0.85  # cost of a draft token, including its verification
+STEP_MS = 0.3  # cost of drafting per step
+ACCEPTANCE = 0.7  # acceptance rate of tokens whose predecessors were accepted
 WANDER, MEMORY = 0.06, exp(-1.0 / 30.0)
 LENGTHS = (64, 128, 256, 512)
 SCHEDULES = ("race", "sequential")
@@ -129,7 +129,7 @@ def alone_and_loaded(repeats: int, report: Report, cancelled: Callable[[], bool]
                 found.append(session().run(spec, cancelled))
         return [{**trace.comparison[0], **_waited(trace.lanes)} for trace in found]
 
-    session().run(spec)  # what is loaded and warmed up once is so in every run
+    session().run(spec)  # warm-up, and loads the models for all runs
     done, remarks = repeated(repeats, report, cancelled, once)
     quiet = [alone for alone, _ in done]
     middle = median(row["speedup"] for row in quiet)
@@ -173,7 +173,7 @@ def _busy(loops: int) -> Iterator[None]:
 
 TOKENS = 120
 FIRST_S, TOKEN_S = 0.05, 0.004
-BASELINE_TIMES = 1.8  # as slow as the lanes
+BASELINE_TIMES = 1.8  # time of the baseline relative to the lanes
 
 
 def paces(repeats: int, report: Report, cancelled: Callable[[], bool]) -> Result:

@@ -24,8 +24,8 @@ from specdemo.presets.files import preset
 from specdemo.training.collect import generated_rows
 
 PRESET = "embedded-other-vocabulary"
-PROMPTS, OPENING, GREEDY = 200, 24, 48  # prompts, tokens that the target writes for each, tokens behind it
-TIMED = 8  # of the prompts
+PROMPTS, OPENING, GREEDY = 200, 24, 48  # number of prompts, tokens of each that the target generates, new tokens
+TIMED = 8  # number of prompts that are timed
 DRAWS = 48  # repeats of 256
 DRAFTING, ASSISTED, ASSISTED_USUAL = "specdemo, other vocabulary", "universal assisted", "universal assisted, default"
 
@@ -42,7 +42,7 @@ def vocabularies(repeats: int, new_tokens: int, report: Report, cancelled: Calla
     plain, drafting = peers[OUR_PLAIN], peers[DRAFTING]
     differing = 0
     for number, prompt in enumerate(prompts):
-        report(0.3 * number / len(prompts), "the same tokens?")
+        report(0.3 * number / len(prompts), "comparing tokens")
         pairs = zip(plain(prompt, GREEDY), drafting(prompt, GREEDY), strict=True)
         differing += sum(a != b for a, b in pairs)
     drawn = Losslessness(preset=chosen.with_changes(temperature=0.8), repeats=DRAWS).run(lambda *_: None, cancelled)
@@ -75,7 +75,7 @@ def cast(loaded: LoadedModel, draft: LoadedModel, target: HFTarget, k: int) -> d
         "assistant_confidence_threshold": 0.0,
     }
     own = load_drafter("draft_model", target, LoadedModel(deepcopy(draft.model), draft.tokenizer, draft.name))
-    # transformers takes models of as many rows for models of one vocabulary: a row more, which is never the likeliest
+    # transformers assumes one vocabulary if both sizes are equal, so add a row, which is never the most likely
     table = draft.model.resize_token_embeddings(draft.model.config.vocab_size + 1, mean_resizing=False)
     table.weight.data[-1] = 0.0
     return {

@@ -35,7 +35,7 @@ LONGEST = KS[-1]
 BATCHES, BATCH_KS = (2, 4, 8, 16), (1, 3, 6)
 HEAD_KS, HEAD_BATCH = (1, 3), 4
 HEADS = ("eagle-1", "eagle-3", "mtp", "dflash", "mlp-speculator", "medusa")
-TEXTS = 3  # one after the other, where the batch is one: the last ones, as the model was made with the first
+TEXTS = 3  # texts that run one after the other at batch size 1: the last ones, because the first ones shaped the model
 WARM_UP = 16  # tokens
 
 
@@ -50,7 +50,7 @@ class Case:
     target: HFTarget
     drafter: Drafter
     model: Config | None
-    of: int | None = None  # the draft length of the case whose acceptance is replayed; None: its own
+    of: int | None = None  # draft length of the case whose acceptance is replayed; None: the same case
 
     @property
     def batch(self) -> int:
@@ -167,7 +167,7 @@ def verdict(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Return median and largest error and the coverage, overall and by kind."""
     kinds = {
         "all": rows,
-        "other pairs, a text at a time": [r for r in rows if r["method"] == "draft_model" and r["batch"] == 1],
+        "other pairs, batch size 1": [r for r in rows if r["method"] == "draft_model" and r["batch"] == 1],
         "batches": [r for r in rows if r["batch"] > 1],
         "other methods": [r for r in rows if r["method"] != "draft_model"],
     }

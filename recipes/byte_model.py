@@ -35,7 +35,7 @@ from specdemo.training.fit import (
 )
 from specdemo.training.heads import evaluate_rows
 
-BYTES = Shape(layers=12, hidden=128, intermediate=344, heads=2, context=1024)  # narrow, so that seven heads are cheap
+BYTES = Shape(layers=12, hidden=128, intermediate=344, heads=2, context=1024)  # narrow, so that seven heads cost little
 HEADS = Recipe("Eight heads on a byte-level model", {"modules": 7, "kind": "parallel"}, "mtp")
 VALIDATION_ROWS = 128
 
@@ -43,7 +43,7 @@ VALIDATION_ROWS = 128
 def train_bytes(job: Job) -> None:
     """Train the model into `out` and its heads into `out`-heads."""
     if job.start:
-        raise ValueError(f"recipe {job.recipe!r} begins from scratch; leave --start out")
+        raise ValueError(f"recipe {job.recipe!r} starts from scratch; omit --start")
     corpus, tokenizer = read_corpus(job.corpus), byte_tokenizer()
     heads = job.out.with_name(f"{job.out.name}-heads")
     check_output_folder(heads, job.force)

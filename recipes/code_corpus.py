@@ -68,7 +68,7 @@ def fetch_wheels(folder: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         reason = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or ["no reason given"]
-        raise ValueError(f"cannot fetch the source to learn from: {reason[-1]}; name a folder of text with --corpus")
+        raise ValueError(f"cannot fetch the training sources: {reason[-1]}; name a folder of text files with --corpus")
 
 
 def project(wheel: Path) -> str:

@@ -17,7 +17,7 @@ from specdemo.training.corpus import END, windows
 
 VOCAB_SIZE = 2048
 
-# Words that may stand in for each other when a story is told again.
+# Words that may replace each other when a story is repeated.
 NAMES = (
     "Lily Tom Ben Mia Timmy Sara Max Anna Sam Lucy Tim Jack Sue Amy Bob Jane John Emma Leo Billy Molly Mary Spot Daisy"
 ).split()

@@ -25,9 +25,9 @@ from specdemo.models.place import DTYPES, pick_dtype
 from specdemo.models.target import HFTarget
 from specdemo.prediction.shapes import shape
 
-ROOM = 1.2  # times the weights: joining matrices, histories, recordings
-PROMPT = 64  # tokens
-RATES = (0.8, 0.78, 0.76, 0.74)  # of synthetic acceptance, by position; the last goes on
+ROOM = 1.2  # memory in multiples of the weights: fused matrices, caches, CUDA graphs
+PROMPT = 64  # tokens of a prompt
+RATES = (0.8, 0.78, 0.76, 0.74)  # synthetic acceptance rates by position; the last one repeats
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class Lab:
 
     def __init__(self, device: torch.device, repeats: int) -> None:
         self.device, self.repeats = device, repeats
-        self.small = device.type == "cpu"  # to try it out
+        self.small = device.type == "cpu"  # a trial on a CPU
         self._loaded: tuple[Any, HFTarget] | None = None
 
     @cached_property
@@ -90,7 +90,7 @@ class Lab:
     def forget(self) -> None:
         self._loaded = None
         gc.collect()
-        with suppress(RuntimeError):  # a context that is lost
+        with suppress(RuntimeError):  # the CUDA context may be lost
             device_kind(self.device).empty_cache()
 
     def prompt(self, target: HFTarget, period: int = 16) -> Tensor:
@@ -123,7 +123,7 @@ class Synthetic:
         verdict = self._rule(draft, target, rng)
         if not draft.nodes:
             return AcceptResult(verdict.path, self._usual)
-        first: dict[int, int] = {}  # slot -> its first child
+        first: dict[int, int] = {}  # slot -> first child
         tokens, parents = torch.stack([draft.tokens[0], draft.parents[0]]).tolist()
         for slot, (token, parent) in enumerate(zip(tokens, parents, strict=True), start=1):
             if token != ABSENT:
@@ -139,9 +139,9 @@ class Synthetic:
 class Steps:
     """Means over the steps of a run, medians over the runs."""
 
-    ms: Mapping[str, float]  # by lap
+    ms: Mapping[str, float]  # by part of the step
     step_ms: float
-    wall_ms: float  # of a step, with what the clock leaves out between two of them
+    wall_ms: float  # wall time of a step, including the time between steps
     drafted: float
     accepted: float
     emitted: float

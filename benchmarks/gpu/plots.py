@@ -41,8 +41,8 @@ def _widths(sections: Mapping[str, StoredSection]) -> go.Figure | None:
         return None
     own = [row for row in rows if row["shape"] == rows[0]["shape"]]
     drawn = _figure(
-        f"A pass over n tokens against one over one token, {rows[0]['shape']}",
-        {"title": {"text": "n, tokens of each text"}},
+        f"Time of a pass over n tokens, relative to one token, {rows[0]['shape']}",
+        {"title": {"text": "n, tokens per row"}},
         {"title": {"text": "v(n)"}},
     )
     for batch, (color, dash, marker) in zip(dict.fromkeys(row["batch"] for row in own), cycle(LINES[1:]), strict=False):
@@ -63,7 +63,7 @@ def _bandwidth(sections: Mapping[str, StoredSection]) -> go.Figure | None:
     if not rows:
         return None
     drawn = _figure(
-        "Plain decoding: weights read, of the measured bandwidth",
+        "Plain decoding: weights read, as a share of the measured bandwidth",
         {"title": {"text": ""}},
         {"tickformat": ".0%", "title": {"text": "of the bandwidth"}},
     )

@@ -11,9 +11,9 @@ from specdemo.core.files import finite, json_text, write_text
 from specdemo.models.devices import device_kind
 from specdemo.prediction.profiles import Figure, MeasuredStep, Passes, Profile, write_profile
 
-NO_GPU = "This is no GPU measurement: tiny models on a CPU, to try the command."
+NO_GPU = "Not a GPU measurement: a trial with tiny models on a CPU."
 RESULTS = "results.json"
-LONGEST = 40  # rows of a table in the page; all are in the JSON
+LONGEST = 40  # largest number of rows of a table on the page; the JSON has all
 
 StoredSection = Mapping[str, Any]
 Row = dict[str, Any]
@@ -33,7 +33,7 @@ def write_report(
     try:
         from benchmarks.gpu.plots import write_plots
     except ImportError:
-        return [*files, "no plots, which need plotly: run it again where that is, with --minutes 0"]
+        return [*files, "no plots, because plotly is not installed; install it and run again with --minutes 0"]
     if write_plots(folder / "plots.html", sections, environment, NO_GPU * lab.small):
         files.append("plots.html")
     return files
@@ -90,7 +90,7 @@ def _remarks(found: Mapping[str, StoredSection]) -> list[str]:
         if one["state"] == "failed":
             lines.append(f"failed: {one['error']}")
         if one["state"] == "started":
-            lines.append("was cut off")
+            lines.append("was interrupted")
         remarks += [f"{one['title']}: {line}" if several else line for line in lines]
     return remarks
 

@@ -24,8 +24,8 @@ from specdemo.models.machine import commit, device_name, versions
 from specdemo.models.place import pick_device
 
 SECTION = ".section.json"
-TRIES = 2  # of a section that takes the process, or the call, with it
-TRIAL_SECONDS = 5.0  # of a section on a CPU, where everything is tiny
+TRIES = 2  # attempts at a section that ends the process or the call
+TRIAL_SECONDS = 5.0  # estimated time of a section on a CPU, with tiny models
 
 StoredSection = dict[str, Any]
 
@@ -50,13 +50,13 @@ def measure(
         if name in finished and _over(finished[name]):
             continue
         if cancelled() or lost or (TRIAL_SECONDS if lab.small else section.seconds) > left:
-            continue  # a shorter one may still fit
+            continue  # a shorter section may still fit
         report(len([k for k in finished.values() if _over(k)]) / len(table), section.title)
         tries = finished.get(name, {}).get("tries", 0) + 1
         finished[name] = _write(folder, name, _entry(section, lab, "started", tries))
         finished[name] = _write(folder, name, _run(section, lab, tries, now))
         if not lab.alive():
-            lost = f"The device is lost since {section.title!r}."
+            lost = f"The device was lost during {section.title!r}."
     environment = _environment(lab)
     files = write_report(folder, {name: finished[name] for name in table if name in finished}, environment, lab)
     return _result(table, finished, environment, lab, [lost] * bool(lost), files)
@@ -71,7 +71,7 @@ def _stored(folder: Path, lab: Lab) -> dict[str, StoredSection]:
     for found in kept.values():
         there = found["environment"]["device"]
         if there != here:
-            raise ValueError(f"{folder} holds measurements of {there}, this is {here}; choose another --out")
+            raise ValueError(f"{folder} contains measurements of {there}, this device is {here}; choose another --out")
     return kept
 
 
@@ -85,7 +85,7 @@ def _run(section: Section, lab: Lab, tries: int, now: Callable[[], float]) -> St
     try:
         found = section.run(lab)
     except Absent as error:
-        found = Found(remarks=[f"Left out: {error}."])
+        found = Found(remarks=[f"Skipped: {error}."])
     except Exception as error:
         found = Found()
         entry |= {"state": "failed", "error": reason(error)}
@@ -132,8 +132,8 @@ def _result(
     open_ = [section.seconds for name, section in table.items() if not (name in sections and _over(sections[name]))]
     if open_:
         remarks.append(
-            f"{len(open_)} of {len(table)} sections are to come, about {sum(open_) / 60.0:.0f} minutes on a large GPU: "
-            "run the same command again, with more --minutes if none was run."
+            f"{len(open_)} of {len(table)} sections remain, about {sum(open_) / 60.0:.0f} minutes on a large GPU: "
+            "run the same command again, with a larger --minutes if none was run."
         )
     remarks += [NO_GPU] * lab.small
     return Result("gpu", lab.repeats, {}, environment, rows, [*remarks, f"Written: {', '.join(files)}."])

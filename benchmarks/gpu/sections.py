@@ -49,7 +49,7 @@ TINY = Size(2, 64, 176, 4, 2, 512, 1)
 @dataclass(frozen=True, slots=True)
 class Section:
     title: str
-    seconds: float  # about, on a large GPU
+    seconds: float  # estimate for a large GPU
     run: Callable[[Lab], Found]
 
 
@@ -60,8 +60,8 @@ class Drafting:
     method: str
     k: int = 4
     options: Mapping[str, Any] | None = None
-    fresh: Mapping[str, Any] | None = None  # what its head is made with; None: it has none
-    draft: bool = False  # it has a draft model
+    fresh: Mapping[str, Any] | None = None  # arguments for its head; None: no head
+    draft: bool = False  # uses a draft model
     temperature: float = 0.0
 
     @property
@@ -111,7 +111,7 @@ def sections(lab: Lab) -> dict[str, Section]:
         "presets": Section("The embedded presets", 90, presets),
         "memory": Section("Memory over 50 runs", 60, memory),
     }
-    if not lab.small:  # which `bench race-fairness` measures
+    if not lab.small:  # on a CPU `bench race-fairness` measures it
         table["fairness"] = Section("Race fairness", 30, fairness)
     for name in shapes[1:]:
         table[f"plain-{name}"] = Section(f"Plain decoding, {name}", 90, partial(plain, name))
@@ -173,7 +173,7 @@ def tests(lab: Lab) -> Found:
     """Run the GPU tests in a separate process, so that damage to the device context ends with it."""
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-rfE", "--tb=line", "-m", "gpu"]
     if not (ROOT / "tests" / "gpu").is_dir():
-        raise Absent("the tests come with a checkout")
+        raise Absent("the tests need a checkout")
     done = subprocess.run(
         [*command, "tests/gpu"],
         cwd=ROOT,
@@ -203,7 +203,7 @@ def plain(name: str, lab: Lab) -> Found:
     for dtype, bits in precisions:
         try:
             found.rows.append(_plain(name, lab, dtype, bits))
-        except Exception as error:  # one precision is not the others
+        except Exception as error:  # the other precisions may work
             found.remarks.append(f"{f'{bits}bit' if bits else name_of(dtype)}: {reason(error)}.")
             clear_traceback(error)
             lab.forget()
@@ -252,13 +252,13 @@ def widths(lab: Lab) -> Found:
         ]
         found.remarks += [f"{name}: {target.note}."] * bool(target.note)
         if len(ms) < len(batches):
-            found.remarks.append(f"{name}: memory ends behind a batch of {max(ms)}.")
+            found.remarks.append(f"{name}: the largest batch size that fits into memory is {max(ms)}.")
     own, with_draft = (
         {row["batch"]: row["ms"] for row in found.rows if row["shape"] == name and row["slots"] == 1}
         for name in (lab.main, shape_of_draft(lab))
     )
     ratios = ", ".join(f"{with_draft[b] / own[b]:.3f} at batch {b}" for b in own if b in with_draft)
-    found.remarks.append(f"c, a pass of {shape_of_draft(lab)} over one of {lab.main}: {ratios}.")
+    found.remarks.append(f"c, the time of a pass of {shape_of_draft(lab)} / {lab.main}: {ratios}.")
     return found
 
 
@@ -300,7 +300,10 @@ def _model(drafting: Drafting, lab: Lab, target: HFTarget) -> Any:
     sizes = {
         name: min(size, target.vocab_size) if name == "draft_vocab" else size for name, size in drafting.fresh.items()
     }
-    with lab.device, torch.no_grad():  # billions of weights are drawn in seconds there, in minutes here
+    with (
+        lab.device,
+        torch.no_grad(),
+    ):  # initialising billions of weights takes seconds on the device and minutes on a CPU
         made = head.fresh(target, **sizes)
         _randomised(made)
     return made.fuse()
@@ -389,8 +392,8 @@ def memory(lab: Lab) -> Found:
         counted = tensors > 0
         in_use.append(tensors or psutil.Process().memory_info().rss)
     session.unload()
-    after = in_use[len(in_use) // 5 :]  # the first ones fill what is kept on purpose
+    after = in_use[len(in_use) // 5 :]  # skip the first runs, which fill caches
     growth = (fmean(after[len(after) // 2 :]) - fmean(after[: len(after) // 2])) / (len(after) / 2.0)
     rows = [{"run": run, "held MB": round(value / 1e6, 2)} for run, value in enumerate(in_use, start=1)]
     what = "by tensors on the device" if counted else "by the process"
-    return Found(rows, [f"Held {what}; it grows by {growth / 1e6:.3f} MB a run."])
+    return Found(rows, [f"Memory {what} grows by {growth / 1e6:.3f} MB per run."])

@@ -51,7 +51,7 @@ def test_every_section_runs_without_gradio(measured):
     assert all(found["rows"] for name, found in kept.items() if name != "tests")
     assert kept["tests"]["remarks"] == ["by an earlier call"]
     assert "page: ['specdemo.ui', 'specdemo.ui.app', 'specdemo.ui.space']" in printed  # only for the command's options
-    assert printed.count("This is no GPU measurement") == 1
+    assert printed.count("Not a GPU measurement") == 1
 
 
 def test_every_method_drafts_and_reports_its_laps(measured):
@@ -70,7 +70,7 @@ def test_every_method_drafts_and_reports_its_laps(measured):
 def test_the_page_the_plots_and_the_profile(measured):
     folder, _ = measured
     page = (folder / "report.md").read_text()
-    assert "**This is no GPU measurement" in page
+    assert "**Not a GPU measurement" in page
     assert "| shape | precision |" in page and "| method | shape |" in page and "transformers assisted, k=5" in page
     assert (folder / "plots.html").read_text().count("plotly-graph-div") == 3
     (file,) = folder.glob("*.profile.json")
@@ -145,7 +145,7 @@ def test_call_resumes_the_last_one(tmp_path, table):
     clock = iter(range(0, 1000, 2))  # two seconds pass per reading; a CPU section has five
     states, remarks = call(tmp_path, 12 / 60, lambda: next(clock))
     assert states == {"a": "done", "b": "to come", "c": "to come"}
-    assert remarks[0].startswith("2 of 3 sections are to come, about 2 minutes")
+    assert remarks[0].startswith("2 of 3 sections remain, about 2 minutes")
     states, _ = call(tmp_path)
     assert states == dict.fromkeys("abc", "done")
     assert ran == ["a", "b", "c"]
@@ -178,14 +178,16 @@ def test_lost_device_ends_the_measurement(tmp_path, table, monkeypatch):
     monkeypatch.setattr(Lab, "alive", lambda lab: False)
     states, remarks = call(tmp_path)
     assert states == {"a": "failed", "b": "to come"} and ran == ["a"]
-    assert remarks[0] == "The device is lost since 'a'."
+    assert remarks[0] == "The device was lost during 'a'."
 
 
 def test_a_folder_is_for_one_device(tmp_path, table, monkeypatch):
     table(a=None)
     call(tmp_path)
     monkeypatch.setattr(run, "device_name", lambda device: "NVIDIA H200")
-    with pytest.raises(ValueError, match="holds measurements of .*, this is NVIDIA H200; choose another --out"):
+    with pytest.raises(
+        ValueError, match="contains measurements of .*, this device is NVIDIA H200; choose another --out"
+    ):
         call(tmp_path)
 
 

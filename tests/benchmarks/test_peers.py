@@ -175,7 +175,7 @@ def test_llama_cpp_writes_what_transformers_writes(pair):
 
 
 def test_without_its_packages_or_in_half_precision_llama_cpp_does_not_take_part(pair, monkeypatch):
-    with pytest.raises(ValueError, match="on Llama in float32 on a CPU"):
+    with pytest.raises(ValueError, match="needs a Llama in float32 on a CPU"):
         LlamaCpp(copy.deepcopy(pair.target).to(torch.bfloat16))
     monkeypatch.setattr(process, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="pip install xllamacpp gguf"):

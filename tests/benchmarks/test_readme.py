@@ -82,9 +82,9 @@ def test_noise_and_an_output_that_differs_are_in_both(checkout):
     [
         ({"suite": "k"}, "this is suite k on stories; run python -m specdemo bench methods --repeats 3"),
         ({"config": {"target": "code"}}, "this is suite methods on code; run"),
-        ({"config": {"target": "stories", "prompts": 2}}, "this result has prompts of its own; run"),
-        ({"repeats": 2}, "a recorded result names its commit and has 3 repeats or more; run"),
-        ({"environment": RESULT.environment | {"commit": None}}, "a recorded result names its commit"),
+        ({"config": {"target": "stories", "prompts": 2}}, "this result has custom prompts; run"),
+        ({"repeats": 2}, "a recorded result needs a commit and at least 3 repeats; run"),
+        ({"environment": RESULT.environment | {"commit": None}}, "a recorded result needs a commit"),
     ],
 )
 def test_a_result_that_cannot_be_recorded_changes_nothing(checkout, changes, line):
@@ -96,7 +96,7 @@ def test_a_result_that_cannot_be_recorded_changes_nothing(checkout, changes, lin
 
 def test_a_readme_without_a_place_is_one_line(checkout, capsys):
     (checkout / "README.md").write_text("# Title\n", encoding="utf-8")
-    with pytest.raises(ValueError, match="has no place for the table; put it between <!-- bench methods -->"):
+    with pytest.raises(ValueError, match="has no place for the table; add <!-- bench methods -->"):
         recorded(RESULT, checkout)
     assert readme.main(["nothing.json"]) == 2
     assert capsys.readouterr().err.startswith("error: cannot read 'nothing.json'")

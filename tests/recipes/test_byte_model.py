@@ -50,6 +50,6 @@ def test_a_byte_model_and_its_heads_can_be_loaded_and_raced(tmp_path, monkeypatc
 
 
 def test_a_byte_model_begins_from_scratch(tmp_path):
-    with pytest.raises(ValueError, match="recipe 'stories-bytes' begins from scratch; leave --start out"):
+    with pytest.raises(ValueError, match="recipe 'stories-bytes' starts from scratch; omit --start"):
         train("stories-bytes", tmp_path, tmp_path / "out", start="stories")
     assert not (tmp_path / "out").exists()

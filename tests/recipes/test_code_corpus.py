@@ -70,7 +70,7 @@ def test_wheels_that_cannot_be_fetched_are_one_line(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
-    with pytest.raises(ValueError, match="cannot fetch the source .*nowhere.* with --corpus") as error:
+    with pytest.raises(ValueError, match="cannot fetch the training sources: .*nowhere.* with --corpus") as error:
         fetch_wheels(tmp_path)
     assert "\n" not in str(error.value)
 
