@@ -87,7 +87,7 @@ sizes = ["--repeats", "1", "--k", "2", "--preset", "embedded-ngram", "--new-toke
 for command in (
     ["run", "embedded-draft", "--max-new-tokens", "4", "--out", "t.json"], ["replay", "t.json"], ["methods"],
     ["presets"], ["bench", "k", *sizes], ["predict", "stories", "--trace", "t.json", "--device", "laptop-cpu"],
-    ["doctor"], ["serve-command", "embedded-draft"],
+    ["doctor"], ["serve-command", "embedded-draft"], ["train", "--help"], ["bench", "--help"],
 ):
     assert main(command) == 0, command
 assert specdemo.run("embedded-ngram", max_new_tokens=2).lanes
@@ -105,6 +105,8 @@ def test_without_the_page_only_the_page_and_plots_are_missing(wheel, tmp_path):
     done = subprocess.run([sys.executable, "-c", WITHOUT_PAGE], capture_output=True, text=True, cwd=folder, env=where)
     assert done.returncode == 0, done.stderr
     assert [path.name for path in folder.iterdir()] == ["t.json"]
+    for missing in ("stories-target", "shipped models", "chromium", "app.py", "race-fairness"):
+        assert missing not in done.stdout
     assert done.stderr.splitlines() == [
         'specdemo: this needs gradio and plotly; run: pip install "specdemo[page]"',
         'specdemo: this needs plotly; run: pip install "specdemo[page]"',
