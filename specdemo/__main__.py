@@ -50,9 +50,12 @@ app = typer.Typer(
 
 LIBRARIES = "torch transformers gradio accelerate bitsandbytes safetensors tokenizers plotly".split()
 CHECKOUT = (FOLDER.parent / "recipes").is_dir()
+# parts of help texts that apply only to a checkout, which has the recipes of the embedded models
+CODE_CORPUS = "; the recipes of code collect their own" if CHECKOUT else ""
+CODE_TARGET = ", or code for code-draft" if CHECKOUT else ""
 INTERRUPTED = 130  # exit code after Ctrl-C, as in a shell
 Work = Callable[..., object]
-AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite a file or folder that specdemo did not write.")]
 Gpus = Annotated[int, typer.Option(help="Number of GPUs per server.", min=1, max=1024)]
 Command = Annotated[str | None, typer.Option(help="Path of the engine's program, if it is not on PATH.")]
@@ -193,7 +196,7 @@ app.add_typer(bench, name="bench")
 
 @app.command()
 def profile(
-    device: Annotated[str, typer.Option(help=f"{DEVICES}.")] = "auto",
+    device: Annotated[str, typer.Option(help=f"Device: {DEVICES}.")] = "auto",
     name: Annotated[str | None, typer.Option(help="Name of the profile; default: the device's name.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the profile (JSON) to this file.")] = None,
     force: Force = False,
@@ -284,7 +287,7 @@ class _Train(TyperCommand):
         with formatter.section("Recipes of heads"):
             formatter.write_dl(list(recipes().items()))
         if (shipped := of_checkout("recipes.train")) is not None:
-            with formatter.section("Recipes of the shipped models"):
+            with formatter.section("Recipes of the embedded models"):
                 formatter.write_dl([(name, f"{it.minutes:g} minutes on a CPU") for name, it in shipped.RECIPES.items()])
 
 
@@ -293,23 +296,23 @@ def train(
     recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="One of the recipes below.")],
     corpus: Annotated[
         Path | None,
-        typer.Option(help="Folder of *.txt files, documents separated by <|endoftext|>; code collects its own."),
+        typer.Option(help=f"Folder of *.txt files, documents separated by <|endoftext|>{CODE_CORPUS}."),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the trained model.")] = None,
     force: Force = False,
     minutes: Annotated[float | None, typer.Option(help="Training time in minutes.")] = None,
-    device: Annotated[str, typer.Option(help=f"{DEVICES}.")] = "auto",
+    device: Annotated[str, typer.Option(help=f"Device: {DEVICES}.")] = "auto",
     threads: Annotated[
-        int | None, typer.Option(help="CPU threads; shipped models only.", min=1, max=1024, hidden=not CHECKOUT)
+        int | None, typer.Option(help="CPU threads; embedded models only.", min=1, max=1024, hidden=not CHECKOUT)
     ] = None,
     target: Annotated[
-        str | None, typer.Option(help="Target of the draft model or head; default: stories, or code for its recipes.")
+        str | None, typer.Option(help=f"Target of the trained drafter; default: stories{CODE_TARGET}.")
     ] = None,
     cache: Annotated[
         Path | None, typer.Option(help="Folder to store the target's outputs in, shared by its drafters.")
     ] = None,
     start: Annotated[
-        str | None, typer.Option(help="Trained model to continue from; shipped models only.", hidden=not CHECKOUT)
+        str | None, typer.Option(help="Trained model to continue from; embedded models only.", hidden=not CHECKOUT)
     ] = None,
     compile: Annotated[
         bool, typer.Option(help="Run the target through torch.compile; stories-target only.", hidden=not CHECKOUT)
@@ -318,7 +321,7 @@ def train(
         str | None, typer.Option(help="Quantization of the frozen target: 4bit or 8bit; heads only.")
     ] = None,
 ) -> None:
-    """Train a speculation head. A run that was killed continues."""
+    """Train a speculation head. The same command continues an interrupted run."""
     from specdemo.methods.recipes import HEAD_RECIPES, train_head_recipe
 
     if recipe in HEAD_RECIPES:

@@ -105,7 +105,14 @@ def test_without_the_page_only_the_page_and_plots_are_missing(wheel, tmp_path):
     done = subprocess.run([sys.executable, "-c", WITHOUT_PAGE], capture_output=True, text=True, cwd=folder, env=where)
     assert done.returncode == 0, done.stderr
     assert [path.name for path in folder.iterdir()] == ["t.json"]
-    for missing in ("stories-target", "shipped models", "chromium", "app.py", "race-fairness"):
+    for missing in (
+        "stories-target",
+        "Recipes of the embedded models",
+        "code-draft",
+        "chromium",
+        "app.py",
+        "race-fairness",
+    ):
         assert missing not in done.stdout
     assert done.stderr.splitlines() == [
         'specdemo: this needs gradio and plotly; run: pip install "specdemo[page]"',

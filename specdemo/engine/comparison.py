@@ -161,7 +161,7 @@ class Lane(Settings):
     """
 
     method: Annotated[
-        str, AfterValidator(validate_method_name), Setting(f"Drafting method, one of `{program()} methods`.")
+        str, AfterValidator(validate_method_name), Setting(f"Drafting method; `{program()} methods` lists them.")
     ]
     model: Annotated[Model | None, Setting("Draft model: embedded name, folder or hub id[@revision].")] = None
     k: Annotated[int, Setting("Draft length.", label="Draft length k", step=1)] = Field(4, ge=1, le=MAX_K)
