@@ -98,7 +98,7 @@ QUANTISED = {"quant_method": "compressed-tensors"}
         ({"num_experts": 2, "num_experts_per_tok": 4}, ": its sizes contradict each other"),
         ({"num_hidden_layers": 0}, ": num_hidden_layers must be a whole number from 1"),
         ({"hidden_size": float("inf")}, ": hidden_size must be a whole number"),
-        ({"vocab_size": 10**400}, ": vocab_size must be a whole number from 1 to 16,777,216, not a larger one"),
+        ({"vocab_size": 10**400}, ": vocab_size must be a whole number from 1 to 16,777,216, not a larger number"),
         ({"text_config": [1]}, ""),
         ({"mlp_only_layers": [0, 1, 2]}, ": its sizes contradict each other"),
     ],
