@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ORDER = ["core", "models", "training", "methods", "servers", "engine", "presets", "prediction", "bench", "ui"]
+ORDER = ["core", "kv", "models", "training", "methods", "servers", "engine", "presets", "prediction", "bench", "ui"]
 PACKAGE = Path(__file__).parents[1] / "specdemo"
 
 

@@ -7,12 +7,12 @@ from typing import Any
 
 from specdemo.core.protocol import Target
 from specdemo.engine.comparison import Comparison, Lane
+from specdemo.kv.graphs import graph_bytes
 from specdemo.methods import BASELINE, method, model_method
 from specdemo.methods.targets import load_model
 from specdemo.models.checkpoints import checkpoint_errors
 from specdemo.models.devices import best_device, device_kind
 from specdemo.models.footprint import Precision, estimate_footprint, free_bytes
-from specdemo.models.graphs import graph_bytes
 from specdemo.models.hub import LoadProgress, no_progress
 from specdemo.models.place import check_memory, resolve_placement
 from specdemo.models.resolve import locate

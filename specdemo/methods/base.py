@@ -16,6 +16,7 @@ from torch import Generator, Tensor, nn
 from specdemo.core.protocol import Drafter, Progress, Target, Tensors
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import Draft
+from specdemo.kv.graphs import GraphCache
 from specdemo.methods import check_capabilities
 from specdemo.methods.flags import EngineArgs
 from specdemo.methods.heads.conventions import select_convention
@@ -23,7 +24,6 @@ from specdemo.methods.heads.network import Network
 from specdemo.methods.heads.runtime import HeadHistory
 from specdemo.methods.heads.sampler import TokenSampler, flatten_draft, unflatten_draft
 from specdemo.models.checkpoints import Checkpoint, open_checkpoint
-from specdemo.models.graphs import GraphCache
 from specdemo.models.hub import LoadProgress, no_progress
 from specdemo.models.packed import packed_bytes
 

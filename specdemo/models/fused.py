@@ -21,6 +21,7 @@ from transformers.models.mistral.modeling_mistral import MistralDecoderLayer, Mi
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3ForCausalLM
 
+from specdemo.kv.graphs import TOLERANCE
 from specdemo.models.packed import (
     KNOWN_NORMS,
     FastRMSNorm,
@@ -37,7 +38,6 @@ KNOWN_MODELS = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3For
 KNOWN_LAYERS = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
 QUANTISED = ("Linear4bit", "Linear8bitLt")  # classes of bitsandbytes
 FIXED_ROPE = ("default", "linear", "llama3", "yarn")  # RoPE types whose angles do not depend on the text's length
-TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 4e-2, torch.float16: 5e-3}  # relative to the largest output
 
 Layer = Any  # a decoder layer of transformers, of any model family
 

@@ -17,10 +17,10 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from specdemo.core.protocol import Forward
+from specdemo.kv.graphs import compiled
+from specdemo.kv.masks import AttentionMask
 from specdemo.models.fused import FusedDecoder
-from specdemo.models.graphs import compiled
 
-AttentionMask = Tensor | None | dict[str, Tensor | None]
 Decoder = Callable[..., tuple[Tensor, dict[int, Tensor]]]
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from specdemo.models.cache import KeyValues
+from specdemo.kv.cache import KeyValues
 from specdemo.models.fused import SingleLayerCache, close, is_plain, probe_input, signed_sin
 
 

@@ -26,10 +26,8 @@ from specdemo.core.protocol import (
     Tensors,
 )
 from specdemo.core.tree import chain_parents
-from specdemo.models.cache import SPARE_COLUMNS, SlabCache
-from specdemo.models.devices import device_kind
-from specdemo.models.fused import fused_decoder, kernels, missing_kernels
-from specdemo.models.graphs import (
+from specdemo.kv.cache import SPARE_COLUMNS, SlabCache
+from specdemo.kv.graphs import (
     COLUMN_MULTIPLE,
     GRAPH_SPARE_COLUMNS,
     WIDTHS,
@@ -37,8 +35,11 @@ from specdemo.models.graphs import (
     capture_for,
     covering_widths,
 )
-from specdemo.models.history import History, KVHistory, SnapshotHistory, supports_multi_token
-from specdemo.models.masks import Masks
+from specdemo.kv.history import History, KVHistory
+from specdemo.kv.masks import Masks
+from specdemo.kv.snapshots import SnapshotHistory, supports_multi_token
+from specdemo.models.devices import device_kind
+from specdemo.models.fused import fused_decoder, kernels, missing_kernels
 from specdemo.models.packed import packed_bytes
 from specdemo.models.place import device_map_summary
 from specdemo.models.runner import Runner
@@ -220,7 +221,15 @@ class HFTarget(Target):
             self._graphs.clear()
         layers = len(DynamicCache(config=self._config).layers)
         cache = SlabCache(layers, rows, columns, self.device, same_shape=self._run.fused is not None)
-        history = KVHistory(self._run, cache, self._windows, self._masks, self.max_length, self._graphs)
+        history = KVHistory(
+            self._run,
+            self._run.for_capture if self._graphs else self._run,
+            cache,
+            self._windows,
+            self._masks,
+            self.max_length,
+            self._graphs,
+        )
         if self.uses_cuda_graphs:
             self._last_history = history
         return history

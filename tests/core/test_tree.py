@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdemo.core.tree import ABSENT, Draft, depths, first_branch, is_chain
-from specdemo.models.masks import ancestry
+from specdemo.kv.masks import ancestry
 
 quick = settings(max_examples=100, deadline=None, derandomize=True)
 

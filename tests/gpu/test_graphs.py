@@ -7,6 +7,7 @@ import torch
 
 from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.engine.loop import generate
+from specdemo.kv.graphs import ENVIRONMENT_VARIABLE
 from specdemo.methods import load_drafter
 from specdemo.methods.heads.dflash import DFlash
 from specdemo.methods.heads.eagle import Eagle
@@ -15,7 +16,6 @@ from specdemo.methods.heads.medusa import Medusa
 from specdemo.methods.heads.mlp_speculator import MLPSpeculator
 from specdemo.methods.heads.mtp import MTP
 from specdemo.models.fused import fuse_layers
-from specdemo.models.graphs import ENVIRONMENT_VARIABLE
 from specdemo.models.target import HFTarget
 from tests.gpu.waits import no_synchronisation
 from tests.models.tiny import build, texts

@@ -15,6 +15,7 @@ from specdemo.core.tree import chain_parents
 from specdemo.engine.clock import stopwatch_for
 from specdemo.engine.loop import generate
 from specdemo.engine.warm_up import warm_up
+from specdemo.kv.graphs import CudaGraphs, covering_widths
 from specdemo.methods import load_drafter
 from specdemo.methods.heads.dflash import DFlash
 from specdemo.methods.heads.eagle import Eagle
@@ -23,7 +24,6 @@ from specdemo.methods.heads.medusa import Medusa
 from specdemo.methods.heads.mlp_speculator import MLPSpeculator
 from specdemo.methods.heads.mtp import MTP
 from specdemo.models.fused import fuse_layer, fuse_layers
-from specdemo.models.graphs import CudaGraphs, covering_widths
 from specdemo.models.pass_cost import rounding_noise
 from specdemo.models.prefix_reuse import PrefixCachedTarget
 from specdemo.models.target import HFTarget

@@ -9,7 +9,7 @@ import torch
 from specdemo.core.tree import chain_parents
 from specdemo.engine.messages import Finished, LaneStep, Note
 from specdemo.engine.session import Session
-from specdemo.models.graphs import graph_bytes
+from specdemo.kv.graphs import graph_bytes
 from specdemo.presets.files import load_presets
 from tests.gpu.device import pretended
 

@@ -5,8 +5,8 @@ import torch
 
 import specdemo.models.target
 from specdemo.core.protocol import Budget, GenerationConfig
+from specdemo.kv.cache import SlabCache
 from specdemo.methods import BASELINE
-from specdemo.models.cache import SlabCache
 from specdemo.models.target import HFTarget
 from specdemo.testing import make_drafter, output_tokens
 from tests.models.tiny import build, texts

@@ -21,9 +21,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specdemo.core.host_copy import padded, to_device
 from specdemo.core.protocol import Progress, Target, Tensors
-from specdemo.models.cache import SPARE_COLUMNS, Cursor, KeyValues, SlabCache
-from specdemo.models.graphs import COLUMN_MULTIPLE, GRAPH_SPARE_COLUMNS, GraphCache
-from specdemo.models.masks import additive
+from specdemo.kv.cache import SPARE_COLUMNS, Cursor, KeyValues, SlabCache
+from specdemo.kv.graphs import COLUMN_MULTIPLE, GRAPH_SPARE_COLUMNS, GraphCache
+from specdemo.kv.masks import additive
 from specdemo.models.target import NO_LENGTH_LIMIT
 
 Rope = tuple[Tensor, Tensor]  # cos, and sin with its first half negated, [B or 1, S, 1, E]

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdemo.core.tree import depths
-from specdemo.models.masks import Masks, ancestry
+from specdemo.kv.masks import Masks, ancestry
 
 CPU = torch.device("cpu")
 

@@ -18,6 +18,8 @@ from specdemo.core.host_copy import to_device
 from specdemo.core.tree import chain_parents
 
 MAX_PLANS = 32  # cached plans: chains of every length and a few static trees
+AttentionMask = Tensor | None | dict[str, Tensor | None]  # a dict has one mask per layer kind
+
 ALIGNMENT = 16  # elements; with other row strides the GPU kernels copy the mask in every layer
 
 

@@ -9,12 +9,12 @@ import torch
 from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.core.tree import chain_parents
 from specdemo.engine.loop import generate
+from specdemo.kv import graphs as module
+from specdemo.kv.graphs import WIDTHS
 from specdemo.methods.draft_model import DraftModel
 from specdemo.methods.none import NoDraft
-from specdemo.models import graphs as module
 from specdemo.models import packed
 from specdemo.models.fused import fuse_layers
-from specdemo.models.graphs import WIDTHS
 from specdemo.models.prefix_reuse import PrefixCachedTarget
 from specdemo.models.target import HFTarget
 from tests.models.recorders import Replayed, failing, forgetful
