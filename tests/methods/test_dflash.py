@@ -10,11 +10,11 @@ from safetensors.torch import load_file, save_file
 from specdemo.core.protocol import Budget, GenerationConfig, Progress
 from specdemo.core.sampling import Sampling
 from specdemo.engine.loop import generate
-from specdemo.methods import load_drafter
+from specdemo.methods import detect_method, load_drafter
 from specdemo.methods.heads.conventions import sample_target_text
 from specdemo.methods.heads.dflash import DFlash, stage_logits
 from specdemo.methods.heads.formats.dflash import spread_taps
-from specdemo.models.checkpoints import open_meta_checkpoint
+from specdemo.models.checkpoints import Checkpoint, open_meta_checkpoint
 from specdemo.models.target import HFTarget
 from specdemo.models.toy import ToyTarget
 from tests.models.tiny import VOCABULARY, build, pinned, texts
@@ -454,126 +454,6 @@ def test_dflash2(target, tmp_path):
         assert float(draft.probs[0, i].sum()) == pytest.approx(float(draft.probs[0, i, candidates].sum()))
 
 
-LATTICE = {"hidden_size": 12, "candidate_topk": 3, "num_layers": 2, "num_heads": 2, "mlp_ratio": 1.5}
-LATTICE |= {"factor_dim": 5, "vector_eps": 1e-4, "logit_scale": 8.0}
-
-
-def lattice_tensors(width, seed=2):
-    """Return the additional tensors of an exported LiLiCorr head. A head as wide as the drafter has no embedding
-    projection.
-    """
-    rng, candidates = torch.Generator().manual_seed(seed), LATTICE["candidate_topk"]
-    inner, factor = int(1.5 * width), LATTICE["factor_dim"]
-    linears = {"pass_hidden_proj": (width, H), "context_proj": (width, H), "feature_mlp.1": (width, 5)}
-    linears |= {"feature_mlp.3": (width, width), "factor_input_proj": (width, 3 * width)}
-    linears |= dict.fromkeys(("out_head", "in_head", "anchor_out_head"), (factor, width))
-    if width != H:
-        linears["token_proj"] = (width, H)
-    shapes = {"slot_embedding": (1, 1, BLOCK - 1, 1, width), "rank_embedding": (1, 1, 1, candidates, width)}
-    shapes |= {"relative_slot_bias": (2, 2 * BLOCK - 1), "same_slot_bias": (2,)}
-    shapes |= {"output_norm.weight": (width,), "anchor_norm.weight": (width,), "feature_mlp.0.weight": (5,)}
-    shapes["feature_mlp.0.bias"] = (5,)
-    for i in range(2):
-        shapes |= {f"layers.{i}.{name}_norm.weight": (width,) for name in ("attn", "mlp")}
-        shapes |= {f"layers.{i}.attn.in_proj_weight": (3 * width, width), f"layers.{i}.attn.in_proj_bias": (3 * width,)}
-        linears |= {f"layers.{i}.attn.out_proj": (width, width), f"layers.{i}.mlp.0": (inner, width)}
-        linears[f"layers.{i}.mlp.2"] = (width, inner)
-    for name, (rows, columns) in linears.items():
-        shapes |= {f"{name}.weight": (rows, columns), f"{name}.bias": (rows,)}
-    return {f"lilicorr.{name}": torch.randn(shape, generator=rng) * 0.4 for name, shape in shapes.items()}
-
-
-def lattice_scores(stored, rows, chances, states, context):
-    """Return the scores of the first slot [K] and of pairs [D - 1, K, K] in one block, candidate by candidate.
-
-    rows: embeddings [D, K, H]. chances: log q [D, K]. states: [D, H]. context: [H].
-    """
-    w = {name.removeprefix("lilicorr."): tensor for name, tensor in stored.items()}
-    line = lambda name, x: x @ w[f"{name}.weight"].T + w[f"{name}.bias"]  # noqa: E731
-    silu, (slots, candidates) = torch.nn.functional.silu, chances.shape
-    project = (lambda x: line("token_proj", x)) if "token_proj.weight" in w else (lambda x: x)
-    known, slot_of = [], [d for d in range(slots) for _ in range(candidates)]
-    for d, k in product(range(slots), range(candidates)):
-        chance, rank = chances[d, k], torch.tensor([k / (candidates - 1), float(k == 0)])
-        seen = torch.cat([torch.stack([chance, chance.exp(), chance - chances[d].max()]), rank])
-        seen = (seen - seen.mean()) / (seen.var(unbiased=False) + 1e-5).sqrt()
-        seen = seen * w["feature_mlp.0.weight"] + w["feature_mlp.0.bias"]
-        seen = line("feature_mlp.3", silu(line("feature_mlp.1", seen)))
-        there = w["slot_embedding"][0, 0, d, 0] + w["rank_embedding"][0, 0, 0, k]
-        known.append(project(rows[d, k]) + line("pass_hidden_proj", states[d]) + seen + there)
-    x = torch.stack(known)
-    half = x.shape[1] // 2
-    for i in range(2):
-        a = norm(x, w[f"layers.{i}.attn_norm.weight"])
-        q, k, v = (a @ w[f"layers.{i}.attn.in_proj_weight"].T + w[f"layers.{i}.attn.in_proj_bias"]).chunk(3, -1)
-        heads = []
-        for head in range(2):
-            part = slice(head * half, (head + 1) * half)
-            far, same = w["relative_slot_bias"][head].tolist(), float(w["same_slot_bias"][head])
-            bias = torch.tensor([[far[a - b + BLOCK - 1] + same * (a == b) for b in slot_of] for a in slot_of])
-            heads.append((q[:, part] @ k[:, part].T / half**0.5 + bias).softmax(-1) @ v[:, part])
-        x = x + line(f"layers.{i}.attn.out_proj", torch.cat(heads, -1))
-        x = x + line(f"layers.{i}.mlp.2", silu(line(f"layers.{i}.mlp.0", norm(x, w[f"layers.{i}.mlp_norm.weight"]))))
-    x, a = norm(x, w["output_norm.weight"]), norm(line("context_proj", context), w["anchor_norm.weight"])
-    mixed = silu(line("factor_input_proj", torch.cat([x, a.expand_as(x), x * a], -1)))
-    out, into, start = (
-        y / y.norm(dim=-1, keepdim=True)
-        for y in (line("out_head", mixed), line("in_head", mixed), line("anchor_out_head", a))
-    )
-    out, into = out.view(slots, candidates, -1), into.view(slots, candidates, -1)
-    pairs = torch.stack([out[d] @ into[d + 1].T for d in range(slots - 1)])
-    return 8.0 * into[0] @ start, 8.0 * pairs
-
-
-@pytest.mark.parametrize("width, renamed", [(12, False), (H, True)])
-def test_lilicorr(target, tmp_path, width, renamed):
-    """The head scores pairs of the most probable tokens of consecutive slots. The whole block counts, even if fewer
-    tokens are requested.
-    """
-    w, more = drafter_tensors(), lattice_tensors(width)
-    settings = {f"lilicorr_{key}": value for key, value in LATTICE.items()} | {"lilicorr_hidden_size": width % H}
-    config = changed(ZLAB, **settings) | {"architectures": ["LiLiCorrDraftModel"]}
-    names = {"feature_mlp.0.": "feature_norm.", "feature_mlp.1.": "feature_mlp.up_proj."}
-    names |= {"feature_mlp.3.": "feature_mlp.down_proj.", ".mlp.0.": ".mlp.up_proj.", ".mlp.2.": ".mlp.down_proj."}
-    stored = dict(more)
-    for old, new in names.items() if renamed else ():
-        stored = {name.replace(old, new): tensor for name, tensor in stored.items()}
-    model = DFlash.load(write(tmp_path / "stored", config, w | stored), target)
-    drafter = observed_drafter(target, model, TEXT, (9, 12))
-    draft = drafter.propose(Budget(16, 16))
-    features = features_of(target, TEXT)[0, :-1]
-    states = reference(w, features, block(target, int(TEXT[0, -1])))[1:]
-    context = norm(features[-1] @ w["fc.weight"].T, w["hidden_norm.weight"])
-    chances, candidates = target.lm_head(states).log_softmax(-1).topk(3)
-    rows = target.embed.weight[candidates]
-    first, pairs = lattice_scores(more, rows, chances, states, context)
-    scores_by_slot, at = [first], None
-    for d, token in enumerate(draft.tokens[0].tolist()):
-        at = candidates[d].tolist().index(token)
-        scores_by_slot += [pairs[d, at]] if d < len(pairs) else []
-    for d, scores in enumerate(scores_by_slot):
-        torch.testing.assert_close(draft.probs[0, d, candidates[d]], scores.softmax(-1), atol=1e-5, rtol=1e-3)
-    again = observed_drafter(target, model, TEXT, (9, 12)).propose(Budget(2, 2))
-    torch.testing.assert_close(again.probs, draft.probs[:, :2])
-
-    drafter.options = DFlash.Options(nodes=9)
-    tree = drafter.propose(Budget(BLOCK, 9))
-    paths = [()]
-    for token, parent in zip(tree.tokens[0].tolist(), tree.parents[0].tolist(), strict=True):
-        paths.append((*paths[parent], token))
-    for path, confidence in zip(paths[1:], tree.confidence[0].tolist(), strict=True):
-        d = len(path) - 1
-        scores = pairs[d - 1, candidates[d - 1].tolist().index(path[-2])] if d else first
-        expected = scores.softmax(-1)[candidates[d].tolist().index(path[-1])]
-        assert confidence == pytest.approx(float(expected), rel=1e-3)
-
-    drafter.save(tmp_path / "saved", "tiny")
-    saved = observed_drafter(target, str(tmp_path / "saved"), TEXT, (9, 12)).propose(Budget(16, 16))
-    torch.testing.assert_close(saved.probs, draft.probs)
-    loss, metrics = drafter.loss(sample_target_text(target, TAPS))
-    assert loss.isfinite() and len(metrics) == BLOCK - 1
-
-
 MUSE_NAMES = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
 
 
@@ -647,10 +527,14 @@ def test_mismatched_checkpoints_are_rejected(target, tmp_path, config, reason):
 
 
 def test_other_formats_and_unknown_tensors_are_refused(target, tmp_path):
-    lacking = "lacks 'lilicorr_hidden_size', which LiLiCorr requires"
-    for name, reason in (("lilicorr.output_norm.weight", lacking), ("mask_hidden", "a tensor mask_hidden")):
+    lilicorr = "is a LiLiCorr drafter, which is not supported; choose a DFlash drafter"
+    for name, reason in (("lilicorr.output_norm.weight", lilicorr), ("mask_hidden", "a tensor mask_hidden")):
         with pytest.raises(ValueError, match=reason):
             DFlash.load(write(tmp_path, ZLAB, drafter_tensors() | {name: torch.zeros(H)}), target)
+    by_class = Checkpoint("tiny", {"architectures": ["LiLiCorrDraftModel"]}, {})
+    assert detect_method(by_class) == "dflash"  # whose reader names the reason
+    with pytest.raises(ValueError, match=lilicorr):
+        DFlash.load(write(tmp_path, ZLAB | by_class.config, drafter_tensors()), target)
     with pytest.raises(ValueError, match="uses Gemma 4 layers, which are not supported"):
         DFlash.load(write(tmp_path, ZLAB, drafter_tensors() | {"layers.0.layer_scalar": torch.ones(1)}), target)
     with pytest.raises(ValueError, match=r"domino.prefix_gru.weight_ih_l0: expected shape \(48, 32\)"):

@@ -1,5 +1,5 @@
-"""DFlash: a small network predicts a block of masked tokens in one pass (Chen et al. 2602.06036). DFlash2, DSpark
-(2607.05147) and LiLiCorr (2608.20530) add a final stage in which a token also depends on the tokens before it.
+"""DFlash: a small network predicts a block of masked tokens in one pass (Chen et al. 2602.06036). DFlash2 and
+DSpark (2607.05147) add a final stage in which a token also depends on the tokens before it.
 
 B rows, A columns, S slots of a block, D draft tokens, N nodes or blocks, G key/value heads, V vocabulary, H hidden.
 
@@ -8,7 +8,7 @@ keys and values but not queries. A block consists of the embeddings of the ancho
 the next positions. Its slots attend to the context and to each other in both directions, so a block always has its
 trained size, and draft tokens beyond the budget are dropped. Only the context stays in the KV cache.
 
-Slots are sampled independently, each from its own q, or one after the other (DFlash2, DSpark, LiLiCorr).
+Slots are sampled independently, each from its own q, or one after the other (DFlash2, DSpark).
 """
 
 from collections.abc import Callable, Mapping
@@ -33,7 +33,6 @@ from specdemo.methods.heads.formats import d2t_to_ids, rename_tensors
 from specdemo.methods.heads.formats import dflash as files
 from specdemo.methods.heads.formats.dflash import Design, spread_taps
 from specdemo.methods.heads.layers import Layer
-from specdemo.methods.heads.lilicorr import Correlator, Memory, StageOutput
 from specdemo.methods.heads.network import Network, move_to_target
 from specdemo.methods.heads.runtime import AttentionKind, Columns, HeadHistory, Rotary, last_columns, training_columns
 from specdemo.methods.heads.sampler import MASKED_LOGIT, ChainBuilder, DraftVocab
@@ -42,12 +41,14 @@ from specdemo.models.packed import RMSNorm
 from specdemo.training.losses import argmax_targets
 
 NUM_TAPS = 3
-CLASSES = ("DFlash", "DSpark", "Domino", "PEagle", "LiLiCorr")  # substrings of `architectures` in config.json
+# substrings of `architectures` in config.json; LiLiCorr is rejected in `files.read_designs`
+CLASSES = ("DFlash", "DSpark", "Domino", "PEagle", "LiLiCorr")
 HEAD_SIZE = 64  # of an untrained drafter
 BRANCHES = 10  # children per node, with a final stage
 HINT = "fetch config.json and weights of the same revision, or choose a drafter in another format"
 
-StageFn = Callable[[int, Tensor, Tensor, Tensor, Memory], StageOutput]  # see `Stage.forward`
+Memory = Tensor | None  # recurrent state of a final stage
+StageOutput = tuple[Tensor, Memory]  # logits and state
 
 
 class Convolution(nn.Module):
@@ -182,13 +183,13 @@ class Domino(Stage):
         return logits + self.embed_proj(torch.cat([states, state], -1)).float(), state
 
 
-def stage_logits(step: StageFn, previous: Tensor, states: Tensor, logits: Tensor) -> Tensor:
+def stage_logits(stage: Stage, previous: Tensor, states: Tensor, logits: Tensor) -> Tensor:
     """Run a stage on all slots: previous tokens [..., D] -> logits [..., D, W]."""
-    if isinstance(step, Stage) and not step.recurrent:
-        return step.forward(0, previous, states, logits, None)[0]
+    if not stage.recurrent:
+        return stage.forward(0, previous, states, logits, None)[0]
     memory, all_logits = None, []
     for slot in range(previous.shape[-1]):
-        slot_logits, memory = step(slot, previous[..., slot], states[..., slot, :], logits[..., slot, :], memory)
+        slot_logits, memory = stage(slot, previous[..., slot], states[..., slot, :], logits[..., slot, :], memory)
         all_logits.append(slot_logits)
     return torch.stack(all_logits, -2)
 
@@ -217,7 +218,6 @@ class DFlashDraftModel(Network):
             MarkovHead(design, draft_vocab_size, tensors) if "markov_head.markov_w1.weight" in tensors else None
         )
         self.domino = Domino(design, tensors) if "domino.prefix_gru.weight_ih_l0" in tensors else None
-        self.lilicorr = Correlator(design.lattice, size, design.block_size, eps) if design.lattice else None
         self.mask_embedding = nn.Parameter(torch.zeros(size)) if "mask_embedding" in tensors else None
 
     def use_convention(self, convention: Design) -> None:
@@ -225,7 +225,7 @@ class DFlashDraftModel(Network):
 
     @property
     def stage(self) -> Stage | None:
-        """The final stage, except LiLiCorr, which needs the whole block."""
+        """The final stage."""
         return self.candidate_selector or self.markov_head or self.domino
 
     def context(self, features: Tensor) -> Tensor:
@@ -312,8 +312,6 @@ class DFlash(Head[DFlashDraftModel]):
         self._angles = Rotary(head.design.body, target.device)
         self.history = HeadHistory(target, len(head.layers), head.dtype, self._angles)  # of the context
         self._root = torch.empty(0, dtype=torch.int64)  # [B]
-        # LiLiCorr only: target features of the token before the root, [B, taps H]
-        self._last_features: tuple[Tensor, ...] = ()
 
     @classmethod
     def fresh(
@@ -353,11 +351,8 @@ class DFlash(Head[DFlashDraftModel]):
         return move_to_target(head, target)
 
     def observe(self, progress: Progress) -> None:
-        features = self.target_features(progress)
-        self.history.observe(progress.lengths, features)
+        self.history.observe(progress.lengths, self.target_features(progress))
         self._root = last_columns(progress, progress.outputs)
-        if self.head.lilicorr is not None:
-            self._last_features = (last_columns(progress, features),)
 
     def propose(self, budget: Budget) -> Draft:
         design = self.head.design
@@ -366,58 +361,42 @@ class DFlash(Head[DFlashDraftModel]):
             return Draft.empty(len(self._root), self._root.device)
         nodes = budget.nodes if self.options.nodes else 0
         draft_fn, block_size = partial(self._draft_block, nodes), design.block_size
-        return self.run_draft_with_history(
-            nodes, depth, draft_fn, self._root, *self._last_features, max_columns=block_size, tree=nodes > 0
-        )
+        return self.run_draft_with_history(nodes, depth, draft_fn, self._root, max_columns=block_size, tree=nodes > 0)
 
-    def _draft_block(
-        self, nodes: int, depth: int, columns: Columns | None, root: Tensor, *last_features: Tensor
-    ) -> Draft:
+    def _draft_block(self, nodes: int, depth: int, columns: Columns | None, root: Tensor) -> Draft:
         """Draft one block. nodes: size of the tree, 0 drafts a chain."""
         design = self.head.design
         if columns is not None:
             columns.run(self.head.cache_context, *columns.inputs)
         tokens = root.new_full((len(root), design.block_size), design.mask_token_id)
         tokens[:, 0] = root
-        # LiLiCorr needs the candidates of all slots
-        end = design.first_slot + (design.num_drafts if last_features else depth)
-        states = self.history.draft_columns(design.block_size).run(self._block, tokens)[:, design.first_slot : end]
+        block = self.history.draft_columns(design.block_size).run(self._block, tokens)
+        states = block[:, design.first_slot : design.first_slot + depth]
         logits = self._logits(states)
         if nodes:  # all nodes share one block
-            last_features = tuple(features[:, None] for features in last_features)
-            step = self._stage_fn(states[:, None], logits[:, None], *last_features)
-            return self._tree(root, states, logits, Budget(depth, nodes), step)
-        return self._chain(root, states[:, :depth], logits[:, :depth], self._stage_fn(states, logits, *last_features))
-
-    def _stage_fn(self, states: Tensor, logits: Tensor, features: Tensor | None = None) -> StageFn | None:
-        """Return the final stage for blocks with states [..., D, H] and logits [..., D, V]; None if there is none.
-
-        features [..., taps H]: target features of the token before the anchor, for LiLiCorr.
-        """
-        if self.head.lilicorr is None or features is None:
-            return self.head.stage
-        return self.head.lilicorr.build_lattice(states, logits, self.head.context(features), self._rows)
+            return self._tree(root, states, logits, Budget(depth, nodes))
+        return self._chain(root, states, logits)
 
     def _block(self, tokens: Tensor, columns: Columns) -> Tensor:
         states: Tensor = self.head(self._embed(tokens), columns)
         return states
 
-    def _chain(self, root: Tensor, states: Tensor, logits: Tensor, step: StageFn | None) -> Draft:
+    def _chain(self, root: Tensor, states: Tensor, logits: Tensor) -> Draft:
         """Draft one token per slot from states [B, D, H] and logits [B, D, V] before the final stage."""
-        previous, builder = root, ChainBuilder(self.sampler)
-        if step is None:
+        previous, builder, stage = root, ChainBuilder(self.sampler), self.head.stage
+        if stage is None:
             builder.append(self.head.to_target_vocab(logits))
             return builder.build()
         memory = None
         for i in range(states.shape[1]):
-            slot_logits, memory = step(i, previous, states[:, i], logits[:, i], memory)
+            slot_logits, memory = stage(i, previous, states[:, i], logits[:, i], memory)
             previous = builder.append(self.head.to_target_vocab(slot_logits)[:, None])[:, 0]
         return builder.build()
 
-    def _tree(self, root: Tensor, states: Tensor, logits: Tensor, budget: Budget, step: StageFn | None) -> Draft:
+    def _tree(self, root: Tensor, states: Tensor, logits: Tensor, budget: Budget) -> Draft:
         """Draft the most likely nodes."""
-        slots = count()
-        if step is None:
+        slots, stage = count(), self.head.stage
+        if stage is None:
             return _independent_tree(self.head.to_target_vocab(logits).log_softmax(-1), budget)
         memory: Memory = None  # of the nodes of the last level
         rows = torch.arange(len(states), device=states.device)[:, None]
@@ -426,7 +405,7 @@ class DFlash(Head[DFlashDraftModel]):
             nonlocal memory
             slot = next(slots)
             state, slot_logits = (part[:, slot, None].expand(-1, tokens.shape[1], -1) for part in (states, logits))
-            next_logits, memory = step(
+            next_logits, memory = stage(
                 slot, tokens, state, slot_logits, None if memory is None else memory[rows, parents]
             )
             return self.head.to_target_vocab(next_logits).log_softmax(-1)
@@ -446,9 +425,9 @@ class DFlash(Head[DFlashDraftModel]):
         in_range, label_columns = label_columns < columns, label_columns.clamp_max(columns - 1)
         rows = torch.arange(len(label_columns), device=label_columns.device)[:, None, None]
         logits = self._logits(states)
-        logits = self.head.to_target_vocab(
-            self._apply_stage(batch, anchors, batch.inputs[rows, label_columns], states, logits)
-        )
+        if self.head.stage is not None:
+            logits = stage_logits(self.head.stage, batch.inputs[rows, label_columns], states, logits)
+        logits = self.head.to_target_vocab(logits)
         probs = batch.target_probs()
         labels = batch.outputs[rows, label_columns] if probs is None else probs[rows, label_columns]
         losses = F.cross_entropy(logits.flatten(0, 2), labels.flatten(0, 2), reduction="none").view_as(in_range)
@@ -458,15 +437,6 @@ class DFlash(Head[DFlashDraftModel]):
         ).clamp_min(1)
         metrics = {f"agree_{i}": share for i, share in enumerate(agreement.tolist(), start=1)}
         return (losses * weights).sum() / weights.sum(), metrics
-
-    def _apply_stage(
-        self, batch: Progress, anchors: Tensor, previous: Tensor, states: Tensor, logits: Tensor
-    ) -> Tensor:
-        """Apply the final stage to logits [B, N, D, V], given the previous tokens [B, N, D]."""
-        rows = torch.arange(len(anchors), device=anchors.device)[:, None]
-        features = None if self.head.lilicorr is None else self.target_features(batch)[rows, anchors - 1]
-        step = self._stage_fn(states, logits, features)
-        return logits if step is None else stage_logits(step, previous, states, logits)
 
     def _anchors(self, inputs: Tensor) -> Tensor:
         """Choose distinct anchor columns [B, N], so that the blocks have about as many slots as there are columns."""
@@ -499,14 +469,11 @@ class DFlash(Head[DFlashDraftModel]):
 
     def _embed(self, tokens: Tensor) -> Tensor:
         design, mask_embedding = self.head.design, self.head.mask_embedding
-        rows = self._rows(tokens.clamp_max(len(self._embedding) - 1))
+        tokens_in_range = tokens.clamp_max(len(self._embedding) - 1)
+        rows = F.embedding(tokens_in_range, self._embedding).to(self.head.dtype)
         if mask_embedding is not None:
             rows = torch.where((tokens == design.mask_token_id)[..., None], mask_embedding, rows)
         return rows * design.embedding_scale
-
-    def _rows(self, tokens: Tensor) -> Tensor:
-        """Look up rows of the target's embedding, without scaling."""
-        return F.embedding(tokens, self._embedding).to(self.head.dtype)
 
     def _logits(self, states: Tensor) -> Tensor:
         """Return fp32 logits of states [..., H] over the draft vocabulary, before the final stage."""

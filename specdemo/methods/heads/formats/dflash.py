@@ -5,7 +5,6 @@ h the drafter's hidden size (equal to the target's), V vocabulary, r rank. Forma
 z-lab, SpecForge   `dflash_config` and Qwen3's keys; a key may be in either place. DFlash2 has additional tensors
                    `attention_conv`, `mlp_conv` and `candidate_selector`, Domino `prefix_gru` and `embed_proj`; early
                    files have the tensors of the final stage below `logit_head.`
-Model Optimizer    the same with `lilicorr.*` (LiLiCorr); the names that servers use for it are read too
 DeepSpec           flat, class Qwen3DSparkModel, for both DSpark and plain DFlash (Markov rank 0)
 speculators        Qwen3's keys in `transformer_layer_config`; a draft vocabulary has its own lm_head and offsets `d2t`
 transformers       model type muse_glimmer_assistant, tensors `encoder.*`
@@ -17,7 +16,7 @@ target's embedding and lm_head, and DSpark's confidence head, which changes no t
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,7 +25,6 @@ from transformers import Qwen3Config
 
 from specdemo.core.protocol import Target
 from specdemo.methods.heads.formats import MASK_KEYS, check_target
-from specdemo.methods.heads.lilicorr import Sizes
 from specdemo.methods.heads.runtime import AttentionKind
 from specdemo.models.checkpoints import MASK_TOKEN, Checkpoint
 
@@ -45,14 +43,7 @@ NAMES = {
     r"^logit_head\.": "",
     r"^prefix_gru\.": "domino.prefix_gru.",
     r"^embed_proj\.": "domino.embed_proj.",
-    # LiLiCorr: names in servers -> names in exported files
-    r"^lilicorr\.feature_norm\.": "lilicorr.feature_mlp.0.",
-    r"^lilicorr\.feature_mlp\.up_proj\.": "lilicorr.feature_mlp.1.",
-    r"^lilicorr\.feature_mlp\.down_proj\.": "lilicorr.feature_mlp.3.",
-    r"^(lilicorr\..*\.mlp)\.up_proj\.": r"\1.0.",
-    r"^(lilicorr\..*\.mlp)\.down_proj\.": r"\1.2.",
 }
-LATTICE = "lilicorr"
 CODEBOOK = "candidate_selector.predecessor_codebook"
 # config key of the layer ids -> offset from id to tap
 TAP_OFFSETS = {
@@ -65,7 +56,7 @@ REQUIRED_DEFAULTS = {
     "attention_value_scale": 1.0,
     "logit_scale": 1.0,
 }
-KNOWN_FAMILIES = ("dflash", "dspark", "domino", "museglimmer", LATTICE)  # families with a documented slot convention
+KNOWN_FAMILIES = ("dflash", "dspark", "domino", "museglimmer")  # families with a documented slot convention
 UNUSED = ("embed_tokens.", "lm_head.", "t2d", "verifier_", "confidence_head.")
 
 
@@ -85,7 +76,6 @@ class Design:
     softcap: float = 0.0  # of the logits; 0: none
     candidates: int = 16  # DFlash2
     uncorrected_slots: int = 0  # Domino: first slots without correction
-    lattice: Sizes | None = None  # LiLiCorr
 
     def __str__(self) -> str:
         return f"{'every slot' if self.from_anchor else 'the slots after the anchor'} and layers {self.taps}"
@@ -114,7 +104,6 @@ def read_designs(checkpoint: Checkpoint, target: Target) -> tuple[Tensors, tuple
     tensors.pop(MASK_TOKEN, None)
     names = config.get("speculators_model_type"), config.get("projector_type"), *(config.get("architectures") or ())
     family = " ".join(map(str, names)).lower()
-    sizes = _lattice_sizes(config) if any(name.startswith(f"{LATTICE}.") for name in tensors) else None
     from_anchor = config.get("sample_from_anchor", config.get("shift_label", "dspark" in family))
     design = Design(
         body=_body(config),
@@ -129,7 +118,6 @@ def read_designs(checkpoint: Checkpoint, target: Target) -> tuple[Tensors, tuple
         softcap=float(config.get("final_logit_softcapping", 0.0)),
         candidates=int(config.get("selector_top_k", 16)),
         uncorrected_slots=int(config.get("pure_draft_prefix_len", 0)),
-        lattice=sizes,
     )
     if {"sample_from_anchor", "shift_label"} & config.keys() or any(word in family for word in KNOWN_FAMILIES):
         return tensors, (design,)
@@ -142,8 +130,7 @@ def to_config(design: Design, tensors: Tensors, target_name: str, target_layers:
     body, windows = design.body, [window for window, _ in design.attention_kinds]
     (span, groups), rank = convolution_sizes(tensors), tensors[CODEBOOK].shape[1] if CODEBOOK in tensors else 0
     usual = tuple((window, bool(window)) for window in windows)
-    lattice = asdict(design.lattice) if design.lattice else {}
-    kind = "LiLiCorr" if lattice else "DFlash2" if span or rank else "DFlash"
+    kind = "DFlash2" if span or rank else "DFlash"
     optional = {  # key -> (value, default)
         "causal": (design.attention_kinds[0][1] if design.attention_kinds != usual else None, None),
         "sample_from_anchor": (design.from_anchor, False),
@@ -172,7 +159,6 @@ def to_config(design: Design, tensors: Tensors, target_name: str, target_layers:
             "mask_token_id": design.mask_token_id,
             "target_layer_ids": [tap - 1 for tap in design.taps],
             **{key: value for key, (value, usually) in optional.items() if value != usually},
-            **{f"{LATTICE}_{key}": value for key, value in lattice.items()},
         },
     }
 
@@ -200,15 +186,6 @@ def _flatten_config(config: Config) -> dict[str, Any]:
     return flat if mask is None else flat | {"mask_token_id": mask}
 
 
-def _lattice_sizes(config: Config) -> Sizes:
-    """Return LiLiCorr's sizes. All keys are required, because defaults would give a different head."""
-    keys = {field.name: f"{LATTICE}_{field.name}" for field in fields(Sizes)}
-    absent = next((key for key in keys.values() if key not in config), None)
-    if absent:
-        raise ValueError(f"its config lacks {absent!r}, which LiLiCorr requires; fetch it again")
-    return Sizes(**{name: config[key] for name, key in keys.items()})
-
-
 def _check(checkpoint: Checkpoint, config: Config, tensors: Tensors, target: Target) -> None:
     """Raise ValueError if the checkpoint is unsupported, incomplete or made for another target."""
     name, vocab_size = checkpoint.name, target.vocab_size
@@ -217,6 +194,8 @@ def _check(checkpoint: Checkpoint, config: Config, tensors: Tensors, target: Tar
             raise ValueError(f"{name} has {key} {config[key]}, which is not supported; choose a drafter without it")
     if config.get("causal_head"):
         raise ValueError(f"{name} is a JetSpec drafter (causal_head in its config), not read yet; choose a DFlash")
+    if any("lilicorr" in part.lower() for part in (*tensors, *map(str, config.get("architectures") or ()))):
+        raise ValueError(f"{name} is a LiLiCorr drafter, which is not supported; choose a DFlash drafter")
     if "mask_hidden" in tensors:
         raise ValueError(f"{name} has a tensor mask_hidden, which is not supported; choose a DFlash drafter")
     for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "mask_token_id"):
