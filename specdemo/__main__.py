@@ -1,7 +1,7 @@
-"""The command line: `python -m specdemo` or, installed, `specdemo`.
+"""Command line: `python -m specdemo` or, installed, `specdemo`.
 
-Exit code 0: done; 1: a lane failed; 2: bad input, told in one line on stderr that names the cure; 130 and 143: ended by
-Ctrl-C and by SIGTERM. Whatever needs torch is imported by the command that needs it.
+Exit codes: 0 success; 1 a lane failed; 2 bad input, with one line on stderr that names the fix; 130 and 143 ended by
+Ctrl-C and SIGTERM. Commands that need torch import it themselves.
 """
 
 import os
@@ -70,7 +70,7 @@ PresetId = Annotated[
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "specdemo") -> int:
-    """Run a command; returns the exit code. told_by: what the line of a refusal begins with."""
+    """Run a command and return the exit code. prog: the program name at the start of an error message."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if isinstance(sys.stdout, TextIOWrapper):  # replace characters that the terminal cannot encode
         sys.stdout.reconfigure(errors="replace")
@@ -111,7 +111,7 @@ app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options"
 
 
 def _with_settings(command: Work) -> Work:
-    """Give a command an option for every setting of a comparison and its lanes, in the place of `**given`."""
+    """Add an option for every setting of a comparison and its lanes to a command, instead of `**given`."""
     first, *own, _ = signature(command).parameters.values()
     keyword = Parameter.KEYWORD_ONLY
     options = [Parameter(n, keyword, default=None, annotation=Annotated[of | None, it]) for n, of, it in _settings()]
@@ -279,7 +279,7 @@ def predict(
 
 
 class _Train(TyperCommand):
-    """The command `train`, whose help ends with the recipes; they are imported for it alone."""
+    """Command `train`, whose help ends with the recipes; they are imported only then."""
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         from specdemo.methods.recipes import recipes
@@ -364,7 +364,7 @@ def presets(
 
 
 def _check_presets(as_json: bool) -> int:
-    """A line for every repository as the hub answers; 1 if something is wrong."""
+    """Print one line per repository and per wrong preset; return 1 if anything is wrong."""
     from specdemo.presets.check import answers
 
     found = []
@@ -410,7 +410,7 @@ def serve(
 
 @contextmanager
 def _started(chosen: Preset, engine: str, command: str | None, gpus: int) -> Iterator[tuple[Preset, "list[Server]"]]:
-    """The preset on servers that are started for it; what they say while they load stands in one line that moves."""
+    """Start servers for a preset. While they load, their log is shown in one updated line."""
     from specdemo.presets.serve import serving
 
     known = known_engine(engine)
@@ -516,7 +516,7 @@ Number = TypeVar("Number", int, float)
 
 
 def _numbers(name: str, text: str | None, kind: Callable[[str], Number]) -> list[Number]:
-    """Of an option with commas in it; none without."""
+    """Parse comma-separated numbers; an empty list if the option is not given."""
     try:
         return [kind(part) for part in text.split(",")] if text else []
     except ValueError:

@@ -1,1 +1,1 @@
-"""Comparisons that are ready to run: one YAML file each in `presets/`, and the share link that differs from one."""
+"""Presets, one YAML file each in `presets/`, and share links, which contain differences from a preset."""

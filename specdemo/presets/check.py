@@ -1,7 +1,7 @@
-"""Is what the presets say of the hub still so? Asked of every repository they name, and no weights are fetched.
+"""Check of the presets against the hub, without downloading weights.
 
-A repository must be there, at its revision, with a config and weights; ask for a login where its presets say so and
-nowhere else; and state the licence that they state. A preset's weights must fit the memory that it states.
+Every repository must exist at its revision, with a config and weights. Its gating and licence must be as stated in the
+presets, and a preset's weights must fit into the memory that it states.
 """
 
 import re
@@ -31,9 +31,9 @@ class CheckResult:
 
 
 def answers(presets: Iterable[Preset]) -> Iterator[CheckResult]:
-    """One for every repository, then one for every preset that states too little memory.
+    """Yield one answer per repository, then one per preset that states too little memory.
 
-    Raises ValueError, one line, where the hub may not be asked or cannot be reached.
+    Raises ValueError, one line, if the hub is disabled or cannot be reached.
     """
     if hub.offline():
         raise ValueError("HF_HUB_OFFLINE is set, but the check needs the hub; unset it")
@@ -91,7 +91,9 @@ def _terms(name: str, info: ModelInfo, users: list[Preset]) -> Iterator[str]:
 
 
 def _cramped(presets: Mapping[str, Preset], sizes: Mapping[str, int]) -> Iterator[CheckResult]:
-    """Presets whose weights are larger than the memory they state; quantized ones are smaller than their files."""
+    """Yield presets whose weights exceed the stated memory. Quantised presets are skipped: they need less than their
+    files.
+    """
     for id, preset in presets.items():
         weights = sum(sizes.get(model, 0) for model in {*preset.models})
         if preset.memory_gb and preset.quantization is None and weights > preset.memory_gb * 1e9:
@@ -105,7 +107,7 @@ def _licence(info: ModelInfo) -> str:
 
 
 def _same_licence(licence: str, words: str) -> bool:
-    """llama3.1 and Llama 3.1 Community License are."""
+    """Return True for different spellings of a licence, such as llama3.1 and Llama 3.1 Community License."""
     short, long = (re.sub(r"[^a-z0-9]", "", text.lower()) for text in (licence, words))
     return short in long
 

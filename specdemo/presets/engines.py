@@ -1,4 +1,6 @@
-"""Engines of a page: a lane's place may be `vllm`, and then a server is started for it and kept for the next run."""
+"""Servers for lanes of the page. If a lane's server is the name of an engine, such as `vllm`, a server is started for
+it and reused by the next run.
+"""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -36,10 +38,10 @@ class Engines:
         self._up: dict[Key, tuple[Server, ExitStack]] = {}
 
     def onto(self, spec: Comparison, report: LoadProgress, cancelled: Callable[[], bool]) -> Comparison:
-        """The comparison with the address of a server that is up in place of every engine's name. Where all lanes are
-        on one engine so is the baseline, unless it has a place of its own.
+        """Return the comparison with every engine's name replaced by the address of a running server.
 
-        Raises ValueError for an engine that is not allowed or does not start, Cancelled when that was to stop.
+        If all lanes run on one engine, so does the baseline, unless it has a server. Raises ValueError for an engine
+        that is not allowed or does not start, and Cancelled if the start was cancelled.
         """
         requests = _engine_requests(spec)
         if requests:
@@ -57,13 +59,13 @@ class Engines:
         return spec.model_copy(update={"server": lanes[0].server, "lanes": lanes[1:]})
 
     def end(self) -> int:
-        """End all of them; -> how many."""
+        """End all servers and return their number."""
         ended = len(self._up)
         self._keep(set())
         return ended
 
     def _keep(self, needed: set[Key]) -> None:
-        """End those that are not wanted, and forget those that have ended."""
+        """End servers that are not needed, and forget those that have exited."""
         for key, (server, running) in [*self._up.items()]:
             if key not in needed or server.process.poll() is not None:
                 self._up.pop(key, None)  # a stopped run may remove it at the same time
@@ -78,7 +80,9 @@ class Engines:
 
 
 def _engine_requests(spec: Comparison) -> dict[int, _EngineRequest]:
-    """By their lane's place. Raises ValueError for an engine that is not allowed, or cannot serve its lane."""
+    """Return the requested servers by lane index. Raises ValueError for an engine that is not allowed or cannot serve
+    its lane.
+    """
     places = [lane.server for lane in spec.all_lanes]
     if places[0] is None and len({*places[1:]}) == 1:
         places[0] = places[1]

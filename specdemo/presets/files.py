@@ -1,8 +1,8 @@
-"""Presets: one YAML file each, which holds a comparison and what is to be known of it before it runs.
+"""Presets: one YAML file each, with a comparison and its requirements. Reading them needs neither torch nor
+transformers.
 
-Reading them needs neither torch nor transformers. What a file says by itself (types, ranges, method names) is checked
-when it is read; what only a method's own code knows (its options, whether it takes a model) when it is changed or run.
-Every refusal is a ValueError of one line.
+Types, ranges and method names are checked when a file is read. Checks that need the code of a method (its options,
+whether it takes a model) follow when the preset is changed or run. Every error is a ValueError with one line.
 """
 
 import sys
@@ -65,23 +65,24 @@ class Preset(Comparison, About):
 
     @property
     def models(self) -> tuple[str, ...]:
-        """Every model it names, the target first."""
+        """Return all models, the target first."""
         return self.target, *(model for lane in self.lanes for model in lane.models)
 
     @property
     def embedded(self) -> bool:
-        """True: it runs on the models that ship with the project; nothing is downloaded."""
+        """Return True if only embedded models are used, so that nothing is downloaded."""
         return all(model in EMBEDDED for model in self.models)
 
     @property
     def methods(self) -> list[str]:
-        """The lanes' methods, each once."""
+        """Return the methods of the lanes without duplicates."""
         return list(dict.fromkeys(lane.method for lane in self.lanes))
 
     def with_changes(self, **changes: object) -> "Preset":
-        """The same comparison with other settings: any of SETTINGS.
+        """Return the comparison with other values of any of SETTINGS.
 
-        `k` and `acceptance` go to every lane. `method` leaves one lane; `model` and `options` need that there is one.
+        `k` and `acceptance` apply to every lane. `method` leaves a single lane; `model` and `options` need a single
+        lane.
         """
         for name in changes:
             if name not in SETTINGS:
@@ -92,9 +93,10 @@ class Preset(Comparison, About):
         return changed.model_copy(update={"lanes": [lane.validated() for lane in changed.lanes]})
 
     def on_servers(self, servers: Sequence[str], served_model: str | None = None) -> "Preset":
-        """The same comparison with a server a lane, in their order; of one more the first is the baseline's.
+        """Return the comparison with the servers assigned to the lanes in order; one server more is for the baseline
+        and comes first.
 
-        Raises ValueError for more than that.
+        Raises ValueError for more servers than that.
         """
         if len(servers) > len(self.lanes) + 1:
             raise ValueError(f"{len(servers)} servers for {len(self.lanes)} lanes and the baseline; give fewer")
@@ -119,7 +121,7 @@ class Preset(Comparison, About):
 
 
 def _change_lanes(lanes: list[Lane], changes: dict[str, object], target: str) -> list[dict[str, object]]:
-    """The lanes with one setting each replaced, not checked yet."""
+    """Return the lanes with changed settings, not validated yet."""
     if "method" in changes:
         name = validate_method_name(str(changes["method"]))
         lanes = [next((lane for lane in lanes if lane.method == name), None) or _usual_lane(name, target, lanes[0].k)]
@@ -130,13 +132,13 @@ def _change_lanes(lanes: list[Lane], changes: dict[str, object], target: str) ->
 
 
 def _usual_lane(name: str, target: str, k: int) -> Lane:
-    """A lane of that method, with the model and options that a preset gives it on this target, if one does."""
+    """Return a lane of that method, with the model and options of a preset on this target if there is one."""
     shown = (lane for p in load_presets().values() if p.target == target for lane in p.lanes)
     return next((lane.model_copy(update={"k": k}) for lane in shown if lane.method == name), Lane(method=name, k=k))
 
 
 def of_checkout(name: str) -> ModuleType | None:
-    """A module that comes with the checkout alone, `benchmarks` or `recipes.train`; None in an installed copy."""
+    """Import a module that only a checkout has, `benchmarks` or `recipes.train`; None in an installed package."""
     checkout = FOLDER.parent
     if not (checkout / name.partition(".")[0]).is_dir():
         return None
@@ -166,7 +168,7 @@ def read_preset(path: Path) -> Preset:
 
 @lru_cache(maxsize=1)
 def load_presets() -> dict[str, Preset]:
-    """Every preset by id: the default first, then the other embedded ones, then what is downloaded, by size of card."""
+    """Return all presets by id: the default, other embedded ones, then those with downloads by GPU memory."""
     presets = [read_preset(path) for path in FOLDER.glob("*.yaml")]
     if not presets:
         raise ValueError(f"no presets in {FOLDER}; reinstall specdemo")
@@ -191,6 +193,8 @@ def allowed_models(presets: Mapping[str, Preset]) -> tuple[str, ...]:
 
 
 def known_drafters(target: str) -> list[tuple[str, str]]:
-    """A method and the drafter it reads: all that ship, and those of the hub that a preset pairs with this target."""
+    """Return (method, drafter) of all embedded drafters, and of the hub's drafters that presets use with this
+    target.
+    """
     presets = [p for p in load_presets().values() if p.embedded or p.target == target]
     return [(model_method(lane.method, lane.options), lane.model) for p in presets for lane in p.lanes if lane.model]

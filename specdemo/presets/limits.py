@@ -22,7 +22,7 @@ PRIVATE = f"{SHARED} is off on this public page: it would draft from other visit
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The greatest values; `lanes` counts the baseline, `prompt` characters."""
+    """Largest allowed values; `lanes` includes the baseline, `prompt` counts characters."""
 
     max_new_tokens: int = MAX_NEW_TOKENS
     k: int = MAX_K
@@ -47,7 +47,7 @@ def here() -> Limits:
 
 @lru_cache(maxsize=1)
 def preloaded() -> tuple[str, ...]:
-    """The models that the Space fetches when it is built: `preload_from_hub` in the README's front matter."""
+    """Return the models that the Space downloads when it is built: `preload_from_hub` in the README's front matter."""
     text = README.read_text(encoding="utf-8") if README.is_file() else ""
     if not text.startswith("---\n"):
         return ()
@@ -56,12 +56,12 @@ def preloaded() -> tuple[str, ...]:
 
 
 def at_hand() -> list[Preset]:
-    """The presets whose models are all here."""
+    """Return the presets whose models are all on this machine."""
     return [p for p in load_presets().values() if {*p.models} <= {*EMBEDDED, *preloaded()}]
 
 
 def admit(chosen: Preset) -> Preset:
-    """The comparison again. Raises ValueError on a public page for one that is too large for it."""
+    """Return the comparison. Raises ValueError on a public page if it exceeds the limits."""
     if not public():
         return chosen
     far = next((model for model in chosen.models if model not in (*EMBEDDED, *preloaded())), None)
@@ -84,7 +84,7 @@ def admit(chosen: Preset) -> Preset:
 
 
 def fit(chosen: Preset) -> Preset:
-    """The comparison as this page offers it: on a public one cut to its limits."""
+    """Return the comparison, reduced to the limits on a public page."""
     if not public():
         return chosen
     lanes = []

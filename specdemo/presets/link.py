@@ -29,14 +29,14 @@ Linkable = TypeVar("Linkable", bound=Settings)
 
 
 class Linked(Settings):
-    """Settings of which a link carries every one, by its name."""
+    """Settings that a link contains completely, by name."""
 
     def to_query(self) -> str:
-        """`sweep=k&preset=embedded-draft&repeats=3&new_tokens=96`"""
+        """Return a query string: `sweep=k&preset=embedded-draft&repeats=3&new_tokens=96`."""
         return urlencode(self.model_dump())
 
     def from_query(self, query: Mapping[str, object] | str) -> tuple[Self, list[str]]:
-        """These settings as a link changes them, and a note for everything in it that was refused. Never raises."""
+        """Return the settings with the values of a link, and a note for every part that was ignored. Never raises."""
         link = _Link(*_pairs(query), None)
         chosen = self
         for name in type(self).model_fields:
@@ -71,10 +71,10 @@ def from_query(
     allow_any_model: bool = False,
     start: Preset | None = None,
 ) -> tuple[Preset, list[str]]:
-    """The comparison a link asks for, and a note for everything in it that was refused. Never raises.
+    """Return the comparison of a link, and a note for every part that was ignored. Never raises.
 
-    query: a query string, or a mapping (of several values under one key the first counts). Models must be embedded
-    or named in a preset unless `allow_any_model`. start: what a link without a preset changes; None: the first one.
+    query: a query string, or a mapping (the first of several values of a key counts). Models must be embedded or in a
+    preset unless `allow_any_model`. start: what a link without a preset changes; None: the first preset.
     """
     link = _Link(*_pairs(query), None if allow_any_model else allowed_models(presets))
     preset_id = link.take("preset")
@@ -103,7 +103,7 @@ def is_sweep(query: Mapping[str, object]) -> bool:
 
 
 class _Link:
-    """The values of one link, taken out one by one; what cannot be used leaves a note."""
+    """The values of a link, taken one by one. Every unusable value adds a note."""
 
     def __init__(self, values: dict[str, str], notes: list[str], models: tuple[str, ...] | None) -> None:
         self._values = values
@@ -195,12 +195,12 @@ class _Link:
 
 
 def _of_gradio(key: str) -> bool:
-    """`?__theme=dark`, `?view=api`"""
+    """Return True for keys that Gradio uses: `?__theme=dark`, `?view=api`."""
     return key.startswith("__") or key == "view"
 
 
 def _pairs(query: Mapping[str, object] | str) -> tuple[dict[str, str], list[str]]:
-    """The first value under every key, and notes on what else there was."""
+    """Return the first value of every key, and notes about the other values."""
     values: dict[str, str] = {}
     notes: list[str] = []
     if isinstance(query, str):

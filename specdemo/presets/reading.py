@@ -1,4 +1,4 @@
-"""YAML that somebody else wrote: read whole, or refused in one line before a value of it is built."""
+"""Reader of untrusted YAML files: excessive files are rejected with one line before any value is built."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ NUMBER = 40  # characters of a value other than text; YAML takes very long to pa
 
 
 class _Bounded(yaml.SafeLoader):
-    """No aliases, which multiply, and no more values, deeper ones or longer numbers than a preset has."""
+    """YAML loader without aliases, with limits on the number of values, their depth, and the length of numbers."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -33,7 +33,7 @@ class _Bounded(yaml.SafeLoader):
 
 
 def read_yaml(path: Path) -> object:
-    """Raises ValueError, one line that names the file."""
+    """Read a YAML file. Raises ValueError, one line with the file's name."""
     text = read_text(path, YAML_BYTES)
     loader = None
     try:

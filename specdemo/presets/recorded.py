@@ -1,5 +1,6 @@
-"""Stored runs: traces as `specdemo run PRESET --out` writes them. Those in `presets/recorded/` are shown where nothing
-has run yet or nothing can. Needs neither torch nor a model."""
+"""Stored runs: traces written by `specdemo run PRESET --out`. The page shows those in `presets/recorded/` before the
+first run, and where no run is possible. Needs neither torch nor a model.
+"""
 
 from functools import lru_cache
 from pathlib import Path
@@ -13,7 +14,7 @@ from specdemo.presets.files import FOLDER
 
 
 def save_trace(trace: RunTrace, out: str | Path) -> None:
-    """Raises ValueError, one line, when it cannot be written."""
+    """Write a trace. Raises ValueError, one line, if that fails."""
     write_text(out, to_json(trace) + "\n")
 
 
@@ -37,7 +38,7 @@ def is_recorded(preset_id: str) -> bool:
 
 @lru_cache
 def recorded(preset_id: str) -> RunTrace | None:
-    """The recorded run of a preset; None where there is none. Raises ValueError for a damaged file."""
+    """Return the recorded run of a preset; None if there is none. Raises ValueError for a damaged file."""
     return load_trace(_recording(preset_id)) if is_recorded(preset_id) else None
 
 

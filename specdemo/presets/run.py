@@ -1,4 +1,4 @@
-"""A preset from end to end, and its trace on disk."""
+"""Run of a preset from start to end, with the trace on disk."""
 
 from pathlib import Path
 

@@ -30,7 +30,7 @@ def this_machine() -> Machine:
 
 
 def why_not(preset: Preset, machine: Machine | None = None) -> str:
-    """One clause on why a preset cannot run on the machine (default: this one); empty when it can."""
+    """Return a clause that explains why a preset cannot run on the machine (default: this one); empty if it can."""
     if preset.memory_gb is None:
         return ""
     machine = machine or this_machine()

@@ -1,4 +1,4 @@
-"""A preset -> the lines that start its lanes on servers, and the servers themselves."""
+"""Servers for the lanes of a preset: their command lines, and running servers."""
 
 import json
 import shlex
@@ -40,7 +40,7 @@ class Served:
 
 
 def served(preset: Comparison, engine: Engine, gpus: int = 1) -> Iterator[Served]:
-    """The baseline and every lane. gpus: over how many of them a server spreads its model."""
+    """Yield the baseline and every lane. gpus: GPUs per server."""
     plain = Lane(method=BASELINE, server=preset.server)
     for place, lane in enumerate((plain, *preset.lanes)):
         server = lane.server or f"http://127.0.0.1:{FIRST_PORT + place}"
@@ -59,7 +59,9 @@ def served(preset: Comparison, engine: Engine, gpus: int = 1) -> Iterator[Served
 
 
 def serve_commands(preset: Preset, engine: Engine, gpus: int = 1) -> list[str]:
-    """Shell lines: the baseline's, every lane's, then how to race them. A lane that cannot be served says why."""
+    """Return shell lines: the command of every lane, then the command that races them. A lane that cannot be served
+    gives a comment with the reason.
+    """
     lines = [f"# {preset.title}; with --gpus N each server uses N GPUs"]
     if preset.quantization and not _quantises(preset, engine):
         lines.append(f"# {preset.quantization} is omitted: serve a checkpoint that is already quantised")
@@ -140,13 +142,13 @@ def _quantises(preset: Comparison, engine: Engine) -> bool:
 
 
 def _path(model: str | None) -> str | None:
-    """No server knows the names of the embedded models."""
+    """Return the folder of an embedded model, because servers do not know its name; other names unchanged."""
     return str(embedded_folder() / model) if model in EMBEDDED else model
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """An engine that is installed here. command: its program, None: by the engine's own name; gpus: for each server."""
+    """An installed engine. command: its program, None: the default; gpus: per server."""
 
     command: str | None
     gpus: int
@@ -154,12 +156,12 @@ class Program:
 
     @classmethod
     def find(cls, engine: Engine, command: str | None = None, gpus: int = 1) -> "Program":
-        """Raise ValueError, with the command that installs it, if there is none."""
+        """Find an installed engine. Raises ValueError, with the command that installs it, if there is none."""
         path = engine_program(engine, command)
         return cls(command, gpus, installed(path) if engine == "vllm" else None)
 
     def check(self, lane: Served) -> None:
-        """Raises ValueError, with the reason, for a lane that it cannot serve."""
+        """Raise ValueError, with the reason, for a lane that the engine cannot serve."""
         if reason := lane.refusal or self._unknown(lane.command):
             raise ValueError(f"{lane.name} is not served: {reason}; choose another method, or run it without a server")
 
@@ -186,8 +188,11 @@ class Program:
         return f"vLLM {self.there.version} has no method {method!r}{cure}"
 
     def _fitted(self, command: list[str], place: int, servers: int) -> tuple[list[str], dict[str, str]]:
-        """The command of server `place` as this machine can run it, and its environment: GPUs of its own if there are
-        enough of them, else a share of the first ones' memory; on a CPU there is one way of attention."""
+        """Return the command of server `place` adapted to this machine, and its environment.
+
+        Every server gets separate GPUs if there are enough of them, otherwise a share of the memory of the first ones.
+        On a CPU only one attention backend works.
+        """
         if self.there is None:
             return command, {}
         if not self.there.gpus:

@@ -1,1 +1,1 @@
-"""Lanes on servers: which may be asked, how, what is believed of their answers, and how they are started."""
+"""Lanes on servers: allowed addresses, requests, checked responses, and server processes."""

@@ -1,6 +1,7 @@
-"""Servers that a lane may use: only those that the operator listed (`SPECDEMO_SERVERS=host:port,https://host`).
+"""Addresses of servers that lanes may use: only those that the operator has listed
+(`SPECDEMO_SERVERS=host:port,https://host`).
 
-A lane names a server's address, or an engine that is started for it (presets/engines.py).
+A lane names the address of a server, or an engine for which a server is started (presets/engines.py).
 """
 
 import os
@@ -22,7 +23,7 @@ startable: dict[str, str] = {}  # engine -> its program, for engines that lanes 
 
 
 def known_engine(name: str) -> Engine:
-    """The engine of that name. Raises ValueError for another."""
+    """Return the name as an engine. Raises ValueError for an unknown one."""
     for known in ENGINES:
         if name == known:
             return known
@@ -30,7 +31,7 @@ def known_engine(name: str) -> Engine:
 
 
 def address(text: str) -> str:
-    """`host:port` or a URL, with or without /v1 -> `http://host:port`. Raises ValueError: `must ...`."""
+    """Normalise `host:port` or a URL, with or without /v1, to `http://host:port`. Raises ValueError: `must ...`."""
     wrong = ValueError(f"must have the form http://host:port, not {text[:80]!r}")
     try:
         parts = urlsplit(text if "://" in text else f"http://{text}")
@@ -48,12 +49,12 @@ def address(text: str) -> str:
 
 
 def place(text: str) -> str:
-    """An engine's name as it is, else `address`."""
+    """Return the name of an engine unchanged, anything else as an `address`."""
     return text if text in ENGINES else address(text)
 
 
 def host(server: str) -> str:
-    """The host and port of an address, for people."""
+    """Return host and port of an address, for display."""
     return urlsplit(server).netloc
 
 
@@ -64,7 +65,7 @@ def machine(server: str | None) -> str:
 
 
 def listed() -> tuple[str, ...]:
-    """The addresses that may be asked. Raises ValueError when one of them is none."""
+    """Return the listed addresses. Raises ValueError if one of them is invalid."""
     given = os.environ.get(LISTED, "").split(",")
     return tuple(dict.fromkeys([*(_checked(text.strip()) for text in given if text.strip()), *_added]))
 
@@ -85,7 +86,7 @@ def admitted(server: str) -> Iterator[None]:
 
 
 def check_listed(server: str) -> str:
-    """The server's address, or the engine's name. Raises ValueError when the operator has not listed it."""
+    """Return the server's address or the engine's name. Raises ValueError if the operator has not listed it."""
     if server in startable:
         return server
     if server in TITLES:

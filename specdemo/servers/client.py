@@ -1,5 +1,6 @@
-"""HTTP to one server, which may send anything: every answer is bounded in bytes, compressed ones are refused, redirects
-are not followed. Bounds on time are the caller's, but for silence."""
+"""HTTP client of one untrusted server: responses are limited in bytes, compressed ones are rejected, redirects are not
+followed. Callers limit the total time; the client limits the time without data.
+"""
 
 import asyncio
 import json
@@ -33,7 +34,9 @@ class Client:
     http: httpx.AsyncClient
 
     async def read(self, path: str, most: int) -> bytes:
-        """The whole answer. Raises StatusError, httpx.TransportError, and ValueError for more than `most` bytes."""
+        """Return the complete response. Raises StatusError, httpx.TransportError, and ValueError for more than `most`
+        bytes.
+        """
         try:
             return await self._read(path, most)
         except httpx.RemoteProtocolError:  # the server closed a kept-alive connection, as llama.cpp does
@@ -44,7 +47,7 @@ class Client:
             return b"".join([part async for part, _ in _bounded(answer, most)])
 
     async def metrics(self) -> str | None:
-        """The text of /metrics. None: there is none, or too much of it, or it comes too slowly."""
+        """Return the text of /metrics; None if there is none, or if it is too long or too slow."""
         try:
             async with asyncio.timeout(METRICS_S):
                 return (await self.read("/metrics", METRICS_BYTES)).decode(errors="replace")
@@ -92,7 +95,7 @@ class Client:
 
 @asynccontextmanager
 async def connected(server: str, key: str | None) -> AsyncIterator[Client]:
-    """Connections to one server, kept between requests. key: sent to it with every request; None: it wants none."""
+    """Open connections to one server, which are reused between requests. key: sent with every request; None: no key."""
     async with httpx.AsyncClient(
         headers={"Accept-Encoding": "identity", **({"Authorization": f"Bearer {key}"} if key else {})},
         timeout=httpx.Timeout(SILENCE_S, connect=CONNECT_S),

@@ -120,7 +120,9 @@ def _counted(old: Samples, new: Samples, server: str, prefix: str) -> ServerStat
 
 
 def _sglang(old: Samples, new: Samples) -> ServerStats | None:
-    """Verified passes are a counter in some versions; the rest are gauges over the last log interval, 0 when idle."""
+    """Compute statistics from SGLang's metrics. Verified passes are a counter in some versions; all other metrics are
+    gauges over the last log interval, 0 when idle.
+    """
     rate, length = (_gauge(new, _SGLANG + name) for name in ("spec_accept_rate", "spec_accept_length"))
     tokens, passes = (_delta(old, new, _SGLANG + name) for name in ("generation_tokens", "spec_verify_calls"))
     if tokens and passes:

@@ -1,11 +1,9 @@
-"""A lane that runs on a server: any that speaks OpenAI's completions, such as vLLM, SGLang, llama.cpp's or TGI.
+"""Lane on a server with OpenAI's completions API, such as vLLM, SGLang, llama.cpp or TGI.
 
-Its clock is wall time, from the request to the arrival of each piece of text, the network included. It runs when no
-other lane does, so that no lane waits for another's machine. What the server does not tell stays unknown: which tokens
-were drafted, and with some servers the tokens' ids and even their number.
-
-The key for servers that want one is the environment's SPECDEMO_API_KEY; it goes to listed servers alone, and nowhere
-into traces, links or messages.
+Its clock is wall time from the request to the arrival of each piece of text, including the network. It never runs at
+the same time as another lane. What the server does not report stays unknown: which tokens were drafted and, with some
+servers, the token ids and even their number. SPECDEMO_API_KEY is sent to listed servers only and never appears in
+traces, links or messages.
 """
 
 import asyncio
@@ -80,8 +78,9 @@ class RemoteLane:
         self.trace.remote = self._remote = Remote(host(self.server), self.model or "", "")
 
     def events(self, cancelled: Callable[[], bool]) -> Iterator[Piece]:
-        """Each event with the text it added. Raises RuntimeError and nothing else, one line, when the server fails or
-        takes longer than it may; what had arrived stays in the trace."""
+        """Yield every event with the text it added. Raises only RuntimeError, one line, if the server fails or takes
+        too long; text that has arrived stays in the trace.
+        """
         self.trace.finish = "cancelled"
         limit = self.config.max_new_tokens
         seconds = client.SILENCE_S + limit * TOKEN_S
@@ -149,7 +148,9 @@ class RemoteLane:
         raise ValueError(f"it serves {shown}; choose one with served_model")
 
     def _split(self) -> list[int]:
-        """The prompt's tokens. Raises ValueError where they are too many, or the target's tokenizer is not here."""
+        """Return the token ids of the prompt. Raises ValueError if there are too many, or without the target's
+        tokenizer.
+        """
         from specdemo.models.load import load_meta_target
         from specdemo.models.text import encode
 
@@ -159,9 +160,10 @@ class RemoteLane:
         return encode(known.tokenizer, self.prompt, known.max_length - self.config.max_new_tokens)
 
     async def _warm_up(self, http: Client) -> tuple[Form, bool]:
-        """A few tokens off the clock, which also find out how the server wants to be asked.
+        """Send a short request that is not measured, and find a form of request that the server accepts.
 
-        -> the form, and whether standard settings are all that it takes. Raises the first refusal when all are refused.
+        Returns the form, and whether only standard settings are accepted. Raises the first error if all forms are
+        rejected.
         """
         limit = min(WARM_UP_TOKENS, self.config.max_new_tokens)
         # if both are off, a request without them is equivalent
@@ -192,7 +194,9 @@ class RemoteLane:
         raise refusal
 
     def _request(self, form: Form, standard: bool, prompt: Prompt, limit: int) -> dict[str, object]:
-        """Everything a server might set by itself is named: many take defaults from the model's generation_config."""
+        """Build the request. All settings are explicit, because servers may take defaults from the model's
+        generation_config.
+        """
         sampling = self.config.sampling
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         put: dict[str, object] = {"prompt": prompt} if form == "completions" else {"messages": messages}
@@ -266,7 +270,7 @@ def _in_background(
 
 
 def _reason(error: Exception, where: str, key: str | None, pieces: int) -> str:
-    """One line, without the key, which a server may quote back, and with nothing in it that no page could show."""
+    """Format an error as one printable line, without the key, which a server may repeat."""
     words = str(error)
     if isinstance(error, ValidationError):
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]

@@ -1,8 +1,8 @@
-"""`python -m specdemo.servers.llamacpp MODEL --port N`: llama.cpp's own server, of the package `xllamacpp`, on a CPU.
+"""Server of llama.cpp on a CPU, from the package `xllamacpp`: `python -m specdemo.servers.llamacpp MODEL --port N`.
 
-It reads GGUF only. MODEL and the draft model may be GGUF files; other models are written as GGUF files, which are
-deleted once they are loaded. None of the rules to split a text that are compiled into llama.cpp is that of the embedded
-models, so for a model that was written the server asks for token ids.
+llama.cpp reads only GGUF. MODEL and the draft model may be GGUF files; other models are exported to GGUF files, which
+are deleted once they are loaded. llama.cpp contains no pre-tokenizer of the embedded models, so an exported model takes
+token ids.
 """
 
 import sys
@@ -26,7 +26,7 @@ CONTEXT = 4096  # largest context, in tokens
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Serves until it is ended. Exits with one line where it cannot."""
+    """Run the server until it is ended. Exits with one line if it cannot start."""
     parser = ArgumentParser(prog="specdemo.servers.llamacpp")
     parser.add_argument("model")
     parser.add_argument("--host", default="127.0.0.1")

@@ -71,7 +71,7 @@ class Installed:
 
 
 def program(command: str) -> str:
-    """The path of a program, given that or a name on PATH. Raises ValueError where there is none."""
+    """Return the path of a program, given its path or its name on PATH. Raises ValueError if it does not exist."""
     path = shutil.which(command)
     if path is None:
         raise ValueError(
@@ -132,7 +132,7 @@ def free_port() -> int:
 
 @contextmanager
 def started(command: Sequence[str], address: str, environment: Mapping[str, str]) -> Iterator["Server"]:
-    """A server's process, which ends with the block, or with this process however that ends."""
+    """Start a server process. It ends with the block, and with this process even if that is killed."""
     watched, mark = [sys.executable, "-P", supervisor.__file__, *command], secrets.token_hex(16)
     alone = {**DEFAULTS, **os.environ, **environment, supervisor.MARK: mark}
     with (
@@ -158,7 +158,7 @@ def _end_after(process: "Popen[bytes]", mark: str) -> None:
 
 @contextmanager
 def _log(path: Path) -> Iterator[int]:
-    """A file that processes write into: its descriptor, since nothing but core/files.py opens files to write."""
+    """Open a file for processes to write to; return its descriptor."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT)
     try:
         yield descriptor
@@ -168,7 +168,7 @@ def _log(path: Path) -> Iterator[int]:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """One that was started here."""
+    """A server that this process started."""
 
     program: str
     address: str
@@ -176,7 +176,7 @@ class Server:
     log: Path
 
     def wait(self, report: ReportFunction) -> float:
-        """Until it answers; returns the seconds that took. Raises ValueError, one line, with the end of its log."""
+        """Wait until the server answers; return the seconds. Raises ValueError, one line, with the end of its log."""
         start = time.monotonic()
         while (seconds := time.monotonic() - start) < LOADING_S:
             if self.process.poll() is not None:
@@ -196,7 +196,7 @@ class Server:
             raise ValueError(f"{self.program} at {host(self.address)} exited; the end of its log: {lines}")
 
     def _tail(self) -> list[str]:
-        """The last lines of its log that say something."""
+        """Return the last non-empty lines of the log."""
         with self.log.open("rb") as log:
             log.seek(max(0, self.log.stat().st_size - LOG_BYTES))
             text = log.read().decode(errors="replace")
@@ -212,13 +212,13 @@ def watch(servers: Sequence[Server]) -> NoReturn:
 
 
 def _shortened(line: str) -> str:
-    """A line of a log without who wrote it, when and where in the code."""
+    """Return a log line without its prefix of logger, time and code location."""
     shortened = re.sub(r"^.*?\[[\w.]+:\d+\] ", "", line)
     return shortened if len(shortened) <= SHOWN else f"{shortened[: SHOWN - 1]}…"
 
 
 def _answers(address: str) -> bool:
-    """vLLM, SGLang and llama.cpp say at /health whether their model is loaded."""
+    """Return True if /health says that the model is loaded (vLLM, SGLang and llama.cpp)."""
     try:
         return httpx.get(f"{address}/health", timeout=2.0).status_code == 200
     except httpx.HTTPError:

@@ -93,7 +93,9 @@ class StreamParser:
         self.started_at = self._last = time.perf_counter()
 
     async def read_stream(self, http: Client, path: str, question: dict[str, object]) -> None:
-        """A whole answer. Raises what `Client.events` and `hear` raise, and ConnectionError for one without an end."""
+        """Read a complete response. Raises the errors of `Client.events` and `feed`, and ConnectionError if it ends
+        early.
+        """
         self.begin()
         async with aclosing(http.events(path, question, self._limit)) as events:
             async for chunk, arrived in events:
@@ -102,8 +104,9 @@ class StreamParser:
             raise ConnectionError("the response ended early")
 
     def feed(self, event: object, arrived: float) -> None:
-        """One chunk, and when it arrived (`time.perf_counter`). Raises ValueError for what is none, and for more than
-        was asked for."""
+        """Process a chunk. arrived: its time on `time.perf_counter`. Raises ValueError for an invalid chunk, and for
+        more text or tokens than requested.
+        """
         chunk = _Chunk.model_validate(event)
         if chunk.error:
             raise ValueError(chunk.error.get("message", "") if isinstance(chunk.error, dict) else str(chunk.error))
