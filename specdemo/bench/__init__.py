@@ -1,1 +1,1 @@
-"""Measurements that can be repeated: what to run, and how to print it."""
+"""Benchmark suites: repeatable measurements, their results, reports and plots."""

@@ -1,4 +1,4 @@
-"""Suites and the options that they share. Needs no torch; `run` does."""
+"""Base classes of suites, and the options that they share. Only `Suite.run` needs torch."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -68,7 +68,7 @@ class Suite:
 
 @dataclass(frozen=True, kw_only=True)
 class Decoding(Suite):
-    """Texts of a length, decoded on a device."""
+    """Suite that generates texts of a fixed length on a device."""
 
     device: str = "auto"
     dtype: str = "auto"
@@ -77,26 +77,26 @@ class Decoding(Suite):
 
 @dataclass(frozen=True, kw_only=True)
 class Prompted(Decoding):
-    """Texts of one's own, or the suite's."""
+    """Suite with prompts, given or its own."""
 
     prompts: Sequence[str] | None = None
 
     @property
     def texts(self) -> Sequence[str]:
-        """The prompts to measure on: those given, else the project's own."""
+        """Return the given prompts, or the default ones."""
         return self.prompts or PROMPTS
 
 
 @dataclass(frozen=True, kw_only=True)
 class Laned(Prompted):
-    """The first lane of a preset."""
+    """Suite of the first lane of a preset."""
 
     preset: str = DEFAULT
 
 
 @dataclass(frozen=True, kw_only=True)
 class Questioned(Prompted):
-    """A file of questions may stand in for the prompts."""
+    """Suite that also takes a question file instead of prompts."""
 
     questions: Path | None = None
 
@@ -149,7 +149,7 @@ def _above_zero(value: float) -> None:
 
 
 def _list(text: str, of: Callable[[str], object]) -> list[object]:
-    """`1,2,4` -> [1, 2, 4]"""
+    """Parse a list of numbers: `1,2,4` -> [1, 2, 4]."""
     try:
         return [of(part) for part in text.split(",")]
     except ValueError:
@@ -157,7 +157,7 @@ def _list(text: str, of: Callable[[str], object]) -> list[object]:
 
 
 def _ranges(text: str) -> list[int]:
-    """`4` -> [4], `1-8` -> [1, ..., 8], `0,1,3` -> [0, 1, 3]"""
+    """Parse draft lengths: `4` -> [4], `1-8` -> [1, ..., 8], `0,1,3` -> [0, 1, 3]."""
     ks: list[int] = []
     for part in text.split(","):
         first, _, last = part.partition("-")
@@ -177,7 +177,7 @@ def _same(value: object) -> object:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A field that suites may have: its option on the command line, its check, and its form in a result's file."""
+    """Option that suites may share: its flag on the command line, its check, and its form in the result file."""
 
     flag: str
     noun: str

@@ -1,4 +1,4 @@
-"""The command `bench`: one subcommand per suite, whose help lists the options of that suite alone."""
+"""Command `bench` with one subcommand per suite, whose help lists only the options of that suite."""
 
 import sys
 from collections.abc import Sequence

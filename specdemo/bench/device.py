@@ -55,14 +55,14 @@ def best_seconds(run: Callable[[], object], device: torch.device, repeats: int =
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Bytes a second that a copy inside the device's memory reads and writes."""
+    """Return bytes read and written per second by a copy within the device's memory."""
     source = torch.zeros(_bytes(device), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2.0 * len(source) / best_seconds(lambda: target.copy_(source), device)
 
 
 def read_bandwidth(device: torch.device, dtype: torch.dtype) -> float:
-    """Bytes a second that a matrix times a vector reads: what decoding one token does."""
+    """Return bytes read per second by a matrix-vector product, as in decoding one token."""
     rows = _bytes(device) // (4096 * dtype.itemsize)
     matrix = torch.zeros(rows, 4096, dtype=dtype, device=device)
     vector = torch.zeros(1, 4096, dtype=dtype, device=device)
@@ -85,13 +85,13 @@ def launch_seconds(device: torch.device) -> float:
 
 
 def wait_seconds(device: torch.device) -> float:
-    """Starting an operation and waiting until it is done."""
+    """Return the time to launch an operation and wait for it."""
     tensor = torch.zeros(1, device=device)
     return best_seconds(lambda: tensor.add_(1.0), device, 50)
 
 
 def node_seconds(device: torch.device) -> float | None:
-    """An operation of a recorded pass; None where passes are not recorded."""
+    """Return the time of an operation in a CUDA graph; None on devices without CUDA graphs."""
     if not device_kind(device).cuda_graphs:
         return None
     tensor = torch.zeros(1, device=device)
@@ -106,7 +106,7 @@ def node_seconds(device: torch.device) -> float | None:
 
 
 def link_bandwidth(device: torch.device) -> float | None:
-    """Bytes a second from main memory, from pinned pages; None where that is the device's own memory."""
+    """Return bytes per second from pinned main memory to the device; None if they share memory."""
     if not device_kind(device).separate_memory:
         return None
     here = torch.zeros(LINK_BYTES, dtype=torch.uint8, pin_memory=True)
@@ -140,7 +140,7 @@ def passes(
 
 
 def fast(model: PreTrainedModel) -> HFTarget:
-    """The model as a lane runs it."""
+    """Return the model with fused layers, as in a lane."""
     with one_thread(model.device):
         fuse_layers(model)
     device_kind(model.device).empty_cache()
@@ -148,12 +148,12 @@ def fast(model: PreTrainedModel) -> HFTarget:
 
 
 def measured(command: str) -> Provenance:
-    """When, from which code and by which command a profile is measured here."""
+    """Return when, from which commit and by which command a profile was measured."""
     return Provenance(date=datetime.now(UTC).date().isoformat(), commit=commit(), versions=versions(), by=command)
 
 
 def basics(device: torch.device, command: str) -> Profile:
-    """All but passes: in seconds."""
+    """Measure everything except passes; takes seconds."""
 
     def figure(value: float | None, unit: float) -> dict[str, object] | None:
         source = f"measured by {command}"
@@ -180,7 +180,7 @@ def basics(device: torch.device, command: str) -> Profile:
 
 
 def slug(title: str) -> str:
-    """A device's name as a profile's."""
+    """Convert the name of a device to the name of a profile."""
     return "-".join("".join(c if c.isalnum() else " " for c in title.lower()).split()) or "device"
 
 
@@ -293,7 +293,7 @@ def profile_report(profile: Profile) -> str:
 def passes_of(
     model: str, target: HFTarget, ms: Milliseconds, uneven: Milliseconds | None = None, context: int = CONTEXT
 ) -> Passes:
-    """Milliseconds by batch and width as a profile holds them."""
+    """Convert milliseconds by batch size and width to the form of a profile."""
     even_ms, uneven_ms = (
         {batch: {slots: round(value, 4) for slots, value in row.items()} for batch, row in found.items()}
         for found in (ms, uneven or {})
@@ -303,6 +303,6 @@ def passes_of(
 
 
 def _bytes(device: torch.device) -> int:
-    """Large enough to be in no cache: of a GPU up to a sixteenth of what is free."""
+    """Return a size that exceeds all caches; on a GPU at most a sixteenth of the free memory."""
     size = 1 << 27 if device.type == "cpu" else 1 << 32
     return min(size, device_kind(device).free(device) // 16)

@@ -1,4 +1,4 @@
-"""A result as one HTML file that needs nothing else: its plot, its table and what it was measured on."""
+"""Result as one self-contained HTML file: plot, table and conditions."""
 
 from html import escape
 from pathlib import Path
@@ -29,7 +29,7 @@ PAGE = """<!doctype html>
 
 
 def write_page(result: Result, out: Path) -> None:
-    """The page, with plotly.js inside."""
+    """Write the page, including plotly.js."""
     facts = {**result.config, **result.environment}
     listed = "\n".join(f"<dt>{escape(name)}</dt><dd>{escape(str(value))}</dd>" for name, value in facts.items())
     page = PAGE.format(title=escape(result.suite), plot=_plot(result), table=escape(bench_report(result)), facts=listed)

@@ -1,9 +1,9 @@
-"""Load: many requests at a time on what drafts k tokens, and what k is best at which load.
+"""Load test: many concurrent requests at every draft length k, and the best k at each load.
 
-Clocks are the client's, or on the engine here the lane's own. A request's first piece of text is its TTFT, the gaps
-between its pieces are its inter-token latencies (ITL), of which one may hold several tokens, and its whole time over
-its tokens is its ms/token ("normalized latency", Kwon et al. 2309.06180), which does not depend on how a server bunches
-what it sends. Goodput counts the requests that keep both bounds (Zhong et al. 2401.09670): on TTFT and on ms/token.
+Times are measured by the client or, for the local engine, by the lane's clock. TTFT is the time to the first piece of
+text. ITL is the gap between pieces, which may contain several tokens. ms/token is the time of a request divided by its
+tokens ("normalized latency", Kwon et al. 2309.06180); it does not depend on how a server groups tokens. Goodput counts
+the requests that meet both limits, on TTFT and on ms/token (Zhong et al. 2401.09670).
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,7 +40,9 @@ COUNTED = (
 
 
 def load(suite: Load, report: Report, cancelled: Stop) -> Result:
-    """Every k at every load. The lanes take turns where all can be there at a time, else they come one by one."""
+    """Measure every k at every load. Lanes alternate if all servers can run together; otherwise they run one after the
+    other.
+    """
     ks = sorted({0, *suite.ks})
     site = Here.of(suite) if suite.here else Fleet.of(suite, ks)
     config = suite.config(preset(suite.preset_id).target)
@@ -126,7 +128,7 @@ class InterleavedLanes:
         return f"{self.stage}: {', '.join(lane.lane for lane in group)} at {load:g}, repeat {repeat}"
 
     def confirm(self, rows: Sequence[Row], schedule: Schedule) -> tuple[list[Row], list[str]]:
-        """The schedule in turns with plain decoding and with the best of one k: its rows, and how it compares."""
+        """Measure the schedule, interleaved with plain decoding and the best single k; return its rows and remarks."""
         fixed = _fixed(rows)
         lanes = [MeasuredLane(PLAIN, 0), MeasuredLane(f"k = {fixed}", fixed)]
         lanes.append(MeasuredLane(SCHEDULED, max(k for *_, k in schedule), schedule))
@@ -243,7 +245,7 @@ def _best(rows: Sequence[Row]) -> dict[int, Row]:
 
 
 def _fixed(rows: Sequence[Row]) -> int:
-    """The k that is nearest to the best at all loads together."""
+    """Return the single k that comes closest to the best over all loads."""
     best = {at: row[GOODPUT].value for at, row in _best(rows).items()}
     shares: dict[int, float] = {}
     for row in rows:
@@ -264,7 +266,7 @@ def _gains(rows: Sequence[Row], over: Axis) -> list[str]:
 
 
 def _advice(rows: Sequence[Row], schedule: Schedule, site: Site) -> list[str]:
-    """The schedule, ready to paste, and what it gives."""
+    """Return the schedule, ready to paste, and its goodput."""
     if not schedule:
         return []
     if not any(k for *_, k in schedule):

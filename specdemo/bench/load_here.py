@@ -1,7 +1,8 @@
-"""A lane under load on the engine here: requests at a time are the rows of a batch.
+"""Lane under load on the local engine. Concurrent requests are the rows of a batch.
 
-A batch is static: its requests begin together, and the next one begins when the longest has ended. Its prompts are cut
-at their beginning to one length, of which there are as many as the suite's texts have. The clock is the lane's own.
+Batches are static: all requests of a batch start together, and the next batch starts when the longest has ended. The
+prompts of a batch are truncated at the start to one length; batches alternate between the lengths of the suite's texts.
+Times are measured by the lane's clock.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,7 +32,7 @@ from specdemo.servers.process import ReportFunction
 
 @dataclass(frozen=True, slots=True)
 class Here:
-    """The local engine with the preset's first lane and plain decoding."""
+    """Backend that runs plain decoding and the preset's first lane on the local engine."""
 
     suite: Load
     target: Target
@@ -52,16 +53,16 @@ class Here:
         return cls(suite, target, preset(suite.preset_id).lanes[0], plain, drafting, prompts)
 
     def environment(self) -> dict[str, object]:
-        """For the result's file."""
+        """Return the facts for the result file."""
         return environment(self.target)
 
     def together(self, lanes: int) -> bool:
-        """All share the target."""
+        """Return True: all lanes share the target."""
         return True
 
     @contextmanager
     def up(self, lanes: Sequence[MeasuredLane], report: ReportFunction) -> Iterator[list[Measure]]:
-        """Nothing is to be started."""
+        """Yield one measuring function per lane; no server is started."""
         yield [partial(self._measure, self._way(lane.k)) for lane in lanes]
 
     def no_advice(self) -> str:
@@ -69,7 +70,7 @@ class Here:
         return ""
 
     def paste(self, schedule: Schedule) -> list[str]:
-        """Servers are others than this engine: theirs comes from a load on them."""
+        """Return a hint: a schedule measured on this engine does not apply to servers."""
         return ["For a schedule for servers, measure a server: bench load --engine vllm."]
 
     def _way(self, k: int) -> Way:
@@ -93,7 +94,9 @@ class Here:
         return Point(answers, ms / 1000.0, stats)
 
     def _batches(self, rows: int) -> list[tuple[list[int], Tensor]]:
-        """The places of the prompts among the texts, and their ids [B, T]; batch by batch another length."""
+        """Return batches as the indices of the prompts in the texts, and their ids [B, T]. Batches alternate between
+        lengths.
+        """
         batches = []
         for batch in range(-(-self.suite.count(rows, False) // rows)):
             length = batch % len(self.prompts)

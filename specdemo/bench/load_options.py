@@ -1,4 +1,4 @@
-"""The load suite: what it asks and takes. Needs no torch."""
+"""Options of the load suite. Needs no torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -67,7 +67,7 @@ class Load(Prompted):
 
     @property
     def preset_id(self) -> str:
-        """The preset to measure. Servers that run already serve it only if it was given."""
+        """Return the preset to measure. Running servers are assumed to serve it only if it was given."""
         return self.preset or DEFAULT
 
     @property
@@ -77,12 +77,12 @@ class Load(Prompted):
 
     @property
     def loads(self) -> Sequence[float]:
-        """They themselves, growing."""
+        """Return the loads in increasing order."""
         return sorted({*(self.rates or self.concurrency)})
 
     @property
     def texts(self) -> Sequence[str]:
-        """The prompts given, else the suite's own in several lengths, which take turns."""
+        """Return the given prompts, or the default ones in several lengths, which alternate."""
         ring = [*PROMPTS, *PROMPTS]
         return self.prompts or [" ".join(ring[i : i + n]) for i in range(len(PROMPTS)) for n in LENGTHS]
 

@@ -26,7 +26,7 @@ _Seconds = Annotated[float, Field(ge=1e-6, le=1e9)]
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One request's; times in ms."""
+    """Response to one request; times in ms."""
 
     asked: _Count  # index of the prompt
     text: str
@@ -36,13 +36,13 @@ class Answer:
 
     @property
     def per_token(self) -> float:
-        """The whole time over the tokens."""
+        """Return the time of the request divided by its tokens."""
         return (self.ttft + sum(self.gaps)) / max(self.tokens, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One lane at one load, once."""
+    """Measurement of one lane at one load in one repeat."""
 
     answers: Annotated[Sequence[Answer], Field(min_length=1)]
     seconds: _Seconds
@@ -50,16 +50,16 @@ class Point:
 
     @property
     def throughput(self) -> float:
-        """Tokens a second, of all requests together."""
+        """Return tokens per second over all requests."""
         return sum(answer.tokens for answer in self.answers) / self.seconds
 
     @property
     def per_token(self) -> float:
-        """The mean of its requests'."""
+        """Return the mean ms/token of the requests."""
         return sum(answer.per_token for answer in self.answers) / len(self.answers)
 
     def goodput(self, ttft: float | None, itl: float | None) -> float:
-        """Requests a second that keep the bounds, in ms; None: there is none."""
+        """Return the requests per second that meet the limits, in ms; None: no limit."""
         good = (a for a in self.answers if (ttft is None or a.ttft <= ttft) and (itl is None or a.per_token <= itl))
         return sum(1 for _ in good) / self.seconds
 
@@ -75,10 +75,12 @@ class MeasuredLane:
 
 
 class Journal:
-    """The measured rounds of a run, one line of JSON each below a line with the options. No path: nothing is stored."""
+    """File of the measured rounds of a run: a line with the options, then one line of JSON per round. Without a path
+    nothing is stored.
+    """
 
     def __init__(self, path: Path | None, settings: Mapping[str, object]) -> None:
-        """Read the rounds of a run that was killed. Raises ValueError, one line, for any other file."""
+        """Read the rounds of an interrupted run. Raises ValueError, one line, for any other file."""
         self._path, self._rounds = path, dict[str, tuple[int, Round]]()  # key -> (line number, round)
         if path is None:
             return

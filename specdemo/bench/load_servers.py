@@ -1,4 +1,4 @@
-"""Lanes under load on servers, which are started for it or run already."""
+"""Lanes under load on servers, which are started for the suite or already run."""
 
 import asyncio
 import json
@@ -46,8 +46,7 @@ RequestFunction = Callable[[int], Awaitable[Answer]]  # index of a request -> it
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """The lane of a preset served with k drafts: by an engine's program that is started for it, or at servers that run
-    already, one for every k."""
+    """Backend of servers, one per draft length k: started with an engine's program, or already running."""
 
     suite: Load
     chosen: Preset  # with one lane
@@ -58,7 +57,7 @@ class Fleet:
 
     @classmethod
     def of(cls, suite: Load, ks: Sequence[int]) -> "Fleet":
-        """Raises ValueError with one line."""
+        """Create the backend of a suite. Raises ValueError with one line."""
         chosen = preset(suite.preset_id).with_changes(temperature=0.0, dtype=suite.dtype)
         chosen = chosen.model_copy(update={"lanes": chosen.lanes[:1]})
         engine = known_engine(suite.engine or "vllm")
@@ -81,7 +80,7 @@ class Fleet:
         return environment(None) | {"device": title, "dtype": self.chosen.dtype, "served_models": self.models}
 
     def together(self, lanes: int) -> bool:
-        """Not where they share GPUs, or may."""
+        """Return False if the servers have to share GPUs, or may have to."""
         if self.program is None:
             return True
         there = self.program.there
@@ -89,7 +88,7 @@ class Fleet:
 
     @contextmanager
     def up(self, lanes: Sequence[MeasuredLane], report: ReportFunction) -> Iterator[list[Measure]]:
-        """A server for each lane."""
+        """Start one server per lane, or use the running ones; yield one measuring function per lane."""
         with ExitStack() as running:
             lane_specs = [self.lane(lane.k, lane.schedule) for lane in lanes] if self.program else []
             for place, one in enumerate(lane_specs):
@@ -207,7 +206,9 @@ async def _together(asking: Iterable[Coroutine[None, None, T]]) -> list[T]:
 
 
 async def _request(http: Client, remote: Remote, index: int, text: str, tokens: int) -> Answer:
-    """One request, greedy. Raises what Client and Heard raise, and ConnectionError for an answer without an end."""
+    """Send one greedy request. Raises the errors of Client and StreamParser, and ConnectionError if the response ends
+    early.
+    """
     chat = remote.endpoint.endswith("chat/completions")
     put: dict[str, object] = {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
     how = {"model": remote.model, "max_tokens": tokens, "temperature": 0.0, "top_p": 1.0, "stream": True}

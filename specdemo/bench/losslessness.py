@@ -1,7 +1,7 @@
-"""Is speculative decoding distributed as plain decoding? A preset's first lane against plain decoding.
+"""Test that the output of a preset's first lane has the same distribution as plain decoding.
 
-Sampling: many continuations of one prompt from either, drawn apart from each other, and at every place a two-sample
-chi-square test of the tokens there. Greedy: the same tokens, prompt by prompt.
+Sampling: many independent continuations of one prompt from both, and a two-sample chi-square test of the tokens at each
+position. Greedy: a comparison of the tokens, prompt by prompt.
 """
 
 from collections import Counter
@@ -45,8 +45,12 @@ class ChiSquare:
 
 
 def chi_square(a: Mapping[Any, int], b: Mapping[Any, int]) -> ChiSquare:
-    """Are two samples of counts from one distribution? p is the chance of a statistic as large if they are. Outcomes
-    with fewer than POOLED counts in both together are pooled; with one outcome left there is nothing to compare."""
+    """Test whether two samples of counts come from one distribution; p is the probability of a statistic this large if
+    they do.
+
+    Outcomes with fewer than MIN_COUNT counts in both samples together are pooled; with a single outcome there is no
+    test.
+    """
     pairs = [(a.get(outcome, 0), b.get(outcome, 0)) for outcome in {**a, **b}]
     frequent = [pair for pair in pairs if sum(pair) >= MIN_COUNT]
     rest = [sum(column) for column in zip((0, 0), *(pair for pair in pairs if sum(pair) < MIN_COUNT), strict=True)]
@@ -90,7 +94,7 @@ class RuleProbe:
 
 
 def drawn(target: Target, way: Way, prompt: Sequence[int], seed: int, tick: Callable[[], None]) -> list[list[int]]:
-    """ROWS continuations of the prompt; `tick` is called before every step."""
+    """Generate ROWS continuations of the prompt; `tick` is called before every step."""
     rows: list[list[int]] = [[] for _ in range(ROWS)]
     prompts = torch.tensor([prompt] * ROWS, device=target.device)
     config = replace(way.config, seed=seed)
@@ -102,8 +106,10 @@ def drawn(target: Target, way: Way, prompt: Sequence[int], seed: int, tick: Call
 
 
 def losslessness(suite: Losslessness, report: Report, cancelled: Stop) -> Result:
-    """The test that suits the preset's temperature. A repeat has ROWS continuations; greedy decoding repeats nothing.
-    Raises ValueError with one line."""
+    """Run the test for the preset's temperature. A repeat has ROWS continuations; greedy decoding has no repeats.
+
+    Raises ValueError with one line.
+    """
     chosen = suite.preset if isinstance(suite.preset, Preset) else preset(suite.preset)
     drafting = chosen.lanes[0].method
     if not method(drafting).exact:
@@ -190,7 +196,7 @@ def _interval(values: Sequence[int]) -> str:
 
 
 def _verdict(verdicts: Sequence[ChiSquare], draws: int, exact: bool) -> str:
-    """All places in one sentence; the bar is divided among them."""
+    """Summarise all positions in one sentence; the significance level is divided among them."""
     least = min(verdict.p for verdict in verdicts)
     if least < ALARM / len(verdicts):
         fault = "as expected of a lossy rule" if not exact else "which is a bug in the method or the engine"
@@ -205,7 +211,9 @@ def _p(p: float) -> str:
 
 
 def _histogram(tokenizer: Any, place: int, counts: Sequence[Counter[int]]) -> list[dict[str, object]]:
-    """The commonest tokens of a place, then all others as one: the share of each in both samples."""
+    """Return rows with the shares of the most common tokens of a position in both samples, then of all others
+    together.
+    """
     commonest = [token for token, _ in (counts[0] + counts[1]).most_common(SHOWN)]
     sizes = [count.total() for count in counts]
     rows = []
@@ -219,7 +227,7 @@ def _histogram(tokenizer: Any, place: int, counts: Sequence[Counter[int]]) -> li
 
 
 def _same_tokens(suite: Losslessness, chosen: Preset, report: Report, cancelled: Stop) -> Result:
-    """Plain and speculative decoding of every prompt, one after the other, token by token."""
+    """Compare plain and speculative decoding of every prompt, one after the other, token by token."""
     runner = Session()
     first = chosen.with_changes(lanes=[chosen.lanes[0].model_dump()], max_new_tokens=GREEDY_TOKENS).validated()
     spec = first.changed(schedule="sequential", device=suite.device, dtype=suite.dtype)

@@ -57,8 +57,10 @@ class Stopped(Exception):
 def repeated(
     count: int, report: Report, cancelled: Stop, once: Callable[[int, Tick], T], noun: str = "repeat"
 ) -> tuple[list[T], list[str]]:
-    """once(repeat, tick) `count` times -> what it gave, and a remark if it was stopped. Raises ValueError when it was
-    stopped before the first repeat was complete."""
+    """Call once(repeat, tick) `count` times; return the results, and a remark if stopped.
+
+    Raises ValueError if stopped before the first repeat was complete.
+    """
     done: list[T] = []
     try:
         for repeat in range(count):
@@ -79,7 +81,7 @@ def repeated(
 
 @dataclass(slots=True)
 class Totals:
-    """One lane over some prompts; all rows count."""
+    """Totals of one lane over some prompts; all rows count."""
 
     rows: list[Tally] = field(default_factory=list)
     prefills: list[float] = field(default_factory=list)
@@ -94,12 +96,12 @@ class Totals:
 
     @property
     def acceptance_rate(self) -> float | None:
-        """The share of drafted tokens that were kept; None where nothing was drafted."""
+        """Return accepted / drafted tokens; None if nothing was drafted."""
         return ratio(sum(row.accepted for row in self.rows), sum(row.drafted for row in self.rows))
 
     @property
     def accept_by_position(self) -> list[float | None]:
-        """[i]: of the steps that drafted at depth i + 1, the share that kept a node there."""
+        """Return per position the share of the steps that drafted that deep and accepted a node there."""
         deepest = max((len(row.reached) for row in self.rows), default=0)
         reached = [sum(row.reached[i] for row in self.rows if i < len(row.reached)) for i in range(deepest)]
         kept = [sum(sum(row.accept_histogram[i + 1 :]) for row in self.rows) for i in range(deepest)]
@@ -107,7 +109,7 @@ class Totals:
 
     @property
     def tokens_per_pass(self) -> float | None:
-        """Tokens a target pass and row; None where no pass was made."""
+        """Return output tokens per target pass and row; None without a pass."""
         return ratio(sum(row.tokens for row in self.rows), sum(row.steps for row in self.rows))
 
 
@@ -142,7 +144,7 @@ def _runs(repeats: Iterable[Totals]) -> list[RunTiming]:
 
 
 def _thorough(number: Estimate | None, repeats: int) -> Estimate | None:
-    """Rounded; with its interval where there are enough repeats to confirm it."""
+    """Round an estimate; drop its interval if there are too few repeats."""
     if number is None:
         return None
     ends = (number.low, number.high) if repeats >= THOROUGH else (None, None)
@@ -163,7 +165,9 @@ class Compared:
     machine: Sequence[str] = ()  # see tally_row
 
     def rows(self, where: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
-        """One row per lane over all prompts, then by category where there are several. where[i]: lane i's columns."""
+        """Return one row per lane over all prompts, then one per category if there are several. where[i]: columns of
+        lane i.
+        """
         categories = list(self.tallies[0])
         return [
             self._row(lane, {**columns, **({"category": category} if len(categories) > 1 else {})}, category)
@@ -172,7 +176,7 @@ class Compared:
         ]
 
     def places(self) -> list[list[float | None]]:
-        """Acceptance by position, for every row of `rows`."""
+        """Return the acceptance by position for every row of `rows`."""
         return [lane.accept_by_position for lanes in self.tallies[-1].values() for lane in lanes]
 
     def _row(self, lane: int, where: Mapping[str, object], category: str) -> dict[str, object]:
@@ -187,7 +191,7 @@ class Compared:
 def compare_lanes(
     runner: Session, spec: Comparison, questions: Sequence[Question], repeats: int, report: Report, cancelled: Stop
 ) -> Compared:
-    """The lanes of `spec` against plain decoding, one after the other on every question, all of it `repeats` times."""
+    """Compare the lanes of `spec` with plain decoding, one after the other on every question, `repeats` times."""
     lanes = len(spec.lanes) + 1
 
     def once(_repeat: int, tick: Tick) -> list[tuple[str, RunTrace]]:
@@ -235,7 +239,7 @@ def _noise(trace: RunTrace) -> list[str]:
 
 
 def run_complete(runner: Session, spec: Comparison, cancelled: Stop) -> RunTrace:
-    """A run of which no lane failed. Raises ValueError with one line."""
+    """Run a comparison in which no lane may fail. Raises ValueError with one line."""
     trace = runner.run(spec, cancelled)
     for lane in trace.lanes:
         if lane.finish == "error":
@@ -247,7 +251,7 @@ def run_complete(runner: Session, spec: Comparison, cancelled: Stop) -> RunTrace
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way to decode."""
+    """Decoding setup: drafter, acceptance rule and config."""
 
     drafter: Method
     accept: AcceptRule
@@ -256,7 +260,7 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One place on an axis: its value, the prompts [B, T] decoded there and how tokens are chosen."""
+    """Sweep point: its value, the prompts [B, T] and the sampling settings."""
 
     value: float
     prompts: list[Tensor]
@@ -272,8 +276,9 @@ def along(
     report: Report,
     cancelled: Stop,
 ) -> tuple[list[dict[str, object]], list[str], int]:
-    """Every lane at every place, the lanes next to each other -> rows, remarks, repeats done. The first lane is the
-    plain one."""
+    """Measure every lane at every sweep point, interleaved; return rows, remarks and finished repeats. The first lane
+    is plain decoding.
+    """
 
     machine: list[dict[str, None]] = [{} for _ in places]
 
@@ -309,8 +314,9 @@ def along(
 
 
 def read_questions(path: Path) -> list[Question]:
-    """Spec-Bench's question.jsonl: question_id, category, turns; the first turn is asked. Raises ValueError with one
-    line."""
+    """Read Spec-Bench's question.jsonl: question_id, category, turns; only the first turn is used. Raises ValueError
+    with one line.
+    """
     lines = read_text(path, QUESTIONS_BYTES, "choose a question.jsonl with --questions").splitlines()
     questions = [_question(path, number, line) for number, line in enumerate(lines, start=1) if line.strip()]
     if not questions:

@@ -38,9 +38,10 @@ BASELINE = "plain decoding"
 
 
 def figure(result: Result) -> go.Figure:
-    """Lines over k, batch or prompt length, one per lane; bars where the lanes themselves are compared.
+    """Plot lines over the swept setting, one per lane, or bars if only lanes are compared. Plain decoding is the line
+    at 1.
 
-    Plain decoding is the line at 1. Raises ValueError when the result holds no speed-up and no histogram.
+    Raises ValueError if the result has neither speed-ups nor a histogram.
     """
     if result.axis == TOKEN:
         return _histograms(result)
@@ -62,7 +63,7 @@ def figure(result: Result) -> go.Figure:
 
 
 def _is_baseline(lane: str, rows: list[Row]) -> bool:
-    """True for the lane that the others are divided by: its speed-up is 1 in every repeat."""
+    """Return True for the lane that the others are divided by: its speed-up is 1 in every repeat."""
     return all(is_baseline(row["speed-up"]) for row in rows if row.get("lane") == lane)
 
 
@@ -165,7 +166,7 @@ def _groups(rows: list[Row]) -> go.Figure:
 
 
 def _sideways(rows: list[Row], name: str = "") -> dict[str, object]:
-    """A bar to the right for each lane."""
+    """Plot one horizontal bar per lane."""
     return {
         "x": [_value(row) for row in rows],
         "y": [_plain(row["lane"]) for row in rows],
@@ -177,7 +178,7 @@ def _sideways(rows: list[Row], name: str = "") -> dict[str, object]:
 
 
 def _frontier(result: Result) -> go.Figure:
-    """A curve per lane from load to load: to the left is quicker for each, up is more for all."""
+    """Plot one curve per lane over the loads: further left is lower latency, further up is higher throughput."""
     over, columns = result.axis or "", ("tokens/s", LATENCY, "speed-up")
     rows = [row for row in result.rows if all(isinstance(row.get(name), Estimate) for name in columns)]
     rows = [row for row in rows if isinstance(row.get("lane"), str) and _is_number(row.get(over))]
@@ -208,7 +209,7 @@ def _frontier(result: Result) -> go.Figure:
 
 
 def _histograms(result: Result) -> go.Figure:
-    """The tokens in either sample, with two standard errors each way, at the place where they differ most."""
+    """Plot the tokens of both samples with two standard errors, at the position where they differ most."""
     places: dict[object, list[Row]] = {}
     for row in result.rows:
         known = isinstance(row.get(TOKEN), str) and _is_number(row.get("place"))
@@ -250,7 +251,7 @@ def _histograms(result: Result) -> go.Figure:
 
 
 def _seen(token: str) -> str:
-    """A token with its white space to be seen."""
+    """Make the white space of a token visible."""
     glyphs = token.replace("\n", "⏎").replace("\r", "␍").replace("\t", "⇥")
     return re.sub("^ | $", "·", glyphs)
 
@@ -269,7 +270,7 @@ def _value(row: Row) -> float:
 
 
 def _intervals(rows: list[Row], column: str = "speed-up") -> dict[str, object]:
-    """Error bars over the intervals, where there are any."""
+    """Return error bars for the intervals, if there are any."""
     known: list[Estimate] = [row[column] for row in rows]
     up = [(one.high or one.value) - one.value for one in known]
     down = [one.value - (one.low or one.value) for one in known]
@@ -305,7 +306,7 @@ def _is_number(value: object) -> bool:
 
 
 def _plain(text: object) -> str:
-    """Plotly reads a little HTML in names."""
+    """Escape a name, because Plotly interprets some HTML."""
     return escape(str(text), quote=False)
 
 
@@ -321,5 +322,5 @@ def layout(**more: object) -> go.Layout:
 
 
 def axis(**more: object) -> dict[str, object]:
-    """The layout of one axis as Plotly takes it, with `more` of its own settings."""
+    """Return Plotly's layout of one axis; `more` overrides settings."""
     return {"gridcolor": GRID, "zeroline": False, "rangemode": "tozero", **more}

@@ -1,4 +1,4 @@
-"""Prompts of the suites for the shipped models."""
+"""Prompts of the suites for the embedded models."""
 
 PROMPTS = (
     "Once upon a time, there was a girl named Sue. She had a big kite. One windy day,",

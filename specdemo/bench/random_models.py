@@ -1,5 +1,6 @@
-"""Models of real shapes with random weights, made on the device without a file: what they write is noise, what a pass
-costs is true."""
+"""Models of real shapes with random weights, created on the device without files. Their output is noise; the time of a
+pass is realistic.
+"""
 
 import logging
 from importlib import import_module
@@ -30,9 +31,10 @@ DRAFTS = {  # target -> shape of its draft model
 
 @torch.no_grad()
 def random_model(name: str, device: torch.device, dtype: torch.dtype, bits: int | None = None) -> PreTrainedModel:
-    """The same weights every time on one kind of device. bits: 4 or 8, quantised by bitsandbytes as `load_model` does.
+    """Create a model with the same weights every time on one kind of device.
 
-    Never larger than the model itself and one matrix. Raises ImportError without bitsandbytes.
+    bits: 4 or 8, quantised by bitsandbytes as in `load_model`. Peak memory is the model plus one matrix. Raises
+    ImportError without bitsandbytes.
     """
     tokens: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
     config = AutoConfig.for_model(**config_of(name), max_position_embeddings=CONTEXT, **tokens)
@@ -61,7 +63,7 @@ def _fill(model: nn.Module, device: torch.device) -> None:
 
 
 def _drawn(like: Tensor, device: torch.device, name: str) -> Tensor:
-    """Matrices are normal, vectors are ones, as norms begin."""
+    """Initialise matrices from a normal distribution and vectors with ones, as for norms."""
     made = torch.empty(like.shape, dtype=like.dtype, device=device)
     if made.ndim < 2:
         return made.fill_(1.0)

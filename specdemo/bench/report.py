@@ -1,4 +1,4 @@
-"""Numbers -> text for a terminal. Everything is derived from events; nothing is measured here. Needs no torch."""
+"""Reports of results as text for a terminal, computed from events. Needs no torch."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -23,7 +23,7 @@ README = (
 
 
 def race_report(trace: RunTrace) -> str:
-    """The result of one comparison: conditions, a row per lane, and what each speed-up or slow-down is made of."""
+    """Return the report of a comparison: conditions, a row per lane, and an explanation of every speed-up."""
     plain, *lanes = [(lane, summarise(lane)) for lane in trace.lanes]
     header = ("lane", "tokens", "tokens/s", "speed-up", "accepted", "tokens/pass", "TTFT ms", "waited", "output")
     speeds = estimates(trace)
@@ -114,7 +114,7 @@ def _conditions(trace: RunTrace) -> str:
 
 
 def bench_report(result: Result) -> str:
-    """A row per lane: the numbers of all repeats together and their intervals."""
+    """Return the report of a suite: a row per lane with the numbers of all repeats and their intervals."""
     names = list(dict.fromkeys(name for row in result.rows for name in row))
     rows = [[_cell(row.get(name)) for name in names] for row in result.rows]
     environment = result.environment
@@ -173,7 +173,7 @@ def conditions(result: Result) -> str:
 
 
 def sentence(text: str) -> str:
-    """It begins with a capital letter."""
+    """Capitalise the first letter."""
     return text[:1].upper() + text[1:]
 
 
@@ -191,7 +191,7 @@ def _number(value: float | None, form: str) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The first and the last column to the left, those between them to the right."""
+    """Format a table: first and last column left-aligned, the others right-aligned."""
     lines = [header, *rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(_line(cells, widths) for cells in lines)

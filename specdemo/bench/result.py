@@ -37,7 +37,7 @@ class Result:
 
 
 def to_json(result: Result) -> str:
-    """The text of its file."""
+    """Return the text of the result file."""
     return json_text(finite({"schema": SCHEMA, **asdict(result)}), indent=1) + "\n"
 
 
@@ -60,7 +60,7 @@ class _Estimate:
 
 @checked(frozen=True, config=_strict)
 class _Quartiles:
-    """A number of a result of before there were intervals."""
+    """A number in a result from before intervals existed."""
 
     median: float
     q1: float
@@ -87,8 +87,9 @@ _adapter = TypeAdapter(_Stored)
 
 
 def read_result(source: str | bytes | Path, bounds: JsonLimits = FILE_LIMITS) -> Result:
-    """A file that `write_result` made, or its text (anything that starts with a brace). Raises ValueError with one
-    line."""
+    """Read a file that `write_result` wrote, or its text, which starts with a brace. Raises ValueError with one
+    line.
+    """
     if isinstance(source, bytes) or (isinstance(source, str) and source.lstrip()[:1] == "{"):
         return _parsed(source, bounds)
     try:
@@ -101,8 +102,10 @@ def read_result(source: str | bytes | Path, bounds: JsonLimits = FILE_LIMITS) ->
 
 @lru_cache
 def recorded_suite(suite: str) -> Result | None:
-    """The recorded result of a suite, as `specdemo bench SUITE --out` wrote it; None where there is none. Raises
-    ValueError for a damaged file."""
+    """Return the recorded result of a suite, as written by `specdemo bench SUITE --out`; None if there is none.
+
+    Raises ValueError for a damaged file.
+    """
     path = FOLDER / "recorded" / "suites" / f"{suite}.json"
     return read_result(path) if path.is_file() else None
 

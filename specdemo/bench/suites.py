@@ -1,6 +1,6 @@
-"""The suites: what each asks, what it takes, how it runs. The command line and the page's Sweep tab read this list.
+"""List of the suites, for the command line and the page's Sweep tab.
 
-A new suite is a dataclass and a place in SHIPPED. Reading the list needs no torch: `run` imports what measures.
+A new suite is a dataclass and an entry in SHIPPED. Reading the list needs no torch: `run` imports the measuring code.
 """
 
 from collections.abc import Sequence
@@ -177,7 +177,7 @@ OF_THE_PROJECT = (
 
 @lru_cache(maxsize=1)
 def suites() -> dict[str, type[Suite]]:
-    """Every suite by name: those that ship and, in a checkout, the project's benchmarks of itself."""
+    """Return all suites by name: those of the package and, in a checkout, those that benchmark the project itself."""
     benchmarks = of_checkout("benchmarks")
     return {suite.name: suite for suite in (*SHIPPED, *(benchmarks.SUITES if benchmarks else ()))}
 
@@ -207,7 +207,7 @@ def takes(name: str, option: str) -> bool:
 
 
 def swept() -> dict[str, type[Suite]]:
-    """The suites of the Sweep tab by name."""
+    """Return the suites of the Sweep tab by name."""
     return {name: suite for name, suite in suites().items() if suite.question}
 
 
@@ -219,8 +219,7 @@ def _swept(name: str) -> str:
 
 
 class Sweep(Linked):
-    """A suite on a preset's target, as the Sweep tab asks for it. It names no model, so that any sweep is one for any
-    visitor."""
+    """Request of the Sweep tab: a suite on a preset's target. It names no model, so every visitor may run it."""
 
     sweep: Annotated[str, AfterValidator(_swept)] = "k"
     preset: Annotated[str, AfterValidator(lambda id: preset(id).id)] = DEFAULT

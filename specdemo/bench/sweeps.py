@@ -1,4 +1,4 @@
-"""Sweeps of the suites: lanes at every k, lanes as they ship, a lane over batch sizes or prompt lengths."""
+"""Measuring code of the suites: sweeps over draft length, methods, batch size, prompt length, temperature and texts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -40,7 +40,7 @@ LOOKUP = {"prompt lookup": Lane(method="ngram")}
 
 
 def shipped_lanes(target: str = "stories") -> tuple[Lane, ...]:
-    """The lanes of those presets, named by their preset."""
+    """Return the first lanes of the embedded presets with one greedy lane, named after their preset."""
     chosen = [p for p in load_presets().values() if p.embedded and p.target == target and p.temperature == 0.0]
     return tuple(p.lanes[0].validated().model_copy(update={"name": p.id}) for p in chosen if len(p.lanes) == 1)
 
@@ -48,7 +48,7 @@ def shipped_lanes(target: str = "stories") -> tuple[Lane, ...]:
 def every_k(
     suite: Questioned, ks: Sequence[int], target: str, families: Mapping[str, Lane], report: Report, cancelled: Stop
 ) -> Result:
-    """Every family at every k; what is predicted for a family comes from its run at one k, its own if it is there."""
+    """Measure every family at every k. The predictions of a family come from its run at one k, its own if measured."""
     ks = sorted({*ks} - {0})  # plain decoding is always measured
     lanes = [
         (name, lane.model_copy(update={"k": k, "name": f"{name}, k={k}"}))
@@ -99,7 +99,7 @@ def _predict(family: str, own: int, costs: CostModel, rows: list[Row]) -> str:
 def as_shipped(
     suite: Decoding, target: str, lanes: tuple[Lane, ...], texts: Sequence[str] | Path, report: Report, cancelled: Stop
 ) -> Result:
-    """The lanes next to each other, each with the draft length it has."""
+    """Compare the lanes, each with its own draft length."""
     if not lanes:
         raise ValueError(f"no embedded preset of one greedy lane runs on {target}; choose another preset")
     spec = _spec(suite, target, lanes)
@@ -109,7 +109,7 @@ def as_shipped(
 
 
 def over_texts(suite: Decoding, report: Report, cancelled: Stop) -> Result:
-    """The lanes that have a drafter in both families, on each family's kinds of text."""
+    """Measure the lanes that have a drafter in both families on each family's kinds of text."""
     stories = tuple(lane for lane in shipped_lanes() if _of_code(lane))
     rows: list[dict[str, object]] = []
     remarks: list[str] = []
@@ -147,8 +147,9 @@ EDITING = "embedded-code-edit"
 
 
 def _of_code(lane: Lane) -> Lane | None:
-    """The same lane for the target of code, as long as its preset drafts there; None where its drafter has no
-    counterpart."""
+    """Return the corresponding lane of the code target with its preset's draft length; None without a corresponding
+    drafter.
+    """
     if not {*lane.models, None} <= OF_CODE.keys():
         return None
     lengths = {own.method: own.k for own in preset(EDITING).lanes}
@@ -173,7 +174,7 @@ def _times(row: Row) -> float:
 
 
 def over_batches(suite: Laned, report: Report, cancelled: Stop) -> Result:
-    """The first lane on 1, 2, 4, ... texts of one length at once."""
+    """Measure the first lane at batch sizes 1, 2, 4, ...; all texts have one length."""
     target, lanes = first_lane(suite, suite.preset)
     texts = [encode(tokenizer(target), text, room(target, suite)) for text in suite.texts]
     width = min(map(len, texts))
@@ -219,7 +220,7 @@ def over_temperatures(suite: Laned, report: Report, cancelled: Stop) -> Result:
 def _along(
     suite: Laned, target: Target, lanes: Mapping[str, Way], places: Sequence[Place], report: Report, cancelled: Stop
 ) -> Result:
-    """Every lane at every place on the suite's axis."""
+    """Measure every lane at every point of the suite's axis."""
     assert suite.axis is not None
     axis = suite.axis.column
     rows, remarks, done = along(target, lanes, places, axis, suite.repeats, report, cancelled)
@@ -275,7 +276,7 @@ def room(target: Target, suite: Decoding) -> int:
 
 
 def tokenizer(target: Target) -> Any:
-    """The target's. Raises ValueError with one line when it has none."""
+    """Return the target's tokenizer. Raises ValueError with one line if it has none."""
     if target.tokenizer is None:
         raise ValueError(f"{target.name} has no tokenizer; put its tokenizer.json into the same folder")
     return target.tokenizer

@@ -1,5 +1,5 @@
-"""The methods by name. What a method is: methods/base.py. They are imported when they are first asked for, so the names
-can be had without torch.
+"""Drafting methods by name. The interface is in methods/base.py. Methods are imported on first use, so listing their
+names needs no torch.
 """
 
 import dataclasses
@@ -71,7 +71,7 @@ class Knob:
     choices: tuple[str, ...] = ()
 
     def check(self, value: object) -> object:
-        """The value in this knob's type. Raises ValueError with the range."""
+        """Convert a value to the type of this option. Raises ValueError with the allowed range."""
         if isinstance(value, str) and self.type in (int, float):
             try:
                 value = self.type(value)
@@ -95,7 +95,7 @@ class Knob:
 
     @property
     def range(self) -> str:
-        """The values it accepts, in a few words."""
+        """Describe the allowed values in a few words."""
         if self.type is bool:
             return "true or false"
         if self.choices or self.type not in (int, float):
@@ -107,7 +107,9 @@ class Knob:
 
 
 def knob(default: object, help: str, **limits: object) -> Any:
-    """A dataclass field of an `Options` class: its default, one sentence, and low, high, step or choices."""
+    """Return a dataclass field for an `Options` class: default, one sentence of help, and low, high, step or
+    choices.
+    """
     return field(default=default, metadata={"help": help, **limits})
 
 
@@ -178,7 +180,7 @@ def _knobs(of: "type[Method]") -> list[Knob]:
 
 
 def validate_options(name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """The given options, checked, with defaults filled in. Raises ValueError with one line that names the cure."""
+    """Return the options, checked, with defaults filled in. Raises ValueError with one line that names the fix."""
     specs = {k.name: k for k in knobs(name)}
     for option in options:
         if option not in specs:
@@ -187,7 +189,9 @@ def validate_options(name: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def model_method(name: str, options: Mapping[str, object] | None = None) -> str:
-    """The method that reads the lane's model: a wrapper (one with an option `drafter`) hands it to what it wraps."""
+    """Return the method that reads the lane's model: a wrapper (with an option `drafter`) passes it to the wrapped
+    method.
+    """
     inner = {k.name: k.default for k in knobs(name)} | dict(options or {})
     return model_method(inner["drafter"]) if "drafter" in inner else name
 
@@ -293,7 +297,9 @@ def reads(name: str, checkpoint: "Checkpoint") -> bool:
 
 
 def detect_head(source: str) -> str | None:
-    """The method whose head lies in a folder; None for whole models, for what is not here and for anything else."""
+    """Return the method of the head in a folder; None for complete models, names that are not on this machine, and
+    anything else.
+    """
     from specdemo.models.checkpoints import checkpoint_errors, open_meta_checkpoint
     from specdemo.models.hub import cached_folder
     from specdemo.models.resolve import resolve

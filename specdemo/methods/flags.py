@@ -1,6 +1,5 @@
-"""What a method's class says of servers: the arguments that make vLLM or SGLang draft so. Names of flags: vLLM
-config/speculative.py and SGLang's speculative_decoding page, read in autumn 2026; both change, so `--help` of the
-installed version decides.
+"""Server arguments of a method, for vLLM and SGLang. Flag names are from vLLM's config/speculative.py and SGLang's page
+on speculative decoding in autumn 2026; both change, so check `--help` of the installed version.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,11 +18,11 @@ REMOVED = {"medusa": "0.33"}
 
 
 class UnsupportedByEngine(Exception):
-    """Why a server cannot run a method, in one sentence."""
+    """Reason why a server cannot run a method, in one sentence."""
 
 
 def vllm(name: str) -> EngineArgs:
-    """Serve lines of a method that vLLM knows under `name` and tells apart by nothing but model and k."""
+    """Return the arguments of a method that vLLM knows as `name` and that needs only a model and k."""
 
     def flags(model: str | None, k: int, options: Options) -> Flags:
         return vllm_config(method=name, **({"model": model} if model else {}), num_speculative_tokens=k)
@@ -32,14 +31,14 @@ def vllm(name: str) -> EngineArgs:
 
 
 def vllm_config(**values: object) -> Flags:
-    """vLLM's `--speculative-config` with these values; a model's revision is a key of its own there."""
+    """Return vLLM's `--speculative-config` with these values; the revision of a model has a separate key."""
     model, _, revision = str(values.get("model", "")).partition(AT)
     values |= {"model": model, "revision": revision} if revision else {}
     return ["--speculative-config", json_text(values, separators=(",", ":"))]
 
 
 def unsupported(reason: str) -> EngineArgs:
-    """Serve lines of a method that a server once had."""
+    """Return arguments that raise UnsupportedByEngine, for a method that an engine has removed."""
 
     def flags(model: str | None, k: int, options: Options) -> Flags:
         raise UnsupportedByEngine(reason)
@@ -48,7 +47,7 @@ def unsupported(reason: str) -> EngineArgs:
 
 
 def sglang(algorithm: str, model: str | None = None, **more: object) -> Flags:
-    """A chain of k drafts is k steps of one branch, and k + 1 tokens to verify."""
+    """Return SGLang's arguments. A chain of k draft tokens has k steps, one branch and k + 1 tokens to verify."""
     path, _, revision = (model or "").partition(AT)
     paths = ["--speculative-draft-model-path", path] if path else []
     paths += ["--speculative-draft-model-revision", revision] if revision else []
@@ -57,7 +56,7 @@ def sglang(algorithm: str, model: str | None = None, **more: object) -> Flags:
 
 
 def sglang_chain(algorithm: str) -> EngineArgs:
-    """Serve lines of a method that SGLang knows as `algorithm`, drafting a chain of k."""
+    """Return the arguments of a method that SGLang knows as `algorithm` and that drafts a chain."""
 
     def flags(model: str | None, k: int, options: Options) -> Flags:
         return sglang(algorithm, model, num_steps=k, eagle_topk=1, num_draft_tokens=k + 1)
@@ -66,5 +65,5 @@ def sglang_chain(algorithm: str) -> EngineArgs:
 
 
 def name_contains(model: str | None, text: str) -> bool:
-    """Whether a model's name holds `word`, in whatever case."""
+    """Return True if the name of a model contains `text`, in any case."""
     return text in (model or "").lower()

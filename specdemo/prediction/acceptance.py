@@ -115,7 +115,7 @@ class Acceptance:
         return Estimate(value, low, min(high + max(most, chance) * len(extrapolated), k + 1.0))
 
     def expected(self, k: int) -> float:
-        """1 + a1 + a1 a2 + ... up to k (2211.17192, equation 1, with a chance for every position)."""
+        """Return 1 + a1 + a1 a2 + ... up to k (2211.17192, equation 1, with one rate per position)."""
         reached: Iterator[float] = accumulate(map(self.rate, range(1, k + 1)), mul)
         return 1.0 + sum(reached)
 
@@ -148,7 +148,7 @@ _replayed_once = lru_cache(maxsize=64)(replayed)  # a prediction asks for each k
 
 
 def _steps(guesses: Sequence[bool | None], k: int, chance: float) -> tuple[float, float, float]:
-    """The fewest, the expected and the most passes from every token on, from the last to the first."""
+    """Return the fewest, the expected and the most passes that generate all tokens, by recursion from the end."""
     end = len(guesses)
     found: list[tuple[float, float, float]] = [(0.0, 0.0, 0.0)] * (end + k + 1)
     for begin in reversed(range(end)):
@@ -167,7 +167,7 @@ def _steps(guesses: Sequence[bool | None], k: int, chance: float) -> tuple[float
 
 
 def of_passes(passes: Iterable[PassCounts], exact: bool = False, nodes: int = 0) -> Acceptance:
-    """Raises ValueError where nothing was drafted."""
+    """Compute the acceptance from passes. Raises ValueError if nothing was drafted."""
     known = tuple(passes)
     deepest = max((drafted for _, drafted in known), default=0)
     if not deepest:
@@ -206,7 +206,7 @@ def of_lane(lane: LaneTrace) -> Acceptance:
 
 
 def drafting_lane(path: str | Path) -> LaneTrace:
-    """The first lane of a stored run that drafts. Raises ValueError with one line."""
+    """Return the first lane of a stored run that drafts. Raises ValueError with one line."""
     for lane in load_trace(path).lanes:
         if lane.method != "none":
             return lane
@@ -214,7 +214,7 @@ def drafting_lane(path: str | Path) -> LaneTrace:
 
 
 def _mean(values: Sequence[float]) -> Estimate:
-    """With Student's interval over blocks of passes."""
+    """Return the mean with Student's interval over blocks of passes."""
     value = fmean(values)
     if len(values) < 2 * BLOCKS:
         return Estimate(value)

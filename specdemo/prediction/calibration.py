@@ -1,5 +1,7 @@
-"""A device as its measured profile says: passes and steps correct the constants of the roofline, all at once, by least
-squares in the logarithms, in which the constants count as one more measurement each.
+"""Calibration of the roofline with the measured passes and steps of a profile.
+
+All cost terms are fitted together by least squares in logarithms. Their default values count as one more measurement
+each.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -40,7 +42,7 @@ def device_of(profile: Profile, dtype: str, engine: Engine) -> Device:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """Something that was measured: what a device would take for it, the milliseconds it took."""
+    """Measurement: a function that predicts it for a device, and the measured milliseconds."""
 
     what: Callable[[Device], float]
     ms: float
@@ -86,8 +88,9 @@ def _laps(measured: MeasuredStep) -> Iterator[Seen]:
 
 
 def _fitted(start: Device, seen: Sequence[Seen]) -> Device:
-    """Gauss-Newton from the constants, which hold each term as tightly as their errors say; steps are halved until what
-    is left of the errors becomes less."""
+    """Fit the terms by Gauss-Newton, regularised by the errors of the default values. A step is halved until the loss
+    decreases.
+    """
     size, at, device = len(NAMES), [0.0] * len(NAMES), start
     prior = [1.0 / start.errors[i][i] for i in range(size)]
     for _ in range(ROUNDS):
@@ -124,7 +127,7 @@ def _off(device: Device, seen: Sequence[Seen]) -> list[float]:
 
 
 def _loss(off: Sequence[float], at: Sequence[float], prior: Sequence[float]) -> float:
-    """Cauchy's, of which `_weight` is the weight, and that of the constants."""
+    """Return Cauchy's loss, to which `_weight` belongs, plus that of the default values."""
     measured = sum(log(1.0 + (o / DISTURBED) ** 2) for o in off) * (DISTURBED / NOISE) ** 2
     return measured + sum(a * a * h for a, h in zip(at, prior, strict=True))
 

@@ -30,8 +30,11 @@ MOST_TRIED = 64  # longest draft length to try if the drafter's config contains 
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """first, further: the pass that reads what became history and drafts the first token, and each one after it; None:
-    it makes none. block: the first pass drafts everything. own: what it adds to the target's weights."""
+    """Passes of a drafter in one step.
+
+    first: the pass that reads the committed tokens and drafts the first token; further: the pass of every other token;
+    None: no such pass. block: the first pass drafts all tokens. own: weights in addition to the target's.
+    """
 
     first: Shape | None = None
     further: Shape | None = None
@@ -59,7 +62,9 @@ Maker = Callable[[Shape, Config, Mapping[str, int]], Drafting]
 
 
 def drafting(method: str, target: Shape, config: Config | None, options: Mapping[str, int]) -> Drafting:
-    """config: the drafter's; None: as usual on such a target. Raises ValueError with one line."""
+    """Return the passes of a method. config: the drafter's; None: typical sizes for the target. Raises ValueError with
+    one line.
+    """
     if method not in MAKERS:
         from specdemo.methods import METHODS
 
@@ -81,7 +86,9 @@ def drafting(method: str, target: Shape, config: Config | None, options: Mapping
 
 
 def method_in(config: Config) -> str:
-    """Whose drafter a config describes. EAGLE-1 looks like a whole model; name the method for one."""
+    """Return the method of the drafter that a config describes. EAGLE-1 looks like a complete model, so its method must
+    be given.
+    """
     named = " ".join(map(str, (config.get("architectures"), config.get("model_type"), *config))).lower()
     return next((method for method, words in MARKS.items() if any(word in named for word in words)), "draft_model")
 
@@ -106,7 +113,7 @@ def _layer_skip(target: Shape, config: Config, options: Mapping[str, int]) -> Dr
 
 
 def _step(target: Shape, dense: int, head: int, embedding: int = 0, operations: int = HEAD_OPERATIONS) -> Shape:
-    """One small network that reads the target's state."""
+    """Return the shape of a small network that reads the target's hidden state."""
     return Shape("head", 1, target.hidden, target.vocabulary, dense, head, embedding, operations=operations)
 
 
@@ -115,7 +122,7 @@ def _times(shape: Shape, heads: int) -> Shape:
 
 
 def _medusa(target: Shape, config: Config, options: Mapping[str, int]) -> Drafting:
-    """W (h + SiLU(A h + b)) for every token (2401.10774, section 2.1.1); heads are small passes of their own."""
+    """Return the passes of Medusa: W (h + SiLU(A h + b)) per token (2401.10774, section 2.1.1)."""
     layers = number(config, "medusa_num_layers", "num_hidden_layers", default=1)
     head = number(config, "truncated_vocab_size", default=target.vocabulary) * target.hidden
     one = _step(target, layers * target.hidden**2, head)
@@ -124,7 +131,9 @@ def _medusa(target: Shape, config: Config, options: Mapping[str, int]) -> Drafti
 
 
 def _hydra(target: Shape, config: Config, options: Mapping[str, int]) -> Drafting:
-    """Heads that read the state and the tokens drafted so far (2402.05109): on the average two and a half of them."""
+    """Return the passes of Hydra, whose heads read the state and the tokens drafted so far (2402.05109), on average
+    2.5.
+    """
     heads = number(config, "hydra_num_heads", default=4, low=1)
     layers = number(config, "hydra_num_layers", default=1, low=1)
     inputs = (heads + 3) / 2
@@ -133,7 +142,7 @@ def _hydra(target: Shape, config: Config, options: Mapping[str, int]) -> Draftin
 
 
 def _mlp_speculator(target: Shape, config: Config, options: Mapping[str, int]) -> Drafting:
-    """s <- GELU(norm(P s + E[token])), W s (2404.19124, section 2)."""
+    """Return the passes of s <- GELU(norm(P s + E[token])), W s (2404.19124, section 2)."""
     inner = number(config, "inner_dim", "emb_dim", default=target.hidden, low=1)
     steps = number(config, "n_predict", default=3, low=1)
     copies = 1 if config.get("tie_weights") else steps
@@ -146,7 +155,7 @@ def _mlp_speculator(target: Shape, config: Config, options: Mapping[str, int]) -
 
 
 def _layer(target: Shape, config: Config) -> tuple[Shape, ConfigReader]:
-    """A decoder layer, or several, of the drafter's own, else of the target's sizes."""
+    """Return the shape of the drafter's decoder layers, with the target's sizes by default."""
     sizes = {**target.layer, "num_hidden_layers": 1, "vocab_size": target.vocabulary, "layer_types": None}
     sizes |= {name: value for name, value in config.items() if value is not None}
     return shape_of({**sizes, "quantization_config": None}, "head"), ConfigReader(sizes)
@@ -180,7 +189,7 @@ def _mtp(target: Shape, config: Config, options: Mapping[str, int]) -> Drafting:
 
 
 def _dflash(target: Shape, config: Config, options: Mapping[str, int]) -> Drafting:
-    """Layers that see a whole block at once and what the target's taps say of the text."""
+    """Return the passes of DFlash, whose layers read a complete block and the target's taps."""
     layers = number(config, "num_hidden_layers", default=DFLASH_LAYERS)
     body, reader = _layer(target, {**config, "num_hidden_layers": layers})
     taps = (config.get("dflash_config") or {}).get("target_layer_ids") or config.get("target_layer_ids")

@@ -32,7 +32,7 @@ CORRELATION = 0.5  # correlation of the misfit between two passes of one model
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """All that a prediction is made from. nodes: of a draft tree; 0: chains."""
+    """Input of a prediction. nodes: size of the draft tree; 0: chains."""
 
     target: Shape
     draft: Drafting
@@ -46,7 +46,7 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One draft length."""
+    """Prediction for one draft length."""
 
     k: int
     tokens: Estimate  # output tokens per target pass
@@ -62,13 +62,13 @@ class Row:
 
     @property
     def step_ms(self) -> float:
-        """All of a step."""
+        """Return the time of a step."""
         return self.draft_ms + self.verify_ms + self.other_ms
 
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """One batch size at its best draft length; k 0: none is faster than plain decoding."""
+    """Prediction for one batch size at its best draft length; k 0: none is faster than plain decoding."""
 
     batch: int
     k: int
@@ -80,7 +80,9 @@ class Gain:
 
 @dataclass(frozen=True)
 class Prediction:
-    """rows: by draft length, of the batch that was asked for; a tree has one. loads: by batch size."""
+    """Result of a prediction. rows: by draft length at the requested batch size, one row for a tree. loads: by batch
+    size.
+    """
 
     scenario: Scenario
     plain_ms: float  # a step of plain decoding
@@ -95,12 +97,12 @@ class Prediction:
 
     @property
     def best(self) -> Row:
-        """The fastest row, even where plain decoding is faster."""
+        """Return the fastest row, even if plain decoding is faster."""
         return max(self.rows, key=lambda row: row.speedup.value)
 
     @property
     def best_k(self) -> int:
-        """The draft length to choose; 0: off."""
+        """Return the draft length to use; 0: no speculation."""
         return self.best.k if self.best.speedup.value > 1.0 else 0
 
     @cached_property
@@ -143,7 +145,7 @@ class Prediction:
         return None if self.scenario.price is None else self.scenario.price / 3600.0 / tokens_per_s * 1e6
 
     def as_dict(self) -> dict[str, object]:
-        """All of it for JSON: names of fields, intervals as value, low and high."""
+        """Return everything for JSON; intervals as value, low and high."""
         scenario = self.scenario
         return {
             "target": scenario.target.name,
@@ -241,13 +243,13 @@ def predict(
 
 
 def _model_of(lane: LaneTrace, method: str) -> str | None:
-    """The drafter of a lane, where that is of the method asked for."""
+    """Return the drafter of a lane if the requested method is the lane's."""
     named = lane.options.get("model")
     return named if isinstance(named, str) and method in ("", lane.method) else None
 
 
 def predicted(scenario: Scenario, ks: Sequence[int] = (), notes: tuple[str, ...] = ()) -> Prediction:
-    """`predict` of what has been read already; takes milliseconds."""
+    """Predict a scenario whose inputs have been read. Takes milliseconds."""
     lengths = tuple(ks) or _lengths(scenario)
     rows = tuple(_row(scenario, k) for k in lengths)
     memory = _memory_gb(scenario)
@@ -287,7 +289,7 @@ def _lengths(scenario: Scenario) -> tuple[int, ...]:
 
 
 def _step(scenario: Scenario, k: int) -> Step:
-    """k 0: plain decoding."""
+    """Return the passes of a step; k 0: plain decoding."""
     load = StepLoad(scenario.batch, scenario.context, BYTES[scenario.device.dtype])
     return step_of(scenario.target, scenario.draft, scenario.acceptance, k, load, scenario.nodes)
 
@@ -318,14 +320,14 @@ def _row(scenario: Scenario, k: int) -> Row:
 
 
 def _half(device: Device, what: Callable[[Device], float], misfit: float) -> float:
-    """Half of the interval of a logarithm."""
+    """Return half of the interval of a logarithm."""
     slopes = [(what(device.scaled({n: EDGE})) - what(device.scaled({n: -EDGE}))) / (2.0 * EDGE) for n in NAMES]
     terms = range(len(NAMES))
     return SURE * sqrt(sum(slopes[i] * slopes[j] * device.errors[i][j] for i in terms for j in terms) + misfit**2)
 
 
 def _about(value: float, tokens: Estimate, half: float) -> Estimate:
-    """With the interval of the tokens and that of the time, which know nothing of each other."""
+    """Combine the independent intervals of the tokens and of the time."""
     if tokens.low is None or tokens.high is None or not tokens.low > 0.0:
         return Estimate(value, value * exp(-half), value * exp(half))
     below, above = log(tokens.value / tokens.low), log(tokens.high / tokens.value)
@@ -361,7 +363,7 @@ def _load(scenario: Scenario, lengths: Sequence[int]) -> Gain:
 
 
 def _break_even_batch(scenario: Scenario, lengths: Sequence[int]) -> int | None:
-    """The smallest batch at which every draft length loses; None: even the largest gains."""
+    """Return the smallest batch size at which no draft length gains; None: even the largest gains."""
 
     def gains(batch: int) -> bool:
         return max(_speedup(replace(scenario, batch=batch), k) for k in lengths) > 1.0
@@ -377,7 +379,7 @@ def _break_even_batch(scenario: Scenario, lengths: Sequence[int]) -> int | None:
 
 
 def _memory_gb(scenario: Scenario) -> float:
-    """Weights, and what is remembered of every text, of target and drafter."""
+    """Return the memory for the weights and KV caches of target and drafter."""
     size, own = BYTES[scenario.device.dtype], scenario.draft.own
     shapes = [scenario.target, *([own] if own else [])]
     weights = sum(one.weight_bytes(size) for one in shapes)

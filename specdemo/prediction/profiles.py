@@ -28,7 +28,7 @@ class _Strict(BaseModel):
 
 
 class Figure(_Strict):
-    """A number and where it comes from; its unit is in the name of the field."""
+    """A number with its source; the unit is in the name of the field."""
 
     value: Positive
     source: str = Field(min_length=1, max_length=300)
@@ -45,13 +45,15 @@ class Passes(_Strict):
     uneven: dict[Count, dict[Count, Positive]] = {}  # the same for rows of different lengths, as after drafts
 
     def v(self, batch: int) -> dict[int, float]:
-        """Slots -> time of a pass over them, in passes over one slot. Raises KeyError for a batch never measured."""
+        """Return slots -> time of a pass over them, in units of a pass over one slot. Raises KeyError for an unmeasured
+        batch size.
+        """
         alone = self.ms[batch][1]
         return {slots: ms / alone for slots, ms in self.ms[batch].items()}
 
 
 class MeasuredStep(_Strict):
-    """A measured step of one method: milliseconds by lap."""
+    """Measured step of one method: milliseconds by part."""
 
     model: str
     method: str
@@ -75,7 +77,7 @@ class Provenance(_Strict):
 
 
 class Profile(_Strict):
-    """A device. What is None is not known; `measured` None says that every number is from a datasheet."""
+    """Profile of a device. None: unknown. Without `measured` all numbers are from a datasheet."""
 
     format: Literal[1] = 1
     name: str = Field(pattern=NAME)
@@ -101,7 +103,7 @@ def profiles() -> dict[str, Profile]:
 
 
 def profile(name: str) -> Profile:
-    """One that ships, or a file's. Raises ValueError with one line, which names the nearest."""
+    """Return a profile of the package, or of a file. Raises ValueError with one line that suggests the nearest name."""
     if name.endswith(".json"):
         return read_profile(Path(name))
     if name not in profiles():
@@ -110,7 +112,7 @@ def profile(name: str) -> Profile:
 
 
 def read_profile(path: Path) -> Profile:
-    """Raises ValueError, one line that names the file."""
+    """Read a profile. Raises ValueError, one line with the file's name."""
     text = read_bytes(path, BOUNDS.bytes, "choose a profile")
     check_json_limits(text, BOUNDS, str(path))
     try:
@@ -122,5 +124,5 @@ def read_profile(path: Path) -> Profile:
 
 
 def write_profile(profile: Profile, path: Path) -> None:
-    """Raises ValueError, one line, when it cannot be written."""
+    """Write a profile. Raises ValueError, one line, if that fails."""
     write_text(path, profile.model_dump_json(indent=1, exclude_none=True) + "\n")

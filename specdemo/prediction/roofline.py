@@ -72,7 +72,7 @@ NAMES = tuple(CONSTANTS)
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A profile's device at a precision, in an engine."""
+    """Device of a profile with a dtype and an engine."""
 
     profile: Profile
     dtype: str
@@ -102,13 +102,13 @@ class Device:
 
     @property
     def peak(self) -> float:
-        """TFLOP/s of the profile, at this precision or the nearest that it knows."""
+        """Return the profile's TFLOP/s for this dtype, or for the nearest known one."""
         known = self.profile.compute_tflop_per_s
         found = known.get(self.dtype) or known.get("float16") or next(iter(known.values()))
         return found.value
 
     def scaled(self, by: Mapping[str, float]) -> "Device":
-        """With costs exp(by) times as much."""
+        """Return the device with its cost terms multiplied by exp(by)."""
         costs = {term: getattr(self.costs, term) * exp(power) for term, power in by.items()}
         return replace(self, costs=replace(self.costs, **costs))
 
@@ -121,7 +121,7 @@ def known_engine(name: str) -> Engine:
 
 
 def soft(overlap: float, one: float, other: float) -> float:
-    """The larger, and the more where the other comes near the less they overlap: at 1 their sum."""
+    """Return a smooth maximum: the sum at overlap 1, the larger value at large overlap."""
     if one < other:
         one, other = other, one
     return one * (1.0 + (other / one) ** overlap) ** (1.0 / overlap) if one else 0.0

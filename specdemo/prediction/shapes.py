@@ -50,7 +50,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A model's sizes. bits: what its matrices but embedding and head are stored in; None: as everything else."""
+    """Sizes of a model. bits: storage of the matrices except embedding and lm_head; None: in the dtype."""
 
     name: str
     layers: int
@@ -76,7 +76,7 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        """All of them."""
+        """Return the total number of parameters."""
         return self.dense + self.head + self.embedding + self.expert * self.experts * self.expert_layers
 
     def touched(self, tokens: float) -> float:
@@ -84,7 +84,7 @@ class Shape:
         return self.experts * (1.0 - (1.0 - self.chosen / self.experts) ** tokens) if self.experts else 0.0
 
     def width(self, dtype_bytes: float) -> float:
-        """Bytes of a number of its matrices."""
+        """Return the bytes per weight of the matrices."""
         return dtype_bytes if self.bits is None else self.bits / 8.0
 
     def weight_bytes(self, dtype_bytes: float) -> float:
@@ -244,13 +244,15 @@ class ConfigReader:
 
     @property
     def latent(self) -> int:
-        """Numbers that latent attention keeps of a token; 0: it is none (DeepSeek-V2, 2405.04434, section 2.1)."""
+        """Return the cache entries per token of latent attention (DeepSeek-V2, 2405.04434, section 2.1); 0: other
+        attention.
+        """
         rank = self._number("kv_lora_rank", default=0)
         return rank and rank + self._number("qk_rope_head_dim")
 
     @property
     def attention(self) -> int:
-        """The matrices of one layer's attention."""
+        """Return the weights of attention in one layer."""
         if not self.latent:
             queries = self.hidden * self.heads * self.head_dim
             gated = self.family.startswith(("qwen3_next", "qwen3_5"))
@@ -266,7 +268,7 @@ class ConfigReader:
 
     @property
     def linear_attention(self) -> int:
-        """The matrices of a layer with a state (Qwen3-Next's gated delta net)."""
+        """Return the weights of a layer with linear attention (gated delta net of Qwen3-Next)."""
         keys, values = self._linear_sizes()
         gates = 2 * self._number("linear_num_value_heads", default=0)
         return self.hidden * (2 * keys + 3 * values + gates)
@@ -278,13 +280,13 @@ class ConfigReader:
 
     @property
     def mlp(self) -> int:
-        """The matrices of a dense layer's feed-forward part."""
+        """Return the weights of a dense layer's MLP."""
         inner = self._number("intermediate_size", "ffn_dim", "n_inner", default=4 * self.hidden)
         return (2 if self.family in PLAIN_MLP else 3) * self.hidden * inner
 
     @property
     def expert(self) -> int:
-        """The matrices of one expert."""
+        """Return the weights of one expert."""
         return 3 * self.hidden * self._number("moe_intermediate_size", "intermediate_size", default=0)
 
     @property
@@ -303,11 +305,11 @@ class ConfigReader:
         return (self.layers - dense) // self._number("decoder_sparse_step", "moe_layer_freq", default=1)
 
     def count(self, kind: str) -> int:
-        """Layers of a kind of attention."""
+        """Return the number of layers with a kind of attention."""
         return list(self._config.get("layer_types") or [])[: self.layers].count(kind)
 
     def memory(self) -> list[Memory]:
-        """Layers by what they keep."""
+        """Return the cache by groups of layers."""
         linear, window = self.count("linear_attention"), self._number("sliding_window", default=0)
         sliding = self.count("sliding_attention")
         pattern = self._number("sliding_window_pattern", default=0)
@@ -327,7 +329,7 @@ class ConfigReader:
 
 @lru_cache(maxsize=1)
 def known() -> dict[str, Config]:
-    """Configs of well-known models, as far as their sizes go, by hub id."""
+    """Return the sizes in configs of well-known models by hub id."""
     found: dict[str, Config] = json.loads(KNOWN.read_text(encoding="utf-8"))
     return found
 
@@ -354,7 +356,7 @@ def _check_integers(name: str) -> None:
 
 
 def config_of(name: str) -> Config:
-    """The config.json of a model; well-known ones need no network. Raises ValueError with one line."""
+    """Return the config.json of a model; well-known ones need no network. Raises ValueError with one line."""
     if name in known():
         return known()[name]
     from specdemo.models.configs import read_config

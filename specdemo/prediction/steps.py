@@ -1,6 +1,4 @@
-"""The passes that a step is made of, before anybody asks how long they take: what predictions are made from, and what
-measured steps are compared with.
-"""
+"""Passes of a step, without their times; used by predictions and by the calibration."""
 
 from typing import NamedTuple
 
@@ -21,7 +19,7 @@ class StepLoad(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Texts of a batch come to have different lengths as soon as anything is drafted: each keeps what it can."""
+    """Passes of a step. Drafting makes the rows of a batch uneven, because they accept different numbers of tokens."""
 
     check: Work
     drafts: tuple[tuple[Work, float], ...]  # passes, and the number of each
@@ -52,7 +50,7 @@ class Step(NamedTuple):
         return costs.step_ms + (costs.check_ms + (self.batch - 1.0) * costs.check_text_ms if self.rounds else 0.0)
 
     def ms(self, device: Device) -> float:
-        """All of it."""
+        """Return the milliseconds of the step."""
         return self.draft_ms(device) + self.check_ms(device) + self.overhead_ms(device)
 
     @property
@@ -61,7 +59,7 @@ class Step(NamedTuple):
 
 
 def step_of(target: Shape, draft: Drafting, acceptance: Acceptance, k: int, load: StepLoad, nodes: int = 0) -> Step:
-    """k 0: plain decoding. nodes: of a tree, 0: a chain."""
+    """Return the passes of a step; k 0: plain decoding. nodes: size of the draft tree; 0: a chain."""
     batch, context, size = load
     check = work(target, (nodes or k) + 1 if k else 1, batch, context, size)
     if not k or draft.first is None:

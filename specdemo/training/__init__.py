@@ -1,1 +1,1 @@
-"""Learning from what a target says; names no method."""
+"""Training of drafters on the output of a target, independent of methods."""
