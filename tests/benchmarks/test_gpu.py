@@ -160,7 +160,7 @@ def test_failed_section_reports_why_and_the_others_run(tmp_path, table):
     states, _ = call(tmp_path)
     assert states == {"a": "failed", "b": "done", "c": "done"}
     page = (tmp_path / "report.md").read_text()
-    assert "- failed: CUDA error: too bad\n" in page and "- Left out: llama-8b needs 19 GB." in page
+    assert "- failed: CUDA error: too bad\n" in page and "- Skipped: llama-8b needs 19 GB." in page
     assert call(tmp_path)[0] == states and ran == ["a", "b", "c"]
 
 
