@@ -412,8 +412,8 @@ def test_texts_are_ordered_by_their_best_lanes():
         for text, lane, gain in (("stories", "draft", 1.9), ("stories", "lookup", 1.1), ("edits", "lookup", 3.0))
     ]
     assert sweeps._order(rows).endswith(
-        ": edits 3.00x, 3.00 to 3.00 with 4.0 tokens a pass (lookup);"
-        " stories 1.90x, 1.90 to 1.90 with 2.9 tokens a pass (draft)."
+        ": edits 3.00x, 3.00 to 3.00 with 4.0 tokens per pass (lookup);"
+        " stories 1.90x, 1.90 to 1.90 with 2.9 tokens per pass (draft)."
     )
 
 
