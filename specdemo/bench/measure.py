@@ -143,6 +143,12 @@ def _runs(repeats: Iterable[Totals]) -> list[RunTiming]:
     return [run for totals in repeats for run in totals.runs]
 
 
+def _percentages(shares: Sequence[float]) -> str:
+    """Format the range of some shares as `0 %` or `17 to 51 %`."""
+    low, high = (f"{100.0 * share:.0f}" for share in (min(shares), max(shares)))
+    return f"{low} %" if low == high else f"{low} to {high} %"
+
+
 def _thorough(number: Estimate | None, repeats: int) -> Estimate | None:
     """Round an estimate; drop its interval if there are too few repeats."""
     if number is None:
@@ -221,7 +227,7 @@ def compare_lanes(
     known = [share for share in waited if share is not None]
     if known:
         remarks = [
-            f"The lanes waited for the CPU in {min(known):.0%} to {max(known):.0%} of their time.",
+            f"CPU contention: {_percentages(known)} of the time of the lanes.",
             *remarks,
         ]
     trace = done[-1][-1][1]

@@ -156,8 +156,10 @@ def best(result: Result) -> str:
     if tied:
         names = " and ".join(_place(rows[index], result.axis) for index in (top, *tied))
         value = speeds[top].value
-        return f"no clear difference between the best, {names}, at {value:.2f} times as fast as plain decoding."
-    return f"at best {speeds[top].format()} as fast as plain decoding, {_place(rows[top], result.axis)}."
+        return f"no clear difference between the fastest, {names}: about {value:.2f}x plain decoding."
+    speed = speeds[top]
+    interval = f" ({speed.interval()})" if speed.interval() else ""
+    return f"fastest: {_place(rows[top], result.axis)}, {speed.value:.2f}x plain decoding{interval}."
 
 
 def intervals(result: Result) -> bool:

@@ -91,7 +91,7 @@ def _predict(family: str, own: int, costs: CostModel, rows: list[Row]) -> str:
         "off, because no k is predicted to be faster" if not best else f"k = {best} with {costs.speedup(best):.2f}x"
     )
     return (
-        f"{family}: predicted from its run at k = {own}, at most {abs(off[worst]):.1%} off the measurement "
+        f"{family}: cost model calibrated at k = {own}; largest error {100.0 * abs(off[worst]):.1f} % "
         f"(k = {worst}); predicted best: {advice}."
     )
 

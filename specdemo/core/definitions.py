@@ -47,12 +47,12 @@ DEFINITIONS: dict[str, Definition] = {
         ("acceptance_rate", "accepted", "drafted"),
         "accepted draft tokens divided by verified draft tokens; draft tokens after the end of the text count as "
         "verified, not as accepted; in a tree all nodes count, so the rate is low",
-        "accepted draft tokens, of those verified",
+        "accepted / verified draft tokens",
     ),
     "mean accepted length": Definition(
         ("tokens_per_step", "tokens", "steps"),
         "output tokens divided by target passes after the prefill, including correction and bonus tokens",
-        "accepted draft tokens, plus one from the target",
+        "tokens per target pass: accepted plus one",
     ),
     "acceptance rate at position n": Definition(
         ("accept_by_position", "accept_histogram"),
@@ -63,7 +63,7 @@ DEFINITIONS: dict[str, Definition] = {
     "ITL": Definition(
         ("itl_ms_p50", "itl_ms_p95"),
         "inter-token latency: median (or 95th percentile) over all tokens, each with an equal share of its step's time",
-        "first token; median gap",
+        "to first token; between tokens (median)",
     ),
     "draft, target pass, other": Definition(
         ("ms_draft", "ms_verify", "ms_other"),
@@ -76,12 +76,12 @@ DEFINITIONS: dict[str, Definition] = {
         "best logits are equal within rounding. *Differs*: it is elsewhere, which is a bug. *Same distribution*: "
         "sampled, so two correct texts may differ. With a server *same text* or *text differs*: it sends no token ids, "
         "so the cause is unknown",
-        "compared with the baseline, token for token",
+        "compared with the baseline, token by token",
     ),
     "peak memory": Definition(
         ("peak_memory_bytes",),
         "on a GPU the peak of the allocator; on a CPU the size of the lane's weights and caches",
-        "weights and caches",
+        "weights and KV caches",
     ),
 }
 

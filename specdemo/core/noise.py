@@ -31,17 +31,17 @@ def server_warnings(name: str, runs: Runs, server_times_ms: Iterable[float]) -> 
     """Yield why the time of a lane on a server may not be its own. server_times_ms: times of its last request, by the
     server's clock."""
     if any(map(_is_bunched, runs)):
-        yield f"the pieces of {name} arrived in bunches, so that only whole requests can be compared"
+        yield f"the output of {name} arrived in bunches, so only whole requests can be compared"
     local_ms, server_ms = runs[-1].ms, sum(server_times_ms)
     if server_ms and not 1.0 / MAX_CLOCK_RATIO <= local_ms / server_ms <= MAX_CLOCK_RATIO:
-        yield f"the server of {name} says {server_ms / 1000.0:.2f} s where {local_ms / 1000.0:.2f} s passed here"
+        yield f"the server of {name} reports {server_ms / 1000.0:.2f} s, the client measured {local_ms / 1000.0:.2f} s"
 
 
 def _processor_waits(plain: Runs, lane: Runs) -> Iterator[str]:
     for name, runs in (("this lane", lane), ("the baseline", plain)):
         share = waited_share(runs)
         if share is not None and share >= MAX_WAITED:
-            yield f"{name} waited for the processor in {share:.0%} of its time"
+            yield f"CPU contention: {name} waited for {100.0 * share:.0f} % of its time"
 
 
 def _unstable_baseline(plain: Runs) -> Iterator[str]:
@@ -51,10 +51,10 @@ def _unstable_baseline(plain: Runs) -> Iterator[str]:
         return
     spread = median(_spread(times) for times in step_times)
     if spread > MAX_SPREAD:
-        yield f"the time of plain steps varied by {spread:.0%}"
+        yield f"baseline step time varied by {100.0 * spread:.0f} %"
     change = median(_change(times[: len(times) // 3], times[-(len(times) // 3) :]) for times in step_times)
     if abs(change) > MAX_DRIFT:
-        yield f"plain steps became {abs(change):.0%} {'slower' if change > 0 else 'faster'} during the run"
+        yield f"the baseline became {100.0 * abs(change):.0f} % {'slower' if change > 0 else 'faster'} during the run"
 
 
 def _spread(times: Sequence[float]) -> float:
@@ -70,13 +70,13 @@ def _implausible_step(lane: Runs, speed: Estimate) -> Iterator[str]:
     """Check that a step costs at least as much as plain decoding of one token, whose pass it contains."""
     cost = sum(run.tokens for run in lane) / max(sum(len(run.steps) for run in lane), 1) / speed.value
     if cost < MIN_STEP_COST:
-        yield f"implausible timing: a step cost {cost:.2f}x a plain token"
+        yield f"implausible timing: a speculative step cost only {cost:.2f} plain tokens"
 
 
 def wide_interval(speed: Estimate) -> Iterator[str]:
     """Yield a reason if the interval is wide for its value."""
     if speed.width is not None and speed.width > MAX_WIDTH:
-        yield f"its interval is wide, {speed.interval()}"
+        yield f"wide interval, {speed.interval()}"
 
 
 def _is_bunched(run: RunTiming) -> bool:

@@ -246,10 +246,9 @@ class Comparison(Settings):
         int,
         Setting(
             "Maximum number of new tokens.",
-            label="New tokens",
-            info="at most",
+            label="Max new tokens",
             step=1,
-            brief=lambda n: f"at most {n} token{'' if n == 1 else 's'}",
+            brief=lambda n: f"max {n} token{'' if n == 1 else 's'}",
         ),
     ] = Field(128, ge=1, le=MAX_NEW_TOKENS)
     schedule: Annotated[
@@ -257,9 +256,9 @@ class Comparison(Settings):
         Setting(
             "Order of the lanes: race (step by step in turn) or sequential.",
             label="Schedule",
-            info="in both, a lane's clock counts only its own device time",
-            words={"race": "race: step by step in turn", "sequential": "sequential: one after the other"},
-            brief=lambda how: "lanes in turn" if how == "race" else "one lane after the other",
+            info="each lane is timed on its own compute time",
+            words={"race": "interleaved", "sequential": "sequential"},
+            brief=lambda schedule: "interleaved" if schedule == "race" else "sequential",
         ),
     ] = "race"
     repeats: Annotated[int, Setting("Number of runs to pool.", link=False)] = Field(1, ge=1, le=MAX_REPEATS)

@@ -143,19 +143,19 @@ def fit_cost_model(plain: EventRuns, lane: EventRuns, k: int = 0) -> CostModel |
     )
 
 
-def prediction(trace: RunTrace) -> list[dict[str, Any]]:
+def prediction(trace: RunTrace, times: str = "x") -> list[dict[str, Any]]:
     """Return one entry per speculative lane: lane, predicted_speedup (as it ran), best_k (0: off), best_speedup,
     sentence.
 
-    The numbers are None if too little was decoded.
+    The numbers are None if too little was decoded. times: the unit of a speed-up in the sentence.
     """
     lanes = zip(trace.lanes[1:], estimates(trace), strict=True)
-    return [_predict_lane(trace.lanes[0], lane, speed) for lane, speed in lanes]
+    return [_predict_lane(trace.lanes[0], lane, speed, times) for lane, speed in lanes]
 
 
-def _predict_lane(plain: LaneTrace, lane: LaneTrace, speed: Estimate | None) -> dict[str, object]:
+def _predict_lane(plain: LaneTrace, lane: LaneTrace, speed: Estimate | None, times: str) -> dict[str, object]:
     numbers, outside = summarise(lane), bool(plain.remote or lane.remote)
-    sentence = _remote_sentence(speed, numbers) if outside and speed else explain(numbers, speed)
+    sentence = _remote_sentence(speed, numbers, times) if outside and speed else explain(numbers, speed, times=times)
     sentence += _server_times(plain) + _server_times(lane)
     if lane.remote and lane.remote.source:
         sentence += f" {lane.remote.source}."
@@ -166,7 +166,7 @@ def _predict_lane(plain: LaneTrace, lane: LaneTrace, speed: Estimate | None) -> 
         advice = None if outside or speed is None else DraftLengthAdvice.of(plain.events, lane.events, k)
         if advice is not None:
             costs, best = advice.costs, advice.best
-            sentence = explain(numbers, speed, advice)
+            sentence = explain(numbers, speed, advice, times)
             speedups = round(costs.speedup(costs.k), 4), round(costs.speedup(best), 4)
             predicted = {"predicted_speedup": speedups[0], "best_k": best, "best_speedup": speedups[1]}
     return {"lane": lane.name, **predicted, "sentence": sentence}
@@ -206,36 +206,40 @@ def _without(events: Sequence[StepEvent], part: int) -> list[StepEvent]:
     return [*events[:1], *steps[:begin], *steps[end:]]
 
 
-def explain(lane: Mapping[str, Any], speed: Estimate | None, advice: DraftLengthAdvice | None = None) -> str:
+def explain(
+    lane: Mapping[str, Any], speed: Estimate | None, advice: DraftLengthAdvice | None = None, times: str = "x"
+) -> str:
     """Explain a lane's speed-up in one sentence, from its summary (core.tally.summarise). With advice, also name the
     largest overhead and a faster draft length."""
     if speed is None or not lane["steps"]:
         return "Too few tokens for an explanation."
     cost = round(lane["tokens_per_step"] / speed.value, 2)
     length = lane["tokens_per_step"]
-    sentence = f"{_speed_phrase(speed)}: a step costs {cost:.2f}x a plain token and yields {length:.2f} tokens"
+    sentence = (
+        f"{_speed_phrase(speed, times)}: a step takes as long as {cost:.2f} plain tokens and yields {length:.2f} tokens"
+    )
     if not lane["drafted"]:
         return sentence + "; nothing was drafted."
-    sentence += f"; {lane['acceptance_rate']:.0%} of the draft tokens were accepted"
+    sentence += f"; {100.0 * lane['acceptance_rate']:.0f} % of the draft tokens were accepted"
     if advice is None:
         return sentence + "."
-    extra = "a step takes no extra time"
+    extra = "no extra cost over plain decoding"
     if cost > 1.0:
         name, share = max(advice.costs.terms().items(), key=itemgetter(1))
-        extra = f"most of the extra time goes into {name} ({share:.0%} of a step)"
-    return f"{sentence}; {extra}; {_advice_clause(advice, speed)}."
+        extra = f"largest extra cost: {name} ({100.0 * share:.0f} % of step time)"
+    return f"{sentence}; {extra}; {_advice_clause(advice, speed, times)}."
 
 
-def _speed_phrase(speed: Estimate) -> str:
-    return f"{speed.label.capitalize()} ({speed.format()})"
+def _speed_phrase(speed: Estimate, times: str) -> str:
+    return f"{speed.label.capitalize()} ({speed.format(times)})"
 
 
-def _remote_sentence(speed: Estimate, lane: Mapping[str, object]) -> str:
+def _remote_sentence(speed: Estimate, lane: Mapping[str, Any], times: str) -> str:
     """Return the sentence for a lane on a server, whose time cannot be split."""
-    opening = f"{_speed_phrase(speed)}: whole requests, timed by the client"
+    opening = f"{_speed_phrase(speed, times)}: whole requests, timed by the client"
     rate, length = lane["acceptance_rate"], lane["tokens_per_step"]
-    acceptance = [] if rate is None else [f"{rate:.0%} of the draft tokens were accepted"]
-    yielded = [] if length is None else [f"a pass yielded {length:.2f} tokens"]
+    acceptance = [] if rate is None else [f"{100.0 * rate:.0f} % of the draft tokens were accepted"]
+    yielded = [] if length is None else [f"mean accepted length {length:.2f}"]
     return "; ".join([opening, *acceptance, *yielded]) + "."
 
 
@@ -245,16 +249,14 @@ def _server_times(lane: LaneTrace) -> str:
     if len(times) < 2:
         return ""
     first, decoding = times["ttft_ms"], times["decode_ms"]
-    return (
-        f" By its server's clock, {lane.name} took {first:.0f} ms to its first token and {decoding:.0f} ms to decode."
-    )
+    return f" The server of {lane.name} reports {first:.0f} ms to the first token and {decoding:.0f} ms of decoding."
 
 
-def _advice_clause(advice: DraftLengthAdvice, speed: Estimate) -> str:
+def _advice_clause(advice: DraftLengthAdvice, speed: Estimate, times: str) -> str:
     if not advice.best and speed.label == "slower":
-        return "turn it off: no draft length is predicted to beat plain decoding"
+        return "not worth it here: no draft length is predicted to beat plain decoding"
     if advice.best and advice.gain.label == "faster":
-        return f"k = {advice.best} is predicted to be {advice.gain.format()} as fast as k = {advice.costs.k}"
+        return f"k = {advice.best} is predicted to be faster than k = {advice.costs.k} ({advice.gain.format(times)})"
     return f"no other k is predicted to be clearly faster than k = {advice.costs.k}"
 
 

@@ -113,11 +113,11 @@ class Prediction:
     @property
     def _gain(self) -> str:
         best, scenario = self.best, self.scenario
-        where = f"on {scenario.device.profile.title} at batch {scenario.batch}"
+        where = f"on {scenario.device.profile.title} at batch size {scenario.batch}"
         if not self.best_k:
             return f"No draft length gains {where}: k = {best.k} is {best.speedup.format()}; bottleneck: {best.limit}."
         limit_text = (
-            f"; the gain ends at batch {self.break_even_batch}"
+            f"; no speed-up from batch size {self.break_even_batch}"
             if self.break_even_batch and self.break_even_batch > scenario.batch
             else ""
         )

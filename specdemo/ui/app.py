@@ -13,26 +13,26 @@ from specdemo.ui import space
 
 def ui(
     context: typer.Context,
-    preset: Annotated[str, typer.Option(metavar="ID", help="The comparison that is selected.")] = DEFAULT,
+    preset: Annotated[str, typer.Option(metavar="ID", help="Preset selected at start.")] = DEFAULT,
     host: Annotated[str, typer.Option(envvar="GRADIO_SERVER_NAME")] = "127.0.0.1",
     port: Annotated[str, typer.Option(envvar="GRADIO_SERVER_PORT", metavar="PORT")] = "7860",
     allow_any_model: Annotated[
-        bool, typer.Option("--allow-any-model", help="Accept any model id or path, not the list alone.")
+        bool, typer.Option("--allow-any-model", help="Accept any model id or path, not only listed ones.")
     ] = False,
     server: Annotated[
         list[str] | None,
-        typer.Option(metavar="URL", help="A server that lanes may run on, as in SPECDEMO_SERVERS; repeatable."),
+        typer.Option(metavar="URL", help="Server that lanes may run on, as in SPECDEMO_SERVERS; repeatable."),
     ] = None,
     engines: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME[=PATH]", help="Lanes may be started on it: vllm, sglang or llamacpp; repeatable."),
+        typer.Option(metavar="NAME[=PATH]", help="Engine that lanes may start: vllm, sglang or llamacpp; repeatable."),
     ] = None,
     allow_host: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME",
             envvar="SPECDEMO_ALLOW_HOST",
-            help="A host name under which visitors reach the page, besides its own; repeatable.",
+            help="Additional host name of the page; repeatable.",
         ),
     ] = None,
     behind_proxy: Annotated[
@@ -40,7 +40,7 @@ def ui(
         typer.Option(
             metavar="ADDRESS",
             envvar="SPECDEMO_BEHIND_PROXY",
-            help="A reverse proxy, or a network of them, whose X-Forwarded-For names the visitor; repeatable.",
+            help="Reverse proxy, or network of proxies, whose X-Forwarded-For is trusted; repeatable.",
         ),
     ] = None,
 ) -> None:
@@ -62,13 +62,13 @@ def ui(
     except OSError as error:
         if "empty port" not in str(error):
             raise
-        taken = f"port {port} of {host} cannot be had; choose others with --port and --host"
+        taken = f"port {port} of {host} is not available; choose another with --port or --host"
         raise ValueError(taken) from None  # Gradio's words name settings of its own
 
 
 def _allow_engine(name: str, path: str | None = None) -> None:
     if public():
-        raise ValueError("a public page starts no engines; leave --engines out")
+        raise ValueError("a public page does not start engines; remove --engines")
     from specdemo.servers.process import engine_program
 
     engine = known_engine(name)

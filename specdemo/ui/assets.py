@@ -7,10 +7,9 @@ import gradio as gr
 from specdemo.core.definitions import table
 
 HERE = Path(__file__).parent
-HOW = tuple(f"{name}.js" for name in "kit chart tree ghosts maths how".split())
-RACE = tuple(
-    f"{name}.js" for name in "kit player chart tree lanes bars ghosts tiles panels inspector transport race".split()
-)
+HOW = tuple(f"{name}.js" for name in "helpers chart tree pending_tokens maths how".split())
+_RACE = "helpers player chart tree lanes bars pending_tokens tiles panels inspector transport race"
+RACE = tuple(f"{name}.js" for name in _RACE.split())
 
 
 def text(name: str) -> str:

@@ -1,53 +1,53 @@
-// The race on one time axis: a bar a lane, as long as the lane's own device time. The finish line stands where the first
-// lane came in; in a drafting lane's text a mark stands where plain decoding was by then.
+// The race on one time axis: one bar per lane, as long as the lane's own device time. The finish line is where the first lane
+// finished. A mark in the text of each speculative lane shows how far plain decoding was at that time.
 
 function raceBar(lane) {
-  const row = make("div", "sd-run");
-  row.dataset.of = lane.index;
-  const [track, fill, late, flag, ahead] = ["sd-track", "sd-fill", "sd-late", "sd-flag", "sd-ahead"].map((cls) => make("div", cls));
-  track.append(fill, late, flag, ahead);
+  const row = make("div", "sd-race-row");
+  row.dataset.series = lane.index;
+  const [track, fill, lag, finishLine, leadTime] = ["sd-track", "sd-fill", "sd-lag", "sd-finish-line", "sd-lead-time"].map((cls) => make("div", cls));
+  track.append(fill, lag, finishLine, leadTime);
   const result = make("span", "sd-result");
   const tokens = make("b", "", "0 tok");
   const time = make("span", "sd-time", "");
   result.append(tokens, " ", time);
   const name = make("span", "sd-name");
-  name.append(mark(lane), make("span", "", lane.name), ...lossy(lane));
+  name.append(laneNumber(lane), make("span", "", lane.name), ...lossy(lane));
   row.append(name, track, result);
   $(".sd-race").append(row);
-  return { track, fill, late, flag, ahead, tokens, time };
+  return { track, fill, lag, finishLine, leadTime, tokens, time };
 }
 
 function timeAxis() {
-  const row = make("div", "sd-run sd-axis");
+  const row = make("div", "sd-race-row sd-axis");
   row.ariaHidden = "true";
   row.append(make("span"), make("div", "sd-ticks"), make("span"));
   $(".sd-race").append(row);
 }
 
-const arrived = (lane) => ["stop", "length"].includes(lane.finish);
+const isFinished = (lane) => ["stop", "length"].includes(lane.finish);
 
-/** Bars, finish line and marks as of the player's clock; cheap enough for every frame. */
+/** Draws bars, finish line and marks at the player's clock. Cheap enough for every frame. */
 function drawBars() {
   const span = player.span || 1;
-  const home = run.lanes.filter(arrived).map((lane) => lane.soFar.clock_ms);
-  const first = home.length ? Math.min(...home) : null;
+  const finishTimes = run.lanes.filter(isFinished).map((lane) => lane.soFar.clock_ms);
+  const first = finishTimes.length ? Math.min(...finishTimes) : null;
   for (const lane of run.lanes) {
-    const { fill, late, flag, ahead, time } = lane.bar;
+    const { fill, lag, finishLine, leadTime, time } = lane.bar;
     const now = player.timeOf(lane);
     fill.style.transform = `scaleX(${Math.min(1, now / span)})`;
     time.textContent = now ? `${(now / 1000).toFixed(2)} s` : "";
-    flag.hidden = first === null;
-    const behind = first === null ? 0 : Math.max(0, now - first);
-    late.hidden = !behind;
-    if (first !== null) flag.style.left = late.style.left = `${(100 * first) / span}%`;
-    late.style.width = `${(100 * behind) / span}%`;
-    const lead = arrived(lane) && lane.soFar.clock_ms === first ? span - first : 0;
-    ahead.hidden = lead / span < 0.14 || run.lanes.length < 2;
-    if (!ahead.hidden) {
-      ahead.textContent = run.done ? `${(lead / 1000).toFixed(2)} s earlier` : "finished";
-      ahead.style.left = flag.style.left;
+    finishLine.hidden = first === null;
+    const lagMs = first === null ? 0 : Math.max(0, now - first);
+    lag.hidden = !lagMs;
+    if (first !== null) finishLine.style.left = lag.style.left = `${(100 * first) / span}%`;
+    lag.style.width = `${(100 * lagMs) / span}%`;
+    const lead = isFinished(lane) && lane.soFar.clock_ms === first ? span - first : 0;
+    leadTime.hidden = lead / span < 0.14 || run.lanes.length < 2;
+    if (!leadTime.hidden) {
+      leadTime.textContent = run.done ? `${(lead / 1000).toFixed(2)} s ahead` : "finished";
+      leadTime.style.left = finishLine.style.left;
     }
-    if (lane.index) markPlain(lane, now);
+    if (lane.index) drawBaselineMark(lane, now);
   }
   drawTicks(span);
 }
@@ -66,8 +66,8 @@ function drawTicks(span) {
   );
 }
 
-/** How many tokens plain decoding had given at a time of its own clock. */
-function plainTokens(ms) {
+/** Returns the number of tokens that plain decoding had generated at a time of its own clock. */
+function baselineTokens(ms) {
   const lines = run.lanes[0].lines;
   let [low, high] = [0, lines.length];
   while (low < high) {
@@ -78,18 +78,18 @@ function plainTokens(ms) {
   return low ? (lines.slice(0, low).findLast((line) => line.so_far)?.so_far.tokens ?? 0) : 0;
 }
 
-// The place in a lane's text that plain decoding has come to; once the lane has finished it stays, with its words.
-function markPlain(lane, now) {
+// Marks the position in a lane's text that plain decoding has reached. When the lane has finished, the mark gets a label.
+function drawBaselineMark(lane, now) {
   if (lane.remote || run.lanes[0].remote) return;
-  const count = plainTokens(now);
-  const words = arrived(lane) ? "plain decoding was here" : "";
-  if (lane.here?.count === count && lane.here.node.textContent === words) return;
-  lane.here?.node.remove();
-  lane.here = null;
-  const token = lane.given[count - 1];
-  if (!token || count >= lane.given.length) return;
-  const node = make("em", "sd-here", words);
+  const count = baselineTokens(now);
+  const label = isFinished(lane) ? "baseline had reached this point" : "";
+  if (lane.baselineMark?.count === count && lane.baselineMark.node.textContent === label) return;
+  lane.baselineMark?.node.remove();
+  lane.baselineMark = null;
+  const token = lane.outputNodes[count - 1];
+  if (!token || count >= lane.outputNodes.length) return;
+  const node = make("em", "sd-baseline-mark", label);
   node.ariaHidden = "true";
   token.after(node);
-  lane.here = { node, count };
+  lane.baselineMark = { node, count };
 }

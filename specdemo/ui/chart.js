@@ -1,13 +1,13 @@
-// The charts of the race and the lab: a little SVG, drawn again whenever there is more to show. Lines are told apart by their
-// dash as well as by their colour. A sweep's curves are Python's own figures.
+// SVG charts of the race, the lab and the figures. Lines differ in dash pattern and in colour. Sweeps use Plotly figures made
+// in Python.
 
-const CHART_MS = 200; // a chart that grows is drawn again so often
-const DASHES = ["2 3", "", "8 4", "8 3 2 3", "14 4"]; // the first is plain decoding's
-const charts = new WeakMap(); // what a box shows, to draw it again at another width
-const widths = new ResizeObserver((boxes) => boxes.forEach(({ target }) => redraw(/** @type {HTMLElement} */ (target)))); // one, that keeps no box alive
+const CHART_MS = 200; // interval between updates of a growing chart
+const DASHES = ["2 3", "", "8 4", "8 3 2 3", "14 4"]; // the first is plain decoding
+const charts = new WeakMap(); // the chart of a box, to redraw it at another width
+const widths = new ResizeObserver((boxes) => boxes.forEach(({ target }) => redraw(/** @type {HTMLElement} */ (target))));
 const MARGIN = { left: 46, right: 10, top: 8, bottom: 22 };
 
-/** Round numbers from 0 to `high`, about `count` of them. */
+/** Returns about `count` round numbers from 0 to `high`. */
 function ticks(high, count) {
   const rough = high / count || 1;
   const size = 10 ** Math.floor(Math.log10(rough));
@@ -15,59 +15,59 @@ function ticks(high, count) {
   return Array.from({ length: Math.floor(high / step + 1e-9) + 1 }, (_, i) => i * step);
 }
 
-/** 1, 2, 4, ... up to `high`. */
+/** Returns 1, 2, 4, ... up to `high`. */
 const doublings = (high) => Array.from({ length: Math.floor(Math.log2(high) + 1e-9) + 1 }, (_, i) => 2 ** i);
 
 const brief = (x) => (x >= 10000 ? `${+(x / 1000).toFixed(1)}k` : String(+x.toPrecision(3)));
 
 /**
- * Draws, or draws again, into a box of a fixed height.
+ * Draws a chart into a box of fixed height, or redraws it.
  * @param {HTMLElement} box
- * @param {object} how
- * @param {string} how.words what it shows, to who does not see it
- * @param {{name?: string, points: number[][], of: number, faint?: boolean, band?: number[][]}[]} [how.lines] of: its colour
- *   and its dash; band: its interval as x, low, high
- * @param {number[]} [how.bars] one bar for 0, 1, 2, ...
- * @param {{x: number, y: number, name: string}[]} [how.dots]
- * @param {string} [how.unit] what x counts
- * @param {number} [how.high] the top of the axis, by default the largest value
- * @param {number} [how.wide] the end of the x axis
- * @param {boolean} [how.doubling] x begins at 1, and each doubling is as wide
- * @param {boolean} [how.whole] values hold until the next
- * @param {boolean} [how.percentage]
- * @param {number} [how.level] a line across, such as "no gain"
- * @param {number} [how.of] the colour of the bars
+ * @param {object} options
+ * @param {string} options.label description for screen readers
+ * @param {{name?: string, points: number[][], series: number, faint?: boolean, band?: number[][]}[]} [options.lines] series:
+ *   selects colour and dash; band: interval as x, low, high
+ * @param {number[]} [options.bars] heights of the bars at 0, 1, 2, ...
+ * @param {{x: number, y: number, name: string}[]} [options.dots]
+ * @param {string} [options.unit] unit of x
+ * @param {number} [options.high] top of the y axis; default: the largest value
+ * @param {number} [options.wide] end of the x axis
+ * @param {boolean} [options.doubling] logarithmic x axis from 1
+ * @param {boolean} [options.whole] draw steps instead of slopes
+ * @param {boolean} [options.percentage]
+ * @param {number} [options.level] y of a horizontal line, such as "no gain"
+ * @param {number} [options.series] colour of the bars
  */
-function plot(box, how) {
+function plot(box, options) {
   if (!charts.has(box)) widths.observe(box);
-  charts.set(box, { how, width: 0 });
+  charts.set(box, { options, width: 0 });
   box.classList.add("sd-figure");
   redraw(box);
 }
 
 function redraw(box) {
   const chart = charts.get(box);
-  const { how } = chart;
+  const { options } = chart;
   box.setAttribute("role", "img");
-  box.setAttribute("aria-label", how.words);
+  box.setAttribute("aria-label", options.label);
   const width = box.clientWidth;
   if (!width || chart.width === width) return;
   chart.width = width;
-  const named = (how.lines || []).filter((line) => line.name);
+  const named = (options.lines || []).filter((line) => line.name);
   const picture = svg("svg", { "aria-hidden": "true", width });
   box.replaceChildren(...(named.length ? [legend(named)] : []), picture);
   const height = Math.max(90, box.clientHeight - (named.length ? /** @type {HTMLElement} */ (box.firstChild).offsetHeight : 0));
   picture.setAttribute("height", String(height));
-  const place = { width, height };
-  if (how.bars) barChart(picture, place, how.bars, how.of ?? 1);
-  else curves(picture, place, how);
+  const size = { width, height };
+  if (options.bars) barChart(picture, size, options.bars, options.series ?? 1);
+  else curves(picture, size, options);
 }
 
 function legend(lines) {
-  const list = make("p", "sd-lines");
-  for (const { name, of } of lines) {
+  const list = make("p", "sd-chart-legend");
+  for (const { name, series } of lines) {
     const sample = svg("svg", { width: 26, height: 10, "aria-hidden": "true" });
-    sample.append(svg("path", { d: "M1,5 H25", "data-of": of, "stroke-dasharray": DASHES[of % DASHES.length] }));
+    sample.append(svg("path", { d: "M1,5 H25", "data-series": series, "stroke-dasharray": DASHES[series % DASHES.length] }));
     const item = make("span");
     item.append(sample, make("span", "legendtext", name));
     list.append(item);
@@ -75,7 +75,7 @@ function legend(lines) {
   return list;
 }
 
-function barChart(picture, { width, height }, bars, of) {
+function barChart(picture, { width, height }, bars, series) {
   const [each, most] = [width / bars.length, Math.max(...bars, 1)];
   const room = height - 42;
   bars.forEach((count, i) => {
@@ -83,7 +83,7 @@ function barChart(picture, { width, height }, bars, of) {
     const thick = Math.min(0.62 * each, 46);
     const middle = (i + 0.5) * each;
     picture.append(
-      svg("rect", { x: middle - thick / 2, y: 20 + room - tall, width: thick, height: Math.max(tall, 1), rx: 2, "data-of": of }),
+      svg("rect", { x: middle - thick / 2, y: 20 + room - tall, width: thick, height: Math.max(tall, 1), rx: 2, "data-series": series }),
       svg("text", { x: middle, y: 14 + room - tall, "text-anchor": "middle", class: "sd-count" }, String(count)),
       svg("text", { x: middle, y: height - 6, "text-anchor": "middle" }, String(i))
     );
@@ -111,12 +111,12 @@ function curves(picture, { width, height }, { lines = [], dots = [], unit = "", 
   }
   picture.append(svg("text", { x: width - MARGIN.right, y: height - 5, "text-anchor": "end", class: "sd-unit" }, unit));
   if (isNumber(level)) picture.append(svg("path", { d: `M${MARGIN.left},${at([0, level])[1]} h${inner}`, class: "sd-level" }));
-  for (const { points, of, faint, band } of lines) {
+  for (const { points, series, faint, band } of lines) {
     if (!points.length) continue;
-    if (band?.length > 1) picture.append(svg("path", { d: `M${band.map(([x, , most]) => at([x, most])).join(" L")} L${band.map(([x, least]) => at([x, least])).reverse().join(" L")} Z`, class: "sd-band", "data-of": of }));
+    if (band?.length > 1) picture.append(svg("path", { d: `M${band.map(([x, , most]) => at([x, most])).join(" L")} L${band.map(([x, least]) => at([x, least])).reverse().join(" L")} Z`, class: "sd-band", "data-series": series }));
     const d = points.map((point, i) => (!i ? `M${at(point)}` : whole ? `H${at(point)[0]} V${at(point)[1]}` : `L${at(point)}`)).join(" ");
-    if (points.length > 1) picture.append(svg("path", { d, class: faint ? "sd-curve sd-faint" : "sd-curve", "data-of": of, "data-points": points.length, "stroke-dasharray": DASHES[of % DASHES.length] }));
-    else picture.append(svg("circle", { cx: at(points[0])[0], cy: at(points[0])[1], r: 3, "data-of": of }));
+    if (points.length > 1) picture.append(svg("path", { d, class: faint ? "sd-curve sd-faint" : "sd-curve", "data-series": series, "data-points": points.length, "stroke-dasharray": DASHES[series % DASHES.length] }));
+    else picture.append(svg("circle", { cx: at(points[0])[0], cy: at(points[0])[1], r: 3, "data-series": series }));
   }
   dots.forEach(({ x, y, name }, i) => {
     const [across, up] = at([x, y]);
@@ -126,11 +126,11 @@ function curves(picture, { width, height }, { lines = [], dots = [], unit = "", 
 }
 
 /**
- * Lines from 0 up, coloured from the second on, as the first is plain decoding's.
+ * Draws lines with a y axis from 0, in the colours after that of plain decoding.
  * @param {HTMLElement} box
  * @param {{name?: string, points: number[][]}[]} lines
- * @param {{unit: string, words: string, high?: number, whole?: boolean, percentage?: boolean}} how
+ * @param {{unit: string, label: string, high?: number, whole?: boolean, percentage?: boolean}} options
  */
-function lineChart(box, lines, how) {
-  plot(box, { ...how, lines: lines.map((line, i) => ({ ...line, name: lines.length > 1 ? line.name : "", of: 1 + (i % (DASHES.length - 1)) })) });
+function lineChart(box, lines, options) {
+  plot(box, { ...options, lines: lines.map((line, i) => ({ ...line, name: lines.length > 1 ? line.name : "", series: 1 + (i % (DASHES.length - 1)) })) });
 }

@@ -93,7 +93,7 @@ class Controls:
             parts[f"train-{n}"].click(None, None, None, js=assets.to_tab("lab"), **QUIET)
         for name, more in (("add", 1), ("remove", -1)):
             self._describe(named(parts[name].click, partial(_count_on, more), count, parts, **QUIET).then)
-        page.load(None, js=assets.text("names.js"), **QUIET)
+        page.load(None, js=assets.text("accessibility.js"), **QUIET)
         self._describe(named(page.load, titles, {}, parts, **QUIET).then)
         self._describe(partial(gr.on, [parts[name].change for name in NAMES if not isinstance(parts[name], gr.State)]))
         self.relabel(partial(gr.on, [parts[name].change for name in FOLDED], trigger_mode="always_last"))
@@ -166,7 +166,7 @@ def component_props(chosen: Preset) -> dict[str, Values]:
     values = {"chips": chip, "more": other, "about": about(full), "unfit": ""}
     shown |= {name: {"value": value} for name, value in values.items()}
     able = nearest_runnable(chosen) if why_not(full) else None
-    words = f"Run the nearest that can: {able.title}" if able else ""
+    words = f"Run instead: {able.title}" if able else ""
     shown["nearest"] = {"visible": able is not None, "value": words}
     return shown | _chat_looks(chosen.target, chosen.chat, chosen.system) | _lane_looks(len(chosen.lanes))
 
@@ -298,7 +298,7 @@ def check_models(chosen: Preset, allow_any_model: bool) -> Preset:
     allowed = {*allowed_models(load_presets()), *TRAINED}
     foreign = [] if allow_any_model else [name for name in chosen.models if name not in allowed]
     if foreign:
-        raise ValueError(f"model {foreign[0][:80]!r} is not on this page's list; start it with --allow-any-model")
+        raise ValueError(f"model {foreign[0][:80]!r} is not on this page's list; start the page with --allow-any-model")
     return chosen
 
 
@@ -331,7 +331,7 @@ def unfit(target: str) -> str:
     """Return the drafters that are not offered for a target, with reasons, as a fold."""
     reasons = {pair.drafter: pair.reason for pair in pairs(target) if pair.fits is False}
     items = "".join(f"<li><b>{escape(name)}</b> {escape(reason)}</li>" for name, reason in reasons.items())
-    head = f"{len(reasons)} drafter{'s do' if len(reasons) > 1 else ' does'} not fit {escape(target)}"
+    head = f"{len(reasons)} drafter{'s are' if len(reasons) > 1 else ' is'} incompatible with {escape(target)}"
     return f"<details><summary>{head}</summary><ul>{items}</ul></details>" if reasons else ""
 
 
@@ -360,15 +360,15 @@ def draw(start: Preset, allow_any_model: bool) -> Controls:
     parts: Parts = {name: gr.State(**shown[name]) for name in ("preset", "count")}
     with gr.Row(elem_id="presets"):
         parts["chips"] = gr.Radio(few, **shown["chips"], label="Preset", elem_classes="chips", container=False)
-        others = [("more presets …", ""), *others]
-        parts["more"] = gr.Dropdown(others, **shown["more"], label="More presets", elem_id="more", container=False)
+        others = [("More examples", ""), *others]
+        parts["more"] = gr.Dropdown(others, **shown["more"], label="More examples", elem_id="more", container=False)
     with gr.Row(elem_id="about-row"):
         parts["about"] = gr.Markdown(**shown["about"], elem_id="about")
         parts["nearest"] = gr.Button(**shown["nearest"], size="sm", elem_id="nearest")
     lanes = [(_plain(lane.method), lane.model, lane.k) for lane in start.lanes]
     with gr.Row(elem_id="setup-row"):
         now = setup(to_values(start), lanes)
-        parts["setup"] = assets.view("setup.html", "kit.js", "setup.js", elem_id="setup", value=now)
+        parts["setup"] = assets.view("setup.html", "helpers.js", "setup.js", elem_id="setup", value=now)
         folded = settings_summary(*(shown[name]["value"] for name in FOLDED))
         with gr.Accordion(folded, open=False, elem_id="sampling") as parts["fold"]:
             parts |= _draw_chat(shown) | _draw_sampling(shown)
@@ -380,7 +380,7 @@ def draw(start: Preset, allow_any_model: bool) -> Controls:
                     gr.Markdown(f"Lane {n}", elem_classes="lane-title")
                 else:
                     look = {**shown["target"], "choices": _model_choices(start.target, _targets())}
-                    parts["target"] = _model_choice("Target, in every lane", look, "target", allow_any_model)
+                    parts["target"] = _model_choice("Target model (all lanes)", look, "target", allow_any_model)
                 parts |= _draw_lane(n, shown, allow_any_model)
         parts["unfit"] = gr.HTML(**shown["unfit"], elem_id="unfit")
         with gr.Row(elem_id="lane-buttons"):
@@ -394,18 +394,18 @@ def draw(start: Preset, allow_any_model: bool) -> Controls:
 
 
 def settings_summary(chat: str, *values: object) -> str:
-    """The accordion's label: what holds while it is shut, by the values of FOLDED."""
+    """Return the label of the closed accordion from the values of FOLDED."""
     parts = [brief(Comparison, name, value) for name, value in zip(SAMPLING, values, strict=True)]
-    return "Settings: " + " · ".join(filter(None, ("chat template" if chat == CHAT else "raw completion", *parts)))
+    return "Settings: " + " · ".join(filter(None, ("chat template" if chat == CHAT else "no chat template", *parts)))
 
 
 def _draw_chat(shown: Mapping[str, Values]) -> Parts:
     """Draw the controls of the prompt format."""
-    ways = [("chat template", CHAT), ("raw completion", TEXT)]
+    ways = [("chat template", CHAT), ("no chat template", TEXT)]
     system: Values = {"label": "System prompt", "max_length": limits.here().prompt, "elem_id": "system"}
     with gr.Row():
         return {
-            "chat": gr.Radio(ways, **shown["chat"], label="Prompt as", elem_id="chat", min_width=260),
+            "chat": gr.Radio(ways, **shown["chat"], label="Prompt format", elem_id="chat", min_width=260),
             "system": gr.Textbox(**shown["system"], **system, min_width=320, scale=2),
         }
 
@@ -430,7 +430,7 @@ def _draw_lane(n: int, shown: Mapping[str, Values], allow_any_model: bool) -> Pa
     parts = {
         "method": gr.Dropdown(names, **look["method"], **method),
         "model": _model_choice("Drafter", look["model"], f"model-{n}", allow_any_model),
-        "train": gr.Button("No weights of it here: train some", **look["train"], **train),
+        "train": gr.Button("No trained head yet. Train one", **look["train"], **train),
         **{
             name: draw_setting(Lane, name, **look[name], elem_id=f"{name}-{n}")
             for name, setting in settings(Lane).items()
@@ -438,7 +438,8 @@ def _draw_lane(n: int, shown: Mapping[str, Values], allow_any_model: bool) -> Pa
         },
         "options": gr.State(**look["options"]),
         "server": gr.Dropdown(**look["server"], **server, visible=bool(listed() or startable)),
-        "drawn": gr.Number(0, elem_classes="unseen"),  # no State: its change would not be noticed outside the queue
+        # not gr.State: its change event would have to wait in the queue
+        "drawn": gr.Number(0, elem_classes="hidden-counter"),
     }
     return {f"{name}-{n}": part for name, part in parts.items()}
 
@@ -542,8 +543,8 @@ def _prompt_as(target: str, chat: bool | None) -> str:
 def _chat_looks(target: str, chat: bool | None, system: str = "") -> dict[str, Values]:
     """Return the properties of the prompt-format controls."""
     able = target not in EMBEDDED
-    info = "a message to the model, or a text it goes on with"
-    info = info if able else f"{target} has no chat template: it goes on with the text"
+    info = "A user message, or a text to continue"
+    info = info if able else "This model has no chat template; it continues your text"
     return {
         "chat": {"value": _prompt_as(target, chat), "interactive": able, "info": info},
         "system": {"value": system, "visible": able},

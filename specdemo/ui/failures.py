@@ -32,7 +32,7 @@ class Page(gr.Blocks):
             if isinstance(error, gr.Error):
                 error.print_exception = False
                 raise
-            message = "the call failed; the log of the server names the reason"
+            message = "the call failed; see the log of the server"
             raise gr.Error(message, visible=False, print_exception=False) from error
         return answer
 

@@ -55,7 +55,7 @@ class Guard:
         """The request again, with a body that was looked at."""
         headers = Headers(scope=scope)
         if not same_origin(headers):
-            raise RejectedRequest(403, "this page takes nothing from another site")
+            raise RejectedRequest(403, "requests from other sites are not allowed")
         upload = scope["path"].rstrip("/").endswith("/upload")
         if upload:
             self._count(address(HTTPConnection(scope)))
@@ -79,7 +79,7 @@ class Guard:
         while self._uploads and self._uploads[0][0] < now - WINDOW_S:
             self._uploads.popleft()
         if len(self._uploads) >= ALL_UPLOADS or sum(who == visitor for _, who in self._uploads) >= UPLOADS:
-            raise RejectedRequest(429, f"too many files were opened here; wait {WINDOW_S / 60:.0f} minutes")
+            raise RejectedRequest(429, f"too many files were opened; wait {WINDOW_S / 60:.0f} minutes")
         self._uploads.append((now, visitor))
 
 
@@ -98,10 +98,10 @@ async def _body(receive: Receive, most: int) -> bytes:
     while more:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise RejectedRequest(400, "the request broke off")
+            raise RejectedRequest(400, "the request was interrupted")
         body += message.get("body", b"")
         if len(body) > most:
-            raise RejectedRequest(413, f"a request may hold {most / 1e6:.3g} MB at most")
+            raise RejectedRequest(413, f"requests are limited to {most / 1e6:.3g} MB")
         more = message.get("more_body", False)
     return bytes(body)
 
@@ -111,8 +111,8 @@ def _check_upload(headers: Headers, body: bytes) -> None:
     kind, options = parse_options_header(headers.get("content-type"))
     boundary = options.get(b"boundary")
     if kind != b"multipart/form-data" or not boundary:
-        raise RejectedRequest(400, "a file is sent as multipart/form-data")
+        raise RejectedRequest(400, "send the file as multipart/form-data")
     mark = b"--" + boundary
     complete = re.match(FILE % re.escape(boundary), body, re.IGNORECASE) and body.rstrip(b"\r\n").endswith(mark + b"--")
     if not complete or body.count(mark) != 2:
-        raise RejectedRequest(400, "send one whole file, as `files`")
+        raise RejectedRequest(400, "send one complete file, as `files`")

@@ -21,7 +21,9 @@ from specdemo.presets import limits
 CARD = re.compile(rb'\s*<meta\s+(?:property|name)="(?:og|twitter):[^>]*>')  # Gradio's preview card, which names Gradio
 INLINE = re.compile(rb"<script(?![^>]*\ssrc=)[^>]*>(.*?)</script>", re.DOTALL)
 TITLE = "specdemo: speculative decoding, side by side"
-DESCRIPTION = "Watch a language model race itself: every drafted token, what was kept of it, and what that bought."
+DESCRIPTION = (
+    "Compare plain and speculative decoding side by side: every draft token, its acceptance, and the speed-up."
+)
 HUB = "https://huggingface.co https://*.hf.space"  # a Space is shown in a frame of the hub, with a header of the hub's
 
 

@@ -92,7 +92,7 @@ class Engine:
                 self._thread.join(FLUSH_S)
                 if time.monotonic() > deadline and not self._stop.is_set():
                     self._stop.set()
-                    self._messages.append(Note(f"stopped: a run may take {self._limit_s:.0f} seconds"))
+                    self._messages.append(Note(f"stopped: the time limit is {self._limit_s:.0f} seconds"))
                 yield self._new()
             yield self._new()
         finally:

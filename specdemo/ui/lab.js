@@ -1,12 +1,12 @@
-// Draws the text of a training (lines of JSON, see lab.py) into the skeleton of lab.html; kit.js stands before it.
+// Draws the log of a training run (lines of JSON, see lab.py) into lab.html. Loaded after helpers.js and chart.js.
 
 const NAMES = ["1st token", "2nd", "3rd"];
-const LOSSES = { loss: "in training", held_out_loss: "held out" };
+const LOSSES = { loss: "training", held_out_loss: "held-out" };
 
 let training = null;
 
 const readLog = reader(clear, (line) => actions[line.type]?.(line));
-const actions = { run: opened, tick, done, stopped, error: failed, note: (line) => say(sentence(line.text)) };
+const actions = { run: opened, tick, done, stopped, error: failed, note: (line) => setStatus(sentence(line.text)) };
 
 function clear() {
   $(".sd-alert").hidden = true;
@@ -17,14 +17,14 @@ function opened(line) {
   $(".sd-badge").hidden = !line.recorded;
   $(".sd-badge").textContent = ["recorded", ...(line.where || [])].join(" · ");
   $(".sd-loading").hidden = line.recorded;
-  $(".sd-loading").removeAttribute("value"); // busy, nobody knows how long
+  $(".sd-loading").removeAttribute("value"); // indeterminate
   $(".sd-facts").textContent = "";
   $(".sd-lab-charts").hidden = true;
-  say(`Training ${line.recipe || ""}.`);
+  setStatus(`Training ${line.recipe || ""}.`);
 }
 
 function tick(line) {
-  if (!training.points.loss) say(`Training ${training.recipe}.`);
+  if (!training.points.loss) setStatus(`Training ${training.recipe}.`);
   training.last = { ...training.last, ...line };
   for (const [name, value] of Object.entries(line)) {
     if (!(name in LOSSES) && !/^agree_\d+$/.test(name)) continue;
@@ -35,41 +35,41 @@ function tick(line) {
 
 function done(line) {
   training.head = line;
-  if (training.recorded) return ended("How the shipped head learned. Press Train for your own.");
-  ended(`Done. The head is in ${line.folder}.`);
+  if (training.recorded) return ended("Training of the shipped head. Press Train to train your own.");
+  ended(`Done. Saved to ${line.folder}.`);
 }
 
 function stopped() {
-  ended(training.head ? `Stopped. The head as far as it was trained is in ${training.head.folder}.` : "Stopped.");
+  ended(training.head ? `Stopped. The partly trained head is saved to ${training.head.folder}.` : "Stopped.");
 }
 
 function failed(line) {
   $(".sd-alert").hidden = false;
   $(".sd-alert").textContent = sentence(line.text);
-  ended("Nothing was trained.");
+  ended("Training not started.");
 }
 
-function ended(words) {
+function ended(status) {
   $(".sd-loading").hidden = true;
-  say(words);
+  setStatus(status);
 }
 
-function say(text) {
+function setStatus(text) {
   $(".sd-status").textContent = text;
 }
 
 function facts() {
   const { seconds, of_seconds, step, tokens } = training.last;
   $(".sd-loading").value = of_seconds ? seconds / of_seconds : 0;
-  const words = [`${fixed(seconds, 0)} of ${fixed(of_seconds, 0)} s`, `${step} steps`, `${Number(tokens).toLocaleString("en")} tokens`];
-  $(".sd-facts").textContent = words.join(" · ");
+  const parts = [`${fixed(seconds, 0)} of ${fixed(of_seconds, 0)} s`, `${step} steps`, `${Number(tokens).toLocaleString("en")} tokens`];
+  $(".sd-facts").textContent = parts.join(" · ");
 }
 
 function idle() {
   training = null;
   $(".sd-badge").hidden = $(".sd-lab-charts").hidden = true;
   $(".sd-facts").textContent = "";
-  say("Ready. Press Train to begin.");
+  setStatus("Ready. Press Train to start.");
 }
 
 function draw() {
@@ -79,15 +79,15 @@ function draw() {
   const agree = named(depths.map((name, i) => [name, NAMES[i] || `${i + 1}th`]));
   const losses = named(Object.entries(LOSSES));
   $(".sd-lab-charts").hidden = !losses.length && !agree.length;
-  chart($(".sd-agree"), agree, { high: 1, percentage: true, say: percent });
+  chart($(".sd-agree"), agree, { high: 1, percentage: true, format: percent });
   chart($(".sd-loss"), losses, {});
 }
 
-function chart(box, lines, { say = (y) => fixed(y, 3), ...scale }) {
+function chart(box, lines, { format = (y) => fixed(y, 3), ...scale }) {
   if (!lines.length) return box.replaceChildren(make("p", "sd-small", "Not measured yet."));
-  const latest = lines.map((line) => ({ ...line, name: `${line.name} ${say(line.points.at(-1)[1])}` }));
+  const latest = lines.map((line) => ({ ...line, name: `${line.name} ${format(line.points.at(-1)[1])}` }));
   if (!box.querySelector(".sd-lab-chart")) box.replaceChildren(make("div", "sd-lab-chart"));
-  lineChart(box.firstChild, latest, { unit: "s", words: latest.map((line) => line.name).join(", "), ...scale });
+  lineChart(box.firstChild, latest, { unit: "s", label: latest.map((line) => line.name).join(", "), ...scale });
 }
 
 new ResizeObserver(draw).observe($(".sd-lab-charts"));

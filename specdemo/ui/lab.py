@@ -37,8 +37,8 @@ DRAWS = 1024  # of a test of losslessness
 START = "embedded-sampling"
 POINTS = 500  # of a curve, evaluations apart: steps come by the thousand
 OFF = (
-    "Training is off on this public page: it would keep the shared machine busy for minutes. "
-    "At home it is on: start the page with `python -m specdemo ui`."
+    "Training is disabled on this public page, because it would block the shared machine for minutes. "
+    "To train on your own machine, start the page with `python -m specdemo ui`."
 )
 
 
@@ -66,7 +66,7 @@ def trainer() -> Trainer:
 class Training(Job):
     """`folder` is there once the head is written."""
 
-    STOPPING: ClassVar[Values] = {"type": "note", "text": "Stopping; the head is written as far as it is trained."}
+    STOPPING: ClassVar[Values] = {"type": "note", "text": "Stopping; the partly trained head will be saved."}
 
     def __init__(self, recipe: str, minutes: float) -> None:
         """Raises ValueError with one line where nothing can be trained."""
@@ -131,7 +131,7 @@ class Lab(Jobs[Training]):
         """The controls of the Race with the new head in lane 1."""
         training = self.last(request)
         if training is None or training.folder is None:
-            raise gr.Error("there is no new head yet; train one first", print_exception=False)
+            raise gr.Error("no trained head yet; train one first", print_exception=False)
         return race_with(training.method, training.folder, values)
 
 
@@ -166,9 +166,9 @@ def _draw_training(page: gr.Blocks, form: Controls, tab: gr.Tab, store: Store) -
         )
         with gr.Column(scale=2, min_width=180):
             start = gr.Button("Train", variant="primary", size="lg", elem_id="train", interactive=able)
-            stop = gr.Button("Stop and keep it", interactive=False, elem_id="stop-training")
+            stop = gr.Button("Stop and save", interactive=False, elem_id="stop-training")
     place = gr.HTML("", elem_classes="queue")
-    view = assets.view("lab.html", "kit.js", "chart.js", "lab.js", elem_id="lab")
+    view = assets.view("lab.html", "helpers.js", "chart.js", "lab.js", elem_id="lab")
     race = gr.Button("Race the new head", interactive=False, elem_id="race-head")
     given = {"recipe": recipe, "minutes": minutes}
     wire(lab, [([start.click], train, given)], {"view": view, "race": race}, stop, [start], place)
@@ -196,7 +196,7 @@ def begin(values: Values, last: Sweeping | None) -> Sweeping:
     live()  # brings torch along, under its lock; a preset's methods are checked here
     base = limits.fit(preset(values["preset"]))
     if not base.embedded:
-        raise ValueError(f"losslessness is tested on the models that ship with the project, not on {base.target[:80]}")
+        raise ValueError(f"losslessness is tested only with the shipped models, not with {base.target[:80]}")
     chosen = limits.admit(base.with_changes(**{name: values[name] for name in ("acceptance", "temperature", "top_p")}))
     draws = integer("continuations", values["draws"])
     if not ROWS <= draws <= most_draws():
@@ -210,7 +210,7 @@ def _draw_losslessness(tab: gr.Tab, store: Store) -> None:
     presets = [(p.title, p.id) for p in load_presets().values() if p.embedded]
     with gr.Row(elem_id="losslessness-controls"):
         heat: dict[str, Any] = {"scale": 2, "min_width": 230}
-        draws: dict[str, Any] = {"label": "Continuations", "info": "of each kind", "elem_id": "continuations"}
+        draws: dict[str, Any] = {"label": "Continuations", "info": "per kind of decoding", "elem_id": "continuations"}
         most = most_draws()
         inputs: dict[str, object] = {
             "preset": gr.Dropdown(

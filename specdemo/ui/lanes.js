@@ -1,11 +1,11 @@
-// The lanes: a card with the text of each, coloured by the fate of its tokens, and a bar in the race.
+// The lanes: a card with the text of each, coloured by the kind of its tokens.
 
-// A prompt that is code: its lines stay whole and its indents stand below each other.
+// A prompt that is code keeps its lines and indentation.
 const CODE = /^\s*(async def|def|class|import|from \S+ import|function|#include)\b.*[\w:{(]/m;
 
-function mark(lane) {
-  const node = make("span", "sd-mark", lane.index ? String(lane.index) : "0");
-  node.dataset.of = lane.index;
+function laneNumber(lane) {
+  const node = make("span", "sd-lane-number", lane.index ? String(lane.index) : "0");
+  node.dataset.series = lane.index;
   node.setAttribute("role", "img");
   node.setAttribute("aria-label", lane.index ? `lane ${lane.index}` : "baseline");
   return node;
@@ -13,19 +13,19 @@ function mark(lane) {
 
 const lossy = (lane) => (lane.exact === false ? [make("em", "sd-lossy", "lossy")] : []);
 
-// The model is the one that the server reports, known once it has answered.
-const remoteWords = ({ server, model }) => `remote: ${model ? `${model} at ` : ""}${server}, what was drafted is unknown`;
+// The server reports its model with its first answer.
+const remoteLabel = ({ server, model }) => `remote: ${model ? `${model} at ` : ""}${server}, draft tokens unknown`;
 
 function remote(lane) {
   if (!lane.remote) return [];
-  const node = make("em", "sd-remote", remoteWords(lane.remote));
+  const node = make("em", "sd-remote", remoteLabel(lane.remote));
   node.title = lane.remote.endpoint;
   return [node];
 }
 
 function laneCard(lane) {
   const card = make("article", "sd-lane");
-  card.dataset.of = lane.index;
+  card.dataset.series = lane.index;
   const header = make("header");
   const title = make("h3", "", lane.name);
   const state = make("span", "sd-pill", "idle");
@@ -37,7 +37,7 @@ function laneCard(lane) {
   speed.append(number, " ", unit);
   const now = make("span", "sd-state");
   now.append(state, speed);
-  header.append(mark(lane), title, make("span", "sd-how", how(lane)), now);
+  header.append(laneNumber(lane), title, make("span", "sd-lane-options", laneOptions(lane)), now);
   title.append(...lossy(lane), ...remote(lane));
   const text = make("div", "sd-text");
   text.dataset.lane = lane.index;
@@ -45,25 +45,26 @@ function laneCard(lane) {
   text.tabIndex = 0;
   text.setAttribute("role", "log");
   text.setAttribute("aria-live", "off");
-  text.setAttribute("aria-label", `${lane.name}: text; arrow keys step through the decoding steps`);
+  text.setAttribute("aria-label", `${lane.name}: output; use the arrow keys to move between decoding steps`);
   text.classList.toggle("sd-code", CODE.test(run.start.prompt));
   const note = make("p", "sd-note");
   note.hidden = true;
-  const refused = make("p", "sd-unheard"); // what is struck through is not read out
-  text.setAttribute("aria-describedby", (refused.id = `sd-refused-${lane.index}`));
-  card.append(header, note, text, refused);
+  const rejectedNote = make("p", "sd-visually-hidden"); // screen readers skip rejected tokens
+  text.setAttribute("aria-describedby", (rejectedNote.id = `sd-rejected-${lane.index}`));
+  card.append(header, note, text, rejectedNote);
   $(".sd-lanes").append(card);
-  const view = { card, state, number, unit, text, note, refused, loose: false, grown: false };
-  const read = () => (view.loose = text.scrollHeight - text.scrollTop - text.clientHeight >= 30);
-  text.addEventListener("scroll", read, { passive: true }); // asked here and not at every step, which would lay out the page
+  const view = { card, state, number, unit, text, note, rejectedNote, scrolledUp: false, hasNewText: false };
+  const updateScrolledUp = () => (view.scrolledUp = text.scrollHeight - text.scrollTop - text.clientHeight >= 30);
+  // not read at every step, because that would force a layout of the page
+  text.addEventListener("scroll", updateScrolledUp, { passive: true });
   return view;
 }
 
-// What the lane was asked: a text to go on with, or the last message of its chat behind a fold of those before it.
-function asked(lane) {
-  const said = lane.messages || [];
-  if (!said.length) return [span(run.start.prompt, "prompt", -1)];
-  const turns = said.map(({ role, content }) => {
+// Returns the prompt: a text to continue, or the last message of a chat after the earlier messages, which are folded.
+function promptNodes(lane) {
+  const messages = lane.messages || [];
+  if (!messages.length) return [span(run.start.prompt, "prompt", -1)];
+  const turns = messages.map(({ role, content }) => {
     const turn = make("div", "sd-turn");
     turn.dataset.role = role;
     turn.append(make("b", "sd-role", role), span(content, "prompt", -1));
@@ -71,12 +72,12 @@ function asked(lane) {
   });
   const last = turns.pop();
   if (!turns.length) return [last];
-  const before = fold(turns);
-  before.head.textContent = `Before this: ${said.slice(0, -1).map(({ role }) => role).join(", ")}`;
-  return [before.box, last];
+  const history = fold(turns);
+  history.head.textContent = `Earlier messages: ${messages.slice(0, -1).map(({ role }) => role).join(", ")}`;
+  return [history.box, last];
 }
 
-// Closed until someone opens it; stands where the first of its nodes stood.
+// Moves nodes into a closed <details> element in place of the first of them.
 function fold(nodes) {
   const [box, head, body] = [make("details", "sd-fold"), make("summary"), make("div", "sd-folded")];
   if (nodes[0].parentNode) nodes[0].before(box);
@@ -85,40 +86,40 @@ function fold(nodes) {
   return { box, head, body };
 }
 
-// Puts a token where it belongs: what a model thinks, from <think> to </think>, is folded. Some templates write <think>
-// themselves, so a </think> without one folds all that came before it.
-function put(lane, node, into) {
-  (lane.thought?.body ?? into).append(node);
-  if (node.dataset.kind === "rejected") return lane.thought ? 0 : lane.answer.push(node);
-  lane.tail += node.textContent;
-  if (lane.thought) lane.thought.tokens += 1;
-  else lane.answer.push(node);
-  if (!lane.thought && lane.tail.includes("<think>")) {
-    let tag = lane.answer.length - 1;
-    while (tag > 0 && !joined(lane.answer.slice(tag)).includes("<think>")) tag -= 1;
-    think(lane, lane.answer.splice(tag));
-  } else if (lane.tail.includes("</think>")) {
-    if (!lane.thought) think(lane, lane.answer.splice(0));
-    lane.thought.head.textContent = `Thought · ${lane.thought.tokens} tokens`;
-    Object.assign(lane, { thought: null, tail: "" });
-  } else if (lane.thought) {
-    lane.thought.head.textContent = `Thinking … ${lane.thought.tokens} tokens`;
+// Appends a token, inside a fold between <think> and </think>. Some templates write <think> themselves, so a </think> without
+// it folds everything before it.
+function placeToken(lane, node, container) {
+  (lane.thinking?.body ?? container).append(node);
+  if (node.dataset.kind === "rejected") return lane.thinking ? 0 : lane.answerNodes.push(node);
+  lane.recentText += node.textContent;
+  if (lane.thinking) lane.thinking.tokens += 1;
+  else lane.answerNodes.push(node);
+  if (!lane.thinking && lane.recentText.includes("<think>")) {
+    let tag = lane.answerNodes.length - 1;
+    while (tag > 0 && !joined(lane.answerNodes.slice(tag)).includes("<think>")) tag -= 1;
+    startThinking(lane, lane.answerNodes.splice(tag));
+  } else if (lane.recentText.includes("</think>")) {
+    if (!lane.thinking) startThinking(lane, lane.answerNodes.splice(0));
+    lane.thinking.head.textContent = `Thought · ${lane.thinking.tokens} tokens`;
+    Object.assign(lane, { thinking: null, recentText: "" });
+  } else if (lane.thinking) {
+    lane.thinking.head.textContent = `Thinking … ${lane.thinking.tokens} tokens`;
   }
-  lane.tail = lane.tail.slice(-20);
+  lane.recentText = lane.recentText.slice(-20);
 }
 
 const emitted = (nodes) => nodes.filter((node) => node.dataset.kind !== "rejected");
 const joined = (nodes) => emitted(nodes).map((node) => node.textContent).join("");
 
-function think(lane, nodes) {
-  lane.thought = { ...fold(nodes), tokens: emitted(nodes).length };
-  lane.thought.head.textContent = "Thinking …";
-  lane.tail = "";
+function startThinking(lane, nodes) {
+  lane.thinking = { ...fold(nodes), tokens: emitted(nodes).length };
+  lane.thinking.head.textContent = "Thinking …";
+  lane.recentText = "";
 }
 
-function how(lane) {
+function laneOptions(lane) {
   if (lane.remote) return "";
-  if (!lane.index) return "one token per target pass";
+  if (!lane.index) return "one token per forward pass";
   const { model, ...rest } = lane.options || {};
   const set = Object.entries(rest).filter(([name]) => !lane.defaults?.includes(name));
   return set.map(([name, value]) => `${name} = ${value}`).join(" · ");
@@ -143,36 +144,36 @@ function span(text, kind, step) {
   return node;
 }
 
-function drawStep(lane, line, into) {
+function drawStep(lane, line, container) {
   const at = lane.steps.push(line) - 1;
   line.kinds.forEach((kind, i) => {
-    if (kind === "corrected") for (const node of refusedDraft(line, at)) put(lane, node, into);
+    if (kind === "corrected") for (const node of rejectedDraft(line, at)) placeToken(lane, node, container);
     const token = span(line.text[i] ?? "", kind, at);
-    lane.given.push(token);
-    put(lane, token, into);
+    lane.outputNodes.push(token);
+    placeToken(lane, token, container);
   });
   lane.soFar = line.so_far;
   pill(lane, "generating", "busy");
 }
 
-// Nothing but what the lane was asked.
+// Shows only the prompt.
 function emptyLane(lane) {
   const { text } = lane.view;
-  text.replaceChildren(...asked(lane));
-  lane.into = text;
-  if (lane.messages?.length) text.append((lane.into = make("div", "sd-answer"))); // as chats show it, in a bubble
+  text.replaceChildren(...promptNodes(lane));
+  lane.container = text;
+  if (lane.messages?.length) text.append((lane.container = make("div", "sd-answer"))); // a speech bubble
   pill(lane, "idle");
-  lane.view.refused.textContent = "";
+  lane.view.rejectedNote.textContent = "";
 }
 
-// The first draft refused where the path ended, struck through; how many more fell with it is said by CSS, so it is no
-// text.
-function refusedDraft(line, step) {
+// Returns the first rejected draft token at the end of the path. CSS shows the number of further discarded tokens, so that it
+// is not part of the text.
+function rejectedDraft(line, step) {
   const end = line.path.at(-1);
-  const first = line.fates.findIndex((fate, i) => fate === "rejected" && line.parents[i] === end);
+  const first = line.fates.findIndex((outcome, i) => outcome === "rejected" && line.parents[i] === end);
   if (first < 0) return [];
   const node = span(visible(line.drafted[first] ?? ""), "rejected", step);
-  const more = line.fates.filter((fate) => fate === "rejected" || fate === "not reached").length - 1;
+  const more = line.fates.filter((outcome) => outcome === "rejected" || outcome === "not reached").length - 1;
   if (more) node.dataset.more = `+${more}`;
   return [node];
 }
@@ -182,14 +183,14 @@ function drawDone(lane, line) {
   lane.summary = line.summary;
   if (lane.remote) {
     lane.remote = line.remote;
-    lane.view.card.querySelector(".sd-remote").textContent = remoteWords(lane.remote);
+    lane.view.card.querySelector(".sd-remote").textContent = remoteLabel(lane.remote);
   }
   if (line.note) laneNote(lane, line.note);
   const seconds = `${((lane.soFar.clock_ms ?? 0) / 1000).toFixed(2)} s`;
-  const words = { stop: [`done in ${seconds}`, "good"], length: [`done in ${seconds}`, "good"] };
-  words.cancelled = [`stopped at ${seconds}`, "fair"];
-  words.error = ["failed", "bad"];
-  pill(lane, ...(words[line.finish] || ["", ""]));
+  const endings = { stop: [`done in ${seconds}`, "good"], length: [`done in ${seconds}`, "good"] };
+  endings.cancelled = [`stopped at ${seconds}`, "fair"];
+  endings.error = ["failed", "bad"];
+  pill(lane, ...(endings[line.finish] || ["", ""]));
   const { drafted, accepted } = numbers(lane);
-  if (drafted) lane.view.refused.textContent = `${drafted - accepted} of ${drafted} drafted tokens were refused.`;
+  if (drafted) lane.view.rejectedNote.textContent = `${drafted - accepted} of ${drafted} draft tokens were rejected or not verified.`;
 }

@@ -33,7 +33,7 @@ __all__ = [
 ENGINES = Engines()
 atexit.register(ENGINES.end)
 ELSEWHERE = space.zero_gpu()  # the engine runs in another process
-INSTEAD = "Shown in its place: this preset's recorded run, with the preset's own settings."
+INSTEAD = "Showing the recorded run of this preset instead, with the preset's settings."
 
 
 def with_engine_lock(work: Work) -> Work:
@@ -79,7 +79,7 @@ def run(spec: Comparison, log: Log) -> Iterator[str]:
                     yield log.take(new)
         except Exception as error:  # from whoever lends the GPU: the engine tells its own failures
             message = getattr(error, "message", None) or str(error) or type(error).__name__
-            reason = f"{'the GPU is gone' if log.started else 'no GPU for this run'}: {message}"
+            reason = f"{'the GPU was taken away' if log.started else 'no GPU for this run'}: {message}"
             log.add([Failed(reason)])
     if log.failure:
         trace = _stand_in(spec) if reason and not log.started else None
@@ -90,7 +90,7 @@ def no_gpu(spec: Comparison) -> str:
     """Return why an external model may be too large for this machine; "" if there is a GPU."""
     if spec.target in EMBEDDED or spec.all_remote or best_device().type != "cpu":
         return ""
-    return f"{spec.target} needs a GPU and there is none here"
+    return f"{spec.target} needs a GPU and this machine has none"
 
 
 def _stand_in(spec: Comparison) -> RunTrace | None:
@@ -105,7 +105,7 @@ def compare(spec: Comparison) -> dict[str, object]:
     for _ in run(spec, log):
         pass
     if log.trace is None or log.recorded:
-        raise ValueError(log.failure or "the run came to no end; ask again")
+        raise ValueError(log.failure or "the run did not finish; try again")
     return summary(log.trace)
 
 
@@ -114,9 +114,9 @@ def free_memory() -> str:
     loaded = session().loaded()
     session().unload()
     names = ", ".join(name for name, _ in loaded)
-    freed = f"freed {sum(size for _, size in loaded) / 1e6:.0f} MB: {names}" if loaded else "no models were loaded"
+    freed = f"unloaded {names} ({sum(size for _, size in loaded) / 1e6:.0f} MB)" if loaded else "no models were loaded"
     ended = ENGINES.end()
-    return f"{freed}; servers ended: {ended}" if ended else freed
+    return f"{freed}; servers stopped: {ended}" if ended else freed
 
 
 def preload(presets: Iterable[Preset]) -> None:

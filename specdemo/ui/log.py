@@ -129,5 +129,5 @@ def open_trace(path: str, bounds: JsonLimits = FILE_LIMITS) -> Log:
         return replayed(from_json(read_limited(path, bounds), bounds))
     except ValueError as error:
         log = Log()
-        log.add([Failed(f"{error}; open a file that was exported here")])
+        log.add([Failed(f"{error}; open a trace that specdemo saved")])
         return log

@@ -1,12 +1,12 @@
-// The arithmetic behind the figures of "How it works"; no DOM.
+// Formulas of the figures of "How it works". Independent of the DOM.
 
-/** Tokens one pass yields on average when each of k drafts is kept with chance `alpha` (Leviathan et al. 2023, eq. 1). */
+/** Returns the mean accepted length of k draft tokens with acceptance rate `alpha` (Leviathan et al. 2023, eq. 1). */
 const expectedTokens = (alpha, k) => (alpha >= 1 ? k + 1 : (1 - alpha ** (k + 1)) / (1 - alpha));
 
-/** Times as fast as plain decoding. draft: cost of drafting one token, wide: of the target's pass over k + 1, in plain passes. */
-const speedUp = ({ alpha, k, draft, wide }) => expectedTokens(alpha, k) / (k * draft + wide);
+/** Returns the speed-up over plain decoding. draft: cost of a draft token; verify: cost of the pass over k + 1 tokens; both in plain passes. */
+const speedUp = ({ alpha, k, draft, verify }) => expectedTokens(alpha, k) / (k * draft + verify);
 
-/** The chance of keeping a draft that yields so many tokens a pass. */
+/** Returns the acceptance rate that gives a mean accepted length of `tokens`. */
 function acceptanceOf(tokens, k) {
   let [low, high] = [0, 1];
   for (let i = 0; i < 40; i += 1) {
@@ -17,40 +17,40 @@ function acceptanceOf(tokens, k) {
   return low;
 }
 
-/** What is left of p once q is taken away, as a distribution; p itself where nothing is left. */
+/** Returns the residual distribution, the normalised max(0, p - q); p if the residual is zero. */
 function residual(p, q) {
-  const left = p.map((x, i) => Math.max(0, x - q[i]));
-  const total = sum(left);
-  return total > 1e-12 ? left.map((x) => x / total) : p;
+  const excess = p.map((x, i) => Math.max(0, x - q[i]));
+  const total = sum(excess);
+  return total > 1e-12 ? excess.map((x) => x / total) : p;
 }
 
 /** An index drawn from a distribution by a number from 0 to 1. */
-function drawn(weights, at) {
+function sample(weights, at) {
   let rest = at * sum(weights);
-  const found = weights.findIndex((weight) => (rest -= weight) < 0);
-  return found < 0 ? weights.findLastIndex((weight) => weight > 0) : found;
+  const index = weights.findIndex((weight) => (rest -= weight) < 0);
+  return index < 0 ? weights.findLastIndex((weight) => weight > 0) : index;
 }
 
-/** One token by speculative sampling: drafted from q, kept with chance min(1, p / q), else drawn from the residual. */
+/** Samples a token speculatively: draft from q, accept with probability min(1, p / q), else resample from the residual. */
 function speculate(p, q, random) {
-  const draft = drawn(q, random());
-  const kept = random() * q[draft] < p[draft];
-  return { draft, kept, token: kept ? draft : drawn(residual(p, q), random()) };
+  const draft = sample(q, random());
+  const accepted = random() * q[draft] < p[draft];
+  return { draft, accepted, token: accepted ? draft : sample(residual(p, q), random()) };
 }
 
-/** The distribution with one value set; the others keep their proportions. */
+/** Returns the distribution with one value changed; the others keep their proportions. */
 function withValue(weights, i, value) {
   const rest = 1 - weights[i];
   const set = Math.min(0.97, Math.max(0.01, value));
   return weights.map((weight, j) => (j === i ? set : rest > 1e-9 ? (weight * (1 - set)) / rest : (1 - set) / (weights.length - 1)));
 }
 
-/** The cost of a pass over n tokens, in passes over one: reading the weights is paid once, arithmetic by the token.
- * balance: at so many tokens arithmetic takes as long as reading. */
-const passCost = (n, balance) => (balance + n) / (balance + 1);
+/** Returns the cost of a pass over n tokens, in passes over one token. Reading the weights costs the same for any n.
+ * ridge: number of tokens at which arithmetic takes as long as reading the weights. */
+const passCost = (n, ridge) => (ridge + n) / (ridge + 1);
 
-/** Speed-up of a batch of b texts. draft: cost of a drafted token in plain passes of one text. */
-function batchSpeedUp({ alpha, k, draft, balance }, b) {
-  const plain = passCost(b, balance);
-  return (expectedTokens(alpha, k) * plain) / (k * draft * plain + passCost(b * (k + 1), balance));
+/** Returns the speed-up at batch size b. draft: cost of a draft token, in plain passes at the same batch size. */
+function batchSpeedUp({ alpha, k, draft, ridge }, b) {
+  const plain = passCost(b, ridge);
+  return (expectedTokens(alpha, k) * plain) / (k * draft * plain + passCost(b * (k + 1), ridge));
 }

@@ -67,13 +67,13 @@ class Visits(Jobs[Log]):
     def repeat(self, _: Values, last: Log | None) -> Log:
         """The log of the run on show again, three times, its runs pooled."""
         if last is None or last.spec is None:
-            raise ValueError("there is no run of this page to repeat; press Run first")
+            raise ValueError("no run to repeat; press Run first")
         return Race(before=last, key=last.key, spec=last.spec.model_copy(update={"repeats": POOLED}))
 
     def follow(self, values: Values, last: Log | None) -> Log:
         """The log of the chat's next turn."""
         if last is None or last.spec is None or last.trace is None or last.recorded:
-            raise ValueError("there is no chat to go on with; press Run first")
+            raise ValueError("no chat to continue; press Run first")
         base = limits.fit(preset(last.spec.id))
         message = limits.admit(base.with_changes(prompt=values["message"])).prompt
         return Race(before=last, spec=live().follow_up(last.spec, last.trace, message))
@@ -137,7 +137,7 @@ class Visits(Jobs[Log]):
         chosen, refused = from_query(request.query_params, load_presets(), self._any, self._start)
         fitting = limits.fit(chosen)
         if fitting != chosen:
-            more = f"the link asks for more than this public page runs; {limits.HOME}"
+            more = f"the link exceeds the limits of this public page; {limits.HOME}"
             refused.append(limits.PRIVATE if limits.shares(chosen) else more)
         return fitting, refused
 
@@ -156,15 +156,15 @@ class Visits(Jobs[Log]):
 
 def _nothing_to_save(log: Log | None) -> str:
     if log is None or not log.started:
-        return "there is no run to save yet; press Run first"
+        return "no run to save yet; press Run first"
     if log.failure:
         return "the run failed, so there is nothing to save; press Run again"
-    return "the run has not ended yet; press Stop to save what there is of it"
+    return "the run has not finished; press Stop to save the steps so far"
 
 
 def _free_memory() -> None:
     if limits.public():
-        raise gr.Error("the models of a public page are everybody's; they stay", print_exception=False)
+        raise gr.Error("all visitors of a public page share the models, so they stay loaded", print_exception=False)
     gr.Info(live().free_memory())
 
 
@@ -187,7 +187,7 @@ def build(start: str = DEFAULT, allow_any_model: bool = False) -> gr.Blocks:
     """The page with a preset selected. Raises ValueError for an unknown preset, and where a public page would take any
     model."""
     if allow_any_model and limits.public():
-        raise ValueError("a public page takes listed models alone; leave --allow-any-model out")
+        raise ValueError("a public page accepts only listed models; remove --allow-any-model")
     first = limits.fit(preset(start))
     store = Store()
     visits = Visits(first, allow_any_model, store)
@@ -199,7 +199,7 @@ def build(start: str = DEFAULT, allow_any_model: bool = False) -> gr.Blocks:
             with gr.Tab("Race", id="race"):
                 form = _race_tab(page, visits, first, allow_any_model)
                 estimate_button = gr.Button(
-                    "And on an H100?", elem_id="ask"
+                    "Estimate on an H100", elem_id="estimate"
                 )  # clicked by the one below the results, in race.js
             with gr.Tab("Sweep", id="sweep") as tab:
                 suite = sweep.draw(page, tab, store)
@@ -228,7 +228,7 @@ def _race_tab(page: gr.Blocks, visits: Visits, first: Preset, allow_any_model: b
         with gr.Row(visible=False, elem_id="follow-row") as row:
             message = gr.Textbox(
                 label="Next message",
-                placeholder="your next message, to every lane",
+                placeholder="Your next message to all lanes",
                 max_length=limits.here().prompt,
                 elem_id="message",
                 scale=5,
@@ -238,7 +238,7 @@ def _race_tab(page: gr.Blocks, visits: Visits, first: Preset, allow_any_model: b
         share = gr.Button("Share", size="sm", elem_id="share")
         _saves(visits)
         opened = gr.UploadButton("Open a trace", file_types=[".json"], size="sm", elem_id="open-trace")
-        words = "Free memory, end servers" if startable else "Free memory"
+        words = "Unload models, stop servers" if startable else "Unload models"
         free = gr.Button(words, size="sm", elem_id="free-memory", visible=not limits.public())
         free.click(_free_memory, show_progress="hidden", api_visibility="private", **ENGINE)
     link = gr.Textbox(label="Link to this comparison", visible=False, buttons=["copy"], elem_id="link")
@@ -251,7 +251,7 @@ def _race_tab(page: gr.Blocks, visits: Visits, first: Preset, allow_any_model: b
         ([repeat.click], visits.repeat, {}),
     ]
     actions = [run, opened, again, repeat]
-    for racing in wire(visits, starts, {"view": view}, stop, actions, place, assets.text("linked.js")):
+    for racing in wire(visits, starts, {"view": view}, stop, actions, place, assets.text("wait_for_link.js")):
         named(racing.success, visits.offer, inputs, {"row": row, **inputs}, **QUIET)
     wire_share(share, visits.share, form.inputs, link)
     gr.on(form.edits, lambda: gr.update(visible=False), None, link, trigger_mode="once", **QUIET)
@@ -277,7 +277,7 @@ def _show_what_is_chosen(page: gr.Blocks, visits: Visits, form: Controls, view: 
     linked = page.load(visits.read_link, None, requested, **QUIET)
     given = {"asked": requested, **form.inputs, **form.drawn}
     restored = named(linked.then, visits.restore, given, {**form.parts, "view": view}, **QUIET)
-    shown = restored.then(None, None, None, js=assets.text("unhold.js"), **QUIET)
+    shown = restored.then(None, None, None, js=assets.text("link_applied.js"), **QUIET)
     form.relabel(shown.then)  # with all that was restored and is drawn, which changes one by one may not see
 
 

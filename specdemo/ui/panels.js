@@ -1,58 +1,58 @@
-// The panels below the lanes: throughput, drafts kept per step, where the time went, what drafters say of themselves.
+// The panels below the lanes: throughput, accepted tokens per step, time per phase, and statistics reported by drafters.
 
-const WINDOW_TOKENS = 4; // before so many there is no rate of the moment
+const MIN_TOKENS = 4; // tokens before the first point of the throughput chart
 
 function drawPanels() {
   if (!player.over && !player.paused && performance.now() - run.panels < CHART_MS) return;
   run.panels = performance.now();
-  chart();
-  histogram();
-  times();
-  told();
+  drawThroughput();
+  drawHistogram();
+  drawTimes();
+  drawNoteCharts();
 }
 
-// What a step adds to the charts.
-function follow(lane, line) {
+// Adds a step to the charts.
+function addChartPoints(lane, line) {
   const { tokens, clock_ms, recent } = line.so_far;
-  for (const name of Object.keys(TOLD)) {
-    if (isNumber(line.notes[name])) (lane.told[name] ??= []).push([lane.steps.length - 1, line.notes[name]]);
+  for (const name of Object.keys(NOTE_CHARTS)) {
+    if (isNumber(line.notes[name])) (lane.noteSeries[name] ??= []).push([lane.steps.length - 1, line.notes[name]]);
   }
   lane.notes = line.notes;
   const spacing = Math.max(1, (run.start.limit || 200) / 200);
-  if (tokens < WINDOW_TOKENS || tokens - lane.lastPoint < spacing) return;
+  if (tokens < MIN_TOKENS || tokens - lane.lastPoint < spacing) return;
   lane.lastPoint = tokens;
   lane.points.push([clock_ms / 1000, recent]);
 }
 
-function chart() {
-  const lines = run.lanes.map((lane) => ({ name: lane.name, points: lane.points, of: lane.index }));
-  const words = `Throughput of ${run.lanes.map((lane) => lane.name).join(", ")} over device time`;
-  plot($("#chart"), { lines, unit: "seconds of device time", words, wide: player.span / 1000 || 1 });
+function drawThroughput() {
+  const lines = run.lanes.map((lane) => ({ name: lane.name, points: lane.points, series: lane.index }));
+  const label = `Throughput of ${run.lanes.map((lane) => lane.name).join(", ")} over device time`;
+  plot($("#chart"), { lines, unit: "seconds of device time", label, wide: player.span / 1000 || 1 });
 }
 
-function histogram() {
+function drawHistogram() {
   const lane = run.lanes[run.focus];
   const n = numbers(lane);
   const rates = n.accept_by_position || [];
-  const words = rates.map((rate, i) => `${i + 1}: ${percent(rate)}`).join("  ");
+  const list = rates.map((rate, i) => `${i + 1}:\u00a0${percent(rate).replace(" ", "\u00a0")}`).join("  ");
   const box = $(".sd-histogram");
   if (lane.remote) {
-    const kept = rates.length ? [`Its server kept at position: ${words}. ${lane.remote.source}.`] : [];
-    return paragraphs(box, ["How many drafts each pass kept is unknown.", ...kept]);
+    const reported = rates.length ? [`Acceptance rate at position ${list}, reported by its server. ${lane.remote.source}.`] : [];
+    return paragraphs(box, ["The accepted tokens per step are unknown.", ...reported]);
   }
-  if (!lane.index) return paragraphs(box, ["The baseline drafts nothing."]);
+  if (!lane.index) return paragraphs(box, ["The baseline has no drafter."]);
   if (!n.drafted) return paragraphs(box, [`Nothing was drafted${run.done ? "" : " yet"}.`]);
-  if (!$(".sd-kept")) box.replaceChildren(make("div", "sd-kept"), make("p", "sd-small sd-rates"));
-  $(".sd-rates").textContent = `kept at position: ${words}`;
-  const told = n.accept_histogram.map((count, kept) => `${count} passes kept ${kept}`).join(", ");
-  plot($(".sd-kept"), { bars: n.accept_histogram, words: told, of: lane.index });
+  if (!$(".sd-accepted-chart")) box.replaceChildren(make("div", "sd-accepted-chart"), make("p", "sd-small sd-rates"));
+  $(".sd-rates").textContent = `Acceptance rate at position ${list}`;
+  const label = n.accept_histogram.map((count, accepted) => `${count} steps accepted ${accepted}`).join(", ");
+  plot($(".sd-accepted-chart"), { bars: n.accept_histogram, label, series: lane.index });
 }
 
 function paragraphs(box, texts) {
   box.replaceChildren(...texts.map((text) => make("p", "sd-small", text)));
 }
 
-function tabs() {
+function drawLaneTabs() {
   const several = run.lanes.length > 2;
   $(".sd-tabs").hidden = !several;
   $(".sd-tabs").replaceChildren(
@@ -60,21 +60,21 @@ function tabs() {
       const button = make("button", "sd-tab");
       button.type = "button";
       button.setAttribute("aria-pressed", lane.index === run.focus);
-      button.append(mark(lane));
+      button.append(laneNumber(lane));
       button.title = lane.name;
-      button.addEventListener("click", () => look(lane.index));
+      button.addEventListener("click", () => focusLane(lane.index));
       return button;
     })
   );
 }
 
-function look(index) {
+function focusLane(index) {
   Object.assign(run, { focus: index, panels: 0 });
-  tabs();
+  drawLaneTabs();
   paint();
 }
 
-function times() {
+function drawTimes() {
   const split = run.lanes.map((lane) => numbers(lane)).map((n) => [n.ms_draft, n.ms_verify, n.ms_other]);
   const longest = Math.max(...split.map((parts) => sum(parts)), 1e-9);
   $(".sd-times").replaceChildren(
@@ -90,50 +90,50 @@ function times() {
       });
       track.setAttribute("role", "img");
       track.setAttribute("aria-label", names.map((name, j) => `${name} ${milliseconds(split[i][j])} ms`).join(", "));
-      const learning = lane.soFar.ms_train ? `, ${milliseconds(lane.soFar.ms_train)} ms of it training` : "";
-      const share = sum(split[i]) ? `${percent(split[i][0] / sum(split[i]))} draft${learning}` : "";
-      row.append(mark(lane), track, make("span", "sd-ms", lane.remote ? "unknown" : sum(split[i]) ? `${(sum(split[i]) / 1000).toFixed(2)} s` : "–"));
-      const waited = numbers(lane).waited_share;
-      const told = [lane.index && !lane.remote && share, isNumber(waited) && `waited for the processor ${percent(waited)}`];
-      row.append(make("small", "", told.filter(Boolean).join(", ")));
+      const training = lane.soFar.ms_train ? ` including ${milliseconds(lane.soFar.ms_train)} ms of training` : "";
+      const share = sum(split[i]) ? `${percent(split[i][0] / sum(split[i]))} draft${training}` : "";
+      row.append(laneNumber(lane), track, make("span", "sd-ms", lane.remote ? "unknown" : sum(split[i]) ? `${(sum(split[i]) / 1000).toFixed(2)} s` : "–"));
+      const waitedShare = numbers(lane).waited_share;
+      const details = [lane.index && !lane.remote && share, isNumber(waitedShare) && `CPU contention ${percent(waitedShare)}`];
+      row.append(make("small", "", details.filter(Boolean).join(", ")));
       return row;
     })
   );
 }
 
-// ---- what a drafter says of itself in the notes of its steps
+// ---- statistics that drafters add to their steps (`notes`)
 
-const TOLD = {
-  k: { title: "Draft length k", whole: true, say: (y) => fixed(y, 0) },
-  accepted: { title: "Acceptance while it learns", high: 1, percentage: true, say: percent },
-  route: { title: "Route", whole: true, say: (y) => fixed(y, 0) },
+const NOTE_CHARTS = {
+  k: { title: "Draft length k", whole: true, format: (y) => fixed(y, 0) },
+  accepted: { title: "Acceptance rate during training", high: 1, percentage: true, format: percent },
+  route: { title: "Selected drafter", whole: true, format: (y) => fixed(y, 0) },
 };
 
-function told() {
-  const telling = run.lanes.filter((lane) => Object.keys(lane.told).length);
-  $(".sd-told").hidden = !telling.length;
-  for (const lane of telling) for (const [name, points] of Object.entries(lane.told)) toldOf(lane, name, points);
+function drawNoteCharts() {
+  const lanesWithNotes = run.lanes.filter((lane) => Object.keys(lane.noteSeries).length);
+  $(".sd-drafter-notes").hidden = !lanesWithNotes.length;
+  for (const lane of lanesWithNotes) for (const [name, points] of Object.entries(lane.noteSeries)) drawNoteChart(lane, name, points);
 }
 
-function toldOf(lane, name, points) {
-  const { title, say, ...scale } = TOLD[name];
-  const now = `now ${say(points.at(-1)[1])}`;
+function drawNoteChart(lane, name, points) {
+  const { title, format, ...scale } = NOTE_CHARTS[name];
+  const now = `now ${format(points.at(-1)[1])}`;
   const id = `${lane.index} ${name}`;
-  const box = $(`[data-told="${id}"]`) ?? $(".sd-told-lanes").appendChild(toldFigure(lane, title, id));
-  box.querySelector("small").textContent = [now, ...remarks(lane, name)].join(" · ");
-  const words = `${lane.name}: ${title} over ${points.at(-1)[0]} target passes, ${now}`;
-  lineChart(box.querySelector("div"), [{ points }], { unit: "target passes", words, ...scale });
+  const box = $(`[data-note="${id}"]`) ?? $(".sd-drafter-charts").appendChild(noteFigure(lane, title, id));
+  box.querySelector("small").textContent = [now, ...noteDetails(lane, name)].join(" · ");
+  const label = `${lane.name}: ${title} over ${points.at(-1)[0]} steps, ${now}`;
+  lineChart(box.querySelector("div"), [{ points }], { unit: "steps", label, ...scale });
 }
 
-function toldFigure(lane, title, id) {
+function noteFigure(lane, title, id) {
   const [box, caption] = [make("figure"), make("figcaption")];
-  box.dataset.told = id;
-  caption.append(mark(lane), make("b", "", title), make("small", "sd-small"));
+  box.dataset.note = id;
+  caption.append(laneNumber(lane), make("b", "", title), make("small", "sd-small"));
   box.append(caption, make("div"));
   return box;
 }
 
-function remarks(lane, name) {
+function noteDetails(lane, name) {
   const { alpha, predicted, updates, train_loss } = lane.notes;
   if (name === "k" && isNumber(alpha)) return [`estimated acceptance ${percent(alpha)}`, `predicted ${fixed(predicted, 2)}×`];
   if (name === "route") {

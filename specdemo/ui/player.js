@@ -1,19 +1,19 @@
-// The display's clock. Lines are shown when it reaches their device time, so the pace of the display, and a replay, never
-// touch the engine. Knows no DOM: whoever makes a player says how lines are shown.
+// The clock of the display. A line is shown when the clock reaches its device time, so playback speed and replay do not affect
+// the engine. Independent of the DOM: callbacks draw the lines.
 
-const AUTO_MS = 4000; // pace "auto" stretches the faster lane to about so long, the slowest to three times that
-const TOKEN_MS = 60; // but no token for longer than this
-const AUTO_START = 1 / 8; // its speed until a lane has told how fast it is
-const SLOWEST = 1 / 1000;
+const AUTO_MS = 4000; // duration of the fastest lane at speed "auto"; the slowest takes at most three times as long
+const TOKEN_MS = 60; // longest time per token at speed "auto"
+const AUTO_START = 1 / 8; // speed "auto" before the speed of any lane is known
+const MIN_SPEED = 1 / 1000;
 
 class Player {
   /**
    * @param {object} does
-   * @param {() => number | "auto"} does.pace 1: as it comes; a half: at half speed
-   * @param {(lane: Lane, lines: Line[]) => void} does.show the lines of a lane whose time has come
-   * @param {(shown: number) => void} does.after after every look at the clock
-   * @param {(lane: Lane) => void} [does.reset] nothing of the lane is on show any more
-   * @param {(lane: Lane, line: Line, ms: number) => void} [does.begin] a step has begun that ends in so many milliseconds
+   * @param {() => number | "auto"} does.pace playback speed: 1 is real time, 0.5 is half speed
+   * @param {(lane: Lane, lines: Line[]) => void} does.show draws lines of a lane
+   * @param {(shown: number) => void} does.after called after every update of the clock, with the number of lines shown
+   * @param {(lane: Lane) => void} [does.reset] clears a lane
+   * @param {(lane: Lane, line: Line, ms: number) => void} [does.begin] called when a step begins that takes `ms` milliseconds
    * @param {(draw: FrameRequestCallback) => number} [does.request]
    * @param {(frame: number) => void} [does.cancel]
    * @param {() => number} [does.now] milliseconds
@@ -29,17 +29,17 @@ class Player {
     this.now = now;
     /** @type {Run} */
     this.run = null;
-    this.replay = this.paused = this.hurried = false;
+    this.replay = this.paused = this.skipped = false;
     this.clock = this.last = this.frame = 0;
   }
 
-  /** Another run, from its start. Replayed lanes start together; sequential ones follow each other only the first time.
+  /** Loads a run at its start. Replayed lanes start together, even if they ran sequentially.
    * @param {Run} run @param {boolean} replay */
   load(run, replay) {
     this.stop();
     this.run = run;
     this.replay = replay;
-    this.paused = this.hurried = false;
+    this.paused = this.skipped = false;
     this.clock = this.last = 0;
   }
 
@@ -62,22 +62,22 @@ class Player {
     return this.frame !== 0;
   }
 
-  /** Milliseconds of device time per millisecond of display. */
+  /** Playback speed: device time per display time. */
   get speed() {
-    const asked = this.pace();
-    if (asked !== "auto") return asked;
-    const known = this.run.lanes.map((lane) => this.length(lane)).filter(isNumber);
-    if (!known.length) return AUTO_START;
-    const whole = Math.min(AUTO_MS, TOKEN_MS * (this.run.end ? this.tokens : this.run.start.limit || Infinity));
-    return Math.max(SLOWEST, Math.min(1, Math.max(Math.min(...known) / whole, Math.max(...known) / (3 * whole))));
+    const pace = this.pace();
+    if (pace !== "auto") return pace;
+    const durations = this.run.lanes.map((lane) => this.length(lane)).filter(isNumber);
+    if (!durations.length) return AUTO_START;
+    const targetMs = Math.min(AUTO_MS, TOKEN_MS * (this.run.end ? this.tokens : this.run.start.limit || Infinity));
+    return Math.max(MIN_SPEED, Math.min(1, Math.max(Math.min(...durations) / targetMs, Math.max(...durations) / (3 * targetMs))));
   }
 
-  /** Of the longest text. */
+  /** Number of tokens of the longest text, at least 2. */
   get tokens() {
     return Math.max(2, ...this.run.lanes.map((lane) => lane.lines.findLast((line) => line.so_far)?.so_far.tokens || 0));
   }
 
-  /** Milliseconds of device time from a lane's first token to its last one, as far as it can be told by now.
+  /** Returns the device time (ms) from a lane's first token to its last one, extrapolated while it runs; null if unknown.
    * @param {Lane} lane */
   length(lane) {
     const steps = lane.over ? lane.lines.slice(0, -1) : lane.lines;
@@ -88,12 +88,12 @@ class Player {
     return lane.over || !limit || !(tokens > 1) ? passed : (passed * (limit - 1)) / (tokens - 1);
   }
 
-  /** Where the axis of the lanes' own device time ends: at the end of the last one, or where that is expected. */
+  /** Device time (ms) at which the slowest lane ends or is expected to end. */
   get span() {
     return Math.max(0, ...this.run.lanes.map((lane) => (lane.lines[0]?.at ?? 0) + (this.length(lane) ?? 0)));
   }
 
-  /** A lane's own device time as it is shown, ms.
+  /** Returns the device time of a lane at the current clock, ms.
    * @param {Lane} lane */
   timeOf(lane) {
     const shown = lane.next ? lane.lines[lane.next - 1].at : 0;
@@ -101,8 +101,8 @@ class Player {
     return Math.max(shown, Math.min(this.clock - (this.replay ? 0 : lane.offset || 0), lane.received));
   }
 
-  get atOnce() {
-    return !this.replay && (this.hurried || this.speed === 1);
+  get immediate() {
+    return !this.replay && (this.skipped || this.speed === 1);
   }
 
   get over() {
@@ -111,7 +111,7 @@ class Player {
 
   play() {
     if (this.paused) return;
-    if (this.atOnce || (this.run.recorded && !this.replay)) return this.advance(Infinity);
+    if (this.immediate || (this.run.recorded && !this.replay)) return this.advance(Infinity);
     if (!this.frame) this.start();
   }
 
@@ -122,10 +122,10 @@ class Player {
     this.frame = this.request((now) => this.tick(now));
   }
 
-  /** Nobody waits for a prefill at a tenth of its speed. */
+  /** Returns the time of the first token. Playback starts there, because a slowed prefill would be a long wait. */
   firstToken() {
-    const begun = this.run.lanes.filter((lane) => lane.lines.length);
-    return begun.length ? Math.min(...begun.map((lane) => this.due(lane, lane.lines[0]))) : 0;
+    const started = this.run.lanes.filter((lane) => lane.lines.length);
+    return started.length ? Math.min(...started.map((lane) => this.due(lane, lane.lines[0]))) : 0;
   }
 
   pause() {
@@ -138,7 +138,7 @@ class Player {
     const passed = Math.max(0, now - this.last);
     this.last = now;
     this.clock = Math.max(this.clock, Math.min(this.clock + passed * this.speed, this.horizon()));
-    this.advance(this.atOnce ? Infinity : this.clock);
+    this.advance(this.immediate ? Infinity : this.clock);
     this.frame = this.over || this.paused ? 0 : this.request((next) => this.tick(next));
   }
 
@@ -147,7 +147,7 @@ class Player {
     return line.at + (this.replay ? 0 : lane.offset);
   }
 
-  /** How far the engine is known to have come: the display waits there and does not jump ahead afterwards. */
+  /** Returns the time up to which all open lanes have reported. The display waits there and does not jump afterwards. */
   horizon() {
     const open = this.run.lanes.filter((lane) => !lane.over);
     const reached = open.map((lane) => lane.received + (this.replay ? 0 : lane.offset || 0));
@@ -161,7 +161,7 @@ class Player {
     for (const lane of this.run.lanes) {
       const first = lane.next;
       while (lane.next < lane.lines.length && this.due(lane, lane.lines[lane.next]) <= clock) {
-        this.clock = Math.max(this.clock, this.due(lane, lane.lines[lane.next])); // shown at once is behind the clock too
+        this.clock = Math.max(this.clock, this.due(lane, lane.lines[lane.next])); // lines shown immediately also move the clock
         lane.next += 1;
       }
       if (lane.next > first) this.show(lane, lane.lines.slice(first, lane.next));
@@ -171,23 +171,23 @@ class Player {
     this.after(shown);
   }
 
-  /** Tells of the step that a lane is in, once.
+  /** Reports the step that a lane is in, once.
    * @param {Lane} lane */
   announce(lane) {
     const line = lane.lines[lane.next];
-    if (this.paused || !lane.next || line?.type !== "step" || lane.begun === line) return;
-    lane.begun = line;
+    if (this.paused || !lane.next || line?.type !== "step" || lane.announced === line) return;
+    lane.announced = line;
     this.begin(lane, line, (line.at - lane.lines[lane.next - 1].at) / this.speed);
   }
 
-  /** Shows the run as it was at a time, and stays there.
+  /** Shows the run at a time and pauses.
    * @param {number} clock */
   seek(clock) {
     this.pause();
     if (this.run.end) this.replay = true;
     if (clock < this.clock || this.run.lanes.some((lane) => lane.next && this.due(lane, lane.lines[lane.next - 1]) > clock)) {
       for (const lane of this.run.lanes) {
-        Object.assign(lane, { next: 0, begun: null });
+        Object.assign(lane, { next: 0, announced: null });
         this.reset(lane);
       }
     }
@@ -195,7 +195,7 @@ class Player {
     this.advance(clock);
   }
 
-  /** The time at which a lane has shown so many steps more, or less; null where there is none.
+  /** Returns the time at which a lane has shown `by` more steps; null if there is no such step.
    * @param {Lane} lane @param {number} by */
   stepTime(lane, by) {
     const steps = lane.lines.filter((line) => line.type === "step");
@@ -203,11 +203,11 @@ class Player {
     return shown < 1 || shown > steps.length ? null : this.due(lane, steps[shown - 1]);
   }
 
-  /** Everything that is left, now; of a run that goes on also what comes. */
+  /** Shows all remaining lines immediately, and further lines of a live run as they arrive. */
   skip() {
     this.stop();
     this.paused = false;
-    this.hurried = true;
+    this.skipped = true;
     this.advance(Infinity);
   }
 }

@@ -1,29 +1,29 @@
-// Draws a log (lines of JSON, see views.py) into the skeleton of view.html; the other scripts of the race stand before it.
+// Draws a log (lines of JSON, see views.py) into view.html. Loaded after the other scripts of the race.
 
-const QUEUE_LEFT_MS = 1000; // after the queue the first line of the run comes within this time, unless Stop was pressed
-const NUMBERS_MS = 90; // numbers that change are written again so often
-const HINT = $(".sd-step").textContent; // until a step is picked
+const QUEUE_LEFT_MS = 1000; // a run that left the queue sends its first line within this time, unless Stop was pressed
+const NUMBERS_MS = 90; // interval between updates of the numbers
+const HINT = $(".sd-step").textContent; // shown until a step is selected
 
 /** @type {Run} */
-let run = null; // the run on show: its start line, its end line, its lanes
-let coming = null; // a run that has not started yet; the last one stays on show
+let run = null; // the visible run: its start line, its end line, its lanes
+let nextRun = null; // a run that has not started yet; the last one stays visible
 
 // ---- the log
 
 const readLog = reader(clear, receive);
 
 function read() {
-  if (run.own && late(props.value)) return;
+  if (run.userRun && isOutdated(props.value)) return;
   if (!props.value) return idle();
   const [before, { end }] = [run, run];
   readLog(props.value);
-  if (coming || !run.start.lanes.length) return;
+  if (nextRun || !run.start.lanes.length) return;
   player.play();
   if (run !== before || run.end !== end) showPlayback();
 }
 
-// A recorded race is offered only to a visitor who has no run on show, so this answer was overtaken by a later one.
-function late(log) {
+// The server sends a recorded race only to visitors without a run of their own. If there is one, this answer arrived late.
+function isOutdated(log) {
   return !log || JSON.parse(log.slice(0, log.indexOf("\n"))).still;
 }
 
@@ -34,92 +34,92 @@ function clear() {
 }
 
 function receive(line) {
-  const actions = { run: opened, start: started, step: kept, done: kept, end: ended, loading, error: failed, note: noted, idle: waiting };
+  const actions = { run: opened, start: started, step: received, done: received, end: ended, loading, error: failed, note: noted, idle: waiting };
   actions[line.type]?.(line);
 }
 
 function opened(line) {
-  coming = line;
+  nextRun = line;
 }
 
-// A run that begins out of sight is scrolled into view, once: its status and most of its lanes.
-function come() {
-  if (!coming || coming.still || coming.seen) return;
-  coming.seen = true;
+// Scrolls the status and the lanes into view, once per run, if they are not visible.
+function scrollToRun() {
+  if (!nextRun || nextRun.still || nextRun.scrolled) return;
+  nextRun.scrolled = true;
   const [bar, lanes] = [$(".sd-bar"), $(".sd-lanes").getBoundingClientRect()];
   const seen = Math.min(lanes.bottom, innerHeight) - Math.max(lanes.top, 0);
   const above = bar.getBoundingClientRect().top < $(".sd-transport").getBoundingClientRect().bottom;
-  if (above || seen < Math.min(lanes.height, innerHeight) / 2) glide(bar, "start");
+  if (above || seen < Math.min(lanes.height, innerHeight) / 2) scrollIntoViewport(bar, "start");
 }
 
-let unseen = true; // no race has been on show yet
+let firstVisit = true; // no race was visible yet
 
-// The first recorded race is played, once, unless a link asked for something or nothing is to move.
-function plays() {
+// Returns whether to play a recorded race: the first one, unless the page was opened by a link or motion is reduced.
+function shouldAutoplay() {
   const linked = [...new URLSearchParams(location.search).keys()].some((name) => !name.startsWith("__"));
-  const first = unseen && run.still && gradio("run") && !linked && !calm() && document.visibilityState === "visible";
-  unseen = false;
-  return first || (run.recorded && !run.still && !calm());
+  const first = firstVisit && run.still && gradioButton("run") && !linked && !reducedMotion() && document.visibilityState === "visible";
+  firstVisit = false;
+  return first || (run.recorded && !run.still && !reducedMotion());
 }
 
-const calm = () => matchMedia("(prefers-reduced-motion: reduce)").matches;
+const reducedMotion = () => matchMedia("(prefers-reduced-motion: reduce)").matches;
 
-function glide(node, block) {
-  node.scrollIntoView({ block, behavior: calm() ? "instant" : "smooth" });
+function scrollIntoViewport(node, block) {
+  node.scrollIntoView({ block, behavior: reducedMotion() ? "instant" : "smooth" });
 }
 
 function started(line) {
-  come();
-  run = { recorded: coming.recorded, still: coming.still, own: !coming.still, key: coming.key, start: line, end: null };
-  coming = null;
-  run.lanes = line.lanes.map((lane, index) => ({ ...lane, index, ...UNHEARD(), over: false }));
-  stage(plays());
+  scrollToRun();
+  run = { recorded: nextRun.recorded, still: nextRun.still, userRun: !nextRun.still, key: nextRun.key, start: line, end: null };
+  nextRun = null;
+  run.lanes = line.lanes.map((lane, index) => ({ ...lane, index, ...initialStream(), over: false }));
+  showRun(shouldAutoplay());
 }
 
-function kept(line) {
+function received(line) {
   const lane = run.lanes[line.lane];
   if (lane) player.receive(lane, line);
 }
 
 function ended(line) {
   $(".sd-loading").hidden = true;
-  if (coming) return say("Stopped before the first token.");
-  if (run.end && !line.comparison.length) return; // Stop adds an end without numbers, before or after the engine's own
+  if (nextRun) return setStatus("Stopped before the first token.");
+  if (run.end && !line.comparison.length) return; // Stop adds an end line without numbers, before or after that of the engine
   Object.assign(run, { end: line, done: false });
   if (line.finish === "cancelled") player.skip();
 }
 
 function loading(line) {
   const bar = $(".sd-loading");
-  if (coming) coming.loading = true;
+  if (nextRun) nextRun.loading = true;
   bar.hidden = line.share >= 1;
   bar.value = line.share;
-  say(line.share >= 1 ? "Warming up, off the clock." : `${sentence(line.text)}, ${percent(line.share)}`);
-  come();
+  setStatus(line.share >= 1 ? "Warming up (not timed)." : `${sentence(line.text)}, ${percent(line.share)}`);
+  scrollToRun();
 }
 
-const settings = () => /** @type {HTMLElement | null} */ (document.querySelector("#setup [data-key]"))?.dataset.key;
-const refused = { key: "" };
+const settingsKey = () => /** @type {HTMLElement | null} */ (document.querySelector("#setup [data-key]"))?.dataset.key;
+const failedSettings = { key: "" };
 
 function failed(line) {
   const alert = $(".sd-alert");
-  refused.key = settings();
+  failedSettings.key = settingsKey();
   alert.hidden = false;
   alert.textContent = sentence(line.text);
-  glide(alert, "nearest");
+  scrollIntoViewport(alert, "nearest");
   $(".sd-loading").hidden = true;
-  if (coming) return say("Nothing was run.");
+  if (nextRun) return setStatus("Run not started.");
   run.end ??= { finish: "failed", comparison: [] };
   player.advance(Infinity);
 }
 
 function noted(line) {
-  if (!coming && run.lanes[line.lane]) return laneNote(run.lanes[line.lane], line.text);
+  if (!nextRun && run.lanes[line.lane]) return laneNote(run.lanes[line.lane], line.text);
   $(".sd-notes").hidden = false;
   $(".sd-notes").append(make("li", "", sentence(line.text)));
 }
 
-// ---- the run on show
+// ---- the visible run
 
 const pace = () => {
   const { value } = $("[name=sd-pace]:checked");
@@ -129,51 +129,51 @@ const player = new Player({ pace, show, after, reset, begin });
 
 function show(lane, lines) {
   const text = document.createDocumentFragment();
-  lane.haunted?.remove();
+  lane.pending?.remove();
   for (const line of lines) {
     if (line.type !== "step") drawDone(lane, line);
     else {
       drawStep(lane, line, text);
-      follow(lane, line);
+      addChartPoints(lane, line);
     }
   }
-  lane.into.append(text);
-  lane.view.grown = player.playing || !run.still;
+  lane.container.append(text);
+  lane.view.hasNewText = player.playing || !run.still;
   followPlayback(lane);
 }
 
-// A step that takes a while to see is shown as it happens.
+// Animates a step that is long enough to be seen.
 function begin(lane, line, ms) {
-  if (ms >= SHOWN_MS && lane.index && !lane.remote && !calm() && tried(line).length) haunt(lane, line, ms);
+  if (ms >= MIN_STEP_MS && lane.index && !lane.remote && !reducedMotion() && displayedDrafts(line).length) showPending(lane, line, ms);
 }
 
-function haunt(lane, line, ms) {
-  lane.haunted?.remove();
-  lane.haunted = ghosts(line, ms);
-  (lane.thought?.body ?? lane.into).append(lane.haunted);
-  lane.view.grown = true;
+function showPending(lane, line, ms) {
+  lane.pending?.remove();
+  lane.pending = pendingTokens(line, ms);
+  (lane.thinking?.body ?? lane.container).append(lane.pending);
+  lane.view.hasNewText = true;
 }
 
 function reset(lane) {
-  lane.acting = null;
-  Object.assign(lane, UNSHOWN());
+  lane.finishStep = null;
+  Object.assign(lane, initialView());
   Object.assign(run, { done: false, panels: 0 });
   emptyLane(lane);
-  paint(); // the numbers too, even if nothing is shown at the new time
-  if (run.picked?.lane === lane.index) closeInspector();
+  paint(); // updates the numbers even if no step is shown at the new time
+  if (run.selected?.lane === lane.index) closeInspector();
 }
 
-// A text that has grown shows its end, unless its reader has scrolled up.
-function keepUp() {
+// Scrolls every text that has grown to its end, unless the visitor scrolled up.
+function stickToBottom() {
   for (const { view } of run.lanes) {
-    if (view.grown && !view.loose) view.text.scrollTop = 1e9;
-    view.grown = false;
+    if (view.hasNewText && !view.scrolledUp) view.text.scrollTop = 1e9;
+    view.hasNewText = false;
   }
 }
 
 function after(shown) {
   drawBars();
-  keepUp();
+  stickToBottom();
   if (player.over) {
     player.stop();
     finish();
@@ -186,18 +186,18 @@ function replay() {
   if (!player.over) return player.skip();
   clear();
   run.still = false;
-  stage(true);
+  showRun(true);
   player.start();
   showPlayback();
   drawTransport();
 }
 
-/** Writes into the status and the lanes what the display does now. */
+/** Updates the status line and the state of the lanes. */
 function showPlayback() {
   for (const lane of run.done ? [] : run.lanes) {
     if (lane.next && !lane.finish) pill(lane, player.paused ? "paused" : "generating", "busy");
   }
-  if (!coming?.loading) say(playback()); // else the status is that of the next run
+  if (!nextRun?.loading) setStatus(playback()); // otherwise the status shows the next run
   paint();
 }
 
@@ -205,40 +205,40 @@ function playback() {
   if (run.done) return result();
   if (player.paused) return run.lanes.some((lane) => lane.next) ? "Paused." : "Paused at the start.";
   const { schedule, lanes } = run.start;
-  if (!run.end) return `Running ${lanes.length} lanes, ${schedule === "sequential" ? "one after the other" : "taking turns"}.`;
-  const words = run.still ? "A recorded race," : player.replay ? "Replaying," : "Measured; shown";
-  return `${words} ${slowed() || "at the run's own speed"}.`;
+  if (!run.end) return `Running ${lanes.length} lanes, ${schedule === "sequential" ? "one after another" : "interleaved"}.`;
+  const action = run.still ? "Playing a recorded run" : player.replay ? "Replaying" : "Run complete. Playing it back";
+  return `${action} ${playbackSpeed()}.`;
 }
 
-const UNHEARD = () => ({ lines: [], received: 0, offset: null });
-const UNSHOWN = () => ({
-  next: 0, begun: null, steps: [], soFar: {}, finish: null, summary: null, comparison: null, // what is on show
-  given: [], answer: [], tail: "", thought: null, haunted: null, acting: null, here: null, // its text
-  points: [], lastPoint: 0, told: {}, notes: {}, // its charts
+const initialStream = () => ({ lines: [], received: 0, offset: null });
+const initialView = () => ({
+  next: 0, announced: null, steps: [], soFar: {}, finish: null, summary: null, comparison: null, // displayed state
+  outputNodes: [], answerNodes: [], recentText: "", thinking: null, pending: null, finishStep: null, baselineMark: null, // text
+  points: [], lastPoint: 0, noteSeries: {}, notes: {}, // charts
 });
 
-/** Shows the run from its start; `replayed` at its own speed. */
-function stage(replayed) {
+/** Shows the run from its start. replayed: at its recorded speed. */
+function showRun(replayed) {
   player.load(run, replayed);
   $(".sd-loading").hidden = true;
   $(".sd-lanes").replaceChildren();
   $(".sd-race").replaceChildren();
-  $(".sd-why").hidden = $(".sd-ask").hidden = true;
+  $(".sd-explanations").hidden = $(".sd-estimate").hidden = true;
   $(".sd-lanes").dataset.lanes = run.lanes.length;
   for (const lane of run.lanes) {
-    Object.assign(lane, UNSHOWN());
+    Object.assign(lane, initialView());
     lane.view = laneCard(lane);
     emptyLane(lane);
     lane.bar = raceBar(lane);
     if (lane.note) laneNote(lane, lane.note);
   }
   timeAxis();
-  for (const panel of [".sd-histogram", ".sd-told-lanes"]) $(panel).replaceChildren();
-  Object.assign(run, { picked: null, focus: Math.min(1, run.lanes.length - 1), panels: 0, painted: 0, done: false });
+  for (const panel of [".sd-histogram", ".sd-drafter-charts"]) $(panel).replaceChildren();
+  Object.assign(run, { selected: null, focus: Math.min(1, run.lanes.length - 1), panels: 0, painted: 0, done: false });
   badge();
-  tabs();
+  drawLaneTabs();
   inspect();
-  age();
+  markOutdated();
   drawTransport();
   paint();
 }
@@ -250,8 +250,8 @@ function badge() {
   node.classList.toggle("sd-recorded", run.recorded);
   const where = [device, threads ? `${threads} thread${threads > 1 ? "s" : ""}` : null, dtype, clock];
   const when = [date || "date unknown", commit ? `commit ${String(commit).slice(0, 7)}` : null];
-  const words = run.recorded ? ["Recorded run", ...where, ...when] : where;
-  node.textContent = words.filter(Boolean).map((word) => String(word).slice(0, 60)).join(" · ");
+  const parts = run.recorded ? ["Recorded run", ...where, ...when] : where;
+  node.textContent = parts.filter(Boolean).map((word) => String(word).slice(0, 60)).join(" · ");
 }
 
 function finish() {
@@ -260,16 +260,16 @@ function finish() {
   run.end.comparison.forEach((row, i) => {
     if (run.lanes[i + 1]) run.lanes[i + 1].comparison = row;
   });
-  const cut = run.end.finish === "cancelled" ? ["stopped", "fair"] : ["failed", "bad"];
-  for (const lane of run.lanes) if (!lane.finish && lane.view) pill(lane, ...cut);
-  age();
-  if (run.own && !run.recorded) tell();
-  $(".sd-ask").hidden = !run.lanes.some((lane) => lane.exact && !lane.remote && numbers(lane).drafted);
+  const unfinished = run.end.finish === "cancelled" ? ["stopped", "fair"] : ["failed", "bad"];
+  for (const lane of run.lanes) if (!lane.finish && lane.view) pill(lane, ...unfinished);
+  markOutdated();
+  if (run.userRun && !run.recorded) publishRun();
+  $(".sd-estimate").hidden = !run.lanes.some((lane) => lane.exact && !lane.remote && numbers(lane).drafted);
   showPlayback();
 }
 
-// The figures of "How it works" show the visitor's own run too.
-function tell() {
+// Passes the run to the figures of "How it works".
+function publishRun() {
   const lane = run.lanes[run.focus];
   const { name, options, comparison } = lane;
   /** @type {any} */ (window).specdemoRun = { name, k: options?.k, speedup: comparison?.speedup, lane: numbers(lane), plain: numbers(run.lanes[0]) };
@@ -277,39 +277,39 @@ function tell() {
 }
 
 function result() {
-  if (run.still) return "Recorded earlier. Press Run for your own.";
+  if (run.still) return "Recorded run. Press Run to measure on this machine.";
   const ends = { cancelled: "Stopped.", error: "A lane failed.", failed: "The run failed." };
   const end = ends[run.end.finish] ?? (run.recorded ? "Replayed." : "Finished.");
   return [end, run.end.headline?.sentence].filter(Boolean).join(" ");
 }
 
-// A result of other settings than those above is dimmed, and says whose it is.
-function age() {
-  const asked = settings();
-  const stale = Boolean(run.done && run.key && asked && asked !== run.key);
-  $(".sd-stage").toggleAttribute("data-stale", stale);
-  $(".sd-badge").hidden = stale || !run.start.lanes.length;
-  $(".sd-stale").hidden = !stale;
-  const lanes = run.lanes.slice(1).map((lane) => [lane.name, how(lane)].filter(Boolean).join(", "));
-  $(".sd-stale").textContent = `Result of: ${lanes.join("; ")}`;
+// Greys out a result of other settings and names those settings.
+function markOutdated() {
+  const current = settingsKey();
+  const outdated = Boolean(run.done && run.key && current && current !== run.key);
+  $(".sd-stage").toggleAttribute("data-outdated", outdated);
+  $(".sd-badge").hidden = outdated || !run.start.lanes.length;
+  $(".sd-outdated-label").hidden = !outdated;
+  const lanes = run.lanes.slice(1).map((lane) => [lane.name, laneOptions(lane)].filter(Boolean).join(", "));
+  $(".sd-outdated-label").textContent = `Result of earlier settings: ${lanes.join("; ")}`;
 }
 
-// Gradio writes "queue: 2/3 | 1.2/8.0s" into a place of its own; here it is said in words, where nothing moves.
-function queued() {
-  const place = document.getElementById("queue");
-  const waits = () => $(".sd-status").textContent.startsWith("Waiting");
+// Gradio writes "queue: 2/3 | 1.2/8.0s" into a hidden element. This shows it as a sentence in the status line.
+function showQueue() {
+  const queue = document.getElementById("queue");
+  const isWaiting = () => $(".sd-status").textContent.startsWith("Waiting");
   let before = "";
   new MutationObserver(() => {
-    const [, at, seconds] = /queue: (\d+)\/\d+(?:[^/]*\/([\d.]+)s)?/i.exec(place.textContent) || [];
+    const [, at, seconds] = /queue: (\d+)\/\d+(?:[^/]*\/([\d.]+)s)?/i.exec(queue.textContent) || [];
     if (at) {
-      if (!waits()) before = $(".sd-status").textContent;
-      const others = at === "1" ? "you are next" : `${Number(at) - 1} before you`;
-      say(`Waiting for the engine: ${others}${seconds ? `, about ${Math.ceil(Number(seconds))} s` : ""}.`);
-    } else if (waits()) setTimeout(() => !coming && waits() && say(before), QUEUE_LEFT_MS);
-  }).observe(place, { childList: true, characterData: true, subtree: true });
+      if (!isWaiting()) before = $(".sd-status").textContent;
+      const others = at === "1" ? "you are next" : `${Number(at) - 1} ahead of you`;
+      setStatus(`Waiting for the engine: ${others}${seconds ? `, about ${Math.ceil(Number(seconds))} s` : ""}.`);
+    } else if (isWaiting()) setTimeout(() => !nextRun && isWaiting() && setStatus(before), QUEUE_LEFT_MS);
+  }).observe(queue, { childList: true, characterData: true, subtree: true });
 }
 
-function say(text) {
+function setStatus(text) {
   if ($(".sd-status").textContent !== text) $(".sd-status").textContent = text;
 }
 
@@ -323,7 +323,7 @@ function repaint() {
   if (player.playing && performance.now() - run.painted < NUMBERS_MS) return;
   run.painted = performance.now();
   drawNumbers();
-  drawRatio();
+  drawHeadline();
   drawBars();
   drawPanels();
 }
@@ -336,27 +336,27 @@ function idle() {
 }
 
 function waiting(line) {
-  coming = null;
-  say(line.obstacle ? `This machine cannot run this preset: ${line.obstacle}.` : "Ready. Press Run to race plain against speculative decoding.");
-  const lane = (name, index) => ({ name, options: {}, exact: true, note: null, index, ...UNHEARD() });
-  run = { recorded: false, own: false, start: { environment: {}, prompt: "", lanes: [] }, end: null };
+  nextRun = null;
+  setStatus(line.obstacle ? `This machine cannot run this preset: ${line.obstacle}.` : "Ready. Press Run to race plain against speculative decoding.");
+  const lane = (name, index) => ({ name, options: {}, exact: true, note: null, index, ...initialStream() });
+  run = { recorded: false, userRun: false, start: { environment: {}, prompt: "", lanes: [] }, end: null };
   run.lanes = ["Baseline", ...line.lanes].map(lane);
-  stage(false);
+  showRun(false);
   $(".sd-badge").hidden = true;
-  if (run.lanes.length === 2) run.lanes[1].view.card.querySelector(".sd-how").textContent = "drafts k tokens, keeps what the target agrees with";
+  if (run.lanes.length === 2) run.lanes[1].view.card.querySelector(".sd-lane-options").textContent = "drafts k tokens, which the target verifies in one pass";
 }
 
 element.addEventListener("keydown", onKey);
 element.addEventListener("click", onClick);
 wireTransport();
-$(".sd-ask").addEventListener("click", () => gradio("ask").click());
+$(".sd-estimate").addEventListener("click", () => gradioButton("estimate").click());
 document.addEventListener("specdemo:settings", () => {
-  age();
-  if (settings() !== refused.key) $(".sd-alert").hidden = true; // what was refused is no longer asked for
+  markOutdated();
+  if (settingsKey() !== failedSettings.key) $(".sd-alert").hidden = true; // the rejected settings were changed
 });
-if (document.getElementById("queue")) queued();
+if (document.getElementById("queue")) showQueue();
 for (const input of element.querySelectorAll("[name=sd-pace]")) {
-  input.addEventListener("change", () => player.playing || run.own ? player.play() : drawTransport());
+  input.addEventListener("change", () => player.playing || run.userRun ? player.play() : drawTransport());
 }
 $(".sd-rejected").addEventListener("change", (event) => {
   $(".sd-lanes").classList.toggle("sd-hide-rejected", !event.target.checked);

@@ -1,5 +1,5 @@
-// The lanes of the comparison in one line, and the button that opens their controls. Its value (controls.py, `setup`) also has
-// the key of the settings, by which the view tells whether the result on show is theirs.
+// One line with the lanes of the comparison, and the button that opens their controls. The value (controls.py, `setup`) includes
+// a key of all settings; race.js compares it with that of the visible result.
 
 const edit = $(".sd-edit");
 
@@ -12,14 +12,14 @@ edit.addEventListener("click", () => {
 const read = () => {
   if (!props.value) return;
   const { lanes, target, key } = JSON.parse(props.value);
-  const parts = lanes.map((words, i) => {
+  const parts = lanes.map((description, i) => {
     const part = make("span");
-    part.append(make("i", "", lanes.length > 1 ? `Lane ${i + 1} ` : ""), words);
+    part.append(make("i", "", lanes.length > 1 ? `Lane ${i + 1} ` : ""), description);
     return part;
   });
   const model = make("span");
   model.append(make("i", "", "Target "), target);
-  $(".sd-setup-words").replaceChildren(model, ...parts);
+  $(".sd-setup-summary").replaceChildren(model, ...parts);
   element.dataset.key = key;
   document.dispatchEvent(new CustomEvent("specdemo:settings"));
 };

@@ -1,45 +1,45 @@
-// Draws the text of a sweep (lines of JSON, see sweep.py) into the skeleton of sweep.html, or of a page like it; kit.js
-// stands before it. The curves are Python's; the result on show stays, faint, until the next one comes.
+// Draws the log of a sweep or a test (lines of JSON, see sweep.py) into sweep.html or losslessness.html. Loaded after helpers.js.
+// Python draws the curves. The last result stays visible, faint, until the next one arrives.
 
-const SHARES = ["plain", "speculative"];
+const SHARE_COLUMNS = ["plain", "speculative"];
 
-let came = false; // this text's result
+let hasResult = false; // this log has a result
 
 const readLog = reader(clear, (line) => actions[line.type]?.(line));
 const actions = { start: started, loading, result: shown, stopping, stopped, error: failed, note: noted };
 
 function clear() {
-  came = false;
+  hasResult = false;
   $(".sd-alert").hidden = true;
   $(".sd-notes").hidden = true;
   $(".sd-notes").replaceChildren();
 }
 
 function started(line) {
-  busy(true);
-  $(".sd-loading").removeAttribute("value"); // nobody knows yet how far
-  say(`Starting ${line.name}.`);
+  setBusy(true);
+  $(".sd-loading").removeAttribute("value"); // indeterminate
+  setStatus(`Starting ${line.name}.`);
 }
 
 function loading(line) {
   $(".sd-loading").value = line.share;
-  say(`${percent(line.share)} done: ${line.text}.`);
+  setStatus(`${percent(line.share)} done: ${line.text}.`);
 }
 
 function stopping() {
-  say("Stopping after the step in hand.");
+  setStatus("Stopping after the current step.");
 }
 
 function stopped() {
-  busy(false);
-  say(came ? "Stopped. The numbers are those of the finished repeats." : "Stopped before a repeat was finished.");
+  setBusy(false);
+  setStatus(hasResult ? "Stopped. The table holds the finished repeats." : "Stopped before the first repeat was finished.");
 }
 
 function failed(line) {
   $(".sd-alert").hidden = false;
   $(".sd-alert").textContent = sentence(line.text);
-  busy(false);
-  say("Nothing was measured.");
+  setBusy(false);
+  setStatus("Run not started.");
 }
 
 function noted(line) {
@@ -48,8 +48,8 @@ function noted(line) {
 }
 
 function shown(line) {
-  came = true;
-  busy(false);
+  hasResult = true;
+  setBusy(false);
   $(".sd-badge").hidden = !line.recorded;
   $(".sd-badge").textContent = ["recorded", ...line.where].join(" · ");
   $(".sd-numbers").hidden = false;
@@ -57,50 +57,50 @@ function shown(line) {
   $(".sd-table").replaceChildren(table(line));
   $(".sd-remarks").hidden = !line.remarks.length;
   $(".sd-remarks").replaceChildren(...line.remarks.map((text) => make("li", "", text)));
-  say(`${line.recorded ? "Opened" : "Finished"}: ${line.verdict}`);
+  setStatus(`${line.recorded ? "Recorded result" : "Done"}. ${sentence(line.verdict)}`);
 }
 
-function busy(on) {
+function setBusy(on) {
   $(".sd-sweep").toggleAttribute("data-busy", on);
   $(".sd-loading").hidden = !on;
 }
 
-function say(text) {
+function setStatus(text) {
   $(".sd-status").textContent = text;
 }
 
 function table({ rows }) {
   const names = [...new Set(rows.flatMap(Object.keys))];
-  const drawn = make("table");
+  const node = make("table");
   const head = make("tr");
   for (const name of names) head.append(heading(name, "col"));
-  drawn.append(make("thead"), make("tbody"));
-  drawn.tHead.append(head);
+  node.append(make("thead"), make("tbody"));
+  node.tHead.append(head);
   for (const row of rows) {
     const line = make("tr");
     names.forEach((name, i) => line.append(i ? cell(name, row[name]) : heading(visible(String(row[name] ?? "–")), "row")));
-    drawn.tBodies[0].append(line);
+    node.tBodies[0].append(line);
   }
-  return drawn;
+  return node;
 }
 
 function heading(text, scope) {
-  const drawn = make("th", "", text);
-  drawn.scope = scope;
-  return drawn;
+  const node = make("th", "", text);
+  node.scope = scope;
+  return node;
 }
 
 function cell(name, value) {
-  if (!isNumber(value?.value)) return make("td", "", words(name, value));
-  const drawn = make("td", "", fixed(value.value, value.value < 10 ? 2 : 1));
-  if (value.interval) drawn.append(" ", make("small", "sd-small", `[${value.interval}]`));
-  drawn.dataset.value = value.value;
-  return drawn;
+  if (!isNumber(value?.value)) return make("td", "", format(name, value));
+  const node = make("td", "", fixed(value.value, value.value < 10 ? 2 : 1));
+  if (value.interval) node.append(" ", make("small", "sd-small", `[${value.interval}]`));
+  node.dataset.value = value.value;
+  return node;
 }
 
-function words(name, value) {
+function format(name, value) {
   if (name === "accepted" && isNumber(value)) return percent(value);
-  if (SHARES.includes(name) && isNumber(value)) return `${fixed(100 * value, 1)} %`;
+  if (SHARE_COLUMNS.includes(name) && isNumber(value)) return `${fixed(100 * value, 1)} %`;
   if (isNumber(value)) return Number.isInteger(value) ? String(value) : fixed(value, 2);
   return value == null ? "–" : String(value);
 }
@@ -112,4 +112,4 @@ new ResizeObserver(() => {
 }).observe($(".sd-sweep"));
 const read = () => readLog(props.value || "");
 watch("value", read);
-read(); // what a link was refused came before this tab was drawn
+read(); // the errors of a link arrive before this tab is drawn

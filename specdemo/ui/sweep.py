@@ -27,8 +27,8 @@ from specdemo.ui.views import view
 
 IF_LINKED = f"() => {{ if (new URLSearchParams(location.search).has('sweep')) ({assets.to_tab('sweep')})(); }}"
 OFF = (
-    "this Space borrows a GPU for seconds and a sweep needs minutes; open a stored result, "
-    "or start the page at home with `python -m specdemo ui`"
+    "this Space gets a GPU only for seconds, and a sweep takes minutes; open a saved result, "
+    "or start the page on your own machine with `python -m specdemo ui`"
 )
 
 Measure = Callable[[Report, Stop], Result]
@@ -167,7 +167,7 @@ class Sweeps(Jobs[Sweeping]):
         """The result on show as a file's name and text."""
         last = self.last(request)
         if last is None or last.file is None:
-            raise gr.Error("there is no result to save yet; press Run first", print_exception=False)
+            raise gr.Error("no result to save yet; press Run first", print_exception=False)
         name, packed = last.file
         return {"name": name, "text": packed.text}
 
@@ -183,7 +183,9 @@ def admit(sweep: Sweep) -> Sweep:
     limits.admit(limits.fit(preset(sweep.preset)).with_changes(max_new_tokens=sweep.new_tokens))
     most = limits.here().sweep_repeats
     if sweep.repeats > most:
-        raise ValueError(f"this public page repeats a sweep {most} times at most, not {sweep.repeats}; {limits.HOME}")
+        raise ValueError(
+            f"this public page allows at most {most} repeats of a sweep, not {sweep.repeats}; {limits.HOME}"
+        )
     reason = live().no_gpu(preset(sweep.preset).validated()) if limits.public() else ""
     if reason:
         raise ValueError(f"{reason}; {limits.HOME}")
@@ -221,7 +223,7 @@ def draw(page: gr.Blocks, tab: gr.Tab, store: Store) -> gr.Radio:
         inputs: dict[str, object] = {"sweep": chosen, "preset": on}
         for name, words, low, high in (
             ("repeats", "Repeats", 1, limits.here().sweep_repeats),
-            ("new_tokens", "New tokens", 8, limits.here().max_new_tokens),
+            ("new_tokens", "Max new tokens", 8, limits.here().max_new_tokens),
         ):
             at = min(getattr(start, name), high)
             size: dict[str, Any] = {"elem_id": name.replace("_", "-"), "scale": 3, "min_width": 170}
@@ -249,13 +251,13 @@ def draw_result(
     """`view` and `chart` of a result below its controls, and what the two buttons do. name: of the skeleton, and what
     ids begin with."""
     place = gr.HTML("", elem_classes="queue")
-    view = assets.view(f"{name}.html", "kit.js", "sweep.js", elem_id=name)
+    view = assets.view(f"{name}.html", "helpers.js", "sweep.js", elem_id=name)
     with view:
         chart = gr.Plot(
-            visible=False, show_label=False, container=False, elem_id=f"{name}-chart", elem_classes="swept-chart"
+            visible=False, show_label=False, container=False, elem_id=f"{name}-chart", elem_classes="result-chart"
         )
-    with gr.Row(elem_id=f"{name}-exports", elem_classes="swept-exports"):
-        save = gr.Button("Save the result (JSON)", size="sm", elem_id=f"{name}-save")
+    with gr.Row(elem_id=f"{name}-exports", elem_classes="result-exports"):
+        save = gr.Button("Save result (JSON)", size="sm", elem_id=f"{name}-save")
         opened = gr.UploadButton("Open a result", file_types=[".json"], size="sm", elem_id=f"{name}-open")
     parts = {"view": view, "chart": chart}
     wire(sweeps, [([run.click], begin, inputs)], parts, stop, [run, opened], place)

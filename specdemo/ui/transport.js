@@ -1,41 +1,41 @@
-// The bar that stays: play, pause, step, skip, pace, the scrubber over device time, the live ratio; and the keys.
+// The sticky bar: play, pause, step, skip, speed, the slider over device time, the headline; and the keyboard shortcuts.
 
 const button = (name) => /** @type {HTMLButtonElement} */ ($(`.sd-${name}`));
-const gradio = (id) => /** @type {HTMLButtonElement | null} */ (document.getElementById(id));
+const gradioButton = (id) => /** @type {HTMLButtonElement | null} */ (document.getElementById(id));
 
 const ICONS = { play: "M4 2.5l9 5.5-9 5.5z", pause: "M3.5 2.5h3v11h-3zM9.5 2.5h3v11h-3z" };
 
-/** What the bar shows of the player, every frame. */
+/** Updates the bar from the player, every frame. */
 function drawTransport() {
-  const something = run.lanes.some((lane) => lane.lines.length);
-  const whole = Boolean(run.end);
-  button("pause").disabled = button("back").disabled = button("forward").disabled = !something;
+  const hasSteps = run.lanes.some((lane) => lane.lines.length);
+  const hasEnd = Boolean(run.end);
+  button("pause").disabled = button("back").disabled = button("forward").disabled = !hasSteps;
   button("pause").querySelector("path").setAttribute("d", player.playing ? ICONS.pause : ICONS.play);
   button("pause").ariaLabel = player.playing ? "Pause" : "Play";
-  button("replay").disabled = !whole && !player.playing && !player.paused;
-  button("replay").textContent = something && !player.over && (player.playing || player.paused || !whole) ? "Skip" : "Replay";
+  button("replay").disabled = !hasEnd && !player.playing && !player.paused;
+  button("replay").textContent = hasSteps && !player.over && (player.playing || player.paused || !hasEnd) ? "Skip" : "Replay";
   const scrub = $(".sd-scrub");
   const [span, now] = [player.span, Math.max(0, ...run.lanes.map((lane) => player.timeOf(lane)))];
-  scrub.disabled = !something;
+  scrub.disabled = !hasSteps;
   scrub.value = span ? Math.round((1000 * now) / span) : 0;
   scrub.style.setProperty("--at", `${scrub.value / 10}%`);
   scrub.ariaValueText = `${(now / 1000).toFixed(2)} of ${(span / 1000).toFixed(2)} seconds`;
   $(".sd-now").textContent = `${(now / 1000).toFixed(2)} s`;
 }
 
-/** The headline. */
-function drawRatio() {
-  const [number, words] = [$(".sd-ratio b"), $(".sd-ratio span")];
+/** Draws the headline number and its caption. */
+function drawHeadline() {
+  const [number, label] = [$(".sd-headline b"), $(".sd-headline span")];
   const { number: value, tone, caption } = headline();
   number.textContent = value;
   number.dataset.tone = tone;
-  words.textContent = words.title = caption;
+  label.textContent = label.title = caption;
 }
 
-/** "slowed 10 times", or nothing at the engine's own speed. */
-function slowed() {
-  const times = 1 / player.speed;
-  return times < 1.05 ? "" : `slowed ${times < 9.5 ? +times.toFixed(1) : Math.round(times)} times`;
+/** Returns the playback speed in words: "at 1/10 speed". */
+function playbackSpeed() {
+  const factor = 1 / player.speed;
+  return factor < 1.05 ? "in real time" : `at 1/${factor < 9.5 ? +factor.toFixed(1) : Math.round(factor)} speed`;
 }
 
 function togglePlay() {
@@ -46,29 +46,29 @@ function togglePlay() {
   drawTransport();
 }
 
-// A step back, or a step on: its draft, its pass and its verdict are shown one after the other.
+// Moves one step back or forward. A step forward is animated: draft, target pass, outcome.
 function stepBy(by) {
-  const lane = run.lanes[run.picked?.lane || run.focus || 0];
+  const lane = run.lanes[run.selected?.lane || run.focus || 0];
   const time = lane && player.stepTime(lane, by);
   if (time === null || time === undefined) return;
   const line = lane.lines[lane.next];
-  const shows = by > 0 && line?.type === "step" && tried(line).length && !calm();
-  const arrive = () => {
+  const animated = by > 0 && line?.type === "step" && displayedDrafts(line).length && !reducedMotion();
+  const goToStep = () => {
     player.seek(time);
     showPlayback();
-    pick(lane, lane.steps.length - 1);
+    selectStep(lane, lane.steps.length - 1);
   };
-  if (lane.acting) return lane.acting();
-  if (!shows) return arrive();
+  if (lane.finishStep) return lane.finishStep();
+  if (!animated) return goToStep();
   player.pause();
   showPlayback();
-  haunt(lane, line, TOLD_MS);
-  keepUp();
-  const timer = setTimeout(() => lane.acting?.(), TOLD_MS);
-  lane.acting = () => {
+  showPending(lane, line, SLOW_STEP_MS);
+  stickToBottom();
+  const timer = setTimeout(() => lane.finishStep?.(), SLOW_STEP_MS);
+  lane.finishStep = () => {
     clearTimeout(timer);
-    lane.acting = null;
-    arrive();
+    lane.finishStep = null;
+    goToStep();
   };
   drawTransport();
 }
@@ -82,13 +82,13 @@ function scrubbed() {
 // ---- keys
 
 function runAgain() {
-  const shown = ["run", "sweep-run", "train"].map(gradio).find((node) => node?.checkVisibility());
-  if (shown && !shown.disabled) shown.click();
+  const visibleButton = ["run", "sweep-run", "train"].map(gradioButton).find((node) => node?.checkVisibility());
+  if (visibleButton && !visibleButton.disabled) visibleButton.click();
 }
 
-function leave() {
-  if (run.picked) return closeInspector();
-  const stop = ["stop", "sweep-stop", "stop-training"].map(gradio).find((node) => node?.checkVisibility() && !node.disabled);
+function onEscape() {
+  if (run.selected) return closeInspector();
+  const stop = ["stop", "sweep-stop", "stop-training"].map(gradioButton).find((node) => node?.checkVisibility() && !node.disabled);
   if (stop) stop.click();
   else if (player.playing) player.skip();
 }
@@ -101,27 +101,27 @@ function onAnyKey(event) {
     event.preventDefault();
     return runAgain();
   }
-  if (event.key === "Escape" && !event.defaultPrevented) return leave();
+  if (event.key === "Escape" && !event.defaultPrevented) return onEscape();
   const typing = event.target.closest("input:not([type=radio], [type=range], [type=checkbox]), textarea, select");
   if (typing || event.ctrlKey || event.metaKey || event.altKey || !element.contains(event.target) || !KEYS[event.key]) return;
   event.preventDefault();
   KEYS[event.key]();
 }
 
-// A button that is switched off loses the focus: Run hands it to Stop, and gets it back. Gradio mounts both after this runs.
-function keepFocus() {
-  let had = false;
+// A disabled button loses the focus. Moves it from Run to Stop and back. Gradio mounts both buttons after this code runs.
+function moveFocus() {
+  let runPressed = false;
   element.addEventListener("click", ({ target }) => {
-    if (/** @type {Element} */ (target).closest("#run")) had = true;
+    if (/** @type {Element} */ (target).closest("#run")) runPressed = true;
   });
   new MutationObserver(() => {
-    const [start, stop] = [gradio("run"), gradio("stop")];
+    const [start, stop] = [gradioButton("run"), gradioButton("stop")];
     const lost = [document.body, null, stop, start].includes(/** @type {any} */ (document.activeElement));
-    if (!had || !lost) return;
+    if (!runPressed || !lost) return;
     if (!stop.disabled) stop.focus({ preventScroll: true });
     else if (!start.disabled) {
       start.focus({ preventScroll: true });
-      had = false;
+      runPressed = false;
     }
   }).observe(element, { attributes: true, attributeFilter: ["disabled"], subtree: true });
 }
@@ -131,10 +131,10 @@ function wireTransport() {
   button("back").addEventListener("click", () => stepBy(-1));
   button("forward").addEventListener("click", () => stepBy(1));
   button("replay").addEventListener("click", replay);
-  button("earlier").addEventListener("click", () => walkSteps(-1));
-  button("later").addEventListener("click", () => walkSteps(1));
+  button("previous-step").addEventListener("click", () => selectNeighbour(-1));
+  button("next-step").addEventListener("click", () => selectNeighbour(1));
   button("close").addEventListener("click", closeInspector);
   $(".sd-scrub").addEventListener("input", scrubbed);
   document.addEventListener("keydown", onAnyKey);
-  keepFocus();
+  moveFocus();
 }

@@ -1,40 +1,40 @@
-// The draft tree of one step: depth from left to right, siblings from top to bottom in the order they were tried. The
-// target's own token continues the path it kept, so it stands before the drafts it refused.
+// The draft tree of one step: depth from left to right, siblings from top to bottom in the order of verification. The target's
+// token continues the accepted path, so it is listed before the rejected siblings.
 
-const FATES = { accepted: "✓ accepted", rejected: "✗ rejected", "not reached": "· not reached" };
-const OWN = { corrected: "↺ corrected by target", bonus: "★ bonus of target", target: "target's own token", unknown: "? unknown: its server does not tell" };
+const OUTCOME_LABELS = { accepted: "✓ accepted", rejected: "✗ rejected", "not reached": "· not verified" };
+const TARGET_TOKEN_LABELS = { corrected: "↺ correction token", bonus: "★ bonus token", target: "target token, nothing drafted", unknown: "? unknown: not reported by the server" };
 
-const SMALL_TREE = 20; // up to so many nodes q and p stand on every node
+const SMALL_TREE = 20; // up to this many nodes, each node shows q and p
 const COLUMN = { width: 132, node: 112 };
 const NODE_HEIGHT = { small: 42, large: 25 };
 const ROW_GAP = 7;
-const KEPT = ["root", "accepted", "corrected", "bonus"];
+const OUTPUT_OUTCOMES = ["root", "accepted", "corrected", "bonus"];
 const SIGNS = { root: "○", accepted: "✓", rejected: "✗", "not reached": "·", corrected: "↺", bonus: "★" };
 
-const isTree = (line) => line.fates.some((fate, i) => fate && line.parents[i] !== i);
+const isTree = (line) => line.fates.some((outcome, i) => outcome && line.parents[i] !== i);
 
-// The nodes in reading order, each with its depth, its row and its kin.
+// Returns the nodes in reading order, each with depth, row, parent and children.
 function layOut(line, root) {
-  const first = { text: root, fate: "root", below: [], above: null };
+  const first = { text: root, outcome: "root", children: [], parent: null };
   const slots = [first];
-  const hang = (node, above) => {
-    above.below.push(Object.assign(node, { above, below: [] }));
+  const attach = (node, parent) => {
+    parent.children.push(Object.assign(node, { parent, children: [] }));
     return node;
   };
-  line.fates.forEach((fate, i) => {
-    const above = fate && slots[line.parents[i]];
-    slots.push(above && hang({ text: line.drafted[i], fate, q: line.q[i], p: line.p[i] }, above));
+  line.fates.forEach((outcome, i) => {
+    const parent = outcome && slots[line.parents[i]];
+    slots.push(parent && attach({ text: line.drafted[i], outcome, q: line.q[i], p: line.p[i] }, parent));
   });
-  const [own, end] = [line.kinds.at(-1), slots[line.path.at(-1)]];
-  if (own !== "accepted") {
-    hang({ text: line.text.at(-1), fate: own }, end);
-    end.below.unshift(end.below.pop());
+  const [targetKind, end] = [line.kinds.at(-1), slots[line.path.at(-1)]];
+  if (targetKind !== "accepted") {
+    attach({ text: line.text.at(-1), outcome: targetKind }, end);
+    end.children.unshift(end.children.pop());
   }
   const ordered = [];
   let row = 0;
   const place = (node, depth) => {
     ordered.push(Object.assign(node, { depth, row }));
-    node.below.forEach((child, i) => {
+    node.children.forEach((child, i) => {
       if (i) row += 1;
       place(child, depth + 1);
     });
@@ -49,7 +49,7 @@ function treeView(line, root) {
   const tall = small ? NODE_HEIGHT.small : NODE_HEIGHT.large;
   const [left, top] = [(node) => node.depth * COLUMN.width, (node) => node.row * (tall + ROW_GAP)];
   const size = { width: Math.max(...nodes.map(left)) + COLUMN.node, height: Math.max(...nodes.map(top)) + tall };
-  const words = make("p", "sd-small sd-node-words", "Thick: the path that was kept. ✗ refused, · not reached. Point at a node, or focus the tree and press arrow keys.");
+  const words = make("p", "sd-small sd-node-label", "Thick line: accepted path. ✗ rejected, · not verified. Point at a node, or focus the tree and press the arrow keys.");
   const box = make("div", "sd-tree");
   box.setAttribute("role", "tree");
   box.setAttribute("aria-label", `Draft tree: ${nodes.length} nodes`);
@@ -63,23 +63,23 @@ function treeView(line, root) {
     canvas.append(node.view);
   }
   box.append(canvas);
-  const end = nodes.filter((node) => KEPT.includes(node.fate)).at(-1);
+  const end = nodes.filter((node) => OUTPUT_OUTCOMES.includes(node.outcome)).at(-1);
   end.view.tabIndex = 0;
-  box.addEventListener("keydown", (event) => walk(event, nodes));
-  const whole = make("div");
-  whole.append(box, words);
-  return { whole, show: () => centre(box, end.view) };
+  box.addEventListener("keydown", (event) => moveFocusInTree(event, nodes));
+  const panel = make("div");
+  panel.append(box, words);
+  return { panel, show: () => scrollToCenter(box, end.view) };
 }
 
 function edges(nodes, { width, height }, left, middle) {
   const picture = svg("svg", { width, height, "aria-hidden": "true" });
-  const order = [...nodes.slice(1)].sort((a, b) => Number(KEPT.includes(a.fate)) - Number(KEPT.includes(b.fate))); // the path on top
+  const order = [...nodes.slice(1)].sort((a, b) => Number(OUTPUT_OUTCOMES.includes(a.outcome)) - Number(OUTPUT_OUTCOMES.includes(b.outcome))); // the path on top
   for (const node of order) {
-    const [x1, x2] = [left(node.above) + COLUMN.node, left(node)];
-    const [y1, y2] = [middle(node.above), middle(node)];
+    const [x1, x2] = [left(node.parent) + COLUMN.node, left(node)];
+    const [y1, y2] = [middle(node.parent), middle(node)];
     const bend = (x1 + x2) / 2;
     const d = `M${x1},${y1} L${bend},${y1} L${bend},${y2} L${x2},${y2}`;
-    picture.append(svg("path", { d, "data-fate": node.fate.replace(" ", "-") }));
+    picture.append(svg("path", { d, "data-outcome": node.outcome.replace(" ", "-") }));
   }
   return picture;
 }
@@ -87,37 +87,37 @@ function edges(nodes, { width, height }, left, middle) {
 function nodeView(node, small, words) {
   const view = make("div", "sd-node");
   const numbers = `q ${fixed(node.q, 2)}  p ${fixed(node.p, 2)}`;
-  const siblings = node.above ? node.above.below : [node];
-  view.dataset.fate = node.fate.replace(" ", "-");
+  const siblings = node.parent ? node.parent.children : [node];
+  view.dataset.outcome = node.outcome.replace(" ", "-");
   view.tabIndex = -1;
   const aria = { role: "treeitem", "aria-level": node.depth + 1, "aria-setsize": siblings.length };
   Object.assign(aria, { "aria-posinset": siblings.indexOf(node) + 1, "aria-label": nodeWords(node) });
   for (const [name, value] of Object.entries(aria)) view.setAttribute(name, value);
-  const sign = make("span", "sd-sign", SIGNS[node.fate]);
+  const sign = make("span", "sd-outcome-sign", SIGNS[node.outcome]);
   sign.setAttribute("aria-hidden", "true");
   const name = make("span", "sd-node-name");
   name.append(sign, make("code", "", visible(node.text ?? "")));
   view.append(name);
-  if (small) view.append(make("small", "", "q" in node ? numbers : node.fate));
+  if (small) view.append(make("small", "", "q" in node ? numbers : node.outcome));
   for (const event of ["focus", "pointerenter"]) view.addEventListener(event, () => (words.textContent = nodeWords(node)));
   return view;
 }
 
 function nodeWords(node) {
   const token = `“${visible(node.text ?? "")}”`;
-  if (node.fate === "root") return `${token} · root, the last token before this step`;
-  const verdict = FATES[node.fate] || OWN[node.fate];
+  if (node.outcome === "root") return `${token} · root, the last token before this step`;
+  const verdict = OUTCOME_LABELS[node.outcome] || TARGET_TOKEN_LABELS[node.outcome];
   const numbers = "q" in node ? [`draft q ${fixed(node.q, 2)}`, `target p ${fixed(node.p, 2)}`] : [];
   return [token, `depth ${node.depth}`, ...numbers, verdict].join(" · ");
 }
 
-// Arrow keys as in any tree: right to the first child, left to the parent, up and down in reading order.
-function walk(event, nodes) {
+// Arrow keys: right to the first child, left to the parent, up and down in reading order.
+function moveFocusInTree(event, nodes) {
   const now = nodes.findIndex((node) => node.view === event.target);
   if (now < 0) return;
   const to = {
-    ArrowRight: nodes[now].below[0],
-    ArrowLeft: nodes[now].above,
+    ArrowRight: nodes[now].children[0],
+    ArrowLeft: nodes[now].parent,
     ArrowDown: nodes[now + 1],
     ArrowUp: nodes[now - 1],
     Home: nodes[0],
@@ -131,7 +131,7 @@ function walk(event, nodes) {
   to[event.key].view.focus();
 }
 
-function centre(box, node) {
+function scrollToCenter(box, node) {
   box.scrollTop = node.offsetTop - (box.clientHeight - node.offsetHeight) / 2;
   box.scrollLeft = node.offsetLeft - (box.clientWidth - node.offsetWidth) / 2;
 }

@@ -144,9 +144,9 @@ class FairQueue(Queue):
         """Return why a visitor cannot queue; "" if there is room."""
         waiting = [_visitor(event) for lane in self.event_queue_per_concurrency_id.values() for event in lane.queue]
         if waiting.count((address, session)) >= VISITOR_PLACES:
-            return f"{VISITOR_PLACES} of your calls are waiting already; let one of them end first"
+            return f"{VISITOR_PLACES} of your calls are already queued; wait until one finishes"
         if len(waiting) >= PLACES or [where for where, _ in waiting].count(address) >= ADDRESS_PLACES:
-            return "too many are waiting; try again in a minute"
+            return "the queue is full; try again in a minute"
         return ""
 
 

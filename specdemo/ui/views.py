@@ -174,7 +174,7 @@ def _comparison(trace: RunTrace) -> list[dict[str, object]]:
     """
     if not trace.comparison:
         return []
-    rows = zip(trace.lanes[1:], trace.comparison, estimates(trace), prediction(trace), strict=False)
+    rows = zip(trace.lanes[1:], trace.comparison, estimates(trace), prediction(trace, "×"), strict=False)
     return [row | _texts(settled(trace, lane), speed, why["sentence"]) for lane, row, speed, why in rows]
 
 

@@ -26,7 +26,7 @@ from specdemo.ui.job import QUIET, Values, named
 
 ELSEWHERE = "h100-sxm"  # where a finished race is asked about
 CONTEXTS = {256: "256", 1024: "1k", 4096: "4k", 16384: "16k", 65536: "64k"}
-SIZES = {0.25: "a quarter", 0.5: "half", 1.0: "as it is", 2.0: "twice"}
+SIZES = {0.25: "1/4", 0.5: "1/2", 1.0: "1×", 2.0: "2×"}
 SAME, OWN = "run", "own"  # the run's draft and acceptance, or others
 Choices = Sequence[tuple[str, str | float]]  # labels and values
 SMALL = 4e9  # parameters of what is offered as a draft model
@@ -57,9 +57,7 @@ def start_of(trace: RunTrace, index: int, words: str, allow_any_model: bool = Fa
         if name is not None and not (allow_any_model or name in _listed()):
             raise ValueError(f"model {str(name)[:80]!r} is not on this page's list; start it with --allow-any-model")
     if lane.method not in MAKERS:
-        raise ValueError(
-            f"{lane.name} decides while it runs what to draft, so it cannot be foretold; start from another"
-        )
+        raise ValueError(f"{lane.name} chooses drafts at run time and cannot be predicted; choose another run")
     acceptance = of_lane(lane)
     k = lane.options.get("k")
     return Start(
@@ -92,7 +90,7 @@ def recorded_start(preset_id: str) -> Start:
     """The first lane of a recorded run."""
     trace = recorded(preset_id)
     if trace is None or preset_id not in recorded_starts():
-        raise ValueError(f"nothing is recorded of {preset_id[:60]!r}; choose one of {', '.join(recorded_starts())}")
+        raise ValueError(f"no recorded run of {preset_id[:60]!r}; choose one of {', '.join(recorded_starts())}")
     return start_of(trace, 1, f"Recorded: {recorded_starts()[preset_id]}")
 
 
@@ -135,7 +133,7 @@ def to_view(start: Start, p: Prediction, k: int) -> dict[str, object]:
     """Return the data of the view."""
     row = next((row for row in p.rows if row.k == k), p.best)
     where = p.scenario.device.profile
-    source = f"measured {where.measured.date}" if where.measured else "by its datasheet"
+    source = f"measured {where.measured.date}" if where.measured else "from its spec sheet"
     verify = row.verify_ms / row.v
     parts = {"draft": 0.0, "verify": verify, "other": p.plain_ms - verify}
     return {
@@ -159,19 +157,18 @@ def to_view(start: Start, p: Prediction, k: int) -> dict[str, object]:
 
 def sentence(p: Prediction, row: Row) -> str:
     """Return the bottleneck at the chosen draft length and a better one."""
-    texts = "one text" if p.scenario.batch == 1 else f"{p.scenario.batch} texts"
     words = [
-        f"With k = {row.k} and {texts} a step takes {row.step_ms / p.plain_ms:.2f} plain ones and yields "
-        f"{row.tokens.value:.2f} tokens; {row.limit} limits it most."
+        f"With k = {row.k} and batch size {p.scenario.batch}, a step costs {row.step_ms / p.plain_ms:.2f} plain steps "
+        f"and yields {row.tokens.value:.2f} tokens per row; bottleneck: {row.limit}."
     ]
     if not p.best_k:
-        words.append("No draft length gains here.")
+        words.append("No draft length is faster than plain decoding here.")
     elif p.best_k != row.k:
-        words.append(f"k = {p.best_k} would be best: {p.best.speedup.format()}.")
+        words.append(f"Best: k = {p.best_k} ({p.best.speedup.format('×')}).")
     advised = [row, p.best] if p.best_k else [row]
     words += dict.fromkeys(filter(None, map(p.extrapolation_note, advised)))
     if p.break_even_batch is not None and p.best_k:
-        words.append(f"From {p.break_even_batch} texts at once on nothing gains.")
+        words.append(f"No draft length is faster from batch size {p.break_even_batch} on.")
     if p.too_large:
         words.append(p.too_large)
     return " ".join(words)
@@ -254,7 +251,7 @@ class Questions:
         if shown is None:
             return {}
         trace, own = shown
-        words = "Your last run" if own else "The run on show"
+        words = "Your last run" if own else "Run shown in Race"
         return {
             f"lane-{i}": (trace, i, f"{words}: {trace.config.get('target')}, {lane.name}")
             for i, lane in enumerate(trace.lanes)
@@ -286,7 +283,7 @@ def draw(tab: gr.Tab, estimate_button: gr.Button, questions: Questions) -> None:
     """The tab, inside the current Blocks. ask: takes the run on show here."""
     gr.Markdown(assets.text("whatif.md"), elem_id="whatif-about")
     given: dict[str, Component] = {"state": gr.State(), **_where(), **_other()}
-    view = assets.view("whatif.html", "kit.js", "chart.js", "whatif.js", elem_id="whatif")
+    view = assets.view("whatif.html", "helpers.js", "chart.js", "whatif.js", elem_id="whatif")
     parts = {**given, "view": view}
     named(tab.select, questions.open, given, parts, **QUIET)
     named(_changed(given["start"]), questions.begin, given, parts, **QUIET)
@@ -317,8 +314,8 @@ def _where() -> dict[str, Component]:
         )
     with gr.Row(elem_id="whatif-load"):
         batches = [(str(n), n) for n in BATCHES]
-        batch = _chips(batches, 1, "Texts at once", "batch", 5, 300)
-        context = _chips(contexts, 1024, "Context, tokens", "context", 3, 300)
+        batch = _chips(batches, 1, "Batch size", "batch", 5, 300)
+        context = _chips(contexts, 1024, "Context (tokens)", "context", 3, 300)
         length = gr.Slider(1, MAX_K, k, step=1, label="Draft length k", elem_id="whatif-k", scale=3, min_width=220)
     return {"start": start, "machine": machine, "dtype": dtype, "batch": batch, "context": context, "k": length}
 
@@ -326,14 +323,16 @@ def _where() -> dict[str, Component]:
 def _other() -> dict[str, Component]:
     """Another model, another draft."""
     first = preset(DEFAULT).target
-    with gr.Accordion("Another model, another draft", open=False, elem_id="whatif-draft"), gr.Row():
+    with gr.Accordion("Other target or drafter", open=False, elem_id="whatif-draft"), gr.Row():
         target = gr.Dropdown(_targets(first), value=first, label="Target", elem_id="whatif-target", min_width=220)
-        draft = gr.Dropdown(_drafts(), value=SAME, label="Draft", elem_id="draft", min_width=220)
-        size = _chips([(words, times) for times, words in SIZES.items()], 1.0, "The draft's size", "size")
-        acceptance_choice = _chips([("as in the run", SAME), ("a rate of my own", OWN)], SAME, "What is kept", "kept")
+        draft = gr.Dropdown(_drafts(), value=SAME, label="Drafter", elem_id="draft", min_width=220)
+        size = _chips([(words, times) for times, words in SIZES.items()], 1.0, "Drafter size", "size")
+        acceptance_choice = _chips(
+            [("as in the run", SAME), ("custom rate", OWN)], SAME, "Acceptance", "acceptance-source"
+        )
         rate = gr.Slider(
-            0.05, 0.98, ASSUMED, step=0.01, label="A guess is kept", info="where those before it were", visible=False,
-            elem_id="rate", min_width=220,
+            0.05, 0.98, ASSUMED, step=0.01, label="Acceptance rate", info="per position, after accepted ones",
+            visible=False, elem_id="rate", min_width=220,
         )  # fmt: skip
     return {"target": target, "draft": draft, "size": size, "kept": acceptance_choice, "rate": rate}
 

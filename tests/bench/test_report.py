@@ -54,7 +54,9 @@ def test_a_faster_lane():
     baseline, first, *_ = rows(report)
     assert baseline == ["Baseline", "7", "100.0", "1.00x", "-", "1.00", "30.0", "-", "-"]
     assert first == ["fast", "7", "200.0", "2.00x", "100%", "3.00", "30.0", "-", "identical"]
-    assert "fast: No clear difference (2.00x): a step costs 1.50x a plain token" in report  # two steps are too few
+    assert (
+        "fast: No clear difference (2.00x): a step takes as long as 1.50 plain tokens" in report
+    )  # two steps are too few
 
 
 def test_slower_lane_is_reported_with_its_reason():
@@ -63,9 +65,12 @@ def test_slower_lane_is_reported_with_its_reason():
     speed = "0.40x, 0.40 to 0.40".split()
     assert rows(report)[1] == ["slow", "7", "40.0", *speed, "0%", "1.00", "30.0", "-", "same", "distribution"]
     assert "| temperature 0.8 |" in report
-    assert "slow: Slower (0.40x, 0.40 to 0.40): a step costs 2.50x a plain token and yields 1.00 tokens; 0%" in report
+    assert (
+        "slow: Slower (0.40x, 0.40 to 0.40): a step takes as long as 2.50 plain tokens and yields 1.00 tokens; 0 %"
+        in report
+    )
 
-    assert "turn it off: no draft length is predicted to beat plain decoding." in report
+    assert "not worth it here: no draft length is predicted to beat plain decoding." in report
 
 
 def test_failed_and_stopped_lanes_are_labelled():

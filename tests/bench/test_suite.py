@@ -105,7 +105,7 @@ def test_sweep_shows_predictions_next_to_measurements(swept):
     assert swept.axis == "k"
     assert [row["predicted"] is not None for row in swept.rows] == [False, True, True, True]
     remark = swept.remarks[0]
-    assert remark.startswith("embedded-ngram: predicted from its run at k = 2, at most ")
+    assert remark.startswith("embedded-ngram: cost model calibrated at k = 2; largest error ")
     assert "predicted best: " in remark
 
 

@@ -11,7 +11,7 @@ from specdemo.bench.sweeps import shipped_lanes
 from specdemo.core.estimate import Estimate
 
 PLACE = "# Title\n\n<!-- bench methods -->\nold text\n\n| old | table |\n<!-- end of bench methods -->\n\nMore.\n"
-NOISE = ("this lane waited for the processor in 31% of its time",)
+NOISE = ("CPU contention: this lane waited for 31 % of its time",)
 RESULT = Result(
     "methods",
     3,

@@ -138,11 +138,11 @@ def test_number_formatting():
     ("plain", "lane", "reasons"),
     [
         (timed(STEADY), timed(DRAFTING), []),
-        (timed(STEADY), timed(DRAFTING, waited_ms=61.1), ["this lane waited for the processor in 31% of its time"]),
-        (timed(STEADY, waited_ms=60.0), timed(DRAFTING), ["the baseline waited for the processor in 25% of its time"]),
-        (timed([(0, 3.0), (0, 7.0)] * 30), timed(DRAFTING), ["the time of plain steps varied by 80%"]),
-        (timed(slower_from(STEADY, 0.7, 1.3)), timed(DRAFTING), ["plain steps became 30% slower during the run"]),
-        (timed(STEADY), timed([(4, 2.0)] * 20), ["implausible timing: a step cost 0.67x a plain token"]),
+        (timed(STEADY), timed(DRAFTING, waited_ms=61.1), ["CPU contention: this lane waited for 31 % of its time"]),
+        (timed(STEADY, waited_ms=60.0), timed(DRAFTING), ["CPU contention: the baseline waited for 25 % of its time"]),
+        (timed([(0, 3.0), (0, 7.0)] * 30), timed(DRAFTING), ["baseline step time varied by 80 %"]),
+        (timed(slower_from(STEADY, 0.7, 1.3)), timed(DRAFTING), ["the baseline became 30 % slower during the run"]),
+        (timed(STEADY), timed([(4, 2.0)] * 20), ["implausible timing: a speculative step cost only 0.67 plain tokens"]),
     ],
 )
 def test_noise_is_named(plain, lane, reasons):
@@ -151,7 +151,7 @@ def test_noise_is_named(plain, lane, reasons):
 
 
 def test_a_wide_interval_is_named():
-    assert [*noise.wide_interval(Estimate(2.0, 1.5, 2.5))] == ["its interval is wide, 1.50 to 2.50"]
+    assert [*noise.wide_interval(Estimate(2.0, 1.5, 2.5))] == ["wide interval, 1.50 to 2.50"]
     assert not [*noise.wide_interval(Estimate(2.0, 1.9, 2.1))] and not [*noise.wide_interval(Estimate(2.0))]
 
 

@@ -48,7 +48,7 @@ def test_a_link_restores_every_setting(visit):
     page.get_by_label("Prompt lookup", exact=True).check()
     expect(page.locator("#about")).to_contain_text("Prompt lookup where text repeats")
     expect(page.locator("#model-1")).to_be_hidden()
-    expect(page.locator(".unseen:visible")).to_have_count(0)
+    expect(page.locator(".hidden-counter:visible")).to_have_count(0)
     set_number(page, "option-max_n-1", 5)
     expect(page.locator("#about")).to_have_text("Custom (from Prompt lookup where text repeats).")
     page.locator("#add-lane").click()
@@ -59,7 +59,7 @@ def test_a_link_restores_every_setting(visit):
     set_number(page, "temperature", 0.7)
     set_number(page, "seed", 11)
     set_number(page, "max_new_tokens", 40)
-    expect(fold).to_contain_text("temperature 0.7 · seed 11 · at most 40 tokens")
+    expect(fold).to_contain_text("temperature 0.7 · seed 11 · max 40 tokens")
     page.locator("#prompt textarea").fill("A <b> & ${x} {{y}} 日本 👩‍👧\n\ttab")
     page.locator("#share").click()
     link = page.locator("#link textarea, #link input")
@@ -70,7 +70,7 @@ def test_a_link_restores_every_setting(visit):
     expect(other.locator("#k-2 input[type=number]")).to_have_value("9")
     expect(other.locator("#option-max_n-1 input[type=number]")).to_have_value("5")
     folded = other.locator("#sampling button").first
-    expect(folded).to_contain_text("temperature 0.7 · seed 11 · at most 40 tokens")
+    expect(folded).to_contain_text("temperature 0.7 · seed 11 · max 40 tokens")
     folded.click()
     for place, value in settings(page).items():
         expect(other.locator(place)).to_have_value(value)  # method titles arrive later
@@ -125,7 +125,7 @@ def test_presets_of_larger_models_are_in_a_list(visit_gated):
     expect(page.locator("#presets input[type=radio]:checked")).to_have_count(0)
     page.get_by_label("Sampling", exact=True).check()
     expect(page.locator("#target input")).to_have_value("stories")
-    expect(page.locator("#more input")).to_have_value(re.compile("^more presets"))
+    expect(page.locator("#more input")).to_have_value(re.compile("^More examples"))
 
 
 def test_wrapped_method_decides_whether_a_model_is_shown(visit_gated):
@@ -154,7 +154,7 @@ def test_lanes_come_and_go(visit):
     expect(page.locator("#drawer")).to_be_hidden()
     edit(page)
     page.locator("#add-lane").click()
-    expect(page.locator(".sd-setup-words")).to_contain_text("Lane 2 ")
+    expect(page.locator(".sd-setup-summary")).to_contain_text("Lane 2 ")
     expect(page.locator("#lane-2")).to_be_visible()
     page.locator("#add-lane").click()
     expect(page.locator("#lane-3")).to_be_visible()

@@ -57,7 +57,7 @@ def test_a_lane_is_started_on_an_engine_used_again_and_ended(chromium, page_with
         expect(page.locator("#run")).to_be_enabled()
         assert len(started(engine)) == 3  # the same two servers are used again
         page.locator("#free-memory").click()
-        expect(page.get_by_text("servers ended: 2")).to_be_visible()
+        expect(page.get_by_text("servers stopped: 2")).to_be_visible()
         assert gone(engine)
 
         page.locator("#run").click()

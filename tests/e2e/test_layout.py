@@ -9,7 +9,7 @@ from playwright.sync_api import expect
 WIDTHS = [(1920, 1080), (1280, 900), (1024, 768), (820, 1180), (390, 844), (360, 740)]
 AXE = Path(__file__).parents[1] / "js/node_modules/axe-core/axe.min.js"
 CONTROLS = """() => {
-  const kinds = 'button, input:not([type=radio]), select, textarea, .sd-pace label, .sd-status, .sd-ratio';
+  const kinds = 'button, input:not([type=radio]), select, textarea, .sd-pace label, .sd-status, .sd-headline';
   const seen = [...document.querySelectorAll(kinds)]
     .filter(e => e.checkVisibility({ visibilityProperty: true, opacityProperty: true }) && e.getClientRects().length)
     .filter(e => !e.closest('.chips, footer, [role=tablist], .sd-text'));
@@ -44,7 +44,8 @@ SMALL = """() => {
   const small = new Set();
   while (walker.nextNode()) {
     const { parentElement: box, textContent } = walker.currentNode;
-    if (!textContent.trim() || !box.checkVisibility() || box.closest('style, script, .queue, .sd-unheard')) continue;
+    if (!textContent.trim() || !box.checkVisibility()) continue;
+    if (box.closest('style, script, .queue, .sd-visually-hidden')) continue;
     const size = parseFloat(getComputedStyle(box).fontSize);
     if (size < 11.95) small.add(`${size} ${box.className || box.tagName} ${textContent.slice(0, 20)}`);
   }
@@ -73,7 +74,7 @@ def test_nothing_is_clipped_covered_or_small(visit, width, height):
 def test_the_race_is_on_the_first_screen_and_does_not_move_when_it_starts(visit, width, height, lines):
     page = visit(viewport={"width": width, "height": height}, reduced_motion="reduce")
     wait_for_text(page, "^Recorded")
-    for place in ("#run", ".sd-ratio", ".sd-race", "#title p"):
+    for place in ("#run", ".sd-headline", ".sd-race", "#title p"):
         box = page.locator(place).first.bounding_box()
         assert box["y"] >= 0 and box["y"] + box["height"] <= height, place
     texts = [page.locator(f'[data-lane="{lane}"].sd-text') for lane in (0, 1)]
@@ -81,7 +82,7 @@ def test_the_race_is_on_the_first_screen_and_does_not_move_when_it_starts(visit,
                for text in texts)  # fmt: skip
     before = [text.bounding_box() for text in texts]
     page.locator("#run").click()
-    wait_for_text(page, "^(Running|Measured|Finished)")
+    wait_for_text(page, "^(Running|Run complete|Finished)")
     assert [text.bounding_box() for text in texts] == before
     wait_for_text(page, "^Finished")
     assert [text.bounding_box() for text in texts] == before
@@ -112,7 +113,7 @@ def test_a_run_a_step_and_an_inspection_by_keyboard(visit_gated, gates):
     number = r"Step (\d+) of"
     first = int(re.search(number, page.locator(".sd-step").text_content())[1])
     page.keyboard.press(".")
-    expect(page.locator(".sd-step")).to_contain_text(f"Step {first + 1} of")
+    expect(page.locator(".sd-step")).to_contain_text(f"Step {first + 1}/")
     page.keyboard.press("Escape")
     expect(page.locator(".sd-inspector")).to_be_hidden()
     page.locator(".sd-replay").press("Enter")
@@ -137,12 +138,14 @@ def test_outdated_result_names_its_settings(visit_gated, gates):
     wait_for_text(page, "^Recorded")
     page.locator("#run").click()
     wait_for_text(page, "^Finished")
-    expect(page.locator(".sd-stale")).to_be_hidden()
+    expect(page.locator(".sd-outdated-label")).to_be_hidden()
     prompt = page.locator("#prompt textarea").input_value()
     page.locator("#prompt textarea").fill("Another prompt")
-    expect(page.locator(".sd-stale")).to_have_text(re.compile("^Result of: Speculative <em>lane</em>"))
+    expect(page.locator(".sd-outdated-label")).to_have_text(
+        re.compile("^Result of earlier settings: Speculative <em>lane</em>")
+    )
     page.locator("#prompt textarea").fill(prompt)
-    expect(page.locator(".sd-stale")).to_be_hidden()
+    expect(page.locator(".sd-outdated-label")).to_be_hidden()
 
 
 def test_run_waits_for_what_a_link_asks_for(visit_gated, gates):
@@ -152,18 +155,18 @@ def test_run_waits_for_what_a_link_asks_for(visit_gated, gates):
     page.locator("#run").click()
     wait_for_text(page, "^Reading the link")
     gates.warm.set()
-    wait_for_text(page, "^(Running|Measured|Finished)")
+    wait_for_text(page, "^(Running|Run complete|Finished)")
     expect(page.locator("#k-1 input[type=number]")).to_have_value("7")
     wait_for_text(page, "^Finished")
-    expect(page.locator(".sd-stale")).to_be_hidden()  # the run matches the link's settings
+    expect(page.locator(".sd-outdated-label")).to_be_hidden()  # the run matches the link's settings
 
 
 def test_a_first_visit_plays_the_recorded_race_once(visit_gated):
     page = visit_gated()
-    wait_for_text(page, "^A recorded race, slowed")
-    wait_for_text(page, "^Recorded earlier")
+    wait_for_text(page, "^Playing a recorded run at 1/")
+    wait_for_text(page, "^Recorded run")
     still = visit_gated("?preset=embedded-draft")
-    wait_for_text(still, "^Recorded earlier")
+    wait_for_text(still, "^Recorded run")
     expect(still.locator(".sd-pause")).to_have_attribute("aria-label", "Play")
 
 
@@ -182,12 +185,12 @@ def test_axe_finds_nothing(visit, theme):
         page.get_by_role("tab", name=tab).click()
         assert violations() == [], tab
     page.locator("#run").click()
-    wait_for_text(page, "^(Running|Measured)")
+    wait_for_text(page, "^(Running|Run complete)")
     assert violations() == []
     wait_for_text(page, "^Finished")
     page.locator('[data-lane="1"] [data-kind="accepted"]').first.click()
     page.locator("#prompt textarea").fill("Another prompt")
-    expect(page.locator(".sd-stale")).to_be_visible()
+    expect(page.locator(".sd-outdated-label")).to_be_visible()
     assert violations() == []
 
 

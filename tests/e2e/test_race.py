@@ -130,7 +130,7 @@ def test_every_number_of_a_finished_page_follows_from_its_trace(visit):
         assert [round(float(n), 0) for n in re.findall(r"[\d.]+", shown)] == pytest.approx(
             [float(n) for n in re.findall(r"[\d.]+", split)], abs=1.0
         )
-        waited = f"waited for the processor {round(100 * numbers['waited_share'])} %"
+        waited = f"CPU contention {round(100 * numbers['waited_share'])} %"
         assert page.locator(".sd-split").nth(index).inner_text().endswith(waited)
     plain, lane = trace.lanes
     row = compare(plain, lane, greedy=True, schedule=trace.schedule) | {"verdict": "identical"}
@@ -146,9 +146,9 @@ def test_every_number_of_a_finished_page_follows_from_its_trace(visit):
     expect(page.locator('[data-tile="speedup"] small')).to_contain_text(f"{speed.interval()}, ")
     expect(page.locator('[data-tile="speedup"] small')).to_contain_text(speed.label)
     expect(page.locator('[data-tile="speedup"] .sd-noisy')).to_have_count(int(row["noisy"]))
-    expect(page.locator(".sd-why")).to_contain_text(prediction(trace)[0]["sentence"])
+    expect(page.locator(".sd-explanations")).to_contain_text(prediction(trace, "×")[0]["sentence"])
     rates = "  ".join(f"{i}: {100 * rate:.0f} %" for i, rate in enumerate(totals["accept_by_position"], start=1))
-    expect(page.locator(".sd-rates")).to_have_text(f"kept at position: {rates}")
+    expect(page.locator(".sd-rates")).to_have_text(f"Acceptance rate at position {rates}")
     rows = csv.DictReader(io.StringIO(save(page, "csv").path().read_text(encoding="utf-8")))
     kinds = [line["kind"] for line in rows if line["lane"] == "1"]
     assert kinds.count("accepted") == totals["accepted"]
@@ -205,15 +205,15 @@ def test_drafts_can_be_hidden_steps_inspected_and_the_run_replayed(visit, trace_
     page.locator('[data-lane="1"].sd-text').focus()
     page.keyboard.press("Home")
     page.keyboard.press("ArrowRight")
-    expect(page.locator(".sd-step")).to_contain_text("Step 1 of")
-    expect(page.locator(".sd-verdict")).to_have_text(
-        ["✓ accepted", "✗ rejected", "· not reached", "↺ corrected by target"]
+    expect(page.locator(".sd-step")).to_contain_text("Step 1/")
+    expect(page.locator(".sd-outcome")).to_have_text(
+        ["✓ accepted", "✗ rejected", "· not verified", "↺ correction token"]
     )
     page.locator('[data-lane="1"] [data-kind="bonus"]').first.click()
-    expect(page.locator(".sd-verdict").last).to_have_text("★ bonus of target")
+    expect(page.locator(".sd-outcome").last).to_have_text("★ bonus token")
     page.get_by_role("radio", name="1/16").check(force=True)
     page.locator(".sd-replay").click()
-    wait_for_text(page, "slowed 16 times")
+    wait_for_text(page, "at 1/16 speed")
     wait_for_text(page, "^Replayed")
     assert lane_text(page, 1) == "".join(HOSTILE)
 
@@ -237,7 +237,7 @@ def test_unreported_server_values_are_unknown(visit, remote_file):
     wait_for_text(page, "^Replayed")
     assert lane_text(page, 1) == "".join(HOSTILE)
     badge = page.locator(".sd-remote")
-    expect(badge).to_have_text("remote: m at <b>host</b>:8000, what was drafted is unknown")
+    expect(badge).to_have_text("remote: m at <b>host</b>:8000, draft tokens unknown")
     kinds = "[...new Set([...document.querySelectorAll('[data-lane=\"1\"] span[data-kind]')].map(s => s.dataset.kind))]"
     assert set(page.evaluate(kinds)) == {"prompt", "unknown"}
     token = page.locator('[data-lane="1"] [data-kind="unknown"]').last
@@ -245,12 +245,12 @@ def test_unreported_server_values_are_unknown(visit, remote_file):
     assert value(page, "acceptance", 1) == "0.45" and value(page, "per-pass", 1) == "2.5"
     expect(page.locator('[data-tile="acceptance"]')).to_contain_text("9 of 20")
     expect(page.locator('[data-tile="output"] b')).to_have_text("✓ same text")
-    expect(page.locator(".sd-why")).to_contain_text("requests of other users are included")
-    expect(page.locator(".sd-histogram")).to_contain_text("How many drafts each pass kept is unknown.")
-    expect(page.locator('.sd-run[data-of="1"]')).to_contain_text(f"{len(HOSTILE)} tok ")
+    expect(page.locator(".sd-explanations")).to_contain_text("requests of other users are included")
+    expect(page.locator(".sd-histogram")).to_contain_text("The accepted tokens per step are unknown.")
+    expect(page.locator('.sd-race-row[data-series="1"]')).to_contain_text(f"{len(HOSTILE)} tok ")
     expect(page.locator(".sd-times")).to_contain_text("unknown")
     token.click()
-    expect(page.locator(".sd-step")).to_contain_text("what was drafted is unknown")
+    expect(page.locator(".sd-step")).to_contain_text("draft tokens unknown")
 
 
 def test_a_tree_is_drawn_and_walked_by_keyboard(visit, tree_file):
@@ -265,40 +265,38 @@ def test_a_tree_is_drawn_and_walked_by_keyboard(visit, tree_file):
     nodes = page.get_by_role("treeitem")
     expect(nodes).to_have_count(1 + 64 + 1)
     output_nodes = page.locator(
-        '.sd-node:is([data-fate="accepted"], [data-fate="bonus"], [data-fate="corrected"]) code'
+        '.sd-node:is([data-outcome="accepted"], [data-outcome="bonus"], [data-outcome="corrected"]) code'
     )
     assert output_nodes.all_text_contents() == [visible(text) for text in HOSTILE[1:5]]
     assert page.locator(".sd-tree img, .sd-tree b, .sd-tree script").count() == 0
-    struck = page.locator('[data-fate="rejected"] code').first
+    struck = page.locator('[data-outcome="rejected"] code').first
     assert "line-through" in struck.evaluate("e => getComputedStyle(e).textDecorationLine")
     box = page.locator(".sd-tree")
     assert box.evaluate("e => e.scrollWidth > e.clientWidth && e.scrollHeight > e.clientHeight")
     assert page.evaluate("document.documentElement.scrollWidth") == 390
     page.locator('.sd-node[tabindex="0"]').focus()
-    expect(page.locator(".sd-node-words")).to_contain_text("depth 4 · ")
+    expect(page.locator(".sd-node-label")).to_contain_text("depth 4 · ")
     page.keyboard.press("ArrowLeft")
-    expect(page.locator(".sd-node-words")).to_have_text(
+    expect(page.locator(".sd-node-label")).to_have_text(
         re.compile(r"depth 3 · draft q 0\.50 · target p 0\.25 · ✓ accepted$")
     )
     expect(page.locator(".sd-node:focus")).to_have_attribute("aria-level", "4")
     page.keyboard.press("Home")
-    expect(page.locator(".sd-node-words")).to_contain_text("root")
+    expect(page.locator(".sd-node-label")).to_contain_text("root")
 
 
 def test_drafter_notes_are_plotted(visit, tree_file, trace_file):
     page = visit(reduced_motion="reduce")
     open_file(page, tree_file)
     wait_for_text(page, "^Replayed")
-    figures = page.locator(".sd-told figure")
+    figures = page.locator(".sd-drafter-notes figure")
     expect(figures).to_have_count(2)
     expect(figures.first).to_contain_text("Draft length know 2 · estimated acceptance 75 % · predicted 1.50×")
     expect(figures.last).to_contain_text("now 60 % · 4 updates · 16.0 ms of training · training loss 1.250")
-    expect(figures.first.locator("[role=img]").last).to_have_attribute(
-        "aria-label", re.compile("over 4 target passes, now 2$")
-    )
-    expect(page.locator(".sd-times small").filter(has_text="training")).to_contain_text("16.0 ms of it training")
+    expect(figures.first.locator("[role=img]").last).to_have_attribute("aria-label", re.compile("over 4 steps, now 2$"))
+    expect(page.locator(".sd-times small").filter(has_text="training")).to_contain_text("including 16.0 ms of training")
     open_file(page, trace_file)
-    expect(page.locator(".sd-told")).to_be_hidden()
+    expect(page.locator(".sd-drafter-notes")).to_be_hidden()
 
 
 def test_copy_from_lane_is_the_model_text(visit, trace_file):
@@ -374,7 +372,7 @@ def test_four_lanes(visit, tmp_path, lanes=3):
 
 def test_a_first_visit_shows_the_recorded_race_of_the_preset(visit):
     page = visit()
-    wait_for_text(page, "^Recorded earlier. Press Run")
+    wait_for_text(page, "^Recorded run. Press Run")
     expect(page.locator(".sd-badge")).to_have_text(re.compile(r"^Recorded run · .+ · 20\d\d-\d\d-\d\d · commit \w{7}$"))
     first = lane_text(page, 1)
     assert first and first == lane_text(page, 0)
@@ -389,7 +387,7 @@ def test_a_first_visit_shows_the_recorded_race_of_the_preset(visit):
     assert lane_text(page, 1) not in ("", first)
     charted = "[...document.querySelectorAll('#chart .sd-curve')].map(line => line.dataset.points).join()"
     points = page.wait_for_function(f"() => {{ const n = {charted}; return /^[1-9]/.test(n) && n; }}").json_value()
-    page.get_by_text("1/16", exact=True).click()  # at full speed the replay takes a third of a second
+    page.get_by_text("1/16×", exact=True).click()  # at full speed the replay takes a third of a second
     page.locator(".sd-replay").click()
     wait_for_text(page, "^Replaying")
     page.locator(".sd-replay").click()
@@ -404,11 +402,11 @@ def test_a_chat_shows_its_turns_and_folds_what_is_thought(visit, chat_file):
     assert [lane_text(page, i) for i in (0, 1)] == [lane.text for lane in chat_trace().lanes]
     for lane, heads in ((0, ["Thought · 6 tokens"]), (1, ["Thought · 7 tokens"])):
         box = page.locator(f'[data-lane="{lane}"].sd-text')
-        expect(box.locator("summary")).to_have_text(["Before this: system, user, assistant", *heads])
+        expect(box.locator("summary")).to_have_text(["Earlier messages: system, user, assistant", *heads])
         expect(box.locator(".sd-turn").last).to_have_text("userA piano!")
         expect(box.locator('[data-kind="prompt"]').first).to_have_text("Be <b>brief</b>.")
         expect(box.locator('[data-kind="prompt"]').first).to_be_hidden()
     page.locator('[data-lane="1"].sd-text').focus()
     page.keyboard.press("Home")
-    expect(page.locator('[data-lane="1"] .sd-picked')).to_be_visible()  # the section with the step has opened
+    expect(page.locator('[data-lane="1"] .sd-selected')).to_be_visible()  # the section with the step has opened
     expect(page.locator("#follow-row")).to_be_hidden()  # a file has no model

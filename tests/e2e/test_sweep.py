@@ -21,7 +21,7 @@ def test_run_stop_save_open_share(visit_gated, gates, tmp_path):
     wait_for_text(page, r"^50 % done: repeat 2 of 2, k = 4\.")
     expect(page.locator("#sweep-run")).to_be_disabled()
     page.locator("#sweep-stop").click()
-    wait_for_text(page, r"^Stopped\. The numbers are those of the finished repeats\.")
+    wait_for_text(page, r"^Stopped\. The table holds the finished repeats\.")
     assert gates.stopped.acquire(timeout=60)
     expect(page.locator("#sweep .sd-remarks")).to_have_text("Stopped after 1 of 2 repeats.")
     expect(page.locator("#sweep-chart .js-plotly-plot .legendtext").last).to_have_text("<i>deep</i> & co, predicted")
@@ -31,7 +31,7 @@ def test_run_stop_save_open_share(visit_gated, gates, tmp_path):
 
     gates.open.set()
     page.locator("#sweep-run").click()
-    wait_for_text(page, r"^Finished: measured 2 times; 3 repeats are needed to find the best\.")
+    wait_for_text(page, r"^Done\. Measured 2 times; 3 repeats are needed to find the best\.")
     with page.expect_download() as download:
         page.locator("#sweep-save").click()
     path = tmp_path / download.value.suggested_filename
@@ -45,7 +45,7 @@ def test_run_stop_save_open_share(visit_gated, gates, tmp_path):
     with other.expect_file_chooser() as chooser:
         other.locator("#sweep-open").click()
     chooser.value.set_files(path)
-    wait_for_text(other, "^Opened: measured 2 times")
+    wait_for_text(other, r"^Recorded result\. Measured 2 times")
     expect(other.locator("#sweep .sd-badge")).to_have_text("recorded · Test CPU <b> · 2026-11-21")
     expect(other.locator("#sweep tbody tr")).to_have_count(9)
     expect(other.locator("#sweep-chart .js-plotly-plot .legendtext")).to_have_count(4)

@@ -18,32 +18,32 @@ def gain(page):
 
 def test_from_a_finished_race_to_an_h100(visit):
     page = visit("?preset=embedded-draft&max_new_tokens=60", reduced_motion="reduce")
-    expect(page.locator(".sd-ask")).to_be_hidden()
+    expect(page.locator(".sd-estimate")).to_be_hidden()
     page.locator("#run").click()
     wait_for_text(page, "^Finished")
-    page.locator(".sd-ask").click()
+    page.locator(".sd-estimate").click()
     expect(page.get_by_role("tab", name="What if")).to_have_attribute("aria-selected", "true")
     expect(page.locator("#whatif-start input")).to_have_value(re.compile("^Your last run: stories, Draft model"))
     expect(page.locator("#machine input")).to_have_value("NVIDIA H100 SXM")
     expect(page.locator("#whatif-k input[type=number]")).to_have_value("4")
     expect(gain(page)).to_have_text(re.compile(r"^\d+\.\d\d×$"))
-    expect(page.locator(".sd-limits")).to_contain_text("With k = 4 and one text a step takes")
+    expect(page.locator(".sd-bottleneck")).to_contain_text("With k = 4 and batch size 1, a step costs")
     measured = page.locator(".sd-over-k .sd-count").last
-    expect(measured).to_have_text(re.compile(r"^the run itself \d\.\d\d×$"))
+    expect(measured).to_have_text(re.compile(r"^measured \d\.\d\d×$"))
     expect(page.locator(".sd-over-batch .sd-band")).to_have_count(1)
 
-    before = page.locator(".sd-limits").text_content()
+    before = page.locator(".sd-bottleneck").text_content()
     page.locator("#machine input").click()
     page.get_by_role("option", name="NVIDIA L4", exact=True).click()
-    expect(page.locator(".sd-facts")).to_contain_text("NVIDIA L4 · bfloat16 · by its datasheet")
-    expect(page.locator(".sd-limits")).not_to_have_text(before)
+    expect(page.locator(".sd-facts")).to_contain_text("NVIDIA L4 · bfloat16 · from its spec sheet")
+    expect(page.locator(".sd-bottleneck")).not_to_have_text(before)
     page.locator('#batch [value="64"]').check(force=True)
-    expect(page.locator(".sd-limits")).to_contain_text("and 64 texts a step")
+    expect(page.locator(".sd-bottleneck")).to_contain_text("and batch size 64, a step")
 
     page.get_by_role("tab", name="Race").click()
     page.get_by_role("tab", name="What if").click()
     expect(page.locator("#machine input")).to_have_value("NVIDIA L4")  # the selected machine stays
-    expect(page.locator(".sd-limits")).to_contain_text("and 64 texts a step")
+    expect(page.locator(".sd-bottleneck")).to_contain_text("and batch size 64, a step")
 
 
 def test_by_keyboard_alone(visit):
@@ -51,20 +51,20 @@ def test_by_keyboard_alone(visit):
     wait_for_text(page, "^Recorded")
     page.get_by_role("tab", name="What if").focus()
     page.keyboard.press("Enter")
-    expect(page.locator("#whatif-start input")).to_have_value(re.compile("^The run on show"))
+    expect(page.locator("#whatif-start input")).to_have_value(re.compile("^Run shown in Race"))
     expect(gain(page)).not_to_be_empty()
     page.locator("#whatif-k input[type=range]").focus()
     for _ in range(3):
         page.keyboard.press("ArrowRight")
-    expect(page.locator(".sd-limits")).to_contain_text("With k = 7")
+    expect(page.locator(".sd-bottleneck")).to_contain_text("With k = 7")
     page.locator("#batch input").first.focus()
     page.keyboard.press("ArrowRight")
-    expect(page.locator(".sd-limits")).to_contain_text("and 2 texts a step")
+    expect(page.locator(".sd-bottleneck")).to_contain_text("and batch size 2, a step")
     page.locator("#whatif-draft button").first.press("Enter")
-    page.locator("#kept input").first.focus()
+    page.locator("#acceptance-source input").first.focus()
     page.keyboard.press("ArrowRight")
     page.locator("#rate input[type=range]").focus()
-    expect(page.locator(".sd-over-k")).to_have_attribute("aria-label", re.compile("^Speed-up over the draft length"))
+    expect(page.locator(".sd-over-k")).to_have_attribute("aria-label", re.compile("^Speed-up by draft length"))
     page.keyboard.press("Home")  # all guesses are rejected
     expect(page.locator('#whatif [data-tile="best"] b')).to_have_text("off")
     page.locator("#whatif summary").focus()
@@ -79,7 +79,7 @@ def test_with_all_sections_open_nothing_is_clipped_or_small(visit, width):
     page.get_by_role("tab", name="What if").click()
     expect(gain(page)).not_to_be_empty()
     page.locator("#whatif-draft button").first.click()
-    page.get_by_label("a rate of my own").check(force=True)
+    page.get_by_label("custom rate").check(force=True)
     expect(page.locator("#rate")).to_be_visible()
     page.locator("#whatif summary").click()
     assert page.evaluate("document.documentElement.scrollWidth") == width

@@ -184,15 +184,15 @@ def test_the_prediction_of_a_run_agrees_with_its_own_measurement():
 )
 def test_largest_cost_is_named(changes, word):
     (entry,) = prediction(trace(("lane", simulated(random.Random(3), k=4, steps=200, **changes))))
-    assert f"most of the extra time goes into {word}" in entry["sentence"]
+    assert f"largest extra cost: {word}" in entry["sentence"]
 
 
 def test_a_step_that_costs_less_than_a_plain_token_has_no_extra_time():
     quick = simulated(random.Random(3), [0.3] * 4, 4, 200, v=lambda n: 8.0, c=0.1, fixed=0.0, other=0.1)
     (entry,) = prediction(trace(("lane", quick)))
-    assert entry["sentence"].startswith("Faster (") and ": a step costs 0." in entry["sentence"]
-    assert "; a step takes no extra time; no other k is predicted" in entry["sentence"]
-    assert "most of the extra time" not in entry["sentence"]
+    assert entry["sentence"].startswith("Faster (") and ": a step takes as long as 0." in entry["sentence"]
+    assert "; no extra cost over plain decoding; no other k is predicted" in entry["sentence"]
+    assert "largest extra cost" not in entry["sentence"]
 
 
 @pytest.mark.parametrize(
@@ -212,23 +212,22 @@ def test_faster_and_slower_only_where_the_interval_leaves_out_one(speed, words):
 def test_hopeless_lane_gets_advice_to_turn_off():
     (entry,) = prediction(trace(("lane", simulated(random.Random(4), [0.05] * 4, 4, 200, c=3.0))))
     assert entry["best_k"] == 0
-    assert entry["sentence"].startswith("Slower (") and ": a step costs " in entry["sentence"]
-    assert entry["sentence"].endswith("; turn it off: no draft length is predicted to beat plain decoding.")
+    assert entry["sentence"].startswith("Slower (") and ": a step takes as long as " in entry["sentence"]
+    assert entry["sentence"].endswith("; not worth it here: no draft length is predicted to beat plain decoding.")
 
 
 def test_a_better_length_is_named():
     lane = simulated(random.Random(5), [0.8] * 8, 8, 400, c=3.0, fixed=0.0)
     (entry,) = prediction(trace(("lane", lane), options={"k": 8}))
     assert 0 < entry["best_k"] < 8
-    assert f"; k = {entry['best_k']} is predicted to be " in entry["sentence"]
-    assert entry["sentence"].endswith(" as fast as k = 8.")
+    assert f"; k = {entry['best_k']} is predicted to be faster than k = 8 (1.26x, " in entry["sentence"]
 
 
 def test_summaries_alone_give_the_measured_half():
     found = trace(("lane", simulated(random.Random(6), [0.5] * 4, 4, 100)))
     sentence = explain(summarise(found.lanes[1]), estimates(found)[0])
     assert sentence.endswith("% of the draft tokens were accepted.")
-    assert sentence.startswith(("Faster (", "Slower (")) and ": a step costs " in sentence
+    assert sentence.startswith(("Faster (", "Slower (")) and ": a step takes as long as " in sentence
 
 
 def test_other_k_is_advised_only_if_significant():
@@ -237,7 +236,7 @@ def test_other_k_is_advised_only_if_significant():
         prediction(trace(("lane", simulated(random.Random(4), [0.8] * 8, 2, steps)), options={"k": 2}))[0]
         for steps in (20, 2500)
     )
-    assert many["best_k"] > 2 and f"; k = {many['best_k']} is predicted to be " in many["sentence"]
+    assert many["best_k"] > 2 and f"; k = {many['best_k']} is predicted to be faster than k = 2 (" in many["sentence"]
     assert few["best_k"] != 2 and few["sentence"].endswith("no other k is predicted to be clearly faster than k = 2.")
 
 

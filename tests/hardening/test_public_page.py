@@ -58,7 +58,7 @@ def test_hidden_functions_reject_calls(visit):
     train = caller.after(caller.fn("click", "train"))
     assert "Training is off" in text(caller.call(train, [None, 2, None]))
     raced = caller.now(caller.fn("click", "race-head"), [0, 0, 0])
-    assert raced.status_code == 500 and "no new head yet" in raced.json()["error"]
+    assert raced.status_code == 500 and "no trained head yet" in raced.json()["error"]
 
 
 def test_queued_and_direct_calls_cannot_be_exchanged(visit):
@@ -73,7 +73,7 @@ def test_a_bad_call_is_one_line_of_the_log(visit, log):
     share = caller.fn("click", "share")
     before = len(log.read_text().splitlines())
     assert caller.now(share, ["\x1b[2J\nnope"] * len(share["inputs"])).status_code == 500
-    assert caller.now(share, []).json()["error"] == "the call failed; the log of the server names the reason"
+    assert caller.now(share, []).json()["error"] == "the call failed; see the log of the server"
     assert caller.client.post("gradio_api/run/nope", json={"data": []}).status_code == 500
     assert not ends(caller.call(caller.fn("race"), []))["success"]
     lines = log.read_text().splitlines()
@@ -88,7 +88,7 @@ def test_a_bad_call_is_one_line_of_the_log(visit, log):
     ("values", "line"),
     [
         (["k", "llama-3.1-8b", 1, 32], "is not available on this public page"),
-        (["methods", "qwen3-8b", 1, 32], "needs a GPU and there is none here"),
+        (["methods", "qwen3-8b", 1, 32], "needs a GPU and this machine has none"),
         (["k", "embedded-draft", 1, 512], "256"),
         (["k", "embedded-draft", 9, 32], "3"),
     ],

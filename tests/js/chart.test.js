@@ -2,7 +2,7 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 import { load, plain } from "./load.js";
 
-/** As much of a document as a chart is drawn into. */
+/** A minimal DOM node. */
 function node(tag) {
   const made = { tag, attributes: {}, children: [], textContent: "", classList: { add() {} }, clientWidth: 400, clientHeight: 200, offsetHeight: 0 };
   const append = (...more) => made.children.push(...more);
@@ -13,11 +13,11 @@ const document = { createElementNS: (_, tag) => node(tag), createElement: node }
 class ResizeObserver {
   observe() {}
 }
-const { plot, doublings, ticks } = load(["kit", "chart"], "plot, doublings, ticks", { document, ResizeObserver });
+const { plot, doublings, ticks } = load(["helpers", "chart"], "plot, doublings, ticks", { document, ResizeObserver });
 
-function drawn(how) {
+function drawn(options) {
   const box = node("div");
-  plot(box, { words: "", unit: "", ...how });
+  plot(box, { label: "", unit: "", ...options });
   return box.children.at(-1).children;
 }
 const corners = (path) => path.attributes.d.match(/[\d.]+,[\d.]+/g).map((pair) => pair.split(",").map(Number));
@@ -28,10 +28,10 @@ test("round numbers up to the largest, and doublings", () => {
   assert.deepEqual(plain(doublings(1)), [1]);
 });
 
-test("a band goes along its upper end and back along its lower one, behind its curve", () => {
+test("a band follows its upper end and returns along its lower end, below its curve", () => {
   const points = [[1, 1], [2, 2], [3, 2]];
   const band = [[1, 0.5, 1.5], [2, 1, 3], [3, 1, 4]];
-  const paths = drawn({ lines: [{ of: 1, points, band }] }).filter(({ attributes }) => /^sd-(band|curve)/.test(attributes.class));
+  const paths = drawn({ lines: [{ series: 1, points, band }] }).filter(({ attributes }) => /^sd-(band|curve)/.test(attributes.class));
   assert.deepEqual(paths.map(({ attributes }) => attributes.class), ["sd-band", "sd-curve"]);
   const [area, curve] = paths.map(corners);
   assert.equal(area.length, 6);
@@ -42,8 +42,8 @@ test("a band goes along its upper end and back along its lower one, behind its c
   });
 });
 
-test("where x doubles, every doubling is as wide and begins at one", () => {
-  const [curve] = drawn({ lines: [{ of: 1, points: [[1, 1], [4, 1], [16, 1], [256, 1]] }], doubling: true }).filter(({ attributes }) => attributes.class === "sd-curve");
+test("on a logarithmic axis, every doubling has the same width", () => {
+  const [curve] = drawn({ lines: [{ series: 1, points: [[1, 1], [4, 1], [16, 1], [256, 1]] }], doubling: true }).filter(({ attributes }) => attributes.class === "sd-curve");
   const [one, four, sixteen, last] = corners(curve).map(([x]) => x);
   assert.ok(Math.abs(four - one - (sixteen - four)) < 0.2 && Math.abs(last - one - 4 * (four - one)) < 0.5);
 });

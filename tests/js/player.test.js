@@ -2,7 +2,7 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 import { load } from "./load.js";
 
-const { Player } = load(["kit", "player"], "Player");
+const { Player } = load(["helpers", "player"], "Player");
 
 const step = (clock_ms) => ({ type: "step", so_far: { clock_ms } });
 const done = { type: "done" };

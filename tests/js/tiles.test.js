@@ -2,7 +2,7 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 import { load, plain } from "./load.js";
 
-const of = (run) => load(["kit", "tiles"], "numbers, speedup, headline, speedTile, outputTile", { run });
+const of = (run) => load(["helpers", "tiles"], "numbers, speedup, headline, speedTile, outputTile", { run });
 const lane = (speed, more = {}) => ({ exact: true, soFar: { tokens: 9, tokens_per_s: speed }, summary: null, comparison: null, ...more });
 
 test("numbers are those of the step on show, then the engine's summary", () => {

@@ -2,7 +2,7 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 import { load } from "./load.js";
 
-const { layOut, isTree } = load(["kit", "tree"], "layOut, isTree");
+const { layOut, isTree } = load(["helpers", "tree"], "layOut, isTree");
 
 const line = {
   drafted: ["a", "b", "c", ""],
@@ -15,12 +15,12 @@ const line = {
   text: ["a", "x"],
 };
 
-test("nodes stand in reading order, the target's own token before the drafts it refused", () => {
+test("nodes are in reading order, the target's token before the rejected siblings", () => {
   const nodes = layOut(line, "root");
   assert.equal(nodes.map((node) => `${node.text}${node.depth}${node.row}`).join(" "), "root00 a10 x20 c21 b12");
 });
 
-test("a chain is no tree, whatever is absent", () => {
+test("a chain is not a tree, even with absent nodes", () => {
   assert.equal(isTree(line), true);
   assert.equal(isTree({ fates: ["accepted", "rejected", null], parents: [0, 1, 0] }), false);
 });

@@ -50,4 +50,4 @@ def test_page_reports_it(monkeypatch):
     assert "about 20 GB, gated: needs a login, Llama 3.1 Community License" in text
     assert text.endswith("and this machine has none.**")
     button = fill(PRESETS["llama-3.1-8b"], dict.fromkeys(DRAWN, 0))["nearest"]
-    assert button["visible"] and button["value"] == f"Run the nearest that can: {PRESETS['embedded-draft'].title}"
+    assert button["visible"] and button["value"] == f"Run instead: {PRESETS['embedded-draft'].title}"

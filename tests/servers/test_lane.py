@@ -201,13 +201,13 @@ def test_server_times_and_their_deviation_are_reported():
     late = lane_with_arrivals([seconds + 1.0 for seconds in TRUE_PACE], times)
     assert not compare(baseline, agrees, greedy=True)["noisy"]
     assert (
-        "the server of this lane says 0.53 s where 1.53 s passed here"
+        "the server of this lane reports 0.53 s, the client measured 1.53 s"
         in compare(baseline, late, greedy=True)["reasons"]
     )
     with completion_server(GOOD, metrics=[TIMED.format(0, 0.0, 0.0), TIMED.format(1, 0.25, 0.75)]) as server:
         trace = run(spec(server.address, server.address), server.address)
     assert trace.lanes[0].remote.times == {"ttft_ms": 250.0, "decode_ms": 750.0}
-    assert "By its server's clock, Baseline took 250 ms to its first token and 750 ms to decode." in race_report(trace)
+    assert "The server of Baseline reports 250 ms to the first token and 750 ms of decoding." in race_report(trace)
     assert from_json(to_json(trace)) == trace
     timings = {"prompt_ms": 20.0, "predicted_ms": 80.0}
     with completion_server([piece("a"), piece("b", finish="stop", timings=timings)]) as server:

@@ -234,9 +234,7 @@ def test_hidden_settings_are_named():
         chosen = {name: Comparison.model_fields[name].default for name in controls.SAMPLING} | changes
         return controls.settings_summary(chat, *chosen.values())
 
-    assert label("text", max_new_tokens=160) == (
-        "Settings: raw completion · greedy · at most 160 tokens · lanes in turn"
-    )
+    assert label("text", max_new_tokens=160) == ("Settings: no chat template · greedy · max 160 tokens · interleaved")
     sampling = {"temperature": 0.8, "top_p": 0.95, "top_k": 40, "min_p": 0.05}
     assert label("chat", **sampling, seed=7, max_new_tokens=1, schedule="sequential") == (
         "Settings: chat template · temperature 0.8 · top-p 0.95 · top-k 40 · min-p 0.05 · seed 7 · at most 1 token · "

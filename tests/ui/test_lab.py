@@ -62,7 +62,7 @@ def test_stop_saves_the_partly_trained_head(trainer):
     while '"step":1' not in (update := next(shown))["view"]:
         pass
     assert update["race"]["interactive"] is False
-    assert "is written as far as it is trained" in visits.request_stop(VISITOR)["view"]
+    assert "the partly trained head will be saved" in visits.request_stop(VISITOR)["view"]
     shown.close()
     update = visits.stop(VISITOR)
     assert [line["type"] for line in lines(update["view"])][-2:] == ["done", "stopped"]
@@ -96,7 +96,7 @@ def test_invalid_input_is_one_line(trainer, monkeypatch):
     trainer.fails = True
     assert lines(last(REQUEST))[-1]["text"] == "no text to learn from"
     monkeypatch.setenv("SPACE_ID", "someone/specdemo")
-    assert "Training is off" in last(REQUEST)
+    assert "Training is disabled" in last(REQUEST)
 
 
 def test_minutes_have_limits(trainer):

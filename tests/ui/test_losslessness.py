@@ -44,7 +44,7 @@ def test_the_visitors_sampling_and_rule_are_tested(bench):
     ("at", "value", "message"),
     [
         ("preset", "evil/model", "unknown preset"),
-        ("preset", "qwen3-8b", "on the models that ship with the project"),
+        ("preset", "qwen3-8b", "only with the shipped models"),
         ("acceptance", "elephant", "acceptance must be"),
         ("temperature", 99.0, "temperature must be 5.0 or less"),
         ("temperature", None, "temperature"),

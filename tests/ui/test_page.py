@@ -66,7 +66,7 @@ def test_a_port_that_is_taken_is_named():
         port = taken.getsockname()[1]
         command = [sys.executable, "app.py", "--port", str(port)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    line = f"error: port {port} of 127.0.0.1 cannot be had; choose others with --port and --host"
+    line = f"error: port {port} of 127.0.0.1 is not available; choose another with --port or --host"
     assert (done.returncode, done.stderr.strip()) == (2, line)
 
 
@@ -160,7 +160,7 @@ def test_a_run_is_saved_once_it_has_ended():
     log = Log()
     visits.keep(visitor, log)
     log.add(list(replay(hostile_trace()))[:3])
-    with pytest.raises(gr.Error, match="has not ended yet; press Stop"):
+    with pytest.raises(gr.Error, match="has not finished; press Stop"):
         visits.save(visitor, "csv")
     log.add(list(replay(hostile_trace()))[3:])
     assert visits.save(visitor, "csv")["name"] == "specdemo-embedded-draft.csv"

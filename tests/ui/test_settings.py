@@ -64,7 +64,7 @@ def test_a_setting_is_added_in_one_place(tmp_path):
     assert seen["file"] == "warmth must be a number, not 'hot'"
     assert seen["refused"] == ["warmth must be below 3.0, not 3.0", "vigour must be 8 or less, not 9"]
     assert seen["overrides"] and seen["from the page"]
-    assert seen["folded"].startswith("Settings: raw completion · greedy · warmth 2.5 · at most ")
+    assert seen["folded"].startswith("Settings: no chat template · greedy · warmth 2.5 · max ")
     assert seen["controls"] == {
         "warmth": ["Slider", "Warmth", 0.5, 2.5, 0.5, 2.5],
         "vigour-1": ["Slider", "Vigour", 1, 8, 1, 7],

@@ -120,7 +120,7 @@ def test_a_public_page_runs_listed_models_and_short_runs(public, monkeypatch, ch
     [
         ({"preset": "llama-3.1-8b"}, "is not available on this public page"),
         ({"new_tokens": 512}, "256 new tokens at most, not 512"),
-        ({"repeats": 4}, "repeats a sweep 3 times at most, not 4"),
+        ({"repeats": 4}, "at most 3 repeats of a sweep, not 4"),
     ],
 )
 def test_a_public_page_sweeps_listed_models_and_few_repeats(public, monkeypatch, changes, line):
@@ -149,7 +149,7 @@ def test_a_link_never_runs_anything_and_is_cut_to_what_is_public(public, monkeyp
     assert [note.partition(";")[0] for note in refused] == [
         "ignored unknown setting 'run' from the link",
         "ignored unknown setting 'go' from the link",
-        "the link asks for more than this public page runs",
+        "the link exceeds the limits of this public page",
     ]
 
 
@@ -168,12 +168,12 @@ def test_public_page_without_gpu_shows_the_recorded_run_with_a_reason(public, mo
     monkeypatch.setattr(live, "session", None)
     monkeypatch.setattr(live, "recorded", lambda preset_id: None)
     (text,) = live.run(qwen(), Log())
-    assert lines(text)[-1] == {"type": "error", "text": "Qwen/Qwen3-8B needs a GPU and there is none here"}
+    assert lines(text)[-1] == {"type": "error", "text": "Qwen/Qwen3-8B needs a GPU and this machine has none"}
     monkeypatch.setattr(live, "recorded", recorded_qwen)
     (text,) = live.run(qwen(), Log())
     first, note, start, *_, end = lines(text)
     assert first["recorded"] and end["type"] == "end" and start["environment"] == hostile_trace().environment
-    assert note["text"] == f"Qwen/Qwen3-8B needs a GPU and there is none here. {live.INSTEAD}"
+    assert note["text"] == f"Qwen/Qwen3-8B needs a GPU and this machine has none. {live.INSTEAD}"
 
 
 class Engine:

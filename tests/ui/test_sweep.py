@@ -156,7 +156,7 @@ def test_suite_error_is_one_line(bench):
 
 def test_a_borrowed_gpu_is_too_short_for_a_sweep(bench, monkeypatch):
     monkeypatch.setattr(sweep.live(), "ELSEWHERE", True)
-    assert "a sweep needs minutes" in last(VALUES)
+    assert "a sweep takes minutes" in last(VALUES)
 
 
 def test_a_saved_result_opens_again(bench, tmp_path):

@@ -51,7 +51,7 @@ def test_server_lane_shows_only_reported_values():
         in next(line for line in lines if line["type"] == "done" and line["lane"] == 1)["remote"]["source"]
     )
     why = lines[-1]["comparison"][0]["why"]
-    assert "45% of the draft tokens were accepted; a pass yielded 2.50 tokens" in why and why.endswith("are included.")
+    assert "45 % of the draft tokens were accepted; mean accepted length 2.50" in why and why.endswith("are included.")
     rows = [row for row in csv.DictReader(io.StringIO(tokens_csv(trace))) if row["lane"] == "1"]
     assert len(rows) == len(HOSTILE) and {(row["kind"], row["token_id"]) for row in rows} == {("unknown", "-1")}
 
@@ -171,4 +171,4 @@ def test_a_run_that_ended_has_a_headline_and_a_stopped_one_no_verdict():
 def test_a_stored_run_without_numbers_still_shows():
     trace = hostile_trace()
     trace.lanes[1].summary = {"tokens_per_s": 9.0}
-    assert view(list(replay(trace))[-1])["comparison"][0]["why"].startswith("Faster (1.33x")  # computed from the events
+    assert view(list(replay(trace))[-1])["comparison"][0]["why"].startswith("Faster (1.33×")  # computed from the events

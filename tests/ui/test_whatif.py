@@ -70,7 +70,7 @@ def test_race_is_predicted_on_an_h100(race):
     )
     assert updates["machine"] == whatif.ELSEWHERE and updates["draft"] == "run"
     view = shown(updates)
-    assert view["where"].startswith("NVIDIA H100") and view["from"].startswith("The run on show: stories")
+    assert view["where"].startswith("NVIDIA H100") and view["from"].startswith("Run shown in Race: stories")
     assert view["at"] == {"k": updates["state"].k, "batch": 64}
 
 
@@ -78,7 +78,7 @@ def test_unpredictable_lane_is_one_line(race):
     race.lanes[1].method, race.lanes[2].exact = "adaptive", False
     try:
         assert questions(race).open(VISITOR, VALUES)["start"]["value"] == DEFAULT
-        with pytest.raises(ValueError, match="decides while it runs what to draft, so it cannot be foretold"):
+        with pytest.raises(ValueError, match="chooses drafts at run time and cannot be predicted"):
             start_of(race, 1, "")
     finally:
         recorded.cache_clear()
@@ -100,7 +100,7 @@ def test_every_control_changes_the_answer():
     assert changed(kept="own", rate=0.05)["best"] == 0
     assert changed(draft="ngram")["rows"][3]["ms"]["draft"] < base["rows"][3]["ms"]["draft"]
     large = changed(target="llama-8b", draft="eagle")
-    assert large["memory_gb"] > 15 and large["where"] == "NVIDIA H100 SXM · bfloat16 · by its datasheet"
+    assert large["memory_gb"] > 15 and large["where"] == "NVIDIA H100 SXM · bfloat16 · from its spec sheet"
 
 
 def test_unsupported_precision_is_replaced():
@@ -121,8 +121,10 @@ def test_sentence_names_bottleneck_and_better_k():
     start = recorded_start(DEFAULT)
     view = changed(kept="own", rate=0.3, k=16)
     best = predict_for(start, VALUES | {"state": start, "kept": "own", "rate": 0.3}).best_k
-    assert "With k = 16 and one text a step takes" in view["sentence"] and "limits it most." in view["sentence"]
-    assert (f"k = {best} would be best" if best else "No draft length gains here.") in view["sentence"]
+    assert "With k = 16 and batch size 1, a step costs" in view["sentence"] and "; bottleneck: " in view["sentence"]
+    assert (f"Best: k = {best} (" if best else "No draft length is faster than plain decoding here.") in view[
+        "sentence"
+    ]
     full = changed(target="llama-8b", draft="eagle", context=65536, batch=256)["sentence"]
     assert "does not fit into this machine's memory" in full
 

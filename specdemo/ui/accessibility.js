@@ -1,8 +1,8 @@
 () => {
-  // Gradio gives every radio button a name of its own, where those of a set are one stop of the Tab key, and the set no
-  // label; every tab is a stop, where arrow keys should go from one to the next; an empty plot is named but is no picture;
-  // a list of choices is a stop, from which the focus falls when the list closes, and opens again when the Tab key leaves it.
-  const tidy = () => {
+  // Fixes the accessibility of Gradio's components. Radio buttons of a group get a common name and the group a label, so that
+  // the Tab key stops once. Tabs are reached by arrow keys. An empty plot gets the role of an image. An open list of choices is
+  // not a stop of the Tab key, and closes when the focus leaves it.
+  const fix = () => {
     for (const set of document.querySelectorAll("fieldset.block")) {
       set.ariaLabel ??= set.querySelector("[data-testid=block-info]")?.textContent.trim();
       const name = `of-${set.closest("[id]:not([id=''])").id}`;
@@ -26,7 +26,7 @@
     next.click();
     next.focus();
   });
-  new MutationObserver(tidy).observe(list, { attributes: true, attributeFilter: ["aria-selected"], subtree: true });
-  new MutationObserver(tidy).observe(document.body, { childList: true, subtree: true });
-  tidy();
+  new MutationObserver(fix).observe(list, { attributes: true, attributeFilter: ["aria-selected"], subtree: true });
+  new MutationObserver(fix).observe(document.body, { childList: true, subtree: true });
+  fix();
 }

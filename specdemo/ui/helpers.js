@@ -1,4 +1,4 @@
-// What every view shares. Model text enters the page through textContent alone.
+// Helpers of all views: DOM nodes, number formats, the log reader. Model text enters the page only through textContent.
 
 const SVG = "http://www.w3.org/2000/svg";
 const GLYPHS = { "\n": "⏎", "\r": "␍", "\t": "⇥" };
@@ -24,8 +24,8 @@ const percent = (x) => (isNumber(x) ? `${(100 * x).toFixed(0)} %` : "–");
 const sentence = (text) => text.charAt(0).toUpperCase() + text.slice(1);
 const visible = (text) => (text === "" ? "∅" : text.replace(/[\n\r\t]/g, (c) => GLYPHS[c]).replace(/^ | $/g, "·"));
 
-// The new lines of an append-only log. A log whose first line is another one is another log: `opened` comes first. A shorter one
-// was overtaken on its way here.
+// Returns a function that takes an append-only log and passes its new lines to `receive`. A different first line means a new log:
+// `opened` is called first. A shorter log arrived late and is ignored.
 function reader(opened, receive) {
   let seen = { head: "", length: 0 };
   return (log) => {

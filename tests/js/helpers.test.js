@@ -2,7 +2,7 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 import { load } from "./load.js";
 
-const { reader, visible, percent, fixed } = load(["kit"], "reader, visible, percent, fixed");
+const { reader, visible, percent, fixed } = load(["helpers"], "reader, visible, percent, fixed");
 
 function read() {
   const lines = [];
@@ -11,14 +11,14 @@ function read() {
   return { take, lines, opened: () => opened };
 }
 
-test("of a longer log the new lines are read, and half a line waits for its end", () => {
+test("only new complete lines are read", () => {
   const { take, lines } = read();
   take('{"n":1}\n{"n":2}\n{"n"');
   take('{"n":1}\n{"n":2}\n{"n":3}\n');
   assert.deepEqual(lines, [1, 2, 3]);
 });
 
-test("a log with another first line is another log, a shorter one was overtaken", () => {
+test("a different first line starts a new log, and a shorter log is ignored", () => {
   const { take, lines, opened } = read();
   take('{"n":1}\n{"n":2}\n');
   take('{"n":7}\n');
@@ -29,11 +29,11 @@ test("a log with another first line is another log, a shorter one was overtaken"
   assert.equal(opened(), 2);
 });
 
-test("what cannot be seen is made visible", () => {
+test("invisible characters are shown as symbols", () => {
   assert.equal(visible(" a\n"), "·a⏎");
   assert.equal(visible(""), "∅");
 });
 
-test("what is no number is a dash", () => {
+test("missing numbers are shown as a dash", () => {
   assert.deepEqual([percent(0.256), percent(null), fixed(NaN, 2), fixed(1.005, 1)], ["26 %", "–", "–", "1.0"]);
 });
