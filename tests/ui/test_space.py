@@ -135,7 +135,7 @@ def test_a_public_page_offers_every_preset_within_its_limits(public):
     for chosen in load_presets().values():
         if chosen in limits.at_hand():
             assert limits.admit(limits.fit(chosen))
-    with pytest.raises(ValueError, match="leave --allow-any-model out"):
+    with pytest.raises(ValueError, match="remove --allow-any-model"):
         build(allow_any_model=True)
     assert main(["ui", "--engines", "vllm"]) == 2 and not startable
 
