@@ -1,7 +1,8 @@
-"""The package of docs/add-a-method.md, built and installed from the code on that page."""
+"""Packages that add a method: the one of docs/add-a-method.md, built from the code on that page, and any folder."""
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,13 +13,19 @@ PAGE = ROOT / "docs" / "add-a-method.md"
 
 def install_bigram(folder):
     """Install the page's package with pip into a folder inside `folder`, and return that folder."""
-    source, site = folder / "source", folder / "site"
+    source = folder / "page"
     source.mkdir()
     page = PAGE.read_text(encoding="utf-8")
     blocks = re.findall(r"`(\w+\.(?:py|toml))`[^\n]*:\n\n```\w+\n(.*?)```", page, re.DOTALL)
     assert [name for name, _ in blocks] == ["bigram.py", "pyproject.toml"]
     for name, text in blocks:
         (source / name).write_text(text, encoding="utf-8")
+    return install(source, folder)
+
+
+def install(package, folder):
+    """Install a copy of a package with pip into a folder inside `folder`, and return that folder."""
+    source, site = shutil.copytree(package, folder / "source"), folder / "site"
     offline = ("--no-deps", "--no-build-isolation", "--no-index", "--quiet")
     run(sys.executable, "-m", "pip", "install", *offline, "--target", str(site), str(source))
     return site

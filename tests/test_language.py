@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ["specdemo", "benchmarks", "recipes", "tests"]
+FOLDERS = ["specdemo", "benchmarks", "recipes", "examples", "tests"]
 PRIVATE = set(
     "said told tell tells says say spoken hasten untake behind beside foretold foreseen beforehand alike unlike heard "
     "surety stray anew lent kept let judge judged asked ask theirs ours whole whose begun began scene dies held enough "

@@ -82,7 +82,6 @@ METHODS = {
     "MTP, k = 3": Drafting("mtp", 3, None, {}),
     "Medusa tree, 24 nodes": Drafting("medusa", 4, {"nodes": 24}, {}),
     "Medusa chain, k = 4": Drafting("medusa", 4, None, {}),
-    "Hydra, k = 4": Drafting("hydra", 4, None, {}),
     "MLP speculator, k = 4": Drafting("mlp_speculator", 4, {"draft": "chain"}, {"inner_dim": 3072}),
     "n-grams, k = 5": Drafting("ngram", 5),
     "suffixes, k = 5": Drafting("suffix", 5),

@@ -40,7 +40,6 @@ BUILT_IN = {
     "ngram": "specdemo.methods.ngram:NGram",
     "suffix": "specdemo.methods.suffix:Suffix",
     "medusa": "specdemo.methods.heads.medusa:Medusa",
-    "hydra": "specdemo.methods.heads.hydra:Hydra",
     "mlp_speculator": "specdemo.methods.heads.mlp_speculator:MLPSpeculator",
     "mtp": "specdemo.methods.heads.mtp:MTP",
     "eagle": "specdemo.methods.heads.eagle:Eagle",

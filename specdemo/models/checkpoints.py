@@ -1,6 +1,6 @@
 """Reading and writing of speculator checkpoints. The formats are described in the files of the methods.
 
-Weights are safetensors. Families that publish nothing else (Medusa-1, Hydra, MLPSpeculator, EAGLE-1) are read from
+Weights are safetensors. Families that publish nothing else (Medusa-1, MLPSpeculator, EAGLE-1) are read from
 `.pt` or `.bin` with `torch.load(weights_only=True)`, which runs no code from the file.
 """
 

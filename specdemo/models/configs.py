@@ -13,7 +13,7 @@ WIDTHS = "top_k_tokens_per_head"
 MAX_VALUES = {  # limits, several times the values of public models
     **dict.fromkeys("num_hidden_layers n_layer n_layers num_layers n_predict n_future_tokens".split(), 512),
     **dict.fromkeys("num_nextn_predict_layers num_heads num_medusa_layers num_layers".split(), 512),
-    **dict.fromkeys("medusa_num_heads medusa_num_layers hydra_num_heads hydra_num_layers block_size".split(), 512),
+    **dict.fromkeys("medusa_num_heads medusa_num_layers block_size".split(), 512),
     **dict.fromkeys("num_attention_heads num_key_value_heads n_head n_heads n_kv_heads".split(), 4096),
     **dict.fromkeys("num_experts num_local_experts n_routed_experts num_experts_per_tok".split(), 4096),
     **dict.fromkeys("dim n_embd n_inner d_model n_positions n_ctx sliding_window selector_top_k".split(), MAX_SIZE),

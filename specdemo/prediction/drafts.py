@@ -54,7 +54,6 @@ MARKS = {  # strings that only configs of this family contain
     "eagle": ("eagle3", "eagle_config", "draft_vocab_size"),
     "dflash": ("dflash", "dspark", "domino"),
     "medusa": ("medusa",),
-    "hydra": ("hydra",),
     "mlp_speculator": ("mlp_speculator", "mlpspeculator"),
     "mtp": ("num_nextn_predict_layers", "mtp_"),
 }
@@ -130,17 +129,6 @@ def _medusa(target: Shape, config: Config, options: Mapping[str, int]) -> Drafti
     return Drafting(one, one, own=_times(one, heads), longest=heads)
 
 
-def _hydra(target: Shape, config: Config, options: Mapping[str, int]) -> Drafting:
-    """Return the passes of Hydra, whose heads read the state and the tokens drafted so far (2402.05109), on average
-    2.5.
-    """
-    heads = number(config, "hydra_num_heads", default=4, low=1)
-    layers = number(config, "hydra_num_layers", default=1, low=1)
-    inputs = (heads + 3) / 2
-    one = _step(target, int((2 * inputs + layers - 1) * target.hidden**2), target.head)
-    return Drafting(one, one, own=_times(one, heads), longest=heads)
-
-
 def _mlp_speculator(target: Shape, config: Config, options: Mapping[str, int]) -> Drafting:
     """Return the passes of s <- GELU(norm(P s + E[token])), W s (2404.19124, section 2)."""
     inner = number(config, "inner_dim", "emb_dim", default=target.hidden, low=1)
@@ -206,7 +194,6 @@ MAKERS: dict[str, Maker] = {
     "suffix": _nothing,
     "lookahead": _nothing,
     "medusa": _medusa,
-    "hydra": _hydra,
     "mlp_speculator": _mlp_speculator,
     "eagle": _eagle,
     "mtp": _mtp,
@@ -219,7 +206,6 @@ TITLES = {  # copies of the methods' titles, which need torch to import
     "suffix": "Suffix decoding",
     "lookahead": "Lookahead decoding",
     "medusa": "Medusa",
-    "hydra": "Hydra",
     "mlp_speculator": "MLPSpeculator",
     "eagle": "EAGLE",
     "mtp": "Multi-token prediction",

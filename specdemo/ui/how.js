@@ -247,7 +247,7 @@ function speedFigure() {
 
 const FAMILIES = [
   { name: "Draft model", shape: "chain", preset: "embedded-draft", reads: "the text", drafts: "a chain, token by token, with a small language model" },
-  { name: "Heads", shape: "heads", preset: "embedded-medusa", reads: "the target's last hidden state", drafts: "one token per position, all at once (Medusa, Hydra, MLP speculator)" },
+  { name: "Heads", shape: "heads", preset: "embedded-medusa", reads: "the target's last hidden state", drafts: "one token per position, all at once (Medusa, MLP speculator)" },
   { name: "Tree", shape: "tree", preset: "embedded-eagle-3", reads: "hidden states and its own draft tokens", drafts: "a tree of alternative continuations (EAGLE; the shipped preset drafts one chain)" },
   { name: "Block", shape: "block", preset: "embedded-dflash", reads: "hidden states", drafts: "a block of tokens in one pass (DFlash)" },
   { name: "Lookup", shape: "lookup", preset: "embedded-ngram", reads: "the text so far", drafts: "the continuation of an earlier match; needs no weights" },

@@ -27,10 +27,9 @@ from specdemo.core.tree import chain_parents
 from specdemo.engine.loop import generate
 from specdemo.engine.warm_up import warm_up
 from specdemo.methods import load_drafter
-from specdemo.methods.heads import hydra, medusa
+from specdemo.methods.heads import medusa
 from specdemo.methods.heads.dflash import DFlash
 from specdemo.methods.heads.eagle import Eagle
-from specdemo.methods.heads.hydra import Hydra
 from specdemo.methods.heads.medusa import Medusa
 from specdemo.methods.heads.mlp_speculator import MLPSpeculator
 from specdemo.methods.heads.mtp import MTP
@@ -72,7 +71,6 @@ CASES = [
     GpuCase("layer_skip k=4", "layer_skip", Budget(4, 4)),
     GpuCase("dflash block=16", "dflash", Budget(15, 15), model="dflash"),
     GpuCase("medusa tree nodes=24", "medusa", Budget(4, 24), model="medusa", options={"nodes": 24}),
-    GpuCase("hydra k=4", "hydra", Budget(4, 4), model="hydra"),
     GpuCase("mlp_speculator k=4", "mlp_speculator", Budget(4, 4), model="mlp"),
     GpuCase("lookahead", "lookahead", Budget(4, 56)),
     GpuCase("cascade ngram k=4", "cascade", Budget(4, 4), model="draft", repeats=True),
@@ -107,11 +105,10 @@ class Models:
             "mtp": MTP.fresh(there),
             "dflash": DFlash.fresh(there, layers=5, block_size=16),
             "medusa": Medusa.fresh(there, heads=4),
-            "hydra": Hydra.fresh(there, heads=4),
             "mlp": MLPSpeculator.fresh(there, n_predict=4),
         }
         self._made |= heads
-        for cache in (chain_parents, medusa._shape_tensors, hydra._levels):
+        for cache in (chain_parents, medusa._shape_tensors):
             cache.cache_clear()
         for made in self._made.values():
             move(made, "cuda:0")

@@ -18,7 +18,6 @@ LIMITS = {  # launches outside graphs, and syncs, while the clock runs
     "layer_skip k=4": (30, 1),
     "dflash block=16": (25, 1),
     "medusa tree nodes=24": (30, 2),
-    "hydra k=4": (30, 2),
     "mlp_speculator k=4": (30, 2),
     "lookahead": (30, 2),
     "cascade ngram k=4": (60, 5),

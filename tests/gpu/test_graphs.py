@@ -11,7 +11,6 @@ from specdemo.kv.graphs import ENVIRONMENT_VARIABLE
 from specdemo.methods import load_drafter
 from specdemo.methods.heads.dflash import DFlash
 from specdemo.methods.heads.eagle import Eagle
-from specdemo.methods.heads.hydra import Hydra
 from specdemo.methods.heads.medusa import Medusa
 from specdemo.methods.heads.mlp_speculator import MLPSpeculator
 from specdemo.methods.heads.mtp import MTP
@@ -74,7 +73,6 @@ HEADS = {
     "mtp": MTP.fresh,
     "dflash": lambda target: DFlash.fresh(target, layers=2, block_size=6),
     "medusa": lambda target: Medusa.fresh(target, heads=3),
-    "hydra": lambda target: Hydra.fresh(target, heads=3),
     "mlp_speculator": lambda target: MLPSpeculator.fresh(target, n_predict=3),
 }
 

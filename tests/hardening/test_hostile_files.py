@@ -561,7 +561,7 @@ def test_one_child_for_all_lanes_and_none_for_the_models_that_ship(copied, stori
 
 
 SIZES = sorted({key for config in known().values() for key in config} | {"layer_types", "mlp_only_layers", "n_predict"})
-DRAFTER_SIZES = sorted({*SIZES, "block_size", "draft_vocab_size", "dflash_config", "hydra_num_heads", "num_heads"})
+DRAFTER_SIZES = sorted({*SIZES, "block_size", "draft_vocab_size", "dflash_config", "num_heads"})
 COUNTS = st.sampled_from([-1, 0, 1, 3, 2**24, 2**25, 10**30, 10**5000, 0.5, 1e308, float("inf"), float("nan")])
 OTHERS = st.sampled_from([None, True, "", "large", [], [1], ["sliding_attention"] * 3, {}, {"a": 1}])
 QUANTISED = st.fixed_dictionaries(

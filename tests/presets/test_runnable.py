@@ -16,7 +16,7 @@ def test_there_are_pairs_for_every_card():
     assert all(len([p for p in DOWNLOADED if p.group == g]) >= 5 for g in ("16 GB", "24 GB", "80 GB"))
     families = {"Qwen/Qwen3", "meta-llama/", "openai/gpt-oss", "google/gemma", "lmsys/vicuna"}
     assert all(any(p.target.startswith(family) for p in DOWNLOADED) for family in families)
-    assert {"medusa", "hydra", "eagle", "draft_model"} <= {m for p in DOWNLOADED if "vicuna" in p.id for m in p.methods}
+    assert {"medusa", "eagle", "draft_model"} <= {m for p in DOWNLOADED if "vicuna" in p.id for m in p.methods}
 
 
 @pytest.mark.parametrize("chosen", DOWNLOADED, ids=lambda p: p.id)

@@ -122,7 +122,7 @@ def test_a_pinned_model_is_served_at_its_revision():
 
 
 def test_unsupported_server_feature_is_one_line():
-    models = {name: {"model": "some/drafter"} for name in ("draft_model", "medusa", "hydra", "mlp_speculator")}
+    models = {name: {"model": "some/drafter"} for name in ("draft_model", "medusa", "mlp_speculator")}
     models |= {name: {"model": "some/drafter"} for name in ("mtp", "eagle", "dflash", "adaptive", "online")}
     models |= {name: {"model": "some/drafter"} for name in ("cascade", "router")}
     for engine, able in (("vllm", VLLM), ("sglang", SGLANG), ("llamacpp", LLAMACPP)):

@@ -193,7 +193,7 @@ def test_a_draft_is_offered_that_fits():
 
 def test_another_target_takes_another_drafter_or_offers_to_train_one():
     lanes = {f"method-{n}": "mtp" for n in controls.NUMBERS} | {f"options-{n}": {} for n in controls.NUMBERS}
-    fitted = controls._refit(None, lanes | {"target": "stories-bytes", "method-2": "hydra"})
+    fitted = controls._refit(None, lanes | {"target": "stories-bytes", "method-2": "dflash"})
     assert fitted["model-1"]["value"] == "stories-bytes-heads" and fitted["model-1"]["visible"]
     assert not fitted["train-1"]["visible"] and fitted["train-2"]["visible"] and not fitted["model-2"]["visible"]
     assert "<b>stories-draft-wide</b> another tokenizer" in fitted["unfit"]

@@ -118,6 +118,6 @@ def test_until_a_visitor_trains_the_shipped_head_shows_how_it_learned(trainer):
     assert [seen[0]["recorded"], seen[0]["recipe"], seen[-1]["type"]] == [True, "eagle-3", "done"]
     agreed = [line["agree_1"] for line in seen if line["type"] == "tick"]
     assert len(agreed) == 18 and agreed[-1] > agreed[0]
-    assert visits.recorded(VISITOR, {"recipe": "hydra"}) == {"view": ""}  # there is no recording
+    assert visits.recorded(VISITOR, {"recipe": "parrot"}) == {"view": ""}  # there is no recording
     list(visits.run(train, VISITOR, REQUEST))
     assert visits.recorded(VISITOR, {"recipe": "eagle-3"}) == {}

@@ -90,7 +90,7 @@ def _shape_tensors(shape: TreeShape, device: torch.device) -> tuple[Tensor, Tens
 
 
 class TokenHeads(Network):
-    """Base class of Medusa and Hydra heads."""
+    """Base class of Medusa heads and of heads that derive from them."""
 
     def __init__(self, hidden_size: int, vocab_size: int, heads: int, layers: int) -> None:
         super().__init__()

@@ -1,4 +1,9 @@
+"""The plug-in package examples/hydra."""
+
 import json
+import os
+import sys
+import tomllib
 from copy import deepcopy
 
 import pytest
@@ -9,17 +14,34 @@ from transformers import LlamaModel
 from specdemo.core.protocol import Budget, GenerationConfig, Progress
 from specdemo.core.sampling import Sampling
 from specdemo.engine.loop import generate
-from specdemo.methods import load_drafter
-from specdemo.methods.heads.hydra import Hydra
+from specdemo.methods import METHODS, PLUG_INS, _plug_in, load_drafter
 from specdemo.methods.heads.medusa import Medusa, published_shape
+from specdemo.methods.targets import load_target
 from specdemo.models.target import HFTarget
 from specdemo.models.toy import ToyTarget
+from specdemo_hydra import Hydra
 from tests.methods.test_medusa import HIDDEN, check_greedy, check_sampling, example, folder_with, rows_of, train
 from tests.models.tiny import SIZES, VOCABULARY, build, texts
+from tests.plug_in import ROOT, install, run
 
 CONFIG = {"base_model_name_or_path": "some/llama", "grounded_heads": True, "hidden_state_offset": 0}
 MLP = {**CONFIG, "hydra_num_heads": 3, "hydra_num_layers": 2, "hydra_head_arch": "mlp"}
 PREFIX = {**MLP, "hydra_head_arch": "prefix-mlp"}
+
+
+PACKAGE = ROOT / "examples" / "hydra"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def plug_in():
+    """Register the package's entry point, as if it were installed."""
+    project = tomllib.loads((PACKAGE / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    with pytest.MonkeyPatch.context() as patch:
+        for methods in (PLUG_INS, METHODS):
+            patch.setitem(methods, "hydra", project["entry-points"]["specdemo.methods"]["hydra"])
+        _plug_in.cache_clear()
+        yield
+    _plug_in.cache_clear()
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +96,32 @@ def prefix_of(target):
 def plus(target):
     layer, stored = prefix_of(target)
     return layer, stored | hydra(dropout=1)
+
+
+# the package
+
+
+INSTALLED = """
+import sys
+from specdemo.__main__ import main
+from specdemo.methods import METHODS
+from specdemo.methods.recipes import recipes
+from specdemo.testing import check_method
+
+assert list(METHODS)[-1] == "hydra" and recipes()["hydra"] == "Hydra, 4 heads"
+check_method("hydra")
+assert main(["run", "embedded-medusa", "--method", "hydra", "--model", sys.argv[1], "--max-new-tokens", "8"]) == 0
+"""
+
+
+def test_installed_package_runs_like_a_builtin_method(tmp_path):
+    stories = load_target("stories")
+    Hydra(stories, Hydra.fresh(stories)).save(tmp_path / "head", "stories")
+    site = install(PACKAGE, tmp_path)
+    printed = run(
+        sys.executable, "-c", INSTALLED, str(tmp_path / "head"), PYTHONPATH=os.pathsep.join([str(site), str(ROOT)])
+    )
+    assert "Hydra" in printed
 
 
 # formats
