@@ -17,12 +17,14 @@ from pathlib import Path
 from typing import ClassVar, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig
 
 from specdemo.core.protocol import Budget, Progress, Target
+from specdemo.core.sampling import Sampling
 from specdemo.core.tree import Draft
+from specdemo.kv.columns import Columns
 from specdemo.methods import require_method
 from specdemo.methods.base import Recipe
 from specdemo.methods.grow import TreeShape
@@ -30,7 +32,8 @@ from specdemo.methods.heads.formats import check_target, count_numbered
 from specdemo.methods.heads.layers import Layer
 from specdemo.methods.heads.medusa import SAME_SHAPE_HINT, DraftedNodes, Medusa, TokenHeads
 from specdemo.methods.heads.network import move_to_target
-from specdemo.methods.heads.runtime import Columns, HeadHistory, Rotary, last_columns, training_columns
+from specdemo.methods.heads.runtime import HeadRuntime, Rotary, last_columns, training_columns
+from specdemo.methods.heads.sampler import TokenSampler
 from specdemo.models.checkpoints import Checkpoint, write_checkpoint
 from specdemo.models.packed import RMSNorm
 
@@ -167,9 +170,10 @@ class Hydra(Medusa):
         offset, prefix = self.head.hidden_state_offset, self.head.prefix_embeding_layer
         self.taps = (target.num_layers - offset if offset else -1,)
         self._target = target
+        self._prefix_runtime = None  # reads observed columns only
         if prefix is not None:
             self._angles = Rotary(prefix.config, target.device)
-            self.history = HeadHistory(target, 1, self.head.dtype, self._angles, limit=target.max_length)
+            self._prefix_runtime = HeadRuntime(target, self.head.dtype, 1, self._angles, limit=target.max_length)
 
     @classmethod
     def fresh(cls, target: Target, heads: int = 4, layers: int = 1) -> TokenHeads:
@@ -185,32 +189,55 @@ class Hydra(Medusa):
 
     def observe(self, progress: Progress) -> None:
         self._root = last_columns(progress, progress.outputs)
-        if self.history is None:
+        if self._prefix_runtime is None:
             super().observe(progress)
         else:
-            self.history.observe(progress.lengths, self.target_features(progress))
+            self._prefix_runtime.observe(progress.lengths, self.target_features(progress))
 
     def propose(self, budget: Budget) -> Draft:
         prefix = self.head.prefix_embeding_layer
-        if self.history is not None and prefix is not None and (columns := self.history.flush_pending()):
-            self._hidden = columns.last(columns.run(prefix, *columns.inputs))[:, 0]
+        if self._prefix_runtime is not None and prefix is not None:
+            pending = self._prefix_runtime.read_pending(0, self.sampler)
+            if pending.columns is not None:
+                self._hidden = pending.columns.last(pending.columns.run(prefix, *pending.inputs))[:, 0]
         return super().propose(budget)
+
+    def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
+        super().start(batch, sampling, rng)
+        if self._prefix_runtime is not None:
+            self._prefix_runtime.start(batch)
+
+    def release(self) -> None:
+        super().release()
+        if self._prefix_runtime is not None:
+            self._prefix_runtime.start(0)
+
+    def release_graphs(self) -> None:
+        super().release_graphs()
+        if self._prefix_runtime is not None:
+            self._prefix_runtime.release_graphs()
+
+    @property
+    def history_bytes(self) -> int:
+        return 0 if self._prefix_runtime is None else self._prefix_runtime.bytes
 
     def _draft_inputs(self) -> tuple[Tensor, ...]:
         return self._hidden, self._root
 
-    def _fill_shape(self, shape: TreeShape, hidden: Tensor, *more: Tensor) -> DraftedNodes:
+    def _fill_shape(self, sampler: TokenSampler, shape: TreeShape, hidden: Tensor, *more: Tensor) -> DraftedNodes:
         (root,) = more
         paths = torch.cat([hidden, self._embed(root)], -1)[:, None]
         drafted_levels: list[DraftedNodes] = []
         for head, level in enumerate(_levels(shape, paths.device)):
             drafted_levels.append(
-                self._select_tokens(self.head(paths, head), level.positions, level.ranks, level.is_last, level.width)
+                self._select_tokens(
+                    sampler, self.head(paths, head), level.positions, level.ranks, level.is_last, level.width
+                )
             )
             tokens = drafted_levels[-1][0][:, level.continuing]
             paths = torch.cat([paths[:, level.positions[level.continuing]], self._embed(tokens)], -1)
         drafted, confidence, probs = zip(*drafted_levels, strict=True)
-        return torch.cat(drafted, 1), torch.cat(confidence, 1), torch.cat(probs, 1) if self.sampler.active_rng else None
+        return torch.cat(drafted, 1), torch.cat(confidence, 1), torch.cat(probs, 1) if sampler.active_rng else None
 
     def _embed(self, tokens: Tensor) -> Tensor:
         embedded: Tensor = self._target.embed(tokens)

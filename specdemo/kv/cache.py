@@ -16,8 +16,6 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from specdemo.core.host_copy import to_device
 
-SPARE_COLUMNS = 64  # default number of free columns
-
 
 class KeyValues(Protocol):
     """Protocol of the cache that layers write to."""
@@ -37,14 +35,6 @@ class Cursor:
         self.row_lengths: Tensor | None = None  # [B] lengths, if they differ
         self.columns: Tensor | None = None  # [B, 1, S, 1] columns that this pass writes to, if lengths differ
         self.full_read = False  # the pass reads all columns; its mask hides those after the new ones
-        self._positions = torch.empty(0, dtype=torch.int64, device=device)
-
-    @property
-    def position(self) -> Tensor:
-        """Return the position [1, 1] of the next token. All rows have the same length."""
-        if len(self._positions) <= self.longest:
-            self._positions = torch.arange(max(self.capacity, self.longest + 1), device=self.device)
-        return self._positions[None, self.longest : self.longest + 1]
 
 
 class SlabLayer(CacheLayerMixin):
@@ -151,14 +141,12 @@ class SlabCache(Cache):
             for layer in self.slabs:
                 layer.grow()
 
-    def prepare(self, slots: int) -> None:
-        """Make room for a forward pass of S slots and set the columns it writes to."""
+    def write_after(self, ends: list[int], width: int) -> None:
+        """Let the next forward pass write `width` columns after ends[b]. There must be room for them."""
+        self.set_lengths(ends)
         cursor = self.cursor
-        needed = cursor.longest + slots
-        if needed > cursor.capacity:
-            self.reserve(max(needed + SPARE_COLUMNS, 2 * cursor.capacity))
         if cursor.row_lengths is not None:
-            cursor.columns = (cursor.row_lengths[:, None] + torch.arange(slots, device=cursor.device))[:, None, :, None]
+            cursor.columns = (cursor.row_lengths[:, None] + torch.arange(width, device=cursor.device))[:, None, :, None]
 
     @contextmanager
     def scatter_writes(self, columns: Tensor) -> Iterator[None]:

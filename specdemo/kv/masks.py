@@ -25,11 +25,12 @@ ALIGNMENT = 16  # elements; with other row strides the GPU kernels copy the mask
 
 @dataclass(frozen=True, slots=True)
 class MaskPlan:
-    """Mask of one tree for every window. R is 1 if all rows share the tree, else B."""
+    """Masks of one tree. R is 1 if all rows share the tree, else B."""
 
+    ancestors: Tensor  # [R, S, S], see `ancestry`
     depth: Tensor  # [R, S] int64
     max_depth: int
-    masks: dict[int, Tensor]  # window (0: none) -> [R, S, C + S + 1] additive; the last column is never visible
+    masks: dict[int, Tensor]  # window (0: full) -> [R, S, C + S + 1] additive; the last column is never visible
 
 
 def ancestry(parents: Tensor) -> Tensor:
@@ -47,10 +48,10 @@ def ancestry(parents: Tensor) -> Tensor:
 
 
 class Masks:
-    """Mask factory of one model. `windows` are the attention windows of its layers, 0 for full attention."""
+    """Masks of draft trees for one KV cache, cached by tree and attention window."""
 
-    def __init__(self, windows: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        self._windows, self.dtype, self._device = windows, dtype, device
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype, self._device = dtype, device
         self._plans: OrderedDict[object, MaskPlan] = OrderedDict()
         self._capacity = 0
 
@@ -67,11 +68,16 @@ class Masks:
         if plan is None:
             ancestors = ancestry(to_device(key, self._device).reshape(len(key), len(key[0])))
             depth = ancestors.sum(-1).long() - 1
-            masks = {window: self._mask(ancestors, depth, window) for window in self._windows}
-            plan = self._plans[key] = MaskPlan(depth, _max_depth(key), masks)
+            plan = self._plans[key] = MaskPlan(ancestors, depth, _max_depth(key), {})
             if len(self._plans) > MAX_PLANS:
                 self._plans.popitem(last=False)
         return plan
+
+    def mask(self, plan: MaskPlan, window: int, longest: int, lengths: Tensor | None) -> Tensor | None:
+        """Return the mask after `longest` columns in every row, or after lengths [B] with this maximum."""
+        if lengths is None:
+            return self.shared_mask(plan, window, longest)
+        return self.ragged_mask(plan, window, lengths, longest)
 
     def shared_mask(self, plan: MaskPlan, window: int, length: int) -> Tensor | None:
         """Return the mask [R, 1, S, W] for histories of `length` tokens. None: nothing is masked."""
@@ -79,48 +85,61 @@ class Masks:
         if slots == 1 and not 0 < window <= length:
             return None
         start = self._capacity - length
-        return aligned(plan.masks[window][:, None, :, start : self._capacity + slots])
+        return aligned(self._mask(plan, window)[:, None, :, start : self._capacity + slots])
 
     def ragged_mask(self, plan: MaskPlan, window: int, lengths: Tensor, longest: int) -> Tensor:
         """Return the masks [B, 1, S, longest + S] for histories of lengths[b] tokens, lengths [B] int64."""
         slots = plan.depth.shape[1]
         columns = torch.arange(longest + slots, device=self._device) + (self._capacity - lengths)[:, None]
         columns = columns.clamp_max(self._capacity + slots)[:, None].expand(-1, slots, -1)
-        return aligned(plan.masks[window].expand(len(lengths), -1, -1).gather(2, columns)[:, None])
+        return aligned(self._mask(plan, window).expand(len(lengths), -1, -1).gather(2, columns)[:, None])
 
-    def _mask(self, ancestors: Tensor, depth: Tensor, window: int) -> Tensor:
-        rows, slots, _ = ancestors.shape
-        positions = torch.arange(-self._capacity, 0, device=self._device).expand(rows, -1)
-        positions = torch.cat([positions, depth], 1)
-        visible = torch.cat([ancestors.new_ones(rows, slots, self._capacity), ancestors], 2) > 0
-        if window:
-            visible &= depth[:, :, None] - positions[:, None, :] < window
-        return additive(torch.nn.functional.pad(visible, (0, 1), value=False), self.dtype)
+    def _mask(self, plan: MaskPlan, window: int) -> Tensor:
+        if window not in plan.masks:
+            ancestors, depth = plan.ancestors, plan.depth
+            rows, slots = depth.shape
+            positions = torch.arange(-self._capacity, 0, device=self._device).expand(rows, -1)
+            positions = torch.cat([positions, depth], 1)
+            visible = torch.cat([ancestors.new_ones(rows, slots, self._capacity), ancestors], 2) > 0
+            if window:
+                visible &= depth[:, :, None] - positions[:, None, :] < window
+            plan.masks[window] = additive(torch.nn.functional.pad(visible, (0, 1), value=False), self._dtype)
+        return plan.masks[window]
 
 
-def mask_from_tensors(
-    lengths: Tensor, depth: Tensor, ancestors: Tensor | None, columns: int, window: int, dtype: torch.dtype
-) -> Tensor:
-    """Return the mask [B, 1, S, columns] of S slots after histories of lengths[b] tokens, in a cache of `columns`
-    columns.
+def chain_mask(positions: Tensor, keys: Tensor, kind: tuple[int, bool], dtype: torch.dtype) -> Tensor:
+    """Return the mask [B or 1, 1, S, W] of consecutive columns at positions [B or 1, S] over keys [W].
 
-    lengths [B] and depth [R, S] are int64; ancestors [R, S, S] comes from `ancestry`, None for a chain. Same result as
-    `Masks`, from device tensors only, so that a CUDA graph computes it again in every replay.
+    kind: window in positions (0: full), and whether a column sees only earlier ones. Only uses device tensors, so that
+    a CUDA graph computes the mask again in every replay.
     """
-    column_ids = torch.arange(columns, device=lengths.device)
-    positions = (lengths[:, None] + depth)[..., None]  # [B, S, 1]
-    if ancestors is None:
-        visible, key_positions = column_ids <= positions, column_ids
-    else:
-        offsets = column_ids - lengths[:, None]  # [B, columns]
-        slot = offsets.clamp(0, depth.shape[1] - 1)
-        new = (offsets >= 0) & (offsets == slot)
-        rows = (len(lengths), depth.shape[1], columns)
-        above = ancestors.expand(len(lengths), -1, -1).gather(2, slot[:, None].expand(rows)) > 0
-        visible = torch.where(new[:, None], above, (offsets < 0)[:, None])
-        key_positions = column_ids + new * (depth.expand(len(lengths), -1).gather(1, slot) - slot)
-    if window:
-        visible = visible & (positions - key_positions.unsqueeze(-2) < window)
+    window, causal = kind
+    visible = keys <= (positions if causal else positions[:, -1:])[..., None]
+    if 0 < window < len(keys):
+        visible = visible & ((positions[..., None] - keys).abs() < window)
+    return additive(visible, dtype)[:, None]
+
+
+def tree_mask(
+    ends: Tensor, ancestors: Tensor, keys: Tensor, dtype: torch.dtype, window: int = 0, depth: Tensor | None = None
+) -> Tensor:
+    """Return the mask [B, 1, S, W] of S slots of a tree over keys [W], after ends[b] committed columns.
+
+    ancestors [B or 1, S, P] bool: which of the P provisional columns a slot sees. depth [B or 1, S]: the window ends at
+    each slot's own position; None: at the root, for all levels. Only uses device tensors, like `chain_mask`.
+    """
+    rows, (_, slots, provisional) = len(ends), ancestors.shape
+    offsets = keys - ends[:, None]  # [B, W]
+    index = offsets.clamp(0, provisional - 1)
+    new = offsets == index
+    above = ancestors.expand(rows, -1, -1).gather(2, index[:, None].expand(-1, slots, -1))
+    visible = torch.where(new[:, None], above, (offsets < 0)[:, None])
+    if window and depth is None:
+        visible = visible & (offsets >= -window)[:, None]
+    elif window and depth is not None:
+        key_positions = keys + new * (depth.expand(rows, -1).gather(1, index) - index)
+        positions = (ends[:, None] + depth)[..., None]
+        visible = visible & (positions - key_positions[:, None] < window)
     return additive(visible, dtype)[:, None]
 
 

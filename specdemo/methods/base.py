@@ -4,25 +4,22 @@ B rows, A columns, N draft nodes, V vocabulary, H hidden size.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Generator, Tensor, nn
 
-from specdemo.core.protocol import Drafter, Progress, Target, Tensors
+from specdemo.core.protocol import Drafter, Progress, Target
 from specdemo.core.sampling import Sampling
-from specdemo.core.tree import Draft
-from specdemo.kv.graphs import GraphCache
 from specdemo.methods import check_capabilities
 from specdemo.methods.flags import EngineArgs
 from specdemo.methods.heads.conventions import select_convention
 from specdemo.methods.heads.network import Network
-from specdemo.methods.heads.runtime import HeadHistory
-from specdemo.methods.heads.sampler import TokenSampler, flatten_draft, unflatten_draft
+from specdemo.methods.heads.runtime import HeadRuntime
+from specdemo.methods.heads.sampler import TokenSampler
 from specdemo.models.checkpoints import Checkpoint, open_checkpoint
 from specdemo.models.hub import LoadProgress, no_progress
 from specdemo.models.packed import packed_bytes
@@ -98,16 +95,19 @@ class Head(Learner, Generic[Net]):
     requires: ClassVar = frozenset({"hidden_states"})
     recipes: ClassVar[Mapping[str, Recipe]] = {}  # by name
     head: Net
-    history: HeadHistory | None = None  # KV cache; None for heads without attention
+    runtime: HeadRuntime
 
     def __init__(self, target: Target, model: Net | str, options: Any = None) -> None:
         self.head = self.load(model, target) if isinstance(model, str) else model
         self.options = options or self.Options()
         self.note = self.head.note
         self.sampler = TokenSampler()
-        capture = target.new_graph_capture()
-        self.graph_cache = GraphCache(capture, self.head.dtype) if capture else None
-        self._vocab_size, self.device = target.vocab_size, target.device
+        self.device = target.device
+        self.runtime = self.new_runtime(target)
+
+    def new_runtime(self, target: Target) -> HeadRuntime:
+        """Create what runs the drafts. Override it for a head with a KV cache."""
+        return HeadRuntime(target, self.head.dtype)
 
     @classmethod
     def load(cls, source: str, target: Target, progress: LoadProgress | None = None) -> Net:
@@ -148,83 +148,17 @@ class Head(Learner, Generic[Net]):
 
     def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
         self.sampler = TokenSampler(sampling, rng)
-        if self.history is not None:
-            self.history.start(batch)
+        self.runtime.start(batch)
 
     def release(self) -> None:
-        if self.history is not None:
-            self.history.start(0)
+        self.runtime.start(0)
 
     @property
     def graph_note(self) -> str:
-        graph_cache = self.history.graph_cache if self.history is not None else self.graph_cache
-        return graph_cache.note if graph_cache is not None else ""
+        return self.runtime.graph_note
 
     def release_graphs(self) -> None:
-        if self.graph_cache is not None:
-            self.graph_cache.clear()
-        if self.history is not None:
-            self.history.release_graphs()
-
-    def run_draft(
-        self,
-        key: Hashable,
-        depth: int,
-        draft_fn: Callable[..., Draft],
-        *inputs: Tensor,
-        num_draws: int = 0,
-        truncatable: bool = True,
-    ) -> Draft:
-        """Run `draft_fn(depth, *inputs)` as a CUDA graph if enabled, else eagerly.
-
-        num_draws: sampled tokens per row. truncatable: a deeper draft may be computed and cut at `depth`.
-        """
-        graph_cache = self.graph_cache
-        graph_depth = graph_cache.depth((key, self.sampler.sampling), depth, truncatable) if graph_cache else None
-        if graph_cache is None or graph_depth is None:
-            return draft_fn(depth, *inputs)
-        noise = self.sampler.predraw_noise(len(inputs[0]), num_draws, self._vocab_size, self.device)
-        tensors = (*inputs, *noise)
-        run = partial(self._draft_tensors, draft_fn, len(inputs), graph_depth)
-        outputs = graph_cache((key, self.sampler.sampling), graph_depth, run, tensors, [x.shape for x in tensors])
-        return draft_fn(depth, *inputs) if outputs is None else unflatten_draft(outputs, depth)
-
-    def run_draft_with_history(
-        self,
-        key: Hashable,
-        depth: int,
-        draft_fn: Callable[..., Draft],
-        *inputs: Tensor,
-        max_columns: int,
-        reread: int = 0,
-        tree: bool = False,
-    ) -> Draft:
-        """Run `draft_fn(depth, columns, *inputs)` as a CUDA graph if enabled, else eagerly.
-
-        `columns` are the pending columns of the KV cache (None: no column is pending). The draft takes at most
-        `max_columns` further columns. reread: see `HeadHistory.flush_pending`. tree: draw nothing, never cut.
-        """
-        history = self.history
-        assert history is not None
-        if history.graph_cache is not None and not history.graph_cache.disabled_reason:
-            if (overflow := history.prefill_overflow(reread)) is not None:
-                draft_fn(1, overflow, *inputs)
-            noise = self.sampler.predraw_noise(history.rows, 0 if tree else depth, self._vocab_size, self.device)
-            run = partial(self._draft_tensors, draft_fn, 1 + len(inputs))
-            outputs = history.draft(
-                (key, self.sampler.sampling), depth, run, (*inputs, *noise), not tree, max_columns, reread
-            )
-            if outputs is not None:
-                return unflatten_draft(outputs, depth)
-        return draft_fn(depth, history.flush_pending(reread), *inputs)
-
-    def _draft_tensors(self, draft_fn: Callable[..., Draft], num_inputs: int, depth: int, *args: Any) -> Tensors:
-        """Run `draft_fn` on the first `num_inputs` arguments, with the rest as sampling noise."""
-        sampler, self.sampler = self.sampler, self.sampler.with_noise(args[num_inputs:])
-        try:
-            return flatten_draft(draft_fn(depth, *args[:num_inputs]))
-        finally:
-            self.sampler = sampler
+        self.runtime.release_graphs()
 
     def target_features(self, progress: Progress, taps: tuple[int, ...] = ()) -> Tensor:
         """Return the target's hidden states [B, A, taps H], concatenated in the order of `taps` or self.taps."""
@@ -237,4 +171,4 @@ class Head(Learner, Generic[Net]):
 
     @property
     def history_bytes(self) -> int:
-        return 0 if self.history is None else self.history.bytes
+        return self.runtime.bytes

@@ -113,7 +113,7 @@ class PrefixCachedTarget(HFTarget):
         """Free the history and all cached tokens."""
         self._segments = self._last_forward = self._cached_text = None
         self.cached_tokens = 0
-        self._last_history = None
+        self._store.release_graphs()
         super().release()
 
     def _shared_prefix(self, text: _CachedText | None, tokens: Tensor, taps: tuple[int, ...]) -> int:

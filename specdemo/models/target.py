@@ -26,18 +26,16 @@ from specdemo.core.protocol import (
     Tensors,
 )
 from specdemo.core.tree import chain_parents
-from specdemo.kv.cache import SPARE_COLUMNS, SlabCache
+from specdemo.kv.cache import SlabCache
 from specdemo.kv.graphs import (
-    COLUMN_MULTIPLE,
     GRAPH_SPARE_COLUMNS,
     WIDTHS,
-    GraphCache,
     capture_for,
     covering_widths,
 )
 from specdemo.kv.history import History, KVHistory
-from specdemo.kv.masks import Masks
 from specdemo.kv.snapshots import SnapshotHistory, supports_multi_token
+from specdemo.kv.store import SPARE_COLUMNS, KVStore
 from specdemo.models.devices import device_kind
 from specdemo.models.fused import fused_decoder, kernels, missing_kernels
 from specdemo.models.packed import packed_bytes
@@ -83,19 +81,16 @@ class HFTarget(Target):
         self._windows = windows or {}
         if windows is not None and not any(windows.values()):
             self._run.fused = fused_decoder(model)
-        self._masks = Masks(tuple(set(self._windows.values())), self.dtype, self.device)
         self._capture = capture
-        graph_capture = self.new_graph_capture()
-        self._graphs = GraphCache(graph_capture, self.dtype) if graph_capture else None
-        if self._graphs and device_map_summary(model):
-            self._graphs.disabled_reason = "its layers are on several devices"
-        elif self._graphs and not trees:
-            self._graphs.disabled_reason = "its cache cannot be rewritten in place"
+        self._store = KVStore(self.device, self.dtype, self._new_cache, self.new_graph_capture(), limit=self.max_length)
+        if self._store.graphs and device_map_summary(model):
+            self._store.graphs.disabled_reason = "its layers are on several devices"
+        elif self._store.graphs and not trees:
+            self._store.graphs.disabled_reason = "its cache cannot be rewritten in place"
         # every plain model can also run its first layers and share its cache, because its history can be cropped
         graphs = self.uses_cuda_graphs
         self.capabilities = Capabilities(trees, "all", layers=trees, cuda_graphs=graphs, batch=UNLIMITED)
         self._history: History | None = None
-        self._last_history: KVHistory | None = None  # reused for the next text, because graphs hold its addresses
 
     def runner(self, model: PreTrainedModel, layers: int, name: str) -> Runner:
         """Create the runner of the model. Subclasses may return one that observes passes."""
@@ -109,8 +104,7 @@ class HFTarget(Target):
     @property
     def history_bytes(self) -> int:
         """Return the size of keys and values, including those cached from the last turn of a chat."""
-        history = self._history or self._last_history
-        return history.bytes if history else 0
+        return self._history.bytes if self._history else self._store.bytes
 
     @cached_property
     def weight_bytes(self) -> int:
@@ -123,22 +117,19 @@ class HFTarget(Target):
 
     @property
     def note(self) -> str:
-        graph_note = self._graphs.note if self._graphs else ""
+        graph_note = self._store.graphs.note if self._store.graphs else ""
         return "; ".join(filter(None, (graph_note, missing_kernels(self._config, self.device))))
 
     @property
     def uses_cuda_graphs(self) -> bool:
-        return self._graphs is not None and not self._graphs.disabled_reason
+        return self._store.uses_graphs
 
     @property
     def capacity(self) -> int:
-        return self._history.capacity if isinstance(self._history, KVHistory) else 0
+        return self._store.capacity
 
     def release_graphs(self) -> None:
-        """Free the graphs and the history they use. Both are created again when needed."""
-        self._last_history = None
-        if self._graphs is not None:
-            self._graphs.clear()
+        self._store.release_graphs()
 
     def new_graph_capture(self) -> GraphCapture | None:
         return self._capture or capture_for(self.device)
@@ -196,6 +187,7 @@ class HFTarget(Target):
 
     def release(self) -> None:
         self._history = None
+        self._store.start(0)
 
     def _require_history(self) -> History:
         if self._history is None:
@@ -211,28 +203,12 @@ class HFTarget(Target):
     def _new_history(self, rows: int, columns: int) -> History:
         if not self.capabilities.trees:
             return SnapshotHistory(self._run, self._config, self._multi_token, self.device)
-        if self.uses_cuda_graphs:  # with room for padding slots
-            columns = -(-(columns + WIDTHS[-1]) // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
-            if self._last_history is not None and self._last_history.fits(rows, columns):
-                self._last_history.crop([0] * rows)
-                return self._last_history
-        self._last_history = None  # before the next one is allocated
-        if self._graphs is not None:
-            self._graphs.clear()
+        self._store.start(rows, columns + (WIDTHS[-1] if self.uses_cuda_graphs else 0))  # room for padding slots
+        return KVHistory(self._store, self._run, lambda: self._run.for_capture, self._windows)
+
+    def _new_cache(self, rows: int, columns: int) -> SlabCache:
         layers = len(DynamicCache(config=self._config).layers)
-        cache = SlabCache(layers, rows, columns, self.device, same_shape=self._run.fused is not None)
-        history = KVHistory(
-            self._run,
-            self._run.for_capture if self._graphs else self._run,
-            cache,
-            self._windows,
-            self._masks,
-            self.max_length,
-            self._graphs,
-        )
-        if self.uses_cuda_graphs:
-            self._last_history = history
-        return history
+        return SlabCache(layers, rows, columns, self.device, same_shape=self._run.fused is not None)
 
     @cached_property
     def _multi_token(self) -> bool:

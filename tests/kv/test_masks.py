@@ -50,7 +50,7 @@ def test_ancestry_equals_the_reference(parents):
 
 @given(trees(), st.integers(1, 9), st.sampled_from([0, 1, 3, 7]))
 def test_a_mask_shows_what_may_be_seen(parents, length, window):
-    masks = Masks((window,), torch.float32, CPU)
+    masks = Masks(torch.float32, CPU)
     masks.reserve(9)
     plan = masks.plan(parents)
     mask = masks.shared_mask(plan, window, length)
@@ -64,14 +64,14 @@ def test_a_mask_shows_what_may_be_seen(parents, length, window):
 
 @given(trees(rows=3), st.tuples(*[st.integers(1, 9)] * 3), st.sampled_from([0, 3]))
 def test_rows_of_unequal_length_have_masks_of_their_own(parents, lengths, window):
-    masks = Masks((window,), torch.float32, CPU)
+    masks = Masks(torch.float32, CPU)
     masks.reserve(9)
     mask = masks.ragged_mask(masks.plan(parents), window, torch.tensor(lengths), max(lengths))
     assert torch.equal(mask[:, 0] == 0.0, visible(parents, list(lengths), window))
 
 
 def test_plans_are_remembered_until_the_history_outgrows_them():
-    masks = Masks((0,), torch.float32, CPU)
+    masks = Masks(torch.float32, CPU)
     masks.reserve(8)
     first = masks.plan(torch.tensor([[0, 0, 1]]))
     assert masks.plan(torch.tensor([[0, 0, 1]])) is first
@@ -82,7 +82,7 @@ def test_plans_are_remembered_until_the_history_outgrows_them():
 
 @pytest.mark.parametrize("nodes", [0, 1, 5])
 def test_plan_cache_is_bounded(nodes):
-    masks = Masks((0,), torch.float32, CPU)
+    masks = Masks(torch.float32, CPU)
     masks.reserve(4)
     first = masks.plan(torch.arange(nodes)[None])
     for other in range(40):

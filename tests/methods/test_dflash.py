@@ -551,9 +551,10 @@ def test_other_formats_and_unknown_tensors_are_refused(target, tmp_path):
 
 def block_states(drafter, tokens):
     """Return the states [B, S, H] of a block [B, S] after all observed tokens."""
-    if at := drafter.history.flush_pending():
-        at.run(drafter.head.cache_context, *at.inputs)
-    return drafter.history.draft_columns(tokens.shape[1]).run(drafter._block, tokens)
+    draft = drafter.runtime.read_pending(1, drafter.sampler)
+    if at := draft.columns:
+        at.run(drafter.head.cache_context, *draft.inputs)
+    return draft.chain(tokens.shape[1]).run(drafter._block, tokens)
 
 
 def test_slots_attend_to_later_slots_unless_causal(target, tmp_path):
@@ -579,7 +580,7 @@ def test_only_observed_columns_are_committed(target, tmp_path):
     drafter = observed_drafter(target, write(tmp_path, ZLAB, drafter_tensors()), TEXT, (4, 5))
     for _ in range(2):
         drafter.propose(Budget(3, 3))
-        assert drafter.history.lengths == [TEXT.shape[1] - 1]
+        assert drafter.runtime.lengths == [TEXT.shape[1] - 1]
     once = observed_drafter(target, drafter.head, TEXT).propose(Budget(5, 5))
     torch.testing.assert_close(once.probs, drafter.propose(Budget(5, 5)).probs)
 

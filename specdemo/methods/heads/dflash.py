@@ -25,6 +25,7 @@ from transformers import DynamicCache, Qwen3Config
 
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.tree import Draft
+from specdemo.kv.columns import AttentionKind, Columns
 from specdemo.methods import knob, require_method
 from specdemo.methods.base import Head, Recipe
 from specdemo.methods.flags import Flags, name_contains, sglang, vllm_config
@@ -34,8 +35,8 @@ from specdemo.methods.heads.formats import dflash as files
 from specdemo.methods.heads.formats.dflash import Design, spread_taps
 from specdemo.methods.heads.layers import Layer
 from specdemo.methods.heads.network import Network, move_to_target
-from specdemo.methods.heads.runtime import AttentionKind, Columns, HeadHistory, Rotary, last_columns, training_columns
-from specdemo.methods.heads.sampler import MASKED_LOGIT, ChainBuilder, DraftVocab
+from specdemo.methods.heads.runtime import DraftPass, HeadRuntime, Rotary, last_columns, training_columns
+from specdemo.methods.heads.sampler import MASKED_LOGIT, ChainBuilder, DraftVocab, TokenSampler
 from specdemo.models.checkpoints import Checkpoint, write_checkpoint
 from specdemo.models.packed import RMSNorm
 from specdemo.training.losses import argmax_targets
@@ -271,7 +272,6 @@ class DFlash(Head[DFlashDraftModel]):
     summary = "A small network drafts a block of tokens in one pass from the target's hidden states."
     recipes: ClassVar = {"dflash": Recipe("DFlash, blocks of 8", {"block_size": 8})}
     serves: ClassVar = {"vllm": _vllm, "sglang": _sglang}
-    history: HeadHistory
     gamma: ClassVar[float] = 4.0  # slot i has weight exp(-i / gamma) in the loss
 
     @dataclass(frozen=True, slots=True)
@@ -309,9 +309,11 @@ class DFlash(Head[DFlashDraftModel]):
         self._embedding = target.embed.get_parameter("weight")
         if head.domino is not None:
             head.domino.embedding = (self._embedding,)
-        self._angles = Rotary(head.design.body, target.device)
-        self.history = HeadHistory(target, len(head.layers), head.dtype, self._angles)  # of the context
         self._root = torch.empty(0, dtype=torch.int64)  # [B]
+
+    def new_runtime(self, target: Target) -> HeadRuntime:
+        self._angles = Rotary(self.head.design.body, target.device)
+        return HeadRuntime(target, self.head.dtype, len(self.head.layers), self._angles)  # caches the context only
 
     @classmethod
     def fresh(
@@ -351,7 +353,7 @@ class DFlash(Head[DFlashDraftModel]):
         return move_to_target(head, target)
 
     def observe(self, progress: Progress) -> None:
-        self.history.observe(progress.lengths, self.target_features(progress))
+        self.runtime.observe(progress.lengths, self.target_features(progress))
         self._root = last_columns(progress, progress.outputs)
 
     def propose(self, budget: Budget) -> Draft:
@@ -360,30 +362,38 @@ class DFlash(Head[DFlashDraftModel]):
         if depth < 1:
             return Draft.empty(len(self._root), self._root.device)
         nodes = budget.nodes if self.options.nodes else 0
-        draft_fn, block_size = partial(self._draft_block, nodes), design.block_size
-        return self.run_draft_with_history(nodes, depth, draft_fn, self._root, max_columns=block_size, tree=nodes > 0)
+        return self.runtime.draft(
+            nodes,
+            depth,
+            partial(self._draft_block, nodes),
+            self.sampler,
+            self._root,
+            draws=0 if nodes else depth,
+            cut=not nodes,
+            max_columns=design.block_size,
+        )
 
-    def _draft_block(self, nodes: int, depth: int, columns: Columns | None, root: Tensor) -> Draft:
+    def _draft_block(self, nodes: int, draft: DraftPass, root: Tensor) -> Draft:
         """Draft one block. nodes: size of the tree, 0 drafts a chain."""
         design = self.head.design
-        if columns is not None:
-            columns.run(self.head.cache_context, *columns.inputs)
+        if draft.columns is not None:
+            draft.columns.run(self.head.cache_context, *draft.inputs)
         tokens = root.new_full((len(root), design.block_size), design.mask_token_id)
         tokens[:, 0] = root
-        block = self.history.draft_columns(design.block_size).run(self._block, tokens)
-        states = block[:, design.first_slot : design.first_slot + depth]
+        block = draft.chain(design.block_size).run(self._block, tokens)
+        states = block[:, design.first_slot : design.first_slot + draft.depth]
         logits = self._logits(states)
         if nodes:  # all nodes share one block
-            return self._tree(root, states, logits, Budget(depth, nodes))
-        return self._chain(root, states, logits)
+            return self._tree(root, states, logits, Budget(draft.depth, nodes))
+        return self._chain(draft.sampler, root, states, logits)
 
     def _block(self, tokens: Tensor, columns: Columns) -> Tensor:
         states: Tensor = self.head(self._embed(tokens), columns)
         return states
 
-    def _chain(self, root: Tensor, states: Tensor, logits: Tensor) -> Draft:
+    def _chain(self, sampler: TokenSampler, root: Tensor, states: Tensor, logits: Tensor) -> Draft:
         """Draft one token per slot from states [B, D, H] and logits [B, D, V] before the final stage."""
-        previous, builder, stage = root, ChainBuilder(self.sampler), self.head.stage
+        previous, builder, stage = root, ChainBuilder(sampler), self.head.stage
         if stage is None:
             builder.append(self.head.to_target_vocab(logits))
             return builder.build()
@@ -457,7 +467,7 @@ class DFlash(Head[DFlashDraftModel]):
         tokens = torch.full_like(positions, design.mask_token_id)
         tokens[:, :: design.block_size] = batch.inputs.gather(1, anchors.clamp_max(columns - 1))
         masks = _training_masks(design, anchors, positions, columns)
-        block_columns = Columns(positions, self._angles(positions, end), masks.get, cache)
+        block_columns = Columns(positions, masks.get, cache, self._angles(positions, end))
         states: Tensor = self.head(self._embed(tokens), block_columns)
         return states.view(rows, -1, design.block_size, states.shape[-1])
 

@@ -27,6 +27,7 @@ from transformers import DynamicCache, LlamaConfig
 
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.tree import Draft
+from specdemo.kv.columns import Columns
 from specdemo.methods import knob, require_method
 from specdemo.methods.base import Head, Recipe
 from specdemo.methods.flags import Flags, name_contains, sglang, sglang_chain, vllm_config
@@ -36,7 +37,7 @@ from specdemo.methods.heads.formats import eagle as files
 from specdemo.methods.heads.formats.eagle import EagleConvention, default_taps
 from specdemo.methods.heads.layers import Layer, linear, llama_config_like, strip_prefix
 from specdemo.methods.heads.network import Network, move_to_target
-from specdemo.methods.heads.runtime import Columns, HeadHistory, Rotary, training_columns, unrolled_mask
+from specdemo.methods.heads.runtime import DraftPass, HeadRuntime, Rotary, training_columns, unrolled_mask
 from specdemo.methods.heads.sampler import ChainBuilder, DraftVocab
 from specdemo.models.checkpoints import Checkpoint, write_checkpoint
 from specdemo.models.packed import RMSNorm
@@ -192,7 +193,6 @@ class Eagle(Head[EagleHead]):
         "eagle-3": Recipe("EAGLE-3", {"kind": "eagle3"}),
     }
     serves: ClassVar = {"vllm": _vllm, "sglang": _sglang}
-    history: HeadHistory
 
     @dataclass(frozen=True, slots=True)
     class Options:
@@ -225,10 +225,11 @@ class Eagle(Head[EagleHead]):
 
     def __init__(self, target: Target, model: EagleHead | str, options: Options | None = None) -> None:
         super().__init__(target, model, options)
-        head = self.head
-        self.taps = tuple(sorted(set(head.convention.taps)))
-        self._angles = Rotary(head.config, target.device)
-        self.history = HeadHistory(target, len(head.layers), head.dtype, self._angles)
+        self.taps = tuple(sorted(set(self.head.convention.taps)))
+
+    def new_runtime(self, target: Target) -> HeadRuntime:
+        self._angles = Rotary(self.head.config, target.device)
+        return HeadRuntime(target, self.head.dtype, len(self.head.layers), self._angles)
 
     @classmethod
     def fresh(cls, target: Target, kind: str = "eagle3", intermediate: int = 0, draft_vocab: int = 0) -> EagleHead:
@@ -254,26 +255,28 @@ class Eagle(Head[EagleHead]):
 
     def observe(self, progress: Progress) -> None:
         hidden = self.target_features(progress, self.head.convention.taps)
-        self.history.observe(progress.lengths, progress.outputs, hidden)
+        self.runtime.observe(progress.lengths, progress.outputs, hidden)
 
     def propose(self, budget: Budget) -> Draft:
         depth = min(budget.depth, budget.nodes)
         if depth < 1:
-            return Draft.empty(self.history.rows, self.device)
+            return Draft.empty(self.runtime.rows, self.device)
         if self.head.mask_hidden is not None:
-            return self.run_draft_with_history("masks", depth, self._draft_parallel, max_columns=depth)
+            return self.runtime.draft(
+                "masks", depth, self._draft_parallel, self.sampler, draws=depth, max_columns=depth
+            )
         if self.options.draft == "chain":
-            return self.run_draft_with_history("chain", depth, self._chain, max_columns=depth)
-        max_columns, draft_fn = depth * self.options.top_k, partial(self._tree, budget.nodes)
-        return self.run_draft_with_history(("tree", budget.nodes), depth, draft_fn, max_columns=max_columns, tree=True)
+            return self.runtime.draft("chain", depth, self._chain, self.sampler, draws=depth, max_columns=depth)
+        key, tree = ("tree", budget.nodes), partial(self._tree, budget.nodes)
+        return self.runtime.draft(key, depth, tree, self.sampler, cut=False, max_columns=depth * self.options.top_k)
 
-    def _root_logits(self, columns: Columns | None) -> tuple[Tensor, Tensor]:
+    def _root_logits(self, draft: DraftPass) -> tuple[Tensor, Tensor]:
         """Return the feedback features [B, 1, D] of the root, and its logits [B, W]."""
-        if columns is not None:
-            root = columns.last(columns.run(self._observed_states, *columns.inputs))
+        if draft.columns is not None:
+            root = draft.columns.last(draft.columns.run(self._observed_states, *draft.inputs))
             output = self.head.feedback_features(root), self.head.logits(root[:, 0])
-            if columns.cache_columns is not None:
-                return output  # static buffers of a CUDA graph: do not store them
+            if draft.captured:
+                return output
             self._root = output
         return self._root
 
@@ -287,40 +290,41 @@ class Eagle(Head[EagleHead]):
         states = self.head(self.head.embed(self.head.draft_vocab.to_target_ids(tokens)), features, columns)
         return self.head.feedback_features(states), self.head.logits(states)
 
-    def _tree(self, nodes: int, depth: int, columns: Columns | None) -> Draft:
-        states, logits = self._root_logits(columns)
+    def _tree(self, nodes: int, draft: DraftPass) -> Draft:
+        states, logits = self._root_logits(draft)
 
         def expand(tokens: Tensor, parents: Tensor) -> Tensor:
             """Read a frontier [B, K] -> log q [B, K, W]."""
             nonlocal states
             features = states[torch.arange(len(parents), device=self.device)[:, None], parents]
-            states, logits = self.history.draft_columns(parents=parents).run(self._decode_step, tokens, features)
+            states, logits = draft.level(parents).run(self._decode_step, tokens, features)
             return logits.float().log_softmax(-1)
 
-        drafted = grow_tree(logits.float().log_softmax(-1), expand, Budget(depth, nodes), self.options.top_k)
+        drafted = grow_tree(logits.float().log_softmax(-1), expand, Budget(draft.depth, nodes), self.options.top_k)
         return replace(drafted, tokens=self.head.draft_vocab.to_target_ids(drafted.tokens))
 
-    def _chain(self, depth: int, columns: Columns | None) -> Draft:
-        states, logits = self._root_logits(columns)
-        builder = ChainBuilder(self.sampler)
+    def _chain(self, draft: DraftPass) -> Draft:
+        states, logits = self._root_logits(draft)
+        builder = ChainBuilder(draft.sampler)
 
         def decode_step(tokens: Tensor) -> Tensor:
             nonlocal states
             # as tree levels of one node, whose window counts from the root
-            parents = torch.zeros_like(tokens) if any(self.head.windows) else None
-            states, logits = self.history.draft_columns(parents=parents).run(self._decode_step, tokens, states)
+            # the window of a level ends at the root, that of a chain moves
+            columns = draft.level(torch.zeros_like(tokens)) if any(self.head.windows) else draft.chain()
+            states, logits = columns.run(self._decode_step, tokens, states)
             return logits[:, 0]
 
         builder.append(logits[:, None])
-        builder.extend(decode_step, depth)
+        builder.extend(decode_step, draft.depth)
         return builder.build(self.head.draft_vocab)
 
-    def _draft_parallel(self, depth: int, columns: Columns | None) -> Draft:
-        logits = self._root_logits(columns)[1][:, None]
+    def _draft_parallel(self, draft: DraftPass) -> Draft:
+        logits, depth = self._root_logits(draft)[1][:, None], draft.depth
         if depth > 1:
             masks = torch.full((len(logits), depth - 1), self.head.convention.mask or 0, device=self.device)
-            logits = torch.cat([logits, self.history.draft_columns(depth - 1).run(self._mask_logits, masks)], 1)
-        builder = ChainBuilder(self.sampler)
+            logits = torch.cat([logits, draft.chain(depth - 1).run(self._mask_logits, masks)], 1)
+        builder = ChainBuilder(draft.sampler)
         builder.append(logits)
         return builder.build(self.head.draft_vocab)
 

@@ -12,8 +12,8 @@ from transformers import LlamaConfig, Qwen3Config
 from transformers.activations import ACT2FN
 
 from specdemo.core.protocol import Target
+from specdemo.kv.columns import FULL, AttentionKind, Columns, Rope
 from specdemo.kv.masks import additive
-from specdemo.methods.heads.runtime import FULL, AttentionKind, Columns, Rope
 from specdemo.models.fused import attend
 from specdemo.models.packed import RMSNorm, concat_linears, should_fuse
 

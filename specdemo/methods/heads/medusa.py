@@ -30,7 +30,7 @@ from specdemo.methods.flags import vllm
 from specdemo.methods.grow import TreeShape, chain, clip_shape, optimal_shape
 from specdemo.methods.heads.formats import check_target, count_numbered, rename_tensors
 from specdemo.methods.heads.network import Network, move_to_target
-from specdemo.methods.heads.runtime import last_columns
+from specdemo.methods.heads.runtime import DraftPass, last_columns
 from specdemo.methods.heads.sampler import DraftVocab, TokenSampler
 from specdemo.models.checkpoints import Checkpoint, write_checkpoint
 from specdemo.training.losses import argmax_targets, steps_loss, token_loss
@@ -218,18 +218,18 @@ class Medusa(Head[TokenHeads]):
         if not shape.parents:
             return Draft.empty(len(self._hidden), self._hidden.device)
         nodes, draft_fn = self.options.nodes and budget.nodes, partial(self._draft_shape, shape)
-        return self.run_draft(
-            nodes, shape.depth, draft_fn, *self._draft_inputs(), num_draws=len(shape.parents), truncatable=not nodes
+        return self.runtime.draft(
+            nodes, shape.depth, draft_fn, self.sampler, *self._draft_inputs(), draws=len(shape.parents), cut=not nodes
         )
 
     def _draft_inputs(self) -> tuple[Tensor, ...]:
         """Return the inputs of the heads, from the last column of every row."""
         return (self._hidden,)
 
-    def _draft_shape(self, shape: TreeShape, depth: int, *inputs: Tensor) -> Draft:
+    def _draft_shape(self, shape: TreeShape, draft: DraftPass, *inputs: Tensor) -> Draft:
         """Draft a chain of `depth`, or a tree of `shape`."""
-        shape = shape if self.options.nodes else chain(depth)
-        tokens, confidence, probs = self._fill_shape(shape, *inputs)
+        shape = shape if self.options.nodes else chain(draft.depth)
+        tokens, confidence, probs = self._fill_shape(draft.sampler, shape, *inputs)
         if not self.options.nodes:
             return Draft.chain(tokens, probs, confidence)
         return Draft(tokens, _shape_tensors(shape, tokens.device)[0].expand_as(tokens), probs, confidence)
@@ -243,23 +243,29 @@ class Medusa(Head[TokenHeads]):
         rates = self.head.rates or DEFAULT_RATES
         return _optimal_shape(tuple(ranks[: self.head.vocab_size] for ranks in rates[:depth]), budget.nodes)
 
-    def _fill_shape(self, shape: TreeShape, hidden: Tensor, *more: Tensor) -> DraftedNodes:
+    def _fill_shape(self, sampler: TokenSampler, shape: TreeShape, hidden: Tensor, *more: Tensor) -> DraftedNodes:
         _, positions, ranks, is_last = _shape_tensors(shape, hidden.device)
         logits = torch.stack([self.head(hidden, i) for i in range(shape.depth)], 1)
-        return self._select_tokens(logits, positions, ranks, is_last, shape.width)
+        return self._select_tokens(sampler, logits, positions, ranks, is_last, shape.width)
 
     def _select_tokens(
-        self, logits: Tensor, positions: Tensor, ranks: Tensor, is_last: Tensor, width: int
+        self,
+        sampler: TokenSampler,
+        logits: Tensor,
+        positions: Tensor,
+        ranks: Tensor,
+        is_last: Tensor,
+        width: int,
     ) -> DraftedNodes:
         """Select the tokens of N nodes from logits [B, P, V]. positions, ranks and is_last [N]; width > all ranks.
 
         When sampling, the children of a slot are its most likely tokens, except the last child, which is sampled from
         the rest of q (the greedy drafts of Hu et al. 2502.18779).
         """
-        if not self.sampler.active_rng:
+        if not sampler.active_rng:
             top_probs, ranked = logits.float().softmax(-1).topk(width)
             return ranked[:, positions, ranks], top_probs[:, positions, ranks], None
-        probs = self.sampler.draft_distribution(logits)
+        probs = sampler.draft_distribution(logits)
         ranked, probs = probs.topk(width).indices[:, positions], probs[:, positions]
         earlier = torch.arange(width, device=ranks.device) < ranks[:, None]
         residual = probs.scatter(-1, ranked, probs.gather(-1, ranked) * ~earlier)
@@ -271,7 +277,7 @@ class Medusa(Head[TokenHeads]):
             residual / residual_mass.clamp_min(torch.finfo(residual_mass.dtype).tiny),
             one_hot,
         )
-        tokens = self.sampler.sample(q)
+        tokens = sampler.sample(q)
         return tokens, probs.gather(-1, tokens[..., None])[..., 0], q
 
     def loss(self, batch: Progress) -> tuple[Tensor, dict[str, float]]:

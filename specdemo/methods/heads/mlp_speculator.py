@@ -34,7 +34,7 @@ from specdemo.methods.flags import unsupported
 from specdemo.methods.grow import prune_tree
 from specdemo.methods.heads.formats import check_target
 from specdemo.methods.heads.network import Network, move_to_target
-from specdemo.methods.heads.runtime import last_columns
+from specdemo.methods.heads.runtime import DraftPass, last_columns
 from specdemo.methods.heads.sampler import ChainBuilder, DraftVocab
 from specdemo.models.checkpoints import Checkpoint, write_checkpoint
 from specdemo.training.losses import steps_loss, token_loss
@@ -190,20 +190,20 @@ class MLPSpeculator(Head[Speculator]):
             return Draft.empty(len(self._root), self._root.device)
         inputs = self._hidden, self._root
         if self.options.draft == "chain":
-            return self.run_draft("chain", depth, self._chain, *inputs, num_draws=depth)
-        return self.run_draft(
-            ("tree", budget.nodes), depth, partial(self._tree, budget.nodes), *inputs, truncatable=False
+            return self.runtime.draft("chain", depth, self._chain, self.sampler, *inputs, draws=depth)
+        return self.runtime.draft(
+            ("tree", budget.nodes), depth, partial(self._tree, budget.nodes), self.sampler, *inputs, cut=False
         )
 
-    def _chain(self, depth: int, hidden: Tensor, token: Tensor) -> Draft:
+    def _chain(self, draft: DraftPass, hidden: Tensor, token: Tensor) -> Draft:
         state = self.head.initial_state(hidden)
-        builder = ChainBuilder(self.sampler)
-        for step in range(depth):
+        builder = ChainBuilder(draft.sampler)
+        for step in range(draft.depth):
             state, logits = self.head(state, token, step)
             token = builder.append(logits[:, None])[:, 0]
         return builder.build(self._draft_vocab)
 
-    def _tree(self, nodes: int, depth: int, hidden: Tensor, root: Tensor) -> Draft:
+    def _tree(self, nodes: int, draft: DraftPass, hidden: Tensor, root: Tensor) -> Draft:
         """Extend every path by the `widths[i]` most likely tokens of step i and draft the most likely nodes.
 
         The authors verify the `CANDIDATES` most likely complete paths instead. Nodes use a budget better, because the
@@ -213,7 +213,7 @@ class MLPSpeculator(Head[Speculator]):
         scores = torch.zeros_like(tokens, dtype=torch.float32)
         path_slots = torch.zeros_like(tokens)  # last slot of every path, in the unpruned tree
         slots, levels = 1, []
-        for step, width in enumerate(self.head.widths[:depth]):
+        for step, width in enumerate(self.head.widths[: draft.depth]):
             state, logits = self.head(state, tokens, step)
             log_probs, ranked = logits.float().log_softmax(-1).topk(min(width, logits.shape[-1]))
             parents, state = (x.repeat_interleave(ranked.shape[-1], 1) for x in (path_slots, state))

@@ -29,13 +29,14 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 from specdemo.core.files import finite, json_text, write_text
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.tree import Draft
+from specdemo.kv.columns import Columns, Rope
 from specdemo.methods.base import Head, NoOptions, Recipe
 from specdemo.methods.flags import sglang_chain, vllm
 from specdemo.methods.heads.formats import mtp as files
 from specdemo.methods.heads.formats.mtp import MTPConvention
 from specdemo.methods.heads.layers import llama_config_like
 from specdemo.methods.heads.network import Network, move_to_target
-from specdemo.methods.heads.runtime import Columns, HeadHistory, Rope, training_columns, unrolled_mask
+from specdemo.methods.heads.runtime import DraftPass, HeadRuntime, training_columns, unrolled_mask
 from specdemo.methods.heads.sampler import ChainBuilder
 from specdemo.models.checkpoints import Checkpoint, write_checkpoint
 from specdemo.models.fused import fuse_layer, layer_class
@@ -184,8 +185,8 @@ class ParallelHeads(MTPHeads):
         if self._stack:
             ends = (
                 columns.positions.new_full((len(hidden),), hidden.shape[1] - 1)
-                if columns.ends is None
-                else columns.ends
+                if columns.last_real is None
+                else columns.last_real
             )
             assert columns.cache is not None
             states = self._stack(hidden, ends, heads, columns.rope, columns.mask(), columns.cache)
@@ -204,7 +205,6 @@ class MTP(Head[MTPHeads]):
     summary = "Layers trained together with the target draft from its last hidden state, one token after the other."
     recipes: ClassVar = {"mtp": Recipe("Multi-token prediction, 1 module", {})}
     serves: ClassVar = {"vllm": vllm("mtp"), "sglang": sglang_chain("NEXTN")}
-    history: HeadHistory
 
     @classmethod
     def recognises(cls, checkpoint: Checkpoint) -> bool:
@@ -236,8 +236,11 @@ class MTP(Head[MTPHeads]):
         super().__init__(target, model, options)
         head = self.head
         self.taps = (head.tap,)
-        self.history = HeadHistory(target, head.cache_layers, head.dtype, head.angles, limit=target.max_length)
         self._single_module = isinstance(head, SequentialModules) and len(head) == 1
+
+    def new_runtime(self, target: Target) -> HeadRuntime:
+        head = self.head
+        return HeadRuntime(target, head.dtype, head.cache_layers, head.angles, limit=target.max_length)
 
     @classmethod
     def fresh(cls, target: Target, modules: int = 1, kind: str = "deepseek") -> MTPHeads:
@@ -254,31 +257,35 @@ class MTP(Head[MTPHeads]):
         return move_to_target(network, target)
 
     def observe(self, progress: Progress) -> None:
-        self.history.observe(progress.lengths, self.target_features(progress), progress.outputs)
+        self.runtime.observe(progress.lengths, self.target_features(progress), progress.outputs)
 
     def propose(self, budget: Budget) -> Draft:
         head, depth = self.head, min(budget.depth, budget.nodes)
         if not self._single_module:
             depth = min(depth, len(head))
         if depth < 1:
-            return Draft.empty(self.history.rows, self.device)
+            return Draft.empty(self.runtime.rows, self.device)
         reread = len(head) if isinstance(head, SequentialModules) else 1
-        return self.run_draft_with_history("chain", depth, self._draft, max_columns=depth, reread=reread)
+        return self.runtime.draft(
+            "chain", depth, self._draft, self.sampler, draws=depth, max_columns=depth, reread=reread
+        )
 
-    def _draft(self, depth: int, columns: Columns | None) -> Draft:
-        head, builder = self.head, ChainBuilder(self.sampler)
+    def _draft(self, draft: DraftPass) -> Draft:
+        head, builder, columns = self.head, ChainBuilder(draft.sampler), draft.columns
         assert columns is not None  # the last columns are always pending
         if isinstance(head, SequentialModules):
-            self._draft_sequential(head, columns, builder, depth)
+            self._draft_sequential(head, draft, columns, builder)
         elif isinstance(head, ParallelHeads):
-            builder.append(head.logits(columns.run(partial(head.last_states, depth), columns.inputs[0])))
+            builder.append(head.logits(columns.run(partial(head.last_states, draft.depth), draft.inputs[0])))
         return builder.build()
 
-    def _draft_sequential(self, head: SequentialModules, columns: Columns, builder: ChainBuilder, depth: int) -> None:
+    def _draft_sequential(
+        self, head: SequentialModules, draft: DraftPass, columns: Columns, builder: ChainBuilder
+    ) -> None:
         """Read the pending columns with every module, then decode further steps."""
-        hidden, tokens = columns.inputs
+        (hidden, tokens), depth = draft.inputs, draft.depth
         width, rows = tokens.shape[1], torch.arange(len(tokens), device=self.device)
-        ends = width - 1 if columns.ends is None else columns.ends
+        ends = width - 1 if columns.last_real is None else columns.last_real
         next_tokens = F.pad(tokens, (0, len(head)))
         for i in range(len(head)):
             state, hidden = columns.run(partial(head.step, i), hidden, next_tokens[:, i : i + width])
@@ -287,7 +294,7 @@ class MTP(Head[MTPHeads]):
                 next_tokens[rows, ends + 1 + i] = sampled[:, 0]
         hidden = columns.last(hidden)
         while self._single_module and len(builder) < depth:
-            state, hidden = self.history.draft_columns().run(partial(head.step, 0), hidden, sampled)
+            state, hidden = draft.chain().run(partial(head.step, 0), hidden, sampled)
             sampled = builder.append(head.logits(state))
 
     def loss(self, batch: Progress) -> tuple[Tensor, dict[str, float]]:

@@ -24,8 +24,8 @@ from torch import Tensor
 from transformers import Qwen3Config
 
 from specdemo.core.protocol import Target
+from specdemo.kv.columns import AttentionKind
 from specdemo.methods.heads.formats import MASK_KEYS, check_target
-from specdemo.methods.heads.runtime import AttentionKind
 from specdemo.models.checkpoints import MASK_TOKEN, Checkpoint
 
 Config = Mapping[str, Any]  # flattened config.json
