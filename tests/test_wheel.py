@@ -108,7 +108,8 @@ def test_without_the_page_only_the_page_and_plots_are_missing(wheel, tmp_path):
     for missing in (
         "stories-target",
         "Recipes of the embedded models",
-        "code-draft",
+        "or code for code-draft",
+        "the recipes of code",
         "chromium",
         "app.py",
         "race-fairness",
