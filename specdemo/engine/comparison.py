@@ -247,6 +247,7 @@ class Comparison(Settings):
         Setting(
             "Maximum number of new tokens.",
             label="Max new tokens",
+            info="per lane",
             step=1,
             brief=lambda n: f"max {n} token{'' if n == 1 else 's'}",
         ),

@@ -219,7 +219,7 @@ function speedFigure() {
   const sliders = box.querySelector(".sd-sliders");
   const set = {};
   const parameters = { alpha: { label: "Acceptance rate α", low: 0.05, high: 0.98, step: 0.01, format: percent }, k: { label: "Draft length k", low: 1, high: 16, step: 1 }, draft: { label: "Draft cost per token", low: 0, high: 0.6, step: 0.01, format: (x) => `${percent(x)} of a pass` }, verify: { label: "Verification cost", low: 1, high: 3, step: 0.05, format: (x) => `${x.toFixed(2)} passes` } };
-  for (const [name, how] of Object.entries(parameters)) set[name] = slider(sliders, { ...how, value: formula[name] }, (x) => ((formula[name] = x), show()));
+  for (const [name, range] of Object.entries(parameters)) set[name] = slider(sliders, { ...range, value: formula[name] }, (x) => ((formula[name] = x), show()));
   function show() {
     const ks = Array.from({ length: 16 }, (_, i) => i + 1);
     const curve = ks.map((k) => [k, speedUp({ ...formula, k })]);
