@@ -23,7 +23,7 @@ from transformers.models.auto.auto_factory import _BaseAutoModelClass
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from specdemo.core.suggest import suggest
-from specdemo.models import hub, probe
+from specdemo.models import hub
 from specdemo.models.causal import check_class, check_config, check_model
 from specdemo.models.configs import read_config
 from specdemo.models.devices import device_kind
@@ -35,6 +35,7 @@ from specdemo.models.pass_cost import verify_cost
 from specdemo.models.place import check_memory, placement_kwargs, resolve_placement
 from specdemo.models.resolve import check_folder, config_folder, fetch_folder, load_errors, locate
 from specdemo.models.target import HFTarget
+from specdemo.models.tokenizer_file import check_tokenizer, panics_as_errors
 
 AutoClass = type[_BaseAutoModelClass]
 _building = threading.RLock()
@@ -240,11 +241,9 @@ def _tokenizer(folder: str) -> PreTrainedTokenizerBase | None:
         return None
     path = Path(folder) / "tokenizer.json"
     if path.is_file() and not hub.is_embedded(folder):
-        try:
-            probe.try_tokenizer(str(path))
-        except ValueError as error:
-            raise ValueError(f"its tokenizer {error}; choose another model") from None
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-        folder, trust_remote_code=False, local_files_only=True
-    )
+        check_tokenizer(path)
+    with panics_as_errors("its tokenizer"):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            folder, trust_remote_code=False, local_files_only=True
+        )
     return tokenizer

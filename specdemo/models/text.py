@@ -1,24 +1,16 @@
 """Conversion of prompts to token ids, and of token ids to text in pieces that always add up to the text."""
 
-import json
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
-from typing import Any
-from weakref import ref
 
-from jinja2 import TemplateError
-from tokenizers import Tokenizer
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase
 
-from specdemo.models import probe
-from specdemo.models.hub import is_embedded
-
-Chat = tuple[tuple[tuple[str, str], ...], ...]  # messages, each the items of a dict
+from specdemo.models.tokenizer_file import panics_as_errors
 
 UNFINISHED = "\ufffd"  # shown by decoders for an incomplete character
 # Prompt tokens decoded with the first piece, because some tokenizers drop a leading space at the start. More than 6, so
 # that the window holds a complete character even if it starts and ends inside one of 4 bytes.
 CONTEXT = 7
+MAX_TEMPLATE_OUTPUT = 4_000_000  # characters
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[Mapping[str, str]], max_length: int) -> list[int]:
@@ -43,53 +35,24 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[Mapping[st
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[Mapping[str, str]]) -> list[int]:
-    chat = None if isinstance(prompt, str) else tuple(tuple(message.items()) for message in prompt)
-    source = str(tokenizer.name_or_path)  # empty for a tokenizer created in this process
-    if source and not is_embedded(source):
-        text = _checked_text(ref(tokenizer), chat or str(prompt))
-    else:
-        text = str(prompt) if chat is None else _apply_template(tokenizer, chat)
-    ids = list(tokenizer(text, add_special_tokens=chat is None, verbose=False)["input_ids"])
+    is_text = isinstance(prompt, str)
+    text = prompt if isinstance(prompt, str) else _apply_template(tokenizer, [dict(message) for message in prompt])
+    with panics_as_errors(f"the tokenizer of {tokenizer.name_or_path}"):
+        ids = list(tokenizer(text, add_special_tokens=is_text, verbose=False)["input_ids"])
     bos = tokenizer.bos_token_id
-    return [bos, *ids] if chat is None and bos is not None and ids[:1] != [bos] else ids
+    return [bos, *ids] if is_text and bos is not None and ids[:1] != [bos] else ids
 
 
-def _apply_template(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> str:
-    """Apply the model's chat template."""
+def _apply_template(tokenizer: PreTrainedTokenizerBase, chat: list[dict[str, str]]) -> str:
+    """Apply the model's chat template. Raises ValueError, one line, if it fails or its output is too long."""
     try:
-        return str(tokenizer.apply_chat_template(list(map(dict, chat)), add_generation_prompt=True, tokenize=False))
-    except TemplateError as error:
-        raise ValueError(f"the model's chat template rejects this conversation: {error}") from None
-
-
-@lru_cache(maxsize=16)
-def _checked_text(tokenizer: ref[PreTrainedTokenizerBase], prompt: str | Chat) -> str:
-    """Return the text to encode, after a trial run in a child process; cached for all lanes.
-
-    Raises ValueError if the trial fails.
-    """
-    live_tokenizer, text = tokenizer(), prompt
-    assert live_tokenizer is not None
-    try:
-        if not isinstance(text, str):
-            template = live_tokenizer.get_chat_template()
-            text = probe.render(template, list(map(dict, text)), live_tokenizer.special_tokens_map)
-    except ValueError as error:
-        raise ValueError(f"the model's chat template {error}") from None
-    if isinstance(live_tokenizer, PreTrainedTokenizerFast):
-        try:
-            probe.try_text(_parts(live_tokenizer.backend_tokenizer), text)
-        except ValueError as error:
-            raise ValueError(f"the tokenizer of {live_tokenizer.name_or_path} {error}; choose another model") from None
+        text = str(tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False))
+    except Exception as error:  # a template is a program
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        raise ValueError(f"the model's chat template rejects this conversation: {reason}") from None
+    if len(text) > MAX_TEMPLATE_OUTPUT:
+        raise ValueError(f"the model's chat template generates {len(text):,} characters; choose another model")
     return text
-
-
-def _parts(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the components that split a text, without the vocabulary."""
-    parts: dict[str, Any] = {"normalizer": tokenizer.normalizer, "pre_tokenizer": tokenizer.pre_tokenizer}
-    names = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
-    tokens = [{name: getattr(t, name) for name in names} for t in tokenizer.get_added_tokens_decoder().values()]
-    return {n: json.loads(part.__getstate__()) if part else None for n, part in parts.items()} | {"tokens": tokens}
 
 
 class Detokenizer:

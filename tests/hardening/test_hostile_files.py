@@ -28,12 +28,12 @@ from specdemo.core.protocol import GenerationConfig
 from specdemo.core.safe_io import CONFIG_LIMITS, read_json, read_text
 from specdemo.methods import METHODS, load_drafter
 from specdemo.methods.pairs import check_pair
-from specdemo.models import probe
 from specdemo.models.checkpoints import open_meta_checkpoint
 from specdemo.models.configs import read_config
 from specdemo.models.hub import embedded_folder
 from specdemo.models.load import load_meta_target, load_target
 from specdemo.models.text import encode
+from specdemo.models.tokenizer_file import check_tokenizer
 from specdemo.prediction.drafts import MAKERS
 from specdemo.prediction.predict import predict
 from specdemo.prediction.profiles import Profile
@@ -481,12 +481,14 @@ TOKENIZERS = {
     "backtracks": {"pre_tokenizer": SPLIT | {"pattern": {"Regex": "(a+)+$"}}},
     "decodes by one": {"decoder": {"type": "Replace", "pattern": {"Regex": "(a+)+$"}, "content": ""}},
     "decodes to more": {"decoder": {"type": "Replace", "pattern": LETTER, "content": "a" * 1000}},
+    "has long entries": {"model": {"type": "BPE", "vocab": {"x" * 5000: 0}, "merges": []}},
+    "adds long tokens": {"post_processor": {"type": "BertProcessing", "sep": ["x" * 5000, 0], "cls": ["x", 0]}},
     "doubles": {"decoder": {"type": "Sequence", "decoders": [{"type": "BPEDecoder", "suffix": ""}] * 30}},
 }
 
 
 @pytest.mark.parametrize("kind", [kind for kind in TOKENIZERS if kind != "backtracks"])
-def test_tokenizers_that_would_end_or_hold_up_the_process(copied, kind):
+def test_tokenizers_that_could_fill_the_memory_are_refused(copied, kind):
     rewrite(copied / "tokenizer.json", **TOKENIZERS[kind])
     assert "its tokenizer" in refused(load_target, str(copied))
 
@@ -499,7 +501,7 @@ def test_aborting_tokenizer_is_one_line(copied):
     assert "its tokenizer" in done.stderr and done.stderr.count("\n") == 1
 
 
-def test_a_prompt_that_its_tokenizer_chokes_on(copied):
+def test_panic_of_the_library_is_one_line(copied):
     rewrite(copied / "tokenizer.json", **TOKENIZERS["backtracks"])
     target = load_target(str(copied))
     assert encode(target.tokenizer, "abc", 100)
@@ -507,18 +509,14 @@ def test_a_prompt_that_its_tokenizer_chokes_on(copied):
 
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
-LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 
 
 @pytest.mark.parametrize(
     "template",
     [
-        LOOPS,
         "{{ range(10 ** 12) | list }}",
-        "{{ 'a' * 10 ** 10 }}",
         "{{ 'a' * 10 ** 7 }}",
         "{{ '%99999999999d' % 1 }}",
-        "{{ 10 ** (10 ** 9) }}",
         "{{ " + "(" * 5000 + ")" * 5000 + " }}",
         "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
         "{{ messages.x.y.z }}",
@@ -526,7 +524,7 @@ LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% en
         "{% if %}",
     ],
 )
-def test_templates_that_would_end_or_hold_up_the_process(copied, template):
+def test_failing_templates_are_one_line(copied, template):
     tokenizer = load_target(str(copied)).tokenizer
     tokenizer.chat_template = template
     line = refused(encode, tokenizer, [{"role": "user", "content": "a"}], 100)
@@ -542,7 +540,7 @@ def test_templates_that_would_end_or_hold_up_the_process(copied, template):
         "{% generation %}{{ m.content }}{{ n.x }}{% endgeneration %}\n{% endfor %}",
     ],
 )
-def test_child_process_output_equals_the_library(copied, template):
+def test_encoded_conversation_equals_the_library(copied, template):
     tokenizer = load_target(str(copied)).tokenizer
     tokenizer.chat_template = template
     messages = [{"role": "user", "content": "a <user> b"}, {"role": "assistant", "content": "c"}]
@@ -550,14 +548,49 @@ def test_child_process_output_equals_the_library(copied, template):
     assert encode(tokenizer, messages, 200) == expected
 
 
-def test_one_child_for_all_lanes_and_none_for_the_models_that_ship(copied, stories, monkeypatch):
-    asked = []
-    monkeypatch.setattr(probe, "try_text", lambda parts, text: asked.append(text))
-    assert encode(stories.tokenizer, "Once", 100) and not asked
-    tokenizer = load_target(str(copied)).tokenizer
-    for text in ("one", "one", "two", "one"):
-        encode(tokenizer, text, 100)
-    assert asked == ["one", "two"]
+REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
+LLAMA_DECODERS = [
+    REPLACE,
+    {"type": "ByteFallback"},
+    {"type": "Fuse"},
+    {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+]
+
+
+def test_components_of_public_tokenizers_are_allowed(copied):
+    """Llama 2, T5 (with its long character map) and a GPT-4 pre-tokenizer."""
+    regex = SPLIT | {"pattern": {"Regex": r"\p{N}{1,3}|[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"}}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    collapse = {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": "\u2581"}
+    quotes = [REPLACE | {"pattern": {"String": old}, "content": '"'} for old in ("``", "''")]
+    changes = {
+        "normalizer": {
+            "type": "Sequence",
+            "normalizers": [{"type": "Prepend", "prepend": "\u2581"}, REPLACE, collapse, *quotes],
+        },
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [regex, byte_level]},
+        "decoder": {"type": "Sequence", "decoders": LLAMA_DECODERS},
+        "padding": {"strategy": {"Fixed": 512}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0}
+        | {"pad_type_id": 0, "pad_token": "x"},
+    }
+    rewrite(copied / "tokenizer.json", **changes)
+    assert load_target(str(copied)).tokenizer
+    check_tokenizer(copied / "tokenizer.json")
+    rewrite(copied / "tokenizer.json", normalizer={"type": "Precompiled", "precompiled_charsmap": "A" * 400_000})
+    check_tokenizer(copied / "tokenizer.json")
+
+
+@pytest.mark.parametrize("part", ["normalizer", "decoder", "padding", "model", "added_tokens"])
+@pytest.mark.parametrize("value", [1, "a", [1], {"normalizers": 5}, {"pattern": 1, "content": [2], "strategy": 3}])
+def test_damaged_tokenizer_is_one_line(copied, part, value):
+    rewrite(copied / "tokenizer.json", **{part: value})
+    assert refused(load_target, str(copied))
+
+
+def test_too_large_tokenizer_is_rejected_before_parsing(copied):
+    with (copied / "tokenizer.json").open("r+b") as file:
+        file.truncate(64_000_001)
+    assert "the limit is 64,000,000" in refused(load_target, str(copied))
 
 
 SIZES = sorted({key for config in known().values() for key in config} | {"layer_types", "mlp_only_layers", "n_predict"})
