@@ -7,7 +7,7 @@ B rows, S slots, T prompt tokens.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -19,6 +19,17 @@ from specdemo.kv.masks import AttentionMask
 from specdemo.kv.store import KVStore
 
 ForwardFunction = Callable[..., Forward]  # one call of the model, see `models.runner.Runner`
+
+
+class CapturableForward(Protocol):
+    """Protocol of a forward pass that can run in a CUDA graph."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Forward:
+        """Run one forward pass, see `models.runner.Runner`."""
+
+    @property
+    def for_capture(self) -> ForwardFunction:
+        """Return the function to capture."""
 
 
 class History(Protocol):
@@ -54,21 +65,15 @@ class History(Protocol):
         """Drop all snapshots except the one at `length` and the newest one. Single row only."""
 
 
-class KVHistory:
+class KVHistory(History):
     """History of a model of attention layers, in a `KVStore`.
 
-    run_for_capture: the same model, as a CUDA graph captures it. windows: layer kind -> attention window, 0 for full
-    attention. With one kind the model gets a single mask, with several a dict of masks.
+    windows: layer kind -> attention window, 0 for full attention. With one kind the model gets a single mask, with
+    several a dict of masks.
     """
 
-    def __init__(
-        self,
-        store: KVStore,
-        run: ForwardFunction,
-        run_for_capture: Callable[[], ForwardFunction],
-        windows: Mapping[str, int],
-    ) -> None:
-        self.store, self._run, self._run_for_capture, self._windows = store, run, run_for_capture, windows
+    def __init__(self, store: KVStore, run: CapturableForward, windows: Mapping[str, int]) -> None:
+        self.store, self._run, self._windows = store, run, windows
 
     @property
     def lengths(self) -> list[int]:
@@ -104,7 +109,7 @@ class KVHistory:
 
         def run(provisional: CapturedColumns, tokens: Tensor, parents: Tensor | None = None) -> Tensors:
             columns = provisional.chain(width) if parents is None else provisional.tree(parents)
-            forward = self._forward(self._run_for_capture(), columns, tokens, taps)
+            forward = self._forward(self._run.for_capture, columns, tokens, taps)
             return forward.logits, *(forward.hidden[tap] for tap in taps)
 
         inputs = [tokens] + [parents] * (not chain)

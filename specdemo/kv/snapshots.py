@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicCache
 
 from specdemo.core.protocol import Forward
 from specdemo.core.tree import ABSENT
-from specdemo.kv.history import ForwardFunction
+from specdemo.kv.history import ForwardFunction, History
 
 SNAPSHOTS = 24  # snapshots per row: so many commits can be cropped without reading the text again
 
@@ -32,7 +32,7 @@ class _RowState:
     snapshots: deque[tuple[int, list[dict[str, Any]]]]  # (length, state of every layer), oldest first
 
 
-class SnapshotHistory:
+class SnapshotHistory(History):
     """History that is restored from snapshots.
 
     multi_token: the model continues a cache with several tokens in one pass correctly.

@@ -82,7 +82,13 @@ class HFTarget(Target):
         if windows is not None and not any(windows.values()):
             self._run.fused = fused_decoder(model)
         self._capture = capture
-        self._store = KVStore(self.device, self.dtype, self._new_cache, self.new_graph_capture(), limit=self.max_length)
+        self._store = KVStore(
+            self.device,
+            self.dtype,
+            partial(_new_cache, self._run, config),
+            self.new_graph_capture(),
+            limit=self.max_length,
+        )
         if self._store.graphs and device_map_summary(model):
             self._store.graphs.disabled_reason = "its layers are on several devices"
         elif self._store.graphs and not trees:
@@ -204,15 +210,17 @@ class HFTarget(Target):
         if not self.capabilities.trees:
             return SnapshotHistory(self._run, self._config, self._multi_token, self.device)
         self._store.start(rows, columns + (WIDTHS[-1] if self.uses_cuda_graphs else 0))  # room for padding slots
-        return KVHistory(self._store, self._run, lambda: self._run.for_capture, self._windows)
-
-    def _new_cache(self, rows: int, columns: int) -> SlabCache:
-        layers = len(DynamicCache(config=self._config).layers)
-        return SlabCache(layers, rows, columns, self.device, same_shape=self._run.fused is not None)
+        return KVHistory(self._store, self._run, self._windows)
 
     @cached_property
     def _multi_token(self) -> bool:
         return supports_multi_token(self._run, self._config, self.vocab_size, self.device)
+
+
+def _new_cache(run: Runner, config: Any, rows: int, columns: int) -> SlabCache:
+    # a function, because a method would make the target refer to itself, and its memory wait for the garbage collector
+    layers = len(DynamicCache(config=config).layers)
+    return SlabCache(layers, rows, columns, run.device, same_shape=run.fused is not None)
 
 
 def _windows(model: PreTrainedModel, config: Any) -> dict[str, int] | None:

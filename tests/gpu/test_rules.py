@@ -314,7 +314,7 @@ def test_a_layer_in_16_bits_is_few_kernels(world, name):
     fuse_layers(move(model, "cuda:0"))
     target = HFTarget(model)
     target.start(cuda_texts(1, 9))
-    with patch.object(target, "_graphs", None):
+    with patch.object(target._store, "graphs", None):
         kernels = []
         for layers in (1, 2):
             before = world.launches
