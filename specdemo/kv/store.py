@@ -53,6 +53,7 @@ class KVStore:
 
     @property
     def cache(self) -> SlabCache:
+        """Return the allocated cache."""
         assert self._cache is not None
         return self._cache
 
