@@ -477,7 +477,6 @@ TOKENIZERS = {
             "pad_token": "x",
         }
     },
-    "is no regular expression": {"pre_tokenizer": SPLIT | {"pattern": {"Regex": "("}}},
     "backtracks": {"pre_tokenizer": SPLIT | {"pattern": {"Regex": "(a+)+$"}}},
     "decodes by one": {"decoder": {"type": "Replace", "pattern": {"Regex": "(a+)+$"}, "content": ""}},
     "decodes to more": {"decoder": {"type": "Replace", "pattern": LETTER, "content": "a" * 1000}},
@@ -499,6 +498,11 @@ def test_aborting_tokenizer_is_one_line(copied):
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout) == (2, "")
     assert "its tokenizer" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_invalid_regular_expression_is_one_line(copied):
+    rewrite(copied / "tokenizer.json", pre_tokenizer=SPLIT | {"pattern": {"Regex": "("}})
+    assert "cannot be loaded: Oniguruma error" in refused(load_target, str(copied))
 
 
 def test_panic_of_the_library_is_one_line(copied):
