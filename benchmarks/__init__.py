@@ -129,44 +129,6 @@ class Gpu(Suite):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Coverage(Suite):
-    """How often does the 95 % interval contain the true value? Simulated runs, interleaved and sequential."""
-
-    name = "coverage"
-    repeats: int = 1000
-
-    def run(self, report: Report, cancelled: Callable[[], bool]) -> Result:
-        from benchmarks.trust import coverage
-
-        return coverage(self.repeats, report, cancelled)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Noise(Suite):
-    """How do other programs affect a speed-up? The default preset alone and next to two busy loops."""
-
-    name = "noise"
-    repeats: int = 20
-
-    def run(self, report: Report, cancelled: Callable[[], bool]) -> Result:
-        from benchmarks.trust import alone_and_loaded
-
-        return alone_and_loaded(self.repeats, report, cancelled)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Paces(Suite):
-    """Does chunking matter? The same server output sent token by token, in chunks of ten, and all at once."""
-
-    name = "paces"
-
-    def run(self, report: Report, cancelled: Callable[[], bool]) -> Result:
-        from benchmarks.trust import paces
-
-        return paces(self.repeats, report, cancelled)
-
-
-@dataclass(frozen=True, kw_only=True)
 class WhatIf(Suite):
     """Are predictions right? One model pair profiles this CPU; other pairs, methods, k and batch sizes are predicted
     and run.
@@ -208,9 +170,6 @@ SUITES: tuple[type[Suite], ...] = (
     Lengths,
     Floor,
     RaceFairness,
-    Coverage,
-    Noise,
-    Paces,
     Gpu,
     WhatIf,
     Published,

@@ -1,14 +1,14 @@
 """Results of all suites as table, Markdown, JSON and page: the recorded ones, and short runs of the other suites."""
 
 import json
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import islice
 
 import pytest
 import torch
 
 import benchmarks
-from benchmarks import beside, fairness, floor, lengths, peers, trust, vocabularies, what_if
+from benchmarks import beside, fairness, floor, lengths, peers, vocabularies, what_if
 from benchmarks.gpu import run
 from benchmarks.pairs import Size, random_pair
 from specdemo.bench import suites as registry
@@ -19,7 +19,6 @@ from specdemo.bench.result import read_result, recorded_suite, to_json
 from specdemo.bench.suites import suite, suites
 from specdemo.engine.loop import never_cancelled
 from specdemo.prediction.profiles import profiles
-from specdemo.presets.files import preset
 
 RECORDED = ("k", "methods", "batch", "prompt", "temperature", "depth-width", "text", "losslessness", "load")
 SHORT = {"repeats": 1, "new_tokens": 4}
@@ -88,22 +87,6 @@ def fairness_result(patch, folder):
     return short("race-fairness")
 
 
-def coverage_result(patch, folder):
-    return short("coverage", repeats=2)
-
-
-def noise_result(patch, folder):
-    patch.setattr(trust, "_busy", lambda loops: nullcontext())
-    patch.setattr(trust, "preset", lambda id: preset(id).with_changes(max_new_tokens=32))
-    return short("noise")
-
-
-def paces_result(patch, folder):
-    for name, value in (("TOKENS", 8), ("FIRST_S", 0.0), ("TOKEN_S", 0.0)):
-        patch.setattr(trust, name, value)
-    return short("paces")
-
-
 def gpu_result(patch, folder):
     return run.measure(folder / "gpu", "cpu", 0.0, 1, silent, never_cancelled)
 
@@ -129,9 +112,6 @@ MAKERS = {
     "lengths": lengths_result,
     "floor": floor_result,
     "race-fairness": fairness_result,
-    "coverage": coverage_result,
-    "noise": noise_result,
-    "paces": paces_result,
     "gpu": gpu_result,
     "what-if": what_if_result,
     "published": published_result,
