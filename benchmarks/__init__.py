@@ -27,23 +27,6 @@ class Peers(Decoding):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineComparison(Suite):
-    """The engine against vLLM or llama.cpp on a CPU: baseline and first lane of a preset, greedy, interleaved."""
-
-    name = "beside"
-    preset: str = "embedded-draft"
-    engine: str | None = None
-    command: str | None = None
-    dtype: str = "float32"
-    new_tokens: int = 112
-
-    def run(self, report: Report, cancelled: Callable[[], bool]) -> Result:
-        from benchmarks.beside import compare_engines
-
-        return compare_engines(self, report, cancelled)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Vocabularies(Suite):
     """A draft model with another vocabulary: identical tokens, same distribution, speed against universal assisted
     generation.
@@ -165,7 +148,6 @@ class Published(Suite):
 
 SUITES: tuple[type[Suite], ...] = (
     Peers,
-    EngineComparison,
     Vocabularies,
     Lengths,
     Floor,

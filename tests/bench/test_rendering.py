@@ -1,14 +1,13 @@
 """Results of all suites as table, Markdown, JSON and page: the recorded ones, and short runs of the other suites."""
 
 import json
-from contextlib import contextmanager
 from itertools import islice
 
 import pytest
 import torch
 
 import benchmarks
-from benchmarks import beside, fairness, floor, lengths, peers, vocabularies, what_if
+from benchmarks import fairness, floor, lengths, peers, vocabularies, what_if
 from benchmarks.gpu import run
 from benchmarks.pairs import Size, random_pair
 from specdemo.bench import suites as registry
@@ -48,19 +47,6 @@ def copying_result(patch, folder):
 
 def peers_result(patch, folder):
     return peers.compete(pair(), 1, 6, silent, never_cancelled)
-
-
-def vllm_comparison_result(patch, folder):
-    """Return a result in which both engines write two tokens, each with its own scripted clock."""
-    ticks = iter(range(1, 10_000))
-    lane = beside.TimedLane(lambda prompt, tokens: [1, 2], lambda: next(ticks) ** 2 / 100.0)
-
-    @contextmanager
-    def lanes(*_):
-        yield {f"{method}, {where}": lane for method in ("none", "draft_model") for where in ("here", "vLLM")}
-
-    patch.setattr(beside, "_timed_lanes", lanes)
-    return short("beside")
 
 
 def vocabularies_result(patch, folder):
@@ -107,7 +93,6 @@ MAKERS = {
     "embedded": embedded_result,
     "copying": copying_result,
     "peers": peers_result,
-    "beside": vllm_comparison_result,
     "other-vocabulary": vocabularies_result,
     "lengths": lengths_result,
     "floor": floor_result,
