@@ -27,25 +27,6 @@ class Peers(Decoding):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Vocabularies(Suite):
-    """A draft model with another vocabulary: identical tokens, same distribution, speed against universal assisted
-    generation.
-    """
-
-    name = "other-vocabulary"
-    new_tokens: int = 96
-
-    def run(self, report: Report, cancelled: Callable[[], bool]) -> Result:
-        import torch
-
-        from benchmarks.vocabularies import vocabularies
-        from specdemo.models.machine import one_thread
-
-        with one_thread(torch.device("cpu")):
-            return vocabularies(self.repeats, self.new_tokens, report, cancelled)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Lengths(Suite):
     """How close does `adaptive` come to the best fixed k? Every k and `adaptive` are interleaved, per kind of text."""
 
@@ -148,7 +129,6 @@ class Published(Suite):
 
 SUITES: tuple[type[Suite], ...] = (
     Peers,
-    Vocabularies,
     Lengths,
     Floor,
     RaceFairness,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import benchmarks
-from benchmarks import fairness, floor, lengths, peers, vocabularies, what_if
+from benchmarks import fairness, floor, lengths, peers, what_if
 from benchmarks.gpu import run
 from benchmarks.pairs import Size, random_pair
 from specdemo.bench import suites as registry
@@ -49,13 +49,6 @@ def peers_result(patch, folder):
     return peers.compete(pair(), 1, 6, silent, never_cancelled)
 
 
-def vocabularies_result(patch, folder):
-    for name, few in (("PROMPTS", 1), ("GREEDY", 4), ("TIMED", 1), ("DRAWS", 1)):
-        patch.setattr(vocabularies, name, few)
-    patch.setattr("specdemo.bench.losslessness.ROWS", 2)
-    return short("other-vocabulary", new_tokens=4)
-
-
 def lengths_result(patch, folder):
     patch.setattr(lengths, "DEEPEST", 2)
     patch.setattr(lengths, "KINDS", {"stories": {"stories": lengths.KINDS["stories"]["stories"][:1]}})
@@ -93,7 +86,6 @@ MAKERS = {
     "embedded": embedded_result,
     "copying": copying_result,
     "peers": peers_result,
-    "other-vocabulary": vocabularies_result,
     "lengths": lengths_result,
     "floor": floor_result,
     "race-fairness": fairness_result,
