@@ -27,24 +27,6 @@ class Peers(Decoding):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lengths(Suite):
-    """How close does `adaptive` come to the best fixed k? Every k and `adaptive` are interleaved, per kind of text."""
-
-    name = "lengths"
-    repeats: int = 8
-    new_tokens: int = 64
-
-    def run(self, report: Report, cancelled: Callable[[], bool]) -> Result:
-        import torch
-
-        from benchmarks.lengths import lengths
-        from specdemo.models.machine import one_thread
-
-        with one_thread(torch.device("cpu")):
-            return lengths(self.repeats, self.new_tokens, report, cancelled)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Floor(Decoding):
     """Engine steps against their own forward passes alone: plain, a chain and a tree, greedy and sampled."""
 
@@ -129,7 +111,6 @@ class Published(Suite):
 
 SUITES: tuple[type[Suite], ...] = (
     Peers,
-    Lengths,
     Floor,
     RaceFairness,
     Gpu,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import benchmarks
-from benchmarks import fairness, floor, lengths, peers, what_if
+from benchmarks import fairness, floor, peers, what_if
 from benchmarks.gpu import run
 from benchmarks.pairs import Size, random_pair
 from specdemo.bench import suites as registry
@@ -49,12 +49,6 @@ def peers_result(patch, folder):
     return peers.compete(pair(), 1, 6, silent, never_cancelled)
 
 
-def lengths_result(patch, folder):
-    patch.setattr(lengths, "DEEPEST", 2)
-    patch.setattr(lengths, "KINDS", {"stories": {"stories": lengths.KINDS["stories"]["stories"][:1]}})
-    return short("lengths", new_tokens=4)
-
-
 def floor_result(patch, folder):
     return floor.floor(pair(), 1, 6, silent, never_cancelled)
 
@@ -86,7 +80,6 @@ MAKERS = {
     "embedded": embedded_result,
     "copying": copying_result,
     "peers": peers_result,
-    "lengths": lengths_result,
     "floor": floor_result,
     "race-fairness": fairness_result,
     "gpu": gpu_result,
