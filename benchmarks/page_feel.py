@@ -14,10 +14,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from playwright.sync_api import CDPSession, Error, Page, sync_playwright
 
-from benchmarks.page_cost import FLAGS, PATIENCE_MS, PRESET
 from specdemo.bench.report import table
 from specdemo.servers.process import free_port
 
+FLAGS = ["--no-sandbox", "--disable-gpu"]
+PRESET, PATIENCE_MS = "embedded-draft", 60_000
 WARM = 2  # warm-up races
 LOOKS = 5  # measurements after races at full speed
 FRAMES = """() => {
