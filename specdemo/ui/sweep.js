@@ -2,6 +2,7 @@
 // Python draws the curves. The last result stays visible, faint, until the next one arrives.
 
 const SHARE_COLUMNS = ["plain", "speculative"];
+const COLUMN_LABELS = { place: "position", accepted: "acceptance rate", "tokens/pass": "mean accepted length" };
 
 let hasResult = false; // this log has a result
 
@@ -73,7 +74,7 @@ function table({ rows }) {
   const names = [...new Set(rows.flatMap(Object.keys))];
   const node = make("table");
   const head = make("tr");
-  for (const name of names) head.append(heading(name, "col"));
+  for (const name of names) head.append(heading(COLUMN_LABELS[name] ?? name, "col"));
   node.append(make("thead"), make("tbody"));
   node.tHead.append(head);
   for (const row of rows) {
