@@ -1,1 +1,1 @@
-"""The page: controls in, lines of JSON out. No algorithm lives here."""
+"""The page: it turns controls into comparisons and runs into lines of JSON. It has no algorithms."""

@@ -1,4 +1,4 @@
-"""Command `ui` and its options, which app.py starts as well."""
+"""The command `ui` and its options; app.py starts it too."""
 
 from importlib import import_module
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""The page's own files: markup, scripts, style."""
+"""Files of the page: markup, scripts and style."""
 
 from pathlib import Path
 
@@ -18,25 +18,30 @@ def text(name: str) -> str:
 
 
 def reference() -> str:
-    """The page's own manual, with the definition of every number."""
+    """Return the reference tab as Markdown, with the definition of every number."""
     return text("reference.md").replace("@definitions", table())
 
 
 def to_tab(tab_id: str) -> str:
-    """A script that shows a tab. Tabs must not be the output of an event: from then on Gradio's front end would copy
-    them, with all they hold, at every message of every run."""
+    """Return a script that shows a tab.
+
+    Tabs must not be outputs of an event: Gradio's front end would then copy them, with all their content, at every
+    message of every run.
+    """
     return f"""() => document.querySelector('[role="tab"][data-tab-id="{tab_id}"]').click()"""
 
 
 def heading(picture: str, words: str, elem_id: str) -> None:
-    """Draw a card's picture next to its title and text."""
+    """Return HTML with a card's picture next to its title and text."""
     with gr.Row(elem_classes="card-head"):
         gr.HTML(text(f"picture_{picture}.html"), elem_classes="picture")
         gr.Markdown(words, elem_id=elem_id)
 
 
 def view(skeleton: str, *scripts: str, elem_id: str, value: str = "") -> gr.HTML:
-    """A component whose value is an append-only log that the scripts, one after the other, draw into the skeleton."""
+    """Create a component whose value is an append-only log, which the scripts draw into the skeleton one after the
+    other.
+    """
     script = "\n".join(map(text, scripts))
     drawn: gr.HTML = gr.HTML(
         value, html_template=text(skeleton), js_on_load=script, elem_id=elem_id, apply_default_css=False

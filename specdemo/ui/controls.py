@@ -1,8 +1,9 @@
-"""Preset -> controls -> preset. A method's options are drawn from its `knobs`; nothing here names a method.
+"""Controls of a comparison, created from a preset and converted back to one. The options of a method are drawn from its
+`knobs`; no method is named here.
 
-Controls and their values go by name; `to_values` and `from_values` convert between the values and a Preset. Lanes that
-are not shown have values too. Drawing the page needs no torch: what only a method's code knows (its
-title, its options) is filled in by the first events of a visitor.
+Controls and their values have names; `to_values` and `from_values` convert between the values and a Preset. Hidden
+lanes have values too. Drawing the page needs no torch: what only the code of a method knows (its title and options) is
+filled in by the first events of a visitor.
 """
 
 import os
@@ -47,7 +48,7 @@ TRAINED: list[str] = []  # folders of the heads that this process's visitors tra
 
 @dataclass(frozen=True)
 class Controls:
-    """All controls of a comparison by name; those of a lane end in its number: "k-2".
+    """All controls of a comparison by name. Names of a lane's controls end in its number: "k-2".
 
     preset: id of the selection in `chips` (examples) or in `more`. count: number of lanes shown. options: knob -> value
     for knobs that differ from their default. server: where a lane runs; hidden unless the operator listed servers or
@@ -63,18 +64,20 @@ class Controls:
 
     @property
     def drawn(self) -> dict[str, object]:
-        """Return the parts that are drawn again when settings change."""
+        """Return the components that are updated when settings change."""
         return {name: self.parts[name] for name in DRAWN}
 
     @property
     def edits(self) -> list[object]:
-        """The events of a visitor who changes the comparison. Options are drawn later and have none here."""
+        """Return the events of a visitor who changes the comparison. Options are drawn later and have none here."""
         seen = [name for name in self.inputs if name.partition("-")[0] not in ("preset", "count", "options")]
         inputs = [self.parts[name].input for name in ("chips", "more", *seen)]
         return [*inputs, self.parts["add"].click, self.parts["remove"].click]
 
     def wire(self, page: gr.Blocks) -> None:
-        """Presets fill the rest, lanes come and go, each shows the controls of its method."""
+        """Connect the events: presets fill the controls, lanes are added and removed, and each lane shows the controls
+        of its method.
+        """
         parts = self.parts
         for name in ("chips", "more"):
             named(parts[name].input, partial(_choose, False), {"id": parts[name], **self.drawn}, parts, **QUIET)
@@ -104,12 +107,12 @@ class Controls:
                 self._draw_options(page, n)
 
     def relabel(self, after: Callable[..., object]) -> None:
-        """After an event the fold says what is in force."""
+        """Connect an event to the label of the closed settings."""
         folded = [self.parts[name] for name in FOLDED]
         after(lambda *values: gr.update(label=settings_summary(*values)), folded, self.parts["fold"], **HALF_TYPED)
 
     def _describe(self, event: Callable[..., object]) -> None:
-        """Update what describes the setup after an event that changes it."""
+        """Connect an event to the description of the setup."""
         shown = {name: self.parts[name] for name in ("setup", "about")}
         named(event, setup_line, self.inputs, shown, trigger_mode="always_last", **HALF_TYPED)
 
@@ -117,7 +120,7 @@ class Controls:
         return {name: self.parts[f"{name}-{n}"] for name in ("method", "model", "train", "options", "drawn")}
 
     def _draw_options(self, page: gr.Blocks, n: int) -> None:
-        """A row of controls that follows the lane's method."""
+        """Create the row of controls that follows the lane's method."""
         lane = self._of_lane(n)
 
         def draw_knobs(name: str, options: dict[str, object]) -> None:
@@ -135,13 +138,13 @@ class Controls:
 
 
 def address(query: str) -> str:
-    """`?query`, or on a Space the public address, which a browser inside its frame cannot know."""
+    """Return `?query`. On a Space, return the public address, which the page cannot know inside its frame."""
     space = os.environ.get("SPACE_ID")
     return f"https://huggingface.co/spaces/{space}?{query}" if space else f"?{query}"
 
 
 def wire_share(button: gr.Button, share: Callable[[Values], str], inputs: dict[str, object], link: gr.Textbox) -> None:
-    """The button shows and copies the link; where `share` raises ValueError its place says why there is none."""
+    """Let the button show and copy the link. If `share` raises ValueError, show its message instead."""
 
     def shown(_: gr.Request, values: Values) -> Values:
         try:
@@ -176,12 +179,13 @@ def _updates(shown: Mapping[str, Values]) -> Values:
 
 
 def fill(chosen: Preset, drawn: Mapping[str, int]) -> Values:
-    """Updates of `Controls.parts` that show this comparison."""
+    """Return updates of `Controls.parts` that show this comparison."""
     return _updates(component_props(chosen)) | {name: drawn[name] + 1 for name in DRAWN}
 
 
 def fill_untouched(chosen: Preset, start: Preset, now: Values) -> Values:
-    """`fill`, but what a visitor has changed since the page showed `start` stays; a lane is changed as a whole.
+    """Return the updates of `fill` without those of controls that the visitor has changed since the page showed
+    `start`. A lane is updated as a whole.
 
     now: the values of `Controls.inputs` and `Controls.drawn`.
     """
@@ -198,7 +202,7 @@ def fill_untouched(chosen: Preset, start: Preset, now: Values) -> Values:
 
 
 def _choose(nearest: bool, _: gr.Request, values: Values) -> Values:
-    """Another preset; nearest: the one that can run here in its place."""
+    """Return the updates for another preset. nearest: choose the most similar preset that can run here."""
     chosen = preset(values["id"] or DEFAULT)
     return fill(limits.fit(nearest_runnable(chosen) if nearest else chosen), values)
 
@@ -216,7 +220,7 @@ def about(chosen: Preset) -> str:
 
 
 def titles(_: gr.Request, __: Values) -> Values:
-    """The methods' own words, in every lane."""
+    """Return the updates that set the methods' titles in every lane."""
     lazy_imports.live()
     choices = [(method(name).title, name) for name in usable() if name != BASELINE]
     return {f"method-{n}": gr.update(choices=choices) for n in NUMBERS}
@@ -238,7 +242,7 @@ def setup(values: Values, lanes: Sequence[tuple[str, str | None, int]]) -> str:
 
 
 def setup_line(_: gr.Request, values: Values) -> Values:
-    """The line above the prompt, in the methods' own words."""
+    """Return the line above the prompt, with the titles of the methods."""
     lazy_imports.live()
     lanes = []
     for n in NUMBERS[: int(values["count"])]:
@@ -249,14 +253,14 @@ def setup_line(_: gr.Request, values: Values) -> Values:
 
 
 def described(values: Values) -> str:
-    """Return the description of the preset, or that the setup is not the preset's any more."""
+    """Return the description of the preset, or a description of the settings if they differ from the preset's."""
     chosen = preset(values["preset"])
     unchanged = key(values) == key(to_values(limits.fit(chosen)))
     return about(chosen) if unchanged else f"**Custom (from {chosen.title}).**"
 
 
 def to_values(chosen: Preset) -> Values:
-    """The values of `Controls.inputs`."""
+    """Return the values of `Controls.inputs`."""
     values = {
         "preset": chosen.id,
         "count": len(chosen.lanes),
@@ -272,7 +276,7 @@ def to_values(chosen: Preset) -> Values:
 
 
 def from_values(values: Values, allow_any_model: bool = False) -> Preset:
-    """The comparison the controls describe. Raises ValueError with one line."""
+    """Return the comparison that the controls describe. Raises ValueError with one line."""
     lazy_imports.live()
     base = preset(values["preset"])
     changes = _counts(Comparison, {name: values[name] for name in COMPARISON_FIELDS})
@@ -285,7 +289,7 @@ def from_values(values: Values, allow_any_model: bool = False) -> Preset:
 
 
 def changed(preset_id: str, overrides: dict[str, object] | None, allow_any_model: bool) -> Preset:
-    """A preset with other settings, as API callers ask for it. Raises ValueError with one line."""
+    """Return a preset with other settings, as requested by an API call. Raises ValueError with one line."""
     lazy_imports.live()
     if not isinstance(overrides or {}, Mapping):
         raise ValueError(f"overrides must be an object of settings, not {overrides!r:.40}")
@@ -293,8 +297,9 @@ def changed(preset_id: str, overrides: dict[str, object] | None, allow_any_model
 
 
 def check_models(chosen: Preset, allow_any_model: bool) -> Preset:
-    """The preset again. Raises ValueError when it names a model that is neither embedded, nor in a preset, nor trained
-    on this page."""
+    """Return the preset. Raises ValueError if it names a model that is not embedded, in a preset, or trained on this
+    page.
+    """
     allowed = {*allowed_models(load_presets()), *TRAINED}
     foreign = [] if allow_any_model else [name for name in chosen.models if name not in allowed]
     if foreign:
@@ -336,7 +341,7 @@ def unfit(target: str) -> str:
 
 
 def default_draft(target: str) -> str:
-    """The draft model that a preset pairs with this target, or else the first of all."""
+    """Return the draft model that a preset pairs with this target, or else the first of all."""
     pairs = [(p.target, lane.model) for p in load_presets().values() for lane in p.lanes if lane.model]
     return next((model for name, model in pairs if name == target), pairs[0][1])
 
@@ -349,12 +354,12 @@ def integer(name: str, value: object) -> int:
 
 
 def _counts(of: type[Settings], values: Values) -> Values:
-    """The values of a comparison or a lane, whole numbers as such."""
+    """Return the values of a comparison or a lane, with integers as such."""
     return {name: integer(name, value) if type_of(of, name) is int else value for name, value in values.items()}
 
 
 def draw(start: Preset, allow_any_model: bool) -> Controls:
-    """Every control, inside the current Blocks, showing `start`."""
+    """Create all controls, inside the current Blocks, showing `start`."""
     shown = component_props(start)
     few, others = _offered()
     parts: Parts = {name: gr.State(**shown[name]) for name in ("preset", "count")}
@@ -411,7 +416,7 @@ def _draw_chat(shown: Mapping[str, Values]) -> Parts:
 
 
 def _draw_sampling(shown: Mapping[str, Values]) -> Parts:
-    """The controls of the settings, four in a row."""
+    """Create the controls of the settings, four per row."""
     parts: Parts = {}
     for first in range(0, len(SAMPLING), 4):
         with gr.Row():
@@ -421,7 +426,7 @@ def _draw_sampling(shown: Mapping[str, Values]) -> Parts:
 
 
 def _draw_lane(n: int, shown: Mapping[str, Values], allow_any_model: bool) -> Parts:
-    """The controls of a lane, and `drawn`."""
+    """Create the controls of a lane, and `drawn`."""
     names = [(_plain(name), name) for name in DRAFTING]
     look = {name: shown[f"{name}-{n}"] for name in (*LANE, "train")}
     train: Values = {"size": "sm", "elem_id": f"train-{n}"}
@@ -445,7 +450,7 @@ def _draw_lane(n: int, shown: Mapping[str, Values], allow_any_model: bool) -> Pa
 
 
 def _plain(name: str) -> str:
-    """A method's title until its own is known."""
+    """Return a title for a method whose code is not loaded yet."""
     return name.replace("_", " ").capitalize()
 
 
@@ -454,13 +459,13 @@ def _model_choice(label: str, look: Values, elem_id: str, allow_any_model: bool)
 
 
 def _model_choices(value: str, offered: Sequence[str] = ()) -> list[tuple[str, str]]:
-    """Labels and values: what is named, and what may be."""
+    """Return labels and values of the models to choose from, including the chosen one."""
     names = dict.fromkeys([value, *offered, *TRAINED])
     return [(Path(name).name if name in TRAINED else name, name) for name in names]
 
 
 def _paired(target: str) -> list[str]:
-    """The drafters that presets pair with a target."""
+    """Return the drafters that presets pair with a target."""
     lanes = [lane for p in load_presets().values() if p.target == target for lane in p.lanes]
     return list(dict.fromkeys(str(lane.model) for lane in lanes if lane.model))
 
@@ -470,13 +475,13 @@ def _targets() -> list[str]:
 
 
 def _servers(chosen: str | None) -> list[tuple[str, str]]:
-    """Labels and values of the places where a lane can run."""
+    """Return labels and values of the places where a lane can run."""
     named = dict.fromkeys(name for name in (chosen, *startable, *listed()) if name)
     return [HERE, *((TITLES.get(name) or f"server {host(name)}", name) for name in named)]
 
 
 def draw_setting(of: type[Settings], name: str, value: object, **place: object) -> Any:
-    """The control that suits a field, within the limits of this page. place: elem_id, scale, min_width."""
+    """Create the control for a field, within the limits of this page. place: elem_id, scale, min_width."""
     setting, found, of_comparison = settings(of)[name], as_knob(of, name), of is Comparison
     found = replace(found, high=asdict(limits.here()).get(name, found.high))
     info = (setting.info or setting.help.rstrip(".")) if of_comparison else None
@@ -485,7 +490,7 @@ def draw_setting(of: type[Settings], name: str, value: object, **place: object) 
 
 
 def _draw_knob(knob: Knob, value: Any, named: Mapping[str, str], choose: Callable[..., object], **words: Any) -> Any:
-    """The control that suits an option; `choose` shows its choices, of which some are named in words."""
+    """Create the control for an option. `choose` shows its choices, some with labels of their own."""
     if knob.type is bool:
         return gr.Checkbox(value, **words)
     if knob.choices:
@@ -498,7 +503,7 @@ def _draw_knob(knob: Knob, value: Any, named: Mapping[str, str], choose: Callabl
 
 
 def _set(_: gr.Request, values: Values) -> Values:
-    """A lane's options with one of them changed, and its model if that decides who reads it."""
+    """Return the lane's options with one of them changed, and its model if that decides which method reads it."""
     options = values["options"]
     changed = {**options, values["knob"]: values["value"]}
     before, after = (model_method(values["method"], _known(values["method"], given)) for given in (options, changed))
@@ -507,7 +512,7 @@ def _set(_: gr.Request, values: Values) -> Values:
 
 
 def _refit(_: gr.Request, values: Values) -> Values:
-    """Every lane's model once the visitor has chosen another target."""
+    """Return every lane's model after the visitor has chosen another target."""
     lazy_imports.live()
     updates: Values = {"unfit": unfit(values["target"])}
     for n in NUMBERS:
@@ -517,13 +522,13 @@ def _refit(_: gr.Request, values: Values) -> Values:
 
 
 def _switch(_: gr.Request, values: Values) -> Values:
-    """A lane's model, options and `drawn` once the visitor has chosen another method."""
+    """Return a lane's model, options and `drawn` after the visitor has chosen another method."""
     lazy_imports.live()
     return {**_fit_model(values["target"], values["method"], {}), "options": {}, "drawn": values["drawn"] + 1}
 
 
 def _fit_model(target: str, name: str, options: Mapping[str, object]) -> Values:
-    """The drafters that fit, the first of them chosen; where there is none, the way to train one."""
+    """Return the drafters that fit, with the first one selected. If there is none, show how to train one."""
     needed = needs_model(name, options)
     fitting = fitting_models(target, model_method(name, _known(name, options))) if needed else []
     none = needed and not fitting
@@ -579,7 +584,9 @@ def _padded(chosen: Preset) -> list[Lane | None]:
 
 
 def _lane_config(lane: Values, named: Sequence[Lane]) -> Values:
-    """One lane's controls as data; it keeps the name the preset gave it as long as it is the same method and model."""
+    """Return one lane's controls as data. The lane keeps its name from the preset while method and model stay the
+    same.
+    """
     name, server = lane["method"], lane["server"]
     options = _known(name, lane["options"])
     model = (lane["model"] or None) if needs_model(name, options) else None

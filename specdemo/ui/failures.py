@@ -1,6 +1,6 @@
-"""Failed calls: one line of the log each, where Gradio and the server print a traceback.
+"""Failed calls as one line in the log, where Gradio and the server print a traceback.
 
-Strangers can send any number of bad calls to a public page. The traceback is logged at level DEBUG.
+Anyone can send bad calls to a public page. The traceback is logged at level DEBUG.
 """
 
 import logging
@@ -20,7 +20,7 @@ PACKAGE = Path(__file__).parents[1]
 
 
 class Page(gr.Blocks):
-    """Blocks whose failed calls print no traceback."""
+    """Blocks that print no traceback of failed calls."""
 
     async def process_api(self, block_fn: Any, *args: Any, **settings: Any) -> dict[str, Any]:
         """Run a call. Raises gr.Error, which Gradio does not print."""
@@ -38,7 +38,7 @@ class Page(gr.Blocks):
 
 
 def quiet(app: ASGIApp) -> ASGIApp:
-    """Return the whole server, whose failed requests print no traceback."""
+    """Return the server app, without tracebacks of failed requests."""
 
     async def serve(scope: Scope, receive: Receive, send: Send) -> None:
         started = False

@@ -1,5 +1,5 @@
-"""Request checks in front of Gradio: no writes from foreign pages, and no bodies that Gradio would keep on disk forever
-or parse while everybody else waits.
+"""Checks of requests before Gradio reads them: no writes from other sites' pages, and no bodies that Gradio would keep
+on disk forever or parse while all visitors wait.
 """
 
 import os
@@ -35,7 +35,7 @@ class RejectedRequest(Exception):
 
 
 class Guard:
-    """ASGI middleware. most: bytes of an upload."""
+    """ASGI middleware that rejects requests. most: maximum size of an upload in bytes."""
 
     def __init__(self, app: ASGIApp, most: int) -> None:
         self._app = app
@@ -52,7 +52,7 @@ class Guard:
         await self._app(scope, receive, send)
 
     async def _admitted(self, scope: Scope, receive: Receive) -> Receive:
-        """The request again, with a body that was looked at."""
+        """Return the request with a body that was checked."""
         headers = Headers(scope=scope)
         if not same_origin(headers):
             raise RejectedRequest(403, "requests from other sites are not allowed")
@@ -107,7 +107,7 @@ async def _body(receive: Receive, most: int) -> bytes:
 
 
 def _check_upload(headers: Headers, body: bytes) -> None:
-    """One whole file. Of anything else Gradio leaves parts on disk that it never deletes."""
+    """Check that the body is one complete file. Gradio would leave parts of anything else on disk."""
     kind, options = parse_options_header(headers.get("content-type"))
     boundary = options.get(b"boundary")
     if kind != b"multipart/form-data" or not boundary:

@@ -28,7 +28,7 @@ HUB = "https://huggingface.co https://*.hf.space"  # a Space is shown in a frame
 
 
 def policy(page: bytes) -> str:
-    """The content security policy of an HTML page."""
+    """Return the content security policy of an HTML page."""
     hub = f" {HUB}" if limits.public() else ""
     scripts = "".join(f" 'sha256-{b64encode(sha256(text).digest()).decode()}'" for text in INLINE.findall(page))
     return "; ".join(
@@ -48,7 +48,7 @@ def policy(page: bytes) -> str:
 
 
 def carded(page: bytes) -> bytes:
-    """The page with this project's preview card for links in place of Gradio's."""
+    """Return the page with this project's preview card instead of Gradio's."""
     words = {"type": "website", "title": TITLE, "description": DESCRIPTION}
     card = "".join(f'<meta property="og:{name}" content="{text}">' for name, text in words.items())
     more = f'<meta name="description" content="{DESCRIPTION}"><meta name="twitter:card" content="summary">'
@@ -57,8 +57,9 @@ def carded(page: bytes) -> bytes:
 
 
 class Policy:
-    """Holds a page back until it is whole, to hash its scripts, to give it its card and to compress it, which Gradio
-    does to files alone."""
+    """ASGI middleware that buffers a page, to hash its scripts, to insert the preview card, and to compress it. Gradio
+    compresses files only.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -89,7 +90,7 @@ class Policy:
 
 
 def guarded(app: ASGIApp) -> ASGIApp:
-    """The whole server: without the headers by which Gradio lets other origins read what it answers."""
+    """Return the server app without the headers by which Gradio lets other origins read its answers."""
 
     async def serve(scope: Scope, receive: Receive, send: Send) -> None:
         async def send_with_headers(message: Message) -> None:

@@ -1,7 +1,7 @@
-"""The names that the page answers to, the proxies it trusts, and the address of a visitor.
+"""Host names of the page, trusted proxies, and the address of a visitor.
 
-A page that answers to every name can be read by any site: the site points its own name at this machine, and a visitor's
-browser takes the page for a part of the site (DNS rebinding).
+If a page accepted every host name, any site could read it: the site points its own name at this machine, and a
+visitor's browser takes the page for a part of the site (DNS rebinding).
 """
 
 import os
@@ -27,7 +27,7 @@ _proxies: list[IPv4Network | IPv6Network] = []
 
 
 class Hosts:
-    """ASGI middleware that refuses requests for names that are not the page's own."""
+    """ASGI middleware that rejects requests for other host names."""
 
     def __init__(self, app: ASGIApp, names: Collection[str]) -> None:
         self._app = app
@@ -43,10 +43,10 @@ class Hosts:
 
 
 def own_names(bound: str, allowed: Iterable[str] = ()) -> set[str]:
-    """Return the names of a page that is bound to an address.
+    """Return the host names of a page that is bound to an address.
 
     They are those of this machine, that of the Space, and `allowed`. The address that a connection came in on is always
-    accepted, so it is not listed. Raises ValueError for a name that is none.
+    accepted, so it is not listed. Raises ValueError for an invalid name.
     """
     names = {*LOOPBACK, bound, *os.environ.get("SPACE_HOST", "").split(",")}
     if bound in WILDCARDS:
@@ -70,9 +70,9 @@ def canonical(host: str) -> str:
 
 
 def trust_proxies(addresses: Iterable[str]) -> None:
-    """Believe what these proxies, addresses or networks, say in X-Forwarded-For; without any, a Space's own.
+    """Trust the X-Forwarded-For header of these proxies, given as addresses or networks; without any, of a Space's own.
 
-    Raises ValueError for what is not an address.
+    Raises ValueError for an invalid address.
     """
     listed = [part for given in addresses for part in given.split(",")]
     try:
@@ -87,8 +87,8 @@ def trust_proxies(addresses: Iterable[str]) -> None:
 def address(request: HTTPConnection) -> str:
     """Return the address of the visitor who sent a request.
 
-    Without a trusted proxy it is the peer's. A trusted proxy appends to X-Forwarded-For the address that it saw: those
-    before it may be made up by the visitor.
+    Without a trusted proxy it is the peer's. A trusted proxy appends the address that it received the request from to
+    X-Forwarded-For; the visitor may have invented the earlier ones.
     """
     seen = canonical(request.client.host) if request.client else ""
     hops = ",".join(request.headers.getlist("x-forwarded-for")).split(",")

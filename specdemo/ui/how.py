@@ -1,4 +1,4 @@
-"""The tab "How it works": five figures to touch, drawn over runs that ship with the project."""
+"""The tab "How it works": five interactive figures, drawn from runs that ship with the project."""
 
 import json
 
@@ -13,12 +13,12 @@ STEPS = 14
 
 
 def draw() -> None:
-    """The tab, inside the current Blocks."""
+    """Create the tab, inside the current Blocks."""
     assets.view("how.html", *assets.HOW, elem_id="how", value=json_text({"lines": _race(), "batch": _batch()}))
 
 
 def _race() -> list[str]:
-    """The start and the first steps of the recorded race."""
+    """Return the start and the first steps of the recorded race."""
     trace = recorded(DEFAULT)
     lines = replayed(trace).text.splitlines() if trace else []
     parsed = ((line, json.loads(line)) for line in lines)
@@ -26,7 +26,7 @@ def _race() -> list[str]:
 
 
 def _batch() -> dict[str, object] | None:
-    """The recorded speed-up over the batch size."""
+    """Return the recorded speed-up by batch size."""
     result = recorded_suite("batch")
     if result is None:
         return None

@@ -42,36 +42,40 @@ Work = Callable[[Callable[[], bool], Callable[[float, str], None]], Iterator[obj
 
 
 def to_line(fields: dict[str, object]) -> str:
-    """JSON knows no NaN: a number that is not known yet is left out. Raises ValueError where one is deeper inside."""
+    """Return a value as one line of JSON. NaN is not valid JSON: a top-level number that is not known yet is left out.
+    Raises ValueError for NaN at a deeper level.
+    """
     known = {k: v for k, v in fields.items() if not isinstance(v, float) or math.isfinite(v)}
     return json_text(known, ensure_ascii=False, separators=(",", ":")) + "\n"
 
 
 def opening(**fields: object) -> str:
-    """A text's first line, unlike that of any other. What is `recorded` is played when it comes, unless it is to stand
-    `still` until someone asks."""
+    """Return the first line of a log, which is different for each log.
+
+    recorded: the run plays when the log arrives, unless it is `still`; then it waits for the visitor.
+    """
     return to_line({"type": "run", "run": secrets.token_hex(6), "recorded": False, "still": False, **fields})
 
 
 class Packed:
-    """A text kept small."""
+    """A compressed text."""
 
     def __init__(self, text: str) -> None:
         self._bytes = zlib.compress(text.encode(), level=1)
 
     @property
     def size(self) -> int:
-        """Bytes it takes."""
+        """Return the size in bytes."""
         return len(self._bytes)
 
     @property
     def text(self) -> str:
-        """The text as it was."""
+        """Return the original text."""
         return zlib.decompress(self._bytes).decode()
 
 
 class Engine:
-    """Work in its own thread: given `cancelled` and where to report loading, it yields messages."""
+    """Work in its own thread. The work gets `cancelled` and a callback for loading progress, and yields messages."""
 
     at_work: ClassVar[set["Engine"]] = set()
 
@@ -99,7 +103,7 @@ class Engine:
             self._stop.set()
 
     def end(self, grace_s: float) -> None:
-        """Stop, and wait so long for the step in hand."""
+        """Stop the work, and wait at most this long for the current step."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(grace_s)
@@ -130,14 +134,17 @@ class Engine:
 
 
 def stop_all() -> None:
-    """End the work of every visitor. A server that closes waits for its streams, and torch's code, ended in the middle
-    with the interpreter, aborts the process."""
+    """End the work of all visitors.
+
+    A server waits for its streams when it closes. If the interpreter ended in the middle of torch's code, the process
+    would abort.
+    """
     for engine in tuple(Engine.at_work):
         engine.end(STOPPING_S)
 
 
 class Job(ABC):
-    """Work that a visitor asked for and the text that shows it."""
+    """Work that a visitor started, and the text that shows it."""
 
     STOPPING: ClassVar[Values] = {"type": "stopping"}  # the line that says so
     engine: Engine | None = None  # None where it is in another process
@@ -149,7 +156,7 @@ class Job(ABC):
 
     @property
     def size(self) -> int:
-        """Bytes that it takes, about."""
+        """Return the approximate size in bytes."""
         return ENTRY + len(self.text)
 
     @abstractmethod
@@ -157,7 +164,7 @@ class Job(ABC):
         """Return the text extended by new messages."""
 
     def stream(self) -> Iterator[str]:
-        """The text so far, 15 times a second. Closing the iterator stops the engine."""
+        """Yield the text so far, 15 times a second. Closing the iterator stops the engine."""
         assert self.engine is not None
         with contextlib.closing(self.engine.batches()) as batches:
             try:
@@ -169,12 +176,12 @@ class Job(ABC):
                 self._unread.set()
 
     def request_stop(self) -> str:
-        """The text, which ends with what happens now; `stop` waits for that."""
+        """Return the text with a last line that says what happens now; `stop` waits for that."""
         self.text += to_line(self.STOPPING)
         return self.text
 
     def stop(self) -> str:
-        """End the work and the text, with what there is to show of it if that comes in time."""
+        """End the work and return the text, with the last messages if they arrive in time."""
         assert self.engine is not None
         self._unread.wait(STOPPING_S)  # two readers would each get a part
         self.add(self.engine.finish(STOPPING_S))
@@ -198,8 +205,11 @@ Kind = TypeVar("Kind", bound=Job)
 
 
 class Store:
-    """The jobs of every open page. Beyond `budget` bytes those go that were not asked for for the longest time, since a
-    page is named by a hash of its own choice and may never say that it was closed."""
+    """Jobs of all open pages.
+
+    If they exceed `budget` bytes, those that were not requested for the longest time are dropped. A page chooses its
+    own session id and may never say that it was closed.
+    """
 
     def __init__(self, budget: int = BUDGET) -> None:
         self._budget = budget
@@ -208,11 +218,11 @@ class Store:
 
     @property
     def size(self) -> int:
-        """Bytes of all that is kept."""
+        """Return the size of all jobs in bytes."""
         return sum(job.size for job in self._jobs.values())
 
     def get(self, key: tuple[str, str]) -> Job | None:
-        """A visitor's job, which is now the last to be dropped; None where it is gone."""
+        """Return a visitor's job, and make it the last to be dropped. None if it was dropped."""
         with self._lock:
             if key not in self._jobs:
                 return None
@@ -222,34 +232,35 @@ class Store:
             return self._jobs[key]
 
     def put(self, key: tuple[str, str], job: Job) -> None:
-        """Keep a job, dropping the oldest ones where memory is short."""
+        """Store a job; drop the oldest ones if there is not enough memory."""
         with self._lock:
             self._jobs[key] = job
         self.get(key)
 
     def forget(self, request: gr.Request) -> None:
-        """Everything of a page."""
+        """Drop all jobs of a page."""
         with self._lock:
             for key in [key for key in self._jobs if key[0] == request.session_hash]:
                 del self._jobs[key]
 
 
 class Jobs(Generic[Kind]):
-    """Run and Stop of a tab for every visitor. name: identifies these jobs among a visitor's."""
+    """Run and Stop of one tab, for all visitors. name: identifies these jobs among a visitor's."""
 
     def __init__(self, name: str, store: Store | None = None) -> None:
         self._name = name
         self._store = Store() if store is None else store
 
     def last(self, request: gr.Request) -> Kind | None:
-        """The visitor's latest job."""
+        """Return the visitor's latest job."""
         return cast(Kind | None, self._store.get(self._key(request)))
 
     def run(
         self, begin: Callable[[Values, Kind | None], Kind], request: gr.Request, values: Values
     ) -> Iterator[Values]:
-        """The growing text of a job, or one that says why there is none: `begin`, given the values of the controls and
-        the last job, raises ValueError then."""
+        """Yield the growing text of a job. If `begin`, called with the values of the controls and the last job, raises
+        ValueError, yield a text with the reason.
+        """
         try:
             job = begin(values, self.last(request))
         except ValueError as error:
@@ -262,12 +273,12 @@ class Jobs(Generic[Kind]):
         job.final_updates()
 
     def request_stop(self, request: gr.Request) -> Values:
-        """Ask it to end at its next step."""
+        """Ask the job to end at its next step."""
         job = self.last(request)
         return {} if job is None or job.ended else {"view": job.request_stop()}
 
     def stop(self, request: gr.Request) -> Values:
-        """End it now, and show what there is."""
+        """End the job now and return what there is to show."""
         job = self.last(request)
         if job is None or job.ended:
             return {}
@@ -275,7 +286,7 @@ class Jobs(Generic[Kind]):
         return {**job.final_updates(), "view": text}
 
     def keep(self, request: gr.Request, job: Kind) -> None:
-        """Remember a job as its visitor's latest."""
+        """Store a job as its visitor's latest."""
         self._store.put(self._key(request), job)
 
     def _key(self, request: gr.Request) -> tuple[str, str]:
@@ -283,7 +294,7 @@ class Jobs(Generic[Kind]):
 
 
 def refusal(error: Exception) -> str:
-    """A text that says why there is no job."""
+    """Return a text that says why there is no job."""
     return opening() + to_line(view(Failed(str(error))))
 
 
@@ -341,8 +352,7 @@ def named(
     shown: Mapping[str, object],
     **settings: object,
 ) -> Any:
-    """Wire an event to a function that takes the values of controls and gives updates, both by name; {} changes
-    nothing."""
+    """Wire an event to a function from named values of controls to named updates; {} changes nothing."""
 
     def placed(updates: Values) -> object:
         return {shown[name]: update for name, update in updates.items()} or gr.skip()

@@ -1,9 +1,9 @@
-"""The Lab: train a head for the shipped target, watch it learn, race it; compare drafts; test losslessness, a
-suite with the visitor's sampling, shown as a sweep is.
+"""The Lab tab: train a head for the shipped target, watch its loss, race it; compare drafts; test losslessness.
 
-`trainer` gives what trains: specdemo.methods.recipes, or a stand-in. Its `train_live` yields dicts with seconds,
-of_seconds, step, tokens, loss and agree_1, agree_2, ... as they become known, or with a note, and at last one with done
-and folder. Training is work of the engine: races and it wait for each other in one queue.
+The losslessness test is a suite with the visitor's sampling settings and is shown as a sweep is. `trainer` returns what
+trains: specdemo.methods.recipes, or a stand-in. Its `train_live` yields dicts with seconds, of_seconds, step, tokens,
+loss and agree_1, agree_2, ... as they become known, or with a note, and finally one with done and folder. Training runs
+on the engine: races and trainings wait for each other in one queue.
 """
 
 import json
@@ -47,7 +47,7 @@ class Trainer(Protocol):
         """Return the available recipes: name -> title."""
 
     def head_recipe(self, name: str) -> "Recipe":
-        """The recipe of a head; raises ValueError for an unknown name."""
+        """Return the recipe of a head. Raises ValueError for an unknown name."""
 
     def train_live(
         self, name: str, minutes: float, out: Path, cancelled: Callable[[], bool]
@@ -64,12 +64,12 @@ def trainer() -> Trainer:
 
 
 class Training(Job):
-    """`folder` is there once the head is written."""
+    """One training. `folder` is set once the head is written."""
 
     STOPPING: ClassVar[Values] = {"type": "note", "text": "Stopping; the partly trained head will be saved."}
 
     def __init__(self, recipe: str, minutes: float) -> None:
-        """Raises ValueError with one line where nothing can be trained."""
+        """Raises ValueError with one line if training is not possible."""
         if limits.public():
             raise ValueError(OFF)
         trains = trainer()
@@ -99,7 +99,7 @@ class Training(Job):
         return self.text
 
     def extra_updates(self) -> Values:
-        """The button that races the head."""
+        """Return the update of the button that races the head."""
         return {"race": gr.update(interactive=self.folder is not None)}
 
 
@@ -120,7 +120,7 @@ def train(values: Values, _: Training | None) -> Training:
 
 
 class Lab(Jobs[Training]):
-    """The trainings of all visitors."""
+    """Trainings of all visitors."""
 
     def recorded(self, request: gr.Request, values: Values) -> Values:
         """Show the training of the recipe's shipped head until the visitor trains one."""
@@ -128,7 +128,7 @@ class Lab(Jobs[Training]):
         return {} if self.last(request) else {"view": shown}
 
     def race_head(self, request: gr.Request, values: Values) -> Values:
-        """The controls of the Race with the new head in lane 1."""
+        """Return the updates of the race controls, with the new head in lane 1."""
         training = self.last(request)
         if training is None or training.folder is None:
             raise gr.Error("no trained head yet; train one first", print_exception=False)
@@ -136,13 +136,13 @@ class Lab(Jobs[Training]):
 
 
 def race_with(method: str, folder: str, drawn: Mapping[str, int]) -> Values:
-    """Updates of `Controls.parts`: the first preset, with this head as its only lane."""
+    """Return updates of `Controls.parts`: the first preset, with this head as its only lane."""
     lane = Lane(method=method, model=folder)
     return fill(preset(DEFAULT).with_changes(lanes=[lane.model_dump()]), drawn)
 
 
 def draw(page: gr.Blocks, form: Controls, sweep: gr.Radio, tab: gr.Tab, store: Store) -> None:
-    """The tab, inside the current Blocks. sweep: what chooses the suite of the Sweep tab."""
+    """Create the tab, inside the current Blocks. sweep: the control that chooses the suite of the Sweep tab."""
     with gr.Column(elem_classes="card"):
         _draw_training(page, form, tab, store)
     with gr.Column(elem_classes="card"):
@@ -181,18 +181,18 @@ def _draw_training(page: gr.Blocks, form: Controls, tab: gr.Tab, store: Store) -
 
 
 def _recipes() -> object:
-    """The recipes' own words."""
+    """Return the titles of the recipes."""
     choices = [(title, name) for name, title in trainer().recipes().items()]
     return gr.update(choices=choices, value=choices[0][1])
 
 
 def most_draws() -> int:
-    """The most draws this host allows."""
+    """Return the maximum number of draws that this host allows."""
     return ROWS * limits.here().sweep_repeats
 
 
 def begin(values: Values, last: Sweeping | None) -> Sweeping:
-    """The test the controls describe. Raises ValueError with one line."""
+    """Return the test that the controls describe. Raises ValueError with one line."""
     live()  # brings torch along, under its lock; a preset's methods are checked here
     base = limits.fit(preset(values["preset"]))
     if not base.embedded:

@@ -1,5 +1,6 @@
-"""Lazy imports of modules that need torch. A lock ensures that each is imported once: transformers' lazy modules break
-when two threads import them at the same time, and a page has visitors while its engine is still being imported.
+"""Lazy imports of modules that need torch. A lock ensures that each module is imported once: the lazy modules of
+transformers break when two threads import them at the same time, and visitors arrive while the engine is still being
+imported.
 """
 
 import threading
@@ -9,7 +10,7 @@ _lock = threading.Lock()
 
 
 def live() -> ModuleType:
-    """specdemo.ui.live, with the modules of all usable methods imported too."""
+    """Return specdemo.ui.live, after the modules of all usable methods were imported too."""
     with _lock:
         from specdemo.methods import method, usable
         from specdemo.ui import live

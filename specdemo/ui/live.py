@@ -1,4 +1,4 @@
-"""Runs of the page, on the engine of this process or of a process with a GPU for a limited time."""
+"""Runs of the page, on the engine of this process or of a process that has a GPU for a limited time."""
 
 import atexit
 import contextlib
@@ -37,7 +37,7 @@ INSTEAD = "Showing the recorded run of this preset instead, with the preset's se
 
 
 def with_engine_lock(work: Work) -> Work:
-    """Work that has the engine for itself."""
+    """Run work while no other work uses the engine."""
 
     def alone(cancelled: Callable[[], bool], report: Callable[[float, str], None]) -> Iterator[object]:
         with session().lock:
@@ -48,7 +48,7 @@ def with_engine_lock(work: Work) -> Work:
 
 @space.on_zero_gpu(lambda spec, log: space.seconds(spec))
 def _play(spec: Comparison, log: Log | None) -> Generator[Lines, None, None]:
-    """The run, 15 times a second what is new of it; `log` learns of the engine where both are in one process."""
+    """Yield the new lines of a run 15 times a second. `log` gets the engine if both are in one process."""
 
     def work(cancelled: Callable[[], bool], loading: Callable[[float, str], None]) -> Iterator[object]:
         if limits.public():
@@ -64,9 +64,9 @@ def _play(spec: Comparison, log: Log | None) -> Generator[Lines, None, None]:
 
 
 def run(spec: Comparison, log: Log) -> Iterator[str]:
-    """The log so far, 15 times a second. Closing the iterator stops the engine.
+    """Yield the log so far, 15 times a second. Closing the iterator stops the engine.
 
-    A run that cannot start for want of a GPU ends as the preset's recorded one, where there is one, and says so.
+    A run that gets no GPU ends as the recorded run of its preset, if there is one, with a note.
     """
     log.spec = spec
     reason = no_gpu(spec)
@@ -94,13 +94,13 @@ def no_gpu(spec: Comparison) -> str:
 
 
 def _stand_in(spec: Comparison) -> RunTrace | None:
-    """The preset's recorded run, unless the page was asked for another target or for the next turn of a chat."""
+    """Return the recorded run of the preset, unless the comparison has another target or is the next turn of a chat."""
     trace = recorded(spec.id)
     return trace if trace and trace.config.get("target") == spec.target and not spec.history else None
 
 
 def compare(spec: Comparison) -> dict[str, object]:
-    """A run without its steps. Raises ValueError with one line where there is none."""
+    """Run a comparison and return it without its steps. Raises ValueError with one line if that is not possible."""
     log = Log()
     for _ in run(spec, log):
         pass
@@ -110,7 +110,7 @@ def compare(spec: Comparison) -> dict[str, object]:
 
 
 def free_memory() -> str:
-    """Forget every loaded model and end the servers that were started; says which."""
+    """Drop all loaded models and end the servers that were started; return their names."""
     loaded = session().loaded()
     session().unload()
     names = ", ".join(name for name, _ in loaded)

@@ -1,4 +1,4 @@
-"""A log: the append-only text a view shows, one line of JSON per message (views.py). Needs no torch."""
+"""The append-only text of a view, one line of JSON per message (views.py). Needs no torch."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class Lines:
 
 
 def lines(messages: Iterable[Shown]) -> Lines:
-    """Messages as lines of JSON for the page."""
+    """Convert messages to lines of JSON for the page."""
     messages = list(messages)
     return Lines(
         "".join(to_line(view(message)) for message in messages),
@@ -36,9 +36,9 @@ def lines(messages: Iterable[Shown]) -> Lines:
 class Log(Job):
     """The text of a run.
 
-    `trace` is the run on show once it has ended: until this one starts, that is the run of the log `before` it.
-    `recorded`: the run was not made for this log; `still`: it is shown as it ended and moves only when it is replayed;
-    `key`: of the settings it is the result of; `spec`: what is run.
+    `trace` is the visible run once it has ended; until this one starts, it is the run of the log `before`. `recorded`:
+    the run was not made for this log. `still`: it is shown finished and moves only when it is replayed. `key`: of the
+    settings that led to it. `spec`: the comparison that runs.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Log(Job):
 
     @property
     def trace(self) -> RunTrace | None:
-        """The finished run's trace."""
+        """Return the trace of the finished run."""
         return from_json(self._trace.text) if self._trace else None
 
     @property
@@ -77,7 +77,7 @@ class Log(Job):
         return self.take(lines(messages))
 
     def take(self, new: Lines) -> str:
-        """Add new lines; all lines so far."""
+        """Add new lines; return all lines so far."""
         self.text += new.text
         self.failure = new.failure or self.failure
         if new.started:
@@ -88,7 +88,7 @@ class Log(Job):
         return self.text
 
     def fall_back(self, why: str, trace: RunTrace) -> str:
-        """Begin again, as a stored run that stands in for one that could not start."""
+        """Start again with a stored run, in place of one that could not start."""
         self.text, self.recorded = opening(recorded=True), True
         return self.add([Note(why), *replay(trace)])
 
@@ -96,7 +96,7 @@ class Log(Job):
         return self.text  # `stop` does not take long
 
     def stop(self) -> str:
-        """End the run and the log: with what the engine says, or where it is out of reach without it."""
+        """End the run and the log, with the last messages of the engine if it can be reached."""
         self.stopped = True
         if self.engine is not None:
             self.add(self.engine.finish())
@@ -106,25 +106,25 @@ class Log(Job):
 
 
 def waiting(lanes: Sequence[str], obstacle: str = "") -> str:
-    """Return a log of nothing but the names of the lanes that would run, and of why they cannot run here."""
+    """Return a log with the names of the lanes and the reason why they cannot run here."""
     return Log(still=True).text + to_line({"type": "idle", "lanes": list(lanes), "obstacle": obstacle})
 
 
 def notes(texts: Iterable[str]) -> str:
-    """A log that holds nothing but notes; empty without any."""
+    """Return a log with notes only; empty without any."""
     texts = list(texts)
     return Log().add(Note(text) for text in texts) if texts else ""
 
 
 def replayed(trace: RunTrace, still: bool = False, key: str = "") -> Log:
-    """A stored run, whole; needs no model."""
+    """Return a complete stored run as a log. Needs no model."""
     log = Log(recorded=True, still=still, key=key)
     log.add(replay(trace))
     return log
 
 
 def open_trace(path: str, bounds: JsonLimits = FILE_LIMITS) -> Log:
-    """A stored run, or why the file is none."""
+    """Return a stored run as a log, or a log with the reason why the file cannot be read."""
     try:
         return replayed(from_json(read_limited(path, bounds), bounds))
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""The page: `build` draws it, `serve` shows it.
+"""The page: `build` creates it, `serve` starts its server.
 
 The view is one component whose value is an append-only log (views.py), drawn by race.js. Events of one group share the
 engine: one runs, the others queue and see their position. Code that needs torch is imported through
@@ -45,14 +45,14 @@ MONO = ["ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "DejaVu Sans Mono
 
 
 class Race(Log):
-    """The log of a run that a visitor asked for."""
+    """The log of a run that a visitor started."""
 
     def stream(self) -> Iterator[str]:
         yield from live().run(self.spec, self)
 
 
 class Visits(Jobs[Log]):
-    """Events of the Race tab for every visitor."""
+    """Events of the Race tab for all visitors."""
 
     def __init__(self, start: Preset, allow_any_model: bool, store: Store | None = None) -> None:
         super().__init__("race", store)
@@ -60,18 +60,20 @@ class Visits(Jobs[Log]):
         self._any = allow_any_model
 
     def race(self, values: Values, last: Log | None) -> Log:
-        """The log of a run. This and the next two raise ValueError with one line where there can be none."""
+        """Return the job of a run. Raises ValueError with one line, as do the next two functions, if there can be no
+        run.
+        """
         spec = from_values(values, self._any).validated()
         return Race(before=last, key=key(values), spec=spec)
 
     def repeat(self, _: Values, last: Log | None) -> Log:
-        """The log of the run on show again, three times, its runs pooled."""
+        """Return the job that repeats the visible run three times and pools the runs."""
         if last is None or last.spec is None:
             raise ValueError("no run to repeat; press Run first")
         return Race(before=last, key=last.key, spec=last.spec.model_copy(update={"repeats": POOLED}))
 
     def follow(self, values: Values, last: Log | None) -> Log:
-        """The log of the chat's next turn."""
+        """Return the job of the chat's next turn."""
         if last is None or last.spec is None or last.trace is None or last.recorded:
             raise ValueError("no chat to continue; press Run first")
         base = limits.fit(preset(last.spec.id))
@@ -87,7 +89,7 @@ class Visits(Jobs[Log]):
         return shown | {"message": ""}
 
     def open(self, request: gr.Request, path: str) -> str:
-        """The whole log of a stored run, or one that says why the file is none."""
+        """Return the log of a stored run, or a log with the reason why the file cannot be read."""
         log = open_trace(path, space.bounds())
         if log.ended:
             self.keep(request, log)
@@ -98,7 +100,7 @@ class Visits(Jobs[Log]):
         return gr.skip() if is_link(request.query_params) else self.select(request, self._start.id)
 
     def select(self, request: gr.Request, preset_id: str | None) -> object:
-        """The recorded race of a preset that was chosen, or else its lanes, as long as no other run is on show."""
+        """Return the recorded race of the chosen preset, or else its empty lanes, if no other run is visible."""
         shown = _recorded(preset_id or DEFAULT)  # may take a second, in which another event may show something
         last = self.last(request)
         if last is not None and last.own:
@@ -110,13 +112,13 @@ class Visits(Jobs[Log]):
         return _lanes(limits.fit(preset(preset_id or DEFAULT)))
 
     def on_show(self, request: gr.Request) -> tuple[RunTrace, bool] | None:
-        """The finished run that a visitor has on show, and whether it is the visitor's own."""
+        """Return the finished run that a visitor sees, and whether it is the visitor's own."""
         log = self.last(request)
         trace = log.trace if log else None
         return (trace, log.own) if log and trace else None
 
     def save(self, request: gr.Request, kind: str) -> dict[str, str]:
-        """The latest run as a file's name and text."""
+        """Return the file name and the text of the latest run."""
         log = self.last(request)
         trace = log.trace if log else None
         if trace is None:
@@ -125,12 +127,12 @@ class Visits(Jobs[Log]):
         return {"name": f"specdemo-{trace.preset}.{kind}", "text": text}
 
     def share(self, values: Values) -> str:
-        """The link that opens the comparison again. Raises ValueError with one line."""
+        """Return the link that opens the comparison again. Raises ValueError with one line."""
         chosen = from_values(values, self._any)
         return address(to_query(chosen, preset(chosen.id)))
 
     def read_link(self, request: gr.Request) -> tuple[Preset, list[str]] | None:
-        """The comparison a link asks for and what of it was refused. On a cold server this takes seconds."""
+        """Return the comparison of a link, and notes on what was ignored. On a cold server this takes seconds."""
         if not is_link(request.query_params) or is_sweep(request.query_params):
             return None
         live()
@@ -142,9 +144,11 @@ class Visits(Jobs[Log]):
         return fitting, refused
 
     def restore(self, request: gr.Request, values: Values) -> Values:
-        """The controls a link asks for, but for what the visitor has changed by now; with them a log of what was
-        refused or, when the link asks for a preset as it is, that preset's recorded race, else the lanes it asks
-        for. Nothing is ever run."""
+        """Return the controls of a link, except those that the visitor has changed by now.
+
+        Also return a log: the notes on what was ignored, or for the link of an unchanged preset its recorded race, else
+        the empty lanes. Nothing runs.
+        """
         if values["asked"] is None:
             return {}
         chosen, refused = values["asked"]
@@ -169,7 +173,7 @@ def _free_memory() -> None:
 
 
 def _lanes(chosen: Preset) -> str:
-    """A log that shows the lanes of a preset, empty."""
+    """Return a log that shows the empty lanes of a preset."""
     full = preset(chosen.id)
     obstacle = why_not(full) if chosen.target == full.target else ""
     return waiting([live().lane_name(lane) for lane in chosen.validated().lanes], obstacle)
@@ -177,15 +181,16 @@ def _lanes(chosen: Preset) -> str:
 
 @lru_cache
 def _recorded(preset_id: str) -> Log | None:
-    """The recorded race of a preset as a log that stands still; the same for every visitor."""
+    """Return the recorded race of a preset as a still log; the same for all visitors."""
     chosen = preset(preset_id)
     trace = recorded(chosen.id)
     return replayed(trace, still=True, key=key(to_values(limits.fit(chosen)))) if trace else None
 
 
 def build(start: str = DEFAULT, allow_any_model: bool = False) -> gr.Blocks:
-    """The page with a preset selected. Raises ValueError for an unknown preset, and where a public page would take any
-    model."""
+    """Create the page with a preset selected. Raises ValueError for an unknown preset, and if a public page would
+    accept any model.
+    """
     if allow_any_model and limits.public():
         raise ValueError("a public page accepts only listed models; remove --allow-any-model")
     first = limits.fit(preset(start))
@@ -269,7 +274,7 @@ def _saves(visits: Visits) -> None:
 
 
 def _show_what_is_chosen(page: gr.Blocks, visits: Visits, form: Controls, view: gr.HTML) -> None:
-    """The recorded race of a preset, or what a link asks for."""
+    """Connect the events that show the recorded race of a preset, or the comparison of a link."""
     page.load(visits.first, None, view, **QUIET)
     for choice in (form.parts["chips"], form.parts["more"]):
         choice.input(visits.select, choice, view, **QUIET)
@@ -282,10 +287,10 @@ def _show_what_is_chosen(page: gr.Blocks, visits: Visits, form: Controls, view: 
 
 
 def _endpoints(allow_any_model: bool) -> None:
-    """`/race` and `/compare`; their docstrings are shown by Gradio's API page."""
+    """Create `/race` and `/compare`; Gradio's API page shows their docstrings."""
 
     def race(preset_id: str = DEFAULT, overrides: dict[str, object] | None = None) -> Iterator[str]:
-        """Run a comparison and stream it. Every output is the log so far: one JSON object a line.
+        """Run a comparison and stream it. Every output is the complete log so far: one JSON object per line.
 
         preset_id: a preset, e.g. "embedded-draft". overrides: settings to change, e.g. {"k": 7, "temperature": 0.8}.
         """
@@ -315,7 +320,9 @@ def _link_values(preset_id: str, overrides: dict[str, object] | None, allow_any_
 
 
 def theme() -> gr.themes.Base:
-    """System fonts only: a named web font would be fetched. White on 500 to 700 and the subdued text reach 4.5:1."""
+    """Return the theme. It has system fonts only, because a web font would be downloaded. White on 500 to 700 and the
+    subdued text reach a contrast of 4.5:1.
+    """
     blue = "#eef7fd #d8ebf8 #b5d9f1 #8cc4ea #3f9ad4 #0072b2 #00669f #005889 #00466d #003755 #002438".split()
     hue = gr.themes.Color(*blue)
     base = gr.themes.Default(primary_hue=hue, neutral_hue="slate", font=FONTS, font_mono=MONO, radius_size="md")
@@ -331,10 +338,10 @@ def serve(
     allow_hosts: Sequence[str] = (),
     proxies: Sequence[str] = (),
 ) -> gr.Blocks:
-    """Show the page; the models of the preset load meanwhile.
+    """Start the page; the models of the preset are loaded meanwhile.
 
-    allow_hosts: names that the page answers to besides its own. proxies: addresses or networks of reverse proxies.
-    Raises ValueError with one line, OSError for the port.
+    allow_hosts: host names that the page accepts in addition to its own. proxies: addresses or networks of reverse
+    proxies. Raises ValueError with one line, and OSError for the port.
     """
     hosts.trust_proxies(proxies)
     names = hosts.own_names(host, allow_hosts)
@@ -373,7 +380,7 @@ def serve(
 
 
 def _warm(chosen: Preset) -> None:
-    """Import the engine, and load the models when they are here already."""
+    """Import the engine, and load the models if they are on this machine already."""
     runs = live()
     if chosen.embedded:
         runs.preload([chosen])

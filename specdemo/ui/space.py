@@ -31,7 +31,7 @@ def zero_gpu() -> bool:
 
 
 def turn_s() -> float:
-    """Wall clock that one run, sweep or test may take; a public machine is shared."""
+    """Return the time limit of one run, sweep or test in seconds; a public machine is shared."""
     return 120.0 if limits.public() else 1800.0
 
 

@@ -1,8 +1,8 @@
-"""The Sweep tab: a benchmark suite run from the page, its curves, its file, its link.
+"""The Sweep tab: a benchmark suite run from the page, with its chart, file and link.
 
-A sweep is work of the engine: races, trainings and sweeps wait for each other in one queue. Stored results open without
-any model. A visitor names presets alone, so no model that the page does not offer. The Lab shows its own suite with the
-same parts.
+Sweeps run on the engine: races, trainings and sweeps wait for each other in one queue. Stored results open without any
+model. A visitor chooses presets only, so that no other models are loaded. The Lab shows its own suite with the same
+components.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -35,8 +35,9 @@ Measure = Callable[[Report, Stop], Result]
 
 
 class Sweeping(Job):
-    """One sweep, or a result from a file. `file` is the result on show, which until this one ends is that of the job
-    `before` it."""
+    """One sweep, or a result from a file. `file` is the visible result; until this sweep ends, it is that of the job
+    `before`.
+    """
 
     stands_in = False  # a recorded result, shown until there is one of the visitor's
 
@@ -49,7 +50,7 @@ class Sweeping(Job):
 
     @classmethod
     def measuring(cls, name: str, measure: Measure, before: "Sweeping | None" = None) -> "Sweeping":
-        """Raises ValueError with one line where no sweep can run."""
+        """Raises ValueError with one line if no sweep can run."""
         if live().ELSEWHERE:
             raise ValueError(OFF)
 
@@ -77,13 +78,13 @@ class Sweeping(Job):
         return self.text
 
     def conclude(self, result: Result, recorded: bool) -> None:
-        """The result is there: show it and offer it as a file."""
+        """Show the result and offer it as a file."""
         self.result = result
         self.file = f"specdemo-{result.suite}.json", Packed(to_json(result))
         self.text += result_line(result, recorded)
 
     def extra_updates(self) -> Values:
-        """The curves; of a suite without speed-ups the table says all."""
+        """Return the chart. A suite without speed-ups has a table only."""
         if self.result is None:
             return {}
         try:
@@ -120,14 +121,14 @@ def result_line(result: Result, recorded: bool) -> str:
 
 
 def _cell(value: object) -> object:
-    """A number of several runs as its value and its interval in words."""
+    """Return the value of several runs with its interval in words."""
     if not isinstance(value, Estimate):
         return value
     return {"value": value.value, "interval": value.interval(1 if value.value >= 10.0 else 2)}
 
 
 def begin(values: Values, last: Sweeping | None) -> Sweeping:
-    """The sweep the controls describe. Raises ValueError with one line."""
+    """Return the sweep that the controls describe. Raises ValueError with one line."""
     live()  # brings torch along, under its lock; a preset's methods are checked here
     sweep = admit(from_values(values))
     on = sweep.preset if takes(sweep.sweep, "preset") else None
@@ -138,10 +139,10 @@ Begin = Callable[[Values, Sweeping | None], Sweeping]
 
 
 class Sweeps(Jobs[Sweeping]):
-    """Events of the tab for every visitor."""
+    """Events of the tab for all visitors."""
 
     def open(self, request: gr.Request, values: Values) -> Values:
-        """A stored result, or why the file is none."""
+        """Return a stored result, or the reason why the file cannot be read."""
         try:
             result = read_result(Path(values["file"]), space.bounds())
         except ValueError as error:
@@ -149,7 +150,7 @@ class Sweeps(Jobs[Sweeping]):
         return self._show(request, result)
 
     def recorded(self, request: gr.Request, values: Values) -> Values:
-        """The recorded result of a suite, as long as the visitor has none on show; a link asks for one's own."""
+        """Return the recorded result of a suite, if the visitor sees none; a link asks for a run."""
         result = recorded_suite(values["sweep"])  # may take a second, in which the visitor may begin one
         last = self.last(request)
         if result is None or is_sweep(request.query_params) or not (last is None or last.stands_in):
@@ -164,7 +165,7 @@ class Sweeps(Jobs[Sweeping]):
         return shown.final_updates()
 
     def save(self, request: gr.Request) -> dict[str, str]:
-        """The result on show as a file's name and text."""
+        """Return the file name and the text of the visible result."""
         last = self.last(request)
         if last is None or last.file is None:
             raise gr.Error("no result to save yet; press Run first", print_exception=False)
@@ -173,13 +174,13 @@ class Sweeps(Jobs[Sweeping]):
 
 
 def from_values(values: Values) -> Sweep:
-    """The sweep the controls describe. Raises ValueError with one line."""
+    """Return the sweep that the controls describe. Raises ValueError with one line."""
     counts = {name: integer(name, values[name]) for name in ("repeats", "new_tokens")}
     return Sweep().changed(**values | counts)
 
 
 def admit(sweep: Sweep) -> Sweep:
-    """The sweep again. Raises ValueError on a public page for one that is too large for it."""
+    """Return the sweep. Raises ValueError on a public page if it is too large."""
     limits.admit(limits.fit(preset(sweep.preset)).with_changes(max_new_tokens=sweep.new_tokens))
     most = limits.here().sweep_repeats
     if sweep.repeats > most:
@@ -193,12 +194,12 @@ def admit(sweep: Sweep) -> Sweep:
 
 
 def share(values: Values) -> str:
-    """The link. Raises ValueError with one line."""
+    """Return the link to a sweep. Raises ValueError with one line."""
     return address(from_values(values).to_query())
 
 
 def restore(request: gr.Request, _: Values) -> Values:
-    """The controls a link to a sweep asks for and a text of what was refused. It runs nothing."""
+    """Return the controls of a link to a sweep, and a text with what was ignored. Nothing runs."""
     if not is_sweep(request.query_params):
         return {}
     sweep, refused = Sweep().from_query(request.query_params)
@@ -207,7 +208,7 @@ def restore(request: gr.Request, _: Values) -> Values:
 
 
 def draw(page: gr.Blocks, tab: gr.Tab, store: Store) -> gr.Radio:
-    """The tab, inside the current Blocks -> what chooses its suite."""
+    """Create the tab, inside the current Blocks. Return the control that chooses its suite."""
     start = Sweep()
     gr.Markdown(assets.text("sweep.md"), elem_id="sweep-about")
     names = [(suite.title, id) for id, suite in swept().items()]
@@ -248,8 +249,10 @@ def draw(page: gr.Blocks, tab: gr.Tab, store: Store) -> gr.Radio:
 def draw_result(
     sweeps: Sweeps, name: str, begin: Begin, inputs: dict[str, object], run: gr.Button, stop: gr.Button
 ) -> Values:
-    """`view` and `chart` of a result below its controls, and what the two buttons do. name: of the skeleton, and what
-    ids begin with."""
+    """Create `view` and `chart` of a result below its controls, and the buttons to save and open one.
+
+    name: of the skeleton, and prefix of the ids.
+    """
     place = gr.HTML("", elem_classes="queue")
     view = assets.view(f"{name}.html", "helpers.js", "sweep.js", elem_id=name)
     with view:
@@ -268,5 +271,5 @@ def draw_result(
 
 
 def _describe(suite: str) -> tuple[str, object]:
-    """A suite's question, and the preset where it takes one."""
+    """Return a suite's question, and whether it takes a preset."""
     return swept()[suite].question, gr.update(visible=takes(suite, "preset"))

@@ -43,7 +43,7 @@ class Turns:
         self._now: tuple[str, Visitor, float] | None = None  # call, visitor and begin of the turn that is on
 
     def begin(self, call: str, visitor: Visitor, now: float) -> None:
-        """A visitor's call has the engine from `now` on."""
+        """Record that a visitor's call uses the engine from `now` on."""
         self._now = call, visitor, now
 
     def end(self, now: float, call: str | None = None) -> None:
@@ -54,7 +54,10 @@ class Turns:
             self._now = None
 
     def order(self, waiting: list[tuple[str, Visitor, float]], now: float) -> list[str]:
-        """The calls in the order of their turns, from call, visitor and when it came."""
+        """Return the calls in the order of their turns.
+
+        waiting: call, visitor and time of arrival.
+        """
         used: Counter[Visitor | str] = Counter()
         last: dict[Visitor, float] = {}
         for visitor, start, ended in self._past:
@@ -72,7 +75,7 @@ class Turns:
         return sorted(places, key=places.__getitem__)
 
     def seconds(self, waiting: int, now: float) -> list[float]:
-        """Estimate when `waiting` calls will have had their turns, from the last ten turns."""
+        """Estimate the time until `waiting` calls have had their turns, from the last ten turns."""
         recent = [ended - start for _, start, ended in list(self._past)[-10:]]
         usual = sum(recent) / len(recent) if recent else FIRST_S
         rest = max(usual - (now - self._now[2]), 0.0) if self._now else 0.0
@@ -80,7 +83,7 @@ class Turns:
 
 
 class FairQueue(Queue):
-    """Every call in it wants the engine, one at a time."""
+    """Queue of calls that use the engine, one at a time."""
 
     def __init__(self, page: gr.Blocks) -> None:
         super().__init__(False, page.max_threads, 1, None, page)  # places and times are told every second
@@ -91,7 +94,7 @@ class FairQueue(Queue):
     async def push(
         self, body: PredictBodyInternal, request: fastapi.Request, username: str | None
     ) -> tuple[bool, str | list[dict[str, Any]], Literal["success", "error", "queue_full", "validator_error"]]:
-        """Take a call, or refuse it where its visitor has enough of them waiting."""
+        """Accept a call, or reject it if its visitor has enough of them waiting."""
         if body.fn_index is not None and not get_fn(self.blocks, None, body).queue:
             return False, "this function is not called through the queue", "error"
         refused = self._full(address(request), body.session_hash or "")
@@ -104,7 +107,7 @@ class FairQueue(Queue):
         return pushed
 
     def get_events(self) -> tuple[list[Event], bool, str] | None:
-        """The next call, that of the visitor who had the engine least."""
+        """Return the next call, of the visitor whose turn it is."""
         lane = self.event_queue_per_concurrency_id.get(ENGINE["concurrency_id"])
         if lane is not None and lane.queue and not lane.current_concurrency:
             self._turns.end(time.monotonic())
@@ -116,19 +119,19 @@ class FairQueue(Queue):
         return picked
 
     async def process_events(self, events: list[Event], *rest: Any, **more: Any) -> None:
-        """Run a call, and note when it ends."""
+        """Run a call and record when it ends."""
         try:
             await super().process_events(events, *rest, **more)
         finally:
             self._turns.end(time.monotonic(), events[0]._id)
 
     def send_message(self, event: Event, event_message: EventMessage) -> None:
-        """Tell a caller something, if the caller is still there."""
+        """Send a message to a caller who is still connected."""
         if event.session_hash in self.pending_messages_per_session:  # else Gradio's queue would end here
             super().send_message(event, event_message)
 
     def broadcast_estimations(self, concurrency_id: str, after: int | None = None) -> None:
-        """Tell all who wait their place and time."""
+        """Send all waiting callers their position and time."""
         waiting = self.event_queue_per_concurrency_id[concurrency_id].queue
         times = self._turns.seconds(len(waiting), time.monotonic())
         for rank, (event, eta) in enumerate(zip(waiting, times, strict=True)):
@@ -155,6 +158,6 @@ def _visitor(event: Event) -> Visitor:
 
 
 def queue(page: gr.Blocks) -> None:
-    """Give a page this queue. What wants the engine cannot be called past it."""
+    """Install this queue on a page. Events that use the engine cannot bypass it."""
     page.queue(api_open=False)
     page._queue = FairQueue(page)

@@ -40,7 +40,7 @@ Shown = Message | Loading | Failed
 
 
 def view(message: Shown) -> dict[str, object]:
-    """Any message as the dict that becomes its line."""
+    """Convert a message to the dict of its line."""
     match message:
         case Started(trace):
             return _start(trace)
@@ -61,7 +61,7 @@ def view(message: Shown) -> dict[str, object]:
 
 
 def finish(trace: RunTrace) -> str:
-    """The worst end of any lane: error, cancelled, or done."""
+    """Return the worst end of any lane: error, cancelled, or done."""
     ends = {lane.finish for lane in trace.lanes}
     return next((end for end in ("error", "cancelled") if end in ends), "done")
 
@@ -89,7 +89,7 @@ def fates(event: StepEvent) -> list[Fate | None]:
 
 
 def summary(trace: RunTrace) -> dict[str, object]:
-    """The run without its steps: what `/compare` returns."""
+    """Return the run without its steps, as `/compare` returns it."""
     return {
         "preset": trace.preset,
         "schedule": trace.schedule,
@@ -110,7 +110,9 @@ CSV_COLUMNS = ("lane", "name", "exact", "step", "kind", "token_id", "text", "dra
 
 
 def tokens_csv(trace: RunTrace) -> str:
-    """One row per emitted or refused token. `text` is a JSON string, so that no spreadsheet takes it for a formula."""
+    """Return one row per emitted or rejected token. `text` is a JSON string, so that no spreadsheet takes it for a
+    formula.
+    """
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(CSV_COLUMNS)
@@ -140,7 +142,7 @@ def _lane(lane: LaneTrace) -> dict[str, object]:
 
 
 def _remote(lane: LaneTrace) -> dict[str, object] | None:
-    """The server a lane ran on and what its numbers mean; None: it ran here."""
+    """Return the server of a lane and the source of its numbers; None for a local lane."""
     if lane.remote is None:
         return None
     return {name: getattr(lane.remote, name) for name in ("server", "model", "endpoint", "source")}

@@ -34,7 +34,7 @@ SMALL = 4e9  # parameters of what is offered as a draft model
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A lane that was run: what is drafted for what, and what of it was kept. speedup: measured there."""
+    """The lane that predictions start from: models, acceptance, and the measured speed-up."""
 
     words: str
     target: str
@@ -79,7 +79,7 @@ def _listed() -> set[str]:
 
 @lru_cache
 def recorded_starts() -> dict[str, str]:
-    """Presets with a recorded run that can be started from -> their titles, the usual one first."""
+    """Return the presets with a recorded run that predictions can start from, id -> title, the default first."""
     found = {id: p for id, p in load_presets().items() if p.lanes[0].method in MAKERS and is_recorded(id)}
     order = sorted(found, key=lambda id: id != DEFAULT)
     return {id: found[id].title for id in order}
@@ -87,7 +87,7 @@ def recorded_starts() -> dict[str, str]:
 
 @lru_cache
 def recorded_start(preset_id: str) -> Start:
-    """The first lane of a recorded run."""
+    """Return the first lane of a recorded run."""
     trace = recorded(preset_id)
     if trace is None or preset_id not in recorded_starts():
         raise ValueError(f"no recorded run of {preset_id[:60]!r}; choose one of {', '.join(recorded_starts())}")
@@ -95,7 +95,7 @@ def recorded_start(preset_id: str) -> Start:
 
 
 def predict_for(start: Start, values: Values) -> Prediction:
-    """asked: the values of the controls. Raises ValueError with one line."""
+    """Return the prediction for the values of the controls. Raises ValueError with one line."""
     if values["target"] not in {start.target, *_listed()}:
         raise ValueError(f"unknown target {str(values['target'])[:60]!r}; choose one from the list")
     same = values["draft"] == SAME
@@ -185,29 +185,29 @@ def _three(number: Estimate) -> list[float | None]:
 
 
 class Questions:
-    """Events of the tab for every visitor. shown: the run in a visitor's Race tab, and whether it is the visitor's
-    own.
+    """Events of the tab for all visitors. shown: returns the visible run of a visitor's Race tab, and whether it is the
+    visitor's own.
     """
 
     def __init__(self, shown: Callable[[gr.Request], tuple[RunTrace, bool] | None], allow_any_model: bool) -> None:
         self._shown, self._any = shown, allow_any_model
 
     def open(self, request: gr.Request, values: Values) -> Values:
-        """The tab comes into view: the run on show may be another one."""
+        """Update the tab when it is opened, because the visible run may have changed."""
         lanes = self._lanes(request)
         chosen = values["start"] if values["start"] in {*lanes, *recorded_starts()} and values["state"] else None
         return self._begin(request, lanes, chosen, values)
 
     def start_from_race(self, request: gr.Request, values: Values) -> Values:
-        """The run on show on another machine."""
+        """Start from the visible run, on another machine."""
         return self._begin(request, self._lanes(request), None, values | {"machine": ELSEWHERE, "state": None})
 
     def begin(self, request: gr.Request, values: Values) -> Values:
-        """Another start was chosen."""
+        """Start from another run."""
         return self._begin(request, self._lanes(request), values["start"], values | {"state": None})
 
     def answer(self, _: gr.Request, values: Values) -> Values:
-        """Something else was changed."""
+        """Predict again after a control has changed."""
         start = values["state"] or recorded_start(DEFAULT)
         dtypes = [*profile(values["machine"]).compute_tflop_per_s]
         if values["dtype"] not in dtypes:
@@ -225,7 +225,9 @@ class Questions:
     def _begin(
         self, request: gr.Request, lanes: Mapping[str, tuple[RunTrace, int, str]], chosen: str | None, values: Values
     ) -> Values:
-        """chosen: where to start from; None: the run on show, or else the usual one."""
+        """Return the updates for a new start. chosen: where to start from; None: the visible run, or else the
+        default.
+        """
         chosen = chosen or next(iter(lanes), DEFAULT)
         choices = [
             *((words, key) for key, (_, _, words) in lanes.items()),
@@ -280,7 +282,7 @@ def _drafts() -> list[tuple[str, str]]:
 
 
 def draw(tab: gr.Tab, estimate_button: gr.Button, questions: Questions) -> None:
-    """The tab, inside the current Blocks. ask: takes the run on show here."""
+    """Create the tab, inside the current Blocks. ask: the button that starts from the visible run."""
     gr.Markdown(assets.text("whatif.md"), elem_id="whatif-about")
     given: dict[str, Component] = {"state": gr.State(), **_where(), **_other()}
     view = assets.view("whatif.html", "helpers.js", "chart.js", "whatif.js", elem_id="whatif")
@@ -295,13 +297,15 @@ def draw(tab: gr.Tab, estimate_button: gr.Button, questions: Questions) -> None:
 
 
 def _changed(part: Component) -> Callable[..., object]:
-    """The event of a visitor's change; not of an update, which would ask again."""
+    """Return the event of a visitor's change. Updates by the server do not trigger it, because they would predict
+    again.
+    """
     assert isinstance(part, gr.Dropdown | gr.Radio | gr.Slider)
     return part.input
 
 
 def _where() -> dict[str, Component]:
-    """The machine, and what is asked of it."""
+    """Create the controls of the machine and its load."""
     starts = [(title, id) for id, title in recorded_starts().items()]
     machines = [(where.title, name) for name, where in profiles().items()]
     contexts = [(words, tokens) for tokens, words in CONTEXTS.items()]
@@ -321,7 +325,7 @@ def _where() -> dict[str, Component]:
 
 
 def _other() -> dict[str, Component]:
-    """Another model, another draft."""
+    """Create the controls of another model and another draft."""
     first = preset(DEFAULT).target
     with gr.Accordion("Other target or drafter", open=False, elem_id="whatif-draft"), gr.Row():
         target = gr.Dropdown(_targets(first), value=first, label="Target", elem_id="whatif-target", min_width=220)
