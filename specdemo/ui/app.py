@@ -63,7 +63,7 @@ def ui(
         if "empty port" not in str(error):
             raise
         taken = f"port {port} of {host} is not available; choose another with --port or --host"
-        raise ValueError(taken) from None  # Gradio's words name settings of its own
+        raise ValueError(taken) from None  # Gradio's message names its own settings
 
 
 def _allow_engine(name: str, path: str | None = None) -> None:

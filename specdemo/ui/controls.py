@@ -39,11 +39,11 @@ NAMES = ("preset", "count", *COMPARISON_FIELDS, *(f"{name}-{n}" for n in NUMBERS
 DRAWN = tuple(f"drawn-{n}" for n in NUMBERS)
 HERE = ("this machine", "")
 SAMPLING = [name for name, setting in settings(Comparison).items() if setting.label]
-FOLDED = ("chat", *SAMPLING)  # in the accordion, whose label says what is in force
+FOLDED = ("chat", *SAMPLING)  # shown in the closed settings label
 CHAT, TEXT = "chat", "text"
-HALF_TYPED = {**QUIET, "preprocess": False}  # a number that is half typed is no error yet
+HALF_TYPED = {**QUIET, "preprocess": False}  # do not reject a number that is still being typed
 DRAFTING = [name for name in METHODS if name != BASELINE]
-TRAINED: list[str] = []  # folders of the heads that this process's visitors trained on the page
+TRAINED: list[str] = []  # folders of heads that visitors of this process have trained
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ def fill_untouched(chosen: Preset, start: Preset, now: Values) -> Values:
     for n in NUMBERS:
         lane = {f"{name}-{n}" for name in LANE}
         if lane & touched:
-            touched |= lane | {f"drawn-{n}"}  # its options stay as they are drawn
+            touched |= lane | {f"drawn-{n}"}  # do not replace its options
     if "count" in touched:
         touched |= {*_lane_looks(1)}
     return {name: update for name, update in fill(chosen, now).items() if name not in touched}
@@ -268,7 +268,7 @@ def to_values(chosen: Preset) -> Values:
     }
     values["chat"] = _prompt_as(chosen.target, chosen.chat)
     for n, lane in zip(NUMBERS, _padded(chosen), strict=True):
-        shown = lane or Lane(method=DRAFTING[0], model=default_draft(chosen.target))  # as one that is added starts
+        shown = lane or Lane(method=DRAFTING[0], model=default_draft(chosen.target))  # the default of an added lane
         values |= {f"{name}-{n}": getattr(shown, name) for name in LANE}
         values[f"model-{n}"] = shown.model or default_draft(chosen.target)
         values |= {f"server-{n}": shown.server or "", f"options-{n}": dict(shown.options)}

@@ -17,10 +17,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from specdemo.core.json_limits import JsonLimits, check_json_limits
 from specdemo.ui.hosts import address
 
-REQUEST = JsonLimits(1_000_000, 50_000, 10_000)  # of what the page and its API send
+REQUEST = JsonLimits(1_000_000, 50_000, 10_000)  # limits of JSON from the page and its API
 ENVELOPE = 4_096  # bytes around the file in the body of an upload
-WINDOW_S = 600.0  # in which uploads are counted, and after which they are deleted
-UPLOADS, ALL_UPLOADS = 60, 300  # of one visitor, or of a class behind one address; and of everybody
+WINDOW_S = 600.0  # uploads are counted over this time and deleted after it
+UPLOADS, ALL_UPLOADS = 60, 300  # per address, which a class may share; in total
 FILE = (
     rb'--%b\r\nContent-Disposition: form-data; name="files"; filename="[^"\r\n]*"\r\n(Content-Type:[^\r\n]*\r\n)?\r\n'
 )
@@ -40,7 +40,7 @@ class Guard:
     def __init__(self, app: ASGIApp, most: int) -> None:
         self._app = app
         self._most = most
-        self._uploads: deque[tuple[float, str]] = deque()  # when and whose
+        self._uploads: deque[tuple[float, str]] = deque()  # time and address
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] not in ("GET", "HEAD", "OPTIONS"):

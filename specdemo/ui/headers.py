@@ -18,13 +18,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specdemo.presets import limits
 
-CARD = re.compile(rb'\s*<meta\s+(?:property|name)="(?:og|twitter):[^>]*>')  # Gradio's preview card, which names Gradio
+CARD = re.compile(rb'\s*<meta\s+(?:property|name)="(?:og|twitter):[^>]*>')  # Gradio's own preview card
 INLINE = re.compile(rb"<script(?![^>]*\ssrc=)[^>]*>(.*?)</script>", re.DOTALL)
 TITLE = "specdemo: speculative decoding, side by side"
 DESCRIPTION = (
     "Compare plain and speculative decoding side by side: every draft token, its acceptance, and the speed-up."
 )
-HUB = "https://huggingface.co https://*.hf.space"  # a Space is shown in a frame of the hub, with a header of the hub's
+HUB = "https://huggingface.co https://*.hf.space"  # the hub shows a Space in a frame
 
 
 def policy(page: bytes) -> str:
@@ -65,7 +65,7 @@ class Policy:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        page_start: list[Message] = []  # the start of an answer that is a page
+        page_start: list[Message] = []  # first message of an HTML response
         body = b""
 
         async def send_page(message: Message) -> None:

@@ -27,16 +27,16 @@ from specdemo.ui.views import Failed, Loading, view
 
 logger = logging.getLogger(__name__)
 
-ENGINE: dict[str, Any] = {"concurrency_id": "engine", "concurrency_limit": 1}  # one user of it at a time in a process
+ENGINE: dict[str, Any] = {"concurrency_id": "engine", "concurrency_limit": 1}  # one event at a time per process
 QUIET: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
 FLUSH_S = 1 / 15
-GRACE_S = 0.4  # how long Stop waits for the step in hand of a run
-STOPPING_S = 30.0  # how long Stop waits for what a training or a sweep has to show
-BUDGET = 16_000_000  # bytes of all that is kept for visitors
-ENTRY = 4_000  # bytes that a job takes beside its texts
+GRACE_S = 0.4  # Stop waits this long for the current step of a run
+STOPPING_S = 30.0  # Stop waits this long for the result of a training or a sweep
+BUDGET = 16_000_000  # bytes of all stored jobs
+ENTRY = 4_000  # bytes of a job without its texts
 
-Messages = list[Any]  # of a job, whatever its kind says
-Values = dict[str, Any]  # of controls, or updates of them, by name
+Messages = list[Any]  # their types depend on the kind of job
+Values = dict[str, Any]  # values or updates of controls, by name
 Parts = dict[str, Any]  # controls by name
 Work = Callable[[Callable[[], bool], Callable[[float, str], None]], Iterator[object]]
 
@@ -82,7 +82,7 @@ class Engine:
     def __init__(self, work: Work, limit_s: float | None = None) -> None:
         self._do = work
         self._limit_s = space.turn_s() if limit_s is None else limit_s
-        self._messages: deque[Any] = deque()  # that nobody has read
+        self._messages: deque[Any] = deque()  # unread messages
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, daemon=True, name="engine")
 
@@ -146,13 +146,13 @@ def stop_all() -> None:
 class Job(ABC):
     """Work that a visitor started, and the text that shows it."""
 
-    STOPPING: ClassVar[Values] = {"type": "stopping"}  # the line that says so
-    engine: Engine | None = None  # None where it is in another process
+    STOPPING: ClassVar[Values] = {"type": "stopping"}  # the line after Stop was pressed
+    engine: Engine | None = None  # None if it is in another process
 
     def __init__(self, text: str) -> None:
         self.text = text
-        self.ended = False  # nothing more will be said
-        self._unread = threading.Event()  # nobody reads `stream` any more
+        self.ended = False  # True after the last line
+        self._unread = threading.Event()  # set when `stream` has no reader
 
     @property
     def size(self) -> int:
@@ -183,7 +183,7 @@ class Job(ABC):
     def stop(self) -> str:
         """End the work and return the text, with the last messages if they arrive in time."""
         assert self.engine is not None
-        self._unread.wait(STOPPING_S)  # two readers would each get a part
+        self._unread.wait(STOPPING_S)  # two readers would each get only a part
         self.add(self.engine.finish(STOPPING_S))
         self.text += to_line({"type": "stopped"})
         self.ended = True
@@ -268,7 +268,7 @@ class Jobs(Generic[Kind]):
             return
         self.keep(request, job)
         for text in job.stream():
-            self.last(request)  # it has grown
+            self.last(request)  # update its size in the store
             yield {"view": text, **job.extra_updates()}
         job.final_updates()
 
@@ -317,7 +317,7 @@ def wire(
     disabled during a job. place: shows the queue. first: a script that a start waits for.
     """
     switched = {"stop": stop, **{str(i): button for i, button in enumerate(off)}}
-    over = {"over": gr.State(False)}  # Stop came, perhaps before Run has reached the engine's queue
+    over = {"over": gr.State(False)}  # True after Stop, which may arrive before Run has reached the engine's queue
     shown: dict[str, object] = {"show_progress": "full", "show_progress_on": place, "api_visibility": "private"}
 
     def switch(running: bool) -> Values:

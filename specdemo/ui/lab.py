@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
 MINUTES = (0.5, 30.0)
 RUNS = Path("runs")
-DRAWS = 1024  # of a test of losslessness
+DRAWS = 1024  # maximum of a losslessness test
 START = "embedded-sampling"
-POINTS = 500  # of a curve, evaluations apart: steps come by the thousand
+POINTS = 500  # maximum of a loss curve, without evaluations
 OFF = (
     "Training is disabled on this public page, because it would block the shared machine for minutes. "
     "To train on your own machine, start the page with `python -m specdemo ui`."
@@ -80,7 +80,7 @@ class Training(Job):
             live().with_engine_lock(lambda cancelled, _: trains.train_live(recipe, minutes, out, cancelled)), math.inf
         )
         self.folder: str | None = None
-        self._due = 0.0  # seconds of training at which the next point of the curve is worth a line
+        self._due = 0.0  # time of the next point of the loss curve, in seconds of training
         super().__init__(opening(recipe=recipe))
 
     def add(self, messages: Iterable[Any]) -> str:
@@ -193,7 +193,7 @@ def most_draws() -> int:
 
 def begin(values: Values, last: Sweeping | None) -> Sweeping:
     """Return the test that the controls describe. Raises ValueError with one line."""
-    live()  # brings torch along, under its lock; a preset's methods are checked here
+    live()  # imports torch under its lock, before the methods of a preset are checked
     base = limits.fit(preset(values["preset"]))
     if not base.embedded:
         raise ValueError(f"losslessness is tested only with the shipped models, not with {base.target[:80]}")

@@ -52,7 +52,7 @@ def _play(spec: Comparison, log: Log | None) -> Generator[Lines, None, None]:
 
     def work(cancelled: Callable[[], bool], loading: Callable[[float, str], None]) -> Iterator[object]:
         if limits.public():
-            session().forget_learned()  # what a draft learned from one visitor's text is not shown to another
+            session().forget_learned()  # a draft that learned from one visitor's text must not be used for another
         return session().stream(ENGINES.onto(spec, loading, cancelled), cancelled, loading)
 
     engine = Engine(work, space.seconds(spec) - space.BACK_S if ELSEWHERE else None)
@@ -70,14 +70,14 @@ def run(spec: Comparison, log: Log) -> Iterator[str]:
     """
     log.spec = spec
     reason = no_gpu(spec)
-    if reason and limits.public():  # trying all the same would keep a shared machine busy
+    if reason and limits.public():  # trying anyway would block a shared machine
         log.add([Failed(reason)])
     else:
         try:
             with contextlib.closing(_play(spec, None if ELSEWHERE else log)) as batches:
                 for new in batches:
                     yield log.take(new)
-        except Exception as error:  # from whoever lends the GPU: the engine tells its own failures
+        except Exception as error:  # errors of the GPU scheduler; the engine reports its own failures
             message = getattr(error, "message", None) or str(error) or type(error).__name__
             reason = f"{'the GPU was taken away' if log.started else 'no GPU for this run'}: {message}"
             log.add([Failed(reason)])

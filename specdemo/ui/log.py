@@ -19,7 +19,7 @@ class Lines:
     text: str
     started: bool = False
     failure: str = ""
-    trace: RunTrace | None = None  # of a run that has ended
+    trace: RunTrace | None = None  # set at the end of the run
 
 
 def lines(messages: Iterable[Shown]) -> Lines:
@@ -54,7 +54,7 @@ class Log(Job):
         self.recorded, self.still, self.key, self.spec = recorded, still, key, spec
         self.started = self.stopped = self.is_chat = False
         self._own_before = before is not None and before.own
-        self.failure = ""  # why it failed, if it did
+        self.failure = ""  # reason of the failure, if any
 
     @property
     def trace(self) -> RunTrace | None:
@@ -93,7 +93,7 @@ class Log(Job):
         return self.add([Note(why), *replay(trace)])
 
     def request_stop(self) -> str:
-        return self.text  # `stop` does not take long
+        return self.text  # `stop` is fast
 
     def stop(self) -> str:
         """End the run and the log, with the last messages of the engine if it can be reached."""

@@ -18,7 +18,7 @@ from specdemo.ui import space
 os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
 os.environ["FORWARDED_ALLOW_IPS"] = ""  # uvicorn would believe X-Forwarded-For of every local peer; see hosts.address
 if limits.public() and not space.zero_gpu():
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no visitor makes a public machine fetch anything
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # visitors must not trigger downloads on a public machine
 
 import gradio as gr
 from starlette.middleware import Middleware
@@ -39,8 +39,8 @@ from specdemo.ui.lazy_imports import live
 from specdemo.ui.log import Log, notes, open_trace, replayed, waiting
 from specdemo.ui.views import tokens_csv
 
-POOLED = 3  # runs, where one was noisy
-SESSIONS = 64  # whose components Gradio keeps a copy of, 0.3 MB each
+POOLED = 3  # runs of "Repeat"
+SESSIONS = 64  # sessions whose components Gradio stores, 0.3 MB each
 MONO = ["ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "DejaVu Sans Mono", "monospace"]
 
 
@@ -101,14 +101,14 @@ class Visits(Jobs[Log]):
 
     def select(self, request: gr.Request, preset_id: str | None) -> object:
         """Return the recorded race of the chosen preset, or else its empty lanes, if no other run is visible."""
-        shown = _recorded(preset_id or DEFAULT)  # may take a second, in which another event may show something
+        shown = _recorded(preset_id or DEFAULT)  # may take a second; another event may change the view meanwhile
         last = self.last(request)
         if last is not None and last.own:
             return gr.skip()
         if shown:
             self.keep(request, shown)
             return shown.text
-        self.keep(request, Log(still=True))  # the recorded race of the preset before is no longer on show
+        self.keep(request, Log(still=True))  # hide the recorded race of the previous preset
         return _lanes(limits.fit(preset(preset_id or DEFAULT)))
 
     def on_show(self, request: gr.Request) -> tuple[RunTrace, bool] | None:
@@ -205,7 +205,7 @@ def build(start: str = DEFAULT, allow_any_model: bool = False) -> gr.Blocks:
                 form = _race_tab(page, visits, first, allow_any_model)
                 estimate_button = gr.Button(
                     "Estimate on an H100", elem_id="estimate"
-                )  # clicked by the one below the results, in race.js
+                )  # clicked by the button below the results, in race.js
             with gr.Tab("Sweep", id="sweep") as tab:
                 suite = sweep.draw(page, tab, store)
             with gr.Tab("What if", id="what-if") as tab:
@@ -283,7 +283,7 @@ def _show_what_is_chosen(page: gr.Blocks, visits: Visits, form: Controls, view: 
     given = {"asked": requested, **form.inputs, **form.drawn}
     restored = named(linked.then, visits.restore, given, {**form.parts, "view": view}, **QUIET)
     shown = restored.then(None, None, None, js=assets.text("link_applied.js"), **QUIET)
-    form.relabel(shown.then)  # with all that was restored and is drawn, which changes one by one may not see
+    form.relabel(shown.then)  # once, after all restored controls were drawn
 
 
 def _endpoints(allow_any_model: bool) -> None:
@@ -359,7 +359,7 @@ def serve(
         share=False,
         footer_links=["api"],
         run_history=False,
-        max_file_size=space.bounds().bytes + ENVELOPE,  # the guard's own, which leaves nothing on disk
+        max_file_size=space.bounds().bytes + ENVELOPE,  # the limit of the guard, which leaves nothing on disk
         state_session_capacity=SESSIONS,
         app_kwargs={"middleware": layers, "lifespan": outer},
         theme=theme(),
@@ -384,4 +384,4 @@ def _warm(chosen: Preset) -> None:
     runs = live()
     if chosen.embedded:
         runs.preload([chosen])
-    gc.freeze()  # what is here now stays: a search for garbage through it would hold up every visitor
+    gc.freeze()  # exclude the current objects, because collecting them would delay every visitor

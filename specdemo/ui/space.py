@@ -16,10 +16,10 @@ from specdemo.engine.comparison import Comparison
 from specdemo.presets import limits
 from specdemo.presets.files import EMBEDDED
 
-START_S = 10  # until a lent GPU has the weights and every lane is warm
-BACK_S = 2  # a run ends itself so long before the GPU is taken away
-LEND_S = 120  # longer calls are refused
-EMBEDDED_RATE, RATE = 60, 20  # tokens a second of one lane, at the least
+START_S = 10  # until the weights are on the GPU and every lane is warm
+BACK_S = 2  # a run ends this long before the GPU is taken away
+LEND_S = 120  # longer calls are rejected
+EMBEDDED_RATE, RATE = 60, 20  # minimum tokens/s of one lane
 
 Function = TypeVar("Function", bound=Callable[..., object])
 

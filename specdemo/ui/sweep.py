@@ -39,7 +39,7 @@ class Sweeping(Job):
     `before`.
     """
 
-    stands_in = False  # a recorded result, shown until there is one of the visitor's
+    stands_in = False  # a recorded result, shown until the visitor has one
 
     def __init__(self, text: str, before: "Sweeping | None" = None) -> None:
         super().__init__(opening() + text)
@@ -94,7 +94,7 @@ class Sweeping(Job):
 
     def final_updates(self) -> Values:
         shown = super().final_updates()
-        self.result = None  # `file` is kept
+        self.result = None  # `file` stays
         return shown
 
     def _emit(self, line: dict[str, Any]) -> None:
@@ -129,7 +129,7 @@ def _cell(value: object) -> object:
 
 def begin(values: Values, last: Sweeping | None) -> Sweeping:
     """Return the sweep that the controls describe. Raises ValueError with one line."""
-    live()  # brings torch along, under its lock; a preset's methods are checked here
+    live()  # imports torch under its lock, before the methods of a preset are checked
     sweep = admit(from_values(values))
     on = sweep.preset if takes(sweep.sweep, "preset") else None
     return Sweeping.measuring(", ".join(filter(None, (swept()[sweep.sweep].title, on))), sweep.suite().run, last)
@@ -151,7 +151,7 @@ class Sweeps(Jobs[Sweeping]):
 
     def recorded(self, request: gr.Request, values: Values) -> Values:
         """Return the recorded result of a suite, if the visitor sees none; a link asks for a run."""
-        result = recorded_suite(values["sweep"])  # may take a second, in which the visitor may begin one
+        result = recorded_suite(values["sweep"])  # may take a second; the visitor may start a sweep meanwhile
         last = self.last(request)
         if result is None or is_sweep(request.query_params) or not (last is None or last.stands_in):
             return {}

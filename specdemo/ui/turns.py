@@ -27,10 +27,10 @@ from specdemo.ui.hosts import address
 from specdemo.ui.job import ENGINE
 
 SHARE_S, ADDRESS_SHARE_S, HOUR_S = 300.0, 1200.0, 3600.0
-PLACES, ADDRESS_PLACES, VISITOR_PLACES = 200, 64, 20  # that may wait
-TURNS = 2000  # of the past that are remembered
-FIRST_S = 10.0  # what a turn is taken to last while none has ended
-SESSIONS = 300  # that messages are kept for
+PLACES, ADDRESS_PLACES, VISITOR_PLACES = 200, 64, 20  # waiting calls: in total, per address, per visitor
+TURNS = 2000  # past turns to remember
+FIRST_S = 10.0  # assumed duration of a turn before the first one has ended
+SESSIONS = 300  # sessions with stored messages
 
 Visitor = tuple[str, str]
 
@@ -40,7 +40,7 @@ class Turns:
 
     def __init__(self) -> None:
         self._past: deque[tuple[Visitor, float, float]] = deque(maxlen=TURNS)
-        self._now: tuple[str, Visitor, float] | None = None  # call, visitor and begin of the turn that is on
+        self._now: tuple[str, Visitor, float] | None = None  # call, visitor and start of the current turn
 
     def begin(self, call: str, visitor: Visitor, now: float) -> None:
         """Record that a visitor's call uses the engine from `now` on."""
@@ -86,7 +86,7 @@ class FairQueue(Queue):
     """Queue of calls that use the engine, one at a time."""
 
     def __init__(self, page: gr.Blocks) -> None:
-        super().__init__(False, page.max_threads, 1, None, page)  # places and times are told every second
+        super().__init__(False, page.max_threads, 1, None, page)  # positions and times are sent every second
         self._turns = Turns()
         self.pending_messages_per_session = LRUCache(SESSIONS)
         self.ANALYTICS_MAX_EVENTS = 100
@@ -101,7 +101,7 @@ class FairQueue(Queue):
         if refused:
             return False, refused, "queue_full"
         for session in [s for s, calls in self.pending_event_ids_session.items() if not calls]:
-            del self.pending_event_ids_session[session]  # Gradio keeps them for good
+            del self.pending_event_ids_session[session]  # Gradio never deletes them
         pushed = await super().push(body, request, username)
         self._arrange()
         return pushed
@@ -127,7 +127,7 @@ class FairQueue(Queue):
 
     def send_message(self, event: Event, event_message: EventMessage) -> None:
         """Send a message to a caller who is still connected."""
-        if event.session_hash in self.pending_messages_per_session:  # else Gradio's queue would end here
+        if event.session_hash in self.pending_messages_per_session:  # otherwise Gradio's queue would stop
             super().send_message(event, event_message)
 
     def broadcast_estimations(self, concurrency_id: str, after: int | None = None) -> None:

@@ -74,8 +74,10 @@ def fates(event: StepEvent) -> list[Fate | None]:
     """
     emitted = len(event.emitted[0])
     path = event.path[0][: emitted + 1]
-    tried = path if emitted >= len(event.path[0]) else path[:-1]  # else the text ended with the last of them
-    served: set[int] = set()  # kept slots one of whose children was accepted already
+    tried = (
+        path if emitted >= len(event.path[0]) else path[:-1]
+    )  # otherwise the text ended with the last accepted token
+    served: set[int] = set()  # accepted slots with an accepted child
     verdicts: list[Fate | None] = []
     for slot, (token, parent) in enumerate(zip(event.drafted[0], event.parents[0], strict=True), start=1):
         if token < 0:
@@ -200,7 +202,7 @@ def _lane_rows(lane: LaneTrace, vocabulary: dict[str, str]) -> list[tuple[object
             q, p = (None, None) if slot is None else (event.draft_probs[0][slot - 1], event.target_probs[0][slot - 1])
             rows.append((event.index, kind, token, json_text(lane.pieces[given], ensure_ascii=False), q, p, ms))
             given += 1
-        unused = event.path[0][1 + token_kinds(event).count("accepted") :]  # kept, but behind the end of the text
+        unused = event.path[0][1 + token_kinds(event).count("accepted") :]  # accepted, but after the end of the text
         for node, fate in enumerate(fates(event)):
             end = "behind the end" if node + 1 in unused else fate
             if end in ("rejected", "not reached", "behind the end"):

@@ -24,12 +24,12 @@ from specdemo.ui import assets
 from specdemo.ui.controls import TRAINED
 from specdemo.ui.job import QUIET, Values, named
 
-ELSEWHERE = "h100-sxm"  # where a finished race is asked about
+ELSEWHERE = "h100-sxm"  # machine for "Estimate on an H100"
 CONTEXTS = {256: "256", 1024: "1k", 4096: "4k", 16384: "16k", 65536: "64k"}
 SIZES = {0.25: "1/4", 0.5: "1/2", 1.0: "1×", 2.0: "2×"}
-SAME, OWN = "run", "own"  # the run's draft and acceptance, or others
+SAME, OWN = "run", "own"  # the run's draft and acceptance, or custom ones
 Choices = Sequence[tuple[str, str | float]]  # labels and values
-SMALL = 4e9  # parameters of what is offered as a draft model
+SMALL = 4e9  # maximum parameters of an offered draft model
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +271,7 @@ def _targets(first: str) -> list[str]:
 
 
 def _on_the_hub() -> list[str]:
-    return [name for name in known() if "/" in name]  # the others are sizes for benchmarks
+    return [name for name in known() if "/" in name]  # the others are sizes used by benchmarks
 
 
 def _drafts() -> list[tuple[str, str]]:
