@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from specdemo.models.gguf import GGUFVocab, write_gguf
-from specdemo.servers.process import check_installed
+from specdemo.servers.engines import llamacpp
 
 CONTEXT = 1024
 
@@ -24,7 +24,7 @@ class LlamaCpp:
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Convert and load the model. Raises ValueError, one line, if llama.cpp cannot take part."""
-        check_installed("llamacpp")
+        llamacpp.LlamaCpp().check_installed()
         if type(model) is not LlamaForCausalLM or model.device.type != "cpu" or model.dtype != torch.float32:
             raise ValueError("llama.cpp is left out: the comparison needs a Llama in float32 on a CPU")
         library = import_module("xllamacpp")

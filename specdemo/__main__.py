@@ -33,7 +33,9 @@ from specdemo.engine.comparison import Comparison, Lane, settings, type_of
 from specdemo.methods import PLUG_INS, detect_head, knobs, method, unusable, usable
 from specdemo.presets.files import EMBEDDED, FOLDER, Preset, load_presets, of_checkout, preset
 from specdemo.presets.limits import LIMITS
-from specdemo.servers.address import allow, known_engine
+from specdemo.servers.address import allow
+from specdemo.servers.engines import DEFAULT as DEFAULT_ENGINE
+from specdemo.servers.engines import engine_names
 from specdemo.ui.app import ui
 
 if TYPE_CHECKING:
@@ -145,7 +147,7 @@ def run(
     ] = None,
     served_model: Annotated[str | None, typer.Option(metavar="NAME", help="Name of the target on the servers.")] = None,
     engine: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Serving engine to start for the run: vllm, sglang or llamacpp.")
+        str | None, typer.Option(metavar="NAME", help=f"Serving engine to start for the run: {engine_names()}.")
     ] = None,
     gpus: Gpus = 1,
     command: Command = None,
@@ -383,19 +385,19 @@ def _check_presets(as_json: bool) -> int:
 @app.command()
 def serve_command(
     preset_id: PresetId,
-    engine: Annotated[str, typer.Option("--for", help="vllm, sglang or llamacpp.")] = "vllm",
+    engine: Annotated[str, typer.Option("--for", help=f"{engine_names()}.")] = DEFAULT_ENGINE,
     gpus: Gpus = 1,
 ) -> None:
     """Print the commands that start servers. Prints one per lane of a preset; race them with `run --server`."""
     from specdemo.presets.serve import serve_commands
 
-    print("\n".join(serve_commands(preset(preset_id), known_engine(engine), gpus)))
+    print("\n".join(serve_commands(preset(preset_id), engine, gpus)))
 
 
 @app.command()
 def serve(
     preset_id: PresetId,
-    engine: Annotated[str, typer.Option(help="vllm, sglang or llamacpp.")] = "vllm",
+    engine: Annotated[str, typer.Option(help=f"{engine_names()}.")] = DEFAULT_ENGINE,
     gpus: Gpus = 1,
     command: Command = None,
 ) -> None:
@@ -413,13 +415,12 @@ def _started(chosen: Preset, engine: str, command: str | None, gpus: int) -> Ite
     """Start servers for a preset. While they load, their log is shown in one updated line."""
     from specdemo.presets.serve import serving
 
-    known = known_engine(engine)
     with progress_bar(1.0, "{desc}") as bar:
 
         def report(what: str) -> None:
             bar.set_description_str(what[: shutil.get_terminal_size().columns - 1])
 
-        with serving(chosen, known, report, command, gpus) as served:
+        with serving(chosen, engine, report, command, gpus) as served:
             bar.clear()
             yield served
 

@@ -131,7 +131,6 @@ class Hydra(Medusa):
     head: HydraHeads
     _root: Tensor  # [B]
     recipes: ClassVar = {"hydra": Recipe("Hydra, 4 heads", {"heads": 4})}
-    serves: ClassVar = {}  # no server supports it
     decay: ClassVar[float] = 1.0
 
     @classmethod

@@ -13,6 +13,7 @@ from specdemo.core.dtypes import NAMES, dtype_name
 from specdemo.core.suggest import DEVICES
 from specdemo.presets.files import DEFAULT
 from specdemo.presets.limits import LIMITS
+from specdemo.servers.engines import engine_names
 
 Report = Callable[[float, str], None]  # fraction done 0..1, current activity
 Stop = Callable[[], bool]  # returns True to stop
@@ -218,7 +219,7 @@ OPTIONS: Mapping[str, Option] = {
         serialize=lambda path: path.name,
     ),
     "new_tokens": Option("--new-tokens", "number of new tokens", "Output tokens per prompt.", int, check=_new_tokens),
-    "engine": Option("--engine", "engine", "Serving engine to start: vllm, sglang or llamacpp.", metavar="NAME"),
+    "engine": Option("--engine", "engine", f"Serving engine to start: {engine_names()}.", metavar="NAME"),
     "servers": Option(
         "--server",
         "server",

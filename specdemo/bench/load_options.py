@@ -8,6 +8,8 @@ from specdemo.bench.base import Axis, Prompted
 from specdemo.bench.prompts import PROMPTS
 from specdemo.core.suggest import program
 from specdemo.presets.files import DEFAULT
+from specdemo.servers import engines
+from specdemo.servers.engines.base import ServingEngine
 
 CONCURRENCY = Axis("concurrency", "concurrency", "concurrent requests", doubling=True)
 RATE = Axis("rate", "arrival rate", "requests per second", doubling=True)
@@ -56,14 +58,24 @@ class Load(Prompted):
             raise ValueError(
                 "--device needs --engine here; choose the device of a server in the command that starts it"
             )
-        if self.schedule and (self.rates or self.engine not in (None, "vllm")):
-            raise ValueError("--schedule needs vLLM and --concurrency; omit --schedule, or --engine and --rate")
+        if self.schedule and (self.rates or not self.serving_engine.takes_schedule):
+            able = " or ".join(engine.title for engine in engines.ENGINES.values() if engine.takes_schedule)
+            raise ValueError(f"--schedule needs {able} and --concurrency; omit --schedule, or --engine and --rate")
 
     @property
     def here(self) -> bool:
         """Return whether the local engine is under load. It is, unless servers are given."""
         servers = (self.servers, self.command, self.schedule, self.rates, self.gpus > 1)
         return self.engine == HERE or (self.engine is None and not any(servers))
+
+    @property
+    def serving_engine(self) -> ServingEngine:
+        """Return the engine of the servers. Raises ValueError for an unknown one, and for one without batches."""
+        engine = engines.serving_engine(self.engine or engines.DEFAULT)
+        if not engine.concurrent:
+            able = " or ".join(name for name, other in engines.ENGINES.items() if other.concurrent)
+            raise ValueError(f"specdemo starts {engine.title} for one request at a time; use --engine {able}")
+        return engine
 
     @property
     def preset_id(self) -> str:

@@ -1,10 +1,8 @@
 """Lanes under load on servers, which are started for the suite or already run."""
 
 import asyncio
-import json
 import os
 import random
-import shlex
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -19,26 +17,20 @@ import httpx
 from specdemo.bench.load_options import CONCURRENCY, Load
 from specdemo.bench.load_points import Answer, Measure, MeasuredLane, Point, Schedule
 from specdemo.bench.prompts import PROMPTS
-from specdemo.core.files import json_text
 from specdemo.core.protocol import GenerationConfig
 from specdemo.core.trace import LaneTrace, Remote, step_ms
 from specdemo.engine.loop import never_cancelled
 from specdemo.engine.session import environment
 from specdemo.methods import BASELINE
-from specdemo.methods.flags import vllm_config
 from specdemo.presets.files import Preset, preset
-from specdemo.presets.serve import CONFIG, Program, Served, on_free_ports, served
-from specdemo.servers.address import Engine, allow, host, known_engine
+from specdemo.presets.serve import Program, Served, on_free_ports, served
+from specdemo.servers.address import allow, host
 from specdemo.servers.client import Client, StatusError, connected
-from specdemo.servers.counters import stats_between
+from specdemo.servers.engines import ENGINES, stats_between
+from specdemo.servers.engines.base import ServingEngine
 from specdemo.servers.lane import KEY, Form, RemoteLane
 from specdemo.servers.process import ReportFunction
 from specdemo.servers.stream import Piece, StreamParser
-
-SCHEDULE = "num_speculative_tokens_per_batch_size"  # name in vLLM's config/speculative.py
-# names in SGLang's speculative/adaptive_spec_params.py and adaptive_step_router.py
-ALGORITHM, FOLLOW = "--speculative-algorithm", "--speculative-adaptive --speculative-adaptive-config"
-ADAPTIVE = ("EAGLE", "EAGLE3")
 
 T = TypeVar("T")
 RequestFunction = Callable[[int], Awaitable[Answer]]  # index of a request -> its answer
@@ -50,7 +42,7 @@ class Fleet:
 
     suite: Load
     chosen: Preset  # with one lane
-    engine: Engine
+    engine: ServingEngine
     program: Program | None
     running: Mapping[int, str]
     models: dict[str, str] = field(default_factory=dict)  # "host:port" -> model reported by the server
@@ -60,11 +52,9 @@ class Fleet:
         """Create the backend of a suite. Raises ValueError with one line."""
         chosen = preset(suite.preset_id).with_changes(temperature=0.0, dtype=suite.dtype)
         chosen = chosen.model_copy(update={"lanes": chosen.lanes[:1]})
-        engine = known_engine(suite.engine or "vllm")
-        if engine == "llamacpp":
-            raise ValueError("specdemo starts llama.cpp for one request at a time; use --engine vllm or sglang")
+        engine = suite.serving_engine
         if not suite.servers:
-            return cls(suite, chosen, engine, Program.find(engine, suite.command, suite.gpus), {})
+            return cls(suite, chosen, engine, Program.find(engine.name, suite.command, suite.gpus), {})
         if len(suite.servers) != len(ks):
             raise ValueError(f"{len(suite.servers)} servers for k = {', '.join(map(str, ks))}; give one --server per k")
         allow(suite.servers)
@@ -73,18 +63,18 @@ class Fleet:
     def environment(self) -> dict[str, object]:
         """Return the facts for the result's file. device: the engine and its version, or the models that the servers
         report and their addresses."""
-        version = self.program.there.version if self.program and self.program.there else ""
+        version = self.program.installed.version if self.program and self.program.installed else ""
         hosts = map(host, self.running.values())
         named = ", ".join(f"{self.models[at]} at {at}" if at in self.models else at for at in hosts)
-        title = f"{self.engine} {version}".strip() if self.program else named
+        title = f"{self.engine.name} {version}".strip() if self.program else named
         return environment(None) | {"device": title, "dtype": self.chosen.dtype, "served_models": self.models}
 
     def together(self, lanes: int) -> bool:
         """Return False if the servers have to share GPUs, or may have to."""
         if self.program is None:
             return True
-        there = self.program.there
-        return there is not None and not 0 < there.gpus < lanes * self.program.gpus
+        installed = self.program.installed
+        return installed is not None and not 0 < installed.gpus < lanes * self.program.gpus
 
     @contextmanager
     def up(self, lanes: Sequence[MeasuredLane], report: ReportFunction) -> Iterator[list[Measure]]:
@@ -97,16 +87,13 @@ class Fleet:
             servers = [one.server for one in lane_specs] or [self.running[lane.k] for lane in lanes]
             yield [partial(_measure, self.suite, server, self._greet(server)) for server in servers]
 
-    def lane(self, k: int, schedule: Schedule = (), engine: Engine | None = None) -> Served:
+    def lane(self, k: int, schedule: Schedule = (), engine: ServingEngine | None = None) -> Served:
         """Return how to start a server with k draft tokens, or with a schedule of at most k."""
         onto = on_free_ports(self.chosen.with_changes(k=k) if k else self.chosen)
         gpus = self.program.gpus if self.program else 1
-        lane = list(served(onto, engine or self.engine, gpus))[bool(k)]
-        if not schedule or CONFIG not in lane.command:
-            return lane
-        at = lane.command.index(CONFIG) + 1
-        _, config = vllm_config(**json.loads(lane.command[at]), **{SCHEDULE: schedule})
-        return replace(lane, command=[*lane.command[:at], config, *lane.command[at + 1 :]])
+        engine = engine or self.engine
+        lane = list(served(onto, engine.name, gpus))[bool(k)]
+        return replace(lane, command=engine.with_schedule(lane.command, schedule))
 
     def no_advice(self) -> str:
         """Return why no k can be recommended, an empty text if it can."""
@@ -115,21 +102,12 @@ class Fleet:
         return "No recommendation: without --preset the drafter of these servers is unknown."
 
     def paste(self, schedule: Schedule) -> list[str]:
-        """Return vLLM's config with the schedule, and SGLang's flags; a schedule with one k is that k alone."""
+        """Return flags with the schedule for each engine; a schedule with one k is that k alone."""
         most = max(k for *_, k in schedule)
         schedule = schedule if len({k for *_, k in schedule}) > 1 else ()
-        vllm, sglang = self.lane(most, schedule, "vllm").command, self.lane(most, engine="sglang").command
-        hints = [f"For vLLM: {shlex.join(vllm[vllm.index(CONFIG) :][:2])}"] if CONFIG in vllm else []
-        if ALGORITHM in sglang:
-            flags = sglang[sglang.index(ALGORITHM) :]
-            if not schedule:
-                hints.append(f"For SGLang: {shlex.join(flags)}")
-            elif flags[1] not in ADAPTIVE:
-                hints.append(f"For SGLang, whose {flags[1]} has one k for all batch sizes: {shlex.join(flags)}")
-            else:
-                steps = json_text({str(at): {"candidate_steps": [k]} for at, _, k in schedule})
-                hints.append(f"For SGLang: {shlex.join(flags)} {FOLLOW} FILE, and in FILE {steps}")
-        return hints
+        engines = [engine for engine in ENGINES.values() if engine.concurrent]
+        hints = [engine.schedule_hint(self.lane(most, engine=engine).command, schedule) for engine in engines]
+        return [*filter(None, hints)]
 
     def _greet(self, server: str) -> Remote:
         """Return the server's name for the model and its endpoint. Raises ValueError if it does not answer."""

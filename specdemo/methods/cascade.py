@@ -29,7 +29,6 @@ class Cascade(DraftModel):
     title = "Cascade"
     summary = "A draft model verifies a cheap guess; the target verifies the result."
 
-    serves: ClassVar = {}  # no server supports it
     cross_vocabulary: ClassVar[bool] = False
 
     @dataclass(frozen=True, slots=True)

@@ -18,7 +18,6 @@ from specdemo.core.sampling import Sampling
 from specdemo.core.tree import ABSENT, Draft, chain_parents
 from specdemo.methods import detect_head, require_method
 from specdemo.methods.base import Learner, NoOptions
-from specdemo.methods.flags import Flags, Options, sglang_chain, vllm
 from specdemo.methods.heads.sampler import ChainBuilder, DraftVocab, TokenSampler, run_chain_graph
 from specdemo.methods.vocabularies import MIN_SHARED_MASS, RowText, VocabBridge
 from specdemo.models.checkpoints import Checkpoint, open_meta_checkpoint
@@ -38,16 +37,11 @@ PROBES = (
 )
 
 
-def _llamacpp(model: str | None, k: int, options: Options) -> Flags:
-    return ["--draft-model", str(model), "--k", str(k)]
-
-
 class DraftModel(Learner):
     title = "Draft model"
     summary = "A small model drafts several tokens; the target verifies them in one pass."
     needs_model = True
     cross_vocabulary: ClassVar[bool] = True
-    serves: ClassVar = {"vllm": vllm("draft_model"), "sglang": sglang_chain("STANDALONE"), "llamacpp": _llamacpp}
 
     @classmethod
     def recognises(cls, checkpoint: Checkpoint) -> bool:

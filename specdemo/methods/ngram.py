@@ -4,9 +4,7 @@ The longest suffix of `min_n` to `max_n` tokens that occurred before is used. A 
 continues with its own output, like an LZ77 copy, so that loops are drafted to full length.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Generator
 
@@ -16,9 +14,6 @@ from specdemo.core.sampling import Sampling
 from specdemo.core.tree import ABSENT, Draft
 from specdemo.methods import knob
 from specdemo.methods.base import Method
-from specdemo.methods.flags import Flags, sglang, vllm_config
-
-LLAMACPP_N = 3  # tokens
 
 
 class _NGramIndex:
@@ -45,25 +40,9 @@ class _NGramIndex:
         return []
 
 
-def _vllm(model: str | None, k: int, options: Mapping[str, object]) -> Flags:
-    sizes = {"prompt_lookup_min": options["min_n"], "prompt_lookup_max": options["max_n"]}
-    return vllm_config(method="ngram", num_speculative_tokens=k, **sizes)
-
-
-def _sglang(model: str | None, k: int, options: Mapping[str, object]) -> Flags:
-    return sglang("NGRAM", num_draft_tokens=k + 1)
-
-
-def _llamacpp(model: str | None, k: int, options: Mapping[str, object]) -> Flags:
-    """Return llama.cpp's arguments. It supports one n-gram size: the allowed one nearest to LLAMACPP_N."""
-    shortest, longest = int(str(options["min_n"])), int(str(options["max_n"]))
-    return ["--ngram", str(min(max(shortest, LLAMACPP_N), longest)), "--k", str(k)]
-
-
 class NGram(Method):
     title = "Prompt lookup"
     summary = "Drafts what followed the last occurrence of the current words; free, and useful where text repeats."
-    serves: ClassVar = {"vllm": _vllm, "sglang": _sglang, "llamacpp": _llamacpp}
 
     @dataclass(frozen=True, slots=True)
     class Options:

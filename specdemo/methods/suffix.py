@@ -9,7 +9,6 @@ from collections import deque
 from dataclasses import dataclass, field
 from heapq import heappop, heappush, nlargest
 from itertools import count
-from typing import ClassVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,7 +20,6 @@ from specdemo.core.sampling import Sampling
 from specdemo.core.tree import ABSENT, Draft
 from specdemo.methods import knob
 from specdemo.methods.base import Method
-from specdemo.methods.flags import vllm
 
 MAX_ANSWERS = 256  # answers per model; the oldest is dropped first
 MIN_ANSWER_TOKENS = 16  # tokens of an answer to store; a lane's warm-up is shorter, so its text is not stored
@@ -135,7 +133,6 @@ class _Candidate:
 class Suffix(Method):
     title = "Suffix decoding"
     summary = "Drafts the most frequent continuation of the text's suffix; a longer match gives a longer draft."
-    serves: ClassVar = {"vllm": vllm("suffix")}
 
     @dataclass(frozen=True, slots=True)
     class Options:

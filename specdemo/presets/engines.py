@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from specdemo.engine.comparison import Comparison
 from specdemo.models.hub import Cancelled, LoadProgress
 from specdemo.presets.serve import Program, Served, served
-from specdemo.servers.address import TITLES, check_listed, known_engine, startable
+from specdemo.servers.address import check_listed, startable
+from specdemo.servers.engines import ENGINES
 from specdemo.servers.process import ReportFunction, Server, free_port
 
 Key = tuple[object, ...]  # equal for servers with the same command
@@ -19,7 +20,6 @@ Key = tuple[object, ...]  # equal for servers with the same command
 class _EngineRequest:
     """A server that has to be up: number `number` of `servers`."""
 
-    title: str
     program: Program
     lane: Served
     number: int
@@ -50,7 +50,7 @@ class Engines:
         for place, want in requests.items():
 
             def report_start(message: str, want: _EngineRequest = want) -> None:
-                what = f"{want.title}, {want.number + 1} of {want.servers}"
+                what = f"{want.program.engine.title}, {want.number + 1} of {want.servers}"
                 if cancelled():
                     raise Cancelled(f"stopped while {what} was starting")
                 report(want.number / want.servers, f"starting {what}: {message}")
@@ -86,12 +86,11 @@ def _engine_requests(spec: Comparison) -> dict[int, _EngineRequest]:
     places = [lane.server for lane in spec.all_lanes]
     if places[0] is None and len({*places[1:]}) == 1:
         places[0] = places[1]
-    named = {place: check_listed(name) for place, name in enumerate(places) if name in TITLES}
+    named = {place: check_listed(name) for place, name in enumerate(places) if name in ENGINES}
     requests = {}
     for number, (place, name) in enumerate(named.items()):
-        engine = known_engine(name)
-        lane = [*served(_on(spec, f"http://127.0.0.1:{free_port()}"), engine)][place]
-        requests[place] = _EngineRequest(TITLES[name], Program.find(engine, startable[name]), lane, number, len(named))
+        lane = [*served(_on(spec, f"http://127.0.0.1:{free_port()}"), name)][place]
+        requests[place] = _EngineRequest(Program.find(name, startable[name]), lane, number, len(named))
         requests[place].program.check(lane)
     return requests
 

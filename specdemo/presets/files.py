@@ -20,7 +20,8 @@ from specdemo.core.suggest import short_repr, suggest
 from specdemo.engine.comparison import Comparison, Lane, Name, Settings, settings, validate_method_name
 from specdemo.methods import model_method
 from specdemo.presets.reading import read_yaml
-from specdemo.servers.address import TITLES, listed
+from specdemo.servers.address import listed
+from specdemo.servers.engines import ENGINES
 
 INSTALLED = Path(__file__).parent / "installed"  # location of the presets in a wheel
 FOLDER = INSTALLED if INSTALLED.is_dir() else Path(__file__).parents[2] / "presets"
@@ -111,7 +112,7 @@ class Preset(Comparison, About):
 
     def check_servers(self, named: Sequence[str]) -> None:
         """Raise ValueError, with how to name the others, if `named` are too few for the lanes that run on servers."""
-        servers = [lane.server for lane in self.all_lanes if lane.server and lane.server not in TITLES]
+        servers = [lane.server for lane in self.all_lanes if lane.server and lane.server not in ENGINES]
         missing = [server for server in servers if server not in listed()]
         if not missing:
             return

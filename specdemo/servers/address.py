@@ -7,27 +7,15 @@ A lane names the address of a server, or an engine for which a server is started
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Literal, get_args
 from urllib.parse import urlsplit
 
-from specdemo.core.suggest import suggest
+from specdemo.servers.engines import ENGINES
 
 LISTED = "SPECDEMO_SERVERS"
 _added: dict[str, None] = {}  # an ordered set
 _started: set[str] = set()  # addresses of the servers that this process started
 
-Engine = Literal["vllm", "sglang", "llamacpp"]
-ENGINES: tuple[Engine, ...] = get_args(Engine)
-TITLES: dict[str, str] = {"vllm": "vLLM", "sglang": "SGLang", "llamacpp": "llama.cpp"}
 startable: dict[str, str] = {}  # engine -> its program, for engines that lanes may start
-
-
-def known_engine(name: str) -> Engine:
-    """Return the name as an engine. Raises ValueError for an unknown one."""
-    for known in ENGINES:
-        if name == known:
-            return known
-    raise ValueError(f"unknown engine {name!r}; {suggest(name, ENGINES)}")
 
 
 def address(text: str) -> str:
@@ -89,7 +77,7 @@ def check_listed(server: str) -> str:
     """Return the server's address or the engine's name. Raises ValueError if the operator has not listed it."""
     if server in startable:
         return server
-    if server in TITLES:
+    if server in ENGINES:
         raise ValueError(f"this page does not start {server}; its operator can allow it with --engines {server}")
     requested = _checked(server)
     if requested not in listed() and requested not in _started:

@@ -20,9 +20,11 @@ import httpx
 from pydantic import BaseModel, Field, ValidationError
 
 from specdemo.core.trace import MAX_TEXT, LaneTrace, Remote
-from specdemo.servers import client, counters
+from specdemo.servers import client
 from specdemo.servers.address import check_listed, host
 from specdemo.servers.client import Client, StatusError, connected
+from specdemo.servers.counters import ServerStats
+from specdemo.servers.engines import stats_between
 from specdemo.servers.stream import Piece, StreamParser
 
 if TYPE_CHECKING:
@@ -121,15 +123,15 @@ class RemoteLane:
                 self._update(endpoint=f"/v1/{form}")
                 before = await http.metrics()
                 await parser.read_stream(http, f"/v1/{form}", self._request(form, standard, prompt, limit))
-                counted = counters.stats_between(before, await http.metrics())
+                counted = stats_between(before, await http.metrics())
         except Exception as error:
             raise RuntimeError(_reason(error, host(self.server), key, parser.pieces)) from None
         finally:
             self._update(
                 tokens=parser.reported_tokens, counted=parser.counted or parser.reported_tokens == parser.pieces
             )
-        told = counted if _alone(counted, parser) else parser.drafted or counted
-        self._update(counters=told.counters, accept_by_position=told.accept_by_position, source=told.source)
+        stats = counted if _alone(counted, parser) else parser.drafted or counted
+        self._update(counters=stats.counters, accept_by_position=stats.accept_by_position, source=stats.source)
         self._update(times=parser.times or counted.times)
         self._finish = parser.finish
 
@@ -221,9 +223,9 @@ class RemoteLane:
         return request
 
 
-def _alone(counted: counters.ServerStats, parser: StreamParser) -> bool:
+def _alone(counted: ServerStats, parser: StreamParser) -> bool:
     """Return whether the server's counters cover this answer only, so that they can replace those of the answer."""
-    drafted = parser.drafted.counters["drafted"] if parser.drafted else None
+    drafted = parser.drafted.counters.get("drafted") if parser.drafted else None
     return drafted is not None and counted.counters.get("drafted") == drafted
 
 

@@ -19,8 +19,8 @@ from specdemo.core.signals import sigterm_as_exit
 from specdemo.models.gguf import GGUFVocab, check_pair, context_length, write_gguf
 from specdemo.models.load import load_model
 from specdemo.models.resolve import is_gguf
+from specdemo.servers.engines.llamacpp import LlamaCpp
 from specdemo.servers.lane import TOKEN_IDS
-from specdemo.servers.process import check_installed
 
 CONTEXT = 4096  # largest context, in tokens
 
@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     try:
         with sigterm_as_exit():
-            check_installed("llamacpp")
+            LlamaCpp().check_installed()
             check_pair(options.model, options.draft_model, options.dtype)
             with TemporaryDirectory() as folder:
                 server = import_module("xllamacpp").Server(_settings(options, Path(folder)))  # starts its own threads

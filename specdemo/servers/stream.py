@@ -9,11 +9,12 @@ from collections.abc import Callable
 from contextlib import aclosing
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic import BaseModel, Field
 
 from specdemo.core.trace import Span, StepEvent
 from specdemo.servers.client import Client
-from specdemo.servers.counters import MAX_COUNT, ServerStats
+from specdemo.servers.counters import IF_VALID, Count, ServerStats
+from specdemo.servers.engines import acceptance
 
 TOKEN_CHARS = 64  # average length of a token's text
 SPARE_CHARS = 4_000
@@ -21,16 +22,6 @@ SPARE_CHARS = 4_000
 Piece = tuple[StepEvent, str]
 
 
-def _or_none(value: object, check: ValidatorFunctionWrapHandler) -> object:
-    try:
-        return check(value)
-    except ValidationError:
-        return None
-
-
-_IF_RIGHT = WrapValidator(_or_none)
-_Count = Annotated[Annotated[int, Field(strict=True, ge=0, lt=MAX_COUNT)] | None, _IF_RIGHT]
-_Ms = Annotated[Annotated[float, Field(ge=0, lt=MAX_COUNT, allow_inf_nan=False)] | None, _IF_RIGHT]
 _Id = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
 
 
@@ -47,27 +38,17 @@ class _Text(BaseModel):
 
 class _Choice(_Text):
     delta: _Text | None = None
-    token_ids: Annotated[Annotated[list[_Id], Field(fail_fast=True)] | None, _IF_RIGHT] = None
+    token_ids: Annotated[Annotated[list[_Id], Field(fail_fast=True)] | None, IF_VALID] = None
     finish_reason: str | None = None
 
 
 class _Usage(BaseModel):
-    completion_tokens: _Count = None
-
-
-class _Timings(BaseModel):
-    """llama.cpp's own count of this one answer."""
-
-    draft_n: _Count = None
-    draft_n_accepted: _Count = None
-    prompt_ms: _Ms = None
-    predicted_ms: _Ms = None
+    completion_tokens: Count = None
 
 
 class _Chunk(BaseModel):
     choices: Annotated[list[_Choice], Field(max_length=1)] | None = None
-    usage: Annotated[_Usage | None, _IF_RIGHT] = None
-    timings: Annotated[_Timings | None, _IF_RIGHT] = None
+    usage: Annotated[_Usage | None, IF_VALID] = None
     error: object = None
 
 
@@ -116,8 +97,7 @@ class StreamParser:
             if text or ids or grown:
                 self._piece(text, ids, grown, arrived)
             self._end(choice.finish_reason)
-        if chunk.timings:
-            self._timed(chunk.timings)
+        self._read_statistics(event)
 
     def _grown(self, total: int | None) -> int:
         """Return the tokens since the last count, if every piece came with one; a count at the end gives only the
@@ -156,13 +136,8 @@ class StreamParser:
             raise ValueError(f"it ended the text early: {reason}")
         self.finish = "stop" if reason == "stop" else "length"
 
-    def _timed(self, timings: _Timings) -> None:
-        if timings.prompt_ms is not None and timings.predicted_ms is not None:
-            self.times = {"ttft_ms": timings.prompt_ms, "decode_ms": timings.predicted_ms}
-        drafted, accepted = timings.draft_n, timings.draft_n_accepted
-        if drafted and accepted is not None and accepted <= drafted:
-            self.drafted = ServerStats(
-                {"drafted": drafted, "accepted": accepted, "acceptance_rate": round(accepted / drafted, 4)},
-                [],
-                "llama.cpp's count for this answer: accepted / drafted tokens",
-            )
+    def _read_statistics(self, event: object) -> None:
+        """Keep the engine's own counts and times of this answer, if the chunk has any."""
+        stats = acceptance(event) if isinstance(event, dict) else ServerStats()
+        self.times = stats.times or self.times
+        self.drafted = stats if stats.counters else self.drafted

@@ -7,7 +7,8 @@ import typer
 
 from specdemo.presets.files import DEFAULT, require
 from specdemo.presets.limits import public
-from specdemo.servers.address import allow, known_engine, startable
+from specdemo.servers.address import allow, startable
+from specdemo.servers.engines import engine_names, serving_engine
 from specdemo.ui import space
 
 
@@ -25,7 +26,7 @@ def ui(
     ] = None,
     engines: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME[=PATH]", help="Engine that lanes may start: vllm, sglang or llamacpp; repeatable."),
+        typer.Option(metavar="NAME[=PATH]", help=f"Engine that lanes may start: {engine_names()}; repeatable."),
     ] = None,
     allow_host: Annotated[
         list[str] | None,
@@ -69,7 +70,4 @@ def ui(
 def _allow_engine(name: str, path: str | None = None) -> None:
     if public():
         raise ValueError("a public page does not start engines; remove --engines")
-    from specdemo.servers.process import engine_program
-
-    engine = known_engine(name)
-    startable[engine] = engine_program(engine, path)
+    startable[name] = serving_engine(name).find(path)

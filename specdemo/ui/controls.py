@@ -24,7 +24,8 @@ from specdemo.presets import limits
 from specdemo.presets.files import DEFAULT, EMBEDDED, Preset, allowed_models, known_drafters, load_presets, preset
 from specdemo.presets.limits import LIMITS
 from specdemo.presets.runnable import nearest_runnable, why_not
-from specdemo.servers.address import TITLES, host, listed, startable
+from specdemo.servers.address import host, listed, startable
+from specdemo.servers.engines import ENGINES
 from specdemo.ui import assets, lazy_imports
 from specdemo.ui.job import QUIET, Parts, Values, named
 
@@ -477,7 +478,7 @@ def _targets() -> list[str]:
 def _servers(chosen: str | None) -> list[tuple[str, str]]:
     """Return labels and values of the places where a lane can run."""
     named = dict.fromkeys(name for name in (chosen, *startable, *listed()) if name)
-    return [HERE, *((TITLES.get(name) or f"server {host(name)}", name) for name in named)]
+    return [HERE, *((ENGINES[name].title if name in ENGINES else f"server {host(name)}", name) for name in named)]
 
 
 def draw_setting(of: type[Settings], name: str, value: object, **place: object) -> Any:

@@ -21,7 +21,8 @@ from specdemo.engine.loop import never_cancelled
 from specdemo.presets.files import preset
 from specdemo.presets.serve import Program
 from specdemo.servers.counters import ServerStats
-from specdemo.servers.process import Installed
+from specdemo.servers.engines.base import Installed
+from specdemo.servers.engines.vllm import VLLM
 from tests.completion_server import completion_server, piece
 
 WORDS = ["Once", " upon", " a", " time"]
@@ -194,8 +195,8 @@ def test_a_preset_and_a_gain_make_a_configuration_with_one_k():
 
 @pytest.mark.parametrize(("gpus", "together"), [(0, True), (1, False), (5, False), (6, True)])
 def test_servers_take_turns_unless_they_would_share_gpus(gpus, together):
-    program = Program("vllm", 2, Installed("0.32.0", [], gpus))
-    fleet = Fleet(suite("load", engine="vllm"), preset("embedded-draft"), "vllm", program, {})
+    program = Program(VLLM(), 2, Installed("0.32.0", [], gpus))
+    fleet = Fleet(suite("load", engine="vllm"), preset("embedded-draft"), VLLM(), program, {})
     assert fleet.together(3) == together
 
 

@@ -24,7 +24,7 @@ from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.engine.loop import never_cancelled
 from specdemo.methods import load_drafter
 from specdemo.models.fused import fuse_layers
-from specdemo.servers import process
+from specdemo.servers.engines import llamacpp
 from tests.models.recorders import Replayed
 
 TINY = Size(layers=4, hidden=64, feed_forward=96, heads=4, kv_heads=2, vocabulary=211, draft_layers=1)
@@ -177,6 +177,6 @@ def test_llama_cpp_writes_what_transformers_writes(pair):
 def test_without_its_packages_or_in_half_precision_llama_cpp_does_not_take_part(pair, monkeypatch):
     with pytest.raises(ValueError, match="needs a Llama in float32 on a CPU"):
         LlamaCpp(copy.deepcopy(pair.target).to(torch.bfloat16))
-    monkeypatch.setattr(process, "find_spec", lambda name: None)
+    monkeypatch.setattr(llamacpp, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="pip install xllamacpp gguf"):
         LlamaCpp(pair.target)

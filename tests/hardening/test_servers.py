@@ -14,7 +14,9 @@ import pytest
 from specdemo.core.trace import MAX_DEPTH, from_json, to_json
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.engine.session import Session
-from specdemo.servers import address, client, counters, lane
+from specdemo.servers import address, client, lane
+from specdemo.servers.counters import ServerStats
+from specdemo.servers.engines import stats_between
 from tests.completion_server import Broken, completion_server, events, head, piece
 
 TOKENS = 4
@@ -301,12 +303,12 @@ def test_memory_stays_bounded(kind, session, good):
     ],
 )
 def test_invalid_counters_are_unknown(before, after):
-    assert counters.stats_between(before, after) == counters.ServerStats()
-    assert counters.stats_between(drafted(1, 2, 1), drafted(9, 18, 9)).counters["accepted"] == 8
+    assert stats_between(before, after) == ServerStats()
+    assert stats_between(drafted(1, 2, 1), drafted(9, 18, 9)).counters["accepted"] == 8
 
 
 def test_failed_reading_is_not_zero():
-    assert counters.stats_between(None, drafted(9, 18, 9)) == counters.ServerStats()
+    assert stats_between(None, drafted(9, 18, 9)) == ServerStats()
 
 
 def test_positions_are_as_many_as_a_trace_holds(session, good):

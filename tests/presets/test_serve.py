@@ -9,7 +9,8 @@ from specdemo.__main__ import main
 from specdemo.methods import METHODS
 from specdemo.presets.files import load_presets, preset
 from specdemo.presets.serve import Program, serve_commands, served
-from specdemo.servers.process import Installed
+from specdemo.servers.engines import serving_engine
+from specdemo.servers.engines.base import Installed
 
 BASE = preset("two-servers")
 VLLM = {"draft_model", "ngram", "suffix", "medusa", "mtp", "eagle", "dflash"}
@@ -104,9 +105,9 @@ def test_a_method_that_vllm_removed_names_the_last_version_with_it():
     lines = serve_commands(lane(method="medusa", model="some/heads"), "vllm")
     assert "# lane 1: medusa; needs vLLM before 0.33, which removed medusa" in lines
     (served_lane,) = [one for one in served(lane(method="medusa", model="some/heads"), "vllm") if "medusa" in one.name]
-    Program("vllm", 1, Installed("0.32.0", ["medusa"], 1)).check(served_lane)
+    Program(serving_engine("vllm"), 1, Installed("0.32.0", ["medusa"], 1)).check(served_lane)
     with pytest.raises(ValueError, match=r"vLLM 0\.33\.0 has no method 'medusa'; install vllm<0\.33; choose another"):
-        Program("vllm", 1, Installed("0.33.0", ["eagle"], 1)).check(served_lane)
+        Program(serving_engine("vllm"), 1, Installed("0.33.0", ["eagle"], 1)).check(served_lane)
 
 
 def test_a_pinned_model_is_served_at_its_revision():

@@ -16,9 +16,10 @@ from specdemo.engine.messages import Finished, LaneDone, LaneStep, replay
 from specdemo.engine.session import Session
 from specdemo.models.resolve import resolve
 from specdemo.servers import address as addresses
-from specdemo.servers import client, counters
+from specdemo.servers import client
 from specdemo.servers import lane as remote
 from specdemo.servers.address import LISTED, address, allow, listed
+from specdemo.servers.engines import stats_between
 from specdemo.servers.stream import StreamParser
 from tests.completion_server import Broken, completion_server, piece
 
@@ -375,7 +376,7 @@ def test_a_key_in_an_address_is_refused_and_not_repeated():
     ],
 )
 def test_counters(before, after, numbers):
-    counts = counters.stats_between(before, after)
+    counts = stats_between(before, after)
     assert numbers.items() <= counts.counters.items() and bool(counts.counters) == bool(numbers) == bool(counts.source)
 
 

@@ -10,12 +10,12 @@ from specdemo.__main__ import main
 from specdemo.models.load import load_meta_target
 from specdemo.presets.files import preset
 from specdemo.presets.serve import serve_commands
-from specdemo.servers import process as starting
+from specdemo.servers.engines import llamacpp as llamacpp_engine
+from specdemo.servers.engines.llamacpp import PACKAGES
 from specdemo.servers.llamacpp import main as child
-from specdemo.servers.process import LLAMACPP
 from tests.servers.stand_in import gone, make, prompts_sent, started
 
-installed = pytest.mark.skipif(not all(map(find_spec, LLAMACPP)), reason="pip install xllamacpp gguf")
+installed = pytest.mark.skipif(not all(map(find_spec, PACKAGES)), reason="pip install xllamacpp gguf")
 SHORT = ["--max-new-tokens", "32", "--dtype", "float32"]
 
 
@@ -109,7 +109,7 @@ def test_a_written_gguf_file_is_read_back(tmp_path):
 
 
 def test_missing_packages_are_named_with_the_install_command(monkeypatch, capsys):
-    monkeypatch.setattr(starting, "find_spec", lambda name: None)
+    monkeypatch.setattr(llamacpp_engine, "find_spec", lambda name: None)
     assert main(["serve", "embedded-draft", "--engine", "llamacpp"]) == 2
     assert "pip install xllamacpp gguf" in capsys.readouterr().err
 

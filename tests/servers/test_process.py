@@ -14,7 +14,7 @@ import pytest
 from specdemo.__main__ import main
 from specdemo.bench.load_servers import Fleet
 from specdemo.bench.suites import suite
-from specdemo.servers import process as starting
+from specdemo.servers.engines import llamacpp, serving_engine
 from tests.servers.stand_in import gone, make, started
 
 ROOT = Path(__file__).parents[2]
@@ -80,7 +80,7 @@ def test_bad_input_is_one_line(arguments, reason, capsys):
 )
 def test_an_engine_that_is_not_installed_is_named_with_its_install_command(engine, line, monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(starting, "find_spec", lambda name: None)
+    monkeypatch.setattr(llamacpp, "find_spec", lambda name: None)
     for command in (["run", "embedded-draft"], ["serve", "embedded-draft"], ["ui", "--engines", engine]):
         assert main([*command, *(["--engine", engine] if command[0] != "ui" else [])]) == 2
         assert capsys.readouterr().err.startswith(f"specdemo: {line}")
@@ -93,7 +93,7 @@ def test_sglang_is_looked_up_in_the_python_on_the_path(code, monkeypatch, tmp_pa
     (tmp_path / "python").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ValueError, match="SGLang is not installed; run: ") if code else nullcontext():
-        assert starting.engine_program("sglang") == str(tmp_path / "python")
+        assert serving_engine("sglang").find() == str(tmp_path / "python")
 
 
 def test_an_engine_that_does_not_start_is_quoted(engine, monkeypatch, capsys):

@@ -28,7 +28,6 @@ from specdemo.core.tree import Draft
 from specdemo.kv.columns import AttentionKind, Columns
 from specdemo.methods import knob, require_method
 from specdemo.methods.base import Head, Recipe
-from specdemo.methods.flags import Flags, name_contains, sglang, vllm_config
 from specdemo.methods.grow import grow_tree
 from specdemo.methods.heads.formats import d2t_to_ids, rename_tensors
 from specdemo.methods.heads.formats import dflash as files
@@ -254,24 +253,10 @@ class DFlashDraftModel(Network):
         return DraftVocab(d2t_to_ids(self.d2t), self.design.vocab_size).to_target_vocab(logits)
 
 
-def _vllm(model: str | None, k: int, options: Mapping[str, object]) -> Flags:
-    if name_contains(model, "dspark"):
-        return vllm_config(method="dspark", model=model, num_speculative_tokens=k)
-    dflash = vllm_config(method="dflash", model=model, num_speculative_tokens=k)
-    return [*dflash, "--attention-backend", "flash_attn"]
-
-
-def _sglang(model: str | None, k: int, options: Mapping[str, object]) -> Flags:
-    if name_contains(model, "dspark"):
-        return sglang("DSPARK", model, dspark_block_size=k)
-    return sglang("DFLASH", model, num_draft_tokens=k + 1)
-
-
 class DFlash(Head[DFlashDraftModel]):
     title = "DFlash"
     summary = "A small network drafts a block of tokens in one pass from the target's hidden states."
     recipes: ClassVar = {"dflash": Recipe("DFlash, blocks of 8", {"block_size": 8})}
-    serves: ClassVar = {"vllm": _vllm, "sglang": _sglang}
     gamma: ClassVar[float] = 4.0  # slot i has weight exp(-i / gamma) in the loss
 
     @dataclass(frozen=True, slots=True)

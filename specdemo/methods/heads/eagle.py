@@ -13,12 +13,12 @@ lm_head, often with a smaller vocabulary, where draft id i is target id i + d2t[
 The KV cache holds the observed columns; draft columns follow them until the next `propose` drops them.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import count
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,6 @@ from specdemo.core.tree import Draft
 from specdemo.kv.columns import Columns
 from specdemo.methods import knob, require_method
 from specdemo.methods.base import Head, Recipe
-from specdemo.methods.flags import Flags, name_contains, sglang, sglang_chain, vllm_config
 from specdemo.methods.grow import grow_tree
 from specdemo.methods.heads.formats import d2t_to_ids
 from specdemo.methods.heads.formats import eagle as files
@@ -167,24 +166,6 @@ class EagleHead(Network):
         return DraftVocab(None if self.d2t is None else d2t_to_ids(self.d2t), self.config.vocab_size)
 
 
-def _eagle3_suffix(model: str | None) -> str:
-    """Return "3" for EAGLE-3 models, which servers select by name."""
-    return "3" if name_contains(model, "eagle3") or name_contains(model, "eagle-3") else ""
-
-
-def _vllm(model: str | None, k: int, options: Mapping[str, Any]) -> Flags:
-    if name_contains(model, "p-eagle"):
-        return vllm_config(method="eagle3", model=model, num_speculative_tokens=k, parallel_drafting=True)
-    return vllm_config(method=f"eagle{_eagle3_suffix(model)}", model=model, num_speculative_tokens=k)
-
-
-def _sglang(model: str | None, k: int, options: Mapping[str, Any]) -> Flags:
-    algorithm = f"EAGLE{_eagle3_suffix(model)}"
-    if options["draft"] == "chain":
-        return sglang_chain(algorithm)(model, k, options)
-    return sglang(algorithm, model, num_steps=k, eagle_topk=options["top_k"], num_draft_tokens=options["nodes"] + 1)
-
-
 class Eagle(Head[EagleHead]):
     title = "EAGLE"
     summary = "A single decoder layer drafts a tree from the target's hidden states, wider where it is unsure."
@@ -192,7 +173,6 @@ class Eagle(Head[EagleHead]):
         "eagle-1": Recipe("EAGLE-1", {"kind": "eagle1"}),
         "eagle-3": Recipe("EAGLE-3", {"kind": "eagle3"}),
     }
-    serves: ClassVar = {"vllm": _vllm, "sglang": _sglang}
 
     @dataclass(frozen=True, slots=True)
     class Options:

@@ -26,7 +26,6 @@ from specdemo.core.sampling import Sampling
 from specdemo.core.tree import Draft
 from specdemo.methods import knob, require_method
 from specdemo.methods.base import Head, Recipe
-from specdemo.methods.flags import vllm
 from specdemo.methods.grow import TreeShape, chain, clip_shape, optimal_shape
 from specdemo.methods.heads.formats import check_target, count_numbered, rename_tensors
 from specdemo.methods.heads.network import Network, move_to_target
@@ -150,7 +149,6 @@ class Medusa(Head[TokenHeads]):
     summary = "Extra heads on the target predict several tokens ahead in parallel; there is no second model to run."
     taps: tuple[int, ...] = (-1,)
     recipes: ClassVar = {"medusa": Recipe("Medusa, 4 heads", {"heads": 4})}
-    serves: ClassVar = {"vllm": vllm("medusa")}
     decay: ClassVar[float] = 0.8  # weight of a head in the loss, relative to the head before it
 
     @dataclass(frozen=True, slots=True)

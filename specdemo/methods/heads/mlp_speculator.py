@@ -30,7 +30,6 @@ from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.tree import Draft
 from specdemo.methods import knob, require_method
 from specdemo.methods.base import Head, Recipe
-from specdemo.methods.flags import unsupported
 from specdemo.methods.grow import prune_tree
 from specdemo.methods.heads.formats import check_target
 from specdemo.methods.heads.network import Network, move_to_target
@@ -119,7 +118,6 @@ class MLPSpeculator(Head[Speculator]):
     summary = "A small recurrent network drafts from the target's last hidden state and its own last token."
     taps: tuple[int, ...] = (-1,)
     recipes: ClassVar = {"mlp-speculator": Recipe("MLPSpeculator, 4 tokens", {"n_predict": 4})}
-    serves: ClassVar = {"vllm": unsupported("vLLM 0.32 and later no longer have it")}
 
     @dataclass(frozen=True, slots=True)
     class Options:

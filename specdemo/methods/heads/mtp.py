@@ -31,7 +31,6 @@ from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.tree import Draft
 from specdemo.kv.columns import Columns, Rope
 from specdemo.methods.base import Head, NoOptions, Recipe
-from specdemo.methods.flags import sglang_chain, vllm
 from specdemo.methods.heads.formats import mtp as files
 from specdemo.methods.heads.formats.mtp import MTPConvention
 from specdemo.methods.heads.layers import llama_config_like
@@ -204,7 +203,6 @@ class MTP(Head[MTPHeads]):
     title = "Multi-token prediction"
     summary = "Layers trained together with the target draft from its last hidden state, one token after the other."
     recipes: ClassVar = {"mtp": Recipe("Multi-token prediction, 1 module", {})}
-    serves: ClassVar = {"vllm": vllm("mtp"), "sglang": sglang_chain("NEXTN")}
 
     @classmethod
     def recognises(cls, checkpoint: Checkpoint) -> bool:

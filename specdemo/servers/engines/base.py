@@ -1,0 +1,194 @@
+"""Base class of serving engines: how a server is found, started and read. A new engine is a file in this package and
+a line in `specdemo.servers.engines`.
+"""
+
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+from urllib.parse import urlsplit
+
+from specdemo.methods import BASELINE, method, validate_options
+from specdemo.methods.flags import EngineArgs, Flags
+from specdemo.servers.counters import Samples, ServerStats
+
+GPU_ONLY = "on Linux with an NVIDIA GPU"
+
+Schedule = Sequence[Sequence[int]]  # [from, to, k] of batch sizes
+
+
+class UnsupportedByEngine(Exception):
+    """Why an engine cannot run a lane, in one sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Installed:
+    """Facts about an installed engine."""
+
+    version: str
+    methods: Sequence[str]  # the engine's own names
+    gpus: int
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """What a server runs: the target, and a method with its model. model: None if the target contains the heads."""
+
+    target: str
+    address: str
+    dtype: str
+    quantization: str | None
+    gpus: int
+    method: str
+    model: str | None
+    k: int
+    options: dict[str, Any]
+
+    @property
+    def host(self) -> str:
+        """Return the host to listen on."""
+        return urlsplit(self.address).hostname or "127.0.0.1"
+
+    @property
+    def port(self) -> str:
+        """Return the port to listen on."""
+        return str(urlsplit(self.address).port or 8000)
+
+
+class ServingEngine(ABC):
+    """An engine that specdemo can start, or whose statistics it can read. Only `start` and the attributes without a
+    default are required.
+    """
+
+    name: ClassVar[str]  # on the command line and in links
+    title: ClassVar[str]
+    program: ClassVar[str]  # default program
+    install: ClassVar[str]  # command that installs the engine
+    methods: ClassVar[Mapping[str, EngineArgs]] = {}  # method -> its flags; other packages declare `Method.serves`
+    unsupported: ClassVar[str] = ""  # reason for all other methods; "": the engine does not support them
+    parallel: ClassVar[str] = ""  # flag for the number of GPUs; "": specdemo starts the engine on the CPU
+    quantization: ClassVar[Mapping[str, Flags]] = {}  # kinds of quantization while loading, and their flags
+    environment: ClassVar[Mapping[str, str]] = {"DO_NOT_TRACK": "1"}  # defaults of environment variables
+    concurrent: ClassVar[bool] = True  # False: one request at a time, so load tests cannot start it
+    takes_schedule: ClassVar[bool] = False  # whether `with_schedule` adds a k per batch size
+    metrics: ClassVar[frozenset[str]] = frozenset()  # names in /metrics that `statistics` reads, without _total
+
+    def check_installed(self) -> None:
+        """Raise ValueError, with the command that installs it, if the engine is not installed."""
+        if not self.is_installed():
+            raise ValueError(f"{self.title} is not installed; run: {self.install}")
+
+    def is_installed(self) -> bool:
+        """Return whether the default program can run the engine."""
+        return shutil.which(self.program) is not None
+
+    def find(self, command: str | None = None) -> str:
+        """Return the path of the program. command: a path or a name on PATH; None: the default program.
+
+        Raises ValueError, with the command that installs the engine, if there is no such program.
+        """
+        if command is None:
+            self.check_installed()
+        path = shutil.which(command or self.program)
+        if path is None:
+            raise ValueError(
+                f"there is no program {command or self.program}; install it or pass its path: --command PATH, for the "
+                "page --engines NAME=PATH"
+            )
+        return path
+
+    def probe(self, path: str) -> Installed | None:
+        """Return facts about the program at `path`, None if they are unknown."""
+        return None
+
+    @abstractmethod
+    def start(self, config: ServerConfig) -> Flags:
+        """Return the arguments that start a server without speculation and without prefix caching.
+
+        All lanes read the same prompt, and a cached one costs nothing.
+        """
+
+    def command(self, config: ServerConfig) -> list[str]:
+        """Return the command line of a server, the default program first. Raises UnsupportedByEngine."""
+        if config.gpus > 1 and not self.parallel:
+            raise UnsupportedByEngine(f"specdemo starts {self.title} on the CPU; omit --gpus")
+        drafting = self.draft_flags(config)
+        gpus = [self.parallel, str(config.gpus)] if config.gpus > 1 else []
+        return [self.program, *self.start(config), *gpus, *drafting]
+
+    def draft_flags(self, config: ServerConfig) -> Flags:
+        """Return the flags of the method; none for plain decoding. Raises UnsupportedByEngine."""
+        if config.method == BASELINE:
+            return []
+        flags = self.methods.get(config.method) or method(config.method).serves.get(self.name)
+        if flags is None:
+            raise UnsupportedByEngine(self.unsupported or f"{self.title} does not support this method")
+        model = config.model and model_path(config.model)
+        return flags(model, config.k, validate_options(config.method, config.options))
+
+    def note(self, config: ServerConfig) -> str:
+        """Return what a printed command needs, an empty text for nothing. Raises UnsupportedByEngine."""
+        return ""
+
+    def rejection(self, command: Sequence[str], installed: Installed | None) -> str:
+        """Return why the installed version cannot run the command, an empty text if it can."""
+        return ""
+
+    def fit(
+        self, command: list[str], installed: Installed | None, place: int, servers: int, gpus: int
+    ) -> tuple[list[str], dict[str, str]]:
+        """Adapt the command of server `place` of `servers`, each with `gpus` GPUs, to this machine.
+
+        Return the command and environment variables.
+        """
+        return command, {}
+
+    def with_schedule(self, command: list[str], schedule: Schedule) -> list[str]:
+        """Add a k per batch size to a command that drafts."""
+        return command
+
+    def schedule_hint(self, command: list[str], schedule: Schedule) -> str:
+        """Return one line with flags for a schedule, which may be empty, to paste; an empty text if there are none."""
+        return ""
+
+    def statistics(self, old: Samples, new: Samples) -> ServerStats | None:
+        """Return the statistics between two readings of /metrics, None if they are not of this engine."""
+        return None
+
+    def acceptance(self, chunk: Mapping[str, Any]) -> ServerStats | None:
+        """Return the statistics of one response from a chunk of its stream, None if it has none."""
+        return None
+
+
+def model_path(name: str) -> str:
+    """Return the folder of an embedded model, whose name no server knows; other names without `~`."""
+    from specdemo.models.resolve import resolve  # imports huggingface_hub
+
+    return resolve(name)
+
+
+def name_contains(model: str | None, *words: str) -> bool:
+    """Return whether a model's name contains one of the words. Engines have a name per variant of a method."""
+    return any(word in (model or "").lower() for word in words)
+
+
+def split_revision(model: str) -> tuple[str, str]:
+    """Split `organisation/model@revision`; the revision may be empty."""
+    name, _, revision = model.partition("@")
+    return name, revision
+
+
+def target_flags(config: ServerConfig, quantization: Mapping[str, Flags]) -> tuple[str, Flags]:
+    """Return the path of the target, and the flags that vLLM and SGLang share: name, revision and quantization."""
+    name, revision = split_revision(config.target)
+    path = model_path(name)
+    flags = ["--served-model-name", config.target] if path != config.target else []
+    flags += ["--revision", revision] if revision else []
+    return path, [*flags, *quantization.get(config.quantization or "", [])]
+
+
+def address_flags(config: ServerConfig) -> Flags:
+    """Return the flags for dtype and address. A GGUF file has its own dtype."""
+    dtype = [] if config.target.lower().endswith(".gguf") else ["--dtype", config.dtype]
+    return [*dtype, "--host", config.host, "--port", config.port]

@@ -1,0 +1,96 @@
+"""llama.cpp on a CPU, as the package `xllamacpp` contains it; servers/llamacpp.py is the program."""
+
+import shlex
+import sys
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ValidationError
+
+from specdemo.core.trace import Span
+from specdemo.methods.flags import Flags
+from specdemo.servers.counters import Count, Milliseconds, Samples, ServerStats, draft_counters, draft_names
+from specdemo.servers.engines.base import ServerConfig, ServingEngine, UnsupportedByEngine, address_flags
+
+PACKAGES = ("xllamacpp", "gguf")
+DRAFTS = "llamacpp:spec_decode_num_"
+NGRAM = 3  # preferred length of an n-gram, in tokens
+MODELS = "llama.cpp runs Llama models without bias and RoPE scaling, and GGUF files"
+
+
+def _draft_model(model: str | None, k: int, options: Mapping[str, Any]) -> Flags:
+    return ["--draft-model", str(model), "--k", str(k)]
+
+
+def _ngram(model: str | None, k: int, options: Mapping[str, Any]) -> Flags:
+    """Return the flags. llama.cpp supports one n-gram size: the allowed one nearest to NGRAM."""
+    return ["--ngram", str(min(max(options["min_n"], NGRAM), options["max_n"])), "--k", str(k)]
+
+
+class _Timings(BaseModel):
+    """Statistics of one response, in the last chunk of its stream."""
+
+    draft_n: Count = None
+    draft_n_accepted: Count = None
+    prompt_ms: Milliseconds = None
+    predicted_ms: Milliseconds = None
+
+
+class LlamaCpp(ServingEngine):
+    """llama.cpp's server."""
+
+    name = "llamacpp"
+    title = "llama.cpp"
+    program = sys.executable
+    install = f"{shlex.quote(sys.executable)} -m pip install {' '.join(PACKAGES)}"
+    methods: ClassVar = {"draft_model": _draft_model, "ngram": _ngram}
+    unsupported = "specdemo starts it only with a draft model or prompt lookup"
+    concurrent = False
+    metrics = draft_names(DRAFTS)
+
+    def is_installed(self) -> bool:
+        return all(map(find_spec, PACKAGES))
+
+    def start(self, config: ServerConfig) -> Flags:
+        return ["-m", "specdemo.servers.llamacpp", config.target, *address_flags(config)]
+
+    def note(self, config: ServerConfig) -> str:
+        """Return a note if the models' configs are not known. Raises UnsupportedByEngine for models that cannot run."""
+        from specdemo.models.gguf import check_pair  # needs torch
+        from specdemo.models.resolve import config_folder, is_gguf
+
+        for name in (config.target, config.model):
+            try:
+                if name and not is_gguf(name):
+                    config_folder(name)
+            except ValueError:
+                return f"not checked, since the config of {name} is not on this machine; {MODELS}"
+        try:
+            check_pair(config.target, config.model, config.dtype)
+        except ValueError as error:
+            raise UnsupportedByEngine(str(error)) from None
+        return ""
+
+    def statistics(self, old: Samples, new: Samples) -> ServerStats | None:
+        return draft_counters(old, new, DRAFTS, self.title)
+
+    def acceptance(self, chunk: Mapping[str, Any]) -> ServerStats | None:
+        if chunk.get("timings") is None:
+            return None
+        try:
+            timings = _Timings.model_validate(chunk["timings"])
+        except ValidationError:
+            return None
+        times: dict[Span, float] = {}
+        if timings.prompt_ms is not None and timings.predicted_ms is not None:
+            times = {"ttft_ms": timings.prompt_ms, "decode_ms": timings.predicted_ms}
+        drafted, accepted = timings.draft_n, timings.draft_n_accepted
+        if not drafted or accepted is None or accepted > drafted:
+            return ServerStats(times=times)
+        return ServerStats(
+            {"drafted": drafted, "accepted": accepted, "acceptance_rate": round(accepted / drafted, 4)},
+            [],
+            "llama.cpp's count for this answer: accepted / drafted tokens",
+            times,
+        )

@@ -1,0 +1,132 @@
+"""SGLang. Names of flags: its page on speculative decoding, adaptive_spec_params.py and adaptive_step_router.py, read
+in autumn 2026; `--help` of the installed version decides.
+"""
+
+import shlex
+import shutil
+from collections.abc import Mapping
+from subprocess import run
+from typing import Any, ClassVar
+
+from specdemo.core.files import json_text
+from specdemo.core.trace import Counter
+from specdemo.methods.flags import EngineArgs, Flags
+from specdemo.servers.counters import Samples, ServerStats, delta, gauge
+from specdemo.servers.engines.base import (
+    GPU_ONLY,
+    Schedule,
+    ServerConfig,
+    ServingEngine,
+    address_flags,
+    name_contains,
+    split_revision,
+    target_flags,
+)
+
+ALGORITHM = "--speculative-algorithm"
+FOLLOW = "--speculative-adaptive --speculative-adaptive-config"
+ADAPTIVE = ("EAGLE", "EAGLE3")  # algorithms that take a schedule
+RATE, LENGTH, TOKENS, PASSES = (
+    f"sglang:{name}" for name in ("spec_accept_rate", "spec_accept_length", "generation_tokens", "spec_verify_calls")
+)
+
+
+def speculative_flags(algorithm: str, model: str | None = None, **values: object) -> Flags:
+    """Return the flags of an algorithm, its model and its options."""
+    path, revision = split_revision(model or "")
+    flags = [ALGORITHM, algorithm]
+    flags += ["--speculative-draft-model-path", path] if path else []
+    flags += ["--speculative-draft-model-revision", revision] if revision else []
+    return flags + [
+        part for name, value in values.items() for part in (f"--speculative-{name.replace('_', '-')}", str(value))
+    ]
+
+
+def chain(algorithm: str) -> EngineArgs:
+    """Return the flags of a chain of k draft tokens: k steps of one branch, and k + 1 tokens to verify."""
+
+    def flags(model: str | None, k: int, options: Mapping[str, Any]) -> Flags:
+        return speculative_flags(algorithm, model, num_steps=k, eagle_topk=1, num_draft_tokens=k + 1)
+
+    return flags
+
+
+def _ngram(model: str | None, k: int, options: Mapping[str, Any]) -> Flags:
+    return speculative_flags("NGRAM", num_draft_tokens=k + 1)
+
+
+def _eagle(model: str | None, k: int, options: Mapping[str, Any]) -> Flags:
+    algorithm = "EAGLE3" if name_contains(model, "eagle3", "eagle-3") else "EAGLE"
+    if options["draft"] == "chain":
+        return chain(algorithm)(model, k, options)
+    tree = {"eagle_topk": options["top_k"], "num_draft_tokens": options["nodes"] + 1}
+    return speculative_flags(algorithm, model, num_steps=k, **tree)
+
+
+def _dflash(model: str | None, k: int, options: Mapping[str, Any]) -> Flags:
+    if name_contains(model, "dspark"):
+        return speculative_flags("DSPARK", model, dspark_block_size=k)
+    return speculative_flags("DFLASH", model, num_draft_tokens=k + 1)
+
+
+class SGLang(ServingEngine):
+    """SGLang's OpenAI server, from an environment of its own, because it needs another version of torch."""
+
+    name = "sglang"
+    title = "SGLang"
+    program = "python"
+    install = (
+        f"python3 -m venv sglang && sglang/bin/pip install sglang ({GPU_ONLY}), "
+        "then pass --command sglang/bin/python, for the page --engines sglang=sglang/bin/python"
+    )
+    methods: ClassVar = {
+        "draft_model": chain("STANDALONE"),
+        "ngram": _ngram,
+        "mtp": chain("NEXTN"),
+        "eagle": _eagle,
+        "dflash": _dflash,
+    }
+    parallel = "--tp-size"
+    metrics = frozenset({RATE, LENGTH, TOKENS, PASSES})
+
+    def is_installed(self) -> bool:
+        """Return whether the `python` on PATH can import SGLang."""
+        python = shutil.which(self.program)
+        look = "import sys; from importlib.util import find_spec; sys.exit(find_spec('sglang') is None)"
+        return python is not None and run([python, "-c", look], capture_output=True).returncode == 0
+
+    def start(self, config: ServerConfig) -> Flags:
+        path, flags = target_flags(config, self.quantization)
+        start = ["-m", "sglang.launch_server", "--model-path", path, "--enable-metrics"]
+        return [*start, *flags, "--disable-radix-cache", *address_flags(config)]
+
+    def schedule_hint(self, command: list[str], schedule: Schedule) -> str:
+        if ALGORITHM not in command:
+            return ""
+        flags = command[command.index(ALGORITHM) :]
+        if not schedule:
+            return f"For SGLang: {shlex.join(flags)}"
+        if flags[1] not in ADAPTIVE:
+            return f"For SGLang, whose {flags[1]} has one k for all batch sizes: {shlex.join(flags)}"
+        steps = json_text({str(at): {"candidate_steps": [k]} for at, _, k in schedule})
+        return f"For SGLang: {shlex.join(flags)} {FOLLOW} FILE, and in FILE {steps}"
+
+    def statistics(self, old: Samples, new: Samples) -> ServerStats | None:
+        """Read the verified passes, which some versions count; the rest are gauges over the last log interval, 0 when
+        idle.
+        """
+        rate, length = gauge(new, RATE), gauge(new, LENGTH)
+        tokens, passes = delta(old, new, TOKENS), delta(old, new, PASSES)
+        source = "tokens per pass is a gauge over the last log interval"
+        if tokens and passes:
+            length, source = tokens / passes, "generated tokens / verify calls over the run"
+        rate = None if rate and rate > 1 else rate
+        if rate is None and length is None:
+            return None
+        counters: dict[Counter, float | None] = {"acceptance_rate": rate, "tokens_per_step": length}
+        return ServerStats(
+            {name: round(value, 4) for name, value in counters.items() if value is not None},
+            [],
+            "SGLang's metrics: the acceptance rate is a gauge over the last log interval, and some versions include "
+            f"the bonus token; {source}; requests of other users are included",
+        )

@@ -1,0 +1,194 @@
+"""vLLM. Names of flags: config/speculative.py, read in autumn 2026; `--help` of the installed version decides."""
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from subprocess import SubprocessError, run
+from typing import Any, ClassVar
+
+from specdemo.core.files import json_text
+from specdemo.core.trace import Span
+from specdemo.methods.flags import EngineArgs, Flags
+from specdemo.servers.counters import Samples, ServerStats, delta, draft_counters, draft_names
+from specdemo.servers.engines.base import (
+    GPU_ONLY,
+    Installed,
+    Schedule,
+    ServerConfig,
+    ServingEngine,
+    UnsupportedByEngine,
+    address_flags,
+    name_contains,
+    split_revision,
+    target_flags,
+)
+
+CONFIG, ATTENTION = "--speculative-config", "--attention-backend"
+SCHEDULE = "num_speculative_tokens_per_batch_size"
+REMOVED = {"medusa": "0.33"}  # methods, and the first version without them
+GPU_SHARE = 0.9  # share of a GPU's memory for all servers on it; vLLM's default for one server
+PROBE_S = 120.0  # timeout; importing vLLM takes half a minute on a slow disk
+PROBE = """
+import json, torch, typing
+from importlib.metadata import version
+from vllm.config import speculative
+from vllm.platforms import current_platform
+
+def words(kind):
+    return [w for a in typing.get_args(kind) for w in (words(a) if typing.get_args(a) else [a])]
+print(json.dumps({"version": version("vllm"), "methods": words(speculative.SpeculativeMethod),
+                  "gpus": 0 if current_platform.is_cpu() else torch.cuda.device_count()}, allow_nan=False))
+"""
+DRAFTS = "vllm:spec_decode_num_"  # v1/spec_decode/metrics.py
+TIMES: dict[Span, str] = {
+    "ttft_ms": "vllm:time_to_first_token_seconds",
+    "decode_ms": "vllm:request_decode_time_seconds",
+}
+
+
+def speculative_config(**values: object) -> Flags:
+    """Return `--speculative-config` with these values. A model's revision has a key of its own."""
+    model, revision = split_revision(str(values.get("model", "")))
+    values |= {"model": model, "revision": revision} if revision else {}
+    return [CONFIG, json_text(values, separators=(",", ":"))]
+
+
+def named(name: str) -> EngineArgs:
+    """Return the flags of a method that vLLM knows as `name` and configures by model and k."""
+
+    def flags(model: str | None, k: int, options: Mapping[str, Any]) -> Flags:
+        return speculative_config(method=name, **({"model": model} if model else {}), num_speculative_tokens=k)
+
+    return flags
+
+
+def _ngram(model: str | None, k: int, options: Mapping[str, Any]) -> Flags:
+    sizes = {"prompt_lookup_min": options["min_n"], "prompt_lookup_max": options["max_n"]}
+    return speculative_config(method="ngram", num_speculative_tokens=k, **sizes)
+
+
+def _mlp_speculator(model: str | None, k: int, options: Mapping[str, Any]) -> Flags:
+    raise UnsupportedByEngine("vLLM 0.32 and later no longer have it")
+
+
+def _eagle(model: str | None, k: int, options: Mapping[str, Any]) -> Flags:
+    if name_contains(model, "p-eagle"):
+        return speculative_config(method="eagle3", model=model, num_speculative_tokens=k, parallel_drafting=True)
+    method = "eagle3" if name_contains(model, "eagle3", "eagle-3") else "eagle"
+    return speculative_config(method=method, model=model, num_speculative_tokens=k)
+
+
+def _dflash(model: str | None, k: int, options: Mapping[str, Any]) -> Flags:
+    if name_contains(model, "dspark"):
+        return speculative_config(method="dspark", model=model, num_speculative_tokens=k)
+    config = speculative_config(method="dflash", model=model, num_speculative_tokens=k)
+    return [*config, ATTENTION, "flash_attn"]
+
+
+def _method(command: Sequence[str]) -> str:
+    """Return the method of a command, an empty text for plain decoding."""
+    return str(json.loads(command[command.index(CONFIG) + 1])["method"]) if CONFIG in command else ""
+
+
+class VLLM(ServingEngine):
+    """vLLM's OpenAI server, from an environment of its own, because it needs another version of torch."""
+
+    name = "vllm"
+    title = "vLLM"
+    program = "vllm"
+    install = (
+        f"python3 -m venv vllm && vllm/bin/pip install vllm ({GPU_ONLY}; for a CPU see docs/servers.md), "
+        "then pass --command vllm/bin/vllm, for the page --engines vllm=vllm/bin/vllm"
+    )
+    methods: ClassVar = {
+        "draft_model": named("draft_model"),
+        "ngram": _ngram,
+        "suffix": named("suffix"),
+        "medusa": named("medusa"),
+        "mlp_speculator": _mlp_speculator,
+        "mtp": named("mtp"),
+        "eagle": _eagle,
+        "dflash": _dflash,
+    }
+    parallel = "--tensor-parallel-size"
+    quantization: ClassVar = {"4bit": ["--quantization", "bitsandbytes"]}
+    # a small KV cache is enough, because a lane sends one request at a time
+    environment: ClassVar = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", **ServingEngine.environment}
+    takes_schedule = True
+    metrics = draft_names(DRAFTS) | {f"{name}_{part}" for name in TIMES.values() for part in ("sum", "count")}
+
+    def probe(self, path: str) -> Installed | None:
+        """Query the Python in the program's folder; None if it does not answer."""
+        return _probe(path)
+
+    def start(self, config: ServerConfig) -> Flags:
+        path, flags = target_flags(config, self.quantization)
+        return ["serve", path, *flags, "--no-enable-prefix-caching", *address_flags(config)]
+
+    def note(self, config: ServerConfig) -> str:
+        method = _method(self.draft_flags(config))
+        return f"needs vLLM before {REMOVED[method]}, which removed {method}" if method in REMOVED else ""
+
+    def rejection(self, command: Sequence[str], installed: Installed | None) -> str:
+        method = _method(command)
+        if installed is None or not method or method in installed.methods:
+            return ""
+        fix = f"; install vllm<{REMOVED[method]}" if method in REMOVED else ""
+        return f"vLLM {installed.version} has no method {method!r}{fix}"
+
+    def fit(
+        self, command: list[str], installed: Installed | None, place: int, servers: int, gpus: int
+    ) -> tuple[list[str], dict[str, str]]:
+        """Give each server GPUs of its own if there are enough, else a share of their memory. A CPU has one attention
+        backend.
+        """
+        if installed is None:
+            return command, {}
+        if not installed.gpus:
+            at = command.index(ATTENTION) if ATTENTION in command else len(command)
+            return command[:at] + command[at + 2 :], {}
+        if installed.gpus >= servers * gpus:
+            return command, {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(place * gpus, (place + 1) * gpus)))}
+        return [*command, "--gpu-memory-utilization", f"{GPU_SHARE / servers:.2f}"], {}
+
+    def with_schedule(self, command: list[str], schedule: Schedule) -> list[str]:
+        if not schedule or CONFIG not in command:
+            return command
+        at = command.index(CONFIG)
+        config = speculative_config(**json.loads(command[at + 1]), **{SCHEDULE: schedule})
+        return [*command[:at], *config, *command[at + 2 :]]
+
+    def schedule_hint(self, command: list[str], schedule: Schedule) -> str:
+        if CONFIG not in command:
+            return ""
+        at = command.index(CONFIG)
+        return f"For vLLM: {shlex.join(self.with_schedule(command, schedule)[at : at + 2])}"
+
+    def statistics(self, old: Samples, new: Samples) -> ServerStats | None:
+        stats, times = draft_counters(old, new, DRAFTS, self.title), _times(old, new)
+        return replace(stats or ServerStats(), times=times) if stats or times else None
+
+
+@lru_cache
+def _probe(path: str) -> Installed | None:
+    python = Path(path).parent / "python"
+    if not python.exists():
+        return None
+    try:
+        output = run([str(python), "-c", PROBE], capture_output=True, timeout=PROBE_S, check=True).stdout
+        return Installed(**json.loads(output.splitlines()[-1]))
+    except (OSError, SubprocessError, ValueError, TypeError, IndexError):
+        return None
+
+
+def _times(old: Samples, new: Samples) -> dict[Span, float]:
+    """Return the times of a single request; empty if there were several, or none was timed."""
+    times: dict[Span, float] = {}
+    for span, name in TIMES.items():
+        seconds = delta(old, new, f"{name}_sum")
+        if seconds is not None and delta(old, new, f"{name}_count") == 1:
+            times[span] = round(1000.0 * seconds, 3)
+    return times if len(times) == len(TIMES) else {}
