@@ -18,6 +18,7 @@ from specdemo.bench.base import Report
 from specdemo.bench.measure import Tick, repeated
 from specdemo.bench.result import Result
 from specdemo.core.protocol import Budget, Drafter, GenerationConfig
+from specdemo.core.shapes import Config, shape_of
 from specdemo.core.trace import StepEvent, step_ms
 from specdemo.engine.loop import generate
 from specdemo.engine.session import environment
@@ -27,7 +28,6 @@ from specdemo.models.target import HFTarget
 from specdemo.prediction.acceptance import Acceptance, PassCounts, of_passes
 from specdemo.prediction.predict import Row, predict
 from specdemo.prediction.profiles import Profile
-from specdemo.prediction.shapes import Config, shape_of
 
 PAIRS = {"8m": "8m", "98m": "98m", "stories": "embedded"}
 KS = tuple(range(1, 9))

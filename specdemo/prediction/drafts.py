@@ -7,18 +7,8 @@ values of the method for a target of this shape.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from specdemo.core.shapes import CHAIN, ENDS, UNREADABLE, Config, ConfigReader, Shape, number, shape_of, with_layers
 from specdemo.core.suggest import suggest
-from specdemo.prediction.shapes import (
-    CHAIN,
-    ENDS,
-    UNREADABLE,
-    Config,
-    ConfigReader,
-    Shape,
-    number,
-    shape_of,
-    with_layers,
-)
 
 HEAD_OPERATIONS = 8  # of a head without attention, and before and after the layers of a pass
 EAGLE_VOCABULARY = 32000  # vocabulary of a typical EAGLE-3 head on a target with a larger one

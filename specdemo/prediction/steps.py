@@ -2,10 +2,11 @@
 
 from typing import NamedTuple
 
+from specdemo.core.shapes import Shape
 from specdemo.prediction.acceptance import Acceptance
 from specdemo.prediction.drafts import Drafting
 from specdemo.prediction.roofline import Device
-from specdemo.prediction.shapes import Shape, Work, work
+from specdemo.prediction.shapes import Work, work
 
 BRANCHES = 10  # nodes per level that are expanded, in a tree that grows by levels
 

@@ -26,6 +26,7 @@ from specdemo.bench.result import read_result
 from specdemo.bench.suites import Sweep
 from specdemo.core.protocol import GenerationConfig
 from specdemo.core.safe_io import CONFIG_LIMITS, read_json, read_text
+from specdemo.core.shapes import shape_of
 from specdemo.methods import METHODS, load_drafter
 from specdemo.methods.pairs import check_pair
 from specdemo.models.checkpoints import open_meta_checkpoint
@@ -37,7 +38,7 @@ from specdemo.models.tokenizer_file import check_tokenizer
 from specdemo.prediction.drafts import MAKERS
 from specdemo.prediction.predict import predict
 from specdemo.prediction.profiles import Profile
-from specdemo.prediction.shapes import known, shape_of
+from specdemo.prediction.shapes import known
 from specdemo.presets.files import Preset, load_presets, preset, read_preset
 from specdemo.presets.link import from_query
 from specdemo.presets.recorded import load_trace

@@ -6,10 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, DeepseekV3Config
 
+from specdemo.core.shapes import shape_of
 from specdemo.methods import method
 from specdemo.models.hub import embedded_folder
 from specdemo.prediction.drafts import MAKERS, TITLES
-from specdemo.prediction.shapes import known, shape, shape_of, work
+from specdemo.prediction.shapes import known, shape, work
 from tests.models import tiny
 
 SMALL = ("conv", "wpe", "bias")
