@@ -1,87 +1,155 @@
-// The race on one time axis: one bar per lane, as long as the lane's own device time. The finish line is where the first lane
-// finished. A mark in the text of each speculative lane shows how far plain decoding was at that time.
+// The race: one bar per lane, which fills towards the end of the lane's own text. All lanes share one clock of device time, so the
+// faster lane fills first. A mark in the text of each speculative lane shows how far plain decoding was at that time.
 
-function raceBar(lane) {
-  const row = make("div", "sd-race-row");
-  row.dataset.series = lane.index;
-  const [track, fill, lag, finishLine, leadTime] = ["sd-track", "sd-fill", "sd-lag", "sd-finish-line", "sd-lead-time"].map((cls) => make("div", cls));
-  track.append(fill, lag, finishLine, leadTime);
-  const result = make("span", "sd-result");
-  const tokens = make("b", "", "0 tok");
-  const time = make("span", "sd-time", "");
-  result.append(tokens, " ", time);
-  const name = make("span", "sd-name");
-  name.append(laneNumber(lane), make("span", "", lane.name), ...lossy(lane));
-  row.append(name, track, result);
-  $(".sd-race").append(row);
-  return { track, fill, lag, finishLine, leadTime, tokens, time };
-}
-
-function timeAxis() {
-  const row = make("div", "sd-race-row sd-axis");
-  row.ariaHidden = "true";
-  row.append(make("span"), make("div", "sd-ticks"), make("span"));
-  $(".sd-race").append(row);
-}
+const MIN_INSIDE = 0.3; // share of a bar from which the lead fits into its fill
+const FLAG = "M2 15V1h10l-2.5 3.5L12 8H4v7z";
 
 const isFinished = (lane) => ["stop", "length"].includes(lane.finish);
 
-/** Draws bars, finish line and marks at the player's clock. Cheap enough for every frame. */
-function drawBars() {
-  const span = player.span || 1;
-  const finishTimes = run.lanes.filter(isFinished).map((lane) => lane.soFar.clock_ms);
-  const first = finishTimes.length ? Math.min(...finishTimes) : null;
-  for (const lane of run.lanes) {
-    const { fill, lag, finishLine, leadTime, time } = lane.bar;
-    const now = player.timeOf(lane);
-    fill.style.transform = `scaleX(${Math.min(1, now / span)})`;
-    time.textContent = now ? `${(now / 1000).toFixed(2)} s` : "";
-    finishLine.hidden = first === null;
-    const lagMs = first === null ? 0 : Math.max(0, now - first);
-    lag.hidden = !lagMs;
-    if (first !== null) finishLine.style.left = lag.style.left = `${(100 * first) / span}%`;
-    lag.style.width = `${(100 * lagMs) / span}%`;
-    const lead = isFinished(lane) && lane.soFar.clock_ms === first ? span - first : 0;
-    leadTime.hidden = lead / span < 0.14 || run.lanes.length < 2;
-    if (!leadTime.hidden) {
-      leadTime.textContent = run.done ? `${(lead / 1000).toFixed(2)} s ahead` : "finished";
-      leadTime.style.left = finishLine.style.left;
-    }
-    if (lane.index) drawBaselineMark(lane, now);
-  }
-  drawTicks(span);
-}
-
-function drawTicks(span) {
-  const box = $(".sd-ticks");
-  if (box.dataset.span === String(Math.round(span))) return;
-  box.dataset.span = String(Math.round(span));
-  const seconds = span / 1000;
-  box.replaceChildren(
-    ...(seconds < 0.002 ? [] : ticks(seconds, 6)).filter((x) => x <= seconds * 0.97).map((x, i) => {
-      const tick = make("span", "", i ? brief(x) : "0 s");
-      tick.style.left = `${(100 * x) / seconds}%`;
-      return tick;
-    })
-  );
-}
-
-/** Returns the number of tokens that plain decoding had generated at a time of its own clock. */
-function baselineTokens(ms) {
-  const lines = run.lanes[0].lines;
+/** Returns the number of tokens that a lane had generated at a time of its own clock. */
+function tokensAt(lane, ms) {
+  const { lines } = lane;
   let [low, high] = [0, lines.length];
   while (low < high) {
     const middle = (low + high) >> 1;
     if (lines[middle].at <= ms) low = middle + 1;
     else high = middle;
   }
-  return low ? (lines.slice(0, low).findLast((line) => line.so_far)?.so_far.tokens ?? 0) : 0;
+  return lastTokens(lines, low);
+}
+
+// Returns the number of tokens after the first `count` lines. The last line of a lane has no numbers.
+function lastTokens(lines, count) {
+  for (let i = count - 1; i >= 0; i -= 1) if (lines[i].so_far) return lines[i].so_far.tokens;
+  return 0;
+}
+
+/** Returns the number of tokens at the end of a lane's bar: those of its final text, or max new tokens if the text is incomplete. */
+function barLength(lane, limit) {
+  const tokens = lastTokens(lane.lines, lane.lines.length);
+  return isFinished(lane.lines.at(-1) ?? {}) ? tokens : Math.max(tokens, limit || 0);
+}
+
+/**
+ * Returns the state of every bar.
+ * share: filled part, 0 to 1. reached: part that was filled when the first lane finished, null before that and for that lane.
+ * first: whether the lane finished first. lead: text of the lane that leads, else empty.
+ * @param {Lane[]} lanes @param {number[]} times device time of each lane, ms @param {number} [limit] max new tokens
+ */
+function barStates(lanes, times, limit) {
+  const now = commonTime(lanes, times);
+  const ended = lanes.filter((lane) => isFinished(lane) && lane.soFar.clock_ms <= now);
+  const first = ended.toSorted((a, b) => a.soFar.clock_ms - b.soFar.clock_ms)[0];
+  const leader = leadingLane(lanes, now, first);
+  return lanes.map((lane) => {
+    const [tokens, length] = [lane.soFar.tokens ?? 0, barLength(lane, limit)];
+    const late = first && lane !== first;
+    return {
+      tokens, length,
+      share: length ? tokens / length : 0,
+      reached: late && length ? tokensAt(lane, first.soFar.clock_ms) / length : null,
+      first: lane === first && lanes.length > 1,
+      lead: lane === leader ? leadText(lanes, leader, now, ended) : "",
+    };
+  });
+}
+
+// Returns the time that all visible lanes have reached: that of the running lane with the lowest clock.
+function commonTime(lanes, times) {
+  return Math.min(Infinity, ...times.filter((_, i) => lanes[i].soFar.tokens && !isFinished(lanes[i])));
+}
+
+function leadingLane(lanes, now, first) {
+  const started = lanes.filter((lane) => lane.soFar.tokens);
+  if (started.length < 2) return undefined;
+  return first ?? started.toSorted((a, b) => tokensAt(b, now) - tokensAt(a, now))[0];
+}
+
+// Returns the lead over plain decoding, or over the next lane if plain decoding leads: in tokens, at the end in seconds.
+function leadText(lanes, leader, now, ended) {
+  const others = lanes.filter((lane) => lane !== leader && lane.soFar.tokens);
+  const next = others.toSorted((a, b) => tokensAt(b, now) - tokensAt(a, now))[0];
+  const other = leader.index ? lanes[0] : next;
+  const tokens = tokensAt(leader, now) - tokensAt(other, now);
+  const seconds = (other.soFar.clock_ms - leader.soFar.clock_ms) / 1000;
+  const over = lanes.length > 2 ? ` of ${other.name}` : "";
+  if (!ended.includes(leader) || !ended.includes(other)) return tokens > 0 ? `${tokens} token${tokens > 1 ? "s" : ""} ahead${over}` : "";
+  return !tokens && seconds >= 0.005 ? `${seconds.toFixed(2)} s ahead${over}` : ""; // texts of different lengths take different times
+}
+
+/** Returns the progress of a lane in words. */
+function progress(lane, { tokens, length }, lanes) {
+  if (countsPieces(lane)) return `${tokens} pieces`;
+  if (lane.remote) return `${numbers(lane).tokens ?? 0} tokens`;
+  const texts = new Set(lanes.filter(isFinished).map((other) => other.soFar.tokens));
+  if (lane.finish === "stop" && texts.size > 1) return `stopped after ${tokens} tokens`;
+  return `${tokens} of ${length} tokens`;
+}
+
+function raceBar(lane) {
+  const row = make("div", "sd-race-row");
+  row.dataset.series = lane.index;
+  const [track, fill, late, lead] = ["sd-track", "sd-fill", "sd-late", "sd-lead"].map((cls) => make("div", cls));
+  track.setAttribute("role", "progressbar");
+  track.setAttribute("aria-label", `Output of ${lane.name}`);
+  const flag = svg("svg", { viewBox: "0 0 14 16", class: "sd-flag", "aria-hidden": "true" });
+  flag.append(svg("path", { d: FLAG }));
+  track.append(fill, late, lead, flag);
+  const result = make("span", "sd-result");
+  const [tokens, time] = [make("b", "", "0 tokens"), make("span", "sd-time")];
+  result.append(tokens, time);
+  const name = make("span", "sd-name");
+  name.append(laneNumber(lane), make("span", "", lane.name), ...lossy(lane));
+  row.append(name, track, result);
+  $(".sd-race").append(row);
+  return { track, fill, late, lead, flag, tokens, time };
+}
+
+/** Draws the bars and marks at the player's clock. Cheap enough for every frame. */
+function drawBars() {
+  const states = barStates(run.lanes, run.lanes.map((lane) => player.timeOf(lane)), run.start.limit);
+  run.lanes.forEach((lane, i) => {
+    drawBar(lane, states[i]);
+    if (lane.index) drawBaselineMark(lane, player.timeOf(lane));
+  });
+}
+
+function drawBar(lane, state) {
+  const { track, fill, late, lead, flag, tokens, time } = lane.bar;
+  fill.style.transform = `scaleX(${state.share})`;
+  late.hidden = state.reached === null;
+  if (!late.hidden) {
+    late.style.left = percentage(state.reached);
+    late.style.width = percentage(Math.max(0, state.share - state.reached));
+  }
+  flag.style.display = state.first ? "" : "none";
+  drawLead(lead, state);
+  setText(tokens, progress(lane, state, run.lanes));
+  setText(time, isFinished(lane) ? `${(lane.soFar.clock_ms / 1000).toFixed(2)} s` : "");
+  track.ariaValueMax = String(state.length);
+  track.ariaValueNow = String(state.tokens);
+  track.ariaValueText = [tokens.textContent, state.lead, state.first ? "finished first" : ""].filter(Boolean).join(", ");
+}
+
+const percentage = (share) => `${100 * share}%`;
+
+function drawLead(node, { lead, share, first }) {
+  const inside = share >= MIN_INSIDE;
+  setText(node, lead);
+  node.classList.toggle("sd-inside", inside);
+  node.classList.toggle("sd-flagged", first);
+  node.style.left = inside ? "0" : percentage(share);
+  node.style.right = inside ? percentage(1 - share) : "0";
+}
+
+function setText(node, text) {
+  if (node.textContent !== text) node.textContent = text;
 }
 
 // Marks the position in a lane's text that plain decoding has reached. When the lane has finished, the mark gets a label.
 function drawBaselineMark(lane, now) {
   if (lane.remote || run.lanes[0].remote) return;
-  const count = baselineTokens(now);
+  const count = tokensAt(run.lanes[0], now);
   const label = isFinished(lane) ? "baseline had reached this point" : "";
   if (lane.baselineMark?.count === count && lane.baselineMark.node.textContent === label) return;
   lane.baselineMark?.node.remove();

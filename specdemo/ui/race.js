@@ -224,7 +224,7 @@ function showRun(replayed) {
   $(".sd-lanes").replaceChildren();
   $(".sd-race").replaceChildren();
   $(".sd-explanations").hidden = $(".sd-estimate").hidden = true;
-  $(".sd-lanes").dataset.lanes = run.lanes.length;
+  $(".sd-lanes").dataset.lanes = $(".sd-race").dataset.lanes = run.lanes.length;
   for (const lane of run.lanes) {
     Object.assign(lane, initialView());
     lane.view = laneCard(lane);
@@ -232,7 +232,6 @@ function showRun(replayed) {
     lane.bar = raceBar(lane);
     if (lane.note) laneNote(lane, lane.note);
   }
-  timeAxis();
   for (const panel of [".sd-histogram", ".sd-drafter-charts"]) $(panel).replaceChildren();
   Object.assign(run, { selected: null, focus: Math.min(1, run.lanes.length - 1), panels: 0, painted: 0, done: false });
   badge();
@@ -309,9 +308,7 @@ function showQueue() {
   }).observe(queue, { childList: true, characterData: true, subtree: true });
 }
 
-function setStatus(text) {
-  if ($(".sd-status").textContent !== text) $(".sd-status").textContent = text;
-}
+const setStatus = (text) => setText($(".sd-status"), text);
 
 let painting = 0;
 function paint() {

@@ -62,14 +62,12 @@ function drawNumbers() {
 }
 
 /** @param {any} lane */
-function laneNumbers({ view, bar, remote, soFar, summary }, n) {
+function laneNumbers({ view, remote, summary }, n) {
   const pieces = countsPieces({ remote, summary });
-  const tokens = soFar.tokens || 0;
   view.number.textContent = fixed(n.tokens_per_s, n.tokens_per_s < 100 ? 1 : 0);
   view.number.dataset.value = n.tokens_per_s ?? "";
   view.number.title = isNumber(n.tokens_per_s_low) ? `95 % interval: ${fixed(n.tokens_per_s_low, 1)} to ${fixed(n.tokens_per_s_high, 1)}` : "";
   view.unit.textContent = pieces ? "pieces/s" : "tok/s";
-  bar.tokens.textContent = pieces ? `${tokens} pieces` : `${n.tokens ?? 0} tok`;
 }
 
 function drawTile(name, lanes, several, cells) {

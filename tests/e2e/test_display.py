@@ -1,5 +1,6 @@
 """The display of a trace in Chromium without the rest of the page, with a clock that the tests set."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -47,8 +48,17 @@ class Display:
             )
         }
 
+    def locate(self, selector):
+        return self._page.locator(selector).all()
+
     def read(self, selector):
         return self._page.locator(selector).all_inner_texts()
+
+    def bars(self):
+        """Return the filled share of every bar, in the order of the lanes."""
+        return self._page.locator(".sd-fill").evaluate_all(
+            "nodes => nodes.map(e => Number(e.style.transform.slice(7, -1)))"
+        )
 
     def text(self, lane):
         selector = f'[data-lane="{lane}"] span:not([data-kind="prompt"], [data-kind="rejected"])'
@@ -125,6 +135,33 @@ def test_results_follow_the_playhead(display):
     assert display.read(".sd-headline")[0].endswith("× Fast, so far") and display.tones() == set()
     display.seek(1)
     assert display.read(".sd-status")[0].startswith("Finished. Fast is fastest")
+
+
+def test_the_faster_lane_fills_its_bar_first(display):
+    display.show(Log().add(replay(race())))
+    display.wait(3000)
+    display.seek(0.4)
+    plain, slow, fast = display.bars()
+    assert plain < slow < fast < 1
+    assert re.fullmatch(r"\d+ tokens ahead of Baseline", "".join(display.read(".sd-lead")))
+    display.seek(1)
+    assert display.bars() == [1, 1, 1]
+    assert re.fullmatch(r"0\.0\d s ahead of Baseline", "".join(display.read(".sd-lead")))
+    assert display.read(".sd-result b") == [f"{len(HOSTILE)} of {len(HOSTILE)} tokens"] * 3
+    assert [mark.is_visible() for mark in display.locate(".sd-flag")] == [False, False, True]
+    assert [mark.get_attribute("hidden") for mark in display.locate(".sd-late")] == [None, None, ""]
+
+
+def test_bars_of_a_stopped_run_differ_like_its_texts(display):
+    trace = race("cancelled")
+    for lane in trace.lanes:  # stopped at the same time of the clock
+        lane.finish, steps = "cancelled", [event for event in lane.events if lane.name == "Fast" or event.index < 4]
+        lane.events[:], lane.token_ids[:] = steps, [token for event in steps for token in event.emitted[0]]
+    display.show(Log().add(replay(trace)))
+    display.wait(100)
+    plain, slow, fast = display.bars()
+    assert plain < slow < fast == 1
+    assert display.read(".sd-result b")[0] == f"4 of {len(HOSTILE)} tokens"
 
 
 def test_a_stopped_run_has_no_verdict(display):

@@ -247,7 +247,7 @@ def test_unreported_server_values_are_unknown(visit, remote_file):
     expect(page.locator('[data-tile="output"] b')).to_have_text("✓ same text")
     expect(page.locator(".sd-explanations")).to_contain_text("requests of other users are included")
     expect(page.locator(".sd-histogram")).to_contain_text("The accepted tokens per step are unknown.")
-    expect(page.locator('.sd-race-row[data-series="1"]')).to_contain_text(f"{len(HOSTILE)} tok ")
+    expect(page.locator('.sd-race-row[data-series="1"]')).to_contain_text(f"{len(HOSTILE)} tokens")
     expect(page.locator(".sd-times")).to_contain_text("unknown")
     token.click()
     expect(page.locator(".sd-step")).to_contain_text("draft tokens unknown")

@@ -1,0 +1,70 @@
+import assert from "node:assert/strict";
+import { test } from "node:test";
+import { load, plain } from "./load.js";
+
+const { tokensAt, barLength, barStates, progress } = load(["helpers", "tiles", "bars"], "tokensAt, barLength, barStates, progress");
+
+/** A lane that generates a token every `each` ms, displayed up to `now`; it ends after `count` tokens if `finish` is given. */
+function lane(index, each, count, now, finish = "length") {
+  const lines = [];
+  for (let i = 1; i <= count; i += 1) lines.push({ at: i * each, so_far: { tokens: i, clock_ms: i * each } });
+  if (finish) lines.push({ at: count * each, finish });
+  const next = lines.filter(({ at }) => at <= now).length;
+  const ended = Boolean(finish) && next === lines.length;
+  const soFar = lines.slice(0, next).findLast((line) => line.so_far)?.so_far ?? {};
+  return { index, name: ["Baseline", "Draft model", "Prompt lookup"][index], lines, soFar, finish: ended ? finish : null };
+}
+
+const states = (now, lanes, limit = 100) => plain(barStates(lanes, lanes.map((one) => (one.finish ? one.soFar.clock_ms : now)), limit));
+const race = (now, ...finish) => [lane(0, 4, 100, now, ...finish), lane(1, 2, 100, now, ...finish)];
+
+test("the number of tokens at a time, also after the last line", () => {
+  const one = lane(0, 4, 10, 0);
+  assert.deepEqual([0, 3.9, 4, 39, 40, 1000].map((ms) => tokensAt(one, ms)), [0, 0, 1, 9, 10, 10]);
+});
+
+test("a bar ends at the lane's own last token, or at max new tokens while the text is incomplete", () => {
+  assert.equal(barLength(lane(0, 4, 61, 0, "stop"), 96), 61);
+  assert.equal(barLength(lane(0, 4, 61, 0, null), 96), 96);
+  assert.equal(barLength(lane(0, 4, 61, 0, "cancelled"), 96), 96);
+});
+
+test("on one clock the faster lane fills first", () => {
+  const [slow, fast] = states(100, race(100));
+  assert.deepEqual([slow.share, fast.share], [0.25, 0.5]);
+  assert.deepEqual([slow.lead, fast.lead], ["", "25 tokens ahead"]);
+  assert.deepEqual([slow.first, fast.first, fast.reached], [false, false, null]);
+});
+
+test("the first lane at the end is marked and the others show where they were", () => {
+  const [slow, fast] = states(300, race(300));
+  assert.deepEqual([fast.share, fast.first, fast.lead], [1, true, "25 tokens ahead"]);
+  assert.deepEqual([slow.share, slow.first, slow.reached], [0.75, false, 0.5]);
+});
+
+test("at the end the lead is a time", () => {
+  const [slow, fast] = states(400, race(400));
+  assert.deepEqual([slow.share, slow.reached, fast.lead], [1, 0.5, "0.20 s ahead"]);
+});
+
+test("in a stopped run bars stay where the lanes stopped", () => {
+  const [slow, fast] = states(100, race(100, null));
+  assert.deepEqual([slow.share, fast.share, fast.lead], [0.25, 0.5, "25 tokens ahead"]);
+});
+
+test("plain decoding can lead, and among several lanes the lead names the other lane", () => {
+  const lanes = [lane(0, 2, 100, 100), lane(1, 4, 100, 100), lane(2, 5, 100, 100)];
+  assert.deepEqual(states(100, lanes).map(({ lead }) => lead), ["25 tokens ahead of Draft model", "", ""]);
+});
+
+test("a lane that ran earlier is compared at the clock of the lane that runs", () => {
+  const [first, second] = states(50, [lane(0, 4, 100, 400), lane(1, 2, 100, 50)]);
+  assert.deepEqual([first.first, first.lead, second.lead], [false, "", "13 tokens ahead"]);
+});
+
+test("texts of different lengths say so", () => {
+  const lanes = [lane(0, 4, 96, 400), lane(1, 2, 61, 400, "stop")];
+  const shown = states(400, lanes, 96);
+  assert.deepEqual(lanes.map((one, i) => progress(one, shown[i], lanes)), ["96 of 96 tokens", "stopped after 61 tokens"]);
+  assert.deepEqual(shown.map(({ share, lead }) => [share, lead]), [[1, ""], [1, ""]]);
+});
