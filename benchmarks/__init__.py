@@ -96,24 +96,10 @@ class WhatIf(Suite):
             return what_if(profile, self.repeats, self.new_tokens, report, cancelled)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Published(Suite):
-    """Are predictions right? Published speed-ups, predicted from model shapes, spec sheets and acceptance."""
-
-    name = "published"
-    repeats: int = 1
-
-    def run(self, report: Report, cancelled: Callable[[], bool]) -> Result:
-        from benchmarks.published import published
-
-        return published()
-
-
 SUITES: tuple[type[Suite], ...] = (
     Peers,
     Floor,
     RaceFairness,
     Gpu,
     WhatIf,
-    Published,
 )

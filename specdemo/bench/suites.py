@@ -171,7 +171,7 @@ SHIPPED: tuple[type[Suite], ...] = (
 )  # fmt: skip
 # defined in the folder `benchmarks` of a checkout
 OF_THE_PROJECT = (
-    "peers", "floor", "race-fairness", "gpu", "what-if", "published",
+    "peers", "floor", "race-fairness", "gpu", "what-if",
 )  # fmt: skip
 
 

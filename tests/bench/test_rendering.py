@@ -72,10 +72,6 @@ def what_if_result(patch, folder):
     return what_if.what_if(next(iter(profiles().values())), 1, 8, silent, never_cancelled)
 
 
-def published_result(patch, folder):
-    return short("published")
-
-
 MAKERS = {
     "embedded": embedded_result,
     "copying": copying_result,
@@ -84,7 +80,6 @@ MAKERS = {
     "race-fairness": fairness_result,
     "gpu": gpu_result,
     "what-if": what_if_result,
-    "published": published_result,
 }
 
 
