@@ -17,21 +17,6 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.float().flatten(0, -2), labels.flatten())
 
 
-def sparse_forward_kl(logits: Tensor, indices: Tensor, probs: Tensor) -> Tensor:
-    """Return KL(p || q) where p is known on its K largest entries. The rest of the mass is matched as a whole.
-
-    logits [..., V] of q, indices [..., K] int, probs [..., K] of p -> mean nats per token, up to p's entropy, which has
-    no gradient. Forward KL: Hinton et al. 2015; for drafts DistillSpec, arXiv 2310.08461, section 3. This is the
-    readable reference of `head_forward_kl`.
-    """
-    log_q = F.log_softmax(logits.float(), dim=-1)
-    top_log_q = log_q.gather(-1, indices.long())
-    p = probs.float()
-    p_rest = (1.0 - p.sum(-1)).clamp_min(0.0)
-    q_rest = (1.0 - top_log_q.exp().sum(-1)).clamp_min(TINY)
-    return -((p * top_log_q).sum(-1) + p_rest * q_rest.log()).mean()
-
-
 class _HeadForwardKL(torch.autograd.Function):
     """Forward KL with a closed-form gradient, computed chunk by chunk in the forward pass.
 
@@ -64,9 +49,11 @@ class _HeadForwardKL(torch.autograd.Function):
 
 
 def head_forward_kl(hidden: Tensor, weight: Tensor, indices: Tensor, probs: Tensor) -> Tensor:
-    """Return `sparse_forward_kl` of `hidden @ weight.T` without storing all logits (1.2x as fast on a CPU).
+    """Return KL(p || q) for q = softmax(hidden @ weight.T), where p is known on its K largest entries.
 
-    hidden [N, H], weight [V, H], both fp32, multiplied in `matmul_dtype`; indices [N, K], probs [N, K] -> mean nats.
+    The rest of the mass is matched as a whole. All logits are never stored (1.2x as fast on a CPU). Forward KL: Hinton
+    et al. 2015; for drafts DistillSpec, arXiv 2310.08461, section 3. hidden [N, H], weight [V, H], both fp32,
+    multiplied in `matmul_dtype`; indices [N, K], probs [N, K] -> mean nats, up to p's entropy, which has no gradient.
     With K = 1 and probs 1 it is the cross-entropy to `indices`.
     """
     value: Tensor = _HeadForwardKL.apply(hidden, weight, indices, probs)  # type: ignore[no-untyped-call]

@@ -2,7 +2,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from recipes.losses import CHUNK, cross_entropy, head_forward_kl, sparse_forward_kl, toward_argmax
+from recipes.losses import CHUNK, TINY, cross_entropy, head_forward_kl, toward_argmax
+
+
+def sparse_forward_kl(logits, indices, probs):
+    """Readable reference of `head_forward_kl`: logits [..., V] of q, indices [..., K], probs [..., K] of p."""
+    log_q = torch.log_softmax(logits.float(), -1)
+    top_log_q = log_q.gather(-1, indices.long())
+    p = probs.float()
+    p_rest = (1.0 - p.sum(-1)).clamp_min(0.0)
+    q_rest = (1.0 - top_log_q.exp().sum(-1)).clamp_min(TINY)
+    return -((p * top_log_q).sum(-1) + p_rest * q_rest.log()).mean()
 
 
 def case(

@@ -253,5 +253,5 @@ def test_a_target_of_code_is_deepened_and_drafted_for(tmp_path: Path, monkeypatc
 
 
 def test_every_recipe_is_described() -> None:
-    assert set(cards.ABOUT) == {*RECIPES}
+    assert set(cards.TEXTS["about"]) == {*RECIPES}
     assert CONTEXT == 512
