@@ -276,7 +276,7 @@ function publishRun() {
 }
 
 function result() {
-  if (run.still) return "Recorded run. Press Run to measure on this machine.";
+  if (run.still) return "Recorded run. Press Run to measure here.";
   const ends = { cancelled: "Stopped.", error: "A lane failed.", failed: "The run failed." };
   const end = ends[run.end.finish] ?? (run.recorded ? "Replayed." : "Finished.");
   return [end, run.end.headline?.sentence].filter(Boolean).join(" ");

@@ -110,7 +110,7 @@ def test_a_run_a_step_and_an_inspection_by_keyboard(visit_gated, gates):
     for _ in range(2):
         page.keyboard.press(",")  # two steps back
     expect(page.locator(".sd-inspector")).to_be_visible()
-    number = r"Step (\d+) of"
+    number = r"Step (\d+)/"
     first = int(re.search(number, page.locator(".sd-step").text_content())[1])
     page.keyboard.press(".")
     expect(page.locator(".sd-step")).to_contain_text(f"Step {first + 1}/")
