@@ -16,7 +16,7 @@ from specdemo.core.sampling import Sampling
 from specdemo.core.trace import StepEvent
 from specdemo.core.tree import ABSENT, depths
 from specdemo.engine.loop import generate
-from specdemo.methods import BASELINE, knobs, load_drafter, method, model_method, reads
+from specdemo.methods import BASELINE, knobs, load_drafter, method, model_method, parse_options, reads
 from specdemo.methods.base import Head, Method
 from specdemo.models.checkpoints import open_checkpoint
 from specdemo.models.toy import ToyTarget
@@ -100,7 +100,7 @@ def metadata_is_complete(name: str) -> None:
     assert method(name).title and method(name).summary.endswith(".")
     for knob in knobs(name):
         assert knob.help
-        assert knob.check(knob.default) == knob.default
+        assert getattr(parse_options(name, {knob.name: knob.default}), knob.name) == knob.default
 
 
 def saved_head_loads(name: str) -> None:

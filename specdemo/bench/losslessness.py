@@ -24,7 +24,7 @@ from specdemo.core.protocol import GenerationConfig, Target
 from specdemo.core.tree import Draft
 from specdemo.engine.loop import generate
 from specdemo.engine.session import Session, environment
-from specdemo.methods import BASELINE, load_drafter, method
+from specdemo.methods import BASELINE, build_drafter, load_drafter, method
 from specdemo.methods.targets import load_target
 from specdemo.models.text import encode, token_text
 from specdemo.presets.files import Preset, preset
@@ -129,7 +129,7 @@ def _same_distribution(suite: Losslessness, chosen: Preset, report: Report, canc
     ways = {
         PLAIN: Way(load_drafter(BASELINE, target), accept_rule("lossless"), plain),
         DRAFTED: Way(
-            load_drafter(lane.method, target, lane.model, **lane.options), rule, replace(plain, budget=lane.budget)
+            build_drafter(lane.method, target, lane.model, lane.parsed), rule, replace(plain, budget=lane.budget)
         ),
     }
     prompt = encode(tokenizer(target), spec.prompt, target.max_length - tokens)

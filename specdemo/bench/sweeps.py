@@ -19,7 +19,7 @@ from specdemo.core.sampling import Sampling
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.engine.cost import WIDTHS, CostModel, fit_cost_model
 from specdemo.engine.session import Session, environment
-from specdemo.methods import BASELINE, load_drafter
+from specdemo.methods import BASELINE, build_drafter, load_drafter
 from specdemo.methods.targets import load_target
 from specdemo.methods.wrapper import Wrapper
 from specdemo.models.pass_cost import verify_costs
@@ -251,7 +251,7 @@ def first_lane(suite: Decoding, preset_id: str) -> tuple[Target, dict[str, Way]]
     base = preset(preset_id).with_changes(temperature=0.0)
     lane = base.lanes[0]
     target = load_target(base.target, suite.dtype, suite.device, base.quantization)
-    drafter = load_drafter(lane.method, target, lane.model, **lane.options)
+    drafter = build_drafter(lane.method, target, lane.model, lane.parsed)
     plain = GenerationConfig(suite.new_tokens, stop_token_ids=())
     lanes = {
         "Baseline": Way(load_drafter(BASELINE, target), Lossless(), plain),

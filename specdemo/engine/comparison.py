@@ -8,14 +8,15 @@ fields. Importing this needs no torch. Every rejection is a ValueError with one 
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from specdemo.core.dtypes import NAMES, dtype_name
+from specdemo.core.options import TYPES, BaseOptions, Knob, to_values
 from specdemo.core.suggest import DEVICES, program, short_repr, suggest
-from specdemo.methods import BASELINE, METHODS, MODEL_OPTIONS, Knob, check_model, knobs, method, validate_options
+from specdemo.methods import BASELINE, METHODS, MODEL_OPTIONS, check_model, knobs, parse_options
 from specdemo.servers.address import place
 
 if TYPE_CHECKING:  # these import torch
@@ -66,6 +67,13 @@ class Settings(BaseModel):
         """Return a validated copy with other values. Raises ValueError with one line."""
         return self.build(self.model_dump() | changes)
 
+    def __copy__(self) -> Self:
+        """Return a copy without cached properties: `model_copy` may change what they depend on."""
+        copied = super().__copy__()
+        for name in vars(copied).keys() - type(self).model_fields.keys():
+            del vars(copied)[name]
+        return copied
+
 
 def settings(of: type[Settings]) -> dict[str, Setting]:
     """Return the fields that have a `Setting`, in order."""
@@ -94,7 +102,7 @@ def _schema(of: type[Settings]) -> dict[str, dict[str, Any]]:
 
 def type_of(of: type[Settings], name: str) -> type:
     """Return a field's plain type."""
-    return {"integer": int, "number": float, "boolean": bool, "string": str, "object": dict}[_schema(of)[name]["type"]]
+    return TYPES[_schema(of)[name]["type"]]
 
 
 def as_knob(of: type[Settings], name: str) -> Knob:
@@ -191,17 +199,25 @@ class Lane(Settings):
         """Return the budget: depth k, and as many nodes as the method's tree has with these options."""
         from specdemo.core.protocol import Budget
 
-        nodes = validate_options(self.method, self.options).get("nodes", 0)
-        return Budget(self.k, max(self.k, int(nodes)))
+        return Budget(self.k, max(self.k, getattr(self.parsed, "nodes", 0)))
+
+    @cached_property
+    def parsed(self) -> BaseOptions:
+        """Return the `Options` of the method. Raises ValueError with one line."""
+        return parse_options(self.method, self.options)
+
+    def check(self) -> None:
+        """Raise ValueError with one line if the method rejects the options or the model."""
+        check_model(self.method, to_values(self.parsed), self.model)
 
     def validated(self) -> Self:
         """Return this lane as validated by its method, without options that are at their default."""
-        cls = method(self.method)
-        options = validate_options(self.method, self.options)
-        cls.Options(**options)  # checks combinations of options
-        check_model(self.method, options, self.model)
+        self.check()
         default = {k.name: k.default for k in knobs(self.method)}
-        return self.model_copy(update={"options": {n: v for n, v in options.items() if v != default[n]}})
+        changed = {name: value for name, value in to_values(self.parsed).items() if value != default[name]}
+        lane = self.model_copy(update={"options": changed})
+        vars(lane)["parsed"] = self.parsed
+        return lane
 
 
 class Comparison(Settings):
@@ -267,7 +283,7 @@ class Comparison(Settings):
     served_model: Annotated[Model | None, Setting(link=False)] = None
     history: tuple[Messages, ...] = Field((), exclude=True)  # earlier messages of every lane, the baseline first
 
-    @property
+    @cached_property
     def all_lanes(self) -> tuple[Lane, ...]:
         """Return all lanes with lane 0, whose k is 0."""
         plain = Lane(method=BASELINE, name="Baseline", server=self.server, served_model=self.served_model)

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from specdemo.core.accept import accept_rule
+from specdemo.core.options import to_values
 from specdemo.core.protocol import Budget, GenerationConfig, Target
 from specdemo.core.tally import summarise
 from specdemo.core.trace import LaneTrace, StepEvent
@@ -23,7 +24,7 @@ from specdemo.engine.failure import clear_traceback, reason
 from specdemo.engine.loop import generate
 from specdemo.engine.session_state import LaneModels
 from specdemo.engine.warm_up import warm_up
-from specdemo.methods import BASELINE, method, validate_options
+from specdemo.methods import BASELINE, method
 from specdemo.methods.base import Method
 from specdemo.models.devices import device_kind
 from specdemo.models.text import Detokenizer, encode, token_text
@@ -86,7 +87,7 @@ class LocalLane(RunningLane):
 
     def __init__(self, spec: Comparison, index: int, models: LaneModels, tokenizer: PreTrainedTokenizerBase) -> None:
         lane = spec.all_lanes[index]
-        options = validate_options(lane.method, dict(lane.options))
+        options = to_values(lane.parsed)
         messages = chat_messages(spec, index, bool(tokenizer.chat_template))
         prompt_ids = encode(tokenizer, messages or spec.prompt, models.target.max_length - spec.max_new_tokens)
         self._accept = accept_rule(lane.acceptance)

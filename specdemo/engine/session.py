@@ -25,7 +25,6 @@ from specdemo.engine.model_cache import ModelCache
 from specdemo.engine.race import SCHEDULES
 from specdemo.engine.session_state import SessionState
 from specdemo.engine.verdict import compare_outputs
-from specdemo.methods import check_model, validate_options
 from specdemo.models.hub import Cancelled, LoadProgress, no_progress
 from specdemo.models.machine import GpuClock, commit, device_name, one_thread, versions
 from specdemo.models.place import device_map_summary
@@ -140,7 +139,7 @@ class Session:
         for lane in spec.all_lanes:
             if lane.server is not None:
                 check_listed(lane.server)
-            check_model(lane.method, validate_options(lane.method, dict(lane.options)), lane.model)
+            lane.check()
         if not spec.all_remote:
             self.models.load(spec, progress)
 

@@ -4,12 +4,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from specdemo.core.options import to_values
 from specdemo.core.protocol import Target
 from specdemo.core.trace import RunTrace
-from specdemo.engine.comparison import Comparison
+from specdemo.engine.comparison import Comparison, Lane
 from specdemo.engine.failure import clear_traceback, reason
 from specdemo.engine.model_cache import drafter_key
-from specdemo.methods import BASELINE, load_drafter, method, validate_options
+from specdemo.methods import BASELINE, build_drafter, load_drafter, method
 from specdemo.methods.base import Method
 from specdemo.models.prefix_reuse import PrefixCachedTarget, prefix_cached, with_prefix_cache
 
@@ -89,12 +90,11 @@ class SessionState:
         Raises ValueError for a drafter that does not fit.
         """
         lane = spec.all_lanes[index]
-        options = validate_options(lane.method, dict(lane.options))
-        key = drafter_key(lane, spec), index, lane.method, *options.items()
+        key = drafter_key(lane, spec), index, lane.method, *to_values(lane.parsed).items()
         models = self.learners.get(key)
         if models is None:
             target, model = self.chat_models.get(key) or (map(with_prefix_cache, load()) if chat else load())
-            models = _build_lane_models(lane.method, target, model, options)
+            models = _build_lane_models(lane, target, model)
         if method(lane.method).learns:
             self.learners = {k: p for k, p in self.learners.items() if k[1] != index} | {key: models}
         if models.prefix_cached:
@@ -115,11 +115,11 @@ class SessionState:
         self.learners.clear()
 
 
-def _build_lane_models(name: str, target: Target, model: object, options: dict[str, object]) -> LaneModels:
+def _build_lane_models(lane: Lane, target: Target, model: object) -> LaneModels:
     """Build the drafter. Only ValueError is raised, because it has advice for the user; other errors fail the lane and
     not the run."""
     try:
-        return LaneModels(target, model, load_drafter(name, target, model, **options))
+        return LaneModels(target, model, build_drafter(lane.method, target, model, lane.parsed))
     except ValueError:
         raise
     except Exception as error:

@@ -2,18 +2,18 @@
 names needs no torch.
 """
 
-import dataclasses
 import signal
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
-from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from specdemo.core.options import BaseOptions as BaseOptions
+from specdemo.core.options import Knob, describe, parse, to_values
+from specdemo.core.options import knob as knob
 from specdemo.core.signals import SIGNAL_EXIT_CODE
 from specdemo.core.suggest import suggest
 
@@ -56,62 +56,6 @@ PLUG_INS = {entry.name: entry.value for entry in entry_points(group="specdemo.me
 METHODS = BUILT_IN | PLUG_INS  # name -> module:class
 
 
-@dataclass(frozen=True, slots=True)
-class Knob:
-    """One option of a method, as the page, the presets and `--help` show it."""
-
-    name: str
-    type: type
-    default: Any
-    help: str
-    low: float | None = None
-    high: float | None = None
-    step: float | None = None
-    choices: tuple[str, ...] = ()
-
-    def check(self, value: object) -> object:
-        """Convert a value to the type of this option. Raises ValueError with the allowed range."""
-        if isinstance(value, str) and self.type in (int, float):
-            try:
-                value = self.type(value)
-            except ValueError:
-                raise ValueError(f"option {self.name!r} must be a number, not {value!r:.60}") from None
-        if isinstance(value, str) and self.type is bool:  # as links and the command line write it
-            value = {"true": True, "false": False}.get(value.lower(), value)
-        if self.type is float and type(value) is int:
-            value = float(value)
-        if type(value) is not self.type:
-            kind = "true or false" if self.type is bool else f"of type {self.type.__name__}"
-            raise ValueError(f"option {self.name!r} must be {kind}, not {value!r:.60}")
-        if self.choices and value not in self.choices:
-            raise ValueError(f"option {self.name!r} must be one of {', '.join(self.choices)}, not {value!r:.60}")
-        low = -inf if self.low is None else self.low
-        high = inf if self.high is None else self.high
-        if isinstance(value, int | float) and not low <= value <= high:
-            between = f"between {self.low} and {self.high}" if -inf < low and high < inf else self.range
-            raise ValueError(f"option {self.name!r} must be {between}, not {value}")
-        return value
-
-    @property
-    def range(self) -> str:
-        """Describe the allowed values in a few words."""
-        if self.type is bool:
-            return "true or false"
-        if self.choices or self.type not in (int, float):
-            return " | ".join(self.choices) or "text"
-        if self.low is None or self.high is None:
-            limits = {"at least": self.low, "at most": self.high}
-            return " ".join(f"{word} {limit}" for word, limit in limits.items() if limit is not None) or "any number"
-        return f"{self.low} to {self.high}"
-
-
-def knob(default: object, help: str, **limits: object) -> Any:
-    """Return a dataclass field for an `Options` class: default, one sentence of help, and low, high, step or
-    choices.
-    """
-    return field(default=default, metadata={"help": help, **limits})
-
-
 def method(name: str) -> "type[Method]":
     """Return the class of a method. Raise ValueError for an unknown name and for a plug-in that cannot be used."""
     if name not in METHODS:
@@ -139,7 +83,7 @@ def _plug_in(name: str) -> "type[Method] | str":
         found = _import(name)
         if not (isinstance(found, type) and issubclass(found, Method)):
             raise TypeError(f"{METHODS[name]} is not a subclass of specdemo.methods.base.Method")
-        _ = found.title, found.summary, _knobs(found)
+        _ = found.title, found.summary, describe(found.Options)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a module may raise anything, SystemExit included
@@ -168,23 +112,13 @@ def usable() -> list[str]:
 
 
 def knobs(name: str) -> list[Knob]:
-    """Return the options of a method, read from its `Options` dataclass."""
-    return _knobs(method(name))
+    """Return the options of a method, read from its `Options` class."""
+    return [*describe(method(name).Options).values()]
 
 
-def _knobs(of: "type[Method]") -> list[Knob]:
-    return [
-        Knob(name=f.name, type=type(f.default), default=f.default, **f.metadata) for f in dataclasses.fields(of.Options)
-    ]
-
-
-def validate_options(name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options, checked, with defaults filled in. Raises ValueError with one line that names the fix."""
-    specs = {k.name: k for k in knobs(name)}
-    for option in options:
-        if option not in specs:
-            raise ValueError(f"unknown option {option!r:.60} of method {name!r}; {suggest(str(option)[:60], specs)}")
-    return {k.name: k.check(options[k.name]) if k.name in options else k.default for k in specs.values()}
+def parse_options(name: str, values: Mapping[str, object]) -> BaseOptions:
+    """Return the `Options` of a method with these values. Raises ValueError with one line that names the fix."""
+    return parse(method(name).Options, values, f"method {name!r}")
 
 
 def model_method(name: str, options: Mapping[str, object] | None = None) -> str:
@@ -210,14 +144,18 @@ def load_drafter(name: str, target: "Target", model: object = None, **options: o
     model: path, id or loaded module for methods that need one. Raises ValueError when the name or an option is
     unknown, when a model is missing, or when the drafter does not fit the target.
     """
+    return build_drafter(name, target, model, parse_options(name, options))
+
+
+def build_drafter(name: str, target: "Target", model: object, options: BaseOptions) -> "Method":
+    """Build a drafter as `load_drafter` does. options: of `parse_options`."""
     cls = method(name)
-    checked = validate_options(name, options)
-    check_model(name, checked, model)
+    check_model(name, to_values(options), model)
     check_capabilities(cls, target)
     from specdemo.models.checkpoints import checkpoint_errors
 
     with checkpoint_errors(model) if isinstance(model, str) else nullcontext():
-        drafter = cls(target, model, cls.Options(**checked))
+        drafter = cls(target, model, options)
     _check_taps(drafter, target)
     return drafter
 

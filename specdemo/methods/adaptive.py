@@ -29,7 +29,7 @@ from torch import Generator
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import ABSENT, Draft
-from specdemo.methods import knob, load_drafter
+from specdemo.methods import BaseOptions, knob, load_drafter
 from specdemo.methods.wrapper import Wrapper, acceptance_per_row, wrappable
 
 PRIOR, PRIOR_WEIGHT = 0.7, 2.0  # prior acceptance rate, and its weight in observations
@@ -369,8 +369,7 @@ class Adaptive(Wrapper):
     title = "Adaptive length"
     summary = "Chooses the draft length at every step, down to zero, from past acceptance and measured cost."
 
-    @dataclass(frozen=True, slots=True)
-    class Options:
+    class Options(BaseOptions):
         drafter: str = knob("draft_model", "the method whose draft length is chosen", choices=wrappable("adaptive"))
         policy: str = knob(
             "goodput",

@@ -14,7 +14,7 @@ from torch import Generator, Tensor, nn
 
 from specdemo.core.protocol import Drafter, Progress, Target
 from specdemo.core.sampling import Sampling
-from specdemo.methods import check_capabilities
+from specdemo.methods import BaseOptions, check_capabilities
 from specdemo.methods.flags import EngineArgs
 from specdemo.methods.heads.conventions import select_convention
 from specdemo.methods.heads.network import Network
@@ -25,8 +25,7 @@ from specdemo.models.hub import LoadProgress, no_progress
 from specdemo.models.packed import packed_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class NoOptions:
+class NoOptions(BaseOptions):
     """Options of a method that has none."""
 
 
@@ -42,7 +41,7 @@ class Recipe:
 class Method(Drafter):
     """A drafting method that can be chosen by name. Only `start`, `propose` and `observe` are required.
 
-    `Options` is a frozen dataclass whose fields come from `knob`. By convention the option `nodes` is the size of the
+    `Options` is a `BaseOptions` whose fields come from `knob`. By convention the option `nodes` is the size of the
     draft tree (0: a chain of k). A method that wraps another one names it in the option `drafter` and passes it the
     lane's model.
     """
@@ -52,7 +51,7 @@ class Method(Drafter):
     needs_model: ClassVar[bool] = False
     exact: ClassVar[bool] = True  # False: output is not the target's even under a lossless rule
     learns: ClassVar[bool] = False  # True: improves with use, so a session reuses it in the next run
-    Options: ClassVar[type[Any]] = NoOptions
+    Options: ClassVar[type[BaseOptions]] = NoOptions
     serves: ClassVar[Mapping[str, EngineArgs]] = {}  # engine -> its server arguments for this method
 
     def __init__(self, target: Target, model: object = None, options: object = None) -> None:

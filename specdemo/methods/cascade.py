@@ -8,7 +8,7 @@ one guess per draft, because a drafter cannot take back what it observed.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -19,7 +19,7 @@ from specdemo.core.host_copy import AsyncHostCopy, padded, to_device
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling, draw, to_probs
 from specdemo.core.tree import ABSENT, Draft, chain_parents, first_branch, is_chain
-from specdemo.methods import knob, load_drafter
+from specdemo.methods import BaseOptions, knob, load_drafter
 from specdemo.methods.draft_model import MAX_CATCH_UP, DraftModel
 from specdemo.methods.wrapper import Wrapper, wrappable
 from specdemo.models.checkpoints import Checkpoint
@@ -31,8 +31,7 @@ class Cascade(DraftModel):
 
     cross_vocabulary: ClassVar[bool] = False
 
-    @dataclass(frozen=True, slots=True)
-    class Options:
+    class Options(BaseOptions):
         inner: str = knob("ngram", "the method that drafts for the draft model", choices=wrappable("cascade"))
         inner_model: str = knob("", "its model or head, if it needs one: a name, folder or hub id")
 

@@ -6,7 +6,6 @@ these layers and writes its provisional entries there, which the verification ov
 with models trained for early exit. Sampled drafts carry the q they were drawn from.
 """
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -15,7 +14,7 @@ from torch import Generator
 from specdemo.core.protocol import Budget, DraftPlan, Progress, Target
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import Draft
-from specdemo.methods import knob
+from specdemo.methods import BaseOptions, knob
 from specdemo.methods.base import Method
 from specdemo.methods.heads.runtime import last_columns
 from specdemo.methods.heads.sampler import ChainBuilder, TokenSampler, run_chain_graph
@@ -26,8 +25,7 @@ class LayerSkip(Method):
     summary = "The first layers of the target draft, the full target verifies; no second model, no extra memory."
     requires: ClassVar = frozenset({"layers"})
 
-    @dataclass(frozen=True, slots=True)
-    class Options:
+    class Options(BaseOptions):
         exit_layer: int = knob(0, "number of layers that draft; 0 uses a third", low=0, high=128, step=1)
 
     def __init__(self, target: Target, model: object = None, options: Options | None = None) -> None:

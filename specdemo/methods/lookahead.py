@@ -16,7 +16,7 @@ from specdemo.core.host_copy import padded
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import ABSENT, Draft
-from specdemo.methods import knob
+from specdemo.methods import BaseOptions, knob
 from specdemo.methods.base import Method
 
 Gram = tuple[int, ...]
@@ -65,8 +65,7 @@ class Lookahead(Method):
     title = "Lookahead decoding"
     summary = "The target generates n-grams in the same pass that verifies earlier ones; needs no draft model."
 
-    @dataclass(frozen=True, slots=True)
-    class Options:
+    class Options(BaseOptions):
         window: int = knob(7, "columns of the window; fewer if k is too small", low=1, high=32, step=1)
         ngram: int = knob(5, "tokens of an n-gram; fewer if k is too small", low=2, high=8, step=1)
         guesses: int = knob(7, "n-grams stored and verified per first token", low=1, high=32, step=1)

@@ -4,15 +4,16 @@ The longest suffix of `min_n` to `max_n` tokens that occurred before is used. A 
 continues with its own output, like an LZ77 copy, so that loops are drafted to full length.
 """
 
-from dataclasses import dataclass
+from typing import Self
 
+from pydantic import model_validator
 from torch import Generator
 
 from specdemo.core.host_copy import padded
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import ABSENT, Draft
-from specdemo.methods import knob
+from specdemo.methods import BaseOptions, knob
 from specdemo.methods.base import Method
 
 
@@ -44,14 +45,15 @@ class NGram(Method):
     title = "Prompt lookup"
     summary = "Drafts what followed the last occurrence of the current words; free, and useful where text repeats."
 
-    @dataclass(frozen=True, slots=True)
-    class Options:
+    class Options(BaseOptions):
         max_n: int = knob(8, "longest suffix to match, in tokens", low=1, high=8, step=1)
         min_n: int = knob(1, "shortest suffix to match, in tokens", low=1, high=8, step=1)
 
-        def __post_init__(self) -> None:
+        @model_validator(mode="after")
+        def _check_order(self) -> Self:
             if self.min_n > self.max_n:
                 raise ValueError(f"option 'min_n' ({self.min_n}) must not exceed 'max_n' ({self.max_n})")
+            return self
 
     def __init__(self, target: Target, model: object = None, options: Options | None = None) -> None:
         options = options or self.Options()

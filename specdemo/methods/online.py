@@ -8,7 +8,7 @@ Cached keys and values of older weights cost some acceptance, but the output sta
 
 from collections import deque
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from time import perf_counter
 
@@ -18,7 +18,7 @@ from torch import Generator, Tensor, nn
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import Draft
-from specdemo.methods import knob, load_drafter, method, model_method
+from specdemo.methods import BaseOptions, knob, load_drafter, method, model_method
 from specdemo.methods.base import Learner
 from specdemo.methods.wrapper import Wrapper, acceptance_per_row, wrappable
 from specdemo.models.load import LoadedModel
@@ -37,8 +37,7 @@ class Online(Wrapper):
     title = "Online learning"
     summary = "Trains the drafter on the target's verification results while it runs, so its acceptance rate rises."
 
-    @dataclass(frozen=True, slots=True)
-    class Options:
+    class Options(BaseOptions):
         drafter: str = knob("draft_model", "the method to train", choices=wrappable("online"))
         every: int = knob(4, "target passes between two updates", low=1, high=128, step=1)
         lr: float = knob(0.0003, "learning rate of Adam", low=0.00001, high=0.1, step=0.0001)

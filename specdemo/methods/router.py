@@ -4,14 +4,14 @@ Every drafter is tried for a few steps; then the one with the most accepted toke
 generation. All rows of a batch use the same drafter.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from torch import Generator
 
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import Draft
-from specdemo.methods import METHODS, knob, load_drafter
+from specdemo.methods import METHODS, BaseOptions, knob, load_drafter
 from specdemo.methods.wrapper import Wrapper, wrappable
 
 
@@ -19,8 +19,7 @@ class Router(Wrapper):
     title = "Router"
     summary = "Tries several drafters at the start of a text and continues with the one that is accepted most."
 
-    @dataclass(frozen=True, slots=True)
-    class Options:
+    class Options(BaseOptions):
         drafter: str = knob("draft_model", "the method of the drafters", choices=wrappable("router"))
         drafts: str = knob(
             "", "drafters besides the lane's model, separated by commas: models, or methods without a model"

@@ -18,7 +18,7 @@ from specdemo.core.host_copy import padded
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import ABSENT, Draft
-from specdemo.methods import knob
+from specdemo.methods import BaseOptions, knob
 from specdemo.methods.base import Method
 
 MAX_ANSWERS = 256  # answers per model; the oldest is dropped first
@@ -134,8 +134,7 @@ class Suffix(Method):
     title = "Suffix decoding"
     summary = "Drafts the most frequent continuation of the text's suffix; a longer match gives a longer draft."
 
-    @dataclass(frozen=True, slots=True)
-    class Options:
+    class Options(BaseOptions):
         max_depth: int = knob(24, "longest counted sequence, match plus draft, in tokens", low=2, high=64, step=1)
         max_spec_factor: float = knob(1.0, "draft tokens per matched token", low=0.0, high=8.0, step=0.25)
         max_spec_offset: float = knob(0.0, "draft tokens added for every match", low=0.0, high=16.0, step=0.5)

@@ -5,9 +5,10 @@ B rows, N draft tokens. Accepted draft tokens are output as drafted; at the firs
 correction token. Either another method drafts, at its own cost, or the draft is a free copy of the prompt.
 """
 
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import replace
+from typing import ClassVar, Self
 
+from pydantic import model_validator
 from torch import Generator
 
 from specdemo.core import accept
@@ -16,7 +17,7 @@ from specdemo.core.host_copy import to_device
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import Draft, first_branch, is_chain
-from specdemo.methods import BASELINE, SYNTHETIC, knob, load_drafter
+from specdemo.methods import BASELINE, SYNTHETIC, BaseOptions, knob, load_drafter
 from specdemo.methods.wrapper import Wrapper, wrappable
 
 
@@ -25,8 +26,7 @@ class Synthetic(Wrapper):
     summary = "Accepts draft tokens at random with chosen rates, to measure the speed. The text is meaningless."
     exact: ClassVar[bool] = False
 
-    @dataclass(frozen=True, slots=True)
-    class Options:
+    class Options(BaseOptions):
         rates: str = knob("0.8,0.75,0.7", "acceptance rate per position, given that the positions before are accepted")
         drafter: str = knob(
             BASELINE,
@@ -34,8 +34,10 @@ class Synthetic(Wrapper):
             choices=(BASELINE, *wrappable(SYNTHETIC)),
         )
 
-        def __post_init__(self) -> None:
+        @model_validator(mode="after")
+        def _check_rates(self) -> Self:
             parse_rates(self.rates)
+            return self
 
     def __init__(self, target: Target, model: object = None, options: Options | None = None) -> None:
         options = options or self.Options()

@@ -10,9 +10,10 @@ from collections.abc import Iterable, Mapping
 from typing import Self, TypeVar
 from urllib.parse import parse_qsl, urlencode
 
+from specdemo.core.options import to_values
 from specdemo.core.suggest import short_repr, suggest
 from specdemo.engine.comparison import Comparison, Lane, Settings, linked, type_of
-from specdemo.methods import MODEL_OPTIONS, knobs, validate_options
+from specdemo.methods import MODEL_OPTIONS, knobs, parse_options
 from specdemo.presets.files import Preset, allowed_models
 from specdemo.presets.limits import LIMITS
 from specdemo.servers.address import check_listed
@@ -156,7 +157,7 @@ class _Link:
     def _change_option(self, lane: Lane, key: str, text: str) -> Lane:
         name = key.partition(".")[2]
         try:
-            checked = validate_options(lane.method, {name: text})
+            checked = to_values(parse_options(lane.method, {name: text}))
         except ValueError as error:
             self.refuse(key, text, error)
             return lane

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
+from specdemo.core.options import to_values
 from specdemo.core.suggest import program
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.methods import BASELINE
@@ -49,7 +50,7 @@ def _config(preset: Comparison, lane: Lane, server: str, gpus: int) -> ServerCon
         method=lane.method,
         model=None if lane.model == preset.target else lane.model,  # None: heads inside the target
         k=lane.k,
-        options=lane.options,
+        options=to_values(lane.parsed),
     )
 
 

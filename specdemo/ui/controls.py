@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 import gradio as gr
 
 from specdemo.core.files import json_text
+from specdemo.core.options import Knob
 from specdemo.engine.comparison import Comparison, Lane, Settings, as_knob, brief, linked, settings, type_of
-from specdemo.methods import BASELINE, METHODS, Knob, knobs, method, model_method, usable
+from specdemo.methods import BASELINE, METHODS, knobs, method, model_method, usable
 from specdemo.presets import limits
 from specdemo.presets.files import DEFAULT, EMBEDDED, Preset, allowed_models, known_drafters, load_presets, preset
 from specdemo.presets.limits import LIMITS

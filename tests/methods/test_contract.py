@@ -3,7 +3,7 @@
 import pytest
 
 from specdemo import testing
-from specdemo.methods import METHODS, load_drafter, method, validate_options
+from specdemo.methods import METHODS, load_drafter, method, parse_options
 from specdemo.models.toy import ToyTarget
 
 UNTIMED = {"adaptive": {"policy": "heuristic"}}  # goodput depends on the clock
@@ -39,14 +39,14 @@ def test_unknown_names_get_suggestions():
     with pytest.raises(ValueError, match="did you mean 'draft_model'"):
         method("draft-model")
     with pytest.raises(ValueError, match="unknown option 'max_m' of method 'ngram'; did you mean 'max_n'"):
-        validate_options("ngram", {"max_m": 3})
+        parse_options("ngram", {"max_m": 3})
     with pytest.raises(ValueError, match="between 1 and 8"):
-        validate_options("ngram", {"max_n": 99})
+        parse_options("ngram", {"max_n": 99})
     with pytest.raises(ValueError, match="must be a number"):
-        validate_options("ngram", {"max_n": "many"})
-    assert validate_options("suffix", {"remember": "True"})["remember"] is True
+        parse_options("ngram", {"max_n": "many"})
+    assert parse_options("suffix", {"remember": "True"}).remember is True
     with pytest.raises(ValueError, match="option 'remember' must be true or false, not 'yes'"):
-        validate_options("suffix", {"remember": "yes"})
+        parse_options("suffix", {"remember": "yes"})
     with pytest.raises(ValueError, match="needs a model"):
         load_drafter("draft_model", ToyTarget(16))
     with pytest.raises(ValueError, match="takes no model"):

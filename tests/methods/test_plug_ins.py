@@ -13,9 +13,11 @@ import torch
 from specdemo.__main__ import main
 from specdemo.core.protocol import Budget, Progress
 from specdemo.core.tree import Draft
-from specdemo.methods import METHODS, PLUG_INS, _plug_in, detect_method, load_drafter, method, recipes
+from specdemo.engine.comparison import Lane
+from specdemo.methods import METHODS, PLUG_INS, _plug_in, detect_method, knobs, load_drafter, method, recipes
 from specdemo.methods.targets import load_target
 from specdemo.models.checkpoints import Checkpoint, open_meta_checkpoint
+from specdemo.models.toy import ToyTarget
 from specdemo.testing import saved_head_loads
 from tests.plug_in import PAGE, ROOT, install_bigram, run
 
@@ -160,3 +162,41 @@ def test_the_page_lists_every_field_of_what_a_method_is_given(of):
     table = PAGE.read_text(encoding="utf-8").partition(f"| `{of.__name__}` | type")[2].partition("\n\n")[0]
     fields = [field.name for field in dataclasses.fields(of) if not field.name.startswith("_")]
     assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == fields
+
+
+WITH_DATACLASS = """
+from dataclasses import dataclass
+from specdemo.methods import knob
+from specdemo.methods.ngram import NGram
+
+class Parrot(NGram):
+    @dataclass(frozen=True, slots=True)
+    class Options:
+        max_n: int = knob(4, "longest suffix", low=1, high=8, step=1)
+        min_n: int = knob(1, "shortest suffix", low=1, high=8, step=1)
+        style: str = knob("loud", "style", choices=("loud", "quiet"))
+
+        def __post_init__(self):
+            if self.min_n > self.max_n:
+                raise ValueError("option 'min_n' must not exceed 'max_n'")
+"""
+
+
+def test_options_of_a_plug_in_may_be_a_dataclass(plug_in):
+    plug_in(WITH_DATACLASS)
+    assert [(k.name, k.type, k.default, k.low, k.choices) for k in knobs("parrot")] == [
+        ("max_n", int, 4, 1, ()),
+        ("min_n", int, 1, 1, ()),
+        ("style", str, "loud", None, ("loud", "quiet")),
+    ]
+    assert Lane(method="parrot", options={"max_n": 4, "style": "quiet"}).validated().options == {"style": "quiet"}
+    assert load_drafter("parrot", ToyTarget(16), max_n="2")._sizes == range(1, 3)
+    for wrong, line in [
+        ({"max_n": 9}, "option 'max_n' must be between 1 and 8, not 9"),
+        ({"style": "odd"}, "option 'style' must be one of loud, quiet, not 'odd'"),
+        ({"max_n": 2, "min_n": 3}, "option 'min_n' must not exceed 'max_n'"),
+        ({"size": 1}, "unknown option 'size' of method 'parrot'; choose one of max_n, min_n, style"),
+    ]:
+        with pytest.raises(ValueError) as error:
+            load_drafter("parrot", ToyTarget(16), **wrong)
+        assert str(error.value) == line

@@ -12,7 +12,7 @@ Slots are sampled independently, each from its own q, or one after the other (DF
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -26,7 +26,7 @@ from transformers import DynamicCache, Qwen3Config
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.tree import Draft
 from specdemo.kv.columns import AttentionKind, Columns
-from specdemo.methods import knob, require_method
+from specdemo.methods import BaseOptions, knob, require_method
 from specdemo.methods.base import Head, Recipe
 from specdemo.methods.grow import grow_tree
 from specdemo.methods.heads.formats import d2t_to_ids, rename_tensors
@@ -259,8 +259,7 @@ class DFlash(Head[DFlashDraftModel]):
     recipes: ClassVar = {"dflash": Recipe("DFlash, blocks of 8", {"block_size": 8})}
     gamma: ClassVar[float] = 4.0  # slot i has weight exp(-i / gamma) in the loss
 
-    @dataclass(frozen=True, slots=True)
-    class Options:
+    class Options(BaseOptions):
         nodes: int = knob(0, "nodes of the draft tree; 0 drafts a chain", low=0, high=128, step=1)
 
     options: Options

@@ -14,7 +14,7 @@ The KV cache holds the observed columns; draft columns follow them until the nex
 """
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from itertools import count
 from pathlib import Path
@@ -28,7 +28,7 @@ from transformers import DynamicCache, LlamaConfig
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.tree import Draft
 from specdemo.kv.columns import Columns
-from specdemo.methods import knob, require_method
+from specdemo.methods import BaseOptions, knob, require_method
 from specdemo.methods.base import Head, Recipe
 from specdemo.methods.grow import grow_tree
 from specdemo.methods.heads.formats import d2t_to_ids
@@ -174,8 +174,7 @@ class Eagle(Head[EagleHead]):
         "eagle-3": Recipe("EAGLE-3", {"kind": "eagle3"}),
     }
 
-    @dataclass(frozen=True, slots=True)
-    class Options:
+    class Options(BaseOptions):
         draft: str = knob(
             "tree",
             "tree: the most likely continuations by path probability; chain: one continuation, sampled if the target "

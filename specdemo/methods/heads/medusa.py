@@ -11,7 +11,6 @@ heads where the file has five.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import count
 from pathlib import Path
@@ -24,7 +23,7 @@ from torch.nn import functional as F
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import Draft
-from specdemo.methods import knob, require_method
+from specdemo.methods import BaseOptions, knob, require_method
 from specdemo.methods.base import Head, Recipe
 from specdemo.methods.grow import TreeShape, chain, clip_shape, optimal_shape
 from specdemo.methods.heads.formats import check_target, count_numbered, rename_tensors
@@ -151,8 +150,7 @@ class Medusa(Head[TokenHeads]):
     recipes: ClassVar = {"medusa": Recipe("Medusa, 4 heads", {"heads": 4})}
     decay: ClassVar[float] = 0.8  # weight of a head in the loss, relative to the head before it
 
-    @dataclass(frozen=True, slots=True)
-    class Options:
+    class Options(BaseOptions):
         nodes: int = knob(0, "nodes of the draft tree; 0 drafts a chain", low=0, high=128, step=1)
         tree: str = knob(
             "fitted",

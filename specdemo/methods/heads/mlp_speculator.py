@@ -15,7 +15,6 @@ once or per step; `save` writes them once, as transformers does.
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
 from math import sqrt
@@ -28,7 +27,7 @@ from torch.nn import functional as F
 
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.tree import Draft
-from specdemo.methods import knob, require_method
+from specdemo.methods import BaseOptions, knob, require_method
 from specdemo.methods.base import Head, Recipe
 from specdemo.methods.grow import prune_tree
 from specdemo.methods.heads.formats import check_target
@@ -119,8 +118,7 @@ class MLPSpeculator(Head[Speculator]):
     taps: tuple[int, ...] = (-1,)
     recipes: ClassVar = {"mlp-speculator": Recipe("MLPSpeculator, 4 tokens", {"n_predict": 4})}
 
-    @dataclass(frozen=True, slots=True)
-    class Options:
+    class Options(BaseOptions):
         draft: str = knob(
             "chain",
             "chain: one token after the other, sampled if the target samples; tree: the most likely continuations",

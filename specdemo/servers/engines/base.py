@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
-from specdemo.methods import BASELINE, method, validate_options
+from specdemo.methods import BASELINE, method
 from specdemo.methods.flags import EngineArgs, Flags
 from specdemo.servers.counters import Samples, ServerStats
 
@@ -125,7 +125,7 @@ class ServingEngine(ABC):
         if flags is None:
             raise UnsupportedByEngine(self.unsupported or f"{self.title} does not support this method")
         model = config.model and model_path(config.model)
-        return flags(model, config.k, validate_options(config.method, config.options))
+        return flags(model, config.k, config.options)
 
     def note(self, config: ServerConfig) -> str:
         """Return what a printed command needs, an empty text for nothing. Raises UnsupportedByEngine."""
