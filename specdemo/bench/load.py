@@ -14,7 +14,7 @@ from statistics import quantiles
 from specdemo.bench.base import Axis, Report, Stop
 from specdemo.bench.load_here import Here
 from specdemo.bench.load_options import CONCURRENCY, Load
-from specdemo.bench.load_points import Journal, Measure, MeasuredLane, Point, Round, Schedule
+from specdemo.bench.load_points import Journal, Measure, MeasuredLane, Point, Round
 from specdemo.bench.load_servers import Fleet
 from specdemo.bench.measure import Tick, repeated
 from specdemo.bench.result import LATENCY, THOROUGH, Result, Row
@@ -23,6 +23,7 @@ from specdemo.core.estimate import Estimate, over_repeats
 from specdemo.core.files import json_text
 from specdemo.core.tally import ratio
 from specdemo.presets.files import preset
+from specdemo.servers.engines.base import Schedule
 
 SHARES = (50, 99)
 GOODPUT = "good requests/s"

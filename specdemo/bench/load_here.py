@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from specdemo.bench.load_options import LENGTHS, Load
-from specdemo.bench.load_points import Answer, Measure, MeasuredLane, Point, Schedule
+from specdemo.bench.load_points import Answer, Measure, MeasuredLane, Point
 from specdemo.bench.measure import Totals, Way
 from specdemo.bench.sweeps import first_lane, room, tokenizer
 from specdemo.core.protocol import Target
@@ -27,6 +27,7 @@ from specdemo.engine.warm_up import warm_up
 from specdemo.models.text import encode
 from specdemo.presets.files import preset
 from specdemo.servers.counters import ServerStats
+from specdemo.servers.engines.base import Schedule
 from specdemo.servers.process import ReportFunction
 
 

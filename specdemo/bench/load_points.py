@@ -10,8 +10,8 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from specdemo.core.files import append_line, json_text, write_text
 from specdemo.core.safe_io import read_text
 from specdemo.servers.counters import ServerStats
+from specdemo.servers.engines.base import Schedule
 
-Schedule = Sequence[Sequence[int]]  # entries [from, to, k]: k for a range of batch sizes
 Measure = Callable[[float, bool], "Point"]  # (load, warm-up) -> result
 Round = Mapping[str, "Point"]  # one load, one repeat: lane -> point
 

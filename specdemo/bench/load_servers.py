@@ -15,7 +15,7 @@ from typing import TypeVar
 import httpx
 
 from specdemo.bench.load_options import CONCURRENCY, Load
-from specdemo.bench.load_points import Answer, Measure, MeasuredLane, Point, Schedule
+from specdemo.bench.load_points import Answer, Measure, MeasuredLane, Point
 from specdemo.bench.prompts import PROMPTS
 from specdemo.core.protocol import GenerationConfig
 from specdemo.core.trace import LaneTrace, Remote, step_ms
@@ -27,7 +27,7 @@ from specdemo.presets.serve import Program, Served, on_free_ports, served
 from specdemo.servers.address import allow, host
 from specdemo.servers.client import Client, StatusError, connected
 from specdemo.servers.engines import ENGINES, stats_between
-from specdemo.servers.engines.base import ServingEngine
+from specdemo.servers.engines.base import Schedule, ServingEngine
 from specdemo.servers.lane import KEY, Form, RemoteLane
 from specdemo.servers.process import ReportFunction
 from specdemo.servers.stream import Piece, StreamParser

@@ -15,7 +15,7 @@ from specdemo.servers.counters import Samples, ServerStats
 
 GPU_ONLY = "on Linux with an NVIDIA GPU"
 
-Schedule = Sequence[Sequence[int]]  # [from, to, k] of batch sizes
+Schedule = Sequence[Sequence[int]]  # entries [from, to, k]: k for a range of batch sizes
 
 
 class UnsupportedByEngine(Exception):
@@ -36,24 +36,14 @@ class ServerConfig:
     """What a server runs: the target, and a method with its model. model: None if the target contains the heads."""
 
     target: str
-    address: str
+    address: str  # URL
     dtype: str
     quantization: str | None
     gpus: int
     method: str
     model: str | None
     k: int
-    options: dict[str, Any]
-
-    @property
-    def host(self) -> str:
-        """Return the host to listen on."""
-        return urlsplit(self.address).hostname or "127.0.0.1"
-
-    @property
-    def port(self) -> str:
-        """Return the port to listen on."""
-        return str(urlsplit(self.address).port or 8000)
+    options: dict[str, Any]  # all of the method's
 
 
 class ServingEngine(ABC):
@@ -190,5 +180,6 @@ def target_flags(config: ServerConfig, quantization: Mapping[str, Flags]) -> tup
 
 def address_flags(config: ServerConfig) -> Flags:
     """Return the flags for dtype and address. A GGUF file has its own dtype."""
+    address = urlsplit(config.address)
     dtype = [] if config.target.lower().endswith(".gguf") else ["--dtype", config.dtype]
-    return [*dtype, "--host", config.host, "--port", config.port]
+    return [*dtype, "--host", address.hostname or "127.0.0.1", "--port", str(address.port or 8000)]
