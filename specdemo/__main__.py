@@ -26,6 +26,7 @@ from specdemo import __version__
 from specdemo.bench.command import bench, progress_bar, reports_to
 from specdemo.core.files import json_text
 from specdemo.core.outputs import check_output
+from specdemo.core.rules import RULES
 from specdemo.core.safe_io import is_out_of_memory, read_text
 from specdemo.core.signals import sigterm_as_exit
 from specdemo.core.suggest import DEVICES, program, suggest
@@ -440,7 +441,8 @@ def methods(as_json: AsJson = False) -> None:
         for knob in knobs(name):
             default = str(knob.default).lower() if knob.type is bool else knob.default
             print(f"    --option {knob.name}={default}  {knob.range}  {knob.help}")
-    print("Exact refers to the default acceptance rule; with --acceptance typical every method is lossy.")
+    lossy = " or ".join(name for name, entry in RULES.items() if not entry.lossless)
+    print(f"Exact refers to the default acceptance rule; with --acceptance {lossy} every method is lossy.")
 
 
 @app.command()

@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 from specdemo.bench.base import Report
 from specdemo.bench.random_models import DRAFTS, random_model
 from specdemo.bench.report import table
-from specdemo.core import accept
 from specdemo.core.protocol import Budget, GenerationConfig, Target
+from specdemo.core.synthetic import SyntheticAcceptance
 from specdemo.engine.loop import generate
 from specdemo.methods import load_drafter
 from specdemo.methods.heads.eagle import Eagle
@@ -248,7 +248,7 @@ class _Lane(NamedTuple):
 
 def _step(lane: _Lane, batch: int) -> MeasuredStep:
     target, k = lane.target, lane.k
-    rule = accept.SyntheticAcceptance((ACCEPTANCE,), torch.Generator(target.device).manual_seed(0))
+    rule = SyntheticAcceptance((ACCEPTANCE,), torch.Generator(target.device).manual_seed(0))
     prompt = torch.randint(1, target.vocab_size, (batch, CONTEXT), generator=torch.Generator().manual_seed(0))
     config = GenerationConfig(STEP_TOKENS, budget=Budget(k, k), stop_token_ids=())
     drafter = load_drafter(lane.method, target, lane.model)

@@ -19,8 +19,9 @@ from specdemo.bench.prompts import PROMPTS
 from specdemo.bench.result import DRAFTED, PLAIN, TOKEN, Result
 from specdemo.bench.suites import Losslessness
 from specdemo.bench.sweeps import tokenizer
-from specdemo.core.accept import RULES, AcceptResult, AcceptRule, accept_rule
+from specdemo.core.accept import AcceptResult, AcceptRule
 from specdemo.core.protocol import GenerationConfig, Target
+from specdemo.core.rules import RULES, accept_rule
 from specdemo.core.tree import Draft
 from specdemo.engine.loop import generate
 from specdemo.engine.session import Session, environment
@@ -184,7 +185,7 @@ def _side_by_side(accepted: Mapping[str, Sequence[int]]) -> Sequence[str]:
     """Return the mean number of accepted tokens per draft and rule with 95 % intervals, paired by draft."""
     if not accepted["lossless"]:
         return ()
-    words = {name: name if rule().exact else f"{name} (lossy)" for name, rule in RULES.items()}
+    words = {name: name if entry.lossless else entry.label(name) for name, entry in RULES.items()}
     every = ", ".join(f"{words[name]} {_interval(lengths)}" for name, lengths in accepted.items())
     more = _interval([b - a for a, b in zip(accepted["lossless"], accepted["block"], strict=True)])
     return (f"Accepted tokens of the first draft: {every}. Block minus lossless: {more}.",)

@@ -13,7 +13,8 @@ from specdemo.bench.measure import Place, Question, Way, along, compare_lanes, r
 from specdemo.bench.prompts import CODE, EDITS, PROMPTS
 from specdemo.bench.report import sentence
 from specdemo.bench.result import ALL, Result, Row
-from specdemo.core.accept import Block, Lossless
+from specdemo.core.accept import Lossless
+from specdemo.core.block import Block
 from specdemo.core.protocol import GenerationConfig, Target
 from specdemo.core.sampling import Sampling
 from specdemo.engine.comparison import Comparison, Lane

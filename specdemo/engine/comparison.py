@@ -15,9 +15,15 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from specdemo.core.dtypes import NAMES, dtype_name
 from specdemo.core.options import TYPES, BaseOptions, Knob, to_values
+from specdemo.core.rules import DEFAULT_RULE, RULES, rules_help
 from specdemo.core.suggest import DEVICES, program, short_repr, suggest
 from specdemo.methods import BASELINE, METHODS, MODEL_OPTIONS, check_model, knobs, parse_options
 from specdemo.servers.address import place
+
+if TYPE_CHECKING:
+    RuleName = str
+else:
+    RuleName = Literal[tuple(RULES)]
 
 if TYPE_CHECKING:  # these import torch
     from specdemo.core.protocol import Budget
@@ -175,13 +181,13 @@ class Lane(Settings):
     k: Annotated[int, Setting("Draft length.", label="Draft length k", step=1)] = Field(4, ge=1, le=MAX_K)
     options: Annotated[dict[str, int | float | bool | str], Setting("Options of the method.")] = {}
     acceptance: Annotated[
-        Literal["lossless", "block", "typical"],
+        RuleName,
         Setting(
-            "Acceptance rule: lossless; block (also lossless, accepts more of a sampled chain); typical (lossy).",
+            f"Acceptance rule: {rules_help()}.",
             label="Acceptance",
-            words={"block": "block (lossless)", "typical": "typical (lossy)"},
+            words={name: entry.label(name) for name, entry in RULES.items() if name != DEFAULT_RULE},
         ),
-    ] = "lossless"
+    ] = DEFAULT_RULE
     name: Annotated[Name, Setting()] = ""
     server: Annotated[Server | None, Setting()] = None
     served_model: Model | None = None

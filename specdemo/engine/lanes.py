@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from specdemo.core.accept import accept_rule
 from specdemo.core.options import to_values
 from specdemo.core.protocol import Budget, GenerationConfig, Target
+from specdemo.core.rules import RULES, accept_rule
 from specdemo.core.tally import summarise
 from specdemo.core.trace import LaneTrace, StepEvent
 from specdemo.core.tree import ABSENT
@@ -258,7 +258,7 @@ def lane_name(lane: Lane) -> str:
 
 
 def _exact(lane: Lane) -> bool:
-    return accept_rule(lane.acceptance).exact and method(lane.method).exact
+    return RULES[lane.acceptance].lossless and method(lane.method).exact
 
 
 def _note_differences(trace: LaneTrace, spec: Comparison, lane: Lane) -> None:

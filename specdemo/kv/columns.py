@@ -10,7 +10,7 @@ the device, because a CUDA graph is replayed at every length. Both place the sam
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,11 +18,8 @@ from torch.nn import functional as F
 
 from specdemo.core.host_copy import to_device
 from specdemo.core.tree import chain_parents
-from specdemo.kv.cache import KeyValues, SlabCache
-from specdemo.kv.masks import additive, ancestry, chain_mask, tree_mask
-
-if TYPE_CHECKING:
-    from specdemo.kv.store import KVStore
+from specdemo.kv.cache import Cursor, KeyValues, SlabCache
+from specdemo.kv.masks import Masks, additive, ancestry, chain_mask, tree_mask
 
 AttentionKind = tuple[int, bool]  # window in positions (0: full), and whether a column sees only earlier ones
 FULL: AttentionKind = (0, True)
@@ -72,6 +69,28 @@ class Columns:
         return states[torch.arange(len(states), device=states.device), self.last_real][:, None]
 
 
+class Placement(Protocol):
+    """Protocol of a store, as far as new columns need it; see `kv.store.KVStore`."""
+
+    dtype: torch.dtype
+    positions: Tensor
+    masks: Masks
+
+    def prepare(self, ends: list[int], width: int) -> Cursor:
+        """Make room for `width` columns after ends[b], and let the next pass write there."""
+
+    def columns(
+        self,
+        positions: Tensor,
+        end: int,
+        make_mask: Callable[[AttentionKind], Tensor | None],
+        *,
+        write_to: Tensor | None = None,
+        trailing: bool = False,
+    ) -> Columns:
+        """Create columns at positions [B or 1, S], all below `end`. trailing: they are end - S .. end - 1."""
+
+
 class ProvisionalColumns(ABC):
     """Columns of one draft or verification, after the committed ones.
 
@@ -116,7 +135,7 @@ class EagerColumns(ProvisionalColumns):
 
     captured = False
 
-    def __init__(self, store: "KVStore", ends: list[int]) -> None:
+    def __init__(self, store: Placement, ends: list[int]) -> None:
         self._store, self._ends = store, ends
 
     def chain(self, width: int = 1, counts: list[int] | None = None) -> Columns:
@@ -191,7 +210,7 @@ class CapturedColumns(ProvisionalColumns):
 
     captured = True
 
-    def __init__(self, store: "KVStore", ends: Tensor) -> None:
+    def __init__(self, store: Placement, ends: Tensor) -> None:
         self._store, self._ends = store, ends
         self._appended = 0  # provisional columns after `ends`
 

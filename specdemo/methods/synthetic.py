@@ -11,11 +11,11 @@ from typing import ClassVar, Self
 from pydantic import model_validator
 from torch import Generator
 
-from specdemo.core import accept
 from specdemo.core.accept import AcceptRule
 from specdemo.core.host_copy import to_device
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling
+from specdemo.core.synthetic import SyntheticAcceptance
 from specdemo.core.tree import Draft, first_branch, is_chain
 from specdemo.methods import BASELINE, SYNTHETIC, BaseOptions, knob, load_drafter
 from specdemo.methods.wrapper import Wrapper, wrappable
@@ -52,7 +52,7 @@ class Synthetic(Wrapper):
         self._prompts: list[list[int]] = []
 
     def accept_rule(self, default: AcceptRule) -> AcceptRule:
-        return accept.SyntheticAcceptance(self._rates, self._rng)
+        return SyntheticAcceptance(self._rates, self._rng)
 
     def propose(self, budget: Budget) -> Draft:
         """Draft a chain. Notes: by_chance = 1, to mark the steps in a trace."""

@@ -13,8 +13,8 @@ from specdemo.bench.measure import Way
 from specdemo.bench.plot import figure
 from specdemo.bench.result import Result
 from specdemo.bench.suites import Losslessness
-from specdemo.core.accept import accept_rule
 from specdemo.core.protocol import Budget, GenerationConfig
+from specdemo.core.rules import accept_rule
 from specdemo.core.sampling import Sampling
 from specdemo.engine.loop import never_cancelled
 from specdemo.methods import load_drafter

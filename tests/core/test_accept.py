@@ -7,13 +7,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdemo.core import accept
-from specdemo.core.accept import Block, Lossless, Typical, accept_rule, block_reference, lossless_reference
-from specdemo.core.tree import ABSENT, Draft
+from specdemo.core import accept, block
+from specdemo.core.accept import Lossless, lossless_reference
+from specdemo.core.block import Block, block_reference
+from specdemo.core.rules import RULES, accept_rule
+from specdemo.core.tree import ABSENT, Draft, is_chain
+from specdemo.core.typical import Typical
 
 
 def rng(seed=0):
     return torch.Generator().manual_seed(seed)
+
+
+def set_coins(monkeypatch, coins):
+    """Replace the random numbers of all rules."""
+    for module in (accept, block):
+        monkeypatch.setattr(module, "coins", coins)
 
 
 def random_probs(shape, seed, zeros):
@@ -106,7 +115,7 @@ def test_fast_block_rule_equals_the_reference(case):
 @given(cases())
 def test_block_rule_falls_back_to_token_level_with_a_note(case):
     draft, target, seed = case
-    rule, drawn_chain = Block(), draft.probs is not None and accept.is_chain(draft.parents)
+    rule, drawn_chain = Block(), draft.probs is not None and is_chain(draft.parents)
     if not drawn_chain:
         fast, expected = rule(draft, target, rng(seed)), Lossless()(draft, target, rng(seed))
         assert (fast.path, fast.next_token.tolist()) == (expected.path, expected.next_token.tolist())
@@ -205,7 +214,7 @@ def test_rejected_token_is_not_accepted_as_duplicate_or_bonus():
 @pytest.mark.parametrize("rule", [Lossless(), lossless_reference])
 @pytest.mark.parametrize("probs", [None, torch.tensor([[[0.5, 0.5, 0.0]]])])
 def test_a_coin_of_zero_does_not_keep_an_impossible_token(monkeypatch, rule, probs):
-    monkeypatch.setattr(accept, "_coins", lambda draft, rng: torch.zeros(draft.tokens.shape))
+    set_coins(monkeypatch, lambda draft, rng: torch.zeros(draft.tokens.shape))
     draft = Draft.chain(torch.tensor([[0]]), probs)
     verdict = rule(draft, torch.tensor([[[0.0, 0.4, 0.6], [1.0, 0.0, 0.0]]]), rng())
     assert verdict.path == [[0]]
@@ -216,7 +225,7 @@ def test_a_coin_of_zero_does_not_keep_an_impossible_token(monkeypatch, rule, pro
 @pytest.mark.parametrize("nodes", [1, 3])
 def test_a_residual_rounded_to_nothing_falls_back_to_the_target(monkeypatch, rule, nodes):
     # A coin of 1 rejects even where q == p.
-    monkeypatch.setattr(accept, "_coins", lambda draft, rng: torch.ones(draft.tokens.shape))
+    set_coins(monkeypatch, lambda draft, rng: torch.ones(draft.tokens.shape))
     p = torch.tensor([0.0, 0.25, 0.75])
     star = Draft(torch.full((1, nodes), 2), torch.zeros(1, nodes, dtype=torch.int64), p.expand(1, nodes, 3))
     verdicts = [rule(star, p.expand(1, nodes + 1, 3), rng(seed)) for seed in range(20)]
@@ -225,7 +234,7 @@ def test_a_residual_rounded_to_nothing_falls_back_to_the_target(monkeypatch, rul
 
 
 def test_one_hot_mass_rounded_below_zero_keeps_no_impossible_token(monkeypatch):
-    monkeypatch.setattr(accept, "_coins", lambda draft, rng: torch.full(draft.tokens.shape, 1.5))
+    set_coins(monkeypatch, lambda draft, rng: torch.full(draft.tokens.shape, 1.5))
     p = torch.tensor([0.6, 0.4 + 1e-6, 0.0])
     star = Draft(torch.tensor([[0, 1, 2]]), torch.zeros(1, 3, dtype=torch.int64))
     verdict = Lossless()(star, p.expand(1, 4, 3), rng())
@@ -321,3 +330,10 @@ def test_fast_rule_on_a_gpu_equals_the_reference(sampled):
         fast, readable = Lossless()(draft, target, coins[0]), lossless_reference(draft, target, coins[1])
         assert fast.path == readable.path
         assert fast.next_token.tolist() == readable.next_token.tolist()
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_rule_is_what_its_entry_says(name):
+    rule = accept_rule(name)
+    assert rule.exact is RULES[name].lossless
+    assert RULES[name].label(name) in ("lossless (lossless)", "block (lossless)", "typical (lossy)")

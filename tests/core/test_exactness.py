@@ -11,9 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdemo.core import accept
-from specdemo.core.accept import AcceptResult, Block, Lossless, Typical
+from specdemo.core.accept import AcceptResult, Lossless
+from specdemo.core.block import Block
 from specdemo.core.sampling import draw
 from specdemo.core.tree import ABSENT, Draft
+from specdemo.core.typical import Typical
 
 DRAWS = 12_500
 V = 4
@@ -249,7 +251,7 @@ def test_last_child_with_unrestricted_q_is_not_lossless():
 
 def no_residual(draft, target, rng):
     verdict = Lossless()(draft, target, rng)
-    return AcceptResult(verdict.path, draw(accept._end_probs(target, verdict.path), rng))
+    return AcceptResult(verdict.path, draw(accept.end_probs(target, verdict.path), rng))
 
 
 def favourites_declared_as_drawn(context, elder, rng):

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from specdemo.core.accept import Typical
 from specdemo.core.protocol import Budget, Drafter, GenerationConfig
 from specdemo.core.sampling import Sampling
 from specdemo.core.trace import token_kinds
 from specdemo.core.tree import Draft
+from specdemo.core.typical import Typical
 from specdemo.engine.loop import generate
 from specdemo.methods import load_drafter
 from specdemo.models.toy import ToyTarget

@@ -17,8 +17,8 @@ import torch
 from specdemo.bench.base import ROWS
 from specdemo.bench.losslessness import ALARM, PLACES, Way, chi_square, drawn
 from specdemo.bench.prompts import COPYING, PROMPTS
-from specdemo.core.accept import accept_rule
 from specdemo.core.protocol import Budget, GenerationConfig
+from specdemo.core.rules import accept_rule
 from specdemo.core.sampling import Sampling
 from specdemo.core.tally import StepCounts
 from specdemo.engine.comparison import Lane
