@@ -1,7 +1,7 @@
-// Animation of one step: the draft tokens appear, a sweep over all of them is the target's pass, then each is accepted or struck
-// through. The caller draws the output text afterwards.
+// Animation of one step: the draft tokens appear, a sweep over all of them is the target's pass, each is accepted or struck through,
+// then the target's token drops in. The caller draws the output text afterwards. Reduced motion: the same states without transitions.
 
-const MIN_STEP_MS = 150; // shorter steps are drawn without animation
+const MIN_STEP_MS = 150; // shorter steps are drawn without animation, except at a slow speed
 const SLOW_STEP_MS = 1100; // duration of a single step on request
 
 /** Returns the draft tokens of a step to display, in order. Of a tree: the accepted path and the rejected token at its end. */
@@ -12,27 +12,43 @@ function displayedDrafts(line) {
   return all.filter(({ slot, parent, outcome }) => line.path.includes(slot) || (outcome === "rejected" && parent === end)).slice(0, line.path.length);
 }
 
+/** Returns whether to show the draft tokens of a step that takes `ms` milliseconds. A slow speed shows every step.
+ * @param {number | "auto"} pace @param {number} ms */
+const isShown = (pace, ms) => ms >= MIN_STEP_MS || (pace !== "auto" && pace < 1);
+
+/** Returns when the phases of an animation of `ms` milliseconds start: the sweep, the outcomes and the target's token. */
+function phases({ draft = 0, verify = 1 }, ms) {
+  const share = Math.min(0.5, Math.max(0.2, draft / (draft + verify || 1)));
+  return { sweep: 0.65 * share * ms, outcome: 0.65 * ms, target: 0.8 * ms };
+}
+
 /**
  * Returns the draft tokens of a step as a node with an animation of `ms` milliseconds.
  * @param {Line} line @param {number} ms
  */
 function pendingTokens(line, ms) {
   const nodes = displayedDrafts(line);
-  const { draft = 0, verify = 1 } = line.ms;
-  const share = Math.min(0.6, Math.max(0.25, draft / (draft + verify)));
-  const [drafting, passing] = [ms * share * 0.9, ms * (1 - share) * 0.75];
+  const { sweep, outcome: outcomeAt, target } = phases(line.ms, ms);
   const box = make("samp", "sd-pending");
   box.ariaHidden = "true";
-  box.style.setProperty("--pass", `${passing / 2}ms`);
+  box.style.setProperty("--pass", `${(outcomeAt - sweep) / 2}ms`);
+  box.style.setProperty("--change", `${Math.min(160, ms / 8)}ms`);
+  box.style.setProperty("--outcome", `${outcomeAt}ms`);
+  box.style.setProperty("--target", `${target}ms`);
   nodes.forEach(({ text, outcome }, i) => {
     const node = make("samp", "sd-pending-token", text.replace(/\n/g, "⏎"));
     node.dataset.outcome = outcome.replace(" ", "-");
     const position = nodes.length > 1 ? i / (nodes.length - 1) : 0;
-    node.style.setProperty("--appear", `${(drafting * i) / nodes.length}ms`);
-    node.style.setProperty("--sweep", `${drafting + (passing / 2) * position}ms`);
-    node.style.setProperty("--outcome", `${drafting + passing}ms`);
+    node.style.setProperty("--appear", `${(sweep * i) / nodes.length}ms`);
+    node.style.setProperty("--sweep", `${sweep + ((outcomeAt - sweep) / 2) * position}ms`);
     box.append(node);
   });
+  const last = line.kinds.at(-1);
+  if (last === "corrected" || last === "bonus") {
+    const token = make("samp", "sd-pending-target", line.text.at(-1));
+    token.dataset.sample = last;
+    box.append(token);
+  }
   return box;
 }
 

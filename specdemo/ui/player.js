@@ -1,10 +1,37 @@
 // The clock of the display. A line is shown when the clock reaches its device time, so playback speed and replay do not affect
 // the engine. Independent of the DOM: callbacks draw the lines.
 
-const AUTO_MS = 4000; // duration of the fastest lane at speed "auto"; the slowest takes at most three times as long
+const AUTO_MS = 4000; // duration of the fastest lane at speed "auto", after the first steps; the slowest takes at most three times as long
 const TOKEN_MS = 60; // longest time per token at speed "auto"
 const AUTO_START = 1 / 8; // speed "auto" before the speed of any lane is known
 const MIN_SPEED = 1 / 1000;
+const INTRO = { steps: 3, ms: 1000, within: 8 }; // speed "auto" shows the first steps slowly: how many, how long, among how many
+
+/** @typedef {{ from: number, to: number }} Span a range of device time, ms */
+
+/** Returns the clock after `passed` milliseconds of display time. `slow`: ranges that take at least INTRO.ms each.
+ * @param {number} clock @param {number} passed @param {Span[]} slow @param {number} speed */
+function laterClock(clock, passed, slow, speed) {
+  for (const { from, to } of slow) {
+    if (clock >= to) continue;
+    const wait = Math.max(0, from - clock) / speed;
+    if (wait >= passed) break;
+    clock = Math.max(clock, from);
+    const slower = Math.min(speed, (to - from) / INTRO.ms);
+    const end = (to - clock) / slower;
+    if (wait + end > passed) return clock + (passed - wait) * slower;
+    [clock, passed] = [to, passed - wait - end];
+  }
+  return clock + passed * speed;
+}
+
+/** Returns the display time (ms) of a range of device time.
+ * @param {number} from @param {number} to @param {Span[]} slow @param {number} speed */
+function displayTime(from, to, slow, speed) {
+  const overlaps = slow.map((range) => [Math.max(0, Math.min(to, range.to) - Math.max(from, range.from)), range.to - range.from]);
+  const atSpeed = to - from - sum(overlaps.map(([overlap]) => overlap));
+  return atSpeed / speed + sum(overlaps.map(([overlap, range]) => overlap / Math.min(speed, range / INTRO.ms)));
+}
 
 class Player {
   /**
@@ -72,6 +99,19 @@ class Player {
     return Math.max(MIN_SPEED, Math.min(1, Math.max(Math.min(...durations) / targetMs, Math.max(...durations) / (3 * targetMs))));
   }
 
+  /** The first steps that draft tokens, in the lane that drafts first. Speed "auto" shows each for about a second.
+   * @returns {Span[]} */
+  get intro() {
+    if (this.pace() !== "auto") return [];
+    const spans = (lane) => {
+      const lines = lane.lines.slice(0, INTRO.within);
+      const drafting = lines.flatMap((line, i) => (i && line.fates?.some(Boolean) ? [{ from: this.due(lane, lines[i - 1]), to: this.due(lane, line) }] : []));
+      return drafting.slice(0, INTRO.steps);
+    };
+    const first = this.run.lanes.map(spans).filter(({ length }) => length);
+    return first.toSorted((a, b) => a[0].from - b[0].from)[0] ?? [];
+  }
+
   /** Number of tokens of the longest text, at least 2. */
   get tokens() {
     return Math.max(2, ...this.run.lanes.map((lane) => lane.lines.findLast((line) => line.so_far)?.so_far.tokens || 0));
@@ -137,7 +177,7 @@ class Player {
   tick(now) {
     const passed = Math.max(0, now - this.last);
     this.last = now;
-    this.clock = Math.max(this.clock, Math.min(this.clock + passed * this.speed, this.horizon()));
+    this.clock = Math.max(this.clock, Math.min(laterClock(this.clock, passed, this.intro, this.speed), this.horizon(), this.nextStep()));
     this.advance(this.immediate ? Infinity : this.clock);
     this.frame = this.over || this.paused ? 0 : this.request((next) => this.tick(next));
   }
@@ -153,6 +193,15 @@ class Player {
     const reached = open.map((lane) => lane.received + (this.replay ? 0 : lane.offset || 0));
     if (this.run.end || !open.length) return Infinity;
     return this.run.start.schedule === "sequential" ? Math.max(...reached) : Math.min(...reached);
+  }
+
+  /** Returns the latest clock of the next frame. A slow speed shows every draft in at least one frame, however long a frame takes. */
+  nextStep() {
+    const pace = this.pace();
+    if (pace === "auto" || pace >= 1) return Infinity;
+    const open = this.run.lanes.filter(({ next, lines }) => lines[next + 1]?.fates?.some(Boolean));
+    const limits = open.map((lane) => [lane.next, lane.next + 1].map((i) => this.due(lane, lane.lines[i])));
+    return Math.min(Infinity, ...limits.map(([due, following]) => Math.max(due, following - 0.001)));
   }
 
   /** @param {number} clock */
@@ -177,7 +226,7 @@ class Player {
     const line = lane.lines[lane.next];
     if (this.paused || !lane.next || line?.type !== "step" || lane.announced === line) return;
     lane.announced = line;
-    this.begin(lane, line, (line.at - lane.lines[lane.next - 1].at) / this.speed);
+    this.begin(lane, line, displayTime(this.due(lane, lane.lines[lane.next - 1]), this.due(lane, line), this.intro, this.speed));
   }
 
   /** Shows the run at a time and pauses.

@@ -142,9 +142,8 @@ function show(lane, lines) {
   followPlayback(lane);
 }
 
-// Animates a step that is long enough to be seen.
 function begin(lane, line, ms) {
-  if (ms >= MIN_STEP_MS && lane.index && !lane.remote && !reducedMotion() && displayedDrafts(line).length) showPending(lane, line, ms);
+  if (lane.index && !lane.remote && isShown(pace(), ms) && displayedDrafts(line).length) showPending(lane, line, ms);
 }
 
 function showPending(lane, line, ms) {

@@ -35,7 +35,8 @@ function drawHeadline() {
 /** Returns the playback speed in words: "at 1/10 speed". */
 function playbackSpeed() {
   const factor = 1 / player.speed;
-  return factor < 1.05 ? "in real time" : `at 1/${factor < 9.5 ? +factor.toFixed(1) : Math.round(factor)} speed`;
+  const first = player.intro.length ? ", first steps slower" : "";
+  return factor < 1.05 ? "in real time" : `at 1/${factor < 9.5 ? +factor.toFixed(1) : Math.round(factor)} speed${first}`;
 }
 
 function togglePlay() {
@@ -52,7 +53,7 @@ function stepBy(by) {
   const time = lane && player.stepTime(lane, by);
   if (time === null || time === undefined) return;
   const line = lane.lines[lane.next];
-  const animated = by > 0 && line?.type === "step" && displayedDrafts(line).length && !reducedMotion();
+  const animated = by > 0 && line?.type === "step" && displayedDrafts(line).length;
   const goToStep = () => {
     player.seek(time);
     showPlayback();

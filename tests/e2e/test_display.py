@@ -54,6 +54,20 @@ class Display:
     def read(self, selector):
         return self._page.locator(selector).all_inner_texts()
 
+    def count_pending(self):
+        """Return how many steps were displayed with their draft tokens since the first call."""
+        return self._page.evaluate("""() => {
+          window.pendingCount ??= new MutationObserver((changes) => {
+            for (const { addedNodes } of changes) for (const node of addedNodes)
+              if (node.classList?.contains("sd-pending")) window.pendingCount.steps += 1;
+          });
+          if (window.pendingCount.steps === undefined) {
+            window.pendingCount.steps = 0;
+            window.pendingCount.observe(document.body, { childList: true, subtree: true });
+          }
+          return window.pendingCount.steps;
+        }""")
+
     def bars(self):
         """Return the filled share of every bar, in the order of the lanes."""
         return self._page.locator(".sd-fill").evaluate_all(
@@ -114,7 +128,7 @@ def test_a_slower_pace_goes_on_from_what_is_shown(display):
 
 def test_the_winner_is_named_in_the_bar_and_in_the_status(display):
     display.show(Log().add(replay(race())))
-    display.wait(3000)
+    display.wait(6000)
     fast = race().comparison[1]["speedup"]
     assert display.read(".sd-headline") == [f"{fast:.2f}× Fast is fastest"]
     assert display.read(".sd-status")[0].startswith(f"Finished. Fast is fastest: {fast:.2f}× plain decoding")
@@ -123,7 +137,7 @@ def test_the_winner_is_named_in_the_bar_and_in_the_status(display):
 
 def test_results_follow_the_playhead(display):
     display.show(Log().add(replay(race())))
-    display.wait(3000)
+    display.wait(6000)
     display.seek(0)
     assert display.read(".sd-status") == ["Paused at the start."]
     assert display.read(".sd-headline") == ["– speed-up"] and display.tones() == set()
@@ -137,9 +151,36 @@ def test_results_follow_the_playhead(display):
     assert display.read(".sd-status")[0].startswith("Finished. Fast is fastest")
 
 
+def drafting_steps(lane):
+    return sum(any(token >= 0 for token in event.drafted[0]) for event in lane.events)
+
+
+@pytest.mark.parametrize("pace", ["0.0625", "0.25"])
+def test_a_slow_speed_shows_every_step(display, pace):
+    trace = hostile_trace()
+    display.count_pending()
+    display.pace(pace)
+    display.show(Log().add(replay(trace)))
+    display.wait(3000)
+    assert display.text(1) == "".join(HOSTILE)
+    assert display.count_pending() == drafting_steps(trace.lanes[1])
+
+
+def test_the_first_steps_are_verified_slowly_then_the_race_is_played(display):
+    display.count_pending()
+    display.show(Log().add(replay(hostile_trace())))
+    display.wait(300)
+    assert display.read(".sd-status")[0].endswith(", first steps slower.")
+    assert display.count_pending() == 1 and len(display.read(".sd-pending-token")) == 3
+    display.wait(3000)
+    assert display.count_pending() == 3
+    display.wait(1500)
+    assert display.text(1) == "".join(HOSTILE)
+
+
 def test_the_faster_lane_fills_its_bar_first(display):
     display.show(Log().add(replay(race())))
-    display.wait(3000)
+    display.wait(6000)
     display.seek(0.4)
     plain, slow, fast = display.bars()
     assert plain < slow < fast < 1
