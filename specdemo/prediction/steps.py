@@ -3,8 +3,8 @@
 from typing import NamedTuple
 
 from specdemo.core.shapes import Shape
+from specdemo.methods.drafting_cost import Drafting
 from specdemo.prediction.acceptance import Acceptance
-from specdemo.prediction.drafts import Drafting
 from specdemo.prediction.roofline import Device
 from specdemo.prediction.shapes import Work, work
 

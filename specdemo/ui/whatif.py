@@ -14,8 +14,8 @@ from specdemo.core.files import json_text
 from specdemo.core.shapes import Shape
 from specdemo.core.trace import RunTrace, estimates
 from specdemo.engine.comparison import MAX_K
+from specdemo.methods.drafting_cost import MAKERS, TITLES, USUAL, Drafting, method_in
 from specdemo.prediction.acceptance import Acceptance, of_lane
-from specdemo.prediction.drafts import MAKERS, TITLES, USUAL, Drafting, method_in
 from specdemo.prediction.predict import ASSUMED, BATCHES, Prediction, Row, predict, predicted
 from specdemo.prediction.profiles import profile, profiles
 from specdemo.prediction.shapes import known, shape

@@ -28,6 +28,7 @@ from specdemo.core.protocol import GenerationConfig
 from specdemo.core.safe_io import CONFIG_LIMITS, read_json, read_text
 from specdemo.core.shapes import shape_of
 from specdemo.methods import METHODS, load_drafter
+from specdemo.methods.drafting_cost import MAKERS
 from specdemo.methods.pairs import check_pair
 from specdemo.models.checkpoints import open_meta_checkpoint
 from specdemo.models.configs import read_config
@@ -35,7 +36,6 @@ from specdemo.models.hub import embedded_folder
 from specdemo.models.load import load_meta_target, load_target
 from specdemo.models.text import encode
 from specdemo.models.tokenizer_file import check_tokenizer
-from specdemo.prediction.drafts import MAKERS
 from specdemo.prediction.predict import predict
 from specdemo.prediction.profiles import Profile
 from specdemo.prediction.shapes import known

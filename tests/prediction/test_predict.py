@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdemo.__main__ import main
+from specdemo.methods.drafting_cost import MAKERS, Drafting
 from specdemo.prediction.acceptance import of_passes
 from specdemo.prediction.calibration import device_of
-from specdemo.prediction.drafts import MAKERS, Drafting
 from specdemo.prediction.predict import predict, predicted
 from specdemo.prediction.profiles import Figure, Passes, profile, profiles
 from specdemo.prediction.shapes import known, shape, work

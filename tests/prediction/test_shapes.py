@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config
 
 from specdemo.core.shapes import shape_of
 from specdemo.methods import method
+from specdemo.methods.drafting_cost import MAKERS, TITLES
 from specdemo.models.hub import embedded_folder
-from specdemo.prediction.drafts import MAKERS, TITLES
 from specdemo.prediction.shapes import known, shape, work
 from tests.models import tiny
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from specdemo.prediction.drafts import MAKERS
+from specdemo.methods.drafting_cost import MAKERS
 from specdemo.presets.files import DEFAULT, load_presets
 from specdemo.presets.recorded import recorded
 from specdemo.ui import whatif
