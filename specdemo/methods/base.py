@@ -15,6 +15,7 @@ from torch import Generator, Tensor, nn
 from specdemo.core.protocol import Drafter, Progress, Target
 from specdemo.core.sampling import Sampling
 from specdemo.methods import BaseOptions, check_capabilities
+from specdemo.methods.drafting_cost import DraftingCost
 from specdemo.methods.flags import EngineArgs
 from specdemo.methods.heads.conventions import select_convention
 from specdemo.methods.heads.network import Network
@@ -38,7 +39,7 @@ class Recipe:
     method: str = ""  # filled in by methods/recipes.py
 
 
-class Method(Drafter):
+class Method(DraftingCost, Drafter):
     """A drafting method that can be chosen by name. Only `start`, `propose` and `observe` are required.
 
     `Options` is a `BaseOptions` whose fields come from `knob`. By convention the option `nodes` is the size of the
@@ -46,7 +47,6 @@ class Method(Drafter):
     lane's model.
     """
 
-    title: ClassVar[str]
     summary: ClassVar[str]  # one sentence, shown on the page
     needs_model: ClassVar[bool] = False
     exact: ClassVar[bool] = True  # False: output is not the target's even under a lossless rule

@@ -16,12 +16,12 @@ from specdemo.core.sampling import Sampling
 from specdemo.core.tree import Draft
 from specdemo.methods import BaseOptions, knob
 from specdemo.methods.base import Method
+from specdemo.methods.drafting_cost import LayerSkipCost
 from specdemo.methods.heads.runtime import last_columns
 from specdemo.methods.heads.sampler import ChainBuilder, TokenSampler, run_chain_graph
 
 
-class LayerSkip(Method):
-    title = "Layer skip"
+class LayerSkip(LayerSkipCost, Method):
     summary = "The first layers of the target draft, the full target verifies; no second model, no extra memory."
     requires: ClassVar = frozenset({"layers"})
 

@@ -18,6 +18,7 @@ from specdemo.core.sampling import Sampling
 from specdemo.core.tree import ABSENT, Draft
 from specdemo.methods import BaseOptions, knob
 from specdemo.methods.base import Method
+from specdemo.methods.drafting_cost import LookaheadCost
 
 Gram = tuple[int, ...]
 
@@ -61,8 +62,7 @@ class _WindowRow:
                     del grams[next(iter(grams))]
 
 
-class Lookahead(Method):
-    title = "Lookahead decoding"
+class Lookahead(LookaheadCost, Method):
     summary = "The target generates n-grams in the same pass that verifies earlier ones; needs no draft model."
 
     class Options(BaseOptions):

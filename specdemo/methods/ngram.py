@@ -15,6 +15,7 @@ from specdemo.core.sampling import Sampling
 from specdemo.core.tree import ABSENT, Draft
 from specdemo.methods import BaseOptions, knob
 from specdemo.methods.base import Method
+from specdemo.methods.drafting_cost import NGramCost
 
 
 class _NGramIndex:
@@ -41,8 +42,7 @@ class _NGramIndex:
         return []
 
 
-class NGram(Method):
-    title = "Prompt lookup"
+class NGram(NGramCost, Method):
     summary = "Drafts what followed the last occurrence of the current words; free, and useful where text repeats."
 
     class Options(BaseOptions):

@@ -11,8 +11,8 @@ from math import log, sqrt
 from operator import mul
 
 from specdemo.core.suggest import suggest
-from specdemo.methods.drafting_cost import drafting
 from specdemo.prediction.acceptance import from_mean
+from specdemo.prediction.drafts import drafting
 from specdemo.prediction.profiles import MeasuredStep, Passes, Profile
 from specdemo.prediction.roofline import BYTES, CONSTANTS, EDGE, KINDS, NAMES, Device, Engine, Terms
 from specdemo.prediction.shapes import known, shape, work

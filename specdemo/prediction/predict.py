@@ -15,9 +15,10 @@ from specdemo.core.dtypes import dtype_name
 from specdemo.core.estimate import Estimate
 from specdemo.core.shapes import Shape
 from specdemo.core.trace import LaneTrace
-from specdemo.methods.drafting_cost import Drafting, drafting, method_in
+from specdemo.methods.drafting_cost import Drafting
 from specdemo.prediction.acceptance import Acceptance, drafting_lane, of_lane
 from specdemo.prediction.calibration import device_of
+from specdemo.prediction.drafts import drafting, method_in
 from specdemo.prediction.profiles import Profile, profile
 from specdemo.prediction.roofline import BYTES, EDGE, NAMES, Device, Engine
 from specdemo.prediction.shapes import config_of, shape

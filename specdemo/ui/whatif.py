@@ -14,8 +14,10 @@ from specdemo.core.files import json_text
 from specdemo.core.shapes import Shape
 from specdemo.core.trace import RunTrace, estimates
 from specdemo.engine.comparison import MAX_K
-from specdemo.methods.drafting_cost import MAKERS, TITLES, USUAL, Drafting, method_in
+from specdemo.methods import BASELINE
+from specdemo.methods.drafting_cost import Drafting, DraftingCost
 from specdemo.prediction.acceptance import Acceptance, of_lane
+from specdemo.prediction.drafts import method_in
 from specdemo.prediction.predict import ASSUMED, BATCHES, Prediction, Row, predict, predicted
 from specdemo.prediction.profiles import profile, profiles
 from specdemo.prediction.shapes import known, shape
@@ -57,7 +59,7 @@ def start_of(trace: RunTrace, index: int, words: str, allow_any_model: bool = Fa
     for name in (target, model):
         if name is not None and not (allow_any_model or name in _listed()):
             raise ValueError(f"model {str(name)[:80]!r} is not on this page's list; start it with --allow-any-model")
-    if lane.method not in MAKERS:
+    if lane.method not in DraftingCost.declared:
         raise ValueError(f"{lane.name} chooses drafts at run time and cannot be predicted; choose another run")
     acceptance = of_lane(lane)
     k = lane.options.get("k")
@@ -81,7 +83,9 @@ def _listed() -> set[str]:
 @lru_cache
 def recorded_starts() -> dict[str, str]:
     """Return the presets with a recorded run that predictions can start from, id -> title, the default first."""
-    found = {id: p for id, p in load_presets().items() if p.lanes[0].method in MAKERS and is_recorded(id)}
+    found = {
+        id: p for id, p in load_presets().items() if p.lanes[0].method in DraftingCost.declared and is_recorded(id)
+    }
     order = sorted(found, key=lambda id: id != DEFAULT)
     return {id: found[id].title for id in order}
 
@@ -258,7 +262,7 @@ class Questions:
         return {
             f"lane-{i}": (trace, i, f"{words}: {trace.config.get('target')}, {lane.name}")
             for i, lane in enumerate(trace.lanes)
-            if i and lane.method in MAKERS and lane.exact and lane.summary.get("drafted")
+            if i and lane.method in DraftingCost.declared and lane.exact and lane.summary.get("drafted")
         }
 
 
@@ -277,9 +281,11 @@ def _on_the_hub() -> list[str]:
 
 def _drafts() -> list[tuple[str, str]]:
     configs = {name: known()[name] for name in _on_the_hub() if shape(name).parameters < SMALL}
-    kinds = {name: method_in(config) for name, config in configs.items()}
-    models = [(f"{TITLES[kind]}: {name}", f"{kind}:{name}") for name, kind in kinds.items()]
-    return [("as in the run", SAME), *((TITLES[name], name) for name in USUAL), *models]
+    titles = {name: cost.title for name, cost in DraftingCost.declared.items() if name != BASELINE}
+    kinds = {name: method_in(config, plug_ins=False) for name, config in configs.items()}
+    models = [(f"{titles[kind]}: {name}", f"{kind}:{name}") for name, kind in kinds.items()]
+    without_model = [(title, name) for name, title in titles.items() if name != "draft_model"]
+    return [("as in the run", SAME), *without_model, *models]
 
 
 def draw(tab: gr.Tab, estimate_button: gr.Button, questions: Questions) -> None:

@@ -28,7 +28,7 @@ from specdemo.core.protocol import GenerationConfig
 from specdemo.core.safe_io import CONFIG_LIMITS, read_json, read_text
 from specdemo.core.shapes import shape_of
 from specdemo.methods import METHODS, load_drafter
-from specdemo.methods.drafting_cost import MAKERS
+from specdemo.methods.drafting_cost import DraftingCost
 from specdemo.methods.pairs import check_pair
 from specdemo.models.checkpoints import open_meta_checkpoint
 from specdemo.models.configs import read_config
@@ -619,8 +619,8 @@ def stored_as(config):
 
 @FEW
 @given(
-    st.sampled_from(sorted(known())), changes(SIZES), st.sampled_from(sorted(MAKERS)), changes(DRAFTER_SIZES),
-    st.sampled_from([1, 4096]), st.integers(-3, 40),
+    st.sampled_from(sorted(known())), changes(SIZES), st.sampled_from(sorted(DraftingCost.declared)),
+    changes(DRAFTER_SIZES), st.sampled_from([1, 4096]), st.integers(-3, 40),
 )  # fmt: skip
 def test_a_prediction_from_any_config_is_finite_or_one_line(name, config_changes, method, drafter, batch, exit_layer):
     try:

@@ -18,6 +18,7 @@ from specdemo.methods import METHODS, PLUG_INS, _plug_in, detect_method, knobs, 
 from specdemo.methods.targets import load_target
 from specdemo.models.checkpoints import Checkpoint, open_meta_checkpoint
 from specdemo.models.toy import ToyTarget
+from specdemo.prediction.predict import predict
 from specdemo.testing import saved_head_loads
 from tests.plug_in import PAGE, ROOT, install_bigram, run
 
@@ -200,3 +201,40 @@ def test_options_of_a_plug_in_may_be_a_dataclass(plug_in):
         with pytest.raises(ValueError) as error:
             load_drafter("parrot", ToyTarget(16), **wrong)
         assert str(error.value) == line
+
+
+PREDICTED = """
+from specdemo.core.shapes import number, with_layers
+from specdemo.methods.drafting_cost import Drafting
+from specdemo.methods.ngram import NGram
+
+class Parrot(NGram):
+    title = "Parrot"
+    config_marks = ("parrot_layers",)
+
+    @classmethod
+    def drafting_cost(cls, target, config, options):
+        layers = with_layers(target, number(config, "parrot_layers", default=1))
+        return Drafting(layers, layers, own=layers, longest=5)
+"""
+
+
+def test_prediction_uses_the_cost_that_a_plug_in_declares(plug_in):
+    plug_in(PREDICTED)
+    small, large = (predict("llama-8b", model={"parrot_layers": layers}) for layers in (1, 8))
+    assert small.scenario.draft.method == large.scenario.draft.method == "parrot"
+    assert len(small.rows) == 5 and 0.0 < small.rows[0].draft_ms < large.rows[0].draft_ms
+
+
+UNPREDICTED = """
+from specdemo.methods.base import Method
+
+class Parrot(Method):
+    title, summary = "Parrot", "Repeats."
+"""
+
+
+def test_prediction_refuses_a_plug_in_without_a_cost(plug_in):
+    plug_in(UNPREDICTED)
+    with pytest.raises(ValueError, match="^method 'parrot' declares no drafting cost and cannot be predicted; "):
+        predict("llama-8b", method="parrot")

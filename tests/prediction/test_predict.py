@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdemo.__main__ import main
-from specdemo.methods.drafting_cost import MAKERS, Drafting
+from specdemo.methods.drafting_cost import Drafting, DraftingCost
 from specdemo.prediction.acceptance import of_passes
 from specdemo.prediction.calibration import device_of
 from specdemo.prediction.predict import predict, predicted
@@ -58,13 +58,13 @@ def test_a_free_perfect_draft_gives_k_and_one(k):
     assert found.best.speedup.value == pytest.approx(k + 1.0, rel=0.01)  # its passes are slightly wider
 
 
-@pytest.mark.parametrize("method", sorted(MAKERS))
+@pytest.mark.parametrize("method", sorted(DraftingCost.declared))
 @pytest.mark.parametrize("device", ["h100-sxm", "laptop-cpu"])
 def test_every_method_has_a_cost_and_an_interval_around_its_value(method, device):
     model = "llama-1b" if method == "draft_model" else None
     found = predict("llama-8b", device=device, method=method, model=model, ks=(1, 2, 4))
     assert found.as_dict()["method"] == method
-    free = MAKERS[method](shape("llama-8b"), known()["llama-1b"], {}).first is None
+    free = DraftingCost.declared[method].drafting_cost(shape("llama-8b"), known()["llama-1b"], {}).first is None
     for row in found.rows:
         assert row.speedup.low < row.speedup.value < row.speedup.high
         assert row.v >= 1.0 and (row.draft_ms < 1.0 if free else row.c > 0.0)

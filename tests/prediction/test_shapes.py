@@ -7,8 +7,6 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, DeepseekV3Config
 
 from specdemo.core.shapes import shape_of
-from specdemo.methods import method
-from specdemo.methods.drafting_cost import MAKERS, TITLES
 from specdemo.models.hub import embedded_folder
 from specdemo.prediction.shapes import known, shape, work
 from tests.models import tiny
@@ -129,7 +127,3 @@ def test_layer_types_of_a_larger_model_count_for_the_layers_there_are():
 )
 def test_well_known_models_have_the_parameters_they_are_known_for(name, billions):
     assert shape(name).parameters / 1e9 == pytest.approx(billions, rel=0.003)
-
-
-def test_drafts_are_called_as_the_methods_are():
-    assert {name: method(name).title for name in MAKERS if name != "none"} == TITLES

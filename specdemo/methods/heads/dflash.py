@@ -28,6 +28,7 @@ from specdemo.core.tree import Draft
 from specdemo.kv.columns import AttentionKind, Columns
 from specdemo.methods import BaseOptions, knob, require_method
 from specdemo.methods.base import Head, Recipe
+from specdemo.methods.drafting_cost import DFlashCost
 from specdemo.methods.grow import grow_tree
 from specdemo.methods.heads.formats import d2t_to_ids, rename_tensors
 from specdemo.methods.heads.formats import dflash as files
@@ -253,8 +254,7 @@ class DFlashDraftModel(Network):
         return DraftVocab(d2t_to_ids(self.d2t), self.design.vocab_size).to_target_vocab(logits)
 
 
-class DFlash(Head[DFlashDraftModel]):
-    title = "DFlash"
+class DFlash(DFlashCost, Head[DFlashDraftModel]):
     summary = "A small network drafts a block of tokens in one pass from the target's hidden states."
     recipes: ClassVar = {"dflash": Recipe("DFlash, blocks of 8", {"block_size": 8})}
     gamma: ClassVar[float] = 4.0  # slot i has weight exp(-i / gamma) in the loss

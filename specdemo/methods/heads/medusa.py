@@ -25,6 +25,7 @@ from specdemo.core.sampling import Sampling
 from specdemo.core.tree import Draft
 from specdemo.methods import BaseOptions, knob, require_method
 from specdemo.methods.base import Head, Recipe
+from specdemo.methods.drafting_cost import MedusaCost
 from specdemo.methods.grow import TreeShape, chain, clip_shape, optimal_shape
 from specdemo.methods.heads.formats import check_target, count_numbered, rename_tensors
 from specdemo.methods.heads.network import Network, move_to_target
@@ -143,8 +144,7 @@ class MedusaHeads(TokenHeads):
         return DraftVocab(self.token_map, self.vocab_size).to_target_vocab(logits)
 
 
-class Medusa(Head[TokenHeads]):
-    title = "Medusa"
+class Medusa(MedusaCost, Head[TokenHeads]):
     summary = "Extra heads on the target predict several tokens ahead in parallel; there is no second model to run."
     taps: tuple[int, ...] = (-1,)
     recipes: ClassVar = {"medusa": Recipe("Medusa, 4 heads", {"heads": 4})}

@@ -29,6 +29,7 @@ from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.tree import Draft
 from specdemo.methods import BaseOptions, knob, require_method
 from specdemo.methods.base import Head, Recipe
+from specdemo.methods.drafting_cost import MLPSpeculatorCost
 from specdemo.methods.grow import prune_tree
 from specdemo.methods.heads.formats import check_target
 from specdemo.methods.heads.network import Network, move_to_target
@@ -112,8 +113,7 @@ class Speculator(Network):
         return state, self.head[step](state)
 
 
-class MLPSpeculator(Head[Speculator]):
-    title = "MLPSpeculator"
+class MLPSpeculator(MLPSpeculatorCost, Head[Speculator]):
     summary = "A small recurrent network drafts from the target's last hidden state and its own last token."
     taps: tuple[int, ...] = (-1,)
     recipes: ClassVar = {"mlp-speculator": Recipe("MLPSpeculator, 4 tokens", {"n_predict": 4})}

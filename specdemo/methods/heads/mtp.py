@@ -31,6 +31,7 @@ from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.tree import Draft
 from specdemo.kv.columns import Columns, Rope
 from specdemo.methods.base import Head, NoOptions, Recipe
+from specdemo.methods.drafting_cost import MTPCost
 from specdemo.methods.heads.formats import mtp as files
 from specdemo.methods.heads.formats.mtp import MTPConvention
 from specdemo.methods.heads.layers import llama_config_like
@@ -199,8 +200,7 @@ class ParallelHeads(MTPHeads):
         return self.shared.norm(self._run(self.layers[index], hidden, columns)), hidden
 
 
-class MTP(Head[MTPHeads]):
-    title = "Multi-token prediction"
+class MTP(MTPCost, Head[MTPHeads]):
     summary = "Layers trained together with the target draft from its last hidden state, one token after the other."
     recipes: ClassVar = {"mtp": Recipe("Multi-token prediction, 1 module", {})}
 
