@@ -28,6 +28,8 @@ from tests.servers.stand_in import gone, make, started
 @pytest.fixture
 def echo(monkeypatch):
     monkeypatch.setitem(ENGINES, "echo", Echo())
+    monkeypatch.setattr(address, "_added", {})
+    monkeypatch.delenv(address.LISTED, raising=False)
 
 
 def metrics(drafts, drafted, accepted):
@@ -101,8 +103,7 @@ def test_a_run_starts_its_servers(echo, tmp_path):
     assert gone(program)
 
 
-def test_a_lane_has_the_statistics_of_its_stream(echo, monkeypatch):
-    monkeypatch.setattr(address, "_added", {})
+def test_a_lane_has_the_statistics_of_its_stream(echo):
     pieces = [piece("a"), piece("b", finish="stop") | {"echo_rate": 0.25}]
     with completion_server(pieces) as server:
         address.allow([server.address])
