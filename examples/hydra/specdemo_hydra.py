@@ -12,6 +12,7 @@ tensors as safetensors. In Hydra++ dropout modules shift the numbers in the name
 
 import re
 from collections.abc import Container
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import ClassVar, NamedTuple
@@ -23,10 +24,12 @@ from transformers import LlamaConfig
 
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling
+from specdemo.core.shapes import Config, Shape, number
 from specdemo.core.tree import Draft
 from specdemo.kv.columns import Columns
 from specdemo.methods import require_method
 from specdemo.methods.base import Recipe
+from specdemo.methods.drafting_cost import HEAD_OPERATIONS, Drafting, Sizes
 from specdemo.methods.grow import TreeShape
 from specdemo.methods.heads.formats import check_target, count_numbered
 from specdemo.methods.heads.layers import Layer
@@ -132,6 +135,16 @@ class Hydra(Medusa):
     _root: Tensor  # [B]
     recipes: ClassVar = {"hydra": Recipe("Hydra, 4 heads", {"heads": 4})}
     decay: ClassVar[float] = 1.0
+    config_marks: ClassVar = ("hydra",)
+
+    @classmethod
+    def drafting_cost(cls, target: Shape, config: Config, options: Sizes) -> Drafting | None:
+        """Return the cost of heads that read h and, on average, (heads + 1) / 2 embeddings."""
+        heads = number(config, "hydra_num_heads", default=4, low=1)
+        layers = number(config, "hydra_num_layers", default=1, low=1)
+        dense = int((heads + 3 + layers - 1) * target.hidden**2)
+        one = Shape("head", 1, target.hidden, target.vocabulary, dense, target.head, operations=HEAD_OPERATIONS)
+        return Drafting(one, one, own=replace(one, dense=heads * dense, head=heads * target.head), longest=heads)
 
     @classmethod
     def recognises(cls, checkpoint: Checkpoint) -> bool:

@@ -19,6 +19,9 @@ from specdemo.methods.heads.medusa import Medusa, published_shape
 from specdemo.methods.targets import load_target
 from specdemo.models.target import HFTarget
 from specdemo.models.toy import ToyTarget
+from specdemo.prediction.acceptance import from_mean
+from specdemo.prediction.drafts import method_in
+from specdemo.prediction.predict import predict
 from specdemo_hydra import Hydra
 from tests.methods.test_medusa import HIDDEN, check_greedy, check_sampling, example, folder_with, rows_of, train
 from tests.models.tiny import SIZES, VOCABULARY, build, texts
@@ -122,6 +125,16 @@ def test_installed_package_runs_like_a_builtin_method(tmp_path):
         sys.executable, "-c", INSTALLED, str(tmp_path / "head"), PYTHONPATH=os.pathsep.join([str(site), str(ROOT)])
     )
     assert "Hydra" in printed
+
+
+@pytest.mark.parametrize(("device", "tokens", "documented"), [("rtx-3090", 3.26, 2.24), ("a100-80gb", 3.24, 2.52)])
+def test_it_can_be_predicted(device, tokens, documented):
+    """The predictions of docs/what-if.md."""
+    assert method_in({"hydra_num_heads": 4}) == "hydra"
+    settings = {"dtype": "float16", "engine": "eager", "context": 512, "ks": (4,), "nodes": 63}
+    acceptance = from_mean(tokens, 4)
+    found = predict("lmsys/vicuna-7b-v1.3", device=device, method="hydra", acceptance=acceptance, **settings)
+    assert found.rows[0].speedup.value == pytest.approx(documented, abs=0.01)
 
 
 # formats
