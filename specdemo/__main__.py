@@ -175,7 +175,7 @@ def run(
     with ExitStack() as running:
         if engine:
             chosen, _ = running.enter_context(_started(chosen, engine, command, gpus))
-        trace = _race(chosen.validated())
+        trace = _race(chosen)
     _show(trace)
     if out is not None:
         save_trace(trace, out)

@@ -16,6 +16,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from specdemo.core.dtypes import NAMES, dtype_name
 from specdemo.core.options import TYPES, BaseOptions, Knob, to_values
 from specdemo.core.rules import DEFAULT_RULE, RULES, rules_help
+from specdemo.core.sampling_settings import Sampling
 from specdemo.core.suggest import DEVICES, program, short_repr, suggest
 from specdemo.methods import BASELINE, METHODS, MODEL_OPTIONS, check_model, knobs, parse_options
 from specdemo.servers.address import place
@@ -27,7 +28,6 @@ else:
 
 if TYPE_CHECKING:  # these import torch
     from specdemo.core.protocol import Budget
-    from specdemo.core.sampling import Sampling
 
 MAX_LANES = 3  # without the baseline
 MAX_K = 16  # tokens
@@ -209,16 +209,13 @@ class Lane(Settings):
 
     @cached_property
     def parsed(self) -> BaseOptions:
-        """Return the `Options` of the method. Raises ValueError with one line."""
-        return parse_options(self.method, self.options)
-
-    def check(self) -> None:
-        """Raise ValueError with one line if the method rejects the options or the model."""
-        check_model(self.method, to_values(self.parsed), self.model)
+        """Return the `Options` of the method. Raises ValueError with one line if it rejects these or the model."""
+        parsed = parse_options(self.method, self.options)
+        check_model(self.method, to_values(parsed), self.model)
+        return parsed
 
     def validated(self) -> Self:
         """Return this lane as validated by its method, without options that are at their default."""
-        self.check()
         default = {k.name: k.default for k in knobs(self.method)}
         changed = {name: value for name, value in to_values(self.parsed).items() if value != default[name]}
         lane = self.model_copy(update={"options": changed})
@@ -247,13 +244,15 @@ class Comparison(Settings):
     system: Annotated[Text, Setting("System prompt of the chat.")] = ""
     temperature: Annotated[
         float,
+        Field(ge=0.0, le=5.0),
+        AfterValidator(lambda t: Sampling(temperature=t).temperature),
         Setting(
             "Sampling temperature; 0: greedy.",
             label="Temperature",
             step=0.05,
             brief=lambda t: f"temperature {t}" if t else "greedy",
         ),
-    ] = Field(0.0, ge=0.0, le=5.0)
+    ] = 0.0
     top_p: Annotated[float, Setting("Nucleus sampling; 1: off.", label="Top-p", step=0.01)] = Field(1.0, gt=0.0, le=1.0)
     top_k: Annotated[int, Setting("Sample from the k most likely tokens; 0: off.", label="Top-k", step=1)] = Field(
         0, ge=0, le=1000
@@ -301,15 +300,12 @@ class Comparison(Settings):
         return all(lane.server for lane in self.all_lanes)
 
     @property
-    def sampling(self) -> "Sampling":
-        """Return the sampling settings. Raises ValueError for a temperature that is too low to sample at."""
-        from specdemo.core.sampling import Sampling
-
+    def sampling(self) -> Sampling:
+        """Return the sampling settings."""
         return Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
 
     def validated(self) -> Self:
-        """Return this comparison as validated by the engine and its methods. Raises ValueError with one line."""
-        _ = self.sampling
+        """Return this comparison as validated by its methods. Raises ValueError with one line."""
         return self.model_copy(update={"lanes": [lane.validated() for lane in self.lanes]})
 
 
@@ -344,7 +340,7 @@ def _one_line(error: ValidationError, of: type[Settings]) -> str:
             return f"unknown setting {field_name!r}; {suggest(field_name, settings_class.model_fields)}"
         case "value_error":
             message = str(limits["error"])
-            return message if message.startswith("unknown") else f"the {field_name} {message}"
+            return message if message.startswith(("unknown", field_name)) else f"the {field_name} {message}"
         case error_type if error_type in _MESSAGES:
             return f"{field_name} {_MESSAGES[error_type].format(**limits, given=value)}"
     return f"{field_name}: {first['msg'].lower()}, not {value}"

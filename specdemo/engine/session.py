@@ -139,7 +139,7 @@ class Session:
         for lane in spec.all_lanes:
             if lane.server is not None:
                 check_listed(lane.server)
-            lane.check()
+            _ = lane.parsed  # rejects unusable options before models are loaded
         if not spec.all_remote:
             self.models.load(spec, progress)
 

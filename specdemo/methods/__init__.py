@@ -144,13 +144,14 @@ def load_drafter(name: str, target: "Target", model: object = None, **options: o
     model: path, id or loaded module for methods that need one. Raises ValueError when the name or an option is
     unknown, when a model is missing, or when the drafter does not fit the target.
     """
-    return build_drafter(name, target, model, parse_options(name, options))
+    parsed = parse_options(name, options)
+    check_model(name, to_values(parsed), model)
+    return build_drafter(name, target, model, parsed)
 
 
 def build_drafter(name: str, target: "Target", model: object, options: BaseOptions) -> "Method":
-    """Build a drafter as `load_drafter` does. options: of `parse_options`."""
+    """Build a drafter as `load_drafter` does, with options of `parse_options` and a model of `check_model`."""
     cls = method(name)
-    check_model(name, to_values(options), model)
     check_capabilities(cls, target)
     from specdemo.models.checkpoints import checkpoint_errors
 

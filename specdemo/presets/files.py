@@ -89,9 +89,10 @@ class Preset(Comparison, About):
             if name not in SETTINGS:
                 raise ValueError(f"unknown setting {short_repr(name)}; {suggest(name, SETTINGS)}")
         of_lanes = {name: changes.pop(name) for name in _OF_LANES if name in changes}
-        changed = self.changed(**changes)
-        changed = changed.changed(lanes=_change_lanes(changed.lanes, of_lanes, changed.target))
-        return changed.model_copy(update={"lanes": [lane.validated() for lane in changed.lanes]})
+        if of_lanes:
+            start = self.changed(lanes=changes["lanes"]).lanes if "lanes" in changes else self.lanes
+            changes["lanes"] = _change_lanes(start, of_lanes, changes.get("target", self.target))
+        return (self.changed(**changes) if changes else self).validated()
 
     def on_servers(self, servers: Sequence[str], served_model: str | None = None) -> "Preset":
         """Return the comparison with the servers assigned to the lanes in order; one server more is for the baseline
@@ -103,6 +104,8 @@ class Preset(Comparison, About):
             raise ValueError(f"{len(servers)} servers for {len(self.lanes)} lanes and the baseline; give fewer")
         first = list(servers[: -len(self.lanes)])
         named = dict(zip(range(len(self.lanes)), servers[len(first) :], strict=False))
+        if not servers:
+            return self
         lanes = [
             lane.model_dump() | ({"server": named[i], "served_model": served_model} if i in named else {})
             for i, lane in enumerate(self.lanes)
@@ -121,7 +124,7 @@ class Preset(Comparison, About):
         raise ValueError(f"{self.id} needs {len(servers)} servers, {order}; {len(missing)} missing, give {line}")
 
 
-def _change_lanes(lanes: list[Lane], changes: dict[str, object], target: str) -> list[dict[str, object]]:
+def _change_lanes(lanes: list[Lane], changes: dict[str, object], target: object) -> list[dict[str, object]]:
     """Return the lanes with changed settings, not validated yet."""
     if "method" in changes:
         name = validate_method_name(str(changes["method"]))
@@ -132,7 +135,7 @@ def _change_lanes(lanes: list[Lane], changes: dict[str, object], target: str) ->
     return [lane.model_dump() | changes for lane in lanes]
 
 
-def _usual_lane(name: str, target: str, k: int) -> Lane:
+def _usual_lane(name: str, target: object, k: int) -> Lane:
     """Return a lane of that method, with the model and options of a preset on this target if there is one."""
     shown = (lane for p in load_presets().values() if p.target == target for lane in p.lanes)
     return next((lane.model_copy(update={"k": k}) for lane in shown if lane.method == name), Lane(method=name, k=k))

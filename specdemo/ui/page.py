@@ -63,7 +63,7 @@ class Visits(Jobs[Log]):
         """Return the job of a run. Raises ValueError with one line, as do the next two functions, if there can be no
         run.
         """
-        spec = from_values(values, self._any).validated()
+        spec = from_values(values, self._any)
         return Race(before=last, key=key(values), spec=spec)
 
     def repeat(self, _: Values, last: Log | None) -> Log:
@@ -314,7 +314,7 @@ def _endpoints(allow_any_model: bool) -> None:
 
 def _link_values(preset_id: str, overrides: dict[str, object] | None, allow_any_model: bool) -> object:
     try:
-        return changed(preset_id, overrides, allow_any_model).validated()
+        return changed(preset_id, overrides, allow_any_model)
     except ValueError as error:
         raise gr.Error(str(error), print_exception=False) from None
 

@@ -71,6 +71,7 @@ def test_changes_reach_the_lanes_they_are_for():
         ({"k": "7"}, "k must be a whole number, not '7'"),
         ({"k": True}, "k must be a whole number, not True"),
         ({"temperature": -1.0}, "temperature must be 0.0 or more, not -1.0"),
+        ({"temperature": 1e-9}, "temperature must be 0 (greedy) or between 0.001 and 100, not 1e-09"),
         ({"temperature": float("nan")}, "temperature must be a finite number, not nan"),
         ({"top_p": 0.0}, "top_p must be above 0.0, not 0.0"),
         ({"max_new_tokens": 5000}, "max_new_tokens must be 1024 or less, not 5000"),
