@@ -7,21 +7,20 @@ measured instead of 1, and alpha is known for every position). All terms can be 
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from math import isfinite
-from operator import itemgetter, mul
+from operator import itemgetter
 from statistics import fmean, linear_regression, pstdev
 from typing import Any
 
+from specdemo.core.cost import MIN_TRIALS, expected_tokens, fastest, interpolate, measured_rates, speedup
 from specdemo.core.estimate import Estimate, t_quantile
 from specdemo.core.tally import StepCounts, summarise
 from specdemo.core.trace import LaneTrace, RunTrace, StepEvent, estimates, step_ms
 
 MAX_K = 16  # largest draft length to consider
-MIN_COUNT = 4  # with fewer steps a mean is not used
 JACKKNIFE_PARTS = 8  # parts of a run, left out one at a time for the jackknife interval
 WIDTHS = (1, 2, 3, 5, 9, 17)
 
@@ -46,8 +45,7 @@ class CostModel:
 
     def tokens(self, k: int) -> float:
         """Return the mean accepted length at draft length k."""
-        accepted: Iterator[float] = accumulate(_extended(self.alpha, k), mul)
-        return 1.0 + sum(accepted)
+        return expected_tokens(_extended(self.alpha, k))[k]
 
     def drafted(self, k: int) -> float:
         """Return the mean number of draft tokens per step."""
@@ -70,22 +68,17 @@ class CostModel:
 
     def speedup(self, k: int) -> float:
         """Return the speed-up over plain decoding; k = 0 means off. A tree is known at its measured depth only."""
-        return self.tokens(k) * self.plain_ms / self.step_ms(k) if k else 1.0
+        return speedup(self.tokens(k), self.step_ms(k), self.plain_ms) if k else 1.0
 
     def best_k(self, longest: int = MAX_K) -> int:
         """Return the draft length with the highest predicted speed-up, 0 for off. For a tree: its depth or 0."""
-        ks: Iterable[int] = range(1, longest + 1) if self.tree_nodes is None else [self.k]
-        return max([0, *ks], key=self.speedup)
+        ks = [*range(longest + 1)] if self.tree_nodes is None else [0, self.k]
+        return ks[fastest(map(self.tokens, ks), (self.step_ms(k) if k else self.plain_ms for k in ks))]
 
     def v(self, slots: float) -> float:
-        """Interpolate v linearly between the measured widths; extrapolate with the last slope, but never downwards."""
-        widths = sorted(self.verify)
-        above = next((n for n in widths if n >= slots), widths[-1])
-        below = max((n for n in widths if n < above), default=above)
-        if below == above:
-            return self.verify[above]
-        slope = (self.verify[above] - self.verify[below]) / (above - below)
-        return self.verify[above] + (max(slope, 0.0) if slots > above else slope) * (slots - above)
+        """Return the time of a pass over so many slots, interpolated between the measured widths, in units of
+        pass_ms."""
+        return interpolate(self.verify, sorted(self.verify), slots)
 
     def terms(self) -> dict[str, float]:
         """Return the overheads of a step beyond a one-slot pass, as shares of its time. Rejected tokens carry their
@@ -277,9 +270,7 @@ def _alpha(steps: Sequence[StepCounts], deepest: int, exhausted: bool) -> list[f
     Later positions use the lower of the last value and the mean of all positions, so that chance at the end is not
     taken for a rule; 0 after the longest draft of the drafter.
     """
-    accepted = [sum(step.accepted >= position for step in steps) for position in range(deepest + 1)]
-    measured = [accepted[i] / accepted[i - 1] for i in range(1, deepest + 1) if accepted[i - 1] >= MIN_COUNT]
-    pooled = sum(accepted[1:]) / max(sum(accepted[:-1]), 1)
+    measured, pooled = measured_rates((step.accepted for step in steps), deepest)
     guess = min(measured[-1], pooled) if measured else pooled
     return [*measured, *[guess] * (deepest - len(measured)), 0.0 if exhausted else guess]
 
@@ -301,7 +292,7 @@ def _means(points: Sequence[tuple[int, float]]) -> dict[int, float]:
     groups = defaultdict[int, list[float]](list)
     for size, value in points:
         groups[size].append(value)
-    frequent = {size: fmean(values) for size, values in groups.items() if len(values) >= MIN_COUNT}
+    frequent = {size: fmean(values) for size, values in groups.items() if len(values) >= MIN_TRIALS}
     return frequent if any(frequent) else {size: fmean(values) for size, values in groups.items()}
 
 

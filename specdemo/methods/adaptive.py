@@ -17,15 +17,16 @@ draft lengths, draw different noise and return different texts.
 
 from bisect import bisect
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import exp, log
-from operator import mul
+from operator import add, mul
 
 import torch
 from torch import Generator
 
+from specdemo.core.cost import expected_tokens, fastest, interpolate, speedup
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import ABSENT, Draft
@@ -79,10 +80,7 @@ class LengthPolicy:
 
 
 class LatencyTable:
-    """Seconds by size: the median of recent measurements, linearly interpolated between sizes.
-
-    Below the smallest size the value is constant, above the largest it is extrapolated from the last two.
-    """
+    """Seconds by size: the median of recent measurements, interpolated between sizes."""
 
     def __init__(self, initial: Mapping[int, float]) -> None:
         self._recent = {size: deque([seconds], MEASUREMENTS) for size, seconds in initial.items()}
@@ -102,18 +100,9 @@ class LatencyTable:
         # the lower median, because noise only adds time
         self._median[size] = sorted(recent)[(len(recent) - 1) // 2]
 
-    def estimate(self, size: int) -> float:
-        """Return the seconds of a size; 0 before the first measurement."""
-        median, sizes = self._median, self._sizes
-        if size in median:
-            return median[size]
-        index = bisect(sizes, size)
-        if not index or len(sizes) == 1:
-            return median[sizes[0]] if sizes else 0.0
-        extrapolate = index == len(sizes)
-        low, high = sizes[-2:] if extrapolate else sizes[index - 1 : index + 1]
-        slope = (median[high] - median[low]) / (high - low)
-        return median[high] + (max(slope, 0.0) if extrapolate else slope) * (size - high)
+    def estimates(self, sizes: Iterable[int]) -> list[float]:
+        """Return the seconds of each size; 0 before the first measurement."""
+        return [interpolate(self._median, self._sizes, size) for size in sizes]
 
 
 class AcceptanceEstimator:
@@ -177,11 +166,6 @@ class AcceptancePredictor:
         self.b += step * (ww - wb * log_odds)
 
 
-def expected_tokens(rates: Sequence[float]) -> list[float]:
-    """Return the expected output tokens of a step for k = 0, 1, .., including the correction or bonus token."""
-    return list(accumulate(accumulate(rates, mul), initial=1.0))
-
-
 @dataclass(frozen=True, slots=True)
 class DepthPlan:
     """Estimates for k = 0, 1, .. draft tokens, and the best k."""
@@ -227,7 +211,7 @@ class Goodput(LengthPolicy):
         else:
             k = depth if self._token_by_token and plan.best else self._explore(plan)
         self._log_odds, self._path_probs = [], []
-        predicted = plan.tokens[k] * plan.seconds[0] / plan.seconds[k] if plan.seconds[k] else 1.0
+        predicted = speedup(plan.tokens[k], plan.seconds[k], plan.seconds[0]) if plan.seconds[k] else 1.0
         alpha = sum(plan.rates[: max(k, 1)]) / max(k, 1) if depth else 0.0
         self.notes = {"k": k, "alpha": round(alpha, 4), "predicted": round(predicted, 4)}
         return k
@@ -271,9 +255,8 @@ class Goodput(LengthPolicy):
     def _make_plan(self, depth: int, nodes: int) -> DepthPlan:
         rates = self.acceptance.rates(depth)
         tokens, seconds = expected_tokens(rates), self._seconds(depth, nodes)
-        speeds = [t / s if s else 0.0 for t, s in zip(tokens, seconds, strict=True)]
         thresholds = self._thresholds(rates, seconds) if self._token_by_token else [0.0] * depth
-        plan = self._plans[depth, nodes] = DepthPlan(rates, tokens, seconds, speeds.index(max(speeds)), thresholds)
+        plan = self._plans[depth, nodes] = DepthPlan(rates, tokens, seconds, fastest(tokens, seconds), thresholds)
         return plan
 
     def _thresholds(self, rates: list[float], seconds: list[float]) -> list[float]:
@@ -288,9 +271,9 @@ class Goodput(LengthPolicy):
 
     def _seconds(self, depth: int, nodes: int) -> list[float]:
         """Return the seconds of a step by k. Verification time is made monotonic in the number of slots."""
-        slots = (1 + nodes * k // max(depth, 1) for k in range(depth, -1, -1))
-        verifying = [*accumulate(map(self._verify_times.estimate, slots), min)]
-        return [self._draft_times.estimate(k) + v for k, v in enumerate(reversed(verifying))]
+        slots = [1 + nodes * k // max(depth, 1) for k in range(depth, -1, -1)]
+        verifying = [*accumulate(self._verify_times.estimates(slots), min)]
+        return [*map(add, self._draft_times.estimates(range(depth + 1)), reversed(verifying))]
 
     def _explore(self, plan: DepthPlan) -> int:
         """Return the best k, or now and then a neighbour; the more time that costs, the less often."""

@@ -8,15 +8,14 @@ Drafts longer than the recorded ones are extrapolated. The interval then covers 
 unknown draft tokens being accepted, because the run contains no data about them.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
 from math import sqrt
-from operator import mul
 from pathlib import Path
 from statistics import fmean, variance
 
+from specdemo.core.cost import expected_tokens, measured_rates, pooled_rate, reach_probabilities
 from specdemo.core.estimate import Estimate, t_quantile
 from specdemo.core.suggest import program
 from specdemo.core.tally import StepCounts
@@ -25,7 +24,6 @@ from specdemo.presets.recorded import load_trace
 
 LONGEST = 64
 BLOCKS = 8  # per run, for the interval of a mean
-FEW = 4  # minimum number of trials of a position
 # Beyond the recorded positions the conditional acceptance starts at the smaller of two rates, that of the last position
 # and that of all positions pooled, and decays by this factor per position. The last position alone is unusable: it has
 # the fewest trials, and 12 of 12 accepted would continue as certainty. Without decay, prompt lookup and MTP at k = 16
@@ -71,8 +69,7 @@ class Acceptance:
             return self.rates[position - 1]
         if self.longest is None:
             return self.rates[-1]
-        reached: list[float] = [1.0, *accumulate(self.rates, mul)]
-        pooled = sum(reached[1:]) / sum(reached[:-1])
+        pooled = pooled_rate([1.0, *reach_probabilities(self.rates)])
         return min(self.rates[-1], pooled) * DECAY**excess
 
     def tokens(self, k: int) -> Estimate:
@@ -109,23 +106,26 @@ class Acceptance:
         full, passes = sum(kept >= longest for kept, _ in self.passes), len(self.passes)
         chance = full / passes if passes else self.p_all_accepted(longest)
         most = (full + 1.0) / (passes + 2.0) if passes else chance  # rule of succession: 0 of n does not prove never
-        value = known.value + chance * sum(accumulate(map(self.rate, extrapolated), mul))
+        value = known.value + chance * sum(reach_probabilities(map(self.rate, extrapolated)))
         low = known.value if known.low is None else known.low
         high = known.value if known.high is None else known.high
         return Estimate(value, low, min(high + max(most, chance) * len(extrapolated), k + 1.0))
 
     def expected(self, k: int) -> float:
-        """Return 1 + a1 + a1 a2 + ... up to k (2211.17192, equation 1, with one rate per position)."""
-        reached: Iterator[float] = accumulate(map(self.rate, range(1, k + 1)), mul)
-        return 1.0 + sum(reached)
+        """Return the mean accepted length of drafts of k tokens, from the rates alone."""
+        return expected_tokens(map(self.rate, range(1, k + 1)))[k]
 
     def p_all_accepted(self, k: int, batch: int = 1) -> float:
         """Return the probability that at least one row of a batch accepts the whole draft."""
-        return 1.0 - (1.0 - (self.expected(k) - self.expected(k - 1))) ** batch
+        return self._in_any_row(k, batch)[-1]
 
     def longest_of(self, k: int, batch: int) -> float:
         """Return the expected maximum number of tokens over the rows of a batch, which sets the verification width."""
-        return 1.0 + sum(self.p_all_accepted(length, batch) for length in range(1, k + 1))
+        return 1.0 + sum(self._in_any_row(k, batch))
+
+    def _in_any_row(self, k: int, batch: int) -> list[float]:
+        """Return the probability that any row accepts at least 1, 2, .., k tokens."""
+        return [1.0 - (1.0 - p) ** batch for p in reach_probabilities(map(self.rate, range(1, k + 1)))]
 
 
 def replayed(passes: Sequence[PassCounts], k: int, chance: float) -> tuple[float, float, float]:
@@ -173,10 +173,9 @@ def of_passes(passes: Iterable[PassCounts], exact: bool = False, nodes: int = 0)
     if not deepest:
         raise ValueError("this run drafted nothing, so its acceptance is unknown; choose another lane")
     counts = [kept for kept, drafted in known if drafted == deepest] or [kept for kept, _ in known]
-    kept = [sum(n >= position for n in counts) for position in range(deepest + 1)]
-    tried = [i for i in range(1, deepest + 1) if kept[i - 1] >= FEW] or [1]
-    rates = tuple(kept[i] / max(kept[i - 1], 1) for i in tried)
-    return Acceptance(rates[:LONGEST], () if nodes else known, exact, nodes)
+    rates, _ = measured_rates(counts, deepest)
+    known_rates = rates or [fmean(n > 0 for n in counts)]
+    return Acceptance(tuple(known_rates[:LONGEST]), () if nodes else known, exact, nodes)
 
 
 def from_mean(tokens: float, k: int) -> Acceptance:

@@ -11,6 +11,7 @@ from functools import cached_property
 from math import exp, hypot, log, sqrt
 from pathlib import Path
 
+from specdemo.core.cost import fastest, speedup
 from specdemo.core.dtypes import dtype_name
 from specdemo.core.estimate import Estimate
 from specdemo.core.shapes import Shape
@@ -301,7 +302,7 @@ def _row(scenario: Scenario, k: int) -> Row:
     tokens, plain_ms = scenario.acceptance.tokens(k), plain.ms(device)
     draft_ms, verify_ms, other_ms = step.draft_ms(device), step.check_ms(device), step.overhead_ms(device)
     step_ms = draft_ms + verify_ms + other_ms
-    speedup, rate = tokens.value * plain_ms / step_ms, 1e3 * scenario.batch * tokens.value / step_ms
+    gain, rate = speedup(tokens.value, step_ms, plain_ms), 1e3 * scenario.batch * tokens.value / step_ms
     own, shared = verify_ms / step_ms, draft_ms / step_ms
     variance = CORRELATION * (1.0 - own) ** 2 + (1.0 - CORRELATION) * (1.0 + own**2) + shared**2
     half = _half(device, lambda d: log(plain.ms(d) / step.ms(d)), device.misfit * sqrt(variance))
@@ -314,7 +315,7 @@ def _row(scenario: Scenario, k: int) -> Row:
         other_ms=other_ms,
         c=draft_ms / k / plain_ms,
         v=verify_ms / plain.check_ms(device),
-        speedup=_about(speedup, tokens, half),
+        speedup=_about(gain, tokens, half),
         tokens_per_s=_about(rate, tokens, alone),
         limit=_limit(scenario, k, tokens.value, step, plain),
         extrapolated=scenario.acceptance.extrapolates(k),
@@ -350,13 +351,14 @@ def _limit(scenario: Scenario, k: int, tokens: float, step: Step, plain: Step) -
     return max(gains, key=gains.__getitem__)
 
 
-def _speedup(scenario: Scenario, k: int) -> float:
-    times = _step(scenario, 0).ms(scenario.device) / _step(scenario, k).ms(scenario.device)
-    return scenario.acceptance.tokens(k).value * times
+def _fastest(scenario: Scenario, lengths: Sequence[int]) -> int:
+    """Return the draft length with the most tokens per time; 0: plain decoding."""
+    tokens = (scenario.acceptance.tokens(k).value if k else 1.0 for k in lengths)
+    return lengths[fastest(tokens, (_step(scenario, k).ms(scenario.device) for k in lengths))]
 
 
 def _load(scenario: Scenario, lengths: Sequence[int]) -> Gain:
-    best = max(lengths, key=lambda k: _speedup(scenario, k))
+    best = _fastest(scenario, lengths)
     row, memory = _row(scenario, best), _memory_gb(scenario)
     off = row.speedup.value <= 1.0
     rate = 1e3 * scenario.batch / _step(scenario, 0).ms(scenario.device) if off else row.tokens_per_s.value
@@ -368,7 +370,7 @@ def _break_even_batch(scenario: Scenario, lengths: Sequence[int]) -> int | None:
     """Return the smallest batch size at which no draft length gains; None: even the largest gains."""
 
     def gains(batch: int) -> bool:
-        return max(_speedup(replace(scenario, batch=batch), k) for k in lengths) > 1.0
+        return _fastest(replace(scenario, batch=batch), (0, *lengths)) > 0
 
     last = next((batch for batch in BATCHES if not gains(batch)), None)
     if last is None or last == 1:

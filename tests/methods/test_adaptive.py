@@ -15,7 +15,6 @@ from specdemo.methods.adaptive import (
     Heuristic,
     LatencyTable,
     StepOutcome,
-    expected_tokens,
     prune_by_confidence,
 )
 from specdemo.models.target import HFTarget
@@ -145,17 +144,6 @@ def test_drafting_stops_when_confidence_is_low(tiny_llama):
         assert drafter.propose(Budget(6, 6, lambda chances: False)).nodes == 6
 
 
-@pytest.mark.parametrize("cost, best", [(0.01, 7), (0.02, 6), (0.05, 4), (0.1, 3)])
-def test_the_best_depth_at_an_acceptance_of_six_tenths(cost, best):
-    tokens = expected_tokens([0.6] * 20)
-    assert max(range(21), key=lambda k: tokens[k] / (1.0 + cost * k)) == best
-
-
-def test_expected_tokens_by_position():
-    assert expected_tokens([]) == [1.0]
-    assert expected_tokens([0.5, 0.4, 1.0]) == pytest.approx([1.0, 1.5, 1.7, 1.9])
-
-
 def test_acceptance_is_counted_where_a_level_was_reached():
     acceptance = AcceptanceEstimator()
     for _ in range(200):
@@ -170,10 +158,10 @@ def test_costs_are_medians_and_lines_between():
     costs = LatencyTable({0: 0.0})
     for seconds in (2.0, 90.0, 2.2):
         costs.add(2, seconds)
-    assert [costs.estimate(size) for size in (0, 1, 2, 4)] == pytest.approx([0.0, 1.1, 2.2, 4.4])
+    assert costs.estimates([0, 1, 2, 4]) == pytest.approx([0.0, 1.1, 2.2, 4.4])
     costs.add(4, 1.0)
-    assert [costs.estimate(size) for size in (3, 9)] == pytest.approx([1.6, 1.0])
-    assert LatencyTable({}).estimate(3) == 0.0
+    assert costs.estimates([3, 9]) == pytest.approx([1.6, 1.0])
+    assert LatencyTable({}).estimates([3]) == [0.0]
 
 
 class Watch:

@@ -1,0 +1,68 @@
+"""Formulas of the cost model, shared by advice after a run, adaptive draft lengths and predictions.
+
+A step with k draft tokens outputs 1 + a1 + a1 a2 + ... tokens, where a is the acceptance rate of a position after
+accepted ones (Leviathan et al., 2211.17192, equation 1, with one rate per position). Its time is that of drafting and
+of a target pass over k + 1 slots. Speed-up is tokens per time, relative to plain decoding.
+"""
+
+from bisect import bisect
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate, pairwise
+from operator import mul
+from typing import Any
+
+MIN_TRIALS = 4  # with fewer trials a rate or a mean is not used
+
+
+def reach_probabilities(rates: Iterable[float]) -> list[float]:
+    """Return the probability that at least 1, 2, .. draft tokens are accepted."""
+    return list(accumulate(rates, mul))
+
+
+def expected_tokens(rates: Iterable[float]) -> list[float]:
+    """Return the mean accepted length for k = 0, 1, .. draft tokens, including the correction or bonus token."""
+    return list(accumulate(accumulate(rates, mul), initial=1.0))
+
+
+def measured_rates(accepted: Iterable[int], depth: int) -> tuple[list[float], float]:
+    """Return the acceptance rates of the positions with enough trials, and the rate of all `depth` positions pooled.
+
+    accepted: number of accepted draft tokens per step.
+    """
+    counts = list(accepted)
+    reached = [sum(n >= position for n in counts) for position in range(depth + 1)]
+    rates = [hits / tries for tries, hits in pairwise(reached) if tries >= MIN_TRIALS]
+    return rates, pooled_rate(reached)
+
+
+def pooled_rate(reached: Sequence[float]) -> float:
+    """Return the acceptance rate of all positions together. reached: steps, or their share, by accepted tokens."""
+    return sum(reached[1:]) / (sum(reached[:-1]) or 1.0)
+
+
+def interpolate(values: Mapping[Any, float], sizes: Sequence[int], size: float) -> float:
+    """Return the value at a size, interpolated linearly between measured ones.
+
+    sizes: the sorted keys of `values`. Below the smallest size the value is constant; above the largest it is
+    extrapolated with the last slope, but never downwards. 0 without any value.
+    """
+    if size in values:
+        return values[size]
+    index = bisect(sizes, size)
+    if not index or len(sizes) == 1:
+        return values[sizes[0]] if sizes else 0.0
+    extrapolate = index == len(sizes)
+    low, high = sizes[-2:] if extrapolate else sizes[index - 1 : index + 1]
+    slope = (values[high] - values[low]) / (high - low)
+    return values[high] + (max(slope, 0.0) if extrapolate else slope) * (size - high)
+
+
+def speedup(tokens: float, time: float, plain_time: float) -> float:
+    """Return the speed-up of a step that outputs `tokens` in `time` over plain steps of `plain_time`."""
+    return tokens * plain_time / time
+
+
+def fastest(tokens: Iterable[float], times: Iterable[float]) -> int:
+    """Return the index of the most tokens per time. A time of 0 is unknown and loses against any other."""
+    speeds = [n / time if time else 0.0 for n, time in zip(tokens, times, strict=True)]
+    return speeds.index(max(speeds))
