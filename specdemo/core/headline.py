@@ -19,7 +19,7 @@ class Headline:
     """The result of a run.
 
     lane: the speculative lane with the greatest speed-up. tone: gain if that lane is clearly the fastest of all lanes,
-    bad if plain decoding is. caption: a few words to put after the lane's speed-up. sentence: the result in full.
+    bad if plain decoding is. caption: the result in one line without a period. sentence: the result in full.
     """
 
     lane: int
@@ -52,7 +52,8 @@ def _so_far(trace: RunTrace, speeds: Speeds, times: str) -> Headline:
     best = max(speeds, key=lambda index: speeds[index].value)
     listed = _and([_with_speed(trace, index, speeds, times) for index in speeds])
     sentence = f"No verdict, because not all lanes finished; {SO_FAR}: {listed}."
-    return Headline(best, "", f"{_name(trace, best)}, {SO_FAR}", sentence)
+    value = f"{speeds[best].value:.2f}{times}"
+    return Headline(best, "", f"{_name(trace, best)} is {value} as fast as {PLAIN} {SO_FAR}", sentence)
 
 
 def _verdict(trace: RunTrace, speeds: Speeds, times: str) -> Headline:
@@ -61,20 +62,26 @@ def _verdict(trace: RunTrace, speeds: Speeds, times: str) -> Headline:
     first, *tied = (lanes[place] for place in fastest([Estimate(1.0, 1.0, 1.0), *speeds.values()]))
     output = _output(trace, speeds)
     if tied:
-        listed = _and([_with_speed(trace, index, speeds, times) for index in (first, *tied)])
+        result = f"No clear difference between {_and([_with_speed(trace, i, speeds, times) for i in (first, *tied)])}"
         above = f"; all are faster than {PLAIN}" if _all_faster(speeds, (first, *tied)) else ""
-        sentence = f"No clear difference between {listed}{above}.{output}"
-        others = [index for index in (first, *tied) if index != best]
-        rest = PLAIN if 0 in others else _name(trace, others[0]) if len(others) == 1 else f"{len(others)} other lanes"
-        return Headline(best, "", f"{_name(trace, best)}: no clear difference from {rest}", sentence)
+        return _result(best, "", (result, ""), output, above)
     word = "fastest" if len(speeds) > 1 else "faster"
     speed, name = speeds[best], _name(trace, best)
-    value, interval = f"{speed.value:.2f}{times}", f"(95 % interval {speed.interval()})"
+    value = f"{speed.value:.2f}{times} as fast"
     if not first:
-        sentence = f"{PLAIN.capitalize()} is {word}: {name} reaches {value} {interval}.{output}"
-        return Headline(best, "bad", f"{name}; {PLAIN} is {word}", sentence)
-    sentence = f"{name} is {word}: {value} {PLAIN} {interval}.{output}"
-    return Headline(best, "gain", f"{name} is {word}", sentence)
+        return _result(best, "bad", (f"{PLAIN.capitalize()} is {word}: {name} is {value}", speed.interval()), output)
+    lane = f"{name} is {word}:" if len(speeds) > 1 else f"{name} is"
+    return _result(best, "gain", (f"{lane} {value} as {PLAIN}", speed.interval()), output)
+
+
+def _result(
+    lane: int, tone: Literal["gain", "bad", ""], result: tuple[str, str], output: str, above: str = ""
+) -> Headline:
+    """Return a headline. result: the statement and its interval, if any. output: empty if no outputs were compared."""
+    statement, interval = result
+    caption = statement + (f" ({interval})" if interval else "") + (f", output {output}" if output else "")
+    full = statement + (f" (95 % interval {interval})" if interval else "") + above
+    return Headline(lane, tone, caption, f"{full}." + (f" Output: {output}." if output else ""))
 
 
 def _all_faster(speeds: Speeds, lanes: Sequence[int]) -> bool:
@@ -95,12 +102,12 @@ def _name(trace: RunTrace, index: int) -> str:
 
 
 def _output(trace: RunTrace, speeds: Speeds) -> str:
-    """Return how the texts of the lanes compare with the baseline's, as a sentence of its own."""
+    """Return how the texts of the lanes compare with the baseline's; empty if they were not compared."""
     rows = enumerate(trace.comparison, start=1)
     verdicts = {index: str(row["verdict"]) for index, row in rows if index in speeds and "verdict" in row}
     if len({*verdicts.values()}) < 2:
-        return "".join(f" Output: {verdict}." for verdict in {*verdicts.values()})
-    return f" Output: {', '.join(f'{_name(trace, index)} {verdict}' for index, verdict in verdicts.items())}."
+        return "".join({*verdicts.values()})
+    return ", ".join(f"{_name(trace, index)} {verdict}" for index, verdict in verdicts.items())
 
 
 def _and(words: Sequence[str]) -> str:

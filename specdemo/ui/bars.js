@@ -73,7 +73,7 @@ function leadText(lanes, leader, now, ended) {
   const tokens = tokensAt(leader, now) - tokensAt(other, now);
   const seconds = (other.soFar.clock_ms - leader.soFar.clock_ms) / 1000;
   const over = lanes.length > 2 ? ` of ${other.name}` : "";
-  if (!ended.includes(leader) || !ended.includes(other)) return tokens > 0 ? `${tokens} token${tokens > 1 ? "s" : ""} ahead${over}` : "";
+  if (!ended.includes(leader) || !ended.includes(other)) return tokens > 1 ? `${tokens} tokens ahead${over}` : "";
   return !tokens && seconds >= 0.005 ? `${seconds.toFixed(2)} s ahead${over}` : ""; // texts of different lengths take different times
 }
 

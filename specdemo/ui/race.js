@@ -196,7 +196,7 @@ function showPlayback() {
   for (const lane of run.done ? [] : run.lanes) {
     if (lane.next && !lane.finish) pill(lane, player.paused ? "paused" : "generating", "busy");
   }
-  if (!nextRun?.loading) setStatus(playback()); // otherwise the status shows the next run
+  if (!nextRun?.loading) setStatus(playback(), run.done && !run.still ? resultSentence() : ""); // otherwise the status shows the next run
   paint();
 }
 
@@ -277,15 +277,16 @@ function publishRun() {
 function result() {
   if (run.still) return "Recorded run. Press Run to measure here.";
   const ends = { cancelled: "Stopped.", error: "A lane failed.", failed: "The run failed." };
-  const end = ends[run.end.finish] ?? (run.recorded ? "Replayed." : "Finished.");
-  return [end, run.end.headline?.sentence].filter(Boolean).join(" ");
+  return ends[run.end.finish] ?? (run.recorded ? "Replayed." : "Finished.");
 }
+
+const resultSentence = () => (run.end.headline ? ` ${run.end.headline.sentence}` : "");
 
 // Greys out a result of other settings and names those settings.
 function markOutdated() {
   const current = settingsKey();
   const outdated = Boolean(run.done && run.key && current && current !== run.key);
-  $(".sd-stage").toggleAttribute("data-outdated", outdated);
+  for (const part of [".sd-stage", ".sd-headline"]) $(part).toggleAttribute("data-outdated", outdated);
   $(".sd-badge").hidden = outdated || !run.start.lanes.length;
   $(".sd-outdated-label").hidden = !outdated;
   const lanes = run.lanes.slice(1).map((lane) => [lane.name, laneOptions(lane)].filter(Boolean).join(", "));
@@ -307,7 +308,12 @@ function showQueue() {
   }).observe(queue, { childList: true, characterData: true, subtree: true });
 }
 
-const setStatus = (text) => setText($(".sd-status"), text);
+/** Sets the status. `more` is read by screen readers only: the line of the result above shows it. */
+function setStatus(text, more = "") {
+  const status = $(".sd-status");
+  if (status.textContent === text + more) return;
+  status.replaceChildren(text, ...(more ? [make("span", "sd-visually-hidden", more)] : []));
+}
 
 let painting = 0;
 function paint() {

@@ -35,13 +35,12 @@ function leader() {
   return known.sort((a, b) => speedup(b) - speedup(a))[0];
 }
 
-/** Returns the headline: the server's result of a finished run (core/headline.py), before that the speed-up of the fastest lane. */
+/** Returns the line of the result: the server's for a finished run (core/headline.py), before that the speed-up of the fastest lane. */
 function headline() {
   const result = run.done ? run.end.headline : null;
-  const lane = result ? run.lanes[result.lane] : leader();
-  if (!lane) return { number: "–", tone: "", caption: "speed-up" };
-  const { tone, caption } = result ?? { tone: "", caption: `${lane.name}, so far` };
-  return { number: `${speedup(lane).toFixed(2)}×`, tone, caption };
+  if (result) return { tone: result.tone, text: result.caption };
+  const lane = leader();
+  return { tone: "", text: lane ? `${lane.name} is ${speedup(lane).toFixed(2)}× as fast as plain decoding so far` : run.done ? "No result" : "No result yet" };
 }
 
 function drawNumbers() {

@@ -23,13 +23,14 @@ function drawTransport() {
   $(".sd-now").textContent = `${(now / 1000).toFixed(2)} s`;
 }
 
-/** Draws the headline number and its caption. */
+/** Draws the line of the result with its speed-up in bold. A phone has no room for the interval. */
 function drawHeadline() {
-  const [number, label] = [$(".sd-headline b"), $(".sd-headline span")];
-  const { number: value, tone, caption } = headline();
-  number.textContent = value;
-  number.dataset.tone = tone;
-  label.textContent = label.title = caption;
+  const { tone, text } = headline();
+  const line = $(".sd-headline");
+  if (line.textContent === text && line.dataset.tone === tone) return;
+  const [, before, value, rest, interval, after] = /^(.*?)(\d+\.\d\d×)([^(]*)( \([\d.]+ to [\d.]+\))?(.*)$/s.exec(text) ?? ["", text];
+  line.dataset.tone = tone;
+  line.replaceChildren(before, ...(value ? [make("b", "", value), rest, make("span", "sd-interval", interval), after] : []));
 }
 
 /** Returns the playback speed in words: "at 1/10 speed". */

@@ -183,8 +183,8 @@ def _comparison(trace: RunTrace) -> list[dict[str, object]]:
 
 
 def _texts(final: bool, speed: Estimate | None, why: str) -> dict[str, object]:
-    texts = {"interval": speed.interval(), "word": speed.label if final else SO_FAR} if speed else {}
-    return {**texts, "why": why if final else ""}
+    texts = {"interval": speed.interval(), "word": speed.label} if speed else {}
+    return {**texts, "why": why} if final else {**texts, "word": SO_FAR, "why": ""}
 
 
 def _headline(trace: RunTrace, times: str) -> dict[str, object] | None:

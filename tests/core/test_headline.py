@@ -33,28 +33,44 @@ def result(*speeds, **more):
 @pytest.mark.parametrize(
     ("speeds", "expected"),
     [
-        ([(1.8, 1.7, 1.9)], (1, "gain", "A is faster")),
-        ([(2.6, 2.5, 2.7), (3.3, 3.2, 3.4), (3.8, 3.7, 3.9)], (3, "gain", "C is fastest")),
-        ([(3.8, 3.7, 3.9), (2.6, 2.5, 2.7)], (1, "gain", "A is fastest")),
-        ([(3.8, 3.6, 4.0), (3.7, 3.5, 3.9), (2.0, 1.9, 2.1)], (1, "", "A: no clear difference from B")),
-        ([(3.8, 3.6, 4.0), (3.7, 3.5, 3.9), (3.6, 3.5, 3.9)], (1, "", "A: no clear difference from 2 other lanes")),
-        ([(1.05, 0.9, 1.2)], (1, "", "A: no clear difference from plain decoding")),
-        ([(0.97, 0.9, 1.04), (0.5, 0.4, 0.6)], (1, "", "A: no clear difference from plain decoding")),
-        ([(0.8, 0.75, 0.85)], (1, "bad", "A; plain decoding is faster")),
-        ([(0.6, 0.5, 0.7), (0.8, 0.75, 0.85)], (2, "bad", "B; plain decoding is fastest")),
-        ([7.5], (1, "", "A: no clear difference from plain decoding")),  # too few steps for an interval
-        ([(3.8, 3.7, 3.9), 1.2], (1, "", "A: no clear difference from B")),
+        ([(1.8, 1.7, 1.9)], (1, "gain", "A is 1.80x as fast as plain decoding (1.70 to 1.90)")),
+        (
+            [(2.6, 2.5, 2.7), (3.3, 3.2, 3.4), (3.8, 3.7, 3.9)],
+            (3, "gain", "C is fastest: 3.80x as fast as plain decoding (3.70 to 3.90)"),
+        ),
+        (
+            [(3.8, 3.7, 3.9), (2.6, 2.5, 2.7)],
+            (1, "gain", "A is fastest: 3.80x as fast as plain decoding (3.70 to 3.90)"),
+        ),
+        (
+            [(3.8, 3.6, 4.0), (3.7, 3.5, 3.9), (2.0, 1.9, 2.1)],
+            (1, "", "No clear difference between A (3.80x) and B (3.70x)"),
+        ),
+        (
+            [(3.8, 3.6, 4.0), (3.7, 3.5, 3.9), (3.6, 3.5, 3.9)],
+            (1, "", "No clear difference between A (3.80x), B (3.70x) and C (3.60x)"),
+        ),
+        ([(1.05, 0.9, 1.2)], (1, "", "No clear difference between A (1.05x) and plain decoding")),
+        ([(0.97, 0.9, 1.04), (0.5, 0.4, 0.6)], (1, "", "No clear difference between plain decoding and A (0.97x)")),
+        ([(0.8, 0.75, 0.85)], (1, "bad", "Plain decoding is faster: A is 0.80x as fast (0.75 to 0.85)")),
+        (
+            [(0.6, 0.5, 0.7), (0.8, 0.75, 0.85)],
+            (2, "bad", "Plain decoding is fastest: B is 0.80x as fast (0.75 to 0.85)"),
+        ),
+        ([7.5], (1, "", "No clear difference between A (7.50x) and plain decoding")),  # too few steps for an interval
+        ([(3.8, 3.7, 3.9), 1.2], (1, "", "No clear difference between A (3.80x) and B (1.20x)")),
     ],
 )
 def test_the_winner_is_named_only_where_its_interval_is_separate(speeds, expected):
-    assert result(*speeds) == expected
+    lane, tone, line = expected
+    assert result(*speeds) == (lane, tone, f"{line}, output identical")
 
 
 @pytest.mark.parametrize(
     ("speeds", "sentence"),
     [
-        ([(1.8, 1.7, 1.9)], "A is faster: 1.80x plain decoding (95 % interval 1.70 to 1.90)."),
-        ([(0.8, 0.7, 0.9)], "Plain decoding is faster: A reaches 0.80x (95 % interval 0.70 to 0.90)."),
+        ([(1.8, 1.7, 1.9)], "A is 1.80x as fast as plain decoding (95 % interval 1.70 to 1.90)."),
+        ([(0.8, 0.7, 0.9)], "Plain decoding is faster: A is 0.80x as fast (95 % interval 0.70 to 0.90)."),
         (
             [(3.8, 3.6, 4.0), (3.7, 3.5, 3.9)],
             "No clear difference between A (3.80x) and B (3.70x); all are faster than plain decoding.",
@@ -71,12 +87,13 @@ def test_outputs_that_differ_are_listed_by_lane():
     run = trace((3.8, 3.7, 3.9), (2.6, 2.5, 2.7))
     run.comparison[1]["verdict"] = "lossy"
     assert headline(run).sentence.endswith(". Output: A identical, B lossy.")
+    assert headline(run).caption.endswith(", output A identical, B lossy")
 
 
 def test_lanes_with_the_same_name_show_their_number():
     run = trace((3.8, 3.7, 3.9), (2.6, 2.5, 2.7))
     run.lanes[2].name = "A"
-    assert headline(run).caption == "A (lane 1) is fastest"
+    assert headline(run).caption.startswith("A (lane 1) is fastest: ")
 
 
 @pytest.mark.parametrize("name", ["Baseline", "A", "B"])
@@ -85,14 +102,18 @@ def test_a_stopped_run_has_no_verdict(name):
     assert asdict(headline(run)) == {
         "lane": 2,
         "tone": "",
-        "caption": "B, so far",
+        "caption": "B is 3.00x as fast as plain decoding so far",
         "sentence": "No verdict, because not all lanes finished; so far: A (2.00x) and B (3.00x).",
     }
     assert not any(settled(run, lane) for lane in run.lanes[1:])
 
 
 def test_a_lane_that_failed_does_not_compete():
-    assert result((2.0, 1.9, 2.1), (3.0, 2.9, 3.1), finish={"B": "error"}) == (1, "gain", "A is faster")
+    assert result((2.0, 1.9, 2.1), (3.0, 2.9, 3.1), finish={"B": "error"}) == (
+        1,
+        "gain",
+        "A is 2.00x as fast as plain decoding (1.90 to 2.10), output identical",
+    )
     assert result((2.0, 1.9, 2.1), finish={"Baseline": "error"}) is None
 
 

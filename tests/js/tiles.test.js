@@ -51,24 +51,24 @@ test("the headline names the winner and not the first lane", () => {
   const lanes = race(100, 261, 379);
   lanes[1].comparison = { speedup: 2.61, word: "faster" };
   lanes[2].comparison = { speedup: 3.79, word: "faster" };
-  const end = { finish: "done", headline: { lane: 2, tone: "gain", caption: "Prompt lookup is fastest" } };
-  assert.deepEqual(plain(of({ lanes, done: true, end }).headline()), { number: "3.79×", tone: "gain", caption: "Prompt lookup is fastest" });
+  const end = { finish: "done", headline: { lane: 2, tone: "gain", caption: "Prompt lookup is fastest: 3.79× as fast as plain decoding" } };
+  assert.deepEqual(plain(of({ lanes, done: true, end }).headline()), { tone: "gain", text: "Prompt lookup is fastest: 3.79× as fast as plain decoding" });
 });
 
 test("before the end the headline is the leader so far, without a verdict", () => {
   const end = { finish: "done", headline: { lane: 1, tone: "gain", caption: "Draft model is fastest" } };
   const { headline } = of({ lanes: race(100, 120, 150), done: false, end }); // the playhead stands in the middle
-  assert.deepEqual(plain(headline()), { number: "1.50×", tone: "", caption: "Prompt lookup, so far" });
+  assert.deepEqual(plain(headline()), { tone: "", text: "Prompt lookup is 1.50× as fast as plain decoding so far" });
 });
 
 test("a stopped run without a headline of the server has none either", () => {
   const { headline } = of({ lanes: race(100, 216, undefined), done: true, end: { finish: "cancelled" } });
-  assert.deepEqual(plain(headline()), { number: "2.16×", tone: "", caption: "Draft model, so far" });
+  assert.deepEqual(plain(headline()), { tone: "", text: "Draft model is 2.16× as fast as plain decoding so far" });
 });
 
 test("at the start there is no result", () => {
   const { headline } = of({ lanes: race(undefined, undefined, undefined), done: false, end: { headline: { lane: 1, tone: "gain" } } });
-  assert.deepEqual(plain(headline()), { number: "–", tone: "", caption: "speed-up" });
+  assert.deepEqual(plain(headline()), { tone: "", text: "No result yet" });
 });
 
 test("a text that was stopped is never called identical in green", () => {

@@ -154,17 +154,22 @@ def test_a_run_that_ended_has_a_headline_and_a_stopped_one_no_verdict():
     trace = hostile_trace()
     name = trace.lanes[1].name
     end = view(Finished(trace))
+    result = f"{name} is {end['comparison'][0]['speedup']:.2f}× as fast as plain decoding"
+    interval = end["comparison"][0]["interval"]
     assert end["headline"] == {
         "lane": 1,
         "tone": "gain",
-        "caption": f"{name} is faster",
-        "sentence": f"{name} is faster: {end['comparison'][0]['speedup']:.2f}× plain decoding "
-        f"(95 % interval {end['comparison'][0]['interval']}). Output: identical.",
+        "caption": f"{result} ({interval}), output identical",
+        "sentence": f"{result} (95 % interval {interval}). Output: identical.",
     }
     assert summary(trace)["headline"]["sentence"] == end["headline"]["sentence"].replace("×", "x")
     trace.lanes[0].finish = "cancelled"
     stopped = view(Finished(trace))
     assert stopped["comparison"][0]["word"] == "so far" and stopped["comparison"][0]["why"] == ""
+    for lane in trace.lanes:
+        lane.events[1:] = []
+    trace.comparison[0].update(speedup=None)
+    assert view(Finished(trace))["comparison"][0]["word"] == "so far"  # the outputs so far are no verdict either
     assert stopped["headline"]["tone"] == "" and stopped["headline"]["sentence"].startswith("No verdict")
 
 
