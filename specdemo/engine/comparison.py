@@ -12,6 +12,7 @@ from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
 
 from specdemo.core.dtypes import NAMES, dtype_name
 from specdemo.core.options import TYPES, BaseOptions, Knob, to_values
@@ -67,11 +68,19 @@ class Settings(BaseModel):
         try:
             return cls.model_validate(data)
         except ValidationError as error:
-            raise ValueError(_one_line(error, cls)) from None
+            raise ValueError(_one_line(error.errors()[0], cls)) from None
 
     def changed(self, **changes: object) -> Self:
         """Return a validated copy with other values. Raises ValueError with one line."""
         return self.build(self.model_dump() | changes)
+
+    def with_valid(self, changes: Mapping[str, object]) -> tuple[Self, dict[str, str]]:
+        """Return a copy with the valid changes, and one line for each other field."""
+        try:
+            return self.model_validate({**self.model_dump(), **changes}), {}
+        except ValidationError as error:
+            wrong = {str(e["loc"][0]): _one_line(e, type(self)) for e in reversed(error.errors())}
+            return self.changed(**{name: value for name, value in changes.items() if name not in wrong}), wrong
 
     def __copy__(self) -> Self:
         """Return a copy without cached properties: `model_copy` may change what they depend on."""
@@ -329,18 +338,17 @@ _MESSAGES = {
 }
 
 
-def _one_line(error: ValidationError, of: type[Settings]) -> str:
-    """Format the first error as `k must be 16 or less, not 9999`."""
-    first = error.errors()[0]
-    field_name = next((str(part) for part in reversed(first["loc"]) if isinstance(part, str)), "the preset")
-    limits, value = first.get("ctx", {}), short_repr(first["input"])
-    match first["type"]:
+def _one_line(error: ErrorDetails, of: type[Settings]) -> str:
+    """Format an error as `k must be 16 or less, not 9999`."""
+    field_name = next((str(part) for part in reversed(error["loc"]) if isinstance(part, str)), "the preset")
+    limits, value = error.get("ctx", {}), short_repr(error["input"])
+    match error["type"]:
         case "extra_forbidden":
-            settings_class = Lane if len(first["loc"]) > 1 else of
+            settings_class = Lane if len(error["loc"]) > 1 else of
             return f"unknown setting {field_name!r}; {suggest(field_name, settings_class.model_fields)}"
         case "value_error":
             message = str(limits["error"])
             return message if message.startswith(("unknown", field_name)) else f"the {field_name} {message}"
         case error_type if error_type in _MESSAGES:
             return f"{field_name} {_MESSAGES[error_type].format(**limits, given=value)}"
-    return f"{field_name}: {first['msg'].lower()}, not {value}"
+    return f"{field_name}: {error['msg'].lower()}, not {value}"

@@ -7,13 +7,13 @@ not. A lane's server counts only if the operator of the page that opens the link
 
 import math
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Self, TypeVar
 from urllib.parse import parse_qsl, urlencode
 
-from specdemo.core.options import to_values
 from specdemo.core.suggest import short_repr, suggest
-from specdemo.engine.comparison import Comparison, Lane, Settings, linked, type_of
-from specdemo.methods import MODEL_OPTIONS, knobs, parse_options
+from specdemo.engine.comparison import Comparison, Lane, Settings, linked, type_of, validate_method_name
+from specdemo.methods import knobs, parse_options
 from specdemo.presets.files import Preset, allowed_models
 from specdemo.presets.limits import LIMITS
 from specdemo.servers.address import check_listed
@@ -39,10 +39,7 @@ class Linked(Settings):
     def from_query(self, query: Mapping[str, object] | str) -> tuple[Self, list[str]]:
         """Return the settings with the values of a link, and a note for every part that was ignored. Never raises."""
         link = _Link(*_pairs(query), None)
-        chosen = self
-        for name in type(self).model_fields:
-            chosen = link.change(chosen, name, name)
-        return chosen, link.all_notes()
+        return link.change(self, type(self).model_fields), link.all_notes()
 
 
 def to_query(preset: Preset, base: Preset) -> str:
@@ -85,8 +82,7 @@ def from_query(
     elif preset_id is not None:
         link.refuse("preset", preset_id, f"unknown preset; {suggest(preset_id[:60], presets)}")
     base = chosen
-    for name in linked(Comparison):
-        chosen = link.change(chosen, name, name)
+    chosen = link.change(chosen, linked(Comparison))
     lanes = [link.lane(_reference(base, index), _suffix(index)) for index in range(link.lanes(len(base.lanes)))]
     if lanes != base.lanes:
         chosen = chosen.model_copy(update={"lanes": lanes})
@@ -117,16 +113,25 @@ class _Link:
     def refuse(self, key: str, text: str, why: object) -> None:
         self._notes.append(f"ignored {key}={short_repr(text)} from the link: {why}")
 
-    def change(self, one: Linkable, key: str, name: str, **also: object) -> Linkable:
-        """Return a comparison or lane with field `name` set from `key`, and with the settings that depend on it."""
-        text = self.take(key)
-        if text is None:
-            return one
-        try:
-            return one.changed(**also, **{name: self.value(name, text, type_of(type(one), name))})
-        except ValueError as error:
-            self.refuse(key, text, error)
-            return one
+    def change(self, one: Linkable, names: Iterable[str], suffix: str = "") -> Linkable:
+        """Return a comparison or lane with the valid values of these fields. A new method starts without model and
+        options.
+        """
+        texts = {name: text for name in names if (text := self.take(name + suffix)) is not None}
+        values: dict[str, object] = {}
+        wrong: dict[str, str] = {}
+        for name, text in texts.items():
+            try:
+                values[name] = self.value(name, text, type_of(type(one), name))
+            except ValueError as error:
+                wrong[name] = str(error)
+        if "method" in values:
+            values = {"model": None, "options": {}} | values
+        changed, invalid = one.with_valid(values) if values else (one, {})
+        for name, text in texts.items():
+            if why := wrong.get(name) or invalid.get(name):
+                self.refuse(name + suffix, text, why)
+        return changed
 
     def lanes(self, default: int) -> int:
         text = self.take("lanes")
@@ -139,35 +144,41 @@ class _Link:
 
     def lane(self, reference: Lane, suffix: str) -> Lane:
         start = f"option{suffix}."
-        options = {key: self._values.pop(key) for key in [k for k in self._values if k.startswith(start)][:_OPTIONS]}
-        lane = reference
-        if self._values.get("method" + suffix) == lane.method:
+        keys = [key for key in self._values if key.startswith(start)][:_OPTIONS]
+        texts = {key.removeprefix(start): self._values.pop(key) for key in keys}
+        if self._values.get("method" + suffix) == reference.method:
             self.take("method" + suffix)
-        lane = self.change(lane, "method" + suffix, "method", model=None, options={})
-        for name in _OF_LANE:
-            lane = self.change(lane, name + suffix, name)
-        for key, text in options.items():
-            lane = self._change_option(lane, key, text)
+        lane = self.change(reference, ("method", *_OF_LANE), suffix)
+        lane = lane.model_copy(update={"options": {**lane.options, **self._valid_options(lane, start, texts)}})
         try:
             return lane if lane == reference else lane.validated()
         except ValueError as error:
             self.refuse("method" + suffix, lane.method, error)
             return reference
 
-    def _change_option(self, lane: Lane, key: str, text: str) -> Lane:
-        name = key.partition(".")[2]
-        try:
-            checked = to_values(parse_options(lane.method, {name: text}))
-        except ValueError as error:
-            self.refuse(key, text, error)
-            return lane
-        changed = lane.model_copy(update={"options": {**lane.options, name: checked[name]}})
-        if name in MODEL_OPTIONS and self._models is not None and not set(changed.models) <= set(self._models):
-            self.refuse(key, text, FOREIGN)
-            return lane
-        return changed
+    def _valid_options(self, lane: Lane, start: str, texts: Mapping[str, str]) -> Mapping[str, str]:
+        """Return the options that the lane can have, as text. One by one only if they cannot all be set."""
+        with suppress(ValueError):
+            self._check_options(lane, texts)
+            return texts
+        valid: dict[str, str] = {}
+        for name, text in texts.items():
+            try:
+                self._check_options(lane, valid | {name: text})
+                valid[name] = text
+            except ValueError as error:
+                self.refuse(start + name, text, error)
+        return valid
+
+    def _check_options(self, lane: Lane, texts: Mapping[str, str]) -> None:
+        parse_options(lane.method, {**lane.options, **texts})
+        changed = lane.model_copy(update={"options": texts})
+        if self._models is not None and not set(changed.models) <= {lane.model, *self._models}:
+            raise ValueError(FOREIGN)
 
     def value(self, name: str, text: str, kind: type) -> object:
+        if name == "method":
+            return validate_method_name(text)
         if name in ("target", "model") and self._models is not None and text not in self._models:
             raise ValueError(FOREIGN)
         if kind is str and len(text) > LONGEST_TEXT:

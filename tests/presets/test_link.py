@@ -1,12 +1,15 @@
 """Share links: round trips, and hostile input."""
 
+from collections import Counter
 from urllib.parse import parse_qsl
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specdemo.engine.comparison import Lane, Settings
 from specdemo.methods import knobs
+from specdemo.presets import link
 from specdemo.presets.files import DEFAULT, EMBEDDED, Preset, allowed_models, load_presets
 from specdemo.presets.limits import LIMITS
 from specdemo.presets.link import FOREIGN, from_query, to_query
@@ -149,6 +152,35 @@ def test_one_bad_value_does_not_spoil_the_others():
     chosen, notes = from_query("preset=embedded-ngram&k=99&seed=5&option.max_n=99&option.min_n=2", PRESETS)
     assert chosen == PRESETS["embedded-ngram"].with_changes(seed=5, options={"min_n": 2})
     assert len(notes) == 2
+
+
+def test_options_that_are_valid_only_together_are_set_together():
+    start = PRESETS["embedded-ngram"].with_changes(options={"min_n": 3})
+    shared = start.with_changes(options={"max_n": 2})
+    assert from_query("option.max_n=2&option.min_n=1", PRESETS, start=start) == (shared, [])
+    chosen, notes = from_query("option.max_n=2&seed=5", PRESETS, start=start)
+    assert chosen == start.with_changes(seed=5)
+    assert notes == ["ignored option.max_n='2' from the link: option 'min_n' (3) must not exceed 'max_n' (2)"]
+
+
+def test_a_link_validates_its_comparison_once(monkeypatch):
+    calls = Counter()
+    build, parse = Settings.model_validate.__func__, link.parse_options
+
+    def count_build(cls, data):
+        calls[cls] += 1
+        return build(cls, data)
+
+    def count_parse(name, values):
+        calls[name] += 1
+        return parse(name, values)
+
+    monkeypatch.setattr(Settings, "model_validate", classmethod(count_build))
+    monkeypatch.setattr(link, "parse_options", count_parse)
+    query = "preset=embedded-ngram&temperature=1&seed=5&k=9&name=x&option.max_n=5&option.min_n=2"
+    chosen, notes = from_query(query, PRESETS)
+    assert (chosen.seed, chosen.lanes[0].k, chosen.lanes[0].options, notes) == (5, 9, {"max_n": 5, "min_n": 2}, [])
+    assert calls == {Preset: 1, Lane: 1, "ngram": 1}
 
 
 def test_invalid_lane_stays_unchanged():
