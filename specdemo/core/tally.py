@@ -21,6 +21,14 @@ UNKNOWN_REMOTELY = (  # numbers that are unknown for a lane on a server
 Numbers = dict[str, Number | list[Number]]
 
 
+def node_depths(event: StepEvent, row: int) -> list[int]:
+    """Return the depth of every slot of a row: 0 for the root and for padding, 1 for the first draft tokens."""
+    depths = [0]
+    for token, parent in zip(event.drafted[row], event.parents[row], strict=True):
+        depths.append(depths[parent] + 1 if token >= 0 else 0)
+    return depths
+
+
 @dataclass(frozen=True, slots=True)
 class StepCounts:
     """One row of one event: tokens emitted, nodes drafted and their depth, draft tokens accepted."""
@@ -36,9 +44,7 @@ class StepCounts:
     @classmethod
     def of(cls, event: StepEvent, row: int = 0) -> Self:
         """Count row `row` of an event."""
-        depths = [0]
-        for token, parent in zip(event.drafted[row], event.parents[row], strict=True):
-            depths.append(depths[parent] + 1 if token >= 0 else 0)
+        depths = node_depths(event, row)
         draft_ms = event.ms.get("draft", 0.0) + event.ms.get("observe", 0.0)
         return cls(
             emitted=len(event.emitted[row]),

@@ -8,18 +8,20 @@ Drafts longer than the recorded ones are extrapolated. The interval then covers 
 unknown draft tokens being accepted, because the run contains no data about them.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import sqrt
+from operator import itemgetter
 from pathlib import Path
 from statistics import fmean, variance
 
 from specdemo.core.cost import expected_tokens, measured_rates, pooled_rate, reach_probabilities
 from specdemo.core.estimate import Estimate, t_quantile
 from specdemo.core.suggest import program
-from specdemo.core.tally import StepCounts
-from specdemo.core.trace import LaneTrace
+from specdemo.core.tally import StepCounts, node_depths
+from specdemo.core.trace import LaneTrace, StepEvent
 from specdemo.presets.recorded import load_trace
 
 LONGEST = 64
@@ -39,19 +41,24 @@ class Acceptance:
     continues if the rates are an assumption, and `DECAY` applies if they were recorded.
 
     passes: those of a recorded run of chains, in order; `exact` where they can be replayed at other draft lengths.
-    nodes: of a tree; its rates are by depth, and hold for a tree of that size alone. recorded: whether the rates were
-    measured by a server that reports no passes.
+    widths: nodes of a tree at each depth; its rates are by depth, and hold for this tree, also cut to a smaller depth.
+    recorded: whether the rates were measured by a server that reports no passes.
     """
 
     rates: tuple[float, ...]
     passes: tuple[PassCounts, ...] = ()
     exact: bool = False
-    nodes: int = 0
+    widths: tuple[int, ...] = ()
     recorded: bool = False
 
     def __post_init__(self) -> None:
         if not self.rates or len(self.rates) > LONGEST or not all(0.0 <= rate <= 1.0 for rate in self.rates):
             raise ValueError(f"acceptance needs 1 to {LONGEST} numbers between 0 and 1, one per position")
+
+    @property
+    def nodes(self) -> int:
+        """Return the number of nodes of the tree; 0: chains."""
+        return sum(self.widths)
 
     @property
     def longest(self) -> int | None:
@@ -166,8 +173,8 @@ def _steps(guesses: Sequence[bool | None], k: int, chance: float) -> tuple[float
     return found[0]
 
 
-def of_passes(passes: Iterable[PassCounts], exact: bool = False, nodes: int = 0) -> Acceptance:
-    """Compute the acceptance from passes. Raises ValueError if nothing was drafted."""
+def of_passes(passes: Iterable[PassCounts], exact: bool = False, widths: tuple[int, ...] = ()) -> Acceptance:
+    """Compute the acceptance from passes. widths: of their draft tree. Raises ValueError if nothing was drafted."""
     known = tuple(passes)
     deepest = max((drafted for _, drafted in known), default=0)
     if not deepest:
@@ -175,7 +182,7 @@ def of_passes(passes: Iterable[PassCounts], exact: bool = False, nodes: int = 0)
     counts = [kept for kept, drafted in known if drafted == deepest] or [kept for kept, _ in known]
     rates, _ = measured_rates(counts, deepest)
     known_rates = rates or [fmean(n > 0 for n in counts)]
-    return Acceptance(tuple(known_rates[:LONGEST]), () if nodes else known, exact, nodes)
+    return Acceptance(tuple(known_rates[:LONGEST]), () if widths else known, exact, widths[:LONGEST])
 
 
 def from_mean(tokens: float, k: int) -> Acceptance:
@@ -198,10 +205,18 @@ def of_lane(lane: LaneTrace) -> Acceptance:
         conditional = tuple(min(b / a, 1.0) for a, b in zip([1.0, *rates], rates, strict=False))
         return Acceptance(conditional, recorded=True)
     rows = range(len(lane.events[0].path)) if lane.events else range(0)
-    steps = [StepCounts.of(event, row) for row in rows for event in lane.events[1:] if event.emitted[row]]
-    nodes = max((step.drafted for step in steps if step.drafted > step.depth), default=0)
+    places = [(event, row) for row in rows for event in lane.events[1:] if event.emitted[row]]
+    steps = [StepCounts.of(*place) for place in places]
+    trees = [(step.drafted, place) for step, place in zip(steps, places, strict=True) if step.drafted > step.depth]
+    widths = _widths(*max(trees, key=itemgetter(0))[1]) if trees else ()
     greedy = lane.method == "draft_model"  # heads become less accurate with distance from the target's hidden states
-    return of_passes(((step.accepted, step.depth) for step in steps), greedy and len(rows) == 1, nodes)
+    return of_passes(((step.accepted, step.depth) for step in steps), greedy and len(rows) == 1, widths)
+
+
+def _widths(event: StepEvent, row: int) -> tuple[int, ...]:
+    """Return the number of nodes at each depth of a row's draft tree."""
+    counts = Counter(node_depths(event, row))
+    return tuple(counts[depth] for depth in range(1, max(counts) + 1))
 
 
 def drafting_lane(path: str | Path) -> LaneTrace:

@@ -35,7 +35,7 @@ CORRELATION = 0.5  # correlation of the misfit between two passes of one model
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """Input of a prediction. nodes: size of the draft tree; 0: chains."""
+    """Input of a prediction. nodes: size of the draft tree; 0: that of the acceptance's tree, or chains."""
 
     target: Shape
     draft: Drafting
@@ -45,6 +45,10 @@ class Scenario:
     context: int = 1024
     nodes: int = 0
     price: float | None = None  # per hour of the machine, in any currency
+
+    def nodes_at(self, depth: int) -> int:
+        """Return the size of the draft tree up to a depth; 0: a chain."""
+        return self.nodes or sum(self.acceptance.widths[:depth])
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +87,7 @@ class Gain:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Result of a prediction. rows: by draft length at the requested batch size, one row for a tree. loads: by batch
+    """Result of a prediction. rows: by draft length, or depth of the tree, at the requested batch size. loads: by batch
     size.
     """
 
@@ -124,7 +128,8 @@ class Prediction:
             if self.break_even_batch and self.break_even_batch > scenario.batch
             else ""
         )
-        how = f"{scenario.nodes} nodes" if scenario.nodes else f"k = {best.k}"
+        nodes = scenario.nodes_at(best.k)
+        how = f"{nodes} nodes" if nodes else f"k = {best.k}"
         return f"{best.speedup.format()} {where} with {how}; bottleneck: {best.limit}{limit_text}."
 
     def extrapolation_note(self, row: Row) -> str:
@@ -159,7 +164,7 @@ class Prediction:
             "engine": scenario.device.engine,
             "batch": scenario.batch,
             "context": scenario.context,
-            "nodes": scenario.nodes,
+            "nodes": scenario.nodes or scenario.acceptance.nodes,
             "plain_ms": round(self.plain_ms, 4),
             "plain_tokens_per_s": _formatted(self.plain_tokens_per_s),
             "best_k": self.best_k,
@@ -234,7 +239,7 @@ def predict(
         acceptance_model,
         batch,
         context,
-        nodes or acceptance_model.nodes,
+        nodes,
         price,
     )
     if acceptance_model.extrapolates(max(ks or _lengths(scenario))):
@@ -286,15 +291,18 @@ def _check(batch: int, context: int, nodes: int, price: float | None) -> None:
 
 
 def _lengths(scenario: Scenario) -> tuple[int, ...]:
+    rates = len(scenario.acceptance.rates)
     if scenario.nodes:
-        return (len(scenario.acceptance.rates),)
+        return (rates,)
+    if scenario.acceptance.widths:
+        return tuple(range(1, rates + 1))
     return tuple(range(1, scenario.draft.longest + 1))
 
 
 def _step(scenario: Scenario, k: int) -> Step:
     """Return the passes of a step; k 0: plain decoding."""
     load = StepLoad(scenario.batch, scenario.context, BYTES[scenario.device.dtype])
-    return step_of(scenario.target, scenario.draft, scenario.acceptance, k, load, scenario.nodes)
+    return step_of(scenario.target, scenario.draft, scenario.acceptance, k, load, scenario.nodes_at(k))
 
 
 def _row(scenario: Scenario, k: int) -> Row:

@@ -30,8 +30,10 @@ from specdemo.ui.job import QUIET, Values, named
 ELSEWHERE = "h100-sxm"  # machine for "Estimate on an H100"
 CONTEXTS = {256: "256", 1024: "1k", 4096: "4k", 16384: "16k", 65536: "64k"}
 SIZES = {0.25: "1/4", 0.5: "1/2", 1.0: "1×", 2.0: "2×"}
+LOAD = {"batch": 1, "context": 1024}  # of a first visit
 SAME, OWN = "run", "own"  # the run's draft and acceptance, or custom ones
 Choices = Sequence[tuple[str, str | float]]  # labels and values
+LENGTH = "Draft length k"
 SMALL = 4e9  # maximum parameters of an offered draft model
 
 
@@ -62,7 +64,7 @@ def start_of(trace: RunTrace, index: int, words: str, allow_any_model: bool = Fa
     if lane.method not in DraftingCost.declared:
         raise ValueError(f"{lane.name} chooses drafts at run time and cannot be predicted; choose another run")
     acceptance = of_lane(lane)
-    k = lane.options.get("k")
+    k = None if acceptance.nodes else lane.options.get("k")  # a tree is as deep as its acceptance is known
     return Start(
         words=words,
         target=target,
@@ -136,7 +138,7 @@ def _resized(draft: Drafting, times: float) -> Drafting:
 
 def to_view(start: Start, p: Prediction, k: int) -> dict[str, object]:
     """Return the data of the view."""
-    row = next((row for row in p.rows if row.k == k), p.best)
+    row = min(p.rows, key=lambda row: abs(row.k - k))
     where = p.scenario.device.profile
     source = f"measured {where.measured.date}" if where.measured else "from its spec sheet"
     verify = row.verify_ms / row.v
@@ -204,8 +206,9 @@ class Questions:
         return self._begin(request, lanes, chosen, values)
 
     def start_from_race(self, request: gr.Request, values: Values) -> Values:
-        """Start from the visible run, on another machine."""
-        return self._begin(request, self._lanes(request), None, values | {"machine": ELSEWHERE, "state": None})
+        """Start from the visible run, on another machine, at the load of a first visit."""
+        values = values | {"machine": ELSEWHERE, "state": None} | LOAD
+        return self._begin(request, self._lanes(request), None, values) | LOAD
 
     def begin(self, request: gr.Request, values: Values) -> Values:
         """Start from another run."""
@@ -250,7 +253,7 @@ class Questions:
         answer = self.answer(request, values | filled | {"state": start})
         rate = gr.update(value=filled["rate"], visible=False)
         target = gr.update(value=start.target, choices=_targets(start.target))
-        return update | filled | answer | {"state": start, "rate": rate, "target": target}
+        return update | filled | answer | {"state": start, "rate": rate, "target": target, "k": _length(start)}
 
     def _lanes(self, request: gr.Request) -> dict[str, tuple[RunTrace, int, str]]:
         """Return the lanes of the visible run that can be predicted."""
@@ -264,6 +267,13 @@ class Questions:
             for i, lane in enumerate(trace.lanes)
             if i and lane.method in DraftingCost.declared and lane.exact and lane.summary.get("drafted")
         }
+
+
+def _length(start: Start) -> object:
+    """Return the update of the draft length. A tree can be cut, but not made deeper than the recorded one."""
+    tree = start.acceptance.nodes
+    label = f"Depth of the tree ({tree} nodes)" if tree else LENGTH
+    return gr.update(value=start.k, maximum=max(len(start.acceptance.rates), 2) if tree else MAX_K, label=label)
 
 
 def _refused(error: ValueError) -> str:
@@ -325,9 +335,9 @@ def _where() -> dict[str, Component]:
         )
     with gr.Row(elem_id="whatif-load"):
         batches = [(str(n), n) for n in BATCHES]
-        batch = _chips(batches, 1, "Batch size", "batch", 5, 300)
-        context = _chips(contexts, 1024, "Context (tokens)", "context", 3, 300)
-        length = gr.Slider(1, MAX_K, k, step=1, label="Draft length k", elem_id="whatif-k", scale=3, min_width=220)
+        batch = _chips(batches, LOAD["batch"], "Batch size", "batch", 5, 300)
+        context = _chips(contexts, LOAD["context"], "Context (tokens)", "context", 3, 300)
+        length = gr.Slider(1, MAX_K, k, step=1, label=LENGTH, elem_id="whatif-k", scale=3, min_width=220)
     return {"start": start, "machine": machine, "dtype": dtype, "batch": batch, "context": context, "k": length}
 
 

@@ -91,6 +91,7 @@ def test_heads_are_known_by_position_alone_and_trees_at_their_size():
     assert not of_lane(lane_of("embedded-eagle-3")).exact
     tree = of_lane(lane_of("embedded-medusa"))
     assert tree.nodes > len(tree.rates) and tree.longest is None
+    assert len(tree.widths) == len(tree.rates) == 2 and tree.expected(1) < tree.expected(2)
 
 
 @given(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=6), st.integers(1, 8), st.integers(1, 64))

@@ -57,7 +57,7 @@ def test_the_run_on_show_comes_first_and_fills_the_controls(race):
     assert updates["start"]["value"] == "lane-1" and labels[0] == f"Your last run: stories, {race.lanes[1].name}"
     assert len(labels) == 2 + len(recorded_starts())
     state = updates["state"]
-    assert (updates["k"], state.method, state.target) == (state.k, race.lanes[1].method, "stories")
+    assert (updates["k"]["value"], state.method, state.target) == (state.k, race.lanes[1].method, "stories")
     again = asking.open(VISITOR, VALUES | {"state": state, "start": "lane-1", "k": 9, "batch": 8})
     assert "k" not in again and shown(again)["at"] == {"k": 9, "batch": 8}  # the selected values stay
     other = asking.open(VISITOR, VALUES | {"state": recorded_start("embedded-bytes"), "start": "embedded-bytes"})
@@ -71,7 +71,7 @@ def test_race_is_predicted_on_an_h100(race):
     assert updates["machine"] == whatif.ELSEWHERE and updates["draft"] == "run"
     view = shown(updates)
     assert view["where"].startswith("NVIDIA H100") and view["from"].startswith("Run shown in Race: stories")
-    assert view["at"] == {"k": updates["state"].k, "batch": 64}
+    assert view["at"] == {"k": updates["state"].k, "batch": 1} and updates["batch"] == 1  # not of an earlier visit
 
 
 def test_unpredictable_lane_is_one_line(race):
@@ -101,6 +101,16 @@ def test_every_control_changes_the_answer():
     assert changed(draft="ngram")["rows"][3]["ms"]["draft"] < base["rows"][3]["ms"]["draft"]
     large = changed(target="llama-8b", draft="eagle")
     assert large["memory_gb"] > 15 and large["where"] == "NVIDIA H100 SXM · bfloat16 · from its spec sheet"
+
+
+def test_a_tree_is_predicted_at_every_depth_up_to_its_own():
+    updates = questions().begin(VISITOR, VALUES | {"start": "embedded-medusa"})
+    assert updates["k"]["maximum"] == updates["k"]["value"] == 2 and "tree (6 nodes)" in updates["k"]["label"]
+    views = [shown(questions().answer(VISITOR, VALUES | {"state": updates["state"], "k": k})) for k in (1, 2, 5)]
+    assert [view["at"]["k"] for view in views] == [1, 2, 2]
+    first, second = views[0]["rows"]
+    assert first["tokens"] < second["tokens"] and first["ms"]["verify"] < second["ms"]["verify"]
+    assert views[0]["sentence"] != views[1]["sentence"]
 
 
 def test_unsupported_precision_is_replaced():
