@@ -66,12 +66,15 @@ def _tokenizer_fit(target: Target, draft: Target, cross_vocabulary: bool) -> str
     return f"same tokenizer; vocabulary {draft.vocab_size}, the target's is {target.vocab_size}, the rest is padding"
 
 
-def check_pairs(target: Target, candidates: Iterable[tuple[str, str]]) -> list[DrafterFit]:
-    """Check candidates (method, drafter). Sorted: those that fit, those that do not, those that could not be opened."""
+def check_pairs(target: Target, candidates: Iterable[tuple[str | None, str]]) -> list[DrafterFit]:
+    """Check candidates (method, drafter); without a method, that of the drafter's files is used.
+
+    Sorted: those that fit, those that do not, those that could not be opened.
+    """
     pairs = []
     for name, drafter in dict.fromkeys(candidates):
         try:
             pairs.append(check_pair(target, drafter, name))
         except ValueError as error:
-            pairs.append(DrafterFit(drafter, name, None, str(error)))
+            pairs.append(DrafterFit(drafter, name or "?", None, str(error)))
     return sorted(pairs, key=lambda pair: (pair.fits is None, not pair.fits, pair.method, pair.drafter))

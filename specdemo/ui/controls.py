@@ -113,6 +113,13 @@ class Controls:
         folded = [self.parts[name] for name in FOLDED]
         after(lambda *values: gr.update(label=settings_summary(*values)), folded, self.parts["fold"], **HALF_TYPED)
 
+    def offer(self, after: Callable[..., object]) -> None:
+        """Connect an event to the lists of models."""
+        lanes = {f"{name}-{n}": self.parts[f"{name}-{n}"] for n in NUMBERS for name in ("method", "options", "model")}
+        shown = {f"model-{n}": self.parts[f"model-{n}"] for n in NUMBERS}
+        given = {"target": self.parts["target"], **lanes}
+        named(after, lambda _, values: offer_models(values), given, shown, **HALF_TYPED)
+
     def _describe(self, event: Callable[..., object]) -> None:
         """Connect an event to the description of the setup."""
         shown = {name: self.parts[name] for name in ("setup", "about")}
@@ -132,7 +139,9 @@ class Controls:
                     words = {"label": knob.name, "info": knob.help, "elem_id": f"option-{knob.name}-{n}"}
                     value = options.get(knob.name, knob.default)
                     control = _draw_knob(knob, value, {}, gr.Dropdown, **words, interactive=True)
-                    given = {"target": self.parts["target"], **lane, "knob": gr.State(knob.name), "value": control}
+                    # not `model`: while a preset fills the controls, its value is not yet among the choices
+                    given = {"target": self.parts["target"], "method": lane["method"], "options": lane["options"]}
+                    given |= {"knob": gr.State(knob.name), "value": control}
                     self._describe(named(control.change, _set, given, lane, **QUIET).then)
 
         follow = [page.load, lane["drawn"].change]
@@ -163,7 +172,7 @@ def component_props(chosen: Preset) -> dict[str, Values]:
     shown: dict[str, Values] = {name: {"value": value} for name, value in to_values(chosen).items()}
     for n, lane in zip(NUMBERS, _padded(chosen), strict=True):
         model = shown[f"model-{n}"]
-        model["choices"] = _model_choices(model["value"], _paired(chosen.target))
+        model["choices"] = _model_choices([model["value"]])  # `offer_models` adds the others, which needs torch
         model["visible"] = lane is None or lane.model is not None
         shown[f"train-{n}"] = {"visible": False}
         shown[f"server-{n}"]["choices"] = _servers(lane.server if lane else None)
@@ -182,7 +191,10 @@ def _updates(shown: Mapping[str, Values]) -> Values:
 
 def fill(chosen: Preset, drawn: Mapping[str, int]) -> Values:
     """Return updates of `Controls.parts` that show this comparison."""
-    return _updates(component_props(chosen)) | {name: drawn[name] + 1 for name in DRAWN}
+    updates = _updates(component_props(chosen)) | {name: drawn[name] + 1 for name in DRAWN}
+    for name, menu in offer_models(to_values(chosen)).items():
+        updates[name] |= menu
+    return updates
 
 
 def fill_untouched(chosen: Preset, start: Preset, now: Values) -> Values:
@@ -221,6 +233,17 @@ def about(chosen: Preset) -> str:
     return " ".join(words)
 
 
+def offer_models(values: Values) -> Values:
+    """Return the updates of every lane's list of models: those that fit its method and the target, and its own."""
+    lazy_imports.live()
+    updates: Values = {}
+    for n in NUMBERS:
+        name, options = values[f"method-{n}"], values[f"options-{n}"]
+        fitting = fitting_models(values["target"], model_method(name, _known(name, options)))
+        updates[f"model-{n}"] = gr.update(choices=_model_choices([*fitting, values[f"model-{n}"]]))
+    return updates
+
+
 def titles(_: gr.Request, __: Values) -> Values:
     """Return the updates that set the methods' titles in every lane."""
     lazy_imports.live()
@@ -238,9 +261,13 @@ def key(values: Values) -> str:
 
 
 def setup(values: Values, lanes: Sequence[tuple[str, str | None, int]]) -> str:
-    """Return the data of setup.js: lanes by method, weights and draft length, and the key of all settings."""
+    """Return the data of setup.js: lanes by method, weights and draft length, the key of all settings, and the reason
+    why this machine cannot run them.
+    """
     words = [f"{title}{f' ({Path(model).name})' if model else ''}, k = {k}" for title, model, k in lanes]
-    return json_text({"target": values["target"], "lanes": words, "key": key(values)})
+    chosen = preset(values["preset"])
+    obstacle = why_not(chosen) if values["target"] == chosen.target else ""
+    return json_text({"target": values["target"], "lanes": words, "key": key(values), "obstacle": obstacle})
 
 
 def setup_line(_: gr.Request, values: Values) -> Values:
@@ -314,18 +341,27 @@ def needs_model(name: str, options: Mapping[str, object]) -> bool:
     return bool(method(model_method(name, _known(name, options))).needs_model)
 
 
-@lru_cache
 def pairs(target: str) -> "tuple[DrafterFit, ...]":
-    """Return the checker's results for all known drafters; none if the target is not available."""
+    """Return the drafters that are known to fit a target or not, including the heads that visitors have trained.
+
+    Drafters of a preset's target on the hub are those that presets pair with it: nothing is downloaded to list them.
+    """
+    return _pairs(target, tuple(TRAINED))
+
+
+@lru_cache
+def _pairs(target: str, trained: tuple[str, ...]) -> "tuple[DrafterFit, ...]":
     from specdemo.methods.pairs import DrafterFit, check_pairs
     from specdemo.models.load import load_meta_target
 
-    known = known_drafters(target)
+    known, paired = known_drafters(target), {*_paired(target)}
+    listed = tuple(DrafterFit(model, name, None, "") for name, model in dict.fromkeys(known) if model in paired)
+    if target in _targets() and target not in EMBEDDED:
+        return listed
     try:
-        return tuple(check_pairs(load_meta_target(target), known))
+        return tuple(check_pairs(load_meta_target(target), [*known, *((None, folder) for folder in trained)]))
     except ValueError:
-        with_it = {*_paired(target)}
-        return tuple(DrafterFit(model, name, None, "") for name, model in dict.fromkeys(known) if model in with_it)
+        return listed
 
 
 def fitting_models(target: str, reads: str) -> list[str]:
@@ -343,9 +379,10 @@ def unfit(target: str) -> str:
 
 
 def default_draft(target: str) -> str:
-    """Return the draft model that a preset pairs with this target, or else the first of all."""
-    pairs = [(p.target, lane.model) for p in load_presets().values() for lane in p.lanes if lane.model]
-    return next((model for name, model in pairs if name == target), pairs[0][1])
+    """Return the draft model that a preset pairs with this target, or else another drafter of it, or else the first."""
+    lanes = [(p.target, lane) for p in load_presets().values() for lane in p.lanes if lane.model]
+    best = min(lanes, key=lambda pair: (pair[0] != target, pair[1].method != DRAFTING[0]))
+    return str(best[1].model)
 
 
 def integer(name: str, value: object) -> int:
@@ -386,7 +423,7 @@ def draw(start: Preset, allow_any_model: bool) -> Controls:
                 if n > 1:
                     gr.Markdown(f"Lane {n}", elem_classes="lane-title")
                 else:
-                    look = {**shown["target"], "choices": _model_choices(start.target, _targets())}
+                    look = {**shown["target"], "choices": _model_choices([start.target, *_targets()])}
                     parts["target"] = _model_choice("Target model (all lanes)", look, "target", allow_any_model)
                 parts |= _draw_lane(n, shown, allow_any_model)
         parts["unfit"] = gr.HTML(**shown["unfit"], elem_id="unfit")
@@ -460,10 +497,9 @@ def _model_choice(label: str, look: Values, elem_id: str, allow_any_model: bool)
     return gr.Dropdown(**look, label=label, allow_custom_value=allow_any_model, min_width=190, elem_id=elem_id)
 
 
-def _model_choices(value: str, offered: Sequence[str] = ()) -> list[tuple[str, str]]:
-    """Return labels and values of the models to choose from, including the chosen one."""
-    names = dict.fromkeys([value, *offered, *TRAINED])
-    return [(Path(name).name if name in TRAINED else name, name) for name in names]
+def _model_choices(names: Sequence[str]) -> list[tuple[str, str]]:
+    """Return labels and values of the models to choose from. The label of a trained head is its folder's name."""
+    return [(Path(name).name if name in TRAINED else name, name) for name in dict.fromkeys(names)]
 
 
 def _paired(target: str) -> list[str]:
@@ -535,7 +571,7 @@ def _fit_model(target: str, name: str, options: Mapping[str, object]) -> Values:
     fitting = fitting_models(target, model_method(name, _known(name, options))) if needed else []
     none = needed and not fitting
     value = fitting[0] if fitting else None if none else default_draft(target)
-    choices = _model_choices(value, fitting) if value else []
+    choices = _model_choices([value, *fitting]) if value else []
     return {
         "model": gr.update(visible=needed and not none, value=value, choices=choices),
         "train": gr.update(visible=none),

@@ -284,6 +284,7 @@ def _show_what_is_chosen(page: gr.Blocks, visits: Visits, form: Controls, view: 
     restored = named(linked.then, visits.restore, given, {**form.parts, "view": view}, **QUIET)
     shown = restored.then(None, None, None, js=assets.text("link_applied.js"), **QUIET)
     form.relabel(shown.then)  # once, after all restored controls were drawn
+    form.offer(shown.then)
 
 
 def _endpoints(allow_any_model: bool) -> None:

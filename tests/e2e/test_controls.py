@@ -123,9 +123,38 @@ def test_presets_of_larger_models_are_in_a_list(visit_gated):
     choose(page, "more", "24 GB Qwen3 8B with Qwen3 0.6B")
     expect(page.locator("#target input")).to_have_value("Qwen/Qwen3-8B")
     expect(page.locator("#presets input[type=radio]:checked")).to_have_count(0)
+    expect(page.locator("#run")).to_be_disabled()
+    expect(page.locator("#view .sd-status")).to_contain_text("This machine cannot run this preset: it needs a GPU")
     page.get_by_label("Sampling", exact=True).check()
     expect(page.locator("#target input")).to_have_value("stories")
+    expect(page.locator("#run")).to_be_enabled()
     expect(page.locator("#more input")).to_have_value(re.compile("^More examples"))
+
+
+def drafters(page):
+    """Return the models that lane 1 offers."""
+    page.locator("#model-1 input").click()
+    expect(page.get_by_role("option").first).to_be_visible()
+    found = page.get_by_role("option").all_inner_texts()
+    page.keyboard.press("Escape")
+    page.locator("#model-1 input").blur()
+    return [name.lstrip("✓ ").strip() for name in found]
+
+
+def test_a_lane_offers_only_models_that_fit(visit_gated):
+    page = visit_gated()
+    expect(page.locator("#view .sd-status")).to_have_text(re.compile("^Recorded"))
+    edit(page)
+    first = drafters(page)
+    assert "stories-draft-wide" in first and not [name for name in first if "draft" not in name]
+    for target in ("code", "stories"):
+        choose(page, "target", target)
+        expect(page.locator("#model-1 input")).to_have_value("code-draft" if target == "code" else "stories-draft-wide")
+    assert drafters(page) == first
+    page.get_by_label("Edit code", exact=True).check()
+    expect(page.locator("#target input")).to_have_value("code")
+    expect(page.locator("#option-max_n-2 input").first).to_be_visible()
+    expect(page.locator(".toast-body")).to_have_count(0)
 
 
 def test_wrapped_method_decides_whether_a_model_is_shown(visit_gated):

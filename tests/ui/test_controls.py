@@ -3,6 +3,8 @@
 import pytest
 
 from specdemo.engine.comparison import Comparison
+from specdemo.methods import model_method
+from specdemo.models.hub import embedded_folder
 from specdemo.presets.files import load_presets, preset
 from specdemo.presets.limits import LIMITS
 from specdemo.ui import controls
@@ -85,7 +87,7 @@ def test_a_head_trained_on_the_page_may_race(values, monkeypatch):
     values[place("model", 0)] = "runs/medusa-1"
     monkeypatch.setattr(controls, "TRAINED", ["runs/medusa-1"])
     assert from_values(values).lanes[0].model == "runs/medusa-1"
-    assert ("medusa-1", "runs/medusa-1") in controls._model_choices("stories-draft-wide")
+    assert controls._model_choices(["runs/medusa-1"]) == [("medusa-1", "runs/medusa-1")]
 
 
 def test_options_that_name_models_may_name_those_of_the_list():
@@ -199,6 +201,28 @@ def test_another_target_takes_another_drafter_or_offers_to_train_one():
     assert "<b>stories-draft-wide</b> another tokenizer" in fitted["unfit"]
 
 
+@pytest.mark.parametrize("name", list(load_presets()))
+def test_a_lane_offers_the_models_of_its_method_alone(name):
+    values = to_values(preset(name))
+    before = controls.offer_models(values)
+    for n in controls.NUMBERS:
+        offered = [model for _, model in before[f"model-{n}"]["choices"]]
+        reads = model_method(values[f"method-{n}"], values[f"options-{n}"])
+        fitting = {pair.drafter for pair in controls.pairs(values["target"]) if pair.method == reads}
+        assert {*offered} <= fitting | {values[f"model-{n}"]}
+        assert fill(preset(name), dict.fromkeys(controls.DRAWN, 0))[f"model-{n}"]["choices"] == [
+            (m, m) for m in offered
+        ]
+
+
+def test_a_trained_head_is_offered_to_its_method_alone(monkeypatch):
+    folder = str(embedded_folder() / "stories-medusa")
+    monkeypatch.setattr(controls, "TRAINED", [folder])
+    assert folder in controls.fitting_models("stories", "medusa")
+    assert folder not in controls.fitting_models("stories", "draft_model")
+    assert folder not in controls.fitting_models("code", "medusa")
+
+
 def test_lanes_are_added_and_removed_within_limits():
     assert [controls._lane_looks(n)["count"]["value"] for n in (0, 99)] == [1, controls.LANES]
     shown = controls._lane_looks(2)
@@ -237,6 +261,6 @@ def test_hidden_settings_are_named():
     assert label("text", max_new_tokens=160) == ("Settings: no chat template · greedy · max 160 tokens · interleaved")
     sampling = {"temperature": 0.8, "top_p": 0.95, "top_k": 40, "min_p": 0.05}
     assert label("chat", **sampling, seed=7, max_new_tokens=1, schedule="sequential") == (
-        "Settings: chat template · temperature 0.8 · top-p 0.95 · top-k 40 · min-p 0.05 · seed 7 · at most 1 token · "
-        "one lane after the other"
+        "Settings: chat template · temperature 0.8 · top-p 0.95 · top-k 40 · min-p 0.05 · seed 7 · max 1 token · "
+        "sequential"
     )
