@@ -23,7 +23,9 @@ STORED = {
     "fp8": 8.0,
     "fbgemm_fp8": 8.0,
 }
+# bits per weight of bitsandbytes, including its share of the scales (4 bits: double quantisation)
 QUANTIZED_BITS = {"4bit": 4.13, "8bit": 8.03}
+HEADROOM = 1.1  # memory factor for activations, buffers and fragmentation
 
 LARGEST = 1 << 24  # upper limit of every size of a model
 MOST_BITS = 64

@@ -1,7 +1,7 @@
 """Memory estimates of a model before it is loaded or downloaded, and the free memory.
 
 Weights are counted from the headers of safetensors files or from the hub's metadata; keys and values from the config.
-Both leave out overheads; compare them with free memory divided by `HEADROOM`.
+Both leave out overheads; compare them with free memory divided by `core.shapes.HEADROOM`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,11 +16,11 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
 from specdemo.core.safe_io import TOO_LARGE
+from specdemo.core.shapes import QUANTIZED_BITS
 from specdemo.models.configs import read_config
 from specdemo.models.devices import device_kind
 from specdemo.models.hub import Repository, fetch_config
 
-HEADROOM = 1.1  # factor for activations, buffers and fragmentation
 STORED_BITS = {"I64": 64, "I32": 32, "I16": 16, "I8": 8, "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F4": 4}
 # parts of names of matrices that bitsandbytes does not quantise
 UNQUANTISED = (
@@ -32,7 +32,6 @@ UNQUANTISED = (
 )
 ABSENT = 1.5  # config weights / stored weights; above it the files lack tensors, like those of heads
 NUMBERS_PER_ENTRY = 8  # 4-bit weights per stored entry
-BITS_PER_NUMBER = {4: 4.13, 8: 8.03}  # bits per weight, including its share of the scales (4: double quantisation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +139,7 @@ def _bits(name: str, dimensions: int, stored: str, precision: Precision) -> floa
         return STORED_BITS[stored]
     if precision.bits is None or dimensions != 2 or any(part in name for part in UNQUANTISED):
         return precision.width
-    return BITS_PER_NUMBER[precision.bits]
+    return QUANTIZED_BITS[f"{precision.bits}bit"]
 
 
 def _from_hub_metadata(repository: Repository, precision: Precision, config: Mapping[str, Any]) -> int:
@@ -151,7 +150,7 @@ def _from_hub_metadata(repository: Repository, precision: Precision, config: Map
     if precision.bits:
         tables = 1 if config.get("tie_word_embeddings") else 2
         unquantised = tables * int(config.get("vocab_size", 0)) * int(config.get("hidden_size", 0))
-    per_number = BITS_PER_NUMBER[precision.bits] if precision.bits else precision.width
+    per_number = QUANTIZED_BITS[f"{precision.bits}bit"] if precision.bits else precision.width
     bits = sum(count * STORED_BITS.get(stored, per_number) for stored, count in repository.numbers.items())
     return int(bits + unquantised * (precision.width - per_number)) // 8
 
