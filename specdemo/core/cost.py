@@ -57,12 +57,12 @@ def interpolate(values: Mapping[Any, float], sizes: Sequence[int], size: float) 
     return values[high] + (max(slope, 0.0) if extrapolate else slope) * (size - high)
 
 
-def speedup(tokens: float, time: float, plain_time: float) -> float:
+def predicted_speedup(tokens: float, time: float, plain_time: float) -> float:
     """Return the speed-up of a step that outputs `tokens` in `time` over plain steps of `plain_time`."""
     return tokens * plain_time / time
 
 
-def fastest(tokens: Iterable[float], times: Iterable[float]) -> int:
+def best_length(tokens: Iterable[float], times: Iterable[float]) -> int:
     """Return the index of the most tokens per time. A time of 0 is unknown and loses against any other."""
     speeds = [n / time if time else 0.0 for n, time in zip(tokens, times, strict=True)]
     return speeds.index(max(speeds))

@@ -15,7 +15,7 @@ from operator import itemgetter
 from statistics import fmean, linear_regression, pstdev
 from typing import Any
 
-from specdemo.core.cost import MIN_TRIALS, expected_tokens, fastest, interpolate, measured_rates, speedup
+from specdemo.core.cost import MIN_TRIALS, best_length, expected_tokens, interpolate, measured_rates, predicted_speedup
 from specdemo.core.estimate import Estimate, t_quantile
 from specdemo.core.tally import StepCounts, summarise
 from specdemo.core.trace import LaneTrace, RunTrace, StepEvent, estimates, step_ms
@@ -68,12 +68,12 @@ class CostModel:
 
     def speedup(self, k: int) -> float:
         """Return the speed-up over plain decoding; k = 0 means off. A tree is known at its measured depth only."""
-        return speedup(self.tokens(k), self.step_ms(k), self.plain_ms) if k else 1.0
+        return predicted_speedup(self.tokens(k), self.step_ms(k), self.plain_ms) if k else 1.0
 
     def best_k(self, longest: int = MAX_K) -> int:
         """Return the draft length with the highest predicted speed-up, 0 for off. For a tree: its depth or 0."""
         ks = [*range(longest + 1)] if self.tree_nodes is None else [0, self.k]
-        return ks[fastest(map(self.tokens, ks), (self.step_ms(k) if k else self.plain_ms for k in ks))]
+        return ks[best_length(map(self.tokens, ks), (self.step_ms(k) if k else self.plain_ms for k in ks))]
 
     def v(self, slots: float) -> float:
         """Return the time of a pass over so many slots, interpolated between the measured widths, in units of

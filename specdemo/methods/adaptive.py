@@ -26,7 +26,7 @@ from operator import add, mul
 import torch
 from torch import Generator
 
-from specdemo.core.cost import expected_tokens, fastest, interpolate, speedup
+from specdemo.core.cost import best_length, expected_tokens, interpolate, predicted_speedup
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import ABSENT, Draft
@@ -211,7 +211,7 @@ class Goodput(LengthPolicy):
         else:
             k = depth if self._token_by_token and plan.best else self._explore(plan)
         self._log_odds, self._path_probs = [], []
-        predicted = speedup(plan.tokens[k], plan.seconds[k], plan.seconds[0]) if plan.seconds[k] else 1.0
+        predicted = predicted_speedup(plan.tokens[k], plan.seconds[k], plan.seconds[0]) if plan.seconds[k] else 1.0
         alpha = sum(plan.rates[: max(k, 1)]) / max(k, 1) if depth else 0.0
         self.notes = {"k": k, "alpha": round(alpha, 4), "predicted": round(predicted, 4)}
         return k
@@ -256,7 +256,7 @@ class Goodput(LengthPolicy):
         rates = self.acceptance.rates(depth)
         tokens, seconds = expected_tokens(rates), self._seconds(depth, nodes)
         thresholds = self._thresholds(rates, seconds) if self._token_by_token else [0.0] * depth
-        plan = self._plans[depth, nodes] = DepthPlan(rates, tokens, seconds, fastest(tokens, seconds), thresholds)
+        plan = self._plans[depth, nodes] = DepthPlan(rates, tokens, seconds, best_length(tokens, seconds), thresholds)
         return plan
 
     def _thresholds(self, rates: list[float], seconds: list[float]) -> list[float]:

@@ -11,10 +11,10 @@ from functools import cached_property
 from math import exp, hypot, log, sqrt
 from pathlib import Path
 
-from specdemo.core.cost import fastest, speedup
+from specdemo.core.cost import best_length, predicted_speedup
 from specdemo.core.dtypes import dtype_name
 from specdemo.core.estimate import Estimate
-from specdemo.core.shapes import Shape
+from specdemo.core.shapes import HEADROOM, Shape
 from specdemo.core.trace import LaneTrace
 from specdemo.methods.drafting_cost import Drafting
 from specdemo.prediction.acceptance import Acceptance, drafting_lane, of_lane
@@ -28,7 +28,6 @@ from specdemo.prediction.steps import Step, StepLoad, step_of
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 MOST_EXPENSIVE = 1e9  # highest price per hour, in any currency
 SURE = 1.96  # standard deviations for 95 %
-HEADROOM = 1.1  # memory factor for activations and buffers
 ASSUMED = 0.75  # default acceptance rate of every position
 CORRELATION = 0.5  # correlation of the misfit between two passes of one model
 
@@ -310,7 +309,7 @@ def _row(scenario: Scenario, k: int) -> Row:
     tokens, plain_ms = scenario.acceptance.tokens(k), plain.ms(device)
     draft_ms, verify_ms, other_ms = step.draft_ms(device), step.check_ms(device), step.overhead_ms(device)
     step_ms = draft_ms + verify_ms + other_ms
-    gain, rate = speedup(tokens.value, step_ms, plain_ms), 1e3 * scenario.batch * tokens.value / step_ms
+    gain, rate = predicted_speedup(tokens.value, step_ms, plain_ms), 1e3 * scenario.batch * tokens.value / step_ms
     own, shared = verify_ms / step_ms, draft_ms / step_ms
     variance = CORRELATION * (1.0 - own) ** 2 + (1.0 - CORRELATION) * (1.0 + own**2) + shared**2
     half = _half(device, lambda d: log(plain.ms(d) / step.ms(d)), device.misfit * sqrt(variance))
@@ -362,7 +361,7 @@ def _limit(scenario: Scenario, k: int, tokens: float, step: Step, plain: Step) -
 def _fastest(scenario: Scenario, lengths: Sequence[int]) -> int:
     """Return the draft length with the most tokens per time; 0: plain decoding."""
     tokens = (scenario.acceptance.tokens(k).value if k else 1.0 for k in lengths)
-    return lengths[fastest(tokens, (_step(scenario, k).ms(scenario.device) for k in lengths))]
+    return lengths[best_length(tokens, (_step(scenario, k).ms(scenario.device) for k in lengths))]
 
 
 def _load(scenario: Scenario, lengths: Sequence[int]) -> Gain:

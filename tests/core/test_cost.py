@@ -2,7 +2,7 @@
 
 import pytest
 
-from specdemo.core.cost import expected_tokens, fastest, interpolate, measured_rates, pooled_rate, speedup
+from specdemo.core.cost import best_length, expected_tokens, interpolate, measured_rates, pooled_rate, predicted_speedup
 from specdemo.engine.cost import CostModel
 from specdemo.methods.adaptive import Goodput, StepOutcome
 from specdemo.prediction.acceptance import Acceptance, of_passes
@@ -12,7 +12,7 @@ from specdemo.prediction.predict import predict
 @pytest.mark.parametrize("cost, best", [(0.01, 7), (0.02, 6), (0.05, 4), (0.1, 3)])
 def test_best_depth_at_an_acceptance_of_six_tenths(cost, best):
     """Leviathan et al. (2211.17192) and OSD (2310.07177) list these lengths for free verification."""
-    assert fastest(expected_tokens([0.6] * 20), [1.0 + cost * k for k in range(21)]) == best
+    assert best_length(expected_tokens([0.6] * 20), [1.0 + cost * k for k in range(21)]) == best
 
 
 def test_expected_tokens_by_position():
@@ -21,9 +21,9 @@ def test_expected_tokens_by_position():
 
 
 def test_unknown_times_are_not_chosen():
-    assert fastest([1.0, 1.5, 1.9], [1.0, 0.0, 1.2]) == 2
-    assert fastest([1.0, 1.5], [0.0, 0.0]) == 0
-    assert speedup(1.5, 2.0, 1.0) == 0.75
+    assert best_length([1.0, 1.5, 1.9], [1.0, 0.0, 1.2]) == 2
+    assert best_length([1.0, 1.5], [0.0, 0.0]) == 0
+    assert predicted_speedup(1.5, 2.0, 1.0) == 0.75
 
 
 def test_values_lie_on_lines_between_the_measured_sizes():
@@ -59,9 +59,9 @@ def test_advice_adaptive_lengths_and_predictions_agree(rates):
     assert plan.best == model.best_k(4)
     found = predict("llama-8b", method="eagle", acceptance=rates, device="l4")
     tokens, times = ([1.0, *(r.tokens.value for r in found.rows)], [found.plain_ms, *(r.step_ms for r in found.rows)])
-    assert found.best_k == fastest(tokens, times)
+    assert found.best_k == best_length(tokens, times)
     assert [row.speedup.value for row in found.rows[:4]] == pytest.approx(
-        [speedup(model.tokens(k), found.rows[k - 1].step_ms, found.plain_ms) for k in range(1, 5)]
+        [predicted_speedup(model.tokens(k), found.rows[k - 1].step_ms, found.plain_ms) for k in range(1, 5)]
     )
 
 
