@@ -45,9 +45,9 @@ DEFINITIONS: dict[str, Definition] = {
     ),
     "acceptance rate": Definition(
         ("acceptance_rate", "accepted", "drafted"),
-        "accepted draft tokens divided by verified draft tokens; draft tokens after the end of the text count as "
-        "verified, not as accepted; in a tree all nodes count, so the rate is low",
-        "accepted / verified draft tokens",
+        "accepted draft tokens divided by all draft tokens. Draft tokens that were not verified, because an earlier "
+        "one was rejected or the text ended, count as not accepted; in a tree all nodes count, so the rate is low",
+        "accepted / all draft tokens, also those not verified",
     ),
     "mean accepted length": Definition(
         ("tokens_per_step", "tokens", "steps"),

@@ -34,6 +34,7 @@ _FAST = FailFast()  # a hostile file gets one error per list, not millions
 _Ids = Annotated[list[Int], _FAST]
 _Rows = Annotated[list[_Ids], _FAST]
 _ProbRows = Annotated[list[Annotated[list[float | None], _FAST]], _FAST]
+_TopTokens = Annotated[list[Annotated[list[tuple[Int, float]], _FAST, Field(max_length=4)]], _FAST]
 _Ms = Annotated[float, Field(ge=0)]
 _SHORT = Field(max_length=64)
 
@@ -67,6 +68,9 @@ class StepEvent:
     # from the drafter; of a prefill "kept": tokens reused from the last text
     notes: Annotated[dict[str, float], _SMALL] = field(default_factory=dict)
     wall_ms: _Ms | None = None  # wall time, if `ms` is the time of the thread
+    # row 0: for each slot of the path the target's most likely tokens with their probabilities, and the output token;
+    # empty: unknown
+    top: _TopTokens = field(default_factory=list)
 
 
 def token_kinds(event: StepEvent, row: int = 0) -> list[Kind]:
@@ -154,7 +158,7 @@ _adapter = TypeAdapter(RunTrace)
 
 def to_json(trace: RunTrace, indent: int | None = None, limits: JsonLimits = FILE_LIMITS) -> str:
     """Write a trace that `from_json` can read. A trace that exceeds the limits is written without indentation and, if
-    needed, without probabilities: `draft_probs` and `target_probs` are then empty."""
+    needed, without probabilities: `draft_probs`, `target_probs` and `top` are then empty."""
     text = _adapter.dump_json(trace, indent=indent)
     if indent is not None and not _fits(text, limits):
         text = _adapter.dump_json(trace)
@@ -177,7 +181,7 @@ def _fits(text: bytes, limits: JsonLimits) -> bool:
 
 def without_probabilities(events: Iterable[StepEvent]) -> list[StepEvent]:
     """Return the events without probabilities, which are the largest part of a trace."""
-    return [replace(event, draft_probs=[], target_probs=[]) for event in events]
+    return [replace(event, draft_probs=[], target_probs=[], top=[]) for event in events]
 
 
 def _with_probabilities(event: StepEvent) -> StepEvent:
@@ -270,7 +274,9 @@ def _is_consistent(event: StepEvent, remote: bool) -> bool:
     if not event.path or {len(event.path)} != {len(field) for field in (*per_node, event.emitted)}:
         return False
     if remote:
-        return not any(cells for rows in (*per_node, event.path) for cells in rows)
+        return not event.top and not any(cells for rows in (*per_node, event.path) for cells in rows)
+    if event.top and len(event.top) != len(event.path[0]):
+        return False
     for tokens, parents, path, emitted, *probs in zip(
         event.drafted, event.parents, event.path, event.emitted, event.draft_probs, event.target_probs, strict=True
     ):

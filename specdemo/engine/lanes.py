@@ -76,6 +76,10 @@ class RunningLane(ABC):
         """Return the text of each draft token by itself; empty where it is absent."""
         return [""] * len(event.drafted[0])
 
+    def top_texts(self, event: StepEvent) -> list[list[str]]:
+        """Return the texts of the target's most likely tokens, in the shape of `event.top`."""
+        return []
+
     def summarise(self) -> LaneTrace:
         """Return the trace with its summary."""
         self.trace.summary = summarise(self.trace, self.peak_bytes)
@@ -178,6 +182,9 @@ class LocalLane(RunningLane):
 
     def draft_texts(self, event: StepEvent) -> list[str]:
         return ["" if t == ABSENT else token_text(self._tokenizer, t) for t in event.drafted[0]]
+
+    def top_texts(self, event: StepEvent) -> list[list[str]]:
+        return [[token_text(self._tokenizer, token) for token, _ in row] for row in event.top]
 
     def _reset_peak(self) -> None:
         row, device = device_kind(self.target.device), self.target.device

@@ -20,6 +20,8 @@ from specdemo.core.tree import ABSENT, Draft, chain_parents, clamp_ids, depths, 
 from specdemo.engine.clock import Stopwatch, stopwatch_for
 from specdemo.models.machine import one_thread
 
+TOP_TOKENS = 3  # of the target, per accepted slot, for the inspector
+
 
 def never_cancelled() -> bool:
     """Return False: `cancelled` of a run that cannot be stopped."""
@@ -255,14 +257,15 @@ def _event(
         p = target_scores.logits.float().softmax(-1) if isinstance(target_scores, Forward) else target_scores
         rows = torch.arange(len(tokens), device=p.device)[:, None]
         target_probs = _rounded(p[rows, draft.parents, draft.tokens.clamp_min(0)], tokens)
+        top = _top_tokens(p[0, result.path[0]], emitted[0])
     else:
-        target_probs = [[] for _ in tokens]
+        target_probs, top = [[] for _ in tokens], []
     draft_probs: list[list[float | None]] = [[None] * len(t) for t in tokens]
     if draft.confidence is not None:
         draft_probs = _rounded(draft.confidence, tokens)
     notes = {name: float(value) for name, value in draft.notes.items()}
     path = [p or [0] for p in result.path]
-    return StepEvent(index, tokens, parents, path, emitted, draft_probs, target_probs, ms, notes, wall_ms)
+    return StepEvent(index, tokens, parents, path, emitted, draft_probs, target_probs, ms, notes, wall_ms, top)
 
 
 def _rounded(probs: Tensor, tokens: list[list[int]]) -> list[list[float | None]]:
@@ -270,3 +273,21 @@ def _rounded(probs: Tensor, tokens: list[list[int]]) -> list[list[float | None]]
         [round(p, 4) if t != ABSENT else None for p, t in zip(ps, ts, strict=True)]
         for ps, ts in zip(probs.tolist(), tokens, strict=True)
     ]
+
+
+def _top_tokens(probs: Tensor, emitted: list[int]) -> list[list[tuple[int, float]]]:
+    """Return the most likely tokens of each slot with their probabilities, and the output token if it is not among
+    them.
+
+    probs: [A, V] at the accepted slots. emitted: at most A output tokens.
+    """
+    if not len(probs):  # the row is finished
+        return []
+    best = probs.topk(min(TOP_TOKENS, probs.shape[-1]))
+    outputs = to_device(emitted + [0] * (len(probs) - len(emitted)), probs.device)
+    emitted_probs = probs.gather(-1, outputs[:, None])[:, 0].tolist()
+    ranked = [list(zip(*row, strict=True)) for row in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
+    for row, token, p in zip(ranked, emitted, emitted_probs, strict=False):
+        if token not in (one for one, _ in row):
+            row.append((token, p))
+    return [[(token, round(p, 4)) for token, p in row] for row in ranked]

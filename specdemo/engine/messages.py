@@ -18,14 +18,15 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class LaneStep:
-    """One event of one lane, with the text of each emitted token, the text of each draft token, and the lane's numbers
-    so far (core.tally.running_numbers)."""
+    """One event of one lane, with the text of each emitted token, of each draft token and of the target's most likely
+    tokens (`event.top`), and the lane's numbers so far (core.tally.running_numbers)."""
 
     lane: int
     event: StepEvent
     pieces: list[str]
     drafted: list[str]
     numbers: Numbers
+    top: list[list[str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,9 @@ def replay(trace: RunTrace) -> Iterator[Message]:
         pieces = trace.lanes[index].pieces[start : emitted[index]]
         tallies[index].add(event)
         numbers = running_numbers(tallies[index], trace.lanes[index].remote is not None)
-        yield LaneStep(index, event, pieces, [trace.vocabulary.get(str(t), "") for t in event.drafted[0]], numbers)
+        drafted = [trace.vocabulary.get(str(t), "") for t in event.drafted[0]]
+        top = [[trace.vocabulary.get(str(t), "") for t, _ in row] for row in event.top]
+        yield LaneStep(index, event, pieces, drafted, numbers, top)
         remaining[index] -= 1
         if not remaining[index]:
             yield LaneDone(index, trace.lanes[index])

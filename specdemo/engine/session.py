@@ -241,12 +241,14 @@ def _play(lanes: Mapping[int, RunningLane], trace: RunTrace, cancelled: Callable
         for position, event in steps:
             index = list(lanes)[position]
             lane = lanes[index]
-            drafted = lane.draft_texts(event)
+            drafted, top = lane.draft_texts(event), lane.top_texts(event)
             nodes = zip(event.drafted[0], drafted, strict=True)
             trace.vocabulary.update({str(token): text for token, text in nodes if token != ABSENT})
+            for row, texts in zip(event.top, top, strict=True):
+                trace.vocabulary.update({str(token): text for (token, _), text in zip(row, texts, strict=True)})
             tallies[index].add(event)
             numbers = running_numbers(tallies[index], lane.trace.remote is not None)
-            yield LaneStep(index, event, lane.trace.pieces[-len(event.emitted[0]) :], drafted, numbers)
+            yield LaneStep(index, event, lane.trace.pieces[-len(event.emitted[0]) :], drafted, numbers, top)
             if lane.trace.finish != "cancelled":
                 waiting.remove(index)
                 yield LaneDone(index, lane.summarise())

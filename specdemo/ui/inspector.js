@@ -1,19 +1,32 @@
-// The step inspector, next to the selected token: the draft tokens of one step, their probabilities and their outcome. During
+// The step inspector, next to the selected token: the draft tokens of one step, their probabilities and outcome. During
 // playback it shows the latest step. Trees: tree.js.
 
-function selectStep(lane, step, movePanel = true) {
+/** Selects a step, and one of its output tokens if given. */
+function selectStep(lane, step, movePanel = true, token = null) {
   if (!lane.steps.length) return;
   const index = Math.max(0, Math.min(step, lane.steps.length - 1));
-  for (const node of element.querySelectorAll(".sd-selected")) node.classList.remove("sd-selected");
+  clearSelection();
   const tokens = lane.view.text.querySelectorAll(`[data-step="${index}"]`);
   for (const node of tokens) node.classList.add("sd-selected");
-  const folded = tokens[0]?.closest("details");
+  token?.classList.add("sd-selected-token");
+  const shown = token ?? tokens[0];
+  const folded = shown?.closest("details");
   if (folded) folded.open = true;
-  if (tokens[0] && movePanel) reveal(lane.view.text, tokens[0]);
-  run.selected = { lane: lane.index, step: index };
+  if (shown && movePanel) reveal(lane.view.text, shown);
+  run.selected = { lane: lane.index, step: index, token: lane.outputNodes.indexOf(token) };
   if (lane.index && lane.index !== run.focus) focusLane(lane.index);
   inspect();
-  if (movePanel) placeInspector(lane, tokens[0]);
+  if (movePanel) placeInspector(lane, shown);
+}
+
+/** Selects an output token of a lane by its position in the text. */
+function selectToken(lane, index) {
+  const token = lane.outputNodes[Math.max(0, Math.min(index, lane.outputNodes.length - 1))];
+  if (token) selectStep(lane, Number(token.dataset.step), true, token);
+}
+
+function clearSelection() {
+  for (const node of element.querySelectorAll(".sd-selected")) node.classList.remove("sd-selected", "sd-selected-token");
 }
 
 function reveal(box, node) {
@@ -21,7 +34,7 @@ function reveal(box, node) {
   if (inner.top < outer.top || inner.bottom > outer.bottom) box.scrollTop += inner.top - outer.top - box.clientHeight / 2;
 }
 
-const INSPECTOR = { chain: 470, tree: 860, min: 380 }; // px
+const INSPECTOR = { chain: 610, tree: 860, min: 380 }; // px
 
 // Places the panel next to its lane at the height of the token if there is room, so that the text stays readable; else below
 // the text. On a narrow page it is a sheet at the lower end (style.css).
@@ -44,13 +57,21 @@ function placeInspector(lane, token) {
     box.style.top = `${text.bottom - stage.top + 6}px`;
     box.scrollIntoView({ block: "nearest", behavior: reducedMotion() ? "instant" : "smooth" });
   }
+  if (getComputedStyle(box).position === "fixed" && token) scrollAboveSheet(box, token);
+}
+
+// On a phone the panel is a sheet at the lower end. Scrolls the page so that the token is visible between the bar and the sheet.
+function scrollAboveSheet(sheet, token) {
+  const [low, high] = [$(".sd-headline").getBoundingClientRect().bottom, sheet.getBoundingClientRect().top];
+  const { top, bottom } = token.getBoundingClientRect();
+  if (top < low || bottom > high - 8) window.scrollBy({ top: (top + bottom - low - high) / 2, behavior: "instant" });
 }
 
 function closeInspector() {
   if (!run.selected) return;
   const { text } = run.lanes[run.selected.lane].view;
   const inside = $(".sd-inspector").contains(document.activeElement);
-  for (const node of element.querySelectorAll(".sd-selected")) node.classList.remove("sd-selected");
+  clearSelection();
   run.selected = null;
   inspect();
   if (inside) text.focus({ preventScroll: true });
@@ -82,9 +103,10 @@ function inspect() {
   );
   $(".sd-step-summary").textContent = lane.remote || !run.selected.step || !drafted ? "" : describeStep(line);
   $(".sd-inspector").classList.toggle("sd-wide", isTree(line));
-  if (!isTree(line)) return box.replaceChildren(stepTable(line));
+  if (!isTree(line)) return box.replaceChildren(stepTable(line, selectedPosition(lane)));
   const tree = treeView(line, lane.steps[run.selected.step - 1]?.text.at(-1) ?? "");
   box.replaceChildren(tree.panel);
+  if (line.top?.length) tree.panel.append(make("p", "sd-small", "Target's most likely tokens after the accepted path: "), topTokens(line.top.at(-1)));
   tree.show();
 }
 
@@ -92,10 +114,20 @@ function prefill({ notes }) {
   return notes.kept ? `prefill, ${notes.kept} prompt tokens reused from the KV cache` : "prefill";
 }
 
-function stepTable(line) {
+// Returns the position of the selected token among the output tokens of its step; -1 if none is selected.
+function selectedPosition(lane) {
+  const { token, step } = run.selected;
+  return token < 0 ? -1 : token - lane.outputNodes.findIndex((node) => Number(node.dataset.step) === step);
+}
+
+const COLUMNS = [["#", ""], ["token", ""], ["draft q", "probability by the drafter"], ["target p", "probability by the target"], ["outcome", ""], ["target's top 3", "most likely tokens of the target, with p"]];
+
+// Returns the draft tokens of a chain and the target's token as a table. selected: position of an output token to mark.
+function stepTable(line, selected = -1) {
   const table = make("table");
   const head = table.createTHead().insertRow();
-  for (const [name, title] of [["#", ""], ["token", ""], ["draft q", "probability by the drafter"], ["target p", "probability by the target"], ["outcome", ""]]) {
+  const top = line.top ?? []; // for each slot of the path; traces of earlier versions have none
+  for (const [name, title] of top.length ? COLUMNS : COLUMNS.slice(0, -1)) {
     const cell = make("th", "", name);
     cell.scope = "col";
     cell.title = title;
@@ -103,11 +135,30 @@ function stepTable(line) {
   }
   const body = table.createTBody();
   line.fates.forEach((outcome, i) => {
-    if (outcome) tokenRow(body, i + 1, line.drafted[i], line.q[i], line.p[i], outcome.replace(" ", "-"), OUTCOME_LABELS[outcome]);
+    if (!outcome) return;
+    const p = outcome === "not reached" ? null : line.p[i]; // after a rejection the target's p belongs to another text
+    const row = tokenRow(body, i + 1, line.drafted[i], line.q[i], p, outcome.replace(" ", "-"), OUTCOME_LABELS[outcome]);
+    if (top.length) row.insertCell().append(...(top[i] ? [topTokens(top[i])] : []));
+    if (outcome === "accepted" && i === selected) row.ariaCurrent = "true";
   });
   const targetKind = line.kinds.at(-1);
-  if (targetKind && targetKind !== "accepted") tokenRow(body, "→", line.text.at(-1), null, null, targetKind, TARGET_TOKEN_LABELS[targetKind]);
+  if (!targetKind || targetKind === "accepted") return table;
+  const output = top.at(-1)?.find(([, , isOutput]) => isOutput);
+  const row = tokenRow(body, "→", line.text.at(-1), null, output?.[1] ?? null, targetKind, TARGET_TOKEN_LABELS[targetKind]);
+  if (top.length) row.insertCell().append(...(line.fates[top.length - 1] ? [] : [topTokens(top.at(-1))])); // else listed at the rejected token
+  if (line.kinds.length - 1 === selected) row.ariaCurrent = "true";
   return table;
+}
+
+// Returns the target's most likely tokens with p, the output token in bold.
+function topTokens(entries) {
+  const list = make("span", "sd-top-tokens");
+  for (const [text, p, isOutput] of entries) {
+    const entry = make(isOutput ? "b" : "span");
+    entry.append(make("code", "", visible(text)), ` ${fixed(p, 2)}`);
+    list.append(entry);
+  }
+  return list;
 }
 
 function tokenRow(body, name, text, q, p, kind, label) {
@@ -117,6 +168,7 @@ function tokenRow(body, name, text, q, p, kind, label) {
   const token = make("td");
   token.append(make("code", "", visible(text ?? "")));
   row.append(token, probability(q), probability(p), make("td", "sd-outcome", label));
+  return row;
 }
 
 function probability(value) {
@@ -142,15 +194,24 @@ function onKey(event) {
   const box = event.target.closest?.("[data-lane].sd-text");
   const lane = box && run.lanes[Number(box.dataset.lane)];
   if (!lane?.steps.length) return;
-  const now = run.selected?.lane === lane.index ? run.selected.step : -1;
-  const to = { ArrowRight: now + 1, ArrowLeft: now < 0 ? lane.steps.length - 1 : now - 1, Home: 0, End: lane.steps.length - 1 }[event.key];
+  const now = run.selected?.lane === lane.index ? currentToken(lane) : -1;
+  const last = lane.outputNodes.length - 1;
+  const to = { ArrowRight: now + 1, ArrowLeft: now < 0 ? last : now - 1, Home: 0, End: last }[event.key];
   if (to === undefined) return;
   event.preventDefault();
-  selectStep(lane, to);
+  selectToken(lane, to);
+}
+
+// Returns the selected token, or the first of the selected step.
+function currentToken(lane) {
+  const { token, step } = run.selected;
+  return token >= 0 ? token : lane.outputNodes.findIndex((node) => Number(node.dataset.step) === step);
 }
 
 function onClick(event) {
   const token = event.target.closest?.("[data-step]");
   const box = token?.closest("[data-lane].sd-text");
-  if (box) selectStep(run.lanes[Number(box.dataset.lane)], Number(token.dataset.step));
+  if (!box) return;
+  const lane = run.lanes[Number(box.dataset.lane)];
+  selectStep(lane, Number(token.dataset.step), true, lane.outputNodes.includes(token) ? token : null);
 }

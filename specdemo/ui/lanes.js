@@ -45,7 +45,7 @@ function laneCard(lane) {
   text.tabIndex = 0;
   text.setAttribute("role", "log");
   text.setAttribute("aria-live", "off");
-  text.setAttribute("aria-label", `${lane.name}: output; use the arrow keys to move between decoding steps`);
+  text.setAttribute("aria-label", `${lane.name}: output; use the arrow keys to move between tokens`);
   text.classList.toggle("sd-code", CODE.test(run.start.prompt));
   const note = make("p", "sd-note");
   note.hidden = true;

@@ -18,12 +18,13 @@ function layOut(line, root) {
   const first = { text: root, outcome: "root", children: [], parent: null };
   const slots = [first];
   const attach = (node, parent) => {
-    parent.children.push(Object.assign(node, { parent, children: [] }));
+    parent.children.push(Object.assign(node, { parent, children: [], rank: parent.children.length + 1 }));
     return node;
   };
   line.fates.forEach((outcome, i) => {
     const parent = outcome && slots[line.parents[i]];
-    slots.push(parent && attach({ text: line.drafted[i], outcome, q: line.q[i], p: line.p[i] }, parent));
+    const p = outcome === "not reached" ? null : line.p[i];
+    slots.push(parent && attach({ text: line.drafted[i], outcome, q: line.q[i], p }, parent));
   });
   const [targetKind, end] = [line.kinds.at(-1), slots[line.path.at(-1)]];
   if (targetKind !== "accepted") {
@@ -86,7 +87,7 @@ function edges(nodes, { width, height }, left, middle) {
 
 function nodeView(node, small, words) {
   const view = make("div", "sd-node");
-  const numbers = `q ${fixed(node.q, 2)}  p ${fixed(node.p, 2)}`;
+  const numbers = [`q ${fixed(node.q, 2)}`, ...(isNumber(node.p) ? [`p ${fixed(node.p, 2)}`] : [])].join("  ");
   const siblings = node.parent ? node.parent.children : [node];
   view.dataset.outcome = node.outcome.replace(" ", "-");
   view.tabIndex = -1;
@@ -97,6 +98,7 @@ function nodeView(node, small, words) {
   sign.setAttribute("aria-hidden", "true");
   const name = make("span", "sd-node-name");
   name.append(sign, make("code", "", visible(node.text ?? "")));
+  if ("q" in node && siblings.length > 1) name.append(make("i", "sd-rank", `#${node.rank}`));
   view.append(name);
   if (small) view.append(make("small", "", "q" in node ? numbers : node.outcome));
   for (const event of ["focus", "pointerenter"]) view.addEventListener(event, () => (words.textContent = nodeWords(node)));
@@ -107,8 +109,10 @@ function nodeWords(node) {
   const token = `“${visible(node.text ?? "")}”`;
   if (node.outcome === "root") return `${token} · root, the last token before this step`;
   const verdict = OUTCOME_LABELS[node.outcome] || TARGET_TOKEN_LABELS[node.outcome];
-  const numbers = "q" in node ? [`draft q ${fixed(node.q, 2)}`, `target p ${fixed(node.p, 2)}`] : [];
-  return [token, `depth ${node.depth}`, ...numbers, verdict].join(" · ");
+  const known = [["draft q", node.q], ["target p", node.p]].filter(([, value]) => isNumber(value));
+  const numbers = known.map(([name, value]) => `${name} ${fixed(value, 2)}`);
+  const rank = "q" in node ? [`rank ${node.rank} of ${node.parent.children.filter((other) => "q" in other).length}`] : [];
+  return [token, ...rank, `depth ${node.depth}`, ...numbers, verdict].join(" · ");
 }
 
 // Arrow keys: right to the first child, left to the parent, up and down in reading order.

@@ -166,9 +166,19 @@ def _step(step: LaneStep) -> dict[str, object]:
         "path": event.path[0],
         "q": event.draft_probs[0],
         "p": event.target_probs[0],
+        "top": _top(step),
         "notes": event.notes,
         "so_far": step.numbers,
     }
+
+
+def _top(step: LaneStep) -> list[list[tuple[str, float, bool]]]:
+    """Return for each slot of the path the target's most likely tokens: text, probability, whether it is the output."""
+    outputs = [*step.event.emitted[0], *repeat(None, len(step.event.top))]
+    return [
+        [(text, p, token == output) for text, (token, p) in zip(texts, row, strict=True)]
+        for texts, row, output in zip(step.top, step.event.top, outputs, strict=False)
+    ]
 
 
 def _comparison(trace: RunTrace) -> list[dict[str, object]]:

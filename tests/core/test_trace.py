@@ -2,6 +2,7 @@
 
 import copy
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -180,6 +181,18 @@ def test_round_trip(indent):
     assert json.loads(text)["schema"] == 1
 
 
+def test_the_most_likely_tokens_are_optional():
+    """A trace of an earlier version has no `top`."""
+    trace, data = run(), json.loads(to_json(run()))
+    for events in (lane["events"] for lane in data["lanes"]):
+        for event in events:
+            del event["top"]
+    assert from_json(json.dumps(data)) == trace
+    event = trace.lanes[1].events[1]
+    trace.lanes[1].events[1] = replace(event, top=[[(2, 0.5), (3, 0.25)]] * len(event.path[0]))
+    assert from_json(to_json(trace)) == trace
+
+
 def refused(text):
     with pytest.raises(ValueError) as caught:
         from_json(text)
@@ -199,7 +212,7 @@ def changed(**fields):
     {"drafted": []}, {"drafted": [[2, 3]]}, {"drafted": [[2, 3, -1]]}, {"drafted": [[2, 3, 4], [1]]},
     {"parents": [[0, 1, 3]]}, {"parents": [[0, -1, 2]]}, {"path": []}, {"path": [[]]}, {"path": [[1, 2, 3]]},
     {"path": [[0, 1, 3]]}, {"path": [[0, 1, 2, 9]]}, {"path": [[0, 1, 0, 1]]}, {"path": [[0]]}, {"emitted": []},
-    {"draft_probs": [[]]}, {"target_probs": [[0.5], []]},
+    {"draft_probs": [[]]}, {"target_probs": [[0.5], []]}, {"top": [[[2, 0.5]]]},
     {f: [] for f in ("drafted", "parents", "path", "emitted", "draft_probs", "target_probs")},
 ])  # fmt: skip
 def test_a_step_that_does_not_hold_together_is_refused(fields):
@@ -209,6 +222,8 @@ def test_a_step_that_does_not_hold_together_is_refused(fields):
 @pytest.mark.parametrize("fields, reason", [
     ({"ms": {"verify": -1.0}}, "lanes.1.events.1.ms.verify: Input should be greater than or equal to 0"),
     ({"emitted": [[2, 3, 4, 6]]}, "token_ids differ"),
+    ({"top": [[[1, 0.2]] * 5]}, "lanes.1.events.1.top.0: List should have at most 4 items"),
+    ({"top": [[[1, 0.2, 3]]]}, "lanes.1.events.1.top.0.0"),
     ({"drafted": "no"}, "lanes.1.events.1.drafted: Input should be a valid array"),
     ({"a\nkey": 1}, "lanes.1.events.1.a key: Unexpected keyword argument"),
 ])  # fmt: skip

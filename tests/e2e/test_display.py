@@ -12,7 +12,7 @@ from specdemo.ui import assets
 from specdemo.ui.job import refusal, to_line
 from specdemo.ui.log import Log, lines, notes, replayed, waiting
 from specdemo.ui.views import Failed, Loading
-from tests.traces import HOSTILE, hostile_trace
+from tests.traces import HOSTILE, WRONG, hostile_trace
 
 STOPPED = {"type": "end", "finish": "cancelled", "comparison": []}
 LOAD = """scripts => {
@@ -47,6 +47,12 @@ class Display:
                 "nodes => nodes.map(node => node.dataset.tone)"
             )
         }
+
+    def click(self, selector):
+        self._page.locator(selector).first.click()
+
+    def press(self, selector, key):
+        self._page.locator(selector).press(key)
 
     def locate(self, selector):
         return self._page.locator(selector).all()
@@ -90,6 +96,11 @@ def display(chromium):
     yield Display(page)
     page.close()
     assert not wrong
+
+
+def visible(text):
+    """Return a token as the inspector writes it: spaces at its ends as dots."""
+    return re.sub("^ | $", "·", text)
 
 
 def race(finish="stop"):
@@ -156,6 +167,47 @@ def test_results_follow_the_playhead(display):
     )
     display.seek(1)
     assert display.read(".sd-status")[0].startswith("Finished. Fast is fastest")
+
+
+def with_top_tokens():
+    """Return a run whose drafting steps have the target's most likely tokens."""
+    trace = hostile_trace()
+    lane = trace.lanes[1]
+    for i, event in enumerate(lane.events):
+        if event.drafted[0]:
+            rows = [[(token, 0.625), (len(HOSTILE), 0.25)] for token in event.emitted[0]]
+            lane.events[i] = replace(event, top=rows)
+    return trace
+
+
+def test_the_inspector_lists_the_most_likely_tokens_of_the_target(display):
+    display.show(Log().add(replay(with_top_tokens())))
+    display.wait(6000)
+    display.click('[data-lane="1"] [data-kind="corrected"]')
+    # accepted, rejected (with the tokens of its position), not verified, correction token
+    assert display.read(".sd-table tbody td:nth-child(4)") == ["0.45", "0.10", "–", "0.63"]
+    shown = [text.replace("\n", "") for text in display.read(".sd-table tbody td:nth-child(6)")]
+    assert shown == [f"{visible(HOSTILE[1])} 0.63{WRONG} 0.25", f"{HOSTILE[2]} 0.63{WRONG} 0.25", "", ""]
+    assert display.read(".sd-table tr[aria-current] td:first-child") == ["→"]
+
+
+def test_the_inspector_of_an_older_trace_shows_what_it_has(display):
+    display.show(Log().add(replay(hostile_trace())))
+    display.wait(6000)
+    display.click('[data-lane="1"] [data-kind="corrected"]')
+    assert display.read(".sd-table th") == ["#", "token", "draft q", "target p", "outcome"]
+    assert display.read(".sd-table tbody td:nth-child(4)") == ["0.45", "0.10", "–", "–"]
+
+
+def test_arrow_keys_step_through_tokens(display):
+    display.show(Log().add(replay(hostile_trace())))
+    display.wait(6000)
+    seen = []
+    for key in ("Home", "ArrowRight", "ArrowRight", "ArrowRight", "ArrowLeft"):
+        display.press('[data-lane="1"].sd-text', key)
+        seen.append((display.read(".sd-step")[0].split(" · ")[0], display.read(".sd-selected-token")[0]))
+    steps = ["Step 0/7", "Step 1/7", "Step 1/7", "Step 2/7", "Step 1/7"]
+    assert [(f"1 {step}", HOSTILE[token]) for step, token in zip(steps, (0, 1, 2, 3, 2), strict=True)] == seen
 
 
 def drafting_steps(lane):

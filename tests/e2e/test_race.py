@@ -253,6 +253,19 @@ def test_unreported_server_values_are_unknown(visit, remote_file):
     expect(page.locator(".sd-step")).to_contain_text("draft tokens unknown")
 
 
+def test_on_a_phone_the_selected_token_is_visible_above_the_inspector(visit, trace_file):
+    page = visit(viewport={"width": 390, "height": 844}, reduced_motion="reduce")
+    open_file(page, trace_file)
+    wait_for_text(page, "^Replayed")
+    token = page.locator('[data-lane="1"] [data-kind="corrected"]').last
+    token.click()
+    expect(page.locator(".sd-inspector")).to_be_visible()
+    box, sheet, bar = (
+        page.locator(s).last.bounding_box() for s in (".sd-selected-token", ".sd-inspector", ".sd-headline")
+    )
+    assert bar["y"] + bar["height"] <= box["y"] and box["y"] + box["height"] <= sheet["y"]
+
+
 def test_a_tree_is_drawn_and_walked_by_keyboard(visit, tree_file):
     page = visit("?__theme=dark", viewport={"width": 390, "height": 800}, reduced_motion="reduce")
     open_file(page, tree_file)

@@ -94,6 +94,30 @@ def test_a_refused_draft_is_corrected(target):
     assert "corrected" in {k for e in events for k in token_kinds(e)}
 
 
+def test_an_event_has_the_most_likely_tokens_of_the_target(target):
+    answer = plain(target, 31)
+    drafter = Oracle(answer, wrong=lambda position: position % 3 == 0)
+    first, *steps = generate(target, drafter, PROMPT, GenerationConfig(30, budget=Budget(4, 4)))
+    assert first.top == []
+    context = [*PROMPT[0].tolist(), *first.emitted[0]]
+    for event in steps:
+        assert len(event.top) == len(event.path[0]) if event.drafted[0] else event.top == []
+        for row, token in zip(event.top, event.emitted[0], strict=False):
+            p = target.next_probs(context)
+            assert row == [(int(i), pytest.approx(float(p[i]), abs=1e-4)) for i in p.topk(3).indices]
+            assert row[0][0] == token  # greedy
+            context.append(token)
+        context += event.emitted[0][len(event.top) :]
+
+
+def test_a_sampled_token_is_listed_even_if_it_is_unlikely():
+    target, config = ToyTarget(16, seed=5), GenerationConfig(60, Sampling(temperature=2.0), seed=3, budget=Budget(4, 4))
+    events = list(generate(target, Oracle(plain(target, 60)), PROMPT, config))
+    rows = [(row, token) for e in events for row, token in zip(e.top, e.emitted[0], strict=False)]
+    assert all(token in dict(row) for row, token in rows)
+    assert {len(row) for row, _ in rows} == {3, 4}
+
+
 @pytest.mark.parametrize("limit", [1, 2, 3, 5, 6, 7, 11])
 def test_the_limit_is_exact_and_the_budget_never_exceeds_what_remains(target, limit):
     drafter = Oracle(plain(target))

@@ -2,7 +2,7 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 import { load } from "./load.js";
 
-const { layOut, isTree } = load(["helpers", "tree"], "layOut, isTree");
+const { layOut, isTree, nodeWords } = load(["helpers", "tree"], "layOut, isTree, nodeWords");
 
 const line = {
   drafted: ["a", "b", "c", ""],
@@ -23,4 +23,11 @@ test("nodes are in reading order, the target's token before the rejected sibling
 test("a chain is not a tree, even with absent nodes", () => {
   assert.equal(isTree(line), true);
   assert.equal(isTree({ fates: ["accepted", "rejected", null], parents: [0, 1, 0] }), false);
+});
+
+test("a node names its rank among its siblings, and no p if it was not verified", () => {
+  const unverified = { ...line, fates: ["accepted", "not reached", "rejected", null] };
+  const words = layOut(unverified, "root").map(nodeWords);
+  assert.ok(words.includes("“a” · rank 1 of 2 · depth 1 · draft q 0.50 · target p 0.60 · ✓ accepted"));
+  assert.ok(words.includes("“b” · rank 2 of 2 · depth 1 · draft q 0.30 · · not verified"));
 });
