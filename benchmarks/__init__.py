@@ -1,19 +1,31 @@
 """Benchmarks of the project itself, available as suites of `python -m specdemo bench` in a checkout."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from specdemo.bench.base import Decoding, Report, Suite
+from pydantic import AfterValidator, PlainSerializer
+
+from specdemo.bench.base import Decoding, Device, NewTokens, Option, Repeats, Report, Suite
 from specdemo.bench.result import Result
 
+MINUTES = 600.0  # maximum
+PAIR = Option("--pair", "model pair", "Pair of models: embedded, 8m, 98m, 342m or 8b.", metavar="NAME")
 
-@dataclass(frozen=True, kw_only=True)
+
+def _minutes(value: float) -> float:
+    if not 0.0 <= value <= MINUTES:
+        raise ValueError(
+            f"minutes must be 0 to {MINUTES:.0f}, not {value:g}; 0 writes a report of the existing results"
+        )
+    return value
+
+
 class Peers(Decoding):
     """The engine against transformers, a bare loop and llama.cpp, and against its own forward passes alone."""
 
     name = "peers"
-    pair: str | None = None  # None: the largest that fits
+    pair: Annotated[str | None, PAIR] = None  # None: the largest that fits
 
     def run(self, report: Report, cancelled: Callable[[], bool]) -> Result:
         from benchmarks.pairs import make_pair
@@ -26,13 +38,12 @@ class Peers(Decoding):
             return compete(pair, self.repeats, self.new_tokens, report, cancelled)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Floor(Decoding):
     """Engine steps against their own forward passes alone: plain, a chain and a tree, greedy and sampled."""
 
     name = "floor"
-    pair: str = "embedded"
-    new_tokens: int = 64
+    pair: Annotated[str, PAIR] = "embedded"
+    new_tokens: NewTokens = 64
 
     def run(self, report: Report, cancelled: Callable[[], bool]) -> Result:
         from benchmarks.floor import floor
@@ -44,7 +55,6 @@ class Floor(Decoding):
             return floor(pair, self.repeats, self.new_tokens, report, cancelled)
 
 
-@dataclass(frozen=True, kw_only=True)
 class RaceFairness(Suite):
     """Does a slow lane change the other lane's clock? A plain lane races a draft lane, once unchanged and once slowed
     down.
@@ -58,15 +68,18 @@ class RaceFairness(Suite):
         return race_fairness(self.repeats, report, cancelled)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Gpu(Suite):
     """A complete GPU benchmark, section by section, in the folder --out. Another call resumes it."""
 
     name = "gpu"
-    repeats: int = 3
-    device: str = "auto"
-    minutes: float = 8.0
-    folder: Path = Path("runs") / "gpu"
+    repeats: Repeats = 3
+    device: Device = "auto"
+    minutes: Annotated[
+        float, AfterValidator(_minutes), Option("--minutes", "time", "Time limit of this call in minutes.", float)
+    ] = 8.0
+    folder: Annotated[Path, PlainSerializer(str), Option("--out", "folder", "Folder to write to.", Path)] = (
+        Path("runs") / "gpu"
+    )
 
     def run(self, report: Report, cancelled: Callable[[], bool]) -> Result:
         from benchmarks.gpu.run import measure
@@ -74,15 +87,14 @@ class Gpu(Suite):
         return measure(self.folder, self.device, self.minutes, self.repeats, report, cancelled)
 
 
-@dataclass(frozen=True, kw_only=True)
 class WhatIf(Suite):
     """Are predictions right? One model pair profiles this CPU; other pairs, methods, k and batch sizes are predicted
     and run.
     """
 
     name = "what-if"
-    repeats: int = 2
-    new_tokens: int = 48
+    repeats: Repeats = 2
+    new_tokens: NewTokens = 48
 
     def run(self, report: Report, cancelled: Callable[[], bool]) -> Result:
         import torch

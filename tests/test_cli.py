@@ -6,7 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,6 @@ from typer.main import get_command
 import specdemo
 from recipes.train import RECIPES
 from specdemo.__main__ import app, main
-from specdemo.bench.base import OPTIONS
 from specdemo.bench.suites import suites
 from specdemo.core.trace import from_json
 from specdemo.methods import knob
@@ -341,12 +340,12 @@ def output(capsys, *arguments):
 def test_help_of_a_suite_lists_its_own_options(capsys, suite):
     out = output(capsys, "bench", suite, "--help")
     assert out == output(capsys, "bench", suite, "-h")
-    own = {OPTIONS[field.name].flag for field in fields(suites()[suite])}
+    own = {option.flag for option in suites()[suite].options().values()}
     common = {"--out", "--html", "--json", "--markdown", "--force"}
     assert set(re.findall(r"^  (--[a-z-]+)", out, re.MULTILINE)) == own | common
     meaning = " ".join(suites()[suite].__doc__.split())
     assert meaning in " ".join(out.split()) and meaning in " ".join(output(capsys, "bench", "-h").split())
-    assert f"[default: {suites()[suite].repeats}]" in out
+    assert f"[default: {suites()[suite]().repeats}]" in out
 
 
 def test_a_suite_may_come_after_its_options(capsys):

@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import MISSING, fields
 from inspect import Parameter, Signature
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,8 +12,8 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 from typer.models import OptionInfo
 
-from specdemo.bench.base import OPTIONS, Report, Suite
-from specdemo.bench.suites import known_suite, suite, suites, takes
+from specdemo.bench.base import Report, Suite
+from specdemo.bench.suites import known_options, known_suite, suite, suites, takes
 from specdemo.core.outputs import check_output, check_output_folder
 from specdemo.core.suggest import suggest
 from specdemo.presets.files import require
@@ -54,7 +53,11 @@ def _name_a_suite(context: typer.Context) -> None:
 
 def _suite_first(args: list[str]) -> list[str]:
     """Return the arguments with the suite first, for command lines that give options before it."""
-    flags = {option.flag for option in OPTIONS.values() if option.kind is bool} | {"--force", "--json", "--markdown"}
+    flags = {option.flag for option in known_options().values() if option.kind is bool} | {
+        "--force",
+        "--json",
+        "--markdown",
+    }
     value_of = ""
     for i, arg in enumerate(args):
         if not value_of and not arg.startswith("-"):
@@ -80,15 +83,15 @@ def _subcommand(name: str) -> TyperCommand:
 
 def _parameters(cls: type[Suite]) -> list[Parameter]:
     """Return the options of a suite. Those of other suites are hidden, so that `suite` can refuse them by name."""
-    of_suite = {field.name: field.default for field in fields(cls)}
+    of_suite = {name: field.default for name, field in cls.model_fields.items()}
     options: dict[str, tuple[Any, OptionInfo]] = {}
-    for name, option in OPTIONS.items():
+    for name, option in known_options().items():
         if option.flag != OUT:
             text = f"{option.help}{_default(of_suite.get(name))}"
             info = typer.Option(option.flag, help=text, metavar=option.metavar, hidden=name not in of_suite)
             options[name] = option.kind | None, info
     folder = of_suite.get("folder")
-    to = f"{OPTIONS['folder'].help}{_default(folder)}" if folder else "Write the numbers (JSON) to this file."
+    to = f"{cls.options()['folder'].help}{_default(folder)}" if folder else "Write the numbers (JSON) to this file."
     options["out"] = Path | None, typer.Option(OUT, help=to)
     options["html"] = Path | None, typer.Option("--html", help="Write a page with the plot to this file.")
     options["force"] = bool, typer.Option("--force", help="Overwrite a file or folder that specdemo did not write.")
@@ -106,7 +109,7 @@ def _default(value: object) -> str:
         value = f"{value[0]}-{value[-1]}"
     elif isinstance(value, Sequence) and not isinstance(value, str):
         value = ",".join(map(str, value))
-    return "" if value in (None, MISSING, False) else f"  [default: {value}]"
+    return "" if value in (None, False) else f"  [default: {value}]"
 
 
 def _run(
@@ -119,7 +122,7 @@ def _run(
         given = {**given, "journal": journal}
     if html is not None:
         require("page", "plotly")
-    chosen = suite(name, **{n: OPTIONS[n].read(value) for n, value in given.items() if value is not None})
+    chosen = suite(name, **{n: value for n, value in given.items() if value is not None})
 
     from specdemo.bench.report import bench_report
     from specdemo.bench.report import markdown as as_markdown

@@ -1,10 +1,13 @@
 """Options of the load suite. Needs no torch."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Annotated, Self, TypeVar
 
-from specdemo.bench.base import Axis, Prompted
+from pydantic import AfterValidator, BeforeValidator, model_validator
+
+from specdemo.bench.base import PRESET, Axis, Ks, NewTokens, Option, Prompted, Repeats
 from specdemo.bench.prompts import PROMPTS
 from specdemo.core.suggest import program
 from specdemo.presets.files import DEFAULT
@@ -19,7 +22,34 @@ ROUNDS = 4  # default number of requests, in multiples of the concurrency
 FEWEST = 8
 
 
-@dataclass(frozen=True, kw_only=True)
+Number = TypeVar("Number", int, float)
+
+
+def _loads(value: Sequence[float]) -> Sequence[float]:
+    if not (value and all(0 < one <= 1024 for one in value)):
+        raise ValueError(f"loads must be above 0 and at most 1024, not {list(value)[:20]}")
+    return value
+
+
+def _above_zero(value: Number) -> Number:
+    if not 0 < value < 1e9:
+        raise ValueError(f"expected a number above 0, not {value}")
+    return value
+
+
+def _list(text: object, of: Callable[[str], object]) -> object:
+    """Parse a list of numbers: `1,2,4` -> [1, 2, 4]."""
+    if not isinstance(text, str):
+        return text
+    try:
+        return [of(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"a load must be a number, or several like 1,2,4, not {text[:40]!r}") from None
+
+
+Milliseconds = Annotated[float, AfterValidator(_above_zero)] | None
+
+
 class Load(Prompted):
     """Measures throughput and latency of a preset's first lane under load, and derives a schedule for servers."""
 
@@ -32,24 +62,68 @@ class Load(Prompted):
     )
     axis = CONCURRENCY
     measured_by = "specdemo.bench.load:load"
-    preset: str | None = None
-    repeats: int = 3
-    engine: str | None = None
-    servers: Sequence[str] | None = None
-    command: str | None = None
-    gpus: int = 1
-    ks: Sequence[int] = (0, 1, 3, 5)
-    concurrency: Sequence[int] = (1, 2, 4, 8)
-    rates: Sequence[float] | None = None
-    requests: int | None = None
-    new_tokens: int = 64
-    slo_ttft: float | None = None
-    slo_itl: float | None = None
-    schedule: bool = False
-    journal: Path | None = None
+    preset: Annotated[str | None, PRESET] = None
+    repeats: Repeats = 3
+    engine: Annotated[
+        str | None,
+        Option("--engine", "engine", "Serving engine to start: vllm, sglang or llamacpp.", metavar="NAME"),
+    ] = None
+    servers: Annotated[
+        Sequence[str] | None,
+        Option("--server", "server", "Running server, one per draft length; repeatable.", list[str], "URL"),
+    ] = None
+    command: Annotated[
+        str | None, Option("--command", "program", "Program of the engine, if it is not on PATH.", metavar="PATH")
+    ] = None
+    gpus: Annotated[
+        int,
+        AfterValidator(_above_zero),
+        Option("--gpus", "number of GPUs", "GPUs per server (tensor parallelism).", int),
+    ] = 1
+    ks: Ks = (0, 1, 3, 5)
+    concurrency: Annotated[
+        Sequence[int],
+        BeforeValidator(partial(_list, of=int)),
+        AfterValidator(_loads),
+        Option("--concurrency", "concurrency", "Concurrent requests, for example 1,2,4.", metavar="N"),
+    ] = (1, 2, 4, 8)
+    rates: Annotated[
+        Annotated[Sequence[float], BeforeValidator(partial(_list, of=float)), AfterValidator(_loads)] | None,
+        Option(
+            "--rate",
+            "arrival rate",
+            "Requests per second with Poisson arrivals, for example 0.5,2; instead of --concurrency.",
+            metavar="R",
+        ),
+    ] = None
+    requests: Annotated[
+        Annotated[int, AfterValidator(_above_zero)] | None,
+        Option(
+            "--requests",
+            "number of requests",
+            "Requests per load and repeat; default: four times the concurrency.",
+            int,
+        ),
+    ] = None
+    new_tokens: NewTokens = 64
+    slo_ttft: Annotated[
+        Milliseconds,
+        Option("--slo-ttft", "bound", "Largest time to first token of a good request, in ms.", float, "MS"),
+    ] = None
+    slo_itl: Annotated[
+        Milliseconds,
+        Option("--slo-itl", "bound", "Largest mean time per output token of a good request, in ms.", float, "MS"),
+    ] = None
+    schedule: Annotated[
+        bool, Option("--schedule", "schedule", "Measure the resulting schedule of draft lengths as well.", bool)
+    ] = False
+    journal: Annotated[
+        Path | None,
+        Option("--out", "file", "File of finished points, from which an interrupted run continues.", Path),
+    ] = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    @model_validator(mode="after")
+    def _check_combination(self) -> Self:
         if self.servers and (self.engine or self.command or self.schedule):
             raise ValueError("--server is for running servers; omit --engine, --command and --schedule")
         if self.here and (self.rates or self.command or self.schedule or self.gpus > 1):
@@ -61,6 +135,7 @@ class Load(Prompted):
         if self.schedule and (self.rates or not self.serving_engine.takes_schedule):
             able = " or ".join(engine.title for engine in engines.ENGINES.values() if engine.takes_schedule)
             raise ValueError(f"--schedule needs {able} and --concurrency; omit --schedule, or --engine and --rate")
+        return self
 
     @property
     def here(self) -> bool:

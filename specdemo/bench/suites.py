@@ -1,16 +1,29 @@
 """List of the suites, for the command line and the page's Sweep tab.
 
-A new suite is a dataclass and an entry in SHIPPED. Reading the list needs no torch: `run` imports the measuring code.
+A new suite is a class and an entry in SHIPPED. Reading the list needs no torch: `run` imports the measuring code.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
-from specdemo.bench.base import OPTIONS, Axis, Decoding, Laned, Questioned, Report, Stop, Suite
+from specdemo.bench.base import (
+    PRESET,
+    Axis,
+    Decoding,
+    Device,
+    Dtype,
+    Ks,
+    Laned,
+    Option,
+    PresetId,
+    Questioned,
+    Report,
+    Stop,
+    Suite,
+)
 from specdemo.bench.load_options import Load
 from specdemo.bench.prompts import COPYING
 from specdemo.bench.result import TOKEN, Result
@@ -23,7 +36,6 @@ STORIES = "stories"
 DRAFT_LENGTH = Axis("k", "draft length", "k, draft tokens per step")
 
 
-@dataclass(frozen=True, kw_only=True)
 class DraftLength(Questioned):
     """Measures the first lane of a preset at every draft length, and predicts all from one of them."""
 
@@ -31,8 +43,8 @@ class DraftLength(Questioned):
     title = "Draft length k"
     question = "How many tokens should a draft have? Runs the preset's first lane with short to long drafts."
     axis = DRAFT_LENGTH
-    preset: str = DEFAULT
-    ks: Sequence[int] = range(1, 9)
+    preset: PresetId = DEFAULT
+    ks: Ks = range(1, 9)
 
     def run(self, report: Report, cancelled: Stop) -> Result:
         from specdemo.bench.sweeps import every_k
@@ -42,14 +54,13 @@ class DraftLength(Questioned):
         return every_k(self, self.ks, chosen.target, {lane.name or chosen.id: lane}, report, cancelled)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Methods(Questioned):
     """Compares all embedded presets with one greedy lane on the same target and prompts."""
 
     name = "methods"
     title = "Methods"
     question = "Which method is fastest? Runs every embedded preset with one lane on the same target and prompts."
-    preset: str = DEFAULT
+    preset: PresetId = DEFAULT
 
     def run(self, report: Report, cancelled: Stop) -> Result:
         from specdemo.bench.sweeps import as_shipped, shipped_lanes
@@ -58,7 +69,6 @@ class Methods(Questioned):
         return as_shipped(self, target, shipped_lanes(target), self.prompts_or_file, report, cancelled)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Batch(Laned):
     """Measures the first lane of a preset at increasing batch sizes, against plain decoding of the same batch."""
 
@@ -69,7 +79,6 @@ class Batch(Laned):
     measured_by = "specdemo.bench.sweeps:over_batches"
 
 
-@dataclass(frozen=True, kw_only=True)
 class PromptLength(Laned):
     """Measures the first lane of a preset after prompts of increasing length, up to the context limit."""
 
@@ -80,7 +89,6 @@ class PromptLength(Laned):
     measured_by = "specdemo.bench.sweeps:over_lengths"
 
 
-@dataclass(frozen=True, kw_only=True)
 class Temperature(Laned):
     """Measures the first lane of a preset at increasing temperatures, with sampled and with greedy drafts."""
 
@@ -94,7 +102,6 @@ class Temperature(Laned):
     measured_by = "specdemo.bench.sweeps:over_temperatures"
 
 
-@dataclass(frozen=True, kw_only=True)
 class DepthWidth(Questioned):
     """Compares draft models with one and with four layers and the same number of parameters (Yan et al. 2402.01528)."""
 
@@ -105,7 +112,7 @@ class DepthWidth(Questioned):
         " draft length."
     )
     axis = DRAFT_LENGTH
-    ks: Sequence[int] = range(1, 9)
+    ks: Ks = range(1, 9)
 
     def run(self, report: Report, cancelled: Stop) -> Result:
         from specdemo.bench.sweeps import DRAFTS, every_k
@@ -113,13 +120,12 @@ class DepthWidth(Questioned):
         return every_k(self, self.ks, STORIES, DRAFTS, report, cancelled)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Embedded(Questioned):
     """Compares plain decoding with two draft models and prompt lookup, greedy, on the embedded models."""
 
     name = "embedded"
     axis = DRAFT_LENGTH
-    ks: Sequence[int] = (4,)
+    ks: Ks = (4,)
 
     def run(self, report: Report, cancelled: Stop) -> Result:
         from specdemo.bench.sweeps import DRAFTS, LOOKUP, every_k
@@ -127,7 +133,6 @@ class Embedded(Questioned):
         return every_k(self, self.ks, STORIES, DRAFTS | LOOKUP, report, cancelled)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Copying(Decoding):
     """Compares the methods without weights on prompts whose answer repeats the prompt."""
 
@@ -140,7 +145,6 @@ class Copying(Decoding):
         return as_shipped(self, STORIES, lanes, COPYING, report, cancelled)
 
 
-@dataclass(frozen=True, kw_only=True)
 class KindOfText(Decoding):
     """Compares kinds of text: stories, code, edits of code, and text unlike the training data."""
 
@@ -153,16 +157,15 @@ class KindOfText(Decoding):
     measured_by = "specdemo.bench.sweeps:over_texts"
 
 
-@dataclass(frozen=True, kw_only=True)
 class Losslessness(Suite):
     """Tests whether the output of a preset's first lane has the same distribution as plain decoding."""
 
     name = "losslessness"
     axis = Axis(TOKEN, "token", "share of the continuations")
     measured_by = "specdemo.bench.losslessness:losslessness"
-    preset: str | Preset = "embedded-sampling"
-    device: str = "auto"
-    dtype: str = "auto"
+    preset: Annotated[str | Preset, PRESET] = "embedded-sampling"
+    device: Device = "auto"
+    dtype: Dtype = "auto"
 
 
 SHIPPED: tuple[type[Suite], ...] = (
@@ -196,14 +199,19 @@ def suite(name: str, **options: Any) -> Suite:
     chosen = known_suite(name)
     for option in options:
         if not takes(name, option):
-            option_spec = OPTIONS[option]
-            raise ValueError(f"suite {name!r} has no option for the {option_spec.noun}; omit {option_spec.flag}")
-    return chosen(**options)
+            other = known_options()[option]
+            raise ValueError(f"suite {name!r} has no option for the {other.noun}; omit {other.flag}")
+    return chosen.build(options)
+
+
+def known_options() -> Mapping[str, Option]:
+    """Return the options of all suites by field."""
+    return {name: option for suite in suites().values() for name, option in suite.options().items()}
 
 
 def takes(name: str, option: str) -> bool:
     """Return whether a suite has that option."""
-    return option in (field.name for field in fields(suites()[name]))
+    return option in suites()[name].model_fields
 
 
 def swept() -> dict[str, type[Suite]]:

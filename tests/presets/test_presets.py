@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from specdemo.bench.base import OPTIONS
 from specdemo.bench.suites import suite
 from specdemo.engine.comparison import Lane
 from specdemo.methods import METHODS
@@ -161,7 +160,7 @@ def test_a_dtype_has_a_short_name(short, name):
     assert BASE.with_changes(dtype=short).dtype == name
     assert pick_dtype(short, torch.device("cpu")) == getattr(torch, name)
     assert predict("stories", dtype=short).as_dict() == predict("stories", dtype=name).as_dict()
-    assert suite("k", dtype=OPTIONS["dtype"].read(short)).dtype == name
+    assert suite("k", dtype=short).dtype == name
 
 
 @pytest.mark.parametrize("dtype", ["fp8", "bf61", ["bf16"], 16, None])
