@@ -13,7 +13,7 @@ from specdemo.bench.measure import Tick, repeated
 from specdemo.bench.prompts import PROMPTS
 from specdemo.bench.result import Result
 from specdemo.core.estimate import over_repeats
-from specdemo.core.protocol import Budget, Drafter, GenerationConfig, Progress
+from specdemo.core.protocol import Budget, Drafter, GenerationConfig, Progress, Target
 from specdemo.core.sampling import Sampling
 from specdemo.core.trace import StepEvent, step_ms
 from specdemo.core.tree import Draft
@@ -22,7 +22,6 @@ from specdemo.engine.race import race
 from specdemo.engine.session import environment
 from specdemo.methods import BASELINE, load_drafter
 from specdemo.models.load import load_target
-from specdemo.models.target import HFTarget
 from specdemo.models.text import encode
 
 NEW_TOKENS = 96
@@ -89,7 +88,7 @@ class Stalled(Drafter):
         self._drafter.release()
 
 
-def _race_once(target: HFTarget, other: HFTarget, opponent: Drafter, prompt: str) -> tuple[float, float]:
+def _race_once(target: Target, other: Target, opponent: Drafter, prompt: str) -> tuple[float, float]:
     """Return milliseconds per token on the clocks of the plain lane and of its opponent."""
     tokenizer = target.tokenizer
     assert tokenizer is not None

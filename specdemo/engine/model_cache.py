@@ -12,10 +12,11 @@ from specdemo.methods import BASELINE, method, model_method
 from specdemo.methods.targets import load_model
 from specdemo.models.checkpoints import checkpoint_errors
 from specdemo.models.devices import best_device, device_kind
-from specdemo.models.footprint import Precision, estimate_footprint, free_bytes
+from specdemo.models.footprint import Footprint, Precision, estimate_footprint, free_bytes
 from specdemo.models.hub import LoadProgress, no_progress
+from specdemo.models.llamacpp import gguf_footprint
 from specdemo.models.place import check_memory, resolve_placement
-from specdemo.models.resolve import locate
+from specdemo.models.resolve import is_gguf, locate
 
 ANY_WEIGHTS = ("*.pt", "*.bin", "*.pth")  # formats of published speculators without safetensors
 
@@ -97,10 +98,7 @@ class ModelCache:
         unquantised = Precision(precision.dtype)  # drafters and heads are not quantised
         # heads inside the target's own checkpoint need no extra memory
         new = {key: name for key, name in missing.items() if key == target or name != spec.target}
-        sizes = {
-            key: estimate_footprint(locate(name, ANY_WEIGHTS), precision if key == target else unquantised)
-            for key, name in new.items()
-        }
+        sizes = {key: _footprint(name, precision if key == target else unquantised) for key, name in new.items()}
         tokens = len(spec.prompt) // 2 + spec.max_new_tokens  # at least two characters per token
         histories = {key: tokens * (1 + len(spec.lanes) if key == target else 1) for key in sizes}
         needed = sum(size.weights + size.per_token * histories[key] for key, size in sizes.items())
@@ -122,6 +120,10 @@ class ModelCache:
         if best_device().type != "cpu":
             gc.collect()  # models with hooks of accelerate are in reference cycles
             device_kind(best_device()).empty_cache()
+
+
+def _footprint(name: str, precision: Precision) -> Footprint:
+    return gguf_footprint(name) if is_gguf(name) else estimate_footprint(locate(name, ANY_WEIGHTS), precision)
 
 
 def target_key(spec: Comparison) -> Key:

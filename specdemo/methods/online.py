@@ -171,6 +171,8 @@ class _Trainer:
 def _copy(drafter: str, target: Target, model: object) -> object:
     """Load or copy the model. Modules of the target are shared, not copied."""
     loaded = method(model_method(drafter)).load(model, target) if isinstance(model, str) else model
+    if isinstance(loaded, LoadedModel) and loaded.model is None:
+        raise ValueError(f"{loaded.name} is a GGUF model, which cannot learn; choose a draft model with safetensors")
     shared = [target, target.embed, target.lm_head]
     if isinstance(loaded, LoadedModel | Target):
         shared.append(loaded.tokenizer)

@@ -22,6 +22,7 @@ from transformers import (
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
+from specdemo.core.protocol import Target
 from specdemo.core.suggest import suggest
 from specdemo.models import hub
 from specdemo.models.causal import check_class, check_config, check_model
@@ -29,11 +30,13 @@ from specdemo.models.configs import read_config
 from specdemo.models.devices import device_kind
 from specdemo.models.footprint import Precision, check_config_size, estimate_footprint
 from specdemo.models.fused import fuse_layers
+from specdemo.models.gguf_tokenizer import GGUFTokenizer
 from specdemo.models.hub import LoadProgress, no_progress
+from specdemo.models.llamacpp import LlamaCppModel, LlamaCppTarget, check_gguf
 from specdemo.models.machine import one_thread
 from specdemo.models.pass_cost import verify_cost
 from specdemo.models.place import check_memory, placement_kwargs, resolve_placement
-from specdemo.models.resolve import check_folder, config_folder, fetch_folder, load_errors, locate
+from specdemo.models.resolve import check_folder, config_folder, fetch_folder, is_gguf, load_errors, locate
 from specdemo.models.target import HFTarget
 from specdemo.models.tokenizer_file import check_tokenizer, panics_as_errors
 
@@ -52,7 +55,7 @@ class LoadedModel:
     name: str
     notes: tuple[str, ...] = ()
 
-    def target(self, tokenizer: PreTrainedTokenizerBase | None = None) -> HFTarget:
+    def target(self, tokenizer: PreTrainedTokenizerBase | None = None) -> Target:
         """Return a target with its own history on the shared weights."""
         return HFTarget(self.model, tokenizer or self.tokenizer, self.name, notes=self.notes)
 
@@ -65,7 +68,7 @@ def load_target(
     tokenizer: PreTrainedTokenizerBase | None = None,
     progress: LoadProgress | None = None,
     kernels: str = "auto",
-) -> HFTarget:
+) -> Target:
     """Load a target by name, or wrap a loaded model. The options apply to names only."""
     if isinstance(name_or_model, PreTrainedModel):
         return _given(name_or_model, tokenizer)
@@ -104,6 +107,8 @@ def load_model(
     if kernels not in KERNELS:
         raise ValueError(f"unknown kernels {kernels!r}; {suggest(kernels, KERNELS)}")
     report = progress or no_progress
+    if is_gguf(name):
+        return _load_gguf(name, report)
     torch_device, precision = resolve_placement(dtype, device, quantization)
     report(0.0, f"looking for {name}")
     source = locate(name)
@@ -116,6 +121,27 @@ def load_model(
         loaded = _read(name, folder, torch_device, precision, spread, kernels)
     report(1.0, f"{name} is ready")
     return loaded
+
+
+@dataclass
+class LoadedGGUF(LoadedModel):
+    """A GGUF model and its tokenizer."""
+
+    weights: LlamaCppModel | None = None
+
+    def target(self, tokenizer: Any = None) -> Target:
+        """Return a target with its own history on the shared weights."""
+        assert self.weights is not None
+        return LlamaCppTarget(self.weights, tokenizer or self.tokenizer, self.name, self.notes)
+
+
+def _load_gguf(name: str, report: LoadProgress) -> LoadedModel:
+    report(0.1, f"reading {name}")
+    weights = LlamaCppModel(check_gguf(name))
+    tokenizer: Any = GGUFTokenizer(weights)
+    model: Any = None
+    report(1.0, f"{name} is ready")
+    return LoadedGGUF(model, tokenizer, name, weights=weights)
 
 
 def _read(

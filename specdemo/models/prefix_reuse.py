@@ -132,8 +132,8 @@ class PrefixCachedTarget(HFTarget):
 
 
 def with_prefix_cache(model: object) -> Any:
-    """Return a loaded model with a prefix cache; a head is returned unchanged."""
-    if not isinstance(model, HFTarget | LoadedModel):
+    """Return a loaded model with a prefix cache; heads and GGUF models are returned unchanged."""
+    if not isinstance(model, HFTarget | LoadedModel) or model.model is None:
         return model
     return PrefixCachedTarget(model.model, model.tokenizer, model.name, notes=model.notes)
 

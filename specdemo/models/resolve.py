@@ -22,9 +22,10 @@ from specdemo.models.hub import LoadProgress, embedded_folder
 SUMS = "SHA256SUMS"
 WEIGHTS = (".safetensors", ".pt", ".bin", ".pth")
 NO_GGUF = (
-    "GGUF, which specdemo does not load itself; run the file with --engine llamacpp, or serve it with llama.cpp "
-    "(llama-server -m FILE.gguf --port 8080), LM Studio or Ollama and pass the address with --server, or choose the "
-    "original model with safetensors weights"
+    "GGUF, which can only decode; name one file as the target or the draft model of a run (pip install "
+    "llama-cpp-python gguf), run it with --engine llamacpp, or serve it with llama.cpp (llama-server -m FILE.gguf "
+    "--port 8080), LM Studio or Ollama and pass the address with --server; for anything else choose the original model "
+    "with safetensors weights"
 )
 CONFIG_LIMITS = JsonLimits(64_000_000, 2_000_000, 600_000)  # twice the largest public tokenizer or weight index
 

@@ -112,7 +112,7 @@ def test_progress_reports_bytes_and_time_left(monkeypatch):
         ("org/pickled", "org/pickled has no .safetensors weights; choose a model that has them"),
         (
             "org/gguf",
-            r"org/gguf contains only GGUF, which specdemo does not load itself; run the file with --engine llamacpp",
+            "org/gguf contains only GGUF, which can only decode; name one file as the target or the draft model",
         ),
         ("org/empty", "org/empty has no config.json; it is not a transformers model"),
         ("org/tiny@v 2", "'org/tiny@v 2' is neither a folder nor a Hugging Face id"),

@@ -127,13 +127,26 @@ def test_non_models_are_rejected(folder, tmp_path):
 def test_a_gguf_file_or_a_folder_of_them_is_answered_with_what_works(folder, tmp_path, read):
     (tmp_path / "model-Q4_K_M.gguf").write_bytes(b"GGUF")
     (tmp_path / "config.json").write_text("{}")
-    for name in (tmp_path, tmp_path / "model-Q4_K_M.gguf", tmp_path / "absent.GGUF"):
+    files = [] if read in (load_model, load_target) else [tmp_path / "model-Q4_K_M.gguf", tmp_path / "absent.GGUF"]
+    for name in (tmp_path, *files):
         with pytest.raises(ValueError) as caught:
             read(str(name))
         line = str(caught.value)
-        assert line.startswith(f"{name} ") and "GGUF, which specdemo does not load" in line and "\n" not in line
+        assert line.startswith(f"{name} ") and "GGUF, which can only decode" in line and "\n" not in line
         for way in ("--engine llamacpp", "llama-server -m", "LM Studio", "Ollama", "--server", "safetensors"):
             assert way in line
+
+
+@pytest.mark.parametrize("read", [load_model, load_target])
+def test_unreadable_gguf_file_is_one_line(tmp_path, read):
+    (tmp_path / "empty.gguf").write_bytes(b"GGUF")
+    (tmp_path / "other.gguf").write_bytes(b"ZIPS")
+    with pytest.raises(ValueError, match="^(GGUF models need llama.cpp; install it|llama.cpp cannot load .*)"):
+        read(str(tmp_path / "empty.gguf"))
+    with pytest.raises(ValueError, match="other.gguf is not a GGUF file; fetch it again$"):
+        read(str(tmp_path / "other.gguf"))
+    with pytest.raises(ValueError, match="^the file .*absent.GGUF does not exist$"):
+        read(str(tmp_path / "absent.GGUF"))
 
 
 def test_gguf_file_next_to_full_weights_is_ignored(folder, tmp_path):

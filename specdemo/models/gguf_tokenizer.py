@@ -1,0 +1,87 @@
+"""Tokenizer of a GGUF file, by llama.cpp, with the methods of a transformers tokenizer that specdemo uses."""
+
+import ctypes
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from specdemo.models.llamacpp import LlamaCppModel, library
+
+
+class GGUFTokenizer:
+    """Tokenizer with the vocabulary, special tokens and chat template of a GGUF file."""
+
+    def __init__(self, model: LlamaCppModel) -> None:
+        llama = library()
+        self._model, self._llama, self._vocab = model, llama, model.vocab
+        self.name_or_path = model.path
+        bos, eos = int(llama.llama_vocab_bos(self._vocab)), int(llama.llama_vocab_eos(self._vocab))
+        self.bos_token_id = bos if bos >= 0 and llama.llama_vocab_get_add_bos(self._vocab) else None
+        self.eos_token_id = eos if eos >= 0 else None
+        template = llama.llama_model_chat_template(model.handle, None)
+        self.chat_template = template.decode("utf-8", "replace") if template else None
+
+    def __len__(self) -> int:
+        return self._model.vocab_size
+
+    def __call__(self, text: str, add_special_tokens: bool = True, verbose: bool = False) -> dict[str, list[int]]:
+        return {"input_ids": self.encode(text, add_special_tokens)}
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of a text. Special tokens in the text are recognised."""
+        data = text.encode()
+        room = len(data) + 8
+        buffer = (ctypes.c_int32 * room)()
+        count = self._llama.llama_tokenize(self._vocab, data, len(data), buffer, room, add_special_tokens, True)
+        if count < 0:
+            raise ValueError(f"llama.cpp cannot tokenize a text of {len(text)} characters")
+        return list(buffer[:count])
+
+    def decode(
+        self, ids: Sequence[int], skip_special_tokens: bool = False, clean_up_tokenization_spaces: bool = False
+    ) -> str:
+        """Return the text of token ids. Incomplete characters become U+FFFD."""
+        tokens = (ctypes.c_int32 * len(ids))(*ids)
+        room = 64 + 16 * len(ids)
+        while True:
+            buffer = ctypes.create_string_buffer(room)
+            size = self._llama.llama_detokenize(
+                self._vocab, tokens, len(ids), buffer, room, skip_special_tokens, not skip_special_tokens
+            )
+            if size >= 0:
+                return buffer.raw[:size].decode("utf-8", "replace")
+            room = -size
+
+    def get_vocab(self) -> dict[str, int]:
+        """Return token -> id."""
+        return dict(self._words)
+
+    @property
+    def all_special_tokens(self) -> list[str]:
+        """Return the text of all control tokens."""
+        return [word for word, token in self._words.items() if self._llama.llama_vocab_is_control(self._vocab, token)]
+
+    def apply_chat_template(self, chat: list[dict[str, str]], add_generation_prompt: bool, tokenize: bool) -> str:
+        """Return the conversation as text, formatted by the template of the file."""
+        special: Any = {
+            name: self._text(token)
+            for name, token in (("bos_token", self.bos_token_id), ("eos_token", self.eos_token_id))
+            if token is not None
+        }
+        rendered: Any = render_jinja_template(
+            conversations=[chat],
+            chat_template=self.chat_template,
+            add_generation_prompt=add_generation_prompt,
+            **special,
+        )
+        return str(rendered[0][0])
+
+    @cached_property
+    def _words(self) -> dict[str, int]:
+        return {self._text(token): token for token in range(len(self))}
+
+    def _text(self, token: int) -> str:
+        text: bytes = self._llama.llama_vocab_get_text(self._vocab, token)
+        return text.decode("utf-8", "replace")

@@ -1,0 +1,167 @@
+"""GGUF models on a real llama.cpp, against the same weights in transformers."""
+
+import pytest
+import torch
+
+pytest.importorskip("llama_cpp", reason="llama.cpp is not installed: pip install llama-cpp-python gguf")
+pytest.importorskip("gguf")
+
+import specdemo
+from specdemo.core.protocol import Budget, GenerationConfig
+from specdemo.core.sampling import Sampling
+from specdemo.core.tree import ABSENT, chain_parents
+from specdemo.engine.loop import generate
+from specdemo.methods import load_drafter, method, model_method
+from specdemo.models.gguf import GGUFVocab, write_gguf
+from specdemo.models.load import load_model, load_target
+
+CPU = torch.device("cpu")
+TEXTS = [
+    "Once upon a time, there was a little girl named Lily.",
+    "Tom and his dog went to the beach.",
+    "The sun was hot, and",
+    "One day, a big bear",
+]
+METHODS = ["ngram", "suffix", "lookahead", "draft_model", "adaptive", "cascade", "router"]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gguf")
+    for name in ("stories", "stories-draft-wide"):
+        loaded = load_model(name, "float32", "cpu", kernels="transformers")
+        vocab = GGUFVocab.of(loaded.tokenizer, int(loaded.model.config.vocab_size))
+        write_gguf(loaded.model, vocab, folder / f"{name}.gguf")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return load_target("stories", kernels="transformers")
+
+
+@pytest.fixture(scope="module")
+def target(files):
+    return load_target(str(files / "stories.gguf"))
+
+
+def ids_of(reference, text):
+    return torch.tensor([reference.tokenizer.encode(text)])
+
+
+def output(target, drafter, prompt, config):
+    rows = [[] for _ in prompt]
+    for event in generate(target, drafter, prompt, config):
+        for row, tokens in zip(rows, event.emitted, strict=True):
+            row += tokens
+    return rows
+
+
+def drafter_of(name, target, files):
+    model = str(files / "stories-draft-wide.gguf") if method(model_method(name)).needs_model else None
+    return load_drafter(name, target, model)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_greedy_output_is_that_of_transformers(name, target, reference, files):
+    drafter = drafter_of(name, target, files)
+    for text in TEXTS[:2]:
+        prompt = ids_of(reference, text)
+        expected = reference.model.generate(prompt, max_new_tokens=64, do_sample=False, pad_token_id=0)
+        config = GenerationConfig(64, budget=Budget(4, 12))
+        (tokens,) = output(target, drafter, prompt, config)
+        assert tokens == expected[0, prompt.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("nodes", [1, 5, 31])
+def test_tree_logits_are_those_of_its_branches(target, reference, nodes):
+    prompt = ids_of(reference, TEXTS[0]).repeat(2, 1)
+    generator = torch.Generator().manual_seed(nodes)
+    parents = torch.tensor([[int(torch.randint(0, i + 1, (1,), generator=generator)) for i in range(nodes)]] * 2)
+    tokens = torch.randint(1, target.vocab_size, (2, nodes + 1), generator=generator)
+    tokens[1, 1:] = ABSENT
+    for each in (target, reference):
+        each.start(prompt)
+    logits, expected = (each.forward(tokens, parents).logits for each in (target, reference))
+    torch.testing.assert_close(logits[0], expected[0], rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(logits[1, 0], expected[1, 0], rtol=1e-3, atol=1e-3)
+
+
+def test_committed_branch_is_continued(target, reference):
+    prompt = ids_of(reference, TEXTS[0])
+    parents = torch.tensor([[0, 0, 2, 3, 2]])
+    tokens = torch.tensor([[433, 5, 452, 259, 402, 12]])
+    outputs = []
+    for each in (target, reference):
+        each.start(prompt)
+        each.forward(tokens, parents)
+        each.forward(tokens, parents)  # a repeated pass replaces the provisional one
+        each.commit([[0, 2, 3]])
+        assert each.length == [prompt.shape[1] + 3]
+        first = each.forward(torch.tensor([[402, 7]]), chain_parents(1, 1, CPU)).logits
+        each.commit([[0]])
+        each.crop([prompt.shape[1] + 1])
+        outputs.append((first, each.forward(torch.tensor([[12]]), torch.empty(1, 0, dtype=torch.int64)).logits))
+    for one, other in zip(*outputs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+
+
+def test_rows_are_independent(target, reference):
+    prompts = [ids_of(reference, text)[:, :8] for text in TEXTS]
+    width = min(prompt.shape[1] for prompt in prompts)
+    batch = torch.cat([prompt[:, :width] for prompt in prompts])
+    config = GenerationConfig(24, budget=Budget(4, 4))
+    expected = [output(target, load_drafter("none", target), row[None], config)[0] for row in batch]
+    assert output(target, load_drafter("ngram", target), batch, config) == expected
+
+
+def test_last_hidden_state_is_the_input_of_lm_head(target, reference):
+    prompt, following = ids_of(reference, TEXTS[0]), torch.tensor([[433, 452]])
+    for each in (target, reference):
+        each.release()
+    states = [each.start(prompt, (-1,)).hidden[-1] for each in (target, reference)]
+    torch.testing.assert_close(states[0], states[1], rtol=1e-3, atol=1e-3)
+    forward = target.forward(following, chain_parents(1, 1, CPU), (-1,))
+    torch.testing.assert_close(target.lm_head(forward.hidden[-1]), forward.logits, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(("name", "head"), [("medusa", "stories-medusa"), ("eagle", "stories-eagle-1")])
+def test_heads_that_read_the_last_state_draft(name, head, target, reference):
+    prompt, config = ids_of(reference, TEXTS[0]), GenerationConfig(48, budget=Budget(4, 4))
+    expected = output(reference, load_drafter("none", reference), prompt, config)
+    drafter = load_drafter(name, target, head)
+    events = list(generate(target, drafter, prompt, config))
+    assert [[token for event in events for token in event.emitted[0]]] == expected
+    assert len(events) < 40
+
+
+def test_heads_of_other_layers_are_rejected(target):
+    with pytest.raises(ValueError, match="reads the hidden states of layers .*, which .*stories.gguf does not return"):
+        load_drafter("eagle", target, "stories-eagle-3")
+
+
+def test_models_that_learn_are_rejected(target, files):
+    with pytest.raises(ValueError, match="is a GGUF model, which cannot learn; choose a draft model with safetensors"):
+        load_drafter("online", target, str(files / "stories-draft-wide.gguf"))
+
+
+def test_sampled_output_is_reproducible(target, reference, files):
+    prompt, config = ids_of(reference, TEXTS[0]), GenerationConfig(32, Sampling(temperature=1.0), Budget(4, 4), seed=5)
+    first, second = (output(target, drafter_of("draft_model", target, files), prompt, config) for _ in range(2))
+    assert first == second
+
+
+def test_text_and_ids_are_those_of_the_tokenizer(target, reference):
+    for text in (*TEXTS, "  two spaces\n\n\ta tab, naïve 日本語 🐉"):
+        ids = reference.tokenizer.encode(text, add_special_tokens=False)
+        assert target.tokenizer.decode(ids) == reference.tokenizer.decode(ids)
+        assert target.tokenizer.decode(target.tokenizer.encode(text)) == text
+    assert target.stop_token_ids == reference.stop_token_ids
+    assert target.tokenizer.get_vocab() == reference.tokenizer.get_vocab()
+
+
+def test_run_with_gguf_files(files):
+    draft = str(files / "stories-draft-wide.gguf")
+    trace = specdemo.run("embedded-draft", target=str(files / "stories.gguf"), model=draft, max_new_tokens=32)
+    assert trace.comparison[0]["identical"] is True and trace.lanes[1].summary["accepted"] > 0
+    assert "llama.cpp" in trace.environment["kernels"]
