@@ -8,7 +8,7 @@ from specdemo.core.definitions import table
 
 HERE = Path(__file__).parent
 HOW = tuple(f"{name}.js" for name in "helpers chart tree pending_tokens maths how".split())
-_RACE = "helpers player chart tree lanes bars pending_tokens tiles panels inspector transport race"
+_RACE = "helpers player chart tree lanes bars pending_tokens tiles panels inspector transport result_image race"
 RACE = tuple(f"{name}.js" for name in _RACE.split())
 
 

@@ -172,7 +172,8 @@ function rejectedDraft(line, step) {
   const end = line.path.at(-1);
   const first = line.fates.findIndex((outcome, i) => outcome === "rejected" && line.parents[i] === end);
   if (first < 0) return [];
-  const node = span(visible(line.drafted[first] ?? ""), "rejected", step);
+  const text = line.drafted[first] ?? "";
+  const node = span(text.includes("\n") && !text.trim() ? "⏎" : visible(text), "rejected", step); // without the indentation of the next line
   const more = line.fates.filter((outcome) => outcome === "rejected" || outcome === "not reached").length - 1;
   if (more) node.dataset.more = `+${more}`;
   return [node];

@@ -327,6 +327,7 @@ function repaint() {
   drawNumbers();
   drawHeadline();
   drawBars();
+  drawSaves();
   drawPanels();
 }
 
@@ -351,6 +352,7 @@ function waiting(line) {
 element.addEventListener("keydown", onKey);
 element.addEventListener("click", onClick);
 wireTransport();
+wireSaves();
 $(".sd-estimate").addEventListener("click", () => gradioButton("estimate").click());
 document.addEventListener("specdemo:settings", () => {
   markOutdated();

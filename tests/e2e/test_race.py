@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import re
+import struct
 
 import pytest
 from playwright.sync_api import expect
@@ -251,6 +252,25 @@ def test_unreported_server_values_are_unknown(visit, remote_file):
     expect(page.locator(".sd-times")).to_contain_text("unknown")
     token.click()
     expect(page.locator(".sd-step")).to_contain_text("draft tokens unknown")
+
+
+def test_the_result_is_saved_as_an_image_and_the_replay_as_a_video(visit, trace_file):
+    page = visit()
+    expect(page.locator(".sd-save-image")).to_be_attached()
+    open_file(page, trace_file)
+    wait_for_text(page, "^Replayed")
+    with page.expect_download() as image:
+        page.locator(".sd-save-image").click()
+    assert image.value.suggested_filename == "specdemo-embedded-draft.png"
+    data = image.value.path().read_bytes()
+    assert data.startswith(b"\x89PNG") and struct.unpack(">II", data[16:24]) == (2560, 1440)
+    with page.expect_download() as video:
+        page.locator(".sd-save-video").click()
+        expect(page.locator(".sd-save-video")).to_contain_text("Recording, ")
+    assert video.value.suggested_filename == "specdemo-embedded-draft.webm"
+    data = video.value.path().read_bytes()
+    assert data.startswith(b"\x1a\x45\xdf\xa3") and b"webm" in data[:64] and len(data) > 20_000
+    expect(page.locator(".sd-save-video")).to_have_text("Save video")
 
 
 def test_on_a_phone_the_selected_token_is_visible_above_the_inspector(visit, trace_file):

@@ -1,0 +1,261 @@
+// The result as an image and the replay as a video, drawn on a canvas in the browser with the names of the models, the machine and the
+// date. Nothing leaves the page.
+
+const FRAME = { width: 1280, height: 720, margin: 44, rate: 30, holdMs: 2000 };
+const VIDEO_TYPES = ["video/webm;codecs=vp9", "video/webm;codecs=vp8", "video/webm"];
+const VIDEO_BITS = 5e6; // per second
+const OUTCOME_COLOURS = { accepted: "accepted", rejected: "rejected", corrected: "corrected", bonus: "bonus" };
+
+/** Returns a lane as it was at a time of its clock, ms. */
+function laneAt(lane, clock) {
+  const shown = lane.lines.filter(({ at }) => at <= clock);
+  const soFar = shown.findLast((line) => line.so_far)?.so_far ?? {};
+  const ended = shown.length === lane.lines.length;
+  return { ...lane, soFar, next: shown.length, finish: shown.at(-1)?.finish ?? null, summary: ended ? lane.summary : null };
+}
+
+/** Returns the line of the result at a time: the server's at the end, before that the speed-up of the fastest lane so far. */
+function resultAt(source, lanes) {
+  const complete = source.end && lanes.every((lane) => lane.next >= lane.lines.length);
+  if (complete && source.end.headline) return source.end.headline;
+  const ratio = (lane) => lane.soFar.tokens_per_s / lanes[0].soFar.tokens_per_s;
+  const best = lanes.slice(1).filter((lane) => isNumber(ratio(lane))).toSorted((a, b) => ratio(b) - ratio(a))[0];
+  return { tone: "", caption: best ? `${best.name} is ${ratio(best).toFixed(2)}× as fast as plain decoding so far` : "" };
+}
+
+/** Breaks pieces of text into lines. Returns lines of pieces with their position and width.
+ * @param {{ text: string, kind: string }[]} pieces @param {number} width @param {(text: string) => number} measure */
+function breakLines(pieces, width, measure) {
+  const lines = [[]];
+  let x = 0;
+  for (const { text, kind } of pieces) {
+    text.split("\n").forEach((part, i) => {
+      if (i) [x] = [0, lines.push([])];
+      if (!part) return;
+      if (x && x + measure(part) > width) [x] = [0, lines.push([])];
+      lines.at(-1).push({ text: part, kind, x, width: measure(part) });
+      x += measure(part);
+    });
+  }
+  return lines;
+}
+
+/** Returns the text of a lane at a time as pieces: prompt, output tokens, and the draft of the current step if it lasts long enough. */
+function piecesAt(source, lane, clock, displayMs) {
+  const pieces = (source.start.prompt.match(/\s*\S+|\s+/g) ?? []).map((text) => ({ text, kind: "prompt" }));
+  for (const line of lane.lines.slice(0, lane.next)) (line.text ?? []).forEach((text, i) => pieces.push({ text, kind: line.kinds[i] }));
+  const [before, step] = [lane.lines[lane.next - 1], lane.lines[lane.next]];
+  if (!before || step?.type !== "step" || lane.remote || displayMs(before.at, step.at) < MIN_STEP_MS) return pieces;
+  const decided = (clock - before.at) / (step.at - before.at) >= 0.65;
+  return [...pieces, ...displayedDrafts(step).map(({ text, outcome }) => ({ text: text.replace(/\n/g, "⏎"), kind: decided ? outcome : "pending" }))];
+}
+
+// ---- drawing
+
+function palette() {
+  const style = getComputedStyle($(".sd-stage"));
+  const known = new Map();
+  const read = (name) => {
+    if (!known.has(name)) known.set(name, style.getPropertyValue(name).trim() || "#888");
+    return known.get(name);
+  };
+  const dark = Boolean(element.closest(".dark"));
+  const series = [0, 1, 2, 3].map((i) => read(`--sd-${i}`));
+  return { read, series, ink: read("--body-text-color"), soft: read("--sd-soft"), paper: read("--body-background-fill"), track: read("--sd-track"), inside: dark ? "#0b1220" : "#fff" };
+}
+
+const font = (size, weight = 400, family = "system-ui, sans-serif") => `${weight} ${size}px ${family}`;
+const MONO = "ui-monospace, Menlo, Consolas, 'DejaVu Sans Mono', monospace";
+
+/** Draws a run at a time on a canvas of FRAME's size. */
+function drawFrame(context, source, clock, displayMs = () => 0) {
+  const colours = palette();
+  const lanes = source.lanes.map((lane) => laneAt(lane, clock));
+  const states = barStates(lanes, lanes.map((lane) => Math.min(clock, lane.received)), source.start.limit);
+  context.fillStyle = colours.paper;
+  context.fillRect(0, 0, FRAME.width, FRAME.height);
+  context.textBaseline = "middle";
+  drawCaption(context, resultAt(source, lanes), colours);
+  lanes.forEach((lane, i) => drawTrack(context, lane, states[i], lanes, 124 + 66 * i, colours));
+  const top = 124 + 66 * lanes.length + 14;
+  const width = (FRAME.width - 2 * FRAME.margin - 28 * (lanes.length - 1)) / lanes.length;
+  lanes.forEach((lane, i) => drawText(context, piecesAt(source, lane, clock, displayMs), { x: FRAME.margin + i * (width + 28), y: top, width, height: FRAME.height - 74 - top }, colours));
+  drawFooter(context, source, colours);
+}
+
+function write(context, text, x, y, style, { align = "left", width = undefined } = {}) {
+  [context.font, context.fillStyle, context.textAlign] = [style.font, style.colour, /** @type {CanvasTextAlign} */ (align)];
+  context.fillText(text, x, y, width);
+}
+
+function drawCaption(context, { caption, tone }, colours) {
+  const [, before, value, after] = /^(.*?)(\d+\.\d\d×)(.*)$/s.exec(caption) ?? ["", caption, "", ""];
+  const parts = [[before, font(25, 600), colours.ink], [value, font(44, 750), tone === "gain" ? colours.series[1] : tone === "bad" ? colours.read("--sd-bad") : colours.ink], [after, font(25, 600), colours.ink]];
+  const widths = parts.map(([text, style]) => {
+    context.font = style;
+    return context.measureText(text).width;
+  });
+  const room = FRAME.width - 2 * FRAME.margin;
+  const scale = Math.min(1, room / Math.max(1, sum(widths)));
+  context.save();
+  context.translate(FRAME.margin, 62);
+  context.scale(scale, scale);
+  parts.forEach(([text, style, colour], i) => write(context, text, sum(widths.slice(0, i)), 0, { font: style, colour }));
+  context.restore();
+}
+
+function drawTrack(context, lane, state, lanes, y, colours) {
+  const [left, width] = [FRAME.margin, FRAME.width - 2 * FRAME.margin];
+  const colour = colours.series[lane.index % 4];
+  const ended = isFinished(lane) ? `   ${(lane.soFar.clock_ms / 1000).toFixed(2)} s` : "";
+  write(context, lane.name, left, y, { font: font(19, 600), colour: colours.ink }, { width: width - 320 });
+  write(context, progress(lane, state, lanes) + ended, left + width, y, { font: font(18), colour: colours.soft }, { align: "right" });
+  context.fillStyle = colours.track;
+  context.fillRect(left, y + 15, width, 30);
+  context.fillStyle = colour;
+  context.fillRect(left, y + 15, width * state.share, 30);
+  if (state.reached !== null) {
+    context.globalAlpha = 0.55; // generated after the first lane had finished
+    context.fillStyle = colours.track;
+    context.fillRect(left + width * state.reached, y + 15, width * Math.max(0, state.share - state.reached), 30);
+    context.globalAlpha = 1;
+  }
+  const inside = state.share >= MIN_INSIDE;
+  const end = left + width * state.share + (inside ? -12 : 12);
+  if (state.first) drawFlag(context, end - 14, y + 22, colours.inside);
+  write(context, state.lead, end - (state.first ? 26 : 0), y + 31, { font: font(18, 650), colour: inside ? colours.inside : colours.ink }, { align: inside ? "right" : "left" });
+}
+
+function drawFlag(context, x, y, colour) {
+  context.save();
+  context.translate(x, y);
+  context.fillStyle = colour;
+  context.fill(new Path2D(FLAG));
+  context.restore();
+}
+
+function drawText(context, pieces, { x, y, width, height }, colours) {
+  const lineHeight = 25;
+  context.font = font(15.5, 400, MONO);
+  const lines = breakLines(pieces, width, (text) => context.measureText(text).width).slice(-Math.floor(height / lineHeight));
+  context.save();
+  context.beginPath();
+  context.rect(x - 2, y, width + 4, height);
+  context.clip();
+  lines.forEach((line, row) => line.forEach((piece) => drawPiece(context, piece, x + piece.x, y + row * lineHeight + 12, colours)));
+  context.restore();
+}
+
+function drawPiece(context, { text, kind, width }, x, y, colours) {
+  const name = OUTCOME_COLOURS[kind];
+  if (name) {
+    context.fillStyle = colours.read(`--sd-${name}-bg`);
+    context.fillRect(x, y - 10, width, 21);
+    context.fillStyle = colours.read(`--sd-${name}`);
+    context.fillRect(x, kind === "rejected" ? y : y + 9, width, 1.5);
+  }
+  if (kind === "pending") {
+    Object.assign(context, { strokeStyle: colours.soft, lineWidth: 1 });
+    context.strokeRect(x + 0.5, y - 10, width - 1, 20);
+  }
+  const faint = kind === "prompt" || kind === "pending" || kind === "not reached";
+  write(context, text, x, y, { font: font(15.5, 400, MONO), colour: faint ? colours.soft : kind === "rejected" ? colours.read("--sd-rejected") : colours.ink });
+}
+
+/** Returns the models, the machine and the date of a run in one line. */
+function provenance({ start, lanes }) {
+  const { device, date, dtype, threads, clock } = start.environment ?? {};
+  const drafters = lanes.slice(1).map((lane) => [lane.name, laneOptions(lane)].filter(Boolean).join(", "));
+  const machine = [device, threads && `${threads} thread${threads > 1 ? "s" : ""}`, dtype, clock].filter(Boolean).join(", ");
+  return [`Target ${start.target ?? "unknown"}`, drafters.join("; "), machine, String(date || "date unknown").slice(0, 10)].filter(Boolean);
+}
+
+function drawFooter(context, source, colours) {
+  const [width, y] = [FRAME.width - 2 * FRAME.margin, FRAME.height - 38];
+  context.fillStyle = colours.track;
+  context.fillRect(FRAME.margin, y - 22, width, 1.5);
+  write(context, provenance(source).join("  ·  "), FRAME.margin, y, { font: font(16), colour: colours.soft }, { width: width - 120 });
+  write(context, "specdemo", FRAME.margin + width, y, { font: font(17, 650), colour: colours.ink }, { align: "right" });
+}
+
+// ---- files
+
+function canvasOf(scale) {
+  const canvas = document.createElement("canvas");
+  Object.assign(canvas, { width: FRAME.width * scale, height: FRAME.height * scale });
+  const context = canvas.getContext("2d");
+  context.scale(scale, scale);
+  return { canvas, context };
+}
+
+function download(blob, name) {
+  const link = make("a");
+  link.href = URL.createObjectURL(blob);
+  link.download = name;
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 60000);
+}
+
+const fileName = (source, ending) => `specdemo-${source.start.preset ?? "race"}.${ending}`;
+
+function saveImage() {
+  const source = run;
+  const { canvas, context } = canvasOf(2);
+  drawFrame(context, source, Infinity);
+  canvas.toBlob((blob) => download(blob, fileName(source, "png")), "image/png");
+}
+
+/** Plays a run at speed "auto" on a canvas. Calls `draw` with the clock of every frame; returns when the end was shown for a while. */
+function playOff(source, draw) {
+  const lanes = source.lanes.map((lane) => ({ ...lane, next: 0 }));
+  const timing = new Player({ pace: () => "auto", show() {}, after() {} });
+  timing.load({ ...source, lanes }, true);
+  const { intro, speed, span } = timing;
+  const displayMs = (from, to) => displayTime(from, to, intro, speed);
+  let [clock, last, held] = [timing.firstToken(), performance.now(), 0];
+  return new Promise((resolve) => {
+    const tick = (now) => {
+      const passed = Math.max(0, now - last);
+      last = now;
+      if (clock >= span) held += passed;
+      clock = laterClock(clock, passed, intro, speed);
+      draw(clock >= span ? Infinity : clock, displayMs, Math.min(1, clock / span));
+      if (held < FRAME.holdMs) requestAnimationFrame(tick);
+      else resolve(undefined);
+    };
+    requestAnimationFrame(tick);
+  });
+}
+
+async function saveVideo() {
+  const [source, control] = [run, button("save-video")];
+  const { canvas, context } = canvasOf(1);
+  drawFrame(context, source, 0);
+  const mimeType = VIDEO_TYPES.find((type) => MediaRecorder.isTypeSupported(type));
+  const recorder = new MediaRecorder(canvas.captureStream(FRAME.rate), { mimeType, videoBitsPerSecond: VIDEO_BITS });
+  const parts = [];
+  recorder.addEventListener("dataavailable", ({ data }) => parts.push(data));
+  const stopped = new Promise((resolve) => recorder.addEventListener("stop", resolve));
+  control.disabled = true;
+  recorder.start();
+  await playOff(source, (clock, displayMs, share) => {
+    drawFrame(context, source, clock, displayMs);
+    setText(control, `Recording, ${percent(share)}`);
+  });
+  recorder.stop();
+  await stopped;
+  download(new Blob(parts, { type: "video/webm" }), fileName(source, "webm"));
+  setText(control, "Save video");
+  control.disabled = false;
+}
+
+/** Shows the buttons for a finished run. A browser without MediaRecorder saves images only. */
+function drawSaves() {
+  button("save-image").hidden = !run.done;
+  button("save-video").hidden = !run.done || !VIDEO_TYPES.some((type) => window.MediaRecorder?.isTypeSupported(type));
+}
+
+function wireSaves() {
+  button("save-image").addEventListener("click", saveImage);
+  button("save-video").addEventListener("click", saveVideo);
+}

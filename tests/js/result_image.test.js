@@ -1,0 +1,45 @@
+import assert from "node:assert/strict";
+import { test } from "node:test";
+import { load, plain } from "./load.js";
+
+const scripts = ["helpers", "player", "tree", "lanes", "bars", "pending_tokens", "tiles", "result_image"];
+const { breakLines, laneAt, piecesAt, provenance, resultAt } = load(scripts, "breakLines, laneAt, piecesAt, provenance, resultAt");
+
+const step = (at, tokens, text, more = {}) => ({ type: "step", at, so_far: { tokens, clock_ms: at, tokens_per_s: (1000 * tokens) / at }, text, kinds: text.map(() => "target"), ...more });
+const lane = (index, each) => ({
+  index, name: ["Baseline", "Draft model"][index], options: { k: 2 }, summary: { tokens: 2 },
+  lines: [step(each, 1, ["a"]), step(2 * each, 2, [" b"], { fates: ["rejected", "not reached"], drafted: [" x", " y"], parents: [0, 1], path: [0] }), { type: "done", at: 2 * each, finish: "length" }],
+});
+const headline = { tone: "gain", caption: "Draft model is 2.00× as fast as plain decoding" };
+const source = { start: { prompt: "Once upon", target: "stories", environment: { device: "CPU", threads: 2, dtype: "float32", date: "2026-11-22T10:00" } }, end: { headline }, lanes: [lane(0, 10), lane(1, 5)] };
+
+test("a lane at a time has the numbers and the end of that time", () => {
+  const [before, end] = [7, Infinity].map((clock) => laneAt(source.lanes[1], clock));
+  assert.deepEqual([before.soFar.tokens, before.finish, before.summary, before.next], [1, null, null, 1]);
+  assert.deepEqual([end.soFar.tokens, end.finish, plain(end.summary), end.next], [2, "length", { tokens: 2 }, 3]);
+});
+
+test("the result is marked as preliminary until every lane has ended", () => {
+  const at = (clock) => resultAt(source, source.lanes.map((one) => laneAt(one, clock)));
+  assert.equal(at(0).caption, "");
+  assert.equal(at(10).caption, "Draft model is 2.00× as fast as plain decoding so far");
+  assert.equal(at(20).caption, headline.caption);
+});
+
+test("text is broken at the width and at newlines", () => {
+  const pieces = ["aaaa", " bb", " cc", "x\ny"].map((text) => ({ text, kind: "target" }));
+  const lines = breakLines(pieces, 8, (text) => text.length).map((line) => line.map(({ text, x }) => `${x}:${text}`));
+  assert.deepEqual(plain(lines), [["0:aaaa", "4: bb"], ["0: cc", "3:x"], ["0:y"]]);
+});
+
+test("the draft of a step appears only in a step that lasts, first undecided", () => {
+  const words = (clock, ms) => plain(piecesAt(source, laneAt(source.lanes[1], clock), clock, () => ms).slice(2).map(({ text, kind }) => [text, kind]));
+  assert.deepEqual(words(6, 1000), [["a", "target"], [" x", "pending"], [" y", "pending"]]);
+  assert.deepEqual(words(9, 1000), [["a", "target"], [" x", "rejected"], [" y", "not reached"]]);
+  assert.deepEqual(words(9, 20), [["a", "target"]]);
+  assert.deepEqual(words(Infinity, 1000), [["a", "target"], [" b", "target"]]);
+});
+
+test("models, machine and date are named", () => {
+  assert.deepEqual(plain(provenance(source)), ["Target stories", "Draft model, k = 2", "CPU, 2 threads, float32", "2026-11-22"]);
+});
