@@ -113,6 +113,7 @@ def _lines(rows: list[Row], along: Axis) -> go.Figure:
 
 
 def _bars(rows: list[Row]) -> go.Figure:
+    rows = sorted(rows, key=_value, reverse=True)
     drawn = go.Figure(layout=layout(height=150 + 27 * len(rows), margin={"l": 8, "r": 16, "t": 92, "b": 44}))
     faster, slower = LINES[1][0], LINES[2][0]
     drawn.add_bar(
@@ -243,7 +244,7 @@ def _histograms(result: Result) -> go.Figure:
     drawn.update_layout(
         barmode="group",
         bargap=0.25,
-        legend={"orientation": "h", "x": 1, "xanchor": "right", "y": 0.02, "yanchor": "bottom"},
+        legend=BELOW | {"y": -0.14},
         showlegend=True,
         title=_title(result, f"Token {place:g}, where the samples differ most"),
     )

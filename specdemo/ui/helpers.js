@@ -21,6 +21,12 @@ const isNumber = (x) => typeof x === "number" && isFinite(x);
 const sum = (numbers) => numbers.reduce((a, b) => a + b, 0);
 const fixed = (x, digits) => (isNumber(x) ? x.toFixed(digits) : "–");
 const percent = (x) => (isNumber(x) ? `${(100 * x).toFixed(0)} %` : "–");
+// Returns the remaining time of work in words; empty while too little is done to tell.
+const timeLeft = (ms, share) => {
+  const seconds = ((ms / share) * (1 - share)) / 1000;
+  if (!(share > 0.02) || share >= 1 || ms < 2000) return "";
+  return seconds < 90 ? `about ${Math.ceil(seconds)} s left` : `about ${Math.round(seconds / 60)} min left`;
+};
 const sentence = (text) => text.charAt(0).toUpperCase() + text.slice(1);
 const visible = (text) => (text === "" ? "∅" : text.replace(/[\n\r\t]/g, (c) => GLYPHS[c]).replace(/^ | $/g, "·"));
 

@@ -1,10 +1,11 @@
 // Draws the log of a sweep or a test (lines of JSON, see sweep.py) into sweep.html or losslessness.html. Loaded after helpers.js.
-// Python draws the curves. The last result stays visible, faint, until the next one arrives.
+// Python draws the curves. The last result disappears when a run starts.
 
 const SHARE_COLUMNS = ["plain", "speculative"];
 const COLUMN_LABELS = { place: "position", accepted: "acceptance rate", "tokens/pass": "mean accepted length" };
 
 let hasResult = false; // this log has a result
+let begun = 0; // time of the first progress
 
 const readLog = reader(clear, (line) => actions[line.type]?.(line));
 const actions = { start: started, loading, result: shown, stopping, stopped, error: failed, note: noted };
@@ -18,13 +19,18 @@ function clear() {
 
 function started(line) {
   setBusy(true);
+  begun = 0;
+  $(".sd-sweep").dataset.empty = "";
+  $(".sd-badge").hidden = $(".sd-numbers").hidden = true;
   $(".sd-loading").removeAttribute("value"); // indeterminate
   setStatus(`Starting ${line.name}.`);
 }
 
 function loading(line) {
   $(".sd-loading").value = line.share;
-  setStatus(`${percent(line.share)} done: ${line.text}.`);
+  begun ||= performance.now();
+  const left = timeLeft(performance.now() - begun, line.share);
+  setStatus([`${percent(line.share)} done: ${line.text}.`, left && `${sentence(left)}.`].filter(Boolean).join(" "));
 }
 
 function stopping() {
@@ -53,12 +59,21 @@ function shown(line) {
   setBusy(false);
   $(".sd-badge").hidden = !line.recorded;
   $(".sd-badge").textContent = ["recorded", ...line.where].join(" · ");
+  delete $(".sd-sweep").dataset.empty;
   $(".sd-numbers").hidden = false;
   $(".sd-conditions").textContent = line.conditions;
   $(".sd-table").replaceChildren(table(line));
+  hintAtScrolling();
   $(".sd-remarks").hidden = !line.remarks.length;
   $(".sd-remarks").replaceChildren(...line.remarks.map((text) => make("li", "", text)));
   setStatus(`${line.recorded ? "Recorded result" : "Done"}. ${sentence(line.verdict)}`);
+}
+
+function hintAtScrolling() {
+  const box = $(".sd-table");
+  const more = [box.scrollWidth > box.clientWidth + 1 && "columns", box.scrollHeight > box.clientHeight + 1 && "rows"].filter(Boolean);
+  $(".sd-more").hidden = !more.length;
+  $(".sd-more").textContent = `Scroll the table for more ${more.join(" and ")}.`;
 }
 
 function setBusy(on) {
@@ -109,6 +124,7 @@ function format(name, value) {
 // A chart that was drawn while another tab was open has the wrong width.
 new ResizeObserver(() => {
   const plot = element.querySelector(".js-plotly-plot");
+  hintAtScrolling();
   if (window.Plotly && plot?.clientWidth) window.Plotly.Plots.resize(plot);
 }).observe($(".sd-sweep"));
 const read = () => readLog(props.value || "");

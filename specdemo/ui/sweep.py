@@ -5,15 +5,18 @@ model. A visitor chooses presets only, so that no other models are loaded. The L
 components.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import gradio as gr
 
 from specdemo.bench.base import Report, Stop
-from specdemo.bench.plot import figure
-from specdemo.bench.result import Result, best, noisy, read_result, recorded_suite, to_json
+from specdemo.bench.plot import BARS, figure
+from specdemo.bench.result import Result, Row, best, is_baseline, noisy, read_result, recorded_suite, to_json
 from specdemo.bench.suites import Sweep, swept, takes
 from specdemo.core.estimate import Estimate
 from specdemo.presets import limits
@@ -25,6 +28,9 @@ from specdemo.ui.job import QUIET, Engine, Job, Jobs, Packed, Store, Values, nam
 from specdemo.ui.lazy_imports import live
 from specdemo.ui.views import view
 
+SCHEDULE = re.compile(r"^Schedule (\[\[[\d\[\], ]+\]\])(?=: )")
+USUAL = ("auto", "here", 0.0, 1.0)  # values of options that need no mention
+CONDITIONS = {"new_tokens": "max new tokens", "draws": "continuations"}
 IF_LINKED = f"() => {{ if (new URLSearchParams(location.search).has('sweep')) ({assets.to_tab('sweep')})(); }}"
 OFF = (
     "this Space gets a GPU only for seconds, and a sweep takes minutes; open a saved result, "
@@ -79,16 +85,16 @@ class Sweeping(Job):
 
     def conclude(self, result: Result, recorded: bool) -> None:
         """Show the result and offer it as a file."""
-        self.result = result
         self.file = f"specdemo-{result.suite}.json", Packed(to_json(result))
-        self.text += result_line(result, recorded)
+        self.result = readable(result)
+        self.text += result_line(self.result, recorded)
 
     def extra_updates(self) -> Values:
         """Return the chart. A suite without speed-ups has a table only."""
         if self.result is None:
             return {}
         try:
-            return {"chart": gr.update(value=figure(self.result), visible=True)}
+            return {"chart": gr.update(value=_on_page(figure(self.result)), visible=True)}
         except ValueError:
             return {"chart": gr.update(visible=False)}
 
@@ -106,6 +112,50 @@ class Sweeping(Job):
         self.text += to_line(line)
 
 
+def readable(result: Result) -> Result:
+    """Return the result as the page shows it: lanes by method and model instead of preset, lanes without a swept
+    setting sorted by speed-up, draft lengths of a schedule in words, no remark twice.
+    """
+    rows: list[Row] = result.rows
+    if result.axis == BARS and all(isinstance(row.get("speed-up"), Estimate) for row in rows):
+        rows = sorted(rows, key=lambda row: (not is_baseline(row["speed-up"]), -row["speed-up"].value))
+    an_id = re.compile("|".join(rf"(?<![\w-]){re.escape(id)}(?![\w-])" for id in load_presets()))
+    names = _lane_names(id for row in rows for id in an_id.findall(str(row.get("lane", ""))))
+
+    def renamed(text: str) -> str:
+        return an_id.sub(lambda found: names.get(found[0], found[0]), text)
+
+    rows = [row | {"lane": renamed(row["lane"])} if isinstance(row.get("lane"), str) else row for row in rows]
+    remarks = [SCHEDULE.sub(_schedule_in_words, renamed(remark)) for remark in dict.fromkeys(result.remarks)]
+    return replace(result, rows=rows, remarks=remarks)
+
+
+def _lane_names(ids: Iterable[str]) -> dict[str, str]:
+    """Return the name of each preset's lane; a number tells two equal ones apart."""
+    names: dict[str, str] = {}
+    for id in dict.fromkeys(ids):
+        name = live().lane_name(load_presets()[id].lanes[0])
+        times = sum(other.partition(" #")[0] == name for other in names.values())
+        names[id] = f"{name} #{times + 1}" if times else name
+    return names
+
+
+def _schedule_in_words(found: re.Match[str]) -> str:
+    """Return the draft length of each range of loads."""
+    parts = []
+    for low, high, k in json.loads(found[1]):
+        loads = str(low) if low == high else f"{low} to {high}"
+        parts.append(f"{loads}: {f'k = {k}' if k else 'off'}")
+    return f"Best draft length by concurrency: {'; '.join(parts)}. Result"
+
+
+def _on_page(drawn: Any) -> Any:
+    """Return the figure with a title that fits a phone. The page shows machine, date and options itself."""
+    head = drawn.layout.title.text.partition("<br>")[0]
+    broken = re.sub("([,;]) ", r"\1<br>", head)
+    return drawn.update_layout(title_text=broken, margin_t=76 if broken != head else 56)
+
+
 def result_line(result: Result, recorded: bool) -> str:
     """Return the data of the view. Unchecked parts, such as a foreign config, are reduced to text."""
     rows = [{name: _cell(value) for name, value in row.items()} for row in result.rows]
@@ -114,10 +164,17 @@ def result_line(result: Result, recorded: bool) -> str:
     payload = {"axis": result.axis, "rows": rows, "remarks": remarks, "verdict": verdict}
     where = [str(result.environment[name]) for name in ("device", "date") if result.environment.get(name)]
     repeats = f"{result.repeats} repeat{'s' * (result.repeats != 1)}"
-    config = {name: v for name, v in result.config.items() if isinstance(v, str | int | float) and v != "auto"}
-    chosen = [f"{name.replace('_', ' ')} {value}" for name, value in config.items()]
-    payload |= {"where": where, "conditions": " · ".join([f"suite {result.suite}", repeats, *chosen])}
+    payload |= {"where": where, "conditions": " · ".join([repeats, *_conditions(result.config)])}
     return to_line({"type": "result", "recorded": recorded, **payload})
+
+
+def _conditions(config: Mapping[str, object]) -> list[str]:
+    """Return the options of a result that tell results apart."""
+    options = {name: value for name, value in config.items() if isinstance(value, str | int | float)}
+    chosen = {name: value for name, value in options.items() if not isinstance(value, bool) and value not in USUAL}
+    known = load_presets().get(str(chosen.pop("preset", "")))
+    words = [f"{CONDITIONS.get(name, name.replace('_', ' '))} {value}" for name, value in chosen.items()]
+    return [*([f"preset {known.title}"] if known else []), *words]
 
 
 def _cell(value: object) -> object:

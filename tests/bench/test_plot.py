@@ -43,7 +43,7 @@ def test_doubling_values_get_a_logarithmic_axis(axis):
 
 
 def test_lanes_are_compared_by_bars():
-    drawn = figure(bars(("fast", 1.5), ("slow", 0.7), predicted=1.1))
+    drawn = figure(bars(("slow", 0.7), ("fast", 1.5), predicted=1.1))  # sorted by value
     bar, predicted = drawn.data
     assert list(bar.y) == ["fast", "slow"] and list(bar.x) == [1.5, 0.7] and bar.text == ("1.50×", "0.70×")
     assert len(set(bar.marker.color)) == 2

@@ -20,6 +20,7 @@ def test_run_stop_save_open_share(visit_gated, gates, tmp_path):
     page.locator("#sweep-run").click()
     wait_for_text(page, r"^50 % done: repeat 2 of 2, k = 4\.")
     expect(page.locator("#sweep-run")).to_be_disabled()
+    expect(page.locator("#sweep .sd-numbers")).to_be_hidden()
     page.locator("#sweep-stop").click()
     wait_for_text(page, r"^Stopped\. The table holds the finished repeats\.")
     assert gates.stopped.acquire(timeout=60)
@@ -29,8 +30,11 @@ def test_run_stop_save_open_share(visit_gated, gates, tmp_path):
     expect(cell).to_have_text("1.30")  # one repeat gives no interval
     expect(page.locator("#sweep-run")).to_be_enabled()
 
+    page.locator("#sweep-run").click()  # the result disappears, and stays away until there is another
+    wait_for_text(page, "^50 %")
+    for part in (page.locator("#sweep-chart"), page.locator("#sweep .sd-numbers")):
+        expect(part).to_be_hidden()
     gates.open.set()
-    page.locator("#sweep-run").click()
     wait_for_text(page, r"^Done\. Measured 2 times; 3 repeats are needed to find the best\.")
     with page.expect_download() as download:
         page.locator("#sweep-save").click()

@@ -2,7 +2,7 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 import { load } from "./load.js";
 
-const { reader, visible, percent, fixed } = load(["helpers"], "reader, visible, percent, fixed");
+const { reader, visible, percent, fixed, timeLeft } = load(["helpers"], "reader, visible, percent, fixed, timeLeft");
 
 function read() {
   const lines = [];
@@ -36,4 +36,10 @@ test("invisible characters are shown as symbols", () => {
 
 test("missing numbers are shown as a dash", () => {
   assert.deepEqual([percent(0.256), percent(null), fixed(NaN, 2), fixed(1.005, 1)], ["26 %", "–", "–", "1.0"]);
+});
+
+test("the remaining time is known after two seconds and some progress", () => {
+  assert.equal(timeLeft(10_000, 0.25), "about 30 s left");
+  assert.equal(timeLeft(600_000, 0.5), "about 10 min left");
+  for (const [ms, share] of [[1000, 0.5], [10_000, 0.01], [10_000, 1], [0, 0]]) assert.equal(timeLeft(ms, share), "");
 });

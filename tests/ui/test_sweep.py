@@ -70,7 +70,32 @@ def test_a_sweep_is_a_growing_text_and_then_curves(bench):
     chart = outputs[-1]["chart"]
     assert chart["visible"] and len(chart["value"].data) == 4
     assert seen[-1]["rows"][2]["speed-up"] == {"value": 1.3, "interval": ""}  # two repeats give no interval
-    assert seen[-1]["conditions"] == "suite k · 2 repeats · target stories · prompts 8 · new tokens 96"
+    assert seen[-1]["conditions"] == "2 repeats · target stories · prompts 8 · max new tokens 96"
+
+
+def shown(suite):
+    return lines(sweep.result_line(sweep.readable(recorded_suite(suite)), True))[0]
+
+
+def test_lanes_have_names_of_models_and_are_sorted_by_speed():
+    result = shown("methods")
+    names = [row["lane"] for row in result["rows"]]
+    assert names[0] == "Baseline" and {"Draft model (stories-draft-wide)", "Prompt lookup"} <= {*names}
+    assert len({*names}) == len(names)
+    speeds = [row["speed-up"]["value"] for row in result["rows"][1:]]
+    assert speeds == sorted(speeds, reverse=True)
+    for suite in ("methods", "k", "text", "load", "temperature"):
+        assert "embedded-" not in json.dumps(shown(suite))
+
+
+def test_conditions_and_remarks_have_no_internals():
+    result = shown("load")
+    assert result["conditions"] == (
+        f"4 repeats · preset {preset('embedded-draft').title} · target stories · max new tokens 64"
+    )
+    assert any("by concurrency: 1 to 7: k = 3; 8 to 15: k = 1; 16: off. Result: " in line for line in result["remarks"])
+    remarks = shown("text")["remarks"]
+    assert len(remarks) == len({*remarks})
 
 
 def test_a_suite_with_models_of_its_own_gets_no_preset(bench):
@@ -191,7 +216,7 @@ def test_invalid_result_is_one_line_and_changes_nothing(bench, tmp_path, content
 
 def test_numbers_of_foreign_results_stay_readable():
     damaged = replace(swept(), config={"a": float("nan"), "b": [1]}, environment={"device": {"x": float("inf")}})
-    assert lines(result_line(damaged, recorded=True))[0]["conditions"] == "suite k · 3 repeats · a nan"
+    assert lines(result_line(damaged, recorded=True))[0]["conditions"] == "3 repeats · a nan"
 
 
 def test_a_link_fills_the_controls_and_runs_nothing(bench):
