@@ -93,6 +93,7 @@ function barChart(picture, { width, height }, bars, series) {
 function curves(picture, { width, height }, { lines = [], dots = [], unit = "", high, wide, whole, percentage, level, doubling }) {
   const bands = lines.flatMap((line) => line.band ?? []);
   const points = [...lines.flatMap((line) => line.points), ...dots.map(({ x, y }) => [x, y]), ...bands.map(([x, , most]) => [x, most])];
+  if (!points.length) return void picture.append(svg("text", { x: width / 2, y: height / 2, "text-anchor": "middle" }, "No data yet"));
   const top = high ?? Math.max(...points.map(([, y]) => y), level ?? 0, 1e-9) * 1.06;
   const end = wide ?? Math.max(...points.map(([x]) => x), 1e-9);
   const [inner, tall] = [width - MARGIN.left - MARGIN.right, height - MARGIN.top - MARGIN.bottom];
@@ -121,7 +122,7 @@ function curves(picture, { width, height }, { lines = [], dots = [], unit = "", 
   dots.forEach(({ x, y, name }, i) => {
     const [across, up] = at([x, y]);
     picture.append(svg("circle", { cx: across, cy: up, r: 5.5, class: "sd-dot" }));
-    picture.append(svg("text", { x: Math.min(across + 9, width - 7 * name.length), y: i ? up + 20 : Math.max(up - 8, 12), class: "sd-count" }, name));
+    picture.append(svg("text", { x: Math.min(across + 9, width - 8 * name.length - 4), y: i ? up + 20 : Math.max(up - 8, 12), class: "sd-count" }, name));
   });
 }
 

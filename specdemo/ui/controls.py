@@ -99,6 +99,7 @@ class Controls:
         for name, more in (("add", 1), ("remove", -1)):
             self._describe(named(parts[name].click, partial(_count_on, more), count, parts, **QUIET).then)
         page.load(None, js=assets.text("accessibility.js"), **QUIET)
+        page.load(None, js=f"() => {{ {assets.text('page_title.js')} }}", **QUIET)
         self._describe(named(page.load, titles, {}, parts, **QUIET).then)
         self._describe(partial(gr.on, [parts[name].change for name in NAMES if not isinstance(parts[name], gr.State)]))
         self.relabel(partial(gr.on, [parts[name].change for name in FOLDED], trigger_mode="always_last"))
@@ -431,9 +432,10 @@ def draw(start: Preset, allow_any_model: bool) -> Controls:
             for name, words in (("add", "Add a lane"), ("remove", "Remove the last lane")):
                 parts[name] = gr.Button(words, **shown[name], size="sm", elem_id=f"{name}-lane")
     most = limits.here().prompt
-    parts["prompt"] = gr.Textbox(
-        **shown["prompt"], label="Prompt", lines=1, max_lines=10, max_length=most, elem_id="prompt", scale=5
-    )
+    with gr.Row(elem_id="prompt-row"):  # its height is reserved while the page loads
+        parts["prompt"] = gr.Textbox(
+            **shown["prompt"], label="Prompt", lines=1, max_lines=10, max_length=most, elem_id="prompt", scale=5
+        )
     return Controls(parts)
 
 

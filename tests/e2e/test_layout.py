@@ -199,3 +199,33 @@ def test_little_is_transferred_before_a_run(visit):
     wait_for_text(page, "^Recorded")
     sizes = page.evaluate("performance.getEntries().map(e => e.transferSize || 0)")
     assert sum(sizes) < 700_000
+
+
+RING = """() => { const at = document.activeElement;
+  const ringed = [at, at.closest("label"), at.closest(".input-container")].filter(Boolean);
+  return [...new Set(ringed.map((e) => getComputedStyle(e)).filter((s) => s.outlineStyle !== "none")
+    .map((s) => s.outlineWidth))]; }"""
+
+
+def test_the_focus_has_one_ring_and_the_title_names_the_result(visit):
+    page = visit(reduced_motion="reduce")
+    expect(page.locator("#view .sd-status")).to_have_text(re.compile("^Recorded"))
+    seen = set()
+    page.locator("[role=tab]").first.focus()
+    for _ in range(9):
+        page.keyboard.press("Tab")
+        where = "document.activeElement.closest('#presets, #setup, #sampling, #prompt, #buttons, .sd-playback')"
+        seen.add(page.evaluate(f"{where}?.id || {where}?.className"))
+        assert page.evaluate(RING) == ["2px"], page.evaluate("document.activeElement.outerHTML")
+    assert {"presets", "prompt", "buttons"} <= seen
+    expect(page).to_have_title(re.compile(r"^\d\.\d× faster - specdemo"))
+    page.get_by_role("tab", name="Lab").click()
+    expect(page).to_have_title(re.compile("^Lab - specdemo"))
+    assert page.locator("#prompt textarea").get_attribute("dir") == "auto"
+
+
+def test_a_chart_without_data_has_no_axis(visit):
+    page = visit("?preset=embedded-draft&k=7", reduced_motion="reduce")
+    chart = page.locator(".sd-throughput svg").first
+    expect(chart).to_be_attached()
+    expect(page.locator(".sd-throughput")).not_to_contain_text("e-")

@@ -47,3 +47,16 @@ test("on a logarithmic axis, every doubling has the same width", () => {
   const [one, four, sixteen, last] = corners(curve).map(([x]) => x);
   assert.ok(Math.abs(four - one - (sixteen - four)) < 0.2 && Math.abs(last - one - 4 * (four - one)) < 0.5);
 });
+
+test("an empty chart has words instead of axes", () => {
+  for (const options of [{}, { lines: [] }, { lines: [{ series: 1, points: [] }] }]) {
+    const parts = drawn(options);
+    assert.deepEqual(parts.map(({ textContent }) => textContent), ["No data yet"]);
+  }
+});
+
+test("the label of a dot ends within the chart", () => {
+  const name = "measured 1.80×";
+  const label = drawn({ dots: [{ x: 8, y: 1, name }] }).find(({ textContent }) => textContent === name);
+  assert.ok(label.attributes.x + 8 * name.length <= 400);
+});
