@@ -4,21 +4,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator, PlainSerializer
+from pydantic import Field
 
 from specdemo.bench.base import Decoding, Device, NewTokens, Option, Repeats, Report, Suite
 from specdemo.bench.result import Result
 
-MINUTES = 600.0  # maximum
 PAIR = Option("--pair", "model pair", "Pair of models: embedded, 8m, 98m, 342m or 8b.", metavar="NAME")
-
-
-def _minutes(value: float) -> float:
-    if not 0.0 <= value <= MINUTES:
-        raise ValueError(
-            f"minutes must be 0 to {MINUTES:.0f}, not {value:g}; 0 writes a report of the existing results"
-        )
-    return value
 
 
 class Peers(Decoding):
@@ -75,11 +66,13 @@ class Gpu(Suite):
     repeats: Repeats = 3
     device: Device = "auto"
     minutes: Annotated[
-        float, AfterValidator(_minutes), Option("--minutes", "time", "Time limit of this call in minutes.", float)
+        float,
+        Field(ge=0.0, le=600.0),
+        Option(
+            "--minutes", "time", "Time limit of this call in minutes; 0 writes a report of the existing results.", float
+        ),
     ] = 8.0
-    folder: Annotated[Path, PlainSerializer(str), Option("--out", "folder", "Folder to write to.", Path)] = (
-        Path("runs") / "gpu"
-    )
+    folder: Annotated[Path, Option("--out", "folder", "Folder to write to.", Path)] = Path("runs") / "gpu"
 
     def run(self, report: Report, cancelled: Callable[[], bool]) -> Result:
         from benchmarks.gpu.run import measure

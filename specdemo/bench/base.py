@@ -1,25 +1,18 @@
 """Base classes of suites, and the options that they share. Only `Suite.run` needs torch."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    PlainSerializer,
-    ValidationError,
-    model_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, model_validator
 
 from specdemo.bench.prompts import PROMPTS
 from specdemo.bench.result import Result
 from specdemo.core.dtypes import NAMES, dtype_name
-from specdemo.core.suggest import DEVICES, short_repr
+from specdemo.core.suggest import DEVICES
+from specdemo.engine.comparison import Settings
 from specdemo.presets.files import DEFAULT
 from specdemo.presets.limits import LIMITS
 
@@ -52,21 +45,9 @@ class Option:
     metavar: str | None = None  # shown in the help; None: the type
 
 
-def _repeats(value: int) -> int:
-    if not 1 <= value <= REPEATS:
-        raise ValueError(f"repeats must be from 1 to {REPEATS}, not {value}")
-    return value
-
-
 def _ks(value: Sequence[int]) -> Sequence[int]:
     if not (any(value) and all(0 <= k <= LIMITS.k for k in value)):
         raise ValueError(f"draft lengths must be from 1 to {LIMITS.k}, not {list(value)[:20]}")
-    return value
-
-
-def _new_tokens(value: int) -> int:
-    if not 2 <= value <= LIMITS.max_new_tokens:
-        raise ValueError(f"new tokens must be 2 to {LIMITS.max_new_tokens}, not {value}")
     return value
 
 
@@ -93,22 +74,20 @@ def _ranges(text: object) -> object:
     return ks
 
 
-Repeats = Annotated[
-    int, AfterValidator(_repeats), Option("--repeats", "number of repeats", "Interleaved repeats.", int)
-]
+Repeats = Annotated[int, Field(ge=1, le=REPEATS), Option("--repeats", "number of repeats", "Interleaved repeats.", int)]
 Device = Annotated[str, Option("--device", "device", f"Device: {DEVICES}.", metavar="NAME")]
 Dtype = Annotated[str, BeforeValidator(dtype_name), Option("--dtype", "dtype", f"Data type: {NAMES}.", metavar="NAME")]
 NewTokens = Annotated[
     int,
-    AfterValidator(_new_tokens),
+    Field(ge=2, le=LIMITS.max_new_tokens),
     Option("--new-tokens", "number of new tokens", "Output tokens per prompt.", int),
 ]
 Prompts = Annotated[
-    Annotated[Sequence[str], AfterValidator(_prompts), PlainSerializer(len)] | None,
+    Annotated[Sequence[str], AfterValidator(_prompts), PlainSerializer(len, when_used="json")] | None,
     Option("--prompt", "prompt", "Prompt to use instead of the suite's; repeatable.", list[str], "TEXT"),
 ]
 Questions = Annotated[
-    Annotated[Path, PlainSerializer(lambda path: path.name)] | None,
+    Annotated[Path, PlainSerializer(lambda path: path.name, when_used="json")] | None,
     Option(
         "--questions",
         "question file",
@@ -122,15 +101,14 @@ Ks = Annotated[
     Sequence[int],
     BeforeValidator(_ranges),
     AfterValidator(_ks),
-    PlainSerializer(list),
+    PlainSerializer(list, when_used="json"),
     Option("--k", "draft length", "Draft lengths, for example 4, 1-8 or 0,1,3.", metavar="K"),
 ]
 
 
-class Suite(BaseModel):
+class Suite(Settings):
     """One measurement; its fields are its options. Suites with title and question appear on the page's Sweep tab."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
     name: ClassVar[str]
     title: ClassVar[str] = ""
     question: ClassVar[str] = ""
@@ -143,18 +121,6 @@ class Suite(BaseModel):
         """Return the options by field."""
         return {name: o for name, f in cls.model_fields.items() for o in f.metadata if isinstance(o, Option)}
 
-    @classmethod
-    def build(cls, values: Mapping[str, object]) -> Self:
-        """Return the suite with these options. Raises ValueError, one line with the fix, for an unusable one."""
-        try:
-            return cls.model_validate(values)
-        except ValidationError as error:
-            first = error.errors()[0]
-            if first["type"] == "value_error":
-                raise ValueError(str(first["ctx"]["error"])) from None
-            flag = cls.options()[str(first["loc"][0])].flag
-            raise ValueError(f"{flag}: {first['msg'].lower()}, not {short_repr(first['input'])}") from None
-
     def run(self, report: Report, cancelled: Stop) -> Result:
         """Measure. When `cancelled()` turns true the result covers the finished repeats. Raises ValueError with one
         line, also when there is none."""
@@ -163,7 +129,11 @@ class Suite(BaseModel):
 
     def config(self, target: str) -> dict[str, object]:
         """Return the options and the target for the result's file."""
-        return {"target": target, "temperature": 0.0, **self.model_dump(exclude={"repeats"}, exclude_none=True)}
+        return {
+            "target": target,
+            "temperature": 0.0,
+            **self.model_dump(mode="json", exclude={"repeats"}, exclude_none=True),
+        }
 
 
 class Decoding(Suite):

@@ -348,7 +348,7 @@ def _one_line(error: ErrorDetails, of: type[Settings]) -> str:
             return f"unknown setting {field_name!r}; {suggest(field_name, settings_class.model_fields)}"
         case "value_error":
             message = str(limits["error"])
-            return message if message.startswith(("unknown", field_name)) else f"the {field_name} {message}"
+            return f"the {field_name} {message}" if message.startswith(("must", "is ")) else message
         case error_type if error_type in _MESSAGES:
             return f"{field_name} {_MESSAGES[error_type].format(**limits, given=value)}"
     return f"{field_name}: {error['msg'].lower()}, not {value}"

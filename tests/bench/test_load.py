@@ -213,7 +213,7 @@ def test_a_server_that_bunches_its_text_is_named():
         (["--k", "0"], "draft lengths must be from 1 to 16, not [0]"),
         (["--concurrency", "0"], "loads must be above 0 and at most 1024, not [0]"),
         (["--concurrency", "two"], "a load must be a number, or several like 1,2,4, not 'two'"),
-        (["--rate", "nan"], "loads must be above 0 and at most 1024, not [nan]"),
+        (["--rate", "nan"], "rates must be a finite number, not nan"),
         (["--server", "http://127.0.0.1:9", "--k", "4"], "1 servers for k = 0, 4; give one --server per k"),
         (["--server", "http://127.0.0.1:9", "--engine", "vllm"], "omit --engine, --command and --schedule"),
         (["--schedule", "--rate", "2"], "--schedule needs vLLM and --concurrency"),
