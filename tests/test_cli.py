@@ -69,7 +69,7 @@ def test_replay_prints_the_same_numbers_without_a_model(stored, capsys, monkeypa
         assert (tokens, speed) == ("16", f"{lane.summary['tokens_per_s']:.1f}")
     assert table["Draft model (stories-draft-deep)"][-1] == "identical"
     assert "embedded-three-lanes | target stories | float32 | " in out
-    assert out.count(": a step costs ") == 2
+    assert out.count(": a step takes as long as ") == 2
 
 
 def test_settings_reach_the_run(tmp_path, capsys):

@@ -66,9 +66,8 @@ class Drafting:
 
     @property
     def lane(self) -> Lane:
-        return Lane(
-            method=self.method, model="a draft" if self.draft else None, k=self.k, options=dict(self.options or {})
-        )
+        model = "random weights" if self.draft or self.fresh is not None else None
+        return Lane(method=self.method, model=model, k=self.k, options=dict(self.options or {}))
 
 
 METHODS = {

@@ -53,9 +53,10 @@ class KVStore:
 
     @property
     def cache(self) -> SlabCache:
-        """Return the allocated cache."""
-        assert self._cache is not None
-        return self._cache
+        """Return the cache of the text, or without one that of the CUDA graphs."""
+        cache = self._cache or self._captured_cache
+        assert cache is not None
+        return cache
 
     @property
     def capacity(self) -> int:

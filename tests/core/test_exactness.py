@@ -184,7 +184,7 @@ def verdict_with_coins(draft, p, coins):
     times, left = len(coins) // len(draft.tokens), []
     many = Draft(*(x.repeat_interleave(times, 0) for x in (draft.tokens, draft.parents, draft.probs)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(accept, "_coins", lambda draft, rng: coins)
+        patch.setattr(accept, "coins", lambda draft, rng: coins)
         patch.setattr(accept, "draw", lambda probs, rng: left.append(probs) or probs.argmax(-1))
         verdict = Lossless()(many, p[in_slots(many.tokens)], torch.Generator())
     return verdict.path, left[0] / left[0].sum(-1, keepdim=True)

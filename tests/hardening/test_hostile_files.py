@@ -350,7 +350,7 @@ def test_head_limits(stories, head, name, change_config, change_tensors, line):
     "name, changes, line",
     [
         ("stories-mlp-speculator", {"n_predict": 10**7}, "n_predict must be a whole number up to 512"),
-        ("stories-mlp-speculator", {"n_predict": 0}, "does not say n_predict"),
+        ("stories-mlp-speculator", {"n_predict": 0}, "config.json lacks n_predict"),
         ("stories-mlp-speculator", {"top_k_tokens_per_head": [4000, 4000]}, "a tree of more than"),
         ("stories-eagle-3", {"num_attention_heads": 0}, "cannot be read"),
         ("stories-eagle-3", {"num_attention_heads": None}, "cannot be read"),

@@ -66,7 +66,7 @@ def caches(monkeypatch):
 
     def made(self, rows, columns):
         history = make(self, rows, columns)
-        seen.append(weakref.ref(history._cache))
+        seen.append(weakref.ref(history.store.cache))
         return history
 
     monkeypatch.setattr(HFTarget, "_new_history", made)
