@@ -46,10 +46,10 @@ function opened(line) {
 function scrollToRun() {
   if (!nextRun || nextRun.still || nextRun.scrolled) return;
   nextRun.scrolled = true;
-  const [bar, lanes] = [$(".sd-bar"), $(".sd-lanes").getBoundingClientRect()];
+  const [stage, lanes] = [$(".sd-stage"), $(".sd-lanes").getBoundingClientRect()];
   const seen = Math.min(lanes.bottom, innerHeight) - Math.max(lanes.top, 0);
-  const above = bar.getBoundingClientRect().top < $(".sd-transport").getBoundingClientRect().bottom;
-  if (above || seen < Math.min(lanes.height, innerHeight) / 2) scrollIntoViewport(bar, "start");
+  const above = stage.getBoundingClientRect().top < $(".sd-headline").getBoundingClientRect().bottom - 1;
+  if (above || seen < Math.min(lanes.height, innerHeight) / 2) scrollIntoViewport(stage, "start");
 }
 
 let firstVisit = true; // no race was visible yet

@@ -29,10 +29,12 @@ function breakLines(pieces, width, measure) {
   const lines = [[]];
   let x = 0;
   for (const { text, kind } of pieces) {
-    text.split("\n").forEach((part, i) => {
+    text.split("\n").forEach((words, i) => {
       if (i) [x] = [0, lines.push([])];
+      const full = x && x + measure(words) > width;
+      if (full) [x] = [0, lines.push([])];
+      const part = full ? words.trimStart() : words;
       if (!part) return;
-      if (x && x + measure(part) > width) [x] = [0, lines.push([])];
       lines.at(-1).push({ text: part, kind, x, width: measure(part) });
       x += measure(part);
     });

@@ -36,8 +36,7 @@ function drawHeadline() {
 /** Returns the playback speed in words: "at 1/10 speed". */
 function playbackSpeed() {
   const factor = 1 / player.speed;
-  const first = player.intro.length ? ", first steps slower" : "";
-  return factor < 1.05 ? "in real time" : `at 1/${factor < 9.5 ? +factor.toFixed(1) : Math.round(factor)} speed${first}`;
+  return factor < 1.05 ? "in real time" : `at 1/${factor < 9.5 ? +factor.toFixed(1) : Math.round(factor)} speed`;
 }
 
 function togglePlay() {

@@ -26,10 +26,10 @@ test("the result is marked as preliminary until every lane has ended", () => {
   assert.equal(at(20).caption, headline.caption);
 });
 
-test("text is broken at the width and at newlines", () => {
+test("text is broken at the width, without the space before a word, and at newlines", () => {
   const pieces = ["aaaa", " bb", " cc", "x\ny"].map((text) => ({ text, kind: "target" }));
   const lines = breakLines(pieces, 8, (text) => text.length).map((line) => line.map(({ text, x }) => `${x}:${text}`));
-  assert.deepEqual(plain(lines), [["0:aaaa", "4: bb"], ["0: cc", "3:x"], ["0:y"]]);
+  assert.deepEqual(plain(lines), [["0:aaaa", "4: bb"], ["0:cc", "2:x"], ["0:y"]]);
 });
 
 test("the draft of a step appears only in a step that lasts, first undecided", () => {
