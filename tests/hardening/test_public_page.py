@@ -56,7 +56,7 @@ def test_hidden_functions_reject_calls(visit):
     free = ends(caller.call(caller.fn("click", "free-memory"), []))
     assert not free["success"] and "they stay" in free["output"]["error"]
     train = caller.after(caller.fn("click", "train"))
-    assert "Training is off" in text(caller.call(train, [None, 2, None]))
+    assert "Training is disabled" in text(caller.call(train, [None, 2, None]))
     raced = caller.now(caller.fn("click", "race-head"), [0, 0, 0])
     assert raced.status_code == 500 and "no trained head yet" in raced.json()["error"]
 
@@ -285,4 +285,4 @@ def test_places_are_limited_by_visitor(visit):
     fn = caller.fn("race")
     answers = [caller.join(fn, ["nope", None]) for _ in range(60)]
     refused = [answer for answer in answers if answer.status_code != 200]
-    assert all(answer.status_code == 503 and "waiting already" in answer.text for answer in refused)
+    assert all(answer.status_code == 503 and "are already queued" in answer.text for answer in refused)
