@@ -182,7 +182,7 @@ def test_hostile_text_stays_text(visit, trace_file):
     for lane in (0, 1):
         expect(page.locator(f'[data-lane="{lane}"] [data-kind="prompt"]')).to_have_text(PROMPT)
     assert page.locator("#view img, #view script, #view u, #view i").count() == 0
-    assert page.title() == title
+    assert page.title().endswith(title) and "owned" not in page.title()  # the result precedes it
     kinds = page.locator("[data-lane] [data-kind]").evaluate_all("spans => spans.map(s => s.dataset.kind)")
     assert set(kinds) == {"prompt", "target", "accepted", "rejected", "corrected", "bonus"}
     # External tests rely on these hooks.
