@@ -89,7 +89,7 @@ function progress(lane, { tokens, length }, lanes) {
 function raceBar(lane) {
   const row = make("div", "sd-race-row");
   row.dataset.series = lane.index;
-  const [track, fill, late, lead] = ["sd-track", "sd-fill", "sd-late", "sd-lead"].map((cls) => make("div", cls));
+  const [track, fill, late, lead] = ["sd-track", "sd-fill", "sd-late", "sd-ahead"].map((cls) => make("div", cls));
   track.setAttribute("role", "progressbar");
   track.setAttribute("aria-label", `Output of ${lane.name}`);
   const flag = svg("svg", { viewBox: "0 0 14 16", class: "sd-flag", "aria-hidden": "true" });

@@ -242,10 +242,10 @@ def test_the_faster_lane_fills_its_bar_first(display):
     display.seek(0.4)
     plain, slow, fast = display.bars()
     assert plain < slow < fast < 1
-    assert re.fullmatch(r"\d+ tokens ahead of Baseline", "".join(display.read(".sd-lead")))
+    assert re.fullmatch(r"\d+ tokens ahead of Baseline", "".join(display.read(".sd-ahead")))
     display.seek(1)
     assert display.bars() == [1, 1, 1]
-    assert re.fullmatch(r"0\.0\d s ahead of Baseline", "".join(display.read(".sd-lead")))
+    assert re.fullmatch(r"0\.0\d s ahead of Baseline", "".join(display.read(".sd-ahead")))
     assert display.read(".sd-result b") == [f"{len(HOSTILE)} of {len(HOSTILE)} tokens"] * 3
     assert [mark.is_visible() for mark in display.locate(".sd-flag")] == [False, False, True]
     assert [mark.get_attribute("hidden") for mark in display.locate(".sd-late")] == [None, None, ""]
