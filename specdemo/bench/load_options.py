@@ -58,7 +58,7 @@ class Load(Prompted):
     question = (
         "At which load does the gain end? Throughput against latency at increasing concurrency, with a curve per draft "
         "length of the preset's first lane. In specdemo's engine, concurrent requests are the rows of a batch; "
-        f"`{program()} bench load --engine vllm` measures the same on a server."
+        f"`{program()} bench load --engine {engines.DEFAULT}` measures the same on a server."
     )
     axis = CONCURRENCY
     measured_by = "specdemo.bench.load:load"
@@ -66,7 +66,7 @@ class Load(Prompted):
     repeats: Repeats = 3
     engine: Annotated[
         str | None,
-        Option("--engine", "engine", "Serving engine to start: vllm, sglang or llamacpp.", metavar="NAME"),
+        Option("--engine", "engine", f"Serving engine to start: {engines.engine_names()}.", metavar="NAME"),
     ] = None
     servers: Annotated[
         Sequence[str] | None,
@@ -127,7 +127,9 @@ class Load(Prompted):
         if self.servers and (self.engine or self.command or self.schedule):
             raise ValueError("--server is for running servers; omit --engine, --command and --schedule")
         if self.here and (self.rates or self.command or self.schedule or self.gpus > 1):
-            raise ValueError("--rate, --schedule, --command and --gpus need servers; add --server URL or --engine vllm")
+            raise ValueError(
+                f"--rate, --schedule, --command and --gpus need servers; add --server URL or --engine {engines.DEFAULT}"
+            )
         if not self.here and self.device != "auto":
             raise ValueError(
                 "--device needs --engine here; choose the device of a server in the command that starts it"
