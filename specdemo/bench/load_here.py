@@ -26,6 +26,7 @@ from specdemo.engine.session import environment
 from specdemo.engine.warm_up import warm_up
 from specdemo.models.text import encode
 from specdemo.presets.files import preset
+from specdemo.servers import engines
 from specdemo.servers.counters import ServerStats
 from specdemo.servers.engines.base import Schedule
 from specdemo.servers.process import ReportFunction
@@ -72,7 +73,7 @@ class Here:
 
     def paste(self, schedule: Schedule) -> list[str]:
         """Return a hint: a schedule measured on this engine does not apply to servers."""
-        return ["For a schedule for servers, measure a server: bench load --engine vllm."]
+        return [f"For a schedule for servers, measure a server: bench load --engine {engines.DEFAULT}."]
 
     def _way(self, k: int) -> Way:
         if not k:
