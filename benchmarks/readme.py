@@ -10,7 +10,7 @@ from textwrap import fill
 
 from specdemo.bench.report import markdown
 from specdemo.bench.result import THOROUGH, Result, noisy, read_result, write_result
-from specdemo.core.files import write_text
+from specdemo.core.atomic_io import write_text
 
 ROOT = Path(__file__).parents[1]
 SUITE, TARGET = "methods", "stories"

@@ -205,7 +205,7 @@ def cases_of(pair: str) -> Iterator[Case]:
 
 
 def _methods(target: HFTarget, every: Sequence[Tensor]) -> Iterator[Case]:
-    from specdemo.prediction.shapes import config_of
+    from specdemo.prediction.work import config_of
 
     texts, together = every[-TEXTS:], [torch.cat([*every[-HEAD_BATCH:]])]
     deep = load_drafter("draft_model", target, "stories-draft-deep")

@@ -17,7 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from zipfile import ZipFile
 
-from specdemo.core.files import write_text
+from specdemo.core.atomic_io import write_text
 from specdemo.training.corpus import END
 
 WHEELS = Path(__file__).with_name("code_wheels.txt")

@@ -24,7 +24,7 @@ from typer.models import OptionInfo
 
 from specdemo import __version__
 from specdemo.bench.command import bench, progress_bar, reports_to
-from specdemo.core.files import json_text
+from specdemo.core.atomic_io import json_text
 from specdemo.core.outputs import check_output
 from specdemo.core.rules import RULES
 from specdemo.core.safe_io import is_out_of_memory, read_text

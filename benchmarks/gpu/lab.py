@@ -23,7 +23,7 @@ from specdemo.engine.loop import generate
 from specdemo.models.devices import device_kind, now
 from specdemo.models.place import DTYPES, pick_dtype
 from specdemo.models.target import HFTarget
-from specdemo.prediction.shapes import shape
+from specdemo.prediction.work import shape
 
 ROOM = 1.2  # memory in multiples of the weights: fused matrices, caches, CUDA graphs
 PROMPT = 64  # tokens of a prompt

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.gpu.lab import Lab
 from benchmarks.gpu.sections import COMMAND, METHODS, PLAIN, shape_of_draft
 from specdemo.bench.device import CONTEXT, measured, slug
-from specdemo.core.files import finite, json_text, write_text
+from specdemo.core.atomic_io import finite, json_text, write_text
 from specdemo.models.devices import device_kind
 from specdemo.prediction.profiles import Figure, MeasuredStep, Passes, Profile, write_profile
 

@@ -16,7 +16,7 @@ from benchmarks.gpu.report import NO_GPU, RESULTS, write_report
 from benchmarks.gpu.sections import Section, sections
 from specdemo.bench.base import Report
 from specdemo.bench.result import Result
-from specdemo.core.files import finite, json_text, write_text
+from specdemo.core.atomic_io import finite, json_text, write_text
 from specdemo.core.json_limits import FILE_LIMITS
 from specdemo.core.safe_io import read_json
 from specdemo.engine.failure import clear_traceback, reason

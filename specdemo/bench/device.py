@@ -17,7 +17,7 @@ from specdemo.bench.base import Report
 from specdemo.bench.random_models import DRAFTS, random_model
 from specdemo.bench.report import table
 from specdemo.core.protocol import Budget, GenerationConfig, Target
-from specdemo.core.synthetic import SyntheticAcceptance
+from specdemo.core.synthetic_acceptance import SyntheticAcceptance
 from specdemo.engine.loop import generate
 from specdemo.methods import load_drafter
 from specdemo.methods.heads.eagle import Eagle

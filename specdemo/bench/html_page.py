@@ -6,7 +6,7 @@ from pathlib import Path
 from specdemo.bench.plot import figure
 from specdemo.bench.report import bench_report
 from specdemo.bench.result import Result
-from specdemo.core.files import write_text
+from specdemo.core.atomic_io import write_text
 
 PAGE = """<!doctype html>
 <html lang="en">

@@ -61,7 +61,7 @@ class Load(Prompted):
         f"`{program()} bench load --engine {engines.DEFAULT}` measures the same on a server."
     )
     axis = CONCURRENCY
-    measured_by = "specdemo.bench.load:load"
+    measured_by = "specdemo.bench.load_suite:load"
     preset: Annotated[str | None, PRESET] = None
     repeats: Repeats = 3
     engine: Annotated[

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from specdemo.core.files import append_line, json_text, write_text
+from specdemo.core.atomic_io import append_line, json_text, write_text
 from specdemo.core.safe_io import read_text
 from specdemo.servers.counters import ServerStats
 from specdemo.servers.engines.base import Schedule

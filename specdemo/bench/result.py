@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, FailFast, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked
 
+from specdemo.core.atomic_io import finite, json_text, write_text
 from specdemo.core.estimate import Estimate, fastest
-from specdemo.core.files import finite, json_text, write_text
 from specdemo.core.json_limits import FILE_LIMITS, JsonLimits, check_json_limits, gc_paused
 from specdemo.core.safe_io import read_limited
 from specdemo.presets.files import FOLDER

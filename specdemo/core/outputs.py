@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from itertools import chain, islice
 from pathlib import Path
 
-from specdemo.core.files import check_writable, write_text
+from specdemo.core.atomic_io import check_writable, write_text
 from specdemo.core.json_limits import FILE_LIMITS, check_json_limits, gc_paused
 from specdemo.core.safe_io import read_limited
 

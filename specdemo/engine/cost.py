@@ -15,8 +15,15 @@ from operator import itemgetter
 from statistics import fmean, linear_regression, pstdev
 from typing import Any
 
-from specdemo.core.cost import MIN_TRIALS, best_length, expected_tokens, interpolate, measured_rates, predicted_speedup
 from specdemo.core.estimate import Estimate, t_quantile
+from specdemo.core.speedup import (
+    MIN_TRIALS,
+    best_length,
+    expected_tokens,
+    interpolate,
+    measured_rates,
+    predicted_speedup,
+)
 from specdemo.core.tally import StepCounts, summarise
 from specdemo.core.trace import LaneTrace, RunTrace, StepEvent, estimates, step_ms
 

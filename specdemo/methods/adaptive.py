@@ -26,9 +26,9 @@ from operator import add, mul
 import torch
 from torch import Generator
 
-from specdemo.core.cost import best_length, expected_tokens, interpolate, predicted_speedup
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling
+from specdemo.core.speedup import best_length, expected_tokens, interpolate, predicted_speedup
 from specdemo.core.tree import ABSENT, Draft
 from specdemo.methods import BaseOptions, knob, load_drafter
 from specdemo.methods.wrapper import Wrapper, acceptance_per_row, wrappable

@@ -15,7 +15,7 @@ from specdemo.core.accept import AcceptRule
 from specdemo.core.host_copy import to_device
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling
-from specdemo.core.synthetic import SyntheticAcceptance
+from specdemo.core.synthetic_acceptance import SyntheticAcceptance
 from specdemo.core.tree import Draft, first_branch, is_chain
 from specdemo.methods import BASELINE, SYNTHETIC, BaseOptions, knob, load_drafter
 from specdemo.methods.wrapper import Wrapper, wrappable

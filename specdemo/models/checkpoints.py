@@ -17,7 +17,7 @@ from huggingface_hub import save_torch_state_dict
 from safetensors.torch import load_file
 from torch import Tensor
 
-from specdemo.core.files import atomic_folder, finite, json_text, write_text
+from specdemo.core.atomic_io import atomic_folder, finite, json_text, write_text
 from specdemo.core.safe_io import TOO_LARGE, is_out_of_memory
 from specdemo.models.configs import read_config
 from specdemo.models.footprint import headers

@@ -17,8 +17,8 @@ from operator import itemgetter
 from pathlib import Path
 from statistics import fmean, variance
 
-from specdemo.core.cost import expected_tokens, measured_rates, pooled_rate, reach_probabilities
 from specdemo.core.estimate import Estimate, t_quantile
+from specdemo.core.speedup import expected_tokens, measured_rates, pooled_rate, reach_probabilities
 from specdemo.core.suggest import program
 from specdemo.core.tally import StepCounts, node_depths
 from specdemo.core.trace import LaneTrace, StepEvent

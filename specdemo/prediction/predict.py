@@ -11,10 +11,10 @@ from functools import cached_property
 from math import exp, hypot, log, sqrt
 from pathlib import Path
 
-from specdemo.core.cost import best_length, predicted_speedup
 from specdemo.core.dtypes import dtype_name
 from specdemo.core.estimate import Estimate
 from specdemo.core.shapes import HEADROOM, Shape
+from specdemo.core.speedup import best_length, predicted_speedup
 from specdemo.core.trace import LaneTrace
 from specdemo.methods.drafting_cost import Drafting
 from specdemo.prediction.acceptance import Acceptance, drafting_lane, of_lane
@@ -22,8 +22,8 @@ from specdemo.prediction.calibration import device_of
 from specdemo.prediction.drafts import drafting, method_in
 from specdemo.prediction.profiles import Profile, profile
 from specdemo.prediction.roofline import BYTES, EDGE, NAMES, Device, Engine
-from specdemo.prediction.shapes import config_of, shape
 from specdemo.prediction.steps import Step, StepLoad, step_of
+from specdemo.prediction.work import config_of, shape
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 MOST_EXPENSIVE = 1e9  # highest price per hour, in any currency

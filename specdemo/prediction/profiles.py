@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from specdemo.core.files import write_text
+from specdemo.core.atomic_io import write_text
 from specdemo.core.json_limits import JsonLimits, check_json_limits
 from specdemo.core.safe_io import read_bytes
 from specdemo.core.suggest import suggest

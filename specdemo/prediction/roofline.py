@@ -14,7 +14,7 @@ from typing import Literal, get_args
 
 from specdemo.core.suggest import suggest
 from specdemo.prediction.profiles import Profile
-from specdemo.prediction.shapes import Work
+from specdemo.prediction.work import Work
 
 Engine = Literal["recorded", "eager"]
 

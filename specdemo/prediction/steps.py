@@ -6,7 +6,7 @@ from specdemo.core.shapes import Shape
 from specdemo.methods.drafting_cost import Drafting
 from specdemo.prediction.acceptance import Acceptance
 from specdemo.prediction.roofline import Device
-from specdemo.prediction.shapes import Work, work
+from specdemo.prediction.work import Work, work
 
 BRANCHES = 10  # nodes per level that are expanded, in a tree that grows by levels
 

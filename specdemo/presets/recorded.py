@@ -5,7 +5,7 @@ first run, and where no run is possible. Needs neither torch nor a model.
 from functools import lru_cache
 from pathlib import Path
 
-from specdemo.core.files import write_text
+from specdemo.core.atomic_io import write_text
 from specdemo.core.json_limits import FILE_LIMITS
 from specdemo.core.safe_io import read_limited
 from specdemo.core.suggest import program

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
-from specdemo.core.files import atomic_path, json_text, write_text
+from specdemo.core.atomic_io import atomic_path, json_text, write_text
 from specdemo.models.machine import matmul_dtype
 
 Result = TypeVar("Result")

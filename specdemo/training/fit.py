@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from specdemo.core.files import atomic_path, finite, json_text, write_text
+from specdemo.core.atomic_io import atomic_path, finite, json_text, write_text
 from specdemo.core.outputs import MARKER, mark_folder
 from specdemo.core.signals import defer_signals
 from specdemo.models.machine import commit, versions

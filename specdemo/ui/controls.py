@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import gradio as gr
 
-from specdemo.core.files import json_text
+from specdemo.core.atomic_io import json_text
 from specdemo.core.options import Knob
 from specdemo.engine.comparison import Comparison, Lane, Settings, as_knob, brief, linked, settings, type_of
 from specdemo.methods import BASELINE, METHODS, knobs, method, model_method, usable

@@ -3,7 +3,7 @@
 import json
 
 from specdemo.bench.result import recorded_suite
-from specdemo.core.files import json_text
+from specdemo.core.atomic_io import json_text
 from specdemo.presets.files import DEFAULT
 from specdemo.presets.recorded import recorded
 from specdemo.ui import assets

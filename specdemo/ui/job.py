@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Generic, TypeVar, cast
 
 import gradio as gr
 
-from specdemo.core.files import json_text
+from specdemo.core.atomic_io import json_text
 from specdemo.engine.messages import Note
 from specdemo.ui import space
 from specdemo.ui.views import Failed, Loading, view

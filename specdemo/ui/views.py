@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass
 from itertools import chain, repeat
 from typing import Literal
 
+from specdemo.core.atomic_io import json_text
 from specdemo.core.definitions import by_key
 from specdemo.core.estimate import Estimate
-from specdemo.core.files import json_text
 from specdemo.core.headline import SO_FAR, headline, settled
 from specdemo.core.trace import LaneTrace, RunTrace, StepEvent, estimates, token_kinds
 from specdemo.engine.cost import prediction

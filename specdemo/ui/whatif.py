@@ -9,8 +9,8 @@ from functools import lru_cache, partial
 import gradio as gr
 from gradio.components import Component
 
+from specdemo.core.atomic_io import json_text
 from specdemo.core.estimate import Estimate
-from specdemo.core.files import json_text
 from specdemo.core.shapes import Shape
 from specdemo.core.trace import RunTrace, estimates
 from specdemo.engine.comparison import MAX_K
@@ -20,7 +20,7 @@ from specdemo.prediction.acceptance import Acceptance, of_lane
 from specdemo.prediction.drafts import method_in
 from specdemo.prediction.predict import ASSUMED, BATCHES, Prediction, Row, predict, predicted
 from specdemo.prediction.profiles import profile, profiles
-from specdemo.prediction.shapes import known, shape
+from specdemo.prediction.work import known, shape
 from specdemo.presets.files import DEFAULT, allowed_models, load_presets, preset
 from specdemo.presets.recorded import is_recorded, recorded
 from specdemo.ui import assets

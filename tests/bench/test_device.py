@@ -8,7 +8,7 @@ from specdemo.bench.device import basics, passes, passes_of, step_times
 from specdemo.bench.random_models import random_model
 from specdemo.models.target import HFTarget
 from specdemo.prediction.profiles import profile
-from specdemo.prediction.shapes import shape
+from specdemo.prediction.work import shape
 
 CPU = torch.device("cpu")
 

@@ -38,7 +38,7 @@ from specdemo.models.text import encode
 from specdemo.models.tokenizer_file import check_tokenizer
 from specdemo.prediction.predict import predict
 from specdemo.prediction.profiles import Profile
-from specdemo.prediction.shapes import known
+from specdemo.prediction.work import known
 from specdemo.presets.files import Preset, load_presets, preset, read_preset
 from specdemo.presets.link import from_query
 from specdemo.presets.recorded import load_trace

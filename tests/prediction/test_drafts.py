@@ -5,7 +5,7 @@ import pytest
 from specdemo.methods import METHODS, method
 from specdemo.methods.drafting_cost import ADAPTIVE, DraftingCost
 from specdemo.prediction.drafts import drafting, method_in
-from specdemo.prediction.shapes import shape
+from specdemo.prediction.work import shape
 
 
 @pytest.mark.parametrize("name", sorted(DraftingCost.declared))

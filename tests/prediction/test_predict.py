@@ -16,7 +16,7 @@ from specdemo.prediction.acceptance import of_passes
 from specdemo.prediction.calibration import device_of
 from specdemo.prediction.predict import predict, predicted
 from specdemo.prediction.profiles import Figure, Passes, profile, profiles
-from specdemo.prediction.shapes import known, shape, work
+from specdemo.prediction.work import known, shape, work
 from specdemo.presets.files import FOLDER
 
 H100 = profile("h100-sxm")

@@ -11,7 +11,7 @@ from statistics import median
 from specdemo.prediction.acceptance import from_mean
 from specdemo.prediction.predict import predict
 from specdemo.prediction.profiles import profiles
-from specdemo.prediction.shapes import known
+from specdemo.prediction.work import known
 
 RESULTS = json.loads(Path(__file__).with_name("published.json").read_text(encoding="utf-8"))
 EAGLE_1 = {"architectures": ["LlamaForCausalLM"]}

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
-from specdemo.core.files import finite, json_text, write_text
+from specdemo.core.atomic_io import finite, json_text, write_text
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.tree import Draft
 from specdemo.kv.columns import Columns, Rope

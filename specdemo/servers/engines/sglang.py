@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from subprocess import run
 from typing import Any, ClassVar
 
-from specdemo.core.files import json_text
+from specdemo.core.atomic_io import json_text
 from specdemo.core.trace import Counter
 from specdemo.methods.flags import EngineArgs, Flags
 from specdemo.servers.counters import Samples, ServerStats, delta, gauge

@@ -9,7 +9,7 @@ from pathlib import Path
 from subprocess import SubprocessError, run
 from typing import Any, ClassVar
 
-from specdemo.core.files import json_text
+from specdemo.core.atomic_io import json_text
 from specdemo.core.trace import Span
 from specdemo.methods.flags import EngineArgs, Flags
 from specdemo.servers.counters import Samples, ServerStats, delta, draft_counters, draft_names

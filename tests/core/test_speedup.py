@@ -2,7 +2,14 @@
 
 import pytest
 
-from specdemo.core.cost import best_length, expected_tokens, interpolate, measured_rates, pooled_rate, predicted_speedup
+from specdemo.core.speedup import (
+    best_length,
+    expected_tokens,
+    interpolate,
+    measured_rates,
+    pooled_rate,
+    predicted_speedup,
+)
 from specdemo.engine.cost import CostModel
 from specdemo.methods.adaptive import Goodput, StepOutcome
 from specdemo.prediction.acceptance import Acceptance, of_passes

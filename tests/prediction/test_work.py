@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config
 
 from specdemo.core.shapes import shape_of
 from specdemo.models.hub import embedded_folder
-from specdemo.prediction.shapes import known, shape, work
+from specdemo.prediction.work import known, shape, work
 from tests.models import tiny
 
 SMALL = ("conv", "wpe", "bias")

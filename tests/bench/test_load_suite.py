@@ -9,10 +9,10 @@ from dataclasses import asdict
 import pytest
 
 from specdemo.__main__ import main
-from specdemo.bench.load import _advice, bunched, schedule_of
 from specdemo.bench.load_here import Here
 from specdemo.bench.load_points import Answer, Journal, Point
 from specdemo.bench.load_servers import Fleet
+from specdemo.bench.load_suite import _advice, bunched, schedule_of
 from specdemo.bench.plot import figure
 from specdemo.bench.result import read_result
 from specdemo.bench.suites import suite
@@ -60,7 +60,7 @@ def measured(servers, **options):
 
 
 def test_a_gain_with_a_wide_interval_is_marked(servers, monkeypatch):
-    monkeypatch.setattr("specdemo.bench.load._gain", lambda own, plain: Estimate(2.0, 1.5, 2.5))
+    monkeypatch.setattr("specdemo.bench.load_suite._gain", lambda own, plain: Estimate(2.0, 1.5, 2.5))
     assert measured(servers).rows[1]["speed-up"].reasons == ("wide interval, 1.50 to 2.50",)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import specdemo
-from specdemo.core.files import atomic_folder, atomic_path, check_writable, finite, json_text, write_text
+from specdemo.core.atomic_io import atomic_folder, atomic_path, check_writable, finite, json_text, write_text
 from tests.disk import full_disk
 
 
@@ -136,7 +136,7 @@ def test_nothing_else_writes_files():
     package = Path(specdemo.__file__).parent
     writes = (".write_text(", ".write_bytes(", '.open("w', '.open("a', "json.dump(", ", 'w", ', "w"')
     for path in package.rglob("*.py"):
-        if path != package / "core" / "files.py":
+        if path != package / "core" / "atomic_io.py":
             lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
             lines = [line for line in lines if not line.startswith(("part.", "with part.", '"def '))]
             assert not [line for line in lines for call in writes if call in line], path
@@ -159,5 +159,5 @@ def test_all_json_is_written_without_nan():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
             if called in ("json.dump", "json.dumps"):
-                assert path.name == "files.py", f"{path}:{node.lineno}: use core.files.json_text"
+                assert path.name == "atomic_io.py", f"{path}:{node.lineno}: use core.atomic_io.json_text"
                 assert "allow_nan=False" in ast.unparse(node), f"{path}:{node.lineno}"

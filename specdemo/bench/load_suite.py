@@ -19,8 +19,8 @@ from specdemo.bench.load_servers import Fleet
 from specdemo.bench.measure import Tick, repeated
 from specdemo.bench.result import LATENCY, THOROUGH, Result, Row
 from specdemo.core import noise
+from specdemo.core.atomic_io import json_text
 from specdemo.core.estimate import Estimate, over_repeats
-from specdemo.core.files import json_text
 from specdemo.core.tally import ratio
 from specdemo.presets.files import preset
 from specdemo.servers.engines.base import Schedule
