@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from specdemo.models.load import load_meta_target
-from specdemo.models.resolve import is_gguf
+from specdemo.models.sources import is_gguf
 
 NORMAL, CONTROL = 1, 3  # token types of GGUF
 ROPE_BASE = 10_000.0  # default of models without one in their config

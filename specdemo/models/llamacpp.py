@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from specdemo.core.protocol import Capabilities, Forward, Target
 from specdemo.core.safe_io import check_regular
 from specdemo.core.tree import ABSENT
-from specdemo.models.footprint import Footprint
+from specdemo.models.sizes import Footprint
 
 PACKAGE = "llama_cpp"
 INSTALL = "pip install llama-cpp-python gguf"

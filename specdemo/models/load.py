@@ -24,21 +24,29 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 
 from specdemo.core.protocol import Target
 from specdemo.core.suggest import suggest
-from specdemo.models import hub
 from specdemo.models.causal import check_class, check_config, check_model
-from specdemo.models.configs import read_config
 from specdemo.models.devices import device_kind
-from specdemo.models.footprint import Precision, check_config_size, estimate_footprint
+from specdemo.models.errors import load_errors, tokenizer_errors
 from specdemo.models.fused import fuse_layers
 from specdemo.models.gguf_tokenizer import GGUFTokenizer
-from specdemo.models.hub import LoadProgress, no_progress
 from specdemo.models.llamacpp import LlamaCppModel, LlamaCppTarget, check_gguf
 from specdemo.models.machine import one_thread
 from specdemo.models.pass_cost import verify_cost
 from specdemo.models.place import check_memory, placement_kwargs, resolve_placement
-from specdemo.models.resolve import check_folder, config_folder, fetch_folder, is_gguf, load_errors, locate
+from specdemo.models.shipped import is_embedded
+from specdemo.models.sizes import Precision, check_config_size, estimate_footprint
+from specdemo.models.sources import (
+    LoadProgress,
+    check_folder,
+    config_folder,
+    fetch_folder,
+    is_gguf,
+    locate,
+    no_progress,
+    read_config,
+)
 from specdemo.models.target import HFTarget
-from specdemo.models.tokenizer_file import check_tokenizer, panics_as_errors
+from specdemo.models.tokenizer_file import check_tokenizer
 
 AutoClass = type[_BaseAutoModelClass]
 _building = threading.RLock()
@@ -114,7 +122,7 @@ def load_model(
     source = locate(name)
     spread = check_memory(name, estimate_footprint(source, precision).weights, torch_device, precision)
     folder = str(check_folder(fetch_folder(source, report), name))
-    if not hub.is_embedded(folder):
+    if not is_embedded(folder):
         _meta_target(name, folder)
     report(0.6, f"reading {name}")
     with _exclusive_build():
@@ -266,9 +274,9 @@ def _tokenizer(folder: str) -> PreTrainedTokenizerBase | None:
     if not any((Path(folder) / name).is_file() for name in names):
         return None
     path = Path(folder) / "tokenizer.json"
-    if path.is_file() and not hub.is_embedded(folder):
+    if path.is_file() and not is_embedded(folder):
         check_tokenizer(path)
-    with panics_as_errors("its tokenizer"):
+    with tokenizer_errors("its tokenizer"):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             folder, trust_remote_code=False, local_files_only=True
         )

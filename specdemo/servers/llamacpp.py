@@ -18,7 +18,7 @@ import torch
 from specdemo.core.signals import sigterm_as_exit
 from specdemo.models.gguf import GGUFVocab, check_pair, context_length, write_gguf
 from specdemo.models.load import load_model
-from specdemo.models.resolve import is_gguf
+from specdemo.models.sources import is_gguf
 from specdemo.servers.engines.llamacpp import LlamaCpp
 from specdemo.servers.lane import TOKEN_IDS
 
