@@ -138,6 +138,16 @@ class Target(ABC):
         return ""
 
     @property
+    def threads(self) -> int | None:
+        """Return the number of CPU threads of a target that torch does not compute; None: torch's."""
+        return None
+
+    @property
+    def wall_time(self) -> bool:
+        """Return True if passes run outside the calling thread, so that its CPU time does not measure them."""
+        return False
+
+    @property
     def note(self) -> str:
         """Return why passes are slower than intended; empty if they are not."""
         return ""

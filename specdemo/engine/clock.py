@@ -89,18 +89,18 @@ class CudaStopwatch:
         return {name: round(value, 4) for name, value in ms.items()}
 
 
-def stopwatch_for(device: torch.device) -> Stopwatch:
-    """Return the stopwatch of a device."""
+def stopwatch_for(device: torch.device, wall_time: bool = False) -> Stopwatch:
+    """Return the stopwatch of a device. wall_time: passes run outside the calling thread, see `Target.wall_time`."""
     timing = device_kind(device).timing
     if timing == EVENTS:
         return CudaStopwatch(device)
-    if uses_thread_time(device):
+    if uses_thread_time(device) and not wall_time:
         return CpuStopwatch(time.thread_time, time.perf_counter)
     return CpuStopwatch(partial(now, device)) if timing == SYNCHRONISING else CpuStopwatch()
 
 
-def clock_name(device: torch.device) -> str:
-    """Return the name of the clock for lanes on a device."""
+def clock_name(device: torch.device, wall_time: bool = False) -> str:
+    """Return the name of the clock for lanes on a device. wall_time: as for `stopwatch_for`."""
     if device_kind(device).timing == EVENTS:
         return "CUDA events"
-    return "thread CPU time" if uses_thread_time(device) else "wall time"
+    return "thread CPU time" if uses_thread_time(device) and not wall_time else "wall time"

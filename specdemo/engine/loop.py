@@ -48,7 +48,7 @@ def generate(
     synchronisation.
     """
     _check(target, prompt_ids, config)
-    watch = stopwatch or stopwatch_for(prompt_ids.device)
+    watch = stopwatch or stopwatch_for(prompt_ids.device, target.wall_time)
     with closing(_steps(target, drafter, prompt_ids, config, accept or Lossless(), watch, cancelled)) as steps:
         while True:
             with one_thread(prompt_ids.device):

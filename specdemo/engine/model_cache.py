@@ -12,12 +12,16 @@ from specdemo.methods import BASELINE, method, model_method
 from specdemo.methods.targets import load_model
 from specdemo.models.checkpoints import checkpoint_errors
 from specdemo.models.devices import best_device, device_kind
-from specdemo.models.llamacpp import gguf_footprint
+from specdemo.models.footprint import Footprint, Precision, estimate_footprint, free_bytes
+from specdemo.models.gguf_files import is_gguf
+from specdemo.models.gguf_memory import GGUFNeeds, free_memory, gguf_footprint
+from specdemo.models.hub import LoadProgress, no_progress
+from specdemo.models.llamacpp import LlamaCppSettings
 from specdemo.models.place import check_memory, resolve_placement
-from specdemo.models.sizes import Footprint, Precision, estimate_footprint, free_bytes
-from specdemo.models.sources import LoadProgress, is_gguf, locate, no_progress
+from specdemo.models.resolve import locate
 
 ANY_WEIGHTS = ("*.pt", "*.bin", "*.pth")  # formats of published speculators without safetensors
+NOTHING = Footprint(0, 0)
 
 Key = tuple[str, ...]  # method that reads it, name, then the key of its target or the settings it was loaded with
 
@@ -52,7 +56,9 @@ class ModelCache:
         total = 1 + len(lanes)
         if target not in self._models:
             report = _scaled(progress, 0, total)
-            loaded = load_model(spec.target, spec.dtype, _device(spec), spec.quantization, report)
+            loaded = load_model(
+                spec.target, spec.dtype, _device(spec), spec.quantization, report, llamacpp=_llamacpp(spec)
+            )
             self._models[target] = _Loaded(loaded, bytes_of[target])
         self._target = target
         for done, (key, lane) in enumerate(lanes.items(), start=1):
@@ -97,7 +103,7 @@ class ModelCache:
         unquantised = Precision(precision.dtype)  # drafters and heads are not quantised
         # heads inside the target's own checkpoint need no extra memory
         new = {key: name for key, name in missing.items() if key == target or name != spec.target}
-        sizes = {key: _footprint(name, precision if key == target else unquantised) for key, name in new.items()}
+        sizes = {key: _footprint(name, precision if key == target else unquantised, spec) for key, name in new.items()}
         tokens = len(spec.prompt) // 2 + spec.max_new_tokens  # at least two characters per token
         histories = {key: tokens * (1 + len(spec.lanes) if key == target else 1) for key in sizes}
         needed = sum(size.weights + size.per_token * histories[key] for key, size in sizes.items())
@@ -107,7 +113,14 @@ class ModelCache:
             if self._used_bytes() + needed <= budget:
                 break
             self.forget(key)
-        check_memory(" with ".join([new[key] for key in reversed(new)]), needed, device, precision)
+        names = " with ".join([new[key] for key in reversed(new)])
+        if is_gguf(spec.target):
+            drafters = [size for key, size in sizes.items() if key != target]
+            needs = GGUFNeeds(names, sizes.get(target, NOTHING), drafters, tokens, 1 + len(spec.lanes))
+            needs.check(free_memory())
+            progress(0.0, f"loading {needs.describe()}")
+        else:
+            check_memory(names, needed, device, precision)
         return {key: sizes[key].weights if key in sizes else 0 for key in missing}
 
     def _used_bytes(self) -> int:
@@ -121,13 +134,21 @@ class ModelCache:
             device_kind(best_device()).empty_cache()
 
 
-def _footprint(name: str, precision: Precision) -> Footprint:
-    return gguf_footprint(name) if is_gguf(name) else estimate_footprint(locate(name, ANY_WEIGHTS), precision)
+def _footprint(name: str, precision: Precision, spec: Comparison) -> Footprint:
+    if is_gguf(name):
+        return gguf_footprint(name, _llamacpp(spec))
+    return estimate_footprint(locate(name, ANY_WEIGHTS), precision)
+
+
+def _llamacpp(spec: Comparison) -> LlamaCppSettings:
+    """Return the settings of GGUF models. Raises ValueError for a combination that llama.cpp does not support."""
+    return LlamaCppSettings(spec.gpu_layers, spec.threads, spec.context, spec.cache_type, spec.flash_attention)
 
 
 def target_key(spec: Comparison) -> Key:
     """Return the key of a comparison's target."""
-    return BASELINE, spec.target, _device(spec), spec.dtype, str(spec.quantization)
+    settings = str(_llamacpp(spec)) if is_gguf(spec.target) else ""
+    return BASELINE, spec.target, _device(spec), spec.dtype, str(spec.quantization), settings
 
 
 def drafter_key(lane: Lane, spec: Comparison) -> Key:

@@ -25,10 +25,10 @@ from specdemo.engine.model_cache import ModelCache
 from specdemo.engine.race import SCHEDULES
 from specdemo.engine.session_state import SessionState
 from specdemo.engine.verdict import compare_outputs
-from specdemo.models.errors import Cancelled
+from specdemo.models.hub import Cancelled, LoadProgress, no_progress
 from specdemo.models.machine import GpuClock, commit, device_name, one_thread, versions
 from specdemo.models.place import device_map_summary
-from specdemo.models.sources import LoadProgress, has_chat_template, no_progress
+from specdemo.models.resolve import has_chat_template
 from specdemo.servers.address import check_listed
 
 TRACE_CONFIG = {"target", "max_new_tokens", "seed", "dtype", "device", "quantization", "chat", "system"}  # of a trace
@@ -193,13 +193,13 @@ def environment(target: Target | None) -> dict[str, object]:
     threads = None
     if target is not None and target.device.type == "cpu":
         with one_thread(target.device):
-            threads = torch.get_num_threads()
+            threads = target.threads or torch.get_num_threads()
     return {
         "device": device_name(target.device) if target else "servers",
         "threads": threads,
         "dtype": str(target.dtype).removeprefix("torch.") if target else "unknown precision",
         "kernels": target.kernels if target else "unknown",
-        "clock": clock_name(target.device) if target else "wall time",
+        "clock": clock_name(target.device, target.wall_time) if target else "wall time",
         "versions": versions(),
         "commit": commit(),
         "date": datetime.now(UTC).date().isoformat(),

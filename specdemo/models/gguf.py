@@ -17,8 +17,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from specdemo.models.gguf_files import is_gguf, read_header
 from specdemo.models.load import load_meta_target
-from specdemo.models.sources import is_gguf
 
 NORMAL, CONTROL = 1, 3  # token types of GGUF
 ROPE_BASE = 10_000.0  # default of models without one in their config
@@ -43,6 +43,7 @@ class GGUFVocab:
     merges: Sequence[str]
     special: frozenset[int] = frozenset()
     eos_token_id: int | None = None
+    bos_token_id: int | None = None  # None: the tokenizer does not put it before a text
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase | None, size: int) -> "GGUFVocab":
@@ -56,7 +57,9 @@ class GGUFVocab:
         names = [str(fast.convert_ids_to_tokens(number)) for number in range(min(size, len(fast)))]
         merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in spec["model"]["merges"]]
         padded = [*names, *(f"[unused {number}]" for number in range(len(names), size))]
-        return cls(padded, merges, frozenset(fast.all_special_ids), fast.eos_token_id)
+        first = fast.encode("a")[0]
+        bos = first if first == fast.bos_token_id else None
+        return cls(padded, merges, frozenset(fast.all_special_ids), fast.eos_token_id, bos)
 
 
 def check_pair(target: str, draft: str | None, dtype: str) -> None:
@@ -89,12 +92,7 @@ def _vocabulary(name: str, dtype: str) -> GGUFVocab:
 
 def context_length(file: str) -> int:
     """Return the context length that a GGUF file states. Raises ValueError for a file that is no GGUF."""
-    try:
-        fields = import_module("gguf").GGUFReader(file).fields
-        return int(fields[f"{fields['general.architecture'].contents()}.context_length"].contents())
-    except (OSError, ValueError, KeyError, IndexError) as error:
-        reason = str(error).partition("\n")[0]
-        raise ValueError(f"{file} cannot be read as GGUF ({reason}); choose another file") from None
+    return read_header(Path(file)).number("context_length")
 
 
 def write_gguf(model: PreTrainedModel, vocab: GGUFVocab, file: Path) -> None:
@@ -114,6 +112,11 @@ def write_gguf(model: PreTrainedModel, vocab: GGUFVocab, file: Path) -> None:
     writer.add_token_merges(vocab.merges)
     if vocab.eos_token_id is not None:
         writer.add_eos_token_id(vocab.eos_token_id)
+    writer.add_add_bos_token(vocab.bos_token_id is not None)
+    if vocab.bos_token_id is not None:
+        writer.add_bos_token_id(vocab.bos_token_id)
+    types = import_module("gguf").LlamaFileType
+    writer.add_file_type(types.MOSTLY_BF16 if model.dtype == torch.bfloat16 else types.ALL_F32)
     bfloat16 = import_module("gguf").GGMLQuantizationType.BF16
     for name, tensor in _tensors(model):
         half = tensor.dtype == torch.bfloat16 and tensor.ndim > 1  # llama.cpp requires norms in float32

@@ -8,22 +8,24 @@ its cells are removed by the next `forward`, or `commit` keeps those of the acce
 """
 
 import ctypes
+import os
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy
+import psutil
 import torch
 from torch import Tensor, nn
 
 from specdemo.core.protocol import Capabilities, Forward, Target
-from specdemo.core.safe_io import check_regular
 from specdemo.core.tree import ABSENT
-from specdemo.models.sizes import Footprint
+from specdemo.models.gguf_files import Header, all_parts, read_header
+from specdemo.models.hub import LoadProgress, no_progress
 
 PACKAGE = "llama_cpp"
 INSTALL = "pip install llama-cpp-python gguf"
@@ -31,15 +33,17 @@ BATCH_TOKENS = 512  # tokens per call of llama.cpp; a longer prompt takes severa
 SPARE_CELLS = 256  # free cells of the KV cache where no reserve is given
 ROUNDED = 256  # llama.cpp rounds the size of a context up to a multiple of this
 _callbacks: list[Any] = []  # llama.cpp keeps pointers to them
-CACHE_TYPES = {"f32": 0, "f16": 1}  # ggml.h
-CACHE_BYTES = {"f32": 4, "f16": 2}
+CACHE_TYPES = {"f32": 0, "f16": 1, "q8_0": 8}  # ggml.h
+CACHE_BYTES = {"f32": 4, "f16": 2, "q8_0": 34 / 32}
+SMALL_MODEL = 200_000_000  # weights; below, further threads cost more than they gain
+MAX_CONTEXT = 1 << 20  # tokens, for a file that states no context length
 
 
 @cache
 def library() -> Any:
     """Return the module `llama_cpp`, with its log switched off. Raises ValueError if it is not installed."""
     try:
-        llama = import_module(PACKAGE)
+        llama, _ = import_module(PACKAGE), import_module("gguf")
     except ImportError:
         raise ValueError(f"GGUF models need llama.cpp; install it with: {INSTALL}") from None
     _callbacks.append(llama.llama_log_callback(lambda *_: None))
@@ -50,50 +54,110 @@ def library() -> Any:
 
 @dataclass(frozen=True, slots=True)
 class LlamaCppSettings:
-    """Settings that all lanes of a comparison share."""
+    """Settings that all lanes of a comparison share.
 
-    threads: int = 1
-    gpu_layers: int = -1  # layers on the GPU; -1: all that the build supports
-    cache_type: str = "f32"  # of keys and values
+    gpu_layers: layers on the GPU; -1: all that fit. threads: 0: one for small models, else one per core. context: most
+    tokens of a lane; 0: as the file states. cache_type: of keys and values; auto: f32 for F32 files, else f16.
+    """
+
+    gpu_layers: int = -1
+    threads: int = 0
+    context: int = 0
+    cache_type: str = "auto"
     flash_attention: bool = False
 
+    def __post_init__(self) -> None:
+        if self.cache_type == "q8_0" and not self.flash_attention:
+            raise ValueError("cache type q8_0 needs flash attention; turn it on, or choose cache type f16")
 
-def check_gguf(name: str) -> str:
-    """Return the path of a GGUF file. Raises ValueError for a missing file and for another kind of file."""
-    path = Path(name).expanduser()
-    if not path.is_file():
-        raise ValueError(f"the file {name} does not exist")
-    check_regular(path)
-    with path.open("rb") as file:
-        magic = file.read(4)
-    if magic != b"GGUF":
-        raise ValueError(f"{name} is not a GGUF file; fetch it again")
-    return str(path)
+    def resolved(self, path: Path) -> "LlamaCppSettings":
+        """Return the settings with the automatic choices for a file."""
+        header = read_header(path)
+        threads = self.threads or (1 if header.weights < SMALL_MODEL else _cores())
+        cache_type = cache_type_of(header, self.cache_type)
+        length = header.number("context_length", MAX_CONTEXT)
+        return replace(self, threads=threads, cache_type=cache_type, context=min(self.context or length, length))
+
+
+def cache_type_of(header: Header, chosen: str) -> str:
+    """Return the type of the KV cache: the chosen one, for `auto` f32 for F32 files, else f16."""
+    if chosen != "auto":
+        return chosen
+    return "f32" if header.quantisation == "F32" else "f16"
+
+
+def _cores() -> int:
+    """Return the number of threads for large models: OMP_NUM_THREADS, or one per physical core."""
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    return int(given) if given.isdecimal() and int(given) else psutil.cpu_count(logical=False) or 1
 
 
 class LlamaCppModel:
-    """Weights of one GGUF file, shared by targets."""
+    """Weights of one GGUF model, shared by targets."""
 
-    def __init__(self, path: str, settings: LlamaCppSettings | None = None) -> None:
-        """Raises ValueError if llama.cpp cannot load the file, and for a model that cannot take tokens back."""
-        self.path, self.settings, llama = path, settings or LlamaCppSettings(), library()
-        parameters = llama.llama_model_default_params()
-        parameters.n_gpu_layers = self.settings.gpu_layers if self.settings.gpu_layers >= 0 else 1 << 16
-        self.handle = llama.llama_model_load_from_file(path.encode(), parameters)
-        if not self.handle:
-            raise ValueError(f"llama.cpp cannot load {path}; fetch it again, or choose another GGUF file")
+    def __init__(
+        self, path: str, settings: LlamaCppSettings | None = None, progress: LoadProgress = no_progress
+    ) -> None:
+        """path: of a split model the first part. progress: may raise to stop.
+
+        Raises ValueError if llama.cpp cannot load the file, and for a model that cannot be a target.
+        """
+        llama = library()
+        self.path, self.given = path, settings or LlamaCppSettings()
+        self.settings = self.given.resolved(Path(path))
+        self.handle, self.gpu_layers = self._load(progress)
         weakref.finalize(self, llama.llama_model_free, self.handle)
         if llama.llama_model_is_recurrent(self.handle) or llama.llama_model_is_hybrid(self.handle):
             raise ValueError(f"{path} has recurrent layers, which cannot take draft tokens back; choose another model")
+        if llama.llama_model_has_encoder(self.handle) or not llama.llama_model_has_decoder(self.handle):
+            raise ValueError(f"{path} does not continue text; choose a language model with a decoder only")
         self.vocab = llama.llama_model_get_vocab(self.handle)
         self.vocab_size = int(llama.llama_vocab_n_tokens(self.vocab))
         self.hidden_size = int(llama.llama_model_n_embd(self.handle))
         self.num_layers = int(llama.llama_model_n_layer(self.handle))
-        self.max_length = int(llama.llama_model_n_ctx_train(self.handle))
+        self.max_length = self.settings.context
         self.weight_bytes = int(llama.llama_model_size(self.handle))
+        self.token_bytes = read_header(Path(path)).cache_bytes(CACHE_BYTES[self.settings.cache_type])
         size = ctypes.create_string_buffer(256)
         llama.llama_model_desc(self.handle, size, 256)
         self.description = size.value.decode(errors="replace")  # such as "llama 8B Q4_K - Medium"
+
+    def _load(self, progress: LoadProgress) -> tuple[Any, int]:
+        """Return the handle, and the number of layers on the GPU. With too little memory there, use fewer layers."""
+        header = read_header(Path(self.path))
+        every = header.number("block_count") + 1  # with the output layer
+        chosen = self.settings.gpu_layers
+        if not library().llama_supports_gpu_offload():
+            layers = [0]
+        else:
+            layers = [every * share // 4 for share in (4, 3, 2, 1, 0)] if chosen < 0 else [min(chosen, every)]
+        for count in layers:
+            handle = self._try(count, progress)
+            if handle:
+                return handle, count
+        raise ValueError(f"llama.cpp cannot load {self.path}; update llama-cpp-python, or choose another GGUF file")
+
+    def _try(self, gpu_layers: int, progress: LoadProgress) -> Any:
+        """Return the handle; None if llama.cpp cannot load the file. Raises the errors of `progress`."""
+        llama, stopped = library(), []
+
+        def report(share: float, _: object) -> bool:
+            try:
+                progress(share, f"reading {Path(self.path).name}, {share:.0%}")
+            except Exception as error:  # must not pass through llama.cpp
+                stopped.append(error)
+            return not stopped
+
+        parameters = llama.llama_model_default_params()
+        parameters.n_gpu_layers = gpu_layers
+        callback = llama.llama_progress_callback(report)
+        parameters.progress_callback = callback
+        handle = llama.llama_model_load_from_file(self.path.encode(), parameters)
+        if stopped:
+            if handle:
+                llama.llama_model_free(handle)
+            raise stopped[0]
+        return handle
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -143,11 +207,35 @@ class LlamaCppTarget(Target):
 
     @property
     def kernels(self) -> str:
-        return f"llama.cpp, {self.weights.description}"
+        settings = self.weights.settings
+        words = [f"{settings.cache_type} KV cache", *(["flash attention"] if settings.flash_attention else [])]
+        words += [f"{self.weights.gpu_layers} layers on the GPU"] if self.weights.gpu_layers else []
+        return ", ".join(["llama.cpp", self.weights.description, *words])
+
+    @property
+    def settings(self) -> LlamaCppSettings:
+        """Return the settings that the model was loaded with, without the automatic choices for its file."""
+        return self.weights.given
+
+    @property
+    def threads(self) -> int | None:
+        return self.weights.settings.threads
+
+    @property
+    def wall_time(self) -> bool:
+        return self.weights.gpu_layers > 0 or self.weights.settings.threads > 1
 
     @property
     def weight_bytes(self) -> int:
         return self.weights.weight_bytes
+
+    @property
+    def history_bytes(self) -> int:
+        return self.capacity * self.weights.token_bytes
+
+    @property
+    def capacity(self) -> int:
+        return self._context.cells if self._context else 0
 
     @property
     def length(self) -> list[int]:
@@ -351,36 +439,10 @@ def _free(llama: Any, handle: Any, batch: Any, model: LlamaCppModel) -> None:
     llama.llama_free(handle)
 
 
-def gguf_footprint(name: str) -> Footprint:
-    """Return the memory of a GGUF file's weights and of its KV cache. Raises ValueError for another kind of file."""
-    path = check_gguf(name)
-    fields = _reader(path).fields
-    architecture = str(fields["general.architecture"].contents())
-
-    def size(key: str, default: int) -> int:
-        entry = fields.get(f"{architecture}.{key}")
-        value = default if entry is None else entry.contents()
-        return int(max(value) if isinstance(value, list) else value)
-
-    heads = size("attention.head_count", 1)
-    head_dim = size("attention.key_length", size("embedding_length", 0) // heads)
-    columns = size("block_count", 0) * size("attention.head_count_kv", heads) * head_dim
-    return Footprint(Path(path).stat().st_size, 2 * columns * CACHE_BYTES[LlamaCppSettings().cache_type])
-
-
-def _reader(path: str) -> Any:
-    try:
-        return import_module("gguf").GGUFReader(path)
-    except ImportError:
-        raise ValueError(f"GGUF models need llama.cpp; install it with: {INSTALL}") from None
-    except (OSError, ValueError, KeyError, IndexError) as error:
-        reason = str(error).partition("\n")[0]
-        raise ValueError(f"{path} cannot be read as GGUF ({reason}); fetch it again") from None
-
-
 def _read_matrix(path: str, *names: str) -> Tensor:
-    """Return the first of the named matrices that the file has, in fp32."""
-    tensors = {tensor.name: tensor for tensor in _reader(path).tensors}
+    """Return the first of the named matrices that the model has, in fp32."""
+    readers = [import_module("gguf").GGUFReader(part) for part in all_parts(Path(path))]
+    tensors = {tensor.name: tensor for reader in readers for tensor in reader.tensors}
     found = next((tensors[name] for name in names if name in tensors), None)
     if found is None:
         raise ValueError(f"{path} has no {names[0]}; choose another GGUF file")

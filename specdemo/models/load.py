@@ -24,29 +24,22 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 
 from specdemo.core.protocol import Target
 from specdemo.core.suggest import suggest
+from specdemo.models import hub
 from specdemo.models.causal import check_class, check_config, check_model
+from specdemo.models.configs import read_config
 from specdemo.models.devices import device_kind
-from specdemo.models.errors import load_errors, tokenizer_errors
+from specdemo.models.footprint import Precision, check_config_size, estimate_footprint
 from specdemo.models.fused import fuse_layers
+from specdemo.models.gguf_files import check_file, fetch_parts, is_gguf
 from specdemo.models.gguf_tokenizer import GGUFTokenizer
-from specdemo.models.llamacpp import LlamaCppModel, LlamaCppTarget, check_gguf
+from specdemo.models.hub import LoadProgress, no_progress
+from specdemo.models.llamacpp import LlamaCppModel, LlamaCppSettings, LlamaCppTarget
 from specdemo.models.machine import one_thread
 from specdemo.models.pass_cost import verify_cost
 from specdemo.models.place import check_memory, placement_kwargs, resolve_placement
-from specdemo.models.shipped import is_embedded
-from specdemo.models.sizes import Precision, check_config_size, estimate_footprint
-from specdemo.models.sources import (
-    LoadProgress,
-    check_folder,
-    config_folder,
-    fetch_folder,
-    is_gguf,
-    locate,
-    no_progress,
-    read_config,
-)
+from specdemo.models.resolve import check_folder, config_folder, fetch_folder, load_errors, locate
 from specdemo.models.target import HFTarget
-from specdemo.models.tokenizer_file import check_tokenizer
+from specdemo.models.tokenizer_file import check_tokenizer, panics_as_errors
 
 AutoClass = type[_BaseAutoModelClass]
 _building = threading.RLock()
@@ -102,12 +95,14 @@ def load_model(
     quantization: str | None = None,
     progress: LoadProgress | None = None,
     kernels: str = "auto",
+    llamacpp: LlamaCppSettings | None = None,
 ) -> LoadedModel:
     """Load a model and its tokenizer.
 
     dtype: auto, float32, bfloat16, float16 (or fp32, bf16, fp16). auto is float32 on a CPU and bfloat16 on a GPU.
     device: auto or a name (core/suggest.py). quantization: 4bit, 8bit. kernels: auto (models/fused.py) or transformers
-    (unmodified layers, which can be trained and saved). progress: may raise to stop.
+    (unmodified layers, which can be trained and saved). progress: may raise to stop. llamacpp: settings of GGUF models,
+    for which dtype, device, quantization and kernels have no effect.
 
     A model that does not fit on one GPU is spread over all GPUs and main memory. Raises ValueError with one line that
     says how to fix it.
@@ -116,13 +111,13 @@ def load_model(
         raise ValueError(f"unknown kernels {kernels!r}; {suggest(kernels, KERNELS)}")
     report = progress or no_progress
     if is_gguf(name):
-        return _load_gguf(name, report)
+        return _load_gguf(name, report, llamacpp)
     torch_device, precision = resolve_placement(dtype, device, quantization)
     report(0.0, f"looking for {name}")
     source = locate(name)
     spread = check_memory(name, estimate_footprint(source, precision).weights, torch_device, precision)
     folder = str(check_folder(fetch_folder(source, report), name))
-    if not is_embedded(folder):
+    if not hub.is_embedded(folder):
         _meta_target(name, folder)
     report(0.6, f"reading {name}")
     with _exclusive_build():
@@ -143,9 +138,12 @@ class LoadedGGUF(LoadedModel):
         return LlamaCppTarget(self.weights, tokenizer or self.tokenizer, self.name, self.notes)
 
 
-def _load_gguf(name: str, report: LoadProgress) -> LoadedModel:
-    report(0.1, f"reading {name}")
-    weights = LlamaCppModel(check_gguf(name))
+def _load_gguf(name: str, report: LoadProgress, settings: LlamaCppSettings | None) -> LoadedModel:
+    report(0.0, f"looking for {name}")
+    parts = fetch_parts(name, lambda share, what: report(0.5 * share, what))
+    for part in parts:
+        check_file(part, name)
+    weights = LlamaCppModel(str(parts[0]), settings, lambda share, what: report(0.5 + 0.5 * share, what))
     tokenizer: Any = GGUFTokenizer(weights)
     model: Any = None
     report(1.0, f"{name} is ready")
@@ -274,9 +272,9 @@ def _tokenizer(folder: str) -> PreTrainedTokenizerBase | None:
     if not any((Path(folder) / name).is_file() for name in names):
         return None
     path = Path(folder) / "tokenizer.json"
-    if path.is_file() and not is_embedded(folder):
+    if path.is_file() and not hub.is_embedded(folder):
         check_tokenizer(path)
-    with tokenizer_errors("its tokenizer"):
+    with panics_as_errors("its tokenizer"):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             folder, trust_remote_code=False, local_files_only=True
         )

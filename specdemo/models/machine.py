@@ -46,9 +46,9 @@ def uses_thread_time(device: torch.device) -> bool:
         return device.type == "cpu" and torch.get_num_threads() == 1 and sys.platform != "win32"
 
 
-def clock(device: torch.device) -> Callable[[], float]:
+def clock(device: torch.device, wall_time: bool = False) -> Callable[[], float]:
     """Return the clock of lanes on a device, in seconds: thread time if all work runs in the calling thread."""
-    return time.thread_time if uses_thread_time(device) else partial(now, device)
+    return time.thread_time if uses_thread_time(device) and not wall_time else partial(now, device)
 
 
 def device_name(device: torch.device) -> str:

@@ -92,7 +92,7 @@ def pass_times(
     uneven: the texts have different lengths, up to `MAX_LENGTH_SPREAD` tokens more. now: the clock; None: that of
     lanes.
     """
-    now = now or clock(target.device)
+    now = now or clock(target.device, target.wall_time)
     prompt = (torch.arange(1, context + 1, device=target.device) % target.vocab_size).repeat(rows, 1)
     times: dict[int, list[float]] = {width: [] for width in widths}
     with one_thread(target.device):

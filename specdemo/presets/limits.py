@@ -4,12 +4,12 @@ runs.
 SPECDEMO_PUBLIC=1, or SPACE_ID as set on every Space, makes the page public.
 """
 
-import os
 from dataclasses import dataclass
 from functools import lru_cache
 
 import yaml
 
+from specdemo.core.deployment import public as public
 from specdemo.engine.comparison import MAX_K, MAX_LANES, MAX_NEW_TOKENS, MAX_PROMPT_CHARACTERS
 from specdemo.presets.files import EMBEDDED, FOLDER, Preset, load_presets
 
@@ -33,11 +33,6 @@ class Limits:
 
 LIMITS = Limits()
 PUBLIC = Limits(max_new_tokens=256, k=10, lanes=3, prompt=4000, sweep_repeats=3)
-
-
-def public() -> bool:
-    """Return whether strangers can reach this page, as on a Space."""
-    return os.environ.get("SPECDEMO_PUBLIC") == "1" or bool(os.environ.get("SPACE_ID"))
 
 
 def here() -> Limits:

@@ -17,8 +17,8 @@ import torch
 
 from specdemo.core.signals import sigterm_as_exit
 from specdemo.models.gguf import GGUFVocab, check_pair, context_length, write_gguf
+from specdemo.models.gguf_files import fetch_parts, is_gguf
 from specdemo.models.load import load_model
-from specdemo.models.sources import is_gguf
 from specdemo.servers.engines.llamacpp import LlamaCpp
 from specdemo.servers.lane import TOKEN_IDS
 
@@ -90,7 +90,7 @@ def _settings(arguments: Namespace, folder: Path) -> object:
 def _model(name: str, dtype: str, file: Path) -> _Model:
     """Return the GGUF file of a model: the file of that name, or one that is written from the model."""
     if is_gguf(name):
-        path = str(Path(name).expanduser())
+        path = str(fetch_parts(name)[0])
         return _Model(path, context_length(path))
     loaded = load_model(name, dtype, "cpu", kernels="transformers")
     config = loaded.model.config

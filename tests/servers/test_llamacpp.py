@@ -104,7 +104,7 @@ def test_a_written_gguf_file_is_read_back(tmp_path):
     write_gguf(loaded.model, words, tmp_path / "draft.gguf")
     assert context_length(str(tmp_path / "draft.gguf")) == loaded.model.config.max_position_embeddings
     (tmp_path / "other.gguf").write_bytes(b"GGML")
-    with pytest.raises(ValueError, match=r"other\.gguf cannot be read as GGUF"):
+    with pytest.raises(ValueError, match=r"other\.gguf is not a GGUF file"):
         context_length(str(tmp_path / "other.gguf"))
 
 

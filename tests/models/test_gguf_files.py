@@ -1,0 +1,230 @@
+"""Names of GGUF models, and checks of their files before llama.cpp loads them."""
+
+import json
+import os
+import struct
+
+import pytest
+
+from specdemo.models.gguf_files import check_file, fetch_parts, is_gguf, local_header, quantisation_in, read_header
+from tests.models.fake_hub import serve
+
+TOKENS = ("a", "b", "[PAD2]", "[PAD3]")
+
+
+def text(value):
+    return struct.pack("<Q", len(value)) + value.encode()
+
+
+def gguf(quantisation=15, tokens=TOKENS, heads=(2, 2), rows=64, cut=0, version=3):
+    """Return a file with one F32 matrix of 32 x `rows`."""
+    numbers = struct.pack("<IQ", 4, len(heads)) + b"".join(struct.pack("<I", head) for head in heads)
+    entries = [
+        text("general.architecture") + struct.pack("<I", 8) + text("llama"),
+        *(
+            text(f"llama.{name}") + struct.pack("<II", 4, value)
+            for name, value in (("block_count", 2), ("embedding_length", 32), ("attention.head_count", 4))
+        ),
+        text("llama.attention.head_count_kv") + struct.pack("<I", 9) + numbers,
+        text("tokenizer.ggml.tokens") + struct.pack("<IIQ", 9, 8, len(tokens)) + b"".join(map(text, tokens)),
+    ]
+    if quantisation is not None:
+        entries.append(text("general.file_type") + struct.pack("<II", 4, quantisation))
+    tensor = text("token_embd.weight") + struct.pack("<IQQIQ", 2, 32, rows, 0, 0)
+    content = b"GGUF" + struct.pack("<IQQ", version, 1, len(entries)) + b"".join(entries) + tensor
+    content += b"\0" * (-len(content) % 32) + b"\0" * (4 * 32 * rows)
+    return content[: len(content) - cut]
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "model.gguf"
+    path.write_bytes(gguf())
+    return path
+
+
+def test_header(file):
+    header = check_file(file, "model")
+    assert (header.architecture, header.quantisation, header.weights) == ("llama", "Q4_K_M", 32 * 64)
+    assert header.cache_bytes(2) == 2 * 2 * (2 * 8) * 2  # layers x heads x keys and values x bytes
+    file.write_bytes(gguf(quantisation=None))
+    assert read_header(file).quantisation == "F32"
+
+
+def test_vocabularies_are_equal_without_padding(file, tmp_path):
+    same, other = tmp_path / "same.gguf", tmp_path / "other.gguf"
+    same.write_bytes(gguf(tokens=("a", "b")))
+    other.write_bytes(gguf(tokens=("a", "c")))
+    assert read_header(same).vocabulary == read_header(file).vocabulary != read_header(other).vocabulary
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is not a GGUF file; fetch it again"),
+        (b"GGML" + bytes(100), "is not a GGUF file; fetch it again"),
+        (b"GGUF\3\0", "cannot be read as GGUF"),
+        (gguf(version=1), "cannot be read as GGUF"),
+        (gguf()[:150], "cannot be read as GGUF"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 1 << 60, 0), "cannot be read as GGUF"),
+        (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1 << 62), "cannot be read as GGUF"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + text("a") + struct.pack("<IIQ", 9, 8, 1 << 40), "cannot be read"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + text("a") + struct.pack("<I", 99), "cannot be read as GGUF"),
+    ],
+)
+def test_damaged_files_are_one_line(file, content, message):
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=message) as raised:
+        read_header(file)
+    assert "\n" not in str(raised.value)
+
+
+def test_file_that_was_cut_short(file):
+    pytest.importorskip("gguf")
+    file.write_bytes(gguf(cut=100))
+    with pytest.raises(ValueError, match=r"model is incomplete: model.gguf has 8,\d+ of 8,\d+ bytes; fetch it again"):
+        check_file(file, "model")
+
+
+def test_pipe_is_rejected(tmp_path):
+    os.mkfifo(tmp_path / "pipe.gguf")
+    with pytest.raises(ValueError, match="does not exist"):
+        fetch_parts(str(tmp_path / "pipe.gguf"))
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("Qwen/Qwen3-8B-GGUF:Q4_K_M", True),
+        ("Qwen/Qwen3-8B-GGUF", True),
+        ("Qwen/Qwen3-8B-GGUF@main:Q8_0", True),
+        ("ollama:qwen3:1.7b", True),
+        ("anything.GGUF", True),
+        ("Qwen/Qwen3-8B", False),
+        ("Qwen/Qwen3-8B@main", False),
+        ("stories", False),
+        ("https://example.com:80/x", False),
+    ],
+)
+def test_names(name, expected):
+    assert is_gguf(name) is expected
+
+
+def test_folder_of_one_model(tmp_path, file):
+    (tmp_path / "mmproj-model-f16.gguf").write_bytes(gguf())
+    assert is_gguf(str(tmp_path)) and fetch_parts(str(tmp_path)) == (file,)
+    (tmp_path / "second.gguf").write_bytes(gguf())
+    with pytest.raises(ValueError, match=r"has 2 GGUF models \(model.gguf, second.gguf\); name one of the files"):
+        fetch_parts(str(tmp_path))
+
+
+def test_split_model(tmp_path):
+    parts = [tmp_path / f"big-0000{number}-of-00003.gguf" for number in (1, 2, 3)]
+    for part in parts:
+        part.write_bytes(gguf())
+    assert fetch_parts(str(tmp_path)) == fetch_parts(str(parts[1])) == tuple(parts)
+    parts[2].unlink()
+    with pytest.raises(ValueError, match="lacks big-00003-of-00003.gguf, one of 3 parts; fetch the missing parts"):
+        fetch_parts(str(parts[0]))
+
+
+@pytest.fixture
+def ollama(tmp_path, monkeypatch):
+    """Return a function that adds a model to a store of Ollama."""
+    monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path))
+    digest = "a" * 64
+
+    def add(path, media_type="application/vnd.ollama.image.model", digest="sha256:" + digest):
+        manifest = tmp_path / "manifests" / path
+        manifest.parent.mkdir(parents=True, exist_ok=True)
+        layers = [{"mediaType": "application/vnd.ollama.image.template", "digest": "x"}]
+        manifest.write_text(json.dumps({"layers": [*layers, {"mediaType": media_type, "digest": digest}]}))
+
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "blobs" / f"sha256-{digest}").write_bytes(gguf())
+    return add
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("registry.ollama.ai/library/qwen3/1.7b", "ollama:qwen3:1.7b"),
+        ("registry.ollama.ai/library/qwen3/latest", "ollama:qwen3"),
+        ("registry.ollama.ai/someone/model/q8", "ollama:someone/model:q8"),
+        ("hf.co/org/repo-GGUF/Q4_K_M", "ollama:hf.co/org/repo-GGUF:Q4_K_M"),
+    ],
+)
+def test_model_of_ollama(ollama, path, name):
+    ollama(path)
+    (blob,) = fetch_parts(name)
+    assert blob.name == "sha256-" + "a" * 64 and local_header(name).quantisation == "Q4_K_M"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("ollama:absent:1b", "ollama:absent:1b is not in .*; run: ollama pull absent:1b"),
+        ("ollama:../../x", "is not in"),
+        ("ollama:..:..", "is not in"),
+        ("ollama:a b", "is not a name of Ollama"),
+        ("ollama:", "is not a name of Ollama"),
+        ("ollama:cloud", "has no GGUF weights"),
+        ("ollama:escape", "has no GGUF weights"),
+    ],
+)
+def test_unusable_model_of_ollama_is_one_line(ollama, name, message):
+    ollama("registry.ollama.ai/library/cloud/latest", media_type="application/vnd.ollama.image.tensor")
+    ollama("registry.ollama.ai/library/escape/latest", digest="sha256:../../../etc/passwd")
+    with pytest.raises(ValueError, match=message):
+        fetch_parts(name)
+
+
+REPOSITORY = {
+    "README.md": b"x",
+    "mmproj-F16.gguf": gguf(),
+    "model-Q8_0.gguf": gguf(7),
+    "model-Q4_K_M.gguf": gguf(),
+    "BF16/model-BF16-00001-of-00002.gguf": gguf(32),
+    "BF16/model-BF16-00002-of-00002.gguf": gguf(32),
+    "model-Q2_K-00001-of-00002.gguf": gguf(10),
+}
+
+
+def test_quantisation_of_a_repository(monkeypatch, tmp_path):
+    with serve({"org/m-GGUF": REPOSITORY}, monkeypatch, tmp_path) as hub:
+        assert local_header("org/m-GGUF:q8_0") is None
+        (eight,) = fetch_parts("org/m-GGUF:q8_0")
+        assert eight.name == "model-Q8_0.gguf" and local_header("org/m-GGUF:Q8_0").quantisation == "Q8_0"
+        assert [path.name for path in fetch_parts("org/m-GGUF")] == ["model-Q4_K_M.gguf"]
+        assert [path.name[11:16] for path in fetch_parts("org/m-GGUF@v1:BF16")] == ["00001", "00002"]
+        assert "mmproj-F16.gguf" not in {file for file, _ in hub.requests}
+        with pytest.raises(ValueError, match="org/m-GGUF has no Q6_K; choose one of model-Q8_0.gguf, "):
+            fetch_parts("org/m-GGUF:Q6_K")
+        with pytest.raises(ValueError, match="org/m-GGUF lacks model-Q2_K-00002-of-00002.gguf"):
+            fetch_parts("org/m-GGUF:Q2_K")
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        assert fetch_parts("org/m-GGUF:Q8_0") == (eight,)
+        with pytest.raises(ValueError, match="has no Q5_K_M"):
+            fetch_parts("org/m-GGUF:Q5_K_M")
+
+
+@pytest.mark.parametrize("variable", ["SPECDEMO_PUBLIC", "SPACE_ID"])
+def test_public_pages_load_no_gguf_models(variable, monkeypatch, file):
+    monkeypatch.setenv(variable, "1")
+    with pytest.raises(ValueError, match="a public page loads no GGUF models"):
+        fetch_parts(str(file))
+
+
+@pytest.mark.parametrize(
+    ("file", "quantisation"),
+    [
+        ("Qwen3-8B-Q4_K_M.gguf", "Q4_K_M"),
+        ("model-UD-Q4_K_XL.gguf", "Q4_K_XL"),
+        ("x-iq4_nl-00001-of-00002.gguf", "IQ4_NL"),
+        ("ggml-model-f16.gguf", "F16"),
+        ("x.BF16.gguf", "BF16"),
+        ("qwen3.gguf", ""),
+    ],
+)
+def test_quantisation_in_a_name(file, quantisation):
+    assert quantisation_in(file) == quantisation
