@@ -156,7 +156,11 @@ def _passes(rows: list[Row], lab: Lab) -> Iterator[Passes]:
         for row in own:
             ms.setdefault(row["batch"], {})[row["slots"]] = row["ms"]
         yield Passes(
-            model=name, dtype=device_kind(lab.device).dtypes[0], kernels=own[0]["layers"], context=CONTEXT, ms=ms
+            model=name,
+            dtype=device_kind(lab.device).default_dtype(lab.device),
+            kernels=own[0]["layers"],
+            context=CONTEXT,
+            ms=ms,
         )
 
 

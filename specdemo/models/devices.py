@@ -26,6 +26,14 @@ class DeviceKind:
         """Return the number of available devices of this kind."""
         return 1
 
+    def problem(self, device: torch.device) -> str:
+        """Return why the device cannot be used, as a clause; empty if it can."""
+        return ""
+
+    def default_dtype(self, device: torch.device) -> str:
+        """Return dtype `auto` of the device."""
+        return self.dtypes[0]
+
     def name(self, device: torch.device) -> str:
         """Return the name of the device; empty if torch does not know it."""
         return ""
@@ -104,6 +112,42 @@ class Discrete(DeviceKind):
         torch.backends.cuda.enable_cudnn_sdp(False)
 
 
+class Cuda(Discrete):
+    """An NVIDIA or AMD GPU."""
+
+    def problem(self, device: torch.device) -> str:
+        architectures = torch.cuda.get_arch_list()
+        # ROCm names its architectures differently, and rejects unknown ones itself
+        if torch.version.hip or not architectures or _has_kernels(architectures, _capability(device)):
+            return ""
+        number = "".join(map(str, _capability(device)))
+        return f"PyTorch {torch.__version__} has no kernels for {self.name(device)} (sm_{number})"
+
+    def default_dtype(self, device: torch.device) -> str:
+        # older GPUs, such as a T4, emulate bfloat16 several times slower than float16
+        return self.dtypes[0] if torch.version.hip or _capability(device) >= (8, 0) else "float16"
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
+    major, minor = torch.cuda.get_device_capability(device)
+    return major, minor
+
+
+def _has_kernels(architectures: list[str], capability: tuple[int, int]) -> bool:
+    """Return whether a build with these architectures, such as sm_80 and compute_120, runs on a GPU of this capability.
+
+    Machine code (sm) runs on GPUs of the same major version and at least the same minor one, PTX (compute) on all later
+    ones.
+    """
+    for architecture in architectures:
+        kind, _, number = architecture.partition("_")
+        if number.isdigit():
+            version = int(number) // 10, int(number) % 10
+            if version <= capability and (kind == "compute" or version[0] == capability[0]):
+                return True
+    return False
+
+
 class Mps(DeviceKind):
     """An Apple GPU, which uses main memory."""
 
@@ -130,9 +174,7 @@ class Mps(DeviceKind):
 EVENTS, SYNCHRONISING = "events", "synchronising"
 HALF = ("bfloat16", "float16", "float32")
 DEVICE_KINDS: dict[str, DeviceKind] = {  # the best first
-    "cuda": Discrete(
-        "NVIDIA or AMD GPU", EVENTS, HALF, "flash, efficient or math", cuda_graphs=True, separate_memory=True
-    ),
+    "cuda": Cuda("NVIDIA or AMD GPU", EVENTS, HALF, "flash, efficient or math", cuda_graphs=True, separate_memory=True),
     "xpu": Discrete("Intel GPU", SYNCHRONISING, HALF, "flash, oneDNN or math", separate_memory=True, module=torch.xpu),
     "mps": Mps("Apple GPU", SYNCHRONISING, HALF, "Metal", quantised=False),
     "cpu": DeviceKind(tested=True),
@@ -145,8 +187,12 @@ def device_kind(device: torch.device) -> DeviceKind:
 
 
 def best_device() -> torch.device:
-    """Return the device for `auto`: the first available kind."""
-    return torch.device(next(name for name, row in DEVICE_KINDS.items() if row.count()))
+    """Return the device for `auto`: the first one that can be used, of the first available kind."""
+    for name, row in DEVICE_KINDS.items():
+        usable = (i for i in range(row.count()) if not row.problem(torch.device(name, i)))
+        if (index := next(usable, None)) is not None:
+            return torch.device(name, index) if index else torch.device(name)
+    return torch.device("cpu")
 
 
 def now(device: torch.device) -> float:

@@ -39,13 +39,16 @@ def pick_device(device: str) -> torch.device:
         raise ValueError(f"device {device!r} is not supported; use {DEVICES}")
     if (torch_device.index or 0) >= DEVICE_KINDS[torch_device.type].count():
         raise ValueError(f"this machine has no device {device!r}; use device 'auto'")
+    problem = device_kind(torch_device).problem(torch_device)
+    if problem:
+        raise ValueError(f"{problem}; use device 'auto', or install a PyTorch build for this GPU")
     return torch_device
 
 
 def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
     """Return the dtype of a name, a short name or `auto`. Raise ValueError for an unknown one."""
     if dtype == "auto":
-        return DTYPES[device_kind(device).dtypes[0]]
+        return DTYPES[device_kind(device).default_dtype(device)]
     name = dtype_name(dtype)
     if name not in DTYPES:
         raise ValueError(f"unknown dtype {dtype!r}; {suggest(dtype, ['auto', *DTYPES, *SHORT])}")

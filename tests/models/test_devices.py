@@ -10,7 +10,7 @@ from specdemo.engine import lanes
 from specdemo.engine.clock import CpuStopwatch, stopwatch_for
 from specdemo.engine.session import Session
 from specdemo.kv.graphs import capture_for
-from specdemo.models import devices, footprint, load
+from specdemo.models import devices, load, sizes
 from specdemo.models.devices import DEVICE_KINDS, DeviceKind, best_device, device_kind
 from specdemo.models.footprint import Precision, estimate_footprint, free_bytes
 from specdemo.models.fused import missing_kernels
@@ -182,10 +182,10 @@ def test_unquantizable_4_bit_weights_are_rejected(tmp_path, monkeypatch):
     """transformers only logs a warning and dequantizes, while the memory check counts 4 bits."""
     config = {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    monkeypatch.setattr(footprint, "find_spec", lambda package: None if package == "kernels" else package)
+    monkeypatch.setattr(sizes, "find_spec", lambda package: None if package == "kernels" else package)
     with pytest.raises(ValueError, match="is stored in MXFP4, which needs other packages; run: pip install kernels$"):
         estimate_footprint(tmp_path, Precision(torch.bfloat16))
-    monkeypatch.setattr(footprint, "find_spec", lambda package: package)
+    monkeypatch.setattr(sizes, "find_spec", lambda package: package)
     assert estimate_footprint(tmp_path, Precision(torch.bfloat16)).weights == 0
 
 
@@ -210,3 +210,43 @@ def test_every_device_row_is_reported():
         and "; CUDA graphs" in DEVICE_KINDS["cuda"].describe()
     )
     assert devices.now(torch.device("cpu")) > 0.0
+
+
+BUILD = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Simulate NVIDIA GPUs by compute capability, with the PyTorch build BUILD."""
+
+    def make(*capabilities):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
+        monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: BUILD)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capabilities[device.index or 0])
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device.index or 0}")
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "device", "dtype"),
+    [
+        ([(7, 5)], "cuda", torch.float16),  # T4: bf16 is emulated
+        ([(8, 9)], "cuda", torch.bfloat16),  # runs the code for 8.6
+        ([(12, 1)], "cuda", torch.bfloat16),
+        ([(13, 0)], "cuda", torch.bfloat16),  # compiles the PTX
+        ([(6, 1)], "cpu", torch.float32),  # no kernels
+        ([(6, 1), (7, 5)], "cuda:1", torch.float16),
+    ],
+)
+def test_auto_uses_gpus_with_kernels_and_their_native_dtype(capabilities, device, dtype, gpus):
+    gpus(*capabilities)
+    chosen = pick_device("auto")
+    assert (str(chosen), pick_dtype("auto", chosen)) == (device, dtype)
+
+
+def test_gpu_without_kernels_is_rejected_with_its_name(gpus):
+    gpus((6, 1))
+    with pytest.raises(ValueError, match=r"has no kernels for GPU 0 \(sm_61\); use device 'auto', or install"):
+        pick_device("cuda")
