@@ -17,7 +17,7 @@ from recipes.llama import build, is_as_wide, to_depth, weights
 from recipes.losses import head_forward_kl
 from recipes.targets import train_on
 from specdemo.core.atomic_io import atomic_path
-from specdemo.models.resolve import check_embedded
+from specdemo.models.shipped import check_embedded
 from specdemo.training.collect import (
     TeacherData,
     autocast,

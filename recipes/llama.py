@@ -20,7 +20,7 @@ from transformers import (
 from recipes.corpus import VOCAB_SIZE
 from specdemo.core.atomic_io import atomic_folder
 from specdemo.models.checkpoints import SHARD, SHARDS
-from specdemo.models.resolve import check_embedded
+from specdemo.models.shipped import check_embedded
 from specdemo.training.corpus import END
 
 CONTEXT = 512

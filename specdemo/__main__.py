@@ -472,7 +472,7 @@ def doctor(
     from specdemo.models.devices import DEVICE_KINDS, best_device
     from specdemo.models.load import load_target
     from specdemo.models.pass_cost import verify_cost
-    from specdemo.models.resolve import resolve
+    from specdemo.models.sources import resolve
 
     missing = [name for name in EMBEDDED if not Path(resolve(name)).is_dir()]
     if missing:

@@ -32,12 +32,12 @@ from specdemo.methods.base import Recipe
 from specdemo.methods.drafting_cost import HEAD_OPERATIONS, Drafting, Sizes
 from specdemo.methods.grow import TreeShape
 from specdemo.methods.heads.formats import check_target, count_numbered
-from specdemo.methods.heads.layers import Layer
 from specdemo.methods.heads.medusa import SAME_SHAPE_HINT, DraftedNodes, Medusa, TokenHeads
 from specdemo.methods.heads.network import move_to_target
 from specdemo.methods.heads.runtime import HeadRuntime, Rotary, last_columns, training_columns
 from specdemo.methods.heads.sampler import TokenSampler
 from specdemo.models.checkpoints import Checkpoint, write_checkpoint
+from specdemo.models.layers import Layer
 from specdemo.models.packed import RMSNorm
 
 USED = ("hydra_mlp.", "hydra_lm_head.", "prefix_embeding_layer.layers.", "prefix_embeding_layer.norm.")

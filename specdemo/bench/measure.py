@@ -32,7 +32,7 @@ from specdemo.engine.loop import generate
 from specdemo.engine.session import Session
 from specdemo.engine.warm_up import warm_up
 from specdemo.methods.base import Method
-from specdemo.models.hub import Cancelled
+from specdemo.models.errors import Cancelled
 from specdemo.models.machine import GpuClock
 
 Tick = Callable[[float], None]  # takes the fraction of a repeat that is done; raises Stopped

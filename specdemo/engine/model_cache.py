@@ -12,13 +12,12 @@ from specdemo.methods import BASELINE, method, model_method
 from specdemo.methods.targets import load_model
 from specdemo.models.checkpoints import checkpoint_errors
 from specdemo.models.devices import best_device, device_kind
-from specdemo.models.footprint import Footprint, Precision, estimate_footprint, free_bytes
 from specdemo.models.gguf_files import is_gguf
 from specdemo.models.gguf_memory import GGUFNeeds, free_memory, gguf_footprint
-from specdemo.models.hub import LoadProgress, no_progress
 from specdemo.models.llamacpp import LlamaCppSettings
 from specdemo.models.place import check_memory, resolve_placement
-from specdemo.models.resolve import locate
+from specdemo.models.sizes import Footprint, Precision, estimate_footprint, free_bytes
+from specdemo.models.sources import LoadProgress, locate, no_progress
 
 ANY_WEIGHTS = ("*.pt", "*.bin", "*.pth")  # formats of published speculators without safetensors
 NOTHING = Footprint(0, 0)

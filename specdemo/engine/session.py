@@ -25,10 +25,10 @@ from specdemo.engine.model_cache import ModelCache
 from specdemo.engine.race import SCHEDULES
 from specdemo.engine.session_state import SessionState
 from specdemo.engine.verdict import compare_outputs
-from specdemo.models.hub import Cancelled, LoadProgress, no_progress
+from specdemo.models.errors import Cancelled
 from specdemo.models.machine import GpuClock, commit, device_name, one_thread, versions
 from specdemo.models.place import device_map_summary
-from specdemo.models.resolve import has_chat_template
+from specdemo.models.sources import LoadProgress, has_chat_template, no_progress
 from specdemo.servers.address import check_listed
 
 TRACE_CONFIG = {"target", "max_new_tokens", "seed", "dtype", "device", "quantization", "chat", "system"}  # of a trace

@@ -38,6 +38,7 @@ TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 4e-2, torch.float16: 5e-3}
 
 Decoder = TypeVar("Decoder", bound=Callable[..., object])
 Shapes = Sequence[Sequence[int]]
+Probe = Callable[[], tuple[Callable[..., Tensors], Sequence[Tensor]]]  # returns an eager function and its inputs
 
 _used_streams: weakref.WeakSet[torch.cuda.Stream] = weakref.WeakSet()  # streams of captures, and of their living graphs
 
@@ -168,15 +169,22 @@ class GraphCache:
         self.disabled_reason = ""  # why graphs are disabled; empty if they are not
         self._capture_run, self._dtype = capture, dtype
         self._graphs: dict[tuple[Hashable, int], _CapturedGraph] = {}
+        self._too_large: set[tuple[Hashable, int]] = set()  # graphs for which there was no memory
 
     @property
     def note(self) -> str:
-        """Return why graphs are disabled; empty if they are not."""
-        return f"{self.disabled_reason}, so every operation is launched separately" if self.disabled_reason else ""
+        """Return why graphs are not used, for all passes or for some; empty if they are used."""
+        if self.disabled_reason:
+            return f"{self.disabled_reason}, so every operation is launched separately"
+        if not self._too_large:
+            return ""
+        sizes = ", ".join(map(str, sorted({size for _, size in self._too_large})))
+        return f"no memory for the CUDA graphs of size {sizes}, so their operations are launched separately"
 
     def clear(self) -> None:
         """Drop all graphs, before memory they use is freed."""
         self._graphs.clear()
+        self._too_large.clear()
 
     def width(self, kind: Hashable, slots: int) -> int | None:
         """Return the width of the graph to use: an existing one if it is not much wider, so that short last steps of a
@@ -201,40 +209,72 @@ class GraphCache:
         return [size for graph_kind, size in self._graphs if graph_kind == kind]
 
     def __call__(
-        self, kind: Hashable, size: int, run: Callable[..., Tensors], inputs: Sequence[Tensor], shapes: Shapes
+        self,
+        kind: Hashable,
+        size: int,
+        run: Callable[..., Tensors],
+        inputs: Sequence[Tensor],
+        shapes: Shapes,
+        probe: Probe | None = None,
     ) -> Tensors | None:
-        """Run `run(*inputs)` as a graph; return None if graphs are disabled.
+        """Run `run(*inputs)` as a graph; return None if graphs are disabled or there is no memory for this one.
 
         inputs may be smaller than `shapes`. Copy the result before the next call. `run` may write to persistent memory
-        if it writes the same for the same inputs.
+        if it writes the same for the same inputs. probe: other inputs, such as those of a longer text, for which a new
+        graph must agree with an eager pass too.
         """
-        graph = self._graphs.get((kind, size)) or self._capture((kind, size), run, inputs, shapes)
+        key = kind, size
+        graph = self._graphs.get(key) or self._capture(key, run, inputs, shapes, probe)
         if graph is None:
             return None
         graph.fill(inputs)
         return graph.replay()
 
     def _capture(
-        self, key: tuple[Hashable, int], run: Callable[..., Tensors], inputs: Sequence[Tensor], shapes: Shapes
+        self,
+        key: tuple[Hashable, int],
+        run: Callable[..., Tensors],
+        inputs: Sequence[Tensor],
+        shapes: Shapes,
+        probe: Probe | None,
     ) -> _CapturedGraph | None:
-        """Capture a graph. Disable graphs if its result differs from the eager one."""
+        """Capture a graph. Disable graphs if its results differ from the eager ones."""
+        if key in self._too_large:
+            return None
         try:
-            buffers = tuple(x.new_zeros(shape) for x, shape in zip(inputs, shapes, strict=True))
-            graph = _CapturedGraph(buffers, partial(run, *buffers))
-            graph.fill(inputs)
-            expected = [output.clone() for output in graph.replay()]
-            graph.replay = self._capture_run(graph.replay)
-            if all(map(self._matches, graph.replay(), expected)):
+            graph = self._checked_graph(run, inputs, shapes, probe)
+            if graph is not None:
                 self._graphs[key] = graph
                 return graph
             self.disabled_reason = "a CUDA graph returned another result than the eager pass"
+        except torch.OutOfMemoryError:
+            self._too_large.add(key)
         except RuntimeError as error:
             reason = str(error).partition("\n")[0].partition(". ")[0]
             self.disabled_reason = f"CUDA graph capture failed ({reason})"
-        self.clear()
+        if self.disabled_reason:
+            self.clear()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # memory left by an out-of-memory error
         return None
+
+    def _checked_graph(
+        self, run: Callable[..., Tensors], inputs: Sequence[Tensor], shapes: Shapes, probe: Probe | None
+    ) -> _CapturedGraph | None:
+        """Return a graph of `run`, or None if a result of it differs from the eager one."""
+        graph = _CapturedGraph(tuple(x.new_zeros(shape) for x, shape in zip(inputs, shapes, strict=True)), tuple)
+        runs = [(run, inputs), *([probe()] if probe else [])]
+        expected = []
+        for eager, values in runs:
+            graph.fill(values)
+            expected.append([output.clone() for output in eager(*graph.inputs)])
+        graph.fill(inputs)
+        graph.replay = self._capture_run(partial(run, *graph.inputs))
+        for (_, values), outputs in zip(runs, expected, strict=True):
+            graph.fill(values)
+            if not all(map(self._matches, graph.replay(), outputs)):
+                return None
+        return graph
 
     def _matches(self, output: Tensor, expected: Tensor) -> bool:
         same = output == expected

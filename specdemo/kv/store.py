@@ -167,15 +167,25 @@ class KVStore:
         """
         assert self.graphs is not None
         ends = self.lengths if ends is None else ends
-        self._make_room(max(ends) + columns)
+        self._make_room(max(ends) + columns + 1)
         self.cache.set_lengths(ends)
 
         def capture(rows: Tensor, *tensors: Tensor) -> Tensors:
             lengths, *others = rows.unbind()
             return run(CapturedColumns(self, lengths), *others, *tensors)
 
+        def capture_longer(rows: Tensor, *tensors: Tensor) -> Tensors:
+            self.cache.set_lengths([n + 1 for n in ends])
+            outputs = capture(rows, *tensors)
+            self.cache.set_lengths(ends)
+            return outputs
+
+        def probe() -> tuple[Callable[..., Tensors], Sequence[Tensor]]:
+            # a model that reads the length as a number is captured with it, and right for this length only
+            return capture_longer, (to_device([[n + 1 for n in ends], *numbers], self.device), *inputs)
+
         rows = to_device([ends, *numbers], self.device)
-        return self.graphs(key, size, capture, (rows, *inputs), (rows.shape, *shapes))
+        return self.graphs(key, size, capture, (rows, *inputs), (rows.shape, *shapes), probe)
 
 
 def _rounded(columns: int) -> int:

@@ -239,8 +239,7 @@ def detect_head(source: str) -> str | None:
     anything else.
     """
     from specdemo.models.checkpoints import checkpoint_errors, open_meta_checkpoint
-    from specdemo.models.hub import cached_folder
-    from specdemo.models.resolve import resolve
+    from specdemo.models.sources import cached_folder, resolve
 
     try:
         folder = Path(resolve(source)) if Path(resolve(source)).is_dir() else cached_folder(source)

@@ -22,8 +22,8 @@ from specdemo.methods.heads.network import Network
 from specdemo.methods.heads.runtime import HeadRuntime
 from specdemo.methods.heads.sampler import TokenSampler
 from specdemo.models.checkpoints import Checkpoint, open_checkpoint
-from specdemo.models.hub import LoadProgress, no_progress
 from specdemo.models.packed import packed_bytes
+from specdemo.models.sources import LoadProgress, no_progress
 
 
 class NoOptions(BaseOptions):

@@ -22,8 +22,8 @@ from specdemo.methods.drafting_cost import DraftModelCost
 from specdemo.methods.heads.sampler import ChainBuilder, DraftVocab, TokenSampler, run_chain_graph
 from specdemo.methods.vocabularies import MIN_SHARED_MASS, RowText, VocabBridge
 from specdemo.models.checkpoints import Checkpoint, open_meta_checkpoint
-from specdemo.models.hub import LoadProgress
 from specdemo.models.load import Incomplete, LoadedModel, load_model, load_target
+from specdemo.models.sources import LoadProgress
 from specdemo.training.losses import argmax_targets
 
 MAX_CATCH_UP = 8  # largest number of missing tokens that a CUDA graph reads; usually one or two are missing

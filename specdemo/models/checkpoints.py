@@ -19,10 +19,18 @@ from torch import Tensor
 
 from specdemo.core.atomic_io import atomic_folder, finite, json_text, write_text
 from specdemo.core.safe_io import TOO_LARGE, is_out_of_memory
-from specdemo.models.configs import read_config
-from specdemo.models.footprint import headers
-from specdemo.models.hub import MASK_FILE, Cancelled, LoadProgress, fetch_config, no_progress, remote_headers
-from specdemo.models.resolve import fetch_folder, locate
+from specdemo.models.errors import Cancelled
+from specdemo.models.sizes import headers
+from specdemo.models.sources import (
+    MASK_FILE,
+    LoadProgress,
+    fetch_config,
+    fetch_folder,
+    locate,
+    no_progress,
+    read_config,
+    remote_headers,
+)
 
 PICKLED = ("*.pt", "*.bin")
 SHARD = "9MB"

@@ -19,10 +19,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import constants
+
 from specdemo.core.deployment import public
 from specdemo.core.safe_io import check_regular, read_text
-from specdemo.models import hub
-from specdemo.models.hub import LoadProgress, no_progress
+from specdemo.models.sources import LoadProgress, Repository, cached_folder, fetch_folder, model_info, no_progress
 
 SUFFIX = ".gguf"
 OLLAMA = "ollama:"
@@ -124,8 +125,8 @@ def fetch_parts(name: str, report: LoadProgress = no_progress) -> tuple[Path, ..
     if public():
         raise ValueError("a public page loads no GGUF models; run specdemo on your machine")
     source = _find(name)
-    if isinstance(source, hub.Repository):
-        folder = hub.fetch(source, report)
+    if isinstance(source, Repository):
+        folder = fetch_folder(source, report)
         return tuple(folder / file for file in source.files)
     return all_parts(source)
 
@@ -133,23 +134,21 @@ def fetch_parts(name: str, report: LoadProgress = no_progress) -> tuple[Path, ..
 def stored_bytes(name: str) -> int:
     """Return the size of a model's files without downloading them. Raises ValueError as `fetch_parts` does."""
     source = _find(name)
-    sizes = (
-        source.files.values() if isinstance(source, hub.Repository) else (p.stat().st_size for p in all_parts(source))
-    )
+    sizes = source.files.values() if isinstance(source, Repository) else (p.stat().st_size for p in all_parts(source))
     return sum(sizes)
 
 
 def local_header(name: str) -> Header | None:
     """Return the header of a model; None if it is not on this machine. Raises ValueError as `fetch_parts` does."""
     source = _find(name)
-    if isinstance(source, hub.Repository):
-        if source.missing():
+    if isinstance(source, Repository):
+        if source.missing_bytes():
             return None
-        source = hub.fetch(source) / next(iter(source.files))
+        source = fetch_folder(source, no_progress) / next(iter(source.files))
     return read_header(all_parts(source)[0])
 
 
-def _find(name: str) -> Path | hub.Repository:
+def _find(name: str) -> Path | Repository:
     """Return a file of the model, or the files to download. Raises ValueError if there is none."""
     if name.startswith(OLLAMA):
         return ollama_blob(name.removeprefix(OLLAMA))
@@ -233,20 +232,20 @@ def _model_digest(manifest: Path) -> str:
         raise ValueError(f"{manifest} is not a manifest of Ollama; pull the model again") from None
 
 
-def _hub_files(name: str) -> hub.Repository:
+def _hub_files(name: str) -> Repository:
     """Return the files of a quantisation in a repository. Raises ValueError if the repository has no such files."""
     repository, _, quantisation = name.partition(":")
-    if hub.offline():
-        folder = hub.cached_folder(repository)
+    if constants.HF_HUB_OFFLINE:
+        folder = cached_folder(repository)
         files = {str(f.relative_to(folder)): f.stat().st_size for f in sorted(folder.rglob("*.gguf"))}
     else:
-        siblings = hub.model_info(repository).siblings or []
+        siblings = model_info(repository).siblings or []
         files = {f.rfilename: f.size or 0 for f in siblings if f.rfilename.lower().endswith(SUFFIX)}
     chosen = _choose(name, _first_parts(list(files)), quantisation)
     absent = [part for part in _part_names(chosen) if part not in files]
     if absent:
         raise ValueError(f"{repository} lacks {absent[0]}; choose another quantisation")
-    return hub.Repository(repository, {part: files[part] for part in _part_names(chosen)}, {})
+    return Repository(repository, {part: files[part] for part in _part_names(chosen)}, {})
 
 
 def _choose(name: str, files: Sequence[str], quantisation: str) -> str:

@@ -7,9 +7,9 @@ import torch
 
 from specdemo.core.shapes import HEADROOM
 from specdemo.models.devices import DEVICE_KINDS, best_device, device_kind
-from specdemo.models.footprint import Footprint, free_bytes, gigabytes
 from specdemo.models.gguf_files import local_header, stored_bytes
 from specdemo.models.llamacpp import CACHE_BYTES, LlamaCppSettings, cache_type_of, library
+from specdemo.models.sizes import Footprint, free_bytes, gigabytes
 
 SHORT_CONTEXT = 256  # tokens; a shorter context is no advice
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from specdemo.core.protocol import Capabilities, Forward, Target
 from specdemo.core.tree import ABSENT
 from specdemo.models.gguf_files import Header, all_parts, read_header
-from specdemo.models.hub import LoadProgress, no_progress
+from specdemo.models.sources import LoadProgress, no_progress
 
 PACKAGE = "llama_cpp"
 INSTALL = "pip install llama-cpp-python gguf"

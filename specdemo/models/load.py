@@ -24,22 +24,29 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 
 from specdemo.core.protocol import Target
 from specdemo.core.suggest import suggest
-from specdemo.models import hub
 from specdemo.models.causal import check_class, check_config, check_model
-from specdemo.models.configs import read_config
 from specdemo.models.devices import device_kind
-from specdemo.models.footprint import Precision, check_config_size, estimate_footprint
+from specdemo.models.errors import load_errors, tokenizer_errors
 from specdemo.models.fused import fuse_layers
 from specdemo.models.gguf_files import check_file, fetch_parts, is_gguf
 from specdemo.models.gguf_tokenizer import GGUFTokenizer
-from specdemo.models.hub import LoadProgress, no_progress
 from specdemo.models.llamacpp import LlamaCppModel, LlamaCppSettings, LlamaCppTarget
 from specdemo.models.machine import one_thread
 from specdemo.models.pass_cost import verify_cost
 from specdemo.models.place import check_memory, placement_kwargs, resolve_placement
-from specdemo.models.resolve import check_folder, config_folder, fetch_folder, load_errors, locate
+from specdemo.models.shipped import is_embedded
+from specdemo.models.sizes import Precision, check_config_size, estimate_footprint
+from specdemo.models.sources import (
+    LoadProgress,
+    check_folder,
+    config_folder,
+    fetch_folder,
+    locate,
+    no_progress,
+    read_config,
+)
 from specdemo.models.target import HFTarget
-from specdemo.models.tokenizer_file import check_tokenizer, panics_as_errors
+from specdemo.models.tokenizer_file import check_tokenizer
 
 AutoClass = type[_BaseAutoModelClass]
 _building = threading.RLock()
@@ -117,7 +124,7 @@ def load_model(
     source = locate(name)
     spread = check_memory(name, estimate_footprint(source, precision).weights, torch_device, precision)
     folder = str(check_folder(fetch_folder(source, report), name))
-    if not hub.is_embedded(folder):
+    if not is_embedded(folder):
         _meta_target(name, folder)
     report(0.6, f"reading {name}")
     with _exclusive_build():
@@ -140,10 +147,10 @@ class LoadedGGUF(LoadedModel):
 
 def _load_gguf(name: str, report: LoadProgress, settings: LlamaCppSettings | None) -> LoadedModel:
     report(0.0, f"looking for {name}")
-    parts = fetch_parts(name, lambda share, what: report(0.5 * share, what))
+    parts = fetch_parts(name, report)
     for part in parts:
         check_file(part, name)
-    weights = LlamaCppModel(str(parts[0]), settings, lambda share, what: report(0.5 + 0.5 * share, what))
+    weights = LlamaCppModel(str(parts[0]), settings, lambda share, what: report(0.55 + 0.45 * share, what))
     tokenizer: Any = GGUFTokenizer(weights)
     model: Any = None
     report(1.0, f"{name} is ready")
@@ -272,9 +279,9 @@ def _tokenizer(folder: str) -> PreTrainedTokenizerBase | None:
     if not any((Path(folder) / name).is_file() for name in names):
         return None
     path = Path(folder) / "tokenizer.json"
-    if path.is_file() and not hub.is_embedded(folder):
+    if path.is_file() and not is_embedded(folder):
         check_tokenizer(path)
-    with panics_as_errors("its tokenizer"):
+    with tokenizer_errors("its tokenizer"):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             folder, trust_remote_code=False, local_files_only=True
         )

@@ -13,7 +13,7 @@ from specdemo.core.dtypes import SHORT, dtype_name
 from specdemo.core.shapes import HEADROOM
 from specdemo.core.suggest import DEVICES, suggest
 from specdemo.models.devices import DEVICE_KINDS, best_device, device_kind
-from specdemo.models.footprint import Precision, free_bytes, gigabytes
+from specdemo.models.sizes import Precision, free_bytes, gigabytes
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 BITS = {"4bit": 4, "8bit": 8}

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from specdemo.models.tokenizer_file import panics_as_errors
+from specdemo.models.errors import tokenizer_errors
 
 UNFINISHED = "\ufffd"  # shown by decoders for an incomplete character
 # Prompt tokens decoded with the first piece, because some tokenizers drop a leading space at the start. More than 6, so
@@ -37,7 +37,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[Mapping[st
 def _ids(tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[Mapping[str, str]]) -> list[int]:
     is_text = isinstance(prompt, str)
     text = prompt if isinstance(prompt, str) else _apply_template(tokenizer, [dict(message) for message in prompt])
-    with panics_as_errors(f"the tokenizer of {tokenizer.name_or_path}"):
+    with tokenizer_errors(f"the tokenizer of {tokenizer.name_or_path}"):
         ids = list(tokenizer(text, add_special_tokens=is_text, verbose=False)["input_ids"])
     bos = tokenizer.bos_token_id
     return [bos, *ids] if is_text and bos is not None and ids[:1] != [bos] else ids

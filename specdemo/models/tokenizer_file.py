@@ -1,11 +1,10 @@
-"""Checks of a tokenizer.json before it is loaded, and panics of the tokenizers library as ordinary errors.
+"""Checks of a tokenizer.json before it is loaded.
 
 Normalizers, padding and decoders can turn a short text into one that fills the memory, which ends the process. Such
 files are rejected. The running time of their regular expressions cannot be checked.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -34,17 +33,6 @@ def check_tokenizer(path: Path) -> None:
         problem = "is damaged"
     if problem:
         raise ValueError(f"its tokenizer {problem}; choose another model")
-
-
-@contextmanager
-def panics_as_errors(what: str) -> Iterator[None]:
-    """Convert a panic of the tokenizers library, which is not an Exception, to a ValueError with one line."""
-    try:
-        yield
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":
-            raise
-        raise ValueError(f"{what} fails: {str(error).partition(chr(10))[0][:200]}; choose another model") from None
 
 
 def _problems(content: Step) -> Iterator[str]:

@@ -66,7 +66,7 @@ def shape(name: str, quantization: str | None = None) -> Shape:
 
 def _check_integers(name: str) -> None:
     """Raise ValueError for an embedded head."""
-    from specdemo.models.hub import embedded_heads
+    from specdemo.models.shipped import embedded_heads
 
     if name in embedded_heads():
         from specdemo.methods import detect_head
@@ -78,8 +78,7 @@ def config_of(name: str) -> Config:
     """Return the config.json of a model; well-known ones need no network. Raises ValueError with one line."""
     if name in known():
         return known()[name]
-    from specdemo.models.configs import read_config
-    from specdemo.models.resolve import config_folder
+    from specdemo.models.sources import config_folder, read_config
 
     try:
         return read_config(config_folder(name), "config.json", "params.json")

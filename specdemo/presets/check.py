@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 from huggingface_hub import ModelInfo, constants
 
-from specdemo.models import hub
 from specdemo.models.checkpoints import PICKLED
+from specdemo.models.errors import Unreachable
+from specdemo.models.sources import Repository, model_info, select_files
 from specdemo.presets.files import EMBEDDED, Preset
 
 UNNAMED = ("other", "unknown")  # the hub's names for an unknown licence
@@ -35,7 +36,7 @@ def answers(presets: Iterable[Preset]) -> Iterator[CheckResult]:
 
     Raises ValueError, one line, if the hub is disabled or cannot be reached.
     """
-    if hub.offline():
+    if constants.HF_HUB_OFFLINE:
         raise ValueError("HF_HUB_OFFLINE is set, but the check needs the hub; unset it")
     users: dict[str, list[Preset]] = {}
     for preset in presets:
@@ -52,12 +53,12 @@ def answers(presets: Iterable[Preset]) -> Iterator[CheckResult]:
 
 def _query_hub(name: str, users: list[Preset]) -> CheckResult:
     try:
-        info = hub.model_info(name)
-    except hub.Unreachable:
+        info = model_info(name)
+    except Unreachable:
         raise ValueError(f"{constants.ENDPOINT} cannot be reached; try again later") from None
     except ValueError as error:
         return CheckResult(name, f"presets {_ids(users)}", (str(error),))
-    found = hub.select_files(name, info, PICKLED)
+    found = select_files(name, info, PICKLED)
     size = sum(found.files[file] for file in found.weights)
     licence, gate = _licence(info), "gated" if info.gated else "open"
     facts = f"{size / 1e9:.1f} GB, licence {licence or 'not stated'}, {gate}, at {(info.sha or '')[:8]}"
@@ -66,7 +67,7 @@ def _query_hub(name: str, users: list[Preset]) -> CheckResult:
     )
 
 
-def _files(found: hub.Repository) -> Iterator[str]:
+def _files(found: Repository) -> Iterator[str]:
     if "config.json" not in found.files:
         yield "has no config.json"
     if not found.weights:

@@ -7,7 +7,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from specdemo.engine.comparison import Comparison
-from specdemo.models.hub import Cancelled, LoadProgress
+from specdemo.models.errors import Cancelled
+from specdemo.models.sources import LoadProgress
 from specdemo.presets.serve import Program, Served, served
 from specdemo.servers.address import check_listed, startable
 from specdemo.servers.engines import ENGINES

@@ -18,7 +18,7 @@ import gradio as gr
 from specdemo.bench.base import ROWS
 from specdemo.bench.suites import suite
 from specdemo.engine.comparison import Comparison, Lane
-from specdemo.models.hub import embedded_folder
+from specdemo.models.shipped import embedded_folder
 from specdemo.presets import limits
 from specdemo.presets.files import DEFAULT, load_presets, preset
 from specdemo.ui import assets

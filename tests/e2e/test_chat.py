@@ -7,7 +7,7 @@ from urllib.parse import quote
 import pytest
 from playwright.sync_api import expect
 
-from specdemo.models.hub import embedded_folder
+from specdemo.models.shipped import embedded_folder
 from tests.e2e.conftest import served, visitors
 from tests.e2e.test_layout import CONTROLS, OVERFLOWING, SMALL, wait_for_text
 

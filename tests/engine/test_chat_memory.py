@@ -13,7 +13,7 @@ from specdemo.engine.comparison import Comparison, Lane
 from specdemo.engine.messages import LaneStep, Started
 from specdemo.engine.session import Session, follow_up
 from specdemo.models.prefix_reuse import PrefixCachedTarget
-from specdemo.models.resolve import resolve
+from specdemo.models.sources import resolve
 from specdemo.models.target import HFTarget
 from tests.models.test_text import byte_level
 from tests.models.tiny import build, pinned

@@ -26,7 +26,7 @@ from specdemo.engine.loop import generate
 from specdemo.methods import METHODS, load_drafter, method, model_method
 from specdemo.models.fused import fuse_layers
 from specdemo.models.load import load_target
-from specdemo.models.resolve import resolve
+from specdemo.models.sources import resolve
 from specdemo.models.target import HFTarget
 from specdemo.models.text import encode
 from tests.models.recorders import Replayed

@@ -17,7 +17,7 @@ from specdemo.engine.messages import Finished, LaneDone, LaneStep, Note, Started
 from specdemo.engine.session import Session, follow_up
 from specdemo.models import load
 from specdemo.models.pass_cost import VerifyCost
-from specdemo.models.resolve import resolve
+from specdemo.models.sources import resolve
 from specdemo.models.text import encode
 from specdemo.ui.views import summary
 

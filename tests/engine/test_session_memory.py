@@ -13,7 +13,7 @@ from specdemo.engine import session as engine
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.engine.messages import Note
 from specdemo.engine.session import Session
-from specdemo.models.hub import Cancelled
+from specdemo.models.errors import Cancelled
 from tests.models.test_text import byte_level
 
 MEGABYTES = 4  # size of each model

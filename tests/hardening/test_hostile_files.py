@@ -31,9 +31,9 @@ from specdemo.methods import METHODS, load_drafter
 from specdemo.methods.drafting_cost import DraftingCost
 from specdemo.methods.pairs import check_pair
 from specdemo.models.checkpoints import open_meta_checkpoint
-from specdemo.models.configs import read_config
-from specdemo.models.hub import embedded_folder
 from specdemo.models.load import load_meta_target, load_target
+from specdemo.models.shipped import embedded_folder
+from specdemo.models.sources import read_config
 from specdemo.models.text import encode
 from specdemo.models.tokenizer_file import check_tokenizer
 from specdemo.prediction.predict import predict

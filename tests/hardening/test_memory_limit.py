@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from specdemo.models.hub import embedded_folder
+from specdemo.models.shipped import embedded_folder
 
 BEGIN = """
 import resource, sys

@@ -206,3 +206,38 @@ def test_captured_and_eager_texts_are_equal(k, kind):
             rows = zip(*(event.emitted for event in events), strict=True)
             texts_of.append([[token for part in row for token in part] for row in rows])
     assert texts_of[:2] == texts_of[2:]
+
+
+class WithNumbers(Replayed):
+    """A recorder whose replays use the length that Python read during the capture, as a CUDA graph does."""
+
+    target = None
+
+    def __call__(self, run):
+        cursor = self.target._store.cache.cursor
+        captured = cursor.longest
+
+        def run_with_captured_length():
+            current, cursor.longest = cursor.longest, captured
+            try:
+                return run()
+            finally:
+                cursor.longest = current
+
+        return super().__call__(run_with_captured_length)
+
+
+@pytest.mark.parametrize("reads_length", [False, True])
+def test_graph_must_agree_with_eager_pass_at_two_lengths(reads_length):
+    model, recorder = build("gpt2"), WithNumbers()
+    if reads_length:
+
+        def scale(_, inputs, options, outputs):
+            outputs.logits.mul_(1 + options["past_key_values"].get_seq_length())
+
+        model.register_forward_hook(scale, with_kwargs=True)
+    recorder.target = target = HFTarget(model, capture=recorder)
+    target.start(texts(1, 9))
+    target.forward(texts(1, 5), chain(1, 4))
+    assert recorder.recorded == 1
+    assert ("returned another result than the eager pass" in target.note) == reads_length

@@ -13,9 +13,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from recipes.corpus import train_tokenizer
 from specdemo.__main__ import main
 from specdemo.methods.pairs import check_pair, check_pairs
-from specdemo.models.hub import embedded_folder
 from specdemo.models.load import load_meta_target
-from specdemo.models.resolve import resolve
+from specdemo.models.shipped import embedded_folder
+from specdemo.models.sources import resolve
 from specdemo.presets.files import EMBEDDED, known_drafters
 from tests.models.fake_hub import serve
 

@@ -12,9 +12,9 @@ from specdemo.engine.session import Session
 from specdemo.kv.graphs import capture_for
 from specdemo.models import devices, load, sizes
 from specdemo.models.devices import DEVICE_KINDS, DeviceKind, best_device, device_kind
-from specdemo.models.footprint import Precision, estimate_footprint, free_bytes
 from specdemo.models.fused import missing_kernels
 from specdemo.models.place import check_memory, pick_device, pick_dtype, resolve_placement
+from specdemo.models.sizes import Precision, estimate_footprint, free_bytes
 from specdemo.presets import runnable
 from specdemo.presets.files import preset
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from specdemo.models.footprint import Footprint
 from specdemo.models.gguf_memory import GGUFNeeds
+from specdemo.models.sizes import Footprint
 
 GB = 10**9
 NEEDS = GGUFNeeds("big with small", Footprint(4 * GB, 100_000), [Footprint(GB // 2, 20_000)], 4000, 2)

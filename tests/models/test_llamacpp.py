@@ -15,8 +15,8 @@ from specdemo.core.tree import ABSENT, chain_parents
 from specdemo.engine.loop import generate
 from specdemo.engine.model_cache import ModelCache
 from specdemo.methods import load_drafter, method, model_method
+from specdemo.models.errors import Cancelled
 from specdemo.models.gguf import GGUFVocab, write_gguf
-from specdemo.models.hub import Cancelled
 from specdemo.models.llamacpp import LlamaCppSettings
 from specdemo.models.load import load_model, load_target
 from specdemo.presets.files import preset

@@ -23,13 +23,13 @@ from specdemo.core.estimate import Estimate
 from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.engine.loop import generate
 from specdemo.methods import load_drafter
-from specdemo.models import hub, load, place
+from specdemo.models import load, place, sources
 from specdemo.models.checkpoints import open_checkpoint, open_meta_checkpoint
-from specdemo.models.footprint import Precision, estimate_footprint
 from specdemo.models.load import LoadedModel, load_meta_target, load_model, load_target
 from specdemo.models.pass_cost import VerifyCost, rounding_noise, verify_cost
 from specdemo.models.place import device_map_summary
-from specdemo.models.resolve import resolve
+from specdemo.models.sizes import Precision, estimate_footprint
+from specdemo.models.sources import resolve
 from specdemo.models.target import HFTarget
 from tests.models.test_text import byte_level
 from tests.models.tiny import SIZES, VOCABULARY, build, fresh, pinned, texts
@@ -104,8 +104,8 @@ def test_a_folder_never_touches_the_network(folder, monkeypatch):
     def unreachable(*args, **kwargs):
         raise AssertionError("a folder needs no network")
 
-    monkeypatch.setattr(hub, "snapshot_download", unreachable)
-    monkeypatch.setattr(hub, "HfApi", unreachable)
+    monkeypatch.setattr(sources, "snapshot_download", unreachable)
+    monkeypatch.setattr(sources, "HfApi", unreachable)
     load_model(str(folder))
 
 

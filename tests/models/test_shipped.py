@@ -4,9 +4,8 @@ import shutil
 import pytest
 
 from specdemo.models.checkpoints import open_checkpoint
-from specdemo.models.hub import embedded_folder
 from specdemo.models.load import load_model
-from specdemo.models.resolve import SUMS, check_embedded
+from specdemo.models.shipped import SUMS, check_embedded, embedded_folder
 
 
 @pytest.fixture

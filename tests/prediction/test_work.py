@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, DeepseekV3Config
 
 from specdemo.core.shapes import shape_of
-from specdemo.models.hub import embedded_folder
+from specdemo.models.shipped import embedded_folder
 from specdemo.prediction.work import known, shape, work
 from tests.models import tiny
 

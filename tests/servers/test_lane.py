@@ -14,7 +14,7 @@ from specdemo.core.trace import MAX_TEXT, LaneTrace, Remote, compare, from_json,
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.engine.messages import Finished, LaneDone, LaneStep, replay
 from specdemo.engine.session import Session
-from specdemo.models.resolve import resolve
+from specdemo.models.sources import resolve
 from specdemo.servers import address as addresses
 from specdemo.servers import client
 from specdemo.servers import lane as remote

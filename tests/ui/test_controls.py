@@ -4,7 +4,7 @@ import pytest
 
 from specdemo.engine.comparison import Comparison
 from specdemo.methods import model_method
-from specdemo.models.hub import embedded_folder
+from specdemo.models.shipped import embedded_folder
 from specdemo.presets.files import load_presets, preset
 from specdemo.presets.limits import LIMITS
 from specdemo.ui import controls

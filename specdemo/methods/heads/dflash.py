@@ -33,11 +33,11 @@ from specdemo.methods.grow import grow_tree
 from specdemo.methods.heads.formats import d2t_to_ids, rename_tensors
 from specdemo.methods.heads.formats import dflash as files
 from specdemo.methods.heads.formats.dflash import Design, spread_taps
-from specdemo.methods.heads.layers import Layer
 from specdemo.methods.heads.network import Network, move_to_target
 from specdemo.methods.heads.runtime import DraftPass, HeadRuntime, Rotary, last_columns, training_columns
 from specdemo.methods.heads.sampler import MASKED_LOGIT, ChainBuilder, DraftVocab, TokenSampler
 from specdemo.models.checkpoints import Checkpoint, write_checkpoint
+from specdemo.models.layers import Layer
 from specdemo.models.packed import RMSNorm
 from specdemo.training.losses import argmax_targets
 

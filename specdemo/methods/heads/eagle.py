@@ -35,11 +35,11 @@ from specdemo.methods.grow import grow_tree
 from specdemo.methods.heads.formats import d2t_to_ids
 from specdemo.methods.heads.formats import eagle as files
 from specdemo.methods.heads.formats.eagle import EagleConvention, default_taps
-from specdemo.methods.heads.layers import Layer, linear, llama_config_like, strip_prefix
 from specdemo.methods.heads.network import Network, move_to_target
 from specdemo.methods.heads.runtime import DraftPass, HeadRuntime, Rotary, training_columns, unrolled_mask
 from specdemo.methods.heads.sampler import ChainBuilder, DraftVocab
 from specdemo.models.checkpoints import Checkpoint, write_checkpoint
+from specdemo.models.layers import Layer, linear, llama_config_like, strip_prefix
 from specdemo.models.packed import RMSNorm
 from specdemo.training.losses import argmax_targets, steps_loss
 

@@ -34,13 +34,13 @@ from specdemo.methods.base import Head, NoOptions, Recipe
 from specdemo.methods.drafting_cost import MTPCost
 from specdemo.methods.heads.formats import mtp as files
 from specdemo.methods.heads.formats.mtp import MTPConvention
-from specdemo.methods.heads.layers import llama_config_like
 from specdemo.methods.heads.network import Network, move_to_target
 from specdemo.methods.heads.runtime import DraftPass, HeadRuntime, training_columns, unrolled_mask
 from specdemo.methods.heads.sampler import ChainBuilder
 from specdemo.models.checkpoints import Checkpoint, write_checkpoint
 from specdemo.models.fused import fuse_layer, layer_class
-from specdemo.models.hub import LoadProgress
+from specdemo.models.layers import llama_config_like
+from specdemo.models.sources import LoadProgress
 from specdemo.models.stack import Stack, stack_layers
 from specdemo.training.losses import steps_loss, token_loss
 

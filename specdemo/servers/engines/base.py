@@ -153,7 +153,7 @@ class ServingEngine(ABC):
 
 def model_path(name: str) -> str:
     """Return the folder of an embedded model, whose name no server knows; other names without `~`."""
-    from specdemo.models.resolve import resolve  # imports huggingface_hub
+    from specdemo.models.sources import resolve  # imports huggingface_hub
 
     return resolve(name)
 

@@ -59,7 +59,7 @@ class LlamaCpp(ServingEngine):
         """Return a note if the models' configs are not known. Raises UnsupportedByEngine for models that cannot run."""
         from specdemo.models.gguf import check_pair  # needs torch
         from specdemo.models.gguf_files import is_gguf
-        from specdemo.models.resolve import config_folder
+        from specdemo.models.sources import config_folder
 
         for name in (config.target, config.model):
             try:

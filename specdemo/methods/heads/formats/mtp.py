@@ -25,9 +25,7 @@ from transformers import LlamaConfig, PretrainedConfig
 from specdemo.core.protocol import Target
 from specdemo.methods.heads.formats import check_target, count_numbered
 from specdemo.models.checkpoints import Checkpoint, check_weights
-from specdemo.models.configs import read_config
-from specdemo.models.hub import LoadProgress
-from specdemo.models.resolve import fetch_folder, locate
+from specdemo.models.sources import LoadProgress, fetch_folder, locate, read_config
 
 Tensors = dict[str, Tensor]
 

@@ -8,10 +8,12 @@ import torch
 
 from specdemo.methods import METHODS, detect_head
 from specdemo.methods.targets import load_target
-from specdemo.models import hub
+from specdemo.models import sources
 from specdemo.models.checkpoints import PICKLED
+from specdemo.models.errors import Cancelled
 from specdemo.models.load import load_meta_target, load_model
-from specdemo.models.resolve import fetch_folder, locate
+from specdemo.models.shipped import embedded_folder, embedded_heads, embedded_models
+from specdemo.models.sources import fetch_config, fetch_folder, locate, model_info, no_progress, select_files, split
 from tests.models.fake_hub import SHA, serve
 from tests.models.test_load import refused
 from tests.models.test_text import byte_level
@@ -83,9 +85,9 @@ def test_stopping_keeps_what_is_complete(server, files):
 
     def stop(share, what):
         if "downloading" in what and len([f for f, _ in server.requests if f in weights(files)]) >= 2:
-            raise hub.Cancelled("stopped")
+            raise Cancelled("stopped")
 
-    with pytest.raises(hub.Cancelled):
+    with pytest.raises(Cancelled):
         load_model("org/tiny", progress=stop)
     server.hold.set()
     server.hold = None
@@ -94,13 +96,13 @@ def test_stopping_keeps_what_is_complete(server, files):
 
 
 def test_progress_reports_bytes_and_time_left(monkeypatch):
-    counter = hub._Counter(2_000_000_000, "org/big")
-    assert counter.line() == "downloading org/big: 0.0 MB of 2.0 GB"
-    bar = counter.bar()(total=0, unit="B", name="huggingface_hub.snapshot_download")
-    monkeypatch.setattr(hub.time, "monotonic", lambda: counter._begin + 10)
+    download = sources.Download("org/big", 2_000_000_000)
+    assert download.line() == "downloading org/big: 0.0 MB of 2.0 GB"
+    bar = download.bar()(total=0, unit="B", name="huggingface_hub.snapshot_download")
+    monkeypatch.setattr(sources.time, "monotonic", lambda: download._begin + 10)
     bar.update(500_000_000)
-    assert counter.line() == "downloading org/big: 0.5 GB of 2.0 GB, 50.0 MB/s, 30 s left"
-    assert counter.share() == 0.25
+    assert download.line() == "downloading org/big: 0.5 GB of 2.0 GB, 50.0 MB/s, 30 s left"
+    assert download.share() == 0.25
 
 
 @pytest.mark.parametrize(
@@ -130,15 +132,15 @@ def test_unavailable_model_is_one_line(server, repositories, name, line):
 def test_targets_and_heads_are_suggested_separately(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     models, _, heads = refused("Qwen/Qwen3-0.6B").partition(" (or, as a drafter, one of the heads ")
-    assert models.endswith("choose one of " + ", ".join(hub.embedded_models()))
-    assert heads == ", ".join(hub.embedded_heads()) + ")"
-    assert "stories-draft-wide" in hub.embedded_models() and "stories-medusa" in hub.embedded_heads()
+    assert models.endswith("choose one of " + ", ".join(embedded_models()))
+    assert heads == ", ".join(embedded_heads()) + ")"
+    assert "stories-draft-wide" in embedded_models() and "stories-medusa" in embedded_heads()
     assert refused("stories-medsua").endswith("did you mean the head 'stories-medusa'?")
     assert refused("storys").endswith("did you mean 'stories'?")
 
 
 def test_a_head_in_the_cache_is_named(server, repositories):
-    folder = hub.embedded_folder() / "stories-eagle-1"
+    folder = embedded_folder() / "stories-eagle-1"
     repositories["org/head"] = {name: (folder / name).read_bytes() for name in ("config.json", "model.safetensors")}
     with pytest.raises(
         ValueError, match="^org/head is a head for method 'eagle'; choose a complete model as the target"
@@ -159,7 +161,7 @@ def test_oversized_model_is_rejected_before_the_download(server, monkeypatch):
         refused("org/tiny"),
     )
     server.numbers.clear()
-    monkeypatch.setattr(hub.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 10**6}))
+    monkeypatch.setattr(sources.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 10**6}))
     assert re.match(
         r"org/tiny: the download needs 0\.\d MB and 1\.0 MB of disk space are free; free some", refused("org/tiny")
     )
@@ -176,17 +178,17 @@ def test_an_index_may_name_a_file_that_is_gone(server, repositories, files):
 
 def test_only_a_head_without_safetensors_may_be_pickled(server, repositories):
     repositories["org/head"] = {"config.json": b"{}", "medusa_lm_head.pt": b"x", "optimizer.pt": b"x"}
-    folder = fetch_folder(locate("org/head", PICKLED), hub.no_progress)
+    folder = fetch_folder(locate("org/head", PICKLED), no_progress)
     assert {file.name for file in folder.iterdir()} == {"config.json", "medusa_lm_head.pt"}
     repositories["org/head"]["model.safetensors"] = b"x"
-    assert hub.select_files("org/head", hub.model_info("org/head"), PICKLED).weights == ["model.safetensors"]
+    assert select_files("org/head", model_info("org/head"), PICKLED).weights == ["model.safetensors"]
 
 
 def test_the_embedding_of_a_mask_token_comes_with_the_description(server, repositories):
     repositories["org/head"] = {"config.json": b"{}", "model.safetensors": b"x", "mask_embedding.pt": b"x"}
-    found = hub.select_files("org/head", hub.model_info("org/head"), PICKLED)
+    found = select_files("org/head", model_info("org/head"), PICKLED)
     assert found.weights == ["model.safetensors"]
-    assert {file.name for file in hub.fetch_config(found).iterdir()} == {"config.json", "mask_embedding.pt"}
+    assert {file.name for file in fetch_config(found).iterdir()} == {"config.json", "mask_embedding.pt"}
 
 
 def test_meta_model_needs_no_weights(server):
@@ -197,10 +199,10 @@ def test_meta_model_needs_no_weights(server):
 
 
 def test_revisions_may_be_commits(server):
-    assert hub.split(f"org/tiny@{SHA}") == ("org/tiny", SHA)
+    assert split(f"org/tiny@{SHA}") == ("org/tiny", SHA)
     assert load_model(f"org/tiny@{SHA}").name == f"org/tiny@{SHA}"
 
 
 def test_embedded_models_and_heads_are_distinguished_as_methods_do():
-    assert [detect_head(name) for name in hub.embedded_models()] == [None] * len(hub.embedded_models())
-    assert {detect_head(name) for name in hub.embedded_heads()} <= {*METHODS}
+    assert [detect_head(name) for name in embedded_models()] == [None] * len(embedded_models())
+    assert {detect_head(name) for name in embedded_heads()} <= {*METHODS}

@@ -17,9 +17,8 @@ from transformers import PreTrainedModel
 
 from specdemo.core.safe_io import TOO_LARGE
 from specdemo.core.shapes import QUANTIZED_BITS
-from specdemo.models.configs import read_config
 from specdemo.models.devices import device_kind
-from specdemo.models.hub import Repository, fetch_config
+from specdemo.models.sources import Repository, fetch_config, read_config
 
 STORED_BITS = {"I64": 64, "I32": 32, "I16": 16, "I8": 8, "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F4": 4}
 # parts of names of matrices that bitsandbytes does not quantise
