@@ -5,13 +5,14 @@ The plots show v(n) by batch size, plain decoding against bandwidth, and the par
 
 from collections.abc import Iterator, Mapping
 from html import escape
-from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from benchmarks.gpu.lab import Lab
 from benchmarks.gpu.sections import COMMAND, METHODS, PLAIN, shape_of_draft
 from specdemo.bench.device import CONTEXT, measured, slug
+from specdemo.bench.html_page import write_charts
+from specdemo.bench.plot import Chart, line
 from specdemo.core.atomic_io import finite, json_text, write_text
 from specdemo.models.devices import device_kind
 from specdemo.prediction.profiles import Figure, MeasuredStep, Passes, Profile, write_profile
@@ -21,9 +22,6 @@ RESULTS = "results.json"
 LONGEST = 40  # largest number of rows of a table on the page; the JSON has all
 
 LAPS = ("draft", "verify", "accept", "commit", "observe")
-
-if TYPE_CHECKING:
-    import plotly.graph_objects as go
 
 StoredSection = Mapping[str, Any]
 Row = dict[str, Any]
@@ -40,10 +38,7 @@ def write_report(
     if profile is not None:
         write_profile(profile, folder / f"{profile.name}.profile.json")
         files.append(f"{profile.name}.profile.json")
-    try:
-        drawn = write_plots(folder / "plots.html", sections, environment, NO_GPU * lab.small)
-    except ImportError:
-        return [*files, "no plots, because plotly is not installed; install it and run again with --minutes 0"]
+    drawn = write_plots(folder / "plots.html", sections, environment, NO_GPU * lab.small)
     return [*files, "plots.html"] if drawn else files
 
 
@@ -185,98 +180,46 @@ def _steps(rows: list[Row], lab: Lab) -> Iterator[MeasuredStep]:
 
 
 def write_plots(path: Path, sections: Mapping[str, StoredSection], environment: StoredSection, note: str) -> bool:
-    """Write the plots; return False if there is nothing to draw. note: text below the title.
-
-    Raises ImportError if plotly is not installed.
-    """
-    drawn = [figure for figure in (_widths(sections), _bandwidth(sections), _laps(sections)) if figure is not None]
-    if not drawn:
-        return False
-    where = escape(f"{environment['device']}, {environment['date']}")
-    parts = [figure.to_html(full_html=False, include_plotlyjs=not index) for index, figure in enumerate(drawn)]
-    head = f'<meta charset="utf-8"><title>{where}</title><style>body {{ font-family: system-ui }}</style>'
-    write_text(path, f"<!doctype html>\n{head}\n<h1>{where}</h1>\n<p>{escape(note)}</p>\n" + "\n".join(parts) + "\n")
-    return True
+    """Write the plots; return False if there is nothing to draw. note: text below the title."""
+    drawn = [chart for chart in (_widths(sections), _bandwidth(sections), _laps(sections)) if chart]
+    if drawn:
+        write_charts(path, f"{environment['device']}, {environment['date']}", drawn, above=f"<p>{escape(note)}</p>")
+    return bool(drawn)
 
 
-def _figure(title: str, x: dict[str, Any], y: dict[str, Any]) -> "go.Figure":
-    import plotly.graph_objects as go
-
-    from specdemo.bench.plot import axis, layout
-
-    drawn = go.Figure(layout=layout(height=430, title={"text": f"<b>{title}</b>"}))
-    drawn.update_xaxes(axis(**x))
-    drawn.update_yaxes(axis(**y))
-    return drawn
-
-
-def _widths(sections: Mapping[str, StoredSection]) -> "go.Figure | None":
-    from specdemo.bench.plot import LINES
-
+def _widths(sections: Mapping[str, StoredSection]) -> Chart:
     rows = rows_of(sections, "widths")
-    if not rows:
-        return None
     own = [row for row in rows if row["shape"] == rows[0]["shape"]]
-    drawn = _figure(
-        f"Time of a pass over n tokens, relative to one token, {rows[0]['shape']}",
-        {"title": {"text": "n, tokens per row"}},
-        {"title": {"text": "v(n)"}},
-    )
-    for batch, (color, dash, marker) in zip(dict.fromkeys(row["batch"] for row in own), cycle(LINES[1:]), strict=False):
-        points = [row for row in own if row["batch"] == batch]
-        drawn.add_scatter(
-            x=[row["slots"] for row in points],
-            y=[row["v"] for row in points],
-            name=f"batch {batch}",
-            mode="lines+markers",
-            line={"color": color, "dash": dash},
-            marker={"symbol": marker},
-        )
-    return drawn
+    title = f"Time of a pass over n tokens, relative to one token, {rows[0]['shape']}" if rows else ""
+    lines = [
+        line(f"batch {batch}", number, [(row["slots"], row["v"]) for row in own if row["batch"] == batch])
+        for number, batch in enumerate(dict.fromkeys(row["batch"] for row in own))
+    ]
+    return {"title": title, "label": title, "lines": lines, "unit": "n, tokens per row"} if rows else {}
 
 
-def _bandwidth(sections: Mapping[str, StoredSection]) -> "go.Figure | None":
-    from specdemo.bench.plot import GREY, LINES
-
+def _bandwidth(sections: Mapping[str, StoredSection]) -> Chart:
     rows = rows_of(sections, "plain-")
-    if not rows:
-        return None
-    drawn = _figure(
-        "Plain decoding: weights read, as a share of the measured bandwidth",
-        {"title": {"text": ""}},
-        {"tickformat": ".0%", "title": {"text": "of the bandwidth"}},
-    )
-    for precision, (color, _, _) in zip(
-        dict.fromkeys(row["precision"] for row in rows), cycle(LINES[1:]), strict=False
-    ):
-        own = [row for row in rows if row["precision"] == precision]
-        drawn.add_bar(
-            x=[row["shape"] for row in own],
-            y=[row["of the bandwidth"] for row in own],
-            name=precision,
-            marker={"color": color, "opacity": 0.7},
-            text=[f"{row['tokens/s']:.0f}/s" for row in own],
-        )
-    drawn.add_hline(y=0.8, line={"color": GREY, "dash": "dot"})
-    return drawn
+    precisions = [*dict.fromkeys(row["precision"] for row in rows)]
+    title = "Plain decoding: weights read, as a share of the measured bandwidth"
+    groups: dict[str, list[Chart]] = {}
+    for row in rows:
+        bar = {"name": row["precision"], "value": row["of the bandwidth"]}
+        groups.setdefault(row["shape"], []).append(bar | {"series": 1 + precisions.index(row["precision"])})
+    return _bars(title, groups, percentage=True, level=0.8)
 
 
-def _laps(sections: Mapping[str, StoredSection]) -> "go.Figure | None":
-    from specdemo.bench.plot import LINES
+def _laps(sections: Mapping[str, StoredSection]) -> Chart:
+    groups = {
+        row["method"]: [
+            {"name": lap, "value": row.get(f"{lap} ms") or 0.0, "series": number}
+            for number, lap in enumerate(LAPS, start=1)
+        ]
+        for row in methods_of(sections)
+    }
+    return _bars("Time of the parts of a step", groups, stacked=True, suffix=" ms", unit="ms")
 
-    rows = methods_of(sections)
-    if not rows:
-        return None
-    drawn = _figure(
-        "Where a step's time goes", {"title": {"text": "ms"}}, {"autorange": "reversed", "automargin": True}
-    )
-    for lap, (color, _, _) in zip(LAPS, LINES[1:], strict=False):
-        drawn.add_bar(
-            y=[row["method"] for row in rows],
-            x=[row.get(f"{lap} ms", 0.0) for row in rows],
-            name=lap,
-            orientation="h",
-            marker={"color": color},
-        )
-    drawn.update_layout(barmode="stack", height=140 + 26 * len(rows), legend={"traceorder": "normal"})
-    return drawn
+
+def _bars(title: str, groups: Mapping[str, list[Chart]], **options: object) -> Chart:
+    drawn = [{"name": name, "bars": bars} for name, bars in groups.items()]
+    return {"title": title, "label": title, "groups": drawn, **options} if groups else {}

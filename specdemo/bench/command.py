@@ -16,7 +16,6 @@ from specdemo.bench.base import Report, Suite
 from specdemo.bench.suites import known_options, known_suite, suite, suites, takes
 from specdemo.core.outputs import check_output, check_output_folder
 from specdemo.core.suggest import suggest
-from specdemo.presets.files import require
 
 OUT = "--out"  # file of the results, or the folder of a suite that writes while it measures
 
@@ -120,8 +119,6 @@ def _run(
         given, out = {**given, "folder": out}, None
     if takes(name, "journal"):  # an interrupted run continues from it
         given = {**given, "journal": journal}
-    if html is not None:
-        require("page", "plotly")
     chosen = suite(name, **{n: value for n, value in given.items() if value is not None})
 
     from specdemo.bench.report import bench_report

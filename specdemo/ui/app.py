@@ -50,7 +50,7 @@ def ui(
         raise ValueError(f"unrecognized arguments: {' '.join(context.args)}; see --help")
     if not (port.isdecimal() and 1 <= int(port) <= 65535):
         raise ValueError(f"argument --port: {port!r} is not from 1 to 65535; see --help")
-    require("page", "gradio", "plotly")
+    require("page", "gradio")
     if space.zero_gpu():
         import_module("spaces")  # has to come before torch
     from specdemo.ui.page import serve

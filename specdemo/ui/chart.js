@@ -1,11 +1,14 @@
-// SVG charts of the race, the lab and the figures. Lines differ in dash pattern and in colour. Sweeps use Plotly figures made
-// in Python.
+// SVG charts of the page and of exported results: curves, bars of counts, and horizontal bars with intervals. Lines differ in
+// dash pattern and in colour. Values appear under the pointer.
 
 const CHART_MS = 200; // interval between updates of a growing chart
-const DASHES = ["2 3", "", "8 4", "8 3 2 3", "14 4"]; // the first is plain decoding
+const DASHES = ["2 3", "", "8 4", "8 3 2 3", "14 4", "4 2", "12 3 3 3"]; // the first is plain decoding
+const CHARACTER = 6.7; // px of one character of a label
+const NARROW = 560; // px; narrower charts have a legend instead of labels at the lines, and names above the bars
+const NEAR = 40; // px between the pointer and a point whose value is shown
+const ROW = 21; // px of a horizontal bar
 const charts = new WeakMap(); // the chart of a box, to redraw it at another width
 const widths = new ResizeObserver((boxes) => boxes.forEach(({ target }) => redraw(/** @type {HTMLElement} */ (target))));
-const MARGIN = { left: 46, right: 10, top: 8, bottom: 22 };
 
 /** Returns about `count` round numbers from 0 to `high`. */
 function ticks(high, count) {
@@ -19,23 +22,38 @@ function ticks(high, count) {
 const doublings = (high) => Array.from({ length: Math.floor(Math.log2(high) + 1e-9) + 1 }, (_, i) => 2 ** i);
 
 const brief = (x) => (x >= 10000 ? `${+(x / 1000).toFixed(1)}k` : String(+x.toPrecision(3)));
+const seriesAttributes = (series, dashed = false) => ({ "data-series": series, "stroke-dasharray": dashed ? "5 4" : DASHES[series % DASHES.length] });
+const widest = (names) => Math.max(0, ...names.map((name) => CHARACTER * name.length));
+const shorten = (name, room) => (CHARACTER * name.length > room ? `${name.slice(0, Math.max(1, Math.floor(room / CHARACTER) - 1))}…` : name);
+
+/** Returns a value as the chart shows it. */
+const withUnit = (x, { percentage, suffix, digits }) => (percentage ? percent(x) : `${isNumber(digits) ? fixed(x, digits) : brief(x)}${suffix ?? ""}`);
+const withInterval = (x, low, high, options) => withUnit(x, options) + (isNumber(low) && isNumber(high) ? ` [${withUnit(low, options)} to ${withUnit(high, options)}]` : "");
 
 /**
- * Draws a chart into a box of fixed height, or redraws it.
- * @param {HTMLElement} box
+ * Draws a chart into a box, or redraws it.
+ * @param {HTMLElement} box its height is fixed, unless the chart has groups
  * @param {object} options
  * @param {string} options.label description for screen readers
- * @param {{name?: string, points: number[][], series: number, faint?: boolean, band?: number[][]}[]} [options.lines] series:
- *   selects colour and dash; band: interval as x, low, high
- * @param {number[]} [options.bars] heights of the bars at 0, 1, 2, ...
+ * @param {{name?: string, points: number[][], series: number, faint?: boolean, dashed?: boolean, marks?: boolean, band?: number[][], texts?: string[],
+ *   notes?: string[]}[]} [options.lines] series: selects colour and dash; marks: draw points and whiskers instead of a band; band: interval as x, low,
+ *   high; texts: labels of the points; notes: more about each point, for the pointer
+ * @param {number[]} [options.bars] heights of vertical bars at 0, 1, 2, ...
+ * @param {{name: string, bars: {value: number, low?: number | null, high?: number | null, series: number, predicted?: number | null, name?: string}[]}[]}
+ *   [options.groups] horizontal bars
+ * @param {boolean} [options.stacked] the bars of a group follow one another
  * @param {{x: number, y: number, name: string}[]} [options.dots]
  * @param {string} [options.unit] unit of x
+ * @param {string} [options.suffix] unit of the values
+ * @param {number} [options.digits] decimals of the values
  * @param {number} [options.high] top of the y axis; default: the largest value
  * @param {number} [options.wide] end of the x axis
- * @param {boolean} [options.doubling] logarithmic x axis from 1
+ * @param {number[]} [options.places] ticks of the x axis, which begins at the first
+ * @param {boolean} [options.doubling] logarithmic x axis
  * @param {boolean} [options.whole] draw steps instead of slopes
  * @param {boolean} [options.percentage]
- * @param {number} [options.level] y of a horizontal line, such as "no gain"
+ * @param {number} [options.level] value of a reference line, such as "no gain"
+ * @param {string} [options.baseline] name of the reference line
  * @param {number} [options.series] colour of the bars
  */
 function plot(box, options) {
@@ -53,29 +71,38 @@ function redraw(box) {
   const width = box.clientWidth;
   if (!width || chart.width === width) return;
   chart.width = width;
-  const named = (options.lines || []).filter((line) => line.name);
+  const names = chartNames(options);
+  const inLegend = options.groups ? names : width < NARROW || widest(names.map(({ name }) => name)) > 0.3 * width ? names : [];
   const picture = svg("svg", { "aria-hidden": "true", width });
-  box.replaceChildren(...(named.length ? [legend(named)] : []), picture);
-  const height = Math.max(90, box.clientHeight - (named.length ? /** @type {HTMLElement} */ (box.firstChild).offsetHeight : 0));
+  box.replaceChildren(...(inLegend.length ? [legend(inLegend, Boolean(options.groups))] : []), picture);
+  if (options.groups) box.style.height = "auto";
+  const height = Math.max(90, box.clientHeight - (inLegend.length ? /** @type {HTMLElement} */ (box.firstChild).offsetHeight : 0));
   picture.setAttribute("height", String(height));
-  const size = { width, height };
-  if (options.bars) barChart(picture, size, options.bars, options.series ?? 1);
-  else curves(picture, size, options);
+  const size = { width, height, direct: !inLegend.length };
+  const spots = options.groups ? groupedBars(picture, size, options) : options.bars ? barChart(picture, size, options) : curves(picture, size, options);
+  if (spots.length) showValues(box, picture, spots, options);
 }
 
-function legend(lines) {
+// Returns names and colours for the legend.
+function chartNames({ lines = [], groups = [] }) {
+  if (!groups.length) return lines.filter((line) => line.name && line.points.length);
+  const bars = groups.flatMap((group) => group.bars).filter(({ name }) => name);
+  return bars.filter(({ name }, i) => bars.findIndex((bar) => bar.name === name) === i);
+}
+
+function legend(named, filled) {
   const list = make("p", "sd-chart-legend");
-  for (const { name, series } of lines) {
-    const sample = svg("svg", { width: 26, height: 10, "aria-hidden": "true" });
-    sample.append(svg("path", { d: "M1,5 H25", "data-series": series, "stroke-dasharray": DASHES[series % DASHES.length] }));
+  for (const { name, series, dashed } of named) {
+    const sample = svg("svg", { width: filled ? 12 : 26, height: 10, "aria-hidden": "true" });
+    sample.append(filled ? svg("rect", { width: 11, height: 10, rx: 2, "data-series": series }) : svg("path", { d: "M1,5 H25", ...seriesAttributes(series, dashed) }));
     const item = make("span");
-    item.append(sample, make("span", "legendtext", name));
+    item.append(sample, make("span", "sd-chart-name", name));
     list.append(item);
   }
   return list;
 }
 
-function barChart(picture, { width, height }, bars, series) {
+function barChart(picture, { width, height }, { bars, series = 1 }) {
   const [each, most] = [width / bars.length, Math.max(...bars, 1)];
   const room = height - 42;
   bars.forEach((count, i) => {
@@ -88,41 +115,146 @@ function barChart(picture, { width, height }, bars, series) {
       svg("text", { x: middle, y: height - 6, "text-anchor": "middle" }, String(i))
     );
   });
+  return [];
 }
 
-function curves(picture, { width, height }, { lines = [], dots = [], unit = "", high, wide, whole, percentage, level, doubling }) {
+// Draws one row per bar, or per group if stacked, and returns what the pointer shows.
+function groupedBars(picture, { width }, options) {
+  const { groups, stacked, level, baseline, unit = "" } = options;
+  const ends = groups.flatMap(({ bars }) => (stacked ? [sum(bars.map(({ value }) => value))] : bars.flatMap(({ value, high, predicted }) => [value, high ?? 0, predicted ?? 0])));
+  const top = Math.max(...ends, level ?? 0, 1e-9) * 1.02;
+  const above = width < NARROW;
+  const left = above ? 2 : Math.min(widest(groups.map(({ name }) => name)) + 10, 0.34 * width);
+  const inner = width - left - (stacked ? 10 : 58);
+  const at = (value) => +(left + (inner * value) / top).toFixed(1);
+  const start = baseline ? 18 : 4;
+  const spots = [];
+  let y = start;
+  for (const { name, bars } of groups) {
+    const tall = ROW * (stacked ? 1 : bars.length);
+    picture.append(svg("text", { x: above ? left : left - 8, y: y + (above ? 12 : tall / 2 + 4), "text-anchor": above ? "start" : "end", class: "sd-bar-name" }, shorten(name, above ? width : left - 8)));
+    if (above) y += 17;
+    let from = 0;
+    bars.forEach((bar, i) => {
+      horizontalBar(picture, at, bar, from, stacked ? y : y + ROW * i, options);
+      if (stacked) from += bar.value;
+    });
+    const values = bars.map(({ name: series, value, low, high, predicted }) => [series, withInterval(value, low, high, options), isNumber(predicted) ? `predicted ${withUnit(predicted, options)}` : ""]);
+    spots.push({ x: left, y: y + tall / 2, line: 0, title: name, rows: values.map((words) => words.filter(Boolean).join(" ")) });
+    y += tall + (above || bars.length > 1 ? 9 : 4);
+  }
+  if (isNumber(level)) picture.append(svg("path", { d: `M${at(level)},${start - 4} V${y}`, class: "sd-level" }));
+  if (baseline) picture.append(svg("text", { x: at(level), y: 11, "text-anchor": "middle" }, baseline));
+  if (unit) picture.append(svg("text", { x: width - 4, y: y + 14, "text-anchor": "end", class: "sd-unit" }, unit));
+  picture.setAttribute("height", String(y + (unit ? 20 : 4)));
+  return spots;
+}
+
+function horizontalBar(picture, at, { value, low, high, predicted, series }, from, y, options) {
+  const middle = y + ROW / 2;
+  picture.append(svg("rect", { x: at(from), y: y + 2, width: Math.max(1, at(from + value) - at(from)), height: ROW - 4, rx: 2, "data-series": series, class: options.stacked ? "" : "sd-measured" }));
+  if (options.stacked) return;
+  if (isNumber(low) && isNumber(high)) picture.append(svg("path", { d: `M${at(low)},${middle} H${at(high)} M${at(low)},${middle - 4} v8 M${at(high)},${middle - 4} v8`, class: "sd-whisker", "data-series": series }));
+  if (isNumber(predicted)) picture.append(svg("path", { d: `M${at(predicted)},${middle - 6} l6,6 l-6,6 l-6,-6 Z`, class: "sd-predicted" }));
+  picture.append(svg("text", { x: at(Math.max(value, high ?? 0, predicted ?? 0)) + 8, y: middle + 4, class: "sd-count" }, withUnit(value, options)));
+}
+
+// Draws lines and dots, and returns what the pointer shows.
+function curves(picture, { width, height, direct }, options) {
+  const { lines = [], dots = [], unit = "", high, wide, whole, level, baseline, doubling, places } = options;
   const bands = lines.flatMap((line) => line.band ?? []);
   const points = [...lines.flatMap((line) => line.points), ...dots.map(({ x, y }) => [x, y]), ...bands.map(([x, , most]) => [x, most])];
-  if (!points.length) return void picture.append(svg("text", { x: width / 2, y: height / 2, "text-anchor": "middle" }, "No data yet"));
+  if (!points.length) {
+    picture.append(svg("text", { x: width / 2, y: height / 2, "text-anchor": "middle" }, "No data yet"));
+    return [];
+  }
   const top = high ?? Math.max(...points.map(([, y]) => y), level ?? 0, 1e-9) * 1.06;
-  const end = wide ?? Math.max(...points.map(([x]) => x), 1e-9);
-  const [inner, tall] = [width - MARGIN.left - MARGIN.right, height - MARGIN.top - MARGIN.bottom];
-  const along = (x) => (doubling ? Math.log2(x) / Math.log2(end) : x / end);
-  const at = ([x, y]) => [MARGIN.left + inner * along(x), MARGIN.top + tall * (1 - Math.min(y, top) / top)].map((n) => +n.toFixed(1));
+  const scale = doubling ? Math.log2 : (x) => x;
+  const start = scale(places ? Math.min(...places) : doubling ? 1 : 0);
+  const end = scale(wide ?? Math.max(...points.map(([x]) => x), 1e-9));
+  const labels = direct ? lines.filter((line) => line.name && line.points.length) : [];
+  const margin = { left: 46, right: labels.length ? widest(labels.map(({ name }) => name)) + 14 : 10, top: 8, bottom: places ? 38 : 22 };
+  const [inner, tall] = [width - margin.left - margin.right, height - margin.top - margin.bottom];
+  const along = (x) => (scale(x) - start) / (end - start || 1);
+  const at = ([x, y]) => [margin.left + inner * along(x), margin.top + tall * (1 - Math.min(y, top) / top)].map((n) => +n.toFixed(1));
   for (const y of ticks(top, tall / 34)) {
     if (whole && y % 1) continue;
-    const [, up] = at([0, y]);
-    picture.append(svg("path", { d: `M${MARGIN.left},${up} h${inner}`, class: "sd-rule" }));
-    picture.append(svg("text", { x: MARGIN.left - 6, y: up + 4, "text-anchor": "end" }, percentage ? percent(y) : brief(y)));
+    const [, up] = at([places?.[0] ?? 1, y]);
+    picture.append(svg("path", { d: `M${margin.left},${up} h${inner}`, class: "sd-rule" }));
+    picture.append(svg("text", { x: margin.left - 6, y: up + 4, "text-anchor": "end" }, withUnit(y, { ...options, digits: undefined })));
   }
-  const unitWidth = 7 * unit.length + 16;
-  for (const x of doubling ? doublings(end) : ticks(end, inner / 80)) {
+  const unitWidth = places ? 0 : 7 * unit.length + 16;
+  for (const x of places ?? (doubling ? doublings(wide ?? 2 ** end) : ticks(end, inner / 80))) {
     const [across] = at([x, 0]);
-    if (across < width - unitWidth) picture.append(svg("text", { x: across, y: height - 5, "text-anchor": along(x) ? "middle" : "start" }, brief(x)));
+    if (across < margin.left + inner + 10 - unitWidth) picture.append(svg("text", { x: across, y: height - margin.bottom + 17, "text-anchor": along(x) ? "middle" : "start" }, brief(x)));
   }
-  picture.append(svg("text", { x: width - MARGIN.right, y: height - 5, "text-anchor": "end", class: "sd-unit" }, unit));
-  if (isNumber(level)) picture.append(svg("path", { d: `M${MARGIN.left},${at([0, level])[1]} h${inner}`, class: "sd-level" }));
-  for (const { points, series, faint, band } of lines) {
-    if (!points.length) continue;
-    if (band?.length > 1) picture.append(svg("path", { d: `M${band.map(([x, , most]) => at([x, most])).join(" L")} L${band.map(([x, least]) => at([x, least])).reverse().join(" L")} Z`, class: "sd-band", "data-series": series }));
-    const d = points.map((point, i) => (!i ? `M${at(point)}` : whole ? `H${at(point)[0]} V${at(point)[1]}` : `L${at(point)}`)).join(" ");
-    if (points.length > 1) picture.append(svg("path", { d, class: faint ? "sd-curve sd-faint" : "sd-curve", "data-series": series, "data-points": points.length, "stroke-dasharray": DASHES[series % DASHES.length] }));
-    else picture.append(svg("circle", { cx: at(points[0])[0], cy: at(points[0])[1], r: 3, "data-series": series }));
+  picture.append(svg("text", { x: margin.left + inner, y: height - 5, "text-anchor": "end", class: "sd-unit" }, unit));
+  if (isNumber(level)) {
+    const up = at([places?.[0] ?? 1, level])[1];
+    picture.append(svg("path", { d: `M${margin.left},${up} h${inner}`, class: "sd-level" }));
+    if (baseline) picture.append(svg("text", { x: margin.left + inner - 4, y: up + 14, "text-anchor": "end" }, baseline));
   }
+  lines.forEach((line) => drawLine(picture, line, at, whole));
   dots.forEach(({ x, y, name }, i) => {
     const [across, up] = at([x, y]);
     picture.append(svg("circle", { cx: across, cy: up, r: 5.5, class: "sd-dot" }));
     picture.append(svg("text", { x: Math.min(across + 9, width - 8 * name.length - 4), y: i ? up + 20 : Math.max(up - 8, 12), class: "sd-count" }, name));
+  });
+  labelLines(picture, labels, at, height - margin.bottom);
+  return lines.flatMap((line, number) => spotsOf(line, number, at, options));
+}
+
+function drawLine(picture, { points, series, faint, dashed, marks, band = [], texts = [] }, at, whole) {
+  if (!points.length) return;
+  if (marks) for (const [x, low, high] of band) picture.append(svg("path", { d: `M${at([x, low])} V${at([x, high])[1]} m-4,0 h8 M${at([x, low])} m-4,0 h8`, class: "sd-whisker", "data-series": series }));
+  else if (band.length > 1) picture.append(svg("path", { d: `M${band.map(([x, , most]) => at([x, most])).join(" L")} L${band.map(([x, least]) => at([x, least])).reverse().join(" L")} Z`, class: "sd-band", "data-series": series }));
+  const d = points.map((point, i) => (!i ? `M${at(point)}` : whole ? `H${at(point)[0]} V${at(point)[1]}` : `L${at(point)}`)).join(" ");
+  if (points.length > 1) picture.append(svg("path", { d, class: faint ? "sd-curve sd-faint" : "sd-curve", "data-points": points.length, ...seriesAttributes(series, dashed) }));
+  for (const point of marks || points.length === 1 ? points : []) picture.append(svg("circle", { cx: at(point)[0], cy: at(point)[1], r: dashed ? 2 : 3.5, "data-series": series }));
+  texts.forEach((text, i) => picture.append(svg("text", { x: at(points[i])[0] - 7, y: at(points[i])[1] - 6, "text-anchor": "end" }, text)));
+}
+
+// Writes the name of each line at its end; names that would overlap move apart.
+function labelLines(picture, lines, at, floor) {
+  const labels = lines.map((line) => ({ ...line, end: at(line.points.at(-1)) })).sort((a, b) => a.end[1] - b.end[1]);
+  const right = Math.max(0, ...labels.map(({ end }) => end[0]));
+  const heights = labels.map(({ end }) => end[1] + 4);
+  for (let i = 1; i < heights.length; i++) heights[i] = Math.max(heights[i], heights[i - 1] + 14);
+  for (let i = heights.length - 1, low = floor; i >= 0; low = heights[i--] - 14) heights[i] = Math.min(heights[i], low);
+  labels.forEach(({ name, series }, i) => picture.append(svg("text", { x: right + 9, y: heights[i], class: "sd-line-name", "data-series": series }, name)));
+}
+
+function spotsOf({ name = "", points, band = [], notes = [] }, line, at, options) {
+  const intervals = new Map(band.map(([x, low, high]) => [x, [low, high]]));
+  return points.map(([x, y], i) => {
+    const [left, up] = at([x, y]);
+    const [low, high] = intervals.get(x) ?? [];
+    const value = withInterval(y, low, high, { digits: 2, ...options });
+    return { x: left, y: up, line, title: `${brief(x)} ${options.unit ?? ""}`, rows: [[name, value, notes[i]].filter(Boolean).join(" ")] };
+  });
+}
+
+// Shows the values at the pointer: of the nearest point of each line, or of the nearest row.
+function showValues(box, picture, spots, options) {
+  const rows = Boolean(options.groups);
+  const tip = make("div", "sd-tip");
+  const cross = svg("path", { class: "sd-cross" });
+  const hide = () => [tip.remove(), cross.remove()];
+  picture.addEventListener("pointerleave", hide);
+  picture.addEventListener("pointermove", (event) => {
+    const from = picture.getBoundingClientRect();
+    const [x, y] = [event.clientX - from.left, event.clientY - from.top];
+    const away = (spot) => (rows ? Math.abs(spot.y - y) : Math.abs(spot.x - x) + 0.01 * Math.abs(spot.y - y));
+    const sorted = [...spots].sort((a, b) => away(a) - away(b));
+    const found = sorted.filter((spot, i) => away(spot) < NEAR && sorted.findIndex(({ line }) => line === spot.line) === i).sort((a, b) => a.line - b.line);
+    if (!found.length) return void hide();
+    tip.replaceChildren(make("b", "", sorted[0].title), ...found.flatMap((spot) => spot.rows).map((text) => make("span", "", text)));
+    if (!rows) cross.setAttribute("d", `M${sorted[0].x},4 V${from.height - (options.places ? 38 : 22)}`);
+    picture.append(cross);
+    box.append(tip);
+    const offset = from.top - box.getBoundingClientRect().top;
+    tip.style.top = `${offset + Math.max(0, Math.min(y + 14, from.height - tip.offsetHeight))}px`;
+    tip.style.left = `${Math.max(0, x + 16 + tip.offsetWidth > box.clientWidth ? x - tip.offsetWidth - 16 : x + 16)}px`;
   });
 }
 

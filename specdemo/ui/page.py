@@ -23,7 +23,6 @@ if limits.public() and not space.zero_gpu():
 import gradio as gr
 from starlette.middleware import Middleware
 
-from specdemo.bench.plot import FONTS
 from specdemo.core.trace import RunTrace, to_json
 from specdemo.presets.files import DEFAULT, Preset, load_presets, preset
 from specdemo.presets.link import from_query, is_link, is_sweep, to_query
@@ -41,6 +40,7 @@ from specdemo.ui.views import tokens_csv
 
 POOLED = 3  # runs of "Repeat"
 SESSIONS = 64  # sessions whose components Gradio stores, 0.3 MB each
+FONTS = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "Helvetica Neue", "Arial", "sans-serif"]
 MONO = ["ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "DejaVu Sans Mono", "monospace"]
 
 
@@ -364,7 +364,7 @@ def serve(
         state_session_capacity=SESSIONS,
         app_kwargs={"middleware": layers, "lifespan": outer},
         theme=theme(),
-        css_paths=[assets.HERE / "style.css"],
+        css_paths=[assets.HERE / "chart.css", assets.HERE / "style.css"],
         favicon_path=assets.HERE / "favicon.svg",
     )
     print(f"specdemo is on {page.local_url}", flush=True)

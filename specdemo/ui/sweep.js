@@ -1,5 +1,5 @@
-// Draws the log of a sweep or a test (lines of JSON, see sweep.py) into sweep.html or losslessness.html. Loaded after helpers.js.
-// Python draws the curves. The last result disappears when a run starts.
+// Draws the log of a sweep or a test (lines of JSON, see sweep.py) into sweep.html or losslessness.html. Loaded after helpers.js and
+// chart.js. The last result disappears when a run starts.
 
 const SHARE_COLUMNS = ["plain", "speculative"];
 const COLUMN_LABELS = { place: "position", accepted: "acceptance rate", "tokens/pass": "mean accepted length" };
@@ -20,8 +20,7 @@ function clear() {
 function started(line) {
   setBusy(true);
   begun = 0;
-  $(".sd-sweep").dataset.empty = "";
-  $(".sd-badge").hidden = $(".sd-numbers").hidden = true;
+  $(".sd-badge").hidden = $(".sd-result-chart").hidden = $(".sd-numbers").hidden = true;
   $(".sd-loading").removeAttribute("value"); // indeterminate
   setStatus(`Starting ${line.name}.`);
 }
@@ -59,7 +58,11 @@ function shown(line) {
   setBusy(false);
   $(".sd-badge").hidden = !line.recorded;
   $(".sd-badge").textContent = ["recorded", ...line.where].join(" · ");
-  delete $(".sd-sweep").dataset.empty;
+  $(".sd-result-chart").hidden = !line.chart;
+  if (line.chart) {
+    $(".sd-chart-title").textContent = line.chart.title;
+    plot($(".sd-chart"), line.chart);
+  }
   $(".sd-numbers").hidden = false;
   $(".sd-conditions").textContent = line.conditions;
   $(".sd-table").replaceChildren(table(line));
@@ -88,14 +91,11 @@ function setStatus(text) {
 function table({ rows }) {
   const names = [...new Set(rows.flatMap(Object.keys))];
   const node = make("table");
-  const head = make("tr");
-  for (const name of names) head.append(heading(COLUMN_LABELS[name] ?? name, "col"));
-  node.append(make("thead"), make("tbody"));
-  node.tHead.append(head);
+  node.createTHead().insertRow().append(...names.map((name) => heading(COLUMN_LABELS[name] ?? name.replace(/^kept at/, "accepted at"), "col")));
+  const body = node.createTBody();
   for (const row of rows) {
-    const line = make("tr");
-    names.forEach((name, i) => line.append(i ? cell(name, row[name]) : heading(visible(String(row[name] ?? "–")), "row")));
-    node.tBodies[0].append(line);
+    const [first, ...others] = names.map((name, i) => (i ? cell(name, row[name]) : heading(visible(String(row[name] ?? "–")), "row")));
+    body.insertRow().append(first, ...others);
   }
   return node;
 }
@@ -121,12 +121,7 @@ function format(name, value) {
   return value == null ? "–" : String(value);
 }
 
-// A chart that was drawn while another tab was open has the wrong width.
-new ResizeObserver(() => {
-  const plot = element.querySelector(".js-plotly-plot");
-  hintAtScrolling();
-  if (window.Plotly && plot?.clientWidth) window.Plotly.Plots.resize(plot);
-}).observe($(".sd-sweep"));
+new ResizeObserver(hintAtScrolling).observe($(".sd-sweep"));
 const read = () => readLog(props.value || "");
 watch("value", read);
 read(); // the errors of a link arrive before this tab is drawn

@@ -8,6 +8,7 @@ components.
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,10 @@ from typing import Any
 import gradio as gr
 
 from specdemo.bench.base import Report, Stop
-from specdemo.bench.plot import BARS, figure
+from specdemo.bench.plot import BARS, chart
 from specdemo.bench.result import Result, Row, best, is_baseline, noisy, read_result, recorded_suite, to_json
 from specdemo.bench.suites import Sweep, swept, takes
+from specdemo.core.atomic_io import finite
 from specdemo.core.estimate import Estimate
 from specdemo.presets import limits
 from specdemo.presets.files import DEFAULT, load_presets, preset
@@ -49,7 +51,6 @@ class Sweeping(Job):
 
     def __init__(self, text: str, before: "Sweeping | None" = None) -> None:
         super().__init__(opening() + text)
-        self.result: Result | None = None
         self.file: tuple[str, Packed] | None = before.file if before else None
         self._last_progress: tuple[int, str] | None = None
         self._stopping = False
@@ -86,22 +87,7 @@ class Sweeping(Job):
     def conclude(self, result: Result, recorded: bool) -> None:
         """Show the result and offer it as a file."""
         self.file = f"specdemo-{result.suite}.json", Packed(to_json(result))
-        self.result = readable(result)
-        self.text += result_line(self.result, recorded)
-
-    def extra_updates(self) -> Values:
-        """Return the chart. A suite without speed-ups has a table only."""
-        if self.result is None:
-            return {}
-        try:
-            return {"chart": gr.update(value=_on_page(figure(self.result)), visible=True)}
-        except ValueError:
-            return {"chart": gr.update(visible=False)}
-
-    def final_updates(self) -> Values:
-        shown = super().final_updates()
-        self.result = None  # `file` stays
-        return shown
+        self.text += result_line(readable(result), recorded)
 
     def _emit(self, line: dict[str, Any]) -> None:
         """Emit visible progress. Nothing is emitted at the end of a stopped sweep."""
@@ -149,13 +135,6 @@ def _schedule_in_words(found: re.Match[str]) -> str:
     return f"Best draft length by concurrency: {'; '.join(parts)}. Result"
 
 
-def _on_page(drawn: Any) -> Any:
-    """Return the figure with a title that fits a phone. The page shows machine, date and options itself."""
-    head = drawn.layout.title.text.partition("<br>")[0]
-    broken = re.sub("([,;]) ", r"\1<br>", head)
-    return drawn.update_layout(title_text=broken, margin_t=76 if broken != head else 56)
-
-
 def result_line(result: Result, recorded: bool) -> str:
     """Return the data of the view. Unchecked parts, such as a foreign config, are reduced to text."""
     rows = [{name: _cell(value) for name, value in row.items()} for row in result.rows]
@@ -165,6 +144,8 @@ def result_line(result: Result, recorded: bool) -> str:
     where = [str(result.environment[name]) for name in ("device", "date") if result.environment.get(name)]
     repeats = f"{result.repeats} repeat{'s' * (result.repeats != 1)}"
     payload |= {"where": where, "conditions": " · ".join([repeats, *_conditions(result.config)])}
+    with suppress(ValueError):  # a suite without speed-ups has only its table
+        payload["chart"] = finite(chart(result))
     return to_line({"type": "result", "recorded": recorded, **payload})
 
 
@@ -306,20 +287,16 @@ def draw(page: gr.Blocks, tab: gr.Tab, store: Store) -> gr.Radio:
 def draw_result(
     sweeps: Sweeps, name: str, begin: Begin, inputs: dict[str, object], run: gr.Button, stop: gr.Button
 ) -> Values:
-    """Create `view` and `chart` of a result below its controls, and the buttons to save and open one.
+    """Create the `view` of a result below its controls, and the buttons to save and open one.
 
     name: of the skeleton, and prefix of the ids.
     """
     place = gr.HTML("", elem_classes="queue")
-    view = assets.view(f"{name}.html", "helpers.js", "sweep.js", elem_id=name)
-    with view:
-        chart = gr.Plot(
-            visible=False, show_label=False, container=False, elem_id=f"{name}-chart", elem_classes="result-chart"
-        )
+    view = assets.view(f"{name}.html", "helpers.js", "chart.js", "sweep.js", elem_id=name)
     with gr.Row(elem_id=f"{name}-exports", elem_classes="result-exports"):
         save = gr.Button("Save result (JSON)", size="sm", elem_id=f"{name}-save")
         opened = gr.UploadButton("Open a result", file_types=[".json"], size="sm", elem_id=f"{name}-open")
-    parts = {"view": view, "chart": chart}
+    parts = {"view": view}
     wire(sweeps, [([run.click], begin, inputs)], parts, stop, [run, opened], place)
     named(opened.upload, sweeps.open, {"file": opened}, parts, **QUIET)
     file = gr.JSON(visible=False)

@@ -13,7 +13,7 @@ from specdemo.bench.load_here import Here
 from specdemo.bench.load_points import Answer, Journal, Point
 from specdemo.bench.load_servers import Fleet
 from specdemo.bench.load_suite import _advice, bunched, schedule_of
-from specdemo.bench.plot import figure
+from specdemo.bench.plot import chart
 from specdemo.bench.result import read_result
 from specdemo.bench.suites import suite
 from specdemo.core.estimate import Estimate
@@ -115,9 +115,9 @@ def test_the_command_writes_numbers_and_a_page(servers, tmp_path, capsys):
     assert "good requests/s" in capsys.readouterr().out
     stored = read_result(tmp_path / "r.json")
     assert all(row["good requests/s"] == Estimate(0.0) for row in stored.rows)  # no request meets the limit
-    drawn = figure(stored)
-    assert [curve.name for curve in drawn.data] == ["Baseline", "k = 4"] and drawn.data[0].text == ("1", "2")
-    assert "plotly" in (tmp_path / "r.html").read_text(encoding="utf-8")
+    plain, drafting = chart(stored)["lines"]
+    assert (plain["name"], drafting["name"]) == ("Baseline", "k = 4") and plain["texts"] == ["1", "2"]
+    assert "Throughput (tokens/s) over latency" in (tmp_path / "r.html").read_text(encoding="utf-8")
 
 
 def test_goodput_counts_requests_within_both_limits():
@@ -245,7 +245,7 @@ def test_local_engine_under_the_same_load():
     assert [row["tokens/pass"] for row in result.rows[::2]] == [1.0, 1.0]
     assert all(row["output"] == "identical" and row["tokens/s"].value > 0 for row in result.rows)
     assert all(row["good requests/s"].value * 6 == pytest.approx(row["tokens/s"].value, 1e-3) for row in result.rows)
-    assert result.environment["device"] != "servers" and figure(result).data[0].text == ("1", "3")
+    assert result.environment["device"] != "servers" and chart(result)["lines"][0]["texts"] == ["1", "3"]
 
 
 def test_here_the_prompts_of_a_batch_are_of_one_length_and_batches_of_several():

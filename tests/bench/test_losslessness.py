@@ -10,7 +10,7 @@ from scipy import stats
 from specdemo.bench import losslessness as module
 from specdemo.bench.losslessness import chi_square, drawn
 from specdemo.bench.measure import Way
-from specdemo.bench.plot import figure
+from specdemo.bench.plot import chart
 from specdemo.bench.result import Result
 from specdemo.bench.suites import Losslessness
 from specdemo.core.protocol import Budget, GenerationConfig
@@ -91,7 +91,8 @@ def test_a_sampled_result_has_both_histograms(few):
     )
     single, block, _, more = map(float, matched.groups())
     assert 0 < single <= 3 and block - single == pytest.approx(more, abs=0.002)
-    assert [bar.name for bar in figure(result).data] == ["plain", "speculative"]
+    for group in chart(result)["groups"]:
+        assert [bar["name"] for bar in group["bars"]] == ["plain", "speculative"]
 
 
 def test_stop_keeps_the_finished_batches(few):
@@ -118,7 +119,7 @@ def test_greedy_compares_tokens(few):
 )
 def test_invalid_histogram_of_a_foreign_result_is_rejected(row):
     with pytest.raises(ValueError, match="nothing to draw"):
-        figure(Result("losslessness", 1, {"draws": 10}, {}, [{"token": "a", **row}], [], "token"))
+        chart(Result("losslessness", 1, {"draws": 10}, {}, [{"token": "a", **row}], [], "token"))
 
 
 def test_synthetic_lanes_are_not_tested():

@@ -1,17 +1,13 @@
-"""Plots of results."""
+"""Charts of results."""
 
-import math
 from dataclasses import replace
 
 import pytest
 
-from specdemo.bench.plot import figure
+from specdemo.bench.plot import chart
+from specdemo.bench.result import recorded_suite
 from specdemo.core.estimate import Estimate
 from tests.ui.stand_ins import swept
-
-
-def named(drawn):
-    return {trace.name: trace for trace in drawn.data}
 
 
 def bars(*lanes, **more):
@@ -21,57 +17,56 @@ def bars(*lanes, **more):
 
 
 def test_a_line_per_lane_with_intervals_and_predictions():
-    drawn = figure(swept())
-    deep = "&lt;i&gt;deep&lt;/i&gt; &amp; co"
-    traces = named(drawn)
-    assert list(traces) == ["plain decoding", "wide", deep, f"{deep}, predicted"]
-    wide = traces["wide"]
+    drawn = chart(swept())
+    deep = "<i>deep</i> & co"
+    wide, *_, predicted = drawn["lines"]
+    assert [line["name"] for line in drawn["lines"]] == ["wide", deep, f"{deep}, predicted"]
     row = next(row for row in swept().rows if (row["lane"], row["k"]) == ("wide", 2))
-    assert list(wide.x) == [1, 2, 4, 8] and wide.y[1] == row["speed-up"].value
-    assert wide.error_y.array[1] == pytest.approx(row["speed-up"].high - row["speed-up"].value)
-    assert wide.error_y.arrayminus[1] == pytest.approx(row["speed-up"].value - row["speed-up"].low)
-    assert traces[f"{deep}, predicted"].line.dash == "dash" and wide.line.dash is None
-    assert list(traces["plain decoding"].y) == [1.0, 1.0]
-    assert len({traces[name].marker.symbol for name in list(traces)[1:]}) == 3
+    assert drawn["places"] == [1, 2, 4, 8] and wide["points"][1] == [2, row["speed-up"].value]
+    assert wide["band"][1] == [2, row["speed-up"].low, row["speed-up"].high]
+    assert predicted["dashed"] and not wide.get("dashed") and predicted["series"] == drawn["lines"][1]["series"]
+    assert (drawn["level"], drawn["baseline"]) == (1.0, "plain decoding")
 
 
 @pytest.mark.parametrize("axis", ["batch", "prompt tokens"])
 def test_doubling_values_get_a_logarithmic_axis(axis):
-    drawn = figure(swept(axis, (1, 2, 4, 32)))
-    assert drawn.layout.xaxis.type == "log" and drawn.layout.xaxis.ticktext == ("1", "2", "4", "32")
-    assert figure(swept()).layout.xaxis.type is None
+    drawn = chart(swept(axis, (1, 2, 4, 32)))
+    assert drawn["doubling"] and drawn["places"] == [1, 2, 4, 32]
+    assert not chart(swept())["doubling"] and not chart(swept(axis, (0, 1, 2, 4)))["doubling"]
 
 
 def test_lanes_are_compared_by_bars():
-    drawn = figure(bars(("slow", 0.7), ("fast", 1.5), predicted=1.1))  # sorted by value
-    bar, predicted = drawn.data
-    assert list(bar.y) == ["fast", "slow"] and list(bar.x) == [1.5, 0.7] and bar.text == ("1.50×", "0.70×")
-    assert len(set(bar.marker.color)) == 2
-    assert list(predicted.x) == [1.1, 1.1]
-    assert [line.x0 for line in drawn.layout.shapes] == [1.0]
+    slow, fast = 0.7, 1.5
+    drawn = chart(bars(("slow", slow), ("fast", fast), predicted=1.1))  # sorted by value
+    assert [group["name"] for group in drawn["groups"]] == ["fast", "slow"]
+    (first,), (last,) = (group["bars"] for group in drawn["groups"])
+    assert (first["value"], first["low"], first["high"], first["predicted"]) == (fast, fast - 0.1, fast + 0.2, 1.1)
+    assert first["series"] != last["series"] and drawn["level"] == 1.0
 
 
-def test_title_names_suite_machine_and_date():
-    title = figure(swept()).layout.title.text
-    assert "Speed-up over draft length" in title
-    assert "Test CPU &lt;b&gt;, 1 thread, float32" in title and "suite k, 2026-11-21, commit 0123456<" in title
+def test_kinds_of_text_are_bars_of_a_lane_and_the_best_lane_is_first():
+    groups = chart(recorded_suite("text"))["groups"]
+    best = [max(bar["value"] for bar in group["bars"]) for group in groups]
+    assert best == sorted(best, reverse=True) and {"stories", "edits"} <= {bar["name"] for bar in groups[0]["bars"]}
+    colours = {(bar["name"], bar["series"]) for group in groups for bar in group["bars"]}
+    assert len(colours) == len({name for name, _ in colours})  # one colour for each kind
+
+
+def test_title_and_description_name_the_axis_and_the_lanes():
+    drawn = chart(swept())
+    assert drawn["title"] == "Speed-up over draft length" and drawn["label"].startswith(f"{drawn['title']}: wide, ")
 
 
 def test_categories_are_left_to_the_table():
     result = swept()
     more = [row | {"category": name} for row in result.rows for name in ("math", "all")]
-    assert [len(trace.x) for trace in figure(replace(result, rows=more)).data] == [2, 4, 4, 4]
-
-
-def test_a_figure_reads_on_any_background():
-    layout = figure(swept()).layout
-    assert layout.paper_bgcolor == layout.plot_bgcolor == "rgba(0,0,0,0)"
-    assert layout.font.family.startswith("system-ui")
+    assert [len(line["points"]) for line in chart(replace(result, rows=more))["lines"]] == [4, 4, 4]
 
 
 def test_more_lanes_than_colours():
     rows = [{"lane": f"lane {i}", "k": 1, "speed-up": Estimate(2.0, 2.0, 2.0)} for i in range(20)]
-    assert len(figure(replace(swept(), rows=rows)).data) == 21
+    lines = chart(replace(swept(), rows=rows))["lines"]
+    assert len(lines) == 20 and all(line["series"] for line in lines)  # 0 is plain decoding
 
 
 @pytest.mark.parametrize(
@@ -86,9 +81,4 @@ def test_more_lanes_than_colours():
 )
 def test_no_plot_without_speed_up(rows):
     with pytest.raises(ValueError, match="suite k measures no speed-up"):
-        figure(replace(swept(), rows=rows))
-
-
-def test_conditions_that_are_not_known_are_left_out():
-    title = figure(replace(swept(), environment={"commit": None, "device": math.nan})).layout.title.text
-    assert "nan" in title and "commit" not in title and "None" not in title
+        chart(replace(swept(), rows=rows))

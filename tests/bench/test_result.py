@@ -1,6 +1,7 @@
 """Result files, and files of other kinds that are rejected."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -111,26 +112,24 @@ def test_anything_else_is_one_line(source, line):
     assert "\n" not in str(refused.value)
 
 
-def test_the_page_holds_plot_table_and_machine(tmp_path, monkeypatch):
-    class Figure:
-        def to_html(self, full_html, include_plotlyjs):
-            assert include_plotlyjs is True
-            return "<div>plot</div>"
-
-    monkeypatch.setattr(html_page, "figure", lambda result: Figure())
+def test_the_page_holds_plot_table_and_machine(tmp_path):
     html_page.write_page(RESULT, tmp_path / "r.html")
     text = (tmp_path / "r.html").read_text(encoding="utf-8")
-    assert "<div>plot</div>" in text and "CPU &lt;1&gt;" in text and "<dd>abc</dd>" in text and "3 [2 4]" in text
-    assert "http" not in text
+    assert '"points": [[1, 1.5]]' in text and "CPU &lt;1&gt;" in text and "<dd>abc</dd>" in text and "3 [2 4]" in text
+    assert "src=" not in text and "href=" not in text  # nothing is loaded from elsewhere
 
 
-def test_a_suite_without_a_plot_has_its_table(tmp_path, monkeypatch):
-    def figure(result):
-        raise ValueError("nothing to draw")
+def test_no_text_of_a_result_ends_the_script_of_the_page(tmp_path):
+    rows = [row | {"lane": "</script><script>alert(1)</script>"} for row in RESULT.rows]
+    html_page.write_page(replace(RESULT, rows=rows), tmp_path / "r.html")
+    assert (tmp_path / "r.html").read_text(encoding="utf-8").count("</script>") == 1
 
-    monkeypatch.setattr(html_page, "figure", figure)
-    html_page.write_page(RESULT, tmp_path / "r.html")
-    assert "3 [2 4]" in (tmp_path / "r.html").read_text(encoding="utf-8")
+
+def test_a_suite_without_a_plot_has_its_table(tmp_path):
+    rows = [{name: value for name, value in row.items() if name != "speed-up"} for row in RESULT.rows]
+    html_page.write_page(replace(RESULT, rows=rows), tmp_path / "r.html")
+    text = (tmp_path / "r.html").read_text(encoding="utf-8")
+    assert "3 [2 4]" in text and 'class="sd-figure"' not in text
 
 
 def test_a_result_that_is_not_finite_is_stored_as_unknown(tmp_path):

@@ -26,7 +26,7 @@ from specdemo.bench.measure import (
     tally_row,
     windows,
 )
-from specdemo.bench.plot import figure
+from specdemo.bench.plot import chart
 from specdemo.bench.report import bench_report, markdown
 from specdemo.bench.result import Result, read_result, recorded_suite, to_json, write_result
 from specdemo.bench.suites import SHIPPED, Sweep, suite, suites
@@ -188,7 +188,7 @@ def test_temperatures_grow_and_drafts_are_drawn_or_the_likeliest(monkeypatch):
     greedy, warm = ([row["tokens/pass"] for row in result.rows[at : at + 4]] for at in (0, 4))
     assert greedy[0] == warm[0] == 1.0 and greedy[1] == greedy[2] == greedy[3] > 1.0
     assert len(set(warm[1:])) > 1
-    assert {bar.name for bar in figure(result).data} == {"plain decoding", *lanes[1:]}
+    assert [line["name"] for line in chart(result)["lines"]] == lanes[1:]
 
 
 def test_a_stopped_suite_keeps_its_finished_repeats():

@@ -72,7 +72,7 @@ def test_the_page_the_plots_and_the_profile(measured):
     page = (folder / "report.md").read_text()
     assert "**Not a GPU measurement" in page
     assert "| shape | precision |" in page and "| method | shape |" in page and "transformers assisted, k=5" in page
-    assert (folder / "plots.html").read_text().count("plotly-graph-div") == 3
+    assert (folder / "plots.html").read_text().count('class="sd-figure"') == 3
     (file,) = folder.glob("*.profile.json")
     profile = read_profile(file)
     assert (profile.kind, profile.measured.by) == ("cpu", "python -m specdemo bench gpu")

@@ -31,7 +31,7 @@ def test_the_lab_leads_to_depth_against_width_and_tests_losslessness(visit_gated
     status = page.locator("#losslessness .sd-status")
     expect(status).to_have_text("Done. No difference was found between 1024 continuations of each.")
     expect(page.locator("#losslessness tbody tr").first).to_have_text("<b>bold</b>275.0 %70.0 %")
-    expect(page.locator("#losslessness-chart .js-plotly-plot .legendtext")).to_have_text(["plain", "speculative"])
+    expect(page.locator("#losslessness .sd-chart .sd-chart-name")).to_have_text(["plain", "speculative"])
     assert page.evaluate("document.documentElement.scrollWidth") == 390
     page.locator("#depth-width").click()
     expect(page.locator("#question")).to_contain_text("One layer against four")

@@ -29,7 +29,7 @@ def test_nothing_on_the_page_breaks_its_policy(visit_gated, gates):
         page.get_by_role("tab", name=tab).click()
         page.locator(button).click()
         expect(page.locator(status)).to_have_text(re.compile("^(Finished|Done)"))
-    expect(page.locator("#sweep-chart .js-plotly-plot")).to_be_attached()
+    expect(page.locator("#sweep .sd-chart svg")).to_be_attached()
     assert page.evaluate("refused") == []
     assert not [text for text in violations if "Content Security Policy" in text]
     with page.expect_console_message(lambda message: "Content Security Policy" in message.text):

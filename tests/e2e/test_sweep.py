@@ -25,14 +25,18 @@ def test_run_stop_save_open_share(visit_gated, gates, tmp_path):
     wait_for_text(page, r"^Stopped\. The table holds the finished repeats\.")
     assert gates.stopped.acquire(timeout=60)
     expect(page.locator("#sweep .sd-remarks")).to_have_text("Stopped after 1 of 2 repeats.")
-    expect(page.locator("#sweep-chart .js-plotly-plot .legendtext").last).to_have_text("<i>deep</i> & co, predicted")
+    names = page.locator("#sweep .sd-chart .sd-line-name")
+    expect(names).to_have_count(3)
+    expect(names.filter(has_text="<i>deep</i> & co, predicted")).to_be_visible()
+    page.locator("#sweep .sd-chart svg").hover(position={"x": 48, "y": 200})  # at the first value of k
+    expect(page.locator("#sweep .sd-tip")).to_contain_text("<i>deep</i> & co 1.00×")
     cell = page.locator("#sweep tr", has_text="wide").nth(1).locator("td").nth(2)
     expect(cell).to_have_text("1.30")  # one repeat gives no interval
     expect(page.locator("#sweep-run")).to_be_enabled()
 
     page.locator("#sweep-run").click()  # the result disappears, and stays away until there is another
     wait_for_text(page, "^50 %")
-    for part in (page.locator("#sweep-chart"), page.locator("#sweep .sd-numbers")):
+    for part in (page.locator("#sweep .sd-result-chart"), page.locator("#sweep .sd-numbers")):
         expect(part).to_be_hidden()
     gates.open.set()
     wait_for_text(page, r"^Done\. Measured 2 times; 3 repeats are needed to find the best\.")
@@ -52,7 +56,7 @@ def test_run_stop_save_open_share(visit_gated, gates, tmp_path):
     wait_for_text(other, r"^Recorded result\. Measured 2 times")
     expect(other.locator("#sweep .sd-badge")).to_have_text("recorded · Test CPU <b> · 2026-11-21")
     expect(other.locator("#sweep tbody tr")).to_have_count(9)
-    expect(other.locator("#sweep-chart .js-plotly-plot .legendtext")).to_have_count(4)
+    expect(other.locator("#sweep .sd-chart .sd-chart-name")).to_have_count(3)
     assert other.evaluate("document.documentElement.scrollWidth") == 390
 
 

@@ -4,9 +4,9 @@ import { load, plain } from "./load.js";
 
 /** A minimal DOM node. */
 function node(tag) {
-  const made = { tag, attributes: {}, children: [], textContent: "", classList: { add() {} }, clientWidth: 400, clientHeight: 200, offsetHeight: 0 };
+  const made = { tag, attributes: {}, children: [], textContent: "", classList: { add() {} }, clientWidth: 400, clientHeight: 200, offsetHeight: 0, offsetWidth: 80, style: {}, listeners: {}, get firstChild() { return this.children[0]; } };
   const append = (...more) => made.children.push(...more);
-  return Object.assign(made, { append, replaceChildren: (...more) => made.children.splice(0, made.children.length, ...more), setAttribute: (name, value) => (made.attributes[name] = value), get firstChild() { return made.children[0]; } });
+  return Object.assign(made, { append, replaceChildren: (...more) => made.children.splice(0, made.children.length, ...more), setAttribute: (name, value) => (made.attributes[name] = value), addEventListener: (name, call) => (made.listeners[name] = call), getBoundingClientRect: () => ({ left: 0, top: 0, height: 200 }), remove() {} });
 }
 
 const document = { createElementNS: (_, tag) => node(tag), createElement: node };
@@ -15,11 +15,13 @@ class ResizeObserver {
 }
 const { plot, doublings, ticks } = load(["helpers", "chart"], "plot, doublings, ticks", { document, ResizeObserver });
 
-function drawn(options) {
-  const box = node("div");
+function boxOf(options, clientWidth = 400) {
+  const box = Object.assign(node("div"), { clientWidth });
   plot(box, { label: "", unit: "", ...options });
-  return box.children.at(-1).children;
+  return box;
 }
+const drawn = (options, width) => boxOf(options, width).children.at(-1).children;
+const ofClass = (parts, name) => parts.filter(({ attributes }) => attributes.class === name);
 const corners = (path) => path.attributes.d.match(/[\d.]+,[\d.]+/g).map((pair) => pair.split(",").map(Number));
 
 test("round numbers up to the largest, and doublings", () => {
@@ -59,4 +61,63 @@ test("the label of a dot ends within the chart", () => {
   const name = "measured 1.80×";
   const label = drawn({ dots: [{ x: 8, y: 1, name }] }).find(({ textContent }) => textContent === name);
   assert.ok(label.attributes.x + 8 * name.length <= 400);
+});
+
+test("wide charts name the lines at their ends, apart from each other; narrow ones have a legend", () => {
+  const lines = ["a", "b", "c"].map((name, i) => ({ name, series: 1, points: [[0, 1], [1, 1 + i / 1000]] }));
+  const heights = ofClass(drawn({ lines }, 900), "sd-line-name").map(({ attributes }) => attributes.y).sort((x, y) => x - y);
+  assert.equal(heights.length, 3);
+  assert.ok(heights.every((y, i) => !i || y - heights[i - 1] >= 14) && heights.at(-1) <= 200);
+  const narrow = boxOf({ lines }, 390);
+  assert.equal(ofClass(narrow.children.at(-1).children, "sd-line-name").length, 0);
+  assert.deepEqual(narrow.children[0].children.map((item) => item.children[1].textContent), ["a", "b", "c"]);
+});
+
+test("measured points have whiskers from the lower to the upper end of the interval", () => {
+  const [whisker] = ofClass(drawn({ lines: [{ series: 1, marks: true, points: [[1, 2]], band: [[1, 1, 3]] }], places: [1, 2] }), "sd-whisker");
+  const [, low, high] = whisker.attributes.d.match(/,([\d.]+) V([\d.]+)/).map(Number);
+  assert.ok(high < low && high >= 8);
+});
+
+test("ticks are at the measured places, and the axis begins at the first", () => {
+  const parts = drawn({ lines: [{ series: 1, points: [[16, 1], [64, 2], [256, 1]] }], places: [16, 64, 256], doubling: true });
+  assert.deepEqual(parts.filter(({ tag, textContent }) => tag === "text" && ["16", "64", "256"].includes(textContent)).length, 3);
+  const [first, middle, last] = corners(ofClass(parts, "sd-curve")[0]).map(([x]) => x);
+  assert.ok(first === 46 && Math.abs(middle - first - (last - middle)) < 0.2);
+});
+
+const bar = (value, more = {}) => ({ value, low: value - 0.1, high: value + 0.1, series: 1, ...more });
+const groups = [{ name: "fast", bars: [bar(2, { predicted: 1.9 })] }, { name: "slow", bars: [bar(1)] }];
+
+test("a horizontal bar has its value, its interval and its prediction", () => {
+  const parts = drawn({ groups, suffix: "×", digits: 2, level: 1, baseline: "plain decoding" }, 900);
+  const [fast, slow] = ofClass(parts, "sd-measured").map(({ attributes }) => attributes);
+  assert.ok(Math.abs(fast.width - 2 * slow.width) < 0.3 && fast.x === slow.x && fast.y < slow.y);
+  assert.deepEqual(ofClass(parts, "sd-count").map(({ textContent }) => textContent), ["2.00×", "1.00×"]);
+  assert.equal(ofClass(parts, "sd-whisker").length, 2);
+  assert.equal(ofClass(parts, "sd-predicted").length, 1);
+  assert.ok(parts.some(({ textContent }) => textContent === "plain decoding"));
+});
+
+test("stacked bars follow one another in one row", () => {
+  const parts = drawn({ groups: [{ name: "a", bars: [{ name: "draft", value: 1, series: 1 }, { name: "verify", value: 3, series: 2 }] }], stacked: true }, 900);
+  const [draft, verify] = parts.filter(({ tag }) => tag === "rect").map(({ attributes }) => attributes);
+  assert.ok(draft.y === verify.y && Math.abs(draft.x + draft.width - verify.x) < 0.2);
+});
+
+const textAt = (box, clientX, clientY) => {
+  box.children.at(-1).listeners.pointermove({ clientX, clientY });
+  return box.children.at(-1).children.map(({ textContent }) => textContent);
+};
+
+test("the pointer shows the value and the interval of every line at its place, as text", () => {
+  const names = ["<b>wide</b>", "deep"];
+  const lines = names.map((name, i) => ({ name, series: 1, marks: true, points: [[1, 1], [2, 1.5 + i]], band: [[2, 1.4, 1.6]] }));
+  const box = boxOf({ lines, places: [1, 2], suffix: "×", digits: 2, unit: "tokens" });
+  assert.deepEqual(textAt(box, 385, 150), ["2 tokens", "<b>wide</b> 1.50× [1.40× to 1.60×]", "deep 2.50× [1.40× to 1.60×]"]);
+});
+
+test("the pointer shows the values of a row", () => {
+  const box = boxOf({ groups, suffix: "×", digits: 2 }, 900);
+  assert.deepEqual(textAt(box, 10, 6), ["fast", "2.00× [1.90× to 2.10×] predicted 1.90×"]);
 });

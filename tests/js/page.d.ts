@@ -4,10 +4,6 @@ declare const element: HTMLElement;
 declare const props: { value: string };
 declare function watch(name: string, changed: () => void): void;
 
-interface Window {
-  Plotly?: any;
-}
-
 interface Numbers {
   clock_ms?: number;
   recent?: number;

@@ -51,7 +51,7 @@ def test_a_recorded_result_stands_in_until_there_is_one_of_the_visitors(bench):
     sweeps, visitor = Sweeps("sweep"), visit("")
     assert sweeps.recorded(visit("sweep=batch"), {"sweep": "k"}) == {}  # the link requests a new sweep
     shown = sweeps.recorded(visitor, {"sweep": "k"})
-    assert [line["type"] for line in lines(shown["view"])] == ["run", "result"] and shown["chart"]["visible"]
+    assert [line["type"] for line in lines(shown["view"])] == ["run", "result"]
     assert lines(shown["view"])[1]["recorded"] and "2026-" in lines(shown["view"])[1]["where"][1]
     assert sweeps.recorded(visitor, {"sweep": "batch"}) and json.loads(sweeps.save(visitor)["text"])["suite"] == "batch"
     list(sweeps.run(begin, visitor, arguments("batch", "embedded-ngram", 2.0, 32)))
@@ -67,8 +67,8 @@ def test_a_sweep_is_a_growing_text_and_then_curves(bench):
     assert [line["type"] for line in seen] == ["run", "start", "loading", "loading", "result"]
     assert seen[3] == {"type": "loading", "share": 0.5, "text": "repeat 2 of 2, k = 4"}
     assert bench.options == ("batch", {"repeats": 2, "preset": "embedded-ngram", "new_tokens": 32})
-    chart = outputs[-1]["chart"]
-    assert chart["visible"] and len(chart["value"].data) == 4
+    names = [line["name"] for line in seen[-1]["chart"]["lines"]]
+    assert names == ["wide", "<i>deep</i> & co", "<i>deep</i> & co, predicted"]
     assert seen[-1]["rows"][2]["speed-up"] == {"value": 1.3, "interval": ""}  # two repeats give no interval
     assert seen[-1]["conditions"] == "2 repeats · target stories · prompts 8 · max new tokens 96"
 
@@ -118,9 +118,9 @@ def test_stop_keeps_the_finished_repeats(bench):
     assert lines(sweeps.request_stop(VISITOR)["view"])[-1]["type"] == "stopping"
     texts.close()
     stopped = sweeps.stop(VISITOR)
-    text, chart = stopped["view"], stopped["chart"]
+    text = stopped["view"]
     assert [line["type"] for line in lines(text)][-2:] == ["result", "stopped"]
-    assert lines(text)[-2]["remarks"] == ["Stopped after 1 of 3 repeats."] and chart["visible"]
+    assert lines(text)[-2]["remarks"] == ["Stopped after 1 of 3 repeats."] and lines(text)[-2]["chart"]
 
 
 def test_stop_before_the_first_repeat_is_no_error(bench):
@@ -131,7 +131,7 @@ def test_stop_before_the_first_repeat_is_no_error(bench):
     texts.close()
     stopped = sweeps.stop(VISITOR)
     text = stopped["view"]
-    assert "error" not in text and lines(text)[-1]["type"] == "stopped" and "chart" not in stopped
+    assert "error" not in text and lines(text)[-1]["type"] == "stopped" and '"result"' not in text
 
 
 def test_stop_while_waiting_for_the_engine(bench):
@@ -195,13 +195,14 @@ def test_a_saved_result_opens_again(bench, tmp_path):
     assert file["name"] == "specdemo-k.json" and read_result(path) == swept()
     shown = sweeps.open(VISITOR, {"file": str(path)})
     result = lines(shown["view"])[-1]
-    assert result["recorded"] and result["rows"] and shown["chart"]["visible"]
+    assert result["recorded"] and result["rows"] and result["chart"]
 
 
 def test_a_result_without_speed_ups_is_a_table_alone(bench, tmp_path):
     write_result(replace(swept(), axis=None, rows=[{"lane": "plain", "ms": 1.0}]), tmp_path / "r.json")
     shown = Sweeps("sweep").open(VISITOR, {"file": str(tmp_path / "r.json")})
-    assert lines(shown["view"])[-1]["rows"] == [{"lane": "plain", "ms": 1.0}] and shown["chart"]["visible"] is False
+    result = lines(shown["view"])[-1]
+    assert result["rows"] == [{"lane": "plain", "ms": 1.0}] and "chart" not in result
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"[" * 100_000, b'{"schema": 1}', b" " * 5_000_000])
@@ -210,7 +211,7 @@ def test_invalid_result_is_one_line_and_changes_nothing(bench, tmp_path, content
     list(sweeps.run(begin, VISITOR, VALUES))
     path.write_bytes(content)
     shown = sweeps.open(VISITOR, {"file": str(path)})
-    assert lines(shown["view"])[-1]["type"] == "error" and "chart" not in shown
+    assert lines(shown["view"])[-1]["type"] == "error"
     assert sweeps.save(VISITOR)["name"] == "specdemo-k.json"
 
 
