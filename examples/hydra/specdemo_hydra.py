@@ -37,7 +37,7 @@ from specdemo.methods.heads.network import move_to_target
 from specdemo.methods.heads.runtime import HeadRuntime, Rotary, last_columns, training_columns
 from specdemo.methods.heads.sampler import TokenSampler
 from specdemo.models.checkpoints import Checkpoint, write_checkpoint
-from specdemo.models.layers import Layer
+from specdemo.models.layers import DecoderLayer
 from specdemo.models.packed import RMSNorm
 
 USED = ("hydra_mlp.", "hydra_lm_head.", "prefix_embeding_layer.layers.", "prefix_embeding_layer.norm.")
@@ -62,7 +62,7 @@ class Prefix(nn.Module):
     def __init__(self, config: LlamaConfig, names: Container[str]) -> None:
         super().__init__()
         self.config = config
-        self.layers = nn.ModuleList([Layer(config, 0, names)])
+        self.layers = nn.ModuleList([DecoderLayer(config, 0, names)])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, hidden: Tensor, columns: Columns) -> Tensor:

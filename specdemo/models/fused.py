@@ -1,11 +1,8 @@
-"""Llama-like decoder layers with fewer, larger operations on the same weights.
+"""Replacement of Llama-like layers of transformers models by `models.layers.DecoderLayer`, on the same weights.
 
-transformers runs such a layer as about thirty small operations. `fuse_layers` replaces it in place by a layer that
-multiplies by the query, key and value weights (and by gate and up) in one product, rotates queries and keys together,
-and never repeats the keys of grouped queries. Each layer is compared with the original before it is used; only the
-order of additions differs.
+Each layer is compared with the original before it is used; only the order of additions differs.
 
-B rows, S slots, H heads, K key/value heads, D head size, L columns of the cache.
+B rows, S slots, D head size, V vocabulary.
 """
 
 from importlib.util import find_spec
@@ -13,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaForCausalLM
@@ -21,15 +17,17 @@ from transformers.models.mistral.modeling_mistral import MistralDecoderLayer, Mi
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3ForCausalLM
 
+from specdemo.kv.columns import Rope
 from specdemo.kv.graphs import TOLERANCE
+from specdemo.models.layers import DecoderLayer, signed_sin
 from specdemo.models.packed import (
     KNOWN_NORMS,
     FastRMSNorm,
     PackedHead,
     PackedLinear,
-    concat_linears,
+    RMSNorm,
     fast_norm,
-    pack_linear,
+    pack,
     should_pack,
 )
 from specdemo.models.place import device_map_summary
@@ -42,29 +40,24 @@ FIXED_ROPE = ("default", "linear", "llama3", "yarn")  # RoPE types whose angles 
 Layer = Any  # a decoder layer of transformers, of any model family
 
 
-class FusedLayer(nn.Module):
-    """Drop-in replacement for a decoder layer of `KNOWN_LAYERS`."""
+class FusedLayer(DecoderLayer):
+    """Drop-in replacement for a decoder layer of `KNOWN_LAYERS`, on the same weights."""
 
     def __init__(self, layer: Layer) -> None:
-        super().__init__()
-        attention, mlp = layer.self_attn, layer.mlp
+        attention = layer.self_attn
+        with torch.device("meta"):
+            super().__init__(attention.config, attention.layer_idx, layer.state_dict())
         self.origin: type[nn.Module] = type(layer)
-        self.index, self.head_dim, self.scaling = attention.layer_idx, attention.head_dim, attention.scaling
-        self.heads = attention.q_proj.out_features // self.head_dim
-        self.kv_heads = attention.k_proj.out_features // self.head_dim
         self.attention_type = getattr(layer, "attention_type", None)
-        self.before_attention, self.before_mlp = (
-            fast_norm(layer.input_layernorm),
-            fast_norm(layer.post_attention_layernorm),
-        )
-        self.q_norm, self.k_norm = (fast_norm(getattr(attention, name, None)) for name in ("q_norm", "k_norm"))
-        self.qkv = _fuse_linears(attention.q_proj, attention.k_proj, attention.v_proj)
-        self.out = pack_linear(attention.o_proj)
-        self.gate_up = _fuse_linears(mlp.gate_proj, mlp.up_proj)
-        self.down = pack_linear(mlp.down_proj)
-        self.act = mlp.act_fn
+        self.self_attn.scaling = attention.scaling
+        for name, _ in list(self.named_modules()):
+            if name.count(".") or name.endswith("norm"):
+                self.set_submodule(name, layer.get_submodule(name))
+        self.self_attn.fuse()
+        self.mlp.fuse()
+        pack(self)
 
-    def forward(
+    def forward(  # type: ignore[override]  # the signature of transformers
         self,
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
@@ -74,68 +67,7 @@ class FusedLayer(nn.Module):
     ) -> Tensor:
         assert position_embeddings is not None
         cos, sin = position_embeddings
-        return self.run(hidden_states, cos[:, :, None], signed_sin(sin)[:, :, None], attention_mask, past_key_values)
-
-    def run(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: Cache | None) -> Tensor:
-        """Run the layer on x [B, S, hidden]; return the same shape.
-
-        cos and sin are [B, S, 1, D], with the first half of sin negated. mask is additive [B or 1, 1, S, L]; None:
-        causal.
-        """
-        rows, slots, _ = x.shape
-        qkv = self.qkv(_apply_norm(self.before_attention, x)).view(rows, slots, -1, self.head_dim)
-        qk, value = qkv.split([self.heads + self.kv_heads, self.kv_heads], 2)
-        if self.q_norm is not None and self.k_norm is not None:
-            query, key = qk.split([self.heads, self.kv_heads], 2)
-            qk = torch.cat([_apply_norm(self.q_norm, query), _apply_norm(self.k_norm, key)], 2)
-        qk = torch.addcmul(qk * cos, qk.roll(self.head_dim // 2, -1), sin)
-        query, key = qk.transpose(1, 2).split([self.heads, self.kv_heads], 1)
-        value = value.transpose(1, 2)
-        if cache is not None:
-            key, value = cache.update(key, value, self.index)
-        attended = attend(query, key, value, mask, mask is None and slots > 1, self.scaling)
-        x = x + self.out(attended.reshape(rows, slots, -1))
-        gate, up = self.gate_up(_apply_norm(self.before_mlp, x)).chunk(2, -1)
-        out: Tensor = x + self.down(self.act(gate) * up)
-        return out
-
-
-class ConcatLinear(nn.Module):
-    """Concatenated outputs of linear layers with the same input, where their weights cannot be concatenated."""
-
-    def __init__(self, *layers: nn.Module) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(layers)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([layer(x) for layer in self.layers], -1)
-
-
-def _fuse_linears(*linears: nn.Linear) -> nn.Module:
-    if all(type(linear) is nn.Linear for linear in linears):
-        return pack_linear(concat_linears(*linears))
-    return ConcatLinear(*linears)
-
-
-def attend(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scaling: float | None = None
-) -> Tensor:
-    """Compute attention of query [B, H, S, D] over key and value [B, K, L, D]; return [B, S, H, D].
-
-    mask is [B or 1, 1, S, L]. The queries of a group become rows of one head, so that its keys are read once.
-    """
-    rows, heads, slots, size = query.shape
-    group = heads // key.shape[1]
-    if group == 1 or causal:
-        out = F.scaled_dot_product_attention(
-            query, key, value, mask, is_causal=causal, scale=scaling, enable_gqa=group > 1
-        )
-        return out.transpose(1, 2)
-    folded = query.reshape(rows, key.shape[1], group * slots, size)
-    if mask is not None:
-        mask = mask.repeat(1, 1, group, 1)
-    out = F.scaled_dot_product_attention(folded, key, value, mask, scale=scaling)
-    return out.view(rows, heads, slots, size).transpose(1, 2)
+        return self.run(hidden_states, (cos[:, :, None], signed_sin(sin)[:, :, None]), attention_mask, past_key_values)
 
 
 class FusedDecoder:
@@ -144,7 +76,7 @@ class FusedDecoder:
     def __init__(self, model: Layer) -> None:
         decoder = model.get_decoder()
         self._embed, self._layers, self._norm = decoder.embed_tokens, list(decoder.layers), decoder.norm
-        if any(isinstance(layer.before_mlp, FastRMSNorm) for layer in self._layers):
+        if any(isinstance(layer.post_attention_layernorm, FastRMSNorm | RMSNorm) for layer in self._layers):
             self._norm = fast_norm(decoder.norm)  # a copy for training keeps its own norm, whose weights may change
         self._rotary, self._lm_head = decoder.rotary_emb, model.get_output_embeddings()
         self._angles: Tensor | None = None  # [P, 2, 1, D]: cos, and sin with its first half negated
@@ -164,18 +96,18 @@ class FusedDecoder:
         layers: run only the first `layers` layers.
         """
         x = self._embed(tokens)
-        cos, sin = self._rotary_at(positions, x, cache)
+        rope = self._rotary_at(positions, x, cache)
         hidden = {0: x} if 0 in taps else {}
         for number, layer in enumerate(self._layers[:layers], start=1):
-            x = layer.run(x, cos, sin, mask, cache)
+            x = layer.run(x, rope, mask, cache)
             if number in taps:
                 hidden[number] = x
-        x = _apply_norm(self._norm, x)
+        x = self._norm(x)
         if -1 in taps:
             hidden[-1] = x
         return self._lm_head(x[:, -1:] if last else x), hidden
 
-    def _rotary_at(self, positions: Tensor, x: Tensor, cache: Any) -> tuple[Tensor, Tensor]:
+    def _rotary_at(self, positions: Tensor, x: Tensor, cache: Any) -> Rope:
         needed = cache.cursor.capacity + positions.shape[1]
         if self._angles is None or len(self._angles) < needed:
             positions_to_cache = torch.arange(2 * needed, device=x.device)[None]
@@ -272,20 +204,6 @@ class SingleLayerCache(DynamicCache):
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object) -> Any:
         return super().update(key_states, value_states, 0, *args, **kwargs)
-
-
-def signed_sin(sin: Tensor) -> Tensor:
-    """Negate the first half of sin [..., D], for use with a state rolled by half its size."""
-    first, second = sin.chunk(2, -1)
-    return torch.cat([-first, second], -1)
-
-
-def _apply_norm(norm: Layer, x: Tensor) -> Tensor:
-    # transformers runs this as eight kernels on a GPU and rounds to 16 bits between them; one kernel rounds once
-    if type(norm) in KNOWN_NORMS and (x.dtype == torch.float32 or x.device.type == "cuda"):
-        return F.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
-    output: Tensor = norm(x)
-    return output
 
 
 def _same_output(layer: Layer, replacement: FusedLayer, rotary: nn.Module) -> bool:

@@ -1,21 +1,25 @@
-"""Llama decoder layers for heads, without transformers modules, whose overhead would dominate in such small networks.
+"""The Llama-like decoder layer of fused targets and of heads. Its modules have the names of transformers.
 
-B rows, S columns, W columns of keys, D hidden size, E size of an attention head.
+transformers runs such a layer as about thirty small operations. Here query, key and value weights (and gate and up) can
+be one product, queries and keys are rotated together, and the keys of grouped queries are never repeated.
+
+B rows, S columns, W columns of keys, H heads, K key/value heads, D hidden size, E size of an attention head.
 """
 
 from collections.abc import Container, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import LlamaConfig, Qwen3Config
+from transformers import LlamaConfig
 from transformers.activations import ACT2FN
 
 from specdemo.core.protocol import Target
+from specdemo.kv.cache import KeyValues
 from specdemo.kv.columns import FULL, AttentionKind, Columns, Rope
 from specdemo.kv.masks import additive
-from specdemo.models.fused import attend
-from specdemo.models.packed import RMSNorm, concat_linears, should_fuse
+from specdemo.models.packed import RMSNorm, concat_linears, pack_linear, should_fuse
 
 TensorNames = Container[str]  # names of the tensors in a checkpoint, such as self_attn.q_proj.bias
 
@@ -52,56 +56,92 @@ def apply_rope(x: Tensor, rope: Rope) -> Tensor:
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin).type_as(x)
 
 
+def signed_sin(sin: Tensor) -> Tensor:
+    """Negate the first half of sin [..., E], for use with a state rolled by half its size."""
+    first, second = sin.chunk(2, -1)
+    return torch.cat([-first, second], -1)
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scaling: float | None = None
+) -> Tensor:
+    """Compute attention of query [B, H, S, E] over key and value [B, K, W, E]; return [B, S, H, E].
+
+    mask is [B or 1, 1 or H, 1 or S, W]. With one mask for all heads, the queries of a group become rows of one head: its
+    keys are read once, and some GPUs have no fast kernel for grouped queries with a mask.
+    """
+    rows, heads, slots, size = query.shape
+    group = heads // key.shape[1]
+    if group == 1 or causal or (mask is not None and mask.shape[1] > 1):
+        out = F.scaled_dot_product_attention(
+            query, key, value, mask, is_causal=causal, scale=scaling, enable_gqa=group > 1
+        )
+        return out.transpose(1, 2)
+    folded = query.reshape(rows, key.shape[1], group * slots, size)
+    if mask is not None and mask.shape[2] > 1:
+        mask = mask.repeat(1, 1, group, 1)
+    out = F.scaled_dot_product_attention(folded, key, value, mask, scale=scaling)
+    return out.view(rows, heads, slots, size).transpose(1, 2)
+
+
+class ConcatLinear(nn.Module):
+    """Concatenated outputs of linear layers with the same input, where their weights cannot be concatenated."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([layer(x) for layer in self.layers], -1)
+
+
+def fuse_linears(*linears: nn.Linear) -> nn.Module:
+    """Return one layer for the concatenated outputs of several: one product, except for quantised weights."""
+    if all(type(linear) is nn.Linear for linear in linears):
+        return pack_linear(concat_linears(*linears))
+    return ConcatLinear(*linears)
+
+
 class Attention(nn.Module):
+    """Self-attention with rotary embeddings."""
+
     def __init__(
-        self,
-        config: LlamaConfig | Qwen3Config,
-        index: int,
-        names: TensorNames,
-        inputs: int = 0,
-        kind: AttentionKind = FULL,
+        self, config: Any, index: int, names: TensorNames, inputs: int = 0, kind: AttentionKind = FULL
     ) -> None:
         """index: layer of the KV cache. inputs: input features, 0: D."""
         super().__init__()
         size, self.index, self.kind = config.hidden_size, index, kind
-        self.head_dim = int(config.head_dim or 0)
-        self.heads, self.kv_heads = config.num_attention_heads, int(config.num_key_value_heads or 0)
+        self.heads = config.num_attention_heads
+        self.kv_heads = int(config.num_key_value_heads or self.heads)
+        self.head_dim = int(getattr(config, "head_dim", None) or size // self.heads)
+        self.scaling: float | None = None  # None: 1 / sqrt(E)
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         self.q_proj = linear(inputs or size, queries, "self_attn.q_proj", names)
         self.k_proj = linear(inputs or size, keys, "self_attn.k_proj", names)
         self.v_proj = linear(inputs or size, keys, "self_attn.v_proj", names)
-        self.qkv: nn.Linear | None = None
+        self.qkv: nn.Module | None = None  # replaces the three after `fuse`
         self.o_proj = linear(queries, size, "self_attn.o_proj", names)
         normed = "self_attn.q_norm.weight" in names
-        sink = "self_attn.attention_sink_bias" in names
-        self.attention_sink_bias = nn.Parameter(torch.zeros(self.heads)) if sink else None
         self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if normed else None
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if normed else None
+        sink = "self_attn.attention_sink_bias" in names
+        self.attention_sink_bias = nn.Parameter(torch.zeros(self.heads)) if sink else None
 
-    def forward(self, x: Tensor, columns: Columns) -> Tensor:
-        """x [B, S, D or inputs] -> [B, S, D]"""
+    def forward(self, x: Tensor, rope: Rope, mask: Tensor | None, cache: KeyValues | None) -> Tensor:
+        """x [B, S, D or inputs] -> [B, S, D]. mask: see `Columns.mask`."""
         qkv = self.qkv(x) if self.qkv else torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
         qk, v = self._split_heads(qkv).split([self.heads + self.kv_heads, self.kv_heads], 2)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = qk.split([self.heads, self.kv_heads], 2)
             qk = torch.cat([self.q_norm(q), self.k_norm(k)], 2)
-        q, k = apply_rope(qk, columns.rope).transpose(1, 2).split([self.heads, self.kv_heads], 1)
+        q, k = apply_rope(qk, rope).transpose(1, 2).split([self.heads, self.kv_heads], 1)
         v = v.transpose(1, 2)
-        if columns.cache is not None:
-            k, v = columns.cache.update(k, v, self.index)
-        mask = columns.mask(self.kind)
+        if cache is not None:
+            k, v = cache.update(k, v, self.index)
         causal = mask is None and self.kind[1] and x.shape[1] > 1
         if self.attention_sink_bias is not None:
             k, v, mask, causal = *self._add_sink(k, v, mask, causal, x.shape[1]), False
-        if x.device.type == "cuda" and self.attention_sink_bias is None:
-            # some GPUs have no fast kernel for grouped queries with a mask
-            attended = attend(q, k, v, mask, causal)
-        else:
-            grouped = self.heads != self.kv_heads
-            attended = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=grouped).transpose(
-                1, 2
-            )
-        out: Tensor = self.o_proj(attended.flatten(2))
+        out: Tensor = self.o_proj(attend(q, k, v, mask, causal, self.scaling).flatten(2))
         return out
 
     def _add_sink(self, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, width: int) -> tuple[Tensor, ...]:
@@ -128,48 +168,42 @@ class Attention(nn.Module):
         heads: Tensor = states.unflatten(-1, (-1, self.head_dim))
         return heads
 
-    def fuse_projections(self) -> None:
-        """Fuse q_proj, k_proj and v_proj into one linear layer, on a GPU or for packing. The layer cannot be saved
-        afterwards.
-        """
-        if should_fuse(self.q_proj.weight, self.k_proj.weight, self.v_proj.weight):
-            self.qkv = concat_linears(self.q_proj, self.k_proj, self.v_proj)
-            del self.q_proj, self.k_proj, self.v_proj
+    def fuse(self) -> None:
+        """Replace q_proj, k_proj and v_proj by one product."""
+        self.qkv = fuse_linears(self.q_proj, self.k_proj, self.v_proj)
+        del self.q_proj, self.k_proj, self.v_proj
 
 
 class MLP(nn.Module):
-    def __init__(self, config: LlamaConfig | Qwen3Config, names: TensorNames) -> None:
+    """Gated MLP."""
+
+    def __init__(self, config: Any, names: TensorNames) -> None:
         super().__init__()
         inner, size = config.intermediate_size, config.hidden_size
         self.gate_proj = linear(size, inner, "mlp.gate_proj", names)
         self.up_proj = linear(size, inner, "mlp.up_proj", names)
-        self.gate_up: nn.Linear | None = None
+        self.gate_up: nn.Module | None = None  # replaces the two after `fuse`
         self.down_proj = linear(inner, size, "mlp.down_proj", names)
-        self.act = ACT2FN[config.hidden_act]
+        self.act_fn = ACT2FN[config.hidden_act]
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, -1) if self.gate_up else (self.gate_proj(x), self.up_proj(x))
-        out: Tensor = self.down_proj(self.act(gate) * up)
+        out: Tensor = self.down_proj(self.act_fn(gate) * up)
         return out
 
-    def fuse_projections(self) -> None:
-        """Fuse gate_proj and up_proj, like `Attention.fuse_projections`."""
-        if should_fuse(self.gate_proj.weight, self.up_proj.weight):
-            self.gate_up = concat_linears(self.gate_proj, self.up_proj)
-            del self.gate_proj, self.up_proj
+    def fuse(self) -> None:
+        """Replace gate_proj and up_proj by one product."""
+        self.gate_up = fuse_linears(self.gate_proj, self.up_proj)
+        del self.gate_proj, self.up_proj
 
 
-class Layer(nn.Module):
+class DecoderLayer(nn.Module):
     """A Llama decoder layer. names: tensors of the checkpoint without the prefix of the layer."""
 
     def __init__(
-        self,
-        config: LlamaConfig | Qwen3Config,
-        index: int,
-        names: TensorNames,
-        inputs: int = 0,
-        kind: AttentionKind = FULL,
+        self, config: Any, index: int, names: TensorNames = (), inputs: int = 0, kind: AttentionKind = FULL
     ) -> None:
+        """config: of a Llama-like model of transformers. The other arguments are those of `Attention`."""
         super().__init__()
         self.input_layernorm: nn.Module = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Attention(config, index, names, inputs, kind)
@@ -178,6 +212,23 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, columns: Columns) -> Tensor:
         """x [B, S, D] -> [B, S, D]"""
-        x = x + self.self_attn(self.input_layernorm(x), columns)
+        return self.run(x, columns.rope, columns.mask(self.self_attn.kind), columns.cache)
+
+    def run(self, x: Tensor, rope: Rope, mask: Tensor | None, cache: KeyValues | None) -> Tensor:
+        """x [B, S, D] -> [B, S, D]. mask: see `Columns.mask`."""
+        x = x + self.self_attn(self.input_layernorm(x), rope, mask, cache)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
+
+    def attention(self, x: Tensor, columns: Columns) -> Tensor:
+        """Run attention alone on normed x [B, S, D or inputs] -> [B, S, D]."""
+        out: Tensor = self.self_attn(x, columns.rope, columns.mask(self.self_attn.kind), columns.cache)
+        return out
+
+    def fuse(self) -> None:
+        """Fuse projections on a GPU or for packing. The layer cannot be saved afterwards."""
+        attention, mlp = self.self_attn, self.mlp
+        if should_fuse(attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight):
+            attention.fuse()
+        if should_fuse(mlp.gate_proj.weight, mlp.up_proj.weight):
+            mlp.fuse()

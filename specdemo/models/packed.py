@@ -79,6 +79,15 @@ class PackedHead(nn.Module):
 class RMSNorm(nn.RMSNorm):
     """RMS norm of torch, computed in the dtype of its weight."""
 
+    @classmethod
+    def like(cls, norm: Any) -> "RMSNorm":
+        """Return a norm with the weight of another, which is a norm of transformers or of this class."""
+        if isinstance(norm, RMSNorm):
+            return norm
+        made = cls(len(norm.weight), norm.variance_epsilon, device="meta")
+        made.weight = norm.weight
+        return made
+
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x.to(self.weight.dtype), self.weight.shape, self.weight, self.eps)
 
@@ -92,7 +101,7 @@ class FastRMSNorm(nn.Module):
         self.weight = norm.weight
         self._norm = (norm,)  # in a tuple, so that it is not registered as a submodule
         size = norm.weight.numel()
-        eps = norm.eps if isinstance(norm, RMSNorm) else norm.variance_epsilon
+        eps = RMSNorm.like(norm).eps
         self._scaled = norm.weight.detach() * size**0.5
         self._eps_term = torch.tensor((size * eps) ** 0.5)
 
@@ -164,13 +173,15 @@ def pack_linear(linear: nn.Linear) -> nn.Module:
 
 
 def fast_norm(norm: Any) -> Any:
-    """Return the faster norm for float32 on a CPU. Any other module is returned unchanged."""
-    supported = type(norm) in (RMSNorm, *KNOWN_NORMS)
-    return (
-        FastRMSNorm(norm)
-        if supported and (norm.weight.device.type, norm.weight.dtype) == ("cpu", torch.float32)
-        else norm
-    )
+    """Return a faster norm with the same weight for the Llama-like norms of transformers and for `RMSNorm`. Other
+    modules are returned unchanged."""
+    if type(norm) not in (RMSNorm, *KNOWN_NORMS):
+        return norm
+    device, dtype = norm.weight.device.type, norm.weight.dtype
+    if device == "cpu" and dtype == torch.float32:
+        return FastRMSNorm(norm)
+    # the original runs as eight kernels on a GPU and rounds to 16 bits between them; one kernel rounds once
+    return RMSNorm.like(norm) if device == "cuda" or dtype == torch.float32 else norm
 
 
 def make_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:

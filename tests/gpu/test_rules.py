@@ -376,7 +376,7 @@ def test_quantised_layers_are_fused_as_they_are(bits):
                 setattr(part, name, made.to("cpu"))  # packing happens on the CPU
     made = fuse_layer(layer.requires_grad_(False), model.model.rotary_emb)
     assert type(made).__name__ == "FusedLayer"
-    assert len(made.qkv.layers) == 3
+    assert len(made.self_attn.qkv.layers) == 3
 
 
 def test_a_synchronisation_is_an_error_only_inside_no_synchronisation(world):

@@ -240,7 +240,7 @@ def test_qwen_modules_share_the_input_projection(tmp_path, target):
     tensors |= {n.replace("layers.0", "layers.1"): -t for n, t in tensors.items() if ".layers." in n}
     head = MTP.load(folder_with(tmp_path, tensors, {}), target)
     assert len(head) == 2 and torch.equal(head.layers[0].eh_proj.weight, head.layers[1].eh_proj.weight)
-    assert torch.equal(head.layers[0].block.down.weight, -head.layers[1].block.down.weight)
+    assert torch.equal(head.layers[0].block.mlp.down_proj.weight, -head.layers[1].block.mlp.down_proj.weight)
 
 
 def without(tensors, part):

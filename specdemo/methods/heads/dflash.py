@@ -37,7 +37,7 @@ from specdemo.methods.heads.network import Network, move_to_target
 from specdemo.methods.heads.runtime import DraftPass, HeadRuntime, Rotary, last_columns, training_columns
 from specdemo.methods.heads.sampler import MASKED_LOGIT, ChainBuilder, DraftVocab, TokenSampler
 from specdemo.models.checkpoints import Checkpoint, write_checkpoint
-from specdemo.models.layers import Layer
+from specdemo.models.layers import DecoderLayer
 from specdemo.models.packed import RMSNorm
 from specdemo.training.losses import argmax_targets
 
@@ -77,7 +77,7 @@ class Convolution(nn.Module):
         return mixed
 
 
-class BlockLayer(Layer):
+class BlockLayer(DecoderLayer):
     """A decoder layer over the slots of blocks."""
 
     def __init__(self, design: Design, index: int, tensors: Mapping[str, Tensor]) -> None:
@@ -95,7 +95,7 @@ class BlockLayer(Layer):
         """x [B, N S, H] -> [B, N S, H]"""
         if self.attention_conv is None or self.mlp_conv is None:
             return super().forward(x, columns)
-        x = x + self.attention_conv(self.input_layernorm(x), lambda states: self.self_attn(states, columns))
+        x = x + self.attention_conv(self.input_layernorm(x), lambda states: self.attention(states, columns))
         out: Tensor = x + self.mlp_conv(self.post_attention_layernorm(x), self.mlp)
         return out
 

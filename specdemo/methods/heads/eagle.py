@@ -39,7 +39,7 @@ from specdemo.methods.heads.network import Network, move_to_target
 from specdemo.methods.heads.runtime import DraftPass, HeadRuntime, Rotary, training_columns, unrolled_mask
 from specdemo.methods.heads.sampler import ChainBuilder, DraftVocab
 from specdemo.models.checkpoints import Checkpoint, write_checkpoint
-from specdemo.models.layers import Layer, linear, llama_config_like, strip_prefix
+from specdemo.models.layers import DecoderLayer, linear, llama_config_like, strip_prefix
 from specdemo.models.packed import RMSNorm
 from specdemo.training.losses import argmax_targets, steps_loss
 
@@ -48,7 +48,7 @@ DECAY = 0.8  # weight of a step in the loss, relative to the previous step
 TOKENS_WEIGHT = 0.1  # EAGLE-1: weight of the cross-entropy relative to the feature loss
 
 
-class EagleLayer(Layer):
+class EagleLayer(DecoderLayer):
     """A decoder layer of an EAGLE head. Its norms depend on `names`: the first layer of EAGLE-1 has no input norm, that
     of EAGLE-3 has one for each of its two inputs.
     """
@@ -66,7 +66,7 @@ class EagleLayer(Layer):
             return self.forward(state, columns)
         normed = self.hidden_norm(state)
         x = torch.cat([self.input_layernorm(embedded), normed], -1)
-        state = (normed if norm_before_residual else state) + self.self_attn(x, columns)
+        state = (normed if norm_before_residual else state) + self.attention(x, columns)
         out: Tensor = state + self.mlp(self.post_attention_layernorm(state))
         return out
 
@@ -117,8 +117,7 @@ class EagleHead(Network):
 
     def fuse(self) -> "EagleHead":
         for layer in self._layers:
-            layer.self_attn.fuse_projections()
-            layer.mlp.fuse_projections()
+            layer.fuse()
         return super().fuse()
 
     def embed(self, tokens: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -35,13 +35,13 @@ from specdemo.methods.drafting_cost import MTPCost
 from specdemo.methods.heads.formats import mtp as files
 from specdemo.methods.heads.formats.mtp import MTPConvention
 from specdemo.methods.heads.network import Network, move_to_target
-from specdemo.methods.heads.runtime import DraftPass, HeadRuntime, training_columns, unrolled_mask
+from specdemo.methods.heads.runtime import DraftPass, HeadRuntime, Rotary, training_columns, unrolled_mask
 from specdemo.methods.heads.sampler import ChainBuilder
+from specdemo.methods.heads.stack import Stack
 from specdemo.models.checkpoints import Checkpoint, write_checkpoint
 from specdemo.models.fused import fuse_layer, layer_class
-from specdemo.models.layers import llama_config_like
+from specdemo.models.layers import DecoderLayer, llama_config_like
 from specdemo.models.sources import LoadProgress
-from specdemo.models.stack import Stack, stack_layers
 from specdemo.training.losses import steps_loss, token_loss
 
 STEP_WEIGHTS = (0.51, 0.31, 0.18)  # FastMTP: loss weights of the steps of a single module
@@ -53,20 +53,19 @@ class TargetModules(NamedTuple):
     embed: nn.Module
     lm_head: nn.Module
     norm: nn.Module
-    rotary: nn.Module
 
 
 class MTPHeads(Network):
     """Base class: one decoder layer, or module with one, per token ahead."""
 
-    def __init__(self, target: Target, config: Any, rotary: nn.Module, layers: list[nn.Module]) -> None:
+    def __init__(self, target: Target, config: Any, layers: list[nn.Module]) -> None:
         super().__init__()
         self.config = config
         self.layers = nn.ModuleList(layers)
         self.target_layers = target.num_layers  # layers of the target
         decoder = _decoder(target)
         norm = nn.Identity() if decoder is None else decoder.norm
-        self.shared = TargetModules(target.embed, target.lm_head, norm, rotary)
+        self.shared = TargetModules(target.embed, target.lm_head, norm)
         self._lm_head_dtype = target.dtype
 
     def __len__(self) -> int:
@@ -97,20 +96,8 @@ class MTPHeads(Network):
         return logits
 
     def angles(self, positions: Tensor, end: int, trailing: bool = False) -> Rope:
-        """Return cos and sin at `positions`, each [B, S, D]. `end` and `trailing` are not used."""
-        cos, sin = self.shared.rotary(positions.new_empty(0, dtype=self.dtype), positions)
-        return cos, sin
-
-    def _run(self, layer: nn.Module, hidden: Tensor, columns: Columns) -> Tensor:
-        state: Tensor = layer(
-            hidden,
-            position_embeddings=columns.rope,
-            attention_mask=columns.mask(),
-            position_ids=columns.positions,
-            past_key_values=columns.cache,
-            use_cache=columns.cache is not None,
-        )
-        return state
+        """Return the rotary embeddings at `positions`, see `Angles`."""
+        raise NotImplementedError
 
 
 class MTPModule(nn.Module):
@@ -132,7 +119,8 @@ class SequentialModules(MTPHeads):
     def __init__(self, target: Target, modules: int) -> None:
         """Raises ValueError for a target whose layers cannot run separately."""
         config, layer, norm, rotary = _target_family(target, modules)
-        super().__init__(target, config, rotary, [MTPModule(config, norm, layer(config, i)) for i in range(modules)])
+        super().__init__(target, config, [MTPModule(config, norm, layer(config, i)) for i in range(modules)])
+        self._rotary = (rotary,)  # in a tuple, so that it is not registered as a submodule
         self.convention = MTPConvention()
 
     @property
@@ -147,7 +135,14 @@ class SequentialModules(MTPHeads):
         module: Any = self.layers[index % len(self)]
         parts = [module.enorm(self.shared.embed(tokens).to(hidden.dtype)), module.hnorm(hidden)]
         joined = torch.cat(parts[::-1] if self.convention.hidden_first else parts, -1)
-        unnormed = self._run(module.block, module.eh_proj(joined), columns)
+        unnormed = module.block(
+            module.eh_proj(joined),
+            position_embeddings=columns.rope,
+            attention_mask=columns.mask(),
+            position_ids=columns.positions,
+            past_key_values=columns.cache,
+            use_cache=columns.cache is not None,
+        )
         state = module.norm(unnormed)
         return state, state if self.convention.normed_output else unnormed
 
@@ -157,8 +152,13 @@ class SequentialModules(MTPHeads):
     def fuse(self) -> "SequentialModules":
         module: Any
         for module in self.layers:
-            module.block = fuse_layer(module.block, self.shared.rotary)
+            module.block = fuse_layer(module.block, self._rotary[0])
         return super().fuse()
+
+    def angles(self, positions: Tensor, end: int, trailing: bool = False) -> Rope:
+        """Return cos and sin at `positions`, each [B, S, D], as transformers' layers read them."""
+        cos, sin = self._rotary[0](positions.new_empty(0, dtype=self.dtype), positions)
+        return cos, sin
 
 
 class ParallelHeads(MTPHeads):
@@ -166,7 +166,8 @@ class ParallelHeads(MTPHeads):
 
     def __init__(self, target: Target, heads: int) -> None:
         config = _llama(target, heads)
-        super().__init__(target, config, _angles(config, target), [LlamaDecoderLayer(config, i) for i in range(heads)])
+        super().__init__(target, config, [DecoderLayer(config, i) for i in range(heads)])
+        self._rotary = Rotary(config, target.device)
         self._stack: Stack | None = None  # runs all layers in parallel
 
     @property
@@ -174,8 +175,11 @@ class ParallelHeads(MTPHeads):
         return 1 if self._stack else len(self)
 
     def fuse(self) -> "ParallelHeads":
-        self._stack = stack_layers(self.layers, self.shared.rotary)
+        self._stack = Stack(cast(list[DecoderLayer], self.layers))
         return self
+
+    def angles(self, positions: Tensor, end: int, trailing: bool = False) -> Rope:
+        return self._rotary(positions, end, trailing)
 
     def last_states(self, heads: int, hidden: Tensor, columns: Columns) -> Tensor:
         """Return states [B, heads, H] of the first heads at the last column of every row.
@@ -183,21 +187,14 @@ class ParallelHeads(MTPHeads):
         The keys and values of all heads are written to the cache.
         """
         if self._stack:
-            ends = (
-                columns.positions.new_full((len(hidden),), hidden.shape[1] - 1)
-                if columns.last_real is None
-                else columns.last_real
-            )
-            assert columns.cache is not None
-            states = self._stack(hidden, ends, heads, columns.rope, columns.mask(), columns.cache)
+            states = self._stack(hidden, columns, heads)
         else:
-            all_states = [columns.last(self._run(layer, hidden, columns)) for layer in self.layers]
-            states = torch.cat(all_states[:heads], 1)
+            states = torch.cat([columns.last(layer(hidden, columns)) for layer in self.layers][:heads], 1)
         normed: Tensor = self.shared.norm(states)
         return normed
 
     def step(self, index: int, hidden: Tensor, tokens: Tensor, columns: Columns) -> tuple[Tensor, Tensor]:
-        return self.shared.norm(self._run(self.layers[index], hidden, columns)), hidden
+        return self.shared.norm(self.layers[index](hidden, columns)), hidden
 
 
 class MTP(MTPCost, Head[MTPHeads]):
