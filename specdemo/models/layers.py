@@ -67,8 +67,8 @@ def attend(
 ) -> Tensor:
     """Compute attention of query [B, H, S, E] over key and value [B, K, W, E]; return [B, S, H, E].
 
-    mask is [B or 1, 1 or H, 1 or S, W]. With one mask for all heads, the queries of a group become rows of one head: its
-    keys are read once, and some GPUs have no fast kernel for grouped queries with a mask.
+    mask is [B or 1, 1 or H, 1 or S, W]. With one mask for all heads, the queries of a group become rows of one head:
+    its keys are read once, and some GPUs have no fast kernel for grouped queries with a mask.
     """
     rows, heads, slots, size = query.shape
     group = heads // key.shape[1]
