@@ -1,9 +1,11 @@
 """Jobs of the engine, shared by all tabs that run something: started, streamed, stopped and deleted per visitor.
 
 The engine works in a separate thread and never waits for a reader. Messages collect in a list that the token limit
-bounds. A job turns them into the append-only text of its view, one JSON object per line. Needs no torch.
+bounds. A job turns them into the append-only text of its view, one JSON object per line. Jobs take turns on the engine
+(turns.py). Needs no torch.
 """
 
+import asyncio
 import contextlib
 import logging
 import math
@@ -13,9 +15,9 @@ import time
 import zlib
 from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from inspect import isgeneratorfunction
+from inspect import isasyncgenfunction
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
 import gradio as gr
@@ -23,15 +25,16 @@ import gradio as gr
 from specdemo.core.atomic_io import json_text
 from specdemo.engine.messages import Note
 from specdemo.ui import space
+from specdemo.ui.turns import ENGINE, Call
 from specdemo.ui.views import Failed, Loading, view
 
 logger = logging.getLogger(__name__)
 
-ENGINE: dict[str, Any] = {"concurrency_id": "engine", "concurrency_limit": 1}  # one event at a time per process
-QUIET: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
+QUEUED: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
+QUIET = QUEUED | {"queue": False}
 FLUSH_S = 1 / 15
 GRACE_S = 0.4  # Stop waits this long for the current step of a run
-STOPPING_S = 30.0  # Stop waits this long for the result of a training or a sweep
+STOPPING_S = 30.0  # the longest wait for the end of stopped work
 BUDGET = 16_000_000  # bytes of all stored jobs
 ENTRY = 4_000  # bytes of a job without its texts
 
@@ -39,6 +42,8 @@ Messages = list[Any]  # their types depend on the kind of job
 Values = dict[str, Any]  # values or updates of controls, by name
 Parts = dict[str, Any]  # controls by name
 Work = Callable[[Callable[[], bool], Callable[[float, str], None]], Iterator[object]]
+Item = TypeVar("Item")
+END = object()
 
 
 def to_line(fields: dict[str, object]) -> str:
@@ -87,7 +92,7 @@ class Engine:
         self._thread = threading.Thread(target=self._work, daemon=True, name="engine")
 
     def batches(self) -> Generator[Messages, None, None]:
-        """Yield new messages 15 times a second, often none. Closing the iterator stops the engine within one step."""
+        """Yield new messages 15 times a second, often none. Closing the iterator stops the engine and waits for it."""
         deadline = time.monotonic() + self._limit_s
         self.at_work.add(self)
         self._thread.start()
@@ -100,7 +105,7 @@ class Engine:
                 yield self._new()
             yield self._new()
         finally:
-            self._stop.set()
+            self.end(STOPPING_S)
 
     def end(self, grace_s: float) -> None:
         """Stop the work, and wait at most this long for the current step."""
@@ -152,7 +157,9 @@ class Job(ABC):
     def __init__(self, text: str) -> None:
         self.text = text
         self.ended = False  # True after the last line
-        self._unread = threading.Event()  # set when `stream` has no reader
+        self.stopped = False
+        self._unread = threading.Event()  # set while `stream` has no reader
+        self._unread.set()
 
     @property
     def size(self) -> int:
@@ -163,9 +170,15 @@ class Job(ABC):
     def add(self, messages: Iterable[Any]) -> str:
         """Return the text extended by new messages."""
 
-    def stream(self) -> Iterator[str]:
+    def wait(self, place: str) -> str:
+        """Return the text extended by the place in line."""
+        self.text += to_line({"type": "waiting", "text": place})
+        return self.text
+
+    def stream(self) -> Generator[str, None, None]:
         """Yield the text so far, 15 times a second. Closing the iterator stops the engine."""
         assert self.engine is not None
+        self._unread.clear()
         with contextlib.closing(self.engine.batches()) as batches:
             try:
                 yield self.text
@@ -183,6 +196,7 @@ class Job(ABC):
     def stop(self) -> str:
         """End the work and return the text, with the last messages if they arrive in time."""
         assert self.engine is not None
+        self.stopped = True
         self._unread.wait(STOPPING_S)  # two readers would each get only a part
         self.add(self.engine.finish(STOPPING_S))
         self.text += to_line({"type": "stopped"})
@@ -255,21 +269,23 @@ class Jobs(Generic[Kind]):
         """Return the visitor's latest job."""
         return cast(Kind | None, self._store.get(self._key(request)))
 
-    def run(
+    async def run(
         self, begin: Callable[[Values, Kind | None], Kind], request: gr.Request, values: Values
-    ) -> Iterator[Values]:
+    ) -> AsyncGenerator[Values, None]:
         """Yield the growing text of a job. If `begin`, called with the values of the controls and the last job, raises
         ValueError, yield a text with the reason.
         """
-        try:
-            job = begin(values, self.last(request))
-        except ValueError as error:
-            yield {"view": refusal(error)}
-            return
-        self.keep(request, job)
-        for text in job.stream():
-            self.last(request)  # update its size in the store
-            yield {"view": text, **job.extra_updates()}
+        with ENGINE.line(request) as call:
+            try:
+                job = await asyncio.to_thread(begin, values, self.last(request))
+            except ValueError as error:
+                yield {"view": refusal(error)}
+                return
+            self.keep(request, job)
+            async with contextlib.aclosing(follow(call, job)) as texts:
+                async for text in texts:
+                    self.last(request)  # update its size in the store
+                    yield {"view": text, **job.extra_updates()}
         job.final_updates()
 
     def request_stop(self, request: gr.Request) -> Values:
@@ -293,6 +309,32 @@ class Jobs(Generic[Kind]):
         return str(request.session_hash), self._name
 
 
+async def follow(call: Call, job: Job) -> AsyncGenerator[str, None]:
+    """Yield the growing text of a job: its place in line, then its messages. A job stopped in line does not start."""
+    async for place in ENGINE.wait(call):
+        yield job.wait(place)
+    if not job.stopped:
+        async with contextlib.aclosing(in_thread(job.stream())) as texts:
+            async for text in texts:
+                yield text
+
+
+async def in_thread(items: Generator[Item, None, None]) -> AsyncGenerator[Item, None]:
+    """Yield items that a worker thread computes. Closing waits for the current item, then closes `items`."""
+    step: asyncio.Task[Item | object] | None = None
+    try:
+        while True:
+            step = asyncio.create_task(asyncio.to_thread(next, items, END))
+            item = await asyncio.shield(step)
+            if item is END:
+                return
+            yield cast(Item, item)
+    finally:
+        if step is not None and not step.done():
+            await asyncio.wait([step])
+        await asyncio.to_thread(items.close)
+
+
 def refusal(error: Exception) -> str:
     """Return a text that says why there is no job."""
     return opening() + to_line(view(Failed(str(error))))
@@ -307,31 +349,31 @@ def wire(
     parts: Mapping[str, object],
     stop: gr.Button,
     off: Sequence[object],
-    place: gr.HTML,
     first: str | None = None,
 ) -> list[Any]:
     """Connect Run and Stop of a tab; return the events at which a job of each start has ended.
 
     starts: ways to start a job: events, a function that creates it from the values of controls and the last job, and
     those controls. parts: `view`, which shows the text, and further components that a job updates. off: buttons
-    disabled during a job. place: shows the queue. first: a script that a start waits for.
+    disabled during a job. first: a script that a start waits for.
     """
     switched = {"stop": stop, **{str(i): button for i, button in enumerate(off)}}
-    over = {"over": gr.State(False)}  # True after Stop, which may arrive before Run has reached the engine's queue
-    shown: dict[str, object] = {"show_progress": "full", "show_progress_on": place, "api_visibility": "private"}
+    over = {"over": gr.State(False)}  # True after Stop, which may arrive before Run
 
     def switch(running: bool) -> Values:
         return {name: gr.update(interactive=running == (name == "stop")) for name in switched}
 
-    def run(begin: Callable[[Values, Any], Job], request: gr.Request, values: Values) -> Iterator[Values]:
+    async def run(begin: Callable[[Values, Any], Job], request: gr.Request, values: Values) -> AsyncIterator[Values]:
         if not values.pop("over"):
-            yield from jobs.run(begin, request, values)
+            async with contextlib.aclosing(jobs.run(begin, request, values)) as shown:
+                async for updates in shown:
+                    yield updates
 
     ended = []
     for pressed, begin, given in starts:
         on = partial(gr.on, pressed, trigger_mode="once")
         locked = named(on, lambda *_: {**switch(True), "over": False}, {}, {**switched, **over}, js=first, **QUIET)
-        ended.append(named(locked.then, partial(run, begin), {**given, **over}, parts, **shown, **ENGINE))
+        ended.append(named(locked.then, partial(run, begin), {**given, **over}, parts, **QUEUED))
         named(ended[-1].then, lambda *_: switch(False), {}, switched, **QUIET)
 
     def on_stop(request: gr.Request, _: Values) -> Values:
@@ -360,10 +402,11 @@ def named(
     def handle(values: dict[object, object], request: gr.Request) -> object:
         return placed(function(request, {name: values[control] for name, control in given.items()}))
 
-    def stream(values: dict[object, object], request: gr.Request) -> Iterator[object]:
+    async def stream(values: dict[object, object], request: gr.Request) -> AsyncIterator[object]:
         results = function(request, {name: values[control] for name, control in given.items()})
-        with contextlib.closing(results):
-            yield from map(placed, results)
+        async with contextlib.aclosing(results):
+            async for updates in results:
+                yield placed(updates)
 
-    chosen = stream if isgeneratorfunction(function) else handle
+    chosen = stream if isasyncgenfunction(function) else handle
     return event(chosen, {*given.values()}, [*shown.values()], **settings)

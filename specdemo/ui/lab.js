@@ -6,7 +6,7 @@ const LOSSES = { loss: "training", held_out_loss: "held-out" };
 let training = null;
 
 const readLog = reader(clear, (line) => actions[line.type]?.(line));
-const actions = { run: opened, tick, done, stopped, error: failed, note: (line) => setStatus(sentence(line.text)) };
+const actions = { run: opened, tick, done, stopped, error: failed, waiting: noted, note: noted };
 
 function clear() {
   $(".sd-alert").hidden = true;
@@ -21,6 +21,10 @@ function opened(line) {
   $(".sd-facts").textContent = "";
   $(".sd-lab-charts").hidden = true;
   setStatus(`Training ${line.recipe || ""}.`);
+}
+
+function noted(line) {
+  setStatus(sentence(line.text));
 }
 
 function tick(line) {

@@ -167,11 +167,10 @@ def _draw_training(page: gr.Blocks, form: Controls, tab: gr.Tab, store: Store) -
         with gr.Column(scale=2, min_width=180):
             start = gr.Button("Train", variant="primary", size="lg", elem_id="train", interactive=able)
             stop = gr.Button("Stop and save", interactive=False, elem_id="stop-training")
-    place = gr.HTML("", elem_classes="queue")
     view = assets.view("lab.html", "helpers.js", "chart.js", "lab.js", elem_id="lab")
     race = gr.Button("Race the new head", interactive=False, elem_id="race-head")
     given = {"recipe": recipe, "minutes": minutes}
-    wire(lab, [([start.click], train, given)], {"view": view, "race": race}, stop, [start], place)
+    wire(lab, [([start.click], train, given)], {"view": view, "race": race}, stop, [start])
     raced = named(race.click, lab.race_head, form.drawn, form.parts, **QUIET)
     to_race = raced.then(None, None, None, js=assets.to_tab("race"), **QUIET)
     to_race.then(None, None, None, js="() => document.getElementById('run').click()", **QUIET)

@@ -16,10 +16,9 @@ from specdemo.presets.recorded import recorded
 from specdemo.ui import space
 from specdemo.ui.job import Engine, Work
 from specdemo.ui.log import Lines, Log, lines
-from specdemo.ui.views import Failed, summary
+from specdemo.ui.views import Failed
 
 __all__ = [
-    "compare",
     "follow_up",
     "free_memory",
     "lane_name",
@@ -97,16 +96,6 @@ def _stand_in(spec: Comparison) -> RunTrace | None:
     """Return the recorded run of the preset, unless the comparison has another target or is the next turn of a chat."""
     trace = recorded(spec.id)
     return trace if trace and trace.config.get("target") == spec.target and not spec.history else None
-
-
-def compare(spec: Comparison) -> dict[str, object]:
-    """Run a comparison and return it without its steps. Raises ValueError with one line if that is not possible."""
-    log = Log()
-    for _ in run(spec, log):
-        pass
-    if log.trace is None or log.recorded:
-        raise ValueError(log.failure or "the run did not finish; try again")
-    return summary(log.trace)
 
 
 def free_memory() -> str:

@@ -9,7 +9,7 @@ from specdemo.core.trace import RunTrace, from_json, to_json
 from specdemo.engine.comparison import Comparison
 from specdemo.engine.messages import Finished, Note, Started, replay
 from specdemo.ui.job import ENTRY, Job, Packed, opening, to_line
-from specdemo.ui.views import Failed, Shown, view
+from specdemo.ui.views import Failed, Shown, summary, view
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Log(Job):
         super().__init__(opening(recorded=recorded, still=still, **({"key": key} if key else {})))
         self._trace: Packed | None = before._trace if before else None
         self.recorded, self.still, self.key, self.spec = recorded, still, key, spec
-        self.started = self.stopped = self.is_chat = False
+        self.started = self.is_chat = False
         self._own_before = before is not None and before.own
         self.failure = ""  # reason of the failure, if any
 
@@ -86,6 +86,12 @@ class Log(Job):
             self._trace, self.ended = Packed(to_json(new.trace)), True
             self.is_chat = not self.recorded and bool(new.trace.lanes[0].messages)
         return self.text
+
+    def result(self) -> dict[str, object]:
+        """Return the finished run without its steps. Raises ValueError with one line if it did not finish."""
+        if self.trace is None or self.recorded:
+            raise ValueError(self.failure or "the run did not finish; try again")
+        return summary(self.trace)
 
     def fall_back(self, why: str, trace: RunTrace) -> str:
         """Start again with a stored run, in place of one that could not start."""

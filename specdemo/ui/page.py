@@ -1,21 +1,23 @@
 """The page: `build` creates it, `serve` starts its server.
 
-The view is one component whose value is an append-only log (views.py), drawn by race.js. Events of one group share the
-engine: one runs, the others queue and see their position. Code that needs torch is imported through
+The view is one component whose value is an append-only log (views.py), drawn by race.js. Some events share the
+engine: one runs, the others wait in line and see their place (turns.py). Code that needs torch is imported through
 `lazy_imports.live`, so that the page appears before torch is loaded.
 """
 
+import asyncio
 import gc
 import os
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import closing
+from collections.abc import AsyncIterator, Generator, Sequence
+from contextlib import aclosing, closing
 from functools import lru_cache, partial
 
 from specdemo.presets import limits
 from specdemo.ui import space
 
 os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
+os.environ.setdefault("GRADIO_ANALYTICS_MAX_EVENTS", "100")  # summarised after every event
 os.environ["FORWARDED_ALLOW_IPS"] = ""  # uvicorn would believe X-Forwarded-For of every local peer; see hosts.address
 if limits.public() and not space.zero_gpu():
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # visitors must not trigger downloads on a public machine
@@ -24,18 +26,20 @@ import gradio as gr
 from starlette.middleware import Middleware
 
 from specdemo.core.trace import RunTrace, to_json
+from specdemo.engine.comparison import Comparison
 from specdemo.presets.files import DEFAULT, Preset, load_presets, preset
 from specdemo.presets.link import from_query, is_link, is_sweep, to_query
 from specdemo.presets.recorded import recorded
 from specdemo.presets.runnable import why_not
 from specdemo.servers.address import startable
-from specdemo.ui import assets, controls, headers, hosts, how, lab, space, sweep, turns, whatif
+from specdemo.ui import assets, controls, headers, hosts, how, lab, space, sweep, whatif
 from specdemo.ui.controls import Controls, address, changed, fill_untouched, from_values, key, to_values, wire_share
 from specdemo.ui.failures import Page, quiet
 from specdemo.ui.guard import ENVELOPE, WINDOW_S, Guard
-from specdemo.ui.job import ENGINE, QUIET, Jobs, Start, Store, Values, named, stop_all, wire
+from specdemo.ui.job import QUEUED, QUIET, Jobs, Start, Store, Values, follow, named, stop_all, wire
 from specdemo.ui.lazy_imports import live
 from specdemo.ui.log import Log, notes, open_trace, replayed, waiting
+from specdemo.ui.turns import ENGINE, PLACES, UPDATE_S
 from specdemo.ui.views import tokens_csv
 
 POOLED = 3  # runs of "Repeat"
@@ -47,7 +51,7 @@ MONO = ["ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "DejaVu Sans Mono
 class Race(Log):
     """The log of a run that a visitor started."""
 
-    def stream(self) -> Iterator[str]:
+    def stream(self) -> Generator[str, None, None]:
         yield from live().run(self.spec, self)
 
 
@@ -166,10 +170,12 @@ def _nothing_to_save(log: Log | None) -> str:
     return "the run has not finished; press Stop to save the steps so far"
 
 
-def _free_memory() -> None:
+async def _free_memory(request: gr.Request) -> None:
     if limits.public():
         raise gr.Error("all visitors of a public page share the models, so they stay loaded", print_exception=False)
-    gr.Info(live().free_memory())
+    with ENGINE.line(request) as call:
+        await call.turn.wait()
+        gr.Info(await asyncio.to_thread(lambda: live().free_memory()))
 
 
 def _lanes(chosen: Preset) -> str:
@@ -218,13 +224,13 @@ def build(start: str = DEFAULT, allow_any_model: bool = False) -> gr.Blocks:
                 gr.Markdown(assets.reference(), elem_id="reference")
         _endpoints(allow_any_model)
         page.unload(store.forget)
-    turns.queue(page)
+        page.unload(ENGINE.forget)
+    page.queue(status_update_rate=UPDATE_S, api_open=False, max_size=PLACES, default_concurrency_limit=None)
     return page
 
 
 def _race_tab(page: gr.Blocks, visits: Visits, first: Preset, allow_any_model: bool) -> Controls:
     form = controls.draw(first, allow_any_model)
-    place = gr.HTML("", elem_id="queue", elem_classes="queue")
     view = assets.view("view.html", *assets.RACE, elem_id="view")
     with view:
         with gr.Row(elem_id="buttons"):
@@ -245,7 +251,7 @@ def _race_tab(page: gr.Blocks, visits: Visits, first: Preset, allow_any_model: b
         opened = gr.UploadButton("Open a trace", file_types=[".json"], size="sm", elem_id="open-trace")
         words = "Unload models, stop servers" if startable else "Unload models"
         free = gr.Button(words, size="sm", elem_id="free-memory", visible=not limits.public())
-        free.click(_free_memory, show_progress="hidden", api_visibility="private", **ENGINE)
+        free.click(_free_memory, **QUEUED)
     link = gr.Textbox(label="Link to this comparison", visible=False, buttons=["copy"], elem_id="link")
     repeat = gr.Button("Repeat", elem_id="repeat")  # clicked by the badge of a noisy run, in tiles.js
     form.wire(page)
@@ -256,7 +262,7 @@ def _race_tab(page: gr.Blocks, visits: Visits, first: Preset, allow_any_model: b
         ([repeat.click], visits.repeat, {}),
     ]
     actions = [run, opened, again, repeat]
-    for racing in wire(visits, starts, {"view": view}, stop, actions, place, assets.text("wait_for_link.js")):
+    for racing in wire(visits, starts, {"view": view}, stop, actions, assets.text("wait_for_link.js")):
         named(racing.success, visits.offer, inputs, {"row": row, **inputs}, **QUIET)
     wire_share(share, visits.share, form.inputs, link)
     gr.on(form.edits, lambda: gr.update(visible=False), None, link, trigger_mode="once", **QUIET)
@@ -290,30 +296,40 @@ def _show_what_is_chosen(page: gr.Blocks, visits: Visits, form: Controls, view: 
 def _endpoints(allow_any_model: bool) -> None:
     """Create `/race` and `/compare`; Gradio's API page shows their docstrings."""
 
-    def race(preset_id: str = DEFAULT, overrides: dict[str, object] | None = None) -> Iterator[str]:
+    async def race(
+        request: gr.Request, preset_id: str = DEFAULT, overrides: dict[str, object] | None = None
+    ) -> AsyncIterator[str]:
         """Run a comparison and stream it. Every output is the complete log so far: one JSON object per line.
 
         preset_id: a preset, e.g. "embedded-draft". overrides: settings to change, e.g. {"k": 7, "temperature": 0.8}.
         """
-        spec = _link_values(preset_id, overrides, allow_any_model)
-        yield from live().run(spec, Log())
+        with ENGINE.line(request) as call:
+            log = Race(spec=await asyncio.to_thread(_changed, preset_id, overrides, allow_any_model))
+            async with aclosing(follow(call, log)) as texts:
+                async for text in texts:
+                    yield text
 
-    def compare(preset_id: str = DEFAULT, overrides: dict[str, object] | None = None) -> dict[str, object]:
+    async def compare(
+        request: gr.Request, preset_id: str = DEFAULT, overrides: dict[str, object] | None = None
+    ) -> dict[str, object]:
         """Run a comparison and return one dict: environment, every lane's summary and text, and the comparison.
 
         preset_id: a preset, e.g. "embedded-draft". overrides: settings to change, e.g. {"k": 7, "temperature": 0.8}.
         """
-        spec = _link_values(preset_id, overrides, allow_any_model)
+        with ENGINE.line(request) as call:
+            log = Race(spec=await asyncio.to_thread(_changed, preset_id, overrides, allow_any_model))
+            async for _ in follow(call, log):
+                pass
         try:
-            return dict(live().compare(spec))
+            return log.result()
         except ValueError as error:
             raise gr.Error(str(error), print_exception=False) from None
 
-    gr.api(race, api_name="race", **ENGINE)
-    gr.api(compare, api_name="compare", **ENGINE)
+    gr.api(race, api_name="race")
+    gr.api(compare, api_name="compare")
 
 
-def _link_values(preset_id: str, overrides: dict[str, object] | None, allow_any_model: bool) -> object:
+def _changed(preset_id: str, overrides: dict[str, object] | None, allow_any_model: bool) -> Comparison:
     try:
         return changed(preset_id, overrides, allow_any_model)
     except ValueError as error:
@@ -362,6 +378,7 @@ def serve(
         run_history=False,
         max_file_size=space.bounds().bytes + ENVELOPE,  # the limit of the guard, which leaves nothing on disk
         state_session_capacity=SESSIONS,
+        max_threads=2 * PLACES,  # calls in progress, nearly all of which wait in line without a thread
         app_kwargs={"middleware": layers, "lifespan": outer},
         theme=theme(),
         css_paths=[assets.HERE / "chart.css", assets.HERE / "style.css"],

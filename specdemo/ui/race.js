@@ -1,6 +1,5 @@
 // Draws a log (lines of JSON, see views.py) into view.html. Loaded after the other scripts of the race.
 
-const QUEUE_LEFT_MS = 1000; // a run that left the queue sends its first line within this time, unless Stop was pressed
 const NUMBERS_MS = 90; // interval between updates of the numbers
 const HINT = $(".sd-step").textContent; // shown until a step is selected
 
@@ -14,7 +13,7 @@ const readLog = reader(clear, receive);
 
 function read() {
   if (run.userRun && isOutdated(props.value)) return;
-  if (!props.value) return idle();
+  if (!props.value) return empty();
   const [before, { end }] = [run, run];
   readLog(props.value);
   if (nextRun || !run.start.lanes.length) return;
@@ -34,7 +33,7 @@ function clear() {
 }
 
 function receive(line) {
-  const actions = { run: opened, start: started, step: received, done: received, end: ended, loading, error: failed, note: noted, idle: waiting };
+  const actions = { run: opened, waiting: inLine, start: started, step: received, done: received, end: ended, loading, error: failed, note: noted, idle };
   actions[line.type]?.(line);
 }
 
@@ -87,6 +86,12 @@ function ended(line) {
   if (run.end && !line.comparison.length) return; // Stop adds an end line without numbers, before or after that of the engine
   Object.assign(run, { end: line, done: false });
   if (line.finish === "cancelled") player.skip();
+}
+
+function inLine(line) {
+  nextRun.loading = true;
+  setStatus(line.text);
+  scrollToRun();
 }
 
 function loading(line) {
@@ -293,21 +298,6 @@ function markOutdated() {
   $(".sd-outdated-label").textContent = `Result of earlier settings: ${lanes.join("; ")}`;
 }
 
-// Gradio writes "queue: 2/3 | 1.2/8.0s" into a hidden element. This shows it as a sentence in the status line.
-function showQueue() {
-  const queue = document.getElementById("queue");
-  const isWaiting = () => $(".sd-status").textContent.startsWith("Waiting");
-  let before = "";
-  new MutationObserver(() => {
-    const [, at, seconds] = /queue: (\d+)\/\d+(?:[^/]*\/([\d.]+)s)?/i.exec(queue.textContent) || [];
-    if (at) {
-      if (!isWaiting()) before = $(".sd-status").textContent;
-      const others = at === "1" ? "you are next" : `${Number(at) - 1} ahead of you`;
-      setStatus(`Waiting for the engine: ${others}${seconds ? `, about ${Math.ceil(Number(seconds))} s` : ""}.`);
-    } else if (isWaiting()) setTimeout(() => !nextRun && isWaiting() && setStatus(before), QUEUE_LEFT_MS);
-  }).observe(queue, { childList: true, characterData: true, subtree: true });
-}
-
 /** Sets the status. `more` is read by screen readers only: the line of the result above shows it. */
 function setStatus(text, more = "") {
   const status = $(".sd-status");
@@ -333,12 +323,12 @@ function repaint() {
 
 // ---- before the first run
 
-function idle() {
+function empty() {
   readLog("");
-  waiting({ lanes: ["Speculative"] });
+  idle({ lanes: ["Speculative"] });
 }
 
-function waiting(line) {
+function idle(line) {
   nextRun = null;
   setStatus(line.obstacle ? `This machine cannot run this preset: ${line.obstacle}.` : "Ready. Press Run to race plain against speculative decoding.");
   const lane = (name, index) => ({ name, options: {}, exact: true, note: null, index, ...initialStream() });
@@ -358,13 +348,12 @@ document.addEventListener("specdemo:settings", () => {
   markOutdated();
   if (settingsKey() !== failedSettings.key) $(".sd-alert").hidden = true; // the rejected settings were changed
 });
-if (document.getElementById("queue")) showQueue();
 for (const input of element.querySelectorAll("[name=sd-pace]")) {
   input.addEventListener("change", () => player.playing || run.userRun ? player.play() : drawTransport());
 }
 $(".sd-rejected").addEventListener("change", (event) => {
   $(".sd-lanes").classList.toggle("sd-hide-rejected", !event.target.checked);
 });
-idle();
+empty();
 watch("value", read);
 if (props.value) read();

@@ -8,7 +8,7 @@ let hasResult = false; // this log has a result
 let begun = 0; // time of the first progress
 
 const readLog = reader(clear, (line) => actions[line.type]?.(line));
-const actions = { start: started, loading, result: shown, stopping, stopped, error: failed, note: noted };
+const actions = { start: started, waiting, loading, result: shown, stopping, stopped, error: failed, note: noted };
 
 function clear() {
   hasResult = false;
@@ -23,6 +23,10 @@ function started(line) {
   $(".sd-badge").hidden = $(".sd-result-chart").hidden = $(".sd-numbers").hidden = true;
   $(".sd-loading").removeAttribute("value"); // indeterminate
   setStatus(`Starting ${line.name}.`);
+}
+
+function waiting(line) {
+  setStatus(line.text);
 }
 
 function loading(line) {

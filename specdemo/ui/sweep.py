@@ -291,13 +291,12 @@ def draw_result(
 
     name: of the skeleton, and prefix of the ids.
     """
-    place = gr.HTML("", elem_classes="queue")
     view = assets.view(f"{name}.html", "helpers.js", "chart.js", "sweep.js", elem_id=name)
     with gr.Row(elem_id=f"{name}-exports", elem_classes="result-exports"):
         save = gr.Button("Save result (JSON)", size="sm", elem_id=f"{name}-save")
         opened = gr.UploadButton("Open a result", file_types=[".json"], size="sm", elem_id=f"{name}-open")
     parts = {"view": view}
-    wire(sweeps, [([run.click], begin, inputs)], parts, stop, [run, opened], place)
+    wire(sweeps, [([run.click], begin, inputs)], parts, stop, [run, opened])
     named(opened.upload, sweeps.open, {"file": opened}, parts, **QUIET)
     file = gr.JSON(visible=False)
     save.click(sweeps.save, None, file, **QUIET).success(None, file, None, js=assets.text("save.js"), **QUIET)

@@ -45,7 +45,7 @@ SMALL = """() => {
   while (walker.nextNode()) {
     const { parentElement: box, textContent } = walker.currentNode;
     if (!textContent.trim() || !box.checkVisibility()) continue;
-    if (box.closest('style, script, .queue, .sd-visually-hidden')) continue;
+    if (box.closest('style, script, .sd-visually-hidden')) continue;
     const size = parseFloat(getComputedStyle(box).fontSize);
     if (size < 11.95) small.add(`${size} ${box.className || box.tagName} ${textContent.slice(0, 20)}`);
   }

@@ -11,6 +11,7 @@ from specdemo.engine.comparison import Lane, Settings
 from specdemo.presets.files import Preset, load_presets, preset
 from specdemo.ui.controls import changed, to_values
 from specdemo.ui.lazy_imports import live
+from specdemo.ui.log import Log
 from specdemo.ui.page import Visits
 
 ID = "embedded-three-lanes"
@@ -22,7 +23,8 @@ def on_the_page(values=None):
 
 
 def over_the_api():
-    assert live().compare(changed(ID, {"max_new_tokens": 4}, False))
+    log = Log()
+    assert list(live().run(changed(ID, {"max_new_tokens": 4}, False), log)) and log.result()
 
 
 RUNS = {

@@ -1,7 +1,9 @@
 """Stand-ins for the slow parts of the page."""
 
+import asyncio
 import math
 import threading
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -11,6 +13,19 @@ from specdemo.core.estimate import Estimate
 from specdemo.core.tally import summarise
 from specdemo.core.trace import Remote, RunTrace, StepEvent, compare
 from tests.traces import HOSTILE, hostile_trace
+
+
+def sync(results):
+    """Yield the results of an async generator. Closing the iterator closes the generator."""
+    loop = asyncio.new_event_loop()
+    try:
+        with suppress(StopAsyncIteration):
+            while True:
+                yield loop.run_until_complete(anext(results))
+    finally:
+        loop.run_until_complete(results.aclose())
+        loop.run_until_complete(loop.shutdown_default_executor())
+        loop.close()
 
 
 class Trainer:

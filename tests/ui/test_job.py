@@ -4,6 +4,7 @@ import time
 from types import SimpleNamespace
 
 from specdemo.ui.job import ENTRY, Engine, Job, Jobs, Store, stop_all
+from tests.ui.stand_ins import sync
 
 
 class Text(Job):
@@ -17,7 +18,7 @@ class Text(Job):
 
 
 def visitor(name):
-    return SimpleNamespace(session_hash=name)
+    return SimpleNamespace(session_hash=name, request=None)
 
 
 def test_least_recently_used_job_is_evicted():
@@ -45,7 +46,7 @@ def test_storage_per_page_is_bounded():
 
 def test_text_is_stored_until_delivered():
     jobs = Jobs("race")
-    shown = list(jobs.run(lambda *_: Text("begun ", lambda *_: iter(["a ", "b"])), visitor("a"), {}))
+    shown = list(sync(jobs.run(lambda *_: Text("begun ", lambda *_: iter(["a ", "b"])), visitor("a"), {})))
     job = jobs.last(visitor("a"))
     assert shown[-1]["view"] == "begun a b" and job.ended and job.text == ""
     assert jobs.request_stop(visitor("a")) == jobs.stop(visitor("a")) == {}
@@ -53,7 +54,7 @@ def test_text_is_stored_until_delivered():
 
 def test_job_of_a_closed_page_is_not_stored_again():
     jobs = Jobs("race")
-    shown = jobs.run(lambda *_: Text("begun ", lambda *_: iter("ab")), visitor("a"), {})
+    shown = sync(jobs.run(lambda *_: Text("begun ", lambda *_: iter("ab")), visitor("a"), {}))
     next(shown)
     jobs._store.forget(visitor("a"))
     list(shown)

@@ -10,9 +10,9 @@ import pytest
 from specdemo.presets.files import preset
 from specdemo.ui import controls, lab
 from specdemo.ui.lab import Lab, Training, race_with, train
-from tests.ui.stand_ins import Trainer
+from tests.ui.stand_ins import Trainer, sync
 
-VISITOR = SimpleNamespace(session_hash="a")
+VISITOR = SimpleNamespace(session_hash="a", request=None)
 REQUEST = {"recipe": "medusa", "minutes": 1.0}
 
 
@@ -30,7 +30,7 @@ def lines(text):
 
 
 def last(request):
-    return list(Lab("training").run(train, VISITOR, request))[-1]["view"]
+    return list(sync(Lab("training").run(train, VISITOR, request)))[-1]["view"]
 
 
 def test_stand_in_has_the_interface_of_the_lab():
@@ -40,7 +40,7 @@ def test_stand_in_has_the_interface_of_the_lab():
 
 
 def test_training_is_a_growing_text(trainer):
-    texts = [shown["view"] for shown in Lab("training").run(train, VISITOR, REQUEST)]
+    texts = [shown["view"] for shown in sync(Lab("training").run(train, VISITOR, REQUEST))]
     assert all(after.startswith(before) for before, after in pairwise(texts))
     seen = lines(texts[-1])
     assert [line["type"] for line in seen] == ["run", "note", *["tick"] * 4, "done"]
@@ -58,7 +58,7 @@ def test_curve_has_one_line_per_point(trainer):
 
 def test_stop_saves_the_partly_trained_head(trainer):
     visits, trainer.endless = Lab("training"), True
-    shown = visits.run(train, VISITOR, REQUEST)
+    shown = sync(visits.run(train, VISITOR, REQUEST))
     while '"step":1' not in (update := next(shown))["view"]:
         pass
     assert update["race"]["interactive"] is False
@@ -119,5 +119,5 @@ def test_until_a_visitor_trains_the_shipped_head_shows_how_it_learned(trainer):
     agreed = [line["agree_1"] for line in seen if line["type"] == "tick"]
     assert len(agreed) == 18 and agreed[-1] > agreed[0]
     assert visits.recorded(VISITOR, {"recipe": "parrot"}) == {"view": ""}  # there is no recording
-    list(visits.run(train, VISITOR, REQUEST))
+    list(sync(visits.run(train, VISITOR, REQUEST)))
     assert visits.recorded(VISITOR, {"recipe": "eagle-3"}) == {}

@@ -9,9 +9,9 @@ from specdemo.presets.files import preset
 from specdemo.ui import lab
 from specdemo.ui.lab import begin
 from specdemo.ui.sweep import Sweeps
-from tests.ui.stand_ins import Bench
+from tests.ui.stand_ins import Bench, sync
 
-VISITOR = SimpleNamespace(session_hash="a")
+VISITOR = SimpleNamespace(session_hash="a", request=None)
 VALUES = {"preset": "embedded-draft", "acceptance": "typical", "temperature": 0.7, "top_p": 0.9, "draws": 512}
 
 
@@ -24,7 +24,7 @@ def bench(monkeypatch):
 
 
 def last(values):
-    return list(Sweeps("sweep").run(begin, VISITOR, values))[-1]["view"]
+    return list(sync(Sweeps("sweep").run(begin, VISITOR, values)))[-1]["view"]
 
 
 def lines(text):
@@ -32,7 +32,7 @@ def lines(text):
 
 
 def test_the_visitors_sampling_and_rule_are_tested(bench):
-    outputs = list(Sweeps("sweep").run(begin, VISITOR, VALUES))
+    outputs = list(sync(Sweeps("sweep").run(begin, VISITOR, VALUES)))
     expected = preset("embedded-draft").with_changes(acceptance="typical", temperature=0.7, top_p=0.9)
     assert bench.options == ("losslessness", {"preset": expected, "repeats": 2})
     last = lines(outputs[-1]["view"])[-1]

@@ -18,6 +18,7 @@ from specdemo.ui.controls import DRAWN, key, to_values
 from specdemo.ui.log import Log, notes, open_trace
 from specdemo.ui.page import Visits
 from tests.traces import hostile_trace
+from tests.ui.stand_ins import sync
 
 
 def test_the_page_is_drawn_before_torch_is_imported():
@@ -26,7 +27,7 @@ import sys
 from types import SimpleNamespace
 from specdemo.ui import page
 page.build()
-visitor = SimpleNamespace(session_hash="a", query_params={})
+visitor = SimpleNamespace(session_hash="a", request=None, query_params={})
 shown = page.Visits(page.preset("embedded-draft"), False).first(visitor)
 sys.exit("torch" in sys.modules or '"type":"end"' not in shown)
 """
@@ -127,12 +128,12 @@ class Session:
 
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_run_that_fails_while_loading_leaves_the_one_on_show_exportable(monkeypatch, late):
-    session, visitor = Session(late), SimpleNamespace(session_hash="a")
+    session, visitor = Session(late), SimpleNamespace(session_hash="a", request=None)
     monkeypatch.setattr(live, "session", lambda: session)
     visits, values = Visits(preset("embedded-draft"), False), to_values(preset("embedded-draft"))
-    list(visits.run(visits.race, visitor, values))
+    list(sync(visits.run(visits.race, visitor, values)))
     before = visits.save(visitor, "json")
-    assert "no such file" in list(visits.run(visits.race, visitor, values))[-1]["view"]
+    assert "no such file" in list(sync(visits.run(visits.race, visitor, values)))[-1]["view"]
     if late:  # the run had started, so it replaces the previous one
         with pytest.raises(gr.Error, match="the run failed, so there is nothing to save"):
             visits.save(visitor, "json")
@@ -143,20 +144,20 @@ def test_a_run_that_fails_while_loading_leaves_the_one_on_show_exportable(monkey
 
 @pytest.mark.parametrize(("before", "shown"), [(0, False), (1, True)])
 def test_unstarted_run_does_not_block_presets(monkeypatch, before, shown):
-    session, visitor = Session(0), SimpleNamespace(session_hash="a", query_params={})
+    session, visitor = Session(0), SimpleNamespace(session_hash="a", request=None, query_params={})
     session.runs = 1 - before
     monkeypatch.setattr(live, "session", lambda: session)
     visits, values = Visits(preset("embedded-draft"), False), to_values(preset("embedded-draft"))
     visits.first(visitor)
     for _ in range(before + 1):
-        last = list(visits.run(visits.race, visitor, values))[-1]["view"]
+        last = list(sync(visits.run(visits.race, visitor, values)))[-1]["view"]
     assert "no such file" in last
     assert (visits.select(visitor, "embedded-ngram") == gr.skip()) is shown
     assert visits.save(visitor, "json")["name"] == f"specdemo-embedded-{'draft' if shown else 'ngram'}.json"
 
 
 def test_a_run_is_saved_once_it_has_ended():
-    visits, visitor = Visits(preset("embedded-draft"), False), SimpleNamespace(session_hash="a")
+    visits, visitor = Visits(preset("embedded-draft"), False), SimpleNamespace(session_hash="a", request=None)
     log = Log()
     visits.keep(visitor, log)
     log.add(list(replay(hostile_trace()))[:3])
@@ -172,7 +173,10 @@ def test_no_notes_give_an_empty_log():
 
 def test_a_visitor_sees_recorded_races_until_there_is_one_of_their_own(monkeypatch):
     monkeypatch.setattr(live, "session", lambda: Session(0))
-    visits, visitor = Visits(preset("embedded-draft"), False), SimpleNamespace(session_hash="a", query_params={})
+    visits, visitor = (
+        Visits(preset("embedded-draft"), False),
+        SimpleNamespace(session_hash="a", request=None, query_params={}),
+    )
     first, other = visits.first(visitor), visits.select(visitor, "embedded-ngram")
     assert '"still":true' in first.partition("\n")[0] and first != other
     assert visits.save(visitor, "json")["name"] == "specdemo-embedded-ngram.json"
@@ -184,7 +188,7 @@ def test_a_visitor_sees_recorded_races_until_there_is_one_of_their_own(monkeypat
     }
     with pytest.raises(gr.Error, match="no run to save"):  # the run is no longer shown
         visits.save(visitor, "json")
-    list(visits.run(visits.race, visitor, to_values(preset("embedded-draft"))))
+    list(sync(visits.run(visits.race, visitor, to_values(preset("embedded-draft")))))
     assert visits.select(visitor, "embedded-ngram") == gr.skip()
 
 
@@ -192,7 +196,9 @@ def test_a_visitor_sees_recorded_races_until_there_is_one_of_their_own(monkeypat
 def test_link_shows_only_a_matching_recorded_race(query, shown):
     start = preset("embedded-draft")
     visits = Visits(start, False)
-    visitor = SimpleNamespace(session_hash="a", query_params=dict(pair.split("=") for pair in query.split("&")))
+    visitor = SimpleNamespace(
+        session_hash="a", request=None, query_params=dict(pair.split("=") for pair in query.split("&"))
+    )
     assert visits.first(visitor) == gr.skip()
     now = {"asked": visits.read_link(visitor), **to_values(start), **dict.fromkeys(DRAWN, 0)}
     assert ('"preset":"embedded-ngram"' in visits.restore(visitor, now)["view"]) is shown
@@ -200,7 +206,7 @@ def test_link_shows_only_a_matching_recorded_race(query, shown):
 
 def test_a_page_keeps_its_preset_under_an_address_that_names_none():
     visits = Visits(preset("embedded-ngram"), False)
-    visitor = SimpleNamespace(session_hash="a", query_params={"__theme": "dark", "view": "api"})
+    visitor = SimpleNamespace(session_hash="a", request=None, query_params={"__theme": "dark", "view": "api"})
     assert '"preset":"embedded-ngram"' in visits.first(visitor)
     assert visits.read_link(visitor) is None
     visitor.query_params = {"__theme": "dark", "seed": "5"}
@@ -223,17 +229,17 @@ class ChatSession:
 
 
 def test_chat_continues_from_every_lanes_answer(monkeypatch):
-    session, visitor = ChatSession(), SimpleNamespace(session_hash="a")
+    session, visitor = ChatSession(), SimpleNamespace(session_hash="a", request=None)
     monkeypatch.setattr(live, "session", lambda: session)
     visits = Visits(preset("embedded-draft"), False)
-    assert "press Run first" in list(visits.run(visits.follow, visitor, {"message": "Why?"}))[-1]["view"]
+    assert "press Run first" in list(sync(visits.run(visits.follow, visitor, {"message": "Why?"})))[-1]["view"]
     assert visits.offer(visitor, {"message": ""})["row"]["visible"] is False
-    list(visits.run(visits.race, visitor, to_values(preset("embedded-draft"))))
+    list(sync(visits.run(visits.race, visitor, to_values(preset("embedded-draft")))))
     assert visits.offer(visitor, {"message": ""})["row"]["visible"] is True
-    assert "is empty" in list(visits.run(visits.follow, visitor, {"message": "  "}))[-1]["view"]
+    assert "is empty" in list(sync(visits.run(visits.follow, visitor, {"message": "  "})))[-1]["view"]
     assert "message" not in visits.offer(visitor, {"message": "  "})  # a rejected message stays in the input
     for message in ("Why?", "And then?"):
-        list(visits.run(visits.follow, visitor, {"message": message}))
+        list(sync(visits.run(visits.follow, visitor, {"message": message})))
         assert visits.offer(visitor, {"message": message})["message"] == ""
     prompts = [spec.prompt for spec in session.comparisons]
     assert prompts[1:] == ["Why?", "And then?"]

@@ -17,9 +17,9 @@ from specdemo.ui import sweep
 from specdemo.ui.page import Visits
 from specdemo.ui.sweep import Sweeps, begin, restore, result_line
 from specdemo.ui.views import Loading
-from tests.ui.stand_ins import Bench, swept
+from tests.ui.stand_ins import Bench, swept, sync
 
-VISITOR = SimpleNamespace(session_hash="a")
+VISITOR = SimpleNamespace(session_hash="a", request=None)
 VALUES = {"sweep": "k", "preset": "embedded-draft", "repeats": 3, "new_tokens": 96}
 
 
@@ -36,7 +36,7 @@ def arguments(*values):
 
 
 def last(values):
-    return list(Sweeps("sweep").run(begin, VISITOR, values))[-1]["view"]
+    return list(sync(Sweeps("sweep").run(begin, VISITOR, values)))[-1]["view"]
 
 
 def lines(text):
@@ -44,7 +44,7 @@ def lines(text):
 
 
 def visit(query):
-    return SimpleNamespace(session_hash="a", query_params=QueryParams(query))
+    return SimpleNamespace(session_hash="a", request=None, query_params=QueryParams(query))
 
 
 def test_a_recorded_result_stands_in_until_there_is_one_of_the_visitors(bench):
@@ -54,13 +54,13 @@ def test_a_recorded_result_stands_in_until_there_is_one_of_the_visitors(bench):
     assert [line["type"] for line in lines(shown["view"])] == ["run", "result"]
     assert lines(shown["view"])[1]["recorded"] and "2026-" in lines(shown["view"])[1]["where"][1]
     assert sweeps.recorded(visitor, {"sweep": "batch"}) and json.loads(sweeps.save(visitor)["text"])["suite"] == "batch"
-    list(sweeps.run(begin, visitor, arguments("batch", "embedded-ngram", 2.0, 32)))
+    list(sync(sweeps.run(begin, visitor, arguments("batch", "embedded-ngram", 2.0, 32))))
     assert sweeps.recorded(visitor, {"sweep": "k"}) == {}
     assert all(recorded_suite(name) for name in suites.swept()), "every suite of the tab has one"
 
 
 def test_a_sweep_is_a_growing_text_and_then_curves(bench):
-    outputs = list(Sweeps("sweep").run(begin, VISITOR, arguments("batch", "embedded-ngram", 2.0, 32)))
+    outputs = list(sync(Sweeps("sweep").run(begin, VISITOR, arguments("batch", "embedded-ngram", 2.0, 32))))
     texts = [output["view"] for output in outputs]
     assert all(after.startswith(before) for before, after in pairwise(texts))
     seen = lines(texts[-1])
@@ -112,7 +112,7 @@ def test_too_frequent_progress_is_dropped(bench):
 
 def test_stop_keeps_the_finished_repeats(bench):
     sweeps, bench.endless = Sweeps("sweep"), True
-    texts = sweeps.run(begin, VISITOR, VALUES)
+    texts = sync(sweeps.run(begin, VISITOR, VALUES))
     while "repeat 3" not in next(texts)["view"]:
         pass
     assert lines(sweeps.request_stop(VISITOR)["view"])[-1]["type"] == "stopping"
@@ -125,7 +125,7 @@ def test_stop_keeps_the_finished_repeats(bench):
 
 def test_stop_before_the_first_repeat_is_no_error(bench):
     sweeps, bench.endless, bench.finished = Sweeps("sweep"), True, 0
-    texts = sweeps.run(begin, VISITOR, VALUES)
+    texts = sync(sweeps.run(begin, VISITOR, VALUES))
     next(texts)
     sweeps.request_stop(VISITOR)
     texts.close()
@@ -136,14 +136,14 @@ def test_stop_before_the_first_repeat_is_no_error(bench):
 
 def test_stop_while_waiting_for_the_engine(bench):
     sweeps = Sweeps("sweep")
-    list(sweeps.run(begin, VISITOR, VALUES))
+    list(sync(sweeps.run(begin, VISITOR, VALUES)))
     assert sweeps.request_stop(VISITOR) == sweeps.stop(VISITOR) == {}  # the previous sweep has ended
 
 
 def test_closing_the_tab_frees_the_engine(bench):
     bench.endless = True
     sweeps, lock = Sweeps("sweep"), sweep.live().session().lock
-    texts = sweeps.run(begin, VISITOR, VALUES)
+    texts = sync(sweeps.run(begin, VISITOR, VALUES))
     while "repeat 3" not in next(texts)["view"]:
         pass
     assert not lock.acquire(blocking=False)
@@ -188,7 +188,7 @@ def test_a_saved_result_opens_again(bench, tmp_path):
     sweeps = Sweeps("sweep")
     with pytest.raises(gr.Error, match="no result to save"):
         sweeps.save(VISITOR)
-    list(sweeps.run(begin, VISITOR, VALUES))
+    list(sync(sweeps.run(begin, VISITOR, VALUES)))
     file = sweeps.save(VISITOR)
     path = tmp_path / file["name"]
     path.write_text(file["text"], encoding="utf-8")
@@ -208,7 +208,7 @@ def test_a_result_without_speed_ups_is_a_table_alone(bench, tmp_path):
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"[" * 100_000, b'{"schema": 1}', b" " * 5_000_000])
 def test_invalid_result_is_one_line_and_changes_nothing(bench, tmp_path, content):
     sweeps, path = Sweeps("sweep"), tmp_path / "r.json"
-    list(sweeps.run(begin, VISITOR, VALUES))
+    list(sync(sweeps.run(begin, VISITOR, VALUES)))
     path.write_bytes(content)
     shown = sweeps.open(VISITOR, {"file": str(path)})
     assert lines(shown["view"])[-1]["type"] == "error"
