@@ -26,7 +26,7 @@ from specdemo.presets.files import Preset, preset
 from specdemo.presets.serve import Program, Served, on_free_ports, served
 from specdemo.servers.address import allow, host
 from specdemo.servers.client import Client, StatusError, connected
-from specdemo.servers.engines import ENGINES, stats_between
+from specdemo.servers.engines import ENGINES, metrics_paths, stats_between
 from specdemo.servers.engines.base import Schedule, ServingEngine
 from specdemo.servers.lane import KEY, Form, RemoteLane
 from specdemo.servers.process import ReportFunction
@@ -145,10 +145,10 @@ async def _point(suite: Load, server: str, remote: Remote, place: float, warm_up
         async def request(number: int) -> Answer:
             return await _request(http, remote, number % len(texts), texts[number % len(texts)], suite.new_tokens)
 
-        before, start = await http.metrics(), perf_counter()
+        before, start = await http.metrics(metrics_paths()), perf_counter()
         answers = await _traffic(suite, request, place, count)
         seconds = perf_counter() - start
-        return Point(answers, seconds, stats_between(before, await http.metrics()))
+        return Point(answers, seconds, stats_between(before, await http.metrics(metrics_paths())))
 
 
 async def _traffic(suite: Load, request: RequestFunction, place: float, count: int) -> list[Answer]:

@@ -10,13 +10,14 @@ from statistics import quantiles
 from typing import Self
 
 from specdemo.core.estimate import rate, waited_share
-from specdemo.core.trace import LaneTrace, Number, StepEvent, run_timings, step_ms
+from specdemo.core.trace import LaneTrace, Number, StepEvent, is_drafted, run_timings, step_ms
 
 WINDOW = 16  # tokens that the recent rate covers
-UNKNOWN_REMOTELY = (  # numbers that are unknown for a lane on a server
-    "steps drafted accepted acceptance_rate tokens_per_step accept_histogram accept_by_position "
-    "ms_draft ms_verify ms_other peak_memory_bytes"
-).split()
+UNMEASURED_REMOTELY = "ms_draft ms_verify ms_other peak_memory_bytes".split()  # unknown for a lane on a server
+UNKNOWN_REMOTELY = [  # unknown as well if its steps are
+    *"steps drafted accepted acceptance_rate tokens_per_step accept_histogram accept_by_position".split(),
+    *UNMEASURED_REMOTELY,
+]
 
 Numbers = dict[str, Number | list[Number]]
 
@@ -25,7 +26,7 @@ def node_depths(event: StepEvent, row: int) -> list[int]:
     """Return the depth of every slot of a row: 0 for the root and for padding, 1 for the first draft tokens."""
     depths = [0]
     for token, parent in zip(event.drafted[row], event.parents[row], strict=True):
-        depths.append(depths[parent] + 1 if token >= 0 else 0)
+        depths.append(depths[parent] + 1 if is_drafted(token) else 0)
     return depths
 
 
@@ -73,6 +74,7 @@ class Tally:
     drafted: int = 0
     accept_histogram: list[int] = field(default_factory=lambda: [0])  # [n] steps that accepted n draft tokens
     reached: list[int] = field(default_factory=list)  # [i] steps that drafted at depth i + 1
+    pieces: int = 0  # events of a server whose step is unknown
     gaps: list[float] = field(default_factory=list)  # time of a step, divided equally among its tokens
     _past: list[tuple[float, int]] = field(default_factory=lambda: [(0.0, 0)])  # clock and tokens after each step
 
@@ -87,6 +89,7 @@ class Tally:
     def add(self, event: StepEvent, row: int = 0) -> None:
         """Add one step of row `row`, in constant time."""
         step = StepCounts.of(event, row)
+        self.pieces += not any(event.path)
         if event.index == 0:
             self.first, self.prefill_ms = step.emitted, step.ms
         else:
@@ -168,7 +171,7 @@ def summarise(lane: LaneTrace, peak_memory_bytes: int = 0) -> Numbers:
     """
     tally = Tally.of(lane.events)
     numbers = {**tally.numbers(), **tally.latencies(), "peak_memory_bytes": peak_memory_bytes}
-    return (numbers if lane.remote is None else _remote_numbers(numbers, lane)) | _speed(lane)
+    return (numbers if lane.remote is None else _remote_numbers(tally, numbers, lane)) | _speed(lane)
 
 
 def _speed(lane: LaneTrace) -> Numbers:
@@ -181,24 +184,31 @@ def _speed(lane: LaneTrace) -> Numbers:
 
 
 def running_numbers(tally: Tally, remote: bool) -> Numbers:
-    """Return the numbers of a running lane: `numbers`, its clock and its recent speed. For a lane on a server a token
-    is a piece of text, and its passes are unknown."""
-    numbers = tally.numbers() | dict.fromkeys(UNKNOWN_REMOTELY if remote else ())
+    """Return the numbers of a running lane: `numbers`, its clock and its recent speed. On a server whose steps are
+    unknown, a token is a piece of text."""
+    numbers = tally.numbers() | dict.fromkeys(_unknown(tally) if remote else ())
     if remote:
         numbers["tokens_per_s"] = ratio(tally.first + tally.tokens, tally.clock_ms / 1000.0)
     clocks = {"clock_ms": tally.clock_ms, "ms_train": tally.train_ms, "recent": tally.recent_tokens_per_s}
     return numbers | {name: None if ms is None else round(ms, 3) for name, ms in clocks.items()}
 
 
-def _remote_numbers(numbers: Numbers, lane: LaneTrace) -> Numbers:
-    """Return the observable numbers of a lane on a server, overridden by the server's own counters. Gaps between tokens
-    are unknown if pieces come without token counts."""
+def _unknown(tally: Tally) -> list[str]:
+    return UNKNOWN_REMOTELY if tally.pieces else UNMEASURED_REMOTELY
+
+
+def _remote_numbers(tally: Tally, numbers: Numbers, lane: LaneTrace) -> Numbers:
+    """Return the observable numbers of a lane on a server. If its steps are unknown, the server's own counters fill in,
+    and gaps between tokens are unknown if pieces come without token counts."""
     assert lane.remote is not None
+    numbers = numbers | dict.fromkeys(_unknown(tally))
+    if lane.events and lane.steps_known:
+        return numbers
     return {
         **numbers,
-        **dict.fromkeys(UNKNOWN_REMOTELY if lane.remote.counted else (*UNKNOWN_REMOTELY, "itl_ms_p50", "itl_ms_p95")),
+        **dict.fromkeys(() if lane.remote.counted else ("itl_ms_p50", "itl_ms_p95")),
         "tokens": len(lane.token_ids) if lane.remote.counted else lane.remote.tokens,
-        "accept_histogram": [],
+        "accept_histogram": lane.remote.accept_histogram,
         "accept_by_position": lane.remote.accept_by_position,
         **{str(name): value for name, value in lane.remote.counters.items()},
     }

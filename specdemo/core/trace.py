@@ -20,6 +20,7 @@ from specdemo.core.json_limits import FILE_LIMITS, JsonLimits, check_json_limits
 SCHEMA: Final = 1
 LISTS: Final = ("accept_histogram", "accept_by_position")  # the entries of a summary that are lists
 MAX_TEXT = 50_000  # characters of a lane on a server; a public page can open a trace with three such lanes
+UNREPORTED: Final = -2  # id of a draft token that a server counts but does not name
 MAX_DEPTH = 1024  # entries of a list in a summary; the page draws every one
 
 Finish = Literal["stop", "length", "cancelled", "error"]
@@ -54,11 +55,11 @@ _Compared = Annotated[dict[str, Number | bool | str | _Reasons], _SMALL]
 class StepEvent:
     """One target pass over B rows. The first event is the prefill: nothing drafted, one token emitted.
 
-    For a lane on a server (LaneTrace.remote) an event is a piece of text as it arrived; its passes are unknown.
+    An event of a server (LaneTrace.remote) whose steps are unknown is a piece of text as it arrived. Its path is empty.
     """
 
     index: Int
-    drafted: _Rows  # [B][N] token ids, -1 absent
+    drafted: _Rows  # [B][N] token ids, -1 absent, -2 drafted but not reported
     parents: _Rows  # [B][N] parent slot of each node
     path: _Rows  # [B][...] accepted slots from the root (0) down; empty: unknown which tokens were drafted
     emitted: _Rows  # [B][...] output tokens, cut at the stop token and the length limit
@@ -73,16 +74,21 @@ class StepEvent:
     top: _TopTokens = field(default_factory=list)
 
 
+def is_drafted(token: int) -> bool:
+    """Return whether an entry of `drafted` is a draft token."""
+    return token >= 0 or token == UNREPORTED
+
+
 def token_kinds(event: StepEvent, row: int = 0) -> list[Kind]:
     """Return the kind of each emitted token of a row: accepted draft tokens, then one token from the target.
 
     That token is `bonus` if the draft ended with the path, `corrected` if all draft tokens after the path were
-    rejected, and `target` if nothing was drafted. Tokens of a server are `unknown`.
+    rejected, and `target` if nothing was drafted. Tokens of a server are `unknown` if its steps are.
     """
     if not event.path[row]:
         return ["unknown"] * len(event.emitted[row])
     drafted = [
-        (n + 1, p) for n, (t, p) in enumerate(zip(event.drafted[row], event.parents[row], strict=True)) if t >= 0
+        (n + 1, p) for n, (t, p) in enumerate(zip(event.drafted[row], event.parents[row], strict=True)) if is_drafted(t)
     ]
     path = event.path[row]
     if not drafted:
@@ -97,7 +103,7 @@ def token_kinds(event: StepEvent, row: int = 0) -> list[Kind]:
 
 @checked(frozen=True, slots=True, config=_strict)
 class Remote:
-    """Server that a lane ran on, and its own figures. Times are wall times of arrival, including the network."""
+    """Server of a lane, and its own figures, used where its steps are unknown. Times are wall times of arrival."""
 
     server: str  # host:port
     model: str  # name of the model on the server
@@ -108,6 +114,7 @@ class Remote:
     accept_by_position: Annotated[list[Number], _FAST] = field(default_factory=list)
     source: str = ""  # definition of the server's counters, and the requests they cover
     times: Annotated[dict[Span, _Ms], _SMALL] = field(default_factory=dict)  # of this request, by the server's clock
+    accept_histogram: Annotated[list[Number], _FAST] = field(default_factory=list)
 
 
 @checked(slots=True, config=_strict)
@@ -135,6 +142,11 @@ class LaneTrace:
     # runs before, without probabilities
     repeats: Annotated[list[Annotated[list[StepEvent], _FAST]], _SHORT] = field(default_factory=list)
     defaults: Annotated[list[str], _FAST, _SHORT] = field(default_factory=list)  # options left at their default
+
+    @property
+    def steps_known(self) -> bool:
+        """Return whether it is known of every token whether it was drafted."""
+        return all(any(event.path) for event in self.events)
 
 
 @checked(slots=True, config=_strict)
@@ -262,19 +274,20 @@ def _problems(lane: LaneTrace) -> Iterator[str]:
     yield from (f"{name!r:.60} has a value of the wrong type" for name in wrong)
     if lane.remote:
         lists["remote.accept_by_position"] = lane.remote.accept_by_position
+        lists["remote.accept_histogram"] = lane.remote.accept_histogram
     yield from (f"{n!r} has more than {MAX_DEPTH:,} entries" for n, value in lists.items() if len(value) > MAX_DEPTH)
 
 
 def _is_consistent(event: StepEvent, remote: bool) -> bool:
     """Return True if rows and columns have equal sizes, parents come first, and the path goes from parent to child.
 
-    The drafts and the path of a remote event are empty.
+    The draft and the path of a remote event are empty if its step is unknown.
     """
     per_node = (event.drafted, event.parents, event.draft_probs, event.target_probs)
     if not event.path or {len(event.path)} != {len(field) for field in (*per_node, event.emitted)}:
         return False
-    if remote:
-        return not event.top and not any(cells for rows in (*per_node, event.path) for cells in rows)
+    if remote and not any(event.path):
+        return not event.top and not any(cells for rows in per_node for cells in rows)
     if event.top and len(event.top) != len(event.path[0]):
         return False
     for tokens, parents, path, emitted, *probs in zip(
@@ -285,7 +298,9 @@ def _is_consistent(event: StepEvent, remote: bool) -> bool:
             return False
         if not all(0 <= parent <= node for node, parent in enumerate(parents)):
             return False
-        if not all(0 < s <= len(tokens) and tokens[s - 1] >= 0 and parents[s - 1] == up for up, s in pairwise(path)):
+        if not all(0 < s <= len(tokens) and is_drafted(tokens[s - 1]) for s in path[1:]):
+            return False
+        if not all(parents[s - 1] == up for up, s in pairwise(path)):
             return False
     return True
 
@@ -299,7 +314,7 @@ def run_timings(lane: LaneTrace, include_prefill: bool = False) -> Runs:
 
 
 def _run_timing(lane: LaneTrace, events: Sequence[StepEvent], include_prefill: bool) -> RunTiming:
-    run = decode_timing(events)
+    run = decode_timing(events, lane.remote is not None)
     if not include_prefill or not events:
         return run
     tokens = run.tokens + len(events[0].emitted[0])
@@ -308,13 +323,13 @@ def _run_timing(lane: LaneTrace, events: Sequence[StepEvent], include_prefill: b
     return replace(run, tokens=tokens, first_ms=step_ms(events[0]))
 
 
-def decode_timing(events: Sequence[StepEvent]) -> RunTiming:
-    """Return the decode time of all rows together, without the prefill. For pieces from a server, sizes are in
+def decode_timing(events: Sequence[StepEvent], remote: bool = False) -> RunTiming:
+    """Return the decode time of all rows together, without the prefill. remote: on a server, where sizes are in
     tokens."""
     steps, waited_ms = [], []
     for event in events[1:]:
-        drafted = sum(token >= 0 for row in event.drafted for token in row)
-        steps.append((drafted if event.path[0] else len(event.emitted[0]), step_ms(event)))
+        drafted = sum(is_drafted(token) for row in event.drafted for token in row)
+        steps.append((len(event.emitted[0]) if remote else drafted, step_ms(event)))
         if event.wall_ms is not None:
             waited_ms.append(event.wall_ms - step_ms(event))
     tokens = sum(len(row) for event in events[1:] for row in event.emitted)

@@ -40,6 +40,7 @@ class RunningLane(ABC):
     """A lane of a run. trace: grows with every event; its `finish` is `cancelled` until the text is complete."""
 
     exclusive = False  # True: no other lane runs at the same time
+    restarts = False  # True once `trace` has other events than those that were read
     peak_bytes = 0
 
     def __init__(self, trace: LaneTrace) -> None:
@@ -234,6 +235,7 @@ class ServerLane(RunningLane):
     def _events(self, cancelled: Cancelled) -> Events:
         for event, _ in self._stream.events(cancelled):
             yield event
+        self.restarts = self._stream.has_steps
 
 
 def _forms(spec: Comparison, template: bool | None) -> tuple[servers.Form, ...]:

@@ -30,6 +30,13 @@ class LaneStep:
 
 
 @dataclass(frozen=True, slots=True)
+class Restarted:
+    """The steps of a lane follow from its first one again: a server reported at the end which tokens were drafted."""
+
+    lane: int
+
+
+@dataclass(frozen=True, slots=True)
 class Note:
     """A sentence for the user, about one lane or the run."""
 
@@ -52,7 +59,7 @@ class Finished:
     trace: RunTrace
 
 
-Message = Started | LaneStep | Note | LaneDone | Finished
+Message = Started | LaneStep | Restarted | Note | LaneDone | Finished
 
 
 def opened(trace: RunTrace) -> Iterator[Message]:
@@ -61,21 +68,32 @@ def opened(trace: RunTrace) -> Iterator[Message]:
     yield from map(Note, trace.notes)
 
 
+class StoredSteps:
+    """Messages for the stored steps of a lane, in order."""
+
+    def __init__(self, trace: RunTrace, lane: int) -> None:
+        self._trace, self._lane = trace, lane
+        self._tally, self._emitted = Tally(), 0
+
+    def step(self, event: StepEvent) -> LaneStep:
+        """Return the message of the next step."""
+        lane, names = self._trace.lanes[self._lane], self._trace.vocabulary
+        start, self._emitted = self._emitted, self._emitted + len(event.emitted[0])
+        self._tally.add(event)
+        numbers = running_numbers(self._tally, lane.remote is not None)
+        drafted = [names.get(str(t), "") for t in event.drafted[0]]
+        top = [[names.get(str(t), "") for t, _ in row] for row in event.top]
+        return LaneStep(self._lane, event, lane.pieces[start : self._emitted], drafted, numbers, top)
+
+
 def replay(trace: RunTrace) -> Iterator[Message]:
     """Yield the messages of a stored run, in the order of the lanes' clocks. Needs no model and no GPU."""
     empty = [replace(lane, events=[], token_ids=[], pieces=[], text="", summary={}) for lane in trace.lanes]
     yield from opened(replace(trace, lanes=empty, comparison=[]))
-    tallies = [Tally() for _ in trace.lanes]
-    emitted = [0] * len(trace.lanes)
+    stored = [StoredSteps(trace, index) for index in range(len(trace.lanes))]
     remaining = [len(lane.events) for lane in trace.lanes]
     for index, event in race([iter(lane.events) for lane in trace.lanes]):
-        start, emitted[index] = emitted[index], emitted[index] + len(event.emitted[0])
-        pieces = trace.lanes[index].pieces[start : emitted[index]]
-        tallies[index].add(event)
-        numbers = running_numbers(tallies[index], trace.lanes[index].remote is not None)
-        drafted = [trace.vocabulary.get(str(t), "") for t in event.drafted[0]]
-        top = [[trace.vocabulary.get(str(t), "") for t, _ in row] for row in event.top]
-        yield LaneStep(index, event, pieces, drafted, numbers, top)
+        yield stored[index].step(event)
         remaining[index] -= 1
         if not remaining[index]:
             yield LaneDone(index, trace.lanes[index])

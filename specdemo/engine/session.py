@@ -14,13 +14,13 @@ import torch
 
 from specdemo.core.protocol import Target
 from specdemo.core.tally import Tally, running_numbers
-from specdemo.core.trace import RunTrace, without_probabilities
+from specdemo.core.trace import UNREPORTED, RunTrace, without_probabilities
 from specdemo.core.tree import ABSENT
 from specdemo.engine.clock import clock_name
 from specdemo.engine.comparison import Comparison
 from specdemo.engine.lanes import LocalLane, RunningLane, ServerLane, chat_messages
 from specdemo.engine.loop import never_cancelled
-from specdemo.engine.messages import Finished, LaneDone, LaneStep, Message, Note, opened
+from specdemo.engine.messages import Finished, LaneDone, LaneStep, Message, Note, Restarted, StoredSteps, opened
 from specdemo.engine.model_cache import ModelCache
 from specdemo.engine.race import SCHEDULES
 from specdemo.engine.session_state import SessionState
@@ -253,7 +253,21 @@ def _play(lanes: Mapping[int, RunningLane], trace: RunTrace, cancelled: Callable
                 waiting.remove(index)
                 yield LaneDone(index, lane.summarise())
     for index in waiting:
+        if lanes[index].restarts:
+            yield from _restarted(trace, index)
         done = lanes[index].summarise()
         if done.note:
             yield Note(done.note, index)
         yield LaneDone(index, done)
+
+
+def _restarted(trace: RunTrace, index: int) -> Iterator[Message]:
+    """Yield the steps of a lane in place of its pieces, and add the texts of its draft tokens to the vocabulary."""
+    lane = trace.lanes[index]
+    if any(UNREPORTED in event.drafted[0] for event in lane.events):
+        trace.vocabulary[str(UNREPORTED)] = "?"
+    drafted = {token for event in lane.events for token in event.drafted[0] if token >= 0}
+    texts = zip(lane.token_ids, lane.pieces, strict=True)
+    trace.vocabulary.update({str(token): text for token, text in texts if token in drafted})
+    yield Restarted(index)
+    yield from map(StoredSteps(trace, index).step, lane.events)

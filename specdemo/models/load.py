@@ -44,6 +44,7 @@ from specdemo.models.sources import (
     locate,
     no_progress,
     read_config,
+    resolve,
 )
 from specdemo.models.target import HFTarget
 from specdemo.models.tokenizer_file import check_tokenizer
@@ -199,6 +200,12 @@ def load_meta_target(name: str) -> HFTarget:
     model = _meta_target(name, folder).model
     with load_errors(name), _exclusive_build():
         return HFTarget(model, _tokenizer(folder), name)
+
+
+def local_tokenizer(name: str) -> PreTrainedTokenizerBase | None:
+    """Return the tokenizer of a model, None if this machine has none. Raises ValueError with one line."""
+    with load_errors(name):
+        return _tokenizer(resolve(name))
 
 
 def _meta_target(name: str, folder: str) -> HFTarget:

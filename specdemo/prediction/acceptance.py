@@ -198,7 +198,7 @@ def from_mean(tokens: float, k: int) -> Acceptance:
 
 def of_lane(lane: LaneTrace) -> Acceptance:
     """Return the acceptance of a lane of a trace over all its rows. Raises ValueError if it is unknown."""
-    if lane.remote is not None:
+    if lane.remote is not None and not (lane.events and lane.steps_known):
         rates = [rate for rate in lane.remote.accept_by_position if rate]
         if not rates:
             raise ValueError(f"lane {lane.name!r} ran on a server that reports no accepted tokens; pass --acceptance")

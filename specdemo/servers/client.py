@@ -5,7 +5,7 @@ followed. Callers limit the total time; the client limits the time without data.
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
@@ -46,13 +46,14 @@ class Client:
         async with self._answer("GET", path) as answer:
             return b"".join([part async for part, _ in _bounded(answer, most)])
 
-    async def metrics(self) -> str | None:
-        """Return the text of /metrics; None if there is none, or if it is too long or too slow."""
-        try:
-            async with asyncio.timeout(METRICS_S):
-                return (await self.read("/metrics", METRICS_BYTES)).decode(errors="replace")
-        except Exception:  # without metrics the counters are unknown
-            return None
+    async def metrics(self, paths: Iterable[str]) -> str | None:
+        """Return the metrics of all paths; None if there are none, or if they are too long or too slow."""
+        texts = []
+        for path in paths:
+            with suppress(Exception):  # without metrics the counters are unknown
+                async with asyncio.timeout(METRICS_S):
+                    texts.append((await self.read(path, METRICS_BYTES)).decode(errors="replace"))
+        return "\n".join(texts) if texts else None
 
     async def events(
         self, path: str, question: dict[str, object], tokens: int

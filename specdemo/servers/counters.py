@@ -6,13 +6,13 @@ invalid, negative, implausibly large or inconsistent. servers/engines/ has the n
 
 import re
 from collections import defaultdict
-from collections.abc import Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from math import isnan, nan
 from statistics import fmean
-from typing import Annotated
+from typing import Annotated, TypeVar
 
-from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic import BaseModel, Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
 
 from specdemo.core.trace import MAX_DEPTH, Counter, Number, Span
 
@@ -33,21 +33,32 @@ def _none_if_invalid(value: object, check: ValidatorFunctionWrapHandler) -> obje
 
 
 IF_VALID = WrapValidator(_none_if_invalid)
-Count = Annotated[Annotated[int, Field(strict=True, ge=0, lt=MAX_COUNT)] | None, IF_VALID]
+_Count = Annotated[int, Field(strict=True, ge=0, lt=MAX_COUNT)]
+Count = Annotated[_Count | None, IF_VALID]
+Counts = Annotated[Annotated[list[_Count], Field(fail_fast=True)] | None, IF_VALID]
 Milliseconds = Annotated[Annotated[float, Field(ge=0, lt=MAX_COUNT, allow_inf_nan=False)] | None, IF_VALID]
 
+ModelT = TypeVar("ModelT", bound=BaseModel)
+Drafts = Sequence[tuple[int, int]]  # drafted and accepted tokens of every verified draft, in order
 Samples = dict[tuple[str, int | None], list[float]]  # (name without _total, position) -> one value per engine
 
 
 @dataclass(frozen=True, slots=True)
 class ServerStats:
-    """Numbers of `core.trace.Remote`, and what they are; all empty when nothing is known."""
+    """Numbers of `core.trace.Remote`, and what they are; all empty when nothing is known.
+
+    drafts: of one answer, None if the server reports only totals. running: the totals cover the answer up to this
+    chunk, so that their increases give the drafts.
+    """
 
     counters: dict[Counter, _Value] = field(default_factory=dict)
     accept_by_position: list[_Value] = field(default_factory=list)
     source: str = ""
     # of one request, as measured by the server
     times: dict[Span, Annotated[float, _BOUNDS]] = field(default_factory=dict)
+    accept_histogram: list[int] = field(default_factory=list)
+    drafts: Drafts | None = None
+    running: bool = False
 
 
 def parse(text: str, names: Set[str]) -> Samples:
@@ -105,6 +116,50 @@ def draft_counters(old: Samples, new: Samples, prefix: str, title: str) -> Serve
         f"{title}'s counters over the run: accepted / drafted tokens; 1 + accepted tokens / drafts; "
         "requests of other users are included",
     )
+
+
+def reported(model: type[ModelT], chunk: Mapping[str, object], *keys: str) -> ModelT | None:
+    """Return the fields below `keys` in a chunk of an answer, None if they are missing or not an object."""
+    value: object = chunk
+    for key in keys:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    try:
+        return model.model_validate(value)
+    except ValidationError:
+        return None
+
+
+def answer_stats(
+    title: str,
+    drafted: int | None,
+    accepted: int | None,
+    steps: int | None = None,
+    histogram: Sequence[int] | None = None,
+    drafts: Drafts | None = None,
+) -> ServerStats | None:
+    """Return the statistics of one answer from its totals, None if they are missing or inconsistent.
+
+    title: of the engine. histogram: [n] steps that accepted n draft tokens; it and `drafts` are left out if they
+    contradict the totals.
+    """
+    if drafted is None or accepted is None or accepted > drafted:
+        return None
+    counters: dict[Counter, float | None] = {"drafted": drafted, "accepted": accepted}
+    source = f"{title}'s count for this answer: accepted / drafted tokens"
+    if drafted:
+        counters["acceptance_rate"] = round(accepted / drafted, 4)
+    if steps:
+        counters |= {"steps": steps, "tokens_per_step": round(1 + accepted / steps, 4)}
+        source += "; 1 + accepted tokens / steps"
+    bars = list(histogram or [])[: MAX_DEPTH + 1]
+    if not steps or sum(bars) != steps or sum(n * count for n, count in enumerate(bars)) != accepted:
+        bars = []
+    if drafts is not None and (
+        any(a > d for d, a in drafts) or (sum(d for d, _ in drafts), sum(a for _, a in drafts)) != (drafted, accepted)
+    ):
+        drafts = None
+    positions = [round(sum(bars[i:]) / steps, 4) for i in range(1, len(bars))] if steps else []
+    return ServerStats(counters, list[Number](positions), source, accept_histogram=bars, drafts=drafts)
 
 
 def gauge(samples: Samples, name: str) -> float | None:

@@ -1,8 +1,9 @@
 """Lane on a server with OpenAI's completions API, such as vLLM, SGLang, llama.cpp or TGI.
 
 Its clock is wall time from the request to the arrival of each piece of text, including the network. It never runs at
-the same time as another lane. What the server does not report stays unknown: which tokens were drafted and, with some
-servers, the token ids and even their number. SPECDEMO_API_KEY is sent to listed servers only and never appears in
+the same time as another lane. If the server reports its drafts step by step, pieces become steps at the end of the
+answer. What it does not report stays unknown: which tokens were drafted and, with some servers, the token ids and even
+their number. SPECDEMO_API_KEY is sent to listed servers only and never appears in
 traces, links or messages.
 """
 
@@ -24,7 +25,8 @@ from specdemo.servers import client
 from specdemo.servers.address import check_listed, host
 from specdemo.servers.client import Client, StatusError, connected
 from specdemo.servers.counters import ServerStats
-from specdemo.servers.engines import stats_between
+from specdemo.servers.engines import metrics_paths, request_fields, stats_between
+from specdemo.servers.steps import Span, step_events, token_pieces
 from specdemo.servers.stream import Piece, StreamParser
 
 if TYPE_CHECKING:
@@ -58,7 +60,8 @@ class _ModelList(BaseModel):
 
 @dataclass
 class RemoteLane:
-    """Streams one continuation. `trace` is written as it comes; its `remote` and `finish` are right once `events` ends.
+    """Streams one continuation. `trace` is written as it comes; its `remote` and `finish` are right once `events` ends,
+    and its events are then steps instead of pieces if `has_steps`.
 
     model: the target's name on the server, None: what the server serves, which then has to be one model or one named
     as `target`. forms: how the prompt may be put, the first that the server takes. Raises ValueError for a server
@@ -77,6 +80,8 @@ class RemoteLane:
         self.server = check_listed(self.server)
         self._finish: Literal["stop", "length"] | None = None
         self._as_ids = False
+        self._spans: list[Span] | None = []
+        self.has_steps = False
         self.trace.remote = self._remote = Remote(host(self.server), self.model or "", "")
 
     def events(self, cancelled: Callable[[], bool]) -> Iterator[Piece]:
@@ -104,6 +109,35 @@ class RemoteLane:
             raise RuntimeError(late) from None
         if not cancelled() and self._finish:
             self.trace.finish = self._finish
+            self._replace_pieces()
+
+    def _replace_pieces(self) -> None:
+        """Replace the pieces by steps, if the server reports these."""
+        if self._spans is None:
+            self._note("tokens are not coloured, since the server's draft counts do not fit its text")
+        if not self._spans:
+            return
+        trace, texts, start = self.trace, [], 0
+        for event in trace.events:
+            start += len(event.emitted[0])
+            texts.append(trace.pieces[start - 1])
+        trace.pieces, known = token_pieces(trace.events, texts, self._decoder())
+        trace.events, self.has_steps = step_events(trace.events, self._spans, known), True
+        if not trace.steps_known:
+            self._note("grey tokens: their text or their draft is not known token by token")
+
+    def _decoder(self) -> Callable[[list[int]], list[str]]:
+        """Return a function for the texts of token ids; they are empty without the target's tokenizer."""
+        from specdemo.models.load import local_tokenizer
+        from specdemo.models.text import Detokenizer, encode
+
+        try:
+            tokenizer = local_tokenizer(self.target)
+            if tokenizer is not None:
+                return Detokenizer(tokenizer, encode(tokenizer, self.prompt, MAX_TEXT)).push
+        except ValueError:
+            pass
+        return lambda ids: []
 
     def _update(self, **known: Any) -> None:
         self.trace.remote = self._remote = replace(self._remote, **known)
@@ -121,19 +155,17 @@ class RemoteLane:
                 prompt: Prompt = self._split() if self._as_ids else self.prompt
                 form, standard = await self._warm_up(http)
                 self._update(endpoint=f"/v1/{form}")
-                before = await http.metrics()
+                before = await http.metrics(metrics_paths())
                 await parser.read_stream(http, f"/v1/{form}", self._request(form, standard, prompt, limit))
-                counted = stats_between(before, await http.metrics())
+                counted = stats_between(before, await http.metrics(metrics_paths()))
         except Exception as error:
             raise RuntimeError(_reason(error, host(self.server), key, parser.pieces)) from None
         finally:
-            self._update(
-                tokens=parser.reported_tokens, counted=parser.counted or parser.reported_tokens == parser.pieces
-            )
+            self._update(tokens=parser.reported_tokens, counted=parser.all_counted)
         stats = counted if _alone(counted, parser) else parser.drafted or counted
         self._update(counters=stats.counters, accept_by_position=stats.accept_by_position, source=stats.source)
-        self._update(times=parser.times or counted.times)
-        self._finish = parser.finish
+        self._update(accept_histogram=stats.accept_histogram, times=parser.times or counted.times)
+        self._spans, self._finish = parser.spans(), parser.finish
 
     async def _served(self, http: Client) -> str:
         try:
@@ -219,14 +251,15 @@ class RemoteLane:
                 "min_p": sampling.min_p,
                 "repetition_penalty": 1.0,
                 "return_token_ids": True,
+                **request_fields(),
             }
         return request
 
 
 def _alone(counted: ServerStats, parser: StreamParser) -> bool:
-    """Return whether the server's counters cover this answer only, so that they can replace those of the answer."""
-    drafted = parser.drafted.counters.get("drafted") if parser.drafted else None
-    return drafted is not None and counted.counters.get("drafted") == drafted
+    """Return whether the server's counters cover this answer only and say more than those of the answer."""
+    own = parser.drafted.counters if parser.drafted else {}
+    return "drafted" in own and "steps" not in own and counted.counters.get("drafted") == own["drafted"]
 
 
 def _in_background(

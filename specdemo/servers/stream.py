@@ -11,10 +11,12 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
 
-from specdemo.core.trace import Span, StepEvent
+from specdemo.core.trace import Span as Clock
+from specdemo.core.trace import StepEvent
 from specdemo.servers.client import Client
 from specdemo.servers.counters import IF_VALID, Count, ServerStats
 from specdemo.servers.engines import acceptance
+from specdemo.servers.steps import Span, spans_by_drafts, spans_by_totals
 
 TOKEN_CHARS = 64  # average length of a token's text
 SPARE_CHARS = 4_000
@@ -67,7 +69,9 @@ class StreamParser:
         self.reported_tokens: int | None = None  # tokens of the text so far, as counted by the server
         self.finish: Literal["stop", "length"] | None = None
         self.drafted: ServerStats | None = None
-        self.times: dict[Span, float] = {}  # as measured by the server
+        self.times: dict[Clock, float] = {}  # as measured by the server
+        self._sizes: list[int] = []  # tokens of each piece
+        self._totals: list[tuple[int, int]] = []  # drafted and accepted tokens up to each token, if reported
 
     def begin(self) -> None:
         """Start the clock: the request goes out now."""
@@ -91,13 +95,16 @@ class StreamParser:
         chunk = _Chunk.model_validate(event)
         if chunk.error:
             raise ValueError(chunk.error.get("message", "") if isinstance(chunk.error, dict) else str(chunk.error))
+        stats = acceptance(event) if isinstance(event, dict) else ServerStats()
         grown = self._grown(chunk.usage.completion_tokens if chunk.usage else None)
         for choice in chunk.choices or []:
             text, ids = (choice.delta or choice).complete, choice.token_ids or []
             if text or ids or grown:
                 self._piece(text, ids, grown, arrived)
+                self._count(len(ids) or grown or 1, stats)
             self._end(choice.finish_reason)
-        self._read_statistics(event)
+        self.times = stats.times or self.times
+        self.drafted = stats if stats.counters else self.drafted
 
     def _grown(self, total: int | None) -> int:
         """Return the tokens since the last count, if every piece came with one; a count at the end gives only the
@@ -136,8 +143,25 @@ class StreamParser:
             raise ValueError(f"it ended the text early: {reason}")
         self.finish = "stop" if reason == "stop" else "length"
 
-    def _read_statistics(self, event: object) -> None:
-        """Keep the engine's own counts and times of this answer, if the chunk has any."""
-        stats = acceptance(event) if isinstance(event, dict) else ServerStats()
-        self.times = stats.times or self.times
-        self.drafted = stats if stats.counters else self.drafted
+    def _count(self, tokens: int, stats: ServerStats) -> None:
+        self._sizes.append(tokens)
+        if stats.running:
+            drafted, accepted = (int(stats.counters.get(name) or 0) for name in ("drafted", "accepted"))
+            self._totals += [(drafted, accepted)] * tokens
+
+    @property
+    def all_counted(self) -> bool:
+        """Return whether every piece is known to be a number of tokens."""
+        return self.counted or self.reported_tokens == self.pieces
+
+    def spans(self) -> list[Span] | None:
+        """Return the steps of the complete answer; empty if its engine reports only totals, None if its counts do not
+        fit the text.
+        """
+        if self.drafted is None:
+            return []
+        if self.drafted.drafts is not None:
+            return spans_by_drafts(self._sizes, self.drafted.drafts) if self.all_counted else None
+        if not self.drafted.running or len(self._totals) < self.tokens:
+            return []
+        return spans_by_totals(self._totals) if self.all_counted else None

@@ -96,12 +96,12 @@ function inspect() {
   const parts = Object.entries(line.ms).map(([name, ms]) => `${name} ${milliseconds(ms)}`);
   const drafted = line.fates.filter(Boolean).length;
   const accepted = line.fates.filter((outcome) => outcome === "accepted").length;
-  const what = lane.remote ? "a piece as it arrived, draft tokens unknown" : run.selected.step ? (drafted ? `${accepted}/${drafted} accepted` : "nothing drafted") : prefill(line);
+  const what = !line.path.length ? "a piece as it arrived, draft tokens unknown" : run.selected.step ? (drafted ? `${accepted}/${drafted} accepted` : "nothing drafted") : prefill(line);
   $(".sd-step").replaceChildren(
     laneNumber(lane),
     ` Step ${run.selected.step}/${lane.steps.length - 1} · ${what} · ${milliseconds(sum(Object.values(line.ms)))} ms (${parts.join(", ")})`
   );
-  $(".sd-step-summary").textContent = lane.remote || !run.selected.step || !drafted ? "" : describeStep(line);
+  $(".sd-step-summary").textContent = !run.selected.step || !drafted ? "" : describeStep(line);
   $(".sd-inspector").classList.toggle("sd-wide", isTree(line));
   if (!isTree(line)) return box.replaceChildren(stepTable(line, selectedPosition(lane)));
   const tree = treeView(line, lane.steps[run.selected.step - 1]?.text.at(-1) ?? "");

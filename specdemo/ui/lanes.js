@@ -14,7 +14,10 @@ function laneNumber(lane) {
 const lossy = (lane) => (lane.exact === false ? [make("em", "sd-lossy", "lossy")] : []);
 
 // The server reports its model with its first answer.
-const remoteLabel = ({ server, model }) => `remote: ${model ? `${model} at ` : ""}${server}, draft tokens unknown`;
+const remoteLabel = ({ server, model }, known = false) => `remote: ${model ? `${model} at ` : ""}${server}${known ? "" : ", draft tokens unknown"}`;
+
+// Returns whether the server reported which tokens were drafted.
+const stepsKnown = (lane) => lane.steps.every((line) => line.path.length);
 
 function remote(lane) {
   if (!lane.remote) return [];
@@ -184,7 +187,7 @@ function drawDone(lane, line) {
   lane.summary = line.summary;
   if (lane.remote) {
     lane.remote = line.remote;
-    lane.view.card.querySelector(".sd-remote").textContent = remoteLabel(lane.remote);
+    lane.view.card.querySelector(".sd-remote").textContent = remoteLabel(lane.remote, stepsKnown(lane));
   }
   if (line.note) laneNote(lane, line.note);
   const seconds = `${((lane.soFar.clock_ms ?? 0) / 1000).toFixed(2)} s`;

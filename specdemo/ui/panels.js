@@ -36,14 +36,14 @@ function drawHistogram() {
   const rates = n.accept_by_position || [];
   const list = rates.map((rate, i) => `${i + 1}:\u00a0${percent(rate).replace(" ", "\u00a0")}`).join("  ");
   const box = $(".sd-histogram");
-  if (lane.remote) {
+  if (lane.remote && !n.accept_histogram?.length) {
     const reported = rates.length ? [`Acceptance rate at position ${list}, reported by its server. ${lane.remote.source}.`] : [];
     return paragraphs(box, ["The accepted tokens per step are unknown.", ...reported]);
   }
   if (!lane.index) return paragraphs(box, ["The baseline has no drafter."]);
   if (!n.drafted) return paragraphs(box, [`Nothing was drafted${run.done ? "" : " yet"}.`]);
   if (!$(".sd-accepted-chart")) box.replaceChildren(make("div", "sd-accepted-chart"), make("p", "sd-small sd-rates"));
-  $(".sd-rates").textContent = `Acceptance rate at position ${list}`;
+  $(".sd-rates").textContent = `Acceptance rate at position ${list}${lane.remote && !stepsKnown(lane) ? `. ${lane.remote.source}` : ""}`;
   const label = n.accept_histogram.map((count, accepted) => `${count} steps accepted ${accepted}`).join(", ");
   plot($(".sd-accepted-chart"), { bars: n.accept_histogram, label, series: lane.index });
 }

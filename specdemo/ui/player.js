@@ -85,6 +85,11 @@ class Player {
     lane.lines.push(line);
   }
 
+  /** Forgets the lines of a lane. @param {Lane} lane */
+  restart(lane) {
+    Object.assign(lane, { lines: [], received: 0, over: false, next: 0, announced: null });
+  }
+
   get playing() {
     return this.frame !== 0;
   }

@@ -33,7 +33,7 @@ function clear() {
 }
 
 function receive(line) {
-  const actions = { run: opened, waiting: inLine, start: started, step: received, done: received, end: ended, loading, error: failed, note: noted, idle };
+  const actions = { run: opened, waiting: inLine, start: started, step: received, restart: restarted, done: received, end: ended, loading, error: failed, note: noted, idle };
   actions[line.type]?.(line);
 }
 
@@ -78,6 +78,14 @@ function started(line) {
 function received(line) {
   const lane = run.lanes[line.lane];
   if (lane) player.receive(lane, line);
+}
+
+// Clears a lane: its steps follow again, with the outcome of its draft tokens.
+function restarted(line) {
+  const lane = run.lanes[line.lane];
+  if (!lane) return;
+  player.restart(lane);
+  reset(lane);
 }
 
 function ended(line) {

@@ -14,9 +14,9 @@ from specdemo.core.atomic_io import json_text
 from specdemo.core.definitions import by_key
 from specdemo.core.estimate import Estimate
 from specdemo.core.headline import SO_FAR, headline, settled
-from specdemo.core.trace import LaneTrace, RunTrace, StepEvent, estimates, token_kinds
+from specdemo.core.trace import LaneTrace, RunTrace, StepEvent, estimates, is_drafted, token_kinds
 from specdemo.engine.cost import prediction
-from specdemo.engine.messages import Finished, LaneDone, LaneStep, Message, Note, Started
+from specdemo.engine.messages import Finished, LaneDone, LaneStep, Message, Note, Restarted, Started
 
 Fate = Literal["accepted", "rejected", "not reached"]
 
@@ -49,6 +49,8 @@ def view(message: Shown) -> dict[str, object]:
         case LaneDone(lane, trace):
             done = {"type": "done", "lane": lane, "finish": trace.finish, "note": trace.note, "summary": trace.summary}
             return done | {"remote": _remote(trace)}
+        case Restarted(lane):
+            return {"type": "restart", "lane": lane}
         case Finished(trace):
             end = {"type": "end", "finish": finish(trace), "comparison": _comparison(trace)}
             return end | {"headline": _headline(trace, "×")}
@@ -80,7 +82,7 @@ def fates(event: StepEvent) -> list[Fate | None]:
     served: set[int] = set()  # accepted slots with an accepted child
     verdicts: list[Fate | None] = []
     for slot, (token, parent) in enumerate(zip(event.drafted[0], event.parents[0], strict=True), start=1):
-        if token < 0:
+        if not is_drafted(token):
             verdicts.append(None)
         elif slot in path:
             verdicts.append("accepted")

@@ -205,6 +205,16 @@ KINDS = [
             "a-list": [5, 1],
         }.items()
     ),
+    *(
+        slow_limits(f"steps-{name}", piece("Once"), ended(metrics={"speculative_decoding": counts}), **UNKNOWN)
+        for name, counts in {
+            "a-list": [1, 2],
+            "below-zero": {"num_draft_tokens": -4, "num_accepted_draft_tokens": -4, "num_spec_steps": -1},
+            "beyond-reason": {"num_draft_tokens": 10**400, "num_accepted_draft_tokens": 1, "num_spec_steps": 1},
+            "more-accepted-than-drafted": {"num_draft_tokens": 1, "num_accepted_draft_tokens": 10**9},
+            "without-totals": {"num_spec_steps": 10**9, "per_step_drafted": [4], "per_step_accepted": [4]},
+        }.items()
+    ),
     Kind("answer", "chunks-of-one-byte", lambda: in_chunks_of_one(SHARP), text="Ünïcödé 🙂"),
     Kind("answer", "talks-on-after-its-end", lambda: drip(head() + events(*GOOD) + DONE, b"x"), known=UNKNOWN),
     Kind("metrics", "endless", lambda: (head(), *repeat(NUL, 9000))),
@@ -309,6 +319,20 @@ def test_invalid_counters_are_unknown(before, after):
 
 def test_failed_reading_is_not_zero():
     assert stats_between(None, drafted(9, 18, 9)) == ServerStats()
+
+
+@pytest.mark.parametrize("entries", [4, 2000, 20_000])
+def test_steps_that_the_text_does_not_have_are_totals(session, good, entries):
+    counts = {"num_draft_tokens": 4 * entries, "num_accepted_draft_tokens": 4 * entries, "num_spec_steps": 10**9}
+    counts |= {"per_step_drafted": [4] * entries, "per_step_accepted": [4] * entries}
+    counts["acceptance_histogram"] = [10**9] * entries
+    pieces = [*GOOD[:-1], GOOD[-1] | {"metrics": {"speculative_decoding": counts}}]
+    with completion_server(pieces) as many:
+        trace = race(session, good, many)
+    lane = trace.lanes[1]
+    assert lane.finish == "stop" and "do not fit its text" in lane.note and not lane.steps_known
+    assert lane.summary["acceptance_rate"] == 1 and lane.summary["accept_histogram"] == []
+    assert from_json(to_json(trace)) == trace
 
 
 def test_positions_are_as_many_as_a_trace_holds(session, good):

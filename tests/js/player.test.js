@@ -240,3 +240,13 @@ test("a slow speed passes no step in one long frame", () => {
   assert.deepEqual(begun, [17, 25, 33, 41]);
   assert.equal(player.over, true);
 });
+
+test("a restarted lane shows its lines from the first one again", () => {
+  const { player, run, shown } = staged();
+  for (const ms of [10, 20]) player.receive(run.lanes[1], step(ms));
+  player.play();
+  player.restart(run.lanes[1]);
+  for (const line of [step(20), done]) player.receive(run.lanes[1], line);
+  player.play();
+  assert.deepEqual(shown, ["1:10", "1:20", "1:20", "1:end"]);
+});

@@ -128,3 +128,175 @@ def test_a_method_of_another_package_declares_its_flags(monkeypatch):
     monkeypatch.setattr(Lookahead, "serves", {"sglang": lambda model, k, options: ["--lookahead", str(k)]})
     assert serve_commands(chosen, "sglang")[4].endswith("--lookahead 3")
     assert serve_commands(chosen, "vllm")[3].endswith("not served, vLLM does not support this method")
+
+
+TOTALS = {"drafted": 129, "accepted": 10, "acceptance_rate": 0.0775}
+# An answer of each engine as its source or documentation shows it.
+REPORTS = {
+    # vllm: docs/features/speculative_decoding, "Per-Request Acceptance Metrics"
+    "vllm": (
+        {
+            "metrics": {
+                "speculative_decoding": {
+                    "mean_acceptance_length": 1.2325581395348837,
+                    "draft_acceptance_rate": 0.07751937984496124,
+                    "acceptance_histogram": [39, 1, 0, 3],
+                    "num_spec_steps": 43,
+                    "num_accepted_draft_tokens": 10,
+                    "num_draft_tokens": 129,
+                    "num_spec_tokens": 3,
+                }
+            }
+        },
+        TOTALS | {"steps": 43, "tokens_per_step": 1.2326},
+        [39, 1, 0, 3],
+    ),
+    # sglang: srt/entrypoints/openai/protocol.py, SpecTokensDetails
+    "sglang": (
+        {
+            "sglext": {
+                "spec_tokens_details": {
+                    "spec_accept_rate": 0.0775,
+                    "spec_accept_length": 1.23,
+                    "spec_num_correct_drafts": 10,
+                    "spec_num_proposed_drafts": 129,
+                    "spec_verify_ct": 43,
+                    "spec_correct_drafts_histogram": [39, 1, 0, 3],
+                }
+            }
+        },
+        TOTALS | {"steps": 43, "tokens_per_step": 1.2326},
+        [39, 1, 0, 3],
+    ),
+    # llama.cpp: tools/server, result_timings::to_json
+    "llama.cpp": ({"timings": {"predicted_n": 53, "draft_n": 129, "draft_n_accepted": 10}}, TOTALS, []),
+    # mlx-vlm: mlx_vlm/server/generation.py
+    "mlx-vlm": (
+        {"timings": {"draft_kind": "eagle3", "draft_rounds": 43, "draft_n": 129, "draft_n_accepted": 10}},
+        TOTALS | {"steps": 43, "tokens_per_step": 1.2326},
+        [],
+    ),
+    # LM Studio: the log of 0.4.24, and the release notes of 0.3.10
+    "LM Studio": (
+        {
+            "usage": {
+                "total_draft_tokens_count": 129,
+                "accepted_draft_tokens_count": 10,
+                "rejected_draft_tokens_count": 119,
+            }
+        },
+        TOTALS,
+        [],
+    ),
+    "LM Studio 0.3": (
+        {
+            "usage": {"completion_tokens": 20},
+            "stats": {"total_draft_tokens_count": 129, "accepted_draft_tokens_count": 10},
+        },
+        TOTALS,
+        [],
+    ),
+    # FastDeploy: tests/e2e, the baseline of its n-gram test
+    "FastDeploy": (
+        {
+            "choices": [
+                {
+                    "speculate_metrics": {
+                        "accepted_tokens": 100,
+                        "rejected_tokens": 314,
+                        "accept_ratio": 0.31,
+                        "average_accept_length": 1.4492753623188406,
+                        "accepted_tokens_per_head": [69, 13, 9, 3, 3, 3],
+                    }
+                }
+            ]
+        },
+        {"drafted": 345, "accepted": 31, "acceptance_rate": 0.0899, "steps": 69, "tokens_per_step": 1.4493},
+        [56, 4, 6, 0, 0, 3],
+    ),
+    # OpenAI's API reference, "completion_tokens_details"
+    "the server": (
+        {"usage": {"completion_tokens_details": {"accepted_prediction_tokens": 10, "rejected_prediction_tokens": 119}}},
+        TOTALS,
+        [],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_an_answer_is_recognised_by_its_fields(name):
+    chunk, counters, histogram = REPORTS[name]
+    stats = acceptance(chunk)
+    assert stats.counters == counters and stats.accept_histogram == histogram
+    assert name.split()[0].lower() in stats.source.lower() and "for this answer" in stats.source
+    assert len(stats.accept_by_position) == max(len(histogram) - 1, 0)
+
+
+@pytest.mark.parametrize(
+    "chunk",
+    [
+        {"usage": {"completion_tokens": 20}},  # Ollama, mlx-lm and TGI
+        {"usage": {"completion_tokens_details": {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}}},
+        {"metrics": {"speculative_decoding": None}},
+        {"timings": {"prompt_n": 5}},
+    ],
+)
+def test_an_answer_without_counts_is_unknown(chunk):
+    assert not acceptance(chunk).counters
+
+
+VALUES = [None, True, -1, 1.5, 10**9, 10**400, float("nan"), "5", [], {}, [[1]], [-1], ["x"], [10**9] * 3, [1] * 4000]
+
+
+def leaves(value, path=()):
+    """Yield the path of every field of a chunk, objects included."""
+    if path:
+        yield path
+    for key, part in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield from leaves(part, (*path, key))
+
+
+def changed(value, path, new):
+    if not path:
+        return new
+    copy = value.copy()
+    copy[path[0]] = changed(value[path[0]], path[1:], new)
+    return copy
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_wrong_values_of_a_field_are_unknown_or_consistent(name):
+    chunk = REPORTS[name][0]
+    for path in leaves(chunk):
+        for value in VALUES:
+            stats = acceptance(changed(chunk, path, value))
+            json.dumps([stats.counters, stats.accept_by_position, stats.accept_histogram], allow_nan=False)
+            rate = stats.counters.get("acceptance_rate")
+            assert rate is None or 0 <= rate <= 1
+            assert stats.counters.get("accepted", 0) <= stats.counters.get("drafted", 0)
+            assert len(stats.accept_histogram) <= 1025
+
+
+def test_steps_that_contradict_the_totals_are_left_out():
+    steps = {"per_step_drafted": [3] * 43, "per_step_accepted": [0] * 39 + [1, 3, 3, 3]}
+    chunk = {"metrics": {"speculative_decoding": REPORTS["vllm"][0]["metrics"]["speculative_decoding"] | steps}}
+    assert acceptance(chunk).drafts[-1] == (3, 3) and len(acceptance(chunk).drafts) == 43
+    for field, value in ("accepted", [0] * 43), ("accepted", [3] * 42), ("drafted", [1] * 43), ("drafted", None):
+        path = ("metrics", "speculative_decoding", f"per_step_{field}")
+        assert acceptance(changed(chunk, path, value)).drafts is None
+
+
+# TensorRT-LLM: tensorrt_llm/metrics/collector.py. Rapid-MLX: vllm_mlx/routes/metrics.py.
+TRT = "".join(
+    f'trtllm_spec_decode_num_{what}_tokens_total{{{{model_name="m"}}}} {{}}\n' for what in ("draft", "accepted")
+)
+RAPID = 'rapid_mlx_spec_decode_attempts_total{{family="qwen3.5"}} {}\nrapid_mlx_spec_decode_accepts_total {}\n'
+
+
+def test_counters_of_engines_that_specdemo_does_not_start():
+    stats = stats_between(TRT.format(100, 50), TRT.format(180, 110))
+    assert stats.counters == {"drafted": 80, "accepted": 60, "acceptance_rate": 0.75} and "TensorRT-LLM" in stats.source
+    assert "other users" in stats.source and stats_between(TRT.format(9, 9), TRT.format(1, 1)) == ServerStats()
+    stats = stats_between(RAPID.format(10, 5), RAPID.format(50, 35))
+    assert stats.counters == {"acceptance_rate": 0.75} and "Rapid-MLX" in stats.source
+    assert stats_between(RAPID.format(1, 1), RAPID.format(2, 9)) == ServerStats()

@@ -12,7 +12,7 @@ from specdemo.core.json_limits import PUBLIC_FILE_LIMITS
 from specdemo.core.tally import summarise
 from specdemo.core.trace import MAX_TEXT, LaneTrace, Remote, compare, from_json, to_json, token_kinds
 from specdemo.engine.comparison import Comparison, Lane
-from specdemo.engine.messages import Finished, LaneDone, LaneStep, replay
+from specdemo.engine.messages import Finished, LaneDone, LaneStep, Restarted, replay
 from specdemo.engine.session import Session
 from specdemo.models.sources import resolve
 from specdemo.servers import address as addresses
@@ -380,8 +380,106 @@ def test_counters(before, after, numbers):
     assert numbers.items() <= counts.counters.items() and bool(counts.counters) == bool(numbers) == bool(counts.source)
 
 
-def test_a_trace_of_a_server_holds_no_drafts(good):
+@pytest.mark.parametrize("path", ["[[0,1]]", "[[1]]", "[[0],[0]]"])
+def test_steps_of_a_server_are_checked(good, path):
     trace = run(spec(good.address, good.address), good.address)
-    forged = to_json(trace).replace('"path":[[]]', '"path":[[0]]', 1)
+    forged = to_json(trace).replace('"path":[[]]', f'"path":{path}', 1)
     with pytest.raises(ValueError, match="is inconsistent"):
         from_json(forged)
+
+
+@pytest.fixture(scope="module")
+def drafting():
+    """Return a local lane with a draft model, as the record of what a server would do."""
+    lane = Lane(method="draft_model", model="stories-draft-wide", k=4)
+    local = Comparison(id="test", target="stories", prompt="Once upon a time", max_new_tokens=24, lanes=[lane])
+    return Session().run(local).lanes[1]
+
+
+def accepted_of(event):
+    return len(event.path[0]) - 1
+
+
+def as_vllm(lane):
+    """Return the stream of a vLLM server: one piece per step, and the counts of all steps at its end."""
+    pieces, start = [], 0
+    for event in lane.events:
+        end = start + len(event.emitted[0])
+        pieces.append(piece("".join(lane.pieces[start:end]), ids=event.emitted[0], total=end))
+        start = end
+    pieces[-1]["choices"][0]["finish_reason"] = lane.finish
+    drafts = [(len(event.drafted[0]), accepted_of(event)) for event in lane.events if event.drafted[0]]
+    counts = {
+        "num_spec_steps": len(drafts),
+        "num_draft_tokens": sum(drafted for drafted, _ in drafts),
+        "num_accepted_draft_tokens": sum(accepted for _, accepted in drafts),
+        "acceptance_histogram": [[a for _, a in drafts].count(n) for n in range(5)],
+        "per_step_drafted": [drafted for drafted, _ in drafts],
+        "per_step_accepted": [accepted for _, accepted in drafts],
+    }
+    return [*pieces, {"choices": [], "usage": None, "metrics": {"speculative_decoding": counts}}]
+
+
+def as_llamacpp(lane):
+    """Return the stream of a llama.cpp server: one piece per token, with the counts so far."""
+    pieces, texts, drafted, accepted = [], iter(lane.pieces), 0, 0
+    for event in lane.events:
+        drafted, accepted = drafted + len(event.drafted[0]), accepted + accepted_of(event)
+        counts = {"draft_n": drafted, "draft_n_accepted": accepted} if drafted else {}
+        pieces += [piece(next(texts), timings=counts) for _ in event.emitted[0]]
+    pieces[-1]["choices"][0]["finish_reason"] = lane.finish
+    return [*pieces, piece("", total=len(lane.token_ids), timings=counts)]
+
+
+def served(lane, stream, **changes):
+    with completion_server(stream(lane)) as server:
+        given = spec(server.address, server.address, prompt="Once upon a time", max_new_tokens=24, **changes)
+        return run(given, server.address)
+
+
+@pytest.mark.parametrize("stream", [as_vllm, as_llamacpp])
+def test_reported_steps_are_shown_like_those_of_a_local_lane(drafting, stream):
+    trace = served(drafting, stream)
+    lane = trace.lanes[1]
+    assert (lane.text, lane.pieces) == (drafting.text, drafting.pieces) and lane.note is None
+    assert [token_kinds(e) for e in lane.events] == [token_kinds(e) for e in drafting.events]
+    assert [len(e.drafted[0]) for e in lane.events] == [len(e.drafted[0]) for e in drafting.events]
+    same = "steps drafted accepted acceptance_rate tokens_per_step accept_histogram accept_by_position tokens".split()
+    assert {name: lane.summary[name] for name in same} == {name: drafting.summary[name] for name in same}
+    assert lane.summary["ms_verify"] is None and lane.summary == summarise(lane)
+    assert from_json(to_json(trace)) == trace and "?" in trace.vocabulary.values()
+    replayed = [m for m in replay(trace) if isinstance(m, LaneStep) and m.lane == 1]
+    assert replayed[-1].numbers["accept_histogram"] == drafting.summary["accept_histogram"]
+
+
+def test_the_steps_replace_the_pieces_that_were_shown(drafting):
+    with completion_server(as_vllm(drafting)) as server:
+        allow([server.address])
+        given = spec(None, server.address, prompt="Once upon a time", max_new_tokens=24)
+        messages = [m for m in Session().stream(given) if getattr(m, "lane", None) == 1]
+    at = messages.index(Restarted(1))
+    pieces, steps = messages[:at], [m for m in messages[at:] if isinstance(m, LaneStep)]
+    assert {k for m in pieces for k in token_kinds(m.event)} == {"unknown"} and isinstance(messages[-1], LaneDone)
+    assert "".join(t for m in steps for t in m.pieces) == "".join(t for m in pieces for t in m.pieces) == drafting.text
+    assert pieces[-1].numbers["steps"] is None and steps[-1].numbers["steps"] == drafting.summary["steps"]
+
+
+def test_counts_that_do_not_fit_the_text_are_shown_as_totals(drafting):
+    def wrong(lane):
+        *pieces, last = as_vllm(lane)
+        counts = last["metrics"]["speculative_decoding"]
+        counts["per_step_accepted"] = sorted(counts["per_step_accepted"])
+        return [*pieces, last]
+
+    lane = served(drafting, wrong).lanes[1]
+    assert {k for e in lane.events for k in token_kinds(e)} == {"unknown"} and "do not fit its text" in lane.note
+    assert lane.summary["acceptance_rate"] == drafting.summary["acceptance_rate"]
+    assert sum(lane.summary["accept_histogram"]) == lane.summary["steps"] == drafting.summary["steps"]
+    assert "vLLM's count" in lane.remote.source
+
+
+def test_without_the_targets_tokenizer_steps_of_several_tokens_are_grey(drafting):
+    lane = served(drafting, as_vllm, target="some/model").lanes[1]
+    assert {k for e in lane.events for k in token_kinds(e) if len(e.emitted[0]) > 1} == {"unknown"}
+    assert "grey tokens" in lane.note and lane.summary["accepted"] == drafting.summary["accepted"]
+    assert not lane.steps_known and any(e.path[0] for e in lane.events)

@@ -1,4 +1,4 @@
-"""The serving engines by name."""
+"""The engines by name."""
 
 from collections.abc import Mapping
 from pkgutil import resolve_name
@@ -6,15 +6,23 @@ from typing import Any
 
 from specdemo.core.suggest import suggest
 from specdemo.servers.counters import ServerStats, parse
-from specdemo.servers.engines.base import ServingEngine
+from specdemo.servers.engines.base import ReportingEngine, ServingEngine
 
 DEFAULT = "vllm"
 CLASSES = (
     "specdemo.servers.engines.vllm:VLLM",
     "specdemo.servers.engines.sglang:SGLang",
     "specdemo.servers.engines.llamacpp:LlamaCpp",
+    "specdemo.servers.engines.mlx_vlm:MLXVLM",
+    "specdemo.servers.engines.lmstudio:LMStudio",
+    "specdemo.servers.engines.tensorrt_llm:TensorRTLLM",
+    "specdemo.servers.engines.rapid_mlx:RapidMLX",
+    "specdemo.servers.engines.fastdeploy:FastDeploy",
+    "specdemo.servers.engines.openai:OpenAI",
 )
-ENGINES: dict[str, ServingEngine] = {engine.name: engine for engine in (resolve_name(path)() for path in CLASSES)}
+_ALL: list[ReportingEngine] = [resolve_name(path)() for path in CLASSES]
+ENGINES = {engine.name: engine for engine in _ALL if isinstance(engine, ServingEngine)}  # that specdemo can start
+READERS = {engine.name: engine for engine in _ALL if not isinstance(engine, ServingEngine)}
 
 
 def serving_engine(name: str) -> ServingEngine:
@@ -30,17 +38,32 @@ def engine_names() -> str:
     return f"{', '.join(names)} or {last}"
 
 
+def engines() -> list[ReportingEngine]:
+    """Return all engines whose answers can be read."""
+    return [*ENGINES.values(), *READERS.values()]
+
+
+def metrics_paths() -> list[str]:
+    """Return the paths at which engines export their metrics."""
+    return [*dict.fromkeys(engine.metrics_path for engine in engines())]
+
+
+def request_fields() -> dict[str, object]:
+    """Return the fields of a request that make an answer report its drafts; other engines ignore them."""
+    return {name: value for engine in engines() for name, value in engine.request.items()}
+
+
 def stats_between(before: str | None, after: str | None) -> ServerStats:
-    """Return the statistics between two readings of /metrics. None: a reading failed."""
+    """Return the statistics between two readings of the metrics. None: a reading failed."""
     if before is None or after is None:
         return ServerStats()
-    names = frozenset[str]().union(*(engine.metrics for engine in ENGINES.values()))
+    names = frozenset[str]().union(*(engine.metrics for engine in engines()))
     old, new = parse(before, names), parse(after, names)
-    found = (engine.statistics(old, new) for engine in ENGINES.values())
+    found = (engine.statistics(old, new) for engine in engines())
     return next((stats for stats in found if stats), ServerStats())
 
 
 def acceptance(chunk: Mapping[str, Any]) -> ServerStats:
-    """Return the statistics of one response from a chunk of its stream; empty if it has none."""
-    found = (engine.acceptance(chunk) for engine in ENGINES.values())
+    """Return the statistics of one answer from a chunk of its stream; empty if it has none."""
+    found = (engine.acceptance(chunk) for engine in engines())
     return next((stats for stats in found if stats), ServerStats())

@@ -1,5 +1,5 @@
-"""Base class of serving engines: how a server is found, started and read. A new engine is a file in this package and
-a line in `specdemo.servers.engines`.
+"""Base classes of engines: how a server's answers are read, and how a server is found and started. A new engine is a
+file in this package and a line in `specdemo.servers.engines`.
 """
 
 import shutil
@@ -46,13 +46,27 @@ class ServerConfig:
     options: dict[str, Any]  # all of the method's
 
 
-class ServingEngine(ABC):
-    """An engine that specdemo can start, or whose statistics it can read. Only `start` and the attributes without a
-    default are required.
-    """
+class ReportingEngine(ABC):
+    """An engine whose answers and metrics specdemo can read. Each method returns None for data of another engine."""
 
     name: ClassVar[str]  # on the command line and in links
     title: ClassVar[str]
+    request: ClassVar[Mapping[str, object]] = {}  # fields of a request that make the answer report its drafts
+    metrics: ClassVar[frozenset[str]] = frozenset()  # names in the metrics that `statistics` reads, without _total
+    metrics_path: ClassVar[str] = "/metrics"
+
+    def statistics(self, old: Samples, new: Samples) -> ServerStats | None:
+        """Return the statistics between two readings of the metrics, None if they are not of this engine."""
+        return None
+
+    def acceptance(self, chunk: Mapping[str, Any]) -> ServerStats | None:
+        """Return the statistics of one answer from a chunk of its stream, None if it has none."""
+        return None
+
+
+class ServingEngine(ReportingEngine):
+    """An engine that specdemo can start. Only `start` and the attributes without a default are required."""
+
     program: ClassVar[str]  # default program
     install: ClassVar[str]  # command that installs the engine
     methods: ClassVar[Mapping[str, EngineArgs]] = {}  # method -> its flags; other packages declare `Method.serves`
@@ -62,7 +76,6 @@ class ServingEngine(ABC):
     environment: ClassVar[Mapping[str, str]] = {"DO_NOT_TRACK": "1"}  # defaults of environment variables
     concurrent: ClassVar[bool] = True  # False: one request at a time, so load tests cannot start it
     takes_schedule: ClassVar[bool] = False  # whether `with_schedule` adds a k per batch size
-    metrics: ClassVar[frozenset[str]] = frozenset()  # names in /metrics that `statistics` reads, without _total
 
     def check_installed(self) -> None:
         """Raise ValueError, with the command that installs it, if the engine is not installed."""
@@ -141,14 +154,6 @@ class ServingEngine(ABC):
     def schedule_hint(self, command: list[str], schedule: Schedule) -> str:
         """Return one line with flags for a schedule, which may be empty, to paste; an empty text if there are none."""
         return ""
-
-    def statistics(self, old: Samples, new: Samples) -> ServerStats | None:
-        """Return the statistics between two readings of /metrics, None if they are not of this engine."""
-        return None
-
-    def acceptance(self, chunk: Mapping[str, Any]) -> ServerStats | None:
-        """Return the statistics of one response from a chunk of its stream, None if it has none."""
-        return None
 
 
 def model_path(name: str) -> str:

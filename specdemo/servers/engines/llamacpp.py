@@ -3,14 +3,24 @@
 import shlex
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from specdemo.core.trace import Span
 from specdemo.methods.flags import Flags
-from specdemo.servers.counters import Count, Milliseconds, Samples, ServerStats, draft_counters, draft_names
+from specdemo.servers.counters import (
+    Count,
+    Milliseconds,
+    Samples,
+    ServerStats,
+    answer_stats,
+    draft_counters,
+    draft_names,
+    reported,
+)
 from specdemo.servers.engines.base import ServerConfig, ServingEngine, UnsupportedByEngine, address_flags
 
 PACKAGES = ("xllamacpp", "gguf")
@@ -29,7 +39,7 @@ def _ngram(model: str | None, k: int, options: Mapping[str, Any]) -> Flags:
 
 
 class _Timings(BaseModel):
-    """Statistics of one response, in the last chunk of its stream."""
+    """Statistics of one answer so far: in every chunk with `timings_per_token`, else in the last one."""
 
     draft_n: Count = None
     draft_n_accepted: Count = None
@@ -48,6 +58,7 @@ class LlamaCpp(ServingEngine):
     unsupported = "specdemo starts it only with a draft model or prompt lookup"
     concurrent = False
     metrics = draft_names(DRAFTS)
+    request: ClassVar = {"timings_per_token": True}
 
     def is_installed(self) -> bool:
         return all(map(find_spec, PACKAGES))
@@ -77,21 +88,11 @@ class LlamaCpp(ServingEngine):
         return draft_counters(old, new, DRAFTS, self.title)
 
     def acceptance(self, chunk: Mapping[str, Any]) -> ServerStats | None:
-        if chunk.get("timings") is None:
-            return None
-        try:
-            timings = _Timings.model_validate(chunk["timings"])
-        except ValidationError:
+        timings = reported(_Timings, chunk, "timings")
+        if timings is None or "draft_kind" in chunk["timings"]:  # mlx-vlm's
             return None
         times: dict[Span, float] = {}
         if timings.prompt_ms is not None and timings.predicted_ms is not None:
             times = {"ttft_ms": timings.prompt_ms, "decode_ms": timings.predicted_ms}
-        drafted, accepted = timings.draft_n, timings.draft_n_accepted
-        if not drafted or accepted is None or accepted > drafted:
-            return ServerStats(times=times)
-        return ServerStats(
-            {"drafted": drafted, "accepted": accepted, "acceptance_rate": round(accepted / drafted, 4)},
-            [],
-            "llama.cpp's count for this answer: accepted / drafted tokens",
-            times,
-        )
+        stats = answer_stats(self.title, timings.draft_n, timings.draft_n_accepted) if timings.draft_n else None
+        return replace(stats or ServerStats(), times=times, running=True)

@@ -8,10 +8,12 @@ from collections.abc import Mapping
 from subprocess import run
 from typing import Any, ClassVar
 
+from pydantic import BaseModel
+
 from specdemo.core.atomic_io import json_text
 from specdemo.core.trace import Counter
 from specdemo.methods.flags import EngineArgs, Flags
-from specdemo.servers.counters import Samples, ServerStats, delta, gauge
+from specdemo.servers.counters import Count, Counts, Samples, ServerStats, answer_stats, delta, gauge, reported
 from specdemo.servers.engines.base import (
     GPU_ONLY,
     Schedule,
@@ -69,6 +71,15 @@ def _dflash(model: str | None, k: int, options: Mapping[str, Any]) -> Flags:
     return speculative_flags("DFLASH", model, num_draft_tokens=k + 1)
 
 
+class _SpecTokensDetails(BaseModel):
+    """Counts of one answer (srt/entrypoints/openai/protocol.py, `SpecTokensDetails`)."""
+
+    spec_verify_ct: Count = None
+    spec_num_proposed_drafts: Count = None
+    spec_num_correct_drafts: Count = None
+    spec_correct_drafts_histogram: Counts = None
+
+
 class SGLang(ServingEngine):
     """SGLang's OpenAI server, from an environment of its own, because it needs another version of torch."""
 
@@ -88,6 +99,7 @@ class SGLang(ServingEngine):
     }
     parallel = "--tp-size"
     metrics = frozenset({RATE, LENGTH, TOKENS, PASSES})
+    request: ClassVar = {"return_spec_tokens_details": True}
 
     def is_installed(self) -> bool:
         """Return whether the `python` on PATH can import SGLang."""
@@ -130,3 +142,10 @@ class SGLang(ServingEngine):
             "SGLang's metrics: the acceptance rate is a gauge over the last log interval, and some versions include "
             f"the bonus token; {source}; requests of other users are included",
         )
+
+    def acceptance(self, chunk: Mapping[str, Any]) -> ServerStats | None:
+        found = reported(_SpecTokensDetails, chunk, "sglext", "spec_tokens_details")
+        if found is None:
+            return None
+        totals = (found.spec_num_proposed_drafts, found.spec_num_correct_drafts, found.spec_verify_ct)
+        return answer_stats(self.title, *totals, found.spec_correct_drafts_histogram)

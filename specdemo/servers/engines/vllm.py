@@ -1,6 +1,7 @@
 """vLLM. Names of flags: config/speculative.py, read in autumn 2026; `--help` of the installed version decides."""
 
 import json
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -9,10 +10,22 @@ from pathlib import Path
 from subprocess import SubprocessError, run
 from typing import Any, ClassVar
 
+from pydantic import BaseModel
+
 from specdemo.core.atomic_io import json_text
 from specdemo.core.trace import Span
 from specdemo.methods.flags import EngineArgs, Flags
-from specdemo.servers.counters import Samples, ServerStats, delta, draft_counters, draft_names
+from specdemo.servers.counters import (
+    Count,
+    Counts,
+    Samples,
+    ServerStats,
+    answer_stats,
+    delta,
+    draft_counters,
+    draft_names,
+    reported,
+)
 from specdemo.servers.engines.base import (
     GPU_ONLY,
     Installed,
@@ -26,6 +39,8 @@ from specdemo.servers.engines.base import (
     target_flags,
 )
 
+PER_REQUEST = ["--per-request-spec-decode-metrics", "detailed"]
+PER_REQUEST_SINCE = (0, 27)
 CONFIG, ATTENTION = "--speculative-config", "--attention-backend"
 SCHEDULE = "num_speculative_tokens_per_batch_size"
 REMOVED = {"medusa": "0.33"}  # methods, and the first version without them
@@ -93,6 +108,22 @@ def _method(command: Sequence[str]) -> str:
     return str(json.loads(command[command.index(CONFIG) + 1])["method"]) if CONFIG in command else ""
 
 
+def _release(installed: Installed) -> tuple[int, ...]:
+    """Return major and minor version."""
+    return tuple(int(number) for number in re.findall(r"\d+", installed.version)[:2])
+
+
+class _Speculation(BaseModel):
+    """Counts of one answer, in the last chunk of its stream (docs, "Per-Request Acceptance Metrics")."""
+
+    num_spec_steps: Count = None
+    num_draft_tokens: Count = None
+    num_accepted_draft_tokens: Count = None
+    acceptance_histogram: Counts = None
+    per_step_drafted: Counts = None
+    per_step_accepted: Counts = None
+
+
 class VLLM(ServingEngine):
     """vLLM's OpenAI server, from an environment of its own, because it needs another version of torch."""
 
@@ -147,6 +178,8 @@ class VLLM(ServingEngine):
         """
         if installed is None:
             return command, {}
+        if CONFIG in command and _release(installed) >= PER_REQUEST_SINCE:
+            command = [*command, *PER_REQUEST]
         if not installed.gpus:
             at = command.index(ATTENTION) if ATTENTION in command else len(command)
             return command[:at] + command[at + 2 :], {}
@@ -170,6 +203,17 @@ class VLLM(ServingEngine):
     def statistics(self, old: Samples, new: Samples) -> ServerStats | None:
         stats, times = draft_counters(old, new, DRAFTS, self.title), _times(old, new)
         return replace(stats or ServerStats(), times=times) if stats or times else None
+
+    def acceptance(self, chunk: Mapping[str, Any]) -> ServerStats | None:
+        found = reported(_Speculation, chunk, "metrics", "speculative_decoding")
+        if found is None:
+            return None
+        drafted, accepted = found.per_step_drafted, found.per_step_accepted
+        drafts = None
+        if drafted is not None and accepted is not None and len(drafted) == len(accepted):
+            drafts = list(zip(drafted, accepted, strict=True))
+        totals = (found.num_draft_tokens, found.num_accepted_draft_tokens, found.num_spec_steps)
+        return answer_stats(self.title, *totals, found.acceptance_histogram, drafts)
 
 
 @lru_cache

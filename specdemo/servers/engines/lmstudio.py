@@ -1,0 +1,29 @@
+"""LM Studio: counts in `usage` (0.4) or `stats` (release notes of 0.3.10 and later)."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel
+
+from specdemo.servers.counters import Count, ServerStats, answer_stats, reported
+from specdemo.servers.engines.base import ReportingEngine
+
+
+class _Counts(BaseModel):
+    total_draft_tokens_count: Count = None
+    accepted_draft_tokens_count: Count = None
+
+
+class LMStudio(ReportingEngine):
+    """LM Studio's server."""
+
+    name = "lmstudio"
+    title = "LM Studio"
+
+    def acceptance(self, chunk: Mapping[str, Any]) -> ServerStats | None:
+        for key in ("usage", "stats"):
+            found = reported(_Counts, chunk, key)
+            total = found and found.total_draft_tokens_count
+            if found and total:
+                return answer_stats(self.title, total, found.accepted_draft_tokens_count)
+        return None
