@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -73,11 +73,27 @@ class Gpu(Suite):
         ),
     ] = 8.0
     folder: Annotated[Path, Option("--out", "folder", "Folder to write to.", Path)] = Path("runs") / "gpu"
+    plan: Annotated[
+        Literal["all", "first", "qwen", "llama"],
+        Option("--plan", "plan", "first: correctness, attention and contexts; qwen, llama: methods at 8B; all.", str),
+    ] = "all"
+    commit: Annotated[
+        str, Option("--commit", "commit", "Commit of the code, for a copy without its git folder.", str)
+    ] = ""
 
     def run(self, report: Report, cancelled: Callable[[], bool]) -> Result:
         from benchmarks.gpu.run import measure
 
-        return measure(self.folder, self.device, self.minutes, self.repeats, report, cancelled)
+        return measure(
+            self.folder,
+            self.device,
+            self.minutes,
+            self.repeats,
+            report,
+            cancelled,
+            plan=self.plan,
+            commit=self.commit,
+        )
 
 
 class WhatIf(Suite):

@@ -21,6 +21,7 @@ from specdemo.core.trace import StepEvent
 from specdemo.core.tree import ABSENT, Draft
 from specdemo.engine.loop import generate
 from specdemo.models.devices import device_kind, now
+from specdemo.models.machine import commit
 from specdemo.models.place import DTYPES, pick_dtype
 from specdemo.models.target import HFTarget
 from specdemo.prediction.work import shape
@@ -45,8 +46,9 @@ class Absent(RuntimeError):
 class Lab:
     """One device with at most one loaded model."""
 
-    def __init__(self, device: torch.device, repeats: int) -> None:
-        self.device, self.repeats = device, repeats
+    def __init__(self, device: torch.device, repeats: int, shape: str = "", commit: str = "") -> None:
+        """shape: for method measurements; empty: see `main`. commit: of a copy without its git folder."""
+        self.device, self.repeats, self._shape, self._commit = device, repeats, shape, commit
         self.small = device.type == "cpu"  # a trial on a CPU
         self._loaded: tuple[Any, HFTarget] | None = None
 
@@ -80,10 +82,16 @@ class Lab:
         return self._loaded[1]
 
     @property
+    def commit(self) -> str | None:
+        return self._commit or commit()
+
+    @property
     def main(self) -> str:
         """Return the shape for method measurements: the largest that leaves room for heads and a draft model."""
         if self.small:
             return "llama-tiny"
+        if self._shape:
+            return self._shape
         free = device_kind(self.device).total(self.device)
         return "llama-8b" if 1.8 * _bytes("llama-8b", self.dtype()) <= free else "llama-1b"
 

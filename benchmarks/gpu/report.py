@@ -1,27 +1,20 @@
-"""Report of the sections: a Markdown page, a JSON file, a device profile and plots.
-
-The plots show v(n) by batch size, plain decoding against bandwidth, and the parts of a step.
-"""
+"""Report of the sections: a Markdown page and a device profile."""
 
 from collections.abc import Iterator, Mapping
-from html import escape
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.lab import Lab
-from benchmarks.gpu.sections import COMMAND, METHODS, PLAIN, shape_of_draft
+from benchmarks.gpu.sections import COMMAND, METHODS, PLAIN
 from specdemo.bench.device import CONTEXT, measured, slug
-from specdemo.bench.html_page import write_charts
-from specdemo.bench.plot import Chart, line
-from specdemo.core.atomic_io import finite, json_text, write_text
+from specdemo.bench.random_models import DRAFTS
+from specdemo.core.atomic_io import write_text
 from specdemo.models.devices import device_kind
 from specdemo.prediction.profiles import Figure, MeasuredStep, Passes, Profile, write_profile
 
 NO_GPU = "Not a GPU measurement: a trial with tiny models on a CPU."
 RESULTS = "results.json"
 LONGEST = 40  # largest number of rows of a table on the page; the JSON has all
-
-LAPS = ("draft", "verify", "accept", "commit", "observe")
 
 StoredSection = Mapping[str, Any]
 Row = dict[str, Any]
@@ -30,16 +23,13 @@ Row = dict[str, Any]
 def write_report(
     folder: Path, sections: Mapping[str, StoredSection], environment: StoredSection, lab: Lab
 ) -> list[str]:
-    """Write all files and return their names."""
-    write_text(folder / RESULTS, json_text(finite({"environment": environment, "sections": sections}), indent=1) + "\n")
+    """Write the page and the profile; return their names."""
     write_text(folder / "report.md", _page(sections, environment, lab))
-    files = ["report.md", RESULTS]
     profile = profile_of(sections, environment, lab)
-    if profile is not None:
-        write_profile(profile, folder / f"{profile.name}.profile.json")
-        files.append(f"{profile.name}.profile.json")
-    drawn = write_plots(folder / "plots.html", sections, environment, NO_GPU * lab.small)
-    return [*files, "plots.html"] if drawn else files
+    if profile is None:
+        return ["report.md"]
+    write_profile(profile, folder / f"{profile.name}.profile.json")
+    return ["report.md", f"{profile.name}.profile.json"]
 
 
 def rows_of(sections: Mapping[str, StoredSection], prefix: str) -> list[Row]:
@@ -50,10 +40,11 @@ def rows_of(sections: Mapping[str, StoredSection], prefix: str) -> list[Row]:
 def methods_of(sections: Mapping[str, StoredSection]) -> list[Row]:
     """Return the steps of all methods and their ratio to plain decoding."""
     rows = rows_of(sections, "method-")
-    plain = next((row for row in rows if row["method"] == PLAIN), None)
-    if plain is None:
-        return rows
-    return [row | {"speed-up": round(row["tokens/s"] / plain["tokens/s"], 3)} for row in rows]
+    plain = {row["shape"]: row["tokens/s"] for row in rows if row["method"] == PLAIN}
+    return [
+        row | ({"speed-up": round(row["tokens/s"] / plain[row["shape"]], 3)} if row["shape"] in plain else {})
+        for row in rows
+    ]
 
 
 def _page(sections: Mapping[str, StoredSection], environment: StoredSection, lab: Lab) -> str:
@@ -170,56 +161,10 @@ def _steps(rows: list[Row], lab: Lab) -> Iterator[MeasuredStep]:
             model=row["shape"],
             method=known.method,
             dtype=row["precision"],
-            draft=shape_of_draft(lab) if known.draft else "",
+            draft=DRAFTS.get(row["shape"], row["shape"]) if known.draft else "",
             context=CONTEXT + (4 if lab.small else 64),
             k=known.k if full_draft else 0,
             ms={name.removesuffix(" ms"): value for name, value in row.items() if name.endswith(" ms")},
             drafted=drafted,
             kept=row["kept/step"],
         )
-
-
-def write_plots(path: Path, sections: Mapping[str, StoredSection], environment: StoredSection, note: str) -> bool:
-    """Write the plots; return False if there is nothing to draw. note: text below the title."""
-    drawn = [chart for chart in (_widths(sections), _bandwidth(sections), _laps(sections)) if chart]
-    if drawn:
-        write_charts(path, f"{environment['device']}, {environment['date']}", drawn, above=f"<p>{escape(note)}</p>")
-    return bool(drawn)
-
-
-def _widths(sections: Mapping[str, StoredSection]) -> Chart:
-    rows = rows_of(sections, "widths")
-    own = [row for row in rows if row["shape"] == rows[0]["shape"]]
-    title = f"Time of a pass over n tokens, relative to one token, {rows[0]['shape']}" if rows else ""
-    lines = [
-        line(f"batch {batch}", number, [(row["slots"], row["v"]) for row in own if row["batch"] == batch])
-        for number, batch in enumerate(dict.fromkeys(row["batch"] for row in own))
-    ]
-    return {"title": title, "label": title, "lines": lines, "unit": "n, tokens per row"} if rows else {}
-
-
-def _bandwidth(sections: Mapping[str, StoredSection]) -> Chart:
-    rows = rows_of(sections, "plain-")
-    precisions = [*dict.fromkeys(row["precision"] for row in rows)]
-    title = "Plain decoding: weights read, as a share of the measured bandwidth"
-    groups: dict[str, list[Chart]] = {}
-    for row in rows:
-        bar = {"name": row["precision"], "value": row["of the bandwidth"]}
-        groups.setdefault(row["shape"], []).append(bar | {"series": 1 + precisions.index(row["precision"])})
-    return _bars(title, groups, percentage=True, level=0.8)
-
-
-def _laps(sections: Mapping[str, StoredSection]) -> Chart:
-    groups = {
-        row["method"]: [
-            {"name": lap, "value": row.get(f"{lap} ms") or 0.0, "series": number}
-            for number, lap in enumerate(LAPS, start=1)
-        ]
-        for row in methods_of(sections)
-    }
-    return _bars("Time of the parts of a step", groups, stacked=True, suffix=" ms", unit="ms")
-
-
-def _bars(title: str, groups: Mapping[str, list[Chart]], **options: object) -> Chart:
-    drawn = [{"name": name, "bars": bars} for name, bars in groups.items()]
-    return {"title": title, "label": title, "groups": drawn, **options} if groups else {}

@@ -1,5 +1,5 @@
-"""Runner of the sections within a time limit. Finished sections are files, and the next call continues with the
-rest.
+"""Runner of the sections within a time limit. The results of all calls are one file, and the next call continues with
+the sections that are missing in it or failed.
 """
 
 import gc
@@ -13,18 +13,17 @@ import torch
 
 from benchmarks.gpu.lab import Absent, Found, Lab
 from benchmarks.gpu.report import NO_GPU, RESULTS, write_report
-from benchmarks.gpu.sections import Section, sections
+from benchmarks.gpu.sections import PLANS, Section, sections
 from specdemo.bench.base import Report
 from specdemo.bench.result import Result
 from specdemo.core.atomic_io import finite, json_text, write_text
 from specdemo.core.json_limits import FILE_LIMITS
 from specdemo.core.safe_io import read_json
 from specdemo.engine.failure import clear_traceback, reason
-from specdemo.models.machine import commit, device_name, versions
+from specdemo.models.machine import device_name, versions
 from specdemo.models.place import pick_device
 
-SECTION = ".section.json"
-TRIES = 2  # attempts at a section that ends the process or the call
+TRIES = 2  # attempts at a section that fails, or ends the process or the call
 TRIAL_SECONDS = 5.0  # estimated time of a section on a CPU, with tiny models
 
 StoredSection = dict[str, Any]
@@ -38,12 +37,17 @@ def measure(
     report: Report,
     cancelled: Callable[[], bool],
     now: Callable[[], float] = time.monotonic,
+    plan: str = "all",
+    commit: str = "",
 ) -> Result:
-    """Measure sections. Raises ValueError, one line, if the folder contains measurements of another device."""
-    lab = Lab(pick_device(device), repeats)
-    begin, table = now(), sections(lab)
+    """Measure the sections of a plan. commit: of the code, where git does not know it.
+
+    Raises ValueError, one line, if the folder contains measurements of another device.
+    """
+    lab = Lab(pick_device(device), repeats, PLANS[plan][0], commit)
+    begin, table = now(), sections(lab, plan)
     folder.mkdir(parents=True, exist_ok=True)
-    finished = {name: found for name, found in _stored(folder, lab).items() if name in table}
+    finished = _stored(folder, lab)
     lost = ""
     for name, section in table.items():
         left = 60.0 * minutes - (now() - begin)
@@ -51,32 +55,35 @@ def measure(
             continue
         if cancelled() or lost or (TRIAL_SECONDS if lab.small else section.seconds) > left:
             continue  # a shorter section may still fit
-        report(len([k for k in finished.values() if _over(k)]) / len(table), section.title)
+        report(sum(_over(finished[k]) for k in table if k in finished) / len(table), section.title)
         tries = finished.get(name, {}).get("tries", 0) + 1
-        finished[name] = _write(folder, name, _entry(section, lab, "started", tries))
-        finished[name] = _write(folder, name, _run(section, lab, tries, now))
+        finished[name] = _entry(section, lab, "started", tries)
+        _write(folder, finished, lab)
+        finished[name] = _run(section, lab, tries, now)
+        _write(folder, finished, lab)
         if not lab.alive():
             lost = f"The device was lost during {section.title!r}."
     environment = _environment(lab)
-    files = write_report(folder, {name: finished[name] for name in table if name in finished}, environment, lab)
+    _write(folder, finished, lab)
+    files = [RESULTS, *write_report(folder, finished, environment, lab)]
     return _result(table, finished, environment, lab, [lost] * bool(lost), files)
 
 
 def _stored(folder: Path, lab: Lab) -> dict[str, StoredSection]:
-    """Return the results of earlier calls, from one file per section or from a single combined file."""
-    combined = folder / RESULTS
-    kept: dict[str, StoredSection] = read_json(combined, FILE_LIMITS)["sections"] if combined.is_file() else {}
-    kept |= {path.name.removesuffix(SECTION): read_json(path, FILE_LIMITS) for path in folder.glob(f"*{SECTION}")}
+    """Return the results of earlier calls."""
+    if not (folder / RESULTS).is_file():
+        return {}
+    stored: dict[str, StoredSection] = read_json(folder / RESULTS, FILE_LIMITS)["sections"]
     here = device_name(lab.device)
-    for found in kept.values():
+    for found in stored.values():
         there = found["environment"]["device"]
         if there != here:
             raise ValueError(f"{folder} contains measurements of {there}, this device is {here}; choose another --out")
-    return kept
+    return stored
 
 
 def _over(found: StoredSection) -> bool:
-    return found["state"] != "started" or int(found["tries"]) >= TRIES
+    return found["state"] == "done" or int(found["tries"]) >= TRIES
 
 
 def _run(section: Section, lab: Lab, tries: int, now: Callable[[], float]) -> StoredSection:
@@ -103,12 +110,13 @@ def _environment(lab: Lab) -> dict[str, Any]:
     threads = torch.get_num_threads() if lab.small else None
     dtype = "several precisions"
     facts = {"device": device_name(lab.device), "threads": threads, "dtype": dtype, "versions": versions()}
-    return facts | {"commit": commit(), "date": time.strftime("%Y-%m-%d", time.gmtime())}
+    return facts | {"commit": lab.commit, "date": time.strftime("%Y-%m-%d", time.gmtime())}
 
 
-def _write(folder: Path, name: str, found: StoredSection) -> StoredSection:
-    write_text(folder / f"{name}{SECTION}", json_text(finite(found), indent=1) + "\n")
-    return found
+def _write(folder: Path, sections: dict[str, StoredSection], lab: Lab) -> None:
+    """Write all results after every section, so that a call that is cut off loses one."""
+    content = {"environment": _environment(lab), "sections": sections}
+    write_text(folder / RESULTS, json_text(finite(content), indent=1) + "\n")
 
 
 def _result(

@@ -14,14 +14,15 @@ from typing import Any
 
 import psutil
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from benchmarks.fairness import race_fairness
 from benchmarks.floor import floor
 from benchmarks.gpu.lab import Absent, Found, Lab, measure_steps, name_of
 from benchmarks.pairs import SIZES, Pair, Size, make_pair, random_pair
 from benchmarks.peers import compete, read_bytes
-from specdemo.bench.device import BATCHES, WIDTHS, basics, fast, passes, passes_of, slug
+from specdemo.bench.device import BATCHES, WIDTHS, basics, best_seconds, fast, passes, passes_of, slug
 from specdemo.bench.random_models import DRAFTS, random_model
 from specdemo.bench.result import Result
 from specdemo.core.estimate import Estimate
@@ -31,10 +32,11 @@ from specdemo.engine.comparison import Lane
 from specdemo.engine.failure import clear_traceback, reason
 from specdemo.engine.loop import never_cancelled
 from specdemo.engine.session import Session
+from specdemo.kv.graphs import capture_for
 from specdemo.methods import BASELINE, load_drafter, method
 from specdemo.methods.base import Head
 from specdemo.models.devices import device_kind
-from specdemo.models.machine import commit, device_name, one_thread, versions
+from specdemo.models.machine import device_name, one_thread, versions
 from specdemo.models.target import HFTarget
 from specdemo.presets.files import load_presets
 
@@ -44,6 +46,9 @@ PACKAGES = ("accelerate", "bitsandbytes", "flash-linear-attention", "kernels", "
 TESTS_SECONDS = 300
 PLAIN = "plain"
 TINY = Size(2, 64, 176, 4, 2, 512, 1)
+CONTEXTS = (256, 1024, 4096, 8192, 32_000)  # columns
+WIDTHS_OF_STEPS = (1, 6, 33)  # slots: plain decoding, a chain of 5, a tree of 32
+HEADS, KV_HEADS, SIZE = 32, 8, 128  # attention of Llama 3 8B and Qwen3 8B
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,19 +95,34 @@ METHODS = {
 }
 
 
-def sections(lab: Lab) -> dict[str, Section]:
-    """Return the sections for that device by name."""
+# Sections by prefix, and the shape of the method measurements; a plan takes one or two calls of ten minutes. The first
+# one shows that the machine computes correctly, the others measure methods at real sizes.
+PLANS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "all": ("", ("",)),
+    "first": ("qwen3-8b", ("environment", "device", "tests", "failed-capture", "attention", "contexts", "presets")),
+    "qwen": ("qwen3-8b", ("environment", "device", "plain-qwen3-8b", "method", "widths")),
+    "llama": ("llama-8b", ("environment", "device", "plain-llama-8b", "method", "peers", "overhead", "memory")),
+}
+
+
+def sections(lab: Lab, plan: str = "all") -> dict[str, Section]:
+    """Return the sections of a plan for that device by name."""
     large = ("llama-8b", "qwen3-8b", "llama-1b", "qwen3-1.7b", "qwen3-32b", "llama-34b")
     shapes = ("llama-tiny", "qwen3-tiny") if lab.small else large
     table = {
         "environment": Section("Environment", 5, environment),
         "device": Section("Bandwidth, arithmetic, starting work", 15, device),
         "tests": Section("GPU tests", 120, tests),
+        "failed-capture": Section("A failed capture", 20, failed_capture),
+        "attention": Section("Attention of one layer", 25, attention),
+        f"contexts-{lab.main}": Section(f"Forward passes by context, {lab.main}", 60, contexts),
         f"plain-{shapes[0]}": Section(f"Plain decoding, {shapes[0]}", 60, partial(plain, shapes[0])),
-        "widths": Section("v(n, batch) and c", 90, widths),
+        f"widths-{lab.main}": Section(f"v(n, batch) and c, {lab.main}", 90, widths),
     }
     for label, drafting in METHODS.items():
-        table[f"method-{slug(label)}"] = Section(f"Step of {label}", 15, partial(step, label, drafting))
+        table[f"method-{lab.main}-{slug(label)}"] = Section(
+            f"Step of {label}, {lab.main}", 15, partial(step, label, drafting)
+        )
     table |= {
         "peers": Section("Beside transformers", 150, peers),
         "overhead": Section("Step overhead over replays", 120, overhead),
@@ -113,7 +133,7 @@ def sections(lab: Lab) -> dict[str, Section]:
         table["fairness"] = Section("Race fairness", 30, fairness)
     for name in shapes[1:]:
         table[f"plain-{name}"] = Section(f"Plain decoding, {name}", 90, partial(plain, name))
-    return table
+    return {name: section for name, section in table.items() if name.startswith(PLANS[plan][1])}
 
 
 def environment(lab: Lab) -> Found:
@@ -126,7 +146,7 @@ def environment(lab: Lab) -> Found:
         "main memory GB": round(psutil.virtual_memory().total / 1e9, 1),
         "system": platform.platform(),
         **versions(),
-        "commit": commit() or "unknown",
+        "commit": lab.commit or "unknown",
         **{package: _version(package) for package in PACKAGES},
         **dict(_nvidia(lab.device)),
     }
@@ -187,6 +207,100 @@ def tests(lab: Lab) -> Found:
     return Found(
         [{"what": line.partition(" - ")[0][7:], "is": line.partition(" - ")[2]} for line in failed], lines[-1:]
     )
+
+
+FAILED_CAPTURE = """
+import torch
+from specdemo.kv.graphs import CudaGraphs, GraphCache
+
+x = torch.ones(4, 4, device="cuda")
+failing = GraphCache(CudaGraphs(x.device), torch.float32)
+failing("k", 1, lambda y: (y * y.sum().item(),), (x,), [(4, 4)])
+print("reason:", failing.disabled_reason)
+print("stream restored:", torch.cuda.current_stream() == torch.cuda.default_stream())
+torch.cuda.empty_cache()
+print("cache emptied: True")
+working = GraphCache(CudaGraphs(x.device), torch.float32)
+print("next capture:", working("k", 1, lambda y: (y @ y,), (x,), [(4, 4)])[0][0, 0].item(), working.disabled_reason)
+"""
+
+
+def failed_capture(lab: Lab) -> Found:
+    """Check in a separate process that a capture that fails leaves a process that can capture again."""
+    if lab.small:
+        return Found([{"what": "reason", "is": "needs a GPU"}])
+    command = [sys.executable, "-c", FAILED_CAPTURE]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL)
+    lines = [line.partition(": ") for line in done.stdout.splitlines()]
+    return Found([{"what": what, "is": value} for what, _, value in lines], done.stderr.splitlines()[-1:])
+
+
+def attention(lab: Lab) -> Found:
+    """Measure attention of one layer with 32 heads and 8 key/value heads of size 128, by kernel."""
+    device_kind(lab.device).prepare()
+    found, dtype = Found(), lab.dtype()
+    for columns in (256,) if lab.small else CONTEXTS:
+        for slots in WIDTHS_OF_STEPS:
+            shapes = (HEADS // KV_HEADS * slots, columns, columns)
+            query, key, value = (torch.randn(1, KV_HEADS, n, SIZE, device=lab.device, dtype=dtype) for n in shapes)
+            mask = torch.zeros(1, 1, len(query[0, 0]), columns, device=lab.device, dtype=dtype)
+            kernels: dict[str, Callable[[], Tensor]] = {
+                "masked": partial(F.scaled_dot_product_attention, query, key, value, mask),
+                "unmasked": partial(F.scaled_dot_product_attention, query, key, value),
+                "products": partial(_attention_by_products, query, key, value, mask),
+            }
+            if lab.device.type == "cuda":
+                kernels["flash by length"] = _flash_by_length(query, key, value, slots)
+            times = {f"{name} us": _microseconds(run, lab.device) for name, run in kernels.items()}
+            found.rows.append({"columns": columns, "slots": slots, **times})
+    return found
+
+
+def _attention_by_products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    scores = (query @ key.mT) * SIZE**-0.5 + mask
+    return torch.softmax(scores, -1, dtype=torch.float32).to(query.dtype) @ value
+
+
+def _flash_by_length(query: Tensor, key: Tensor, value: Tensor, slots: int) -> Callable[[], Tensor]:
+    """Return PyTorch's flash kernel, which reads as many columns as a tensor says."""
+    heads, columns = query.reshape(HEADS, slots, SIZE).transpose(0, 1), key.shape[2]
+    ends, key_ends, length = (
+        torch.tensor(numbers, dtype=torch.int32, device=query.device)
+        for numbers in ([0, slots], [0, columns], [columns])
+    )
+    arguments = heads, key[0].transpose(0, 1), value[0].transpose(0, 1), ends, key_ends, slots, columns, 0.0, slots > 1
+    run = partial(torch.ops.aten._flash_attention_forward, *arguments, False, seqused_k=length)
+    return lambda: run()[0]
+
+
+def _microseconds(run: Callable[[], Tensor], device: torch.device, calls: int = 20) -> float | str:
+    """Return the time of a call within a CUDA graph; on a CPU of a plain call."""
+
+    def several() -> tuple[Tensor, ...]:
+        return tuple(run() for _ in range(calls))
+
+    try:
+        capture = capture_for(device)
+        replay = capture(several) if capture else several
+        return round(1e6 * best_seconds(replay, device) / calls, 2)
+    except RuntimeError as error:
+        return reason(error)
+
+
+def contexts(lab: Lab) -> Found:
+    """Measure forward passes after short and long texts."""
+    found = Found()
+    for name in dict.fromkeys((lab.main, shape_of_draft(lab))):
+        target = lab.target(name, lab.dtype())
+        for context in (64,) if lab.small else CONTEXTS:
+            ms = passes(target, WIDTHS_OF_STEPS, (1,), context=context).get(1)
+            if ms is None:
+                found.remarks.append(f"{name}: {context} tokens do not fit into memory.")
+                break
+            row = {"shape": name, "context": context, "layers": target.kernels, "note": target.note}
+            found.rows += [row | {"slots": slots, "ms": round(value, 4)} for slots, value in ms.items()]
+            target.release_graphs()
+    return found
 
 
 def plain(name: str, lab: Lab) -> Found:
@@ -360,7 +474,11 @@ def presets(lab: Lab) -> Found:
     embedded = [known for known in load_presets().values() if known.embedded]
     for chosen in embedded[:2] if lab.small else embedded:
         changed = chosen.with_changes(device=str(lab.device), max_new_tokens=8 if lab.small else 128)
-        trace = session.run(changed.validated())
+        try:
+            trace = session.run(changed.validated())
+        except ValueError as error:  # a copy without all shipped models
+            found.remarks.append(f"{chosen.id}: {reason(error)}.")
+            continue
         for lane, compared in zip(trace.lanes, [{}, *trace.comparison], strict=True):
             failed = lane.note if lane.finish == "error" else ""
             found.rows.append(

@@ -56,7 +56,8 @@ def best_seconds(run: Callable[[], object], device: torch.device, repeats: int =
 
 def copy_bandwidth(device: torch.device) -> float:
     """Return bytes read and written per second by a copy within the device's memory."""
-    source = torch.zeros(_bytes(device), dtype=torch.uint8, device=device)
+    # random, because memory may compress zeros
+    source = torch.randint(256, (_bytes(device),), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2.0 * len(source) / best_seconds(lambda: target.copy_(source), device)
 
@@ -64,8 +65,8 @@ def copy_bandwidth(device: torch.device) -> float:
 def read_bandwidth(device: torch.device, dtype: torch.dtype) -> float:
     """Return bytes read per second by a matrix-vector product, as in decoding one token."""
     rows = _bytes(device) // (4096 * dtype.itemsize)
-    matrix = torch.zeros(rows, 4096, dtype=dtype, device=device)
-    vector = torch.zeros(1, 4096, dtype=dtype, device=device)
+    matrix = torch.empty(rows, 4096, dtype=dtype, device=device).uniform_(-1.0, 1.0)
+    vector = torch.ones(1, 4096, dtype=dtype, device=device)
     return rows * 4096 * dtype.itemsize / best_seconds(lambda: vector @ matrix.T, device)
 
 

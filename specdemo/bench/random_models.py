@@ -15,7 +15,7 @@ from transformers import GenerationConfig as HFGenerationConfig
 from specdemo.prediction.work import config_of
 
 STD = 0.02
-CONTEXT = 8192
+CONTEXT = 40_960  # positions
 
 
 DRAFTS = {  # target -> shape of its draft model

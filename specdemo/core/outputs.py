@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator
-from itertools import chain, islice
 from pathlib import Path
 
 from specdemo.core.atomic_io import check_writable, write_text
@@ -48,7 +47,7 @@ def mark_folder(folder: Path) -> None:
 
 def _marks(folder: Path) -> Iterator[Path]:
     names = (folder / name for name in ("provenance.json", "results.json"))
-    return filter(Path.is_file, chain(names, islice(folder.glob("*.section.json"), 3)))
+    return filter(Path.is_file, names)
 
 
 def _is_page(path: Path) -> bool:
