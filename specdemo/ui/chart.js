@@ -4,7 +4,7 @@
 const CHART_MS = 200; // interval between updates of a growing chart
 const DASHES = ["2 3", "", "8 4", "8 3 2 3", "14 4", "4 2", "12 3 3 3"]; // the first is plain decoding
 const CHARACTER = 6.7; // px of one character of a label
-const NARROW = 560; // px; narrower charts have a legend instead of labels at the lines, and names above the bars
+const NARROW = 480; // px; narrower charts have a legend instead of labels at the lines, and names above the bars
 const NEAR = 40; // px between the pointer and a point whose value is shown
 const ROW = 21; // px of a horizontal bar
 const charts = new WeakMap(); // the chart of a box, to redraw it at another width
@@ -16,6 +16,13 @@ function ticks(high, count) {
   const size = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((times) => times * size).find((fine) => fine >= rough * 0.99);
   return Array.from({ length: Math.floor(high / step + 1e-9) + 1 }, (_, i) => i * step);
+}
+
+/** Returns a round number below all values, at most three times their range below the largest one. */
+function zoomed(values) {
+  const most = Math.max(...values);
+  const step = 10 ** Math.floor(Math.log10(most - Math.min(...values) || most || 1));
+  return Math.max(0, Math.floor((Math.min(...values) - step / 2) / step) * step);
 }
 
 /** Returns 1, 2, 4, ... up to `high`. */
@@ -47,6 +54,7 @@ const withInterval = (x, low, high, options) => withUnit(x, options) + (isNumber
  * @param {string} [options.suffix] unit of the values
  * @param {number} [options.digits] decimals of the values
  * @param {number} [options.high] top of the y axis; default: the largest value
+ * @param {boolean} [options.zoom] begin the y axis near the smallest value instead of at 0
  * @param {number} [options.wide] end of the x axis
  * @param {number[]} [options.places] ticks of the x axis, which begins at the first
  * @param {boolean} [options.doubling] logarithmic x axis
@@ -161,7 +169,7 @@ function horizontalBar(picture, at, { value, low, high, predicted, series }, fro
 
 // Draws lines and dots, and returns what the pointer shows.
 function curves(picture, { width, height, direct }, options) {
-  const { lines = [], dots = [], unit = "", high, wide, whole, level, baseline, doubling, places } = options;
+  const { lines = [], dots = [], unit = "", high, zoom, wide, whole, level, baseline, doubling, places } = options;
   const bands = lines.flatMap((line) => line.band ?? []);
   const points = [...lines.flatMap((line) => line.points), ...dots.map(({ x, y }) => [x, y]), ...bands.map(([x, , most]) => [x, most])];
   if (!points.length) {
@@ -169,6 +177,7 @@ function curves(picture, { width, height, direct }, options) {
     return [];
   }
   const top = high ?? Math.max(...points.map(([, y]) => y), level ?? 0, 1e-9) * 1.06;
+  const bottom = zoom ? zoomed(points.map(([, y]) => y)) : 0;
   const scale = doubling ? Math.log2 : (x) => x;
   const start = scale(places ? Math.min(...places) : doubling ? 1 : 0);
   const end = scale(wide ?? Math.max(...points.map(([x]) => x), 1e-9));
@@ -176,8 +185,8 @@ function curves(picture, { width, height, direct }, options) {
   const margin = { left: 46, right: labels.length ? widest(labels.map(({ name }) => name)) + 14 : 10, top: 8, bottom: places ? 38 : 22 };
   const [inner, tall] = [width - margin.left - margin.right, height - margin.top - margin.bottom];
   const along = (x) => (scale(x) - start) / (end - start || 1);
-  const at = ([x, y]) => [margin.left + inner * along(x), margin.top + tall * (1 - Math.min(y, top) / top)].map((n) => +n.toFixed(1));
-  for (const y of ticks(top, tall / 34)) {
+  const at = ([x, y]) => [margin.left + inner * along(x), margin.top + tall * (1 - (Math.min(y, top) - bottom) / (top - bottom))].map((n) => +n.toFixed(1));
+  for (const y of ticks(top - bottom, tall / 34).map((step) => bottom + step)) {
     if (whole && y % 1) continue;
     const [, up] = at([places?.[0] ?? 1, y]);
     picture.append(svg("path", { d: `M${margin.left},${up} h${inner}`, class: "sd-rule" }));
@@ -230,7 +239,7 @@ function spotsOf({ name = "", points, band = [], notes = [] }, line, at, options
     const [left, up] = at([x, y]);
     const [low, high] = intervals.get(x) ?? [];
     const value = withInterval(y, low, high, { digits: 2, ...options });
-    return { x: left, y: up, line, title: `${brief(x)} ${options.unit ?? ""}`, rows: [[name, value, notes[i]].filter(Boolean).join(" ")] };
+    return { x: left, y: up, line, title: options.unit ? `${options.unit}: ${brief(x)}` : brief(x), rows: [[name, value, notes[i]].filter(Boolean).join(" ")] };
   });
 }
 

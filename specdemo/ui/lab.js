@@ -84,7 +84,7 @@ function draw() {
   const losses = named(Object.entries(LOSSES));
   $(".sd-lab-charts").hidden = !losses.length && !agree.length;
   chart($(".sd-agree"), agree, { high: 1, percentage: true, format: percent });
-  chart($(".sd-loss"), losses, {});
+  chart($(".sd-loss"), losses, { zoom: true });
 }
 
 function chart(box, lines, { format = (y) => fixed(y, 3), ...scale }) {

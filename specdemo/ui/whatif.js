@@ -42,9 +42,9 @@ function drawTiles({ plain, best, recorded, word, interval, memory_gb, room_gb }
 function drawOverK({ rows, at, measured }, row) {
   const points = rows.map(({ k, speedup }) => [k, speedup]);
   const dots = [{ x: at.k, y: row.speedup[0], name: times(row.speedup[0]) }];
-  if (measured) dots.push({ x: measured.k, y: measured.speedup, name: `measured ${times(measured.speedup)}` });
+  if (measured) dots.push({ x: measured.k, y: measured.speedup, name: `${measured.source} ${times(measured.speedup)}` });
   const label = `Speed-up by draft length${measured ? `, ${dots[1].name} with k = ${measured.k}` : ""}: ${rows.map(({ k, speedup }) => `${k}: ${times(speedup[0])}`).join(", ")}`;
-  plot($(".sd-over-k"), { lines: [line(points)], dots, unit: "draft length k", level: 1, label, wide: 16 });
+  plot($(".sd-over-k"), { lines: [line(points)], dots, unit: "draft length k", suffix: "×", level: 1, label, wide: 16 });
 }
 
 function drawOverBatch({ loads, at }) {
@@ -52,7 +52,7 @@ function drawOverBatch({ loads, at }) {
   const here = loads.find(({ batch }) => batch === at.batch);
   const dots = here ? [{ x: here.batch, y: here.speedup[0], name: `${times(here.speedup[0])} ${here.k ? `k = ${here.k}` : "off"}` }] : [];
   const batches = loads.map(({ batch, k, speedup, fits }) => `${batch}: ${times(speedup[0])} ${k ? `with k = ${k}` : "at best"}${fits ? "" : ", too large for its memory"}`);
-  plot($(".sd-over-batch"), { lines: [line(points)], dots, unit: "batch size", level: 1, label: `Speed-up by batch size: ${batches.join("; ")}`, doubling: true });
+  plot($(".sd-over-batch"), { lines: [line(points)], dots, unit: "batch size", suffix: "×", level: 1, label: `Speed-up by batch size: ${batches.join("; ")}`, doubling: true });
 }
 
 function drawSteps({ plain }, row) {

@@ -20,8 +20,9 @@ from specdemo.prediction.acceptance import Acceptance, of_lane
 from specdemo.prediction.drafts import method_in
 from specdemo.prediction.predict import ASSUMED, BATCHES, Prediction, Row, predict, predicted
 from specdemo.prediction.profiles import profile, profiles
+from specdemo.prediction.published import acceptance_by_length, published
 from specdemo.prediction.work import known, shape
-from specdemo.presets.files import DEFAULT, allowed_models, load_presets, preset
+from specdemo.presets.files import DEFAULT, allowed_models, load_presets
 from specdemo.presets.recorded import is_recorded, recorded
 from specdemo.ui import assets
 from specdemo.ui.controls import TRAINED
@@ -31,6 +32,8 @@ ELSEWHERE = "h100-sxm"  # machine for "Estimate on an H100"
 CONTEXTS = {256: "256", 1024: "1k", 4096: "4k", 16384: "16k", 65536: "64k"}
 SIZES = {0.25: "1/4", 0.5: "1/2", 1.0: "1×", 2.0: "2×"}
 LOAD = {"batch": 1, "context": 1024}  # of a first visit
+PUBLISHED = "published"  # start of a first visit: EAGLE-3 on an 8B model, a published result
+PAIR = "EAGLE-3 for Llama-3.1-8B-Instruct"
 SAME, OWN = "run", "own"  # the run's draft and acceptance, or custom ones
 Choices = Sequence[tuple[str, str | float]]  # labels and values
 LENGTH = "Draft length k"
@@ -50,6 +53,7 @@ class Start:
     acceptance: Acceptance
     k: int
     speedup: Estimate | None
+    source: str = "measured"  # of the speed-up
 
 
 def start_of(trace: RunTrace, index: int, words: str, allow_any_model: bool = False) -> Start:
@@ -99,6 +103,35 @@ def recorded_start(preset_id: str) -> Start:
     if trace is None or preset_id not in recorded_starts():
         raise ValueError(f"no recorded run of {preset_id[:60]!r}; choose one of {', '.join(recorded_starts())}")
     return start_of(trace, 1, f"Recorded: {recorded_starts()[preset_id]}")
+
+
+@lru_cache
+def published_start() -> Start:
+    """Return the published chains of EAGLE-3 on vLLM, with their best draft length."""
+    found = [one for one in published() if one.what == "vLLM, EAGLE-3"]
+    best = max(found, key=lambda one: one.speedup)
+    measured = f"{best.tokens:.2f} tokens per pass at k = {best.k}"
+    return Start(
+        words=f"Published: {PAIR} with vLLM on an H100, {measured}, {best.source}",
+        target=best.target,
+        method=best.method,
+        model=best.model,
+        options={},
+        quantization=None,
+        acceptance=acceptance_by_length(found),
+        k=best.k,
+        speedup=Estimate(best.speedup),
+        source="published",
+    )
+
+
+def _starts() -> list[tuple[str, str]]:
+    """Return titles and ids of the starts that every visitor has."""
+    return [(f"Published: {PAIR}", PUBLISHED), *((title, id) for id, title in recorded_starts().items())]
+
+
+def _start(id: str) -> Start:
+    return published_start() if id == PUBLISHED else recorded_start(id)
 
 
 def predict_for(start: Start, values: Values) -> Prediction:
@@ -156,7 +189,7 @@ def to_view(start: Start, p: Prediction, k: int) -> dict[str, object]:
         "interval": row.speedup.interval(),
         "sentence": sentence(p, row),
         "where": f"{where.title} · {p.scenario.device.dtype} · {source}",
-        "measured": {"k": start.k, "speedup": start.speedup.value} if start.speedup else None,
+        "measured": {"k": start.k, "speedup": start.speedup.value, "source": start.source} if start.speedup else None,
         "from": start.words,
         "notes": list(p.notes),
     }
@@ -201,22 +234,24 @@ class Questions:
 
     def open(self, request: gr.Request, values: Values) -> Values:
         """Update the tab when it is opened, because the visible run may have changed."""
-        lanes = self._lanes(request)
-        chosen = values["start"] if values["start"] in {*lanes, *recorded_starts()} and values["state"] else None
-        return self._begin(request, lanes, chosen, values)
+        lanes, own = self._lanes(request)
+        first = next(iter(lanes), PUBLISHED) if own else PUBLISHED
+        known = values["start"] in {PUBLISHED, *lanes, *recorded_starts()}
+        return self._begin(request, lanes, values["start"] if known and values["state"] else first, values)
 
     def start_from_race(self, request: gr.Request, values: Values) -> Values:
         """Start from the visible run, on another machine, at the load of a first visit."""
         values = values | {"machine": ELSEWHERE, "state": None} | LOAD
-        return self._begin(request, self._lanes(request), None, values) | LOAD
+        lanes, _ = self._lanes(request)
+        return self._begin(request, lanes, next(iter(lanes), PUBLISHED), values) | LOAD
 
     def begin(self, request: gr.Request, values: Values) -> Values:
         """Start from another run."""
-        return self._begin(request, self._lanes(request), values["start"], values | {"state": None})
+        return self._begin(request, self._lanes(request)[0], values["start"], values | {"state": None})
 
     def answer(self, _: gr.Request, values: Values) -> Values:
         """Predict again after a control has changed."""
-        start = values["state"] or recorded_start(DEFAULT)
+        start = values["state"] or published_start()
         dtypes = [*profile(values["machine"]).compute_tflop_per_s]
         if values["dtype"] not in dtypes:
             usual = (name for name in ("bfloat16", "float16") if name in dtypes)
@@ -231,19 +266,13 @@ class Questions:
             return shown | {"view": _refused(error)}
 
     def _begin(
-        self, request: gr.Request, lanes: Mapping[str, tuple[RunTrace, int, str]], chosen: str | None, values: Values
+        self, request: gr.Request, lanes: Mapping[str, tuple[RunTrace, int, str]], chosen: str, values: Values
     ) -> Values:
-        """Return the updates for a new start. chosen: where to start from; None: the visible run, or else the
-        default.
-        """
-        chosen = chosen or next(iter(lanes), DEFAULT)
-        choices = [
-            *((words, key) for key, (_, _, words) in lanes.items()),
-            *((t, id) for id, t in recorded_starts().items()),
-        ]
+        """Return the updates for a new start. chosen: where to start from."""
+        choices = [*((words, key) for key, (_, _, words) in lanes.items()), *_starts()]
         update = {"start": gr.update(choices=choices, value=chosen), "machine": values["machine"]}
         try:
-            start = start_of(*lanes[chosen], self._any) if chosen in lanes else recorded_start(chosen)
+            start = start_of(*lanes[chosen], self._any) if chosen in lanes else _start(chosen)
         except ValueError as error:
             return update | {"view": _refused(error)}
         if start == values["state"]:
@@ -255,18 +284,19 @@ class Questions:
         target = gr.update(value=start.target, choices=_targets(start.target))
         return update | filled | answer | {"state": start, "rate": rate, "target": target, "k": _length(start)}
 
-    def _lanes(self, request: gr.Request) -> dict[str, tuple[RunTrace, int, str]]:
-        """Return the lanes of the visible run that can be predicted."""
+    def _lanes(self, request: gr.Request) -> tuple[dict[str, tuple[RunTrace, int, str]], bool]:
+        """Return the lanes of the visible run that can be predicted, and whether it is the visitor's own."""
         shown = self._shown(request)
         if shown is None:
-            return {}
+            return {}, False
         trace, own = shown
         words = "Your last run" if own else "Run shown in Race"
-        return {
+        lanes = {
             f"lane-{i}": (trace, i, f"{words}: {trace.config.get('target')}, {lane.name}")
             for i, lane in enumerate(trace.lanes)
             if i and lane.method in DraftingCost.declared and lane.exact and lane.summary.get("drafted")
         }
+        return lanes, own
 
 
 def _length(start: Start) -> object:
@@ -323,12 +353,12 @@ def _changed(part: Component) -> Callable[..., object]:
 
 def _where() -> dict[str, Component]:
     """Create the controls of the machine and its load."""
-    starts = [(title, id) for id, title in recorded_starts().items()]
     machines = [(where.title, name) for name, where in profiles().items()]
     contexts = [(words, tokens) for tokens, words in CONTEXTS.items()]
-    k = preset(DEFAULT).lanes[0].k
+    k = published_start().k
     with gr.Row(elem_id="whatif-where"):
-        start = gr.Dropdown(starts, value=DEFAULT, label="Start from", elem_id="whatif-start", scale=5, min_width=260)
+        place: Values = {"elem_id": "whatif-start", "scale": 5, "min_width": 260}
+        start = gr.Dropdown(_starts(), value=PUBLISHED, label="Start from", **place)
         machine = gr.Dropdown(machines, value=ELSEWHERE, label="Machine", elem_id="machine", scale=3, min_width=180)
         dtype = gr.Dropdown(
             ["bfloat16"], value="bfloat16", label="Precision", elem_id="precision", scale=2, min_width=120
@@ -343,7 +373,7 @@ def _where() -> dict[str, Component]:
 
 def _other() -> dict[str, Component]:
     """Create the controls of another model and another draft."""
-    first = preset(DEFAULT).target
+    first = published_start().target
     with gr.Accordion("Other target or drafter", open=False, elem_id="whatif-draft"), gr.Row():
         target = gr.Dropdown(_targets(first), value=first, label="Target", elem_id="whatif-target", min_width=220)
         draft = gr.Dropdown(_drafts(), value=SAME, label="Drafter", elem_id="draft", min_width=220)

@@ -51,7 +51,7 @@ def test_by_keyboard_alone(visit):
     wait_for_text(page, "^Recorded")
     page.get_by_role("tab", name="What if").focus()
     page.keyboard.press("Enter")
-    expect(page.locator("#whatif-start input")).to_have_value(re.compile("^Run shown in Race"))
+    expect(page.locator("#whatif-start input")).to_have_value(re.compile("^Published: EAGLE-3 for Llama"))
     expect(gain(page)).not_to_be_empty()
     page.locator("#whatif-k input[type=range]").focus()
     for _ in range(3):

@@ -114,10 +114,18 @@ test("the pointer shows the value and the interval of every line at its place, a
   const names = ["<b>wide</b>", "deep"];
   const lines = names.map((name, i) => ({ name, series: 1, marks: true, points: [[1, 1], [2, 1.5 + i]], band: [[2, 1.4, 1.6]] }));
   const box = boxOf({ lines, places: [1, 2], suffix: "×", digits: 2, unit: "tokens" });
-  assert.deepEqual(textAt(box, 385, 150), ["2 tokens", "<b>wide</b> 1.50× [1.40× to 1.60×]", "deep 2.50× [1.40× to 1.60×]"]);
+  assert.deepEqual(textAt(box, 385, 150), ["tokens: 2", "<b>wide</b> 1.50× [1.40× to 1.60×]", "deep 2.50× [1.40× to 1.60×]"]);
 });
 
 test("the pointer shows the values of a row", () => {
   const box = boxOf({ groups, suffix: "×", digits: 2 }, 900);
   assert.deepEqual(textAt(box, 10, 6), ["fast", "2.00× [1.90× to 2.10×] predicted 1.90×"]);
+});
+
+test("an axis that does not begin at 0 has a round number below all values at its lower end", () => {
+  const lines = [{ series: 1, points: [[0, 10.9], [1, 9.8]] }];
+  const [curve] = ofClass(drawn({ lines, zoom: true }), "sd-curve");
+  const [[, first], [, last]] = corners(curve);
+  assert.ok(last - first > 60, "the curve uses the height");
+  assert.ok(drawn({ lines, zoom: true }).some(({ textContent }) => textContent === "9"));
 });

@@ -55,13 +55,25 @@ def test_the_run_on_show_comes_first_and_fills_the_controls(race):
     updates = asking.open(VISITOR, VALUES)
     labels = [words for words, _ in updates["start"]["choices"]]
     assert updates["start"]["value"] == "lane-1" and labels[0] == f"Your last run: stories, {race.lanes[1].name}"
-    assert len(labels) == 2 + len(recorded_starts())
+    assert len(labels) == 3 + len(recorded_starts())
     state = updates["state"]
     assert (updates["k"]["value"], state.method, state.target) == (state.k, race.lanes[1].method, "stories")
     again = asking.open(VISITOR, VALUES | {"state": state, "start": "lane-1", "k": 9, "batch": 8})
     assert "k" not in again and shown(again)["at"] == {"k": 9, "batch": 8}  # the selected values stay
     other = asking.open(VISITOR, VALUES | {"state": recorded_start("embedded-bytes"), "start": "embedded-bytes"})
     assert other["start"]["value"] == "embedded-bytes"
+
+
+def test_a_first_visit_starts_from_a_published_pair_of_real_models(race):
+    for asking in (questions(), questions(race, own=False)):
+        updates = asking.open(VISITOR, VALUES)
+        view = shown(updates)
+        assert updates["start"]["value"] == whatif.PUBLISHED and updates["target"]["value"].startswith("meta-llama/")
+        assert "Llama-3.1-8B" in view["from"] and "https://" in view["from"]
+        assert view["measured"] == {"k": 4, "speedup": 1.746, "source": "published"} and view["recorded"] == 7
+        assert [round(row["tokens"], 2) for row in view["rows"][1:7]] == [2.36, 2.79, 3.08, 3.32, 3.46, 3.54]
+        labels = [words for words, _ in updates["start"]["choices"]]
+        assert ("Run shown in Race: " in labels[0]) == (len(labels) > 1 + len(recorded_starts()))
 
 
 def test_race_is_predicted_on_an_h100(race):
@@ -77,7 +89,7 @@ def test_race_is_predicted_on_an_h100(race):
 def test_unpredictable_lane_is_one_line(race):
     race.lanes[1].method, race.lanes[2].exact = "adaptive", False
     try:
-        assert questions(race).open(VISITOR, VALUES)["start"]["value"] == DEFAULT
+        assert questions(race).open(VISITOR, VALUES)["start"]["value"] == whatif.PUBLISHED
         with pytest.raises(ValueError, match="chooses drafts at run time and cannot be predicted"):
             start_of(race, 1, "")
     finally:

@@ -1,0 +1,54 @@
+"""Published measurements of real model pairs: mean accepted length and speed-up, each with its source."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal
+
+from specdemo.prediction.acceptance import Acceptance, from_mean
+
+PUBLISHED = Path(__file__).with_name("published.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """One published result. tokens: mean accepted length, including the correction or bonus token."""
+
+    source: str  # URL
+    what: str
+    device: str  # name of a profile
+    engine: Literal["recorded", "eager"]
+    dtype: str
+    target: str
+    method: str
+    k: int  # draft length, or depth of the tree
+    nodes: int  # of the tree; 0: a chain
+    tokens: float
+    speedup: float
+    context: int
+    model: str | None = None
+    old: bool = False  # an EAGLE-1 or -2 head, which has no vocabulary of its own
+
+
+@lru_cache
+def published() -> tuple[Published, ...]:
+    """Return all results."""
+    return tuple(Published(**row) for row in json.loads(PUBLISHED.read_text(encoding="utf-8")))
+
+
+def acceptance_by_length(results: Sequence[Published]) -> Acceptance:
+    """Return the acceptance rates by position for results of one pair at draft lengths that grow by one.
+
+    The mean accepted length grows from k - 1 to k by the probability that all k draft tokens are accepted. The
+    positions up to the shortest draft length have one rate.
+    """
+    first, *longer = sorted(results, key=lambda one: one.k)
+    rates = list(from_mean(first.tokens, first.k).rates)
+    reached, tokens = rates[0] ** first.k, first.tokens
+    for one in longer:
+        gained, tokens = one.tokens - tokens, one.tokens
+        rates.append(min(gained / reached, 1.0))
+        reached = gained
+    return Acceptance(tuple(rates), recorded=True)
