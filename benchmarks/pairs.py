@@ -17,8 +17,8 @@ from specdemo.core.protocol import GenerationConfig
 from specdemo.core.suggest import suggest
 from specdemo.engine.loop import generate
 from specdemo.methods import BASELINE, load_drafter
+from specdemo.models.devices import pick_device, pick_dtype
 from specdemo.models.load import load_model
-from specdemo.models.place import pick_device, pick_dtype
 from specdemo.models.sizes import free_bytes
 from specdemo.models.target import HFTarget
 from specdemo.models.text import encode

@@ -18,7 +18,7 @@ from specdemo.core.outputs import check_output_folder
 from specdemo.core.suggest import suggest
 from specdemo.methods.recipes import HEAD_RECIPES
 from specdemo.models import machine
-from specdemo.models.place import pick_device
+from specdemo.models.devices import pick_device
 from specdemo.models.sources import resolve
 from specdemo.training.collect import Plan
 from specdemo.training.corpus import check_corpus

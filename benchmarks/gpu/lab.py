@@ -20,9 +20,8 @@ from specdemo.core.protocol import Drafter, GenerationConfig
 from specdemo.core.trace import StepEvent
 from specdemo.core.tree import ABSENT, Draft
 from specdemo.engine.loop import generate
-from specdemo.models.devices import device_kind, now
+from specdemo.models.devices import DTYPES, device_kind, now, pick_dtype
 from specdemo.models.machine import commit
-from specdemo.models.place import DTYPES, pick_dtype
 from specdemo.models.target import HFTarget
 from specdemo.prediction.work import shape
 

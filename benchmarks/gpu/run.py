@@ -20,8 +20,8 @@ from specdemo.core.atomic_io import finite, json_text, write_text
 from specdemo.core.json_limits import FILE_LIMITS
 from specdemo.core.safe_io import read_json
 from specdemo.engine.failure import clear_traceback, reason
+from specdemo.models.devices import pick_device
 from specdemo.models.machine import device_name, versions
-from specdemo.models.place import pick_device
 
 TRIES = 2  # attempts at a section that fails, or ends the process or the call
 TRIAL_SECONDS = 5.0  # estimated time of a section on a CPU, with tiny models

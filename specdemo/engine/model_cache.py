@@ -15,8 +15,7 @@ from specdemo.models.devices import best_device, device_kind
 from specdemo.models.gguf_files import is_gguf
 from specdemo.models.gguf_memory import GGUFNeeds, free_memory, gguf_footprint
 from specdemo.models.llamacpp import LlamaCppSettings
-from specdemo.models.place import check_memory, resolve_placement
-from specdemo.models.sizes import Footprint, Precision, estimate_footprint, free_bytes
+from specdemo.models.sizes import Footprint, Precision, check_memory, estimate_footprint, free_bytes, resolve_placement
 from specdemo.models.sources import LoadProgress, locate, no_progress
 
 ANY_WEIGHTS = ("*.pt", "*.bin", "*.pth")  # formats of published speculators without safetensors

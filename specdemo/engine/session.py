@@ -25,9 +25,9 @@ from specdemo.engine.model_cache import ModelCache
 from specdemo.engine.race import SCHEDULES
 from specdemo.engine.session_state import SessionState
 from specdemo.engine.verdict import compare_outputs
+from specdemo.models.devices import device_map_summary
 from specdemo.models.errors import Cancelled
 from specdemo.models.machine import GpuClock, commit, device_name, one_thread, versions
-from specdemo.models.place import device_map_summary
 from specdemo.models.sources import LoadProgress, has_chat_template, no_progress
 from specdemo.servers.address import check_listed
 

@@ -2,11 +2,19 @@
 asks here and does not compare device names."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from types import ModuleType
 
 import psutil
 import torch
+from torch import nn
+
+from specdemo.core.dtypes import SHORT, dtype_name
+from specdemo.core.suggest import DEVICES, suggest
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +201,52 @@ def best_device() -> torch.device:
         if (index := next(usable, None)) is not None:
             return torch.device(name, index) if index else torch.device(name)
     return torch.device("cpu")
+
+
+def pick_device(device: str) -> torch.device:
+    """Return the device of a name or `auto`. Raises ValueError, one line, if it is not available."""
+    if device == "auto":
+        return best_device()
+    try:
+        torch_device = torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"unknown device {device!r}; use {DEVICES}") from None
+    if torch_device.type not in DEVICE_KINDS:
+        raise ValueError(f"device {device!r} is not supported; use {DEVICES}")
+    if (torch_device.index or 0) >= DEVICE_KINDS[torch_device.type].count():
+        raise ValueError(f"this machine has no device {device!r}; use device 'auto'")
+    problem = device_kind(torch_device).problem(torch_device)
+    if problem:
+        raise ValueError(f"{problem}; use device 'auto', or install a PyTorch build for this GPU")
+    return torch_device
+
+
+def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """Return the dtype of a name, a short name or `auto`. Raise ValueError for an unknown one."""
+    if dtype == "auto":
+        return DTYPES[device_kind(device).default_dtype(device)]
+    name = dtype_name(dtype)
+    if name not in DTYPES:
+        raise ValueError(f"unknown dtype {dtype!r}; {suggest(dtype, ['auto', *DTYPES, *SHORT])}")
+    return DTYPES[name]
+
+
+def device_map_summary(model: nn.Module) -> str:
+    """Return which parts are on which device, if there are several: `cuda:0: embed_tokens, layers 0-20; cpu:
+    lm_head`."""
+    devices: dict[str, list[str]] = {}
+    for part, device in getattr(model, "hf_device_map", {}).items():
+        devices.setdefault(f"cuda:{device}" if isinstance(device, int) else str(device), []).append(part)
+    return "; ".join(f"{device}: {_part_names(parts)}" for device, parts in devices.items()) if len(devices) > 1 else ""
+
+
+def _part_names(parts: Sequence[str]) -> str:
+    """Return names without paths, with layer numbers as ranges."""
+    ends = [part.rpartition(".")[2] for part in parts]
+    numbers = sorted(int(end) for end in ends if end.isdigit())
+    runs = [[n for _, n in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
+    layers = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return ", ".join([*(end for end in ends if not end.isdigit()), *(f"layers {run}" for run in layers)])
 
 
 def now(device: torch.device) -> float:

@@ -19,6 +19,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3For
 
 from specdemo.kv.columns import Rope
 from specdemo.kv.graphs import TOLERANCE
+from specdemo.models.devices import device_map_summary
 from specdemo.models.layers import DecoderLayer, signed_sin
 from specdemo.models.packed import (
     KNOWN_NORMS,
@@ -30,7 +31,6 @@ from specdemo.models.packed import (
     pack,
     should_pack,
 )
-from specdemo.models.place import device_map_summary
 
 KNOWN_MODELS = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 KNOWN_LAYERS = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)

@@ -1,5 +1,6 @@
 """Loading of models by name. Safetensors only, no remote code; every failure is a ValueError with one line."""
 
+import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,9 +34,8 @@ from specdemo.models.gguf_tokenizer import GGUFTokenizer
 from specdemo.models.llamacpp import LlamaCppModel, LlamaCppSettings, LlamaCppTarget
 from specdemo.models.machine import one_thread
 from specdemo.models.pass_cost import verify_cost
-from specdemo.models.place import check_memory, placement_kwargs, resolve_placement
 from specdemo.models.shipped import is_embedded
-from specdemo.models.sizes import Precision, check_config_size, estimate_footprint
+from specdemo.models.sizes import Precision, check_config_size, check_memory, estimate_footprint, resolve_placement
 from specdemo.models.sources import (
     LoadProgress,
     check_folder,
@@ -171,7 +171,7 @@ def _read(
             trust_remote_code=False,
             local_files_only=True,
             output_loading_info=True,
-            **placement_kwargs(torch_device, precision, spread),
+            **_placement_kwargs(torch_device, precision, spread),
         )
     model, info = loaded
     _check_weights(name, model, info["missing_keys"])
@@ -278,6 +278,26 @@ def _exclusive_build() -> Iterator[None]:
             log.set_verbosity(verbosity)
             if bars:
                 log.enable_progress_bar()
+
+
+def _placement_kwargs(device: torch.device, precision: Precision, spread: bool) -> dict[str, object]:
+    """Return the arguments of transformers' `from_pretrained` for devices and bitsandbytes."""
+    kwargs: dict[str, object] = {"device_map": "auto"} if spread else {}
+    if precision.bits:
+        kwargs.setdefault("device_map", {"": device if device.index is not None or device.type == "cpu" else 0})
+        kwargs["quantization_config"] = transformers.BitsAndBytesConfig(
+            load_in_4bit=precision.bits == 4,
+            load_in_8bit=precision.bits == 8,
+            # above 0, outlier columns run in 16 bits for all tokens of a pass, so that the logits of a token would
+            # depend on the tokens it is verified with
+            llm_int8_threshold=0.0,
+            bnb_4bit_compute_dtype=precision.dtype,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+        )
+        # bitsandbytes logs a cast at every product of every layer
+        logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
+    return kwargs
 
 
 def _tokenizer(folder: str) -> PreTrainedTokenizerBase | None:

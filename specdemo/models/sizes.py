@@ -1,4 +1,4 @@
-"""Memory estimates of a model before it is loaded or downloaded, and the free memory.
+"""Precision and memory of a model before it is loaded or downloaded, and the free memory.
 
 Weights are counted from the headers of safetensors files or from the hub's metadata; keys and values from the config.
 Both leave out overheads; compare them with free memory divided by `core.shapes.HEADROOM`.
@@ -16,19 +16,15 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
 from specdemo.core.safe_io import TOO_LARGE
-from specdemo.core.shapes import QUANTIZED_BITS
-from specdemo.models.devices import device_kind
+from specdemo.core.shapes import HEADROOM, QUANTIZED_BITS
+from specdemo.core.suggest import suggest
+from specdemo.models.devices import DEVICE_KINDS, device_kind, pick_device, pick_dtype
 from specdemo.models.sources import Repository, fetch_config, read_config
 
 STORED_BITS = {"I64": 64, "I32": 32, "I16": 16, "I8": 8, "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F4": 4}
 # parts of names of matrices that bitsandbytes does not quantise
-UNQUANTISED = (
-    "embed",
-    "lm_head",
-    "wte",
-    "wpe",
-    "experts",
-)
+UNQUANTISED = ("embed", "lm_head", "wte", "wpe", "experts")
+BITS = {"4bit": 4, "8bit": 8}
 ABSENT = 1.5  # config weights / stored weights; above it the files lack tensors, like those of heads
 NUMBERS_PER_ENTRY = 8  # 4-bit weights per stored entry
 
@@ -55,6 +51,26 @@ class Footprint:
 
     weights: int
     per_token: int  # keys and values per token of a lane
+
+
+def resolve_placement(
+    dtype: str = "auto", device: str = "auto", quantization: str | None = None
+) -> tuple[torch.device, Precision]:
+    """Return device and precision. Raises ValueError with one line for a choice that is not available."""
+    torch_device = pick_device(device)
+    return torch_device, Precision(pick_dtype(dtype, torch_device), _quantized_bits(quantization, torch_device))
+
+
+def _quantized_bits(quantization: str | None, device: torch.device) -> int | None:
+    if quantization is None:
+        return None
+    if quantization not in BITS:
+        raise ValueError(f"unknown quantization {quantization!r}; {suggest(quantization, list(BITS))}")
+    if find_spec("bitsandbytes") is None or find_spec("accelerate") is None:
+        raise ValueError(f"quantization {quantization!r} needs bitsandbytes; run: pip install bitsandbytes accelerate")
+    if not device_kind(device).quantised:
+        raise ValueError(f"bitsandbytes has no kernels for {device.type}; omit quantization {quantization!r}")
+    return BITS[quantization]
 
 
 def estimate_footprint(source: Path | Repository, precision: Precision) -> Footprint:
@@ -125,6 +141,22 @@ def free_bytes(device: torch.device) -> list[int]:
         return [row.free(device)]
     indices = range(row.count()) if device.index is None else [device.index]
     return [row.free(torch.device(device.type, index)) for index in indices]
+
+
+def check_memory(name: str, needed: int, device: torch.device, precision: Precision) -> bool:
+    """Return True if the model must be spread over several devices. Raises ValueError if it does not fit."""
+    free = free_bytes(device)
+    if HEADROOM * needed <= free[0]:
+        return False
+    if device_kind(device).separate_memory and device.index is None and not precision.bits:
+        free = [*free, DEVICE_KINDS["cpu"].free(device)]  # bitsandbytes computes on one kind of device
+    if HEADROOM * needed <= sum(free):
+        return True
+    hint = "a smaller model" if precision.bits == 4 else "quantization 4bit or a smaller model"
+    raise ValueError(
+        f"{name} needs about {gigabytes(HEADROOM * needed)} in {precision}, this machine has {gigabytes(sum(free))} "
+        f"free on {device}; choose {hint}"
+    )
 
 
 def gigabytes(count: float) -> str:

@@ -36,10 +36,9 @@ from specdemo.kv.graphs import (
 from specdemo.kv.history import History, KVHistory
 from specdemo.kv.snapshots import SnapshotHistory, supports_multi_token
 from specdemo.kv.store import SPARE_COLUMNS, KVStore
-from specdemo.models.devices import device_kind
+from specdemo.models.devices import device_kind, device_map_summary
 from specdemo.models.fused import fused_decoder, kernels, missing_kernels
 from specdemo.models.packed import packed_bytes
-from specdemo.models.place import device_map_summary
 from specdemo.models.runner import Runner
 
 NO_LENGTH_LIMIT = 1 << 20  # positions, for models without a limit in their config

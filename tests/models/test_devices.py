@@ -11,10 +11,9 @@ from specdemo.engine.clock import CpuStopwatch, stopwatch_for
 from specdemo.engine.session import Session
 from specdemo.kv.graphs import capture_for
 from specdemo.models import devices, load, sizes
-from specdemo.models.devices import DEVICE_KINDS, DeviceKind, best_device, device_kind
+from specdemo.models.devices import DEVICE_KINDS, DeviceKind, best_device, device_kind, pick_device, pick_dtype
 from specdemo.models.fused import missing_kernels
-from specdemo.models.place import check_memory, pick_device, pick_dtype, resolve_placement
-from specdemo.models.sizes import Precision, estimate_footprint, free_bytes
+from specdemo.models.sizes import Precision, check_memory, estimate_footprint, free_bytes, resolve_placement
 from specdemo.presets import runnable
 from specdemo.presets.files import preset
 

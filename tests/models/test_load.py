@@ -23,11 +23,11 @@ from specdemo.core.estimate import Estimate
 from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.engine.loop import generate
 from specdemo.methods import load_drafter
-from specdemo.models import load, place, sources
+from specdemo.models import load, sizes, sources
 from specdemo.models.checkpoints import open_checkpoint, open_meta_checkpoint
+from specdemo.models.devices import device_map_summary
 from specdemo.models.load import LoadedModel, load_meta_target, load_model, load_target
 from specdemo.models.pass_cost import VerifyCost, rounding_noise, verify_cost
-from specdemo.models.place import device_map_summary
 from specdemo.models.sizes import Precision, estimate_footprint
 from specdemo.models.sources import resolve
 from specdemo.models.target import HFTarget
@@ -183,12 +183,12 @@ def test_wrong_options_are_refused(folder):
 
 
 def test_quantization_names_missing_packages(folder, monkeypatch):
-    monkeypatch.setattr(place, "find_spec", lambda name: None)
+    monkeypatch.setattr(sizes, "find_spec", lambda name: None)
     assert "pip install bitsandbytes" in refused(str(folder), quantization="4bit")
 
 
 def test_a_model_that_does_not_fit_is_refused_before_loading(folder, monkeypatch):
-    monkeypatch.setattr(place, "free_bytes", lambda where: [1000])
+    monkeypatch.setattr(sizes, "free_bytes", lambda where: [1000])
     line = refused(str(folder))
     assert "in float32, this machine has 0.0 GB free on cpu; choose quantization 4bit or a smaller model" in line
 
