@@ -24,7 +24,7 @@ from specdemo.methods.heads.eagle import Eagle
 from specdemo.models.devices import DTYPES, device_kind, pick_device, pick_dtype
 from specdemo.models.fused import fuse_layers
 from specdemo.models.machine import clock, commit, device_name, one_thread, versions
-from specdemo.models.pass_cost import verify_costs
+from specdemo.models.pass_cost import pass_times
 from specdemo.models.sources import no_progress
 from specdemo.models.target import HFTarget
 from specdemo.prediction.profiles import NAME, Figure, MeasuredStep, Passes, Profile, Provenance
@@ -131,7 +131,8 @@ def passes(
         if starts:
             starts(f"passes, batch size {batch}")
         try:
-            found[batch] = verify_costs(target, sorted({1, *widths}), 5, batch, context, min, uneven)
+            times = pass_times(target, sorted({1, *widths}), 5, batch, context, uneven)
+            found[batch] = {width: min(repeats) for width, repeats in times.items()}
         except torch.OutOfMemoryError:
             target.release()
             device_kind(target.device).empty_cache()

@@ -23,7 +23,7 @@ from specdemo.engine.session import Session, environment
 from specdemo.methods import BASELINE, build_drafter, load_drafter
 from specdemo.methods.targets import load_target
 from specdemo.methods.wrapper import Wrapper
-from specdemo.models.pass_cost import verify_costs
+from specdemo.models.pass_cost import median_times, pass_times
 from specdemo.models.text import encode
 from specdemo.presets.files import load_presets, preset
 from specdemo.presets.limits import LIMITS
@@ -60,7 +60,7 @@ def every_k(
     spec = _spec(suite, target, tuple(lane for _, lane in lanes))
     seen = compare_lanes(runner, spec, _questions(suite.prompts_or_file), suite.repeats, report, cancelled)
     rows = seen.rows([{"lane": "Baseline", "k": 0}, *({"lane": name, "k": lane.k} for name, lane in lanes)])
-    probe = verify_costs(runner.target(), sorted({*WIDTHS, *(k + 1 for k in ks)}), PROBES)
+    probe = median_times(pass_times(runner.target(), sorted({*WIDTHS, *(k + 1 for k in ks)}), PROBES))
     remarks = []
     for family, lane in families.items():
         own = lane.k if lane.k in ks else ks[len(ks) // 2]

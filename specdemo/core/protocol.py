@@ -90,7 +90,28 @@ class DraftPlan(NamedTuple):
     commits: bool = False  # commit the input tokens and all draft tokens but the last
 
 
-class Target(ABC):
+class MemoryOwner:
+    """Base class of targets and drafters: the memory they use, by default that of their `parts`."""
+
+    parts: "tuple[MemoryOwner, ...]" = ()  # targets and drafters that it is built from and does not share
+
+    @property
+    def weight_bytes(self) -> int:
+        """Return the size of the weights; 0 if unknown."""
+        return sum(part.weight_bytes for part in self.parts)
+
+    @property
+    def history_bytes(self) -> int:
+        """Return the size of the KV cache and other state of the current generation; 0 if unknown."""
+        return sum(part.history_bytes for part in self.parts)
+
+    def release_graphs(self) -> None:
+        """Free captured CUDA graphs. They are captured again when needed."""
+        for part in self.parts:
+            part.release_graphs()
+
+
+class Target(MemoryOwner, ABC):
     """Causal language model with one history. `forward` is provisional, `commit` extends the history.
 
     Members with a default are optional.
@@ -153,16 +174,6 @@ class Target(ABC):
         return ""
 
     @property
-    def weight_bytes(self) -> int:
-        """Return the size of the weights; 0 if unknown."""
-        return 0
-
-    @property
-    def history_bytes(self) -> int:
-        """Return the size of the KV cache; 0 if unknown."""
-        return 0
-
-    @property
     def capacity(self) -> int:
         """Return the number of tokens that the history can hold without a new allocation; 0 if unknown."""
         return 0
@@ -178,9 +189,6 @@ class Target(ABC):
 
     def capture_graphs(self, slots: int, taps: tuple[int, ...] = (), tree: bool = False) -> None:
         """Capture the CUDA graphs for all drafts of fewer than `slots` nodes."""
-
-    def release_graphs(self) -> None:
-        """Free captured CUDA graphs. They are captured again when needed."""
 
     def early_exit_logits(self, chain: Tensor, layers: int) -> Tensor:
         """Return logits [B, V] after chain [B, n] as if the model ended after `layers` layers.
@@ -232,7 +240,7 @@ class Progress:
         return self.forward.logits[rows, self.slots].float().softmax(-1)
 
 
-class Drafter(ABC):
+class Drafter(MemoryOwner, ABC):
     """Source of drafts. It never changes the target's KV cache. The prompt arrives with the first `observe`.
 
     Only `start`, `propose` and `observe` are required.
@@ -267,9 +275,6 @@ class Drafter(ABC):
     def capture_graphs(self, budget: Budget) -> None:
         """Propose drafts of all sizes that the budget allows, so that their CUDA graphs are captured in the warm-up."""
 
-    def release_graphs(self) -> None:
-        """Free captured CUDA graphs. They are captured again when needed."""
-
     @property
     def graph_note(self) -> str:
         """Reason why CUDA graphs were requested but are not used; empty otherwise."""
@@ -279,16 +284,6 @@ class Drafter(ABC):
     def max_length(self) -> int | None:
         """Context length of the drafter; it drafts nothing past it. None: the target's."""
         return None
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of the drafter's own weights."""
-        return 0
-
-    @property
-    def history_bytes(self) -> int:
-        """Bytes of the state of the current generation."""
-        return 0
 
 
 class Trainable(Protocol):

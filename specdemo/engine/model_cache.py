@@ -10,8 +10,8 @@ from specdemo.engine.comparison import Comparison, Lane
 from specdemo.kv.graphs import graph_bytes
 from specdemo.methods import BASELINE, method, model_method
 from specdemo.methods.targets import load_model
-from specdemo.models.checkpoints import checkpoint_errors
 from specdemo.models.devices import best_device, device_kind
+from specdemo.models.errors import checkpoint_errors
 from specdemo.models.gguf_files import is_gguf
 from specdemo.models.gguf_memory import GGUFNeeds, free_memory, gguf_footprint
 from specdemo.models.llamacpp import LlamaCppSettings

@@ -153,7 +153,7 @@ def build_drafter(name: str, target: "Target", model: object, options: BaseOptio
     """Build a drafter as `load_drafter` does, with options of `parse_options` and a model of `check_model`."""
     cls = method(name)
     check_capabilities(cls, target)
-    from specdemo.models.checkpoints import checkpoint_errors
+    from specdemo.models.errors import checkpoint_errors
 
     with checkpoint_errors(model) if isinstance(model, str) else nullcontext():
         drafter = cls(target, model, options)
@@ -238,7 +238,8 @@ def detect_head(source: str) -> str | None:
     """Return the method of the head in a folder; None for complete models, names that are not on this machine, and
     anything else.
     """
-    from specdemo.models.checkpoints import checkpoint_errors, open_meta_checkpoint
+    from specdemo.models.checkpoints import open_meta_checkpoint
+    from specdemo.models.errors import checkpoint_errors
     from specdemo.models.sources import cached_folder, resolve
 
     try:

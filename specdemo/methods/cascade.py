@@ -39,20 +39,13 @@ class Cascade(DraftModel):
         options = options or self.Options()
         super().__init__(target, model)
         self._inner = Wrapper(load_drafter(options.inner, target, options.inner_model or None))
+        self.parts = (self.model, self._inner)
         self.taps = self._inner.taps
         self._rule = Lossless()
 
     @classmethod
     def recognises(cls, checkpoint: Checkpoint) -> bool:
         return False  # its model is a draft model
-
-    @property
-    def weight_bytes(self) -> int:
-        return super().weight_bytes + self._inner.weight_bytes
-
-    @property
-    def history_bytes(self) -> int:
-        return super().history_bytes + self._inner.history_bytes
 
     def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
         super().start(batch, sampling, rng)
@@ -110,10 +103,6 @@ class Cascade(DraftModel):
         drafted, probs, confidence = (None if b is None or a is None else torch.cat([a, b], 1) for a, b in both)
         assert drafted is not None
         return replace(Draft.chain(drafted, probs, confidence), notes={"passes": 2})
-
-    def release_graphs(self) -> None:
-        super().release_graphs()
-        self._inner.release_graphs()
 
     def capture_graphs(self, budget: Budget) -> None:
         depth = min(budget.depth, budget.nodes)

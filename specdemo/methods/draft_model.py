@@ -62,6 +62,7 @@ class DraftModel(DraftModelCost, Learner):
 
     def __init__(self, target: Target, model: object, options: NoOptions | None = None) -> None:
         self.model = _to_target(model, target)
+        self.parts = (self.model,)
         self.head: nn.Module = self.model.model  # training updates the whole draft model
         self._bridge: VocabBridge | None = None
         self._draft_as_text = False
@@ -95,20 +96,9 @@ class DraftModel(DraftModelCost, Learner):
     def max_length(self) -> int | None:
         return None if self._bridge else self.model.max_length  # token counts differ between two vocabularies
 
-    def release_graphs(self) -> None:
-        self.model.release_graphs()
-
     @property
     def graph_note(self) -> str:
         return self.model.note
-
-    @property
-    def weight_bytes(self) -> int:
-        return self.model.weight_bytes
-
-    @property
-    def history_bytes(self) -> int:
-        return self.model.history_bytes
 
     def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
         """Begin a new generation. Every list has one entry per row."""

@@ -11,7 +11,8 @@ from specdemo.methods import detect_method, method
 from specdemo.methods.base import Head
 from specdemo.methods.draft_model import DraftModel, tokenizer_difference
 from specdemo.methods.vocabularies import VocabBridge
-from specdemo.models.checkpoints import checkpoint_errors, open_meta_checkpoint
+from specdemo.models.checkpoints import open_meta_checkpoint
+from specdemo.models.errors import checkpoint_errors
 from specdemo.models.load import load_meta_target
 
 

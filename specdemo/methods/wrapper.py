@@ -28,24 +28,12 @@ class Wrapper(Method):
     """Forwards all calls to the wrapped drafters; the first one drafts."""
 
     def __init__(self, *drafters: Method) -> None:
-        self.drafters = drafters
+        self.drafters = self.parts = drafters
         self.taps = tuple(dict.fromkeys(tap for drafter in drafters for tap in drafter.taps))
-
-    @property
-    def weight_bytes(self) -> int:
-        return sum(drafter.weight_bytes for drafter in self.drafters)
-
-    @property
-    def history_bytes(self) -> int:
-        return sum(drafter.history_bytes for drafter in self.drafters)
 
     @property
     def graph_note(self) -> str:
         return next((drafter.graph_note for drafter in self.drafters if drafter.graph_note), "")
-
-    def release_graphs(self) -> None:
-        for drafter in self.drafters:
-            drafter.release_graphs()
 
     def capture_graphs(self, budget: Budget) -> None:
         for drafter in self.drafters:

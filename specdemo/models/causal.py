@@ -11,6 +11,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from specdemo.core.safe_io import is_out_of_memory
+from specdemo.models.errors import first_line
 
 # How much a token may change the logits before it, as a share of how much it changes its own. In a causal model only
 # rounding changes them. Encoders with random weights of scale 0.2 reach 0.3 to 2, of scale 0.02 0.004 to 0.01.
@@ -53,7 +54,10 @@ def check_model(name: str, model: PreTrainedModel) -> None:
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        raise ValueError(f"{name} cannot generate: {_failure(model, error)}; choose another model") from error
+        raise ValueError(
+            f"{name} cannot generate: transformers fails in a forward pass of this {model.config.model_type} model "
+            f"({first_line(error)[:200]}); choose another model"
+        ) from error
     first, second = (logits[0] - logits[1]).abs().amax(-1).tolist()
     exact = model.dtype == torch.float32 and not getattr(model, "is_quantized", False)
     if first > (LEAK if exact else LEAK_LOW_PRECISION) * second:
@@ -65,8 +69,3 @@ def _encoder(name: str, kind: str) -> ValueError:
         f"{name} is an encoder ({kind}): its predictions depend on later tokens, so it cannot generate text; choose a "
         "causal language model, such as a Llama or Qwen3"
     )
-
-
-def _failure(model: PreTrainedModel, error: Exception) -> str:
-    line = next((text for text in str(error).splitlines() if text.strip()), type(error).__name__)
-    return f"transformers fails in a forward pass of this {model.config.model_type} model ({line[:200]})"

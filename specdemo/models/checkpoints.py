@@ -5,8 +5,7 @@ Weights are safetensors. Families that publish nothing else (Medusa-1, MLPSpecul
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -19,7 +18,6 @@ from torch import Tensor
 
 from specdemo.core.atomic_io import atomic_folder, finite, json_text, write_text
 from specdemo.core.safe_io import TOO_LARGE, is_out_of_memory
-from specdemo.models.errors import Cancelled
 from specdemo.models.sizes import headers
 from specdemo.models.sources import (
     MASK_FILE,
@@ -158,18 +156,3 @@ def check_weights(checkpoint: Checkpoint) -> None:
             raise ValueError(f"{checkpoint.name} stores {name} as {kind}; choose a head that is not quantised")
         if any(len(number) > 4 or int(number) >= MAX_NUMBER for number in re.findall(r"\d+", name)):
             raise ValueError(f"{checkpoint.name} has {name[:80]}, a number above {MAX_NUMBER}; choose another head")
-
-
-@contextmanager
-def checkpoint_errors(name: str) -> Iterator[None]:
-    """Convert any error from reading a head's files to a ValueError with one line."""
-    try:
-        yield
-    except Cancelled:
-        raise
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise ValueError(f"{name} {TOO_LARGE}") from error
-        line = str(error).partition("\n")[0] or type(error).__name__
-        has_message = isinstance(error, ValueError)
-        raise ValueError(line if has_message else f"{name} cannot be read ({line}); fetch it again") from error

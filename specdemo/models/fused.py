@@ -144,7 +144,7 @@ def fuse_layers(model: PreTrainedModel) -> None:
 @torch.no_grad()
 def fuse_layer(layer: nn.Module, rotary: nn.Module) -> nn.Module:
     """Return the fused replacement of a layer, or the layer itself if it is unknown or its output differs."""
-    if type(layer) not in KNOWN_LAYERS or not is_plain(layer, QUANTISED):
+    if type(layer) not in KNOWN_LAYERS or not _is_plain(layer):
         return layer
     replacement = FusedLayer(layer)
     return replacement if _same_output(layer, replacement, rotary) else layer
@@ -178,28 +178,17 @@ def layer_class(layer: nn.Module) -> type[nn.Module]:
     return layer.origin if isinstance(layer, FusedLayer) else type(layer)
 
 
-def close(output: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
-    """Return True if `output` differs from `expected` by rounding in `dtype` only."""
-    return bool((output - expected).abs().max() <= TOLERANCE[dtype] * expected.abs().max())
-
-
-def is_plain(layer: Layer, extra_classes: tuple[str, ...] = ()) -> bool:
-    """Return True if all matrices are `nn.Linear`, or of the named classes, and all norms are known."""
+def _is_plain(layer: Layer) -> bool:
+    """Return True if all matrices are `nn.Linear` or of bitsandbytes, and all norms are known."""
     attention, mlp = layer.self_attn, layer.mlp
-    linear = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
-    linear += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+    linears = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
+    linears += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
     norms = (layer.input_layernorm, layer.post_attention_layernorm)
-    linears_known = all(type(m) is nn.Linear or type(m).__name__ in extra_classes for m in linear)
+    linears_known = all(type(m) is nn.Linear or type(m).__name__ in QUANTISED for m in linears)
     return linears_known and all(type(n) in KNOWN_NORMS for n in norms)
 
 
-def probe_input(like: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Return six random states [1, 6, size] and their positions."""
-    x = torch.randn(1, 6, size, generator=torch.Generator().manual_seed(0)).to(like.device, like.dtype)
-    return x, torch.arange(6, device=x.device)[None]
-
-
-class SingleLayerCache(DynamicCache):
+class _SingleLayerCache(DynamicCache):
     """Cache of a single layer; ignores the layer index."""
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object) -> Any:
@@ -208,18 +197,18 @@ class SingleLayerCache(DynamicCache):
 
 def _same_output(layer: Layer, replacement: FusedLayer, rotary: nn.Module) -> bool:
     """Compare the outputs of both layers for five tokens and for one more token after them."""
-    weight = layer.input_layernorm.weight
-    x, positions = probe_input(weight, len(weight))
+    weight, generator = layer.input_layernorm.weight, torch.Generator().manual_seed(0)
+    x = torch.randn(1, 6, len(weight), generator=generator).to(weight.device, weight.dtype)
+    positions = torch.arange(6, device=x.device)[None]
     outputs = []
     for module in (layer, replacement):
-        cache = SingleLayerCache()
-        parts = []
+        cache = _SingleLayerCache()
         for columns in (slice(0, 5), slice(5, 6)):
             angles = rotary(x, positions[:, columns])
             out = module(x[:, columns], position_embeddings=angles, past_key_values=cache, use_cache=True)
-            parts.append(out if isinstance(out, Tensor) else out[0])
-        outputs.append(torch.cat(parts, 1).float())
-    return close(outputs[1], outputs[0], weight.dtype)
+            outputs.append((out if isinstance(out, Tensor) else out[0]).float())
+    expected, output = torch.cat(outputs[:2], 1), torch.cat(outputs[2:], 1)
+    return bool((output - expected).abs().max() <= TOLERANCE[weight.dtype] * expected.abs().max())
 
 
 def _all_fused(model: Layer) -> bool:

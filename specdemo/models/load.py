@@ -27,7 +27,7 @@ from specdemo.core.protocol import Target
 from specdemo.core.suggest import suggest
 from specdemo.models.causal import check_class, check_config, check_model
 from specdemo.models.devices import device_kind
-from specdemo.models.errors import load_errors, tokenizer_errors
+from specdemo.models.errors import first_line, load_errors, tokenizer_errors
 from specdemo.models.fused import fuse_layers
 from specdemo.models.gguf_files import check_file, fetch_parts, is_gguf
 from specdemo.models.gguf_tokenizer import GGUFTokenizer
@@ -255,9 +255,8 @@ def _check_four_bits(model: PreTrainedModel, name: str) -> None:
     try:
         model(torch.zeros(1, 1, dtype=torch.int64), use_cache=False)
     except (AssertionError, RuntimeError) as error:
-        reason = str(error).partition("\n")[0]
         raise ValueError(
-            f"{name} does not run in 4 bit on this CPU ({reason}); choose 8bit or no quantization"
+            f"{name} does not run in 4 bit on this CPU ({first_line(error)}); choose 8bit or no quantization"
         ) from None
 
 

@@ -1,6 +1,6 @@
 """Cost of a target's forward pass by its width, and rounding differences between passes of different widths."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -45,6 +45,11 @@ class VerifyCost:
         )
 
 
+def median_times(times: Mapping[int, Sequence[float]]) -> dict[int, float]:
+    """Return the median of the repeats of every width."""
+    return {width: median(repeats) for width, repeats in times.items()}
+
+
 def verify_cost(target: Target, now: Clock | None = None) -> VerifyCost:
     """Measure the verify cost with interleaved repeats, and measure on while its ratio is not clear of VERIFY_LIMIT.
 
@@ -62,34 +67,19 @@ def verify_cost(target: Target, now: Clock | None = None) -> VerifyCost:
     return cost
 
 
-def verify_costs(
+def pass_times(
     target: Target,
     widths: Sequence[int],
     repeats: int = 5,
     rows: int = 1,
     context: int = 32,
-    reduce: Callable[[Sequence[float]], float] = median,
-    ragged: bool = False,
-) -> dict[int, float]:
-    """Slots -> milliseconds of a pass over a chain of that many: the median of all repeats, or what `of` computes. The
-    other arguments are those of `pass_times`."""
-    times = pass_times(target, widths, repeats, rows, context, ragged)
-    return {width: reduce(measured) for width, measured in times.items()}
-
-
-def pass_times(
-    target: Target,
-    widths: Sequence[int],
-    repeats: int,
-    rows: int = 1,
-    context: int = 32,
     ragged: bool = False,
     now: Clock | None = None,
 ) -> dict[int, list[float]]:
-    """Slots -> milliseconds of every repeat of a pass over a chain of that many, after `context` tokens, for `rows`
-    texts at once. Repeats of different widths are interleaved.
+    """Return slots -> milliseconds of every repeat of a pass over a chain of that many, after `context` tokens, for
+    `rows` texts at once. Repeats of different widths are interleaved.
 
-    uneven: the texts have different lengths, up to `MAX_LENGTH_SPREAD` tokens more. now: the clock; None: that of
+    ragged: the texts have different lengths, up to `MAX_LENGTH_SPREAD` tokens more. now: the clock; None: that of
     lanes.
     """
     now = now or clock(target.device, target.wall_time)

@@ -102,13 +102,20 @@ class Runner:
     def _tapped(self, taps: tuple[int, ...]) -> Iterator[dict[int, Tensor]]:
         """Collect tap -> hidden state while the model runs. Removes its hooks afterwards."""
         hidden: dict[int, Tensor] = {}
+
+        def read_input(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+            hidden[0] = inputs[0] if inputs else named["hidden_states"]
+
+        def read_output(tap: int, module: nn.Module, inputs: object, output: Any) -> None:
+            hidden[tap] = output if isinstance(output, Tensor) else output[0]
+
         with ExitStack() as hooks:
             for tap in taps:
                 if tap == 0:
-                    hook = self._layers[0].register_forward_pre_hook(_input_hook(hidden), with_kwargs=True)
+                    hook = self._layers[0].register_forward_pre_hook(read_input, with_kwargs=True)
                 else:
                     module = self._decoder if tap == -1 else self._layers[tap - 1]
-                    hook = module.register_forward_hook(_output_hook(hidden, tap))
+                    hook = module.register_forward_hook(partial(read_output, tap))
                 hooks.enter_context(hook)
             yield hidden
 
@@ -138,17 +145,3 @@ def _truncate(module: nn.Module, layers: nn.ModuleList, count: int) -> nn.Module
         for name, part in module._modules.items()
     }
     return twin
-
-
-def _output_hook(hidden: dict[int, Tensor], tap: int) -> Any:
-    def hook(module: nn.Module, inputs: object, output: Any) -> None:
-        hidden[tap] = output if isinstance(output, Tensor) else output[0]
-
-    return hook
-
-
-def _input_hook(hidden: dict[int, Tensor]) -> Any:
-    def hook(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-        hidden[0] = inputs[0] if inputs else named["hidden_states"]
-
-    return hook

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from specdemo.models.errors import tokenizer_errors
+from specdemo.models.errors import first_line, tokenizer_errors
 
 UNFINISHED = "\ufffd"  # shown by decoders for an incomplete character
 # Prompt tokens decoded with the first piece, because some tokenizers drop a leading space at the start. More than 6, so
@@ -48,8 +48,7 @@ def _apply_template(tokenizer: PreTrainedTokenizerBase, chat: list[dict[str, str
     try:
         text = str(tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False))
     except Exception as error:  # a template is a program
-        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
-        raise ValueError(f"the model's chat template rejects this conversation: {reason}") from None
+        raise ValueError(f"the model's chat template rejects this conversation: {first_line(error)[:200]}") from None
     if len(text) > MAX_TEMPLATE_OUTPUT:
         raise ValueError(f"the model's chat template generates {len(text):,} characters; choose another model")
     return text

@@ -12,7 +12,7 @@ from specdemo.core.trace import LaneTrace, RunTrace, StepEvent, estimates
 from specdemo.engine.cost import CostModel, explain, fit_cost_model, prediction
 from specdemo.engine.loop import generate
 from specdemo.methods import load_drafter
-from specdemo.models.pass_cost import verify_costs
+from specdemo.models.pass_cost import median_times, pass_times
 from specdemo.models.toy import ToyTarget
 
 
@@ -246,10 +246,10 @@ def test_a_measurement_takes_a_target_and_a_drafter():
         list(generate(target, load_drafter(name, target), torch.tensor([[1, 2, 1, 2, 1]]), config))
         for name in ("none", "ngram")
     )
-    found = fit_cost_model([plain], [lane], 3).with_probe(verify_costs(target, (1, 2, 4)))
+    found = fit_cost_model([plain], [lane], 3).with_probe(median_times(pass_times(target, (1, 2, 4))))
     assert set(found.verify) == {1, 2, 4}
     assert found.speedup(3) > 0.0
 
 
 def test_the_probe_measures_every_width():
-    assert set(verify_costs(ToyTarget(), (1, 4, 40), repeats=1)) == {1, 4, 40}
+    assert set(pass_times(ToyTarget(), (1, 4, 40), repeats=1)) == {1, 4, 40}
