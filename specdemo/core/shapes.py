@@ -271,6 +271,12 @@ class ConfigReader:
         """Return the number of layers with a kind of attention."""
         return list(self._config.get("layer_types") or [])[: self.layers].count(kind)
 
+    @property
+    def attention_layers(self) -> int:
+        """Return the number of layers with keys and values."""
+        kinds = list(self._config.get("layer_types") or [])[: self.layers]
+        return sum("attention" in kind and "linear" not in kind for kind in kinds) if kinds else self.layers
+
     def memory(self) -> list[Memory]:
         """Return the cache by groups of layers."""
         linear, window = self.count("linear_attention"), self._number("sliding_window", default=0)
@@ -283,7 +289,7 @@ class ConfigReader:
         keys, values = self._linear_sizes()
         heads = self._number("linear_num_key_heads", default=1)
         found = [
-            Memory(self.layers - linear - sliding, numbers, operations),
+            Memory(self.attention_layers - sliding, numbers, operations),
             Memory(sliding, numbers, operations, window),
             Memory(linear, 0, 0, state=keys // max(heads, 1) * values),
         ]

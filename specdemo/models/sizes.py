@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
 from specdemo.core.safe_io import TOO_LARGE
-from specdemo.core.shapes import HEADROOM, QUANTIZED_BITS
+from specdemo.core.shapes import HEADROOM, QUANTIZED_BITS, ConfigReader
 from specdemo.core.suggest import suggest
 from specdemo.models.devices import DEVICE_KINDS, device_kind, pick_device, pick_dtype
 from specdemo.models.sources import Repository, fetch_config, read_config
@@ -40,6 +40,11 @@ class Precision:
     def width(self) -> int:
         """Return the bits per number of this dtype."""
         return 8 * self.dtype.itemsize
+
+    @property
+    def matrix_width(self) -> float:
+        """Return the bits per number of matrices that bitsandbytes can quantise."""
+        return QUANTIZED_BITS[f"{self.bits}bit"] if self.bits else self.width
 
     def __str__(self) -> str:
         return f"{self.bits} bits" if self.bits else str(self.dtype).removeprefix("torch.")
@@ -79,15 +84,13 @@ def estimate_footprint(source: Path | Repository, precision: Precision) -> Footp
     config = read_config(folder)
     _check_stored(str(source.name), config)
     config = config.get("text_config") or config.get("transformer_layer_config") or config
-    weights = (
-        _from_hub_metadata(source, precision, config)
-        if isinstance(source, Repository)
-        else weight_bytes(folder, precision)
-    )
     try:
-        return Footprint(weights, _per_token(config, precision))
-    except (TypeError, ArithmeticError) as error:
+        per_token = _per_token(config, precision)
+    except (TypeError, ValueError, ArithmeticError) as error:
         raise ValueError(f"the config.json of {folder} is damaged ({error}); fetch it again") from None
+    if isinstance(source, Repository):
+        return Footprint(_from_hub_metadata(source, precision, config), per_token)
+    return Footprint(weight_bytes(folder, precision), per_token)
 
 
 def _check_stored(name: str, config: Mapping[str, Any]) -> None:
@@ -168,9 +171,8 @@ def _bits(name: str, dimensions: int, stored: str, precision: Precision) -> floa
     """Return the bits per number after loading. Integers and numbers below 16 bits stay as stored."""
     if stored in STORED_BITS:
         return STORED_BITS[stored]
-    if precision.bits is None or dimensions != 2 or any(part in name for part in UNQUANTISED):
-        return precision.width
-    return QUANTIZED_BITS[f"{precision.bits}bit"]
+    matrix = dimensions == 2 and not any(part in name for part in UNQUANTISED)
+    return precision.matrix_width if matrix else precision.width
 
 
 def _from_hub_metadata(repository: Repository, precision: Precision, config: Mapping[str, Any]) -> int:
@@ -181,17 +183,14 @@ def _from_hub_metadata(repository: Repository, precision: Precision, config: Map
     if precision.bits:
         tables = 1 if config.get("tie_word_embeddings") else 2
         unquantised = tables * int(config.get("vocab_size", 0)) * int(config.get("hidden_size", 0))
-    per_number = QUANTIZED_BITS[f"{precision.bits}bit"] if precision.bits else precision.width
-    bits = sum(count * STORED_BITS.get(stored, per_number) for stored, count in repository.numbers.items())
-    return int(bits + unquantised * (precision.width - per_number)) // 8
+    bits = sum(count * STORED_BITS.get(stored, precision.matrix_width) for stored, count in repository.numbers.items())
+    return int(bits + unquantised * (precision.width - precision.matrix_width)) // 8
 
 
 def _per_token(config: Mapping[str, Any], precision: Precision) -> int:
-    """Return the bytes of keys and values per token, over all attention layers."""
-    heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
-    if not heads or not hidden:
+    """Return the bytes of keys and values per token; 0 for a config without such sizes, as some heads have."""
+    try:
+        sizes = ConfigReader(config)
+    except KeyError:
         return 0
-    kinds = config.get("layer_types") or ["attention"] * int(config.get("num_hidden_layers") or 0)
-    layers = sum("attention" in kind and "linear" not in kind for kind in kinds)
-    head_dim = config.get("head_dim") or hidden // heads
-    return int(2 * layers * (config.get("num_key_value_heads") or heads) * head_dim * precision.dtype.itemsize)
+    return 2 * sizes.attention_layers * sizes.kv_heads * sizes.head_dim * precision.dtype.itemsize
