@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
-from inspect import Parameter, Signature, signature
 from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -20,7 +19,6 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 from typer.core import TyperCommand
 from typer.exceptions import TyperException
-from typer.models import OptionInfo
 
 from specdemo import __version__
 from specdemo.bench.command import bench, progress_bar, reports_to
@@ -37,7 +35,7 @@ from specdemo.presets.limits import LIMITS
 from specdemo.servers.address import allow
 from specdemo.servers.engines import DEFAULT as DEFAULT_ENGINE
 from specdemo.servers.engines import engine_names
-from specdemo.ui.app import ui
+from specdemo.ui.app import ui, with_settings
 
 if TYPE_CHECKING:
     from specdemo.core.trace import RunTrace
@@ -113,25 +111,14 @@ def _of_program(version: Version = False) -> None:
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(ui)
 
 
-def _with_settings(command: Work) -> Work:
-    """Add an option for every setting of a comparison and its lanes to a command, instead of `**given`."""
-    first, *own, _ = signature(command).parameters.values()
-    keyword = Parameter.KEYWORD_ONLY
-    options = [Parameter(n, keyword, default=None, annotation=Annotated[of | None, it]) for n, of, it in _settings()]
-    command.__signature__ = Signature([first, *options, *(p.replace(kind=keyword) for p in own)])  # type: ignore[attr-defined]
-    return command
-
-
-def _settings() -> Iterator[tuple[str, Any, OptionInfo]]:
-    """Yield name, type and option of the settings of a comparison and of its lanes that have one value."""
-    for of in (Comparison, Lane):
-        for name, setting in settings(of).items():
-            if setting.help and type_of(of, name) is not dict:
-                yield name, type_of(of, name), typer.Option(help=setting.help)
+OF_RUN = {
+    of: [name for name, setting in settings(of).items() if setting.help and type_of(of, name) is not dict]
+    for of in (Comparison, Lane)
+}
 
 
 @app.command()
-@_with_settings
+@with_settings(OF_RUN)
 def run(
     preset_id: PresetId,
     prompt_file: Annotated[Path | None, typer.Option(help="Read the prompt from this UTF-8 file.")] = None,
@@ -443,6 +430,23 @@ def methods(as_json: AsJson = False) -> None:
             print(f"    --option {knob.name}={default}  {knob.range}  {knob.help}")
     lossy = " or ".join(name for name, entry in RULES.items() if not entry.lossless)
     print(f"Exact refers to the default acceptance rule; with --acceptance {lossy} every method is lossy.")
+
+
+@app.command()
+def models(as_json: AsJson = False) -> None:
+    """List the models on this machine. Searches the stores of LM Studio, Ollama, llama.cpp and Hugging Face, with size,
+    quantisation, and the draft models that match each."""
+    from specdemo.bench.report import table
+    from specdemo.models.local_models import local_models, model_rows
+
+    rows = model_rows(local_models())
+    if as_json:
+        print(json_text(rows, indent=1))
+    elif not rows:
+        print("no models in the stores of LM Studio, Ollama, llama.cpp and Hugging Face")
+    else:
+        print(table(("model", "store", "size", "weights", "drafts"), [tuple(map(str, row.values())) for row in rows]))
+        print(f"\nRace two of them: {program()} ui --target MODEL --draft DRAFT")
 
 
 @app.command()

@@ -176,6 +176,11 @@ Text = Annotated[str, Field(max_length=MAX_PROMPT_CHARACTERS), AfterValidator(_p
 Messages = tuple[Mapping[str, str], ...]  # each with role and content
 
 
+def _gguf(words: str, label: str) -> Setting:
+    """Return the texts of a setting that applies to GGUF models only."""
+    return Setting(f"GGUF models: {words}.", link=False, label=label, info=f"{words[0].upper()}{words[1:]}")
+
+
 class Lane(Settings):
     """One speculative lane.
 
@@ -247,20 +252,17 @@ class Comparison(Settings):
     quantization: Annotated[
         Literal["4bit", "8bit"] | None, Setting("Quantization of the target: 4bit or 8bit.", link=False)
     ] = None
-    gpu_layers: Annotated[int, Setting("GGUF models: layers on the GPU; -1: all that fit.", link=False)] = Field(
-        -1, ge=-1, le=1000
+    gpu_layers: Annotated[int, _gguf("layers on the GPU; -1: all that fit", "GPU layers")] = Field(-1, ge=-1, le=1000)
+    threads: Annotated[int, _gguf("CPU threads; 0: one for small models, else one per core", "Threads")] = Field(
+        0, ge=0, le=1024
     )
-    threads: Annotated[
-        int, Setting("GGUF models: CPU threads; 0: one for small models, else one per core.", link=False)
-    ] = Field(0, ge=0, le=1024)
-    context: Annotated[int, Setting("GGUF models: most tokens of a lane; 0: as the file states.", link=False)] = Field(
+    context: Annotated[int, _gguf("most tokens of a lane; 0: as the file states", "Context")] = Field(
         0, ge=0, le=1 << 20
     )
     cache_type: Annotated[
-        Literal["auto", "f32", "f16", "q8_0"],
-        Setting("GGUF models: type of the KV cache: auto, f32, f16 or q8_0.", link=False),
+        Literal["auto", "f32", "f16", "q8_0"], _gguf("type of the KV cache: auto, f32, f16 or q8_0", "Cache type")
     ] = "auto"
-    flash_attention: Annotated[bool, Setting("GGUF models: flash attention.", link=False)] = False
+    flash_attention: Annotated[bool, _gguf("flash attention", "Flash attention")] = False
     lanes: list[Lane] = Field(min_length=1, max_length=MAX_LANES)
     prompt: Annotated[Text, AfterValidator(_non_empty), Setting("Text to continue.")]
     chat: Annotated[bool | None, Setting("Send the prompt as a chat message, or as plain text to continue.")] = None

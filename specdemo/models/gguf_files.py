@@ -113,7 +113,7 @@ def is_gguf(name: str) -> bool:
         return True
     folder = Path(name).expanduser()
     if folder.is_dir():
-        return bool(_models_in(folder)) and not (folder / "config.json").is_file()
+        return bool(models_in(folder)) and not (folder / "config.json").is_file()
     return bool(HUB_NAME.fullmatch(name)) or (name.partition("@")[0].lower().endswith("-gguf") and name.count("/") == 1)
 
 
@@ -164,14 +164,14 @@ def _find(name: str) -> Path | Repository:
 
 def _only_model(folder: Path) -> Path:
     """Return the model in a folder. Raises ValueError unless there is exactly one."""
-    models = _models_in(folder)
+    models = models_in(folder)
     if len(models) != 1:
         found = f"has {len(models)} GGUF models ({', '.join(path.name for path in models)}); name one of the files"
         raise ValueError(f"{folder} {found if models else 'has no GGUF model'}")
     return models[0]
 
 
-def _models_in(folder: Path) -> list[Path]:
+def models_in(folder: Path) -> list[Path]:
     """Return the models of a folder, of a split model the first part."""
     return [folder / name for name in _first_parts([path.name for path in sorted(folder.glob("*.gguf"))])]
 
@@ -283,7 +283,7 @@ def read_header(path: Path) -> Header:
     return _read_header(path, info.st_size, info.st_mtime_ns)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=1024)
 def _read_header(path: Path, size: int, changed_ns: int) -> Header:
     """size, changed_ns: cache keys, so that a changed file is read again."""
     with path.open("rb") as file:

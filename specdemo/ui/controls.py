@@ -21,6 +21,7 @@ from specdemo.core.atomic_io import json_text
 from specdemo.core.options import Knob
 from specdemo.engine.comparison import Comparison, Lane, Settings, as_knob, brief, linked, settings, type_of
 from specdemo.methods import BASELINE, METHODS, knobs, method, model_method, usable
+from specdemo.models.gguf_files import is_gguf
 from specdemo.presets import limits
 from specdemo.presets.files import DEFAULT, EMBEDDED, Preset, allowed_models, known_drafters, load_presets, preset
 from specdemo.presets.limits import LIMITS
@@ -32,15 +33,17 @@ from specdemo.ui.job import QUIET, Parts, Values, named
 
 if TYPE_CHECKING:
     from specdemo.methods.pairs import DrafterFit
+    from specdemo.models.local_models import LocalModel
 
 LANES = LIMITS.lanes - 1
 NUMBERS = range(1, LANES + 1)
-COMPARISON_FIELDS = tuple(linked(Comparison))
+OF_GGUF = [name for name, setting in settings(Comparison).items() if setting.label and not setting.link]
+COMPARISON_FIELDS = (*linked(Comparison), *OF_GGUF)
 LANE = tuple(name for name in linked(Lane) if name != "name")
 NAMES = ("preset", "count", *COMPARISON_FIELDS, *(f"{name}-{n}" for n in NUMBERS for name in LANE))
 DRAWN = tuple(f"drawn-{n}" for n in NUMBERS)
 HERE = ("this machine", "")
-SAMPLING = [name for name, setting in settings(Comparison).items() if setting.label]
+SAMPLING = [name for name, setting in settings(Comparison).items() if setting.label and setting.link]
 FOLDED = ("chat", *SAMPLING)  # shown in the closed settings label
 CHAT, TEXT = "chat", "text"
 HALF_TYPED = {**QUIET, "preprocess": False}  # do not reject a number that is still being typed
@@ -86,7 +89,7 @@ class Controls:
         given = {"id": parts["preset"], **self.drawn}
         nearest = named(parts["nearest"].click, partial(_choose, True), given, parts, **QUIET)
         nearest.then(None, None, None, js="() => document.getElementById('run').click()", **QUIET)
-        chat = {name: parts[name] for name in ("chat", "system")}
+        chat = {name: parts[name] for name in ("chat", "system", "gguf")}
         target, count = {"target": parts["target"]}, {"count": parts["count"]}
         retargeted = parts["target"].input
         named(retargeted, lambda _, values: _updates(_chat_looks(values["target"], None)), target, chat, **QUIET)
@@ -330,7 +333,7 @@ def check_models(chosen: Preset, allow_any_model: bool) -> Preset:
     """Return the preset. Raises ValueError if it names a model that is not embedded, in a preset, or trained on this
     page.
     """
-    allowed = {*allowed_models(load_presets()), *TRAINED}
+    allowed = {*allowed_models(load_presets()), *TRAINED, *on_this_machine()}
     foreign = [] if allow_any_model else [name for name in chosen.models if name not in allowed]
     if foreign:
         raise ValueError(f"model {foreign[0][:80]!r} is not on this page's list; start the page with --allow-any-model")
@@ -354,9 +357,14 @@ def pairs(target: str) -> "tuple[DrafterFit, ...]":
 def _pairs(target: str, trained: tuple[str, ...]) -> "tuple[DrafterFit, ...]":
     from specdemo.methods.pairs import DrafterFit, check_pairs
     from specdemo.models.load import load_meta_target
+    from specdemo.models.local_models import matching_drafts
 
     known, paired = known_drafters(target), {*_paired(target)}
     listed = tuple(DrafterFit(model, name, None, "") for name, model in dict.fromkeys(known) if model in paired)
+    local = on_this_machine()
+    if target in local and is_gguf(target):
+        matching = (model.name for model, _ in matching_drafts(local[target], local.values()))
+        return (*listed, *(DrafterFit(name, "draft_model", True, "same vocabulary") for name in matching))
     if target in _targets() and target not in EMBEDDED:
         return listed
     try:
@@ -424,7 +432,10 @@ def draw(start: Preset, allow_any_model: bool) -> Controls:
                 if n > 1:
                     gr.Markdown(f"Lane {n}", elem_classes="lane-title")
                 else:
-                    look = {**shown["target"], "choices": _model_choices([start.target, *_targets()])}
+                    look = {
+                        **shown["target"],
+                        "choices": _model_choices([start.target, *_targets(), *on_this_machine()]),
+                    }
                     parts["target"] = _model_choice("Target model (all lanes)", look, "target", allow_any_model)
                 parts |= _draw_lane(n, shown, allow_any_model)
         parts["unfit"] = gr.HTML(**shown["unfit"], elem_id="unfit")
@@ -463,6 +474,9 @@ def _draw_sampling(shown: Mapping[str, Values]) -> Parts:
         with gr.Row():
             for name in SAMPLING[first : first + 4]:
                 parts[name] = draw_setting(Comparison, name, **shown[name], elem_id=name)
+    with gr.Row(**shown["gguf"], elem_id="gguf") as parts["gguf"]:
+        for name in OF_GGUF:
+            parts[name] = draw_setting(Comparison, name, **shown[name], elem_id=name)
     return parts
 
 
@@ -500,8 +514,27 @@ def _model_choice(label: str, look: Values, elem_id: str, allow_any_model: bool)
 
 
 def _model_choices(names: Sequence[str]) -> list[tuple[str, str]]:
-    """Return labels and values of the models to choose from. The label of a trained head is its folder's name."""
-    return [(Path(name).name if name in TRAINED else name, name) for name in dict.fromkeys(names)]
+    """Return labels and values of the models to choose from."""
+    return [(_model_label(name), name) for name in dict.fromkeys(names)]
+
+
+def _model_label(name: str) -> str:
+    """Return the name; of a trained head its folder's, of a model on this machine also the size."""
+    local = on_this_machine().get(name)
+    short = Path(name).name if name in TRAINED or name.lower().endswith(".gguf") else name
+    return f"On this machine: {short}, {local.bytes / 1e9:.1f} GB" if local else short
+
+
+def on_this_machine() -> "dict[str, LocalModel]":
+    """Return the models in the stores of other programs, by name; none on a public page."""
+    return {} if limits.public() else _stored_models()
+
+
+@lru_cache(maxsize=1)
+def _stored_models() -> "dict[str, LocalModel]":
+    from specdemo.models.local_models import local_models
+
+    return {model.name: model for model in local_models()}
 
 
 def _paired(target: str) -> list[str]:
@@ -593,6 +626,7 @@ def _chat_looks(target: str, chat: bool | None, system: str = "") -> dict[str, V
     return {
         "chat": {"value": _prompt_as(target, chat), "interactive": able, "info": info},
         "system": {"value": system, "visible": able},
+        "gguf": {"visible": is_gguf(target) and not limits.public()},
     }
 
 

@@ -14,12 +14,15 @@ from specdemo.core.sampling import Sampling
 from specdemo.core.tree import ABSENT, chain_parents
 from specdemo.engine.loop import generate
 from specdemo.engine.model_cache import ModelCache
+from specdemo.engine.session import session
 from specdemo.methods import load_drafter, method, model_method
 from specdemo.models.errors import Cancelled
 from specdemo.models.gguf import GGUFVocab, write_gguf
 from specdemo.models.llamacpp import LlamaCppSettings
 from specdemo.models.load import load_model, load_target
-from specdemo.presets.files import preset
+from specdemo.presets.files import load_presets, preset
+from specdemo.presets.pair import ID, add_pair
+from specdemo.ui.controls import component_props, from_values, to_values
 
 CPU = torch.device("cpu")
 TEXTS = [
@@ -231,3 +234,15 @@ def test_memory_is_shown_before_loading_and_too_little_is_one_line(files, monkey
     monkeypatch.setattr("specdemo.engine.model_cache.free_memory", lambda: 1_000_000)
     with pytest.raises(ValueError, match="this machine has 1.0 MB free; choose a smaller quantisation such as Q4_K_M"):
         ModelCache().load(spec)
+
+
+def test_page_of_two_gguf_files(files, monkeypatch):
+    monkeypatch.setitem(load_presets(), ID, None)
+    chosen = add_pair(str(files / "stories.gguf"), str(files / "stories-draft-wide.gguf"))
+    assert (chosen.title, chosen.chat) == ("stories with stories-draft-wide", False)
+    values = to_values(chosen)
+    assert from_values({**values, "threads": 2, "cache_type": "f16"}).threads == 2
+    assert component_props(chosen)["gguf"] == {"visible": True}
+    assert from_values(values).models == chosen.models
+    trace = session().run(from_values({**values, "max_new_tokens": 8}))
+    assert [lane.finish for lane in trace.lanes] == ["length", "length"]

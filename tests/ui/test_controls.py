@@ -4,6 +4,7 @@ import pytest
 
 from specdemo.engine.comparison import Comparison
 from specdemo.methods import model_method
+from specdemo.models.local_models import LocalModel
 from specdemo.models.shipped import embedded_folder
 from specdemo.presets.files import load_presets, preset
 from specdemo.presets.limits import LIMITS
@@ -14,10 +15,12 @@ from specdemo.ui.controls import (
     changed,
     fill,
     fill_untouched,
+    fitting_models,
     from_values,
     needs_model,
     to_values,
 )
+from tests.models.test_gguf_files import gguf
 
 
 def test_every_control_has_a_value_by_its_name():
@@ -241,6 +244,31 @@ def test_the_prompt_is_a_message_where_the_target_has_a_template():
     assert radio["interactive"] is False and "no chat template" in radio["info"] and system["visible"] is False
     updates = fill(large.with_changes(chat=False, system="Be brief."), DRAWN)
     assert updates["chat"]["value"] == controls.TEXT and updates["system"]["value"] == "Be brief."
+
+
+def test_models_on_this_machine_are_offered_on_private_pages(tmp_path, monkeypatch):
+    pair = {"big-Q4_K_M": 640, "small": 64}
+    stored = {}
+    for name, rows in pair.items():
+        path = tmp_path / f"{name}.gguf"
+        path.write_bytes(gguf(rows=rows))
+        stored[str(path)] = LocalModel(str(path), "LM Studio", path, 5 * 10**9)
+    monkeypatch.setattr(controls, "_stored_models", lambda: stored)
+    controls._pairs.cache_clear()
+    big, small = stored
+    assert controls._model_choices([big, "stories"]) == [
+        ("On this machine: big-Q4_K_M.gguf, 5.0 GB", big),
+        ("stories", "stories"),
+    ]
+    assert fitting_models(big, "draft_model") == [small] and not fitting_models(small, "draft_model")
+    changed = to_values(preset("embedded-draft")) | {place("target"): big, place("model", 0): small}
+    assert from_values(changed).models == (big, small)
+    assert controls._chat_looks(big, None)["gguf"]["visible"]
+    monkeypatch.setenv("SPECDEMO_PUBLIC", "1")
+    assert not controls._chat_looks(big, None)["gguf"]["visible"]
+    assert controls._model_choices([big]) == [("big-Q4_K_M.gguf", big)]
+    with pytest.raises(ValueError, match="is not on this page's list"):
+        from_values(changed)
 
 
 def test_a_lane_may_run_on_a_server_that_the_operator_listed(values, monkeypatch):

@@ -1,0 +1,174 @@
+"""Language models on this machine, in the stores of LM Studio, Ollama, llama.cpp and Hugging Face."""
+
+import hashlib
+import math
+import os
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from huggingface_hub import constants
+
+from specdemo.core.safe_io import read_json
+from specdemo.models.gguf_files import (
+    OLLAMA,
+    all_parts,
+    models_in,
+    ollama_blob,
+    ollama_folder,
+    quantisation_in,
+    read_header,
+)
+from specdemo.models.sources import CONFIG_LIMITS
+
+BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+LEAST_RATIO = 3  # a larger draft model is rarely worth its time
+BEST_RATIO = 15  # the middle of the recommended 10 to 20
+
+
+@dataclass(frozen=True, slots=True)
+class LocalModel:
+    """A model on this machine. path: a GGUF file, or the folder of a transformers model."""
+
+    name: str  # as `--target` takes it
+    store: str
+    path: Path
+    bytes: int
+
+    @property
+    def quantisation(self) -> str:
+        """Return the type of most weights, such as Q4_K_M; empty if unknown."""
+        if not self.path.is_dir():
+            return read_header(self.path).quantisation or quantisation_in(self.path.name)
+        config = read_json(self.path / "config.json", CONFIG_LIMITS)
+        return str(config.get("dtype") or config.get("torch_dtype") or "")
+
+    @property
+    def weights(self) -> int:
+        """Return the number of weights; of a transformers model an estimate."""
+        if self.path.is_dir():
+            return self.bytes // BYTES.get(self.quantisation, 2)
+        return sum(read_header(part).weights for part in all_parts(self.path))
+
+    @property
+    def vocabulary(self) -> str:
+        """Return a digest that is equal for models with the same vocabulary; empty if unknown."""
+        if not self.path.is_dir():
+            return read_header(self.path).vocabulary
+        file = self.path / "tokenizer.json"
+        return _vocabulary(file, file.stat().st_mtime_ns) if file.is_file() else ""
+
+
+def local_models() -> list[LocalModel]:
+    """Return all models in known stores, by store and name. Reads no headers."""
+    stores = (_lm_studio, _ollama, _llamacpp, _hugging_face)
+    found = {model.name: model for store in stores for model in store()}
+    return sorted(found.values(), key=lambda model: (model.store, model.name))
+
+
+def matching_drafts(target: LocalModel, models: Iterable[LocalModel]) -> list[tuple[LocalModel, float]]:
+    """Return the draft models for a target and how many times smaller they are, the best size first.
+
+    They have the same vocabulary, and so no model of unknown vocabulary has any.
+    """
+    try:
+        vocabulary, weights = target.vocabulary, target.weights
+    except ValueError:
+        return []
+    found = []
+    for model in models if vocabulary else ():
+        try:
+            if model.vocabulary == vocabulary and weights >= LEAST_RATIO * model.weights > 0:
+                found.append((model, weights / model.weights))
+        except ValueError:  # a damaged file
+            continue
+    return sorted(found, key=lambda pair: abs(math.log(pair[1] / BEST_RATIO)))
+
+
+def model_rows(models: Sequence[LocalModel]) -> list[dict[str, str]]:
+    """Return a table of models: name, store, size, type of the weights, and up to three draft models."""
+    rows = []
+    for model in models:
+        drafts = matching_drafts(model, models)[:3]
+        try:
+            kind = model.quantisation or "?"
+        except ValueError:
+            kind = "damaged"
+        matching = ", ".join(f"{draft.name} ({ratio:.0f}x smaller)" for draft, ratio in drafts)
+        size = f"{model.bytes / 1e9:.2f} GB"
+        rows.append({"model": model.name, "store": model.store, "size": size, "weights": kind, "drafts": matching})
+    return rows
+
+
+def _lm_studio() -> Iterator[LocalModel]:
+    for folder in (Path.home() / ".lmstudio" / "models", Path.home() / ".cache" / "lm-studio" / "models"):
+        for repository in sorted(folder.glob("*/*/")):
+            yield from (_of_file(path, "LM Studio") for path in models_in(repository))
+
+
+def _llamacpp() -> Iterator[LocalModel]:
+    caches = Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache")
+    folder = Path(os.environ.get("LLAMA_CACHE") or caches / "llama.cpp").expanduser()
+    return (_of_file(path, "llama.cpp") for path in models_in(folder))
+
+
+def _of_file(path: Path, store: str, name: str = "") -> LocalModel:
+    sizes = [part.stat().st_size for part in path.parent.glob(path.name.replace("-00001-of-", "-*-of-"))]
+    return LocalModel(name or str(path), store, path, sum(sizes))
+
+
+def _ollama() -> Iterator[LocalModel]:
+    root = ollama_folder() / "manifests"
+    for manifest in sorted(path for path in root.glob("*/*/*/*") if path.is_file()):
+        host, group, model, tag = manifest.relative_to(root).parts
+        prefix = [] if (host, group) == ("registry.ollama.ai", "library") else [host, group]
+        prefix = [group] if host == "registry.ollama.ai" and prefix else prefix
+        name = f"{'/'.join([*prefix, model])}:{tag}"
+        try:
+            yield _of_file(ollama_blob(name), "Ollama", OLLAMA + name)
+        except ValueError:  # a cloud model, or one that is not GGUF
+            continue
+
+
+def _hugging_face() -> Iterator[LocalModel]:
+    for repository in sorted(Path(constants.HF_HUB_CACHE).glob("models--*--*")):
+        name = repository.name.removeprefix("models--").replace("--", "/", 1)
+        revision = repository / "refs" / "main"
+        if not revision.is_file():
+            continue
+        folder = repository / "snapshots" / revision.read_text(encoding="utf-8").strip()
+        weights = [file for file in folder.glob("*.safetensors") if file.is_file()]
+        complete = all(
+            (folder / file).is_file() for file in ("config.json", "tokenizer.json")
+        )  # heads have no tokenizer
+        if weights and complete:
+            yield LocalModel(name, "Hugging Face", folder, sum(file.stat().st_size for file in weights))
+        for path in _gguf_below(folder):
+            quantisation = quantisation_in(path.name)
+            full = f"{name}:{quantisation}" if quantisation else str(path)
+            yield _of_file(path, "Hugging Face", full)
+
+
+def _gguf_below(folder: Path) -> Iterator[Path]:
+    for inner in (folder, *sorted(path for path in folder.glob("*/") if path.is_dir())):
+        yield from models_in(inner)
+
+
+@lru_cache(maxsize=64)
+def _vocabulary(file: Path, changed_ns: int) -> str:
+    """Return the digest of a tokenizer.json as `gguf_files.Header.vocabulary` has it. changed_ns: a cache key."""
+    data = read_json(file, CONFIG_LIMITS)
+    try:
+        words = data["model"]["vocab"]
+        pairs = words.items() if isinstance(words, dict) else ((word, i) for i, (word, _) in enumerate(words))
+        tokens = {int(number): str(word) for word, number in pairs}
+        tokens |= {int(entry["id"]): str(entry["content"]) for entry in data.get("added_tokens", ())}
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return ""
+    digest = hashlib.sha256()
+    for _, word in sorted(tokens.items()):
+        text = word.encode("utf-8", "replace")
+        digest.update(b"%d:%b" % (len(text), text))
+    return digest.hexdigest()

@@ -1,0 +1,82 @@
+"""The comparison of a target and a drafter that the user names, as a preset of this process."""
+
+from specdemo.models.gguf_files import check_file, fetch_parts, is_gguf, local_header
+from specdemo.presets.files import DEFAULT, Preset, load_presets, preset
+
+ID = "your-models"
+QUESTION = "Explain to a ten-year-old why the sky is blue, in six sentences."
+
+
+def add_pair(target: str, draft: str | None = None, **settings: object) -> Preset:
+    """Add the comparison of two models to the presets and return it. Reads headers and configs, no weights.
+
+    draft: a draft model or a head; None: n-gram lookup. settings: other settings of the comparison. Raises ValueError,
+    one line, for a model that does not exist or cannot be read, and for a drafter that does not fit.
+    """
+    method = _method(target, draft)
+    model = {"model": draft} if draft else {}
+    chat = _has_chat_template(target)
+    title = f"{_short(target)} with {_short(draft) if draft else 'n-gram lookup'}"
+    about = {"id": ID, "title": title[:80], "chip": "Your models", "description": "", "chat": chat}
+    start = preset(DEFAULT).with_changes(target=target, method=method, **model, **settings)
+    prompt = start.prompt if chat is False else QUESTION
+    chosen = start.changed(**about, prompt=prompt).validated()
+    load_presets()[ID] = chosen
+    return chosen
+
+
+def _method(target: str, draft: str | None) -> str:
+    """Return the method of the drafter. Raises ValueError if one of the models is unusable, or they do not fit."""
+    from specdemo.methods.pairs import check_pair
+    from specdemo.methods.targets import outline
+
+    for name in filter(None, (target, draft)):
+        if is_gguf(name):
+            _check_gguf(name)
+    if is_gguf(target):
+        return "ngram" if draft is None else _method_of(draft)
+    described = outline(target)
+    if draft is None or is_gguf(draft):
+        return "draft_model" if draft else "ngram"
+    pair = check_pair(described, draft)
+    if not pair.fits:
+        raise ValueError(f"{draft} does not fit {target}: {pair.reason}")
+    return pair.method
+
+
+def _check_gguf(name: str) -> None:
+    """Check a GGUF model without loading it. Its files are checked if they are on this machine."""
+    from specdemo.models.llamacpp import library
+
+    header = local_header(name)
+    library()
+    if header is not None:
+        for part in fetch_parts(name):
+            check_file(part, name)
+
+
+def _method_of(draft: str) -> str:
+    """Return the method that reads a drafter for a GGUF target. Raises ValueError if it cannot be read."""
+    from specdemo.methods import detect_method
+    from specdemo.models.checkpoints import open_meta_checkpoint
+    from specdemo.models.errors import checkpoint_errors
+
+    if is_gguf(draft):
+        return "draft_model"
+    with checkpoint_errors(draft):
+        return detect_method(open_meta_checkpoint(draft))
+
+
+def _has_chat_template(target: str) -> bool | None:
+    """Return whether the target has a chat template; None if it is not on this machine."""
+    from specdemo.models.sources import has_chat_template
+
+    if not is_gguf(target):
+        return has_chat_template(target)
+    header = local_header(target)
+    return None if header is None else "tokenizer.chat_template" in header.metadata
+
+
+def _short(name: str) -> str:
+    """Return the last part of a name, without the suffix of a file."""
+    return name.rstrip("/").rpartition("/")[2].removesuffix(".gguf")

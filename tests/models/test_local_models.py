@@ -1,0 +1,82 @@
+"""Models in the stores of other programs."""
+
+import json
+import struct
+
+import pytest
+
+from specdemo.__main__ import main
+from specdemo.models.local_models import local_models, matching_drafts
+from tests.models.test_gguf_files import gguf
+
+TOKENS = ("a", "b", "c")
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    for name, folder in (("HOME", ""), ("USERPROFILE", ""), ("LLAMA_CACHE", "llama"), ("OLLAMA_MODELS", "ollama")):
+        monkeypatch.setenv(name, str(tmp_path / folder))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+
+    def add(path, content):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_bytes(content)
+        return tmp_path / path
+
+    return add
+
+
+def ollama(home, name, content, digest):
+    layers = [{"mediaType": "application/vnd.ollama.image.model", "digest": f"sha256:{digest * 64}"}]
+    home(f"ollama/manifests/registry.ollama.ai/library/{name}", json.dumps({"layers": layers}).encode())
+    home(f"ollama/blobs/sha256-{digest * 64}", content)
+
+
+def transformers_model(home, rows=4):
+    folder = "hub/models--org--small/snapshots/abc"
+    home("hub/models--org--small/refs/main", b"abc")
+    home(f"{folder}/config.json", b'{"dtype": "bfloat16"}')
+    home(f"{folder}/model.safetensors", struct.pack("<Q", 2) + b"{}" + bytes(64 * rows))
+    vocab = {"model": {"vocab": {"b": 1, "a": 0}}, "added_tokens": [{"id": 2, "content": "c"}]}
+    home(f"{folder}/tokenizer.json", json.dumps(vocab).encode())
+
+
+def test_models_of_every_store(home):
+    studio = home(".lmstudio/models/pub/big-GGUF/big-Q4_K_M.gguf", gguf(tokens=TOKENS, rows=640))
+    home(".lmstudio/models/pub/big-GGUF/mmproj-big.gguf", gguf())
+    ollama(home, "tiny/1b", gguf(7, tokens=(*TOKENS, "[PAD3]"), rows=64), "a")
+    cached = home("llama/org_split-Q8_0-00001-of-00002.gguf", gguf(7))
+    home("llama/org_split-Q8_0-00002-of-00002.gguf", gguf(7))
+    home("hub/models--org--r-GGUF/refs/main", b"abc")
+    home("hub/models--org--r-GGUF/snapshots/abc/r-Q8_0.gguf", gguf(7))
+    transformers_model(home)
+    found = {model.name: model for model in local_models()}
+    stores = {name: model.store for name, model in found.items()}
+    assert stores == {
+        "org/r-GGUF:Q8_0": "Hugging Face",
+        "org/small": "Hugging Face",
+        str(studio): "LM Studio",
+        "ollama:tiny:1b": "Ollama",
+        str(cached): "llama.cpp",
+    }
+    assert found[str(cached)].bytes == 2 * cached.stat().st_size and found[str(cached)].weights == 2 * 32 * 64
+    drafts = matching_drafts(found[str(studio)], found.values())
+    assert [(draft.name, round(ratio)) for draft, ratio in drafts] == [("ollama:tiny:1b", 10), ("org/small", 154)]
+    assert not matching_drafts(found["ollama:tiny:1b"], found.values())[1:]
+
+
+def test_command_prints_drafts_and_damaged_files(home, capsys):
+    big = home(".lmstudio/models/pub/big/big.gguf", gguf(tokens=TOKENS, rows=640))
+    home(".lmstudio/models/pub/bad/bad.gguf", b"GGML")
+    home(".lmstudio/models/pub/small/small.gguf", gguf(tokens=TOKENS))
+    assert main(["models", "--json"]) == 0
+    rows = {row["model"].rpartition("/")[2]: row for row in json.loads(capsys.readouterr().out)}
+    assert rows["big.gguf"]["drafts"].endswith("small.gguf (10x smaller)") and rows["bad.gguf"]["weights"] == "damaged"
+    assert main(["models"]) == 0
+    out = capsys.readouterr().out
+    assert str(big) in out and "Q4_K_M" in out and "ui --target MODEL --draft DRAFT" in out
+
+
+def test_no_models(home, capsys):
+    assert main(["models"]) == 0
+    assert capsys.readouterr().out.startswith("no models in the stores")

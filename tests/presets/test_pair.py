@@ -1,0 +1,71 @@
+"""The comparison of two models that the user names."""
+
+import pytest
+
+from specdemo.__main__ import main
+from specdemo.presets.files import load_presets
+from specdemo.presets.pair import ID, add_pair
+
+
+@pytest.fixture(autouse=True)
+def without_pair(monkeypatch):
+    monkeypatch.setitem(load_presets(), ID, None)
+    load_presets().pop(ID)
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """Return the arguments of the pages that were started."""
+    starts = []
+    monkeypatch.setattr("specdemo.ui.page.serve", lambda *given, **more: starts.append(given))
+    return starts
+
+
+@pytest.mark.parametrize(
+    ("draft", "method"),
+    [("stories-draft-wide", "draft_model"), ("stories-eagle-1", "eagle"), (None, "ngram")],
+)
+def test_page_starts_with_the_named_models(served, draft, method):
+    assert main(["ui", "--target", "stories", *(["--draft", draft] if draft else []), "--threads", "2"]) == 0
+    ((start, *_),) = served
+    chosen = load_presets()[start]
+    assert (chosen.target, chosen.lanes[0].method, chosen.lanes[0].model) == ("stories", method, draft)
+    assert (chosen.chat, chosen.chip, chosen.threads) == (False, "Your models", 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--target", "/absent/model.gguf"], "the file /absent/model.gguf does not exist"),
+        (["--target", "./absent"], "the folder ./absent does not exist"),
+        (["--target", "stories", "--draft", "code-eagle-1"], "code-eagle-1 does not fit stories: "),
+        (["--target", "stories-eagle-1"], "stories-eagle-1 is a head for method 'eagle'"),
+        (["--draft", "stories-draft-wide"], "--draft needs a target; add --target MODEL"),
+        (["--threads", "2"], "--threads needs a target; add --target MODEL"),
+        (["--target", "stories", "--preset", "embedded-ngram"], "--preset and --target exclude each other"),
+        (["--target", "stories", "--cache-type", "q4"], "cache_type must be 'auto', 'f32', 'f16' or 'q8_0'"),
+    ],
+)
+def test_bad_names_are_one_line_before_the_server_starts(served, capsys, options, message):
+    assert main(["ui", *options]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"specdemo: {message}") and not served
+
+
+def test_public_page_names_no_models(served, capsys, monkeypatch):
+    monkeypatch.setenv("SPECDEMO_PUBLIC", "1")
+    assert main(["ui", "--target", "stories"]) == 2
+    assert "a public page offers only the models of its presets; remove --target" in capsys.readouterr().err
+
+
+def test_gguf_files(tmp_path, capsys, served):
+    pytest.importorskip("llama_cpp", reason="llama.cpp is not installed: pip install llama-cpp-python gguf")
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    assert main(["ui", "--target", str(tmp_path / "model.gguf")]) == 2
+    assert "cannot be read as GGUF" in capsys.readouterr().err
+
+
+def test_chat_template_of_a_model_decides_the_prompt(monkeypatch):
+    assert add_pair("stories").prompt.startswith("Once upon a time")
+    monkeypatch.setattr("specdemo.presets.pair._has_chat_template", lambda target: True)
+    assert add_pair("stories").prompt.startswith("Explain")
