@@ -8,6 +8,7 @@ import os
 import platform
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
@@ -501,13 +502,15 @@ def _pairs(target: str, drafter: str | None) -> int:
     from specdemo.bench.report import table
     from specdemo.methods.pairs import check_pair, check_pairs
     from specdemo.methods.targets import outline
-    from specdemo.presets.files import known_drafters
+    from specdemo.presets.files import known_drafters, thinking_remarks
 
     described = outline(target)
     known = known_drafters(target)
     found = [check_pair(described, drafter)] if drafter else check_pairs(described, known)
     fits = {True: "fits", False: "no", None: "unknown"}
     print(table(("drafter", "method", "fits", "why"), [(p.drafter, p.method, fits[p.fits], p.reason) for p in found]))
+    for remark in thinking_remarks(target, [pair.drafter for pair in found if pair.fits], described):
+        print(remark)
     return 2 if drafter and not found[0].fits else 0
 
 
@@ -540,16 +543,20 @@ def _options(pairs: list[str] | None) -> dict[str, str] | None:
 
 
 def _race(spec: Comparison) -> "RunTrace":
-    from specdemo.engine.messages import Finished, LaneStep, Started
+    from specdemo.engine.messages import Finished, LaneStep, Restarted, Started
     from specdemo.engine.session import session
 
+    shown: Counter[int] = Counter()
     tokens = spec.max_new_tokens * (len(spec.lanes) + 1)
     with progress_bar(tokens, "{l_bar}{bar}| {n:.0f}/{total:.0f} tokens {elapsed}") as bar:
         for message in session().stream(spec, progress=lambda _, what: bar.set_description(what)):
             if isinstance(message, Started):
                 bar.set_description("decoding")
             elif isinstance(message, LaneStep):
-                bar.update(len(message.event.emitted[0]))
+                shown[message.lane] += len(message.event.emitted[0])
+                bar.update(shown.total() - bar.n)
+            elif isinstance(message, Restarted):
+                shown[message.lane] = 0
             elif isinstance(message, Finished):
                 return message.trace
     raise AssertionError("a run ends with Finished")

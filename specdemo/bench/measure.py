@@ -268,7 +268,7 @@ class Way:
 class Place:
     """Sweep point: its value, the prompts [B, T] and the sampling settings."""
 
-    value: float
+    value: float | str
     prompts: list[Tensor]
     sampling: Sampling = field(default_factory=Sampling)
 

@@ -18,7 +18,7 @@ Chart = dict[str, Any]  # title, label, and options of `plot`
 SERIES = 6  # colours and dash patterns, besides those of plain decoding
 FASTER, SLOWER = 1, 2  # colours of bars
 BARS = "lane"
-KIND = "text"  # axis of the suite that compares kinds of text
+KINDS = ("text", "thinking")  # axes whose values are words
 BASELINE = "plain decoding"
 SPEED: Chart = {"suffix": "×", "digits": 2, "level": 1.0, "baseline": BASELINE}
 
@@ -34,7 +34,7 @@ def chart(result: Result) -> Chart:
     if any(LATENCY in row for row in result.rows):
         return _frontier(result)
     over = result.axis or BARS
-    place = str if over in (BARS, KIND) else (int, float)
+    place = str if over in (BARS, *KINDS) else (int, float)
     rows = [row for row in result.rows if row.get("category", ALL) == ALL and isinstance(row.get(over), place)]
     rows = [row for row in rows if isinstance(row.get("speed-up"), Estimate)]
     rows = [row for row in rows if isinstance(row.get("lane"), str) and not _is_baseline(row["lane"], rows)]
@@ -43,7 +43,7 @@ def chart(result: Result) -> Chart:
     known = {suite.axis.column: suite.axis for suite in suites().values() if suite.axis}
     along = known.get(over, Axis(over, over, over))
     head = "Speed-up by lane" if over == BARS else f"Speed-up over {along.title}"
-    drawn = _bars(rows) if over == BARS else _groups(rows) if over == KIND else _lines(rows, along)
+    drawn = _bars(rows) if over == BARS else _groups(rows, over) if over in KINDS else _lines(rows, along)
     return _labelled(head, SPEED | drawn)
 
 
@@ -95,12 +95,12 @@ def _bars(rows: list[Row]) -> Chart:
     return {"groups": groups} | ({"unit": "◇ predicted"} if predicted else {})
 
 
-def _groups(rows: list[Row]) -> Chart:
-    """Return grouped bars: for each lane a bar per kind of text, the lane with the highest bar first."""
-    kinds = [*dict.fromkeys(row[KIND] for row in rows)]
+def _groups(rows: list[Row], over: str) -> Chart:
+    """Return grouped bars: for each lane a bar per value of the axis, the lane with the highest bar first."""
+    kinds = [*dict.fromkeys(row[over] for row in rows)]
     lanes = [[row for row in rows if row["lane"] == lane] for lane in _lanes(rows)]
     lanes.sort(key=lambda own: max(map(_value, own)), reverse=True)
-    bars = [[_bar(row, 1 + kinds.index(row[KIND]) % SERIES) | {"name": row[KIND]} for row in own] for own in lanes]
+    bars = [[_bar(row, 1 + kinds.index(row[over]) % SERIES) | {"name": row[over]} for row in own] for own in lanes]
     return {"groups": [{"name": own[0]["lane"], "bars": found} for own, found in zip(lanes, bars, strict=True)]}
 
 

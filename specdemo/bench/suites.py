@@ -102,6 +102,16 @@ class Temperature(Laned):
     measured_by = "specdemo.bench.sweeps:over_temperatures"
 
 
+class ThinkingMode(Laned):
+    """Measures the first lane of a preset with the target's thinking on and off."""
+
+    name = "thinking"
+    title = "Thinking"
+    question = "Does the drafter follow the target's thoughts? Runs the preset's first lane with thinking on and off."
+    axis = Axis("thinking", "thinking", "thinking of the target")
+    measured_by = "specdemo.bench.sweeps:over_thinking"
+
+
 class DepthWidth(Questioned):
     """Compares draft models with one and with four layers and the same number of parameters (Yan et al. 2402.01528)."""
 
@@ -169,8 +179,8 @@ class Losslessness(Suite):
 
 
 SHIPPED: tuple[type[Suite], ...] = (
-    DraftLength, Methods, Batch, PromptLength, Temperature, DepthWidth, Embedded, Copying, KindOfText, Losslessness,
-    Load,
+    DraftLength, Methods, Batch, PromptLength, Temperature, ThinkingMode, DepthWidth, Embedded, Copying, KindOfText,
+    Losslessness, Load,
 )  # fmt: skip
 # defined in the folder `benchmarks` of a checkout
 OF_THE_PROJECT = (

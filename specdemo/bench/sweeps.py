@@ -1,4 +1,4 @@
-"""Measuring code of the suites: sweeps over draft length, methods, batch size, prompt length, temperature and texts."""
+"""Measuring code of the suites: sweeps over draft length, methods, batch size, prompts, thinking and texts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -17,6 +17,7 @@ from specdemo.core.accept import Lossless
 from specdemo.core.block import Block
 from specdemo.core.protocol import GenerationConfig, Target
 from specdemo.core.sampling import Sampling
+from specdemo.core.thinking import Thinking
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.engine.cost import WIDTHS, CostModel, fit_cost_model
 from specdemo.engine.session import Session, environment
@@ -24,7 +25,7 @@ from specdemo.methods import BASELINE, build_drafter, load_drafter
 from specdemo.methods.targets import load_target
 from specdemo.methods.wrapper import Wrapper
 from specdemo.models.pass_cost import median_times, pass_times
-from specdemo.models.text import encode
+from specdemo.models.text import encode, has_thinking_modes
 from specdemo.presets.files import load_presets, preset
 from specdemo.presets.limits import LIMITS
 
@@ -215,6 +216,22 @@ def over_temperatures(suite: Laned, report: Report, cancelled: Stop) -> Result:
         torch.tensor([encode(tokenizer(target), t, room(target, suite))], device=target.device) for t in suite.texts
     ]
     places = [Place(t, prompts, Sampling(t)) for t in TEMPERATURES]
+    return _along(suite, target, lanes, places, report, cancelled)
+
+
+def over_thinking(suite: Laned, report: Report, cancelled: Stop) -> Result:
+    """Measure the first lane on the suite's texts as chat messages, with thinking on and off."""
+    target, lanes = first_lane(suite, suite.preset)
+    modes: tuple[Thinking, ...] = ("on", "off")
+    if not has_thinking_modes(tokenizer(target)):
+        raise ValueError(f"{target.name} has no thinking mode; choose the preset of a model that can think")
+
+    def prompt(text: str, mode: Thinking) -> torch.Tensor:
+        message = {"role": "user", "content": text}
+        ids = encode(tokenizer(target), [message], room(target, suite), mode)
+        return torch.tensor([ids], device=target.device)
+
+    places = [Place(mode, [prompt(text, mode) for text in suite.texts]) for mode in modes]
     return _along(suite, target, lanes, places, report, cancelled)
 
 

@@ -19,6 +19,7 @@ from specdemo.core.options import TYPES, BaseOptions, Knob, to_values
 from specdemo.core.rules import DEFAULT_RULE, RULES, rules_help
 from specdemo.core.sampling_settings import Sampling
 from specdemo.core.suggest import DEVICES, program, short_repr, suggest
+from specdemo.core.thinking import Thinking
 from specdemo.methods import BASELINE, METHODS, MODEL_OPTIONS, check_model, knobs, parse_options
 from specdemo.servers.address import place
 
@@ -169,6 +170,11 @@ def _device(name: str) -> str:
     return name
 
 
+def _thinking(value: object) -> object:
+    """Accept booleans, which YAML reads for `on` and `off`."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+
 Server = Annotated[str, Field(max_length=300), AfterValidator(place)]
 Name = Annotated[str, Field(max_length=80), AfterValidator(_label)]
 Model = Annotated[str, Field(min_length=1, max_length=300), AfterValidator(_model)]
@@ -267,6 +273,16 @@ class Comparison(Settings):
     prompt: Annotated[Text, AfterValidator(_non_empty), Setting("Text to continue.")]
     chat: Annotated[bool | None, Setting("Send the prompt as a chat message, or as plain text to continue.")] = None
     system: Annotated[Text, Setting("System prompt of the chat.")] = ""
+    thinking: Annotated[
+        Thinking,
+        BeforeValidator(_thinking),
+        Setting(
+            "Thinking of the chat template: default, on or off.",
+            label="Thinking",
+            info="of a chat; drafters may be trained in one mode",
+            words={"default": "as the template", "on": "on", "off": "off"},
+        ),
+    ] = "default"
     temperature: Annotated[
         float,
         Field(ge=0.0, le=5.0),

@@ -94,7 +94,8 @@ class LocalLane(RunningLane):
         lane = spec.all_lanes[index]
         options = to_values(lane.parsed)
         messages = chat_messages(spec, index, bool(tokenizer.chat_template))
-        prompt_ids = encode(tokenizer, messages or spec.prompt, models.target.max_length - spec.max_new_tokens)
+        room = models.target.max_length - spec.max_new_tokens
+        prompt_ids = encode(tokenizer, messages or spec.prompt, room, spec.thinking)
         self._accept = accept_rule(lane.acceptance)
         trace_options = {
             **options,
@@ -215,9 +216,7 @@ class ServerLane(RunningLane):
         self._made_from = (spec, index, template)
         lane = spec.all_lanes[index]
         assert lane.server is not None
-        messages = chat_messages(
-            spec, index, bool(spec.chat or spec.system or spec.history) if template is None else template
-        )
+        messages = chat_messages(spec, index, _wants_chat(spec) if template is None else template)
         drafts = "" if lane.method == BASELINE else f", k = {lane.k}"
         # method and k as described by the preset
         name = lane.name or f"{lane_name(lane)}{drafts} on {host(check_listed(lane.server))}"
@@ -226,7 +225,14 @@ class ServerLane(RunningLane):
         config = GenerationConfig(spec.max_new_tokens, spec.sampling, Budget(0, 0), spec.seed)
         forms = ("chat/completions",) if messages else _forms(spec, template)
         self._stream = servers.RemoteLane(
-            self.trace, lane.server, lane.served_model, spec.target, messages or spec.prompt, config, forms
+            self.trace,
+            lane.server,
+            lane.served_model,
+            spec.target,
+            messages or spec.prompt,
+            config,
+            forms,
+            spec.thinking,
         )
 
     def empty_copy(self) -> "ServerLane":
@@ -236,6 +242,11 @@ class ServerLane(RunningLane):
         for event, _ in self._stream.events(cancelled):
             yield event
         self.restarts = self._stream.has_steps
+
+
+def _wants_chat(spec: Comparison) -> bool:
+    """Return whether a comparison needs a chat template."""
+    return bool(spec.chat or spec.system or spec.history) or spec.thinking != "default"
 
 
 def _forms(spec: Comparison, template: bool | None) -> tuple[servers.Form, ...]:
@@ -253,6 +264,8 @@ def chat_messages(spec: Comparison, lane: int, template: bool) -> list[Message]:
         raise ValueError(f"{spec.target} has no chat template, so it only completes texts; turn chat off")
     if not chat and spec.system:
         raise ValueError("text completion has no system prompt; leave it empty or turn chat on")
+    if not chat and spec.thinking != "default":
+        raise ValueError("text completion has no thinking mode; leave thinking at default or turn chat on")
     system = [{"role": "system", "content": spec.system}] if spec.system else []
     earlier = [dict(message) for message in spec.history[lane]] if spec.history else []
     return [*system, *earlier, {"role": "user", "content": spec.prompt}] if chat else []

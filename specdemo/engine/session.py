@@ -31,7 +31,7 @@ from specdemo.models.machine import GpuClock, commit, device_name, one_thread, v
 from specdemo.models.sources import LoadProgress, has_chat_template, no_progress
 from specdemo.servers.address import check_listed
 
-TRACE_CONFIG = {"target", "max_new_tokens", "seed", "dtype", "device", "quantization", "chat", "system"}  # of a trace
+TRACE_CONFIG = {"target", "max_new_tokens", "seed", "dtype", "device", "quantization", "chat", "system", "thinking"}
 
 
 class Session:

@@ -63,13 +63,16 @@ class GGUFTokenizer:
         """Return the text of all control tokens."""
         return [word for word, token in self._words.items() if self._llama.llama_vocab_is_control(self._vocab, token)]
 
-    def apply_chat_template(self, chat: list[dict[str, str]], add_generation_prompt: bool, tokenize: bool) -> str:
-        """Return the conversation as text, formatted by the template of the file."""
+    def apply_chat_template(
+        self, chat: list[dict[str, str]], add_generation_prompt: bool, tokenize: bool, **arguments: bool
+    ) -> str:
+        """Return the conversation as text, formatted by the template of the file with these arguments."""
         special: Any = {
             name: self._text(token)
             for name, token in (("bos_token", self.bos_token_id), ("eos_token", self.eos_token_id))
             if token is not None
         }
+        special |= arguments
         rendered: Any = render_jinja_template(
             conversations=[chat],
             chat_template=self.chat_template,

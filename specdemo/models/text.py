@@ -1,9 +1,11 @@
 """Conversion of prompts to token ids, and of token ids to text in pieces that always add up to the text."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from specdemo.core.thinking import Thinking, template_arguments
 from specdemo.models.errors import first_line, tokenizer_errors
 
 UNFINISHED = "\ufffd"  # shown by decoders for an incomplete character
@@ -13,17 +15,22 @@ CONTEXT = 7
 MAX_TEMPLATE_OUTPUT = 4_000_000  # characters
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[Mapping[str, str]], max_length: int) -> list[int]:
+def encode(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str | Sequence[Mapping[str, str]],
+    max_length: int,
+    thinking: Thinking = "default",
+) -> list[int]:
     """Return the token ids of a text to complete, or of a conversation (messages with role and content) to answer.
 
     A text starts with the beginning-of-sequence token if the tokenizer has one; a conversation is formatted by the
-    model's chat template. Raises ValueError for an empty prompt, for more than max_length tokens, and for a
-    conversation that the template rejects.
+    model's chat template. Raises ValueError for an empty prompt, for more than max_length tokens, for a
+    conversation that the template rejects, and for a thinking mode that it does not have.
     """
     last = prompt if isinstance(prompt, str) else prompt[-1]["content"]
     if not last.strip():
         raise ValueError("the prompt is empty; write at least one word")
-    ids = _ids(tokenizer, prompt)
+    ids = _ids(tokenizer, prompt, thinking)
     if max_length < 1:
         raise ValueError("max_new_tokens fills the model's context; reduce it")
     if len(ids) > max_length:
@@ -34,19 +41,32 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[Mapping[st
     return ids
 
 
-def _ids(tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[Mapping[str, str]]) -> list[int]:
+def _ids(
+    tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[Mapping[str, str]], thinking: Thinking
+) -> list[int]:
     is_text = isinstance(prompt, str)
-    text = prompt if isinstance(prompt, str) else _apply_template(tokenizer, [dict(message) for message in prompt])
+    if thinking != "default" and (isinstance(prompt, str) or not has_thinking_modes(tokenizer)):
+        raise ValueError(f"{tokenizer.name_or_path} has no thinking mode here; leave thinking at default")
+    text = prompt if isinstance(prompt, str) else _apply_template(tokenizer, [dict(m) for m in prompt], thinking)
     with tokenizer_errors(f"the tokenizer of {tokenizer.name_or_path}"):
         ids = list(tokenizer(text, add_special_tokens=is_text, verbose=False)["input_ids"])
     bos = tokenizer.bos_token_id
     return [bos, *ids] if is_text and bos is not None and ids[:1] != [bos] else ids
 
 
-def _apply_template(tokenizer: PreTrainedTokenizerBase, chat: list[dict[str, str]]) -> str:
+def has_thinking_modes(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether the chat template writes another prompt with thinking on than with thinking off."""
+    chat = [{"role": "user", "content": "Hello"}]
+    return bool(tokenizer.chat_template) and (
+        _apply_template(tokenizer, chat, "on") != _apply_template(tokenizer, chat, "off")
+    )
+
+
+def _apply_template(tokenizer: PreTrainedTokenizerBase, chat: list[dict[str, str]], thinking: Thinking) -> str:
     """Apply the model's chat template. Raises ValueError, one line, if it fails or its output is too long."""
+    arguments: dict[str, Any] = {**template_arguments(thinking)}
     try:
-        text = str(tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False))
+        text = str(tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False, **arguments))
     except Exception as error:  # a template is a program
         raise ValueError(f"the model's chat template rejects this conversation: {first_line(error)[:200]}") from None
     if len(text) > MAX_TEMPLATE_OUTPUT:

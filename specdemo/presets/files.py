@@ -12,7 +12,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
@@ -22,6 +22,9 @@ from specdemo.methods import model_method
 from specdemo.presets.reading import read_yaml
 from specdemo.servers.address import listed
 from specdemo.servers.engines import ENGINES
+
+if TYPE_CHECKING:  # imports torch
+    from specdemo.core.protocol import Target
 
 INSTALLED = Path(__file__).parent / "installed"  # location of the presets in a wheel
 FOLDER = INSTALLED if INSTALLED.is_dir() else Path(__file__).parents[2] / "presets"
@@ -194,6 +197,26 @@ def preset(id: str) -> Preset:
 def allowed_models(presets: Mapping[str, Preset]) -> tuple[str, ...]:
     """Return the models that a visitor may choose: embedded models and those of the presets."""
     return tuple(dict.fromkeys([*EMBEDDED, *(model for p in presets.values() for model in p.models)]))
+
+
+def thinking_remarks(target: str, drafters: Sequence[str], known: "Target") -> list[str]:
+    """Return one line per drafter that presets run with thinking on or off, and one if the target can think."""
+    from specdemo.models.text import has_thinking_modes
+
+    chosen = [p for p in load_presets().values() if _unrevised(p.target) == _unrevised(target)]
+    modes = {_unrevised(lane.model or ""): p for p in chosen if p.thinking != "default" for lane in p.lanes}
+    remarks = [
+        f"thinking: preset {p.id} runs {name} with --thinking {p.thinking}; acceptance may drop in the other mode"
+        for name in drafters
+        if (p := modes.get(_unrevised(name)))
+    ]
+    if known.tokenizer is not None and has_thinking_modes(known.tokenizer):
+        remarks.append("thinking: the target can think; bench thinking compares the acceptance in both modes")
+    return remarks
+
+
+def _unrevised(name: str) -> str:
+    return name.partition("@")[0]
 
 
 def known_drafters(target: str) -> list[tuple[str, str]]:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import httpx
 from pydantic import BaseModel, Field, ValidationError
 
+from specdemo.core.thinking import Thinking, template_arguments
 from specdemo.core.trace import MAX_TEXT, LaneTrace, Remote
 from specdemo.servers import client
 from specdemo.servers.address import check_listed, host
@@ -75,6 +76,7 @@ class RemoteLane:
     prompt: Text
     config: "GenerationConfig"
     forms: Sequence[Form]
+    thinking: Thinking = "default"
 
     def __post_init__(self) -> None:
         self.server = check_listed(self.server)
@@ -134,7 +136,7 @@ class RemoteLane:
         try:
             tokenizer = local_tokenizer(self.target)
             if tokenizer is not None:
-                return Detokenizer(tokenizer, encode(tokenizer, self.prompt, MAX_TEXT)).push
+                return Detokenizer(tokenizer, encode(tokenizer, self.prompt, MAX_TEXT, self.thinking)).push
         except ValueError:
             pass
         return lambda ids: []
@@ -191,7 +193,7 @@ class RemoteLane:
         known = load_meta_target(self.target)
         if known.tokenizer is None:
             raise ValueError(f"it takes token ids, but this machine has no tokenizer of {self.target}")
-        return encode(known.tokenizer, self.prompt, known.max_length - self.config.max_new_tokens)
+        return encode(known.tokenizer, self.prompt, known.max_length - self.config.max_new_tokens, self.thinking)
 
     async def _warm_up(self, http: Client) -> tuple[Form, bool]:
         """Send a short request that is not measured, and find a form of request that the server accepts.
@@ -201,7 +203,8 @@ class RemoteLane:
         """
         limit = min(WARM_UP_TOKENS, self.config.max_new_tokens)
         # if both are off, a request without them is equivalent
-        droppable = not self.config.sampling.top_k and not self.config.sampling.min_p
+        sampling = self.config.sampling
+        droppable = not sampling.top_k and not sampling.min_p and self.thinking == "default"
         refusal: StatusError | None = None
 
         async def request(form: Form, standard: bool) -> None:
@@ -253,6 +256,8 @@ class RemoteLane:
                 "return_token_ids": True,
                 **request_fields(),
             }
+            arguments = template_arguments(self.thinking)
+            request |= {"chat_template_kwargs": arguments} if arguments else {}
         return request
 
 

@@ -1,6 +1,7 @@
 """Short runs of the suites on the shipped models, with a fake clock where time matters."""
 
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -38,7 +39,9 @@ from specdemo.engine.comparison import Comparison, Lane
 from specdemo.engine.loop import never_cancelled
 from specdemo.engine.session import Session
 from specdemo.methods import load_drafter
+from specdemo.models.sources import resolve
 from specdemo.models.toy import ToyTarget
+from specdemo.presets.files import preset
 
 SHORT = {"new_tokens": 12, "prompts": ["Once upon a time"]}
 
@@ -225,7 +228,7 @@ def test_the_numbers_of_a_row_lie_strictly_inside_their_intervals(repeats):
         assert seen.low is None or seen.low < seen.value < seen.high or seen.high - seen.low <= 3e-4
 
 
-@pytest.mark.parametrize("name", registry.swept())
+@pytest.mark.parametrize("name", [name for name in registry.swept() if recorded_suite(name)])
 def test_recorded_numbers_lie_strictly_inside_their_intervals(name):
     for row in recorded_suite(name).rows:
         for seen in row.values():
@@ -423,3 +426,20 @@ def test_acceptance_by_position_counts_every_text():
         step = StepEvent(1, [[5, 6]], [[0, 1]], [path], [[5] * len(path)], [[0.5, 0.5]], [[0.5, 0.5]], {"verify": 1.0})
         totals.add([prefill, step])
     assert totals.accept_by_position == [1.0, 0.5]
+
+
+THINKING = "{% for m in messages %}{{ m.content }}{% endfor %}{{ '' if enable_thinking | default(true) else 'No' }}"
+
+
+def test_thinking_on_and_off_are_two_points(monkeypatch, tmp_path):
+    with pytest.raises(ValueError, match="stories has no thinking mode; choose the preset of a model that can think"):
+        run_suite("thinking", repeats=1, preset="embedded-ngram", **SHORT)
+    shutil.copytree(resolve("stories"), tmp_path / "chat")
+    (tmp_path / "chat" / "chat_template.jinja").write_text(THINKING, encoding="utf-8")
+    chosen = preset("embedded-ngram").with_changes(target=str(tmp_path / "chat"))
+    monkeypatch.setattr("specdemo.bench.sweeps.preset", lambda name: chosen)
+    result = run_suite("thinking", repeats=1, **SHORT)
+    assert [(row["thinking"], row["lane"]) for row in result.rows] == [
+        (mode, lane) for mode in ("on", "off") for lane in ("Baseline", "embedded-ngram")
+    ]
+    assert [bar["name"] for bar in chart(result)["groups"][0]["bars"]] == ["on", "off"]

@@ -7,7 +7,7 @@ import pytest
 from specdemo import run
 from specdemo.__main__ import main
 from specdemo.engine import comparison
-from specdemo.engine.comparison import Lane, Settings
+from specdemo.engine.comparison import Comparison, Lane, Settings
 from specdemo.presets.files import Preset, load_presets, preset
 from specdemo.ui.controls import changed, to_values
 from specdemo.ui.lazy_imports import live
@@ -55,6 +55,14 @@ def test_a_run_validates_its_comparison_once(monkeypatch, start):
     RUNS[start]()
     methods = Counter(["none", *(lane.method for lane in preset(ID).lanes)])
     assert counts == methods | Counter({Preset: 1})
+
+
+@pytest.mark.parametrize(("value", "mode"), [(True, "on"), (False, "off"), ("off", "off"), ("default", "default")])
+def test_thinking_may_be_a_boolean_as_yaml_reads_it(value, mode):
+    settings = {"id": "x", "target": "stories", "prompt": "x", "lanes": [{"method": "ngram"}]}
+    assert Comparison.build({**settings, "thinking": value}).thinking == mode
+    with pytest.raises(ValueError, match=r"thinking must be 'default', 'on' or 'off'"):
+        Comparison.build({**settings, "thinking": "maybe"})
 
 
 def test_a_changed_copy_of_a_lane_parses_its_own_options():

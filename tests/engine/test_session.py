@@ -254,6 +254,9 @@ def test_online_drafter_persists_between_runs():
     assert not keeper.state.learners
 
 
+THINKING = (
+    "{% for m in messages %}{{ m.content }}{% endfor %}{{ ' think' if enable_thinking | default(true) else ' No' }}"
+)
 TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant]"
 
 
@@ -264,6 +267,20 @@ def chatty(tmp_path_factory):
     tokenizer = PreTrainedTokenizerFast.from_pretrained(resolve("stories"))
     tokenizer.chat_template = TEMPLATE
     return save_draft(folder, tokenizer, 2048)
+
+
+def test_thinking_reaches_the_template_of_every_lane(runner, tmp_path):
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(resolve("stories"))
+    tokenizer.chat_template = THINKING
+    folder = save_draft(tmp_path, tokenizer, 2048)
+    chosen = spec(Lane(method="ngram"), target=folder, max_new_tokens=4)
+    traces = {mode: runner.run(chosen.changed(thinking=mode)) for mode in ("default", "on", "off")}
+    texts = {mode: tokenizer.decode(trace.lanes[1].prompt_ids) for mode, trace in traces.items()}
+    assert texts["default"] == texts["on"] and texts["on"].endswith(" think") and texts["off"].endswith(" No")
+    assert traces["off"].config["thinking"] == "off"
+    for changes in ({"target": "stories"}, {"chat": False}):
+        with pytest.raises(ValueError, match="leave thinking at default"):
+            runner.load(chosen.changed(thinking="on", **changes))
 
 
 def test_every_lane_continues_its_own_conversation(runner, chatty):

@@ -16,7 +16,7 @@ from specdemo.methods.pairs import check_pair, check_pairs
 from specdemo.models.load import load_meta_target
 from specdemo.models.shipped import embedded_folder
 from specdemo.models.sources import resolve
-from specdemo.presets.files import EMBEDDED, known_drafters
+from specdemo.presets.files import EMBEDDED, known_drafters, preset, thinking_remarks
 from tests.models.fake_hub import serve
 
 BYTES = ("stories-bytes", "stories-bytes-heads")  # a separate target and its heads
@@ -139,3 +139,13 @@ def test_head_with_a_damaged_config_does_not_fit(stories, tmp_path):
     (tmp_path / "head" / "config.json").write_text(json.dumps(config | {"architectures": True}), encoding="utf-8")
     pair = check_pair(stories, str(tmp_path / "head"))
     assert pair.fits is False and "cannot be read" in pair.reason
+
+
+def test_a_drafter_of_one_thinking_mode_is_named(stories, monkeypatch):
+    known = preset("embedded-medusa").with_changes(thinking="off", lanes=[{"method": "medusa", "model": "org/head@1"}])
+    monkeypatch.setattr("specdemo.presets.files.load_presets", lambda: {known.id: known})
+    (line,) = thinking_remarks("stories", ["org/head", "stories-eagle-1"], stories)
+    assert line.startswith("thinking: preset embedded-medusa runs org/head with --thinking off")
+    assert thinking_remarks("other", ["org/head"], stories) == []
+    monkeypatch.setattr(stories.tokenizer, "chat_template", "{{ 'on' if thinking else 'off' }}")
+    assert "bench thinking" in thinking_remarks("other", [], stories)[0]

@@ -126,6 +126,22 @@ def test_a_conversation_is_written_by_the_chat_template():
         encode(tokenizer, text, 9)
 
 
+THINKING = "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}[assistant]"
+
+
+def test_thinking_is_an_argument_of_the_chat_template():
+    tokenizer = byte_level()
+    tokenizer.chat_template = THINKING
+    written = {
+        mode: tokenizer.decode(encode(tokenizer, chat("A dog."), 100, mode)) for mode in ("default", "on", "off")
+    }
+    assert written == {"default": "[assistant]", "on": "[assistant]", "off": "<think></think>[assistant]"}
+    for template, prompt in ((THINKING, "A dog."), ("[assistant]", chat("A dog."))):
+        tokenizer.chat_template = template
+        with pytest.raises(ValueError, match="has no thinking mode here; leave thinking at default"):
+            encode(tokenizer, prompt, 100, "off")
+
+
 def test_a_conversation_that_the_template_does_not_take_is_one_line():
     tokenizer = byte_level()
     tokenizer.chat_template = "{{ raise_exception('system prompts are not supported') }}"

@@ -227,6 +227,23 @@ def test_llamacpp_counters_of_one_answer_are_reported(others, tokens_a_pass):
     assert remote.source.startswith("llama.cpp's count")
 
 
+def test_thinking_is_an_argument_of_the_servers_template(good):
+    good.requests.clear()
+    trace = run(spec(good.address, good.address, target="some/model", thinking="off"), good.address)
+    path, body, _ = good.requests[-1]
+    assert path == "/v1/chat/completions" and trace.lanes[1].finish == "length"
+    assert body["chat_template_kwargs"] == {"enable_thinking": False, "thinking": False}
+    run(spec(good.address, good.address, target="some/model"), good.address)
+    assert "chat_template_kwargs" not in good.requests[-1][1]
+
+    def refusal(path, body):
+        return (422, {"detail": "unexpected"}) if "chat_template_kwargs" in body else (200, None)
+
+    with completion_server(GOOD, refusal=refusal) as strict:
+        lane = run(spec(good.address, strict.address, target="some/model", thinking="on"), strict.address).lanes[1]
+    assert lane.finish == "error" and "422" in lane.note  # a requested mode is never dropped
+
+
 def test_tokens_reported_only_as_a_total():
     with completion_server([piece("a b c"), piece(" d"), piece("", total=9, finish="length")]) as server:
         lane = run(spec(server.address, server.address), server.address).lanes[1]

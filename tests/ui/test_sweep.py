@@ -56,7 +56,8 @@ def test_a_recorded_result_stands_in_until_there_is_one_of_the_visitors(bench):
     assert sweeps.recorded(visitor, {"sweep": "batch"}) and json.loads(sweeps.save(visitor)["text"])["suite"] == "batch"
     list(sync(sweeps.run(begin, visitor, arguments("batch", "embedded-ngram", 2.0, 32))))
     assert sweeps.recorded(visitor, {"sweep": "k"}) == {}
-    assert all(recorded_suite(name) for name in suites.swept()), "every suite of the tab has one"
+    # no embedded model can think
+    assert all(recorded_suite(name) for name in suites.swept() if name != "thinking"), "every suite of the tab has one"
 
 
 def test_a_sweep_is_a_growing_text_and_then_curves(bench):
