@@ -5,8 +5,6 @@ T tokens of a text, S slots, A accepted slots, H hidden size.
 """
 
 from contextlib import suppress
-from dataclasses import dataclass
-from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -17,20 +15,15 @@ from specdemo.models.load import LoadedModel
 from specdemo.models.target import HFTarget
 
 
-@dataclass(frozen=True, slots=True)
-class _CachedText:
-    """Tokens and hidden states of a released history, whose keys and values stay in the cache."""
+class _Text(NamedTuple):
+    """Committed tokens and their hidden states."""
 
-    tokens: list[int]
+    tokens: Tensor  # [1, T]
     hidden: dict[int, Tensor]  # tap -> [1, T, H]
 
-
-class _Segment(NamedTuple):
-    """Tokens committed in one step. After a crop, a later segment may start before the end of an earlier one."""
-
-    start: int
-    tokens: Tensor  # [1, A]
-    hidden: dict[int, Tensor]  # tap -> [1, A, H]
+    def cut(self, length: int) -> "_Text":
+        """Return the first `length` tokens."""
+        return _Text(self.tokens[:, :length], {tap: h[:, :length] for tap, h in self.hidden.items()})
 
 
 class PrefixCachedTarget(HFTarget):
@@ -40,9 +33,9 @@ class PrefixCachedTarget(HFTarget):
     whose prefix the history cannot be cropped to (`History.max_crop`).
     """
 
-    _cached_text: _CachedText | None = None  # set between `release` and `start`
-    _segments: list[_Segment] | None = None  # set between `start` and `release`, for a single row
-    _last_forward: tuple[Tensor, dict[int, Tensor]] | None = None  # tokens [1, S] and hidden states of the last forward
+    _cached_text: _Text | None = None  # set between `release` and `start`
+    _segments: list[_Text] | None = None  # one per commit; set between `start` and `release`, for a single row
+    _last_forward: _Text | None = None  # all slots, [1, S]
 
     @property
     def history_bytes(self) -> int:
@@ -50,7 +43,7 @@ class PrefixCachedTarget(HFTarget):
         cached = self._cached_text or (self._segments[0] if self._segments else None)
         if cached is None:
             return super().history_bytes
-        return super().history_bytes + self.length[0] * sum(h[0, 0].nbytes for h in cached.hidden.values())
+        return super().history_bytes + self.length[0] * sum(h[:, :1].nbytes for h in cached.hidden.values())
 
     @torch.no_grad()
     def start(self, tokens: Tensor, taps: tuple[int, ...] = (), reserve: int = 0) -> Forward:
@@ -61,32 +54,41 @@ class PrefixCachedTarget(HFTarget):
             forward = super().start(tokens, taps, reserve)
         else:
             forward = self._extend(text, tokens, taps, reserve)
-        self._segments = [_Segment(0, tokens, dict(forward.hidden))] if len(tokens) == 1 else None
+        self._segments = [_Text(tokens, dict(forward.hidden))] if len(tokens) == 1 else None
         return forward
 
     def forward(self, tokens: Tensor, parents: Tensor, taps: tuple[int, ...] = ()) -> Forward:
         forward = super().forward(tokens, parents, taps)
-        self._last_forward = tokens, dict(forward.hidden)
+        self._last_forward = _Text(tokens, dict(forward.hidden))
         return forward
 
     def commit(self, path: list[list[int]]) -> None:
-        before = self.length
         super().commit(path)
         if self._segments is not None and self._last_forward is not None:
             tokens, hidden = self._last_forward
             (slots,) = path
             if len(slots) < tokens.shape[1]:
                 tokens, hidden = tokens[:, slots], {tap: h[:, slots] for tap, h in hidden.items()}
-            self._segments.append(_Segment(before[0], tokens, hidden))
+            self._segments.append(_Text(tokens, hidden))
+
+    def crop(self, lengths: list[int]) -> None:
+        before = self.length
+        super().crop(lengths)
+        surplus = before[0] - lengths[0]
+        while self._segments is not None and surplus > 0:
+            last = self._segments.pop()
+            count = last.tokens.shape[1]
+            if count > surplus or not self._segments:
+                self._segments.append(last.cut(max(count - surplus, 0)))
+            surplus -= count
 
     def draft(
         self, tokens: Tensor, counts: list[int], write: DraftFunction, extra: Tensors, plan: DraftPlan
     ) -> Tensors | None:
-        before = self.length
         outputs = super().draft(tokens, counts, write, extra, plan)
         if outputs is not None and plan.commits and self._segments is not None:
             read = torch.cat([tokens[:, : counts[0]], outputs[0][:, : plan.depth - 1]], 1)
-            self._segments.append(_Segment(before[0], read, {}))
+            self._segments.append(_Text(read, {}))
         return outputs
 
     def release(self) -> None:
@@ -95,7 +97,7 @@ class PrefixCachedTarget(HFTarget):
         if segments is not None:
             self._require_history().drop_snapshots(self.cached_tokens)
             with suppress(torch.OutOfMemoryError):  # a finished text must not fail because it cannot be cached
-                self._cached_text = _joined(segments, self.length[0])
+                self._cached_text = _joined(segments)
         if self._cached_text is None:
             super().release()
 
@@ -105,7 +107,7 @@ class PrefixCachedTarget(HFTarget):
         text, self._cached_text = self._cached_text, None
         if text is not None and self.cached_tokens:
             self.crop([self.cached_tokens])
-            self._cached_text = _cut(text, self.cached_tokens)
+            self._cached_text = text.cut(self.cached_tokens)
         else:
             self.forget()
 
@@ -116,18 +118,19 @@ class PrefixCachedTarget(HFTarget):
         self._store.release_graphs()
         super().release()
 
-    def _shared_prefix(self, text: _CachedText | None, tokens: Tensor, taps: tuple[int, ...]) -> int:
+    def _shared_prefix(self, text: _Text | None, tokens: Tensor, taps: tuple[int, ...]) -> int:
         """Return the number of tokens to reuse. The last token is always read, for its logits."""
         if text is None or len(tokens) != 1 or not set(taps) <= text.hidden.keys():
             return 0
-        same = takewhile(lambda pair: pair[0] == pair[1], zip(text.tokens, tokens[0, :-1].tolist(), strict=False))
-        return self._require_history().max_crop(sum(1 for _ in same))
+        width = min(text.tokens.shape[1], tokens.shape[1] - 1)
+        same = (text.tokens[0, :width] == tokens[0, :width]).int().cumprod(0)
+        return self._require_history().max_crop(int(same.sum()))
 
-    def _extend(self, text: _CachedText, tokens: Tensor, taps: tuple[int, ...], reserve: int) -> Forward:
+    def _extend(self, text: _Text, tokens: Tensor, taps: tuple[int, ...], reserve: int) -> Forward:
         self._check_length(tokens.shape[1])
         self.crop([self.cached_tokens])
         forward = self._require_history().extend(tokens[:, self.cached_tokens :], taps, reserve)
-        cached_hidden = _cut(text, self.cached_tokens).hidden
+        cached_hidden = text.cut(self.cached_tokens).hidden
         return Forward(forward.logits, {tap: torch.cat([cached_hidden[tap], forward.hidden[tap]], 1) for tap in taps})
 
 
@@ -143,20 +146,8 @@ def prefix_cached(*models: object) -> list[PrefixCachedTarget]:
     return [model for model in models if isinstance(model, PrefixCachedTarget)]
 
 
-def _cut(text: _CachedText, length: int) -> _CachedText:
-    return _CachedText(text.tokens[:length], {tap: h[:, :length] for tap, h in text.hidden.items()})
-
-
-def _joined(segments: list[_Segment], length: int) -> _CachedText:
-    """Concatenate the segments to a text of `length` tokens, with the hidden states that all segments have."""
-    columns: list[int] = []
-    read = 0
-    for segment in segments:
-        width = segment.tokens.shape[1]
-        columns[segment.start :] = range(read, read + width)
-        read += width
-    tokens: list[int] = torch.cat([segment.tokens for segment in segments], 1)[0].tolist()
-    columns = columns[:length]
+def _joined(segments: list[_Text]) -> _Text:
+    """Concatenate the segments, with the hidden states that all of them have."""
     taps = set(segments[0].hidden).intersection(*(segment.hidden for segment in segments))
-    hidden = {tap: torch.cat([segment.hidden[tap] for segment in segments], 1)[:, columns] for tap in taps}
-    return _CachedText([tokens[column] for column in columns], hidden)
+    tokens = torch.cat([segment.tokens for segment in segments], 1)
+    return _Text(tokens, {tap: torch.cat([segment.hidden[tap] for segment in segments], 1) for tap in taps})
