@@ -15,7 +15,7 @@ from specdemo.prediction.acceptance import from_mean
 from specdemo.prediction.drafts import drafting
 from specdemo.prediction.profiles import MeasuredStep, Passes, Profile
 from specdemo.prediction.roofline import BYTES, CONSTANTS, EDGE, KINDS, NAMES, Device, Engine, Terms
-from specdemo.prediction.steps import StepLoad, step_of
+from specdemo.prediction.step_loads import StepLoad, step_of
 from specdemo.prediction.work import known, shape, work
 
 NOISE = 0.04  # relative error of a measured pass

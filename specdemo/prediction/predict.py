@@ -22,7 +22,7 @@ from specdemo.prediction.calibration import device_of
 from specdemo.prediction.drafts import drafting, method_in
 from specdemo.prediction.profiles import Profile, profile
 from specdemo.prediction.roofline import BYTES, EDGE, NAMES, Device, Engine
-from specdemo.prediction.steps import Step, StepLoad, step_of
+from specdemo.prediction.step_loads import Step, StepLoad, step_of
 from specdemo.prediction.work import config_of, shape
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
