@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Protocol, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, model_validator
 
@@ -16,12 +16,22 @@ from specdemo.engine.comparison import Settings
 from specdemo.presets.files import DEFAULT
 from specdemo.presets.limits import LIMITS
 
-Report = Callable[[float, str], None]  # fraction done 0..1, current activity
+Progress = Callable[[float, str], None]  # fraction done 0..1, current activity
+SoFar = Callable[[], Result]
 Stop = Callable[[], bool]  # returns True to stop
 
 NEW_TOKENS = 96
 REPEATS = 1000  # maximum
 ROWS = 256  # batch size of the losslessness suite: continuations per repeat
+
+
+class Report(Protocol):
+    """Callback for the progress of a suite."""
+
+    def __call__(self, share: float, what: str, so_far: SoFar | None = None, /) -> None:
+        """Take the fraction done, the current activity, and after a measurement a function that returns the result of
+        all measurements so far.
+        """
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 from typer.models import OptionInfo
 
-from specdemo.bench.base import Report, Suite
+from specdemo.bench.base import Report, SoFar, Suite
 from specdemo.bench.suites import known_options, known_suite, suite, suites, takes
 from specdemo.core.outputs import check_output, check_output_folder
 from specdemo.core.suggest import suggest
@@ -152,7 +152,7 @@ def progress_bar(total: float, form: str) -> Any:
 def reports_to(bar: Any) -> Report:
     """Return a report of a share from 0 to 1 and what is done, shown by a bar with total 1."""
 
-    def report(share: float, what: str) -> None:
+    def report(share: float, what: str, _so_far: SoFar | None = None, /) -> None:
         bar.set_description(what, refresh=False)
         bar.update(share - bar.n)
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from transformers import PreTrainedModel
 
-from specdemo.bench.base import Report
+from specdemo.bench.base import Progress
 from specdemo.bench.random_models import DRAFTS, random_model
 from specdemo.bench.report import table
 from specdemo.core.protocol import Budget, GenerationConfig, Target
@@ -186,7 +186,7 @@ def slug(title: str) -> str:
 
 
 @torch.no_grad()
-def measure_profile(device: str = "auto", name: str | None = None, report: Report = no_progress) -> Profile:
+def measure_profile(device: str = "auto", name: str | None = None, report: Progress = no_progress) -> Profile:
     """Measure this machine in about a minute. name: of the profile. Raise ValueError with one line."""
     where = pick_device(device)
     if name is not None and not re.fullmatch(NAME, name):
@@ -214,7 +214,7 @@ def measure_profile(device: str = "auto", name: str | None = None, report: Repor
     return Profile.model_validate(found.model_dump() | more)
 
 
-def _parts(report: Report, total: int) -> Callable[[str], None]:
+def _parts(report: Progress, total: int) -> Callable[[str], None]:
     """Return a function that reports the start of the next of `total` parts."""
     done = count()
     return lambda what: report(min(1.0, next(done) / total), what)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from statistics import quantiles
 
-from specdemo.bench.base import Axis, Report, Stop
+from specdemo.bench.base import Axis, Progress, Report, Stop
 from specdemo.bench.load_here import Here
 from specdemo.bench.load_options import CONCURRENCY, Load
 from specdemo.bench.load_points import Journal, Measure, MeasuredLane, Point, Round
@@ -80,7 +80,7 @@ class InterleavedLanes:
     site: Site
     journal: Journal
     stage: str
-    report: Report
+    report: Progress
     cancelled: Stop
 
     def measure(self, lanes: Sequence[MeasuredLane]) -> tuple[int, list[str]]:
@@ -98,7 +98,7 @@ class InterleavedLanes:
             lane.points = {load: points[:finished] for load, points in lane.points.items()}
         return finished, remarks
 
-    def _group(self, group: Sequence[MeasuredLane], report: Report) -> tuple[int, list[str]]:
+    def _group(self, group: Sequence[MeasuredLane], report: Progress) -> tuple[int, list[str]]:
         names = [lane.lane for lane in group]
         keys = [self._key(group, load, n) for load in self.suite.loads for n in range(self.suite.repeats)]
         stored = [self.journal.get(key, names) for key in keys]

@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from specdemo.bench.base import Report, Stop
+from specdemo.bench.base import Progress, Stop
 from specdemo.bench.report import sentence
 from specdemo.bench.result import ALL, THOROUGH
 from specdemo.core import noise
@@ -35,9 +35,9 @@ from specdemo.methods.base import Method
 from specdemo.models.errors import Cancelled
 from specdemo.models.machine import GpuClock
 
-Tick = Callable[[float], None]  # takes the fraction of a repeat that is done; raises Stopped
 T = TypeVar("T")
-
+Tick = Callable[[float], None]  # takes the fraction of a repeat that is done; raises Stopped
+Show = Callable[[Callable[[], T]], None]  # takes a function that returns the measurements so far
 MAX_QUESTIONS = 2000
 QUESTIONS_BYTES = 16_000_000
 QUESTION = 100_000  # maximum characters
@@ -55,7 +55,7 @@ class Stopped(Exception):
 
 
 def repeated(
-    count: int, report: Report, cancelled: Stop, once: Callable[[int, Tick], T], noun: str = "repeat"
+    count: int, report: Progress, cancelled: Stop, once: Callable[[int, Tick], T], noun: str = "repeat"
 ) -> tuple[list[T], list[str]]:
     """Call once(repeat, tick) `count` times; return the results, and a remark if stopped.
 
@@ -195,22 +195,35 @@ class Compared:
 
 
 def compare_lanes(
-    runner: Session, spec: Comparison, questions: Sequence[Question], repeats: int, report: Report, cancelled: Stop
+    runner: Session,
+    spec: Comparison,
+    questions: Sequence[Question],
+    repeats: int,
+    report: Progress,
+    cancelled: Stop,
+    show: "Show[Compared]" = lambda so_far: None,
 ) -> Compared:
     """Compare the lanes of `spec` with plain decoding, one after the other on every question, `repeats` times."""
-    lanes = len(spec.lanes) + 1
+    every: list[list[tuple[str, RunTrace]]] = []  # with the unfinished repeat, and all texts in one category
 
     def once(_repeat: int, tick: Tick) -> list[tuple[str, RunTrace]]:
         traces = []
+        every.append([])
         for number, question in enumerate(questions):
             tick(number / len(questions))
-            traces.append(
-                (question.category, run_complete(runner, spec.model_copy(update={"prompt": question.text}), cancelled))
-            )
+            trace = run_complete(runner, spec.model_copy(update={"prompt": question.text}), cancelled)
             tick((number + 1) / len(questions))  # do not count an interrupted run
+            traces.append((question.category, trace))
+            every[-1].append(("", trace))
+            show(lambda: _compared(every, []))
         return traces
 
-    done, remarks = repeated(repeats, report, cancelled, once)
+    return _compared(*repeated(repeats, report, cancelled, once))
+
+
+def _compared(done: Sequence[Sequence[tuple[str, RunTrace]]], remarks: list[str]) -> Compared:
+    """Return the totals of all runs. done: category and trace of each run, per repeat."""
+    lanes = len(done[0][0][1].lanes)
     verdicts: list[Counter[str]] = [Counter() for _ in range(lanes)]
     runs: list[list[list[StepEvent]]] = [[] for _ in range(lanes)]
     tallies = []
@@ -279,17 +292,29 @@ def along(
     places: Sequence[Place],
     axis: str,
     repeats: int,
-    report: Report,
+    report: Progress,
     cancelled: Stop,
+    show: Show[list[dict[str, object]]] = lambda so_far: None,
 ) -> tuple[list[dict[str, object]], list[str], int]:
     """Measure every lane at every sweep point, interleaved; return rows, remarks and finished repeats. The first lane
     is plain decoding.
     """
 
     machine: list[dict[str, None]] = [{} for _ in places]
+    every: list[list[list[Totals]]] = []  # with the unfinished repeat
+
+    def rows(done: Sequence[Sequence[Sequence[Totals]]]) -> list[dict[str, object]]:
+        """Return a row per place and lane. done[repeat][place][lane]: totals of the measured places."""
+        measured = [[tallies[number] for tallies in done if number < len(tallies)] for number in range(len(places))]
+        return [
+            _place_row(name, {axis: place.value}, index, own, machine[number])
+            for number, (place, own) in enumerate(zip(places, measured, strict=True))
+            for index, name in enumerate(lanes if own else ())
+        ]
 
     def once(repeat: int, tick: Tick) -> list[list[Totals]]:
-        tallies = []
+        tallies: list[list[Totals]] = []
+        every.append(tallies)
         for number, place in enumerate(places):
             tallies.append([Totals() for _ in lanes])
             gpu = None
@@ -305,18 +330,22 @@ def along(
                     tick(number / len(places))
                     tally.add(list(run(prompt, config)))
             machine[number] |= dict.fromkeys(gpu.reasons() if gpu else ())
-        tick(1.0)  # the last run may have been interrupted
+            tick((number + 1) / len(places))  # the last run may have been interrupted
+            show(lambda: rows(every))
         return tallies
 
     done, remarks = repeated(repeats, report, cancelled, once)
-    rows = []
-    for number, place in enumerate(places):
-        for index, name in enumerate(lanes):
-            plain = [tallies[number][0] for tallies in done]
-            own = [tallies[number][index] for tallies in done] if index else plain
-            row = tally_row(name, {axis: place.value}, own, plain, machine[number])
-            rows.append(row | {"TTFT ms": over_repeats([sum(t.prefills) / len(t.prefills) for t in own])})
-    return rows, remarks, len(done)
+    return rows(done), remarks, len(done)
+
+
+def _place_row(
+    name: str, where: Mapping[str, object], lane: int, done: Sequence[Sequence[Totals]], machine: Iterable[str]
+) -> dict[str, object]:
+    """Return the row of a lane at a sweep point. done[repeat][lane]: totals at this point."""
+    plain = [totals[0] for totals in done]
+    own = [totals[lane] for totals in done] if lane else plain
+    first = over_repeats([sum(totals.prefills) / len(totals.prefills) for totals in own])
+    return tally_row(name, where, own, plain, machine) | {"TTFT ms": first}
 
 
 def read_questions(path: Path) -> list[Question]:

@@ -1,7 +1,7 @@
 """Measuring code of the suites: sweeps over draft length, methods, batch size, prompts, thinking and texts."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch
 from torch import Generator
 
 from specdemo.bench.base import Decoding, Laned, Questioned, Report, Stop
-from specdemo.bench.measure import Place, Question, Way, along, compare_lanes, read_questions, windows
+from specdemo.bench.measure import Compared, Place, Question, Show, Way, along, compare_lanes, read_questions, windows
 from specdemo.bench.prompts import CODE, EDITS, PROMPTS
 from specdemo.bench.report import sentence
 from specdemo.bench.result import ALL, Result, Row
@@ -47,6 +47,33 @@ def shipped_lanes(target: str = "stories") -> tuple[Lane, ...]:
     return tuple(p.lanes[0].validated().model_copy(update={"name": p.id}) for p in chosen if len(p.lanes) == 1)
 
 
+@dataclass(slots=True)
+class Partial:
+    """Progress of a suite that also shows the rows measured so far."""
+
+    suite: Decoding
+    target: str
+    report: Report
+    axis: str
+    share: float = 0.0
+    what: str = ""
+
+    def __call__(self, share: float, what: str) -> None:
+        self.share, self.what = share, what
+        self.report(share, what)
+
+    def show(self, rows: Callable[[], list[dict[str, object]]]) -> None:
+        """Report a function that returns the result so far."""
+        self.report(self.share, self.what, lambda: self._result(rows()))
+
+    def compared(self, where: Sequence[Mapping[str, object]]) -> Show[Compared]:
+        """Return the callback for `compare_lanes`. where: columns of the lanes."""
+        return lambda so_far: self.show(lambda: so_far().rows(where))
+
+    def _result(self, rows: list[dict[str, object]]) -> Result:
+        return Result(self.suite.name, self.suite.repeats, self.suite.config(self.target), {}, rows, [], self.axis)
+
+
 def every_k(
     suite: Questioned, ks: Sequence[int], target: str, families: Mapping[str, Lane], report: Report, cancelled: Stop
 ) -> Result:
@@ -59,8 +86,12 @@ def every_k(
     ]
     runner = Session()
     spec = _spec(suite, target, tuple(lane for _, lane in lanes))
-    seen = compare_lanes(runner, spec, _questions(suite.prompts_or_file), suite.repeats, report, cancelled)
-    rows = seen.rows([{"lane": "Baseline", "k": 0}, *({"lane": name, "k": lane.k} for name, lane in lanes)])
+    where = [{"lane": "Baseline", "k": 0}, *({"lane": name, "k": lane.k} for name, lane in lanes)]
+    axis = "k" if len(ks) > 1 else "lane"
+    progress = Partial(suite, target, report, axis)
+    questions = _questions(suite.prompts_or_file)
+    seen = compare_lanes(runner, spec, questions, suite.repeats, progress, cancelled, progress.compared(where))
+    rows = seen.rows(where)
     probe = median_times(pass_times(runner.target(), sorted({*WIDTHS, *(k + 1 for k in ks)}), PROBES))
     remarks = []
     for family, lane in families.items():
@@ -70,7 +101,6 @@ def every_k(
         if costs is not None:
             remarks.append(_predict(family, own, costs.with_probe(probe), rows))
     rows = [{name: row.get(name) for name in COLUMNS if any(name in r for r in rows)} for row in rows]
-    axis = "k" if len(ks) > 1 else "lane"
     config = suite.config(target)
     return Result(suite.name, len(seen.tallies), config, seen.environment, rows, [*remarks, *seen.remarks], axis)
 
@@ -105,8 +135,11 @@ def as_shipped(
     if not lanes:
         raise ValueError(f"no embedded preset of one greedy lane runs on {target}; choose another preset")
     spec = _spec(suite, target, lanes)
-    seen = compare_lanes(Session(), spec, _questions(texts), suite.repeats, report, cancelled)
-    rows = seen.rows([{} for _ in seen.names])
+    where: list[dict[str, object]] = [{} for _ in range(len(lanes) + 1)]
+    progress = Partial(suite, target, report, "lane")
+    questions = _questions(texts)
+    seen = compare_lanes(Session(), spec, questions, suite.repeats, progress, cancelled, progress.compared(where))
+    rows = seen.rows(where)
     return Result(suite.name, len(seen.tallies), suite.config(target), seen.environment, rows, seen.remarks, "lane")
 
 
@@ -241,7 +274,8 @@ def _along(
     """Measure every lane at every point of the suite's axis."""
     assert suite.axis is not None
     axis = suite.axis.column
-    rows, remarks, done = along(target, lanes, places, axis, suite.repeats, report, cancelled)
+    progress = Partial(suite, preset(suite.preset).target, report, axis)
+    rows, remarks, done = along(target, lanes, places, axis, suite.repeats, progress, cancelled, progress.show)
     config = suite.config(preset(suite.preset).target)
     notes = [f"{sentence(note)}." for note in target.notes]
     return Result(suite.name, done, config, environment(target), rows, [*remarks, *notes], axis)

@@ -41,7 +41,7 @@ ENTRY = 4_000  # bytes of a job without its texts
 Messages = list[Any]  # their types depend on the kind of job
 Values = dict[str, Any]  # values or updates of controls, by name
 Parts = dict[str, Any]  # controls by name
-Work = Callable[[Callable[[], bool], Callable[[float, str], None]], Iterator[object]]
+Work = Callable[[Callable[[], bool], Callable[..., None]], Iterator[object]]
 Item = TypeVar("Item")
 END = object()
 
@@ -127,7 +127,7 @@ class Engine:
 
     def _work(self) -> None:
         try:
-            for message in self._do(self._stop.is_set, lambda share, what: self._messages.append(Loading(share, what))):
+            for message in self._do(self._stop.is_set, lambda *progress: self._messages.append(Loading(*progress))):
                 self._messages.append(message)
         except ValueError as error:
             self._messages.append(Failed(str(error)))

@@ -20,13 +20,17 @@ function clear() {
 function started(line) {
   setBusy(true);
   begun = 0;
-  $(".sd-badge").hidden = $(".sd-result-chart").hidden = $(".sd-numbers").hidden = true;
+  hideResult();
   $(".sd-loading").removeAttribute("value"); // indeterminate
   setStatus(`Starting ${line.name}.`);
 }
 
 function waiting(line) {
   setStatus(line.text);
+}
+
+function hideResult() {
+  $(".sd-badge").hidden = $(".sd-result-chart").hidden = $(".sd-numbers").hidden = true;
 }
 
 function loading(line) {
@@ -42,6 +46,7 @@ function stopping() {
 
 function stopped() {
   setBusy(false);
+  if (!hasResult) hideResult();
   setStatus(hasResult ? "Stopped. The table holds the finished repeats." : "Stopped before the first repeat was finished.");
 }
 
@@ -49,6 +54,7 @@ function failed(line) {
   $(".sd-alert").hidden = false;
   $(".sd-alert").textContent = sentence(line.text);
   setBusy(false);
+  if (!hasResult) hideResult();
   setStatus("Run not started.");
 }
 
@@ -58,8 +64,8 @@ function noted(line) {
 }
 
 function shown(line) {
-  hasResult = true;
-  setBusy(false);
+  hasResult ||= !line.partial;
+  setBusy(line.partial);
   $(".sd-badge").hidden = !line.recorded;
   $(".sd-badge").textContent = ["recorded", ...line.where].join(" · ");
   $(".sd-result-chart").hidden = !line.chart;
@@ -73,7 +79,7 @@ function shown(line) {
   hintAtScrolling();
   $(".sd-remarks").hidden = !line.remarks.length;
   $(".sd-remarks").replaceChildren(...line.remarks.map((text) => make("li", "", text)));
-  setStatus(`${line.recorded ? "Recorded result" : "Done"}. ${sentence(line.verdict)}`);
+  if (!line.partial) setStatus(`${line.recorded ? "Recorded result" : "Done"}. ${sentence(line.verdict)}`);
 }
 
 function hintAtScrolling() {

@@ -15,7 +15,7 @@ from typing import Any
 
 import gradio as gr
 
-from specdemo.bench.base import Report, Stop
+from specdemo.bench.base import Report, SoFar, Stop
 from specdemo.bench.plot import BARS, chart
 from specdemo.bench.result import Result, Row, best, is_baseline, noisy, read_result, recorded_suite, to_json
 from specdemo.bench.suites import Sweep, swept, takes
@@ -28,7 +28,7 @@ from specdemo.ui import assets, space
 from specdemo.ui.controls import address, integer, wire_share
 from specdemo.ui.job import QUIET, Engine, Job, Jobs, Packed, Store, Values, named, opening, refusal, to_line, wire
 from specdemo.ui.lazy_imports import live
-from specdemo.ui.views import view
+from specdemo.ui.views import Loading, view
 
 SCHEDULE = re.compile(r"^Schedule (\[\[[\d\[\], ]+\]\])(?=: )")
 USUAL = ("auto", "here", 0.0, 1.0)  # values of options that need no mention
@@ -39,6 +39,7 @@ OFF = (
     "or start the page on your own machine with `python -m specdemo ui`"
 )
 
+PARTIAL = 0.04  # share of a sweep between two results so far
 Measure = Callable[[Report, Stop], Result]
 
 
@@ -61,8 +62,8 @@ class Sweeping(Job):
         if live().ELSEWHERE:
             raise ValueError(OFF)
 
-        def work(cancelled: Stop, report: Report) -> Iterator[Result]:
-            yield measure(report, cancelled)
+        def work(cancelled: Stop, report: Callable[..., None]) -> Iterator[Result]:
+            yield measure(every_few_percent(report), cancelled)
 
         sweeping = cls(to_line({"type": "start", "name": name}), before)
         sweeping.engine = Engine(live().with_engine_lock(work))
@@ -80,8 +81,10 @@ class Sweeping(Job):
         for message in messages:
             if isinstance(message, Result):
                 self.conclude(message, recorded=False)
-            else:
-                self._emit(view(message))
+                continue
+            self._emit(view(message))
+            if isinstance(message, Loading) and isinstance(message.so_far, Result):
+                self.text += result_line(readable(message.so_far), recorded=False, partial=True)
         return self.text
 
     def conclude(self, result: Result, recorded: bool) -> None:
@@ -135,7 +138,21 @@ def _schedule_in_words(found: re.Match[str]) -> str:
     return f"Best draft length by concurrency: {'; '.join(parts)}. Result"
 
 
-def result_line(result: Result, recorded: bool) -> str:
+def every_few_percent(report: Callable[..., None]) -> Report:
+    """Return a callback that passes on the progress, and a result so far each time that another PARTIAL is done."""
+    shown = 0.0
+
+    def watched(share: float, what: str, so_far: SoFar | None = None, /) -> None:
+        nonlocal shown
+        if so_far is None or (shown and share < shown + PARTIAL):
+            return report(share, what)
+        shown = share
+        return report(share, what, so_far())
+
+    return watched
+
+
+def result_line(result: Result, recorded: bool, partial: bool = False) -> str:
     """Return the data of the view. Unchecked parts, such as a foreign config, are reduced to text."""
     rows = [{name: _cell(value) for name, value in row.items()} for row in result.rows]
     verdict = best(result) or (result.remarks[0] if result.remarks else "this suite measures no speed-up.")
@@ -146,7 +163,7 @@ def result_line(result: Result, recorded: bool) -> str:
     payload |= {"where": where, "conditions": " · ".join([repeats, *_conditions(result.config)])}
     with suppress(ValueError):  # a suite without speed-ups has only its table
         payload["chart"] = finite(chart(result))
-    return to_line({"type": "result", "recorded": recorded, **payload})
+    return to_line({"type": "result", "recorded": recorded, "partial": partial, **payload})
 
 
 def _conditions(config: Mapping[str, object]) -> list[str]:

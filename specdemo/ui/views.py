@@ -23,10 +23,11 @@ Fate = Literal["accepted", "rejected", "not reached"]
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """Progress of loading the models, 0..1."""
+    """Progress of loading the models or of a sweep, 0..1. so_far: result of a sweep so far."""
 
     share: float
     text: str
+    so_far: object = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ SHORT = {"repeats": 1, "new_tokens": 4}
 TINY = Size(layers=2, hidden=32, feed_forward=48, heads=2, kv_heads=1, vocabulary=97, draft_layers=1)
 
 
-def silent(share, what):
+def silent(share, what, so_far=None):
     assert 0.0 <= share <= 1.0
 
 

@@ -54,7 +54,7 @@ def quick():
         yield
 
 
-def silent(share, what):
+def silent(share, what, so_far=None):
     assert 0.0 <= share <= 1.0
     assert what
 
@@ -256,6 +256,32 @@ def test_a_noisy_run_marks_its_result_also_once_it_is_stored(monkeypatch):
             "Noisy machine, run again: a second run may not confirm 1 of 2 rows" in text
             and "the GPU is throttled by heat" in text
         )
+
+
+def test_rows_are_reported_as_they_are_measured():
+    seen = []
+
+    def report(share, what, so_far=None):
+        if so_far is not None:
+            seen.append((share, so_far()))
+
+    options = SHORT | {"prompts": ["Once upon a time", "One day"]}
+    result = suite("k", repeats=2, ks=(1, 2), preset="embedded-ngram", **options).run(report, never_cancelled)
+    assert [share for share, _ in seen] == [0.25, 0.5, 0.75, 1.0]
+    for _, part in seen:
+        assert (part.suite, part.axis, part.config) == (result.suite, result.axis, result.config)
+        assert [(row["lane"], row["k"]) for row in part.rows] == [(row["lane"], row["k"]) for row in result.rows]
+        assert [line["name"] for line in chart(part)["lines"]] == ["embedded-ngram"]
+    assert [row["speed-up"] for row in seen[-1][1].rows] == [row["speed-up"] for row in result.rows]
+
+
+def test_places_of_an_axis_are_reported_one_by_one():
+    target, seen = ToyTarget(64), []
+    lanes = {"plain": Way(load_drafter("none", target), Lossless(), GenerationConfig(4, stop_token_ids=()))}
+    places = [Place(n, [torch.tensor([[1, 2, 3]] * n)]) for n in (1, 2)]
+    rows, _, _ = along(target, lanes, places, "batch", 2, silent, never_cancelled, lambda so_far: seen.append(so_far()))
+    assert [[row["batch"] for row in part] for part in seen] == [[1], [1, 2], [1, 2], [1, 2]]
+    assert seen[-1] == rows
 
 
 def test_a_noisy_machine_marks_every_place_on_an_axis(monkeypatch):

@@ -111,6 +111,19 @@ def test_too_frequent_progress_is_dropped(bench):
     assert running.text.count('"loading"') == 100
 
 
+def test_the_points_measured_so_far_are_shown_every_few_percent(bench):
+    def measure(report, cancelled):
+        for percent in range(1, 101):
+            report(percent / 100, "k = 4", lambda: swept(repeats=1))
+        return swept()
+
+    sweeping = sweep.Sweeping.measuring("Draft length k", measure)
+    *_, text = sweeping.stream()
+    *parts, result = [line for line in lines(text) if line["type"] == "result"]
+    assert 20 <= len(parts) <= 25 and all(part["partial"] and part["chart"]["lines"] for part in parts)
+    assert not result["partial"] and not parts[0]["recorded"]
+
+
 def test_stop_keeps_the_finished_repeats(bench):
     sweeps, bench.endless = Sweeps("sweep"), True
     texts = sync(sweeps.run(begin, VISITOR, VALUES))
