@@ -240,7 +240,7 @@ def test_the_prompt_is_a_message_where_the_target_has_a_template():
     assert from_values(values).chat is False
     values[place("target")] = "stories"
     assert from_values(values).chat is None  # the model has no chat template
-    radio, system = controls._chat_looks("stories", None).values()
+    radio, system, _ = controls._chat_looks("stories", None).values()
     assert radio["interactive"] is False and "no chat template" in radio["info"] and system["visible"] is False
     updates = fill(large.with_changes(chat=False, system="Be brief."), DRAWN)
     assert updates["chat"]["value"] == controls.TEXT and updates["system"]["value"] == "Be brief."
