@@ -159,7 +159,7 @@ def _find(name: str) -> Path | Repository:
         return path
     if path.is_dir():
         return _only_model(path)
-    return _hub_files(name)
+    return gguf_on_hub(name)
 
 
 def _only_model(folder: Path) -> Path:
@@ -232,7 +232,7 @@ def _model_digest(manifest: Path) -> str:
         raise ValueError(f"{manifest} is not a manifest of Ollama; pull the model again") from None
 
 
-def _hub_files(name: str) -> Repository:
+def gguf_on_hub(name: str) -> Repository:
     """Return the files of a quantisation in a repository. Raises ValueError if the repository has no such files."""
     repository, _, quantisation = name.partition(":")
     if constants.HF_HUB_OFFLINE:

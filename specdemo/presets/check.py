@@ -12,6 +12,7 @@ from huggingface_hub import ModelInfo, constants
 
 from specdemo.models.checkpoints import PICKLED
 from specdemo.models.errors import Unreachable
+from specdemo.models.gguf_files import gguf_on_hub, is_gguf
 from specdemo.models.sources import Repository, model_info, select_files
 from specdemo.presets.files import EMBEDDED, Preset
 
@@ -53,12 +54,15 @@ def answers(presets: Iterable[Preset]) -> Iterator[CheckResult]:
 
 def _query_hub(name: str, users: list[Preset]) -> CheckResult:
     try:
-        info = model_info(name)
+        info = model_info(name.partition(":")[0])
     except Unreachable:
         raise ValueError(f"{constants.ENDPOINT} cannot be reached; try again later") from None
     except ValueError as error:
         return CheckResult(name, f"presets {_ids(users)}", (str(error),))
-    found = select_files(name, info, PICKLED)
+    try:
+        found = gguf_on_hub(name) if is_gguf(name) else select_files(name, info, PICKLED)
+    except ValueError as error:
+        return CheckResult(name, f"presets {_ids(users)}", (str(error),))
     size = sum(found.files[file] for file in found.weights)
     licence, gate = _licence(info), "gated" if info.gated else "open"
     facts = f"{size / 1e9:.1f} GB, licence {licence or 'not stated'}, {gate}, at {(info.sha or '')[:8]}"
@@ -68,7 +72,7 @@ def _query_hub(name: str, users: list[Preset]) -> CheckResult:
 
 
 def _files(found: Repository) -> Iterator[str]:
-    if "config.json" not in found.files:
+    if "config.json" not in found.files and not all(map(is_gguf, found.files)):
         yield "has no config.json"
     if not found.weights:
         yield "has no weights"

@@ -5,6 +5,7 @@ Types, ranges and method names are checked when a file is read. Checks that need
 whether it takes a model) follow when the preset is changed or run. Every error is a ValueError with one line.
 """
 
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -58,7 +59,8 @@ class About(Settings):
     chip: Name = ""  # short title on the page's button; presets without one are only in the list
     description: str = ""
     # for presets whose models are downloaded
-    group: Literal["16 GB", "24 GB", "80 GB"] | None = None  # GPU memory that is sufficient
+    # memory that is sufficient, of a GPU unless it is RAM
+    group: Literal["8 GB RAM", "16 GB RAM", "16 GB", "24 GB", "80 GB"] | None = None
     memory_gb: float | None = Field(None, gt=0.0)  # estimate for weights and KV caches
     gated: bool = False  # the hub requires a login and an accepted licence
     licence: str = ""  # of the target
@@ -162,25 +164,47 @@ def require(extra: str, *modules: str) -> None:
         raise ValueError(f"this needs {' and '.join(missing)}; run: pip install {command}")
 
 
-def read_preset(path: Path) -> Preset:
-    """Raises ValueError naming the file."""
+def read_presets(path: Path) -> list[Preset]:
+    """Read the presets of a file: one, or one per entry of `variants`, which holds its settings by name.
+
+    {variant} in other settings is replaced by the name, which is also the end of the id. Raises ValueError naming the
+    file.
+    """
     data = read_yaml(path)
     if not isinstance(data, dict):
         raise ValueError(f"{path.name} is not a preset: it must contain 'name: value' lines")
+    variants = data.pop("variants", None)
     try:
-        return Preset.build({"id": path.stem, **data})
+        if variants is None:
+            return [Preset.build({"id": path.stem, **data})]
+        if not isinstance(variants, dict) or not all(isinstance(own, dict) for own in variants.values()):
+            raise ValueError("variants must be settings by name")
+        text = json.dumps(data)
+        return [_variant(path.stem, text, str(name), own) for name, own in variants.items()]
     except ValueError as error:
         raise ValueError(f"{path.name}: {error}") from None
 
 
+def _variant(stem: str, text: str, name: str, own: Mapping[str, object]) -> Preset:
+    id = f"{stem}-{name.lower().replace('_', '-')}"
+    return Preset.build({"id": id, **json.loads(text.replace("{variant}", name)), **own})
+
+
 @lru_cache(maxsize=1)
 def load_presets() -> dict[str, Preset]:
-    """Return all presets by id: the default, other embedded ones, then those with downloads by GPU memory."""
-    presets = [read_preset(path) for path in FOLDER.glob("*.yaml")]
+    """Return all presets by id: the default, other embedded ones, then those with downloads by memory, first those
+    that need no GPU."""
+    presets = [preset for path in FOLDER.glob("*.yaml") for preset in read_presets(path)]
     if not presets:
         raise ValueError(f"no presets in {FOLDER}; reinstall specdemo")
-    presets.sort(key=lambda p: (p.id != DEFAULT, not p.embedded, p.group or "", p.id))
+    presets.sort(key=lambda p: (p.id != DEFAULT, not p.embedded, _order(p), p.id))
     return {preset.id: preset for preset in presets}
+
+
+def _order(preset: Preset) -> tuple[bool, int]:
+    """Return the place of a preset's group: no GPU before a GPU, little memory before much."""
+    size, _, kind = (preset.group or "0 GB RAM").partition(" GB")
+    return not kind, int(size)
 
 
 def preset(id: str) -> Preset:

@@ -6,7 +6,9 @@ Sizes are those stated in a preset; the sizes of files are checked when they are
 import re
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib.util import find_spec
 
+from specdemo.models.gguf_files import is_gguf
 from specdemo.presets.files import Preset, load_presets
 
 
@@ -14,6 +16,8 @@ from specdemo.presets.files import Preset, load_presets
 class Machine:
     gpu_gb: float  # memory of all GPUs together
     logged_in: bool  # to the Hugging Face hub
+    ram_gb: float = 0.0
+    llamacpp: bool = False  # it is installed
 
 
 @lru_cache(maxsize=1)
@@ -21,12 +25,14 @@ def this_machine() -> Machine:
     import torch
     from huggingface_hub import get_token
 
-    from specdemo.models.devices import best_device, device_kind
+    from specdemo.models.devices import DEVICE_KINDS, best_device, device_kind
 
     name = best_device().type
     row = device_kind(best_device())
     gpus = [torch.device(name, i) for i in range(row.count())] if name != "cpu" else []
-    return Machine(sum(map(row.total, gpus)) / 1e9, get_token() is not None)
+    ram = DEVICE_KINDS["cpu"].total(torch.device("cpu")) / 1e9
+    llamacpp = find_spec("llama_cpp") is not None
+    return Machine(sum(map(row.total, gpus)) / 1e9, get_token() is not None, ram, llamacpp)
 
 
 def why_not(preset: Preset, machine: Machine | None = None) -> str:
@@ -34,6 +40,8 @@ def why_not(preset: Preset, machine: Machine | None = None) -> str:
     if preset.memory_gb is None:
         return ""
     machine = machine or this_machine()
+    if preset.group and preset.group.endswith("RAM"):
+        return _why_not_without_gpu(preset, preset.memory_gb, machine)
     if not machine.gpu_gb:
         return f"it needs a GPU with about {preset.memory_gb:g} GB, and this machine has none"
     if machine.gpu_gb < preset.memory_gb:
@@ -42,6 +50,14 @@ def why_not(preset: Preset, machine: Machine | None = None) -> str:
         return (
             f"{preset.target.partition('@')[0]} is gated: accept its licence on huggingface.co, then run hf auth login"
         )
+    return ""
+
+
+def _why_not_without_gpu(preset: Preset, memory_gb: float, machine: Machine) -> str:
+    if machine.ram_gb < memory_gb:
+        return f"it needs about {memory_gb:g} GB of memory, and this machine has {machine.ram_gb:.0f}"
+    if is_gguf(preset.target) and not machine.llamacpp:
+        return "it needs llama.cpp: pip install llama-cpp-python gguf"
     return ""
 
 

@@ -39,7 +39,7 @@ from specdemo.models.tokenizer_file import check_tokenizer
 from specdemo.prediction.predict import predict
 from specdemo.prediction.profiles import Profile
 from specdemo.prediction.work import known
-from specdemo.presets.files import Preset, load_presets, preset, read_preset
+from specdemo.presets.files import Preset, load_presets, preset, read_presets
 from specdemo.presets.link import from_query
 from specdemo.presets.recorded import load_trace
 from specdemo.training.corpus import read_corpus
@@ -95,7 +95,7 @@ READERS = {
     "trace": load_trace,
     "result": read_result,
     "questions": read_questions,
-    "preset": read_preset,
+    "preset": read_presets,
     "corpus": lambda path: read_corpus(path.rename(path.with_suffix(".txt")).parent),
     "prompt": lambda path: exit_2("run", "embedded-draft", "--prompt-file", str(path)),
 }
@@ -185,7 +185,7 @@ PLAIN = {"title": "t", "target": "stories", "prompt": "p", "lanes": [{"method": 
 def test_preset_limits(tmp_path, text, line):
     path = tmp_path / "p.yaml"
     path.write_text(text, encoding="utf-8")
-    message = refused(read_preset, path)
+    message = refused(read_presets, path)
     assert line in message and "p.yaml" in message
 
 
@@ -204,7 +204,7 @@ SETTINGS = sorted({*Preset.model_fields, "method", "model", "k", "options", "acc
 def test_any_text_is_a_preset_or_refused(tmp_path_factory, text):
     path = tmp_path_factory.getbasetemp() / "any.yaml"
     path.write_text(text, encoding="utf-8")
-    refused(read_preset, path)
+    refused(read_presets, path)
 
 
 @FEW

@@ -115,3 +115,12 @@ def test_unreachable_hub_is_one_line(hub, monkeypatch, capsys, name, value, line
     assert cli.main(["presets", "--check"]) == 2
     printed = capsys.readouterr().err.splitlines()
     assert len(printed) == 1 and printed[0].startswith(line)
+
+
+def test_quantisations_are_checked(hub):
+    hub.repositories["org/m-GGUF"] = {"m-Q4_K_M.gguf": b"x" * 2_000_000_000, "m-Q8_0.gguf": b"x"}
+    hub.cards["org/m-GGUF"] = dict(RIGHT)
+    four, five = (preset(target=f"org/m-GGUF:{q}", lanes=[{"method": "ngram"}]) for q in ("Q4_K_M", "Q5_K_M"))
+    assert wrong(four) == {"preset mine": ["weights of 2.0 GB"]} and not wrong(four.changed(memory_gb=3.0))
+    (reason,) = wrong(five)["org/m-GGUF:Q5_K_M"]
+    assert reason.startswith("org/m-GGUF has no Q5_K_M; choose one of m-Q4_K_M.gguf")

@@ -8,7 +8,7 @@ from specdemo.engine.comparison import Lane
 from specdemo.methods import METHODS
 from specdemo.models.devices import pick_dtype
 from specdemo.prediction.predict import predict
-from specdemo.presets.files import DEFAULT, EMBEDDED, allowed_models, load_presets, preset, read_preset
+from specdemo.presets.files import DEFAULT, EMBEDDED, allowed_models, load_presets, preset, read_presets
 from specdemo.presets.link import LONGEST_TEXT
 
 PRESETS = load_presets()
@@ -145,7 +145,7 @@ def test_a_malformed_file_is_named(tmp_path, text, line):
     path = tmp_path / "bad.yaml"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(ValueError) as refusal:
-        read_preset(path)
+        read_presets(path)
     assert str(refusal.value).startswith(line)
     assert "\n" not in str(refusal.value)
 
@@ -167,3 +167,14 @@ def test_a_dtype_has_a_short_name(short, name):
 def test_other_dtypes_are_refused(dtype):
     with pytest.raises(ValueError, match="^dtype must be 'auto', 'float32', 'bfloat16' or 'float16', not "):
         BASE.with_changes(dtype=dtype)
+
+
+def test_variants_are_presets(tmp_path):
+    text = "title: A {variant}\ntarget: org/a:{variant}\nlanes: [{method: ngram}]\nprompt: x\n"
+    (tmp_path / "a.yaml").write_text(text + "variants: {Q4_K_M: {memory_gb: 1.0}, Q8_0: {memory_gb: 2.5}}")
+    four, eight = read_presets(tmp_path / "a.yaml")
+    assert (four.id, four.title, four.target, four.memory_gb) == ("a-q4-k-m", "A Q4_K_M", "org/a:Q4_K_M", 1)
+    assert (eight.id, eight.target, eight.memory_gb) == ("a-q8-0", "org/a:Q8_0", 2.5)
+    (tmp_path / "b.yaml").write_text(text + "variants: [1]")
+    with pytest.raises(ValueError, match=r"b.yaml: variants must be settings by name"):
+        read_presets(tmp_path / "b.yaml")

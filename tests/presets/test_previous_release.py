@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from specdemo.core.trace import compare, from_json, to_json, token_kinds
-from specdemo.presets.files import load_presets, read_preset
+from specdemo.presets.files import load_presets, read_presets
 from specdemo.presets.link import from_query, to_query
 
 FOLDER = Path(__file__).parent / "previous_release"
@@ -38,6 +38,6 @@ def test_a_link_opens_with_every_setting(base):
 
 
 def test_a_preset_opens_with_every_key():
-    preset = json.loads(read_preset(FOLDER / "preset.yaml").model_dump_json())
+    preset = json.loads(read_presets(FOLDER / "preset.yaml")[0].model_dump_json())
     expected = json.loads((FOLDER / "preset.json").read_text(encoding="utf-8")) | {"id": preset["id"]}
     assert {name: preset[name] for name in expected} == expected

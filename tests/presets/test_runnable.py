@@ -8,12 +8,13 @@ from specdemo.ui.controls import DRAWN, about, fill
 
 PRESETS = load_presets()
 DOWNLOADED = [p for p in PRESETS.values() if not p.embedded and p.server is None]
-NONE, SMALL, LARGE = Machine(0, False), Machine(16, False), Machine(85, True)
+NONE, SMALL, LARGE = Machine(0, False), Machine(16, False), Machine(85, True, 128, True)
 
 
 def test_there_are_pairs_for_every_card():
-    assert {p.group for p in DOWNLOADED} == {"16 GB", "24 GB", "80 GB"}
-    assert all(len([p for p in DOWNLOADED if p.group == g]) >= 5 for g in ("16 GB", "24 GB", "80 GB"))
+    groups = ["8 GB RAM", "16 GB RAM", "16 GB", "24 GB", "80 GB"]
+    assert list(dict.fromkeys(p.group for p in DOWNLOADED)) == groups
+    assert all(len([p for p in DOWNLOADED if p.group == g]) >= 5 for g in groups)
     families = {"Qwen/Qwen3", "meta-llama/", "openai/gpt-oss", "google/gemma", "lmsys/vicuna"}
     assert all(any(p.target.startswith(family) for p in DOWNLOADED) for family in families)
     assert {"medusa", "eagle", "draft_model"} <= {m for p in DOWNLOADED if "vicuna" in p.id for m in p.methods}
@@ -34,6 +35,16 @@ def test_unrunnable_preset_reports_the_reason():
         PRESETS["llama-3.1-8b"], Machine(85, False)
     )
     assert [p.id for p in PRESETS.values() if why_not(p, LARGE)] == []
+
+
+def test_presets_without_a_gpu():
+    laptop = Machine(0, False, 16, True)
+    assert [p.id for p in DOWNLOADED if not why_not(p, laptop)] == [p.id for p in DOWNLOADED if p.group.endswith("RAM")]
+    eight = PRESETS["gguf-qwen3-8b-q8-0"]
+    assert eight.models == ("Qwen/Qwen3-8B-GGUF:Q8_0", "unsloth/Qwen3-0.6B-GGUF:Q8_0")
+    assert why_not(eight, Machine(0, False, 8, True)) == "it needs about 11 GB of memory, and this machine has 8"
+    assert why_not(eight, Machine(0, False, 16)) == "it needs llama.cpp: pip install llama-cpp-python gguf"
+    assert not why_not(PRESETS["smollm2-1.7b"], Machine(0, False, 8))
 
 
 def test_nearest_preset_uses_available_models():
