@@ -1,4 +1,7 @@
 import os
+import shutil
+import sys
+import tempfile
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: two threads are very slow next to other programs
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -13,6 +16,15 @@ settings.load_profile("fixed")
 
 def pytest_addoption(parser):
     parser.addoption("--soak", action="store_true", help="run the long tests too, and try 100 times as many examples")
+
+
+def pytest_configure(config):
+    if sys.platform == "linux" and not hasattr(config, "workerinput"):
+        from tests.fork_server import FOLDER
+
+        folder = tempfile.mkdtemp(prefix="specdemo-tests-", suffix=f"-{os.getpid()}")
+        os.environ[FOLDER] = folder  # workers inherit it
+        config.add_cleanup(lambda: shutil.rmtree(folder))
 
 
 def pytest_collection_modifyitems(config, items):

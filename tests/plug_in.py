@@ -3,11 +3,10 @@
 import os
 import re
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from tests import processes
+from tests.processes import ROOT
+
 PAGE = ROOT / "docs" / "add-a-method.md"
 
 
@@ -27,11 +26,12 @@ def install(package, folder):
     """Install a copy of a package with pip into a folder inside `folder`, and return that folder."""
     source, site = shutil.copytree(package, folder / "source"), folder / "site"
     offline = ("--no-deps", "--no-build-isolation", "--no-index", "--quiet")
-    run(sys.executable, "-m", "pip", "install", *offline, "--target", str(site), str(source))
+    run("-m", "pip", "install", *offline, "--target", str(site), str(source))
     return site
 
 
 def run(*command, **environment):
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
+    """Run `python COMMAND...`, which must succeed, and return its output."""
+    done = processes.run(*command, env=os.environ | environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -23,6 +23,7 @@ from specdemo.methods import knob
 from specdemo.methods.none import NoDraft
 from specdemo.methods.recipes import HEAD_RECIPES
 from specdemo.presets.files import load_presets
+from tests.processes import run
 
 ROOT = Path(__file__).parents[1]
 SHORT = ("--max-new-tokens", "16")
@@ -198,8 +199,7 @@ def test_a_trace_without_lanes_is_one_line(capsys, tmp_path):
 )
 def test_the_process_itself_exits_with_2_and_one_line(arguments, line):
     """Runs in a process, because libraries write directly to the terminal's stderr, which pytest does not capture."""
-    command = [sys.executable, "-m", "specdemo", "run", "embedded-draft", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = run("-m", "specdemo", "run", "embedded-draft", *arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"specdemo: {line}") and done.stderr.count("\n") == 1
 
@@ -399,8 +399,7 @@ def started_as(program, *arguments, **environment):
     """Start the command line under another program name, as the installed script does."""
     code = "import sys; from specdemo.__main__ import main; sys.exit(main())"
     code = f"import sys; sys.argv[0] = {program!r}; {code}"
-    command = [sys.executable, "-c", code, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
+    return run("-c", code, *arguments, env=os.environ | environment)
 
 
 def test_suggestions_name_the_program_that_was_started(tmp_path):

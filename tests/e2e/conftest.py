@@ -3,9 +3,6 @@
 import multiprocessing
 import os
 import shutil
-import socket
-import subprocess
-import sys
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,7 +10,9 @@ import pytest
 from playwright.sync_api import expect, sync_playwright
 
 from specdemo.core.trace import to_json
+from specdemo.servers.process import free_port
 from tests.e2e.gated import Gates, serve_gated
+from tests.processes import served
 from tests.traces import hostile_trace
 from tests.ui.stand_ins import chat_trace, remote_trace, tree_trace
 
@@ -45,26 +44,8 @@ def chromium():
 
 @pytest.fixture(scope="session")
 def address():
-    with served() as address:
+    with served() as (_, address):
         yield address
-
-
-@contextmanager
-def served(*options, **environment):
-    """Start `python app.py` and yield the page's address."""
-    command = [sys.executable, "app.py", "--port", str(free_port()), *options]
-    where = {"cwd": Path(__file__).parents[2], "env": os.environ | environment}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **where) as server:
-        try:
-            yield server.stdout.readline().split()[-1]
-        finally:
-            server.terminate()
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture

@@ -8,8 +8,9 @@ import pytest
 from playwright.sync_api import expect
 
 from specdemo.models.shipped import embedded_folder
-from tests.e2e.conftest import served, visitors
+from tests.e2e.conftest import visitors
 from tests.e2e.test_layout import CONTROLS, OVERFLOWING, SMALL, wait_for_text
+from tests.processes import served
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 
@@ -21,7 +22,7 @@ def visit_chat(chromium, tmp_path_factory):
     written = folder / "tokenizer_config.json"
     written.write_text(json.dumps({**json.loads(written.read_text()), "chat_template": TEMPLATE}))
     query = f"?preset=embedded-ngram&target={quote(str(folder))}&max_new_tokens=24&prompt=A+fox."
-    with served("--allow-any-model") as address, visitors(chromium, address) as opened:
+    with served("--allow-any-model") as (_, address), visitors(chromium, address) as opened:
         yield lambda **settings: opened(query + "&chat=true", **settings)
 
 

@@ -1,17 +1,14 @@
 """Lanes on engines that the page starts, with a stand-in for vLLM."""
 
-import os
 import re
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from playwright.sync_api import expect
 
-from tests.e2e.conftest import free_port, visitors
+from tests.e2e.conftest import visitors
 from tests.e2e.test_controls import choose, edit
+from tests.processes import served
 from tests.servers.stand_in import gone, make, started
 
 
@@ -23,13 +20,8 @@ def engine(tmp_path):
 @pytest.fixture
 def page_with_engine(engine):
     """Start a page with this engine and yield its process and address."""
-    command = [sys.executable, "app.py", "--port", str(free_port()), "--engines", f"vllm={engine}"]
-    gate = {**os.environ, "GATE": str(engine.parent / "gate")}
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2], env=gate
-    ) as serving:
-        yield serving, serving.stdout.readline().split()[-1]
-        serving.terminate()
+    with served("--engines", f"vllm={engine}", GATE=str(engine.parent / "gate")) as started_page:
+        yield started_page
 
 
 def test_a_lane_is_started_on_an_engine_used_again_and_ended(chromium, page_with_engine, engine):

@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 import tomllib
 from copy import deepcopy
 
@@ -121,9 +120,7 @@ def test_installed_package_runs_like_a_builtin_method(tmp_path):
     stories = load_target("stories")
     Hydra(stories, Hydra.fresh(stories)).save(tmp_path / "head", "stories")
     site = install(PACKAGE, tmp_path)
-    printed = run(
-        sys.executable, "-c", INSTALLED, str(tmp_path / "head"), PYTHONPATH=os.pathsep.join([str(site), str(ROOT)])
-    )
+    printed = run("-c", INSTALLED, str(tmp_path / "head"), PYTHONPATH=os.pathsep.join([str(site), str(ROOT)]))
     assert "Hydra" in printed
 
 

@@ -1,32 +1,10 @@
-"""A public page in a separate process, and clients that need no browser."""
+"""Clients of a page that need no browser."""
 
 import json
-import os
 import secrets
-import socket
-import subprocess
-import sys
 from contextlib import contextmanager
-from pathlib import Path
 
 import httpx
-
-ROOT = Path(__file__).parents[2]
-
-
-@contextmanager
-def served(log=None, **settings):
-    """Start `python app.py` and yield its process and address. log: a file for its stderr."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "app.py", "--port", str(port)]
-    where = {"text": True, "cwd": ROOT, "env": os.environ | settings}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, **where) as server:
-        try:
-            yield server, server.stdout.readline().split()[-1]
-        finally:
-            server.terminate()
 
 
 @contextmanager

@@ -1,10 +1,6 @@
 """Every command that writes, on a full disk: the old file stays, one line names it, exit code 2."""
 
 import os
-import resource
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -17,6 +13,14 @@ from specdemo.models.load import load_target
 from specdemo.training.collect import Plan
 from tests.disk import full_disk
 from tests.models.tiny import build
+from tests.processes import ROOT, run
+
+ON_A_FULL_DISK = """
+import resource, sys
+from specdemo.__main__ import main
+resource.setrlimit(resource.RLIMIT_FSIZE, (300, 300))
+sys.exit(main())
+"""
 
 
 @pytest.fixture(scope="module")
@@ -89,11 +93,7 @@ def test_a_model_that_cannot_be_written_leaves_the_old_one(tmp_path, left):
 
 
 def test_the_process_itself_ends_with_2_and_no_traceback(tmp_path):
-    def full():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (300, 300))
-
-    command = [sys.executable, "-m", "specdemo", "run", "embedded-ngram", "--max-new-tokens", "4", "--out", "t.json"]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(command, capture_output=True, text=True, preexec_fn=full, cwd=tmp_path, env=environment)
+    command = ("run", "embedded-ngram", "--max-new-tokens", "4", "--out", "t.json")
+    done = run("-c", ON_A_FULL_DISK, *command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)})
     assert done.returncode == 2 and not list(tmp_path.iterdir())
     assert done.stderr == "specdemo: cannot write t.json: File too large; free disk space or choose another path\n"

@@ -6,8 +6,6 @@ import re
 import resource
 import shutil
 import string
-import subprocess
-import sys
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -45,6 +43,7 @@ from specdemo.presets.recorded import load_trace
 from specdemo.training.corpus import read_corpus
 from specdemo.training.fit import check_minutes
 from tests.models.tiny import build
+from tests.processes import run
 
 SECONDS = 5.0  # CPU time of this process and its children
 BYTES = 1 << 29  # address space on top of the current one
@@ -495,8 +494,7 @@ def test_tokenizers_that_could_fill_the_memory_are_refused(copied, kind):
 
 def test_aborting_tokenizer_is_one_line(copied):
     rewrite(copied / "tokenizer.json", **TOKENIZERS["pads"])
-    command = [sys.executable, "-m", "specdemo", "run", "embedded-ngram", "--target", str(copied)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = run("-m", "specdemo", "run", "embedded-ngram", "--target", copied)
     assert (done.returncode, done.stdout) == (2, "")
     assert "its tokenizer" in done.stderr and done.stderr.count("\n") == 1
 

@@ -8,13 +8,12 @@ room.
 import json
 import shutil
 import struct
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from specdemo.models.shipped import embedded_folder
+from tests import processes
 
 BEGIN = """
 import resource, sys
@@ -30,8 +29,7 @@ pytestmark = pytest.mark.skipif(not HERE, reason="reads the size of its process 
 
 
 def run(more, *arguments):
-    command = [sys.executable, "-W", "ignore", "-c", BEGIN, str(more), "run", "embedded-ngram", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    done = processes.run("-W", "ignore", "-c", BEGIN, more, "run", "embedded-ngram", *arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("specdemo: ") and done.stderr.count("\n") == 1
     return done.stderr

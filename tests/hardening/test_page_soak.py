@@ -6,7 +6,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.hardening.public import served, visitors
+from tests.hardening.public import visitors
+from tests.processes import served
 
 RECORDED = sorted(Path("presets/recorded").glob("*.json"))
 

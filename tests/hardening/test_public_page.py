@@ -15,7 +15,8 @@ from specdemo.ui.controls import changed, from_values, to_values
 from specdemo.ui.headers import policy
 from specdemo.ui.page import Visits
 from specdemo.ui.turns import VISITOR_PLACES
-from tests.hardening.public import served, visitors
+from tests.hardening.public import visitors
+from tests.processes import served
 
 CLASS = 30
 
@@ -31,7 +32,7 @@ def log(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def page(log):
-    with log.open("w") as file, served(file, **PUBLIC) as (_, address):
+    with log.open("w") as file, served(log=file, **PUBLIC) as (_, address):
         yield address
 
 

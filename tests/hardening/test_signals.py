@@ -6,11 +6,8 @@ import re
 import select
 import signal
 import socket
-import subprocess
-import sys
 import termios
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,10 +16,10 @@ from specdemo.models.load import load_target
 from specdemo.training.collect import Plan
 from specdemo.training.heads import build_dataset
 from tests.models.tiny import build
+from tests.processes import start as start_process
 
 KILL, TERM, INT = signal.SIGKILL, signal.SIGTERM, signal.SIGINT
 CODES = {KILL: -9, TERM: 143, INT: 130}
-ROOT = Path(__file__).parents[2]
 LIMIT_S = 120.0  # for any wait; the machine may be busy
 
 
@@ -33,9 +30,7 @@ class Process:
         controller, terminal = pty.openpty()
         termios.tcsetwinsize(terminal, (24, 120))  # progress bars need a width
         self.text, self._from, self.ended = "", controller, False
-        self.process = subprocess.Popen(
-            [sys.executable, *map(str, command)], cwd=ROOT, stdout=terminal, stderr=terminal
-        )
+        self.process = start_process(*command, stdout=terminal, stderr=terminal)
         os.close(terminal)
 
     def until(self, pattern):

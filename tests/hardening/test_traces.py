@@ -4,7 +4,6 @@ import gc
 import json
 import random
 import subprocess
-import sys
 import time
 import tracemalloc
 from contextlib import suppress
@@ -25,6 +24,7 @@ from specdemo.presets.recorded import load_trace
 from specdemo.ui.log import open_trace, replayed
 from specdemo.ui.views import tokens_csv
 from specdemo.ui.whatif import start_of
+from tests.processes import start
 from tests.traces import hostile_trace
 
 M = FILE_LIMITS.bytes
@@ -246,8 +246,7 @@ for line in sys.stdin:
 @pytest.fixture(scope="module")
 def reader():
     """Yield a function that opens a trace in a process with 400 MB more than it starts with, and returns its output."""
-    command = [sys.executable, "-c", UNDER_A_LIMIT]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with start("-c", UNDER_A_LIMIT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
 
         def read(text):
             process.stdin.write(text.hex() + "\n")

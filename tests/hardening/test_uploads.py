@@ -1,16 +1,11 @@
 """Uploads to a running public page by untrusted visitors."""
 
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
-
 import httpx
 import pytest
 
 from specdemo.core.json_limits import PUBLIC_FILE_LIMITS
 from specdemo.ui.guard import UPLOADS
+from tests.processes import served
 
 
 @pytest.fixture(scope="module")
@@ -21,22 +16,10 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def public_page(folder):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "app.py", "--port", str(port)]
-    where = os.environ | {
-        "SPECDEMO_PUBLIC": "1",
-        "GRADIO_TEMP_DIR": str(folder),
-        "SPECDEMO_ALLOW_HOST": "demo.example.org other.example.org",
-    }
-    root = Path(__file__).parents[2]
-    with (
-        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root, env=where) as server,
-        httpx.Client(base_url=server.stdout.readline().split()[-1], timeout=60) as client,
-    ):
+    hosts = "demo.example.org other.example.org"
+    environment = {"SPECDEMO_PUBLIC": "1", "GRADIO_TEMP_DIR": str(folder), "SPECDEMO_ALLOW_HOST": hosts}
+    with served(**environment) as (_, address), httpx.Client(base_url=address, timeout=60) as client:
         yield client
-        server.terminate()
 
 
 def upload(page, content=b"{}", name="files", **headers):

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import os
 import re
-import subprocess
 import sys
 
 import pytest
@@ -20,6 +19,7 @@ from specdemo.models.checkpoints import Checkpoint, open_meta_checkpoint
 from specdemo.models.toy import ToyTarget
 from specdemo.prediction.predict import predict
 from specdemo.testing import saved_head_loads
+from tests import processes
 from tests.plug_in import PAGE, ROOT, install_bigram, run
 
 USED = """
@@ -51,7 +51,7 @@ def installed(tmp_path_factory):
 
 def test_documented_plug_in_runs_like_a_builtin_method(installed, tmp_path):
     paths = os.pathsep.join([str(installed), str(ROOT)])
-    printed = run(sys.executable, "-c", USED, str(tmp_path / "trace.json"), PYTHONPATH=paths).splitlines()[-1]
+    printed = run("-c", USED, str(tmp_path / "trace.json"), PYTHONPATH=paths).splitlines()[-1]
     assert json.loads(printed) == {"last": "bigram", "offered": True, "knobs": ["longest"], "codes": [0, 2]}
     lane = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))["lanes"][1]
     assert lane["method"] == "bigram" and lane["summary"]["drafted"] > 0
@@ -60,8 +60,7 @@ def test_documented_plug_in_runs_like_a_builtin_method(installed, tmp_path):
 def test_plug_in_that_cannot_be_imported_is_named(installed):
     (installed / "bigram.py").write_text("import nothing_like_it", encoding="utf-8")
     paths = os.pathsep.join([str(installed), str(ROOT)])
-    command = [sys.executable, "-m", "specdemo", "methods"]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": paths})
+    done = processes.run("-m", "specdemo", "methods", env=os.environ | {"PYTHONPATH": paths})
     assert done.returncode == 0 and "\ndraft_model: " in done.stdout and "\nbigram: " not in done.stdout
     assert done.stderr.count("\n") == 1
     assert "method 'bigram' of another package cannot be imported (ModuleNotFoundError: " in done.stderr

@@ -4,7 +4,6 @@ lanes.
 
 import json
 import shlex
-import subprocess
 import sys
 
 import pytest
@@ -21,6 +20,7 @@ from specdemo.servers.counters import ServerStats
 from specdemo.servers.engines import ENGINES, acceptance, stats_between
 from specdemo.ui import controls
 from tests.completion_server import completion_server, piece
+from tests.processes import run
 from tests.servers.echo import DRAFTS, Echo
 from tests.servers.stand_in import gone, make, started
 
@@ -56,7 +56,7 @@ for command in ["run"], ["serve"], ["serve-command"], ["ui"], ["bench", "load"]:
 
 
 def test_help_lists_it():
-    done = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True, check=True)
+    done = run("-c", HELP)
     assert " ".join(done.stdout.split()).count("vllm, sglang, llamacpp or echo") == 5
 
 

@@ -1,12 +1,10 @@
 """Engines started for a preset, with a stand-in for vLLM that is found and answers like the real one."""
 
 import json
-import os
 import signal
-import subprocess
 import sys
 from contextlib import nullcontext
-from pathlib import Path
+from subprocess import PIPE
 
 import psutil
 import pytest
@@ -15,9 +13,10 @@ from specdemo.__main__ import main
 from specdemo.bench.load_servers import Fleet
 from specdemo.bench.suites import suite
 from specdemo.servers.engines import llamacpp, serving_engine
+from tests.processes import start
 from tests.servers.stand_in import gone, make, started
 
-ROOT = Path(__file__).parents[2]
+SERVE = ("-m", "specdemo", "serve", "embedded-draft", "--command")
 
 
 @pytest.fixture
@@ -105,8 +104,7 @@ def test_an_engine_that_does_not_start_is_quoted(engine, monkeypatch, capsys):
 @pytest.mark.skipif(sys.platform == "win32", reason="no such signals")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_no_server_outlives_the_command_that_started_it(engine, number):
-    command = [sys.executable, "-m", "specdemo", "serve", "embedded-draft", "--command", str(engine)]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=os.environ) as serving:
+    with start(*SERVE, engine, stdout=PIPE, text=True) as serving:
         assert serving.stdout.readline().startswith("python -m specdemo run embedded-draft --server http://127.0.0.1:")
         assert len(started(engine)) == 2 and all(psutil.pid_exists(entry["pid"]) for entry in started(engine))
         serving.send_signal(number)
@@ -117,8 +115,7 @@ def test_no_server_outlives_the_command_that_started_it(engine, number):
 @pytest.mark.skipif(sys.platform == "win32", reason="no such signals")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_serve_ends_all_servers_when_one_of_them_ends(engine, number):
-    command = [sys.executable, "-m", "specdemo", "serve", "embedded-draft", "--command", str(engine)]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as serving:
+    with start(*SERVE, engine, stdout=PIPE, stderr=PIPE, text=True) as serving:
         assert serving.stdout.readline().startswith("python -m specdemo run embedded-draft")
         psutil.Process(started(engine)[1]["pid"]).parent().send_signal(number)
         assert serving.wait(60) == 2
@@ -129,8 +126,7 @@ def test_serve_ends_all_servers_when_one_of_them_ends(engine, number):
 @pytest.mark.skipif(sys.platform == "win32", reason="no such signals")
 def test_ctrl_c_waits_until_the_servers_have_ended(engine, monkeypatch):
     monkeypatch.setenv("SLOW", "1")
-    command = [sys.executable, "-m", "specdemo", "serve", "embedded-draft", "--command", str(engine)]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as serving:
+    with start(*SERVE, engine, stdout=PIPE, text=True) as serving:
         serving.stdout.readline()
         serving.send_signal(signal.SIGINT)
         assert serving.wait(60) == 130

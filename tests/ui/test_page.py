@@ -17,6 +17,7 @@ from specdemo.ui import headers, live
 from specdemo.ui.controls import DRAWN, key, to_values
 from specdemo.ui.log import Log, notes, open_trace
 from specdemo.ui.page import Visits
+from tests.processes import run
 from tests.traces import hostile_trace
 from tests.ui.stand_ins import sync
 
@@ -40,7 +41,7 @@ sys.exit("torch" in sys.modules or '"type":"end"' not in shown)
     (["--prt", "1"], "unrecognized arguments: --prt 1; see --help"),
 ])  # fmt: skip
 def test_bad_input_is_one_line_and_exit_code_2(given, line):
-    done = subprocess.run([sys.executable, "app.py", *given], capture_output=True, text=True, timeout=120)
+    done = run("app.py", *given)
     assert (done.returncode, done.stderr) == (2, f"error: {line}\n")
 
 
@@ -65,8 +66,7 @@ def test_a_port_that_is_taken_is_named():
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        command = [sys.executable, "app.py", "--port", str(port)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        done = run("app.py", "--port", port)
     line = f"error: port {port} of 127.0.0.1 is not available; choose another with --port or --host"
     assert (done.returncode, done.stderr.strip()) == (2, line)
 

@@ -1,10 +1,10 @@
 """A new setting: one line in engine/comparison.py adds it to files, links, command line, API and page."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from shutil import copytree, ignore_patterns
+
+from tests.processes import run
 
 ROOT = Path(__file__).parents[2]
 FULL = '    warmth: Annotated[float, Setting("A throwaway.", label="Warmth", step=0.5)] = Field(1.0, ge=0.5, lt=3.0)\n'
@@ -54,7 +54,7 @@ def test_a_setting_is_added_in_one_place(tmp_path):
         assert text.count(after) == 1
         text = text.replace(after, line + after)
     declared.write_text(text, encoding="utf-8")
-    done = subprocess.run([sys.executable, "-c", LOOK], cwd=tmp_path, capture_output=True, text=True)
+    done = run("-c", LOOK, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     seen = json.loads(done.stdout)
     assert "--warmth <float> A throwaway." in seen["help"] and "--vigour <int> One of a lane." in seen["help"]

@@ -1,0 +1,46 @@
+"""Python processes for tests. `start` and `run` take the arguments after `python`.
+
+On Linux they are forks of a server that has imported the large libraries (tests/fork_server.py), elsewhere new
+interpreters. Tests of import costs and of other environments use `subprocess` and always get a new interpreter.
+"""
+
+import os
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+from specdemo.servers.process import free_port
+
+ROOT = Path(__file__).parents[1]
+
+
+def start(*command, cwd=ROOT, env=None, **settings):
+    """Start `python COMMAND...` and return it as `subprocess.Popen` does. settings: further arguments of Popen."""
+    popen = subprocess.Popen
+    if sys.platform == "linux":
+        from tests.fork_server import Fork as popen
+    return popen([sys.executable, *map(str, command)], cwd=cwd, env=os.environ if env is None else env, **settings)
+
+
+def run(*command, timeout=300, **settings):
+    """Run `python COMMAND...` and return its exit code, stdout and stderr as `subprocess.run` does."""
+    settings = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | settings
+    with start(*command, **settings) as process:
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except BaseException:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+@contextmanager
+def served(*options, log=None, **environment):
+    """Start `python app.py` on a free port and yield the process and the page's address. log: a file for its stderr."""
+    command = ("app.py", "--port", free_port(), *options)
+    with start(*command, env=os.environ | environment, stdout=subprocess.PIPE, stderr=log, text=True) as page:
+        try:
+            yield page, page.stdout.readline().split()[-1]
+        finally:
+            page.terminate()
