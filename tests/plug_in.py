@@ -3,11 +3,29 @@
 import os
 import re
 import shutil
+import tomllib
+from contextlib import contextmanager
 
+import pytest
+
+from specdemo.methods import METHODS, PLUG_INS, _plug_in
 from tests import processes
 from tests.processes import ROOT
 
+HYDRA = ROOT / "examples" / "hydra"
 PAGE = ROOT / "docs" / "add-a-method.md"
+
+
+@contextmanager
+def registered_hydra():
+    """Register the entry point of examples/hydra, as if the package were installed."""
+    project = tomllib.loads((HYDRA / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    with pytest.MonkeyPatch.context() as patch:
+        for methods in (PLUG_INS, METHODS):
+            patch.setitem(methods, "hydra", project["entry-points"]["specdemo.methods"]["hydra"])
+        _plug_in.cache_clear()
+        yield
+    _plug_in.cache_clear()
 
 
 def install_bigram(folder):

@@ -9,11 +9,9 @@ from specdemo.core.protocol import Budget, Progress
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import depths
 from specdemo.methods import load_drafter
-from specdemo.methods.heads.medusa import Medusa
 from specdemo.methods.heads.mlp_speculator import MLPSpeculator, Speculator
 from specdemo.models.target import HFTarget
-from specdemo.models.toy import ToyTarget
-from tests.methods.test_medusa import check_greedy, check_sampling, example, folder_with, train
+from tests.methods.test_medusa import example, folder_with
 from tests.models.tiny import VOCABULARY, build, texts
 
 HIDDEN, INNER, GREEDY = 32, 24, Sampling()
@@ -180,12 +178,6 @@ def test_other_files_are_refused(tmp_path, target, tensors, config, reason):
         MLPSpeculator.load(folder_with(tmp_path, tensors, config), target)
 
 
-def test_medusa_heads_are_refused(tmp_path, target):
-    Medusa(target, Medusa.fresh(target)).save(tmp_path, "some/llama")
-    with pytest.raises(ValueError, match="head for method 'medusa'"):
-        MLPSpeculator.load(str(tmp_path), target)
-
-
 # drafts
 
 
@@ -240,21 +232,6 @@ def test_the_tree_holds_the_likeliest_nodes(tmp_path, target, nodes):
     assert depths(draft.parents).max() <= 3
 
 
-@pytest.mark.parametrize("options", [{}, {"draft": "tree", "nodes": 12}, {"draft": "tree"}])
-def test_greedy_output_equals_plain_decoding(target, options):
-    torch.manual_seed(0)
-    drafter = load_drafter("mlp_speculator", target, MLPSpeculator.fresh(target), **options)
-    train(drafter, example(target))
-    assert {0, 1, 2} <= check_greedy(target, drafter)
-
-
-@pytest.mark.parametrize("draft", ["chain", "tree"])
-def test_sampled_text_is_drawn_from_the_target(draft):
-    torch.manual_seed(0)
-    target = ToyTarget(5, seed=6)
-    check_sampling(load_drafter("mlp_speculator", target, MLPSpeculator.fresh(target), draft=draft, nodes=6), target)
-
-
 # training
 
 
@@ -280,18 +257,6 @@ def test_speculator_is_trained_on_the_text(target):
         assert torch.equal(observed[:, column], batch.probs[:, column + 1 + i])
 
 
-@pytest.mark.parametrize("hard", [False, True])
-def test_training_lowers_the_loss(target, hard):
-    torch.manual_seed(0)
-    drafter, batch = load_drafter("mlp_speculator", target, MLPSpeculator.fresh(target, n_predict=3)), example(target)
-    if hard:
-        batch = Progress(batch.inputs, batch.outputs, batch.lengths, batch.hidden)
-    before = drafter.loss(batch)[1]
-    losses, after = train(drafter, batch, 30)
-    assert losses[-1] < 0.8 * losses[0]
-    assert all(after[name] > before[name] + 0.1 for name in ("agree_1", "agree_2", "agree_3"))
-
-
 @pytest.mark.parametrize("config", [CONFIG, TIED])
 def test_saving_round_trips(tmp_path, target, config):
     tensors = tied()[1] if "tie_weights" in config else speculator()
@@ -302,8 +267,3 @@ def test_saving_round_trips(tmp_path, target, config):
     again = MLPSpeculator.load(str(tmp_path / "written"), target)
     hidden, tokens = torch.randn(7, HIDDEN), texts(7, 3)
     assert torch.equal(logits_of(again, hidden, tokens), logits_of(drafter.head, hidden, tokens))
-
-
-def test_a_half_precision_speculator_reads_full_precision_states(target):
-    torch.manual_seed(0)
-    check_greedy(target, load_drafter("mlp_speculator", target, MLPSpeculator.fresh(target).to(torch.bfloat16)))

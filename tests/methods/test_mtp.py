@@ -13,12 +13,10 @@ from specdemo.engine.loop import generate
 from specdemo.methods import load_drafter
 from specdemo.methods.heads.conventions import sample_target_text
 from specdemo.methods.heads.formats.mtp import MTPConvention
-from specdemo.methods.heads.medusa import Medusa
 from specdemo.methods.heads.mtp import MTP, ParallelHeads
 from specdemo.methods.heads.runtime import training_columns
 from specdemo.models.target import HFTarget
-from specdemo.models.toy import ToyTarget
-from tests.methods.test_medusa import check_greedy, check_sampling, example, folder_with, train
+from tests.methods.test_medusa import example, folder_with, train
 from tests.models.tiny import SIZES, VOCABULARY, build, pinned, texts
 
 HIDDEN, LAYERS = SIZES["hidden_size"], SIZES["num_hidden_layers"]
@@ -267,12 +265,6 @@ def test_heads_of_another_trunk_are_refused(tmp_path, target):
         MTP.load(meta_folder(tmp_path, meta_layers(target), {**PARAMS, "n_layers": 7}), target)
 
 
-def test_medusa_heads_are_refused(tmp_path, target):
-    Medusa(target, Medusa.fresh(target)).save(tmp_path, "some/llama")
-    with pytest.raises(ValueError, match="has no multi-token prediction"):
-        MTP.load(str(tmp_path), target)
-
-
 def test_targets_of_another_build_are_refused():
     with pytest.raises(ValueError, match="the layers of a gpt2 model cannot run separately"):
         MTP.fresh(HFTarget(build("gpt2")))
@@ -391,19 +383,6 @@ def test_the_drafts_are_those_of_transformers(tmp_path):
     torch.testing.assert_close(draft.confidence, logits.softmax(-1).amax(-1), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_greedy_output_equals_plain_decoding(target, kind):
-    drafter = load_drafter("mtp", target, fresh(target, kind))
-    train(drafter, example(target, drafter.taps[0]), 40)
-    assert {0, 1, 2} <= check_greedy(target, drafter)
-
-
-@pytest.mark.parametrize("kind", ["two", "parallel"])
-def test_sampled_text_is_drawn_from_the_target(kind):
-    target = ToyTarget(5, seed=6)
-    check_sampling(load_drafter("mtp", target, fresh(target, kind)), target)
-
-
 def test_a_sampled_chain_carries_what_it_was_drawn_from(target):
     drafter = load_drafter("mtp", target, fresh(target, "one"))
     drafter.start(2, Sampling(temperature=0.8), torch.Generator().manual_seed(0))
@@ -430,19 +409,6 @@ def test_one_module_is_trained_as_it_drafts(tmp_path, target):
     for i, (logits, answers) in enumerate(taught):
         torch.testing.assert_close(logits[0, column], expected[i], atol=1e-4, rtol=1e-4)
         assert torch.equal(answers[0, column], batch.probs[0, column + 1 + i])
-
-
-@pytest.mark.parametrize(("kind", "hard"), [("one", False), ("two", True), ("parallel", False)])
-def test_training_lowers_the_loss(target, kind, hard):
-    drafter = load_drafter("mtp", target, fresh(target, kind))
-    batch = example(target, drafter.taps[0])
-    if hard:
-        batch = Progress(batch.inputs, batch.outputs, batch.lengths, batch.hidden)
-    before = drafter.loss(batch)[1]
-    losses, after = train(drafter, batch, 30)
-    assert losses[-1] < 0.8 * losses[0]
-    assert before.keys() == after.keys() and len(after) == {"one": 3, "two": 2, "parallel": 3}[kind]
-    assert all(after[name] > before[name] + 0.1 for name in after)
 
 
 def test_parallel_heads_are_trained_with_their_trunk():
@@ -490,10 +456,6 @@ def test_stacked_heads_are_saved_and_copied_as_they_came(target):
     for parameter in taught.parameters():
         parameter.zero_()
     assert all(torch.equal(tensor, before[name]) for name, tensor in heads.state_dict().items())
-
-
-def test_half_precision_modules_read_full_precision_states(target):
-    check_greedy(target, load_drafter("mtp", target, fresh(target, "one").to(torch.bfloat16)))
 
 
 def test_a_draft_at_the_end_of_the_context(target):

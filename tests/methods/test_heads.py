@@ -1,0 +1,101 @@
+"""Heads of all kinds on one set of checks. What is special to a kind is tested in its own file."""
+
+import pytest
+import torch
+
+from specdemo.core.protocol import Progress
+from specdemo.methods import load_drafter, method
+from specdemo.methods.heads.medusa import Medusa
+from specdemo.models.target import HFTarget
+from specdemo.models.toy import ToyTarget
+from tests.methods.test_medusa import check_greedy, check_sampling, example, train
+from tests.models.tiny import build
+from tests.plug_in import registered_hydra
+
+TREE = {"nodes": 12, "tree": "vicuna_7b_stage2"}
+# name: sizes of a new head, options of drafting
+GREEDY = {
+    "medusa": [({}, {}), ({}, {"nodes": 12}), ({}, TREE)],
+    "hydra": [({}, {}), ({}, {"nodes": 12}), ({}, TREE)],
+    "mlp_speculator": [({}, {}), ({}, {"draft": "tree", "nodes": 12}), ({}, {"draft": "tree"})],
+    "mtp": [({}, {}), ({"modules": 2}, {}), ({"modules": 3, "kind": "parallel"}, {})],
+}
+RANKED, SAMPLED = ({"nodes": 6, "draft": "ranked"}, [{"nodes": nodes, "draft": "sampled"} for nodes in (0, 6)])
+SAMPLING = {
+    "medusa": [({}, options) for options in (RANKED, *SAMPLED)],
+    "hydra": [({}, options) for options in (RANKED, *SAMPLED)],
+    "mlp_speculator": [({}, {"draft": draft, "nodes": 6}) for draft in ("chain", "tree")],
+    "mtp": [({"modules": 2}, {}), ({"modules": 3, "kind": "parallel"}, {})],
+}
+TRAINED = {  # sizes of a new head, number of its metrics
+    "medusa": [({"heads": 3}, 3)],
+    "hydra": [({"heads": 3}, 3)],
+    "mlp_speculator": [({"n_predict": 3}, 3)],
+    "mtp": [({}, 3), ({"modules": 2}, 2), ({"modules": 3, "kind": "parallel"}, 3)],
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def plug_in():
+    with registered_hydra():
+        yield
+
+
+@pytest.fixture(scope="module")
+def target():
+    return HFTarget(build("llama"), name="some/llama")
+
+
+def every(table):
+    return [pytest.param(name, *row, id=f"{name}-{row}") for name, rows in table.items() for row in rows]
+
+
+def fresh(name, target, sizes):
+    torch.manual_seed(1)
+    return method(name).fresh(target, **sizes)
+
+
+@pytest.mark.parametrize(("name", "sizes", "options"), every(GREEDY))
+def test_greedy_output_equals_plain_decoding(target, name, sizes, options):
+    drafter = load_drafter(name, target, fresh(name, target, sizes), **options)
+    train(drafter, example(target, drafter.taps[0]))
+    assert {0, 1, 2} <= check_greedy(target, drafter)
+
+
+@pytest.mark.parametrize(("name", "sizes", "options"), every(SAMPLING))
+def test_sampled_text_is_drawn_from_the_target(name, sizes, options):
+    target = ToyTarget(5, seed=6)
+    check_sampling(load_drafter(name, target, fresh(name, target, sizes), **options), target)
+
+
+@pytest.mark.parametrize("hard", [False, True])
+@pytest.mark.parametrize(("name", "sizes", "metrics"), every(TRAINED))
+def test_training_lowers_the_loss(target, name, sizes, metrics, hard):
+    drafter = load_drafter(name, target, fresh(name, target, sizes))
+    batch = example(target, drafter.taps[0])
+    if hard:
+        batch = Progress(batch.inputs, batch.outputs, batch.lengths, batch.hidden)
+    before = drafter.loss(batch)[1]
+    losses, after = train(drafter, batch, 30)
+    assert losses[-1] < 0.8 * losses[0]
+    assert list(before) == list(after) == [f"agree_{i}" for i in range(1, metrics + 1)]
+    assert all(after[name] > before[name] + 0.1 for name in after)
+
+
+@pytest.mark.parametrize("name", ["medusa", "mlp_speculator", "mtp"])
+def test_half_precision_heads_read_full_precision_states(target, name):
+    check_greedy(target, load_drafter(name, target, fresh(name, target, {}).to(torch.bfloat16)))
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("hydra", "head for method 'medusa'"),
+        ("mlp_speculator", "head for method 'medusa'"),
+        ("mtp", "has no multi-token prediction"),
+    ],
+)
+def test_medusa_heads_are_refused_by_others(tmp_path, target, name, reason):
+    Medusa(target, Medusa.fresh(target)).save(tmp_path, "some/llama")
+    with pytest.raises(ValueError, match=reason):
+        method(name).load(str(tmp_path), target)
