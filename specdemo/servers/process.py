@@ -3,6 +3,7 @@
 """
 
 import os
+import random
 import re
 import secrets
 import socket
@@ -10,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from subprocess import PIPE, STDOUT, Popen
@@ -26,16 +27,22 @@ LOADING_S = 1800.0  # timeout for the start of a server, including downloads
 POLL_S = 0.25
 TAIL = 8  # last log lines to include in an error
 LOG_BYTES = 20_000
+EPHEMERAL = 32_768  # of Linux; other systems start later
 SHOWN = 60  # longest log line to show
 
 ReportFunction = Callable[[str], None]
 
 
 def free_port() -> int:
-    """Return a free port of this machine."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a free port of this machine that no outgoing connection takes before a server binds it.
+
+    Systems take the ports of outgoing connections from EPHEMERAL on.
+    """
+    for port in (*random.SystemRandom().sample(range(10_000, EPHEMERAL), 100), 0):
+        with suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return int(probe.getsockname()[1])
+    raise ValueError("this machine has no free port; close some programs")
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from specdemo.models.load import load_target
+from specdemo.servers.process import free_port
 from specdemo.training.collect import Plan
 from specdemo.training.heads import build_dataset
 from tests.models.tiny import build
@@ -89,7 +90,7 @@ def bound(port):
 
 @pytest.mark.parametrize("number", CODES)
 def test_the_page_ends_and_frees_its_port(started, number):
-    port = bound(0)
+    port = free_port()
     page = started("app.py", "--port", port).until("specdemo is on")
     assert page.end(number) == CODES[number]
     assert bound(port) == port

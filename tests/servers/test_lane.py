@@ -1,9 +1,6 @@
 """Lanes on servers: `transformers serve`, and scripted servers for faults."""
 
-import os
-import socket
 import subprocess
-import sys
 
 import pytest
 
@@ -20,8 +17,10 @@ from specdemo.servers import client
 from specdemo.servers import lane as remote
 from specdemo.servers.address import LISTED, address, allow, listed
 from specdemo.servers.engines import stats_between
+from specdemo.servers.process import free_port
 from specdemo.servers.stream import StreamParser
 from tests.completion_server import Broken, completion_server, piece
+from tests.processes import start
 
 WORDS = ["Once", " upon", " a time", "."]
 GOOD = [piece(word, total=i + 1) for i, word in enumerate(WORDS[:-1])] + [piece(".", total=4, finish="length")]
@@ -75,14 +74,9 @@ def good():
 @pytest.fixture(scope="module")
 def real():
     """Start `transformers serve` with the embedded model, as a user would."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    serve = "from transformers.cli.transformers import main; main()"
+    port, serve = free_port(), "from transformers.cli.transformers import main; main()"
     options = f"--host 127.0.0.1 --port {port} --device cpu --dtype float32".split()
-    command = [sys.executable, "-c", serve, "serve", resolve("stories"), *options]
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as server:
+    with start("-c", serve, "serve", resolve("stories"), *options, stderr=subprocess.PIPE, text=True) as server:
         assert any("Uvicorn running" in line for line in server.stderr), "transformers serve did not start"
         yield f"http://127.0.0.1:{port}", server
         server.kill()

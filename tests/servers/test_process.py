@@ -13,6 +13,7 @@ from specdemo.__main__ import main
 from specdemo.bench.load_servers import Fleet
 from specdemo.bench.suites import suite
 from specdemo.servers.engines import llamacpp, serving_engine
+from specdemo.servers.process import EPHEMERAL, free_port
 from tests.processes import start
 from tests.servers.stand_in import gone, make, started
 
@@ -37,6 +38,11 @@ def test_a_race_on_engines_that_are_started_for_it(engine, tmp_path):
     # Plain text is sent without a chat template.
     assert lanes[1]["text"] == "Once upon a time" and lanes[1]["note"] is None
     assert gone(engine)
+
+
+def test_no_outgoing_connection_takes_the_port_of_a_server():
+    """A connection could otherwise take it while the server starts."""
+    assert all(1024 <= free_port() < EPHEMERAL for _ in range(20))
 
 
 def test_missing_feature_is_rejected_before_start(engine, capsys):
