@@ -66,14 +66,3 @@ def test_stop_leaves_the_queue_and_the_one_who_runs_alone(visit_gated, gates):
     wait_for_text(first, "^Finished")
     second.locator("#run").click()
     wait_for_text(second, "^Finished")
-
-
-def test_run_by_keyboard_alone(visit_gated, gates):
-    gates.open.set()
-    page = visit_gated()
-    page.locator("#prompt textarea").focus()
-    page.keyboard.press("Tab")
-    expect(page.locator("#run")).to_be_focused()
-    page.keyboard.press("Space")
-    wait_for_text(page, "^Finished")
-    page.keyboard.press("Tab")
