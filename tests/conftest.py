@@ -10,6 +10,18 @@ os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
 import pytest
 from hypothesis import settings
 
+# Starts of the ids of tests that need a browser, other processes or long computations; all others are marked `fast`
+SLOW = tuple(
+    """
+    e2e hardening benchmarks examples gpu/test_counts gpu/test_lent gpu/test_sessions gpu/test_pretended
+    bench/test_device core/test_rules engine/test_chat_memory methods/test_exact_sampling methods/test_layer_skip
+    methods/test_plug_ins methods/test_recipes methods/test_vocabularies models/test_another_cache
+    recipes/test_byte_model recipes/test_code_corpus servers/test_engines servers/test_lane servers/test_llamacpp
+    servers/test_process servers/test_supervisor ui/test_page ui/test_settings ui/test_space test_processes test_wheel
+    test_cli.py::test_the_process_itself test_cli.py::test_lists_and_help test_cli.py::test_suggestions_name
+    """.split()
+)
+
 settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.load_profile("fixed")
 
@@ -27,8 +39,11 @@ def pytest_configure(config):
         config.add_cleanup(lambda: shutil.rmtree(folder))
 
 
+@pytest.hookimpl(tryfirst=True)  # before the selection by -m
 def pytest_collection_modifyitems(config, items):
     for item in items:
+        if not item.nodeid.removeprefix("tests/").startswith(SLOW):
+            item.add_marker("fast")
         if item.get_closest_marker("soak") and not config.getoption("--soak"):
             item.add_marker(pytest.mark.skip(reason="takes minutes; run by --soak"))
     marked = [item for item in items if item.get_closest_marker("gpu")]

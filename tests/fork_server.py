@@ -31,7 +31,7 @@ FOLDER = "SPECDEMO_TEST_SERVER"  # environment variable: contains the lock, the 
 LIBRARIES = """
 torch torch._dynamo torch.distributed.tensor transformers transformers.generation transformers.models.auto
 transformers.models.llama.modeling_llama transformers.models.qwen3.modeling_qwen3 accelerate tokenizers
-safetensors.torch huggingface_hub httpx pydantic yaml tqdm typer gradio plotly.graph_objects
+safetensors.torch huggingface_hub httpx pydantic yaml tqdm typer gradio
 """.split()
 POLL_S = 1.0
 MOST = 1 << 20  # bytes of a request
