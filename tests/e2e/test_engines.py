@@ -32,7 +32,7 @@ def test_a_lane_is_started_on_an_engine_used_again_and_ended(chromium, page_with
         choose(page, "server-1", "vLLM")
         page.locator("#run").click()
         status = page.locator(".sd-status")
-        expect(status).to_contain_text(re.compile(r"Starting vLLM, 1 of 2: baseline, \d+ s: starting"))
+        expect(status).to_contain_text(re.compile(r"Starting vLLM, 1 of 2: baseline, \d+ s: listening"))
         page.locator("#stop").click()
         expect(status).to_contain_text("Stopped")
         assert gone(engine)  # it was still loading

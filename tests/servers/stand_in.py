@@ -46,6 +46,7 @@ if os.environ.get("SLOW"):
 server = ThreadingHTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler)
 with open(os.environ["STARTED"], "a") as log:
     log.write(json.dumps({"pid": os.getpid(), "args": sys.argv[1:]}) + "\\n")
+print("listening", flush=True)
 server.serve_forever()
 """
 PROBED = '{"version": "9.9", "methods": ["draft_model", "dflash"], "gpus": 0}'
