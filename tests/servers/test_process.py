@@ -25,12 +25,17 @@ def engine(tmp_path):
     return make(tmp_path)
 
 
+def speculation(entry):
+    """Return the speculative config of a started engine."""
+    return json.loads(entry["args"][entry["args"].index("--speculative-config") + 1])
+
+
 def test_a_race_on_engines_that_are_started_for_it(engine, tmp_path):
     out = tmp_path / "trace.json"
     assert main(["run", "embedded-draft", "--engine", "vllm", "--command", str(engine), "--out", str(out)]) == 0
     plain, drafting = started(engine)
     assert "--no-enable-prefix-caching" in plain["args"] and "--speculative-config" not in plain["args"]
-    assert json.loads(drafting["args"][-1])["method"] == "draft_model"
+    assert speculation(drafting)["method"] == "draft_model"
     lanes = json.loads(out.read_text(encoding="utf-8"))["lanes"]
     ports = [entry["args"][entry["args"].index("--port") + 1] for entry in (plain, drafting)]
     assert [lane["remote"]["server"] for lane in lanes] == [f"127.0.0.1:{port}" for port in ports]
@@ -145,7 +150,7 @@ def test_a_load_on_engines_that_are_started_for_it(engine, capsys):
     assert capsys.readouterr().out.startswith("load | vllm 9.9, auto | 1 repeat,")
     plain, drafting = started(engine)
     assert "--speculative-config" not in plain["args"]
-    assert json.loads(drafting["args"][-1])["num_speculative_tokens"] == 4
+    assert speculation(drafting)["num_speculative_tokens"] == 4
     assert gone(engine)
 
 
