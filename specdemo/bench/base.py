@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Annotated, Any, ClassVar, Protocol, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, model_validator
@@ -13,7 +12,7 @@ from specdemo.bench.result import Result
 from specdemo.core.dtypes import NAMES, dtype_name
 from specdemo.core.suggest import DEVICES
 from specdemo.engine.comparison import Settings
-from specdemo.presets.files import DEFAULT
+from specdemo.presets.files import DEFAULT, Preset
 from specdemo.presets.limits import LIMITS
 
 Progress = Callable[[float, str], None]  # fraction done 0..1, current activity
@@ -22,6 +21,7 @@ Stop = Callable[[], bool]  # returns True to stop
 
 NEW_TOKENS = 96
 REPEATS = 1000  # maximum
+STORIES = "stories"
 ROWS = 256  # batch size of the losslessness suite: continuations per repeat
 
 
@@ -42,6 +42,9 @@ class Axis:
     title: str
     unit: str
     doubling: bool = False  # points double, so the axis is logarithmic
+
+
+DRAFT_LENGTH = Axis("k", "draft length", "k, draft tokens per step")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +125,8 @@ class Suite(Settings):
     name: ClassVar[str]
     title: ClassVar[str] = ""
     question: ClassVar[str] = ""
+    order: ClassVar[int] = 100  # in lists, then by name
     axis: ClassVar[Axis | None] = None  # None: compare the lanes only
-    measured_by: ClassVar[str]  # module:function, imported by `run`, because it needs torch
     repeats: Repeats = 5
 
     @classmethod
@@ -134,8 +137,7 @@ class Suite(Settings):
     def run(self, report: Report, cancelled: Stop) -> Result:
         """Measure. When `cancelled()` turns true the result covers the finished repeats. Raises ValueError with one
         line, also when there is none."""
-        found: Result = resolve_name(self.measured_by)(self, report, cancelled)
-        return found
+        raise NotImplementedError
 
     def config(self, target: str) -> dict[str, object]:
         """Return the options and the target for the result's file."""
@@ -144,6 +146,14 @@ class Suite(Settings):
             "temperature": 0.0,
             **self.model_dump(mode="json", exclude={"repeats"}, exclude_none=True),
         }
+
+
+class OfPreset(Suite):
+    """Suite of one comparison on a device."""
+
+    preset: Annotated[str | Preset, PRESET] = DEFAULT
+    device: Device = "auto"
+    dtype: Dtype = "auto"
 
 
 class Decoding(Suite):

@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from specdemo.bench.load_options import LENGTHS, Load
+from specdemo.bench.load_options import LENGTHS, LoadOptions
 from specdemo.bench.load_points import Answer, Measure, MeasuredLane, Point
 from specdemo.bench.measure import Totals, Way
 from specdemo.bench.sweeps import first_lane, room, tokenizer
@@ -36,7 +36,7 @@ from specdemo.servers.process import ReportFunction
 class Here:
     """Backend that runs plain decoding and the preset's first lane on the local engine."""
 
-    suite: Load
+    suite: LoadOptions
     target: Target
     lane: Lane
     plain: Way
@@ -44,7 +44,7 @@ class Here:
     prompts: Sequence[Sequence[Sequence[int]]]  # grouped by length
 
     @classmethod
-    def of(cls, suite: Load) -> "Here":
+    def of(cls, suite: LoadOptions) -> "Here":
         """Raises ValueError with one line."""
         target, ways = first_lane(suite, suite.preset_id)
         plain, drafting = ways.values()

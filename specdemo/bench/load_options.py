@@ -9,7 +9,6 @@ from pydantic import AfterValidator, BeforeValidator, model_validator
 
 from specdemo.bench.base import PRESET, Axis, Ks, NewTokens, Option, Prompted, Repeats
 from specdemo.bench.prompts import PROMPTS
-from specdemo.core.suggest import program
 from specdemo.presets.files import DEFAULT
 from specdemo.servers import engines
 from specdemo.servers.engines.base import ServingEngine
@@ -50,18 +49,9 @@ def _list(text: object, of: Callable[[str], object]) -> object:
 Milliseconds = Annotated[float, AfterValidator(_above_zero)] | None
 
 
-class Load(Prompted):
-    """Measures throughput and latency of a preset's first lane under load, and derives a schedule for servers."""
+class LoadOptions(Prompted):
+    """Suite under load, here or on a server."""
 
-    name = "load"
-    title = "Load"
-    question = (
-        "At which load does the gain end? Throughput against latency at increasing concurrency, with a curve per draft "
-        "length of the preset's first lane. In specdemo's engine, concurrent requests are the rows of a batch; "
-        f"`{program()} bench load --engine {engines.DEFAULT}` measures the same on a server."
-    )
-    axis = CONCURRENCY
-    measured_by = "specdemo.bench.load_suite:load"
     preset: Annotated[str | None, PRESET] = None
     repeats: Repeats = 3
     engine: Annotated[

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import httpx
 
-from specdemo.bench.load_options import CONCURRENCY, Load
+from specdemo.bench.load_options import CONCURRENCY, LoadOptions
 from specdemo.bench.load_points import Answer, Measure, MeasuredLane, Point
 from specdemo.bench.prompts import PROMPTS
 from specdemo.core.protocol import GenerationConfig
@@ -40,7 +40,7 @@ RequestFunction = Callable[[int], Awaitable[Answer]]  # index of a request -> it
 class Fleet:
     """Backend of servers, one per draft length k: started with an engine's program, or already running."""
 
-    suite: Load
+    suite: LoadOptions
     chosen: Preset  # with one lane
     engine: ServingEngine
     program: Program | None
@@ -48,7 +48,7 @@ class Fleet:
     models: dict[str, str] = field(default_factory=dict)  # "host:port" -> model reported by the server
 
     @classmethod
-    def of(cls, suite: Load, ks: Sequence[int]) -> "Fleet":
+    def of(cls, suite: LoadOptions, ks: Sequence[int]) -> "Fleet":
         """Create the backend of a suite. Raises ValueError with one line."""
         chosen = preset(suite.preset_id).with_changes(temperature=0.0, dtype=suite.dtype)
         chosen = chosen.model_copy(update={"lanes": chosen.lanes[:1]})
@@ -126,7 +126,7 @@ class Fleet:
         return trace.remote
 
 
-def _measure(suite: Load, server: str, remote: Remote, place: float, warm_up: bool) -> Point:
+def _measure(suite: LoadOptions, server: str, remote: Remote, place: float, warm_up: bool) -> Point:
     point = _point(suite, server, remote, place, warm_up)
     try:
         with ThreadPoolExecutor(1) as alone:  # the caller may run an event loop, as notebooks do
@@ -137,7 +137,7 @@ def _measure(suite: Load, server: str, remote: Remote, place: float, warm_up: bo
         raise ValueError(f"{host(server)} failed under load: {reason}") from None
 
 
-async def _point(suite: Load, server: str, remote: Remote, place: float, warm_up: bool) -> Point:
+async def _point(suite: LoadOptions, server: str, remote: Remote, place: float, warm_up: bool) -> Point:
     texts = suite.texts
     count = suite.count(place, warm_up)
     async with connected(server, os.environ.get(KEY)) as http:
@@ -151,7 +151,7 @@ async def _point(suite: Load, server: str, remote: Remote, place: float, warm_up
         return Point(answers, seconds, stats_between(before, await http.metrics(metrics_paths())))
 
 
-async def _traffic(suite: Load, request: RequestFunction, place: float, count: int) -> list[Answer]:
+async def _traffic(suite: LoadOptions, request: RequestFunction, place: float, count: int) -> list[Answer]:
     """Send `count` requests: `place` concurrently, each after the previous answer, or at random times with that
     rate.
     """

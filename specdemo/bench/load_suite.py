@@ -1,4 +1,4 @@
-"""Load test: many concurrent requests at every draft length k, and the best k at each load.
+"""LoadOptions test: many concurrent requests at every draft length k, and the best k at each load.
 
 Times are measured by the client or, for the local engine, by the lane's clock. TTFT is the time to the first piece of
 text. ITL is the gap between pieces, which may contain several tokens. ms/token is the time of a request divided by its
@@ -13,7 +13,7 @@ from statistics import quantiles
 
 from specdemo.bench.base import Axis, Progress, Report, Stop
 from specdemo.bench.load_here import Here
-from specdemo.bench.load_options import CONCURRENCY, Load
+from specdemo.bench.load_options import CONCURRENCY, LoadOptions
 from specdemo.bench.load_points import Journal, Measure, MeasuredLane, Point, Round
 from specdemo.bench.load_servers import Fleet
 from specdemo.bench.measure import Tick, repeated
@@ -40,7 +40,7 @@ COUNTED = (
 )
 
 
-def load(suite: Load, report: Report, cancelled: Stop) -> Result:
+def load(suite: LoadOptions, report: Report, cancelled: Stop) -> Result:
     """Measure every k at every load. Lanes alternate if all servers can run together; otherwise they run one after the
     other.
     """
@@ -76,7 +76,7 @@ def load(suite: Load, report: Report, cancelled: Stop) -> Result:
 class InterleavedLanes:
     """Lanes measured in turns at every load and repeat. stage: label of the rounds in the journal."""
 
-    suite: Load
+    suite: LoadOptions
     site: Site
     journal: Journal
     stage: str
@@ -154,7 +154,7 @@ def _gain(own: Sequence[Point], plain: Sequence[Point]) -> Estimate:
     return over_repeats([p.throughput / b.throughput for p, b in zip(own, plain, strict=True)])
 
 
-def _rows(suite: Load, lanes: Sequence[MeasuredLane]) -> list[Row]:
+def _rows(suite: LoadOptions, lanes: Sequence[MeasuredLane]) -> list[Row]:
     first = [answer for load in suite.loads for point in lanes[0].points[load] for answer in point.answers]
     texts = {answer.asked: answer.text for answer in reversed(first)}
     return [
@@ -165,7 +165,7 @@ def _rows(suite: Load, lanes: Sequence[MeasuredLane]) -> list[Row]:
 
 
 def _row(
-    suite: Load,
+    suite: LoadOptions,
     lane: MeasuredLane,
     load: float,
     points: Sequence[Point],

@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from specdemo.bench.base import ROWS, Report, Stop
+from specdemo.bench.base import ROWS, OfPreset, Report, Stop
 from specdemo.bench.measure import Tick, Way, repeated, run_complete
 from specdemo.bench.prompts import PROMPTS
 from specdemo.bench.result import DRAFTED, PLAIN, TOKEN, Result
-from specdemo.bench.suites import Losslessness
 from specdemo.bench.sweeps import tokenizer
 from specdemo.core.accept import AcceptResult, AcceptRule
 from specdemo.core.protocol import GenerationConfig, Target
@@ -106,7 +105,7 @@ def drawn(target: Target, way: Way, prompt: Sequence[int], seed: int, tick: Call
     return rows
 
 
-def losslessness(suite: Losslessness, report: Report, cancelled: Stop) -> Result:
+def losslessness(suite: OfPreset, report: Report, cancelled: Stop) -> Result:
     """Run the test for the preset's temperature. A repeat has ROWS continuations; greedy decoding has no repeats.
 
     Raises ValueError with one line.
@@ -120,7 +119,7 @@ def losslessness(suite: Losslessness, report: Report, cancelled: Stop) -> Result
     return _same_distribution(suite, chosen, report, cancelled)
 
 
-def _same_distribution(suite: Losslessness, chosen: Preset, report: Report, cancelled: Stop) -> Result:
+def _same_distribution(suite: OfPreset, chosen: Preset, report: Report, cancelled: Stop) -> Result:
     spec = chosen.validated()
     lane = spec.lanes[0]
     target = load_target(chosen.target, suite.dtype, suite.device, chosen.quantization)
@@ -227,7 +226,7 @@ def _histogram(tokenizer: Any, place: int, counts: Sequence[Counter[int]]) -> li
     return rows
 
 
-def _same_tokens(suite: Losslessness, chosen: Preset, report: Report, cancelled: Stop) -> Result:
+def _same_tokens(suite: OfPreset, chosen: Preset, report: Report, cancelled: Stop) -> Result:
     """Compare plain and speculative decoding of every prompt, one after the other, token by token."""
     runner = Session()
     first = chosen.with_changes(lanes=[chosen.lanes[0].model_dump()], max_new_tokens=GREEDY_TOKENS)

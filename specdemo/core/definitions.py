@@ -1,15 +1,27 @@
 """Definitions of all measured numbers; the page, the documentation and the API show this table. Needs no torch."""
 
 from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Tile of a definition's first number on the page. format: None if tiles.js has a function for this tile."""
+
+    id: str
+    title: str
+    text: str  # below the number
+    format: Literal["percent", "decimal", "count", "bytes"] | None = None
+    baseline: bool = False  # the baseline has a row too
 
 
 @dataclass(frozen=True, slots=True)
 class Definition:
-    """Definition of one or more numbers. keys: in a summary or a row of `comparison`. short: text below its tile."""
+    """Definition of one or more numbers. keys: in a summary or a row of `comparison`."""
 
     keys: tuple[str, ...]
     text: str
-    short: str = ""
+    tile: Tile | None = None
 
 
 DEFINITIONS: dict[str, Definition] = {
@@ -24,7 +36,7 @@ DEFINITIONS: dict[str, Definition] = {
         "the request; over several runs all tokens divided by all time, never a mean of ratios; with a 95 % interval "
         "for a repeated run of the same prompt, not for other prompts. Faster or slower only if the interval excludes "
         "1",
-        "tokens/s after the first token, divided by the baseline's",
+        Tile("speedup", "Speed-up", "tokens/s after the first token, divided by the baseline's"),
     ),
     "clock": Definition(
         ("clock",),
@@ -47,12 +59,12 @@ DEFINITIONS: dict[str, Definition] = {
         ("acceptance_rate", "accepted", "drafted"),
         "accepted draft tokens divided by all draft tokens. Draft tokens that were not verified, because an earlier "
         "one was rejected or the text ended, count as not accepted; in a tree all nodes count, so the rate is low",
-        "accepted / all draft tokens, also those not verified",
+        Tile("acceptance", "Acceptance rate", "accepted / all draft tokens, also those not verified", "percent"),
     ),
     "mean accepted length": Definition(
         ("tokens_per_step", "tokens", "steps"),
         "output tokens divided by target passes after the prefill, including correction and bonus tokens",
-        "tokens per target pass: accepted plus one",
+        Tile("per-pass", "Mean accepted length", "tokens per target pass: accepted plus one", "decimal"),
     ),
     "acceptance rate at position n": Definition(
         ("accept_by_position", "accept_histogram"),
@@ -63,7 +75,7 @@ DEFINITIONS: dict[str, Definition] = {
     "ITL": Definition(
         ("itl_ms_p50", "itl_ms_p95"),
         "inter-token latency: median (or 95th percentile) over all tokens, each with an equal share of its step's time",
-        "to first token; between tokens (median)",
+        Tile("latency", "Latency", "to first token; between tokens (median)"),
     ),
     "draft, target pass, other": Definition(
         ("ms_draft", "ms_verify", "ms_other"),
@@ -76,12 +88,12 @@ DEFINITIONS: dict[str, Definition] = {
         "best logits are equal within rounding. *Differs*: it is elsewhere, which is a bug. *Same distribution*: "
         "sampled, so two correct texts may differ. With a server *same text* or *text differs*: it sends no token ids, "
         "so the cause is unknown",
-        "compared with the baseline, token by token",
+        Tile("output", "Output", "compared with the baseline, token by token"),
     ),
     "peak memory": Definition(
         ("peak_memory_bytes",),
         "on a GPU the peak of the allocator; on a CPU the size of the lane's weights and caches",
-        "weights and KV caches",
+        Tile("memory", "Peak memory", "weights and KV caches", "bytes", baseline=True),
     ),
 }
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import gradio as gr
 
-from specdemo.core.definitions import table
+from specdemo.core.definitions import DEFINITIONS, table
 
 HERE = Path(__file__).parent
 HOW = tuple(f"{name}.js" for name in "helpers chart tree pending_tokens maths how".split())
@@ -17,9 +17,26 @@ def text(name: str) -> str:
     return (HERE / name).read_text(encoding="utf-8")
 
 
+def markup(name: str) -> str:
+    """Return the text of a skeleton, with the tiles of the results."""
+    return text(name).replace("@tiles", tiles())
+
+
 def reference() -> str:
     """Return the reference tab as Markdown, with the definition of every number."""
     return text("reference.md").replace("@definitions", table())
+
+
+def tiles() -> str:
+    """Return the tiles of the results as HTML, in the order of the definitions."""
+    parts: list[str] = []
+    for definition in DEFINITIONS.values():
+        if tile := definition.tile:
+            number = f' data-key="{definition.keys[0]}" data-format="{tile.format}"' if tile.format else ""
+            number += " data-baseline" if tile.baseline else ""
+            head = f'<div class="sd-tile{"" if parts else " sd-main-tile"}" data-tile="{tile.id}"{number}>'
+            parts.append(f'{head}<h2>{tile.title}</h2><div class="sd-rows"></div><p>{tile.text}</p></div>')
+    return "".join(parts)
 
 
 def to_tab(tab_id: str) -> str:
@@ -44,6 +61,10 @@ def view(skeleton: str, *scripts: str, elem_id: str, value: str = "") -> gr.HTML
     """
     script = "\n".join(map(text, scripts))
     drawn: gr.HTML = gr.HTML(
-        value, html_template=text(skeleton), js_on_load=script, elem_id=elem_id, apply_default_css=False
+        value,
+        html_template=text(skeleton).replace("@tiles", tiles()),
+        js_on_load=script,
+        elem_id=elem_id,
+        apply_default_css=False,
     )
     return drawn

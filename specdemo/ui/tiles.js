@@ -14,6 +14,11 @@ const VERDICTS = {
 
 const milliseconds = (x) => fixed(x, x < 10 ? 2 : x < 100 ? 1 : 0);
 const megabytes = (x) => (!x ? "–" : x < 1e9 ? `${(x / 1e6).toFixed(1)} MB` : `${(x / 1e9).toFixed(2)} GB`);
+const FORMATS = { percent, decimal: (x) => fixed(x, 2), count: (x) => fixed(x, 0), bytes: megabytes };
+const PARTS = {
+  acceptance: ({ drafted, accepted }) => drafted && `${accepted} of ${drafted}`,
+  "per-pass": ({ steps }) => steps && `${steps} pass${steps === 1 ? "" : "es"}`,
+};
 const SPEED_TONES = { faster: ["▲ ", "gain"], slower: ["▼ ", "bad"] };
 
 const numbers = (lane) => ({ ...lane.soFar, ...lane.summary });
@@ -48,14 +53,11 @@ function drawNumbers() {
   for (const lane of run.lanes) laneNumbers(lane, numbers(lane));
   const drafting = run.lanes.slice(1);
   drawTile("speedup", drafting, several, (lane) => speedTile(lane));
-  drawTile("acceptance", drafting, several, ({ lane, n }) => {
-    return [percent(n.acceptance_rate), isNumber(n.drafted) ? n.drafted && `${n.accepted} of ${n.drafted}` : sourceLabel(lane, n.acceptance_rate), "", n.acceptance_rate];
-  });
-  drawTile("per-pass", drafting, several, ({ lane, n }) => {
-    return [fixed(n.tokens_per_step, 2), isNumber(n.steps) ? n.steps && `${n.steps} pass${n.steps === 1 ? "" : "es"}` : sourceLabel(lane, n.tokens_per_step), "", n.tokens_per_step];
-  });
   drawTile("output", drafting, several, ({ lane }) => outputTile(lane));
-  drawTile("memory", run.lanes, true, ({ n }) => [megabytes(n.peak_memory_bytes), "", "", n.peak_memory_bytes]);
+  for (const { dataset } of element.querySelectorAll(".sd-tile[data-key]")) {
+    const all = "baseline" in dataset;
+    drawTile(dataset.tile, all ? run.lanes : drafting, all || several, ({ lane, n }) => numberTile(dataset, lane, n));
+  }
   drawLatency();
   drawExplanations();
 }
@@ -90,6 +92,11 @@ function drawTile(name, lanes, several, cells) {
 
 // Returns the source of a number that may come from a server's counters.
 const sourceLabel = (lane, value) => (lane.remote && isNumber(value) ? "from the server's metrics" : lane.remote ? "unknown" : "");
+
+// Returns the cells of a tile that shows one number (core/definitions.py).
+function numberTile({ tile, key, format }, lane, n) {
+  return [FORMATS[format](n[key]), PARTS[tile]?.(n) || sourceLabel(lane, n[key]), "", n[key]];
+}
 
 function speedTile({ lane }) {
   const x = speedup(lane);

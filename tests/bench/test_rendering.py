@@ -10,12 +10,11 @@ import benchmarks
 from benchmarks import fairness, floor, peers, what_if
 from benchmarks.gpu import run
 from benchmarks.pairs import Size, random_pair
-from specdemo.bench import suites as registry
 from specdemo.bench import sweeps
 from specdemo.bench.html_page import write_page
 from specdemo.bench.report import bench_report, markdown
 from specdemo.bench.result import read_result, recorded_suite, to_json
-from specdemo.bench.suites import suite, suites
+from specdemo.bench.suites import copying, suite, suites
 from specdemo.engine.loop import never_cancelled
 from specdemo.prediction.profiles import profiles
 
@@ -41,7 +40,7 @@ def embedded_result(patch, folder):
 
 
 def copying_result(patch, folder):
-    patch.setattr(registry, "COPYING", registry.COPYING[:1])
+    patch.setattr(copying, "COPYING", copying.COPYING[:1])
     return short("copying", new_tokens=4)
 
 

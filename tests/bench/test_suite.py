@@ -30,7 +30,7 @@ from specdemo.bench.measure import (
 from specdemo.bench.plot import chart
 from specdemo.bench.report import bench_report, markdown
 from specdemo.bench.result import Result, read_result, recorded_suite, to_json, write_result
-from specdemo.bench.suites import SHIPPED, Sweep, suite, suites
+from specdemo.bench.suites import Sweep, batch_size, prompt_length, suite, suites, temperature, text_kinds
 from specdemo.core.accept import Lossless
 from specdemo.core.estimate import Estimate, RunTiming, rate
 from specdemo.core.protocol import Budget, GenerationConfig
@@ -160,7 +160,7 @@ def test_depth_width_has_a_lane_per_draft_and_k(monkeypatch):
 
 
 def test_batches_grow_and_every_row_is_decoded(monkeypatch):
-    monkeypatch.setattr(sweeps, "BATCHES", (1, 3))
+    monkeypatch.setattr(batch_size, "BATCHES", (1, 3))
     result = run_suite("batch", repeats=1, preset="embedded-ngram", new_tokens=8)
     assert [(row["lane"], row["batch"]) for row in result.rows] == [
         ("Baseline", 1),
@@ -174,14 +174,14 @@ def test_batches_grow_and_every_row_is_decoded(monkeypatch):
 
 
 def test_prompts_grow_as_far_as_the_context_reaches(monkeypatch):
-    monkeypatch.setattr(sweeps, "LENGTHS", (16, 32, 1024))
+    monkeypatch.setattr(prompt_length, "LENGTHS", (16, 32, 1024))
     result = run_suite("prompt", repeats=1, preset="embedded-ngram", new_tokens=4)
     assert [row["prompt tokens"] for row in result.rows[::2]] == [16, 32]
     assert all(row["TTFT ms"].value > 0 for row in result.rows)
 
 
 def test_temperatures_grow_and_drafts_are_drawn_or_the_likeliest(monkeypatch):
-    monkeypatch.setattr(sweeps, "TEMPERATURES", (0.0, 1.0))
+    monkeypatch.setattr(temperature, "TEMPERATURES", (0.0, 1.0))
     result = run_suite(
         "temperature", repeats=2, preset="embedded-draft-wide", new_tokens=24, prompts=["Once upon a time"]
     )
@@ -382,7 +382,8 @@ class Coin(Decoding):
 
 @pytest.fixture
 def with_coin(monkeypatch):
-    monkeypatch.setattr(registry, "SHIPPED", (*SHIPPED, Coin))
+    monkeypatch.setattr(text_kinds, "Coin", Coin, raising=False)
+    monkeypatch.setattr(Coin, "__module__", text_kinds.__name__)
     suites.cache_clear()
     yield
     suites.cache_clear()
@@ -422,7 +423,7 @@ def test_the_same_lanes_go_over_every_kind_of_text(monkeypatch):
     one = {"stories": {"stories": ["Once upon a time"]}, "code": {"code": ["def f(x):\n"], "edits": ["def g(y):\n"]}}
     lanes = (Lane(method="suffix", name="suffix"), Lane(method="ngram", name="lookup"))
     deep = Lane(method="draft_model", model="stories-draft-deep", name="deep")
-    monkeypatch.setattr(sweeps, "KINDS", one)
+    monkeypatch.setattr(text_kinds, "KINDS", one)
     monkeypatch.setattr(sweeps, "shipped_lanes", lambda: (*lanes, deep))
     found = run_suite("text", repeats=1, new_tokens=8)
     kinds = [kind for texts in one.values() for kind in texts]
@@ -439,7 +440,7 @@ def test_texts_are_ordered_by_their_best_lanes():
         {"text": text, "lane": lane, "speed-up": Estimate(gain, gain, gain), "tokens/pass": gain + 1}
         for text, lane, gain in (("stories", "draft", 1.9), ("stories", "lookup", 1.1), ("edits", "lookup", 3.0))
     ]
-    assert sweeps._order(rows).endswith(
+    assert text_kinds._order(rows).endswith(
         ": edits 3.00x, 3.00 to 3.00 with 4.0 tokens per pass (lookup);"
         " stories 1.90x, 1.90 to 1.90 with 2.9 tokens per pass (draft)."
     )

@@ -2,7 +2,7 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 import { load, plain } from "./load.js";
 
-const of = (run) => load(["helpers", "tiles"], "numbers, speedup, headline, speedTile, outputTile", { run });
+const of = (run) => load(["helpers", "tiles"], "numbers, speedup, headline, speedTile, outputTile, numberTile", { run });
 const lane = (speed, more = {}) => ({ exact: true, soFar: { tokens: 9, tokens_per_s: speed }, summary: null, comparison: null, ...more });
 
 test("numbers are those of the step on show, then the engine's summary", () => {
@@ -77,4 +77,17 @@ test("a text that was stopped is never called identical in green", () => {
   assert.deepEqual(cells("identical"), ["identical", "so far", ""]);
   assert.deepEqual(cells("differs"), ["✗ differs", "", "bad"]);
   assert.deepEqual(cells("lossy"), ["⚠ lossy", "", "fair"]);
+});
+
+test("a tile shows its number in its format, with its parts or its source", () => {
+  const { numberTile } = of({});
+  const cells = (tile, key, format, n, more) => plain(numberTile({ tile, key, format }, lane(1, more), n));
+  const rate = { acceptance_rate: 0.456, drafted: 20, accepted: 9 };
+  assert.deepEqual(cells("acceptance", "acceptance_rate", "percent", rate), ["46 %", "9 of 20", "", 0.456]);
+  assert.deepEqual(cells("per-pass", "tokens_per_step", "decimal", { tokens_per_step: 1, steps: 1 }), ["1.00", "1 pass", "", 1]);
+  assert.deepEqual(cells("memory", "peak_memory_bytes", "bytes", { peak_memory_bytes: 46.2e6 }), ["46.2 MB", "", "", 46.2e6]);
+  assert.deepEqual(cells("rejected", "rejected", "count", { rejected: 11 }), ["11", "", "", 11]);
+  const remote = { remote: { server: "a:1" } };
+  assert.deepEqual(cells("acceptance", "acceptance_rate", "percent", { acceptance_rate: 0.5, drafted: null }, remote).slice(0, 2), ["50 %", "from the server's metrics"]);
+  assert.deepEqual(cells("acceptance", "acceptance_rate", "percent", { acceptance_rate: null, drafted: null }, remote).slice(0, 2), ["–", "unknown"]);
 });

@@ -1,0 +1,93 @@
+"""Suites of `bench` and of the page's Sweep tab: every class derived from `Suite` in a file of this folder.
+
+Reading the list needs no torch: `run` imports the measuring code.
+"""
+
+from collections.abc import Mapping
+from functools import lru_cache
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field
+
+from specdemo.bench.base import Option, Suite
+from specdemo.core.suggest import suggest
+from specdemo.presets.files import DEFAULT, of_checkout, preset
+from specdemo.presets.limits import LIMITS
+from specdemo.presets.link import Linked
+
+# defined in the folder `benchmarks` of a checkout
+OF_THE_PROJECT = (
+    "peers", "floor", "race-fairness", "gpu", "what-if",
+)  # fmt: skip
+
+
+@lru_cache(maxsize=1)
+def suites() -> dict[str, type[Suite]]:
+    """Return all suites by name: those of the package and, in a checkout, those that benchmark the project itself."""
+    benchmarks = of_checkout("benchmarks")
+    return {suite.name: suite for suite in (*_in_folder(), *(benchmarks.SUITES if benchmarks else ()))}
+
+
+def _in_folder() -> list[type[Suite]]:
+    """Return the suites in the files of this folder, in their order."""
+    modules = [import_module(f"{__name__}.{file.name}") for file in iter_modules(__path__)]
+    classes = [value for module in modules for value in vars(module).values() if isinstance(value, type)]
+    found = {value for value in classes if issubclass(value, Suite) and value.__module__.startswith(f"{__name__}.")}
+    return sorted(found, key=lambda suite: (suite.order, suite.name))
+
+
+def known_suite(name: str) -> type[Suite]:
+    """Return the suite of that name. Raise ValueError with a suggestion if there is none."""
+    if name not in suites():
+        if name in OF_THE_PROJECT:
+            raise ValueError(f"suite {name!r} measures specdemo itself and needs a checkout of specdemo; run it there")
+        raise ValueError(f"unknown suite {name!r}; {suggest(name, suites())}")
+    return suites()[name]
+
+
+def suite(name: str, **options: Any) -> Suite:
+    """Return the suite with these options, the others at their defaults. Raise ValueError with one line."""
+    chosen = known_suite(name)
+    for option in options:
+        if not takes(name, option):
+            other = known_options()[option]
+            raise ValueError(f"suite {name!r} has no option for the {other.noun}; omit {other.flag}")
+    return chosen.build(options)
+
+
+def known_options() -> Mapping[str, Option]:
+    """Return the options of all suites by field."""
+    return {name: option for suite in suites().values() for name, option in suite.options().items()}
+
+
+def takes(name: str, option: str) -> bool:
+    """Return whether a suite has that option."""
+    return option in suites()[name].model_fields
+
+
+def swept() -> dict[str, type[Suite]]:
+    """Return the suites of the Sweep tab by name."""
+    return {name: suite for name, suite in suites().items() if suite.question}
+
+
+def _swept(name: str) -> str:
+    if name not in swept():
+        *others, last = map(repr, swept())
+        raise ValueError(f"must be {', '.join(others)} or {last}, not {name[:60]!r}")
+    return name
+
+
+class Sweep(Linked):
+    """Request of the Sweep tab: a suite on a preset's target. It names no model, so every visitor may run it."""
+
+    sweep: Annotated[str, AfterValidator(_swept)] = "k"
+    preset: Annotated[str, AfterValidator(lambda id: preset(id).id)] = DEFAULT
+    repeats: int = Field(3, ge=1, le=LIMITS.sweep_repeats)
+    new_tokens: int = Field(96, ge=8, le=LIMITS.max_new_tokens)
+
+    def suite(self) -> Suite:
+        """Return the suite. A suite with fixed models gets no preset."""
+        chosen = {"preset": self.preset} if takes(self.sweep, "preset") else {}
+        return suite(self.sweep, repeats=self.repeats, new_tokens=self.new_tokens, **chosen)

@@ -1,0 +1,21 @@
+"""Comparison of distributions."""
+
+from typing import Annotated
+
+from specdemo.bench.base import PRESET, Axis, OfPreset, Report, Stop
+from specdemo.bench.result import TOKEN, Result
+from specdemo.presets.files import Preset
+
+
+class Losslessness(OfPreset):
+    """Tests whether the output of a preset's first lane has the same distribution as plain decoding."""
+
+    name = "losslessness"
+    order = 11
+    axis = Axis(TOKEN, "token", "share of the continuations")
+    preset: Annotated[str | Preset, PRESET] = "embedded-sampling"
+
+    def run(self, report: Report, cancelled: Stop) -> Result:
+        from specdemo.bench.losslessness import losslessness
+
+        return losslessness(self, report, cancelled)

@@ -1,0 +1,85 @@
+"""Kinds of text, on the lanes that have a drafter in both families."""
+
+from collections.abc import Mapping, Sequence
+
+from specdemo.bench.base import Axis, Decoding, Report, Stop
+from specdemo.bench.prompts import CODE, EDITS, PROMPTS
+from specdemo.bench.result import ALL, Result, Row
+from specdemo.engine.comparison import Lane
+from specdemo.presets.files import preset
+
+KINDS: Mapping[str, Mapping[str, Sequence[str]]] = {
+    "stories": {"stories": PROMPTS},
+    "code": {"code": CODE, "edits": EDITS, "unknown": PROMPTS},
+}
+OF_CODE: Mapping[str | None, str | None] = {  # drafter of stories -> drafter of code
+    None: None,
+    "stories-draft-wide": "code-draft",
+    "stories-eagle-1": "code-eagle-1",
+}
+EDITING = "embedded-code-edit"
+
+
+class KindOfText(Decoding):
+    """Compares kinds of text: stories, code, edits of code, and text unlike the training data."""
+
+    name = "text"
+    order = 10
+    title = "Kind of text"
+    question = (
+        "How much depends on the text? The same methods on stories, code, edits, and text unlike the training data."
+    )
+    axis = Axis("text", "kind of text", "kind of text")
+
+    def run(self, report: Report, cancelled: Stop) -> Result:
+        from specdemo.bench.measure import Question, compare_lanes
+        from specdemo.bench.sweeps import comparison, shipped_lanes
+        from specdemo.engine.session import Session
+
+        stories = tuple(lane for lane in shipped_lanes() if _of_code(lane))
+        rows: list[dict[str, object]] = []
+        remarks: list[str] = []
+        for turn, (target, kinds) in enumerate(KINDS.items()):
+            lanes = stories if target == "stories" else tuple(filter(None, map(_of_code, stories)))
+            questions = [Question(text, kind) for kind, texts in kinds.items() for text in texts]
+
+            def report_progress(share: float, what: str, turn: int = turn, target: str = target) -> None:
+                report((turn + share) / len(KINDS), f"{target}, {what}")
+
+            seen = compare_lanes(
+                Session(), comparison(self, target, lanes), questions, self.repeats, report_progress, cancelled
+            )
+            for row, at in zip(seen.rows([{} for _ in seen.names]), seen.places(), strict=True):
+                kind = {"text": row.pop("category"), "lane": row.pop("lane")}
+                if kind["text"] != ALL:
+                    rows.append({**kind, **row, **{f"kept at {i}": share for i, share in enumerate(at[:4], start=1)}})
+            remarks += seen.remarks
+        config = self.config(", ".join(KINDS))
+        return Result(self.name, len(seen.tallies), config, seen.environment, rows, [_order(rows), *remarks], "text")
+
+
+def _of_code(lane: Lane) -> Lane | None:
+    """Return the corresponding lane of the code target with its preset's draft length; None without a corresponding
+    drafter.
+    """
+    if not {*lane.models, None} <= OF_CODE.keys():
+        return None
+    lengths = {own.method: own.k for own in preset(EDITING).lanes}
+    return lane.model_copy(update={"model": OF_CODE[lane.model], "k": lengths.get(lane.method, lane.k)})
+
+
+def _order(rows: list[Row]) -> str:
+    """Explain in one sentence why one kind of text gains more than another."""
+    kinds = dict.fromkeys(row["text"] for row in rows)
+    best = [max((row for row in rows if row["text"] == kind), key=_times) for kind in kinds]
+    best.sort(key=_times, reverse=True)
+    words = "; ".join(
+        f"{row['text']} {row['speed-up'].format()} with {row['tokens/pass']:.1f} tokens per pass ({row['lane']})"
+        for row in best
+    )
+    return f"A pass costs the same for every text, so the gain depends on the acceptance rate: {words}."
+
+
+def _times(row: Row) -> float:
+    value: float = row["speed-up"].value
+    return value
