@@ -182,6 +182,47 @@ def replay(
     _show(load_trace(trace))
 
 
+@app.command()
+def check_server(
+    servers: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[REFERENCE] SERVER",
+            help="Addresses: a server without speculation and the one to check; one alone is checked against --target.",
+        ),
+    ],
+    target: Annotated[
+        str | None, typer.Option(help="Model of the servers; the local engine runs it if one server is given.")
+    ] = None,
+    served_model: Annotated[str | None, typer.Option(metavar="NAME", help="Name of the model on the servers.")] = None,
+    prompts: Annotated[int, typer.Option(help="Number of prompts.")] = 20,
+    new_tokens: Annotated[int, typer.Option(help="Output tokens per prompt.")] = 128,
+    margin: Annotated[
+        float, typer.Option(help="Largest margin of a near-tie, in nats; larger ones are differences.")
+    ] = 0.3,
+    dtype: Annotated[str, typer.Option(help="Data type of the local engine.")] = "auto",
+    device: Annotated[str, typer.Option(help=f"Device of the local engine: {DEVICES}.")] = "auto",
+    as_json: AsJson = False,
+) -> int:
+    """Check whether a server with speculation is lossless. Exit code 1 if its greedy answers differ by more than
+    rounding."""
+    from specdemo.bench.check_server import LOSSLESS, ServerCheck
+    from specdemo.bench.report import bench_report
+    from specdemo.bench.result import to_json
+
+    if len(servers) > 2:
+        raise ValueError(f"check-server takes one or two addresses, not {len(servers)}")
+    allow(servers)
+    chosen = {"target": target, "served_model": served_model, "dtype": dtype, "device": device}
+    counts = {"prompts": prompts, "new_tokens": new_tokens, "margin": margin}
+    reference = servers[0] if len(servers) == 2 else None
+    check = ServerCheck.build({"server": servers[-1], "reference": reference, **chosen, **counts})
+    with progress_bar(1.0, "{l_bar}{bar}| {elapsed}") as bar:
+        result = check.run(reports_to(bar), lambda: False)
+    print(to_json(result) if as_json else bench_report(result))
+    return int(any(row["output"] not in LOSSLESS for row in result.rows))
+
+
 app.add_typer(bench, name="bench")
 
 

@@ -70,7 +70,9 @@ class CompletionHandler(BaseHTTPRequestHandler):
         warm_up = WARM_UP in (body.get("prompt"), body.get("messages", [{}])[0].get("content"))
         if self.misbehaves("warm-up" if warm_up else "answer"):
             return None
-        return self.stream([piece("ok", total=1, finish="stop")] if warm_up else server.pieces)
+        if warm_up:
+            return self.stream([piece("ok", total=1, finish="stop")])
+        return self.stream(server.pieces(body) if callable(server.pieces) else server.pieces)
 
     def misbehaves(self, stage):
         """Send the bytes that were scripted for this stage. Return whether there were any."""
@@ -120,6 +122,7 @@ class CompletionHandler(BaseHTTPRequestHandler):
 def completion_server(pieces, metrics=(), models=("m",), refusal=lambda path, body: (200, None), faults=()):
     """Serve `pieces` to every request except warm-ups, and the next of `metrics` to every reading.
 
+    pieces: may be a function of the request's body.
     faults: raw replacements of whole responses. Maps models, warm-up, answer or metrics to a function that yields the
     parts, possibly without end.
     """

@@ -84,6 +84,8 @@ class RemoteLane:
         self._as_ids = False
         self._spans: list[Span] | None = []
         self.has_steps = False
+        self.alternatives = 0  # number of most likely tokens to request
+        self.next_tokens: dict[str, float] = {}  # most likely first tokens and their log-probabilities
         self.trace.remote = self._remote = Remote(host(self.server), self.model or "", "")
 
     def events(self, cancelled: Callable[[], bool]) -> Iterator[Piece]:
@@ -167,7 +169,7 @@ class RemoteLane:
         stats = counted if _alone(counted, parser) else parser.drafted or counted
         self._update(counters=stats.counters, accept_by_position=stats.accept_by_position, source=stats.source)
         self._update(accept_histogram=stats.accept_histogram, times=parser.times or counted.times)
-        self._spans, self._finish = parser.spans(), parser.finish
+        self._spans, self._finish, self.next_tokens = parser.spans(), parser.finish, parser.next_tokens
 
     async def _served(self, http: Client) -> str:
         try:
@@ -256,6 +258,8 @@ class RemoteLane:
                 "return_token_ids": True,
                 **request_fields(),
             }
+            if self.alternatives:
+                request["logprobs"] = self.alternatives
             arguments = template_arguments(self.thinking)
             request |= {"chat_template_kwargs": arguments} if arguments else {}
         return request

@@ -7,6 +7,7 @@ answer.
 import time
 from collections.abc import Callable
 from contextlib import aclosing
+from math import isfinite
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
@@ -27,6 +28,33 @@ Piece = tuple[StepEvent, str]
 _Id = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
 
 
+_LogProb = Annotated[float, Field(le=1e-3)]
+
+
+class _TopToken(BaseModel):
+    token: str
+    logprob: _LogProb
+
+
+class _Position(BaseModel):
+    top_logprobs: list[_TopToken] = []
+
+
+class _LogProbs(BaseModel):
+    """Most likely tokens: of a completion, or in the form of a chat, which llama.cpp uses for both."""
+
+    top_logprobs: list[dict[str, _LogProb] | None] | None = None
+    content: list[_Position] | None = None
+
+    @property
+    def first(self) -> dict[str, float]:
+        """Return those of the first position, without impossible ones."""
+        found: dict[str, float] = (self.top_logprobs or [None])[0] or {}
+        if self.content:
+            found = {one.token: one.logprob for one in self.content[0].top_logprobs}
+        return {token: value for token, value in found.items() if isfinite(value)}
+
+
 class _Text(BaseModel):
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -42,6 +70,7 @@ class _Choice(_Text):
     delta: _Text | None = None
     token_ids: Annotated[Annotated[list[_Id], Field(fail_fast=True)] | None, IF_VALID] = None
     finish_reason: str | None = None
+    logprobs: Annotated[_LogProbs | None, IF_VALID] = None
 
 
 class _Usage(BaseModel):
@@ -70,6 +99,7 @@ class StreamParser:
         self.finish: Literal["stop", "length"] | None = None
         self.drafted: ServerStats | None = None
         self.times: dict[Clock, float] = {}  # as measured by the server
+        self.next_tokens: dict[str, float] = {}  # most likely first tokens and their log-probabilities
         self._sizes: list[int] = []  # tokens of each piece
         self._totals: list[tuple[int, int]] = []  # drafted and accepted tokens up to each token, if reported
 
@@ -102,6 +132,8 @@ class StreamParser:
             if text or ids or grown:
                 self._piece(text, ids, grown, arrived)
                 self._count(len(ids) or grown or 1, stats)
+            if choice.logprobs and not self.next_tokens:
+                self.next_tokens = choice.logprobs.first
             self._end(choice.finish_reason)
         self.times = stats.times or self.times
         self.drafted = stats if stats.counters else self.drafted

@@ -1,0 +1,263 @@
+"""Losslessness of servers: greedy answers of two servers, or of the local engine and a server, compared token by token.
+
+Where two answers part, the reference names the log-probabilities of both next tokens. A small margin is a near-tie,
+which rounding decides; a large one is a bug. Reading the class needs no torch.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, takewhile
+from math import comb
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field
+
+from specdemo.bench.base import Decoding, Report, Stop
+from specdemo.bench.prompts import CODE, COPYING, EDITS, PROMPTS
+from specdemo.bench.result import Result, Row
+from specdemo.core.trace import LaneTrace
+from specdemo.engine.comparison import Model, Server
+from specdemo.methods import BASELINE
+from specdemo.servers.address import host
+
+TEXTS = (*PROMPTS, *COPYING, *CODE, *EDITS)
+MARGIN = 0.3  # nats; logits of about 20 in bfloat16 are multiples of 0.125
+ALTERNATIVES = 5  # log-probabilities to request; OpenAI's limit
+CONFIDENCE = 0.95
+IDENTICAL, TIE, DIFFERS, UNEXPLAINED = "identical", "near-tie", "differs", "differs, margin unknown"
+LOSSLESS = (IDENTICAL, TIE)
+
+if TYPE_CHECKING:  # imports torch
+    from specdemo.core.protocol import Target
+
+LogProbs = Mapping[str, float]  # text of a token -> its log-probability, of the most likely tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A greedy answer. pieces: the text of each token, or of each piece that arrived."""
+
+    pieces: Sequence[str]
+    finish: str
+
+    @property
+    def text(self) -> str:
+        """Return the complete text."""
+        return "".join(self.pieces)
+
+
+class Side(ABC):
+    """One of the two sides of a check. model: None on a server."""
+
+    name: str
+    model: "Target | None" = None
+
+    @abstractmethod
+    def answer(self, prompt: str, tokens: int) -> Answer:
+        """Return the greedy answer. Raises ValueError with one line."""
+
+    @abstractmethod
+    def next_tokens(self, prompt: str) -> LogProbs:
+        """Return the most likely next tokens; empty if they are unknown."""
+
+
+class ServerCheck(Decoding):
+    """Check of a server. server: it is checked. reference: a server of the same model without speculation; None: the
+    local engine.
+    """
+
+    name = "check-server"
+    title = "Servers"
+    server: Server
+    reference: Server | None = None
+    target: Model | None = None
+    served_model: Model | None = None
+    prompts: Annotated[int, Field(ge=1, le=len(TEXTS))] = 20
+    margin: Annotated[float, Field(gt=0.0, le=10.0)] = MARGIN
+    new_tokens: Annotated[int, Field(ge=2, le=1024)] = 128
+
+    def run(self, report: Report, cancelled: Stop) -> Result:
+        from specdemo.engine.session import environment
+
+        sides: list[Side] = [self._reference(), RemoteSide(self.server, self.target, self.served_model, cancelled)]
+        rows: list[Row] = []
+        for number, prompt in enumerate(TEXTS[: self.prompts]):
+            report(number / self.prompts, f"prompt {number + 1} of {self.prompts}")
+            if cancelled():
+                break
+            rows.append(compare(sides[0], sides[1], prompt, self.new_tokens, self.margin))
+        if not rows:
+            raise ValueError("stopped before the first prompt was complete, so nothing was checked")
+        config = self.config(self.target or "unknown") | {"prompts": len(rows)}
+        remark = verdict(rows, self.margin, *(side.name for side in sides))
+        return Result(self.name, 1, config, environment(sides[0].model), rows, [remark])
+
+    def _reference(self) -> Side:
+        if self.reference is not None:
+            return RemoteSide(self.reference, self.target, self.served_model)
+        if self.target is None:
+            raise ValueError("one server is checked against the local engine, which needs the model; add --target NAME")
+        return LocalSide(self.target, self.dtype, self.device)
+
+
+class RemoteSide(Side):
+    """A server."""
+
+    def __init__(self, server: str, target: str | None, model: str | None, cancelled: Stop = lambda: False) -> None:
+        self.name = host(server)
+        self._server, self._target, self._model, self._cancelled = server, target or "", model, cancelled
+
+    def answer(self, prompt: str, tokens: int) -> Answer:
+        trace, _ = self._request(prompt, tokens)
+        return Answer(trace.pieces, trace.finish)
+
+    def next_tokens(self, prompt: str) -> LogProbs:
+        try:
+            return self._request(prompt, 1, ALTERNATIVES)[1]
+        except ValueError:  # the margin is then unknown
+            return {}
+
+    def _request(self, prompt: str, tokens: int, alternatives: int = 0) -> tuple[LaneTrace, LogProbs]:
+        from specdemo.core.protocol import GenerationConfig
+        from specdemo.servers.lane import Form, RemoteLane
+
+        forms: tuple[Form, ...] = ("completions",) if alternatives else ("completions", "chat/completions")
+        trace = LaneTrace(self.name, BASELINE, {}, True, [])
+        config = GenerationConfig(tokens)
+        lane = RemoteLane(trace, self._server, self._model, self._target, prompt, config, forms)
+        lane.alternatives = alternatives
+        try:
+            for _ in lane.events(self._cancelled):
+                pass
+        except RuntimeError as error:
+            raise ValueError(str(error)) from None
+        return trace, lane.next_tokens
+
+
+class LocalSide(Side):
+    """Plain decoding on this machine."""
+
+    name = "the local engine"
+
+    def __init__(self, target: str, dtype: str, device: str) -> None:
+        from specdemo.methods.targets import load_target
+
+        self.model: Target = load_target(target, dtype, device)
+        if self.model.tokenizer is None:
+            raise ValueError(f"{target} has no tokenizer; put its tokenizer.json into the same folder")
+
+    def answer(self, prompt: str, tokens: int) -> Answer:
+        import torch
+
+        from specdemo.core.protocol import GenerationConfig
+        from specdemo.engine.loop import generate
+        from specdemo.methods import load_drafter
+        from specdemo.models.text import Detokenizer, encode
+
+        ids = encode(self.model.tokenizer, prompt, self.model.max_length - tokens)
+        text = Detokenizer(self.model.tokenizer, ids)
+        prompt_ids = torch.tensor([ids], device=self.model.device)
+        events = generate(self.model, load_drafter(BASELINE, self.model), prompt_ids, GenerationConfig(tokens))
+        output = [token for event in events for token in event.emitted[0]]
+        finish = "stop" if output[-1] in self.model.stop_token_ids else "length"
+        return Answer([*text.push(output), text.flush()], finish)
+
+    def next_tokens(self, prompt: str) -> LogProbs:
+        import torch
+
+        from specdemo.models.text import encode, token_text
+
+        ids = torch.tensor([encode(self.model.tokenizer, prompt, self.model.max_length)])
+        with torch.no_grad():
+            logits = self.model.start(ids.to(self.model.device)).logits[0, -1].float()
+        self.model.release()
+        best = logits.log_softmax(-1).topk(ALTERNATIVES)
+        texts = [token_text(self.model.tokenizer, token) for token in best.indices.tolist()]
+        return dict(zip(texts, best.values.tolist(), strict=True))
+
+
+def compare(reference: Side, server: Side, prompt: str, tokens: int, most: float) -> Row:
+    """Return the row of a prompt: where the answers part, the margin there in nats, and what it means."""
+    first, second = reference.answer(prompt, tokens), server.answer(prompt, tokens)
+    row: Row = {"prompt": prompt[:40], "tokens": len(first.pieces), "parts at": None, "margin": None}
+    if first.text == second.text:
+        return row | {"output": IDENTICAL}
+    at = common_pieces(first, second)
+    common = "".join(first.pieces[:at])
+    rests = [answer.text[len(common) :] for answer in (first, second)]
+    margin = margin_between(reference.next_tokens(prompt + common), *rests)
+    output = UNEXPLAINED if margin is None else TIE if margin <= most else DIFFERS
+    texts = {"reference": rests[0][:20], "server": rests[1][:20]}
+    return row | {"parts at": at, "margin": margin, "output": output, **texts}
+
+
+def common_pieces(first: Answer, second: Answer) -> int:
+    """Return how many pieces of the first answer end within the text that both have in common."""
+    common = len([*takewhile(lambda pair: pair[0] == pair[1], zip(first.text, second.text, strict=False))])
+    return sum(1 for end in accumulate(map(len, first.pieces)) if end <= common and end < len(first.text))
+
+
+def margin_between(tokens: LogProbs, first: str, second: str) -> float | None:
+    """Return the difference of the log-probabilities of the tokens with which two texts continue.
+
+    A token that is not among the most likely ones counts as the least likely of them. An empty text continues with a
+    token of another text than all, such as the end of the answer. None: unknown.
+    """
+    found = [_log_prob(tokens, text) for text in (first, second)]
+    if not tokens or found[0] is None:
+        return None
+    least = min(tokens.values())
+    return round(abs(found[0] - (least if found[1] is None else found[1])), 4)
+
+
+def _log_prob(tokens: LogProbs, text: str) -> float | None:
+    if text:
+        fitting = [token for token in tokens if token and text.startswith(token)]
+        return tokens[max(fitting, key=len)] if fitting else None
+    ends = [value for token, value in tokens.items() if not token.strip() or (token[:1] == "<" and token[-1:] == ">")]
+    return max(ends, default=None)
+
+
+def verdict(rows: Sequence[Row], most: float, reference: str, server: str) -> str:
+    """Return the result as a sentence, with the 95 % interval of the share of prompts that differ."""
+    count = len(rows)
+    wrong = [row for row in rows if row["output"] not in LOSSLESS]
+    ties = [row["margin"] for row in rows if row["output"] == TIE]
+    low, high = share_interval(len(wrong), count)
+    interval = f"95 % interval of the share: {100 * low:.0f} to {100 * high:.0f} %"
+    if wrong:
+        worst = max(wrong, key=lambda row: row["margin"] or 0.0)
+        why = (
+            "whose margin is unknown" if worst["margin"] is None else f"where its margin is {worst['margin']:.2f} nats"
+        )
+        return (
+            f"Not lossless: in {len(wrong)} of {count} prompts {server} chose another token than {reference}, "
+            f"{why} (near-ties are below {most:g}); {interval}."
+        )
+    rounding = f"{len(ties)} part at near-ties of at most {max(ties):.3f} nats, which rounding explains" if ties else ""
+    same = f"{count - len(ties)} of {count} texts are identical"
+    return (
+        f"No difference found between {reference} and {server}: {'; '.join(filter(None, (same, rounding, interval)))}."
+    )
+
+
+def share_interval(hits: int, count: int) -> tuple[float, float]:
+    """Return the exact (Clopper-Pearson) interval of a share."""
+    tail = (1.0 - CONFIDENCE) / 2.0
+
+    def at_most(share: float, most: int) -> float:
+        return sum(comb(count, n) * share**n * (1.0 - share) ** (count - n) for n in range(most + 1))
+
+    low = 0.0 if not hits else _bisect(lambda share: 1.0 - at_most(share, hits - 1) < tail)
+    high = 1.0 if hits == count else _bisect(lambda share: at_most(share, hits) > tail)
+    return low, high
+
+
+def _bisect(below: Callable[[float], bool]) -> float:
+    """Return the place in [0, 1] where `below` turns from True to False."""
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        middle = (low + high) / 2.0
+        low, high = (middle, high) if below(middle) else (low, middle)
+    return low

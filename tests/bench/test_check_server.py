@@ -1,0 +1,156 @@
+"""Losslessness of servers, on scripted servers and on the local engine."""
+
+import json
+from math import inf
+
+import pytest
+
+from specdemo.__main__ import main
+from specdemo.bench import check_server
+from specdemo.bench.check_server import (
+    DIFFERS,
+    IDENTICAL,
+    TEXTS,
+    TIE,
+    UNEXPLAINED,
+    Answer,
+    LocalSide,
+    ServerCheck,
+    common_pieces,
+    margin_between,
+    share_interval,
+)
+from specdemo.servers import address
+from tests.completion_server import completion_server, piece
+
+LENGTH = 200
+
+
+@pytest.fixture(autouse=True)
+def unlisted(monkeypatch):
+    monkeypatch.setattr(address, "_added", {})
+
+
+def answering(changed=None, second=-4.0, logprobs="completion"):
+    """Return a deterministic language model. changed: (prompt, position) of a token that it replaces; second: the
+    log-probability of the replacement.
+    """
+
+    def word(prompt, at):
+        return " other" if (prompt, at) == changed else f" w{prompt}.{at}"
+
+    def pieces(body):
+        prompt = next(i for i, text in enumerate(TEXTS) if body["prompt"].startswith(text))
+        start = body["prompt"].count(" w" + str(prompt) + ".")
+        end = min(start + body["max_tokens"], LENGTH)
+        found = [piece(word(prompt, at), total=at - start + 1) for at in range(start, end)]
+        found[-1]["choices"][0]["finish_reason"] = "length"
+        top = {word(prompt, start): -0.01, " other": second, " third": -inf}
+        if "logprobs" in body and logprobs == "completion":
+            found[0]["choices"][0]["logprobs"] = {"tokens": [], "top_logprobs": [top]}
+        elif "logprobs" in body and logprobs == "chat":
+            content = [{"token": token, "logprob": value} for token, value in top.items() if value > -inf]
+            found[0]["choices"][0]["logprobs"] = {"content": [{"token": "", "top_logprobs": content}]}
+        return found
+
+    return completion_server(pieces)
+
+
+def checked(capsys, *arguments):
+    code = main(["check-server", *arguments, "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("logprobs", ["completion", "chat"])
+def test_one_changed_token_in_200_is_found(capsys, logprobs):
+    with answering(logprobs=logprobs) as plain, answering(changed=(3, 137)) as wrong:
+        code, result = checked(capsys, plain.address, wrong.address, "--prompts", "5", "--new-tokens", "200")
+    assert code == 1 and [row["output"] for row in result["rows"]] == [*[IDENTICAL] * 3, DIFFERS, IDENTICAL]
+    row = result["rows"][3]
+    assert (row["parts at"], row["margin"]) == (137, 3.99)
+    assert row["reference"].startswith(" w3.137") and row["server"].startswith(" other")
+    assert result["remarks"][0].startswith("Not lossless: in 1 of 5 prompts 127.0.0.1:")
+    assert "its margin is 3.99 nats" in result["remarks"][0]
+
+
+def test_a_near_tie_passes_and_an_unknown_margin_does_not(capsys):
+    with answering(changed=(0, 5)) as wrong:
+        with answering(second=-0.2) as plain:
+            code, result = checked(capsys, plain.address, wrong.address, "--prompts", "2")
+            assert (code, result["rows"][0]["output"]) == (0, TIE)
+            assert "1 part at near-ties of at most 0.190 nats" in result["remarks"][0]
+            assert checked(capsys, plain.address, wrong.address, "--prompts", "2", "--margin", "0.1")[0] == 1
+        with answering(logprobs="") as silent:
+            code, result = checked(capsys, silent.address, wrong.address, "--prompts", "2")
+            assert (code, result["rows"][0]["output"]) == (1, UNEXPLAINED) and "margin is unknown" in result["remarks"][
+                0
+            ]
+
+
+def test_identical_servers_pass_every_time(capsys):
+    with answering() as plain, answering() as other:
+        for _ in range(20):
+            code, result = checked(capsys, plain.address, other.address, "--prompts", "3", "--new-tokens", "20")
+            assert code == 0 and "3 of 3 texts are identical" in result["remarks"][0]
+
+
+def test_the_local_engine_is_a_reference(capsys):
+    local = LocalSide("stories", "float32", "cpu")
+
+    def pieces(body):
+        answer = local.answer(body["prompt"], body["max_tokens"])
+        return [*(piece(text) for text in answer.pieces), piece("", finish=answer.finish)]
+
+    def changed(body):
+        found = pieces(body)
+        found[4] = piece(" zebra")
+        return found
+
+    options = ["--target", "stories", "--dtype", "float32", "--device", "cpu", "--prompts", "2", "--new-tokens", "12"]
+    with completion_server(pieces) as right, completion_server(changed) as wrong:
+        assert checked(capsys, right.address, *options)[0] == 0
+        code, result = checked(capsys, wrong.address, *options)
+    assert code == 1 and [row["parts at"] for row in result["rows"]] == [4, 4]
+    assert all(row["margin"] > 0.3 for row in result["rows"]) and result["environment"]["dtype"] == "float32"
+
+
+def test_refusals_are_one_line(capsys):
+    assert main(["check-server", "http://127.0.0.1:9"]) == 2
+    assert "add --target NAME" in capsys.readouterr().err
+    assert main(["check-server", "a:1", "b:2", "c:3"]) == 2
+    assert "one or two addresses, not 3" in capsys.readouterr().err
+    assert main(["check-server", "http://127.0.0.1:9", "http://127.0.0.1:9"]) == 2
+    assert "cannot be reached" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="prompts must be"):
+        ServerCheck.build({"server": "http://a", "prompts": len(check_server.TEXTS) + 1})
+
+
+def test_the_answers_part_at_a_piece():
+    first = Answer(["One", " day", " she", " ran"], "length")
+    assert common_pieces(first, Answer(["One day", " he"], "length")) == 2
+    assert common_pieces(first, Answer(["One", " day", " shy"], "length")) == 2
+    assert common_pieces(first, Answer(["One day she"], "stop")) == 3
+    assert common_pieces(Answer(["One"], "stop"), first) == 0  # the end of a text has no piece of its own
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "margin"),
+    [
+        (" she ran", " he ran", 1.0),
+        (" she", " shy", 2.5),  # the longest token that fits
+        (" she", " zebra", 5.0),  # less likely than all that are listed
+        (" she", "", 4.0),  # the end of the answer
+        (" zebra", " she", None),
+    ],
+)
+def test_margins(first, second, margin):
+    tokens = {" she": -1.0, " he": -2.0, " sh": -3.5, "</s>": -5.0, " x": -6.0}
+    assert margin_between(tokens, first, second) == margin
+    assert margin_between({}, first, second) is None
+
+
+@pytest.mark.parametrize(
+    ("hits", "count", "low", "high"), [(0, 20, 0.0, 0.1684), (1, 20, 0.0013, 0.2487), (20, 20, 0.8316, 1.0)]
+)
+def test_exact_interval_of_a_share(hits, count, low, high):  # R: binom.test
+    assert share_interval(hits, count) == pytest.approx((low, high), abs=1e-4)
