@@ -161,7 +161,8 @@ class LocalSide(Side):
         events = generate(self.model, load_drafter(BASELINE, self.model), prompt_ids, GenerationConfig(tokens))
         output = [token for event in events for token in event.emitted[0]]
         finish = "stop" if output[-1] in self.model.stop_token_ids else "length"
-        return Answer([*text.push(output), text.flush()], finish)
+        *pieces, last = text.push(output)
+        return Answer([*pieces, last + text.flush()], finish)
 
     def next_tokens(self, prompt: str) -> LogProbs:
         import torch
@@ -228,18 +229,16 @@ def verdict(rows: Sequence[Row], most: float, reference: str, server: str) -> st
     interval = f"95 % interval of the share: {100 * low:.0f} to {100 * high:.0f} %"
     if wrong:
         worst = max(wrong, key=lambda row: row["margin"] or 0.0)
-        why = (
-            "whose margin is unknown" if worst["margin"] is None else f"where its margin is {worst['margin']:.2f} nats"
-        )
+        margin = worst["margin"]
+        why = "whose margin is unknown" if margin is None else f"where its margin is {margin:.2f} nats"
         return (
             f"Not lossless: in {len(wrong)} of {count} prompts {server} chose another token than {reference}, "
             f"{why} (near-ties are below {most:g}); {interval}."
         )
     rounding = f"{len(ties)} part at near-ties of at most {max(ties):.3f} nats, which rounding explains" if ties else ""
     same = f"{count - len(ties)} of {count} texts are identical"
-    return (
-        f"No difference found between {reference} and {server}: {'; '.join(filter(None, (same, rounding, interval)))}."
-    )
+    facts = "; ".join(filter(None, (same, rounding, interval)))
+    return f"No difference found between {reference} and {server}: {facts}."
 
 
 def share_interval(hits: int, count: int) -> tuple[float, float]:

@@ -1,4 +1,5 @@
-"""The Lab tab: train a head for the shipped target, watch its loss, race it; compare drafts; test losslessness.
+"""The Lab tab: train a head for the shipped target, watch its loss, race it; compare drafts; test losslessness;
+check servers.
 
 The losslessness test is a suite with the visitor's sampling settings and is shown as a sweep is. `trainer` returns what
 trains: specdemo.methods.recipes, or a stand-in. Its `train_live` yields dicts with seconds, of_seconds, step, tokens,
@@ -16,11 +17,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import gradio as gr
 
 from specdemo.bench.base import ROWS
+from specdemo.bench.check_server import TEXTS, ServerCheck
 from specdemo.bench.suites import suite
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.models.shipped import embedded_folder
 from specdemo.presets import limits
 from specdemo.presets.files import DEFAULT, load_presets, preset
+from specdemo.servers.address import host, listed
 from specdemo.ui import assets
 from specdemo.ui.controls import TRAINED, Controls, draw_setting, fill, integer
 from specdemo.ui.job import QUIET, Engine, Job, Jobs, Store, Values, named, opening, to_line, wire
@@ -152,6 +155,9 @@ def draw(page: gr.Blocks, form: Controls, sweep: gr.Radio, tab: gr.Tab, store: S
     opened.then(None, None, None, js=assets.to_tab("sweep"), **QUIET)
     with gr.Column(elem_classes="card"):
         _draw_losslessness(tab, store)
+    if listed() and not limits.public():
+        with gr.Column(elem_classes="card"):
+            _draw_server_check(store)
 
 
 def _draw_training(page: gr.Blocks, form: Controls, tab: gr.Tab, store: Store) -> None:
@@ -228,3 +234,36 @@ def _draw_losslessness(tab: gr.Tab, store: Store) -> None:
     tests = Sweeps("losslessness", store)
     parts = draw_result(tests, "losslessness", begin, inputs, run, stop)
     named(tab.select, lambda request, _: tests.recorded(request, {"sweep": "losslessness"}), {}, parts, **QUIET)
+
+
+def begin_check(values: Values, last: Sweeping | None) -> Sweeping:
+    """Return the check of a server that the controls describe. Raises ValueError with one line."""
+    live()
+    base = preset(values["preset"])
+    servers = {"server": values["server"], "reference": values["reference"] or None}
+    counts = {"prompts": integer("prompts", values["prompts"])}
+    check = ServerCheck.build({**servers, **counts, "target": base.target, "dtype": base.dtype})
+    return Sweeping.measuring(f"Server {host(check.server)}", check.run, last)
+
+
+def _draw_server_check(store: Store) -> None:
+    """Create the card for the servers that the operator has listed."""
+    assets.heading("lossless", assets.text("server-check.md"), elem_id="server-check-about")
+    names = [(host(server), server) for server in listed()]
+    presets = [(p.title, p.id) for p in load_presets().values()]
+    with gr.Row(elem_id="server-check-controls"):
+        size: dict[str, Any] = {"scale": 2, "min_width": 190}
+        inputs: dict[str, object] = {
+            "server": gr.Dropdown(names, value=names[-1][1], label="Server to check", elem_id="checked", **size),
+            "reference": gr.Dropdown(
+                [("this machine", ""), *names], value="", label="Reference", elem_id="reference", **size
+            ),
+            "preset": gr.Dropdown(
+                presets, value=DEFAULT, label="Preset: target", elem_id="checked-preset", scale=3, min_width=330
+            ),
+            "prompts": gr.Slider(1, len(TEXTS), 20, step=1, label="Prompts", elem_id="checked-prompts", **size),
+        }
+        with gr.Column(scale=2, min_width=180):
+            run = gr.Button("Check", variant="primary", size="lg", elem_id="server-check-run")
+            stop = gr.Button("Stop", interactive=False, elem_id="server-check-stop")
+    draw_result(Sweeps("server-check", store), "server-check", begin_check, inputs, run, stop)
