@@ -34,10 +34,10 @@ from specdemo.methods.grow import TreeShape
 from specdemo.methods.heads.formats import check_target, count_numbered
 from specdemo.methods.heads.medusa import SAME_SHAPE_HINT, DraftedNodes, Medusa, TokenHeads
 from specdemo.methods.heads.network import move_to_target
-from specdemo.methods.heads.runtime import HeadRuntime, Rotary, last_columns, training_columns
+from specdemo.methods.heads.runtime import HeadRuntime, last_columns, training_columns
 from specdemo.methods.heads.sampler import TokenSampler
 from specdemo.models.checkpoints import Checkpoint, write_checkpoint
-from specdemo.models.layers import DecoderLayer
+from specdemo.models.layers import DecoderLayer, Rotary
 from specdemo.models.packed import RMSNorm
 
 USED = ("hydra_mlp.", "hydra_lm_head.", "prefix_embeding_layer.layers.", "prefix_embeding_layer.norm.")
@@ -184,7 +184,7 @@ class Hydra(Medusa):
         self._target = target
         self._prefix_runtime = None  # reads observed columns only
         if prefix is not None:
-            self._angles = Rotary(prefix.config, target.device)
+            self._angles = Rotary.of_config(prefix.config, target.device)
             self._prefix_runtime = HeadRuntime(target, self.head.dtype, 1, self._angles, limit=target.max_length)
 
     @classmethod

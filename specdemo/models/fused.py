@@ -17,10 +17,9 @@ from transformers.models.mistral.modeling_mistral import MistralDecoderLayer, Mi
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3ForCausalLM
 
-from specdemo.kv.columns import Rope
 from specdemo.kv.graphs import TOLERANCE
 from specdemo.models.devices import device_map_summary
-from specdemo.models.layers import DecoderLayer, signed_sin
+from specdemo.models.layers import DecoderLayer, Rotary, signed_sin
 from specdemo.models.packed import (
     KNOWN_NORMS,
     FastRMSNorm,
@@ -78,13 +77,15 @@ class FusedDecoder:
         self._embed, self._layers, self._norm = decoder.embed_tokens, list(decoder.layers), decoder.norm
         if any(isinstance(layer.post_attention_layernorm, FastRMSNorm | RMSNorm) for layer in self._layers):
             self._norm = fast_norm(decoder.norm)  # a copy for training keeps its own norm, whose weights may change
-        self._rotary, self._lm_head = decoder.rotary_emb, model.get_output_embeddings()
-        self._angles: Tensor | None = None  # [P, 2, 1, D]: cos, and sin with its first half negated
+        self._rotary, self._lm_head = (
+            Rotary(decoder.rotary_emb, self._embed.weight.dtype),
+            model.get_output_embeddings(),
+        )
 
     def __call__(
         self,
         tokens: Tensor,
-        cache: Cache,
+        cache: Any,  # a SlabCache
         positions: Tensor,
         mask: Tensor | None,
         taps: tuple[int, ...],
@@ -96,7 +97,7 @@ class FusedDecoder:
         layers: run only the first `layers` layers.
         """
         x = self._embed(tokens)
-        rope = self._rotary_at(positions, x, cache)
+        rope = self._rotary(positions, cache.cursor.capacity + positions.shape[1])
         hidden = {0: x} if 0 in taps else {}
         for number, layer in enumerate(self._layers[:layers], start=1):
             x = layer.run(x, rope, mask, cache)
@@ -106,15 +107,6 @@ class FusedDecoder:
         if -1 in taps:
             hidden[-1] = x
         return self._lm_head(x[:, -1:] if last else x), hidden
-
-    def _rotary_at(self, positions: Tensor, x: Tensor, cache: Any) -> Rope:
-        needed = cache.cursor.capacity + positions.shape[1]
-        if self._angles is None or len(self._angles) < needed:
-            positions_to_cache = torch.arange(2 * needed, device=x.device)[None]
-            cos, sin = self._rotary(x, positions_to_cache)
-            self._angles = torch.stack([cos[0], signed_sin(sin)[0]], 1)[:, :, None]
-        cos, sin = self._angles[positions].unbind(2)
-        return cos, sin
 
 
 @torch.no_grad()

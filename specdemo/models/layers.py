@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig
 from transformers.activations import ACT2FN
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specdemo.core.protocol import Target
 from specdemo.kv.cache import KeyValues
@@ -48,6 +49,33 @@ def llama_config_like(target: Target) -> LlamaConfig:
         head_dim=target_config.get("head_dim") or target.hidden_size // heads,
         max_position_embeddings=target.max_length,
     )
+
+
+class Rotary:
+    """Rotary embeddings from a table that grows on demand."""
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype = torch.float32) -> None:
+        """module: the rotary embedding of a Llama-like model, whose frequencies do not depend on the text's length."""
+        self._frequencies = module.get_buffer("inv_freq").float()
+        self._scale, self._dtype = float(module.attention_scaling), dtype  # type: ignore[arg-type]
+        self._table = torch.empty(0)  # [P, 2, 1, E]
+
+    @classmethod
+    def of_config(cls, config: Any, device: torch.device) -> "Rotary":
+        """Return the rotary embeddings that the config of a Llama-like model describes."""
+        with device:
+            return cls(LlamaRotaryEmbedding(config))
+
+    def __call__(self, positions: Tensor, end: int, trailing: bool = False) -> Rope:
+        """Return cos and sin, see `Angles`."""
+        if len(self._table) < end:
+            angles = torch.arange(2 * end, device=positions.device)[:, None, None] * self._frequencies
+            cos, sin = angles.cos() * self._scale, angles.sin() * self._scale
+            table = torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)], 1)
+            self._table = table.to(self._dtype)
+        part = self._table[None, end - positions.shape[1] : end] if trailing else self._table[positions]
+        cos, sin = part.unbind(2)
+        return cos, sin
 
 
 def apply_rope(x: Tensor, rope: Rope) -> Tensor:

@@ -69,10 +69,10 @@ def one_norm(head):
 
         def remember(x, at, attention=layer.self_attn):
             own, attention.k_norm = attention.k_norm, first
-            type(attention).remember(attention, x, at)
+            type(attention).cache_keys_values(attention, x, at)
             attention.k_norm = own
 
-        layer.self_attn.remember = remember
+        layer.self_attn.cache_keys_values = remember
 
 
 def chain(method, model=None, k=4, **options):

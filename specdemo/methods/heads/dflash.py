@@ -34,10 +34,10 @@ from specdemo.methods.heads.formats import d2t_to_ids, rename_tensors
 from specdemo.methods.heads.formats import dflash as files
 from specdemo.methods.heads.formats.dflash import Design, spread_taps
 from specdemo.methods.heads.network import Network, move_to_target
-from specdemo.methods.heads.runtime import DraftPass, HeadRuntime, Rotary, last_columns, training_columns
+from specdemo.methods.heads.runtime import DraftPass, HeadRuntime, last_columns, training_columns
 from specdemo.methods.heads.sampler import MASKED_LOGIT, ChainBuilder, DraftVocab, TokenSampler
 from specdemo.models.checkpoints import Checkpoint, write_checkpoint
-from specdemo.models.layers import DecoderLayer
+from specdemo.models.layers import DecoderLayer, Rotary
 from specdemo.models.packed import RMSNorm
 from specdemo.training.losses import argmax_targets
 
@@ -296,7 +296,7 @@ class DFlash(DFlashCost, Head[DFlashDraftModel]):
         self._root = torch.empty(0, dtype=torch.int64)  # [B]
 
     def new_runtime(self, target: Target) -> HeadRuntime:
-        self._angles = Rotary(self.head.design.body, target.device)
+        self._angles = Rotary.of_config(self.head.design.body, target.device)
         return HeadRuntime(target, self.head.dtype, len(self.head.layers), self._angles)  # caches the context only
 
     @classmethod

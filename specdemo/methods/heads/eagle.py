@@ -36,10 +36,10 @@ from specdemo.methods.heads.formats import d2t_to_ids
 from specdemo.methods.heads.formats import eagle as files
 from specdemo.methods.heads.formats.eagle import EagleConvention, default_taps
 from specdemo.methods.heads.network import Network, move_to_target
-from specdemo.methods.heads.runtime import DraftPass, HeadRuntime, Rotary, training_columns, unrolled_mask
+from specdemo.methods.heads.runtime import DraftPass, HeadRuntime, training_columns, unrolled_mask
 from specdemo.methods.heads.sampler import ChainBuilder, DraftVocab
 from specdemo.models.checkpoints import Checkpoint, write_checkpoint
-from specdemo.models.layers import DecoderLayer, linear, llama_config_like, strip_prefix
+from specdemo.models.layers import DecoderLayer, Rotary, linear, llama_config_like, strip_prefix
 from specdemo.models.packed import RMSNorm
 from specdemo.training.losses import argmax_targets, steps_loss
 
@@ -206,7 +206,7 @@ class Eagle(EagleCost, Head[EagleHead]):
         self.taps = tuple(sorted(set(self.head.convention.taps)))
 
     def new_runtime(self, target: Target) -> HeadRuntime:
-        self._angles = Rotary(self.head.config, target.device)
+        self._angles = Rotary.of_config(self.head.config, target.device)
         return HeadRuntime(target, self.head.dtype, len(self.head.layers), self._angles)
 
     @classmethod

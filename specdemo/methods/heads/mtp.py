@@ -35,12 +35,12 @@ from specdemo.methods.drafting_cost import MTPCost
 from specdemo.methods.heads.formats import mtp as files
 from specdemo.methods.heads.formats.mtp import MTPConvention
 from specdemo.methods.heads.network import Network, move_to_target
-from specdemo.methods.heads.runtime import DraftPass, HeadRuntime, Rotary, training_columns, unrolled_mask
+from specdemo.methods.heads.runtime import DraftPass, HeadRuntime, training_columns, unrolled_mask
 from specdemo.methods.heads.sampler import ChainBuilder
 from specdemo.methods.heads.stack import Stack
 from specdemo.models.checkpoints import Checkpoint, write_checkpoint
 from specdemo.models.fused import fuse_layer, layer_class
-from specdemo.models.layers import DecoderLayer, llama_config_like
+from specdemo.models.layers import DecoderLayer, Rotary, llama_config_like
 from specdemo.models.sources import LoadProgress
 from specdemo.training.losses import steps_loss, token_loss
 
@@ -167,7 +167,7 @@ class ParallelHeads(MTPHeads):
     def __init__(self, target: Target, heads: int) -> None:
         config = _llama(target, heads)
         super().__init__(target, config, [DecoderLayer(config, i) for i in range(heads)])
-        self._rotary = Rotary(config, target.device)
+        self._rotary = Rotary.of_config(config, target.device)
         self._stack: Stack | None = None  # runs all layers in parallel
 
     @property

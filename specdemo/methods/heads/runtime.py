@@ -9,43 +9,22 @@ draft runs eagerly or as a CUDA graph.
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, Qwen3Config
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specdemo.core.host_copy import padded, to_device
 from specdemo.core.protocol import UNLIMITED, Progress, Target, Tensors
 from specdemo.core.tree import Draft
 from specdemo.kv.cache import KeyValues, SlabCache
-from specdemo.kv.columns import FULL, Angles, AttentionKind, CapturedColumns, Columns, ProvisionalColumns, Rope
+from specdemo.kv.columns import FULL, Angles, AttentionKind, CapturedColumns, Columns, ProvisionalColumns
 from specdemo.kv.graphs import GRAPH_SPARE_COLUMNS, GraphCache
 from specdemo.kv.store import KVStore
 from specdemo.methods.heads.sampler import TokenSampler, flatten_draft, unflatten_draft
 
 MAX_PENDING = 24  # columns that a CUDA graph reads at most; more are pending after a prompt or steps without a draft
 Pending = tuple[list[int], Tensors]  # number of real columns per row, and the columns [B, A, ..]
-
-
-class Rotary:
-    """Rotary embeddings from a table that grows on demand."""
-
-    def __init__(self, config: LlamaConfig | Qwen3Config, device: torch.device) -> None:
-        with device:
-            rope = LlamaRotaryEmbedding(cast(LlamaConfig, config))
-        self._frequencies, self._scale = rope.get_buffer("inv_freq"), float(rope.attention_scaling)
-        self._table = torch.empty(0)  # [P, 2, 1, E]
-
-    def __call__(self, positions: Tensor, end: int, trailing: bool = False) -> Rope:
-        if len(self._table) < end:
-            angles = torch.arange(2 * end, device=positions.device)[:, None, None] * self._frequencies
-            cos, sin = angles.cos() * self._scale, angles.sin() * self._scale
-            self._table = torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)], 1)
-        part = self._table[None, end - positions.shape[1] : end] if trailing else self._table[positions]
-        cos, sin = part.unbind(2)
-        return cos, sin
 
 
 def training_columns(
