@@ -59,13 +59,16 @@ SAMPLE_SIZE = 4096  # numbers per tensor to check for NaN
 class LoadedModel:
     """A model and its tokenizer. notes: what a user should know of a run on it, one sentence each."""
 
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase | None
+    model: Any  # transformers model; None for a GGUF model
+    tokenizer: Any
     name: str
     notes: tuple[str, ...] = ()
+    weights: LlamaCppModel | None = None  # of a GGUF model
 
     def target(self, tokenizer: PreTrainedTokenizerBase | None = None) -> Target:
         """Return a target with its own history on the shared weights."""
+        if self.weights is not None:
+            return LlamaCppTarget(self.weights, tokenizer or self.tokenizer, self.name, self.notes)
         return HFTarget(self.model, tokenizer or self.tokenizer, self.name, notes=self.notes)
 
 
@@ -134,28 +137,14 @@ def load_model(
     return loaded
 
 
-@dataclass
-class LoadedGGUF(LoadedModel):
-    """A GGUF model and its tokenizer."""
-
-    weights: LlamaCppModel | None = None
-
-    def target(self, tokenizer: Any = None) -> Target:
-        """Return a target with its own history on the shared weights."""
-        assert self.weights is not None
-        return LlamaCppTarget(self.weights, tokenizer or self.tokenizer, self.name, self.notes)
-
-
 def _load_gguf(name: str, report: LoadProgress, settings: LlamaCppSettings | None) -> LoadedModel:
     report(0.0, f"looking for {name}")
     parts = fetch_parts(name, report)
     for part in parts:
         check_file(part, name)
     weights = LlamaCppModel(str(parts[0]), settings, lambda share, what: report(0.55 + 0.45 * share, what))
-    tokenizer: Any = GGUFTokenizer(weights)
-    model: Any = None
     report(1.0, f"{name} is ready")
-    return LoadedGGUF(model, tokenizer, name, weights=weights)
+    return LoadedModel(None, GGUFTokenizer(weights), name, weights=weights)
 
 
 def _read(
