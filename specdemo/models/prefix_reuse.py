@@ -15,15 +15,15 @@ from specdemo.models.load import LoadedModel
 from specdemo.models.target import HFTarget
 
 
-class _Text(NamedTuple):
+class TextState(NamedTuple):
     """Committed tokens and their hidden states."""
 
     tokens: Tensor  # [1, T]
     hidden: dict[int, Tensor]  # tap -> [1, T, H]
 
-    def cut(self, length: int) -> "_Text":
+    def cut(self, length: int) -> "TextState":
         """Return the first `length` tokens."""
-        return _Text(self.tokens[:, :length], {tap: h[:, :length] for tap, h in self.hidden.items()})
+        return TextState(self.tokens[:, :length], {tap: h[:, :length] for tap, h in self.hidden.items()})
 
 
 class PrefixCachedTarget(HFTarget):
@@ -33,9 +33,9 @@ class PrefixCachedTarget(HFTarget):
     whose prefix the history cannot be cropped to (`History.max_crop`).
     """
 
-    _cached_text: _Text | None = None  # set between `release` and `start`
-    _segments: list[_Text] | None = None  # one per commit; set between `start` and `release`, for a single row
-    _last_forward: _Text | None = None  # all slots, [1, S]
+    _cached_text: TextState | None = None  # set between `release` and `start`
+    _segments: list[TextState] | None = None  # one per commit; set between `start` and `release`, for a single row
+    _last_forward: TextState | None = None  # all slots, [1, S]
 
     @property
     def history_bytes(self) -> int:
@@ -54,12 +54,12 @@ class PrefixCachedTarget(HFTarget):
             forward = super().start(tokens, taps, reserve)
         else:
             forward = self._extend(text, tokens, taps, reserve)
-        self._segments = [_Text(tokens, dict(forward.hidden))] if len(tokens) == 1 else None
+        self._segments = [TextState(tokens, dict(forward.hidden))] if len(tokens) == 1 else None
         return forward
 
     def forward(self, tokens: Tensor, parents: Tensor, taps: tuple[int, ...] = ()) -> Forward:
         forward = super().forward(tokens, parents, taps)
-        self._last_forward = _Text(tokens, dict(forward.hidden))
+        self._last_forward = TextState(tokens, dict(forward.hidden))
         return forward
 
     def commit(self, path: list[list[int]]) -> None:
@@ -69,7 +69,7 @@ class PrefixCachedTarget(HFTarget):
             (slots,) = path
             if len(slots) < tokens.shape[1]:
                 tokens, hidden = tokens[:, slots], {tap: h[:, slots] for tap, h in hidden.items()}
-            self._segments.append(_Text(tokens, hidden))
+            self._segments.append(TextState(tokens, hidden))
 
     def crop(self, lengths: list[int]) -> None:
         before = self.length
@@ -88,7 +88,7 @@ class PrefixCachedTarget(HFTarget):
         outputs = super().draft(tokens, counts, write, extra, plan)
         if outputs is not None and plan.commits and self._segments is not None:
             read = torch.cat([tokens[:, : counts[0]], outputs[0][:, : plan.depth - 1]], 1)
-            self._segments.append(_Text(read, {}))
+            self._segments.append(TextState(read, {}))
         return outputs
 
     def release(self) -> None:
@@ -118,7 +118,7 @@ class PrefixCachedTarget(HFTarget):
         self._store.release_graphs()
         super().release()
 
-    def _shared_prefix(self, text: _Text | None, tokens: Tensor, taps: tuple[int, ...]) -> int:
+    def _shared_prefix(self, text: TextState | None, tokens: Tensor, taps: tuple[int, ...]) -> int:
         """Return the number of tokens to reuse. The last token is always read, for its logits."""
         if text is None or len(tokens) != 1 or not set(taps) <= text.hidden.keys():
             return 0
@@ -126,7 +126,7 @@ class PrefixCachedTarget(HFTarget):
         same = (text.tokens[0, :width] == tokens[0, :width]).int().cumprod(0)
         return self._require_history().max_crop(int(same.sum()))
 
-    def _extend(self, text: _Text, tokens: Tensor, taps: tuple[int, ...], reserve: int) -> Forward:
+    def _extend(self, text: TextState, tokens: Tensor, taps: tuple[int, ...], reserve: int) -> Forward:
         self._check_length(tokens.shape[1])
         self.crop([self.cached_tokens])
         forward = self._require_history().extend(tokens[:, self.cached_tokens :], taps, reserve)
@@ -146,8 +146,8 @@ def prefix_cached(*models: object) -> list[PrefixCachedTarget]:
     return [model for model in models if isinstance(model, PrefixCachedTarget)]
 
 
-def _joined(segments: list[_Text]) -> _Text:
+def _joined(segments: list[TextState]) -> TextState:
     """Concatenate the segments, with the hidden states that all of them have."""
     taps = set(segments[0].hidden).intersection(*(segment.hidden for segment in segments))
     tokens = torch.cat([segment.tokens for segment in segments], 1)
-    return _Text(tokens, {tap: torch.cat([segment.hidden[tap] for segment in segments], 1) for tap in taps})
+    return TextState(tokens, {tap: torch.cat([segment.hidden[tap] for segment in segments], 1) for tap in taps})
