@@ -52,6 +52,17 @@ def test_the_package_needs_nothing_of_the_checkout():
     assert {"benchmarks", "recipes"} <= checkout_packages and roots & checkout_packages == {"specdemo"}
 
 
+def test_only_the_public_interface_of_gradio_is_used():
+    """Gradio documents the names of `gradio` and its components. An underscore marks what may change in any version."""
+    for path in PACKAGE.rglob("*.py"):
+        assert {name for name in imported(path) if name.startswith("gradio.")} <= {"gradio.components.Component"}, path
+    for path in (PACKAGE / "ui").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.endswith("__"):
+                owner = ast.unparse(node.value)
+                assert owner in ("self", "cls", "before"), f"{path.name}:{node.lineno}: {owner}.{node.attr}"
+
+
 def test_every_package_has_its_place():
     assert {path.parent.name for path in PACKAGE.glob("*/*.py")} <= set(ORDER)
 

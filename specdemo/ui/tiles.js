@@ -54,7 +54,8 @@ function drawNumbers() {
   const drafting = run.lanes.slice(1);
   drawTile("speedup", drafting, several, (lane) => speedTile(lane));
   drawTile("output", drafting, several, ({ lane }) => outputTile(lane));
-  for (const { dataset } of element.querySelectorAll(".sd-tile[data-key]")) {
+  for (const tile of element.querySelectorAll(".sd-tile[data-key]")) {
+    const { dataset } = /** @type {any} */ (tile);
     const all = "baseline" in dataset;
     drawTile(dataset.tile, all ? run.lanes : drafting, all || several, ({ lane, n }) => numberTile(dataset, lane, n));
   }
