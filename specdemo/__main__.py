@@ -492,6 +492,35 @@ def models(as_json: AsJson = False) -> None:
 
 
 @app.command()
+def drafters(
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="Hub id, GGUF model or embedded model.")],
+    as_json: AsJson = False,
+) -> None:
+    """List the published drafters of a target. Shows size, format, licence, engines and acceptance; for an unknown
+    target, the rules for choosing one."""
+    from specdemo.presets.drafters import published_drafters
+
+    if as_json:
+        print(json_text([entry.row() for entry in published_drafters(target)], indent=1))
+    else:
+        print(_published(target))
+
+
+def _published(target: str) -> str:
+    """Return the published drafters of a target, and models on this machine that match it, as text."""
+    from specdemo.bench.report import table
+    from specdemo.models.local_models import local_models, model_rows
+    from specdemo.presets.drafters import HEADER, RULES, published_drafters
+
+    rows = [tuple(entry.row().values()) for entry in published_drafters(target)]
+    lines = [table(HEADER, rows)] if rows else [f"No drafter of {target} is in the catalogue. Rules for choosing one:"]
+    lines += [] if rows else [f"- {rule}" for rule in RULES]
+    models = local_models()
+    here = [row["drafts"] for row in model_rows(models) if row["model"] == target and row["drafts"]]
+    return "\n".join([*lines, *(f"On this machine: {drafts}" for drafts in here)])
+
+
+@app.command()
 def doctor(
     target: Annotated[
         str | None, typer.Argument(help="Target whose drafters to check; default: check the machine.")
@@ -541,6 +570,11 @@ def doctor(
 
 def _pairs(target: str, drafter: str | None) -> int:
     from specdemo.bench.report import table
+    from specdemo.models.gguf_files import is_gguf
+
+    if is_gguf(target) and drafter is None:
+        print(_published(target))
+        return 0
     from specdemo.methods.pairs import check_pair, check_pairs
     from specdemo.methods.targets import outline
     from specdemo.presets.files import known_drafters, thinking_remarks
@@ -550,6 +584,8 @@ def _pairs(target: str, drafter: str | None) -> int:
     found = [check_pair(described, drafter)] if drafter else check_pairs(described, known)
     fits = {True: "fits", False: "no", None: "unknown"}
     print(table(("drafter", "method", "fits", "why"), [(p.drafter, p.method, fits[p.fits], p.reason) for p in found]))
+    if drafter is None:
+        print(f"\nPublished drafters:\n{_published(target)}")
     for remark in thinking_remarks(target, [pair.drafter for pair in found if pair.fits], described):
         print(remark)
     return 2 if drafter and not found[0].fits else 0

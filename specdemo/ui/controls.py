@@ -23,6 +23,7 @@ from specdemo.engine.comparison import Comparison, Lane, Settings, as_knob, brie
 from specdemo.methods import BASELINE, METHODS, knobs, method, model_method, usable
 from specdemo.models.gguf_files import is_gguf
 from specdemo.presets import limits
+from specdemo.presets.drafters import HEADER, all_published, published_drafters
 from specdemo.presets.files import DEFAULT, EMBEDDED, Preset, allowed_models, known_drafters, load_presets, preset
 from specdemo.presets.limits import LIMITS
 from specdemo.presets.runnable import nearest_runnable, why_not
@@ -181,7 +182,7 @@ def component_props(chosen: Preset) -> dict[str, Values]:
         shown[f"train-{n}"] = {"visible": False}
         shown[f"server-{n}"]["choices"] = _servers(lane.server if lane else None)
     full, (chip, other) = load_presets()[chosen.id], _picked(chosen)
-    values = {"chips": chip, "more": other, "about": about(full), "unfit": ""}
+    values = {"chips": chip, "more": other, "about": about(full), "unfit": published(chosen.target)}
     shown |= {name: {"value": value} for name, value in values.items()}
     able = nearest_runnable(chosen) if why_not(full) else None
     words = f"Run instead: {able.title}" if able else ""
@@ -333,7 +334,7 @@ def check_models(chosen: Preset, allow_any_model: bool) -> Preset:
     """Return the preset. Raises ValueError if it names a model that is not embedded, in a preset, or trained on this
     page.
     """
-    allowed = {*allowed_models(load_presets()), *TRAINED, *on_this_machine()}
+    allowed = {*allowed_models(load_presets()), *TRAINED, *on_this_machine(), *_published()}
     foreign = [] if allow_any_model else [name for name in chosen.models if name not in allowed]
     if foreign:
         raise ValueError(f"model {foreign[0][:80]!r} is not on this page's list; start the page with --allow-any-model")
@@ -360,7 +361,9 @@ def _pairs(target: str, trained: tuple[str, ...]) -> "tuple[DrafterFit, ...]":
     from specdemo.models.local_models import matching_drafts
 
     known, paired = known_drafters(target), {*_paired(target)}
-    listed = tuple(DrafterFit(model, name, None, "") for name, model in dict.fromkeys(known) if model in paired)
+    candidates = [*known, *((entry.about.method, entry.drafter) for entry in published_drafters(target))]
+    paired |= _published()
+    listed = tuple(DrafterFit(model, name, None, "") for name, model in dict.fromkeys(candidates) if model in paired)
     local = on_this_machine()
     if target in local and is_gguf(target):
         matching = (model.name for model, _ in matching_drafts(local[target], local.values()))
@@ -371,6 +374,11 @@ def _pairs(target: str, trained: tuple[str, ...]) -> "tuple[DrafterFit, ...]":
         return tuple(check_pairs(load_meta_target(target), [*known, *((None, folder) for folder in trained)]))
     except ValueError:
         return listed
+
+
+def _published() -> set[str]:
+    """Return the published drafters that specdemo reads; none on a public page."""
+    return set() if limits.public() else {entry.drafter for entry in all_published() if entry.about.method}
 
 
 def fitting_models(target: str, reads: str) -> list[str]:
@@ -384,7 +392,17 @@ def unfit(target: str) -> str:
     reasons = {pair.drafter: pair.reason for pair in pairs(target) if pair.fits is False}
     items = "".join(f"<li><b>{escape(name)}</b> {escape(reason)}</li>" for name, reason in reasons.items())
     head = f"{len(reasons)} drafter{'s are' if len(reasons) > 1 else ' is'} incompatible with {escape(target)}"
-    return f"<details><summary>{head}</summary><ul>{items}</ul></details>" if reasons else ""
+    fold = f"<details><summary>{head}</summary><ul>{items}</ul></details>" if reasons else ""
+    return fold + published(target)
+
+
+def published(target: str) -> str:
+    """Return the published drafters of a target as a fold; empty if there are none."""
+    entries = [entry.row() for entry in published_drafters(target) if entry.source.startswith("https://")]
+    rows = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in entry.values())}</tr>" for entry in entries)
+    names = "".join(f"<th>{name}</th>" for name in HEADER)
+    head = f"{len(entries)} published drafter{'s' if len(entries) > 1 else ''} for {escape(target)}"
+    return f"<details><summary>{head}</summary><table><tr>{names}</tr>{rows}</table></details>" if entries else ""
 
 
 def default_draft(target: str) -> str:

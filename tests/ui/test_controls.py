@@ -271,6 +271,20 @@ def test_models_on_this_machine_are_offered_on_private_pages(tmp_path, monkeypat
         from_values(changed)
 
 
+def test_published_drafters_of_a_target_are_offered(monkeypatch):
+    controls._pairs.cache_clear()
+    fitting = fitting_models("Qwen/Qwen3-8B", "dflash")
+    assert "deepseek-ai/dspark_qwen3_8b_block7" in fitting and "JetSpec/jetspec-qwen3-8b" not in fitting
+    assert "published drafters for Qwen/Qwen3-8B" in controls.unfit("Qwen/Qwen3-8B")
+    assert "<img" not in controls.published("<img src=x>")
+    lane = {"method": "dflash", "model": "deepseek-ai/dspark_qwen3_8b_block7"}
+    chosen = preset("qwen3-8b").with_changes(lanes=[lane])
+    assert from_values(to_values(chosen)).models == chosen.models
+    monkeypatch.setenv("SPECDEMO_PUBLIC", "1")
+    with pytest.raises(ValueError, match="is not on this page's list"):
+        from_values(to_values(chosen))
+
+
 def test_a_lane_may_run_on_a_server_that_the_operator_listed(values, monkeypatch):
     monkeypatch.setattr("specdemo.servers.address._added", {})
     monkeypatch.setenv("SPECDEMO_SERVERS", "gpu-box:8000")

@@ -1,0 +1,142 @@
+"""Catalogue of published drafters, in drafters.yaml, and rules for targets that are not in it."""
+
+import re
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal
+
+from specdemo.engine.comparison import Settings
+from specdemo.models.gguf_files import OLLAMA, is_gguf, quantisation_in
+from specdemo.presets.files import load_presets
+from specdemo.presets.reading import read_yaml
+from specdemo.presets.recorded import is_recorded, recorded
+
+CATALOGUE = Path(__file__).with_name("drafters.yaml")
+RULES = (
+    "a draft model of the same family, with the same vocabulary, 10 to 20 times smaller than the target",
+    "a head that was trained for exactly this target and the way it is prompted, with or without thinking",
+    "without any drafter: n-gram or suffix drafting where the answer repeats the prompt, as in editing",
+    "your own head: `specdemo train medusa --target TARGET` (transformers models)",
+)
+KINDS = {
+    "eagle": "EAGLE-3",
+    "mtp": "MTP",
+    "dflash": "DFlash",
+    "medusa": "Medusa",
+    "mlp_speculator": "MLPSpeculator",
+}
+HEADER = ("drafter", "kind", "size", "format", "licence", "engines", "trained", "accepted", "source")
+
+
+class Kind(Settings):
+    """A kind of drafter. method: how specdemo reads it; empty if it does not."""
+
+    method: str = ""
+    format: str
+    engines: str
+
+
+class PublishedDrafter(Settings):
+    """A drafter of the catalogue. gb: size of its files; thinking: whether its training answers contain thinking."""
+
+    target: str
+    drafter: str
+    kind: str
+    source: str
+    gb: float | None = None
+    licence: str = ""
+    thinking: Literal["with", "without"] | None = None
+    acceptance: str = ""
+
+    @property
+    def about(self) -> Kind:
+        """Return the kind of the drafter."""
+        return _catalogue()[0][self.kind]
+
+    def row(self) -> dict[str, str]:
+        """Return the entry as a row of HEADER. Unknown values are "?"."""
+        values = (
+            self.drafter,
+            self.kind,
+            f"{self.gb:g} GB" if self.gb else "?",
+            self.about.format,
+            self.licence or "?",
+            self.about.engines,
+            f"{self.thinking} thinking" if self.thinking else "?",
+            self.acceptance or "?",
+            self.source,
+        )
+        return dict(zip(HEADER, values, strict=True))
+
+
+@lru_cache(maxsize=1)
+def _catalogue() -> tuple[dict[str, Kind], list[PublishedDrafter]]:
+    """Read the catalogue. Raises ValueError for an invalid entry."""
+    data = read_yaml(CATALOGUE)
+    assert isinstance(data, dict)
+    kinds = {str(name): Kind.build(kind) for name, kind in data["kinds"].items()}
+    return kinds, [PublishedDrafter.build(entry) for entry in data["drafters"]]
+
+
+def all_published() -> list[PublishedDrafter]:
+    """Return the whole catalogue."""
+    return _catalogue()[1]
+
+
+def published_drafters(target: str) -> list[PublishedDrafter]:
+    """Return the drafters of a target: those of the catalogue, then those of presets with their recorded acceptance.
+
+    The target is compared by its base name, so that files, quantisations and names of Ollama find their model. GGUF
+    drafters come first for a GGUF target.
+    """
+    listed = [entry for entry in all_published() if base_name(entry.target) == base_name(target)]
+    known = {_repository(entry.drafter) for entry in listed}
+    own = [entry for entry in _of_presets(target) if _repository(entry.drafter) not in known]
+    others = {entry.drafter: entry for entry in reversed(own)}
+    return sorted([*listed, *others.values()], key=lambda entry: is_gguf(entry.drafter) != is_gguf(target))
+
+
+def _repository(name: str) -> str:
+    """Return a name on the hub without revision and quantisation."""
+    return name.partition("@")[0].partition(":")[0]
+
+
+def base_name(name: str) -> str:
+    """Return the name of a model without organisation, revision, quantisation and format, in lower case."""
+    if name.startswith(OLLAMA):
+        return name.removeprefix(OLLAMA).rpartition("/")[2].replace(":", "-").lower()
+    last = name.rstrip("/").rpartition("/")[2].partition("@")[0].partition(":")[0].lower().removesuffix(".gguf")
+    quantisation = quantisation_in(last).lower()
+    return (
+        re.sub(r"-\d{5}-of-\d{5}$", "", last)
+        .removesuffix("-gguf")
+        .removesuffix(quantisation)
+        .rstrip("-._")
+        .removesuffix("-ud")
+    )
+
+
+def _of_presets(target: str) -> Iterator[PublishedDrafter]:
+    """Yield the drafters that presets pair with a target, with the acceptance of the recorded run."""
+    for preset in load_presets().values():
+        if base_name(preset.target) != base_name(target):
+            continue
+        for place, lane in enumerate(preset.lanes, start=1):
+            if lane.model and (kind := _kind(lane.method, lane.model)):
+                words = _recorded(preset.id, place)
+                source = f"preset {preset.id}"
+                yield PublishedDrafter(target=target, drafter=lane.model, kind=kind, acceptance=words, source=source)
+
+
+def _kind(method: str, drafter: str) -> str:
+    """Return the kind of a preset's drafter; empty for methods that are not in the catalogue."""
+    if method == "draft_model":
+        return "GGUF draft model" if is_gguf(drafter) else "draft model"
+    return "EAGLE-1" if "eagle-1" in drafter.lower() else KINDS.get(method, "")
+
+
+def _recorded(preset_id: str, lane: int) -> str:
+    trace = recorded(preset_id) if is_recorded(preset_id) else None
+    length = trace.lanes[lane].summary.get("tokens_per_step") if trace else None
+    return f"{length:.2f} tokens per step in the recorded run" if isinstance(length, float) else ""

@@ -1,0 +1,71 @@
+"""The catalogue of published drafters."""
+
+import json
+import re
+
+import pytest
+
+from specdemo.__main__ import main
+from specdemo.methods import METHODS
+from specdemo.presets.drafters import all_published, base_name, published_drafters
+from specdemo.presets.files import load_presets
+
+
+def test_every_entry_has_a_source_and_a_kind_that_specdemo_reads_or_not():
+    entries = all_published()
+    assert len(entries) > 60 and len({(e.target, e.drafter) for e in entries}) == len(entries)
+    assert all(entry.source.startswith("https://") for entry in entries)
+    assert {entry.about.method for entry in entries} <= {*METHODS, ""}
+    assert {"EAGLE-3", "MTP", "DFlash", "DSpark", "GGUF draft model", "draft model"} <= {e.kind for e in entries}
+
+
+@pytest.mark.parametrize("preset", [p for p in load_presets().values() if p.group], ids=lambda p: p.id)
+def test_presets_use_published_drafters(preset):
+    known = {re.split("[@:]", entry.drafter)[0] for entry in published_drafters(preset.target)}
+    assert {re.split("[@:]", lane.model)[0] for lane in preset.lanes if lane.model} <= known
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Qwen/Qwen3-8B@main",
+        "Qwen/Qwen3-8B-GGUF:Q4_K_M",
+        "ollama:qwen3:8b",
+        "/models/Qwen3-8B-Q4_K_M.gguf",
+        "Qwen3-8B-UD-Q4_K_XL-00001-of-00002.gguf",
+        "Qwen3-8B-BF16.gguf",
+    ],
+)
+def test_names_of_one_model(name):
+    assert base_name(name) == "qwen3-8b"
+
+
+def test_gguf_drafters_come_first_for_gguf_targets(capsys):
+    assert published_drafters("ollama:qwen3:8b")[0].kind == "GGUF draft model"
+    assert published_drafters("Qwen/Qwen3-8B")[0].kind == "draft model"
+    assert main(["drafters", "Qwen/Qwen3-8B", "--json"]) == 0
+    rows = {row["drafter"]: row for row in json.loads(capsys.readouterr().out)}
+    assert rows["z-lab/Qwen3-8B-DFlash-b16"]["trained"] == "without thinking"
+    assert rows["Qwen/Qwen3-0.6B"] == {
+        "drafter": "Qwen/Qwen3-0.6B",
+        "kind": "draft model",
+        "size": "1.5 GB",
+        "format": "safetensors",
+        "licence": "Apache 2.0",
+        "engines": "specdemo, vLLM, SGLang, transformers",
+        "trained": "?",
+        "accepted": "?",
+        "source": "https://github.com/vllm-project/vllm/issues/21278",
+    }
+
+
+def test_recorded_acceptance_of_embedded_drafters():
+    (wide,) = [entry for entry in published_drafters("stories") if entry.drafter == "stories-draft-wide"]
+    assert wide.acceptance.endswith("tokens per step in the recorded run") and wide.source == "preset embedded-draft"
+
+
+@pytest.mark.parametrize("command", ["drafters", "doctor"])
+def test_rules_for_unknown_targets(command, capsys):
+    assert main([command, "ollama:unknown:7b"]) == 0
+    out = capsys.readouterr().out
+    assert "No drafter of ollama:unknown:7b is in the catalogue" in out and "10 to 20 times smaller" in out
