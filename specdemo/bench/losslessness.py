@@ -5,10 +5,10 @@ position. Greedy: a comparison of the tokens, prompt by prompt.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import mean, stdev
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Generator, Tensor
@@ -36,6 +36,8 @@ ALARM = 0.001  # significance level
 GREEDY_TOKENS = 64
 OTHERS = "(all others)"
 
+Outcome = TypeVar("Outcome", bound=Hashable)
+
 
 @dataclass(frozen=True, slots=True)
 class ChiSquare:
@@ -44,7 +46,7 @@ class ChiSquare:
     p: float
 
 
-def chi_square(a: Mapping[Any, int], b: Mapping[Any, int]) -> ChiSquare:
+def chi_square(a: Mapping[Outcome, int], b: Mapping[Outcome, int]) -> ChiSquare:
     """Test whether two samples of counts come from one distribution; p is the probability of a statistic this large if
     they do.
 

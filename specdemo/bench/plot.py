@@ -71,7 +71,7 @@ def _lines(rows: list[Row], along: Axis) -> Chart:
     return {"lines": lines, "places": places, "unit": along.unit, "doubling": along.doubling and places[0] > 0}
 
 
-def line(name: str, number: int, points: Iterable[Sequence[Any]], **more: object) -> Chart:
+def line(name: str, number: int, points: Iterable[Sequence[object]], **more: object) -> Chart:
     """Return a line through measured points, pairs of x and a number or an estimate. number: of the line, for its
     colour.
     """

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from specdemo.bench.result import ALL, Result, best, intervals, is_baseline, noisy
+from specdemo.bench.result import ALL, Result, Row, best, intervals, is_baseline, noisy
 from specdemo.core.estimate import Estimate
 from specdemo.core.headline import headline, settled
 from specdemo.core.suggest import program
@@ -158,7 +158,7 @@ def _markdown_table(result: Result) -> list[str]:
     return [f"| {' | '.join(cells)} |" for cells in (names, ["---"] * len(names), *lines)]
 
 
-def _in_markdown(row: dict[str, Any]) -> str:
+def _in_markdown(row: Row) -> str:
     acceptance = f"{row['accepted']:.0%}" if row.get("accepted") is not None else ""
     speed = "1" if is_baseline(row["speed-up"]) else row["speed-up"].format()
     rate = row["tokens/s"].format("", 0)

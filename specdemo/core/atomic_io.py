@@ -78,7 +78,7 @@ def json_text(value: object, **layout: Any) -> str:
         raise ValueError(f"cannot write this as JSON: {error}") from None
 
 
-def finite(value: Any) -> Any:
+def finite(value: object) -> object:
     """Return a measured JSON value with null in place of NaN and Infinity, so that no result is lost."""
     if isinstance(value, dict):
         return {key: finite(entry) for key, entry in value.items()}

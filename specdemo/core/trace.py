@@ -353,9 +353,9 @@ def compare(
     (greedy), same distribution (sampling), lossy; for servers same text | text differs (greedy); unknown if a lane
     failed or the server sends too little.
     """
-    a: Sequence[Any] = baseline.token_ids
-    b: Sequence[Any] = lane.token_ids
-    ids_known = not any(t < 0 for ids in (a, b) for t in ids)
+    a: Sequence[object] = baseline.token_ids
+    b: Sequence[object] = lane.token_ids
+    ids_known = min(*baseline.token_ids, *lane.token_ids, 0, 0) >= 0
     if not ids_known:
         a, b = baseline.text, lane.text
     if "cancelled" in (baseline.finish, lane.finish):

@@ -157,7 +157,7 @@ def result_line(result: Result, recorded: bool, partial: bool = False) -> str:
     rows = [{name: _cell(value) for name, value in row.items()} for row in result.rows]
     verdict = best(result) or (result.remarks[0] if result.remarks else "this suite measures no speed-up.")
     remarks = [*result.remarks, *filter(None, [noisy(result)])]
-    payload = {"axis": result.axis, "rows": rows, "remarks": remarks, "verdict": verdict}
+    payload: dict[str, object] = {"axis": result.axis, "rows": rows, "remarks": remarks, "verdict": verdict}
     where = [str(result.environment[name]) for name in ("device", "date") if result.environment.get(name)]
     repeats = f"{result.repeats} repeat{'s' * (result.repeats != 1)}"
     payload |= {"where": where, "conditions": " · ".join([repeats, *_conditions(result.config)])}
