@@ -144,12 +144,12 @@ def _run(
         journal.unlink(missing_ok=True)
 
 
-def progress_bar(total: float, form: str) -> tqdm[NoReturn]:
+def progress_bar(total: float, form: str) -> "tqdm[NoReturn]":
     """Return a progress bar on stderr, which shows nothing where that is no terminal."""
     return tqdm(total=total, disable=None, leave=False, file=sys.stderr, bar_format=form)
 
 
-def reports_to(bar: tqdm[NoReturn]) -> Report:
+def reports_to(bar: "tqdm[NoReturn]") -> Report:
     """Return a report of a share from 0 to 1 and what is done, shown by a bar with total 1."""
 
     def report(share: float, what: str, _so_far: SoFar | None = None, /) -> None:
