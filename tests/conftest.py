@@ -1,3 +1,4 @@
+import gc
 import os
 import shutil
 import sys
@@ -54,6 +55,11 @@ def pytest_collection_modifyitems(config, items):
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish(session):
+    gc.collect()
+    gc.freeze()  # half a million objects of the imported libraries would be visited by every collection of garbage
 
 
 @pytest.fixture(scope="session")

@@ -21,13 +21,13 @@ BATCH = 3_000
 PROMPT = [3, 1, 4, 1, 3, 1]
 
 
-def joint(target, drafter, tokens, temperature=1.0):
-    """Return counts of the first `tokens` new tokens, coded as one number in base V."""
+def joint(target, drafter, tokens, draws=DRAWS):
+    """Return counts of the first `tokens` new tokens over all draws, coded as one number in base V."""
     counts = torch.zeros(VOCABULARY**tokens, dtype=torch.int64)
     powers = VOCABULARY ** torch.arange(tokens)
     prompt = torch.tensor([PROMPT] * BATCH)
-    for seed in range(DRAWS // BATCH):
-        config = GenerationConfig(tokens, Sampling(temperature), Budget(2, 6), seed, stop_token_ids=())
+    for seed in range(draws // BATCH):
+        config = GenerationConfig(tokens, Sampling(1.0), Budget(2, 6), seed, stop_token_ids=())
         rows = [[] for _ in range(BATCH)]
         for event in generate(target, drafter, prompt, config):
             for row, emitted in zip(rows, event.emitted, strict=True):
