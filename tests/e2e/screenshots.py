@@ -1,36 +1,89 @@
-"""Screenshots for docs/: `python tests/e2e/screenshots.py [ADDRESS]`, with a page running at the address."""
+"""Pictures for docs/: `python tests/e2e/screenshots.py [ADDRESS]`, with a page running at the address.
 
+Stills of the page at several widths, and the README's animation of a recorded race at the automatic speed.
+"""
+
+import io
 import os
 import sys
 from pathlib import Path
 
-from playwright.sync_api import sync_playwright
+from PIL import Image
+from playwright.sync_api import Browser, sync_playwright
 
 DOCS = Path(__file__).parents[2] / "docs"
 FLAGS = ["--no-sandbox", "--disable-gpu"]
 SIZES = {1920: 1080, 1280: 900, 1024: 768, 820: 1180, 390: 844, 360: 740}
+PRESET = "embedded-draft"
+WIDTH, HEIGHT, ABOVE = 1280, 620, 462  # page of the animation, and the part down to the legend
+FRAMES_PER_S, LONGEST_S, HOLD_MS = 12, 20, 3000  # the last frame is held
+QUALITY = 60
+CLOCK = """() => {
+  let now = 0;
+  const due = new Map();
+  let last = 0;
+  performance.now = () => now;
+  window.requestAnimationFrame = (call) => (due.set(++last, call), last);
+  window.cancelAnimationFrame = (id) => due.delete(id);
+  window.stepClock = (ms) => {
+    now += ms;
+    const calls = [...due.values()];
+    due.clear();
+    calls.forEach((call) => call(now));
+    document.getAnimations().forEach((one) => { one.pause(); one.currentTime = (one.currentTime ?? 0) + ms; });
+  };
+}"""
 
 
-def main(address: str) -> None:
+def stills(browser: Browser, address: str) -> None:
+    """Write the page at several widths, in both colour schemes."""
     (DOCS / "page").mkdir(exist_ok=True)
+    for theme in ("light", "dark"):
+        page = browser.new_page(viewport={"width": 1280, "height": 900}, reduced_motion="reduce")
+        page.set_default_timeout(120_000)
+        page.goto(f"{address}?preset={PRESET}&__theme={theme}")
+        page.locator(".sd-status", has_text="Recorded").wait_for()
+        for width, height in SIZES.items():
+            page.set_viewport_size({"width": width, "height": height})
+            page.wait_for_timeout(400)
+            page.screenshot(path=DOCS / "page" / f"{theme}-{width}.png")
+
+
+def animation(browser: Browser, address: str) -> None:
+    """Write the replay of the recorded race as an animated WebP.
+
+    A screenshot takes longer than a frame lasts, so the page runs on a clock that advances by one frame per picture.
+    """
+    page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT})
+    page.set_default_timeout(120_000)
+    page.goto(f"{address}?preset={PRESET}&__theme=light")
+    page.locator(".sd-status", has_text="Recorded").wait_for()
+    page.locator(".sd-playback button").last.wait_for()
+    page.evaluate("document.querySelector('.sd-transport').scrollIntoView()")
+    page.evaluate(CLOCK)
+    page.locator(".sd-playback button").last.click()  # Replay
+    frames = []
+    replaying = True
+    while replaying and len(frames) < FRAMES_PER_S * LONGEST_S:
+        page.evaluate(f"stepClock({1000 / FRAMES_PER_S})")
+        replaying = "Replaying" in page.locator("#view .sd-status").inner_text()
+        picture = page.screenshot(clip={"x": 0, "y": 0, "width": WIDTH, "height": ABOVE})
+        frames.append(Image.open(io.BytesIO(picture)).convert("RGB"))
+    durations = [1000 // FRAMES_PER_S] * (len(frames) - 1) + [HOLD_MS]
+    path = DOCS / "race.webp"
+    frames[0].save(path, save_all=True, append_images=frames[1:], duration=durations, loop=0, quality=QUALITY, method=4)
+    print(f"{path}: {len(frames)} frames, {path.stat().st_size / 1e6:.2f} MB")
+
+
+def main(address: str, kinds: str) -> None:
     with sync_playwright() as playwright:
         path = os.environ.get("SPECDEMO_CHROMIUM", "/usr/bin/chromium")
         browser = playwright.chromium.launch(executable_path=path, args=FLAGS)
-        for theme in ("light", "dark"):
-            page = browser.new_page(viewport={"width": 1280, "height": 900}, reduced_motion="reduce")
-            page.set_default_timeout(120_000)
-            page.goto(f"{address}?preset=embedded-draft&__theme={theme}")
-            page.locator(".sd-status", has_text="Recorded").wait_for()
-            for width, height in SIZES.items():
-                page.set_viewport_size({"width": width, "height": height})
-                page.wait_for_timeout(400)
-                page.screenshot(path=DOCS / "page" / f"{theme}-{width}.png")
-            page.set_viewport_size({"width": 1280, "height": 900})
-            page.evaluate("scrollTo(0, 0)")
-            page.wait_for_timeout(400)
-            page.screenshot(path=DOCS / f"race-{theme}.png")
+        if kinds != "animation":
+            stills(browser, address)
+        animation(browser, address)
         browser.close()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:7860/")
+    main(*[*sys.argv[1:], "http://127.0.0.1:7860/", "all"][:2])
