@@ -63,10 +63,10 @@ def animation(browser: Browser, address: str) -> None:
     page.evaluate(CLOCK)
     page.locator(".sd-playback button").last.click()  # Replay
     frames = []
-    replaying = True
-    while replaying and len(frames) < FRAMES_PER_S * LONGEST_S:
+    ended = 0
+    while ended < FRAMES_PER_S and len(frames) < FRAMES_PER_S * LONGEST_S:  # a second more, for the final numbers
         page.evaluate(f"stepClock({1000 / FRAMES_PER_S})")
-        replaying = "Replaying" in page.locator("#view .sd-status").inner_text()
+        ended += "Replaying" not in page.locator("#view .sd-status").inner_text()
         picture = page.screenshot(clip={"x": 0, "y": 0, "width": WIDTH, "height": ABOVE})
         frames.append(Image.open(io.BytesIO(picture)).convert("RGB"))
     durations = [1000 // FRAMES_PER_S] * (len(frames) - 1) + [HOLD_MS]
