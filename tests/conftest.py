@@ -15,7 +15,7 @@ from hypothesis import settings
 SLOW = tuple(
     """
     e2e hardening benchmarks examples gpu/test_counts gpu/test_lent gpu/test_sessions gpu/test_pretended
-    bench/test_device engine/test_chat_memory methods/test_exact_sampling methods/test_layer_skip
+    bench/test_device bench/test_rendering engine/test_chat_memory methods/test_exact_sampling methods/test_layer_skip
     methods/test_plug_ins methods/test_recipes methods/test_vocabularies models/test_another_cache
     recipes/test_byte_model recipes/test_code_corpus servers/test_engines servers/test_lane servers/test_llamacpp
     servers/test_process servers/test_supervisor ui/test_page ui/test_space test_changes test_processes test_wheel

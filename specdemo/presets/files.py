@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
+from specdemo.core.atomic_io import json_text
 from specdemo.core.suggest import short_repr, suggest
 from specdemo.engine.comparison import Comparison, Lane, Name, Settings, settings, validate_method_name
 from specdemo.methods import model_method
@@ -179,7 +180,7 @@ def read_presets(path: Path) -> list[Preset]:
             return [Preset.build({"id": path.stem, **data})]
         if not isinstance(variants, dict) or not all(isinstance(own, dict) for own in variants.values()):
             raise ValueError("variants must be settings by name")
-        text = json.dumps(data)
+        text = json_text(data)
         return [_variant(path.stem, text, str(name), own) for name, own in variants.items()]
     except ValueError as error:
         raise ValueError(f"{path.name}: {error}") from None
