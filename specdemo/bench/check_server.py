@@ -7,9 +7,9 @@ which rounding decides; a large one is a bug. Reading the class needs no torch.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, takewhile
+from itertools import accumulate, pairwise, takewhile
 from math import comb
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Self
 
 from pydantic import Field
 
@@ -36,10 +36,19 @@ LogProbs = Mapping[str, float]  # text of a token -> its log-probability, of the
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A greedy answer. pieces: the text of each token, or of each piece that arrived."""
+    """A greedy answer. pieces: the text of each token, or of each piece that arrived. lead: white space before them."""
 
     pieces: Sequence[str]
     finish: str
+    lead: str = ""
+
+    @classmethod
+    def without_leading_space(cls, pieces: Sequence[str], finish: str) -> Self:
+        """Return an answer with its leading white space apart, because some servers remove it."""
+        text = "".join(pieces)
+        lead = len(text) - len(text.lstrip())
+        ends = [max(end - lead, 0) for end in accumulate(map(len, pieces))]
+        return cls([text[lead:][start:end] for start, end in pairwise([0, *ends])], finish, text[:lead])
 
     @property
     def text(self) -> str:
@@ -110,7 +119,7 @@ class RemoteSide(Side):
 
     def answer(self, prompt: str, tokens: int) -> Answer:
         trace, _ = self._request(prompt, tokens)
-        return Answer(trace.pieces, trace.finish)
+        return Answer.without_leading_space(trace.pieces, trace.finish)
 
     def next_tokens(self, prompt: str) -> LogProbs:
         try:
@@ -162,7 +171,7 @@ class LocalSide(Side):
         output = [token for event in events for token in event.emitted[0]]
         finish = "stop" if output[-1] in self.model.stop_token_ids else "length"
         *pieces, last = text.push(output)
-        return Answer([*pieces, last + text.flush()], finish)
+        return Answer.without_leading_space([*pieces, last + text.flush()], finish)
 
     def next_tokens(self, prompt: str) -> LogProbs:
         import torch
@@ -187,7 +196,8 @@ def compare(reference: Side, server: Side, prompt: str, tokens: int, most: float
     at = common_pieces(first, second)
     common = "".join(first.pieces[:at])
     rests = [answer.text[len(common) :] for answer in (first, second)]
-    margin = margin_between(reference.next_tokens(prompt + common), *rests)
+    likely = reference.next_tokens(prompt + (first.lead if common else "") + common)
+    margin = margin_between(likely if common else {token.lstrip(): p for token, p in likely.items()}, *rests)
     output = UNEXPLAINED if margin is None else TIE if margin <= most else DIFFERS
     texts = {"reference": rests[0][:20], "server": rests[1][:20]}
     return row | {"parts at": at, "margin": margin, "output": output, **texts}

@@ -30,6 +30,7 @@ from specdemo.models.devices import device_kind
 from specdemo.models.text import Detokenizer, encode, token_text
 from specdemo.servers import lane as servers
 from specdemo.servers.address import check_listed, host, machine
+from specdemo.servers.engines import draft_request
 
 Cancelled = Callable[[], bool]
 Events = Generator[StepEvent, None, None]
@@ -224,15 +225,13 @@ class ServerLane(RunningLane):
         _note_differences(self.trace, spec, lane)
         config = GenerationConfig(spec.max_new_tokens, spec.sampling, Budget(0, 0), spec.seed)
         forms = ("chat/completions",) if messages else _forms(spec, template)
+        # lanes on one server differ by fields of the request
+        draft = draft_request(lane.model, lane.k) if lane.model and lane.server == spec.server else {}
+        if draft:
+            self.trace.note = f"drafts by its request ({', '.join(draft)}); a server that ignores this decodes plainly"
+        prompt = messages or spec.prompt
         self._stream = servers.RemoteLane(
-            self.trace,
-            lane.server,
-            lane.served_model,
-            spec.target,
-            messages or spec.prompt,
-            config,
-            forms,
-            spec.thinking,
+            self.trace, lane.server, lane.served_model, spec.target, prompt, config, forms, spec.thinking, draft
         )
 
     def empty_copy(self) -> "ServerLane":

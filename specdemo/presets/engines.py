@@ -56,8 +56,11 @@ class Engines:
                     raise Cancelled(f"stopped while {what} was starting")
                 report(want.number / want.servers, f"starting {what}: {message}")
 
-            lanes[place] = lanes[place].model_copy(update={"server": self._server(want, report_start).address})
-        return spec.model_copy(update={"server": lanes[0].server, "lanes": lanes[1:]})
+            name = want.program.engine.served_name(spec.target) or lanes[place].served_model
+            running = {"server": self._server(want, report_start).address, "served_model": name}
+            lanes[place] = lanes[place].model_copy(update=running)
+        baseline = {"server": lanes[0].server, "served_model": lanes[0].served_model}
+        return spec.model_copy(update={**baseline, "lanes": lanes[1:]})
 
     def end(self) -> int:
         """End all servers and return their number."""

@@ -126,7 +126,7 @@ def serving(
     PATH. Raises ValueError as `Program.serve` does.
     """
     program = Program.find(engine, command, gpus)
-    onto = on_free_ports(preset)
+    onto = on_free_ports(preset, program.engine.served_name(preset.target))
     lanes = list(served(onto, engine, gpus))
     for lane in lanes:
         program.check(lane)
@@ -135,6 +135,6 @@ def serving(
         yield onto, [running.enter_context(start) for start in starts]
 
 
-def on_free_ports(preset: Preset) -> Preset:
+def on_free_ports(preset: Preset, served_model: str | None = None) -> Preset:
     """Return the preset with the baseline and every lane on a free port of this machine."""
-    return preset.on_servers([f"http://127.0.0.1:{free_port()}" for _ in range(len(preset.lanes) + 1)])
+    return preset.on_servers([f"http://127.0.0.1:{free_port()}" for _ in range(len(preset.lanes) + 1)], served_model)

@@ -11,8 +11,8 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import product
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -65,8 +65,8 @@ class RemoteLane:
     and its events are then steps instead of pieces if `has_steps`.
 
     model: the target's name on the server, None: what the server serves, which then has to be one model or one named
-    as `target`. forms: how the prompt may be put, the first that the server takes. Raises ValueError for a server
-    that is not listed.
+    as `target`. forms: how the prompt may be put, the first that the server takes. draft: fields of the request that
+    make the server draft. Raises ValueError for a server that is not listed.
     """
 
     trace: LaneTrace
@@ -77,6 +77,7 @@ class RemoteLane:
     config: "GenerationConfig"
     forms: Sequence[Form]
     thinking: Thinking = "default"
+    draft: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.server = check_listed(self.server)
@@ -248,6 +249,7 @@ class RemoteLane:
             "stream": True,
             "stream_options": {"include_usage": True},
             **put,
+            **self.draft,
         }
         if not standard:
             request["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}

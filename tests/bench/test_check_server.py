@@ -125,6 +125,11 @@ def test_refusals_are_one_line(capsys):
         ServerCheck.build({"server": "http://a", "prompts": len(check_server.TEXTS) + 1})
 
 
+def test_leading_space_is_ignored():
+    assert Answer.without_leading_space([" ", " a", " b"], "stop") == Answer(["", "a", " b"], "stop", "  ")
+    assert Answer.without_leading_space(["a", " b"], "stop").pieces == ["a", " b"]
+
+
 def test_the_answers_part_at_a_piece():
     first = Answer(["One", " day", " she", " ran"], "length")
     assert common_pieces(first, Answer(["One day", " he"], "length")) == 2

@@ -161,7 +161,10 @@ def test_quantised_where_the_server_can():
 
 def test_an_unknown_engine_is_one_line(capsys):
     assert main(["serve-command", "two-servers", "--for", "tgi"]) == 2
-    assert capsys.readouterr().err == "specdemo: unknown engine 'tgi'; choose one of vllm, sglang, llamacpp\n"
+    assert (
+        capsys.readouterr().err
+        == "specdemo: unknown engine 'tgi'; choose one of vllm, sglang, llamacpp, llama-server, mlx-lm, mlx-vlm\n"
+    )
 
 
 def test_every_preset_has_lines():

@@ -494,3 +494,16 @@ def test_without_the_targets_tokenizer_steps_of_several_tokens_are_grey(drafting
     assert {k for e in lane.events for k in token_kinds(e) if len(e.emitted[0]) > 1} == {"unknown"}
     assert "grey tokens" in lane.note and lane.summary["accepted"] == drafting.summary["accepted"]
     assert not lane.steps_known and any(e.path[0] for e in lane.events)
+
+
+def test_two_lanes_on_one_server_differ_by_their_requests(good):
+    good.requests.clear()
+    lane = Lane(method="draft_model", model="org/draft", k=3, server=good.address)
+    given = spec(good.address, good.address, target="some/model").changed(lanes=[lane], repeats=2)
+    trace = run(given, good.address)
+    drafts = [(body.get("draft_model"), body.get("num_draft_tokens")) for _, body, _ in good.requests]
+    assert drafts == [(None, None)] * 2 + [("org/draft", 3)] * 2 + [(None, None)] * 2 + [("org/draft", 3)] * 2
+    assert trace.lanes[1].note.startswith("drafts by its request (draft_model, num_draft_tokens)")
+    with completion_server(GOOD) as other:
+        run(given.changed(server=other.address), other.address, good.address)
+        assert all("draft_model" not in body for _, body, _ in [*other.requests, *good.requests[8:]])

@@ -13,6 +13,8 @@ CLASSES = (
     "specdemo.servers.engines.vllm:VLLM",
     "specdemo.servers.engines.sglang:SGLang",
     "specdemo.servers.engines.llamacpp:LlamaCpp",
+    "specdemo.servers.engines.llama_server:LlamaServer",
+    "specdemo.servers.engines.mlx_lm:MLXLM",
     "specdemo.servers.engines.mlx_vlm:MLXVLM",
     "specdemo.servers.engines.lmstudio:LMStudio",
     "specdemo.servers.engines.tensorrt_llm:TensorRTLLM",
@@ -51,6 +53,11 @@ def metrics_paths() -> list[str]:
 def request_fields() -> dict[str, object]:
     """Return the fields of a request that make an answer report its drafts; other engines ignore them."""
     return {name: value for engine in engines() for name, value in engine.request.items()}
+
+
+def draft_request(model: str, k: int) -> dict[str, object]:
+    """Return the fields of a request with which engines draft that take the draft model per request."""
+    return {name: value for engine in engines() for name, value in engine.draft_request(model, k).items()}
 
 
 def stats_between(before: str | None, after: str | None) -> ServerStats:

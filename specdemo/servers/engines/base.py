@@ -55,6 +55,10 @@ class ReportingEngine(ABC):
     metrics: ClassVar[frozenset[str]] = frozenset()  # names in the metrics that `statistics` reads, without _total
     metrics_path: ClassVar[str] = "/metrics"
 
+    def draft_request(self, model: str, k: int) -> dict[str, object]:
+        """Return the fields of a request that drafts with a model; empty if the server decides at its start."""
+        return {}
+
     def statistics(self, old: Samples, new: Samples) -> ServerStats | None:
         """Return the statistics between two readings of the metrics, None if they are not of this engine."""
         return None
@@ -103,6 +107,10 @@ class ServingEngine(ReportingEngine):
 
     def probe(self, path: str) -> Installed | None:
         """Return facts about the program at `path`, None if they are unknown."""
+        return None
+
+    def served_name(self, target: str) -> str | None:
+        """Return the name of the target in requests; None: as the server lists it."""
         return None
 
     @abstractmethod

@@ -33,9 +33,13 @@ def _draft_model(model: str | None, k: int, options: Mapping[str, Any]) -> Flags
     return ["--draft-model", str(model), "--k", str(k)]
 
 
+def nearest_ngram(options: Mapping[str, Any]) -> int:
+    """Return the size of n-grams, of which llama.cpp supports one: the allowed one nearest to NGRAM."""
+    return int(min(max(options["min_n"], NGRAM), options["max_n"]))
+
+
 def _ngram(model: str | None, k: int, options: Mapping[str, Any]) -> Flags:
-    """Return the flags. llama.cpp supports one n-gram size: the allowed one nearest to NGRAM."""
-    return ["--ngram", str(min(max(options["min_n"], NGRAM), options["max_n"])), "--k", str(k)]
+    return ["--ngram", str(nearest_ngram(options)), "--k", str(k)]
 
 
 class _Timings(BaseModel):

@@ -20,6 +20,9 @@ class LMStudio(ReportingEngine):
     name = "lmstudio"
     title = "LM Studio"
 
+    def draft_request(self, model: str, k: int) -> dict[str, object]:
+        return {"draft_model": model}
+
     def acceptance(self, chunk: Mapping[str, Any]) -> ServerStats | None:
         for key in ("usage", "stats"):
             found = reported(_Counts, chunk, key)

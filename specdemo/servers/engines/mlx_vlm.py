@@ -1,12 +1,14 @@
-"""mlx-vlm: `timings` of a chunk, from mlx_vlm/server/generation.py (0.7)."""
+"""mlx-vlm. Flags and `timings` of a chunk: mlx_vlm/server (0.7)."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import BaseModel
 
+from specdemo.methods.flags import EngineArgs, Flags
 from specdemo.servers.counters import Count, ServerStats, answer_stats, reported
-from specdemo.servers.engines.base import ReportingEngine
+from specdemo.servers.engines.base import ServerConfig, ServingEngine, model_path
+from specdemo.servers.engines.mlx_lm import mlx_address
 
 
 class _DraftTimings(BaseModel):
@@ -16,11 +18,30 @@ class _DraftTimings(BaseModel):
     draft_n_accepted: Count = None
 
 
-class MLXVLM(ReportingEngine):
-    """mlx-vlm's server."""
+def _drafter(kind: str) -> EngineArgs:
+    """Return the flags of a drafter. A block has the last verified token and k draft tokens."""
+
+    def flags(model: str | None, k: int, options: Mapping[str, Any]) -> Flags:
+        return ["--draft-model", str(model), "--draft-kind", kind, "--draft-block-size", str(k + 1)]
+
+    return flags
+
+
+class MLXVLM(ServingEngine):
+    """mlx-vlm's server, which also serves models without vision."""
 
     name = "mlx-vlm"
     title = "mlx-vlm"
+    program = "mlx_vlm.server"
+    install = "pip install mlx-vlm (macOS)"
+    methods: ClassVar = {"eagle": _drafter("eagle3"), "mtp": _drafter("mtp"), "dflash": _drafter("dflash")}
+    concurrent = False
+
+    def served_name(self, target: str) -> str | None:
+        return model_path(target)  # another name would be loaded in its place
+
+    def start(self, config: ServerConfig) -> Flags:
+        return ["--model", model_path(config.target), *mlx_address(config)]
 
     def acceptance(self, chunk: Mapping[str, Any]) -> ServerStats | None:
         found = reported(_DraftTimings, chunk, "timings")

@@ -1,0 +1,101 @@
+"""llama.cpp's own program `llama-server`. Names of flags: common/arg.cpp of build 11549; `--help` of the installed one
+decides which kinds of speculation it has.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from subprocess import SubprocessError, run
+from typing import Any, ClassVar
+
+from specdemo.methods.flags import EngineArgs, Flags
+from specdemo.servers.engines.base import (
+    Installed,
+    ServerConfig,
+    ServingEngine,
+    UnsupportedByEngine,
+    address_flags,
+    name_contains,
+)
+from specdemo.servers.engines.llamacpp import nearest_ngram
+
+TYPE, LENGTH = "--spec-type", "--spec-draft-n-max"
+KIND = re.compile(r"\b(?:draft|ngram)(?:-[a-z0-9]+)+\b")
+HELP_S = 20.0  # timeout
+
+
+def _source(name: str, file: str, repository: str) -> Flags:
+    """Return the flags of a GGUF file, or of a GGUF repository of the hub with or without `:quantization`."""
+    from specdemo.models.gguf_files import is_gguf  # imports huggingface_hub
+
+    path = Path(name).expanduser()
+    if path.is_file():
+        return [file, str(path)]
+    if not is_gguf(name) or name.lower().endswith(".gguf"):
+        raise UnsupportedByEngine(f"llama-server runs GGUF files and repositories, and {name} is none of them")
+    return [repository, name]
+
+
+def _drafter(kind: str) -> EngineArgs:
+    def flags(model: str | None, k: int, options: Mapping[str, Any]) -> Flags:
+        source = _source(model, "--spec-draft-model", "--spec-draft-hf") if model else []
+        return [TYPE, kind, *source, LENGTH, str(k)]
+
+    return flags
+
+
+def _dflash(model: str | None, k: int, options: Mapping[str, Any]) -> Flags:
+    return _drafter("draft-dspark" if name_contains(model, "dspark") else "draft-dflash")(model, k, options)
+
+
+def _ngram(model: str | None, k: int, options: Mapping[str, Any]) -> Flags:
+    size = str(nearest_ngram(options))
+    return [TYPE, "ngram-simple", "--spec-ngram-simple-size-n", size, "--spec-ngram-simple-size-m", str(k)]
+
+
+class LlamaServer(ServingEngine):
+    """The program `llama-server`, with GGUF files. Its answers are read as those of `llamacpp`."""
+
+    name = "llama-server"
+    title = "llama-server"
+    program = "llama-server"
+    install = "brew install llama.cpp (or see https://github.com/ggml-org/llama.cpp)"
+    methods: ClassVar = {
+        "draft_model": _drafter("draft-simple"),
+        "eagle": _drafter("draft-eagle3"),
+        "mtp": _drafter("draft-mtp"),
+        "dflash": _dflash,
+        "ngram": _ngram,
+    }
+    concurrent = False
+
+    def start(self, config: ServerConfig) -> Flags:
+        source = _source(config.target, "-m", "-hf")
+        *_, host, address, port, number = address_flags(config)
+        own = ["--alias", config.target, "--metrics", "--no-cache-prompt", "--parallel", "1"]
+        return [*source, *own, host, address, port, number]
+
+    def probe(self, path: str) -> Installed | None:
+        return _probe(path)
+
+    def rejection(self, command: Sequence[str], installed: Installed | None) -> str:
+        kind = command[command.index(TYPE) + 1] if TYPE in command else ""
+        if installed is None or not kind or kind in installed.methods:
+            return ""
+        return f"llama-server {installed.version} has no {TYPE} {kind}; install a newer build"
+
+
+@lru_cache
+def _probe(path: str) -> Installed | None:
+    """Return the version and the kinds of speculation that `--help` lists; None if the program fails."""
+    try:
+        version, listed = (
+            run([path, flag], capture_output=True, text=True, errors="replace", timeout=HELP_S, check=True)
+            for flag in ("--version", "--help")
+        )
+    except (OSError, SubprocessError):
+        return None
+    number = re.search(r"version: (\S+)", version.stdout + version.stderr)
+    text = listed.stdout.partition(TYPE)[2][:1000]
+    return Installed(number[1] if number else "of unknown version", sorted(set(KIND.findall(text))), 0)

@@ -1,0 +1,80 @@
+"""llama.cpp's program `llama-server`: its command lines, and the kinds of speculation that the installed build has.
+
+`--help` is quoted from common/arg.cpp of llama.cpp, build 11549.
+"""
+
+import shlex
+
+import pytest
+
+from specdemo.presets.files import preset
+from specdemo.presets.serve import Program, on_free_ports, serve_commands, served
+from specdemo.servers.engines import ENGINES, llama_server
+
+HELP = """--spec-type none,draft-simple,draft-eagle3,draft-mtp,ngram-simple,ngram-map-k,ngram-mod,ngram-cache
+                                        comma-separated list of types of speculative decoding to use
+--spec-draft-n-max N                    number of tokens to draft for speculative decoding (default: 3)
+"""
+
+
+@pytest.fixture
+def program(tmp_path):
+    """Return a program that answers `--version` and `--help` like llama-server."""
+    path = tmp_path / "llama-server"
+    path.write_text(f"""#!/bin/sh
+case "$1" in
+  --version) echo "version: 11549 (0a1b2c3)" >&2 ;;
+  --help) printf %s {shlex.quote(HELP)} ;;
+esac
+""")
+    path.chmod(0o755)
+    llama_server._probe.cache_clear()
+    return str(path)
+
+
+def lane(tmp_path, **changes):
+    for name in ("model.gguf", "draft.gguf", "dspark.gguf"):
+        (tmp_path / name).write_bytes(b"GGUF")
+    lane = {"method": "draft_model", "model": str(tmp_path / "draft.gguf"), "k": 5} | changes
+    return preset("embedded-draft").with_changes(target=str(tmp_path / "model.gguf"), lanes=[lane])
+
+
+@pytest.mark.parametrize(
+    ("changes", "flags"),
+    [
+        ({}, "--spec-type draft-simple --spec-draft-model {}/draft.gguf --spec-draft-n-max 5"),
+        ({"method": "eagle"}, "--spec-type draft-eagle3 --spec-draft-model {}/draft.gguf --spec-draft-n-max 5"),
+        ({"method": "mtp"}, "--spec-type draft-mtp --spec-draft-model {}/draft.gguf --spec-draft-n-max 5"),
+        ({"method": "dflash"}, "--spec-type draft-dflash --spec-draft-model {}/draft.gguf --spec-draft-n-max 5"),
+        (
+            {"method": "ngram", "model": None},
+            "--spec-type ngram-simple --spec-ngram-simple-size-n 3 --spec-ngram-simple-size-m 5",
+        ),
+        (
+            {"model": "org/draft-GGUF:Q4_K_M"},
+            "--spec-type draft-simple --spec-draft-hf org/draft-GGUF:Q4_K_M --spec-draft-n-max 5",
+        ),
+    ],
+)
+def test_commands(tmp_path, changes, flags):
+    baseline, drafting = (line for line in serve_commands(lane(tmp_path, **changes), "llama-server") if line[0] == "l")
+    assert baseline.startswith(f"llama-server -m {tmp_path}/model.gguf --alias ") and "--spec-type" not in baseline
+    assert drafting.endswith(f"--host 127.0.0.1 --port 8001 {flags.format(tmp_path)}")
+
+
+def test_repositories_are_named_and_other_models_are_not_served(tmp_path):
+    chosen = lane(tmp_path, method="ngram", model=None).with_changes(target="org/model-GGUF:Q8_0")
+    assert "llama-server -hf org/model-GGUF:Q8_0 --alias" in serve_commands(chosen, "llama-server")[2]
+    comment = serve_commands(preset("embedded-draft"), "llama-server")[1]
+    assert comment.endswith("llama-server runs GGUF files and repositories, and stories is none of them")
+    absent = chosen.with_changes(target=str(tmp_path / "absent.gguf"))
+    assert "is none of them" in serve_commands(absent, "llama-server")[1]
+
+
+def test_a_build_without_a_kind_of_speculation_is_not_started(tmp_path, program):
+    installed = Program.find("llama-server", program)
+    assert installed.installed.version == "11549"
+    installed.check([*served(on_free_ports(lane(tmp_path)), "llama-server")][1])
+    with pytest.raises(ValueError, match="llama-server 11549 has no --spec-type draft-dflash; install a newer build"):
+        installed.check([*served(on_free_ports(lane(tmp_path, method="dflash")), "llama-server")][1])
+    assert ENGINES["llama-server"].probe(str(tmp_path / "absent")) is None
