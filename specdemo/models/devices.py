@@ -126,17 +126,18 @@ class Cuda(Discrete):
     def problem(self, device: torch.device) -> str:
         architectures = torch.cuda.get_arch_list()
         # ROCm names its architectures differently, and rejects unknown ones itself
-        if torch.version.hip or not architectures or _has_kernels(architectures, _capability(device)):
+        if torch.version.hip or not architectures or _has_kernels(architectures, capability(device)):
             return ""
-        number = "".join(map(str, _capability(device)))
+        number = "".join(map(str, capability(device)))
         return f"PyTorch {torch.__version__} has no kernels for {self.name(device)} (sm_{number})"
 
     def default_dtype(self, device: torch.device) -> str:
         # older GPUs, such as a T4, emulate bfloat16 several times slower than float16
-        return self.dtypes[0] if torch.version.hip or _capability(device) >= (8, 0) else "float16"
+        return self.dtypes[0] if torch.version.hip or capability(device) >= (8, 0) else "float16"
 
 
-def _capability(device: torch.device) -> tuple[int, int]:
+def capability(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of a CUDA device."""
     major, minor = torch.cuda.get_device_capability(device)
     return major, minor
 

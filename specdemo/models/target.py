@@ -36,7 +36,7 @@ from specdemo.kv.graphs import (
 from specdemo.kv.history import History, KVHistory
 from specdemo.kv.snapshots import SnapshotHistory, supports_multi_token
 from specdemo.kv.store import SPARE_COLUMNS, KVStore
-from specdemo.models.devices import device_kind, device_map_summary
+from specdemo.models.devices import capability, device_kind, device_map_summary
 from specdemo.models.fused import fused_decoder, kernels, missing_kernels
 from specdemo.models.packed import packed_bytes
 from specdemo.models.runner import Runner
@@ -92,6 +92,9 @@ class HFTarget(Target):
             self._store.graphs.disabled_reason = "its layers are on several devices"
         elif self._store.graphs and not trees:
             self._store.graphs.disabled_reason = "its cache cannot be rewritten in place"
+        elif self._store.graphs and _experts_wait(model, self.device):
+            dtype = str(self.dtype).removeprefix("torch.")
+            self._store.graphs.disabled_reason = f"its experts wait for the device in {dtype} on this GPU"
         # every plain model can also run its first layers and share its cache, because its history can be cropped
         graphs = self.uses_cuda_graphs
         self.capabilities = Capabilities(trees, "all", layers=trees, cuda_graphs=graphs, batch=UNLIMITED)
@@ -220,6 +223,20 @@ def _new_cache(run: Runner, config: Any, rows: int, columns: int) -> SlabCache:
     # a function, because a method would make the target refer to itself, and its memory wait for the garbage collector
     layers = len(DynamicCache(config=config).layers)
     return SlabCache(layers, rows, columns, run.device, same_shape=run.fused is not None)
+
+
+def _experts_wait(model: PreTrainedModel, device: torch.device) -> bool:
+    """Return whether the experts of a model make the host wait for a GPU, so that no CUDA graph can capture them.
+
+    torch's grouped product copies the group sizes to the host, except in bfloat16 on Hopper and data-centre Blackwell.
+    """
+    if device.type != "cuda" or not any(name.endswith(".experts") for name, _ in model.named_modules()):
+        return False
+    implementation = getattr(model.config.get_text_config(decoder=True), "_experts_implementation", None)
+    if implementation == "grouped_mm":
+        native = not torch.version.hip and capability(device) in ((9, 0), (10, 0))
+        return not (native and model.dtype == torch.bfloat16)
+    return implementation != "batched_mm"
 
 
 def _windows(model: PreTrainedModel, config: Any) -> dict[str, int] | None:

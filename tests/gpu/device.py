@@ -10,7 +10,10 @@ the same memory, so that values computed by the host meanwhile stay constant; - 
 other's results; destroying a graph frees the workspace of its stream for all other graphs on it (pytorch #175276); a
 pool ends with its last graph; - an operation that is not permitted in a capture ends it with an error and leaves the
 state that torch 2.11 leaves: the thread on the capture's stream, the allocator still serving the capture, the pool
-referenced; - `torch.cuda.set_sync_debug_mode` warns once, as torch does, and in mode "error" a synchronisation raises.
+referenced; - `torch.cuda.set_sync_debug_mode` warns once, as torch does, and in mode "error" a synchronisation raises;
+- an asynchronous copy to the host contains nonsense until the host waits for it; - the memory of all tensors is
+counted, except those that only a graph uses; - grouped products wait, except where a GPU has a kernel for them
+(`World.capability`).
 
 It cannot show time, rounding, inputs that a kernel rejects, and races between streams.
 """
@@ -46,6 +49,7 @@ NO_KERNEL = {
 NO_KERNEL |= {"_unsafe_view", "lift_fresh", "_reshape_alias", "set_", "is_pinned", "is_same_size"}
 WAITING = {"nonzero", "masked_select", "_unique2", "unique_dim", "equal", "_local_scalar_dense", "item"}
 PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "linear", "matmul", "_grouped_mm"}  # these need a workspace
+GROUPED = ((9, 0), (10, 0))  # capabilities with a grouped product in bfloat16 that does not wait
 SYNC_MODES = ("default", "warn", "error")
 COPIES = {"copy_", "_to_copy", "to", "_copy_from"}
 
@@ -63,6 +67,7 @@ class OnDevice(torch.Tensor):
 
     def __init__(self, here, where):
         self.here, self.where = here, where
+        the.hold(self)
 
     __torch_function__ = torch._C._disabled_torch_function_impl
     device = property(lambda self: self.where)
@@ -116,6 +121,7 @@ class World:
         self.replays = 0
         self.recorded = []  # weak references to every graph
         self.refuse = None  # an error for the first operation of the next captures
+        self.capability = (9, 0)
         self.underway = []  # pools of captures that the allocator still serves
         self.silent = 0
         self.capturing = None
@@ -125,6 +131,9 @@ class World:
         self.generation = Counter()  # of each stream's workspace
         self.pools = Counter()  # references by pool handle
         self.now, self.waited = count(1), 0
+        self.copies = []  # of asynchronous copies to the host: time, tensor on the host and its values
+        self.held = Counter()  # tensors by address of their memory
+        self.allocated = self.peak = 0  # bytes
         self.sync_mode, self.sync_mode_warned = "default", False
 
     @property
@@ -147,8 +156,31 @@ class World:
         if self.sync_mode == "error":
             raise RuntimeError(f"called a synchronizing CUDA operation: {why}")
         self.waited = next(self.now)
+        self.arrive(self.waited)
         if not self.silent:
             self.waits[why] += 1
+
+    def arrive(self, until):
+        """Fill the host tensors of copies that started before `until`."""
+        for when, tensor, values in self.copies:
+            if when < until:
+                tensor.copy_(values)
+        self.copies = [copy for copy in self.copies if copy[0] >= until]
+
+    def hold(self, tensor):
+        """Count the memory of a tensor until it is freed."""
+        storage = tensor.here.untyped_storage()
+        address, size = storage.data_ptr(), storage.nbytes()
+        self.held[address] += 1
+        if self.held[address] == 1:
+            self.allocated += size
+            self.peak = max(self.peak, self.allocated)
+        weakref.finalize(tensor, self.let_go, address, size)
+
+    def let_go(self, address, size):
+        self.held[address] -= 1
+        if not self.held[address]:
+            self.allocated -= size
 
     def launch(self, name, device, kernels=1):
         if not self.silent:
@@ -173,6 +205,8 @@ class World:
             return func(*args, **kwargs)
         if name in WAITING or (name == "index" and any(t.dtype in (torch.bool, torch.uint8) for t in tensors[1:])):
             self.wait(name)
+        if name == "_grouped_mm" and not (self.capability in GROUPED and tensors[0].dtype == torch.bfloat16):
+            self.wait("the sizes of groups")
         if name in ("index", "index_put", "index_put_", "copy_") and any(
             t.dim() and not isinstance(t, OnDevice) for t in tensors
         ):
@@ -260,7 +294,12 @@ def _crossed(x, device, non_blocking):
     if device.type == "cpu":
         if not non_blocking or the.capturing is not None:
             the.wait("a copy to the host")
-        return x.here.clone()
+        arrived = x.here.clone()
+        if non_blocking and arrived.numel():
+            values = arrived.clone()
+            _spoil(arrived)
+            the.copies.append((next(the.now), arrived, values))
+        return arrived
     device = _indexed(device)
     if isinstance(x, OnDevice):
         the.launch("copied", device)
@@ -344,6 +383,7 @@ class Event:
         self.at, self.when = the.on[device.index], next(the.now)
 
     def synchronize(self):
+        the.arrive(self.when)
         if the.waited < self.when:
             the.wait("an event")
 
@@ -554,9 +594,10 @@ def pretended(devices=1):
         "device_count": lambda: devices,
         "current_device": lambda: the.current,
         "mem_get_info": lambda device=None: (1 << 36, 1 << 36),
-        "memory_allocated": lambda device=None: 0,
-        "max_memory_allocated": lambda device=None: 0,
-        "reset_peak_memory_stats": lambda device=None: None,
+        "memory_allocated": lambda device=None: the.allocated,
+        "max_memory_allocated": lambda device=None: the.peak,
+        "reset_peak_memory_stats": lambda device=None: setattr(the, "peak", the.allocated),
+        "get_device_capability": lambda device=None: the.capability,
         "get_device_name": lambda device=None: "a pretended GPU",
         "empty_cache": lambda: None,
         "synchronize": lambda device=None: the.wait("the device"),

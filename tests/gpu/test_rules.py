@@ -416,3 +416,37 @@ def test_the_pretended_device_keeps_the_rules(world):
     del graph, graphs[0]
     with pytest.raises(RuntimeError, match="workspace"):
         graphs.pop().replay()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability", "captured"),
+    [(torch.bfloat16, (9, 0), True), (torch.float32, (9, 0), False), (torch.bfloat16, (8, 9), False)],
+)
+def test_experts_that_wait_for_the_device_are_not_captured(dtype, capability, captured, world):
+    world.capability = capability
+    target = HFTarget(move(build("gpt_oss").to(dtype), "cuda:0"))
+    plain = output_ids_of(target, load_drafter("none", target))
+    assert bool(world.replays) == captured == target.uses_cuda_graphs
+    reason = f"its experts wait for the device in {str(dtype)[6:]} on this GPU"
+    assert target.note == ("" if captured else f"{reason}, so every operation is launched separately")
+    assert len(plain[0]) == 24
+    assert world.underway == []  # no capture was tried and failed
+
+
+def test_async_copy_must_be_waited_for(world):
+    numbers = OnDevice(torch.arange(4), torch.device("cuda:0"))
+    copy = AsyncHostCopy(numbers)
+    assert copy._host_tensor.tolist() != [0, 1, 2, 3]
+    assert copy.tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("method", ["none", "draft_model", "eagle", "medusa"])
+def test_memory_does_not_grow_from_text_to_text(method, world):
+    target = fused_target()
+    made = drafter(method, target)
+    used = []
+    for _ in range(4):
+        output_ids_of(target, made)
+        gc.collect()
+        used.append(torch.cuda.memory_allocated())
+    assert used[2:] == used[1:3]
