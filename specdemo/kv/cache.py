@@ -93,8 +93,7 @@ class SlabLayer(CacheLayerMixin):
 
     def _slab(self, like: Tensor) -> Tensor:
         rows, heads, _, size = like.shape
-        # zeros: attention multiplies masked columns by 0, and 0 * NaN is NaN
-        return like.new_zeros(rows, heads, self.cursor.capacity, size)
+        return _new_slab(like, rows, heads, self.cursor.capacity, size)
 
 
 class SlabCache(Cache):
@@ -120,7 +119,7 @@ class SlabCache(Cache):
         """Allocate one block for all layers, with the shape of states [B, H, S, D], and copy the old block into it."""
         old_block = self._block
         rows, heads, _, size = like.shape
-        self._block = like.new_zeros(2 * len(self.slabs), rows, heads, self.cursor.capacity, size)
+        self._block = _new_slab(like, 2 * len(self.slabs), rows, heads, self.cursor.capacity, size)
         if old_block is not None:
             self._block.narrow(3, 0, old_block.shape[3]).copy_(old_block)
         for layer, keys, values in zip(self.slabs, self._block[::2], self._block[1::2], strict=True):
@@ -190,6 +189,17 @@ class SlabCache(Cache):
         cursor = self.cursor
         cursor.lengths, cursor.longest, cursor.columns = lengths, max(lengths), None
         cursor.row_lengths = None if min(lengths) == cursor.longest else to_device(lengths, cursor.device)
+
+
+def _new_slab(like: Tensor, *shape: int) -> Tensor:
+    """Allocate zeros of shape [.., H, capacity, D]; attention multiplies masked columns by 0, and 0 * NaN is NaN.
+
+    On a GPU the columns of a row are contiguous, so that its kernels can read the rows as one sequence.
+    """
+    if like.device.type != "cuda":
+        return like.new_zeros(shape)
+    *outer, heads, capacity, size = shape
+    return like.new_zeros(*outer, capacity, heads, size).transpose(-2, -3)
 
 
 def _move(slabs: Tensor, source: Tensor, target: Tensor) -> None:

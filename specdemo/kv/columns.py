@@ -19,10 +19,11 @@ from torch.nn import functional as F
 from specdemo.core.host_copy import to_device
 from specdemo.core.tree import chain_parents
 from specdemo.kv.cache import Cursor, KeyValues, SlabCache
-from specdemo.kv.masks import Masks, additive, ancestry, chain_mask, tree_mask
+from specdemo.kv.masks import ChainMask, Masks, additive, ancestry, chain_mask, tree_mask
 
 AttentionKind = tuple[int, bool]  # window in positions (0: full), and whether a column sees only earlier ones
 FULL: AttentionKind = (0, True)
+Mask = Tensor | ChainMask
 MAX_PLANNED = 64  # columns of the longest chain whose mask is cached
 Rope = tuple[Tensor, Tensor]  # cos, and sin with its first half negated, [B or 1, S, 1, E]
 NO_ROPE: Rope = (torch.empty(0), torch.empty(0))
@@ -39,12 +40,12 @@ class Columns:
     """New columns with positions and masks."""
 
     positions: Tensor  # [B or 1, S]
-    make_mask: Callable[[AttentionKind], Tensor | None] | None = None
+    make_mask: Callable[[AttentionKind], Mask | None] | None = None
     cache: KeyValues | None = None
     rope: Rope = NO_ROPE  # rotary embeddings, unless the model computes its own
     last_real: Tensor | None = None  # [B] last column of each row that is not padding; None: the last one
     write_to: Tensor | None = None  # [B, S] columns of the cache to write to, inside a CUDA graph
-    _masks: dict[AttentionKind, Tensor | None] = field(default_factory=dict)
+    _masks: dict[AttentionKind, Mask | None] = field(default_factory=dict)
 
     def run(self, network: Callable[..., Result], *inputs: Tensor) -> Result:
         """Run `network(*inputs, self)`."""
@@ -58,6 +59,11 @@ class Columns:
 
         None: no mask is needed, except a causal one if S = W.
         """
+        mask = self.visible(kind)
+        return mask.matrix if isinstance(mask, ChainMask) else mask
+
+    def visible(self, kind: AttentionKind = FULL) -> Mask | None:
+        """Return the mask, without a matrix where lengths are enough."""
         if self.make_mask is not None and kind not in self._masks:
             self._masks[kind] = self.make_mask(kind)
         return self._masks.get(kind)
@@ -83,7 +89,7 @@ class Placement(Protocol):
         self,
         positions: Tensor,
         end: int,
-        make_mask: Callable[[AttentionKind], Tensor | None],
+        make_mask: Callable[[AttentionKind], Mask | None],
         *,
         write_to: Tensor | None = None,
         trailing: bool = False,
@@ -230,7 +236,10 @@ class CapturedColumns(ProvisionalColumns):
         store = self._store
         positions = start[:, None] + store.positions[:width]
 
-        def make_mask(kind: AttentionKind) -> Tensor:
+        def make_mask(kind: AttentionKind) -> Mask:
+            window, causal = kind
+            if causal and not 0 < window < len(store.positions):
+                return ChainMask(positions, store.positions, store.dtype)
             return chain_mask(positions, store.positions, kind, store.dtype)
 
         return store.columns(positions, len(store.positions), make_mask, write_to=positions)

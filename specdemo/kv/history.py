@@ -72,8 +72,11 @@ class KVHistory(History):
     several a dict of masks.
     """
 
-    def __init__(self, store: KVStore, run: CapturableForward, windows: Mapping[str, int]) -> None:
-        self.store, self._run, self._windows = store, run, windows
+    def __init__(
+        self, store: KVStore, run: CapturableForward, windows: Mapping[str, int], reads_lengths: bool = False
+    ) -> None:
+        """reads_lengths: the model accepts a `ChainMask`."""
+        self.store, self._run, self._windows, self._reads_lengths = store, run, windows, reads_lengths
 
     @property
     def lengths(self) -> list[int]:
@@ -178,5 +181,6 @@ class KVHistory(History):
     def _masks(self, columns: Columns) -> AttentionMask:
         """Return the mask, or the masks by layer kind if there are several."""
         if len(self._windows) == 1:
-            return columns.mask((next(iter(self._windows.values())), True))
+            kind = next(iter(self._windows.values())), True
+            return columns.visible(kind) if self._reads_lengths else columns.mask(kind)
         return {kind: columns.mask((window, True)) for kind, window in self._windows.items()}

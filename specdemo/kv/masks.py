@@ -10,6 +10,7 @@ once per tree, for columns -C..S-1, and every step takes a slice of it.
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -18,9 +19,40 @@ from specdemo.core.host_copy import to_device
 from specdemo.core.tree import chain_parents
 
 MAX_PLANS = 32  # cached plans: chains of every length and a few static trees
-AttentionMask = Tensor | None | dict[str, Tensor | None]  # a dict has one mask per layer kind
 
 ALIGNMENT = 16  # elements; with other row strides the GPU kernels copy the mask in every layer
+
+
+@dataclass(frozen=True)
+class ChainMask:
+    """Mask of consecutive columns at positions [B, S] over keys [W], of which each sees all up to itself.
+
+    Kernels that read lengths from a tensor need no matrix, and read visible columns only.
+    """
+
+    positions: Tensor
+    keys: Tensor
+    dtype: torch.dtype
+
+    @cached_property
+    def matrix(self) -> Tensor:
+        """The additive mask [B, 1, S, W]."""
+        return chain_mask(self.positions, self.keys, (0, True), self.dtype)
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """Number of columns that the last column sees, [B] int32."""
+        return (self.positions[:, -1] + 1).int()
+
+    @cached_property
+    def bounds(self) -> tuple[Tensor, Tensor]:
+        """Row boundaries of queries and of keys if the rows are concatenated, [B + 1] int32 each."""
+        rows, slots = self.positions.shape
+        index = self.keys[: rows + 1].int()
+        return index * slots, index * len(self.keys)
+
+
+AttentionMask = Tensor | ChainMask | None | dict[str, Tensor | None]  # a dict has one mask per layer kind
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from torch import Tensor
 from specdemo.core.host_copy import to_device
 from specdemo.core.protocol import UNLIMITED, GraphCapture, Tensors
 from specdemo.kv.cache import Cursor, SlabCache
-from specdemo.kv.columns import NO_ROPE, Angles, AttentionKind, CapturedColumns, Columns, EagerColumns
+from specdemo.kv.columns import NO_ROPE, Angles, AttentionKind, CapturedColumns, Columns, EagerColumns, Mask
 from specdemo.kv.graphs import COLUMN_MULTIPLE, GraphCache
 from specdemo.kv.masks import Masks
 
@@ -134,7 +134,7 @@ class KVStore:
         self,
         positions: Tensor,
         end: int,
-        make_mask: Callable[[AttentionKind], Tensor | None],
+        make_mask: Callable[[AttentionKind], Mask | None],
         *,
         write_to: Tensor | None = None,
         trailing: bool = False,

@@ -17,9 +17,10 @@ from transformers.models.mistral.modeling_mistral import MistralDecoderLayer, Mi
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3ForCausalLM
 
+from specdemo.kv.columns import Mask
 from specdemo.kv.graphs import TOLERANCE
 from specdemo.models.devices import device_map_summary
-from specdemo.models.layers import DecoderLayer, Rotary, signed_sin
+from specdemo.models.layers import DecoderLayer, Rotary, shared_mask, signed_sin
 from specdemo.models.packed import (
     KNOWN_NORMS,
     FastRMSNorm,
@@ -87,7 +88,7 @@ class FusedDecoder:
         tokens: Tensor,
         cache: Any,  # a SlabCache
         positions: Tensor,
-        mask: Tensor | None,
+        mask: Mask | None,
         taps: tuple[int, ...],
         last: bool,
         layers: int | None = None,
@@ -98,6 +99,7 @@ class FusedDecoder:
         """
         x = self._embed(tokens)
         rope = self._rotary(positions, cache.cursor.capacity + positions.shape[1])
+        mask = shared_mask(mask, self._layers[0].self_attn, x)
         hidden = {0: x} if 0 in taps else {}
         for number, layer in enumerate(self._layers[:layers], start=1):
             x = layer.run(x, rope, mask, cache)

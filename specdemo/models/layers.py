@@ -6,7 +6,9 @@ be one product, queries and keys are rotated together, and the keys of grouped q
 B rows, S columns, W columns of keys, H heads, K key/value heads, D hidden size, E size of an attention head.
 """
 
+import os
 from collections.abc import Container, Iterable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -18,10 +20,12 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specdemo.core.protocol import Target
 from specdemo.kv.cache import KeyValues
-from specdemo.kv.columns import FULL, AttentionKind, Columns, Rope
-from specdemo.kv.masks import additive
+from specdemo.kv.columns import FULL, AttentionKind, Columns, Mask, Rope
+from specdemo.kv.graphs import TOLERANCE
+from specdemo.kv.masks import ChainMask, additive
 from specdemo.models.packed import RMSNorm, concat_linears, pack_linear, should_fuse
 
+PROBE_COLUMNS = 64
 TensorNames = Container[str]  # names of the tensors in a checkpoint, such as self_attn.q_proj.bias
 
 
@@ -91,25 +95,77 @@ def signed_sin(sin: Tensor) -> Tensor:
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scaling: float | None = None
+    query: Tensor, key: Tensor, value: Tensor, mask: Mask | None, causal: bool, scaling: float | None = None
 ) -> Tensor:
     """Compute attention of query [B, H, S, E] over key and value [B, K, W, E]; return [B, S, H, E].
 
-    mask is [B or 1, 1 or H, 1 or S, W]. With one mask for all heads, the queries of a group become rows of one head:
-    its keys are read once, and some GPUs have no fast kernel for grouped queries with a mask.
+    mask is [B or 1, 1 or H, 1 or S, W], folded (see `fold_mask`), or a `ChainMask`. With one mask for all heads, the
+    queries of a group become rows of one head: its keys are read once, and some GPUs have no fast kernel for grouped
+    queries with a mask.
     """
     rows, heads, slots, size = query.shape
     group = heads // key.shape[1]
+    if isinstance(mask, ChainMask):
+        if reads_lengths(query.device, query.dtype, heads, key.shape[1], size):
+            return attend_visible(query, key, value, mask, scaling)
+        mask = mask.matrix
     if group == 1 or causal or (mask is not None and mask.shape[1] > 1):
         out = F.scaled_dot_product_attention(
             query, key, value, mask, is_causal=causal, scale=scaling, enable_gqa=group > 1
         )
         return out.transpose(1, 2)
     folded = query.reshape(rows, key.shape[1], group * slots, size)
-    if mask is not None and mask.shape[2] > 1:
-        mask = mask.repeat(1, 1, group, 1)
+    if mask is not None and mask.shape[2] == slots:
+        mask = fold_mask(mask, group)
     out = F.scaled_dot_product_attention(folded, key, value, mask, scale=scaling)
     return out.view(rows, heads, slots, size).transpose(1, 2)
+
+
+def fold_mask(mask: Tensor, group: int) -> Tensor:
+    """Repeat a mask [B or 1, 1, S, W] for the queries of a group of heads: [B or 1, 1, group S, W]."""
+    return mask if group == 1 or mask.shape[2] == 1 else mask.repeat(1, 1, group, 1)
+
+
+def shared_mask(mask: Mask | None, attention: "Attention", x: Tensor) -> Mask | None:
+    """Return the form of a mask that all layers like `attention` can use for x [B, S, D] without work of their own."""
+    heads, kv_heads, size = attention.heads, attention.kv_heads, attention.head_dim
+    if isinstance(mask, ChainMask):
+        if reads_lengths(x.device, x.dtype, heads, kv_heads, size):
+            return mask
+        mask = mask.matrix
+    return None if mask is None else fold_mask(mask, heads // kv_heads)
+
+
+def attend_visible(query: Tensor, key: Tensor, value: Tensor, mask: ChainMask, scaling: float | None = None) -> Tensor:
+    """Compute attention as `attend` does, with a kernel that reads visible columns only (FlashAttention, 2307.08691).
+
+    A masked kernel reads all columns of the cache, so its time grows with the capacity.
+    """
+    slots = query.shape[2]
+    packed = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]  # [B S, H, E], [B W, K, E] twice
+    out: Tensor = torch.ops.aten._flash_attention_forward(
+        *packed, *mask.bounds, slots, key.shape[2], 0.0, slots > 1, False, scale=scaling, seqused_k=mask.lengths
+    )[0]
+    rows_of_slots: Tensor = out.unflatten(0, (-1, slots))
+    return rows_of_slots
+
+
+@lru_cache
+def reads_lengths(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, size: int) -> bool:
+    """Return whether `attend_visible` works for attention of these sizes. Compared with the masked kernel once."""
+    if device.type != "cuda" or dtype == torch.float32 or os.environ.get("SPECDEMO_FLASH") == "0":
+        return False
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, heads, 3, size), (2, kv_heads, PROBE_COLUMNS, size), (2, kv_heads, PROBE_COLUMNS, size)]
+    query, key, value = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
+    positions = torch.tensor([[4, 5, 6], [40, 41, 42]]).to(device)
+    mask = ChainMask(positions, torch.arange(PROBE_COLUMNS, device=device), dtype)
+    try:
+        visible = attend_visible(query, key, value, mask)
+    except (RuntimeError, AttributeError, TypeError):  # no such kernel in this build or for this GPU
+        return False
+    expected = attend(query, key, value, mask.matrix, False)
+    return bool((visible - expected).abs().max() <= TOLERANCE[dtype] * expected.abs().max())
 
 
 class ConcatLinear(nn.Module):
@@ -155,8 +211,8 @@ class Attention(nn.Module):
         sink = "self_attn.attention_sink_bias" in names
         self.attention_sink_bias = nn.Parameter(torch.zeros(self.heads)) if sink else None
 
-    def forward(self, x: Tensor, rope: Rope, mask: Tensor | None, cache: KeyValues | None) -> Tensor:
-        """x [B, S, D or inputs] -> [B, S, D]. mask: see `Columns.mask`."""
+    def forward(self, x: Tensor, rope: Rope, mask: Mask | None, cache: KeyValues | None) -> Tensor:
+        """x [B, S, D or inputs] -> [B, S, D]. mask: see `attend`."""
         qkv = self.qkv(x) if self.qkv else torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
         qk, v = self._split_heads(qkv).split([self.heads + self.kv_heads, self.kv_heads], 2)
         if self.q_norm is not None and self.k_norm is not None:
@@ -168,7 +224,8 @@ class Attention(nn.Module):
             k, v = cache.update(k, v, self.index)
         causal = mask is None and self.kind[1] and x.shape[1] > 1
         if self.attention_sink_bias is not None:
-            k, v, mask, causal = *self._add_sink(k, v, mask, causal, x.shape[1]), False
+            matrix = mask.matrix if isinstance(mask, ChainMask) else mask
+            k, v, mask, causal = *self._add_sink(k, v, matrix, causal, x.shape[1]), False
         out: Tensor = self.o_proj(attend(q, k, v, mask, causal, self.scaling).flatten(2))
         return out
 
@@ -240,17 +297,17 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x: Tensor, columns: Columns) -> Tensor:
         """x [B, S, D] -> [B, S, D]"""
-        return self.run(x, columns.rope, columns.mask(self.self_attn.kind), columns.cache)
+        return self.run(x, columns.rope, columns.visible(self.self_attn.kind), columns.cache)
 
-    def run(self, x: Tensor, rope: Rope, mask: Tensor | None, cache: KeyValues | None) -> Tensor:
-        """x [B, S, D] -> [B, S, D]. mask: see `Columns.mask`."""
+    def run(self, x: Tensor, rope: Rope, mask: Mask | None, cache: KeyValues | None) -> Tensor:
+        """x [B, S, D] -> [B, S, D]. mask: see `attend`."""
         x = x + self.self_attn(self.input_layernorm(x), rope, mask, cache)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
 
     def attention(self, x: Tensor, columns: Columns) -> Tensor:
         """Run attention alone on normed x [B, S, D or inputs] -> [B, S, D]."""
-        out: Tensor = self.self_attn(x, columns.rope, columns.mask(self.self_attn.kind), columns.cache)
+        out: Tensor = self.self_attn(x, columns.rope, columns.visible(self.self_attn.kind), columns.cache)
         return out
 
     def fuse(self) -> None:

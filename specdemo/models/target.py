@@ -212,7 +212,7 @@ class HFTarget(Target):
         if not self.capabilities.trees:
             return SnapshotHistory(self._run, self._config, self._multi_token, self.device)
         self._store.start(rows, columns + (WIDTHS[-1] if self.uses_cuda_graphs else 0))  # room for padding slots
-        return KVHistory(self._store, self._run, self._windows)
+        return KVHistory(self._store, self._run, self._windows, reads_lengths=self._run.fused is not None)
 
     @cached_property
     def _multi_token(self) -> bool:

@@ -22,6 +22,7 @@ import warnings
 import weakref
 from collections import Counter, defaultdict
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import count
 from unittest.mock import patch
 
@@ -119,9 +120,11 @@ class World:
         self.on = Counter()  # kernels and replays by device
         self.waits = Counter()  # by reason
         self.replays = 0
+        self.columns = Counter()  # columns that attention read: all of a masked cache, or visible ones only
         self.recorded = []  # weak references to every graph
         self.refuse = None  # an error for the first operation of the next captures
         self.capability = (9, 0)
+        self.flash_dtypes = {torch.bfloat16, torch.float16}
         self.underway = []  # pools of captures that the allocator still serves
         self.silent = 0
         self.capturing = None
@@ -315,16 +318,40 @@ def _fused(func, name, args, kwargs):
     if mask is None:
         kernels = 1
     else:
+        func = partial(_masked_attention, func)
         unaligned = any(stride % 8 for size, stride in zip(mask.shape[:-1], mask.stride(), strict=False) if size > 1)
         kernels = 1 + 2 * (mask.dtype == torch.bool) + unaligned
     return the.run(func, args, kwargs, device, name, kernels)
+
+
+def _masked_attention(func, query, key, *args, **kwargs):
+    the.columns["masked"] += key.shape[0] * key.shape[2]
+    return func(query, key, *args, **kwargs)
 
 
 def _fixed(func, name):
     """Replace operations that do not exist on a CPU."""
     if name == "histc":
         return lambda x, bins=100, *_: torch.bincount(x.long(), minlength=int(bins)).to(x.dtype)
-    return func
+    return flash_attention if name == "_flash_attention_forward" else func
+
+
+def flash_attention(
+    query, key, value, bounds, key_bounds, max_q, max_k, dropout, causal, debug, *, seqused_k, scale=None
+):
+    """Compute attention of concatenated rows [B S, H, E] over the first `seqused_k` [B] columns of each row."""
+    if query.dtype not in the.flash_dtypes or the.capability < (8, 0):
+        raise RuntimeError("FlashAttention only supports fp16 and bf16 on Ampere GPUs or newer")
+    parts = []
+    for row, used in enumerate(seqused_k.tolist()):
+        q = query[bounds[row] : bounds[row + 1]].transpose(0, 1)
+        k, v = (x[key_bounds[row] : key_bounds[row] + used].transpose(0, 1) for x in (key, value))
+        mask = torch.ones(q.shape[1], used, dtype=torch.bool).tril(used - q.shape[1]) if causal else None
+        out = nn.functional.scaled_dot_product_attention(q[None], k[None], v[None], mask, scale=scale, enable_gqa=True)
+        parts.append(out[0].transpose(0, 1))
+        the.columns["visible"] += used
+    nothing = query.new_empty(0)
+    return torch.cat(parts), nothing, nothing, nothing, nothing
 
 
 def _here(x):

@@ -22,10 +22,13 @@ from specdemo.methods.heads.eagle import Eagle
 from specdemo.methods.heads.medusa import Medusa
 from specdemo.methods.heads.mlp_speculator import MLPSpeculator
 from specdemo.methods.heads.mtp import MTP
+from specdemo.models import layers
 from specdemo.models.fused import fuse_layer, fuse_layers
+from specdemo.models.layers import reads_lengths
 from specdemo.models.pass_cost import rounding_noise
 from specdemo.models.prefix_reuse import PrefixCachedTarget
 from specdemo.models.target import HFTarget
+from tests.gpu import device
 from tests.gpu.device import STREAMS, OnDevice, move, pretended
 from tests.gpu.waits import no_synchronisation
 from tests.models.tiny import build, texts
@@ -450,3 +453,33 @@ def test_memory_does_not_grow_from_text_to_text(method, world):
         gc.collect()
         used.append(torch.cuda.memory_allocated())
     assert used[2:] == used[1:3]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("method", ["none", "draft_model", "eagle", "ngram"])
+def test_chains_that_read_visible_columns_only_give_the_same_text(method, rows, world, monkeypatch):
+    world.flash_dtypes |= {torch.float32}  # without rounding, texts can be compared
+    texts, columns = [], []
+    for by_length in (True, False):
+        monkeypatch.setattr(layers, "reads_lengths", lambda *sizes, by_length=by_length: by_length)
+        world.columns.clear()
+        target = fused_target()
+        texts.append(output_ids_of(target, drafter(method, target), rows))
+        columns.append(dict(world.columns))
+    assert texts[0] == texts[1]
+    assert "visible" not in columns[1]
+    assert sum(columns[0].values()) < 0.8 * columns[1]["masked"]  # trees are masked
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability", "expected"),
+    [(torch.bfloat16, (8, 6), True), (torch.float16, (7, 5), False), (torch.float32, (9, 0), False)],
+)
+def test_kernel_by_length_is_compared_before_it_is_used(dtype, capability, expected, world, monkeypatch):
+    world.capability = capability
+    reads_lengths.cache_clear()
+    assert reads_lengths(torch.device("cuda:0"), dtype, 4, 2, 16) == expected
+    reads_lengths.cache_clear()
+    monkeypatch.setattr(device, "flash_attention", lambda query, *_, **__: [torch.zeros_like(query)] * 5)
+    assert not reads_lengths(torch.device("cuda:0"), dtype, 4, 2, 16)  # another result than the masked kernel
+    reads_lengths.cache_clear()
