@@ -17,8 +17,13 @@ class Peers(Decoding):
 
     name = "peers"
     pair: Annotated[str | None, PAIR] = None  # None: the largest that fits
+    engine: Annotated[
+        Literal["torch", "llamacpp"],
+        Option("--engine", "engine", "Engine of the forward passes: torch, or llamacpp in this process.", str),
+    ] = "torch"
 
     def run(self, report: Report, cancelled: Callable[[], bool]) -> Result:
+        from benchmarks.llamacpp_engine import compete_on_llamacpp
         from benchmarks.pairs import make_pair
         from benchmarks.peers import compete
         from specdemo.models.machine import one_thread
@@ -26,7 +31,8 @@ class Peers(Decoding):
         report(0.0, "creating the models")
         pair = make_pair(self.pair, self.device, self.dtype)
         with one_thread(pair.target.device):  # all peers use as many threads as the engine
-            return compete(pair, self.repeats, self.new_tokens, report, cancelled)
+            contest = compete if self.engine == "torch" else compete_on_llamacpp
+            return contest(pair, self.repeats, self.new_tokens, report, cancelled)
 
 
 class Floor(Decoding):

@@ -19,26 +19,41 @@ from specdemo.servers.engines import llamacpp
 CONTEXT = 1024
 
 
-class LlamaCpp:
-    """Plain greedy decoding by llama.cpp, with as many threads as torch."""
+def export(model: PreTrainedModel, file: Path) -> str:
+    """Write a model as GGUF and return the path. Raises ValueError for a model that llama.cpp cannot run here."""
+    if type(model) is not LlamaForCausalLM or model.device.type != "cpu" or model.dtype != torch.float32:
+        raise ValueError("llama.cpp is left out: the comparison needs a Llama in float32 on a CPU")
+    words = [f"t{number}" for number in range(model.config.vocab_size)]
+    write_gguf(model, GGUFVocab(words, ["t 0"]), file)
+    return str(file)
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        """Convert and load the model. Raises ValueError, one line, if llama.cpp cannot take part."""
+
+class LlamaCpp:
+    """Greedy decoding by llama.cpp's own loop, with as many threads as torch."""
+
+    def __init__(self, model: PreTrainedModel, draft: PreTrainedModel | None = None, k: int = 0) -> None:
+        """Convert and load the models. draft: None for plain decoding. Raises ValueError, one line, if llama.cpp cannot
+        take part.
+        """
         llamacpp.LlamaCpp().check_installed()
-        if type(model) is not LlamaForCausalLM or model.device.type != "cpu" or model.dtype != torch.float32:
-            raise ValueError("llama.cpp is left out: the comparison needs a Llama in float32 on a CPU")
         library = import_module("xllamacpp")
         settings = library.CommonParams()
         settings.load_mode = library.llama_load_mode.LLAMA_LOAD_MODE_NONE  # loads the complete file, which is deleted
         settings.n_ctx, settings.n_parallel = min(CONTEXT, model.config.max_position_embeddings), 1
-        settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = torch.get_num_threads()
         settings.n_gpu_layers = 0
         settings.verbosity = -1
         with TemporaryDirectory() as folder:
-            file = Path(folder) / "model.gguf"
-            words = [f"t{number}" for number in range(model.config.vocab_size)]
-            write_gguf(model, GGUFVocab(words, ["t 0"]), file)
-            settings.model.path = str(file)
+            settings.model.path = export(model, Path(folder) / "model.gguf")
+            if draft is not None:
+                drafting = settings.speculative
+                drafting.types = [library.common_speculative_type.COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE]
+                drafting.draft.mparams.path = export(draft, Path(folder) / "draft.gguf")
+                drafting.draft.n_max, drafting.draft.n_gpu_layers = k, 0
+            for part in (settings, settings.speculative.draft):
+                part.cpuparams.n_threads = part.cpuparams_batch.n_threads = torch.get_num_threads()
+                part.cache_type_k = part.cache_type_v = library.ggml_type.GGML_TYPE_F32
+            # flash attention is slow with a float32 cache
+            settings.flash_attn_type = library.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
             self._server = library.Server(settings)
 
     def __call__(self, prompt: Tensor, new_tokens: int) -> list[int]:

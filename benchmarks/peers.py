@@ -26,14 +26,13 @@ from specdemo.bench.device import copy_bandwidth
 from specdemo.bench.measure import Tick, repeated
 from specdemo.bench.result import Result
 from specdemo.core.estimate import Estimate, over_repeats
-from specdemo.core.protocol import Budget, Drafter, GenerationConfig
+from specdemo.core.protocol import Budget, Drafter, GenerationConfig, Target
 from specdemo.core.trace import StepEvent
 from specdemo.engine.loop import generate
 from specdemo.engine.session import environment
 from specdemo.methods import BASELINE, load_drafter
 from specdemo.models.devices import device_kind
 from specdemo.models.fused import fuse_layers
-from specdemo.models.target import HFTarget
 
 K = 5
 LOOKUP = 10  # tokens of a prompt-lookup draft, the default of transformers
@@ -53,7 +52,7 @@ Peer = Callable[[Tensor, int], list[int]]  # (prompt [1, T], number of new token
 class OwnEngine:
     """The engine as a peer. It stores the steps of its last run."""
 
-    target: HFTarget
+    target: Target
     drafter: Drafter
     budget: Budget
     events: list[StepEvent] = field(default_factory=list)
@@ -218,23 +217,23 @@ def _with_fused_layers(model: PreTrainedModel) -> RecordingTarget:
     return RecordingTarget(own)
 
 
-def row(name: str, contests: Sequence[Mapping[str, Timed]]) -> dict[str, Any]:
+def row(name: str, contests: Sequence[Mapping[str, Timed]], baseline: str = PLAIN) -> dict[str, Any]:
     last = contests[-1]
     events = [event for run in last[name].events for event in run[1:]]
     drafted = sum(t >= 0 for e in events for t in e.drafted[0])
-    same = sum(a == b for a, b in zip(last[name].written, last[PLAIN].written, strict=True))
-    total = len(last[PLAIN].written)
+    same = sum(a == b for a, b in zip(last[name].written, last[baseline].written, strict=True))
+    total = len(last[baseline].written)
     return {
         "lane": name,
         "tokens/s": over_repeats([timed[name].tokens_per_s for timed in contests]),
-        "speed-up": _ratio(contests, name, PLAIN),
+        "speed-up": ratio(contests, name, baseline),
         "accepted": round(sum(len(e.path[0]) - 1 for e in events) / drafted, 4) if drafted else None,
         "tokens/pass": round(sum(len(e.emitted[0]) for e in events) / len(events), 4) if events else None,
         "output": "identical" if same == total else f"{same} of {total} identical",
     }
 
 
-def _ratio(contests: Sequence[Mapping[str, Timed]], one: str, other: str) -> Estimate:
+def ratio(contests: Sequence[Mapping[str, Timed]], one: str, other: str) -> Estimate:
     return over_repeats([timed[one].tokens_per_s / timed[other].tokens_per_s for timed in contests])
 
 
@@ -255,7 +254,7 @@ def _ratios(contests: Sequence[Mapping[str, Timed]]) -> list[str]:
         (OUR_DRAFT, BARE),
         (OUR_LOOKUP, TRANSFORMERS_LOOKUP),
     ]
-    ratios = [(one, other, _ratio(contests, one, other)) for one, other in versus if other in contests[0]]
+    ratios = [(one, other, ratio(contests, one, other)) for one, other in versus if other in contests[0]]
     return [f"{one} / {other}: {r.format()}" for one, other, r in ratios]
 
 

@@ -12,7 +12,7 @@ from specdemo.engine.failure import clear_traceback, reason
 from specdemo.engine.model_cache import drafter_key
 from specdemo.methods import BASELINE, build_drafter, load_drafter, method
 from specdemo.methods.base import Method
-from specdemo.models.prefix_reuse import PrefixCachedTarget, prefix_cached, with_prefix_cache
+from specdemo.models.prefix_reuse import PrefixCachedLlamaCpp, PrefixCachedTarget, prefix_cached, with_prefix_cache
 
 Key = tuple[object, ...]  # key of the drafter's model, index of the lane, method and options
 Models = tuple[Target, object]  # the target of a lane, and the model its drafter is built from
@@ -29,7 +29,7 @@ class LaneModels:
     failure: str = ""
 
     @property
-    def prefix_cached(self) -> list[PrefixCachedTarget]:
+    def prefix_cached(self) -> list[PrefixCachedTarget | PrefixCachedLlamaCpp]:
         """Return the models that cache a text between turns."""
         return prefix_cached(self.target, self.model)
 

@@ -253,10 +253,20 @@ class LlamaCppTarget(Target):
         hidden = {-1: torch.stack([states for _, states in parts if states is not None])} if taps else {}
         return Forward(logits, hidden)
 
-    def _decode_text(self, row: int, ids: list[int], states: bool) -> tuple[Tensor, Tensor | None]:
-        """Read a text as the history of a row; return the last logits [1, V] and the states [T, H], if requested."""
+    def _extend(self, ids: list[int]) -> Forward:
+        """Read a text of a single row, of which the history has the start."""
+        if len(ids) > self.max_length:
+            raise ValueError(f"{self.name} holds {self.max_length} tokens, not {len(ids)}; shorten the prompt")
+        logits, _ = self._decode_text(0, ids, False, self._rows[0].length)
+        return Forward(logits[None])
+
+    def _decode_text(self, row: int, ids: list[int], states: bool, start: int = 0) -> tuple[Tensor, Tensor | None]:
+        """Read a text as the history of a row, which has its first `start` tokens already.
+
+        Return the last logits [1, V] and the states [T, H], if requested.
+        """
         context, hidden = self._open_context(), []
-        for begin in range(0, len(ids), BATCH_TOKENS):
+        for begin in range(start, len(ids), BATCH_TOKENS):
             part = ids[begin : begin + BATCH_TOKENS]
             last = begin + len(part) == len(ids)
             outputs = [states] * (len(part) - 1) + [states or last]

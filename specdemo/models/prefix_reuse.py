@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from specdemo.core.protocol import DraftFunction, DraftPlan, Forward, Tensors
+from specdemo.models.llamacpp import SPARE_CELLS, LlamaCppTarget
 from specdemo.models.load import LoadedModel
 from specdemo.models.target import HFTarget
 
@@ -134,16 +135,78 @@ class PrefixCachedTarget(HFTarget):
         return Forward(forward.logits, {tap: torch.cat([cached_hidden[tap], forward.hidden[tap]], 1) for tap in taps})
 
 
+class PrefixCachedLlamaCpp(LlamaCppTarget):
+    """GGUF target whose `release` keeps the history of a single row, and whose `start` reuses the common prefix.
+
+    A text that is read with hidden states is read from its start.
+    """
+
+    _text: list[int] | None = None  # committed tokens of a single row
+
+    def start(self, tokens: Tensor, taps: tuple[int, ...] = (), reserve: int = 0) -> Forward:
+        self.release()
+        ids = tokens[0].tolist() if len(tokens) == 1 else []
+        self.cached_tokens = 0 if taps or not self._text else _shared_length(self._text, ids)
+        if self.capacity < len(ids) + max(reserve, SPARE_CELLS):
+            self.cached_tokens = 0
+        self._text, text = None, self._text  # if reading fails, there is nothing to continue
+        if text and self.cached_tokens:
+            self.crop([self.cached_tokens])
+            forward = self._extend(ids)
+        else:
+            forward = super().start(tokens, taps, reserve)
+        self._text = ids or None
+        return forward
+
+    def commit(self, path: list[list[int]]) -> None:
+        accepted = [self._rows[0].tokens[slot] for slot in path[0]] if self._text is not None else []
+        super().commit(path)
+        if self._text is not None:
+            self._text += accepted
+
+    def crop(self, lengths: list[int]) -> None:
+        super().crop(lengths)
+        if self._text is not None:
+            self._text = self._text[: lengths[0]]
+
+    def release(self) -> None:
+        """Keep the history of a single row for the next `start`; free it otherwise."""
+        if self._text is None:
+            super().release()
+        else:
+            self._drop_provisional()
+
+    def discard_turn(self) -> None:
+        """Drop what was read and generated since the last `start`."""
+        if self._text and self.cached_tokens:
+            self.crop([self.cached_tokens])
+        else:
+            self.forget()
+
+    def forget(self) -> None:
+        """Free the history and all cached tokens."""
+        self._text, self.cached_tokens = None, 0
+        super().release()
+
+
+def _shared_length(text: list[int], ids: list[int]) -> int:
+    """Return the length of the common prefix. The last token is always read, for its logits."""
+    pairs = enumerate(zip(text, ids[:-1], strict=False))
+    return next((place for place, (one, other) in pairs if one != other), min(len(text), len(ids) - 1))
+
+
 def with_prefix_cache(model: object) -> Any:
-    """Return a loaded model with a prefix cache; heads and GGUF models are returned unchanged."""
-    if not isinstance(model, HFTarget | LoadedModel) or model.model is None:
+    """Return a loaded model with a prefix cache; heads are returned unchanged."""
+    if isinstance(model, LoadedModel | LlamaCppTarget) and model.weights is not None:
+        return PrefixCachedLlamaCpp(model.weights, model.tokenizer, model.name, model.notes)
+    if not isinstance(model, HFTarget | LoadedModel):
         return model
     return PrefixCachedTarget(model.model, model.tokenizer, model.name, notes=model.notes)
 
 
-def prefix_cached(*models: object) -> list[PrefixCachedTarget]:
+def prefix_cached(*models: object) -> list[PrefixCachedTarget | PrefixCachedLlamaCpp]:
     """Return those of the models that have a prefix cache."""
-    return [model for model in models if isinstance(model, PrefixCachedTarget)]
+    return [model for model in models if isinstance(model, PrefixCachedTarget | PrefixCachedLlamaCpp)]
 
 
 def _joined(segments: list[TextState]) -> TextState:

@@ -180,3 +180,16 @@ def test_without_its_packages_or_in_half_precision_llama_cpp_does_not_take_part(
     monkeypatch.setattr(llamacpp, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="pip install xllamacpp gguf"):
         LlamaCpp(pair.target)
+
+
+def test_both_loops_on_llamacpp_write_the_same_text(pair):
+    pytest.importorskip("llama_cpp", reason="llama.cpp is not installed: pip install llama-cpp-python gguf")
+    pytest.importorskip("xllamacpp", reason="llama.cpp's own loop is not installed: pip install xllamacpp")
+    from benchmarks.llamacpp_engine import DRAFT, PLAIN, compete_on_llamacpp
+
+    result = compete_on_llamacpp(pair, 1, 20, silent, never_cancelled)
+    assert [row["lane"] for row in result.rows] == [OUR_PLAIN, OUR_DRAFT, PLAIN, DRAFT]
+    assert [row["output"] for row in result.rows] == ["identical"] * 4
+    assert result.rows[1]["tokens/pass"] > 1.5
+    assert 0.0 < result.rows[0]["overhead, ms/step"] < 100.0
+    assert result.environment["kernels"].startswith("llama.cpp")

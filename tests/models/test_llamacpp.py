@@ -1,25 +1,31 @@
 """GGUF models on a real llama.cpp, against the same weights in transformers."""
 
+import ctypes
 import re
+from collections import Counter
 
 import pytest
 import torch
+from scipy.stats import chi2
+from transformers import LlamaConfig, LlamaForCausalLM
 
 pytest.importorskip("llama_cpp", reason="llama.cpp is not installed: pip install llama-cpp-python gguf")
 pytest.importorskip("gguf")
 
 import specdemo
 from specdemo.core.protocol import Budget, GenerationConfig
-from specdemo.core.sampling import Sampling
+from specdemo.core.sampling import Sampling, to_probs
 from specdemo.core.tree import ABSENT, chain_parents
 from specdemo.engine.loop import generate
 from specdemo.engine.model_cache import ModelCache
-from specdemo.engine.session import session
+from specdemo.engine.session import Session, follow_up, session
 from specdemo.methods import load_drafter, method, model_method
 from specdemo.models.errors import Cancelled
 from specdemo.models.gguf import GGUFVocab, write_gguf
-from specdemo.models.llamacpp import LlamaCppSettings
+from specdemo.models.gguf_files import read_header
+from specdemo.models.llamacpp import LlamaCppSettings, library
 from specdemo.models.load import load_model, load_target
+from specdemo.models.prefix_reuse import with_prefix_cache
 from specdemo.presets.files import load_presets, preset
 from specdemo.presets.pair import ID, add_pair
 from specdemo.ui.controls import component_props, from_values, to_values
@@ -31,6 +37,7 @@ TEXTS = [
     "The sun was hot, and",
     "One day, a big bear",
 ]
+ENDLESS = {"eos_token_id": 1 << 20, "pad_token_id": 0}  # transformers generates all tokens, also after a stop token
 METHODS = ["ngram", "suffix", "lookahead", "draft_model", "adaptive", "cascade", "router"]
 
 
@@ -246,3 +253,154 @@ def test_page_of_two_gguf_files(files, monkeypatch):
     assert from_values(values).models == chosen.models
     trace = session().run(from_values({**values, "max_new_tokens": 8}))
     assert [lane.finish for lane in trace.lanes] == ["length", "length"]
+
+
+@pytest.fixture(scope="module")
+def openings(reference):
+    """Return 200 prompts of 12 tokens, from random places of a sampled text."""
+    generator = torch.Generator().manual_seed(11)
+    prompt = reference.tokenizer("Once upon a time", return_tensors="pt").input_ids
+    torch.manual_seed(3)
+    tokens = reference.model.generate(prompt.repeat(4, 1), max_new_tokens=400, do_sample=True, **ENDLESS).flatten()
+    starts = torch.randint(0, len(tokens) - 12, (200,), generator=generator).tolist()
+    return torch.stack([tokens[start : start + 12] for start in starts])
+
+
+@pytest.fixture(scope="module")
+def continuations(reference, openings):
+    """Return the 16 tokens that transformers writes after each opening."""
+    mask = torch.ones_like(openings)
+    outputs = reference.model.generate(openings, attention_mask=mask, max_new_tokens=16, do_sample=False, **ENDLESS)
+    return outputs[:, 12:].tolist()
+
+
+def agrees(found, expected, reference, prompt):
+    """Return whether greedy outputs are equal, except after a near-tie of the target's two best logits."""
+    for place, (one, other) in enumerate(zip(found, expected, strict=True)):
+        if one != other:
+            text = torch.cat([prompt, torch.tensor(expected[:place], dtype=torch.int64)])
+            best = reference.model(text[None]).logits[0, -1].topk(2).values
+            return bool(best[0] - best[1] < 1e-3)
+    return True
+
+
+def outputs_in_batches(target, name, files, openings, rows, budget):
+    found = []
+    config = GenerationConfig(16, budget=budget, stop_token_ids=())
+    for batch in openings.split(rows):
+        found += output(target, drafter_of(name, target, files), batch, config)
+    return found
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_greedy_output_of_many_prompts(name, target, reference, files, openings, continuations, request):
+    count = 200 if request.config.getoption("--soak") else 24
+    rows = 4 if target.capabilities.batch >= 4 else 1
+    found = outputs_in_batches(target, name, files, openings[:count], rows, Budget(4, 12))
+    wrong = [
+        number
+        for number, (one, other) in enumerate(zip(found, continuations[:count], strict=True))
+        if not agrees(one, other, reference, openings[number])
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("name", ["ngram", "draft_model"])
+def test_sampled_tokens_have_the_distribution_of_the_target(name, target, files, openings):
+    """Chi-square over pairs of new tokens: their most likely values, the others pooled."""
+    draws, rows = 600, 60
+    prompt = openings[:1].repeat(rows, 1)
+    sampling = Sampling(temperature=1.0, top_k=3)
+    counts = Counter()
+    for seed in range(draws // rows):
+        config = GenerationConfig(2, sampling, Budget(3, 3), seed, stop_token_ids=())
+        counts.update(map(tuple, output(target, drafter_of(name, target, files), prompt, config)))
+    chances = {}
+    first = to_probs(target.start(prompt[:1]).logits[:, -1], sampling)[0]
+    for token in first.nonzero().flatten().tolist():
+        forward = target.forward(torch.tensor([[token]]), torch.empty(1, 0, dtype=torch.int64))
+        second = to_probs(forward.logits[:, 0], sampling)[0]
+        chances |= {
+            (token, other): float(first[token] * second[other]) for other in second.nonzero().flatten().tolist()
+        }
+    assert counts.keys() <= chances.keys()
+    common = {pair: draws * chance for pair, chance in chances.items() if draws * chance >= 5}
+    rare = draws - sum(common.values())
+    statistic = sum((counts[pair] - mean) ** 2 / mean for pair, mean in common.items())
+    if rare >= 5:
+        statistic += (draws - sum(counts[pair] for pair in common) - rare) ** 2 / rare
+    assert statistic < chi2.ppf(1 - 1e-4, len(common) + (rare >= 5) - 1)
+
+
+def test_long_text(tmp_path):
+    """A prompt that takes four calls of llama.cpp, and the text after it."""
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+    )
+    torch.manual_seed(0)
+    reference = load_target(LlamaForCausalLM(config).eval())
+    vocab = GGUFVocab([f"t{number}" for number in range(64)], ["t 0"])
+    write_gguf(reference.model, vocab, tmp_path / "long.gguf")
+    target = load_target(str(tmp_path / "long.gguf"))
+    prompt = torch.randint(0, 64, (1, 2000), generator=torch.Generator().manual_seed(5))
+    logits, expected = (each.start(prompt).logits for each in (target, reference))
+    torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-4)
+    config = GenerationConfig(24, budget=Budget(4, 4), stop_token_ids=())
+    plain = output(target, load_drafter("none", target), prompt, config)
+    assert output(target, load_drafter("ngram", target), prompt, config) == plain
+
+
+def test_next_turn_reads_new_tokens_only(target):
+    cached = with_prefix_cache(target)
+    text = torch.tensor([target.tokenizer.encode(TEXTS[0] + " " + TEXTS[1])])
+    half, root = text.shape[1] // 2, torch.empty(1, 0, dtype=torch.int64)
+    cached.start(text[:, :half], reserve=100)
+    cached.forward(text[:, half : half + 1], root)
+    cached.commit([[0]])
+    cached.forward(torch.tensor([[5]]), root)  # provisional
+    cached.release()
+    logits = cached.start(text, reserve=100).logits
+    assert cached.cached_tokens == half + 1 and cached.length == [text.shape[1]]
+    torch.testing.assert_close(logits, target.start(text).logits, rtol=1e-3, atol=1e-3)
+    cached.release()
+    cached.discard_turn()
+    assert cached.length == [half + 1]
+    assert cached.start(text[:, 2:], reserve=100) and cached.cached_tokens == 0
+    cached.forget()
+    assert cached.history_bytes >= 0 and not cached.length
+
+
+def test_chat_reuses_its_prefix(files, monkeypatch):
+    template = b"{% for m in messages %}{{ m.content }} {% endfor %}"
+    monkeypatch.setattr(library(), "llama_model_chat_template", lambda *_: template)
+    draft = str(files / "stories-draft-wide.gguf")
+    changes = {"target": str(files / "stories.gguf"), "model": draft, "max_new_tokens": 12, "prompt": TEXTS[0]}
+    spec = preset("embedded-draft").with_changes(**changes)
+    chats = Session()
+    first = chats.run(spec)
+    assert first.lanes[0].messages and all(lane.finish == "length" for lane in first.lanes)
+    second = chats.run(follow_up(spec, first, TEXTS[1]))
+    reused = [lane.events[0].notes.get("kept", 0) for lane in second.lanes]
+    assert min(reused) >= len(first.lanes[0].prompt_ids) and second.comparison[0]["identical"] is True
+
+
+@pytest.mark.parametrize(("quantisation", "file_type"), [("Q8_0", 7), ("Q4_K_M", 15)])
+def test_quantised_weights(quantisation, file_type, files, tmp_path):
+    """Lossless with quantised weights: all lanes of a run agree."""
+    paths = [tmp_path / name for name in ("stories.gguf", "stories-draft-wide.gguf")]
+    for path in paths:
+        parameters = library().llama_model_quantize_default_params()
+        parameters.ftype = file_type
+        source = str(files / path.name).encode()
+        assert library().llama_model_quantize(source, str(path).encode(), ctypes.byref(parameters)) == 0
+    assert read_header(paths[0]).quantisation == quantisation
+    assert paths[0].stat().st_size < 0.4 * (files / "stories.gguf").stat().st_size
+    trace = specdemo.run("embedded-draft", target=str(paths[0]), model=str(paths[1]), max_new_tokens=32)
+    assert "f16 KV cache" in trace.environment["kernels"] and trace.lanes[1].summary["accepted"] > 0
+    assert trace.comparison[0]["identical"] is True

@@ -1,0 +1,99 @@
+"""specdemo's loop with llama.cpp's forward passes against llama.cpp's own loop: the same files, threads and KV cache
+type, greedy, plain and with the same draft model.
+
+The forward passes are those of the package `llama_cpp`, llama.cpp's own loop is that of the package `xllamacpp`.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from benchmarks.llamacpp import LlamaCpp, export
+from benchmarks.pairs import Pair
+from benchmarks.peers import K, OwnEngine, Timed, contest, ratio, row
+from specdemo.bench.base import Report
+from specdemo.bench.measure import Tick, repeated
+from specdemo.bench.result import Result
+from specdemo.core.protocol import Budget
+from specdemo.engine.session import environment
+from specdemo.methods import BASELINE, load_drafter
+from specdemo.models.llamacpp import LlamaCppSettings, library
+from specdemo.models.load import load_model
+
+OUR_PLAIN, OUR_DRAFT = "specdemo plain", f"specdemo draft model, k={K}"
+PLAIN, DRAFT = "llama.cpp plain", f"llama.cpp draft model, k={K}"
+WARM_UP_TOKENS = 16
+
+
+def compete_on_llamacpp(
+    pair: Pair, repeats: int, new_tokens: int, report: Report, cancelled: Callable[[], bool]
+) -> Result:
+    """Compare both loops. Raises ValueError, one line, if a package is missing or the pair is not in float32."""
+    settings = LlamaCppSettings(gpu_layers=0, threads=torch.get_num_threads(), cache_type="f32")
+    with TemporaryDirectory() as folder:
+        files = [
+            export(model, Path(folder) / f"{number}.gguf") for number, model in enumerate((pair.target, pair.draft))
+        ]
+        loaded, draft = (load_model(file, llamacpp=settings) for file in files)
+        target = loaded.target()
+        everybody: dict[str, Any] = {
+            OUR_PLAIN: OwnEngine(target, load_drafter(BASELINE, target), Budget(0, 0)),
+            OUR_DRAFT: OwnEngine(target, load_drafter("draft_model", target, draft), Budget(K, K)),
+            PLAIN: LlamaCpp(pair.target),
+            DRAFT: LlamaCpp(pair.target, pair.draft, K),
+        }
+
+        def once(repeat: int, tick: Tick) -> tuple[dict[str, Timed], dict[str, float]]:
+            if not repeat:
+                for peer in everybody.values():
+                    peer(pair.prompts[0], WARM_UP_TOKENS)
+            timed = contest(everybody, pair.prompts, new_tokens, repeat, tick)
+            return timed, {name: _overhead(everybody[name], pair, new_tokens) for name in (OUR_PLAIN, OUR_DRAFT)}
+
+        done, stopped = repeated(repeats, report, cancelled, once)
+    contests = [timed for timed, _ in done]
+    rows = [row(name, contests, PLAIN) for name in everybody]
+    for line in rows[:2]:
+        line["overhead, ms/step"] = round(median(found[line["lane"]] for _, found in done), 4)
+    config = {"pair": pair.name, "agreement": round(pair.agreement, 3), "k": K, "new_tokens": new_tokens}
+    config |= {"prompts": len(pair.prompts), "parameters": pair.target.num_parameters()}
+    pairs = [(OUR_PLAIN, PLAIN), (OUR_DRAFT, DRAFT), (OUR_DRAFT, PLAIN)]
+    remarks = [f"{one} / {other}: {ratio(contests, one, other).format()}" for one, other in pairs]
+    return Result("peers", len(done), config, environment(target), rows, [*remarks, *stopped], "lane")
+
+
+def _overhead(peer: OwnEngine, pair: Pair, new_tokens: int) -> float:
+    """Return the median time per step, in ms, that is not spent in llama.cpp's `llama_decode`."""
+    found = []
+    for prompt in pair.prompts:
+        with _decode_times() as spent:
+            peer(prompt, new_tokens)
+        steps = [sum(event.ms.values()) for event in peer.events]
+        found.append((sum(steps) - 1000.0 * sum(spent)) / len(steps))
+    return median(found)
+
+
+@contextmanager
+def _decode_times() -> Iterator[list[float]]:
+    """Record the seconds of each call of `llama_decode`, on the clock of the steps."""
+    llama, spent = library(), list[float]()
+    decode = llama.llama_decode
+    now = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+
+    def timed(*arguments: object) -> object:
+        begin = now()
+        status = decode(*arguments)
+        spent.append(now() - begin)
+        return status
+
+    llama.llama_decode = timed
+    try:
+        yield spent
+    finally:
+        llama.llama_decode = decode
