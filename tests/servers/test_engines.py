@@ -14,10 +14,11 @@ from specdemo.bench.suites import suite
 from specdemo.engine.session import Session
 from specdemo.methods.lookahead import Lookahead
 from specdemo.presets.files import preset
-from specdemo.presets.serve import serve_commands
+from specdemo.presets.serve import serve_commands, served
 from specdemo.servers import address
 from specdemo.servers.counters import ServerStats
 from specdemo.servers.engines import ENGINES, acceptance, stats_between
+from specdemo.servers.engines.base import Installed
 from specdemo.ui import controls
 from tests.completion_server import completion_server, piece
 from tests.processes import run
@@ -129,6 +130,17 @@ def test_a_method_of_another_package_declares_its_flags(monkeypatch):
     monkeypatch.setattr(Lookahead, "serves", {"sglang": lambda model, k, options: ["--lookahead", str(k)]})
     assert serve_commands(chosen, "sglang")[4].endswith("--lookahead 3")
     assert serve_commands(chosen, "vllm")[3].endswith("not served, vLLM does not support this method")
+
+
+@pytest.mark.parametrize(
+    ("version", "reports"), [("0.26.1", False), ("0.27.0", True), ("0.32.0+cpu", True), ("1.0", True)]
+)
+def test_vllm_is_started_with_counts_per_answer_if_it_has_them(version, reports):
+    vllm, installed = ENGINES["vllm"], Installed(version, ["ngram"], 1)
+    for lane, drafts in enumerate((False, True)):
+        command = [*served(preset("embedded-ngram"), "vllm")][lane].command
+        command, _ = vllm.fit(command, installed, lane, 2, 1)
+        assert ("--per-request-spec-decode-metrics" in command) == (reports and drafts)
 
 
 TOTALS = {"drafted": 129, "accepted": 10, "acceptance_rate": 0.0775}

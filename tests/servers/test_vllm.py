@@ -21,14 +21,17 @@ from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.core.rules import accept_rule
 from specdemo.core.sampling import Sampling
 from specdemo.core.tally import StepCounts
-from specdemo.engine.comparison import Lane
+from specdemo.core.trace import token_kinds
+from specdemo.engine.comparison import Comparison, Lane
 from specdemo.engine.loop import generate
+from specdemo.engine.session import Session
 from specdemo.methods import BASELINE, load_drafter
 from specdemo.methods.ngram import _NGramIndex
 from specdemo.models.load import load_target
 from specdemo.models.text import encode
 from specdemo.presets.files import preset
 from specdemo.presets.serve import Program, on_free_ports, served
+from specdemo.servers import address as addresses
 
 PROGRAM = os.environ.get("SPECDEMO_VLLM")
 pytestmark = pytest.mark.skipif(
@@ -170,6 +173,29 @@ def test_output_and_accepted_drafts_equal_vllm(case, program, answers, target, m
         assert package_accepted[:-1] == accepted[: len(package_accepted) - 1] and len(accepted) - len(
             package_accepted
         ) in (0, 1)
+
+
+@pytest.mark.parametrize("name", ["draft model", "EAGLE-1", "EAGLE-3"])
+def test_a_lane_on_vllm_is_coloured_like_a_local_one(name, program, monkeypatch):
+    case = CASES[name]
+    monkeypatch.setattr(addresses, "_added", {})
+    with serving(case, program, 1) as server:
+        addresses.allow([server])
+        lanes = [case.lane, case.lane.changed(server=server)]
+        for prompt in PROMPTS[:8]:
+            settings = {
+                "id": "test",
+                "target": "stories",
+                "dtype": "float32",
+                "device": "cpu",
+                "max_new_tokens": TOKENS,
+            }
+            _, local, remote = Session().run(Comparison(prompt=prompt, lanes=lanes, **settings)).lanes
+            assert remote.token_ids == local.token_ids and remote.pieces == local.pieces and remote.steps_known
+            # in the last pass vLLM drafts beyond the requested tokens
+            steps = [[token_kinds(event) for event in lane.events[:-1]] for lane in (local, remote)]
+            drafted = [[len(event.drafted[0]) for event in lane.events[:-1]] for lane in (local, remote)]
+            assert steps[0] == steps[1] and drafted[0] == drafted[1]
 
 
 def test_sampled_output_is_distributed_like_vllms_plain_decoding(case, sampled, target):
