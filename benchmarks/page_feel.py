@@ -1,7 +1,8 @@
 """Responsiveness of the page: `python benchmarks/page_feel.py [RACES [MORE]]`.
 
-Races of the default comparison at automatic speed in a real Chromium: frame times and long tasks during a race, time
-from Run to the first token, and the elements and heap that these races and MORE further ones leave in the page.
+Races of the default comparison at automatic speed in a real Chromium: data transferred before Run, frame times and long
+tasks during a race, time from Run to the first token, and the elements and heap that these races and MORE further ones
+leave in the page.
 """
 
 import os
@@ -85,8 +86,12 @@ def main(races: int, more: int = 0) -> None:
         browser = playwright.chromium.launch(executable_path=path, args=FLAGS)
         page = browser.new_page(viewport={"width": 1280, "height": 900})
         page.set_default_timeout(PATIENCE_MS)
-        arrive(page, f"http://127.0.0.1:{port}/")
         session = page.context.new_cdp_session(page)
+        transferred: list[float] = []  # compressed bytes of each answer
+        session.on("Network.loadingFinished", lambda answer: transferred.append(answer["encodedDataLength"]))
+        session.send("Network.enable")
+        arrive(page, f"http://127.0.0.1:{port}/")
+        session.send("Network.disable")
         session.send("Performance.enable")
         for _ in range(WARM):
             race(page, False)
@@ -99,7 +104,7 @@ def main(races: int, more: int = 0) -> None:
             remaining.append(left(session))
         browser.close()
     server.terminate()
-    report(seen, more, remaining)
+    report(seen, more, remaining, sum(transferred) / 1000.0)
 
 
 def arrive(page: Page, address: str) -> None:
@@ -123,7 +128,7 @@ def growth(values: list[float], form: str) -> tuple[str, str]:
     )
 
 
-def report(races: list[Race], more: int, remaining: list[tuple[float, float]]) -> None:
+def report(races: list[Race], more: int, remaining: list[tuple[float, float]], transferred_kb: float) -> None:
     first = [race[0] for race in races]
     frames = [frame for race in races for frame in race[1]]
     tasks = [task for race in races for task in race[2]]
@@ -132,6 +137,7 @@ def report(races: list[Race], more: int, remaining: list[tuple[float, float]]) -
     print(f"{len(os.sched_getaffinity(0))} cores, shared by engine, server and browser | load {load}")
     print(f"{PRESET}, {len(races)} races after {WARM}, and {more} at full speed\n")
     rows = [
+        ("transferred before Run, KB", f"{transferred_kb:.0f}", "compressed"),
         ("press of Run to first token, ms", f"{median(first):.0f}", f"{min(first):.0f} to {max(first):.0f}"),
         ("between frames, ms", f"{cuts[9]:.1f}", f"p95 {cuts[18]:.1f}, longest {max(frames):.0f}, of {len(frames)}"),
         ("tasks over 50 ms", f"{len(tasks)}", f"longest {max(tasks, default=0):.0f} ms"),

@@ -1,5 +1,8 @@
 """Files of the page: markup, scripts and style."""
 
+import json
+import re
+from hashlib import sha256
 from pathlib import Path
 
 import gradio as gr
@@ -10,6 +13,11 @@ HERE = Path(__file__).parent
 HOW = tuple(f"{name}.js" for name in "helpers chart tree pending_tokens maths how".split())
 _RACE = "helpers player chart tree lanes bars pending_tokens tiles panels inspector transport result_image race"
 RACE = tuple(f"{name}.js" for name in _RACE.split())
+SCRIPTS: dict[str, bytes] = {}  # path -> script that a view loads when its tab is opened first
+COMMENT = re.compile(r"^[ \t]*(?://[^\n]*|/\*\*(?:(?!\*/).)*\*/)\n|^[ \t]+", re.MULTILINE | re.DOTALL)
+LOADER = """fetch("PATH").then((answer) => answer.text())
+  .then((script) => new Function("element", "props", "watch", script)(element, props, watch))
+  .catch(() => element.append("This tab could not be loaded. Reload the page."));"""
 
 
 def text(name: str) -> str:
@@ -55,11 +63,17 @@ def heading(picture: str, words: str, elem_id: str) -> None:
         gr.Markdown(words, elem_id=elem_id)
 
 
-def view(skeleton: str, *scripts: str, elem_id: str, value: str = "") -> gr.HTML:
+def view(skeleton: str, *scripts: str, elem_id: str, value: str = "", later: bool = False) -> gr.HTML:
     """Create a component whose value is an append-only log, which the scripts draw into the skeleton one after the
-    other.
+    other. later: load the scripts, and a value that does not change, when the tab is opened first.
     """
-    script = "\n".join(map(text, scripts))
+    script = COMMENT.sub("", "\n".join(map(text, scripts)))
+    if later:
+        constant = f"props = {{ value: {json.dumps(value)} }};\n" if value else ""
+        content = (constant + script).encode()
+        path = f"scripts/{elem_id}-{sha256(content).hexdigest()[:12]}.js"
+        SCRIPTS[f"/{path}"] = content
+        script, value = LOADER.replace("PATH", path), ""
     drawn: gr.HTML = gr.HTML(
         value,
         html_template=text(skeleton).replace("@tiles", tiles()),

@@ -14,12 +14,17 @@ from hashlib import sha256
 
 from fastapi import FastAPI
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specdemo.presets import limits
+from specdemo.ui import assets
 
 CARD = re.compile(rb'\s*<meta\s+(?:property|name)="(?:og|twitter):[^>]*>')  # Gradio's own preview card
 INLINE = re.compile(rb"<script(?![^>]*\ssrc=)[^>]*>(.*?)</script>", re.DOTALL)
+PAGE, JSON = "text/html", "application/json"
+FOREVER = "max-age=31536000, immutable"
+SMALL = 1000  # bytes that are not worth compressing
 TITLE = "specdemo: speculative decoding, side by side"
 DESCRIPTION = (
     "Compare plain and speculative decoding side by side: every draft token, its acceptance, and the speed-up."
@@ -57,36 +62,51 @@ def carded(page: bytes) -> bytes:
 
 
 class Policy:
-    """ASGI middleware that buffers a page, to hash its scripts, to insert the preview card, and to compress it. Gradio
-    compresses files only.
+    """ASGI middleware that buffers a page, to hash its scripts, to insert the preview card, and to compress it, as it
+    does with JSON. Gradio compresses files only.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        page_start: list[Message] = []  # first message of an HTML response
+        page_start: list[Message] = []  # first message of a response with HTML or JSON
         body = b""
 
         async def send_page(message: Message) -> None:
             nonlocal body
-            if message["type"] == "http.response.start" and _is_page(message):
+            if message["type"] == "http.response.start" and _kind(message) in (PAGE, JSON):
                 page_start.append(message)
             elif not page_start:
                 await send(message)
             else:
                 body += message.get("body", b"")
                 if not message.get("more_body"):
-                    page, headers = carded(body), MutableHeaders(scope=page_start[0])
-                    headers["Content-Security-Policy"] = policy(page)
-                    if "gzip" in Headers(scope=scope).get("accept-encoding", ""):
-                        page, headers["Content-Encoding"] = gzip.compress(page, 6), "gzip"
-                        headers.add_vary_header("Accept-Encoding")
-                    headers["Content-Length"] = str(len(page))
+                    page, headers = body, MutableHeaders(scope=page_start[0])
+                    if _kind(page_start[0]) == PAGE:
+                        page = carded(body)
+                        headers["Content-Security-Policy"] = policy(page)
+                    page = compressed(page, scope, headers)
                     await send(page_start[0])
                     await send({"type": "http.response.body", "body": page})
 
-        await self._app(scope, receive, send_page)
+        script = assets.SCRIPTS.get(scope.get("path", ""))
+        if scope["type"] == "http" and script is not None:
+            headers = MutableHeaders({"Content-Type": "text/javascript", "Cache-Control": FOREVER})
+            await Response(compressed(script, scope, headers), headers=headers)(scope, receive, send)
+        else:
+            await self._app(scope, receive, send_page)
+
+
+def compressed(body: bytes, scope: Scope, headers: MutableHeaders) -> bytes:
+    """Return the body of an answer, compressed if the browser accepts that and it saves something, and set the headers
+    that depend on it.
+    """
+    if len(body) > SMALL and "gzip" in Headers(scope=scope).get("accept-encoding", ""):
+        body, headers["Content-Encoding"] = gzip.compress(body, 6), "gzip"
+    headers.add_vary_header("Accept-Encoding")
+    headers["Content-Length"] = str(len(body))
+    return body
 
 
 def guarded(app: ASGIApp) -> ASGIApp:
@@ -123,5 +143,5 @@ def outermost(*layers: Callable[[ASGIApp], ASGIApp]) -> Callable[[FastAPI], Abst
     return lifespan
 
 
-def _is_page(start: Message) -> bool:
-    return MutableHeaders(scope=start).get("content-type", "").startswith("text/html")
+def _kind(start: Message) -> str:
+    return Headers(raw=start["headers"]).get("content-type", "").partition(";")[0]

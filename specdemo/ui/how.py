@@ -14,7 +14,8 @@ STEPS = 14
 
 def draw() -> None:
     """Create the tab, inside the current Blocks."""
-    assets.view("how.html", *assets.HOW, elem_id="how", value=json_text({"lines": _race(), "batch": _batch()}))
+    value = json_text({"lines": _race(), "batch": _batch()})
+    assets.view("how.html", *assets.HOW, elem_id="how", value=value, later=True)
 
 
 def _race() -> list[str]:

@@ -173,7 +173,7 @@ def _draw_training(page: gr.Blocks, form: Controls, tab: gr.Tab, store: Store) -
         with gr.Column(scale=2, min_width=180):
             start = gr.Button("Train", variant="primary", size="lg", elem_id="train", interactive=able)
             stop = gr.Button("Stop and save", interactive=False, elem_id="stop-training")
-    view = assets.view("lab.html", "helpers.js", "chart.js", "lab.js", elem_id="lab")
+    view = assets.view("lab.html", "helpers.js", "chart.js", "lab.js", elem_id="lab", later=True)
     race = gr.Button("Race the new head", interactive=False, elem_id="race-head")
     given = {"recipe": recipe, "minutes": minutes}
     wire(lab, [([start.click], train, given)], {"view": view, "race": race}, stop, [start])

@@ -308,7 +308,7 @@ def draw_result(
 
     name: of the skeleton, and prefix of the ids.
     """
-    view = assets.view(f"{name}.html", "helpers.js", "chart.js", "sweep.js", elem_id=name)
+    view = assets.view(f"{name}.html", "helpers.js", "chart.js", "sweep.js", elem_id=name, later=True)
     with gr.Row(elem_id=f"{name}-exports", elem_classes="result-exports"):
         save = gr.Button("Save result (JSON)", size="sm", elem_id=f"{name}-save")
         opened = gr.UploadButton("Open a result", file_types=[".json"], size="sm", elem_id=f"{name}-open")

@@ -332,7 +332,7 @@ def draw(tab: gr.Tab, estimate_button: gr.Button, questions: Questions) -> None:
     """Create the tab, inside the current Blocks. ask: the button that starts from the visible run."""
     gr.Markdown(assets.text("whatif.md"), elem_id="whatif-about")
     given: dict[str, Component] = {"state": gr.State(), **_where(), **_other()}
-    view = assets.view("whatif.html", "helpers.js", "chart.js", "whatif.js", elem_id="whatif")
+    view = assets.view("whatif.html", "helpers.js", "chart.js", "whatif.js", elem_id="whatif", later=True)
     parts = {**given, "view": view}
     named(tab.select, questions.open, given, parts, **QUIET)
     named(_changed(given["start"]), questions.begin, given, parts, **QUIET)

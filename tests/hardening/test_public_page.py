@@ -163,6 +163,17 @@ def test_headers(visit):
     assert answer.headers["referrer-policy"] == "no-referrer"
 
 
+def test_answers_are_compressed_and_scripts_of_tabs_are_cached(visit):
+    client = visit().client
+    assert client.get("config").headers["content-encoding"] == "gzip" and client.get("config").json()["components"]
+    (path,) = re.findall(r"scripts/whatif-\w+\.js", client.get("").text)
+    script = client.get(path)
+    assert script.headers["content-encoding"] == "gzip" and "immutable" in script.headers["cache-control"]
+    assert script.headers["content-type"].startswith("text/javascript") and "function drawOverK" in script.text
+    assert client.get(path, headers={"Accept-Encoding": "identity"}).text == script.text
+    assert client.get("scripts/other.js").status_code == 404
+
+
 def test_local_page_cannot_be_framed(monkeypatch):
     monkeypatch.delenv("SPACE_ID", raising=False)
     monkeypatch.delenv("SPECDEMO_PUBLIC", raising=False)
