@@ -159,6 +159,11 @@ class Target(MemoryOwner, ABC):
         return ""
 
     @property
+    def precision(self) -> str:
+        """Return the type of most weights in words."""
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
     def threads(self) -> int | None:
         """Return the number of CPU threads of a target that torch does not compute; None: torch's."""
         return None

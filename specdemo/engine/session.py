@@ -197,7 +197,7 @@ def environment(target: Target | None) -> dict[str, object]:
     return {
         "device": device_name(target.device) if target else "servers",
         "threads": threads,
-        "dtype": str(target.dtype).removeprefix("torch.") if target else "unknown precision",
+        "dtype": target.precision if target else "unknown precision",
         "kernels": target.kernels if target else "unknown",
         "clock": clock_name(target.device, target.wall_time) if target else "wall time",
         "versions": versions(),

@@ -218,6 +218,10 @@ class LlamaCppTarget(Target):
         return self.weights.given
 
     @property
+    def precision(self) -> str:
+        return read_header(Path(self.weights.path)).quantisation or "unknown precision"
+
+    @property
     def threads(self) -> int | None:
         return self.weights.settings.threads
 

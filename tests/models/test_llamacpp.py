@@ -402,5 +402,6 @@ def test_quantised_weights(quantisation, file_type, files, tmp_path):
     assert read_header(paths[0]).quantisation == quantisation
     assert paths[0].stat().st_size < 0.4 * (files / "stories.gguf").stat().st_size
     trace = specdemo.run("embedded-draft", target=str(paths[0]), model=str(paths[1]), max_new_tokens=32)
+    assert trace.environment["dtype"] == quantisation
     assert "f16 KV cache" in trace.environment["kernels"] and trace.lanes[1].summary["accepted"] > 0
     assert trace.comparison[0]["identical"] is True
