@@ -7,13 +7,16 @@ leave in the page.
 
 import os
 import sys
+from contextlib import suppress
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import median, quantiles
+from time import sleep
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from playwright.sync_api import CDPSession, Error, Page, sync_playwright
+import httpx
+from playwright.sync_api import CDPSession, Page, sync_playwright
 
 from specdemo.bench.report import table
 from specdemo.servers.process import free_port
@@ -108,16 +111,13 @@ def main(races: int, more: int = 0) -> None:
 
 
 def arrive(page: Page, address: str) -> None:
-    """Open the page; wait for the server to start."""
-    page.goto("about:blank")
+    """Wait for the server to start, without error pages of the browser, and open the page."""
     while True:
-        try:
-            page.goto(address)
+        with suppress(httpx.ConnectError):
+            httpx.get(address)
             break
-        except Error as error:
-            if "ERR_CONNECTION_REFUSED" not in str(error):
-                raise
-            page.wait_for_timeout(200)
+        sleep(0.2)
+    page.goto(address)
     page.locator("#view .sd-status", has_text="Recorded").wait_for()  # the recorded race has played
 
 

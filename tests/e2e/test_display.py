@@ -91,7 +91,7 @@ def display(chromium):
     wrong = []
     page.on("pageerror", lambda error: wrong.append(str(error)))
     page.clock.install(time=0)
-    page.set_content(assets.text("view.html"))
+    page.set_content(assets.markup("view.html"))
     page.evaluate(LOAD, "\n".join(map(assets.text, assets.RACE)))
     yield Display(page)
     page.close()
