@@ -535,13 +535,13 @@ def doctor(
         return _pairs(target, drafter)
     found = {name: _version(name) for name in LIBRARIES}
     for name, value in {"specdemo": __version__, "python": platform.python_version(), **found}.items():
-        print(f"{name:<16}{value}")
-    print(f"{'cpu cores':<16}{os.cpu_count()}; decoding on a CPU uses one thread")
+        print(f"{name:<18}{value}")
+    print(f"{'cpu cores':<18}{os.cpu_count()}; decoding on a CPU uses one thread")
     reasons = unusable()
     for name in PLUG_INS:
-        print(f"{'plug-in':<16}{reasons.get(name, name)}")
+        print(f"{'plug-in':<18}{reasons.get(name, name)}")
     if CHECKOUT:
-        print(f"{'chromium':<16}{_chromium() or 'none (needed only for tests of the page)'}")
+        print(f"{'chromium':<18}{_chromium() or 'none (needed only for tests of the page)'}")
 
     from specdemo.engine.session import environment
     from specdemo.models.devices import DEVICE_KINDS, best_device
@@ -551,20 +551,20 @@ def doctor(
 
     missing = [name for name in EMBEDDED if not Path(resolve(name)).is_dir()]
     if missing:
-        print(f"{'embedded models':<16}missing: {', '.join(missing)}")
+        print(f"{'embedded models':<18}missing: {', '.join(missing)}")
         return 1
     heads = {name: head for name in EMBEDDED if (head := detect_head(name))}
-    print(f"{'embedded models':<16}{', '.join(name for name in EMBEDDED if name not in heads)}")
-    print(f"{'embedded heads':<16}{', '.join(f'{name} ({head})' for name, head in heads.items())}")
+    print(f"{'embedded models':<18}{', '.join(name for name in EMBEDDED if name not in heads)}")
+    print(f"{'embedded heads':<18}{', '.join(f'{name} ({head})' for name, head in heads.items())}")
     stories = load_target("stories")
     cost = verify_cost(stories)
-    print(f"{'device':<16}{environment(stories)['device']}")
+    print(f"{'device':<18}{environment(stories)['device']}")
     for name, row in DEVICE_KINDS.items():
         if row.count():
             auto = f"{name} (auto)" if name == best_device().type else name
-            print(f"{auto:<16}{row.count()}, {row.title}: {row.describe()}")
+            print(f"{auto:<18}{row.count()}, {row.title}: {row.describe()}")
     times = f"one token {cost.one_ms:.2f} ms, five tokens {cost.verify_ms:.2f} ms"
-    print(f"{'verify cost':<16}{times}: {cost.ratio.format()}")
+    print(f"{'verify cost':<18}{times}: {cost.ratio.format()}")
     return 0
 
 

@@ -48,8 +48,7 @@ class ModelCache:
 
     def load(self, spec: Comparison, progress: LoadProgress = no_progress) -> None:
         """Load the models of the local lanes, and drop others if memory is short. Raises ValueError with one line."""
-        target = target_key(spec)
-        lanes = {drafter_key(lane, spec): lane for lane in spec.lanes if lane.model is not None and lane.server is None}
+        target, lanes = target_key(spec), _local_drafters(spec)
         bytes_of = self._make_room(spec, target, lanes, progress)
         total = 1 + len(lanes)
         if target not in self._models:
@@ -69,6 +68,10 @@ class ModelCache:
         for key in (*lanes, target):  # now the most recently used
             self._models[key] = self._models.pop(key)
         progress(1.0, "models ready")
+
+    def check_room(self, spec: Comparison) -> None:
+        """Raise ValueError if the models of a comparison do not fit into memory. Reads no weights."""
+        self._make_room(spec, target_key(spec), _local_drafters(spec), no_progress)
 
     def target(self) -> Target:
         """Return the target of the last comparison, with its own history on the shared weights."""
@@ -130,6 +133,11 @@ class ModelCache:
         if best_device().type != "cpu":
             gc.collect()  # models with hooks of accelerate are in reference cycles
             device_kind(best_device()).empty_cache()
+
+
+def _local_drafters(spec: Comparison) -> dict[Key, Lane]:
+    lanes = (lane for lane in spec.lanes if lane.model is not None and lane.server is None)
+    return {drafter_key(lane, spec): lane for lane in lanes}
 
 
 def _footprint(name: str, precision: Precision, spec: Comparison) -> Footprint:

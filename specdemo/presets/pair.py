@@ -11,7 +11,8 @@ def add_pair(target: str, draft: str | None = None, **settings: object) -> Prese
     """Add the comparison of two models to the presets and return it. Reads headers and configs, no weights.
 
     draft: a draft model or a head; None: n-gram lookup. settings: other settings of the comparison. Raises ValueError,
-    one line, for a model that does not exist or cannot be read, and for a drafter that does not fit.
+    one line, for a model that cannot be read or does not fit into memory, and for a drafter that does not fit the
+    target.
     """
     method = _method(target, draft)
     model = {"model": draft} if draft else {}
@@ -21,6 +22,7 @@ def add_pair(target: str, draft: str | None = None, **settings: object) -> Prese
     start = preset(DEFAULT).with_changes(target=target, method=method, **model, **settings)
     prompt = start.prompt if chat is False else QUESTION
     chosen = start.changed(**about, prompt=prompt).validated()
+    _check_room(chosen)
     load_presets()[ID] = chosen
     return chosen
 
@@ -42,6 +44,12 @@ def _method(target: str, draft: str | None) -> str:
     if not pair.fits:
         raise ValueError(f"{draft} does not fit {target}: {pair.reason}")
     return pair.method
+
+
+def _check_room(chosen: Preset) -> None:
+    from specdemo.engine.model_cache import ModelCache
+
+    ModelCache().check_room(chosen)
 
 
 def _check_gguf(name: str) -> None:
