@@ -35,7 +35,7 @@ LogProbs = Mapping[str, float]  # text of a token -> its log-probability, of the
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class GreedyAnswer:
     """A greedy answer. pieces: the text of each token, or of each piece that arrived. lead: white space before them."""
 
     pieces: Sequence[str]
@@ -63,7 +63,7 @@ class Side(ABC):
     model: "Target | None" = None
 
     @abstractmethod
-    def answer(self, prompt: str, tokens: int) -> Answer:
+    def answer(self, prompt: str, tokens: int) -> GreedyAnswer:
         """Return the greedy answer. Raises ValueError with one line."""
 
     @abstractmethod
@@ -117,9 +117,9 @@ class RemoteSide(Side):
         self.name = host(server)
         self._server, self._target, self._model, self._cancelled = server, target or "", model, cancelled
 
-    def answer(self, prompt: str, tokens: int) -> Answer:
+    def answer(self, prompt: str, tokens: int) -> GreedyAnswer:
         trace, _ = self._request(prompt, tokens)
-        return Answer.without_leading_space(trace.pieces, trace.finish)
+        return GreedyAnswer.without_leading_space(trace.pieces, trace.finish)
 
     def next_tokens(self, prompt: str) -> LogProbs:
         try:
@@ -156,7 +156,7 @@ class LocalSide(Side):
         if self.model.tokenizer is None:
             raise ValueError(f"{target} has no tokenizer; put its tokenizer.json into the same folder")
 
-    def answer(self, prompt: str, tokens: int) -> Answer:
+    def answer(self, prompt: str, tokens: int) -> GreedyAnswer:
         import torch
 
         from specdemo.core.protocol import GenerationConfig
@@ -171,7 +171,7 @@ class LocalSide(Side):
         output = [token for event in events for token in event.emitted[0]]
         finish = "stop" if output[-1] in self.model.stop_token_ids else "length"
         *pieces, last = text.push(output)
-        return Answer.without_leading_space([*pieces, last + text.flush()], finish)
+        return GreedyAnswer.without_leading_space([*pieces, last + text.flush()], finish)
 
     def next_tokens(self, prompt: str) -> LogProbs:
         import torch
@@ -203,7 +203,7 @@ def compare(reference: Side, server: Side, prompt: str, tokens: int, most: float
     return row | {"parts at": at, "margin": margin, "output": output, **texts}
 
 
-def common_pieces(first: Answer, second: Answer) -> int:
+def common_pieces(first: GreedyAnswer, second: GreedyAnswer) -> int:
     """Return how many pieces of the first answer end within the text that both have in common."""
     common = len([*takewhile(lambda pair: pair[0] == pair[1], zip(first.text, second.text, strict=False))])
     return sum(1 for end in accumulate(map(len, first.pieces)) if end <= common and end < len(first.text))

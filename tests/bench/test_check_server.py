@@ -13,7 +13,7 @@ from specdemo.bench.check_server import (
     TEXTS,
     TIE,
     UNEXPLAINED,
-    Answer,
+    GreedyAnswer,
     LocalSide,
     ServerCheck,
     common_pieces,
@@ -126,16 +126,16 @@ def test_refusals_are_one_line(capsys):
 
 
 def test_leading_space_is_ignored():
-    assert Answer.without_leading_space([" ", " a", " b"], "stop") == Answer(["", "a", " b"], "stop", "  ")
-    assert Answer.without_leading_space(["a", " b"], "stop").pieces == ["a", " b"]
+    assert GreedyAnswer.without_leading_space([" ", " a", " b"], "stop") == GreedyAnswer(["", "a", " b"], "stop", "  ")
+    assert GreedyAnswer.without_leading_space(["a", " b"], "stop").pieces == ["a", " b"]
 
 
 def test_the_answers_part_at_a_piece():
-    first = Answer(["One", " day", " she", " ran"], "length")
-    assert common_pieces(first, Answer(["One day", " he"], "length")) == 2
-    assert common_pieces(first, Answer(["One", " day", " shy"], "length")) == 2
-    assert common_pieces(first, Answer(["One day she"], "stop")) == 3
-    assert common_pieces(Answer(["One"], "stop"), first) == 0  # the end of a text has no piece of its own
+    first = GreedyAnswer(["One", " day", " she", " ran"], "length")
+    assert common_pieces(first, GreedyAnswer(["One day", " he"], "length")) == 2
+    assert common_pieces(first, GreedyAnswer(["One", " day", " shy"], "length")) == 2
+    assert common_pieces(first, GreedyAnswer(["One day she"], "stop")) == 3
+    assert common_pieces(GreedyAnswer(["One"], "stop"), first) == 0  # the end of a text has no piece of its own
 
 
 @pytest.mark.parametrize(
