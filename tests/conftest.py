@@ -14,11 +14,11 @@ from hypothesis import settings
 # Starts of the ids of tests that need a browser, other processes or long computations; all others are marked `fast`
 SLOW = tuple(
     """
-    e2e hardening benchmarks examples gpu/test_counts gpu/test_lent gpu/test_sessions gpu/test_pretended
-    bench/test_device bench/test_rendering engine/test_chat_memory methods/test_exact_sampling methods/test_layer_skip
-    methods/test_plug_ins methods/test_recipes methods/test_vocabularies models/test_another_cache
-    recipes/test_byte_model recipes/test_code_corpus servers/test_engines servers/test_lane servers/test_llamacpp
-    servers/test_process servers/test_supervisor ui/test_page ui/test_space test_changes test_processes test_wheel
+    e2e hardening benchmarks gpu examples bench/test_device bench/test_rendering engine/test_chat_memory
+    engine/test_lossless methods/test_exact_sampling methods/test_layer_skip methods/test_plug_ins
+    methods/test_recipes methods/test_vocabularies models/test_another_cache recipes/test_byte_model
+    recipes/test_code_corpus servers/test_engines servers/test_lane servers/test_llamacpp servers/test_process
+    servers/test_supervisor ui/test_page ui/test_space test_changes test_processes test_wheel
     test_cli.py::test_the_process_itself test_cli.py::test_lists_and_help test_cli.py::test_suggestions_name
     """.split()
 )
