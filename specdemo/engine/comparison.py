@@ -311,7 +311,7 @@ class Comparison(Settings):
             label="Max new tokens",
             info="per lane",
             step=1,
-            brief=lambda n: f"max {n} token{'' if n == 1 else 's'}",
+            brief=lambda n: f"{n} token{'' if n == 1 else 's'}",
         ),
     ] = Field(128, ge=1, le=MAX_NEW_TOKENS)
     schedule: Annotated[
@@ -321,7 +321,7 @@ class Comparison(Settings):
             label="Schedule",
             info="each lane is timed on its own compute time",
             words={"race": "interleaved", "sequential": "sequential"},
-            brief=lambda schedule: "interleaved" if schedule == "race" else "sequential",
+            brief=lambda schedule: "" if schedule == "race" else "sequential",
         ),
     ] = "race"
     repeats: Annotated[int, Setting("Number of runs to pool.", link=False)] = Field(1, ge=1, le=MAX_REPEATS)

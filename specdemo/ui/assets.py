@@ -4,6 +4,7 @@ import json
 import re
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import gradio as gr
 
@@ -63,9 +64,12 @@ def heading(picture: str, words: str, elem_id: str) -> None:
         gr.Markdown(words, elem_id=elem_id)
 
 
-def view(skeleton: str, *scripts: str, elem_id: str, value: str = "", later: bool = False) -> gr.HTML:
+def view(
+    skeleton: str, *scripts: str, elem_id: str, value: str = "", later: bool = False, **props: Any
+) -> gr.HTML:
     """Create a component whose value is an append-only log, which the scripts draw into the skeleton one after the
-    other. later: load the scripts, and a value that does not change, when the tab is opened first.
+    other. later: load the scripts, and a value that does not change, when the tab is opened first. props: further data
+    of the scripts.
     """
     script = COMMENT.sub("", "\n".join(map(text, scripts)))
     if later:
@@ -80,5 +84,6 @@ def view(skeleton: str, *scripts: str, elem_id: str, value: str = "", later: boo
         js_on_load=script,
         elem_id=elem_id,
         apply_default_css=False,
+        **props,
     )
     return drawn

@@ -6,6 +6,7 @@ lanes have values too. Drawing the page needs no torch: what only the code of a 
 filled in by the first events of a visitor.
 """
 
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -22,10 +23,12 @@ from specdemo.core.options import Knob
 from specdemo.engine.comparison import Comparison, Lane, Settings, as_knob, brief, linked, settings, type_of
 from specdemo.methods import BASELINE, METHODS, knobs, method, model_method, usable
 from specdemo.models.gguf_files import is_gguf
+from specdemo.models.shipped import embedded_folder
 from specdemo.presets import limits
 from specdemo.presets.drafters import HEADER, all_published, published_drafters
-from specdemo.presets.files import DEFAULT, EMBEDDED, Preset, allowed_models, known_drafters, load_presets, preset
+from specdemo.presets.files import EMBEDDED, Preset, allowed_models, known_drafters, load_presets, preset
 from specdemo.presets.limits import LIMITS
+from specdemo.presets.link import to_query
 from specdemo.presets.runnable import nearest_runnable, why_not
 from specdemo.servers.address import host, listed, startable
 from specdemo.servers.engines import ENGINES
@@ -45,7 +48,6 @@ NAMES = ("preset", "count", *COMPARISON_FIELDS, *(f"{name}-{n}" for n in NUMBERS
 DRAWN = tuple(f"drawn-{n}" for n in NUMBERS)
 HERE = ("this machine", "")
 SAMPLING = [name for name, setting in settings(Comparison).items() if setting.label and setting.link]
-FOLDED = ("chat", *SAMPLING)  # shown in the closed settings label
 CHAT, TEXT = "chat", "text"
 HALF_TYPED = {**QUIET, "preprocess": False}  # do not reject a number that is still being typed
 DRAFTING = [name for name in METHODS if name != BASELINE]
@@ -56,9 +58,10 @@ TRAINED: list[str] = []  # folders of heads that visitors of this process have t
 class Controls:
     """All controls of a comparison by name. Names of a lane's controls end in its number: "k-2".
 
-    preset: id of the selection in `chips` (examples) or in `more`. count: number of lanes shown. options: knob -> value
-    for knobs that differ from their default. server: where a lane runs; hidden unless the operator listed servers or
-    allowed engines. drawn: incremented when a lane's option controls must be drawn again; hidden.
+    preset: id of the selected preset. setup: the row of setup.js. run, stop: its buttons. count: number of lanes shown.
+    options: knob -> value for knobs that differ from their default. server: where a lane runs; hidden unless the
+    operator listed servers or allowed engines. drawn: incremented when a lane's option controls must be drawn again;
+    hidden.
     """
 
     parts: Parts
@@ -77,19 +80,12 @@ class Controls:
     def edits(self) -> list[object]:
         """Return the events of a visitor who changes the comparison. Options are drawn later and have none here."""
         seen = [name for name in self.inputs if name.partition("-")[0] not in ("preset", "count", "options")]
-        inputs = [self.parts[name].input for name in ("chips", "more", *seen)]
-        return [*inputs, self.parts["add"].click, self.parts["remove"].click]
+        buttons = [self.parts[name].click for name in ("add", "remove")]
+        return [self.parts["setup"].submit, *(self.parts[name].input for name in seen), *buttons]
 
     def wire(self, page: gr.Blocks) -> None:
-        """Connect the events: presets fill the controls, lanes are added and removed, and each lane shows the controls
-        of its method.
-        """
+        """Connect the events: lanes are added and removed, and each lane shows the controls of its method."""
         parts = self.parts
-        for name in ("chips", "more"):
-            named(parts[name].input, partial(_choose, False), {"id": parts[name], **self.drawn}, parts, **QUIET)
-        given = {"id": parts["preset"], **self.drawn}
-        nearest = named(parts["nearest"].click, partial(_choose, True), given, parts, **QUIET)
-        nearest.then(None, None, None, js="() => document.getElementById('run').click()", **QUIET)
         chat = {name: parts[name] for name in ("chat", "system", "gguf")}
         target, count = {"target": parts["target"]}, {"count": parts["count"]}
         retargeted = parts["target"].input
@@ -101,22 +97,16 @@ class Controls:
         for n in NUMBERS:
             parts[f"train-{n}"].click(None, None, None, js=assets.to_tab("lab"), **QUIET)
         for name, more in (("add", 1), ("remove", -1)):
-            self._describe(named(parts[name].click, partial(_count_on, more), count, parts, **QUIET).then)
+            self.describe(named(parts[name].click, partial(_count_on, more), count, parts, **QUIET).then)
         page.load(None, js=assets.text("accessibility.js"), **QUIET)
         page.load(None, js=f"() => {{ {assets.text('page_title.js')} }}", **QUIET)
-        self._describe(named(page.load, titles, {}, parts, **QUIET).then)
-        self._describe(partial(gr.on, [parts[name].change for name in NAMES if not isinstance(parts[name], gr.State)]))
-        self.relabel(partial(gr.on, [parts[name].change for name in FOLDED], trigger_mode="always_last"))
+        self.describe(named(page.load, titles, {}, parts, **QUIET).then)
+        self.describe(partial(gr.on, [parts[name].change for name in NAMES if not isinstance(parts[name], gr.State)]))
         for n in NUMBERS:
             given = target | {name: parts[f"{name}-{n}"] for name in ("method", "drawn")}
             named(parts[f"method-{n}"].input, _switch, given, self._of_lane(n), **QUIET)
             with parts[f"lane-{n}"]:
                 self._draw_options(page, n)
-
-    def relabel(self, after: Callable[..., object]) -> None:
-        """Connect an event to the label of the closed settings."""
-        folded = [self.parts[name] for name in FOLDED]
-        after(lambda *values: gr.update(label=settings_summary(*values)), folded, self.parts["fold"], **HALF_TYPED)
 
     def offer(self, after: Callable[..., object]) -> None:
         """Connect an event to the lists of models."""
@@ -125,7 +115,7 @@ class Controls:
         given = {"target": self.parts["target"], **lanes}
         named(after, lambda _, values: offer_models(values), given, shown, **HALF_TYPED)
 
-    def _describe(self, event: Callable[..., object]) -> None:
+    def describe(self, event: Callable[..., object]) -> None:
         """Connect an event to the description of the setup."""
         shown = {name: self.parts[name] for name in ("setup", "about")}
         named(event, setup_line, self.inputs, shown, trigger_mode="always_last", **HALF_TYPED)
@@ -147,7 +137,7 @@ class Controls:
                     # not `model`: while a preset fills the controls, its value is not yet among the choices
                     given = {"target": self.parts["target"], "method": lane["method"], "options": lane["options"]}
                     given |= {"knob": gr.State(knob.name), "value": control}
-                    self._describe(named(control.change, _set, given, lane, **QUIET).then)
+                    self.describe(named(control.change, _set, given, lane, **QUIET).then)
 
         follow = [page.load, lane["drawn"].change]
         gr.render([lane["method"], lane["options"]], triggers=follow, queue=False, show_progress="hidden")(draw_knobs)
@@ -181,12 +171,7 @@ def component_props(chosen: Preset) -> dict[str, Values]:
         model["visible"] = lane is None or lane.model is not None
         shown[f"train-{n}"] = {"visible": False}
         shown[f"server-{n}"]["choices"] = _servers(lane.server if lane else None)
-    full, (chip, other) = load_presets()[chosen.id], _picked(chosen)
-    values = {"chips": chip, "more": other, "about": about(full), "unfit": published(chosen.target)}
-    shown |= {name: {"value": value} for name, value in values.items()}
-    able = nearest_runnable(chosen) if why_not(full) else None
-    words = f"Run instead: {able.title}" if able else ""
-    shown["nearest"] = {"visible": able is not None, "value": words}
+    shown |= {"about": {"value": about(load_presets()[chosen.id])}, "unfit": {"value": published(chosen.target)}}
     return shown | _chat_looks(chosen.target, chosen.chat, chosen.system) | _lane_looks(len(chosen.lanes))
 
 
@@ -220,22 +205,13 @@ def fill_untouched(chosen: Preset, start: Preset, now: Values) -> Values:
     return {name: update for name, update in fill(chosen, now).items() if name not in touched}
 
 
-def _choose(nearest: bool, _: gr.Request, values: Values) -> Values:
-    """Return the updates for another preset. nearest: choose the most similar preset that can run here."""
-    chosen = preset(values["id"] or DEFAULT)
-    return fill(limits.fit(nearest_runnable(chosen) if nearest else chosen), values)
-
-
 def about(chosen: Preset) -> str:
-    """Return the description and requirements of a preset, with a replacement if this machine cannot run it."""
-    words = [f"**{chosen.title}.** {chosen.description}"]
+    """Return the description and requirements of a preset as HTML."""
+    words = [chosen.description]
     if chosen.memory_gb is not None:
         login = "gated: needs a login, " if chosen.gated else ""
         words.append(f"Downloaded from the Hugging Face hub; about {chosen.memory_gb:g} GB, {login}{chosen.licence}.")
-    reason = why_not(chosen)
-    if reason:
-        words.append(f"**This machine cannot run it: {reason}.**")
-    return " ".join(words)
+    return f"<b>{escape(chosen.title)}.</b> {escape(' '.join(words))}"
 
 
 def offer_models(values: Values) -> Values:
@@ -265,32 +241,76 @@ def key(values: Values) -> str:
     return sha256(json_text(plain, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def setup(values: Values, lanes: Sequence[tuple[str, str | None, int]]) -> str:
-    """Return the data of setup.js: lanes by method, weights and draft length, the key of all settings, and the reason
-    why this machine cannot run them.
+def setup(values: Values, summary: str, query: str | None = None) -> str:
+    """Return the data of setup.js: the preset, whether its settings were changed, a summary, the key of all settings,
+    the reason why this machine cannot run them with the most similar preset that it can, and the query of a link.
     """
-    words = [f"{title}{f' ({Path(model).name})' if model else ''}, k = {k}" for title, model, k in lanes]
     chosen = preset(values["preset"])
     obstacle = why_not(chosen) if values["target"] == chosen.target else ""
-    return json_text({"target": values["target"], "lanes": words, "key": key(values), "obstacle": obstacle})
+    instead = nearest_runnable(chosen) if obstacle else None
+    data = {"preset": chosen.id, "custom": _is_custom(values), "summary": summary, "key": key(values), "query": query}
+    return json_text(data | {"obstacle": obstacle, "instead": instead and [instead.id, instead.chip or instead.title]})
 
 
 def setup_line(_: gr.Request, values: Values) -> Values:
-    """Return the line above the prompt, with the titles of the methods."""
+    """Return the row of the setup and the description of the settings."""
     lazy_imports.live()
     lanes = []
     for n in NUMBERS[: int(values["count"])]:
         name = values[f"method-{n}"]
         model = values[f"model-{n}"] if needs_model(name, values[f"options-{n}"]) else None
-        lanes.append((str(method(name).title), model, values[f"k-{n}"]))
-    return {"setup": setup(values, lanes), "about": described(values)}
+        lanes.append(_lane_words(name, str(method(name).title), model))
+    line = summary(values, lanes)
+    return {"setup": setup(values, line, _query(values)), "about": described(values, line)}
 
 
-def described(values: Values) -> str:
+def summary(values: Values, lanes: Sequence[str]) -> str:
+    """Return the settings in one line: target, lanes, draft lengths, sampling."""
+    ks = dict.fromkeys(str(values[f"k-{n}"]).removesuffix(".0") for n in NUMBERS[: len(lanes)])
+    chat = "chat template" if values["chat"] == CHAT else ""
+    sampling = [brief(Comparison, name, values[name]) for name in SAMPLING]
+    models = f"{_short(values['target'])} + {', '.join(lanes)}"
+    return " · ".join(filter(None, (models, f"k {', '.join(ks)}", chat, *sampling)))
+
+
+def _lane_words(name: str, title: str, model: str | None) -> str:
+    """Return a lane in the summary: its method, or the size or name of a draft model."""
+    if model is None or name != DRAFTING[0]:
+        return title
+    layers = _layers(model)
+    return f"{layers}-layer draft" if layers else f"{_short(model)} draft"
+
+
+@lru_cache
+def _layers(model: str) -> int | None:
+    """Return the number of layers of an embedded model."""
+    file = embedded_folder() / model / "config.json"
+    config = json.loads(file.read_bytes()) if model in EMBEDDED and file.is_file() else {}
+    layers: int | None = config.get("num_hidden_layers")
+    return layers
+
+
+def _short(model: str) -> str:
+    return model.partition("@")[0].rpartition("/")[2]
+
+
+def _query(values: Values) -> str | None:
+    """Return the query of a link to the settings; None if they are not valid, for instance half typed."""
+    try:
+        chosen = from_values(values, allow_any_model=True)
+        return to_query(chosen, limits.fit(preset(chosen.id)))
+    except (TypeError, ValueError):
+        return None
+
+
+def _is_custom(values: Values) -> bool:
+    return key(values) != key(to_values(limits.fit(preset(values["preset"]))))
+
+
+def described(values: Values, line: str) -> str:
     """Return the description of the preset, or a description of the settings if they differ from the preset's."""
     chosen = preset(values["preset"])
-    unchanged = key(values) == key(to_values(limits.fit(chosen)))
-    return about(chosen) if unchanged else f"**Custom (from {chosen.title}).**"
+    return f"<b>Custom (from {escape(chosen.title)}).</b> {escape(line)}" if _is_custom(values) else about(chosen)
 
 
 def to_values(chosen: Preset) -> Values:
@@ -427,74 +447,70 @@ def _counts(of: type[Settings], values: Values) -> Values:
 def draw(start: Preset, allow_any_model: bool) -> Controls:
     """Create all controls, inside the current Blocks, showing `start`."""
     shown = component_props(start)
-    few, others = _offered()
     parts: Parts = {name: gr.State(**shown[name]) for name in ("preset", "count")}
-    with gr.Row(elem_id="presets"):
-        parts["chips"] = gr.Radio(few, **shown["chips"], label="Preset", elem_classes="chips", container=False)
-        others = [("More examples", ""), *others]
-        parts["more"] = gr.Dropdown(others, **shown["more"], label="More examples", elem_id="more", container=False)
-    with gr.Row(elem_id="about-row"):
-        parts["about"] = gr.Markdown(**shown["about"], elem_id="about")
-        parts["nearest"] = gr.Button(**shown["nearest"], size="sm", elem_id="nearest")
-    lanes = [(_plain(lane.method), lane.model, lane.k) for lane in start.lanes]
     with gr.Row(elem_id="setup-row"):
-        now = setup(to_values(start), lanes)
-        parts["setup"] = assets.view("setup.html", "helpers.js", "setup.js", elem_id="setup", value=now)
-        folded = settings_summary(*(shown[name]["value"] for name in FOLDED))
-        with gr.Accordion(folded, open=False, elem_id="sampling") as parts["fold"]:
-            parts |= _draw_chat(shown) | _draw_sampling(shown)
-    with gr.Column(elem_id="drawer", elem_classes="lane-controls"):
-        for n in NUMBERS:
-            parts[f"lane-{n}"] = gr.Column(**shown[f"lane-{n}"], elem_id=f"lane-{n}", elem_classes="lane")
-            with parts[f"lane-{n}"], gr.Row(elem_classes="lane-row"):
-                if n > 1:
-                    gr.Markdown(f"Lane {n}", elem_classes="lane-title")
-                else:
-                    look = {
-                        **shown["target"],
-                        "choices": _model_choices([start.target, *_targets(), *on_this_machine()]),
-                    }
-                    parts["target"] = _model_choice("Target model (all lanes)", look, "target", allow_any_model)
-                parts |= _draw_lane(n, shown, allow_any_model)
-        parts["unfit"] = gr.HTML(**shown["unfit"], elem_id="unfit")
-        with gr.Row(elem_id="lane-buttons"):
-            for name, words in (("add", "Add a lane"), ("remove", "Remove the last lane")):
-                parts[name] = gr.Button(words, **shown[name], size="sm", elem_id=f"{name}-lane")
-    most = limits.here().prompt
-    with gr.Row(elem_id="prompt-row"):  # its height is reserved while the page loads
-        parts["prompt"] = gr.Textbox(
-            **shown["prompt"], label="Prompt", lines=1, max_lines=10, max_length=most, elem_id="prompt", scale=5
-        )
+        lanes = [_lane_words(lane.method, _plain(lane.method), lane.model) for lane in start.lanes]
+        value = setup(to_values(start), summary(to_values(start), lanes))
+        scripts = ("helpers.js", "address.js", "setup.js")
+        parts["setup"] = assets.view("setup.html", *scripts, elem_id="setup", value=value, examples=examples())
+        parts["run"] = gr.Button("Run", variant="primary", elem_id="run", min_width=70)
+        parts["stop"] = gr.Button("Stop", interactive=False, elem_id="stop", min_width=70)
+    with gr.Column(elem_id="drawer"):
+        parts["about"] = gr.HTML(**shown["about"], elem_id="about")
+        most = limits.here().prompt
+        prompt: Values = {"label": "Prompt", "lines": 2, "max_lines": 10, "max_length": most, "elem_id": "prompt"}
+        with gr.Row(elem_id="prompt-row"):
+            parts["prompt"] = gr.Textbox(**shown["prompt"], **prompt)
+            parts |= _draw_chat(shown)
+        parts |= _draw_lanes(start, shown, allow_any_model)
+        parts |= _draw_sampling(shown)
     return Controls(parts)
 
 
-def settings_summary(chat: str, *values: object) -> str:
-    """Return the label of the closed accordion from the values of FOLDED."""
-    parts = [brief(Comparison, name, value) for name, value in zip(SAMPLING, values, strict=True)]
-    return "Settings: " + " · ".join(filter(None, ("chat template" if chat == CHAT else "no chat template", *parts)))
+def _draw_lanes(start: Preset, shown: Mapping[str, Values], allow_any_model: bool) -> Parts:
+    """Create the controls of all lanes, and the buttons that add and remove one."""
+    parts: Parts = {}
+    for n in NUMBERS:
+        parts[f"lane-{n}"] = gr.Column(**shown[f"lane-{n}"], elem_id=f"lane-{n}", elem_classes="lane")
+        with parts[f"lane-{n}"], gr.Row():
+            if n > 1:
+                gr.HTML(f"Lane {n}", elem_classes="lane-title")
+            else:
+                look = {**shown["target"], "choices": _model_choices([start.target, *_targets(), *on_this_machine()])}
+                parts["target"] = _model_choice("Target model (all lanes)", look, "target", allow_any_model)
+            parts |= _draw_lane(n, shown, allow_any_model)
+    parts["unfit"] = gr.HTML(**shown["unfit"], elem_id="unfit")
+    with gr.Row(elem_id="lane-buttons"):
+        for name, words in (("add", "Add a lane"), ("remove", "Remove the last lane")):
+            parts[name] = gr.Button(words, **shown[name], size="sm", elem_id=f"{name}-lane")
+    return parts
+
+
+def examples() -> list[tuple[str, list[tuple[str, str]]]]:
+    """Return the presets by group, with labels and ids."""
+    groups: dict[str, list[tuple[str, str]]] = {"Examples": [], "More examples": []}
+    for p in limits.at_hand() if limits.public() else load_presets().values():
+        group = "Examples" if p.chip else f"Needs a GPU with {p.group}" if p.group else "More examples"
+        groups.setdefault(group, []).append((p.chip or p.title, p.id))
+    return [(group, found) for group, found in groups.items() if found]
 
 
 def _draw_chat(shown: Mapping[str, Values]) -> Parts:
-    """Draw the controls of the prompt format."""
+    """Create the controls of the prompt format."""
     ways = [("chat template", CHAT), ("no chat template", TEXT)]
     system: Values = {"label": "System prompt", "max_length": limits.here().prompt, "elem_id": "system"}
-    with gr.Row():
-        return {
-            "chat": gr.Radio(ways, **shown["chat"], label="Prompt format", elem_id="chat", min_width=260),
-            "system": gr.Textbox(**shown["system"], **system, min_width=320, scale=2),
-        }
+    return {
+        "chat": gr.Radio(ways, **shown["chat"], label="Prompt format", elem_id="chat"),
+        "system": gr.Textbox(**shown["system"], **system),
+    }
 
 
 def _draw_sampling(shown: Mapping[str, Values]) -> Parts:
-    """Create the controls of the settings, four per row."""
-    parts: Parts = {}
-    for first in range(0, len(SAMPLING), 4):
-        with gr.Row():
-            for name in SAMPLING[first : first + 4]:
-                parts[name] = draw_setting(Comparison, name, **shown[name], elem_id=name)
+    """Create the controls of the settings."""
+    with gr.Row(elem_id="settings-row"):
+        parts: Parts = {name: draw_setting(Comparison, name, **shown[name], elem_id=name) for name in SAMPLING}
     with gr.Row(**shown["gguf"], elem_id="gguf") as parts["gguf"]:
-        for name in OF_GGUF:
-            parts[name] = draw_setting(Comparison, name, **shown[name], elem_id=name)
+        parts |= {name: draw_setting(Comparison, name, **shown[name], elem_id=name) for name in OF_GGUF}
     return parts
 
 
@@ -646,18 +662,6 @@ def _chat_looks(target: str, chat: bool | None, system: str = "") -> dict[str, V
         "system": {"value": system, "visible": able},
         "gguf": {"visible": is_gguf(target) and not limits.public()},
     }
-
-
-def _offered() -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-    """Return labels and values of the example chips and of the list next to them."""
-    offered = limits.at_hand() if limits.public() else load_presets().values()
-    few = [(p.chip, p.id) for p in offered if p.chip]
-    return few, [(f"{p.group or ''} {p.title}".strip(), p.id) for p in offered if not p.chip]
-
-
-def _picked(chosen: Preset) -> tuple[str | None, str]:
-    """Return the values of the chips and of the list next to them; one of them names the preset."""
-    return (chosen.id, "") if load_presets()[chosen.id].chip else (None, chosen.id)
 
 
 def _count_on(more: int, _: gr.Request, values: Values) -> Values:

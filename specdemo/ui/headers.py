@@ -58,7 +58,8 @@ def carded(page: bytes) -> bytes:
     card = "".join(f'<meta property="og:{name}" content="{text}">' for name, text in words.items())
     more = f'<meta name="description" content="{DESCRIPTION}"><meta name="twitter:card" content="summary">'
     icon = '<link rel="icon" href="favicon.ico" type="image/svg+xml">'
-    return CARD.sub(b"", page).replace(b"</head>", f"{card}{more}{icon}</head>".encode(), 1)
+    style = f"<style>{assets.text('loading.css')}</style>"
+    return CARD.sub(b"", page).replace(b"</head>", f"{card}{more}{icon}{style}</head>".encode(), 1)
 
 
 class Policy:

@@ -392,9 +392,12 @@ def named(
     function: Callable[[gr.Request, Values], Any],
     given: Mapping[str, object],
     shown: Mapping[str, object],
+    data: str = "",
     **settings: object,
 ) -> Any:
-    """Wire an event to a function from named values of controls to named updates; {} changes nothing."""
+    """Wire an event to a function from named values of controls to named updates; {} changes nothing. data: the name
+    of the event's data among the values.
+    """
 
     def placed(updates: Values) -> object:
         return {shown[name]: update for name, update in updates.items()} or gr.skip()
@@ -402,11 +405,15 @@ def named(
     def handle(values: dict[object, object], request: gr.Request) -> object:
         return placed(function(request, {name: values[control] for name, control in given.items()}))
 
+    def handle_data(values: dict[object, object], request: gr.Request, event: gr.EventData) -> object:
+        inputs = {name: values[control] for name, control in given.items()}
+        return placed(function(request, inputs | {data: event._data}))
+
     async def stream(values: dict[object, object], request: gr.Request) -> AsyncIterator[object]:
         results = function(request, {name: values[control] for name, control in given.items()})
         async with contextlib.aclosing(results):
             async for updates in results:
                 yield placed(updates)
 
-    chosen = stream if isasyncgenfunction(function) else handle
+    chosen = handle_data if data else stream if isasyncgenfunction(function) else handle
     return event(chosen, {*given.values()}, [*shown.values()], **settings)

@@ -9,7 +9,7 @@ import asyncio
 import gc
 import os
 import threading
-from collections.abc import AsyncIterator, Generator, Sequence
+from collections.abc import AsyncIterator, Generator, Mapping, Sequence
 from contextlib import aclosing, closing
 from functools import lru_cache, partial
 
@@ -33,7 +33,17 @@ from specdemo.presets.recorded import recorded
 from specdemo.presets.runnable import why_not
 from specdemo.servers.address import startable
 from specdemo.ui import assets, controls, headers, hosts, how, lab, space, sweep, whatif
-from specdemo.ui.controls import Controls, address, changed, fill_untouched, from_values, key, to_values, wire_share
+from specdemo.ui.controls import (
+    Controls,
+    address,
+    changed,
+    fill,
+    fill_untouched,
+    from_values,
+    key,
+    to_values,
+    wire_share,
+)
 from specdemo.ui.failures import Page, quiet
 from specdemo.ui.guard import ENVELOPE, WINDOW_S, Guard
 from specdemo.ui.job import QUEUED, QUIET, Jobs, Start, Store, Values, follow, named, stop_all, wire
@@ -136,30 +146,42 @@ class Visits(Jobs[Log]):
         return address(to_query(chosen, preset(chosen.id)))
 
     def read_link(self, request: gr.Request) -> tuple[Preset, list[str]] | None:
-        """Return the comparison of a link, and notes on what was ignored. On a cold server this takes seconds."""
+        """Return the comparison of the page's address, and notes on what was ignored."""
         if not is_link(request.query_params) or is_sweep(request.query_params):
             return None
-        live()
-        chosen, refused = from_query(request.query_params, load_presets(), self._any, self._start)
-        fitting = limits.fit(chosen)
-        if fitting != chosen:
-            more = f"the link exceeds the limits of this public page; {limits.HOME}"
-            refused.append(limits.PRIVATE if limits.shares(chosen) else more)
-        return fitting, refused
+        return self._read(request.query_params)
 
     def restore(self, request: gr.Request, values: Values) -> Values:
-        """Return the controls of a link, except those that the visitor has changed by now.
-
-        Also return a log: the notes on what was ignored, or for the link of an unchanged preset its recorded race, else
-        the empty lanes. Nothing runs.
+        """Return the controls of the page's address, except those that the visitor has changed by now, and a log.
+        Nothing runs.
         """
         if values["asked"] is None:
             return {}
         chosen, refused = values["asked"]
-        updates = fill_untouched(chosen, self._start, values)
+        return fill_untouched(chosen, self._start, values) | {"view": self._show(request, chosen, refused)}
+
+    def open_query(self, request: gr.Request, values: Values) -> Values:
+        """Return the controls and a log for the query of another address, after a visitor has chosen a preset or gone
+        back.
+        """
+        chosen, refused = self._read(str(values["address"].get("query", "")))
+        return fill(chosen, values) | {"view": self._show(request, chosen, refused)}
+
+    def _read(self, query: Mapping[str, object] | str) -> tuple[Preset, list[str]]:
+        """Return the comparison of a query, and notes on what was ignored. On a cold server this takes seconds."""
+        live()
+        chosen, refused = from_query(query, load_presets(), self._any, self._start)
+        fitting = limits.fit(chosen)
+        if fitting != chosen and chosen != preset(chosen.id):
+            more = f"the link exceeds the limits of this public page; {limits.HOME}"
+            refused.append(limits.PRIVATE if limits.shares(chosen) else more)
+        return fitting, refused
+
+    def _show(self, request: gr.Request, chosen: Preset, refused: Sequence[str]) -> object:
+        """Return a log: the notes on what was ignored, the recorded race of an unchanged preset, or empty lanes."""
         if refused:
-            return updates | {"view": notes(refused)}
-        return updates | {"view": self.select(request, chosen.id) if chosen == preset(chosen.id) else _lanes(chosen)}
+            return notes(refused)
+        return self.select(request, chosen.id) if chosen == limits.fit(preset(chosen.id)) else _lanes(chosen)
 
 
 def _nothing_to_save(log: Log | None) -> str:
@@ -232,19 +254,15 @@ def build(start: str = DEFAULT, allow_any_model: bool = False) -> gr.Blocks:
 def _race_tab(page: gr.Blocks, visits: Visits, first: Preset, allow_any_model: bool) -> Controls:
     form = controls.draw(first, allow_any_model)
     view = assets.view("view.html", *assets.RACE, elem_id="view")
-    with view:
-        with gr.Row(elem_id="buttons"):
-            run = gr.Button("Run", variant="primary", elem_id="run", min_width=90)
-            stop = gr.Button("Stop", interactive=False, elem_id="stop", min_width=70)
-        with gr.Row(visible=False, elem_id="follow-row") as row:
-            message = gr.Textbox(
-                label="Next message",
-                placeholder="Your next message to all lanes",
-                max_length=limits.here().prompt,
-                elem_id="message",
-                scale=5,
-            )
-            again = gr.Button("Continue", variant="primary", elem_id="continue", min_width=180)
+    with view, gr.Row(visible=False, elem_id="follow-row") as row:
+        message = gr.Textbox(
+            label="Next message",
+            placeholder="Your next message to all lanes",
+            max_length=limits.here().prompt,
+            elem_id="message",
+            scale=5,
+        )
+        again = gr.Button("Continue", variant="primary", elem_id="continue", min_width=180)
     with gr.Row(elem_id="exports"):
         share = gr.Button("Share", size="sm", elem_id="share")
         _saves(visits)
@@ -255,14 +273,15 @@ def _race_tab(page: gr.Blocks, visits: Visits, first: Preset, allow_any_model: b
     link = gr.Textbox(label="Link to this comparison", visible=False, buttons=["copy"], elem_id="link")
     repeat = gr.Button("Repeat", elem_id="repeat")  # clicked by the badge of a noisy run, in tiles.js
     form.wire(page)
-    inputs = {"message": message}
+    run, inputs = form.parts["run"], {"message": message}
     starts: list[Start] = [
         ([run.click], visits.race, form.inputs),
         ([again.click, message.submit], visits.follow, inputs),
         ([repeat.click], visits.repeat, {}),
     ]
     actions = [run, opened, again, repeat]
-    for racing in wire(visits, starts, {"view": view}, stop, actions, assets.text("wait_for_link.js")):
+    script = assets.text("wait_for_link.js")
+    for racing in wire(visits, starts, {"view": view}, form.parts["stop"], actions, script):
         named(racing.success, visits.offer, inputs, {"row": row, **inputs}, **QUIET)
     wire_share(share, visits.share, form.inputs, link)
     gr.on(form.edits, lambda: gr.update(visible=False), None, link, trigger_mode="once", **QUIET)
@@ -282,15 +301,16 @@ def _saves(visits: Visits) -> None:
 def _show_what_is_chosen(page: gr.Blocks, visits: Visits, form: Controls, view: gr.HTML) -> None:
     """Connect the events that show the recorded race of a preset, or the comparison of a link."""
     page.load(visits.first, None, view, **QUIET)
-    for choice in (form.parts["chips"], form.parts["more"]):
-        choice.input(visits.select, choice, view, **QUIET)
+    shown = {**form.parts, "view": view}
+    opened = named(form.parts["setup"].submit, visits.open_query, form.drawn, shown, data="address", **QUIET)
+    form.describe(opened.then)
+    opened.then(None, None, None, js=assets.text("link_applied.js"), **QUIET)
     requested = gr.State()
     linked = page.load(visits.read_link, None, requested, **QUIET)
     given = {"asked": requested, **form.inputs, **form.drawn}
-    restored = named(linked.then, visits.restore, given, {**form.parts, "view": view}, **QUIET)
-    shown = restored.then(None, None, None, js=assets.text("link_applied.js"), **QUIET)
-    form.relabel(shown.then)  # once, after all restored controls were drawn
-    form.offer(shown.then)
+    restored = named(linked.then, visits.restore, given, shown, **QUIET)
+    ready = restored.then(None, None, None, js=assets.text("link_applied.js"), **QUIET)
+    form.offer(ready.then)
 
 
 def _endpoints(allow_any_model: bool) -> None:

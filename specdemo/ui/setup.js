@@ -1,34 +1,108 @@
-// One line with the lanes of the comparison, and the button that opens their controls. The value (controls.py, `setup`) includes
-// a key of all settings; race.js compares it with that of the visible result. Run is off while there is an obstacle. Gradio sets
-// `disabled` itself at the start and the end of a run, so this uses `inert`.
+// The row with the setup: the menu of examples, a summary of all settings, and the button that opens their controls. Its value
+// (controls.py, `setup`) includes a key of all settings; race.js compares it with that of the visible result. Run is off while
+// there is an obstacle. Gradio sets `disabled` itself at the start and the end of a run, so this uses `inert`.
 
-const edit = $(".sd-edit");
+const [edit, menu] = [$(".sd-edit"), $(".sd-examples")];
+let current = null; // the data of the settings
+let runInstead = ""; // the preset to run as soon as it is shown
+let shown = settingsOf(location.search); // the settings of the address
+
+function drawMenu() {
+  const groups = props.examples.map(([label, examples]) => {
+    const group = make("optgroup");
+    group.label = label;
+    for (const [title, id] of examples) group.append(new Option(title, id));
+    return group;
+  });
+  menu.replaceChildren(...groups);
+}
+
+function read() {
+  if (!props.value) return;
+  const before = current;
+  current = JSON.parse(props.value);
+  showSelection();
+  $(".sd-summary").textContent = $(".sd-summary").title = current.summary;
+  element.dataset.key = current.key;
+  showObstacle();
+  if (before?.query && current.query && current.query !== before.query && window.specdemoLinked !== false) setQuery(current.query, "replaceState");
+  current.query ??= before?.query; // half-typed settings have none
+  document.dispatchEvent(new CustomEvent("specdemo:settings"));
+  if (runInstead !== current.preset || current.custom) return;
+  runInstead = "";
+  document.getElementById("run").click();
+}
+
+// Selects the example. A changed one is an entry of its own, so that choosing the example again restores it.
+function showSelection() {
+  menu.querySelector(".sd-custom")?.remove();
+  menu.value = current.preset;
+  if (!current.custom && menu.value) return;
+  const title = menu.selectedOptions[0]?.text ?? current.preset;
+  const option = new Option(current.custom ? `Custom (from ${title})` : title, "", true, true);
+  option.className = "sd-custom";
+  option.hidden = true;
+  menu.prepend(option);
+}
+
+function showObstacle() {
+  const { obstacle, instead } = current;
+  const run = document.getElementById("run");
+  $(".sd-obstacle").hidden = !obstacle;
+  $(".sd-obstacle span").textContent = obstacle ? `This machine cannot run it: ${obstacle}.` : "";
+  if (instead) $(".sd-instead").textContent = `Run instead: ${instead[1]}`;
+  if (!run) return;
+  run.inert = Boolean(obstacle);
+  run.ariaDisabled = String(Boolean(obstacle));
+  run.title = obstacle ? `This machine cannot run this preset: ${obstacle}.` : "";
+}
+
+// ---- the address
+
+/** Writes settings to the address. A frame may forbid it. */
+function setQuery(settings, method) {
+  shown = settings;
+  history[method](null, "", location.pathname + searchOf(settings, location.search) + location.hash);
+}
+
+/** Asks the server for the controls of other settings. */
+function openSettings(settings) {
+  window.specdemoLinked = false; // Run waits for them
+  trigger("submit", { query: settings });
+}
+
+function choose(id) {
+  setQuery(`preset=${id}`, "pushState");
+  openSettings(`preset=${id}`);
+}
+
+const tab = (id) => /** @type {HTMLElement | null} */ (document.querySelector(`[role=tab][data-tab-id="${CSS.escape(id)}"]`));
+const tabOf = (hash) => tab(hash.slice(1)) ?? document.querySelector("[role=tab]");
+
+function onTab({ target }) {
+  const chosen = target.closest?.("[role=tab]");
+  if (!chosen || chosen === tabOf(location.hash)) return;
+  const hash = chosen === tabOf("") ? "" : `#${chosen.dataset.tabId}`;
+  const method = navigator.userActivation?.hasBeenActive === false ? "replaceState" : "pushState"; // a link opens its own tab
+  history[method](null, "", location.pathname + location.search + hash);
+}
+
+function onBack() {
+  tabOf(location.hash)?.click();
+  const settings = settingsOf(location.search);
+  if (settings !== shown) openSettings((shown = settings));
+}
 
 edit.addEventListener("click", () => {
-  const open = document.getElementById("drawer").classList.toggle("open");
-  edit.setAttribute("aria-expanded", String(open));
-  edit.querySelector("b").textContent = open ? "Close" : "Edit";
+  const opened = document.getElementById("drawer").classList.toggle("open");
+  edit.setAttribute("aria-expanded", String(opened));
+  edit.textContent = opened ? "Close" : "Edit";
 });
-
-const read = () => {
-  if (!props.value) return;
-  const { lanes, target, key, obstacle } = JSON.parse(props.value);
-  const parts = lanes.map((description, i) => {
-    const part = make("span");
-    part.append(make("i", "", lanes.length > 1 ? `Lane ${i + 1} ` : ""), description);
-    return part;
-  });
-  const model = make("span");
-  model.append(make("i", "", "Target "), target);
-  $(".sd-setup-summary").replaceChildren(model, ...parts);
-  element.dataset.key = key;
-  const run = document.getElementById("run");
-  if (run) {
-    run.inert = Boolean(obstacle);
-    run.ariaDisabled = String(Boolean(obstacle));
-    run.title = obstacle ? `This machine cannot run this preset: ${obstacle}.` : "";
-  }
-  document.dispatchEvent(new CustomEvent("specdemo:settings"));
-};
+menu.addEventListener("change", () => menu.value && choose(menu.value));
+$(".sd-instead").addEventListener("click", () => choose((runInstead = current.instead[0])));
+document.addEventListener("click", onTab);
+addEventListener("popstate", onBack);
+drawMenu();
 watch("value", read);
 read();
+tabOf(location.hash)?.click();

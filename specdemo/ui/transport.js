@@ -1,4 +1,4 @@
-// The sticky bar: play, pause, step, skip, speed, the slider over device time, the headline; and the keyboard shortcuts.
+// The playback bar: play, pause, step, skip, speed, the slider over device time, the headline; and the keyboard shortcuts.
 
 const button = (name) => /** @type {HTMLButtonElement} */ ($(`.sd-${name}`));
 const gradioButton = (id) => /** @type {HTMLButtonElement | null} */ (document.getElementById(id));
@@ -109,10 +109,10 @@ function onAnyKey(event) {
   KEYS[event.key]();
 }
 
-// A disabled button loses the focus. Moves it from Run to Stop and back. Gradio mounts both buttons after this code runs.
+// A disabled button loses the focus. Moves it from Run to Stop and back. Gradio mounts both buttons on its own time.
 function moveFocus() {
   let runPressed = false;
-  element.addEventListener("click", ({ target }) => {
+  document.addEventListener("click", ({ target }) => {
     if (/** @type {Element} */ (target).closest("#run")) runPressed = true;
   });
   new MutationObserver(() => {
@@ -124,7 +124,7 @@ function moveFocus() {
       start.focus({ preventScroll: true });
       runPressed = false;
     }
-  }).observe(element, { attributes: true, attributeFilter: ["disabled"], subtree: true });
+  }).observe(document.body, { attributes: true, attributeFilter: ["disabled"], subtree: true });
 }
 
 function wireTransport() {

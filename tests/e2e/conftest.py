@@ -80,6 +80,20 @@ def visitors(chromium, address):
     assert not wrong
 
 
+def edit(page):
+    """Open the controls of the settings."""
+    page.locator(".sd-edit").click()
+    expect(page.locator("#drawer")).to_be_visible()
+
+
+def choose_example(page, title):
+    page.get_by_label("Example", exact=True).select_option(label=title)
+
+
+def expect_example(page, title):
+    expect(page.locator(".sd-examples option:checked")).to_have_text(title)
+
+
 @pytest.fixture
 def trace_file(tmp_path):
     path = tmp_path / "hostile.json"

@@ -5,6 +5,8 @@ from itertools import pairwise
 
 from playwright.sync_api import expect
 
+from tests.e2e.conftest import choose_example, edit, expect_example
+
 
 def set_number(page, elem_id, value):
     box = page.locator(f"#{elem_id} input[type=number]")
@@ -13,26 +15,9 @@ def set_number(page, elem_id, value):
     box.blur()
 
 
-def unfold(page):
-    """Open the settings and wait until Gradio has set their values.
-
-    Gradio sets the values of controls two frames after they are first shown, and would overwrite earlier input.
-    """
-    button = page.locator("#sampling button").first
-    button.click()
-    expect(page.locator("#seed input[type=number]")).to_be_visible()
-    page.evaluate("async () => { for (let i = 0; i < 5; i++) await new Promise(requestAnimationFrame); }")
-    return button
-
-
-def edit(page):
-    page.locator(".sd-edit").click()
-    expect(page.locator("#drawer")).to_be_visible()
-
-
 def choose(page, elem_id, label):
     page.locator(f"#{elem_id} input").click()
-    page.get_by_role("option", name=label, exact=True).click()
+    page.get_by_role("listbox").get_by_role("option", name=label, exact=True).click()
 
 
 def settings(page):
@@ -45,21 +30,24 @@ def settings(page):
 def test_a_link_restores_every_setting(visit):
     page = visit()
     edit(page)
-    page.get_by_label("Prompt lookup", exact=True).check()
+    choose_example(page, "Prompt lookup")
     expect(page.locator("#about")).to_contain_text("Prompt lookup where text repeats")
     expect(page.locator("#model-1")).to_be_hidden()
     expect(page.locator(".hidden-counter:visible")).to_have_count(0)
     set_number(page, "option-max_n-1", 5)
-    expect(page.locator("#about")).to_have_text("Custom (from Prompt lookup where text repeats).")
+    expect_example(page, "Custom (from Prompt lookup)")
+    expect(page.locator("#about")).to_have_text(
+        "Custom (from Prompt lookup where text repeats). stories + Prompt lookup · k 8 · greedy · 96 tokens"
+    )
     page.locator("#add-lane").click()
     choose(page, "model-2", "stories-draft-deep")
     set_number(page, "k-2", 9)
     set_number(page, "k-1", 7)
-    fold = unfold(page)
     set_number(page, "temperature", 0.7)
     set_number(page, "seed", 11)
     set_number(page, "max_new_tokens", 40)
-    expect(fold).to_contain_text("temperature 0.7 · seed 11 · max 40 tokens")
+    line = "stories + Prompt lookup, 4-layer draft · k 7, 9 · temperature 0.7 · seed 11 · 40 tokens"
+    expect(page.locator(".sd-summary")).to_have_text(line)
     page.locator("#prompt textarea").fill("A <b> & ${x} {{y}} 日本 👩‍👧\n\ttab")
     page.locator("#share").click()
     link = page.locator("#link textarea, #link input")
@@ -69,9 +57,7 @@ def test_a_link_restores_every_setting(visit):
     other = visit("?" + link.input_value().partition("?")[2])
     expect(other.locator("#k-2 input[type=number]")).to_have_value("9")
     expect(other.locator("#option-max_n-1 input[type=number]")).to_have_value("5")
-    folded = other.locator("#sampling button").first
-    expect(folded).to_contain_text("temperature 0.7 · seed 11 · max 40 tokens")
-    folded.click()
+    expect(other.locator(".sd-summary")).to_have_text(line)
     for place, value in settings(page).items():
         expect(other.locator(place)).to_have_value(value)  # method titles arrive later
     expect(other.locator(".sd-notes")).to_be_hidden()
@@ -86,6 +72,7 @@ def test_missing_link_shows_the_reason(visit_gated):
     expect(message).to_have_value(re.compile("preset=embedded-draft$"))
     shown = f"{message.input_value()}&__theme=dark"  # the theme is not part of the link
     expect(page).to_have_url(shown)
+    edit(page)
     page.locator("#prompt textarea").fill("<u>" * 1000)
     page.locator("#share").click()
     expect(link).to_contain_text("No link")
@@ -96,46 +83,52 @@ def test_missing_link_shows_the_reason(visit_gated):
     page.locator("#share").click()
     expect(message).to_have_value(re.compile("prompt=short$"))
     expect(link).not_to_contain_text("No link")
-    page.get_by_label("Sampling", exact=True).check()
+    choose_example(page, "Sampling")
     expect(link).to_be_hidden()  # the comparison has changed
 
 
 def test_error_disappears_with_the_preset(visit):
     page = visit()
+    edit(page)
     page.locator("#prompt textarea").fill(" ")
     page.locator("#run").click()
     expect(page.locator(".sd-alert")).to_have_text(re.compile("^The prompt is empty"))
-    page.get_by_label("Sampling", exact=True).check()
+    choose_example(page, "Sampling")
     expect(page.locator(".sd-alert")).to_be_hidden()
 
 
 def test_edits_made_before_the_link_was_read_stay(visit_gated, gates):
     gates.warm.clear()
     page = visit_gated("?preset=embedded-draft&k=7&temperature=0.5&prompt=theirs")
+    edit(page)
     page.locator("#prompt textarea").fill("mine")
     gates.warm.set()
     expect(page.locator("#k-1 input[type=number]")).to_have_value("7")
     expect(page.locator("#prompt textarea")).to_have_value("mine")
 
 
-def test_presets_of_larger_models_are_in_a_list(visit_gated):
-    page = visit_gated()
-    choose(page, "more", "24 GB Qwen3 8B with Qwen3 0.6B")
+def test_a_preset_that_cannot_run_here_has_a_reason_and_a_replacement(visit_gated, gates):
+    gates.open.set()
+    page = visit_gated(reduced_motion="reduce")
+    choose_example(page, "Qwen3 8B with Qwen3 0.6B")
     expect(page.locator("#target input")).to_have_value("Qwen/Qwen3-8B")
-    expect(page.locator("#presets input[type=radio]:checked")).to_have_count(0)
     expect(page.locator("#run")).to_be_disabled()
+    expect(page.locator(".sd-obstacle")).to_contain_text("This machine cannot run it: it needs a GPU")
     expect(page.locator("#view .sd-status")).to_contain_text("This machine cannot run this preset: it needs a GPU")
-    page.get_by_label("Sampling", exact=True).check()
+    page.get_by_role("button", name="Run instead: Code vs. story").click()
+    expect(page.locator("#view .sd-status")).to_have_text(re.compile("^Finished"))
+    expect(page.locator(".sd-obstacle")).to_be_hidden()
     expect(page.locator("#target input")).to_have_value("stories")
     expect(page.locator("#run")).to_be_enabled()
-    expect(page.locator("#more input")).to_have_value(re.compile("^More examples"))
+    expect_example(page, "Code vs. story")
 
 
 def drafters(page):
     """Return the models that lane 1 offers."""
     page.locator("#model-1 input").click()
-    expect(page.get_by_role("option").first).to_be_visible()
-    found = page.get_by_role("option").all_inner_texts()
+    options = page.get_by_role("listbox").get_by_role("option")
+    expect(options.first).to_be_visible()
+    found = options.all_inner_texts()
     page.keyboard.press("Escape")
     page.locator("#model-1 input").blur()
     return [name.lstrip("✓ ").strip() for name in found]
@@ -151,7 +144,7 @@ def test_a_lane_offers_only_models_that_fit(visit_gated):
         choose(page, "target", target)
         expect(page.locator("#model-1 input")).to_have_value("code-draft" if target == "code" else "stories-draft-wide")
     assert drafters(page) == first
-    page.get_by_label("Edit code", exact=True).check()
+    choose_example(page, "Edit code")
     expect(page.locator("#target input")).to_have_value("code")
     expect(page.locator("#option-max_n-2 input").first).to_be_visible()
     expect(page.locator(".toast-body")).to_have_count(0)
@@ -183,7 +176,7 @@ def test_lanes_come_and_go(visit):
     expect(page.locator("#drawer")).to_be_hidden()
     edit(page)
     page.locator("#add-lane").click()
-    expect(page.locator(".sd-setup-summary")).to_contain_text("Lane 2 ")
+    expect(page.locator(".sd-summary")).to_contain_text("1-layer draft, 1-layer draft · k 4 ·")
     expect(page.locator("#lane-2")).to_be_visible()
     page.locator("#add-lane").click()
     expect(page.locator("#lane-3")).to_be_visible()
@@ -198,13 +191,12 @@ def test_lanes_come_and_go(visit):
 def test_every_input_has_a_name(visit):
     page = visit()
     edit(page)
-    page.locator("#sampling button").first.click()
     unnamed = page.evaluate(
         """[...document.querySelectorAll('input, textarea, button, select')].filter(e => e.checkVisibility()
            && !e.labels?.length && !e.ariaLabel && !e.title && !e.textContent.trim()
            && !e.getAttribute('aria-labelledby')).map(e => e.outerHTML.slice(0, 120))"""
     )
     assert unnamed == []
-    expect(page.get_by_role("group", name="Preset", exact=True)).to_be_visible()
+    expect(page.get_by_role("combobox", name="Example", exact=True)).to_be_visible()
     levels = page.evaluate("[...document.querySelectorAll('h1, h2, h3')].map(e => Number(e.tagName[1]))")
     assert levels[0] == 1 and all(below - above <= 1 for above, below in pairwise(levels))

@@ -7,8 +7,8 @@ import pytest
 from playwright.sync_api import expect
 
 from tests.completion_server import completion_server, piece
-from tests.e2e.conftest import visitors
-from tests.e2e.test_controls import choose, edit
+from tests.e2e.conftest import edit, visitors
+from tests.e2e.test_controls import choose
 from tests.processes import served
 from tests.servers.stand_in import gone, make, started
 

@@ -7,13 +7,15 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import expect
 
+from tests.e2e.conftest import choose_example, edit
+
 WIDTHS = {"wide": [(1920, 1080), (1280, 900), (1024, 768)], "narrow": [(820, 1180), (390, 844), (360, 740)]}
 AXE = Path(__file__).parents[1] / "js/node_modules/axe-core/axe.min.js"
 CONTROLS = """() => {
   const kinds = 'button, input:not([type=radio]), select, textarea, .sd-pace label, .sd-status, .sd-headline';
   const seen = [...document.querySelectorAll(kinds)]
     .filter(e => e.checkVisibility({ visibilityProperty: true, opacityProperty: true }) && e.getClientRects().length)
-    .filter(e => !e.closest('.chips, footer, [role=tablist], .sd-text'));
+    .filter(e => !e.closest('footer, [role=tablist], .sd-text'));
   const boxes = seen.map(e => ({ e, name: e.id || e.className || e.closest('[id]').id, r: e.getBoundingClientRect() }))
     .filter(({ r }) => r.width > 2 && r.height > 2);
   const outside = ({ r }) => r.left < -0.5 || r.right > innerWidth + 0.5;
@@ -103,7 +105,6 @@ def test_a_run_a_step_and_an_inspection_by_keyboard(visit_gated, gates):
         page.keyboard.press("Tab")
         focused.append(page.evaluate("document.activeElement.id"))
     assert len(focused) < 8, focused
-    expect(page.locator("ul[role=listbox]")).to_have_count(0)  # the list of presets has closed
     page.keyboard.press("Control+Enter")
     wait_for_text(page, "^Finished")
     expect(page.locator("#run")).to_be_focused()
@@ -140,6 +141,7 @@ def test_outdated_result_names_its_settings(visit_gated, gates):
     page.locator("#run").click()
     wait_for_text(page, "^Finished")
     expect(page.locator(".sd-outdated-label")).to_be_hidden()
+    edit(page)
     prompt = page.locator("#prompt textarea").input_value()
     page.locator("#prompt textarea").fill("Another prompt")
     expect(page.locator(".sd-outdated-label")).to_have_text(
@@ -192,16 +194,40 @@ def test_axe_finds_nothing(visit, theme):
     assert violations() == []
     wait_for_text(page, "^Finished")
     page.locator('[data-lane="1"] [data-kind="accepted"]').first.click()
+    assert violations() == []
+    edit(page)
     page.locator("#prompt textarea").fill("Another prompt")
     expect(page.locator(".sd-outdated-label")).to_be_visible()
     assert violations() == []
+    choose_example(page, "Qwen3 8B with Qwen3 0.6B")
+    expect(page.locator(".sd-obstacle")).to_be_visible()
+    assert violations() == []
+
+
+SHIFTS = """window.shifts = []; new PerformanceObserver((list) => shifts.push(...list.getEntries().map((e) => e.value)))
+  .observe({ type: "layout-shift", buffered: true });"""
+
+
+@pytest.mark.parametrize(("width", "height"), [(1440, 900), (390, 844)])
+def test_nothing_moves_while_the_page_loads(visit, width, height):
+    page = visit(viewport={"width": width, "height": height}, reduced_motion="reduce")
+    page.add_init_script(SHIFTS)
+    page.reload()
+    wait_for_text(page, "^Recorded")
+    assert page.evaluate("shifts.reduce((a, b) => a + b, 0)") < 0.05  # "good" is below 0.1
+
+
+def test_the_race_starts_near_the_top(visit):
+    page = visit(viewport={"width": 1440, "height": 900}, reduced_motion="reduce")
+    wait_for_text(page, "^Recorded")
+    assert page.locator(".sd-race").bounding_box()["y"] < 220
 
 
 def test_little_is_transferred_before_a_run(visit):
     page = visit(reduced_motion="reduce")
     wait_for_text(page, "^Recorded")
     sizes = page.evaluate("performance.getEntries().map(e => e.transferSize || 0)")
-    assert sum(sizes) < 700_000
+    assert sum(sizes) < 411_000
 
 
 RING = """() => { const at = document.activeElement;
@@ -217,11 +243,11 @@ def test_the_focus_has_one_ring_and_the_title_names_the_result(visit):
     page.locator("[role=tab]").first.focus()
     for _ in range(9):
         page.keyboard.press("Tab")
-        where = "document.activeElement.closest('#presets, #setup, #sampling, #prompt, #buttons, .sd-playback')"
+        where = "document.activeElement.closest('#setup-row, .sd-playback, .sd-pace')"
         seen.add(page.evaluate(f"{where}?.id || {where}?.className"))
-        # a style that is about to change is read once more: the presets can be drawn again while the keys are pressed
+        # a style that is about to change is read once more
         page.wait_for_function(f"() => JSON.stringify(({RING})()) === '[\"2px\"]'")
-    assert {"presets", "prompt", "buttons"} <= seen
+    assert {"setup-row", "sd-playback", "sd-pace"} <= seen
     expect(page).to_have_title(re.compile(r"^\d\.\d× faster - specdemo"))
     page.get_by_role("tab", name="Lab").click()
     expect(page).to_have_title(re.compile("^Lab - specdemo"))

@@ -12,6 +12,7 @@ from playwright.sync_api import expect
 from specdemo.core.tally import summarise
 from specdemo.core.trace import compare, estimates, from_json
 from specdemo.engine.cost import prediction
+from tests.e2e.conftest import choose_example, edit, expect_example
 from tests.traces import HOSTILE, PROMPT
 from tests.ui.stand_ins import chat_trace
 
@@ -76,7 +77,7 @@ def test_a_link_answered_late_replaces_no_run_opened_meanwhile(visit, trace_file
 
     page.route("**/gradio_api/run/predict*", overtake)
     page.goto(page.url + "?preset=embedded-ngram")
-    expect(page.get_by_label("Prompt lookup", exact=True)).to_be_checked()
+    expect_example(page, "Prompt lookup")
     wait_for_text(page, "^Replayed")
     page.unroute_all(behavior="wait")
 
@@ -348,8 +349,8 @@ def test_page_rejects_files_that_are_not_traces(visit, tmp_path):
 
 def test_a_hostile_prompt_is_shown_as_it_is_and_bad_input_keeps_it(visit):
     page = visit("?preset=embedded-draft&max_new_tokens=24&k=3&seed=7")
-    page.locator("#sampling button").first.click()
-    expect(page.locator("#seed input")).to_have_value("7")  # hidden controls take the link's values when opened
+    edit(page)
+    expect(page.locator("#seed input")).to_have_value("7")
     page.locator("#prompt textarea").fill(PROMPT)
     page.locator("#seed input").fill("-5")
     page.locator("#run").click()
@@ -368,13 +369,11 @@ def test_a_first_visit_shows_the_recorded_race_of_the_preset(visit):
     expect(page.locator(".sd-badge")).to_have_text(re.compile(r"^Recorded run · .+ · 20\d\d-\d\d-\d\d · commit \w{7}$"))
     first = lane_text(page, 1)
     assert first and first == lane_text(page, 0)
-    page.locator("#more input").click()
-    # this preset has no recording
-    page.get_by_role("option", name="DFlash: a block of drafts in one pass", exact=True).click()
+    choose_example(page, "DFlash: a block of drafts in one pass")  # it has no recording
     wait_for_text(page, "^Ready")
     expect(page.locator(".sd-badge")).to_be_hidden()
     expect(page.locator(".sd-lane h3")).to_have_text(["Baseline", "DFlash (stories-dflash)"])
-    page.get_by_label("Prompt lookup", exact=True).check()
+    choose_example(page, "Prompt lookup")
     wait_for_text(page, "^Recorded")
     assert lane_text(page, 1) not in ("", first)
     charted = "[...document.querySelectorAll('#chart .sd-curve')].map(line => line.dataset.points).join()"

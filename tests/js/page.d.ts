@@ -1,8 +1,13 @@
 // What Gradio gives the script of an HTML component, and what the lines of a race's log hold (specdemo/ui/views.py).
 
 declare const element: HTMLElement;
-declare const props: { value: string };
+declare const props: { value: string; [name: string]: any };
+declare function trigger(event: string, data?: object): void;
 declare function watch(name: string, changed: () => void): void;
+
+interface Window {
+  specdemoLinked?: boolean; // false while settings of an address are read
+}
 
 interface Numbers {
   clock_ms?: number;

@@ -1,10 +1,12 @@
 """Presets with hub models: the reason why one cannot run, and the nearest one that can."""
 
+import json
+
 import pytest
 
 from specdemo.presets.files import load_presets
 from specdemo.presets.runnable import Machine, nearest_runnable, why_not
-from specdemo.ui.controls import DRAWN, about, fill
+from specdemo.ui.controls import about, setup, to_values
 
 PRESETS = load_presets()
 DOWNLOADED = [p for p in PRESETS.values() if not p.embedded and p.server is None]
@@ -56,9 +58,9 @@ def test_nearest_preset_uses_available_models():
 
 def test_page_reports_it(monkeypatch):
     monkeypatch.setattr("specdemo.presets.runnable.this_machine", lambda: NONE)
-    assert "cannot run" not in about(PRESETS["embedded-draft"])
-    text = about(PRESETS["llama-3.1-8b"])
-    assert "about 20 GB, gated: needs a login, Llama 3.1 Community License" in text
-    assert text.endswith("and this machine has none.**")
-    button = fill(PRESETS["llama-3.1-8b"], dict.fromkeys(DRAWN, 0))["nearest"]
-    assert button["visible"] and button["value"] == f"Run instead: {PRESETS['embedded-draft'].title}"
+    data = json.loads(setup(to_values(PRESETS["embedded-draft"]), ""))
+    assert (data["obstacle"], data["instead"]) == ("", None)
+    data = json.loads(setup(to_values(PRESETS["llama-3.1-8b"]), ""))
+    assert data["obstacle"] == "it needs a GPU with about 20 GB, and this machine has none"
+    assert data["instead"] == ["embedded-draft", "Draft model"]
+    assert "about 20 GB, gated: needs a login, Llama 3.1 Community License" in about(PRESETS["llama-3.1-8b"])

@@ -1,8 +1,10 @@
 """Round trips from presets to controls, and values that the page rejects."""
 
+import json
+from html import escape
+
 import pytest
 
-from specdemo.engine.comparison import Comparison
 from specdemo.methods import model_method
 from specdemo.models.local_models import LocalModel
 from specdemo.models.shipped import embedded_folder
@@ -53,9 +55,40 @@ def test_browser_integers_may_arrive_as_floats(values):
 def test_a_preset_is_described_until_its_setup_is_changed(name):
     chosen = preset(name)
     values = to_values(chosen)
-    assert controls.described(values).startswith(f"**{chosen.title}.** {chosen.description}")
+    assert controls.described(values, "").startswith(f"<b>{escape(chosen.title)}.</b> {escape(chosen.description)}")
+    assert not json.loads(controls.setup(values, ""))["custom"]
     for change in ({"target": "someone/else"}, {"k-1": 19}, {"temperature": 1.7}, {"prompt": "Hi"}):
-        assert controls.described(values | change) == f"**Custom (from {chosen.title}).**"
+        changed = values | change
+        assert controls.described(changed, "a < b") == f"<b>Custom (from {escape(chosen.title)}).</b> a &lt; b"
+        assert json.loads(controls.setup(changed, ""))["custom"]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "line"),
+    [
+        ("embedded-draft", {}, "stories + 1-layer draft · k 4 · greedy · 160 tokens"),
+        (
+            "embedded-draft",
+            {"k-1": 7.0, "temperature": 0.8, "top_p": 0.9, "max_new_tokens": 1, "schedule": "sequential"},
+            "stories + 1-layer draft · k 7 · temperature 0.8 · top-p 0.9 · 1 token · sequential",
+        ),
+        ("embedded-code", {}, "code + 2-layer draft, EAGLE, Prompt lookup · k 8, 3, 6 · greedy · 120 tokens"),
+        ("embedded-ngram", {}, "stories + Prompt lookup · k 8 · greedy · 96 tokens"),
+        ("qwen3-8b", {}, "Qwen3-8B + Qwen3-0.6B draft, Prompt lookup · k 4, 6 · chat template · greedy · 256 tokens"),
+    ],
+)
+def test_settings_are_summarised_in_one_line(name, changes, line):
+    row = controls.setup_line(None, to_values(preset(name)) | changes)["setup"]
+    assert json.loads(row)["summary"] == line
+
+
+def test_the_address_follows_valid_settings(values):
+    def query(**changes):
+        return json.loads(controls.setup_line(None, values | changes)["setup"])["query"]
+
+    assert query() == "preset=embedded-three-lanes"
+    assert query(**{"k-2": 9}) == "preset=embedded-three-lanes&k2=9"
+    assert query(seed=None) is None and query(**{"k-1": None}) is None  # half typed
 
 
 def test_hidden_lanes_are_ignored(values):
@@ -102,12 +135,13 @@ def test_options_that_name_models_may_name_those_of_the_list():
     assert changed("embedded-draft", {"lanes": [foreign]}, True)
 
 
-def test_every_preset_is_a_chip_or_in_the_list():
-    chips, listed = ({id for _, id in choices} for choices in controls._offered())
-    assert chips | listed == {*load_presets()} and not chips & listed
-    assert 6 <= len(chips) <= 8 and all(load_presets()[id].embedded for id in chips)
-    for chosen in load_presets().values():
-        assert controls._picked(chosen) == ((chosen.id, "") if chosen.id in chips else (None, chosen.id))
+def test_the_menu_has_every_preset_once():
+    groups = controls.examples()
+    ids = [id for _, presets in groups for _, id in presets]
+    assert sorted(ids) == sorted(load_presets())
+    few = [id for _, id in dict(groups)["Examples"]]
+    assert 6 <= len(few) <= 8 and all(load_presets()[id].embedded for id in few)
+    assert all(load_presets()[id].group for group, rest in groups for _, id in rest if "GPU" in group)
 
 
 DRAWN = dict.fromkeys(controls.DRAWN, 0)
@@ -293,16 +327,3 @@ def test_a_lane_may_run_on_a_server_that_the_operator_listed(values, monkeypatch
     assert controls._servers(None) == [("this machine", ""), ("server gpu-box:8000", "http://gpu-box:8000")]
     monkeypatch.delenv("SPECDEMO_SERVERS")
     assert controls._servers(None) == [("this machine", "")]
-
-
-def test_hidden_settings_are_named():
-    def label(chat, **changes):
-        chosen = {name: Comparison.model_fields[name].default for name in controls.SAMPLING} | changes
-        return controls.settings_summary(chat, *chosen.values())
-
-    assert label("text", max_new_tokens=160) == ("Settings: no chat template · greedy · max 160 tokens · interleaved")
-    sampling = {"temperature": 0.8, "top_p": 0.95, "top_k": 40, "min_p": 0.05}
-    assert label("chat", **sampling, seed=7, max_new_tokens=1, schedule="sequential") == (
-        "Settings: chat template · temperature 0.8 · top-p 0.95 · top-k 40 · min-p 0.05 · seed 7 · max 1 token · "
-        "sequential"
-    )

@@ -1,0 +1,52 @@
+"""Answers of the server: compression and headers."""
+
+import gzip
+
+import pytest
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.responses import HTMLResponse, JSONResponse
+from starlette.routing import Route
+from starlette.testclient import TestClient
+
+from specdemo.ui import headers
+
+LONG = "x" * 2000
+
+
+@pytest.fixture
+def client():
+    def page(_):
+        return HTMLResponse(f"<head><title>{LONG}</title></head><script>1</script>")
+
+    def answer(_):
+        return JSONResponse({"data": LONG})
+
+    def short(_):
+        return JSONResponse({})
+
+    routes = [Route(f"/{route.__name__}", route) for route in (page, answer, short)]
+    return TestClient(Starlette(routes=routes, middleware=[Middleware(headers.Policy)]))
+
+
+def fetch(client, path, accepted):
+    with client.stream("GET", path, headers={"accept-encoding": accepted}) as response:
+        return response.headers, b"".join(response.iter_raw())
+
+
+@pytest.mark.parametrize("path", ["/page", "/answer"])
+def test_pages_and_answers_are_compressed(client, path):
+    found, body = fetch(client, path, "gzip, deflate, br")
+    assert found["content-encoding"] == "gzip" and "accept-encoding" in found["vary"].lower()
+    assert int(found["content-length"]) == len(body) < 1500
+    assert LONG.encode() in gzip.decompress(body)
+    assert ("content-security-policy" in found) is (path == "/page")
+
+
+def test_short_and_unaccepted_answers_are_sent_as_they_are(client):
+    assert fetch(client, "/short", "gzip")[1] == b"{}"
+    assert LONG.encode() in fetch(client, "/page", "identity")[1]
+
+
+def test_page_has_its_style_before_its_scripts_arrive(client):
+    assert b"<style>" in fetch(client, "/page", "")[1]
