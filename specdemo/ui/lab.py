@@ -25,9 +25,11 @@ from specdemo.presets import limits
 from specdemo.presets.files import DEFAULT, load_presets, preset
 from specdemo.servers.address import host, listed
 from specdemo.ui import assets
-from specdemo.ui.controls import TRAINED, Controls, draw_setting, fill, integer
+from specdemo.ui.controls import Controls, draw_setting, fill
 from specdemo.ui.job import QUIET, Engine, Job, Jobs, Store, Values, named, opening, to_line, wire
 from specdemo.ui.lazy_imports import live
+from specdemo.ui.model_menus import TRAINED
+from specdemo.ui.setup import integer
 from specdemo.ui.sweep import Sweeping, Sweeps, draw_result
 from specdemo.ui.views import view
 

@@ -33,22 +33,13 @@ from specdemo.presets.recorded import recorded
 from specdemo.presets.runnable import why_not
 from specdemo.servers.address import startable
 from specdemo.ui import assets, controls, headers, hosts, how, lab, space, sweep, whatif
-from specdemo.ui.controls import (
-    Controls,
-    address,
-    changed,
-    fill,
-    fill_untouched,
-    from_values,
-    key,
-    to_values,
-    wire_share,
-)
+from specdemo.ui.controls import Controls, address, fill, fill_untouched, wire_share
 from specdemo.ui.failures import Page, quiet
 from specdemo.ui.guard import ENVELOPE, WINDOW_S, Guard
 from specdemo.ui.job import QUEUED, QUIET, Jobs, Start, Store, Values, follow, named, stop_all, wire
 from specdemo.ui.lazy_imports import live
 from specdemo.ui.log import Log, notes, open_trace, replayed, waiting
+from specdemo.ui.setup import changed, from_values, key, to_values
 from specdemo.ui.turns import ENGINE, PLACES, UPDATE_S
 from specdemo.ui.views import tokens_csv
 

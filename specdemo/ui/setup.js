@@ -1,5 +1,5 @@
 // The row with the setup: the menu of examples, a summary of all settings, and the button that opens their controls. Its value
-// (controls.py, `setup`) includes a key of all settings; race.js compares it with that of the visible result. Run is off while
+// (setup.py, `row_data`) includes a key of all settings; race.js compares it with that of the visible result. Run is off while
 // there is an obstacle. Gradio sets `disabled` itself at the start and the end of a run, so this uses `inert`.
 
 const [edit, menu] = [$(".sd-edit"), $(".sd-examples")];

@@ -25,9 +25,10 @@ from specdemo.presets import limits
 from specdemo.presets.files import DEFAULT, load_presets, preset
 from specdemo.presets.link import is_sweep
 from specdemo.ui import assets, space
-from specdemo.ui.controls import address, integer, wire_share
+from specdemo.ui.controls import address, wire_share
 from specdemo.ui.job import QUIET, Engine, Job, Jobs, Packed, Store, Values, named, opening, refusal, to_line, wire
 from specdemo.ui.lazy_imports import live
+from specdemo.ui.setup import integer
 from specdemo.ui.views import Loading, view
 
 SCHEDULE = re.compile(r"^Schedule (\[\[[\d\[\], ]+\]\])(?=: )")

@@ -25,8 +25,8 @@ from specdemo.prediction.work import known, shape
 from specdemo.presets.files import DEFAULT, allowed_models, load_presets
 from specdemo.presets.recorded import is_recorded, recorded
 from specdemo.ui import assets
-from specdemo.ui.controls import TRAINED
 from specdemo.ui.job import QUIET, Values, named
+from specdemo.ui.model_menus import TRAINED
 
 ELSEWHERE = "h100-sxm"  # machine for "Estimate on an H100"
 CONTEXTS = {256: "256", 1024: "1k", 4096: "4k", 16384: "16k", 65536: "64k"}

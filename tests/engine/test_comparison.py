@@ -9,10 +9,10 @@ from specdemo.__main__ import main
 from specdemo.engine import comparison
 from specdemo.engine.comparison import Comparison, Lane, Settings
 from specdemo.presets.files import Preset, load_presets, preset
-from specdemo.ui.controls import changed, to_values
 from specdemo.ui.lazy_imports import live
 from specdemo.ui.log import Log
 from specdemo.ui.page import Visits
+from specdemo.ui.setup import changed, to_values
 
 ID = "embedded-three-lanes"
 

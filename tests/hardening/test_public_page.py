@@ -11,9 +11,9 @@ import pytest
 from specdemo.presets import limits
 from specdemo.presets.files import preset
 from specdemo.ui import live, sweep
-from specdemo.ui.controls import changed, from_values, to_values
 from specdemo.ui.headers import policy
 from specdemo.ui.page import Visits
+from specdemo.ui.setup import changed, from_values, to_values
 from specdemo.ui.turns import VISITOR_PLACES
 from tests.hardening.public import visitors
 from tests.processes import served

@@ -29,7 +29,7 @@ from specdemo.core.protocol import Budget, Progress
 from specdemo.core.tree import Draft
 from specdemo.methods import METHODS, load_drafter, knobs
 from specdemo.testing import check_method
-from specdemo.ui.controls import DRAFTING
+from specdemo.ui.model_menus import DRAFTING
 
 check_method("bigram")
 print(json.dumps({

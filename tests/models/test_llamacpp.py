@@ -28,7 +28,8 @@ from specdemo.models.load import load_model, load_target
 from specdemo.models.prefix_reuse import with_prefix_cache
 from specdemo.presets.files import load_presets, preset
 from specdemo.presets.pair import ID, add_pair
-from specdemo.ui.controls import component_props, from_values, to_values
+from specdemo.ui.controls import component_props
+from specdemo.ui.setup import from_values, to_values
 
 CPU = torch.device("cpu")
 TEXTS = [

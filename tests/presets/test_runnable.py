@@ -6,7 +6,7 @@ import pytest
 
 from specdemo.presets.files import load_presets
 from specdemo.presets.runnable import Machine, nearest_runnable, why_not
-from specdemo.ui.controls import about, setup, to_values
+from specdemo.ui.setup import about, row_data, to_values
 
 PRESETS = load_presets()
 DOWNLOADED = [p for p in PRESETS.values() if not p.embedded and p.server is None]
@@ -58,9 +58,9 @@ def test_nearest_preset_uses_available_models():
 
 def test_page_reports_it(monkeypatch):
     monkeypatch.setattr("specdemo.presets.runnable.this_machine", lambda: NONE)
-    data = json.loads(setup(to_values(PRESETS["embedded-draft"]), ""))
+    data = json.loads(row_data(to_values(PRESETS["embedded-draft"]), ""))
     assert (data["obstacle"], data["instead"]) == ("", None)
-    data = json.loads(setup(to_values(PRESETS["llama-3.1-8b"]), ""))
+    data = json.loads(row_data(to_values(PRESETS["llama-3.1-8b"]), ""))
     assert data["obstacle"] == "it needs a GPU with about 20 GB, and this machine has none"
     assert data["instead"] == ["embedded-draft", "Draft model"]
     assert "about 20 GB, gated: needs a login, Llama 3.1 Community License" in about(PRESETS["llama-3.1-8b"])

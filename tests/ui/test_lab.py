@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from specdemo.presets.files import preset
-from specdemo.ui import controls, lab
+from specdemo.ui import controls, lab, model_menus
 from specdemo.ui.lab import Lab, Training, race_with, train
 from tests.ui.stand_ins import Trainer, sync
 
@@ -105,7 +105,7 @@ def test_minutes_have_limits(trainer):
 
 
 def test_the_new_head_takes_lane_one(monkeypatch):
-    monkeypatch.setattr(controls, "TRAINED", ["runs/draft-1"])
+    monkeypatch.setattr(model_menus, "TRAINED", ["runs/draft-1"])
     updates = race_with("draft_model", "runs/draft-1", dict.fromkeys(controls.DRAWN, 0))
     model = updates["model-1"]
     assert model["value"] == "runs/draft-1" and model["visible"] and ("draft-1", "runs/draft-1") in model["choices"]

@@ -14,9 +14,10 @@ from specdemo.core.trace import to_json
 from specdemo.engine.messages import replay
 from specdemo.presets.files import preset
 from specdemo.ui import headers, live
-from specdemo.ui.controls import DRAWN, key, to_values
+from specdemo.ui.controls import DRAWN
 from specdemo.ui.log import Log, notes, open_trace
 from specdemo.ui.page import Visits
+from specdemo.ui.setup import key, to_values
 from tests.processes import run
 from tests.traces import hostile_trace
 from tests.ui.stand_ins import sync

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from specdemo.__main__ import app
 from specdemo.presets.files import load_presets, preset
 from specdemo.presets.link import from_query, to_query
-from specdemo.ui import controls
+from specdemo.ui import controls, setup
 
 base = preset("embedded-ngram")
 warm = base.with_changes(warmth=2.5, vigour=7)
@@ -37,10 +37,10 @@ print(json.dumps({
     "note": from_query("warmth=9", load_presets())[1],
     "file": refused(lambda: base.build(base.model_dump() | {"warmth": "hot"})),
     "refused": [refused(lambda: base.with_changes(warmth=3.0)), refused(lambda: base.with_changes(vigour=9))],
-    "overrides": controls.changed("embedded-ngram", {"warmth": 2.5, "vigour": 7}, False) == warm,
+    "overrides": setup.changed("embedded-ngram", {"warmth": 2.5, "vigour": 7}, False) == warm,
     "controls": {n: [type(c).__name__, c.label, c.minimum, c.maximum, c.step, c.value] for n, c in shown.items()},
-    "summary": controls.summary(controls.to_values(warm), ["Prompt lookup"]),
-    "from the page": controls.from_values(controls.to_values(warm)) == warm,
+    "summary": setup.summary(setup.to_values(warm), ["Prompt lookup"]),
+    "from the page": setup.from_values(setup.to_values(warm)) == warm,
 }))
 """
 

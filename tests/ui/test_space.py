@@ -17,9 +17,9 @@ from specdemo.presets import limits
 from specdemo.presets.files import load_presets, preset
 from specdemo.servers.address import startable
 from specdemo.ui import live, space, sweep
-from specdemo.ui.controls import changed
 from specdemo.ui.log import Log, replayed
 from specdemo.ui.page import Visits, build
+from specdemo.ui.setup import changed
 from tests.traces import hostile_trace
 
 ZERO_GPU = """

@@ -1,0 +1,131 @@
+"""Models that the page offers: targets, the drafters that fit a target, and heads trained on the page."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from specdemo.methods import BASELINE, METHODS
+from specdemo.models.gguf_files import is_gguf
+from specdemo.presets import limits
+from specdemo.presets.drafters import HEADER, all_published, published_drafters
+from specdemo.presets.files import EMBEDDED, Preset, allowed_models, known_drafters, load_presets
+
+if TYPE_CHECKING:
+    from specdemo.methods.pairs import DrafterFit
+    from specdemo.models.local_models import LocalModel
+
+DRAFTING = [name for name in METHODS if name != BASELINE]
+TRAINED: list[str] = []  # folders of heads that visitors of this process have trained
+
+
+def check_models(chosen: Preset, allow_any_model: bool) -> Preset:
+    """Return the preset. Raises ValueError if it names a model that is not embedded, in a preset, or trained on this
+    page.
+    """
+    allowed = {*allowed_models(load_presets()), *TRAINED, *on_this_machine(), *_published()}
+    foreign = [] if allow_any_model else [name for name in chosen.models if name not in allowed]
+    if foreign:
+        raise ValueError(f"model {foreign[0][:80]!r} is not on this page's list; start the page with --allow-any-model")
+    return chosen
+
+
+def pairs(target: str) -> "tuple[DrafterFit, ...]":
+    """Return the drafters that are known to fit a target or not, including the heads that visitors have trained.
+
+    Drafters of a preset's target on the hub are those that presets pair with it: nothing is downloaded to list them.
+    """
+    return _pairs(target, tuple(TRAINED))
+
+
+def _published() -> set[str]:
+    """Return the published drafters that specdemo reads; none on a public page."""
+    return set() if limits.public() else {entry.drafter for entry in all_published() if entry.about.method}
+
+
+def published(target: str) -> str:
+    """Return the published drafters of a target as a fold; empty if there are none."""
+    entries = [entry.row() for entry in published_drafters(target) if entry.source.startswith("https://")]
+    rows = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in entry.values())}</tr>" for entry in entries)
+    names = "".join(f"<th>{name}</th>" for name in HEADER)
+    head = f"{len(entries)} published drafter{'s' if len(entries) > 1 else ''} for {escape(target)}"
+    return f"<details><summary>{head}</summary><table><tr>{names}</tr>{rows}</table></details>" if entries else ""
+
+
+@lru_cache
+def _pairs(target: str, trained: tuple[str, ...]) -> "tuple[DrafterFit, ...]":
+    from specdemo.methods.pairs import DrafterFit, check_pairs
+    from specdemo.models.load import load_meta_target
+    from specdemo.models.local_models import matching_drafts
+
+    known, paired = known_drafters(target), {*_paired(target)}
+    candidates = [*known, *((entry.about.method, entry.drafter) for entry in published_drafters(target))]
+    paired |= _published()
+    listed = tuple(DrafterFit(model, name, None, "") for name, model in dict.fromkeys(candidates) if model in paired)
+    local = on_this_machine()
+    if target in local and is_gguf(target):
+        matching = (model.name for model, _ in matching_drafts(local[target], local.values()))
+        return (*listed, *(DrafterFit(name, "draft_model", True, "same vocabulary") for name in matching))
+    if target in targets() and target not in EMBEDDED:
+        return listed
+    try:
+        return tuple(check_pairs(load_meta_target(target), [*known, *((None, folder) for folder in trained)]))
+    except ValueError:
+        return listed
+
+
+def fitting_models(target: str, reads: str) -> list[str]:
+    """Return the models that this method can use with the target; those that a preset pairs with it come first."""
+    fitting = [pair.drafter for pair in pairs(target) if pair.method == reads and pair.fits is not False]
+    return sorted(fitting, key=lambda name: name != default_draft(target))
+
+
+def unfit(target: str) -> str:
+    """Return the drafters that are not offered for a target, with reasons, as a fold."""
+    reasons = {pair.drafter: pair.reason for pair in pairs(target) if pair.fits is False}
+    items = "".join(f"<li><b>{escape(name)}</b> {escape(reason)}</li>" for name, reason in reasons.items())
+    head = f"{len(reasons)} drafter{'s are' if len(reasons) > 1 else ' is'} incompatible with {escape(target)}"
+    fold = f"<details><summary>{head}</summary><ul>{items}</ul></details>" if reasons else ""
+    return fold + published(target)
+
+
+def default_draft(target: str) -> str:
+    """Return the draft model that a preset pairs with this target, or else another drafter of it, or else the first."""
+    lanes = [(p.target, lane) for p in load_presets().values() for lane in p.lanes if lane.model]
+    best = min(lanes, key=lambda pair: (pair[0] != target, pair[1].method != DRAFTING[0]))
+    return str(best[1].model)
+
+
+def model_choices(names: Sequence[str]) -> list[tuple[str, str]]:
+    """Return labels and values of the models to choose from."""
+    return [(_model_label(name), name) for name in dict.fromkeys(names)]
+
+
+def _model_label(name: str) -> str:
+    """Return the name; of a trained head its folder's, of a model on this machine also the size."""
+    local = on_this_machine().get(name)
+    short = Path(name).name if name in TRAINED or name.lower().endswith(".gguf") else name
+    return f"On this machine: {short}, {local.bytes / 1e9:.1f} GB" if local else short
+
+
+def on_this_machine() -> "dict[str, LocalModel]":
+    """Return the models in the stores of other programs, by name; none on a public page."""
+    return {} if limits.public() else _stored_models()
+
+
+@lru_cache(maxsize=1)
+def _stored_models() -> "dict[str, LocalModel]":
+    from specdemo.models.local_models import local_models
+
+    return {model.name: model for model in local_models()}
+
+
+def _paired(target: str) -> list[str]:
+    """Return the drafters that presets pair with a target."""
+    lanes = [lane for p in load_presets().values() if p.target == target for lane in p.lanes]
+    return list(dict.fromkeys(str(lane.model) for lane in lanes if lane.model))
+
+
+def targets() -> list[str]:
+    return list(dict.fromkeys(p.target for p in load_presets().values()))

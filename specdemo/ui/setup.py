@@ -1,0 +1,224 @@
+"""Settings of a race as named values of controls: from a preset, back to one, and described in words.
+
+Names of a lane's values end in its number: "k-2". Hidden lanes have values too. Nothing here needs torch before a
+visitor's first event, so that the page is drawn without it.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from hashlib import sha256
+from html import escape
+
+import gradio as gr
+
+from specdemo.core.atomic_io import json_text
+from specdemo.engine.comparison import Comparison, Lane, Settings, brief, linked, settings, type_of
+from specdemo.methods import knobs, method, model_method
+from specdemo.models.shipped import embedded_folder
+from specdemo.presets import limits
+from specdemo.presets.files import EMBEDDED, Preset, load_presets, preset
+from specdemo.presets.limits import LIMITS
+from specdemo.presets.link import to_query
+from specdemo.presets.runnable import nearest_runnable, why_not
+from specdemo.ui import lazy_imports
+from specdemo.ui.job import Values
+from specdemo.ui.model_menus import DRAFTING, check_models, default_draft
+
+LANES = LIMITS.lanes - 1
+NUMBERS = range(1, LANES + 1)
+OF_GGUF = [name for name, setting in settings(Comparison).items() if setting.label and not setting.link]
+SAMPLING = [name for name, setting in settings(Comparison).items() if setting.label and setting.link]
+COMPARISON_FIELDS = (*linked(Comparison), *OF_GGUF)
+LANE = tuple(name for name in linked(Lane) if name != "name")
+NAMES = ("preset", "count", *COMPARISON_FIELDS, *(f"{name}-{n}" for n in NUMBERS for name in LANE))
+CHAT, TEXT = "chat", "text"
+
+
+def examples() -> list[tuple[str, list[tuple[str, str]]]]:
+    """Return the presets by group, with labels and ids."""
+    groups: dict[str, list[tuple[str, str]]] = {"Examples": [], "More examples": []}
+    for p in limits.at_hand() if limits.public() else load_presets().values():
+        group = "Examples" if p.chip else f"Needs a GPU with {p.group}" if p.group else "More examples"
+        groups.setdefault(group, []).append((p.chip or p.title, p.id))
+    return [(group, found) for group, found in groups.items() if found]
+
+
+def to_values(chosen: Preset) -> Values:
+    """Return the values of `Controls.inputs`."""
+    values = {
+        "preset": chosen.id,
+        "count": len(chosen.lanes),
+        **{name: getattr(chosen, name) for name in COMPARISON_FIELDS},
+    }
+    values["chat"] = prompt_format(chosen.target, chosen.chat)
+    for n, lane in zip(NUMBERS, padded(chosen), strict=True):
+        shown = lane or Lane(method=DRAFTING[0], model=default_draft(chosen.target))  # the default of an added lane
+        values |= {f"{name}-{n}": getattr(shown, name) for name in LANE}
+        values[f"model-{n}"] = shown.model or default_draft(chosen.target)
+        values |= {f"server-{n}": shown.server or "", f"options-{n}": dict(shown.options)}
+    return values
+
+
+def from_values(values: Values, allow_any_model: bool = False) -> Preset:
+    """Return the comparison that the controls describe. Raises ValueError with one line."""
+    lazy_imports.live()
+    base = preset(values["preset"])
+    changes = _counts(Comparison, {name: values[name] for name in COMPARISON_FIELDS})
+    usual = base.chat if changes["target"] == base.target else None
+    chat = changes["chat"]
+    changes["chat"] = usual if chat == prompt_format(changes["target"], usual) else chat == CHAT
+    lanes = [{name: values[f"{name}-{n}"] for name in LANE} for n in NUMBERS[: int(values["count"])]]
+    changes["lanes"] = [_lane_config(lane, base.lanes[i : i + 1]) for i, lane in enumerate(lanes)]
+    return limits.admit(check_models(base.with_changes(**changes), allow_any_model))
+
+
+def changed(preset_id: str, overrides: dict[str, object] | None, allow_any_model: bool) -> Preset:
+    """Return a preset with other settings, as requested by an API call. Raises ValueError with one line."""
+    lazy_imports.live()
+    if not isinstance(overrides or {}, Mapping):
+        raise ValueError(f"overrides must be an object of settings, not {overrides!r:.40}")
+    return limits.admit(check_models(limits.fit(preset(preset_id)).with_changes(**(overrides or {})), allow_any_model))
+
+
+def needs_model(name: str, options: Mapping[str, object]) -> bool:
+    """Return whether a lane must name a model. Unknown `options` are ignored."""
+    return bool(method(model_method(name, known_options(name, options))).needs_model)
+
+
+def known_options(name: str, options: Mapping[str, object]) -> dict[str, object]:
+    """Return the options that the method has, with integers as such."""
+    given = {k: options[k.name] for k in knobs(name) if k.name in options}
+    return {k.name: integer(k.name, value) if k.type is int else value for k, value in given.items()}
+
+
+def integer(name: str, value: object) -> int:
+    """Convert a slider's value, which a browser may send as 4.0, to an integer. Raises ValueError with one line."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
+        raise ValueError(f"{name} must be a whole number, not {value!r}")
+    return int(value)
+
+
+def _counts(of: type[Settings], values: Values) -> Values:
+    """Return the values of a comparison or a lane, with integers as such."""
+    return {name: integer(name, value) if type_of(of, name) is int else value for name, value in values.items()}
+
+
+def padded(chosen: Preset) -> list[Lane | None]:
+    return [*chosen.lanes, *[None] * (LANES - len(chosen.lanes))]
+
+
+def _lane_config(lane: Values, named: Sequence[Lane]) -> Values:
+    """Return one lane's controls as data. The lane keeps its name from the preset while method and model stay the
+    same.
+    """
+    name, server = lane["method"], lane["server"]
+    options = known_options(name, lane["options"])
+    model = (lane["model"] or None) if needs_model(name, options) else None
+    return _counts(Lane, lane) | {
+        "model": model,
+        "options": options,
+        "name": next((lane.name for lane in named if (lane.method, lane.model) == (name, model)), ""),
+        "server": server or None,
+        "served_model": next((lane.served_model for lane in named if lane.server == server), None),
+    }
+
+
+def prompt_format(target: str, chat: bool | None) -> str:
+    """Return the value shown for a preset's `chat`. Hub models are assumed to have a chat template."""
+    return CHAT if (target not in EMBEDDED if chat is None else chat) else TEXT
+
+
+def plain_title(name: str) -> str:
+    """Return a title for a method whose code is not loaded yet."""
+    return name.replace("_", " ").capitalize()
+
+
+def key(values: Values) -> str:
+    """Return a key that is equal for equal comparisons, independent of the preset they came from."""
+    count = int(values["count"])
+    fields = [name for name in NAMES if name not in ("preset", "count")]
+    relevant = {name: values[name] for name in fields if int(name.partition("-")[2] or 0) <= count}
+    plain = {k: float(v) if isinstance(v, int | float) else v or None for k, v in relevant.items()}
+    return sha256(json_text(plain, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def show_setup(_: gr.Request, values: Values) -> Values:
+    """Return the row of the setup and the description of the settings."""
+    lazy_imports.live()
+    lanes = []
+    for n in NUMBERS[: int(values["count"])]:
+        name = values[f"method-{n}"]
+        model = values[f"model-{n}"] if needs_model(name, values[f"options-{n}"]) else None
+        lanes.append(lane_words(name, str(method(name).title), model))
+    line = summary(values, lanes)
+    return {"setup": row_data(values, line, _query(values)), "about": described(values, line)}
+
+
+def row_data(values: Values, summary: str, query: str | None = None) -> str:
+    """Return the data of setup.js: the preset, whether its settings were changed, a summary, the key of all settings,
+    the reason why this machine cannot run them with the most similar preset that it can, and the query of a link.
+    """
+    chosen = preset(values["preset"])
+    obstacle = why_not(chosen) if values["target"] == chosen.target else ""
+    instead = nearest_runnable(chosen) if obstacle else None
+    data = {"preset": chosen.id, "custom": _is_custom(values), "summary": summary, "key": key(values), "query": query}
+    return json_text(data | {"obstacle": obstacle, "instead": instead and [instead.id, instead.chip or instead.title]})
+
+
+def summary(values: Values, lanes: Sequence[str]) -> str:
+    """Return the settings in one line: target, lanes, draft lengths, sampling."""
+    ks = dict.fromkeys(str(values[f"k-{n}"]).removesuffix(".0") for n in NUMBERS[: len(lanes)])
+    chat = "chat template" if values["chat"] == CHAT else ""
+    sampling = [brief(Comparison, name, values[name]) for name in SAMPLING]
+    models = f"{_short(values['target'])} + {', '.join(lanes)}"
+    return " · ".join(filter(None, (models, f"k {', '.join(ks)}", chat, *sampling)))
+
+
+def lane_words(name: str, title: str, model: str | None) -> str:
+    """Return a lane in the summary: its method, or the size or name of a draft model."""
+    if model is None or name != DRAFTING[0]:
+        return title
+    layers = _layers(model)
+    return f"{layers}-layer draft" if layers else f"{_short(model)} draft"
+
+
+@lru_cache
+def _layers(model: str) -> int | None:
+    """Return the number of layers of an embedded model."""
+    file = embedded_folder() / model / "config.json"
+    config = json.loads(file.read_bytes()) if model in EMBEDDED and file.is_file() else {}
+    layers: int | None = config.get("num_hidden_layers")
+    return layers
+
+
+def _short(model: str) -> str:
+    return model.partition("@")[0].rpartition("/")[2]
+
+
+def _query(values: Values) -> str | None:
+    """Return the query of a link to the settings; None if they are not valid, for instance half typed."""
+    try:
+        chosen = from_values(values, allow_any_model=True)
+        return to_query(chosen, limits.fit(preset(chosen.id)))
+    except (TypeError, ValueError):
+        return None
+
+
+def _is_custom(values: Values) -> bool:
+    return key(values) != key(to_values(limits.fit(preset(values["preset"]))))
+
+
+def about(chosen: Preset) -> str:
+    """Return the description and requirements of a preset as HTML."""
+    words = [chosen.description]
+    if chosen.memory_gb is not None:
+        login = "gated: needs a login, " if chosen.gated else ""
+        words.append(f"Downloaded from the Hugging Face hub; about {chosen.memory_gb:g} GB, {login}{chosen.licence}.")
+    return f"<b>{escape(chosen.title)}.</b> {escape(' '.join(words))}"
+
+
+def described(values: Values, line: str) -> str:
+    """Return the description of the preset, or a description of the settings if they differ from the preset's."""
+    chosen = preset(values["preset"])
+    return f"<b>Custom (from {escape(chosen.title)}).</b> {escape(line)}" if _is_custom(values) else about(chosen)

@@ -1,0 +1,86 @@
+"""Models that the page offers and accepts."""
+
+import pytest
+
+from specdemo.models.local_models import LocalModel
+from specdemo.models.shipped import embedded_folder
+from specdemo.presets.files import load_presets, preset
+from specdemo.ui import controls, model_menus
+from specdemo.ui.setup import changed, from_values, to_values
+from tests.models.test_gguf_files import gguf
+
+
+def test_a_head_trained_on_the_page_may_race(monkeypatch):
+    values = to_values(preset("embedded-draft")) | {"model-1": "runs/medusa-1"}
+    monkeypatch.setattr(model_menus, "TRAINED", ["runs/medusa-1"])
+    assert from_values(values).lanes[0].model == "runs/medusa-1"
+    assert model_menus.model_choices(["runs/medusa-1"]) == [("medusa-1", "runs/medusa-1")]
+
+
+def test_options_that_name_models_may_name_those_of_the_list():
+    lane = {"method": "router", "model": "stories-draft-wide", "options": {"drafts": "stories-draft-deep, ngram"}}
+    assert changed("embedded-draft", {"lanes": [lane]}, False).lanes[0].options["drafts"]
+    foreign = lane | {"options": {"drafts": "ngram,evil/model"}}
+    with pytest.raises(ValueError, match="'evil/model' is not on this page's list"):
+        changed("embedded-draft", {"lanes": [foreign]}, False)
+    assert changed("embedded-draft", {"lanes": [foreign]}, True)
+
+
+def test_a_draft_is_offered_that_fits():
+    assert model_menus.default_draft("stories") == "stories-draft-wide"
+    assert model_menus.default_draft("unheard/of")
+    fitting = ["stories-draft-wide", "code-draft", "stories-draft-deep", "stories-draft-other"]
+    assert model_menus.fitting_models("stories", "draft_model") == fitting
+    assert "stories-draft-wide" in model_menus.fitting_models("stories-bytes", "draft_model")  # matched by text
+    # Not available locally: the models that presets pair with it.
+    assert model_menus.fitting_models("Qwen/Qwen3-8B", "draft_model")
+    assert {*model_menus.targets()} == {p.target for p in load_presets().values()}
+
+
+def test_a_trained_head_is_offered_to_its_method_alone(monkeypatch):
+    folder = str(embedded_folder() / "stories-medusa")
+    monkeypatch.setattr(model_menus, "TRAINED", [folder])
+    assert folder in model_menus.fitting_models("stories", "medusa")
+    assert folder not in model_menus.fitting_models("stories", "draft_model")
+    assert folder not in model_menus.fitting_models("code", "medusa")
+
+
+def test_models_on_this_machine_are_offered_on_private_pages(tmp_path, monkeypatch):
+    pair = {"big-Q4_K_M": 640, "small": 64}
+    stored = {}
+    for name, rows in pair.items():
+        path = tmp_path / f"{name}.gguf"
+        path.write_bytes(gguf(rows=rows))
+        stored[str(path)] = LocalModel(str(path), "LM Studio", path, 5 * 10**9)
+    monkeypatch.setattr(model_menus, "_stored_models", lambda: stored)
+    model_menus._pairs.cache_clear()
+    big, small = stored
+    assert model_menus.model_choices([big, "stories"]) == [
+        ("On this machine: big-Q4_K_M.gguf, 5.0 GB", big),
+        ("stories", "stories"),
+    ]
+    assert model_menus.fitting_models(big, "draft_model") == [small] and not model_menus.fitting_models(
+        small, "draft_model"
+    )
+    changed = to_values(preset("embedded-draft")) | {"target": big, "model-1": small}
+    assert from_values(changed).models == (big, small)
+    assert controls._chat_looks(big, None)["gguf"]["visible"]
+    monkeypatch.setenv("SPECDEMO_PUBLIC", "1")
+    assert not controls._chat_looks(big, None)["gguf"]["visible"]
+    assert model_menus.model_choices([big]) == [("big-Q4_K_M.gguf", big)]
+    with pytest.raises(ValueError, match="is not on this page's list"):
+        from_values(changed)
+
+
+def test_published_drafters_of_a_target_are_offered(monkeypatch):
+    model_menus._pairs.cache_clear()
+    fitting = model_menus.fitting_models("Qwen/Qwen3-8B", "dflash")
+    assert "deepseek-ai/dspark_qwen3_8b_block7" in fitting and "JetSpec/jetspec-qwen3-8b" not in fitting
+    assert "published drafters for Qwen/Qwen3-8B" in model_menus.unfit("Qwen/Qwen3-8B")
+    assert "<img" not in model_menus.published("<img src=x>")
+    lane = {"method": "dflash", "model": "deepseek-ai/dspark_qwen3_8b_block7"}
+    chosen = preset("qwen3-8b").with_changes(lanes=[lane])
+    assert from_values(to_values(chosen)).models == chosen.models
+    monkeypatch.setenv("SPECDEMO_PUBLIC", "1")
+    with pytest.raises(ValueError, match="is not on this page's list"):
+        from_values(to_values(chosen))

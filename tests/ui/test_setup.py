@@ -1,0 +1,148 @@
+"""Round trips from presets to values of controls, their descriptions, and values that the page rejects."""
+
+import json
+from html import escape
+
+import pytest
+
+from specdemo.presets.files import load_presets, preset
+from specdemo.presets.limits import LIMITS
+from specdemo.ui import setup
+from specdemo.ui.setup import COMPARISON_FIELDS, LANE, changed, from_values, needs_model, to_values
+
+
+def test_every_control_has_a_value_by_its_name():
+    values = to_values(preset("embedded-ngram"))
+    assert (values["preset"], values["count"]) == ("embedded-ngram", 1) and {*values} == {*setup.NAMES}
+    assert len(values) == 2 + len(COMPARISON_FIELDS) + setup.LANES * len(LANE)
+
+
+@pytest.mark.parametrize("name", list(load_presets()))
+def test_controls_give_back_the_preset(name):
+    assert from_values(to_values(preset(name))) == preset(name).with_changes()  # without options at their default
+
+
+def place(name, lane=None):
+    return name if lane is None else f"{name}-{lane + 1}"
+
+
+@pytest.fixture
+def values():
+    return to_values(preset("embedded-three-lanes"))
+
+
+def test_browser_integers_may_arrive_as_floats(values):
+    values[place("k", 1)], values[place("seed")] = 7.0, 3.0
+    chosen = from_values(values)
+    assert (chosen.lanes[1].k, chosen.seed) == (7, 3) and type(chosen.seed) is int
+
+
+@pytest.mark.parametrize("name", list(load_presets()))
+def test_a_preset_is_described_until_its_setup_is_changed(name):
+    chosen = preset(name)
+    values = to_values(chosen)
+    assert setup.described(values, "").startswith(f"<b>{escape(chosen.title)}.</b> {escape(chosen.description)}")
+    assert not json.loads(setup.row_data(values, ""))["custom"]
+    for change in ({"target": "someone/else"}, {"k-1": 19}, {"temperature": 1.7}, {"prompt": "Hi"}):
+        changed = values | change
+        assert setup.described(changed, "a < b") == f"<b>Custom (from {escape(chosen.title)}).</b> a &lt; b"
+        assert json.loads(setup.row_data(changed, ""))["custom"]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "line"),
+    [
+        ("embedded-draft", {}, "stories + 1-layer draft · k 4 · greedy · 160 tokens"),
+        (
+            "embedded-draft",
+            {"k-1": 7.0, "temperature": 0.8, "top_p": 0.9, "max_new_tokens": 1, "schedule": "sequential"},
+            "stories + 1-layer draft · k 7 · temperature 0.8 · top-p 0.9 · 1 token · sequential",
+        ),
+        ("embedded-code", {}, "code + 2-layer draft, EAGLE, Prompt lookup · k 8, 3, 6 · greedy · 120 tokens"),
+        ("embedded-ngram", {}, "stories + Prompt lookup · k 8 · greedy · 96 tokens"),
+        ("qwen3-8b", {}, "Qwen3-8B + Qwen3-0.6B draft, Prompt lookup · k 4, 6 · chat template · greedy · 256 tokens"),
+    ],
+)
+def test_settings_are_summarised_in_one_line(name, changes, line):
+    row = setup.show_setup(None, to_values(preset(name)) | changes)["setup"]
+    assert json.loads(row)["summary"] == line
+
+
+def test_the_address_follows_valid_settings(values):
+    def query(**changes):
+        return json.loads(setup.show_setup(None, values | changes)["setup"])["query"]
+
+    assert query() == "preset=embedded-three-lanes"
+    assert query(**{"k-2": 9}) == "preset=embedded-three-lanes&k2=9"
+    assert query(seed=None) is None and query(**{"k-1": None}) is None  # half typed
+
+
+def test_the_menu_has_every_preset_once():
+    groups = setup.examples()
+    ids = [id for _, presets in groups for _, id in presets]
+    assert sorted(ids) == sorted(load_presets())
+    few = [id for _, id in dict(groups)["Examples"]]
+    assert 6 <= len(few) <= 8 and all(load_presets()[id].embedded for id in few)
+    assert all(load_presets()[id].group for group, rest in groups for _, id in rest if "GPU" in group)
+
+
+def test_hidden_lanes_are_ignored(values):
+    values["count"] = 1
+    values[place("k", 1)] = "nonsense"
+    assert len(from_values(values).lanes) == 1
+
+
+def test_method_without_a_model_drops_the_hidden_model(values):
+    values[place("method", 0)] = "ngram"
+    values[place("options", 0)] = {"max_n": 5.0, "left over": 1}
+    lane = from_values(values).lanes[0]
+    assert lane.model is None and lane.options == {"max_n": 5}
+
+
+def test_wrapped_method_decides_whether_a_model_is_named(values):
+    assert needs_model("adaptive", {"drafter": "draft_model"}) and not needs_model("adaptive", {"drafter": "ngram"})
+    assert not needs_model("ngram", {"drafter": "draft_model"})  # an option left over from another method
+    values[place("method", 0)] = "adaptive"
+    values[place("options", 0)] = {"drafter": "ngram"}
+    assert from_values(values).lanes[0].model is None
+
+
+@pytest.mark.parametrize(
+    ("name", "lane", "value", "message"),
+    [
+        ("k", 0, 99, "k must be 16 or less"),
+        ("k", 0, 2.5, "k must be a whole number"),
+        ("seed", None, None, "seed must be a whole number"),
+        ("temperature", None, -1, "temperature must be 0.0 or more"),
+        ("max_new_tokens", None, 10**9, f"max_new_tokens must be {LIMITS.max_new_tokens} or less"),
+        ("prompt", None, "  ", "the prompt is empty; write at least one word"),
+        ("method", 0, "dept", "unknown method"),
+        ("target", None, "/etc/passwd", "not on this page's list"),
+        ("model", 0, "evil/model", "not on this page's list"),
+        ("acceptance", 0, "always", "acceptance must be"),
+    ],
+)
+def test_limits_are_checked_in_python(values, name, lane, value, message):
+    values[place(name, lane)] = value
+    with pytest.raises(ValueError, match=message) as caught:
+        from_values(values)
+    assert "\n" not in str(caught.value)
+
+
+def test_any_model_is_accepted_with_permission(values):
+    values[place("target")] = "some/model"
+    assert from_values(values, allow_any_model=True).target == "some/model"
+
+
+def test_overrides_of_the_endpoints():
+    assert changed("embedded-draft", {"k": 6, "temperature": 0.5}, False).lanes[0].k == 6
+    assert changed("embedded-draft", None, False) == preset("embedded-draft")
+    for value in ([1, 2], "k", 5):
+        with pytest.raises(ValueError, match="overrides must be an object of settings"):
+            changed("embedded-draft", value, False)
+    with pytest.raises(ValueError, match="must be text, not 5"):
+        changed(5, None, False)
+    with pytest.raises(ValueError, match="did you mean 'temperature'"):
+        changed("embedded-draft", {"temprature": 1}, False)
+    with pytest.raises(ValueError, match="not on this page's list"):
+        changed("embedded-draft", {"target": "../../x"}, False)
