@@ -48,7 +48,7 @@ def check_setting():
 
     from specdemo.presets.files import load_presets, preset
     from specdemo.presets.link import from_query, to_query
-    from specdemo.ui import controls
+    from specdemo.ui import controls, setup
 
     help = printed("run", "--help")
     assert "--top-a <float> 0 is off." in help and "--patience <int> Steps to wait." in help
@@ -62,10 +62,10 @@ def check_setting():
     assert refused(lambda: base.build(base.model_dump() | {"top_a": "hot"})) == "top_a must be a number, not 'hot'"
     assert refused(lambda: base.with_changes(top_a=1.0)) == "top_a must be below 1.0, not 1.0"
     assert refused(lambda: base.with_changes(patience=9)) == "patience must be 8 or less, not 9"
-    assert controls.changed("embedded-ngram", {"top_a": 0.25, "patience": 7}, False) == other
-    assert controls.from_values(controls.to_values(other)) == other
-    folded = controls.settings_summary("text", *(getattr(other, name) for name in controls.SAMPLING))
-    assert folded.startswith("Settings: no chat template · greedy · top-a 0.25 · max ")
+    assert setup.changed("embedded-ngram", {"top_a": 0.25, "patience": 7}, False) == other
+    assert setup.from_values(setup.to_values(other)) == other
+    summary = setup.summary(setup.to_values(other), ["Prompt lookup"])
+    assert summary == "stories + Prompt lookup · k 8 · greedy · top-a 0.25 · 96 tokens"
     with gr.Blocks():
         drawn = controls.draw(other, False).parts
     sliders = {name: drawn[name] for name in ("top_a", "patience-1", "patience-2")}

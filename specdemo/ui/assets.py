@@ -32,8 +32,11 @@ def markup(name: str) -> str:
 
 
 def reference() -> str:
-    """Return the reference tab as Markdown, with the definition of every number."""
-    return text("reference.md").replace("@definitions", table())
+    """Return the reference tab as Markdown, with its contents and the definition of every number."""
+    words = text("reference.md")
+    titles = re.findall(r"^## (.+)$", words, re.MULTILINE)
+    contents = " · ".join(f"[{title}](#h-{title.lower().replace(' ', '-')})" for title in titles)
+    return f"{contents}\n\n{words.replace('@definitions', table())}"
 
 
 def tiles() -> str:
@@ -64,9 +67,7 @@ def heading(picture: str, words: str, elem_id: str) -> None:
         gr.Markdown(words, elem_id=elem_id)
 
 
-def view(
-    skeleton: str, *scripts: str, elem_id: str, value: str = "", later: bool = False, **props: Any
-) -> gr.HTML:
+def view(skeleton: str, *scripts: str, elem_id: str, value: str = "", later: bool = False, **props: Any) -> gr.HTML:
     """Create a component whose value is an append-only log, which the scripts draw into the skeleton one after the
     other. later: load the scripts, and a value that does not change, when the tab is opened first. props: further data
     of the scripts.

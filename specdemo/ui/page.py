@@ -233,8 +233,9 @@ def build(start: str = DEFAULT, allow_any_model: bool = False) -> gr.Blocks:
                 lab.draw(page, form, suite, tab, store)
             with gr.Tab("How it works", id="how"):
                 how.draw()
-            with gr.Tab("Reference", id="reference"):
-                gr.Markdown(assets.reference(), elem_id="reference")
+            with gr.Tab("Reference", id="reference") as tab:
+                reference = gr.Markdown(elem_id="reference", header_links=True)
+            tab.select(assets.reference, None, reference, **QUIET)  # not part of what every visitor loads
         _endpoints(allow_any_model)
         page.unload(store.forget)
         page.unload(ENGINE.forget)

@@ -77,7 +77,8 @@ function choose(id) {
 }
 
 const tab = (id) => /** @type {HTMLElement | null} */ (document.querySelector(`[role=tab][data-tab-id="${CSS.escape(id)}"]`));
-const tabOf = (hash) => tab(hash.slice(1)) ?? document.querySelector("[role=tab]");
+// A fragment that names no tab is a section of the reference.
+const tabOf = (hash) => tab(hash.slice(1)) ?? (hash ? tab("reference") : document.querySelector("[role=tab]"));
 
 function onTab({ target }) {
   const chosen = target.closest?.("[role=tab]");
