@@ -7,6 +7,7 @@ bounds. A job turns them into the append-only text of its view, one JSON object 
 
 import asyncio
 import contextlib
+import json
 import logging
 import math
 import secrets
@@ -35,6 +36,7 @@ QUIET = QUEUED | {"queue": False}
 FLUSH_S = 1 / 15
 GRACE_S = 0.4  # Stop waits this long for the current step of a run
 STOPPING_S = 30.0  # the longest wait for the end of stopped work
+LOST_S = 60.0  # a page that lost its connection can come back to its run within this time
 BUDGET = 16_000_000  # bytes of all stored jobs
 ENTRY = 4_000  # bytes of a job without its texts
 
@@ -152,7 +154,10 @@ class Job(ABC):
     """Work that a visitor started, and the text that shows it."""
 
     STOPPING: ClassVar[Values] = {"type": "stopping"}  # the line after Stop was pressed
+    UNREAD_S: ClassVar[float] = 0.0  # the work goes on for this time without a reader
     engine: Engine | None = None  # None if it is in another process
+    worker: "asyncio.Task[None] | None" = None  # runs the job
+    readers = 0  # pages that follow the job
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -165,6 +170,53 @@ class Job(ABC):
     def size(self) -> int:
         """Return the approximate size in bytes."""
         return ENTRY + len(self.text)
+
+    @property
+    def run(self) -> str:
+        """Return the id of the run, which only its page knows."""
+        return str(json.loads(self.text.partition("\n")[0] or "{}").get("run", ""))
+
+    def start(self, line: contextlib.ExitStack, call: Call) -> None:
+        """Begin the work in the background; at its end the call leaves the `line`."""
+        self.worker = asyncio.create_task(self._run(line, call))
+
+    async def _run(self, line: contextlib.ExitStack, call: Call) -> None:
+        with line:
+            async with contextlib.aclosing(follow(call, self)) as texts:
+                async for _ in texts:
+                    pass
+
+    async def read(self) -> AsyncGenerator[str, None]:
+        """Yield the growing text, 15 times a second. Without a reader the work ends after UNREAD_S, or as soon as
+        another call waits for the engine.
+        """
+        self.readers += 1
+        try:
+            while self.worker is not None and not self.worker.done():
+                yield self.text
+                await asyncio.wait([self.worker], timeout=FLUSH_S)
+            if self.worker is not None and not self.worker.cancelled():
+                self.worker.result()
+            yield self.text
+        finally:
+            self.readers -= 1
+            if self.UNREAD_S:
+                self._watch = asyncio.create_task(self._end_unread())
+            else:
+                await self._cancel()
+
+    async def _end_unread(self) -> None:
+        end = time.monotonic() + self.UNREAD_S
+        while self.worker is not None and not self.worker.done() and not self.readers:
+            if time.monotonic() > end or ENGINE.crowded:
+                await self._cancel()
+            else:
+                await asyncio.wait([self.worker], timeout=FLUSH_S)
+
+    async def _cancel(self) -> None:
+        if self.worker is not None and not self.worker.done():
+            self.worker.cancel()
+            await asyncio.wait([self.worker])
 
     @abstractmethod
     def add(self, messages: Iterable[Any]) -> str:
@@ -196,12 +248,18 @@ class Job(ABC):
     def stop(self) -> str:
         """End the work and return the text, with the last messages if they arrive in time."""
         assert self.engine is not None
-        self.stopped = True
-        self._unread.wait(STOPPING_S)  # two readers would each get only a part
+        self.end_worker()
         self.add(self.engine.finish(STOPPING_S))
         self.text += to_line({"type": "stopped"})
         self.ended = True
         return self.text
+
+    def end_worker(self) -> None:
+        """End the work in the background, and wait until nothing else reads the engine's messages."""
+        self.stopped = True
+        if self.worker is not None and not self.worker.done():
+            self.worker.get_loop().call_soon_threadsafe(self.worker.cancel)
+        self._unread.wait(STOPPING_S)
 
     def extra_updates(self) -> Values:
         """Return updates of the components next to the text."""
@@ -251,6 +309,16 @@ class Store:
             self._jobs[key] = job
         self.get(key)
 
+    def find(self, name: str, run: str) -> Job | None:
+        """Return the job of a tab by the id of its run."""
+        with self._lock:
+            jobs = [job for key, job in self._jobs.items() if key[1] == name]
+        return next((job for job in jobs if run and job.run == run), None)
+
+    async def forget_later(self, request: gr.Request) -> None:
+        """Drop all jobs of a page that does not come back."""
+        asyncio.get_running_loop().call_later(LOST_S, self.forget, request)
+
     def forget(self, request: gr.Request) -> None:
         """Drop all jobs of a page."""
         with self._lock:
@@ -275,18 +343,36 @@ class Jobs(Generic[Kind]):
         """Yield the growing text of a job. If `begin`, called with the values of the controls and the last job, raises
         ValueError, yield a text with the reason.
         """
-        with ENGINE.line(request) as call:
+        with contextlib.ExitStack() as line:
+            call = line.enter_context(ENGINE.line(request))
             try:
                 job = await asyncio.to_thread(begin, values, self.last(request))
             except ValueError as error:
                 yield {"view": refusal(error)}
                 return
             self.keep(request, job)
-            async with contextlib.aclosing(follow(call, job)) as texts:
-                async for text in texts:
-                    self.last(request)  # update its size in the store
-                    yield {"view": text, **job.extra_updates()}
+            job.start(line.pop_all(), call)
+        async for updates in self._read(request, job):
+            yield updates
+
+    async def rejoin(self, request: gr.Request, values: Values) -> AsyncGenerator[Values, None]:
+        """Yield the growing text of the run that a page followed before it lost its connection or was reloaded."""
+        job = await asyncio.to_thread(self.find, str(values["run"]))
+        if job is not None:
+            self.keep(request, job)
+            async for updates in self._read(request, job):
+                yield updates
+
+    async def _read(self, request: gr.Request, job: Kind) -> AsyncGenerator[Values, None]:
+        async with contextlib.aclosing(job.read()) as texts:
+            async for text in texts:
+                self.last(request)  # update its size in the store
+                yield {"view": text, **job.extra_updates()}
         job.final_updates()
+
+    def find(self, run: str) -> Kind | None:
+        """Return a visitor's job by the id of its run."""
+        return cast(Kind | None, self._store.find(self._name, run))
 
     def request_stop(self, request: gr.Request) -> Values:
         """Ask the job to end at its next step."""
@@ -340,7 +426,8 @@ def refusal(error: Exception) -> str:
     return opening() + to_line(view(Failed(str(error))))
 
 
-Start = tuple[Sequence[object], Callable[[Values, Any], Job], Parts]
+# events, or one to follow; what creates the job, None to rejoin one; the controls with its values
+Start = tuple[Sequence[object] | Callable[..., object], Callable[[Values, Any], Job] | None, Parts]
 
 
 def wire(
@@ -353,9 +440,9 @@ def wire(
 ) -> list[Any]:
     """Connect Run and Stop of a tab; return the events at which a job of each start has ended.
 
-    starts: ways to start a job: events, a function that creates it from the values of controls and the last job, and
-    those controls. parts: `view`, which shows the text, and further components that a job updates. off: buttons
-    disabled during a job. first: a script that a start waits for.
+    starts: ways to start a job: events, a function that creates it from the values of controls and the last job (None:
+    rejoin a job), and those controls. parts: `view`, which shows the text, and further components that a job updates.
+    off: buttons disabled during a job. first: a script that a start waits for.
     """
     switched = {"stop": stop, **{str(i): button for i, button in enumerate(off)}}
     over = {"over": gr.State(False)}  # True after Stop, which may arrive before Run
@@ -363,15 +450,18 @@ def wire(
     def switch(running: bool) -> Values:
         return {name: gr.update(interactive=running == (name == "stop")) for name in switched}
 
-    async def run(begin: Callable[[Values, Any], Job], request: gr.Request, values: Values) -> AsyncIterator[Values]:
+    async def run(
+        begin: Callable[[Values, Any], Job] | None, request: gr.Request, values: Values
+    ) -> AsyncIterator[Values]:
         if not values.pop("over"):
-            async with contextlib.aclosing(jobs.run(begin, request, values)) as shown:
+            texts = jobs.run(begin, request, values) if begin else jobs.rejoin(request, values)
+            async with contextlib.aclosing(texts) as shown:
                 async for updates in shown:
                     yield updates
 
     ended = []
     for pressed, begin, given in starts:
-        on = partial(gr.on, pressed, trigger_mode="once")
+        on = pressed if callable(pressed) else partial(gr.on, pressed, trigger_mode="once")
         locked = named(on, lambda *_: {**switch(True), "over": False}, {}, {**switched, **over}, js=first, **QUIET)
         ended.append(named(locked.then, partial(run, begin), {**given, **over}, parts, **QUEUED))
         named(ended[-1].then, lambda *_: switch(False), {}, switched, **QUIET)

@@ -103,7 +103,7 @@ class Log(Job):
 
     def stop(self) -> str:
         """End the run and the log, with the last messages of the engine if it can be reached."""
-        self.stopped = True
+        self.end_worker()
         if self.engine is not None:
             self.add(self.engine.finish())
         if not self.ended:

@@ -36,7 +36,7 @@ from specdemo.ui import assets, controls, headers, hosts, how, lab, space, sweep
 from specdemo.ui.controls import Controls, address, fill, fill_untouched, wire_share
 from specdemo.ui.failures import Page, quiet
 from specdemo.ui.guard import ENVELOPE, WINDOW_S, Guard
-from specdemo.ui.job import QUEUED, QUIET, Jobs, Start, Store, Values, follow, named, stop_all, wire
+from specdemo.ui.job import LOST_S, QUEUED, QUIET, Jobs, Start, Store, Values, follow, named, stop_all, wire
 from specdemo.ui.lazy_imports import live
 from specdemo.ui.log import Log, notes, open_trace, replayed, waiting
 from specdemo.ui.setup import changed, from_values, key, to_values
@@ -52,8 +52,14 @@ MONO = ["ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "DejaVu Sans Mono
 class Race(Log):
     """The log of a run that a visitor started."""
 
+    UNREAD_S = LOST_S
+
     def stream(self) -> Generator[str, None, None]:
-        yield from live().run(self.spec, self)
+        self._unread.clear()
+        try:
+            yield from live().run(self.spec, self)
+        finally:
+            self._unread.set()
 
 
 class Visits(Jobs[Log]):
@@ -140,7 +146,7 @@ class Visits(Jobs[Log]):
         """Return the comparison of the page's address, and notes on what was ignored."""
         if not is_link(request.query_params) or is_sweep(request.query_params):
             return None
-        return self._read(request.query_params)
+        return self._read_query(request.query_params)
 
     def restore(self, request: gr.Request, values: Values) -> Values:
         """Return the controls of the page's address, except those that the visitor has changed by now, and a log.
@@ -155,10 +161,10 @@ class Visits(Jobs[Log]):
         """Return the controls and a log for the query of another address, after a visitor has chosen a preset or gone
         back.
         """
-        chosen, refused = self._read(str(values["address"].get("query", "")))
+        chosen, refused = self._read_query(str(values["address"].get("query", "")))
         return fill(chosen, values) | {"view": self._show(request, chosen, refused)}
 
-    def _read(self, query: Mapping[str, object] | str) -> tuple[Preset, list[str]]:
+    def _read_query(self, query: Mapping[str, object] | str) -> tuple[Preset, list[str]]:
         """Return the comparison of a query, and notes on what was ignored. On a cold server this takes seconds."""
         live()
         chosen, refused = from_query(query, load_presets(), self._any, self._start)
@@ -237,8 +243,8 @@ def build(start: str = DEFAULT, allow_any_model: bool = False) -> gr.Blocks:
                 reference = gr.Markdown(elem_id="reference", header_links=True)
             tab.select(assets.reference, None, reference, **QUIET)  # not part of what every visitor loads
         _endpoints(allow_any_model)
-        page.unload(store.forget)
         page.unload(ENGINE.forget)
+        page.unload(store.forget_later)
     page.queue(status_update_rate=UPDATE_S, api_open=False, max_size=PLACES, default_concurrency_limit=None)
     return page
 
@@ -264,12 +270,15 @@ def _race_tab(page: gr.Blocks, visits: Visits, first: Preset, allow_any_model: b
         free.click(_free_memory, **QUEUED)
     link = gr.Textbox(label="Link to this comparison", visible=False, buttons=["copy"], elem_id="link")
     repeat = gr.Button("Repeat", elem_id="repeat")  # clicked by the badge of a noisy run, in tiles.js
+    rejoin, unfinished = gr.Button("Rejoin", elem_id="rejoin"), gr.JSON(visible=False)  # clicked by link_applied.js
+    found = rejoin.click(None, None, unfinished, js="() => sessionStorage.getItem('specdemo.run')", **QUIET)
     form.wire(page)
     run, inputs = form.parts["run"], {"message": message}
     starts: list[Start] = [
         ([run.click], visits.race, form.inputs),
         ([again.click, message.submit], visits.follow, inputs),
         ([repeat.click], visits.repeat, {}),
+        (found.then, None, {"run": unfinished}),
     ]
     actions = [run, opened, again, repeat]
     script = assets.text("wait_for_link.js")

@@ -39,6 +39,12 @@ function receive(line) {
 
 function opened(line) {
   nextRun = line;
+  if (!line.still && !line.recorded) sessionStorage.setItem("specdemo.run", line.run); // a reload or a lost connection rejoins it
+}
+
+function forgetRun() {
+  const { id } = nextRun ? { id: nextRun.run } : run;
+  if (sessionStorage.getItem("specdemo.run") === id) sessionStorage.removeItem("specdemo.run");
 }
 
 // Scrolls the status and the lanes into view, once per run, if they are not visible.
@@ -69,7 +75,7 @@ function scrollIntoViewport(node, block) {
 
 function started(line) {
   scrollToRun();
-  run = { recorded: nextRun.recorded, still: nextRun.still, userRun: !nextRun.still, key: nextRun.key, start: line, end: null };
+  run = { id: nextRun.run, recorded: nextRun.recorded, still: nextRun.still, userRun: !nextRun.still, key: nextRun.key, start: line, end: null };
   nextRun = null;
   run.lanes = line.lanes.map((lane, index) => ({ ...lane, index, ...initialStream(), over: false }));
   showRun(shouldAutoplay());
@@ -89,6 +95,7 @@ function restarted(line) {
 }
 
 function ended(line) {
+  forgetRun();
   $(".sd-loading").hidden = true;
   if (nextRun) return setStatus("Stopped before the first token.");
   if (run.end && !line.comparison.length) return; // Stop adds an end line without numbers, before or after that of the engine
@@ -116,6 +123,7 @@ const failedSettings = { key: "" };
 
 function failed(line) {
   const alert = $(".sd-alert");
+  forgetRun();
   failedSettings.key = settingsKey();
   alert.hidden = false;
   alert.textContent = sentence(line.text);

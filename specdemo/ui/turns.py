@@ -78,6 +78,11 @@ class Turns:
             self._waiting.remove(call)
         self._grant()
 
+    @property
+    def crowded(self) -> bool:
+        """Return whether a call waits for its turn."""
+        return bool(self._waiting)
+
     async def forget(self, request: gr.Request) -> None:
         """Cancel the waiting calls of a page that was closed."""
         for call in self._waiting:

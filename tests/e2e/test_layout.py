@@ -56,6 +56,16 @@ SMALL = """() => {
 }"""
 
 
+TARGETS = """() => {
+  const kinds = 'button, select, textarea, summary, input:not([type=radio], [type=checkbox]), label:has(> input)';
+  return [...document.querySelectorAll(kinds)]
+    .filter(e => e.checkVisibility({ visibilityProperty: true, opacityProperty: true }) && e.getClientRects().length)
+    .map(e => ({ name: e.id || e.className || e.tagName, r: e.getBoundingClientRect() }))
+    .filter(({ r }) => r.width > 2 && (r.width < 23.5 || r.height < 23.5))
+    .map(({ name, r }) => `${name} ${r.width}x${r.height}`);
+}"""
+
+
 def wait_for_text(page, words):
     expect(page.locator(".sd-status").first).to_have_text(re.compile(words))
 
@@ -70,7 +80,7 @@ def test_nothing_is_clipped_covered_or_small(visit, sizes):
         page.get_by_role("tab", name=tab).click()
         page.evaluate("() => new Promise(drawn => requestAnimationFrame(() => requestAnimationFrame(drawn)))")
         assert page.evaluate("document.documentElement.scrollWidth") == width, (width, tab)
-        assert [page.evaluate(rule) for rule in (CONTROLS, SMALL, OVERFLOWING)] == [[], [], []], (width, tab)
+        assert [page.evaluate(rule) for rule in (CONTROLS, SMALL, OVERFLOWING, TARGETS)] == [[]] * 4, (width, tab)
 
 
 @pytest.mark.parametrize(("width", "height", "lines"), [(1280, 900, 180), (390, 844, 60)])

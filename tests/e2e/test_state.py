@@ -1,10 +1,15 @@
 """What the page's address keeps: tab, preset, edits and prompt, through Back, a reload and a restart of the server."""
 
 import re
+import socket
+import threading
+from contextlib import suppress
 
+import pytest
 from playwright.sync_api import expect
 
-from tests.e2e.conftest import choose_example, edit, expect_example
+from tests.e2e.conftest import choose_example, edit, expect_example, visitors
+from tests.traces import HOSTILE
 
 ARABIC = "مرحبا بالعالم & more"
 
@@ -40,6 +45,7 @@ def test_tab_preset_edits_and_prompt_survive_back_and_reload(visit_gated):
     expect(page.locator(".sd-summary")).to_have_text("stories + Prompt lookup · k 5 · greedy · 96 tokens")
     edit(page)
     expect(prompt(page)).to_have_value(ARABIC)
+    expect(prompt(page)).to_have_css("direction", "rtl")
 
     page.go_back()
     expect_example(page, "Draft model")
@@ -68,3 +74,124 @@ def test_the_reference_has_contents(visit_gated):
     expect(tab(page)).to_have_text("Reference")
     page.reload()
     expect(tab(page)).to_have_text("Reference")
+
+
+class Connection:
+    """A proxy in front of a server, whose connections can be cut."""
+
+    def __init__(self, server):
+        self.server, self.open, self._sockets = server, True, []
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.address = f"http://127.0.0.1:{self._listening.getsockname()[1]}/"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self):
+        while True:
+            client, _ = self._listening.accept()
+            if not self.open:
+                client.close()
+                continue
+            port = int(self.server.rstrip("/").rpartition(":")[2])
+            server = socket.create_connection(("127.0.0.1", port))
+            self._sockets += [client, server]
+            for source, sink in ((client, server), (server, client)):
+                threading.Thread(target=self._copy, args=(source, sink), daemon=True).start()
+
+    def _copy(self, source, sink):
+        with suppress(OSError):
+            while data := source.recv(65536):
+                sink.sendall(data)
+        close(source, sink)
+
+    def cut(self):
+        self.open = False
+        close(*self._sockets)
+
+    def restore(self, server=None):
+        self.server, self.open = server or self.server, True
+
+
+def close(*sockets):
+    for one in sockets:
+        with suppress(OSError):
+            one.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.fixture
+def connection(gated_server):
+    return Connection(gated_server[0])
+
+
+def status(page, words):
+    expect(page.locator("#view .sd-status")).to_have_text(re.compile(words))
+
+
+def run_and_cut(page, gates, connection):
+    page.locator("#run").click()
+    assert gates.started.acquire(timeout=60)
+    status(page, "^Running")
+    page.evaluate("window.before = true")
+    connection.cut()
+    expect(page.locator(".toast-body")).to_have_count(1)
+
+
+def test_a_lost_connection_keeps_the_settings_and_the_run(chromium, gates, connection):
+    with visitors(chromium, connection.address) as visit:
+        page = visit("?preset=embedded-ngram&k=5", reduced_motion="reduce")
+        expect_example(page, "Custom (from Prompt lookup)")
+        run_and_cut(page, gates, connection)
+        connection.restore()
+        page.wait_for_function("() => !window.before")  # Gradio reloads the page
+        status(page, "^Running")
+        expect_example(page, "Custom (from Prompt lookup)")
+        expect(page.locator("#stop")).to_be_enabled()
+        gates.open.set()
+        status(page, "^Finished")
+        assert HOSTILE[-1].strip() in page.locator('[data-lane="1"].sd-text').text_content()
+        expect(page.locator("#run")).to_be_enabled()
+        assert not gates.stopped.acquire(block=False)  # the run was never cancelled
+
+
+def test_a_reloaded_page_can_stop_its_run(chromium, gated_server, gates):
+    with visitors(chromium, gated_server[0]) as visit:
+        page = visit(reduced_motion="reduce")
+        status(page, "^Recorded")
+        page.locator("#run").click()
+        assert gates.started.acquire(timeout=60)
+        status(page, "^Running")
+        page.reload()
+        status(page, "^Running")
+        page.locator("#stop:enabled").click()
+        status(page, "^Stopped")
+        assert gates.stopped.acquire(timeout=60)
+        page.reload()
+        status(page, "^Recorded")  # there is nothing to rejoin
+
+
+def test_a_restarted_server_keeps_the_settings(chromium, address, gates, connection):
+    with visitors(chromium, connection.address) as visit:
+        page = visit("?preset=embedded-ngram&k=5#lab", reduced_motion="reduce")
+        expect(tab(page)).to_have_text("Lab")
+        page.get_by_role("tab", name="Race").click()
+        run_and_cut(page, gates, connection)
+        connection.restore(address)  # another process, which knows nothing of the run
+        page.wait_for_function("() => !window.before")
+        expect_example(page, "Custom (from Prompt lookup)")
+        status(page, "^Ready")
+        expect(page.locator("#run")).to_be_enabled()
+
+
+CLICK_RUN = """new MutationObserver((_, observer) => {
+  const run = document.getElementById("run");
+  if (run) (observer.disconnect(), run.click());
+}).observe(document, { childList: true, subtree: true });"""
+
+
+def test_run_pressed_before_the_page_is_ready_is_not_lost(visit_gated, gates):
+    gates.open.set()
+    page = visit_gated("?preset=embedded-draft&k=7", reduced_motion="reduce")
+    status(page, "^Ready")
+    page.add_init_script(CLICK_RUN)
+    page.reload()
+    status(page, "^Finished")
+    expect(page.locator(".sd-outdated-label")).to_be_hidden()  # it ran with the settings of the address

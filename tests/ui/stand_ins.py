@@ -24,6 +24,10 @@ def sync(results):
                 yield loop.run_until_complete(anext(results))
     finally:
         loop.run_until_complete(results.aclose())
+        for task in asyncio.all_tasks(loop):
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                loop.run_until_complete(task)
         loop.run_until_complete(loop.shutdown_default_executor())
         loop.close()
 

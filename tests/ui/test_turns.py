@@ -279,3 +279,63 @@ def test_full_line_rejects_a_call(engine):
         await asyncio.wait(tasks)
 
     asyncio.run(main())
+
+
+class Lasting(Text):
+    UNREAD_S = 60.0
+
+
+class LastingPage(Page):
+    def begin(self, values, last):
+        job = super().begin(values, last)
+        lasting = Lasting(f'{{"run":"{values["name"]}"}}\n')
+        lasting.engine = job.engine
+        return lasting
+
+    async def rejoin(self, session, run):
+        return [shown["view"] async for shown in self.jobs.rejoin(request(session), {"run": run})]
+
+
+def test_lost_page_rejoins_its_run(engine):
+    async def main():
+        page = LastingPage()
+        task = await page.start("a")
+        await page.until(lambda: page.running)
+        task.cancel()
+        await asyncio.wait([task])
+        assert page.running == ["a"]  # it goes on
+        again = asyncio.create_task(page.rejoin("b", "a"))
+        await page.until(lambda: page.jobs.last(request("b")))
+        page.open.add("a")
+        texts = await again
+        return texts, await page.rejoin("c", "unknown"), await page.rejoin("c", "")
+
+    texts, *unknown = asyncio.run(main())
+    assert texts[0].startswith('{"run":"a"}\n') and texts[-1] == '{"run":"a"}\na runs\na ends\n'
+    assert unknown == [[], []]
+
+
+def test_lost_run_ends_as_soon_as_another_call_waits(engine):
+    async def main():
+        page = LastingPage()
+        first = await page.start("a")
+        await page.until(lambda: page.running)
+        first.cancel()
+        page.open.add("b")
+        return await page.read("b"), page.running
+
+    text, running = asyncio.run(main())
+    assert text.endswith("b ends\n") and running == []
+
+
+def test_lost_run_ends_after_its_time(engine, monkeypatch):
+    async def main():
+        page = LastingPage()
+        monkeypatch.setattr(Lasting, "UNREAD_S", 0.001)
+        task = await page.start("a")
+        await page.until(lambda: page.running)
+        task.cancel()
+        await page.until(lambda: not page.running)
+        return page.jobs.last(request("a"))
+
+    assert asyncio.run(main()).worker.cancelled()
