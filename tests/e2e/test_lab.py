@@ -4,6 +4,8 @@ import re
 
 from playwright.sync_api import expect
 
+from tests.e2e.conftest import expect_example
+
 
 def test_a_head_is_trained_and_raced(visit_gated):
     page = visit_gated(viewport={"width": 390, "height": 800})
@@ -19,6 +21,7 @@ def test_a_head_is_trained_and_raced(visit_gated):
     page.locator("#race-head").click()
     expect(page.locator("#model-1 input")).to_have_value(re.compile(r"^medusa-\d+-\d+$"))
     expect(page.locator("#run")).to_be_visible()
+    expect_example(page, "Custom (from Draft model)")
     page.locator("#share").click()  # the new model is accepted
     expect(page.locator("#link")).to_be_visible()
     expect(page.locator("#view .sd-alert")).to_be_hidden()

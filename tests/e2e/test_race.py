@@ -5,15 +5,16 @@ import io
 import json
 import re
 import struct
+from dataclasses import replace
 
 import pytest
 from playwright.sync_api import expect
 
 from specdemo.core.tally import summarise
-from specdemo.core.trace import compare, estimates, from_json
+from specdemo.core.trace import compare, estimates, from_json, to_json
 from specdemo.engine.cost import prediction
 from tests.e2e.conftest import choose_example, edit, expect_example
-from tests.traces import HOSTILE, PROMPT
+from tests.traces import HOSTILE, PROMPT, hostile_trace
 from tests.ui.stand_ins import chat_trace
 
 
@@ -326,6 +327,20 @@ def test_copy_from_lane_is_the_model_text(visit, trace_file):
         "getSelection().selectAllChildren(document.querySelector('[data-lane=\"1\"].sd-text')), `${getSelection()}`"
     )
     assert HOSTILE[0] in copied and "wrong" not in copied
+
+
+def test_a_trace_opened_from_the_lower_end_of_the_page_is_in_sight(visit, tmp_path):
+    path = tmp_path / "code.json"
+    path.write_text(to_json(replace(hostile_trace(), prompt="def add(a, b):\n    return")), encoding="utf-8")
+    page = visit(viewport={"width": 390, "height": 844})
+    wait_for_text(page, "^(Playing|Recorded)")
+    page.locator("#open-trace").scroll_into_view_if_needed()
+    open_file(page, path)
+    wait_for_text(page, "^Replayed")
+    expect(page.locator(".sd-lanes")).to_be_in_viewport()
+    lane = page.locator('[data-lane="1"].sd-code')
+    inner, outer = lane.locator(".sd-baseline-mark").last.bounding_box(), lane.bounding_box()
+    assert outer["x"] <= inner["x"] and inner["x"] + inner["width"] <= outer["x"] + outer["width"]
 
 
 def test_the_same_file_opens_twice(visit, trace_file):

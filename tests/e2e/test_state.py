@@ -46,6 +46,8 @@ def test_tab_preset_edits_and_prompt_survive_back_and_reload(visit_gated):
     edit(page)
     expect(prompt(page)).to_have_value(ARABIC)
     expect(prompt(page)).to_have_css("direction", "rtl")
+    for lane in (0, 1):
+        expect(page.locator(f'[data-lane="{lane}"].sd-text')).to_have_attribute("dir", "auto")
 
     page.go_back()
     expect_example(page, "Draft model")
