@@ -271,7 +271,7 @@ def _race_tab(page: gr.Blocks, visits: Visits, first: Preset, allow_any_model: b
     link = gr.Textbox(label="Link to this comparison", visible=False, buttons=["copy"], elem_id="link")
     repeat = gr.Button("Repeat", elem_id="repeat")  # clicked by the badge of a noisy run, in tiles.js
     rejoin, unfinished = gr.Button("Rejoin", elem_id="rejoin"), gr.JSON(visible=False)  # clicked by link_applied.js
-    found = rejoin.click(None, None, unfinished, js="() => sessionStorage.getItem('specdemo.run')", **QUIET)
+    found = rejoin.click(None, None, unfinished, js="() => window.specdemoUnfinished()", **QUIET)
     form.wire(page)
     run, inputs = form.parts["run"], {"message": message}
     starts: list[Start] = [

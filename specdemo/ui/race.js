@@ -39,12 +39,22 @@ function receive(line) {
 
 function opened(line) {
   nextRun = line;
-  if (!line.still && !line.recorded) sessionStorage.setItem("specdemo.run", line.run); // a reload or a lost connection rejoins it
+  if (!line.still && !line.recorded) storage?.setItem("specdemo.run", line.run);
 }
 
+// The id of the run in progress, which the page rejoins after a reload or a lost connection. A frame may forbid to store it.
+const storage = (() => {
+  try {
+    return sessionStorage;
+  } catch {
+    return null;
+  }
+})();
+/** @type {any} */ (window).specdemoUnfinished = () => storage?.getItem("specdemo.run") ?? "";
+
 function forgetRun() {
-  const { id } = nextRun ? { id: nextRun.run } : run;
-  if (sessionStorage.getItem("specdemo.run") === id) sessionStorage.removeItem("specdemo.run");
+  const id = nextRun ? nextRun.run : run.id;
+  if (storage?.getItem("specdemo.run") === id) storage?.removeItem("specdemo.run");
 }
 
 // Scrolls the status and the lanes into view, once per run, if they are not visible.
