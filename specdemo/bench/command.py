@@ -84,7 +84,7 @@ def _parameters(cls: type[Suite]) -> list[Parameter]:
     """Return the options of a suite. Those of other suites are hidden, so that `suite` can refuse them by name."""
     of_suite = {name: field.default for name, field in cls.model_fields.items()}
     options: dict[str, tuple[Any, OptionInfo]] = {}
-    for name, option in known_options().items():
+    for name, option in {**known_options(), **cls.options()}.items():
         if option.flag != OUT:
             text = f"{option.help}{_default(of_suite.get(name))}"
             info = typer.Option(option.flag, help=text, metavar=option.metavar, hidden=name not in of_suite)

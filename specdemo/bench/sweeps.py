@@ -157,6 +157,7 @@ class Likeliest(Wrapper):
 
 
 def comparison(suite: Decoding, target: str, lanes: tuple[Lane, ...]) -> Comparison:
+    """Return the comparison of a suite's lanes, one after the other."""
     settings = {"id": f"bench-{suite.name}", "target": target, "prompt": "-", "max_new_tokens": suite.new_tokens}
     how = {"schedule": "sequential", "dtype": suite.dtype, "device": suite.device}
     spec = Comparison.build({**settings, **how, "lanes": [*lanes[:1]]})

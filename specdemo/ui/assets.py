@@ -1,6 +1,5 @@
 """Files of the page: markup, scripts and style."""
 
-import json
 import re
 from hashlib import sha256
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 import gradio as gr
 
+from specdemo.core.atomic_io import json_text
 from specdemo.core.definitions import DEFINITIONS, table
 
 HERE = Path(__file__).parent
@@ -74,7 +74,7 @@ def view(skeleton: str, *scripts: str, elem_id: str, value: str = "", later: boo
     """
     script = COMMENT.sub("", "\n".join(map(text, scripts)))
     if later:
-        constant = f"props = {{ value: {json.dumps(value)} }};\n" if value else ""
+        constant = f"props = {{ value: {json_text(value)} }};\n" if value else ""
         content = (constant + script).encode()
         path = f"scripts/{elem_id}-{sha256(content).hexdigest()[:12]}.js"
         SCRIPTS[f"/{path}"] = content

@@ -497,7 +497,7 @@ def named(
 
     def handle_data(values: dict[object, object], request: gr.Request, event: gr.EventData) -> object:
         inputs = {name: values[control] for name, control in given.items()}
-        return placed(function(request, inputs | {data: event._data}))
+        return placed(function(request, inputs | {data: getattr(event, data)}))
 
     async def stream(values: dict[object, object], request: gr.Request) -> AsyncIterator[object]:
         results = function(request, {name: values[control] for name, control in given.items()})

@@ -128,4 +128,5 @@ def _paired(target: str) -> list[str]:
 
 
 def targets() -> list[str]:
+    """Return the targets of all presets."""
     return list(dict.fromkeys(p.target for p in load_presets().values()))

@@ -161,7 +161,7 @@ class Visits(Jobs[Log]):
         """Return the controls and a log for the query of another address, after a visitor has chosen a preset or gone
         back.
         """
-        chosen, refused = self._read_query(str(values["address"].get("query", "")))
+        chosen, refused = self._read_query(str(values["query"]))
         return fill(chosen, values) | {"view": self._show(request, chosen, refused)}
 
     def _read_query(self, query: Mapping[str, object] | str) -> tuple[Preset, list[str]]:
@@ -303,7 +303,7 @@ def _show_what_is_chosen(page: gr.Blocks, visits: Visits, form: Controls, view: 
     """Connect the events that show the recorded race of a preset, or the comparison of a link."""
     page.load(visits.first, None, view, **QUIET)
     shown = {**form.parts, "view": view}
-    opened = named(form.parts["setup"].submit, visits.open_query, form.drawn, shown, data="address", **QUIET)
+    opened = named(form.parts["setup"].submit, visits.open_query, form.drawn, shown, data="query", **QUIET)
     form.describe(opened.then)
     opened.then(None, None, None, js=assets.text("link_applied.js"), **QUIET)
     requested = gr.State()

@@ -105,6 +105,7 @@ def _counts(of: type[Settings], values: Values) -> Values:
 
 
 def padded(chosen: Preset) -> list[Lane | None]:
+    """Return the lanes of a preset, with None for each unused place of the form."""
     return [*chosen.lanes, *[None] * (LANES - len(chosen.lanes))]
 
 

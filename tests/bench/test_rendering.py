@@ -87,7 +87,7 @@ def no_constant(name):
 
 
 def test_every_suite_is_rendered():
-    assert {*RECORDED, *MAKERS} == {*suites()}
+    assert {*RECORDED, *MAKERS, "thinking"} == {*suites()}  # no shipped model can think; test_suite.py runs it on one
     assert {suite.name for suite in benchmarks.SUITES} <= {*MAKERS}
 
 

@@ -8,6 +8,7 @@ from specdemo import run
 from specdemo.__main__ import main
 from specdemo.engine import comparison
 from specdemo.engine.comparison import Comparison, Lane, Settings
+from specdemo.presets.drafters import all_published
 from specdemo.presets.files import Preset, load_presets, preset
 from specdemo.ui.lazy_imports import live
 from specdemo.ui.log import Log
@@ -39,6 +40,7 @@ RUNS = {
 @pytest.mark.parametrize("start", RUNS)
 def test_a_run_validates_its_comparison_once(monkeypatch, start):
     load_presets()
+    all_published()
     counts = Counter()
     build, parse = Settings.build.__func__, comparison.parse_options
 

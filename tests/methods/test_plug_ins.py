@@ -108,7 +108,7 @@ def test_doctor_names_plug_ins(plug_in, capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("SPECDEMO_MODELS", str(tmp_path))  # doctor stops if models are missing
     plug_in("raise SystemExit")
     main(["doctor"])
-    assert "\nplug-in         method 'parrot' of another package cannot be imported" in capsys.readouterr().out
+    assert "\nplug-in           method 'parrot' of another package cannot be imported" in capsys.readouterr().out
 
 
 def test_ctrl_c_during_an_import_ends_the_command(plug_in):

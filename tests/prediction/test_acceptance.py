@@ -138,6 +138,7 @@ def test_a_longer_draft_never_emits_fewer_tokens(passes, k, exact):
 def test_server_rates_alone_are_a_recording():
     lane = lane_of("embedded-draft")
     lane.remote = Remote("host:1", "m", "completions", accept_by_position=[0.9, 0.72, 0.72])
+    lane.events = []
     found = of_lane(lane)
     assert found.longest == 3 and found.rates == pytest.approx((0.9, 0.8, 1.0))
     assert found.rate(4) < 0.9 and found.extrapolates(4) and not found.extrapolates(3)
