@@ -111,7 +111,8 @@ class Player {
     const spans = (lane) => {
       const lines = lane.lines.slice(0, INTRO.within);
       const drafting = lines.flatMap((line, i) => (i && line.fates?.some(Boolean) ? [{ from: this.due(lane, lines[i - 1]), to: this.due(lane, line) }] : []));
-      return drafting.slice(0, INTRO.steps);
+      // steps of a server that arrived together take no time
+      return drafting.filter(({ from, to }) => to > from).slice(0, INTRO.steps);
     };
     const first = this.run.lanes.map(spans).filter(({ length }) => length);
     return first.toSorted((a, b) => a[0].from - b[0].from)[0] ?? [];

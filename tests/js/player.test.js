@@ -250,3 +250,13 @@ test("a restarted lane shows its lines from the first one again", () => {
   player.play();
   assert.deepEqual(shown, ["1:10", "1:20", "1:20", "1:end"]);
 });
+
+test("draft steps that arrived together do not stop the clock", () => {
+  const { player, run, at, waits } = staged({ pace: "auto" });
+  whole(player, run.lanes[0], 20, 4);
+  drafting(player, run.lanes[1], 4, 0);
+  run.end = {};
+  player.play();
+  for (let ms = 0; ms < 20000 && waits(); ms += 100) at(ms);
+  assert.ok(player.over);
+});
