@@ -36,27 +36,40 @@ def compete_on_llamacpp(
 ) -> Result:
     """Compare both loops. Raises ValueError, one line, if a package is missing or the pair is not in float32."""
     settings = LlamaCppSettings(gpu_layers=0, threads=torch.get_num_threads(), cache_type="f32")
-    with TemporaryDirectory() as folder:
+    with TemporaryDirectory() as folder:  # the run describes its target from the header of its file
         files = [
             export(model, Path(folder) / f"{number}.gguf") for number, model in enumerate((pair.target, pair.draft))
         ]
-        loaded, draft = (load_model(file, llamacpp=settings) for file in files)
-        target = loaded.target()
-        everybody: dict[str, Any] = {
-            OUR_PLAIN: OwnEngine(target, load_drafter(BASELINE, target), Budget(0, 0)),
-            OUR_DRAFT: OwnEngine(target, load_drafter("draft_model", target, draft), Budget(K, K)),
-            PLAIN: LlamaCpp(pair.target),
-            DRAFT: LlamaCpp(pair.target, pair.draft, K),
-        }
+        return _compete(files, settings, pair, repeats, new_tokens, report, cancelled)
 
-        def once(repeat: int, tick: Tick) -> tuple[dict[str, Timed], dict[str, float]]:
-            if not repeat:
-                for peer in everybody.values():
-                    peer(pair.prompts[0], WARM_UP_TOKENS)
-            timed = contest(everybody, pair.prompts, new_tokens, repeat, tick)
-            return timed, {name: _overhead(everybody[name], pair, new_tokens) for name in (OUR_PLAIN, OUR_DRAFT)}
 
-        done, stopped = repeated(repeats, report, cancelled, once)
+def _compete(
+    files: list[str],
+    settings: LlamaCppSettings,
+    pair: Pair,
+    repeats: int,
+    new_tokens: int,
+    report: Report,
+    cancelled: Callable[[], bool],
+) -> Result:
+    """Compare both loops on the files of the target and of the draft model."""
+    loaded, draft = (load_model(file, llamacpp=settings) for file in files)
+    target = loaded.target()
+    everybody: dict[str, Any] = {
+        OUR_PLAIN: OwnEngine(target, load_drafter(BASELINE, target), Budget(0, 0)),
+        OUR_DRAFT: OwnEngine(target, load_drafter("draft_model", target, draft), Budget(K, K)),
+        PLAIN: LlamaCpp(pair.target),
+        DRAFT: LlamaCpp(pair.target, pair.draft, K),
+    }
+
+    def once(repeat: int, tick: Tick) -> tuple[dict[str, Timed], dict[str, float]]:
+        if not repeat:
+            for peer in everybody.values():
+                peer(pair.prompts[0], WARM_UP_TOKENS)
+        timed = contest(everybody, pair.prompts, new_tokens, repeat, tick)
+        return timed, {name: _overhead(everybody[name], pair, new_tokens) for name in (OUR_PLAIN, OUR_DRAFT)}
+
+    done, stopped = repeated(repeats, report, cancelled, once)
     contests = [timed for timed, _ in done]
     rows = [row(name, contests, PLAIN) for name in everybody]
     for line in rows[:2]:
