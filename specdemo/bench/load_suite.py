@@ -6,7 +6,7 @@ tokens ("normalized latency", Kwon et al. 2309.06180); it does not depend on how
 the requests that meet both limits, on TTFT and on ms/token (Zhong et al. 2401.09670).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from statistics import quantiles
@@ -18,6 +18,7 @@ from specdemo.bench.load_points import Journal, Measure, MeasuredLane, Point, Ro
 from specdemo.bench.load_servers import Fleet
 from specdemo.bench.measure import Tick, repeated
 from specdemo.bench.result import LATENCY, THOROUGH, Result, Row
+from specdemo.bench.sweeps import Partial
 from specdemo.core import noise
 from specdemo.core.atomic_io import json_text
 from specdemo.core.estimate import Estimate, over_repeats
@@ -50,7 +51,16 @@ def load(suite: LoadOptions, report: Report, cancelled: Stop) -> Result:
     journal = Journal(suite.journal, config)
     lanes = [MeasuredLane(f"k = {k}" if k else PLAIN, k) for k in ks]
     share = 0.5 if suite.schedule else 1.0
-    first = InterleavedLanes(suite, site, journal, "first", lambda done, what: report(share * done, what), cancelled)
+    progress = Partial(suite, preset(suite.preset_id).target, report, suite.over.column)
+    first = InterleavedLanes(
+        suite,
+        site,
+        journal,
+        "first",
+        lambda done, what: progress(share * done, what),
+        cancelled,
+        lambda: progress.show(lambda: _rows(suite, lanes)),
+    )
     done, remarks = first.measure(lanes)
     rows = _rows(suite, lanes)
     schedule = schedule_of(rows) if suite.over is CONCURRENCY else []
@@ -82,6 +92,7 @@ class InterleavedLanes:
     stage: str
     report: Progress
     cancelled: Stop
+    show: Callable[[], None] = lambda: None  # called after every round
 
     def measure(self, lanes: Sequence[MeasuredLane]) -> tuple[int, list[str]]:
         """Write the points of every lane: the repeats that were finished, and a remark if not all were."""
@@ -116,13 +127,13 @@ class InterleavedLanes:
                         warm.add(load)
                         self.journal.put(key, found)
                     rounds.append(found)
+                    for lane in group:
+                        lane.points.setdefault(load, []).append(found[lane.lane])
+                    self.show()
                 tick(1.0)
                 return rounds
 
             done, remarks = repeated(self.suite.repeats, report, self.cancelled, once)
-        for lane in group:
-            for place, load in enumerate(self.suite.loads):
-                lane.points[load] = [rounds[place][lane.lane] for rounds in done]
         return len(done), remarks
 
     def _key(self, group: Sequence[MeasuredLane], load: float, repeat: int) -> str:
@@ -155,12 +166,15 @@ def _gain(own: Sequence[Point], plain: Sequence[Point]) -> Estimate:
 
 
 def _rows(suite: LoadOptions, lanes: Sequence[MeasuredLane]) -> list[Row]:
-    first = [answer for load in suite.loads for point in lanes[0].points[load] for answer in point.answers]
+    """Return a row per measured load and lane; the last repeat may be unfinished."""
+    plain = lanes[0].points
+    first = [answer for load in suite.loads for point in plain.get(load, ()) for answer in point.answers]
     texts = {answer.asked: answer.text for answer in reversed(first)}
     return [
-        _row(suite, lane, load, lane.points[load], lanes[0].points[load], texts)
+        _row(suite, lane, load, points, plain[load][: len(points)], texts)
         for load in suite.loads
         for lane in lanes
+        if (points := lane.points.get(load))
     ]
 
 

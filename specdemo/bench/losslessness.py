@@ -137,6 +137,7 @@ def _same_distribution(suite: OfPreset, chosen: Preset, report: Report, cancelle
     prompt = encode(tokenizer(target), spec.prompt, target.max_length - tokens)
 
     accepted: dict[str, list[int]] = {name: [] for name in RULES}
+    every: list[list[list[list[int]]]] = []
 
     def once(repeat: int, tick: Tick) -> list[list[list[int]]]:
         """Return the continuations of every decoding setup. All seeds differ, because equal noise would correlate the
@@ -154,32 +155,44 @@ def _same_distribution(suite: OfPreset, chosen: Preset, report: Report, cancelle
             samples.append(drawn(target, way, prompt, seed, report_progress))
         for name, lengths in tried.accepted.items():
             accepted[name] += lengths
+        every.append(samples)
+        report((repeat + 1) / suite.repeats, f"repeat {repeat + 1} of {suite.repeats}", lambda: conclude(every, []))
         return samples
 
-    done, remarks = repeated(suite.repeats, report, cancelled, once)
-    draws = ROWS * len(done)
-    samples = [[row for samples in done for row in samples[number]] for number in range(len(ways))]
-    name = lane.name or lane.method.replace("_", " ")
+    def conclude(done: Sequence[Sequence[Sequence[list[int]]]], remarks: list[str]) -> Result:
+        """Return the result of the finished repeats. done[repeat][way]: continuations."""
+        samples = [[row for samples in done for row in samples[number]] for number in range(len(ways))]
+        sampling = {name: getattr(chosen, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+        config = {
+            "target": chosen.target,
+            "lane": lane.name or lane.method.replace("_", " "),
+            "k": lane.k,
+            "acceptance": lane.acceptance,
+            **sampling,
+            "draws": len(samples[0]),
+            "prompt": chosen.prompt[:200],
+        }
+        rows, findings = _compared(tokenizer(target), samples, rule.exact)
+        remarks = [*findings, *_side_by_side(accepted), *remarks]
+        return Result("losslessness", len(done), config, environment(target), rows, remarks, TOKEN)
+
+    return conclude(*repeated(suite.repeats, report, cancelled, once))
+
+
+def _compared(
+    tokenizer: Any, samples: Sequence[Sequence[list[int]]], exact: bool
+) -> tuple[list[dict[str, object]], list[str]]:
+    """Return the histograms of both samples at every position, then the verdict and the test of each position."""
     verdicts, rows = [], []
     for place in PLACES:
         counts = [Counter(row[place - 1] for row in sample) for sample in samples]
         verdicts.append(chi_square(counts[0], counts[1]))
-        rows += _histogram(tokenizer(target), place, counts)
-    test_results = [
+        rows += _histogram(tokenizer, place, counts)
+    tests = [
         f"Token {place}: chi-square {v.statistic:.1f} with {v.freedom} degrees of freedom, p = {_p(v.p)}."
         for place, v in zip(PLACES, verdicts, strict=True)
     ]
-    config = {
-        "target": chosen.target,
-        "lane": name,
-        "k": lane.k,
-        "acceptance": lane.acceptance,
-        **{name: getattr(chosen, name) for name in ("temperature", "top_p", "top_k", "min_p")},
-        "draws": draws,
-        "prompt": chosen.prompt[:200],
-    }
-    remarks = [_verdict(verdicts, draws, rule.exact), *test_results, *_side_by_side(accepted), *remarks]
-    return Result("losslessness", len(done), config, environment(target), rows, remarks, TOKEN)
+    return rows, [_verdict(verdicts, len(samples[0]), exact), *tests]
 
 
 def _side_by_side(accepted: Mapping[str, Sequence[int]]) -> Sequence[str]:

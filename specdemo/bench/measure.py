@@ -183,10 +183,10 @@ class Compared:
 
     def places(self) -> list[list[float | None]]:
         """Return the acceptance by position for every row of `rows`."""
-        return [lane.accept_by_position for lanes in self.tallies[-1].values() for lane in lanes]
+        return [lane.accept_by_position for lanes in self.tallies[0].values() for lane in lanes]
 
     def _row(self, lane: int, where: Mapping[str, object], category: str) -> dict[str, object]:
-        of = [tallies[category] for tallies in self.tallies]
+        of = [tallies[category] for tallies in self.tallies if category in tallies]  # the last repeat may be unfinished
         plain = [t[0] for t in of]
         row = tally_row(self.names[lane], where, [t[lane] for t in of] if lane else plain, plain, self.machine)
         verdict = self.verdicts[lane]
@@ -204,17 +204,16 @@ def compare_lanes(
     show: "Show[Compared]" = lambda so_far: None,
 ) -> Compared:
     """Compare the lanes of `spec` with plain decoding, one after the other on every question, `repeats` times."""
-    every: list[list[tuple[str, RunTrace]]] = []  # with the unfinished repeat, and all texts in one category
+    every: list[list[tuple[str, RunTrace]]] = []  # with the unfinished repeat
 
     def once(_repeat: int, tick: Tick) -> list[tuple[str, RunTrace]]:
-        traces = []
-        every.append([])
+        traces: list[tuple[str, RunTrace]] = []
+        every.append(traces)
         for number, question in enumerate(questions):
             tick(number / len(questions))
             trace = run_complete(runner, spec.model_copy(update={"prompt": question.text}), cancelled)
             tick((number + 1) / len(questions))  # do not count an interrupted run
             traces.append((question.category, trace))
-            every[-1].append(("", trace))
             show(lambda: _compared(every, []))
         return traces
 

@@ -51,8 +51,16 @@ def servers():
 
 def measured(servers, **options):
     options_given = {"servers": [server.address for server in servers], "ks": (0, 4), **SHORT, **options}
-    printed = []
-    result = suite("load", **options_given).run(lambda share, what: printed.append((share, what)), never_cancelled)
+    printed, parts = [], []
+
+    def report(share, what, so_far=None):
+        printed.append((share, what))
+        parts.extend([so_far().rows] if so_far else [])
+
+    result = suite("load", **options_given).run(report, never_cancelled)
+    assert [len(rows) for rows in parts[:2]] == ([2] if "rates" in options else [2, 4]) and parts[-1] == result.rows[
+        : len(parts[-1])
+    ]
     assert all(0.0 <= share <= 1.0 for share, _ in printed) and [share for share, _ in printed] == sorted(
         s for s, _ in printed
     )
@@ -237,7 +245,7 @@ def test_a_server_that_refuses_under_load_is_quoted(servers):
 def test_local_engine_under_the_same_load():
     options_given = {"engine": "here", "preset": "embedded-ngram", "ks": (0, 3), "concurrency": (1, 3), "new_tokens": 6}
     result = suite("load", repeats=1, requests=6, dtype="float32", **options_given).run(
-        lambda share, what: None, never_cancelled
+        lambda *_: None, never_cancelled
     )
     assert [(row["lane"], row["concurrency"]) for row in result.rows] == [
         ("Baseline", 1), ("k = 3", 1), ("Baseline", 3), ("k = 3", 3)

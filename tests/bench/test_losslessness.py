@@ -71,11 +71,15 @@ def few(monkeypatch):
 
 
 def test_a_sampled_result_has_both_histograms(few):
-    progress = []
-    result = Losslessness(preset=preset("embedded-sampling"), repeats=2).run(
-        lambda share, what: progress.append(share), never_cancelled
-    )
+    progress, parts = [], []
+
+    def report(share, what, so_far=None):
+        progress.append(share)
+        parts.extend([so_far()] if so_far else [])
+
+    result = Losslessness(preset=preset("embedded-sampling"), repeats=2).run(report, never_cancelled)
     assert progress == sorted(progress) and 0.5 in progress
+    assert [part.config["draws"] for part in parts] == [24, 48] and parts[-1] == result
     assert (result.repeats, result.config["draws"]) == (2, 48)
     for place in (2, 3, 4):
         rows = [row for row in result.rows if row["place"] == place]
@@ -98,7 +102,7 @@ def test_a_sampled_result_has_both_histograms(few):
 def test_stop_keeps_the_finished_batches(few):
     progress = []
     result = Losslessness(preset=preset("embedded-sampling"), repeats=5).run(
-        lambda share, what: progress.append(share), lambda: bool(progress) and progress[-1] >= 0.4
+        lambda share, *_: progress.append(share), lambda: bool(progress) and progress[-1] >= 0.4
     )
     assert result.repeats == 2 and result.remarks[-1] == "stopped after 2 of 5 repeats"
 

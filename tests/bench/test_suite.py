@@ -425,8 +425,13 @@ def test_the_same_lanes_go_over_every_kind_of_text(monkeypatch):
     deep = Lane(method="draft_model", model="stories-draft-deep", name="deep")
     monkeypatch.setattr(text_kinds, "KINDS", one)
     monkeypatch.setattr(sweeps, "shipped_lanes", lambda: (*lanes, deep))
-    found = run_suite("text", repeats=1, new_tokens=8)
+    parts = []
+    found = suite("text", repeats=1, new_tokens=8).run(
+        lambda share, what, so_far=None: so_far and parts.append(so_far()), never_cancelled
+    )
     kinds = [kind for texts in one.values() for kind in texts]
+    assert [[*dict.fromkeys(row["text"] for row in part.rows)] for part in parts] == [kinds[:1], kinds[:2], kinds]
+    assert [row["speed-up"] for row in parts[-1].rows] == [row["speed-up"] for row in found.rows]
     assert [(row["text"], row["lane"]) for row in found.rows] == [
         (kind, lane) for kind in kinds for lane in ("Baseline", "suffix", "lookup")
     ]

@@ -1,12 +1,16 @@
 """Kinds of text, on the lanes that have a drafter in both families."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from specdemo.bench.base import Axis, Decoding, Report, Stop
 from specdemo.bench.prompts import CODE, EDITS, PROMPTS
 from specdemo.bench.result import ALL, Result, Row
 from specdemo.engine.comparison import Lane
 from specdemo.presets.files import preset
+
+if TYPE_CHECKING:
+    from specdemo.bench.measure import Compared
 
 KINDS: Mapping[str, Mapping[str, Sequence[str]]] = {
     "stories": {"stories": PROMPTS},
@@ -33,10 +37,11 @@ class KindOfText(Decoding):
 
     def run(self, report: Report, cancelled: Stop) -> Result:
         from specdemo.bench.measure import Question, compare_lanes
-        from specdemo.bench.sweeps import comparison, shipped_lanes
+        from specdemo.bench.sweeps import Partial, comparison, shipped_lanes
         from specdemo.engine.session import Session
 
         stories = tuple(lane for lane in shipped_lanes() if _of_code(lane))
+        progress = Partial(self, ", ".join(KINDS), report, "text")
         rows: list[dict[str, object]] = []
         remarks: list[str] = []
         for turn, (target, kinds) in enumerate(KINDS.items()):
@@ -44,18 +49,27 @@ class KindOfText(Decoding):
             questions = [Question(text, kind) for kind, texts in kinds.items() for text in texts]
 
             def report_progress(share: float, what: str, turn: int = turn, target: str = target) -> None:
-                report((turn + share) / len(KINDS), f"{target}, {what}")
+                progress((turn + share) / len(KINDS), f"{target}, {what}")
 
-            seen = compare_lanes(
-                Session(), comparison(self, target, lanes), questions, self.repeats, report_progress, cancelled
-            )
-            for row, at in zip(seen.rows([{} for _ in seen.names]), seen.places(), strict=True):
-                kind = {"text": row.pop("category"), "lane": row.pop("lane")}
-                if kind["text"] != ALL:
-                    rows.append({**kind, **row, **{f"kept at {i}": share for i, share in enumerate(at[:4], start=1)}})
+            def show(so_far: Callable[[], "Compared"], finished: Sequence[Row] = tuple(rows)) -> None:
+                progress.show(lambda: [*finished, *_rows(so_far())])
+
+            spec = comparison(self, target, lanes)
+            seen = compare_lanes(Session(), spec, questions, self.repeats, report_progress, cancelled, show)
+            rows += _rows(seen)
             remarks += seen.remarks
-        config = self.config(", ".join(KINDS))
+        config = self.config(progress.target)
         return Result(self.name, len(seen.tallies), config, seen.environment, rows, [_order(rows), *remarks], "text")
+
+
+def _rows(seen: "Compared") -> list[Row]:
+    """Return the rows of each kind of text, with the acceptance at the first four positions."""
+    rows = []
+    for row, at in zip(seen.rows([{} for _ in seen.names]), seen.places(), strict=True):
+        kind = {"text": row.pop("category"), "lane": row.pop("lane")}
+        if kind["text"] != ALL:
+            rows.append({**kind, **row, **{f"accepted at {i}": share for i, share in enumerate(at[:4], start=1)}})
+    return rows
 
 
 def _of_code(lane: Lane) -> Lane | None:
