@@ -56,6 +56,7 @@ def test_run_stop_save_open_share(visit_gated, gates, tmp_path):
     wait_for_text(other, r"^Recorded result\. Measured 2 times")
     expect(other.locator("#sweep .sd-badge")).to_have_text("recorded · Test CPU <b> · 2026-11-21")
     expect(other.locator("#sweep tbody tr")).to_have_count(9)
+    expect(other.locator("#sweep .sd-more")).to_have_text(re.compile("^Scroll the table for more columns"))
     expect(other.locator("#sweep .sd-chart .sd-chart-name")).to_have_count(3)
     assert other.evaluate("document.documentElement.scrollWidth") == 390
 

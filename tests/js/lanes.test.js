@@ -2,7 +2,8 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 import { load } from "./load.js";
 
-const { laneOptions, remoteLabel } = load(["helpers", "lanes"], "laneOptions, remoteLabel", {});
+const document = { createElement: (tag) => ({ tag, dataset: {} }) };
+const { laneOptions, remoteLabel, rejectedDraft } = load(["helpers", "lanes"], "laneOptions, remoteLabel, rejectedDraft", { document });
 
 test("a lane's header lists the options that were set, not the defaults", () => {
   const options = { k: 12, model: "stories", max_depth: 24, nodes: 0, remember: true };
@@ -14,4 +15,11 @@ test("a lane's header lists the options that were set, not the defaults", () => 
 test("a lane on a server names the model that the server reports", () => {
   assert.equal(remoteLabel({ server: "a:1", model: "org/m" }), "remote: org/m at a:1, draft tokens unknown");
   assert.equal(remoteLabel({ server: "a:1", model: "" }), "remote: a:1, draft tokens unknown");
+});
+
+test("a rejected newline is one mark without the indentation after it, and further discarded tokens are counted", () => {
+  const line = { drafted: ["\n        ", "self", "."], parents: [0, 1, 2], fates: ["rejected", "not reached", "not reached"], path: [0] };
+  const [node] = rejectedDraft(line, 3);
+  assert.deepEqual([node.tag, node.textContent, node.dataset.kind, node.dataset.more, node.dataset.step], ["del", "⏎", "rejected", "+2", 3]);
+  assert.equal(rejectedDraft({ ...line, fates: ["accepted", "accepted", "accepted"], path: [0, 1, 2, 3] }).length, 0);
 });
