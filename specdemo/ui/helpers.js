@@ -30,6 +30,23 @@ const timeLeft = (ms, share) => {
 const sentence = (text) => text.charAt(0).toUpperCase() + text.slice(1);
 const visible = (text) => (text === "" ? "∅" : text.replace(/[\n\r\t]/g, (c) => GLYPHS[c]).replace(/^ | $/g, "·"));
 
+// Keeps the id of a tab's run in progress, which the page rejoins after a reload or a lost connection. A frame may forbid to store it.
+function unfinishedRun(name) {
+  const key = `specdemo.${name}`;
+  const storage = (() => {
+    try {
+      return sessionStorage;
+    } catch {
+      return null;
+    }
+  })();
+  return {
+    id: () => storage?.getItem(key) ?? "",
+    keep: (run) => storage?.setItem(key, run),
+    forget: (run) => storage?.getItem(key) === run && storage.removeItem(key),
+  };
+}
+
 // Returns a function that takes an append-only log and passes its new lines to `receive`. A different first line means a new log:
 // `opened` is called first. A shorter log arrived late and is ignored.
 function reader(opened, receive) {

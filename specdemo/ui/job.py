@@ -477,6 +477,13 @@ def wire(
     return ended
 
 
+def rejoining(name: str) -> Start:
+    """Return the start that rejoins a tab's run. A hidden button, `NAME-rejoin`, is clicked by a script of the page."""
+    button, run = gr.Button("Rejoin", elem_id=f"{name}-rejoin", elem_classes="sd-rejoin"), gr.JSON(visible=False)
+    found = button.click(None, None, run, js=f"() => sessionStorage.getItem('specdemo.{name}') ?? ''", **QUIET)
+    return found.then, None, {"run": run}
+
+
 def named(
     event: Callable[..., object],
     function: Callable[[gr.Request, Values], Any],

@@ -1,6 +1,6 @@
 () => {
   window.specdemoLinked = true;
   document.dispatchEvent(new Event("specdemo:linked"));
-  if (window.specdemoUnfinished?.() && !window.specdemoRejoined) document.getElementById("rejoin").click();
+  if (window.specdemoUnfinished?.() && !window.specdemoRejoined) document.getElementById("race-rejoin").click();
   window.specdemoRejoined = true; // once per page
 }

@@ -36,7 +36,7 @@ from specdemo.ui import assets, controls, headers, hosts, how, lab, space, sweep
 from specdemo.ui.controls import Controls, address, fill, fill_untouched, wire_share
 from specdemo.ui.failures import Page, quiet
 from specdemo.ui.guard import ENVELOPE, WINDOW_S, Guard
-from specdemo.ui.job import LOST_S, QUEUED, QUIET, Jobs, Start, Store, Values, follow, named, stop_all, wire
+from specdemo.ui.job import LOST_S, QUEUED, QUIET, Jobs, Start, Store, Values, follow, named, rejoining, stop_all, wire
 from specdemo.ui.lazy_imports import live
 from specdemo.ui.log import Log, notes, open_trace, replayed, waiting
 from specdemo.ui.setup import changed, from_values, key, to_values
@@ -270,15 +270,13 @@ def _race_tab(page: gr.Blocks, visits: Visits, first: Preset, allow_any_model: b
         free.click(_free_memory, **QUEUED)
     link = gr.Textbox(label="Link to this comparison", visible=False, buttons=["copy"], elem_id="link")
     repeat = gr.Button("Repeat", elem_id="repeat")  # clicked by the badge of a noisy run, in tiles.js
-    rejoin, unfinished = gr.Button("Rejoin", elem_id="rejoin"), gr.JSON(visible=False)  # clicked by link_applied.js
-    found = rejoin.click(None, None, unfinished, js="() => window.specdemoUnfinished()", **QUIET)
     form.wire(page)
     run, inputs = form.parts["run"], {"message": message}
     starts: list[Start] = [
         ([run.click], visits.race, form.inputs),
         ([again.click, message.submit], visits.follow, inputs),
         ([repeat.click], visits.repeat, {}),
-        (found.then, None, {"run": unfinished}),
+        rejoining("race"),  # clicked by link_applied.js
     ]
     actions = [run, opened, again, repeat]
     script = assets.text("wait_for_link.js")

@@ -39,22 +39,14 @@ function receive(line) {
 
 function opened(line) {
   nextRun = line;
-  if (!line.still && !line.recorded) storage?.setItem("specdemo.run", line.run);
+  if (!line.still && !line.recorded) unfinished.keep(line.run);
 }
 
-// The id of the run in progress, which the page rejoins after a reload or a lost connection. A frame may forbid to store it.
-const storage = (() => {
-  try {
-    return sessionStorage;
-  } catch {
-    return null;
-  }
-})();
-/** @type {any} */ (window).specdemoUnfinished = () => storage?.getItem("specdemo.run") ?? "";
+const unfinished = unfinishedRun("race");
+/** @type {any} */ (window).specdemoUnfinished = unfinished.id;
 
 function forgetRun() {
-  const id = nextRun ? nextRun.run : run.id;
-  if (storage?.getItem("specdemo.run") === id) storage?.removeItem("specdemo.run");
+  unfinished.forget(nextRun ? nextRun.run : run.id);
 }
 
 // Scrolls the status and the lanes into view, once per run, if they are not visible.

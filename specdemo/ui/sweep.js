@@ -6,9 +6,11 @@ const COLUMN_LABELS = { place: "position", accepted: "acceptance rate", "tokens/
 
 let hasResult = false; // this log has a result
 let begun = 0; // time of the first progress
+let run = ""; // id of this log
+const unfinished = unfinishedRun(props.name);
 
 const readLog = reader(clear, (line) => actions[line.type]?.(line));
-const actions = { start: started, waiting, loading, result: shown, stopping, stopped, error: failed, note: noted };
+const actions = { run: opened, start: started, waiting, loading, result: shown, stopping, stopped, error: failed, note: noted };
 
 function clear() {
   hasResult = false;
@@ -17,7 +19,12 @@ function clear() {
   $(".sd-notes").replaceChildren();
 }
 
+function opened(line) {
+  run = line.run;
+}
+
 function started(line) {
+  unfinished.keep(run);
   setBusy(true);
   begun = 0;
   hideResult();
@@ -45,12 +52,14 @@ function stopping() {
 }
 
 function stopped() {
+  unfinished.forget(run);
   setBusy(false);
   if (!hasResult) hideResult();
   setStatus(hasResult ? "Stopped. The table holds the finished repeats." : "Stopped before the first repeat was finished.");
 }
 
 function failed(line) {
+  unfinished.forget(run);
   $(".sd-alert").hidden = false;
   $(".sd-alert").textContent = sentence(line.text);
   setBusy(false);
@@ -65,6 +74,7 @@ function noted(line) {
 
 function shown(line) {
   hasResult ||= !line.partial;
+  if (!line.partial) unfinished.forget(run);
   setBusy(line.partial);
   $(".sd-badge").hidden = !line.recorded;
   $(".sd-badge").textContent = ["recorded", ...line.where].join(" · ");
@@ -135,3 +145,4 @@ new ResizeObserver(hintAtScrolling).observe($(".sd-sweep"));
 const read = () => readLog(props.value || "");
 watch("value", read);
 read(); // the errors of a link arrive before this tab is drawn
+if (unfinished.id()) document.getElementById(`${props.name}-rejoin`)?.click();

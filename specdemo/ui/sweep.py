@@ -26,7 +26,22 @@ from specdemo.presets.files import DEFAULT, load_presets, preset
 from specdemo.presets.link import is_sweep
 from specdemo.ui import assets, space
 from specdemo.ui.controls import address, wire_share
-from specdemo.ui.job import QUIET, Engine, Job, Jobs, Packed, Store, Values, named, opening, refusal, to_line, wire
+from specdemo.ui.job import (
+    LOST_S,
+    QUIET,
+    Engine,
+    Job,
+    Jobs,
+    Packed,
+    Store,
+    Values,
+    named,
+    opening,
+    refusal,
+    rejoining,
+    to_line,
+    wire,
+)
 from specdemo.ui.lazy_imports import live
 from specdemo.ui.setup import integer
 from specdemo.ui.views import Loading, view
@@ -49,6 +64,7 @@ class Sweeping(Job):
     `before`.
     """
 
+    UNREAD_S = LOST_S
     stands_in = False  # a recorded result, shown until the visitor has one
 
     def __init__(self, text: str, before: "Sweeping | None" = None) -> None:
@@ -309,12 +325,12 @@ def draw_result(
 
     name: of the skeleton, and prefix of the ids.
     """
-    view = assets.view(f"{name}.html", "helpers.js", "chart.js", "sweep.js", elem_id=name, later=True)
+    view = assets.view(f"{name}.html", "helpers.js", "chart.js", "sweep.js", elem_id=name, later=True, name=name)
     with gr.Row(elem_id=f"{name}-exports", elem_classes="result-exports"):
         save = gr.Button("Save result (JSON)", size="sm", elem_id=f"{name}-save")
         opened = gr.UploadButton("Open a result", file_types=[".json"], size="sm", elem_id=f"{name}-open")
     parts = {"view": view}
-    wire(sweeps, [([run.click], begin, inputs)], parts, stop, [run, opened])
+    wire(sweeps, [([run.click], begin, inputs), rejoining(name)], parts, stop, [run, opened])
     named(opened.upload, sweeps.open, {"file": opened}, parts, **QUIET)
     file = gr.JSON(visible=False)
     save.click(sweeps.save, None, file, **QUIET).success(None, file, None, js=assets.text("save.js"), **QUIET)

@@ -170,6 +170,22 @@ def test_a_reloaded_page_can_stop_its_run(chromium, gated_server, gates):
         status(page, "^Recorded")  # there is nothing to rejoin
 
 
+def test_a_reloaded_page_rejoins_its_sweep(chromium, gated_server, gates):
+    with visitors(chromium, gated_server[0]) as visit:
+        page = visit("?sweep=k", reduced_motion="reduce")
+        page.locator("#sweep-run").click()
+        progress = page.locator("#sweep .sd-status")
+        expect(progress).to_have_text(re.compile("^67 % done"))
+        page.reload()
+        expect(tab(page)).to_have_text("Sweep")
+        expect(progress).to_have_text(re.compile("^67 % done"))
+        page.locator("#sweep-stop:enabled").click()
+        expect(progress).to_have_text(re.compile("^Stopped"))
+        assert gates.stopped.acquire(timeout=60)
+        page.reload()
+        expect(progress).to_have_text(re.compile("^Ready"))
+
+
 def test_a_restarted_server_keeps_the_settings(chromium, address, gates, connection):
     with visitors(chromium, connection.address) as visit:
         page = visit("?preset=embedded-ngram&k=5#lab", reduced_motion="reduce")
