@@ -25,7 +25,7 @@ from specdemo import __version__
 from specdemo.bench.command import bench, progress_bar, reports_to
 from specdemo.core.atomic_io import json_text
 from specdemo.core.outputs import check_output
-from specdemo.core.rules import RULES
+from specdemo.core.rules import RULES, rule_knobs
 from specdemo.core.safe_io import is_out_of_memory, read_text
 from specdemo.core.signals import sigterm_as_exit
 from specdemo.core.suggest import DEVICES, program, suggest
@@ -127,6 +127,10 @@ def run(
         list[str] | None,
         typer.Option(metavar="NAME=VALUE", help="Method option, as listed by `methods`; repeatable."),
     ] = None,
+    acceptance_option: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="Option of the acceptance rule, as listed by `methods`; repeatable."),
+    ] = None,
     server: Annotated[
         list[str] | None,
         typer.Option(
@@ -146,6 +150,7 @@ def run(
 ) -> int:
     """Race plain decoding against a preset's lanes. Prints tokens/s, speed-up and acceptance of every lane."""
     changes = {**given, "prompt": _prompt(given["prompt"], prompt_file), "options": _options(option)}
+    changes["acceptance_options"] = _options(acceptance_option, "--acceptance-option")
     chosen = preset(preset_id).with_changes(**{name: value for name, value in changes.items() if value is not None})
     if served_model is not None and not server:
         raise ValueError("--served-model needs a server; add --server URL")
@@ -470,6 +475,10 @@ def methods(as_json: AsJson = False) -> None:
         for knob in knobs(name):
             default = str(knob.default).lower() if knob.type is bool else knob.default
             print(f"    --option {knob.name}={default}  {knob.range}  {knob.help}")
+    for rule, entry in RULES.items():
+        print(f"acceptance rule {entry.label(rule)}{', chains only' if not entry.trees else ''}")
+        for knob in rule_knobs(rule).values():
+            print(f"    --acceptance-option {knob.name}={knob.default}  {knob.range}  {knob.help}")
     lossy = " or ".join(name for name, entry in RULES.items() if not entry.lossless)
     print(f"Exact refers to the default acceptance rule; with --acceptance {lossy} every method is lossy.")
 
@@ -610,12 +619,12 @@ def _numbers(name: str, text: str | None, kind: Callable[[str], Number]) -> list
         raise ValueError(f"--{name} takes comma-separated numbers, not {text!r:.60}") from None
 
 
-def _options(pairs: list[str] | None) -> dict[str, str] | None:
+def _options(pairs: list[str] | None, flag: str = "--option") -> dict[str, str] | None:
     if not pairs:
         return None
     for pair in pairs:
         if "=" not in pair:
-            raise ValueError(f"--option takes name=value, not {pair!r}")
+            raise ValueError(f"{flag} takes name=value, not {pair!r}")
     return dict(pair.split("=", 1) for pair in pairs)
 
 

@@ -21,7 +21,7 @@ from specdemo.bench.sweeps import tokenizer
 from specdemo.core.accept import AcceptResult, AcceptRule
 from specdemo.core.protocol import GenerationConfig, Target
 from specdemo.core.rules import RULES, accept_rule
-from specdemo.core.tree import Draft
+from specdemo.core.tree import Draft, is_chain
 from specdemo.engine.loop import generate
 from specdemo.engine.session import Session, environment
 from specdemo.methods import BASELINE, build_drafter, load_drafter, method
@@ -90,7 +90,8 @@ class RuleProbe:
         return self.rule.note
 
     def __call__(self, draft: Draft, target: Tensor, rng: Generator | None) -> AcceptResult:
-        for name in () if self.accepted else RULES:
+        chain = is_chain(draft.parents)
+        for name in () if self.accepted else [name for name, entry in RULES.items() if chain or entry.trees]:
             self.accepted[name] = [len(path) - 1 for path in accept_rule(name)(draft, target, self.coins).path]
         return self.rule(draft, target, rng)
 
@@ -127,7 +128,7 @@ def _same_distribution(suite: OfPreset, chosen: Preset, report: Report, cancelle
     target = load_target(chosen.target, suite.dtype, suite.device, chosen.quantization)
     tokens = PLACES[-1] + 1  # one more, so that a draft can reach the last position
     plain = GenerationConfig(tokens, spec.sampling, stop_token_ids=())
-    rule = accept_rule(lane.acceptance)
+    rule = lane.accept_rule()
     ways = {
         PLAIN: Way(load_drafter(BASELINE, target), accept_rule("lossless"), plain),
         DRAFTED: Way(
@@ -136,7 +137,7 @@ def _same_distribution(suite: OfPreset, chosen: Preset, report: Report, cancelle
     }
     prompt = encode(tokenizer(target), spec.prompt, target.max_length - tokens)
 
-    accepted: dict[str, list[int]] = {name: [] for name in RULES}
+    accepted: dict[str, list[int]] = {}
     every: list[list[list[list[int]]]] = []
 
     def once(repeat: int, tick: Tick) -> list[list[list[int]]]:
@@ -154,7 +155,7 @@ def _same_distribution(suite: OfPreset, chosen: Preset, report: Report, cancelle
 
             samples.append(drawn(target, way, prompt, seed, report_progress))
         for name, lengths in tried.accepted.items():
-            accepted[name] += lengths
+            accepted[name] = [*accepted.get(name, []), *lengths]
         every.append(samples)
         report((repeat + 1) / suite.repeats, f"repeat {repeat + 1} of {suite.repeats}", lambda: conclude(every, []))
         return samples
@@ -197,7 +198,7 @@ def _compared(
 
 def _side_by_side(accepted: Mapping[str, Sequence[int]]) -> Sequence[str]:
     """Return the mean number of accepted tokens per draft and rule with 95 % intervals, paired by draft."""
-    if not accepted["lossless"]:
+    if not accepted:
         return ()
     words = {name: name if entry.lossless else entry.label(name) for name, entry in RULES.items()}
     every = ", ".join(f"{words[name]} {_interval(lengths)}" for name, lengths in accepted.items())

@@ -5,7 +5,7 @@ from typing import Any
 
 from specdemo.bench.result import ALL, Result, Row, best, intervals, is_baseline, noisy
 from specdemo.core.estimate import Estimate
-from specdemo.core.headline import headline, settled
+from specdemo.core.headline import headline, price_words, settled
 from specdemo.core.suggest import program
 from specdemo.core.tally import summarise
 from specdemo.core.trace import LaneTrace, RunTrace, estimates
@@ -35,9 +35,11 @@ def race_report(trace: RunTrace) -> str:
     sentences = [result.sentence] if result else []
     if plain[0].finish == "error":
         sentences.append(f"{plain[0].name}: {plain[0].note}")
-    for one, predicted in zip(trace.lanes[1:], prediction(trace), strict=True):
+    for index, (one, predicted) in enumerate(zip(trace.lanes[1:], prediction(trace), strict=True)):
         if why := _why(one, predicted["sentence"] if settled(trace, one) else ""):
             sentences.append(f"{one.name}: {why}")
+        if price := price_words(trace.comparison[index] if index < len(trace.comparison) else {}):
+            sentences.append(f"{one.name}: lossy, {price}.")
     noisy = [
         f"Noisy machine, run again ({lane.name}): {'; '.join(speed.reasons)}."
         for (lane, _), speed in zip(lanes, speeds, strict=True)

@@ -17,7 +17,7 @@ from torch import Generator, Tensor
 
 from specdemo.core.host_copy import to_device
 from specdemo.core.sampling import draw
-from specdemo.core.tree import ABSENT, Draft
+from specdemo.core.tree import ABSENT, Draft, is_chain
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,7 @@ class AcceptResult:
     path: list[list[int]]  # per row: accepted slots from the root down, starts with 0
     next_token: Tensor  # [B] int64, the correction or bonus token after the path
     output_tokens: list[list[int]] | None = None  # per row: accepted tokens and the next token, if they are on the host
+    changed: list[int] | None = None  # of a lossy rule, per row: accepted tokens that the lossless rule rejects
 
 
 class AcceptRule(Protocol):
@@ -43,8 +44,8 @@ class AcceptRule(Protocol):
     def __call__(self, draft: Draft, target: Tensor, rng: Generator | None) -> AcceptResult:
         """Accept a path of the draft.
 
-        target: probabilities [B, S, V] after each slot. rng None: greedy decoding. Then target may be any scores with
-        the same argmax, such as logits.
+        target: probabilities [B, S, V] after each slot. rng None: greedy decoding. Then target contains logits;
+        lossless rules accept any scores with the same argmax. Raises ValueError for a draft that it cannot verify.
         """
 
 
@@ -137,6 +138,42 @@ def token_probs(target: Tensor, parents: Tensor, tokens: Tensor) -> Tensor:
     ABSENT."""
     rows = torch.arange(len(tokens), device=tokens.device)[:, None]
     return target[rows, parents, tokens.clamp_min(0)]
+
+
+def rejected_by_lossless(draft: Draft, target: Tensor, numbers: Tensor | None) -> Tensor:
+    """Return [B, N]: nodes that the lossless rule rejects with these coins [B, N], if nothing was rejected before them.
+    numbers None: greedy decoding, and target contains scores with the same argmax."""
+    if numbers is None:
+        return draft.tokens != target.argmax(-1).gather(1, draft.parents)
+    if draft.probs is not None:
+        numbers = numbers * draft.probs.gather(-1, draft.tokens.clamp_min(0)[..., None])[..., 0]
+    return numbers >= token_probs(target, draft.parents, draft.tokens)
+
+
+def count_changed(rejected: list[list[float]], path: list[list[int]]) -> list[int]:
+    """Return the number of accepted nodes per row among the nodes [B][N] that the lossless rule rejects."""
+    return [sum(row[slot - 1] > 0 for slot in slots[1:]) for row, slots in zip(rejected, path, strict=True)]
+
+
+def chain_residual(draft: Draft, target: Tensor, path: list[list[int]]) -> Tensor:
+    """Return what remains of p [B, V] after each row's path in a chain: p without q of the next, rejected token, or p
+    without one."""
+    p = end_probs(target, path)
+    following = to_device([len(slots) - 1 for slots in path], p.device)
+    rows, index = torch.arange(len(path), device=p.device), following.clamp_max(draft.nodes - 1)
+    token = draft.tokens[rows, index]
+    if draft.probs is None:
+        residual = p.scatter(1, token.clamp_min(0)[:, None], 0.0)
+    else:
+        residual = (p - draft.probs[rows, index]).clamp_min_(0.0)
+    is_rejected = (following < draft.nodes) & (token != ABSENT)
+    return or_target(torch.where(is_rejected[:, None], residual, p), p)
+
+
+def check_chain(draft: Draft, rule: str) -> None:
+    """Raise ValueError if the draft is a tree."""
+    if not is_chain(draft.parents):
+        raise ValueError(f"acceptance rule {rule!r} verifies chains only and this lane drafts trees; choose 'typical'")
 
 
 def _one_hot(x: int, like: Tensor) -> Tensor:

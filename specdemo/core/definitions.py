@@ -90,6 +90,12 @@ DEFINITIONS: dict[str, Definition] = {
         "so the cause is unknown",
         Tile("output", "Output", "compared with the baseline, token by token"),
     ),
+    "price of a lossy rule": Definition(
+        ("tokens_changed", "log_likelihood", "baseline_log_likelihood"),
+        "for a lossy lane: the accepted draft tokens that the lossless rule rejects (when sampling, with the same "
+        "random numbers), and the mean natural logarithm of the target's probability of a token of its text, at "
+        "temperature 1, next to the baseline's",
+    ),
     "peak memory": Definition(
         ("peak_memory_bytes",),
         "on a GPU the peak of the allocator; on a CPU the size of the lane's weights and caches",

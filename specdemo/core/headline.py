@@ -1,7 +1,7 @@
 """The result of a whole comparison in one sentence, for the page, the command line and the API. Needs no torch."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -46,6 +46,17 @@ def headline(trace: RunTrace, times: str = "x") -> Headline | None:
     if not speeds:
         return None
     return _so_far(trace, speeds, times) if stopped else _verdict(trace, speeds, times)
+
+
+def price_words(row: Mapping[str, object]) -> str:
+    """Return the price of a lossy rule from a lane's row of `comparison`; empty if it is unknown."""
+    changed, likelihood, plain = (
+        row.get(name) for name in ("tokens_changed", "log_likelihood", "baseline_log_likelihood")
+    )
+    words = [f"{changed} token{'' if changed == 1 else 's'} changed"] if isinstance(changed, int) else []
+    if isinstance(likelihood, int | float) and isinstance(plain, int | float):
+        words.append(f"log-likelihood {likelihood:.2f} per token, baseline {plain:.2f}")
+    return "; ".join(words)
 
 
 def _so_far(trace: RunTrace, speeds: Speeds, times: str) -> Headline:

@@ -1,9 +1,14 @@
-"""Acceptance rules by name. They are imported on first use, so that the names are available without torch."""
+"""Acceptance rules by name. They are imported on first use, so that the names are available without torch.
 
+A rule with options is a `BaseOptions` whose fields come from `knob`.
+"""
+
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from specdemo.core.options import BaseOptions, Knob, describe, parse
 from specdemo.core.suggest import suggest
 
 if TYPE_CHECKING:
@@ -17,6 +22,7 @@ class RuleEntry:
     source: str  # module:class
     lossless: bool
     comment: str = ""  # added to its name in the help of --acceptance
+    trees: bool = True  # False: verifies chains only
 
     def label(self, name: str) -> str:
         """Return the name with its kind."""
@@ -28,16 +34,36 @@ RULES = {
     DEFAULT_RULE: RuleEntry("specdemo.core.accept:Lossless", lossless=True),
     "block": RuleEntry("specdemo.core.block:Block", True, "also lossless, accepts more of a sampled chain"),
     "typical": RuleEntry("specdemo.core.typical:Typical", lossless=False, comment="lossy"),
+    "fly": RuleEntry("specdemo.core.fly:Fly", lossless=False, comment="lossy, chains only", trees=False),
+    "speculative_cascade": RuleEntry(
+        "specdemo.core.speculative_cascade:SpeculativeCascade", False, "lossy, chains only", trees=False
+    ),
 }
 
 
-def accept_rule(name: str) -> "AcceptRule":
-    """Return the rule of that name with default options. Raises ValueError for an unknown name."""
+def accept_rule(name: str, options: Mapping[str, object] | None = None) -> "AcceptRule":
+    """Return the rule of that name. Raises ValueError for an unknown name or option."""
+    cls = _rule_class(name)
+    if issubclass(cls, BaseOptions):
+        rule: AcceptRule = parse(cls, options or {}, f"acceptance rule {name!r}")  # type: ignore[assignment]
+        return rule
+    for option in options or {}:
+        raise ValueError(f"acceptance rule {name!r} has no options; leave out {option!r:.60}")
+    plain: AcceptRule = cls()
+    return plain
+
+
+def rule_knobs(name: str) -> Mapping[str, Knob]:
+    """Return the options of a rule by name; empty if it has none. Raises ValueError for an unknown rule."""
+    cls = _rule_class(name)
+    return describe(cls) if issubclass(cls, BaseOptions) else {}
+
+
+def _rule_class(name: str) -> Any:
     if name not in RULES:
         raise ValueError(f"unknown acceptance rule {name!r}; {suggest(name, RULES)}")
     module, _, attribute = RULES[name].source.partition(":")
-    rule: AcceptRule = getattr(import_module(module), attribute)()
-    return rule
+    return getattr(import_module(module), attribute)
 
 
 def rules_help() -> str:

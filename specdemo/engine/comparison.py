@@ -16,7 +16,7 @@ from pydantic_core import ErrorDetails
 
 from specdemo.core.dtypes import NAMES, dtype_name
 from specdemo.core.options import TYPES, BaseOptions, Knob, to_values
-from specdemo.core.rules import DEFAULT_RULE, RULES, rules_help
+from specdemo.core.rules import DEFAULT_RULE, RULES, accept_rule, rule_knobs, rules_help
 from specdemo.core.sampling_settings import Sampling
 from specdemo.core.suggest import DEVICES, program, short_repr, suggest
 from specdemo.core.thinking import Thinking
@@ -29,6 +29,7 @@ else:
     RuleName = Literal[tuple(RULES)]
 
 if TYPE_CHECKING:  # these import torch
+    from specdemo.core.accept import AcceptRule
     from specdemo.core.protocol import Budget
 
 MAX_LANES = 3  # without the baseline
@@ -208,6 +209,7 @@ class Lane(Settings):
             words={name: entry.label(name) for name, entry in RULES.items() if name != DEFAULT_RULE},
         ),
     ] = DEFAULT_RULE
+    acceptance_options: Annotated[dict[str, int | float | bool | str], Setting("Options of the acceptance rule.")] = {}
     name: Annotated[Name, Setting()] = ""
     server: Annotated[Server | None, Setting()] = None
     served_model: Model | None = None
@@ -232,13 +234,27 @@ class Lane(Settings):
         """Return the `Options` of the method. Raises ValueError with one line if it rejects these or the model."""
         parsed = parse_options(self.method, self.options)
         check_model(self.method, to_values(parsed), self.model)
+        if not RULES[self.acceptance].trees and getattr(parsed, "nodes", 0) > 0:
+            raise ValueError(
+                f"acceptance rule {self.acceptance!r} verifies chains only and this lane drafts a tree; set its option "
+                "nodes to 0 or choose another method"
+            )
+        self.accept_rule()
         return parsed
 
+    def accept_rule(self) -> "AcceptRule":
+        """Return the acceptance rule with its options. Raises ValueError with one line if it rejects them."""
+        return accept_rule(self.acceptance, self.acceptance_options)
+
     def validated(self) -> Self:
-        """Return this lane as validated by its method, without options that are at their default."""
+        """Return this lane as validated by its method and rule, without options that are at their default."""
         default = {k.name: k.default for k in knobs(self.method)}
         changed = {name: value for name, value in to_values(self.parsed).items() if value != default[name]}
-        lane = self.model_copy(update={"options": changed})
+        rule = self.accept_rule()
+        values = to_values(rule) if isinstance(rule, BaseOptions) else {}
+        knobs_of_rule = rule_knobs(self.acceptance)
+        of_rule = {name: value for name, value in values.items() if value != knobs_of_rule[name].default}
+        lane = self.model_copy(update={"options": changed, "acceptance_options": of_rule})
         vars(lane)["parsed"] = self.parsed
         return lane
 

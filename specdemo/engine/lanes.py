@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from specdemo.core.options import to_values
+from specdemo.core.options import BaseOptions, to_values
 from specdemo.core.protocol import Budget, GenerationConfig, Target
-from specdemo.core.rules import RULES, accept_rule
+from specdemo.core.rules import RULES
 from specdemo.core.tally import summarise
 from specdemo.core.trace import LaneTrace, StepEvent
 from specdemo.core.tree import ABSENT
@@ -97,15 +97,18 @@ class LocalLane(RunningLane):
         messages = chat_messages(spec, index, bool(tokenizer.chat_template))
         room = models.target.max_length - spec.max_new_tokens
         prompt_ids = encode(tokenizer, messages or spec.prompt, room, spec.thinking)
-        self._accept = accept_rule(lane.acceptance)
+        self._accept = lane.accept_rule()
         trace_options = {
             **options,
             **({"k": lane.k} if lane.k else {}),
             **({"model": lane.model} if lane.model else {}),
         }
+        of_rule = to_values(self._accept) if isinstance(self._accept, BaseOptions) else {}
         if lane.acceptance != "lossless":
-            trace_options["acceptance"] = lane.acceptance
+            trace_options |= {"acceptance": lane.acceptance}
+            trace_options |= {f"acceptance.{name}": value for name, value in of_rule.items()}
         unset = [name for name in options if name not in lane.options]
+        unset += [f"acceptance.{name}" for name in of_rule if name not in lane.acceptance_options]
         trace = LaneTrace(
             lane_name(lane), lane.method, trace_options, _exact(lane), prompt_ids, messages=messages, defaults=unset
         )

@@ -164,7 +164,8 @@ class _Rows:
         output_tokens = result.output_tokens and [
             s if left else [] for s, left in zip(result.output_tokens, self._remaining, strict=True)
         ]
-        return AcceptResult(path, result.next_token, output_tokens)
+        changed = result.changed and [n if left else 0 for n, left in zip(result.changed, self._remaining, strict=True)]
+        return AcceptResult(path, result.next_token, output_tokens, changed)
 
     def emit(self, outputs: list[list[int]]) -> list[list[int]]:
         """Cut each row's outputs at its limit and after its first stop token, and count them."""
@@ -264,6 +265,8 @@ def _event(
     if draft.confidence is not None:
         draft_probs = _rounded(draft.confidence, tokens)
     notes = {name: float(value) for name, value in draft.notes.items()}
+    if result.changed is not None:
+        notes["changed"] = float(sum(result.changed))
     path = [p or [0] for p in result.path]
     return StepEvent(index, tokens, parents, path, emitted, draft_probs, target_probs, ms, notes, wall_ms, top)
 

@@ -2,13 +2,17 @@
 
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
 import torch
 
 from specdemo.core.protocol import Target
 from specdemo.core.trace import LaneTrace, RunTrace, compare
+from specdemo.core.tree import chain_parents
 from specdemo.models.machine import one_thread
 from specdemo.models.pass_cost import rounding_noise
+
+CHUNK = 16  # tokens per pass that reads a finished text, as many slots as a long draft
 
 
 def compare_outputs(trace: RunTrace, target: Target | None, noise: Sequence[str] = ()) -> None:
@@ -29,6 +33,7 @@ def compare_outputs(trace: RunTrace, target: Target | None, noise: Sequence[str]
             row["verdict"] = "lossy"
             if not row["identical"]:  # a lossy lane need not be identical
                 row |= {"identical": None, "first_divergence": None}
+            row |= _price(trace, lane, target)
         elif baseline.remote or lane.remote:
             row["verdict"] = _remote_verdict(baseline, lane, row["identical"])
         elif index is None:
@@ -40,6 +45,45 @@ def compare_outputs(trace: RunTrace, target: Target | None, noise: Sequence[str]
                 row["divergence_margin"], rounding = _divergence(target, baseline, lane, index)
                 row["verdict"] = "rounding" if rounding else "differs"
         trace.comparison.append(row)
+
+
+def _price(trace: RunTrace, lane: LaneTrace, target: Target | None) -> dict[str, Any]:
+    """Return what the lossy rule of a lane changed: tokens that the lossless rule rejects, and the mean log-likelihood
+    of a token under the target at temperature 1, with the baseline's. Unknown numbers are left out.
+    """
+    price: dict[str, Any] = {}
+    changed = [event.notes["changed"] for event in lane.events if "changed" in event.notes]
+    if changed:
+        price["tokens_changed"] = round(sum(changed))
+    if target is None or lane.remote or trace.lanes[0].remote:
+        return price
+    with suppress(Exception), one_thread(target.device):  # for example out of memory
+        for name, one in (("log_likelihood", lane), ("baseline_log_likelihood", trace.lanes[0])):
+            price[name] = round(log_likelihood(target, one.prompt_ids, one.token_ids), 4)
+    return price
+
+
+@torch.no_grad()
+def log_likelihood(target: Target, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> float:
+    """Return the mean natural logarithm of the target's probability of a token, at temperature 1. Raises ValueError for
+    a text without tokens."""
+    if not token_ids:
+        raise ValueError("the text has no tokens")
+    tokens = torch.tensor([[*prompt_ids, *token_ids]], device=target.device)
+    start = len(prompt_ids)
+    try:
+        scores = target.start(tokens[:, :start], reserve=len(token_ids)).logits[:, -1:]
+        total = 0.0
+        for begin in range(start, tokens.shape[1], CHUNK):
+            chunk = tokens[:, begin : begin + CHUNK]
+            forward = target.forward(chunk, chain_parents(1, chunk.shape[1] - 1, chunk.device))
+            logits = torch.cat([scores, forward.logits[:, :-1]], 1).float()
+            total += float(logits.log_softmax(-1).gather(-1, chunk[..., None]).sum())
+            scores = forward.logits[:, -1:]
+            target.commit([list(range(chunk.shape[1]))])
+    finally:
+        target.release()
+    return total / len(token_ids)
 
 
 def _remote_verdict(baseline: LaneTrace, lane: LaneTrace, same: bool | None) -> str:

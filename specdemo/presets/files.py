@@ -88,8 +88,8 @@ class Preset(Comparison, About):
     def with_changes(self, **changes: object) -> "Preset":
         """Return the comparison with other values of any of SETTINGS.
 
-        `k` and `acceptance` apply to every lane. `method` leaves a single lane; `model` and `options` need a single
-        lane.
+        `k`, `acceptance` and its options apply to every lane. `method` leaves a single lane; `model` and `options` need
+        a single lane.
         """
         for name in changes:
             if name not in SETTINGS:
@@ -138,7 +138,13 @@ def _change_lanes(lanes: list[Lane], changes: dict[str, object], target: object)
     alone = [name for name in ("model", "options") if name in changes]
     if alone and len(lanes) > 1:
         raise ValueError(f"{alone[0]} applies to one lane and this preset has {len(lanes)}; set the method as well")
-    return [lane.model_dump() | changes for lane in lanes]
+    new_rule: dict[str, object] = {"acceptance_options": {}}
+    return [
+        lane.model_dump()
+        | (new_rule if changes.get("acceptance", lane.acceptance) != lane.acceptance else {})
+        | changes
+        for lane in lanes
+    ]
 
 
 def _usual_lane(name: str, target: object, k: int) -> Lane:

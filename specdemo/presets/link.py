@@ -6,11 +6,12 @@ not. A lane's server counts only if the operator of the page that opens the link
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Self, TypeVar
 from urllib.parse import parse_qsl, urlencode
 
+from specdemo.core.rules import accept_rule, rule_knobs
 from specdemo.core.suggest import short_repr, suggest
 from specdemo.engine.comparison import Comparison, Lane, Settings, linked, type_of, validate_method_name
 from specdemo.methods import knobs, parse_options
@@ -20,7 +21,7 @@ from specdemo.servers.address import check_listed
 
 LONGEST = 20_000  # characters of a query string
 LONGEST_TEXT = 2000  # characters
-_OF_LANE = [name for name in linked(Lane) if name not in ("method", "options")]  # the two have their own syntax
+_OF_LANE = [name for name in linked(Lane) if name not in ("method", "options", "acceptance_options")]  # own syntax
 _NOTES = 6
 _OPTIONS = 32  # most options per lane that are read; no method has as many
 FOREIGN = "a link may name only embedded models and models of presets"
@@ -45,8 +46,8 @@ class Linked(Settings):
 def to_query(preset: Preset, base: Preset) -> str:
     """Return the differences from `base` as a query string: `preset=embedded-draft&k=7`.
 
-    The second lane's settings end in 2, the third's in 3: `k2=5`; an option is `option.max_n=4`, `option2.max_n=4`.
-    Raises ValueError if the prompt is too long for a link.
+    The second lane's settings end in 2, the third's in 3: `k2=5`; an option is `option.max_n=4`, `option2.max_n=4`,
+    one of the acceptance rule `rule.window=4`, `rule2.window=4`. Raises ValueError if the prompt is too long.
     """
     changed = {n: _text(getattr(preset, n)) for n in linked(Comparison) if getattr(preset, n) != getattr(base, n)}
     for name, text in changed.items():
@@ -127,6 +128,8 @@ class _Link:
                 wrong[name] = str(error)
         if "method" in values:
             values = {"model": None, "options": {}} | values
+        if "acceptance" in values:
+            values = {"acceptance_options": {}} | values
         changed, invalid = one.with_valid(values) if values else (one, {})
         for name, text in texts.items():
             if why := wrong.get(name) or invalid.get(name):
@@ -143,28 +146,41 @@ class _Link:
         return default
 
     def lane(self, reference: Lane, suffix: str) -> Lane:
-        start = f"option{suffix}."
-        keys = [key for key in self._values if key.startswith(start)][:_OPTIONS]
-        texts = {key.removeprefix(start): self._values.pop(key) for key in keys}
+        texts = self._prefixed(f"option{suffix}.")
+        of_rule = self._prefixed(f"rule{suffix}.")
         if self._values.get("method" + suffix) == reference.method:
             self.take("method" + suffix)
         lane = self.change(reference, ("method", *_OF_LANE), suffix)
-        lane = lane.model_copy(update={"options": {**lane.options, **self._valid_options(lane, start, texts)}})
+        options = self._valid_options(f"option{suffix}.", texts, lambda texts: self._check_options(lane, texts))
+        rule = self._valid_options(f"rule{suffix}.", of_rule, lambda texts: _check_rule_options(lane, texts))
+        lane = lane.model_copy(
+            update={
+                "options": {**lane.options, **options},
+                "acceptance_options": {**lane.acceptance_options, **rule},
+            }
+        )
         try:
             return lane if lane == reference else lane.validated()
         except ValueError as error:
             self.refuse("method" + suffix, lane.method, error)
             return reference
 
-    def _valid_options(self, lane: Lane, start: str, texts: Mapping[str, str]) -> Mapping[str, str]:
-        """Return the options that the lane can have, as text. One by one only if they cannot all be set."""
+    def _prefixed(self, start: str) -> dict[str, str]:
+        """Take the values whose key begins with `start`, by the rest of their key."""
+        keys = [key for key in self._values if key.startswith(start)][:_OPTIONS]
+        return {key.removeprefix(start): self._values.pop(key) for key in keys}
+
+    def _valid_options(
+        self, start: str, texts: Mapping[str, str], check: Callable[[Mapping[str, str]], None]
+    ) -> Mapping[str, str]:
+        """Return the options that pass `check`, as text. One by one only if they cannot all be set."""
         with suppress(ValueError):
-            self._check_options(lane, texts)
+            check(texts)
             return texts
         valid: dict[str, str] = {}
         for name, text in texts.items():
             try:
-                self._check_options(lane, valid | {name: text})
+                check(valid | {name: text})
                 valid[name] = text
             except ValueError as error:
                 self.refuse(start + name, text, error)
@@ -204,6 +220,10 @@ class _Link:
         notes = [*self._notes, *(f"ignored unknown setting {short_repr(key)} from the link" for key in unknown)]
         rest = len(notes) - _NOTES
         return notes if rest <= 0 else [*notes[:_NOTES], f"and {rest} more settings of the link were ignored"]
+
+
+def _check_rule_options(lane: Lane, texts: Mapping[str, str]) -> None:
+    accept_rule(lane.acceptance, {**lane.acceptance_options, **texts})
 
 
 def _of_gradio(key: str) -> bool:
@@ -252,6 +272,11 @@ def _lane_pairs(lane: Lane, reference: Lane, suffix: str) -> list[tuple[str, str
         default = {k.name: k.default for k in knobs(lane.method)}
         own, base = default | lane.options, default | reference.options
         pairs += [(f"option{suffix}.{n}", _text(v)) for n, v in own.items() if v != base[n]]
+    if (lane.acceptance, lane.acceptance_options) != (reference.acceptance, reference.acceptance_options):
+        default = {k.name: k.default for k in rule_knobs(lane.acceptance).values()}
+        base = default | (reference.acceptance_options if lane.acceptance == reference.acceptance else {})
+        own = default | lane.acceptance_options
+        pairs += [(f"rule{suffix}.{n}", _text(v)) for n, v in own.items() if v != base[n]]
     return pairs
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import gradio as gr
 
 from specdemo.core.options import Knob
+from specdemo.core.rules import RULES, rule_knobs
 from specdemo.engine.comparison import Comparison, Lane, Settings, as_knob, settings
 from specdemo.methods import BASELINE, knobs, method, model_method, usable
 from specdemo.models.gguf_files import is_gguf
@@ -79,7 +80,8 @@ class Controls:
     @property
     def edits(self) -> list[object]:
         """Return the events of a visitor who changes the comparison. Options are drawn later and have none here."""
-        seen = [name for name in self.inputs if name.partition("-")[0] not in ("preset", "count", "options")]
+        stored = ("preset", "count", "options", "acceptance_options")
+        seen = [name for name in self.inputs if name.partition("-")[0] not in stored]
         buttons = [self.parts[name].click for name in ("add", "remove")]
         return [self.parts["setup"].submit, *(self.parts[name].input for name in seen), *buttons]
 
@@ -105,6 +107,8 @@ class Controls:
         for n in NUMBERS:
             given = target | {name: parts[f"{name}-{n}"] for name in ("method", "drawn")}
             named(parts[f"method-{n}"].input, _switch, given, self._of_lane(n), **QUIET)
+            rule = {"drawn": parts[f"drawn-{n}"], "acceptance_options": parts[f"acceptance_options-{n}"]}
+            named(parts[f"acceptance-{n}"].input, _switch_rule, {"drawn": rule["drawn"]}, rule, **QUIET)
             with parts[f"lane-{n}"]:
                 self._draw_options(page, n)
 
@@ -121,26 +125,38 @@ class Controls:
         named(event, setup.show_setup, self.inputs, shown, trigger_mode="always_last", **HALF_TYPED)
 
     def _of_lane(self, n: int) -> Parts:
-        return {name: self.parts[f"{name}-{n}"] for name in ("method", "model", "train", "options", "drawn")}
+        names = ("method", "model", "train", "options", "acceptance", "acceptance_options", "drawn")
+        return {name: self.parts[f"{name}-{n}"] for name in names}
 
     def _draw_options(self, page: gr.Blocks, n: int) -> None:
         """Create the row of controls that follows the lane's method."""
         lane = self._of_lane(n)
 
-        def draw_knobs(name: str, options: dict[str, object]) -> None:
+        def draw_knobs(name: str, options: dict[str, object], rule: str, rule_options: dict[str, object]) -> None:
             lazy_imports.live()
             with gr.Row(elem_classes="options"):
                 for knob in knobs(name):
-                    words = {"label": knob.name, "info": knob.help, "elem_id": f"option-{knob.name}-{n}"}
-                    value = options.get(knob.name, knob.default)
-                    control = _draw_knob(knob, value, {}, gr.Dropdown, **words, interactive=True)
-                    # not `model`: while a preset fills the controls, its value is not yet among the choices
-                    given = {"target": self.parts["target"], "method": lane["method"], "options": lane["options"]}
-                    given |= {"knob": gr.State(knob.name), "value": control}
-                    self.describe(named(control.change, _set, given, lane, **QUIET).then)
+                    self._draw_option(n, knob, options, "options")
+                for knob in rule_knobs(rule).values() if rule in RULES else ():
+                    self._draw_option(n, knob, rule_options, "acceptance_options")
 
         follow = [page.load, lane["drawn"].change]
-        gr.render([lane["method"], lane["options"]], triggers=follow, queue=False, show_progress="hidden")(draw_knobs)
+        inputs = [lane[name] for name in ("method", "options", "acceptance", "acceptance_options")]
+        gr.render(inputs, triggers=follow, queue=False, show_progress="hidden")(draw_knobs)
+
+    def _draw_option(self, n: int, knob: Knob, options: Mapping[str, object], part: str) -> None:
+        """Create the control of one option and its event. part: the lane's control that has the values."""
+        lane = self._of_lane(n)
+        of_rule = part == "acceptance_options"
+        elem_id = f"{'rule' if of_rule else 'option'}-{knob.name}-{n}"
+        words = {"label": knob.name, "info": knob.help, "elem_id": elem_id}
+        value = options.get(knob.name, knob.default)
+        control = _draw_knob(knob, value, {}, gr.Dropdown, **words, interactive=True)
+        # not `model`: while a preset fills the controls, its value is not yet among the choices
+        given = {"target": self.parts["target"], "method": lane["method"], "options": lane[part]}
+        given |= {"knob": gr.State(knob.name), "value": control}
+        shown = {"options": lane[part]} if of_rule else {name: lane[name] for name in ("model", "train", "options")}
+        self.describe(named(control.change, _set_rule if of_rule else _set, given, shown, **QUIET).then)
 
 
 def address(query: str) -> str:
@@ -301,6 +317,7 @@ def _draw_lane(n: int, shown: Mapping[str, Values], allow_any_model: bool) -> Pa
             if setting.label
         },
         "options": gr.State(**look["options"]),
+        "acceptance_options": gr.State(**look["acceptance_options"]),
         "server": gr.Dropdown(**look["server"], **server, visible=bool(listed() or startable)),
         # not gr.State: its change event would have to wait in the queue
         "drawn": gr.Number(0, elem_classes="hidden-counter"),
@@ -349,6 +366,16 @@ def _set(_: gr.Request, values: Values) -> Values:
     )
     fitted = {} if before == after else _fit_model(values["target"], values["method"], changed)
     return {"options": changed, **fitted}
+
+
+def _set_rule(_: gr.Request, values: Values) -> Values:
+    """Return the options of the lane's acceptance rule with one of them changed."""
+    return {"options": {**values["options"], values["knob"]: values["value"]}}
+
+
+def _switch_rule(_: gr.Request, values: Values) -> Values:
+    """Return the rule's options and `drawn` after the visitor has chosen another acceptance rule."""
+    return {"acceptance_options": {}, "drawn": values["drawn"] + 1}
 
 
 def _refit(_: gr.Request, values: Values) -> Values:

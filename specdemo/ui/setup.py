@@ -13,6 +13,7 @@ from html import escape
 import gradio as gr
 
 from specdemo.core.atomic_io import json_text
+from specdemo.core.rules import RULES, rule_knobs
 from specdemo.engine.comparison import Comparison, Lane, Settings, brief, linked, settings, type_of
 from specdemo.methods import knobs, method, model_method
 from specdemo.models.shipped import embedded_folder
@@ -57,6 +58,7 @@ def to_values(chosen: Preset) -> Values:
         values |= {f"{name}-{n}": getattr(shown, name) for name in LANE}
         values[f"model-{n}"] = shown.model or default_draft(chosen.target)
         values |= {f"server-{n}": shown.server or "", f"options-{n}": dict(shown.options)}
+        values[f"acceptance_options-{n}"] = dict(shown.acceptance_options)
     return values
 
 
@@ -92,6 +94,12 @@ def known_options(name: str, options: Mapping[str, object]) -> dict[str, object]
     return {k.name: integer(k.name, value) if k.type is int else value for k, value in given.items()}
 
 
+def known_rule_options(name: str, options: Mapping[str, object]) -> dict[str, object]:
+    """Return the options that the acceptance rule has, with integers as such; empty for an unknown rule."""
+    found = [k for k in (rule_knobs(name).values() if name in RULES else ()) if k.name in options]
+    return {k.name: integer(k.name, options[k.name]) if k.type is int else options[k.name] for k in found}
+
+
 def integer(name: str, value: object) -> int:
     """Convert a slider's value, which a browser may send as 4.0, to an integer. Raises ValueError with one line."""
     if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
@@ -119,6 +127,7 @@ def _lane_config(lane: Values, named: Sequence[Lane]) -> Values:
     return _counts(Lane, lane) | {
         "model": model,
         "options": options,
+        "acceptance_options": known_rule_options(lane["acceptance"], lane["acceptance_options"]),
         "name": next((lane.name for lane in named if (lane.method, lane.model) == (name, model)), ""),
         "server": server or None,
         "served_model": next((lane.served_model for lane in named if lane.server == server), None),

@@ -124,7 +124,7 @@ function outputTile(lane) {
   const [label, tone] = known ? VERDICTS[row.verdict] : [String(row.verdict ?? "–"), ""];
   const position = isNumber(row.first_divergence) ? `from token ${row.first_divergence + 1}` : "";
   const gap = isNumber(row.divergence_margin) ? `gap of the two best logits ${row.divergence_margin}` : "";
-  return [label, [position, gap].filter(Boolean).join(", "), tone, row.verdict];
+  return [label, [position, gap, row.price].filter(Boolean).join(", "), tone, row.verdict];
 }
 
 // A stopped run has no verdict on the missing text; an existing difference is final.

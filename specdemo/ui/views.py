@@ -13,7 +13,7 @@ from typing import Literal
 from specdemo.core.atomic_io import json_text
 from specdemo.core.definitions import by_key
 from specdemo.core.estimate import Estimate
-from specdemo.core.headline import SO_FAR, headline, settled
+from specdemo.core.headline import SO_FAR, headline, price_words, settled
 from specdemo.core.trace import LaneTrace, RunTrace, StepEvent, estimates, is_drafted, token_kinds
 from specdemo.engine.cost import prediction
 from specdemo.engine.messages import Finished, LaneDone, LaneStep, Message, Note, Restarted, Started
@@ -185,18 +185,21 @@ def _top(step: LaneStep) -> list[list[tuple[str, float, bool]]]:
 
 
 def _comparison(trace: RunTrace) -> list[dict[str, object]]:
-    """Return the rows with three texts: `interval`, `word`, and `why` the lane is faster or slower.
+    """Return the rows with texts: `interval`, `word`, `why` the lane is faster or slower, `price` of a lossy rule.
 
     For a lane that cannot be compared, `word` is "so far" and `why` is empty.
     """
     if not trace.comparison:
         return []
     rows = zip(trace.lanes[1:], trace.comparison, estimates(trace), prediction(trace, "×"), strict=False)
-    return [row | _texts(settled(trace, lane), speed, why["sentence"]) for lane, row, speed, why in rows]
+    return [
+        row | _texts(settled(trace, lane), speed, why["sentence"], price_words(row)) for lane, row, speed, why in rows
+    ]
 
 
-def _texts(final: bool, speed: Estimate | None, why: str) -> dict[str, object]:
+def _texts(final: bool, speed: Estimate | None, why: str, price: str) -> dict[str, object]:
     texts = {"interval": speed.interval(), "word": speed.label} if speed else {}
+    texts |= {"price": price} if price else {}
     return {**texts, "why": why} if final else {**texts, "word": SO_FAR, "why": ""}
 
 

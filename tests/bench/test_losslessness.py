@@ -46,7 +46,9 @@ def test_one_outcome_compares_nothing(same):
     assert chi_square(same, same).p == 1.0
 
 
-@pytest.mark.parametrize(("rule", "lossless"), [("lossless", True), ("typical", False)])
+@pytest.mark.parametrize(
+    ("rule", "lossless"), [("lossless", True), ("typical", False), ("fly", False), ("speculative_cascade", False)]
+)
 def test_the_lossy_rule_is_found_out_and_the_lossless_one_is_not(rule, lossless, tiny_llama):
     target = ToyTarget(8, seed=4)
     plain = GenerationConfig(4, Sampling(1.0), stop_token_ids=())
@@ -89,7 +91,8 @@ def test_a_sampled_result_has_both_histograms(few):
     assert [remark.split(":")[0] for remark in result.remarks[1:4]] == ["Token 2", "Token 3", "Token 4"]
     matched = re.fullmatch(
         r"Accepted tokens of the first draft: "
-        r"lossless (\S+) \[.*\], block (\S+) \[.*\], typical \(lossy\) (\S+) \[.*\]. "
+        r"lossless (\S+) \[.*\], block (\S+) \[.*\], typical \(lossy\) (\S+) \[.*\], "
+        r"fly \(lossy\) \S+ \[.*\], speculative_cascade \(lossy\) \S+ \[.*\]. "
         r"Block minus lossless: (\S+) \[.*\].",
         result.remarks[4],
     )

@@ -313,7 +313,7 @@ def test_rules_by_name():
     assert accept_rule("typical").exact is False
     with pytest.raises(ValueError, match="did you mean 'typical'"):
         accept_rule("typcal")
-    with pytest.raises(ValueError, match="choose one of lossless, block, typical"):
+    with pytest.raises(ValueError, match="choose one of lossless, block, typical, fly, speculative_cascade"):
         accept_rule("x")
 
 
@@ -336,4 +336,5 @@ def test_fast_rule_on_a_gpu_equals_the_reference(sampled):
 def test_a_rule_is_what_its_entry_says(name):
     rule = accept_rule(name)
     assert rule.exact is RULES[name].lossless
-    assert RULES[name].label(name) in ("lossless (lossless)", "block (lossless)", "typical (lossy)")
+    lossy = name in ("typical", "fly", "speculative_cascade")
+    assert RULES[name].label(name) == f"{name} ({'lossy' if lossy else 'lossless'})"

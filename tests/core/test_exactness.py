@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from specdemo.core import accept
 from specdemo.core.accept import AcceptResult, Lossless
 from specdemo.core.block import Block
+from specdemo.core.fly import Fly
 from specdemo.core.sampling import draw
+from specdemo.core.speculative_cascade import SpeculativeCascade
 from specdemo.core.tree import ABSENT, Draft
 from specdemo.core.typical import Typical
 
@@ -266,6 +268,11 @@ def without_replacement_declared_as_with(context, elder, rng):
     (no_residual, CHAIN, independent),
     (no_residual, STAR[:2], ranked),
     (Typical(), CHAIN, independent),
+    (Fly(window=1), CHAIN, independent),
+    (Fly(window=1), CHAIN, ranked),
+    (SpeculativeCascade(), CHAIN, independent),
+    (SpeculativeCascade(alpha=0.9), CHAIN, ranked),
+    (SpeculativeCascade(deferral="opt"), CHAIN, independent),
     (Lossless(), CHAIN, favourites_declared_as_drawn),
     (Block(), CHAIN, favourites_declared_as_drawn),
     (Lossless(), STAR, without_replacement_declared_as_with),
@@ -273,6 +280,37 @@ def without_replacement_declared_as_with(context, elder, rng):
 def test_chi_square_test_detects_wrong_rules_and_wrong_q(fits, rule, shape, choose):
     rng = torch.Generator().manual_seed(7)
     assert not fits(first_three_tokens(rule, grow(shape, choose, rng), rng), JOINT)
+
+
+@pytest.mark.parametrize("choose", [independent, ranked])
+def test_fly_that_never_defers_is_lossless(fits, choose):
+    rng = torch.Generator().manual_seed(12)
+    assert fits(first_three_tokens(Fly(threshold=5.0), grow(CHAIN, choose, rng), rng), JOINT)
+
+
+def first_tokens(rule, rng):
+    """Return the first output token of every row of a sampled chain."""
+    draft = grow(CHAIN, independent, rng)
+    slots = in_slots(draft.tokens)
+    verdict = rule(draft, P[slots], rng)
+    accepted = torch.tensor([len(path) > 1 for path in verdict.path])
+    return torch.where(accepted, slots[:, 1], verdict.next_token)
+
+
+def test_the_opt_cascade_follows_its_mixture(fits):
+    alpha = 0.1
+    defers = Q.amax(-1) < P.amax(-1) - alpha * 0.5 * (P - Q).abs().sum(-1)
+    assert defers.tolist() == [False, False, True, True]
+    tokens = first_tokens(SpeculativeCascade(deferral="opt", alpha=alpha), torch.Generator().manual_seed(13))
+    assert fits(tokens, Q[0]) and not fits(tokens, P[0])
+
+
+def test_the_top_token_cascade_follows_its_mixture(fits):
+    alpha = 0.6
+    top = P[0] >= (1.0 - alpha) * P[0].max()
+    mixture = Q[0] * top + P[0] * (Q[0] * ~top).sum()
+    tokens = first_tokens(SpeculativeCascade(alpha=alpha), torch.Generator().manual_seed(14))
+    assert fits(tokens, mixture) and not fits(tokens, P[0]) and not fits(tokens, Q[0])
 
 
 def test_unrenormalised_siblings_fail_the_chi_square_test(fits, monkeypatch):

@@ -5,6 +5,7 @@ import re
 import threading
 
 import pytest
+import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from recipes.corpus import train_tokenizer
@@ -15,6 +16,7 @@ from specdemo.engine import model_cache
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.engine.messages import Finished, LaneDone, LaneStep, Note, Started, replay
 from specdemo.engine.session import Session, follow_up
+from specdemo.engine.verdict import log_likelihood
 from specdemo.models import load
 from specdemo.models.pass_cost import VerifyCost
 from specdemo.models.sources import resolve
@@ -145,6 +147,37 @@ def test_a_lossy_rule_is_labelled_everywhere(runner):
     assert trace.lanes[1].exact is False
     assert trace.lanes[1].options["acceptance"] == "typical"
     assert trace.comparison[0]["verdict"] == "lossy"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("rule", ["typical", "fly", "speculative_cascade"])
+def test_the_price_of_a_lossy_rule_is_measured(runner, rule, temperature):
+    drafted = Lane(method="draft_model", model="stories-draft-wide", acceptance=rule, k=5)
+    trace = runner.run(spec(drafted, temperature=temperature, max_new_tokens=24))
+    row, lane = trace.comparison[0], trace.lanes[1]
+    assert row["tokens_changed"] == sum(event.notes["changed"] for event in lane.events if "changed" in event.notes)
+    assert row["log_likelihood"] < 0 and row["baseline_log_likelihood"] < 0
+    if rule == "typical" and not temperature:
+        assert row["tokens_changed"] == 0 and row["log_likelihood"] == row["baseline_log_likelihood"]
+    assert "per token, baseline" in race_report(trace) and "per token" in summary(trace)["comparison"][0]["price"]
+
+
+def test_the_log_likelihood_is_that_of_one_forward_pass(runner):
+    trace = runner.run(spec(Lane(method="ngram"), max_new_tokens=40))
+    target, lane = runner.target(), trace.lanes[0]
+    tokens = torch.tensor([lane.prompt_ids + lane.token_ids])
+    with torch.no_grad():
+        logits = target.model(tokens).logits[0, len(lane.prompt_ids) - 1 : -1].float()
+    expected = logits.log_softmax(-1)[range(40), lane.token_ids].mean().item()
+    assert log_likelihood(target, lane.prompt_ids, lane.token_ids) == pytest.approx(expected, abs=1e-4)
+
+
+def test_options_of_the_rule_are_in_the_trace(runner):
+    lane = Lane(method="ngram", acceptance="fly", acceptance_options={"window": 2})
+    options = runner.run(spec(lane, max_new_tokens=4)).lanes[1]
+    assert {"acceptance": "fly", "acceptance.window": 2, "acceptance.top_k": 3}.items() <= options.options.items()
+    assert {"acceptance.top_k", "acceptance.threshold"} <= set(options.defaults)
+    assert "acceptance.window" not in options.defaults
 
 
 def test_sequential_runs_one_lane_after_the_other(runner):

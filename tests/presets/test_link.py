@@ -24,7 +24,7 @@ lanes = st.one_of(
         lambda **lane: {"method": "draft_model", **lane},
         model=names,
         k=st.integers(1, LIMITS.k),
-        acceptance=st.sampled_from(["lossless", "block", "typical"]),
+        acceptance=st.sampled_from(["lossless", "block", "typical", "fly", "speculative_cascade"]),
         name=printable,
     ),
     st.builds(
@@ -124,7 +124,7 @@ def test_prompt_too_long_for_a_link_is_reported():
         ),
         (
             {"acceptance": "always"},
-            "ignored acceptance='always' from the link: acceptance must be 'lossless', 'block' or",
+            "ignored acceptance='always' from the link: acceptance must be 'lossless', 'block', 'typical'",
         ),
         ({"chat": "maybe"}, "ignored chat='maybe' from the link: chat must be True or False"),
         ({"system": "p" * 100_000}, "ignored system='ppp"),
@@ -267,3 +267,20 @@ def test_a_link_may_name_the_servers_that_the_operator_listed(monkeypatch):
     monkeypatch.setenv("SPECDEMO_SERVERS", "127.0.0.1:8001")
     assert from_query(query, PRESETS)[0].lanes[0].server == "http://127.0.0.1:8001"
     assert from_query("preset=two-servers&server=", PRESETS)[0].lanes[0].server is None
+
+
+def test_options_of_the_acceptance_rule_travel_in_a_link():
+    base = PRESETS["embedded-draft"]
+    chosen = base.with_changes(acceptance="fly", acceptance_options={"window": "2"})
+    query = to_query(chosen, base)
+    assert query == "preset=embedded-draft&acceptance=fly&rule.window=2"
+    assert from_query(query, PRESETS) == (chosen, [])
+    assert chosen.with_changes(acceptance="typical").lanes[0].acceptance_options == {}
+    found, notes = from_query(query.replace("window=2", "window=99"), PRESETS)
+    assert found == base.with_changes(acceptance="fly")
+    assert notes == ["ignored rule.window='99' from the link: option 'window' must be between 0 and 15, not 99"]
+
+
+def test_a_rule_for_chains_does_not_combine_with_a_tree():
+    with pytest.raises(ValueError, match="'fly' verifies chains only and this lane drafts a tree; set its"):
+        PRESETS["embedded-eagle-3"].with_changes(acceptance="fly")
