@@ -1,6 +1,7 @@
 """Peer comparisons and the overhead floor on a tiny random pair: participants, agreement, capture and replay."""
 
 import copy
+import json
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from benchmarks.peers import (
     read_bytes,
     transformers_peer,
 )
+from specdemo.__main__ import main
 from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.engine.loop import never_cancelled
 from specdemo.methods import load_drafter
@@ -193,3 +195,15 @@ def test_both_loops_on_llamacpp_write_the_same_text(pair):
     assert result.rows[1]["tokens/pass"] > 1.5
     assert 0.0 < result.rows[0]["overhead, ms/step"] < 100.0
     assert result.environment["kernels"].startswith("llama.cpp")
+
+
+def test_peers_on_llamacpp_run_to_their_end(pair, monkeypatch, tmp_path, capsys):
+    """The files of both models are temporary; the result describes them after the last lane."""
+    pytest.importorskip("llama_cpp", reason="llama.cpp is not installed: pip install llama-cpp-python gguf")
+    pytest.importorskip("xllamacpp", reason="llama.cpp's own loop is not installed: pip install xllamacpp")
+    monkeypatch.setattr("benchmarks.pairs.make_pair", lambda *_: pair)
+    options = ["--repeats", "1", "--new-tokens", "8", "--device", "cpu"]
+    assert main(["bench", "peers", "--engine", "llamacpp", *options, "--out", str(tmp_path / "r.json")]) == 0
+    result = json.loads((tmp_path / "r.json").read_text())
+    assert (len(result["rows"]), result["environment"]["dtype"]) == (4, "F32")
+    assert "specdemo plain / llama.cpp plain: " in capsys.readouterr().out
