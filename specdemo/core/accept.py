@@ -16,7 +16,7 @@ import torch
 from torch import Generator, Tensor
 
 from specdemo.core.host_copy import to_device
-from specdemo.core.sampling import draw
+from specdemo.core.sampling import argmax, draw
 from specdemo.core.tree import ABSENT, Draft, is_chain
 
 
@@ -193,7 +193,7 @@ def or_target(residual: Tensor, p: Tensor) -> Tensor:
 
 def accept_greedy(draft: Draft, target: Tensor) -> AcceptResult:
     """Follow the argmax: the test `coin * q(x) < p(x)` for a one-hot p."""
-    best = target.argmax(-1)
+    best = argmax(target)
     n = draft.nodes
     if not n:
         return AcceptResult([[0] for _ in range(len(best))], best[:, 0])

@@ -27,6 +27,16 @@ def to_probs(logits: Tensor, sampling: Sampling) -> Tensor:
     return probs
 
 
+def argmax(scores: Tensor) -> Tensor:
+    """Return the index of the first largest score in each row, [...] int64 for scores [..., V].
+
+    numpy's argmax is several times as fast as torch's on a CPU.
+    """
+    if scores.device.type != "cpu" or scores.dtype != torch.float32 or scores.ndim < 2 or scores.requires_grad:
+        return scores.argmax(-1)
+    return torch.from_numpy(scores.numpy().argmax(-1))
+
+
 def draw(probs: Tensor, rng: Generator | None) -> Tensor:
     """Sample tokens [...] int64 from probs [..., V], which need not be normalised.
 
@@ -34,7 +44,7 @@ def draw(probs: Tensor, rng: Generator | None) -> Tensor:
     any noise, so greedy decoding needs none (`rng` None).
     """
     if rng is None:
-        return probs.argmax(-1)
+        return argmax(probs)
     return draw_with_noise(probs, exponential_noise(probs, rng))
 
 

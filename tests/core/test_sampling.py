@@ -12,7 +12,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from specdemo.core.sampling import Sampling, draw, to_probs
+from specdemo.core.sampling import Sampling, argmax, draw, to_probs
 
 VOCABULARY = 50
 
@@ -90,3 +90,13 @@ def test_draw_on_a_one_hot_is_certain():
 def test_invalid_sampling_settings_are_refused(wrong, message):
     with pytest.raises(ValueError, match=message):
         Sampling(**wrong)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(7,), (3, 7), (2, 3, 7), (2, 0, 7)])
+def test_argmax_is_that_of_torch_and_the_first_of_equal_scores(shape, dtype):
+    scores = torch.randint(-1, 2, shape, generator=torch.Generator().manual_seed(3)).to(dtype)
+    best = argmax(scores)
+    assert best.dtype == torch.int64 and torch.equal(best, scores.argmax(-1))
+    assert torch.equal(argmax(scores.transpose(0, -1).clone().transpose(0, -1)), best)
+    assert not best.numel() or int(argmax(torch.tensor([[0.0, 2.0, 2.0]]))) == 1
