@@ -95,7 +95,7 @@ def depths(parents: Tensor) -> Tensor:
 
 def is_chain(parents: Tensor) -> bool:
     """Return True if the parent of every node is the slot before it."""
-    if parents is chain_parents(*parents.shape, parents.device):
+    if not parents.shape[1] or parents is chain_parents(*parents.shape, parents.device):
         return True
     return bool((parents == torch.arange(parents.shape[1], device=parents.device)).all())
 

@@ -18,6 +18,8 @@ from specdemo.core.sampling import draw, to_probs
 from specdemo.core.trace import StepEvent
 from specdemo.core.tree import ABSENT, Draft, chain_parents, clamp_ids, depths, first_branch, is_chain, validate_ids
 from specdemo.engine.clock import Stopwatch, stopwatch_for
+from specdemo.models.cancellation import cancel_passes_if
+from specdemo.models.errors import Cancelled
 from specdemo.models.machine import one_thread
 
 TOP_TOKENS = 3  # of the target, per accepted slot, for the inspector
@@ -40,19 +42,22 @@ def generate(
 ) -> Generator[StepEvent, None, None]:
     """Decode prompt_ids [B, T] int64; yield one StepEvent per target pass, the first is the prefill.
 
-    Ends when every row has met a stop token or its limit, when `cancelled()` is true at the start of a step, or when
-    the caller closes the iterator. Target and drafter are released in every case. `ms` counts decoding only;
-    probabilities for the inspector are computed after the stopwatch has stopped. Raises ValueError for an empty prompt,
-    for one that leaves no room, and for an invalid draft. The ids and parents of a draft are clamped on the device and
-    validated when they are read back for the event, so that an invalid one neither reads foreign memory nor needs a
-    synchronisation.
+    Ends when every row has met a stop token or its limit, when `cancelled()` is true at the start of a step or, with
+    some targets, while the prompt is read, or when the caller closes the iterator. Target and drafter are released in
+    every case. `ms` counts decoding only; probabilities for the inspector are computed after the stopwatch has stopped.
+    Raises ValueError for an empty prompt, for one that leaves no room, and for an invalid draft. The ids and parents of
+    a draft are clamped on the device and validated when they are read back for the event, so that an invalid one
+    neither reads foreign memory nor needs a synchronisation.
     """
     _check(target, prompt_ids, config)
     watch = stopwatch or stopwatch_for(prompt_ids.device, target.wall_time)
     with closing(_steps(target, drafter, prompt_ids, config, accept or Lossless(), watch, cancelled)) as steps:
         while True:
-            with one_thread(prompt_ids.device):
-                event = next(steps, None)
+            try:
+                with one_thread(prompt_ids.device), cancel_passes_if(cancelled):
+                    event = next(steps, None)
+            except Cancelled:
+                return
             if event is None:
                 return
             yield event

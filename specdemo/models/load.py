@@ -31,7 +31,8 @@ from specdemo.models.errors import first_line, load_errors, tokenizer_errors
 from specdemo.models.fused import fuse_layers
 from specdemo.models.gguf_files import check_file, fetch_parts, is_gguf
 from specdemo.models.gguf_tokenizer import GGUFTokenizer
-from specdemo.models.llamacpp import LlamaCppModel, LlamaCppSettings, LlamaCppTarget
+from specdemo.models.llamacpp import LlamaCppModel, LlamaCppSettings
+from specdemo.models.llamacpp_target import LlamaCppTarget
 from specdemo.models.machine import one_thread
 from specdemo.models.pass_cost import verify_cost
 from specdemo.models.shipped import is_embedded

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from specdemo.core.protocol import DraftFunction, DraftPlan, Forward, Tensors
-from specdemo.models.llamacpp import SPARE_CELLS, LlamaCppTarget
+from specdemo.models.llamacpp_target import SPARE_CELLS, LlamaCppTarget
 from specdemo.models.load import LoadedModel
 from specdemo.models.target import HFTarget
 
@@ -152,7 +152,7 @@ class PrefixCachedLlamaCpp(LlamaCppTarget):
         self._text, text = None, self._text  # if reading fails, there is nothing to continue
         if text and self.cached_tokens:
             self.crop([self.cached_tokens])
-            forward = self._extend(ids)
+            forward = self.extend(ids)
         else:
             forward = super().start(tokens, taps, reserve)
         self._text = ids or None

@@ -333,8 +333,10 @@ def test_sampled_tokens_have_the_distribution_of_the_target(name, target, files,
     assert statistic < chi2.ppf(1 - 1e-4, len(common) + (rare >= 5) - 1)
 
 
-def test_long_text(tmp_path):
-    """A prompt that takes four calls of llama.cpp, and the text after it."""
+@pytest.fixture(scope="module")
+def long_context(tmp_path_factory):
+    """Return a random model with a context of 4,096 tokens in transformers, its GGUF file, and a prompt for it that
+    takes four calls of llama.cpp."""
     config = LlamaConfig(
         vocab_size=64,
         hidden_size=32,
@@ -346,15 +348,66 @@ def test_long_text(tmp_path):
     )
     torch.manual_seed(0)
     reference = load_target(LlamaForCausalLM(config).eval())
-    vocab = GGUFVocab([f"t{number}" for number in range(64)], ["t 0"])
-    write_gguf(reference.model, vocab, tmp_path / "long.gguf")
-    target = load_target(str(tmp_path / "long.gguf"))
-    prompt = torch.randint(0, 64, (1, 2000), generator=torch.Generator().manual_seed(5))
+    path = tmp_path_factory.mktemp("long") / "long.gguf"
+    write_gguf(reference.model, GGUFVocab([f"t{number}" for number in range(64)], ["t 0"]), path)
+    return reference, str(path), torch.randint(0, 64, (1, 2000), generator=torch.Generator().manual_seed(5))
+
+
+def test_long_text(long_context):
+    reference, path, prompt = long_context
+    target = load_target(path)
     logits, expected = (each.start(prompt).logits for each in (target, reference))
     torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-4)
     config = GenerationConfig(24, budget=Budget(4, 4), stop_token_ids=())
     plain = output(target, load_drafter("none", target), prompt, config)
     assert output(target, load_drafter("ngram", target), prompt, config) == plain
+
+
+def recorded_calls(monkeypatch, name):
+    """Count the calls of a function of llama.cpp."""
+    function, calls = getattr(library(), name), []
+    monkeypatch.setattr(library(), name, lambda *arguments: calls.append(1) or function(*arguments))
+    return calls
+
+
+@pytest.mark.parametrize("name", ["none", "draft_model"])
+@pytest.mark.parametrize(("polls", "decodes"), [(1, 1), (30, 2)])
+def test_generation_stops_while_the_prompt_is_read(name, polls, decodes, long_context, monkeypatch):
+    _, path, prompt = long_context
+    target = load_target(path)
+    drafter = load_drafter(name, target, path if name == "draft_model" else None)
+    config = GenerationConfig(4, budget=Budget(2, 2), stop_token_ids=())
+    expected = output(target, drafter, prompt, config)
+    answers = iter([False] * polls)
+    with monkeypatch.context() as patch:
+        calls = recorded_calls(patch, "llama_decode")
+        assert list(generate(target, drafter, prompt, config, cancelled=lambda: next(answers, True))) == []
+    assert len(calls) <= decodes and target.length == []
+    assert output(target, drafter, prompt, config) == expected
+
+
+def test_generation_stops_while_the_draft_model_reads_the_prompt(long_context, monkeypatch):
+    _, path, prompt = long_context
+    target = load_target(path)
+    drafter = load_drafter("draft_model", target, path)
+    config = GenerationConfig(4, budget=Budget(2, 2), stop_token_ids=())
+    with monkeypatch.context() as patch:
+        calls = recorded_calls(patch, "llama_decode")
+        run = generate(target, drafter, prompt, config, cancelled=lambda: len(calls) > 4)
+        assert list(run) == [] and len(calls) == 5
+
+
+@pytest.mark.parametrize("polls", [2, 60])
+def test_run_stopped_while_a_prompt_is_read(polls, files):
+    draft = str(files / "stories-draft-wide.gguf")
+    spec = preset("embedded-draft").with_changes(
+        target=str(files / "stories.gguf"), model=draft, max_new_tokens=12, prompt=" ".join(TEXTS)
+    )
+    chats, answers = Session(), iter([False] * polls)
+    complete = chats.run(spec)
+    stopped = chats.run(spec, lambda: next(answers, True))
+    assert [lane.finish for lane in stopped.lanes] == ["cancelled", "cancelled"] and not stopped.lanes[0].token_ids
+    assert [lane.text for lane in chats.run(spec).lanes] == [lane.text for lane in complete.lanes]
 
 
 def test_next_turn_reads_new_tokens_only(target):

@@ -1,0 +1,170 @@
+"""A context of llama.cpp: the KV cache of one history, with its input and output buffers.
+
+T tokens of a call, O outputs (tokens with logits), V vocabulary, H hidden size.
+"""
+
+import ctypes
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy
+from numpy.typing import NDArray
+
+from specdemo.models.errors import Cancelled
+from specdemo.models.llamacpp import BATCH_TOKENS, CACHE_TYPES, LlamaCppModel, library
+
+ABORTED = 2  # status of llama_decode
+ALL_POSITIONS = -1
+
+Values = NDArray[numpy.float32]
+
+
+class Inputs(NamedTuple):
+    """Input of a forward pass, one entry per token."""
+
+    tokens: Sequence[int]
+    positions: Sequence[int]
+    sequences: Sequence[Sequence[int]]  # all sequences that a token belongs to
+
+    def part(self, begin: int) -> "Inputs":
+        """Return at most BATCH_TOKENS entries from `begin` on."""
+        chosen = slice(begin, begin + BATCH_TOKENS)
+        return Inputs(self.tokens[chosen], self.positions[chosen], self.sequences[chosen])
+
+
+class _InputBuffers:
+    """Memory of a `llama_batch`, as numpy arrays."""
+
+    def __init__(self, llama: Any, sequences: int) -> None:
+        self._tokens, self._positions, self._sequence_counts = numpy.zeros((3, BATCH_TOKENS), numpy.int32)
+        self._sequences = numpy.zeros((BATCH_TOKENS, sequences), numpy.int32)
+        self._outputs = numpy.zeros(BATCH_TOKENS, numpy.int8)
+        rows = numpy.arange(BATCH_TOKENS, dtype=numpy.uintp) * self._sequences.strides[0]
+        self._sequence_rows = rows + self._sequences.ctypes.data  # llama.cpp reads one pointer per token
+        self.batch = llama.llama_batch()
+        for name, values in (
+            ("token", self._tokens),
+            ("pos", self._positions),
+            ("n_seq_id", self._sequence_counts),
+            ("seq_id", self._sequence_rows),
+            ("logits", self._outputs),
+        ):
+            setattr(self.batch, name, ctypes.cast(values.ctypes.data, type(getattr(self.batch, name))))
+
+    def write(self, inputs: Inputs, last_only: bool) -> int:
+        """Write at most BATCH_TOKENS entries; return the number of outputs."""
+        count = len(inputs.tokens)
+        self.batch.n_tokens = count
+        self._tokens[:count] = inputs.tokens
+        self._positions[:count] = inputs.positions
+        for index, sequences in enumerate(inputs.sequences):
+            self._sequence_counts[index] = len(sequences)
+            self._sequences[index, : len(sequences)] = sequences
+        self._outputs[:count] = not last_only
+        self._outputs[count - 1] = True
+        return 1 if last_only else count
+
+
+class _OutputBuffer:
+    """Matrix that llama.cpp writes at an address that may change from call to call."""
+
+    def __init__(self, columns: int) -> None:
+        self._columns, self._address = columns, 0
+        self._values: Values = numpy.empty((0, columns), numpy.float32)
+
+    def read(self, pointer: Any, rows: int) -> Values:
+        """Return a copy of the first rows, because the next call overwrites them."""
+        address = ctypes.addressof(pointer.contents)
+        if address != self._address:  # of the view, only rows that llama.cpp has written may be read
+            memory = (ctypes.c_float * (BATCH_TOKENS * self._columns)).from_address(address)
+            self._values = numpy.ctypeslib.as_array(memory).reshape(BATCH_TOKENS, self._columns)
+            self._address = address
+        return self._values[:rows].copy()
+
+
+class LlamaCppContext:
+    """KV cache of llama.cpp for one history, with its input and output buffers."""
+
+    def __init__(self, model: LlamaCppModel, cells: int, sequences: int) -> None:
+        """cells: size of the KV cache in tokens. sequences: most sequences that share it."""
+        self._llama, self._model, self.cells = library(), model, cells
+        llama, settings = self._llama, model.settings
+        parameters = llama.llama_context_default_params()
+        parameters.n_ctx, parameters.n_batch, parameters.n_ubatch = cells, BATCH_TOKENS, BATCH_TOKENS
+        parameters.n_threads = parameters.n_threads_batch = settings.threads
+        parameters.n_seq_max, parameters.kv_unified = sequences, True
+        parameters.type_k = parameters.type_v = CACHE_TYPES[settings.cache_type]
+        parameters.flash_attn_type = int(settings.flash_attention)
+        self._handle = llama.llama_init_from_model(model.handle, parameters)
+        if not self._handle:
+            raise ValueError(f"llama.cpp cannot allocate a context of {cells} tokens; use a shorter context")
+        weakref.finalize(self, _free, llama, self._handle, model)
+        self._memory = llama.llama_get_memory(self._handle)
+        self._inputs = _InputBuffers(llama, sequences)
+        self._logits, self._states = _OutputBuffer(model.vocab_size), _OutputBuffer(model.hidden_size)
+        self._returns_states = False
+
+    def decode(self, inputs: Inputs, states: bool) -> tuple[Values, Values | None]:
+        """Run the tokens; return the logits [T, V] and, if requested, the inputs of lm_head [T, H] of each."""
+        if len(inputs.tokens) <= BATCH_TOKENS:
+            return self._decode(inputs, states)
+        parts = [self._decode(inputs.part(begin), states) for begin in range(0, len(inputs.tokens), BATCH_TOKENS)]
+        logits, hidden = zip(*parts, strict=True)
+        return numpy.concatenate(logits), numpy.concatenate(hidden) if states else None
+
+    def read_text(
+        self, tokens: Sequence[int], position: int, sequence: int, states: bool, cancelled: Callable[[], bool]
+    ) -> tuple[Values, Values | None]:
+        """Run consecutive tokens of a sequence; return the last logits [1, V] and, if requested, the states [T, H].
+
+        Raises `Cancelled` when `cancelled()` is true: on a CPU within one operation of the model, else after
+        BATCH_TOKENS tokens.
+        """
+        text = Inputs(tokens, range(position, position + len(tokens)), [(sequence,)] * len(tokens))
+        abort = self._llama.ggml_abort_callback(lambda _: cancelled())
+        self._llama.llama_set_abort_callback(self._handle, abort, None)
+        try:
+            parts = [
+                self._decode(text.part(begin), states, not states, cancelled)
+                for begin in range(0, len(tokens), BATCH_TOKENS)
+            ]
+        finally:
+            self._llama.llama_set_abort_callback(self._handle, self._llama.ggml_abort_callback(), None)
+        return parts[-1][0][-1:], numpy.concatenate([hidden for _, hidden in parts]) if states else None
+
+    def _decode(
+        self, inputs: Inputs, states: bool, last_only: bool = False, cancelled: Callable[[], bool] | None = None
+    ) -> tuple[Values, Values | None]:
+        """Run at most BATCH_TOKENS tokens; return the logits [O, V] and, if requested, the states [O, H]."""
+        if cancelled is not None and cancelled():
+            raise Cancelled("stopped")
+        llama = self._llama
+        if states != self._returns_states:
+            llama.llama_set_embeddings(self._handle, states)
+            self._returns_states = states
+        outputs = self._inputs.write(inputs, last_only)
+        status = llama.llama_decode(self._handle, self._inputs.batch)
+        if status == ABORTED:
+            raise Cancelled("stopped")
+        if status:
+            raise ValueError(f"llama.cpp cannot decode (status {status}); use a shorter context or a smaller draft")
+        logits = self._logits.read(llama.llama_get_logits(self._handle), outputs)
+        return logits, self._states.read(llama.llama_get_embeddings(self._handle), outputs) if states else None
+
+    def remove(self, sequence: int, begin: int) -> None:
+        """Remove the cells of a sequence from position `begin` on."""
+        self._llama.llama_memory_seq_rm(self._memory, sequence, begin, ALL_POSITIONS)
+
+    def copy_sequence(self, source: int, destination: int) -> None:
+        """Let `destination` share all cells of `source`."""
+        self._llama.llama_memory_seq_cp(self._memory, source, destination, ALL_POSITIONS, ALL_POSITIONS)
+
+    def clear(self) -> None:
+        """Remove all cells."""
+        self._llama.llama_memory_clear(self._memory, False)
+
+
+def _free(llama: Any, handle: Any, model: LlamaCppModel) -> None:
+    """Free a context before its model, which the argument keeps alive until here."""
+    llama.llama_free(handle)

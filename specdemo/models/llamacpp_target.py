@@ -1,0 +1,271 @@
+"""GGUF models on llama.cpp as targets.
+
+B rows, T tokens, N draft nodes, S = N + 1 slots, V vocabulary, H hidden size.
+
+Row b of a batch is sequence b of one unified KV cache. In a tree every further leaf of a row gets a sequence of its
+own that shares the row's history, and a node belongs to the sequences of all leaves below it. A pass is provisional:
+its cells are removed by the next `forward`, or `commit` keeps those of the accepted path.
+"""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+from specdemo.core.protocol import Capabilities, Forward, Target
+from specdemo.core.tree import ABSENT, is_chain
+from specdemo.models.cancellation import pass_cancelled
+from specdemo.models.gguf_files import read_header
+from specdemo.models.llamacpp import LlamaCppModel, LlamaCppSettings, library, read_matrix
+from specdemo.models.llamacpp_context import Inputs, LlamaCppContext, Values
+
+SPARE_CELLS = 256  # free cells of the KV cache where no reserve is given
+ROUNDED = 256  # llama.cpp rounds the size of a context up to a multiple of this
+
+
+@dataclass(slots=True)
+class _Row:
+    """One row: its committed length, and the last provisional pass."""
+
+    length: int = 0
+    tokens: list[int] = field(default_factory=list)  # provisional tokens by slot, ABSENT included
+    leaf_of: list[int] = field(default_factory=list)  # a sequence that runs through each slot; empty: the row's own
+
+
+class LlamaCppTarget(Target):
+    """Target with one history on a shared GGUF model."""
+
+    device = torch.device("cpu")
+    dtype = torch.float32
+
+    def __init__(
+        self, model: LlamaCppModel, tokenizer: Any = None, name: str = "", notes: tuple[str, ...] = ()
+    ) -> None:
+        self.weights, self.tokenizer, self.name, self.notes = model, tokenizer, name or model.path, notes
+        self.vocab_size, self.hidden_size, self.num_layers = model.vocab_size, model.hidden_size, model.num_layers
+        self.max_length, self.stop_token_ids = model.max_length, model.stop_token_ids
+        self._sequences = int(library().llama_max_parallel_sequences())
+        self.capabilities = Capabilities(hidden_states=frozenset({-1}), batch=self._sequences // 4)
+        self._rows: list[_Row] = []
+        self._branches = range(0)  # sequences of further leaves of the last pass
+        self._context: LlamaCppContext | None = None
+
+    @cached_property
+    def embed(self) -> nn.Module:  # type: ignore[override]
+        embedding: nn.Module = nn.Embedding.from_pretrained(read_matrix(self.weights.path, "token_embd.weight"))
+        return embedding
+
+    @cached_property
+    def lm_head(self) -> nn.Module:  # type: ignore[override]
+        weight = read_matrix(self.weights.path, "output.weight", "token_embd.weight")
+        head: nn.Module = nn.utils.skip_init(nn.Linear, weight.shape[1], weight.shape[0], bias=False)
+        head.weight = nn.Parameter(weight, requires_grad=False)
+        return head
+
+    @property
+    def kernels(self) -> str:
+        settings = self.weights.settings
+        words = [f"{settings.cache_type} KV cache", *(["flash attention"] if settings.flash_attention else [])]
+        words += [f"{self.weights.gpu_layers} layers on the GPU"] if self.weights.gpu_layers else []
+        return ", ".join(["llama.cpp", self.weights.description, *words])
+
+    @property
+    def settings(self) -> LlamaCppSettings:
+        """Return the settings that the model was loaded with, without the automatic choices for its file."""
+        return self.weights.given
+
+    @property
+    def precision(self) -> str:
+        return read_header(Path(self.weights.path)).quantisation or "unknown precision"
+
+    @property
+    def threads(self) -> int | None:
+        return self.weights.settings.threads
+
+    @property
+    def wall_time(self) -> bool:
+        return self.weights.gpu_layers > 0 or self.weights.settings.threads > 1
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.weights.weight_bytes
+
+    @property
+    def history_bytes(self) -> int:
+        return self.capacity * self.weights.token_bytes
+
+    @property
+    def capacity(self) -> int:
+        return self._context.cells if self._context else 0
+
+    @property
+    def length(self) -> list[int]:
+        """Return the number of committed tokens per row."""
+        return [row.length for row in self._rows]
+
+    def start(self, tokens: Tensor, taps: tuple[int, ...] = (), reserve: int = 0) -> Forward:
+        """Raises ValueError if the tokens exceed the model's context, and Cancelled if the generation is stopped."""
+        rows, columns = tokens.shape
+        self._check_length(columns)
+        self._reserve(rows * (columns + (reserve or SPARE_CELLS)) + SPARE_CELLS)
+        self._rows = [_Row() for _ in range(rows)]
+        parts = [self._read_text(row, ids, bool(taps)) for row, ids in enumerate(tokens.tolist())]
+        logits = torch.from_numpy(numpy.stack([logits for logits, _ in parts]))
+        if not taps:
+            return Forward(logits)
+        return Forward(
+            logits, {-1: torch.from_numpy(numpy.stack([states for _, states in parts if states is not None]))}
+        )
+
+    def extend(self, ids: list[int]) -> Forward:
+        """Read a text of a single row, of which the history has the start."""
+        self._check_length(len(ids))
+        logits, _ = self._read_text(0, ids, False)
+        return Forward(torch.from_numpy(logits[None]))
+
+    def _read_text(self, row: int, ids: list[int], states: bool) -> tuple[Values, Values | None]:
+        """Read a text as the history of a row, which may have its start already.
+
+        Return the last logits [1, V] and, if requested, the states [T, H] of the tokens that were read.
+        """
+        start = self._rows[row].length
+        outputs = self._open_context().read_text(ids[start:], start, row, states, pass_cancelled())
+        self._rows[row].length = len(ids)
+        return outputs
+
+    def forward(self, tokens: Tensor, parents: Tensor, taps: tuple[int, ...] = ()) -> Forward:
+        """Raises ValueError for trees with too many leaves."""
+        self._drop_provisional()
+        inputs = self._chain_inputs(tokens) if is_chain(parents) else self._tree_inputs(tokens, parents)
+        logits, states = self._open_context().decode(inputs, bool(taps))
+        hidden = {} if states is None else {-1: _by_slot(states, tokens)}
+        return Forward(_by_slot(logits, tokens), hidden)
+
+    def _chain_inputs(self, tokens: Tensor) -> Inputs:
+        """Return the present tokens [B, S] of chains, each in the sequence of its row."""
+        present: list[int] = []
+        positions: list[int] = []
+        sequences: list[tuple[int, ...]] = []
+        for number, (row, ids) in enumerate(zip(self._rows, tokens.tolist(), strict=True)):
+            row.tokens, row.leaf_of = ids, []
+            count = ids.index(ABSENT) if ABSENT in ids else len(ids)
+            present += ids[:count]
+            positions += range(row.length, row.length + count)
+            sequences += [(number,)] * count
+        return Inputs(present, positions, sequences)
+
+    def _tree_inputs(self, tokens: Tensor, parents: Tensor) -> Inputs:
+        """Return the present tokens [B, S] of trees, in sequences that share the history of their row."""
+        entries: list[tuple[int, int, list[int]]] = []  # token, position and sequences
+        free = len(self._rows)
+        for number, (ids, row_parents) in enumerate(zip(tokens.tolist(), parents.tolist(), strict=True)):
+            row, first = self._rows[number], free
+            paths, free = _sequences_of(ids, row_parents, number, first)
+            self._open_branches(number, range(first, free))
+            row.tokens, row.leaf_of = ids, [path[0] if path else number for path in paths]
+            depths = [0]
+            for parent in row_parents:
+                depths.append(depths[parent] + 1)
+            entries += [(t, row.length + d, path) for t, d, path in zip(ids, depths, paths, strict=True) if t != ABSENT]
+        return Inputs(*zip(*entries, strict=True))
+
+    def _open_branches(self, row: int, branches: range) -> None:
+        """Let further sequences share the history of a row. Raises ValueError if llama.cpp has too few."""
+        if branches.stop > self._sequences:
+            raise ValueError(f"llama.cpp verifies {self._sequences} branches at once; draft a smaller tree")
+        self._branches = range(len(self._rows), branches.stop)
+        for sequence in branches:
+            self._open_context().copy_sequence(row, sequence)
+
+    def commit(self, path: list[list[int]]) -> None:
+        """Raises ValueError if the history would exceed the model's context."""
+        context = self._open_context()
+        for number, (row, slots) in enumerate(zip(self._rows, path, strict=True)):
+            leaf = row.leaf_of[slots[-1]] if row.leaf_of and slots else number
+            if leaf != number:  # the row continues with the branch of the accepted path
+                context.remove(number, row.length)
+                context.copy_sequence(leaf, number)
+            row.length += len(slots)
+            if len(slots) < len(row.tokens):
+                context.remove(number, row.length)
+            row.tokens = []
+        self._drop_branches()
+        self._check_length(max(self.length))
+
+    def crop(self, lengths: list[int]) -> None:
+        context = self._open_context()
+        self._drop_provisional()
+        for number, (row, length) in enumerate(zip(self._rows, lengths, strict=True)):
+            if length < row.length:
+                context.remove(number, length)
+                row.length = length
+
+    def release(self) -> None:
+        self._rows = []
+        if self._context is not None:
+            self._context.clear()
+
+    def _check_length(self, length: int) -> None:
+        if length > self.max_length:
+            raise ValueError(f"{self.name} holds {self.max_length} tokens, not {length}; shorten the prompt")
+
+    def _drop_provisional(self) -> None:
+        """Remove the cells of a pass that was not committed."""
+        for number, row in enumerate(self._rows):
+            if row.tokens:
+                self._open_context().remove(number, row.length)
+                row.tokens = []
+        self._drop_branches()
+
+    def _drop_branches(self) -> None:
+        if self._branches:
+            for sequence in self._branches:
+                self._open_context().remove(sequence, 0)
+            self._branches = range(0)
+
+    def _reserve(self, cells: int) -> None:
+        """Provide an empty context with room for `cells` tokens."""
+        if self._context is None or self._context.cells < cells:
+            self._context = None  # before the next one is allocated
+            self._context = LlamaCppContext(self.weights, -(-cells // ROUNDED) * ROUNDED, self._sequences)
+        self._context.clear()
+
+    def _open_context(self) -> LlamaCppContext:
+        if self._context is None or not self._rows:
+            raise ValueError("there is no history; call start() with the prompt first")
+        return self._context
+
+
+def _by_slot(values: Values, tokens: Tensor) -> Tensor:
+    """Arrange the values [T, X] of the present tokens as [B, S, X], with zeros for absent ones."""
+    rows, width = tokens.shape
+    if len(values) == rows * width:
+        return torch.from_numpy(values.reshape(rows, width, -1))
+    arranged = torch.zeros(rows, width, values.shape[-1])
+    arranged[tokens != ABSENT] = torch.from_numpy(values)
+    return arranged
+
+
+def _sequences_of(ids: list[int], parents: list[int], row: int, free: int) -> tuple[list[list[int]], int]:
+    """Return the sequences that run through each slot, one per leaf, and the next free sequence.
+
+    The first leaf uses the sequence of the row, the others take free ones. Absent slots have none.
+    """
+    present = [token != ABSENT for token in ids]
+    has_child = [False] * len(ids)
+    for slot, parent in enumerate(parents, start=1):
+        has_child[parent] |= present[slot]
+    leaves = [slot for slot in range(len(ids)) if present[slot] and not has_child[slot]]
+    paths: list[list[int]] = [[] for _ in ids]
+    for number, leaf in enumerate(leaves):
+        slot = leaf
+        while True:
+            paths[slot].append(free + number - 1 if number else row)
+            if not slot:
+                break
+            slot = parents[slot - 1]
+    return paths, free + max(len(leaves) - 1, 0)
