@@ -1,11 +1,10 @@
-"""Results as self-contained HTML files: charts, drawn by the script of the page, with tables and conditions."""
+"""Results as self-contained HTML files: a chart, drawn by the script of the page, with its table and conditions."""
 
-from collections.abc import Sequence
 from contextlib import suppress
 from html import escape
 from pathlib import Path
 
-from specdemo.bench.plot import Chart, chart
+from specdemo.bench.plot import chart
 from specdemo.bench.report import bench_report
 from specdemo.bench.result import Result
 from specdemo.core.atomic_io import finite, json_text, write_text
@@ -32,7 +31,8 @@ pre {{ overflow-x: auto }} h2 {{ font-size: 1rem }} .sd-figure {{ max-width: 75r
 <script>
 if (matchMedia("(prefers-color-scheme: dark)").matches) document.body.classList.add("dark");
 {script}
-for (const [i, options] of {charts}.entries()) plot(document.getElementById(`chart-${{i}}`), options);
+const options = {options};
+if (options) plot(document.getElementById("chart"), options);
 </script>
 </body>
 </html>
@@ -43,21 +43,12 @@ def write_page(result: Result, out: Path) -> None:
     """Write a result with its chart, its table and its conditions. A suite without speed-ups has only its table."""
     facts = {**result.config, **result.environment}
     listed = "\n".join(f"<dt>{escape(name)}</dt><dd>{escape(str(value))}</dd>" for name, value in facts.items())
-    drawn: list[Chart] = []
+    content, options = f"<pre>{escape(bench_report(result))}</pre>\n<dl>\n{listed}\n</dl>", "null"
     with suppress(ValueError):
-        drawn.append(chart(result))
-    below = f"<pre>{escape(bench_report(result))}</pre>\n<dl>\n{listed}\n</dl>"
-    write_charts(out, f"specdemo bench {result.suite}", drawn, below=below)
-
-
-def write_charts(out: Path, title: str, charts: Sequence[Chart], above: str = "", below: str = "") -> None:
-    """Write a page of charts between two parts of HTML."""
-    figures = [
-        f'<h2>{escape(drawn["title"])}</h2>\n<div id="chart-{i}" class="sd-figure"></div>'
-        for i, drawn in enumerate(charts)
-    ]
+        drawn = chart(result)
+        content = f'<h2>{escape(drawn["title"])}</h2>\n<div id="chart" class="sd-figure"></div>\n{content}'
+        options = json_text(finite(drawn)).replace("<", "\\u003c")  # no text of a result can end the script
     script = "\n".join((UI / name).read_text(encoding="utf-8") for name in ("helpers.js", "chart.js"))
     style = (UI / "chart.css").read_text(encoding="utf-8")
-    data = json_text(finite(charts)).replace("<", "\\u003c")  # no text of a result can end the script
-    content = "\n".join([above, *figures, below])
-    write_text(out, PAGE.format(title=escape(title), style=style, content=content, script=script, charts=data))
+    title = escape(f"specdemo bench {result.suite}")
+    write_text(out, PAGE.format(title=title, style=style, content=content, script=script, options=options))

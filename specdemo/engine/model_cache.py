@@ -1,9 +1,11 @@
 """Cache of loaded models, limited by memory."""
 
 import gc
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from specdemo.core.protocol import Target
 from specdemo.engine.comparison import Comparison, Lane
@@ -105,24 +107,29 @@ class ModelCache:
         # heads inside the target's own checkpoint need no extra memory
         new = {key: name for key, name in missing.items() if key == target or name != spec.target}
         sizes = {key: _footprint(name, precision if key == target else unquantised, spec) for key, name in new.items()}
-        tokens = len(spec.prompt) // 2 + spec.max_new_tokens  # at least two characters per token
-        histories = {key: tokens * (1 + len(spec.lanes) if key == target else 1) for key in sizes}
-        needed = sum(size.weights + size.per_token * histories[key] for key, size in sizes.items())
-        needed += graph_bytes(device, 2 * (1 + len(spec.lanes)))  # target and drafter of every lane
-        budget = (sum(free_bytes(device)) + self._used_bytes()) // 2 if self._budget is None else self._budget
-        for key in [key for key in self._models if key != target and key not in lanes]:
-            if self._used_bytes() + needed <= budget:
-                break
-            self.forget(key)
+        tokens, num_lanes = len(spec.prompt) // 2 + spec.max_new_tokens, 1 + len(spec.lanes)  # 2 characters per token
+        first = sizes.get(target, NOTHING)
+        drafters = [size for key, size in sizes.items() if key != target]
+        needed = first.bytes(tokens * num_lanes) + sum(size.bytes(tokens) for size in drafters)
+        needed += graph_bytes(device, 2 * num_lanes)  # target and drafter of every lane
+        self._evict(needed, device, {target, *lanes})
         names = " with ".join([new[key] for key in reversed(new)])
         if is_gguf(spec.target):
-            drafters = [size for key, size in sizes.items() if key != target]
-            needs = GGUFNeeds(names, sizes.get(target, NOTHING), drafters, tokens, 1 + len(spec.lanes))
+            needs = GGUFNeeds(names, first, drafters, tokens, num_lanes)
             needs.check(free_memory())
             progress(0.0, f"loading {needs.describe()}")
         else:
             check_memory(names, needed, device, precision)
-        return {key: sizes[key].weights if key in sizes else 0 for key in missing}
+        return {key: sizes.get(key, NOTHING).weights for key in missing}
+
+    def _evict(self, needed: int, device: torch.device, required: Set[Key]) -> None:
+        """Drop the least recently used models, except the required ones, until the budget has room for `needed`
+        bytes."""
+        budget = (sum(free_bytes(device)) + self._used_bytes()) // 2 if self._budget is None else self._budget
+        for key in [key for key in self._models if key not in required]:
+            if self._used_bytes() + needed <= budget:
+                break
+            self.forget(key)
 
     def _used_bytes(self) -> int:
         return sum(loaded.bytes for loaded in self._models.values())

@@ -67,10 +67,10 @@ class Session:
             self._load(spec, progress)
             self._lanes(spec)
 
-    def place_models(self, spec: Comparison, progress: LoadProgress = no_progress) -> None:
+    def place_models(self, spec: Comparison) -> None:
         """Load the models onto their devices without any computation, because the device may not be attached yet."""
         with self.lock:
-            self._load(spec, progress)
+            self._load(spec, no_progress)
 
     def run(
         self, spec: Comparison, cancelled: Callable[[], bool] = never_cancelled, progress: LoadProgress = no_progress

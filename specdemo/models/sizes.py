@@ -57,6 +57,10 @@ class Footprint:
     weights: int
     per_token: int  # keys and values per token of a lane
 
+    def bytes(self, tokens: int) -> int:
+        """Return the size of the weights and of the keys and values of `tokens` tokens."""
+        return self.weights + tokens * self.per_token
+
 
 def resolve_placement(
     dtype: str = "auto", device: str = "auto", quantization: str | None = None

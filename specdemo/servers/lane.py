@@ -204,24 +204,13 @@ class RemoteLane:
         Returns the form, and whether only standard settings are accepted. Raises the first error if all forms are
         rejected.
         """
-        limit = min(WARM_UP_TOKENS, self.config.max_new_tokens)
         # if both are off, a request without them is equivalent
         sampling = self.config.sampling
         droppable = not sampling.top_k and not sampling.min_p and self.thinking == "default"
         refusal: StatusError | None = None
-
-        async def request(form: Form, standard: bool) -> None:
-            question = self._request(form, standard, WARM_UP, limit)
-            await StreamParser(lambda piece: None, limit).read_stream(http, f"/v1/{form}", question)
-
         for form, standard in product(self.forms, (False, True) if droppable else (False,)):
             try:
-                try:
-                    await request(form, standard)
-                except httpx.TransportError as error:
-                    if refusal is None or isinstance(error, httpx.TimeoutException):
-                        raise
-                    await request(form, standard)  # the server may have closed the connection after an error
+                await self._try_form(http, form, standard, retry=refusal is not None)
             except StatusError as error:
                 refusal = refusal or error
                 continue
@@ -232,6 +221,19 @@ class RemoteLane:
             return form, standard
         assert refusal is not None
         raise refusal
+
+    async def _try_form(self, http: Client, form: Form, standard: bool, retry: bool) -> None:
+        """Send a short request. retry: once more if the connection fails, because a server may close it after it has
+        rejected a request.
+        """
+        limit = min(WARM_UP_TOKENS, self.config.max_new_tokens)
+        request = self._request(form, standard, WARM_UP, limit)
+        try:
+            await StreamParser(lambda piece: None, limit).read_stream(http, f"/v1/{form}", request)
+        except httpx.TransportError as error:
+            if not retry or isinstance(error, httpx.TimeoutException):
+                raise
+            await self._try_form(http, form, standard, retry=False)
 
     def _request(self, form: Form, standard: bool, prompt: Prompt, limit: int) -> dict[str, object]:
         """Build the request. All settings are explicit, because servers may take defaults from the model's

@@ -14,8 +14,8 @@ from specdemo.presets.engines import Engines
 from specdemo.presets.files import EMBEDDED, Preset
 from specdemo.presets.recorded import recorded
 from specdemo.ui import space
-from specdemo.ui.job import Engine, Work
-from specdemo.ui.log import Lines, Log, lines
+from specdemo.ui.job import Engine, Messages, Work
+from specdemo.ui.log import Log
 from specdemo.ui.views import Failed
 
 __all__ = [
@@ -46,8 +46,8 @@ def with_engine_lock(work: Work) -> Work:
 
 
 @space.on_zero_gpu(lambda spec, log: space.seconds(spec))
-def _play(spec: Comparison, log: Log | None) -> Generator[Lines, None, None]:
-    """Yield the new lines of a run 15 times a second. `log` gets the engine if both are in one process."""
+def _play(spec: Comparison, log: Log | None) -> Generator[Messages, None, None]:
+    """Yield the new messages of a run 15 times a second. `log` gets the engine if both are in one process."""
 
     def work(cancelled: Callable[[], bool], loading: Callable[[float, str], None]) -> Iterator[object]:
         if limits.public():
@@ -58,8 +58,7 @@ def _play(spec: Comparison, log: Log | None) -> Generator[Lines, None, None]:
     if log is not None:
         log.engine = engine
     with contextlib.closing(engine.batches()) as batches:
-        for batch in batches:
-            yield lines(batch)
+        yield from batches
 
 
 def run(spec: Comparison, log: Log) -> Iterator[str]:
@@ -75,7 +74,7 @@ def run(spec: Comparison, log: Log) -> Iterator[str]:
         try:
             with contextlib.closing(_play(spec, None if ELSEWHERE else log)) as batches:
                 for new in batches:
-                    yield log.take(new)
+                    yield log.add(new)
         except Exception as error:  # errors of the GPU scheduler; the engine reports its own failures
             message = getattr(error, "message", None) or str(error) or type(error).__name__
             reason = f"{'the GPU was taken away' if log.started else 'no GPU for this run'}: {message}"

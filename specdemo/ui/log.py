@@ -1,7 +1,6 @@
 """The append-only text of a view, one line of JSON per message (views.py). Needs no torch."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from specdemo.core.json_limits import FILE_LIMITS, JsonLimits
 from specdemo.core.safe_io import read_limited
@@ -10,27 +9,6 @@ from specdemo.engine.comparison import Comparison
 from specdemo.engine.messages import Finished, Note, Started, replay
 from specdemo.ui.job import ENTRY, Job, Packed, opening, to_line
 from specdemo.ui.views import Failed, Shown, summary, view
-
-
-@dataclass(frozen=True, slots=True)
-class Lines:
-    """Lines of a log and their totals; plain data, because on ZeroGPU they come from another process."""
-
-    text: str
-    started: bool = False
-    failure: str = ""
-    trace: RunTrace | None = None  # set at the end of the run
-
-
-def lines(messages: Iterable[Shown]) -> Lines:
-    """Convert messages to lines of JSON for the page."""
-    messages = list(messages)
-    return Lines(
-        "".join(to_line(view(message)) for message in messages),
-        any(isinstance(message, Started) for message in messages),
-        next((message.text for message in messages if isinstance(message, Failed)), ""),
-        next((message.trace for message in messages if isinstance(message, Finished)), None),
-    )
 
 
 class Log(Job):
@@ -74,17 +52,16 @@ class Log(Job):
         return not self.still and (begins or self._own_before)
 
     def add(self, messages: Iterable[Shown]) -> str:
-        return self.take(lines(messages))
-
-    def take(self, new: Lines) -> str:
-        """Add new lines; return all lines so far."""
-        self.text += new.text
-        self.failure = new.failure or self.failure
-        if new.started:
-            self.started, self._trace = True, None
-        if new.trace is not None:
-            self._trace, self.ended = Packed(to_json(new.trace)), True
-            self.is_chat = not self.recorded and bool(new.trace.lanes[0].messages)
+        for message in messages:
+            self.text += to_line(view(message))
+            match message:
+                case Started():
+                    self.started, self._trace = True, None
+                case Failed(text):
+                    self.failure = text
+                case Finished(trace):
+                    self._trace, self.ended = Packed(to_json(trace)), True
+                    self.is_chat = not self.recorded and bool(trace.lanes[0].messages)
         return self.text
 
     def result(self) -> dict[str, object]:
