@@ -97,16 +97,6 @@ def test_error_disappears_with_the_preset(visit):
     expect(page.locator(".sd-alert")).to_be_hidden()
 
 
-def test_edits_made_before_the_link_was_read_stay(visit_gated, gates):
-    gates.warm.clear()
-    page = visit_gated("?preset=embedded-draft&k=7&temperature=0.5&prompt=theirs")
-    edit(page)
-    page.locator("#prompt textarea").fill("mine")
-    gates.warm.set()
-    expect(page.locator("#k-1 input[type=number]")).to_have_value("7")
-    expect(page.locator("#prompt textarea")).to_have_value("mine")
-
-
 def test_a_preset_that_cannot_run_here_has_a_reason_and_a_replacement(visit_gated, gates):
     gates.open.set()
     page = visit_gated(reduced_motion="reduce")

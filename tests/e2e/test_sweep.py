@@ -59,14 +59,3 @@ def test_run_stop_save_open_share(visit_gated, gates, tmp_path):
     expect(other.locator("#sweep .sd-more")).to_have_text(re.compile("^Scroll the table for more columns"))
     expect(other.locator("#sweep .sd-chart .sd-chart-name")).to_have_count(3)
     assert other.evaluate("document.documentElement.scrollWidth") == 390
-
-
-def test_a_closed_tab_frees_the_engine_for_a_race(visit_gated, gates):
-    first, second = visit_gated("?sweep=k"), visit_gated()
-    first.locator("#sweep-run").click()
-    wait_for_text(first, "^67 %")
-    second.locator("#run").click()
-    expect(second.locator("#view .sd-status")).to_have_text(re.compile("^Waiting: "))
-    first.close()
-    assert gates.stopped.acquire(timeout=60)
-    assert gates.started.acquire(timeout=60)

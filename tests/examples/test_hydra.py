@@ -279,9 +279,3 @@ def test_saved_file_loads_in_the_official_code(tmp_path, target, kind):
     assert again.head.state_dict().keys() == loaded
     for name in loaded:
         torch.testing.assert_close(again.head.state_dict()[name], tensors[name])
-
-
-def test_half_precision_heads_read_full_precision_states(tmp_path, target):
-    source = folder_with(tmp_path, plus(target)[1], PREFIX, "hydra_lm_head.pt")
-    heads = Hydra.load(source, target).to(torch.bfloat16)
-    check_greedy(target, load_drafter("hydra", target, heads, nodes=8))

@@ -82,7 +82,7 @@ def test_training_lowers_the_loss(target, name, sizes, metrics, hard):
     assert all(after[name] > before[name] + 0.1 for name in after)
 
 
-@pytest.mark.parametrize("name", ["medusa", "mlp_speculator", "mtp"])
+@pytest.mark.parametrize("name", ["medusa", "hydra", "mlp_speculator", "mtp"])
 def test_half_precision_heads_read_full_precision_states(target, name):
     check_greedy(target, load_drafter(name, target, fresh(name, target, {}).to(torch.bfloat16)))
 

@@ -13,7 +13,6 @@ from specdemo.engine.messages import Finished, LaneDone, LaneStep, Restarted, re
 from specdemo.engine.session import Session
 from specdemo.models.sources import resolve
 from specdemo.servers import address as addresses
-from specdemo.servers import client
 from specdemo.servers import lane as remote
 from specdemo.servers.address import LISTED, address, allow, listed
 from specdemo.servers.engines import stats_between
@@ -261,13 +260,6 @@ def test_a_text_that_no_trace_can_hold_is_cut_off():
     assert from_json(text, PUBLIC_FILE_LIMITS) == trace
 
 
-def test_llama_cpp_counts_the_answer_itself():
-    timings = {"draft_n": 12, "draft_n_accepted": 9}
-    with completion_server([piece("a"), piece("b", finish="stop", timings=timings)], metrics=[BEFORE, AFTER]) as server:
-        lane = run(spec(server.address, server.address), server.address).lanes[1]
-    assert lane.summary["acceptance_rate"] == 0.75 and "llama.cpp" in lane.remote.source
-
-
 def test_a_server_with_one_interface_and_standard_settings_alone():
     def refusal(path, body):
         if path != "/v1/completions":
@@ -280,30 +272,6 @@ def test_a_server_with_one_interface_and_standard_settings_alone():
         picky = spec(server.address, server.address, target="some/model", temperature=0.7, top_k=5)
         picky = run(picky, server.address).lanes[1]
     assert picky.finish == "error" and "404" in picky.note  # requested settings are never dropped
-
-
-@pytest.mark.parametrize(
-    ("pieces", "reason"),
-    [
-        ([Broken("reset")], "closed the connection after 0 pieces of text"),
-        ([GOOD[0], GOOD[1], Broken("close")], "closed the connection after 2 pieces of text"),
-        ([GOOD[0], Broken("quiet")], "sent nothing for 0.3 seconds"),
-        ([GOOD[0], {"error": {"message": "out of memory"}}], "out of memory"),
-        ([GOOD[0], piece("", finish="abort")], "ended the text early: abort"),
-        ([piece(" x") for _ in range(40)], "more than the 16 requested tokens"),
-    ],
-)
-def test_an_answer_that_breaks_fails_its_lane_alone(good, monkeypatch, pieces, reason):
-    monkeypatch.setattr(client, "SILENCE_S", 0.3)
-    with completion_server(pieces) as bad:
-        trace = run(spec(good.address, bad.address, good.address), good.address, bad.address)
-    first, failed, last = trace.lanes
-    assert failed.finish == "error" and reason in failed.note and "\n" not in failed.note
-    assert bool(failed.text) == isinstance(pieces[0], dict)  # text received so far is preserved
-    assert first.text == last.text == "Once upon a time." and last.finish == "length"
-    assert trace.comparison[0]["verdict"] == "unknown" and failed.summary == summarise(failed)
-    assert from_json(to_json(trace)) == trace
-    race_report(trace)
 
 
 @pytest.mark.parametrize("status", [401, 404, 500])
