@@ -9,7 +9,20 @@ from pathlib import Path
 
 import pytest
 
-ORDER = ["core", "kv", "models", "training", "methods", "servers", "engine", "presets", "prediction", "bench", "ui"]
+ORDER = [
+    "core",
+    "kv",
+    "models",
+    "training",
+    "methods",
+    "servers",
+    "engine",
+    "presets",
+    "prediction",
+    "diagnosis",
+    "bench",
+    "ui",
+]
 PACKAGE = Path(__file__).parents[1] / "specdemo"
 
 

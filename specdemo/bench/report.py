@@ -9,7 +9,7 @@ from specdemo.core.headline import headline, price_words, settled
 from specdemo.core.suggest import program
 from specdemo.core.tally import summarise
 from specdemo.core.trace import LaneTrace, RunTrace, estimates
-from specdemo.engine.cost import prediction
+from specdemo.diagnosis.lanes import prediction
 from specdemo.prediction.predict import Prediction
 
 NONE = "-"

@@ -66,3 +66,11 @@ def best_length(tokens: Iterable[float], times: Iterable[float]) -> int:
     """Return the index of the most tokens per time. A time of 0 is unknown and loses against any other."""
     speeds = [n / time if time else 0.0 for n, time in zip(tokens, times, strict=True)]
     return speeds.index(max(speeds))
+
+
+def break_even_rate(step_cost: float, drafted: float) -> float:
+    """Return the acceptance rate, accepted / drafted tokens, below which drafting is slower than plain decoding.
+
+    step_cost: time of a step in plain steps; drafted: draft tokens per step. Above 1: no rate is high enough.
+    """
+    return max(step_cost - 1.0, 0.0) / drafted if drafted else 0.0

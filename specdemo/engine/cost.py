@@ -8,12 +8,9 @@ measured instead of 1, and alpha is known for every position). All terms can be 
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import isfinite
-from operator import itemgetter
 from statistics import fmean, linear_regression, pstdev
-from typing import Any
 
 from specdemo.core.estimate import Estimate, t_quantile
 from specdemo.core.speedup import (
@@ -24,8 +21,8 @@ from specdemo.core.speedup import (
     measured_rates,
     predicted_speedup,
 )
-from specdemo.core.tally import StepCounts, summarise
-from specdemo.core.trace import LaneTrace, RunTrace, StepEvent, estimates, step_ms
+from specdemo.core.tally import StepCounts
+from specdemo.core.trace import StepEvent, step_ms
 
 MAX_K = 16  # largest draft length to consider
 JACKKNIFE_PARTS = 8  # parts of a run, left out one at a time for the jackknife interval
@@ -87,20 +84,6 @@ class CostModel:
         pass_ms."""
         return interpolate(self.verify, sorted(self.verify), slots)
 
-    def terms(self) -> dict[str, float]:
-        """Return the overheads of a step beyond a one-slot pass, as shares of its time. Rejected tokens carry their
-        part of drafting and of the wider pass."""
-        step, drafted = self.step_ms(self.k), self.drafted(self.k)
-        accepted_share = min((self.tokens(self.k) - 1.0) / drafted, 1.0) if drafted else 0.0
-        drafting = self.drafting_ms(self.k) / step
-        wide_pass = max(self.verify_ms(self.k) - self.pass_ms, 0.0) / step
-        return {
-            "drafting accepted tokens": drafting * accepted_share,
-            "verifying more than one token": wide_pass * accepted_share,
-            "rejected draft tokens": (drafting + wide_pass) * (1.0 - accepted_share),
-            "overhead": self.other_ms / step,
-        }
-
     def with_probe(self, ms: Mapping[int, float]) -> "CostModel":
         """Return a copy with v from isolated passes, slots -> milliseconds.
 
@@ -143,35 +126,6 @@ def fit_cost_model(plain: EventRuns, lane: EventRuns, k: int = 0) -> CostModel |
     )
 
 
-def prediction(trace: RunTrace, times: str = "x") -> list[dict[str, Any]]:
-    """Return one entry per speculative lane: lane, predicted_speedup (as it ran), best_k (0: off), best_speedup,
-    sentence.
-
-    The numbers are None if too little was decoded. times: the unit of a speed-up in the sentence.
-    """
-    lanes = zip(trace.lanes[1:], estimates(trace), strict=True)
-    return [_predict_lane(trace.lanes[0], lane, speed, times) for lane, speed in lanes]
-
-
-def _predict_lane(plain: LaneTrace, lane: LaneTrace, speed: Estimate | None, times: str) -> dict[str, object]:
-    numbers, outside = summarise(lane), bool(plain.remote or lane.remote)
-    sentence = _remote_sentence(speed, numbers, times) if outside and speed else explain(numbers, speed, times=times)
-    sentence += _server_times(plain) + _server_times(lane)
-    if lane.remote and lane.remote.source:
-        sentence += f" {lane.remote.source}."
-    predicted: dict[str, object] = dict.fromkeys(("predicted_speedup", "best_k", "best_speedup"))
-    requested_k = lane.options.get("k")
-    with suppress(ArithmeticError, ValueError):  # a stored trace may contain any times
-        k = requested_k if isinstance(requested_k, int) else 0
-        advice = None if outside or speed is None else DraftLengthAdvice.of(plain.events, lane.events, k)
-        if advice is not None:
-            costs, best = advice.costs, advice.best
-            sentence = explain(numbers, speed, advice, times)
-            speedups = round(costs.speedup(costs.k), 4), round(costs.speedup(best), 4)
-            predicted = {"predicted_speedup": speedups[0], "best_k": best, "best_speedup": speedups[1]}
-    return {"lane": lane.name, **predicted, "sentence": sentence}
-
-
 @dataclass(frozen=True, slots=True)
 class DraftLengthAdvice:
     """Recommended draft length of a run. gain: its predicted speed over the measured draft length, with interval."""
@@ -204,60 +158,6 @@ def _without(events: Sequence[StepEvent], part: int) -> list[StepEvent]:
     steps = events[1:]
     begin, end = (len(steps) * at // JACKKNIFE_PARTS for at in (part, part + 1))
     return [*events[:1], *steps[:begin], *steps[end:]]
-
-
-def explain(
-    lane: Mapping[str, Any], speed: Estimate | None, advice: DraftLengthAdvice | None = None, times: str = "x"
-) -> str:
-    """Explain a lane's speed-up in one sentence, from its summary (core.tally.summarise). With advice, also name the
-    largest overhead and a faster draft length."""
-    if speed is None or not lane["steps"]:
-        return "Too few tokens for an explanation."
-    cost = round(lane["tokens_per_step"] / speed.value, 2)
-    length = lane["tokens_per_step"]
-    sentence = (
-        f"{_speed_phrase(speed, times)}: a step takes as long as {cost:.2f} plain tokens and yields {length:.2f} tokens"
-    )
-    if not lane["drafted"]:
-        return sentence + "; nothing was drafted."
-    sentence += f"; {100.0 * lane['acceptance_rate']:.0f} % of the draft tokens were accepted"
-    if advice is None:
-        return sentence + "."
-    extra = "no extra cost over plain decoding"
-    if cost > 1.0:
-        name, share = max(advice.costs.terms().items(), key=itemgetter(1))
-        extra = f"largest extra cost: {name} ({100.0 * share:.0f} % of step time)"
-    return f"{sentence}; {extra}; {_advice_clause(advice, speed, times)}."
-
-
-def _speed_phrase(speed: Estimate, times: str) -> str:
-    return f"{speed.label.capitalize()} ({speed.format(times)})"
-
-
-def _remote_sentence(speed: Estimate, lane: Mapping[str, Any], times: str) -> str:
-    """Return the sentence for a lane on a server, whose time cannot be split."""
-    opening = f"{_speed_phrase(speed, times)}: whole requests, timed by the client"
-    rate, length = lane["acceptance_rate"], lane["tokens_per_step"]
-    acceptance = [] if rate is None else [f"{100.0 * rate:.0f} % of the draft tokens were accepted"]
-    yielded = [] if length is None else [f"mean accepted length {length:.2f}"]
-    return "; ".join([opening, *acceptance, *yielded]) + "."
-
-
-def _server_times(lane: LaneTrace) -> str:
-    """Return the server's own times of the last request, if it sends them."""
-    times = lane.remote.times if lane.remote else {}
-    if len(times) < 2:
-        return ""
-    first, decoding = times["ttft_ms"], times["decode_ms"]
-    return f" The server of {lane.name} reports {first:.0f} ms to the first token and {decoding:.0f} ms of decoding."
-
-
-def _advice_clause(advice: DraftLengthAdvice, speed: Estimate, times: str) -> str:
-    if not advice.best and speed.label == "slower":
-        return "not worth it here: no draft length is predicted to beat plain decoding"
-    if advice.best and advice.gain.label == "faster":
-        return f"k = {advice.best} is predicted to be faster than k = {advice.costs.k} ({advice.gain.format(times)})"
-    return f"no other k is predicted to be clearly faster than k = {advice.costs.k}"
 
 
 def _full_steps(run: Sequence[StepEvent], depth: int) -> list[StepCounts]:

@@ -15,7 +15,7 @@ from specdemo.core.definitions import by_key
 from specdemo.core.estimate import Estimate
 from specdemo.core.headline import SO_FAR, headline, price_words, settled
 from specdemo.core.trace import LaneTrace, RunTrace, StepEvent, estimates, is_drafted, token_kinds
-from specdemo.engine.cost import prediction
+from specdemo.diagnosis.lanes import prediction
 from specdemo.engine.messages import Finished, LaneDone, LaneStep, Message, Note, Restarted, Started
 
 Fate = Literal["accepted", "rejected", "not reached"]

@@ -11,7 +11,7 @@ from playwright.sync_api import expect
 
 from specdemo.core.tally import summarise
 from specdemo.core.trace import compare, estimates, from_json, to_json
-from specdemo.engine.cost import prediction
+from specdemo.diagnosis.lanes import prediction
 from tests.e2e.conftest import choose_example, edit, expect_example
 from tests.traces import HOSTILE, PROMPT, hostile_trace
 from tests.ui.stand_ins import chat_trace

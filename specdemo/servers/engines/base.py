@@ -59,6 +59,11 @@ class ReportingEngine(ABC):
         """Return the fields of a request that drafts with a model; empty if the server decides at its start."""
         return {}
 
+    def draft_length_setting(self, k: int, method: str = "", drafter: str = "") -> str:
+        """Return the flags that make the engine draft k tokens, as a user writes them, or for k = 0 how to turn
+        speculation off; an empty text if they are unknown."""
+        return ""
+
     def statistics(self, old: Samples, new: Samples) -> ServerStats | None:
         """Return the statistics between two readings of the metrics, None if they are not of this engine."""
         return None

@@ -76,6 +76,9 @@ class LlamaServer(ServingEngine):
         own = ["--alias", config.target, "--metrics", "--no-cache-prompt", "--parallel", "1"]
         return [*source, *own, host, address, port, number]
 
+    def draft_length_setting(self, k: int, method: str = "", drafter: str = "") -> str:
+        return f"{LENGTH} {k}" if k else f"omit {TYPE} and --spec-draft-model (in older versions -md)"
+
     def probe(self, path: str) -> Installed | None:
         return _probe(path)
 

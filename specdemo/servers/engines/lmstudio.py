@@ -20,6 +20,9 @@ class LMStudio(ReportingEngine):
     name = "lmstudio"
     title = "LM Studio"
 
+    def draft_length_setting(self, k: int, method: str = "", drafter: str = "") -> str:
+        return f"Max Draft Size {k} in the settings of the model" if k else "set no draft model"
+
     def draft_request(self, model: str, k: int) -> dict[str, object]:
         return {"draft_model": model}
 

@@ -35,5 +35,8 @@ class MLXLM(ServingEngine):
     def start(self, config: ServerConfig) -> Flags:
         return ["--model", model_path(config.target), *mlx_address(config)]
 
+    def draft_length_setting(self, k: int, method: str = "", drafter: str = "") -> str:
+        return f"--num-draft-tokens {k}" if k else "omit --draft-model"
+
     def draft_request(self, model: str, k: int) -> dict[str, object]:
         return {"draft_model": model, "num_draft_tokens": k}

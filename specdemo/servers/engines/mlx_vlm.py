@@ -43,6 +43,9 @@ class MLXVLM(ServingEngine):
     def start(self, config: ServerConfig) -> Flags:
         return ["--model", model_path(config.target), *mlx_address(config)]
 
+    def draft_length_setting(self, k: int, method: str = "", drafter: str = "") -> str:
+        return f"--draft-block-size {k + 1}" if k else "omit --draft-model"
+
     def acceptance(self, chunk: Mapping[str, Any]) -> ServerStats | None:
         found = reported(_DraftTimings, chunk, "timings")
         if found is None:

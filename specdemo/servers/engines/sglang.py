@@ -112,6 +112,13 @@ class SGLang(ServingEngine):
         start = ["-m", "sglang.launch_server", "--model-path", path, "--enable-metrics"]
         return [*start, *flags, "--disable-radix-cache", *address_flags(config)]
 
+    def draft_length_setting(self, k: int, method: str = "", drafter: str = "") -> str:
+        if not k:
+            return f"omit {ALGORITHM}"
+        if method == "ngram":
+            return f"--speculative-num-draft-tokens {k + 1}"
+        return f"--speculative-num-steps {k} --speculative-eagle-topk 1 --speculative-num-draft-tokens {k + 1}"
+
     def schedule_hint(self, command: list[str], schedule: Schedule) -> str:
         if ALGORITHM not in command:
             return ""

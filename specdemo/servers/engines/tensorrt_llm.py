@@ -16,6 +16,9 @@ class TensorRTLLM(ReportingEngine):
     metrics = frozenset({DRAFTED, ACCEPTED})
     metrics_path = "/prometheus/metrics"
 
+    def draft_length_setting(self, k: int, method: str = "", drafter: str = "") -> str:
+        return f"max_draft_len: {k} in speculative_config" if k else "omit speculative_config"
+
     def statistics(self, old: Samples, new: Samples) -> ServerStats | None:
         drafted, accepted = delta(old, new, DRAFTED), delta(old, new, ACCEPTED)
         if not drafted or accepted is None:

@@ -194,6 +194,12 @@ class VLLM(ServingEngine):
         config = speculative_config(**json.loads(command[at + 1]), **{SCHEDULE: schedule})
         return [*command[:at], *config, *command[at + 2 :]]
 
+    def draft_length_setting(self, k: int, method: str = "", drafter: str = "") -> str:
+        if not k:
+            return f"omit {CONFIG}"
+        named = {name: value for name, value in (("method", method), ("model", drafter)) if value}
+        return shlex.join(speculative_config(**named, num_speculative_tokens=k))
+
     def schedule_hint(self, command: list[str], schedule: Schedule) -> str:
         if CONFIG not in command:
             return ""

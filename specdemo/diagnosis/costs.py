@@ -1,0 +1,175 @@
+"""Cost of a speculative step, measured or expected, as `CostModel`s in units of a plain decoding step.
+
+Most engines report no times of drafting and verification. The total cost of a step is then the mean accepted length
+divided by the speed-up. It is split with the costs that the roofline expects for the models on a data-centre GPU; the
+rest is attributed to the part that most likely causes it, and the other attributions give the uncertainty.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from specdemo.core.shapes import Shape
+from specdemo.diagnosis.observation import Observation
+from specdemo.engine.cost import CostModel
+from specdemo.methods.drafting_cost import DraftingCost
+from specdemo.prediction.acceptance import Acceptance, from_mean
+from specdemo.prediction.calibration import device_of
+from specdemo.prediction.drafts import drafting
+from specdemo.prediction.predict import ASSUMED
+from specdemo.prediction.profiles import profile
+from specdemo.prediction.step_loads import StepLoad, step_of
+from specdemo.prediction.work import known, shape
+from specdemo.presets.drafters import base_name
+
+DEVICE, DTYPE, CONTEXT = "h100-sxm", "bfloat16", 1024
+DENSE, EXPERTS, SMALL = "meta-llama/Llama-3.1-8B-Instruct", "Qwen/Qwen3-30B-A3B", "meta-llama/Llama-3.2-1B-Instruct"
+# A draft model of a tenth of the target's size takes a tenth of its time; launches and sampling can make it several
+# times slower. Beyond half a plain step per token, it is no longer drafting that takes the time.
+SLOWEST_DRAFT = 0.5
+PARTS = ("drafting", "verification", "overhead")
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """Cost of a step with k draft tokens in plain steps. draft: per draft token."""
+
+    draft: float
+    verify: float
+    overhead: float
+
+    def total(self, k: float) -> float:
+        """Return the cost of a step that drafts k tokens."""
+        return k * self.draft + self.verify + self.overhead
+
+
+def rates_of(observation: Observation) -> tuple[float, ...]:
+    """Return conditional acceptance rates by position of a completed observation."""
+    k, length = observation.k or 1, observation.accepted_length or 1.0
+    shares = observation.by_position
+    if any(shares):
+        conditional = [min(b / a, 1.0) if a else 0.0 for a, b in zip((1.0, *shares), shares, strict=False)]
+        return Acceptance(tuple(conditional[:64]), recorded=True).rates
+    drafts = min(max(round(min(observation.drafted_per_step or k, k)), 1), 64)
+    return from_mean(min(max(length, 1.0), drafts + 1.0), drafts).rates
+
+
+def target_shape(observation: Observation) -> Shape:
+    """Return the shape of the target if it is well known, else that of a typical model of its kind."""
+    names = {base_name(name): name for name in known() if "/" in name}
+    name = names.get(base_name(observation.target)) if observation.target else None
+    return shape(name or (EXPERTS if observation.moe else DENSE))
+
+
+def expected_cost(observation: Observation, k: int, batch: float = 1.0) -> StepCost:
+    """Return the cost that the roofline expects for the models of an observation."""
+    target = target_shape(observation)
+    method = observation.kind if observation.kind in DraftingCost.declared else "eagle"
+    names = {base_name(name): name for name in known() if "/" in name}
+    drafter = names.get(base_name(observation.drafter), "") if observation.drafter else ""
+    config = known()[drafter or SMALL] if method == "draft_model" else None
+    return _expected(target, method, drafter if config else "", min(k, 64), max(round(batch), 1))
+
+
+@lru_cache(maxsize=256)
+def _expected(target: Shape, method: str, drafter: str, k: int, batch: int) -> StepCost:
+    config = known()[drafter or SMALL] if method == "draft_model" else None
+    draft = drafting(method, target, config, {})
+    device, load = device_of(profile(DEVICE), DTYPE, "recorded"), StepLoad(batch, CONTEXT, 2.0)
+    acceptance = Acceptance((ASSUMED,))
+    plain, step = (step_of(target, draft, acceptance, length, load) for length in (0, k))
+    plain_ms = plain.ms(device)
+    overhead = max(step.overhead_ms(device) - plain.overhead_ms(device), 0.0) / plain_ms
+    return StepCost(step.draft_ms(device) / k / plain_ms, step.check_ms(device) / plain.check_ms(device), overhead)
+
+
+def step_costs(observation: Observation) -> list[StepCost]:
+    """Return the most likely cost of a step of a completed observation, then other costs that explain it as well.
+
+    A single entry is certain: all three parts are measured, or only the expected cost is known.
+    """
+    drafted = observation.drafted_per_step or 1.0
+    depth = min(drafted, observation.k or drafted)
+    expected = expected_cost(observation, max(round(depth), 1), observation.batch_size or 1.0)
+    expected = replace(expected, draft=expected.draft * depth / drafted)
+    measured = (observation.draft_cost, observation.verify_cost, observation.overhead)
+    known_parts = [part for part, value in zip(PARTS, measured, strict=True) if value is not None]
+    start = StepCost(*(e if m is None else m for m, e in zip(measured, _parts(expected), strict=True)))
+    speed, length = observation.speedup, observation.accepted_length
+    unknown = [part for part in PARTS if part not in known_parts]
+    if speed is None or length is None or not unknown:
+        return [start]
+    excess = length / speed.value - start.total(drafted)
+    if excess <= 0.0:
+        return [_reduced(start, unknown, excess, drafted)]
+    order = [part for part in _likely(observation) if part in unknown]
+    orders = [order, *([part] for part in order)]
+    found = [_raised(start, parts, excess, drafted) for parts in orders]
+    return list(dict.fromkeys(found))
+
+
+def _likely(observation: Observation) -> Sequence[str]:
+    """Return the parts in the order in which an unexpected cost is attributed to them.
+
+    A separate draft model runs k passes one after the other, so its launches cost most. Heads are one layer and lookups
+    cost nothing, so their unexpected costs are those of the wider pass; so are those of experts and of large batches.
+    """
+    wide = observation.moe or (observation.batch_size or 1.0) >= 2.0
+    slow_draft = not wide and observation.kind in ("", "draft_model", "layer_skip")
+    return PARTS if slow_draft else ("verification", "overhead")
+
+
+def _parts(cost: StepCost) -> tuple[float, float, float]:
+    return cost.draft, cost.verify, cost.overhead
+
+
+def _reduced(cost: StepCost, unknown: Sequence[str], excess: float, drafted: float) -> StepCost:
+    """Return the cost with its unknown parts reduced to the measured total. A pass costs at least one plain step."""
+    drafting = cost.draft * drafted if "drafting" in unknown else 0.0
+    wider = cost.verify - 1.0 if "verification" in unknown else 0.0
+    rest = cost.overhead if "overhead" in unknown else 0.0
+    share = max(1.0 + excess / (drafting + wider + rest), 0.0) if drafting + wider + rest else 1.0
+    return StepCost(
+        cost.draft * (share if drafting else 1.0),
+        1.0 + (cost.verify - 1.0) * (share if wider else 1.0),
+        cost.overhead * (share if rest else 1.0),
+    )
+
+
+def _raised(cost: StepCost, parts: Sequence[str], excess: float, drafted: float) -> StepCost:
+    """Return the cost with an excess added to the parts in order, each up to its limit; the last takes the rest.
+
+    k + 1 tokens cost at most as much as k + 1 passes.
+    """
+    limits = {
+        "drafting": max(SLOWEST_DRAFT - cost.draft, 0.0) * drafted,
+        "verification": max(drafted + 1.0 - cost.verify, 0.0),
+    }
+    added = dict.fromkeys(PARTS, 0.0)
+    for part in parts:
+        added[part] = excess if part == parts[-1] else min(excess, limits[part])
+        excess -= added[part]
+    return StepCost(
+        cost.draft + added["drafting"] / drafted, cost.verify + added["verification"], cost.overhead + added["overhead"]
+    )
+
+
+def cost_model(cost: StepCost, observation: Observation) -> CostModel:
+    """Return the cost model of a completed observation in units of a plain step.
+
+    Verification costs grow linearly with the number of tokens. Drafts that end early count with their mean length.
+    """
+    depth = observation.k or 1
+    drafted = max(round(observation.drafted_per_step or depth), 1)
+    k, tree = min(depth, drafted), drafted > depth
+    return CostModel(
+        plain_ms=1.0,
+        pass_ms=1.0,
+        verify={1: 1.0, drafted + 1: cost.verify},
+        draft_ms=cost.draft,
+        draft_step_ms=0.0,
+        other_ms=cost.overhead,
+        alpha=rates_of(observation),
+        k=k,
+        tree_nodes=drafted if tree else None,
+    )

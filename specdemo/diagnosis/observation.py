@@ -1,0 +1,163 @@
+"""Facts about a run of speculative decoding, in the form that a diagnosis reads. Needs no torch.
+
+A reader of an engine's output fills in an `Observation` and leaves out what the output does not contain. `complete`
+derives the values that follow from others.
+"""
+
+from dataclasses import dataclass, fields, replace
+from math import ceil, isfinite
+from typing import Self
+
+from specdemo.core.estimate import Estimate
+from specdemo.presets.drafters import all_published, base_name
+
+LARGEST = 1e9  # of any number; rates and tokens/s are far below
+LONGEST = 1024  # draft tokens per step
+TOLERANCE = 0.02  # of a rate or length that an engine printed with two digits
+NUMBERS = {  # what a missing value is called
+    "k": "draft length k",
+    "accepted_length": "mean accepted length",
+    "by_position": "acceptance by position",
+    "speedup": "speed without speculation",
+    "draft_cost": "drafting time",
+    "verify_cost": "verification time",
+    "batch_size": "batch size",
+    "method": "drafting method",
+    "target": "target model",
+    "thinking": "thinking mode",
+}
+WORDS = {  # part of an engine's name of a method -> method; the first match counts
+    "draft_model": ("draft_model", "draft-simple", "standalone", "draft model"),
+    "dflash": ("dflash", "dspark", "domino"),
+    "eagle": ("eagle",),
+    "mtp": ("mtp", "nextn", "assistant"),
+    "medusa": ("medusa",),
+    "mlp_speculator": ("mlp_speculator",),
+    "suffix": ("suffix",),
+    "ngram": ("ngram", "lookup"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """Facts about one run. None and empty values are unknown.
+
+    engine: a name in `specdemo.servers.engines`. method: in words of the engine or of specdemo. k: draft length, or
+    depth of the tree. accepted_length: mean accepted length, tokens output per target pass including the correction or
+    bonus token. acceptance_rate: accepted / drafted tokens. by_position: share of the steps that accepted the draft
+    tokens up to each position (unconditional). drafted_per_step: mean number of draft tokens; below k if drafts end
+    early, above it for trees. draft_cost: time to draft one token; verify_cost: time of the verification pass;
+    overhead: rest of a step; all in units of a plain decoding step. tokens_per_s and plain_tokens_per_s: with and
+    without speculation, both over the same number of requests at a time. batch_size: mean number of requests per step.
+    thinking: mode of the requests; trained_thinking: of the drafter's training answers. moe: the target is a mixture of
+    experts. random_prompts: the prompts are random tokens. offloaded: weights or caches are read from main memory or
+    disk, or requests are swapped out.
+
+    Raises ValueError, one line, for a number out of range.
+    """
+
+    engine: str = ""
+    source: str = ""  # what was read
+    method: str = ""
+    target: str = ""
+    drafter: str = ""
+    k: int | None = None
+    accepted_length: float | None = None
+    acceptance_rate: float | None = None
+    by_position: tuple[float, ...] = ()
+    drafted_per_step: float | None = None
+    steps: int | None = None
+    draft_cost: float | None = None
+    verify_cost: float | None = None
+    overhead: float | None = None
+    plain_tokens_per_s: float | None = None
+    tokens_per_s: float | None = None
+    speedup: Estimate | None = None
+    batch_size: float | None = None
+    thinking: bool | None = None
+    trained_thinking: bool | None = None
+    moe: bool | None = None
+    random_prompts: bool | None = None
+    offloaded: bool | None = None
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, int | float) and not (isfinite(value) and 0.0 <= value <= LARGEST):
+                raise ValueError(f"{field.name} must be from 0 to {LARGEST:g}, not {value}")
+        for name in ("tokens_per_s", "plain_tokens_per_s"):
+            if getattr(self, name) == 0.0:
+                raise ValueError(f"{name} must be more than 0")
+        rates = [*self.by_position, *([] if self.acceptance_rate is None else [self.acceptance_rate])]
+        if not all(isfinite(rate) and 0.0 <= rate <= 1.0 + TOLERANCE for rate in rates):
+            raise ValueError("acceptance rates must be from 0 to 1")
+        if (self.k or 0) > LONGEST or len(self.by_position) > LONGEST:
+            raise ValueError(f"k must be at most {LONGEST}")
+
+    @property
+    def kind(self) -> str:
+        """Return specdemo's name for the method; an unknown name as it is."""
+        return method_of(self.method) or self.method
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Return the names of the values that are unknown and would make a diagnosis more certain."""
+        return tuple(words for name, words in NUMBERS.items() if getattr(self, name) in (None, "", ()))
+
+    def merged(self, plain: Self) -> Self:
+        """Return the observation with the speed of a run without speculation on the same machine and load."""
+        return replace(self, plain_tokens_per_s=plain.tokens_per_s or plain.plain_tokens_per_s)
+
+
+def method_of(name: str) -> str:
+    """Return specdemo's name for a method of an engine, an empty text for an unknown one."""
+    text = name.lower()
+    return next((method for method, words in WORDS.items() if any(word in text for word in words)), "")
+
+
+def complete(given: Observation) -> Observation:
+    """Return the observation with the values that follow from others. Raises ValueError, one line, if they contradict
+    each other."""
+    k = given.k or len(given.by_position) or None
+    length = given.accepted_length
+    if length is None and given.by_position:
+        length = 1.0 + sum(given.by_position)
+    drafted, rate = given.drafted_per_step, given.acceptance_rate
+    if length is None and rate is not None and (drafted or k):
+        length = 1.0 + rate * (drafted or k or 0.0)
+    if drafted is None:
+        drafted = (length - 1.0) / rate if length is not None and rate else k and float(k)
+    if k is None and drafted and length is not None:
+        k = max(round(drafted), ceil(length - 1.0 - TOLERANCE), 1)
+    if length is not None:
+        _check_length(length, k)
+        drafted = drafted and max(drafted, length - 1.0)
+        rate = (length - 1.0) / drafted if rate is None and drafted else rate
+    found = given.speedup
+    if found is None and given.tokens_per_s and given.plain_tokens_per_s:
+        found = Estimate(given.tokens_per_s / given.plain_tokens_per_s)
+    return replace(
+        given,
+        k=k,
+        accepted_length=length,
+        acceptance_rate=rate,
+        drafted_per_step=drafted,
+        speedup=found,
+        trained_thinking=_training(given) if given.trained_thinking is None else given.trained_thinking,
+    )
+
+
+def _check_length(length: float, k: int | None) -> None:
+    if length < 1.0 - TOLERANCE or (k and length > k + 1.0 + TOLERANCE):
+        raise ValueError(
+            f"a step with k = {k or '?'} draft tokens outputs 1 to k + 1 tokens, not {length:g}; the mean accepted "
+            "length includes the correction or bonus token"
+        )
+
+
+def _training(given: Observation) -> bool | None:
+    """Return from the catalogue whether a drafter was trained on answers with thinking."""
+    if not given.drafter:
+        return None
+    modes = {one.thinking for one in all_published() if base_name(one.drafter) == base_name(given.drafter)}
+    return {("with",): True, ("without",): False}.get(tuple(filter(None, modes)))  # type: ignore[arg-type]
