@@ -51,7 +51,10 @@ def test_server_lane_shows_only_reported_values():
         in next(line for line in lines if line["type"] == "done" and line["lane"] == 1)["remote"]["source"]
     )
     why = lines[-1]["comparison"][0]["why"]
-    assert "45 % of the draft tokens were accepted; mean accepted length 2.50" in why and why.endswith("are included.")
+    assert (
+        "45 % of the draft tokens were accepted, 11 % would break even; mean accepted length 2.50" in why
+        and why.endswith("are included.")
+    )
     rows = [row for row in csv.DictReader(io.StringIO(tokens_csv(trace))) if row["lane"] == "1"]
     assert len(rows) == len(HOSTILE) and {(row["kind"], row["token_id"]) for row in rows} == {("unknown", "-1")}
 
