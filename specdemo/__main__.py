@@ -200,7 +200,14 @@ def check_server(
         str | None, typer.Option(help="Model of the servers; the local engine runs it if one server is given.")
     ] = None,
     served_model: Annotated[str | None, typer.Option(metavar="NAME", help="Name of the model on the servers.")] = None,
-    prompts: Annotated[int, typer.Option(help="Number of prompts.")] = 20,
+    prompts: Annotated[
+        int | None,
+        typer.Option(help="Number of prompts; default: all of the file, or 20 built-in ones.", show_default=False),
+    ] = None,
+    prompt_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Prompts, one per line, or Spec-Bench's question.jsonl.", show_default=False),
+    ] = None,
     new_tokens: Annotated[int, typer.Option(help="Output tokens per prompt.")] = 128,
     margin: Annotated[
         float, typer.Option(help="Largest margin of a near-tie, in nats; larger ones are differences.")
@@ -219,7 +226,7 @@ def check_server(
         raise ValueError(f"check-server takes one or two addresses, not {len(servers)}")
     allow(servers)
     chosen = {"target": target, "served_model": served_model, "dtype": dtype, "device": device}
-    counts = {"prompts": prompts, "new_tokens": new_tokens, "margin": margin}
+    counts = {"prompts": prompts, "prompt_file": prompt_file, "new_tokens": new_tokens, "margin": margin}
     reference = servers[0] if len(servers) == 2 else None
     check = ServerCheck.build({"server": servers[-1], "reference": reference, **chosen, **counts})
     with progress_bar(1.0, "{l_bar}{bar}| {elapsed}") as bar:

@@ -9,19 +9,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise, takewhile
 from math import comb
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Self
 
-from pydantic import Field
+from pydantic import Field, PlainSerializer
 
 from specdemo.bench.base import Decoding, Report, Stop
-from specdemo.bench.prompts import CODE, COPYING, EDITS, PROMPTS
+from specdemo.bench.prompts import CODE, COPYING, EDITS, PROMPTS, openings
 from specdemo.bench.result import Result, Row
+from specdemo.core.safe_io import read_text
 from specdemo.core.trace import LaneTrace
 from specdemo.engine.comparison import Model, Server
 from specdemo.methods import BASELINE
 from specdemo.servers.address import host
 
 TEXTS = (*PROMPTS, *COPYING, *CODE, *EDITS)
+COUNT, MOST = 20, 10_000  # prompts: default and maximum
+FILE_BYTES = 16_000_000
 MARGIN = 0.3  # nats; logits of about 20 in bfloat16 are multiples of 0.125
 ALTERNATIVES = 5  # log-probabilities to request; OpenAI's limit
 CONFIDENCE = 0.95
@@ -30,6 +34,7 @@ LOSSLESS = (IDENTICAL, TIE)
 
 if TYPE_CHECKING:  # imports torch
     from specdemo.core.protocol import Target
+    from specdemo.servers.lane import Form, RemoteLane
 
 LogProbs = Mapping[str, float]  # text of a token -> its log-probability, of the most likely tokens
 
@@ -67,13 +72,16 @@ class Side(ABC):
         """Return the greedy answer. Raises ValueError with one line."""
 
     @abstractmethod
-    def next_tokens(self, prompt: str) -> LogProbs:
-        """Return the most likely next tokens; empty if they are unknown."""
+    def next_tokens(self, prompt: str, text: str, tokens: int) -> LogProbs:
+        """Return the most likely tokens after `text`, the start of the answer of at most `tokens` tokens to the prompt;
+        empty if they are unknown.
+        """
 
 
 class ServerCheck(Decoding):
     """Check of a server. server: it is checked. reference: a server of the same model without speculation; None: the
-    local engine.
+    local engine. prompt_file: prompts to use instead of the built-in ones. prompts: their number, None: all prompts of
+    the file, or COUNT built-in ones.
     """
 
     name = "check-server"
@@ -82,17 +90,19 @@ class ServerCheck(Decoding):
     reference: Server | None = None
     target: Model | None = None
     served_model: Model | None = None
-    prompts: Annotated[int, Field(ge=1, le=len(TEXTS))] = 20
+    prompts: Annotated[int, Field(ge=1, le=MOST)] | None = None
+    prompt_file: Annotated[Path, PlainSerializer(lambda path: path.name, when_used="json")] | None = None
     margin: Annotated[float, Field(gt=0.0, le=10.0)] = MARGIN
     new_tokens: Annotated[int, Field(ge=2, le=1024)] = 128
 
     def run(self, report: Report, cancelled: Stop) -> Result:
         from specdemo.engine.session import environment
 
+        texts = self._texts()
         sides: list[Side] = [self._reference(), RemoteSide(self.server, self.target, self.served_model, cancelled)]
         rows: list[Row] = []
-        for number, prompt in enumerate(TEXTS[: self.prompts]):
-            report(number / self.prompts, f"prompt {number + 1} of {self.prompts}")
+        for number, prompt in enumerate(texts):
+            report(number / len(texts), f"prompt {number + 1} of {len(texts)}")
             if cancelled():
                 break
             rows.append(compare(sides[0], sides[1], prompt, self.new_tokens, self.margin))
@@ -101,6 +111,16 @@ class ServerCheck(Decoding):
         config = self.config(self.target or "unknown") | {"prompts": len(rows)}
         remark = verdict(rows, self.margin, *(side.name for side in sides))
         return Result(self.name, 1, config, environment(sides[0].model), rows, [remark])
+
+    def _texts(self) -> Sequence[str]:
+        """Return the prompts. Raises ValueError with one line if the file has too few."""
+        if self.prompt_file is None:
+            count = self.prompts or COUNT
+            return [*TEXTS[:count], *openings(count - len(TEXTS))]
+        texts = read_prompts(self.prompt_file)
+        if self.prompts and self.prompts > len(texts):
+            raise ValueError(f"{self.prompt_file} has {len(texts)} prompts, not {self.prompts}; lower --prompts")
+        return texts[: self.prompts]
 
     def _reference(self) -> Side:
         if self.reference is not None:
@@ -116,22 +136,28 @@ class RemoteSide(Side):
     def __init__(self, server: str, target: str | None, model: str | None, cancelled: Stop = lambda: False) -> None:
         self.name = host(server)
         self._server, self._target, self._model, self._cancelled = server, target or "", model, cancelled
+        self._forms: Sequence[Form] = ("completions", "chat/completions")
 
     def answer(self, prompt: str, tokens: int) -> GreedyAnswer:
-        trace, _ = self._request(prompt, tokens)
-        return GreedyAnswer.without_leading_space(trace.pieces, trace.finish)
+        lane = self._request(prompt, tokens, self._forms)
+        assert lane.trace.remote is not None
+        if lane.trace.remote.endpoint == "/v1/chat/completions":
+            self._forms = ("chat/completions",)
+        return GreedyAnswer.without_leading_space(lane.trace.pieces, lane.trace.finish)
 
-    def next_tokens(self, prompt: str) -> LogProbs:
+    def next_tokens(self, prompt: str, text: str, tokens: int) -> LogProbs:
         try:
-            return self._request(prompt, 1, ALTERNATIVES)[1]
+            if "completions" in self._forms:
+                return self._request(prompt + text, 1, ("completions",), ALTERNATIVES).next_tokens
+            # a chat cannot continue a text, so the answer is repeated
+            return after(text, self._request(prompt, tokens, self._forms, ALTERNATIVES).token_alternatives)
         except ValueError:  # the margin is then unknown
             return {}
 
-    def _request(self, prompt: str, tokens: int, alternatives: int = 0) -> tuple[LaneTrace, LogProbs]:
+    def _request(self, prompt: str, tokens: int, forms: "Sequence[Form]", alternatives: int = 0) -> "RemoteLane":
         from specdemo.core.protocol import GenerationConfig
-        from specdemo.servers.lane import Form, RemoteLane
+        from specdemo.servers.lane import RemoteLane
 
-        forms: tuple[Form, ...] = ("completions",) if alternatives else ("completions", "chat/completions")
         trace = LaneTrace(self.name, BASELINE, {}, True, [])
         config = GenerationConfig(tokens)
         lane = RemoteLane(trace, self._server, self._model, self._target, prompt, config, forms)
@@ -141,7 +167,22 @@ class RemoteSide(Side):
                 pass
         except RuntimeError as error:
             raise ValueError(str(error)) from None
-        return trace, lane.next_tokens
+        return lane
+
+
+def after(text: str, alternatives: Sequence[tuple[str, LogProbs]]) -> LogProbs:
+    """Return the most likely tokens after `text`; empty if no tokens add up to it.
+
+    alternatives: each token of an answer, and the most likely ones in its place.
+    """
+    at = 0
+    for token, likely in alternatives:
+        if at == len(text):
+            return likely
+        if not text.startswith(token, at):
+            break
+        at += len(token)
+    return {}
 
 
 class LocalSide(Side):
@@ -173,18 +214,31 @@ class LocalSide(Side):
         *pieces, last = text.push(output)
         return GreedyAnswer.without_leading_space([*pieces, last + text.flush()], finish)
 
-    def next_tokens(self, prompt: str) -> LogProbs:
+    def next_tokens(self, prompt: str, text: str, tokens: int) -> LogProbs:
         import torch
 
         from specdemo.models.text import encode, token_text
 
-        ids = torch.tensor([encode(self.model.tokenizer, prompt, self.model.max_length)])
+        ids = torch.tensor([encode(self.model.tokenizer, prompt + text, self.model.max_length)])
         with torch.no_grad():
             logits = self.model.start(ids.to(self.model.device)).logits[0, -1].float()
         self.model.release()
         best = logits.log_softmax(-1).topk(ALTERNATIVES)
         texts = [token_text(self.model.tokenizer, token) for token in best.indices.tolist()]
         return dict(zip(texts, best.values.tolist(), strict=True))
+
+
+def read_prompts(path: Path) -> list[str]:
+    """Read a prompt per line, or from a `.jsonl` file the questions of Spec-Bench. Raises ValueError with one line."""
+    if path.suffix == ".jsonl":
+        from specdemo.bench.measure import read_questions  # imports torch
+
+        return [question.text for question in read_questions(path)]
+    lines = read_text(path, FILE_BYTES, "choose a file with one prompt per line").splitlines()
+    texts = [line for line in lines if line.strip()]
+    if not texts:
+        raise ValueError(f"{path} contains no prompts; write one per line")
+    return texts
 
 
 def compare(reference: Side, server: Side, prompt: str, tokens: int, most: float) -> Row:
@@ -196,7 +250,7 @@ def compare(reference: Side, server: Side, prompt: str, tokens: int, most: float
     at = common_pieces(first, second)
     common = "".join(first.pieces[:at])
     rests = [answer.text[len(common) :] for answer in (first, second)]
-    likely = reference.next_tokens(prompt + (first.lead if common else "") + common)
+    likely = reference.next_tokens(prompt, (first.lead if common else "") + common, tokens)
     margin = margin_between(likely if common else {token.lstrip(): p for token, p in likely.items()}, *rests)
     output = UNEXPLAINED if margin is None else TIE if margin <= most else DIFFERS
     texts = {"reference": rests[0][:20], "server": rests[1][:20]}

@@ -41,3 +41,49 @@ EDITS = (
     "            continue\n        counts[word] = counts.get(word, 0) + 1\n    return counts\n\n\n"
     "# Use 20 instead of 10.\n",
 )
+# the lengths are coprime, so that each combination of words occurs once
+NAMES = ("Anna", "Ben", "Lily", "Max", "Mia", "Sam", "Tom")
+ANIMALS = ("bear", "bird", "cat", "cow", "dog", "duck", "fish", "fox", "frog", "horse", "mouse")
+PLACES = (
+    "beach",
+    "bridge",
+    "farm",
+    "forest",
+    "garden",
+    "hill",
+    "house",
+    "lake",
+    "market",
+    "park",
+    "river",
+    "school",
+    "zoo",
+)
+THINGS = (
+    "ball",
+    "bell",
+    "boat",
+    "book",
+    "box",
+    "cake",
+    "coin",
+    "drum",
+    "flower",
+    "hat",
+    "key",
+    "kite",
+    "lamp",
+    "map",
+    "shell",
+    "shoe",
+    "stone",
+)
+
+
+def openings(count: int) -> list[str]:
+    """Return openings of stories, up to 17,017 different ones."""
+    return [
+        f"{NAMES[n % len(NAMES)]} and a {ANIMALS[n % len(ANIMALS)]} went to the {PLACES[n % len(PLACES)]}. "
+        f"They found a {THINGS[n % len(THINGS)]}, and"
+        for n in range(count)
+    ]

@@ -28,7 +28,7 @@ from specdemo.servers.client import Client, StatusError, connected
 from specdemo.servers.counters import ServerStats
 from specdemo.servers.engines import metrics_paths, request_fields, stats_between
 from specdemo.servers.steps import Span, step_events, token_pieces
-from specdemo.servers.stream import Piece, StreamParser
+from specdemo.servers.stream import Alternatives, Piece, StreamParser
 
 if TYPE_CHECKING:
     from specdemo.core.protocol import GenerationConfig
@@ -87,6 +87,7 @@ class RemoteLane:
         self.has_steps = False
         self.alternatives = 0  # number of most likely tokens to request
         self.next_tokens: dict[str, float] = {}  # most likely first tokens and their log-probabilities
+        self.token_alternatives: list[Alternatives] = []  # of each token of a chat
         self.trace.remote = self._remote = Remote(host(self.server), self.model or "", "")
 
     def events(self, cancelled: Callable[[], bool]) -> Iterator[Piece]:
@@ -171,6 +172,7 @@ class RemoteLane:
         self._update(counters=stats.counters, accept_by_position=stats.accept_by_position, source=stats.source)
         self._update(accept_histogram=stats.accept_histogram, times=parser.times or counted.times)
         self._spans, self._finish, self.next_tokens = parser.spans(), parser.finish, parser.next_tokens
+        self.token_alternatives = parser.alternatives
 
     async def _served(self, http: Client) -> str:
         try:
@@ -253,6 +255,9 @@ class RemoteLane:
             **put,
             **self.draft,
         }
+        if self.alternatives:
+            chat = {"logprobs": True, "top_logprobs": self.alternatives}
+            request |= {"logprobs": self.alternatives} if form == "completions" else chat
         if not standard:
             request["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
             request |= {
@@ -262,8 +267,6 @@ class RemoteLane:
                 "return_token_ids": True,
                 **request_fields(),
             }
-            if self.alternatives:
-                request["logprobs"] = self.alternatives
             arguments = template_arguments(self.thinking)
             request |= {"chat_template_kwargs": arguments} if arguments else {}
         return request

@@ -23,6 +23,7 @@ TOKEN_CHARS = 64  # average length of a token's text
 SPARE_CHARS = 4_000
 
 Piece = tuple[StepEvent, str]
+Alternatives = tuple[str, dict[str, float]]  # a token, and the log-probabilities of the most likely ones in its place
 
 
 _Id = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
@@ -37,7 +38,12 @@ class _TopToken(BaseModel):
 
 
 class _Position(BaseModel):
+    token: str = ""
     top_logprobs: list[_TopToken] = []
+
+    @property
+    def next_tokens(self) -> dict[str, float]:
+        return {one.token: one.logprob for one in self.top_logprobs if isfinite(one.logprob)}
 
 
 class _LogProbs(BaseModel):
@@ -49,9 +55,9 @@ class _LogProbs(BaseModel):
     @property
     def first(self) -> dict[str, float]:
         """Return those of the first position, without impossible ones."""
-        found: dict[str, float] = (self.top_logprobs or [None])[0] or {}
         if self.content:
-            found = {one.token: one.logprob for one in self.content[0].top_logprobs}
+            return self.content[0].next_tokens
+        found: dict[str, float] = (self.top_logprobs or [None])[0] or {}
         return {token: value for token, value in found.items() if isfinite(value)}
 
 
@@ -100,6 +106,7 @@ class StreamParser:
         self.drafted: ServerStats | None = None
         self.times: dict[Clock, float] = {}  # as measured by the server
         self.next_tokens: dict[str, float] = {}  # most likely first tokens and their log-probabilities
+        self.alternatives: list[Alternatives] = []  # of each token of a chat
         self._sizes: list[int] = []  # tokens of each piece
         self._totals: list[tuple[int, int]] = []  # drafted and accepted tokens up to each token, if reported
 
@@ -132,8 +139,10 @@ class StreamParser:
             if text or ids or grown:
                 self._piece(text, ids, grown, arrived)
                 self._count(len(ids) or grown or 1, stats)
-            if choice.logprobs and not self.next_tokens:
-                self.next_tokens = choice.logprobs.first
+            if choice.logprobs:
+                self.next_tokens = self.next_tokens or choice.logprobs.first
+                room = self._limit - len(self.alternatives)
+                self.alternatives += [(one.token, one.next_tokens) for one in (choice.logprobs.content or [])[:room]]
             self._end(choice.finish_reason)
         self.times = stats.times or self.times
         self.drafted = stats if stats.counters else self.drafted

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import gradio as gr
 
 from specdemo.bench.base import ROWS
-from specdemo.bench.check_server import TEXTS, ServerCheck
+from specdemo.bench.check_server import COUNT, ServerCheck
 from specdemo.bench.suites import suite
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.models.shipped import embedded_folder
@@ -40,6 +40,7 @@ MINUTES = (0.5, 30.0)
 RUNS = Path("runs")
 DRAWS = 1024  # maximum of a losslessness test
 START = "embedded-sampling"
+CHECKED_PROMPTS = 200  # maximum of the slider
 POINTS = 500  # maximum of a loss curve, without evaluations
 OFF = (
     "Training is disabled on this public page, because it would block the shared machine for minutes. "
@@ -263,7 +264,7 @@ def _draw_server_check(store: Store) -> None:
             "preset": gr.Dropdown(
                 presets, value=DEFAULT, label="Preset: target", elem_id="checked-preset", scale=3, min_width=330
             ),
-            "prompts": gr.Slider(1, len(TEXTS), 20, step=1, label="Prompts", elem_id="checked-prompts", **size),
+            "prompts": gr.Slider(1, CHECKED_PROMPTS, COUNT, step=1, label="Prompts", elem_id="checked-prompts", **size),
         }
         with gr.Column(scale=2, min_width=180):
             run = gr.Button("Check", variant="primary", size="lg", elem_id="server-check-run")

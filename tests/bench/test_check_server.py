@@ -6,20 +6,22 @@ from math import inf
 import pytest
 
 from specdemo.__main__ import main
-from specdemo.bench import check_server
 from specdemo.bench.check_server import (
     DIFFERS,
     IDENTICAL,
+    MOST,
     TEXTS,
     TIE,
     UNEXPLAINED,
     GreedyAnswer,
     LocalSide,
     ServerCheck,
+    after,
     common_pieces,
     margin_between,
     share_interval,
 )
+from specdemo.bench.prompts import openings
 from specdemo.servers import address
 from tests.completion_server import completion_server, piece
 
@@ -31,29 +33,34 @@ def unlisted(monkeypatch):
     monkeypatch.setattr(address, "_added", {})
 
 
-def answering(changed=None, second=-4.0, logprobs="completion"):
+def answering(changed=None, second=-4.0, logprobs="completion", chat=False, texts=TEXTS):
     """Return a deterministic language model. changed: (prompt, position) of a token that it replaces; second: the
-    log-probability of the replacement.
+    log-probability of the replacement; chat: it takes messages only.
     """
 
     def word(prompt, at):
         return " other" if (prompt, at) == changed else f" w{prompt}.{at}"
 
     def pieces(body):
-        prompt = next(i for i, text in enumerate(TEXTS) if body["prompt"].startswith(text))
-        start = body["prompt"].count(" w" + str(prompt) + ".")
+        given = body["messages"][0]["content"] if chat else body["prompt"]
+        prompt = next(i for i, text in enumerate(texts) if given.startswith(text))
+        start = given.count(" w" + str(prompt) + ".")
         end = min(start + body["max_tokens"], LENGTH)
         found = [piece(word(prompt, at), total=at - start + 1) for at in range(start, end)]
         found[-1]["choices"][0]["finish_reason"] = "length"
-        top = {word(prompt, start): -0.01, " other": second, " third": -inf}
-        if "logprobs" in body and logprobs == "completion":
-            found[0]["choices"][0]["logprobs"] = {"tokens": [], "top_logprobs": [top]}
-        elif "logprobs" in body and logprobs == "chat":
+        for at, one in enumerate(found if "logprobs" in body else [], start):
+            top = {word(prompt, at): -0.01, " other": second, " third": -inf}
             content = [{"token": token, "logprob": value} for token, value in top.items() if value > -inf]
-            found[0]["choices"][0]["logprobs"] = {"content": [{"token": "", "top_logprobs": content}]}
+            one["choices"][0]["logprobs"] = {
+                "completion": {"tokens": [], "top_logprobs": [top]},
+                "chat": {"content": [{"token": word(prompt, at), "top_logprobs": content}]},
+            }.get(logprobs)
         return found
 
-    return completion_server(pieces)
+    def refusal(path, body):
+        return (404, {}) if chat and path == "/v1/completions" else (200, None)
+
+    return completion_server(pieces, refusal=refusal)
 
 
 def checked(capsys, *arguments):
@@ -62,7 +69,7 @@ def checked(capsys, *arguments):
 
 
 @pytest.mark.parametrize("logprobs", ["completion", "chat"])
-def test_one_changed_token_in_200_is_found(capsys, logprobs):
+def test_one_changed_token_in_an_answer_of_200_is_found(capsys, logprobs):
     with answering(logprobs=logprobs) as plain, answering(changed=(3, 137)) as wrong:
         code, result = checked(capsys, plain.address, wrong.address, "--prompts", "5", "--new-tokens", "200")
     assert code == 1 and [row["output"] for row in result["rows"]] == [*[IDENTICAL] * 3, DIFFERS, IDENTICAL]
@@ -71,6 +78,56 @@ def test_one_changed_token_in_200_is_found(capsys, logprobs):
     assert row["reference"].startswith(" w3.137") and row["server"].startswith(" other")
     assert result["remarks"][0].startswith("Not lossless: in 1 of 5 prompts 127.0.0.1:")
     assert "its margin is 3.99 nats" in result["remarks"][0]
+
+
+def test_one_changed_token_in_200_prompts_is_found(capsys):
+    texts = [*TEXTS, *openings(200 - len(TEXTS))]
+    with answering(texts=texts) as plain, answering(changed=(177, 2), texts=texts) as wrong:
+        code, result = checked(capsys, plain.address, wrong.address, "--prompts", "200", "--new-tokens", "3")
+    assert code == 1 and [i for i, row in enumerate(result["rows"]) if row["output"] != IDENTICAL] == [177]
+    assert len(result["rows"]) == 200 and result["config"]["prompts"] == 200
+    assert "95 % interval of the share: 0 to 3 %" in result["remarks"][0]
+
+
+def test_a_server_of_chats_reports_the_margin_in_its_own_answer(capsys):
+    with answering(logprobs="chat", chat=True) as plain, answering(changed=(1, 137), chat=True) as wrong:
+        code, result = checked(capsys, plain.address, wrong.address, "--prompts", "2", "--new-tokens", "200")
+        assert (code, result["rows"][1]["parts at"], result["rows"][1]["margin"]) == (1, 137, 3.99)
+        *_, (path, body, _) = plain.requests
+        assert (path, body["logprobs"], body["top_logprobs"]) == ("/v1/chat/completions", True, 5)
+    with answering(logprobs="", chat=True) as silent, answering(changed=(0, 0), chat=True) as wrong:
+        assert checked(capsys, silent.address, wrong.address, "--prompts", "1")[1]["rows"][0]["output"] == UNEXPLAINED
+
+
+@pytest.mark.parametrize(
+    ("text", "found"), [("", {"a": -1.0}), ("ab", {"c": -2.0}), ("a", {}), ("abcd", {}), ("ac", {})]
+)
+def test_alternatives_after_a_text(text, found):
+    assert after(text, [("ab", {"a": -1.0}), ("c", {"c": -2.0})]) == found
+
+
+def test_prompts_of_a_file(capsys, tmp_path):
+    lines, questions = tmp_path / "prompts.txt", tmp_path / "question.jsonl"
+    lines.write_text("".join(f"Question {n}?\n\n" for n in range(30)), encoding="utf-8")
+    asked = [{"question_id": n, "category": "all", "turns": [f"Question {n}?"]} for n in range(30)]
+    questions.write_text("\n".join(map(json.dumps, asked)), encoding="utf-8")
+    for file in (lines, questions):
+        with answering(texts=[f"Question {n}?" for n in range(30)]) as plain:
+            options = (plain.address, plain.address, "--prompt-file", str(file), "--new-tokens", "2")
+            code, result = checked(capsys, *options)
+            assert code == 0 and [row["prompt"] for row in result["rows"]] == [f"Question {n}?" for n in range(30)]
+            assert len(checked(capsys, *options, "--prompts", "3")[1]["rows"]) == 3
+            assert result["config"]["prompt_file"] == file.name
+    command = ["check-server", "http://a:1", "http://a:1", "--prompt-file"]
+    assert main([*command, str(lines), "--prompts", "31"]) == 2
+    assert "has 30 prompts, not 31; lower --prompts" in capsys.readouterr().err
+    lines.write_text("\n", encoding="utf-8")
+    assert main([*command, str(lines)]) == 2
+    assert "contains no prompts; write one per line" in capsys.readouterr().err
+
+
+def test_openings_differ():
+    assert len(set(openings(MOST))) == MOST and openings(0) == openings(-5) == []
 
 
 def test_a_near_tie_passes_and_an_unknown_margin_does_not(capsys):
@@ -90,8 +147,8 @@ def test_a_near_tie_passes_and_an_unknown_margin_does_not(capsys):
 def test_identical_servers_pass_every_time(capsys):
     with answering() as plain, answering() as other:
         for _ in range(20):
-            code, result = checked(capsys, plain.address, other.address, "--prompts", "3", "--new-tokens", "20")
-            assert code == 0 and "3 of 3 texts are identical" in result["remarks"][0]
+            code, result = checked(capsys, plain.address, other.address, "--prompts", "10", "--new-tokens", "8")
+            assert code == 0 and "10 of 10 texts are identical" in result["remarks"][0]
 
 
 def test_the_local_engine_is_a_reference(capsys):
@@ -122,7 +179,7 @@ def test_refusals_are_one_line(capsys):
     assert main(["check-server", "http://127.0.0.1:9", "http://127.0.0.1:9"]) == 2
     assert "cannot be reached" in capsys.readouterr().err
     with pytest.raises(ValueError, match="prompts must be"):
-        ServerCheck.build({"server": "http://a", "prompts": len(check_server.TEXTS) + 1})
+        ServerCheck.build({"server": "http://a", "prompts": MOST + 1})
 
 
 def test_leading_space_is_ignored():

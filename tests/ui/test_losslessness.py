@@ -85,7 +85,7 @@ def test_a_listed_server_is_checked(monkeypatch):
     ("at", "value", "message"),
     [
         ("server", "ftp://x", "server must have the form"),
-        ("prompts", 99, "prompts must be"),
+        ("prompts", 10_001, "prompts must be"),
         ("preset", "x", "unknown"),
     ],
 )
