@@ -27,8 +27,9 @@ from specdemo.engine.session_state import SessionState
 from specdemo.engine.verdict import compare_outputs
 from specdemo.models.devices import device_map_summary
 from specdemo.models.errors import Cancelled
+from specdemo.models.gguf_files import has_chat_template
 from specdemo.models.machine import GpuClock, commit, device_name, one_thread, versions
-from specdemo.models.sources import LoadProgress, has_chat_template, no_progress
+from specdemo.models.sources import LoadProgress, no_progress
 from specdemo.servers.address import check_listed
 
 TRACE_CONFIG = {"target", "max_new_tokens", "seed", "dtype", "device", "quantization", "chat", "system", "thinking"}

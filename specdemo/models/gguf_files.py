@@ -23,6 +23,7 @@ from huggingface_hub import constants
 
 from specdemo.core.deployment import public
 from specdemo.core.safe_io import check_regular, read_text
+from specdemo.models import sources
 from specdemo.models.sources import LoadProgress, Repository, cached_folder, fetch_folder, model_info, no_progress
 
 SUFFIX = ".gguf"
@@ -146,6 +147,14 @@ def local_header(name: str) -> Header | None:
             return None
         source = fetch_folder(source, no_progress) / next(iter(source.files))
     return read_header(all_parts(source)[0])
+
+
+def has_chat_template(name: str) -> bool | None:
+    """Return True if a model on this machine, a GGUF file or another, has a chat template; None if it is not here."""
+    file = Path(name).expanduser()
+    if not name.lower().endswith(SUFFIX):
+        return sources.has_chat_template(name)
+    return "tokenizer.chat_template" in read_header(file).metadata if file.is_file() else None
 
 
 def _find(name: str) -> Path | Repository:

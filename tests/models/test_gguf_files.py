@@ -6,7 +6,15 @@ import struct
 
 import pytest
 
-from specdemo.models.gguf_files import check_file, fetch_parts, is_gguf, local_header, quantisation_in, read_header
+from specdemo.models.gguf_files import (
+    check_file,
+    fetch_parts,
+    has_chat_template,
+    is_gguf,
+    local_header,
+    quantisation_in,
+    read_header,
+)
 from tests.models.fake_hub import serve
 
 TOKENS = ("a", "b", "[PAD2]", "[PAD3]")
@@ -16,7 +24,7 @@ def text(value):
     return struct.pack("<Q", len(value)) + value.encode()
 
 
-def gguf(quantisation=15, tokens=TOKENS, heads=(2, 2), rows=64, cut=0, version=3):
+def gguf(quantisation=15, tokens=TOKENS, heads=(2, 2), rows=64, cut=0, version=3, template=None):
     """Return a file with one F32 matrix of 32 x `rows`."""
     numbers = struct.pack("<IQ", 4, len(heads)) + b"".join(struct.pack("<I", head) for head in heads)
     entries = [
@@ -30,6 +38,8 @@ def gguf(quantisation=15, tokens=TOKENS, heads=(2, 2), rows=64, cut=0, version=3
     ]
     if quantisation is not None:
         entries.append(text("general.file_type") + struct.pack("<II", 4, quantisation))
+    if template is not None:
+        entries.append(text("tokenizer.chat_template") + struct.pack("<I", 8) + text(template))
     tensor = text("token_embd.weight") + struct.pack("<IQQIQ", 2, 32, rows, 0, 0)
     content = b"GGUF" + struct.pack("<IQQ", version, 1, len(entries)) + b"".join(entries) + tensor
     content += b"\0" * (-len(content) % 32) + b"\0" * (4 * 32 * rows)
@@ -49,6 +59,13 @@ def test_header(file):
     assert header.cache_bytes(2) == 2 * 2 * (2 * 8) * 2  # layers x heads x keys and values x bytes
     file.write_bytes(gguf(quantisation=None))
     assert read_header(file).quantisation == "F32"
+
+
+def test_chat_template(file, tmp_path):
+    assert has_chat_template(str(file)) is False
+    file.write_bytes(gguf(template="{{ messages }}"))
+    assert has_chat_template(str(file)) is True
+    assert has_chat_template(str(tmp_path / "absent.gguf")) is None and has_chat_template("stories") is False
 
 
 def test_vocabularies_are_equal_without_padding(file, tmp_path):

@@ -1,12 +1,17 @@
 """llama.cpp's program `llama-server`: its command lines, and the kinds of speculation that the installed build has.
 
-`--help` is quoted from common/arg.cpp of llama.cpp, build 11549.
+`--help` is quoted from common/arg.cpp of llama.cpp, build 11549. With `llama-server` on PATH, the tests run it too.
 """
 
 import shlex
+import shutil
+from importlib.util import find_spec
 
 import pytest
 
+from specdemo.__main__ import main
+from specdemo.core.trace import from_json, token_kinds
+from specdemo.models.load import load_model
 from specdemo.presets.files import preset
 from specdemo.presets.serve import Program, on_free_ports, serve_commands, served
 from specdemo.servers.engines import ENGINES, llama_server
@@ -15,6 +20,12 @@ HELP = """--spec-type none,draft-simple,draft-eagle3,draft-mtp,ngram-simple,ngra
                                         comma-separated list of types of speculative decoding to use
 --spec-draft-n-max N                    number of tokens to draft for speculative decoding (default: 3)
 """
+
+real = pytest.mark.skipif(
+    shutil.which("llama-server") is None or find_spec("gguf") is None,
+    reason="there is no program llama-server on PATH, or no package gguf",
+)
+FLOAT32 = {"LLAMA_ARG_CACHE_TYPE_K": "f32", "LLAMA_ARG_CACHE_TYPE_V": "f32", "LLAMA_ARG_FLASH_ATTN": "off"}
 
 
 @pytest.fixture
@@ -78,3 +89,46 @@ def test_a_build_without_a_kind_of_speculation_is_not_started(tmp_path, program)
     with pytest.raises(ValueError, match="llama-server 11549 has no --spec-type draft-dflash; install a newer build"):
         installed.check([*served(on_free_ports(lane(tmp_path, method="dflash")), "llama-server")][1])
     assert ENGINES["llama-server"].probe(str(tmp_path / "absent")) is None
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Return GGUF files of the embedded target and its draft model."""
+    from specdemo.models.gguf import GGUFVocab, write_gguf
+
+    folder = tmp_path_factory.mktemp("gguf")
+    for name in ("stories", "stories-draft-wide"):
+        loaded = load_model(name, "float32", "cpu", kernels="transformers")
+        vocab = GGUFVocab.of(loaded.tokenizer, loaded.model.config.vocab_size)
+        write_gguf(loaded.model, vocab, folder / f"{name}.gguf")
+    return folder
+
+
+@pytest.fixture
+def float32(monkeypatch):
+    for name, value in {**FLOAT32, "LLAMA_ARG_THREADS": "1"}.items():
+        monkeypatch.setenv(name, value)
+
+
+def run(tmp_path, name, *arguments):
+    out = tmp_path / "trace.json"
+    assert main(["run", name, "--max-new-tokens", "48", "--dtype", "float32", "--out", str(out), *arguments]) == 0
+    return from_json(out.read_text(encoding="utf-8")).lanes
+
+
+@real
+@pytest.mark.parametrize("name", ["embedded-draft", "embedded-ngram"])
+def test_a_lane_on_llama_server_is_coloured(name, files, tmp_path, float32):
+    models = ["--target", str(files / "stories.gguf")]
+    models += ["--model", str(files / "stories-draft-wide.gguf")] if name == "embedded-draft" else []
+    plain, lane = run(tmp_path, name, "--engine", "llama-server", *models)
+    assert plain.text == lane.text and plain.remote.endpoint == "/v1/completions" and plain.note is None
+    assert lane.steps_known and lane.remote.counters["accepted"] > 0
+    drafted = sum(len(event.drafted[0]) for event in lane.events)
+    accepted = sum(len(event.path[0]) - 1 for event in lane.events)
+    assert (drafted, accepted) == (lane.remote.counters["drafted"], lane.remote.counters["accepted"])
+    if name == "embedded-draft":
+        local = run(tmp_path, name)[1]
+        assert lane.text == local.text
+        steps = [[token_kinds(event) for event in one.events[:-1]] for one in (lane, local)]
+        assert steps[0] == steps[1]
