@@ -44,7 +44,9 @@ class Runner:
             kind = model.config.model_type
             raise ValueError(f"a {kind} model stores its history where it cannot be rolled back; choose another model")
         self._cache_argument = cache_argument
-        self._last_arguments = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+        self._takes_last = "logits_to_keep" in parameters
+        text_config = model.config.get_text_config(decoder=True)
+        self._shares_kv = bool(getattr(text_config, "num_kv_shared_layers", 0))
         self.takes_positions = "position_ids" in parameters
         self._truncated_models: dict[int, nn.Module] = {}  # number of layers -> model that ends after them
 
@@ -77,7 +79,7 @@ class Runner:
             self._cache_argument: cache,
             "attention_mask": mask,
             "use_cache": True,
-            **(self._last_arguments if last else {}),
+            **(self._last_arguments(taps) if last else {}),
         }
         if positions is not None:
             arguments["position_ids"] = positions
@@ -86,6 +88,16 @@ class Runner:
         with self._tapped(taps) as hidden:
             output = model(tokens, **arguments)
         return Forward(self._logits(output, last), {tap: hidden[tap].to(self.device) for tap in taps})
+
+    def _last_arguments(self, taps: tuple[int, ...]) -> dict[str, Any]:
+        """Return the arguments for logits of the last position only.
+
+        With a number, Gemma 4 also skips the other positions in layers that share a cache, and their hidden states.
+        """
+        if not self._takes_last:
+            return {}
+        indices = taps and self._shares_kv
+        return {"logits_to_keep": torch.tensor([-1], device=self.device) if indices else 1}
 
     def _truncated_model(self, layers: int) -> nn.Module:
         if layers not in self._truncated_models:

@@ -9,6 +9,8 @@ from transformers import (
     FalconH1ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
     GPTNeoConfig,
@@ -61,6 +63,14 @@ def qwen3():
 def gemma3():
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
     return Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, sliding_window=6, layer_types=kinds, query_pre_attn_scalar=8))
+
+
+def gemma4():
+    """Return a model whose last two layers share the caches of earlier ones."""
+    kinds = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"]
+    per_layer = {"hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": VOCABULARY}
+    sizes = SIZES | {"num_hidden_layers": 5, "sliding_window": 6, "global_head_dim": 16, "num_kv_shared_layers": 2}
+    return Gemma4ForCausalLM(Gemma4TextConfig(**sizes, **per_layer, layer_types=kinds))
 
 
 def mistral():
@@ -117,7 +127,15 @@ def gpt_oss():
     return GptOssForCausalLM(GptOssConfig(**SIZES, **experts, sliding_window=6, layer_types=kinds))
 
 
-TREES = {"llama": llama, "qwen3": qwen3, "gemma3": gemma3, "mistral": mistral, "gpt2": gpt2, "gpt_oss": gpt_oss}
+TREES = {
+    "llama": llama,
+    "qwen3": qwen3,
+    "gemma3": gemma3,
+    "gemma4": gemma4,
+    "mistral": mistral,
+    "gpt2": gpt2,
+    "gpt_oss": gpt_oss,
+}
 CHAINS = {"gpt_neo": gpt_neo, "mamba": mamba, "qwen3_next": qwen3_next}
 HYBRIDS = {"qwen3_5": qwen3_5, "mamba2": mamba2, "falcon_h1": falcon_h1}  # slow, and limited to chains
 
