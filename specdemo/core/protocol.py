@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import torch
@@ -22,7 +23,7 @@ Tensors = tuple[Tensor, ...]
 Run = Callable[[], Tensors]
 GraphCapture = Callable[[Run], Run]  # function -> its replay, which writes to the same memory
 ReadFunction = Callable[[Tensor | None], Tensor]
-DraftFunction = Callable[..., Tensors]  # (read, depth, *extra) -> draft tokens [B, depth] and other tensors
+DraftFunction = Callable[..., Tensors]  # (read or `SharedKV`, depth, *extra) -> draft tokens [B, depth], other tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ class Capabilities:
     trees: bool = True  # False: the loop sends chains only
     hidden_states: frozenset[int] | Literal["all"] = frozenset()  # taps that a pass can return, see `Forward`
     layers: bool = False  # its first layers can run without the others: `early_exit_logits`
-    shared_kv: bool = False  # a drafter may attend to its KV cache
+    shared_kv: bool = False  # a drafter may attend to its KV cache: `draft_from_kv`, `early_exit_logits`
     cuda_graphs: bool = False  # passes can run as CUDA graphs: `new_graph_capture`
     batch: int = 1  # maximum batch size
 
@@ -88,6 +89,14 @@ class DraftPlan(NamedTuple):
     room: int  # most input tokens
     layers: int = 0  # number of layers to run; 0: all
     commits: bool = False  # commit the input tokens and all draft tokens but the last
+
+
+class SharedKV(NamedTuple):
+    """Committed keys and values of a target, for a drafter that attends to them."""
+
+    layers: Mapping[str, tuple[Tensor, Tensor]]  # kind of layer -> keys and values [B, K, W, E], see `kv_shapes`
+    positions: Tensor  # [B, 1] number of committed tokens, which is the position of the root
+    mask: Callable[[int], Tensor | None]  # n -> additive mask [B, 1, 1, W] of the last n tokens (0: all); None: all W
 
 
 class MemoryOwner:
@@ -132,6 +141,7 @@ class Target(MemoryOwner, ABC):
     tokenizer: Any = None  # transformers tokenizer, if there is one
     notes: tuple[str, ...] = ()  # sentences about how it was loaded
     cached_tokens: int = 0  # tokens that the last `start` did not have to read
+    kv_shapes: Mapping[str, tuple[int, int]] = MappingProxyType({})  # kind of layer -> key/value heads, their size
 
     @abstractmethod
     def start(self, tokens: Tensor, taps: tuple[int, ...] = (), reserve: int = 0) -> Forward:
@@ -198,7 +208,15 @@ class Target(MemoryOwner, ABC):
     def early_exit_logits(self, chain: Tensor, layers: int) -> Tensor:
         """Return logits [B, V] after chain [B, n] as if the model ended after `layers` layers.
 
-        Reads the last token only; the earlier ones were read by previous calls. Requires the capability `layers`.
+        Reads the last token only; the earlier ones were read by previous calls. Requires `layers` and `shared_kv`.
+        """
+        raise NotImplementedError
+
+    def draft_from_kv(self, write: DraftFunction, extra: Tensors, plan: DraftPlan) -> Tensors:
+        """Run `write(kv, depth, *extra)`, a draft of at least `plan.depth` tokens, as a CUDA graph if possible.
+
+        kv: a `SharedKV` with, for every kind of layer, the last layer that has a cache. Copy the result before the next
+        pass. Requires the capability `shared_kv`.
         """
         raise NotImplementedError
 

@@ -220,6 +220,11 @@ class CapturedColumns(ProvisionalColumns):
         self._store, self._ends = store, ends
         self._appended = 0  # provisional columns after `ends`
 
+    @property
+    def ends(self) -> Tensor:
+        """The columns [B] before the provisional ones."""
+        return self._ends
+
     def chain(self, width: int = 1, counts: list[int] | None = None) -> Columns:
         start = self._ends + self._appended if self._appended else self._ends
         self._appended += width

@@ -155,6 +155,22 @@ class KVHistory(History):
             store.lengths = [n + c + plan.depth - 1 for n, c in zip(store.lengths, counts, strict=True)]
         return outputs
 
+    def draft_from_kv(
+        self, layers: Mapping[str, int], write: DraftFunction, extra: Tensors, plan: DraftPlan
+    ) -> Tensors:
+        """See `Target.draft_from_kv`. layers: kind of layer -> layer of the cache."""
+        store = self.store
+        depth = store.graphs.depth(plan.kind, plan.depth, cut=True) if store.graphs else None
+        outputs = None
+        if depth is not None:
+
+            def draft(provisional: CapturedColumns, *extra: Tensor) -> Tensors:
+                return write(store.shared(layers, provisional.ends), depth, *extra)
+
+            shapes = [x.shape for x in extra]
+            outputs = store.run_captured(plan.kind, depth, draft, [], extra, shapes, columns=plan.room)
+        return write(store.shared(layers), plan.depth, *extra) if outputs is None else outputs
+
     def forward_after_draft(self, run: ForwardFunction, tokens: Tensor, columns: int) -> Forward:
         """Run another pass over tokens [B, 1] as if `columns` columns after the history were committed."""
         provisional = self.store.provisional([n + columns for n in self.lengths])

@@ -1,16 +1,16 @@
 """Columns of a KV cache, for a target or a head: committed lengths, storage, masks and CUDA graphs."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from specdemo.core.host_copy import to_device
-from specdemo.core.protocol import UNLIMITED, GraphCapture, Tensors
+from specdemo.core.protocol import UNLIMITED, GraphCapture, SharedKV, Tensors
 from specdemo.kv.cache import Cursor, SlabCache
 from specdemo.kv.columns import NO_ROPE, Angles, AttentionKind, CapturedColumns, Columns, EagerColumns, Mask
 from specdemo.kv.graphs import COLUMN_MULTIPLE, GraphCache
-from specdemo.kv.masks import Masks
+from specdemo.kv.masks import Masks, chain_mask
 
 SPARE_COLUMNS = 64  # free columns where no reserve is given
 
@@ -147,6 +147,28 @@ class KVStore:
             cos, sin = self._angles(positions, end, trailing)
             rope = cos.to(self.dtype), sin.to(self.dtype)
         return Columns(positions, make_mask, self.cache, rope, write_to=write_to)
+
+    def shared(self, layers: Mapping[str, int], ends: Tensor | None = None) -> SharedKV:
+        """Return the committed keys and values of some layers. layers: name -> layer of the cache.
+
+        ends [B]: the lengths on the device, inside a CUDA graph, where all columns are read; None: those on the host.
+        """
+        width = self.capacity if ends is not None else max(self.lengths)
+        masked = ends is not None or min(self.lengths) < width
+        positions = (to_device(self.lengths, self.device) if ends is None else ends)[:, None]
+
+        def mask(window: int) -> Tensor | None:
+            if not masked and not 0 < window < width:
+                return None
+            return chain_mask(positions - 1, self.positions[:width], (window, True), self.dtype)
+
+        def committed(slab: Tensor | None) -> Tensor:
+            assert slab is not None
+            return slab.narrow(2, 0, width).to(self.device)
+
+        slabs = {name: self.cache.slabs[index] for name, index in layers.items()}
+        pairs = {name: (committed(slab.keys), committed(slab.values)) for name, slab in slabs.items()}
+        return SharedKV(pairs, positions, mask)
 
     def run_captured(
         self,

@@ -23,7 +23,7 @@ from specdemo.methods.heads.sampler import ChainBuilder, TokenSampler, run_chain
 
 class LayerSkip(LayerSkipCost, Method):
     summary = "The first layers of the target draft, the full target verifies; no second model, no extra memory."
-    requires: ClassVar = frozenset({"layers"})
+    requires: ClassVar = frozenset({"layers", "shared_kv"})
 
     class Options(BaseOptions):
         exit_layer: int = knob(0, "number of layers that draft; 0 uses a third", low=0, high=128, step=1)

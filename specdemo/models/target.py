@@ -97,7 +97,8 @@ class HFTarget(Target):
             self._store.graphs.disabled_reason = f"its experts wait for the device in {dtype} on this GPU"
         # every plain model can also run its first layers and share its cache, because its history can be cropped
         graphs = self.uses_cuda_graphs
-        self.capabilities = Capabilities(trees, "all", layers=trees, cuda_graphs=graphs, batch=UNLIMITED)
+        self.capabilities = Capabilities(trees, "all", trees, trees, cuda_graphs=graphs, batch=UNLIMITED)
+        self._kv_layers = _kv_layers(config)
         self._history: History | None = None
 
     def runner(self, model: PreTrainedModel, layers: int, name: str) -> Runner:
@@ -117,6 +118,10 @@ class HFTarget(Target):
     @cached_property
     def weight_bytes(self) -> int:
         return packed_bytes(self.model) + sum(int(p.numel() * p.element_size()) for p in self.model.parameters())
+
+    @cached_property
+    def kv_shapes(self) -> dict[str, tuple[int, int]]:  # type: ignore[override]  # computed when a drafter needs it
+        return {kind: _kv_shape(self._config, index) for kind, index in self._kv_layers.items()}
 
     @property
     def kernels(self) -> str:
@@ -184,6 +189,13 @@ class HFTarget(Target):
         run = partial(self._run.for_capture, layers=plan.layers or None)
         return history.draft(run, tokens, counts, write, extra, plan)
 
+    @torch.no_grad()
+    def draft_from_kv(self, write: DraftFunction, extra: Tensors, plan: DraftPlan) -> Tensors:
+        history = self._require_history()
+        if not isinstance(history, KVHistory):
+            raise ValueError(f"{self.name} cannot share its KV cache, which is not of attention layers only")
+        return history.draft_from_kv(self._kv_layers, write, extra, plan)
+
     def commit(self, path: list[list[int]]) -> None:
         """Raises ValueError if the history would exceed the model's context."""
         history = self._require_history()
@@ -223,6 +235,20 @@ def _new_cache(run: Runner, config: Any, rows: int, columns: int) -> SlabCache:
     # a function, because a method would make the target refer to itself, and its memory wait for the garbage collector
     layers = len(DynamicCache(config=config).layers)
     return SlabCache(layers, rows, columns, run.device, same_shape=run.fused is not None)
+
+
+def _kv_layers(config: Any) -> dict[str, int]:
+    """Return kind of layer -> the last layer of this kind with a cache of its own."""
+    count = sum(type(layer).__name__ != "DummyLayer" for layer in DynamicCache(config=config).layers)
+    kinds = list(getattr(config, "layer_types", None) or ["all"] * count)
+    return {kind: index for index, kind in enumerate(kinds[:count])}
+
+
+def _kv_shape(config: Any, layer: int) -> tuple[int, int]:
+    """Return the number of key/value heads of a layer, and their size."""
+    sizes = config.per_layer_config[layer] if hasattr(config, "per_layer_config") else config
+    heads = getattr(sizes, "num_key_value_heads", None) or sizes.num_attention_heads
+    return int(heads), int(getattr(sizes, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def _experts_wait(model: PreTrainedModel, device: torch.device) -> bool:

@@ -6,7 +6,17 @@ B rows, T prompt tokens, N draft nodes, S = N + 1 slots, V vocabulary, H hidden,
 import torch
 from torch import Tensor, nn
 
-from specdemo.core.protocol import UNLIMITED, Capabilities, Forward, Target
+from specdemo.core.protocol import (
+    UNLIMITED,
+    Capabilities,
+    DraftFunction,
+    DraftPlan,
+    Forward,
+    SharedKV,
+    Target,
+    Tensors,
+)
+from specdemo.kv.masks import chain_mask
 
 TABLE_ROWS = 4096
 PEAKEDNESS = 1.5
@@ -32,7 +42,8 @@ class ToyTarget(Target):
         max_length: int = 4096,
     ) -> None:
         self.vocab_size, self.hidden_size, self.stop_token_ids = vocab_size, hidden_size, stop_token_ids
-        self.capabilities = Capabilities(hidden_states="all", layers=True, batch=UNLIMITED)
+        self.capabilities = Capabilities(hidden_states="all", layers=True, shared_kv=True, batch=UNLIMITED)
+        self.kv_shapes = dict.fromkeys(("sliding_attention", "full_attention"), (1, hidden_size))
         self.max_length = max_length
         self.device = torch.device("cpu")
         rng = torch.Generator().manual_seed(seed)
@@ -76,6 +87,17 @@ class ToyTarget(Target):
         windows = torch.tensor([text[-self._order :] for text in texts])
         logits: Tensor = self.lm_head(self._states[layers, self._rows(windows)])
         return logits
+
+    def draft_from_kv(self, write: DraftFunction, extra: Tensors, plan: DraftPlan) -> Tensors:
+        lengths = torch.tensor(self.length)[:, None]
+        tokens = [row + [0] * (int(lengths.max()) - len(row)) for row in self._history]
+        states = self.embed(torch.tensor(tokens))[:, None]
+        columns = torch.arange(states.shape[2])
+
+        def mask(window: int) -> Tensor:
+            return chain_mask(lengths - 1, columns, (window, True), self.dtype)
+
+        return write(SharedKV(dict.fromkeys(self.kv_shapes, (states, states)), lengths, mask), plan.depth, *extra)
 
     def commit(self, path: list[list[int]]) -> None:
         for history, slots, accepted in zip(self._history, self._slots.tolist(), path, strict=True):
