@@ -17,7 +17,7 @@ from specdemo.core.trace import StepEvent
 from specdemo.core.tree import ABSENT, depths
 from specdemo.engine.loop import generate
 from specdemo.methods import BASELINE, knobs, load_drafter, method, model_method, parse_options, reads
-from specdemo.methods.base import Head, Method
+from specdemo.methods.base import FrozenHead, Head, Method
 from specdemo.models.checkpoints import open_checkpoint
 from specdemo.models.toy import ToyTarget
 
@@ -104,9 +104,9 @@ def metadata_is_complete(name: str) -> None:
 
 
 def saved_head_loads(name: str) -> None:
-    """A saved head is recognised and gives the same loss when loaded."""
+    """A saved head is recognised and gives the same drafts and the same loss when loaded."""
     cls = method(name)
-    if not issubclass(cls, Head):
+    if not issubclass(cls, FrozenHead):
         return
     target = ToyTarget(VOCABULARY, seed=6, hidden_size=32)
     torch.manual_seed(0)
@@ -115,6 +115,10 @@ def saved_head_loads(name: str) -> None:
         drafter.save(Path(folder), "toy")
         assert reads(name, open_checkpoint(folder))
         loaded = cls(target, folder)
+    drafts = [[event.drafted for event in events(target, made, GenerationConfig(12))] for made in (drafter, loaded)]
+    assert drafts[0] == drafts[1]
+    if not (isinstance(drafter, Head) and isinstance(loaded, Head)):
+        return
     batch = Progress(PROMPT[:, :-1], PROMPT[:, 1:], [15], target.start(PROMPT[:, :-1], drafter.taps).hidden)
     (loss, metrics), (loaded_loss, _) = drafter.loss(batch), loaded.loss(batch)
     assert "agree_1" in metrics
@@ -139,7 +143,7 @@ def make_drafter(name: str, target: Target, **options: object) -> Method:
     if not cls.needs_model:
         return load_drafter(name, target, **options)
     torch.manual_seed(0)
-    model = cls.fresh(target) if issubclass(cls, Head) else tiny_llama(target.vocab_size)
+    model = cls.fresh(target) if issubclass(cls, FrozenHead) else tiny_llama(target.vocab_size)
     return load_drafter(name, target, model, **options)
 
 

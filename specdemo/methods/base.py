@@ -4,7 +4,7 @@ B rows, A columns, N draft nodes, V vocabulary, H hidden size.
 """
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
@@ -84,15 +84,14 @@ class Learner(Method):
 Net = TypeVar("Net", bound=Network)
 
 
-class Head(Learner, Generic[Net]):
-    """A method whose weights read the target's hidden states (`taps`).
+class FrozenHead(Method, Generic[Net]):
+    """A method whose weights read the target's hidden states (`taps`), read from checkpoints and not trained here.
 
     Subclasses define how checkpoints are recognised, read, initialised and written.
     """
 
     needs_model = True
     requires: ClassVar = frozenset({"hidden_states"})
-    recipes: ClassVar[Mapping[str, Recipe]] = {}  # by name
     head: Net
     runtime: HeadRuntime
 
@@ -110,18 +109,16 @@ class Head(Learner, Generic[Net]):
 
     @classmethod
     def load(cls, source: str, target: Target, progress: LoadProgress | None = None) -> Net:
-        """Load a head. Raises ValueError for other files and for a head of another target.
-
-        If the checkpoint allows several conventions, the one with the highest agreement on a short text sampled from
-        the target is used.
-        """
+        """Load a head. Raises ValueError for other files and for a head of another target."""
         check_capabilities(cls, target)
         report = progress or no_progress
         head = cls.read(cls.open(source, target, report), target)
-        if len(head.conventions) > 1:
-            report(0.9, f"detecting the convention of {source}")
-            select_convention(head, target, lambda: cls(target, head))
+        cls.detect_convention(head, target, lambda: report(0.9, f"detecting the convention of {source}"))
         return head.fuse()
+
+    @classmethod
+    def detect_convention(cls, head: Net, target: Target, report: Callable[[], None]) -> None:
+        """Switch to the convention that fits, if the checkpoint allows several. report: called if that takes time."""
 
     @classmethod
     def open(cls, source: str, target: Target, progress: LoadProgress) -> Checkpoint:
@@ -141,9 +138,6 @@ class Head(Learner, Generic[Net]):
     @abstractmethod
     def save(self, folder: Path, target_name: str) -> None:
         """Write the head in the public format of its family."""
-
-    def measure(self, batch: Progress) -> None:
-        """Measure statistics on held-out text that `save` stores with the weights."""
 
     def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
         self.sampler = TokenSampler(sampling, rng)
@@ -171,3 +165,20 @@ class Head(Learner, Generic[Net]):
     @property
     def history_bytes(self) -> int:
         return self.runtime.bytes
+
+
+class Head(FrozenHead[Net], Learner):
+    """A method whose weights read the target's hidden states and can be trained."""
+
+    recipes: ClassVar[Mapping[str, Recipe]] = {}  # by name
+    head: Net
+
+    @classmethod
+    def detect_convention(cls, head: Net, target: Target, report: Callable[[], None]) -> None:
+        """Use the convention with the highest agreement on a short text sampled from the target."""
+        if len(head.conventions) > 1:
+            report()
+            select_convention(head, target, lambda: cls(target, head))
+
+    def measure(self, batch: Progress) -> None:
+        """Measure statistics on held-out text that `save` stores with the weights."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from specdemo.core.protocol import Target
 from specdemo.methods import detect_method, method
-from specdemo.methods.base import Head
+from specdemo.methods.base import FrozenHead
 from specdemo.methods.draft_model import DraftModel, tokenizer_difference
 from specdemo.methods.vocabularies import VocabBridge
 from specdemo.models.checkpoints import open_meta_checkpoint
@@ -38,10 +38,10 @@ def check_pair(target: Target, drafter: str, method_name: str | None = None) -> 
     except ValueError as error:
         return DrafterFit(drafter, "?", False, str(error))
     cls = method(name)
-    draft = None if issubclass(cls, Head) else load_meta_target(drafter)
+    draft = None if issubclass(cls, FrozenHead) else load_meta_target(drafter)
     reason = f"made for hidden size {target.hidden_size}, vocabulary {target.vocab_size}"
     try:
-        if issubclass(cls, Head):
+        if issubclass(cls, FrozenHead):
             with checkpoint_errors(drafter):
                 cls.read(checkpoint, target)
         elif draft is not None:
