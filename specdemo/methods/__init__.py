@@ -44,6 +44,7 @@ BUILT_IN = {
     "mtp": "specdemo.methods.heads.mtp:MTP",
     "eagle": "specdemo.methods.heads.eagle:Eagle",
     "dflash": "specdemo.methods.heads.dflash:DFlash",
+    "gemma4_assistant": "specdemo.methods.heads.gemma4_assistant:Gemma4Assistant",
     "lookahead": "specdemo.methods.lookahead:Lookahead",
     "layer_skip": "specdemo.methods.layer_skip:LayerSkip",
     "adaptive": "specdemo.methods.adaptive:Adaptive",

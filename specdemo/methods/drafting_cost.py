@@ -18,6 +18,7 @@ HEAD_OPERATIONS = 8  # of a head without attention, and before and after the lay
 EAGLE_VOCABULARY = 32000  # vocabulary of a typical EAGLE-3 head on a target with a larger one
 TAPS = 3
 DFLASH_LAYERS, DFLASH_TAPS, DFLASH_BLOCK = 5, 5, 16
+ASSISTANT_LAYERS, ASSISTANT_SIZE = 4, 256
 LONGEST = 16  # longest draft length to try
 ADAPTIVE = ("adaptive", "online", "cascade", "router", "synthetic")  # methods that choose at run time what they draft
 
@@ -191,6 +192,31 @@ class MTPCost(DraftingCost, method="mtp"):
         dense = layer.dense + 2 * target.hidden**2
         one = replace(layer, dense=dense, head=target.head, embedding=0, bits=target.bits)
         return Drafting(one, one, reads_all=True, own=replace(one, head=0))
+
+
+class Gemma4AssistantCost(DraftingCost, method="gemma4_assistant"):
+    """Small layers without keys and values, between two projections."""
+
+    title = "Gemma 4 assistant"
+    config_marks = ("gemma4_assistant", "gemma4_unified_assistant")
+
+    @classmethod
+    def drafting_cost(cls, target: Shape, config: Config, options: Sizes) -> Drafting | None:
+        text = config.get("text_config") or {}
+        hidden = number(text, "hidden_size", default=ASSISTANT_SIZE)
+        layers = number(text, "num_hidden_layers", default=ASSISTANT_LAYERS)
+        inner = number(text, "intermediate_size", default=8 * hidden)
+        heads = number(text, "num_attention_heads", default=4) * number(
+            text, "global_head_dim", "head_dim", default=256
+        )
+        dense = layers * hidden * (2 * heads + 3 * inner) + 3 * target.hidden * hidden
+        table = number(text, "vocab_size", default=target.vocabulary)
+        read = table
+        if config.get("use_ordered_embeddings"):
+            centroids = number(config, "num_centroids", default=2048, low=1)
+            read = centroids + number(config, "centroid_intermediate_top_k", default=32) * table // centroids
+        one = Shape("head", layers, hidden, table, dense, read * hidden, operations=layers * CHAIN + ENDS)
+        return Drafting(one, one, own=replace(one, head=table * hidden))
 
 
 class LayerSkipCost(DraftingCost, method="layer_skip"):

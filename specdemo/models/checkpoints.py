@@ -146,7 +146,7 @@ def write_checkpoint(folder: Path, config: Mapping[str, object], tensors: Mappin
 def check_weights(checkpoint: Checkpoint) -> None:
     """Raise ValueError unless the weights are floating point, have plausible layer numbers, and belong to a supported
     kind of layer."""
-    if checkpoint.has(".layer_scalar"):
+    if checkpoint.has(".layer_scalar") and not checkpoint.has("pre_projection."):  # an assistant has its own reader
         raise ValueError(
             f"{checkpoint.name} uses Gemma 4 layers, which are not supported; choose a drafter with Qwen3 layers"
         )

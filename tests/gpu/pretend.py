@@ -30,6 +30,7 @@ from specdemo.methods import load_drafter
 from specdemo.methods.heads import medusa
 from specdemo.methods.heads.dflash import DFlash
 from specdemo.methods.heads.eagle import Eagle
+from specdemo.methods.heads.gemma4_assistant import Gemma4Assistant
 from specdemo.methods.heads.medusa import Medusa
 from specdemo.methods.heads.mlp_speculator import MLPSpeculator
 from specdemo.methods.heads.mtp import MTP
@@ -69,6 +70,8 @@ CASES = [
     GpuCase("eagle-3 chain k=5 T=0.8", "eagle", Budget(5, 5), WARM, "eagle", {"draft": "chain"}),
     GpuCase("mtp k=3", "mtp", Budget(3, 3), model="mtp"),
     GpuCase("layer_skip k=4", "layer_skip", Budget(4, 4)),
+    GpuCase("gemma4_assistant k=4", "gemma4_assistant", Budget(4, 4), model="assistant"),
+    GpuCase("gemma4_assistant k=4 T=0.8", "gemma4_assistant", Budget(4, 4), WARM, "assistant"),
     GpuCase("dflash block=16", "dflash", Budget(15, 15), model="dflash"),
     GpuCase("medusa tree nodes=24", "medusa", Budget(4, 24), model="medusa", options={"nodes": 24}),
     GpuCase("mlp_speculator k=4", "mlp_speculator", Budget(4, 4), model="mlp"),
@@ -103,6 +106,7 @@ class Models:
         heads = {
             "eagle": Eagle.fresh(there, "eagle3", draft_vocab=96),
             "mtp": MTP.fresh(there),
+            "assistant": Gemma4Assistant.fresh(there, centroids=8),
             "dflash": DFlash.fresh(there, layers=5, block_size=16),
             "medusa": Medusa.fresh(there, heads=4),
             "mlp": MLPSpeculator.fresh(there, n_predict=4),

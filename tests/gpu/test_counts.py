@@ -16,6 +16,8 @@ LIMITS = {  # launches outside graphs, and syncs, while the clock runs
     "eagle-3 chain k=5 T=0.8": (50, 2),
     "mtp k=3": (30, 1),
     "layer_skip k=4": (30, 1),
+    "gemma4_assistant k=4": (30, 1),
+    "gemma4_assistant k=4 T=0.8": (50, 2),
     "dflash block=16": (25, 1),
     "medusa tree nodes=24": (30, 2),
     "mlp_speculator k=4": (30, 2),

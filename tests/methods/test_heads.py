@@ -26,6 +26,7 @@ SAMPLING = {
     "hydra": [({}, options) for options in (RANKED, *SAMPLED)],
     "mlp_speculator": [({}, {"draft": draft, "nodes": 6}) for draft in ("chain", "tree")],
     "mtp": [({"modules": 2}, {}), ({"modules": 3, "kind": "parallel"}, {})],
+    "gemma4_assistant": [({}, {}), ({"centroids": 5}, {})],
 }
 TRAINED = {  # sizes of a new head, number of its metrics
     "medusa": [({"heads": 3}, 3)],

@@ -16,7 +16,7 @@ from specdemo.testing import tiny_llama
 PROMPT = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3]])
 WITHOUT_WEIGHTS = [name for name in BUILT_IN if not method(model_method(name)).needs_model and name != "layer_skip"]
 WRAPPERS = [name for name in BUILT_IN if model_method(name) == "draft_model" and name != "draft_model"]
-HEADS = ["medusa", "mlp_speculator", "mtp", "eagle", "dflash"]
+HEADS = ["medusa", "mlp_speculator", "mtp", "eagle", "dflash", "gemma4_assistant"]
 
 
 class UncachedTarget(Target):

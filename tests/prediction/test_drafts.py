@@ -30,6 +30,7 @@ def test_adaptive_method_cannot_be_predicted(name):
         ({"medusa_num_heads": 4}, "medusa"),
         ({"model_type": "mlp_speculator"}, "mlp_speculator"),
         ({"num_nextn_predict_layers": 1}, "mtp"),
+        ({"model_type": "gemma4_assistant", "backbone_hidden_size": 1536}, "gemma4_assistant"),
     ],
 )
 def test_config_names_its_method(config, name):

@@ -13,8 +13,8 @@ from specdemo.servers.engines import serving_engine
 from specdemo.servers.engines.base import Installed
 
 BASE = preset("two-servers")
-VLLM = {"draft_model", "ngram", "suffix", "medusa", "mtp", "eagle", "dflash"}
-SGLANG = {"draft_model", "ngram", "mtp", "eagle", "dflash"}
+VLLM = {"draft_model", "ngram", "suffix", "medusa", "mtp", "eagle", "dflash", "gemma4_assistant"}
+SGLANG = {"draft_model", "ngram", "mtp", "eagle", "dflash", "gemma4_assistant"}
 LLAMACPP = {"draft_model", "ngram"}
 
 
@@ -124,7 +124,9 @@ def test_a_pinned_model_is_served_at_its_revision():
 
 def test_unsupported_server_feature_is_one_line():
     models = {name: {"model": "some/drafter"} for name in ("draft_model", "medusa", "mlp_speculator")}
-    models |= {name: {"model": "some/drafter"} for name in ("mtp", "eagle", "dflash", "adaptive", "online")}
+    models |= {
+        name: {"model": "some/drafter"} for name in ("mtp", "eagle", "dflash", "gemma4_assistant", "adaptive", "online")
+    }
     models |= {name: {"model": "some/drafter"} for name in ("cascade", "router")}
     for engine, able in (("vllm", VLLM), ("sglang", SGLANG), ("llamacpp", LLAMACPP)):
         commands = {name: command(engine, method=name, **models.get(name, {})) for name in METHODS if name != "none"}

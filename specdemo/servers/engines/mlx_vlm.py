@@ -34,7 +34,12 @@ class MLXVLM(ServingEngine):
     title = "mlx-vlm"
     program = "mlx_vlm.server"
     install = "pip install mlx-vlm (macOS)"
-    methods: ClassVar = {"eagle": _drafter("eagle3"), "mtp": _drafter("mtp"), "dflash": _drafter("dflash")}
+    methods: ClassVar = {
+        "eagle": _drafter("eagle3"),
+        "mtp": _drafter("mtp"),
+        "dflash": _drafter("dflash"),
+        "gemma4_assistant": _drafter("mtp"),
+    }
     concurrent = False
 
     def served_name(self, target: str) -> str | None:

@@ -96,6 +96,7 @@ class SGLang(ServingEngine):
         "mtp": chain("NEXTN"),
         "eagle": _eagle,
         "dflash": _dflash,
+        "gemma4_assistant": chain("NEXTN"),  # SGLang switches to FROZEN_KV_MTP for an assistant
     }
     parallel = "--tp-size"
     metrics = frozenset({RATE, LENGTH, TOKENS, PASSES})

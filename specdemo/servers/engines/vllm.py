@@ -143,6 +143,7 @@ class VLLM(ServingEngine):
         "mtp": named("mtp"),
         "eagle": _eagle,
         "dflash": _dflash,
+        "gemma4_assistant": named("mtp"),
     }
     parallel = "--tensor-parallel-size"
     quantization: ClassVar = {"4bit": ["--quantization", "bitsandbytes"]}
