@@ -8,15 +8,16 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import mean, stdev
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Generator, Tensor
+from transformers import PreTrainedTokenizerBase
 
 from specdemo.bench.base import ROWS, OfPreset, Report, Stop
 from specdemo.bench.measure import Tick, Way, repeated, run_complete
 from specdemo.bench.prompts import PROMPTS
-from specdemo.bench.result import DRAFTED, PLAIN, TOKEN, Result
+from specdemo.bench.result import DRAFTED, PLAIN, TOKEN, Result, Row
 from specdemo.bench.sweeps import tokenizer
 from specdemo.core.accept import AcceptResult, AcceptRule
 from specdemo.core.protocol import GenerationConfig, Target
@@ -181,7 +182,7 @@ def _same_distribution(suite: OfPreset, chosen: Preset, report: Report, cancelle
 
 
 def _compared(
-    tokenizer: Any, samples: Sequence[Sequence[list[int]]], exact: bool
+    tokenizer: PreTrainedTokenizerBase, samples: Sequence[Sequence[list[int]]], exact: bool
 ) -> tuple[list[dict[str, object]], list[str]]:
     """Return the histograms of both samples at every position, then the verdict and the test of each position."""
     verdicts, rows = [], []
@@ -226,7 +227,7 @@ def _p(p: float) -> str:
     return f"{p:.3f}" if p >= ALARM else f"{p:.1e}"
 
 
-def _histogram(tokenizer: Any, place: int, counts: Sequence[Counter[int]]) -> list[dict[str, object]]:
+def _histogram(tokenizer: PreTrainedTokenizerBase, place: int, counts: Sequence[Counter[int]]) -> list[Row]:
     """Return rows with the shares of the most common tokens of a position in both samples, then of all others
     together.
     """

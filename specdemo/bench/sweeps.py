@@ -3,9 +3,9 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from torch import Generator
+from transformers import PreTrainedTokenizerBase
 
 from specdemo.bench.base import Decoding, Laned, Questioned, Report, Stop
 from specdemo.bench.measure import Compared, Place, Question, Show, Way, along, compare_lanes, read_questions
@@ -183,11 +183,12 @@ def room(target: Target, suite: Decoding) -> int:
     return target.max_length - suite.new_tokens
 
 
-def tokenizer(target: Target) -> Any:
+def tokenizer(target: Target) -> PreTrainedTokenizerBase:
     """Return the target's tokenizer. Raises ValueError with one line if it has none."""
-    if target.tokenizer is None:
+    found: PreTrainedTokenizerBase | None = target.tokenizer
+    if found is None:
         raise ValueError(f"{target.name} has no tokenizer; put its tokenizer.json into the same folder")
-    return target.tokenizer
+    return found
 
 
 def _questions(texts: Sequence[str] | Path) -> list[Question]:

@@ -88,7 +88,7 @@ class CudaGraphs:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream: torch.cuda.Stream | None = None
-        self._last_graph: Callable[[], Any] = lambda: None
+        self._last_graph: Callable[[], torch.cuda.CUDAGraph | None] = lambda: None
 
     def __call__(self, run: Run) -> Run:
         with torch.cuda.device(self._device):

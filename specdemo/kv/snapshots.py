@@ -9,10 +9,10 @@ B rows, S slots, T prompt tokens.
 from collections import deque
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicCache
 
 from specdemo.core.protocol import Forward
@@ -29,7 +29,7 @@ class _RowState:
     cache: DynamicCache
     tokens: list[int]
     provisional: list[int]  # provisional tokens, in the cache after `tokens`
-    snapshots: deque[tuple[int, list[dict[str, Any]]]]  # (length, state of every layer), oldest first
+    snapshots: deque[tuple[int, list[dict[str, object]]]]  # (length, state of every layer), oldest first
 
 
 class SnapshotHistory(History):
@@ -38,7 +38,7 @@ class SnapshotHistory(History):
     multi_token: the model continues a cache with several tokens in one pass correctly.
     """
 
-    def __init__(self, run: ForwardFunction, config: Any, multi_token: bool, device: torch.device) -> None:
+    def __init__(self, run: ForwardFunction, config: PreTrainedConfig, multi_token: bool, device: torch.device) -> None:
         self._run, self._config, self._multi_token, self._device = run, config, multi_token, device
         self._rows: list[_RowState] = []
 
@@ -133,7 +133,7 @@ class SnapshotHistory(History):
         return DynamicCache(config=self._config)
 
 
-def supports_multi_token(run: ForwardFunction, config: Any, vocab_size: int, device: torch.device) -> bool:
+def supports_multi_token(run: ForwardFunction, config: PreTrainedConfig, vocab_size: int, device: torch.device) -> bool:
     """Return True if several tokens after a cached prefix give the same logits as one at a time.
 
     Some recurrent layers restart instead. Raises ValueError for a model that cannot continue its cache after another
@@ -165,7 +165,7 @@ def _copy_state(state: dict[str, object]) -> dict[str, object]:
     return {name: value if name in ("keys", "values") else deepcopy(value) for name, value in state.items()}
 
 
-def _tensor_bytes(state: dict[Any, object]) -> int:
+def _tensor_bytes(state: dict[str, object]) -> int:
     tensors = [v for v in state.values() if isinstance(v, Tensor)]
     inner = [v for v in state.values() if isinstance(v, dict)]
     return sum(t.numel() * t.element_size() for t in tensors) + sum(map(_tensor_bytes, inner))

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 from huggingface_hub import save_torch_state_dict
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from specdemo.core.atomic_io import atomic_folder, finite, json_text, write_text
 from specdemo.core.safe_io import TOO_LARGE, is_out_of_memory
+from specdemo.core.shapes import Config
 from specdemo.models.sizes import headers
 from specdemo.models.sources import (
     MASK_FILE,
@@ -43,7 +43,7 @@ class Checkpoint:
     """config.json and all tensors, on the CPU and in the stored precision."""
 
     name: str
-    config: Mapping[str, Any]
+    config: Config
     tensors: dict[str, Tensor]
     files: tuple[str, ...] = ()
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -190,7 +190,7 @@ class Attention(nn.Module):
     """Self-attention with rotary embeddings."""
 
     def __init__(
-        self, config: Any, index: int, names: TensorNames, inputs: int = 0, kind: AttentionKind = FULL
+        self, config: PreTrainedConfig, index: int, names: TensorNames, inputs: int = 0, kind: AttentionKind = FULL
     ) -> None:
         """index: layer of the KV cache. inputs: input features, 0: D."""
         super().__init__()
@@ -262,7 +262,7 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """Gated MLP."""
 
-    def __init__(self, config: Any, names: TensorNames) -> None:
+    def __init__(self, config: PreTrainedConfig, names: TensorNames) -> None:
         super().__init__()
         inner, size = config.intermediate_size, config.hidden_size
         self.gate_proj = linear(size, inner, "mlp.gate_proj", names)
@@ -286,7 +286,7 @@ class DecoderLayer(nn.Module):
     """A Llama decoder layer. names: tensors of the checkpoint without the prefix of the layer."""
 
     def __init__(
-        self, config: Any, index: int, names: TensorNames = (), inputs: int = 0, kind: AttentionKind = FULL
+        self, config: PreTrainedConfig, index: int, names: TensorNames = (), inputs: int = 0, kind: AttentionKind = FULL
     ) -> None:
         """config: of a Llama-like model of transformers. The other arguments are those of `Attention`."""
         super().__init__()

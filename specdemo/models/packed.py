@@ -113,7 +113,7 @@ class FastRMSNorm(nn.Module):
             normed = (x * self._scaled).div_(length.hypot_(self._eps_term))
         return normed
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+    def __deepcopy__(self, memo: dict[int, object]) -> nn.Module:
         copy: nn.Module = deepcopy(self._norm[0], memo)
         return copy
 

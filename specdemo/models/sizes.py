@@ -4,19 +4,18 @@ Weights are counted from the headers of safetensors files or from the hub's meta
 Both leave out overheads; compare them with free memory divided by `core.shapes.HEADROOM`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
 from specdemo.core.safe_io import TOO_LARGE
-from specdemo.core.shapes import HEADROOM, QUANTIZED_BITS, ConfigReader
+from specdemo.core.shapes import HEADROOM, QUANTIZED_BITS, Config, ConfigReader
 from specdemo.core.suggest import suggest
 from specdemo.models.devices import DEVICE_KINDS, device_kind, pick_device, pick_dtype
 from specdemo.models.sources import Repository, fetch_config, read_config
@@ -97,7 +96,7 @@ def estimate_footprint(source: Path | Repository, precision: Precision) -> Footp
     return Footprint(weight_bytes(folder, precision), per_token)
 
 
-def _check_stored(name: str, config: Mapping[str, Any]) -> None:
+def _check_stored(name: str, config: Config) -> None:
     """Raise ValueError if transformers would silently load 4-bit weights in 16 bits."""
     stored = config.get("quantization_config")
     missing = [package for package in ("kernels", "triton") if find_spec(package) is None]
@@ -179,7 +178,7 @@ def _bits(name: str, dimensions: int, stored: str, precision: Precision) -> floa
     return precision.matrix_width if matrix else precision.width
 
 
-def _from_hub_metadata(repository: Repository, precision: Precision, config: Mapping[str, Any]) -> int:
+def _from_hub_metadata(repository: Repository, precision: Precision, config: Config) -> int:
     """Return the weight size from the hub's metadata, or the size of the files."""
     if not repository.numbers:
         return sum(repository.files[file] for file in repository.weights)
@@ -191,7 +190,7 @@ def _from_hub_metadata(repository: Repository, precision: Precision, config: Map
     return int(bits + unquantised * (precision.width - precision.matrix_width)) // 8
 
 
-def _per_token(config: Mapping[str, Any], precision: Precision) -> int:
+def _per_token(config: Config, precision: Precision) -> int:
     """Return the bytes of keys and values per token; 0 for a config without such sizes, as some heads have."""
     try:
         sizes = ConfigReader(config)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from specdemo.core.protocol import (
@@ -231,7 +231,7 @@ class HFTarget(Target):
         return supports_multi_token(self._run, self._config, self.vocab_size, self.device)
 
 
-def _new_cache(run: Runner, config: Any, rows: int, columns: int) -> SlabCache:
+def _new_cache(run: Runner, config: PreTrainedConfig, rows: int, columns: int) -> SlabCache:
     # a function, because a method would make the target refer to itself, and its memory wait for the garbage collector
     layers = len(DynamicCache(config=config).layers)
     return SlabCache(layers, rows, columns, run.device, same_shape=run.fused is not None)
@@ -265,7 +265,7 @@ def _experts_wait(model: PreTrainedModel, device: torch.device) -> bool:
     return implementation != "batched_mm"
 
 
-def _windows(model: PreTrainedModel, config: Any) -> dict[str, int] | None:
+def _windows(model: PreTrainedModel, config: PreTrainedConfig) -> dict[str, int] | None:
     """Return layer kind -> attention window in positions (0: full). None if the model can only continue chains."""
     plain = (DynamicLayer, DynamicSlidingWindowLayer)
     caches: list[Any] = [c for c in DynamicCache(config=config).layers if type(c).__name__ != "DummyLayer"]

@@ -5,7 +5,7 @@ Same update as `torch.optim.Muon`, which always multiplies in bfloat16. A CPU wi
 and spends nine tenths of a step on them, so this version multiplies in `matmul_dtype`.
 """
 
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ class Muon(torch.optim.Optimizer):
     """Optimizer with Nesterov momentum; a matrix [n, m] moves by lr * sqrt(max(1, n / m)) times an orthogonal
     matrix."""
 
-    def __init__(self, params: Any, lr: float, weight_decay: float = 0.1, momentum: float = 0.95) -> None:
+    def __init__(self, params: Iterable[Tensor], lr: float, weight_decay: float = 0.1, momentum: float = 0.95) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
 
     @torch.no_grad()

@@ -217,8 +217,8 @@ def _draw_losslessness(tab: gr.Tab, store: Store) -> None:
     assets.heading("lossless", assets.text("losslessness.md"), elem_id="losslessness-about")
     presets = [(p.title, p.id) for p in load_presets().values() if p.embedded]
     with gr.Row(elem_id="losslessness-controls"):
-        heat: dict[str, Any] = {"scale": 2, "min_width": 230}
-        draws: dict[str, Any] = {"label": "Continuations", "info": "per kind of decoding", "elem_id": "continuations"}
+        heat: Values = {"scale": 2, "min_width": 230}
+        draws: Values = {"label": "Continuations", "info": "per kind of decoding", "elem_id": "continuations"}
         most = most_draws()
         inputs: dict[str, object] = {
             "preset": gr.Dropdown(
@@ -255,7 +255,7 @@ def _draw_server_check(store: Store) -> None:
     names = [(host(server), server) for server in listed()]
     presets = [(p.title, p.id) for p in load_presets().values()]
     with gr.Row(elem_id="server-check-controls"):
-        size: dict[str, Any] = {"scale": 2, "min_width": 190}
+        size: Values = {"scale": 2, "min_width": 190}
         inputs: dict[str, object] = {
             "server": gr.Dropdown(names, value=names[-1][1], label="Server to check", elem_id="checked", **size),
             "reference": gr.Dropdown(

@@ -109,7 +109,7 @@ class Sweeping(Job):
         self.file = f"specdemo-{result.suite}.json", Packed(to_json(result))
         self.text += result_line(readable(result), recorded)
 
-    def _emit(self, line: dict[str, Any]) -> None:
+    def _emit(self, line: Values) -> None:
         """Emit visible progress. Nothing is emitted at the end of a stopped sweep."""
         progress = (int(100 * line["share"]), line["text"]) if line["type"] == "loading" else None
         if (progress and progress == self._last_progress) or (self._stopping and line["type"] == "error"):
@@ -299,7 +299,7 @@ def draw(page: gr.Blocks, tab: gr.Tab, store: Store) -> gr.Radio:
             ("new_tokens", "Max new tokens", 8, limits.here().max_new_tokens),
         ):
             at = min(getattr(start, name), high)
-            size: dict[str, Any] = {"elem_id": name.replace("_", "-"), "scale": 3, "min_width": 170}
+            size: Values = {"elem_id": name.replace("_", "-"), "scale": 3, "min_width": 170}
             inputs[name] = gr.Slider(low, high, at, step=1, label=words, **size)
         with gr.Column(scale=2, min_width=180):
             run = gr.Button("Run", variant="primary", size="lg", elem_id="sweep-run")

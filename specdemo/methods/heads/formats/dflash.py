@@ -24,11 +24,11 @@ from torch import Tensor
 from transformers import Qwen3Config
 
 from specdemo.core.protocol import Target
+from specdemo.core.shapes import Config
 from specdemo.kv.columns import AttentionKind
 from specdemo.methods.heads.formats import MASK_KEYS, check_target
 from specdemo.models.checkpoints import MASK_TOKEN, Checkpoint
 
-Config = Mapping[str, Any]  # flattened config.json
 Tensors = Mapping[str, Tensor]
 BODY_KEYS = (
     "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim hidden_act "

@@ -13,13 +13,13 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
 from specdemo.core.protocol import Target
+from specdemo.core.shapes import Config
 from specdemo.methods.heads.formats import (
     MASK_KEYS,
     base_model,
@@ -114,7 +114,7 @@ def _mask(checkpoint: Checkpoint, tensors: dict[str, Tensor], vocab_size: int) -
     return mask
 
 
-def _eagle3(config: Mapping[str, Any], target: Target) -> tuple[EagleConvention, ...]:
+def _eagle3(config: Config, target: Target) -> tuple[EagleConvention, ...]:
     """Return the possible conventions of an EAGLE-3.
 
     Layer ids at the top level count like transformers' hidden_states, those in `eagle_config` count layers from 0. Some
@@ -144,7 +144,7 @@ def _eagle3(config: Mapping[str, Any], target: Target) -> tuple[EagleConvention,
     return tuple(EagleConvention(tuple(taps), before, back, windows=windows) for taps, before, back in combinations)
 
 
-def _windows(config: Mapping[str, Any]) -> tuple[int, ...]:
+def _windows(config: Config) -> tuple[int, ...]:
     layer = config.get("transformer_layer_config") or config
     window = int(layer.get("sliding_window") or 0)
     return tuple(window if kind == "sliding_attention" else 0 for kind in layer.get("layer_types") or ())
@@ -175,7 +175,7 @@ def _check_fit(
         )
 
 
-def _layer(checkpoint: Checkpoint) -> Mapping[str, Any]:
+def _layer(checkpoint: Checkpoint) -> Config:
     """Return the config of the decoder layers, which speculators nests."""
     layer: Mapping[str, object] = checkpoint.config.get("transformer_layer_config") or checkpoint.config
     return layer
