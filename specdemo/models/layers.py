@@ -262,7 +262,7 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """Gated MLP."""
 
-    def __init__(self, config: PreTrainedConfig, names: TensorNames) -> None:
+    def __init__(self, config: Any, names: TensorNames) -> None:
         super().__init__()
         inner, size = config.intermediate_size, config.hidden_size
         self.gate_proj = linear(size, inner, "mlp.gate_proj", names)

@@ -209,23 +209,6 @@ def test_one_run_at_a_time(runner):
     assert len(order) == 1
 
 
-def test_a_failing_lane_ends_alone_with_its_reason(runner, monkeypatch):
-    from specdemo.methods.ngram import NGram
-
-    def fail(self, budget):
-        raise RuntimeError("out of patience\nand more lines")
-
-    monkeypatch.setattr(NGram, "propose", fail)
-    messages = list(runner.stream(spec(WIDE, Lane(method="ngram"), max_new_tokens=8)))
-    trace = messages[-1].trace
-    assert [lane.finish for lane in trace.lanes] == ["length", "length", "error"]
-    assert trace.lanes[2].note == "out of patience"
-    assert any(isinstance(m, Note) and m.lane == 2 for m in messages)
-    assert [row["verdict"] for row in trace.comparison] == ["identical", "unknown"]
-    assert trace.comparison[1]["identical"] is None and trace.comparison[1]["first_divergence"] is None
-    json.loads(to_json(trace))
-
-
 @pytest.mark.parametrize(
     "changes, line",
     [
