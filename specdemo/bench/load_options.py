@@ -5,10 +5,11 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Self, TypeVar
 
-from pydantic import AfterValidator, BeforeValidator, model_validator
+from pydantic import AfterValidator, BeforeValidator, PlainSerializer, model_validator
 
 from specdemo.bench.base import PRESET, Axis, Ks, NewTokens, Option, Prompted, Repeats
 from specdemo.bench.prompts import PROMPTS
+from specdemo.prediction.golden import Curve, read_curve
 from specdemo.presets.files import DEFAULT
 from specdemo.servers import engines
 from specdemo.servers.engines.base import ServingEngine
@@ -44,6 +45,10 @@ def _list(text: object, of: Callable[[str], object]) -> object:
         return [of(part) for part in text.split(",")]
     except ValueError:
         raise ValueError(f"a load must be a number, or several like 1,2,4, not {text[:40]!r}") from None
+
+
+def _curve(source: object) -> object:
+    return read_curve(source) if isinstance(source, str) else source
 
 
 Milliseconds = Annotated[float, AfterValidator(_above_zero)] | None
@@ -107,6 +112,16 @@ class LoadOptions(Prompted):
     schedule: Annotated[
         bool, Option("--schedule", "schedule", "Measure the resulting schedule of draft lengths as well.", bool)
     ] = False
+    lengths: Annotated[
+        Annotated[Curve, BeforeValidator(_curve), PlainSerializer(lambda curve: curve.title, when_used="json")] | None,
+        Option(
+            "--lengths",
+            "file of lengths",
+            "Mean accepted lengths by k (golden_al_distribution YAML or a result of `vllm bench serve`). The servers "
+            "accept draft tokens at random with these lengths; their texts are meaningless.",
+            metavar="FILE[:on|off]",
+        ),
+    ] = None
     journal: Annotated[
         Path | None,
         Option("--out", "file", "File of finished points, from which an interrupted run continues.", Path),
@@ -127,7 +142,18 @@ class LoadOptions(Prompted):
         if self.schedule and (self.rates or not self.serving_engine.takes_schedule):
             able = " or ".join(engine.title for engine in engines.ENGINES.values() if engine.takes_schedule)
             raise ValueError(f"--schedule needs {able} and --concurrency; omit --schedule, or --engine and --rate")
+        if self.lengths is not None:
+            self._check_lengths(self.lengths)
         return self
+
+    def _check_lengths(self, curve: Curve) -> None:
+        """Raise ValueError if the engine takes no lengths or a draft length has none."""
+        if self.here or self.servers or not self.serving_engine.takes_length:
+            able = " or ".join(name for name, engine in engines.ENGINES.items() if engine.takes_length)
+            raise ValueError(f"--lengths needs servers that specdemo starts; add --engine {able}")
+        for k in self.ks:
+            if k:
+                curve.length(k)
 
     @property
     def here(self) -> bool:

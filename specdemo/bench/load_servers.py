@@ -93,7 +93,10 @@ class Fleet:
         gpus = self.program.gpus if self.program else 1
         engine = engine or self.engine
         lane = list(served(onto, engine.name, gpus))[bool(k)]
-        return replace(lane, command=engine.with_schedule(lane.command, schedule))
+        command = engine.with_schedule(lane.command, schedule)
+        if k and not schedule and self.suite.lengths is not None:
+            command = engine.with_length(command, self.suite.lengths.length(k))
+        return replace(lane, command=command)
 
     def no_advice(self) -> str:
         """Return why no k can be recommended, an empty text if it can."""

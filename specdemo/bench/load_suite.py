@@ -78,6 +78,8 @@ def load(suite: LoadOptions, report: Report, cancelled: Stop) -> Result:
     remarks += advice
     if not site.together(len(ks)):
         remarks.append("The servers ran one after the other, each with all GPUs, so the lanes did not take turns.")
+    if suite.lengths is not None:
+        remarks.append(f"Draft tokens were accepted at random with the mean accepted lengths of {suite.lengths.title}.")
     remarks += [*bunched(rows), COUNTED]
     return Result(suite.name, done, config, site.environment(), rows, remarks, suite.over.column)
 

@@ -12,6 +12,13 @@ from specdemo.core.sampling import draw
 from specdemo.core.tree import ABSENT, Draft
 
 
+def rates_of_length(length: float) -> tuple[float, ...]:
+    """Return the conditional rates with this mean accepted length and the smallest variance, as in vLLM: always accept
+    all but the last of the tokens, and that one with the fractional probability."""
+    whole, share = divmod(length - 1.0, 1.0)
+    return *[1.0] * int(whole), share, 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class SyntheticAcceptance:
     """Accepts tokens of a chain at random, independent of their values. Lossy: simulates a drafter with given

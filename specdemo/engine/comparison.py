@@ -239,6 +239,8 @@ class Lane(Settings):
                 f"acceptance rule {self.acceptance!r} verifies chains only and this lane drafts a tree; set its option "
                 "nodes to 0 or choose another method"
             )
+        if getattr(parsed, "length", 0.0) > self.k + 1:
+            raise ValueError(f"option 'length' is at most k + 1 = {self.k + 1}, not {parsed.length:g}; increase k")  # type: ignore[attr-defined]
         self.accept_rule()
         return parsed
 

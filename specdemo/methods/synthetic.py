@@ -15,10 +15,12 @@ from specdemo.core.accept import AcceptRule
 from specdemo.core.host_copy import to_device
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling
-from specdemo.core.synthetic_acceptance import SyntheticAcceptance
+from specdemo.core.synthetic_acceptance import SyntheticAcceptance, rates_of_length
 from specdemo.core.tree import Draft, first_branch, is_chain
 from specdemo.methods import BASELINE, SYNTHETIC, BaseOptions, knob, load_drafter
 from specdemo.methods.wrapper import Wrapper, wrappable
+
+RATES = "0.8,0.75,0.7"
 
 
 class Synthetic(Wrapper):
@@ -27,7 +29,10 @@ class Synthetic(Wrapper):
     exact: ClassVar[bool] = False
 
     class Options(BaseOptions):
-        rates: str = knob("0.8,0.75,0.7", "acceptance rate per position, given that the positions before are accepted")
+        rates: str = knob(RATES, "acceptance rate per position, given that the positions before are accepted")
+        length: float = knob(
+            0.0, "mean accepted length up to k + 1, instead of rates; 0: use rates", low=0.0, high=17.0, step=0.05
+        )
         drafter: str = knob(
             BASELINE,
             "the method that drafts, at its own cost; none: a free draft",
@@ -37,14 +42,19 @@ class Synthetic(Wrapper):
         @model_validator(mode="after")
         def _check_rates(self) -> Self:
             parse_rates(self.rates)
+            if 0.0 < self.length < 1.0:
+                raise ValueError(f"option 'length' must be 0 (use rates) or at least 1, not {self.length:g}")
+            if self.length and self.rates != RATES:
+                raise ValueError("option 'length' replaces 'rates'; give one of them")
             return self
 
     def __init__(self, target: Target, model: object = None, options: Options | None = None) -> None:
         options = options or self.Options()
         super().__init__(load_drafter(options.drafter, target, model))
         self._is_free, self._device = options.drafter == BASELINE, target.device
-        self._rates = parse_rates(options.rates)
-        self.note = f"Draft tokens are accepted at random, with rates {options.rates}: only the speed is meaningful."
+        self._rates = rates_of_length(options.length) if options.length else parse_rates(options.rates)
+        words = f"mean accepted length {options.length:g}" if options.length else f"rates {options.rates}"
+        self.note = f"Draft tokens are accepted at random, with {words}: only the speed is meaningful."
 
     def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
         super().start(batch, sampling, rng)

@@ -9,10 +9,10 @@ unknown draft tokens being accepted, because the run contains no data about them
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import sqrt
+from math import prod, sqrt
 from operator import itemgetter
 from pathlib import Path
 from statistics import fmean, variance
@@ -50,6 +50,7 @@ class Acceptance:
     exact: bool = False
     widths: tuple[int, ...] = ()
     recorded: bool = False
+    lengths: tuple[tuple[int, float], ...] = ()  # k and its mean accepted length, where a run at that k measured it
 
     def __post_init__(self) -> None:
         if not self.rates or len(self.rates) > LONGEST or not all(0.0 <= rate <= 1.0 for rate in self.rates):
@@ -81,7 +82,9 @@ class Acceptance:
 
     def tokens(self, k: int) -> Estimate:
         """Return the tokens emitted by a pass that verifies k draft tokens, including the correction or bonus token."""
-        longest = self.longest
+        longest, measured = self.longest, dict(self.lengths)
+        if k in measured:
+            return Estimate(measured[k])
         if longest is None:
             return Estimate(self.expected(k))
         if self.exact:
@@ -194,6 +197,21 @@ def from_mean(tokens: float, k: int) -> Acceptance:
         middle = (low + high) / 2.0
         low, high = (middle, high) if Acceptance((middle,)).expected(k) < tokens else (low, middle)
     return Acceptance((high,) * k)
+
+
+def of_lengths(lengths: Mapping[int, float], rates: Sequence[float] = ()) -> Acceptance:
+    """Return the acceptance of runs of one drafter at several draft lengths, from their mean accepted lengths by k.
+
+    rates: conditional acceptance rates by position, if known. Otherwise the mean accepted length grows from k - 1 to k
+    by the probability that all k draft tokens are accepted; positions without a length of their own share one rate.
+    """
+    found, before, reached, tokens = list(rates), 0, 1.0, 1.0
+    for k, length in sorted(lengths.items()) if not rates else ():
+        gap = k - before
+        gained = (length - tokens) / reached if reached else 0.0
+        found += from_mean(1.0 + min(max(gained, 0.0), gap), gap).rates
+        before, tokens, reached = k, length, prod(found)
+    return Acceptance(tuple(found), recorded=True, lengths=tuple(sorted(lengths.items())))
 
 
 def of_lane(lane: LaneTrace) -> Acceptance:

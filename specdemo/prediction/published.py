@@ -7,7 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
-from specdemo.prediction.acceptance import Acceptance, from_mean
+from specdemo.prediction.acceptance import Acceptance, of_lengths
 
 PUBLISHED = Path(__file__).with_name("published.json")
 
@@ -39,16 +39,5 @@ def published() -> tuple[Published, ...]:
 
 
 def acceptance_by_length(results: Sequence[Published]) -> Acceptance:
-    """Return the acceptance rates by position for results of one pair at draft lengths that grow by one.
-
-    The mean accepted length grows from k - 1 to k by the probability that all k draft tokens are accepted. The
-    positions up to the shortest draft length have one rate.
-    """
-    first, *longer = sorted(results, key=lambda one: one.k)
-    rates = list(from_mean(first.tokens, first.k).rates)
-    reached, tokens = rates[0] ** first.k, first.tokens
-    for one in longer:
-        gained, tokens = one.tokens - tokens, one.tokens
-        rates.append(min(gained / reached, 1.0))
-        reached = gained
-    return Acceptance(tuple(rates), recorded=True)
+    """Return the acceptance rates by position for results of one pair at several draft lengths."""
+    return of_lengths({one.k: one.tokens for one in results})

@@ -357,3 +357,22 @@ def test_schedule_uses_the_sglang_format(chosen, printed):
     urls = ["http://127.0.0.1:1", "http://127.0.0.1:2"]
     vllm, sglang = Fleet.of(suite("load", preset=chosen, servers=urls, ks=(4,)), (0, 4)).paste([[1, 3, 4], [4, 8, 0]])
     assert '"num_speculative_tokens_per_batch_size":[[1,3,4],[4,8,0]]' in vllm and printed in sglang
+
+
+def test_lengths_of_a_file_start_vllm_with_synthetic_acceptance(tmp_path, monkeypatch):
+    path = tmp_path / "golden.yaml"
+    path.write_text("m: {thinking_on: {1: 1.8, 4: 3.1}}", encoding="utf-8")
+    monkeypatch.setattr(Program, "find", lambda engine, command, gpus: Program(VLLM(), gpus, None, command))
+    chosen = {"preset": "qwen3-8b-heads", "engine": "vllm", "lengths": str(path)}
+    fleet = Fleet.of(suite("load", ks=(0, 1, 4), **chosen), (0, 1, 4))
+    assert "--speculative-config" not in fleet.lane(0).command
+    for k, length in ((1, 1.8), (4, 3.1)):
+        command = fleet.lane(k).command
+        config = json.loads(command[command.index("--speculative-config") + 1])
+        assert (config["rejection_sample_method"], config["synthetic_acceptance_length"]) == ("synthetic", length)
+        assert config["num_speculative_tokens"] == k
+    assert fleet.suite.config("x")["lengths"] == "m, thinking on"
+    with pytest.raises(ValueError, match="m, thinking on has no length for k = 3; choose one of 1, 4"):
+        suite("load", ks=(0, 3), **chosen)
+    with pytest.raises(ValueError, match="--lengths needs servers that specdemo starts; add --engine vllm"):
+        suite("load", ks=(0, 1), lengths=str(path))

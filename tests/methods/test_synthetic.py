@@ -5,9 +5,13 @@ import torch
 from scipy.stats import binomtest
 
 from specdemo import testing
+from specdemo.__main__ import main
 from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.core.sampling import Sampling
+from specdemo.core.speedup import expected_tokens
+from specdemo.core.synthetic_acceptance import rates_of_length
 from specdemo.core.tally import StepCounts
+from specdemo.core.trace import from_json
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.engine.loop import generate
 from specdemo.engine.session import Session
@@ -105,3 +109,41 @@ def test_synthetic_lane_is_marked_lossy():
         assert row["verdict"] == "lossy" and row["identical"] is None and row["first_divergence"] is None
         assert row["speedup_low"] < row["speedup"] < row["speedup_high"]
     assert trace.lanes[2].summary["tokens_per_step"] > 3.5 and trace.lanes[2].summary["ms_draft"] > 1.0
+
+
+@pytest.mark.parametrize(("length", "rates"), [
+    (1.0, (0.0, 0.0)), (1.4, (0.4, 0.0)), (3.4, (1.0, 1.0, 0.4, 0.0)), (4.0, (1.0, 1.0, 1.0, 0.0, 0.0)),
+])  # fmt: skip
+def test_a_length_gives_the_rates_with_the_smallest_variance(length, rates):
+    assert rates_of_length(length) == pytest.approx(rates)
+    assert expected_tokens(rates)[-1] == pytest.approx(length)
+
+
+def test_a_lane_reaches_its_mean_accepted_length():
+    lane = Lane(method="synthetic", k=5, options={"length": 3.4})
+    spec = Comparison.build({"id": "test", "target": "stories", "prompt": "Once upon a time", "lanes": [lane]})
+    trace = Session().run(spec.model_copy(update={"max_new_tokens": 200}).validated())
+    assert "with mean accepted length 3.4" in trace.lanes[1].note
+    lengths = {len(event.path[0]) for event in trace.lanes[1].events[1:-1]}
+    assert lengths == {3, 4} and trace.lanes[1].summary["tokens_per_step"] == pytest.approx(3.4, abs=0.2)
+
+
+def test_length_and_rates_exclude_each_other_and_k_bounds_the_length():
+    for options, line in [
+        ({"length": 3.0, "rates": "0.5"}, "option 'length' replaces 'rates'; give one of them"),
+        ({"length": 0.5}, r"option 'length' must be 0 \(use rates\) or at least 1, not 0.5"),
+        ({"length": 5.5}, "option 'length' is at most k \\+ 1 = 5, not 5.5; increase k"),
+    ]:
+        with pytest.raises(ValueError, match=line):
+            _ = Lane(method="synthetic", k=4, options=options).parsed
+
+
+def test_run_takes_the_length_from_a_file(tmp_path, capsys):
+    path, out = tmp_path / "golden.yaml", tmp_path / "trace.json"
+    path.write_text("m: {thinking_off: {4: 2.5}}", encoding="utf-8")
+    line = ["run", "embedded-ngram", "--max-new-tokens", "8", "--out", str(out), "--lengths", str(path)]
+    assert main(line) == 2 and "add --method synthetic" in capsys.readouterr().err
+    assert main([*line, "--method", "synthetic", "--k", "5"]) == 2
+    assert "m, thinking off has no length for k = 5; choose one of 4" in capsys.readouterr().err
+    assert main([*line, "--method", "synthetic", "--k", "4"]) == 0
+    assert from_json(out.read_bytes()).lanes[1].options["length"] == 2.5

@@ -98,7 +98,8 @@ def test_changes_reach_the_lanes_they_are_for():
         ({"lanes": BASE.lanes * 4}, "lanes must have 1 to 3 entries"),
         (
             {"lanes": [{"method": "ngram", "depth": 3}]},
-            "unknown setting 'depth'; choose one of method, model, k, options, acceptance, name, server, served_model",
+            "unknown setting 'depth'; choose one of method, model, k, options, acceptance, acceptance_options, name, "
+            "server, served_model",
         ),
         ({"lanes": 5}, "lanes must be a list, not 5"),
         ({"server": "ftp://x"}, "the server must have the form http://host:port, not 'ftp://x'"),

@@ -85,6 +85,7 @@ class ServingEngine(ReportingEngine):
     environment: ClassVar[Mapping[str, str]] = {"DO_NOT_TRACK": "1"}  # defaults of environment variables
     concurrent: ClassVar[bool] = True  # False: one request at a time, so load tests cannot start it
     takes_schedule: ClassVar[bool] = False  # whether `with_schedule` adds a k per batch size
+    takes_length: ClassVar[bool] = False  # whether `with_length` adds a mean accepted length
 
     def check_installed(self) -> None:
         """Raise ValueError, with the command that installs it, if the engine is not installed."""
@@ -159,6 +160,10 @@ class ServingEngine(ReportingEngine):
         Return the command and environment variables.
         """
         return command, {}
+
+    def with_length(self, command: list[str], length: float) -> list[str]:
+        """Add to a command that drafts that tokens are accepted at random with this mean accepted length."""
+        return command
 
     def with_schedule(self, command: list[str], schedule: Schedule) -> list[str]:
         """Add a k per batch size to a command that drafts."""
