@@ -3,16 +3,19 @@
 import importlib
 import inspect
 import pkgutil
+from importlib.util import find_spec
 
 import recipes
 import specdemo
 from specdemo.core import protocol
 
+NEEDS = {"specdemo.models.triton_kernels": "triton"}  # modules that import a package which only GPUs use
+
 
 def modules():
     for package in (specdemo, recipes):
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-            if not module.name.endswith("__main__"):
+            if not module.name.endswith("__main__") and find_spec(NEEDS.get(module.name, "torch")):
                 yield importlib.import_module(module.name)
 
 

@@ -157,6 +157,16 @@ class SlabCache(Cache):
         finally:
             cursor.columns, cursor.full_read = before, False
 
+    def scatter_target(self, layer: int) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Return keys and values [B, H, capacity, D] of a layer and the columns [B, 1, S, 1] to write to.
+
+        None outside `scatter_writes`, and before the first keys are stored.
+        """
+        slab, cursor = self.slabs[layer], self.cursor
+        if not cursor.full_read or cursor.columns is None or slab.keys is None or slab.values is None:
+            return None
+        return slab.keys, slab.values, cursor.columns
+
     def gather_accepted(self, path: list[list[int]]) -> None:
         """Move the accepted slots of the last forward pass to the end of the history."""
         cursor = self.cursor

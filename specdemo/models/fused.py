@@ -20,7 +20,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3For
 from specdemo.kv.columns import Mask
 from specdemo.kv.graphs import TOLERANCE
 from specdemo.models.devices import device_map_summary
-from specdemo.models.layers import DecoderLayer, Rotary, shared_mask, signed_sin
+from specdemo.models.layers import DecoderLayer, Rotary, add_norm, shared_mask, signed_sin
 from specdemo.models.packed import (
     KNOWN_NORMS,
     FastRMSNorm,
@@ -101,11 +101,13 @@ class FusedDecoder:
         rope = self._rotary(positions, cache.cursor.capacity + positions.shape[1])
         mask = shared_mask(mask, self._layers[0].self_attn, x)
         hidden = {0: x} if 0 in taps else {}
+        delta: Tensor | None = None
         for number, layer in enumerate(self._layers[:layers], start=1):
-            x = layer.run(x, rope, mask, cache)
+            x, delta = layer.run_residual(x, delta, rope, mask, cache)
             if number in taps:
-                hidden[number] = x
-        x = self._norm(x)
+                hidden[number], delta = x + delta, None
+                x = hidden[number]
+        _, x = add_norm(self._norm, x, delta)
         if -1 in taps:
             hidden[-1] = x
         return self._lm_head(x[:, -1:] if last else x), hidden

@@ -19,10 +19,11 @@ from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specdemo.core.protocol import Target
-from specdemo.kv.cache import KeyValues
+from specdemo.kv.cache import KeyValues, SlabCache
 from specdemo.kv.columns import FULL, AttentionKind, Columns, Mask, Rope
 from specdemo.kv.graphs import TOLERANCE
 from specdemo.kv.masks import ChainMask, additive
+from specdemo.models.operations import apply_rope, use_kernel
 from specdemo.models.packed import RMSNorm, concat_linears, pack_linear, should_fuse
 
 PROBE_COLUMNS = 64
@@ -80,12 +81,6 @@ class Rotary:
         part = self._table[None, end - positions.shape[1] : end] if trailing else self._table[positions]
         cos, sin = part.unbind(2)
         return cos, sin
-
-
-def apply_rope(x: Tensor, rope: Rope) -> Tensor:
-    """Apply rotary embeddings to x [B, S, heads, E]."""
-    cos, sin = rope
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin).type_as(x)
 
 
 def signed_sin(sin: Tensor) -> Tensor:
@@ -168,6 +163,17 @@ def reads_lengths(device: torch.device, dtype: torch.dtype, heads: int, kv_heads
     return bool((visible - expected).abs().max() <= TOLERANCE[dtype] * expected.abs().max())
 
 
+def add_norm(norm: nn.Module, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return x + delta and its norm, for x and delta [B, S, D]. delta None: zero."""
+    if delta is None:
+        return x, norm(x)
+    if type(norm) is RMSNorm and x.dtype == delta.dtype == norm.weight.dtype and use_kernel("add_rms_norm", x):
+        x, normed = torch.ops.specdemo.add_rms_norm(x.contiguous(), delta.contiguous(), norm.weight, norm.eps)
+        return x, normed
+    x = x + delta
+    return x, norm(x)
+
+
 class ConcatLinear(nn.Module):
     """Concatenated outputs of linear layers with the same input, where their weights cannot be concatenated."""
 
@@ -214,20 +220,47 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, rope: Rope, mask: Mask | None, cache: KeyValues | None) -> Tensor:
         """x [B, S, D or inputs] -> [B, S, D]. mask: see `attend`."""
         qkv = self.qkv(x) if self.qkv else torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
-        qk, v = self._split_heads(qkv).split([self.heads + self.kv_heads, self.kv_heads], 2)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = qk.split([self.heads, self.kv_heads], 2)
-            qk = torch.cat([self.q_norm(q), self.k_norm(k)], 2)
-        q, k = apply_rope(qk, rope).transpose(1, 2).split([self.heads, self.kv_heads], 1)
-        v = v.transpose(1, 2)
-        if cache is not None:
-            k, v = cache.update(k, v, self.index)
+        qkv = self._split_heads(qkv)
+        q, k, v = (self._write_by_kernel(qkv, rope, cache) if qkv.is_cuda else None) or self._write(qkv, rope, cache)
         causal = mask is None and self.kind[1] and x.shape[1] > 1
         if self.attention_sink_bias is not None:
             matrix = mask.matrix if isinstance(mask, ChainMask) else mask
             k, v, mask, causal = *self._add_sink(k, v, matrix, causal, x.shape[1]), False
         out: Tensor = self.o_proj(attend(q, k, v, mask, causal, self.scaling).flatten(2))
         return out
+
+    def _write(self, qkv: Tensor, rope: Rope, cache: KeyValues | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Normalise and rotate queries and keys of qkv [B, S, H + 2 K, E], and update the cache.
+
+        Return queries [B, H, S, E] and all keys and values [B, K, W, E].
+        """
+        qk, v = qkv.split([self.heads + self.kv_heads, self.kv_heads], 2)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = qk.split([self.heads, self.kv_heads], 2)
+            qk = torch.cat([self.q_norm(q), self.k_norm(k)], 2)
+        q, k = apply_rope(qk, rope).transpose(1, 2).split([self.heads, self.kv_heads], 1)
+        v = v.transpose(1, 2)
+        return (q, k, v) if cache is None else (q, *cache.update(k, v, self.index))
+
+    def _write_by_kernel(
+        self, qkv: Tensor, rope: Rope, cache: KeyValues | None
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Do what `_write` does by one kernel, in a captured pass. Return None where this is impossible."""
+        slots = cache.scatter_target(self.index) if isinstance(cache, SlabCache) else None
+        norms = self.q_norm, self.k_norm
+        if slots is None or not all(norm is None or type(norm) is RMSNorm for norm in norms):
+            return None
+        keys, values, columns = slots
+        tensors = [qkv, keys, values, *rope, *(norm.weight for norm in norms if norm is not None)]
+        same_strides = rope[0].stride() == rope[1].stride() and keys.stride() == values.stride()
+        if not same_strides or len({x.dtype for x in tensors}) > 1 or not use_kernel("norm_rope_write", qkv):
+            return None
+        weights = (None if norm is None else norm.weight for norm in norms)
+        eps = 0.0 if norms[0] is None else norms[0].eps
+        query = torch.ops.specdemo.norm_rope_write(
+            qkv.contiguous(), *weights, eps, *rope, keys, values, columns.contiguous()
+        )
+        return query.transpose(1, 2), keys, values
 
     def _add_sink(self, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, width: int) -> tuple[Tensor, ...]:
         """Append a zero key and value, with the sink logit of each head; return k, v and an additive mask."""
@@ -270,8 +303,12 @@ class MLP(nn.Module):
         self.gate_up: nn.Module | None = None  # replaces the two after `fuse`
         self.down_proj = linear(inner, size, "mlp.down_proj", names)
         self.act_fn = ACT2FN[config.hidden_act]
+        self._silu = config.hidden_act == "silu"
 
     def forward(self, x: Tensor) -> Tensor:
+        if self._silu and self.gate_up and use_kernel("silu_mul", x):
+            product: Tensor = self.down_proj(torch.ops.specdemo.silu_mul(self.gate_up(x)))
+            return product
         gate, up = self.gate_up(x).chunk(2, -1) if self.gate_up else (self.gate_proj(x), self.up_proj(x))
         out: Tensor = self.down_proj(self.act_fn(gate) * up)
         return out
@@ -301,9 +338,19 @@ class DecoderLayer(nn.Module):
 
     def run(self, x: Tensor, rope: Rope, mask: Mask | None, cache: KeyValues | None) -> Tensor:
         """x [B, S, D] -> [B, S, D]. mask: see `attend`."""
-        x = x + self.self_attn(self.input_layernorm(x), rope, mask, cache)
-        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
-        return out
+        x, delta = self.run_residual(x, None, rope, mask, cache)
+        return x + delta
+
+    def run_residual(
+        self, x: Tensor, delta: Tensor | None, rope: Rope, mask: Mask | None, cache: KeyValues | None
+    ) -> tuple[Tensor, Tensor]:
+        """Run the layer on x + delta [B, S, D]; return two tensors whose sum is the result.
+
+        The next layer adds them in one kernel with its norm.
+        """
+        x, normed = add_norm(self.input_layernorm, x, delta)
+        x, normed = add_norm(self.post_attention_layernorm, x, self.self_attn(normed, rope, mask, cache))
+        return x, self.mlp(normed)
 
     def attention(self, x: Tensor, columns: Columns) -> Tensor:
         """Run attention alone on normed x [B, S, D or inputs] -> [B, S, D]."""

@@ -100,8 +100,6 @@ class Models:
     def __init__(self) -> None:
         torch.manual_seed(0)
         self._made: dict[str, Any] = {"target": qwen(6, 1), "draft": qwen(3, 2), "unfused": qwen(36, 1)}
-        fuse_layers(self._made["target"])
-        fuse_layers(self._made["draft"])
         there = HFTarget(self._made["target"])
         heads = {
             "eagle": Eagle.fresh(there, "eagle3", draft_vocab=96),
@@ -116,6 +114,8 @@ class Models:
             cache.cache_clear()
         for made in self._made.values():
             move(made, "cuda:0")
+        for name in ("target", "draft"):
+            fuse_layers(self._made[name])
         for head in heads.values():
             head.fuse()
 

@@ -1,8 +1,14 @@
 """Limits on launches and synchronisations per step of each method, counted on the simulated GPU."""
 
 import pytest
+import torch
 
-from tests.gpu.pretend import CASES, counted
+from specdemo.core.tree import chain_parents
+from specdemo.models import operations
+from specdemo.models.fused import fuse_layers
+from specdemo.models.target import HFTarget
+from tests.gpu.device import OnDevice, move, pretended
+from tests.gpu.pretend import CASES, counted, qwen
 
 LIMITS = {  # launches outside graphs, and syncs, while the clock runs
     "plain": (10, 0),
@@ -40,3 +46,25 @@ def test_a_step_starts_few_operations_and_hardly_waits(rows, name):
     assert row.replays >= 1
     assert row.recordings_in_race == 0
     assert row.note == ""
+
+
+@pytest.mark.parametrize(
+    ("slots", "tree", "kernels", "limit"),
+    [(1, False, True, 340), (6, False, True, 340), (32, True, True, 440), (1, False, False, 700)],
+)
+def test_operations_of_a_captured_pass(slots, tree, kernels, limit, monkeypatch):
+    """36 layers, as many as Qwen3-8B has. Nine operations per layer with Triton's kernels, 19 without."""
+    monkeypatch.setattr(operations, "works", lambda *_: kernels)
+    chain_parents.cache_clear()
+    device = torch.device("cuda:0")
+    with pretended() as world, torch.no_grad():
+        model = move(qwen(36, 1), device)
+        fuse_layers(model)
+        target = HFTarget(model)
+        target.start(OnDevice(torch.arange(3, 13)[None], device))
+        parents = chain_parents(1, slots - 1, device)
+        target.forward(OnDevice(torch.arange(3, 3 + slots)[None], device), parents.clone() if tree else parents)
+        assert target.note == ""
+        (graph,) = world.recorded
+        assert len(graph().tape) <= limit
+    chain_parents.cache_clear()

@@ -7,6 +7,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map
 
 from specdemo.core.host_copy import AsyncHostCopy, to_device
 from specdemo.core.protocol import Budget, GenerationConfig
@@ -22,7 +23,7 @@ from specdemo.methods.heads.eagle import Eagle
 from specdemo.methods.heads.medusa import Medusa
 from specdemo.methods.heads.mlp_speculator import MLPSpeculator
 from specdemo.methods.heads.mtp import MTP
-from specdemo.models import layers
+from specdemo.models import layers, operations
 from specdemo.models.fused import fuse_layer, fuse_layers
 from specdemo.models.layers import reads_lengths
 from specdemo.models.pass_cost import rounding_noise
@@ -483,3 +484,34 @@ def test_kernel_by_length_is_compared_before_it_is_used(dtype, capability, expec
     monkeypatch.setattr(device, "flash_attention", lambda query, *_, **__: [torch.zeros_like(query)] * 5)
     assert not reads_lengths(torch.device("cuda:0"), dtype, 4, 2, 16)  # another result than the masked kernel
     reads_lengths.cache_clear()
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("method", ["none", "draft_model", "eagle", "mtp", "dflash", "layer_skip"])
+def test_triton_kernels_give_the_same_text(method, rows, world, monkeypatch):
+    texts = []
+    for used in (True, False):
+        monkeypatch.setattr(operations, "works", lambda *_, used=used: used)
+        world.kernels.clear()
+        target = fused_target("qwen3")
+        texts.append(output_ids_of(target, drafter(method, target), rows))
+        assert target.note == ""
+        assert all(bool(world.kernels[name]) == used for name in operations.KERNELS)
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(("setting", "expected"), [(None, True), ("silu_mul,add_rms_norm", True), ("0", False)])
+def test_a_triton_kernel_is_compared_before_it_is_used(setting, expected, world, monkeypatch):
+    monkeypatch.setattr(operations, "find_spec", lambda name: name)
+    if setting is not None:
+        monkeypatch.setenv(operations.TRITON_VARIABLE, setting)
+    for name in operations.KERNELS:
+        operations.works.cache_clear()
+        enabled = expected and (setting is None or name in setting)
+        assert operations.works(name, torch.device("cuda:0"), torch.float16) == enabled
+        operations.works.cache_clear()
+        with monkeypatch.context() as other:  # another result than plain operations
+            plain = operations.PLAIN[name]
+            other.setitem(operations.PLAIN, name, lambda *a, plain=plain: tree_map(lambda x: x + 1, plain(*a)))
+            assert not operations.works(name, torch.device("cuda:0"), torch.float16)
+    operations.works.cache_clear()

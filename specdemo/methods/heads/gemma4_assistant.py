@@ -36,7 +36,8 @@ from specdemo.methods.heads.network import Network, move_to_target
 from specdemo.methods.heads.runtime import last_columns
 from specdemo.methods.heads.sampler import ChainBuilder, flatten_draft, unflatten_draft
 from specdemo.models.checkpoints import Checkpoint, write_checkpoint
-from specdemo.models.layers import MLP, apply_rope, attend
+from specdemo.models.layers import MLP, attend
+from specdemo.models.operations import apply_rope
 from specdemo.models.packed import RMSNorm
 
 MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specdemo.kv.columns import Columns
-from specdemo.models.layers import DecoderLayer, apply_rope, attend
+from specdemo.models.layers import DecoderLayer, attend
+from specdemo.models.operations import apply_rope
 
 
 class Stack:

@@ -1,0 +1,124 @@
+"""Operations of a decoder layer: Triton's kernels against plain operations.
+
+Without a GPU, Triton's interpreter runs the kernels, and its compiler translates them for GPUs that are not there.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from specdemo.kv.graphs import TOLERANCE
+from specdemo.models import operations
+from specdemo.models.operations import KERNELS, PLAIN, works
+
+ROOT = Path(__file__).parents[2]
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+GPUS = [("cuda", 75, 32), ("cuda", 80, 32), ("cuda", 90, 32), ("cuda", 120, 32), ("hip", "gfx942", 64)]
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+needs_triton = pytest.mark.skipif(not find_spec("triton"), reason="Triton is not installed")
+
+
+def run_here(function, interpret):
+    """Run a function of this file in another process: Triton reads TRITON_INTERPRET when it is first imported."""
+    environment = {**os.environ, "TRITON_INTERPRET": str(int(interpret)), "TRITON_DEFAULT_FP_FUSION": "1"}
+    command = [sys.executable, "-c", f"from tests.models.test_operations import *; print(json.dumps({function}()))"]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def arguments_of(name, dtype, *, rows=2, slots=3, heads=4, kv_heads=2, size=16, normed=True, shared_angles=False):
+    generator = torch.Generator().manual_seed(rows * size)
+
+    def random(*shape):
+        return torch.randn(shape, generator=generator).to(DEVICE, dtype)
+
+    if name == "add_rms_norm":
+        return [random(rows, slots, 3 * size), random(rows, slots, 3 * size), random(3 * size), 1e-6]
+    if name == "silu_mul":
+        return [3 * random(rows, slots, 1000)]
+    angles = random(1 if shared_angles else rows, slots, 2, 1, size).unbind(2)
+    slabs = [random(rows, 40, kv_heads, size).transpose(1, 2) for _ in range(2)]
+    columns = torch.arange(slots)[None] + torch.tensor([5, 17, 30])[:rows, None]
+    weights = [random(size), random(size)] if normed else [None, None]
+    qkv = random(rows, slots, heads + 2 * kv_heads, size)
+    return [qkv, *weights, 1e-6, *angles, *slabs, columns[:, None, :, None].to(DEVICE)]
+
+
+CASES = [(name, {}) for name in KERNELS]
+CASES += [("add_rms_norm", {"rows": 1, "slots": 1, "size": 700}), ("silu_mul", {"rows": 1, "slots": 7})]
+CASES += [("norm_rope_write", change) for change in ({"normed": False}, {"shared_angles": True}, {"size": 24})]
+CASES += [("norm_rope_write", {"rows": 3, "heads": 2, "kv_heads": 1, "slots": 1})]
+
+
+def differences():
+    """Return the largest relative difference between kernel and plain operations, by case and dtype."""
+    from specdemo.models import triton_kernels
+
+    found = {}
+    for number, (name, sizes) in enumerate(CASES):
+        for dtype in DTYPES:
+            arguments = arguments_of(name, DTYPES[dtype], **sizes)
+            copies = [x.clone() if isinstance(x, torch.Tensor) else x for x in arguments]
+            results = getattr(triton_kernels, name)(*arguments), PLAIN[name](*copies)
+            pairs = zip(*map(operations._tensors, results, (arguments, copies)), strict=True)
+            found[f"{number} {dtype}"] = max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
+    return found
+
+
+@pytest.fixture(scope="module")
+def measured():
+    return run_here("differences", interpret=DEVICE.type == "cpu")
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_a_kernel_returns_and_writes_what_plain_operations_do(number, dtype, measured):
+    # the interpreter truncates numbers to bfloat16
+    limit = {"fp32": 1e-6, "fp16": 1e-3, "bf16": TOLERANCE[torch.bfloat16]}[dtype]
+    assert measured[f"{number} {dtype}"] <= limit, CASES[number]
+
+
+def compiled_kernels():
+    """Return the sizes of the machine code of all kernels."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    from specdemo.models import triton_kernels
+
+    sizes = {"BLOCK": 128, "HEADS": 32, "KV_HEADS": 8, "SIZE": 96, "NORMED": True}
+    numbers = "size slots length angle_row angle_slot slab_row slab_head slab_column".split()
+    found = {}
+    for name in ("_add_rms_norm", "_silu_mul", "_norm_rope_write"):
+        kernel = getattr(triton_kernels, name)
+        constants = {n: sizes[n] for n in kernel.arg_names if n in sizes}
+        for dtype in DTYPES:
+            types = dict.fromkeys(kernel.arg_names, f"*{dtype}") | dict.fromkeys(constants, "constexpr")
+            others = {**dict.fromkeys(numbers, "i32"), "eps": "fp32", "write_to": "*i64"}
+            types |= {n: kind for n, kind in others.items() if n in types}
+            for gpu in GPUS:
+                code = compile(ASTSource(kernel, types, constants), target=GPUTarget(*gpu)).asm
+                found[f"{name} {dtype} {gpu}"] = len(code["cubin" if gpu[0] == "cuda" else "hsaco"])
+    return found
+
+
+@needs_triton
+def test_kernels_compile_for_gpus(monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    sizes = run_here("compiled_kernels", interpret=False)
+    assert len(sizes) == 3 * len(DTYPES) * len(GPUS) and min(sizes.values()) > 0
+
+
+def test_kernels_are_used_on_a_gpu_only(monkeypatch):
+    assert not works("silu_mul", torch.device("cpu"), torch.float32)
+    works.cache_clear()
+    monkeypatch.setattr(operations, "find_spec", lambda name: None)
+    assert not works("silu_mul", torch.device("cuda", 0), torch.float32)
+    works.cache_clear()
