@@ -10,12 +10,19 @@ from typing import Any
 
 import torch
 import yaml
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from specdemo.core.atomic_io import write_text
 from specdemo.training.collect import continue_texts
 
 TEXTS: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+TEMPLATE = Environment(
+    loader=FileSystemLoader(Path(__file__).parent),
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    keep_trailing_newline=True,
+).get_template("card.md.jinja")
 SAMPLE_TOKENS = 140
 CURVE_ROWS = 12
 BARS = "▁▂▃▄▅▆▇█"
@@ -76,108 +83,58 @@ def samples(folder: Path, world: str) -> str:
     return "\n".join(lines)
 
 
-def recipe_facts(facts: dict[str, Any], config: dict[str, object], recipe: str) -> str:
-    """Return the paragraph of a model card that describes how the weights were made."""
-    versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
-    minutes = facts.get("minutes", round(facts["seconds"] / 60))
-    shape = (
-        f"Llama, {config['num_hidden_layers']} x {config['hidden_size']}, feed-forward {config['intermediate_size']}, "
-        f"{config['num_attention_heads']} heads, vocabulary {config['vocab_size']}, tied"
-    )
-    start = f" --start {facts['start']}" if "start" in facts else ""
-    corpus = "" if recipe.startswith("code") else " --corpus CORPUS"
-    source = f"source commit {facts['commit'] or 'not recorded'}, corpus sha256 `{facts['data_sha256'][:16]}`"
-    lines = [
-        f"- command: `python -m specdemo train {recipe}{corpus}{start} --minutes {minutes:g}`",
-        f"- shape: {shape}; {facts['parameters']:,} parameters, stored in bf16",
-        f"- seen: {facts['tokens']:,} tokens in {facts['step']:,} steps and {facts['seconds'] / 60:.0f} minutes",
-        f"- software: {versions}; {source}",
-    ]
-    if "start_share" in facts:
-        lines.append(f"- averaged: {facts['start_share']:.0%} of the initial weights")
-    for seed in facts.get("seeds", ()):
-        lines.append(
-            "- earlier part: {name}, {layers} layer(s), {tokens:,} tokens in {minutes:.0f} minutes".format(**seed)
-        )
-    if "hardware" in facts:
-        lines.append(f"- hardware: {facts['hardware']}, {facts['threads']} thread(s)")
-    return "\n".join([*lines, *remark(facts)])
-
-
-def remark(facts: dict[str, object]) -> list[str]:
-    """Return a line for a remark that was added to the provenance by hand."""
-    return [f"- remark: {facts['remark']}"] if "remark" in facts else []
-
-
-def measured(found: dict[str, object]) -> str:
-    """Return the measurements on held-out text, by name."""
-    return "\n".join(f"- {name}: {value}" for name, value in found.items())
-
-
 def write_card(folder: Path, recipe: str | None = None) -> Path:
     """Write `MODEL_CARD.md` in `folder` from its provenance, config and weights. `recipe` applies if the provenance
     names none.
     """
-    facts = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    name = facts.get("recipe") or recipe or "stories-target"
-    methods, limits, world = TEXTS["method"], TEXTS["limits"], name.partition("-")[0]
-    has_attribution = (folder / "ATTRIBUTION.md").exists()
-    attribution = "[ATTRIBUTION.md](ATTRIBUTION.md)" if has_attribution else f"the ATTRIBUTION.md of `{world}`"
-    sections = {
-        "Data": TEXTS["data"][world].format(attribution=attribution),
-        "Licence": TEXTS["licence"],
-        "Recipe": f"{methods.get(name, methods['draft'])}\n\n{recipe_facts(facts, config, name)}",
-        "Curve": curve(facts["evaluations"]),
-        **({"Measured": measured(facts["measured"])} if "measured" in facts else {}),
-        "Samples": f"{HONESTY}\n\n{samples(folder, world)}",
-        "Limits": limits.get(name, limits["draft"]),
-    }
-    body = "\n\n".join(f"## {head}\n\n{text}" for head, text in sections.items())
-    card = folder / "MODEL_CARD.md"
-    about = TEXTS["about"].get(name, "A small story model.")
-    write_text(card, f"# {name.removesuffix('-target')}\n\n{about}\n\n{body}\n")
-    return card
+    facts = _read(folder, "provenance.json")
+    recipe = facts.get("recipe") or recipe or "stories-target"
+    limits, world = TEXTS["limits"], recipe.partition("-")[0]
+    attribution = (folder / "ATTRIBUTION.md").exists()
+    return _write(
+        folder,
+        facts | {"recipe": recipe, "curve": curve(facts["evaluations"])},
+        name=recipe.removesuffix("-target"),
+        about=TEXTS["about"].get(recipe, "A small story model."),
+        data=_data(world, "[ATTRIBUTION.md](ATTRIBUTION.md)" if attribution else None),
+        method=TEXTS["method"].get(recipe, TEXTS["method"]["draft"]),
+        shape=_read(folder, "config.json"),
+        samples=f"{HONESTY}\n\n{samples(folder, world)}",
+        limits=limits.get(recipe, limits["draft"]),
+    )
 
 
 def write_head_card(folder: Path, title: str) -> Path:
     """Write `MODEL_CARD.md` of a head from its provenance."""
-    facts = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
+    facts = _read(folder, "provenance.json")
     target = facts.get("target", folder.name.removesuffix("-heads"))
     last = facts["evaluations"][-1] if facts["evaluations"] else {}
-    positions = sorted(n for n in last if n.startswith("agree_"))
-    agreement = [f"| {n.removeprefix('agree_')} | {last[n]:.3f} |" for n in positions]
-    world = facts.get("target", facts["recipe"]).partition("-")[0]
-    versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
-    command = f"python -m specdemo train {facts['recipe']} --corpus CORPUS --minutes {facts['minutes']:g}"
-    accepted = [
-        "Top-1 agreement of the head with the target, on held-out text with the true prefix:",
-        "",
-        "| tokens ahead | agreement |",
-        "|---|---|",
-        *agreement,
-    ]
-    made = [
-        TEXTS["method"]["head" if "target" in facts else "stories-bytes"] + "\n",
-        f"- command: `{command}`",
-        f"- {facts['parameters']:,} parameters, stored in bf16",
-        f"- seen: {facts['tokens']:,} tokens in {facts['step']:,} steps and {facts['seconds'] / 60:.0f} minutes",
-        f"- software: {versions}; source commit {facts['commit'] or 'not recorded'}",
-        f"- hardware: {facts['hardware']}, {facts['threads']} thread(s)",
-        *remark(facts),
-    ]
-    sections = {
-        "Acceptance by position": "\n".join(accepted),
-        "Speed": measured(facts["measured"]) if "measured" in facts else "Not measured yet.",
-        "Data": TEXTS["data"][world].format(attribution=f"the ATTRIBUTION.md of `{world}`"),
-        "Licence": TEXTS["licence"],
-        "Recipe": "\n".join(made),
-        "Curve": curve([{k: v for k, v in e.items() if k != "train_loss"} for e in facts["evaluations"]]),
-    }
-    body = "\n\n".join(f"## {head}\n\n{text}" for head, text in sections.items())
+    rows = [{name: value for name, value in row.items() if name != "train_loss"} for row in facts["evaluations"]]
+    return _write(
+        folder,
+        facts | {"curve": curve(rows)},
+        name=folder.name,
+        about=f"{title}: a drafter for `{target}`. It needs this target.",
+        agreement=[(name.removeprefix("agree_"), last[name]) for name in sorted(last) if name.startswith("agree_")],
+        data=_data(facts.get("target", facts["recipe"]).partition("-")[0], None),
+        method=TEXTS["method"]["head" if "target" in facts else "stories-bytes"],
+    )
+
+
+def _read(folder: Path, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / name).read_text(encoding="utf-8"))
+    return found
+
+
+def _data(world: str, attribution: str | None) -> str:
+    """Return the description of a kind of text."""
+    return str(TEXTS["data"][world].format(attribution=attribution or f"the ATTRIBUTION.md of `{world}`"))
+
+
+def _write(folder: Path, facts: dict[str, Any], **texts: object) -> Path:
+    measured = "\n".join(f"- {name}: {value}" for name, value in facts.get("measured", {}).items())
     card = folder / "MODEL_CARD.md"
-    about = f"{title}: a drafter for `{target}`. It needs this target."
-    write_text(card, f"# {folder.name}\n\n{about}\n\n{body}\n")
+    write_text(card, TEMPLATE.render(facts | {"measured": measured, "licence": TEXTS["licence"], **texts}))
     return card
 
 
