@@ -38,13 +38,18 @@ class Kind(Settings):
 
 
 class PublishedDrafter(Settings):
-    """A drafter of the catalogue. gb: size of its files; thinking: whether its training answers contain thinking."""
+    """A drafter of the catalogue.
+
+    gb: size of its files. computed: gb was computed from the number of parameters. thinking: whether its training
+    answers contain thinking.
+    """
 
     target: str
     drafter: str
     kind: str
     source: str
     gb: float | None = None
+    computed: bool = False
     licence: str = ""
     thinking: Literal["with", "without"] | None = None
     acceptance: str = ""
@@ -54,12 +59,19 @@ class PublishedDrafter(Settings):
         """Return the kind of the drafter."""
         return _catalogue()[0][self.kind]
 
+    @property
+    def size(self) -> str:
+        """Return the size of the files in words."""
+        if self.drafter == self.target:
+            return "in the target"
+        return f"{'about ' if self.computed else ''}{self.gb:g} GB" if self.gb else "?"
+
     def row(self) -> dict[str, str]:
         """Return the entry as a row of HEADER. Unknown values are "?"."""
         values = (
             self.drafter,
             self.kind,
-            f"{self.gb:g} GB" if self.gb else "?",
+            self.size,
             self.about.format,
             self.licence or "?",
             self.about.engines,

@@ -59,6 +59,18 @@ def test_gguf_drafters_come_first_for_gguf_targets(capsys):
     }
 
 
+@pytest.mark.parametrize(
+    ("drafter", "size"),
+    [
+        ("Qwen/Qwen3-0.6B", "1.5 GB"),
+        ("JetSpec/jetspec-qwen3-30b-a3b", "about 1 GB"),
+        ("Qwen/Qwen3.5-4B", "in the target"),
+    ],
+)
+def test_sizes_say_whether_they_are_computed(drafter, size):
+    assert {entry.row()["size"] for entry in all_published() if entry.drafter == drafter} == {size}
+
+
 def test_recorded_acceptance_of_embedded_drafters():
     (wide,) = [entry for entry in published_drafters("stories") if entry.drafter == "stories-draft-wide"]
     assert wide.acceptance.endswith("tokens per step in the recorded run") and wide.source == "preset embedded-draft"
