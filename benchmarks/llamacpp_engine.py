@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -21,6 +21,7 @@ from specdemo.bench.base import Report
 from specdemo.bench.measure import Tick, repeated
 from specdemo.bench.result import Result
 from specdemo.core.protocol import Budget
+from specdemo.engine.loop import generate
 from specdemo.engine.session import environment
 from specdemo.methods import BASELINE, load_drafter
 from specdemo.models.llamacpp import LlamaCppSettings, library
@@ -82,13 +83,18 @@ def _compete(
 
 
 def _overhead(peer: OwnEngine, pair: Pair, new_tokens: int) -> float:
-    """Return the median time per step, in ms, that is not spent in llama.cpp's `llama_decode`."""
+    """Return the mean time in ms that a step spends outside llama.cpp's `llama_decode`: the median over the prompts.
+
+    Reading the prompt is not a step.
+    """
     found = []
     for prompt in pair.prompts:
+        outside = []
         with _decode_times() as spent:
-            peer(prompt, new_tokens)
-        steps = [sum(event.ms.values()) for event in peer.events]
-        found.append((sum(steps) - 1000.0 * sum(spent)) / len(steps))
+            for event in generate(peer.target, peer.drafter, prompt, peer.config(new_tokens)):
+                outside.append(sum(event.ms.values()) - 1000.0 * sum(spent))
+                spent.clear()
+        found.append(mean(outside[1:]))
     return median(found)
 
 
