@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Generator, Tensor
 
-from specdemo.core.host_copy import to_device
+from specdemo.core.host_copy import to_device, to_lists
 from specdemo.core.sampling import argmax, draw
 from specdemo.core.tree import ABSENT, Draft, is_chain
 
@@ -194,20 +194,18 @@ def or_target(residual: Tensor, p: Tensor) -> Tensor:
 def accept_greedy(draft: Draft, target: Tensor) -> AcceptResult:
     """Follow the argmax: the test `coin * q(x) < p(x)` for a one-hot p."""
     best = argmax(target)
-    n = draft.nodes
-    if not n:
-        return AcceptResult([[0] for _ in range(len(best))], best[:, 0])
+    if not draft.nodes:
+        return AcceptResult([[0] for _ in range(len(best))], best.squeeze(1))
     path, output_tokens = [], []
-    for row in torch.cat([draft.tokens, draft.parents, best], 1).tolist():
-        slots, expected = [0], row[2 * n]
-        for node in range(n):
-            if row[node] == expected and row[n + node] == slots[-1]:
-                slots.append(node + 1)
-                expected = row[2 * n + node + 1]
+    for tokens, parents, expected in zip(*to_lists(draft.tokens, draft.parents, best), strict=True):
+        slots = [0]
+        for node, (token, parent) in enumerate(zip(tokens, parents, strict=True), start=1):
+            if parent == slots[-1] and token == expected[parent]:
+                slots.append(node)
         path.append(slots)
-        output_tokens.append([*(row[slot - 1] for slot in slots[1:]), expected])
+        output_tokens.append([expected[slot] for slot in slots])
     if len(path) == 1:
-        return AcceptResult(path, best[:, path[0][-1]], output_tokens)
+        return AcceptResult(path, best.select(1, path[0][-1]), output_tokens)
     ends = to_device([[slots[-1]] for slots in path], best.device)
     return AcceptResult(path, best.gather(1, ends)[:, 0], output_tokens)
 

@@ -220,6 +220,14 @@ class Target(MemoryOwner, ABC):
         """
         raise NotImplementedError
 
+    def draft_greedy(self, tokens: list[int], depth: int, vocab_size: int) -> tuple[list[int], list[float]] | None:
+        """Append tokens to the history of a single row, and all but the last of `depth` greedy tokens after them.
+
+        Return the greedy tokens, chosen from the first vocab_size ids, and their probabilities. None if there is no
+        fast way; nothing was read then.
+        """
+        return None
+
     def draft(
         self, tokens: Tensor, counts: list[int], write: DraftFunction, extra: Tensors, plan: DraftPlan
     ) -> Tensors | None:

@@ -32,7 +32,7 @@ def argmax(scores: Tensor) -> Tensor:
 
     numpy's argmax is several times as fast as torch's on a CPU.
     """
-    if scores.device.type != "cpu" or scores.dtype != torch.float32 or scores.ndim < 2 or scores.requires_grad:
+    if not scores.is_cpu or scores.dtype != torch.float32 or scores.ndim < 2 or scores.requires_grad:
         return scores.argmax(-1)
     return torch.from_numpy(scores.numpy().argmax(-1))
 

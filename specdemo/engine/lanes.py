@@ -229,12 +229,12 @@ class ServerLane(RunningLane):
         config = GenerationConfig(spec.max_new_tokens, spec.sampling, Budget(0, 0), spec.seed)
         forms = ("chat/completions",) if messages else _forms(spec, template)
         # lanes on one server differ by fields of the request
-        shared = lane.server == spec.server and any(other.server == spec.server for other in spec.lanes)
-        draft = draft_request(lane.model, lane.k) if shared and lane.model else {}
-        tokens = (lane.k if lane.method != BASELINE else 0) if shared else None
+        draft = draft_request(lane.model, lane.k) if lane.model and lane.server == spec.server else {}
+        if draft:
+            self.trace.note = f"drafts by its request ({', '.join(draft)}); a server that ignores this decodes plainly"
         prompt = messages or spec.prompt
         self._stream = servers.RemoteLane(
-            self.trace, lane.server, lane.served_model, spec.target, prompt, config, forms, spec.thinking, draft, tokens
+            self.trace, lane.server, lane.served_model, spec.target, prompt, config, forms, spec.thinking, draft
         )
 
     def empty_copy(self) -> "ServerLane":

@@ -81,11 +81,11 @@ def _steps(
         drafter.start(len(prompt_ids), config.sampling, rng)
         accept = drafter.accept_rule(accept)
         forward = target.start(prompt_ids, drafter.taps, reserve=config.max_new_tokens + config.budget.nodes)
-        root = draw(to_probs(forward.logits[:, -1], config.sampling), noise)
+        root = draw(to_probs(forward.logits[:, -1], config.sampling), noise)[:, None]
         watch.lap("prefill")
         drafter.observe(_prompt_progress(prompt_ids, root, forward))
         watch.lap("observe")
-        yield _prefill_event(watch, rows.emit([[t] for t in root.tolist()]))
+        yield _prefill_event(watch, rows.emit(root.tolist()))
         index = 0
         while rows.running and not cancelled():
             index += 1
@@ -95,12 +95,13 @@ def _steps(
                 proposed = first_branch(proposed)
             draft = clamp_ids(proposed, len(root), target.vocab_size)
             watch.lap("draft")
-            tokens = torch.cat([root[:, None], draft.tokens], 1) if draft.nodes else root[:, None]
+            tokens = torch.cat([root, draft.tokens], 1) if draft.nodes else root
             forward = target.forward(tokens, draft.parents, drafter.taps)
             watch.lap("verify")
             target_scores = forward.logits if noise is None else to_probs(forward.logits, config.sampling)
             result = rows.clear_finished(accept(draft, target_scores, noise))
-            progress = _progress(tokens, result, forward)
+            next_root = result.next_token[:, None]
+            progress = _progress(tokens, result, next_root, forward)
             if result.output_tokens is not None:
                 progress.set_output_ids(result.output_tokens)
             watch.lap("accept")
@@ -110,11 +111,7 @@ def _steps(
             watch.lap("observe")
             ms = watch.read()
             drafter.on_step_timed(ms)
-            root = (
-                result.next_token
-                if rows.all_running
-                else torch.where(rows.running_mask(root.device), result.next_token, root)
-            )
+            root = next_root if rows.all_running else torch.where(rows.running_mask(root.device), next_root, root)
             nodes = proposed.tokens.tolist(), proposed.parents.tolist()
             validate_ids(*nodes, target.vocab_size)
             emitted = rows.emit(progress.output_ids())
@@ -151,7 +148,8 @@ class _Rows:
         return all(self._remaining)
 
     def running_mask(self, device: torch.device) -> Tensor:
-        return to_device([left > 0 for left in self._remaining], device, torch.bool)
+        """Return which rows [B, 1] still run."""
+        return to_device([[left > 0] for left in self._remaining], device, torch.bool)
 
     def trim(self, draft: Draft) -> Draft:
         """Remove nodes beyond a row's limit, since the budget is the longest row's. Whether a node is removed does not
@@ -211,27 +209,26 @@ def _check(target: Target, prompt_ids: Tensor, config: GenerationConfig) -> None
 
 
 def _prompt_progress(prompt: Tensor, root: Tensor, forward: Forward) -> Progress:
-    outputs = torch.cat([prompt[:, 1:], root[:, None]], 1)
+    outputs = torch.cat([prompt[:, 1:], root], 1)
     return Progress(prompt, outputs, [prompt.shape[1]] * len(prompt), forward.hidden)
 
 
-def _progress(tokens: Tensor, result: AcceptResult, forward: Forward) -> Progress:
-    """Gather the accepted slots; short rows are padded with slot 0."""
+def _progress(tokens: Tensor, result: AcceptResult, next_root: Tensor, forward: Forward) -> Progress:
+    """Gather the accepted slots; short rows are padded with slot 0. next_root: [B, 1]."""
     lengths = [len(p) for p in result.path]
     width = max(lengths)
     if result.path == [list(range(width))] * len(lengths):  # the same prefix of the chain in every row: no gather
         slots = chain_parents(len(lengths), width, tokens.device)
-        inputs, hidden = tokens[:, :width], {tap: h[:, :width] for tap, h in forward.hidden.items()}
-        outputs = result.next_token[:, None]
-        if width > 1:
-            outputs = torch.cat([inputs[:, 1:], outputs], 1)
+        hidden = {tap: h[:, :width] for tap, h in forward.hidden.items()}
+        inputs = tokens if width == tokens.shape[1] else tokens[:, :width]
+        outputs = torch.cat([tokens[:, 1:width], next_root], 1) if width > 1 else next_root
         return Progress(inputs, outputs, lengths, hidden, forward=forward, slots=slots)
     slots = to_device([p + [0] * (width - len(p)) for p in result.path], tokens.device)
     inputs = tokens.gather(1, slots)
-    outputs = torch.cat([inputs[:, 1:], result.next_token[:, None]], 1)
+    outputs = torch.cat([inputs[:, 1:], next_root], 1)
     if min(lengths) < width:
         last = to_device([max(n - 1, 0) for n in lengths], tokens.device)[:, None]
-        outputs = outputs.scatter(1, last, result.next_token[:, None])
+        outputs = outputs.scatter(1, last, next_root)
     rows = torch.arange(len(tokens), device=tokens.device)[:, None]
     hidden = {tap: h[rows, slots] for tap, h in forward.hidden.items()}
     return Progress(inputs, outputs, lengths, hidden, forward=forward, slots=slots)

@@ -178,10 +178,10 @@ class DraftModel(DraftModelCost, Learner):
         if self._bridge and self._draft_as_text:
             return self._draft_text(self._bridge, depth)
         missing = self._crop_to_common()
-        draft = None if self._bridge else self._draft_graphed(missing, depth)
-        if draft is not None:
-            self._pending_draft = AsyncHostCopy(draft.tokens[:, : depth - 1])
-            return draft
+        if not self._bridge:
+            draft = self._draft_graphed(missing, depth) or self._draft_greedy(missing, depth, should_stop)
+            if draft is not None:
+                return draft
         builder = ChainBuilder(self.sampler)
         builder.append(self._shared_logits(self._catch_up(missing)[:, None]))
         builder.extend(
@@ -199,7 +199,22 @@ class DraftModel(DraftModelCost, Learner):
         draft = run_chain_graph(self.model, tokens, counts, plan, self.sampler, self._draft_vocab)
         if draft is not None:
             self._mark_cached()
+            self._pending_draft = AsyncHostCopy(draft.tokens[:, : depth - 1])
         return draft
+
+    def _draft_greedy(
+        self, missing: list[list[int]], depth: int, should_stop: Callable[[list[float]], bool] | None
+    ) -> Draft | None:
+        """Draft a greedy chain in one call of the model; None if that is not possible."""
+        if self.sampler.active_rng or should_stop or len(missing) > 1 or len(missing[0]) > MAX_CATCH_UP:
+            return None
+        drafted = self.model.draft_greedy(missing[0], depth, self._draft_vocab.size)
+        if drafted is None:
+            return None
+        tokens, probs = drafted
+        self._mark_cached()
+        self._cached_ids[0] += tokens[:-1]
+        return Draft.chain(torch.tensor([tokens]), confidence=torch.tensor([probs]))
 
     def _mark_cached(self) -> None:
         self._cached_ids = [h.copy() for h in self._history]

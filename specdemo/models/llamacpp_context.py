@@ -27,6 +27,11 @@ class Inputs(NamedTuple):
     positions: Sequence[int]
     sequences: Sequence[Sequence[int]]  # all sequences that a token belongs to
 
+    @staticmethod
+    def of_text(tokens: Sequence[int], position: int, sequence: int) -> "Inputs":
+        """Return consecutive tokens of one sequence, from a position on."""
+        return Inputs(tokens, range(position, position + len(tokens)), [(sequence,)] * len(tokens))
+
     def part(self, begin: int) -> "Inputs":
         """Return at most BATCH_TOKENS entries from `begin` on."""
         chosen = slice(begin, begin + BATCH_TOKENS)
@@ -121,7 +126,7 @@ class LlamaCppContext:
         Raises `Cancelled` when `cancelled()` is true: on a CPU within one operation of the model, else after
         BATCH_TOKENS tokens.
         """
-        text = Inputs(tokens, range(position, position + len(tokens)), [(sequence,)] * len(tokens))
+        text = Inputs.of_text(tokens, position, sequence)
         abort = self._llama.ggml_abort_callback(lambda _: cancelled())
         self._llama.llama_set_abort_callback(self._handle, abort, None)
         try:
@@ -132,6 +137,10 @@ class LlamaCppContext:
         finally:
             self._llama.llama_set_abort_callback(self._handle, self._llama.ggml_abort_callback(), None)
         return parts[-1][0][-1:], numpy.concatenate([hidden for _, hidden in parts]) if states else None
+
+    def append(self, tokens: list[int], position: int, sequence: int) -> Values:
+        """Run at most BATCH_TOKENS consecutive tokens of a sequence; return the last logits [1, V]."""
+        return self._decode(Inputs.of_text(tokens, position, sequence), False, last_only=True)[0]
 
     def _decode(
         self, inputs: Inputs, states: bool, last_only: bool = False, cancelled: Callable[[], bool] | None = None

@@ -145,6 +145,22 @@ class LlamaCppTarget(Target):
         hidden = {} if states is None else {-1: _by_slot(states, tokens)}
         return Forward(_by_slot(logits, tokens), hidden)
 
+    def draft_greedy(self, tokens: list[int], depth: int, vocab_size: int) -> tuple[list[int], list[float]] | None:
+        if len(self._rows) != 1:
+            return None
+        self._drop_provisional()
+        context, (row,) = self._open_context(), self._rows
+        drafted: list[int] = []
+        logits: list[Values] = []
+        unread = tokens
+        for _ in range(depth):
+            logits.append(context.append(unread, row.length, 0)[:, :vocab_size])
+            row.length += len(unread)
+            unread = [int(logits[-1].argmax())]
+            drafted += unread
+        self._check_length(row.length)
+        return drafted, _largest_probs(numpy.concatenate(logits))
+
     def _chain_inputs(self, tokens: Tensor) -> Inputs:
         """Return the present tokens [B, S] of chains, each in the sequence of its row."""
         present: list[int] = []
@@ -238,6 +254,13 @@ class LlamaCppTarget(Target):
         if self._context is None or not self._rows:
             raise ValueError("there is no history; call start() with the prompt first")
         return self._context
+
+
+def _largest_probs(logits: Values) -> list[float]:
+    """Return the largest probability of each row of logits [T, V]."""
+    logits -= logits.max(-1, keepdims=True)
+    probs: list[float] = (1.0 / numpy.exp(logits).sum(-1)).tolist()
+    return probs
 
 
 def _by_slot(values: Values, tokens: Tensor) -> Tensor:

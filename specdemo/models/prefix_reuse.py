@@ -164,6 +164,12 @@ class PrefixCachedLlamaCpp(LlamaCppTarget):
         if self._text is not None:
             self._text += accepted
 
+    def draft_greedy(self, tokens: list[int], depth: int, vocab_size: int) -> tuple[list[int], list[float]] | None:
+        drafted = super().draft_greedy(tokens, depth, vocab_size)
+        if drafted is not None and self._text is not None:
+            self._text += [*tokens, *drafted[0][:-1]]
+        return drafted
+
     def crop(self, lengths: list[int]) -> None:
         super().crop(lengths)
         if self._text is not None:

@@ -22,7 +22,6 @@ LINE_BYTES = 1_000_000  # longest line of a stream; it may contain the ids of a 
 SPARE_BYTES = 2_000_000  # of a response, in addition to its token events
 EVENT_BYTES = 4_000  # average size of a token's event
 REFUSAL_BYTES = 4_000
-JSON_LINES = "application/x-ndjson"  # content type of streams whose lines are the events
 
 
 class StatusError(Exception):
@@ -63,16 +62,13 @@ class Client:
     ) -> AsyncGenerator[tuple[object, float], None]:
         """Yield the JSON of every event of an answer and its arrival time in seconds of `time.perf_counter`.
 
-        The lines of a stream of JSON_LINES are events too. The answer may have at most `tokens` tokens. Raises as
-        `read` does.
+        The answer may have at most `tokens` tokens. Raises as `read` does.
         """
         async with self._answer("POST", path, question) as answer:
             parts = _bounded(answer, SPARE_BYTES + tokens * EVENT_BYTES)
             received = False
-            kind = answer.headers.get("content-type", "no content type")
-            bare = kind.startswith(JSON_LINES)
             async for line, arrived in _lines(parts):
-                name, _, value = (b"data", b":", line) if bare and line.strip() else line.partition(b":")
+                name, _, value = line.partition(b":")
                 if name != b"data":
                     continue
                 if value.strip() == b"[DONE]":
@@ -80,6 +76,7 @@ class Client:
                     return
                 yield json.loads(value.decode()), arrived
                 received = True
+            kind = answer.headers.get("content-type", "no content type")
             if not received and "text/event-stream" not in kind:
                 raise ValueError(f"it sent {kind} instead of an event stream")
 

@@ -12,7 +12,6 @@ import os
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import product
 from queue import Empty, SimpleQueue
@@ -27,8 +26,7 @@ from specdemo.servers import client
 from specdemo.servers.address import check_listed, host
 from specdemo.servers.client import Client, StatusError, connected
 from specdemo.servers.counters import ServerStats
-from specdemo.servers.engines import metrics_paths, native_apis, request_fields, stats_between
-from specdemo.servers.engines.base import NativeAPI
+from specdemo.servers.engines import metrics_paths, request_fields, stats_between
 from specdemo.servers.steps import Span, step_events, token_pieces
 from specdemo.servers.stream import Alternatives, Piece, StreamParser
 
@@ -68,8 +66,7 @@ class RemoteLane:
 
     model: the target's name on the server, None: what the server serves, which then has to be one model or one named
     as `target`. forms: how the prompt may be put, the first that the server takes. draft: fields of the request that
-    make the server draft. draft_tokens: number of draft tokens per step for an engine's own API, 0: plain decoding,
-    None: as the server does. Raises ValueError for a server that is not listed.
+    make the server draft. Raises ValueError for a server that is not listed.
     """
 
     trace: LaneTrace
@@ -81,13 +78,11 @@ class RemoteLane:
     forms: Sequence[Form]
     thinking: Thinking = "default"
     draft: Mapping[str, object] = field(default_factory=dict)
-    draft_tokens: int | None = None
 
     def __post_init__(self) -> None:
         self.server = check_listed(self.server)
         self._finish: Literal["stop", "length"] | None = None
         self._as_ids = False
-        self._native: NativeAPI | None = None
         self._spans: list[Span] | None = []
         self.has_steps = False
         self.alternatives = 0  # number of most likely tokens to request
@@ -163,13 +158,11 @@ class RemoteLane:
         try:
             async with connected(self.server, key) as http:
                 self._update(model=self.model or await self._served(http))
-                self._native = parser.native = await self._own_api(http)
-                self._note_draft()
                 prompt: Prompt = self._split() if self._as_ids else self.prompt
                 form, standard = await self._warm_up(http)
-                self._update(endpoint=self._path(form))
+                self._update(endpoint=f"/v1/{form}")
                 before = await http.metrics(metrics_paths())
-                await parser.read_stream(http, self._path(form), self._request(form, standard, prompt, limit))
+                await parser.read_stream(http, f"/v1/{form}", self._request(form, standard, prompt, limit))
                 counted = stats_between(before, await http.metrics(metrics_paths()))
         except Exception as error:
             raise RuntimeError(_reason(error, host(self.server), key, parser.pieces)) from None
@@ -226,7 +219,7 @@ class RemoteLane:
             if standard:
                 self._note("its server accepts only standard settings; the others have its defaults")
             if form != self.forms[0]:
-                self._note(f"its server accepts the prompt only at {self._path(form)}")
+                self._note(f"its server accepts the prompt only at /v1/{form}")
             return form, standard
         assert refusal is not None
         raise refusal
@@ -238,8 +231,7 @@ class RemoteLane:
         limit = min(WARM_UP_TOKENS, self.config.max_new_tokens)
         request = self._request(form, standard, WARM_UP, limit)
         try:
-            parser = StreamParser(lambda piece: None, limit, self._native)
-            await parser.read_stream(http, self._path(form), request)
+            await StreamParser(lambda piece: None, limit).read_stream(http, f"/v1/{form}", request)
         except httpx.TransportError as error:
             if not retry or isinstance(error, httpx.TimeoutException):
                 raise
@@ -277,24 +269,7 @@ class RemoteLane:
             }
             arguments = template_arguments(self.thinking)
             request |= {"chat_template_kwargs": arguments} if arguments else {}
-        return self._native.request(request, self.draft_tokens or 0) if self._native else request
-
-    def _path(self, form: Form) -> str:
-        return self._native.paths[form] if self._native else f"/v1/{form}"
-
-    async def _own_api(self, http: Client) -> NativeAPI | None:
-        """Return the API with which an engine takes the draft length; None if it is not needed, or not there."""
-        for api in native_apis() if self.draft_tokens is not None else []:
-            path, text = api.probe
-            with suppress(StatusError, ValueError, httpx.TransportError):
-                if (await http.read(path, MODELS_BYTES)).decode(errors="replace").strip() == text:
-                    return api
-        return None
-
-    def _note_draft(self) -> None:
-        fields = self._native.fields if self._native and self.draft_tokens else ", ".join(self.draft)
-        if fields:
-            self._note(f"drafts by its request ({fields}); a server that ignores this decodes plainly")
+        return request
 
 
 def _alone(counted: ServerStats, parser: StreamParser) -> bool:

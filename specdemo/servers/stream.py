@@ -17,7 +17,6 @@ from specdemo.core.trace import StepEvent
 from specdemo.servers.client import Client
 from specdemo.servers.counters import IF_VALID, Count, ServerStats
 from specdemo.servers.engines import acceptance
-from specdemo.servers.engines.base import NativeAPI
 from specdemo.servers.steps import Span, spans_by_drafts, spans_by_totals
 
 TOKEN_CHARS = 64  # average length of a token's text
@@ -91,15 +90,11 @@ class _Chunk(BaseModel):
 
 
 class StreamParser:
-    """Turns the chunks of one answer of at most `limit` tokens into events.
+    """Turns the chunks of one answer of at most `limit` tokens into events."""
 
-    native: the engine's own API, None: OpenAI's.
-    """
-
-    def __init__(self, emit: Callable[[Piece], None], limit: int, native: NativeAPI | None = None) -> None:
+    def __init__(self, emit: Callable[[Piece], None], limit: int) -> None:
         self._emit = emit
         self._limit = limit
-        self.native = native
         self._room = SPARE_CHARS + TOKEN_CHARS * limit
         self.started_at = self._last = 0.0
         self._steady = True  # no count has decreased
@@ -126,7 +121,7 @@ class StreamParser:
         self.begin()
         async with aclosing(http.events(path, question, self._limit)) as events:
             async for chunk, arrived in events:
-                self.feed(self.native.chunk(chunk) if self.native and isinstance(chunk, dict) else chunk, arrived)
+                self.feed(chunk, arrived)
         if self.finish is None:
             raise ConnectionError("the response ended early")
 

@@ -152,6 +152,18 @@ def test_heads_that_read_the_last_state_draft(name, head, target, reference):
     assert len(events) < 40
 
 
+def test_greedy_draft_in_one_call_is_that_of_single_passes(target, reference, files, monkeypatch):
+    prompt, config = ids_of(reference, TEXTS[0]), GenerationConfig(32, budget=Budget(4, 4))
+    drafter = drafter_of("draft_model", target, files)
+    events = list(generate(target, drafter, prompt, config))
+    monkeypatch.setattr(type(drafter.model), "draft_greedy", lambda *_: None)
+    expected = list(generate(target, drafter, prompt, config))
+    assert [event.drafted for event in events] == [event.drafted for event in expected]
+    assert [event.path for event in events] == [event.path for event in expected]
+    for event, other in zip(events[1:], expected[1:], strict=True):
+        assert event.draft_probs[0] == pytest.approx(other.draft_probs[0], abs=2e-4)
+
+
 def test_heads_of_other_layers_are_rejected(target):
     with pytest.raises(ValueError, match="reads the hidden states of layers .*, which .*stories.gguf does not return"):
         load_drafter("eagle", target, "stories-eagle-3")
@@ -428,6 +440,18 @@ def test_next_turn_reads_new_tokens_only(target):
     assert cached.start(text[:, 2:], reserve=100) and cached.cached_tokens == 0
     cached.forget()
     assert cached.history_bytes >= 0 and not cached.length
+
+
+def test_drafted_tokens_are_part_of_the_cached_text(target):
+    cached = with_prefix_cache(target)
+    ids = target.tokenizer.encode(TEXTS[0])
+    cached.start(torch.tensor([ids]), reserve=100)
+    drafted, _ = cached.draft_greedy([5], 4, target.vocab_size)
+    cached.release()
+    text = torch.tensor([[*ids, 5, *drafted[:-1], 7]])
+    logits = cached.start(text, reserve=100).logits
+    assert cached.cached_tokens == len(ids) + 4
+    torch.testing.assert_close(logits, target.start(text).logits, rtol=1e-3, atol=1e-3)
 
 
 def test_chat_reuses_its_prefix(files, monkeypatch):

@@ -6,7 +6,7 @@ from typing import Any
 
 from specdemo.core.suggest import suggest
 from specdemo.servers.counters import ServerStats, parse
-from specdemo.servers.engines.base import NativeAPI, ReportingEngine, ServingEngine
+from specdemo.servers.engines.base import ReportingEngine, ServingEngine
 
 DEFAULT = "vllm"
 CLASSES = (
@@ -17,7 +17,6 @@ CLASSES = (
     "specdemo.servers.engines.mlx_lm:MLXLM",
     "specdemo.servers.engines.mlx_vlm:MLXVLM",
     "specdemo.servers.engines.lmstudio:LMStudio",
-    "specdemo.servers.engines.ollama:Ollama",
     "specdemo.servers.engines.tensorrt_llm:TensorRTLLM",
     "specdemo.servers.engines.rapid_mlx:RapidMLX",
     "specdemo.servers.engines.fastdeploy:FastDeploy",
@@ -59,11 +58,6 @@ def request_fields() -> dict[str, object]:
 def draft_request(model: str, k: int) -> dict[str, object]:
     """Return the fields of a request with which engines draft that take the draft model per request."""
     return {name: value for engine in engines() for name, value in engine.draft_request(model, k).items()}
-
-
-def native_apis() -> list[NativeAPI]:
-    """Return the engines' own APIs."""
-    return [engine.native for engine in engines() if engine.native]
 
 
 def stats_between(before: str | None, after: str | None) -> ServerStats:

@@ -46,22 +46,6 @@ class ServerConfig:
     options: dict[str, Any]  # all of the method's
 
 
-class NativeAPI(ABC):
-    """An engine's own API, for a draft length per request that its version of OpenAI's API does not take."""
-
-    probe: ClassVar[tuple[str, str]]  # a path, and the text at it, by which a server is recognised
-    paths: ClassVar[Mapping[str, str]]  # endpoint of OpenAI's API -> endpoint of this API
-    fields: ClassVar[str]  # names of the fields for the draft, for a note
-
-    @abstractmethod
-    def request(self, standard: Mapping[str, Any], k: int) -> dict[str, object]:
-        """Convert a request of OpenAI's API, and let it draft k tokens per step. 0: plain decoding."""
-
-    @abstractmethod
-    def chunk(self, event: Mapping[str, Any]) -> dict[str, object]:
-        """Convert an object of the answer to a chunk of OpenAI's API."""
-
-
 class ReportingEngine(ABC):
     """An engine whose answers and metrics specdemo can read. Each method returns None for data of another engine."""
 
@@ -70,7 +54,6 @@ class ReportingEngine(ABC):
     request: ClassVar[Mapping[str, object]] = {}  # fields of a request that make the answer report its drafts
     metrics: ClassVar[frozenset[str]] = frozenset()  # names in the metrics that `statistics` reads, without _total
     metrics_path: ClassVar[str] = "/metrics"
-    native: ClassVar[NativeAPI | None] = None  # used by lanes that share a server and differ in the draft length
 
     def draft_request(self, model: str, k: int) -> dict[str, object]:
         """Return the fields of a request that drafts with a model; empty if the server decides at its start."""
