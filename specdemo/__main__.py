@@ -33,7 +33,7 @@ from specdemo.engine.comparison import Comparison, Lane, settings, type_of
 from specdemo.methods import PLUG_INS, SYNTHETIC, detect_head, knobs, method, unusable, usable
 from specdemo.presets.files import EMBEDDED, FOLDER, Preset, load_presets, of_checkout, preset
 from specdemo.presets.limits import LIMITS
-from specdemo.servers.address import allow
+from specdemo.servers.address import address, allow
 from specdemo.servers.engines import DEFAULT as DEFAULT_ENGINE
 from specdemo.servers.engines import engine_names
 from specdemo.ui.app import ui, with_settings
@@ -245,6 +245,25 @@ def check_server(
         result = check.run(reports_to(bar), lambda: False)
     print(to_json(result) if as_json else bench_report(result))
     return int(any(row["output"] not in LOSSLESS for row in result.rows))
+
+
+@app.command()
+def watch(
+    server: Annotated[str, typer.Argument(metavar="URL", help="Address of a vLLM, SGLang, llama.cpp or TensorRT-LLM.")],
+    every: Annotated[float, typer.Option(metavar="SECONDS", help="Time between readings.", min=0.2, max=3600)] = 5.0,
+    plain: Annotated[
+        float | None,
+        typer.Option(metavar="TOKENS/S", help="Speed of the server without speculation, at the same load.", min=0.001),
+    ] = None,
+    readings: Annotated[int, typer.Option(help="Stop after so many readings; 0: at Ctrl-C.", min=0)] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Show acceptance, throughput and the diagnosis of a running server, from its metrics. The server is only read."""
+    from specdemo.diagnosis.terminal import show_live
+    from specdemo.diagnosis.watch import Watch
+
+    allow([server])
+    show_live(Watch(address(server), plain), every, readings, as_json)
 
 
 app.add_typer(bench, name="bench")

@@ -54,6 +54,8 @@ class ReportingEngine(ABC):
     request: ClassVar[Mapping[str, object]] = {}  # fields of a request that make the answer report its drafts
     metrics: ClassVar[frozenset[str]] = frozenset()  # names in the metrics that `statistics` reads, without _total
     metrics_path: ClassVar[str] = "/metrics"
+    generated: ClassVar[str] = ""  # name of the counter of output tokens, without _total
+    running: ClassVar[str] = ""  # name of the gauge of requests that are being decoded
 
     def draft_request(self, model: str, k: int) -> dict[str, object]:
         """Return the fields of a request that drafts with a model; empty if the server decides at its start."""

@@ -69,6 +69,7 @@ class LlamaServer(ServingEngine):
         "ngram": _ngram,
     }
     concurrent = False
+    generated, running = "llamacpp:tokens_predicted", "llamacpp:requests_processing"
 
     def start(self, config: ServerConfig) -> Flags:
         source = _source(config.target, "-m", "-hf")

@@ -100,6 +100,7 @@ class SGLang(ServingEngine):
     }
     parallel = "--tp-size"
     metrics = frozenset({RATE, LENGTH, TOKENS, PASSES})
+    generated, running = TOKENS, "sglang:num_running_reqs"
     request: ClassVar = {"return_spec_tokens_details": True}
 
     def is_installed(self) -> bool:

@@ -15,6 +15,7 @@ class TensorRTLLM(ReportingEngine):
     title = "TensorRT-LLM"
     metrics = frozenset({DRAFTED, ACCEPTED})
     metrics_path = "/prometheus/metrics"
+    generated, running = "trtllm_generation_tokens", "trtllm_num_requests_running"
 
     def draft_length_setting(self, k: int, method: str = "", drafter: str = "") -> str:
         return f"max_draft_len: {k} in speculative_config" if k else "omit speculative_config"

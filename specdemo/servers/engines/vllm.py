@@ -152,6 +152,7 @@ class VLLM(ServingEngine):
     environment: ClassVar = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", **ServingEngine.environment}
     takes_schedule = takes_length = True
     metrics = draft_names(DRAFTS) | {f"{name}_{part}" for name in TIMES.values() for part in ("sum", "count")}
+    generated, running = "vllm:generation_tokens", "vllm:num_requests_running"
 
     def probe(self, path: str) -> Installed | None:
         """Query the Python in the program's folder; None if it does not answer."""
