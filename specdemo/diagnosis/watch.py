@@ -12,7 +12,7 @@ from time import monotonic
 from specdemo.core.trace import Counter
 from specdemo.diagnosis.diagnose import Diagnosis, diagnose
 from specdemo.diagnosis.observation import Observation
-from specdemo.servers.client import connected
+from specdemo.servers.client import Client, connected
 from specdemo.servers.counters import Samples, ServerStats, delta, gauge, parse
 from specdemo.servers.engines import engines, metrics_paths, stats_between
 from specdemo.servers.engines.base import ReportingEngine
@@ -129,18 +129,24 @@ class Watch:
 async def watched(watch: Watch, every_s: float, key: str | None) -> AsyncGenerator[Watch, None]:
     """Read the metrics every `every_s` seconds, and yield the watch after each reading. key: of the server.
 
-    Raises ValueError, one line, if the server has no metrics; a later reading that fails is left out.
+    Raises ValueError as `read` does.
     """
     async with connected(watch.server, key) as client:
         while True:
             began = monotonic()
-            text = await client.metrics(metrics_paths())
-            if text is not None:
-                watch.add(began, text)
-            elif watch.engine is None:
-                raise ValueError(f"{watch.server} does not answer, or has no metrics; {HOW}")
+            await read(watch, client)
             yield watch
             await asyncio.sleep(max(0.0, every_s - (monotonic() - began)))
+
+
+async def read(watch: Watch, client: Client) -> None:
+    """Read the metrics once. Raises ValueError, one line, if the server has none; a later reading that fails is left
+    out."""
+    at, text = monotonic(), await client.metrics(metrics_paths())
+    if text is not None:
+        watch.add(at, text)
+    elif watch.engine is None:
+        raise ValueError(f"{watch.server} does not answer, or has no metrics; {HOW}")
 
 
 def _count(stats: ServerStats, name: Counter) -> float | None:

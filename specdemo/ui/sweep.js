@@ -2,7 +2,7 @@
 // chart.js. The last result disappears when a run starts.
 
 const SHARE_COLUMNS = ["plain", "speculative"];
-const COLUMN_LABELS = { place: "position", accepted: "acceptance rate", "tokens/pass": "mean accepted length" };
+const COLUMN_LABELS = { time: "time (s)", running: "running requests", place: "position", accepted: "acceptance rate", "tokens/pass": "mean accepted length" };
 
 let hasResult = false; // this log has a result
 let begun = 0; // time of the first progress
@@ -89,7 +89,7 @@ function shown(line) {
   hintAtScrolling();
   $(".sd-remarks").hidden = !line.remarks.length;
   $(".sd-remarks").replaceChildren(...line.remarks.map((text) => make("li", "", text)));
-  if (!line.partial) setStatus(`${line.recorded ? "Recorded result" : "Done"}. ${sentence(line.verdict)}`);
+  if (!line.partial) setStatus(`${line.state ?? (line.recorded ? "Recorded result" : "Done")}. ${sentence(line.verdict)}`);
 }
 
 function hintAtScrolling() {
