@@ -3,8 +3,10 @@
 `--help` is quoted from common/arg.cpp of llama.cpp, build 11549. With `llama-server` on PATH, the tests run it too.
 """
 
+import json
 import shlex
 import shutil
+from contextlib import contextmanager
 from importlib.util import find_spec
 
 import pytest
@@ -14,7 +16,9 @@ from specdemo.core.trace import from_json, token_kinds
 from specdemo.models.load import load_model
 from specdemo.presets.files import preset
 from specdemo.presets.serve import Program, on_free_ports, serve_commands, served
-from specdemo.servers.engines import ENGINES, llama_server
+from specdemo.servers.engines import ENGINES
+from specdemo.servers.engines import llama_server as engine
+from specdemo.servers.process import free_port, started
 
 HELP = """--spec-type none,draft-simple,draft-eagle3,draft-mtp,ngram-simple,ngram-map-k,ngram-mod,ngram-cache
                                         comma-separated list of types of speculative decoding to use
@@ -25,6 +29,14 @@ real = pytest.mark.skipif(
     shutil.which("llama-server") is None or find_spec("gguf") is None,
     reason="there is no program llama-server on PATH, or no package gguf",
 )
+NGRAM = {
+    **{
+        kind: f"--spec-{kind}-size-n 3 --spec-{kind}-size-m 5"
+        for kind in ("ngram-simple", "ngram-map-k", "ngram-map-k4v")
+    },
+    "ngram-mod": "--spec-ngram-mod-n-match 3 --spec-ngram-mod-n-min 1 --spec-ngram-mod-n-max 5",
+    "ngram-cache": "",
+}
 FLOAT32 = {"LLAMA_ARG_CACHE_TYPE_K": "f32", "LLAMA_ARG_CACHE_TYPE_V": "f32", "LLAMA_ARG_FLASH_ATTN": "off"}
 
 
@@ -39,7 +51,7 @@ case "$1" in
 esac
 """)
     path.chmod(0o755)
-    llama_server._probe.cache_clear()
+    engine._probe.cache_clear()
     return str(path)
 
 
@@ -132,3 +144,36 @@ def test_a_lane_on_llama_server_is_coloured(name, files, tmp_path, float32):
         assert lane.text == local.text
         steps = [[token_kinds(event) for event in one.events[:-1]] for one in (lane, local)]
         assert steps[0] == steps[1]
+
+
+@contextmanager
+def llama_server(*flags):
+    """Start a server and yield its address."""
+    address = f"http://127.0.0.1:{free_port()}"
+    own = ["--host", "127.0.0.1", "--port", address.rpartition(":")[2], "--no-cache-prompt", "--parallel", "1"]
+    with started(["llama-server", *map(str, flags), *own], address, {}) as server:
+        server.wait(lambda what: None)
+        yield address
+
+
+@real
+@pytest.mark.parametrize("kind", NGRAM)
+def test_every_kind_of_prompt_lookup_is_coloured(kind, files, tmp_path, float32):
+    model = ["-m", files / "stories.gguf", "--alias", "stories"]
+    with llama_server(*model) as plain, llama_server(*model, "--spec-type", kind, *NGRAM[kind].split()) as drafting:
+        baseline, lane = run(tmp_path, "embedded-ngram", "--server", plain, "--server", drafting)
+    assert lane.text == baseline.text and lane.steps_known
+    drafted = sum(len(event.drafted[0]) for event in lane.events)
+    accepted = sum(len(event.path[0]) - 1 for event in lane.events)
+    assert (drafted, accepted) == (lane.remote.counters["drafted"], lane.remote.counters["accepted"]) and accepted > 0
+
+
+@real
+def test_a_llama_server_that_drafts_is_lossless(files, float32, capsys):
+    model = ["-m", files / "stories.gguf"]
+    draft = ["--spec-type", "draft-simple", "-md", files / "stories-draft-wide.gguf", "--spec-draft-n-max", "4"]
+    with llama_server(*model) as plain, llama_server(*model, *draft) as drafting:
+        command = ["check-server", plain, drafting, "--prompts", "8", "--new-tokens", "48", "--json"]
+        assert main(command) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert [row["output"] for row in result["rows"]] == ["identical"] * 8
