@@ -15,12 +15,22 @@ from specdemo.servers.process import free_port
 ROOT = Path(__file__).parents[1]
 
 
+class KilledOnError:
+    """A process whose block kills it after an error. Popen would wait for its end, which may never come."""
+
+    def __exit__(self, kind, value, traceback):
+        if kind is not None:
+            self.kill()
+        super().__exit__(kind, value, traceback)
+
+
 def start(*command, cwd=ROOT, env=None, **settings):
     """Start `python COMMAND...` and return it as `subprocess.Popen` does. settings: further arguments of Popen."""
     popen = subprocess.Popen
     if sys.platform == "linux":
         from tests.fork_server import Fork as popen
-    return popen([sys.executable, *map(str, command)], cwd=cwd, env=os.environ if env is None else env, **settings)
+    process = type("Process", (KilledOnError, popen), {})
+    return process([sys.executable, *map(str, command)], cwd=cwd, env=os.environ if env is None else env, **settings)
 
 
 def run(*command, timeout=300, **settings):

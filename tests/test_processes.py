@@ -62,3 +62,9 @@ def test_a_process_receives_signals(number):
         process.send_signal(number)
         assert process.wait(60) == -number
     assert process.poll() == -number
+
+
+def test_an_error_in_the_block_ends_the_process():
+    with pytest.raises(AssertionError, match="wrong"), start("-c", "import threading; threading.Event().wait()") as one:
+        raise AssertionError("wrong")
+    assert one.returncode == -signal.SIGKILL
