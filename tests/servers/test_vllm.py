@@ -154,7 +154,7 @@ def drafter(case, program, target, monkeypatch):
     monkeypatch.setattr(_NGramIndex, "continuation", earliest)
     made = load_drafter(case.lane.method, target, case.lane.model, **case.lane.options)
     if case.lane.method == "dflash":
-        if not program.there.gpus:
+        if not program.installed.gpus:
             one_norm(made.head)
         made.head.use_convention(
             replace(made.head.design, block_size=case.lane.k + 1)
@@ -208,7 +208,7 @@ def test_sampled_output_is_distributed_like_vllms_plain_decoding(case, sampled, 
 
 
 def test_vllm_sampled_output_has_the_same_distribution(case, program, target):
-    if not program.there.gpus:
+    if not program.installed.gpus:
         pytest.skip("vLLM 0.32 for CPUs divides drafted logits by memory that nobody wrote (docs/servers.md)")
     with serving(case, program, 1) as server:
         assert_same_distribution(draws(server), load_drafter(BASELINE, target), Budget(), target)
