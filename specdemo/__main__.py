@@ -40,6 +40,7 @@ from specdemo.ui.app import ui, with_settings
 
 if TYPE_CHECKING:
     from specdemo.core.trace import RunTrace
+    from specdemo.diagnosis.observation import Observation
     from specdemo.prediction.acceptance import Acceptance
     from specdemo.servers.process import Server
 
@@ -355,6 +356,70 @@ def predict(
         for texts in _numbers("batch", batch, int)
     ]
     print(json_text([one.as_dict() for one in found], indent=1) if as_json else what_if_report(found))
+
+
+@app.command()
+def why(
+    file: Annotated[
+        str | None,
+        typer.Argument(metavar="[FILE]", help="Output of an engine: a log, JSON, or metrics; - reads standard input."),
+    ] = None,
+    baseline: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Output of the same engine without speculation.")
+    ] = None,
+    k: Annotated[int | None, typer.Option(help="Draft length.", min=1, max=1024)] = None,
+    length: Annotated[
+        float | None, typer.Option(help="Mean accepted length, including the correction or bonus token.")
+    ] = None,
+    without: Annotated[float | None, typer.Option(help="Tokens/s without speculation.")] = None,
+    speculative: Annotated[float | None, typer.Option("--with", help="Tokens/s with speculation.")] = None,
+    engine: Annotated[str, typer.Option(help="Engine whose flags are shown, such as vllm or llama-server.")] = "",
+    method: Annotated[str, typer.Option(help="Drafting method, such as eagle, mtp or draft_model.")] = "",
+    target: Annotated[str, typer.Option(help="Target model, a hub id.")] = "",
+    drafter: Annotated[str, typer.Option(help="Drafter, a hub id.")] = "",
+    batch: Annotated[float | None, typer.Option(help="Number of requests at a time.")] = None,
+    thinking: Annotated[str, typer.Option(help="Thinking mode of the requests: on or off.")] = "",
+    moe: Annotated[bool | None, typer.Option("--moe/--dense", help="The target is a mixture of experts.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Explain why speculative decoding is slow, from the output of any engine or from four numbers. Names the cause and
+    the flag to change; needs no torch."""
+    from specdemo.bench.why_report import why_report
+    from specdemo.diagnosis.diagnose import diagnose
+    from specdemo.diagnosis.observation import Observation
+
+    modes = {"on": True, "off": False}
+    if thinking and thinking not in modes:
+        raise ValueError(f"unknown thinking mode {thinking[:40]!r}; {suggest(thinking[:40], modes)}")
+    if file is None and length is None:
+        raise ValueError("no output given; name a file, or give --k, --length, --without and --with")
+    if file == baseline == "-":
+        raise ValueError("standard input can be read once; give one of the outputs as a file")
+    given: dict[str, object] = {
+        "engine": engine,
+        "method": method,
+        "target": target,
+        "drafter": drafter,
+        "k": k,
+        "moe": moe,
+    }
+    given |= {"accepted_length": length, "tokens_per_s": speculative, "plain_tokens_per_s": without}
+    given |= {"batch_size": batch, "thinking": modes.get(thinking)}
+    observation = _read_output(file) if file else Observation(source="the options")
+    if baseline:
+        observation = observation.merged(_read_output(baseline))
+    found = diagnose(observation.changed(**given))
+    print(json_text(found.as_dict(), indent=1) if as_json else why_report(found))
+
+
+def _read_output(path: str) -> "Observation":
+    """Read the output of an engine. Raises ValueError, one line."""
+    from specdemo.core.json_limits import FILE_LIMITS
+    from specdemo.diagnosis.readers import read_output, read_output_file
+
+    if path != "-":
+        return read_output_file(path)
+    return read_output(sys.stdin.buffer.read(FILE_LIMITS.bytes + 1).decode(errors="replace"))
 
 
 class _Train(TyperCommand):

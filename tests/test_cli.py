@@ -450,3 +450,43 @@ def test_documented_commands_exist_with_their_options(arguments):
     # The documentation may omit arguments but must not name unknown options.
     except (ValueError, TyperException) as error:
         assert "No such" not in str(getattr(error, "message", error))
+
+
+SAMPLES = Path(__file__).parent / "diagnosis" / "samples"
+
+
+def test_why_explains_an_output_and_its_baseline(capsys):
+    log, plain = (str(SAMPLES / f"llamacpp-{name}.log") for name in ("long", "plain"))
+    report = output(capsys, "why", log, "--baseline", plain)
+    assert report.startswith("Slower (") and "main cause: k = 27 is too large" in report
+    assert "--spec-draft-n-max" in report and "break-even" in report and "Not in this output:" in report
+
+
+def test_why_takes_four_numbers_and_prints_json(capsys):
+    numbers = "--k 4 --length 2.05 --without 100 --with 52 --engine vllm --json".split()
+    found = json.loads(output(capsys, "why", *numbers))
+    assert found["step_cost"] == pytest.approx(2.05 / 0.52)
+    assert found["best_k"] == 0 and "--speculative-config" in found["recommendations"][0]
+
+
+def test_why_needs_no_torch_and_reads_standard_input():
+    code = "import sys; sys.modules['torch'] = None; from specdemo.__main__ import main; sys.exit(main())"
+    log = (SAMPLES / "sglang.log").read_bytes()
+    command = [sys.executable, "-c", code, "why", "-", "--k", "3", "--without", "250"]
+    done = subprocess.run(command, input=log, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(b"Slower (0.71x)")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ([], "no output given; name a file"),
+        (["no-such-file"], "cannot read no-such-file"),
+        (["-", "--baseline", "-"], "standard input can be read once"),
+        (["--k", "2", "--length", "5"], "outputs 1 to k + 1 tokens, not 5"),
+        (["--k", "2", "--length", "2", "--thinking", "maybe"], "unknown thinking mode 'maybe'"),
+    ],
+)
+def test_why_refuses_in_one_line(capsys, arguments, line):
+    assert line in refusal(capsys, "why", *arguments)

@@ -124,9 +124,10 @@ class Diagnosis:
 
     @property
     def healthy(self) -> bool:
-        """Return whether the run is faster than plain decoding."""
-        speed = self.observation.speedup
-        return speed is not None and speed.value >= SMALLEST_GAIN
+        """Return whether the run is faster than plain decoding, or expected to be."""
+        speed, length = self.observation.speedup, self.observation.accepted_length
+        expected = length / self.step_cost if length and self.step_cost else 0.0
+        return (expected if speed is None else speed.value) >= SMALLEST_GAIN
 
     @property
     def missing(self) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ derives the values that follow from others.
 
 from dataclasses import dataclass, fields, replace
 from math import ceil, isfinite
-from typing import Self
+from typing import Any, Self
 
 from specdemo.core.estimate import Estimate
 from specdemo.presets.drafters import all_published, base_name
@@ -47,11 +47,11 @@ class Observation:
     bonus token. acceptance_rate: accepted / drafted tokens. by_position: share of the steps that accepted the draft
     tokens up to each position (unconditional). drafted_per_step: mean number of draft tokens; below k if drafts end
     early, above it for trees. draft_cost: time to draft one token; verify_cost: time of the verification pass;
-    overhead: rest of a step; all in units of a plain decoding step. tokens_per_s and plain_tokens_per_s: with and
-    without speculation, both over the same number of requests at a time. batch_size: mean number of requests per step.
-    thinking: mode of the requests; trained_thinking: of the drafter's training answers. moe: the target is a mixture of
-    experts. random_prompts: the prompts are random tokens. offloaded: weights or caches are read from main memory or
-    disk, or requests are swapped out.
+    overhead: rest of a step; all in units of a plain decoding step. draft_token_ms: time to draft one token.
+    tokens_per_s and plain_tokens_per_s: with and without speculation, both over the same number of requests at a time.
+    batch_size: mean number of requests per step. thinking: mode of the requests; trained_thinking: of the drafter's
+    training answers. moe: the target is a mixture of experts. random_prompts: the prompts are random tokens.
+    offloaded: weights or caches are read from main memory or disk, or requests are swapped out.
 
     Raises ValueError, one line, for a number out of range.
     """
@@ -68,6 +68,7 @@ class Observation:
     drafted_per_step: float | None = None
     steps: int | None = None
     draft_cost: float | None = None
+    draft_token_ms: float | None = None
     verify_cost: float | None = None
     overhead: float | None = None
     plain_tokens_per_s: float | None = None
@@ -103,6 +104,11 @@ class Observation:
     def missing(self) -> tuple[str, ...]:
         """Return the names of the values that are unknown and would make a diagnosis more certain."""
         return tuple(words for name, words in NUMBERS.items() if getattr(self, name) in (None, "", ()))
+
+    def changed(self, **values: object) -> Self:
+        """Return the observation with other values; None and empty texts change nothing."""
+        known: dict[str, Any] = {name: value for name, value in values.items() if value not in (None, "")}
+        return replace(self, **known)
 
     def merged(self, plain: Self) -> Self:
         """Return the observation with the speed of a run without speculation on the same machine and load."""
@@ -143,6 +149,7 @@ def complete(given: Observation) -> Observation:
         acceptance_rate=rate,
         drafted_per_step=drafted,
         speedup=found,
+        draft_cost=_draft_cost(given),
         trained_thinking=_training(given) if given.trained_thinking is None else given.trained_thinking,
     )
 
@@ -153,6 +160,13 @@ def _check_length(length: float, k: int | None) -> None:
             f"a step with k = {k or '?'} draft tokens outputs 1 to k + 1 tokens, not {length:g}; the mean accepted "
             "length includes the correction or bonus token"
         )
+
+
+def _draft_cost(given: Observation) -> float | None:
+    """Return the time of a draft token in plain steps, which take 1 / (plain tokens/s) at batch size 1."""
+    if given.draft_cost is not None or given.draft_token_ms is None or given.plain_tokens_per_s is None:
+        return given.draft_cost
+    return given.draft_token_ms * given.plain_tokens_per_s / 1000.0 if (given.batch_size or 1.0) < 2.0 else None
 
 
 def _training(given: Observation) -> bool | None:

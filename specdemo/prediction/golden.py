@@ -64,7 +64,7 @@ def read_curves(path: Path, limits: JsonLimits = FILE_LIMITS) -> list[Curve]:
     data = None if is_json else read_yaml(path)
     result = read_json(path, limits) if is_json else {}
     try:
-        return [_served(result)] if is_json else _golden(data)
+        return [_served(result)] if is_json else golden_curves(data)
     except ValueError as error:
         raise ValueError(f"{path.name}: {error}") from None
 
@@ -92,7 +92,8 @@ def write_golden(path: Path, model: str, thinking: str, lengths: Mapping[int, fl
     write_text(path, comment + yaml.safe_dump(curve, sort_keys=False, allow_unicode=True))
 
 
-def _golden(data: object) -> list[Curve]:
+def golden_curves(data: object) -> list[Curve]:
+    """Return the curves of a golden file's data. Raises ValueError, one line, for anything else."""
     if not isinstance(data, dict):
         raise ValueError("expected a model with thinking_on or thinking_off and a length per k")
     curves = []

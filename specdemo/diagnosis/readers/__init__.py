@@ -1,0 +1,48 @@
+"""Readers of engines' outputs by kind. Each is a file in this package and a line in CLASSES."""
+
+from pathlib import Path
+from pkgutil import resolve_name
+
+from specdemo.core.json_limits import FILE_LIMITS, JsonLimits
+from specdemo.core.safe_io import read_bytes
+from specdemo.diagnosis.observation import Observation
+from specdemo.diagnosis.readers.base import Output, OutputReader
+
+CLASSES = (
+    "specdemo.diagnosis.readers.serving_benchmark:BenchServe",
+    "specdemo.diagnosis.readers.serving_benchmark:ServingTable",
+    "specdemo.diagnosis.readers.speed_bench:SpeedBench",
+    "specdemo.diagnosis.readers.sglang_log:SGLangServerInfo",
+    "specdemo.diagnosis.readers.guidellm:GuideLLM",
+    "specdemo.diagnosis.readers.aiperf:AIPerf",
+    "specdemo.diagnosis.readers.answer:ServerAnswer",
+    "specdemo.diagnosis.readers.vllm_log:VLLMLog",
+    "specdemo.diagnosis.readers.sglang_log:SGLangLog",
+    "specdemo.diagnosis.readers.llamacpp_log:LlamaSpeculative",
+    "specdemo.diagnosis.readers.llamacpp_log:LlamaCppLog",
+    "specdemo.diagnosis.readers.mlx_lm:MLXGenerate",
+    "specdemo.diagnosis.readers.prometheus:PrometheusText",
+    "specdemo.diagnosis.readers.golden:GoldenLengths",
+)
+READERS: list[OutputReader] = [resolve_name(path)() for path in CLASSES]
+
+
+def read_output(text: str, limits: JsonLimits = FILE_LIMITS) -> Observation:
+    """Return what an engine's output contains. Raises ValueError, one line, for an unknown, too large or contradictory
+    output."""
+    output = Output(text, limits)
+    for reader in READERS:
+        found = reader.read(output)
+        if found is not None:
+            return found
+    known = ", ".join(reader.title for reader in READERS)
+    raise ValueError(f"this output is of no known kind; known are: {known}")
+
+
+def read_output_file(path: str | Path, limits: JsonLimits = FILE_LIMITS) -> Observation:
+    """Return what a file contains. Raises ValueError, one line with the file's name."""
+    text = read_bytes(path, limits.bytes, "choose the output of an engine").decode(errors="replace")
+    try:
+        return read_output(text, limits)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
