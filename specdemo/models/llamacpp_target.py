@@ -151,15 +151,17 @@ class LlamaCppTarget(Target):
         self._drop_provisional()
         context, (row,) = self._open_context(), self._rows
         drafted: list[int] = []
-        logits: list[Values] = []
+        probs: list[float] = []
         unread = tokens
         for _ in range(depth):
-            logits.append(context.append(unread, row.length, 0)[:, :vocab_size])
+            logits = context.append(unread, row.length, 0)[0, :vocab_size]
             row.length += len(unread)
-            unread = [int(logits[-1].argmax())]
-            drafted += unread
+            best = int(logits.argmax())
+            probs.append(1.0 / float(numpy.exp(logits - logits[best]).sum()))
+            drafted.append(best)
+            unread = [best]
         self._check_length(row.length)
-        return drafted, _largest_probs(numpy.concatenate(logits))
+        return drafted, probs
 
     def _chain_inputs(self, tokens: Tensor) -> Inputs:
         """Return the present tokens [B, S] of chains, each in the sequence of its row."""
@@ -254,13 +256,6 @@ class LlamaCppTarget(Target):
         if self._context is None or not self._rows:
             raise ValueError("there is no history; call start() with the prompt first")
         return self._context
-
-
-def _largest_probs(logits: Values) -> list[float]:
-    """Return the largest probability of each row of logits [T, V]."""
-    logits -= logits.max(-1, keepdims=True)
-    probs: list[float] = (1.0 / numpy.exp(logits).sum(-1)).tolist()
-    return probs
 
 
 def _by_slot(values: Values, tokens: Tensor) -> Tensor:
