@@ -381,8 +381,9 @@ class Adaptive(Wrapper):
     def capture_graphs(self, budget: Budget) -> None:
         """Capture every length, because the policy measures the time of each."""
         depth = min(budget.depth, budget.nodes)
-        for k in range(1, depth + 1):
-            super().capture_graphs(Budget(k, budget.nodes * k // depth))
+        for k in range(1, depth):
+            self.drafters[0].propose(Budget(k, budget.nodes * k // depth))
+        super().capture_graphs(budget)
 
     def propose(self, budget: Budget) -> Draft:
         """Draft with the chosen k.

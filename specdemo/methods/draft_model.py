@@ -26,7 +26,10 @@ from specdemo.models.load import Incomplete, LoadedModel, load_model, load_targe
 from specdemo.models.sources import LoadProgress
 from specdemo.training.losses import argmax_targets
 
-MAX_CATCH_UP = 8  # largest number of missing tokens that a CUDA graph reads; usually one or two are missing
+USUALLY_MISSING = 2  # tokens: after a draft the correction token, or the last draft token and the bonus token
+MAX_CATCH_UP = (
+    8  # largest number of missing tokens that a CUDA graph reads; more are missing after steps without a draft
+)
 PARTIAL_WORD_TOKENS = 2  # extra tokens to finish a partial word
 # texts that tokenizers with the same vocabulary may still split differently
 PROBES = (
@@ -190,11 +193,22 @@ class DraftModel(DraftModelCost, Learner):
         self._pending_draft = AsyncHostCopy(self._to_draft_ids(builder.tokens[:, :-1]))
         return builder.build(self._draft_vocab)
 
-    def _draft_graphed(self, missing: list[list[int]], depth: int) -> Draft | None:
+    def capture_graphs(self, budget: Budget) -> None:
+        depth = min(budget.depth, budget.nodes)
+        if self._bridge or not self._cached_ids[0] or max(map(len, self._history)) + depth > self.model.max_length:
+            return
+        for room in (USUALLY_MISSING, MAX_CATCH_UP):
+            draft = self._draft_graphed(self._crop_to_common(), depth, room)
+            if draft is not None:
+                self._pending_draft = AsyncHostCopy(draft.tokens[:, : depth - 1])
+
+    def _draft_graphed(self, missing: list[list[int]], depth: int, min_room: int = USUALLY_MISSING) -> Draft | None:
         """Draft by one CUDA graph replay; None if graphs are disabled or too many tokens are missing."""
-        if not self.model.uses_cuda_graphs or max(map(len, missing)) > MAX_CATCH_UP:
+        longest = max(map(len, missing))
+        if not self.model.uses_cuda_graphs or longest > MAX_CATCH_UP:
             return None
-        plan = DraftPlan(("chain", self.sampler.sampling), depth, MAX_CATCH_UP, commits=True)
+        room = min_room if longest <= min_room else MAX_CATCH_UP
+        plan = DraftPlan(("chain", self.sampler.sampling, room), depth, room, commits=True)
         tokens, counts = padded(missing, self.model.device, ABSENT), [len(m) for m in missing]
         draft = run_chain_graph(self.model, tokens, counts, plan, self.sampler, self._draft_vocab)
         if draft is not None:

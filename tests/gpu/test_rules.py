@@ -123,6 +123,23 @@ def test_nothing_is_recorded_while_the_clock_runs(world, name, monkeypatch):
     assert len(world.recorded) == before
 
 
+def test_a_draft_model_reads_two_slots_after_a_draft_and_more_after_a_pause(world):
+    target = fused_target()
+    made = drafter("draft_model", target)
+    config = GenerationConfig(40, budget=Budget(3, 3), stop_token_ids=())
+    steps = generate(target, made, cuda_texts(1, 9), config)
+    next(steps)
+    with torch.no_grad():
+        made.capture_graphs(Budget(3, 3))
+        before = len(world.recorded)
+        expected = made.propose(Budget(3, 3)).tokens.tolist()
+        made._common_lengths, made._cached_ids = [5], [made._cached_ids[0][:5]]  # five tokens are missing
+        assert made.propose(Budget(3, 3)).tokens.tolist() == expected
+    assert len(world.recorded) == before == 2
+    assert {kind[2] for kind, _ in made.model._store.graphs._graphs} == {2, 8}
+    steps.close()
+
+
 def test_graphs_are_freed_with_their_lane_without_a_collector(world):
     gc.collect()
     gc.disable()
