@@ -19,11 +19,11 @@ from torch.nn import functional as F
 from specdemo.core.host_copy import to_device
 from specdemo.core.tree import chain_parents
 from specdemo.kv.cache import Cursor, KeyValues, SlabCache
-from specdemo.kv.masks import ChainMask, Masks, additive, ancestry, chain_mask, tree_mask
+from specdemo.kv.masks import ChainMask, Masks, TreeMask, additive, ancestry, chain_mask, tree_mask
 
 AttentionKind = tuple[int, bool]  # window in positions (0: full), and whether a column sees only earlier ones
 FULL: AttentionKind = (0, True)
-Mask = Tensor | ChainMask
+Mask = Tensor | ChainMask | TreeMask
 MAX_PLANNED = 64  # columns of the longest chain whose mask is cached
 Rope = tuple[Tensor, Tensor]  # cos, and sin with its first half negated, [B or 1, S, 1, E]
 NO_ROPE: Rope = (torch.empty(0), torch.empty(0))
@@ -60,7 +60,7 @@ class Columns:
         None: no mask is needed, except a causal one if S = W.
         """
         mask = self.visible(kind)
-        return mask.matrix if isinstance(mask, ChainMask) else mask
+        return mask.matrix if isinstance(mask, ChainMask | TreeMask) else mask
 
     def visible(self, kind: AttentionKind = FULL) -> Mask | None:
         """Return the mask, without a matrix where lengths are enough."""
@@ -254,8 +254,8 @@ class CapturedColumns(ProvisionalColumns):
         ancestors = ancestry(parents)
         depth = ancestors.sum(-1).long() - 1
 
-        def make_mask(kind: AttentionKind) -> Tensor:
-            return tree_mask(self._ends, ancestors > 0, store.positions, store.dtype, kind[0], depth)
+        def make_mask(kind: AttentionKind) -> Mask:
+            return self._tree_mask(ancestors > 0, kind[0], depth)
 
         write_to = self._ends[:, None] + store.positions[: depth.shape[1]]
         return store.columns(self._ends[:, None] + depth, len(store.positions), make_mask, write_to=write_to)
@@ -266,10 +266,17 @@ class CapturedColumns(ProvisionalColumns):
         self._appended += width
         ancestors = self._extend_ancestors(parents)
 
-        def make_mask(kind: AttentionKind) -> Tensor:
-            return tree_mask(self._ends, ancestors, store.positions, store.dtype, kind[0])
+        def make_mask(kind: AttentionKind) -> Mask:
+            return self._tree_mask(ancestors, kind[0])
 
         positions = (self._ends + depth)[:, None].expand(-1, width)
         return store.columns(
             positions, len(store.positions), make_mask, write_to=start[:, None] + store.positions[:width]
         )
+
+    def _tree_mask(self, ancestors: Tensor, window: int, depth: Tensor | None = None) -> Mask:
+        """See `kv.masks.tree_mask`."""
+        store = self._store
+        if not 0 < window < len(store.positions):
+            return TreeMask(self._ends, ancestors, store.positions, store.dtype)
+        return tree_mask(self._ends, ancestors, store.positions, store.dtype, window, depth)

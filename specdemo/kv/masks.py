@@ -52,7 +52,22 @@ class ChainMask:
         return index * slots, index * len(self.keys)
 
 
-AttentionMask = Tensor | ChainMask | None | dict[str, Tensor | None]  # a dict has one mask per layer kind
+@dataclass(frozen=True)
+class TreeMask:
+    """Mask [B, 1, S, W] of slots of a tree, see `tree_mask`. A kernel for trees needs no matrix."""
+
+    ends: Tensor
+    ancestors: Tensor
+    keys: Tensor
+    dtype: torch.dtype
+
+    @cached_property
+    def matrix(self) -> Tensor:
+        """The additive mask [B, 1, S, W]."""
+        return tree_mask(self.ends, self.ancestors, self.keys, self.dtype)
+
+
+AttentionMask = Tensor | ChainMask | TreeMask | None | dict[str, Tensor | None]  # a dict has one mask per layer kind
 
 
 @dataclass(frozen=True, slots=True)

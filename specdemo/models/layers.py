@@ -22,7 +22,7 @@ from specdemo.core.protocol import Target
 from specdemo.kv.cache import KeyValues, SlabCache
 from specdemo.kv.columns import FULL, AttentionKind, Columns, Mask, Rope
 from specdemo.kv.graphs import TOLERANCE
-from specdemo.kv.masks import ChainMask, additive
+from specdemo.kv.masks import ChainMask, TreeMask, additive
 from specdemo.models.operations import apply_rope, use_kernel
 from specdemo.models.packed import RMSNorm, concat_linears, pack_linear, should_fuse
 
@@ -104,6 +104,10 @@ def attend(
         if reads_lengths(query.device, query.dtype, heads, key.shape[1], size):
             return attend_visible(query, key, value, mask, scaling)
         mask = mask.matrix
+    if isinstance(mask, TreeMask):
+        if reads_trees(query, key, value):
+            return attend_tree(query, key, value, mask, scaling)
+        mask = mask.matrix
     if group == 1 or causal or (mask is not None and mask.shape[1] > 1):
         out = F.scaled_dot_product_attention(
             query, key, value, mask, is_causal=causal, scale=scaling, enable_gqa=group > 1
@@ -128,6 +132,10 @@ def shared_mask(mask: Mask | None, attention: "Attention", x: Tensor) -> Mask | 
         if reads_lengths(x.device, x.dtype, heads, kv_heads, size):
             return mask
         mask = mask.matrix
+    if isinstance(mask, TreeMask):
+        if use_kernel("tree_attention", x):
+            return mask
+        mask = mask.matrix
     return None if mask is None else fold_mask(mask, heads // kv_heads)
 
 
@@ -143,6 +151,21 @@ def attend_visible(query: Tensor, key: Tensor, value: Tensor, mask: ChainMask, s
     )[0]
     rows_of_slots: Tensor = out.unflatten(0, (-1, slots))
     return rows_of_slots
+
+
+def reads_trees(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Return whether `attend_tree` works for these tensors."""
+    same = key.stride() == value.stride() and query.dtype == key.dtype == value.dtype and query.stride(-1) == 1
+    return same and use_kernel("tree_attention", query)
+
+
+def attend_tree(query: Tensor, key: Tensor, value: Tensor, mask: TreeMask, scaling: float | None = None) -> Tensor:
+    """Compute attention as `attend` does, with a kernel that reads visible columns only."""
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    out: Tensor = torch.ops.specdemo.tree_attention(
+        query, key, value, mask.ends.contiguous(), mask.ancestors.contiguous(), scale
+    )
+    return out
 
 
 @lru_cache
@@ -224,7 +247,7 @@ class Attention(nn.Module):
         q, k, v = (self._write_by_kernel(qkv, rope, cache) if qkv.is_cuda else None) or self._write(qkv, rope, cache)
         causal = mask is None and self.kind[1] and x.shape[1] > 1
         if self.attention_sink_bias is not None:
-            matrix = mask.matrix if isinstance(mask, ChainMask) else mask
+            matrix = mask.matrix if isinstance(mask, ChainMask | TreeMask) else mask
             k, v, mask, causal = *self._add_sink(k, v, matrix, causal, x.shape[1]), False
         out: Tensor = self.o_proj(attend(q, k, v, mask, causal, self.scaling).flatten(2))
         return out

@@ -17,10 +17,11 @@ from torch.nn import functional as F
 
 from specdemo.kv.columns import Rope
 from specdemo.kv.graphs import TOLERANCE
+from specdemo.kv.masks import tree_mask
 
 # environment variable: 0 disables all kernels; otherwise the kernels to use, such as `add_rms_norm,silu_mul`
 TRITON_VARIABLE = "SPECDEMO_TRITON"
-KERNELS = ("add_rms_norm", "norm_rope_write", "silu_mul")
+KERNELS = ("add_rms_norm", "norm_rope_write", "silu_mul", "tree_attention")
 
 _library = torch.library.Library("specdemo", "DEF")
 _library.define("add_rms_norm(Tensor x, Tensor delta, Tensor weight, float eps) -> (Tensor, Tensor)")
@@ -28,6 +29,9 @@ _library.define("silu_mul(Tensor gate_up) -> Tensor")
 _library.define(
     "norm_rope_write(Tensor qkv, Tensor? q_weight, Tensor? k_weight, float eps, Tensor cos, Tensor sin, "
     "Tensor(a!) keys, Tensor(b!) values, Tensor columns) -> Tensor"
+)
+_library.define(
+    "tree_attention(Tensor query, Tensor keys, Tensor values, Tensor ends, Tensor ancestors, float scale) -> Tensor"
 )
 
 
@@ -82,6 +86,9 @@ def _probe(name: str, device: torch.device, dtype: torch.dtype) -> list[Any]:
         return [random(2, 3, 96)]
     slabs = [random(2, 8, 2, 16).transpose(1, 2) for _ in range(2)]
     columns = torch.tensor([[1, 2, 3], [4, 5, 6]]).to(device)[:, None, :, None]
+    if name == "tree_attention":
+        ancestors = torch.tensor([[True, False, False], [True, True, False], [True, False, True]]).to(device)[None]
+        return [random(2, 3, 4, 16).transpose(1, 2), *slabs, columns[:, 0, 0, 0].contiguous(), ancestors, 0.25]
     angles = random(2, 3, 2, 1, 16).unbind(2)
     return [random(2, 3, 8, 16), random(16), random(16), 1e-6, *angles, *slabs, columns]
 
@@ -118,7 +125,17 @@ def _norm_rope_write(
     return apply_rope(q, (cos, sin))
 
 
+def _tree_attention(
+    query: Tensor, keys: Tensor, values: Tensor, ends: Tensor, ancestors: Tensor, scale: float
+) -> Tensor:
+    mask = tree_mask(ends, ancestors, torch.arange(keys.shape[2], device=ends.device), query.dtype)
+    group = query.shape[1] // keys.shape[1]
+    out = F.scaled_dot_product_attention(query, keys, values, mask, scale=scale, enable_gqa=group > 1)
+    return out.transpose(1, 2).contiguous()
+
+
 PLAIN: dict[str, Any] = {"add_rms_norm": _add_rms_norm, "silu_mul": _silu_mul, "norm_rope_write": _norm_rope_write}
+PLAIN["tree_attention"] = _tree_attention
 
 
 def _triton(name: str) -> Any:

@@ -13,6 +13,8 @@ from torch import Tensor
 
 ELEMENTS_PER_WARP = 512
 SILU_BLOCK = 1024
+TREE_ROWS, TREE_COLUMNS = 64, 64  # tile of queries and keys in `tree_attention`
+COLUMNS_PER_SPLIT, MAX_SPLITS = 256, 32
 
 
 def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -67,6 +69,46 @@ def norm_rope_write(
             num_warps=1,
         )
     return query
+
+
+def tree_attention(
+    query: Tensor, keys: Tensor, values: Tensor, ends: Tensor, ancestors: Tensor, scale: float
+) -> Tensor:
+    """Compute attention of the slots of a tree over the visible columns of a cache; return [B, S, H, E].
+
+    query [B, H, S, E]. keys and values [B, K, C, E], with equal strides. ends [B]: number of committed columns, which
+    every slot sees. ancestors [B or 1, S, P] bool: which of the P columns after them a slot sees. Both are contiguous.
+    The columns are split over programs, whose results are combined by their log-sum-exp (FlashDecoding).
+    """
+    rows, heads, slots, size = query.shape
+    kv_heads, capacity = keys.shape[1:3]
+    queries = heads // kv_heads * slots  # per key/value head
+    tile = min(max(triton.next_power_of_2(queries), 16), TREE_ROWS)
+    splits = min(max(capacity // COLUMNS_PER_SPLIT, 1), MAX_SPLITS)
+    partial = query.new_empty(rows * kv_heads * queries, splits, size, dtype=torch.float32)
+    largest, total = partial.new_empty(2, *partial.shape[:2]).unbind()
+    out = query.new_empty(rows, slots, heads, size)
+    block = max(triton.next_power_of_2(size), 16)
+    with _on(query.device):
+        _tree_attention[(rows * kv_heads, triton.cdiv(queries, tile), splits)](
+            *(query, keys, values, ends, ancestors, partial, largest, total, scale),
+            *(slots, ancestors.shape[2], ancestors.stride(0) if len(ancestors) > 1 else 0, queries),
+            *(*query.stride()[:3], *keys.stride()[:3]),
+            KV_HEADS=kv_heads,
+            SIZE=size,
+            BLOCK=block,
+            ROWS=tile,
+            COLUMNS=TREE_COLUMNS,
+            SPLITS=splits,
+        )
+        _combine[(rows * kv_heads * queries,)](
+            *(partial, largest, total, out, slots, heads, size),
+            SPLITS=splits,
+            SPLIT_BLOCK=triton.next_power_of_2(splits),
+            BLOCK=block,
+            num_warps=1,
+        )
+    return out
 
 
 def _on(device: torch.device) -> AbstractContextManager[object]:
@@ -158,3 +200,104 @@ def _norm_rope_write(  # type: ignore[no-untyped-def]
             tl.store(keys + slab + (head - HEADS) * slab_head, rotated, mask=inside)
     else:
         tl.store(values + slab + (head - HEADS - KV_HEADS) * slab_head, state, mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _tree_attention(  # type: ignore[no-untyped-def]
+    query,
+    keys,
+    values,
+    ends,
+    ancestors,
+    partial,
+    largest,
+    total,
+    scale,
+    slots,
+    provisional,
+    ancestor_row,
+    queries,
+    query_row,
+    query_head,
+    query_slot,
+    slab_row,
+    slab_head,
+    slab_column,
+    KV_HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """Process a tile of queries of one key/value head over one part of the columns."""
+    row, kv_head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
+    index = tl.program_id(1) * ROWS + tl.arange(0, ROWS)  # query of the group: head, then slot
+    real = index < queries
+    slot = index % slots
+    head = kv_head * (queries // slots) + index // slots
+    dims = tl.arange(0, BLOCK)
+    inside = dims < SIZE
+    source = query + row * query_row + head[:, None] * query_head + slot[:, None] * query_slot + dims[None, :]
+    q = tl.load(source, mask=real[:, None] & inside[None, :], other=0.0)
+    end = tl.load(ends + row).to(tl.int32)
+    visible_columns = end + provisional
+    part = tl.cdiv(visible_columns, SPLITS * COLUMNS) * COLUMNS
+    start = tl.program_id(2) * part
+    highest = tl.full((ROWS,), -1e30, tl.float32)
+    weight = tl.zeros((ROWS,), tl.float32)
+    result = tl.zeros((ROWS, BLOCK), tl.float32)
+    slab = row.to(tl.int64) * slab_row + kv_head * slab_head
+    for first in range(start, tl.minimum(start + part, visible_columns), COLUMNS):
+        column = first + tl.arange(0, COLUMNS)
+        stored = column < visible_columns
+        place = slab + column[:, None].to(tl.int64) * slab_column + dims[None, :]
+        k = tl.load(keys + place, mask=stored[:, None] & inside[None, :], other=0.0)
+        v = tl.load(values + place, mask=stored[:, None] & inside[None, :], other=0.0)
+        new = column - end
+        above = tl.load(
+            ancestors + row * ancestor_row + slot[:, None] * provisional + new[None, :],
+            mask=real[:, None] & (new >= 0)[None, :] & stored[None, :],
+            other=0,
+        )
+        visible = (new < 0)[None, :] | (above != 0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        scores = tl.where(visible, scores, -1e30)
+        higher = tl.maximum(highest, tl.max(scores, 1))
+        shares = tl.where(visible, tl.exp(scores - higher[:, None]), 0.0)
+        shrink = tl.exp(highest - higher)
+        weight = weight * shrink + tl.sum(shares, 1)
+        result = result * shrink[:, None] + tl.dot(shares.to(v.dtype), v, input_precision="ieee")
+        highest = higher
+    place = (tl.program_id(0) * queries + index) * SPLITS + tl.program_id(2)
+    tl.store(largest + place, highest, mask=real)
+    tl.store(total + place, weight, mask=real)
+    tl.store(partial + place[:, None] * SIZE + dims[None, :], result, mask=real[:, None] & inside[None, :])
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _combine(  # type: ignore[no-untyped-def]
+    partial,
+    largest,
+    total,
+    out,
+    slots,
+    heads,
+    size,
+    SPLITS: tl.constexpr,
+    SPLIT_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Combine the parts of one query. `partial` has the order row, head, slot; `out` the order row, slot, head."""
+    index = tl.program_id(0)
+    split = tl.arange(0, SPLIT_BLOCK)
+    dims = tl.arange(0, BLOCK)
+    used, inside = split < SPLITS, dims < size
+    highest = tl.load(largest + index * SPLITS + split, mask=used, other=-1e30)
+    factor = tl.exp(highest - tl.max(highest, 0))
+    weight = tl.sum(factor * tl.load(total + index * SPLITS + split, mask=used, other=0.0), 0)
+    place = partial + (index * SPLITS + split)[:, None] * size + dims[None, :]
+    parts = tl.load(place, mask=used[:, None] & inside[None, :], other=0.0)
+    result = tl.sum(parts * factor[:, None], 0) / weight
+    row, head, slot = index // (heads * slots), index // slots % heads, index % slots
+    tl.store(out + ((row * slots + slot) * heads + head) * size + dims, result.to(out.dtype.element_ty), mask=inside)

@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 STREAMS = 32  # streams of torch per device and priority, reused in turn
 # Kernels per operation, where there are several.
 KERNELS = {"topk": 2, "sort": 2, "argsort": 2, "nonzero": 3, "scatter": 2, "index_put": 2, "masked_fill": 2}
-KERNELS |= {"index_copy": 2, "constant_pad_nd": 2, "logsumexp": 5, "eye": 2, "_grouped_mm": 2}
+KERNELS |= {"index_copy": 2, "constant_pad_nd": 2, "logsumexp": 5, "eye": 2, "_grouped_mm": 2, "tree_attention": 2}
 NO_KERNEL = {
     "empty",
     "empty_like",
@@ -333,7 +333,14 @@ def _fixed(func, name):
     """Replace operations that do not exist on a CPU."""
     if name == "histc":
         return lambda x, bins=100, *_: torch.bincount(x.long(), minlength=int(bins)).to(x.dtype)
+    if name == "tree_attention":
+        return partial(_tree_attention, func)
     return flash_attention if name == "_flash_attention_forward" else func
+
+
+def _tree_attention(func, query, keys, values, ends, ancestors, scale):
+    the.columns["visible"] += int(ends.sum()) + len(ends) * ancestors.shape[2]
+    return func(query, keys, values, ends, ancestors, scale)
 
 
 def flash_attention(
