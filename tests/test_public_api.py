@@ -32,11 +32,6 @@ def test_an_unknown_name_is_an_attribute_error():
         _ = specdemo.laod_target
 
 
-def test_head_given_as_target_is_named():
-    with pytest.raises(ValueError, match="^stories-medusa is a head for method 'medusa'; choose a complete model"):
-        specdemo.load_target("stories-medusa")
-
-
 @pytest.mark.parametrize(
     "first", ["import specdemo", "from specdemo.presets.files import load_presets; load_presets()"]
 )

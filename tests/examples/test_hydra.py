@@ -21,7 +21,8 @@ from specdemo.prediction.acceptance import from_mean
 from specdemo.prediction.drafts import method_in
 from specdemo.prediction.predict import predict
 from specdemo_hydra import Hydra
-from tests.methods.test_medusa import HIDDEN, check_greedy, example, folder_with, rows_of, train
+from tests.generation import rows_of, train
+from tests.methods.test_medusa import HIDDEN, check_greedy, example, folder_with
 from tests.models.tiny import SIZES, VOCABULARY, build, texts
 from tests.plug_in import HYDRA, ROOT, install, registered_hydra, run
 

@@ -19,13 +19,14 @@ from specdemo.methods.adaptive import (
 )
 from specdemo.models.target import HFTarget
 from specdemo.models.toy import ToyTarget
+from tests.generation import rows_of
 
 ROWS = torch.randint(3, 61, (3, 9), generator=torch.Generator().manual_seed(3))
 
 
 def output_and_events(target, drafter, **config):
     events = list(generate(target, drafter, ROWS, GenerationConfig(30, stop_token_ids=(5,), **config)))
-    return [[t for e in events for t in e.emitted[row]] for row in range(len(ROWS))], events
+    return rows_of(events), events
 
 
 @pytest.mark.parametrize("policy", ["goodput", "confidence", "heuristic"])

@@ -7,6 +7,7 @@ from specdemo.engine.loop import generate
 from specdemo.methods import load_drafter
 from specdemo.models.target import HFTarget
 from specdemo.models.toy import ToyTarget
+from tests.generation import rows_of
 from tests.models import tiny
 
 PROMPTS = torch.randint(3, 61, (3, 9), generator=torch.Generator().manual_seed(3))
@@ -20,7 +21,7 @@ def noisy(model, scale):
 def output_and_events(target, drafter, tokens=40, **config):
     config = GenerationConfig(tokens, budget=Budget(5, 5), stop_token_ids=(5, 9), **config)
     events = list(generate(target, drafter, PROMPTS, config))
-    return [[t for e in events for t in e.emitted[row]] for row in range(len(PROMPTS))], events
+    return rows_of(events), events
 
 
 @pytest.mark.parametrize("options", [{}, {"inner": "suffix"}])

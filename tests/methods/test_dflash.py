@@ -17,6 +17,7 @@ from specdemo.methods.heads.formats.dflash import spread_taps
 from specdemo.models.checkpoints import Checkpoint, open_meta_checkpoint
 from specdemo.models.target import HFTarget
 from specdemo.models.toy import ToyTarget
+from tests.generation import rows_of, train
 from tests.models.tiny import VOCABULARY, build, pinned, texts
 
 H, HEADS, GROUPS, SIZE, MLP, LAYERS, BLOCK, MASK = 32, 4, 2, 8, 48, 2, 6, 3
@@ -604,7 +605,7 @@ def test_greedy_output_equals_plain_decoding(target, tmp_path, nodes):
 
     def rows(drafter):
         events = list(generate(target, drafter, prompts, config))
-        return [[t for e in events for t in e.emitted[row]] for row in range(3)], events
+        return rows_of(events), events
 
     plain, _ = rows(load_drafter("none", target))
     accepted = 0
@@ -660,7 +661,7 @@ def test_missing_config_is_detected_by_trial(target, tmp_path, from_anchor, taps
     head = DFlash.fresh(target, layers=1, block_size=4, taps=taps)
     head.design = replace(head.design, from_anchor=from_anchor)
     drafter = load_drafter("dflash", target, head)
-    learn(drafter, sample_target_text(target, taps), 60)
+    train(drafter, sample_target_text(target, taps), 60)
     folder = tmp_path / "drafter"
     drafter.save(folder, "tiny")
     config = json.loads((folder / "config.json").read_text())
@@ -673,16 +674,6 @@ def test_missing_config_is_detected_by_trial(target, tmp_path, from_anchor, taps
 
 
 # Training
-
-
-def learn(drafter, batch, steps):
-    drafter.head.train().requires_grad_(True)
-    optimizer = torch.optim.Adam(drafter.head.parameters(), 0.01)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        drafter.loss(batch)[0].backward()
-        optimizer.step()
-    drafter.head.eval().requires_grad_(False)
 
 
 def example(target, taps, rows=4, columns=24, soft=True):
@@ -725,7 +716,7 @@ def test_training_lowers_the_loss_and_what_is_saved_drafts_the_same(target, tmp_
     drafter = load_drafter("dflash", target, DFlash.fresh(target, block_size=4))
     batch = example(target, drafter.taps)
     before, metrics = drafter.loss(batch)
-    learn(drafter, batch, 30)
+    train(drafter, batch, 30)
     after, better = drafter.loss(batch)
     assert float(after) < 0.8 * float(before)
     assert better["agree_1"] > metrics["agree_1"]

@@ -17,6 +17,7 @@ from specdemo.models import packed as module
 from specdemo.models.checkpoints import open_checkpoint
 from specdemo.models.target import HFTarget
 from specdemo.models.toy import ToyTarget
+from tests.generation import rows_of, train
 from tests.models.tiny import VOCABULARY, build, texts
 
 H, LAYERS, WORDS = 32, 3, 20  # sizes of the tiny Llama, and of the draft vocabulary
@@ -476,28 +477,13 @@ def test_the_loss_reads_its_own_states_as_drafting_does(head, hard, target):
     assert metrics == pytest.approx({f"agree_{i}": right for i, (_, right) in enumerate(slow, 1)})
 
 
-def taught(target, head, batch, steps=30):
-    drafter = load_drafter("eagle", target, head)
-    head.requires_grad_(True)
-    optimiser = torch.optim.Adam(head.parameters(), 0.01)
-    losses = []
-    for _ in range(steps):
-        loss, metrics = drafter.loss(batch)
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
-        losses.append(float(loss.detach()))
-    head.requires_grad_(False)
-    return losses, metrics
-
-
 @pytest.mark.parametrize("sizes", [{"kind": "eagle1"}, {"intermediate": 24}, {"draft_vocab": WORDS}], ids=str)
 def test_training_lowers_the_loss_and_what_is_saved_loads_the_same(sizes, target, tmp_path):
     torch.manual_seed(0)
     head = Eagle.fresh(target, **sizes)
     assert all(p is not target.lm_head.weight and p is not target.embed.weight for p in head.parameters())
     batch = windows(target, head.convention.taps)
-    losses, metrics = taught(target, head, batch)
+    losses, metrics = train(load_drafter("eagle", target, head), batch, 30)
     assert losses[-1] < 0.85 * losses[0]  # most of the remainder is the target's entropy
     assert len(metrics) == (1 if "kind" in sizes else 4)
     drafter = load_drafter("eagle", target, head, draft="chain")
@@ -534,7 +520,7 @@ def test_best_convention_is_selected(lists, before, target, tmp_path):
     torch.manual_seed(1)
     head = Eagle.fresh(target)
     head.convention = type(head.convention)((1, 2, 3), before)
-    taught(target, head, conventions.sample_target_text(target, (1, 2, 3)), steps=40)
+    train(load_drafter("eagle", target, head), conventions.sample_target_text(target, (1, 2, 3)), 40)
     config = speculators() if lists == "top" else dict(LAYER)
     if lists == "top":
         config["transformer_layer_config"].pop("rope_theta")
@@ -555,7 +541,7 @@ def test_best_convention_is_selected(lists, before, target, tmp_path):
 def test_either_order_of_fc_is_found(target, tmp_path):
     torch.manual_seed(1)
     head = Eagle.fresh(target, "eagle1")
-    taught(target, head, conventions.sample_target_text(target, (-1,)), steps=40)
+    train(load_drafter("eagle", target, head), conventions.sample_target_text(target, (-1,)), 40)
     tensors = dict(head.state_dict())
     assert not Eagle.load(write(tmp_path, LAYER, tensors), target).convention.feature_first
     swapped = Eagle.load(write(tmp_path, LAYER, tensors | {"fc.weight": tensors["fc.weight"].roll(H, 1)}), target)
@@ -606,11 +592,8 @@ def test_rows_that_end_early_draft_nothing_that_counts(target):
     stop = plain(target, prompts)[0][11]
     config = GenerationConfig(14, Sampling(), Budget(4, 8), stop_token_ids=(stop,))
     both = [
-        [[t for e in events for t in e.emitted[row]] for row in range(3)]
-        for events in (
-            list(generate(target, load_drafter(name, target, *model), prompts, config))
-            for name, model in (("none", ()), ("eagle", (head,)))
-        )
+        rows_of(list(generate(target, load_drafter(name, target, *model), prompts, config)))
+        for name, model in (("none", ()), ("eagle", (head,)))
     ]
     assert both[0] == both[1] and len({len(row) for row in both[0]}) > 1
 

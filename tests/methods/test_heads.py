@@ -8,7 +8,8 @@ from specdemo.methods import load_drafter, method
 from specdemo.methods.heads.medusa import Medusa
 from specdemo.models.target import HFTarget
 from specdemo.models.toy import ToyTarget
-from tests.methods.test_medusa import check_greedy, check_sampling, example, train
+from tests.generation import train
+from tests.methods.test_medusa import check_greedy, check_sampling, example
 from tests.models.tiny import build
 from tests.plug_in import registered_hydra
 

@@ -5,7 +5,6 @@ import torch
 
 from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.core.sampling import Sampling, to_probs
-from specdemo.core.tree import ABSENT
 from specdemo.engine.loop import generate
 from specdemo.methods import load_drafter
 from specdemo.models.target import HFTarget
@@ -81,16 +80,6 @@ def test_sampled_drafts_carry_what_they_were_drawn_from(llama):
                 torch.testing.assert_close(q, to_probs(logits, sampling), rtol=1e-3, atol=1e-4)
                 assert q[token] > 0
                 text = [*text, token]
-
-
-def test_greedy_output_equals_plain_decoding(model):
-    target = HFTarget(model)
-    prompts = texts(3, 9, seed=1)
-    config = GenerationConfig(16, stop_token_ids=())
-    plain = list(generate(target, load_drafter("none", target), prompts, config))
-    _, events, written = record(target, prompts)
-    assert [row[9:] for row in written] == [[t for e in plain for t in e.emitted[row]] for row in range(3)]
-    assert all(t != ABSENT for t in events[1].drafted[0])
 
 
 def test_nothing_is_refused_when_the_last_layers_add_nothing():

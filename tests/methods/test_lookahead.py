@@ -10,6 +10,7 @@ from specdemo.engine.loop import generate
 from specdemo.methods import load_drafter
 from specdemo.models.target import HFTarget
 from specdemo.models.toy import ToyTarget
+from tests.generation import rows_of
 from tests.models.tiny import build, texts
 
 K = Budget(7, 32)
@@ -37,10 +38,6 @@ def observe_output(drafter, draft, outputs):
 def run(target, prompts, name="lookahead", budget=K, **options):
     drafter = load_drafter(name, target, **options)
     return list(generate(target, drafter, prompts, GenerationConfig(40, budget=budget, stop_token_ids=())))
-
-
-def rows_of(events):
-    return [[t for e in events for t in e.emitted[row]] for row in range(len(events[0].emitted))]
 
 
 def test_the_window_hangs_below_the_root():
@@ -133,15 +130,6 @@ def test_rows_of_a_batch_are_as_if_alone():
         alone = [e for e in run(target, prompts[row : row + 1]) if e.emitted[0]]
         own_events = [e for e in together if e.emitted[row]]
         assert [e.emitted[row] for e in own_events] == [e.emitted[0] for e in alone]
-
-
-def test_greedy_output_equals_plain_decoding():
-    target = HFTarget(build("llama"))
-    prompts = texts(3, 7)
-    plain = rows_of(run(target, prompts, "none"))
-    events = run(target, prompts)
-    assert rows_of(events) == plain
-    assert len({len(row) for e in events for row in e.path}) > 1
 
 
 def test_a_pass_over_another_draft_is_not_read():

@@ -13,6 +13,7 @@ from specdemo.engine.loop import generate
 from specdemo.methods import load_drafter, method
 from specdemo.methods.heads.medusa import PUBLISHED, Medusa, published_shape
 from specdemo.models.target import HFTarget
+from tests.generation import rows_of, train
 from tests.methods.test_exact_sampling import DRAWS, expected, joint
 from tests.models.tiny import VOCABULARY, build, texts
 
@@ -73,24 +74,6 @@ def example(target, tap=-1, rows=4, columns=24):
     probs = target.model(tokens).logits.softmax(-1)
     lengths = [tokens.shape[1] - 1] * rows
     return Progress(tokens[:, :-1], tokens[:, 1:], lengths, {tap: hidden[:, :-1]}, probs[:, :-1])
-
-
-def train(drafter, batch, steps=60):
-    drafter.head.requires_grad_(True)
-    optimizer = torch.optim.AdamW(drafter.head.parameters(), lr=0.01)
-    losses = []
-    for _ in range(steps):
-        loss, metrics = drafter.loss(batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    drafter.head.requires_grad_(False)
-    return losses, metrics
-
-
-def rows_of(events):
-    return [[t for e in events for t in e.emitted[row]] for row in range(len(events[0].emitted))]
 
 
 def check_greedy(target, drafter):

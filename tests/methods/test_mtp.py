@@ -16,7 +16,8 @@ from specdemo.methods.heads.formats.mtp import MTPConvention
 from specdemo.methods.heads.mtp import MTP, ParallelHeads
 from specdemo.methods.heads.runtime import training_columns
 from specdemo.models.target import HFTarget
-from tests.methods.test_medusa import example, folder_with, train
+from tests.generation import train
+from tests.methods.test_medusa import example, folder_with
 from tests.models.tiny import SIZES, VOCABULARY, build, pinned, texts
 
 HIDDEN, LAYERS = SIZES["hidden_size"], SIZES["num_hidden_layers"]

@@ -10,6 +10,7 @@ from specdemo.methods import METHODS, load_drafter, method
 from specdemo.methods.online import MIN_COLUMNS, WINDOW
 from specdemo.models.target import HFTarget
 from specdemo.models.toy import ToyTarget
+from tests.generation import rows_of
 
 PROMPTS = torch.randint(3, 61, (3, 9), generator=torch.Generator().manual_seed(3))
 
@@ -17,7 +18,7 @@ PROMPTS = torch.randint(3, 61, (3, 9), generator=torch.Generator().manual_seed(3
 def output_and_events(target, drafter, prompts=PROMPTS, tokens=40, **config):
     config = GenerationConfig(tokens, budget=Budget(3, 3), **config)
     events = list(generate(target, drafter, prompts, config))
-    return [[t for e in events for t in e.emitted[row]] for row in range(len(prompts))], events
+    return rows_of(events), events
 
 
 def test_greedy_output_equals_plain_decoding_while_rows_end(tiny_llama):

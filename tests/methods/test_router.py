@@ -6,6 +6,7 @@ from specdemo.engine.loop import generate
 from specdemo.methods import load_drafter
 from specdemo.models.target import HFTarget
 from specdemo.models.toy import ToyTarget
+from tests.generation import rows_of
 
 PROMPTS = torch.randint(3, 61, (3, 9), generator=torch.Generator().manual_seed(3))
 
@@ -23,7 +24,7 @@ def folders(tiny_llama, tmp_path):
 def output_and_events(target, drafter, prompts=PROMPTS, **config):
     config = GenerationConfig(60, budget=Budget(3, 3), **config)
     events = list(generate(target, drafter, prompts, config))
-    return [[t for e in events for t in e.emitted[row]] for row in range(len(prompts))], events
+    return rows_of(events), events
 
 
 @pytest.mark.parametrize("first, others, best", [("bad", "good", 1), ("good", "bad", 0), ("bad", "ngram, good", 2)])

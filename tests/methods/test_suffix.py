@@ -11,6 +11,7 @@ from specdemo.engine.loop import generate
 from specdemo.methods import load_drafter, suffix
 from specdemo.models.target import HFTarget
 from specdemo.models.toy import ToyTarget
+from tests.generation import rows_of
 from tests.models.tiny import VOCABULARY, build, texts
 
 
@@ -34,10 +35,6 @@ def drafted(*args, **options):
 def answered(target, prompt, **options):
     drafter = load_drafter("suffix", target, remember=True, **options)
     return list(generate(target, drafter, prompt, GenerationConfig(30, stop_token_ids=())))
-
-
-def rows_of(events):
-    return [[t for e in events for t in e.emitted[row]] for row in range(len(events[0].emitted))]
 
 
 def accepted(events):

@@ -19,6 +19,7 @@ from specdemo.models.load import load_target
 from specdemo.models.target import HFTarget
 from specdemo.models.text import encode
 from specdemo.presets.files import preset
+from tests.generation import rows_of
 
 LETTERS = "abcd"
 BYTE_LEVEL = pre_tokenizers.ByteLevel(False, use_regex=False), decoders.ByteLevel()
@@ -126,8 +127,7 @@ def test_greedy_output_equals_plain_decoding(pair, way, swapped):
     drafter = load_drafter("draft_model", target, draft)
     events = list(generate(target, drafter, ids, config))
     plain = list(generate(target, load_drafter("none", target), ids, config))
-    for row in range(2):
-        assert [t for e in events for t in e.emitted[row]] == [t for e in plain for t in e.emitted[row]]
+    assert rows_of(events) == rows_of(plain)
     assert any(t != ABSENT for e in events for t in e.drafted[0])
     assert "The draft model has another tokenizer" in drafter.note and drafter.max_length is None
     assert (

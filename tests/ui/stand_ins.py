@@ -1,6 +1,7 @@
 """Stand-ins for the slow parts of the page."""
 
 import asyncio
+import json
 import math
 import threading
 from contextlib import suppress
@@ -13,6 +14,13 @@ from specdemo.core.estimate import Estimate
 from specdemo.core.tally import summarise
 from specdemo.core.trace import Remote, RunTrace, StepEvent, compare
 from tests.traces import HOSTILE, hostile_trace
+
+VISITOR = SimpleNamespace(session_hash="a", request=None)
+
+
+def lines(text):
+    """Return the messages of a log."""
+    return [json.loads(line) for line in text.splitlines()]
 
 
 def sync(results):

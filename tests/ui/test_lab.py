@@ -1,18 +1,15 @@
 """Training on the page, with a stand-in trainer."""
 
-import json
 import math
 from itertools import pairwise
-from types import SimpleNamespace
 
 import pytest
 
 from specdemo.presets.files import preset
 from specdemo.ui import controls, lab, model_menus
 from specdemo.ui.lab import Lab, Training, race_with, train
-from tests.ui.stand_ins import Trainer, sync
+from tests.ui.stand_ins import VISITOR, Trainer, lines, sync
 
-VISITOR = SimpleNamespace(session_hash="a", request=None)
 REQUEST = {"recipe": "medusa", "minutes": 1.0}
 
 
@@ -23,10 +20,6 @@ def trainer(monkeypatch):
     monkeypatch.setattr(lab, "TRAINED", [])
     monkeypatch.delenv("SPACE_ID", raising=False)
     return stand_in
-
-
-def lines(text):
-    return [json.loads(line) for line in text.splitlines()]
 
 
 def last(request):

@@ -1,36 +1,19 @@
 """The losslessness test in the Lab without a browser, with a stand-in benchmark."""
 
-import json
-from types import SimpleNamespace
-
 import pytest
 
 from specdemo.presets.files import preset
 from specdemo.servers import address
-from specdemo.ui import lab
 from specdemo.ui.lab import begin, begin_check
 from specdemo.ui.sweep import Sweeps
 from tests.completion_server import completion_server, piece
-from tests.ui.stand_ins import Bench, sync
+from tests.ui.stand_ins import VISITOR, lines, sync
 
-VISITOR = SimpleNamespace(session_hash="a", request=None)
 VALUES = {"preset": "embedded-draft", "acceptance": "typical", "temperature": 0.7, "top_p": 0.9, "draws": 512}
-
-
-@pytest.fixture
-def bench(monkeypatch):
-    stand_in = Bench()
-    monkeypatch.setattr(lab, "suite", stand_in)
-    monkeypatch.delenv("SPACE_ID", raising=False)
-    return stand_in
 
 
 def last(values):
     return list(sync(Sweeps("sweep").run(begin, VISITOR, values)))[-1]["view"]
-
-
-def lines(text):
-    return [json.loads(line) for line in text.splitlines()]
 
 
 def test_the_visitors_sampling_and_rule_are_tested(bench):

@@ -21,6 +21,7 @@ from specdemo.ui.log import Log, replayed
 from specdemo.ui.page import Visits, build
 from specdemo.ui.setup import changed
 from tests.traces import hostile_trace
+from tests.ui.stand_ins import lines
 
 ZERO_GPU = """
 import json, os, sys
@@ -49,10 +50,6 @@ except ValueError as error:
     compared = str(error)
 json.dump([outputs[-1], done.trace.comparison[0], stopped.text, refused.text, refused.recorded, compared], sys.stdout)
 """
-
-
-def lines(text):
-    return [json.loads(line) for line in text.splitlines()]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="GPUs are lent on Linux, to forked processes")

@@ -17,18 +17,9 @@ from specdemo.ui import sweep
 from specdemo.ui.page import Visits
 from specdemo.ui.sweep import Sweeps, begin, restore, result_line
 from specdemo.ui.views import Loading
-from tests.ui.stand_ins import Bench, swept, sync
+from tests.ui.stand_ins import VISITOR, lines, swept, sync
 
-VISITOR = SimpleNamespace(session_hash="a", request=None)
 VALUES = {"sweep": "k", "preset": "embedded-draft", "repeats": 3, "new_tokens": 96}
-
-
-@pytest.fixture
-def bench(monkeypatch):
-    stand_in = Bench()
-    monkeypatch.setattr(suites, "suite", stand_in)
-    monkeypatch.delenv("SPACE_ID", raising=False)
-    return stand_in
 
 
 def arguments(*values):
@@ -37,10 +28,6 @@ def arguments(*values):
 
 def last(values):
     return list(sync(Sweeps("sweep").run(begin, VISITOR, values)))[-1]["view"]
-
-
-def lines(text):
-    return [json.loads(line) for line in text.splitlines()]
 
 
 def visit(query):
