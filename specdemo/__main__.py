@@ -201,6 +201,22 @@ def replay(
 
 
 @app.command()
+def export(
+    trace: Annotated[
+        Path, typer.Argument(metavar="TRACE", help="A trace that `run --out` or the page wrote.", show_default=False)
+    ],
+    to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="Format: aiperf or prometheus.")],
+) -> None:
+    """Print a stored run as records of AIPerf (profile_export.jsonl) or as Prometheus text."""
+    from specdemo.diagnosis.export import FORMATS
+    from specdemo.presets.recorded import load_trace
+
+    if to not in FORMATS:
+        raise ValueError(f"unknown format {to!r}; {suggest(to, FORMATS)}")
+    print(FORMATS[to](load_trace(trace)), end="")
+
+
+@app.command()
 def check_server(
     servers: Annotated[
         list[str],
