@@ -471,9 +471,15 @@ def train(
     cache: Annotated[
         Path | None, typer.Option(help="Folder to store the target's outputs in, shared by its drafters.")
     ] = None,
-    start: Annotated[
-        str | None, typer.Option(help="Trained model to continue from; embedded models only.", hidden=not CHECKOUT)
-    ] = None,
+    start: Annotated[str | None, typer.Option(help="Trained head or model to continue from.")] = None,
+    loss: Annotated[
+        str,
+        typer.Option(help="Loss of a head: cross-entropy, argmax, tv, lk-alpha or lk-lambda.", metavar="NAME"),
+    ] = "cross-entropy",
+    weights: Annotated[
+        str,
+        typer.Option(help="Weights of a head's draft positions: fixed, those of the method, or dpace.", metavar="NAME"),
+    ] = "fixed",
     compile: Annotated[
         bool, typer.Option(help="Run the target through torch.compile; stories-target only.", hidden=not CHECKOUT)
     ] = False,
@@ -483,10 +489,15 @@ def train(
 ) -> None:
     """Train a speculation head. The same command continues an interrupted run."""
     from specdemo.methods.recipes import HEAD_RECIPES, train_head_recipe
+    from specdemo.training.losses import Objective
 
+    objective = Objective(loss, weights)
     if recipe in HEAD_RECIPES:
-        print(train_head_recipe(recipe, out, minutes, target or "stories", corpus, cache, device, quantization, force))
+        of, data = target or "stories", (corpus, cache)
+        print(train_head_recipe(recipe, out, minutes, of, *data, device, quantization, force, objective, start))
         return
+    if objective != Objective():
+        raise ValueError(f"--loss and --weights are for heads; {suggest(recipe, HEAD_RECIPES)}")
     shipped = of_checkout("recipes.train")
     if shipped is None:
         known = f"those of the embedded models need a checkout of specdemo; {suggest(recipe, HEAD_RECIPES)}"

@@ -144,6 +144,12 @@ def test_settings_reach_the_run(tmp_path, capsys):
         (["bench", "embedded", "--prompt", "a", "--questions", "b"], "--prompt and --questions exclude each other;"),
         (["bench", "embedded", "--html", "none/x.html"], "the folder none does not exist; create it first"),
         (["train", "nothing", "--corpus", "none"], "unknown recipe 'nothing'; choose one of medusa, "),
+        (["train", "medusa", "--loss", "lk"], "unknown loss 'lk'; choose one of cross-entropy, argmax, tv, "),
+        (["train", "medusa", "--weights", "d-pace"], "unknown weights 'd-pace'; did you mean 'dpace'?"),
+        (
+            ["train", "stories-bytes", "--weights", "dpace"],
+            "--loss and --weights are for heads; choose one of ",
+        ),
         (["train", "medusa", "--minutes", "inf"], "minutes must be positive, not inf"),
         (["train", "stories-target", "--corpus", "none"], "no corpus folder none: name a folder of *.txt files"),
     ],

@@ -24,6 +24,7 @@ from specdemo.methods.heads.sampler import TokenSampler
 from specdemo.models.checkpoints import Checkpoint, open_checkpoint
 from specdemo.models.packed import packed_bytes
 from specdemo.models.sources import LoadProgress, no_progress
+from specdemo.training.losses import Objective
 
 
 class NoOptions(BaseOptions):
@@ -75,6 +76,7 @@ class Learner(Method):
     """A method with trainable weights."""
 
     head: nn.Module
+    objective: Objective = Objective()  # what `loss` computes
 
     @abstractmethod
     def loss(self, batch: Progress) -> tuple[Tensor, dict[str, float]]:
@@ -110,11 +112,16 @@ class FrozenHead(Method, Generic[Net]):
     @classmethod
     def load(cls, source: str, target: Target, progress: LoadProgress | None = None) -> Net:
         """Load a head. Raises ValueError for other files and for a head of another target."""
+        return cls.load_trainable(source, target, progress).fuse()
+
+    @classmethod
+    def load_trainable(cls, source: str, target: Target, progress: LoadProgress | None = None) -> Net:
+        """Load a head as `load` does, with the separate weights that training needs."""
         check_capabilities(cls, target)
         report = progress or no_progress
         head = cls.read(cls.open(source, target, report), target)
         cls.detect_convention(head, target, lambda: report(0.9, f"detecting the convention of {source}"))
-        return head.fuse()
+        return head
 
     @classmethod
     def detect_convention(cls, head: Net, target: Target, report: Callable[[], None]) -> None:

@@ -34,6 +34,7 @@ from specdemo.training.corpus import read_corpus, windows
 from specdemo.training.fit import Batch, Schedule, TrainHistory, TrainStep, train_steps, write_provenance
 
 VALIDATION_ROWS = 32
+START_RATES = 0.3  # factor of the learning rates for a trained head
 VALIDATION_SEED = -1  # text shards use their number as seed
 MAX_DENSE = 1 << 22  # entries of a [B, A, V] distribution per micro-batch on a CPU; 64 times as many on a GPU
 
@@ -92,7 +93,9 @@ def _read(target: Target, corpus: Path, context: int) -> tuple[Tensor, list[list
     valid_ids = [int(i) for d in read.valid for i in target.tokenizer(d, verbose=False).input_ids]
     stream = torch.tensor([i for d in documents for i in d])
     valid_stream = torch.tensor(valid_ids)
-    return windows(stream, context), documents, windows(valid_stream, min(context, len(valid_stream))), read.sha256
+    rows = windows(stream, context)  # shuffled, so that a cache of fewer rows samples all files of the corpus
+    rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))]
+    return rows, documents, windows(valid_stream, min(context, len(valid_stream))), read.sha256
 
 
 def _generated_validation(model: PreTrainedModel, first: int, cache: Path, context: int) -> Tensor:
@@ -146,8 +149,12 @@ def train_head(
     minutes: float,
     batch_tokens: int | None = None,
     clock: Callable[[], float] = time.perf_counter,
+    rates: float = 1.0,
 ) -> Generator[TrainStep, None, None]:
-    """Train `drafter.head` in place, step by step; continue from the checkpoint in `out` if there is one."""
+    """Train `drafter.head` in place, step by step; continue from the checkpoint in `out` if there is one.
+
+    rates: factor of the learning rates.
+    """
     large = target.device.type != "cpu"
     context = data.text.tokens.shape[1]
     tokens = batch_tokens or (32768 if large else 4096)
@@ -173,7 +180,7 @@ def train_head(
         BatchSource(data, drafter.taps, max(1, tokens // context)),
         loss,
         evaluate,
-        Schedule(minutes, muon=0.01, adamw=0.002, decay_from=0.3),
+        Schedule(minutes, muon=0.01 * rates, adamw=0.002 * rates, decay_from=0.3),
         out / "checkpoint.pt",
         micro_tokens=micro,
         evaluate_every_seconds=max(10.0, 60.0 * minutes / 12),

@@ -2,6 +2,7 @@
 resumed run ends in the same state.
 """
 
+import json
 from dataclasses import replace
 from itertools import islice
 
@@ -9,10 +10,11 @@ import pytest
 import torch
 
 from specdemo.methods import load_drafter
-from specdemo.methods.recipes import HEAD_RECIPES, train_head_recipe, train_live, untrained_drafter
+from specdemo.methods.recipes import HEAD_RECIPES, train_head_recipe, train_live, trained_drafter, untrained_drafter
 from specdemo.models.load import load_target
 from specdemo.training.collect import Plan
 from specdemo.training.heads import build_dataset, columns, save_head, to_progress, train_head
+from specdemo.training.losses import Objective
 from tests.training.test_fit import ticking
 
 PLAN = Plan(text_rows=24, sampled_rows=8, rows_per_shard=24, context=48, sample_length=24, taps=(2, 6, 9, 10, -1))
@@ -53,6 +55,34 @@ def test_training_makes_a_head_guess_better(name, target, cache, tmp_path):
     torch.testing.assert_close(
         validation_loss(again, target, material)[0], after, atol=0.05, rtol=0.02
     )  # saved in bf16
+
+
+@pytest.mark.parametrize("name", HEAD_RECIPES)
+def test_a_head_learns_from_lk_losses_with_dpace_weights(name, target, cache, tmp_path):
+    torch.manual_seed(0)
+    drafter = untrained_drafter(HEAD_RECIPES[name], target)
+    drafter.objective = Objective("lk-lambda", "dpace")
+    material = build_dataset(target, cache, replace(PLAN, taps=drafter.taps))
+    before, chance = validation_loss(drafter, target, material)
+    for _ in train_head(drafter, target, material, tmp_path, 1.2, batch_tokens=384, clock=ticking()):
+        pass
+    after, metrics = validation_loss(drafter, target, material)
+    assert float(after) < float(before)
+    assert metrics["agree_1"] > chance["agree_1"]
+
+
+def test_training_continues_from_a_trained_head_with_another_loss(target, tmp_path, monkeypatch):
+    monkeypatch.setattr("specdemo.methods.recipes._plan", lambda drafter, minutes: PLAN)
+    options = {"objective": Objective("lk-alpha", "dpace"), "start": "stories-dflash"}
+    folder = train_head_recipe("dflash", tmp_path, 1e-5, target, **options)
+    facts = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
+    assert [facts[name] for name in ("start", "loss", "weights", "step")] == ["stories-dflash", "lk-alpha", "dpace", 1]
+    heads = (trained_drafter(HEAD_RECIPES["dflash"], target, str(at)).head for at in (folder, "stories-dflash"))
+    trained, shipped = (head.fc.weight for head in heads)
+    assert 0.0 < float((trained - shipped).abs().max()) < 0.01
+    with pytest.raises(ValueError, match="medusa"):
+        train_head_recipe("medusa", tmp_path / "other", 1e-5, target, start="stories-dflash")
+    assert not (tmp_path / "other").exists()
 
 
 def test_a_stopped_run_ends_as_one_that_never_stopped(target, cache, tmp_path):

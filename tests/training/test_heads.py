@@ -1,6 +1,7 @@
 """Training of heads, on a small linear head that predicts the token after next from the last hidden state."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -56,6 +57,23 @@ def test_without_a_corpus_the_target_writes_the_text(material: TeacherSplit) -> 
     assert set(material.text.hidden) == {1, -1}
     assert material.source == "text written by tiny"
     assert not any(bool((row == material.text.tokens).all(-1).any()) for row in material.validation.tokens)
+
+
+def test_rows_come_from_all_files_of_a_corpus(
+    target: HFTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Letters:
+        def __call__(self, text: str, verbose: bool) -> SimpleNamespace:
+            return SimpleNamespace(input_ids=[ord(letter) % VOCABULARY for letter in text])
+
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    for name, letter in (("a", "a"), ("b", "b"), ("valid", "c")):
+        (corpus / f"{name}.txt").write_text(letter * 32 * 20, encoding="utf-8")
+    monkeypatch.setattr(target, "tokenizer", Letters())
+    rows = [build_dataset(target, tmp_path / str(i), PLAN, corpus).text.tokens for i in range(2)]
+    assert {int(row[0]) for row in rows[0]} == {ord(letter) % VOCABULARY for letter in "ab"}
+    assert torch.equal(*rows)
 
 
 def test_cached_dataset_is_not_rebuilt(

@@ -39,7 +39,7 @@ from specdemo.methods.heads.sampler import MASKED_LOGIT, ChainBuilder, DraftVoca
 from specdemo.models.checkpoints import Checkpoint, write_checkpoint
 from specdemo.models.layers import DecoderLayer, Rotary
 from specdemo.models.packed import RMSNorm
-from specdemo.training.losses import argmax_targets
+from specdemo.training.losses import argmax_targets, dpace_weights
 
 NUM_TAPS = 3
 # substrings of `architectures` in config.json; LiLiCorr is rejected in `files.read_designs`
@@ -408,8 +408,8 @@ class DFlash(DFlashCost, Head[DFlashDraftModel]):
         return grow_tree(root_log_probs, expand, budget, BRANCHES)
 
     def loss(self, batch: Progress) -> tuple[Tensor, dict[str, float]]:
-        """Cross-entropy to the target's distribution (or the text) in blocks at random anchors, slot i weighted by
-        exp(-i / gamma). In eval mode the anchors are evenly spaced.
+        """Loss to the target's distribution (or the text) in blocks at random anchors, slot i weighted by
+        exp(-i / gamma) or by D-PACE. In eval mode the anchors are evenly spaced.
         """
         design, columns = self.head.design, batch.inputs.shape[1]
         anchors = self._anchors(batch.inputs)
@@ -424,8 +424,12 @@ class DFlash(DFlashCost, Head[DFlashDraftModel]):
         logits = self.head.to_target_vocab(logits)
         probs = batch.target_probs()
         labels = batch.outputs[rows, label_columns] if probs is None else probs[rows, label_columns]
-        losses = F.cross_entropy(logits.flatten(0, 2), labels.flatten(0, 2), reduction="none").view_as(in_range)
-        weights = in_range * torch.exp(-torch.arange(design.num_drafts, device=in_range.device) / self.gamma)
+        valid = in_range.flatten(0, 1)
+        losses, confidence = self.objective.token_losses(logits.flatten(0, 1), labels.flatten(0, 1), valid)
+        if self.objective.weights == "dpace":
+            weights = dpace_weights(confidence, valid)
+        else:
+            weights = valid * torch.exp(-torch.arange(design.num_drafts, device=valid.device) / self.gamma)
         agreement = ((logits.argmax(-1) == argmax_targets(labels)) & in_range).sum((0, 1)) / in_range.sum(
             (0, 1)
         ).clamp_min(1)

@@ -41,7 +41,7 @@ from specdemo.methods.heads.sampler import ChainBuilder, DraftVocab
 from specdemo.models.checkpoints import Checkpoint, write_checkpoint
 from specdemo.models.layers import DecoderLayer, Rotary, linear, llama_config_like, strip_prefix
 from specdemo.models.packed import RMSNorm
-from specdemo.training.losses import argmax_targets, steps_loss
+from specdemo.training.losses import StepLosses, argmax_targets
 
 UNROLLED_STEPS = 4  # steps of EAGLE-3's training-time test
 DECAY = 0.8  # weight of a step in the loss, relative to the previous step
@@ -314,14 +314,14 @@ class Eagle(EagleCost, Head[EagleHead]):
         return head.logits(head(head.embed(masks), features, columns))
 
     def loss(self, batch: Progress) -> tuple[Tensor, dict[str, float]]:
-        """EAGLE-1: smooth L1 loss to the next feature plus TOKENS_WEIGHT times the cross-entropy to the target's
-        distribution. EAGLE-3: cross-entropy over several steps, each reading the states of the step before.
+        """EAGLE-1: smooth L1 loss to the next feature plus TOKENS_WEIGHT times the loss to the target's distribution.
+        EAGLE-3: the loss over several steps, each reading the states of the step before.
 
         Without the target's distribution the text is used.
         """
-        return steps_loss(self._training_steps(batch), (DECAY**i for i in count()))
+        return self.objective.steps_loss(self._training_steps(batch), (DECAY**i for i in count()))
 
-    def _training_steps(self, batch: Progress) -> Iterator[tuple[Tensor, Tensor]]:
+    def _training_steps(self, batch: Progress) -> Iterator[StepLosses]:
         head, columns_per_row = self.head, batch.outputs.shape[1] - 1
         eagle1 = head.convention.eagle1
         probs = batch.target_probs()
@@ -336,35 +336,30 @@ class Eagle(EagleCost, Head[EagleHead]):
             if step or any(head.windows):
                 new_columns.make_mask = partial(unrolled_mask, columns, step)
             states = head(embedded[:, step:], features, new_columns)
-            loss, agreement = _compare(head, states, labels[:, step + 1 :])
+            compared = self._compare(states, labels[:, step + 1 :])
             if eagle1:
-                loss = TOKENS_WEIGHT * loss + F.smooth_l1_loss(states.float(), batch.hidden[-1][:, 1:].float())
-            yield loss, agreement
+                expected = batch.hidden[-1][:, 1:].float()
+                distances = F.smooth_l1_loss(states.float(), expected, reduction="none").mean(-1)
+                compared = compared._replace(losses=TOKENS_WEIGHT * compared.losses + distances)
+            yield compared
             features = head.feedback_features(states)[:, :-1]
+
+    def _compare(self, states: Tensor, labels: Tensor) -> StepLosses:
+        """Compare states [B, S, D] with labels: probabilities [B, S, V] or tokens [B, S].
+
+        With a draft vocabulary, distributions are restricted to it, and places whose argmax is outside do not count.
+        """
+        head, ids, best = self.head, self.head.draft_vocab.ids, argmax_targets(labels)
+        logits = head.logits(states).float()
+        if ids is None:
+            return self.objective.compare(logits, labels)
+        draft_ids = torch.full((head.config.vocab_size,), -1, device=best.device)
+        draft_ids[ids] = torch.arange(len(ids), device=best.device)
+        draft_best = draft_ids[best]
+        draft_labels = labels[..., ids] if labels.is_floating_point() else draft_best.clamp_min(0)
+        compared = self.objective.compare(logits, draft_labels, draft_best >= 0)
+        return compared._replace(agreement=(logits.argmax(-1) == draft_best).float().mean())
 
     def save(self, folder: Path, target_name: str) -> None:
         head = self.head
         write_checkpoint(folder, *files.to_checkpoint(head.state_dict(), head.config, head.convention, target_name))
-
-
-def _compare(head: EagleHead, states: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cross-entropy and agreement of states [B, S, D] with labels: probabilities [B, S, V] or tokens [B, S].
-
-    With a draft vocabulary, distributions are restricted to it, and positions whose argmax is outside are ignored.
-    """
-    logits = head.logits(states).float().flatten(0, 1)
-    labels, ids = labels.flatten(0, 1), head.draft_vocab.ids
-    best = argmax_targets(labels)
-    agreement = (head.draft_vocab.to_target_ids(logits.argmax(-1)) == best).float().mean()
-    if ids is None:
-        return F.cross_entropy(logits, labels), agreement
-    draft_ids = torch.full((head.config.vocab_size,), -1, device=best.device)
-    draft_ids[ids] = torch.arange(len(ids), device=best.device)
-    in_vocab = draft_ids[best] >= 0
-    if labels.is_floating_point():
-        shared = labels[:, ids]
-        draft_labels = shared / shared.sum(-1, keepdim=True).clamp_min(1e-9)
-    else:
-        draft_labels = draft_ids[best].clamp_min(0)
-    losses = F.cross_entropy(logits, draft_labels, reduction="none")
-    return (losses * in_vocab).sum() / in_vocab.sum().clamp_min(1), agreement

@@ -32,7 +32,7 @@ from specdemo.methods.heads.network import Network, move_to_target
 from specdemo.methods.heads.runtime import DraftPass, last_columns
 from specdemo.methods.heads.sampler import DraftVocab, TokenSampler
 from specdemo.models.checkpoints import Checkpoint, write_checkpoint
-from specdemo.training.losses import argmax_targets, steps_loss, token_loss
+from specdemo.training.losses import argmax_targets
 
 RANKS = 10
 MAX_HEADS = 16
@@ -277,9 +277,9 @@ class Medusa(MedusaCost, Head[TokenHeads]):
         return tokens, probs.gather(-1, tokens[..., None])[..., 0], q
 
     def loss(self, batch: Progress) -> tuple[Tensor, dict[str, float]]:
-        """Cross-entropy to the target's distribution (or the text); head i has weight decay^i."""
-        steps = (token_loss(logits, labels) for logits, labels in self._training_steps(batch))
-        return steps_loss(steps, (self.decay**i for i in count(1)))
+        """Loss to the target's distribution (or the text); head i has weight decay^i."""
+        steps = (self.objective.compare(logits, labels) for logits, labels in self._training_steps(batch))
+        return self.objective.steps_loss(steps, (self.decay**i for i in count(1)))
 
     @torch.no_grad()
     def measure(self, batch: Progress) -> None:

@@ -36,7 +36,6 @@ from specdemo.methods.heads.network import Network, move_to_target
 from specdemo.methods.heads.runtime import DraftPass, last_columns
 from specdemo.methods.heads.sampler import ChainBuilder, DraftVocab
 from specdemo.models.checkpoints import Checkpoint, write_checkpoint
-from specdemo.training.losses import steps_loss, token_loss
 
 EPSILON = 1e-6
 WIDTHS = (4, 3, 2, 2)  # tokens per step of the published trees; 1 at every further step
@@ -221,8 +220,9 @@ class MLPSpeculator(MLPSpeculatorCost, Head[Speculator]):
         return prune_tree(drafted, parents, scores, confidence, nodes)
 
     def loss(self, batch: Progress) -> tuple[Tensor, dict[str, float]]:
-        """Sum over steps of the cross-entropy to the target's distribution (or the text)."""
-        return steps_loss((token_loss(logits, labels) for logits, labels in self._training_steps(batch)), repeat(1.0))
+        """Sum over steps of the loss to the target's distribution (or the text)."""
+        steps = (self.objective.compare(logits, labels) for logits, labels in self._training_steps(batch))
+        return self.objective.steps_loss(steps, repeat(1.0))
 
     def _training_steps(self, batch: Progress) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield per step i its logits [B, A - 1 - i, V] and the target's probabilities, or else tokens."""

@@ -42,7 +42,7 @@ from specdemo.models.checkpoints import Checkpoint, write_checkpoint
 from specdemo.models.fused import fuse_layer, layer_class
 from specdemo.models.layers import DecoderLayer, Rotary, llama_config_like
 from specdemo.models.sources import LoadProgress
-from specdemo.training.losses import steps_loss, token_loss
+from specdemo.training.losses import StepLosses
 
 STEP_WEIGHTS = (0.51, 0.31, 0.18)  # FastMTP: loss weights of the steps of a single module
 
@@ -293,12 +293,12 @@ class MTP(MTPCost, Head[MTPHeads]):
             sampled = builder.append(head.logits(state))
 
     def loss(self, batch: Progress) -> tuple[Tensor, dict[str, float]]:
-        """Cross-entropy to the target's distribution (or the text), weighted by `head.step_weights`.
+        """Loss to the target's distribution (or the text), weighted by `head.step_weights`.
 
         Logits are recomputed in the backward pass, so that only one step's are in memory.
         """
         steps = (checkpoint(self._compare, *step, use_reentrant=False) for step in self._training_steps(batch))
-        return steps_loss(steps, self.head.step_weights)
+        return self.objective.steps_loss(steps, self.head.step_weights)
 
     def _training_steps(self, batch: Progress) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield per step i its states [B, A - 1 - i, H] and the target's probabilities, or else tokens.
@@ -318,8 +318,8 @@ class MTP(MTPCost, Head[MTPHeads]):
             yield state, labels[:, i + 1 :]
             hidden = hidden[:, :-1]
 
-    def _compare(self, state: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        return token_loss(self.head.logits(state), labels)
+    def _compare(self, state: Tensor, labels: Tensor) -> StepLosses:
+        return self.objective.compare(self.head.logits(state), labels)
 
     def save(self, folder: Path, target_name: str) -> None:
         head, tensors = self.head, self.head.state_dict()
