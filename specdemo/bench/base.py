@@ -88,6 +88,11 @@ def _ranges(text: object) -> object:
 
 
 Repeats = Annotated[int, Field(ge=1, le=REPEATS), Option("--repeats", "number of repeats", "Interleaved repeats.", int)]
+Once = Annotated[
+    int,
+    Field(ge=1, le=1),
+    Option("--repeats", "number of repeats", "Always 1: counts do not vary.", int),
+]
 Device = Annotated[str, Option("--device", "device", f"Device: {DEVICES}.", metavar="NAME")]
 Dtype = Annotated[str, BeforeValidator(dtype_name), Option("--dtype", "dtype", f"Data type: {NAMES}.", metavar="NAME")]
 NewTokens = Annotated[
@@ -127,6 +132,7 @@ class Suite(Settings):
     question: ClassVar[str] = ""
     order: ClassVar[int] = 100  # in lists, then by name
     axis: ClassVar[Axis | None] = None  # None: compare the lanes only
+    companion: ClassVar[str] = ""  # suite whose recorded result the Sweep tab shows below the chart
     repeats: Repeats = 5
 
     @classmethod
