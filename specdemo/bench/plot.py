@@ -20,6 +20,7 @@ FASTER, SLOWER = 1, 2  # colours of bars
 BARS = "lane"
 KINDS = ("text", "thinking")  # axes whose values are words
 BASELINE = "plain decoding"
+POSITION = "position"  # axis of results without times
 SPEED: Chart = {"suffix": "×", "digits": 2, "level": 1.0, "baseline": BASELINE}
 
 
@@ -33,6 +34,8 @@ def chart(result: Result) -> Chart:
         return _histograms(result)
     if any(LATENCY in row for row in result.rows):
         return _frontier(result)
+    if result.axis == POSITION:
+        return _lengths(result)
     over = result.axis or BARS
     place = str if over in (BARS, *KINDS) else (int, float)
     rows = [row for row in result.rows if row.get("category", ALL) == ALL and isinstance(row.get(over), place)]
@@ -45,6 +48,21 @@ def chart(result: Result) -> Chart:
     head = "Speed-up by lane" if over == BARS else f"Speed-up over {along.title}"
     drawn = _bars(rows) if over == BARS else _groups(rows, over) if over in KINDS else _lines(rows, along)
     return _labelled(head, SPEED | drawn)
+
+
+def _lengths(result: Result) -> Chart:
+    """Return the mean accepted length over the position in the text, a line per lane."""
+    rows = [row for row in result.rows if isinstance(row.get("tokens/pass"), Estimate)]
+    rows = [row for row in rows if isinstance(row.get("lane"), str) and _is_number(row.get(POSITION))]
+    if not rows:
+        raise ValueError(f"suite {result.suite} has no accepted lengths; there is nothing to draw")
+    lines = [
+        line(lane, number, [(row[POSITION], row["tokens/pass"]) for row in rows if row["lane"] == lane])
+        for number, lane in enumerate(_lanes(rows))
+    ]
+    drawn = {"lines": lines, "places": sorted({row[POSITION] for row in rows}), "doubling": True}
+    options = {"unit": "tokens of text before the draft", "digits": 2, "level": 1.0, "baseline": BASELINE}
+    return _labelled("Mean accepted length over position in the text", drawn | options)
 
 
 def _labelled(title: str, drawn: Chart) -> Chart:

@@ -38,6 +38,7 @@ function waiting(line) {
 
 function hideResult() {
   $(".sd-badge").hidden = $(".sd-result-chart").hidden = $(".sd-numbers").hidden = true;
+  if ($(".sd-second")) $(".sd-second").hidden = true;
 }
 
 function loading(line) {
@@ -83,6 +84,7 @@ function shown(line) {
     $(".sd-chart-title").textContent = line.chart.title;
     plot($(".sd-chart"), line.chart);
   }
+  showSecond(line);
   $(".sd-numbers").hidden = false;
   $(".sd-conditions").textContent = line.conditions;
   $(".sd-table").replaceChildren(table(line));
@@ -90,6 +92,17 @@ function shown(line) {
   $(".sd-remarks").hidden = !line.remarks.length;
   $(".sd-remarks").replaceChildren(...line.remarks.map((text) => make("li", "", text)));
   if (!line.partial) setStatus(`${line.state ?? (line.recorded ? "Recorded result" : "Done")}. ${sentence(line.verdict)}`);
+}
+
+/** Shows the chart of a recorded result that belongs to this suite. losslessness.html has no place for one. */
+function showSecond({ second, second_note: note = [] }) {
+  const panel = $(".sd-second");
+  if (!panel) return;
+  panel.hidden = !second;
+  if (!second) return;
+  $(".sd-second-title").textContent = second.title;
+  $(".sd-second-note").textContent = note.join(" ");
+  plot($(".sd-second-chart"), second);
 }
 
 function hintAtScrolling() {

@@ -18,7 +18,7 @@ import gradio as gr
 from specdemo.bench.base import Report, SoFar, Stop
 from specdemo.bench.plot import BARS, chart
 from specdemo.bench.result import Result, Row, best, is_baseline, noisy, read_result, recorded_suite, to_json
-from specdemo.bench.suites import Sweep, swept, takes
+from specdemo.bench.suites import Sweep, suites, swept, takes
 from specdemo.core.atomic_io import finite
 from specdemo.core.estimate import Estimate
 from specdemo.presets import limits
@@ -180,7 +180,18 @@ def result_line(result: Result, recorded: bool, partial: bool = False) -> str:
     payload |= {"where": where, "conditions": " · ".join([repeats, *_conditions(result.config)])}
     with suppress(ValueError):  # a suite without speed-ups has only its table
         payload["chart"] = finite(chart(result))
-    return to_line({"type": "result", "recorded": recorded, "partial": partial, **payload})
+    return to_line({"type": "result", "recorded": recorded, "partial": partial, **payload, **_companion(result.suite)})
+
+
+def _companion(suite: str) -> dict[str, object]:
+    """Return the chart of the recorded result that belongs to a suite, and a note; empty if none does."""
+    name = suites()[suite].companion if suite in suites() else ""
+    found = recorded_suite(name) if name else None
+    if found is None:
+        return {}
+    title = load_presets()[str(found.config["preset"])].title
+    where = [title, *(str(found.environment[key]) for key in ("date", "commit") if found.environment.get(key))]
+    return {"second": finite(chart(readable(found))), "second_note": [f"Recorded: {', '.join(where)}.", *found.remarks]}
 
 
 def _conditions(config: Mapping[str, object]) -> list[str]:

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdemo.__main__ import main
+from specdemo.bench import positions, sweeps
 from specdemo.bench import suites as registry
-from specdemo.bench import sweeps
 from specdemo.bench.base import Decoding
 from specdemo.bench.measure import (
     Place,
@@ -488,3 +488,22 @@ def test_bench_k_writes_a_golden_file(tmp_path, capsys):
     assert curve.lengths == {row["k"]: round(row["tokens/pass"], 2) for row in rows if row["k"]}
     assert path.read_text(encoding="utf-8").startswith("# Mean accepted length (tokens per target pass)")
     assert main([*line, str(path)]) == 2 and "was not written by specdemo" in capsys.readouterr().err
+
+
+def test_positions_grow_to_the_context_limit_and_end_at_the_same_places(monkeypatch):
+    seen = []
+    plain = positions.generate
+    monkeypatch.setattr(positions, "generate", lambda *all, **more: seen.append(all[2]) or plain(*all, **more))
+    monkeypatch.setattr(positions, "_lengths", lambda longest: [32, longest])
+    result = run_suite("position", preset="embedded-ngram", new_tokens=4, places=2)
+    assert [(row["lane"], row["position"]) for row in result.rows] == [("Prompt lookup", 32), ("Prompt lookup", 508)]
+    assert all(row["tokens/pass"].low <= row["tokens/pass"].value <= row["tokens/pass"].high for row in result.rows)
+    short, long = seen[:2], seen[2:]
+    assert [prompt.shape[1] for prompt in seen] == [32, 32, 508, 508]
+    assert all(torch.equal(a, b[:, -32:]) for a, b in zip(short, long, strict=True))
+    (line,) = chart(result)["lines"]
+    assert [x for x, _ in line["points"]] == [32, 508]
+
+
+def test_positions_double_with_a_step_between():
+    assert positions._lengths(200) == [32, 48, 64, 96, 128, 192, 200]

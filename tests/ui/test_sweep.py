@@ -199,6 +199,16 @@ def test_a_saved_result_opens_again(bench, tmp_path):
     assert result["recorded"] and result["rows"] and result["chart"]
 
 
+def test_prompt_length_also_shows_the_recorded_acceptance_at_positions_of_a_text(bench):
+    shown = lines(Sweeps("sweep").recorded(visit(""), {"sweep": "prompt"})["view"])[1]
+    recorded = recorded_suite("position")
+    assert shown["second"]["places"][-1] == max(row["position"] for row in recorded.rows) > 900
+    names = {line["name"] for line in shown["second"]["lines"]}
+    assert names == {row["lane"] for row in recorded.rows} and len(names) == 3
+    assert recorded.environment["date"] in shown["second_note"][0] and shown["second_note"][1:] == recorded.remarks
+    assert "second" not in lines(Sweeps("sweep").recorded(visit(""), {"sweep": "batch"})["view"])[1]
+
+
 def test_a_result_without_speed_ups_is_a_table_alone(bench, tmp_path):
     write_result(replace(swept(), axis=None, rows=[{"lane": "plain", "ms": 1.0}]), tmp_path / "r.json")
     shown = Sweeps("sweep").open(VISITOR, {"file": str(tmp_path / "r.json")})

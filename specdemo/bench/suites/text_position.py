@@ -1,0 +1,38 @@
+"""Position in the text."""
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from specdemo.bench.base import PRESET, Axis, Decoding, NewTokens, Once, Option, Report, Stop
+from specdemo.bench.result import Result
+
+PACKAGE = Path(__file__).resolve().parents[2]  # its Python files are texts that no shipped model was trained on
+SHORTEST = 32  # tokens
+
+
+class TextPosition(Decoding):
+    """Counts accepted draft tokens at increasing positions in a text, up to the context limit, for every lane of a
+    preset.
+
+    All prompts end at the same places of Python files of specdemo and have more or less text before them, so that only
+    the context differs. Nothing is timed.
+    """
+
+    name = "position"
+    order = 4
+    axis = Axis("position", "position in the text", "tokens before the draft", doubling=True)
+    repeats: Once = 1
+    new_tokens: NewTokens = 24
+    preset: Annotated[str, PRESET] = "embedded-code"
+    places: Annotated[int, Field(ge=2, le=200), Option("--places", "number of places", "Places in files.", int)] = 16
+
+    def run(self, report: Report, cancelled: Stop) -> Result:
+        from specdemo.bench.positions import positions
+
+        return positions(self, self.preset, self.files(), self.places, report, cancelled)
+
+    def files(self) -> list[Path]:
+        """Return the Python files of the package, the largest first."""
+        return sorted(PACKAGE.rglob("*.py"), key=lambda file: (-file.stat().st_size, file.name))
