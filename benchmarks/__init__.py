@@ -126,7 +126,7 @@ class WhatIf(Suite):
 class Losses(Suite):
     """Which loss and which weights help the shipped EAGLE-3 and DFlash heads most? Fine-tunes each with every loss."""
 
-    name = "losses"
+    name = "head-losses"
     repeats: Once = 1
     corpus: Annotated[Path, Option("--corpus", "folder", "Folder of *.txt files, one of them named *valid*.", Path)] = (
         Path("corpus")

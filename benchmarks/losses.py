@@ -84,7 +84,7 @@ def losses(
     remark = (
         f"The ratio has a 95 % bootstrap interval over prompts. Learning rates: {START_RATES:g} times the recipe's."
     )
-    return Result("losses", 1, config | {"new tokens": new_tokens}, environment(target), rows, [remark])
+    return Result("head-losses", 1, config | {"new tokens": new_tokens}, environment(target), rows, [remark])
 
 
 def _load(target: Target, name: str, folder: Path | None = None) -> Head[Network]:

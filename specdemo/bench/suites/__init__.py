@@ -19,7 +19,7 @@ from specdemo.presets.link import Linked
 
 # defined in the folder `benchmarks` of a checkout
 OF_THE_PROJECT = (
-    "peers", "floor", "race-fairness", "gpu", "what-if", "losses",
+    "peers", "floor", "race-fairness", "gpu", "what-if", "head-losses",
 )  # fmt: skip
 
 
