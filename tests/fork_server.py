@@ -112,7 +112,10 @@ def _watched(link):
     """Fork the process, answer with its id and its wait status, and end. Returns in the fork, with the request."""
     data, streams, _, _ = socket.recv_fds(link, MOST, 3)
     while not data.endswith(b"\n"):
-        data += link.recv(MOST)
+        part = link.recv(MOST)
+        if not part:  # the client ended before its request was complete
+            os._exit(1)
+        data += part
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     process = os.fork()
     if not process:

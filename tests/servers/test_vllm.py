@@ -5,6 +5,7 @@ SPECDEMO_VLLM is the path of the program; docs/servers.md describes how to insta
 start on a CPU.
 """
 
+import json
 import os
 from collections import Counter
 from contextlib import contextmanager
@@ -15,7 +16,9 @@ import httpx
 import pytest
 import torch
 
+from specdemo.__main__ import main
 from specdemo.bench.base import ROWS
+from specdemo.bench.check_server import LOSSLESS
 from specdemo.bench.losslessness import ALARM, PLACES, Way, chi_square, drawn
 from specdemo.bench.prompts import COPYING, PROMPTS
 from specdemo.core.protocol import Budget, GenerationConfig
@@ -200,6 +203,13 @@ def test_a_lane_on_vllm_is_coloured_like_a_local_one(name, program, monkeypatch)
             drafted = [[len(event.drafted[0]) for event in lane.events[:-1]] for lane in (local, remote)]
             rooms = [TOKENS - 1 - done for done in accumulate(len(event.emitted[0]) for event in local.events)]
             assert drafted[0] == [min(k, room) for k, room in zip(drafted[1], [TOKENS, *rooms], strict=False)]
+
+
+def test_a_vllm_that_drafts_is_lossless(program, monkeypatch, capsys):
+    monkeypatch.setattr(addresses, "_added", {})
+    with serving(CASES["EAGLE-3"], program, 0) as plain, serving(CASES["EAGLE-3"], program, 1) as drafting:
+        assert main(["check-server", plain, drafting, "--prompts", "8", "--new-tokens", str(TOKENS), "--json"]) == 0
+    assert {row["output"] for row in json.loads(capsys.readouterr().out)["rows"]} <= set(LOSSLESS)
 
 
 def test_sampled_output_is_distributed_like_vllms_plain_decoding(case, sampled, target):
