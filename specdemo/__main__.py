@@ -52,7 +52,9 @@ app = typer.Typer(
     help="Plain and speculative decoding of the same model, side by side, measured honestly.",
 )
 
-LIBRARIES = "torch transformers gradio accelerate bitsandbytes safetensors tokenizers llama-cpp-python gguf".split()
+LIBRARIES = (
+    "torch transformers gradio accelerate bitsandbytes safetensors tokenizers llguidance llama-cpp-python gguf".split()
+)
 CHECKOUT = (FOLDER.parent / "recipes").is_dir()
 # parts of help texts that apply only to a checkout, which has the recipes of the embedded models
 CODE_CORPUS = "; the recipes of code collect their own" if CHECKOUT else ""

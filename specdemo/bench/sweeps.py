@@ -33,7 +33,9 @@ LOOKUP = {"prompt lookup": Lane(method="ngram")}
 
 def shipped_lanes(target: str = "stories") -> tuple[Lane, ...]:
     """Return the first lanes of the embedded presets with one greedy lane, named after their preset."""
-    chosen = [p for p in load_presets().values() if p.embedded and p.target == target and p.temperature == 0.0]
+    chosen = [
+        p for p in load_presets().values() if p.embedded and p.target == target and not p.temperature and not p.grammar
+    ]
     return tuple(p.lanes[0].validated().model_copy(update={"name": p.id}) for p in chosen if len(p.lanes) == 1)
 
 

@@ -43,6 +43,26 @@ class Budget:
             raise ValueError(f"depth and nodes must be 0 or more, not {self.depth} and {self.nodes}")
 
 
+class GrammarState(Protocol):
+    """Protocol of a grammar's state after some output tokens. V vocabulary."""
+
+    def allowed(self) -> Tensor:
+        """Return True for the tokens that may come next [V], on the host."""
+
+    def forced(self) -> list[int]:
+        """Return the tokens that must come next; empty if there is a choice."""
+
+    def after(self, token: int) -> "GrammarState | None":
+        """Return the state after one more token; None if it is not allowed or ends the text."""
+
+
+class Grammar(Protocol):
+    """Protocol of a grammar that the output must match."""
+
+    def start(self) -> GrammarState:
+        """Return the state before the first output token."""
+
+
 @dataclass(frozen=True, slots=True)
 class GenerationConfig:
     """Settings of one generation."""
@@ -52,6 +72,7 @@ class GenerationConfig:
     budget: Budget = field(default_factory=Budget)
     seed: int = 0
     stop_token_ids: tuple[int, ...] | None = None  # None: the target's; (): never stop early
+    grammar: Grammar | None = None  # the output matches it; None: any output
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:

@@ -24,7 +24,7 @@ UNREPORTED: Final = -2  # id of a draft token that a server counts but does not 
 MAX_DEPTH = 1024  # entries of a list in a summary; the page draws every one
 
 Finish = Literal["stop", "length", "cancelled", "error"]
-Kind = Literal["target", "accepted", "corrected", "bonus", "unknown"]
+Kind = Literal["target", "accepted", "forced", "corrected", "bonus", "unknown"]
 Span = Literal["ttft_ms", "decode_ms"]
 Counter = Literal["steps", "drafted", "accepted", "acceptance_rate", "tokens_per_step"]
 LARGEST: Final = (1 << 63) - 1  # largest valid integer: the largest seed; larger ones could overflow a float
@@ -72,6 +72,7 @@ class StepEvent:
     # row 0: for each slot of the path the target's most likely tokens with their probabilities, and the output token;
     # empty: unknown
     top: _TopTokens = field(default_factory=list)
+    forced: _Rows = field(default_factory=list)  # [B][...] slots of draft tokens that a grammar forced
 
 
 def is_drafted(token: int) -> bool:
@@ -80,7 +81,8 @@ def is_drafted(token: int) -> bool:
 
 
 def token_kinds(event: StepEvent, row: int = 0) -> list[Kind]:
-    """Return the kind of each emitted token of a row: accepted draft tokens, then one token from the target.
+    """Return the kind of each emitted token of a row: accepted draft tokens, `forced` if the grammar drafted them, then
+    one token from the target.
 
     That token is `bonus` if the draft ended with the path, `corrected` if all draft tokens after the path were
     rejected, and `target` if nothing was drafted. Tokens of a server are `unknown` if its steps are.
@@ -97,7 +99,8 @@ def token_kinds(event: StepEvent, row: int = 0) -> list[Kind]:
         last = "corrected"
     else:
         last = "bonus"
-    accepted: list[Kind] = ["accepted"] * (len(path) - 1)
+    forced = set(event.forced[row]) if event.forced else set()
+    accepted: list[Kind] = ["forced" if slot in forced else "accepted" for slot in path[1:]]
     return [*accepted, last][: len(event.emitted[row])]
 
 
@@ -289,6 +292,11 @@ def _is_consistent(event: StepEvent, remote: bool) -> bool:
     if remote and not any(event.path):
         return not event.top and not any(cells for rows in per_node for cells in rows)
     if event.top and len(event.top) != len(event.path[0]):
+        return False
+    if event.forced and len(event.forced) != len(event.path):
+        return False
+    forced_rows = zip(event.forced, event.drafted, strict=False)
+    if not all(0 < slot <= len(tokens) for forced, tokens in forced_rows for slot in forced):
         return False
     for tokens, parents, path, emitted, *probs in zip(
         event.drafted, event.parents, event.path, event.emitted, event.draft_probs, event.target_probs, strict=True

@@ -4,7 +4,7 @@ Slot 0 is the root: the last output token, which is not in the target's cache ye
 parent slot <= i, so parents come first. A chain has `parents = arange(N)`, a star `zeros(N)`, plain decoding `N = 0`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -27,6 +27,8 @@ class Draft:
     probs: Tensor | None = None  # [B, N, V] distribution that node i was sampled from; None: one-hot
     confidence: Tensor | None = None  # [B, N] the drafter's probability of node i; shown only, not used for acceptance
     notes: Mapping[str, float] = field(default_factory=dict)
+    # the drafter's distribution [B, N, V] for a one-hot chain, from which a grammar takes the best allowed token
+    ranking: Callable[[], Tensor] | None = None
 
     @property
     def nodes(self) -> int:

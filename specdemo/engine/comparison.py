@@ -37,6 +37,7 @@ MAX_K = 16  # tokens
 MAX_NEW_TOKENS = 1024
 MAX_PROMPT_CHARACTERS = 100_000  # characters
 MAX_REPEATS = 20
+MAX_GRAMMAR = 20_000  # characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,6 +302,16 @@ class Comparison(Settings):
             words={"default": "as the template", "on": "on", "off": "off"},
         ),
     ] = "default"
+    grammar: Annotated[
+        Text,
+        Field(max_length=MAX_GRAMMAR),
+        Setting(
+            "JSON schema (begins with {) or regular expression that the output of every lane must match.",
+            label="Grammar",
+            info="JSON schema or regular expression for the output; empty: any text",
+            brief=lambda grammar: "grammar" if grammar else "",
+        ),
+    ] = ""
     temperature: Annotated[
         float,
         Field(ge=0.0, le=5.0),

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from specdemo.core.options import BaseOptions, to_values
-from specdemo.core.protocol import Budget, GenerationConfig, Target
+from specdemo.core.protocol import Budget, GenerationConfig, Grammar, Target
 from specdemo.core.rules import RULES
 from specdemo.core.tally import summarise
 from specdemo.core.trace import LaneTrace, StepEvent
@@ -27,6 +27,7 @@ from specdemo.engine.warm_up import warm_up
 from specdemo.methods import BASELINE, method
 from specdemo.methods.base import Method
 from specdemo.models.devices import device_kind
+from specdemo.models.grammar import compile_grammar
 from specdemo.models.text import Detokenizer, encode, token_text
 from specdemo.servers import lane as servers
 from specdemo.servers.address import check_listed, host, machine
@@ -118,7 +119,14 @@ class LocalLane(RunningLane):
         if not method_exact:
             self.trace.note = "; ".join(filter(None, (self.trace.note, models.drafter.note)))
         self._stop = models.target.stop_token_ids if method_exact else ()
-        self._config = GenerationConfig(spec.max_new_tokens, spec.sampling, lane.budget, spec.seed, self._stop)
+        self._config = GenerationConfig(
+            spec.max_new_tokens,
+            spec.sampling,
+            lane.budget,
+            spec.seed,
+            self._stop,
+            _grammar(spec, models.target, tokenizer),
+        )
         self.target, self._models = models.target, models
         self._spec, self._index, self._tokenizer = spec, index, tokenizer
         self._text = Detokenizer(tokenizer, prompt_ids)
@@ -279,6 +287,13 @@ def lane_name(lane: Lane) -> str:
         return lane.name
     title: str = method(lane.method).title
     return title if lane.model is None else f"{title} ({lane.model.partition('@')[0].rpartition('/')[2]})"
+
+
+def _grammar(spec: Comparison, target: Target, tokenizer: PreTrainedTokenizerBase) -> Grammar | None:
+    """Return the compiled grammar of the comparison. Raises ValueError with one line for an invalid one."""
+    if not spec.grammar.strip():
+        return None
+    return compile_grammar(spec.grammar, tokenizer, target.vocab_size, tuple(target.stop_token_ids))
 
 
 def _exact(lane: Lane) -> bool:

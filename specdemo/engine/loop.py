@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from specdemo.core.accept import AcceptResult, AcceptRule, Lossless
+from specdemo.core.constraint import MOST_FORCED, Constraint
 from specdemo.core.host_copy import to_device
 from specdemo.core.protocol import Budget, Drafter, Forward, GenerationConfig, Progress, Target
 from specdemo.core.sampling import draw, to_probs
@@ -76,29 +77,41 @@ def _steps(
     rng = torch.Generator(prompt_ids.device).manual_seed(config.seed)
     noise = None if config.sampling.greedy else rng
     rows = _Rows(len(prompt_ids), config, target)
+    constraint = None if config.grammar is None else Constraint(config.grammar, len(prompt_ids))
+    extra = 0 if constraint is None else MOST_FORCED
     try:
         watch.start()
         drafter.start(len(prompt_ids), config.sampling, rng)
         accept = drafter.accept_rule(accept)
-        forward = target.start(prompt_ids, drafter.taps, reserve=config.max_new_tokens + config.budget.nodes)
-        root = draw(to_probs(forward.logits[:, -1], config.sampling), noise)[:, None]
+        forward = target.start(prompt_ids, drafter.taps, reserve=config.max_new_tokens + config.budget.nodes + extra)
+        first = forward.logits[:, -1] if constraint is None else constraint.mask_root(forward.logits[:, -1])
+        root = draw(to_probs(first, config.sampling), noise)[:, None]
         watch.lap("prefill")
         drafter.observe(_prompt_progress(prompt_ids, root, forward))
         watch.lap("observe")
-        yield _prefill_event(watch, rows.emit(root.tolist()))
+        emitted = rows.emit(root.tolist())
+        if constraint is not None:
+            constraint.advance(emitted)
+        yield _prefill_event(watch, emitted)
         index = 0
         while rows.running and not cancelled():
             index += 1
             watch.start()
-            proposed = rows.trim(drafter.propose(rows.budget()))
+            budget = rows.budget()
+            proposed = rows.trim(drafter.propose(constraint.budget(budget) if constraint else budget))
             if not target.capabilities.trees and not is_chain(proposed.parents):
                 proposed = first_branch(proposed)
+            constrained = None
+            if constraint is not None:
+                constrained = constraint.apply(proposed, rows.room(budget), noise)
+                proposed = constrained.draft
             draft = clamp_ids(proposed, len(root), target.vocab_size)
             watch.lap("draft")
             tokens = torch.cat([root, draft.tokens], 1) if draft.nodes else root
             forward = target.forward(tokens, draft.parents, drafter.taps)
             watch.lap("verify")
-            target_scores = forward.logits if noise is None else to_probs(forward.logits, config.sampling)
+            logits = forward.logits if constrained is None else constrained.mask(forward.logits)
+            target_scores = logits if noise is None else to_probs(logits, config.sampling)
             result = rows.clear_finished(accept(draft, target_scores, noise))
             next_root = result.next_token[:, None]
             progress = _progress(tokens, result, next_root, forward)
@@ -115,9 +128,11 @@ def _steps(
             nodes = proposed.tokens.tolist(), proposed.parents.tolist()
             validate_ids(*nodes, target.vocab_size)
             emitted = rows.emit(progress.output_ids())
-            yield _event(
-                index, draft, nodes, result, emitted, forward if noise is None else target_scores, ms, watch.wall_ms
-            )
+            if constraint is not None:
+                constraint.advance(emitted)
+            shown = target_scores if noise else forward if constrained is None else replace(forward, logits=logits)
+            event = _event(index, draft, nodes, result, emitted, shown, ms, watch.wall_ms)
+            yield event if constrained is None else replace(event, forced=constrained.forced)
     finally:
         try:
             target.release()
@@ -142,6 +157,10 @@ class _Rows:
         """Return the budget, no deeper than the longest row needs besides the target's token."""
         depth = min(self._budget.depth, max(self._remaining) - 1)
         return Budget(depth, self._budget.nodes if depth else 0)
+
+    def room(self, budget: Budget) -> list[int]:
+        """Return the largest number of draft tokens on a path, per row. Forced tokens may exceed the budget."""
+        return [max(left - 1, 0) if budget.depth else 0 for left in self._remaining]
 
     @property
     def all_running(self) -> bool:

@@ -25,6 +25,7 @@ from specdemo.engine.model_cache import ModelCache
 from specdemo.engine.race import SCHEDULES
 from specdemo.engine.session_state import SessionState
 from specdemo.engine.verdict import compare_outputs
+from specdemo.methods import method
 from specdemo.models.devices import device_map_summary
 from specdemo.models.errors import Cancelled
 from specdemo.models.gguf_files import has_chat_template
@@ -32,7 +33,18 @@ from specdemo.models.machine import GpuClock, commit, device_name, one_thread, v
 from specdemo.models.sources import LoadProgress, no_progress
 from specdemo.servers.address import check_listed
 
-TRACE_CONFIG = {"target", "max_new_tokens", "seed", "dtype", "device", "quantization", "chat", "system", "thinking"}
+TRACE_CONFIG = {
+    "target",
+    "max_new_tokens",
+    "seed",
+    "dtype",
+    "device",
+    "quantization",
+    "chat",
+    "system",
+    "thinking",
+    "grammar",
+}
 
 
 class Session:
@@ -137,6 +149,8 @@ class Session:
 
     def _load(self, spec: Comparison, progress: LoadProgress) -> None:
         self.state.prepare(spec)
+        if spec.grammar.strip():
+            _check_grammar(spec)
         for lane in spec.all_lanes:
             if lane.server is not None:
                 check_listed(lane.server)
@@ -166,6 +180,15 @@ class Session:
 
         servers = enumerate(lane.server for lane in spec.all_lanes)
         return [ServerLane(spec, index, chats) if server else local_lane(index) for index, server in servers]
+
+
+def _check_grammar(spec: Comparison) -> None:
+    """Raise ValueError for a lane that cannot follow a grammar."""
+    for lane in spec.all_lanes:
+        if lane.server is not None:
+            raise ValueError("a grammar needs local lanes, and one runs on a server; remove the grammar or the server")
+        if not method(lane.method).exact:
+            raise ValueError(f"method {lane.method!r} outputs tokens that a grammar forbids; choose another method")
 
 
 @lru_cache(maxsize=1)

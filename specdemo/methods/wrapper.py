@@ -21,7 +21,9 @@ def acceptance_per_row(draft: Draft, depth: int, progress: Progress) -> list[tup
     drafted = [draft.nodes] * len(progress.lengths)
     if len(drafted) > 1 and draft.nodes:
         drafted = (draft.tokens != ABSENT).sum(1).tolist()
-    return [(min(d, depth), length - 1) for d, length in zip(drafted, progress.lengths, strict=True) if length]
+    lengths = zip(drafted, progress.lengths, strict=True)
+    # forced tokens of a grammar may follow the draft
+    return [(min(d, depth), min(length - 1, min(d, depth))) for d, length in lengths if length]
 
 
 class Wrapper(Method):

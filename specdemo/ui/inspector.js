@@ -137,12 +137,13 @@ function stepTable(line, selected = -1) {
   line.fates.forEach((outcome, i) => {
     if (!outcome) return;
     const p = outcome === "not reached" ? null : line.p[i]; // after a rejection the target's p belongs to another text
-    const row = tokenRow(body, i + 1, line.drafted[i], line.q[i], p, outcome.replace(" ", "-"), OUTCOME_LABELS[outcome]);
+    const shown = displayedOutcome(line, i);
+    const row = tokenRow(body, i + 1, line.drafted[i], line.q[i], p, shown.replace(" ", "-"), OUTCOME_LABELS[shown]);
     if (top.length) row.insertCell().append(...(top[i] ? [topTokens(top[i])] : []));
     if (outcome === "accepted" && i === selected) row.ariaCurrent = "true";
   });
   const targetKind = line.kinds.at(-1);
-  if (!targetKind || targetKind === "accepted") return table;
+  if (!targetKind || targetKind === "accepted" || targetKind === "forced") return table;
   const output = top.at(-1)?.find(([, , isOutput]) => isOutput);
   const row = tokenRow(body, "→", line.text.at(-1), null, output?.[1] ?? null, targetKind, TARGET_TOKEN_LABELS[targetKind]);
   if (top.length) row.insertCell().append(...(line.fates[top.length - 1] ? [] : [topTokens(top.at(-1))])); // else listed at the rejected token

@@ -56,7 +56,7 @@ function pendingTokens(line, ms) {
 function describeStep(line) {
   const quoted = (text) => `“${(text ?? "").trim() || visible(text ?? "")}”`;
   const [targetKind, last] = [line.kinds.at(-1), line.text.at(-1)];
-  const accepted = line.kinds.filter((kind) => kind === "accepted").length;
+  const accepted = line.kinds.filter((kind) => kind === "accepted" || kind === "forced").length;
   const drafts = line.fates.filter(Boolean).length;
   const yielded = `${line.kinds.length} token${line.kinds.length === 1 ? "" : "s"} from one pass`;
   const rejected = line.fates.findIndex((outcome, i) => outcome === "rejected" && line.parents[i] === line.path.at(-1));

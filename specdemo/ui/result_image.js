@@ -4,7 +4,7 @@
 const FRAME = { width: 1280, height: 720, margin: 44, rate: 30, holdMs: 2000 };
 const VIDEO_TYPES = ["video/webm;codecs=vp9", "video/webm;codecs=vp8", "video/webm"];
 const VIDEO_BITS = 5e6; // per second
-const OUTCOME_COLOURS = { accepted: "accepted", rejected: "rejected", corrected: "corrected", bonus: "bonus" };
+const OUTCOME_COLOURS = { accepted: "accepted", forced: "forced", rejected: "rejected", corrected: "corrected", bonus: "bonus" };
 
 /** Returns a lane as it was at a time of its clock, ms. */
 function laneAt(lane, clock) {

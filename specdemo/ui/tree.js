@@ -1,15 +1,18 @@
 // The draft tree of one step: depth from left to right, siblings from top to bottom in the order of verification. The target's
 // token continues the accepted path, so it is listed before the rejected siblings.
 
-const OUTCOME_LABELS = { accepted: "✓ accepted", rejected: "✗ rejected", "not reached": "· not verified" };
+const OUTCOME_LABELS = { accepted: "✓ accepted", forced: "» forced by the grammar", rejected: "✗ rejected", "not reached": "· not verified" };
 const TARGET_TOKEN_LABELS = { corrected: "↺ correction token", bonus: "★ bonus token", target: "target token, nothing drafted", unknown: "? unknown: not reported by the server" };
 
 const SMALL_TREE = 20; // up to this many nodes, each node shows q and p
 const COLUMN = { width: 132, node: 112 };
 const NODE_HEIGHT = { small: 42, large: 25 };
 const ROW_GAP = 7;
-const OUTPUT_OUTCOMES = ["root", "accepted", "corrected", "bonus"];
-const SIGNS = { root: "○", accepted: "✓", rejected: "✗", "not reached": "·", corrected: "↺", bonus: "★" };
+const OUTPUT_OUTCOMES = ["root", "accepted", "forced", "corrected", "bonus"];
+const SIGNS = { root: "○", accepted: "✓", forced: "»", rejected: "✗", "not reached": "·", corrected: "↺", bonus: "★" };
+
+// Returns the outcome of a draft token for display: an accepted token that the grammar drafted is "forced".
+const displayedOutcome = (line, i) => (line.fates[i] === "accepted" && line.forced?.includes(i + 1) ? "forced" : line.fates[i]);
 
 const isTree = (line) => line.fates.some((outcome, i) => outcome && line.parents[i] !== i);
 
@@ -24,10 +27,10 @@ function layOut(line, root) {
   line.fates.forEach((outcome, i) => {
     const parent = outcome && slots[line.parents[i]];
     const p = outcome === "not reached" ? null : line.p[i];
-    slots.push(parent && attach({ text: line.drafted[i], outcome, q: line.q[i], p }, parent));
+    slots.push(parent && attach({ text: line.drafted[i], outcome: displayedOutcome(line, i), q: line.q[i], p }, parent));
   });
   const [targetKind, end] = [line.kinds.at(-1), slots[line.path.at(-1)]];
-  if (targetKind !== "accepted") {
+  if (targetKind !== "accepted" && targetKind !== "forced") {
     attach({ text: line.text.at(-1), outcome: targetKind }, end);
     end.children.unshift(end.children.pop());
   }

@@ -167,6 +167,7 @@ def _step(step: LaneStep) -> dict[str, object]:
         "fates": fates(event),
         "parents": event.parents[0],
         "path": event.path[0],
+        "forced": event.forced[0] if event.forced else [],
         "q": event.draft_probs[0],
         "p": event.target_probs[0],
         "top": _top(step),
@@ -218,7 +219,8 @@ def _lane_rows(lane: LaneTrace, vocabulary: dict[str, str]) -> list[tuple[object
             q, p = (None, None) if slot is None else (event.draft_probs[0][slot - 1], event.target_probs[0][slot - 1])
             rows.append((event.index, kind, token, json_text(lane.pieces[given], ensure_ascii=False), q, p, ms))
             given += 1
-        unused = event.path[0][1 + token_kinds(event).count("accepted") :]  # accepted, but after the end of the text
+        used = sum(kind in ("accepted", "forced") for kind in token_kinds(event))
+        unused = event.path[0][1 + used :]  # accepted, but after the end of the text
         for node, fate in enumerate(fates(event)):
             end = "behind the end" if node + 1 in unused else fate
             if end in ("rejected", "not reached", "behind the end"):

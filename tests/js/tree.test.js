@@ -2,7 +2,7 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 import { load } from "./load.js";
 
-const { layOut, isTree, nodeWords } = load(["helpers", "tree"], "layOut, isTree, nodeWords");
+const { layOut, isTree, nodeWords, displayedOutcome } = load(["helpers", "tree"], "layOut, isTree, nodeWords, displayedOutcome");
 
 const line = {
   drafted: ["a", "b", "c", ""],
@@ -30,4 +30,13 @@ test("a node names its rank among its siblings, and no p if it was not verified"
   const words = layOut(unverified, "root").map(nodeWords);
   assert.ok(words.includes("“a” · rank 1 of 2 · depth 1 · draft q 0.50 · target p 0.60 · ✓ accepted"));
   assert.ok(words.includes("“b” · rank 2 of 2 · depth 1 · draft q 0.30 · · not verified"));
+});
+
+test("an accepted token that the grammar drafted is shown as forced", () => {
+  const forced = { ...line, forced: [1, 2] };
+  assert.deepEqual([0, 1].map((i) => displayedOutcome(forced, i)), ["forced", "rejected"]);
+  assert.equal(displayedOutcome(line, 0), "accepted");
+  const nodes = layOut({ ...forced, kinds: ["forced", "corrected"] }, "root");
+  assert.equal(nodes[1].outcome, "forced");
+  assert.match(nodeWords(nodes[1]), /forced by the grammar/);
 });

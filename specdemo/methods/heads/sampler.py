@@ -72,10 +72,14 @@ class TokenSampler:
         """Make a chain of tokens [B, D] with their draft distribution [B, D, W]. vocab: None for the target's."""
         q = distribution if self.active_rng else distribution.float().softmax(-1)
         confidence = q.gather(-1, tokens[..., None])[..., 0]
-        if vocab is not None:
-            tokens = vocab.to_target_ids(tokens)
-            q = vocab.to_target_vocab(q, 0.0) if self.active_rng else q
-        return Draft.chain(tokens, q if self.active_rng else None, confidence)
+
+        def in_target_vocab() -> Tensor:
+            return q if vocab is None else vocab.to_target_vocab(q, 0.0)
+
+        target_ids = tokens if vocab is None else vocab.to_target_ids(tokens)
+        if self.active_rng:
+            return Draft.chain(target_ids, in_target_vocab(), confidence)
+        return replace(Draft.chain(target_ids, None, confidence), ranking=in_target_vocab)
 
 
 class ChainBuilder:

@@ -1,0 +1,245 @@
+"""Decoding constrained by a grammar. B rows, N draft nodes, S = N + 1 slots, V vocabulary; p target, q draft.
+
+The target's logits are masked after every slot, so the output follows the masked distribution with every exact rule.
+Text that the grammar prescribes is drafted without a drafter: the forced tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Generator, Tensor
+
+from specdemo.core.host_copy import to_device
+from specdemo.core.protocol import Budget, Grammar, GrammarState
+from specdemo.core.sampling import draw
+from specdemo.core.tree import ABSENT, Draft, is_chain
+
+MOST_FORCED = 32  # forced tokens of a row in one draft
+
+States = list[GrammarState | None]  # by slot; None: unreachable, or the text has ended
+
+
+@dataclass(frozen=True, slots=True)
+class ConstrainedDraft:
+    """A draft with the grammar's state after every slot, and the slots of its forced tokens."""
+
+    draft: Draft
+    states: list[States]  # [B][S]
+    forced: list[list[int]]  # [B][...] slots
+
+    def mask(self, logits: Tensor) -> Tensor:
+        """Return logits [B, S, V] with minus infinity for tokens that the grammar forbids."""
+        return mask(logits, self.states)
+
+
+class Constraint:
+    """State of a grammar in the rows of one generation."""
+
+    def __init__(self, grammar: Grammar, rows: int) -> None:
+        self._states: States = [grammar.start() for _ in range(rows)]
+
+    def mask_root(self, logits: Tensor) -> Tensor:
+        """Return logits [B, V] with minus infinity for tokens that cannot come next."""
+        return mask(logits[:, None], [[state] for state in self._states])[:, 0]
+
+    def advance(self, emitted: Sequence[Sequence[int]]) -> None:
+        """Read the output tokens of a step."""
+        for row, tokens in enumerate(emitted):
+            for token in tokens:
+                state = self._states[row]
+                self._states[row] = state and state.after(token)
+
+    def budget(self, budget: Budget) -> Budget:
+        """Return the budget for the drafter: none if the forced tokens fill it in every row."""
+        forced = min(len(state.forced()) if state else budget.depth for state in self._states)
+        return Budget(0, 0) if forced >= budget.depth else budget
+
+    def apply(self, draft: Draft, room: Sequence[int], rng: Generator | None) -> ConstrainedDraft:
+        """Draft under the mask: add the forced tokens, and draw the tokens of a sampled chain from the masked q.
+
+        room: most draft tokens on a path, per row. A one-hot chain ends at the first token that the grammar forbids,
+        with the drafter's best allowed token in its place if it has a `ranking`. Trees keep their nodes; those that the
+        grammar forbids have p = 0. rng: None for greedy decoding.
+        """
+        if is_chain(draft.parents):
+            return self._of_chain(draft, room, rng)
+        if draft.probs is not None or any(state is None for state in self._states):
+            return ConstrainedDraft(draft, self._tree_states(draft), [[] for _ in self._states])
+        return self._of_tree(draft, room)
+
+    def _of_chain(self, draft: Draft, room: Sequence[int], rng: Generator | None) -> ConstrainedDraft:
+        rows = [
+            ConstrainedRow(state, most, draft, row, rng)
+            for row, (state, most) in enumerate(zip(self._states, room, strict=True))
+        ]
+        for row, tokens in zip(rows, draft.tokens.tolist(), strict=True):
+            row.extend([token for token in tokens if token != ABSENT])
+        width = max(len(row.tokens) for row in rows)
+        states = [[*row.states, *[None] * (width + 1 - len(row.states))] for row in rows]
+        ids = _ids([row.tokens for row in rows], width, ABSENT, draft.tokens.device)
+        built = Draft.chain(ids, _stacked(rows, width, draft), _confidence(rows, width, draft))
+        return ConstrainedDraft(replace(built, notes=draft.notes), states, [row.forced for row in rows])
+
+    def _of_tree(self, draft: Draft, room: Sequence[int]) -> ConstrainedDraft:
+        """Add forced tokens below every slot that the grammar allows and that has no such child."""
+        states, forced, rows = self._tree_states(draft), [], []
+        for row, (tokens, parents) in enumerate(zip(draft.tokens.tolist(), draft.parents.tolist(), strict=True)):
+            depths, children = [0], {(parent, token) for token, parent in zip(tokens, parents, strict=True)}
+            depths += [0] * len(tokens)
+            for node, parent in enumerate(parents):
+                depths[node + 1] = depths[parent] + 1
+            slots: list[int] = []
+            for slot in range(len(tokens) + 1):
+                self._append_run(slot, room[row], states[row], (tokens, parents), depths, children, slots)
+            rows.append((tokens, parents))
+            forced.append(slots)
+        width, device = max(len(tokens) for tokens, _ in rows), draft.tokens.device
+        ids = _ids([tokens for tokens, _ in rows], width, ABSENT, device)
+        above = _ids([parents for _, parents in rows], width, 0, device)
+        states = [[*row, *[None] * (width + 1 - len(row))] for row in states]
+        confidence = draft.confidence
+        if confidence is not None:
+            confidence = torch.cat([confidence, confidence.new_ones(len(rows), width - draft.nodes)], 1)
+        return ConstrainedDraft(Draft(ids, above, None, confidence, draft.notes), states, forced)
+
+    def _append_run(
+        self,
+        slot: int,
+        room: int,
+        states: States,
+        nodes: tuple[list[int], list[int]],
+        depths: list[int],
+        children: set[tuple[int, int]],
+        forced: list[int],
+    ) -> None:
+        """Append the forced tokens after a slot as a chain below it."""
+        state, (tokens, parents) = states[slot], nodes
+        for token in state.forced() if state else ():
+            after = state and state.after(token)
+            if (slot, token) in children or after is None or depths[slot] >= room or len(forced) >= MOST_FORCED:
+                return
+            tokens.append(token)
+            parents.append(slot)
+            depths.append(depths[slot] + 1)
+            states.append(after)
+            slot, state = len(tokens), after
+            forced.append(slot)
+
+    def _tree_states(self, draft: Draft) -> list[States]:
+        found = []
+        for state, tokens, parents in zip(self._states, draft.tokens.tolist(), draft.parents.tolist(), strict=True):
+            states = [state]
+            for token, parent in zip(tokens, parents, strict=True):
+                above = states[parent]
+                states.append(above.after(token) if above and token != ABSENT else None)
+            found.append(states)
+        return found
+
+
+class ConstrainedRow:
+    """One row of a chain, built token by token under the grammar."""
+
+    def __init__(self, state: GrammarState | None, room: int, draft: Draft, row: int, rng: Generator | None) -> None:
+        self.states: States = [state]
+        self.tokens: list[int] = []
+        self.forced: list[int] = []
+        self.probs: list[Tensor | None] = []  # q of each token; None: one-hot
+        self._room, self._draft, self._row, self._rng = room, draft, row, rng
+
+    def extend(self, drafted: Sequence[int]) -> None:
+        """Add the drafted tokens while they follow from the row, and forced tokens wherever there are any."""
+        for place, token in enumerate(drafted):
+            self._add_forced_until(place)
+            if len(self.tokens) > place:
+                if self.tokens[place] != token:  # a forced token instead: the rest follows from another text
+                    break
+                continue
+            if not self._add_drafted(place, token):
+                break
+        self._add_forced_until(len(self.tokens) + MOST_FORCED)
+
+    def _add_forced_until(self, place: int) -> None:
+        """Add forced tokens up to and including this position."""
+        while len(self.tokens) <= place and len(self.forced) < MOST_FORCED:
+            state = self.states[-1]
+            forced = state.forced() if state else []
+            if not forced:
+                return
+            for token in forced[: min(place + 1 - len(self.tokens), MOST_FORCED - len(self.forced))]:
+                if not self._add(token, None):
+                    return
+                self.forced.append(len(self.tokens))
+
+    def _add_drafted(self, place: int, token: int) -> bool:
+        """Add a drafted token, or another one from the masked q. Returns False if the draft cannot continue."""
+        state, q = self.states[-1], self._draft.probs
+        if state is None:
+            return False
+        if q is None:
+            return self._add(token, None) or self._add_best(place, state)
+        masked = q[self._row, place] * state.allowed().to(q.device)
+        total = masked.sum()
+        if not total > 0.0:
+            return False
+        valid = bool(masked[token] > 0.0)
+        kept = token if valid else int(draw(masked, self._rng))
+        return self._add(kept, masked / total) and valid
+
+    def _add_best(self, place: int, state: GrammarState) -> bool:
+        """Add the drafter's best allowed token. Returns False, because the rest follows from another text."""
+        if self._draft.ranking is not None:
+            ranking = self._draft.ranking()[self._row, place]
+            best = (ranking * state.allowed().to(ranking.device)).argmax()
+            self._add(int(best), None)
+        return False
+
+    def _add(self, token: int, probs: Tensor | None) -> bool:
+        state = self.states[-1]
+        after = state.after(token) if state else None
+        if state is None or len(self.tokens) >= self._room or not bool(state.allowed()[token]):
+            return False
+        self.tokens.append(token)
+        self.states.append(after)
+        self.probs.append(probs)
+        return True
+
+
+def mask(logits: Tensor, states: Sequence[States]) -> Tensor:
+    """Return logits [B, S, V] with minus infinity for tokens that the state of their slot forbids."""
+    size = logits.shape[-1]
+    everything = torch.ones(size, dtype=torch.bool)
+    allowed = torch.stack([torch.stack([state.allowed() if state else everything for state in row]) for row in states])
+    return logits.masked_fill(~allowed.to(logits.device), float("-inf"))
+
+
+def _ids(rows: Sequence[Sequence[int]], width: int, fill: int, device: torch.device) -> Tensor:
+    """Return rows of ids as [B, width], padded with `fill`."""
+    padded = [[*row, *[fill] * (width - len(row))] for row in rows]
+    return to_device(padded, device, torch.int64).view(len(rows), width)
+
+
+def _stacked(rows: Sequence[ConstrainedRow], width: int, draft: Draft) -> Tensor | None:
+    """Return q [B, N, V] of the rows; None if every token is one-hot."""
+    if draft.probs is None:
+        return None
+    probs = draft.probs.new_zeros(len(rows), width, draft.probs.shape[-1])
+    for number, row in enumerate(rows):
+        for node, (token, q) in enumerate(zip(row.tokens, row.probs, strict=True)):
+            if q is None:
+                probs[number, node, token] = 1.0
+            else:
+                probs[number, node] = q
+    return probs
+
+
+def _confidence(rows: Sequence[ConstrainedRow], width: int, draft: Draft) -> Tensor | None:
+    """Return the drafter's confidence [B, N], 1 for forced tokens."""
+    if draft.confidence is None:
+        return None
+    confidence = draft.confidence.new_ones(len(rows), width)
+    known = min(width, draft.nodes)
+    confidence[:, :known] = draft.confidence[:, :known]
+    for number, row in enumerate(rows):
+        confidence[number, [slot - 1 for slot in row.forced]] = 1.0
+    return confidence
