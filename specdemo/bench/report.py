@@ -9,7 +9,7 @@ from specdemo.core.headline import headline, price_words, settled
 from specdemo.core.suggest import program
 from specdemo.core.tally import summarise
 from specdemo.core.trace import LaneTrace, RunTrace, estimates
-from specdemo.diagnosis.lanes import prediction
+from specdemo.diagnosis.lanes import break_even, prediction
 from specdemo.prediction.predict import Prediction
 
 NONE = "-"
@@ -25,7 +25,18 @@ README = (
 def race_report(trace: RunTrace) -> str:
     """Return the report of a comparison: conditions, a row per lane, and an explanation of every speed-up."""
     plain, *lanes = [(lane, summarise(lane)) for lane in trace.lanes]
-    header = ("lane", "tokens", "tokens/s", "speed-up", "accepted", "tokens/pass", "TTFT ms", "waited", "output")
+    header = (
+        "lane",
+        "tokens",
+        "tokens/s",
+        "speed-up",
+        "accepted",
+        "break-even",
+        "tokens/pass",
+        "TTFT ms",
+        "waited",
+        "output",
+    )
     speeds = estimates(trace)
     rows = [_race_row(*plain, Estimate(1.0), NONE)]
     for index, (measured, speed) in enumerate(zip(lanes, speeds, strict=True)):
@@ -71,6 +82,7 @@ def _race_row(lane: LaneTrace, numbers: dict[str, Any], speed: Estimate | None, 
         _number(numbers["tokens_per_s"], "{:.1f}"),
         speed.format() if speed else NONE,
         _number(numbers["acceptance_rate"], "{:.0%}"),
+        _number(break_even(numbers, speed), "{:.0%}"),
         _number(numbers["tokens_per_step"], "{:.2f}"),
         _number(numbers["ttft_ms"], "{:.1f}"),
         _number(numbers["waited_share"], "{:.0%}"),

@@ -61,6 +61,11 @@ DEFINITIONS: dict[str, Definition] = {
         "one was rejected or the text ended, count as not accepted; in a tree all nodes count, so the rate is low",
         Tile("acceptance", "Acceptance rate", "accepted / all draft tokens, also those not verified", "percent"),
     ),
+    "break-even": Definition(
+        ("break_even",),
+        "the acceptance rate below which this lane is slower than plain decoding on this machine: (time of a step in "
+        "plain steps - 1) / draft tokens per step; above 1 it always is",
+    ),
     "mean accepted length": Definition(
         ("tokens_per_step", "tokens", "steps"),
         "output tokens divided by target passes after the prefill, including correction and bonus tokens",

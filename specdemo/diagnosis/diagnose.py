@@ -48,7 +48,6 @@ HEALTHY = StepCost(draft=0.1, verify=0.02, overhead=0.1)  # verify: per draft to
 # Smaller factors are within the repeatability of such measurements: engines' logs cover seconds, and speeds of two
 # servers on one machine vary by a few percent.
 SMALLEST_GAIN = 1.05
-ROUNDING = 0.005  # of a gain; a fault of the setup counts even if its gain is small
 SURE = 1.96  # standard deviations for 95 %
 EXAMPLES = 4  # engines whose flags are shown if the engine is unknown
 FEW_STEPS = 50  # below, the mean accepted length is uncertain by more than 10 %
@@ -118,9 +117,10 @@ class Diagnosis:
 
     @property
     def cause(self) -> Cause | None:
-        """Return the main cause; None for a run that is faster than plain decoding at a good draft length."""
+        """Return the main cause; None for a run that is faster than plain decoding at a good draft length and has no
+        fault in its setup."""
         first = self.causes[0] if self.causes else None
-        return None if first is None or (self.healthy and first.name != "draft length") else first
+        return None if first is None or (self.healthy and first.name not in (*FAULTS, "draft length")) else first
 
     @property
     def healthy(self) -> bool:
@@ -226,7 +226,7 @@ class _Fit:
     model: CostModel
 
     def causes(self, longest: int, advice: DraftLengthAdvice | None) -> Iterator[Cause]:
-        """Yield the causes whose removal gains more than `SMALLEST_GAIN`, and all faults of the setup that matter."""
+        """Yield the causes whose removal gains more than `SMALLEST_GAIN`, and all known faults of the setup."""
         best_k = _best_drafting(self.model, longest)
         best = self.model.speedup(best_k)
         gain = best / self.model.speedup(self.model.k)
@@ -236,8 +236,8 @@ class _Fit:
             yield self._of_length(advice.best, advice.gain.value)
         for name, fixed in self._fixed():
             gain = fixed.speedup(_best_drafting(fixed, longest)) / best
-            if gain >= (1.0 + ROUNDING if name in FAULTS else SMALLEST_GAIN):
-                yield Cause(name, TITLES[name], gain, self._evidence(name), self._advice(name))
+            if name in FAULTS or gain >= SMALLEST_GAIN:
+                yield Cause(name, TITLES[name], max(gain, 1.0), self._evidence(name), self._advice(name))
 
     def best_k(self, longest: int) -> int:
         """Return the fastest draft length that clearly beats plain decoding, else 0."""
@@ -357,7 +357,7 @@ def verdict(found: Diagnosis, times: str = "x", opening: str = "") -> str:
     limits = [BOTTLENECKS[cause.name] for cause in found.causes if cause.name != "draft length"]
     if found.step_cost <= 1.0:
         parts.append("no extra cost over plain decoding")
-    elif found.cause is not None and not found.healthy:
+    elif found.cause is not None and (not found.healthy or found.cause.name in FAULTS):
         parts.append(f"main cause: {found.cause.title}")
     elif limits:
         parts.append(f"bottleneck: {limits[0]}")

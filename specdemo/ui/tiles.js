@@ -94,9 +94,16 @@ function drawTile(name, lanes, several, cells) {
 // Returns the source of a number that may come from a server's counters.
 const sourceLabel = (lane, value) => (lane.remote && isNumber(value) ? "from the server's metrics" : lane.remote ? "unknown" : "");
 
+// Returns the acceptance rate below which the draft of a finished lane loses on this machine.
+function breakEven({ comparison }) {
+  const rate = comparison?.break_even;
+  return isNumber(rate) ? `break-even ${rate > 1 ? "above 100 %" : percent(rate)}` : "";
+}
+
 // Returns the cells of a tile that shows one number (core/definitions.py).
 function numberTile({ tile, key, format }, lane, n) {
-  return [FORMATS[format](n[key]), PARTS[tile]?.(n) || sourceLabel(lane, n[key]), "", n[key]];
+  const small = PARTS[tile]?.(n) || sourceLabel(lane, n[key]);
+  return [FORMATS[format](n[key]), [small, tile === "acceptance" && breakEven(lane)].filter(Boolean).join(", "), "", n[key]];
 }
 
 function speedTile({ lane }) {

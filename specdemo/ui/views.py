@@ -15,7 +15,7 @@ from specdemo.core.definitions import by_key
 from specdemo.core.estimate import Estimate
 from specdemo.core.headline import SO_FAR, headline, price_words, settled
 from specdemo.core.trace import LaneTrace, RunTrace, StepEvent, estimates, is_drafted, token_kinds
-from specdemo.diagnosis.lanes import prediction
+from specdemo.diagnosis.lanes import break_even, prediction
 from specdemo.engine.messages import Finished, LaneDone, LaneStep, Message, Note, Restarted, Started
 
 Fate = Literal["accepted", "rejected", "not reached"]
@@ -186,7 +186,8 @@ def _top(step: LaneStep) -> list[list[tuple[str, float, bool]]]:
 
 
 def _comparison(trace: RunTrace) -> list[dict[str, object]]:
-    """Return the rows with texts: `interval`, `word`, `why` the lane is faster or slower, `price` of a lossy rule.
+    """Return the rows with `break_even` and texts: `interval`, `word`, `why` the lane is faster or slower, `price` of a
+    lossy rule.
 
     For a lane that cannot be compared, `word` is "so far" and `why` is empty.
     """
@@ -194,8 +195,16 @@ def _comparison(trace: RunTrace) -> list[dict[str, object]]:
         return []
     rows = zip(trace.lanes[1:], trace.comparison, estimates(trace), prediction(trace, "×"), strict=False)
     return [
-        row | _texts(settled(trace, lane), speed, why["sentence"], price_words(row)) for lane, row, speed, why in rows
+        row
+        | _texts(settled(trace, lane), speed, why["sentence"], price_words(row))
+        | {"break_even": _break_even(lane, speed)}
+        for lane, row, speed, why in rows
     ]
+
+
+def _break_even(lane: LaneTrace, speed: Estimate | None) -> float | None:
+    rate = break_even(lane.summary, speed)
+    return None if rate is None else round(rate, 4)
 
 
 def _texts(final: bool, speed: Estimate | None, why: str, price: str) -> dict[str, object]:

@@ -52,8 +52,8 @@ def test_a_faster_lane():
     report = race_report(trace(fast))
     assert report.startswith("demo | target stories | float32 | Test CPU, 1 thread | greedy | race | wall time\n")
     baseline, first, *_ = rows(report)
-    assert baseline == ["Baseline", "7", "100.0", "1.00x", "-", "1.00", "30.0", "-", "-"]
-    assert first == ["fast", "7", "200.0", "2.00x", "100%", "3.00", "30.0", "-", "identical"]
+    assert baseline == ["Baseline", "7", "100.0", "1.00x", "-", "-", "1.00", "30.0", "-", "-"]
+    assert first == ["fast", "7", "200.0", "2.00x", "100%", "25%", "3.00", "30.0", "-", "identical"]
     assert (
         "fast: No clear difference (2.00x): a step takes as long as 1.50 plain tokens" in report
     )  # two steps are too few
@@ -63,7 +63,7 @@ def test_slower_lane_is_reported_with_its_reason():
     slow = lane("slow", [PREFILL, *(step(i, 2, 0, {"draft": 15.0, "verify": 10.0}) for i in range(1, 7))])
     report = race_report(trace(slow, verdict="same distribution", temperature=0.8))
     speed = "0.40x, 0.40 to 0.40".split()
-    assert rows(report)[1] == ["slow", "7", "40.0", *speed, "0%", "1.00", "30.0", "-", "same", "distribution"]
+    assert rows(report)[1] == ["slow", "7", "40.0", *speed, "0%", "75%", "1.00", "30.0", "-", "same", "distribution"]
     assert "| temperature 0.8 |" in report
     assert (
         "slow: Slower (0.40x, 0.40 to 0.40): a step takes as long as 2.50 plain tokens and yields 1.00 tokens; 0 %"
@@ -75,7 +75,7 @@ def test_slower_lane_is_reported_with_its_reason():
 
 def test_failed_and_stopped_lanes_are_labelled():
     report = race_report(trace(lane("broken", [], finish="error", note="out of memory"), verdict="differs"))
-    assert rows(report)[1] == ["broken", "0", "-", "-", "-", "-", "-", "-", "error"]
+    assert rows(report)[1] == ["broken", "0", "-", "-", "-", "-", "-", "-", "-", "error"]
     assert "broken: out of memory" in report
     failed = trace(lane("fast", [PREFILL]), verdict="unknown")
     failed.lanes[0] = replace(PLAIN, finish="error", note="out of patience")

@@ -91,3 +91,13 @@ test("a tile shows its number in its format, with its parts or its source", () =
   assert.deepEqual(cells("acceptance", "acceptance_rate", "percent", { acceptance_rate: 0.5, drafted: null }, remote).slice(0, 2), ["50 %", "from the server's metrics"]);
   assert.deepEqual(cells("acceptance", "acceptance_rate", "percent", { acceptance_rate: null, drafted: null }, remote).slice(0, 2), ["–", "unknown"]);
 });
+
+test("the acceptance rate of a finished lane is shown with the rate that would break even", () => {
+  const { numberTile } = of({});
+  const tile = { tile: "acceptance", key: "acceptance_rate", format: "percent" };
+  const n = { acceptance_rate: 0.5, drafted: 8, accepted: 4 };
+  const small = (row) => plain(numberTile(tile, lane(1, { comparison: row }), n))[1];
+  assert.equal(small(null), "4 of 8");
+  assert.equal(small({ break_even: 0.375 }), "4 of 8, break-even 38 %");
+  assert.equal(small({ break_even: 1.2 }), "4 of 8, break-even above 100 %");
+});
