@@ -12,12 +12,12 @@ from specdemo.core.sampling import Sampling
 from specdemo.engine.loop import generate
 from specdemo.methods import detect_method, load_drafter
 from specdemo.methods.heads.conventions import sample_target_text
-from specdemo.methods.heads.dflash import DFlash, stage_logits
+from specdemo.methods.heads.dflash import DFlash, DFlashDraftModel, stage_logits
 from specdemo.methods.heads.formats.dflash import spread_taps
 from specdemo.models.checkpoints import Checkpoint, open_meta_checkpoint
 from specdemo.models.target import HFTarget
 from specdemo.models.toy import ToyTarget
-from tests.generation import rows_of, train
+from tests.generation import check_sampling, rows_of, train
 from tests.models.tiny import VOCABULARY, build, pinned, texts
 
 H, HEADS, GROUPS, SIZE, MLP, LAYERS, BLOCK, MASK = 32, 4, 2, 8, 48, 2, 6, 3
@@ -230,12 +230,121 @@ def test_scales_of_the_newer_configs(target, tmp_path):
     torch.testing.assert_close(logits_of(target, write(tmp_path, config, w), TEXT), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_a_jetspec_drafter_is_refused_by_name(target, tmp_path):
-    folder = write(tmp_path, changed(ZLAB, causal_head=True), drafter_tensors())
-    with pytest.raises(ValueError, match="is a JetSpec drafter .*, not read yet; choose a DFlash"):
-        DFlash.load(folder, target)
-    folder = write(tmp_path, changed(ZLAB, causal_head=False), drafter_tensors())
-    agrees(target, folder, drafter_tensors(), TEXT)
+@pytest.mark.parametrize("causal", [False, True])
+def test_jetspec(target, tmp_path, causal):
+    """Every slot sees the context and the slots up to itself."""
+    w = drafter_tensors()
+    agrees(target, write(tmp_path, changed(ZLAB, causal_head=causal), w), w, TEXT, causal=causal)
+
+
+def test_an_adapter_between_hidden_sizes_is_rejected(target, tmp_path):
+    with pytest.raises(ValueError, match=r"has a hidden_dim_adapter \(target_hidden_size 48\), but it"):
+        DFlash.load(write(tmp_path, changed(ZLAB, target_hidden_size=48), drafter_tensors()), target)
+    DFlash.load(write(tmp_path, changed(ZLAB, target_hidden_size=H), drafter_tensors()), target)
+
+
+XPRESS_NAMES = {
+    "w1.weight": "token_embed.weight",
+    "mix.L": "mix_l",
+    "mlp.gate_proj.weight": "mlp_gate.weight",
+    "mlp.up_proj.weight": "mlp_up.weight",
+    "mlp.down_proj.weight": "mlp_down.weight",
+    "w2.weight": "readout.weight",
+}
+
+
+def xpress_tensors(rank=4, inner=6, block_size=BLOCK, vocabulary=VOCABULARY, hidden=H):
+    """Return the additional tensors of XPress, by vLLM's names without the prefix."""
+    rng = torch.Generator().manual_seed(8)
+    shapes = {"w1.weight": (vocabulary, rank), "w2.weight": (vocabulary, rank), "in_proj.weight": (rank, 3 * rank)}
+    shapes |= {
+        "down_h.weight": (rank, hidden),
+        "down_g.weight": (rank, hidden),
+        "mix.L": (rank, block_size, block_size),
+    }
+    shapes |= {"mlp.gate_proj.weight": (inner, rank), "mlp.up_proj.weight": (inner, rank)}
+    shapes |= {"mlp.down_proj.weight": (rank, inner)}
+    return {name: torch.randn(shape, generator=rng) * 0.7 for name, shape in shapes.items()}
+
+
+def xpress_bias(w, states, before):
+    """Return the bias [S, V] of every slot from the formulas. before [S]: the token before each slot."""
+    mean = w["down_g.weight"] @ states.mean(0)
+    parts = zip(states @ w["down_h.weight"].T, w["w1.weight"][before], strict=True)
+    inputs = [torch.cat([state, mean, token]) for state, token in parts]
+    latents = [w["in_proj.weight"] @ x for x in inputs]
+    biases = []
+    for k, latent in enumerate(latents):
+        mixed = latent + sum(w["mix.L"][:, k, j] * latents[j] for j in range(k + 1))
+        gate = torch.nn.functional.silu(w["mlp.gate_proj.weight"] @ mixed)
+        mixed = mixed + w["mlp.down_proj.weight"] @ (gate * (w["mlp.up_proj.weight"] @ mixed))
+        biases.append(w["w2.weight"] @ mixed)
+    return torch.stack(biases)
+
+
+def xpress_checkpoint(folder, style, from_anchor=False, **more):
+    w = xpress_tensors()
+    if style == "vllm":
+        config = ZLAB | {"architectures": ["Qwen3XPressModel"], "xpress_rank": 4, "xpress_block_size": BLOCK}
+        named = {f"xpress_head.{name}": tensor for name, tensor in w.items()}
+    else:
+        named = {f"refiner_head.{XPRESS_NAMES.get(name, name)}": tensor for name, tensor in w.items()}
+        layer = {k: v for k, v in ZLAB.items() if k in BODY} | {"rope_theta": THETA}
+        config = {"speculators_model_type": "xpress", "architectures": ["XPressSpeculator"], "block_size": BLOCK}
+        config |= {"transformer_layer_config": layer, "mask_token_id": MASK, "aux_hidden_state_layer_ids": list(TAPS)}
+        config |= {"num_jacobi_passes": more.pop("xpress_num_passes", 6), "draft_vocab_size": VOCABULARY}
+    return write(folder, config | {"sample_from_anchor": from_anchor} | more, drafter_tensors() | named)
+
+
+@pytest.mark.parametrize("from_anchor", [False, True])
+@pytest.mark.parametrize("passes", [0, 1, 2, 6])
+@pytest.mark.parametrize("style", ["vllm", "speculators"])
+def test_xpress(target, tmp_path, style, passes, from_anchor):
+    """A pass reads the tokens of the last pass; the first reads the most likely tokens of the block."""
+    model = DFlash.load(xpress_checkpoint(tmp_path, style, from_anchor, xpress_num_passes=passes), target)
+    draft = observed_drafter(target, model, TEXT, (9, 12), sampling=Sampling()).propose(Budget(16, 16))
+    states = reference(drafter_tensors(), features_of(target, TEXT)[0, :-1], block(target, int(TEXT[0, -1])))
+    base = logits = target.lm_head(states)
+    first, root = (0 if from_anchor else 1), TEXT[0, -1:]
+    for _ in range(passes):
+        tokens = logits.argmax(-1)
+        before = torch.cat([root, tokens[:-1]]) if from_anchor else torch.cat([TEXT[0, -2:], tokens[1:-1]])
+        logits = base + xpress_bias(xpress_tensors(), states, before)
+    probs, tokens = logits[first:].softmax(-1), logits[first:].argmax(-1)
+    assert draft.tokens[0].tolist() == tokens.tolist()
+    torch.testing.assert_close(draft.confidence[0], probs.gather(-1, tokens[:, None])[:, 0], atol=1e-5, rtol=1e-4)
+    if passes == 6:  # no token changes any more
+        sampled = observed_drafter(target, model, TEXT, (9, 12)).propose(Budget(16, 16))
+        check_stage(target, model, sampled)
+
+
+def test_xpress_corrects_the_tokens_of_its_shortlist_only(target, tmp_path):
+    model = DFlash.load(xpress_checkpoint(tmp_path, "vllm", xpress_topc=3), target)
+    draft = observed_drafter(target, model, TEXT).propose(Budget(5, 5))
+    states = reference(drafter_tensors(), features_of(target, TEXT)[0, :-1], block(target, int(TEXT[0, -1])))
+    tokens = target.lm_head(states)[1:].topk(3).indices
+    torch.testing.assert_close(draft.probs[0].gather(-1, tokens).sum(-1), torch.ones(5))
+
+
+def test_xpress_survives_saving(target, tmp_path):
+    model = DFlash.load(
+        xpress_checkpoint(tmp_path / "original", "speculators", xpress_num_passes=0, xpress_topc=9), target
+    )
+    load_drafter("dflash", target, model).save(tmp_path / "saved", "tiny")
+    again = DFlash.load(str(tmp_path / "saved"), target)
+    assert replace(again.design, body=model.design.body) == model.design
+    torch.testing.assert_close(logits_of(target, again, TEXT).exp(), logits_of(target, model, TEXT).exp())
+
+
+@pytest.mark.parametrize("passes", [0, 1, 6])
+def test_xpress_samples_are_drawn_from_the_target(passes):
+    """Also before the passes have converged, where a token's q belongs to other tokens than the drafted ones."""
+    target = ToyTarget(5, seed=6)
+    fresh = DFlash.fresh(target, block_size=4)
+    tensors = {f"xpress_head.{name}": t for name, t in xpress_tensors(block_size=4, vocabulary=5, hidden=8).items()}
+    head = DFlashDraftModel(replace(fresh.design, passes=passes), tensors)
+    head.load_state_dict(fresh.state_dict() | tensors)
+    check_sampling(load_drafter("dflash", target, head.requires_grad_(False)), target)
 
 
 @pytest.mark.parametrize(
@@ -390,11 +499,13 @@ def check_stage(target, model, draft):
     drafter = observed_drafter(target, model, TEXT, (9, 12))
     tokens = torch.full((1, BLOCK), model.design.mask_token_id)
     tokens[:, 0] = TEXT[:, -1]
-    states = block_states(drafter, tokens)[:, model.design.first_slot :]
-    logits = drafter._logits(states)
+    states, memory = block_states(drafter, tokens), None
+    all_logits = logits = drafter._logits(states)[:, model.design.first_slot :]
     if model.stage is not None:
         before = torch.cat([TEXT[:, -1:], draft.tokens[:, :-1]], 1)
-        logits = stage_logits(model.stage, before, states, logits)
+        states, memory = model.stage.prepare(states, TEXT[:, -2])
+        states = states[:, model.design.first_slot :]
+        logits = stage_logits(model.stage, before, states, logits, memory)
     torch.testing.assert_close(logits.softmax(-1), draft.probs, atol=1e-5, rtol=1e-4)
     drafter.options = DFlash.Options(nodes=12)
     tree = drafter.propose(Budget(BLOCK, 12))
@@ -402,10 +513,10 @@ def check_stage(target, model, draft):
     for token, parent in zip(tree.tokens[0].tolist(), tree.parents[0].tolist(), strict=True):
         paths.append((*paths[parent], token))
     for path, confidence in zip(paths[1:], tree.confidence[0].tolist(), strict=True):
-        logits = drafter._logits(states)[:, : len(path)]
+        logits = all_logits[:, : len(path)]
         if model.stage is not None:
             before = torch.tensor([[int(TEXT[0, -1]), *path[:-1]]])
-            logits = stage_logits(model.stage, before, states[:, : len(path)], logits)
+            logits = stage_logits(model.stage, before, states[:, : len(path)], logits, memory)
         assert confidence == pytest.approx(float(logits.softmax(-1)[0, -1, path[-1]]), rel=1e-3)
 
 
@@ -609,7 +720,8 @@ def test_greedy_output_equals_plain_decoding(target, tmp_path, nodes):
 
     plain, _ = rows(load_drafter("none", target))
     accepted = 0
-    for extra in ({}, dflash2_tensors()):
+    xpress = {f"xpress_head.{name}": tensor for name, tensor in xpress_tensors().items()}
+    for extra in ({}, dflash2_tensors(), xpress):
         model = write(tmp_path, ZLAB, drafter_tensors() | extra)
         got, events = rows(load_drafter("dflash", target, model, nodes=nodes))
         assert got == plain

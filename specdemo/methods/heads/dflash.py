@@ -1,5 +1,6 @@
 """DFlash: a small network predicts a block of masked tokens in one pass (Chen et al. 2602.06036). DFlash2 and
-DSpark (2607.05147) add a final stage in which a token also depends on the tokens before it.
+DSpark (2607.05147) add a final stage in which a token also depends on the tokens before it, and so does XPress
+(2608.02438), which resolves all slots at once in a few passes. JetSpec (2606.18394) has causal layers.
 
 B rows, A columns, S slots of a block, D draft tokens, N nodes or blocks, G key/value heads, V vocabulary, H hidden.
 
@@ -8,7 +9,8 @@ keys and values but not queries. A block consists of the embeddings of the ancho
 the next positions. Its slots attend to the context and to each other in both directions, so a block always has its
 trained size, and draft tokens beyond the budget are dropped. Only the context stays in the KV cache.
 
-Slots are sampled independently, each from its own q, or one after the other (DFlash2, DSpark).
+Slots are sampled independently, each from its own q, or one after the other (DFlash2, DSpark), or in passes with the
+same noise (XPress): a token depends on earlier noise and its own, so it is drawn from the q of the last pass.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,6 +18,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar, cast
 
 import torch
@@ -37,13 +40,13 @@ from specdemo.methods.heads.network import Network, move_to_target
 from specdemo.methods.heads.runtime import DraftPass, HeadRuntime, last_columns, training_columns
 from specdemo.methods.heads.sampler import MASKED_LOGIT, ChainBuilder, DraftVocab, TokenSampler
 from specdemo.models.checkpoints import Checkpoint, write_checkpoint
-from specdemo.models.layers import DecoderLayer, Rotary
+from specdemo.models.layers import MLP, DecoderLayer, Rotary
 from specdemo.models.packed import RMSNorm
 from specdemo.training.losses import argmax_targets, dpace_weights
 
 NUM_TAPS = 3
 # substrings of `architectures` in config.json; LiLiCorr is rejected in `files.read_designs`
-CLASSES = ("DFlash", "DSpark", "Domino", "PEagle", "LiLiCorr")
+CLASSES = ("DFlash", "DSpark", "Domino", "PEagle", "LiLiCorr", "XPress")
 HEAD_SIZE = 64  # of an untrained drafter
 BRANCHES = 10  # children per node, with a final stage
 HINT = "fetch config.json and weights of the same revision, or choose a drafter in another format"
@@ -105,11 +108,18 @@ class Stage(nn.Module):
 
     recurrent = False  # True: depends on more than the previous token
 
+    def prepare(self, block: Tensor, previous: Tensor) -> StageOutput:
+        """Return the states that `forward` reads, [..., S, H], and the memory for the first slot that predicts.
+
+        block [..., S, H]: states of all slots. previous [...]: the token before the root.
+        """
+        return block, None
+
     def forward(self, slot: int, previous: Tensor, states: Tensor, logits: Tensor, memory: Memory) -> StageOutput:
         """Return the logits of a slot, and the memory for the next slot.
 
         slot: counted from the first slot that predicts. previous [...]: tokens, states [..., H], logits [..., W],
-        memory [..., M]: None for the first slot. Stages that are not recurrent accept several slots at once.
+        memory [..., M]: of `prepare` for the first slot. Stages that are not recurrent accept several slots at once.
         """
         raise NotImplementedError
 
@@ -184,11 +194,71 @@ class Domino(Stage):
         return logits + self.embed_proj(torch.cat([states, state], -1)).float(), state
 
 
-def stage_logits(stage: Stage, previous: Tensor, states: Tensor, logits: Tensor) -> Tensor:
-    """Run a stage on all slots: previous tokens [..., D] -> logits [..., D, W]."""
+class XPress(Stage):
+    """XPress: a low-rank bias that depends on all previous tokens, mixed over the slots of the block.
+
+    R rank. Slot k has a latent [R] computed from its state, the mean state of the block and the token before it. The
+    mixer adds the latents of slots 0..k, each channel with weights of its own.
+    """
+
+    recurrent = True
+
+    def __init__(self, design: Design, vocab_size: int, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        size, rank = design.body.hidden_size, tensors[files.XPRESS].shape[1]
+        inner = len(tensors["xpress_head.mlp.gate_proj.weight"])
+        self.rank, self.from_anchor, self.passes, self.shortlist = (
+            rank,
+            design.from_anchor,
+            design.passes,
+            min(design.shortlist, vocab_size),
+        )
+        self.w1 = nn.Embedding(design.vocab_size, rank)
+        self.down_h, self.down_g = nn.Linear(size, rank, bias=False), nn.Linear(size, rank, bias=False)
+        self.in_proj = nn.Linear(3 * rank, rank, bias=False)
+        self.mix = nn.ParameterDict({"L": torch.zeros(rank, design.block_size, design.block_size)})
+        self.mlp = MLP(SimpleNamespace(hidden_size=rank, intermediate_size=inner, hidden_act="silu"), ())
+        self.w2 = nn.Linear(rank, vocab_size, bias=False)
+
+    def prepare(self, block: Tensor, previous: Tensor) -> StageOutput:
+        mean = self.down_g(block.mean(-2, keepdim=True))
+        states = torch.cat([self.down_h(block), mean.expand(*block.shape[:-1], -1)], -1)
+        return states, None if self.from_anchor else self._latent(previous, states[..., 0, :])
+
+    def forward(self, slot: int, previous: Tensor, states: Tensor, logits: Tensor, memory: Memory) -> StageOutput:
+        latent = self._latent(previous, states)
+        memory = latent if memory is None else torch.cat([memory, latent], -1)
+        latents = memory.unflatten(-1, (-1, self.rank))
+        last = latents.shape[-2] - 1
+        mixed = latent + (self.mix["L"][:, last, : last + 1].mT * latents).sum(-2)
+        return self._corrected(logits, mixed), memory
+
+    def refine(self, previous: Tensor, states: Tensor, logits: Tensor, memory: Memory) -> Tensor:
+        """Return the logits [B, D, W] of all slots in one pass, given previous tokens [B, D]."""
+        latents = self._latent(previous, states)
+        before = latents if memory is None else torch.cat([memory[:, None], latents], 1)
+        slots, first = before.shape[1], before.shape[1] - latents.shape[1]
+        mixer = self.mix["L"][:, :slots, :slots].tril()[:, first:]
+        return self._corrected(logits, latents + torch.einsum("rkj,bjr->bkr", mixer, before))
+
+    def _latent(self, previous: Tensor, states: Tensor) -> Tensor:
+        latent: Tensor = self.in_proj(torch.cat([states, self.w1(previous)], -1))
+        return latent
+
+    def _corrected(self, logits: Tensor, mixed: Tensor) -> Tensor:
+        """Add the bias, and keep only the most likely tokens of the block pass if the config says so."""
+        corrected: Tensor = logits + self.w2(mixed + self.mlp(mixed)).float()
+        if not self.shortlist:
+            return corrected
+        tokens = logits.topk(self.shortlist).indices
+        return torch.full_like(logits, MASKED_LOGIT).scatter(-1, tokens, corrected.gather(-1, tokens))
+
+
+def stage_logits(stage: Stage, previous: Tensor, states: Tensor, logits: Tensor, memory: Memory = None) -> Tensor:
+    """Run a stage on all slots: previous tokens [..., D] -> logits [..., D, W]. states, memory: see `Stage.prepare`."""
     if not stage.recurrent:
         return stage.forward(0, previous, states, logits, None)[0]
-    memory, all_logits = None, []
+    all_logits = []
     for slot in range(previous.shape[-1]):
         slot_logits, memory = stage(slot, previous[..., slot], states[..., slot, :], logits[..., slot, :], memory)
         all_logits.append(slot_logits)
@@ -219,6 +289,7 @@ class DFlashDraftModel(Network):
             MarkovHead(design, draft_vocab_size, tensors) if "markov_head.markov_w1.weight" in tensors else None
         )
         self.domino = Domino(design, tensors) if "domino.prefix_gru.weight_ih_l0" in tensors else None
+        self.xpress_head = XPress(design, draft_vocab_size, tensors) if files.XPRESS in tensors else None
         self.mask_embedding = nn.Parameter(torch.zeros(size)) if "mask_embedding" in tensors else None
 
     def use_convention(self, convention: Design) -> None:
@@ -227,7 +298,7 @@ class DFlashDraftModel(Network):
     @property
     def stage(self) -> Stage | None:
         """The final stage."""
-        return self.candidate_selector or self.markov_head or self.domino
+        return self.candidate_selector or self.markov_head or self.domino or self.xpress_head
 
     def context(self, features: Tensor) -> Tensor:
         """Project target features [B, A, taps H] to context vectors [B, A, H], the input of all keys and values."""
@@ -260,7 +331,7 @@ class DFlash(DFlashCost, Head[DFlashDraftModel]):
     gamma: ClassVar[float] = 4.0  # slot i has weight exp(-i / gamma) in the loss
 
     class Options(BaseOptions):
-        nodes: int = knob(0, "nodes of the draft tree; 0 drafts a chain", low=0, high=128, step=1)
+        nodes: int = knob(0, "nodes of the draft tree; 0 drafts a chain", low=0, high=256, step=1)
 
     options: Options
 
@@ -269,7 +340,7 @@ class DFlash(DFlashCost, Head[DFlashDraftModel]):
         config, names = checkpoint.config, checkpoint.tensors.keys()
         family = config.get("speculators_model_type")
         if family:
-            return family in ("dflash", "dspark")
+            return family in ("dflash", "dspark", "xpress")
         by_class = any(part in str(name) for name in config.get("architectures") or () for part in CLASSES)
         by_names = {"hidden_norm.weight", "fc.weight", "norm.weight"} <= names
         return "dflash_config" in config or by_class or by_names or checkpoint.has("encoder.output_norm_enc.")
@@ -293,7 +364,7 @@ class DFlash(DFlashCost, Head[DFlashDraftModel]):
         self._embedding = target.embed.get_parameter("weight")
         if head.domino is not None:
             head.domino.embedding = (self._embedding,)
-        self._root = torch.empty(0, dtype=torch.int64)  # [B]
+        self._root = self._before_root = torch.empty(0, dtype=torch.int64)  # [B]
 
     def new_runtime(self, target: Target) -> HeadRuntime:
         self._angles = Rotary.of_config(self.head.design.body, target.device)
@@ -339,6 +410,7 @@ class DFlash(DFlashCost, Head[DFlashDraftModel]):
     def observe(self, progress: Progress) -> None:
         self.runtime.observe(progress.lengths, self.target_features(progress))
         self._root = last_columns(progress, progress.outputs)
+        self._before_root = last_columns(progress, progress.inputs)
 
     def propose(self, budget: Budget) -> Draft:
         design = self.head.design
@@ -352,47 +424,62 @@ class DFlash(DFlashCost, Head[DFlashDraftModel]):
             partial(self._draft_block, nodes),
             self.sampler,
             self._root,
+            self._before_root,
             draws=0 if nodes else depth,
             cut=not nodes,
             max_columns=design.block_size,
         )
 
-    def _draft_block(self, nodes: int, draft: DraftPass, root: Tensor) -> Draft:
+    def _draft_block(self, nodes: int, draft: DraftPass, root: Tensor, before_root: Tensor) -> Draft:
         """Draft one block. nodes: size of the tree, 0 drafts a chain."""
-        design = self.head.design
+        design, stage = self.head.design, self.head.stage
         if draft.columns is not None:
             draft.columns.run(self.head.cache_context, *draft.inputs)
         tokens = root.new_full((len(root), design.block_size), design.mask_token_id)
         tokens[:, 0] = root
         block = draft.chain(design.block_size).run(self._block, tokens)
-        states = block[:, design.first_slot : design.first_slot + draft.depth]
-        logits = self._logits(states)
+        slots = slice(design.first_slot, design.first_slot + draft.depth)
+        logits = self._logits(block[:, slots])
+        states, memory = stage.prepare(block, before_root) if stage else (block, None)
         if nodes:  # all nodes share one block
-            return self._tree(root, states, logits, Budget(draft.depth, nodes))
-        return self._chain(draft.sampler, root, states, logits)
+            return self._tree(root, states[:, slots], logits, memory, Budget(draft.depth, nodes))
+        return self._chain(draft.sampler, root, states[:, slots], logits, memory)
 
     def _block(self, tokens: Tensor, columns: Columns) -> Tensor:
         states: Tensor = self.head(self._embed(tokens), columns)
         return states
 
-    def _chain(self, sampler: TokenSampler, root: Tensor, states: Tensor, logits: Tensor) -> Draft:
+    def _chain(self, sampler: TokenSampler, root: Tensor, states: Tensor, logits: Tensor, memory: Memory) -> Draft:
         """Draft one token per slot from states [B, D, H] and logits [B, D, V] before the final stage."""
         previous, builder, stage = root, ChainBuilder(sampler), self.head.stage
+        if isinstance(stage, XPress):
+            return self._jacobi(stage, sampler, root, states, logits, memory)
         if stage is None:
             builder.append(self.head.to_target_vocab(logits))
             return builder.build()
-        memory = None
         for i in range(states.shape[1]):
             slot_logits, memory = stage(i, previous, states[:, i], logits[:, i], memory)
             previous = builder.append(self.head.to_target_vocab(slot_logits)[:, None])[:, 0]
         return builder.build()
 
-    def _tree(self, root: Tensor, states: Tensor, logits: Tensor, budget: Budget) -> Draft:
-        """Draft the most likely nodes."""
+    def _jacobi(
+        self, stage: XPress, sampler: TokenSampler, root: Tensor, states: Tensor, logits: Tensor, memory: Memory
+    ) -> Draft:
+        """Draft all slots in parallel. In every pass they read the tokens of the last, drawn with the same noise."""
+        distribution = sampler.draft_distribution(self.head.to_target_vocab(logits))
+        draw = sampler.repeatable_draw(distribution)
+        for _ in range(stage.passes):
+            previous = torch.cat([root[:, None], draw(distribution)[:, :-1]], 1)
+            refined = stage.refine(previous, states, logits, memory)
+            distribution = sampler.draft_distribution(self.head.to_target_vocab(refined))
+        return sampler.make_draft(draw(distribution), distribution)
+
+    def _tree(self, root: Tensor, states: Tensor, logits: Tensor, memory: Memory, budget: Budget) -> Draft:
+        """Draft the most likely nodes. memory [B, M]: of the root."""
         slots, stage = count(), self.head.stage
         if stage is None:
             return _independent_tree(self.head.to_target_vocab(logits).log_softmax(-1), budget)
-        memory: Memory = None  # of the nodes of the last level
+        memory = None if memory is None else memory[:, None]  # of the nodes of the last level
         rows = torch.arange(len(states), device=states.device)[:, None]
 
         def expand(tokens: Tensor, parents: Tensor) -> Tensor:
@@ -413,14 +500,16 @@ class DFlash(DFlashCost, Head[DFlashDraftModel]):
         """
         design, columns = self.head.design, batch.inputs.shape[1]
         anchors = self._anchors(batch.inputs)
-        states = self._block_states(batch, anchors)[:, :, design.first_slot :]
+        block, stage = self._block_states(batch, anchors), self.head.stage
         # [B, N, D]: whose outputs
         label_columns = anchors[..., None] + torch.arange(design.num_drafts, device=anchors.device)
         in_range, label_columns = label_columns < columns, label_columns.clamp_max(columns - 1)
         rows = torch.arange(len(label_columns), device=label_columns.device)[:, None, None]
-        logits = self._logits(states)
-        if self.head.stage is not None:
-            logits = stage_logits(self.head.stage, batch.inputs[rows, label_columns], states, logits)
+        logits = self._logits(block[:, :, design.first_slot :])
+        if stage is not None:
+            states, memory = stage.prepare(block, batch.inputs.gather(1, anchors - 1))
+            states = states[:, :, design.first_slot :]
+            logits = stage_logits(stage, batch.inputs[rows, label_columns], states, logits, memory)
         logits = self.head.to_target_vocab(logits)
         probs = batch.target_probs()
         labels = batch.outputs[rows, label_columns] if probs is None else probs[rows, label_columns]

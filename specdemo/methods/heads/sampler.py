@@ -54,6 +54,13 @@ class TokenSampler:
             else draw(distribution, self.active_rng)
         )
 
+    def repeatable_draw(self, like: Tensor) -> Callable[[Tensor], Tensor]:
+        """Return a function that draws tokens from draft distributions of one shape, always with the same noise."""
+        if self.active_rng is None:
+            return self.sample
+        noise = self.predrawn.take(like) if self.predrawn else exponential_noise(like, self.active_rng)
+        return lambda distribution: draw_with_noise(distribution, noise)
+
     def top_prob(self, distribution: Tensor) -> list[float]:
         """Return the largest probability per row of a draft distribution [B, W]; independent of the sample."""
         probs: list[float] = (distribution if self.active_rng else distribution.float().softmax(-1)).amax(-1).tolist()

@@ -8,6 +8,8 @@ z-lab, SpecForge   `dflash_config` and Qwen3's keys; a key may be in either plac
 DeepSpec           flat, class Qwen3DSparkModel, for both DSpark and plain DFlash (Markov rank 0)
 speculators        Qwen3's keys in `transformer_layer_config`; a draft vocabulary has its own lm_head and offsets `d2t`
 transformers       model type muse_glimmer_assistant, tensors `encoder.*`
+JetSpec            z-lab's with `causal_head` in `dflash_config`
+XPress             z-lab's with tensors `xpress_head.*` (vLLM), or speculators' with `refiner_head.*`
 
 Two conventions differ without any trace in the tensors. Slots: in DFlash slot k of a block predicts its own token, so
 slot 0, the anchor, predicts nothing; in DSpark every slot predicts the next token. Layers: `target_layer_ids` counts
@@ -43,7 +45,13 @@ NAMES = {
     r"^logit_head\.": "",
     r"^prefix_gru\.": "domino.prefix_gru.",
     r"^embed_proj\.": "domino.embed_proj.",
+    r"^refiner_head\.token_embed\.": "xpress_head.w1.",
+    r"^refiner_head\.readout\.": "xpress_head.w2.",
+    r"^refiner_head\.mlp_(gate|up|down)\.": r"xpress_head.mlp.\1_proj.",
+    r"^refiner_head\.mix_l$": "xpress_head.mix.L",
+    r"^refiner_head\.": "xpress_head.",
 }
+XPRESS = "xpress_head.w1.weight"
 CODEBOOK = "candidate_selector.predecessor_codebook"
 # config key of the layer ids -> offset from id to tap
 TAP_OFFSETS = {
@@ -56,7 +64,7 @@ REQUIRED_DEFAULTS = {
     "attention_value_scale": 1.0,
     "logit_scale": 1.0,
 }
-KNOWN_FAMILIES = ("dflash", "dspark", "domino", "museglimmer")  # families with a documented slot convention
+KNOWN_FAMILIES = ("dflash", "dspark", "domino", "museglimmer", "xpress")  # families with a documented slot convention
 UNUSED = ("embed_tokens.", "lm_head.", "t2d", "verifier_", "confidence_head.")
 
 
@@ -76,6 +84,8 @@ class Design:
     softcap: float = 0.0  # of the logits; 0: none
     candidates: int = 16  # DFlash2
     uncorrected_slots: int = 0  # Domino: first slots without correction
+    passes: int = 6  # XPress
+    shortlist: int = 0  # XPress: most likely tokens of a slot that it corrects; 0: all
 
     def __str__(self) -> str:
         return f"{'every slot' if self.from_anchor else 'the slots after the anchor'} and layers {self.taps}"
@@ -118,6 +128,8 @@ def read_designs(checkpoint: Checkpoint, target: Target) -> tuple[Tensors, tuple
         softcap=float(config.get("final_logit_softcapping", 0.0)),
         candidates=int(config.get("selector_top_k", 16)),
         uncorrected_slots=int(config.get("pure_draft_prefix_len", 0)),
+        passes=int(config.get("xpress_num_passes", config.get("num_jacobi_passes", 6))),
+        shortlist=int(config.get("xpress_topc", config.get("xpress_candidate_topc", 0))),
     )
     if {"sample_from_anchor", "shift_label"} & config.keys() or any(word in family for word in KNOWN_FAMILIES):
         return tensors, (design,)
@@ -130,7 +142,8 @@ def to_config(design: Design, tensors: Tensors, target_name: str, target_layers:
     body, windows = design.body, [window for window, _ in design.attention_kinds]
     (span, groups), rank = convolution_sizes(tensors), tensors[CODEBOOK].shape[1] if CODEBOOK in tensors else 0
     usual = tuple((window, bool(window)) for window in windows)
-    kind = "DFlash2" if span or rank else "DFlash"
+    kind = "DFlash2DraftModel" if span or rank else "DFlashDraftModel"
+    xpress = XPRESS in tensors
     optional = {  # key -> (value, default)
         "causal": (design.attention_kinds[0][1] if design.attention_kinds != usual else None, None),
         "sample_from_anchor": (design.from_anchor, False),
@@ -141,9 +154,12 @@ def to_config(design: Design, tensors: Tensors, target_name: str, target_layers:
         "conv_group_size": (body.hidden_size // groups if groups else 0, 0),
         "selector_rank": (rank, 0),
         "selector_top_k": (design.candidates if rank else 0, 0),
+        "xpress_block_size": (design.block_size if xpress else 0, 0),
+        "xpress_num_passes": (design.passes if xpress else None, None),
+        "xpress_topc": (design.shortlist, 0),
     }
     return {
-        "architectures": [f"{kind}DraftModel"],
+        "architectures": ["Qwen3XPressModel" if xpress else kind],
         "model_type": "qwen3",
         "base_model_name_or_path": target_name,
         **{key: value for key, value in body.to_dict().items() if key in BODY_KEYS},
@@ -192,8 +208,11 @@ def _check(checkpoint: Checkpoint, config: Config, tensors: Tensors, target: Tar
     for key, usual in REQUIRED_DEFAULTS.items():
         if config.get(key, usual) != usual:
             raise ValueError(f"{name} has {key} {config[key]}, which is not supported; choose a drafter without it")
-    if config.get("causal_head"):
-        raise ValueError(f"{name} is a JetSpec drafter (causal_head in its config), not read yet; choose a DFlash")
+    if config.get("target_hidden_size", config.get("hidden_size")) != config.get("hidden_size"):
+        raise ValueError(
+            f"{name} has a hidden_dim_adapter (target_hidden_size {config['target_hidden_size']}), but it uses the "
+            "target's embedding, whose size must be its own; choose a drafter without it"
+        )
     if any("lilicorr" in part.lower() for part in (*tensors, *map(str, config.get("architectures") or ()))):
         raise ValueError(f"{name} is a LiLiCorr drafter, which is not supported; choose a DFlash drafter")
     if "mask_hidden" in tensors:
@@ -248,7 +267,7 @@ def _attention_kinds(config: Config) -> tuple[AttentionKind, ...]:
         int(config["num_hidden_layers"]),
         int(config.get("swa_window_size", config.get("sliding_window", 0))),
     )
-    causal = config.get("is_causal", config.get("causal"))
+    causal = next((config[key] for key in ("is_causal", "causal", "causal_head") if key in config), None)
     if config.get("sliding_window_non_causal"):
         causal = False
     if config.get("model_type") == "muse_glimmer_assistant":
