@@ -203,7 +203,8 @@ def detect_method(checkpoint: "Checkpoint") -> str:
 
 
 def require_method(checkpoint: "Checkpoint", name: str) -> None:
-    """Raise ValueError if the checkpoint is for another method than `name`, and name that method."""
+    """Raise ValueError if the checkpoint is for another method than `name`, and name that method; also for weights and
+    config keys that the method does not support."""
     if not reads(name, checkpoint):
         detected = detect_method(checkpoint)
         if detected == "draft_model":
@@ -215,9 +216,12 @@ def require_method(checkpoint: "Checkpoint", name: str) -> None:
             f"{checkpoint.name} is a head for method {detected!r}, not {other}; choose method {detected!r}"
         )
     if name != "draft_model":
+        from specdemo.methods.heads.formats.config_keys import check_keys
         from specdemo.models.checkpoints import check_weights
 
         check_weights(checkpoint)
+        if known := method(name).config_keys:
+            check_keys(checkpoint, known)
 
 
 def reads(name: str, checkpoint: "Checkpoint") -> bool:

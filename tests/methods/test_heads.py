@@ -1,10 +1,12 @@
 """Heads of all kinds on one set of checks. What is special to a kind is tested in its own file."""
 
+import json
+
 import pytest
 import torch
 
 from specdemo.core.protocol import Progress
-from specdemo.methods import load_drafter, method
+from specdemo.methods import BUILT_IN, load_drafter, method
 from specdemo.methods.heads.medusa import Medusa
 from specdemo.models.target import HFTarget
 from specdemo.models.toy import ToyTarget
@@ -101,3 +103,23 @@ def test_medusa_heads_are_refused_by_others(tmp_path, target, name, reason):
     Medusa(target, Medusa.fresh(target)).save(tmp_path, "some/llama")
     with pytest.raises(ValueError, match=reason):
         method(name).load(str(tmp_path), target)
+
+
+@pytest.mark.parametrize("name", [name for name in BUILT_IN if getattr(method(name), "config_keys", None)])
+def test_unknown_config_keys_that_could_change_the_forward_pass_are_rejected(tmp_path, name):
+    """Keys of training, keys that are switched off and keys of other things are harmless."""
+    target = ToyTarget(16, hidden_size=32)
+    method(name)(target, fresh(name, target, {})).save(tmp_path, "toy")
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    harmless = {"attn_gate": False, "residual_multiplier": 1.0, "head_loss_weight": 2.0, "trained_by": "somebody"}
+    file.write_text(json.dumps(config | harmless))
+    method(name).load(str(tmp_path), target)
+    for key, value in {"attn_logit_softcapping": 30.0, "gated_residual": True, "layer_order": "reversed"}.items():
+        for part in [part for part in ("dflash_config", "eagle_config", "text_config") if part in config]:
+            file.write_text(json.dumps(config | {part: config[part] | {key: value}}))
+            with pytest.raises(ValueError, match=f"has {key} .* in its config, which is not supported"):
+                method(name).load(str(tmp_path), target)
+        file.write_text(json.dumps(config | {key: value}))
+        with pytest.raises(ValueError, match=f"has {key} .* in its config, which is not supported"):
+            method(name).load(str(tmp_path), target)

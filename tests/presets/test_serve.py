@@ -64,6 +64,10 @@ def after(words, flag):
             {"method": "dflash", "model": "z-lab/Qwen3-8B-DFlash-b16", "num_speculative_tokens": 15},
         ),
         (
+            {"method": "dflash", "model": "UIUC-SSAIL/Qwen3-8B-XPress-b16", "k": 15},
+            {"method": "xpress", "model": "UIUC-SSAIL/Qwen3-8B-XPress-b16", "num_speculative_tokens": 15},
+        ),
+        (
             {"method": "dflash", "model": "deepseek-ai/dspark_qwen3_8b_block7", "k": 7},
             {"method": "dspark", "model": "deepseek-ai/dspark_qwen3_8b_block7", "num_speculative_tokens": 7},
         ),

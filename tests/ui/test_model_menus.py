@@ -75,7 +75,7 @@ def test_models_on_this_machine_are_offered_on_private_pages(tmp_path, monkeypat
 def test_published_drafters_of_a_target_are_offered(monkeypatch):
     model_menus._pairs.cache_clear()
     fitting = model_menus.fitting_models("Qwen/Qwen3-8B", "dflash")
-    assert "deepseek-ai/dspark_qwen3_8b_block7" in fitting and "JetSpec/jetspec-qwen3-8b" not in fitting
+    assert "deepseek-ai/dspark_qwen3_8b_block7" in fitting and "JetSpec/jetspec-qwen3-8b" in fitting
     assert "published drafters for Qwen/Qwen3-8B" in model_menus.unfit("Qwen/Qwen3-8B")
     assert "<img" not in model_menus.published("<img src=x>")
     lane = {"method": "dflash", "model": "deepseek-ai/dspark_qwen3_8b_block7"}

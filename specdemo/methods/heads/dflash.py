@@ -328,6 +328,7 @@ class DFlashDraftModel(Network):
 class DFlash(DFlashCost, Head[DFlashDraftModel]):
     summary = "A small network drafts a block of tokens in one pass from the target's hidden states."
     recipes: ClassVar = {"dflash": Recipe("DFlash, blocks of 8", {"block_size": 8})}
+    config_keys = files.KEYS
     gamma: ClassVar[float] = 4.0  # slot i has weight exp(-i / gamma) in the loss
 
     class Options(BaseOptions):

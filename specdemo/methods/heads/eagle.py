@@ -168,6 +168,7 @@ class EagleHead(Network):
 
 class Eagle(EagleCost, Head[EagleHead]):
     summary = "A single decoder layer drafts a tree from the target's hidden states, wider where it is unsure."
+    config_keys = files.KEYS
     recipes: ClassVar = {
         "eagle-1": Recipe("EAGLE-1", {"kind": "eagle1"}),
         "eagle-3": Recipe("EAGLE-3", {"kind": "eagle3"}),

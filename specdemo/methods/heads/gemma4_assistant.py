@@ -32,6 +32,7 @@ from specdemo.methods import require_method
 from specdemo.methods.base import FrozenHead, NoOptions
 from specdemo.methods.drafting_cost import Gemma4AssistantCost
 from specdemo.methods.heads.formats import check_target, rename_tensors
+from specdemo.methods.heads.formats.config_keys import LAYER_KEYS
 from specdemo.methods.heads.network import Network, move_to_target
 from specdemo.methods.heads.runtime import last_columns
 from specdemo.methods.heads.sampler import ChainBuilder, flatten_draft, unflatten_draft
@@ -53,6 +54,10 @@ REQUIRED = {
     "use_double_wide_mlp": False,
     "use_bidirectional_attention": None,
 }
+READ = (
+    "attention_k_eq_v backbone_hidden_size centroid_intermediate_top_k final_logit_softcapping global_head_dim "
+    "num_global_key_value_heads num_kv_shared_layers use_ordered_embeddings vocab_size_per_layer_input per_layer_config"
+).split()
 NAMES = {r"^model\.": "", r"^masked_embedding\.": ""}
 HINT = "fetch the assistant again"
 
@@ -178,6 +183,7 @@ class Gemma4Assistant(Gemma4AssistantCost, FrozenHead[Assistant]):
     summary = "A few small layers that attend to the target's KV cache draft from its last hidden state."
     requires: ClassVar = frozenset({"hidden_states", "shared_kv"})
     taps = (-1,)
+    config_keys = LAYER_KEYS | frozenset(READ).union(REQUIRED)
 
     @classmethod
     def recognises(cls, checkpoint: Checkpoint) -> bool:

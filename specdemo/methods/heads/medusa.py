@@ -28,6 +28,7 @@ from specdemo.methods.base import Head, Recipe
 from specdemo.methods.drafting_cost import MedusaCost
 from specdemo.methods.grow import TreeShape, chain, clip_shape, optimal_shape
 from specdemo.methods.heads.formats import check_target, count_numbered, rename_tensors
+from specdemo.methods.heads.formats.config_keys import LAYER_KEYS
 from specdemo.methods.heads.network import Network, move_to_target
 from specdemo.methods.heads.runtime import DraftPass, last_columns
 from specdemo.methods.heads.sampler import DraftVocab, TokenSampler
@@ -147,6 +148,10 @@ class MedusaHeads(TokenHeads):
 class Medusa(MedusaCost, Head[TokenHeads]):
     summary = "Extra heads on the target predict several tokens ahead in parallel; there is no second model to run."
     taps: tuple[int, ...] = (-1,)
+    config_keys = LAYER_KEYS | {
+        *("medusa_choices", "medusa_fc_bias", "medusa_hidden_size", "medusa_num_heads", "medusa_num_layers"),
+        *("medusa_rank_rates", "num_heads", "original_lm_head"),
+    }
     recipes: ClassVar = {"medusa": Recipe("Medusa, 4 heads", {"heads": 4})}
     decay: ClassVar[float] = 0.8  # weight of a head in the loss, relative to the head before it
 

@@ -115,6 +115,7 @@ class Speculator(Network):
 class MLPSpeculator(MLPSpeculatorCost, Head[Speculator]):
     summary = "A small recurrent network drafts from the target's last hidden state and its own last token."
     taps: tuple[int, ...] = (-1,)
+    config_keys = frozenset({"scale_input", "top_k_tokens_per_head"})
     recipes: ClassVar = {"mlp-speculator": Recipe("MLPSpeculator, 4 tokens", {"n_predict": 4})}
 
     class Options(BaseOptions):

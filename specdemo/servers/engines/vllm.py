@@ -98,8 +98,9 @@ def _eagle(model: str | None, k: int, options: Mapping[str, Any]) -> Flags:
 
 
 def _dflash(model: str | None, k: int, options: Mapping[str, Any]) -> Flags:
-    if name_contains(model, "dspark"):
-        return speculative_config(method="dspark", model=model, num_speculative_tokens=k)
+    for method in ("dspark", "xpress"):
+        if name_contains(model, method):
+            return speculative_config(method=method, model=model, num_speculative_tokens=k)
     config = speculative_config(method="dflash", model=model, num_speculative_tokens=k)
     return [*config, ATTENTION, "flash_attn"]
 

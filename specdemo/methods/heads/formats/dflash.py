@@ -29,6 +29,7 @@ from specdemo.core.protocol import Target
 from specdemo.core.shapes import Config
 from specdemo.kv.columns import AttentionKind
 from specdemo.methods.heads.formats import MASK_KEYS, check_target
+from specdemo.methods.heads.formats.config_keys import LAYER_KEYS
 from specdemo.models.checkpoints import MASK_TOKEN, Checkpoint
 
 Tensors = Mapping[str, Tensor]
@@ -65,6 +66,15 @@ REQUIRED_DEFAULTS = {
     "logit_scale": 1.0,
 }
 KNOWN_FAMILIES = ("dflash", "dspark", "domino", "museglimmer", "xpress")  # families with a documented slot convention
+KEYS = LAYER_KEYS | frozenset(
+    """aux_hidden_state_layer_ids block_size causal causal_head conv_group_size conv_kernel_size
+    dspark_noise_token_id dspark_target_layer_ids eagle_aux_hidden_state_layer_ids final_logit_softcapping
+    gru_hidden_dim has_own_lm_head input_embedding_scale is_causal layer_ids markov_head_type markov_rank
+    mask_token_id output_multiplier projector_type pure_draft_prefix_len sample_from_anchor selector_rank
+    selector_top_k shift_label sliding_window_non_causal swa_window_size target_hidden_size target_layer_ids
+    use_swa num_jacobi_passes xpress_block_size xpress_candidate_topc xpress_compile_head xpress_fused_kernel
+    xpress_mlp_hidden xpress_mlp_ratio xpress_num_passes xpress_rank xpress_topc""".split()
+).union(REQUIRED_DEFAULTS)
 UNUSED = ("embed_tokens.", "lm_head.", "t2d", "verifier_", "confidence_head.")
 
 

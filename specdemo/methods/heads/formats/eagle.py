@@ -28,12 +28,17 @@ from specdemo.methods.heads.formats import (
     d2t_to_ids,
     rename_tensors,
 )
+from specdemo.methods.heads.formats.config_keys import LAYER_KEYS
 from specdemo.models.checkpoints import Checkpoint
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 FIRST_LAYER = "layers.0."
 MASK_HIDDEN = "mask_hidden"  # P-EAGLE: replaces the target's hidden states in draft columns
 SKIPPED = re.compile(r"t2d$|verifier_|.*inv_freq$")
+KEYS = LAYER_KEYS | frozenset(
+    "eagle_aux_hidden_state_layer_ids fc_norm mask_token_id norm_before_fc norm_before_residual norm_output "
+    "target_hidden_size target_layer_ids use_aux_hidden_state".split()
+)
 COPIED_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings", "rms_norm_eps")
 WRITTEN_KEYS = (
     "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
