@@ -249,7 +249,7 @@ def check_server(
 ) -> int:
     """Check whether a server with speculation is lossless. Exit code 1 if its greedy answers differ by more than
     rounding."""
-    from specdemo.bench.check_server import LOSSLESS, ServerCheck
+    from specdemo.bench.check_server import LOSSLESS, ServerCheck, without_identical
     from specdemo.bench.report import bench_report
     from specdemo.bench.result import to_json
 
@@ -262,7 +262,7 @@ def check_server(
     check = ServerCheck.build({"server": servers[-1], "reference": reference, **chosen, **counts})
     with progress_bar(1.0, "{l_bar}{bar}| {elapsed}") as bar:
         result = check.run(reports_to(bar), lambda: False)
-    print(to_json(result) if as_json else bench_report(result))
+    print(to_json(result) if as_json else bench_report(without_identical(result)))
     return int(any(row["output"] not in LOSSLESS for row in result.rows))
 
 

@@ -6,7 +6,7 @@ which rounding decides; a large one is a bug. Reading the class needs no torch.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise, takewhile
 from math import comb
 from pathlib import Path
@@ -26,6 +26,7 @@ from specdemo.servers.address import host
 TEXTS = (*PROMPTS, *COPYING, *CODE, *EDITS)
 COUNT, MOST = 20, 10_000  # prompts: default and maximum
 FILE_BYTES = 16_000_000
+LISTED = 30  # longest complete table
 MARGIN = 0.3  # nats; logits of about 20 in bfloat16 are multiples of 0.125
 ALTERNATIVES = 5  # log-probabilities to request; OpenAI's limit
 CONFIDENCE = 0.95
@@ -282,6 +283,13 @@ def _log_prob(tokens: LogProbs, text: str) -> float | None:
         return tokens[max(fitting, key=len)] if fitting else None
     ends = [value for token, value in tokens.items() if not token.strip() or (token[:1] == "<" and token[-1:] == ">")]
     return max(ends, default=None)
+
+
+def without_identical(result: Result) -> Result:
+    """Return a result of more than LISTED prompts without the rows of identical texts, of which one stays."""
+    if len(result.rows) <= LISTED:
+        return result
+    return replace(result, rows=[row for row in result.rows if row["output"] != IDENTICAL] or result.rows[:1])
 
 
 def verdict(rows: Sequence[Row], most: float, reference: str, server: str) -> str:

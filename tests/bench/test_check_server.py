@@ -1,6 +1,7 @@
 """Losslessness of servers, on scripted servers and on the local engine."""
 
 import json
+from dataclasses import replace
 from math import inf
 
 import pytest
@@ -20,9 +21,12 @@ from specdemo.bench.check_server import (
     common_pieces,
     margin_between,
     share_interval,
+    without_identical,
 )
 from specdemo.bench.prompts import openings
+from specdemo.bench.result import Result
 from specdemo.servers import address
+from specdemo.servers.stream import StreamParser
 from tests.completion_server import completion_server, piece
 
 LENGTH = 200
@@ -89,6 +93,14 @@ def test_one_changed_token_in_200_prompts_is_found(capsys):
     assert "95 % interval of the share: 0 to 3 %" in result["remarks"][0]
 
 
+def test_a_long_table_lists_the_differences():
+    rows = [{"prompt": str(n), "output": DIFFERS if n == 7 else IDENTICAL} for n in range(31)]
+    result = Result("check-server", 1, {}, {}, rows, ["verdict"])
+    assert without_identical(result).rows == rows[7:8] and without_identical(result).remarks == ["verdict"]
+    assert without_identical(replace(result, rows=rows[:30])).rows == rows[:30]
+    assert without_identical(replace(result, rows=rows[8:] * 2)).rows == rows[8:9]
+
+
 def test_a_server_of_chats_reports_the_margin_in_its_own_answer(capsys):
     with answering(logprobs="chat", chat=True) as plain, answering(changed=(1, 137), chat=True) as wrong:
         code, result = checked(capsys, plain.address, wrong.address, "--prompts", "2", "--new-tokens", "200")
@@ -97,6 +109,17 @@ def test_a_server_of_chats_reports_the_margin_in_its_own_answer(capsys):
         assert (path, body["logprobs"], body["top_logprobs"]) == ("/v1/chat/completions", True, 5)
     with answering(logprobs="", chat=True) as silent, answering(changed=(0, 0), chat=True) as wrong:
         assert checked(capsys, silent.address, wrong.address, "--prompts", "1")[1]["rows"][0]["output"] == UNEXPLAINED
+
+
+@pytest.mark.parametrize(
+    "logprobs",
+    [7, {"content": 7}, {"content": [{"token": 7}]}, {"content": [{"top_logprobs": [{"token": "a", "logprob": 9.0}]}]}],
+)
+def test_invalid_log_probabilities_are_unknown(logprobs):
+    parser = StreamParser(lambda piece: None, 4)
+    for _ in range(4):
+        parser.feed({"choices": [{"delta": {"content": "a"}, "logprobs": logprobs}]}, 0.0)
+    assert parser.alternatives == [] and parser.next_tokens == {} and parser.pieces == 4
 
 
 @pytest.mark.parametrize(
