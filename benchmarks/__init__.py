@@ -142,6 +142,7 @@ class Losses(Suite):
     batch: Annotated[int, Field(ge=256), Option("--batch", "number of tokens", "Tokens per step.", int)] = 2048
     prompts: Annotated[int, Field(ge=2), Option("--openings", "number of prompts", "Held-out prompts.", int)] = 40
     new_tokens: NewTokens = 96
+    fresh: Annotated[bool, Option("--fresh", "start", "Train untrained heads instead.", bool)] = False
 
     def run(self, report: Report, cancelled: Callable[[], bool]) -> Result:
         import torch
@@ -162,6 +163,7 @@ class Losses(Suite):
                 self.batch,
                 self.prompts,
                 self.new_tokens,
+                self.fresh,
                 report,
                 cancelled,
             )

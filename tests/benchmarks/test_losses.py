@@ -35,10 +35,11 @@ def test_every_head_is_fine_tuned_with_every_objective(tmp_path, monkeypatch):
         batch_tokens=256,
         prompts=2,
         new_tokens=6,
+        fresh=False,
         report=lambda share, what: shown.append(share),
         cancelled=never_cancelled,
     )
     assert [row["loss, weights"] for row in result.rows] == ["shipped", "lk-alpha, fixed"]
-    assert all(row["tokens/pass"] >= 1.0 and row["to shipped"].value > 0.0 for row in result.rows)
+    assert all(row["tokens/pass"] >= 1.0 and row["ratio"].value > 0.0 for row in result.rows)
     assert (tmp_path / "heads" / "stories-dflash-lk-alpha-fixed" / "model.safetensors").exists()
     assert shown == sorted(shown)
