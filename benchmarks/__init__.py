@@ -143,6 +143,9 @@ class Losses(Suite):
     prompts: Annotated[int, Field(ge=2), Option("--openings", "number of prompts", "Held-out prompts.", int)] = 40
     new_tokens: NewTokens = 96
     fresh: Annotated[bool, Option("--fresh", "start", "Train untrained heads instead.", bool)] = False
+    temperature: Annotated[
+        float, Field(ge=0.0, le=2.0), Option("--temperature", "temperature", "Temperature of the measurement.", float)
+    ] = 0.0
 
     def run(self, report: Report, cancelled: Callable[[], bool]) -> Result:
         import torch
@@ -164,6 +167,7 @@ class Losses(Suite):
                 self.prompts,
                 self.new_tokens,
                 self.fresh,
+                self.temperature,
                 report,
                 cancelled,
             )

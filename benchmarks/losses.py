@@ -14,6 +14,7 @@ from specdemo.bench.result import Result
 from specdemo.bench.sweeps import tokenizer
 from specdemo.core.estimate import Estimate, bootstrap
 from specdemo.core.protocol import GenerationConfig, Target
+from specdemo.core.sampling import Sampling
 from specdemo.core.tally import Tally
 from specdemo.engine.comparison import Lane
 from specdemo.engine.loop import generate
@@ -52,13 +53,14 @@ def losses(
     prompts: int,
     new_tokens: int,
     fresh: bool,
+    temperature: float,
     report: Report,
     cancelled: Callable[[], bool],
 ) -> Result:
     """Fine-tune every head with every objective on the same batches; measure tokens per pass on held-out openings.
 
     cache: teacher data, built if missing. out: folder of the trained heads. fresh: train untrained heads instead, and
-    compare with the first objective instead of the shipped head.
+    compare with the first objective instead of the shipped head. temperature: of the measurement.
     """
     target, fused = load_target("stories", kernels="transformers"), load_target("stories")
     openings = [encode(tokenizer(fused), text, LIMITS.prompt)[:OPENING] for text in read_corpus(corpus).valid]
@@ -70,7 +72,7 @@ def losses(
     data = replace(data, validation=data.validation.select(few))
     rows: list[dict[str, Any]] = []
     for name in heads:
-        shipped = count_passes(fused, _load(fused, name), HEADS[name], chosen, new_tokens)
+        shipped = count_passes(fused, _load(fused, name), HEADS[name], chosen, new_tokens, temperature)
         rows.append(_row(name, "shipped", shipped, shipped))
         reference = None if fresh else shipped
         for number, objective in enumerate(OBJECTIVES):
@@ -80,14 +82,22 @@ def losses(
             report((heads.index(name) + number / len(OBJECTIVES)) / len(heads), f"{name}: {what}")
             folder = out / f"{name}-{objective.loss}-{objective.weights}"
             _train(target, name, data, objective, folder, steps, batch_tokens, fresh)
-            trained = count_passes(fused, _load(fused, name, folder), HEADS[name], chosen, new_tokens)
+            trained = count_passes(fused, _load(fused, name, folder), HEADS[name], chosen, new_tokens, temperature)
             reference = reference or trained
             rows.append(_row(name, what, trained, reference))
             report((heads.index(name) + (number + 1) / len(OBJECTIVES)) / len(heads), f"{name}: {rows[-1]}")
     config = {"target": target.name, "steps": steps, "batch tokens": batch_tokens, "prompts": len(chosen)}
+    config |= {"new tokens": new_tokens, "temperature": temperature}
     rates = 1.0 if fresh else START_RATES
     remark = f"The ratio has a 95 % bootstrap interval over prompts. Learning rates: {rates:g} times the recipe's."
-    return Result("head-losses", 1, config | {"new tokens": new_tokens}, environment(target), rows, [remark])
+    return Result(
+        "head-losses",
+        1,
+        config,
+        environment(target),
+        rows,
+        [remark],
+    )
 
 
 def _load(target: Target, name: str, folder: Path | None = None) -> Head[Network]:
@@ -123,10 +133,15 @@ def _train(
 
 
 def count_passes(
-    target: Target, drafter: Head[Network], lane: Lane, prompts: Sequence[torch.Tensor], new_tokens: int
+    target: Target,
+    drafter: Head[Network],
+    lane: Lane,
+    prompts: Sequence[torch.Tensor],
+    new_tokens: int,
+    temperature: float,
 ) -> Counts:
-    """Return output tokens and target passes for every prompt [1, T], greedy."""
-    config = GenerationConfig(new_tokens, stop_token_ids=(), budget=lane.budget)
+    """Return output tokens and target passes for every prompt [1, T]."""
+    config = GenerationConfig(new_tokens, Sampling(temperature), stop_token_ids=(), budget=lane.budget)
     tallies = [Tally.of([*generate(target, drafter, prompt, config)], 0) for prompt in prompts]
     return [(tally.tokens, tally.steps) for tally in tallies]
 
