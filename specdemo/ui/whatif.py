@@ -27,7 +27,7 @@ from specdemo.prediction.published import acceptance_by_length, published
 from specdemo.prediction.work import known, shape
 from specdemo.presets.files import DEFAULT, allowed_models, load_presets
 from specdemo.presets.recorded import is_recorded, recorded
-from specdemo.ui import assets
+from specdemo.ui import assets, why
 from specdemo.ui.job import QUIET, Values, named
 from specdemo.ui.model_menus import TRAINED
 
@@ -368,6 +368,7 @@ def draw(tab: gr.Tab, estimate_button: gr.Button, questions: Questions) -> None:
     gr.Markdown(assets.text("whatif.md"), elem_id="whatif-about")
     given: dict[str, Component] = {"state": gr.State(), **_where(), **_other()}
     view = assets.view("whatif.html", "helpers.js", "chart.js", "whatif.js", elem_id="whatif", later=True)
+    why.draw()
     parts = {**given, "view": view}
     named(tab.select, questions.open, given, parts, **QUIET)
     named(_changed(given["start"]), questions.begin, given, parts, **QUIET)

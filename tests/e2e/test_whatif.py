@@ -1,11 +1,14 @@
 """The What if tab in the browser: from a finished race to a prediction, by mouse and by keyboard."""
 
 import re
+from pathlib import Path
 
 import pytest
 from playwright.sync_api import expect
 
 from tests.e2e.test_layout import CONTROLS, SMALL
+
+SAMPLES = Path(__file__).parents[1] / "diagnosis" / "samples"
 
 
 def wait_for_text(page, words):
@@ -88,3 +91,19 @@ def test_with_all_sections_open_nothing_is_clipped_or_small(visit, width):
     assert page.evaluate("document.documentElement.scrollWidth") == width
     assert page.evaluate(SMALL) == []
     assert page.evaluate(CONTROLS) == []
+
+
+def test_pasted_output_of_an_engine_gets_a_diagnosis(visit):
+    page = visit("?preset=embedded-draft")
+    page.get_by_role("tab", name="What if").click()
+    page.locator("#why-card button").first.click()
+    page.locator("#why-output textarea").fill((SAMPLES / "llamacpp-long.log").read_text(encoding="utf-8"))
+    page.locator("#why-plain input").fill("222.8")
+    page.locator("#why-run").click()
+    expect(page.locator(".sd-diagnosed")).to_contain_text("main cause: k = 27 is too large")
+    expect(page.locator(".sd-changes")).to_contain_text("--spec-draft-n-max 3")
+    expect(page.locator("#why .sd-table")).to_contain_text("break-even 36 %")
+    page.locator("#why-output textarea").fill("<img src=x onerror=alert(1)>")
+    page.locator("#why-run").click()
+    expect(page.locator("#why .sd-alert")).to_contain_text("of no known kind")
+    expect(page.locator("#why img")).to_have_count(0)
