@@ -13,6 +13,7 @@ class Tile:
     text: str  # below the number
     format: Literal["percent", "decimal", "count", "bytes"] | None = None
     baseline: bool = False  # the baseline has a row too
+    optional: bool = False  # hidden if no lane has the number
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +101,13 @@ DEFINITIONS: dict[str, Definition] = {
         "for a lossy lane: the accepted draft tokens that the lossless rule rejects (when sampling, with the same "
         "random numbers), and the mean natural logarithm of the target's probability of a token of its text, at "
         "temperature 1, next to the baseline's",
+    ),
+    "experts touched": Definition(
+        ("experts_touched",),
+        "of a mixture of experts: the different experts of a layer that the tokens of a target pass use, averaged over "
+        "layers and passes. Plain decoding uses the few experts of one token; a verification reads those of all its "
+        "tokens, so it costs more than a plain pass, and speculation gains less than on a dense model",
+        Tile("experts", "Experts touched", "per layer and target pass", "decimal", baseline=True, optional=True),
     ),
     "peak memory": Definition(
         ("peak_memory_bytes",),

@@ -88,6 +88,7 @@ class Forward:
 
     logits: Tensor  # [B, S, V]; of `start` only the last position, [B, 1, V]
     hidden: Mapping[int, Tensor] = field(default_factory=dict)  # tap -> [B, S, H]; of `start` [B, T, H]
+    experts: Tensor | None = None  # [B, S, L, K] experts of every slot in L layers; None: unknown, or a dense model
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +163,7 @@ class Target(MemoryOwner, ABC):
     tokenizer: Any = None  # transformers tokenizer, if there is one
     notes: tuple[str, ...] = ()  # sentences about how it was loaded
     cached_tokens: int = 0  # tokens that the last `start` did not have to read
+    num_experts: int = 0  # experts per layer; 0: a dense model
     kv_shapes: Mapping[str, tuple[int, int]] = MappingProxyType({})  # kind of layer -> key/value heads, their size
 
     @abstractmethod

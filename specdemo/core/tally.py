@@ -74,6 +74,8 @@ class Tally:
     drafted: int = 0
     accept_histogram: list[int] = field(default_factory=lambda: [0])  # [n] steps that accepted n draft tokens
     reached: list[int] = field(default_factory=list)  # [i] steps that drafted at depth i + 1
+    experts: float = 0.0  # per layer, summed over the steps that report them
+    expert_steps: int = 0
     pieces: int = 0  # events of a server whose step is unknown
     gaps: list[float] = field(default_factory=list)  # time of a step, divided equally among its tokens
     _past: list[tuple[float, int]] = field(default_factory=lambda: [(0.0, 0)])  # clock and tokens after each step
@@ -95,6 +97,8 @@ class Tally:
         else:
             self._decode(step)
             self.train_ms += event.notes.get("train_ms", 0.0)
+            self.experts += event.notes.get("experts", 0.0)
+            self.expert_steps += "experts" in event.notes
         self._past.append((self.clock_ms, self.first + self.tokens))
         while len(self._past) > 2 and self._past[-1][1] - self._past[1][1] >= WINDOW:
             del self._past[0]
@@ -154,6 +158,7 @@ class Tally:
             "ms_draft": round(self.draft_ms, 3),
             "ms_verify": round(self.verify_ms, 3),
             "ms_other": round(self.ms - self.draft_ms - self.verify_ms, 3),
+            **({"experts_touched": ratio(self.experts, self.expert_steps)} if self.expert_steps else {}),
         }
 
     def latencies(self) -> Numbers:

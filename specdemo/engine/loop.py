@@ -131,7 +131,8 @@ def _steps(
             if constraint is not None:
                 constraint.advance(emitted)
             shown = target_scores if noise else forward if constrained is None else replace(forward, logits=logits)
-            event = _event(index, draft, nodes, result, emitted, shown, ms, watch.wall_ms)
+            noted = replace(draft, notes={**draft.notes, **_expert_notes(forward, tokens, target.num_experts)})
+            event = _event(index, noted, nodes, result, emitted, shown, ms, watch.wall_ms)
             yield event if constrained is None else replace(event, forced=constrained.forced)
     finally:
         try:
@@ -251,6 +252,16 @@ def _progress(tokens: Tensor, result: AcceptResult, next_root: Tensor, forward: 
     rows = torch.arange(len(tokens), device=tokens.device)[:, None]
     hidden = {tap: h[rows, slots] for tap, h in forward.hidden.items()}
     return Progress(inputs, outputs, lengths, hidden, forward=forward, slots=slots)
+
+
+def _expert_notes(forward: Forward, tokens: Tensor, total: int) -> dict[str, float]:
+    """Return the experts per layer that the tokens [B, S] of a pass used, and one token uses; empty if unknown."""
+    if forward.experts is None or not total:
+        return {}
+    used = forward.experts[tokens >= 0].transpose(0, 1).flatten(1)  # [L, tokens K]
+    touched = torch.zeros(len(used), total, device=used.device).scatter_(1, used, 1.0)
+    per_layer = round(float(touched.sum(1).mean()), 2)
+    return {"experts": per_layer, "experts_per_token": forward.experts.shape[-1], "experts_in_all": total}
 
 
 def _prefill_event(watch: Stopwatch, emitted: list[list[int]]) -> StepEvent:

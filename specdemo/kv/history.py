@@ -113,15 +113,17 @@ class KVHistory(History):
         def run(provisional: CapturedColumns, tokens: Tensor, parents: Tensor | None = None) -> Tensors:
             columns = provisional.chain(width) if parents is None else provisional.tree(parents)
             forward = self._forward(self._run.for_capture, columns, tokens, taps)
-            return forward.logits, *(forward.hidden[tap] for tap in taps)
+            experts = () if forward.experts is None else (forward.experts,)
+            return forward.logits, *(forward.hidden[tap] for tap in taps), *experts
 
         inputs = [tokens] + [parents] * (not chain)
         shapes = [(rows, width), (rows, width - 1)][: len(inputs)]
         outputs = self.store.run_captured((taps, chain), width, run, [], inputs, shapes, columns=width)
         if outputs is None:
             return None
-        logits, *hidden = (x[:, :slots].clone() for x in outputs)
-        return Forward(logits, dict(zip(taps, hidden, strict=True)))
+        logits, *rest = (x[:, :slots].clone() for x in outputs)
+        experts = rest[len(taps)] if len(rest) > len(taps) else None
+        return Forward(logits, dict(zip(taps, rest, strict=False)), experts)
 
     def draft(
         self,

@@ -48,6 +48,8 @@ class Runner:
         text_config = model.config.get_text_config(decoder=True)
         self._shares_kv = bool(getattr(text_config, "num_kv_shared_layers", 0))
         self.takes_positions = "position_ids" in parameters
+        # modules that get the indices of the chosen experts with their input
+        self.experts = [module for name, module in model.named_modules() if name.endswith(".experts")]
         self._truncated_models: dict[int, nn.Module] = {}  # number of layers -> model that ends after them
 
     @cached_property
@@ -83,11 +85,10 @@ class Runner:
         }
         if positions is not None:
             arguments["position_ids"] = positions
-        if not taps:
-            return Forward(self._logits(model(tokens, **arguments), last))
-        with self._tapped(taps) as hidden:
+        with self._tapped(taps) as hidden, self._chosen_experts(last or layers is not None) as chosen:
             output = model(tokens, **arguments)
-        return Forward(self._logits(output, last), {tap: hidden[tap].to(self.device) for tap in taps})
+        states = {tap: hidden[tap].to(self.device) for tap in taps}
+        return Forward(self._logits(output, last), states, self._stacked(chosen, tokens.shape))
 
     def _last_arguments(self, taps: tuple[int, ...]) -> dict[str, Any]:
         """Return the arguments for logits of the last position only.
@@ -130,6 +131,28 @@ class Runner:
                     hook = module.register_forward_hook(partial(read_output, tap))
                 hooks.enter_context(hook)
             yield hidden
+
+    @contextmanager
+    def _chosen_experts(self, skip: bool) -> Iterator[list[Tensor]]:
+        """Collect the expert indices [B S, K] of every layer while the model runs. Removes its hooks afterwards."""
+        chosen: list[Tensor] = []
+
+        def read_indices(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+            chosen.extend(x for x in inputs[1:] if isinstance(x, Tensor) and not x.is_floating_point())
+
+        with ExitStack() as hooks:
+            for module in () if skip else self.experts:
+                hooks.enter_context(module.register_forward_pre_hook(read_indices))
+            yield chosen
+
+    def _stacked(self, chosen: list[Tensor], shape: torch.Size) -> Tensor | None:
+        """Return the expert indices as [B, S, L, K]. None if a layer does not show its choice."""
+        if not chosen or len(chosen) != len(self.experts) or len({tuple(x.shape) for x in chosen}) > 1:
+            return None
+        if chosen[0].ndim != 2 or len(chosen[0]) != shape.numel():
+            return None
+        experts: Tensor = torch.stack([x.to(self.device) for x in chosen], 1).unflatten(0, shape)
+        return experts
 
     @cached_property
     def _decoder(self) -> nn.Module:

@@ -73,6 +73,7 @@ class HFTarget(Target):
         self.stop_token_ids = _stop_tokens(model, tokenizer)
         self._config = config
         self._run = self.runner(model, self.num_layers, self.name)
+        self.num_experts = int(getattr(self._run.experts[0], "num_experts", 0)) if self._run.experts else 0
         self.device = self._run.device
         device_kind(self.device).prepare()
         windows = _windows(model, config) if self._run.takes_positions else None

@@ -46,6 +46,7 @@ def tiles() -> str:
         if tile := definition.tile:
             number = f' data-key="{definition.keys[0]}" data-format="{tile.format}"' if tile.format else ""
             number += " data-baseline" if tile.baseline else ""
+            number += " data-optional hidden" if tile.optional else ""
             head = f'<div class="sd-tile{"" if parts else " sd-main-tile"}" data-tile="{tile.id}"{number}>'
             parts.append(f'{head}<h2>{tile.title}</h2><div class="sd-rows"></div><p>{tile.text}</p></div>')
     return "".join(parts)

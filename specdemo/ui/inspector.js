@@ -101,13 +101,20 @@ function inspect() {
     laneNumber(lane),
     ` Step ${run.selected.step}/${lane.steps.length - 1} · ${what} · ${milliseconds(sum(Object.values(line.ms)))} ms (${parts.join(", ")})`
   );
-  $(".sd-step-summary").textContent = !run.selected.step || !drafted ? "" : describeStep(line);
+  const summary = run.selected.step && drafted ? describeStep(line) : "";
+  $(".sd-step-summary").textContent = [summary, expertsTouched(line)].filter(Boolean).join(" ");
   $(".sd-inspector").classList.toggle("sd-wide", isTree(line));
   if (!isTree(line)) return box.replaceChildren(stepTable(line, selectedPosition(lane)));
   const tree = treeView(line, lane.steps[run.selected.step - 1]?.text.at(-1) ?? "");
   box.replaceChildren(tree.panel);
   if (line.top?.length) tree.panel.append(make("p", "sd-small", "Target's most likely tokens after the accepted path: "), topTokens(line.top.at(-1)));
   tree.show();
+}
+
+// Returns a sentence on the experts that a pass of a mixture of experts used; empty for other models.
+function expertsTouched({ notes }) {
+  if (!isNumber(notes?.experts)) return "";
+  return `This pass used ${fixed(notes.experts, 1)} of ${fixed(notes.experts_in_all, 0)} experts per layer; one token uses ${fixed(notes.experts_per_token, 0)}.`;
 }
 
 function prefill({ notes }) {

@@ -18,6 +18,7 @@ const FORMATS = { percent, decimal: (x) => fixed(x, 2), count: (x) => fixed(x, 0
 const PARTS = {
   acceptance: ({ drafted, accepted }) => drafted && `${accepted} of ${drafted}`,
   "per-pass": ({ steps }) => steps && `${steps} pass${steps === 1 ? "" : "es"}`,
+  experts: (n, { notes }) => isNumber(n.experts_touched) && notes.experts_in_all && `of ${notes.experts_in_all}`,
 };
 const SPEED_TONES = { faster: ["▲ ", "gain"], slower: ["▼ ", "bad"] };
 
@@ -57,6 +58,7 @@ function drawNumbers() {
   for (const tile of element.querySelectorAll(".sd-tile[data-key]")) {
     const { dataset } = /** @type {any} */ (tile);
     const all = "baseline" in dataset;
+    /** @type {any} */ (tile).hidden = "optional" in dataset && !run.lanes.some((lane) => isNumber(numbers(lane)[dataset.key]));
     drawTile(dataset.tile, all ? run.lanes : drafting, all || several, ({ lane, n }) => numberTile(dataset, lane, n));
   }
   drawLatency();
@@ -102,7 +104,7 @@ function breakEven({ comparison }) {
 
 // Returns the cells of a tile that shows one number (core/definitions.py).
 function numberTile({ tile, key, format }, lane, n) {
-  const small = PARTS[tile]?.(n) || sourceLabel(lane, n[key]);
+  const small = PARTS[tile]?.(n, lane) || sourceLabel(lane, n[key]);
   return [FORMATS[format](n[key]), [small, tile === "acceptance" && breakEven(lane)].filter(Boolean).join(", "), "", n[key]];
 }
 

@@ -191,6 +191,25 @@ def test_the_inspector_lists_the_most_likely_tokens_of_the_target(display):
     assert display.read(".sd-table tr[aria-current] td:first-child") == ["→"]
 
 
+def test_a_mixture_of_experts_shows_the_experts_that_a_pass_used(display):
+    trace = hostile_trace()
+    lane = trace.lanes[1]
+    notes = {"experts": 12.5, "experts_per_token": 2.0, "experts_in_all": 64.0}
+    lane.events = [replace(event, notes=notes) if event.index else event for event in lane.events]
+    lane.summary = summarise(lane)
+    display.show(Log().add(replay(trace)))
+    display.wait(6000)
+    assert display.read('[data-tile="experts"] b') == ["–", "12.50"]
+    assert display.read('[data-tile="experts"] small')[1] == "of 64"
+    assert display.read('[data-tile="experts"]:not([hidden]) h2') == ["Experts touched"]
+    display.click('[data-lane="1"] [data-kind="corrected"]')
+    [sentence] = display.read(".sd-step-summary")
+    assert sentence.endswith("This pass used 12.5 of 64 experts per layer; one token uses 2.")
+    display.show(Log().add(replay(hostile_trace())))
+    display.wait(6000)
+    assert display.read('[data-tile="experts"]:not([hidden]) h2') == []
+
+
 def test_the_inspector_of_an_older_trace_shows_what_it_has(display):
     display.show(Log().add(replay(hostile_trace())))
     display.wait(6000)

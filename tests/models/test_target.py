@@ -9,16 +9,25 @@ import torch
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     RecurrentGemmaConfig,
     RecurrentGemmaForCausalLM,
     RwkvConfig,
     RwkvForCausalLM,
 )
 
-from specdemo.core.protocol import Target
+from specdemo.core.protocol import Budget, GenerationConfig, Target
+from specdemo.core.tally import Tally
 from specdemo.core.tree import ABSENT, Draft
+from specdemo.engine.loop import generate
+from specdemo.methods import load_drafter
 from specdemo.models.target import HFTarget
-from tests.models.tiny import CHAINS, TREES, VOCABULARY, build, fresh, pinned, texts
+from tests.models.tiny import CHAINS, SIZES, TREES, VOCABULARY, build, fresh, pinned, texts
 
 PROMPT = 13  # longer than every window of the tiny models
 TREE = [0, 0, 1, 1, 2, 5, 0, 6]
@@ -407,3 +416,61 @@ def test_a_model_of_chains_does_not_run_its_first_layers_alone(chain_target):
     chain_target.start(texts(1, PROMPT))
     with pytest.raises(ValueError, match="cannot run only its first layers"):
         chain_target.early_exit_logits(texts(1, 1), 1)
+
+
+def mixture(name):
+    """Return a model of experts with the standard names, and a function that returns its router's logits."""
+    torch.manual_seed(3)
+    sizes = {**SIZES, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    made = {
+        "olmoe": lambda: OlmoeForCausalLM(OlmoeConfig(**SIZES, num_experts=6, num_experts_per_tok=2)),
+        "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=6, num_experts_per_tok=2)),
+        "qwen3_moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, num_experts=6, decoder_sparse_step=1)),
+    }
+    model = made[name]().eval()
+    for parameter in model.parameters():
+        parameter.data.normal_(0.0, 0.3)
+    return model.requires_grad_(False)
+
+
+@pytest.mark.parametrize("name", ["olmoe", "mixtral", "qwen3_moe"])
+def test_a_pass_returns_the_experts_that_the_router_chose(name):
+    model = mixture(name)
+    target = HFTarget(model)
+    assert target.num_experts == 6
+    prompts, following = texts(2, 5), texts(2, 4, seed=1)
+    target.start(prompts)
+    forward = target.forward(following, torch.arange(3).expand(2, -1), (-1,))
+    whole = model(torch.cat([prompts, following], 1), output_router_logits=True, use_cache=False)
+    for layer, logits in enumerate(whole.router_logits):
+        expected = logits.view(2, 9, 6)[:, 5:].topk(2).indices.sort(-1).values
+        assert torch.equal(forward.experts[:, :, layer].sort(-1).values, expected)
+    assert forward.experts.shape == (2, 4, 3, 2)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_dense_models_have_no_experts(target):
+    target.start(texts(1, 5))
+    assert target.forward(texts(1, 1), torch.empty(1, 0, dtype=torch.int64)).experts is None
+    assert target.num_experts == 0
+
+
+def test_steps_count_the_experts_that_their_tokens_touched():
+    target = HFTarget(mixture("olmoe"))
+    seen = []
+    forward = target.forward
+    target.forward = lambda *a: seen.append((a[0], forward(*a))) or seen[-1][1]
+    drafter = load_drafter("layer_skip", target)
+    config = GenerationConfig(12, budget=Budget(3, 3), stop_token_ids=())
+    prefill, *steps = generate(target, drafter, texts(1, 6), config)
+    assert "experts" not in prefill.notes
+    for step, (tokens, passed) in zip(steps, seen, strict=True):
+        sets = [set(passed.experts[0, :, layer].flatten().tolist()) for layer in range(3)]
+        assert step.notes["experts"] == round(sum(map(len, sets)) / 3, 2)
+        assert (step.notes["experts_per_token"], step.notes["experts_in_all"]) == (2, 6)
+        assert tokens.shape[1] == 1 or step.notes["experts"] > 2
+    numbers = Tally.of([prefill, *steps]).numbers()
+    assert numbers["experts_touched"] == round(sum(step.notes["experts"] for step in steps) / len(steps), 4)
+    plain = generate(target, load_drafter("none", target), texts(1, 6), config)
+    assert {step.notes["experts"] for step in plain if step.index} == {2}
+    assert "experts_touched" not in Tally.of([prefill]).numbers()
