@@ -23,6 +23,7 @@ from transformers import (
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
+from specdemo.core.deployment import zero_gpu
 from specdemo.core.protocol import Target
 from specdemo.core.suggest import suggest
 from specdemo.models.causal import check_class, check_config, check_model
@@ -271,9 +272,11 @@ def _exclusive_build() -> Iterator[None]:
 
 def _placement_kwargs(device: torch.device, precision: Precision, spread: bool) -> dict[str, object]:
     """Return the arguments of transformers' `from_pretrained` for devices and bitsandbytes."""
-    kwargs: dict[str, object] = {"device_map": "auto"} if spread else {}
+    where = torch.device(device.type, 0) if device.index is None and device.type != "cpu" else device
+    # straight to the device, without a copy of all weights in main memory; ZeroGPU has no device yet
+    direct = bool(precision.bits) or (device_kind(device).separate_memory and not zero_gpu())
+    kwargs: dict[str, object] = {"device_map": "auto" if spread else {"": where}} if spread or direct else {}
     if precision.bits:
-        kwargs.setdefault("device_map", {"": device if device.index is not None or device.type == "cpu" else 0})
         kwargs["quantization_config"] = transformers.BitsAndBytesConfig(
             load_in_4bit=precision.bits == 4,
             load_in_8bit=precision.bits == 8,

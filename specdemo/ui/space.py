@@ -4,30 +4,23 @@ On ZeroGPU SPACES_ZERO_GPU is set. A function decorated with `on_zero_gpu` runs 
 results are pickled, and models must be loaded in the parent process before.
 """
 
-import os
 from collections.abc import Callable
 from importlib import import_module
-from importlib.util import find_spec
 from math import ceil
 from typing import TypeVar
 
+from specdemo.core.deployment import zero_gpu as zero_gpu
 from specdemo.core.json_limits import FILE_LIMITS, PUBLIC_FILE_LIMITS, JsonLimits
 from specdemo.engine.comparison import Comparison
 from specdemo.presets import limits
 from specdemo.presets.files import EMBEDDED
 
-START_S = 10  # until the weights are on the GPU and every lane is warm
+START_S, LANE_START_S = 10, 3  # until the weights are on the GPU, and until a lane of a large model is warm
 BACK_S = 2  # a run ends this long before the GPU is taken away
 LEND_S = 120  # longer calls are rejected
 EMBEDDED_RATE, RATE = 60, 20  # minimum tokens/s of one lane
 
 Function = TypeVar("Function", bound=Callable[..., object])
-
-
-def zero_gpu() -> bool:
-    """Return True on ZeroGPU."""
-    enabled = os.environ.get("SPACES_ZERO_GPU", "").lower() in ("1", "t", "true")  # as `spaces` reads it
-    return enabled and find_spec("spaces") is not None
 
 
 def turn_s() -> float:
@@ -50,5 +43,6 @@ def on_zero_gpu(duration: Callable[..., int]) -> Callable[[Function], Function]:
 
 def seconds(spec: Comparison) -> int:
     """Return the longest possible duration of a run with loaded models. Shorter estimates get a GPU sooner."""
-    rate = EMBEDDED_RATE if spec.target in EMBEDDED else RATE
-    return min(LEND_S, START_S + ceil(spec.repeats * (len(spec.lanes) + 1) * spec.max_new_tokens / rate))
+    rate, lane_start = (EMBEDDED_RATE, 0) if spec.target in EMBEDDED else (RATE, LANE_START_S)
+    start = START_S + lane_start * (len(spec.lanes) + 1)
+    return min(LEND_S, start + ceil(spec.repeats * (len(spec.lanes) + 1) * spec.max_new_tokens / rate))

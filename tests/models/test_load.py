@@ -379,3 +379,15 @@ def test_quantised_target_matches_its_own_plain_lane(wider, quantization):
         outputs.append([token for event in events for token in event.emitted[0]])
     assert outputs[1] == outputs[0] and outputs[2] == outputs[0]
     assert len(events) < 40  # drafts from the full weights are accepted
+
+
+def test_weights_are_read_straight_to_a_device_with_its_own_memory(monkeypatch):
+    def device_map(device, spread=False):
+        return load._placement_kwargs(torch.device(device), Precision(torch.float16), spread).get("device_map")
+
+    assert device_map("cuda") == {"": torch.device("cuda", 0)}
+    assert device_map("cuda:1") == {"": torch.device("cuda", 1)}
+    assert device_map("cuda", spread=True) == "auto"
+    assert device_map("cpu") is device_map("mps") is None
+    monkeypatch.setenv("SPACES_ZERO_GPU", "1")
+    assert device_map("cuda") is None  # the GPU is attached later
