@@ -295,6 +295,10 @@ def test_no_command_is_help(capsys):
         assert f"\n  {command} " in out
 
 
+def reach(hosts, proxies=(), share=False):
+    return {"allow_hosts": hosts, "proxies": proxies, "share": share}
+
+
 def test_ui_hands_its_options_to_the_page(monkeypatch):
     served = []
     monkeypatch.setattr("specdemo.ui.page.serve", lambda *given, **names: served.append((*given, names)))
@@ -302,10 +306,10 @@ def test_ui_hands_its_options_to_the_page(monkeypatch):
     monkeypatch.setenv("SPECDEMO_ALLOW_HOST", "a.example b.example")
     assert main(["ui", "--port", "7861", "--allow-any-model"]) == 0
     names = ["--allow-host", "c.example", "--allow-host", "d.example", "--behind-proxy", "10.0.0.1"]
-    assert main(["ui", "--preset", "embedded-ngram", "--host", "::1", *names]) == 0
+    assert main(["ui", "--preset", "embedded-ngram", "--host", "::1", "--share", *names]) == 0
     assert served == [
-        ("embedded-draft", "0.0.0.0", 7861, True, {"allow_hosts": ["a.example", "b.example"], "proxies": ()}),
-        ("embedded-ngram", "::1", 7860, False, {"allow_hosts": ["c.example", "d.example"], "proxies": ["10.0.0.1"]}),
+        ("embedded-draft", "0.0.0.0", 7861, True, reach(["a.example", "b.example"])),
+        ("embedded-ngram", "::1", 7860, False, reach(["c.example", "d.example"], ["10.0.0.1"], share=True)),
     ]
 
 

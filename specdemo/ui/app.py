@@ -75,6 +75,12 @@ def ui(
             help="Reverse proxy, or network of proxies, whose X-Forwarded-For is trusted; repeatable.",
         ),
     ] = None,
+    share: Annotated[
+        bool,
+        typer.Option(
+            "--share", help="Also open a public link through Gradio's servers, which works until the page ends."
+        ),
+    ] = False,
     **given: Any,
 ) -> None:
     """Open the page in a browser. It shows plain and speculative decoding side by side."""
@@ -92,7 +98,8 @@ def ui(
         _allow_engine(*engine.split("=", 1))
     start = _start(preset, target, draft, {name: value for name, value in given.items() if value is not None})
     try:
-        serve(start, host, int(port), allow_any_model, allow_hosts=allow_host or (), proxies=behind_proxy or ())
+        reach: dict[str, Any] = {"allow_hosts": allow_host or (), "proxies": behind_proxy or (), "share": share}
+        serve(start, host, int(port), allow_any_model, **reach)
     except OSError as error:
         if "empty port" not in str(error):
             raise

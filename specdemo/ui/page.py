@@ -12,6 +12,7 @@ import threading
 from collections.abc import AsyncIterator, Generator, Mapping, Sequence
 from contextlib import aclosing, closing
 from functools import lru_cache, partial
+from urllib.parse import urlsplit
 
 from specdemo.presets import limits
 from specdemo.ui import space
@@ -21,6 +22,7 @@ os.environ.setdefault("GRADIO_ANALYTICS_MAX_EVENTS", "100")  # summarised after 
 os.environ["FORWARDED_ALLOW_IPS"] = ""  # uvicorn would believe X-Forwarded-For of every local peer; see hosts.address
 if limits.public() and not space.zero_gpu():
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # visitors must not trigger downloads on a public machine
+
 
 import gradio as gr
 from starlette.middleware import Middleware
@@ -373,11 +375,13 @@ def serve(
     block: bool = True,
     allow_hosts: Sequence[str] = (),
     proxies: Sequence[str] = (),
+    share: bool = False,
 ) -> gr.Blocks:
     """Start the page; the models of the preset are loaded meanwhile.
 
     allow_hosts: host names that the page accepts in addition to its own. proxies: addresses or networks of reverse
-    proxies. Raises ValueError with one line, and OSError for the port.
+    proxies. share: also open a public link through Gradio's servers. Raises ValueError with one line, and OSError for
+    the port.
     """
     hosts.trust_proxies(proxies)
     names = hosts.own_names(host, allow_hosts)
@@ -392,7 +396,7 @@ def serve(
         prevent_thread_lock=True,
         quiet=True,
         ssr_mode=False,
-        share=False,
+        share=share,
         footer_links=["api"],
         run_history=False,
         max_file_size=space.bounds().bytes + ENVELOPE,  # the limit of the guard, which leaves nothing on disk
@@ -404,6 +408,8 @@ def serve(
         favicon_path=assets.HERE / "favicon.svg",
     )
     print(f"specdemo is on {page.local_url}", flush=True)
+    if share:
+        _accept_link(page.share_url, names)
     if not space.zero_gpu():
         # no daemon: torch's code, ended in the middle with the interpreter, aborts the process
         threading.Thread(target=_warm, args=(preset(start),), name="preload").start()
@@ -414,6 +420,17 @@ def serve(
             finally:
                 stop_all()
     return page
+
+
+def _accept_link(link: str | None, names: set[str]) -> None:
+    """Let the page answer to the host of its public link, and print the link."""
+    if link is None:
+        print(
+            "there is no public link, because Gradio's servers cannot be reached; allow connections to them", flush=True
+        )
+        return
+    names.add(hosts.canonical(urlsplit(link).netloc))
+    print(f"specdemo is shared on {link}; everyone who has this link can use this machine for races", flush=True)
 
 
 def _warm(chosen: Preset) -> None:

@@ -8,7 +8,7 @@ from starlette.datastructures import Headers
 from starlette.responses import PlainTextResponse
 
 from specdemo.__main__ import main
-from specdemo.ui import hosts
+from specdemo.ui import hosts, page
 from specdemo.ui.hosts import Hosts, address, canonical, own_names, trust_proxies
 
 
@@ -138,3 +138,30 @@ def test_only_declared_proxies_are_believed():
     assert visitor(["8.8.8.8"], peer="127.0.0.1") == visitor(["8.8.8.8"], peer="::ffff:192.168.3.4") == "8.8.8.8"
     assert visitor(["10.1.1.1"], peer="127.0.0.1") == "10.1.1.1"
     assert visitor(["8.8.8.8"], peer="10.0.0.1") == "10.0.0.1"
+
+
+class Page:
+    """A page that is not started. link: its public address; None if Gradio's servers cannot be reached."""
+
+    local_url = "http://127.0.0.1:7860/"
+
+    def __init__(self, link):
+        self.link, self.share_url = link, None
+
+    def launch(self, *, share, **settings):
+        self.share_url = self.link if share else None
+
+
+@pytest.mark.parametrize(
+    ("share", "link", "expected"),
+    [(True, "https://1a2b.gradio.live", 200), (True, None, 403), (False, "https://1a2b.gradio.live", 403)],
+)
+def test_a_page_answers_to_its_public_link_only_if_it_is_shared(share, link, expected, monkeypatch, capsys):
+    names = own_names("127.0.0.1")
+    monkeypatch.setattr(page, "build", lambda *_: Page(link))
+    monkeypatch.setattr(page, "_warm", lambda chosen: None)
+    monkeypatch.setattr(hosts, "own_names", lambda *_: names)
+    page.serve(share=share, block=False)
+    assert status(names, "1a2b.gradio.live") == expected
+    assert status(names, "other.gradio.live") == 403
+    assert ("https://1a2b.gradio.live;" in capsys.readouterr().out) == (expected == 200)
