@@ -73,6 +73,7 @@ class OnDevice(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
     device = property(lambda self: self.where)
     is_cuda = property(lambda self: True)
+    is_cpu = property(lambda self: False)
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):

@@ -140,7 +140,7 @@ def test_only_declared_proxies_are_believed():
     assert visitor(["8.8.8.8"], peer="10.0.0.1") == "10.0.0.1"
 
 
-class Page:
+class UnstartedPage:
     """A page that is not started. link: its public address; None if Gradio's servers cannot be reached."""
 
     local_url = "http://127.0.0.1:7860/"
@@ -158,7 +158,7 @@ class Page:
 )
 def test_a_page_answers_to_its_public_link_only_if_it_is_shared(share, link, expected, monkeypatch, capsys):
     names = own_names("127.0.0.1")
-    monkeypatch.setattr(page, "build", lambda *_: Page(link))
+    monkeypatch.setattr(page, "build", lambda *_: UnstartedPage(link))
     monkeypatch.setattr(page, "_warm", lambda chosen: None)
     monkeypatch.setattr(hosts, "own_names", lambda *_: names)
     page.serve(share=share, block=False)
