@@ -48,6 +48,7 @@ HEALTHY = StepCost(draft=0.1, verify=0.02, overhead=0.1)  # verify: per draft to
 # Smaller factors are within the repeatability of such measurements: engines' logs cover seconds, and speeds of two
 # servers on one machine vary by a few percent.
 SMALLEST_GAIN = 1.05
+SMALLEST_RATE = 0.005  # break-even rates below are shown as 0 %, so they are left out
 SURE = 1.96  # standard deviations for 95 %
 EXAMPLES = 4  # engines whose flags are shown if the engine is unknown
 FEW_STEPS = 50  # below, the mean accepted length is uncertain by more than 10 %
@@ -125,9 +126,14 @@ class Diagnosis:
     @property
     def healthy(self) -> bool:
         """Return whether the run is faster than plain decoding, or expected to be."""
-        speed, length = self.observation.speedup, self.observation.accepted_length
-        expected = length / self.step_cost if length and self.step_cost else 0.0
-        return (expected if speed is None else speed.value) >= SMALLEST_GAIN
+        speed = self.observation.speedup
+        return ((self.expected_speed or 0.0) if speed is None else speed.value) >= SMALLEST_GAIN
+
+    @property
+    def expected_speed(self) -> float | None:
+        """Return the speed-up that follows from the cost of a step; None without a diagnosis."""
+        length = self.observation.accepted_length
+        return length / self.step_cost if length and self.step_cost else None
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -347,12 +353,12 @@ def _label(speed: Estimate) -> str:
 def verdict(found: Diagnosis, times: str = "x", opening: str = "") -> str:
     """Return the verdict in one sentence with its uncertainty. opening: replaces the words about the speed-up."""
     one = found.observation
-    assert one.accepted_length is not None and found.step_cost is not None
+    assert found.step_cost is not None
     speed = one.speedup
-    start = opening or (speed_phrase(speed, times) if speed else "Speed without speculation unknown")
+    start = opening or (speed_phrase(speed, times) if speed else _expected_phrase(found, times))
     takes = "takes" if speed else "is expected to take"
     parts = [f"{start}: a step {takes} as long as {found.step_cost:.2f} plain tokens and yields {_length(one)} tokens"]
-    if one.acceptance_rate is not None and found.break_even is not None:
+    if one.acceptance_rate is not None:
         parts.append(accepted_clause(one.acceptance_rate, found.break_even))
     limits = [BOTTLENECKS[cause.name] for cause in found.causes if cause.name != "draft length"]
     if found.step_cost <= 1.0:
@@ -364,10 +370,21 @@ def verdict(found: Diagnosis, times: str = "x", opening: str = "") -> str:
     return "; ".join([*parts, _advice_clause(found, times)]) + "."
 
 
-def accepted_clause(rate: float, break_even: float) -> str:
-    """Return the acceptance rate with the rate below which this draft loses."""
+def _expected_phrase(found: Diagnosis, times: str) -> str:
+    """Return the opening of a run whose speed without speculation is unknown: `Expected to be faster (1.48x ..)`."""
+    assert found.expected_speed is not None
+    speed = Estimate(found.expected_speed)
+    label = "about as fast" if _label(speed) == speed.label else _label(speed)
+    return f"Expected to be {label} ({speed.format(times)} on an H100, without a measured baseline)"
+
+
+def accepted_clause(rate: float, break_even: float | None) -> str:
+    """Return the acceptance rate with the rate below which this draft loses, if that is known and not 0."""
+    accepted = f"{100.0 * rate:.0f} % of the draft tokens were accepted"
+    if break_even is None or break_even < SMALLEST_RATE:
+        return accepted
     needed = f"{100.0 * break_even:.0f} % would break even" if break_even <= 1.0 else "not even 100 % would break even"
-    return f"{100.0 * rate:.0f} % of the draft tokens were accepted, {needed}"
+    return f"{accepted}, {needed}"
 
 
 def _length(one: Observation) -> str:

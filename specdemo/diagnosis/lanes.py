@@ -83,11 +83,7 @@ def _observation(lane: Mapping[str, Any], speed: Estimate, advice: DraftLengthAd
 def _accepted(lane: Mapping[str, Any], speed: Estimate) -> str:
     """Return the acceptance rate with the one that breaks even; empty if nothing was drafted."""
     rate, needed = lane.get("acceptance_rate"), break_even(lane, speed)
-    if rate is None:
-        return ""
-    return (
-        f"{100.0 * rate:.0f} % of the draft tokens were accepted" if needed is None else accepted_clause(rate, needed)
-    )
+    return "" if rate is None else accepted_clause(rate, needed)
 
 
 def _remote_sentence(speed: Estimate, lane: Mapping[str, Any], times: str) -> str:

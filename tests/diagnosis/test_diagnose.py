@@ -134,7 +134,23 @@ def test_missing_values_are_listed():
     assert found.cause is None and "mean accepted length" in found.missing
     without_baseline = diagnose(Observation(k=4, accepted_length=2.0))
     assert "speed without speculation" in without_baseline.missing
-    assert without_baseline.sentence.startswith("Speed without speculation unknown")
+    assert without_baseline.sentence.startswith("Expected to be faster (")
+
+
+@pytest.mark.parametrize(
+    ("length", "label"), [(2.0, "faster (1.48x"), (1.35, "about as fast (1.00x"), (1.2, "slower (0.89x")]
+)
+def test_an_unknown_speed_without_speculation_is_replaced_by_the_expected_one(length, label):
+    found = diagnose(Observation(k=4, accepted_length=length))
+    assert found.sentence.startswith(f"Expected to be {label} on an H100, without a measured baseline): a step is")
+    assert (found.cause is None) == found.healthy == (length == 2.0)
+    assert ("main cause" in found.sentence) == (length < 2.0)
+
+
+def test_a_step_without_extra_cost_has_no_rate_that_breaks_even():
+    found = diagnose(observation(tokens_per_s=200.0))
+    assert found.break_even == 0.0
+    assert "25 % of the draft tokens were accepted; no extra cost over plain decoding" in found.sentence
 
 
 def test_sampling_error_of_the_length_is_shown():
