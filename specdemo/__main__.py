@@ -209,7 +209,7 @@ def export(
     ],
     to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="Format: aiperf or prometheus.")],
 ) -> None:
-    """Print a stored run as records of AIPerf (profile_export.jsonl) or as Prometheus text."""
+    """Print a stored run in the format of another tool. Writes records of AIPerf (profile_export.jsonl) or Prometheus text."""
     from specdemo.diagnosis.export import FORMATS
     from specdemo.presets.recorded import load_trace
 
@@ -277,7 +277,8 @@ def watch(
     readings: Annotated[int, typer.Option(help="Stop after so many readings; 0: at Ctrl-C.", min=0)] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Show acceptance, throughput and the diagnosis of a running server, from its metrics. The server is only read."""
+    """Show what limits a running server. Reads its metrics every few seconds: acceptance, tokens/s and the diagnosis.
+    Sends no request for text."""
     from specdemo.diagnosis.terminal import show_live
     from specdemo.diagnosis.watch import Watch
 
@@ -400,8 +401,8 @@ def why(
     moe: Annotated[bool | None, typer.Option("--moe/--dense", help="The target is a mixture of experts.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Explain why speculative decoding is slow, from the output of any engine or from four numbers. Names the cause and
-    the flag to change; needs no torch."""
+    """Explain why speculative decoding is slow. Reads the output of an engine or four numbers (--k, --length, --without
+    and --with), and names the cause and the setting to change; needs no torch."""
     from specdemo.bench.why_report import why_report
     from specdemo.diagnosis.diagnose import diagnose
     from specdemo.diagnosis.observation import Observation
@@ -423,7 +424,7 @@ def why(
     }
     given |= {"accepted_length": length, "tokens_per_s": speculative, "plain_tokens_per_s": without}
     given |= {"batch_size": batch, "thinking": modes.get(thinking)}
-    observation = _read_output(file) if file else Observation(source="the options")
+    observation = _read_output(file) if file else Observation(source="options of the command")
     if baseline:
         observation = observation.merged(_read_output(baseline))
     found = diagnose(observation.changed(**given))

@@ -469,7 +469,14 @@ def test_why_explains_an_output_and_its_baseline(capsys):
     log, plain = (str(SAMPLES / f"llamacpp-{name}.log") for name in ("long", "plain"))
     report = output(capsys, "why", log, "--baseline", plain)
     assert report.startswith("Slower (") and "main cause: k = 27 is too large" in report
-    assert "--spec-draft-n-max" in report and "break-even" in report and "Not in this output:" in report
+    assert "--spec-draft-n-max" in report and "break-even" in report and "Unknown, and would make this more certain: " in report
+
+
+def test_why_changes_nothing_about_a_run_that_is_fast(capsys):
+    report = output(capsys, "why", *"--k 4 --length 4.2 --without 100 --with 300".split())
+    assert report.startswith("Faster (3.00x)") and "Nothing has to change." in report
+    assert "What to change" not in report and "No diagnosis" not in report
+    assert "Nothing has to change" not in output(capsys, "why", "--length", "2")
 
 
 def test_why_takes_four_numbers_and_prints_json(capsys):

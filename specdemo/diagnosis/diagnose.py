@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from specdemo.core.atomic_io import finite, json_text
 from specdemo.core.estimate import Estimate
+from specdemo.core.noise import MIN_STEP_COST
 from specdemo.core.speedup import break_even_rate
 from specdemo.core.suggest import program
 from specdemo.diagnosis.costs import StepCost, cost_model, step_costs, target_shape
@@ -134,6 +135,19 @@ class Diagnosis:
         """Return the speed-up that follows from the cost of a step; None without a diagnosis."""
         length = self.observation.accepted_length
         return length / self.step_cost if length and self.step_cost else None
+
+    @property
+    def implausible(self) -> bool:
+        """Return whether the two speeds cannot be of the same prompts and load: a step would be faster than a plain
+        one."""
+        return not self.measured and self.step_cost is not None and self.step_cost < MIN_STEP_COST
+
+    @property
+    def hopeless(self) -> bool:
+        """Return whether plain decoding is the fastest choice: no draft length is predicted to beat it, and the run
+        did not."""
+        speed = self.observation.speedup
+        return self.best_k == 0 and (not self.healthy if speed is None else _label(speed) != "faster")
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -360,11 +374,14 @@ def verdict(found: Diagnosis, times: str = "x", opening: str = "") -> str:
     parts = [f"{start}: a step {takes} as long as {found.step_cost:.2f} plain tokens and yields {_length(one)} tokens"]
     if one.acceptance_rate is not None:
         parts.append(accepted_clause(one.acceptance_rate, found.break_even))
+    if found.implausible:
+        return "; ".join([*parts, "impossible, so the two speeds are of different prompts or load"]) + "."
     limits = [BOTTLENECKS[cause.name] for cause in found.causes if cause.name != "draft length"]
     if found.step_cost <= 1.0:
         parts.append("no extra cost over plain decoding")
     elif found.cause is not None and (not found.healthy or found.cause.name in FAULTS):
-        parts.append(f"main cause: {found.cause.title}")
+        certain = found.measured or found.cause.name in FAULTS
+        parts.append(f"{'main' if certain else 'likely main'} cause: {found.cause.title}")
     elif limits:
         parts.append(f"bottleneck: {limits[0]}")
     return "; ".join([*parts, _advice_clause(found, times)]) + "."
@@ -402,7 +419,7 @@ def _length(one: Observation) -> str:
 def _advice_clause(found: Diagnosis, times: str) -> str:
     one, gain = found.observation, found.gain
     assert gain is not None
-    if not found.best_k and (one.speedup is None or _label(one.speedup) == "slower"):
+    if found.hopeless:
         return "not worth it here: no draft length is predicted to beat plain decoding"
     if any(cause.name == "draft length" for cause in found.causes):
         return f"k = {found.best_k} is predicted to be faster than k = {one.k} ({gain.format(times)})"
@@ -440,7 +457,10 @@ def _recommendations(found: Diagnosis) -> Iterator[str]:
     if cause is not None and cause.name in FAULTS:
         yield f"{cause.advice} Then measure again."
         return
-    if not best_k:
+    if found.implausible:
+        yield "Measure both speeds again with the same prompts and load: no step with a draft is faster than a plain one."
+        return
+    if found.hopeless:
         yield _setting(one, 0, "Turn speculation off")
     elif any(cause.name == "draft length" for cause in found.causes):
         yield _setting(one, best_k, f"Draft {best_k} token{'s' * (best_k > 1)} per step")

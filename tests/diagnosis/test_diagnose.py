@@ -148,9 +148,23 @@ def test_an_unknown_speed_without_speculation_is_replaced_by_the_expected_one(le
 
 
 def test_a_step_without_extra_cost_has_no_rate_that_breaks_even():
-    found = diagnose(observation(tokens_per_s=200.0))
+    found = diagnose(observation(tokens_per_s=201.0))
     assert found.break_even == 0.0
     assert "25 % of the draft tokens were accepted; no extra cost over plain decoding" in found.sentence
+
+
+def test_a_cause_that_is_estimated_is_called_likely():
+    assert "; likely main cause: drafting is too slow; " in diagnose(observation(tokens_per_s=50.0)).sentence
+    faulty = diagnose(observation(tokens_per_s=50.0, random_prompts=True))
+    assert "; main cause: the prompts are random tokens" in faulty.sentence
+
+
+def test_a_speed_that_no_draft_can_reach_is_to_be_measured_again():
+    for length in (1.0, 2.0):
+        found = diagnose(observation(accepted_length=length, tokens_per_s=300.0))
+        assert found.sentence.endswith("; impossible, so the two speeds are of different prompts or load.")
+        (advice,) = found.recommendations
+        assert advice.startswith("Measure both speeds again with the same prompts and load")
 
 
 def test_sampling_error_of_the_length_is_shown():
