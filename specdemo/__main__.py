@@ -209,7 +209,7 @@ def export(
     ],
     to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="Format: aiperf or prometheus.")],
 ) -> None:
-    """Print a stored run in the format of another tool. Writes records of AIPerf (profile_export.jsonl) or Prometheus text."""
+    """Print a stored run for other tools: records of AIPerf, or Prometheus text."""
     from specdemo.diagnosis.export import FORMATS
     from specdemo.presets.recorded import load_trace
 
@@ -272,7 +272,12 @@ def watch(
     every: Annotated[float, typer.Option(metavar="SECONDS", help="Time between readings.", min=0.2, max=3600)] = 5.0,
     plain: Annotated[
         float | None,
-        typer.Option(metavar="TOKENS/S", help="Speed of the server without speculation, at the same load.", min=0.001),
+        typer.Option(
+            "--without",
+            metavar="TOKENS/S",
+            help="Speed of the server without speculation, at the same load.",
+            min=0.001,
+        ),
     ] = None,
     readings: Annotated[int, typer.Option(help="Stop after so many readings; 0: at Ctrl-C.", min=0)] = 0,
     as_json: AsJson = False,
@@ -390,8 +395,12 @@ def why(
     length: Annotated[
         float | None, typer.Option(help="Mean accepted length, including the correction or bonus token.")
     ] = None,
-    without: Annotated[float | None, typer.Option(help="Tokens/s without speculation.")] = None,
-    speculative: Annotated[float | None, typer.Option("--with", help="Tokens/s with speculation.")] = None,
+    without: Annotated[
+        float | None, typer.Option(metavar="TOKENS/S", help="Speed without speculation, at the same load.", min=0.001)
+    ] = None,
+    speculative: Annotated[
+        float | None, typer.Option("--with", metavar="TOKENS/S", help="Speed with speculation.", min=0.001)
+    ] = None,
     engine: Annotated[str, typer.Option(help="Engine whose flags are shown, such as vllm or llama-server.")] = "",
     method: Annotated[str, typer.Option(help="Drafting method, such as eagle, mtp or draft_model.")] = "",
     target: Annotated[str, typer.Option(help="Target model, a hub id.")] = "",

@@ -39,7 +39,7 @@ def _break_even(rate: float | None) -> str:
 
 
 def _causes(found: Diagnosis) -> list[str]:
-    title = "Causes, and how much faster it would be without each" if found.cause else "What limits the speed, and how much faster it would be without"
+    title = "Causes, and the speed-up without each" if found.cause else "What limits the speed"
     lines = [f"{cause.title} ({cause.gain:.2f}x): {cause.evidence}" for cause in found.causes]
     return _titled(title, lines)
 

@@ -458,7 +458,7 @@ def _recommendations(found: Diagnosis) -> Iterator[str]:
         yield f"{cause.advice} Then measure again."
         return
     if found.implausible:
-        yield "Measure both speeds again with the same prompts and load: no step with a draft is faster than a plain one."
+        yield "Measure both speeds again with the same prompts and load: a step with a draft is never faster."
         return
     if found.hopeless:
         yield _setting(one, 0, "Turn speculation off")
