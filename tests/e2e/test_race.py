@@ -220,6 +220,25 @@ def test_lossy_lane_has_its_badge_everywhere(visit, tmp_path):
     assert ",false," in save(page, "csv").path().read_text(encoding="utf-8")
 
 
+def test_forced_tokens_have_a_kind_of_their_own(visit):
+    page = visit("?preset=embedded-grammar&max_new_tokens=24")
+    expect(page.locator("#grammar textarea")).to_have_value(re.compile('^{"type": "object"'))
+    expect(page.locator(".sd-forced-key")).to_be_hidden()
+    run(page, "identical")
+    token = page.locator('[data-lane="1"] [data-kind="forced"]').first
+    expect(token).to_be_visible()
+    expect(page.locator(".sd-forced-key")).to_be_visible()
+    token.click()
+    expect(page.locator('.sd-table [data-outcome="forced"] .sd-outcome').first).to_have_text("» forced by the grammar")
+
+
+def test_options_of_the_acceptance_rule_have_controls(visit):
+    page = visit("?preset=embedded-draft&max_new_tokens=12&acceptance=fly&rule.window=2")
+    expect(page.locator("#rule-window-1 input[type=number]")).to_have_value("2")
+    run(page, "lossy")
+    expect(page.locator('[data-tile="output"] small')).to_contain_text("log-likelihood")
+
+
 def test_unreported_server_values_are_unknown(visit, remote_file):
     page = visit()
     open_file(page, remote_file)
