@@ -11,7 +11,7 @@ from playwright.sync_api import expect
 
 from specdemo.core.tally import summarise
 from specdemo.core.trace import compare, estimates, from_json, to_json
-from specdemo.diagnosis.lanes import prediction
+from specdemo.diagnosis.lanes import break_even, prediction
 from tests.e2e.conftest import choose_example, edit, expect_example
 from tests.traces import HOSTILE, PROMPT, hostile_trace
 from tests.ui.stand_ins import chat_trace
@@ -119,7 +119,9 @@ def test_every_number_of_a_finished_page_follows_from_its_trace(visit, tmp_path)
     )
     assert {(metric, of): value for metric, of, value in shown} == {key: str(value) for key, value in expected.items()}
     totals, (speed,) = summarise(lane), estimates(trace)
-    expect(page.locator('[data-tile="acceptance"] small')).to_have_text(f"{totals['accepted']} of {totals['drafted']}")
+    needed = f"break-even {100 * break_even(totals, speed):.0f} %"
+    shares = f"{totals['accepted']} of {totals['drafted']}, {needed}"
+    expect(page.locator('[data-tile="acceptance"] small')).to_have_text(shares)
     expect(page.locator('[data-tile="per-pass"] small')).to_have_text(f"{totals['steps']} passes")
     expect(page.locator('[data-tile="speedup"] small')).to_contain_text(f"{speed.interval()}, ")
     expect(page.locator('[data-tile="speedup"] small')).to_contain_text(speed.label)
