@@ -14,10 +14,12 @@ from specdemo.core.sampling import Sampling
 from specdemo.engine.loop import generate
 from specdemo.methods import detect_method, load_drafter
 from specdemo.methods.heads.gemma4_assistant import Gemma4Assistant
+from specdemo.methods.pairs import check_pair
 from specdemo.models.checkpoints import open_checkpoint
 from specdemo.models.target import HFTarget
 from specdemo.models.toy import ToyTarget
 from tests.methods.test_medusa import check_greedy
+from tests.models.recorders import Replayed
 from tests.models.tiny import VOCABULARY, build, texts
 
 WINDOW = 6
@@ -138,6 +140,26 @@ def test_rows_of_a_batch_draft_as_alone(target, tmp_path):
 @pytest.mark.parametrize("centroids", [0, VOCABULARY])
 def test_greedy_output_equals_plain_decoding(target, tmp_path, centroids):
     check_greedy(target, Gemma4Assistant(target, saved(official(centroids), tmp_path)))
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8)])
+def test_drafts_of_cuda_graphs_are_the_eager_ones(target, tmp_path, sampling):
+    source, recorder = saved(official(VOCABULARY), tmp_path), Replayed()
+    config = Generation(30, sampling, budget=Budget(3, 3), stop_token_ids=())
+    drafts = []
+    for one in (target, HFTarget(target.model, capture=recorder)):
+        events = generate(one, Gemma4Assistant(one, source), texts(2, 4), config)
+        drafts.append([(event.drafted, event.emitted) for event in events])
+        assert one.note == ""
+    assert drafts[0] == drafts[1]
+    assert recorder.replayed > 20
+
+
+def test_doctor_reads_the_headers_only(target, tmp_path):
+    with torch.device("meta"):
+        outline = HFTarget(type(target.model)(target.model.config))
+    fit = check_pair(outline, saved(official(VOCABULARY), tmp_path))
+    assert (fit.method, fit.fits) == ("gemma4_assistant", True), fit.reason
 
 
 def test_an_assistant_that_knows_the_target_is_always_accepted():

@@ -27,6 +27,7 @@ from specdemo.core.tree import ABSENT, Draft
 from specdemo.engine.loop import generate
 from specdemo.methods import load_drafter
 from specdemo.models.target import HFTarget
+from tests.models.recorders import Replayed
 from tests.models.tiny import CHAINS, SIZES, TREES, VOCABULARY, build, fresh, pinned, texts
 
 PROMPT = 13  # longer than every window of the tiny models
@@ -447,6 +448,17 @@ def test_a_pass_returns_the_experts_that_the_router_chose(name):
         assert torch.equal(forward.experts[:, :, layer].sort(-1).values, expected)
     assert forward.experts.shape == (2, 4, 3, 2)
     assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_cuda_graphs_return_the_experts_too():
+    model = mixture("olmoe")
+    prompts, following = texts(2, 5), [texts(2, 4, seed=seed) for seed in (1, 2, 3)]
+    chosen = []
+    for target in (HFTarget(model), HFTarget(model, capture=Replayed())):
+        target.start(prompts)
+        chosen.append([target.forward(tokens, torch.arange(3).expand(2, -1), (-1,)).experts for tokens in following])
+    assert target.uses_cuda_graphs and not target.note
+    assert all(map(torch.equal, *chosen))
 
 
 def test_dense_models_have_no_experts(target):
