@@ -53,7 +53,8 @@ class Method(DraftingCost, Drafter):
     exact: ClassVar[bool] = True  # False: output is not the target's even under a lossless rule
     learns: ClassVar[bool] = False  # True: improves with use, so a session reuses it in the next run
     Options: ClassVar[type[BaseOptions]] = NoOptions
-    config_keys: ClassVar[frozenset[str]] = frozenset()  # keys of config.json that it understands; empty: no check
+    # keys of config.json that it understands; empty, as for a subclass that sets none: they are not checked
+    config_keys: ClassVar[frozenset[str]] = frozenset()
     serves: ClassVar[Mapping[str, EngineArgs]] = {}  # engine -> its server arguments for this method
 
     def __init__(self, target: Target, model: object = None, options: object = None) -> None:
