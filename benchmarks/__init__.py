@@ -142,7 +142,6 @@ class Losses(Suite):
     batch: Annotated[int, Field(ge=256), Option("--batch", "number of tokens", "Tokens per step.", int)] = 2048
     prompts: Annotated[int, Field(ge=2), Option("--openings", "number of prompts", "Held-out prompts.", int)] = 40
     new_tokens: NewTokens = 96
-    fresh: Annotated[bool, Option("--fresh", "start", "Train untrained heads instead.", bool)] = False
     temperature: Annotated[
         float, Field(ge=0.0, le=2.0), Option("--temperature", "temperature", "Temperature of the measurement.", float)
     ] = 0.0
@@ -166,7 +165,6 @@ class Losses(Suite):
                 self.batch,
                 self.prompts,
                 self.new_tokens,
-                self.fresh,
                 self.temperature,
                 report,
                 cancelled,

@@ -22,7 +22,7 @@ from specdemo.engine.session import environment
 from specdemo.methods import load_drafter
 from specdemo.methods.base import Head
 from specdemo.methods.heads.network import Network
-from specdemo.methods.recipes import head_recipe, trained_drafter, untrained_drafter
+from specdemo.methods.recipes import head_recipe, trained_drafter
 from specdemo.methods.targets import load_target
 from specdemo.models.text import encode
 from specdemo.presets.limits import LIMITS
@@ -52,15 +52,14 @@ def losses(
     batch_tokens: int,
     prompts: int,
     new_tokens: int,
-    fresh: bool,
     temperature: float,
     report: Report,
     cancelled: Callable[[], bool],
 ) -> Result:
     """Fine-tune every head with every objective on the same batches; measure tokens per pass on held-out openings.
 
-    cache: teacher data, built if missing. out: folder of the trained heads. fresh: train untrained heads instead, and
-    compare with the first objective instead of the shipped head. temperature: of the measurement.
+    cache: teacher data, built if missing. out: folder of the fine-tuned heads, which are not trained again.
+    temperature: of the measurement.
     """
     target, fused = load_target("stories", kernels="transformers"), load_target("stories")
     openings = [encode(tokenizer(fused), text, LIMITS.prompt)[:OPENING] for text in read_corpus(corpus).valid]
@@ -74,30 +73,20 @@ def losses(
     for name in heads:
         shipped = count_passes(fused, _load(fused, name), HEADS[name], chosen, new_tokens, temperature)
         rows.append(_row(name, "shipped", shipped, shipped))
-        reference = None if fresh else shipped
         for number, objective in enumerate(OBJECTIVES):
             if cancelled():
                 break
             what = f"{objective.loss}, {objective.weights}"
             report((heads.index(name) + number / len(OBJECTIVES)) / len(heads), f"{name}: {what}")
             folder = out / f"{name}-{objective.loss}-{objective.weights}"
-            _train(target, name, data, objective, folder, steps, batch_tokens, fresh)
+            _train(target, name, data, objective, folder, steps, batch_tokens)
             trained = count_passes(fused, _load(fused, name, folder), HEADS[name], chosen, new_tokens, temperature)
-            reference = reference or trained
-            rows.append(_row(name, what, trained, reference))
+            rows.append(_row(name, what, trained, shipped))
             report((heads.index(name) + (number + 1) / len(OBJECTIVES)) / len(heads), f"{name}: {rows[-1]}")
     config = {"target": target.name, "steps": steps, "batch tokens": batch_tokens, "prompts": len(chosen)}
     config |= {"new tokens": new_tokens, "temperature": temperature}
-    rates = 1.0 if fresh else START_RATES
-    remark = f"The ratio has a 95 % bootstrap interval over prompts. Learning rates: {rates:g} times the recipe's."
-    return Result(
-        "head-losses",
-        1,
-        config,
-        environment(target),
-        rows,
-        [remark],
-    )
+    remark = f"Brackets: 95 % bootstrap interval over prompts. Learning rates: {START_RATES:g} times the recipe's."
+    return Result("head-losses", 1, config, environment(target), rows, [remark])
 
 
 def _load(target: Target, name: str, folder: Path | None = None) -> Head[Network]:
@@ -116,20 +105,17 @@ def _train(
     folder: Path,
     steps: int,
     batch_tokens: int,
-    fresh: bool,
 ) -> None:
-    """Train a head for `steps` steps and save it."""
+    """Fine-tune a shipped head for `steps` steps and save it."""
     torch.manual_seed(0)
     recipe = name.removeprefix("stories-")
-    made = head_recipe(recipe)
-    drafter = untrained_drafter(made, target) if fresh else trained_drafter(made, target, name)
+    drafter = trained_drafter(head_recipe(recipe), target, name)
     drafter.objective = objective
     folder.mkdir(parents=True, exist_ok=True)
     seconds = count()  # every step takes a second of this clock
     clock = partial(next, seconds)
-    *_, last = train_head(drafter, target, data, folder, steps / 60, batch_tokens, clock, 1.0 if fresh else START_RATES)
-    facts = {} if fresh else {"start": name}
-    save_head(drafter, target, folder, last.history, data, recipe=recipe, **facts, **asdict(objective))
+    *_, last = train_head(drafter, target, data, folder, steps / 60, batch_tokens, clock, START_RATES)
+    save_head(drafter, target, folder, last.history, data, recipe=recipe, start=name, **asdict(objective))
 
 
 def count_passes(
@@ -156,6 +142,6 @@ def per_pass(counts: Counts, chosen: Sequence[int]) -> float:
     return sum(counts[i][0] for i in chosen) / sum(counts[i][1] for i in chosen)
 
 
-def _row(name: str, what: str, own: Counts, reference: Counts) -> dict[str, Any]:
+def _row(name: str, what: str, own: Counts, shipped: Counts) -> dict[str, Any]:
     tokens = round(per_pass(own, range(len(own))), 4)
-    return {"head": name, "loss, weights": what, "tokens/pass": tokens, "ratio": ratio_interval(own, reference)}
+    return {"head": name, "loss, weights": what, "tokens/pass": tokens, "ratio": ratio_interval(own, shipped)}

@@ -35,7 +35,6 @@ def test_every_head_is_fine_tuned_with_every_objective(tmp_path, monkeypatch):
         batch_tokens=256,
         prompts=2,
         new_tokens=6,
-        fresh=False,
         temperature=1.0,
         report=lambda share, what: shown.append(share),
         cancelled=never_cancelled,
