@@ -209,7 +209,7 @@ def export(
     ],
     to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="Format: aiperf or prometheus.")],
 ) -> None:
-    """Print a stored run for other tools: records of AIPerf, or Prometheus text."""
+    """Print a stored run for AIPerf or Prometheus. Writes the records of AIPerf's profile_export.jsonl, or metrics."""
     from specdemo.diagnosis.export import FORMATS
     from specdemo.presets.recorded import load_trace
 
