@@ -419,6 +419,7 @@ def why(
     modes = {"on": True, "off": False}
     if thinking and thinking not in modes:
         raise ValueError(f"unknown thinking mode {thinking[:40]!r}; {suggest(thinking[:40], modes)}")
+    _check_names(engine, method)
     if file is None and length is None:
         raise ValueError("no output given; name a file, or give --k, --length, --without and --with")
     if file == baseline == "-":
@@ -438,6 +439,19 @@ def why(
         observation = observation.merged(_read_output(baseline))
     found = diagnose(observation.changed(**given))
     print(json_text(found.as_dict(), indent=1) if as_json else why_report(found))
+
+
+def _check_names(engine: str, method: str) -> None:
+    """Raise ValueError, one line, for an engine or a drafting method that a diagnosis does not know."""
+    from specdemo.diagnosis.observation import WORDS, method_of
+    from specdemo.methods.drafting_cost import DraftingCost
+    from specdemo.servers.engines import engines
+
+    names, methods = [one.name for one in engines()], dict.fromkeys([*WORDS, *DraftingCost.declared])
+    if engine and engine not in names:
+        raise ValueError(f"unknown engine {engine[:40]!r}; {suggest(engine[:40], names)}")
+    if method and not method_of(method) and method not in methods:
+        raise ValueError(f"unknown drafting method {method[:40]!r}; {suggest(method[:40], methods)}")
 
 
 def _read_output(path: str) -> "Observation":

@@ -480,6 +480,18 @@ def test_why_changes_nothing_about_a_run_that_is_fast(capsys):
     assert "Nothing has to change" not in output(capsys, "why", "--length", "2")
 
 
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--engine=vlm", "unknown engine 'vlm'; did you mean 'vllm'?"),
+        ("--method=eagel", "unknown drafting method 'eagel'; did you mean 'eagle'?"),
+        ("--baseline=-", "standard input"),
+    ],
+)
+def test_why_refuses_names_that_it_would_ignore(capsys, option, message):
+    assert message in refusal(capsys, "why", "-", "--k", "4", option)
+
+
 def test_why_takes_four_numbers_and_prints_json(capsys):
     numbers = "--k 4 --length 2.05 --without 100 --with 52 --engine vllm --json".split()
     found = json.loads(output(capsys, "why", *numbers))

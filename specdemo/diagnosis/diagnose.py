@@ -319,7 +319,7 @@ class _Fit:
             "random prompts": f"{accepted} after random prompts",
             "drafting": f"a draft token costs {cost.draft:.2f} plain steps",
             "verification": wide,
-            "batch size": f"{wide} at batch size {batch:g}, where it verifies {batch * (k + 1):.0f} tokens",
+            "batch size": f"{wide} at batch size {batch:.3g}, where it verifies {batch * (k + 1):.0f} tokens",
             "experts": f"{wide}, and it reads {self._expert_cost(k):.1f} times the weights of one token",
             "overhead": f"{cost.overhead:.2f} plain steps per step are neither drafting nor verification",
             "memory": "weights or caches are read from main memory or disk",
@@ -392,7 +392,7 @@ def _expected_phrase(found: Diagnosis, times: str) -> str:
     assert found.expected_speed is not None
     speed = Estimate(found.expected_speed)
     label = "about as fast" if _label(speed) == speed.label else _label(speed)
-    return f"Expected to be {label} ({speed.format(times)} on an H100, without a measured baseline)"
+    return f"Expected to be {label} ({speed.format(times)} on an H100, not measured)"
 
 
 def accepted_clause(rate: float, break_even: float | None) -> str:
@@ -432,12 +432,16 @@ def _unknown(one: Observation) -> str:
         for value, words in ((one.accepted_length, "mean accepted length"), (one.k, "draft length k"))
         if not value
     ]
-    return f"No diagnosis: {' and '.join(needed)} unknown; give them as options, or read another output of the engine."
+    if not one.k and one.accepted_length == 1.0:
+        return "No diagnosis: this output is of plain decoding; use it as the baseline of a run with speculation."
+    pronoun = "them" if len(needed) > 1 else "it"
+    return f"No diagnosis: {' and '.join(needed)} unknown; give {pronoun} too, or read another output of the engine."
 
 
 def _notes(one: Observation, best_k: int, others: Sequence[_Fit]) -> Iterator[str]:
     if one.speedup is None:
-        yield "The speed without speculation is unknown, so costs are those expected on an H100; measure it too."
+        unknown = "with" if one.plain_tokens_per_s else "without"
+        yield f"The speed {unknown} speculation is unknown, so costs are those expected on an H100; measure it too."
     elif others:
         yield "Times of drafting and verification are unknown; their split is estimated from the models' sizes."
     if not best_k and others:

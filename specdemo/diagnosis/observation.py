@@ -26,6 +26,7 @@ NUMBERS = {  # what a missing value is called
     "target": "target model",
     "thinking": "thinking mode",
 }
+WITH_SPECULATION = "speed with speculation"
 WORDS = {  # part of an engine's name of a method -> method; the first match counts
     "draft_model": ("draft_model", "draft-simple", "standalone", "draft model"),
     "dflash": ("dflash", "dspark", "domino"),
@@ -103,7 +104,8 @@ class Observation:
     @property
     def missing(self) -> tuple[str, ...]:
         """Return the names of the values that are unknown and would make a diagnosis more certain."""
-        return tuple(words for name, words in NUMBERS.items() if getattr(self, name) in (None, "", ()))
+        words = NUMBERS | ({"speedup": WITH_SPECULATION} if self.plain_tokens_per_s else {})
+        return tuple(words[name] for name in NUMBERS if getattr(self, name) in (None, "", ()))
 
     def changed(self, **values: object) -> Self:
         """Return the observation with other values; None and empty texts change nothing."""
@@ -111,7 +113,10 @@ class Observation:
         return replace(self, **known)
 
     def merged(self, plain: Self) -> Self:
-        """Return the observation with the speed of a run without speculation on the same machine and load."""
+        """Return the observation with the speed of a run without speculation on the same machine and load. Raises
+        ValueError, one line, if that is unknown."""
+        if plain.tokens_per_s is None and plain.plain_tokens_per_s is None:
+            raise ValueError(f"the baseline ({plain.source}) contains no tokens/s; give the speed itself")
         return replace(self, plain_tokens_per_s=plain.tokens_per_s or plain.plain_tokens_per_s)
 
 

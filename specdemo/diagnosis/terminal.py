@@ -69,7 +69,7 @@ def table(watch: Watch) -> Table:
 
 def line(row: Row) -> str:
     """Return a reading as one line of text."""
-    return ", ".join(f"{TITLES.get(name, name)} {_cell(name, value)}" for name, value in row.items())
+    return ", ".join(f"{TITLES.get(name, name)}: {_cell(name, value)}" for name, value in row.items())
 
 
 def _cell(name: str, value: float | None) -> str:

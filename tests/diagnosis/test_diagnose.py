@@ -142,7 +142,7 @@ def test_missing_values_are_listed():
 )
 def test_an_unknown_speed_without_speculation_is_replaced_by_the_expected_one(length, label):
     found = diagnose(Observation(k=4, accepted_length=length))
-    assert found.sentence.startswith(f"Expected to be {label} on an H100, without a measured baseline): a step is")
+    assert found.sentence.startswith(f"Expected to be {label} on an H100, not measured): a step is")
     assert (found.cause is None) == found.healthy == (length == 2.0)
     assert ("main cause" in found.sentence) == (length < 2.0)
 
@@ -151,6 +151,23 @@ def test_a_step_without_extra_cost_has_no_rate_that_breaks_even():
     found = diagnose(observation(tokens_per_s=201.0))
     assert found.break_even == 0.0
     assert "25 % of the draft tokens were accepted; no extra cost over plain decoding" in found.sentence
+
+
+def test_the_speed_that_is_missing_is_named():
+    found = diagnose(Observation(k=4, accepted_length=2.0, plain_tokens_per_s=60.0))
+    assert "speed with speculation" in found.missing and "speed without speculation" not in found.missing
+    assert found.notes[0].startswith("The speed with speculation is unknown")
+    with pytest.raises(ValueError, match=r"^the baseline \(golden\) contains no tokens/s; give the speed itself$"):
+        observation().merged(Observation(source="golden"))
+
+
+def test_an_output_of_plain_decoding_is_a_baseline():
+    assert (
+        "this output is of plain decoding; use it as the baseline"
+        in diagnose(Observation(accepted_length=1.0)).sentence
+    )
+    unknown = diagnose(Observation(accepted_length=2.0)).sentence
+    assert unknown == "No diagnosis: draft length k unknown; give it too, or read another output of the engine."
 
 
 def test_a_cause_that_is_estimated_is_called_likely():

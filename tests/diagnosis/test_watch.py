@@ -102,7 +102,7 @@ def test_the_command_prints_a_line_per_reading_and_the_diagnosis(monkeypatch, ca
     with readings_of(monkeypatch, vllm(300), vllm(600)) as server:
         assert main(["watch", server.address, "--every", "0.2", "--readings", "2", "--without", "500"]) == 0
     first, *rest = capsys.readouterr().out.splitlines()
-    assert "acceptance rate 50 %, mean accepted length 2.00, accepted at 1 67 %, accepted at 2 33 %" in first
+    assert "acceptance rate: 50 %, mean accepted length: 2.00, accepted at 1: 67 %, accepted at 2: 33 %" in first
     assert rest and all(not line.startswith("Reading") for line in rest)
 
 

@@ -35,8 +35,8 @@ def read_output(text: str, limits: JsonLimits = FILE_LIMITS) -> Observation:
         found = reader.read(output)
         if found is not None:
             return found
-    known = ", ".join(reader.title for reader in READERS)
-    raise ValueError(f"this output is of no known kind; known are: {known}")
+    known = "; ".join(reader.title for reader in READERS)
+    raise ValueError(f"this output is of no known kind. It may be: {known}")
 
 
 def read_output_file(path: str | Path, limits: JsonLimits = FILE_LIMITS) -> Observation:
