@@ -128,7 +128,7 @@ def test_the_metadata_describe_the_package(wheel):
     description = metadata.get_payload()
     assert description.startswith("# specdemo\n") and metadata["Description-Content-Type"] == "text/markdown"
     assert not re.search(r"\]\((?!https://)", description)  # links and images that break outside the checkout
-    assert set(metadata.get_all("Provides-Extra")) == {"page", "bitsandbytes", "gguf"}
+    assert set(metadata.get_all("Provides-Extra")) == {"page", "bitsandbytes", "gguf", "grammar"}
     required = [Requirement(line) for line in metadata.get_all("Requires-Dist")]
     core = {
         requirement.name
