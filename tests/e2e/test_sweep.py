@@ -59,3 +59,15 @@ def test_run_stop_save_open_share(visit_gated, gates, tmp_path):
     expect(other.locator("#sweep .sd-more")).to_have_text(re.compile("^Scroll the table for more columns"))
     expect(other.locator("#sweep .sd-chart .sd-chart-name")).to_have_count(3)
     assert other.evaluate("document.documentElement.scrollWidth") == 390
+
+
+def test_prompt_length_has_a_second_chart_that_other_sweeps_do_not_have(visit_gated):
+    page = visit_gated("")
+    page.get_by_role("tab", name="Sweep").click()
+    page.get_by_label("Prompt length").click()
+    second = page.locator("#sweep .sd-second")
+    expect(second.locator(".sd-second-title")).to_have_text("Mean accepted length over position in the text")
+    expect(second.locator("svg .sd-curve")).to_have_count(3)
+    expect(second.locator(".sd-second-note")).to_contain_text("16 places in Python files of specdemo")
+    page.get_by_label("Batch size").click()
+    expect(second).to_be_hidden()
