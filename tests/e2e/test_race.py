@@ -117,7 +117,8 @@ def test_every_number_of_a_finished_page_follows_from_its_trace(visit, tmp_path)
     shown = page.locator("[data-metric]").evaluate_all(
         "nodes => nodes.map(n => [n.dataset.metric, Number(n.dataset.ofLane), n.dataset.value])"
     )
-    assert {(metric, of): value for metric, of, value in shown} == {key: str(value) for key, value in expected.items()}
+    known = {(metric, of): value for metric, of, value in shown if value}  # the target has no experts
+    assert known == {key: str(value) for key, value in expected.items()}
     totals, (speed,) = summarise(lane), estimates(trace)
     needed = f"break-even {100 * break_even(totals, speed):.0f} %"
     shares = f"{totals['accepted']} of {totals['drafted']}, {needed}"
