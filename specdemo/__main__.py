@@ -629,8 +629,8 @@ def methods(as_json: AsJson = False) -> None:
         print(json_text([_method(name) for name in usable()], indent=1))
         return
     for name, cls in ((name, method(name)) for name in usable()):
-        kind = "exact" if cls.exact else "lossy"
-        print(f"{name}: {cls.title} ({kind}{', needs a draft model' if cls.needs_model else ''})")
+        kind = "lossless" if cls.exact else "lossy"
+        print(f"{name}: {cls.title} ({kind}{', needs --model' if cls.needs_model else ''})")
         print(f"    {cls.summary}")
         for knob in knobs(name):
             default = str(knob.default).lower() if knob.type is bool else knob.default
@@ -639,8 +639,8 @@ def methods(as_json: AsJson = False) -> None:
         print(f"acceptance rule {entry.label(rule)}{', chains only' if not entry.trees else ''}")
         for knob in rule_knobs(rule).values():
             print(f"    --acceptance-option {knob.name}={knob.default}  {knob.range}  {knob.help}")
-    lossy = " or ".join(name for name, entry in RULES.items() if not entry.lossless)
-    print(f"Exact refers to the default acceptance rule; with --acceptance {lossy} every method is lossy.")
+    lossy = ", ".join(name for name, entry in RULES.items() if not entry.lossless)
+    print(f"With a lossy rule (--acceptance {lossy}) every method is lossy.")
 
 
 @app.command()

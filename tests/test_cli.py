@@ -246,7 +246,10 @@ def test_presets_and_methods_as_text(capsys):
     out = capsys.readouterr().out
     assert all(id in out for id in load_presets())
     assert main(["methods"]) == 0
-    assert "    --option max_n=8  1 to 8  longest suffix to match" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "    --option max_n=8  1 to 8  longest suffix to match" in out
+    assert "medusa: Medusa (lossless, needs --model)" in out
+    assert "With a lossy rule (--acceptance typical, fly, speculative_cascade) every method is lossy." in out
 
 
 def test_methods_name_their_options_with_range_and_help(capsys):

@@ -6,6 +6,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
+from specdemo.core.suggest import program
 from specdemo.engine.comparison import Settings
 from specdemo.models.gguf_files import OLLAMA, is_gguf, quantisation_in
 from specdemo.presets.files import load_presets
@@ -17,7 +18,7 @@ RULES = (
     "a draft model of the same family, with the same vocabulary, 10 to 20 times smaller than the target",
     "a head that was trained for exactly this target and the way it is prompted, with or without thinking",
     "without any drafter: n-gram or suffix drafting where the answer repeats the prompt, as in editing",
-    "your own head: `specdemo train medusa --target TARGET` (transformers models)",
+    f"your own head: `{program()} train medusa --target TARGET` (transformers models)",
 )
 KINDS = {
     "eagle": "EAGLE-3",
