@@ -1,48 +1,57 @@
-"""Report of a diagnosis for a terminal. Needs no torch."""
+"""Report of a diagnosis for a terminal, and the parts of it that the page shows too. Needs no torch."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from specdemo.bench.report import visible
 from specdemo.diagnosis.diagnose import SMALLEST_RATE, Diagnosis
 
+POSITIONS = 16  # positions of which the acceptance is shown
+NOTHING = "Nothing has to change."
+
 
 def why_report(found: Diagnosis) -> str:
     """Return the verdict, the numbers, the causes in order, what to change, and what was missing."""
-    nothing = [] if found.recommendations or found.step_cost is None else ["Nothing has to change."]
-    parts = [[found.sentence], [*_numbers(found)], [*_causes(found)]]
-    parts += [_titled("What to change", found.recommendations) or nothing, [*found.notes]]
+    rows = [f"{name:<22}{value:<6}{remark}".rstrip() for name, value, remark in numbers(found)]
+    changed = changes(found)
+    parts = [[found.sentence], rows, [*_causes(found)]]
+    parts += [changed if changed == [NOTHING] else _titled("What to change", changed), [*found.notes]]
     parts += [[f"Unknown, and would make this more certain: {', '.join(found.missing)}."] if found.missing else []]
     return visible("\n\n".join("\n".join(lines) for lines in parts if lines))
 
 
-def _numbers(found: Diagnosis) -> Iterator[str]:
+def numbers(found: Diagnosis) -> Iterator[tuple[str, str, str]]:
+    """Yield the numbers of a diagnosis: name, value, and a remark that may be empty."""
     one = found.observation
     if one.source:
-        yield f"source                {one.source}"
+        yield "source", one.source, ""
     if one.accepted_length is not None and one.k:
-        yield f"mean accepted length  {one.accepted_length:.2f} of at most {one.k + 1} (k = {one.k})"
+        yield "mean accepted length", f"{one.accepted_length:.2f}", f"of at most {one.k + 1}, k = {one.k}"
     if one.acceptance_rate is not None:
-        yield f"acceptance rate       {100.0 * one.acceptance_rate:.0f} %{_break_even(found.break_even)}"
+        yield "acceptance rate", f"{100.0 * one.acceptance_rate:.0f} %", _break_even(found.break_even)
     if any(one.by_position):
-        yield f"by position           {', '.join(f'{100.0 * share:.0f} %' for share in one.by_position[:16])}"
+        yield "accepted by position", ", ".join(f"{100.0 * share:.0f} %" for share in one.by_position[:POSITIONS]), ""
     if found.costs is not None:
-        how = "measured" if found.measured else "estimated"
-        yield f"a draft token costs   {found.costs.draft:.2f} plain steps ({how})"
-        yield f"verification costs    {found.costs.verify:.2f} plain steps ({how})"
-        yield f"overhead per step     {found.costs.overhead:.2f} plain steps ({how})"
+        unit = "plain steps, " + ("measured" if found.measured else "estimated")
+        yield "a draft token", f"{found.costs.draft:.2f}", unit
+        yield "verification", f"{found.costs.verify:.2f}", unit
+        yield "overhead per step", f"{found.costs.overhead:.2f}", unit
+
+
+def changes(found: Diagnosis) -> list[str]:
+    """Return what to change, NOTHING for a run that is fast enough; empty without a diagnosis."""
+    return [*found.recommendations] or ([] if found.step_cost is None else [NOTHING])
 
 
 def _break_even(rate: float | None) -> str:
     if rate is None or rate < SMALLEST_RATE:
         return ""
-    return f", break-even {100.0 * rate:.0f} %" if rate <= 1.0 else ", break-even above 100 %"
+    return f"break-even {100.0 * rate:.0f} %" if rate <= 1.0 else "break-even above 100 %"
 
 
 def _causes(found: Diagnosis) -> list[str]:
-    title = "Causes, and the speed-up without each" if found.cause else "What limits the speed"
-    lines = [f"{cause.title} ({cause.gain:.2f}x): {cause.evidence}" for cause in found.causes]
-    return _titled(title, lines)
+    title = "Causes, by the speed-up without each" if found.cause else "What limits the speed"
+    return _titled(title, [f"{cause.title} ({cause.gain:.2f}x): {cause.evidence}" for cause in found.causes])
 
 
-def _titled(title: str, lines: list[str] | tuple[str, ...]) -> list[str]:
+def _titled(title: str, lines: Sequence[str]) -> list[str]:
     return [f"{title}:", *(f"{place}. {line}" for place, line in enumerate(lines, start=1))] if lines else []

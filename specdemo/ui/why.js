@@ -10,10 +10,10 @@ function show(diagnosis) {
   if (diagnosis.error) return void ($(".sd-alert").textContent = sentence(diagnosis.error));
   $(".sd-diagnosed").textContent = diagnosis.sentence;
   $(".sd-diagnosed").dataset.tone = diagnosis.tone;
-  list(".sd-changes", diagnosis.changes, "Nothing.");
+  list(".sd-changes", diagnosis.changes, "Unknown.");
   list(".sd-causes", diagnosis.causes.map(([title, gain, evidence]) => `${title} (${gain}): ${evidence}`), "None found.");
   $(".sd-table").replaceChildren(numbers(diagnosis.numbers));
-  const missing = diagnosis.missing.length ? [`Not in this output: ${diagnosis.missing.join(", ")}.`] : [];
+  const missing = diagnosis.missing.length ? [`Unknown, and would make this more certain: ${diagnosis.missing.join(", ")}.`] : [];
   $(".sd-lacks").textContent = [...diagnosis.notes, ...missing].join(" ");
 }
 

@@ -1,12 +1,12 @@
-"""The card "Why is mine slow?" of the What if tab: the output of any engine, pasted or dropped, and its diagnosis.
+"""The card "Why is mine slow?" of the What if tab: the output of an engine, pasted or dropped, and its diagnosis.
 Needs no torch.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import gradio as gr
 
+from specdemo.bench.why_report import changes, numbers
 from specdemo.core.atomic_io import json_text
 from specdemo.core.json_limits import PUBLIC_FILE_LIMITS
 from specdemo.diagnosis.diagnose import Diagnosis, diagnose
@@ -16,51 +16,20 @@ from specdemo.ui import assets
 from specdemo.ui.job import QUIET, Values, named
 
 LONGEST = PUBLIC_FILE_LIMITS.bytes  # characters of a pasted output
-POSITIONS = 16  # positions of which the acceptance is shown
-
-
-@dataclass(frozen=True, slots=True)
-class _Number:
-    """A number of the verdict: name, value, and a remark."""
-
-    name: str
-    value: str
-    remark: str = ""
 
 
 def diagnosis_view(found: Diagnosis) -> dict[str, object]:
     """Return the data of the view."""
+    tone = "bad" if found.cause else "gain" if found.healthy and not found.implausible else ""
     return {
         "sentence": found.sentence,
-        "tone": "" if found.cause is None and not found.healthy else "gain" if found.cause is None else "bad",
-        "numbers": [[one.name, one.value, one.remark] for one in _numbers(found)],
+        "tone": tone,
+        "numbers": [[*row] for row in numbers(found)],
         "causes": [[cause.title, f"{cause.gain:.2f}×", cause.evidence] for cause in found.causes],
-        "changes": list(found.recommendations),
+        "changes": changes(found),
         "notes": list(found.notes),
         "missing": list(found.missing),
     }
-
-
-def _numbers(found: Diagnosis) -> list[_Number]:
-    one, rows = found.observation, []
-    if one.source:
-        rows.append(_Number("read", one.source))
-    if one.accepted_length is not None and one.k:
-        rows.append(
-            _Number("mean accepted length", f"{one.accepted_length:.2f}", f"of at most {one.k + 1}, k = {one.k}")
-        )
-    if one.acceptance_rate is not None and found.break_even is not None:
-        needed = f"break-even {100.0 * found.break_even:.0f} %" if found.break_even <= 1.0 else "break-even above 100 %"
-        rows.append(_Number("acceptance rate", f"{100.0 * one.acceptance_rate:.0f} %", needed))
-    if any(one.by_position):
-        shares = ", ".join(f"{100.0 * share:.0f} %" for share in one.by_position[:POSITIONS])
-        rows.append(_Number("accepted up to position 1, 2, ..", shares))
-    if found.costs is not None:
-        how = "plain steps, " + ("measured" if found.measured else "estimated")
-        rows.append(_Number("a draft token", f"{found.costs.draft:.2f}", how))
-        rows.append(_Number("verification", f"{found.costs.verify:.2f}", how))
-        rows.append(_Number("overhead per step", f"{found.costs.overhead:.2f}", how))
-    return rows
 
 
 def answer(_: gr.Request, values: Values) -> Values:

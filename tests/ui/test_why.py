@@ -22,6 +22,14 @@ def test_pasted_output_is_diagnosed():
     assert ["acceptance rate", "14 %", "break-even 36 %"] in found["numbers"]
 
 
+def test_a_fast_run_needs_no_change_and_a_diagnosis_is_needed_to_know():
+    fast = (SAMPLES / "llamacpp-good.log").read_text(encoding="utf-8")
+    assert shown(output=fast, plain=150)["changes"] == ["Nothing has to change."]
+    impossible = shown(output=fast, plain=60)
+    assert ["acceptance rate", "56 %", ""] in impossible["numbers"] and impossible["tone"] == ""
+    assert shown(file=str(SAMPLES / "sglang.log"))["changes"] == []
+
+
 def test_dropped_file_is_read_and_numbers_fill_gaps():
     found = shown(file=str(SAMPLES / "sglang.log"), k=3, plain=160)
     assert found["sentence"].startswith("Faster (1.11x)") and "draft length k" not in found["missing"]
