@@ -396,7 +396,12 @@ def why(
         float | None, typer.Option(help="Mean accepted length, including the correction or bonus token.")
     ] = None,
     without: Annotated[
-        float | None, typer.Option(metavar="TOKENS/S", help="Speed without speculation, at the same load.", min=0.001)
+        float | None,
+        typer.Option(
+            metavar="TOKENS/S",
+            help="Speed without speculation, at the same load and counted like the speed of the output.",
+            min=0.001,
+        ),
     ] = None,
     speculative: Annotated[
         float | None, typer.Option("--with", metavar="TOKENS/S", help="Speed with speculation.", min=0.001)

@@ -28,6 +28,9 @@ def numbers(found: Diagnosis) -> Iterator[tuple[str, str, str]]:
         yield "mean accepted length", f"{one.accepted_length:.2f}", f"of at most {one.k + 1}, k = {one.k}"
     if one.acceptance_rate is not None:
         yield "acceptance rate", f"{100.0 * one.acceptance_rate:.0f} %", _break_even(found.break_even)
+    if one.tokens_per_s:
+        plain = one.plain_tokens_per_s
+        yield "tokens/s", f"{one.tokens_per_s:.4g}", f"without speculation {plain:.4g}" if plain else ""
     if any(one.by_position):
         yield "accepted by position", ", ".join(f"{100.0 * share:.0f} %" for share in one.by_position[:POSITIONS]), ""
     if found.costs is not None:

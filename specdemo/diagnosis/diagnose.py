@@ -371,7 +371,8 @@ def verdict(found: Diagnosis, times: str = "x", opening: str = "") -> str:
     speed = one.speedup
     start = opening or (speed_phrase(speed, times) if speed else _expected_phrase(found, times))
     takes = "takes" if speed else "is expected to take"
-    parts = [f"{start}: a step {takes} as long as {found.step_cost:.2f} plain tokens and yields {_length(one)} tokens"]
+    cost = f"as long as plain decoding of {found.step_cost:.2f} tokens"
+    parts = [f"{start}: a step {takes} {cost} and yields {_length(one)} tokens"]
     if one.acceptance_rate is not None:
         parts.append(accepted_clause(one.acceptance_rate, found.break_even))
     if found.implausible:

@@ -64,7 +64,8 @@ def explain(
     if advice is not None and lane["drafted"]:
         return verdict(diagnose(_observation(lane, speed, advice), advice), times, opening)
     sentence = (
-        f"{opening}: a step takes as long as {cost:.2f} plain tokens and yields {lane['tokens_per_step']:.2f} tokens"
+        f"{opening}: a step takes as long as plain decoding of {cost:.2f} tokens and yields "
+        f"{lane['tokens_per_step']:.2f} tokens"
     )
     return f"{sentence}; {_accepted(lane, speed) or 'nothing was drafted'}."
 

@@ -104,5 +104,7 @@ def test_drafting_time_in_a_log_settles_what_is_slow():
 
 def test_the_sentence_of_a_case_has_its_evidence():
     found = diagnose(CASES["mlxcel 744, GB10"][0])
-    assert found.sentence.startswith("Slower (0.52x): a step takes as long as 3.94 plain tokens and yields 2.05 tokens")
+    assert found.sentence.startswith(
+        "Slower (0.52x): a step takes as long as plain decoding of 3.94 tokens and yields 2.05 tokens"
+    )
     assert found.break_even == pytest.approx((2.05 / 0.52 - 1.0) / 4.0)

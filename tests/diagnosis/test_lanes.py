@@ -58,7 +58,10 @@ def test_main_cause_is_named(changes, word):
 def test_a_step_that_costs_less_than_a_plain_token_has_no_extra_time():
     quick = simulated(random.Random(3), [0.3] * 4, 4, 200, v=lambda n: 8.0, c=0.1, fixed=0.0, other=0.1)
     (entry,) = prediction(trace(("lane", quick)))
-    assert entry["sentence"].startswith("Faster (") and ": a step takes as long as 0." in entry["sentence"]
+    assert (
+        entry["sentence"].startswith("Faster (")
+        and ": a step takes as long as plain decoding of 0." in entry["sentence"]
+    )
     assert "; no extra cost over plain decoding; no other k is predicted" in entry["sentence"]
     assert "main cause" not in entry["sentence"]
 
