@@ -489,7 +489,7 @@ def _schedule(one: Observation, k: int) -> Iterator[str]:
     if one.engine in ("", "vllm") and one.batch_size:
         half = max(int(one.batch_size) // 2, 1)
         schedule = json_text([[1, half, k], [half + 1, 512, 0]])
-        yield f'vLLM takes a k per batch size: "num_speculative_tokens_per_batch_size": {schedule}.'
+        yield f'vLLM can draft at small batches only: "num_speculative_tokens_per_batch_size": {schedule}.'
 
 
 def _other_drafters(one: Observation) -> Iterator[str]:

@@ -170,6 +170,15 @@ def test_an_output_of_plain_decoding_is_a_baseline():
     assert unknown == "No diagnosis: draft length k unknown; give it too, or read another output of the engine."
 
 
+@pytest.mark.parametrize("length", [1.0, 1.3, 2.0, 4.0])
+def test_sentence_and_recommendations_agree_on_turning_speculation_off(length):
+    for speed in (20.0, 90.0, 97.0, 100.0, 103.0, 110.0, 200.0):
+        found = diagnose(observation(accepted_length=length, tokens_per_s=speed))
+        off = any(advice.startswith("Turn speculation off") for advice in found.recommendations)
+        assert off == ("not worth it here" in found.sentence)
+        assert not (off and found.healthy)
+
+
 def test_a_cause_that_is_estimated_is_called_likely():
     assert "; likely main cause: drafting is too slow; " in diagnose(observation(tokens_per_s=50.0)).sentence
     faulty = diagnose(observation(tokens_per_s=50.0, random_prompts=True))
