@@ -463,7 +463,10 @@ def _recommendations(found: Diagnosis) -> Iterator[str]:
         yield f"{cause.advice} Then measure again."
         return
     if found.implausible:
-        yield "Measure both speeds again with the same prompts and load: a step with a draft is never faster."
+        yield (
+            "Measure both speeds again with the same prompts and load, both of one request or both of all requests: "
+            "no step with a draft is faster than a plain one."
+        )
         return
     if found.hopeless:
         yield _setting(one, 0, "Turn speculation off")
