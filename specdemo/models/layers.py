@@ -190,11 +190,17 @@ def add_norm(norm: nn.Module, x: Tensor, delta: Tensor | None) -> tuple[Tensor, 
     """Return x + delta and its norm, for x and delta [B, S, D]. delta None: zero."""
     if delta is None:
         return x, norm(x)
-    if type(norm) is RMSNorm and x.dtype == delta.dtype == norm.weight.dtype and use_kernel("add_rms_norm", x):
+    if x.is_cuda and _fits_kernel(norm, x, delta):
+        assert isinstance(norm, RMSNorm)
         x, normed = torch.ops.specdemo.add_rms_norm(x.contiguous(), delta.contiguous(), norm.weight, norm.eps)
         return x, normed
     x = x + delta
     return x, norm(x)
+
+
+def _fits_kernel(norm: nn.Module, x: Tensor, delta: Tensor) -> bool:
+    same = type(norm) is RMSNorm and x.dtype == delta.dtype == norm.weight.dtype
+    return same and use_kernel("add_rms_norm", x)
 
 
 class ConcatLinear(nn.Module):
@@ -329,10 +335,11 @@ class MLP(nn.Module):
         self._silu = config.hidden_act == "silu"
 
     def forward(self, x: Tensor) -> Tensor:
-        if self._silu and self.gate_up and use_kernel("silu_mul", x):
-            product: Tensor = self.down_proj(torch.ops.specdemo.silu_mul(self.gate_up(x)))
+        gate_up = self.gate_up
+        if gate_up and x.is_cuda and self._silu and use_kernel("silu_mul", x):
+            product: Tensor = self.down_proj(torch.ops.specdemo.silu_mul(gate_up(x)))
             return product
-        gate, up = self.gate_up(x).chunk(2, -1) if self.gate_up else (self.gate_proj(x), self.up_proj(x))
+        gate, up = gate_up(x).chunk(2, -1) if gate_up else (self.gate_proj(x), self.up_proj(x))
         out: Tensor = self.down_proj(self.act_fn(gate) * up)
         return out
 

@@ -94,7 +94,9 @@ def test_invalid_sampling_settings_are_refused(wrong, message):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(7,), (3, 7), (2, 3, 7), (2, 0, 7)])
-def test_argmax_is_that_of_torch_and_the_first_of_equal_scores(shape, dtype):
+@pytest.mark.parametrize("many", [1, 1000])
+def test_argmax_is_that_of_torch_and_the_first_of_equal_scores(shape, dtype, many, monkeypatch):
+    monkeypatch.setattr("specdemo.core.sampling.MANY_SCORES", many)
     scores = torch.randint(-1, 2, shape, generator=torch.Generator().manual_seed(3)).to(dtype)
     best = argmax(scores)
     assert best.dtype == torch.int64 and torch.equal(best, scores.argmax(-1))
