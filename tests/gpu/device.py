@@ -18,6 +18,7 @@ counted, except those that only a graph uses; - grouped products wait, except wh
 It cannot show time, rounding, inputs that a kernel rejects, and races between streams.
 """
 
+import os
 import warnings
 import weakref
 from collections import Counter, defaultdict
@@ -516,6 +517,13 @@ class graph:
         self.context.__exit__(*error)
 
 
+class Generator(torch.Generator):
+    """A generator in main memory for any device. It is a class, since annotations contain it."""
+
+    def __new__(cls, device=None):
+        return super().__new__(cls)
+
+
 _handles = count(1)
 
 
@@ -622,7 +630,6 @@ def pretended(devices=1):
     the = World(devices)
     the.streams = {}
     the.capture_stream = _default(torch.device("cuda", 0))
-    generator = torch.Generator
     cuda = {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
@@ -648,11 +655,14 @@ def pretended(devices=1):
         "set_sync_debug_mode": set_sync_debug_mode,
         "get_sync_debug_mode": get_sync_debug_mode,
     }
+    # The simulation is active in this thread only, and transformers would load weights to the device in others.
+    one_thread = {"HF_DEACTIVATE_ASYNC_LOAD": "1"}
     pools = {"_cuda_endAllocateToPool": end_allocate_to_pool, "_cuda_releasePool": release_pool}
     with ExitStack() as stack:
         stack.enter_context(patch.multiple(torch.cuda, **cuda))
         stack.enter_context(patch.multiple(torch._C, **pools))
-        stack.enter_context(patch.object(torch, "Generator", lambda device=None: generator()))
+        stack.enter_context(patch.dict(os.environ, one_thread))
+        stack.enter_context(patch.object(torch, "Generator", Generator))
         stack.enter_context(patch.object(nn.Module, "to", _module_to))
         stack.enter_context(patch.object(nn.Module, "cuda", lambda module, device="cuda": module.to(device)))
         stack.enter_context(_Functions())
