@@ -13,7 +13,12 @@ def to_device(values: object, device: torch.device, dtype: torch.dtype = torch.i
     # on ZeroGPU models are placed before the GPU is attached
     if device.type != "cuda" or not torch.cuda.is_initialized():
         return torch.tensor(values, dtype=dtype, device=device)
-    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+    return on_host(values, device, dtype).to(device, non_blocking=True)
+
+
+def on_host(values: object, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Return numbers, or nested lists of them, in host memory that `device` can copy asynchronously."""
+    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
 
 
 def padded(

@@ -156,18 +156,19 @@ class _CapturedGraph:
     replay: Run
 
     def fill(self, inputs: Sequence[Tensor]) -> None:
-        """Copy the inputs. Smaller inputs fill the leading part of a buffer."""
+        """Copy the inputs, from the device or from pinned memory. Smaller inputs fill the leading part of a buffer."""
         for buffer, value in zip(self.inputs, inputs, strict=True):
-            (buffer if buffer.shape == value.shape else buffer[tuple(map(slice, value.shape))]).copy_(value)
+            part = buffer if buffer.shape == value.shape else buffer[tuple(map(slice, value.shape))]
+            part.copy_(value, non_blocking=True)
 
 
 class GraphCache:
     """CUDA graphs of one owner, by kind and size."""
 
-    def __init__(self, capture: GraphCapture, dtype: torch.dtype) -> None:
+    def __init__(self, capture: GraphCapture, device: torch.device, dtype: torch.dtype) -> None:
         """dtype: of the computation; results of a graph may differ from the eager ones by its rounding."""
         self.disabled_reason = ""  # why graphs are disabled; empty if they are not
-        self._capture_run, self._dtype = capture, dtype
+        self._capture_run, self._device, self._dtype = capture, device, dtype
         self._graphs: dict[tuple[Hashable, int], _CapturedGraph] = {}
         self._too_large: set[tuple[Hashable, int]] = set()  # graphs for which there was no memory
 
@@ -219,9 +220,9 @@ class GraphCache:
     ) -> Tensors | None:
         """Run `run(*inputs)` as a graph; return None if graphs are disabled or there is no memory for this one.
 
-        inputs may be smaller than `shapes`. Copy the result before the next call. `run` may write to persistent memory
-        if it writes the same for the same inputs. probe: other inputs, such as those of a longer text, for which a new
-        graph must agree with an eager pass too.
+        inputs may be smaller than `shapes`, and in pinned memory (see `on_host`). Copy the result before the next call.
+        `run` may write to persistent memory if it writes the same for the same inputs. probe: other inputs, such as
+        those of a longer text, for which a new graph must agree with an eager pass too.
         """
         key = kind, size
         graph = self._graphs.get(key) or self._capture(key, run, inputs, shapes, probe)
@@ -262,7 +263,9 @@ class GraphCache:
         self, run: Callable[..., Tensors], inputs: Sequence[Tensor], shapes: Shapes, probe: Probe | None
     ) -> _CapturedGraph | None:
         """Return a graph of `run`, or None if a result of it differs from the eager one."""
-        graph = _CapturedGraph(tuple(x.new_zeros(shape) for x, shape in zip(inputs, shapes, strict=True)), tuple)
+        pairs = zip(inputs, shapes, strict=True)
+        buffers = (torch.zeros(*shape, dtype=x.dtype, device=self._device) for x, shape in pairs)
+        graph = _CapturedGraph(tuple(buffers), tuple)
         runs = [(run, inputs), *([probe()] if probe else [])]
         expected = []
         for eager, values in runs:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from specdemo.core.host_copy import to_device
+from specdemo.core.host_copy import on_host, to_device
 from specdemo.core.protocol import UNLIMITED, GraphCapture, SharedKV, Tensors
 from specdemo.kv.cache import Cursor, SlabCache
 from specdemo.kv.columns import NO_ROPE, Angles, AttentionKind, CapturedColumns, Columns, EagerColumns, Mask
@@ -38,7 +38,7 @@ class KVStore:
         of a cache that CUDA graphs use.
         """
         self.device, self.dtype = device, dtype
-        self.graphs = GraphCache(capture, dtype) if capture else None
+        self.graphs = GraphCache(capture, device, dtype) if capture else None
         self.masks = Masks(dtype, device)
         self.positions = torch.arange(0, device=device)  # [capacity]
         self.lengths: list[int] = []  # committed columns per row
@@ -204,9 +204,9 @@ class KVStore:
 
         def probe() -> tuple[Callable[..., Tensors], Sequence[Tensor]]:
             # a model that reads the length as a number is captured with it, and right for this length only
-            return capture_longer, (to_device([[n + 1 for n in ends], *numbers], self.device), *inputs)
+            return capture_longer, (on_host([[n + 1 for n in ends], *numbers], self.device), *inputs)
 
-        rows = to_device([ends, *numbers], self.device)
+        rows = on_host([ends, *numbers], self.device)
         return self.graphs(key, size, capture, (rows, *inputs), (rows.shape, *shapes), probe)
 
 

@@ -212,9 +212,10 @@ class World:
             self.wait(name)
         if name == "_grouped_mm" and not (self.capability in GROUPED and tensors[0].dtype == torch.bfloat16):
             self.wait("the sizes of groups")
-        if name in ("index", "index_put", "index_put_", "copy_") and any(
-            t.dim() and not isinstance(t, OnDevice) for t in tensors
-        ):
+        asynchronous = name == "copy_" and True in (*args[2:], kwargs.get("non_blocking"))
+        from_host = [t for t in tensors if t.dim() and not isinstance(t, OnDevice)]
+        waiting = any(not (asynchronous and getattr(t, "pinned", False)) for t in from_host)
+        if name in ("index", "index_put", "index_put_", "copy_") and waiting:
             self.wait(f"{name} with a tensor of the host")
         plain = {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory")}
         return self.run(func, args, plain, device, name)

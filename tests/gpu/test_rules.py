@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch.utils._pytree import tree_map
 
-from specdemo.core.host_copy import AsyncHostCopy, to_device
+from specdemo.core.host_copy import AsyncHostCopy, on_host, to_device
 from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import chain_parents
 from specdemo.engine.clock import stopwatch_for
 from specdemo.engine.loop import generate
 from specdemo.engine.warm_up import warm_up
-from specdemo.kv.graphs import CudaGraphs, covering_widths
+from specdemo.kv.graphs import CudaGraphs, GraphCache, covering_widths
 from specdemo.methods import load_drafter
 from specdemo.methods.heads.dflash import DFlash
 from specdemo.methods.heads.eagle import Eagle
@@ -372,6 +372,32 @@ def test_numbers_are_sent_without_a_wait_and_returned_with_one(world):
     assert sent.tolist() == [1, 2, 3]
     assert reading.tolist() == [1, 2, 3]
     assert world.syncs == 1
+
+
+def test_only_pinned_numbers_are_copied_into_a_tensor_without_a_wait(world):
+    x, numbers = torch.zeros(3, dtype=torch.int64, device="cuda:0"), on_host([1, 2, 3], torch.device("cuda:0"))
+    x.copy_(numbers, non_blocking=True)
+    assert world.syncs == 0
+    assert x.tolist() == [1, 2, 3]
+    waits = world.syncs
+    x.copy_(torch.tensor([4, 5, 6]), non_blocking=True)
+    x.copy_(numbers)
+    assert world.syncs == waits + 2
+
+
+def test_numbers_reach_a_graph_in_one_copy(world):
+    device = torch.device("cuda:0")
+    graphs = GraphCache(CudaGraphs(device), device, torch.float32)
+    x = torch.ones(2, 2, device=device)
+
+    def scaled(numbers):
+        return graphs("scale", 1, lambda numbers, x: (numbers * x,), (on_host(numbers, device), x), [(2, 1), (2, 2)])[0]
+
+    scaled([[0], [1]])  # captures
+    launches, waits = world.launches, world.syncs
+    result = scaled([[3], [4]])
+    assert (world.launches, world.syncs) == (launches + 2, waits)
+    assert result.tolist() == [[3.0, 3.0], [4.0, 4.0]]
 
 
 def test_every_width_has_a_recording_that_is_not_much_wider():

@@ -100,7 +100,8 @@ class HeadRuntime:
                 limit=limit,
                 min_columns=lambda: target.capacity + GRAPH_SPARE_COLUMNS // 2,
             )
-        self._graphs = self._store.graphs if self._store else GraphCache(capture, dtype) if capture else None
+        own_graphs = GraphCache(capture, target.device, dtype) if capture else None
+        self._graphs = self._store.graphs if self._store else own_graphs
         self._max_draft_columns = 0  # of one CUDA graph
         self.start(0)
 
