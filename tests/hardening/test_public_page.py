@@ -185,7 +185,7 @@ def test_simultaneous_visitors_all_get_a_turn(visit):
     pupils = [visit("8.8.8.8") for _ in range(CLASS)]
     fn = pupils[0].after(pupils[0].fn("click", "run"))
     with ThreadPoolExecutor(CLASS) as threads:
-        runs = [*threads.map(lambda pupil: pupil.call(fn, pupil.values(fn, max_new_tokens=32)), pupils)]
+        runs = [*threads.map(lambda pupil: pupil.call(fn, pupil.values(fn, max_new_tokens=8)), pupils)]
     assert all(ends(messages)["success"] and '"finish":"done"' in text(messages) for messages in runs)
     waits = [[int(place) for place in re.findall(r"Waiting: place (\d+) of", text(messages))] for messages in runs]
     assert all(places == sorted(places, reverse=True) for places in waits)
@@ -198,7 +198,7 @@ def test_simultaneous_visitors_all_get_a_turn(visit):
 def test_visitor_with_many_calls_waits_for_all_others(visit):
     greedy, others = visit("8.8.4.4"), [visit("9.9.9.9") for _ in range(3)]
     fn = greedy.after(greedy.fn("click", "run"))
-    values = greedy.values(fn, max_new_tokens=128)
+    values = greedy.values(fn, max_new_tokens=32)
     for _ in range(8):
         assert greedy.join(fn, values).status_code == 200
 

@@ -31,11 +31,11 @@ def wrong(*presets):
 
 
 def test_valid_presets_are_one_line_and_nothing_is_fetched(hub):
-    hub.repositories["org/draft"] = {"config.json": b"{}", "medusa_lm_head.pt": b"x" * 2_000_000_000}
-    lines = [str(answer) for answer in answers([preset(memory_gb=3), preset(id="same", memory_gb=3)])]
+    hub.repositories["org/draft"] = {"config.json": b"{}", "medusa_lm_head.pt": b"x" * 60_000_000}
+    lines = [str(answer) for answer in answers([preset(memory_gb=0.1), preset(id="same", memory_gb=0.1)])]
     assert lines == [
         f"ok     org/target: 0.0 GB, licence apache-2.0, open, at {SHA[:8]}",
-        f"ok     org/draft@v1: 2.0 GB, licence apache-2.0, open, at {SHA[:8]}",
+        f"ok     org/draft@v1: 0.1 GB, licence apache-2.0, open, at {SHA[:8]}",
     ]
     assert not hub.requests
 
@@ -118,9 +118,9 @@ def test_unreachable_hub_is_one_line(hub, monkeypatch, capsys, name, value, line
 
 
 def test_quantisations_are_checked(hub):
-    hub.repositories["org/m-GGUF"] = {"m-Q4_K_M.gguf": b"x" * 2_000_000_000, "m-Q8_0.gguf": b"x"}
+    hub.repositories["org/m-GGUF"] = {"m-Q4_K_M.gguf": b"x" * 60_000_000, "m-Q8_0.gguf": b"x"}
     hub.cards["org/m-GGUF"] = dict(RIGHT)
-    four, five = (preset(target=f"org/m-GGUF:{q}", lanes=[{"method": "ngram"}]) for q in ("Q4_K_M", "Q5_K_M"))
-    assert wrong(four) == {"preset mine": ["weights of 2.0 GB"]} and not wrong(four.changed(memory_gb=3.0))
+    four, five = (preset(target=f"org/m-GGUF:{q}", lanes=[{"method": "ngram"}], memory_gb=0.05) for q in ("Q4_K_M", "Q5_K_M"))
+    assert wrong(four) == {"preset mine": ["weights of 0.1 GB"]} and not wrong(four.changed(memory_gb=0.1))
     (reason,) = wrong(five)["org/m-GGUF:Q5_K_M"]
     assert reason.startswith("org/m-GGUF has no Q5_K_M; choose one of m-Q4_K_M.gguf")
