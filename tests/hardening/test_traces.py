@@ -31,8 +31,7 @@ M = FILE_LIMITS.bytes
 LANE = {"name": "a", "method": "none", "options": {}, "exact": True, "prompt_ids": []}
 EVENT = {name: [[]] for name in ("drafted", "parents", "emitted", "draft_probs", "target_probs")}
 EVENT |= {"index": 0, "path": [[0]], "ms": {}}
-FEW_KEYS = {str(n): 1 for n in range(59_000)}  # as many as a public page accepts
-MANY = {str(n): 1 for n in range(1_200_000)}
+FEW_KEYS = dict.fromkeys(map(str, range(59_000)), 1)  # as many as a public page accepts
 
 
 def document(**fields):
@@ -44,29 +43,33 @@ def one_event(**fields):
     return document(lanes=[LANE | {"events": [EVENT | fields]}])
 
 
+# functions, so that only tests that are run make these documents of up to 16 MB
 TOO_MUCH = {
-    "empty events": (b'{"lanes":[{"events":[' + b"[]," * (M // 3 - 20), "2,000,000 values at most"),
-    "objects": (b"[" + b"{}," * (M // 3 - 1), "2,000,000 values at most"),
-    "commas": (b"," * M, "2,000,000 values at most"),
-    "opening brackets": (b"[" * M, "2,000,000 values at most"),
-    "closing brackets": (b"]" * M, "2,000,000 values at most"),
-    "strings": (b'["",' * (M // 4), "2,000,000 values at most"),
-    "deep": (b"[" * 100_000, "nest 32 brackets at most"),
-    "deep objects": (b'{"a":' * 33 + b"1" + b"}" * 33, "nest 32 brackets at most"),
-    "large": (b" " * (M + 1), "16 MB at most"),
-    "keys": (one_event(ms=MANY), "600,000 keys at most"),
-    "too many for a step": (one_event(ms=FEW_KEYS), "lanes.0.events.0.ms: Value error, has more than 64 entries"),
-    "lanes": (document(lanes=[LANE] * 65), "lanes: List should have at most 64 items"),
+    "empty events": lambda: (b'{"lanes":[{"events":[' + b"[]," * (M // 3 - 20), "2,000,000 values at most"),
+    "objects": lambda: (b"[" + b"{}," * (M // 3 - 1), "2,000,000 values at most"),
+    "commas": lambda: (b"," * M, "2,000,000 values at most"),
+    "opening brackets": lambda: (b"[" * M, "2,000,000 values at most"),
+    "closing brackets": lambda: (b"]" * M, "2,000,000 values at most"),
+    "strings": lambda: (b'["",' * (M // 4), "2,000,000 values at most"),
+    "deep": lambda: (b"[" * 100_000, "nest 32 brackets at most"),
+    "deep objects": lambda: (b'{"a":' * 33 + b"1" + b"}" * 33, "nest 32 brackets at most"),
+    "large": lambda: (b" " * (M + 1), "16 MB at most"),
+    "keys": lambda: (one_event(ms=dict.fromkeys(map(str, range(1_200_000)), 1)), "600,000 keys at most"),
+    "too many for a step": lambda: (
+        one_event(ms=FEW_KEYS),
+        "lanes.0.events.0.ms: Value error, has more than 64 entries",
+    ),
+    "lanes": lambda: (document(lanes=[LANE] * 65), "lanes: List should have at most 64 items"),
 }
 WITHIN = {
-    "brackets in a string": b'"' + b"[{" * (M // 2 - 1) + b'"',
-    "escaped quotes": b'"' + b'[\\"' * (M // 3 - 1) + b'"',
-    "escaped backslashes": b'["' + b"\\\\" * 1000 + b'",[],"\\\\\\"[[["]',
-    "a quote where a chunk ends": b'"' + b"[" * ((1 << 18) - 2) + b'"' + b'"' + b"[" * (1 << 18) + b'"',
-    "32 deep": b"[" * 32 + b"]" * 32,
-    "wide": (b"[" * 32 + b"]" * 32 + b",") * 60_000,
-    "cut off": b'{"a":[1,{"b":[',
-    "quotes": b'"' * M,
+    "brackets in a string": lambda: b'"' + b"[{" * (M // 2 - 1) + b'"',
+    "escaped quotes": lambda: b'"' + b'[\\"' * (M // 3 - 1) + b'"',
+    "escaped backslashes": lambda: b'["' + b"\\\\" * 1000 + b'",[],"\\\\\\"[[["]',
+    "a quote where a chunk ends": lambda: b'"' + b"[" * ((1 << 18) - 2) + b'"' + b'"' + b"[" * (1 << 18) + b'"',
+    "32 deep": lambda: b"[" * 32 + b"]" * 32,
+    "wide": lambda: (b"[" * 32 + b"]" * 32 + b",") * 60_000,
+    "cut off": lambda: b'{"a":[1,{"b":[',
+    "quotes": lambda: b'"' * M,
 }
 
 
@@ -85,7 +88,7 @@ def cost(work, *given):
 
 @pytest.mark.parametrize("kind", TOO_MUCH)
 def test_exceeded_limit_is_one_line_that_names_it(kind, tmp_path):
-    text, line = TOO_MUCH[kind]
+    text, line = TOO_MUCH[kind]()
     path = tmp_path / "trace.json"
     path.write_bytes(text)
     for reader, source in ((from_json, text), (load_trace, path), (read_result, text)):
@@ -99,12 +102,14 @@ def test_exceeded_limit_is_one_line_that_names_it(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", [*TOO_MUCH, *WITHIN])
 def test_limit_check_takes_little_time(kind):
-    text = TOO_MUCH[kind][0] if kind in TOO_MUCH else WITHIN[kind]
+    text = TOO_MUCH[kind]()[0] if kind in TOO_MUCH else WITHIN[kind]()
     assert cost(check_json_limits, text, FILE_LIMITS, "a trace") < 50  # measured: up to 10
 
 
-@pytest.mark.parametrize("text", [TOO_MUCH["objects"][0], TOO_MUCH["keys"][0], WITHIN["quotes"]])
-def test_limit_check_takes_little_memory(text):
+@pytest.mark.parametrize("make", [TOO_MUCH["objects"], TOO_MUCH["keys"], WITHIN["quotes"]])
+def test_limit_check_takes_little_memory(make):
+    made = make()
+    text = made if isinstance(made, bytes) else made[0]
     tracemalloc.start()
     with suppress(ValueError):
         check_json_limits(text, FILE_LIMITS, "a trace")
@@ -115,7 +120,7 @@ def test_limit_check_takes_little_memory(text):
 
 @pytest.mark.parametrize("kind", WITHIN)
 def test_unusual_input_within_limits_is_accepted(kind):
-    check_json_limits(WITHIN[kind], FILE_LIMITS, "a trace")
+    check_json_limits(WITHIN[kind](), FILE_LIMITS, "a trace")
 
 
 strings = st.text(st.sampled_from('"\\[]{},:é a'), max_size=6)
@@ -149,28 +154,30 @@ def test_limit_check_counts_like_a_parser(node):
 
 
 PUBLIC_WORST = {
-    "ms": one_event(ms=FEW_KEYS),
-    "wrong ms": one_event(ms=dict.fromkeys(FEW_KEYS, "x")),
-    "summary": document(lanes=[LANE | {"summary": dict.fromkeys(FEW_KEYS, "x")}]),
-    "counters": document(lanes=[LANE | {"remote": {"server": "", "model": "", "endpoint": "", "counters": FEW_KEYS}}]),
-    "comparison": document(comparison=[{str(n): [] for n in range(50_000)}]),
-    "vocabulary": document(vocabulary=FEW_KEYS),
-    "unknown keys": document(**FEW_KEYS),
-    "config": document(config=FEW_KEYS),
-    "lists": document(config={"a": [json.loads("[" * 13 + "]" * 13)] * 13_000}),
-    "events": document(lanes=[LANE | {"events": [EVENT] * 5_400}]),
-    "lanes": document(lanes=[LANE] * 11_900),
-    "wide event": one_event(
+    "ms": lambda: one_event(ms=FEW_KEYS),
+    "wrong ms": lambda: one_event(ms=dict.fromkeys(FEW_KEYS, "x")),
+    "summary": lambda: document(lanes=[LANE | {"summary": dict.fromkeys(FEW_KEYS, "x")}]),
+    "counters": lambda: document(
+        lanes=[LANE | {"remote": {"server": "", "model": "", "endpoint": "", "counters": FEW_KEYS}}]
+    ),
+    "comparison": lambda: document(comparison=[{str(n): [] for n in range(50_000)}]),
+    "vocabulary": lambda: document(vocabulary=FEW_KEYS),
+    "unknown keys": lambda: document(**FEW_KEYS),
+    "config": lambda: document(config=FEW_KEYS),
+    "lists": lambda: document(config={"a": [json.loads("[" * 13 + "]" * 13)] * 13_000}),
+    "events": lambda: document(lanes=[LANE | {"events": [EVENT] * 5_400}]),
+    "lanes": lambda: document(lanes=[LANE] * 11_900),
+    "wide event": lambda: one_event(
         drafted=[[1] * 48_000], parents=[[0] * 48_000], draft_probs=[[0.5] * 48_000], target_probs=[[0.5] * 48_000]
     ),
-    "digits": document(config={"a": 0}).replace(b'"a":0', b'"a":[' + b",".join([b"1" * 4290] * 450) + b"]"),
-    "a number": document(config={"a": 0}).replace(b'"a":0', b'"a":' + b"1" * 1_900_000),
+    "digits": lambda: document(config={"a": 0}).replace(b'"a":0', b'"a":[' + b",".join([b"1" * 4290] * 450) + b"]"),
+    "a number": lambda: document(config={"a": 0}).replace(b'"a":0', b'"a":' + b"1" * 1_900_000),
 }
 
 
 @pytest.mark.parametrize("kind", PUBLIC_WORST)
 def test_a_public_page_parses_without_holding_up_the_others(kind):
-    text = PUBLIC_WORST[kind]
+    text = PUBLIC_WORST[kind]()
     check_json_limits(text, PUBLIC_FILE_LIMITS, "a trace")
     with gc_paused():  # as in from_json
         assert cost(TypeAdapter(RunTrace).validate_json, text) < 15  # in one step; measured: up to 1.5
@@ -178,8 +185,9 @@ def test_a_public_page_parses_without_holding_up_the_others(kind):
 
 
 def test_parsing_does_not_trigger_full_garbage_collection():
+    text = PUBLIC_WORST["lists"]()
     before = gc.get_stats()[2]["collections"]
-    from_json(PUBLIC_WORST["lists"])
+    from_json(text)
     assert gc.isenabled() and gc.get_stats()[2]["collections"] <= before + 1
 
 
@@ -269,7 +277,8 @@ def test_a_damaged_trace_opens_or_is_refused_in_one_line_and_little_memory(reade
 
 @pytest.mark.parametrize("kind", ["empty events", "deep", "keys", "lanes"])
 def test_exceeded_limit_uses_little_memory(reader, kind):
-    assert TOO_MUCH[kind][1] in reader(TOO_MUCH[kind][0])
+    text, line = TOO_MUCH[kind]()
+    assert line in reader(text)
 
 
 HUGE = [10**30, -(10**30), 10**400, -(10**400), 1e308, -1e308, 5e-324, 0, -1, 2**63]

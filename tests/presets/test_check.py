@@ -120,7 +120,8 @@ def test_unreachable_hub_is_one_line(hub, monkeypatch, capsys, name, value, line
 def test_quantisations_are_checked(hub):
     hub.repositories["org/m-GGUF"] = {"m-Q4_K_M.gguf": b"x" * 60_000_000, "m-Q8_0.gguf": b"x"}
     hub.cards["org/m-GGUF"] = dict(RIGHT)
-    four, five = (preset(target=f"org/m-GGUF:{q}", lanes=[{"method": "ngram"}], memory_gb=0.05) for q in ("Q4_K_M", "Q5_K_M"))
+    small = {"lanes": [{"method": "ngram"}], "memory_gb": 0.05}
+    four, five = (preset(target=f"org/m-GGUF:{q}", **small) for q in ("Q4_K_M", "Q5_K_M"))
     assert wrong(four) == {"preset mine": ["weights of 0.1 GB"]} and not wrong(four.changed(memory_gb=0.1))
     (reason,) = wrong(five)["org/m-GGUF:Q5_K_M"]
     assert reason.startswith("org/m-GGUF has no Q5_K_M; choose one of m-Q4_K_M.gguf")
