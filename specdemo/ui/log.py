@@ -96,7 +96,7 @@ def waiting(lanes: Sequence[str], obstacle: str = "") -> str:
 def notes(texts: Iterable[str]) -> str:
     """Return a log with notes only; empty without any."""
     texts = list(texts)
-    return Log().add(Note(text) for text in texts) if texts else ""
+    return Log(recorded=True).add(Note(text) for text in texts) if texts else ""  # no run that a reload could rejoin
 
 
 def replayed(trace: RunTrace, still: bool = False, key: str = "") -> Log:
