@@ -17,8 +17,9 @@ from specdemo.bench.result import read_result, recorded_suite, to_json
 from specdemo.bench.suites import copying, suite, suites
 from specdemo.engine.loop import never_cancelled
 from specdemo.prediction.profiles import profiles
+from tests.benchmarks.test_losses import short_losses
 
-RECORDED = ("k", "methods", "batch", "prompt", "temperature", "depth-width", "text", "losslessness", "load")
+RECORDED = ("k", "methods", "batch", "prompt", "temperature", "depth-width", "text", "position", "losslessness", "load")
 SHORT = {"repeats": 1, "new_tokens": 4}
 TINY = Size(layers=2, hidden=32, feed_forward=48, heads=2, kv_heads=1, vocabulary=97, draft_layers=1)
 
@@ -79,6 +80,7 @@ MAKERS = {
     "race-fairness": fairness_result,
     "gpu": gpu_result,
     "what-if": what_if_result,
+    "head-losses": short_losses,
 }
 
 

@@ -17,28 +17,33 @@ def test_the_interval_contains_the_ratio_of_all_prompts_and_excludes_one_for_a_c
     assert 1.0 < better.low < better.value < better.high
 
 
-def test_every_head_is_fine_tuned_with_every_objective(tmp_path, monkeypatch):
-    monkeypatch.setattr(losses, "OBJECTIVES", [Objective("lk-alpha")])
-    monkeypatch.setattr(losses, "TEXT_ROWS", 4)
-    corpus = tmp_path / "corpus"
+def short_losses(patch, folder, report=lambda share, what: None):
+    """Return the result of one training step of one head with one loss."""
+    patch.setattr(losses, "OBJECTIVES", [Objective("lk-alpha")])
+    patch.setattr(losses, "TEXT_ROWS", 4)
+    corpus = folder / "corpus"
     corpus.mkdir()
     story = "Once upon a time, there was a little dragon who lived in a castle. He wanted to fly over the big hill. "
     (corpus / "a.txt").write_text(story * 40, encoding="utf-8")
     (corpus / "valid.txt").write_text(f"{story * 12}<|endoftext|>{story}", encoding="utf-8")
-    shown = []
-    result = losses.losses(
+    return losses.losses(
         corpus,
-        tmp_path / "cache",
-        tmp_path / "heads",
+        folder / "cache",
+        folder / "heads",
         ["stories-dflash"],
         steps=1,
         batch_tokens=256,
         prompts=2,
         new_tokens=6,
         temperature=1.0,
-        report=lambda share, what: shown.append(share),
+        report=report,
         cancelled=never_cancelled,
     )
+
+
+def test_every_head_is_fine_tuned_with_every_objective(tmp_path, monkeypatch):
+    shown = []
+    result = short_losses(monkeypatch, tmp_path, lambda share, what: shown.append(share))
     assert [row["loss, weights"] for row in result.rows] == ["shipped", "lk-alpha, fixed"]
     assert all(row["tokens/pass"] >= 1.0 and row["ratio"].value > 0.0 for row in result.rows)
     assert (tmp_path / "heads" / "stories-dflash-lk-alpha-fixed" / "model.safetensors").exists()

@@ -40,4 +40,6 @@ def test_a_link_opens_with_every_setting(base):
 def test_a_preset_opens_with_every_key():
     preset = json.loads(read_presets(FOLDER / "preset.yaml")[0].model_dump_json())
     expected = json.loads((FOLDER / "preset.json").read_text(encoding="utf-8")) | {"id": preset["id"]}
+    for lane, old in zip(preset["lanes"], expected["lanes"], strict=True):
+        assert not any(lane.pop(name) for name in lane.keys() - old.keys())  # later settings are at their defaults
     assert {name: preset[name] for name in expected} == expected
