@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from hashlib import sha256
 
+import brotli  # Gradio needs it, too
 from fastapi import FastAPI
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
@@ -103,7 +104,10 @@ def compressed(body: bytes, scope: Scope, headers: MutableHeaders) -> bytes:
     """Return the body of an answer, compressed if the browser accepts that and it saves something, and set the headers
     that depend on it.
     """
-    if len(body) > SMALL and "gzip" in Headers(scope=scope).get("accept-encoding", ""):
+    accepted = re.findall(r"\w+", Headers(scope=scope).get("accept-encoding", ""))
+    if len(body) > SMALL and "br" in accepted:  # browsers accept it from this machine and over HTTPS
+        body, headers["Content-Encoding"] = brotli.compress(body, quality=5), "br"
+    elif len(body) > SMALL and "gzip" in accepted:
         body, headers["Content-Encoding"] = gzip.compress(body, 6), "gzip"
     headers.add_vary_header("Accept-Encoding")
     headers["Content-Length"] = str(len(body))

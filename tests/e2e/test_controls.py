@@ -158,7 +158,8 @@ def test_a_hostile_link_is_refused_with_notes(visit):
     expect(notes).to_have_count(5)
     expect(page.locator(".sd-notes")).to_contain_text("9999")
     assert page.locator(".sd-notes img").count() == 0
-    assert page.evaluate("sessionStorage.getItem('specdemo.race')") is None  # the page would clear the notes to rejoin it
+    # the page would clear the notes to rejoin a run
+    assert page.evaluate("sessionStorage.getItem('specdemo.race')") is None
     expect(page.locator("#k-1 input[type=number]")).to_have_value("4")
     expect(page.locator("#target input")).to_have_value("stories")
 
