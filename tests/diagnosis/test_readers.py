@@ -16,6 +16,10 @@ EXPECTED = {
     "vllm-0.9.log": {"batch_size": 483.0, "accepted_length": 2.398, "acceptance_rate": 0.4667},
     "bench-serve.json": {"k": 8, "accepted_length": 4.4, "steps": 104880, "tokens_per_s": 36.39, "batch_size": 59.04},
     "bench-serve.txt": {"random_prompts": True, "accepted_length": 4.4, "batch_size": 8.0, "steps": 104880},
+    "vllm-cpu.log": {"method": "draft_model", "drafter": "m/noisy", "steps": 448, "accepted_length": 1.0112},
+    "vllm-cpu.prom": {"k": 4, "steps": 2804, "accepted_length": 2.9194, "tokens_per_s": 15.585},
+    "vllm-cpu-good.json": {"k": 4, "accepted_length": 2.9381, "steps": 98, "tokens_per_s": 94.45, "batch_size": 1.0},
+    "vllm-cpu-random.txt": {"random_prompts": True, "accepted_length": 2.4, "steps": 81, "tokens_per_s": 68.54},
     "sglang.log": {"engine": "sglang", "accepted_length": 1.9925, "tokens_per_s": 177.65, "batch_size": 1.0},
     "sglang-server-info.json": {"method": "EAGLE3", "k": 3, "drafted_per_step": 3.0, "accepted_length": 2.05},
     "llamacpp-eagle3.log": {"method": "draft-eagle3", "k": 3, "steps": 87, "draft_token_ms": 1.257},
@@ -48,7 +52,7 @@ def test_the_numbers_of_a_real_output_are_read(name):
 def test_every_sample_has_a_source_and_a_reader():
     sources = (SAMPLES / "README.md").read_text(encoding="utf-8")
     names = {path.name for path in SAMPLES.iterdir()} - {"README.md"}
-    assert all(name in sources or name.startswith("llamacpp-") for name in names)
+    assert all(name in sources or name.startswith(("llamacpp-", "vllm-cpu-")) for name in names)
     titles = {read_output_file(SAMPLES / name).source.split(",")[0] for name in names}
     assert {reader.title.split(",")[0] for reader in READERS} <= titles
 
@@ -59,6 +63,11 @@ def test_what_a_reader_lacks_is_missing_in_its_observation():
         (reader,) = (one for one in READERS if found.observation.source.startswith(one.title))
         always = {"speed without speculation", "verification time"} & set(reader.lacks)
         assert always <= set(found.missing), name
+
+
+def test_benchmark_without_a_successful_request_is_rejected():
+    with pytest.raises(ValueError, match="^no request of this benchmark succeeded"):
+        read_output('{"completed": 0, "failed": 2, "output_throughput": 0.0, "mean_tpot_ms": 0.0}')
 
 
 def test_log_with_server_arguments_gives_the_draft_length():

@@ -9,6 +9,7 @@ from specdemo.diagnosis.observation import Observation
 from specdemo.diagnosis.readers.base import Output, OutputReader, count, find_number, number, text_of
 
 TABLE = "Serving Benchmark Result"
+RANDOM = re.compile(r"--dataset-name[ =]random\b|dataset_name='random")
 POSITION = re.compile(r"Position ([0-9]{1,3}): {1,40}([0-9.]{1,12})")
 
 
@@ -22,6 +23,8 @@ class BenchServe(OutputReader):
         data = output.json
         if not isinstance(data, Mapping) or "output_throughput" not in data or "mean_tpot_ms" not in data:
             return None
+        if data.get("completed") == 0:
+            raise ValueError("no request of this benchmark succeeded; check the server's log and measure again")
         tpot, throughput = number(data["mean_tpot_ms"]), number(data["output_throughput"])
         steps, drafted = count(data.get("spec_decode_num_drafts")), count(data.get("spec_decode_draft_tokens"))
         shares = data.get("spec_decode_per_position_acceptance_rates")
@@ -45,7 +48,7 @@ class BenchServe(OutputReader):
 
 
 class ServingTable(OutputReader):
-    """Table printed by a serving benchmark, with the command above it if it was pasted too."""
+    """Table printed by a serving benchmark, with the options that it prints first, or with the pasted command."""
 
     title = "table of a serving benchmark"
     lacks = ("drafting method", "drafting time", "verification time")
@@ -69,7 +72,7 @@ class ServingTable(OutputReader):
             steps=round(steps) if steps else None,
             tokens_per_s=1000.0 / tpot if tpot else throughput,
             batch_size=_in_flight(throughput, tpot, find_number("Maximum request concurrency:", table)),
-            random_prompts=True if re.search(r"--dataset-name[ =]random\b", head) else None,
+            random_prompts=True if RANDOM.search(head) else None,
             k=_k(head),
         )
 

@@ -7,6 +7,7 @@ from specdemo.diagnosis.readers.base import Output, OutputReader, OutputTotals, 
 
 MARK = "SpecDecoding metrics:"
 LOAD = "Avg generation throughput:"
+ROUNDING = 0.006  # of a length that is printed with two digits
 RATES = re.compile(r"Per-position acceptance rate: ([0-9., ]{1,8000})")
 
 
@@ -45,7 +46,8 @@ def _add(totals: OutputTotals, line: str) -> None:
     rates = numbers_in(match[1]) if match else []
     if accepted is None or not drafted or length is None:
         return
-    if accepted and length > 1.0:
-        totals.add(drafted, accepted, accepted / (length - 1.0), rates)
-    elif rates:
-        totals.add(drafted, accepted, drafted / len(rates), rates)
+    steps = drafted / len(rates) if rates else 0.0
+    if accepted and length > 1.0 and (not steps or abs(1.0 + accepted / steps - length) > ROUNDING):
+        steps = accepted / (length - 1.0)  # drafts that end early
+    if steps:
+        totals.add(drafted, accepted, steps, rates)
