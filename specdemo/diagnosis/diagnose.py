@@ -6,11 +6,11 @@ best draft lengths, one of which has a healthy value in one part of the step. A 
 size, experts, memory) replaces the part of the step that it makes slow.
 
 Two kinds of causes precede the others. A known fault of the setup, such as random prompts, comes first: it makes the
-other numbers meaningless, so it is to be removed before anything else is judged. Then comes the draft length, if the
-run pays at a better one, because nothing else is wrong then.
+other numbers meaningless, so it is to be removed before anything else is judged. In a run that is faster than plain
+decoding, the draft length comes next, because nothing else is wrong then.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from math import sqrt
@@ -186,7 +186,7 @@ def diagnose(given: Observation, advice: DraftLengthAdvice | None = None) -> Dia
     certain = advice is not None or None not in (observation.draft_cost, observation.verify_cost, observation.overhead)
     longest = min(MAX_K, 2 * first.model.k) if certain else min(MAX_K, first.model.k)
     best_k = advice.best if advice else first.best_k(longest)
-    causes = tuple(sorted(first.causes(longest, advice), key=_rank))
+    causes = tuple(_order(first.causes(longest, advice), first))
     best_speed = _range([fit.model.speedup(best_k) for fit in fits])
     gain = _range([fit.model.speedup(best_k) / fit.model.speedup(fit.model.k) for fit in fits])
     drafted = observation.drafted_per_step or float(observation.k)
@@ -217,9 +217,17 @@ def _measured_cost(observation: Observation) -> float:
     return observation.accepted_length / observation.speedup.value
 
 
-def _rank(cause: Cause) -> tuple[bool, bool, float]:
-    """Return the place of a cause: faults of the setup, the draft length, then by gain."""
-    return cause.name not in FAULTS, cause.name != "draft length", -cause.gain
+def _order(causes: Iterable[Cause], fit: "_Fit") -> list[Cause]:
+    """Return the causes in order: faults of the setup, then by gain. If the run is faster than plain decoding, only its
+    draft length can be a cause, so it precedes the other gains."""
+    measured = fit.observation.speedup
+    speed = fit.model.speedup(fit.model.k) if measured is None else measured.value
+
+    def rank(cause: Cause) -> tuple[bool, bool, float]:
+        first = cause.name == "draft length" and speed >= SMALLEST_GAIN
+        return cause.name not in FAULTS, not first, -cause.gain
+
+    return sorted(causes, key=rank)
 
 
 def _estimated(observation: Observation) -> list["_Fit"]:

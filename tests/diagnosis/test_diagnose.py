@@ -82,6 +82,14 @@ def test_each_cause_is_found_where_the_costs_are_known(changes, cause):
     assert found.measured and f"main cause: {found.cause.title}" in found.sentence
 
 
+@pytest.mark.parametrize(("tokens_per_s", "first"), [(92.0, "batch size"), (120.0, "draft length")])
+def test_draft_length_precedes_larger_gains_only_in_a_run_that_pays(tokens_per_s, first):
+    """A smaller k would also help the slow run, but the batch costs more."""
+    one = observation(k=4, accepted_length=3.07, tokens_per_s=tokens_per_s, batch_size=16, method="mtp")
+    gains = {cause.name: cause.gain for cause in diagnose(one).causes}
+    assert gains["batch size"] > gains["draft length"] and next(iter(gains)) == first
+
+
 def test_a_good_draft_has_no_cause():
     found = diagnose(measured(draft_cost=0.15, accepted_length=2.6))
     assert found.cause is None and found.sentence.startswith("Faster (1.53x)")
