@@ -20,7 +20,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3For
 from specdemo.kv.columns import Mask
 from specdemo.kv.graphs import TOLERANCE
 from specdemo.models.devices import device_map_summary
-from specdemo.models.layers import DecoderLayer, Rotary, add_norm, shared_mask, signed_sin
+from specdemo.models.layers import DecoderLayer, Rotary, add_norm, shared_mask, shared_rope, signed_sin
 from specdemo.models.packed import (
     KNOWN_NORMS,
     FastRMSNorm,
@@ -98,7 +98,8 @@ class FusedDecoder:
         layers: run only the first `layers` layers.
         """
         x = self._embed(tokens)
-        rope = self._rotary(positions, cache.cursor.capacity + positions.shape[1])
+        angles = self._rotary(positions, cache.cursor.capacity + positions.shape[1])
+        rope = shared_rope(angles, self._layers[:layers], cache, x)
         mask = shared_mask(mask, self._layers[0].self_attn, x)
         hidden = {0: x} if 0 in taps else {}
         delta: Tensor | None = None

@@ -50,10 +50,16 @@ def test_a_step_starts_few_operations_and_hardly_waits(rows, name):
 
 @pytest.mark.parametrize(
     ("slots", "tree", "kernels", "limit"),
-    [(1, False, True, 340), (6, False, True, 340), (32, True, True, 360), (1, False, False, 700)],
+    [
+        (1, False, True, 340),
+        (6, False, True, 340),
+        (32, True, True, 360),
+        (1, False, False, 630),
+        (32, True, False, 725),
+    ],
 )
 def test_operations_of_a_captured_pass(slots, tree, kernels, limit, monkeypatch):
-    """36 layers, as many as Qwen3-8B has. Nine operations per layer with Triton's kernels, 19 without."""
+    """36 layers, as many as Qwen3-8B has. Nine operations per layer with Triton's kernels, 17 without."""
     monkeypatch.setattr(operations, "works", lambda *_: kernels)
     chain_parents.cache_clear()
     device = torch.device("cuda:0")
