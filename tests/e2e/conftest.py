@@ -20,6 +20,8 @@ FLAGS = (
     "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
     "--disable-component-update --disable-sync"
 ).split()
+DEFAULTS = {"viewport": {"width": 1280, "height": 900}, "reduced_motion": "reduce"}
+NEXT_FRAME = "() => new Promise(drawn => requestAnimationFrame(() => requestAnimationFrame(drawn)))"
 PATIENCE_MS = 120_000  # the page shares a busy core with its browser
 
 expect.set_options(timeout=PATIENCE_MS)
@@ -56,14 +58,14 @@ def visit(chromium, address):
 
 @contextmanager
 def visitors(chromium, address):
-    """Yield a function that opens the page as a new visitor.
+    """Yield a function that opens the page as a new visitor, with reduced motion: drawing a replay takes much CPU time.
 
     A request to another host, a script error or a dialog of any visitor fails the test.
     """
     contexts, wrong = [], []
 
     def opened(query="", **settings):
-        context = chromium.new_context(**{"viewport": {"width": 1280, "height": 900}, **settings})
+        context = chromium.new_context(**{**DEFAULTS, **settings})
         contexts.append(context)
         context.set_default_timeout(PATIENCE_MS)
         page = context.new_page()

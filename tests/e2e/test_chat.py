@@ -8,34 +8,35 @@ import pytest
 from playwright.sync_api import expect
 
 from specdemo.models.shipped import embedded_folder
-from tests.e2e.conftest import visitors
+from tests.e2e.conftest import NEXT_FRAME, visitors
 from tests.e2e.test_layout import CONTROLS, OVERFLOWING, SMALL, wait_for_text
 from tests.processes import served
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 
 
-@pytest.fixture(scope="module")
-def visit_chat(chromium, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models") / "chat"
+@pytest.fixture
+def page(chromium, tmp_path):
+    folder = tmp_path / "chat"
     shutil.copytree(embedded_folder() / "stories", folder)
     written = folder / "tokenizer_config.json"
     written.write_text(json.dumps({**json.loads(written.read_text()), "chat_template": TEMPLATE}))
     query = f"?preset=embedded-ngram&target={quote(str(folder))}&max_new_tokens=24&prompt=A+fox."
     with served("--allow-any-model") as (_, address), visitors(chromium, address) as opened:
-        yield lambda **settings: opened(query + "&chat=true", **settings)
+        yield opened(query + "&chat=true")
 
 
-@pytest.mark.parametrize(("width", "height"), [(1280, 900), (390, 844)], ids=str)
-def test_the_next_message_is_answered_below_the_bar(visit_chat, width, height):
-    page = visit_chat(viewport={"width": width, "height": height}, reduced_motion="reduce")
+def test_the_next_message_is_answered_below_the_bar(page):
     page.locator("#run:enabled").click()
     wait_for_text(page, "^Finished")
     expect(page.locator("#continue")).to_be_visible()
-    bar = page.locator(".sd-pace").bounding_box()
-    assert bar["y"] + bar["height"] <= page.locator("#follow-row").bounding_box()["y"]
-    assert page.evaluate("document.documentElement.scrollWidth") == width
-    assert [page.evaluate(rule) for rule in (CONTROLS, SMALL, OVERFLOWING)] == [[], [], []]
+    for width, height in ((1280, 900), (390, 844)):
+        page.set_viewport_size({"width": width, "height": height})
+        page.evaluate(NEXT_FRAME)
+        bar = page.locator(".sd-pace").bounding_box()
+        assert bar["y"] + bar["height"] <= page.locator("#follow-row").bounding_box()["y"]
+        assert page.evaluate("document.documentElement.scrollWidth") == width
+        assert [page.evaluate(rule) for rule in (CONTROLS, SMALL, OVERFLOWING)] == [[], [], []]
     first = page.locator('[data-lane="1"] .sd-answer').inner_text()
     page.locator("#message textarea, #message input").fill("Why <b>so</b>?")
     page.locator("#continue").click()

@@ -99,7 +99,7 @@ def test_error_disappears_with_the_preset(visit):
 
 def test_a_preset_that_cannot_run_here_has_a_reason_and_a_replacement(visit_gated, gates):
     gates.open.set()
-    page = visit_gated(reduced_motion="reduce")
+    page = visit_gated()
     choose_example(page, "Qwen3 8B with Qwen3 0.6B")
     expect(page.locator("#target input")).to_have_value("Qwen/Qwen3-8B")
     expect(page.locator("#run")).to_be_disabled()

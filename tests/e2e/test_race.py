@@ -12,7 +12,7 @@ from playwright.sync_api import expect
 from specdemo.core.tally import summarise
 from specdemo.core.trace import compare, estimates, from_json, to_json
 from specdemo.diagnosis.lanes import break_even, prediction
-from tests.e2e.conftest import choose_example, edit, expect_example
+from tests.e2e.conftest import NEXT_FRAME, choose_example, edit, expect_example, visitors
 from tests.traces import HOSTILE, PROMPT, hostile_trace
 from tests.ui.stand_ins import chat_trace
 
@@ -62,6 +62,30 @@ def open_file(page, path):
     with page.expect_file_chooser() as chooser:
         page.locator("#open-trace").click()
     chooser.value.set_files(path)
+
+
+@pytest.fixture(scope="module")
+def shared_page(chromium, address):
+    with visitors(chromium, address) as visit:
+        page = visit()
+        wait_for_text(page, "^Recorded")
+        yield page
+
+
+@pytest.fixture
+def replayed(shared_page):
+    """Return a function that opens a file on one page of many tests, and returns the page when it shows the file."""
+
+    def opened(path, width=1280, height=900):
+        shared_page.set_viewport_size({"width": width, "height": height})
+        shared_page.keyboard.press("Escape")  # closes the inspector of the test before
+        shared_page.evaluate(NEXT_FRAME)
+        shared_page.evaluate("document.querySelector('#view .sd-status').textContent = ''")
+        open_file(shared_page, path)
+        wait_for_text(shared_page, "^Replayed")
+        return shared_page
+
+    return opened
 
 
 def test_a_link_answered_late_replaces_no_run_opened_meanwhile(visit, trace_file):
@@ -242,10 +266,8 @@ def test_options_of_the_acceptance_rule_have_controls(visit):
     expect(page.locator('[data-tile="output"] small')).to_contain_text("log-likelihood")
 
 
-def test_unreported_server_values_are_unknown(visit, remote_file):
-    page = visit()
-    open_file(page, remote_file)
-    wait_for_text(page, "^Replayed")
+def test_unreported_server_values_are_unknown(replayed, remote_file):
+    page = replayed(remote_file)
     assert lane_text(page, 1) == "".join(HOSTILE)
     badge = page.locator(".sd-remote")
     expect(badge).to_have_text("remote: m at <b>host</b>:8000, draft tokens unknown")
@@ -264,11 +286,8 @@ def test_unreported_server_values_are_unknown(visit, remote_file):
     expect(page.locator(".sd-step")).to_contain_text("draft tokens unknown")
 
 
-def test_the_result_is_saved_as_an_image_and_the_replay_as_a_video(visit, trace_file):
-    page = visit()
-    expect(page.locator(".sd-save-image")).to_be_attached()
-    open_file(page, trace_file)
-    wait_for_text(page, "^Replayed")
+def test_the_result_is_saved_as_an_image_and_the_replay_as_a_video(replayed, trace_file):
+    page = replayed(trace_file)
     with page.expect_download() as image:
         page.locator(".sd-save-image").click()
     assert image.value.suggested_filename == "specdemo-embedded-draft.png"
@@ -283,10 +302,8 @@ def test_the_result_is_saved_as_an_image_and_the_replay_as_a_video(visit, trace_
     expect(page.locator(".sd-save-video")).to_have_text("Save video")
 
 
-def test_on_a_phone_the_selected_token_is_visible_above_the_inspector(visit, trace_file):
-    page = visit(viewport={"width": 390, "height": 844}, reduced_motion="reduce")
-    open_file(page, trace_file)
-    wait_for_text(page, "^Replayed")
+def test_on_a_phone_the_selected_token_is_visible_above_the_inspector(replayed, trace_file):
+    page = replayed(trace_file, 390, 844)
     token = page.locator('[data-lane="1"] [data-kind="corrected"]').last
     token.click()
     expect(page.locator(".sd-inspector")).to_be_visible()
@@ -296,10 +313,8 @@ def test_on_a_phone_the_selected_token_is_visible_above_the_inspector(visit, tra
     assert bar["y"] + bar["height"] <= box["y"] and box["y"] + box["height"] <= sheet["y"]
 
 
-def test_a_tree_is_drawn_and_walked_by_keyboard(visit, tree_file):
-    page = visit("?__theme=dark", viewport={"width": 390, "height": 800}, reduced_motion="reduce")
-    open_file(page, tree_file)
-    wait_for_text(page, "^Replayed")
+def test_a_tree_is_drawn_and_walked_by_keyboard(replayed, tree_file):
+    page = replayed(tree_file, 390, 800)
     page.locator('[data-lane="1"].sd-text').focus()
     page.keyboard.press("End")
     expect(page.locator(".sd-table table")).to_be_visible()  # the draft is a chain
@@ -328,10 +343,8 @@ def test_a_tree_is_drawn_and_walked_by_keyboard(visit, tree_file):
     expect(page.locator(".sd-node-label")).to_contain_text("root")
 
 
-def test_drafter_notes_are_plotted(visit, tree_file, trace_file):
-    page = visit(reduced_motion="reduce")
-    open_file(page, tree_file)
-    wait_for_text(page, "^Replayed")
+def test_drafter_notes_are_plotted(replayed, tree_file, trace_file):
+    page = replayed(tree_file)
     figures = page.locator(".sd-drafter-notes figure")
     expect(figures).to_have_count(2)
     expect(figures.first).to_contain_text("Draft length know 2 · estimated acceptance 75 % · predicted 1.50×")
@@ -342,10 +355,8 @@ def test_drafter_notes_are_plotted(visit, tree_file, trace_file):
     expect(page.locator(".sd-drafter-notes")).to_be_hidden()
 
 
-def test_copy_from_lane_is_the_model_text(visit, trace_file):
-    page = visit(reduced_motion="reduce")
-    open_file(page, trace_file)
-    wait_for_text(page, "^Replayed")
+def test_copy_from_lane_is_the_model_text(replayed, trace_file):
+    page = replayed(trace_file)
     expect(page.locator('[data-lane="1"] [data-kind="rejected"]').first).to_be_visible()
     copied = page.evaluate(
         "getSelection().selectAllChildren(document.querySelector('[data-lane=\"1\"].sd-text')), `${getSelection()}`"
@@ -367,10 +378,11 @@ def test_a_trace_opened_from_the_lower_end_of_the_page_is_in_sight(visit, tmp_pa
     assert outer["x"] <= inner["x"] and inner["x"] + inner["width"] <= outer["x"] + outer["width"]
 
 
-def test_the_same_file_opens_twice(visit, trace_file):
-    page = visit(reduced_motion="reduce")
-    for _ in range(2):
-        open_file(page, trace_file)
+def test_the_same_file_opens_twice(replayed, trace_file):
+    page = replayed(trace_file)
+    for again in (False, True):
+        if again:
+            open_file(page, trace_file)
         expect(page.locator(".sd-step")).to_contain_text("Click a token")  # no step of the previous file
         wait_for_text(page, "^Replayed")
         page.locator('[data-lane="1"].sd-text').focus()
@@ -417,10 +429,8 @@ def test_a_first_visit_shows_the_recorded_race_of_the_preset(visit):
     page.wait_for_function(f"points => {charted} === points", arg=points)
 
 
-def test_a_chat_shows_its_turns_and_folds_what_is_thought(visit, chat_file):
-    page = visit(reduced_motion="reduce")
-    open_file(page, chat_file)
-    wait_for_text(page, "^Replayed")
+def test_a_chat_shows_its_turns_and_folds_what_is_thought(replayed, chat_file):
+    page = replayed(chat_file)
     assert [lane_text(page, i) for i in (0, 1)] == [lane.text for lane in chat_trace().lanes]
     for lane, heads in ((0, ["Thought · 6 tokens"]), (1, ["Thought · 7 tokens"])):
         box = page.locator(f'[data-lane="{lane}"].sd-text')

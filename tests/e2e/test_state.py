@@ -23,7 +23,7 @@ def prompt(page):
 
 
 def test_tab_preset_edits_and_prompt_survive_back_and_reload(visit_gated):
-    page = visit_gated(reduced_motion="reduce")
+    page = visit_gated()
     expect(page.locator("#view .sd-status")).to_have_text(re.compile("^Recorded"))
     start = page.url
     choose_example(page, "Prompt lookup")
@@ -60,7 +60,7 @@ def test_tab_preset_edits_and_prompt_survive_back_and_reload(visit_gated):
 
 
 def test_a_link_to_a_tab_opens_it_and_does_not_add_to_the_history(visit_gated):
-    page = visit_gated("#how", reduced_motion="reduce")
+    page = visit_gated("#how")
     expect(tab(page)).to_have_text("How it works")
     assert page.evaluate("history.length") == 2  # the blank page and this one
     page.get_by_role("tab", name="Race").click()
@@ -70,7 +70,7 @@ def test_a_link_to_a_tab_opens_it_and_does_not_add_to_the_history(visit_gated):
 
 
 def test_the_reference_has_contents(visit_gated):
-    page = visit_gated("#reference", reduced_motion="reduce")
+    page = visit_gated("#reference")
     page.locator("#reference").get_by_role("link", name="Training a head").click()
     expect(page.get_by_role("heading", name="Training a head")).to_be_in_viewport()
     expect(tab(page)).to_have_text("Reference")
@@ -139,7 +139,7 @@ def run_and_cut(page, gates, connection):
 
 def test_a_lost_connection_keeps_the_settings_and_the_run(chromium, gates, connection):
     with visitors(chromium, connection.address) as visit:
-        page = visit("?preset=embedded-ngram&k=5", reduced_motion="reduce")
+        page = visit("?preset=embedded-ngram&k=5")
         expect_example(page, "Custom (from Prompt lookup)")
         run_and_cut(page, gates, connection)
         connection.restore()
@@ -156,7 +156,7 @@ def test_a_lost_connection_keeps_the_settings_and_the_run(chromium, gates, conne
 
 def test_a_reloaded_page_can_stop_its_run(chromium, gated_server, gates):
     with visitors(chromium, gated_server[0]) as visit:
-        page = visit(reduced_motion="reduce")
+        page = visit()
         status(page, "^Recorded")
         page.locator("#run").click()
         assert gates.started.acquire(timeout=60)
@@ -172,7 +172,7 @@ def test_a_reloaded_page_can_stop_its_run(chromium, gated_server, gates):
 
 def test_a_reloaded_page_rejoins_its_sweep(chromium, gated_server, gates):
     with visitors(chromium, gated_server[0]) as visit:
-        page = visit("?sweep=k", reduced_motion="reduce")
+        page = visit("?sweep=k")
         page.locator("#sweep-run").click()
         progress = page.locator("#sweep .sd-status")
         expect(progress).to_have_text(re.compile("^67 % done"))
@@ -188,7 +188,7 @@ def test_a_reloaded_page_rejoins_its_sweep(chromium, gated_server, gates):
 
 def test_a_restarted_server_keeps_the_settings(chromium, address, gates, connection):
     with visitors(chromium, connection.address) as visit:
-        page = visit("?preset=embedded-ngram&k=5#lab", reduced_motion="reduce")
+        page = visit("?preset=embedded-ngram&k=5#lab")
         expect(tab(page)).to_have_text("Lab")
         page.get_by_role("tab", name="Race").click()
         run_and_cut(page, gates, connection)
@@ -207,7 +207,7 @@ CLICK_RUN = """new MutationObserver((_, observer) => {
 
 def test_run_pressed_before_the_page_is_ready_is_not_lost(visit_gated, gates):
     gates.open.set()
-    page = visit_gated("?preset=embedded-draft&k=7", reduced_motion="reduce")
+    page = visit_gated("?preset=embedded-draft&k=7")
     status(page, "^Ready")
     page.add_init_script(CLICK_RUN)
     page.reload()
