@@ -24,6 +24,7 @@ EXPECTED = {
     "sglang-server-info.json": {"method": "EAGLE3", "k": 3, "drafted_per_step": 3.0, "accepted_length": 2.05},
     "llamacpp-eagle3.log": {"method": "draft-eagle3", "k": 3, "steps": 87, "draft_token_ms": 1.257},
     "llamacpp-good.log": {"accepted_length": 3.19, "acceptance_rate": 0.5574, "drafter": "stories-draft-wide.gguf"},
+    "llamacpp-fast-k4.log": {"k": 4, "steps": 194, "draft_token_ms": 0.0812},
     "llamacpp-bad.log": {"accepted_length": 1.0, "acceptance_rate": 0.0},
     "llamacpp-plain.log": {"tokens_per_s": 222.8, "engine": "llama-server"},
     "llamacpp-good.prom": {"k": 4, "accepted_length": 3.1935, "steps": 248, "tokens_per_s": 266.1},
@@ -63,6 +64,11 @@ def test_what_a_reader_lacks_is_missing_in_its_observation():
         (reader,) = (one for one in READERS if found.observation.source.startswith(one.title))
         always = {"speed without speculation", "verification time"} & set(reader.lacks)
         assert always <= set(found.missing), name
+
+
+def test_statistics_of_llamacpp_give_the_acceptance_by_position():
+    found = read_output_file(SAMPLES / "llamacpp-fast-k4.log")
+    assert found.by_position == pytest.approx((0.832, 0.51, 0.403, 0.306))
 
 
 def test_benchmark_without_a_successful_request_is_rejected():

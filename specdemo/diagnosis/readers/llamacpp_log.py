@@ -33,12 +33,13 @@ class LlamaCppLog(OutputReader):
                 tokens += find_number("ms /", line) or 0.0
         if not totals.steps and tokens > totals.accepted:
             totals.steps = tokens - totals.accepted  # a step outputs its accepted tokens and one more
+        totals.positions = totals.positions or [share * totals.steps for share in _positions(output)]
         return Observation(
             engine="llama-server",
             source=self.title,
             method=find_last(r"statistics {1,20}([a-z0-9-]{1,40}):", text),
             drafter=find_last(r"loading draft model '([^'\n]{1,200})'", text),
-            k=int(find_last(r"(?:--spec-draft-n-max|--draft-max)[ =]([0-9]{1,3})\b", text) or k) or None,
+            k=int(find_last(r"(?:--spec-draft-n-max[ =]|--draft-max[ =]|\bn_max=)([0-9]{1,3})\b", text) or k) or None,
             draft_token_ms=_draft_token_ms(output),
             moe=_moe(text),
             offloaded=_offloaded(text),
@@ -89,6 +90,11 @@ def _add(totals: OutputTotals, line: str) -> int:
     steps = accepted / (length - 1.0) if length and length > 1.0 else drafted / len(shares) if shares else 0.0
     totals.add(drafted, accepted, steps, shares)
     return len(shares)
+
+
+def _positions(output: Output) -> list[float]:
+    """Return the acceptance by position from the statistics over all requests, which logs of a higher level contain."""
+    return numbers_in(find_last(r"#acc rate/pos = \(([0-9., ]{1,8000})\)", "".join(output.lines("statistics "))))
 
 
 def _draft_token_ms(output: Output) -> float | None:
