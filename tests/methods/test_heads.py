@@ -113,13 +113,51 @@ def test_unknown_config_keys_that_could_change_the_forward_pass_are_rejected(tmp
     file = tmp_path / "config.json"
     config = json.loads(file.read_text())
     harmless = {"attn_gate": False, "residual_multiplier": 1.0, "head_loss_weight": 2.0, "trained_by": "somebody"}
+    harmless |= {"use_last_layernorm": True, "parallel_draft_step": None, "num_anchors": 8}
     file.write_text(json.dumps(config | harmless))
     method(name).load(str(tmp_path), target)
-    for key, value in {"attn_logit_softcapping": 30.0, "gated_residual": True, "layer_order": "reversed"}.items():
+    unknown = {"attn_logit_softcapping": 30.0, "gated_residual": True, "layer_order": "reversed"}
+    for key, value in (unknown | {"use_last_layernorm": False, "parallel_draft_step": 4}).items():
         for part in [part for part in ("dflash_config", "eagle_config", "text_config") if part in config]:
             file.write_text(json.dumps(config | {part: config[part] | {key: value}}))
-            with pytest.raises(ValueError, match=f"has {key} .* in its config, which is not supported"):
+            with pytest.raises(ValueError, match=f"has {key} .*, which is not supported"):
                 method(name).load(str(tmp_path), target)
         file.write_text(json.dumps(config | {key: value}))
-        with pytest.raises(ValueError, match=f"has {key} .* in its config, which is not supported"):
+        with pytest.raises(ValueError, match=f"has {key} .*, which is not supported"):
             method(name).load(str(tmp_path), target)
+
+
+PUBLISHED = {  # keys that published files have besides those that the readers use
+    "eagle": [
+        {"bias": True, "qkv_bias": True, "pretraining_tp": 1},  # SafeAILab/EAGLE
+        {
+            "attention_head_dim": 8,
+            "cla_share_factor": 2,
+            "norm_type": "rms",
+            "use_rotary_pos_emb": True,
+        },  # Tencent/AngelSlim
+        {  # NVIDIA Model-Optimizer
+            "eagle_config": {
+                "use_aux_hidden_state": True,
+                "use_input_layernorm_in_first_layer": True,
+                "use_last_layernorm": True,
+                "use_mtp_layernorm": False,
+                "next_layer_regular": True,
+                "parallel_draft_step": 1,
+                "parallel_draft_heads_num_layers": None,
+            }
+        },
+    ],
+    "dflash": [{"attention_mode": "gqa"}, {"num_anchors": 512}],  # sgl-project/SpecForge, Tencent/AngelSlim
+}
+
+
+@pytest.mark.parametrize(("name", "keys"), [(name, keys) for name, found in PUBLISHED.items() for keys in found])
+def test_published_keys_without_effect_are_accepted(tmp_path, name, keys):
+    target = ToyTarget(16, hidden_size=32)
+    method(name)(target, fresh(name, target, {})).save(tmp_path, "toy")
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    nested = {part: config[part] | value for part, value in keys.items() if part in config}
+    file.write_text(json.dumps(config | keys | nested))
+    method(name).load(str(tmp_path), target)

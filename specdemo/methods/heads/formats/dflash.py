@@ -59,12 +59,6 @@ TAP_OFFSETS = {
     **dict.fromkeys(("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids", "layer_ids"), 0),
     **dict.fromkeys(("target_layer_ids", "dspark_target_layer_ids"), 1),
 }
-# other values are not supported
-REQUIRED_DEFAULTS = {
-    "is_neox_style": True,
-    "attention_value_scale": 1.0,
-    "logit_scale": 1.0,
-}
 KNOWN_FAMILIES = ("dflash", "dspark", "domino", "museglimmer", "xpress")  # families with a documented slot convention
 KEYS = LAYER_KEYS | frozenset(
     """aux_hidden_state_layer_ids block_size causal causal_head conv_group_size conv_kernel_size
@@ -74,7 +68,7 @@ KEYS = LAYER_KEYS | frozenset(
     selector_top_k shift_label sliding_window_non_causal swa_window_size target_hidden_size target_layer_ids
     use_swa num_jacobi_passes xpress_block_size xpress_candidate_topc xpress_compile_head xpress_fused_kernel
     xpress_mlp_hidden xpress_mlp_ratio xpress_num_passes xpress_rank xpress_topc""".split()
-).union(REQUIRED_DEFAULTS)
+)
 UNUSED = ("embed_tokens.", "lm_head.", "t2d", "verifier_", "confidence_head.")
 
 
@@ -215,9 +209,6 @@ def _flatten_config(config: Config) -> dict[str, Any]:
 def _check(checkpoint: Checkpoint, config: Config, tensors: Tensors, target: Target) -> None:
     """Raise ValueError if the checkpoint is unsupported, incomplete or made for another target."""
     name, vocab_size = checkpoint.name, target.vocab_size
-    for key, usual in REQUIRED_DEFAULTS.items():
-        if config.get(key, usual) != usual:
-            raise ValueError(f"{name} has {key} {config[key]}, which is not supported; choose a drafter without it")
     if config.get("target_hidden_size", config.get("hidden_size")) != config.get("hidden_size"):
         raise ValueError(
             f"{name} has a hidden_dim_adapter (target_hidden_size {config['target_hidden_size']}), but it uses the "
