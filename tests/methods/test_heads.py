@@ -130,6 +130,7 @@ def test_unknown_config_keys_that_could_change_the_forward_pass_are_rejected(tmp
 PUBLISHED = {  # keys that published files have besides those that the readers use
     "eagle": [
         {"bias": True, "qkv_bias": True, "pretraining_tp": 1},  # SafeAILab/EAGLE
+        {"draft_num_hidden_layers": 1},  # deepseek-ai/DeepSpec
         {
             "attention_head_dim": 8,
             "cla_share_factor": 2,
