@@ -83,7 +83,7 @@ function progress(lane, { tokens, length }, lanes) {
   if (lane.remote) return `${numbers(lane).tokens ?? 0} tokens`;
   const texts = new Set(lanes.filter(isFinished).map((other) => other.soFar.tokens));
   if (lane.finish === "stop" && texts.size > 1) return `stopped after ${tokens} tokens`;
-  return `${tokens} of ${length} tokens`;
+  return length ? `${tokens} of ${length} tokens` : `${tokens} tokens`; // no length before the first run
 }
 
 function raceBar(lane) {

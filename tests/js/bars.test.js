@@ -68,3 +68,7 @@ test("texts of different lengths say so", () => {
   assert.deepEqual(lanes.map((one, i) => progress(one, shown[i], lanes)), ["96 of 96 tokens", "stopped after 61 tokens"]);
   assert.deepEqual(shown.map(({ share, lead }) => [share, lead]), [[1, ""], [1, ""]]);
 });
+
+test("an empty lane has no number of tokens to reach", () => {
+  assert.equal(progress({ index: 1, soFar: {}, finish: null }, { tokens: 0, length: 0 }, []), "0 tokens");
+});
