@@ -34,12 +34,14 @@ OPENINGS = 10_000  # documents whose beginnings prompt the target's samples
 KINDS = ("text", "samples")  # kinds of training data from a target
 OTHER_WORDS = 15  # another vocabulary is trained on one document in 15
 OTHER_TURNS = 2  # passes over the target's samples per epoch
+RATES_LATER = 0.3  # factor of the learning rates for a trained draft model
 
 
 def train_draft(job: Job) -> None:
     """Train a draft model by forward KL to the target on text and finally also on the target's samples.
 
-    A draft as wide as its target is initialised from target layers, any other draft is first trained by cross-entropy.
+    A draft as wide as its target is initialised from target layers, any other draft is first trained by cross-entropy. A
+    trained draft (`job.start`) learns from the samples from the start, at lower rates.
     """
     corpus = read_corpus(job.corpus)
     target, wrapped = load_target(job)
@@ -52,8 +54,9 @@ def train_draft(job: Job) -> None:
     if job.start or same_width:
         model.load_state_dict(weights(job.start) if job.start else to_depth(target.state_dict(), job.shape.layers))
     listen_from = 0.0 if job.start or same_width else 0.1
+    samples_from, rates = (0.0, RATES_LATER) if job.start else (0.5, 1.0)
     text, samples = record(job, target, corpus, tokenizer)
-    batches = Lessons(text, samples, 65536 if job.large else 4096, job.device, listen_from)
+    batches = Lessons(text, samples, 65536 if job.large else 4096, job.device, listen_from, samples_from)
 
     def loss(tokens: Tensor, indices: Tensor, probs: Tensor) -> Tensor:
         with autocast(job.device):
@@ -68,7 +71,7 @@ def train_draft(job: Job) -> None:
         batches,
         loss,
         evaluate,
-        Schedule(job.minutes, decay_from=0.2),
+        Schedule(job.minutes, decay_from=0.2).scaled(rates),
         job.out / "checkpoint.pt",
         micro_tokens=job.micro_tokens,
         evaluate_every_seconds=120.0,

@@ -88,8 +88,7 @@ class Job:
         if self.seed:
             return Schedule(self.minutes, decay_from=0.8 if self.start else 0.4, floor=0.5)
         if self.start:
-            later = self.world.rates_later
-            return Schedule(self.minutes, muon=0.02 * later, adamw=0.004 * later, decay_from=0.2)
+            return Schedule(self.minutes, decay_from=0.2).scaled(self.world.rates_later)
         return Schedule(self.minutes, decay_from=0.4)
 
     @property

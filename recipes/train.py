@@ -41,8 +41,8 @@ class Recipe:
 
 
 OTHER_PLAN = Plan(text_rows=0, sampled_rows=1024)
-CODE_PLAN = Plan(text_rows=6144, sampled_rows=1024)
 CODE_DRAFT = replace(WIDE, layers=2, context=1024)  # one layer cannot copy
+CODE_PLAN = Plan(text_rows=3072, sampled_rows=512, context=CODE_DRAFT.context)  # shorter rows teach no later position
 RECIPES: dict[str, Recipe] = {
     "stories-target": Recipe(train_target, TARGET, minutes=100.0, threads=None),
     "stories-draft-wide": Recipe(train_draft, WIDE, minutes=19.0, threads=1),

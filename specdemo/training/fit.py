@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Executor
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from math import nan
 from pathlib import Path
 
@@ -45,6 +45,10 @@ class Schedule:
         """Return the factor on both learning rates after `step` steps and the fraction `progress` of the minutes."""
         down = 1.0 - (1.0 - self.floor) * max(0.0, progress - self.decay_from) / (1.0 - self.decay_from)
         return min(1.0, (step + 1) / self.warmup_steps) * down
+
+    def scaled(self, rates: float) -> "Schedule":
+        """Return the schedule with both learning rates multiplied by `rates`."""
+        return replace(self, muon=self.muon * rates, adamw=self.adamw * rates)
 
 
 @dataclass(slots=True)

@@ -180,7 +180,7 @@ def train_head(
         BatchSource(data, drafter.taps, max(1, tokens // context)),
         loss,
         evaluate,
-        Schedule(minutes, muon=0.01 * rates, adamw=0.002 * rates, decay_from=0.3),
+        Schedule(minutes, muon=0.01, adamw=0.002, decay_from=0.3).scaled(rates),
         out / "checkpoint.pt",
         micro_tokens=micro,
         evaluate_every_seconds=max(10.0, 60.0 * minutes / 12),
