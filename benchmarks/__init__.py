@@ -123,8 +123,13 @@ class WhatIf(Suite):
             return what_if(profile, self.repeats, self.new_tokens, report, cancelled)
 
 
+LossesOf = Literal[
+    "all", "stories-dflash", "stories-draft-wide", "stories-eagle-1", "stories-eagle-3", "stories-mlp-speculator"
+]
+
+
 class Losses(Suite):
-    """Which loss and which weights help the shipped EAGLE-3 and DFlash heads most? Fine-tunes each with every loss."""
+    """Which loss and which weights help a shipped head or draft model most? Fine-tunes each with every loss."""
 
     name = "head-losses"
     repeats: Once = 1
@@ -135,9 +140,7 @@ class Losses(Suite):
         Path("runs") / "cache"
     )
     heads: Annotated[Path, Option("--heads", "folder", "Folder to write the heads to.", Path)] = Path("runs") / "losses"
-    head: Annotated[
-        Literal["all", "stories-dflash", "stories-eagle-3"], Option("--head", "head", "Head to fine-tune, or all.", str)
-    ] = "all"
+    head: Annotated[LossesOf, Option("--head", "head", "Head or draft model to fine-tune, or all.", str)] = "all"
     steps: Annotated[int, Field(ge=1), Option("--steps", "number of steps", "Training steps.", int)] = 100
     batch: Annotated[int, Field(ge=256), Option("--batch", "number of tokens", "Tokens per step.", int)] = 2048
     prompts: Annotated[int, Field(ge=2), Option("--openings", "number of prompts", "Held-out prompts.", int)] = 40

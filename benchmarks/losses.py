@@ -1,4 +1,4 @@
-"""Losses for training heads: tokens per pass on held-out text after the same fine-tuning of a shipped head."""
+"""Losses for training drafters: tokens per pass on held-out text after the same fine-tuning of a shipped one."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -20,9 +20,8 @@ from specdemo.engine.comparison import Lane
 from specdemo.engine.loop import generate
 from specdemo.engine.session import environment
 from specdemo.methods import load_drafter
-from specdemo.methods.base import Head
-from specdemo.methods.heads.network import Network
-from specdemo.methods.recipes import head_recipe, trained_drafter
+from specdemo.methods.base import Method
+from specdemo.methods.recipes import trained_drafter
 from specdemo.methods.targets import load_target
 from specdemo.models.text import encode
 from specdemo.presets.limits import LIMITS
@@ -31,13 +30,19 @@ from specdemo.training.corpus import read_corpus
 from specdemo.training.heads import START_RATES, TeacherSplit, build_dataset, save_head, train_head
 from specdemo.training.losses import LOSSES, Objective
 
-HEADS = {
-    "stories-dflash": Lane(method="dflash", model="stories-dflash", k=4),
-    "stories-eagle-3": Lane(method="eagle", model="stories-eagle-3", k=4, options={"draft": "chain"}),
+HEADS = {  # and draft models
+    str(lane.model): lane
+    for lane in (
+        Lane(method="dflash", model="stories-dflash", k=4),
+        Lane(method="draft_model", model="stories-draft-wide", k=4),
+        Lane(method="eagle", model="stories-eagle-1", k=4, options={"draft": "chain"}),
+        Lane(method="eagle", model="stories-eagle-3", k=4, options={"draft": "chain"}),
+        Lane(method="mlp_speculator", model="stories-mlp-speculator", k=4, options={"draft": "chain"}),
+    )
 }
 OBJECTIVES = [*(Objective(loss) for loss in LOSSES), Objective(weights="dpace")]
 OPENING = 24  # tokens of a held-out document that are the prompt
-TEXT_ROWS = 2048  # of teacher data; a quarter as many are the target's samples
+CONTEXT = 256  # tokens of a row of teacher data
 VALIDATION_ROWS = 8
 
 Counts = list[tuple[int, int]]  # output tokens and target passes of every prompt
@@ -56,16 +61,18 @@ def losses(
     report: Report,
     cancelled: Callable[[], bool],
 ) -> Result:
-    """Fine-tune every head with every objective on the same batches; measure tokens per pass on held-out openings.
+    """Fine-tune every drafter with every objective on the same batches; measure tokens per pass on held-out openings.
 
-    cache: teacher data, built if missing. out: folder of the fine-tuned heads, which are not trained again.
+    heads: names in `HEADS`. cache: teacher data, built if missing. out: folder of the fine-tuned drafters, which are
+    not trained again.
     temperature: of the measurement.
     """
     target, fused = load_target("stories", kernels="transformers"), load_target("stories")
     openings = [encode(tokenizer(fused), text, LIMITS.prompt)[:OPENING] for text in read_corpus(corpus).valid]
     chosen = [torch.tensor([ids]) for ids in openings if len(ids) == OPENING][:prompts]
     taps = tuple(sorted({tap for name in heads for tap in _load(target, name).taps}))
-    plan = Plan(text_rows=TEXT_ROWS, sampled_rows=TEXT_ROWS // 4, rows_per_shard=32, context=256, taps=taps)
+    used = max(1, steps * batch_tokens // CONTEXT)  # rows, fewer than a third of them samples
+    plan = Plan(text_rows=used, sampled_rows=-(-used // 3), rows_per_shard=32, context=CONTEXT, taps=taps)
     data = build_dataset(target, cache, plan, corpus)
     few = torch.arange(min(VALIDATION_ROWS, len(data.validation)))
     data = replace(data, validation=data.validation.select(few))
@@ -89,12 +96,10 @@ def losses(
     return Result("head-losses", 1, config, environment(target), rows, [remark])
 
 
-def _load(target: Target, name: str, folder: Path | None = None) -> Head[Network]:
-    """Load a shipped head, or the one that was fine-tuned from it in `folder`."""
+def _load(target: Target, name: str, folder: Path | None = None) -> Method:
+    """Load a shipped drafter, or the one that was fine-tuned from it in `folder`."""
     lane = HEADS[name]
-    drafter = load_drafter(lane.method, target, str(folder or name), **lane.options)
-    assert isinstance(drafter, Head)
-    return drafter
+    return load_drafter(lane.method, target, str(folder or name), **lane.options)
 
 
 def _train(
@@ -106,21 +111,20 @@ def _train(
     steps: int,
     batch_tokens: int,
 ) -> None:
-    """Fine-tune a shipped head for `steps` steps and save it."""
+    """Fine-tune a shipped drafter for `steps` steps and save it."""
     torch.manual_seed(0)
-    recipe = name.removeprefix("stories-")
-    drafter = trained_drafter(head_recipe(recipe), target, name)
+    drafter = trained_drafter(HEADS[name].method, target, name)
     drafter.objective = objective
     folder.mkdir(parents=True, exist_ok=True)
     seconds = count()  # every step takes a second of this clock
     clock = partial(next, seconds)
     *_, last = train_head(drafter, target, data, folder, steps / 60, batch_tokens, clock, START_RATES)
-    save_head(drafter, target, folder, last.history, data, recipe=recipe, start=name, **asdict(objective))
+    save_head(drafter, target, folder, last.history, data, start=name, **asdict(objective))
 
 
 def count_passes(
     target: Target,
-    drafter: Head[Network],
+    drafter: Method,
     lane: Lane,
     prompts: Sequence[torch.Tensor],
     new_tokens: int,

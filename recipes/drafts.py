@@ -40,8 +40,8 @@ RATES_LATER = 0.3  # factor of the learning rates for a trained draft model
 def train_draft(job: Job) -> None:
     """Train a draft model by forward KL to the target on text and finally also on the target's samples.
 
-    A draft as wide as its target is initialised from target layers, any other draft is first trained by cross-entropy. A
-    trained draft (`job.start`) learns from the samples from the start, at lower rates.
+    A draft as wide as its target is initialised from target layers, any other draft is first trained by cross-entropy.
+    A trained draft (`job.start`) learns from samples from its first step on, at lower rates.
     """
     corpus = read_corpus(job.corpus)
     target, wrapped = load_target(job)

@@ -75,14 +75,26 @@ class Method(DraftingCost, Drafter):
 
 
 class Learner(Method):
-    """A method with trainable weights."""
+    """A method with trainable weights: a head or a draft model."""
 
     head: nn.Module
     objective: Objective = Objective()  # what `loss` computes
 
+    @classmethod
+    @abstractmethod
+    def load_trainable(cls, source: str, target: Target, progress: LoadProgress | None = None) -> object:
+        """Load weights as `load` does, with the separate tensors that training needs."""
+
     @abstractmethod
     def loss(self, batch: Progress) -> tuple[Tensor, dict[str, float]]:
         """Return the loss, and metrics agree_i: agreement with the target on the i-th token ahead."""
+
+    def measure(self, batch: Progress) -> None:
+        """Measure statistics on held-out text that `save` stores with the weights."""
+
+    @abstractmethod
+    def save(self, folder: Path, target_name: str) -> None:
+        """Write the weights in the public format of their family."""
 
 
 Net = TypeVar("Net", bound=Network)
@@ -188,6 +200,3 @@ class Head(FrozenHead[Net], Learner):
         if len(head.conventions) > 1:
             report()
             select_convention(head, target, lambda: cls(target, head))
-
-    def measure(self, batch: Progress) -> None:
-        """Measure statistics on held-out text that `save` stores with the weights."""

@@ -6,6 +6,7 @@ through a `VocabBridge`.
 """
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import ClassVar
 
 import torch
@@ -21,10 +22,9 @@ from specdemo.methods.base import Learner, NoOptions
 from specdemo.methods.drafting_cost import DraftModelCost
 from specdemo.methods.heads.sampler import ChainBuilder, DraftVocab, TokenSampler, run_chain_graph
 from specdemo.methods.vocabularies import MIN_SHARED_MASS, RowText, VocabBridge
-from specdemo.models.checkpoints import Checkpoint, open_meta_checkpoint
+from specdemo.models.checkpoints import Checkpoint, open_meta_checkpoint, write_checkpoint
 from specdemo.models.load import Incomplete, LoadedModel, load_model, load_target
 from specdemo.models.sources import LoadProgress
-from specdemo.training.losses import argmax_targets
 
 USUALLY_MISSING = 2  # tokens: after a draft the correction token, or the last draft token and the bonus token
 MAX_CATCH_UP = (
@@ -62,6 +62,11 @@ class DraftModel(DraftModelCost, Learner):
             if isinstance(error, Incomplete) or detect_head(source):
                 require_method(open_meta_checkpoint(source), "draft_model")  # the error names the method of a head
             raise
+
+    @classmethod
+    def load_trainable(cls, source: str, target: Target, progress: LoadProgress | None = None) -> LoadedModel:
+        """Load the draft model in fp32, with the separate weights that training needs."""
+        return load_model(source, "float32", str(target.device), progress=progress, kernels="transformers")
 
     def __init__(self, target: Target, model: object, options: NoOptions | None = None) -> None:
         self.model = _to_target(model, target)
@@ -158,17 +163,26 @@ class DraftModel(DraftModelCost, Learner):
             self._common_lengths = [min(shortest, len(text.ids)) for text in self._row_texts]
 
     def loss(self, batch: Progress) -> tuple[Tensor, dict[str, float]]:
-        """Forward KL to the target, in nats per token up to the target's entropy (2310.08461, section 3)."""
+        """Return the loss to the target's distribution (or the text). With cross-entropy, its gradient is that of the
+        forward KL (2310.08461, section 3).
+        """
         if self._bridge:
             raise ValueError(
                 "a draft model with another vocabulary cannot learn from the target's tokens; choose one with the same"
             )
-        logits = self.head(batch.inputs, use_cache=False).logits.float()
+        logits = self.head(batch.inputs, use_cache=False).logits
         vocab_size = min(logits.shape[-1], self._draft_vocab.size)  # the rest are padding rows
-        logits = logits[..., :vocab_size].flatten(0, 1)
-        labels = batch.outputs.flatten() if batch.probs is None else batch.probs[..., :vocab_size].flatten(0, 1)
-        agree = (logits.argmax(-1) == argmax_targets(labels)).float().mean()
-        return nn.functional.cross_entropy(logits, labels), {"agree_1": float(agree)}
+        labels = batch.outputs if batch.probs is None else batch.probs[..., :vocab_size]
+        return self.objective.steps_loss([self.objective.compare(logits[..., :vocab_size], labels)], [1.0])
+
+    def save(self, folder: Path, target_name: str) -> None:
+        """Write a Hugging Face folder with the tokenizer."""
+        model: PreTrainedModel = self.model.model
+        dtype = str(model.dtype).removeprefix("torch.")
+        # named_parameters yields tied tensors once
+        write_checkpoint(folder, model.config.to_dict() | {"dtype": dtype}, dict(model.named_parameters()))
+        if self.model.tokenizer is not None:
+            self.model.tokenizer.save_pretrained(folder)
 
     def propose(self, budget: Budget) -> Draft:
         longest = max(map(len, self._history))

@@ -12,7 +12,7 @@ from specdemo.core.outputs import check_output_folder
 from specdemo.core.protocol import Target
 from specdemo.core.suggest import suggest
 from specdemo.methods import method, usable
-from specdemo.methods.base import Head, Recipe
+from specdemo.methods.base import Head, Learner, Recipe
 from specdemo.methods.heads.network import Network
 from specdemo.methods.targets import load_target
 from specdemo.models.errors import checkpoint_errors
@@ -60,10 +60,10 @@ def untrained_drafter(recipe: Recipe, target: Target) -> Head[Network]:
     return cls(target, cls.fresh(target, **recipe.sizes))
 
 
-def trained_drafter(recipe: Recipe, target: Target, start: str) -> Head[Network]:
-    """Load the head to continue from. Raises ValueError if it is not one of the recipe's method."""
-    cls = method(recipe.method)
-    assert issubclass(cls, Head)
+def trained_drafter(method_name: str, target: Target, start: str) -> Learner:
+    """Load the head or draft model to continue from. Raises ValueError if it is not one of the method."""
+    cls = method(method_name)
+    assert issubclass(cls, Learner)
     with checkpoint_errors(start):
         return cls(target, cls.load_trainable(start, target))
 
@@ -97,7 +97,7 @@ def train_head_recipe(
         if isinstance(target, Target)
         else load_target(target, "auto", device, quantization, kernels="transformers")
     )
-    drafter = trained_drafter(recipe, loaded, start) if start else untrained_drafter(recipe, loaded)
+    drafter = trained_drafter(recipe.method, loaded, start) if start else untrained_drafter(recipe, loaded)
     drafter.objective = objective or drafter.objective
     facts = asdict(drafter.objective) | ({"start": Path(start).name} if start else {})
     make_folder(out)
@@ -146,6 +146,6 @@ def progress_event(now: TrainStep, minutes: float) -> dict[str, Any]:
     return event | {"loss": now.loss} | (now.evaluation or {})
 
 
-def _plan(drafter: Head[Network], minutes: float) -> Plan:
+def _plan(drafter: Learner, minutes: float) -> Plan:
     rows = min(6144, max(64, round(minutes * ROWS_PER_MINUTE)))
     return Plan(text_rows=rows, sampled_rows=rows // 3, rows_per_shard=32, context=CONTEXT, taps=drafter.taps)

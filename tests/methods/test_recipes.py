@@ -77,7 +77,7 @@ def test_training_continues_from_a_trained_head_with_another_loss(target, tmp_pa
     folder = train_head_recipe("dflash", tmp_path, 1e-5, target, **options)
     facts = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
     assert [facts[name] for name in ("start", "loss", "weights", "step")] == ["stories-dflash", "lk-alpha", "dpace", 1]
-    heads = (trained_drafter(HEAD_RECIPES["dflash"], target, str(at)).head for at in (folder, "stories-dflash"))
+    heads = (trained_drafter("dflash", target, str(at)).head for at in (folder, "stories-dflash"))
     trained, shipped = (head.fc.weight for head in heads)
     assert 0.0 < float((trained - shipped).abs().max()) < 0.01
     with pytest.raises(ValueError, match="medusa"):
