@@ -85,6 +85,22 @@ def test_training_continues_from_a_trained_head_with_another_loss(target, tmp_pa
     assert not (tmp_path / "other").exists()
 
 
+def test_a_draft_model_is_trained_saved_and_loaded_like_a_head(target, cache, tmp_path):
+    drafter = trained_drafter("draft_model", target, "stories-draft-wide")
+    before = {name: weight.clone() for name, weight in drafter.head.named_parameters()}
+    drafter.objective = Objective("lk-lambda", "dpace")
+    material = build_dataset(target, cache, replace(PLAN, taps=drafter.taps))
+    ticks = list(train_head(drafter, target, material, tmp_path, 0.1, batch_tokens=96, clock=ticking(), rates=0.1))
+    save_head(drafter, target, tmp_path, ticks[-1].history, material)
+    loaded = trained_drafter("draft_model", target, str(tmp_path))
+    loaded.objective = drafter.objective
+    after = dict(loaded.head.named_parameters())
+    assert after.keys() == before.keys() and any(not torch.equal(before[name], after[name]) for name in after)
+    losses = [float(validation_loss(one, target, material)[0]) for one in (drafter, loaded)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert load_drafter("draft_model", target, str(tmp_path)).note == ""  # the tokenizer is the target's
+
+
 def test_a_stopped_run_ends_as_one_that_never_stopped(target, cache, tmp_path):
     recipe = HEAD_RECIPES["medusa"]
 
