@@ -252,6 +252,12 @@ def test_a_target_of_code_is_deepened_and_drafted_for(tmp_path: Path, monkeypatc
     assert "~~~python\ndef read_config" in (draft / "MODEL_CARD.md").read_text(encoding="utf-8")
 
 
+def test_draft_models_learn_from_rows_as_long_as_their_context() -> None:
+    chosen = [recipe for recipe in RECIPES.values() if recipe.make is drafts.train_draft]
+    assert len(chosen) == 3
+    assert all(recipe.plan.context == recipe.shape.context for recipe in chosen)
+
+
 def test_every_recipe_is_described() -> None:
     assert set(cards.TEXTS["about"]) == {*RECIPES}
     assert CONTEXT == 512
