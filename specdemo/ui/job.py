@@ -7,6 +7,8 @@ bounds. A job turns them into the append-only text of its view, one JSON object 
 
 import asyncio
 import contextlib
+import contextvars
+import functools
 import json
 import logging
 import math
@@ -407,10 +409,12 @@ async def follow(call: Call, job: Job) -> AsyncGenerator[str, None]:
 
 async def in_thread(items: Generator[Item, None, None]) -> AsyncGenerator[Item, None]:
     """Yield items that a worker thread computes. Closing waits for the current item, then closes `items`."""
-    step: asyncio.Task[Item | object] | None = None
+    step: asyncio.Future[Item | object] | None = None
+    loop = asyncio.get_running_loop()
+    advance = functools.partial(contextvars.copy_context().run, lambda: next(items, END))
     try:
         while True:
-            step = asyncio.create_task(asyncio.to_thread(next, items, END))
+            step = loop.run_in_executor(None, advance)  # no task: the end of the loop cancels tasks
             item = await asyncio.shield(step)
             if item is END:
                 return

@@ -1,9 +1,11 @@
 """Storage for visitors: contents and lifetime."""
 
+import asyncio
+import threading
 import time
 from types import SimpleNamespace
 
-from specdemo.ui.job import ENTRY, Engine, Job, Jobs, Store, stop_all
+from specdemo.ui.job import ENTRY, Engine, Job, Jobs, Store, in_thread, stop_all
 from tests.ui.stand_ins import sync
 
 
@@ -77,3 +79,32 @@ def test_stop_all_waits_for_every_run():
     for job, texts in zip(jobs, shown, strict=True):
         assert list(texts)[-1] == "begun and ended" and job.ended
     assert not Engine.at_work
+
+
+def test_items_are_closed_after_the_current_one_when_all_tasks_are_cancelled():
+    started, go, closed = threading.Event(), threading.Event(), []
+
+    def items():
+        try:
+            yield 1
+            started.set()
+            go.wait(60)
+            yield 2
+        finally:
+            closed.append(True)
+
+    async def read():
+        async for _ in in_thread(items()):
+            pass
+
+    async def end():
+        reader = asyncio.create_task(read())
+        await asyncio.to_thread(started.wait)
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+        await asyncio.wait([reader], timeout=0.2)  # it waits for the second item
+        go.set()
+        await asyncio.wait([reader])
+        return reader
+
+    assert asyncio.run(end()).cancelled() and closed == [True]
