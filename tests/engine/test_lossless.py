@@ -70,7 +70,7 @@ STORIES = [
 
 def settle(model):
     """Scale up random weights so that greedy text does not collapse, and choose a stop token that occurs now and
-    then.
+    then. Return the greedy output of every prompt with the stop token.
     """
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -78,10 +78,20 @@ def settle(model):
                 parameter.mul_(4.0 if "emb" in name or "wte" in name or "wpe" in name else 2.0)
     for config in (model.config, model.generation_config):
         config.eos_token_id, config.pad_token_id, config.bos_token_id = None, 0, None
-    met = Counter(t for p in id_prompts() for t in set(oracle(model.eval(), p, 24)[3:]))
+    answers = [oracle(model.eval(), prompt, 24) for prompt in id_prompts()]
+    met = Counter(token for answer in answers for token in set(answer[3:]))
     stop = min(met, key=lambda token: abs(met[token] - 15))
     model.config.eos_token_id = model.generation_config.eos_token_id = stop
-    return model
+    pairs = zip(id_prompts(), answers, strict=True)
+    return [oracle(model, prompt, 24) if stop in answer else answer for prompt, answer in pairs]
+
+
+@cache
+def random_model(architecture):
+    """Return a random model, and every prompt with the model's greedy output of up to 24 tokens."""
+    torch.manual_seed(1)
+    model = MODELS[architecture]()
+    return model, list(zip(id_prompts(), settle(model), strict=True))
 
 
 def near_copy(model):
@@ -116,27 +126,21 @@ def decode(target, drafter, prompt, n, k, nodes=0):
 
 @pytest.mark.parametrize("architecture", MODELS)
 def test_random_models(architecture):
-    torch.manual_seed(1)
-    model = settle(MODELS[architecture]())
-    draft = near_copy(model)
-    ended_early = 0
-    for index, prompt in enumerate(id_prompts()):
-        expected = oracle(model, prompt, 24)
-        ended_early += len(expected) < 24
-        for name in ("none", "draft_model", "ngram"):
-            target = HFTarget(model)
-            drafter = load_drafter(name, target, draft if name == "draft_model" else None)
+    model, answers = random_model(architecture)
+    assert sum(len(answer) < 24 for _, answer in answers) >= 3, "too few prompts meet the stop token, maybe in a draft"
+    for name in ("none", "draft_model", "ngram"):
+        target = HFTarget(model)
+        drafter = load_drafter(name, target, near_copy(model) if name == "draft_model" else None)
+        for index, (prompt, expected) in enumerate(answers):
             got = decode(target, drafter, prompt, 24, k=1 + index % 6)
             assert got == expected, f"{name}, prompt {prompt}"
-    assert ended_early >= 3, "no prompt met the stop token: the test would not see one inside a draft"
 
 
 @pytest.fixture(scope="module")
 def random_llama():
-    """Return a random Llama and its greedy output for every prompt."""
-    torch.manual_seed(1)
-    model = settle(MODELS["llama"]())
-    return model, [(prompt, oracle(model, prompt, 16)) for prompt in id_prompts()]
+    """Return a random Llama, and every prompt with the model's greedy output of up to 16 tokens."""
+    model, answers = random_model("llama")
+    return model, [(prompt, answer[:16]) for prompt, answer in answers]
 
 
 @pytest.fixture(scope="module")

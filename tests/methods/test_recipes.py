@@ -46,7 +46,7 @@ def test_training_makes_a_head_guess_better(name, target, cache, tmp_path):
     drafter = untrained_drafter(recipe, target)
     material = build_dataset(target, cache, replace(PLAN, taps=drafter.taps))
     before, chance = validation_loss(drafter, target, material)
-    ticks = list(train_head(drafter, target, material, tmp_path, 1.2, batch_tokens=384, clock=ticking()))
+    ticks = list(train_head(drafter, target, material, tmp_path, 1.2, batch_tokens=96, clock=ticking()))
     after, metrics = validation_loss(drafter, target, material)
     assert float(after) < float(before)
     assert metrics["agree_1"] > chance["agree_1"]
@@ -64,7 +64,7 @@ def test_a_head_learns_from_lk_losses_with_dpace_weights(name, target, cache, tm
     drafter.objective = Objective("lk-lambda", "dpace")
     material = build_dataset(target, cache, replace(PLAN, taps=drafter.taps))
     before, chance = validation_loss(drafter, target, material)
-    for _ in train_head(drafter, target, material, tmp_path, 1.2, batch_tokens=384, clock=ticking()):
+    for _ in train_head(drafter, target, material, tmp_path, 1.2, batch_tokens=96, clock=ticking()):
         pass
     after, metrics = validation_loss(drafter, target, material)
     assert float(after) < float(before)
