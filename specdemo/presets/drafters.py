@@ -27,6 +27,7 @@ KINDS = {
     "medusa": "Medusa",
     "mlp_speculator": "MLPSpeculator",
 }
+UNKNOWN = "unknown"
 HEADER = ("drafter", "kind", "size", "format", "licence", "engines", "trained", "accepted", "source")
 
 
@@ -41,8 +42,8 @@ class Kind(Settings):
 class PublishedDrafter(Settings):
     """A drafter of the catalogue.
 
-    gb: size of its files. computed: gb was computed from the number of parameters. thinking: whether its training
-    answers contain thinking.
+    gb: size of its files. computed: what gb was computed from, if not measured. engines: overrides those of its kind.
+    thinking: whether its training answers contain thinking.
     """
 
     target: str
@@ -50,8 +51,9 @@ class PublishedDrafter(Settings):
     kind: str
     source: str
     gb: float | None = None
-    computed: bool = False
-    licence: str = ""
+    computed: Literal["parameters", "config"] | None = None
+    licence: str = UNKNOWN
+    engines: str = ""
     thinking: Literal["with", "without"] | None = None
     acceptance: str = ""
 
@@ -61,23 +63,35 @@ class PublishedDrafter(Settings):
         return _catalogue()[0][self.kind]
 
     @property
+    def method(self) -> str:
+        """Return the method that reads the drafter; empty if specdemo does not run it."""
+        return self.about.method if "specdemo" in self.runs_in else ""
+
+    @property
+    def runs_in(self) -> str:
+        """Return the engines that run the drafter."""
+        return self.engines or self.about.engines
+
+    @property
     def size(self) -> str:
         """Return the size of the files in words."""
         if self.drafter == self.target:
             return "in the target"
-        return f"{'about ' if self.computed else ''}{self.gb:g} GB" if self.gb else "?"
+        if self.gb is None:
+            return UNKNOWN
+        return f"about {self.gb:g} GB (computed from {self.computed})" if self.computed else f"{self.gb:g} GB"
 
     def row(self) -> dict[str, str]:
-        """Return the entry as a row of HEADER. Unknown values are "?"."""
+        """Return the entry as a row of HEADER."""
         values = (
             self.drafter,
             self.kind,
             self.size,
             self.about.format,
-            self.licence or "?",
-            self.about.engines,
-            f"{self.thinking} thinking" if self.thinking else "?",
-            self.acceptance or "?",
+            self.licence,
+            self.runs_in,
+            f"{self.thinking} thinking" if self.thinking else UNKNOWN,
+            self.acceptance or UNKNOWN,
             self.source,
         )
         return dict(zip(HEADER, values, strict=True))

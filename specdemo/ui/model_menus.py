@@ -41,7 +41,7 @@ def pairs(target: str) -> "tuple[DrafterFit, ...]":
 
 def _published() -> set[str]:
     """Return the published drafters that specdemo reads; none on a public page."""
-    return set() if limits.public() else {entry.drafter for entry in all_published() if entry.about.method}
+    return set() if limits.public() else {entry.drafter for entry in all_published() if entry.method}
 
 
 def published(target: str) -> str:
@@ -60,7 +60,7 @@ def _pairs(target: str, trained: tuple[str, ...]) -> "tuple[DrafterFit, ...]":
     from specdemo.models.local_models import matching_drafts
 
     known, paired = known_drafters(target), {*_paired(target)}
-    candidates = [*known, *((entry.about.method, entry.drafter) for entry in published_drafters(target))]
+    candidates = [*known, *((entry.method, entry.drafter) for entry in published_drafters(target))]
     paired |= _published()
     listed = tuple(DrafterFit(model, name, None, "") for name, model in dict.fromkeys(candidates) if model in paired)
     local = on_this_machine()

@@ -7,16 +7,31 @@ import pytest
 
 from specdemo.__main__ import main
 from specdemo.methods import METHODS
-from specdemo.presets.drafters import all_published, base_name, published_drafters
+from specdemo.presets.drafters import CATALOGUE, all_published, base_name, published_drafters
 from specdemo.presets.files import load_presets
+from specdemo.presets.reading import read_yaml
 
 
 def test_every_entry_has_a_source_and_a_kind_that_specdemo_reads_or_not():
     entries = all_published()
     assert len(entries) > 60 and len({(e.target, e.drafter) for e in entries}) == len(entries)
     assert all(entry.source.startswith("https://") for entry in entries)
-    assert {entry.about.method for entry in entries} <= {*METHODS, ""}
+    assert {entry.method for entry in entries} <= {*METHODS, ""}
     assert {"EAGLE-3", "MTP", "DFlash", "DSpark", "GGUF draft model", "draft model"} <= {e.kind for e in entries}
+
+
+def test_every_entry_states_its_licence_or_that_it_is_unknown():
+    entries = read_yaml(CATALOGUE)["drafters"]
+    assert [entry["drafter"] for entry in entries if not entry.get("licence")] == []
+    assert [entry["drafter"] for entry in entries if "computed" in entry and "gb" not in entry] == []
+    assert not [cell for entry in all_published() for cell in entry.row().values() if cell in ("", "?")]
+
+
+def test_drafters_that_only_other_engines_run_have_no_method():
+    entries = {entry.drafter: entry for entry in all_published()}
+    speculators, zlab = entries["RedHatAI/Qwen3-8B-speculator.dflash2"], entries["z-lab/Qwen3.8-27B-DFlash2"]
+    assert (speculators.method, speculators.row()["engines"]) == ("", "vLLM")
+    assert (zlab.method, zlab.row()["engines"]) == ("dflash", "specdemo, vLLM, SGLang, llama.cpp")
 
 
 @pytest.mark.parametrize("preset", [p for p in load_presets().values() if p.group], ids=lambda p: p.id)
@@ -53,8 +68,8 @@ def test_gguf_drafters_come_first_for_gguf_targets(capsys):
         "format": "safetensors",
         "licence": "Apache 2.0",
         "engines": "specdemo, vLLM, SGLang, transformers",
-        "trained": "?",
-        "accepted": "?",
+        "trained": "unknown",
+        "accepted": "unknown",
         "source": "https://github.com/vllm-project/vllm/issues/21278",
     }
 
@@ -63,7 +78,9 @@ def test_gguf_drafters_come_first_for_gguf_targets(capsys):
     ("drafter", "size"),
     [
         ("Qwen/Qwen3-0.6B", "1.5 GB"),
-        ("JetSpec/jetspec-qwen3-30b-a3b", "about 1 GB"),
+        ("JetSpec/jetspec-qwen3-30b-a3b", "about 1 GB (computed from parameters)"),
+        ("AngelSlim/Qwen3-4B_eagle3", "about 0.44 GB (computed from config)"),
+        ("nvidia/gpt-oss-120b-Eagle3", "unknown"),
         ("Qwen/Qwen3.5-4B", "in the target"),
     ],
 )
