@@ -129,7 +129,7 @@ LossesOf = Literal[
 
 
 class Losses(Suite):
-    """Which loss and which weights help a shipped head or draft model most? Fine-tunes each with every loss."""
+    """Which loss helps the shipped drafters most? Fine-tunes each of them with every loss."""
 
     name = "head-losses"
     repeats: Once = 1
