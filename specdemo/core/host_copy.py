@@ -10,15 +10,17 @@ from torch import Tensor
 
 def to_device(values: object, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
     """Copy numbers, or nested lists of them, to `device`. Asynchronous on a GPU."""
+    return pinned(values, device, dtype).to(device, non_blocking=True)
+
+
+def pinned(values: object, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Return numbers, or nested lists of them, in pinned memory, which a GPU copies asynchronously; on other devices,
+    and before the GPU is attached, on the device.
+    """
     # on ZeroGPU models are placed before the GPU is attached
     if device.type != "cuda" or not torch.cuda.is_initialized():
         return torch.tensor(values, dtype=dtype, device=device)
-    return on_host(values, device, dtype).to(device, non_blocking=True)
-
-
-def on_host(values: object, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Return numbers, or nested lists of them, in host memory that `device` can copy asynchronously."""
-    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+    return torch.tensor(values, dtype=dtype, pin_memory=True)
 
 
 def padded(

@@ -220,7 +220,7 @@ class GraphCache:
     ) -> Tensors | None:
         """Run `run(*inputs)` as a graph; return None if graphs are disabled or there is no memory for this one.
 
-        inputs may be smaller than `shapes`, and in pinned memory (see `on_host`). Copy the result before the next call.
+        inputs may be smaller than `shapes`, and in pinned memory (see `pinned`). Copy the result before the next call.
         `run` may write to persistent memory if it writes the same for the same inputs. probe: other inputs, such as
         those of a longer text, for which a new graph must agree with an eager pass too.
         """

@@ -5,7 +5,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from specdemo.core.host_copy import on_host, to_device
+from specdemo.core.host_copy import pinned, to_device
 from specdemo.core.protocol import UNLIMITED, GraphCapture, SharedKV, Tensors
 from specdemo.kv.cache import Cursor, SlabCache
 from specdemo.kv.columns import NO_ROPE, Angles, AttentionKind, CapturedColumns, Columns, EagerColumns, Mask
@@ -204,9 +204,9 @@ class KVStore:
 
         def probe() -> tuple[Callable[..., Tensors], Sequence[Tensor]]:
             # a model that reads the length as a number is captured with it, and right for this length only
-            return capture_longer, (on_host([[n + 1 for n in ends], *numbers], self.device), *inputs)
+            return capture_longer, (pinned([[n + 1 for n in ends], *numbers], self.device), *inputs)
 
-        rows = on_host([ends, *numbers], self.device)
+        rows = pinned([ends, *numbers], self.device)
         return self.graphs(key, size, capture, (rows, *inputs), (rows.shape, *shapes), probe)
 
 

@@ -378,11 +378,9 @@ def _one_device(name, tensors):
     devices = {t.device for t in tensors if isinstance(t, OnDevice)}
     if not devices:
         return None
-    on_host = any(t.dim() and not isinstance(t, OnDevice) for t in tensors)
-    if (len(devices) > 1 and name != "copy_") or (
-        on_host and name not in {*COPIES, "index", "index_put", "index_put_"}
-    ):
-        found = sorted(map(str, devices)) + ["cpu"] * on_host
+    pinned = any(t.dim() and not isinstance(t, OnDevice) for t in tensors)
+    if (len(devices) > 1 and name != "copy_") or (pinned and name not in {*COPIES, "index", "index_put", "index_put_"}):
+        found = sorted(map(str, devices)) + ["cpu"] * pinned
         raise RuntimeError(f"Expected all tensors to be on the same device, but found {found} in {name}")
     return next(iter(devices))
 

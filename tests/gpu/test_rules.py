@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_map
 
-from specdemo.core.host_copy import AsyncHostCopy, on_host, to_device
+from specdemo.core.host_copy import AsyncHostCopy, pinned, to_device
 from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import chain_parents
@@ -375,7 +375,7 @@ def test_numbers_are_sent_without_a_wait_and_returned_with_one(world):
 
 
 def test_only_pinned_numbers_are_copied_into_a_tensor_without_a_wait(world):
-    x, numbers = torch.zeros(3, dtype=torch.int64, device="cuda:0"), on_host([1, 2, 3], torch.device("cuda:0"))
+    x, numbers = torch.zeros(3, dtype=torch.int64, device="cuda:0"), pinned([1, 2, 3], torch.device("cuda:0"))
     x.copy_(numbers, non_blocking=True)
     assert world.syncs == 0
     assert x.tolist() == [1, 2, 3]
@@ -391,7 +391,7 @@ def test_numbers_reach_a_graph_in_one_copy(world):
     x = torch.ones(2, 2, device=device)
 
     def scaled(numbers):
-        return graphs("scale", 1, lambda numbers, x: (numbers * x,), (on_host(numbers, device), x), [(2, 1), (2, 2)])[0]
+        return graphs("scale", 1, lambda numbers, x: (numbers * x,), (pinned(numbers, device), x), [(2, 1), (2, 2)])[0]
 
     scaled([[0], [1]])  # captures
     launches, waits = world.launches, world.syncs
