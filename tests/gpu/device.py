@@ -1,21 +1,32 @@
 """A simulated CUDA device, so that GPU work can be counted and checked without a GPU.
 
-Its tensors report `cuda:0` and live in main memory. While `pretended()` is open,
+Its tensors report `cuda:0` and live in main memory. While `pretended()` is open, `torch.cuda` has devices, streams,
+events and graphs, and these rules of CUDA and torch apply:
 
-- every operation on them counts as the kernels that it starts on a GPU (`KERNELS`, otherwise one; views and empty
-memory none), and every wait of the host for the device as a synchronisation; nothing is timed; - devices must not be
-mixed, and a capture must not wait, copy from pageable memory or read results back; - `torch.cuda` has devices, streams,
-events and graphs. A graph is a tape: its capture records the operations and their memory, its replay runs them again on
-the same memory, so that values computed by the host meanwhile stay constant; - graphs of one pool overwrite each
-other's results; destroying a graph frees the workspace of its stream for all other graphs on it (pytorch #175276); a
-pool ends with its last graph; - an operation that is not permitted in a capture ends it with an error and leaves the
-state that torch 2.11 leaves: the thread on the capture's stream, the allocator still serving the capture, the pool
-referenced; - `torch.cuda.set_sync_debug_mode` warns once, as torch does, and in mode "error" a synchronisation raises;
-- an asynchronous copy to the host contains nonsense until the host waits for it; - the memory of all tensors is
-counted, except those that only a graph uses; - grouped products wait, except where a GPU has a kernel for them
-(`World.capability`).
+Counts. Every operation counts as the kernels that it starts on a GPU (`KERNELS`, otherwise one; views and empty memory
+none), and every wait of the host for the device as a synchronisation. Nothing is timed.
 
-It cannot show time, rounding, inputs that a kernel rejects, and races between streams.
+Devices. Tensors of several devices must not be mixed.
+
+Streams. Memory that one stream writes must not be used on another one that has not waited for it, nor be written while
+another stream reads it, nor be freed while a stream other than its own uses it (`Race`). An asynchronous copy to the
+host contains nonsense until the host waits for it. Pinned memory must not change before it is copied.
+
+Graphs. A graph is a tape. Its capture records the operations and their memory and leaves nonsense in the results; its
+replay runs the operations on the same memory, so that values computed by the host meanwhile stay constant. A capture
+must not wait, copy from pageable memory or read results back. Graphs of one pool overwrite each other's results;
+destroying a graph frees the workspace of its stream for all other graphs on it (pytorch #175276); a pool ends with its
+last graph. An operation that is not permitted in a capture ends it with an error and leaves the state that torch 2.11
+leaves: the thread on the capture's stream, the allocator still serving the capture, the pool referenced.
+
+Memory. The memory of tensors and of the pools of graphs is counted and limited (`World.total`).
+
+Kernels. Grouped products wait, except where a GPU has a kernel for them (`World.capability`).
+
+Debugging. `torch.cuda.set_sync_debug_mode` warns once, as torch does. A synchronisation raises in mode "error" and
+warns in mode "warn".
+
+It cannot show time, rounding and inputs that a kernel rejects.
 """
 
 import os
@@ -88,7 +99,8 @@ class OnDevice(torch.Tensor):
         return nn.Parameter(made, self.requires_grad) if isinstance(self, nn.Parameter) else made
 
     def _read(self, how):
-        the.wait(f"{how} of a tensor")
+        the.use(self.where, [self])
+        the.wait(f"{how} of a tensor", current_stream(self.where))
         return self.here
 
     def tolist(self):
@@ -113,6 +125,62 @@ class OnDevice(torch.Tensor):
         raise TypeError("can't convert a cuda tensor to numpy")
 
 
+class Race(AssertionError):
+    """Memory is used by two streams in no order. Not an error of torch, so that no fallback hides it."""
+
+
+class Order:
+    """What uses each memory address, and what each stream and the host have waited for. Streams are known by `key`."""
+
+    def __init__(self):
+        self.clock = count(1)
+        self.complete = 0  # everything until this time is complete
+        self.waited = defaultdict(Counter)  # waiter -> stream -> until when; the host is waiter None
+        self.writes = {}  # address -> stream of the last write and its time
+        self.reads = defaultdict(dict)  # address -> stream -> time of the last read
+
+    def done(self, stream):
+        """Return until when each stream is done once `stream` has done its work so far."""
+        return self.waited[stream] | Counter({stream: next(self.clock)})
+
+    def wait(self, waiter, done):
+        self.waited[waiter] |= done
+
+    def precedes(self, stream, when, waiter):
+        """Return whether work of a stream at a time is complete before the next work of `waiter`."""
+        return stream == waiter or when <= max(self.complete, self.waited[None][stream], self.waited[waiter][stream])
+
+    def use(self, stream, reads, writes):
+        """Note that work on a stream reads and writes memory. Raise Race if it does not wait for other work there."""
+        for address in reads | writes:
+            if address in self.writes and not self.precedes(*self.writes[address], stream):
+                raise Race(f"a race: stream {stream} does not wait for what stream {self.writes[address][0]} writes")
+        for address in writes:
+            for reader, when in self.reads.pop(address, {}).items():
+                if not self.precedes(reader, when, stream):
+                    raise Race(f"a race: stream {stream} writes what stream {reader} still reads")
+        now = next(self.clock)
+        self.writes |= dict.fromkeys(writes, (stream, now))
+        for address in reads:
+            self.reads[address][stream] = now
+
+    def free(self, address, stream):
+        """Forget freed memory. Return whether it can be allocated again on `stream`, where it was allocated before."""
+        uses = [*self.reads.pop(address, {}).items(), *filter(None, [self.writes.pop(address, None)])]
+        return all(self.precedes(*use, stream) for use in uses)
+
+
+class Memory:
+    """Sizes of the tensors in memory now and at most, in bytes."""
+
+    def __init__(self):
+        self.allocated = self.peak = 0
+
+    def add(self, size):
+        self.allocated += size
+        self.peak = max(self.peak, self.allocated)
+
+
 class World:
     """The counters, and the state of the simulated device."""
 
@@ -135,10 +203,15 @@ class World:
         self.made = Counter()  # streams by device and priority
         self.generation = Counter()  # of each stream's workspace
         self.pools = Counter()  # references by pool handle
-        self.now, self.waited = count(1), 0
-        self.copies = []  # of asynchronous copies to the host: time, tensor on the host and its values
+        self.order = Order()
+        self.copies = []  # of asynchronous copies to the host: stream, time, tensor on the host and its values
+        self.sent_from = []  # of asynchronous copies to the device: stream, time, pinned tensor and its version
+        self.freed_early = ""  # the last race of memory that was freed
         self.held = Counter()  # tensors by address of their memory
-        self.allocated = self.peak = 0  # bytes
+        self.blocks = {}  # address -> the memory that it is part of, its size and stream
+        self.memory = Memory()  # of tensors, without those of graphs
+        self.total = 1 << 36  # bytes
+        self.pool_memory = {}  # by pool handle; a pool keeps the memory that its graphs need at most
         self.sync_mode, self.sync_mode_warned = "default", False
 
     @property
@@ -154,38 +227,79 @@ class World:
         """Return the number of graphs that were not freed."""
         return sum(graph() is not None for graph in self.recorded)
 
-    def wait(self, why):
+    @property
+    def free(self):
+        """Return the free memory in bytes."""
+        return self.total - self.memory.allocated - sum(memory.peak for memory in self.pool_memory.values())
+
+    def wait(self, why, stream=None, done=None):
+        """Let the host wait for a stream, or for a moment `done` of one, or for everything."""
         if self.capturing is not None:
             self.capturing.invalid = True
             raise RuntimeError(f"operation not permitted when stream is capturing: {why}")
         if self.sync_mode == "error":
             raise RuntimeError(f"called a synchronizing CUDA operation: {why}")
-        self.waited = next(self.now)
-        self.arrive(self.waited)
+        if self.sync_mode == "warn":
+            warnings.warn(f"called a synchronizing CUDA operation: {why}", stacklevel=2)
+        if stream is None and done is None:
+            self.order.complete = next(self.order.clock)
+        else:
+            self.order.wait(None, self.order.done(stream.key) if done is None else done)
+        self.arrive()
         if not self.silent:
             self.waits[why] += 1
 
-    def arrive(self, until):
-        """Fill the host tensors of copies that started before `until`."""
-        for when, tensor, values in self.copies:
-            if when < until:
+    def arrive(self):
+        """Fill the host tensors of copies that the host has waited for."""
+        for stream, when, tensor, values in self.copies:
+            if self.order.precedes(stream, when, None):
                 tensor.copy_(values)
-        self.copies = [copy for copy in self.copies if copy[0] >= until]
+        self.copies = [copy for copy in self.copies if not self.order.precedes(*copy[:2], None)]
+        for stream, when, source, version in self.sent_from:
+            tensor = source()
+            if self.order.precedes(stream, when, None) and tensor is not None and tensor._version != version:
+                raise Race("a race: pinned memory was changed before the device had read it")
+        self.sent_from = [copy for copy in self.sent_from if not self.order.precedes(*copy[:2], None)]
+
+    def use(self, device, reads, writes=()):
+        """Note what memory the next work on the current stream of a device, or of the graph, uses."""
+        if self.capturing is not None:
+            self.capturing.reads |= _addresses(reads)
+            self.capturing.writes |= _addresses(writes)
+            return
+        if self.freed_early:
+            raise Race(self.freed_early)
+        self.order.use(current_stream(device).key, _addresses(reads), _addresses(writes))
 
     def hold(self, tensor):
         """Count the memory of a tensor until it is freed."""
         storage = tensor.here.untyped_storage()
         address, size = storage.data_ptr(), storage.nbytes()
+        if address not in self.held:
+            pool = self.capturing and self.pool_memory[self.capturing.handle]
+            if size > self.free + (pool.peak - pool.allocated if pool else 0):
+                raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size} bytes")
+            memory = pool or self.memory
+            memory.add(size)
+            self.order.free(address, None)  # other memory, which was at this address
+            self.blocks[address] = memory, size, current_stream(tensor.where).key
         self.held[address] += 1
-        if self.held[address] == 1:
-            self.allocated += size
-            self.peak = max(self.peak, self.allocated)
-        weakref.finalize(tensor, self.let_go, address, size)
+        weakref.finalize(tensor, self.let_go, address)
 
-    def let_go(self, address, size):
+    def let_go(self, address):
         self.held[address] -= 1
         if not self.held[address]:
-            self.allocated -= size
+            del self.held[address]
+            memory, size, stream = self.blocks.pop(address)
+            memory.allocated -= size
+            if not self.order.free(address, stream) and memory is self.memory:  # torch waits before it frees a pool
+                self.freed_early = f"a race: memory of stream {stream} was freed while another stream used it"
+
+    def drop_pool(self, pool):
+        """Drop a reference to a pool, and the pool with the last one."""
+        self.pools[pool] -= 1
+        if not self.pools[pool]:
+            self.pool_memory.pop(pool, None)
 
     def launch(self, name, device, kernels=1):
         if not self.silent:
@@ -195,9 +309,18 @@ class World:
     def sent(self, tensor, device, pinned):
         """Copy a tensor from main memory to the device."""
         if not pinned and tensor.numel():
-            self.wait("a copy from pageable memory")
+            self.wait("a copy from pageable memory", current_stream(device))
         self.launch("sent", device)
-        return self.put(OnDevice(tensor.detach().clone(), device))
+        made = OnDevice(tensor.detach().clone(), device)
+        self.use(device, (), [made])
+        if pinned:
+            self.note_pinned([tensor], current_stream(device))
+        return self.put(made)
+
+    def note_pinned(self, tensors, stream):
+        """Note asynchronous copies of pinned tensors to the device."""
+        for tensor in tensors:
+            self.sent_from.append((stream.key, next(self.order.clock), weakref.ref(tensor), tensor._version))
 
     def put(self, tensor):
         return tensor
@@ -208,15 +331,22 @@ class World:
         device = _one_device(name, tensors)
         if device is None:
             return func(*args, **kwargs)
+        stream = current_stream(device)
+        for other in {t.device for t in tensors if isinstance(t, OnDevice)} - {device}:  # a copy between devices
+            other = current_stream(other)
+            other.wait_stream(stream)
+            stream.wait_stream(other)
         if name in WAITING or (name == "index" and any(t.dtype in (torch.bool, torch.uint8) for t in tensors[1:])):
-            self.wait(name)
+            self.wait(name, stream)
         if name == "_grouped_mm" and not (self.capability in GROUPED and tensors[0].dtype == torch.bfloat16):
-            self.wait("the sizes of groups")
+            self.wait("the sizes of groups", stream)
         asynchronous = name == "copy_" and True in (*args[2:], kwargs.get("non_blocking"))
         from_host = [t for t in tensors if t.dim() and not isinstance(t, OnDevice)]
-        waiting = any(not (asynchronous and getattr(t, "pinned", False)) for t in from_host)
-        if name in ("index", "index_put", "index_put_", "copy_") and waiting:
-            self.wait(f"{name} with a tensor of the host")
+        unpinned = [t for t in from_host if not (asynchronous and getattr(t, "pinned", False))]
+        if name in ("index", "index_put", "index_put_", "copy_") and unpinned:
+            self.wait(f"{name} with a tensor of the host", stream)
+        elif name == "copy_":
+            self.note_pinned(from_host, stream)
         plain = {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory")}
         return self.run(func, args, plain, device, name)
 
@@ -229,13 +359,35 @@ class World:
             kernels = 0 if view or name in NO_KERNEL else KERNELS.get(name, 1)
         if kernels:
             self.launch(name, device, kernels)
+        inputs = tree_leaves((args, kwargs))
+        written = _written(func, args) if operation else []
         a, k = tree_map(_here, (args, kwargs))
+        if kernels:
+            self.use(device, inputs, written)
+        if self.capturing is not None and kernels:
+            self.capturing.before += [(_here(x), _here(x).clone()) for x in written]
         result = _fixed(func, name)(*a, **k)
-        if self.capturing is not None and not view and name not in NO_KERNEL:
+        if self.capturing is not None and kernels:
             self.capturing.note(_fixed(func, name), a, k, () if in_place else tree_leaves(result), name)
-        if in_place:
-            return args[0]
-        return tree_map(lambda x: OnDevice(x, device) if isinstance(x, torch.Tensor) else x, result)
+        if not in_place:
+            result = tree_map(lambda x: OnDevice(x, device) if isinstance(x, torch.Tensor) else x, result)
+        if kernels and not in_place:
+            self.use(device, (), tree_leaves(result))
+        return args[0] if in_place else result
+
+
+def _written(func, args):
+    """Return the arguments that an operation writes to."""
+    return [
+        x
+        for x, argument in zip(args, func._schema.arguments, strict=False)
+        if argument.alias_info and argument.alias_info.is_write
+    ]
+
+
+def _addresses(tensors):
+    """Return the addresses of the memory of those tensors that are on the device and not empty."""
+    return {x.here.untyped_storage().data_ptr() for x in tensors if isinstance(x, OnDevice)} - {0}
 
 
 class _Operations(TorchDispatchMode):
@@ -277,7 +429,10 @@ def _made(func, name, args, kwargs, device):
         the.launch(name, device, kernels)
     if the.capturing is not None and kernels:
         the.capturing.note(func, args, {**kwargs, "device": "cpu"}, [made], name)
-    return OnDevice(made, device)
+    result = OnDevice(made, device)
+    if kernels:
+        the.use(device, (), [result])
+    return result
 
 
 def _moved(name, args, kwargs):
@@ -298,18 +453,24 @@ def _moved(name, args, kwargs):
 
 def _crossed(x, device, non_blocking):
     if device.type == "cpu":
+        stream = current_stream(x.device)
+        the.use(x.device, [x])
         if not non_blocking or the.capturing is not None:
-            the.wait("a copy to the host")
+            the.wait("a copy to the host", stream)
         arrived = x.here.clone()
         if non_blocking and arrived.numel():
             values = arrived.clone()
             _spoil(arrived)
-            the.copies.append((next(the.now), arrived, values))
+            the.copies.append((stream.key, next(the.order.clock), arrived, values))
         return arrived
     device = _indexed(device)
     if isinstance(x, OnDevice):
         the.launch("copied", device)
-        return OnDevice(x.here.clone(), device)
+        the.use(x.device, [x])
+        current_stream(device).wait_stream(current_stream(x.device))
+        made = OnDevice(x.here.clone(), device)
+        the.use(device, (), [made])
+        return made
     made = the.sent(x, device, pinned=non_blocking and getattr(x, "pinned", False))
     return nn.Parameter(made, x.requires_grad) if isinstance(x, nn.Parameter) else made
 
@@ -393,6 +554,7 @@ class Stream:
             index = 1 + STREAMS * pool[1] + the.made[pool] % STREAMS
             the.made[pool] += 1
         self.index = index
+        self.key = self.device.index, index
 
     def __eq__(self, other):
         return isinstance(other, Stream) and (self.device, self.index) == (other.device, other.index)
@@ -401,26 +563,25 @@ class Stream:
         return hash((self.device, self.index))
 
     def wait_stream(self, other):
-        pass
+        the.order.wait(self.key, the.order.done(other.key))
 
     def synchronize(self):
-        the.wait("a stream")
+        the.wait("a stream", self)
 
 
 class Event:
-    """A CUDA event. Records the kernels launched so far, and whether the host has waited since."""
+    """A CUDA event. Records the kernels launched so far, and until when streams are done."""
 
     def __init__(self, **_):
-        self.at = self.when = 0
+        self.at, self.done = 0, Counter()
 
     def record(self, stream=None):
-        device = (stream or current_stream()).device
-        self.at, self.when = the.on[device.index], next(the.now)
+        stream = stream or current_stream()
+        self.at, self.done = the.on[stream.device.index], the.order.done(stream.key)
 
     def synchronize(self):
-        the.arrive(self.when)
-        if the.waited < self.when:
-            the.wait("an event")
+        if any(not the.order.precedes(*work, None) for work in self.done.items()):
+            the.wait("an event", done=self.done)
 
     def elapsed_time(self, after):
         return 0.01 * (after.at - self.at)  # 10 us per kernel
@@ -430,6 +591,8 @@ class CUDAGraph:
     def __init__(self):
         self.tape, self.stream, self.handle = [], None, None
         self.workspace = self.spoiled = self.invalid = False
+        self.reads, self.writes = set(), set()  # addresses
+        self.before = []  # memory that the capture changes, and its numbers
         self.finish = lambda: None  # frees the resources of a finished capture
 
     def note(self, func, args, kwargs, results, name):
@@ -448,17 +611,29 @@ class CUDAGraph:
         if self.handle in the.pools and not the.pools[self.handle]:
             raise RuntimeError("INTERNAL ASSERT FAILED: the pool of this capture is gone")
         the.pools[self.handle] += 1
+        the.pool_memory.setdefault(self.handle, Memory())
         the.underway.append(self.handle)
         the.capturing = self
 
     def end(self):
         the.capturing = None
+        for tensor, numbers in reversed(self.before):  # a capture runs nothing
+            tensor.copy_(numbers)
+        self.before = []
+        self.spoil()
         if self.invalid:
             raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
         the.underway.remove(self.handle)
         the.recorded.append(weakref.ref(self))
         self.generation = the.generation[self.stream]
         self.finish = weakref.finalize(self, _ended, the, self.stream, self.handle)
+
+    def spoil(self):
+        """Fill the results with nonsense."""
+        self.spoiled = True
+        for *_, results in self.tape:
+            for result in results:
+                _spoil(result)
 
     def reset(self):
         self.tape = []
@@ -478,11 +653,10 @@ class CUDAGraph:
         for other in the.recorded:
             other = other()
             if other is not None and other is not self and other.handle is self.handle and not other.spoiled:
-                other.spoiled = True
-                for *_, results in other.tape:
-                    for result in results:
-                        _spoil(result)
+                other.spoil()
         self.spoiled = False
+        stream = current_stream(torch.device("cuda", self.stream[0]))
+        the.order.use(stream.key, self.reads, {*self.writes, self.handle})  # graphs of a pool share memory
         for func, args, kwargs, results in self.tape:
             new_results = [x for x in tree_leaves(func(*args, **kwargs)) if isinstance(x, torch.Tensor)]
             for result, new in zip(results, new_results, strict=False):
@@ -491,11 +665,18 @@ class CUDAGraph:
 
 def _ended(world, stream, pool):
     world.generation[stream] += 1
-    world.pools[pool] -= 1
+    world.drop_pool(pool)
 
 
 def _spoil(tensor):
-    tensor.fill_(float("nan") if tensor.is_floating_point() else 1 if tensor.dtype == torch.bool else -(1 << 20))
+    """Fill a tensor with nonsense."""
+    if tensor.is_floating_point():
+        tensor.fill_(float("nan"))
+    elif tensor.dtype == torch.bool:
+        tensor.fill_(True)
+    else:
+        limits = torch.iinfo(tensor.dtype)
+        tensor.fill_(max(limits.min, -(1 << 20)) if limits.min else limits.max)
 
 
 class graph:
@@ -539,21 +720,26 @@ def end_allocate_to_pool(device, pool):
 def release_pool(device, pool):
     if not the.pools[pool]:
         raise RuntimeError("INTERNAL ASSERT FAILED: the pool has no reference left")
-    the.pools[pool] -= 1
+    the.drop_pool(pool)
 
 
 def set_stream(stream):
     the.streams[stream.device.index], the.current = stream, stream.device.index
 
 
-@contextmanager
-def on_stream(stream):
-    before, device = the.streams.get(stream.device.index), the.current
-    the.streams[stream.device.index], the.current = stream, stream.device.index
-    try:
-        yield
-    finally:
-        the.streams[stream.device.index], the.current = before or _default(stream.device), device
+class on_stream:
+    """A context like torch.cuda.stream. It never ends if nothing calls `__exit__`, as after a failed capture."""
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def __enter__(self):
+        self.before, self.device = the.streams.get(self.stream.device.index), the.current
+        set_stream(self.stream)
+
+    def __exit__(self, *error):
+        device = self.stream.device
+        the.streams[device.index], the.current = self.before or _default(device), self.device
 
 
 @contextmanager
@@ -634,10 +820,10 @@ def pretended(devices=1):
         "is_initialized": lambda: True,
         "device_count": lambda: devices,
         "current_device": lambda: the.current,
-        "mem_get_info": lambda device=None: (1 << 36, 1 << 36),
-        "memory_allocated": lambda device=None: the.allocated,
-        "max_memory_allocated": lambda device=None: the.peak,
-        "reset_peak_memory_stats": lambda device=None: setattr(the, "peak", the.allocated),
+        "mem_get_info": lambda device=None: (the.free, the.total),
+        "memory_allocated": lambda device=None: the.memory.allocated,
+        "max_memory_allocated": lambda device=None: the.memory.peak,
+        "reset_peak_memory_stats": lambda device=None: setattr(the.memory, "peak", the.memory.allocated),
         "get_device_capability": lambda device=None: the.capability,
         "get_device_name": lambda device=None: "a pretended GPU",
         "empty_cache": lambda: None,

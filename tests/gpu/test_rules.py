@@ -30,7 +30,7 @@ from specdemo.models.pass_cost import rounding_noise
 from specdemo.models.prefix_reuse import PrefixCachedTarget
 from specdemo.models.target import HFTarget
 from tests.gpu import device
-from tests.gpu.device import STREAMS, OnDevice, move, pretended
+from tests.gpu.device import STREAMS, OnDevice, Race, move, pretended
 from tests.gpu.waits import no_synchronisation
 from tests.models.tiny import build, texts
 
@@ -560,3 +560,107 @@ def test_a_triton_kernel_is_compared_before_it_is_used(setting, expected, world,
             other.setitem(operations.PLAIN, name, lambda *a, plain=plain: tree_map(lambda x: x + 1, plain(*a)))
             assert not operations.works(name, torch.device("cuda:0"), torch.float16)
     operations.works.cache_clear()
+
+
+def test_memory_of_another_stream_must_be_waited_for(world):
+    x, other = torch.ones(2, 2, device="cuda:0"), torch.cuda.Stream()
+    with torch.cuda.stream(other), pytest.raises(Race):
+        x + 1
+    other.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(other):
+        y = x + 1
+    with pytest.raises(Race):
+        y + 1
+    torch.cuda.current_stream().wait_stream(other)
+    assert (y + 1).tolist() == [[3.0, 3.0], [3.0, 3.0]]
+
+
+def test_a_capture_waits_for_its_inputs_and_its_caller_for_the_warm_up(world, monkeypatch):
+    x = torch.ones(2, 2, device="cuda:0")
+    assert CudaGraphs(x.device)(lambda: (x @ x,))()[0].tolist() == [[2.0, 2.0], [2.0, 2.0]]
+    x += 1
+    monkeypatch.setattr(device.Stream, "wait_stream", lambda self, other: None)
+    with pytest.raises(Race):
+        CudaGraphs(x.device)(lambda: (x @ x,))
+
+
+def test_a_stream_writes_after_the_reads_of_another(world):
+    x, other = torch.ones(2, 2, device="cuda:0"), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(other):
+        y = x + 1
+    with pytest.raises(Race, match="still reads"):
+        x.add_(1)
+    other.synchronize()
+    x.add_(1)
+    assert y.tolist() == x.tolist()
+
+
+def test_an_event_covers_what_its_stream_has_waited_for(world):
+    x, event = torch.ones(2, 2, device="cuda:0"), torch.cuda.Event()
+    first, second = torch.cuda.Stream(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(first):
+        x.add_(1)
+    event.record(second)
+    event.synchronize()
+    with pytest.raises(Race):
+        x + 1
+    second.wait_stream(first)
+    event.record(second)
+    event.synchronize()
+    assert (x + 1).tolist() == [[3.0, 3.0], [3.0, 3.0]]
+
+
+def test_memory_must_not_be_freed_while_another_stream_uses_it(world):
+    x, other = torch.ones(2, 2, device="cuda:0"), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(other):
+        x + 1
+    del x
+    with pytest.raises(Race, match="freed"):
+        torch.ones(2, 2, device="cuda:0")
+
+
+def test_pinned_memory_must_not_change_before_it_is_copied(world):
+    pinned = torch.tensor([1, 2], pin_memory=True)
+    sent = pinned.to("cuda:0", non_blocking=True)
+    assert sent.tolist() == [1, 2]
+    pinned.add_(1)  # the host has waited
+    sent = pinned.to("cuda:0", non_blocking=True)
+    pinned.add_(1)
+    with pytest.raises(Race, match="pinned"):
+        sent.tolist()
+
+
+def test_a_capture_runs_nothing(world):
+    x, graph = torch.ones(2, 2, device="cuda:0"), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = x.add_(1) * 2
+    assert x.tolist() == [[1.0, 1.0], [1.0, 1.0]]
+    assert y.isnan().all()
+    graph.replay()
+    assert y.tolist() == [[4.0, 4.0], [4.0, 4.0]]
+
+
+def test_memory_of_graphs_is_counted_until_their_pool_ends(world):
+    x = torch.ones(100, 100, device="cuda:0")
+    before = torch.cuda.mem_get_info()[0]
+    record = CudaGraphs(x.device)
+    replays = [record(lambda: ((x * 2) * 3,)) for _ in range(2)]
+    assert before - torch.cuda.mem_get_info()[0] == 3 * x.nbytes  # the second graph reuses temporary memory
+    replays.pop()
+    assert before - torch.cuda.mem_get_info()[0] == 3 * x.nbytes
+    del replays
+    assert torch.cuda.mem_get_info()[0] == before
+
+
+def test_memory_is_limited(world):
+    world.total = world.memory.allocated + 1000
+    assert torch.cuda.mem_get_info()[0] == 1000
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.ones(1001, dtype=torch.uint8, device="cuda:0")
+    kept = torch.ones(1000, dtype=torch.uint8, device="cuda:0")
+    assert torch.cuda.mem_get_info()[0] == 0
+    del kept
+    assert torch.cuda.mem_get_info()[0] == 1000
