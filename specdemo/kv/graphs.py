@@ -94,10 +94,12 @@ class CudaGraphs:
         with torch.cuda.device(self._device):
             stream = self._stream = self._stream or _free_stream()
             stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                for _ in range(WARM_UPS):
-                    run()
-            torch.cuda.current_stream().wait_stream(stream)
+            try:
+                with torch.cuda.stream(stream):
+                    for _ in range(WARM_UPS):
+                        run()
+            finally:  # a pass that fails may have written to memory of the caller
+                torch.cuda.current_stream().wait_stream(stream)
             return partial(self._replay, *self._capture(run, stream))
 
     def _replay(self, graph: torch.cuda.CUDAGraph, outputs: Tensors) -> Tensors:

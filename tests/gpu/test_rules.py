@@ -584,6 +584,19 @@ def test_a_capture_waits_for_its_inputs_and_its_caller_for_the_warm_up(world, mo
         CudaGraphs(x.device)(lambda: (x @ x,))
 
 
+def test_a_failed_warm_up_is_waited_for(world):
+    x, passes = torch.ones(2, 2, device="cuda:0"), iter("ab")
+
+    def run():
+        x.add_(1)
+        next(passes)
+        return (x,)
+
+    with pytest.raises(StopIteration):
+        CudaGraphs(x.device)(run)
+    assert x.tolist() == [[4.0, 4.0], [4.0, 4.0]]
+
+
 def test_a_stream_writes_after_the_reads_of_another(world):
     x, other = torch.ones(2, 2, device="cuda:0"), torch.cuda.Stream()
     torch.cuda.synchronize()
