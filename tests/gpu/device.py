@@ -6,7 +6,7 @@ events and graphs, and these rules of CUDA and torch apply:
 Counts. Every operation counts as the kernels that it starts on a GPU (`KERNELS`, otherwise one; views and empty memory
 none), and every wait of the host for the device as a synchronisation. Nothing is timed.
 
-Devices. Tensors of several devices must not be mixed.
+Devices. Tensors of several devices must not be mixed. Products of integers are rejected.
 
 Streams. Memory that one stream writes must not be used on another one that has not waited for it, nor be written while
 another stream reads it, nor be freed while a stream other than its own uses it (`Race`). An asynchronous copy to the
@@ -22,11 +22,12 @@ leaves: the thread on the capture's stream, the allocator still serving the capt
 Memory. The memory of tensors and of the pools of graphs is counted and limited (`World.total`).
 
 Kernels. Grouped products wait, except where a GPU has a kernel for them (`World.capability`).
+`scaled_dot_product_attention` chooses its kernel as torch does, and the columns that each kernel reads are counted.
 
 Debugging. `torch.cuda.set_sync_debug_mode` warns once, as torch does. A synchronisation raises in mode "error" and
 warns in mode "warn".
 
-It cannot show time, rounding and inputs that a kernel rejects.
+It cannot show time and rounding.
 """
 
 import os
@@ -190,7 +191,7 @@ class World:
         self.on = Counter()  # kernels and replays by device
         self.waits = Counter()  # by reason
         self.replays = 0
-        self.columns = Counter()  # columns that attention read: all of a masked cache, or visible ones only
+        self.columns = Counter()  # columns that attention read, by kernel
         self.recorded = []  # weak references to every graph
         self.refuse = None  # an error for the first operation of the next captures
         self.capability = (9, 0)
@@ -331,6 +332,8 @@ class World:
         device = _one_device(name, tensors)
         if device is None:
             return func(*args, **kwargs)
+        if name in PRODUCTS and not (tensors[0].is_floating_point() or tensors[0].is_complex()):
+            raise RuntimeError(f'"{name}_cuda" not implemented for {tensors[0].dtype}')
         stream = current_stream(device)
         for other in {t.device for t in tensors if isinstance(t, OnDevice)} - {device}:  # a copy between devices
             other = current_stream(other)
@@ -476,21 +479,56 @@ def _crossed(x, device, non_blocking):
 
 
 def _fused(func, name, args, kwargs):
-    """Run one fused kernel. Attention with a boolean or unaligned mask needs extra kernels."""
-    mask = (kwargs.get("attn_mask") if len(args) < 4 else args[3]) if name != "rms_norm" else None
+    """Run a norm, or the attention kernel that torch chooses."""
     device = _one_device(name, [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)])
+    if name == "rms_norm":
+        return the.run(func, args, kwargs, device, name, 1)
+    bound = _attention_arguments(*args, **kwargs)
+    kernel = attention_kernel(*bound)
+    kernels = _attention_kernels(kernel, bound[0], bound[3])
+    return the.run(partial(_attention, func, kernel), args, kwargs, device, name, kernels)
+
+
+def _attention_arguments(
+    query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
+):
+    return query, key, value, attn_mask, is_causal
+
+
+def attention_kernel(query, key, value, mask, causal):
+    """Return the kernel of scaled_dot_product_attention (sdp_utils.cpp in torch), without those of cuDNN."""
+    recent, size, dtype = the.capability >= (8, 0), query.shape[-1], query.dtype
+    strided = any(x.stride(-1) != 1 or x.dim() != 4 for x in (query, key, value))
+    if strided or size != value.shape[-1]:
+        return "math"
+    square = not causal or query.shape[2] == key.shape[2]
+    if mask is None and square and recent and size <= 256 and dtype in (torch.bfloat16, torch.float16):
+        return "flash"
+    aligned = size % (16 // dtype.itemsize) == 0 or (dtype == torch.float32 and not recent)
+    known = {torch.float16, torch.float32} | ({torch.bfloat16} if recent else set())
+    return "efficient" if aligned and dtype in known and query.shape[1] == key.shape[1] else "math"
+
+
+def _attention_kernels(kernel, query, mask):
+    """Return the number of kernels. The efficient one needs a mask that is not boolean and has aligned rows; the math
+    one scales twice, multiplies twice, and converts 16-bit tensors and the result.
+    """
+    if kernel == "math":
+        return 5 + 4 * (query.dtype.itemsize < 4) + (0 if mask is None else 4)
     if mask is None:
-        kernels = 1
-    else:
-        func = partial(_masked_attention, func)
-        unaligned = any(stride % 8 for size, stride in zip(mask.shape[:-1], mask.stride(), strict=False) if size > 1)
-        kernels = 1 + 2 * (mask.dtype == torch.bool) + unaligned
-    return the.run(func, args, kwargs, device, name, kernels)
+        return 1
+    unaligned = any(stride % 8 for size, stride in zip(mask.shape[:-1], mask.stride(), strict=False) if size > 1)
+    return 1 + 2 * (mask.dtype == torch.bool) + unaligned
 
 
-def _masked_attention(func, query, key, *args, **kwargs):
-    the.columns["masked"] += key.shape[0] * key.shape[2]
+def _attention(func, kernel, query, key, *args, **kwargs):
+    _read_columns(kernel, key.shape[0] * key.shape[2])
     return func(query, key, *args, **kwargs)
+
+
+def _read_columns(kernel, number):
+    if the.capturing is None:  # a capture runs nothing
+        the.columns[kernel] += number
 
 
 def _fixed(func, name):
@@ -503,7 +541,7 @@ def _fixed(func, name):
 
 
 def _tree_attention(func, query, keys, values, ends, ancestors, scale):
-    the.columns["visible"] += int(ends.sum()) + len(ends) * ancestors.shape[2]
+    _read_columns("tree", int(ends.sum()) + len(ends) * ancestors.shape[2])
     return func(query, keys, values, ends, ancestors, scale)
 
 
@@ -513,6 +551,8 @@ def flash_attention(
     """Compute attention of concatenated rows [B S, H, E] over the first `seqused_k` [B] columns of each row."""
     if query.dtype not in the.flash_dtypes or the.capability < (8, 0):
         raise RuntimeError("FlashAttention only supports fp16 and bf16 on Ampere GPUs or newer")
+    if query.shape[-1] % 8 or query.shape[-1] > 256:
+        raise RuntimeError("FlashAttention needs a head size that is a multiple of 8, and 256 at most")
     parts = []
     for row, used in enumerate(seqused_k.tolist()):
         q = query[bounds[row] : bounds[row + 1]].transpose(0, 1)
@@ -520,7 +560,7 @@ def flash_attention(
         mask = torch.ones(q.shape[1], used, dtype=torch.bool).tril(used - q.shape[1]) if causal else None
         out = nn.functional.scaled_dot_product_attention(q[None], k[None], v[None], mask, scale=scale, enable_gqa=True)
         parts.append(out[0].transpose(0, 1))
-        the.columns["visible"] += used
+        _read_columns("flash by length", used)
     nothing = query.new_empty(0)
     return torch.cat(parts), nothing, nothing, nothing, nothing
 

@@ -480,6 +480,21 @@ def test_experts_that_wait_for_the_device_are_not_captured(dtype, capability, ca
     assert world.underway == []  # no capture was tried and failed
 
 
+def test_products_of_integers_are_rejected(world):
+    x = torch.ones(2, 2, dtype=torch.int64, device="cuda:0")
+    with pytest.raises(RuntimeError, match="not implemented"):
+        x @ x
+
+
+def test_a_synchronisation_can_warn(world):
+    x = torch.ones(2, device="cuda:0")
+    with pytest.warns(UserWarning, match="prototype"):
+        torch.cuda.set_sync_debug_mode("warn")
+    with pytest.warns(UserWarning, match="called a synchronizing CUDA operation"):
+        x.tolist()
+    torch.cuda.set_sync_debug_mode("default")
+
+
 def test_async_copy_must_be_waited_for(world):
     numbers = OnDevice(torch.arange(4), torch.device("cuda:0"))
     copy = AsyncHostCopy(numbers)
@@ -512,8 +527,8 @@ def test_passes_that_read_visible_columns_only_give_the_same_text(method, rows, 
         texts.append(output_ids_of(target, drafter(method, target), rows))
         columns.append(dict(world.columns))
     assert texts[0] == texts[1]
-    assert "visible" not in columns[1]
-    assert sum(columns[0].values()) < 0.8 * columns[1]["masked"]  # eager passes are masked
+    assert not {"flash by length", "tree"} & columns[1].keys()
+    assert sum(columns[0].values()) < 0.8 * columns[1]["efficient"]  # eager passes are masked
 
 
 @pytest.mark.parametrize(
@@ -528,6 +543,27 @@ def test_kernel_by_length_is_compared_before_it_is_used(dtype, capability, expec
     monkeypatch.setattr(device, "flash_attention", lambda query, *_, **__: [torch.zeros_like(query)] * 5)
     assert not reads_lengths(torch.device("cuda:0"), dtype, 4, 2, 16)  # another result than the masked kernel
     reads_lengths.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability", "size", "masked", "expected"),
+    [
+        (torch.bfloat16, (9, 0), 16, False, "flash"),
+        (torch.bfloat16, (9, 0), 16, True, "efficient"),
+        (torch.float32, (9, 0), 16, False, "efficient"),
+        (torch.float16, (7, 5), 16, True, "efficient"),
+        (torch.bfloat16, (7, 5), 16, True, "math"),  # it is emulated there
+        (torch.bfloat16, (9, 0), 12, True, "math"),
+    ],
+)
+def test_kernel_of_attention_is_chosen_as_in_torch(dtype, capability, size, masked, expected, world):
+    world.capability = capability
+    query, key = (torch.ones(1, 2, length, size, dtype=dtype, device="cuda:0") for length in (8, 24))
+    mask = torch.zeros(1, 1, 8, 24, dtype=dtype, device="cuda:0") if masked else None
+    before = world.launches
+    torch.nn.functional.scaled_dot_product_attention(query, key, key, mask)
+    assert world.columns == {expected: 24}
+    assert (world.launches - before > 1) == (expected == "math")
 
 
 @pytest.mark.parametrize("rows", [1, 3])
