@@ -66,8 +66,7 @@ def expected_cost(observation: Observation, k: int, batch: float = 1.0) -> StepC
     method = observation.kind if observation.kind in DraftingCost.declared else "eagle"
     names = {base_name(name): name for name in known() if "/" in name}
     drafter = names.get(base_name(observation.drafter), "") if observation.drafter else ""
-    config = known()[drafter or SMALL] if method == "draft_model" else None
-    return _expected(target, method, drafter if config else "", min(k, 64), max(round(batch), 1))
+    return _expected(target, method, drafter, min(k, 64), max(round(batch), 1))
 
 
 @lru_cache(maxsize=256)

@@ -56,7 +56,7 @@ class PrometheusText(OutputReader):
                 values["accepted_length"] = length
             steps, drafted = counters.get("steps"), counters.get("drafted")
             return Observation(
-                engine="llama-server" if engine.name == "llamacpp" else engine.name,
+                engine=engine.server or engine.name,
                 source=f"{self.title}, {engine.title}",
                 k=len(positions) or None,
                 by_position=positions,

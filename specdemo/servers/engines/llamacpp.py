@@ -56,6 +56,7 @@ class LlamaCpp(ServingEngine):
 
     name = "llamacpp"
     title = "llama.cpp"
+    server = "llama-server"
     program = sys.executable
     install = f"{shlex.quote(sys.executable)} -m pip install {' '.join(PACKAGES)}"
     methods: ClassVar = {"draft_model": _draft_model, "ngram": _ngram}
