@@ -46,6 +46,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from specdemo.core.tree import chain_parents
+
 STREAMS = 32  # streams of torch per device and priority, reused in turn
 # Kernels per operation, where there are several.
 KERNELS = {"topk": 2, "sort": 2, "argsort": 2, "nonzero": 3, "scatter": 2, "index_put": 2, "masked_fill": 2}
@@ -853,6 +855,7 @@ def pretended(devices=1):
     """Patch torch with a simulated device and yield its `World`. Tensors made inside must not be used outside."""
     global the
     the = World(devices)
+    chain_parents.cache_clear()  # cached tensors belong to other worlds
     the.streams = {}
     the.capture_stream = _default(torch.device("cuda", 0))
     cuda = {
@@ -887,6 +890,9 @@ def pretended(devices=1):
         stack.enter_context(patch.multiple(torch.cuda, **cuda))
         stack.enter_context(patch.multiple(torch._C, **pools))
         stack.enter_context(patch.dict(os.environ, one_thread))
+        # A target of another world may still exist, and its streams would count as used on this one's devices.
+        stack.enter_context(patch("specdemo.kv.graphs._used_streams", weakref.WeakSet()))
+        stack.callback(chain_parents.cache_clear)
         stack.enter_context(patch.object(torch, "Generator", Generator))
         stack.enter_context(patch.object(nn.Module, "to", _module_to))
         stack.enter_context(patch.object(nn.Module, "cuda", lambda module, device="cuda": module.to(device)))

@@ -61,7 +61,6 @@ def test_a_step_starts_few_operations_and_hardly_waits(rows, name):
 def test_operations_of_a_captured_pass(slots, tree, kernels, limit, monkeypatch):
     """36 layers, as many as Qwen3-8B has. Nine operations per layer with Triton's kernels, 17 without."""
     monkeypatch.setattr(operations, "works", lambda *_: kernels)
-    chain_parents.cache_clear()
     device = torch.device("cuda:0")
     with pretended() as world, torch.no_grad():
         model = move(qwen(36, 1), device)
@@ -73,4 +72,3 @@ def test_operations_of_a_captured_pass(slots, tree, kernels, limit, monkeypatch)
         assert target.note == ""
         (graph,) = world.recorded
         assert len(graph().tape) <= limit
-    chain_parents.cache_clear()

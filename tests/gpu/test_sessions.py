@@ -6,7 +6,6 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from specdemo.core.tree import chain_parents
 from specdemo.engine.messages import Finished, LaneStep, Note
 from specdemo.engine.session import Session
 from specdemo.kv.graphs import graph_bytes
@@ -18,10 +17,8 @@ TOKENS = 20
 
 @pytest.fixture
 def world():
-    chain_parents.cache_clear()  # cached tensors belong to other worlds
     with pretended() as made, patch("specdemo.models.packed.packing_pays", lambda dtype: False):
         yield made
-    chain_parents.cache_clear()
 
 
 def run(session, world, name):
