@@ -43,8 +43,7 @@ import torch
 import torch._dynamo  # import it before torch is patched
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from specdemo.core.tree import chain_parents
 
@@ -92,7 +91,7 @@ class OnDevice(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        return the.operation(func, args, kwargs or {})
+        return the.operation(func, args, kwargs or {}) if OnDevice in types else func(*args, **(kwargs or {}))
 
     def __repr__(self):
         return f"OnDevice({self.here}, {self.where})"
@@ -330,7 +329,7 @@ class World:
 
     def operation(self, func, args, kwargs):
         name = func._schema.name.partition("::")[2]
-        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        tensors = [x for x in _leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         device = _one_device(name, tensors)
         if device is None:
             return func(*args, **kwargs)
@@ -364,21 +363,37 @@ class World:
             kernels = 0 if view or name in NO_KERNEL else KERNELS.get(name, 1)
         if kernels:
             self.launch(name, device, kernels)
-        inputs = tree_leaves((args, kwargs))
+        inputs = _leaves((args, kwargs))
         written = _written(func, args) if operation else []
-        a, k = tree_map(_here, (args, kwargs))
+        a, k = _map(_here, (args, kwargs))
         if kernels:
             self.use(device, inputs, written)
         if self.capturing is not None and kernels:
             self.capturing.before += [(_here(x), _here(x).clone()) for x in written]
         result = _fixed(func, name)(*a, **k)
         if self.capturing is not None and kernels:
-            self.capturing.note(_fixed(func, name), a, k, () if in_place else tree_leaves(result), name)
+            self.capturing.note(_fixed(func, name), a, k, () if in_place else _leaves(result), name)
         if not in_place:
-            result = tree_map(lambda x: OnDevice(x, device) if isinstance(x, torch.Tensor) else x, result)
+            result = _map(lambda x: OnDevice(x, device) if isinstance(x, torch.Tensor) else x, result)
         if kernels and not in_place:
-            self.use(device, (), tree_leaves(result))
+            self.use(device, (), _leaves(result))
         return args[0] if in_place else result
+
+
+def _leaves(value):
+    """Return the values in nested tuples, lists and dicts. Those of torch's pytree take ten times as long."""
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, tuple | list):
+        return [value]
+    return [leaf for part in value for leaf in _leaves(part)]
+
+
+def _map(function, value):
+    """Return a copy of nested tuples, lists and dicts with `function` applied to every value in them."""
+    if isinstance(value, dict):
+        return {name: _map(function, part) for name, part in value.items()}
+    return type(value)(_map(function, part) for part in value) if isinstance(value, tuple | list) else function(value)
 
 
 def _written(func, args):
@@ -397,7 +412,7 @@ def _addresses(tensors):
 
 class _Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return the.operation(func, args, kwargs or {})
+        return the.operation(func, args, kwargs or {}) if OnDevice in types else func(*args, **(kwargs or {}))
 
 
 class _Functions(TorchFunctionMode):
@@ -699,10 +714,11 @@ class CUDAGraph:
         self.spoiled = False
         stream = current_stream(torch.device("cuda", self.stream[0]))
         the.order.use(stream.key, self.reads, {*self.writes, self.handle})  # graphs of a pool share memory
-        for func, args, kwargs, results in self.tape:
-            new_results = [x for x in tree_leaves(func(*args, **kwargs)) if isinstance(x, torch.Tensor)]
-            for result, new in zip(results, new_results, strict=False):
-                result.copy_(new)
+        with torch._C.DisableTorchFunction(), _disable_current_modes():  # a tape has tensors of main memory only
+            for func, args, kwargs, results in self.tape:
+                new_results = [x for x in _leaves(func(*args, **kwargs)) if isinstance(x, torch.Tensor)]
+                for result, new in zip(results, new_results, strict=False):
+                    result.copy_(new)
 
 
 def _ended(world, stream, pool):
