@@ -1,7 +1,6 @@
 """Reports of results as text for a terminal, computed from events. Needs no torch."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from specdemo.bench.result import ALL, Result, Row, best, intervals, is_baseline, noisy
 from specdemo.core.estimate import Estimate
@@ -9,7 +8,7 @@ from specdemo.core.headline import headline, price_words, settled
 from specdemo.core.suggest import program
 from specdemo.core.tally import summarise
 from specdemo.core.trace import LaneTrace, RunTrace, estimates
-from specdemo.diagnosis.lanes import break_even, prediction
+from specdemo.diagnosis.lanes import Summary, break_even, prediction
 from specdemo.prediction.predict import Prediction
 
 NONE = "-"
@@ -75,7 +74,7 @@ def visible(text: str) -> str:
     return "".join(c if c in "\n\t" or c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def _race_row(lane: LaneTrace, numbers: dict[str, Any], speed: Estimate | None, output: str) -> tuple[str, ...]:
+def _race_row(lane: LaneTrace, numbers: Summary, speed: Estimate | None, output: str) -> tuple[str, ...]:
     return (
         lane.name,
         _number(numbers["tokens"], "{}"),

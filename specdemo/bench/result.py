@@ -11,7 +11,7 @@ from pydantic.dataclasses import dataclass as checked
 from specdemo.core.atomic_io import finite, json_text, write_text
 from specdemo.core.estimate import Estimate, fastest
 from specdemo.core.json_limits import FILE_LIMITS, JsonLimits, check_json_limits, gc_paused
-from specdemo.core.safe_io import read_limited
+from specdemo.core.safe_io import JsonObject, read_limited
 from specdemo.presets.files import FOLDER
 
 SCHEMA = 1
@@ -29,8 +29,8 @@ Row = dict[str, Any]  # column -> text, number, Estimate or None
 class Result:
     suite: str
     repeats: int  # finished repeats
-    config: dict[str, Any]
-    environment: dict[str, Any]
+    config: JsonObject
+    environment: JsonObject
     rows: list[Row]
     remarks: list[str] = field(default_factory=list)
     axis: str | None = None  # column of the x axis

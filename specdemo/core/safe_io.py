@@ -10,6 +10,7 @@ from typing import Any
 
 from specdemo.core.json_limits import JsonLimits, check_json_limits
 
+JsonObject = dict[str, Any]
 CONFIG_LIMITS = JsonLimits(4_000_000, 500_000, 150_000)  # config files; the largest known is a weight index
 TOO_LARGE = "does not fit into the memory of this process; choose a smaller model"
 
@@ -56,7 +57,7 @@ def read_limited(path: str | Path, limits: JsonLimits) -> bytes:
         return file.read(limits.bytes + 1)
 
 
-def read_json(path: str | Path, limits: JsonLimits = CONFIG_LIMITS) -> dict[str, Any]:
+def read_json(path: str | Path, limits: JsonLimits = CONFIG_LIMITS) -> JsonObject:
     """Read a JSON object. Raises ValueError, one line with the file's name, also if it exceeds the limits."""
     text = read_text(path, limits.bytes)
     check_json_limits(text.encode(), limits, str(path))

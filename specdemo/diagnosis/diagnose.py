@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from math import sqrt
-from typing import Any, Literal
+from typing import Literal
 
 from specdemo.core.atomic_io import finite, json_text
 from specdemo.core.estimate import Estimate
@@ -154,7 +154,7 @@ class Diagnosis:
         """Return the names of the values that would make the diagnosis more certain."""
         return self.observation.missing
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return everything for JSON."""
         values = {name: getattr(self, name) for name in Diagnosis.__dataclass_fields__ if name != "observation"}
         causes = [asdict(cause) for cause in self.causes]

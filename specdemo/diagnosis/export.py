@@ -1,7 +1,6 @@
 """Stored runs in the formats of other tools: Prometheus text and records of AIPerf. Needs no torch."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from specdemo.core.atomic_io import finite, json_text
 from specdemo.core.tally import Numbers, summarise
@@ -28,7 +27,7 @@ def aiperf_records(trace: RunTrace) -> str:
     return "".join(json_text(finite(_record(trace, n, lane))) + "\n" for n, lane in enumerate(trace.lanes))
 
 
-def _record(trace: RunTrace, number: int, lane: LaneTrace) -> dict[str, Any]:
+def _record(trace: RunTrace, number: int, lane: LaneTrace) -> dict[str, object]:
     numbers = summarise(lane)
     first_ms, decode_ms = numbers.get("ttft_ms"), _decode_ms(lane)
     total_ms = (first_ms if isinstance(first_ms, int | float) else 0.0) + decode_ms
@@ -41,7 +40,7 @@ def _record(trace: RunTrace, number: int, lane: LaneTrace) -> dict[str, Any]:
         "inter_token_latency": (decode_ms / after_first if after_first else None, "ms"),
         "output_token_throughput_per_user": (numbers.get("tokens_per_s"), "tokens/sec/user"),
     }
-    record: dict[str, Any] = {
+    record: dict[str, object] = {
         "metadata": {
             "session_num": number,
             "x_request_id": f"{trace.preset}-{number}",

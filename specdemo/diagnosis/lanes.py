@@ -12,6 +12,8 @@ from specdemo.diagnosis.diagnose import accepted_clause, diagnose, verdict
 from specdemo.diagnosis.observation import Observation
 from specdemo.engine.cost import DraftLengthAdvice
 
+Summary = Mapping[str, Any]  # of core.tally.summarise
+
 
 def prediction(trace: RunTrace, times: str = "x") -> list[dict[str, Any]]:
     """Return one entry per speculative lane: lane, predicted_speedup (as it ran), best_k (0: off), best_speedup,
@@ -23,7 +25,7 @@ def prediction(trace: RunTrace, times: str = "x") -> list[dict[str, Any]]:
     return [_predict_lane(trace.lanes[0], lane, speed, times) for lane, speed in lanes]
 
 
-def break_even(lane: Mapping[str, Any], speed: Estimate | None) -> float | None:
+def break_even(lane: Summary, speed: Estimate | None) -> float | None:
     """Return the acceptance rate below which a lane is slower than plain decoding on this machine; above 1: it always
     is. None if it is unknown. lane: its summary.
     """
@@ -52,9 +54,7 @@ def _predict_lane(plain: LaneTrace, lane: LaneTrace, speed: Estimate | None, tim
     return {"lane": lane.name, **predicted, "sentence": sentence}
 
 
-def explain(
-    lane: Mapping[str, Any], speed: Estimate | None, advice: DraftLengthAdvice | None = None, times: str = "x"
-) -> str:
+def explain(lane: Summary, speed: Estimate | None, advice: DraftLengthAdvice | None = None, times: str = "x") -> str:
     """Explain a lane's speed-up in one sentence, from its summary (core.tally.summarise). With advice, also name the
     bottleneck and a faster draft length."""
     if speed is None or not lane["steps"]:
@@ -70,7 +70,7 @@ def explain(
     return f"{sentence}; {_accepted(lane, speed) or 'nothing was drafted'}."
 
 
-def _observation(lane: Mapping[str, Any], speed: Estimate, advice: DraftLengthAdvice) -> Observation:
+def _observation(lane: Summary, speed: Estimate, advice: DraftLengthAdvice) -> Observation:
     return Observation(
         k=advice.costs.k,
         accepted_length=lane["tokens_per_step"],
@@ -81,13 +81,13 @@ def _observation(lane: Mapping[str, Any], speed: Estimate, advice: DraftLengthAd
     )
 
 
-def _accepted(lane: Mapping[str, Any], speed: Estimate) -> str:
+def _accepted(lane: Summary, speed: Estimate) -> str:
     """Return the acceptance rate with the one that breaks even; empty if nothing was drafted."""
     rate, needed = lane.get("acceptance_rate"), break_even(lane, speed)
     return "" if rate is None else accepted_clause(rate, needed)
 
 
-def _remote_sentence(speed: Estimate, lane: Mapping[str, Any], times: str) -> str:
+def _remote_sentence(speed: Estimate, lane: Summary, times: str) -> str:
     """Return the sentence for a lane on a server, whose time cannot be split."""
     length = lane["tokens_per_step"]
     opening = f"{speed.label.capitalize()} ({speed.format(times)}): whole requests, timed by the client"

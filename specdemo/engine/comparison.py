@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
@@ -17,6 +17,7 @@ from pydantic_core import ErrorDetails
 from specdemo.core.dtypes import NAMES, dtype_name
 from specdemo.core.options import TYPES, BaseOptions, Knob, to_values
 from specdemo.core.rules import DEFAULT_RULE, RULES, accept_rule, rule_knobs, rules_help
+from specdemo.core.safe_io import JsonObject
 from specdemo.core.sampling_settings import Sampling
 from specdemo.core.suggest import DEVICES, program, short_repr, suggest
 from specdemo.core.thinking import Thinking
@@ -112,8 +113,8 @@ def brief(of: type[Settings], name: str, value: object) -> str:
 
 
 @lru_cache
-def _schema(of: type[Settings]) -> dict[str, dict[str, Any]]:
-    properties: dict[str, dict[str, Any]] = of.model_json_schema()["properties"]
+def _schema(of: type[Settings]) -> dict[str, JsonObject]:
+    properties: dict[str, JsonObject] = of.model_json_schema()["properties"]
     # for an optional field, the first alternative is the type
     return {name: field | field.get("anyOf", [{}])[0] for name, field in properties.items()}
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
 
 import torch
 
@@ -47,11 +46,11 @@ def compare_outputs(trace: RunTrace, target: Target | None, noise: Sequence[str]
         trace.comparison.append(row)
 
 
-def _price(trace: RunTrace, lane: LaneTrace, target: Target | None) -> dict[str, Any]:
+def _price(trace: RunTrace, lane: LaneTrace, target: Target | None) -> dict[str, float]:
     """Return what the lossy rule of a lane changed: tokens that the lossless rule rejects, and the mean log-likelihood
     of a token under the target at temperature 1, with the baseline's. Unknown numbers are left out.
     """
-    price: dict[str, Any] = {}
+    price: dict[str, float] = {}
     changed = [event.notes["changed"] for event in lane.events if "changed" in event.notes]
     if changed:
         price["tokens_changed"] = round(sum(changed))

@@ -6,5 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 Flags = list[str]
-# the drafter (None: the target contains it), k, and all options of the method -> flags
-EngineArgs = Callable[[str | None, int, Mapping[str, Any]], Flags]
+MethodOptions = Mapping[str, Any]  # all options of a method: name -> value
+# the drafter (None: the target contains it), k, options -> flags
+EngineArgs = Callable[[str | None, int, MethodOptions], Flags]

@@ -6,10 +6,10 @@ A recipe names a method and the sizes of an untrained head. The training loop is
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from specdemo.core.outputs import check_output_folder
 from specdemo.core.protocol import Target
+from specdemo.core.safe_io import JsonObject
 from specdemo.core.suggest import suggest
 from specdemo.methods import method, usable
 from specdemo.methods.base import Head, Learner, Recipe
@@ -111,7 +111,7 @@ def train_head_recipe(
 
 def train_live(
     name: str, minutes: float, out: Path, cancelled: Callable[[], bool], target: str = "stories"
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[JsonObject]:
     """Train a head and yield events: notes while text is generated, `progress_event` at every step, finally `done` and
     the folder. A cancelled run saves the head trained so far; nothing if training has not started.
     """
@@ -139,7 +139,7 @@ def train_live(
             yield {"done": True, "folder": str(out)}
 
 
-def progress_event(now: TrainStep, minutes: float) -> dict[str, Any]:
+def progress_event(now: TrainStep, minutes: float) -> JsonObject:
     """Return the event of one step: seconds, of_seconds, step, tokens, loss and, if available, the evaluation."""
     history = now.history
     event = {"seconds": history.seconds, "of_seconds": 60.0 * minutes, "step": history.step, "tokens": history.tokens}

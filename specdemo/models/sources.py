@@ -24,7 +24,7 @@ from huggingface_hub import HfApi, ModelInfo, constants, snapshot_download, try_
 from tqdm.auto import tqdm
 
 from specdemo.core.json_limits import JsonLimits
-from specdemo.core.safe_io import check_regular, read_json
+from specdemo.core.safe_io import JsonObject, check_regular, read_json
 from specdemo.models.errors import Cancelled, hub_errors, load_errors
 from specdemo.models.shipped import check_embedded, embedded_folder
 
@@ -231,7 +231,7 @@ def check_folder(folder: Path, name: str) -> Path:
     return folder
 
 
-def read_config(folder: Path, *names: str) -> dict[str, Any]:
+def read_config(folder: Path, *names: str) -> JsonObject:
     """Read config.json, or the first existing file of `names`; empty if there is none.
 
     Raises ValueError if it is not a JSON object or contains a size that no model has.

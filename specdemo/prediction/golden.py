@@ -9,13 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from specdemo.core.atomic_io import write_text
 from specdemo.core.json_limits import FILE_LIMITS, JsonLimits
-from specdemo.core.safe_io import read_json
+from specdemo.core.safe_io import JsonObject, read_json
 from specdemo.prediction.acceptance import LONGEST, Acceptance, of_lengths
 from specdemo.presets.reading import read_yaml
 
@@ -120,7 +119,7 @@ def _lengths(lengths: object) -> dict[int, float]:
     return {k: float(lengths[k]) for k in sorted(lengths)}
 
 
-def _served(data: Mapping[str, Any]) -> Curve:
+def _served(data: JsonObject) -> Curve:
     """Return the curve of one result of `vllm bench serve`: a single k."""
     length, shares = data.get(SERVE), data.get("spec_decode_per_position_acceptance_rates")
     if not _is_number(length):

@@ -17,7 +17,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -27,6 +27,7 @@ from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
 from specdemo.core.atomic_io import atomic_path, json_text, write_text
+from specdemo.core.safe_io import JsonObject
 from specdemo.models.machine import matmul_dtype
 
 Result = TypeVar("Result")
@@ -137,7 +138,7 @@ def is_complete(folder: Path) -> bool:
     return bool(label) and all(is_valid_shard(folder / f"{name}.safetensors") for name in label["shards"])
 
 
-def _label(folder: Path) -> dict[str, Any]:
+def _label(folder: Path) -> JsonObject:
     """Read the cache's description; empty if there is none. Raises ValueError if it cannot be read."""
     label = folder / "cache.json"
     try:

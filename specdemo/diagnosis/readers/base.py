@@ -8,9 +8,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
 
 from specdemo.core.json_limits import JsonLimits, check_json_limits
+from specdemo.core.safe_io import JsonObject
 from specdemo.diagnosis.observation import LONGEST, Observation
 
 LONGEST_LINE = 20_000  # characters of a log line that are read
@@ -86,9 +87,9 @@ class OutputTotals:
         shares = [sum(bars[place:]) / steps for place in range(1, len(bars[: LONGEST + 1]))] if steps else []
         self.add(drafted, sum(n * count for n, count in enumerate(bars)), steps, shares)
 
-    def values(self) -> dict[str, Any]:
+    def values(self) -> JsonObject:
         """Return the fields of an Observation that the sums give."""
-        values: dict[str, Any] = {"tokens_per_s": mean(self.speeds), "batch_size": mean(self.batches)}
+        values: JsonObject = {"tokens_per_s": mean(self.speeds), "batch_size": mean(self.batches)}
         if self.drafted:
             values["acceptance_rate"] = self.accepted / self.drafted
         if self.steps:

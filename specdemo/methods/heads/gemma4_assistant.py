@@ -19,13 +19,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Generator, Tensor, nn
 
 from specdemo.core.protocol import Budget, DraftPlan, Progress, SharedKV, Target, Tensors
 from specdemo.core.sampling import Sampling
+from specdemo.core.shapes import Config
 from specdemo.core.tree import Draft
 from specdemo.kv.columns import Rope
 from specdemo.methods import require_method
@@ -74,7 +75,7 @@ class AssistantDesign:
     layer_types: tuple[str, ...]
     head_dims: Mapping[str, int]
     kv_heads: Mapping[str, int]  # key/value heads of the target's cache
-    rope: Mapping[str, Mapping[str, Any]]
+    rope: Mapping[str, Config]
     window: int
     rms_norm_eps: float = 1e-6
     centroids: int = 0
@@ -369,7 +370,7 @@ def _head_dims(name: str, kinds: tuple[str, ...], target: Target, tensors: Mappi
     return {kind: len(tensors[norm]) for kind, norm in norms.items()}
 
 
-def _rope_parameters(name: str, kinds: tuple[str, ...], by_kind: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+def _rope_parameters(name: str, kinds: tuple[str, ...], by_kind: Config) -> dict[str, Config]:
     lacking = next((kind for kind in kinds if not isinstance(by_kind.get(kind), Mapping)), None)
     if lacking:
         raise ValueError(f"the config of {name} lacks rope_parameters for {lacking!r}; fetch its config.json")
@@ -391,7 +392,7 @@ def _check_cache(name: str, design: AssistantDesign, target: Target) -> None:
             )
 
 
-def _rope(positions: Tensor, size: int, parameters: Mapping[str, Any], dtype: torch.dtype) -> Rope:
+def _rope(positions: Tensor, size: int, parameters: Config, dtype: torch.dtype) -> Rope:
     """Return the rotary embeddings of positions [B, 1] for heads of `size`. With rope type proportional, only the
     first share of the frequencies rotates."""
     angles, theta = size // 2, float(parameters.get("rope_theta", DEFAULT_ROPE["rope_theta"]))

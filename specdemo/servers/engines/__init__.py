@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from pkgutil import resolve_name
-from typing import Any
 
 from specdemo.core.suggest import suggest
 from specdemo.servers.counters import ServerStats, parse
@@ -70,7 +69,7 @@ def stats_between(before: str | None, after: str | None) -> ServerStats:
     return next((stats for stats in found if stats), ServerStats())
 
 
-def acceptance(chunk: Mapping[str, Any]) -> ServerStats:
+def acceptance(chunk: Mapping[str, object]) -> ServerStats:
     """Return the statistics of one answer from a chunk of its stream; empty if it has none."""
     found = (engine.acceptance(chunk) for engine in engines())
     return next((stats for stats in found if stats), ServerStats())

@@ -6,11 +6,11 @@ import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 from urllib.parse import urlsplit
 
 from specdemo.methods import BASELINE, method
-from specdemo.methods.flags import EngineArgs, Flags
+from specdemo.methods.flags import EngineArgs, Flags, MethodOptions
 from specdemo.servers.counters import Samples, ServerStats
 
 GPU_ONLY = "on Linux with an NVIDIA GPU"
@@ -43,7 +43,7 @@ class ServerConfig:
     method: str
     model: str | None
     k: int
-    options: dict[str, Any]  # all of the method's
+    options: MethodOptions
 
 
 class ReportingEngine(ABC):
@@ -71,7 +71,7 @@ class ReportingEngine(ABC):
         """Return the statistics between two readings of the metrics, None if they are not of this engine."""
         return None
 
-    def acceptance(self, chunk: Mapping[str, Any]) -> ServerStats | None:
+    def acceptance(self, chunk: Mapping[str, object]) -> ServerStats | None:
         """Return the statistics of one answer from a chunk of its stream, None if it has none."""
         return None
 

@@ -5,7 +5,6 @@
 
 from collections.abc import Mapping
 from itertools import pairwise
-from typing import Any
 
 from pydantic import BaseModel
 
@@ -25,7 +24,7 @@ class FastDeploy(ReportingEngine):
     name = "fastdeploy"
     title = "FastDeploy"
 
-    def acceptance(self, chunk: Mapping[str, Any]) -> ServerStats | None:
+    def acceptance(self, chunk: Mapping[str, object]) -> ServerStats | None:
         choices = chunk.get("choices")
         choice = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
         found = reported(_Metrics, choice, "speculate_metrics")

@@ -3,13 +3,13 @@ decides which kinds of speculation it has.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from subprocess import SubprocessError, run
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from specdemo.methods.flags import EngineArgs, Flags
+from specdemo.methods.flags import EngineArgs, Flags, MethodOptions
 from specdemo.servers.engines.base import (
     Installed,
     ServerConfig,
@@ -38,18 +38,18 @@ def _source(name: str, file: str, repository: str) -> Flags:
 
 
 def _drafter(kind: str) -> EngineArgs:
-    def flags(model: str | None, k: int, options: Mapping[str, Any]) -> Flags:
+    def flags(model: str | None, k: int, options: MethodOptions) -> Flags:
         source = _source(model, "--spec-draft-model", "--spec-draft-hf") if model else []
         return [TYPE, kind, *source, LENGTH, str(k)]
 
     return flags
 
 
-def _dflash(model: str | None, k: int, options: Mapping[str, Any]) -> Flags:
+def _dflash(model: str | None, k: int, options: MethodOptions) -> Flags:
     return _drafter("draft-dspark" if name_contains(model, "dspark") else "draft-dflash")(model, k, options)
 
 
-def _ngram(model: str | None, k: int, options: Mapping[str, Any]) -> Flags:
+def _ngram(model: str | None, k: int, options: MethodOptions) -> Flags:
     size = str(nearest_ngram(options))
     return [TYPE, "ngram-simple", "--spec-ngram-simple-size-n", size, "--spec-ngram-simple-size-m", str(k)]
 

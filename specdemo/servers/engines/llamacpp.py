@@ -5,12 +5,12 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from pydantic import BaseModel
 
 from specdemo.core.trace import Span
-from specdemo.methods.flags import Flags
+from specdemo.methods.flags import Flags, MethodOptions
 from specdemo.servers.counters import (
     Count,
     Milliseconds,
@@ -29,16 +29,16 @@ NGRAM = 3  # preferred length of an n-gram, in tokens
 MODELS = "llama.cpp runs Llama models without bias and RoPE scaling, and GGUF files"
 
 
-def _draft_model(model: str | None, k: int, options: Mapping[str, Any]) -> Flags:
+def _draft_model(model: str | None, k: int, options: MethodOptions) -> Flags:
     return ["--draft-model", str(model), "--k", str(k)]
 
 
-def nearest_ngram(options: Mapping[str, Any]) -> int:
+def nearest_ngram(options: MethodOptions) -> int:
     """Return the size of n-grams, of which llama.cpp supports one: the allowed one nearest to NGRAM."""
     return int(min(max(options["min_n"], NGRAM), options["max_n"]))
 
 
-def _ngram(model: str | None, k: int, options: Mapping[str, Any]) -> Flags:
+def _ngram(model: str | None, k: int, options: MethodOptions) -> Flags:
     return ["--ngram", str(nearest_ngram(options)), "--k", str(k)]
 
 
@@ -49,6 +49,7 @@ class _Timings(BaseModel):
     draft_n_accepted: Count = None
     prompt_ms: Milliseconds = None
     predicted_ms: Milliseconds = None
+    draft_kind: object = None  # only of mlx-vlm
 
 
 class LlamaCpp(ServingEngine):
@@ -92,9 +93,9 @@ class LlamaCpp(ServingEngine):
     def statistics(self, old: Samples, new: Samples) -> ServerStats | None:
         return draft_counters(old, new, DRAFTS, self.title)
 
-    def acceptance(self, chunk: Mapping[str, Any]) -> ServerStats | None:
+    def acceptance(self, chunk: Mapping[str, object]) -> ServerStats | None:
         timings = reported(_Timings, chunk, "timings")
-        if timings is None or "draft_kind" in chunk["timings"]:  # mlx-vlm's
+        if timings is None or "draft_kind" in timings.model_fields_set:
             return None
         times: dict[Span, float] = {}
         if timings.prompt_ms is not None and timings.predicted_ms is not None:

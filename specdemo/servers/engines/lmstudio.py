@@ -1,7 +1,6 @@
 """LM Studio: counts in `usage` (0.4) or `stats` (release notes of 0.3.10 and later)."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from pydantic import BaseModel
 
@@ -26,7 +25,7 @@ class LMStudio(ReportingEngine):
     def draft_request(self, model: str, k: int) -> dict[str, object]:
         return {"draft_model": model}
 
-    def acceptance(self, chunk: Mapping[str, Any]) -> ServerStats | None:
+    def acceptance(self, chunk: Mapping[str, object]) -> ServerStats | None:
         for key in ("usage", "stats"):
             found = reported(_Counts, chunk, key)
             total = found and found.total_draft_tokens_count

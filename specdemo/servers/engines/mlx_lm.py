@@ -1,9 +1,8 @@
 """mlx-lm. Names of flags and fields: mlx_lm/server.py (0.32). Its answers report nothing about drafts."""
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from specdemo.methods.flags import Flags
+from specdemo.methods.flags import Flags, MethodOptions
 from specdemo.servers.engines.base import ServerConfig, ServingEngine, UnsupportedByEngine, address_flags, model_path
 
 
@@ -14,7 +13,7 @@ def mlx_address(config: ServerConfig) -> Flags:
     return address_flags(config)[-4:]
 
 
-def _draft_model(model: str | None, k: int, options: Mapping[str, Any]) -> Flags:
+def _draft_model(model: str | None, k: int, options: MethodOptions) -> Flags:
     return ["--draft-model", str(model), "--num-draft-tokens", str(k)]
 
 

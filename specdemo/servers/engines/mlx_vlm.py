@@ -1,11 +1,11 @@
 """mlx-vlm. Flags and `timings` of a chunk: mlx_vlm/server (0.7)."""
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from pydantic import BaseModel
 
-from specdemo.methods.flags import EngineArgs, Flags
+from specdemo.methods.flags import EngineArgs, Flags, MethodOptions
 from specdemo.servers.counters import Count, ServerStats, answer_stats, reported
 from specdemo.servers.engines.base import ServerConfig, ServingEngine, model_path
 from specdemo.servers.engines.mlx_lm import mlx_address
@@ -21,7 +21,7 @@ class _DraftTimings(BaseModel):
 def _drafter(kind: str) -> EngineArgs:
     """Return the flags of a drafter. A block has the last verified token and k draft tokens."""
 
-    def flags(model: str | None, k: int, options: Mapping[str, Any]) -> Flags:
+    def flags(model: str | None, k: int, options: MethodOptions) -> Flags:
         return ["--draft-model", str(model), "--draft-kind", kind, "--draft-block-size", str(k + 1)]
 
     return flags
@@ -51,7 +51,7 @@ class MLXVLM(ServingEngine):
     def draft_length_setting(self, k: int, method: str = "", drafter: str = "") -> str:
         return f"--draft-block-size {k + 1}" if k else "omit --draft-model"
 
-    def acceptance(self, chunk: Mapping[str, Any]) -> ServerStats | None:
+    def acceptance(self, chunk: Mapping[str, object]) -> ServerStats | None:
         found = reported(_DraftTimings, chunk, "timings")
         if found is None:
             return None

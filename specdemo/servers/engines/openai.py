@@ -1,7 +1,6 @@
 """Counts in the form of OpenAI's predicted outputs, which gateways such as smg fill in for the engines they front."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from pydantic import BaseModel
 
@@ -20,7 +19,7 @@ class OpenAI(ReportingEngine):
     name = "openai"
     title = "The server"
 
-    def acceptance(self, chunk: Mapping[str, Any]) -> ServerStats | None:
+    def acceptance(self, chunk: Mapping[str, object]) -> ServerStats | None:
         found = reported(_PredictionDetails, chunk, "usage", "completion_tokens_details")
         if found is None or found.accepted_prediction_tokens is None or found.rejected_prediction_tokens is None:
             return None

@@ -6,13 +6,13 @@ import shlex
 import shutil
 from collections.abc import Mapping
 from subprocess import run
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from pydantic import BaseModel
 
 from specdemo.core.atomic_io import json_text
 from specdemo.core.trace import Counter
-from specdemo.methods.flags import EngineArgs, Flags
+from specdemo.methods.flags import EngineArgs, Flags, MethodOptions
 from specdemo.servers.counters import Count, Counts, Samples, ServerStats, answer_stats, delta, gauge, reported
 from specdemo.servers.engines.base import (
     GPU_ONLY,
@@ -47,17 +47,17 @@ def speculative_flags(algorithm: str, model: str | None = None, **values: object
 def chain(algorithm: str) -> EngineArgs:
     """Return the flags of a chain of k draft tokens: k steps of one branch, and k + 1 tokens to verify."""
 
-    def flags(model: str | None, k: int, options: Mapping[str, Any]) -> Flags:
+    def flags(model: str | None, k: int, options: MethodOptions) -> Flags:
         return speculative_flags(algorithm, model, num_steps=k, eagle_topk=1, num_draft_tokens=k + 1)
 
     return flags
 
 
-def _ngram(model: str | None, k: int, options: Mapping[str, Any]) -> Flags:
+def _ngram(model: str | None, k: int, options: MethodOptions) -> Flags:
     return speculative_flags("NGRAM", num_draft_tokens=k + 1)
 
 
-def _eagle(model: str | None, k: int, options: Mapping[str, Any]) -> Flags:
+def _eagle(model: str | None, k: int, options: MethodOptions) -> Flags:
     algorithm = "EAGLE3" if name_contains(model, "eagle3", "eagle-3") else "EAGLE"
     if options["draft"] == "chain":
         return chain(algorithm)(model, k, options)
@@ -65,7 +65,7 @@ def _eagle(model: str | None, k: int, options: Mapping[str, Any]) -> Flags:
     return speculative_flags(algorithm, model, num_steps=k, **tree)
 
 
-def _dflash(model: str | None, k: int, options: Mapping[str, Any]) -> Flags:
+def _dflash(model: str | None, k: int, options: MethodOptions) -> Flags:
     if name_contains(model, "dspark"):
         return speculative_flags("DSPARK", model, dspark_block_size=k)
     return speculative_flags("DFLASH", model, num_draft_tokens=k + 1)
@@ -152,7 +152,7 @@ class SGLang(ServingEngine):
             f"the bonus token; {source}; requests of other users are included",
         )
 
-    def acceptance(self, chunk: Mapping[str, Any]) -> ServerStats | None:
+    def acceptance(self, chunk: Mapping[str, object]) -> ServerStats | None:
         found = reported(_SpecTokensDetails, chunk, "sglext", "spec_tokens_details")
         if found is None:
             return None

@@ -8,13 +8,13 @@ from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from subprocess import SubprocessError, run
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from pydantic import BaseModel
 
 from specdemo.core.atomic_io import json_text
 from specdemo.core.trace import Span
-from specdemo.methods.flags import EngineArgs, Flags
+from specdemo.methods.flags import EngineArgs, Flags, MethodOptions
 from specdemo.servers.counters import (
     Count,
     Counts,
@@ -75,29 +75,29 @@ def speculative_config(**values: object) -> Flags:
 def named(name: str) -> EngineArgs:
     """Return the flags of a method that vLLM knows as `name` and configures by model and k."""
 
-    def flags(model: str | None, k: int, options: Mapping[str, Any]) -> Flags:
+    def flags(model: str | None, k: int, options: MethodOptions) -> Flags:
         return speculative_config(method=name, **({"model": model} if model else {}), num_speculative_tokens=k)
 
     return flags
 
 
-def _ngram(model: str | None, k: int, options: Mapping[str, Any]) -> Flags:
+def _ngram(model: str | None, k: int, options: MethodOptions) -> Flags:
     sizes = {"prompt_lookup_min": options["min_n"], "prompt_lookup_max": options["max_n"]}
     return speculative_config(method="ngram", num_speculative_tokens=k, **sizes)
 
 
-def _mlp_speculator(model: str | None, k: int, options: Mapping[str, Any]) -> Flags:
+def _mlp_speculator(model: str | None, k: int, options: MethodOptions) -> Flags:
     raise UnsupportedByEngine("vLLM 0.32 and later no longer have it")
 
 
-def _eagle(model: str | None, k: int, options: Mapping[str, Any]) -> Flags:
+def _eagle(model: str | None, k: int, options: MethodOptions) -> Flags:
     if name_contains(model, "p-eagle"):
         return speculative_config(method="eagle3", model=model, num_speculative_tokens=k, parallel_drafting=True)
     method = "eagle3" if name_contains(model, "eagle3", "eagle-3") else "eagle"
     return speculative_config(method=method, model=model, num_speculative_tokens=k)
 
 
-def _dflash(model: str | None, k: int, options: Mapping[str, Any]) -> Flags:
+def _dflash(model: str | None, k: int, options: MethodOptions) -> Flags:
     for method in ("dspark", "xpress"):
         if name_contains(model, method):
             return speculative_config(method=method, model=model, num_speculative_tokens=k)
@@ -213,7 +213,7 @@ class VLLM(ServingEngine):
         stats, times = draft_counters(old, new, DRAFTS, self.title), _times(old, new)
         return replace(stats or ServerStats(), times=times) if stats or times else None
 
-    def acceptance(self, chunk: Mapping[str, Any]) -> ServerStats | None:
+    def acceptance(self, chunk: Mapping[str, object]) -> ServerStats | None:
         found = reported(_Speculation, chunk, "metrics", "speculative_decoding")
         if found is None:
             return None

@@ -8,6 +8,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+from specdemo.core.shapes import Config
 from specdemo.models.checkpoints import Checkpoint
 
 PARTS = ("transformer_layer_config", "dflash_config", "eagle_config", "text_config")  # nested configs of heads
@@ -59,7 +60,7 @@ def check_keys(checkpoint: Checkpoint, known: Collection[str]) -> None:
             )
 
 
-def _entries(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _entries(config: Config) -> Iterator[tuple[str, Any]]:
     for key, value in config.items():
         if key in PARTS and isinstance(value, Mapping):
             yield from _entries(value)

@@ -19,13 +19,13 @@ target's embedding and lm_head, and DSpark's confidence head, which changes no t
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import Qwen3Config
 
 from specdemo.core.protocol import Target
+from specdemo.core.safe_io import JsonObject
 from specdemo.core.shapes import Config
 from specdemo.kv.columns import AttentionKind
 from specdemo.methods.heads.formats import MASK_KEYS, check_target
@@ -141,7 +141,7 @@ def read_designs(checkpoint: Checkpoint, target: Target) -> tuple[Tensors, tuple
     return tensors, tuple(replace(design, taps=t, from_anchor=a) for t in tap_options for a in (False, True))
 
 
-def to_config(design: Design, tensors: Tensors, target_name: str, target_layers: int) -> dict[str, Any]:
+def to_config(design: Design, tensors: Tensors, target_name: str, target_layers: int) -> JsonObject:
     """Return the config.json of a drafter in z-lab's format."""
     body, windows = design.body, [window for window, _ in design.attention_kinds]
     (span, groups), rank = convolution_sizes(tensors), tensors[CODEBOOK].shape[1] if CODEBOOK in tensors else 0
@@ -198,7 +198,7 @@ def spread_taps(layers: int, points: int) -> tuple[int, ...]:
     return tuple(sorted({min(max(i + 1, 0), layers - 1) for i in ids}))
 
 
-def _flatten_config(config: Config) -> dict[str, Any]:
+def _flatten_config(config: Config) -> Config:
     """Merge the levels of a config; inner keys take precedence."""
     parts = config.get("transformer_layer_config"), config, config.get("dflash_config")
     flat = {key: value for part in parts for key, value in (part or {}).items() if value is not None}

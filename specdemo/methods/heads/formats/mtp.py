@@ -15,7 +15,6 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -23,6 +22,7 @@ from torch import Tensor
 from transformers import LlamaConfig, PretrainedConfig
 
 from specdemo.core.protocol import Target
+from specdemo.core.safe_io import JsonObject
 from specdemo.methods.heads.formats import check_target, count_numbered
 from specdemo.models.checkpoints import Checkpoint, check_weights
 from specdemo.models.sources import LoadProgress, fetch_folder, locate, read_config
@@ -225,7 +225,7 @@ def sequential_to_checkpoint(
 
 def parallel_to_checkpoint(
     tensors: Tensors, heads: int, config: LlamaConfig, layers: int, target_name: str
-) -> tuple[dict[str, Any], Tensors]:
+) -> tuple[JsonObject, Tensors]:
     """Return params.json, also used as config.json, and tensors under Meta's names. layers: of the target."""
     names, named = {hf_name: meta_name for meta_name, hf_name in META.items()}, {}
     for name, tensor in tensors.items():
