@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from specdemo.bench.base import Decoding, Device, NewTokens, Once, Option, Repeats, Report, Suite
+from specdemo.bench.base import Decoding, Device, NewTokens, Option, Repeats, Report, Suite
 from specdemo.bench.result import Result
 
 PAIR = Option("--pair", "model pair", "Pair of models: embedded, 8m, 98m, 342m or 8b.", metavar="NAME")
@@ -123,62 +123,4 @@ class WhatIf(Suite):
             return what_if(profile, self.repeats, self.new_tokens, report, cancelled)
 
 
-LossesOf = Literal[
-    "all", "stories-dflash", "stories-draft-wide", "stories-eagle-1", "stories-eagle-3", "stories-mlp-speculator"
-]
-
-
-class Losses(Suite):
-    """Which loss helps the shipped drafters most? Fine-tunes each of them with every loss."""
-
-    name = "head-losses"
-    repeats: Once = 1
-    corpus: Annotated[Path, Option("--corpus", "folder", "Folder of *.txt files, one of them named *valid*.", Path)] = (
-        Path("corpus")
-    )
-    cache: Annotated[Path, Option("--cache", "folder", "Folder of the target's outputs.", Path)] = (
-        Path("runs") / "cache"
-    )
-    heads: Annotated[Path, Option("--heads", "folder", "Folder to write the heads to.", Path)] = Path("runs") / "losses"
-    head: Annotated[LossesOf, Option("--head", "head", "Head or draft model to fine-tune, or all.", str)] = "all"
-    steps: Annotated[int, Field(ge=1), Option("--steps", "number of steps", "Training steps.", int)] = 100
-    batch: Annotated[int, Field(ge=256), Option("--batch", "number of tokens", "Tokens per step.", int)] = 2048
-    prompts: Annotated[int, Field(ge=2), Option("--openings", "number of prompts", "Held-out prompts.", int)] = 40
-    new_tokens: NewTokens = 96
-    temperature: Annotated[
-        float, Field(ge=0.0, le=2.0), Option("--temperature", "temperature", "Temperature of the measurement.", float)
-    ] = 0.0
-
-    def run(self, report: Report, cancelled: Callable[[], bool]) -> Result:
-        import torch
-
-        from benchmarks.losses import HEADS, losses
-        from specdemo.models.machine import one_thread
-        from specdemo.training.corpus import check_corpus
-
-        check_corpus(self.corpus)
-        heads = [*HEADS] if self.head == "all" else [self.head]
-        with one_thread(torch.device("cpu")):
-            return losses(
-                self.corpus,
-                self.cache,
-                self.heads,
-                heads,
-                self.steps,
-                self.batch,
-                self.prompts,
-                self.new_tokens,
-                self.temperature,
-                report,
-                cancelled,
-            )
-
-
-SUITES: tuple[type[Suite], ...] = (
-    Peers,
-    Floor,
-    RaceFairness,
-    Gpu,
-    WhatIf,
-    Losses,
-)
+SUITES: tuple[type[Suite], ...] = (Peers, Floor, RaceFairness, Gpu, WhatIf)

@@ -17,7 +17,6 @@ from specdemo.bench.result import read_result, recorded_suite, to_json
 from specdemo.bench.suites import copying, suite, suites
 from specdemo.engine.loop import never_cancelled
 from specdemo.prediction.profiles import profiles
-from tests.benchmarks.test_losses import short_losses
 
 RECORDED = ("k", "methods", "batch", "prompt", "temperature", "depth-width", "text", "position", "losslessness", "load")
 SHORT = {"repeats": 1, "new_tokens": 4}
@@ -80,7 +79,6 @@ MAKERS = {
     "race-fairness": fairness_result,
     "gpu": gpu_result,
     "what-if": what_if_result,
-    "head-losses": short_losses,
 }
 
 
