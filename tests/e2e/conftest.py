@@ -60,11 +60,12 @@ def visit(chromium, address):
 def visitors(chromium, address):
     """Yield a function that opens the page as a new visitor, with reduced motion: drawing a replay takes much CPU time.
 
-    A request to another host, a script error or a dialog of any visitor fails the test.
+    The page shows the steps of a run as they arrive, unless `playback` is set. `before` is called with the page before
+    it loads. A request to another host, a script error or a dialog of any visitor fails the test.
     """
     contexts, wrong = [], []
 
-    def opened(query="", **settings):
+    def opened(query="", playback=False, before=lambda page: None, **settings):
         context = chromium.new_context(**{**DEFAULTS, **settings})
         contexts.append(context)
         context.set_default_timeout(PATIENCE_MS)
@@ -72,14 +73,22 @@ def visitors(chromium, address):
         page.on("request", lambda r: wrong.append(r.url) if not r.url.startswith((address, "blob:", "data:")) else None)
         page.on("pageerror", lambda error: wrong.append(str(error)))
         page.on("dialog", lambda dialog: (wrong.append(dialog.message), dialog.dismiss()))
+        before(page)
         page.goto(address + query)
         expect(page.locator('[data-lane="1"].sd-text')).to_be_attached()
+        if not playback:
+            show_in_real_time(page)
         return page
 
     yield opened
     for context in contexts:
         context.close()
     assert not wrong
+
+
+def show_in_real_time(page):
+    """Show the steps of runs as they arrive. At the default speed, a run is played back for up to 12 seconds."""
+    page.locator('[name=sd-pace][value="1"]').evaluate("pace => pace.click()")
 
 
 def edit(page):

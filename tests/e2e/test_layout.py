@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import expect
 
-from tests.e2e.conftest import NEXT_FRAME, choose_example, edit
+from tests.e2e.conftest import NEXT_FRAME, choose_example, edit, show_in_real_time
 
 SIZES = [(1920, 1080), (1280, 900), (1024, 768), (820, 1180), (390, 844), (360, 740)]
 AXE = Path(__file__).parents[1] / "js/node_modules/axe-core/axe.min.js"
@@ -84,7 +84,7 @@ def test_nothing_is_clipped_covered_or_small(visit):
 
 @pytest.mark.parametrize(("width", "height", "lines"), [(1280, 900, 180), (390, 844, 60)])
 def test_a_small_page_shows_the_race_on_its_first_screen_and_nothing_moves_when_it_starts(visit, width, height, lines):
-    page = visit(viewport={"width": width, "height": height})
+    page = visit(playback=True, viewport={"width": width, "height": height})
     wait_for_text(page, "^Recorded")
     sizes = page.evaluate("performance.getEntries().map(e => e.transferSize || 0)")
     assert sum(sizes) < 411_000  # bytes before a run
@@ -98,6 +98,7 @@ def test_a_small_page_shows_the_race_on_its_first_screen_and_nothing_moves_when_
     page.locator("#run").click()
     wait_for_text(page, "^(Running|Run complete|Finished)")
     assert [text.bounding_box() for text in texts] == before
+    show_in_real_time(page)
     wait_for_text(page, "^Finished")
     assert [text.bounding_box() for text in texts] == before
     assert page.evaluate("scrollY") == 0
@@ -176,10 +177,11 @@ def test_run_waits_for_what_a_link_asks_for(visit_gated, gates):
 
 
 def test_a_first_visit_plays_the_recorded_race_once(visit_gated):
-    page = visit_gated(reduced_motion="no-preference")
+    page = visit_gated(playback=True, before=lambda page: page.clock.install(), reduced_motion="no-preference")
     wait_for_text(page, "^Playing a recorded run at 1/")
+    page.clock.fast_forward("00:30")  # longer than any playback
     wait_for_text(page, "^Recorded run")
-    still = visit_gated("?preset=embedded-draft", reduced_motion="no-preference")
+    still = visit_gated("?preset=embedded-draft", playback=True, reduced_motion="no-preference")
     wait_for_text(still, "^Recorded run")
     expect(still.locator(".sd-pause")).to_have_attribute("aria-label", "Play")
 
@@ -187,7 +189,7 @@ def test_a_first_visit_plays_the_recorded_race_once(visit_gated):
 @pytest.mark.skipif(not AXE.exists(), reason="npm ci --prefix tests/js brings it")
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_axe_finds_nothing(visit, theme):
-    page = visit(f"?__theme={theme}")
+    page = visit(f"?__theme={theme}", playback=True)
     wait_for_text(page, "^Recorded")
     tile = page.evaluate("getComputedStyle(document.querySelector('.sd-tile')).backgroundColor")
     assert (sum(map(int, re.findall(r"\d+", tile)[:3])) < 200) == (theme == "dark")
@@ -196,6 +198,7 @@ def test_axe_finds_nothing(visit, theme):
     rules = "" if theme == "light" else "runOnly: ['color-contrast', 'link-in-text-block'],"  # the rules on colours
 
     def violations():
+        page.evaluate("document.getAnimations().forEach(one => one instanceof CSSTransition && one.finish())")
         found = page.evaluate(f"axe.run(document, {{ {rules} resultTypes: ['violations'] }}).then(r => r.violations)")
         return [f"{rule['id']}: {[node['html'][:120] for node in rule['nodes'][:3]]}" for rule in found]
 
@@ -205,6 +208,8 @@ def test_axe_finds_nothing(visit, theme):
     page.locator("#run").click()
     wait_for_text(page, "^(Running|Run complete)")
     assert violations() == []
+    expect(page.locator("#run")).to_be_enabled()
+    show_in_real_time(page)
     wait_for_text(page, "^Finished")
     page.locator('[data-lane="1"] [data-kind="accepted"]').first.click()
     assert violations() == []
@@ -223,9 +228,7 @@ SHIFTS = """window.shifts = []; new PerformanceObserver((list) => shifts.push(..
 
 @pytest.mark.parametrize(("width", "height"), [(1440, 900), (390, 844)])
 def test_nothing_moves_while_the_page_loads_and_the_race_is_near_the_top(visit, width, height):
-    page = visit(viewport={"width": width, "height": height})
-    page.add_init_script(SHIFTS)
-    page.reload()
+    page = visit(before=lambda page: page.add_init_script(SHIFTS), viewport={"width": width, "height": height})
     wait_for_text(page, "^Recorded")
     assert page.evaluate("shifts.reduce((a, b) => a + b, 0)") < 0.05  # "good" is below 0.1
     assert width == 390 or page.locator(".sd-race").bounding_box()["y"] < 220

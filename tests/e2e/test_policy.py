@@ -9,10 +9,13 @@ LISTEN = "window.refused = []; addEventListener('securitypolicyviolation', e => 
 
 def test_nothing_on_the_page_breaks_its_policy(visit_gated, gates):
     gates.open.set()
-    page, violations = visit_gated(), []
-    page.on("console", lambda message: violations.append(message.text))
-    page.add_init_script(LISTEN)
-    page.goto(page.url + "?k=3&method=ngram")
+    violations = []
+
+    def listen(page):
+        page.on("console", lambda message: violations.append(message.text))
+        page.add_init_script(LISTEN)
+
+    page = visit_gated("?k=3&method=ngram", before=listen)
     page.locator(".sd-edit").click()
     expect(page.locator("#option-max_n-1")).to_be_visible()
     page.locator("#run").click()

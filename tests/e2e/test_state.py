@@ -8,7 +8,7 @@ from contextlib import suppress
 import pytest
 from playwright.sync_api import expect
 
-from tests.e2e.conftest import choose_example, edit, expect_example, visitors
+from tests.e2e.conftest import choose_example, edit, expect_example, show_in_real_time, visitors
 from tests.traces import HOSTILE
 
 ARABIC = "مرحبا بالعالم & more"
@@ -147,6 +147,7 @@ def test_a_lost_connection_keeps_the_settings_and_the_run(chromium, gates, conne
         status(page, "^Running")
         expect_example(page, "Custom (from Prompt lookup)")
         expect(page.locator("#stop")).to_be_enabled()
+        show_in_real_time(page)
         gates.open.set()
         status(page, "^Finished")
         assert HOSTILE[-1].strip() in page.locator('[data-lane="1"].sd-text').text_content()
@@ -207,9 +208,6 @@ CLICK_RUN = """new MutationObserver((_, observer) => {
 
 def test_run_pressed_before_the_page_is_ready_is_not_lost(visit_gated, gates):
     gates.open.set()
-    page = visit_gated("?preset=embedded-draft&k=7")
-    status(page, "^Ready")
-    page.add_init_script(CLICK_RUN)
-    page.reload()
+    page = visit_gated("?preset=embedded-draft&k=7", before=lambda page: page.add_init_script(CLICK_RUN))
     status(page, "^Finished")
     expect(page.locator(".sd-outdated-label")).to_be_hidden()  # it ran with the settings of the address
