@@ -8,20 +8,12 @@ whole history, and a rejected slot costs nothing: the next pass overwrites it. R
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from specdemo.core.host_copy import to_device
-
-
-class KeyValues(Protocol):
-    """Protocol of the cache that layers write to."""
-
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Store new keys and values [B, H, S, D] of a layer. Return all keys and values [B, H, L, D]."""
 
 
 class Cursor:

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from specdemo.core.protocol import DraftFunction, DraftPlan, Forward, Tensors
 from specdemo.core.tree import chain_parents
-from specdemo.kv.columns import CapturedColumns, Columns
+from specdemo.kv.columns import Columns
 from specdemo.kv.graphs import GraphCache
 from specdemo.kv.masks import AttentionMask
-from specdemo.kv.store import KVStore
+from specdemo.kv.store import CapturedColumns, KVStore
 
 ForwardFunction = Callable[..., Forward]  # one call of the model, see `models.runner.Runner`
 

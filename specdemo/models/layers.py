@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig, PreTrainedConfig
 from transformers.activations import ACT2FN
+from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specdemo.core.protocol import Target
-from specdemo.kv.cache import KeyValues, SlabCache
+from specdemo.kv.cache import SlabCache
 from specdemo.kv.columns import FULL, AttentionKind, Columns, Mask, Rope
 from specdemo.kv.graphs import TOLERANCE
 from specdemo.kv.masks import ChainMask, TreeMask, additive
@@ -139,7 +140,7 @@ def shared_mask(mask: Mask | None, attention: "Attention", x: Tensor) -> Mask | 
     return None if mask is None else fold_mask(mask, heads // kv_heads)
 
 
-def shared_rope(rope: Rope, layers: Sequence["DecoderLayer"], cache: KeyValues, x: Tensor) -> Rope | JointRope:
+def shared_rope(rope: Rope, layers: Sequence["DecoderLayer"], cache: Cache, x: Tensor) -> Rope | JointRope:
     """Return the form of `rope` with which these layers need the fewest operations for x [B, S, D].
 
     It is joint in a captured pass, except where a Triton kernel or torch.compile combines more.
@@ -265,7 +266,7 @@ class Attention(nn.Module):
         sink = "self_attn.attention_sink_bias" in names
         self.attention_sink_bias = nn.Parameter(torch.zeros(self.heads)) if sink else None
 
-    def forward(self, x: Tensor, rope: Rope | JointRope, mask: Mask | None, cache: KeyValues | None) -> Tensor:
+    def forward(self, x: Tensor, rope: Rope | JointRope, mask: Mask | None, cache: Cache | None) -> Tensor:
         """x [B, S, D or inputs] -> [B, S, D]. mask: see `attend`."""
         qkv = self.qkv(x) if self.qkv else torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
         qkv = self._split_heads(qkv)
@@ -281,7 +282,7 @@ class Attention(nn.Module):
         out: Tensor = self.o_proj(attend(q, k, v, mask, causal, self.scaling).flatten(2))
         return out
 
-    def _write(self, qkv: Tensor, rope: Rope, cache: KeyValues | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _write(self, qkv: Tensor, rope: Rope, cache: Cache | None) -> tuple[Tensor, Tensor, Tensor]:
         """Normalise and rotate queries and keys of qkv [B, S, H + 2 K, E], and update the cache.
 
         Return queries [B, H, S, E] and all keys and values [B, K, W, E].
@@ -294,7 +295,7 @@ class Attention(nn.Module):
         v = v.transpose(1, 2)
         return (q, k, v) if cache is None else (q, *cache.update(k, v, self.index))
 
-    def _write_jointly(self, qkv: Tensor, rope: JointRope, cache: KeyValues | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _write_jointly(self, qkv: Tensor, rope: JointRope, cache: Cache | None) -> tuple[Tensor, Tensor, Tensor]:
         """Do what `_write` does with fewer operations, in a captured pass. Overwrites qkv."""
         target = cache.joint_scatter_target(self.index) if isinstance(cache, SlabCache) else None
         assert target is not None
@@ -306,9 +307,7 @@ class Attention(nn.Module):
         slabs.scatter_(3, columns.expand_as(kv), kv)
         return q.transpose(1, 2), slabs[0], slabs[1]
 
-    def _write_by_kernel(
-        self, qkv: Tensor, rope: Rope, cache: KeyValues | None
-    ) -> tuple[Tensor, Tensor, Tensor] | None:
+    def _write_by_kernel(self, qkv: Tensor, rope: Rope, cache: Cache | None) -> tuple[Tensor, Tensor, Tensor] | None:
         """Do what `_write` does by one kernel, in a captured pass. Return None where this is impossible."""
         slots = cache.scatter_target(self.index) if isinstance(cache, SlabCache) else None
         norms = self.q_norm, self.k_norm
@@ -401,13 +400,13 @@ class DecoderLayer(nn.Module):
         """x [B, S, D] -> [B, S, D]"""
         return self.run(x, columns.rope, columns.visible(self.self_attn.kind), columns.cache)
 
-    def run(self, x: Tensor, rope: Rope, mask: Mask | None, cache: KeyValues | None) -> Tensor:
+    def run(self, x: Tensor, rope: Rope, mask: Mask | None, cache: Cache | None) -> Tensor:
         """x [B, S, D] -> [B, S, D]. mask: see `attend`."""
         x, delta = self.run_residual(x, None, rope, mask, cache)
         return x + delta
 
     def run_residual(
-        self, x: Tensor, delta: Tensor | None, rope: Rope | JointRope, mask: Mask | None, cache: KeyValues | None
+        self, x: Tensor, delta: Tensor | None, rope: Rope | JointRope, mask: Mask | None, cache: Cache | None
     ) -> tuple[Tensor, Tensor]:
         """Run the layer on x + delta [B, S, D]; return two tensors whose sum is the result.
 

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from specdemo.core.tree import chain_parents
 from specdemo.kv.cache import SlabCache
-from specdemo.kv.columns import CapturedColumns
-from specdemo.kv.store import KVStore
+from specdemo.kv.store import CapturedColumns, KVStore
 
 CPU = torch.device("cpu")
 KINDS = [(0, True), (3, True), (0, False), (3, False)]

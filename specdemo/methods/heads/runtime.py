@@ -13,14 +13,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import Cache
 
 from specdemo.core.host_copy import padded, to_device
 from specdemo.core.protocol import UNLIMITED, Progress, Target, Tensors
 from specdemo.core.tree import Draft
-from specdemo.kv.cache import KeyValues, SlabCache
-from specdemo.kv.columns import FULL, Angles, AttentionKind, CapturedColumns, Columns, ProvisionalColumns
+from specdemo.kv.cache import SlabCache
+from specdemo.kv.columns import FULL, Angles, AttentionKind, Columns
 from specdemo.kv.graphs import GRAPH_SPARE_COLUMNS, GraphCache
-from specdemo.kv.store import KVStore
+from specdemo.kv.store import CapturedColumns, KVStore, ProvisionalColumns
 from specdemo.methods.heads.sampler import TokenSampler, flatten_draft, unflatten_draft
 
 MAX_PENDING = 24  # columns that a CUDA graph reads at most; more are pending after a prompt or steps without a draft
@@ -28,7 +29,7 @@ Pending = tuple[list[int], Tensors]  # number of real columns per row, and the c
 
 
 def training_columns(
-    positions: Tensor, angles: Angles, end: int, mask: Tensor | None = None, cache: KeyValues | None = None
+    positions: Tensor, angles: Angles, end: int, mask: Tensor | None = None, cache: Cache | None = None
 ) -> Columns:
     """Return columns for training. Those in `cache`, if given, precede them."""
     return Columns(positions, lambda kind: mask, cache, angles(positions, end))
