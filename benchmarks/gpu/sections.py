@@ -214,13 +214,13 @@ import torch
 from specdemo.kv.graphs import CudaGraphs, GraphCache
 
 x = torch.ones(4, 4, device="cuda")
-failing = GraphCache(CudaGraphs(x.device), torch.float32)
+failing = GraphCache(CudaGraphs(x.device), x.device, torch.float32)
 failing("k", 1, lambda y: (y * y.sum().item(),), (x,), [(4, 4)])
 print("reason:", failing.disabled_reason)
 print("stream restored:", torch.cuda.current_stream() == torch.cuda.default_stream())
 torch.cuda.empty_cache()
 print("cache emptied: True")
-working = GraphCache(CudaGraphs(x.device), torch.float32)
+working = GraphCache(CudaGraphs(x.device), x.device, torch.float32)
 print("next capture:", working("k", 1, lambda y: (y @ y,), (x,), [(4, 4)])[0][0, 0].item(), working.disabled_reason)
 """
 
