@@ -121,22 +121,14 @@ class Masks:
         return plan
 
     def mask(self, plan: MaskPlan, window: int, longest: int, lengths: Tensor | None) -> Tensor | None:
-        """Return the mask after `longest` columns in every row, or after lengths [B] with this maximum."""
-        if lengths is None:
-            return self.shared_mask(plan, window, longest)
-        return self.ragged_mask(plan, window, lengths, longest)
-
-    def shared_mask(self, plan: MaskPlan, window: int, length: int) -> Tensor | None:
-        """Return the mask [R, 1, S, W] for histories of `length` tokens. None: nothing is masked."""
+        """Return the mask [R or B, 1, S, longest + S] after `longest` columns in every row, or after lengths [B] int64
+        with this maximum. None: nothing is masked."""
         slots = plan.depth.shape[1]
-        if slots == 1 and not 0 < window <= length:
+        if lengths is None and slots == 1 and not 0 < window <= longest:
             return None
-        start = self._capacity - length
-        return aligned(self._mask(plan, window)[:, None, :, start : self._capacity + slots])
-
-    def ragged_mask(self, plan: MaskPlan, window: int, lengths: Tensor, longest: int) -> Tensor:
-        """Return the masks [B, 1, S, longest + S] for histories of lengths[b] tokens, lengths [B] int64."""
-        slots = plan.depth.shape[1]
+        if lengths is None:
+            start = self._capacity - longest
+            return aligned(self._mask(plan, window)[:, None, :, start : self._capacity + slots])
         columns = torch.arange(longest + slots, device=self._device) + (self._capacity - lengths)[:, None]
         columns = columns.clamp_max(self._capacity + slots)[:, None].expand(-1, slots, -1)
         return aligned(self._mask(plan, window).expand(len(lengths), -1, -1).gather(2, columns)[:, None])

@@ -53,7 +53,7 @@ def test_a_mask_shows_what_may_be_seen(parents, length, window):
     masks = Masks(torch.float32, CPU)
     masks.reserve(9)
     plan = masks.plan(parents)
-    mask = masks.shared_mask(plan, window, length)
+    mask = masks.mask(plan, window, length, None)
     expected = visible(parents, [length], window)
     if mask is None:
         assert bool(expected.all())
@@ -66,7 +66,7 @@ def test_a_mask_shows_what_may_be_seen(parents, length, window):
 def test_rows_of_unequal_length_have_masks_of_their_own(parents, lengths, window):
     masks = Masks(torch.float32, CPU)
     masks.reserve(9)
-    mask = masks.ragged_mask(masks.plan(parents), window, torch.tensor(lengths), max(lengths))
+    mask = masks.mask(masks.plan(parents), window, max(lengths), torch.tensor(lengths))
     assert torch.equal(mask[:, 0] == 0.0, visible(parents, list(lengths), window))
 
 
