@@ -340,20 +340,18 @@ class Drafter(MemoryOwner, ABC):
         return None
 
 
-class Trainable(Protocol):
-    """Protocol of a drafter whose head can be trained."""
+class Trainable(Drafter):
+    """Drafter with trainable weights: a head or a draft model."""
 
-    taps: tuple[int, ...]
+    head: nn.Module
 
-    @property
-    def head(self) -> nn.Module:
-        """Return the module to train."""
-
+    @abstractmethod
     def loss(self, batch: Progress) -> tuple[Tensor, dict[str, float]]:
-        """Return the loss and metrics."""
+        """Return the loss, and metrics agree_i: agreement with the target on the i-th token ahead."""
 
     def measure(self, batch: Progress) -> None:
-        """Measure on validation text what is saved with the weights."""
+        """Measure statistics on held-out text that `save` stores with the weights."""
 
+    @abstractmethod
     def save(self, folder: Path, target_name: str) -> None:
-        """Write the head to `folder` in the public format of its family."""
+        """Write the weights in the public format of their family."""

@@ -4,15 +4,15 @@ B rows, A columns, N draft nodes, V vocabulary, H hidden size.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Generator, Tensor
 
-from specdemo.core.protocol import Drafter, Progress, Target
+from specdemo.core.protocol import Drafter, Progress, Target, Trainable
 from specdemo.core.sampling import Sampling
 from specdemo.methods import BaseOptions, check_capabilities
 from specdemo.methods.drafting_cost import DraftingCost
@@ -74,27 +74,15 @@ class Method(DraftingCost, Drafter):
         raise ValueError(f"{cls.title} takes no model; leave it out")
 
 
-class Learner(Method):
+class Learner(Method, Trainable):
     """A method with trainable weights: a head or a draft model."""
 
-    head: nn.Module
     objective: Objective = Objective()  # what `loss` computes
 
     @classmethod
     @abstractmethod
     def load_trainable(cls, source: str, target: Target, progress: LoadProgress | None = None) -> object:
         """Load weights as `load` does, with the separate tensors that training needs."""
-
-    @abstractmethod
-    def loss(self, batch: Progress) -> tuple[Tensor, dict[str, float]]:
-        """Return the loss, and metrics agree_i: agreement with the target on the i-th token ahead."""
-
-    def measure(self, batch: Progress) -> None:
-        """Measure statistics on held-out text that `save` stores with the weights."""
-
-    @abstractmethod
-    def save(self, folder: Path, target_name: str) -> None:
-        """Write the weights in the public format of their family."""
 
 
 Net = TypeVar("Net", bound=Network)
@@ -132,14 +120,7 @@ class FrozenHead(Method, Generic[Net]):
     def load_trainable(cls, source: str, target: Target, progress: LoadProgress | None = None) -> Net:
         """Load a head as `load` does, with the separate weights that training needs."""
         check_capabilities(cls, target)
-        report = progress or no_progress
-        head = cls.read(cls.open(source, target, report), target)
-        cls.detect_convention(head, target, lambda: report(0.9, f"detecting the convention of {source}"))
-        return head
-
-    @classmethod
-    def detect_convention(cls, head: Net, target: Target, report: Callable[[], None]) -> None:
-        """Switch to the convention that fits, if the checkpoint allows several. report: called if that takes time."""
+        return cls.read(cls.open(source, target, progress or no_progress), target)
 
     @classmethod
     def open(cls, source: str, target: Target, progress: LoadProgress) -> Checkpoint:
@@ -195,8 +176,10 @@ class Head(FrozenHead[Net], Learner):
     head: Net
 
     @classmethod
-    def detect_convention(cls, head: Net, target: Target, report: Callable[[], None]) -> None:
-        """Use the convention with the highest agreement on a short text sampled from the target."""
+    def load_trainable(cls, source: str, target: Target, progress: LoadProgress | None = None) -> Net:
+        """Load a head. If its file allows several conventions, use the one that agrees best with the target."""
+        head = super().load_trainable(source, target, progress)
         if len(head.conventions) > 1:
-            report()
+            (progress or no_progress)(0.9, f"detecting the convention of {source}")
             select_convention(head, target, lambda: cls(target, head))
+        return head
