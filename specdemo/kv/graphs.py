@@ -167,12 +167,18 @@ class _CapturedGraph:
 class GraphCache:
     """CUDA graphs of one owner, by kind and size."""
 
-    def __init__(self, capture: GraphCapture, device: torch.device, dtype: torch.dtype) -> None:
-        """dtype: of the computation; results of a graph may differ from the eager ones by its rounding."""
+    def __init__(self, capture: GraphCapture | None, device: torch.device, dtype: torch.dtype) -> None:
+        """capture: None for a device without graphs. dtype: of the computation; results of a graph may differ from the
+        eager ones by its rounding."""
         self.disabled_reason = ""  # why graphs are disabled; empty if they are not
         self._capture_run, self._device, self._dtype = capture, device, dtype
         self._graphs: dict[tuple[Hashable, int], _CapturedGraph] = {}
         self._too_large: set[tuple[Hashable, int]] = set()  # graphs for which there was no memory
+
+    @property
+    def enabled(self) -> bool:
+        """Return True if passes may run as graphs."""
+        return self._capture_run is not None and not self.disabled_reason
 
     @property
     def note(self) -> str:
@@ -192,7 +198,7 @@ class GraphCache:
     def width(self, kind: Hashable, slots: int) -> int | None:
         """Return the width of the graph to use: an existing one if it is not much wider, so that short last steps of a
         text need no graphs of their own. None: too wide, or disabled."""
-        if self.disabled_reason:
+        if not self.enabled:
             return None
         widths = (w for w in self._sizes(kind) if slots <= w <= _max_padded_width(slots))
         return min(widths, default=next((w for w in WIDTHS if w >= slots), None))
@@ -201,7 +207,7 @@ class GraphCache:
         """Return the draft depth of the graph to use: an existing, deeper one if the result can be `cut`. None: run
         eagerly, because graphs are disabled or this is one of the last steps of a text, which are not worth a
         capture."""
-        if self.disabled_reason:
+        if not self.enabled:
             return None
         depths = [depth for depth in self._sizes(kind) if depth >= min_depth]
         if min_depth in depths or not depths:
@@ -265,6 +271,7 @@ class GraphCache:
         self, run: Callable[..., Tensors], inputs: Sequence[Tensor], shapes: Shapes, probe: Probe | None
     ) -> _CapturedGraph | None:
         """Return a graph of `run`, or None if a result of it differs from the eager one."""
+        assert self._capture_run is not None
         pairs = zip(inputs, shapes, strict=True)
         buffers = (torch.zeros(*shape, dtype=x.dtype, device=self._device) for x, shape in pairs)
         graph = _CapturedGraph(tuple(buffers), tuple)

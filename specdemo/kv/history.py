@@ -14,7 +14,6 @@ from torch import Tensor
 from specdemo.core.protocol import DraftFunction, DraftPlan, Forward, Tensors
 from specdemo.core.tree import chain_parents
 from specdemo.kv.columns import Columns
-from specdemo.kv.graphs import GraphCache
 from specdemo.kv.masks import AttentionMask
 from specdemo.kv.store import CapturedColumns, KVStore
 
@@ -97,16 +96,14 @@ class KVHistory(History):
         return forward
 
     def forward(self, tokens: Tensor, parents: Tensor, taps: tuple[int, ...]) -> Forward:
-        graph_output = self._forward_graph(self.store.graphs, tokens, parents, taps) if self.store.graphs else None
+        graph_output = self._forward_graph(tokens, parents, taps) if self.store.graphs.enabled else None
         return graph_output or self._forward(self._run, self.store.provisional().tree(parents), tokens, taps)
 
-    def _forward_graph(
-        self, graphs: GraphCache, tokens: Tensor, parents: Tensor, taps: tuple[int, ...]
-    ) -> Forward | None:
+    def _forward_graph(self, tokens: Tensor, parents: Tensor, taps: tuple[int, ...]) -> Forward | None:
         """Run the pass as a CUDA graph. Return None if it cannot be captured."""
         rows, slots = tokens.shape
         chain = slots < 3 or parents is chain_parents(rows, slots - 1, parents.device)
-        width = graphs.width((taps, chain), slots)
+        width = self.store.graphs.width((taps, chain), slots)
         if width is None:
             return None
 
@@ -136,7 +133,7 @@ class KVHistory(History):
     ) -> Tensors | None:
         """See `Target.draft`."""
         store, rows = self.store, len(tokens)
-        depth = store.graphs.depth(plan.kind, plan.depth, cut=True) if store.graphs else None
+        depth = store.graphs.depth(plan.kind, plan.depth, cut=True)
         if depth is None:
             return None
 
@@ -162,7 +159,7 @@ class KVHistory(History):
     ) -> Tensors:
         """See `Target.draft_from_kv`. layers: kind of layer -> layer of the cache."""
         store = self.store
-        depth = store.graphs.depth(plan.kind, plan.depth, cut=True) if store.graphs else None
+        depth = store.graphs.depth(plan.kind, plan.depth, cut=True)
         outputs = None
         if depth is not None:
 

@@ -49,18 +49,13 @@ class KVStore:
         of a cache that CUDA graphs use.
         """
         self.device, self.dtype = device, dtype
-        self.graphs = GraphCache(capture, device, dtype) if capture else None
+        self.graphs = GraphCache(capture, device, dtype)
         self.masks = Masks(dtype, device)
         self.positions = torch.arange(0, device=device)  # [capacity]
         self.lengths: list[int] = []  # committed columns per row
         self._new_cache, self._angles, self._limit, self._min_columns = new_cache, angles, limit, min_columns
         self._cache: SlabCache | None = None
         self._captured_cache: SlabCache | None = None  # the cache that CUDA graphs use
-
-    @property
-    def uses_graphs(self) -> bool:
-        """Return True if CUDA graphs are enabled."""
-        return self.graphs is not None and not self.graphs.disabled_reason
 
     @property
     def cache(self) -> SlabCache:
@@ -83,7 +78,7 @@ class KVStore:
     def start(self, rows: int, columns: int = 0) -> None:
         """Start new texts in `rows` rows. columns: allocate so many now; 0: with the first use."""
         self._cache, self.lengths = None, [0] * rows
-        if not self.uses_graphs:
+        if not self.graphs.enabled:
             self._captured_cache = None  # before the next one is allocated
         if columns:
             self.reserve(columns)
@@ -91,22 +86,20 @@ class KVStore:
     def release_graphs(self) -> None:
         """Free the CUDA graphs and the cache that they use."""
         self._captured_cache = None
-        if self.graphs is not None:
-            self.graphs.clear()
+        self.graphs.clear()
 
     def reserve(self, columns: int) -> None:
         """Make room for `columns` columns."""
         if self._cache is None:
             self._cache = self._allocate(columns)
         elif columns > self._cache.cursor.capacity:
-            self._cache.reserve(_rounded(columns) if self.uses_graphs else columns)
-            if self.graphs is not None:  # they write to memory that was freed
-                self.graphs.clear()
+            self._cache.reserve(_rounded(columns) if self.graphs.enabled else columns)
+            self.graphs.clear()  # they write to memory that was freed
         self._resize_tables()
 
     def _allocate(self, columns: int) -> SlabCache:
         rows = len(self.lengths)
-        if not self.uses_graphs:
+        if not self.graphs.enabled:
             return self._new_cache(rows, columns)
         columns = _rounded(max(columns, self._min_columns()))
         cache = self._captured_cache
@@ -198,7 +191,6 @@ class KVStore:
         provisional: columns after ends[b], or after the committed columns if None. numbers: further lists of one number
         per row. columns: room that the graph needs after the longest row. See `GraphCache.__call__` for the rest.
         """
-        assert self.graphs is not None
         ends = self.lengths if ends is None else ends
         self._make_room(max(ends) + columns + 1)
         self.cache.set_lengths(ends)

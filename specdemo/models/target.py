@@ -89,16 +89,16 @@ class HFTarget(Target):
             self.new_graph_capture(),
             limit=self.max_length,
         )
-        if self._store.graphs and device_map_summary(model):
-            self._store.graphs.disabled_reason = "its layers are on several devices"
-        elif self._store.graphs and not trees:
-            self._store.graphs.disabled_reason = "its cache cannot be rewritten in place"
-        elif self._store.graphs and _experts_wait(model, self.device):
+        graphs = self._store.graphs
+        if graphs.enabled and device_map_summary(model):
+            graphs.disabled_reason = "its layers are on several devices"
+        elif graphs.enabled and not trees:
+            graphs.disabled_reason = "its cache cannot be rewritten in place"
+        elif graphs.enabled and _experts_wait(model, self.device):
             dtype = str(self.dtype).removeprefix("torch.")
-            self._store.graphs.disabled_reason = f"its experts wait for the device in {dtype} on this GPU"
+            graphs.disabled_reason = f"its experts wait for the device in {dtype} on this GPU"
         # every plain model can also run its first layers and share its cache, because its history can be cropped
-        graphs = self.uses_cuda_graphs
-        self.capabilities = Capabilities(trees, "all", trees, trees, cuda_graphs=graphs, batch=UNLIMITED)
+        self.capabilities = Capabilities(trees, "all", trees, trees, cuda_graphs=graphs.enabled, batch=UNLIMITED)
         self._kv_layers = _kv_layers(config)
         self._history: History | None = None
 
@@ -131,12 +131,11 @@ class HFTarget(Target):
 
     @property
     def note(self) -> str:
-        graph_note = self._store.graphs.note if self._store.graphs else ""
-        return "; ".join(filter(None, (graph_note, missing_kernels(self._config, self.device))))
+        return "; ".join(filter(None, (self._store.graphs.note, missing_kernels(self._config, self.device))))
 
     @property
     def uses_cuda_graphs(self) -> bool:
-        return self._store.uses_graphs
+        return self._store.graphs.enabled
 
     @property
     def capacity(self) -> int:

@@ -235,7 +235,8 @@ class MTP(MTPCost, Head[MTPHeads]):
 
     def new_runtime(self, target: Target) -> HeadRuntime:
         head = self.head
-        return HeadRuntime(target, head.dtype, head.cache_layers, head.angles, limit=target.max_length)
+        reread = len(head) if isinstance(head, SequentialModules) else 1
+        return HeadRuntime(target, head.dtype, head.cache_layers, head.angles, limit=target.max_length, reread=reread)
 
     @classmethod
     def fresh(cls, target: Target, modules: int = 1, kind: str = "deepseek") -> MTPHeads:
@@ -260,10 +261,7 @@ class MTP(MTPCost, Head[MTPHeads]):
             depth = min(depth, len(head))
         if depth < 1:
             return Draft.empty(self.runtime.rows, self.device)
-        reread = len(head) if isinstance(head, SequentialModules) else 1
-        return self.runtime.draft(
-            "chain", depth, self._draft, self.sampler, draws=depth, max_columns=depth, reread=reread
-        )
+        return self.runtime.draft("chain", depth, self._draft, self.sampler, draws=depth, max_columns=depth)
 
     def _draft(self, draft: DraftPass) -> Draft:
         head, builder, columns = self.head, ChainBuilder(draft.sampler), draft.columns

@@ -87,9 +87,12 @@ class HeadRuntime:
         layers: int = 0,
         angles: Angles | None = None,
         limit: int = UNLIMITED,
+        reread: int = 0,
     ) -> None:
-        """layers: of the head's KV cache; 0: it has none. limit: number of positions, see `KVStore`."""
+        """layers: of the head's KV cache; 0: it has none. limit: number of positions, see `KVStore`. reread: the last
+        columns of every row, which stay pending and are read again by the next draft."""
         self._device, self._vocab_size, capture = target.device, target.vocab_size, target.new_graph_capture()
+        self._reread = reread
         self._store: KVStore | None = None
         if layers:
             self._store = KVStore(
@@ -101,8 +104,7 @@ class HeadRuntime:
                 limit=limit,
                 min_columns=lambda: target.capacity + GRAPH_SPARE_COLUMNS // 2,
             )
-        own_graphs = GraphCache(capture, target.device, dtype) if capture else None
-        self._graphs = self._store.graphs if self._store else own_graphs
+        self._graphs = self._store.graphs if self._store else GraphCache(capture, target.device, dtype)
         self._max_draft_columns = 0  # of one CUDA graph
         self.start(0)
 
@@ -124,14 +126,13 @@ class HeadRuntime:
     @property
     def graph_note(self) -> str:
         """Reason why CUDA graphs were requested but are not used; empty otherwise."""
-        return self._graphs.note if self._graphs else ""
+        return self._graphs.note
 
     def release_graphs(self) -> None:
         """Free captured CUDA graphs and the cache they use."""
         if self._store is not None:
             self._store.release_graphs()
-        elif self._graphs is not None:
-            self._graphs.clear()
+        self._graphs.clear()
 
     def observe(self, lengths: list[int], *columns: Tensor) -> None:
         """Add pending columns [B, A, ..], of which the first lengths[b] are real."""
@@ -147,28 +148,24 @@ class HeadRuntime:
         draws: int = 0,
         cut: bool = True,
         max_columns: int = 0,
-        reread: int = 0,
     ) -> Draft:
         """Run `draft_fn(draft_pass, *inputs)` as a CUDA graph if possible, else eagerly.
 
         key: drafts with one key differ in depth only. draws: sampled tokens per row. cut: a deeper draft may be
-        computed and cut at `depth`. max_columns: draft columns that it appends. reread: see `read_pending`.
+        computed and cut at `depth`. max_columns: draft columns that it appends.
         """
-        if self._graphs is not None and not self._graphs.disabled_reason:
+        if self._graphs.enabled:
             last = self._split_prefill()
             if last is not None:
-                draft_fn(self.read_pending(1, sampler, reread), *inputs)
+                draft_fn(self.read_pending(1, sampler), *inputs)
                 self._pending.append(last)
-            outputs = self._replay(key, depth, draft_fn, sampler, inputs, draws, cut, max_columns, reread)
+            outputs = self._replay(key, depth, draft_fn, sampler, inputs, draws, cut, max_columns)
             if outputs is not None:
                 return unflatten_draft(outputs, depth)
-        return draft_fn(self.read_pending(depth, sampler, reread), *inputs)
+        return draft_fn(self.read_pending(depth, sampler), *inputs)
 
-    def read_pending(self, depth: int, sampler: TokenSampler, reread: int = 0) -> DraftPass:
-        """Drop the draft columns and return an eager draft pass with the pending columns, which the caller must run.
-
-        The last `reread` columns of every row stay pending and are read again next time.
-        """
+    def read_pending(self, depth: int, sampler: TokenSampler) -> DraftPass:
+        """Drop the draft columns and return an eager draft pass with the pending columns, which the caller must run."""
         store = self._store
         if store is None:
             return DraftPass(depth, sampler)
@@ -177,18 +174,20 @@ class HeadRuntime:
         self._last_replay = None
         if not self._pending:
             return DraftPass(depth, sampler, store.provisional(self._ends))
-        ends, (lengths, inputs) = self._take_pending(reread)
+        ends, (lengths, inputs) = self._take_pending()
         provisional = store.provisional(ends)
         columns = provisional.chain(inputs[0].shape[1], lengths)
         return DraftPass(depth, sampler, provisional, columns, inputs)
 
-    def _take_pending(self, reread: int) -> tuple[list[int], Pending]:
+    def _take_pending(self) -> tuple[list[int], Pending]:
         """Mark the pending columns as read; return the columns per row before, and what was pending."""
         ends = self.lengths
         lengths, inputs = _merge_pending(self._pending)
-        consumed = [max(n - reread, 0) for n in lengths]
+        consumed = [max(n - self._reread, 0) for n in lengths]
         remaining = [n - s for n, s in zip(lengths, consumed, strict=True)]
-        self._pending = [(remaining, tuple(_slice_rows(x, consumed, max(remaining)) for x in inputs))] if reread else []
+        self._pending = []
+        if self._reread:
+            self._pending = [(remaining, tuple(_slice_rows(x, consumed, max(remaining)) for x in inputs))]
         self._ends = [old + n for old, n in zip(ends, lengths, strict=True)]
         self.lengths = [old + n for old, n in zip(ends, consumed, strict=True)]
         return ends, (lengths, inputs)
@@ -218,14 +217,13 @@ class HeadRuntime:
         draws: int,
         cut: bool,
         max_columns: int,
-        reread: int,
     ) -> Tensors | None:
         """Run the draft as a CUDA graph. None: the caller must run it eagerly. The outputs are static buffers."""
         kind, graphs, store = (key, sampler.sampling), self._graphs, self._store
         num_pending = sum(columns[0].shape[1] for _, columns in self._pending)
         nothing_to_read = store is not None and not num_pending and self._last_replay is None
-        graph_depth = graphs.depth(kind, depth, cut) if graphs else None
-        if graphs is None or graph_depth is None or nothing_to_read or num_pending > MAX_PENDING:
+        graph_depth = graphs.depth(kind, depth, cut)
+        if graph_depth is None or nothing_to_read or num_pending > MAX_PENDING:
             return None
         rows = self.rows if store else len(inputs[0])
         extra = (*inputs, *sampler.predraw_noise(rows, draws, self._vocab_size, self._device))
@@ -238,7 +236,7 @@ class HeadRuntime:
         if store is None:
             return graphs(kind, graph_depth, lambda *extra: draft(extra), extra, extra_shapes)
         if num_pending:
-            self._last_replay = self._take_pending(reread)
+            self._last_replay = self._take_pending()
         assert self._last_replay is not None
         ends, (lengths, columns) = self._last_replay
         self._max_draft_columns = max(self._max_draft_columns, max_columns)
