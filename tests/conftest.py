@@ -66,8 +66,24 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish(session):
+    freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item, nextitem):
+    yield
+    if nextitem and nextitem.path != item.path:
+        freeze()
+
+
+def freeze():
+    """Exclude the current objects from collections of garbage.
+
+    Every collection would visit half a million objects of the imported libraries, and those that finished tests left in
+    caches.
+    """
     gc.collect()
-    gc.freeze()  # half a million objects of the imported libraries would be visited by every collection of garbage
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
