@@ -145,7 +145,7 @@ def execute(request, path):
     sys.stderr.reconfigure(line_buffering=True)
     first, *arguments = request["arguments"]
     while first == "-W":
-        warnings.simplefilter(arguments[0])
+        warnings._setoption(arguments[0])
         first, *arguments = arguments[1:]
     more = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     if first == "-m":

@@ -1,8 +1,6 @@
 """`bench gpu`: every section on a CPU with tiny shapes; resumed, failed and interrupted calls."""
 
 import json
-import subprocess
-import sys
 from math import log
 
 import pytest
@@ -17,12 +15,16 @@ from specdemo.core.tree import ABSENT, Draft
 from specdemo.methods import load_drafter
 from specdemo.prediction.predict import predict
 from specdemo.prediction.profiles import read_profile
+from tests import processes
 
 CPU = torch.device("cpu")
 WITHOUT_A_PAGE = """
 import sys
-sys.modules["gradio"] = None  # whoever imports it fails
+
+gradio = [name for name in sys.modules if name.startswith(("gradio.", "gradio_client."))]
+sys.modules |= dict.fromkeys(["gradio", "gradio_client", *gradio])  # None: whoever imports it fails
 from specdemo.__main__ import main
+
 code = main(sys.argv[1:])
 print("page:", sorted(m for m in sys.modules if m.startswith("specdemo.ui")))
 sys.exit(code)
@@ -37,8 +39,7 @@ def measured(tmp_path_factory):
     entry = run._entry(sections(lab)["tests"], lab, "done", 1) | {"rows": [], "remarks": ["by an earlier call"]}
     run._write(folder, {"tests": entry}, lab)
     arguments = ["bench", "gpu", "--device", "cpu", "--repeats", "1", "--out", str(folder)]
-    command = [sys.executable, "-W", "error::UserWarning", "-c", WITHOUT_A_PAGE, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = processes.run("-W", "error::UserWarning", "-c", WITHOUT_A_PAGE, *arguments)
     assert done.returncode == 0, done.stderr
     return folder, done.stdout
 
