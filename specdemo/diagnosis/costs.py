@@ -6,7 +6,7 @@ rest is attributed to the part that most likely causes it, and the other attribu
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 
 from specdemo.core.shapes import Shape
@@ -92,7 +92,7 @@ def step_costs(observation: Observation) -> list[StepCost]:
     expected = replace(expected, draft=expected.draft * depth / drafted)
     measured = (observation.draft_cost, observation.verify_cost, observation.overhead)
     known_parts = [part for part, value in zip(PARTS, measured, strict=True) if value is not None]
-    start = StepCost(*(e if m is None else m for m, e in zip(measured, _parts(expected), strict=True)))
+    start = StepCost(*(e if m is None else m for m, e in zip(measured, astuple(expected), strict=True)))
     speed, length = observation.speedup, observation.accepted_length
     unknown = [part for part in PARTS if part not in known_parts]
     if speed is None or length is None or not unknown:
@@ -115,10 +115,6 @@ def _likely(observation: Observation) -> Sequence[str]:
     wide = observation.moe or (observation.batch_size or 1.0) >= 2.0
     slow_draft = not wide and observation.kind in ("", "draft_model", "layer_skip")
     return PARTS if slow_draft else ("verification", "overhead")
-
-
-def _parts(cost: StepCost) -> tuple[float, float, float]:
-    return cost.draft, cost.verify, cost.overhead
 
 
 def _reduced(cost: StepCost, unknown: Sequence[str], excess: float, drafted: float) -> StepCost:

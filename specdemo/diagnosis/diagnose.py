@@ -181,7 +181,10 @@ def diagnose(given: Observation, advice: DraftLengthAdvice | None = None) -> Dia
     observation = complete(given)
     if observation.accepted_length is None or not observation.k:
         return Diagnosis(observation, _unknown(observation))
-    fits = [_measured(observation, advice.costs)] if advice else _estimated(observation)
+    if advice:
+        fits = [_measured(observation, advice.costs)]
+    else:
+        fits = [_Fit(observation, cost, cost_model(cost, observation)) for cost in step_costs(observation)]
     first, *others = fits
     certain = advice is not None or None not in (observation.draft_cost, observation.verify_cost, observation.overhead)
     longest = min(MAX_K, 2 * first.model.k) if certain else min(MAX_K, first.model.k)
@@ -190,7 +193,8 @@ def diagnose(given: Observation, advice: DraftLengthAdvice | None = None) -> Dia
     best_speed = _range([fit.model.speedup(best_k) for fit in fits])
     gain = _range([fit.model.speedup(best_k) / fit.model.speedup(fit.model.k) for fit in fits])
     drafted = observation.drafted_per_step or float(observation.k)
-    step_cost = first.model.step_ms(first.model.k) if observation.speedup is None else _measured_cost(observation)
+    speed, expected_cost = observation.speedup, first.model.step_ms(first.model.k)
+    step_cost = expected_cost if speed is None else observation.accepted_length / speed.value
     found = Diagnosis(
         observation=observation,
         sentence="",
@@ -212,11 +216,6 @@ def _range(values: Sequence[float]) -> Estimate:
     return Estimate(values[0], min(values), max(values)) if len(values) > 1 else Estimate(values[0])
 
 
-def _measured_cost(observation: Observation) -> float:
-    assert observation.speedup is not None and observation.accepted_length is not None
-    return observation.accepted_length / observation.speedup.value
-
-
 def _order(causes: Iterable[Cause], fit: "_Fit") -> list[Cause]:
     """Return the causes in order: faults of the setup, then by gain. If the run is faster than plain decoding, only its
     draft length can be a cause, so it precedes the other gains."""
@@ -228,10 +227,6 @@ def _order(causes: Iterable[Cause], fit: "_Fit") -> list[Cause]:
         return cause.name not in FAULTS, not first, -cause.gain
 
     return sorted(causes, key=rank)
-
-
-def _estimated(observation: Observation) -> list["_Fit"]:
-    return [_Fit(observation, cost, cost_model(cost, observation)) for cost in step_costs(observation)]
 
 
 def _measured(observation: Observation, model: CostModel) -> "_Fit":

@@ -12,7 +12,6 @@ class AIPerf(OutputReader):
     """Records of AIPerf 0.13 and later, with --export-level records. Without acceptance it is a baseline."""
 
     title = "AIPerf profile_export.jsonl"
-    lacks = ("drafting method", "target model", "batch size", "drafting time", "verification time")
 
     def read(self, output: Output) -> Observation | None:
         totals, engine, k, found = OutputTotals(), "", 0, False

@@ -13,7 +13,6 @@ class ServerAnswer(OutputReader):
     """Answer of vLLM, SGLang, llama.cpp, LM Studio since 0.3.10, mlx-vlm, FastDeploy or an OpenAI-like gateway."""
 
     title = "answer of a server, JSON"
-    lacks = ("speed without speculation", "drafting time", "verification time")
 
     def read(self, output: Output) -> Observation | None:
         data = output.json

@@ -50,10 +50,9 @@ class Output:
 
 
 class OutputReader(ABC):
-    """Reader of one kind of output. title: name of the output; lacks: what it never contains."""
+    """Reader of one kind of output. title: name of the output."""
 
     title: ClassVar[str]
-    lacks: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def read(self, output: Output) -> Observation | None:

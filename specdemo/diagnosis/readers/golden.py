@@ -11,7 +11,6 @@ class GoldenLengths(OutputReader):
     """Mean accepted lengths by draft length, of the first model and thinking mode in the file."""
 
     title = "InferenceX golden lengths, YAML"
-    lacks = ("batch size", "speed without speculation", "drafting time", "verification time")
 
     def read(self, output: Output) -> Observation | None:
         if output.json is not None or not any(f"{mode}:" in output.text for mode in MODES):

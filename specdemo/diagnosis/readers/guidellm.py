@@ -20,7 +20,6 @@ class GuideLLM(OutputReader):
     """The first benchmark of a report. Its acceptance is that of vLLM's metrics per request, if they were sent."""
 
     title = "GuideLLM report, JSON"
-    lacks = ("drafting method", "drafting time", "verification time")
 
     def read(self, output: Output) -> Observation | None:
         data = output.json

@@ -17,7 +17,6 @@ class LlamaCppLog(OutputReader):
     """Log of `llama-server` or `llama-cli`, with or without speculation. The draft acceptance is logged per request."""
 
     title = "llama.cpp log"
-    lacks = ("speed without speculation", "verification time")
 
     def read(self, output: Output) -> Observation | None:
         text = output.text
@@ -51,7 +50,6 @@ class LlamaSpeculative(OutputReader):
     """Output of `llama-speculative`, which llama.cpp had until 2026."""
 
     title = "llama-speculative"
-    lacks = ("acceptance by position", "speed without speculation", "verification time")
 
     def read(self, output: Output) -> Observation | None:
         text = output.text

@@ -12,7 +12,6 @@ class MLXGenerate(OutputReader):
     """Output of `mlx_lm.generate`, with or without a draft model."""
 
     title = "mlx_lm.generate"
-    lacks = ("mean accepted length", "acceptance by position", "speed without speculation", "drafting time")
 
     def read(self, output: Output) -> Observation | None:
         speeds = SPEED.findall(output.text)

@@ -2,7 +2,7 @@
 the start of the server.
 """
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any, ClassVar
 
 from specdemo.diagnosis.observation import Observation
@@ -26,7 +26,6 @@ class PrometheusText(OutputReader):
     """Answer of a server's /metrics."""
 
     title = "Prometheus text"
-    lacks = ("speed without speculation", "drafting method", "drafting time", "verification time")
     names: ClassVar = {
         "vllm": Names(
             running="vllm:num_requests_running",
@@ -39,14 +38,13 @@ class PrometheusText(OutputReader):
     }
 
     def read(self, output: Output) -> Observation | None:
-        if not any(f"{prefix}" in output.text for prefix in ("vllm:", "sglang:", "trtllm_", "llamacpp:")):
+        if not any(prefix in output.text for prefix in ("vllm:", "sglang:", "trtllm_", "llamacpp:")):
             return None
         for engine in engines():
             names = self.names.get(engine.name)
             if names is None:
                 continue
-            own = {name for name in (names.running, names.speed, names.seconds, names.tokens, names.length) if name}
-            samples = parse(output.text, engine.metrics | own)
+            samples = parse(output.text, engine.metrics | {name for name in astuple(names) if name})
             stats = engine.statistics({}, samples)
             if stats is None or not stats.counters:
                 continue

@@ -17,7 +17,6 @@ class BenchServe(OutputReader):
     """JSON of `vllm bench serve --save-result`."""
 
     title = "vllm bench serve, JSON"
-    lacks = ("drafting method", "drafting time", "verification time")
 
     def read(self, output: Output) -> Observation | None:
         data = output.json
@@ -51,7 +50,6 @@ class ServingTable(OutputReader):
     """Table printed by a serving benchmark, with the options that it prints first, or with the pasted command."""
 
     title = "table of a serving benchmark"
-    lacks = ("drafting method", "drafting time", "verification time")
 
     def read(self, output: Output) -> Observation | None:
         if TABLE not in output.text:

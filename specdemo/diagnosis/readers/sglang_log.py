@@ -6,7 +6,6 @@ from specdemo.diagnosis.observation import Observation
 from specdemo.diagnosis.readers.base import (
     Output,
     OutputReader,
-    OutputTotals,
     count,
     find_last,
     find_number,
@@ -23,22 +22,17 @@ class SGLangLog(OutputReader):
     """Log of an SGLang server. Its accept rate is not read, because old versions count the bonus token in it."""
 
     title = "SGLang log"
-    lacks = ("acceptance by position", "speed without speculation", "drafting time", "verification time")
 
     def read(self, output: Output) -> Observation | None:
         if MARK not in output.text or "gen throughput" not in output.text:
             return None
-        totals, lengths = OutputTotals(), []
-        for line in output.lines(MARK):
-            speed = find_number("gen throughput (token/s):", line) or 0.0
-            lengths.append(find_number("accept len:", line) or 0.0)
-            totals.speeds.append(speed)
-            totals.batches.append(find_number("#running-req:", line) or 0.0)
+        lines = [*output.lines(MARK)]
+        speeds = [find_number("gen throughput (token/s):", line) or 0.0 for line in lines]
         given = "".join(output.lines("server_args="))
         steps = find_last(r"speculative_num_steps=([0-9]{1,3})\b", given)
         tokens = find_last(r"speculative_num_draft_tokens=([0-9]{1,4})\b", given)
         offload = find_last(r"cpu_offload_gb=([0-9]{1,5})\b", given)
-        speeds = totals.speeds[1:] if len(totals.speeds) > 2 else totals.speeds  # the first contains the prefill
+        after_prefill = speeds[1:] if len(speeds) > 2 else speeds
         return Observation(
             engine="sglang",
             source=self.title,
@@ -47,9 +41,9 @@ class SGLangLog(OutputReader):
             target=find_last(r"model_path='([^']{1,200})'", given.partition("speculative")[0]),
             k=int(steps) or None if steps else None,
             drafted_per_step=float(tokens) - 1.0 if tokens and int(tokens) > 1 else None,
-            accepted_length=mean(lengths),
-            tokens_per_s=mean(speeds),
-            batch_size=mean(totals.batches),
+            accepted_length=mean(find_number("accept len:", line) or 0.0 for line in lines),
+            tokens_per_s=mean(after_prefill),
+            batch_size=mean(find_number("#running-req:", line) or 0.0 for line in lines),
             offloaded=int(offload) > 0 if offload else None,
         )
 
@@ -58,7 +52,6 @@ class SGLangServerInfo(OutputReader):
     """Answer of SGLang's /server_info or /get_server_info."""
 
     title = "SGLang server info"
-    lacks = ("acceptance by position", "batch size", "speed without speculation", "drafting time", "verification time")
 
     def read(self, output: Output) -> Observation | None:
         data = output.json

@@ -10,7 +10,6 @@ class SpeedBench(OutputReader):
     """Requests of SPEED-Bench against `llama-server`. A step is a token that was not accepted from a draft."""
 
     title = "llama.cpp speed-bench, JSON"
-    lacks = ("acceptance by position", "drafting method", "target model", "drafting time", "verification time")
 
     def read(self, output: Output) -> Observation | None:
         data = output.json

@@ -15,7 +15,6 @@ class VLLMLog(OutputReader):
     """Log of a vLLM server with speculative decoding, of versions since 0.9."""
 
     title = "vLLM log"
-    lacks = ("speed without speculation", "drafting time", "verification time")
 
     def read(self, output: Output) -> Observation | None:
         if MARK not in output.text and not ("Engine 0" in output.text and LOAD in output.text):
