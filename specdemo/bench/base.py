@@ -88,11 +88,7 @@ def _ranges(text: object) -> object:
 
 
 Repeats = Annotated[int, Field(ge=1, le=REPEATS), Option("--repeats", "number of repeats", "Interleaved repeats.", int)]
-Once = Annotated[
-    int,
-    Field(ge=1, le=1),
-    Option("--repeats", "number of repeats", "Always 1: counts do not vary.", int),
-]
+Once = Annotated[int, Field(ge=1, le=1), Option("--repeats", "number of repeats", "Always 1: counts do not vary.", int)]
 Device = Annotated[str, Option("--device", "device", f"Device: {DEVICES}.", metavar="NAME")]
 Dtype = Annotated[str, BeforeValidator(dtype_name), Option("--dtype", "dtype", f"Data type: {NAMES}.", metavar="NAME")]
 NewTokens = Annotated[

@@ -1,4 +1,4 @@
-"""LoadOptions test: many concurrent requests at every draft length k, and the best k at each load.
+"""Load test: many concurrent requests at every draft length k, and the best k at each load.
 
 Times are measured by the client or, for the local engine, by the lane's clock. TTFT is the time to the first piece of
 text. ITL is the gap between pieces, which may contain several tokens. ms/token is the time of a request divided by its

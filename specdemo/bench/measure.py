@@ -238,10 +238,7 @@ def _compared(done: Sequence[Sequence[tuple[str, RunTrace]]], remarks: list[str]
     waited = [waited_share(_runs(tally[ALL][lane] for tally in tallies)) for lane in range(lanes)]
     known = [share for share in waited if share is not None]
     if known:
-        remarks = [
-            f"CPU contention: {_percentages(known)} of the time of the lanes.",
-            *remarks,
-        ]
+        remarks = [f"CPU contention: {_percentages(known)} of the time of the lanes.", *remarks]
     trace = done[-1][-1][1]
     remarks += [f"{sentence(note)}." for note in trace.notes]
     by_category = [{**{c: t for c, t in tally.items() if c != ALL}, ALL: tally[ALL]} for tally in tallies]

@@ -45,39 +45,12 @@ EDITS = (
 NAMES = ("Anna", "Ben", "Lily", "Max", "Mia", "Sam", "Tom")
 ANIMALS = ("bear", "bird", "cat", "cow", "dog", "duck", "fish", "fox", "frog", "horse", "mouse")
 PLACES = (
-    "beach",
-    "bridge",
-    "farm",
-    "forest",
-    "garden",
-    "hill",
-    "house",
-    "lake",
-    "market",
-    "park",
-    "river",
-    "school",
-    "zoo",
-)
+    "beach", "bridge", "farm", "forest", "garden", "hill", "house", "lake", "market", "park", "river", "school", "zoo",
+)  # fmt: skip
 THINGS = (
-    "ball",
-    "bell",
-    "boat",
-    "book",
-    "box",
-    "cake",
-    "coin",
-    "drum",
-    "flower",
-    "hat",
-    "key",
-    "kite",
-    "lamp",
-    "map",
-    "shell",
-    "shoe",
-    "stone",
-)
+    "ball", "bell", "boat", "book", "box", "cake", "coin", "drum", "flower", "hat", "key", "kite", "lamp", "map",
+    "shell", "shoe", "stone",
+)  # fmt: skip
 
 
 def openings(count: int) -> list[str]:

@@ -12,30 +12,16 @@ from specdemo.diagnosis.lanes import Summary, break_even, prediction
 from specdemo.prediction.predict import Prediction
 
 NONE = "-"
+RACE = (
+    "lane", "tokens", "tokens/s", "speed-up", "accepted", "break-even", "tokens/pass", "TTFT ms", "waited", "output",
+)  # fmt: skip
 # columns of the README's table besides the acceptance rate, which may be missing
-README = (
-    "lane",
-    "tokens/s",
-    "speed-up",
-    "tokens/pass",
-)
+README = ("lane", "tokens/s", "speed-up", "tokens/pass")
 
 
 def race_report(trace: RunTrace) -> str:
     """Return the report of a comparison: conditions, a row per lane, and an explanation of every speed-up."""
     plain, *lanes = [(lane, summarise(lane)) for lane in trace.lanes]
-    header = (
-        "lane",
-        "tokens",
-        "tokens/s",
-        "speed-up",
-        "accepted",
-        "break-even",
-        "tokens/pass",
-        "TTFT ms",
-        "waited",
-        "output",
-    )
     speeds = estimates(trace)
     rows = [_race_row(*plain, Estimate(1.0), NONE)]
     for index, (measured, speed) in enumerate(zip(lanes, speeds, strict=True)):
@@ -57,7 +43,7 @@ def race_report(trace: RunTrace) -> str:
     ]
     notes = [f"Note: {note}." for note in trace.notes]
     return visible(
-        "\n".join([_conditions(trace), *_servers(trace), "", table(header, rows), "", *sentences, *noisy, *notes])
+        "\n".join([_conditions(trace), *_servers(trace), "", table(RACE, rows), "", *sentences, *noisy, *notes])
     )
 
 

@@ -9,7 +9,6 @@ from specdemo.bench.base import PRESET, Axis, Decoding, NewTokens, Once, Option,
 from specdemo.bench.result import Result
 
 PACKAGE = Path(__file__).resolve().parents[2]  # its Python files are texts that no shipped model was trained on
-SHORTEST = 32  # tokens
 
 
 class TextPosition(Decoding):
