@@ -9,10 +9,11 @@ on the engine: races and trainings wait for each other in one queue.
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from types import ModuleType
+from typing import Any, ClassVar
 
 import gradio as gr
 
@@ -33,9 +34,6 @@ from specdemo.ui.setup import integer
 from specdemo.ui.sweep import Sweeping, Sweeps, draw_result
 from specdemo.ui.views import view
 
-if TYPE_CHECKING:
-    from specdemo.methods.base import Recipe
-
 MINUTES = (0.5, 30.0)
 RUNS = Path("runs")
 DRAWS = 1024  # maximum of a losslessness test
@@ -48,21 +46,8 @@ OFF = (
 )
 
 
-class Trainer(Protocol):
-    def recipes(self) -> dict[str, str]:
-        """Return the available recipes: name -> title."""
-
-    def head_recipe(self, name: str) -> "Recipe":
-        """Return the recipe of a head. Raises ValueError for an unknown name."""
-
-    def train_live(
-        self, name: str, minutes: float, out: Path, cancelled: Callable[[], bool]
-    ) -> Iterator[dict[str, object]]:
-        """Train for `minutes` and yield messages."""
-
-
-def trainer() -> Trainer:
-    """Return the trainer. Imports torch."""
+def trainer() -> ModuleType:
+    """Return the module that trains. Imports torch."""
     live()
     from specdemo.methods import recipes
 
