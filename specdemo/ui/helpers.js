@@ -17,6 +17,22 @@ const svg = (tag, attributes, text = "") => {
   node.textContent = text;
   return node;
 };
+// Returns a table. The first cell of a row is its heading. Cells are texts or <td> elements.
+const tableOf = (names, rows) => {
+  const heading = (text, scope) => Object.assign(make("th", "", text), { scope });
+  const table = make("table");
+  if (names.length) table.createTHead().insertRow().append(...names.map((name) => heading(name, "col")));
+  const body = table.createTBody();
+  for (const [first, ...cells] of rows) {
+    body.insertRow().append(heading(first, "row"), ...cells.map((cell) => (typeof cell === "string" ? make("td", "", cell) : cell)));
+  }
+  return table;
+};
+// Shows an error as a sentence; hides the last one without a text.
+const showAlert = (text) => {
+  $(".sd-alert").hidden = !text;
+  $(".sd-alert").textContent = sentence(text);
+};
 const isNumber = (x) => typeof x === "number" && isFinite(x);
 const sum = (numbers) => numbers.reduce((a, b) => a + b, 0);
 const fixed = (x, digits) => (isNumber(x) ? x.toFixed(digits) : "–");

@@ -9,7 +9,7 @@ const readLog = reader(clear, (line) => actions[line.type]?.(line));
 const actions = { run: opened, tick, done, stopped, error: failed, waiting: noted, note: noted };
 
 function clear() {
-  $(".sd-alert").hidden = true;
+  showAlert("");
 }
 
 function opened(line) {
@@ -48,8 +48,7 @@ function stopped() {
 }
 
 function failed(line) {
-  $(".sd-alert").hidden = false;
-  $(".sd-alert").textContent = sentence(line.text);
+  showAlert(line.text);
   ended("Training not started.");
 }
 

@@ -27,7 +27,7 @@ function isOutdated(log) {
 }
 
 function clear() {
-  $(".sd-alert").hidden = true;
+  showAlert("");
   $(".sd-notes").hidden = true;
   $(".sd-notes").replaceChildren();
 }
@@ -124,12 +124,10 @@ const settingsKey = () => /** @type {HTMLElement | null} */ (document.querySelec
 const failedSettings = { key: "" };
 
 function failed(line) {
-  const alert = $(".sd-alert");
   forgetRun();
   failedSettings.key = settingsKey();
-  alert.hidden = false;
-  alert.textContent = sentence(line.text);
-  scrollIntoViewport(alert, "nearest");
+  showAlert(line.text);
+  scrollIntoViewport($(".sd-alert"), "nearest");
   $(".sd-loading").hidden = true;
   if (nextRun) return setStatus("Run not started.");
   run.end ??= { finish: "failed", comparison: [] };

@@ -14,7 +14,7 @@ const actions = { run: opened, start: started, waiting, loading, result: shown, 
 
 function clear() {
   hasResult = false;
-  $(".sd-alert").hidden = true;
+  showAlert("");
   $(".sd-notes").hidden = true;
   $(".sd-notes").replaceChildren();
 }
@@ -61,8 +61,7 @@ function stopped() {
 
 function failed(line) {
   unfinished.forget(run);
-  $(".sd-alert").hidden = false;
-  $(".sd-alert").textContent = sentence(line.text);
+  showAlert(line.text);
   setBusy(false);
   if (!hasResult) hideResult();
   setStatus("Run not started.");
@@ -123,24 +122,12 @@ function setStatus(text) {
 
 function table({ rows }) {
   const names = [...new Set(rows.flatMap(Object.keys))];
-  const node = make("table");
-  node.createTHead().insertRow().append(...names.map((name) => heading(COLUMN_LABELS[name] ?? name.replace(/^kept at/, "accepted at"), "col")));
-  const body = node.createTBody();
-  for (const row of rows) {
-    const [first, ...others] = names.map((name, i) => (i ? cell(name, row[name]) : heading(visible(String(row[name] ?? "–")), "row")));
-    body.insertRow().append(first, ...others);
-  }
-  return node;
-}
-
-function heading(text, scope) {
-  const node = make("th", "", text);
-  node.scope = scope;
-  return node;
+  const labels = names.map((name) => COLUMN_LABELS[name] ?? name.replace(/^kept at/, "accepted at"));
+  return tableOf(labels, rows.map((row) => names.map((name, i) => (i ? cell(name, row[name]) : visible(String(row[name] ?? "–"))))));
 }
 
 function cell(name, value) {
-  if (!isNumber(value?.value)) return make("td", "", format(name, value));
+  if (!isNumber(value?.value)) return format(name, value);
   const node = make("td", "", fixed(value.value, value.value < 10 ? 2 : 1));
   if (value.interval) node.append(" ", make("small", "sd-small", `[${value.interval}]`));
   node.dataset.value = value.value;

@@ -16,9 +16,9 @@ function fill(name, big, small = "", below = "", tone = "") {
 }
 
 function show(prediction) {
-  $(".sd-alert").hidden = !prediction.error;
+  showAlert(prediction.error ?? "");
   $(".sd-prediction").toggleAttribute("data-outdated", Boolean(prediction.error));
-  if (prediction.error) return void ($(".sd-alert").textContent = sentence(prediction.error));
+  if (prediction.error) return;
   $(".sd-prediction").hidden = false;
   const row = prediction.rows.find(({ k }) => k === prediction.at.k);
   drawTiles(prediction, row);
@@ -76,22 +76,12 @@ function drawSteps({ plain }, row) {
 }
 
 function numbers({ rows }) {
-  const table = make("table");
-  const head = table.createTHead().insertRow();
-  for (const name of ["k", "speed-up", "95 % interval", "tokens/s", "mean accepted length", "draft", "verification", "bottleneck"]) {
-    const cell = make("th", "", name);
-    cell.scope = "col";
-    head.append(cell);
-  }
-  const body = table.createTBody();
-  for (const { k, speedup, tokens_per_s, tokens, ms, limit } of rows) {
-    const [value, low, high] = speedup;
-    const cells = [times(value), isNumber(low) ? `${fixed(low, 2)} to ${fixed(high, 2)}` : "–", rounded(tokens_per_s[0]), fixed(tokens, 2), duration(ms.draft), duration(ms.verify), limit];
-    const name = make("th", "", String(k));
-    name.scope = "row";
-    body.insertRow().append(name, ...cells.map((text) => make("td", "", text)));
-  }
-  return table;
+  const names = ["k", "speed-up", "95 % interval", "tokens/s", "mean accepted length", "draft", "verification", "bottleneck"];
+  const cells = ({ k, speedup: [value, low, high], tokens_per_s, tokens, ms, limit }) => {
+    const interval = isNumber(low) ? `${fixed(low, 2)} to ${fixed(high, 2)}` : "–";
+    return [String(k), times(value), interval, rounded(tokens_per_s[0]), fixed(tokens, 2), duration(ms.draft), duration(ms.verify), limit];
+  };
+  return tableOf(names, rows.map(cells));
 }
 
 const read = () => props.value && show(JSON.parse(props.value));

@@ -5,27 +5,16 @@ function list(selector, lines, empty) {
 }
 
 function show(diagnosis) {
-  $(".sd-alert").hidden = !diagnosis.error;
+  showAlert(diagnosis.error ?? "");
   $(".sd-diagnosis").hidden = Boolean(diagnosis.error);
-  if (diagnosis.error) return void ($(".sd-alert").textContent = sentence(diagnosis.error));
+  if (diagnosis.error) return;
   $(".sd-diagnosed").textContent = diagnosis.sentence;
   $(".sd-diagnosed").dataset.tone = diagnosis.tone;
   list(".sd-changes", diagnosis.changes, "Unknown.");
   list(".sd-causes", diagnosis.causes.map(([title, gain, evidence]) => `${title} (${gain}): ${evidence}`), "None found.");
-  $(".sd-table").replaceChildren(numbers(diagnosis.numbers));
+  $(".sd-table").replaceChildren(tableOf([], diagnosis.numbers));
   const missing = diagnosis.missing.length ? [`Unknown, and would make this more certain: ${diagnosis.missing.join(", ")}.`] : [];
   $(".sd-lacks").textContent = [...diagnosis.notes, ...missing].join(" ");
-}
-
-function numbers(rows) {
-  const table = make("table");
-  const body = table.createTBody();
-  for (const [name, value, remark] of rows) {
-    const head = make("th", "", name);
-    head.scope = "row";
-    body.insertRow().append(head, make("td", "", value), make("td", "", remark));
-  }
-  return table;
 }
 
 const read = () => props.value && show(JSON.parse(props.value));
