@@ -90,16 +90,8 @@ class Gpu(Suite):
     def run(self, report: Report, cancelled: Callable[[], bool]) -> Result:
         from benchmarks.gpu.run import measure
 
-        return measure(
-            self.folder,
-            self.device,
-            self.minutes,
-            self.repeats,
-            report,
-            cancelled,
-            plan=self.plan,
-            commit=self.commit,
-        )
+        limits = self.folder, self.device, self.minutes, self.repeats
+        return measure(*limits, report, cancelled, plan=self.plan, commit=self.commit)
 
 
 class WhatIf(Suite):

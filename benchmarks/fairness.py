@@ -6,21 +6,21 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from torch import Generator
 
 from specdemo.bench.base import Report
 from specdemo.bench.measure import Tick, repeated
 from specdemo.bench.prompts import PROMPTS
 from specdemo.bench.result import Result
 from specdemo.core.estimate import over_repeats
-from specdemo.core.protocol import Budget, Drafter, GenerationConfig, Progress, Target
-from specdemo.core.sampling import Sampling
+from specdemo.core.protocol import Budget, Drafter, GenerationConfig, Target
 from specdemo.core.trace import StepEvent, step_ms
 from specdemo.core.tree import Draft
 from specdemo.engine.loop import generate
 from specdemo.engine.race import race
 from specdemo.engine.session import environment
 from specdemo.methods import BASELINE, load_drafter
+from specdemo.methods.base import Method
+from specdemo.methods.wrapper import Wrapper
 from specdemo.models.load import load_target
 from specdemo.models.text import encode
 
@@ -63,29 +63,19 @@ def race_fairness(repeats: int, report: Report, cancelled: Callable[[], bool]) -
     return Result("race-fairness", len(done), config, environment(target), rows, [remark, *remarks])
 
 
-class Stalled(Drafter):
+class Stalled(Wrapper):
     """A wrapper that wastes `ms` before every draft."""
 
-    def __init__(self, drafter: Drafter, ms: float, now: Callable[[], float] = time.perf_counter) -> None:
-        self.taps = drafter.taps
-        self._drafter = drafter
+    def __init__(self, drafter: Method, ms: float, now: Callable[[], float] = time.perf_counter) -> None:
+        super().__init__(drafter)
         self._seconds = ms / 1000.0
         self._now = now
-
-    def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
-        self._drafter.start(batch, sampling, rng)
 
     def propose(self, budget: Budget) -> Draft:
         end = self._now() + self._seconds
         while self._now() < end:  # a busy loop, like a slow draft; a sleeping core would lower its clock
             pass
-        return self._drafter.propose(budget)
-
-    def observe(self, progress: Progress) -> None:
-        self._drafter.observe(progress)
-
-    def release(self) -> None:
-        self._drafter.release()
+        return super().propose(budget)
 
 
 def _race_once(target: Target, other: Target, opponent: Drafter, prompt: str) -> tuple[float, float]:
@@ -94,10 +84,7 @@ def _race_once(target: Target, other: Target, opponent: Drafter, prompt: str) ->
     assert tokenizer is not None
     ids = torch.tensor([encode(tokenizer, prompt, target.max_length - NEW_TOKENS)], device=target.device)
     config = GenerationConfig(NEW_TOKENS, budget=Budget(4, 4), stop_token_ids=())
-    lanes = [
-        generate(target, load_drafter(BASELINE, target), ids, config),
-        generate(other, opponent, ids, config),
-    ]
+    lanes = [generate(target, load_drafter(BASELINE, target), ids, config), generate(other, opponent, ids, config)]
     events: list[list[StepEvent]] = [[], []]
     for index, event in race(lanes):
         events[index].append(event)

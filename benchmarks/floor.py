@@ -176,9 +176,6 @@ class FixedTree(Drafter):
     def observe(self, progress: Progress) -> None:
         pass
 
-    def release(self) -> None:
-        pass
-
 
 def floor(pair: Pair, repeats: int, new_tokens: int, report: Report, cancelled: Callable[[], bool]) -> Result:
     """Compare engine steps with their own forward passes alone: plain, a chain and a tree, greedy and sampled."""

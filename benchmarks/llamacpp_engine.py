@@ -20,7 +20,7 @@ from benchmarks.peers import K, OwnEngine, Timed, contest, ratio, row
 from specdemo.bench.base import Report
 from specdemo.bench.measure import Tick, repeated
 from specdemo.bench.result import Result
-from specdemo.core.protocol import Budget
+from specdemo.core.protocol import Budget, Target
 from specdemo.engine.loop import generate
 from specdemo.engine.session import environment
 from specdemo.methods import BASELINE, load_drafter
@@ -36,41 +36,18 @@ def compete_on_llamacpp(
     pair: Pair, repeats: int, new_tokens: int, report: Report, cancelled: Callable[[], bool]
 ) -> Result:
     """Compare both loops. Raises ValueError, one line, if a package is missing or the pair is not in float32."""
-    settings = LlamaCppSettings(gpu_layers=0, threads=torch.get_num_threads(), cache_type="f32")
     with TemporaryDirectory() as folder:  # the run describes its target from the header of its file
-        files = [
-            export(model, Path(folder) / f"{number}.gguf") for number, model in enumerate((pair.target, pair.draft))
-        ]
-        return _compete(files, settings, pair, repeats, new_tokens, report, cancelled)
+        target, everybody = _peers(pair, Path(folder))
 
+        def once(repeat: int, tick: Tick) -> tuple[dict[str, Timed], dict[str, float]]:
+            if not repeat:
+                for peer in everybody.values():
+                    peer(pair.prompts[0], WARM_UP_TOKENS)
+            timed = contest(everybody, pair.prompts, new_tokens, repeat, tick)
+            return timed, {name: _overhead(everybody[name], pair, new_tokens) for name in (OUR_PLAIN, OUR_DRAFT)}
 
-def _compete(
-    files: list[str],
-    settings: LlamaCppSettings,
-    pair: Pair,
-    repeats: int,
-    new_tokens: int,
-    report: Report,
-    cancelled: Callable[[], bool],
-) -> Result:
-    """Compare both loops on the files of the target and of the draft model."""
-    loaded, draft = (load_model(file, llamacpp=settings) for file in files)
-    target = loaded.target()
-    everybody: dict[str, Any] = {
-        OUR_PLAIN: OwnEngine(target, load_drafter(BASELINE, target), Budget(0, 0)),
-        OUR_DRAFT: OwnEngine(target, load_drafter("draft_model", target, draft), Budget(K, K)),
-        PLAIN: LlamaCpp(pair.target),
-        DRAFT: LlamaCpp(pair.target, pair.draft, K),
-    }
-
-    def once(repeat: int, tick: Tick) -> tuple[dict[str, Timed], dict[str, float]]:
-        if not repeat:
-            for peer in everybody.values():
-                peer(pair.prompts[0], WARM_UP_TOKENS)
-        timed = contest(everybody, pair.prompts, new_tokens, repeat, tick)
-        return timed, {name: _overhead(everybody[name], pair, new_tokens) for name in (OUR_PLAIN, OUR_DRAFT)}
-
-    done, stopped = repeated(repeats, report, cancelled, once)
+        done, stopped = repeated(repeats, report, cancelled, once)
+        about = environment(target)
     contests = [timed for timed, _ in done]
     rows = [row(name, contests, PLAIN) for name in everybody]
     for line in rows[:2]:
@@ -79,7 +56,21 @@ def _compete(
     config |= {"prompts": len(pair.prompts), "parameters": pair.target.num_parameters()}
     pairs = [(OUR_PLAIN, PLAIN), (OUR_DRAFT, DRAFT), (OUR_DRAFT, PLAIN)]
     remarks = [f"{one} / {other}: {ratio(contests, one, other).format()}" for one, other in pairs]
-    return Result("peers", len(done), config, environment(target), rows, [*remarks, *stopped], "lane")
+    return Result("peers", len(done), config, about, rows, [*remarks, *stopped], "lane")
+
+
+def _peers(pair: Pair, folder: Path) -> tuple[Target, dict[str, Any]]:
+    """Return the target on llama.cpp and all peers by name. folder: of the models' files."""
+    settings = LlamaCppSettings(gpu_layers=0, threads=torch.get_num_threads(), cache_type="f32")
+    files = [export(model, folder / f"{number}.gguf") for number, model in enumerate((pair.target, pair.draft))]
+    loaded, draft = (load_model(file, llamacpp=settings) for file in files)
+    target = loaded.target()
+    return target, {
+        OUR_PLAIN: OwnEngine(target, load_drafter(BASELINE, target), Budget(0, 0)),
+        OUR_DRAFT: OwnEngine(target, load_drafter("draft_model", target, draft), Budget(K, K)),
+        PLAIN: LlamaCpp(pair.target),
+        DRAFT: LlamaCpp(pair.target, pair.draft, K),
+    }
 
 
 def _overhead(peer: OwnEngine, pair: Pair, new_tokens: int) -> float:
