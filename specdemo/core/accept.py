@@ -85,27 +85,6 @@ class Lossless:
         return AcceptResult(path, draw(_final_probs(draft, target, residuals, nodes, path), rng))
 
 
-def lossless_reference(draft: Draft, target: Tensor, rng: Generator | None) -> AcceptResult:
-    """Apply `Lossless` row by row and node by node, normalising every residual. Slow; the reference for tests."""
-    numbers = torch.zeros(draft.tokens.shape) if rng is None else coins(draft, rng)
-    path, residuals = [], []
-    for row in range(len(target)):
-        slots, p = [0], target[row, 0]
-        for node in range(draft.nodes):
-            x = int(draft.tokens[row, node])
-            if x == ABSENT or int(draft.parents[row, node]) != slots[-1]:
-                continue
-            q = _one_hot(x, p) if draft.probs is None else draft.probs[row, node]
-            if numbers[row, node] * q[x] < p[x]:  # strict: a zero-probability token is never accepted
-                slots.append(node + 1)
-                p = target[row, node + 1]
-            else:
-                p = _residual(p, q)
-        path.append(slots)
-        residuals.append(or_target(p, target[row, slots[-1]]))
-    return AcceptResult(path, draw(torch.stack(residuals), rng))
-
-
 @dataclass(frozen=True, slots=True)
 class Nodes:
     """Copy of a draft's tokens and parents on the host."""
@@ -174,10 +153,6 @@ def check_chain(draft: Draft, rule: str) -> None:
     """Raise ValueError if the draft is a tree."""
     if not is_chain(draft.parents):
         raise ValueError(f"acceptance rule {rule!r} verifies chains only and this lane drafts trees; choose 'typical'")
-
-
-def _one_hot(x: int, like: Tensor) -> Tensor:
-    return torch.zeros_like(like).index_fill_(0, torch.tensor([x], device=like.device), 1.0)
 
 
 def _residual(p: Tensor, q: Tensor) -> Tensor:

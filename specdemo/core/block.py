@@ -52,30 +52,6 @@ class Block:
         return AcceptResult([list(range(n + 1)) for n in lengths.tolist()], next_token)
 
 
-def block_reference(draft: Draft, target: Tensor, rng: Generator) -> AcceptResult:
-    """Apply `Block` to a sampled chain row by row. Slow; the reference for tests."""
-    assert draft.probs is not None
-    numbers, path, residuals = coins(draft, rng), [], []
-    for row, (p, q) in enumerate(zip(target, draft.probs, strict=True)):
-        tokens = [x for x in draft.tokens[row].tolist() if x != ABSENT]
-        joint = [torch.ones(())]
-        for i, x in enumerate(tokens):
-            joint.append((joint[i] * p[i, x] / q[i, x].clamp_min(torch.finfo(q.dtype).tiny)).clamp_max(1.0))
-        accepted = 0
-        for i in range(1, len(tokens) + 1):
-            accept_prob = joint[i]
-            if i < len(tokens):
-                accept_prob = _share_or_one((joint[i] * p[i] - q[i]).clamp_min(0.0).sum(), 1.0 - joint[i])
-            if numbers[row, i - 1] < accept_prob:  # a later success overrides earlier failures
-                accepted = i
-        path.append(list(range(accepted + 1)))
-        scaled = joint[accepted] * p[accepted]
-        residuals.append(
-            or_target((scaled - q[accepted]).clamp_min(0.0) if accepted < len(tokens) else scaled, p[accepted])
-        )
-    return AcceptResult(path, draw(torch.stack(residuals), rng))
-
-
 def _joint_probs(ratios_pq: Tensor) -> Tensor:
     """Return the joint ratios [B, N] of all prefixes from p / q [B, N], capped at 1 after every token."""
     joint = [ratios_pq[:, 0].clamp_max(1.0)]

@@ -8,11 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdemo.core import accept, block
-from specdemo.core.accept import Lossless, lossless_reference
-from specdemo.core.block import Block, block_reference
+from specdemo.core.accept import Lossless
+from specdemo.core.block import Block
 from specdemo.core.rules import RULES, accept_rule
 from specdemo.core.tree import ABSENT, Draft, is_chain
 from specdemo.core.typical import Typical
+from tests.core.reference_rules import block_reference, lossless_reference
 
 
 def rng(seed=0):
