@@ -75,13 +75,9 @@ class RunningLane(ABC):
     @abstractmethod
     def _events(self, cancelled: Cancelled) -> Events: ...
 
-    def draft_texts(self, event: StepEvent) -> list[str]:
-        """Return the text of each draft token by itself; empty where it is absent."""
-        return [""] * len(event.drafted[0])
-
-    def top_texts(self, event: StepEvent) -> list[list[str]]:
-        """Return the texts of the target's most likely tokens, in the shape of `event.top`."""
-        return []
+    def token_texts(self, event: StepEvent) -> dict[str, str]:
+        """Return the text of each draft token, and of the target's most likely tokens, by id as a string."""
+        return {}
 
     def summarise(self) -> LaneTrace:
         """Return the trace with its summary."""
@@ -194,11 +190,9 @@ class LocalLane(RunningLane):
         trace.pieces += pieces
         trace.text += "".join(pieces)
 
-    def draft_texts(self, event: StepEvent) -> list[str]:
-        return ["" if t == ABSENT else token_text(self._tokenizer, t) for t in event.drafted[0]]
-
-    def top_texts(self, event: StepEvent) -> list[list[str]]:
-        return [[token_text(self._tokenizer, token) for token, _ in row] for row in event.top]
+    def token_texts(self, event: StepEvent) -> dict[str, str]:
+        tokens = {*event.drafted[0], *(token for row in event.top for token, _ in row)} - {ABSENT}
+        return {str(token): token_text(self._tokenizer, token) for token in sorted(tokens)}
 
     def _reset_peak(self) -> None:
         row, device = device_kind(self.target.device), self.target.device

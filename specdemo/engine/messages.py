@@ -68,8 +68,8 @@ def opened(trace: RunTrace) -> Iterator[Message]:
     yield from map(Note, trace.notes)
 
 
-class StoredSteps:
-    """Messages for the stored steps of a lane, in order."""
+class LaneSteps:
+    """Messages for the steps of a lane, in order. The texts of tokens come from the trace's vocabulary."""
 
     def __init__(self, trace: RunTrace, lane: int) -> None:
         self._trace, self._lane = trace, lane
@@ -90,7 +90,7 @@ def replay(trace: RunTrace) -> Iterator[Message]:
     """Yield the messages of a stored run, in the order of the lanes' clocks. Needs no model and no GPU."""
     empty = [replace(lane, events=[], token_ids=[], pieces=[], text="", summary={}) for lane in trace.lanes]
     yield from opened(replace(trace, lanes=empty, comparison=[]))
-    stored = [StoredSteps(trace, index) for index in range(len(trace.lanes))]
+    stored = [LaneSteps(trace, index) for index in range(len(trace.lanes))]
     remaining = [len(lane.events) for lane in trace.lanes]
     for index, event in race([iter(lane.events) for lane in trace.lanes]):
         yield stored[index].step(event)

@@ -13,14 +13,12 @@ from functools import lru_cache
 import torch
 
 from specdemo.core.protocol import Target
-from specdemo.core.tally import Tally, running_numbers
 from specdemo.core.trace import UNREPORTED, RunTrace, without_probabilities
-from specdemo.core.tree import ABSENT
 from specdemo.engine.clock import clock_name
 from specdemo.engine.comparison import Comparison
 from specdemo.engine.lanes import LocalLane, RunningLane, ServerLane, chat_messages
 from specdemo.engine.loop import never_cancelled
-from specdemo.engine.messages import Finished, LaneDone, LaneStep, Message, Note, Restarted, StoredSteps, opened
+from specdemo.engine.messages import Finished, LaneDone, LaneSteps, Message, Note, Restarted, opened
 from specdemo.engine.model_cache import ModelCache
 from specdemo.engine.race import SCHEDULES
 from specdemo.engine.session_state import SessionState
@@ -260,19 +258,13 @@ def _play(lanes: Mapping[int, RunningLane], trace: RunTrace, cancelled: Callable
     """Run the lanes by the trace's schedule. A lane whose text is complete is done immediately, the others at the
     end."""
     waiting = list(lanes)
-    tallies = {index: Tally() for index in lanes}
+    messages = {index: LaneSteps(trace, index) for index in lanes}
     with closing(SCHEDULES[trace.schedule]([lane.events(cancelled) for lane in lanes.values()])) as steps:
         for position, event in steps:
             index = list(lanes)[position]
             lane = lanes[index]
-            drafted, top = lane.draft_texts(event), lane.top_texts(event)
-            nodes = zip(event.drafted[0], drafted, strict=True)
-            trace.vocabulary.update({str(token): text for token, text in nodes if token != ABSENT})
-            for row, texts in zip(event.top, top, strict=True):
-                trace.vocabulary.update({str(token): text for (token, _), text in zip(row, texts, strict=True)})
-            tallies[index].add(event)
-            numbers = running_numbers(tallies[index], lane.trace.remote is not None)
-            yield LaneStep(index, event, lane.trace.pieces[-len(event.emitted[0]) :], drafted, numbers, top)
+            trace.vocabulary |= lane.token_texts(event)
+            yield messages[index].step(event)
             if lane.trace.finish != "cancelled":
                 waiting.remove(index)
                 yield LaneDone(index, lane.summarise())
@@ -294,4 +286,4 @@ def _restarted(trace: RunTrace, index: int) -> Iterator[Message]:
     texts = zip(lane.token_ids, lane.pieces, strict=True)
     trace.vocabulary.update({str(token): text for token, text in texts if token in drafted})
     yield Restarted(index)
-    yield from map(StoredSteps(trace, index).step, lane.events)
+    yield from map(LaneSteps(trace, index).step, lane.events)
