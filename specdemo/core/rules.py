@@ -5,7 +5,7 @@ A rule with options is a `BaseOptions` whose fields come from `knob`.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from specdemo.core.options import BaseOptions, Knob, describe, parse
@@ -62,8 +62,7 @@ def rule_knobs(name: str) -> Mapping[str, Knob]:
 def _rule_class(name: str) -> Any:
     if name not in RULES:
         raise ValueError(f"unknown acceptance rule {name!r}; {suggest(name, RULES)}")
-    module, _, attribute = RULES[name].source.partition(":")
-    return getattr(import_module(module), attribute)
+    return resolve_name(RULES[name].source)
 
 
 def rules_help() -> str:

@@ -6,9 +6,9 @@ import signal
 from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import cache
-from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 from specdemo.core.options import BaseOptions as BaseOptions
@@ -61,18 +61,10 @@ def method(name: str) -> "type[Method]":
     """Return the class of a method. Raise ValueError for an unknown name and for a plug-in that cannot be used."""
     if name not in METHODS:
         raise ValueError(f"unknown method {name!r}; {suggest(name, METHODS)}")
-    if name in BUILT_IN:
-        return _import(name)
-    cls = _plug_in(name)
+    cls: type[Method] | str = resolve_name(BUILT_IN[name]) if name in BUILT_IN else _plug_in(name)
     if isinstance(cls, str):
         raise ValueError(cls)
     return cls
-
-
-def _import(name: str) -> "type[Method]":
-    module, _, attribute = METHODS[name].partition(":")
-    found: type[Method] = getattr(import_module(module), attribute)
-    return found
 
 
 @cache  # a module that fails is imported once: it may be slow, and it may change something each time
@@ -81,7 +73,7 @@ def _plug_in(name: str) -> "type[Method] | str":
     from specdemo.methods.base import Method
 
     try:
-        found = _import(name)
+        found = resolve_name(METHODS[name])
         if not (isinstance(found, type) and issubclass(found, Method)):
             raise TypeError(f"{METHODS[name]} is not a subclass of specdemo.methods.base.Method")
         _ = found.title, found.summary, describe(found.Options)
