@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Generator, Tensor
 
-from specdemo.core.host_copy import to_device
+from specdemo.core.host_copy import padded
 from specdemo.core.protocol import Budget, Grammar, GrammarState
 from specdemo.core.sampling import draw
 from specdemo.core.tree import ABSENT, Draft, is_chain
@@ -77,7 +77,7 @@ class Constraint:
             row.extend([token for token in tokens if token != ABSENT])
         width = max(len(row.tokens) for row in rows)
         states = [[*row.states, *[None] * (width + 1 - len(row.states))] for row in rows]
-        ids = _ids([row.tokens for row in rows], width, ABSENT, draft.tokens.device)
+        ids = padded([row.tokens for row in rows], draft.tokens.device, ABSENT)
         built = Draft.chain(ids, _stacked(rows, width, draft), _confidence(rows, width, draft))
         return ConstrainedDraft(replace(built, notes=draft.notes), states, [row.forced for row in rows])
 
@@ -95,8 +95,8 @@ class Constraint:
             rows.append((tokens, parents))
             forced.append(slots)
         width, device = max(len(tokens) for tokens, _ in rows), draft.tokens.device
-        ids = _ids([tokens for tokens, _ in rows], width, ABSENT, device)
-        above = _ids([parents for _, parents in rows], width, 0, device)
+        ids = padded([tokens for tokens, _ in rows], device, ABSENT)
+        above = padded([parents for _, parents in rows], device, 0)
         states = [[*row, *[None] * (width + 1 - len(row))] for row in states]
         confidence = draft.confidence
         if confidence is not None:
@@ -211,12 +211,6 @@ def mask(logits: Tensor, states: Sequence[States]) -> Tensor:
     everything = torch.ones(size, dtype=torch.bool)
     allowed = torch.stack([torch.stack([state.allowed() if state else everything for state in row]) for row in states])
     return logits.masked_fill(~allowed.to(logits.device), float("-inf"))
-
-
-def _ids(rows: Sequence[Sequence[int]], width: int, fill: int, device: torch.device) -> Tensor:
-    """Return rows of ids as [B, width], padded with `fill`."""
-    padded = [[*row, *[fill] * (width - len(row))] for row in rows]
-    return to_device(padded, device, torch.int64).view(len(rows), width)
 
 
 def _stacked(rows: Sequence[ConstrainedRow], width: int, draft: Draft) -> Tensor | None:

@@ -11,6 +11,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from specdemo.core.host_copy import padded
+
 ABSENT = -1
 
 
@@ -112,10 +114,9 @@ def first_branch(draft: Draft) -> Draft:
                 branch.append(node)
                 slot = node + 1
         picked.append(branch)
-    width = max(map(len, picked), default=0)
-    index = torch.tensor([b + [0] * (width - len(b)) for b in picked], dtype=torch.int64, device=draft.tokens.device)
-    index = index.view(len(picked), width)
-    real = torch.arange(width, device=index.device) < torch.tensor([[len(b)] for b in picked], device=index.device)
+    index = padded(picked, draft.tokens.device, 0)
+    lengths = torch.tensor([[len(branch)] for branch in picked], device=index.device)
+    real = torch.arange(index.shape[1], device=index.device) < lengths
     tokens_ = draft.tokens.gather(1, index).masked_fill(~real, ABSENT)
     probs = draft.probs
     if probs is not None:
