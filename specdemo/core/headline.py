@@ -74,8 +74,8 @@ def _verdict(trace: RunTrace, speeds: Speeds, times: str) -> Headline:
     output = _output(trace, speeds)
     if tied:
         result = f"No clear difference between {_and([_with_speed(trace, i, speeds, times) for i in (first, *tied)])}"
-        above = f"; all are faster than {PLAIN}" if _all_faster(speeds, (first, *tied)) else ""
-        return _result(best, "", (result, ""), output, above)
+        all_faster = all(index and speeds[index].label == "faster" for index in (first, *tied))
+        return _result(best, "", (result, ""), output, f"; all are faster than {PLAIN}" if all_faster else "")
     word = "fastest" if len(speeds) > 1 else "faster"
     speed, name = speeds[best], _name(trace, best)
     value = f"{speed.value:.2f}{times} as fast"
@@ -93,10 +93,6 @@ def _result(
     caption = statement + (f" ({interval})" if interval else "") + (f", output {output}" if output else "")
     full = statement + (f" (95 % interval {interval})" if interval else "") + above
     return Headline(lane, tone, caption, f"{full}." + (f" Output: {output}." if output else ""))
-
-
-def _all_faster(speeds: Speeds, lanes: Sequence[int]) -> bool:
-    return all(index and speeds[index].label == "faster" for index in lanes)
 
 
 def _with_speed(trace: RunTrace, index: int, speeds: Speeds, times: str) -> str:

@@ -1,7 +1,6 @@
 """Checks of output paths before the work starts, so that no file of the user is overwritten. Needs no torch."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 from specdemo.core.atomic_io import check_writable, write_text
@@ -34,8 +33,8 @@ def check_output_folder(folder: Path, force: bool = False) -> None:
     """Raise ValueError unless `folder` is new, empty or was made by `train` or `bench gpu`. force: accept any."""
     if force or not folder.is_dir() or not any(folder.iterdir()) or (folder / MARKER).is_file():
         return
-    kinds = (PROVENANCE, SECTIONS, SECTION)
-    if not any(kind <= _keys(file) for file in _marks(folder) for kind in kinds):
+    keys = [_keys(folder / name) for name in ("provenance.json", "results.json")]
+    if not any(kind <= found for found in keys for kind in (PROVENANCE, SECTIONS, SECTION)):
         raise ValueError(f"{folder} is not empty and was not made by specdemo; name another with --out or add --force")
 
 
@@ -45,18 +44,14 @@ def mark_folder(folder: Path) -> None:
         write_text(folder / MARKER, "")
 
 
-def _marks(folder: Path) -> Iterator[Path]:
-    names = (folder / name for name in ("provenance.json", "results.json"))
-    return filter(Path.is_file, names)
-
-
 def _is_page(path: Path) -> bool:
     with path.open("rb") as file:
         return PAGE in file.read(HEAD)
 
 
 def _keys(path: Path) -> set[str]:
-    """Return the keys of a JSON object; none for any other file, or for one beyond the bounds of a trace."""
+    """Return the keys of a JSON object; none for a missing or any other file, or for one beyond the bounds of a
+    trace."""
     try:
         text = read_limited(path, FILE_LIMITS)
         if text.lstrip()[:1] != b"{":

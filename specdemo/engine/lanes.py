@@ -159,7 +159,8 @@ class LocalLane(RunningLane):
         with closing(generate(*self._inputs(), accept=self._accept, cancelled=cancelled)) as events:
             for event in events:
                 self.peak_bytes = max(self.peak_bytes, self._memory())
-                event = self._with_cached_tokens(event)
+                if not event.index and self.target.cached_tokens:
+                    event = replace(event, notes={**event.notes, "kept": float(self.target.cached_tokens)})
                 self._record(event)
                 yield event
                 self._reset_peak()
@@ -170,11 +171,6 @@ class LocalLane(RunningLane):
             raise RuntimeError(self._models.failure)
         prompt = torch.tensor([self.trace.prompt_ids], device=self.target.device)
         return self.target, self._models.drafter, prompt, self._config
-
-    def _with_cached_tokens(self, event: StepEvent) -> StepEvent:
-        """Add the number of reused prompt tokens to the prefill's notes, as "kept"."""
-        cached = 0 if event.index else self.target.cached_tokens
-        return replace(event, notes={**event.notes, "kept": float(cached)}) if cached else event
 
     def _record(self, event: StepEvent) -> None:
         trace = self.trace

@@ -95,7 +95,9 @@ class KVStore:
         elif columns > self._cache.cursor.capacity:
             self._cache.reserve(_rounded(columns) if self.graphs.enabled else columns)
             self.graphs.clear()  # they write to memory that was freed
-        self._resize_tables()
+        if len(self.positions) != self.capacity:
+            self.positions = torch.arange(self.capacity, device=self.device)
+            self.masks.reserve(self.capacity)
 
     def _allocate(self, columns: int) -> SlabCache:
         rows = len(self.lengths)
@@ -107,11 +109,6 @@ class KVStore:
             self.release_graphs()  # before the next one is allocated
             cache = self._captured_cache = self._new_cache(rows, columns)
         return cache
-
-    def _resize_tables(self) -> None:
-        if len(self.positions) != self.capacity:
-            self.positions = torch.arange(self.capacity, device=self.device)
-            self.masks.reserve(self.capacity)
 
     def commit(self, path: list[list[int]]) -> None:
         """Append the accepted slots of the last tree, per row from the root down."""

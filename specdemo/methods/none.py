@@ -1,6 +1,5 @@
 """Plain decoding: an empty draft at every step, in the same loop."""
 
-import torch
 from torch import Generator
 
 from specdemo.core.protocol import Budget, Progress, Target
@@ -14,10 +13,10 @@ class NoDraft(NoDraftCost, Method):
     summary = "One token per target pass; the baseline of every comparison."
 
     def __init__(self, target: Target, model: object = None, options: NoOptions | None = None) -> None:
-        self._empty_draft = Draft.empty(1, torch.device(target.device))
+        self._device = target.device
 
     def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
-        self._empty_draft = Draft.empty(batch, self._empty_draft.tokens.device)
+        self._empty_draft = Draft.empty(batch, self._device)
 
     def propose(self, budget: Budget) -> Draft:
         return self._empty_draft
