@@ -16,7 +16,6 @@ tokens only.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -43,12 +42,18 @@ from specdemo.models.operations import apply_rope
 from specdemo.models.packed import RMSNorm
 
 MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
-SLIDING, FULL_ATTENTION = "sliding_attention", "full_attention"
+SLIDING = "sliding_attention"
+SIZE_KEYS = {  # kind of layer -> config keys of its key/value heads and their size
+    SLIDING: ("num_key_value_heads", "head_dim"),
+    "full_attention": ("num_global_key_value_heads", "global_head_dim"),
+}
+NUM_CENTROIDS, ACTIVE_CENTROIDS, EPSILON = 2048, 32, 1e-6  # transformers' defaults
+ACTIVATION = "gelu_pytorch_tanh"
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 ROPE_TYPES = ("default", "proportional")
 # other values change the layers
 REQUIRED = {
-    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_activation": ACTIVATION,
     "attention_bias": False,
     "enable_moe_block": False,
     "hidden_size_per_layer_input": 0,
@@ -63,41 +68,15 @@ NAMES = {r"^model\.": "", r"^masked_embedding\.": ""}
 HINT = "fetch the assistant again"
 
 
-@dataclass(frozen=True, slots=True)
-class AssistantDesign:
-    """Sizes of an assistant. head_dims, kv_heads: by kind of layer. centroids: 0 for an exact output head."""
-
-    target_size: int
-    hidden_size: int
-    intermediate_size: int
-    vocab_size: int
-    num_heads: int
-    layer_types: tuple[str, ...]
-    head_dims: Mapping[str, int]
-    kv_heads: Mapping[str, int]  # key/value heads of the target's cache
-    rope: Mapping[str, Config]
-    window: int
-    rms_norm_eps: float = 1e-6
-    centroids: int = 0
-    active_centroids: int = 32
-
-    @property
-    def mlp(self) -> SimpleNamespace:
-        """Return the config of an MLP as transformers names it."""
-        return SimpleNamespace(
-            hidden_size=self.hidden_size, intermediate_size=self.intermediate_size, hidden_act="gelu_pytorch_tanh"
-        )
-
-
 class QueryAttention(nn.Module):
     """Attention with queries only."""
 
-    def __init__(self, design: AssistantDesign, kind: str) -> None:
+    def __init__(self, text: Config, head_dim: int) -> None:
         super().__init__()
-        self.kind, self.heads, size = kind, design.num_heads, design.head_dims[kind]
-        self.q_proj = nn.Linear(design.hidden_size, self.heads * size, bias=False)
-        self.q_norm = RMSNorm(size, design.rms_norm_eps)
-        self.o_proj = nn.Linear(self.heads * size, design.hidden_size, bias=False)
+        self.heads, size = text["num_attention_heads"], text["hidden_size"]
+        self.q_proj = nn.Linear(size, self.heads * head_dim, bias=False)
+        self.q_norm = RMSNorm(head_dim, text.get("rms_norm_eps", EPSILON))
+        self.o_proj = nn.Linear(self.heads * head_dim, size, bias=False)
 
     def forward(self, x: Tensor, rope: Rope, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
         """x [B, 1, D] -> [B, 1, D]. keys, values, mask: see `SharedKV`."""
@@ -111,14 +90,15 @@ class AssistantLayer(nn.Module):
 
     layer_scalar: Tensor
 
-    def __init__(self, design: AssistantDesign, kind: str) -> None:
+    def __init__(self, text: Config, head_dim: int) -> None:
         super().__init__()
-        size, eps = design.hidden_size, design.rms_norm_eps
+        size, inner, eps = text["hidden_size"], text["intermediate_size"], text.get("rms_norm_eps", EPSILON)
         self.input_layernorm = RMSNorm(size, eps)
-        self.self_attn = QueryAttention(design, kind)
+        self.self_attn = QueryAttention(text, head_dim)
         self.post_attention_layernorm = RMSNorm(size, eps)
         self.pre_feedforward_layernorm = RMSNorm(size, eps)
-        self.mlp = MLP(design.mlp, ())
+        sizes = SimpleNamespace(hidden_size=size, intermediate_size=inner, hidden_act=ACTIVATION)
+        self.mlp = MLP(sizes, ())
         self.post_feedforward_layernorm = RMSNorm(size, eps)
         self.register_buffer("layer_scalar", torch.ones(1))
 
@@ -134,50 +114,55 @@ class Assistant(Network):
 
     token_ordering: Tensor  # [V] token ids, ordered by centroid
 
-    def __init__(self, design: AssistantDesign) -> None:
+    def __init__(self, config: Config, head_dims: Mapping[str, int]) -> None:
+        """config: of transformers' class. head_dims: size of an attention head by kind of layer."""
         super().__init__()
-        self.design, size = design, design.hidden_size
-        self.pre_projection = nn.Linear(2 * design.target_size, size, bias=False)
-        self.layers = nn.ModuleList([AssistantLayer(design, kind) for kind in design.layer_types])
-        self.norm = RMSNorm(size, design.rms_norm_eps)
-        self.post_projection = nn.Linear(size, design.target_size, bias=False)
-        if design.centroids:
-            self.embedding = nn.Parameter(torch.empty(design.vocab_size, size))
-            self.centroids = nn.Linear(size, design.centroids, bias=False)
-            self.register_buffer("token_ordering", torch.arange(design.vocab_size))
+        text, target_size = config["text_config"], config["backbone_hidden_size"]
+        size, self.vocab_size, self.kinds = text["hidden_size"], text["vocab_size"], text["layer_types"]
+        self.config, self.head_dims = config, {kind: head_dims[kind] for kind in self.kinds}
+        self.window = text.get("sliding_window") or 0
+        self.num_centroids = num_centroids(config)
+        self.pre_projection = nn.Linear(2 * target_size, size, bias=False)
+        self.layers = nn.ModuleList([AssistantLayer(text, head_dims[kind]) for kind in self.kinds])
+        self.norm = RMSNorm(size, text.get("rms_norm_eps", EPSILON))
+        self.post_projection = nn.Linear(size, target_size, bias=False)
+        if self.num_centroids:
+            self.embedding = nn.Parameter(torch.empty(self.vocab_size, size))
+            self.centroids = nn.Linear(size, self.num_centroids, bias=False)
+            self.register_buffer("token_ordering", torch.arange(self.vocab_size))
         else:
-            self.lm_head = nn.Linear(size, design.vocab_size, bias=False)
+            self.lm_head = nn.Linear(size, self.vocab_size, bias=False)
 
     @property
     def output_name(self) -> str:
         """Return the name of the output embeddings, which a checkpoint calls `embed_tokens.weight`."""
-        return "embedding" if self.design.centroids else "lm_head.weight"
+        return "embedding" if self.num_centroids else "lm_head.weight"
 
     def rope(self, positions: Tensor) -> dict[str, Rope]:
         """Return kind of layer -> rotary embeddings of positions [B, 1]."""
-        design = self.design
-        return {kind: _rope(positions, design.head_dims[kind], design.rope[kind], self.dtype) for kind in design.rope}
+        parameters = self.config["text_config"]["rope_parameters"]
+        return {kind: _rope(positions, size, parameters[kind], self.dtype) for kind, size in self.head_dims.items()}
 
     def step(self, embedding: Tensor, hidden: Tensor, kv: SharedKV, rope: Mapping[str, Rope]) -> tuple[Tensor, Tensor]:
         """Read embedding and hidden state [B, 1, H]; return logits [B, 1, V] and the next hidden state [B, 1, H]."""
         x = self.pre_projection(torch.cat([embedding, hidden], -1))
         # transformers counts the window from the last committed token, inclusively
-        masks = {kind: kv.mask(self.design.window + 1 if kind == SLIDING else 0) for kind in rope}
-        for layer, kind in zip(self.layers, self.design.layer_types, strict=True):
+        masks = {kind: kv.mask(self.window + 1 if kind == SLIDING else 0) for kind in rope}
+        for layer, kind in zip(self.layers, self.kinds, strict=True):
             x = layer(x, rope[kind], *kv.layers[kind], masks[kind])
         x = self.norm(x)
         return self.logits(x), self.post_projection(x)
 
     def logits(self, x: Tensor) -> Tensor:
         """Return logits [B, 1, V] of states [B, 1, D]."""
-        if not self.design.centroids:
+        if not self.num_centroids:
             exact: Tensor = self.lm_head(x)
             return exact
-        best = self.centroids(x).topk(self.design.active_centroids, -1).indices
-        ids = self.token_ordering.view(self.design.centroids, -1)[best].flatten(-2)  # [B, 1, K V / C]
+        best = self.centroids(x).topk(self.config.get("centroid_intermediate_top_k", ACTIVE_CENTROIDS), -1).indices
+        ids = self.token_ordering.view(self.num_centroids, -1)[best].flatten(-2)  # [B, 1, K V / C]
         selected = (self.embedding[ids] @ x[..., None])[..., 0]
         other = selected.amin(-1, keepdim=True) - 1.0
-        return other.expand(*x.shape[:-1], self.design.vocab_size).scatter(-1, ids, selected)
+        return other.expand(*x.shape[:-1], self.vocab_size).scatter(-1, ids, selected)
 
 
 class Gemma4Assistant(Gemma4AssistantCost, FrozenHead[Assistant]):
@@ -194,12 +179,14 @@ class Gemma4Assistant(Gemma4AssistantCost, FrozenHead[Assistant]):
     def read(cls, checkpoint: Checkpoint, target: Target) -> Assistant:
         require_method(checkpoint, "gemma4_assistant")
         tensors = rename_tensors(checkpoint.tensors, NAMES)
-        design = read_design(checkpoint, tensors, target)
-        check_target(checkpoint, hidden_size=(design.target_size, target.hidden_size))
-        check_target(checkpoint, vocabulary=(design.vocab_size, target.vocab_size))
-        _check_cache(checkpoint.name, design, target)
+        name, config = checkpoint.name, checkpoint.config
+        check_config(name, config)
+        head_dims = _head_dims(name, config["text_config"], target, tensors)
+        check_target(checkpoint, hidden_size=(config["backbone_hidden_size"], target.hidden_size))
+        check_target(checkpoint, vocabulary=(config["text_config"]["vocab_size"], target.vocab_size))
+        _check_cache(name, config["text_config"]["num_attention_heads"], head_dims, target)
         with torch.device("meta"):
-            head = Assistant(design)
+            head = Assistant(config, head_dims)
         tied = [tensors.pop(name) for name in ("lm_head.weight", "embed_tokens.weight") if name in tensors]
         if tied:
             tensors[head.output_name] = tied[-1]
@@ -218,26 +205,38 @@ class Gemma4Assistant(Gemma4AssistantCost, FrozenHead[Assistant]):
         """
         kinds = [kind for kind in target.kv_shapes if kind != SLIDING] or [*target.kv_shapes]
         others = [kind for kind in target.kv_shapes if kind not in kinds[-1:]] or kinds
-        kv_heads = max(heads for heads, _ in target.kv_shapes.values())
-        layer_types = (*(others[-1:] * (layers - 1)), kinds[-1])
-        design = AssistantDesign(
-            target_size=target.hidden_size,
-            hidden_size=max(8, target.hidden_size // 4),
-            intermediate_size=target.hidden_size,
-            vocab_size=target.vocab_size,
-            num_heads=2 * kv_heads,
-            layer_types=layer_types,
-            head_dims={kind: target.kv_shapes[kind][1] for kind in layer_types},
-            kv_heads={kind: target.kv_shapes[kind][0] for kind in layer_types},
-            rope=dict.fromkeys(layer_types, DEFAULT_ROPE),
-            window=512,
-            centroids=centroids,
-            active_centroids=max(1, centroids // 4),
-        )
-        head = Assistant(design)
+        layer_types, size = [*(others[-1:] * (layers - 1)), kinds[-1]], max(8, target.hidden_size // 4)
+        text = {
+            "model_type": "gemma4_text",
+            "hidden_size": size,
+            "intermediate_size": target.hidden_size,
+            "num_hidden_layers": layers,
+            "num_kv_shared_layers": layers,
+            "num_attention_heads": 2 * max(heads for heads, _ in target.kv_shapes.values()),
+            "vocab_size": target.vocab_size,
+            "layer_types": layer_types,
+            "rope_parameters": dict.fromkeys(layer_types, DEFAULT_ROPE),
+            "sliding_window": 512,
+            "rms_norm_eps": EPSILON,
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": 0,
+            "attention_k_eq_v": True,  # transformers reads num_global_key_value_heads only with it
+        }
+        for kind, names in SIZE_KEYS.items():
+            text |= dict(zip(names, target.kv_shapes[kind], strict=True)) if kind in layer_types else {}
+        config = {
+            "architectures": ["Gemma4AssistantForCausalLM"],
+            "model_type": MODEL_TYPES[0],
+            "backbone_hidden_size": target.hidden_size,
+            "use_ordered_embeddings": bool(centroids),
+            "num_centroids": centroids or NUM_CENTROIDS,
+            "centroid_intermediate_top_k": max(1, centroids // 4),
+            "text_config": text,
+        }
+        head = Assistant(config, {kind: head_dim for kind, (_, head_dim) in target.kv_shapes.items()})
         for parameter in head.parameters():
             if parameter.ndim > 1:
-                nn.init.normal_(parameter, std=design.hidden_size**-0.5)
+                nn.init.normal_(parameter, std=size**-0.5)
         return move_to_target(head, target)
 
     def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
@@ -276,12 +275,18 @@ class Gemma4Assistant(Gemma4AssistantCost, FrozenHead[Assistant]):
     def save(self, folder: Path, target_name: str) -> None:
         head = self.head
         tensors = {_file_name(name, head.output_name): tensor for name, tensor in head.state_dict().items()}
-        write_checkpoint(folder, to_config(head.design, target_name), tensors)
+        dtype = str(head.dtype).removeprefix("torch.")
+        write_checkpoint(folder, {**head.config, "base_model_name_or_path": target_name, "dtype": dtype}, tensors)
 
 
-def read_design(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], target: Target) -> AssistantDesign:
-    """Return the sizes of an assistant. Raises ValueError, one line, for a config that is incomplete or unsupported."""
-    name, config, text = checkpoint.name, checkpoint.config, checkpoint.config.get("text_config") or {}
+def num_centroids(config: Config) -> int:
+    """Return the number of centroids of the output head; 0: it is exact."""
+    return config.get("num_centroids", NUM_CENTROIDS) if config.get("use_ordered_embeddings") else 0
+
+
+def check_config(name: str, config: Config) -> None:
+    """Raise ValueError, one line, for a config that is incomplete or unsupported."""
+    text = config.get("text_config") or {}
     needed = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "layer_types", "rope_parameters")
     lacking = next((key for key in needed if not text.get(key)), None)
     if lacking or "backbone_hidden_size" not in config:
@@ -289,62 +294,9 @@ def read_design(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], target: T
     for key, usual in REQUIRED.items():
         if text.get(key, usual) != usual:
             raise ValueError(f"{name} has {key} {text[key]}, which is not supported; choose another assistant")
-    kinds, vocabulary = tuple(map(str, text["layer_types"])), int(text["vocab_size"])
-    count = int(config.get("num_centroids", 2048)) if config.get("use_ordered_embeddings") else 0
+    count, vocabulary = num_centroids(config), text["vocab_size"]
     if count and vocabulary % count:
         raise ValueError(f"{name} has {vocabulary} tokens for {count} centroids, which is not a multiple; {HINT}")
-    return AssistantDesign(
-        target_size=int(config["backbone_hidden_size"]),
-        hidden_size=int(text["hidden_size"]),
-        intermediate_size=int(text["intermediate_size"]),
-        vocab_size=vocabulary,
-        num_heads=int(text["num_attention_heads"]),
-        layer_types=kinds,
-        head_dims=_head_dims(name, kinds, target, tensors),
-        kv_heads={kind: heads for kind, (heads, _) in target.kv_shapes.items() if kind in kinds},
-        rope=_rope_parameters(name, kinds, text["rope_parameters"]),
-        window=int(text.get("sliding_window") or 0),
-        rms_norm_eps=float(text.get("rms_norm_eps", 1e-6)),
-        centroids=count,
-        active_centroids=int(config.get("centroid_intermediate_top_k", 32)),
-    )
-
-
-def to_config(design: AssistantDesign, target_name: str) -> dict[str, object]:
-    """Return the config.json of an assistant."""
-    sizes = {
-        "head_dim": design.head_dims.get(SLIDING),
-        "num_key_value_heads": design.kv_heads.get(SLIDING),
-        "global_head_dim": design.head_dims.get(FULL_ATTENTION),
-        "num_global_key_value_heads": design.kv_heads.get(FULL_ATTENTION),
-    }
-    text = {
-        "model_type": "gemma4_text",
-        "hidden_size": design.hidden_size,
-        "intermediate_size": design.intermediate_size,
-        "num_hidden_layers": len(design.layer_types),
-        "num_kv_shared_layers": len(design.layer_types),
-        "num_attention_heads": design.num_heads,
-        "vocab_size": design.vocab_size,
-        "layer_types": list(design.layer_types),
-        "rope_parameters": {kind: dict(parameters) for kind, parameters in design.rope.items()},
-        "sliding_window": design.window,
-        "rms_norm_eps": design.rms_norm_eps,
-        "hidden_size_per_layer_input": 0,
-        "vocab_size_per_layer_input": 0,
-        "attention_k_eq_v": True,  # transformers reads num_global_key_value_heads only with it
-        **{key: size for key, size in sizes.items() if size},
-    }
-    return {
-        "architectures": ["Gemma4AssistantForCausalLM"],
-        "model_type": MODEL_TYPES[0],
-        "base_model_name_or_path": target_name,
-        "backbone_hidden_size": design.target_size,
-        "use_ordered_embeddings": bool(design.centroids),
-        "num_centroids": design.centroids or 2048,
-        "centroid_intermediate_top_k": design.active_centroids,
-        "text_config": text,
-    }
 
 
 def _file_name(name: str, output_name: str) -> str:
@@ -356,10 +308,12 @@ def _file_name(name: str, output_name: str) -> str:
     return f"model.{name}" if name.startswith(("layers.", "norm.")) else name
 
 
-def _head_dims(name: str, kinds: tuple[str, ...], target: Target, tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return the size of the heads by kind of layer. Raises ValueError if the target has no such layers."""
-    norms = {kind: f"layers.{index}.self_attn.q_norm.weight" for index, kind in enumerate(kinds)}
-    for kind, norm in norms.items():
+def _head_dims(name: str, text: Config, target: Target, tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return the size of an attention head by kind of layer. Raises ValueError if the target has no such layers, and
+    for unsupported rotary embeddings."""
+    head_dims = {}
+    for index, kind in enumerate(text["layer_types"]):
+        norm = f"layers.{index}.self_attn.q_norm.weight"
         if kind not in target.kv_shapes:
             found = " and ".join(target.kv_shapes)
             raise ValueError(
@@ -367,29 +321,28 @@ def _head_dims(name: str, kinds: tuple[str, ...], target: Target, tensors: Mappi
             )
         if norm not in tensors:
             raise ValueError(f"{name} has no tensor {norm}; {HINT}")
-    return {kind: len(tensors[norm]) for kind, norm in norms.items()}
+        head_dims[kind] = len(tensors[norm])
+        _check_rope(name, kind, text["rope_parameters"].get(kind))
+    return head_dims
 
 
-def _rope_parameters(name: str, kinds: tuple[str, ...], by_kind: Config) -> dict[str, Config]:
-    lacking = next((kind for kind in kinds if not isinstance(by_kind.get(kind), Mapping)), None)
-    if lacking:
-        raise ValueError(f"the config of {name} lacks rope_parameters for {lacking!r}; fetch its config.json")
-    for kind in kinds:
-        rope_type = by_kind[kind].get("rope_type", "default")
-        if rope_type not in ROPE_TYPES:
-            raise ValueError(f"{name} has rope_type {rope_type!r}, which is not supported; choose another assistant")
-    return {kind: by_kind[kind] for kind in dict.fromkeys(kinds)}
-
-
-def _check_cache(name: str, design: AssistantDesign, target: Target) -> None:
+def _check_cache(name: str, heads: int, head_dims: Mapping[str, int], target: Target) -> None:
     """Raise ValueError if the heads of the target's KV cache do not fit."""
-    for kind, size in design.head_dims.items():
-        heads, target_size = target.kv_shapes[kind]
-        if target_size != size or design.num_heads % heads:
+    for kind, size in head_dims.items():
+        kv_heads, target_size = target.kv_shapes[kind]
+        if target_size != size or heads % kv_heads:
             raise ValueError(
-                f"{name} has {design.num_heads} heads of size {size} in {kind} layers, the target's cache has {heads} "
+                f"{name} has {heads} heads of size {size} in {kind} layers, the target's cache has {kv_heads} "
                 f"of size {target_size}; choose the target it was trained for"
             )
+
+
+def _check_rope(name: str, kind: str, parameters: object) -> None:
+    if not isinstance(parameters, Mapping):
+        raise ValueError(f"the config of {name} lacks rope_parameters for {kind!r}; fetch its config.json")
+    rope_type = parameters.get("rope_type", "default")
+    if rope_type not in ROPE_TYPES:
+        raise ValueError(f"{name} has rope_type {rope_type!r}, which is not supported; choose another assistant")
 
 
 def _rope(positions: Tensor, size: int, parameters: Config, dtype: torch.dtype) -> Rope:
