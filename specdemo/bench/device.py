@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import count, pairwise
 from statistics import fmean
-from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -19,7 +18,7 @@ from specdemo.bench.report import table
 from specdemo.core.protocol import Budget, GenerationConfig, Target
 from specdemo.core.synthetic_acceptance import SyntheticAcceptance
 from specdemo.engine.loop import generate
-from specdemo.methods import load_drafter
+from specdemo.methods import BASELINE, load_drafter
 from specdemo.methods.heads.eagle import Eagle
 from specdemo.models.devices import DTYPES, device_kind, pick_device, pick_dtype
 from specdemo.models.fused import fuse_layers
@@ -227,48 +226,45 @@ def step_times(targets: Mapping[str, HFTarget], starts: Callable[[str], None] | 
     least of the work around them. Drafts are accepted by chance: otherwise texts of a batch would have equal lengths.
     """
     small, last = list(targets.items())[min(1, len(targets) - 1)]
-    lanes = []
-    for one, (draft, model) in pairwise(targets.items()):
-        lanes += [_Lane(*one), *(_Lane(*one, "draft_model", k, model, draft) for k in STEP_KS)]
-    lanes += [_Lane(small, last, "eagle", STEP_K, Eagle.fresh(last).fuse())]
-    for lane in lanes:
-        if starts:
-            starts(f"steps of {lane.name}, {lane.method}")
-        for batch in (1, STEP_BATCH):
-            yield _step(lane, batch)
+    for (name, target), (draft, model) in pairwise(targets.items()):
+        yield from _lane_steps(name, target, starts)
+        for k in STEP_KS:
+            yield from _lane_steps(name, target, starts, "draft_model", k, model, draft)
+    yield from _lane_steps(small, last, starts, "eagle", STEP_K, Eagle.fresh(last).fuse())
 
 
-class _Lane(NamedTuple):
-    name: str
-    target: HFTarget
-    method: str = "none"
-    k: int = 0
-    model: object = None
-    draft: str = ""
-
-
-def _step(lane: _Lane, batch: int) -> MeasuredStep:
-    target, k = lane.target, lane.k
-    rule = SyntheticAcceptance((ACCEPTANCE,), torch.Generator(target.device).manual_seed(0))
-    prompt = torch.randint(1, target.vocab_size, (batch, CONTEXT), generator=torch.Generator().manual_seed(0))
+def _lane_steps(
+    name: str,
+    target: HFTarget,
+    starts: Callable[[str], None] | None,
+    method: str = BASELINE,
+    k: int = 0,
+    model: object = None,
+    draft: str = "",
+) -> Iterator[MeasuredStep]:
+    """Yield the means over the steps of a method, for one text and for a batch. model: the drafter, named `draft`."""
+    if starts:
+        starts(f"steps of {name}, {method}")
     config = GenerationConfig(STEP_TOKENS, budget=Budget(k, k), stop_token_ids=())
-    drafter = load_drafter(lane.method, target, lane.model)
-    found = list(generate(target, drafter, prompt.to(target.device), config, accept=rule if k else None))
-    events = [event for event in found if all(event.emitted)][2:-1]
-    laps = {lap: round(fmean(event.ms[lap] for event in events), 4) for lap in events[0].ms}
-    accepted = fmean(len(path) - 1 for event in events for path in event.path)
-    return MeasuredStep(
-        model=lane.name,
-        method=lane.method,
-        dtype=str(target.dtype).removeprefix("torch."),
-        draft=lane.draft,
-        batch=batch,
-        context=CONTEXT + STEP_TOKENS // 2,
-        k=k,
-        ms=laps,
-        drafted=k,
-        kept=round(accepted, 3),
-    )
+    for batch in (1, STEP_BATCH):
+        rule = SyntheticAcceptance((ACCEPTANCE,), torch.Generator(target.device).manual_seed(0))
+        drafter = load_drafter(method, target, model)
+        prompt = torch.randint(1, target.vocab_size, (batch, CONTEXT), generator=torch.Generator().manual_seed(0))
+        found = list(generate(target, drafter, prompt.to(target.device), config, accept=rule if k else None))
+        events = [event for event in found if all(event.emitted)][2:-1]  # while no text has ended
+        accepted = fmean(len(path) - 1 for event in events for path in event.path)
+        yield MeasuredStep(
+            model=name,
+            method=method,
+            dtype=str(target.dtype).removeprefix("torch."),
+            draft=draft,
+            batch=batch,
+            context=CONTEXT + STEP_TOKENS // 2,
+            k=k,
+            ms={lap: round(fmean(event.ms[lap] for event in events), 4) for lap in events[0].ms},
+            drafted=k,
+            kept=round(accepted, 3),
+        )
 
 
 def profile_report(profile: Profile) -> str:

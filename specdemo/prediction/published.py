@@ -1,13 +1,10 @@
 """Published measurements of real model pairs: mean accepted length and speed-up, each with its source."""
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal
-
-from specdemo.prediction.acceptance import Acceptance, of_lengths
 
 PUBLISHED = Path(__file__).with_name("published.json")
 
@@ -36,8 +33,3 @@ class Published:
 def published() -> tuple[Published, ...]:
     """Return all results."""
     return tuple(Published(**row) for row in json.loads(PUBLISHED.read_text(encoding="utf-8")))
-
-
-def acceptance_by_length(results: Sequence[Published]) -> Acceptance:
-    """Return the acceptance rates by position for results of one pair at several draft lengths."""
-    return of_lengths({one.k: one.tokens for one in results})

@@ -60,11 +60,11 @@ def shape(name: str, quantization: str | None = None) -> Shape:
     """
     config = config_of(name)
     if name not in known():
-        _check_integers(name)
+        _reject_head(name)
     return shape_of(config, name, quantization)
 
 
-def _check_integers(name: str) -> None:
+def _reject_head(name: str) -> None:
     """Raise ValueError for an embedded head."""
     from specdemo.models.shipped import embedded_heads
 

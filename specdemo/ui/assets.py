@@ -82,7 +82,7 @@ def view(skeleton: str, *scripts: str, elem_id: str, value: str = "", later: boo
         script, value = LOADER.replace("PATH", path), ""
     drawn: gr.HTML = gr.HTML(
         value,
-        html_template=text(skeleton).replace("@tiles", tiles()),
+        html_template=markup(skeleton),
         js_on_load=script,
         elem_id=elem_id,
         apply_default_css=False,

@@ -359,7 +359,7 @@ class Jobs(Generic[Kind]):
 
     async def rejoin(self, request: gr.Request, values: Values) -> AsyncGenerator[Values, None]:
         """Yield the growing text of the run that a page followed before it lost its connection or was reloaded."""
-        job = await asyncio.to_thread(self.find, str(values["run"]))
+        job = cast(Kind | None, await asyncio.to_thread(self._store.find, self._name, str(values["run"])))
         if job is not None:
             self.keep(request, job)
             async for updates in self._read(request, job):
@@ -371,10 +371,6 @@ class Jobs(Generic[Kind]):
                 self.last(request)  # update its size in the store
                 yield {"view": text, **job.extra_updates()}
         job.final_updates()
-
-    def find(self, run: str) -> Kind | None:
-        """Return a visitor's job by the id of its run."""
-        return cast(Kind | None, self._store.find(self._name, run))
 
     def request_stop(self, request: gr.Request) -> Values:
         """Ask the job to end at its next step."""

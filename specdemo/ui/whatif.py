@@ -18,12 +18,12 @@ from specdemo.core.trace import RunTrace, estimates
 from specdemo.engine.comparison import MAX_K
 from specdemo.methods import BASELINE
 from specdemo.methods.drafting_cost import Drafting, DraftingCost
-from specdemo.prediction.acceptance import Acceptance, of_lane
+from specdemo.prediction.acceptance import Acceptance, of_lane, of_lengths
 from specdemo.prediction.drafts import method_in
 from specdemo.prediction.golden import Curve, read_curves
 from specdemo.prediction.predict import ASSUMED, BATCHES, Prediction, Row, predict, predicted
 from specdemo.prediction.profiles import profile, profiles
-from specdemo.prediction.published import acceptance_by_length, published
+from specdemo.prediction.published import published
 from specdemo.prediction.work import known, shape
 from specdemo.presets.files import DEFAULT, allowed_models, load_presets
 from specdemo.presets.recorded import is_recorded, recorded
@@ -38,6 +38,7 @@ LOAD = {"batch": 1, "context": 1024}  # of a first visit
 PUBLISHED = "published"  # start of a first visit: EAGLE-3 on an 8B model, a published result
 PAIR = "EAGLE-3 for Llama-3.1-8B-Instruct"
 SAME, OWN = "run", "own"  # the run's draft and acceptance, or custom ones
+READABLE = "open a YAML file of golden_al_distribution or a JSON result of vllm bench serve"
 FILE = "file"  # begins the value of an acceptance from an uploaded file; its number follows
 Choices = Sequence[tuple[str, str | float]]  # labels and values
 ACCEPTANCE = [("as in the run", SAME), ("custom rate", OWN)]
@@ -123,7 +124,7 @@ def published_start() -> Start:
         model=best.model,
         options={},
         quantization=None,
-        acceptance=acceptance_by_length(found),
+        acceptance=of_lengths({one.k: one.tokens for one in found}),
         k=best.k,
         speedup=Estimate(best.speedup),
         source="published",
@@ -279,20 +280,14 @@ class Questions:
         try:
             return shown | {"view": json_text(to_view(start, predict_for(start, values), int(values["k"])))}
         except ValueError as error:
-            return shown | {"view": _refused(error)}
+            return shown | {"view": _refused(str(error))}
 
     def open_lengths(self, request: gr.Request, values: Values) -> Values:
         """Read an uploaded file of mean accepted lengths, and predict with its first curve."""
         try:
             curves = read_curves(Path(values["file"]), PUBLIC_FILE_LIMITS)
         except ValueError as error:
-            return {
-                "view": _refused(
-                    ValueError(
-                        f"{error}; open a YAML file of golden_al_distribution or a JSON result of vllm bench serve"
-                    )
-                )
-            }
+            return {"view": _refused(f"{error}; {READABLE}")}
         choices = [*ACCEPTANCE, *((curve.title, f"{FILE}{number}") for number, curve in enumerate(curves))]
         kept = f"{FILE}0"
         longest = max(curves[0].lengths)
@@ -309,7 +304,7 @@ class Questions:
         try:
             start = start_of(*lanes[chosen], self._any) if chosen in lanes else _start(chosen)
         except ValueError as error:
-            return update | {"view": _refused(error)}
+            return update | {"view": _refused(str(error))}
         if start == values["state"]:
             return update | self.answer(request, values)
         filled = {"draft": SAME, "kept": SAME, "size": 1.0, "k": start.k, "target": start.target}
@@ -341,8 +336,8 @@ def _length(start: Start) -> object:
     return gr.update(value=start.k, maximum=max(len(start.acceptance.rates), 2) if tree else MAX_K, label=label)
 
 
-def _refused(error: ValueError) -> str:
-    return json_text({"error": str(error)})
+def _refused(reason: str) -> str:
+    return json_text({"error": reason})
 
 
 def _targets(first: str) -> list[str]:

@@ -7,10 +7,10 @@ from statistics import median
 
 import pytest
 
-from specdemo.prediction.acceptance import from_mean
+from specdemo.prediction.acceptance import from_mean, of_lengths
 from specdemo.prediction.predict import predict
 from specdemo.prediction.profiles import profiles
-from specdemo.prediction.published import acceptance_by_length, published
+from specdemo.prediction.published import published
 from specdemo.prediction.work import known
 
 RESULTS = published()
@@ -42,7 +42,7 @@ def test_published_results_are_predicted_as_documented():
 
 def test_rates_by_position_reproduce_the_published_lengths():
     chains = [one for one in RESULTS if one.what == "vLLM, EAGLE-3"]
-    acceptance = acceptance_by_length(chains)
+    acceptance = of_lengths({one.k: one.tokens for one in chains})
     assert len(chains) == 6 and acceptance.longest == 7
     for one in chains:
         assert acceptance.tokens(one.k).value == pytest.approx(one.tokens)
