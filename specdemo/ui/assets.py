@@ -14,6 +14,31 @@ HERE = Path(__file__).parent
 HOW = tuple(f"{name}.js" for name in "helpers chart tree pending_tokens maths how".split())
 _RACE = "helpers player chart tree lanes bars pending_tokens tiles panels inspector transport result_image race"
 RACE = tuple(f"{name}.js" for name in _RACE.split())
+RESULTS = {  # view -> words of result.html: before a run, of the progress bar, of the table, and below the table
+    "losslessness": {
+        "@ready": "Ready. Press Test, or open a result.",
+        "@progress": "Progress of the test",
+        "@table": "Numbers of the test",
+        "@below": "Position 1 is sampled at prefill without speculation, so the test starts at position 2. p is the "
+        "probability of a difference at least this large between two samples of the same distribution. The test reports "
+        "a difference only if p is below 0.001 divided by the number of positions (Bonferroni). A test can find a "
+        "difference; it cannot prove that there is none.",
+    },
+    "server-check": {
+        "@ready": "Ready. Press Check, or open a result.",
+        "@progress": "Progress of the check",
+        "@table": "Numbers of the check",
+        "@below": "Only the first difference of each text counts. Margin: difference of the log-probabilities of the two "
+        "tokens at that place, by the reference. Below 0.3 nats rounding may have decided.",
+    },
+    "server-watch": {
+        "@ready": "Ready. Press Watch.",
+        "@progress": "Progress",
+        "@table": "Readings",
+        "@below": "Newest first. A row covers the time since the reading before. Rates are missing where nothing was "
+        "drafted.",
+    },
+}
 SCRIPTS: dict[str, bytes] = {}  # path -> script that a view loads when its tab is opened first
 COMMENT = re.compile(r"^[ \t]*(?://[^\n]*|/\*\*(?:(?!\*/).)*\*/)\n|^[ \t]+", re.MULTILINE | re.DOTALL)
 LOADER = """fetch("PATH").then((answer) => answer.text())
@@ -26,9 +51,12 @@ def text(name: str) -> str:
     return (HERE / name).read_text(encoding="utf-8")
 
 
-def markup(name: str) -> str:
-    """Return the text of a skeleton, with the tiles of the results."""
-    return text(name).replace("@tiles", tiles())
+def markup(name: str, view: str = "") -> str:
+    """Return the text of a skeleton, with the tiles of the results or the words of a view in `RESULTS`."""
+    found = text(name).replace("@tiles", tiles())
+    for mark, words in RESULTS.get(view, {}).items():
+        found = found.replace(mark, words)
+    return found
 
 
 def reference() -> str:
@@ -82,7 +110,7 @@ def view(skeleton: str, *scripts: str, elem_id: str, value: str = "", later: boo
         script, value = LOADER.replace("PATH", path), ""
     drawn: gr.HTML = gr.HTML(
         value,
-        html_template=markup(skeleton),
+        html_template=markup(skeleton, elem_id),
         js_on_load=script,
         elem_id=elem_id,
         apply_default_css=False,

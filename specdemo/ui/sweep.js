@@ -1,4 +1,4 @@
-// Draws the log of a sweep or a test (lines of JSON, see sweep.py) into sweep.html or losslessness.html. Loaded after helpers.js and
+// Draws the log of a sweep or a test (lines of JSON, see sweep.py) into sweep.html or result.html. Loaded after helpers.js and
 // chart.js. The last result disappears when a run starts.
 
 const SHARE_COLUMNS = ["plain", "speculative"];
@@ -93,7 +93,7 @@ function shown(line) {
   if (!line.partial) setStatus(`${line.state ?? (line.recorded ? "Recorded result" : "Done")}. ${sentence(line.verdict)}`);
 }
 
-/** Shows the chart of a recorded result that belongs to this suite. losslessness.html has no place for one. */
+/** Shows the chart of a recorded result that belongs to this suite. result.html has no place for one. */
 function showSecond({ second, second_note: note = [] }) {
   const panel = $(".sd-second");
   if (!panel) return;

@@ -334,9 +334,10 @@ def draw_result(
 ) -> Values:
     """Create the `view` of a result below its controls, and the buttons to save and open one.
 
-    name: of the skeleton, and prefix of the ids.
+    name: of the view, and prefix of the ids.
     """
-    view = assets.view(f"{name}.html", "helpers.js", "chart.js", "sweep.js", elem_id=name, later=True, name=name)
+    skeleton = "result.html" if name in assets.RESULTS else f"{name}.html"
+    view = assets.view(skeleton, "helpers.js", "chart.js", "sweep.js", elem_id=name, later=True, name=name)
     with gr.Row(elem_id=f"{name}-exports", elem_classes="result-exports"):
         save = gr.Button("Save result (JSON)", size="sm", elem_id=f"{name}-save")
         opened = gr.UploadButton("Open a result", file_types=[".json"], size="sm", elem_id=f"{name}-open")

@@ -98,7 +98,7 @@ def draw() -> None:
             run = gr.Button("Watch", variant="primary", size="lg", elem_id="server-watch-run")
             stop = gr.Button("Stop", interactive=False, elem_id="server-watch-stop")
     view = assets.view(
-        "server-watch.html", "helpers.js", "chart.js", "sweep.js", elem_id="server-watch", later=True, name="watch"
+        "result.html", "helpers.js", "chart.js", "sweep.js", elem_id="server-watch", later=True, name="watch"
     )
     watch, timer = gr.State(None), gr.Timer(EVERY_S, active=False)
     run.click(_begin, [server, plain], [watch, view, timer, run, stop], **QUIET).then(
