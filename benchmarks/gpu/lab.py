@@ -32,10 +32,13 @@ RATES = (0.8, 0.78, 0.76, 0.74)  # synthetic acceptance rates by position; the l
 
 @dataclass(slots=True)
 class Found:
-    """Result of a section. The cells of a row are text or numbers; column names include the unit."""
+    """Result of a section. The cells of a row are text or numbers; column names include the unit. profile: the fields
+    of the device profile that it measured.
+    """
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
+    profile: dict[str, Any] = field(default_factory=dict)
 
 
 class Absent(RuntimeError):

@@ -5,12 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.lab import Lab
-from benchmarks.gpu.sections import COMMAND, METHODS, PLAIN
-from specdemo.bench.device import CONTEXT, measured, slug
-from specdemo.bench.random_models import DRAFTS
+from benchmarks.gpu.sections import COMMAND, PLAIN
+from specdemo.bench.device import measured, slug
 from specdemo.core.atomic_io import write_text
-from specdemo.models.devices import device_kind
-from specdemo.prediction.profiles import Figure, MeasuredStep, Passes, Profile, write_profile
+from specdemo.prediction.profiles import Figure, Profile, write_profile
 
 NO_GPU = "Not a GPU measurement: a trial with tiny models on a CPU."
 RESULTS = "results.json"
@@ -25,7 +23,7 @@ def write_report(
 ) -> list[str]:
     """Write the page and the profile; return their names."""
     write_text(folder / "report.md", _page(sections, environment, lab))
-    profile = profile_of(sections, environment, lab)
+    profile = profile_of(sections, environment)
     if profile is None:
         return ["report.md"]
     write_profile(profile, folder / f"{profile.name}.profile.json")
@@ -106,65 +104,23 @@ def _cell(value: Any) -> str:
     return "" if value is None else str(value).replace("|", "\\|").replace("\n", " ")
 
 
-def profile_of(sections: Mapping[str, StoredSection], environment: StoredSection, lab: Lab) -> Profile | None:
+def profile_of(sections: Mapping[str, StoredSection], environment: StoredSection) -> Profile | None:
     """Return the device profile; None until the device itself was measured."""
-    numbers = {row["what"]: row["is"] for row in rows_of(sections, "device")}
-    if not numbers:
+    measured_parts = {name: found.get("profile") or {} for name, found in sections.items()}
+    device = measured_parts.get("device")
+    if not device:
         return None
-    source = f"measured by {COMMAND}"
-
-    def figure(name: str) -> Figure | None:
-        return Figure(value=numbers[name], source=source) if name in numbers else None
-
-    rates = {what.split()[1]: figure(what) for what in numbers if what.startswith("compute_tflop_per_s ")}
     over = [row["overhead"]["value"] for row in rows_of(sections, "overhead") if row.get("overhead")]
+    source = f"measured by {COMMAND}, the worst of {len(over)}"
     title = str(environment["device"])
     return Profile.model_validate(
         {
+            **device,
             "name": slug(title),
             "title": title,
-            "kind": "cpu" if lab.small else "gpu",
-            "compute_tflop_per_s": rates,
-            **{name: figure(name) for name in ("memory_gb", "bandwidth_gb_per_s", "launch_us", "node_us", "wait_us")},
-            "link_gb_per_s": figure("link_gb_per_s"),
-            "step_overhead": Figure(value=max(over), source=f"{source}, the worst of {len(over)}") if over else None,
-            "passes": tuple(_passes(rows_of(sections, "widths"), lab)),
-            "steps": tuple(_steps(rows_of(sections, "method-"), lab)),
+            "step_overhead": Figure(value=max(over), source=source) if over else None,
+            "passes": [one for part in measured_parts.values() for one in part.get("passes", ())],
+            "steps": [one for part in measured_parts.values() for one in part.get("steps", ())],
             "measured": measured(COMMAND),
         }
     )
-
-
-def _passes(rows: list[Row], lab: Lab) -> Iterator[Passes]:
-    for name in dict.fromkeys(row["shape"] for row in rows):
-        own = [row for row in rows if row["shape"] == name]
-        ms: dict[int, dict[int, float]] = {}
-        for row in own:
-            ms.setdefault(row["batch"], {})[row["slots"]] = row["ms"]
-        yield Passes(
-            model=name,
-            dtype=device_kind(lab.device).default_dtype(lab.device),
-            kernels=own[0]["layers"],
-            context=CONTEXT,
-            ms=ms,
-        )
-
-
-def _steps(rows: list[Row], lab: Lab) -> Iterator[MeasuredStep]:
-    """Return greedy steps only, because predictions cover no others."""
-    for row in rows:
-        known, drafted = METHODS.get(row["method"]), row["drafted/step"]
-        if known is None or known.temperature:
-            continue
-        full_draft = "nodes" not in (known.options or {}) and drafted == known.k
-        yield MeasuredStep(
-            model=row["shape"],
-            method=known.method,
-            dtype=row["precision"],
-            draft=DRAFTS.get(row["shape"], row["shape"]) if known.draft else "",
-            context=CONTEXT + (4 if lab.small else 64),
-            k=known.k if full_draft else 0,
-            ms={name.removesuffix(" ms"): value for name, value in row.items() if name.endswith(" ms")},
-            drafted=drafted,
-            kept=row["kept/step"],
-        )

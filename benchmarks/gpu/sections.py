@@ -19,10 +19,10 @@ from torch.nn import functional as F
 
 from benchmarks.fairness import race_fairness
 from benchmarks.floor import floor
-from benchmarks.gpu.lab import Absent, Found, Lab, measure_steps, name_of
+from benchmarks.gpu.lab import Absent, Found, Lab, Steps, measure_steps, name_of
 from benchmarks.pairs import SIZES, Pair, Size, make_pair, random_pair
 from benchmarks.peers import compete, read_bytes
-from specdemo.bench.device import BATCHES, WIDTHS, basics, best_seconds, fast, passes, passes_of, slug
+from specdemo.bench.device import BATCHES, CONTEXT, WIDTHS, basics, best_seconds, fast, passes, passes_of, slug
 from specdemo.bench.random_models import DRAFTS, random_model
 from specdemo.bench.result import Result
 from specdemo.core.estimate import Estimate
@@ -38,6 +38,7 @@ from specdemo.methods.base import Head
 from specdemo.models.devices import device_kind
 from specdemo.models.machine import device_name, one_thread, versions
 from specdemo.models.target import HFTarget
+from specdemo.prediction.profiles import MeasuredStep
 from specdemo.presets.files import load_presets
 
 ROOT = Path(__file__).parents[2]
@@ -184,7 +185,7 @@ def device(lab: Lab) -> Found:
     for name, figure in found.model_dump(exclude={"passes", "steps", "measured"}).items():
         several = {name: figure} if name != "compute_tflop_per_s" else {f"{name} {d}": f for d, f in figure.items()}
         rows += [{"what": what, "is": one["value"]} for what, one in several.items() if isinstance(one, dict)]
-    return Found(rows)
+    return Found(rows, profile=found.model_dump(exclude_none=True))
 
 
 def tests(lab: Lab) -> Found:
@@ -362,6 +363,7 @@ def widths(lab: Lab) -> Found:
             for batch, row in known.ms.items()
             for n, value in row.items()
         ]
+        found.profile.setdefault("passes", []).append(known.model_dump())
         found.remarks += [f"{name}: {target.note}."] * bool(target.note)
         if len(ms) < len(batches):
             found.remarks.append(f"{name}: the largest batch size that fits into memory is {max(ms)}.")
@@ -398,7 +400,24 @@ def step(label: str, drafting: Drafting, lab: Lab) -> Found:
         "tokens/step": round(steps.emitted, 2),
         "tokens/s": round(steps.tokens_per_s, 1),
     }
-    return Found([row], [note for note in (target.note, drafter.note) if note])
+    notes = [note for note in (target.note, drafter.note) if note]
+    return Found([row], notes, {} if drafting.temperature else {"steps": [_measured_step(drafting, lab, steps, row)]})
+
+
+def _measured_step(drafting: Drafting, lab: Lab, steps: Steps, row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the step of a profile. Only greedy steps belong there, because predictions cover no others."""
+    full_draft = "nodes" not in (drafting.options or {}) and row["drafted/step"] == drafting.k
+    return MeasuredStep(
+        model=lab.main,
+        method=drafting.method,
+        dtype=row["precision"],
+        draft=shape_of_draft(lab) if drafting.draft else "",
+        context=CONTEXT + (4 if lab.small else 64),
+        k=drafting.k if full_draft else 0,
+        ms={lap: round(ms, 4) for lap, ms in steps.ms.items()},
+        drafted=row["drafted/step"],
+        kept=row["kept/step"],
+    ).model_dump()
 
 
 def _model(drafting: Drafting, lab: Lab, target: HFTarget) -> Any:
