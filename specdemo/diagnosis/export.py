@@ -3,8 +3,9 @@
 from collections.abc import Callable, Mapping
 
 from specdemo.core.atomic_io import finite, json_text
-from specdemo.core.tally import Numbers, summarise
+from specdemo.core.tally import summarise
 from specdemo.core.trace import LaneTrace, RunTrace, decode_timing
+from specdemo.diagnosis.lanes import Summary
 
 PREFIX = "specdemo:"
 # names as vLLM's, after the prefix: name -> type, help
@@ -28,9 +29,9 @@ def aiperf_records(trace: RunTrace) -> str:
 
 
 def _record(trace: RunTrace, number: int, lane: LaneTrace) -> dict[str, object]:
-    numbers = summarise(lane)
-    first_ms, decode_ms = numbers.get("ttft_ms"), _decode_ms(lane)
-    total_ms = (first_ms if isinstance(first_ms, int | float) else 0.0) + decode_ms
+    numbers: Summary = summarise(lane)
+    first_ms, decode_ms = numbers["ttft_ms"], _decode_ms(lane)
+    total_ms = (first_ms or 0.0) + decode_ms
     after_first = max(len(lane.token_ids) - 1, 0)
     metrics = {
         "input_sequence_length": (len(lane.prompt_ids) or None, "tokens"),
@@ -38,7 +39,7 @@ def _record(trace: RunTrace, number: int, lane: LaneTrace) -> dict[str, object]:
         "time_to_first_token": (first_ms, "ms"),
         "request_latency": (total_ms, "ms"),
         "inter_token_latency": (decode_ms / after_first if after_first else None, "ms"),
-        "output_token_throughput_per_user": (numbers.get("tokens_per_s"), "tokens/sec/user"),
+        "output_token_throughput_per_user": (numbers["tokens_per_s"], "tokens/sec/user"),
     }
     record: dict[str, object] = {
         "metadata": {
@@ -56,17 +57,15 @@ def _record(trace: RunTrace, number: int, lane: LaneTrace) -> dict[str, object]:
         },
         "error": {"message": lane.note} if lane.finish == "error" else None,
     }
-    return record | ({"spec_decode_acceptance": _acceptance(lane, numbers)} if numbers.get("drafted") else {})
+    return record | ({"spec_decode_acceptance": _acceptance(lane, numbers)} if numbers["drafted"] else {})
 
 
-def _acceptance(lane: LaneTrace, numbers: Numbers) -> dict[str, object]:
-    bars = numbers.get("accept_histogram")
-    counts = enumerate(bars) if isinstance(bars, list) else ()
+def _acceptance(lane: LaneTrace, numbers: Summary) -> dict[str, object]:
     return {
         "engine": "specdemo",
         "mean_acceptance_length": numbers["tokens_per_step"],
         "draft_acceptance_rate": numbers["acceptance_rate"],
-        "acceptance_histogram": {str(n): count for n, count in counts if count},
+        "acceptance_histogram": {str(n): count for n, count in enumerate(numbers["accept_histogram"] or ()) if count},
         "num_accepted_draft_tokens": numbers["accepted"],
         "num_draft_tokens": numbers["drafted"],
         "num_spec_steps": numbers["steps"],
@@ -97,25 +96,22 @@ def prometheus_text(trace: RunTrace) -> str:
 
 
 def _samples(lane: LaneTrace) -> list[tuple[str, int | None, float]]:
-    """Return name, position and value of every sample of a lane."""
-    numbers = summarise(lane)
-    first_ms = numbers.get("ttft_ms")
+    """Return name, position and value of every known sample of a lane."""
+    numbers: Summary = summarise(lane)
     found: list[tuple[str, int | None, float]] = [
         ("generation_tokens_total", None, len(lane.token_ids)),
         ("prompt_tokens_total", None, len(lane.prompt_ids)),
         ("request_decode_time_seconds", None, round(_decode_ms(lane) / 1000.0, 6)),
     ]
-    if isinstance(first_ms, int | float):
-        found.append(("time_to_first_token_seconds", None, round(first_ms / 1000.0, 6)))
-    names = {"steps": "drafts", "drafted": "draft_tokens", "accepted": "accepted_tokens"}
-    for key, name in names.items():
-        value = numbers.get(key)
-        if numbers.get("drafted") and isinstance(value, int | float):
-            found.append((f"spec_decode_num_{name}_total", None, value))
-    bars = numbers.get("accept_histogram")
-    counts = [count for count in bars if isinstance(count, int)] if isinstance(bars, list) else []
-    for position in range(len(counts) - 1) if numbers.get("drafted") else ():
-        found.append(("spec_decode_num_accepted_tokens_per_pos_total", position, sum(counts[position + 1 :])))
+    if numbers["ttft_ms"] is not None:
+        found.append(("time_to_first_token_seconds", None, round(numbers["ttft_ms"] / 1000.0, 6)))
+    if numbers["drafted"]:
+        names = {"steps": "drafts", "drafted": "draft_tokens", "accepted": "accepted_tokens"}
+        known = {name: numbers[key] for key, name in names.items() if numbers[key] is not None}
+        found += [(f"spec_decode_num_{name}_total", None, value) for name, value in known.items()]
+        bars = numbers["accept_histogram"] or []
+        place = "spec_decode_num_accepted_tokens_per_pos_total"
+        found += [(place, position, sum(bars[position + 1 :])) for position in range(len(bars) - 1)]
     return found
 
 

@@ -19,17 +19,17 @@ RESULTS = {  # view -> words of result.html: before a run, of the progress bar, 
         "@ready": "Ready. Press Test, or open a result.",
         "@progress": "Progress of the test",
         "@table": "Numbers of the test",
-        "@below": "Position 1 is sampled at prefill without speculation, so the test starts at position 2. p is the "
-        "probability of a difference at least this large between two samples of the same distribution. The test reports "
-        "a difference only if p is below 0.001 divided by the number of positions (Bonferroni). A test can find a "
-        "difference; it cannot prove that there is none.",
+        "@below": "Position 1 is sampled at prefill without speculation, so the test starts at position 2. p is "
+        "the probability of a difference at least this large between two samples of the same distribution. The test "
+        "reports a difference only if p is below 0.001 divided by the number of positions (Bonferroni). A test can find "
+        "a difference; it cannot prove that there is none.",
     },
     "server-check": {
         "@ready": "Ready. Press Check, or open a result.",
         "@progress": "Progress of the check",
         "@table": "Numbers of the check",
-        "@below": "Only the first difference of each text counts. Margin: difference of the log-probabilities of the two "
-        "tokens at that place, by the reference. Below 0.3 nats rounding may have decided.",
+        "@below": "Only the first difference of each text counts. Margin: difference of the log-probabilities of the "
+        "two tokens at that place, by the reference. Below 0.3 nats rounding may have decided.",
     },
     "server-watch": {
         "@ready": "Ready. Press Watch.",
