@@ -21,8 +21,8 @@ RESULTS = {  # view -> words of result.html: before a run, of the progress bar, 
         "@table": "Numbers of the test",
         "@below": "Position 1 is sampled at prefill without speculation, so the test starts at position 2. p is "
         "the probability of a difference at least this large between two samples of the same distribution. The test "
-        "reports a difference only if p is below 0.001 divided by the number of positions (Bonferroni). A test can find "
-        "a difference; it cannot prove that there is none.",
+        "reports a difference only if p is below 0.001 divided by the number of positions (Bonferroni). A test can "
+        "find a difference; it cannot prove that there is none.",
     },
     "server-check": {
         "@ready": "Ready. Press Check, or open a result.",
