@@ -1,4 +1,6 @@
-"""Greedy output against `generate` of transformers, token for token: every method, many models, 50 prompts."""
+"""Greedy output against `generate` of transformers, token for token: every method, many models, 50 prompts, alone and
+in batches.
+"""
 
 import copy
 import random
@@ -29,6 +31,7 @@ from specdemo.models.load import load_target
 from specdemo.models.sources import resolve
 from specdemo.models.target import HFTarget
 from specdemo.models.text import encode
+from tests.generation import rows_of
 from tests.models.recorders import Replayed
 from tests.models.tiny import CHAINS, HYBRIDS, build, texts
 
@@ -70,7 +73,7 @@ STORIES = [
 
 def settle(model):
     """Scale up random weights so that greedy text does not collapse, and choose a stop token that occurs now and
-    then. Return the greedy output of every prompt with the stop token.
+    then. Return the greedy output of every batch of prompts with the stop token.
     """
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -78,17 +81,16 @@ def settle(model):
                 parameter.mul_(4.0 if "emb" in name or "wte" in name or "wpe" in name else 2.0)
     for config in (model.config, model.generation_config):
         config.eos_token_id, config.pad_token_id, config.bos_token_id = None, 0, None
-    answers = [oracle(model.eval(), prompt, 24) for prompt in id_prompts()]
-    met = Counter(token for answer in answers for token in set(answer[3:]))
+    answers = [oracle(model.eval(), prompts, 24) for prompts in id_prompts()]
+    met = Counter(token for rows in answers for row in rows for token in set(row[3:]))
     stop = min(met, key=lambda token: abs(met[token] - 15))
     model.config.eos_token_id = model.generation_config.eos_token_id = stop
-    pairs = zip(id_prompts(), answers, strict=True)
-    return [oracle(model, prompt, 24) if stop in answer else answer for prompt, answer in pairs]
+    return [oracle(model, prompts, 24) for prompts in id_prompts()]
 
 
 @cache
 def random_model(architecture):
-    """Return a random model, and every prompt with the model's greedy output of up to 24 tokens."""
+    """Return a random model, and every batch of prompts with the model's greedy output of up to 24 tokens."""
     torch.manual_seed(1)
     model = MODELS[architecture]()
     return model, list(zip(id_prompts(), settle(model), strict=True))
@@ -105,42 +107,46 @@ def near_copy(model):
 
 
 def id_prompts():
+    """Return 50 prompts in batches: 8 of 5 rows of one length, and 10 of one row."""
     rng = random.Random(0)
-    prompts = [[rng.randrange(VOCABULARY) for _ in range(rng.randrange(1, 40))] for _ in range(35)]
-    prompts += [[rng.randrange(VOCABULARY)] for _ in range(5)]
-    prompts += [[1, 2, 3, 4] * n for n in range(1, 6)] + [[7] * n for n in (2, 9, 30, 60, 90)]
-    assert len(prompts) == 50
-    return prompts
+    lengths = [*rng.sample(range(2, 40), 7), 1]
+    batches = [[[rng.randrange(VOCABULARY) for _ in range(length)] for _ in range(5)] for length in lengths]
+    batches += [[[1, 2, 3, 4] * n] for n in range(1, 6)] + [[[7] * n] for n in (2, 9, 30, 60, 90)]
+    assert sum(map(len, batches)) == 50
+    return batches
 
 
-def oracle(model, prompt, n):
-    ids = torch.tensor([prompt])
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=n, do_sample=False)
-    return out[0, len(prompt) :].tolist()
+def oracle(model, prompts, n):
+    """Return the greedy output of every row, up to the stop token."""
+    ids, stop = torch.tensor(prompts), model.generation_config.eos_token_id
+    output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=n, do_sample=False)
+    rows = output[:, ids.shape[1] :].tolist()
+    return [row[: row.index(stop) + 1] if stop in row else row for row in rows]
 
 
-def decode(target, drafter, prompt, n, k, nodes=0):
+def decode(target, drafter, prompts, n, k, nodes=0):
     config = GenerationConfig(n, budget=Budget(k, nodes or k))
-    return [t for e in generate(target, drafter, torch.tensor([prompt]), config) for t in e.emitted[0]]
+    return rows_of(list(generate(target, drafter, torch.tensor(prompts), config)))
 
 
 @pytest.mark.parametrize("architecture", MODELS)
 def test_random_models(architecture):
     model, answers = random_model(architecture)
-    assert sum(len(answer) < 24 for _, answer in answers) >= 3, "too few prompts meet the stop token, maybe in a draft"
+    stopped = sum(len(row) < 24 for _, rows in answers for row in rows)
+    assert stopped >= 3, "too few prompts meet the stop token, maybe in a draft"
     for name in ("none", "draft_model", "ngram"):
         target = HFTarget(model)
         drafter = load_drafter(name, target, near_copy(model) if name == "draft_model" else None)
-        for index, (prompt, expected) in enumerate(answers):
-            got = decode(target, drafter, prompt, 24, k=1 + index % 6)
-            assert got == expected, f"{name}, prompt {prompt}"
+        for index, (prompts, expected) in enumerate(answers):
+            got = decode(target, drafter, prompts, 24, k=1 + index % 6)
+            assert got == expected, f"{name}, prompts {prompts}"
 
 
 @pytest.fixture(scope="module")
 def random_llama():
-    """Return a random Llama, and every prompt with the model's greedy output of up to 16 tokens."""
+    """Return a random Llama, and every batch of prompts with the model's greedy output of up to 16 tokens."""
     model, answers = random_model("llama")
-    return model, [(prompt, answer[:16]) for prompt, answer in answers]
+    return model, [(prompts, [row[:16] for row in rows]) for prompts, rows in answers]
 
 
 @pytest.fixture(scope="module")
@@ -161,8 +167,8 @@ def test_every_other_method(random_llama, fused_llama, name, passes):
     if cls.needs_model:
         weights = cls.fresh(target) if hasattr(cls, "fresh") else near_copy(model)
     drafter = load_drafter(name, target, weights)
-    for index, (prompt, expected) in enumerate(answers):
-        assert decode(target, drafter, prompt, 16, 1 + index % 6, 12) == expected, f"prompt {prompt}"
+    for index, (prompts, expected) in enumerate(answers):
+        assert decode(target, drafter, prompts, 16, 1 + index % 6, 12) == expected, f"prompts {prompts}"
 
 
 @pytest.mark.parametrize("architecture", [*CHAINS, *HYBRIDS, "mistral", "gpt_oss"])
@@ -189,23 +195,32 @@ def stories():
 def test_everything_that_ships(stories, lane):
     drafter = load_drafter(lane.method, stories, lane.model, **lane.options)
     nodes = lane.options.get("nodes", 0)
-    openings = STORIES + [f"{a} {b}" for a in STORIES[:7] for b in ("Suddenly,", "The cat", "It was", "“Oh”", "And")]
-    assert len(openings) == 50
-    for index, text in enumerate(openings):
-        prompt = encode(stories.tokenizer, text, 256)
+    for index, prompts in enumerate(story_prompts()):
         k = 1 + index % 7
-        assert decode(stories, drafter, prompt, 16, k, max(k, nodes)) == story_oracle(tuple(prompt)), repr(text)
+        assert decode(stories, drafter, prompts, 16, k, max(k, nodes)) == story_oracle()[index], f"prompts {prompts}"
+
+
+@cache
+def story_prompts():
+    """Return 50 prompts in batches: 15 of one row, and 7 of 5 rows, cut off on the left to one length."""
+    tokenizer = plain_stories().tokenizer
+    batches = [[encode(tokenizer, text, 256)] for text in STORIES]
+    for start in STORIES[:7]:
+        rows = [encode(tokenizer, f"{start} {end}", 256) for end in ("Suddenly,", "The cat", "It was", "“Oh”", "And")]
+        batches.append([row[-min(map(len, rows)) :] for row in rows])
+    assert sum(map(len, batches)) == 50
+    return batches
 
 
 @cache
 def plain_stories():
-    """Return the model with the kernels of transformers. The lanes use the package's own."""
-    return load_target("stories", kernels="transformers").model
+    """Return the target with the kernels of transformers. The lanes use the package's own."""
+    return load_target("stories", kernels="transformers")
 
 
 @cache
-def story_oracle(prompt):
-    return oracle(plain_stories(), list(prompt), 16)
+def story_oracle():
+    return [oracle(plain_stories().model, prompts, 16) for prompts in story_prompts()]
 
 
 def test_the_embedded_folders_are_plain_hugging_face_folders(stories):

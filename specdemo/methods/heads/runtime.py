@@ -219,13 +219,14 @@ class HeadRuntime:
         max_columns: int,
     ) -> Tensors | None:
         """Run the draft as a CUDA graph. None: the caller must run it eagerly. The outputs are static buffers."""
-        kind, graphs, store = (key, sampler.sampling), self._graphs, self._store
+        graphs, store = self._graphs, self._store
+        rows = self.rows if store else len(inputs[0])
+        kind = key, sampler.sampling, rows
         num_pending = sum(columns[0].shape[1] for _, columns in self._pending)
         nothing_to_read = store is not None and not num_pending and self._last_replay is None
         graph_depth = graphs.depth(kind, depth, cut)
         if graph_depth is None or nothing_to_read or num_pending > MAX_PENDING:
             return None
-        rows = self.rows if store else len(inputs[0])
         extra = (*inputs, *sampler.predraw_noise(rows, draws, self._vocab_size, self._device))
         extra_shapes = [x.shape for x in extra]
 
