@@ -18,6 +18,7 @@ from specdemo.training.losses import Objective
 from tests.training.test_fit import ticking
 
 PLAN = Plan(text_rows=24, sampled_rows=8, rows_per_shard=24, context=48, sample_length=24, taps=(2, 6, 9, 10, -1))
+SHORT = {"minutes": 0.5, "rates": 6.0}  # ends within the warm-up of the learning rates
 
 
 @pytest.fixture(scope="module")
@@ -46,11 +47,11 @@ def test_training_makes_a_head_guess_better(name, target, cache, tmp_path):
     drafter = untrained_drafter(recipe, target)
     material = build_dataset(target, cache, replace(PLAN, taps=drafter.taps))
     before, chance = validation_loss(drafter, target, material)
-    ticks = list(train_head(drafter, target, material, tmp_path, 1.2, batch_tokens=96, clock=ticking()))
+    ticks = list(train_head(drafter, target, material, tmp_path, batch_tokens=96, clock=ticking(), **SHORT))
     after, metrics = validation_loss(drafter, target, material)
     assert float(after) < float(before)
     assert metrics["agree_1"] > chance["agree_1"]
-    save_head(drafter, target, tmp_path, ticks[-1].history, material, recipe=name, minutes=1.2)
+    save_head(drafter, target, tmp_path, ticks[-1].history, material, recipe=name, minutes=0.5)
     again = load_drafter(recipe.method, target, str(tmp_path))
     torch.testing.assert_close(
         validation_loss(again, target, material)[0], after, atol=0.05, rtol=0.02
@@ -64,7 +65,7 @@ def test_a_head_learns_from_lk_losses_with_dpace_weights(name, target, cache, tm
     drafter.objective = Objective("lk-lambda", "dpace")
     material = build_dataset(target, cache, replace(PLAN, taps=drafter.taps))
     before, chance = validation_loss(drafter, target, material)
-    for _ in train_head(drafter, target, material, tmp_path, 1.2, batch_tokens=96, clock=ticking()):
+    for _ in train_head(drafter, target, material, tmp_path, batch_tokens=96, clock=ticking(), **SHORT):
         pass
     after, metrics = validation_loss(drafter, target, material)
     assert float(after) < float(before)
