@@ -1,7 +1,7 @@
 """Python processes for tests. `start` and `run` take the arguments after `python`.
 
 On Linux they are forks of a server that has imported the large libraries (tests/fork_server.py), elsewhere new
-interpreters. Tests of import costs and of other environments use `subprocess` and always get a new interpreter.
+interpreters. Tests of import costs use `subprocess` and always get a new interpreter.
 """
 
 import os
@@ -13,6 +13,18 @@ from pathlib import Path
 from specdemo.servers.process import free_port
 
 ROOT = Path(__file__).parents[1]
+BLOCK = """
+import sys
+
+absent = {names}
+loaded = [name for name in sys.modules if name.partition(".")[0] in absent]
+sys.modules |= dict.fromkeys([*absent, *loaded])  # None: an import raises ModuleNotFoundError
+"""
+
+
+def block(*packages):
+    """Return code after which packages cannot be imported, even if the process has imported them before."""
+    return BLOCK.format(names=packages)
 
 
 class KilledOnError:

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from tests import processes
+
 ROOT = Path(__file__).parents[1]
 USE = """
 import sys
@@ -31,11 +33,7 @@ sys.exit(main(["run", "embedded-draft", "--max-new-tokens", "4"]))
 """
 
 
-def pip(*arguments, **settings):
-    quiet = ["--quiet", "--disable-pip-version-check", "--no-deps"]
-    command = [sys.executable, "-m", "pip", arguments[0], *quiet, *arguments[1:]]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | settings)
-    assert done.returncode == 0, done.stderr
+BUILD = "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv[1])"
 
 
 @pytest.fixture(scope="module")
@@ -43,10 +41,25 @@ def wheel(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")
     elsewhere = folder / "elsewhere.cfg"  # the build leaves no files in the checkout
     lines = ["[build]", f"build_base = {folder / 'build'}", "[egg_info]", f"egg_base = {folder}"]
+    lines += ["[bdist_wheel]", "compression = stored"]  # compressing the weights takes five seconds
     elsewhere.write_text("\n".join(lines), encoding="utf-8")
-    pip("wheel", "--no-build-isolation", "--wheel-dir", str(folder), str(ROOT), DIST_EXTRA_CONFIG=str(elsewhere))
+    environment = os.environ | {"DIST_EXTRA_CONFIG": str(elsewhere)}
+    command = [sys.executable, "-c", BUILD, str(folder)]  # as pip does
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert done.returncode == 0, done.stderr
     (built,) = folder.glob("*.whl")
     return built
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory):
+    """Install the wheel, and return the environment of processes that import it."""
+    folder = tmp_path_factory.mktemp("installed")
+    quiet = ["--quiet", "--disable-pip-version-check", "--no-deps", "--no-compile", "--no-index"]
+    command = [sys.executable, "-m", "pip", "install", *quiet, "--target", str(folder), str(wheel)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return os.environ | {"PYTHONPATH": str(folder)}
 
 
 def files(folder):
@@ -62,24 +75,17 @@ def test_the_wheel_holds_every_file_of_the_package_and_the_presets_and_nothing_e
     assert {"specdemo/py.typed", "specdemo/ui/style.css", "specdemo/ui/lanes.js"} <= contents
 
 
-def test_an_installed_copy_works_in_an_empty_folder(wheel, tmp_path):
-    installed, empty = tmp_path / "installed", tmp_path / "empty"
-    empty.mkdir()
-    pip("install", "--no-compile", "--no-index", "--target", str(installed), str(wheel))
-    where = os.environ | {"PYTHONPATH": str(installed)}
-    done = subprocess.run([sys.executable, "-c", USE], capture_output=True, text=True, cwd=empty, env=where)
+def test_an_installed_copy_works_in_an_empty_folder(installed, tmp_path):
+    done = processes.run("-c", USE, cwd=tmp_path, env=installed)
     assert done.returncode == 0, done.stderr
     assert '"id": "qwen3-8b"' in done.stdout and "Draft model (stories-draft-wide)" in done.stdout
     suite, recipe = done.stderr.splitlines()[:2]
     assert suite.startswith("specdemo: suite 'peers' measures specdemo itself and needs a checkout of specdemo")
     assert recipe.startswith("specdemo: unknown recipe 'stories-target': those of the embedded models need a checkout")
-    assert not list(empty.iterdir())
+    assert not list(tmp_path.iterdir())
 
 
 WITHOUT_PAGE = """
-import sys
-
-sys.modules |= dict.fromkeys(("gradio", "gradio_client", "pandas", "bitsandbytes"))
 import specdemo
 from specdemo.__main__ import main
 
@@ -97,14 +103,11 @@ assert main(["run", "embedded-draft", "--quantization", "4bit"]) == 2
 """
 
 
-def test_without_the_page_only_the_page_is_missing(wheel, tmp_path):
-    installed, folder = tmp_path / "installed", tmp_path / "folder"
-    folder.mkdir()
-    pip("install", "--no-compile", "--no-index", "--target", str(installed), str(wheel))
-    where = os.environ | {"PYTHONPATH": str(installed)}
-    done = subprocess.run([sys.executable, "-c", WITHOUT_PAGE], capture_output=True, text=True, cwd=folder, env=where)
+def test_without_the_page_only_the_page_is_missing(installed, tmp_path):
+    absent = processes.block("gradio", "gradio_client", "pandas", "bitsandbytes")
+    done = processes.run("-c", absent + WITHOUT_PAGE, cwd=tmp_path, env=installed)
     assert done.returncode == 0, done.stderr
-    assert {path.name for path in folder.iterdir()} == {"t.json", "k.html"}
+    assert {path.name for path in tmp_path.iterdir()} == {"t.json", "k.html"}
     for missing in (
         "stories-target",
         "Recipes of the embedded models",

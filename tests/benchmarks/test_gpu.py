@@ -18,13 +18,9 @@ from specdemo.prediction.profiles import read_profile
 from tests import processes
 
 CPU = torch.device("cpu")
-WITHOUT_A_PAGE = """
-import sys
-
-gradio = [name for name in sys.modules if name.startswith(("gradio.", "gradio_client."))]
-sys.modules |= dict.fromkeys(["gradio", "gradio_client", *gradio])  # None: whoever imports it fails
+WITHOUT_A_PAGE = f"""
+{processes.block("gradio", "gradio_client")}
 from specdemo.__main__ import main
-
 code = main(sys.argv[1:])
 print("page:", sorted(m for m in sys.modules if m.startswith("specdemo.ui")))
 sys.exit(code)
