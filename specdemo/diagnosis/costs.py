@@ -18,7 +18,7 @@ from specdemo.prediction.calibration import device_of
 from specdemo.prediction.drafts import drafting
 from specdemo.prediction.predict import ASSUMED
 from specdemo.prediction.profiles import profile
-from specdemo.prediction.step_loads import StepLoad, step_of
+from specdemo.prediction.step_loads import step_of
 from specdemo.prediction.work import known, shape
 from specdemo.presets.drafters import base_name
 
@@ -73,9 +73,8 @@ def expected_cost(observation: Observation, k: int, batch: float = 1.0) -> StepC
 def _expected(target: Shape, method: str, drafter: str, k: int, batch: int) -> StepCost:
     config = known()[drafter or SMALL] if method == "draft_model" else None
     draft = drafting(method, target, config, {})
-    device, load = device_of(profile(DEVICE), DTYPE, "recorded"), StepLoad(batch, CONTEXT, 2.0)
-    acceptance = Acceptance((ASSUMED,))
-    plain, step = (step_of(target, draft, acceptance, length, load) for length in (0, k))
+    device, acceptance = device_of(profile(DEVICE), DTYPE, "recorded"), Acceptance((ASSUMED,))
+    plain, step = (step_of(target, draft, acceptance, length, batch, CONTEXT, DTYPE) for length in (0, k))
     plain_ms = plain.ms(device)
     overhead = max(step.overhead_ms(device) - plain.overhead_ms(device), 0.0) / plain_ms
     return StepCost(step.draft_ms(device) / k / plain_ms, step.check_ms(device) / plain.check_ms(device), overhead)

@@ -15,7 +15,7 @@ from specdemo.prediction.acceptance import from_mean
 from specdemo.prediction.drafts import drafting
 from specdemo.prediction.profiles import MeasuredStep, Passes, Profile
 from specdemo.prediction.roofline import BYTES, CONSTANTS, EDGE, KINDS, NAMES, Device, Engine, Terms
-from specdemo.prediction.step_loads import StepLoad, step_of
+from specdemo.prediction.step_loads import step_of
 from specdemo.prediction.work import known, shape, work
 
 NOISE = 0.04  # relative error of a measured pass
@@ -79,7 +79,7 @@ def _laps(measured: MeasuredStep) -> Iterator[Seen]:
         {},
     )
     acceptance = from_mean(1.0 + min(measured.kept, k), k) if k else from_mean(1.0, 1)
-    step = step_of(target, draft, acceptance, k, StepLoad(measured.batch, measured.context, BYTES[measured.dtype]))
+    step = step_of(target, draft, acceptance, k, measured.batch, measured.context, measured.dtype)
     laps = measured.ms
     yield Seen(step.check_ms, laps.get("verify", 0.0))
     yield Seen(step.overhead_ms, laps.get("accept", 0.0) + laps.get("commit", 0.0))

@@ -22,7 +22,7 @@ from specdemo.prediction.calibration import device_of
 from specdemo.prediction.drafts import drafting, method_in
 from specdemo.prediction.profiles import Profile, profile
 from specdemo.prediction.roofline import BYTES, EDGE, NAMES, Device, Engine
-from specdemo.prediction.step_loads import Step, StepLoad, step_of
+from specdemo.prediction.step_loads import Step, step_of
 from specdemo.prediction.work import config_of, shape
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -300,8 +300,8 @@ def _lengths(scenario: Scenario) -> tuple[int, ...]:
 
 def _step(scenario: Scenario, k: int) -> Step:
     """Return the passes of a step; k 0: plain decoding."""
-    load = StepLoad(scenario.batch, scenario.context, BYTES[scenario.device.dtype])
-    return step_of(scenario.target, scenario.draft, scenario.acceptance, k, load, scenario.nodes_at(k))
+    one, nodes = scenario, scenario.nodes_at(k)
+    return step_of(one.target, one.draft, one.acceptance, k, one.batch, one.context, one.device.dtype, nodes)
 
 
 def _row(scenario: Scenario, k: int) -> Row:

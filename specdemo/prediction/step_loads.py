@@ -5,18 +5,10 @@ from typing import NamedTuple
 from specdemo.core.shapes import Shape
 from specdemo.methods.drafting_cost import Drafting
 from specdemo.prediction.acceptance import Acceptance
-from specdemo.prediction.roofline import Device
+from specdemo.prediction.roofline import BYTES, Device
 from specdemo.prediction.work import Work, work
 
 BRANCHES = 10  # nodes per level that are expanded, in a tree that grows by levels
-
-
-class StepLoad(NamedTuple):
-    """Load of a step: batch size, context length and bytes per number."""
-
-    batch: int
-    context: int
-    bytes: float
 
 
 class Step(NamedTuple):
@@ -59,9 +51,11 @@ class Step(NamedTuple):
         return self.rounds > 0 and self.batch > 1
 
 
-def step_of(target: Shape, draft: Drafting, acceptance: Acceptance, k: int, load: StepLoad, nodes: int = 0) -> Step:
+def step_of(
+    target: Shape, draft: Drafting, acceptance: Acceptance, k: int, batch: int, context: int, dtype: str, nodes: int = 0
+) -> Step:
     """Return the passes of a step; k 0: plain decoding. nodes: size of the draft tree; 0: a chain."""
-    batch, context, size = load
+    size = BYTES[dtype]
     check = work(target, (nodes or k) + 1 if k else 1, batch, context, size)
     if not k or draft.first is None:
         return Step(check, (), draft, min(k, 1), batch)
