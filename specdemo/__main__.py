@@ -69,6 +69,9 @@ Lengths = Annotated[
         "or a result of `vllm bench serve` (JSON).",
     ),
 ]
+TraceFile = Annotated[
+    Path, typer.Argument(metavar="TRACE", help="A trace that `run --out` or the page wrote.", show_default=False)
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite a file or folder that specdemo did not write.")]
 Gpus = Annotated[int, typer.Option(help="Number of GPUs per server.", min=1, max=1024)]
@@ -191,11 +194,7 @@ def run(
 
 
 @app.command()
-def replay(
-    trace: Annotated[
-        Path, typer.Argument(metavar="TRACE", help="A trace that `run --out` or the page wrote.", show_default=False)
-    ],
-) -> None:
+def replay(trace: TraceFile) -> None:
     """Print a stored run again. Needs no model and no GPU."""
     from specdemo.presets.recorded import load_trace
 
@@ -204,9 +203,7 @@ def replay(
 
 @app.command()
 def export(
-    trace: Annotated[
-        Path, typer.Argument(metavar="TRACE", help="A trace that `run --out` or the page wrote.", show_default=False)
-    ],
+    trace: TraceFile,
     to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="Format: aiperf or prometheus.")],
 ) -> None:
     """Print a stored run for AIPerf or Prometheus. Writes the records of AIPerf's profile_export.jsonl, or metrics."""
@@ -429,16 +426,9 @@ def why(
         raise ValueError("no output given; name a file, or give --k, --length, --without and --with")
     if file == baseline == "-":
         raise ValueError("standard input can be read once; give one of the outputs as a file")
-    given: dict[str, object] = {
-        "engine": engine,
-        "method": method,
-        "target": target,
-        "drafter": drafter,
-        "k": k,
-        "moe": moe,
-    }
-    given |= {"accepted_length": length, "tokens_per_s": speculative, "plain_tokens_per_s": without}
-    given |= {"batch_size": batch, "thinking": modes.get(thinking)}
+    given: dict[str, object] = {"engine": engine, "method": method, "target": target, "drafter": drafter}
+    given |= {"k": k, "accepted_length": length, "tokens_per_s": speculative, "plain_tokens_per_s": without}
+    given |= {"batch_size": batch, "thinking": modes.get(thinking), "moe": moe}
     observation = _read_output(file) if file else Observation(source="options of the command")
     if baseline:
         observation = observation.merged(_read_output(baseline))

@@ -156,18 +156,10 @@ class Diagnosis:
 
     def as_dict(self) -> dict[str, object]:
         """Return everything for JSON."""
-        values = {name: getattr(self, name) for name in Diagnosis.__dataclass_fields__ if name != "observation"}
-        causes = [asdict(cause) for cause in self.causes]
-        parts = {
-            "cause": self.cause.name if self.cause else None,
-            "missing": self.missing,
-            "observation": asdict(self.observation),
-            "causes": causes,
-            "costs": self.costs and asdict(self.costs),
-            "speed_at_best": self.speed_at_best and asdict(self.speed_at_best),
-            "gain": self.gain and asdict(self.gain),
-        }
-        found = finite(values | parts)
+        values = asdict(self)
+        observation = values.pop("observation")
+        cause = self.cause.name if self.cause else None
+        found = finite(values | {"cause": cause, "missing": self.missing, "observation": observation})
         assert isinstance(found, dict)
         return found
 
