@@ -114,11 +114,7 @@ class Totals:
 
 
 def tally_row(
-    lane: str,
-    where: Mapping[str, object],
-    own: Sequence[Totals],
-    plain: Sequence[Totals],
-    machine: Iterable[str] = (),
+    lane: str, where: Mapping[str, object], own: Sequence[Totals], plain: Sequence[Totals], machine: Iterable[str] = ()
 ) -> dict[str, object]:
     """Return the row of a lane from its tallies and those of plain decoding, one per repeat.
 

@@ -18,16 +18,7 @@ from specdemo.ui.job import Engine, Messages, Work
 from specdemo.ui.log import Log
 from specdemo.ui.views import Failed
 
-__all__ = [
-    "follow_up",
-    "free_memory",
-    "lane_name",
-    "no_gpu",
-    "preload",
-    "run",
-    "session",
-    "with_engine_lock",
-]
+__all__ = ["follow_up", "free_memory", "lane_name", "no_gpu", "preload", "run", "session", "with_engine_lock"]
 
 ENGINES = Engines()
 atexit.register(ENGINES.end)

@@ -10,17 +10,7 @@ from benchmarks import floor as floors
 from benchmarks.floor import FixedTree, RecordingTarget, overhead
 from benchmarks.llamacpp import LlamaCpp
 from benchmarks.pairs import SIZES, Size, agreement, make_pair, random_pair
-from benchmarks.peers import (
-    BARE,
-    OUR_DRAFT,
-    OUR_PLAIN,
-    PLAIN,
-    cast,
-    compete,
-    contest,
-    read_bytes,
-    transformers_peer,
-)
+from benchmarks.peers import BARE, OUR_DRAFT, OUR_PLAIN, PLAIN, cast, compete, contest, read_bytes, transformers_peer
 from specdemo.__main__ import main
 from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.engine.loop import never_cancelled
@@ -119,8 +109,7 @@ def test_the_forwards_of_a_run_are_made_again_on_caches_set_back(pair):
 
     seen = []
     handle = pair.target.register_forward_pre_hook(
-        lambda _, inputs, named: seen.append(shape(inputs, named)),
-        with_kwargs=True,
+        lambda _, inputs, named: seen.append(shape(inputs, named)), with_kwargs=True
     )
     found = overhead(target, drafter, draft, pair.prompts[0], config)
     handle.remove()

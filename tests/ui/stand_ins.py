@@ -88,12 +88,7 @@ def swept(axis="k", places=(1, 2, 4, 8), repeats=3):
         return Estimate(value, low, high) if repeats >= THOROUGH else Estimate(value)
 
     rows = [
-        {
-            "lane": "Baseline",
-            axis: None,
-            "tokens/s": estimate(100.0, 99.0, 101.0),
-            "speed-up": estimate(1.0, 1.0, 1.0),
-        }
+        {"lane": "Baseline", axis: None, "tokens/s": estimate(100.0, 99.0, 101.0), "speed-up": estimate(1.0, 1.0, 1.0)}
     ]
     for lane, gain in (("wide", 0.4), ("<i>deep</i> & co", 0.2)):
         for i, place in enumerate(places):

@@ -182,11 +182,7 @@ def test_a_visitor_sees_recorded_races_until_there_is_one_of_their_own(monkeypat
     assert '"still":true' in first.partition("\n")[0] and first != other
     assert visits.save(visitor, "json")["name"] == "specdemo-embedded-ngram.json"
     lanes = visits.select(visitor, "embedded-dflash")  # there is no recording
-    assert json.loads(lanes.splitlines()[1]) == {
-        "type": "idle",
-        "lanes": ["DFlash (stories-dflash)"],
-        "obstacle": "",
-    }
+    assert json.loads(lanes.splitlines()[1]) == {"type": "idle", "lanes": ["DFlash (stories-dflash)"], "obstacle": ""}
     with pytest.raises(gr.Error, match="no run to save"):  # the run is no longer shown
         visits.save(visitor, "json")
     list(sync(visits.run(visits.race, visitor, to_values(preset("embedded-draft")))))

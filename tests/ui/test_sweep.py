@@ -174,10 +174,7 @@ def test_limits_hold_for_any_request(bench, values, message):
 
 def test_suite_error_is_one_line(bench):
     bench.fails = True
-    assert lines(last(VALUES))[-1] == {
-        "type": "error",
-        "text": "the preset has no lane with a draft length",
-    }
+    assert lines(last(VALUES))[-1] == {"type": "error", "text": "the preset has no lane with a draft length"}
 
 
 def test_a_borrowed_gpu_is_too_short_for_a_sweep(bench, monkeypatch):
