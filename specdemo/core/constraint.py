@@ -75,56 +75,23 @@ class Constraint:
         ]
         for row, tokens in zip(rows, draft.tokens.tolist(), strict=True):
             row.extend([token for token in tokens if token != ABSENT])
-        width = max(len(row.tokens) for row in rows)
-        states = [[*row.states, *[None] * (width + 1 - len(row.states))] for row in rows]
         ids = padded([row.tokens for row in rows], draft.tokens.device, ABSENT)
-        built = Draft.chain(ids, _stacked(rows, width, draft), _confidence(rows, width, draft))
-        return ConstrainedDraft(replace(built, notes=draft.notes), states, [row.forced for row in rows])
+        built = Draft.chain(ids, _stacked(rows, ids.shape[1], draft), _confidence(rows, ids.shape[1], draft))
+        return ConstrainedDraft(replace(built, notes=draft.notes), _padded_states(rows), [row.forced for row in rows])
 
     def _of_tree(self, draft: Draft, room: Sequence[int]) -> ConstrainedDraft:
         """Add forced tokens below every slot that the grammar allows and that has no such child."""
-        states, forced, rows = self._tree_states(draft), [], []
-        for row, (tokens, parents) in enumerate(zip(draft.tokens.tolist(), draft.parents.tolist(), strict=True)):
-            depths, children = [0], {(parent, token) for token, parent in zip(tokens, parents, strict=True)}
-            depths += [0] * len(tokens)
-            for node, parent in enumerate(parents):
-                depths[node + 1] = depths[parent] + 1
-            slots: list[int] = []
-            for slot in range(len(tokens) + 1):
-                self._append_run(slot, room[row], states[row], (tokens, parents), depths, children, slots)
-            rows.append((tokens, parents))
-            forced.append(slots)
-        width, device = max(len(tokens) for tokens, _ in rows), draft.tokens.device
-        ids = padded([tokens for tokens, _ in rows], device, ABSENT)
-        above = padded([parents for _, parents in rows], device, 0)
-        states = [[*row, *[None] * (width + 1 - len(row))] for row in states]
+        nodes = zip(draft.tokens.tolist(), draft.parents.tolist(), self._tree_states(draft), room, strict=True)
+        rows = [ConstrainedTree(*row) for row in nodes]
+        for row in rows:
+            row.add_forced()
+        ids = padded([row.tokens for row in rows], draft.tokens.device, ABSENT)
+        parents = padded([row.parents for row in rows], draft.tokens.device, 0)
         confidence = draft.confidence
         if confidence is not None:
-            confidence = torch.cat([confidence, confidence.new_ones(len(rows), width - draft.nodes)], 1)
-        return ConstrainedDraft(Draft(ids, above, None, confidence, draft.notes), states, forced)
-
-    def _append_run(
-        self,
-        slot: int,
-        room: int,
-        states: States,
-        nodes: tuple[list[int], list[int]],
-        depths: list[int],
-        children: set[tuple[int, int]],
-        forced: list[int],
-    ) -> None:
-        """Append the forced tokens after a slot as a chain below it."""
-        state, (tokens, parents) = states[slot], nodes
-        for token in state.forced() if state else ():
-            after = state and state.after(token)
-            if (slot, token) in children or after is None or depths[slot] >= room or len(forced) >= MOST_FORCED:
-                return
-            tokens.append(token)
-            parents.append(slot)
-            depths.append(depths[slot] + 1)
-            states.append(after)
-            slot, state = len(tokens), after
-            forced.append(slot)
+            confidence = torch.cat([confidence, confidence.new_ones(len(rows), ids.shape[1] - draft.nodes)], 1)
+        built = Draft(ids, parents, None, confidence, draft.notes)
+        return ConstrainedDraft(built, _padded_states(rows), [row.forced for row in rows])
 
     def _tree_states(self, draft: Draft) -> list[States]:
         found = []
@@ -203,6 +170,44 @@ class ConstrainedRow:
         self.states.append(after)
         self.probs.append(probs)
         return True
+
+
+class ConstrainedTree:
+    """One row of a tree, to which forced tokens are added."""
+
+    def __init__(self, tokens: list[int], parents: list[int], states: States, room: int) -> None:
+        """tokens, parents: of every node. states: of every slot."""
+        self.tokens, self.parents, self.states = tokens, parents, states
+        self.forced: list[int] = []
+        self._room, self._children = room, set(zip(parents, tokens, strict=True))
+        self._depths = [0]
+        for parent in parents:
+            self._depths.append(self._depths[parent] + 1)
+
+    def add_forced(self) -> None:
+        """Append the forced tokens of every drafted slot as a chain below it."""
+        for slot in range(len(self.tokens) + 1):
+            self._append_run(slot)
+
+    def _append_run(self, slot: int) -> None:
+        state = self.states[slot]
+        for token in state.forced() if state else ():
+            after = state and state.after(token)
+            full = self._depths[slot] >= self._room or len(self.forced) >= MOST_FORCED
+            if after is None or full or (slot, token) in self._children:
+                return
+            self.tokens.append(token)
+            self.parents.append(slot)
+            self.states.append(after)
+            self._depths.append(self._depths[slot] + 1)
+            slot, state = len(self.tokens), after
+            self.forced.append(slot)
+
+
+def _padded_states(rows: Sequence[ConstrainedRow | ConstrainedTree]) -> list[States]:
+    """Return the states of all rows, with None for the slots that shorter rows lack."""
+    slots = max(len(row.states) for row in rows)
+    return [[*row.states, *[None] * (slots - len(row.states))] for row in rows]
 
 
 def mask(logits: Tensor, states: Sequence[States]) -> Tensor:
