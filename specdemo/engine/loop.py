@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from specdemo.core.accept import AcceptResult, AcceptRule, Lossless
+from specdemo.core.accept import AcceptResult, AcceptRule, Lossless, token_probs
 from specdemo.core.constraint import MOST_FORCED, Constraint
 from specdemo.core.host_copy import to_device
 from specdemo.core.protocol import Budget, Drafter, Forward, GenerationConfig, Progress, Target
@@ -288,8 +288,7 @@ def _event(
     tokens, parents = nodes
     if draft.nodes:
         p = target_scores.logits.float().softmax(-1) if isinstance(target_scores, Forward) else target_scores
-        rows = torch.arange(len(tokens), device=p.device)[:, None]
-        target_probs = _rounded(p[rows, draft.parents, draft.tokens.clamp_min(0)], tokens)
+        target_probs = _rounded(token_probs(p, draft.parents, draft.tokens), tokens)
         top = _top_tokens(p[0, result.path[0]], emitted[0])
     else:
         target_probs, top = [[] for _ in tokens], []

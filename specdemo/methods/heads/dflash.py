@@ -207,12 +207,8 @@ class XPress(Stage):
         super().__init__()
         size, rank = design.body.hidden_size, tensors[files.XPRESS].shape[1]
         inner = len(tensors["xpress_head.mlp.gate_proj.weight"])
-        self.rank, self.from_anchor, self.passes, self.shortlist = (
-            rank,
-            design.from_anchor,
-            design.passes,
-            min(design.shortlist, vocab_size),
-        )
+        self.rank, self.from_anchor, self.passes = rank, design.from_anchor, design.passes
+        self.shortlist = min(design.shortlist, vocab_size)
         self.w1 = nn.Embedding(design.vocab_size, rank)
         self.down_h, self.down_g = nn.Linear(size, rank, bias=False), nn.Linear(size, rank, bias=False)
         self.in_proj = nn.Linear(3 * rank, rank, bias=False)
