@@ -74,12 +74,12 @@ class Lossless:
         thresholds = coins(draft, rng)
         target_probs = token_probs(target, draft.parents, draft.tokens)
         if draft.probs is not None:
-            thresholds = thresholds * draft.probs.gather(-1, draft.tokens.clamp_min(0)[..., None])[..., 0]
+            thresholds = thresholds * at_tokens(draft.probs, draft.tokens)
         nodes, host_thresholds, host_probs = read_nodes(draft, thresholds, target_probs)
         residuals = None
         if draft.probs is not None and any(len(set(row)) < len(row) for row in nodes.parents):
             residuals = _residuals_after_siblings(draft, draft.probs, target, nodes)
-            host_probs = residuals.gather(-1, draft.tokens.clamp_min(0)[..., None])[..., 0].tolist()
+            host_probs = at_tokens(residuals, draft.tokens).tolist()
         rows = zip(nodes.tokens, nodes.parents, host_thresholds, host_probs, strict=True)
         path = [_walk(*row, one_hot=draft.probs is None) for row in rows]
         return AcceptResult(path, draw(_final_probs(draft, target, residuals, nodes, path), rng))
@@ -112,6 +112,12 @@ def coins(draft: Draft, rng: Generator) -> Tensor:
     return torch.rand(draft.tokens.shape, generator=rng, device=draft.tokens.device)
 
 
+def at_tokens(probs: Tensor, tokens: Tensor) -> Tensor:
+    """Return the probability [B, N] of each token [B, N] in its distribution, probs [B, N, V]. Undefined where
+    ABSENT."""
+    return probs.gather(-1, tokens.clamp_min(0)[..., None])[..., 0]
+
+
 def token_probs(target: Tensor, parents: Tensor, tokens: Tensor) -> Tensor:
     """Return the probability [B, N] of each node's token after its parent, from target [B, S, V]. Undefined where
     ABSENT."""
@@ -125,7 +131,7 @@ def rejected_by_lossless(draft: Draft, target: Tensor, numbers: Tensor | None) -
     if numbers is None:
         return draft.tokens != target.argmax(-1).gather(1, draft.parents)
     if draft.probs is not None:
-        numbers = numbers * draft.probs.gather(-1, draft.tokens.clamp_min(0)[..., None])[..., 0]
+        numbers = numbers * at_tokens(draft.probs, draft.tokens)
     return numbers >= token_probs(target, draft.parents, draft.tokens)
 
 

@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Generator, Tensor
 
-from specdemo.core.accept import AcceptResult, Lossless, coins, or_target
+from specdemo.core.accept import AcceptResult, Lossless, at_tokens, coins, or_target
 from specdemo.core.sampling import draw
 from specdemo.core.tree import ABSENT, Draft, is_chain
 
@@ -40,7 +40,7 @@ class Block:
             self.note = TOKEN_BY_TOKEN
             return Lossless()(draft, target, rng)
         numbers, present = coins(draft, rng), draft.tokens != ABSENT
-        p, q = (x.gather(-1, draft.tokens.clamp_min(0)[..., None])[..., 0] for x in (target[:, :-1], draft.probs))
+        p, q = at_tokens(target[:, :-1], draft.tokens), at_tokens(draft.probs, draft.tokens)
         joint = _joint_probs(p / q.clamp_min(torch.finfo(q.dtype).tiny))
         residual_mass = (joint[:, :-1, None] * target[:, 1:-1] - draft.probs[:, 1:]).clamp_min_(0.0).sum(-1)
         accept_probs = torch.where(present[:, 1:], _share_or_one(residual_mass, 1.0 - joint[:, :-1]), joint[:, :-1])
