@@ -3,13 +3,13 @@ names needs no torch.
 """
 
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from specdemo.core.options import BaseOptions as BaseOptions
 from specdemo.core.options import Knob, describe, parse, to_values
@@ -21,6 +21,11 @@ if TYPE_CHECKING:
     from specdemo.core.protocol import Target
     from specdemo.methods.base import Method
     from specdemo.models.checkpoints import Checkpoint
+
+Flags = list[str]  # of a serving engine
+MethodOptions = Mapping[str, Any]  # all options of a method: name -> value
+# the drafter (None: the target contains it), k, options -> flags
+EngineArgs = Callable[[str | None, int, MethodOptions], Flags]
 
 BASELINE = "none"  # lane 0 of every comparison
 SYNTHETIC = "synthetic"  # wraps others and is not wrapped: its drafts are judged by a rule of its own

@@ -14,9 +14,8 @@ from torch import Generator, Tensor
 
 from specdemo.core.protocol import Drafter, Progress, Target, Trainable
 from specdemo.core.sampling import Sampling
-from specdemo.methods import BaseOptions, check_capabilities
+from specdemo.methods import BaseOptions, EngineArgs, check_capabilities
 from specdemo.methods.drafting_cost import DraftingCost
-from specdemo.methods.flags import EngineArgs
 from specdemo.methods.heads.conventions import select_convention
 from specdemo.methods.heads.network import Network
 from specdemo.methods.heads.runtime import HeadRuntime

@@ -288,8 +288,7 @@ class Eagle(EagleCost, Head[EagleHead]):
 
         def decode_step(tokens: Tensor) -> Tensor:
             nonlocal states
-            # as tree levels of one node, whose window counts from the root
-            # the window of a level ends at the root, that of a chain moves
+            # the window of a tree level ends at the root, that of a chain moves
             columns = draft.level(torch.zeros_like(tokens)) if any(self.head.windows) else draft.chain()
             states, logits = columns.run(self._decode_step, tokens, states)
             return logits[:, 0]

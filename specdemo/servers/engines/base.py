@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 from urllib.parse import urlsplit
 
-from specdemo.methods import BASELINE, method
-from specdemo.methods.flags import EngineArgs, Flags, MethodOptions
+from specdemo.methods import BASELINE, EngineArgs, Flags, MethodOptions, method
 from specdemo.servers.counters import Samples, ServerStats
 
 GPU_ONLY = "on Linux with an NVIDIA GPU"

@@ -9,7 +9,7 @@ from pathlib import Path
 from subprocess import SubprocessError, run
 from typing import ClassVar
 
-from specdemo.methods.flags import EngineArgs, Flags, MethodOptions
+from specdemo.methods import EngineArgs, Flags, MethodOptions
 from specdemo.servers.engines.base import (
     Installed,
     ServerConfig,

@@ -10,7 +10,7 @@ from typing import ClassVar
 from pydantic import BaseModel
 
 from specdemo.core.trace import Span
-from specdemo.methods.flags import Flags, MethodOptions
+from specdemo.methods import Flags, MethodOptions
 from specdemo.servers.counters import (
     Count,
     Milliseconds,

@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from specdemo.methods.flags import Flags, MethodOptions
+from specdemo.methods import Flags, MethodOptions
 from specdemo.servers.engines.base import ServerConfig, ServingEngine, UnsupportedByEngine, address_flags, model_path
 
 

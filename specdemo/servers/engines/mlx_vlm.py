@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from pydantic import BaseModel
 
-from specdemo.methods.flags import EngineArgs, Flags, MethodOptions
+from specdemo.methods import EngineArgs, Flags, MethodOptions
 from specdemo.servers.counters import Count, ServerStats, answer_stats, reported
 from specdemo.servers.engines.base import ServerConfig, ServingEngine, model_path
 from specdemo.servers.engines.mlx_lm import mlx_address

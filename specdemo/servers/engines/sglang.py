@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from specdemo.core.atomic_io import json_text
 from specdemo.core.trace import Counter
-from specdemo.methods.flags import EngineArgs, Flags, MethodOptions
+from specdemo.methods import EngineArgs, Flags, MethodOptions
 from specdemo.servers.counters import Count, Counts, Samples, ServerStats, answer_stats, delta, gauge, reported
 from specdemo.servers.engines.base import (
     GPU_ONLY,

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from specdemo.core.atomic_io import json_text
 from specdemo.core.trace import Span
-from specdemo.methods.flags import EngineArgs, Flags, MethodOptions
+from specdemo.methods import EngineArgs, Flags, MethodOptions
 from specdemo.servers.counters import (
     Count,
     Counts,
