@@ -14,7 +14,7 @@ from specdemo.bench import sweeps
 from specdemo.bench.html_page import write_page
 from specdemo.bench.report import bench_report, markdown
 from specdemo.bench.result import read_result, recorded_suite, to_json
-from specdemo.bench.suites import copying, suite, suites
+from specdemo.bench.suites import method_comparison, suite, suites
 from specdemo.engine.loop import never_cancelled
 from specdemo.prediction.profiles import profiles
 
@@ -35,21 +35,9 @@ def pair():
     return random_pair("tiny", TINY, torch.device("cpu"), torch.float32, texts=1)
 
 
-def embedded_result(patch, folder):
-    return short("embedded", ks=(2,), new_tokens=4, prompts=["Once"])
-
-
 def copying_result(patch, folder):
-    patch.setattr(copying, "COPYING", copying.COPYING[:1])
+    patch.setattr(method_comparison, "COPYING", method_comparison.COPYING[:1])
     return short("copying", new_tokens=4)
-
-
-def peers_result(patch, folder):
-    return peers.compete(pair(), 1, 6, silent, never_cancelled)
-
-
-def floor_result(patch, folder):
-    return floor.floor(pair(), 1, 6, silent, never_cancelled)
 
 
 def fairness_result(patch, folder):
@@ -57,10 +45,6 @@ def fairness_result(patch, folder):
     patch.setattr(fairness, "STALL_MS", 1.0)
     patch.setattr(fairness, "PROMPTS", fairness.PROMPTS[:1])
     return short("race-fairness")
-
-
-def gpu_result(patch, folder):
-    return run.measure(folder / "gpu", "cpu", 0.0, 1, silent, never_cancelled)
 
 
 def what_if_result(patch, folder):
@@ -72,12 +56,12 @@ def what_if_result(patch, folder):
 
 
 MAKERS = {
-    "embedded": embedded_result,
+    "embedded": lambda *_: short("embedded", ks=(2,), new_tokens=4, prompts=["Once"]),
     "copying": copying_result,
-    "peers": peers_result,
-    "floor": floor_result,
+    "peers": lambda *_: peers.compete(pair(), 1, 6, silent, never_cancelled),
+    "floor": lambda *_: floor.floor(pair(), 1, 6, silent, never_cancelled),
     "race-fairness": fairness_result,
-    "gpu": gpu_result,
+    "gpu": lambda _, folder: run.measure(folder / "gpu", "cpu", 0.0, 1, silent, never_cancelled),
     "what-if": what_if_result,
 }
 
