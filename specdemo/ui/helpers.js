@@ -28,6 +28,14 @@ const tableOf = (names, rows) => {
   }
   return table;
 };
+// Returns a bar of several parts as an image. parts: name and length of each, and its length in words.
+const splitTrack = (parts, longest) => {
+  const track = make("div", "sd-track");
+  for (const [name, length] of parts) track.appendChild(make("div", `sd-part sd-${name}`)).style.width = `${(100 * length) / longest}%`;
+  track.setAttribute("role", "img");
+  track.setAttribute("aria-label", parts.map(([name, , words]) => `${name} ${words}`).join(", "));
+  return track;
+};
 // Shows an error as a sentence; hides the last one without a text.
 const showAlert = (text) => {
   $(".sd-alert").hidden = !text;

@@ -43,7 +43,7 @@ function stepsFigure() {
 
   const outputUpTo = (lane, upTo) => lanes[lane].slice(0, upTo + 1).flatMap((line, step) => {
     const nodes = line.kinds.map((kind, i) => token(line.text[i] ?? "", kind, step === upTo && step > 0));
-    const rejected = line.fates.findIndex((fate, i) => fate === "rejected" && line.parents[i] === line.path.at(-1));
+    const rejected = firstRejected(line);
     if (rejected >= 0 && line.kinds.at(-1) === "corrected") nodes.splice(-1, 0, token(visible(line.drafted[rejected] ?? ""), "rejected"));
     return nodes;
   });

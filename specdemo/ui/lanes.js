@@ -172,8 +172,7 @@ function emptyLane(lane) {
 // Returns the first rejected draft token at the end of the path. CSS shows the number of further discarded tokens, so that it
 // is not part of the text.
 function rejectedDraft(line, step) {
-  const end = line.path.at(-1);
-  const first = line.fates.findIndex((outcome, i) => outcome === "rejected" && line.parents[i] === end);
+  const first = firstRejected(line);
   if (first < 0) return [];
   const text = line.drafted[first] ?? "";
   const node = span(text.includes("\n") && !text.trim() ? "⏎" : visible(text), "rejected", step); // without the indentation of the next line

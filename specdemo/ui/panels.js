@@ -80,16 +80,9 @@ function drawTimes() {
   $(".sd-times").replaceChildren(
     ...run.lanes.map((lane, i) => {
       const row = make("div", "sd-split");
-      const track = make("div", "sd-track");
-      const names = ["draft", "verify", "other"];
-      split[i].forEach((ms, j) => {
-        const part = make("div", `sd-part sd-${names[j]}`);
-        part.style.width = `${(100 * ms) / longest}%`;
-        part.title = `${names[j]} ${milliseconds(ms)} ms`;
-        track.append(part);
-      });
-      track.setAttribute("role", "img");
-      track.setAttribute("aria-label", names.map((name, j) => `${name} ${milliseconds(split[i][j])} ms`).join(", "));
+      const parts = ["draft", "verify", "other"].map((name, j) => [name, split[i][j], `${milliseconds(split[i][j])} ms`]);
+      const track = splitTrack(parts, longest);
+      parts.forEach(([name, , words], j) => (track.children[j].title = `${name} ${words}`));
       const training = lane.soFar.ms_train ? ` including ${milliseconds(lane.soFar.ms_train)} ms of training` : "";
       const share = sum(split[i]) ? `${percent(split[i][0] / sum(split[i]))} draft${training}` : "";
       row.append(laneNumber(lane), track, make("span", "sd-ms", lane.remote ? "unknown" : sum(split[i]) ? `${(sum(split[i]) / 1000).toFixed(2)} s` : "–"));

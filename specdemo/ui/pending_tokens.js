@@ -59,7 +59,7 @@ function describeStep(line) {
   const accepted = line.kinds.filter((kind) => kind === "accepted" || kind === "forced").length;
   const drafts = line.fates.filter(Boolean).length;
   const yielded = `${line.kinds.length} token${line.kinds.length === 1 ? "" : "s"} from one pass`;
-  const rejected = line.fates.findIndex((outcome, i) => outcome === "rejected" && line.parents[i] === line.path.at(-1));
+  const rejected = firstRejected(line);
   if (line.notes?.by_chance) return `Synthetic acceptance: ${accepted} of ${drafts} draft tokens accepted at random, ${yielded}.`;
   if (targetKind === "bonus") return `All draft tokens${isTree(line) ? " on the path" : ""} were accepted, so the pass also gave the bonus token ${quoted(last)}: ${yielded}.`;
   if (targetKind !== "corrected" || rejected < 0) return `${sentence(yielded)}.`;

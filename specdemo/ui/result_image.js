@@ -4,7 +4,7 @@
 const FRAME = { width: 1280, height: 720, margin: 44, rate: 30, holdMs: 2000 };
 const VIDEO_TYPES = ["video/webm;codecs=vp9", "video/webm;codecs=vp8", "video/webm"];
 const VIDEO_BITS = 5e6; // per second
-const OUTCOME_COLOURS = { accepted: "accepted", forced: "forced", rejected: "rejected", corrected: "corrected", bonus: "bonus" };
+const COLOURED = ["accepted", "forced", "rejected", "corrected", "bonus"]; // kinds of tokens
 
 /** Returns a lane as it was at a time of its clock, ms. */
 function laneAt(lane, clock) {
@@ -149,11 +149,10 @@ function drawText(context, pieces, { x, y, width, height }, colours) {
 }
 
 function drawPiece(context, { text, kind, width }, x, y, colours) {
-  const name = OUTCOME_COLOURS[kind];
-  if (name) {
-    context.fillStyle = colours.read(`--sd-${name}-bg`);
+  if (COLOURED.includes(kind)) {
+    context.fillStyle = colours.read(`--sd-${kind}-bg`);
     context.fillRect(x, y - 10, width, 21);
-    context.fillStyle = colours.read(`--sd-${name}`);
+    context.fillStyle = colours.read(`--sd-${kind}`);
     context.fillRect(x, kind === "rejected" ? y : y + 9, width, 1.5);
   }
   if (kind === "pending") {

@@ -14,6 +14,9 @@ const SIGNS = { root: "○", accepted: "✓", forced: "»", rejected: "✗", "no
 // Returns the outcome of a draft token for display: an accepted token that the grammar drafted is "forced".
 const displayedOutcome = (line, i) => (line.fates[i] === "accepted" && line.forced?.includes(i + 1) ? "forced" : line.fates[i]);
 
+// Returns the index of the rejected draft token at the end of the path, which the target corrects; -1 if there is none.
+const firstRejected = (line) => line.fates.findIndex((outcome, i) => outcome === "rejected" && line.parents[i] === line.path.at(-1));
+
 const isTree = (line) => line.fates.some((outcome, i) => outcome && line.parents[i] !== i);
 
 // Returns the nodes in reading order, each with depth, row, parent and children.

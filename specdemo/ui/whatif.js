@@ -61,15 +61,8 @@ function drawSteps({ plain }, row) {
   $(".sd-times").replaceChildren(
     ...all.map(([name, ms, tokens], i) => {
       const box = make("div", "sd-split");
-      const track = make("div", "sd-track");
-      for (const [part, length] of Object.entries(ms)) {
-        const piece = make("div", `sd-part sd-${part}`);
-        piece.style.width = `${(100 * length) / tokens / Math.max(...each)}%`;
-        track.append(piece);
-      }
-      track.setAttribute("role", "img");
-      track.setAttribute("aria-label", Object.entries(ms).map(([part, length]) => `${part} ${duration(length / tokens)}`).join(", "));
-      box.append(make("span", "sd-row-label", name), track, make("span", "sd-ms", duration(each[i])));
+      const parts = Object.entries(ms).map(([part, length]) => [part, length / tokens, duration(length / tokens)]);
+      box.append(make("span", "sd-row-label", name), splitTrack(parts, Math.max(...each)), make("span", "sd-ms", duration(each[i])));
       return box;
     })
   );

@@ -3,7 +3,7 @@ import { test } from "node:test";
 import { load } from "./load.js";
 
 const document = { createElement: (tag) => ({ tag, dataset: {} }) };
-const { laneOptions, remoteLabel, rejectedDraft } = load(["helpers", "lanes"], "laneOptions, remoteLabel, rejectedDraft", { document });
+const { laneOptions, remoteLabel, rejectedDraft } = load(["helpers", "tree", "lanes"], "laneOptions, remoteLabel, rejectedDraft", { document });
 
 test("a lane's header lists the options that were set, not the defaults", () => {
   const options = { k: 12, model: "stories", max_depth: 24, nodes: 0, remember: true };
