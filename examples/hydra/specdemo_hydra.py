@@ -280,8 +280,7 @@ class Hydra(Medusa):
             "base_model_name_or_path": target_name,
             "hydra_rank_rates": heads.rates,
         }
-        # shared blocks are cloned, because the authors write them once per name
-        write_checkpoint(folder, config, {name: tensor.clone() for name, tensor in heads.state_dict().items()})
+        write_checkpoint(folder, config, heads.state_dict())  # shared blocks once per name, as the authors do
 
 
 def _prefix(target: Target, checkpoint: Checkpoint) -> Prefix:

@@ -137,7 +137,8 @@ def write_checkpoint(folder: Path, config: Mapping[str, object], tensors: Mappin
 
     Raises ValueError, one line, if they cannot be written.
     """
-    state = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    # copies, because tensors that share memory would be written once, and parts of a larger tensor not at all
+    state = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
     with atomic_folder(folder, SHARDS, "config.json") as staging:
         save_torch_state_dict(state, staging, max_shard_size=SHARD)
         write_text(staging / "config.json", json_text(finite(dict(config)), indent=2) + "\n")
