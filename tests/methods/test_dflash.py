@@ -18,7 +18,7 @@ from specdemo.models.checkpoints import Checkpoint, open_meta_checkpoint
 from specdemo.models.target import HFTarget
 from specdemo.models.toy import ToyTarget
 from tests.generation import rows_of, train
-from tests.methods.test_medusa import check_sampling
+from tests.methods.heads import check_sampling
 from tests.models.tiny import VOCABULARY, build, pinned, texts
 
 H, HEADS, GROUPS, SIZE, MLP, LAYERS, BLOCK, MASK = 32, 4, 2, 8, 48, 2, 6, 3

@@ -18,7 +18,7 @@ from specdemo.methods.pairs import check_pair
 from specdemo.models.checkpoints import open_checkpoint
 from specdemo.models.target import HFTarget
 from specdemo.models.toy import ToyTarget
-from tests.methods.test_medusa import check_greedy
+from tests.methods.heads import check_greedy
 from tests.models.recorders import Replayed
 from tests.models.tiny import VOCABULARY, build, texts
 

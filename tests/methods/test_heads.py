@@ -5,37 +5,46 @@ import json
 import pytest
 import torch
 
-from specdemo.core.protocol import Progress
-from specdemo.methods import BUILT_IN, load_drafter, method
+from specdemo.core.protocol import Budget, Progress
+from specdemo.core.sampling import Sampling, to_probs
+from specdemo.methods import BUILT_IN, detect_method, load_drafter, method
 from specdemo.methods.heads.medusa import Medusa
+from specdemo.models import packed
+from specdemo.models.checkpoints import open_checkpoint
 from specdemo.models.target import HFTarget
 from specdemo.models.toy import ToyTarget
+from tests.examples import test_hydra
 from tests.generation import train
-from tests.methods.test_medusa import check_greedy, check_sampling, example
-from tests.models.tiny import build
+from tests.methods import test_eagle, test_medusa, test_mlp_speculator, test_mtp
+from tests.methods.heads import (
+    batch_of,
+    check_greedy,
+    check_sampling,
+    example,
+    folder_with,
+    paths_of,
+    ragged_steps,
+    target_of,
+)
+from tests.models.recorders import Replayed
+from tests.models.tiny import texts
 from tests.plug_in import registered_hydra
 
-TREE = {"nodes": 12, "tree": "vicuna_7b_stage2"}
-# name: sizes of a new head, options of drafting
-GREEDY = {
-    "medusa": [({}, {}), ({}, {"nodes": 12}), ({}, TREE)],
-    "hydra": [({}, {}), ({}, {"nodes": 12}), ({}, TREE)],
-    "mlp_speculator": [({}, {}), ({}, {"draft": "tree", "nodes": 12}), ({}, {"draft": "tree"})],
-    "mtp": [({}, {}), ({"modules": 2}, {}), ({"modules": 3, "kind": "parallel"}, {})],
+FILES = {
+    "eagle": test_eagle.CASES,
+    "medusa": test_medusa.CASES,
+    "hydra": test_hydra.CASES,
+    "mlp_speculator": test_mlp_speculator.CASES,
+    "mtp": test_mtp.CASES,
 }
-RANKED, SAMPLED = ({"nodes": 6, "draft": "ranked"}, [{"nodes": nodes, "draft": "sampled"} for nodes in (0, 6)])
-SAMPLING = {
-    "medusa": [({}, options) for options in (RANKED, *SAMPLED)],
-    "hydra": [({}, options) for options in (RANKED, *SAMPLED)],
-    "mlp_speculator": [({}, {"draft": draft, "nodes": 6}) for draft in ("chain", "tree")],
-    "mtp": [({"modules": 2}, {}), ({"modules": 3, "kind": "parallel"}, {})],
-    "gemma4_assistant": [({}, {}), ({"centroids": 5}, {})],
-}
-TRAINED = {  # sizes of a new head, number of its metrics
-    "medusa": [({"heads": 3}, 3)],
-    "hydra": [({"heads": 3}, 3)],
-    "mlp_speculator": [({"n_predict": 3}, 3)],
-    "mtp": [({}, 3), ({"modules": 2}, 2), ({"modules": 3, "kind": "parallel"}, 3)],
+CASES = {name: case for cases in FILES.values() for name, case in cases.items()}
+CHAINS = {"eagle": {"draft": "chain"}, "medusa": {"draft": "sampled"}, "hydra": {"draft": "sampled"}}
+TREES = {
+    "eagle": {"top_k": 3},
+    "medusa": {"nodes": 7},
+    "hydra": {"nodes": 7},
+    "mlp_speculator": {"draft": "tree", "nodes": 7},
+    "dflash": {"nodes": 7},
 }
 
 
@@ -45,9 +54,180 @@ def plug_in():
         yield
 
 
+@pytest.fixture(scope="module", params=CASES)
+def case(request):
+    return CASES[request.param]()
+
+
+@pytest.fixture(scope="module")
+def head(case, tmp_path_factory):
+    source = folder_with(tmp_path_factory.mktemp("published"), case.tensors, case.config, case.file)
+    return method(case.method).load(source, case.target)
+
+
+WITH_TREES = [name for kind in TREES for name in FILES.get(kind, ())]
+GREEDY, SAMPLED = Sampling(), Sampling(temperature=0.8, top_k=7)
+
+
+@pytest.fixture
+def run(request, case, head, tmp_path, monkeypatch):
+    """Return a target and the head, run in one of the ways in which drafts are computed."""
+    if request.param == "packed":
+        if not torch.backends.mkldnn.is_available():
+            pytest.skip("this torch has no oneDNN")
+        monkeypatch.setattr(packed, "PACKED_SIZE", 0)
+        monkeypatch.setattr(packed, "packing_pays", lambda dtype: True)
+        head = method(case.method).load(folder_with(tmp_path, case.tensors, case.config, case.file), case.target)
+        assert packed.packed_bytes(head) or getattr(head, "_stack", None)  # a stack is fused already
+    target = case.target
+    if request.param == "graphs":
+        target = HFTarget(target.model, name=target.name, capture=Replayed())
+    yield target, head
+    assert target.note == ""
+    if request.param == "graphs":
+        assert target.new_graph_capture().replayed > 6
+
+
+@pytest.mark.parametrize(
+    ("run", "sampling"),
+    [("eager", GREEDY), ("eager", SAMPLED), ("packed", GREEDY), ("graphs", GREEDY), ("graphs", SAMPLED)],
+    indirect=["run"],
+    ids=["eager-greedy", "eager-sampled", "packed-greedy", "graphs-greedy", "graphs-sampled"],
+)
+def test_chains_are_those_of_the_reference(case, run, sampling):
+    """Compare every token's distribution, on texts of different lengths."""
+    target, head = run
+    reference, drafter = case.reference(head), load_drafter(case.method, target, head, **CHAINS.get(case.method, {}))
+    for written, draft in ragged_steps(target, drafter, Budget(6, 6), sampling):
+        assert draft.nodes == case.longest and (draft.probs is None) == sampling.greedy
+        assert not sampling.greedy or torch.equal(drafter.propose(Budget(6, 6)).tokens, draft.tokens)
+        for row, text in enumerate(written):
+            for i, path in enumerate(paths_of(draft, row)[1:] if text else ()):
+                logits = reference.logits(text, path[:-1])
+                q = logits.softmax(-1) if sampling.greedy else to_probs(logits, sampling)
+                torch.testing.assert_close(draft.confidence[row, i], q[path[-1]], atol=1e-5, rtol=1e-3)
+                if sampling.greedy:
+                    assert path[-1] == int(logits.argmax())
+                else:
+                    torch.testing.assert_close(draft.probs[row, i], q, atol=1e-5, rtol=1e-3)
+    assert drafter.graph_note == "" and (drafter.history_bytes > 0) == case.caches
+    drafter.release()
+    drafter.release_graphs()
+    assert drafter.history_bytes == 0
+
+
+@pytest.mark.parametrize("run", ["eager", "graphs"], indirect=True)
+@pytest.mark.parametrize("case", WITH_TREES, indirect=True)
+def test_trees_are_those_of_the_reference(case, run):
+    target, head = run
+    reference, drafter = case.reference(head), load_drafter(case.method, target, head, **TREES[case.method])
+    for written, draft in ragged_steps(target, drafter, Budget(3, 7)):
+        assert draft.probs is None and draft.nodes == (3 if getattr(head, "mask_hidden", None) is not None else 7)
+        for row, text in enumerate(written):
+            if not text:
+                continue
+            paths = paths_of(draft, row)
+            assert len(set(paths)) == len(paths) and max(map(len, paths)) <= 3
+            for slot, path in enumerate(paths):
+                q = reference.logits(text, path).softmax(-1) if len(path) < 3 else None
+                children = (draft.parents[row] == slot).nonzero()[:, 0]
+                if len(children):
+                    tokens = draft.tokens[row, children]
+                    assert set(tokens.tolist()) == set(q.topk(len(children)).indices.tolist())
+                    torch.testing.assert_close(draft.confidence[row, children], q[tokens], atol=1e-5, rtol=1e-3)
+
+
+def test_saved_file_drafts_the_same(case, tmp_path):
+    """A head that can be trained is saved, and loaded for inference."""
+    source, options = folder_with(tmp_path / "read", case.tensors, case.config, case.file), CHAINS.get(case.method, {})
+    head = method(case.method).load_trainable(source, case.target)
+    drafter = load_drafter(case.method, case.target, head, **options)
+    if case.unsaved:
+        with pytest.raises(ValueError, match=case.unsaved):
+            drafter.save(tmp_path / "saved", "some/target")
+        return
+    drafter.save(tmp_path / "saved", "some/target")
+    assert detect_method(open_checkpoint(str(tmp_path / "saved"))) == case.method
+    again = load_drafter(case.method, case.target, str(tmp_path / "saved"), **options)
+    assert not any(p.requires_grad for p in again.head.parameters())
+    steps = [list(ragged_steps(case.target, each, Budget(6, 6), Sampling(1.0))) for each in (drafter, again)]
+    for (_, draft), (_, same) in zip(*steps, strict=True):
+        assert torch.equal(draft.tokens, same.tokens)
+        torch.testing.assert_close(draft.probs, same.probs, atol=1e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("run", ["graphs"], indirect=True)
+def test_greedy_output_with_published_files_is_that_of_plain_decoding(case, run):
+    target, head = run
+    check_greedy(target, load_drafter(case.method, target, head, **TREES.get(case.method, {})))
+
+
+def weights(name, head, steps):
+    """Return the weights of the draft positions in the loss."""
+    if name == "mtp":
+        return [0.51, 0.31, 0.18] if len(head) == 1 else [1 / steps] * steps
+    decay, first = {"medusa": (0.8, 1), "eagle": (0.8, 0)}.get(name, (1.0, 0))
+    return [decay ** (i + first) for i in range(steps)]
+
+
+@pytest.mark.parametrize("hard", [False, True])
+def test_the_loss_is_that_of_the_reference(case, head, hard):
+    """Every step of training reads what the same draft token reads."""
+    if not case.trains:
+        pytest.skip("is not trained")
+    target, drafter = case.target, load_drafter(case.method, case.target, head)
+    batch = batch_of(target, tuple({*drafter.taps, -1}), texts(2, 8, seed=8))
+    given = Progress(batch.inputs, batch.outputs, batch.lengths, batch.hidden, None if hard else batch.probs)
+    loss, metrics = drafter.loss(given)
+    reference, total = case.reference(head), 0.0
+    labels = torch.nn.functional.one_hot(batch.outputs, batch.probs.shape[-1]).float() if hard else batch.probs
+    for i, weight in enumerate(weights(case.method, head, len(metrics))):
+        losses, right = [], []
+        for row, p in enumerate(labels):
+            text = [*batch.inputs[row, :1].tolist(), *batch.outputs[row].tolist()]
+            for root in range(1, len(text) - 1 - i):
+                drafted, following = text[root + 1 : root + 1 + i], p[root + i]
+                losses.append(reference.loss(text[: root + 1], drafted, following))
+                right.append(reference.logits(text[: root + 1], drafted).argmax() == following.argmax())
+        losses = [loss for loss in losses if loss is not None]
+        total += weight * torch.stack(losses).mean()
+        assert metrics[f"agree_{i + 1}"] == pytest.approx(float(torch.stack(right).float().mean()))
+    torch.testing.assert_close(loss, total, rtol=1e-4, atol=1e-4)
+
+
+# heads with weights of their own making, trained on the target's text
+
+TREE = {"nodes": 12, "tree": "vicuna_7b_stage2"}
+# name: sizes of a new head, options of drafting
+OUTPUT = {
+    "medusa": [({}, {}), ({}, {"nodes": 12}), ({}, TREE)],
+    "hydra": [({}, {}), ({}, {"nodes": 12}), ({}, TREE)],
+    "mlp_speculator": [({}, {}), ({}, {"draft": "tree", "nodes": 12}), ({}, {"draft": "tree"})],
+    "mtp": [({}, {}), ({"modules": 2}, {}), ({"modules": 3, "kind": "parallel"}, {})],
+    "eagle": [({"kind": "eagle1"}, {}), ({}, {"top_k": 3}), ({"draft_vocab": 20}, {"draft": "chain"})],
+    "dflash": [({"block_size": 4}, {}), ({"block_size": 4}, {"nodes": 12})],
+}
+BEST, DRAWN = ({"nodes": 6, "draft": "ranked"}, [{"nodes": nodes, "draft": "sampled"} for nodes in (0, 6)])
+SAMPLING = {
+    "medusa": [({}, options) for options in (BEST, *DRAWN)],
+    "hydra": [({}, options) for options in (BEST, *DRAWN)],
+    "mlp_speculator": [({}, {"draft": draft, "nodes": 6}) for draft in ("chain", "tree")],
+    "mtp": [({"modules": 2}, {}), ({"modules": 3, "kind": "parallel"}, {})],
+    "gemma4_assistant": [({}, {}), ({"centroids": 5}, {})],
+}
+TRAINED = {  # sizes of a new head, number of its metrics
+    "medusa": [({"heads": 3}, 3)],
+    "hydra": [({"heads": 3}, 3)],
+    "mlp_speculator": [({"n_predict": 3}, 3)],
+    "mtp": [({}, 3), ({"modules": 2}, 2), ({"modules": 3, "kind": "parallel"}, 3)],
+    "eagle": [({"kind": "eagle1"}, 1), ({"intermediate": 24}, 4), ({"draft_vocab": 20}, 4)],
+    "dflash": [({"block_size": 4}, 3)],
+}
+
+
 @pytest.fixture(scope="module")
 def target():
-    return HFTarget(build("llama"), name="some/llama")
+    return target_of()
 
 
 def every(table):
@@ -59,10 +239,10 @@ def fresh(name, target, sizes):
     return method(name).fresh(target, **sizes)
 
 
-@pytest.mark.parametrize(("name", "sizes", "options"), every(GREEDY))
+@pytest.mark.parametrize(("name", "sizes", "options"), every(OUTPUT))
 def test_greedy_output_equals_plain_decoding(target, name, sizes, options):
     drafter = load_drafter(name, target, fresh(name, target, sizes), **options)
-    train(drafter, example(target, drafter.taps[0]))
+    train(drafter, example(target, *drafter.taps))
     assert {0, 1, 2} <= check_greedy(target, drafter)
 
 
@@ -76,7 +256,7 @@ def test_sampled_text_is_drawn_from_the_target(name, sizes, options):
 @pytest.mark.parametrize(("name", "sizes", "metrics"), every(TRAINED))
 def test_training_lowers_the_loss(target, name, sizes, metrics, hard):
     drafter = load_drafter(name, target, fresh(name, target, sizes))
-    batch = example(target, drafter.taps[0])
+    batch = example(target, *drafter.taps)
     if hard:
         batch = Progress(batch.inputs, batch.outputs, batch.lengths, batch.hidden)
     before = drafter.loss(batch)[1]
@@ -86,7 +266,7 @@ def test_training_lowers_the_loss(target, name, sizes, metrics, hard):
     assert all(after[name] > before[name] + 0.1 for name in after)
 
 
-@pytest.mark.parametrize("name", ["medusa", "hydra", "mlp_speculator", "mtp"])
+@pytest.mark.parametrize("name", TRAINED)
 def test_half_precision_heads_read_full_precision_states(target, name):
     check_greedy(target, load_drafter(name, target, fresh(name, target, {}).to(torch.bfloat16)))
 
@@ -127,7 +307,7 @@ def test_unknown_config_keys_that_could_change_the_forward_pass_are_rejected(tmp
             method(name).load(str(tmp_path), target)
 
 
-PUBLISHED = {  # keys that published files have besides those that the readers use
+PUBLISHED_KEYS = {  # keys that published files have besides those that the readers use
     "eagle": [
         {"bias": True, "qkv_bias": True, "pretraining_tp": 1},  # SafeAILab/EAGLE
         {"draft_num_hidden_layers": 1},  # deepseek-ai/DeepSpec
@@ -153,7 +333,7 @@ PUBLISHED = {  # keys that published files have besides those that the readers u
 }
 
 
-@pytest.mark.parametrize(("name", "keys"), [(name, keys) for name, found in PUBLISHED.items() for keys in found])
+@pytest.mark.parametrize(("name", "keys"), [(name, keys) for name, found in PUBLISHED_KEYS.items() for keys in found])
 def test_published_keys_without_effect_are_accepted(tmp_path, name, keys):
     target = ToyTarget(16, hidden_size=32)
     method(name)(target, fresh(name, target, {})).save(tmp_path, "toy")

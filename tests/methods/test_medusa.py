@@ -3,108 +3,71 @@ from collections import Counter
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from scipy.stats import chi2
+from safetensors.torch import load_file
 from torch.nn import functional as F
 
-from specdemo.core.protocol import Budget, GenerationConfig, Progress
+from specdemo.core.protocol import Budget, Progress
 from specdemo.core.sampling import Sampling
-from specdemo.engine.loop import generate
-from specdemo.methods import load_drafter, method
+from specdemo.methods import load_drafter
 from specdemo.methods.heads.medusa import PUBLISHED, Medusa, published_shape
 from specdemo.models.target import HFTarget
-from tests.generation import rows_of, train
-from tests.methods.test_exact_sampling import DRAWS, expected, joint
-from tests.models.tiny import VOCABULARY, build, texts
+from tests.generation import train
+from tests.methods.heads import (
+    Published,
+    Reference,
+    check_greedy,
+    example,
+    folder_with,
+    linear,
+    ragged_steps,
+    randoms,
+    target_of,
+    without,
+)
+from tests.models.tiny import VOCABULARY
 
 HIDDEN = 32
 
 
 @pytest.fixture(scope="module")
 def target():
-    return HFTarget(build("llama"), name="some/llama")
-
-
-def folder_with(path, tensors, config, file="model.safetensors"):
-    path.mkdir(exist_ok=True)
-    save = save_file if file.endswith(".safetensors") else torch.save
-    save(tensors, path / file)
-    (path / "config.json").write_text(json.dumps(config))
-    return str(path)
-
-
-def randoms(**shapes):
-    """Return name -> random tensor. Double underscores in names become dots."""
-    rng = torch.Generator().manual_seed(3)
-    return {name.replace("__", "."): torch.randn(shape, generator=rng) * 0.3 for name, shape in shapes.items()}
+    return target_of()
 
 
 def medusa_1(heads=3, layers=1, vocabulary=VOCABULARY, hidden=HIDDEN):
     shapes = {}
     for i in range(heads):
         for layer in range(layers):
-            shapes |= {f"{i}__{layer}__linear__weight": (hidden, hidden), f"{i}__{layer}__linear__bias": (hidden,)}
-        shapes[f"{i}__{layers}__weight"] = (vocabulary, hidden)
-    return randoms(**shapes)
+            shapes |= {f"{i}.{layer}.linear.weight": (hidden, hidden), f"{i}.{layer}.linear.bias": (hidden,)}
+        shapes[f"{i}.{layers}.weight"] = (vocabulary, hidden)
+    return randoms(shapes)
 
 
-def reference(tensors, hidden, layers=1):
-    """Return logits [heads, V] from Medusa-1 tensors."""
-    logits = []
-    for i in range(sum(name.endswith(f".{layers}.weight") for name in tensors)):
-        state = hidden
+class Medusa1Reference(Reference):
+    def logits(self, text, drafted):
+        return self.head(self.hidden(text)[-1], len(drafted))
+
+    def head(self, state, i):
+        """Return logits [..., V] of hidden states [..., H]."""
+        layers = sum(name.startswith(f"{i}.") and name.endswith("bias") for name in self.w)
         for layer in range(layers):
-            state = state + F.silu(
-                F.linear(state, tensors[f"{i}.{layer}.linear.weight"], tensors[f"{i}.{layer}.linear.bias"])
-            )
-        logits.append(state @ tensors[f"{i}.{layers}.weight"].T)
-    return torch.stack(logits)
+            state = state + F.silu(linear(self.w, f"{i}.{layer}.linear", state))
+        return linear(self.w, f"{i}.{layers}", state)
 
 
 def logits_of(heads, hidden):
     return torch.stack([heads(hidden, i) for i in range(len(heads))])
 
 
-def example(target, tap=-1, rows=4, columns=24):
-    """Return a training batch of texts that the target continued greedily."""
-    tokens = texts(rows, 4)
-    for _ in range(columns - 3):
-        tokens = torch.cat([tokens, target.model(tokens).logits[:, -1:].argmax(-1)], 1)
-    hidden = target.start(tokens, (tap,)).hidden[tap]
-    probs = target.model(tokens).logits.softmax(-1)
-    lengths = [tokens.shape[1] - 1] * rows
-    return Progress(tokens[:, :-1], tokens[:, 1:], lengths, {tap: hidden[:, :-1]}, probs[:, :-1])
-
-
-def check_greedy(target, drafter):
-    """Check that the output is the target's, and return the numbers of accepted draft tokens that occurred."""
-    prompts = texts(4, 4)
-    config = GenerationConfig(24, budget=Budget(4, 12), stop_token_ids=())
-    expected = rows_of(list(generate(target, load_drafter("none", target), prompts, config)))
-    events = list(generate(target, drafter, prompts, config))
-    assert rows_of(events) == expected
-    return {len(path) - 1 for e in events for path in e.path}
-
-
-def check_sampling(drafter, target):
-    """Check by chi-square that the first two tokens follow the target's distribution."""
-    counts, expected_counts = joint(target, drafter, 2, DRAWS // 2), expected(target, 2) * (DRAWS // 2)
-    assert float(((counts - expected_counts) ** 2 / expected_counts).sum()) < chi2.ppf(0.9999, len(expected_counts) - 1)
-
-
 # formats
 
 
-@pytest.mark.parametrize("file", ["medusa_lm_head.pt", "medusa_lm_head.safetensors"])
-@pytest.mark.parametrize("layers", [0, 1, 2])
-def test_medusa_1(tmp_path, target, file, layers):
-    """The published configs specify two heads where the file contains more."""
+def published(layers, file):
+    """Return Medusa-1 heads. The published configs specify two heads where the file contains more."""
     tensors = medusa_1(5, layers)
     config = {"medusa_num_heads": 2, "medusa_num_layers": layers, "base_model_name_or_path": "some/llama"}
-    heads = Medusa.load(folder_with(tmp_path, tensors, config, file), target)
-    assert (len(heads), heads.layers) == (5, layers)
-    hidden = torch.randn(7, HIDDEN)
-    torch.testing.assert_close(logits_of(heads, hidden), reference(tensors, hidden, layers))
+    reference = Medusa1Reference(target_of(), tensors)
+    return Published("medusa", config, tensors, lambda head: reference, longest=5, file=file, caches=False)
 
 
 def test_medusa_2_is_a_full_model(tmp_path, target):
@@ -116,8 +79,8 @@ def test_medusa_2_is_a_full_model(tmp_path, target):
     with pytest.raises(ValueError, match="trained with its heads; choose it as the target too"):
         Medusa.load(source, target)
     heads = Medusa.load(source, HFTarget(target.model, name="FasterDecoding/medusa-1.0-llama"))
-    hidden = torch.randn(7, HIDDEN)
-    torch.testing.assert_close(logits_of(heads, hidden), reference(tensors, hidden))
+    hidden, reference = torch.randn(7, HIDDEN), Medusa1Reference(target, tensors)
+    torch.testing.assert_close(logits_of(heads, hidden), torch.stack([reference.head(hidden, i) for i in range(3)]))
 
 
 def vllm_config(**more):
@@ -126,47 +89,49 @@ def vllm_config(**more):
 
 
 def vllm(heads=3, rows=VOCABULARY):
-    shapes = {f"blocks__{i}__layers__0__weight": (HIDDEN, HIDDEN) for i in range(heads)}
-    return randoms(**shapes, **{f"lm_heads__{i}__weight": (rows, HIDDEN) for i in range(heads)})
+    shapes = {f"blocks.{i}.layers.0.weight": (HIDDEN, HIDDEN) for i in range(heads)}
+    return randoms(shapes | {f"lm_heads.{i}.weight": (rows, HIDDEN) for i in range(heads)})
 
 
-def vllm_reference(tensors, hidden, i, lm_head):
-    return (hidden + F.silu(hidden @ tensors[f"blocks.{i}.layers.0.weight"].T)) @ tensors[lm_head].T
+class VllmReference(Reference):
+    def logits(self, text, drafted):
+        i, state = len(drafted), self.hidden(text)[-1]
+        state = state + F.silu(linear(self.w, f"blocks.{i}.layers.0", state))
+        name = next(name for name in (f"lm_heads.{i}", "lm_heads.0", "lm_head") if f"{name}.weight" in self.w)
+        logits = linear(self.w, name, state)
+        if "token_map" not in self.w:
+            return logits
+        ids = self.w["token_map"]
+        logits = logits[ids] if len(logits) > len(ids) else logits
+        return torch.full((VOCABULARY,), -1e4).index_copy(0, ids, logits)
 
 
-@pytest.mark.parametrize("prefix", ["", "medusa_heads."])
-def test_vllm(tmp_path, target, prefix):
-    tensors = vllm()
-    stored = {prefix + name: tensor for name, tensor in tensors.items()}
-    heads = Medusa.load(folder_with(tmp_path, stored, vllm_config(truncated_vocab_size=VOCABULARY)), target)
-    hidden = torch.randn(7, HIDDEN)
-    expected = [vllm_reference(tensors, hidden, i, f"lm_heads.{i}.weight") for i in range(3)]
-    torch.testing.assert_close(logits_of(heads, hidden), torch.stack(expected))
+def vllm_file(tensors, prefix="", **config):
+    reference, tensors = VllmReference(target_of(), tensors), {prefix + name: t for name, t in tensors.items()}
+    return Published("medusa", vllm_config(**config), tensors, lambda head: reference, longest=3, caches=False)
 
 
-@pytest.mark.parametrize("name", ["lm_head.weight", "lm_heads.0.weight"])
-def test_vllm_with_one_lm_head(tmp_path, target, name):
-    tensors = {n: t for n, t in vllm().items() if n.startswith("blocks")} | {name: torch.randn(VOCABULARY, HIDDEN)}
-    heads = Medusa.load(folder_with(tmp_path, tensors, vllm_config(original_lm_head=True)), target)
-    hidden = torch.randn(7, HIDDEN)
-    expected = [vllm_reference(tensors, hidden, i, name) for i in range(3)]
-    torch.testing.assert_close(logits_of(heads, hidden), torch.stack(expected))
+def one_lm_head(name):
+    return without(vllm(), "lm_heads") | {name: torch.randn(VOCABULARY, HIDDEN)}
 
 
-@pytest.mark.parametrize("rows", [12, VOCABULARY])
-def test_vllm_with_a_truncated_vocabulary(tmp_path, target, rows):
-    token_map = torch.arange(5, 53, 4)
-    tensors = vllm(rows=rows)
-    stored = {**tensors, "token_map": token_map}
-    source = folder_with(tmp_path, stored, vllm_config(truncated_vocab_size=12, medusa_fc_bias=False))
-    heads = Medusa.load(source, target)
-    hidden = torch.randn(7, HIDDEN)
-    logits = heads(hidden, 1)
-    expected = vllm_reference(tensors, hidden, 1, "lm_heads.1.weight")
-    torch.testing.assert_close(logits[:, token_map], expected if rows == 12 else expected[:, token_map])
-    left_out = torch.ones(VOCABULARY, dtype=torch.bool).index_fill(0, token_map, False)
-    assert not logits.softmax(-1)[:, left_out].any()
-    check_greedy(target, load_drafter("medusa", target, heads, nodes=12))
+def truncated(rows):
+    tensors = vllm(rows=rows) | {"token_map": torch.arange(5, 53, 4)}
+    return vllm_file(tensors, truncated_vocab_size=12, medusa_fc_bias=False)
+
+
+CASES = {
+    "medusa-0-layers": lambda: published(0, "medusa_lm_head.pt"),
+    "medusa-1-layer": lambda: published(1, "medusa_lm_head.pt"),
+    "medusa-1-layer-safetensors": lambda: published(1, "medusa_lm_head.safetensors"),
+    "medusa-2-layers": lambda: published(2, "medusa_lm_head.safetensors"),
+    "medusa-vllm": lambda: vllm_file(vllm(), truncated_vocab_size=VOCABULARY),
+    "medusa-vllm-prefix": lambda: vllm_file(vllm(), "medusa_heads."),
+    "medusa-vllm-lm_head": lambda: vllm_file(one_lm_head("lm_head.weight"), original_lm_head=True),
+    "medusa-vllm-lm_heads": lambda: vllm_file(one_lm_head("lm_heads.0.weight"), original_lm_head=True),
+    "medusa-vllm-draft-vocabulary": lambda: truncated(12),
+    "medusa-vllm-draft-vocabulary-full-lm_heads": lambda: truncated(VOCABULARY),
+}
 
 
 @pytest.mark.parametrize(
@@ -198,27 +163,11 @@ def test_other_families_are_refused(tmp_path, target):
 # drafts
 
 
-def test_every_node_is_the_rank_of_its_levels_head(target):
-    heads = Medusa.fresh(target, heads=3)
-    torch.manual_seed(0)
-    for parameter in heads.parameters():
-        parameter.normal_()
-    drafter = load_drafter("medusa", target, heads, nodes=63, tree="mc_sim_7b_63")
-    drafter.start(2, Sampling(), torch.Generator())
-    hidden = torch.randn(2, 3, HIDDEN)
-    inputs = torch.zeros(2, 3, dtype=torch.int64)
-    drafter.observe(Progress(inputs, inputs, [3, 2], {-1: hidden}))
-    shape = published_shape("mc_sim_7b_63")
-    draft = drafter.propose(Budget(8, 63))
+def test_published_trees_are_cut_to_the_heads(target):
+    drafter = load_drafter("medusa", target, Medusa.fresh(target, heads=3), nodes=63, tree="mc_sim_7b_63")
+    (_, draft), *_ = ragged_steps(target, drafter, Budget(8, 63))
     assert draft.nodes == 61  # two of 63 nodes are on level 4, which needs a fourth head
-    for row, last in enumerate(hidden[[0, 1], [2, 1]]):
-        ranked = logits_of(heads, last).softmax(-1).sort(descending=True)
-        for node in range(draft.nodes):
-            level, rank = shape.levels[node] - 1, shape.ranks[node]
-            assert draft.tokens[row, node] == ranked.indices[level, rank]
-            assert float(draft.confidence[row, node]) == pytest.approx(float(ranked.values[level, rank]), rel=1e-4)
-        assert draft.parents[row].tolist() == list(shape.parents[:61])
-    assert draft.probs is None
+    assert draft.parents.tolist() == [list(published_shape("mc_sim_7b_63").parents[:61])] * 2
 
 
 def test_the_published_trees():
@@ -294,20 +243,6 @@ def test_new_heads_equal_lm_head(target):
     torch.testing.assert_close(heads(hidden, 1), target.lm_head(hidden))
 
 
-def test_the_loss_is_a_weighted_cross_entropy(target):
-    drafter, batch = load_drafter("medusa", target, Medusa.fresh(target, heads=2)), example(target)
-    expected = 0.0
-    for i in range(2):
-        logits = drafter.head(batch.hidden[-1], i)
-        every = [
-            -(batch.probs[row, a + 1 + i] * logits[row, a].log_softmax(-1)).sum()
-            for row in range(4)
-            for a in range(batch.inputs.shape[1] - 1 - i)
-        ]
-        expected += 0.8 ** (i + 1) * float(torch.stack(every).mean())
-    assert drafter.loss(batch)[0].item() == pytest.approx(expected, rel=1e-4)
-
-
 def test_saved_file_loads_in_vllm(tmp_path, target):
     drafter = load_drafter("medusa", target, Medusa.fresh(target, heads=2, layers=2))
     train(drafter, example(target), 3)
@@ -319,9 +254,7 @@ def test_saved_file_loads_in_vllm(tmp_path, target):
     assert (config["hidden_size"], config["vocab_size"]) == (HIDDEN, VOCABULARY)
     layers = {f"blocks.{i}.layers.{n}.{k}" for i in range(2) for n in range(2) for k in ("weight", "bias")}
     assert load_file(tmp_path / "model.safetensors").keys() == layers | {f"lm_heads.{i}.weight" for i in range(2)}
-    again, hidden = method("medusa").load(str(tmp_path), target), torch.randn(5, HIDDEN)
-    torch.testing.assert_close(logits_of(again, hidden), logits_of(drafter.head, hidden))
-    assert again.rates == drafter.head.rates
+    assert Medusa.load(str(tmp_path), target).rates == drafter.head.rates
 
 
 def test_half_precision_heads_read_full_precision_states(target):

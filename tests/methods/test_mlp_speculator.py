@@ -1,20 +1,18 @@
 import json
-from math import sqrt
+from math import inf, sqrt
 
 import pytest
 import torch
 from torch.nn import functional as F
 
 from specdemo.core.protocol import Budget, Progress
-from specdemo.core.sampling import Sampling
 from specdemo.core.tree import depths
 from specdemo.methods import load_drafter
 from specdemo.methods.heads.mlp_speculator import MLPSpeculator, Speculator
-from specdemo.models.target import HFTarget
-from tests.methods.test_medusa import example, folder_with
-from tests.models.tiny import VOCABULARY, build, texts
+from tests.methods.heads import Published, Reference, example, folder_with, paths_of, ragged_steps, randoms, target_of
+from tests.models.tiny import VOCABULARY
 
-HIDDEN, INNER, GREEDY = 32, 24, Sampling()
+HIDDEN, INNER = 32, 24
 CONFIG = {
     "architectures": ["MLPSpeculatorPreTrainedModel"],
     "model_type": "mlp_speculator",
@@ -32,17 +30,16 @@ TIED = {**CONFIG, "tie_weights": True, "scale_input": True}
 
 @pytest.fixture(scope="module")
 def target():
-    return HFTarget(build("llama"), name="some/llama")
+    return target_of()
 
 
 def speculator(inner=INNER, steps=3, vocabulary=VOCABULARY, hidden=HIDDEN):
     """Return the tensors of an untied file."""
-    rng = torch.Generator().manual_seed(3)
     shapes = {}
     for i in range(steps):
         shapes |= {f"emb.{i}.weight": (vocabulary, inner), f"proj.{i}.weight": (inner, inner if i else hidden)}
         shapes |= {f"head.{i}.weight": (vocabulary, inner), f"ln.{i}.weight": (inner,), f"ln.{i}.bias": (inner,)}
-    return {f"speculator.{name}": torch.randn(shape, generator=rng) * 0.3 for name, shape in shapes.items()}
+    return randoms({f"speculator.{name}": shape for name, shape in shapes.items()})
 
 
 def tied(inner=INNER, steps=3):
@@ -55,34 +52,26 @@ def tied(inner=INNER, steps=3):
     return {name: tensors[first].clone() for name, first in named.items()}, {n: tensors[n] for n in shared}
 
 
-def reference(tensors, hidden, tokens, scale_input=False, steps=3, inner=INNER):
-    """Return logits [steps, R, V] for hidden [R, H] and tokens [R, steps]."""
+class MlpReference(Reference):
+    """The formulas of the paper. tensors: untied, of 3 steps."""
 
-    def rms(x):
-        return x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
+    def __init__(self, tensors, scale_input=False, inner=INNER):
+        super().__init__(target_of(), tensors)
+        self.scale_input, self.inner = scale_input, inner
 
-    weight = 0.5 ** (0.5 / steps)
-    ratio = sqrt((1 - weight**2) * inner / 2) / weight
-    state, logits = rms(hidden) / sqrt(2) if scale_input else hidden, []
-    for i in range(steps):
-        table = {n: tensors[f"speculator.{n}.{i}.weight"] for n in ("emb", "proj", "head", "ln")}
-        state = state @ table["proj"].T + ratio * table["emb"][tokens[:, i]]
-        state = F.gelu(rms(state) * table["ln"] + tensors[f"speculator.ln.{i}.bias"])
-        logits.append(state @ table["head"].T)
-    return torch.stack(logits)
+    def logits(self, text, drafted):
+        def rms(x):
+            return x / (x.pow(2).mean() + 1e-6).sqrt()
 
-
-def logits_of(head, hidden, tokens):
-    state, logits = head.initial_state(hidden), []
-    for i in range(len(head)):
-        state, step_logits = head(state, tokens[:, i], i)
-        logits.append(step_logits)
-    return torch.stack(logits)
-
-
-def check_logits(head, tensors, **variant):
-    hidden, tokens = torch.randn(7, HIDDEN) * 3, texts(7, len(head))
-    torch.testing.assert_close(logits_of(head, hidden, tokens), reference(tensors, hidden, tokens, **variant))
+        weight = 0.5 ** (0.5 / 3)
+        ratio, hidden = sqrt((1 - weight**2) * self.inner / 2) / weight, self.hidden(text)[-1]
+        state = rms(hidden) / sqrt(2) if self.scale_input else hidden
+        for i, token in enumerate((text[-1], *drafted)):
+            table = {n: self.w[f"speculator.{n}.{i}.weight"] for n in ("emb", "proj", "head", "ln")}
+            state = table["proj"] @ state + ratio * table["emb"][min(token, len(table["emb"]) - 1)]
+            state = F.gelu(rms(state) * table["ln"] + self.w[f"speculator.ln.{i}.bias"])
+        logits = (table["head"] @ state)[:VOCABULARY]  # padding must not be drafted
+        return F.pad(logits, (0, VOCABULARY - len(logits)), value=-inf)
 
 
 # the state's scale
@@ -104,56 +93,50 @@ def test_weights_of_published_sizes(steps, inner, state_weight, emb_weight, rati
 # formats
 
 
-def test_own_tables_per_step(tmp_path, target):
-    tensors = speculator()
-    head = MLPSpeculator.load(folder_with(tmp_path, tensors, CONFIG), target)
-    assert (len(head), head.inner_dim, head.widths) == (3, INNER, (5, 3, 2))
-    assert not any(p.requires_grad for p in head.parameters())
-    check_logits(head, tensors)
+def published(tensors, config, stored=None, file="model.safetensors", trains=True, **settings):
+    reference, flags = MlpReference(tensors, **settings), {"caches": False, "trains": trains}
+    stored = tensors if stored is None else stored
+    return Published("mlp_speculator", CONFIG | config, stored, lambda head: reference, longest=3, file=file, **flags)
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
-@pytest.mark.parametrize("copies", [True, False])
-def test_tied_tables(tmp_path, target, copies, file):
+def tied_file(copies, file):
+    """Return tied tables, stored once or repeated."""
     every, one = tied()
-    head = MLPSpeculator.load(folder_with(tmp_path, every if copies else one, TIED, file), target)
-    check_logits(head, every, scale_input=True)
+    return published(every, TIED, every if copies else one, file, scale_input=True)
+
+
+def padded(rows):
+    """Return a file for a vocabulary with another padding than the target's."""
+    tensors = speculator(vocabulary=rows)
+    for i in range(3):
+        tensors[f"speculator.head.{i}.weight"][VOCABULARY:] *= 1000.0
+    return published(tensors, {"vocab_size": rows}, trains=False)
+
+
+CASES = {
+    "mlp": lambda: published(speculator(), {}),
+    "mlp-tied-copies": lambda: tied_file(True, "model.safetensors"),
+    "mlp-tied-copies-bin": lambda: tied_file(True, "pytorch_model.bin"),
+    "mlp-tied": lambda: tied_file(False, "model.safetensors"),
+    "mlp-tied-bin": lambda: tied_file(False, "pytorch_model.bin"),
+    "mlp-inner-size-of-the-target": lambda: published(speculator(HIDDEN), {"inner_dim": 0}, inner=HIDDEN),
+    "mlp-padded-file": lambda: padded(64),
+    "mlp-padded-target": lambda: padded(56),
+}
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_tied_tables_are_shared(tmp_path, target, copies):
+    every, one = tied()
+    head = MLPSpeculator.load(folder_with(tmp_path, every if copies else one, TIED), target)
     assert head.emb[0] is head.emb[2] and head.proj[1] is head.proj[2] and head.proj[0] is not head.proj[1]
     assert sum(p.numel() for p in head.parameters()) == sum(t.numel() for t in one.values())
 
 
-def test_inner_dimension_0_is_the_hidden_size(tmp_path, target):
-    tensors = speculator(HIDDEN)
-    head = MLPSpeculator.load(folder_with(tmp_path, tensors, {**CONFIG, "inner_dim": 0}), target)
-    check_logits(head, tensors, inner=HIDDEN)
-
-
-def test_the_scale_is_that_of_the_trained_steps(tmp_path, target):
-    """Drafting fewer steps than trained uses the constants of all trained steps."""
-    tensors = speculator()
-    drafter = load_drafter("mlp_speculator", target, folder_with(tmp_path, tensors, CONFIG))
-    draft, hidden, root = first_draft(drafter, Budget(1, 1))
-    chances = reference(tensors, hidden, root[:, None].expand(-1, 3))[0].softmax(-1)
-    assert torch.equal(draft.tokens[:, 0], chances.argmax(-1))
-    torch.testing.assert_close(draft.confidence[:, 0], chances.amax(-1))
-
-
 @pytest.mark.parametrize("rows", [64, 56])
-def test_padded_vocabularies(tmp_path, target, rows):
-    """File and target may be padded; padding rows must not be drafted."""
-    tensors = speculator(vocabulary=rows)
-    for i in range(3):
-        tensors[f"speculator.head.{i}.weight"][VOCABULARY:] *= 1000.0
-    source = folder_with(tmp_path, tensors, {**CONFIG, "vocab_size": rows})
-    head, known = MLPSpeculator.load(source, target), min(rows, VOCABULARY)
-    hidden, tokens = torch.randn(7, HIDDEN), texts(7, 3).clamp_max(known - 1)
-    torch.testing.assert_close(logits_of(head, hidden, tokens), reference(tensors, hidden, tokens)[..., :known])
-    drafter = load_drafter("mlp_speculator", target, head)
-    drafter.start(4, Sampling(temperature=1.0), torch.Generator().manual_seed(0))
-    observe(drafter)
-    draft = drafter.propose(Budget(3, 3))
-    assert draft.probs.shape == (4, 3, VOCABULARY) and draft.tokens.max() < known
-    batch = example(target)
+def test_speculators_of_padded_vocabularies_can_be_trained(tmp_path, target, rows):
+    case, batch = padded(rows), example(target)
+    drafter = load_drafter("mlp_speculator", target, folder_with(tmp_path, case.tensors, case.config))
     for probs in (batch.probs, None):
         assert drafter.loss(Progress(batch.inputs, batch.outputs, batch.lengths, batch.hidden, probs))[0].isfinite()
 
@@ -181,55 +164,33 @@ def test_other_files_are_refused(tmp_path, target, tensors, config, reason):
 # drafts
 
 
-def observe(drafter, rows=4):
-    """Observe ragged rows. Return the hidden state [B, H] and the root [B] from which the draft starts."""
-    lengths = [1 + row % 3 for row in range(rows)]
-    tokens, hidden = texts(rows, 4), torch.randn(rows, 3, HIDDEN, generator=torch.Generator().manual_seed(1))
-    drafter.observe(Progress(tokens[:, :-1], tokens[:, 1:], lengths, {-1: hidden}))
-    last = torch.tensor(lengths)
-    return hidden[torch.arange(rows), last - 1], tokens[torch.arange(rows), last]
-
-
-def first_draft(drafter, budget, sampling=GREEDY):
-    drafter.start(4, sampling, torch.Generator().manual_seed(0))
-    hidden, root = observe(drafter)
-    return drafter.propose(budget), hidden, root
-
-
-def test_a_sampled_chain_carries_what_it_was_drawn_from(tmp_path, target):
+def test_the_scale_is_that_of_the_trained_steps(tmp_path, target):
+    """Drafting fewer steps than trained uses the constants of all trained steps."""
     tensors = speculator()
     drafter = load_drafter("mlp_speculator", target, folder_with(tmp_path, tensors, CONFIG))
-    draft, hidden, root = first_draft(drafter, Budget(5, 5), Sampling(temperature=0.7))
-    assert draft.tokens.shape == (4, 3)
-    read = torch.cat([root[:, None], draft.tokens[:, :-1]], 1)
-    expected = (reference(tensors, hidden, read) / 0.7).softmax(-1).transpose(0, 1)
-    torch.testing.assert_close(draft.probs, expected)
-    torch.testing.assert_close(draft.confidence, expected.gather(-1, draft.tokens[..., None])[..., 0])
+    for written, draft in ragged_steps(target, drafter, Budget(1, 1)):
+        for row, text in enumerate(written):
+            if text:
+                chances = MlpReference(tensors).logits(text, ()).softmax(-1)
+                assert draft.tokens[row].tolist() == [int(chances.argmax())]
+                torch.testing.assert_close(draft.confidence[row, 0], chances.amax())
 
 
 @pytest.mark.parametrize("nodes", [4, 12, 200])
-def test_the_tree_holds_the_likeliest_nodes(tmp_path, target, nodes):
+def test_the_tree_has_the_likeliest_nodes(tmp_path, target, nodes):
     """There are 5 + 15 + 30 paths, each with the product of its steps' probabilities."""
     tensors = speculator()
     drafter = load_drafter("mlp_speculator", target, folder_with(tmp_path, tensors, CONFIG), draft="tree", nodes=16)
-    draft, hidden, root = first_draft(drafter, Budget(3, nodes))
-    assert draft.nodes == min(nodes, 50) and draft.probs is None
-    for row in range(4):
+    (written, draft), *_ = ragged_steps(target, drafter, Budget(3, nodes))
+    assert draft.nodes == min(nodes, 50) and depths(draft.parents).max() <= 3
+    for row, text in enumerate(written):
         paths = {(): 1.0}
         for level, width in enumerate((5, 3, 2)):
             for path in [path for path in paths if len(path) == level]:
-                read = torch.tensor([[int(root[row]), *path, 0, 0, 0][:3]])
-                chances, ranked = reference(tensors, hidden[row, None], read)[level, 0].softmax(-1).topk(width)
+                chances, ranked = MlpReference(tensors).logits(text, path).softmax(-1).topk(width)
                 paths |= {(*path, t): paths[path] * c for t, c in zip(ranked.tolist(), chances.tolist(), strict=True)}
         del paths[()]
-        best = sorted(paths, key=paths.get, reverse=True)[:nodes]
-        drafted = [()]
-        for node in range(draft.nodes):
-            drafted.append((*drafted[draft.parents[row, node]], int(draft.tokens[row, node])))
-            chance = paths[drafted[-1]] / paths.get(drafted[-1][:-1], 1.0)
-            assert float(draft.confidence[row, node]) == pytest.approx(chance, rel=1e-3)
-        assert set(drafted[1:]) == set(best)
-    assert depths(draft.parents).max() <= 3
+        assert set(paths_of(draft, row)[1:]) == set(sorted(paths, key=paths.get, reverse=True)[:nodes])
 
 
 # training
@@ -245,25 +206,12 @@ def test_fresh_speculators(target, sizes, inner, tables):
     assert head.widths == (4, 3, 2, 2) and not any(p.requires_grad for p in head.parameters())
 
 
-def test_speculator_is_trained_on_the_text(target):
-    """Step 1 at column t reads tokens t + 1 and t + 2. Its label is the target's distribution after those."""
-    torch.manual_seed(0)
-    drafter, batch = load_drafter("mlp_speculator", target, MLPSpeculator.fresh(target)), example(target)
-    column = 5
-    taught = list(drafter._training_steps(batch))
-    expected = logits_of(drafter.head, batch.hidden[-1][:, column], batch.outputs[:, column : column + 4])
-    for i, (logits, observed) in enumerate(taught):
-        torch.testing.assert_close(logits[:, column], expected[i])
-        assert torch.equal(observed[:, column], batch.probs[:, column + 1 + i])
-
-
 @pytest.mark.parametrize("config", [CONFIG, TIED])
-def test_saving_round_trips(tmp_path, target, config):
+def test_saved_config_is_that_of_the_file(tmp_path, target, config):
     tensors = tied()[1] if "tie_weights" in config else speculator()
     drafter = load_drafter("mlp_speculator", target, folder_with(tmp_path / "read", tensors, config))
+    head = drafter.head
+    assert (len(head), head.inner_dim, head.widths) == (3, INNER, (5, 3, 2))
     drafter.save(tmp_path / "written", "some/llama")
     written = json.loads((tmp_path / "written" / "config.json").read_text())
     assert {**written, "torch_dtype": "float16"}.items() >= config.items()
-    again = MLPSpeculator.load(str(tmp_path / "written"), target)
-    hidden, tokens = torch.randn(7, HIDDEN), texts(7, 3)
-    assert torch.equal(logits_of(again, hidden, tokens), logits_of(drafter.head, hidden, tokens))

@@ -1,5 +1,7 @@
 import json
 from copy import deepcopy
+from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from specdemo.methods.heads.mtp import MTP, ParallelHeads
 from specdemo.methods.heads.runtime import training_columns
 from specdemo.models.target import HFTarget
 from tests.generation import train
-from tests.methods.test_medusa import example, folder_with
+from tests.methods.heads import Published, Reference, folder_with, rms_norm, target_of, without
 from tests.models.tiny import SIZES, VOCABULARY, build, pinned, texts
 
 HIDDEN, LAYERS = SIZES["hidden_size"], SIZES["num_hidden_layers"]
@@ -27,7 +29,7 @@ UNSETTLED = [MTPConvention(True, False), MTPConvention(False, True)]
 
 @pytest.fixture(scope="module")
 def target():
-    return HFTarget(build("llama"), name="some/llama")
+    return target_of()
 
 
 def fresh(target, kind):
@@ -41,48 +43,36 @@ def random(tensors, scale=0.2):
     return {name: torch.randn(t.shape, generator=rng) * scale + (t.ndim == 1) for name, t in tensors.items()}
 
 
-class MtpReference:
+class MtpModule:
     """One sequential module: the input projection, and a model with one layer of the target's kind and the module's
     norm.
     """
 
-    def __init__(self, target, hidden_first=False):
+    def __init__(self, target, hidden_first=False, scale=0.2):
         config = deepcopy(target.model.config)
         config.num_hidden_layers = 1
         if getattr(config, "layer_types", None):
             config.layer_types = ["full_attention"]
-        self.embed, self.lm_head, self.hidden_first = target.embed, target.lm_head, hidden_first
+        self.embed, self.hidden_first = target.embed, hidden_first
         self.model = type(target.model.model)(config).eval().requires_grad_(False)
-        self.model.load_state_dict(random(self.model.state_dict()))
+        self.model.load_state_dict(random(self.model.state_dict(), scale))
         norm = type(self.model.norm)
         self.enorm, self.hnorm = norm(HIDDEN, eps=config.rms_norm_eps), norm(HIDDEN, eps=config.rms_norm_eps)
         made = random({"enorm": torch.ones(HIDDEN), "hnorm": torch.ones(HIDDEN), "fc": torch.ones(HIDDEN, 2 * HIDDEN)})
         self.enorm.weight.data, self.hnorm.weight.data, self.eh_proj = made["enorm"], made["hnorm"], made["fc"]
 
     def joined(self, tokens, hidden):
-        parts = [self.enorm(self.embed(tokens)), self.hnorm(hidden)]
+        parts = [self.enorm(self.embed(torch.as_tensor(tokens))), self.hnorm(hidden)]
         return torch.cat(parts[::-1] if self.hidden_first else parts, -1) @ self.eh_proj.T
 
+    @torch.no_grad()
     def states(self, joined):
-        """Return the states before and after the norm for joined inputs [B, A, H]."""
+        """Return the states before and after the norm for joined inputs [A, H]."""
         states = []
         hook = self.model.norm.register_forward_pre_hook(lambda module, inputs: states.append(inputs[0]))
-        normed = self.model(inputs_embeds=joined, use_cache=False).last_hidden_state
+        normed = self.model(inputs_embeds=joined[None], use_cache=False).last_hidden_state
         hook.remove()
-        return states[0], normed
-
-    def logits(self, tokens, hidden):
-        return self.lm_head(self.states(self.joined(tokens, hidden))[1])
-
-    def draft(self, tokens, hidden, depth, normed, tokens_fed=None):
-        """Return logits [depth, V] after the last column of one row, continued with drafted or given tokens."""
-        inputs, found = self.joined(tokens[None], hidden[None]), []
-        for step in range(depth):
-            both = self.states(inputs)
-            found.append(self.lm_head(both[1][0, -1]))
-            token = found[-1].argmax() if tokens_fed is None else tokens_fed[step]
-            inputs = torch.cat([inputs, self.joined(token[None, None], both[normed][:, -1:])], 1)
-        return torch.stack(found)
+        return states[0][0], normed[0]
 
     def stored(self, dialect):
         """Return the module's tensors under the names of a model family."""
@@ -91,6 +81,28 @@ class MtpReference:
         own["norm"] = self.model.norm.weight.data
         names, folder, outer = DIALECTS[dialect]
         return {f"{outer}{names[n]}.weight": t for n, t in own.items()} | {f"{folder}{n}": t for n, t in layer.items()}
+
+
+class MtpReference(Reference):
+    """Sequential modules. A single module is applied again and again to its own states."""
+
+    def __init__(self, target, head, *modules):
+        super().__init__(target, {})
+        self.modules, self.convention, self.tap = modules, head.convention, head.tap
+
+    def logits(self, text, drafted):
+        hidden, tokens, normed = self.hidden(text, self.tap), [*text[1:], *drafted], self.convention.normed_output
+        width = len(hidden)
+        if len(self.modules) > 1:
+            for i, module in enumerate(self.modules[: len(drafted) + 1]):
+                states = module.states(module.joined(tokens[i : i + width], hidden))
+                hidden = states[normed]
+            return self.target.lm_head(states[1][-1])
+        (module,) = self.modules
+        inputs = module.joined(tokens[:width], hidden)
+        for token in drafted:
+            inputs = torch.cat([inputs, module.joined([token], module.states(inputs)[normed][-1:])])
+        return self.target.lm_head(module.states(inputs)[1][-1])
 
 
 # Module names by family, prefix of the decoder layer, prefix of the rest
@@ -112,6 +124,7 @@ DIALECTS = {
     ),
 }
 DIALECTS["speculators"] = (DIALECTS["mimo"][0], "mtp_layers.0.", "mtp_layers.0.")
+FAMILIES = ("llama", "qwen3")
 CONFIGS = {"mimo": {"model_type": "mimo"}, "speculators": {"speculators_model_type": "mtp"}}
 
 
@@ -135,19 +148,43 @@ def logits_of(head, tokens, hidden, index=0):
 # formats
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
-@pytest.mark.parametrize("dialect", DIALECTS)
-def test_sequential_modules(tmp_path, name, dialect):
-    target = HFTarget(build(name), name="some/model")
-    reference = MtpReference(target, hidden_first=dialect == "mimo")
-    tensors = reference.stored(dialect)
+def sequential(dialect, family="llama", **config):
+    """Return one module, in a file that also contains the target."""
+    target = target_of(family)
+    module = MtpModule(target, hidden_first=dialect == "mimo")
+    tensors = module.stored(dialect)
     if dialect == "deepseek":
         copies = ("embed_tokens.weight", "shared_head.head.weight")
         tensors |= {f"model.layers.{LAYERS}.{copy}": torch.zeros(VOCABULARY, HIDDEN) for copy in copies}
-    config = {"model_type": name, "num_nextn_predict_layers": 1} | CONFIGS.get(dialect, {})
-    head = MTP.load(folder_with(tmp_path, full_checkpoint(target, tensors), config), target)
+    config = {"model_type": family, "num_nextn_predict_layers": 1} | CONFIGS.get(dialect, {}) | config
+    reference, unsaved = lambda head: MtpReference(target, head, module), "cannot store" if dialect == "mimo" else ""
+    return Published("mtp", config, full_checkpoint(target, tensors), reference, family=family, unsaved=unsaved)
+
+
+def two_modules():
+    """Return two modules in Qwen's format, which share the input projection and the norms."""
+    first, second = MtpModule(target_of()), MtpModule(target_of(), scale=0.3)
+    second.model.norm = first.model.norm
+    parts = {n.replace("layers.0", "layers.1"): t for n, t in second.stored("qwen").items() if ".layers." in n}
+    reference = partial(MtpReference, target_of())
+    return Published("mtp", {}, first.stored("qwen") | parts, lambda head: reference(head, first, second), longest=2)
+
+
+CASES = {
+    f"mtp-{dialect}-{family}": partial(sequential, dialect, family) for dialect, family in product(DIALECTS, FAMILIES)
+}
+for flags in product((True, False), repeat=2):
+    settled = dict(zip(("mtp_reads_normed", "mtp_hands_on_normed"), flags, strict=True))
+    CASES[f"mtp-{flags}"] = partial(sequential, "deepseek", **settled)
+CASES |= {"mtp-two": two_modules, "mtp-parallel": lambda: parallel()}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_convention_of_published_files(tmp_path, family, dialect):
+    case = sequential(dialect, family)
+    head = MTP.load(folder_with(tmp_path, case.tensors, case.config), case.target)
     assert len(head) == 1 and head.convention.hidden_first == (dialect == "mimo")
-    torch.testing.assert_close(logits_of(head, *columns()), reference.logits(*columns()), atol=1e-4, rtol=1e-4)
     if dialect == "speculators":
         assert head.convention == MTPConvention() and not head.note
     else:
@@ -157,21 +194,23 @@ def test_sequential_modules(tmp_path, name, dialect):
 
 
 def test_input_order_is_detected_without_a_family(tmp_path, target):
-    head = MTP.load(folder_with(tmp_path, full_checkpoint(target, MtpReference(target).stored("mimo")), {}), target)
+    head = MTP.load(folder_with(tmp_path, full_checkpoint(target, MtpModule(target).stored("mimo")), {}), target)
     assert [reading.hidden_first for reading in head.conventions] == [True, False] * 4
 
 
 def test_experts_stored_one_by_one_and_norms_around_zero(tmp_path):
     target = HFTarget(build("qwen3_next"), name="some/qwen")
-    reference = MtpReference(target)
-    tensors = reference.stored("qwen")
+    module = MtpModule(target)
+    tensors = module.stored("qwen")
     both = tensors.pop("mtp.layers.0.mlp.experts.gate_up_proj").chunk(2, 1)
     parts = {"gate": both[0], "up": both[1], "down": tensors.pop("mtp.layers.0.mlp.experts.down_proj")}
     for kind, experts in parts.items():
         for i, expert in enumerate(experts):
             tensors[f"mtp.layers.0.mlp.experts.{i}.{kind}_proj.weight"] = expert.clone()
     head = MTP.load(folder_with(tmp_path, tensors, {"model_type": "qwen3_next"}), target)
-    torch.testing.assert_close(logits_of(head, *columns()), reference.logits(*columns()), atol=1e-4, rtol=1e-4)
+    tokens, hidden = columns(rows=1)
+    expected = target.lm_head(module.states(module.joined(tokens[0], hidden[0]))[1])
+    torch.testing.assert_close(logits_of(head, tokens, hidden)[0], expected, atol=1e-4, rtol=1e-4)
     plain, drafted = (
         [t for event in generate(target, one, texts(1, 4), GenerationConfig(6)) for t in event.emitted[0]]
         for one in (load_drafter("none", target), load_drafter("mtp", target, head))
@@ -191,29 +230,33 @@ def meta_layers(target, heads=3):
 PARAMS = {"dim": HIDDEN, "n_layers": LAYERS + 3, "n_heads": 4, "n_kv_heads": 2, "n_future_tokens": 4}
 
 
-def meta_reference(target, tensors, head, trunk):
-    """Return the output of a Llama layer in Meta's format, with RoPE on adjacent pairs, then the target's norm and
-    lm_head.
-    """
-    w = {n.removeprefix(f"extra_heads.{head}."): t for n, t in tensors.items() if n.startswith(f"extra_heads.{head}.")}
-    rows, width, _ = trunk.shape
-    angles = torch.arange(width)[:, None] * 10000.0 ** (-torch.arange(0, 8, 2) / 8)
+class MetaReference(Reference):
+    """A Llama layer in Meta's format, with RoPE on adjacent pairs, then the target's norm and lm_head."""
 
-    def rms(x, weight):
-        return x * (x.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
+    def logits(self, text, drafted):
+        prefix = f"extra_heads.{len(drafted)}."
+        w = {n.removeprefix(prefix): t for n, t in self.w.items() if n.startswith(prefix)}
+        trunk = self.hidden(text, LAYERS - 1)
+        angles = torch.arange(len(trunk))[:, None] * 10000.0 ** (-torch.arange(0, 8, 2) / 8)
 
-    def turned(x):
-        pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], 4, 2))
-        return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)[:, None]).flatten(-2)
+        def turned(x):
+            pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], 4, 2))
+            return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)[:, None]).flatten(-2)
 
-    x = rms(trunk, w["attention_norm.weight"])
-    q, k, v = ((x @ w[f"attention.w{n}.weight"].T).view(rows, width, -1, 8) for n in "qkv")
-    q, k, v = (t.transpose(1, 2) for t in (turned(q), *(t.repeat_interleave(2, 2) for t in (turned(k), v))))
-    mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-    x = trunk + mixed @ w["attention.wo.weight"].T
-    y = rms(x, w["ffn_norm.weight"])
-    inner = F.silu(y @ w["feed_forward.w1.weight"].T) * (y @ w["feed_forward.w3.weight"].T)
-    return target.lm_head(target.model.model.norm(x + inner @ w["feed_forward.w2.weight"].T))
+        x = rms_norm(trunk, w["attention_norm.weight"])
+        q, k, v = ((x @ w[f"attention.w{n}.weight"].T).unflatten(-1, (-1, 8)) for n in "qkv")
+        q, k, v = (t.transpose(0, 1) for t in (turned(q), *(t.repeat_interleave(2, 1) for t in (turned(k), v))))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(0, 1).flatten(1)
+        x = trunk + mixed @ w["attention.wo.weight"].T
+        y = rms_norm(x, w["ffn_norm.weight"])
+        inner = F.silu(y @ w["feed_forward.w1.weight"].T) * (y @ w["feed_forward.w3.weight"].T)
+        return self.target.lm_head(self.target.model.model.norm(x + inner @ w["feed_forward.w2.weight"].T)[-1])
+
+
+def parallel():
+    tensors = meta_layers(target_of())
+    reference, trunk = MetaReference(target_of(), tensors), {"layers.0.attention.wq.weight": torch.ones(1)}
+    return Published("mtp", PARAMS, tensors | trunk, lambda head: reference, longest=3, file="consolidated.pth")
 
 
 def meta_folder(path, tensors, params):
@@ -224,26 +267,9 @@ def meta_folder(path, tensors, params):
 
 
 def test_parallel_heads(tmp_path, target):
-    tensors = meta_layers(target)
-    head = MTP.load(meta_folder(tmp_path, tensors, PARAMS), target)
+    head = MTP.load(meta_folder(tmp_path, meta_layers(target), PARAMS), target)
     drafter = load_drafter("mtp", target, head)
     assert len(head) == 3 and drafter.taps == (LAYERS - 1,) and not drafter.note
-    tokens, trunk = columns()
-    for i in range(len(head)):
-        logits = logits_of(head, tokens, trunk, i)
-        torch.testing.assert_close(logits, meta_reference(target, tensors, i, trunk), atol=1e-4, rtol=1e-4)
-
-
-def test_qwen_modules_share_the_input_projection(tmp_path, target):
-    tensors = MtpReference(target).stored("qwen")
-    tensors |= {n.replace("layers.0", "layers.1"): -t for n, t in tensors.items() if ".layers." in n}
-    head = MTP.load(folder_with(tmp_path, tensors, {}), target)
-    assert len(head) == 2 and torch.equal(head.layers[0].eh_proj.weight, head.layers[1].eh_proj.weight)
-    assert torch.equal(head.layers[0].block.mlp.down_proj.weight, -head.layers[1].block.mlp.down_proj.weight)
-
-
-def without(tensors, part):
-    return {name: tensor for name, tensor in tensors.items() if part not in name}
 
 
 @pytest.mark.parametrize(
@@ -256,7 +282,7 @@ def without(tensors, part):
     ],
 )
 def test_other_files_are_refused(tmp_path, target, change, reason):
-    tensors = full_checkpoint(target, change(MtpReference(target).stored("deepseek")))
+    tensors = full_checkpoint(target, change(MtpModule(target).stored("deepseek")))
     with pytest.raises(ValueError, match=reason):
         MTP.load(folder_with(tmp_path, tensors, {"base_model_name_or_path": "some/llama"}), target)
 
@@ -300,59 +326,6 @@ def test_convention_is_detected(tmp_path, convention):
 # drafts
 
 
-def observe(drafter, tokens, hidden, lengths):
-    drafter.observe(Progress(tokens[:, :-1], tokens[:, 1:], lengths, {drafter.taps[0]: hidden}))
-
-
-@pytest.mark.parametrize("normed", [True, False])
-def test_one_module_is_applied_again_and_again(tmp_path, target, normed):
-    reference = MtpReference(target)
-    head = MTP.load(folder_with(tmp_path, reference.stored("deepseek"), {}), target)
-    head.convention = MTPConvention(True, normed)
-    drafter = load_drafter("mtp", target, head)
-    tokens, hidden = columns()
-    drafter.start(2, Sampling(), torch.Generator())
-    observe(drafter, tokens, hidden[:, 1:], [6, 6])
-    draft = drafter.propose(Budget(4, 4))
-    for row in range(2):
-        expected = reference.draft(tokens[row, 1:], hidden[row, 1:], 4, normed)
-        assert draft.tokens[row].tolist() == expected.argmax(-1).tolist()
-        torch.testing.assert_close(draft.confidence[row], expected.softmax(-1).amax(-1), atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("kind", [*KINDS, "stacked"])
-def test_drafts_continue_after_ragged_rows(target, kind):
-    """After every step the draft equals that of the whole text read in one pass without other rows."""
-    head = fresh(target, "parallel" if kind == "stacked" else kind)
-    head.load_state_dict(random(head.state_dict()))
-    own = deepcopy(head)
-    if kind == "stacked":
-        own.fuse()
-        assert own.cache_layers == 1
-    drafter, alone = load_drafter("mtp", target, own), load_drafter("mtp", target, head)
-    drafter.start(2, Sampling(), torch.Generator())
-    read = [(torch.empty(0, dtype=torch.int64), torch.empty(0, HIDDEN))] * 2
-    for step, lengths in enumerate([[2, 2], [1, 3], [2, 0], [3, 1], [1, 1]]):
-        tokens, hidden = columns(step, width=max(lengths) + 1)
-        observe(drafter, tokens, hidden[:, 1:], lengths)
-        draft = drafter.propose(Budget(step, 3))
-        for row, length in enumerate(lengths):
-            old = read[row]
-            new = tokens[row, 1 : length + 1], hidden[row, 1 : length + 1]
-            read[row] = torch.cat([old[0], new[0]]), torch.cat([old[1], new[1]])
-            row_text, states = read[row]
-            alone.start(1, Sampling(), torch.Generator())
-            observe(alone, F.pad(row_text, (1, 0))[None], states[None], [len(row_text)])
-            expected = alone.propose(Budget(step, 3))
-            assert draft.nodes == min(step, 3 if kind != "two" else 2)
-            assert torch.equal(draft.tokens[row], expected.tokens[0])
-            if step:
-                torch.testing.assert_close(draft.confidence[row], expected.confidence[0], atol=1e-4, rtol=1e-4)
-    assert drafter.history_bytes > 0
-    drafter.release()
-    assert drafter.history_bytes == 0
-
-
 @pinned
 @pytest.mark.skipif(not hasattr(transformers.modeling_layers, "MtpModel"), reason="this transformers has no MTP")
 def test_the_drafts_are_those_of_transformers(tmp_path):
@@ -384,32 +357,7 @@ def test_the_drafts_are_those_of_transformers(tmp_path):
     torch.testing.assert_close(draft.confidence, logits.softmax(-1).amax(-1), atol=1e-4, rtol=1e-4)
 
 
-def test_a_sampled_chain_carries_what_it_was_drawn_from(target):
-    drafter = load_drafter("mtp", target, fresh(target, "one"))
-    drafter.start(2, Sampling(temperature=0.8), torch.Generator().manual_seed(0))
-    tokens, hidden = columns()
-    observe(drafter, tokens, hidden[:, 1:], [6, 4])
-    draft = drafter.propose(Budget(3, 3))
-    assert draft.probs.shape == (2, 3, VOCABULARY)
-    torch.testing.assert_close(draft.confidence, draft.probs.gather(-1, draft.tokens[..., None])[..., 0])
-
-
 # training
-
-
-def test_one_module_is_trained_as_it_drafts(tmp_path, target):
-    """Step i at a column reads the state of the previous step, and the keys of observed columns and of its own
-    draft.
-    """
-    reference = MtpReference(target)
-    head = MTP.load(folder_with(tmp_path, reference.stored("deepseek"), {}), target)
-    drafter, batch, column = load_drafter("mtp", target, head), example(target, head.tap), 9
-    taught = [(head.logits(state), expected) for state, expected in drafter._training_steps(batch)]
-    prefix = batch.outputs[0, : column + 1], batch.hidden[head.tap][0, : column + 1]
-    expected = reference.draft(*prefix, 3, head.convention.normed_output, batch.outputs[0, column + 1 :])
-    for i, (logits, answers) in enumerate(taught):
-        torch.testing.assert_close(logits[0, column], expected[i], atol=1e-4, rtol=1e-4)
-        assert torch.equal(answers[0, column], batch.probs[0, column + 1 + i])
 
 
 def test_parallel_heads_are_trained_with_their_trunk():
@@ -429,15 +377,10 @@ def test_parallel_heads_are_trained_with_their_trunk():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_saved_weights_equal_trained_weights(tmp_path, target, kind):
+def test_saved_config_describes_the_target_and_the_heads(tmp_path, target, kind):
     head = fresh(target, kind)
     drafter = load_drafter("mtp", target, head)
     drafter.save(tmp_path, "some/llama")
-    again = MTP.load(str(tmp_path), target)
-    assert type(again) is type(head) and not any(p.requires_grad for p in again.parameters())
-    tokens, hidden = columns()
-    for i in range(len(head)):
-        torch.testing.assert_close(logits_of(again, tokens, hidden, i), logits_of(head, tokens, hidden, i))
     if kind == "parallel":
         params = json.loads((tmp_path / "params.json").read_text())
         assert params.items() >= PARAMS.items()
