@@ -15,7 +15,6 @@ same noise (XPress): a token depends on earlier noise and its own, so it is draw
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -414,21 +413,12 @@ class DFlash(DFlashCost, Head[DFlashDraftModel]):
         depth = min(budget.depth, budget.nodes, design.num_drafts)
         if depth < 1:
             return Draft.empty(len(self._root), self._root.device)
-        nodes = budget.nodes if self.options.nodes else 0
+        inputs, nodes = (self._root, self._before_root), budget.nodes if self.options.nodes else 0
         return self.runtime.draft(
-            nodes,
-            depth,
-            partial(self._draft_block, nodes),
-            self.sampler,
-            self._root,
-            self._before_root,
-            draws=0 if nodes else depth,
-            cut=not nodes,
-            max_columns=design.block_size,
+            self._draft_block, depth, self.sampler, *inputs, nodes=nodes, max_columns=design.block_size
         )
 
-    def _draft_block(self, nodes: int, draft: DraftPass, root: Tensor, before_root: Tensor) -> Draft:
-        """Draft one block. nodes: size of the tree, 0 drafts a chain."""
+    def _draft_block(self, draft: DraftPass, root: Tensor, before_root: Tensor) -> Draft:
         design, stage = self.head.design, self.head.stage
         if draft.columns is not None:
             draft.columns.run(self.head.cache_context, *draft.inputs)
@@ -438,8 +428,8 @@ class DFlash(DFlashCost, Head[DFlashDraftModel]):
         slots = slice(design.first_slot, design.first_slot + draft.depth)
         logits = self._logits(block[:, slots])
         states, memory = stage.prepare(block, before_root) if stage else (block, None)
-        if nodes:  # all nodes share one block
-            return self._tree(root, states[:, slots], logits, memory, Budget(draft.depth, nodes))
+        if draft.nodes:  # all nodes share one block
+            return self._tree(root, states[:, slots], logits, memory, Budget(draft.depth, draft.nodes))
         return self._chain(draft.sampler, root, states[:, slots], logits, memory)
 
     def _block(self, tokens: Tensor, columns: Columns) -> Tensor:

@@ -241,13 +241,11 @@ class Eagle(EagleCost, Head[EagleHead]):
         if depth < 1:
             return Draft.empty(self.runtime.rows, self.device)
         if self.head.mask_hidden is not None:
-            return self.runtime.draft(
-                "masks", depth, self._draft_parallel, self.sampler, draws=depth, max_columns=depth
-            )
+            return self.runtime.draft(self._draft_parallel, depth, self.sampler, max_columns=depth)
         if self.options.draft == "chain":
-            return self.runtime.draft("chain", depth, self._chain, self.sampler, draws=depth, max_columns=depth)
-        key, tree = ("tree", budget.nodes), partial(self._tree, budget.nodes)
-        return self.runtime.draft(key, depth, tree, self.sampler, cut=False, max_columns=depth * self.options.top_k)
+            return self.runtime.draft(self._chain, depth, self.sampler, max_columns=depth)
+        columns = depth * self.options.top_k
+        return self.runtime.draft(self._tree, depth, self.sampler, nodes=budget.nodes, max_columns=columns)
 
     def _root_logits(self, draft: DraftPass) -> tuple[Tensor, Tensor]:
         """Return the feedback features [B, 1, D] of the root, and its logits [B, W]."""
@@ -269,7 +267,7 @@ class Eagle(EagleCost, Head[EagleHead]):
         states = self.head(self.head.embed(self.head.draft_vocab.to_target_ids(tokens)), features, columns)
         return self.head.feedback_features(states), self.head.logits(states)
 
-    def _tree(self, nodes: int, draft: DraftPass) -> Draft:
+    def _tree(self, draft: DraftPass) -> Draft:
         states, logits = self._root_logits(draft)
 
         def expand(tokens: Tensor, parents: Tensor) -> Tensor:
@@ -279,7 +277,9 @@ class Eagle(EagleCost, Head[EagleHead]):
             states, logits = draft.level(parents).run(self._decode_step, tokens, features)
             return logits.float().log_softmax(-1)
 
-        drafted = grow_tree(logits.float().log_softmax(-1), expand, Budget(draft.depth, nodes), self.options.top_k)
+        drafted = grow_tree(
+            logits.float().log_softmax(-1), expand, Budget(draft.depth, draft.nodes), self.options.top_k
+        )
         return replace(drafted, tokens=self.head.draft_vocab.to_target_ids(drafted.tokens))
 
     def _chain(self, draft: DraftPass) -> Draft:

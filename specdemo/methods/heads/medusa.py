@@ -219,9 +219,8 @@ class Medusa(MedusaCost, Head[TokenHeads]):
         if not shape.parents:
             return Draft.empty(len(self._hidden), self._hidden.device)
         nodes, draft_fn = self.options.nodes and budget.nodes, partial(self._draft_shape, shape)
-        return self.runtime.draft(
-            nodes, shape.depth, draft_fn, self.sampler, *self._draft_inputs(), draws=len(shape.parents), cut=not nodes
-        )
+        inputs, draws = self._draft_inputs(), len(shape.parents)
+        return self.runtime.draft(draft_fn, shape.depth, self.sampler, *inputs, nodes=nodes, draws=draws)
 
     def _draft_inputs(self) -> tuple[Tensor, ...]:
         """Return the inputs of the heads, from the last column of every row."""

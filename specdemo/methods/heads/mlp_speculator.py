@@ -15,7 +15,6 @@ once or per step; `save` writes them once, as transformers does.
 
 import re
 from collections.abc import Iterator
-from functools import partial
 from itertools import repeat
 from math import sqrt
 from pathlib import Path
@@ -186,10 +185,8 @@ class MLPSpeculator(MLPSpeculatorCost, Head[Speculator]):
             return Draft.empty(len(self._root), self._root.device)
         inputs = self._hidden, self._root
         if self.options.draft == "chain":
-            return self.runtime.draft("chain", depth, self._chain, self.sampler, *inputs, draws=depth)
-        return self.runtime.draft(
-            ("tree", budget.nodes), depth, partial(self._tree, budget.nodes), self.sampler, *inputs, cut=False
-        )
+            return self.runtime.draft(self._chain, depth, self.sampler, *inputs)
+        return self.runtime.draft(self._tree, depth, self.sampler, *inputs, nodes=budget.nodes)
 
     def _chain(self, draft: DraftPass, hidden: Tensor, token: Tensor) -> Draft:
         state = self.head.initial_state(hidden)
@@ -199,7 +196,7 @@ class MLPSpeculator(MLPSpeculatorCost, Head[Speculator]):
             token = builder.append(logits[:, None])[:, 0]
         return builder.build(self._draft_vocab)
 
-    def _tree(self, nodes: int, draft: DraftPass, hidden: Tensor, root: Tensor) -> Draft:
+    def _tree(self, draft: DraftPass, hidden: Tensor, root: Tensor) -> Draft:
         """Extend every path by the `widths[i]` most likely tokens of step i and draft the most likely nodes.
 
         The authors verify the `CANDIDATES` most likely complete paths instead. Nodes use a budget better, because the
@@ -218,7 +215,7 @@ class MLPSpeculator(MLPSpeculatorCost, Head[Speculator]):
             slots += tokens.shape[1]
             levels.append((tokens, parents, scores, log_probs.flatten(1).exp()))
         drafted, parents, scores, confidence = (torch.cat(column, 1) for column in zip(*levels, strict=True))
-        return prune_tree(drafted, parents, scores, confidence, nodes)
+        return prune_tree(drafted, parents, scores, confidence, draft.nodes)
 
     def loss(self, batch: Progress) -> tuple[Tensor, dict[str, float]]:
         """Sum over steps of the loss to the target's distribution (or the text)."""

@@ -261,7 +261,7 @@ class MTP(MTPCost, Head[MTPHeads]):
             depth = min(depth, len(head))
         if depth < 1:
             return Draft.empty(self.runtime.rows, self.device)
-        return self.runtime.draft("chain", depth, self._draft, self.sampler, draws=depth, max_columns=depth)
+        return self.runtime.draft(self._draft, depth, self.sampler, max_columns=depth)
 
     def _draft(self, draft: DraftPass) -> Draft:
         head, builder, columns = self.head, ChainBuilder(draft.sampler), draft.columns

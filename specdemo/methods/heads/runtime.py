@@ -6,7 +6,7 @@ A head defines what runs over columns. `specdemo.kv` defines where the columns a
 draft runs eagerly or as a CUDA graph.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -49,13 +49,14 @@ def unrolled_mask(columns: Tensor, step: int, kind: AttentionKind = FULL) -> Ten
 
 @dataclass(frozen=True, slots=True)
 class DraftPass:
-    """One draft of a head.
+    """One draft of a head. nodes: size of the tree; 0: a chain.
 
     columns: the pending columns, whose observed tensors [B, S, ..] are `inputs`; None: there are none, or the head has
     no KV cache.
     """
 
     depth: int
+    nodes: int
     sampler: TokenSampler
     provisional: ProvisionalColumns | None = None
     columns: Columns | None = None
@@ -140,44 +141,44 @@ class HeadRuntime:
 
     def draft(
         self,
-        key: Hashable,
-        depth: int,
         draft_fn: Callable[..., Draft],
+        depth: int,
         sampler: TokenSampler,
         *inputs: Tensor,
-        draws: int = 0,
-        cut: bool = True,
+        nodes: int = 0,
+        draws: int | None = None,
         max_columns: int = 0,
     ) -> Draft:
         """Run `draft_fn(draft_pass, *inputs)` as a CUDA graph if possible, else eagerly.
 
-        key: drafts with one key differ in depth only. draws: sampled tokens per row. cut: a deeper draft may be
-        computed and cut at `depth`. max_columns: draft columns that it appends.
+        nodes: size of the tree; 0: a chain. draws: sampled tokens per row; None: all of a chain, none of a tree.
+        max_columns: draft columns that it appends.
         """
         if self._graphs.enabled:
             last = self._split_prefill()
             if last is not None:
-                draft_fn(self.read_pending(1, sampler), *inputs)
+                draft_fn(self.read_pending(1, sampler, nodes), *inputs)
                 self._pending.append(last)
-            outputs = self._replay(key, depth, draft_fn, sampler, inputs, draws, cut, max_columns)
+            draws = (0 if nodes else depth) if draws is None else draws
+            outputs = self._replay(draft_fn, depth, nodes, sampler, inputs, draws, max_columns)
             if outputs is not None:
                 return unflatten_draft(outputs, depth)
-        return draft_fn(self.read_pending(depth, sampler), *inputs)
+        return draft_fn(self.read_pending(depth, sampler, nodes), *inputs)
 
-    def read_pending(self, depth: int, sampler: TokenSampler) -> DraftPass:
+    def read_pending(self, depth: int, sampler: TokenSampler, nodes: int = 0) -> DraftPass:
         """Drop the draft columns and return an eager draft pass with the pending columns, which the caller must run."""
         store = self._store
         if store is None:
-            return DraftPass(depth, sampler)
+            return DraftPass(depth, nodes, sampler)
         if self._last_replay is not None and not self._pending:
             self._requeue(*self._last_replay)
         self._last_replay = None
         if not self._pending:
-            return DraftPass(depth, sampler, store.provisional(self._ends))
+            return DraftPass(depth, nodes, sampler, store.provisional(self._ends))
         ends, (lengths, inputs) = self._take_pending()
         provisional = store.provisional(ends)
         columns = provisional.chain(inputs[0].shape[1], lengths)
-        return DraftPass(depth, sampler, provisional, columns, inputs)
+        return DraftPass(depth, nodes, sampler, provisional, columns, inputs)
 
     def _take_pending(self) -> tuple[list[int], Pending]:
         """Mark the pending columns as read; return the columns per row before, and what was pending."""
@@ -209,29 +210,28 @@ class HeadRuntime:
 
     def _replay(
         self,
-        key: Hashable,
-        depth: int,
         draft_fn: Callable[..., Draft],
+        depth: int,
+        nodes: int,
         sampler: TokenSampler,
         inputs: Tensors,
         draws: int,
-        cut: bool,
         max_columns: int,
     ) -> Tensors | None:
         """Run the draft as a CUDA graph. None: the caller must run it eagerly. The outputs are static buffers."""
         graphs, store = self._graphs, self._store
         rows = self.rows if store else len(inputs[0])
-        kind = key, sampler.sampling, rows
+        kind = nodes, sampler.sampling, rows
         num_pending = sum(columns[0].shape[1] for _, columns in self._pending)
         nothing_to_read = store is not None and not num_pending and self._last_replay is None
-        graph_depth = graphs.depth(kind, depth, cut)
+        graph_depth = graphs.depth(kind, depth, cut=not nodes)
         if graph_depth is None or nothing_to_read or num_pending > MAX_PENDING:
             return None
         extra = (*inputs, *sampler.predraw_noise(rows, draws, self._vocab_size, self._device))
         extra_shapes = [x.shape for x in extra]
 
         def draft(extra: Tensors, *columns: Any) -> Tensors:
-            draft_pass = DraftPass(graph_depth, sampler.with_noise(extra[len(inputs) :]), *columns)
+            draft_pass = DraftPass(graph_depth, nodes, sampler.with_noise(extra[len(inputs) :]), *columns)
             return flatten_draft(draft_fn(draft_pass, *extra[: len(inputs)]))
 
         if store is None:
