@@ -13,13 +13,13 @@ CLASSES = (
     "specdemo.servers.engines.sglang:SGLang",
     "specdemo.servers.engines.llamacpp:LlamaCpp",
     "specdemo.servers.engines.llama_server:LlamaServer",
-    "specdemo.servers.engines.mlx_lm:MLXLM",
-    "specdemo.servers.engines.mlx_vlm:MLXVLM",
-    "specdemo.servers.engines.lmstudio:LMStudio",
-    "specdemo.servers.engines.tensorrt_llm:TensorRTLLM",
-    "specdemo.servers.engines.rapid_mlx:RapidMLX",
-    "specdemo.servers.engines.fastdeploy:FastDeploy",
-    "specdemo.servers.engines.openai:OpenAI",
+    "specdemo.servers.engines.mlx:MLXLM",
+    "specdemo.servers.engines.mlx:MLXVLM",
+    "specdemo.servers.engines.reporting:LMStudio",
+    "specdemo.servers.engines.reporting:TensorRTLLM",
+    "specdemo.servers.engines.reporting:RapidMLX",
+    "specdemo.servers.engines.reporting:FastDeploy",
+    "specdemo.servers.engines.reporting:OpenAI",
 )
 _ALL: list[ReportingEngine] = [resolve_name(path)() for path in CLASSES]
 ENGINES = {engine.name: engine for engine in _ALL if isinstance(engine, ServingEngine)}  # that specdemo can start

@@ -1,4 +1,4 @@
-"""mlx-vlm. Flags and `timings` of a chunk: mlx_vlm/server (0.7)."""
+"""The MLX servers. Names of flags and fields: mlx_lm/server.py (0.32) and mlx_vlm/server (0.7)."""
 
 from collections.abc import Mapping
 from typing import ClassVar
@@ -7,8 +7,42 @@ from pydantic import BaseModel
 
 from specdemo.methods import EngineArgs, Flags, MethodOptions
 from specdemo.servers.counters import Count, ServerStats, answer_stats, reported
-from specdemo.servers.engines.base import ServerConfig, ServingEngine, model_path
-from specdemo.servers.engines.mlx_lm import mlx_address
+from specdemo.servers.engines.base import ServerConfig, ServingEngine, UnsupportedByEngine, address_flags, model_path
+
+
+def _start(config: ServerConfig) -> Flags:
+    """Return the flags for model, host and port. Raises UnsupportedByEngine for GGUF files."""
+    if config.target.lower().endswith(".gguf"):
+        raise UnsupportedByEngine("MLX runs models in the format of Hugging Face, not GGUF files")
+    return ["--model", model_path(config.target), *address_flags(config)[-4:]]
+
+
+def _draft_model(model: str | None, k: int, options: MethodOptions) -> Flags:
+    return ["--draft-model", str(model), "--num-draft-tokens", str(k)]
+
+
+class MLXLM(ServingEngine):
+    """mlx-lm's server. It batches no requests with a draft model, and its answers report no drafts."""
+
+    name = "mlx-lm"
+    title = "mlx-lm"
+    program = "mlx_lm.server"
+    install = "pip install mlx-lm (macOS; on Linux mlx-lm 'mlx[cpu]')"
+    methods: ClassVar = {"draft_model": _draft_model}
+    unsupported = "mlx-lm drafts with a draft model only"
+    concurrent = False
+
+    def served_name(self, target: str) -> str | None:
+        return "default_model"  # the one of the command line; any other name is loaded from the hub
+
+    def start(self, config: ServerConfig) -> Flags:
+        return _start(config)
+
+    def draft_length_setting(self, k: int, method: str = "", drafter: str = "") -> str:
+        return f"--num-draft-tokens {k}" if k else "omit --draft-model"
+
+    def draft_request(self, model: str, k: int) -> dict[str, object]:
+        return {"draft_model": model, "num_draft_tokens": k}
 
 
 class _DraftTimings(BaseModel):
@@ -46,7 +80,7 @@ class MLXVLM(ServingEngine):
         return model_path(target)  # another name would be loaded in its place
 
     def start(self, config: ServerConfig) -> Flags:
-        return ["--model", model_path(config.target), *mlx_address(config)]
+        return _start(config)
 
     def draft_length_setting(self, k: int, method: str = "", drafter: str = "") -> str:
         return f"--draft-block-size {k + 1}" if k else "omit --draft-model"
