@@ -8,7 +8,7 @@ import csv
 import io
 from dataclasses import asdict, dataclass
 from itertools import chain, repeat
-from typing import Literal
+from typing import Any, Literal
 
 from specdemo.core.atomic_io import json_text
 from specdemo.core.definitions import by_key
@@ -194,23 +194,18 @@ def _comparison(trace: RunTrace) -> list[dict[str, object]]:
     if not trace.comparison:
         return []
     rows = zip(trace.lanes[1:], trace.comparison, estimates(trace), prediction(trace, "×"), strict=False)
-    return [
-        row
-        | _texts(settled(trace, lane), speed, why["sentence"], price_words(row))
-        | {"break_even": _break_even(lane, speed)}
-        for lane, row, speed, why in rows
-    ]
+    return [row | _texts(trace, lane, row, speed, why["sentence"]) for lane, row, speed, why in rows]
 
 
-def _break_even(lane: LaneTrace, speed: Estimate | None) -> float | None:
+def _texts(
+    trace: RunTrace, lane: LaneTrace, row: dict[str, Any], speed: Estimate | None, why: str
+) -> dict[str, object]:
+    texts: dict[str, object] = {"interval": speed.interval(), "word": speed.label} if speed else {}
+    if price := price_words(row):
+        texts["price"] = price
+    texts |= {"why": why} if settled(trace, lane) else {"word": SO_FAR, "why": ""}
     rate = break_even(lane.summary, speed)
-    return None if rate is None else round(rate, 4)
-
-
-def _texts(final: bool, speed: Estimate | None, why: str, price: str) -> dict[str, object]:
-    texts = {"interval": speed.interval(), "word": speed.label} if speed else {}
-    texts |= {"price": price} if price else {}
-    return {**texts, "why": why} if final else {**texts, "word": SO_FAR, "why": ""}
+    return texts | {"break_even": None if rate is None else round(rate, 4)}
 
 
 def _headline(trace: RunTrace, times: str) -> dict[str, object] | None:
