@@ -1,7 +1,7 @@
 """Shared parts of the sections: the device, its loaded models, and how a step is measured."""
 
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,7 +17,7 @@ from specdemo.bench.device import copy_bandwidth, fast, read_bandwidth
 from specdemo.bench.random_models import random_model
 from specdemo.core.accept import AcceptResult, Lossless
 from specdemo.core.protocol import Drafter, GenerationConfig
-from specdemo.core.trace import StepEvent
+from specdemo.core.trace import StepEvent, step_ms
 from specdemo.core.tree import ABSENT, Draft
 from specdemo.engine.loop import generate
 from specdemo.models.devices import DTYPES, device_kind, now, pick_dtype
@@ -164,23 +164,30 @@ class Steps:
 def measure_steps(lab: Lab, target: HFTarget, drafter: Drafter, config: GenerationConfig) -> Steps:
     """Measure steps after one run that warms up and captures graphs."""
     prompt = lab.prompt(target)
-    runs = []
+    runs: list[list[StepEvent]] = []
+    wall_ms: list[float] = []
     for repeat in range(lab.repeats + 1):
         steps = generate(target, drafter, prompt, config, accept=Synthetic(prompt[:, 0], seed=repeat))
         next(steps)  # the prefill
         begin = now(lab.device)
         events = list(steps)
         if repeat:
-            wall_ms = 1000.0 * (now(lab.device) - begin) / len(events)
-            runs.append(_means(list(_full_drafts(events, config)), wall_ms))
-    names = runs[0].ms
+            wall_ms.append(1000.0 * (now(lab.device) - begin) / len(events))
+            runs.append(list(_full_drafts(events, config)))
+
+    def over_runs(of: Callable[[StepEvent], float], middle: Callable[[list[float]], float] = median) -> float:
+        return middle([fmean(map(of, run)) for run in runs])
+
+    def lap_ms(lap: str) -> float:
+        return over_runs(lambda event: event.ms.get(lap, 0.0))
+
     return Steps(
-        {name: median(run.ms.get(name, 0.0) for run in runs) for name in names},
-        median(run.step_ms for run in runs),
-        median(run.wall_ms for run in runs),
-        fmean(run.drafted for run in runs),
-        fmean(run.accepted for run in runs),
-        fmean(run.emitted for run in runs),
+        {lap: lap_ms(lap) for lap in runs[0][-1].ms},
+        over_runs(step_ms),
+        median(wall_ms),
+        over_runs(lambda event: sum(token != ABSENT for token in event.drafted[0]), fmean),
+        over_runs(lambda event: len(event.path[0]) - 1, fmean),
+        over_runs(lambda event: len(event.emitted[0]), fmean),
     )
 
 
@@ -196,18 +203,6 @@ def _full_drafts(events: list[StepEvent], config: GenerationConfig) -> Iterator[
         if left > config.budget.depth:
             yield event
         left -= len(event.emitted[0])
-
-
-def _means(events: list[StepEvent], wall_ms: float) -> Steps:
-    laps = {name: fmean(event.ms.get(name, 0.0) for event in events) for name in events[-1].ms}
-    return Steps(
-        laps,
-        sum(laps.values()),
-        wall_ms,
-        fmean(sum(token != ABSENT for token in event.drafted[0]) for event in events),
-        fmean(len(event.path[0]) - 1 for event in events),
-        fmean(len(event.emitted[0]) for event in events),
-    )
 
 
 def name_of(dtype: torch.dtype) -> str:
