@@ -56,27 +56,16 @@ FEW_STEPS = 50  # below, the mean accepted length is uncertain by more than 10 %
 EARLY = 0.75  # share of k below which drafts end early
 FAULTS = ("random prompts", "thinking", "memory")  # known from the output, not inferred from costs
 
-TITLES: dict[CauseName, str] = {
-    "acceptance": "the acceptance rate is too low for the cost of the draft",
-    "thinking": "the drafter was trained for the other thinking mode",
-    "random prompts": "the prompts are random tokens, which no drafter predicts",
-    "drafting": "drafting is too slow",
-    "verification": "verifying several tokens costs much more than one",
-    "batch size": "the batch is too large for speculation",
-    "experts": "verification reads more experts",
-    "overhead": "overhead of the engine in every step",
-    "memory": "weights or caches do not fit into the device's memory",
-}
-BOTTLENECKS: dict[CauseName, str] = {
-    "acceptance": "the acceptance rate",
-    "thinking": "the thinking mode",
-    "random prompts": "random prompts",
-    "drafting": "drafting",
-    "verification": "the wider pass",
-    "batch size": "the batch size",
-    "experts": "the experts of the wider pass",
-    "overhead": "engine overhead",
-    "memory": "memory",
+TITLES: dict[CauseName, tuple[str, str]] = {  # as a cause and as the bottleneck of a fast run
+    "acceptance": ("the acceptance rate is too low for the cost of the draft", "the acceptance rate"),
+    "thinking": ("the drafter was trained for the other thinking mode", "the thinking mode"),
+    "random prompts": ("the prompts are random tokens, which no drafter predicts", "random prompts"),
+    "drafting": ("drafting is too slow", "drafting"),
+    "verification": ("verifying several tokens costs much more than one", "the wider pass"),
+    "batch size": ("the batch is too large for speculation", "the batch size"),
+    "experts": ("verification reads more experts", "the experts of the wider pass"),
+    "overhead": ("overhead of the engine in every step", "engine overhead"),
+    "memory": ("weights or caches do not fit into the device's memory", "memory"),
 }
 
 
@@ -252,7 +241,7 @@ class _Fit:
         for name, fixed in self._fixed():
             gain = fixed.speedup(_best_drafting(fixed, longest)) / best
             if name in FAULTS or gain >= SMALLEST_GAIN:
-                yield Cause(name, TITLES[name], max(gain, 1.0), self._evidence(name), self._advice(name))
+                yield Cause(name, TITLES[name][0], max(gain, 1.0), self._evidence(name), self._advice(name))
 
     def best_k(self, longest: int) -> int:
         """Return the fastest draft length that clearly beats plain decoding, else 0."""
@@ -372,7 +361,7 @@ def verdict(found: Diagnosis, times: str = "x", opening: str = "") -> str:
         parts.append(accepted_clause(one.acceptance_rate, found.break_even))
     if found.implausible:
         return "; ".join([*parts, "impossible, so the two speeds are of different prompts or load"]) + "."
-    limits = [BOTTLENECKS[cause.name] for cause in found.causes if cause.name != "draft length"]
+    limits = [TITLES[cause.name][1] for cause in found.causes if cause.name != "draft length"]
     if found.step_cost <= 1.0:
         parts.append("no extra cost over plain decoding")
     elif found.cause is not None and (not found.healthy or found.cause.name in FAULTS):
