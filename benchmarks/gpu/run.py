@@ -70,7 +70,6 @@ def measure(
 
 
 def _stored(folder: Path, lab: Lab) -> dict[str, StoredSection]:
-    """Return the results of earlier calls."""
     if not (folder / RESULTS).is_file():
         return {}
     stored: dict[str, StoredSection] = read_json(folder / RESULTS, FILE_LIMITS)["sections"]

@@ -163,7 +163,6 @@ def _round(group: Sequence[MeasuredLane], measures: Sequence[Measure], load: flo
 
 
 def _gain(own: Sequence[Point], plain: Sequence[Point]) -> Estimate:
-    """Return the ratio of throughputs."""
     return over_repeats([p.throughput / b.throughput for p, b in zip(own, plain, strict=True)])
 
 

@@ -52,10 +52,7 @@ def chart(result: Result) -> Chart:
 
 def _lengths(result: Result) -> Chart:
     """Return the mean accepted length over the position in the text, a line per lane."""
-    rows = [row for row in result.rows if isinstance(row.get("tokens/pass"), Estimate)]
-    rows = [row for row in rows if isinstance(row.get("lane"), str) and _is_number(row.get(POSITION))]
-    if not rows:
-        raise ValueError(f"suite {result.suite} has no accepted lengths; there is nothing to draw")
+    rows = _complete(result, POSITION, ("tokens/pass",), "accepted lengths")
     lines = [
         line(lane, number, [(row[POSITION], row["tokens/pass"]) for row in rows if row["lane"] == lane])
         for number, lane in enumerate(_lanes(rows))
@@ -63,6 +60,15 @@ def _lengths(result: Result) -> Chart:
     drawn = {"lines": lines, "places": sorted({row[POSITION] for row in rows}), "doubling": True}
     options = {"unit": "tokens of text before the draft", "digits": 2, "level": 1.0, "baseline": BASELINE}
     return _labelled("Mean accepted length over position in the text", drawn | options)
+
+
+def _complete(result: Result, over: str, estimates: Sequence[str], what: str) -> list[Row]:
+    """Return the rows with a lane, a number `over` and these estimates. Raises ValueError if there are none."""
+    rows = [row for row in result.rows if isinstance(row.get("lane"), str) and _is_number(row.get(over))]
+    rows = [row for row in rows if all(isinstance(row.get(name), Estimate) for name in estimates)]
+    if not rows:
+        raise ValueError(f"suite {result.suite} has no {what}; there is nothing to draw")
+    return rows
 
 
 def _labelled(title: str, drawn: Chart) -> Chart:
@@ -130,11 +136,8 @@ def _bar(row: Row, series: int) -> Chart:
 
 def _frontier(result: Result) -> Chart:
     """Return one curve per lane over the loads: further left is lower latency, further up is higher throughput."""
-    over, columns = result.axis or "", ("tokens/s", LATENCY, "speed-up")
-    rows = [row for row in result.rows if all(isinstance(row.get(name), Estimate) for name in columns)]
-    rows = [row for row in rows if isinstance(row.get("lane"), str) and _is_number(row.get(over))]
-    if not rows:
-        raise ValueError(f"suite {result.suite} has no load points; there is nothing to draw")
+    over = result.axis or ""
+    rows = _complete(result, over, ("tokens/s", LATENCY, "speed-up"), "load points")
     lines = []
     for number, lane in enumerate(_lanes(rows), start=SERIES - 1):
         own = [row for row in rows if row["lane"] == lane]

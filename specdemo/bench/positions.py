@@ -76,7 +76,6 @@ def _texts(target: Target, files: Sequence[Path], places: int, longest: int) -> 
 
 
 def _tallies(suite: Decoding, target: Target, lane: Lane, prompts: list[Tensor], cancelled: Stop) -> list[Tally]:
-    """Return the totals of every prompt."""
     config = replace(GenerationConfig(suite.new_tokens, stop_token_ids=()), budget=lane.budget)
     drafter = build_drafter(lane.method, target, lane.model, lane.parsed)
     return [Tally.of([*generate(target, drafter, prompt, config, cancelled=cancelled)]) for prompt in prompts]

@@ -65,7 +65,6 @@ def _passes(measured: Passes) -> Iterator[Seen]:
 
 
 def _is_usable(step: MeasuredStep) -> bool:
-    """Return whether a step states all of its parts."""
     return not set(step.ms) - LAPS and bool(step.k or not step.drafted)
 
 

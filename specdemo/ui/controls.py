@@ -282,7 +282,6 @@ def _draw_lanes(start: Preset, shown: Mapping[str, Values], allow_any_model: boo
 
 
 def _draw_chat(shown: Mapping[str, Values]) -> Parts:
-    """Create the controls of the prompt format."""
     ways = [("chat template", CHAT), ("no chat template", TEXT)]
     system: Values = {"label": "System prompt", "max_length": limits.here().prompt, "elem_id": "system"}
     return {

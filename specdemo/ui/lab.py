@@ -176,7 +176,6 @@ def _draw_training(page: gr.Blocks, form: Controls, tab: gr.Tab, store: Store) -
 
 
 def _recipes() -> object:
-    """Return the titles of the recipes."""
     choices = [(title, name) for name, title in trainer().recipes().items()]
     return gr.update(choices=choices, value=choices[0][1])
 
