@@ -35,8 +35,9 @@ import warnings
 import weakref
 from collections import Counter, defaultdict
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import cache, partial
 from itertools import count
+from typing import NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -67,6 +68,10 @@ PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "linear", "matmul", "_grouped_mm"} 
 GROUPED = ((9, 0), (10, 0))  # capabilities with a grouped product in bfloat16 that does not wait
 SYNC_MODES = ("default", "warn", "error")
 COPIES = {"copy_", "_to_copy", "to", "_copy_from"}
+MIXED = {*COPIES, "index", "index_put", "index_put_"}  # these accept tensors of the host
+SPECIAL = {"to", "cpu", "cuda", "scaled_dot_product_attention", "rms_norm"}  # functions that `_Functions` replaces
+SEQUENCES = (tuple, list)
+NESTED = (tuple, list, dict)
 
 
 class OnDevice(torch.Tensor):
@@ -328,7 +333,7 @@ class World:
         return tensor
 
     def operation(self, func, args, kwargs):
-        name = func._schema.name.partition("::")[2]
+        name = _schema(func).name
         tensors = [x for x in _leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         device = _one_device(name, tensors)
         if device is None:
@@ -356,37 +361,66 @@ class World:
 
     def run(self, func, args, kwargs, device, name, kernels=None):
         """Run `func` on the numbers and count `kernels` kernels; None: as many as the torch operation has."""
-        operation = kernels is None
-        view = operation and any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)
-        in_place = operation and any(r.alias_info and r.alias_info.is_write for r in func._schema.returns)
-        if operation:
-            kernels = 0 if view or name in NO_KERNEL else KERNELS.get(name, 1)
+        schema = _schema(func) if kernels is None else _Schema(name)
+        if kernels is None:
+            kernels = schema.kernels
         if kernels:
             self.launch(name, device, kernels)
         inputs = _leaves((args, kwargs))
-        written = _written(func, args) if operation else []
+        written = [args[i] for i in schema.written if i < len(args)]
         a, k = map_leaves(_here, (args, kwargs))
         if kernels:
             self.use(device, inputs, written)
         if self.capturing is not None and kernels:
             self.capturing.before += [(_here(x), _here(x).clone()) for x in written]
-        result = _fixed(func, name)(*a, **k)
+        fixed = _fixed(func, name)
+        result = fixed(*a, **k)
         if self.capturing is not None and kernels:
-            self.capturing.note(_fixed(func, name), a, k, () if in_place else _leaves(result), name)
-        if not in_place:
-            result = map_leaves(lambda x: OnDevice(x, device) if isinstance(x, torch.Tensor) else x, result)
-        if kernels and not in_place:
+            self.capturing.note(fixed, a, k, () if schema.in_place else _leaves(result), name)
+        if schema.in_place:
+            return args[0]
+        result = map_leaves(lambda x: OnDevice(x, device) if isinstance(x, torch.Tensor) else x, result)
+        if kernels:
             self.use(device, (), _leaves(result))
-        return args[0] if in_place else result
+        return result
 
 
-def _leaves(value):
-    """Return the values in nested tuples, lists and dicts. Those of torch's pytree take ten times as long."""
-    if isinstance(value, dict):
-        value = value.values()
-    elif not isinstance(value, tuple | list):
-        return [value]
-    return [leaf for part in value for leaf in _leaves(part)]
+class _Schema(NamedTuple):
+    """What the schema of an operation contains. written: indices of the arguments that it writes to."""
+
+    name: str
+    kernels: int = 0
+    in_place: bool = False
+    written: tuple[int, ...] = ()
+
+
+@cache
+def _schema(func):
+    """Return the schema of a torch operation. torch creates new objects for every access."""
+    schema = func._schema
+    name = schema.name.partition("::")[2]
+    aliases = [value.alias_info for value in schema.returns if value.alias_info]
+    view, in_place = any(not alias.is_write for alias in aliases), any(alias.is_write for alias in aliases)
+    written = [i for i, value in enumerate(schema.arguments) if value.alias_info and value.alias_info.is_write]
+    kernels = 0 if view or name in NO_KERNEL else KERNELS.get(name, 1)
+    return _Schema(name, kernels, in_place, tuple(written))
+
+
+def _leaves(value, leaves=None):
+    """Return the values in nested tuples, lists and dicts, added to `leaves`.
+
+    torch's pytree takes ten times as long.
+    """
+    leaves = [] if leaves is None else leaves
+    if not isinstance(value, NESTED):
+        leaves.append(value)
+        return leaves
+    for part in value.values() if isinstance(value, dict) else value:
+        if isinstance(part, NESTED):
+            _leaves(part, leaves)
+        else:
+            leaves.append(part)
+    return leaves
 
 
 def map_leaves(function, value):
@@ -394,20 +428,12 @@ def map_leaves(function, value):
 
     torch's pytree takes ten times as long.
     """
+    if isinstance(value, SEQUENCES):
+        parts = [map_leaves(function, part) if isinstance(part, NESTED) else function(part) for part in value]
+        return type(value)(parts)
     if isinstance(value, dict):
         return {name: map_leaves(function, part) for name, part in value.items()}
-    if isinstance(value, tuple | list):
-        return type(value)(map_leaves(function, part) for part in value)
     return function(value)
-
-
-def _written(func, args):
-    """Return the arguments that an operation writes to."""
-    return [
-        x
-        for x, argument in zip(args, func._schema.arguments, strict=False)
-        if argument.alias_info and argument.alias_info.is_write
-    ]
 
 
 def _addresses(tensors):
@@ -416,6 +442,10 @@ def _addresses(tensors):
 
 
 class _Operations(TorchDispatchMode):
+    @classmethod
+    def _should_skip_dynamo(cls):
+        return False  # nothing is compiled, and skipping takes time in every operation
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return the.operation(func, args, kwargs or {}) if OnDevice in types else func(*args, **(kwargs or {}))
 
@@ -424,8 +454,10 @@ class _Functions(TorchFunctionMode):
     """Functions that differ from the operations inside them: factories, copies between devices, fused kernels."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
+        if not kwargs and name not in SPECIAL:
+            return func(*args)
+        kwargs = dict(kwargs or {})
         if name in ("to", "cpu", "cuda") and isinstance(args[0], torch.Tensor):
             return _moved(name, args, kwargs)
         device = kwargs.get("device")
@@ -602,7 +634,7 @@ def _one_device(name, tensors):
     if not devices:
         return None
     pinned = any(t.dim() and not isinstance(t, OnDevice) for t in tensors)
-    if (len(devices) > 1 and name != "copy_") or (pinned and name not in {*COPIES, "index", "index_put", "index_put_"}):
+    if (len(devices) > 1 and name != "copy_") or (pinned and name not in MIXED):
         found = sorted(map(str, devices)) + ["cpu"] * pinned
         raise RuntimeError(f"Expected all tensors to be on the same device, but found {found} in {name}")
     return next(iter(devices))
@@ -802,7 +834,7 @@ class on_stream:
 
     def __exit__(self, *error):
         device = self.stream.device
-        the.streams[device.index], the.current = self.before or _default(device), self.device
+        the.streams[device.index], the.current = self.before or _default(device.index), self.device
 
 
 @contextmanager
@@ -815,13 +847,15 @@ def on_device(device):
         the.current = before
 
 
-def _default(device):
-    return Stream(device, index=0)
+@cache
+def _default(index):
+    return Stream(torch.device("cuda", index), index=0)
 
 
 def current_stream(device=None):
-    device = torch.device("cuda", the.current) if device is None else _indexed(device)
-    return the.streams.get(device.index) or _default(device)
+    index = None if device is None else torch.device(device).index
+    index = the.current if index is None else index
+    return the.streams.get(index) or _default(index)
 
 
 def set_sync_debug_mode(mode):
@@ -878,7 +912,7 @@ def pretended(devices=1):
     the = World(devices)
     chain_parents.cache_clear()  # cached tensors belong to other worlds
     the.streams = {}
-    the.capture_stream = _default(torch.device("cuda", 0))
+    the.capture_stream = Stream(torch.device("cuda", 0), index=0)
     cuda = {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
