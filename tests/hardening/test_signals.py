@@ -117,6 +117,14 @@ def folders(tmp_path_factory):
     return folder, cache
 
 
+EARLY_CHECKPOINT = """
+import sys
+from specdemo.__main__ import main
+from specdemo.training import fit
+
+fit.FIRST_CHECKPOINT_SECONDS = 0.5
+sys.exit(main(sys.argv[1:]))
+"""
 TRAINS = r"step=(\d+)\b.*step=(?!\1\b)\d"
 
 
@@ -134,7 +142,8 @@ def inode(folder):
 
 def test_training_is_saved_on_any_signal_and_resumed(started, folders, tmp_path):
     target, cache = folders
-    command = ["-m", "specdemo", "train", "medusa", "--target", target, "--cache", cache, "--out", tmp_path]
+    train = ["train", "medusa", "--target", target, "--cache", cache, "--out", tmp_path]
+    command = ["-m", "specdemo", *train]
     done = 0
     for number in (TERM, INT):
         run = started(*command, "--minutes", "10").until(TRAINS)
@@ -143,7 +152,7 @@ def test_training_is_saved_on_any_signal_and_resumed(started, folders, tmp_path)
         assert steps(tmp_path) > done
         done = steps(tmp_path)
     before = inode(tmp_path)
-    run = started(*command, "--minutes", "10").until(TRAINS)
+    run = started("-c", EARLY_CHECKPOINT, *train, "--minutes", "10").until(TRAINS)
     deadline = time.monotonic() + LIMIT_S
     while inode(tmp_path) in (None, before):
         run.listen()
