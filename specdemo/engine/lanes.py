@@ -111,19 +111,13 @@ class LocalLane(RunningLane):
         )
         super().__init__(trace)
         _note_differences(self.trace, spec, lane)
-        method_exact = method(lane.method).exact
-        if not method_exact:
-            self.trace.note = "; ".join(filter(None, (self.trace.note, models.drafter.note)))
-        self._stop = models.target.stop_token_ids if method_exact else ()
-        self._config = GenerationConfig(
-            spec.max_new_tokens,
-            spec.sampling,
-            lane.budget,
-            spec.seed,
-            self._stop,
-            _grammar(spec, models.target, tokenizer),
-        )
         self.target, self._models = models.target, models
+        self._stop = self.target.stop_token_ids
+        if not method(lane.method).exact:
+            self.trace.note = "; ".join(filter(None, (self.trace.note, models.drafter.note)))
+            self._stop = ()
+        grammar = _grammar(spec, self.target, tokenizer)
+        self._config = GenerationConfig(spec.max_new_tokens, spec.sampling, lane.budget, spec.seed, self._stop, grammar)
         self._spec, self._index, self._tokenizer = spec, index, tokenizer
         self._text = Detokenizer(tokenizer, prompt_ids)
         self._other_bytes = 0  # bytes on the device that belong to other lanes
