@@ -5,6 +5,8 @@ T tokens of a text, S slots, A accepted slots, H hidden size.
 """
 
 from contextlib import suppress
+from itertools import takewhile
+from operator import eq
 from typing import Any, NamedTuple
 
 import torch
@@ -146,7 +148,8 @@ class PrefixCachedLlamaCpp(LlamaCppTarget):
     def start(self, tokens: Tensor, taps: tuple[int, ...] = (), reserve: int = 0) -> Forward:
         self.release()
         ids = tokens[0].tolist() if len(tokens) == 1 else []
-        self.cached_tokens = 0 if taps or not self._text else _shared_length(self._text, ids)
+        # the last token is always read, for its logits
+        self.cached_tokens = 0 if taps or not self._text else sum(takewhile(bool, map(eq, self._text, ids[:-1])))
         if self.capacity < len(ids) + max(reserve, SPARE_CELLS):
             self.cached_tokens = 0
         self._text, text = None, self._text  # if reading fails, there is nothing to continue
@@ -193,12 +196,6 @@ class PrefixCachedLlamaCpp(LlamaCppTarget):
         """Free the history and all cached tokens."""
         self._text, self.cached_tokens = None, 0
         super().release()
-
-
-def _shared_length(text: list[int], ids: list[int]) -> int:
-    """Return the length of the common prefix. The last token is always read, for its logits."""
-    pairs = enumerate(zip(text, ids[:-1], strict=False))
-    return next((place for place, (one, other) in pairs if one != other), min(len(text), len(ids) - 1))
 
 
 def with_prefix_cache(model: object) -> Any:

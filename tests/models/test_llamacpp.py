@@ -442,6 +442,16 @@ def test_next_turn_reads_new_tokens_only(target):
     assert cached.history_bytes >= 0 and not cached.length
 
 
+def test_a_batch_after_a_cached_text_is_read_from_its_start(target):
+    cached = with_prefix_cache(target)
+    text = torch.tensor([target.tokenizer.encode(TEXTS[0])])
+    cached.start(text, reserve=100)
+    cached.release()
+    logits = cached.start(text.repeat(2, 1), reserve=100).logits
+    assert cached.cached_tokens == 0 and cached.length == [text.shape[1]] * 2
+    torch.testing.assert_close(logits, target.start(text.repeat(2, 1)).logits, rtol=1e-3, atol=1e-3)
+
+
 def test_drafted_tokens_are_part_of_the_cached_text(target):
     cached = with_prefix_cache(target)
     ids = target.tokenizer.encode(TEXTS[0])
