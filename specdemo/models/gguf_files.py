@@ -12,7 +12,7 @@ import os
 import re
 import struct
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
@@ -322,13 +322,14 @@ class _Reader:
             metadata[key] = self._value(self._number("I"), key)
         weights: Counter[int] = Counter()
         end = 0
-        size_of = _block_sizes()
+        sizes = _block_sizes()
         for _ in range(tensors):
             self._string()
             numbers = math.prod(self._number("Q") for _ in range(self._number("I")))
             kind, offset = self._number("I"), self._number("Q")
             weights[kind] += numbers
-            end = max(end, offset + size_of(kind, numbers))
+            block, width = sizes.get(kind, (1, 0))
+            end = max(end, offset + numbers // block * width)
         alignment = int(metadata.get("general.alignment", 32))
         start = -(-self._position // alignment) * alignment
         most = max(weights, key=weights.__getitem__, default=-1)
@@ -370,15 +371,10 @@ class _Reader:
         return count
 
 
-def _block_sizes() -> Callable[[int, int], int]:
-    """Return the function (tensor type, numbers) -> bytes, 0 for a type that the package `gguf` does not know."""
+def _block_sizes() -> Mapping[int, tuple[int, int]]:
+    """Return tensor type -> numbers and bytes per block; empty without the package `gguf`."""
     try:
         sizes: Mapping[int, tuple[int, int]] = import_module("gguf").GGML_QUANT_SIZES
     except ImportError:
-        return lambda kind, numbers: 0
-
-    def size_of(kind: int, numbers: int) -> int:
-        block, width = sizes.get(kind, (1, 0))
-        return numbers // block * width
-
-    return size_of
+        return {}
+    return sizes

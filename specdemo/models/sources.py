@@ -104,11 +104,6 @@ def resolve(name: str) -> str:
     return str(Path(name).expanduser()) if _is_path(name) else name
 
 
-def _is_gguf_file(name: str) -> bool:
-    """Return whether this is the name of a GGUF file."""
-    return name.lower().endswith(".gguf")
-
-
 def locate(name: str, pickled: Sequence[str] = ()) -> Path | Repository:
     """Return the folder of a model, or the hub's metadata of its repository. Downloads no weights. Raises ValueError,
     one line.
@@ -119,7 +114,7 @@ def locate(name: str, pickled: Sequence[str] = ()) -> Path | Repository:
     folder = Path(path)
     if not name.strip():
         raise ValueError("the model name is empty; use a folder, a Hugging Face id or an embedded model")
-    if _is_gguf_file(name):
+    if name.lower().endswith(".gguf"):
         raise ValueError(f"{name} is {NO_GGUF}")
     if folder.is_file():
         raise ValueError(f"{name} is a file; use the folder that contains it")
@@ -338,7 +333,9 @@ def _check_repository(name: str, info: ModelInfo, pickled: Sequence[str]) -> Rep
 
 def _check_not_gguf(name: str, files: Sequence[str]) -> None:
     """Raise ValueError where the only weights among the files are GGUF."""
-    if any(map(_is_gguf_file, files)) and not any(file.endswith(WEIGHT_SUFFIXES) for file in files):
+    if any(file.lower().endswith(".gguf") for file in files) and not any(
+        file.endswith(WEIGHT_SUFFIXES) for file in files
+    ):
         raise ValueError(f"{name} contains only {NO_GGUF}")
 
 
