@@ -7,6 +7,7 @@ part of a run mixes in the target's own samples (the two stages of 2404.19124, s
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -34,6 +35,7 @@ from specdemo.training.corpus import read_corpus, windows
 from specdemo.training.fit import Batch, Schedule, TrainHistory, TrainStep, train_steps, write_provenance
 
 VALIDATION_ROWS = 32
+SAMPLES_FROM = 0.4  # fraction of a run after which batches contain samples
 START_RATES = 0.3  # factor of the learning rates for a trained head
 VALIDATION_SEED = -1  # text shards use their number as seed
 MAX_DENSE = 1 << 22  # entries of a [B, A, V] distribution per micro-batch on a CPU; 64 times as many on a GPU
@@ -106,22 +108,17 @@ def _generated_validation(model: PreTrainedModel, first: int, cache: Path, conte
     return load_file(shard)["tokens"]
 
 
-@dataclass(frozen=True, slots=True)
-class BatchSource:
-    """Source of batches. A pure function of progress and step, so that a resumed run sees the same batches."""
+def mixed_batch(data: TeacherSplit, taps: Sequence[int], count: int, progress: float, step: int) -> Batch:
+    """Return `count` rows: of text, from the fraction SAMPLES_FROM on half of them samples.
 
-    data: TeacherSplit
-    taps: tuple[int, ...]
-    count: int  # rows of a batch
-    samples_from: float = 0.4
-
-    def __call__(self, progress: float, step: int) -> Batch:
-        if progress < self.samples_from:
-            return columns(self.data.text.batch(self.count, step), self.taps)
-        half = max(1, self.count // 2)
-        both = (self.data.text.batch(half, step), self.data.samples.batch(half, step))
-        pairs = zip(*(columns(rows, self.taps) for rows in both), strict=True)
-        return tuple(torch.cat(pair) for pair in pairs)
+    A pure function, so that a resumed run sees the same batches.
+    """
+    if progress < SAMPLES_FROM:
+        return columns(data.text.batch(count, step), taps)
+    half = max(1, count // 2)
+    both = (data.text.batch(half, step), data.samples.batch(half, step))
+    pairs = zip(*(columns(rows, taps) for rows in both), strict=True)
+    return tuple(torch.cat(pair) for pair in pairs)
 
 
 def columns(recorded: TeacherData, taps: Sequence[int]) -> Batch:
@@ -177,7 +174,7 @@ def train_head(
 
     yield from train_steps(
         head,
-        BatchSource(data, drafter.taps, max(1, tokens // context)),
+        partial(mixed_batch, data, drafter.taps, max(1, tokens // context)),
         loss,
         evaluate,
         Schedule(minutes, muon=0.01, adamw=0.002, decay_from=0.3).scaled(rates),
