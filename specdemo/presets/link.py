@@ -152,7 +152,9 @@ class _Link:
             self.take("method" + suffix)
         lane = self.change(reference, ("method", *_OF_LANE), suffix)
         options = self._valid_options(f"option{suffix}.", texts, lambda texts: self._check_options(lane, texts))
-        rule = self._valid_options(f"rule{suffix}.", of_rule, lambda texts: _check_rule_options(lane, texts))
+        rule = self._valid_options(
+            f"rule{suffix}.", of_rule, lambda texts: accept_rule(lane.acceptance, {**lane.acceptance_options, **texts})
+        )
         lane = lane.model_copy(
             update={
                 "options": {**lane.options, **options},
@@ -171,7 +173,7 @@ class _Link:
         return {key.removeprefix(start): self._values.pop(key) for key in keys}
 
     def _valid_options(
-        self, start: str, texts: Mapping[str, str], check: Callable[[Mapping[str, str]], None]
+        self, start: str, texts: Mapping[str, str], check: Callable[[Mapping[str, str]], object]
     ) -> Mapping[str, str]:
         """Return the options that pass `check`, as text. One by one only if they cannot all be set."""
         with suppress(ValueError):
@@ -220,10 +222,6 @@ class _Link:
         notes = [*self._notes, *(f"ignored unknown setting {short_repr(key)} from the link" for key in unknown)]
         rest = len(notes) - _NOTES
         return notes if rest <= 0 else [*notes[:_NOTES], f"and {rest} more settings of the link were ignored"]
-
-
-def _check_rule_options(lane: Lane, texts: Mapping[str, str]) -> None:
-    accept_rule(lane.acceptance, {**lane.acceptance_options, **texts})
 
 
 def _of_gradio(key: str) -> bool:

@@ -14,6 +14,8 @@ def add_pair(target: str, draft: str | None = None, **settings: object) -> Prese
     one line, for a model that cannot be read or does not fit into memory, and for a drafter that does not fit the
     target.
     """
+    from specdemo.engine.model_cache import ModelCache  # imports torch
+
     method = _method(target, draft)
     model = {"model": draft} if draft else {}
     chat = _has_chat_template(target)
@@ -22,7 +24,7 @@ def add_pair(target: str, draft: str | None = None, **settings: object) -> Prese
     start = preset(DEFAULT).with_changes(target=target, method=method, **model, **settings)
     prompt = start.prompt if chat is False else QUESTION
     chosen = start.changed(**about, prompt=prompt).validated()
-    _check_room(chosen)
+    ModelCache().check_room(chosen)
     load_presets()[ID] = chosen
     return chosen
 
@@ -44,12 +46,6 @@ def _method(target: str, draft: str | None) -> str:
     if not pair.fits:
         raise ValueError(f"{draft} does not fit {target}: {pair.reason}")
     return pair.method
-
-
-def _check_room(chosen: Preset) -> None:
-    from specdemo.engine.model_cache import ModelCache
-
-    ModelCache().check_room(chosen)
 
 
 def _check_gguf(name: str) -> None:
