@@ -15,7 +15,7 @@ import gradio as gr
 from specdemo.core.options import Knob
 from specdemo.core.rules import RULES, rule_knobs
 from specdemo.engine.comparison import Comparison, Lane, Settings, as_knob, settings
-from specdemo.methods import BASELINE, knobs, method, model_method, usable
+from specdemo.methods import BASELINE, knobs, method, usable
 from specdemo.models.gguf_files import is_gguf
 from specdemo.presets import limits
 from specdemo.presets.files import EMBEDDED, Preset, load_presets
@@ -42,7 +42,7 @@ from specdemo.ui.setup import (
     OF_GGUF,
     SAMPLING,
     TEXT,
-    known_options,
+    model_reader,
     needs_model,
     padded,
     plain_title,
@@ -227,7 +227,7 @@ def offer_models(values: Values) -> Values:
     updates: Values = {}
     for n in NUMBERS:
         name, options = values[f"method-{n}"], values[f"options-{n}"]
-        fitting = fitting_models(values["target"], model_method(name, known_options(name, options)))
+        fitting = fitting_models(values["target"], model_reader(name, options))
         updates[f"model-{n}"] = gr.update(choices=model_choices([*fitting, values[f"model-{n}"]]))
     return updates
 
@@ -360,9 +360,7 @@ def _set(_: gr.Request, values: Values) -> Values:
     """Return the lane's options with one of them changed, and its model if that decides which method reads it."""
     options = values["options"]
     changed = {**options, values["knob"]: values["value"]}
-    before, after = (
-        model_method(values["method"], known_options(values["method"], given)) for given in (options, changed)
-    )
+    before, after = (model_reader(values["method"], given) for given in (options, changed))
     fitted = {} if before == after else _fit_model(values["target"], values["method"], changed)
     return {"options": changed, **fitted}
 
@@ -396,7 +394,7 @@ def _switch(_: gr.Request, values: Values) -> Values:
 def _fit_model(target: str, name: str, options: Mapping[str, object]) -> Values:
     """Return the drafters that fit, with the first one selected. If there is none, show how to train one."""
     needed = needs_model(name, options)
-    fitting = fitting_models(target, model_method(name, known_options(name, options))) if needed else []
+    fitting = fitting_models(target, model_reader(name, options)) if needed else []
     none = needed and not fitting
     value = fitting[0] if fitting else None if none else default_draft(target)
     choices = model_choices([value, *fitting]) if value else []

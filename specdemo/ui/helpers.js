@@ -41,6 +41,7 @@ const showAlert = (text) => {
   $(".sd-alert").hidden = !text;
   $(".sd-alert").textContent = sentence(text);
 };
+const reducedMotion = () => matchMedia("(prefers-reduced-motion: reduce)").matches;
 const isNumber = (x) => typeof x === "number" && isFinite(x);
 const sum = (numbers) => numbers.reduce((a, b) => a + b, 0);
 const fixed = (x, digits) => (isNumber(x) ? x.toFixed(digits) : "–");

@@ -4,7 +4,6 @@
 const RUN = { steps: 14, plain: 14 };
 const recorded = JSON.parse(props.value || "{}");
 const figureOf = (name) => $(`[data-figure="${name}"]`);
-const reducedMotion = () => matchMedia("(prefers-reduced-motion: reduce)").matches;
 const onAction = (box, action, handler) => box.querySelector(`[data-action="${action}"]`).addEventListener("click", handler);
 const times = (x) => `${x.toFixed(2)}×`;
 

@@ -69,8 +69,6 @@ function shouldAutoplay() {
   return first || (run.recorded && !run.still && !reducedMotion());
 }
 
-const reducedMotion = () => matchMedia("(prefers-reduced-motion: reduce)").matches;
-
 function scrollIntoViewport(node, block) {
   node.scrollIntoView({ block, behavior: reducedMotion() ? "instant" : "smooth" });
 }

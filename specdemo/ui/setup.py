@@ -83,9 +83,14 @@ def changed(preset_id: str, overrides: dict[str, object] | None, allow_any_model
     return limits.admit(check_models(limits.fit(preset(preset_id)).with_changes(**(overrides or {})), allow_any_model))
 
 
+def model_reader(name: str, options: Mapping[str, object]) -> str:
+    """Return the method that reads the lane's model. Unknown `options` are ignored."""
+    return model_method(name, known_options(name, options))
+
+
 def needs_model(name: str, options: Mapping[str, object]) -> bool:
     """Return whether a lane must name a model. Unknown `options` are ignored."""
-    return bool(method(model_method(name, known_options(name, options))).needs_model)
+    return bool(method(model_reader(name, options)).needs_model)
 
 
 def known_options(name: str, options: Mapping[str, object]) -> dict[str, object]:
