@@ -6,16 +6,7 @@ B rows, T prompt tokens, N draft nodes, S = N + 1 slots, V vocabulary, H hidden,
 import torch
 from torch import Tensor, nn
 
-from specdemo.core.protocol import (
-    UNLIMITED,
-    Capabilities,
-    DraftFunction,
-    DraftPlan,
-    Forward,
-    SharedKV,
-    Target,
-    Tensors,
-)
+from specdemo.core.protocol import UNLIMITED, Capabilities, DraftFunction, DraftPlan, Forward, SharedKV, Target, Tensors
 from specdemo.kv.masks import chain_mask
 
 TABLE_ROWS = 4096
