@@ -78,10 +78,8 @@ class FusedDecoder:
         self._embed, self._layers, self._norm = decoder.embed_tokens, list(decoder.layers), decoder.norm
         if any(isinstance(layer.post_attention_layernorm, FastRMSNorm | RMSNorm) for layer in self._layers):
             self._norm = fast_norm(decoder.norm)  # a copy for training keeps its own norm, whose weights may change
-        self._rotary, self._lm_head = (
-            Rotary(decoder.rotary_emb, self._embed.weight.dtype),
-            model.get_output_embeddings(),
-        )
+        self._rotary = Rotary(decoder.rotary_emb, self._embed.weight.dtype)
+        self._lm_head = model.get_output_embeddings()
 
     def __call__(
         self,

@@ -21,7 +21,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from specdemo.core.deployment import zero_gpu
 from specdemo.core.protocol import Target
@@ -218,10 +218,8 @@ def _auto_class(name: str, folder: str) -> tuple[AutoClass, PreTrainedConfig]:
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     check_config(name, config)
     check_class(name, config)
-    multimodal = (
-        type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
-    )
-    return AutoModelForImageTextToText if multimodal else AutoModelForCausalLM, config
+    # check_class accepts what is in one of two mappings
+    return AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText, config
 
 
 class Incomplete(ValueError):

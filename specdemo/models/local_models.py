@@ -140,10 +140,8 @@ def _hugging_face() -> Iterator[LocalModel]:
             continue
         folder = repository / "snapshots" / revision.read_text(encoding="utf-8").strip()
         weights = [file for file in folder.glob("*.safetensors") if file.is_file()]
-        complete = all(
-            (folder / file).is_file() for file in ("config.json", "tokenizer.json")
-        )  # heads have no tokenizer
-        if weights and complete:
+        has_tokenizer = (folder / "tokenizer.json").is_file()  # heads have none
+        if weights and has_tokenizer and (folder / "config.json").is_file():
             yield LocalModel(name, "Hugging Face", folder, sum(file.stat().st_size for file in weights))
         for path in _gguf_below(folder):
             quantisation = quantisation_in(path.name)

@@ -37,9 +37,7 @@ class Runner:
         self.model, self._num_layers, self._name = model, layers, name
         self.device: torch.device = model.get_input_embeddings().weight.device  # type: ignore[assignment]
         parameters = inspect.signature(model.forward).parameters
-        cache_argument = next(
-            (argument for argument in ("past_key_values", "cache_params") if argument in parameters), None
-        )
+        cache_argument = next((name for name in ("past_key_values", "cache_params") if name in parameters), None)
         if cache_argument is None:
             kind = model.config.model_type
             raise ValueError(f"a {kind} model stores its history where it cannot be rolled back; choose another model")

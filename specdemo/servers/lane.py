@@ -37,17 +37,15 @@ KEY = "SPECDEMO_API_KEY"
 TOKEN_S = 0.5  # timeout per token, in addition to SILENCE_S
 MODELS_BYTES = 1_000_000
 POLL_S = 0.05  # how often a lane checks whether it was stopped
-WARM_UP = (
-    "Count to ten: one, two, three,"  # not the prompt of the run, which the server would then have in its prefix cache
-)
+# not the prompt of the run, which the server would then have in its prefix cache
+WARM_UP = "Count to ten: one, two, three,"
 WARM_UP_TOKENS = 8
 
 Form = Literal["completions", "chat/completions"]
 Text = str | list[dict[str, str]]  # text, or messages with role and content
 Prompt = Text | list[int]  # or its token ids
-TOKEN_IDS = (
-    "token-ids"  # tag of a served model whose tokenizer is not the target's, so that prompts are sent as token ids
-)
+# tag of a served model whose tokenizer is not the target's, so that prompts are sent as token ids
+TOKEN_IDS = "token-ids"
 
 
 class _ListedModel(BaseModel):

@@ -25,10 +25,7 @@ SPARE_CHARS = 4_000
 Piece = tuple[StepEvent, str]
 Alternatives = tuple[str, dict[str, float]]  # a token, and the log-probabilities of the most likely ones in its place
 
-
 _Id = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
-
-
 _LogProb = Annotated[float, Field(le=1e-3)]
 
 

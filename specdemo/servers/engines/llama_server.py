@@ -73,9 +73,8 @@ class LlamaServer(ServingEngine):
 
     def start(self, config: ServerConfig) -> Flags:
         source = _source(config.target, "-m", "-hf")
-        *_, host, address, port, number = address_flags(config)
         own = ["--alias", config.target, "--metrics", "--no-cache-prompt", "--parallel", "1"]
-        return [*source, *own, host, address, port, number]
+        return [*source, *own, *address_flags(config)[-4:]]
 
     def draft_length_setting(self, k: int, method: str = "", drafter: str = "") -> str:
         return f"{LENGTH} {k}" if k else f"omit {TYPE} and --spec-draft-model (in older versions -md)"
