@@ -158,6 +158,7 @@ def to_config(design: Design, tensors: Tensors, target_name: str, target_layers:
         "conv_group_size": (body.hidden_size // groups if groups else 0, 0),
         "selector_rank": (rank, 0),
         "selector_top_k": (design.candidates if rank else 0, 0),
+        "pure_draft_prefix_len": (design.uncorrected_slots, 0),
         "xpress_block_size": (design.block_size if xpress else 0, 0),
         "xpress_num_passes": (design.passes if xpress else None, None),
         "xpress_topc": (design.shortlist, 0),
