@@ -1,6 +1,7 @@
 """Heads of all kinds on one set of checks. What is special to a kind is tested in its own file."""
 
 import json
+from math import exp
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from specdemo.models.target import HFTarget
 from specdemo.models.toy import ToyTarget
 from tests.examples import test_hydra
 from tests.generation import train
-from tests.methods import test_eagle, test_medusa, test_mlp_speculator, test_mtp
+from tests.methods import test_dflash, test_eagle, test_medusa, test_mlp_speculator, test_mtp
 from tests.methods.heads import (
     batch_of,
     check_greedy,
@@ -36,6 +37,7 @@ FILES = {
     "hydra": test_hydra.CASES,
     "mlp_speculator": test_mlp_speculator.CASES,
     "mtp": test_mtp.CASES,
+    "dflash": test_dflash.CASES,
 }
 CASES = {name: case for cases in FILES.values() for name, case in cases.items()}
 CHAINS = {"eagle": {"draft": "chain"}, "medusa": {"draft": "sampled"}, "hydra": {"draft": "sampled"}}
@@ -166,6 +168,9 @@ def weights(name, head, steps):
     """Return the weights of the draft positions in the loss."""
     if name == "mtp":
         return [0.51, 0.31, 0.18] if len(head) == 1 else [1 / steps] * steps
+    if name == "dflash":
+        decayed = [exp(-i / 4) for i in range(steps)]
+        return [weight / sum(decayed) for weight in decayed]
     decay, first = {"medusa": (0.8, 1), "eagle": (0.8, 0)}.get(name, (1.0, 0))
     return [decay ** (i + first) for i in range(steps)]
 
@@ -176,7 +181,7 @@ def test_the_loss_is_that_of_the_reference(case, head, hard):
     if not case.trains:
         pytest.skip("is not trained")
     target, drafter = case.target, load_drafter(case.method, case.target, head)
-    batch = batch_of(target, tuple({*drafter.taps, -1}), texts(2, 8, seed=8))
+    batch = batch_of(target, tuple({*drafter.taps, -1}), texts(2, 14 if case.method == "dflash" else 8, seed=8))
     given = Progress(batch.inputs, batch.outputs, batch.lengths, batch.hidden, None if hard else batch.probs)
     loss, metrics = drafter.loss(given)
     reference, total = case.reference(head), 0.0
@@ -185,7 +190,8 @@ def test_the_loss_is_that_of_the_reference(case, head, hard):
         losses, right = [], []
         for row, p in enumerate(labels):
             text = [*batch.inputs[row, :1].tolist(), *batch.outputs[row].tolist()]
-            for root in range(1, len(text) - 1 - i):
+            every = range(1, len(text) - 1 - i)
+            for root in drafter._anchors(batch.inputs)[row].tolist() if case.method == "dflash" else every:
                 drafted, following = text[root + 1 : root + 1 + i], p[root + i]
                 losses.append(reference.loss(text[: root + 1], drafted, following))
                 right.append(reference.logits(text[: root + 1], drafted).argmax() == following.argmax())
