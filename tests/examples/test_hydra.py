@@ -9,9 +9,7 @@ import torch
 from torch.nn import functional as F
 from transformers import LlamaModel
 
-from specdemo.core.protocol import Budget
 from specdemo.methods import load_drafter
-from specdemo.methods.heads.medusa import published_shape
 from specdemo.methods.targets import load_target
 from specdemo.models.target import HFTarget
 from specdemo.models.toy import ToyTarget
@@ -27,7 +25,6 @@ from tests.methods.heads import (
     example,
     folder_with,
     linear,
-    ragged_steps,
     target_of,
 )
 from tests.models.tiny import VOCABULARY, build
@@ -199,13 +196,6 @@ def test_hydra_plus_plus_needs_a_llama(tmp_path, target):
 
 
 # drafts
-
-
-def test_published_trees_are_cut_to_the_heads(target):
-    drafter = load_drafter("hydra", target, Hydra.fresh(target, heads=3), nodes=63, tree="mc_sim_7b_63")
-    (_, draft), *_ = ragged_steps(target, drafter, Budget(8, 63))
-    assert draft.nodes == 61
-    assert draft.parents.tolist() == [list(published_shape("mc_sim_7b_63").parents[:61])] * 2
 
 
 def test_greedy_text_with_a_prefix_layer(tmp_path, target):

@@ -9,7 +9,7 @@ import torch
 from specdemo.core.protocol import Budget, Progress
 from specdemo.core.sampling import Sampling, to_probs
 from specdemo.methods import BUILT_IN, detect_method, load_drafter, method
-from specdemo.methods.heads.medusa import Medusa
+from specdemo.methods.heads.medusa import Medusa, published_shape
 from specdemo.models import packed
 from specdemo.models.checkpoints import open_checkpoint
 from specdemo.models.target import HFTarget
@@ -270,6 +270,14 @@ def test_training_lowers_the_loss(target, name, sizes, metrics, hard):
     assert losses[-1] < 0.8 * losses[0]
     assert list(before) == list(after) == [f"agree_{i}" for i in range(1, metrics + 1)]
     assert all(after[name] > before[name] + 0.1 for name in after)
+
+
+@pytest.mark.parametrize("name", ["medusa", "hydra"])
+def test_published_trees_are_cut_to_the_heads(target, name):
+    drafter = load_drafter(name, target, fresh(name, target, {"heads": 3}), nodes=63, tree="mc_sim_7b_63")
+    (_, draft), *_ = ragged_steps(target, drafter, Budget(8, 63))
+    assert draft.nodes == 61  # two of 63 nodes are on level 4, which needs a fourth head
+    assert draft.parents.tolist() == [list(published_shape("mc_sim_7b_63").parents[:61])] * 2
 
 
 @pytest.mark.parametrize("name", TRAINED)

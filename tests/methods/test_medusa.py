@@ -19,7 +19,6 @@ from tests.methods.heads import (
     example,
     folder_with,
     linear,
-    ragged_steps,
     randoms,
     target_of,
     without,
@@ -161,13 +160,6 @@ def test_other_families_are_refused(tmp_path, target):
 
 
 # drafts
-
-
-def test_published_trees_are_cut_to_the_heads(target):
-    drafter = load_drafter("medusa", target, Medusa.fresh(target, heads=3), nodes=63, tree="mc_sim_7b_63")
-    (_, draft), *_ = ragged_steps(target, drafter, Budget(8, 63))
-    assert draft.nodes == 61  # two of 63 nodes are on level 4, which needs a fourth head
-    assert draft.parents.tolist() == [list(published_shape("mc_sim_7b_63").parents[:61])] * 2
 
 
 def test_the_published_trees():
