@@ -89,6 +89,7 @@ class Counts:
     launches: float = 0.0
     syncs: float = 0.0
     replays: float = 0.0
+    accepting: float = 0.0  # share of the steps that accept draft tokens
     recordings_in_race: int = 0
     note: str = ""
     laps: dict[str, Counter[str]] = field(default_factory=dict, repr=False)  # launches and waits by lap
@@ -186,13 +187,13 @@ def count(world: Any, models: Models, case: GpuCase) -> Counts:
         for _ in islice(steps, 1 + SKIPPED):
             pass
         laps.counting = True
-        for _ in islice(steps, COUNTED):
-            pass
+        accepting = sum(len(event.path[0]) > 1 for event in islice(steps, COUNTED))
         laps.counting = False
         for _ in steps:  # until the end, where drafts get shorter
             pass
     per_step = {name: laps.totals[name] / laps.steps for name in ("launches", "syncs", "replays")}
     in_race = len(world.recorded) - recorded
+    per_step["accepting"] = accepting / COUNTED
     return Counts(case.name, **per_step, recordings_in_race=in_race, note=target.note, laps=laps.laps)
 
 

@@ -10,20 +10,22 @@ from specdemo.models.target import HFTarget
 from tests.gpu.device import OnDevice, move, pretended
 from tests.gpu.pretend import CASES, counted, qwen
 
-LIMITS = {  # launches outside graphs, and syncs, while the clock runs
+# launches outside graphs, and syncs, while the clock runs, of a step whose draft tokens are all rejected. Which are
+# accepted depends on how the CPU rounds bfloat16; joining them with the next token is one launch
+LIMITS = {
     "plain": (4, 0),
     "plain T=0.8": (10, 0),
     "draft_model k=5": (12, 1),
-    "draft_model k=5 T=0.8": (44, 2),
+    "draft_model k=5 T=0.8": (43, 2),
     "ngram k=6": (6, 1),
     "suffix k=6": (7, 1),
     "eagle-3 tree k=6 nodes=32": (19, 1),
     "eagle-3 chain k=5": (15, 1),
-    "eagle-3 chain k=5 T=0.8": (47, 2),
-    "mtp k=3": (16, 1),
-    "layer_skip k=4": (12, 1),
+    "eagle-3 chain k=5 T=0.8": (46, 2),
+    "mtp k=3": (15, 1),
+    "layer_skip k=4": (11, 1),
     "gemma4_assistant k=4": (13, 1),
-    "gemma4_assistant k=4 T=0.8": (45, 2),
+    "gemma4_assistant k=4 T=0.8": (44, 2),
     "dflash block=16": (17, 1),
     "medusa tree nodes=24": (17, 1),
     "mlp_speculator k=4": (12, 1),
@@ -37,7 +39,7 @@ LIMITS = {  # launches outside graphs, and syncs, while the clock runs
 def test_a_step_starts_few_operations_and_hardly_waits(name):
     (row,) = counted(lambda case: case.name == name)
     launches, syncs = LIMITS[name]
-    assert row.launches <= launches, row.laps
+    assert row.launches - row.accepting <= launches, row.laps
     assert row.syncs <= syncs, row.laps
     assert row.replays >= 1
     assert row.recordings_in_race == 0
