@@ -52,7 +52,7 @@ def started(command: Sequence[str], address: str, environment: Mapping[str, str]
     alone = {**os.environ, **environment, supervisor.MARK: mark}
     with (
         TemporaryDirectory() as folder,
-        (Path(folder) / "log").open("wb") as log,
+        _log(Path(folder) / "log") as log,
         # in a separate session: Ctrl-C reaches only this process, and closing the pipe stops the server cleanly
         Popen(watched, stdin=PIPE, stdout=log, stderr=STDOUT, env=alone, start_new_session=True) as process,
     ):
@@ -69,6 +69,16 @@ def _end_after(process: "Popen[bytes]", mark: str) -> None:
     """Wait for the end of a supervisor, then end the processes that it left, which happens only if it was killed."""
     process.wait()
     supervisor.end_marked(mark, process.pid)
+
+
+@contextmanager
+def _log(path: Path) -> Iterator[int]:
+    """Open a file for processes to write to; return its descriptor."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 @dataclass(frozen=True, slots=True)
