@@ -31,6 +31,7 @@ expect.set_options(timeout=PATIENCE_MS)
 def chromium():
     names = (
         os.environ.get("SPECDEMO_CHROMIUM"),
+        shutil.which("chromium-headless-shell"),
         "/usr/bin/chromium",
         shutil.which("chromium"),
         shutil.which("google-chrome"),
