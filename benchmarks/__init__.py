@@ -9,7 +9,7 @@ from pydantic import Field
 from specdemo.bench.base import Decoding, Device, NewTokens, Option, Repeats, Report, Suite
 from specdemo.bench.result import Result
 
-PAIR = Option("--pair", "model pair", "Pair of models: embedded, 8m, 98m, 342m or 8b.", metavar="NAME")
+PAIR = Option("Pair of models: embedded, 8m, 98m, 342m or 8b.", metavar="NAME")
 
 
 class Peers(Decoding):
@@ -19,7 +19,7 @@ class Peers(Decoding):
     pair: Annotated[str | None, PAIR] = None  # None: the largest that fits
     engine: Annotated[
         Literal["torch", "llamacpp"],
-        Option("--engine", "engine", "Engine of the forward passes: torch, or llamacpp in this process.", str),
+        Option("Engine of the forward passes: torch, or llamacpp in this process.", str),
     ] = "torch"
 
     def run(self, report: Report, cancelled: Callable[[], bool]) -> Result:
@@ -74,18 +74,14 @@ class Gpu(Suite):
     minutes: Annotated[
         float,
         Field(ge=0.0, le=600.0),
-        Option(
-            "--minutes", "time", "Time limit of this call in minutes; 0 writes a report of the existing results.", float
-        ),
+        Option("Time limit of this call in minutes; 0 writes a report of the existing results.", float),
     ] = 8.0
-    folder: Annotated[Path, Option("--out", "folder", "Folder to write to.", Path)] = Path("runs") / "gpu"
+    folder: Annotated[Path, Option("Folder to write to.", Path, flag="--out")] = Path("runs") / "gpu"
     plan: Annotated[
         Literal["all", "first", "qwen", "llama"],
-        Option("--plan", "plan", "first: correctness, attention and contexts; qwen, llama: methods at 8B; all.", str),
+        Option("first: correctness, attention and contexts; qwen, llama: methods at 8B; all.", str),
     ] = "all"
-    commit: Annotated[
-        str, Option("--commit", "commit", "Commit of the code, for a copy without its git folder.", str)
-    ] = ""
+    commit: Annotated[str, Option("Commit of the code, for a copy without its git folder.")] = ""
 
     def run(self, report: Report, cancelled: Callable[[], bool]) -> Result:
         from benchmarks.gpu.run import measure

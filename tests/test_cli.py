@@ -126,8 +126,7 @@ def test_settings_reach_the_run(tmp_path, capsys):
         (["bench", "embeded"], "unknown suite 'embeded'; did you mean 'embedded'?"),
         (["bench", "embedded", "--repeats", "0"], "repeats must be 1 or more, not 0"),
         (["bench", "embedded", "--k", "8-1"], "--k takes a draft length from 1 to 16, or a range like 1-8, not '8-1'"),
-        (["bench", "race-fairness", "--k", "3"], "suite 'race-fairness' has no option for the draft length; omit --k"),
-        (["bench", "k", "--minutes", "3"], "suite 'k' has no option for the time; omit --minutes"),
+        (["bench", "race-fairness", "--k", "3"], "No such option: --k"),
         (
             ["bench", "gpu", "--minutes", "-1"],
             "minutes must be 0.0 or more, not -1.0",
@@ -362,8 +361,7 @@ def test_help_of_a_suite_lists_its_own_options(capsys, suite):
 
 
 def test_a_suite_may_come_after_its_options(capsys):
-    expected = "suite 'race-fairness' has no option for the draft length; omit --k"
-    assert refusal(capsys, "bench", "--markdown", "--k", "3", "race-fairness") == expected
+    assert refusal(capsys, "bench", "--markdown", "--k", "0", "k").startswith("draft lengths must be from 1 to 16")
     assert refusal(capsys, "bench", "--prompt=k", "--repeats", "0", "k") == "repeats must be 1 or more, not 0"
     assert refusal(capsys, "bench").startswith("no suite given; choose one of k, methods")
 

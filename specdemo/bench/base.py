@@ -1,7 +1,7 @@
 """Base classes of suites, and the options that they share. Only `Suite.run` needs torch."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Protocol, Self
 
@@ -49,13 +49,12 @@ DRAFT_LENGTH = Axis("k", "draft length", "k, draft tokens per step")
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """Texts of an option on the command line. noun: in error messages."""
+    """Texts of a field's option on the command line."""
 
-    flag: str
-    noun: str
     help: str
     kind: Any = str  # type on the command line
     metavar: str | None = None  # shown in the help; None: the type
+    flag: str = ""  # empty: that of the field's name
 
 
 def _ks(value: Sequence[int]) -> Sequence[int]:
@@ -87,36 +86,27 @@ def _ranges(text: object) -> object:
     return ks
 
 
-Repeats = Annotated[int, Field(ge=1, le=REPEATS), Option("--repeats", "number of repeats", "Interleaved repeats.", int)]
-Once = Annotated[int, Field(ge=1, le=1), Option("--repeats", "number of repeats", "Always 1: counts do not vary.", int)]
-Device = Annotated[str, Option("--device", "device", f"Device: {DEVICES}.", metavar="NAME")]
-Dtype = Annotated[str, BeforeValidator(dtype_name), Option("--dtype", "dtype", f"Data type: {NAMES}.", metavar="NAME")]
-NewTokens = Annotated[
-    int,
-    Field(ge=2, le=LIMITS.max_new_tokens),
-    Option("--new-tokens", "number of new tokens", "Output tokens per prompt.", int),
-]
+Repeats = Annotated[int, Field(ge=1, le=REPEATS), Option("Interleaved repeats.", int)]
+Once = Annotated[int, Field(ge=1, le=1), Option("Always 1: counts do not vary.", int)]
+Device = Annotated[str, Option(f"Device: {DEVICES}.", metavar="NAME")]
+Dtype = Annotated[str, BeforeValidator(dtype_name), Option(f"Data type: {NAMES}.", metavar="NAME")]
+NewTokens = Annotated[int, Field(ge=2, le=LIMITS.max_new_tokens), Option("Output tokens per prompt.", int)]
 Prompts = Annotated[
     Annotated[Sequence[str], AfterValidator(_prompts), PlainSerializer(len, when_used="json")] | None,
-    Option("--prompt", "prompt", "Prompt to use instead of the suite's; repeatable.", list[str], "TEXT"),
+    Option("Prompt to use instead of the suite's; repeatable.", list[str], "TEXT", "--prompt"),
 ]
+File = Annotated[Path, PlainSerializer(lambda path: path.name, when_used="json")]
 Questions = Annotated[
-    Annotated[Path, PlainSerializer(lambda path: path.name, when_used="json")] | None,
-    Option(
-        "--questions",
-        "question file",
-        "File question.jsonl in the format of Spec-Bench; adds results per category.",
-        Path,
-    ),
+    File | None, Option("File question.jsonl in the format of Spec-Bench; adds results per category.", Path)
 ]
-PRESET = Option("--preset", "preset", "Preset whose target and first lane are measured.", metavar="ID")
+PRESET = Option("Preset whose target and first lane are measured.", metavar="ID")
 PresetId = Annotated[str, PRESET]
 Ks = Annotated[
     Sequence[int],
     BeforeValidator(_ranges),
     AfterValidator(_ks),
     PlainSerializer(list, when_used="json"),
-    Option("--k", "draft length", "Draft lengths, for example 4, 1-8 or 0,1,3.", metavar="K"),
+    Option("Draft lengths, for example 4, 1-8 or 0,1,3.", metavar="K", flag="--k"),
 ]
 
 
@@ -134,7 +124,12 @@ class Suite(Settings):
     @classmethod
     def options(cls) -> dict[str, Option]:
         """Return the options by field."""
-        return {name: o for name, f in cls.model_fields.items() for o in f.metadata if isinstance(o, Option)}
+        return {
+            name: replace(option, flag=option.flag or f"--{name.replace('_', '-')}")
+            for name, field in cls.model_fields.items()
+            for option in field.metadata
+            if isinstance(option, Option)
+        }
 
     def run(self, report: Report, cancelled: Stop) -> Result:
         """Measure. When `cancelled()` turns true the result covers the finished repeats. Raises ValueError with one

@@ -12,9 +12,9 @@ from math import comb
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Self
 
-from pydantic import Field, PlainSerializer
+from pydantic import Field
 
-from specdemo.bench.base import Decoding, Report, Stop
+from specdemo.bench.base import Decoding, File, Report, Stop
 from specdemo.bench.prompts import CODE, COPYING, EDITS, PROMPTS, openings
 from specdemo.bench.result import Result, Row
 from specdemo.core.safe_io import read_text
@@ -92,7 +92,7 @@ class ServerCheck(Decoding):
     target: Model | None = None
     served_model: Model | None = None
     prompts: Annotated[int, Field(ge=1, le=MOST)] | None = None
-    prompt_file: Annotated[Path, PlainSerializer(lambda path: path.name, when_used="json")] | None = None
+    prompt_file: File | None = None
     margin: Annotated[float, Field(gt=0.0, le=10.0)] = MARGIN
     new_tokens: Annotated[int, Field(ge=2, le=1024)] = 128
 

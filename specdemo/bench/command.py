@@ -13,7 +13,7 @@ from typer.main import get_command
 from typer.models import OptionInfo
 
 from specdemo.bench.base import Report, SoFar, Suite
-from specdemo.bench.suites import known_options, known_suite, suite, suites, takes
+from specdemo.bench.suites import known_suite, suite, suites, takes
 from specdemo.core.outputs import check_output, check_output_folder
 from specdemo.core.suggest import suggest
 
@@ -30,7 +30,10 @@ class SuiteGroup(TyperGroup):
         return _subcommand(cmd_name) if cmd_name in suites() else None
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, _suite_first(args))
+        # The suite may come after its options.
+        if args and args[0].startswith("-"):
+            args = sorted(args, key=lambda arg: arg not in suites())
+        return super().parse_args(ctx, args)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if not ctx.resilient_parsing:  # true during shell completion
@@ -50,21 +53,6 @@ def _name_a_suite(context: typer.Context) -> None:
         raise ValueError(f"no suite given; {suggest('', suites())}")
 
 
-def _suite_first(args: list[str]) -> list[str]:
-    """Return the arguments with the suite first, for command lines that give options before it."""
-    flags = {option.flag for option in known_options().values() if option.kind is bool} | {
-        "--force",
-        "--json",
-        "--markdown",
-    }
-    value_of = ""
-    for i, arg in enumerate(args):
-        if not value_of and not arg.startswith("-"):
-            return [arg, *args[:i], *args[i + 1 :]]
-        value_of = arg if arg.startswith("--") and "=" not in arg and arg not in flags else ""
-    return args
-
-
 def _subcommand(name: str) -> TyperCommand:
     cls = known_suite(name)
 
@@ -81,16 +69,15 @@ def _subcommand(name: str) -> TyperCommand:
 
 
 def _parameters(cls: type[Suite]) -> list[Parameter]:
-    """Return the options of a suite. Those of other suites are hidden, so that `suite` can refuse them by name."""
-    of_suite = {name: field.default for name, field in cls.model_fields.items()}
+    """Return the options of a suite, and those of every suite."""
     options: dict[str, tuple[Any, OptionInfo]] = {}
-    for name, option in {**known_options(), **cls.options()}.items():
+    to = "Write the numbers (JSON) to this file."
+    for name, option in cls.options().items():
+        text = f"{option.help}{_default(cls.model_fields[name].default)}"
         if option.flag != OUT:
-            text = f"{option.help}{_default(of_suite.get(name))}"
-            info = typer.Option(option.flag, help=text, metavar=option.metavar, hidden=name not in of_suite)
-            options[name] = option.kind | None, info
-    folder = of_suite.get("folder")
-    to = f"{cls.options()['folder'].help}{_default(folder)}" if folder else "Write the numbers (JSON) to this file."
+            options[name] = option.kind | None, typer.Option(option.flag, help=text, metavar=option.metavar)
+        elif name == "folder":
+            to = text
     options["out"] = Path | None, typer.Option(OUT, help=to)
     options["html"] = Path | None, typer.Option("--html", help="Write a page with the plot to this file.")
     options["force"] = bool, typer.Option("--force", help="Overwrite a file or folder that specdemo did not write.")

@@ -59,72 +59,50 @@ class LoadOptions(Prompted):
 
     preset: Annotated[str | None, PRESET] = None
     repeats: Repeats = 3
-    engine: Annotated[
-        str | None,
-        Option("--engine", "engine", f"Serving engine to start: {engines.engine_names()}.", metavar="NAME"),
-    ] = None
+    engine: Annotated[str | None, Option(f"Serving engine to start: {engines.engine_names()}.", metavar="NAME")] = None
     servers: Annotated[
         Sequence[str] | None,
-        Option("--server", "server", "Running server, one per draft length; repeatable.", list[str], "URL"),
+        Option("Running server, one per draft length; repeatable.", list[str], "URL", "--server"),
     ] = None
-    command: Annotated[
-        str | None, Option("--command", "program", "Program of the engine, if it is not on PATH.", metavar="PATH")
-    ] = None
-    gpus: Annotated[
-        int,
-        AfterValidator(_above_zero),
-        Option("--gpus", "number of GPUs", "GPUs per server (tensor parallelism).", int),
-    ] = 1
+    command: Annotated[str | None, Option("Program of the engine, if it is not on PATH.", metavar="PATH")] = None
+    gpus: Annotated[int, AfterValidator(_above_zero), Option("GPUs per server (tensor parallelism).", int)] = 1
     ks: Ks = (0, 1, 3, 5)
     concurrency: Annotated[
         Sequence[int],
         BeforeValidator(partial(_list, of=int)),
         AfterValidator(_loads),
-        Option("--concurrency", "concurrency", "Concurrent requests, for example 1,2,4.", metavar="N"),
+        Option("Concurrent requests, for example 1,2,4.", metavar="N"),
     ] = (1, 2, 4, 8)
     rates: Annotated[
         Annotated[Sequence[float], BeforeValidator(partial(_list, of=float)), AfterValidator(_loads)] | None,
         Option(
-            "--rate",
-            "arrival rate",
             "Requests per second with Poisson arrivals, for example 0.5,2; instead of --concurrency.",
             metavar="R",
+            flag="--rate",
         ),
     ] = None
     requests: Annotated[
         Annotated[int, AfterValidator(_above_zero)] | None,
-        Option(
-            "--requests",
-            "number of requests",
-            "Requests per load and repeat; default: four times the concurrency.",
-            int,
-        ),
+        Option("Requests per load and repeat; default: four times the concurrency.", int),
     ] = None
     new_tokens: NewTokens = 64
-    slo_ttft: Annotated[
-        Milliseconds,
-        Option("--slo-ttft", "bound", "Largest time to first token of a good request, in ms.", float, "MS"),
-    ] = None
+    slo_ttft: Annotated[Milliseconds, Option("Largest time to first token of a good request, in ms.", float, "MS")] = (
+        None
+    )
     slo_itl: Annotated[
-        Milliseconds,
-        Option("--slo-itl", "bound", "Largest mean time per output token of a good request, in ms.", float, "MS"),
+        Milliseconds, Option("Largest mean time per output token of a good request, in ms.", float, "MS")
     ] = None
-    schedule: Annotated[
-        bool, Option("--schedule", "schedule", "Measure the resulting schedule of draft lengths as well.", bool)
-    ] = False
+    schedule: Annotated[bool, Option("Measure the resulting schedule of draft lengths as well.", bool)] = False
     lengths: Annotated[
         Annotated[Curve, BeforeValidator(_curve), PlainSerializer(lambda curve: curve.title, when_used="json")] | None,
         Option(
-            "--lengths",
-            "file of lengths",
             "Mean accepted lengths by k (golden_al_distribution YAML or a result of `vllm bench serve`). The servers "
             "accept draft tokens at random with these lengths; their texts are meaningless.",
             metavar="FILE[:on|off]",
         ),
     ] = None
     journal: Annotated[
-        Path | None,
-        Option("--out", "file", "File of finished points, from which an interrupted run continues.", Path),
+        Path | None, Option("File of finished points, from which an interrupted run continues.", Path, flag="--out")
     ] = None
 
     @model_validator(mode="after")

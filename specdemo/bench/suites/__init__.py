@@ -3,7 +3,6 @@
 Reading the list needs no torch: `run` imports the measuring code.
 """
 
-from collections.abc import Mapping
 from functools import lru_cache
 from importlib import import_module
 from pkgutil import iter_modules
@@ -11,7 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
-from specdemo.bench.base import Option, Suite
+from specdemo.bench.base import Suite
 from specdemo.core.suggest import suggest
 from specdemo.presets.files import DEFAULT, of_checkout, preset
 from specdemo.presets.limits import LIMITS
@@ -46,17 +45,7 @@ def known_suite(name: str) -> type[Suite]:
 
 def suite(name: str, **options: Any) -> Suite:
     """Return the suite with these options, the others at their defaults. Raise ValueError with one line."""
-    chosen = known_suite(name)
-    for option in options:
-        if not takes(name, option):
-            other = known_options()[option]
-            raise ValueError(f"suite {name!r} has no option for the {other.noun}; omit {other.flag}")
-    return chosen.build(options)
-
-
-def known_options() -> Mapping[str, Option]:
-    """Return the options of all suites by field."""
-    return {name: option for suite in suites().values() for name, option in suite.options().items()}
+    return known_suite(name).build(options)
 
 
 def takes(name: str, option: str) -> bool:

@@ -3,9 +3,7 @@
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import PlainSerializer
-
-from specdemo.bench.base import DRAFT_LENGTH, Ks, Option, PresetId, Questioned, Report, Stop
+from specdemo.bench.base import DRAFT_LENGTH, File, Ks, Option, PresetId, Questioned, Report, Stop
 from specdemo.bench.result import ALL, Result
 from specdemo.prediction.golden import write_golden
 from specdemo.presets.files import DEFAULT, preset
@@ -22,13 +20,8 @@ class DraftLength(Questioned):
     preset: PresetId = DEFAULT
     ks: Ks = range(1, 9)
     golden: Annotated[
-        Annotated[Path, PlainSerializer(lambda path: path.name, when_used="json")] | None,
-        Option(
-            "--golden",
-            "file of lengths",
-            "Write the mean accepted lengths by k to this file, in the format of golden_al_distribution (YAML).",
-            Path,
-        ),
+        File | None,
+        Option("Write mean accepted lengths by k to this file, in the format of golden_al_distribution (YAML).", Path),
     ] = None
 
     def run(self, report: Report, cancelled: Stop) -> Result:

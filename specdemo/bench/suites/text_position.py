@@ -25,7 +25,7 @@ class TextPosition(Decoding):
     repeats: Once = 1
     new_tokens: NewTokens = 24
     preset: Annotated[str, PRESET] = "embedded-code"
-    places: Annotated[int, Field(ge=2, le=200), Option("--places", "number of places", "Places in files.", int)] = 16
+    places: Annotated[int, Field(ge=2, le=200), Option("Places in files.", int)] = 16
 
     def run(self, report: Report, cancelled: Stop) -> Result:
         from specdemo.bench.positions import positions
