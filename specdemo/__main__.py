@@ -632,7 +632,7 @@ def methods(as_json: AsJson = False) -> None:
             print(f"    --option {knob.name}={default}  {knob.range}  {knob.help}")
     for rule, entry in RULES.items():
         print(f"acceptance rule {entry.label(rule)}{', chains only' if not entry.trees else ''}")
-        for knob in rule_knobs(rule).values():
+        for knob in rule_knobs(rule):
             print(f"    --acceptance-option {knob.name}={knob.default}  {knob.range}  {knob.help}")
     lossy = ", ".join(name for name, entry in RULES.items() if not entry.lossless)
     print(f"With a lossy rule (--acceptance {lossy}) every method is lossy.")

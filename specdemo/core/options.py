@@ -135,3 +135,9 @@ def to_values(options: BaseOptions) -> dict[str, object]:
     """Return all values by name, for JSON."""
     values: dict[str, object] = _adapter(type(options)).dump_python(options)
     return values
+
+
+def changed_values(options: BaseOptions) -> dict[str, object]:
+    """Return the values that are not at their default."""
+    described = describe(type(options))
+    return {name: value for name, value in to_values(options).items() if value != described[name].default}

@@ -53,10 +53,10 @@ def accept_rule(name: str, options: Mapping[str, object] | None = None) -> "Acce
     return plain
 
 
-def rule_knobs(name: str) -> Mapping[str, Knob]:
-    """Return the options of a rule by name; empty if it has none. Raises ValueError for an unknown rule."""
-    cls = _rule_class(name)
-    return describe(cls) if issubclass(cls, BaseOptions) else {}
+def rule_knobs(name: str) -> list[Knob]:
+    """Return the options of a rule; none for an unknown one."""
+    cls = _rule_class(name) if name in RULES else None
+    return [*describe(cls).values()] if cls and issubclass(cls, BaseOptions) else []
 
 
 def _rule_class(name: str) -> Any:

@@ -15,13 +15,13 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import ErrorDetails
 
 from specdemo.core.dtypes import NAMES, dtype_name
-from specdemo.core.options import TYPES, BaseOptions, Knob, to_values
-from specdemo.core.rules import DEFAULT_RULE, RULES, accept_rule, rule_knobs, rules_help
+from specdemo.core.options import TYPES, BaseOptions, Knob, changed_values, to_values
+from specdemo.core.rules import DEFAULT_RULE, RULES, accept_rule, rules_help
 from specdemo.core.safe_io import JsonObject
 from specdemo.core.sampling_settings import Sampling
 from specdemo.core.suggest import DEVICES, program, short_repr, suggest
 from specdemo.core.thinking import Thinking
-from specdemo.methods import BASELINE, METHODS, MODEL_OPTIONS, check_model, knobs, parse_options
+from specdemo.methods import BASELINE, METHODS, MODEL_OPTIONS, check_model, parse_options
 from specdemo.servers.address import place
 
 if TYPE_CHECKING:
@@ -252,13 +252,9 @@ class Lane(Settings):
 
     def validated(self) -> Self:
         """Return this lane as validated by its method and rule, without options that are at their default."""
-        default = {k.name: k.default for k in knobs(self.method)}
-        changed = {name: value for name, value in to_values(self.parsed).items() if value != default[name]}
         rule = self.accept_rule()
-        values = to_values(rule) if isinstance(rule, BaseOptions) else {}
-        knobs_of_rule = rule_knobs(self.acceptance)
-        of_rule = {name: value for name, value in values.items() if value != knobs_of_rule[name].default}
-        lane = self.model_copy(update={"options": changed, "acceptance_options": of_rule})
+        of_rule = changed_values(rule) if isinstance(rule, BaseOptions) else {}
+        lane = self.model_copy(update={"options": changed_values(self.parsed), "acceptance_options": of_rule})
         vars(lane)["parsed"] = self.parsed
         return lane
 

@@ -271,7 +271,7 @@ def _lane_pairs(lane: Lane, reference: Lane, suffix: str) -> list[tuple[str, str
         own, base = default | lane.options, default | reference.options
         pairs += [(f"option{suffix}.{n}", _text(v)) for n, v in own.items() if v != base[n]]
     if (lane.acceptance, lane.acceptance_options) != (reference.acceptance, reference.acceptance_options):
-        default = {k.name: k.default for k in rule_knobs(lane.acceptance).values()}
+        default = {k.name: k.default for k in rule_knobs(lane.acceptance)}
         base = default | (reference.acceptance_options if lane.acceptance == reference.acceptance else {})
         own = default | lane.acceptance_options
         pairs += [(f"rule{suffix}.{n}", _text(v)) for n, v in own.items() if v != base[n]]

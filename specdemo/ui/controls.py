@@ -13,7 +13,7 @@ from typing import Any
 import gradio as gr
 
 from specdemo.core.options import Knob
-from specdemo.core.rules import RULES, rule_knobs
+from specdemo.core.rules import rule_knobs
 from specdemo.engine.comparison import Comparison, Lane, Settings, as_knob, settings
 from specdemo.methods import BASELINE, knobs, method, usable
 from specdemo.models.gguf_files import is_gguf
@@ -137,7 +137,7 @@ class Controls:
             with gr.Row(elem_classes="options"):
                 for knob in knobs(name):
                     self._draw_option(n, knob, options, "options")
-                for knob in rule_knobs(rule).values() if rule in RULES else ():
+                for knob in rule_knobs(rule):
                     self._draw_option(n, knob, rule_options, "acceptance_options")
 
         follow = [page.load, lane["drawn"].change]

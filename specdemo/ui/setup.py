@@ -5,7 +5,7 @@ visitor's first event, so that the page is drawn without it.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from hashlib import sha256
 from html import escape
@@ -13,7 +13,8 @@ from html import escape
 import gradio as gr
 
 from specdemo.core.atomic_io import json_text
-from specdemo.core.rules import RULES, rule_knobs
+from specdemo.core.options import Knob
+from specdemo.core.rules import rule_knobs
 from specdemo.engine.comparison import Comparison, Lane, Settings, brief, linked, settings, type_of
 from specdemo.methods import knobs, method, model_method
 from specdemo.models.shipped import embedded_folder
@@ -85,7 +86,7 @@ def changed(preset_id: str, overrides: dict[str, object] | None, allow_any_model
 
 def model_reader(name: str, options: Mapping[str, object]) -> str:
     """Return the method that reads the lane's model. Unknown `options` are ignored."""
-    return model_method(name, known_options(name, options))
+    return model_method(name, known_options(knobs(name), options))
 
 
 def needs_model(name: str, options: Mapping[str, object]) -> bool:
@@ -93,16 +94,10 @@ def needs_model(name: str, options: Mapping[str, object]) -> bool:
     return bool(method(model_reader(name, options)).needs_model)
 
 
-def known_options(name: str, options: Mapping[str, object]) -> dict[str, object]:
-    """Return the options that the method has, with integers as such."""
-    given = {k: options[k.name] for k in knobs(name) if k.name in options}
+def known_options(known: Iterable[Knob], options: Mapping[str, object]) -> dict[str, object]:
+    """Return the options that a method or an acceptance rule has, with integers as such."""
+    given = {k: options[k.name] for k in known if k.name in options}
     return {k.name: integer(k.name, value) if k.type is int else value for k, value in given.items()}
-
-
-def known_rule_options(name: str, options: Mapping[str, object]) -> dict[str, object]:
-    """Return the options that the acceptance rule has, with integers as such; empty for an unknown rule."""
-    found = [k for k in (rule_knobs(name).values() if name in RULES else ()) if k.name in options]
-    return {k.name: integer(k.name, options[k.name]) if k.type is int else options[k.name] for k in found}
 
 
 def integer(name: str, value: object) -> int:
@@ -127,12 +122,12 @@ def _lane_config(lane: Values, named: Sequence[Lane]) -> Values:
     same.
     """
     name, server = lane["method"], lane["server"]
-    options = known_options(name, lane["options"])
+    options = known_options(knobs(name), lane["options"])
     model = (lane["model"] or None) if needs_model(name, options) else None
     return _counts(Lane, lane) | {
         "model": model,
         "options": options,
-        "acceptance_options": known_rule_options(lane["acceptance"], lane["acceptance_options"]),
+        "acceptance_options": known_options(rule_knobs(lane["acceptance"]), lane["acceptance_options"]),
         "name": next((lane.name for lane in named if (lane.method, lane.model) == (name, model)), ""),
         "server": server or None,
         "served_model": next((lane.served_model for lane in named if lane.server == server), None),
