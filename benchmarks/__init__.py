@@ -90,25 +90,4 @@ class Gpu(Suite):
         return measure(*limits, report, cancelled, plan=self.plan, commit=self.commit)
 
 
-class WhatIf(Suite):
-    """Are predictions right? One model pair profiles this CPU; other pairs, methods, k and batch sizes are predicted
-    and run.
-    """
-
-    name = "what-if"
-    repeats: Repeats = 2
-    new_tokens: NewTokens = 48
-
-    def run(self, report: Report, cancelled: Callable[[], bool]) -> Result:
-        import torch
-
-        from benchmarks.what_if import what_if
-        from specdemo.bench.device import measure_profile
-        from specdemo.models.machine import one_thread
-
-        profile = measure_profile("cpu", "here")
-        with one_thread(torch.device("cpu")):
-            return what_if(profile, self.repeats, self.new_tokens, report, cancelled)
-
-
-SUITES: tuple[type[Suite], ...] = (Peers, Floor, RaceFairness, Gpu, WhatIf)
+SUITES: tuple[type[Suite], ...] = (Peers, Floor, RaceFairness, Gpu)

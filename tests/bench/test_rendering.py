@@ -1,13 +1,12 @@
 """Results of all suites as table, Markdown, JSON and page: the recorded ones, and short runs of the other suites."""
 
 import json
-from itertools import islice
 
 import pytest
 import torch
 
 import benchmarks
-from benchmarks import fairness, floor, peers, what_if
+from benchmarks import fairness, floor, peers
 from benchmarks.gpu import run
 from benchmarks.pairs import Size, random_pair
 from specdemo.bench import sweeps
@@ -16,7 +15,6 @@ from specdemo.bench.report import bench_report, markdown
 from specdemo.bench.result import read_result, recorded_suite, to_json
 from specdemo.bench.suites import method_comparison, suite, suites
 from specdemo.engine.loop import never_cancelled
-from specdemo.prediction.profiles import profiles
 
 RECORDED = ("k", "methods", "batch", "prompt", "temperature", "depth-width", "text", "position", "losslessness", "load")
 SHORT = {"repeats": 1, "new_tokens": 4}
@@ -47,14 +45,6 @@ def fairness_result(patch, folder):
     return short("race-fairness")
 
 
-def what_if_result(patch, folder):
-    patch.setattr(what_if, "KS", (1,))
-    patch.setattr(what_if, "LONGEST", 1)
-    few = [*islice(what_if.cases_of("stories"), 2)]
-    patch.setattr(what_if, "cases_of", lambda pair: few)
-    return what_if.what_if(next(iter(profiles().values())), 1, 8, silent, never_cancelled)
-
-
 MAKERS = {
     "embedded": lambda *_: short("embedded", ks=(2,), new_tokens=4, prompts=["Once"]),
     "copying": copying_result,
@@ -62,7 +52,6 @@ MAKERS = {
     "floor": lambda *_: floor.floor(pair(), 1, 6, silent, never_cancelled),
     "race-fairness": fairness_result,
     "gpu": lambda _, folder: run.measure(folder / "gpu", "cpu", 0.0, 1, silent, never_cancelled),
-    "what-if": what_if_result,
 }
 
 
