@@ -106,32 +106,19 @@ def expect_example(page, title):
     expect(page.locator(".sd-examples option:checked")).to_have_text(title)
 
 
-@pytest.fixture
-def trace_file(tmp_path):
-    path = tmp_path / "hostile.json"
-    path.write_text(to_json(hostile_trace()), encoding="utf-8")
-    return path
+def stored(make):
+    """Return a fixture: the file of the trace that `make` returns."""
+
+    @pytest.fixture
+    def file(tmp_path):
+        path = tmp_path / f"{make.__name__}.json"
+        path.write_text(to_json(make()), encoding="utf-8")
+        return path
+
+    return file
 
 
-@pytest.fixture
-def tree_file(tmp_path):
-    path = tmp_path / "tree.json"
-    path.write_text(to_json(tree_trace()), encoding="utf-8")
-    return path
-
-
-@pytest.fixture
-def chat_file(tmp_path):
-    path = tmp_path / "chat.json"
-    path.write_text(to_json(chat_trace()), encoding="utf-8")
-    return path
-
-
-@pytest.fixture
-def remote_file(tmp_path):
-    path = tmp_path / "remote.json"
-    path.write_text(to_json(remote_trace()), encoding="utf-8")
-    return path
+trace_file, tree_file, chat_file, remote_file = map(stored, (hostile_trace, tree_trace, chat_trace, remote_trace))
 
 
 @pytest.fixture(scope="session")
