@@ -12,6 +12,7 @@ from playwright.sync_api import expect
 from specdemo.core.tally import summarise
 from specdemo.core.trace import compare, estimates, from_json, to_json
 from specdemo.diagnosis.lanes import break_even, prediction
+from specdemo.ui.headers import TITLE
 from tests.e2e.conftest import NEXT_FRAME, choose_example, edit, expect_example, visitors
 from tests.traces import HOSTILE, PROMPT, hostile_trace
 from tests.ui.stand_ins import chat_trace
@@ -189,14 +190,13 @@ def test_a_noisy_run_is_repeated_with_one_click_and_pooled(visit):
 
 def test_hostile_text_stays_text(visit, trace_file):
     page = visit()
-    title = page.title()
     open_file(page, trace_file)
     wait_for_text(page, "^Replayed")
     assert lane_text(page, 0) == lane_text(page, 1) == "".join(HOSTILE)
     for lane in (0, 1):
         expect(page.locator(f'[data-lane="{lane}"] [data-kind="prompt"]')).to_have_text(PROMPT)
     assert page.locator("#view img, #view script, #view u, #view i").count() == 0
-    assert page.title().endswith(title) and "owned" not in page.title()  # the result precedes it
+    assert page.title().endswith(f" - {TITLE}") and "owned" not in page.title()  # the result precedes it
     kinds = page.locator("[data-lane] [data-kind]").evaluate_all("spans => spans.map(s => s.dataset.kind)")
     assert set(kinds) == {"prompt", "target", "accepted", "rejected", "corrected", "bonus"}
     # External tests rely on these hooks.
