@@ -95,7 +95,7 @@ def _default(value: object) -> str:
         value = f"{value[0]}-{value[-1]}"
     elif isinstance(value, Sequence) and not isinstance(value, str):
         value = ",".join(map(str, value))
-    return "" if value in (None, False) else f"  [default: {value}]"
+    return "" if value in (None, False, "") else f"  [default: {value}]"
 
 
 def _run(
