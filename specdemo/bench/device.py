@@ -89,21 +89,6 @@ def wait_seconds(device: torch.device) -> float:
     return best_seconds(lambda: tensor.add_(1.0), device, 50)
 
 
-def node_seconds(device: torch.device) -> float | None:
-    """Return the time of an operation in a CUDA graph; None on devices without CUDA graphs."""
-    if not device_kind(device).cuda_graphs:
-        return None
-    tensor = torch.zeros(1, device=device)
-    with torch.cuda.device(device):
-        tensor.add_(1.0)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(LAUNCHES):
-                tensor.add_(1.0)
-        return best_seconds(graph.replay, device) / LAUNCHES
-
-
 def link_bandwidth(device: torch.device) -> float | None:
     """Return bytes per second from pinned main memory to the device; None if they share memory."""
     if not device_kind(device).separate_memory:
@@ -171,7 +156,6 @@ def basics(device: torch.device, command: str) -> Profile:
             dtype: figure(matmul_rate(device, DTYPES[dtype]), 1e12) for dtype in device_kind(device).dtypes
         },
         "launch_us": figure(launch_seconds(device), 1e-6),
-        "node_us": figure(node_seconds(device), 1e-6),
         "wait_us": figure(wait_seconds(device), 1e-6),
         "link_gb_per_s": figure(link_bandwidth(device), 1e9),
         "measured": measured(command),

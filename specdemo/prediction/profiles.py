@@ -87,7 +87,6 @@ class Profile(_Strict):
     bandwidth_gb_per_s: Figure  # of the device's memory
     compute_tflop_per_s: dict[str, Figure]  # dense matrix products, by dtype
     launch_us: Figure | None = None  # launch of one operation from Python
-    node_us: Figure | None = None  # one operation of a CUDA graph
     wait_us: Figure | None = None  # launch of an operation and waiting for it
     link_gb_per_s: Figure | None = None  # from main memory to the device
     step_overhead: Figure | None = None  # time of an engine's step / time of its forward passes

@@ -667,10 +667,10 @@ MEASURED = st.fixed_dictionaries({"1": ROW, "4096": ROW}).map(
     st.sampled_from([1, 4096]), st.sampled_from([None, 0.0, 1e9]),
 )  # fmt: skip
 def test_a_prediction_from_any_profile_is_finite_or_one_line(
-    kind, memory, bandwidth, compute, node, passes, batch, price
+    kind, memory, bandwidth, compute, launch, passes, batch, price
 ):
     figures = {"memory_gb": memory, "bandwidth_gb_per_s": bandwidth, "compute_tflop_per_s": {"float32": compute}}
-    where = {"name": "a", "title": "A", "kind": kind, **figures, "node_us": node, "passes": passes}
+    where = {"name": "a", "title": "A", "kind": kind, **figures, "launch_us": launch, "passes": passes}
     try:
         device = Profile.model_validate(where)
         found = predict("llama-8b", method="eagle", device=device, dtype="float32", batch=batch, price=price)

@@ -64,7 +64,7 @@ def test_every_number_that_ships_has_a_source_and_no_torch_is_needed():
 
 
 @pytest.mark.parametrize("value", [1e-308, 1e-7, 1e10, 1e308, float("nan"), float("inf")])
-@pytest.mark.parametrize("name", ["memory_gb", "bandwidth_gb_per_s", "node_us"])
+@pytest.mark.parametrize("name", ["memory_gb", "bandwidth_gb_per_s", "launch_us"])
 def test_figures_that_no_device_has_are_refused(tmp_path, capsys, name, value):
     path = tmp_path / "a.json"
     path.write_text(json.dumps(LEAST | {name: {"value": value, "source": "a test"}}))
