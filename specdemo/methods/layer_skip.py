@@ -53,7 +53,8 @@ class LayerSkip(LayerSkipCost, Method):
             return Draft.empty(len(self._roots), self._device)
         target, chain, builder = self._target, self._roots, ChainBuilder(self.sampler)
         if target.uses_cuda_graphs:
-            plan = DraftPlan(("layers", self.sampler.sampling), depth, room=1, layers=self.exit_layer)
+            kind = "layers", self.exit_layer, self.sampler.sampling
+            plan = DraftPlan(kind, depth, room=1, layers=self.exit_layer)
             draft = run_chain_graph(target, chain, [1] * len(chain), plan, self.sampler)
             if draft is not None:
                 return draft

@@ -155,6 +155,16 @@ def test_drafts_of_cuda_graphs_are_the_eager_ones(target, tmp_path, sampling):
     assert recorder.replayed > 20
 
 
+def test_assistants_of_one_target_have_graphs_of_their_own(target):
+    assistants = [Gemma4Assistant.fresh(target) for _ in range(2)]
+    config = Generation(12, budget=Budget(3, 3), stop_token_ids=())
+    drafts = []
+    for one in (target, HFTarget(target.model, capture=Replayed())):
+        runs = [generate(one, Gemma4Assistant(one, assistant), texts(1, 4), config) for assistant in assistants]
+        drafts.append([[event.drafted for event in run] for run in runs])
+    assert drafts[0] == drafts[1] and drafts[0][0] != drafts[0][1]
+
+
 def test_doctor_reads_the_headers_only(target, tmp_path):
     with torch.device("meta"):
         outline = HFTarget(type(target.model)(target.model.config))

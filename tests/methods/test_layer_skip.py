@@ -9,6 +9,7 @@ from specdemo.engine.loop import generate
 from specdemo.methods import load_drafter
 from specdemo.models.target import HFTarget
 from specdemo.models.toy import ToyTarget
+from tests.models.recorders import Replayed
 from tests.models.tiny import TREES, build, texts
 
 
@@ -94,6 +95,14 @@ def test_nothing_is_refused_when_the_last_layers_add_nothing():
         _, events, _ = record(HFTarget(model), texts(2, 6), sampling, exit_layer=2)
         for event in events[1:]:
             assert all(len(path) == 1 + len(event.drafted[0]) for path in event.path)
+
+
+def test_drafters_that_end_after_other_layers_have_graphs_of_their_own(llama):
+    drafts = []
+    for target in (HFTarget(llama), HFTarget(llama, capture=Replayed())):
+        events = [record(target, texts(1, 7), exit_layer=layers)[1] for layers in (1, 2)]
+        drafts.append([[event.drafted for event in run] for run in events])
+    assert drafts[0] == drafts[1] and drafts[0][0] != drafts[0][1]
 
 
 def test_all_layers_of_the_toy_are_the_toy():
