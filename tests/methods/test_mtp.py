@@ -293,8 +293,9 @@ def test_heads_of_another_trunk_are_refused(tmp_path, target):
 
 
 def test_targets_of_another_build_are_refused():
-    with pytest.raises(ValueError, match="the layers of a gpt2 model cannot run separately"):
-        MTP.fresh(HFTarget(build("gpt2")))
+    for family in ("gpt2", "gemma3", "gemma4"):
+        with pytest.raises(ValueError, match=rf"the layers of a {family}\w* model cannot run separately"):
+            MTP.fresh(HFTarget(build(family)))
     with pytest.raises(ValueError, match="parallel heads are Llama layers; choose a Llama target, not qwen3"):
         MTP.fresh(HFTarget(build("qwen3")), kind="parallel")
     with pytest.raises(ValueError, match="unknown kind 'medusa'"):

@@ -16,6 +16,7 @@ the heads; if the target is trained too, gradients reach them.
 from collections.abc import Iterator
 from copy import deepcopy
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, cast
 
@@ -346,7 +347,10 @@ def _target_family(target: Target, layers: int) -> tuple[object, type[nn.Module]
         config = _llama(target, layers)
         return config, LlamaDecoderLayer, LlamaRMSNorm, _angles(config, target)
     config = deepcopy(decoder.config)
-    if not dict(decoder.named_children()).keys() >= {"layers", "norm", "rotary_emb"}:
+    parts = dict(decoder.named_children())
+    separate = parts.keys() >= {"layers", "norm", "rotary_emb"}
+    # several kinds of layers have rotary embeddings of their own
+    if not separate or "layer_type" in signature(parts["rotary_emb"].forward).parameters:
         raise ValueError(f"the layers of a {config.model_type} model cannot run separately; choose a target like Llama")
     config.num_hidden_layers = layers
     overrides: dict[str, object] = {"layer_types": ["full_attention"] * layers, "mlp_layer_types": ["sparse"] * layers}
