@@ -21,6 +21,8 @@ from tests.generation import rows_of
 from tests.methods.test_exact_sampling import DRAWS, expected, joint
 from tests.models.tiny import build, texts
 
+SHORT = Budget(1, 1)
+
 
 @cache
 def target_of(family="llama"):
@@ -115,7 +117,8 @@ def without(tensors, part):
 def ragged_steps(target, drafter, budget, sampling=None):
     """Yield the texts and the draft of each step, while two rows accept different numbers of tokens of a given text.
 
-    Every pass also reads tokens that are then rejected. One step has no draft. A text is None if its row is finished.
+    Every pass also reads tokens that are then rejected. One step has no draft, and one a short draft, which is not
+    yielded. A text is None if its row is finished.
     """
     rows, text = torch.arange(2)[:, None], texts(2, 24, seed=4)
     drafter.start(2, sampling or Sampling(), torch.Generator().manual_seed(0))
@@ -123,7 +126,8 @@ def ragged_steps(target, drafter, budget, sampling=None):
     hidden = target.start(text[:, :6], drafter.taps).hidden
     drafter.observe(Progress(text[:, :6], text[:, 1:7], read, hidden))
     yield [row[:7] for row in text.tolist()], drafter.propose(budget)
-    for lengths, drafts in (([3, 1], True), ([1, 4], False), ([2, 2], True), ([2, 0], True), ([1, 3], True)):
+    steps = [([3, 1], budget), ([1, 4], None), ([2, 2], budget), ([1, 2], SHORT), ([2, 0], budget), ([1, 3], budget)]
+    for lengths, wanted in steps:
         columns = torch.tensor(read)[:, None] + torch.arange(5)
         slots = text[rows, columns]
         hidden = target.forward(slots, chain_parents(2, 4, torch.device("cpu")), drafter.taps).hidden
@@ -132,9 +136,10 @@ def ragged_steps(target, drafter, budget, sampling=None):
         taken = {tap: h[:, :width] for tap, h in hidden.items()}
         drafter.observe(Progress(slots[:, :width], slots[:, 1 : width + 1], lengths, taken))
         read = [old + length for old, length in zip(read, lengths, strict=True)]
-        if drafts:
+        draft = drafter.propose(wanted) if wanted else None
+        if draft and wanted is not SHORT:
             ends = zip(text.tolist(), read, lengths, strict=True)
-            yield [row[: end + 1] if length else None for row, end, length in ends], drafter.propose(budget)
+            yield [row[: end + 1] if length else None for row, end, length in ends], draft
 
 
 def paths_of(draft, row=0):

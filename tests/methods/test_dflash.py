@@ -319,6 +319,15 @@ def test_xpress_corrects_the_tokens_of_its_shortlist_only(target, tmp_path):
     torch.testing.assert_close(draft.probs[0].gather(-1, tokens).sum(-1), torch.ones(5))
 
 
+def test_saved_xpress_keeps_its_passes_and_its_shortlist(target, tmp_path):
+    source = xpress_checkpoint(tmp_path / "read", "speculators", xpress_num_passes=0, xpress_topc=9)
+    model = DFlash.load(source, target)
+    load_drafter("dflash", target, model).save(tmp_path / "saved", "tiny")
+    again = DFlash.load(str(tmp_path / "saved"), target)
+    assert (again.design.passes, again.design.shortlist) == (0, 9)
+    assert replace(again.design, body=model.design.body) == model.design
+
+
 @pytest.mark.parametrize("passes", [0, 1, 6])
 def test_xpress_samples_are_drawn_from_the_target(passes):
     """Also before the passes have converged, where a token's q belongs to other tokens than the drafted ones."""
@@ -655,6 +664,13 @@ def test_the_tree_has_the_likeliest_paths(target, tmp_path):
 
 
 # Conventions that a file leaves open
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_files_of_known_families_have_one_convention(target, tmp_path, name):
+    case = CASES[name]()
+    head = DFlash.load(folder_with(tmp_path, case.tensors, case.config), target)
+    assert len(head.conventions) == 1 and not head.note
 
 
 @pytest.mark.parametrize(("from_anchor", "taps"), [(False, (1, 2)), (True, (0, 1))])
