@@ -55,19 +55,33 @@ FILE_TYPES = {  # general.file_type, enum llama_ftype of llama.h
     18: "Q6_K",
     19: "IQ2_XXS",
     20: "IQ2_XS",
+    21: "Q2_K_S",
+    22: "IQ3_XS",
     23: "IQ3_XXS",
+    24: "IQ1_S",
     25: "IQ4_NL",
     26: "IQ3_S",
     27: "IQ3_M",
     28: "IQ2_S",
     29: "IQ2_M",
     30: "IQ4_XS",
+    31: "IQ1_M",
     32: "BF16",
+    36: "TQ1_0",
+    37: "TQ2_0",
     38: "MXFP4",
+    39: "NVFP4",
+    40: "Q1_0",
 }
 TENSOR_TYPES = {0: "F32", 1: "F16", 2: "Q4_0", 8: "Q8_0", 30: "BF16"}  # of files that state no file type
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # value types
 STRING, ARRAY = 8, 9
+MAX_DIMENSIONS = 4  # of a tensor, GGML_MAX_DIMS
+ALIGNMENT, FILE_TYPE = "general.alignment", "general.file_type"
+SIZES = (  # of an architecture
+    "context_length block_count embedding_length attention.head_count attention.head_count_kv attention.key_length "
+    "attention.value_length"
+).split()
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +105,7 @@ class Header:
     @property
     def quantisation(self) -> str:
         """Return the name of the file type, such as Q4_K_M; empty if unknown."""
-        stated = self.metadata.get("general.file_type", -1)
+        stated = self.metadata.get(FILE_TYPE, -1)
         return FILE_TYPES.get(stated) or TENSOR_TYPES.get(self.tensor_type, "")
 
     def number(self, key: str, default: int = 0) -> int:
@@ -319,18 +333,24 @@ class _Reader:
         metadata = {}
         for _ in range(entries):
             key = self._string().decode()
+            if not key:
+                raise ValueError("a key is empty")  # at which llama.cpp ends the process
             metadata[key] = self._value(self._number("I"), key)
+        _check_numbers(metadata)
         weights: Counter[int] = Counter()
         end = 0
         sizes = _block_sizes()
         for _ in range(tensors):
             self._string()
-            numbers = math.prod(self._number("Q") for _ in range(self._number("I")))
+            dimensions = self._number("I")
+            if dimensions > MAX_DIMENSIONS:
+                raise ValueError(f"a tensor has {dimensions} dimensions")
+            numbers = math.prod(self._number("Q") for _ in range(dimensions))
             kind, offset = self._number("I"), self._number("Q")
             weights[kind] += numbers
             block, width = sizes.get(kind, (1, 0))
             end = max(end, offset + numbers // block * width)
-        alignment = int(metadata.get("general.alignment", 32))
+        alignment = metadata.get(ALIGNMENT, 32)
         start = -(-self._position // alignment) * alignment
         most = max(weights, key=weights.__getitem__, default=-1)
         return Header(metadata, self._vocabulary, most, weights.total(), start + end if end else 0)
@@ -369,6 +389,16 @@ class _Reader:
             return [self._number(NUMBERS[kind]) for _ in range(count)]
         self._position += count * struct.calcsize("<" + NUMBERS[kind])
         return count
+
+
+def _check_numbers(metadata: Mapping[str, Any]) -> None:
+    """Raise ValueError if an entry that is read as a number is none."""
+    sizes = {f"{metadata.get('general.architecture')}.{size}" for size in SIZES}
+    for key in {ALIGNMENT, FILE_TYPE, *sizes} & metadata.keys():
+        value = metadata[key]
+        numbers = value if key in sizes and isinstance(value, list) else [value]
+        if not all(isinstance(number, int) and number >= (key == ALIGNMENT) for number in numbers):
+            raise ValueError(f"{key} is not a whole number")
 
 
 def _block_sizes() -> Mapping[int, tuple[int, int]]:

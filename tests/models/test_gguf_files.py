@@ -75,10 +75,26 @@ def test_vocabularies_are_equal_without_padding(file, tmp_path):
     assert read_header(same).vocabulary == read_header(file).vocabulary != read_header(other).vocabulary
 
 
+def with_entry(key, kind, value, dimensions=1):
+    """Return a file of the architecture llama with another entry, and one tensor of so many dimensions."""
+    architecture = text("general.architecture") + struct.pack("<I", 8) + text("llama")
+    tensor = text("t") + struct.pack("<I", dimensions) + b"\xff" * 8 * dimensions + bytes(12)
+    content = b"GGUF" + struct.pack("<IQQ", 3, 1, 2) + architecture + text(key) + struct.pack("<I", kind) + value
+    return content + tensor + bytes(64)
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         (b"", "is not a GGUF file; fetch it again"),
+        (with_entry("general.alignment", 4, bytes(4)), "general.alignment is not a whole number"),
+        (with_entry("general.alignment", 9, struct.pack("<IQI", 4, 1, 32)), "general.alignment is not a whole number"),
+        (with_entry("general.file_type", 9, struct.pack("<IQI", 4, 1, 0)), "general.file_type is not a whole number"),
+        (with_entry("llama.block_count", 8, text("two")), "llama.block_count is not a whole number"),
+        (with_entry("llama.block_count", 6, struct.pack("<f", float("inf"))), "llama.block_count is not a whole"),
+        (with_entry("llama.attention.head_count", 5, struct.pack("<i", -4)), "head_count is not a whole number"),
+        (with_entry("", 4, bytes(4)), r"cannot be read as GGUF \(a key is empty\)"),
+        (with_entry("a", 4, bytes(4), dimensions=200_000), "a tensor has 200000 dimensions"),
         (b"GGML" + bytes(100), "is not a GGUF file; fetch it again"),
         (b"GGUF\3\0", "cannot be read as GGUF"),
         (gguf(version=1), "cannot be read as GGUF"),
