@@ -205,7 +205,7 @@ def _first_parts(files: Sequence[str]) -> list[str]:
     return [file for file in models if not (split := SPLIT.fullmatch(file)) or int(split[2]) == 1]
 
 
-def _part_names(file: str) -> list[str]:
+def part_names(file: str) -> list[str]:
     """Return the names of all parts of a split model, or only this one."""
     split = SPLIT.fullmatch(file)
     if not split:
@@ -215,7 +215,7 @@ def _part_names(file: str) -> list[str]:
 
 def all_parts(file: Path) -> tuple[Path, ...]:
     """Return all parts of a split model. Raises ValueError if one is missing."""
-    parts = tuple(file.with_name(name) for name in _part_names(file.name))
+    parts = tuple(file.with_name(name) for name in part_names(file.name))
     missing = [part.name for part in parts if not part.is_file()]
     if missing:
         raise ValueError(f"{file.name} lacks {missing[0]}, one of {len(parts)} parts; fetch the missing parts")
@@ -265,10 +265,10 @@ def gguf_on_hub(name: str) -> Repository:
         siblings = model_info(repository).siblings or []
         files = {f.rfilename: f.size or 0 for f in siblings if f.rfilename.lower().endswith(SUFFIX)}
     chosen = _choose(name, _first_parts(list(files)), quantisation)
-    absent = [part for part in _part_names(chosen) if part not in files]
+    absent = [part for part in part_names(chosen) if part not in files]
     if absent:
         raise ValueError(f"{repository} lacks {absent[0]}; choose another quantisation")
-    return Repository(repository, {part: files[part] for part in _part_names(chosen)}, {})
+    return Repository(repository, {part: files[part] for part in part_names(chosen)}, {})
 
 
 def _choose(name: str, files: Sequence[str], quantisation: str) -> str:

@@ -18,6 +18,7 @@ from specdemo.models.gguf_files import (
     models_in,
     ollama_blob,
     ollama_folder,
+    part_names,
     quantisation_in,
     read_header,
 )
@@ -115,8 +116,8 @@ def _llamacpp() -> Iterator[LocalModel]:
 
 
 def _of_file(path: Path, store: str, name: str = "") -> LocalModel:
-    sizes = [part.stat().st_size for part in path.parent.glob(path.name.replace("-00001-of-", "-*-of-"))]
-    return LocalModel(name or str(path), store, path, sum(sizes))
+    parts = [path.with_name(part) for part in part_names(path.name)]
+    return LocalModel(name or str(path), store, path, sum(part.stat().st_size for part in parts if part.is_file()))
 
 
 def _ollama() -> Iterator[LocalModel]:

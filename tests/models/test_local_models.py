@@ -66,12 +66,13 @@ def test_models_of_every_store(home):
 
 
 def test_command_prints_drafts_and_damaged_files(home, capsys):
-    big = home(".lmstudio/models/pub/big/big.gguf", gguf(tokens=TOKENS, rows=640))
+    big = home(".lmstudio/models/pub/big/big [v2].gguf", gguf(tokens=TOKENS, rows=64_000))
     home(".lmstudio/models/pub/bad/bad.gguf", b"GGML")
     home(".lmstudio/models/pub/small/small.gguf", gguf(tokens=TOKENS))
     assert main(["models", "--json"]) == 0
     rows = {row["model"].rpartition("/")[2]: row for row in json.loads(capsys.readouterr().out)}
-    assert rows["big.gguf"]["drafts"].endswith("small.gguf (10x smaller)") and rows["bad.gguf"]["weights"] == "damaged"
+    assert rows["big [v2].gguf"]["drafts"].endswith("small.gguf (1000x smaller)")
+    assert rows["big [v2].gguf"]["size"] == "0.01 GB" and rows["bad.gguf"]["weights"] == "damaged"
     assert main(["models"]) == 0
     out = capsys.readouterr().out
     assert str(big) in out and "Q4_K_M" in out and "ui --target MODEL --draft DRAFT" in out
