@@ -17,6 +17,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from specdemo.models.errors import first_line
 from specdemo.models.gguf_files import Header, all_parts, read_header
 from specdemo.models.sources import LoadProgress, no_progress
 
@@ -32,11 +33,15 @@ MAX_CONTEXT = 1 << 20  # tokens, for a file that states no context length
 
 @cache
 def library() -> Any:
-    """Return the module `llama_cpp`, with its log switched off. Raises ValueError if it is not installed."""
+    """Return the module `llama_cpp`, with its log switched off. Raises ValueError if it is not installed, or not for
+    this machine."""
     try:
         llama, _ = import_module(PACKAGE), import_module("gguf")
     except ImportError:
         raise ValueError(f"GGUF models need llama.cpp; install it with: {INSTALL}") from None
+    except (OSError, RuntimeError) as error:  # its shared library is missing, or built for another machine
+        reason = first_line(error)
+        raise ValueError(f"llama.cpp cannot be loaded ({reason}); install it again with: {INSTALL}") from None
     _callbacks.append(llama.llama_log_callback(lambda *_: None))
     llama.llama_log_set(_callbacks[0], ctypes.c_void_p(0))
     llama.llama_backend_init()
@@ -64,7 +69,8 @@ class LlamaCppSettings:
     def resolved(self, path: Path) -> "LlamaCppSettings":
         """Return the settings with the automatic choices for a file."""
         header = read_header(path)
-        threads = self.threads or (1 if header.weights < SMALL_MODEL else _cores())
+        weights = sum(read_header(part).weights for part in all_parts(path))  # the first part may have none
+        threads = self.threads or (1 if weights < SMALL_MODEL else _cores())
         cache_type = cache_type_of(header, self.cache_type)
         length = header.number("context_length", MAX_CONTEXT)
         return replace(self, threads=threads, cache_type=cache_type, context=min(self.context or length, length))

@@ -1,9 +1,12 @@
-"""Memory of GGUF models."""
+"""Memory and settings of GGUF models."""
 
 import pytest
 
+from specdemo.models import llamacpp
 from specdemo.models.gguf_memory import GGUFNeeds
+from specdemo.models.llamacpp import LlamaCppSettings, library
 from specdemo.models.sizes import Footprint
+from tests.models.test_gguf_files import gguf
 
 GB = 10**9
 NEEDS = GGUFNeeds("big with small", Footprint(4 * GB, 100_000), [Footprint(GB // 2, 20_000)], 4000, 2)
@@ -22,3 +25,22 @@ def test_advice_is_a_context_if_the_weights_fit():
         NEEDS.check(int(5.45 * GB))
     with pytest.raises(ValueError, match="needs 5.0 GB for weights and 1.0 GB .* free; choose a smaller quantisation"):
         NEEDS.check(3 * GB)
+
+
+def test_threads_depend_on_all_parts_of_a_split_model(tmp_path, monkeypatch):
+    parts = [tmp_path / f"big-0000{number}-of-00002.gguf" for number in (1, 2)]
+    parts[0].write_bytes(gguf(rows=0))
+    parts[1].write_bytes(gguf(rows=64))
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert LlamaCppSettings().resolved(parts[0]).threads == 1
+    monkeypatch.setattr(llamacpp, "SMALL_MODEL", 2000)
+    assert LlamaCppSettings().resolved(parts[0]).threads == 3
+
+
+def test_library_that_cannot_be_loaded_is_one_line(tmp_path, monkeypatch):
+    (tmp_path / "broken_llama.py").write_text("raise RuntimeError('Failed to load shared library: no\\nsuch file')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(llamacpp, "PACKAGE", "broken_llama")
+    message = r"llama.cpp cannot be loaded \(Failed to load shared library: no\); install it again with: pip install"
+    with pytest.raises(ValueError, match=message):
+        library.__wrapped__()
