@@ -88,11 +88,13 @@ SIZES = (  # of an architecture
 class Header:
     """Metadata of a GGUF file. Long arrays are replaced by their length.
 
-    vocabulary: a digest of the tokens without padding; equal for models with the same vocabulary.
+    vocabulary: a digest of the tokens without padding; equal for models with the same vocabulary. repeated: tokens that
+    another one equals.
     """
 
     metadata: Mapping[str, Any]
     vocabulary: str
+    repeated: int
     tensor_type: int  # of most weights, enum ggml_type of ggml.h
     weights: int  # number of weights
     data_bytes: int  # least size of the file; 0 if unknown
@@ -289,8 +291,11 @@ def quantisation_in(file: str) -> str:
 
 
 def check_file(path: Path, name: str) -> Header:
-    """Return the header of a file. Raises ValueError for another kind of file, and for one that was cut short."""
+    """Return the header of a file. Raises ValueError for another kind of file, for one that was cut short, and for a
+    vocabulary at which llama.cpp ends the process (llama.cpp issue 25739)."""
     header = read_header(path)
+    if header.repeated:
+        raise ValueError(f"{name} has {header.repeated} tokens twice, which llama.cpp cannot load; choose another file")
     size = path.stat().st_size
     if size < header.data_bytes:
         raise ValueError(
@@ -324,7 +329,8 @@ class _Reader:
     """Reader of a header. Reads past the end of the file raise struct.error."""
 
     def __init__(self, content: Any) -> None:
-        self._content, self._position, self._vocabulary = content, 4, ""
+        self._content, self._position = content, 4
+        self._vocabulary, self._repeated = "", 0
 
     def header(self) -> Header:
         version, tensors, entries = self._number("I"), self._number("Q"), self._number("Q")
@@ -353,7 +359,7 @@ class _Reader:
         alignment = metadata.get(ALIGNMENT, 32)
         start = -(-self._position // alignment) * alignment
         most = max(weights, key=weights.__getitem__, default=-1)
-        return Header(metadata, self._vocabulary, most, weights.total(), start + end if end else 0)
+        return Header(metadata, self._vocabulary, self._repeated, most, weights.total(), start + end if end else 0)
 
     def _number(self, kind: str) -> Any:
         (value,) = struct.unpack_from("<" + kind, self._content, self._position)
@@ -377,13 +383,15 @@ class _Reader:
         if count > MAX_ENTRIES:
             raise ValueError(f"{count} entries")
         if kind == STRING:
-            digest = hashlib.sha256()
-            for _ in range(count):
-                text = self._string()
-                if not text.startswith(b"[PAD"):  # added up to a multiple of the vocabulary size
-                    digest.update(b"%d:%b" % (len(text), text))
+            texts = [self._string() for _ in range(count)]
             if key == "tokenizer.ggml.tokens":
+                digest = hashlib.sha256()
+                for text in texts:
+                    if not text.startswith(b"[PAD"):  # added up to a multiple of the vocabulary size
+                        digest.update(b"%d:%b" % (len(text), text))
                 self._vocabulary = digest.hexdigest()
+                named = [text for text in texts if text]  # llama.cpp names empty ones by their number
+                self._repeated = len(named) - len({*named})
             return count
         if count <= SHORT_ARRAY:
             return [self._number(NUMBERS[kind]) for _ in range(count)]

@@ -119,6 +119,12 @@ def test_file_that_was_cut_short(file):
         check_file(file, "model")
 
 
+def test_vocabulary_with_repeated_tokens(file):
+    file.write_bytes(gguf(tokens=("a", "b", "", "", "a")))
+    with pytest.raises(ValueError, match="model has 1 tokens twice, which llama.cpp cannot load; choose another file"):
+        check_file(file, "model")
+
+
 def test_pipe_is_rejected(tmp_path):
     os.mkfifo(tmp_path / "pipe.gguf")
     with pytest.raises(ValueError, match="does not exist"):
