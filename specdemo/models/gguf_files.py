@@ -77,7 +77,7 @@ TENSOR_TYPES = {0: "F32", 1: "F16", 2: "Q4_0", 8: "Q8_0", 30: "BF16"}  # of file
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # value types
 STRING, ARRAY = 8, 9
 MAX_DIMENSIONS = 4  # of a tensor, GGML_MAX_DIMS
-ALIGNMENT, FILE_TYPE = "general.alignment", "general.file_type"
+ALIGNMENT, FILE_TYPE, TOKENS = "general.alignment", "general.file_type", "tokenizer.ggml.tokens"
 SIZES = (  # of an architecture
     "context_length block_count embedding_length attention.head_count attention.head_count_kv attention.key_length "
     "attention.value_length"
@@ -109,6 +109,12 @@ class Header:
         """Return the name of the file type, such as Q4_K_M; empty if unknown."""
         stated = self.metadata.get(FILE_TYPE, -1)
         return FILE_TYPES.get(stated) or TENSOR_TYPES.get(self.tensor_type, "")
+
+    @property
+    def tokens(self) -> int:
+        """Return the size of the vocabulary; 0 if the file has none."""
+        stated = self.metadata.get(TOKENS, 0)
+        return stated if isinstance(stated, int) else 0
 
     def number(self, key: str, default: int = 0) -> int:
         """Return a number of the architecture, of several layers the largest."""
@@ -384,7 +390,7 @@ class _Reader:
             raise ValueError(f"{count} entries")
         if kind == STRING:
             texts = [self._string() for _ in range(count)]
-            if key == "tokenizer.ggml.tokens":
+            if key == TOKENS:
                 digest = hashlib.sha256()
                 for text in texts:
                     if not text.startswith(b"[PAD"):  # added up to a multiple of the vocabulary size

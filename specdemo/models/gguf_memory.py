@@ -12,6 +12,7 @@ from specdemo.models.llamacpp import CACHE_BYTES, LlamaCppSettings, cache_type_o
 from specdemo.models.sizes import Footprint, free_bytes, gigabytes
 
 SHORT_CONTEXT = 256  # tokens; a shorter context is no advice
+OUTPUTS = 256  # rows of logits that llama.cpp allocates per context, one for each sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +38,22 @@ class GGUFNeeds:
         """Return the size of one token in all caches."""
         return self.lanes * self.target.per_token + sum(drafter.per_token for drafter in self.drafters)
 
+    @property
+    def buffers(self) -> int:
+        """Return the size of the buffers of all contexts."""
+        return self.lanes * self.target.per_lane + sum(drafter.per_lane for drafter in self.drafters)
+
     def check(self, free: int) -> None:
         """Raise ValueError if they do not fit, with a context that fits or the advice to choose smaller weights."""
         weights, cache = HEADROOM * self.weights, HEADROOM * self.tokens * self.per_token
-        if weights + cache <= free:
+        if weights + cache + self.buffers <= free:
             return
-        context = int((free - weights) / HEADROOM / max(self.per_token, 1))
+        context = int((free - weights - self.buffers) / HEADROOM / max(self.per_token, 1))
         fix = f"at most {context:,} tokens of prompt and output, or " if context >= SHORT_CONTEXT else ""
+        other = size_text(cache + self.buffers)
         raise ValueError(
-            f"{self.name} needs {size_text(weights)} for weights and {size_text(cache)} for the KV cache, this machine "
-            f"has {size_text(free)} free; choose {fix}a smaller quantisation such as Q4_K_M"
+            f"{self.name} needs {size_text(weights)} for weights and {other} for the KV cache and buffers, this "
+            f"machine has {size_text(free)} free; choose {fix}a smaller quantisation such as Q4_K_M"
         )
 
     def describe(self) -> str:
@@ -60,13 +67,15 @@ class GGUFNeeds:
 
 
 def gguf_footprint(name: str, settings: LlamaCppSettings) -> Footprint:
-    """Return the memory of a model's weights, and of its KV cache per token: 0 before the download.
+    """Return the memory of a model's weights, of its KV cache per token and of its buffers: 0 before the download.
 
     Raises ValueError for another kind of file.
     """
     header = local_header(name)
-    per_token = header.cache_bytes(CACHE_BYTES[cache_type_of(header, settings.cache_type)]) if header else 0
-    return Footprint(stored_bytes(name), per_token)
+    if header is None:
+        return Footprint(stored_bytes(name), 0)
+    per_token = header.cache_bytes(CACHE_BYTES[cache_type_of(header, settings.cache_type)])
+    return Footprint(stored_bytes(name), per_token, OUTPUTS * header.tokens * 4)
 
 
 def free_memory() -> int:

@@ -55,6 +55,7 @@ class Footprint:
 
     weights: int
     per_token: int  # keys and values per token of a lane
+    per_lane: int = 0  # buffers of a lane
 
     def bytes(self, tokens: int) -> int:
         """Return the size of the weights and of the keys and values of `tokens` tokens."""

@@ -3,7 +3,7 @@
 import pytest
 
 from specdemo.models import llamacpp
-from specdemo.models.gguf_memory import GGUFNeeds
+from specdemo.models.gguf_memory import GGUFNeeds, gguf_footprint
 from specdemo.models.llamacpp import LlamaCppSettings, library
 from specdemo.models.sizes import Footprint
 from tests.models.test_gguf_files import gguf
@@ -25,6 +25,17 @@ def test_advice_is_a_context_if_the_weights_fit():
         NEEDS.check(int(5.45 * GB))
     with pytest.raises(ValueError, match="needs 5.0 GB for weights and 1.0 GB .* free; choose a smaller quantisation"):
         NEEDS.check(3 * GB)
+
+
+def test_buffers_of_every_lane_are_part_of_the_memory(tmp_path):
+    (tmp_path / "model.gguf").write_bytes(gguf(tokens=[f"t{number}" for number in range(1000)]))
+    footprint = gguf_footprint(str(tmp_path / "model.gguf"), LlamaCppSettings())
+    assert footprint.per_lane == 256 * 1000 * 4
+    needs = GGUFNeeds("big", Footprint(GB, 100_000, GB // 10), [Footprint(GB, 0, GB // 5)], 1000, 3)
+    assert needs.buffers == GB // 2
+    needs.check(int(3.1 * GB))
+    with pytest.raises(ValueError, match="big needs 2.2 GB for weights and 0.8 GB for the KV cache and buffers"):
+        needs.check(int(2.9 * GB))
 
 
 def test_threads_depend_on_all_parts_of_a_split_model(tmp_path, monkeypatch):
