@@ -40,6 +40,7 @@ class PrometheusText(OutputReader):
     def read(self, output: Output) -> Observation | None:
         if not any(prefix in output.text for prefix in ("vllm:", "sglang:", "trtllm_", "llamacpp:")):
             return None
+        plain = None  # metrics without drafts are a baseline
         for engine in engines():
             names = self.names.get(engine.name)
             if names is None:
@@ -47,9 +48,11 @@ class PrometheusText(OutputReader):
             samples = parse(output.text, engine.metrics | {name for name in astuple(names) if name})
             stats = engine.statistics({}, samples)
             if stats is None or not stats.counters:
+                name, source = engine.server or engine.name, f"{self.title}, {engine.title}"
+                plain = Observation(engine=name, source=source, **_gauges(samples, names)) if samples else plain
                 continue
             counters, positions = stats.counters, tuple(share or 0.0 for share in stats.accept_by_position)
-            values: dict[str, Any] = _gauges(samples, names)
+            values = _gauges(samples, names)
             if length := counters.get("tokens_per_step"):
                 values["accepted_length"] = length
             steps, drafted = counters.get("steps"), counters.get("drafted")
@@ -63,10 +66,10 @@ class PrometheusText(OutputReader):
                 steps=round(steps) if steps else None,
                 **values,
             )
-        return None
+        return plain
 
 
-def _gauges(samples: Samples, names: Names) -> dict[str, float | None]:
+def _gauges(samples: Samples, names: Names) -> dict[str, Any]:
     """Return batch size, speed and mean accepted length, where the engine exports them."""
     seconds, requests = gauge(samples, names.seconds), gauge(samples, names.tokens)
     speed = requests / seconds if seconds and requests else gauge(samples, names.speed)
