@@ -29,8 +29,8 @@ EXPECTED = {
     "llamacpp-plain.log": {"tokens_per_s": 222.8, "engine": "llama-server"},
     "llamacpp-good.prom": {"k": 4, "accepted_length": 3.1935, "steps": 248, "tokens_per_s": 266.1},
     "llama-speculative.txt": {"k": 16, "steps": 58, "acceptance_rate": 0.3432, "draft_token_ms": 10.3},
-    "speed-bench.json": {"steps": 68, "accepted_length": 2.941, "tokens_per_s": 69.23},
-    "lmstudio.log": {"engine": "lmstudio", "steps": 124, "acceptance_rate": 0.3577, "tokens_per_s": 17.93},
+    "speed-bench.json": {"steps": 67, "accepted_length": 2.970, "tokens_per_s": 69.23},
+    "lmstudio.log": {"engine": "lmstudio", "steps": 123, "acceptance_rate": 0.3577, "tokens_per_s": 17.93},
     "vllm-answer.json": {"engine": "vllm", "k": 3, "steps": 43, "accepted_length": 1.2326},
     "mlx-lm.txt": {"engine": "mlx-lm", "tokens_per_s": 7.919},
     "aiperf.jsonl": {"engine": "vllm", "k": 4, "steps": 16, "accepted_length": 3.25, "tokens_per_s": 18.0},
@@ -48,6 +48,20 @@ def test_the_numbers_of_a_real_output_are_read(name):
     for field, value in EXPECTED[name].items():
         expected = pytest.approx(value, rel=2e-3) if isinstance(value, float) else value
         assert getattr(found, field) == expected, field
+
+
+@pytest.mark.parametrize(
+    ("text", "engine"),
+    [
+        ("llamacpp:predicted_tokens_seconds 98.1\nllamacpp:requests_processing 0\n", "llama-server"),
+        ('sglang:gen_throughput{tp_rank="0"} 98.1\nsglang:num_running_reqs 1.0\n', "sglang"),
+    ],
+)
+def test_metrics_without_drafts_are_a_baseline(text, engine):
+    found = read_output(text)
+    assert (found.engine, found.tokens_per_s, found.accepted_length) == (engine, 98.1, None)
+    drafting = read_output_file(SAMPLES / "llamacpp-good.prom").merged(found)
+    assert diagnose(drafting).observation.speedup.value == pytest.approx(266.1 / 98.1, rel=1e-3)
 
 
 def test_every_sample_has_a_source_and_a_reader():

@@ -26,7 +26,8 @@ class ServerAnswer(OutputReader):
             if stats is None or "accepted" not in stats.counters:
                 continue
             accepted, drafted = stats.counters["accepted"] or 0.0, stats.counters["drafted"] or 0.0
-            steps = stats.counters.get("steps") or max((_tokens(data) or 0.0) - accepted, 0.0)
+            # a step yields its accepted tokens and one more; the first token comes from the prefill
+            steps = stats.counters.get("steps") or max((_tokens(data) or 0.0) - accepted - 1.0, 0.0)
             totals = OutputTotals(speeds=[_speed(data) or 0.0], batches=[1.0])
             bars = stats.accept_histogram
             if bars:

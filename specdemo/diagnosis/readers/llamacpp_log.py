@@ -30,8 +30,8 @@ class LlamaCppLog(OutputReader):
             if match and "prompt eval" not in line:
                 totals.speeds.append(float(match[1]))
                 tokens += find_number("ms /", line) or 0.0
-        if not totals.steps and tokens > totals.accepted:
-            totals.steps = tokens - totals.accepted  # a step outputs its accepted tokens and one more
+        if not totals.steps:  # a step outputs its accepted tokens and one more; a request's first is of the prefill
+            totals.steps = max(tokens - totals.accepted - len(totals.speeds), 0.0)
         totals.positions = totals.positions or [share * totals.steps for share in _positions(output)]
         return Observation(
             engine="llama-server",

@@ -7,7 +7,8 @@ from specdemo.diagnosis.readers.base import Output, OutputReader, OutputTotals, 
 
 
 class SpeedBench(OutputReader):
-    """Requests of SPEED-Bench against `llama-server`. A step is a token that was not accepted from a draft."""
+    """Requests of SPEED-Bench against `llama-server`. A step is a token that was not accepted from a draft, except the
+    first, which comes from the prefill."""
 
     title = "llama.cpp speed-bench, JSON"
 
@@ -21,8 +22,8 @@ class SpeedBench(OutputReader):
             tokens, ms = number(result.get("completion_tokens")), number(result.get("predicted_ms"))
             if tokens and ms:
                 totals.speeds.append(1000.0 * tokens / ms)
-            if drafted and accepted is not None and tokens and tokens > accepted:
-                totals.add(drafted, accepted, tokens - accepted)
+            if drafted and accepted is not None and tokens and tokens > accepted + 1.0:
+                totals.add(drafted, accepted, tokens - accepted - 1.0)
         concurrency = number(below(data, "config", "concurrency"))
         totals.batches.append(concurrency or 0.0)
         return Observation(engine="llama-server", source=self.title, **totals.values())
