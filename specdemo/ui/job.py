@@ -378,10 +378,12 @@ class Jobs(Generic[Kind]):
         return {} if job is None or job.ended else {"view": job.request_stop()}
 
     def stop(self, request: gr.Request) -> Values:
-        """End the job now and return what there is to show."""
+        """End the job now and return what there is to show. A job that ended while Stop was pressed may not have been
+        delivered.
+        """
         job = self.last(request)
         if job is None or job.ended:
-            return {}
+            return job.final_updates() if job and job.worker and job.text else {}
         text = job.stop()
         return {**job.final_updates(), "view": text}
 

@@ -54,6 +54,17 @@ def test_text_is_stored_until_delivered():
     assert jobs.request_stop(visitor("a")) == jobs.stop(visitor("a")) == {}
 
 
+def test_stop_delivers_the_end_of_a_job_that_has_just_ended():
+    jobs = Jobs("race")
+    shown = sync(jobs.run(lambda *_: Text("begun ", lambda *_: iter("a")), visitor("a"), {}))
+    next(shown)
+    job = jobs.last(visitor("a"))
+    while not job.ended:
+        next(shown)
+    shown.close()  # Stop cancels the event of Run, whose last text may be lost
+    assert jobs.stop(visitor("a")) == {"view": "begun a"} and jobs.stop(visitor("a")) == {}
+
+
 def test_job_of_a_closed_page_is_not_stored_again():
     jobs = Jobs("race")
     shown = sync(jobs.run(lambda *_: Text("begun ", lambda *_: iter("ab")), visitor("a"), {}))
