@@ -283,15 +283,10 @@ function familiesFigure() {
   }
 }
 
-// Selects the preset by its chip and runs it. A preset without a chip is opened by its link.
+// Opens the Race tab and runs the preset there (setup.js).
 function raceIt(preset) {
-  const chip = /** @type {HTMLInputElement} */ (document.querySelector(`#presets input[value="${preset}"]`));
-  if (!chip) return void (location.search = `?preset=${preset}`);
   /** @type {HTMLElement} */ (document.querySelector('[role="tab"][data-tab-id="race"]')).click();
-  const start = () => document.getElementById("run").click();
-  if (chip.checked) return start();
-  document.addEventListener("specdemo:settings", start, { once: true });
-  chip.click();
+  document.dispatchEvent(new CustomEvent("specdemo:race", { detail: preset }));
 }
 
 // ---- 5: batch size

@@ -76,6 +76,11 @@ function choose(id) {
   openSettings(`preset=${id}`);
 }
 
+function race(id) {
+  if (current.preset === id && !current.custom) return document.getElementById("run").click();
+  choose((runInstead = id));
+}
+
 const tab = (id) => /** @type {HTMLElement | null} */ (document.querySelector(`[role=tab][data-tab-id="${CSS.escape(id)}"]`));
 // A fragment that names no tab is a section of the reference.
 const tabOf = (hash) => tab(hash.slice(1)) ?? (hash ? tab("reference") : document.querySelector("[role=tab]"));
@@ -100,7 +105,8 @@ edit.addEventListener("click", () => {
   edit.textContent = opened ? "Close" : "Edit";
 });
 menu.addEventListener("change", () => menu.value && choose(menu.value));
-$(".sd-instead").addEventListener("click", () => choose((runInstead = current.instead[0])));
+$(".sd-instead").addEventListener("click", () => race(current.instead[0]));
+document.addEventListener("specdemo:race", (/** @type {CustomEvent} */ { detail }) => race(detail));
 document.addEventListener("click", onTab);
 addEventListener("popstate", onBack);
 drawMenu();

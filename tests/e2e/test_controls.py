@@ -193,3 +193,17 @@ def test_every_input_has_a_name(visit):
     expect(page.get_by_role("combobox", name="Example", exact=True)).to_be_visible()
     levels = page.evaluate("[...document.querySelectorAll('h1, h2, h3')].map(e => Number(e.tagName[1]))")
     assert levels[0] == 1 and all(below - above <= 1 for above, below in pairwise(levels))
+
+
+def test_a_family_of_drafters_is_raced_from_how_it_works(visit_gated, gates):
+    gates.open.set()
+    page = visit_gated("#how")
+    for family, title in (("Lookup", "Prompt lookup"), ("Draft model", "Draft model")):
+        page.get_by_role("button", name=f"Race it: {family}").click()
+        expect(page.get_by_role("tab", name="Race")).to_have_attribute("aria-selected", "true")
+        expect_example(page, title)
+        expect(page.locator("#view .sd-status")).to_have_text(re.compile("^Finished"))
+        expect(page.locator("#run")).to_be_enabled()
+        page.get_by_role("tab", name="How it works").click()
+    page.get_by_role("button", name="Race it: Draft model").click()  # it is selected already
+    expect(page.locator("#stop")).to_be_enabled()
