@@ -83,7 +83,7 @@ function redraw(box) {
   const inLegend = options.groups ? names : width < NARROW || widest(names.map(({ name }) => name)) > 0.3 * width ? names : [];
   const picture = svg("svg", { "aria-hidden": "true", width });
   box.replaceChildren(...(inLegend.length ? [legend(inLegend, Boolean(options.groups))] : []), picture);
-  if (options.groups) box.style.height = "auto";
+  box.style.height = options.groups ? "auto" : "";
   const height = Math.max(90, box.clientHeight - (inLegend.length ? /** @type {HTMLElement} */ (box.firstChild).offsetHeight : 0));
   picture.setAttribute("height", String(height));
   const size = { width, height, direct: !inLegend.length };

@@ -71,3 +71,13 @@ def test_prompt_length_has_a_second_chart_that_other_sweeps_do_not_have(visit_ga
     expect(second.locator(".sd-second-note")).to_contain_text("16 places in Python files of specdemo")
     page.get_by_label("Batch size").click()
     expect(second).to_be_hidden()
+
+
+def test_a_chart_of_lines_has_its_full_height_after_one_of_bars(visit_gated):
+    page = visit_gated("#sweep")
+    chart = page.locator("#sweep .sd-chart").first
+    page.get_by_label("Methods").click()
+    expect(chart.locator(".sd-bar-name")).not_to_have_count(0)
+    page.get_by_label("Load", exact=True).click()
+    expect(chart.locator(".sd-curve")).not_to_have_count(0)
+    assert chart.bounding_box()["height"] == 400
