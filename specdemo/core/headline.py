@@ -74,8 +74,9 @@ def _verdict(trace: RunTrace, speeds: Speeds, times: str) -> Headline:
     output = _output(trace, speeds)
     if tied:
         result = f"No clear difference between {_and([_with_speed(trace, i, speeds, times) for i in (first, *tied)])}"
-        all_faster = all(index and speeds[index].label == "faster" for index in (first, *tied))
-        return _result(best, "", (result, ""), output, f"; all are faster than {PLAIN}" if all_faster else "")
+        if all(index and speeds[index].label == "faster" for index in (first, *tied)):
+            result += f"; {'all' if len(tied) > 1 else 'both'} are faster than {PLAIN}"
+        return _result(best, "", (result, ""), output)
     word = "fastest" if len(speeds) > 1 else "faster"
     speed, name = speeds[best], _name(trace, best)
     value = f"{speed.value:.2f}{times} as fast"
@@ -85,13 +86,11 @@ def _verdict(trace: RunTrace, speeds: Speeds, times: str) -> Headline:
     return _result(best, "gain", (f"{lane} {value} as {PLAIN}", speed.interval()), output)
 
 
-def _result(
-    lane: int, tone: Literal["gain", "bad", ""], result: tuple[str, str], output: str, above: str = ""
-) -> Headline:
+def _result(lane: int, tone: Literal["gain", "bad", ""], result: tuple[str, str], output: str) -> Headline:
     """Return a headline. result: the statement and its interval, if any. output: empty if no outputs were compared."""
     statement, interval = result
     caption = statement + (f" ({interval})" if interval else "") + (f", output {output}" if output else "")
-    full = statement + (f" (95 % interval {interval})" if interval else "") + above
+    full = statement + (f" (95 % interval {interval})" if interval else "")
     return Headline(lane, tone, caption, f"{full}." + (f" Output: {output}." if output else ""))
 
 

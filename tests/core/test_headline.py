@@ -44,11 +44,15 @@ def result(*speeds, **more):
         ),
         (
             [(3.8, 3.6, 4.0), (3.7, 3.5, 3.9), (2.0, 1.9, 2.1)],
-            (1, "", "No clear difference between A (3.80x) and B (3.70x)"),
+            (1, "", "No clear difference between A (3.80x) and B (3.70x); both are faster than plain decoding"),
         ),
         (
             [(3.8, 3.6, 4.0), (3.7, 3.5, 3.9), (3.6, 3.5, 3.9)],
-            (1, "", "No clear difference between A (3.80x), B (3.70x) and C (3.60x)"),
+            (
+                1,
+                "",
+                "No clear difference between A (3.80x), B (3.70x) and C (3.60x); all are faster than plain decoding",
+            ),
         ),
         ([(1.05, 0.9, 1.2)], (1, "", "No clear difference between A (1.05x) and plain decoding")),
         ([(0.97, 0.9, 1.04), (0.5, 0.4, 0.6)], (1, "", "No clear difference between plain decoding and A (0.97x)")),
@@ -73,7 +77,7 @@ def test_the_winner_is_named_only_where_its_interval_is_separate(speeds, expecte
         ([(0.8, 0.7, 0.9)], "Plain decoding is faster: A is 0.80x as fast (95 % interval 0.70 to 0.90)."),
         (
             [(3.8, 3.6, 4.0), (3.7, 3.5, 3.9)],
-            "No clear difference between A (3.80x) and B (3.70x); all are faster than plain decoding.",
+            "No clear difference between A (3.80x) and B (3.70x); both are faster than plain decoding.",
         ),
         ([(1.1, 0.9, 1.3)], "No clear difference between A (1.10x) and plain decoding."),
         ([(3.8, 3.6, 4.0), (3.7, 0.9, 9.0)], "No clear difference between A (3.80x) and B (3.70x)."),
