@@ -6,7 +6,7 @@ const stops = "#stop, #sweep-stop, #stop-training, #losslessness-stop, #server-c
 /** Returns the title from the name of the tab, whether something runs, and the speed-up of the visible race, such as "1.80×". */
 function pageTitle(tab, running, speedup) {
   const factor = tab === "Race" ? parseFloat(speedup) : NaN;
-  const result = factor >= 1 ? `${factor.toFixed(1)}× faster` : factor > 0 ? `${factor.toFixed(1)}× the speed` : "";
+  const result = factor > 0 ? `${factor.toFixed(1)}× as fast` : "";
   return [running ? "Running…" : result, tab === "Race" ? "" : tab, APP].filter(Boolean).join(" - ");
 }
 

@@ -252,7 +252,7 @@ def test_the_focus_has_one_ring_and_the_title_names_the_result(visit):
         # a style that is about to change is read once more
         page.wait_for_function(f"() => JSON.stringify(({RING})()) === '[\"2px\"]'")
     assert {"setup-row", "sd-playback", "sd-pace"} <= seen
-    expect(page).to_have_title(re.compile(r"^\d\.\d× faster - specdemo"))
+    expect(page).to_have_title(re.compile(r"^\d\.\d× as fast - specdemo"))
     page.get_by_role("tab", name="Lab").click()
     expect(page).to_have_title(re.compile("^Lab - specdemo"))
     assert page.locator("#prompt textarea").get_attribute("dir") == "auto"
