@@ -355,6 +355,7 @@ function idle(line) {
 
 element.addEventListener("keydown", onKey);
 element.addEventListener("click", onClick);
+document.addEventListener("specdemo:edit", closeInspector); // on a phone it would cover the controls
 wireTransport();
 wireSaves();
 $(".sd-estimate").addEventListener("click", () => gradioButton("estimate").click());

@@ -103,6 +103,7 @@ edit.addEventListener("click", () => {
   const opened = document.getElementById("drawer").classList.toggle("open");
   edit.setAttribute("aria-expanded", String(opened));
   edit.textContent = opened ? "Close" : "Edit";
+  if (opened) document.dispatchEvent(new CustomEvent("specdemo:edit"));
 });
 menu.addEventListener("change", () => menu.value && choose(menu.value));
 $(".sd-instead").addEventListener("click", () => race(current.instead[0]));

@@ -311,6 +311,9 @@ def test_on_a_phone_the_selected_token_is_visible_above_the_inspector(replayed, 
         page.locator(s).last.bounding_box() for s in (".sd-selected-token", ".sd-inspector", ".sd-headline")
     )
     assert bar["y"] + bar["height"] <= box["y"] and box["y"] + box["height"] <= sheet["y"]
+    page.locator(".sd-edit").click()  # it would cover the controls
+    expect(page.locator(".sd-inspector")).to_be_hidden()
+    page.locator(".sd-edit").click()
 
 
 def test_a_tree_is_drawn_and_walked_by_keyboard(replayed, tree_file):
