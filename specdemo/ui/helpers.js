@@ -46,6 +46,8 @@ const isNumber = (x) => typeof x === "number" && isFinite(x);
 const sum = (numbers) => numbers.reduce((a, b) => a + b, 0);
 const fixed = (x, digits) => (isNumber(x) ? x.toFixed(digits) : "–");
 const percent = (x) => (isNumber(x) ? `${(100 * x).toFixed(0)} %` : "–");
+// Keeps each number and its percent sign in one line.
+const unbroken = (text) => text.replaceAll(" %", "\u00a0%");
 // Returns the remaining time of work in words; empty while too little is done to tell.
 const timeLeft = (ms, share) => {
   const seconds = ((ms / share) * (1 - share)) / 1000;

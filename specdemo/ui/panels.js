@@ -34,7 +34,7 @@ function drawHistogram() {
   const lane = run.lanes[run.focus];
   const n = numbers(lane);
   const rates = n.accept_by_position || [];
-  const list = rates.map((rate, i) => `${i + 1}:\u00a0${percent(rate).replace(" ", "\u00a0")}`).join("  ");
+  const list = rates.map((rate, i) => unbroken(`${i + 1}:\u00a0${percent(rate)}`)).join("  ");
   const box = $(".sd-histogram");
   if (lane.remote && !n.accept_histogram?.length) {
     const reported = rates.length ? [`Acceptance rate at position ${list}, reported by its server. ${lane.remote.source}.`] : [];

@@ -87,9 +87,10 @@ function drawTile(name, lanes, several, cells) {
       number.dataset.ofLane = lane.index;
       number.dataset.value = value ?? "";
       if (tone) number.dataset.tone = tone;
-      row.append(number, make("small", "", small), ...(name === "speedup" ? [...lossy(lane), ...noisyBadge(lane)] : []));
+      row.append(number, make("small", "", unbroken(small)), ...(name === "speedup" ? lossy(lane) : []));
       return row;
-    })
+    }),
+    ...(name === "speedup" ? noisyBadge() : [])
   );
 }
 
@@ -116,11 +117,20 @@ function speedTile({ lane }) {
   return [`${x.toFixed(2)}×`, [interval, word && arrow + word].filter(Boolean).join(", "), tone, x];
 }
 
+const noisyLanes = () => run.lanes.filter(({ comparison }) => comparison?.noisy);
+
+/** Returns the reasons for noise that all of several noisy lanes have, such as that of the baseline. */
+function sharedNoise() {
+  const [first, ...others] = noisyLanes().map(({ comparison }) => comparison.reasons);
+  return others.length ? first.filter((reason) => others.every((reasons) => reasons.includes(reason))) : [];
+}
+
 // Returns the badge of a noisy measurement: a button that repeats the run, or a label for a stored run.
-function noisyBadge(lane) {
-  if (!lane.comparison?.noisy) return [];
+function noisyBadge() {
+  const lanes = noisyLanes();
+  if (!lanes.length) return [];
   const badge = make(run.recorded ? "span" : "button", "sd-noisy", run.recorded ? "noisy" : "noisy: run 3 times");
-  badge.title = lane.comparison.reasons.map(sentence).join(". ");
+  badge.title = lanes.map(({ name, comparison }) => [...(lanes.length > 1 ? [name] : []), ...comparison.reasons].map(sentence).join(". ")).join("\n");
   if (!run.recorded) badge.addEventListener("click", () => document.getElementById("repeat").click());
   return [badge];
 }
@@ -164,13 +174,16 @@ function drawLatency() {
 function drawExplanations() {
   const list = $(".sd-explanations");
   const explained = run.lanes.slice(1).filter((lane) => lane.comparison?.why);
+  const shared = sharedNoise();
   list.hidden = !explained.length;
   list.replaceChildren(
     ...explained.map((lane) => {
       const item = make("li");
       const { why, noisy, reasons } = lane.comparison;
-      item.append(laneNumber(lane), make("span", "", [why, noisy ? `Noisy: ${reasons.join("; ")}.` : ""].join(" ").trim()));
+      const own = noisy ? reasons.filter((reason) => !shared.includes(reason)) : [];
+      item.append(laneNumber(lane), make("span", "", unbroken([why, own.length ? `Noisy: ${own.join("; ")}.` : ""].join(" ").trim())));
       return item;
-    })
+    }),
+    ...(shared.length ? [make("li", "", unbroken(`All noisy lanes: ${shared.join("; ")}.`))] : [])
   );
 }

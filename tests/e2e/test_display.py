@@ -74,6 +74,12 @@ class Display:
           return window.pendingCount.steps;
         }""")
 
+    def evaluate(self, script, argument=None):
+        return self._page.evaluate(script, argument)
+
+    def style(self):
+        self._page.add_style_tag(content=assets.text("style.css"))
+
     def bars(self):
         """Return the filled share of every bar, in the order of the lanes."""
         return self._page.locator(".sd-fill").evaluate_all(
@@ -263,6 +269,49 @@ def test_the_faster_lane_fills_its_bar_first(display):
     assert display.read(".sd-result b") == [f"{len(HOSTILE)} of {len(HOSTILE)} tokens"] * 3
     assert [mark.is_visible() for mark in display.locate(".sd-flag")] == [False, False, True]
     assert [mark.get_attribute("hidden") for mark in display.locate(".sd-late")] == [None, None, ""]
+
+
+def test_a_slow_speed_shows_every_step(display):
+    display.pace("0.0625")
+    display.count_pending()
+    display.show(Log().add(replay(hostile_trace())))
+    display.wait(10_000)
+    assert display.read(".sd-status")[0].startswith("Finished.")
+    assert display.count_pending() == sum(any(event.drafted) for event in hostile_trace().lanes[1].events)
+
+
+VISUAL_ORDER = """lane => [
+    ...document.querySelectorAll(`[data-lane="${lane}"] span[data-kind]:not([data-kind="prompt"])`)
+  ].map((node) => [node.textContent, node.getBoundingClientRect().left]).sort((a, b) => a[1] - b[1])
+  .map(([text]) => text)"""
+
+
+def test_rejected_tokens_do_not_change_the_order_of_a_text_from_right_to_left(display):
+    display.style()
+    trace = replace(hostile_trace(), prompt="مرحبا")
+    texts = ["A", "b", "out", " 1", "0", "0", " c", "d", ":", " e", "f", " 7", " g", "h"]
+    for lane in trace.lanes:
+        lane.pieces, lane.text = texts, "".join(texts)
+    trace.vocabulary |= {str(i): text for i, text in enumerate(texts)}
+    trace.vocabulary[str(len(HOSTILE))] = "w"
+    display.show(Log().add(replay(trace)))
+    display.wait(6000)
+    plain, drafted = (display.evaluate(VISUAL_ORDER, lane) for lane in (0, 1))
+    assert plain == drafted and plain != sorted(plain)
+    mark = display.evaluate("() => getComputedStyle(document.querySelector('[data-more]'), '::after').direction")
+    assert mark == "ltr"  # "+1", not "1+"
+
+
+def test_noise_is_reported_once(display):
+    trace = race()
+    for row, own in zip(trace.comparison, "ab", strict=True):
+        row |= {"noisy": True, "reasons": [f"only {own}", "the baseline waited"]}
+    display.show(Log().add(replay(trace)))
+    display.wait(6000)
+    assert display.read(".sd-noisy") == ["noisy: run 3 times"]
+    first, second, shared = display.read(".sd-explanations li")
+    assert first.endswith(" Noisy: only a.") and second.endswith(" Noisy: only b.")
+    assert shared == "All noisy lanes: the baseline waited."
 
 
 def test_a_stopped_run_has_no_verdict(display):
