@@ -1,6 +1,6 @@
 """Pictures for docs/: `python tests/e2e/screenshots.py [ADDRESS]`, with a page running at the address.
 
-Stills of the page at several widths, and the README's animation of a recorded race at the automatic speed.
+Stills of the page at two widths, and the README's animation of a recorded race at the automatic speed.
 """
 
 import io
@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 
 from PIL import Image
-from playwright.sync_api import Browser, sync_playwright
+from playwright.sync_api import Browser, FloatRect, sync_playwright
 
 DOCS = Path(__file__).parents[2] / "docs"
 FLAGS = ["--no-sandbox", "--disable-gpu"]
-SIZES = {1920: 1080, 1280: 900, 1024: 768, 820: 1180, 390: 844, 360: 740}
+SIZES = {1280: 900, 390: 844}
 PRESET = "embedded-draft"
-WIDTH, HEIGHT, ABOVE = 1280, 620, 462  # page of the animation, and the part down to the legend
+WIDTH, HEIGHT, MARGIN = 1280, 760, 7  # page of the animation, which shows the part from the setup to the legend
 FRAMES_PER_S, LONGEST_S, HOLD_MS = 12, 20, 3000  # the last frame is held
 QUALITY = 60
 CLOCK = """() => {
@@ -36,7 +36,7 @@ CLOCK = """() => {
 
 
 def stills(browser: Browser, address: str) -> None:
-    """Write the page at several widths, in both colour schemes."""
+    """Write the page at two widths, in both colour schemes."""
     (DOCS / "page").mkdir(exist_ok=True)
     for theme in ("light", "dark"):
         page = browser.new_page(viewport={"width": 1280, "height": 900}, reduced_motion="reduce")
@@ -59,7 +59,10 @@ def animation(browser: Browser, address: str) -> None:
     page.goto(f"{address}?preset={PRESET}&__theme=light")
     page.locator(".sd-status", has_text="Recorded").wait_for()
     page.locator(".sd-playback button").last.wait_for()
-    page.evaluate("document.querySelector('.sd-transport').scrollIntoView()")
+    setup, legend = (page.locator(part).bounding_box() for part in ("#setup-row", ".sd-legend"))
+    assert setup and legend
+    bottom = legend["y"] + legend["height"] + MARGIN
+    clip: FloatRect = {"x": 0, "y": setup["y"], "width": WIDTH, "height": bottom - setup["y"]}
     page.evaluate(CLOCK)
     page.locator(".sd-playback button").last.click()  # Replay
     frames = []
@@ -67,7 +70,7 @@ def animation(browser: Browser, address: str) -> None:
     while ended < FRAMES_PER_S and len(frames) < FRAMES_PER_S * LONGEST_S:  # a second more, for the final numbers
         page.evaluate(f"stepClock({1000 / FRAMES_PER_S})")
         ended += "Replaying" not in page.locator("#view .sd-status").inner_text()
-        picture = page.screenshot(clip={"x": 0, "y": 0, "width": WIDTH, "height": ABOVE})
+        picture = page.screenshot(clip=clip)
         frames.append(Image.open(io.BytesIO(picture)).convert("RGB"))
     durations = [1000 // FRAMES_PER_S] * (len(frames) - 1) + [HOLD_MS]
     path = DOCS / "race.webp"
