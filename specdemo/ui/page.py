@@ -257,7 +257,7 @@ def _race_tab(page: gr.Blocks, visits: Visits, first: Preset, allow_any_model: b
     with view, gr.Row(visible=False, elem_id="follow-row") as row:
         message = gr.Textbox(
             label="Next message",
-            placeholder="Your next message to all lanes",
+            placeholder="Next message to all lanes",
             max_length=limits.here().prompt,
             elem_id="message",
             scale=5,
