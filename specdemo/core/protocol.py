@@ -164,6 +164,7 @@ class Target(MemoryOwner, ABC):
     notes: tuple[str, ...] = ()  # sentences about how it was loaded
     cached_tokens: int = 0  # tokens that the last `start` did not have to read
     num_experts: int = 0  # experts per layer; 0: a dense model
+    layer_config: Mapping[str, Any] = MappingProxyType({})  # of a decoder layer, as transformers names its sizes
     kv_shapes: Mapping[str, tuple[int, int]] = MappingProxyType({})  # kind of layer -> key/value heads, their size
 
     @abstractmethod

@@ -17,11 +17,10 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from specdemo.models.gguf_files import is_gguf, read_header
+from specdemo.models.gguf_files import ROPE_BASE, is_gguf, read_header
 from specdemo.models.load import load_meta_target
 
 NORMAL, CONTROL = 1, 3  # token types of GGUF
-ROPE_BASE = 10_000.0  # default of models without one in their config
 NAMES = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",

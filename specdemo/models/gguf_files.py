@@ -26,6 +26,7 @@ from specdemo.core.safe_io import check_regular, read_text
 from specdemo.models import sources
 from specdemo.models.sources import LoadProgress, Repository, cached_folder, fetch_folder, model_info, no_progress
 
+ROPE_BASE = 10_000.0  # default of models without one in their config
 SUFFIX = ".gguf"
 OLLAMA = "ollama:"
 DEFAULT_QUANTISATION = "Q4_K_M"  # as in llama.cpp

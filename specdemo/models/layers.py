@@ -43,7 +43,7 @@ def strip_prefix(names: Iterable[str], prefix: str) -> frozenset[str]:
 
 def llama_config_like(target: Target) -> LlamaConfig:
     """Return the config of one Llama layer with the target's sizes and the default RoPE, as in published heads."""
-    target_config = target.model.config.get_text_config(decoder=True).to_dict() if target.model is not None else {}
+    target_config = target.layer_config
     heads = target_config.get("num_attention_heads") or max(1, target.hidden_size // 64)
     return LlamaConfig(
         vocab_size=target.vocab_size,

@@ -19,11 +19,18 @@ from torch import Tensor, nn
 from specdemo.core.protocol import Capabilities, Forward, Target
 from specdemo.core.tree import ABSENT, is_chain
 from specdemo.models.cancellation import pass_cancelled
-from specdemo.models.gguf_files import read_header
+from specdemo.models.gguf_files import ROPE_BASE, read_header
 from specdemo.models.llamacpp import LlamaCppModel, LlamaCppSettings, library, read_matrix
 from specdemo.models.llamacpp_context import Inputs, LlamaCppContext, Values
 
 SPARE_CELLS = 256  # free cells of the KV cache where no reserve is given
+RMS_EPSILON = 1e-5  # of files without one
+LAYER_SIZES = {
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+}
 ROUNDED = 256  # llama.cpp rounds the size of a context up to a multiple of this
 
 
@@ -65,6 +72,17 @@ class LlamaCppTarget(Target):
         head: nn.Module = nn.utils.skip_init(nn.Linear, weight.shape[1], weight.shape[0], bias=False)
         head.weight = nn.Parameter(weight, requires_grad=False)
         return head
+
+    @property
+    def layer_config(self) -> dict[str, Any]:  # type: ignore[override]
+        header = read_header(Path(self.weights.path))
+        sizes = {name: header.number(key) for name, key in LAYER_SIZES.items()}
+        epsilon = header.metadata.get(f"{header.architecture}.attention.layer_norm_rms_epsilon", RMS_EPSILON)
+        rope = {
+            "rope_type": "default",
+            "rope_theta": float(header.metadata.get(f"{header.architecture}.rope.freq_base", ROPE_BASE)),
+        }
+        return sizes | {"rms_norm_eps": float(epsilon), "rope_parameters": rope}
 
     @property
     def kernels(self) -> str:

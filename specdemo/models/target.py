@@ -116,6 +116,11 @@ class HFTarget(Target):
         return packed_bytes(self.model) + sum(int(p.numel() * p.element_size()) for p in self.model.parameters())
 
     @cached_property
+    def layer_config(self) -> dict[str, Any]:  # type: ignore[override]
+        values: dict[str, Any] = self._config.to_dict()
+        return values
+
+    @cached_property
     def kv_shapes(self) -> dict[str, tuple[int, int]]:  # type: ignore[override]  # computed when a drafter needs it
         return {kind: _kv_shape(self._config, index) for kind, index in self._kv_layers.items()}
 

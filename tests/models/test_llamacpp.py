@@ -142,7 +142,15 @@ def test_last_hidden_state_is_the_input_of_lm_head(target, reference):
     torch.testing.assert_close(target.lm_head(forward.hidden[-1]), forward.logits, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize(("name", "head"), [("medusa", "stories-medusa"), ("eagle", "stories-eagle-1")])
+@pytest.mark.parametrize(
+    ("name", "head"),
+    [
+        ("medusa", "stories-medusa"),
+        ("eagle", "stories-eagle-1"),
+        ("mlp_speculator", "stories-mlp-speculator"),
+        ("mtp", "stories-mtp"),
+    ],
+)
 def test_heads_that_read_the_last_state_draft(name, head, target, reference):
     prompt, config = ids_of(reference, TEXTS[0]), GenerationConfig(48, budget=Budget(4, 4))
     expected = output(reference, load_drafter("none", reference), prompt, config)
@@ -169,7 +177,16 @@ def test_heads_of_other_layers_are_rejected(target):
         load_drafter("eagle", target, "stories-eagle-3")
 
 
-def test_models_that_learn_are_rejected(target, files):
+@pytest.mark.parametrize(("name", "model"), [("draft_model", "stories-draft-wide"), ("medusa", "stories-medusa")])
+def test_drafters_in_pytorch_learn_from_its_output(name, model, target, reference):
+    prompt, config = ids_of(reference, TEXTS[0]), GenerationConfig(48, budget=Budget(4, 4))
+    expected = output(reference, load_drafter("none", reference), prompt, config)
+    drafter = load_drafter("online", target, model, drafter=name)
+    assert output(target, drafter, prompt, config) == expected
+    assert drafter._trainer.updates > 0
+
+
+def test_gguf_drafts_that_learn_are_rejected(target, files):
     with pytest.raises(ValueError, match="is a GGUF model, which cannot learn; choose a draft model with safetensors"):
         load_drafter("online", target, str(files / "stories-draft-wide.gguf"))
 

@@ -45,6 +45,7 @@ from specdemo.models.layers import DecoderLayer, Rotary, llama_config_like
 from specdemo.models.sources import LoadProgress
 from specdemo.training.losses import StepLosses
 
+NORM_AND_ROPE = ("rms_norm_eps", "rope_parameters")
 STEP_WEIGHTS = (0.51, 0.31, 0.18)  # FastMTP: loss weights of the steps of a single module
 
 
@@ -361,9 +362,13 @@ def _target_family(target: Target, layers: int) -> tuple[object, type[nn.Module]
 
 
 def _llama(target: Target, layers: int) -> LlamaConfig:
-    """Return the config of Llama layers with the target's sizes."""
+    """Return the config of Llama layers like the target's."""
     decoder = _decoder(target)
-    config = llama_config_like(target) if decoder is None else deepcopy(decoder.config)
+    if decoder is None:
+        config = llama_config_like(target)
+        config.update({name: target.layer_config[name] for name in NORM_AND_ROPE if name in target.layer_config})
+    else:
+        config = deepcopy(decoder.config)
     if not isinstance(config, LlamaConfig):
         raise ValueError(f"parallel heads are Llama layers; choose a Llama target, not {config.model_type}")
     config.num_hidden_layers = layers
