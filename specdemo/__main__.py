@@ -69,9 +69,6 @@ Lengths = Annotated[
         "or a result of `vllm bench serve` (JSON).",
     ),
 ]
-TraceFile = Annotated[
-    Path, typer.Argument(metavar="TRACE", help="A trace that `run --out` or the page wrote.", show_default=False)
-]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite a file or folder that specdemo did not write.")]
 Gpus = Annotated[int, typer.Option(help="Number of GPUs per server.", min=1, max=1024)]
@@ -194,25 +191,15 @@ def run(
 
 
 @app.command()
-def replay(trace: TraceFile) -> None:
+def replay(
+    trace: Annotated[
+        Path, typer.Argument(metavar="TRACE", help="A trace that `run --out` or the page wrote.", show_default=False)
+    ],
+) -> None:
     """Print a stored run again. Needs no model and no GPU."""
     from specdemo.presets.recorded import load_trace
 
     _show(load_trace(trace))
-
-
-@app.command()
-def export(
-    trace: TraceFile,
-    to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="Format: aiperf or prometheus.")],
-) -> None:
-    """Print a stored run for AIPerf or Prometheus. Writes the records of AIPerf's profile_export.jsonl, or metrics."""
-    from specdemo.diagnosis.export import FORMATS
-    from specdemo.presets.recorded import load_trace
-
-    if to not in FORMATS:
-        raise ValueError(f"unknown format {to!r}; {suggest(to, FORMATS)}")
-    print(FORMATS[to](load_trace(trace)), end="")
 
 
 @app.command()
