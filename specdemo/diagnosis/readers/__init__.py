@@ -11,7 +11,6 @@ from specdemo.diagnosis.readers.base import Output, OutputReader
 CLASSES = (
     "specdemo.diagnosis.readers.serving_benchmark:BenchServe",
     "specdemo.diagnosis.readers.serving_benchmark:ServingTable",
-    "specdemo.diagnosis.readers.speed_bench:SpeedBench",
     "specdemo.diagnosis.readers.sglang_log:SGLangServerInfo",
     "specdemo.diagnosis.readers.guidellm:GuideLLM",
     "specdemo.diagnosis.readers.aiperf:AIPerf",
@@ -20,9 +19,7 @@ CLASSES = (
     "specdemo.diagnosis.readers.sglang_log:SGLangLog",
     "specdemo.diagnosis.readers.llamacpp_log:LlamaSpeculative",
     "specdemo.diagnosis.readers.llamacpp_log:LlamaCppLog",
-    "specdemo.diagnosis.readers.mlx_lm:MLXGenerate",
     "specdemo.diagnosis.readers.prometheus:PrometheusText",
-    "specdemo.diagnosis.readers.golden:GoldenLengths",
 )
 READERS: list[OutputReader] = [resolve_name(path)() for path in CLASSES]
 
