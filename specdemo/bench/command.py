@@ -101,11 +101,8 @@ def _default(value: object) -> str:
 def _run(
     name: str, out: Path | None, html: Path | None, force: bool, as_json: bool, markdown: bool, **given: object
 ) -> None:
-    journal = out and out.with_name(f"{out.name}.rounds")
     if takes(name, "folder"):  # the suite writes while it measures
         given, out = {**given, "folder": out}, None
-    if takes(name, "journal"):  # an interrupted run continues from it
-        given = {**given, "journal": journal}
     chosen = suite(name, **{n: value for n, value in given.items() if value is not None})
 
     from specdemo.bench.report import bench_report
@@ -129,8 +126,6 @@ def _run(
         from specdemo.bench.html_page import write_page
 
         write_page(result, html)
-    if "journal" in given and journal is not None:
-        journal.unlink(missing_ok=True)
 
 
 def progress_bar(total: float, form: str) -> "tqdm[NoReturn]":

@@ -144,7 +144,7 @@ def best(result: Result) -> str:
     rows = [row for row in rows if not is_baseline(row["speed-up"])]
     if not rows:
         return ""
-    if result.repeats < THOROUGH:
+    if result.repeats < THOROUGH and not intervals(result):
         times = f"measured {result.repeats} time{'s' * (result.repeats > 1)}"
         return f"{times}; {THOROUGH} repeats are needed to find the best."
     speeds: list[Estimate] = [row["speed-up"] for row in rows]

@@ -87,15 +87,6 @@ def finite(value: object) -> object:
     return None if isinstance(value, float) and not isfinite(value) else value
 
 
-def append_line(path: Path, line: str) -> None:
-    """Append one line. A killed process may leave it incomplete. Raises ValueError, one line."""
-    try:
-        with path.open("a", encoding="utf-8") as file:
-            file.write(f"{line}\n")
-    except OSError as error:
-        raise ValueError(_error_line(path, error)) from error
-
-
 def check_writable(path: str | Path) -> None:
     """Raise ValueError, before any work is done, if `write_text` would fail."""
     path = Path(path)

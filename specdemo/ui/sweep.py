@@ -5,7 +5,6 @@ model. A visitor chooses presets only, so that no other models are loaded. The L
 components.
 """
 
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -46,7 +45,6 @@ from specdemo.ui.lazy_imports import live
 from specdemo.ui.setup import integer
 from specdemo.ui.views import Loading, view
 
-SCHEDULE = re.compile(r"^Schedule (\[\[[\d\[\], ]+\]\])(?=: )")
 USUAL = ("auto", "here", 0.0, 1.0)  # values of options that need no mention
 CONDITIONS = {"new_tokens": "max new tokens", "draws": "continuations"}
 IF_LINKED = f"() => {{ if (new URLSearchParams(location.search).has('sweep')) ({assets.to_tab('sweep')})(); }}"
@@ -120,7 +118,7 @@ class Sweeping(Job):
 
 def readable(result: Result) -> Result:
     """Return the result as the page shows it: lanes by method and model instead of preset, lanes without a swept
-    setting sorted by speed-up, draft lengths of a schedule in words, no remark twice.
+    setting sorted by speed-up, no remark twice.
     """
     rows: list[Row] = result.rows
     if result.axis == BARS and all(isinstance(row.get("speed-up"), Estimate) for row in rows):
@@ -132,7 +130,7 @@ def readable(result: Result) -> Result:
         return an_id.sub(lambda found: names.get(found[0], found[0]), text)
 
     rows = [row | {"lane": renamed(row["lane"])} if isinstance(row.get("lane"), str) else row for row in rows]
-    remarks = [SCHEDULE.sub(_schedule_in_words, renamed(remark)) for remark in dict.fromkeys(result.remarks)]
+    remarks = [renamed(remark) for remark in dict.fromkeys(result.remarks)]
     return replace(result, rows=rows, remarks=remarks)
 
 
@@ -144,15 +142,6 @@ def _lane_names(ids: Iterable[str]) -> dict[str, str]:
         times = sum(other.partition(" #")[0] == name for other in names.values())
         names[id] = f"{name} #{times + 1}" if times else name
     return names
-
-
-def _schedule_in_words(found: re.Match[str]) -> str:
-    """Return the draft length of each range of loads."""
-    parts = []
-    for low, high, k in json.loads(found[1]):
-        loads = str(low) if low == high else f"{low} to {high}"
-        parts.append(f"{loads}: {f'k = {k}' if k else 'off'}")
-    return f"Best draft length by concurrency: {'; '.join(parts)}. Result"
 
 
 def every_few_percent(report: Callable[..., None]) -> Report:

@@ -9,8 +9,6 @@ import sys
 import pytest
 
 from specdemo.__main__ import main
-from specdemo.bench.load_servers import Fleet
-from specdemo.bench.suites import suite
 from specdemo.engine.session import Session
 from specdemo.methods.lookahead import Lookahead
 from specdemo.presets.files import preset
@@ -51,7 +49,7 @@ from specdemo.servers.engines import ENGINES
 from tests.servers.echo import Echo
 ENGINES["echo"] = Echo()
 from specdemo.__main__ import main
-for command in ["run"], ["serve"], ["serve-command"], ["ui"], ["bench", "load"]:
+for command in ["run"], ["serve"], ["serve-command"], ["ui"]:
     main([*command, "--help"])
 """
 
@@ -59,7 +57,7 @@ for command in ["run"], ["serve"], ["serve-command"], ["ui"], ["bench", "load"]:
 def test_help_lists_it():
     done = run("-c", HELP)
     listed = "vllm,sglang,llamacpp,llama-server,mlx-lm,mlx-vlmorecho"
-    assert "".join(done.stdout.split()).count(listed) == 5  # lines are wrapped at hyphens too
+    assert "".join(done.stdout.split()).count(listed) == 4  # lines are wrapped at hyphens too
 
 
 def test_an_engine_that_is_not_installed_is_named_with_its_install_command(echo, capsys):
@@ -112,16 +110,6 @@ def test_a_lane_has_the_statistics_of_its_stream(echo):
         trace = Session().run(preset("embedded-ngram").on_servers([server.address] * 2))
     lane = trace.lanes[1]
     assert lane.summary["acceptance_rate"] == 0.25 and lane.remote.source == "Echo's rate"
-
-
-def test_load_tests_start_it_and_print_no_schedule_for_it(echo):
-    urls = ["http://127.0.0.1:1", "http://127.0.0.1:2"]
-    fleet = Fleet.of(suite("load", servers=urls, ks=(4,), preset="embedded-ngram"), (0, 4))
-    assert [hint.partition(":")[0] for hint in fleet.paste([[1, 3, 4]])] == ["For vLLM", "For SGLang"]
-    with pytest.raises(ValueError, match="--schedule needs vLLM and --concurrency"):
-        suite("load", engine="echo", schedule=True)
-    with pytest.raises(ValueError, match="Echo is not installed"):
-        Fleet.of(suite("load", engine="echo"), (0, 4))
 
 
 def test_a_method_of_another_package_declares_its_flags(monkeypatch):

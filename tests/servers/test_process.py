@@ -10,8 +10,6 @@ import psutil
 import pytest
 
 from specdemo.__main__ import main
-from specdemo.bench.load_servers import Fleet
-from specdemo.bench.suites import suite
 from specdemo.servers.engines import llamacpp, serving_engine
 from specdemo.servers.process import EPHEMERAL, free_port
 from tests.processes import start
@@ -142,20 +140,3 @@ def test_ctrl_c_waits_until_the_servers_have_ended(engine, monkeypatch):
         serving.send_signal(signal.SIGINT)
         assert serving.wait(60) == 130
         assert not any(psutil.pid_exists(entry["pid"]) for entry in started(engine))
-
-
-def test_a_load_on_engines_that_are_started_for_it(engine, capsys):
-    options = ["--k", "0,4", "--concurrency", "1,2", "--repeats", "1", "--new-tokens", "4", "--requests", "4"]
-    assert main(["bench", "load", "--command", str(engine), *options]) == 0
-    assert capsys.readouterr().out.startswith("load | vllm 9.9, auto | 1 repeat,")
-    plain, drafting = started(engine)
-    assert "--speculative-config" not in plain["args"]
-    assert speculation(drafting)["num_speculative_tokens"] == 4
-    assert gone(engine)
-
-
-def test_schedule_uses_the_vllm_format():
-    fleet = Fleet.of(suite("load", servers=["http://127.0.0.1:1", "http://127.0.0.1:2"], ks=(4,)), (0, 4))
-    config = json.loads(fleet.lane(4, [[1, 3, 4], [4, 8, 0]]).command[-1])
-    assert config["num_speculative_tokens_per_batch_size"] == [[1, 3, 4], [4, 8, 0]]
-    assert config["num_speculative_tokens"] == 4 and config["method"] == "draft_model"

@@ -38,8 +38,19 @@ def read_output(text: str, limits: JsonLimits = FILE_LIMITS) -> Observation:
 
 def read_output_file(path: str | Path, limits: JsonLimits = FILE_LIMITS) -> Observation:
     """Return what a file contains. Raises ValueError, one line with the file's name."""
-    text = read_bytes(path, limits.bytes, "choose the output of an engine").decode(errors="replace")
     try:
-        return read_output(text, limits)
+        return read_output(_text(path, limits), limits)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+
+
+def read_json_output(path: str | Path, limits: JsonLimits = FILE_LIMITS) -> object:
+    """Return the value of a JSON file, None for another file. Raises ValueError, one line with the file's name."""
+    try:
+        return Output(_text(path, limits), limits).json
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _text(path: str | Path, limits: JsonLimits) -> str:
+    return read_bytes(path, limits.bytes, "choose the output of an engine").decode(errors="replace")

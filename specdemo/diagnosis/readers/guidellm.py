@@ -24,9 +24,12 @@ class GuideLLM(OutputReader):
     def read(self, output: Output) -> Observation | None:
         data = output.json
         benchmarks = objects(below(data, "benchmarks"))
-        if not benchmarks or not isinstance(data, Mapping) or "metrics" not in benchmarks[0]:
+        if not benchmarks or "metrics" not in benchmarks[0]:
             return None
-        first = benchmarks[0]
+        return self.observe(data, benchmarks[0])
+
+    def observe(self, data: object, first: Mapping[str, object]) -> Observation:
+        """Return what one benchmark of a report contains."""
         latency = number(below(first, "metrics", "inter_token_latency_ms", "successful", "mean"))
         concurrency = number(below(first, "metrics", "request_concurrency", "successful", "mean"))
         totals = OutputTotals(speeds=[1000.0 / latency] if latency else [], batches=[concurrency or 0.0])

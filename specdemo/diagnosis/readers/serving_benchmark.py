@@ -19,7 +19,10 @@ class BenchServe(OutputReader):
     title = "vllm bench serve, JSON"
 
     def read(self, output: Output) -> Observation | None:
-        data = output.json
+        return self.observe(output.json)
+
+    def observe(self, data: object) -> Observation | None:
+        """Return what the value of a JSON text contains."""
         if not isinstance(data, Mapping) or "output_throughput" not in data or "mean_tpot_ms" not in data:
             return None
         if data.get("completed") == 0:

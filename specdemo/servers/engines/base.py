@@ -14,8 +14,6 @@ from specdemo.servers.counters import Samples, ServerStats
 
 GPU_ONLY = "on Linux with an NVIDIA GPU"
 
-Schedule = Sequence[Sequence[int]]  # entries [from, to, k]: k for a range of batch sizes
-
 
 class UnsupportedByEngine(Exception):
     """Why an engine cannot run a lane, in one sentence."""
@@ -85,9 +83,6 @@ class ServingEngine(ReportingEngine):
     parallel: ClassVar[str] = ""  # flag for the number of GPUs; "": specdemo starts the engine on the CPU
     quantization: ClassVar[Mapping[str, Flags]] = {}  # kinds of quantization while loading, and their flags
     environment: ClassVar[Mapping[str, str]] = {"DO_NOT_TRACK": "1"}  # defaults of environment variables
-    concurrent: ClassVar[bool] = True  # False: one request at a time, so load tests cannot start it
-    takes_schedule: ClassVar[bool] = False  # whether `with_schedule` adds a k per batch size
-    takes_length: ClassVar[bool] = False  # whether `with_length` adds a mean accepted length
 
     def check_installed(self) -> None:
         """Raise ValueError, with the command that installs it, if the engine is not installed."""
@@ -162,18 +157,6 @@ class ServingEngine(ReportingEngine):
         Return the command and environment variables.
         """
         return command, {}
-
-    def with_length(self, command: list[str], length: float) -> list[str]:
-        """Add to a command that drafts that tokens are accepted at random with this mean accepted length."""
-        return command
-
-    def with_schedule(self, command: list[str], schedule: Schedule) -> list[str]:
-        """Add a k per batch size to a command that drafts."""
-        return command
-
-    def schedule_hint(self, command: list[str], schedule: Schedule) -> str:
-        """Return one line with flags for a schedule, which may be empty, to paste; an empty text if there are none."""
-        return ""
 
 
 def model_path(name: str) -> str:

@@ -68,7 +68,6 @@ class LlamaServer(ServingEngine):
         "dflash": _dflash,
         "ngram": _ngram,
     }
-    concurrent = False
     generated, running = "llamacpp:tokens_predicted", "llamacpp:requests_processing"
 
     def start(self, config: ServerConfig) -> Flags:

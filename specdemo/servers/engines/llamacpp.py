@@ -62,7 +62,6 @@ class LlamaCpp(ServingEngine):
     install = f"{shlex.quote(sys.executable)} -m pip install {' '.join(PACKAGES)}"
     methods: ClassVar = {"draft_model": _draft_model, "ngram": _ngram}
     unsupported = "specdemo starts it only with a draft model or prompt lookup"
-    concurrent = False
     metrics = draft_names(DRAFTS)
     request: ClassVar = {"timings_per_token": True}
 

@@ -30,7 +30,6 @@ class MLXLM(ServingEngine):
     install = "pip install mlx-lm (macOS; on Linux mlx-lm 'mlx[cpu]')"
     methods: ClassVar = {"draft_model": _draft_model}
     unsupported = "mlx-lm drafts with a draft model only"
-    concurrent = False
 
     def served_name(self, target: str) -> str | None:
         return "default_model"  # the one of the command line; any other name is loaded from the hub
@@ -74,7 +73,6 @@ class MLXVLM(ServingEngine):
         "dflash": _drafter("dflash"),
         "gemma4_assistant": _drafter("mtp"),
     }
-    concurrent = False
 
     def served_name(self, target: str) -> str | None:
         return model_path(target)  # another name would be loaded in its place

@@ -2,7 +2,6 @@
 in autumn 2026; `--help` of the installed version decides.
 """
 
-import shlex
 import shutil
 from collections.abc import Mapping
 from subprocess import run
@@ -10,13 +9,11 @@ from typing import ClassVar
 
 from pydantic import BaseModel
 
-from specdemo.core.atomic_io import json_text
 from specdemo.core.trace import Counter
 from specdemo.methods import EngineArgs, Flags, MethodOptions
 from specdemo.servers.counters import Count, Counts, Samples, ServerStats, answer_stats, delta, gauge, reported
 from specdemo.servers.engines.base import (
     GPU_ONLY,
-    Schedule,
     ServerConfig,
     ServingEngine,
     address_flags,
@@ -26,8 +23,6 @@ from specdemo.servers.engines.base import (
 )
 
 ALGORITHM = "--speculative-algorithm"
-FOLLOW = "--speculative-adaptive --speculative-adaptive-config"
-ADAPTIVE = ("EAGLE", "EAGLE3")  # algorithms that take a schedule
 RATE, LENGTH, TOKENS, PASSES = (
     f"sglang:{name}" for name in ("spec_accept_rate", "spec_accept_length", "generation_tokens", "spec_verify_calls")
 )
@@ -120,17 +115,6 @@ class SGLang(ServingEngine):
         if method == "ngram":
             return f"--speculative-num-draft-tokens {k + 1}"
         return f"--speculative-num-steps {k} --speculative-eagle-topk 1 --speculative-num-draft-tokens {k + 1}"
-
-    def schedule_hint(self, command: list[str], schedule: Schedule) -> str:
-        if ALGORITHM not in command:
-            return ""
-        flags = command[command.index(ALGORITHM) :]
-        if not schedule:
-            return f"For SGLang: {shlex.join(flags)}"
-        if flags[1] not in ADAPTIVE:
-            return f"For SGLang, whose {flags[1]} has one k for all batch sizes: {shlex.join(flags)}"
-        steps = json_text({str(at): {"candidate_steps": [k]} for at, _, k in schedule})
-        return f"For SGLang: {shlex.join(flags)} {FOLLOW} FILE, and in FILE {steps}"
 
     def statistics(self, old: Samples, new: Samples) -> ServerStats | None:
         """Read the verified passes, which some versions count; the rest are gauges over the last log interval, 0 when

@@ -29,7 +29,6 @@ from specdemo.servers.counters import (
 from specdemo.servers.engines.base import (
     GPU_ONLY,
     Installed,
-    Schedule,
     ServerConfig,
     ServingEngine,
     UnsupportedByEngine,
@@ -42,8 +41,6 @@ from specdemo.servers.engines.base import (
 PER_REQUEST = ["--per-request-spec-decode-metrics", "detailed"]
 PER_REQUEST_SINCE = (0, 27)
 CONFIG, ATTENTION = "--speculative-config", "--attention-backend"
-SCHEDULE = "num_speculative_tokens_per_batch_size"
-LENGTH = "synthetic_acceptance_length"
 REMOVED = {"medusa": "0.33"}  # methods, and the first version without them
 GPU_SHARE = 0.9  # share of a GPU's memory for all servers on it; vLLM's default for one server
 PROBE_S = 120.0  # timeout; importing vLLM takes half a minute on a slow disk
@@ -151,7 +148,6 @@ class VLLM(ServingEngine):
     quantization: ClassVar = {"4bit": ["--quantization", "bitsandbytes"]}
     # a small KV cache is enough, because a lane sends one request at a time
     environment: ClassVar = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", **ServingEngine.environment}
-    takes_schedule = takes_length = True
     metrics = draft_names(DRAFTS) | {f"{name}_{part}" for name in TIMES.values() for part in ("sum", "count")}
     generated, running = "vllm:generation_tokens", "vllm:num_requests_running"
 
@@ -191,23 +187,11 @@ class VLLM(ServingEngine):
             return command, {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(place * gpus, (place + 1) * gpus)))}
         return [*command, "--gpu-memory-utilization", f"{GPU_SHARE / servers:.2f}"], {}
 
-    def with_length(self, command: list[str], length: float) -> list[str]:
-        return _configured(command, {"rejection_sample_method": "synthetic", LENGTH: length})
-
-    def with_schedule(self, command: list[str], schedule: Schedule) -> list[str]:
-        return _configured(command, {SCHEDULE: schedule}) if schedule else command
-
     def draft_length_setting(self, k: int, method: str = "", drafter: str = "") -> str:
         if not k:
             return f"omit {CONFIG}"
         named = {name: value for name, value in (("method", method), ("model", drafter)) if value}
         return shlex.join(speculative_config(**named, num_speculative_tokens=k))
-
-    def schedule_hint(self, command: list[str], schedule: Schedule) -> str:
-        if CONFIG not in command:
-            return ""
-        at = command.index(CONFIG)
-        return f"For vLLM: {shlex.join(self.with_schedule(command, schedule)[at : at + 2])}"
 
     def statistics(self, old: Samples, new: Samples) -> ServerStats | None:
         stats, times = draft_counters(old, new, DRAFTS, self.title), _times(old, new)
@@ -223,15 +207,6 @@ class VLLM(ServingEngine):
             drafts = list(zip(drafted, accepted, strict=True))
         totals = (found.num_draft_tokens, found.num_accepted_draft_tokens, found.num_spec_steps)
         return answer_stats(self.title, *totals, found.acceptance_histogram, drafts)
-
-
-def _configured(command: list[str], values: Mapping[str, object]) -> list[str]:
-    """Return the command with more values in its speculative config; unchanged for plain decoding."""
-    if CONFIG not in command:
-        return command
-    at = command.index(CONFIG)
-    config = speculative_config(**json.loads(command[at + 1]), **values)
-    return [*command[:at], *config, *command[at + 2 :]]
 
 
 @lru_cache
