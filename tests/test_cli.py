@@ -117,8 +117,6 @@ def test_settings_reach_the_run(tmp_path, capsys):
         (["run"], "Missing argument 'PRESET'."),
         (["rum"], "No such command 'rum'."),
         (["ui", "--port", "99999"], "argument --port: '99999' is not from 1 to 65535; see --help"),
-        (["ui", "--engines", "vlm"], "unknown engine 'vlm'; did you mean 'vllm'?"),
-        (["ui", "--engines", "vllm=/nowhere/vllm"], "there is no program /nowhere/vllm; install it or pass its path"),
         (["run", "embedded-draft", "--model=--port"], "the model must not begin with -; name a model or its folder"),
         (["ui", "--prt", "1"], "unrecognized arguments: --prt 1; see --help"),
         (["replay", "none.json"], "cannot read none.json: No such file or directory; record a trace with"),

@@ -22,7 +22,7 @@ from specdemo.core.sampling_settings import Sampling
 from specdemo.core.suggest import DEVICES, program, short_repr, suggest
 from specdemo.core.thinking import Thinking
 from specdemo.methods import BASELINE, METHODS, MODEL_OPTIONS, check_model, parse_options
-from specdemo.servers.address import place
+from specdemo.servers.address import address
 
 if TYPE_CHECKING:
     RuleName = str
@@ -178,7 +178,7 @@ def _thinking(value: object) -> object:
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
-Server = Annotated[str, Field(max_length=300), AfterValidator(place)]
+Server = Annotated[str, Field(max_length=300), AfterValidator(address)]
 Name = Annotated[str, Field(max_length=80), AfterValidator(_label)]
 Model = Annotated[str, Field(min_length=1, max_length=300), AfterValidator(_model)]
 Text = Annotated[str, Field(max_length=MAX_PROMPT_CHARACTERS), AfterValidator(_printable)]

@@ -1,7 +1,5 @@
 """Addresses of servers that lanes may use: only those that the operator has listed
 (`SPECDEMO_SERVERS=host:port,https://host`).
-
-A lane names the address of a server, or an engine for which a server is started (presets/engines.py).
 """
 
 import os
@@ -9,13 +7,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from urllib.parse import urlsplit
 
-from specdemo.servers.engines import ENGINES
-
 LISTED = "SPECDEMO_SERVERS"
 _added: dict[str, None] = {}  # an ordered set
 _started: set[str] = set()  # addresses of the servers that this process started
-
-startable: dict[str, str] = {}  # engine -> its program, for engines that lanes may start
 
 
 def address(text: str) -> str:
@@ -34,11 +28,6 @@ def address(text: str) -> str:
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     path = parts.path.rstrip("/").removesuffix("/v1")
     return f"{parts.scheme}://{host}{'' if port is None else f':{port}'}{path}"
-
-
-def place(text: str) -> str:
-    """Return the name of an engine unchanged, anything else as an `address`."""
-    return text if text in ENGINES else address(text)
 
 
 def host(server: str) -> str:
@@ -74,11 +63,7 @@ def admitted(server: str) -> Iterator[None]:
 
 
 def check_listed(server: str) -> str:
-    """Return the server's address or the engine's name. Raises ValueError if the operator has not listed it."""
-    if server in startable:
-        return server
-    if server in ENGINES:
-        raise ValueError(f"this page does not start {server}; its operator can allow it with --engines {server}")
+    """Return the server's address. Raises ValueError if the operator has not listed it."""
     requested = _checked(server)
     if requested not in listed() and requested not in _started:
         raise ValueError(

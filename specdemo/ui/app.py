@@ -10,8 +10,7 @@ import typer
 from specdemo.engine.comparison import Comparison, settings, type_of
 from specdemo.presets.files import DEFAULT, require
 from specdemo.presets.limits import public
-from specdemo.servers.address import allow, startable
-from specdemo.servers.engines import engine_names, serving_engine
+from specdemo.servers.address import allow
 from specdemo.ui import space
 
 MACHINE = [name for name, setting in settings(Comparison).items() if setting.help and not setting.link]
@@ -55,10 +54,6 @@ def ui(
         list[str] | None,
         typer.Option(metavar="URL", help="Server that lanes may run on, as in SPECDEMO_SERVERS; repeatable."),
     ] = None,
-    engines: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME[=PATH]", help=f"Engine that lanes may start: {engine_names()}; repeatable."),
-    ] = None,
     allow_host: Annotated[
         list[str] | None,
         typer.Option(
@@ -94,8 +89,6 @@ def ui(
     from specdemo.ui.page import serve
 
     allow(server or [])
-    for engine in engines or []:
-        _allow_engine(*engine.split("=", 1))
     start = _start(preset, target, draft, {name: value for name, value in given.items() if value is not None})
     try:
         reach: dict[str, Any] = {"allow_hosts": allow_host or (), "proxies": behind_proxy or (), "share": share}
@@ -121,9 +114,3 @@ def _start(chosen: str | None, target: str | None, draft: str | None, given: Map
     from specdemo.presets.pair import add_pair  # needs torch
 
     return add_pair(target, draft, **given).id
-
-
-def _allow_engine(name: str, path: str | None = None) -> None:
-    if public():
-        raise ValueError("a public page does not start engines; remove --engines")
-    startable[name] = serving_engine(name).find(path)

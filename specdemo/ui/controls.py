@@ -19,8 +19,7 @@ from specdemo.methods import BASELINE, knobs, method, usable
 from specdemo.models.gguf_files import is_gguf
 from specdemo.presets import limits
 from specdemo.presets.files import EMBEDDED, Preset, load_presets
-from specdemo.servers.address import host, listed, startable
-from specdemo.servers.engines import ENGINES
+from specdemo.servers.address import host, listed
 from specdemo.ui import assets, lazy_imports, setup
 from specdemo.ui.job import QUIET, Parts, Values, named
 from specdemo.ui.model_menus import (
@@ -317,7 +316,7 @@ def _draw_lane(n: int, shown: Mapping[str, Values], allow_any_model: bool) -> Pa
         },
         "options": gr.State(**look["options"]),
         "acceptance_options": gr.State(**look["acceptance_options"]),
-        "server": gr.Dropdown(**look["server"], **server, visible=bool(listed() or startable)),
+        "server": gr.Dropdown(**look["server"], **server, visible=bool(listed())),
         # not gr.State: its change event would have to wait in the queue
         "drawn": gr.Number(0, elem_classes="hidden-counter"),
     }
@@ -330,8 +329,7 @@ def _model_choice(label: str, look: Values, elem_id: str, allow_any_model: bool)
 
 def _servers(chosen: str | None) -> list[tuple[str, str]]:
     """Return labels and values of the places where a lane can run."""
-    named = dict.fromkeys(name for name in (chosen, *startable, *listed()) if name)
-    return [HERE, *((ENGINES[name].title if name in ENGINES else f"server {host(name)}", name) for name in named)]
+    return [HERE, *((f"server {host(at)}", at) for at in dict.fromkeys(at for at in (chosen, *listed()) if at))]
 
 
 def draw_setting(of: type[Settings], name: str, value: object, **place: object) -> Any:

@@ -1,6 +1,5 @@
 """Runs of the page, on the engine of this process or of a process that has a GPU for a limited time."""
 
-import atexit
 import contextlib
 from collections.abc import Callable, Generator, Iterable, Iterator
 
@@ -10,7 +9,6 @@ from specdemo.engine.lanes import lane_name
 from specdemo.engine.session import follow_up, session
 from specdemo.models.devices import best_device
 from specdemo.presets import limits
-from specdemo.presets.engines import Engines
 from specdemo.presets.files import EMBEDDED, Preset
 from specdemo.presets.recorded import recorded
 from specdemo.ui import space
@@ -20,8 +18,6 @@ from specdemo.ui.views import Failed
 
 __all__ = ["follow_up", "free_memory", "lane_name", "no_gpu", "preload", "run", "session", "with_engine_lock"]
 
-ENGINES = Engines()
-atexit.register(ENGINES.end)
 ELSEWHERE = space.zero_gpu()  # the engine runs in another process
 INSTEAD = "Showing the recorded run of this preset instead, with the preset's settings."
 
@@ -43,7 +39,7 @@ def _play(spec: Comparison, log: Log | None) -> Generator[Messages, None, None]:
     def work(cancelled: Callable[[], bool], loading: Callable[[float, str], None]) -> Iterator[object]:
         if limits.public():
             session().forget_learned()  # a draft that learned from one visitor's text must not be used for another
-        return session().stream(ENGINES.onto(spec, loading, cancelled), cancelled, loading)
+        return session().stream(spec, cancelled, loading)
 
     engine = Engine(work, space.seconds(spec) - space.BACK_S if ELSEWHERE else None)
     if log is not None:
@@ -89,13 +85,11 @@ def _stand_in(spec: Comparison) -> RunTrace | None:
 
 
 def free_memory() -> str:
-    """Drop all loaded models and end the servers that were started; return their names."""
+    """Drop all loaded models and return their names."""
     loaded = session().loaded()
     session().unload()
     names = ", ".join(name for name, _ in loaded)
-    freed = f"unloaded {names} ({sum(size for _, size in loaded) / 1e6:.0f} MB)" if loaded else "no models were loaded"
-    ended = ENGINES.end()
-    return f"{freed}; servers stopped: {ended}" if ended else freed
+    return f"unloaded {names} ({sum(size for _, size in loaded) / 1e6:.0f} MB)" if loaded else "no models were loaded"
 
 
 def preload(presets: Iterable[Preset]) -> None:

@@ -33,7 +33,6 @@ from specdemo.presets.files import DEFAULT, Preset, load_presets, preset
 from specdemo.presets.link import from_query, is_link, is_sweep, to_query
 from specdemo.presets.recorded import recorded
 from specdemo.presets.runnable import why_not
-from specdemo.servers.address import startable
 from specdemo.ui import assets, controls, headers, hosts, how, lab, space, sweep, whatif
 from specdemo.ui.controls import Controls, address, fill, fill_untouched, wire_share
 from specdemo.ui.failures import Page, quiet
@@ -267,8 +266,7 @@ def _race_tab(page: gr.Blocks, visits: Visits, first: Preset, allow_any_model: b
         share = gr.Button("Share", size="sm", elem_id="share")
         _saves(visits)
         opened = gr.UploadButton("Open a trace", file_types=[".json"], size="sm", elem_id="open-trace")
-        words = "Unload models, stop servers" if startable else "Unload models"
-        free = gr.Button(words, size="sm", elem_id="free-memory", visible=not limits.public())
+        free = gr.Button("Unload models", size="sm", elem_id="free-memory", visible=not limits.public())
         free.click(_free_memory, **QUEUED)
     link = gr.Textbox(label="Link to this comparison", visible=False, buttons=["copy"], elem_id="link")
     repeat = gr.Button("Repeat", elem_id="repeat")  # clicked by the badge of a noisy run, in tiles.js

@@ -4,7 +4,6 @@ lanes.
 
 import json
 import shlex
-import sys
 
 import pytest
 
@@ -17,7 +16,6 @@ from specdemo.servers import address
 from specdemo.servers.counters import ServerStats
 from specdemo.servers.engines import ENGINES, acceptance, stats_between
 from specdemo.servers.engines.base import Installed
-from specdemo.ui import controls
 from tests.completion_server import completion_server, piece
 from tests.processes import run
 from tests.servers.echo import DRAFTS, Echo
@@ -49,7 +47,7 @@ from specdemo.servers.engines import ENGINES
 from tests.servers.echo import Echo
 ENGINES["echo"] = Echo()
 from specdemo.__main__ import main
-for command in ["run"], ["serve"], ["serve-command"], ["ui"]:
+for command in ["run"], ["serve"], ["serve-command"]:
     main([*command, "--help"])
 """
 
@@ -57,7 +55,7 @@ for command in ["run"], ["serve"], ["serve-command"], ["ui"]:
 def test_help_lists_it():
     done = run("-c", HELP)
     listed = "vllm,sglang,llamacpp,llama-server,mlx-lm,mlx-vlmorecho"
-    assert "".join(done.stdout.split()).count(listed) == 4  # lines are wrapped at hyphens too
+    assert "".join(done.stdout.split()).count(listed) == 3  # lines are wrapped at hyphens too
 
 
 def test_an_engine_that_is_not_installed_is_named_with_its_install_command(echo, capsys):
@@ -65,17 +63,6 @@ def test_an_engine_that_is_not_installed_is_named_with_its_install_command(echo,
     assert capsys.readouterr().err == "specdemo: Echo is not installed; run: pip install echo-server\n"
     assert main(["run", "embedded-ngram", "--engine", "ecco"]) == 2
     assert capsys.readouterr().err == "specdemo: unknown engine 'ecco'; did you mean 'echo'?\n"
-
-
-def test_the_page_offers_an_engine_that_it_may_start(echo, monkeypatch):
-    monkeypatch.setattr(address, "startable", {})
-    monkeypatch.setattr("specdemo.ui.app.startable", address.startable)
-    monkeypatch.setattr("specdemo.ui.controls.startable", address.startable)
-    monkeypatch.setattr("specdemo.ui.page.serve", lambda *given, **named: None)
-    assert main(["ui", "--engines", f"echo={sys.executable}"]) == 0
-    assert address.startable == {"echo": sys.executable}
-    assert controls._servers(None) == [("this machine", ""), ("Echo", "echo")]
-    assert address.check_listed("echo") == "echo"
 
 
 def test_counters_and_chunks(echo):

@@ -103,8 +103,7 @@ class ServingEngine(ReportingEngine):
         path = shutil.which(command or self.program)
         if path is None:
             raise ValueError(
-                f"there is no program {command or self.program}; install it or pass its path: --command PATH, for the "
-                "page --engines NAME=PATH"
+                f"there is no program {command or self.program}; install it or pass its path: --command PATH"
             )
         return path
 

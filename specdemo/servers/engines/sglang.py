@@ -82,8 +82,7 @@ class SGLang(ServingEngine):
     title = "SGLang"
     program = "python"
     install = (
-        f"python3 -m venv sglang && sglang/bin/pip install sglang ({GPU_ONLY}), "
-        "then pass --command sglang/bin/python, for the page --engines sglang=sglang/bin/python"
+        f"python3 -m venv sglang && sglang/bin/pip install sglang ({GPU_ONLY}), then pass --command sglang/bin/python"
     )
     methods: ClassVar = {
         "draft_model": chain("STANDALONE"),

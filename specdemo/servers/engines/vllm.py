@@ -131,7 +131,7 @@ class VLLM(ServingEngine):
     program = "vllm"
     install = (
         f"python3 -m venv vllm && vllm/bin/pip install vllm ({GPU_ONLY}; for a CPU see docs/servers.md), "
-        "then pass --command vllm/bin/vllm, for the page --engines vllm=vllm/bin/vllm"
+        "then pass --command vllm/bin/vllm"
     )
     methods: ClassVar = {
         "draft_model": named("draft_model"),
