@@ -6,6 +6,7 @@ Its vocabulary spells each token as `t` and the id, so that its output can be re
 
 import re
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -13,10 +14,10 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedModel
 
-from specdemo.models.gguf import GGUFVocab, write_gguf
-from specdemo.servers.engines import llamacpp
+from tests.gguf_export import GGUFVocab, write_gguf
 
 CONTEXT = 1024
+PACKAGES = ("xllamacpp", "gguf")
 
 
 def export(model: PreTrainedModel, file: Path) -> str:
@@ -35,7 +36,8 @@ class LlamaCpp:
         """Convert and load the models. draft: None for plain decoding. Raises ValueError, one line, if llama.cpp cannot
         take part.
         """
-        llamacpp.LlamaCpp().check_installed()
+        if missing := [name for name in PACKAGES if find_spec(name) is None]:
+            raise ValueError(f"llama.cpp is not installed; run: pip install {' '.join(missing)}")
         library = import_module("xllamacpp")
         settings = library.CommonParams()
         settings.load_mode = library.llama_load_mode.LLAMA_LOAD_MODE_NONE  # loads the complete file, which is deleted

@@ -39,7 +39,7 @@ def check_engine():
     from specdemo.presets.serve import serve_commands
 
     for command in ["run"], ["serve"], ["serve-command"]:
-        assert "sglang,llamacpp,llama-server,mlx-lm,mlx-vlmorecho" in "".join(printed(*command, "--help").split())
+        assert "sglang,llama-server,mlx-lm,mlx-vlmorecho" in "".join(printed(*command, "--help").split())
     assert any("echo-server --serve stories" in line for line in serve_commands(preset("embedded-ngram"), "echo"))
 
 

@@ -43,14 +43,10 @@ WARM_UP_TOKENS = 8
 
 Form = Literal["completions", "chat/completions"]
 Text = str | list[dict[str, str]]  # text, or messages with role and content
-Prompt = Text | list[int]  # or its token ids
-# tag of a served model whose tokenizer is not the target's, so that prompts are sent as token ids
-TOKEN_IDS = "token-ids"
 
 
 class _ListedModel(BaseModel):
     id: Annotated[str, Field(max_length=500, pattern=r"^\P{C}*$")]  # printable characters only
-    tags: object = None  # sent by llama.cpp
 
 
 class _ModelList(BaseModel):
@@ -80,7 +76,6 @@ class RemoteLane:
     def __post_init__(self) -> None:
         self.server = check_listed(self.server)
         self._finish: Literal["stop", "length"] | None = None
-        self._as_ids = False
         self._spans: list[Span] | None = []
         self.has_steps = False
         self.alternatives = 0  # number of most likely tokens to request
@@ -156,11 +151,10 @@ class RemoteLane:
         try:
             async with connected(self.server, key) as http:
                 self._update(model=self.model or await self._served(http))
-                prompt: Prompt = self._split() if self._as_ids else self.prompt
                 form, standard = await self._warm_up(http)
                 self._update(endpoint=f"/v1/{form}")
                 before = await http.metrics(metrics_paths())
-                await parser.read_stream(http, f"/v1/{form}", self._request(form, standard, prompt, limit))
+                await parser.read_stream(http, f"/v1/{form}", self._request(form, standard, self.prompt, limit))
                 counted = stats_between(before, await http.metrics(metrics_paths()))
         except Exception as error:
             raise RuntimeError(_reason(error, host(self.server), key, parser.pieces)) from None
@@ -178,25 +172,11 @@ class RemoteLane:
         except StatusError:  # the server does not list its models
             return self.target
         models = _ModelList.model_validate_json(listed).data
-        if any(isinstance(model.tags, list) and TOKEN_IDS in model.tags for model in models):
-            self._as_ids, self.forms = True, ("completions",)
         names = [model.id for model in models]
         if self.target in names or len(names) == 1:
             return self.target if self.target in names else names[0]
         shown = ", ".join(names[:5]) or "no listed model"
         raise ValueError(f"it serves {shown}; choose one with served_model")
-
-    def _split(self) -> list[int]:
-        """Return the token ids of the prompt. Raises ValueError if there are too many, or without the target's
-        tokenizer.
-        """
-        from specdemo.models.load import load_meta_target
-        from specdemo.models.text import encode
-
-        known = load_meta_target(self.target)
-        if known.tokenizer is None:
-            raise ValueError(f"it takes token ids, but this machine has no tokenizer of {self.target}")
-        return encode(known.tokenizer, self.prompt, known.max_length - self.config.max_new_tokens, self.thinking)
 
     async def _warm_up(self, http: Client) -> tuple[Form, bool]:
         """Send a short request that is not measured, and find a form of request that the server accepts.
@@ -235,7 +215,7 @@ class RemoteLane:
                 raise
             await self._try_form(http, form, standard, retry=False)
 
-    def _request(self, form: Form, standard: bool, prompt: Prompt, limit: int) -> dict[str, object]:
+    def _request(self, form: Form, standard: bool, prompt: Text, limit: int) -> dict[str, object]:
         """Build the request. All settings are explicit, because servers may take defaults from the model's
         generation_config.
         """

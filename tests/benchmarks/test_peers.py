@@ -2,11 +2,13 @@
 
 import copy
 import json
+from importlib.util import find_spec
 
 import pytest
 import torch
 
 from benchmarks import floor as floors
+from benchmarks import llamacpp
 from benchmarks.floor import FixedTree, RecordingTarget, overhead
 from benchmarks.llamacpp import LlamaCpp
 from benchmarks.pairs import SIZES, Size, agreement, make_pair, random_pair
@@ -16,7 +18,6 @@ from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.engine.loop import never_cancelled
 from specdemo.methods import load_drafter
 from specdemo.models.fused import fuse_layers
-from specdemo.servers.engines import llamacpp
 from tests.models.recorders import Replayed
 
 TINY = Size(layers=4, hidden=64, feed_forward=96, heads=4, kv_heads=2, vocabulary=211, draft_layers=1)
@@ -67,8 +68,8 @@ def test_a_pair_that_does_not_fit_is_refused(monkeypatch):
 def test_all_peers_write_the_same_text(pair):
     result = compete(pair, 1, 20, silent, never_cancelled)
     assert result.rows[0]["lane"] == OUR_PLAIN
-    assert len(result.rows) == 9
-    assert [row["output"] for row in result.rows] == ["identical"] * 9
+    count = 9 if find_spec("xllamacpp") else 8
+    assert [row["output"] for row in result.rows] == ["identical"] * count
     by_name = {row["lane"]: row for row in result.rows}
     assert by_name[PLAIN]["speed-up"].value == 1.0
     assert by_name[OUR_DRAFT]["tokens/pass"] > 1.5
@@ -160,6 +161,7 @@ def test_a_token_reads_every_weight_but_the_embedding_table(pair):
 
 
 def test_llama_cpp_writes_what_transformers_writes(pair):
+    pytest.importorskip("xllamacpp", reason="llama.cpp's own loop is not installed: pip install xllamacpp")
     peer = LlamaCpp(pair.target)
     for prompt in pair.prompts:
         assert peer(prompt, 24) == transformers_peer(pair, {})(prompt, 24)

@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from specdemo.models.gguf import GGUFVocab, write_gguf
 from specdemo.models.load import load_meta_target
+from tests.gguf_export import GGUFVocab, write_gguf
 
 gguf = pytest.importorskip("gguf")
 SIZE = 40

@@ -21,7 +21,6 @@ from specdemo.engine.model_cache import ModelCache
 from specdemo.engine.session import Session, follow_up, session
 from specdemo.methods import load_drafter, method, model_method
 from specdemo.models.errors import Cancelled
-from specdemo.models.gguf import GGUFVocab, write_gguf
 from specdemo.models.gguf_files import read_header
 from specdemo.models.llamacpp import LlamaCppSettings, library
 from specdemo.models.load import load_model, load_target
@@ -30,6 +29,7 @@ from specdemo.presets.files import load_presets, preset
 from specdemo.presets.pair import ID, add_pair
 from specdemo.ui.controls import component_props
 from specdemo.ui.setup import from_values, to_values
+from tests.gguf_export import GGUFVocab, write_gguf
 
 CPU = torch.device("cpu")
 TEXTS = [

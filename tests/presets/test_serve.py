@@ -15,7 +15,6 @@ from specdemo.servers.engines.base import Installed
 BASE = preset("two-servers")
 VLLM = {"draft_model", "ngram", "suffix", "medusa", "mtp", "eagle", "dflash", "gemma4_assistant"}
 SGLANG = {"draft_model", "ngram", "mtp", "eagle", "dflash", "gemma4_assistant"}
-LLAMACPP = {"draft_model", "ngram"}
 
 
 def lane(**settings):
@@ -132,13 +131,11 @@ def test_unsupported_server_feature_is_one_line():
         name: {"model": "some/drafter"} for name in ("mtp", "eagle", "dflash", "gemma4_assistant", "adaptive", "online")
     }
     models |= {name: {"model": "some/drafter"} for name in ("cascade", "router")}
-    for engine, able in (("vllm", VLLM), ("sglang", SGLANG), ("llamacpp", LLAMACPP)):
+    for engine, able in (("vllm", VLLM), ("sglang", SGLANG)):
         commands = {name: command(engine, method=name, **models.get(name, {})) for name in METHODS if name != "none"}
         assert {name for name, words in commands.items() if isinstance(words, list)} == able
         refused = [line for line in commands.values() if isinstance(line, str)]
-        only = "specdemo starts it only with a draft model"
-        reason = only if engine == "llamacpp" else "does not support this method"
-        assert all(reason in line or "no longer have it" in line for line in refused)
+        assert all("does not support this method" in line or "no longer have it" in line for line in refused)
 
 
 def test_every_line_has_its_own_port_and_the_last_one_races_them():
@@ -169,11 +166,11 @@ def test_an_unknown_engine_is_one_line(capsys):
     assert main(["serve-command", "two-servers", "--for", "tgi"]) == 2
     assert (
         capsys.readouterr().err
-        == "specdemo: unknown engine 'tgi'; choose one of vllm, sglang, llamacpp, llama-server, mlx-lm, mlx-vlm\n"
+        == "specdemo: unknown engine 'tgi'; choose one of vllm, sglang, llama-server, mlx-lm, mlx-vlm\n"
     )
 
 
 def test_every_preset_has_lines():
     for chosen in load_presets().values():
-        for engine in ("vllm", "sglang", "llamacpp"):
+        for engine in ("vllm", "sglang", "llama-server"):
             assert len(serve_commands(chosen, engine)) >= 3

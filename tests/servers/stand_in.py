@@ -2,7 +2,7 @@
 versions.
 
 Environment variables: GATE is a file that the program waits for; BROKEN makes it fail at the start; SLOW delays its end
-by one second. Started with llama.cpp's arguments, it accepts token ids like llama.cpp.
+by one second.
 """
 
 import json
@@ -18,8 +18,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         loaded = os.path.exists(os.environ.get("GATE", "/"))
-        tags = ["token-ids"] if "specdemo.servers.llamacpp" in sys.argv else []
-        body = {"/v1/models": json.dumps({"data": [{"id": "stories", "tags": tags}]})}.get(self.path, "")
+        body = {"/v1/models": json.dumps({"data": [{"id": "stories"}]})}.get(self.path, "")
         self.send_response(503 if not loaded else 404 if self.path == "/metrics" else 200)
         self.end_headers()
         self.wfile.write(body.encode())
@@ -68,11 +67,6 @@ def make(folder):
 def started(engine):
     """Return the process id and arguments of every started process."""
     return [json.loads(line) for line in (engine.parent / "started").read_text(encoding="utf-8").splitlines()]
-
-
-def prompts_sent(engine):
-    """Return the prompts that were sent, including warm-ups."""
-    return [json.loads(line) for line in (engine.parent / "started.asked").read_text(encoding="utf-8").splitlines()]
 
 
 def gone(engine):

@@ -54,7 +54,7 @@ for command in ["run"], ["serve"], ["serve-command"]:
 
 def test_help_lists_it():
     done = run("-c", HELP)
-    listed = "vllm,sglang,llamacpp,llama-server,mlx-lm,mlx-vlmorecho"
+    listed = "vllm,sglang,llama-server,mlx-lm,mlx-vlmorecho"
     assert "".join(done.stdout.split()).count(listed) == 3  # lines are wrapped at hyphens too
 
 

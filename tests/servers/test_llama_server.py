@@ -106,7 +106,7 @@ def test_a_build_without_a_kind_of_speculation_is_not_started(tmp_path, program)
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     """Return GGUF files of the embedded target and its draft model."""
-    from specdemo.models.gguf import GGUFVocab, write_gguf
+    from tests.gguf_export import GGUFVocab, write_gguf
 
     folder = tmp_path_factory.mktemp("gguf")
     for name in ("stories", "stories-draft-wide"):

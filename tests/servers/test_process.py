@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from specdemo.__main__ import main
-from specdemo.servers.engines import llamacpp, serving_engine
+from specdemo.servers.engines import serving_engine
 from specdemo.servers.process import EPHEMERAL, free_port
 from tests.processes import start
 from tests.servers.stand_in import gone, make, started
@@ -83,12 +83,11 @@ def test_bad_input_is_one_line(arguments, reason, capsys):
     [
         ("vllm", "vLLM is not installed; run: python3 -m venv vllm && vllm/bin/pip install vllm ("),
         ("sglang", "SGLang is not installed; run: python3 -m venv sglang && sglang/bin/pip install sglang ("),
-        ("llamacpp", f"llama.cpp is not installed; run: {sys.executable} -m pip install xllamacpp gguf\n"),
+        ("llama-server", "llama-server is not installed; run: brew install llama.cpp (or see "),
     ],
 )
 def test_an_engine_that_is_not_installed_is_named_with_its_install_command(engine, line, monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(llamacpp, "find_spec", lambda name: None)
     for command in ("run", "serve"):
         assert main([command, "embedded-draft", "--engine", engine]) == 2
         assert capsys.readouterr().err.startswith(f"specdemo: {line}")

@@ -36,7 +36,7 @@ class ServerAnswer(OutputReader):
                 totals.add(drafted, accepted, steps)
             k = count(below(data, "metrics", "speculative_decoding", "num_spec_tokens"))
             return Observation(
-                engine=engine.server or engine.name,
+                engine=engine.name,
                 source=f"{self.title}, {engine.title}",
                 target=text_of(data.get("model")),
                 drafter=text_of(below(data, "stats", "draft_model")),

@@ -34,7 +34,7 @@ class PrometheusText(OutputReader):
         ),
         "sglang": Names(running="sglang:num_running_reqs", speed="sglang:gen_throughput"),
         "tensorrt-llm": Names(length="trtllm_spec_decode_acceptance_length", running="trtllm_num_generation_requests"),
-        "llamacpp": Names(running="llamacpp:requests_processing", speed="llamacpp:predicted_tokens_seconds"),
+        "llama-server": Names(running="llamacpp:requests_processing", speed="llamacpp:predicted_tokens_seconds"),
     }
 
     def read(self, output: Output) -> Observation | None:
@@ -48,7 +48,7 @@ class PrometheusText(OutputReader):
             samples = parse(output.text, engine.metrics | {name for name in astuple(names) if name})
             stats = engine.statistics({}, samples)
             if stats is None or not stats.counters:
-                name, source = engine.server or engine.name, f"{self.title}, {engine.title}"
+                name, source = engine.name, f"{self.title}, {engine.title}"
                 plain = Observation(engine=name, source=source, **_gauges(samples, names)) if samples else plain
                 continue
             counters, positions = stats.counters, tuple(share or 0.0 for share in stats.accept_by_position)
@@ -57,7 +57,7 @@ class PrometheusText(OutputReader):
                 values["accepted_length"] = length
             steps, drafted = counters.get("steps"), counters.get("drafted")
             return Observation(
-                engine=engine.server or engine.name,
+                engine=engine.name,
                 source=f"{self.title}, {engine.title}",
                 k=len(positions) or None,
                 by_position=positions,

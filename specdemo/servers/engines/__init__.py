@@ -11,7 +11,6 @@ DEFAULT = "vllm"
 CLASSES = (
     "specdemo.servers.engines.vllm:VLLM",
     "specdemo.servers.engines.sglang:SGLang",
-    "specdemo.servers.engines.llamacpp:LlamaCpp",
     "specdemo.servers.engines.llama_server:LlamaServer",
     "specdemo.servers.engines.mlx:MLXLM",
     "specdemo.servers.engines.mlx:MLXVLM",

@@ -53,7 +53,6 @@ class ReportingEngine(ABC):
     metrics_path: ClassVar[str] = "/metrics"
     generated: ClassVar[str] = ""  # name of the counter of output tokens, without _total
     running: ClassVar[str] = ""  # name of the gauge of requests that are being decoded
-    server: ClassVar[str] = ""  # engine whose flags a user changes, if this one is only a way to start it
 
     def draft_request(self, model: str, k: int) -> dict[str, object]:
         """Return the fields of a request that drafts with a model; empty if the server decides at its start."""

@@ -3,13 +3,27 @@ decides which kinds of speculation it has.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from subprocess import SubprocessError, run
 from typing import ClassVar
 
+from pydantic import BaseModel
+
+from specdemo.core.trace import Span
 from specdemo.methods import EngineArgs, Flags, MethodOptions
+from specdemo.servers.counters import (
+    Count,
+    Milliseconds,
+    Samples,
+    ServerStats,
+    answer_stats,
+    draft_counters,
+    draft_names,
+    reported,
+)
 from specdemo.servers.engines.base import (
     Installed,
     ServerConfig,
@@ -18,8 +32,9 @@ from specdemo.servers.engines.base import (
     address_flags,
     name_contains,
 )
-from specdemo.servers.engines.llamacpp import nearest_ngram
 
+DRAFTS = "llamacpp:spec_decode_num_"
+NGRAM = 3  # preferred length of an n-gram, in tokens
 TYPE, LENGTH = "--spec-type", "--spec-draft-n-max"
 KIND = re.compile(r"\b(?:draft|ngram)(?:-[a-z0-9]+)+\b")
 HELP_S = 20.0  # timeout
@@ -49,13 +64,28 @@ def _dflash(model: str | None, k: int, options: MethodOptions) -> Flags:
     return _drafter("draft-dspark" if name_contains(model, "dspark") else "draft-dflash")(model, k, options)
 
 
+def nearest_ngram(options: MethodOptions) -> int:
+    """Return the size of n-grams, of which llama.cpp supports one: the allowed one nearest to NGRAM."""
+    return int(min(max(options["min_n"], NGRAM), options["max_n"]))
+
+
 def _ngram(model: str | None, k: int, options: MethodOptions) -> Flags:
     size = str(nearest_ngram(options))
     return [TYPE, "ngram-simple", "--spec-ngram-simple-size-n", size, "--spec-ngram-simple-size-m", str(k)]
 
 
+class _Timings(BaseModel):
+    """Statistics of one answer so far: in every chunk with `timings_per_token`, else in the last one."""
+
+    draft_n: Count = None
+    draft_n_accepted: Count = None
+    prompt_ms: Milliseconds = None
+    predicted_ms: Milliseconds = None
+    draft_kind: object = None  # only of mlx-vlm
+
+
 class LlamaServer(ServingEngine):
-    """The program `llama-server`, with GGUF files. Its answers are read as those of `llamacpp`."""
+    """The program `llama-server`, with GGUF files."""
 
     name = "llama-server"
     title = "llama-server"
@@ -68,6 +98,8 @@ class LlamaServer(ServingEngine):
         "dflash": _dflash,
         "ngram": _ngram,
     }
+    metrics = draft_names(DRAFTS)
+    request: ClassVar = {"timings_per_token": True}
     generated, running = "llamacpp:tokens_predicted", "llamacpp:requests_processing"
 
     def start(self, config: ServerConfig) -> Flags:
@@ -80,6 +112,19 @@ class LlamaServer(ServingEngine):
 
     def probe(self, path: str) -> Installed | None:
         return _probe(path)
+
+    def statistics(self, old: Samples, new: Samples) -> ServerStats | None:
+        return draft_counters(old, new, DRAFTS, "llama.cpp")
+
+    def acceptance(self, chunk: Mapping[str, object]) -> ServerStats | None:
+        timings = reported(_Timings, chunk, "timings")
+        if timings is None or "draft_kind" in timings.model_fields_set:
+            return None
+        times: dict[Span, float] = {}
+        if timings.prompt_ms is not None and timings.predicted_ms is not None:
+            times = {"ttft_ms": timings.prompt_ms, "decode_ms": timings.predicted_ms}
+        stats = answer_stats("llama.cpp", timings.draft_n, timings.draft_n_accepted) if timings.draft_n else None
+        return replace(stats or ServerStats(), times=times, running=True)
 
     def rejection(self, command: Sequence[str], installed: Installed | None) -> str:
         kind = command[command.index(TYPE) + 1] if TYPE in command else ""

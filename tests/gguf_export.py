@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
 
@@ -17,8 +16,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from specdemo.models.gguf_files import ROPE_BASE, is_gguf, read_header
-from specdemo.models.load import load_meta_target
+from specdemo.models.gguf_files import ROPE_BASE
 
 NORMAL, CONTROL = 1, 3  # token types of GGUF
 NAMES = {
@@ -59,39 +57,6 @@ class GGUFVocab:
         first = fast.encode("a")[0]
         bos = first if first == fast.bos_token_id else None
         return cls(padded, merges, frozenset(fast.all_special_ids), fast.eos_token_id, bos)
-
-
-def check_pair(target: str, draft: str | None, dtype: str) -> None:
-    """Raise ValueError if these models cannot be exported to llama.cpp, judged by their configs and tokenizers.
-
-    GGUF files pass: llama.cpp itself checks them.
-    """
-    dtype = "float32" if dtype == "auto" else dtype  # specdemo runs llama.cpp on the CPU
-    names = [name for name in (target, draft) if name]
-    if all(map(is_gguf, names)):
-        return
-    if any(map(is_gguf, names)):
-        raise ValueError(
-            "one of target and draft is a GGUF file, the other is not; choose two GGUF files or two transformers models"
-        )
-    vocabularies = [_vocabulary(name, dtype).tokens for name in names]
-    if vocabularies[-1] != vocabularies[0]:
-        raise ValueError(
-            f"the vocabulary of {draft} is not the target's, which llama.cpp requires; choose another draft"
-        )
-
-
-@lru_cache(maxsize=8)
-def _vocabulary(name: str, dtype: str) -> GGUFVocab:
-    """Return the vocabulary of a model that can be written. Raises ValueError for another model."""
-    known = load_meta_target(name)
-    config = _checked(known.model, dtype)
-    return GGUFVocab.of(known.tokenizer, int(config.vocab_size or 0))
-
-
-def context_length(file: str) -> int:
-    """Return the context length that a GGUF file states. Raises ValueError for a file that is no GGUF."""
-    return read_header(Path(file)).number("context_length")
 
 
 def write_gguf(model: PreTrainedModel, vocab: GGUFVocab, file: Path) -> None:
