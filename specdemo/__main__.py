@@ -30,7 +30,7 @@ from specdemo.core.safe_io import is_out_of_memory, read_text
 from specdemo.core.signals import sigterm_as_exit
 from specdemo.core.suggest import DEVICES, program, suggest
 from specdemo.engine.comparison import Comparison, Lane, settings, type_of
-from specdemo.methods import PLUG_INS, SYNTHETIC, detect_head, knobs, method, unusable, usable
+from specdemo.methods import PLUG_INS, detect_head, knobs, method, unusable, usable
 from specdemo.presets.files import EMBEDDED, FOLDER, Preset, load_presets, of_checkout, preset
 from specdemo.presets.limits import LIMITS
 from specdemo.servers.address import address, allow
@@ -41,7 +41,6 @@ from specdemo.ui.app import ui, with_settings
 if TYPE_CHECKING:
     from specdemo.core.trace import RunTrace
     from specdemo.diagnosis.observation import Observation
-    from specdemo.prediction.acceptance import Acceptance
     from specdemo.servers.process import Server
 
 app = typer.Typer(
@@ -61,14 +60,6 @@ CODE_CORPUS = "; the recipes of code collect their own" if CHECKOUT else ""
 CODE_TARGET = ", or code for code-draft" if CHECKOUT else ""
 INTERRUPTED = 130  # exit code after Ctrl-C, as in a shell
 Work = Callable[..., object]
-Lengths = Annotated[
-    str | None,
-    typer.Option(
-        metavar="FILE[:on|off]",
-        help="Mean accepted lengths by k: a golden_al_distribution file (YAML), with the thinking mode if it has both, "
-        "or a result of `vllm bench serve` (JSON).",
-    ),
-]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite a file or folder that specdemo did not write.")]
 Gpus = Annotated[int, typer.Option(help="Number of GPUs per server.", min=1, max=1024)]
@@ -151,7 +142,6 @@ def run(
         ),
     ] = None,
     served_model: Annotated[str | None, typer.Option(metavar="NAME", help="Name of the target on the servers.")] = None,
-    lengths: Lengths = None,
     engine: Annotated[
         str | None, typer.Option(metavar="NAME", help=f"Serving engine to start for the run: {engine_names()}.")
     ] = None,
@@ -165,8 +155,6 @@ def run(
     changes = {**given, "prompt": _prompt(given["prompt"], prompt_file), "options": _options(option)}
     changes["acceptance_options"] = _options(acceptance_option, "--acceptance-option")
     chosen = preset(preset_id).with_changes(**{name: value for name, value in changes.items() if value is not None})
-    if lengths is not None:
-        chosen = _with_lengths(chosen, lengths)
     if served_model is not None and not server:
         raise ValueError("--served-model needs a server; add --server URL")
     allow(server or [])
@@ -312,7 +300,6 @@ def predict(
         Path | None,
         typer.Option(help="Recorded run; take acceptance, method and model from its first lane that drafts."),
     ] = None,
-    lengths: Lengths = None,
     acceptance: Annotated[
         str | None,
         typer.Option(help="Acceptance rate per position if the positions before it are accepted: 0.8,0.75,0.7."),
@@ -341,9 +328,7 @@ def predict(
     from specdemo.prediction.predict import predict as foresee
     from specdemo.prediction.roofline import known_engine as engine_of
 
-    if sum(one is not None for one in (lengths, acceptance, trace)) > 1 and (lengths is not None):
-        raise ValueError("--lengths, --acceptance and --trace exclude each other; give one of them")
-    rates = _acceptance(lengths, acceptance)
+    rates = _numbers("acceptance", acceptance, float)
     found = [
         foresee(
             target,
@@ -759,26 +744,6 @@ def _numbers(name: str, text: str | None, kind: Callable[[str], Number]) -> list
         return [kind(part) for part in text.split(",")] if text else []
     except ValueError:
         raise ValueError(f"--{name} takes comma-separated numbers, not {text!r:.60}") from None
-
-
-def _acceptance(lengths: str | None, rates: str | None) -> "Acceptance | list[float] | None":
-    from specdemo.prediction.golden import read_curve
-
-    return read_curve(lengths).acceptance() if lengths else _numbers("acceptance", rates, float)
-
-
-def _with_lengths(chosen: Preset, source: str) -> Preset:
-    """Return the preset with the mean accepted lengths of a file in its lanes of method synthetic."""
-    from specdemo.prediction.golden import read_curve
-
-    curve = read_curve(source)
-    if any(lane.method != SYNTHETIC for lane in chosen.lanes):
-        raise ValueError("--lengths sets the mean accepted length of method synthetic; add --method synthetic")
-    lanes = [lane.model_dump() for lane in chosen.lanes]
-    for lane in lanes:
-        given = {name: value for name, value in lane["options"].items() if name != "rates"}
-        lane["options"] = {**given, "length": curve.length(lane["k"])}
-    return chosen.with_changes(lanes=lanes)
 
 
 def _options(pairs: list[str] | None, flag: str = "--option") -> dict[str, str] | None:

@@ -136,9 +136,6 @@ class Suite(Settings):
         line, also when there is none."""
         raise NotImplementedError
 
-    def write(self, result: Result) -> None:
-        """Write further files of the result."""
-
     def config(self, target: str) -> dict[str, object]:
         """Return the options and the target for the result's file."""
         return {

@@ -110,8 +110,7 @@ def _run(
     from specdemo.bench.result import to_json, write_result
     from specdemo.engine.loop import never_cancelled
 
-    golden = getattr(chosen, "golden", None)
-    for path in (out, html, golden):
+    for path in (out, html):
         if path is not None:
             check_output(path, force)
     if isinstance(folder := getattr(chosen, "folder", None), Path):
@@ -120,7 +119,6 @@ def _run(
         result = chosen.run(reports_to(bar), never_cancelled)
     if out is not None:
         write_result(result, out)
-    chosen.write(result)
     print(to_json(result) if as_json else as_markdown(result) if markdown else bench_report(result))
     if html is not None:
         from specdemo.bench.html_page import write_page

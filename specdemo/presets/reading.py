@@ -34,19 +34,12 @@ class _Bounded(yaml.SafeLoader):
 
 def read_yaml(path: Path) -> object:
     """Read a YAML file. Raises ValueError, one line with the file's name."""
-    return parse_yaml(read_text(path, YAML_BYTES), path.name)
-
-
-def parse_yaml(text: str, name: str) -> object:
-    """Parse YAML of at most YAML_BYTES. Raises ValueError, one line with the name."""
-    if len(text) > YAML_BYTES:
-        raise ValueError(f"{name} may hold {YAML_BYTES / 1e6:g} MB at most")
-    loader = None
+    text, loader = read_text(path, YAML_BYTES), None
     try:
         loader = _Bounded(text)
         return loader.get_single_data()
     except (yaml.YAMLError, ValueError, OverflowError) as error:
-        raise ValueError(f"{name} is not YAML: {str(error).partition(chr(10))[0]}") from None
+        raise ValueError(f"{path.name} is not YAML: {str(error).partition(chr(10))[0]}") from None
     finally:
         if loader is not None:
             loader.dispose()

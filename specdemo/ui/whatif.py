@@ -5,14 +5,12 @@ prediction that takes milliseconds, computed at each change of a control.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from pathlib import Path
 
 import gradio as gr
 from gradio.components import Component
 
 from specdemo.core.atomic_io import json_text
 from specdemo.core.estimate import Estimate
-from specdemo.core.json_limits import PUBLIC_FILE_LIMITS
 from specdemo.core.shapes import Shape
 from specdemo.core.trace import RunTrace, estimates
 from specdemo.engine.comparison import MAX_K
@@ -20,7 +18,6 @@ from specdemo.methods import BASELINE
 from specdemo.methods.drafting_cost import Drafting, DraftingCost
 from specdemo.prediction.acceptance import Acceptance, of_lane, of_lengths
 from specdemo.prediction.drafts import method_in
-from specdemo.prediction.golden import Curve, read_curves
 from specdemo.prediction.predict import ASSUMED, BATCHES, Prediction, Row, predict, predicted
 from specdemo.prediction.profiles import profile, profiles
 from specdemo.prediction.published import published
@@ -38,8 +35,6 @@ LOAD = {"batch": 1, "context": 1024}  # of a first visit
 PUBLISHED = "published"  # start of a first visit: EAGLE-3 on an 8B model, a published result
 PAIR = "EAGLE-3 for Llama-3.1-8B-Instruct"
 SAME, OWN = "run", "own"  # the run's draft and acceptance, or custom ones
-READABLE = "open a YAML file of golden_al_distribution or a JSON result of vllm bench serve"
-FILE = "file"  # begins the value of an acceptance from an uploaded file; its number follows
 Choices = Sequence[tuple[str, str | float]]  # labels and values
 ACCEPTANCE = [("as in the run", SAME), ("custom rate", OWN)]
 LENGTH = "Draft length k"
@@ -155,24 +150,13 @@ def predict_for(start: Start, values: Values) -> Prediction:
         quantization=start.quantization if values["target"] == start.target else None,
         batch=int(values["batch"]),
         context=int(values["context"]),
-        acceptance=_acceptance(start, values),
+        acceptance=start.acceptance if values["kept"] == SAME else [values["rate"]],
         options=start.options if same else {},
     )
     if values["size"] == 1.0:
         return prediction
     draft = _resized(prediction.scenario.draft, float(values["size"]))
     return predicted(replace(prediction.scenario, draft=draft), notes=prediction.notes)
-
-
-def _acceptance(start: Start, values: Values) -> Acceptance | list[float]:
-    """Return the acceptance that the controls select. Raises ValueError for a file that is not there."""
-    chosen = str(values["kept"])
-    if chosen.startswith(FILE):
-        curves: dict[str, Curve] = {f"{FILE}{number}": curve for number, curve in enumerate(values["curves"] or ())}
-        if chosen not in curves:
-            raise ValueError("the file of accepted lengths is not open any more; open it again")
-        return curves[chosen].acceptance()
-    return start.acceptance if chosen == SAME else [values["rate"]]
 
 
 def _resized(draft: Drafting, times: float) -> Drafting:
@@ -282,19 +266,6 @@ class Questions:
         except ValueError as error:
             return shown | {"view": _refused(str(error))}
 
-    def open_lengths(self, request: gr.Request, values: Values) -> Values:
-        """Read an uploaded file of mean accepted lengths, and predict with its first curve."""
-        try:
-            curves = read_curves(Path(values["file"]), PUBLIC_FILE_LIMITS)
-        except ValueError as error:
-            return {"view": _refused(f"{error}; {READABLE}")}
-        choices = [*ACCEPTANCE, *((curve.title, f"{FILE}{number}") for number, curve in enumerate(curves))]
-        kept = f"{FILE}0"
-        longest = max(curves[0].lengths)
-        values = values | {"curves": curves, "kept": kept, "k": longest}
-        answer = self.answer(request, values)
-        return answer | {"curves": curves, "kept": gr.update(choices=choices, value=kept), "k": longest}
-
     def _begin(
         self, request: gr.Request, lanes: Mapping[str, tuple[RunTrace, int, str]], chosen: str, values: Values
     ) -> Values:
@@ -369,13 +340,9 @@ def draw(tab: gr.Tab, estimate_button: gr.Button, questions: Questions) -> None:
     named(_changed(given["start"]), questions.begin, given, parts, **QUIET)
     event = named(estimate_button.click, questions.start_from_race, given, parts, **QUIET)
     event.then(None, None, None, js=assets.to_tab("what-if"), **QUIET)
-    stored = ("state", "start", "curves", "file")
+    stored = ("state", "start")
     changes = [_changed(part) for name, part in given.items() if name not in stored]
     shown = {name: parts[name] for name in ("dtype", "rate", "view")}
-    upload = shown | {name: parts[name] for name in ("curves", "kept", "k")}
-    opened = given["file"]
-    assert isinstance(opened, gr.UploadButton)
-    named(opened.upload, questions.open_lengths, given, upload, **QUIET)
     named(partial(gr.on, changes, trigger_mode="always_last"), questions.answer, given, shown, **QUIET)
 
 
@@ -415,9 +382,6 @@ def _other() -> dict[str, Component]:
         draft = gr.Dropdown(_drafts(), value=SAME, label="Drafter", elem_id="draft", min_width=220)
         size = _chips([(words, times) for times, words in SIZES.items()], 1.0, "Drafter size", "size")
         acceptance_choice = _chips(ACCEPTANCE, SAME, "Acceptance", "acceptance-source")
-        opened = gr.UploadButton(
-            "Open accepted lengths", file_types=[".yaml", ".yml", ".json"], size="sm", elem_id="open-lengths"
-        )
         rate = gr.Slider(
             0.05, 0.98, ASSUMED, step=0.01, label="Acceptance rate", info="per position, after accepted ones",
             visible=False, elem_id="rate", min_width=220,
@@ -428,8 +392,6 @@ def _other() -> dict[str, Component]:
         "size": size,
         "kept": acceptance_choice,
         "rate": rate,
-        "curves": gr.State(),
-        "file": opened,
     }
 
 

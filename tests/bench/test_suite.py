@@ -41,7 +41,6 @@ from specdemo.engine.session import Session
 from specdemo.methods import load_drafter
 from specdemo.models.sources import resolve
 from specdemo.models.toy import ToyTarget
-from specdemo.prediction.golden import read_curve
 from specdemo.presets.files import preset
 
 SHORT = {"new_tokens": 12, "prompts": ["Once upon a time"]}
@@ -475,18 +474,6 @@ def test_thinking_on_and_off_are_two_points(monkeypatch, tmp_path):
         (mode, lane) for mode in ("on", "off") for lane in ("Baseline", "embedded-ngram")
     ]
     assert [bar["name"] for bar in chart(result)["groups"][0]["bars"]] == ["on", "off"]
-
-
-def test_bench_k_writes_a_golden_file(tmp_path, capsys):
-    path = tmp_path / "golden.yaml"
-    line = ["bench", "k", "--preset", "embedded-ngram", "--repeats", "1", "--k", "1,2", "--new-tokens", "8", "--golden"]
-    assert main([*line, str(path), "--prompt", "Once upon a time", "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)["rows"]
-    curve = read_curve(str(path))
-    assert (curve.model, curve.thinking) == ("stories", "off")
-    assert curve.lengths == {row["k"]: round(row["tokens/pass"], 2) for row in rows if row["k"]}
-    assert path.read_text(encoding="utf-8").startswith("# Mean accepted length (tokens per target pass)")
-    assert main([*line, str(path)]) == 2 and "was not written by specdemo" in capsys.readouterr().err
 
 
 def test_positions_grow_to_the_context_limit_and_end_at_the_same_places(monkeypatch):

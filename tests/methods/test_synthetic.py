@@ -5,13 +5,11 @@ import torch
 from scipy.stats import binomtest
 
 from specdemo import testing
-from specdemo.__main__ import main
 from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.core.sampling import Sampling
 from specdemo.core.speedup import expected_tokens
 from specdemo.core.synthetic_acceptance import rates_of_length
 from specdemo.core.tally import StepCounts
-from specdemo.core.trace import from_json
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.engine.loop import generate
 from specdemo.engine.session import Session
@@ -136,14 +134,3 @@ def test_length_and_rates_exclude_each_other_and_k_bounds_the_length():
     ]:
         with pytest.raises(ValueError, match=line):
             _ = Lane(method="synthetic", k=4, options=options).parsed
-
-
-def test_run_takes_the_length_from_a_file(tmp_path, capsys):
-    path, out = tmp_path / "golden.yaml", tmp_path / "trace.json"
-    path.write_text("m: {thinking_off: {4: 2.5}}", encoding="utf-8")
-    line = ["run", "embedded-ngram", "--max-new-tokens", "8", "--out", str(out), "--lengths", str(path)]
-    assert main(line) == 2 and "add --method synthetic" in capsys.readouterr().err
-    assert main([*line, "--method", "synthetic", "--k", "5"]) == 2
-    assert "m, thinking off has no length for k = 5; choose one of 4" in capsys.readouterr().err
-    assert main([*line, "--method", "synthetic", "--k", "4"]) == 0
-    assert from_json(out.read_bytes()).lanes[1].options["length"] == 2.5

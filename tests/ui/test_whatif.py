@@ -170,19 +170,3 @@ def test_the_race_of_a_visitor_is_on_show_once_it_has_ended():
     assert own and trace == recorded(DEFAULT)
     visits.keep(VISITOR, replayed(recorded(DEFAULT), still=True))
     assert not visits.on_show(VISITOR)[1]
-
-
-def test_accepted_lengths_from_a_file(tmp_path):
-    path = tmp_path / "golden.yaml"
-    path.write_text("m: {thinking_on: {1: 1.8, 4: 3.1}, thinking_off: {1: 1.9, 4: 3.6}}", encoding="utf-8")
-    values = VALUES | {"state": recorded_start(DEFAULT), "curves": None, "file": str(path)}
-    updates = questions().open_lengths(VISITOR, values)
-    assert shown(updates)["rows"][3]["tokens"] == 3.1 and updates["k"] == 4
-    labels = [label for label, _ in updates["kept"]["choices"]]
-    assert labels[2:] == ["m, thinking on", "m, thinking off"] and updates["kept"]["value"] == "file0"
-    second = questions().answer(VISITOR, values | {"curves": updates["curves"], "kept": "file1"})
-    assert shown(second)["rows"][3]["tokens"] == 3.6
-    gone = questions().answer(VISITOR, values | {"kept": "file7"})
-    assert shown(gone)["error"] == "the file of accepted lengths is not open any more; open it again"
-    path.write_text("a: 1", encoding="utf-8")
-    assert shown(questions().open_lengths(VISITOR, values))["error"].startswith("golden.yaml: expected 1 to 32 curves")
