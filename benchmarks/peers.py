@@ -30,6 +30,7 @@ from specdemo.core.protocol import Budget, Drafter, GenerationConfig, Target
 from specdemo.core.trace import StepEvent
 from specdemo.engine.loop import generate
 from specdemo.engine.session import environment
+from specdemo.kv.cache import cache_argument
 from specdemo.methods import BASELINE, load_drafter
 from specdemo.models.devices import device_kind
 from specdemo.models.fused import fuse_layers
@@ -87,19 +88,25 @@ def transformers_peer(pair: Pair, settings: Mapping[str, Any], assistant: Mappin
 def bare_loop(target: PreTrainedModel, draft: PreTrainedModel, prompt: Tensor, new_tokens: int, k: int) -> list[int]:
     """Return a minimal greedy loop with chains of k on `model(...)` and transformers' growing cache."""
     caches = {m: DynamicCache(config=m.config) for m in (target, draft)}
+
+    def logits_of(model: PreTrainedModel, tokens: Tensor, **named: int) -> Tensor:
+        cache = {cache_argument(model.forward): caches[model]}
+        logits: Tensor = model(tokens, **cache, **named).logits
+        return logits
+
     end = prompt.shape[1] + new_tokens
     text = prompt
-    logits = target(text, past_key_values=caches[target], logits_to_keep=1).logits
-    draft(text, past_key_values=caches[draft], logits_to_keep=1)
+    logits = logits_of(target, text, logits_to_keep=1)
+    logits_of(draft, text, logits_to_keep=1)
     text = torch.cat([text, logits.argmax(-1)], 1)
     while text.shape[1] < end:
         length = text.shape[1]
         drafted = text
         for _ in range(min(k, end - length - 1)):
             unread = drafted[:, caches[draft].get_seq_length() :]
-            seen = draft(unread, past_key_values=caches[draft], logits_to_keep=1).logits
+            seen = logits_of(draft, unread, logits_to_keep=1)
             drafted = torch.cat([drafted, seen.argmax(-1)], 1)
-        chosen = target(drafted[:, length - 1 :], past_key_values=caches[target]).logits.argmax(-1)
+        chosen = logits_of(target, drafted[:, length - 1 :]).argmax(-1)
         accepted = int((drafted[:, length:] == chosen[:, :-1]).long().cumprod(1).sum())
         text = torch.cat([text, chosen[:, : accepted + 1]], 1)
         for cache in caches.values():

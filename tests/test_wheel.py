@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.version import Version
 
 from tests import processes
+from tests.overlays import others
 
 ROOT = Path(__file__).parents[1]
 USE = """
@@ -139,6 +141,27 @@ def test_the_metadata_describe_the_package(wheel):
         if requirement.marker is None or requirement.marker.evaluate({"extra": ""})
     }
     assert {"torch", "transformers", "typer"} <= core and not {"gradio", "bitsandbytes"} & core
+
+
+@pytest.mark.parametrize(
+    ("current", "expected"), [("5.24.0", ["5.23.0", "5.24.10"]), ("5.24.10", ["5.23.0"]), ("5.23.0", ["5.24.10"])]
+)
+def test_other_allowed_releases_are_the_oldest_and_the_newest(current, expected):
+    available = ["5.25.0", "5.24.10", "5.24.9", "5.24.0", "5.23.0", "5.22.2"]
+    assert others(available, ["torch>=2", "transformers>=5.23,<5.25"], current) == expected
+
+
+def test_no_untested_minor_version_is_allowed():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    lines = [*project["dependencies"], *(line for group in project["optional-dependencies"].values() for line in group)]
+    allowed = {requirement.name: requirement.specifier for requirement in map(Requirement, lines)}
+    for line in (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines():
+        pin = Requirement(line)
+        (clause,) = pin.specifier
+        version = Version(clause.version)
+        stable = pin.name in ("psutil", "PyYAML", "rich", "tqdm")  # we use little of them
+        later = f"{version.major + 1}.0.0" if stable else f"{version.major}.{version.minor + 1}.0"
+        assert not allowed[pin.name].contains(later), f"{pin.name} {later} was not tested"
 
 
 def test_pins_satisfy_the_package_requirements():

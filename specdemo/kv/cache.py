@@ -6,14 +6,24 @@ B rows, H key/value heads, D head size, S slots, L_b committed tokens of row b. 
 whole history, and a rejected slot costs nothing: the next pass overwrites it. Rows of unequal length leave no gaps.
 """
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from specdemo.core.host_copy import to_device
+
+CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")  # the first since transformers 5.24
+
+
+def cache_argument(forward: Callable[..., Any]) -> str:
+    """Return the name under which a forward method of transformers takes its cache; empty if it takes none."""
+    parameters = inspect.signature(forward).parameters
+    return next((name for name in CACHE_ARGUMENTS if name in parameters), "")
 
 
 class Cursor:
@@ -89,7 +99,7 @@ class SlabLayer(CacheLayerMixin):
 
 
 class SlabCache(Cache):
-    """KV cache of a model of attention layers, passed as `past_key_values`."""
+    """KV cache of a model of attention layers, passed under the name of `cache_argument`."""
 
     def __init__(self, layers: int, rows: int, capacity: int, device: torch.device, same_shape: bool = False) -> None:
         """same_shape: keys and values have one shape in all layers. They share one tensor, so that a commit moves them

@@ -7,8 +7,9 @@ B rows, S slots, T prompt tokens.
 """
 
 from collections import deque
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from specdemo.core.protocol import Forward
 from specdemo.core.tree import ABSENT
 from specdemo.kv.history import ForwardFunction, History
 
+CacheLayer = Any  # a layer of a transformers cache, of any kind
 SNAPSHOTS = 24  # snapshots per row: so many commits can be cropped without reading the text again
 
 
@@ -29,7 +31,7 @@ class _RowState:
     cache: DynamicCache
     tokens: list[int]
     provisional: list[int]  # provisional tokens, in the cache after `tokens`
-    snapshots: deque[tuple[int, list[dict[str, object]]]]  # (length, state of every layer), oldest first
+    snapshots: deque[tuple[int, list[CacheLayer]]]  # (length, copies of the layers), oldest first
 
 
 class SnapshotHistory(History):
@@ -100,7 +102,7 @@ class SnapshotHistory(History):
         row.provisional = [token for token in tokens if token != ABSENT]
         if not row.provisional:
             return None
-        row.snapshots.append((len(row.tokens), [_copy_state(vars(layer)) for layer in row.cache.layers]))
+        row.snapshots.append((len(row.tokens), [*map(_copy_layer, row.cache.layers)]))
         return self._run_tokens(row.cache, row.provisional, taps, last=last)
 
     def _restore(self, row: _RowState, length: int) -> None:
@@ -111,9 +113,8 @@ class SnapshotHistory(History):
         start = 0
         row.cache = self._empty()
         if row.snapshots:
-            start, state = row.snapshots[-1]
-            for layer, layer_state in zip(row.cache.layers, state, strict=True):
-                vars(layer).update(_copy_state(layer_state))
+            start, layers = row.snapshots[-1]
+            row.cache.layers = [*map(_copy_layer, layers)]  # looped decoders have more than an empty cache
         if start < length:
             self._run_tokens(row.cache, row.tokens[start:length], (), first=not start)
 
@@ -159,10 +160,13 @@ def supports_multi_token(run: ForwardFunction, config: PreTrainedConfig, vocab_s
     return multi_token
 
 
-def _copy_state(state: dict[str, object]) -> dict[str, object]:
-    """Copy a layer's state. Keys and values are replaced in every pass and never written in place, so they need no
+def _copy_layer(layer: CacheLayer) -> CacheLayer:
+    """Copy a layer of a cache. Keys and values are replaced in every pass and never written in place, so they need no
     copy."""
-    return {name: value if name in ("keys", "values") else deepcopy(value) for name, value in state.items()}
+    twin = copy(layer)
+    state = vars(layer).items()
+    vars(twin).update({name: value if name in ("keys", "values") else deepcopy(value) for name, value in state})
+    return twin
 
 
 def _tensor_bytes(state: dict[str, object]) -> int:

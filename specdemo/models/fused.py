@@ -5,6 +5,7 @@ Each layer is compared with the original before it is used; only the order of ad
 B rows, S slots, D head size, V vocabulary.
 """
 
+from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
@@ -17,6 +18,7 @@ from transformers.models.mistral.modeling_mistral import MistralDecoderLayer, Mi
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3ForCausalLM
 
+from specdemo.kv.cache import cache_argument
 from specdemo.kv.columns import Mask
 from specdemo.kv.graphs import TOLERANCE
 from specdemo.models.devices import device_map_summary
@@ -61,13 +63,17 @@ class FusedLayer(DecoderLayer):
         self,
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        position_ids: Tensor | None = None,
+        cache: Cache | None = None,
+        use_cache: bool | None = None,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
-        **unused: object,  # other arguments that transformers passes to a layer
+        past_key_values: Cache | None = None,  # `cache` before transformers 5.24
     ) -> Tensor:
+        # no **kwargs: an argument that is dropped silently may be the cache
         assert position_embeddings is not None
         cos, sin = position_embeddings
-        return self.run(hidden_states, (cos[:, :, None], signed_sin(sin)[:, :, None]), attention_mask, past_key_values)
+        rope = cos[:, :, None], signed_sin(sin)[:, :, None]
+        return self.run(hidden_states, rope, attention_mask, past_key_values if cache is None else cache)
 
 
 class FusedDecoder:
@@ -126,8 +132,11 @@ def fuse_layers(model: PreTrainedModel) -> None:
     layers = getattr(decoder, "layers", None)
     if not isinstance(layers, nn.ModuleList) or not hasattr(decoder, "rotary_emb"):
         return
+    if not any(type(layer) in KNOWN_LAYERS for layer in layers):
+        return
+    call = _first_call(decoder, layers[0])
     for index, layer in enumerate(layers):
-        layers[index] = fuse_layer(layer, decoder.rotary_emb)
+        layers[index] = fuse_layer(layer, decoder.rotary_emb, call)
     head = model.get_output_embeddings()
     if _all_fused(model) and type(head) is nn.Linear and should_pack(head.weight):
         model.set_output_embeddings(PackedHead(head))
@@ -137,12 +146,15 @@ def fuse_layers(model: PreTrainedModel) -> None:
 
 
 @torch.no_grad()
-def fuse_layer(layer: nn.Module, rotary: nn.Module) -> nn.Module:
-    """Return the fused replacement of a layer, or the layer itself if it is unknown or its output differs."""
+def fuse_layer(layer: nn.Module, rotary: nn.Module, call: Mapping[str, Any] | None = None) -> nn.Module:
+    """Return the fused replacement of a layer, or the layer itself if it is unknown or its output differs.
+
+    call: named arguments with which the model calls its layers, if a model does.
+    """
     if type(layer) not in KNOWN_LAYERS or not _is_plain(layer):
         return layer
     replacement = FusedLayer(layer)
-    return replacement if _same_output(layer, replacement, rotary) else layer
+    return replacement if _same_output(layer, replacement, rotary, call or {}) else layer
 
 
 def fused_decoder(model: PreTrainedModel) -> FusedDecoder | None:
@@ -190,17 +202,36 @@ class _SingleLayerCache(DynamicCache):
         return super().update(key_states, value_states, 0, *args, **kwargs)
 
 
-def _same_output(layer: Layer, replacement: FusedLayer, rotary: nn.Module) -> bool:
-    """Compare the outputs of both layers for five tokens and for one more token after them."""
+def _first_call(decoder: Layer, layer: Layer) -> dict[str, Any]:
+    """Return the named arguments with which a decoder calls its first layer in a pass with a cache."""
+    calls: list[dict[str, Any]] = []
+    hook = layer.register_forward_pre_hook(lambda _, inputs, named: calls.append(named), with_kwargs=True)
+    cache = {cache_argument(decoder.forward): DynamicCache(config=decoder.config)}
+    try:
+        decoder(torch.zeros(1, 1, dtype=torch.int64, device=decoder.device), use_cache=True, **cache)
+    finally:
+        hook.remove()
+    return calls[0]
+
+
+def _same_output(layer: Layer, replacement: FusedLayer, rotary: nn.Module, call: Mapping[str, Any]) -> bool:
+    """Compare the outputs of both layers, called as the model does, for five tokens and for one more token after them.
+
+    The outputs also differ if the replacement does not know an argument.
+    """
     weight, generator = layer.input_layernorm.weight, torch.Generator().manual_seed(0)
     x = torch.randn(1, 6, len(weight), generator=generator).to(weight.device, weight.dtype)
     positions = torch.arange(6, device=x.device)[None]
+    cache_name = next((k for k, value in call.items() if isinstance(value, Cache)), cache_argument(layer.forward))
     outputs = []
     for module in (layer, replacement):
-        cache = _SingleLayerCache()
+        cache = {cache_name: _SingleLayerCache()}
         for columns in (slice(0, 5), slice(5, 6)):
-            angles = rotary(x, positions[:, columns])
-            out = module(x[:, columns], position_embeddings=angles, past_key_values=cache, use_cache=True)
+            place = {"position_ids": positions[:, columns], "position_embeddings": rotary(x, positions[:, columns])}
+            try:
+                out = module(x[:, columns], **{**call, **place, **cache, "attention_mask": None, "use_cache": True})
+            except TypeError:
+                return False
             outputs.append((out if isinstance(out, Tensor) else out[0]).float())
     expected, output = torch.cat(outputs[:2], 1), torch.cat(outputs[2:], 1)
     return bool((output - expected).abs().max() <= TOLERANCE[weight.dtype] * expected.abs().max())

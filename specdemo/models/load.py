@@ -25,6 +25,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from specdemo.core.deployment import zero_gpu
 from specdemo.core.protocol import Target
+from specdemo.core.safe_io import is_out_of_memory
 from specdemo.core.suggest import suggest
 from specdemo.models.causal import check_class, check_config, check_model
 from specdemo.models.devices import device_kind
@@ -98,7 +99,21 @@ def _given(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) ->
     check_config(name, model.config)
     with one_thread(model.device):
         check_model(name, model.eval())
+        _check_history(name, model)
     return HFTarget(model, tokenizer)
+
+
+def _check_history(name: str, model: PreTrainedModel) -> None:
+    """Raise ValueError, one line, unless a target on the model continues its history correctly."""
+    try:
+        HFTarget(model, name=name).check_history()
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise ValueError(
+            f"{name} cannot run here: a {model.config.model_type} model does not continue a text from specdemo's cache "
+            f"({first_line(error)[:200]}); choose another model"
+        ) from error
 
 
 def load_model(
@@ -176,6 +191,7 @@ def _read(
         check_model(name, model)
         if kernels == "auto":
             fuse_layers(model)
+        _check_history(name, model)
         device_kind(torch_device).empty_cache()  # the original matrices, which were concatenated
         if torch_device.type == "cpu" and precision.dtype != torch.float32:
             note = verify_cost(HFTarget(model)).note(str(precision.dtype).removeprefix("torch."))

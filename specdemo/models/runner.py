@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from specdemo.core.protocol import Forward
+from specdemo.kv.cache import cache_argument
 from specdemo.kv.graphs import compiled
 from specdemo.kv.masks import AttentionMask
 from specdemo.models.fused import FusedDecoder
@@ -37,11 +38,10 @@ class Runner:
         self.model, self._num_layers, self._name = model, layers, name
         self.device: torch.device = model.get_input_embeddings().weight.device  # type: ignore[assignment]
         parameters = inspect.signature(model.forward).parameters
-        cache_argument = next((name for name in ("past_key_values", "cache_params") if name in parameters), None)
-        if cache_argument is None:
+        self._cache_argument = cache_argument(model.forward)
+        if not self._cache_argument:
             kind = model.config.model_type
             raise ValueError(f"a {kind} model stores its history where it cannot be rolled back; choose another model")
-        self._cache_argument = cache_argument
         self._takes_last = "logits_to_keep" in parameters
         text_config = model.config.get_text_config(decoder=True)
         self._shares_kv = bool(getattr(text_config, "num_kv_shared_layers", 0))
@@ -75,7 +75,7 @@ class Runner:
             assert positions is not None and not isinstance(mask, dict)
             return Forward(*decoder(tokens, cache, positions, mask, taps, last, layers))
         model = self.model if layers is None else self._truncated_model(layers)
-        arguments = {
+        arguments: dict[str, Any] = {
             self._cache_argument: cache,
             "attention_mask": mask,
             "use_cache": True,

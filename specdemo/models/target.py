@@ -196,6 +196,21 @@ class HFTarget(Target):
             raise ValueError(f"{self.name} cannot share its KV cache, which is not of attention layers only")
         return history.draft_from_kv(self._kv_layers, write, extra, plan)
 
+    @torch.no_grad()
+    def check_history(self) -> None:
+        """Raise ValueError unless tokens after a stored history have the logits of a pass over the whole text."""
+        tokens = torch.arange(1, 1 + min(8, self.max_length), device=self.device)[None] % self.vocab_size
+        first = -(-tokens.shape[1] // 2)
+        whole = self.start(tokens).logits
+        self.start(tokens[:, :first])
+        stored = self._require_history().extend(tokens[:, first:], ()).logits[:, -1:]
+        self.release()
+        exact = self.dtype == torch.float32 and not getattr(self.model, "is_quantized", False)
+        # share of the probability that moves; where rounding selects another expert, some does in low precision
+        moved = (whole.float().softmax(-1) - stored.float().softmax(-1)).abs().sum() / 2
+        if moved > (0.02 if exact else 0.3):
+            raise ValueError("its logits after a stored text differ from those in one pass")
+
     def commit(self, path: list[list[int]]) -> None:
         """Raises ValueError if the history would exceed the model's context."""
         history = self._require_history()

@@ -28,6 +28,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from specdemo.core.atomic_io import atomic_path, json_text, write_text
 from specdemo.core.safe_io import JsonObject
+from specdemo.kv.cache import cache_argument
 from specdemo.models.machine import matmul_dtype
 
 Result = TypeVar("Result")
@@ -84,8 +85,9 @@ def continue_texts(
     cache = DynamicCache(config=model.config)
     greedy, clamped = temperatures[:, None] == 0.0, temperatures[:, None].clamp_min(1e-6)
     tokens = fresh = prompts
+    named = {cache_argument(model.forward): cache, "logits_to_keep": 1}
     while tokens.shape[1] < length:
-        logits = model(input_ids=fresh, past_key_values=cache, logits_to_keep=1).logits[:, -1].float()
+        logits = model(input_ids=fresh, **named).logits[:, -1].float()
         drawn = torch.multinomial(torch.softmax(logits / clamped, dim=-1), 1, generator=generator)
         fresh = torch.where(greedy, logits.argmax(-1, keepdim=True), drawn)
         tokens = torch.cat([tokens, fresh], dim=1)

@@ -16,6 +16,7 @@ from benchmarks.peers import BARE, OUR_DRAFT, OUR_PLAIN, PLAIN, cast, compete, c
 from specdemo.__main__ import main
 from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.engine.loop import never_cancelled
+from specdemo.kv.cache import cache_argument
 from specdemo.methods import load_drafter
 from specdemo.models.fused import fuse_layers
 from tests.models.recorders import Replayed
@@ -106,7 +107,7 @@ def test_the_forwards_of_a_run_are_made_again_on_caches_set_back(pair):
     config = GenerationConfig(16, budget=Budget(3, 3), stop_token_ids=())
 
     def shape(inputs, named):
-        return inputs[0].shape[1], named["past_key_values"].cursor.longest
+        return inputs[0].shape[1], named[cache_argument(pair.target.forward)].cursor.longest
 
     seen = []
     handle = pair.target.register_forward_pre_hook(

@@ -16,7 +16,7 @@ from specdemo.models.prefix_reuse import PrefixCachedTarget
 from specdemo.models.sources import resolve
 from specdemo.models.target import HFTarget
 from tests.models.test_text import byte_level
-from tests.models.tiny import build, pinned
+from tests.models.tiny import build
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
 ANSWERS_CUT = "{% for m in messages %}{{ m.content if m.role == 'user' else m.content[:9] }}\n{% endfor %}"
@@ -136,7 +136,6 @@ def test_answer_changed_by_the_template_is_read_again(session, without, tmp_path
         assert len(old.prompt_ids) <= number < len(old.prompt_ids) + 8
 
 
-@pinned
 def test_recurrent_target_continues_too(session, without, tmp_path):
     tokenizer = byte_level()
     tokenizer.chat_template = TEMPLATE

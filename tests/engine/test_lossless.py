@@ -33,7 +33,7 @@ from specdemo.models.target import HFTarget
 from specdemo.models.text import encode
 from tests.generation import rows_of
 from tests.models.recorders import Replayed
-from tests.models.tiny import CHAINS, HYBRIDS, build, texts
+from tests.models.tiny import CALLED, CHAINS, HYBRIDS, build, texts
 
 VOCABULARY = 48
 SMALL = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
@@ -171,11 +171,15 @@ def test_every_other_method(random_llama, fused_llama, name, passes):
         assert decode(target, drafter, prompts, 16, 1 + index % 6, 12) == expected, f"prompts {prompts}"
 
 
-@pytest.mark.parametrize("architecture", [*CHAINS, *HYBRIDS, "mistral", "gpt_oss"])
+@pytest.mark.parametrize("architecture", [*CHAINS, *HYBRIDS, *CALLED, "mistral", "gpt_oss"])
 def test_recurrent_hybrid_and_windowed_targets(architecture):
-    """Covers text longer than the window, and drafts that are accepted, cut short and rejected."""
+    """Covers text longer than the window, and drafts that are accepted, cut short and rejected. Layers are fused where
+    possible, and called by transformers."""
     model = build(architecture)
-    target, draft = HFTarget(model), HFTarget(copy.deepcopy(model))
+    fused = copy.deepcopy(model)
+    fuse_layers(fused)
+    target, draft = HFTarget(fused), HFTarget(copy.deepcopy(fused))
+    assert target.kernels.startswith("fused" if architecture in (*CALLED, "mistral") else "transformers")
     prompt = texts(1, 13)
     settings = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
     expected = model.generate(prompt, attention_mask=torch.ones_like(prompt), **settings)[0, 13:].tolist()

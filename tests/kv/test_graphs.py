@@ -7,6 +7,7 @@ import torch
 
 from specdemo.core.tree import chain_parents
 from specdemo.kv import graphs as module
+from specdemo.kv.cache import cache_argument
 from specdemo.kv.graphs import WIDTHS
 from specdemo.models import packed
 from specdemo.models.fused import fuse_layers
@@ -207,7 +208,7 @@ def test_graph_must_agree_with_eager_pass_at_two_lengths(reads_length):
     if reads_length:
 
         def scale(_, inputs, options, outputs):
-            outputs.logits.mul_(1 + options["past_key_values"].get_seq_length())
+            outputs.logits.mul_(1 + options[cache_argument(model.forward)].get_seq_length())
 
         model.register_forward_hook(scale, with_kwargs=True)
     recorder.target = target = HFTarget(model, capture=recorder)

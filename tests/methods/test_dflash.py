@@ -32,7 +32,7 @@ from tests.methods.heads import (
     rms_norm,
     target_of,
 )
-from tests.models.tiny import VOCABULARY, build, pinned, texts
+from tests.models.tiny import VOCABULARY, build, texts
 
 H, HEADS, GROUPS, SIZE, MLP, LAYERS, BLOCK, MASK = 32, 4, 2, 8, 48, 2, 6, 3
 EPS, THETA = 1e-6, 50.0
@@ -555,7 +555,6 @@ def muse_config(**more):
     return config | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "sliding_window": 5} | more
 
 
-@pinned
 @pytest.mark.parametrize("kind", ["full_attention", "sliding_attention"])
 def test_transformers_drafts_the_same(target, tmp_path, kind):
     """Compares with the model and candidate generator of transformers: the first block, and one with a cached

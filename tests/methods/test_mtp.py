@@ -20,7 +20,7 @@ from specdemo.methods.heads.runtime import training_columns
 from specdemo.models.target import HFTarget
 from tests.generation import train
 from tests.methods.heads import Published, Reference, folder_with, rms_norm, target_of, without
-from tests.models.tiny import SIZES, VOCABULARY, build, pinned, texts
+from tests.models.tiny import SIZES, VOCABULARY, build, texts
 
 HIDDEN, LAYERS = SIZES["hidden_size"], SIZES["num_hidden_layers"]
 KINDS = {"one": {}, "two": {"modules": 2}, "parallel": {"modules": 3, "kind": "parallel"}}
@@ -327,7 +327,6 @@ def test_convention_is_detected(tmp_path, convention):
 # drafts
 
 
-@pinned
 @pytest.mark.skipif(not hasattr(transformers.modeling_layers, "MtpModel"), reason="this transformers has no MTP")
 def test_the_drafts_are_those_of_transformers(tmp_path):
     """Two modules of DeepSeek-V3 with latent attention and experts; compares the first draft after a prompt."""

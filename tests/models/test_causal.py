@@ -21,8 +21,9 @@ from transformers import (
 )
 
 from specdemo.methods.draft_model import DraftModel
+from specdemo.models import fused
 from specdemo.models.load import load_meta_target, load_model, load_target
-from tests.models.tiny import CHAINS, HYBRIDS, SIZES, TREES, build, pinned
+from tests.models.tiny import CALLED, CHAINS, HYBRIDS, LOOPED, SIZES, TREES, build
 
 BERT = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -75,9 +76,7 @@ def line_of(load, name):
         (bert_generation, "is an encoder (bert-generation): its predictions depend on later tokens", False),
         (t5, "is an encoder-decoder model (t5)", True),
         (bart, "is an encoder-decoder model (bart)", True),
-        pytest.param(
-            jamba, "cannot generate: transformers fails in a forward pass of this jamba model (", False, marks=pinned
-        ),
+        (jamba, "cannot generate: transformers fails in a forward pass of this jamba model (", False),
     ],
 )
 def test_what_cannot_generate_is_refused_as_object_and_folder(tmp_path, make, reason, outlined):
@@ -108,7 +107,7 @@ def test_a_model_without_a_head_is_refused():
         load_target(LlamaModel(build("llama").config))
 
 
-@pytest.mark.parametrize("name", [*TREES, *CHAINS, *HYBRIDS])
+@pytest.mark.parametrize("name", [*TREES, *CHAINS, *HYBRIDS, *CALLED])
 def test_every_kind_of_history_loads_as_object_and_folder(tmp_path, name):
     model = build(name)
     assert load_target(model).model is model
@@ -116,6 +115,24 @@ def test_every_kind_of_history_loads_as_object_and_folder(tmp_path, name):
     assert (
         load_target(str(tmp_path)).vocab_size == load_meta_target(str(tmp_path)).vocab_size == model.config.vocab_size
     )
+
+
+@pytest.mark.parametrize("name", LOOPED)
+def test_a_model_that_reads_its_cache_in_its_own_way_is_refused(tmp_path, name):
+    model = build(name)
+    model.save_pretrained(tmp_path)
+    for given in (model, str(tmp_path)):
+        line = line_of(load_target, given)
+        assert "cannot run here: a dory model does not continue a text from specdemo's cache (" in line
+
+
+def test_a_target_whose_layers_forget_is_refused(monkeypatch):
+    run, model = fused.FusedLayer.run, build("llama_dynamic")
+    monkeypatch.setattr(fused, "_same_output", lambda *_: True)
+    fused.fuse_layers(model)
+    monkeypatch.setattr(fused.FusedLayer, "run", lambda self, x, rope, mask, _: run(self, x, rope, None, None))
+    with pytest.raises(ValueError, match=r"logits after a stored text differ from those in one pass\)"):
+        load_target(model)
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,19 @@
 """Fused and packed layers against the layers they replace."""
 
 import copy
+from functools import wraps
 
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import LlamaModel, Qwen2Config, Qwen2ForCausalLM
 
 from specdemo.core.tree import chain_parents
 from specdemo.models import packed as module
-from specdemo.models.fused import fuse_layers, fused_decoder, kernels
+from specdemo.models.fused import FusedLayer, fuse_layers, fused_decoder, kernels
 from specdemo.models.load import load_model
 from specdemo.models.packed import FastRMSNorm, PackedLinear, RMSNorm, dtype_of, pack, packed_bytes, packing_pays
 from specdemo.models.target import HFTarget
-from tests.models.tiny import SIZES, build, texts
+from tests.models.tiny import CALLED, SIZES, build, texts
 
 TREE = torch.tensor([[0, 0, 1, 1, 2, 5]])
 
@@ -26,7 +27,7 @@ def qwen2():
     return model
 
 
-MODELS = {name: lambda name=name: build(name) for name in ("llama", "qwen3", "mistral")} | {"qwen2": qwen2}
+MODELS = {name: lambda name=name: build(name) for name in ("llama", "qwen3", "mistral", *CALLED)} | {"qwen2": qwen2}
 
 
 @pytest.fixture(params=["packed", "plain"])
@@ -113,6 +114,17 @@ def test_layer_with_different_output_is_not_fused(monkeypatch):
     fused = [type(layer).__name__ for layer in model.model.layers]
     assert fused == ["FusedLayer", "LlamaDecoderLayer", "FusedLayer"]
     assert fused_decoder(model) is None
+
+
+def test_a_layer_rejects_arguments_it_does_not_know(monkeypatch):
+    model = build("llama")
+    with pytest.raises(TypeError, match="history"):
+        FusedLayer(copy.deepcopy(model.model.layers[0]))(torch.zeros(1, 1, 32), history=None)
+    forward = LlamaModel.forward  # of a transformers that passes another argument to layers
+    newer = wraps(forward)(lambda *given, **named: forward(*given, **named, history=None))
+    monkeypatch.setattr(LlamaModel, "forward", newer)
+    fuse_layers(model)
+    assert kernels(model) == "transformers"
 
 
 def test_angles_that_follow_the_length_of_the_text_are_left_to_transformers():

@@ -32,7 +32,7 @@ from specdemo.models.sizes import Precision, estimate_footprint
 from specdemo.models.sources import resolve
 from specdemo.models.target import HFTarget
 from tests.models.test_text import byte_level
-from tests.models.tiny import SIZES, VOCABULARY, build, fresh, pinned, texts
+from tests.models.tiny import SIZES, VOCABULARY, build, fresh, texts
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,6 @@ def refused(name, **options):
     return line
 
 
-@pinned
 def test_vision_language_model_loads(tmp_path):
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]

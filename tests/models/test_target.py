@@ -28,7 +28,7 @@ from specdemo.engine.loop import generate
 from specdemo.methods import load_drafter
 from specdemo.models.target import HFTarget
 from tests.models.recorders import Replayed
-from tests.models.tiny import CHAINS, SIZES, TREES, VOCABULARY, build, fresh, pinned, texts
+from tests.models.tiny import CHAINS, SIZES, TREES, VOCABULARY, build, fresh, texts
 
 PROMPT = 13  # longer than every window of the tiny models
 TREE = [0, 0, 1, 1, 2, 5, 0, 6]
@@ -305,7 +305,6 @@ def test_histories_out_of_reach_are_refused():
         HFTarget(model)
 
 
-@pinned
 def test_a_state_inside_the_model_is_noticed():
     sizes = {"hidden_size": 32, "intermediate_size": 48, "lru_width": 32, "num_hidden_layers": 3}
     kinds = ["recurrent", "recurrent", "attention"]

@@ -1,9 +1,7 @@
 """Tiny random models with every kind of history, built from their configs."""
 
-import pytest
 import torch
 import transformers
-from packaging.version import Version
 from transformers import (
     FalconH1Config,
     FalconH1ForCausalLM,
@@ -33,9 +31,6 @@ from transformers import (
     Qwen3NextForCausalLM,
 )
 
-pinned = pytest.mark.skipif(
-    Version(transformers.__version__) < Version("5.23"), reason="compares with what older transformers do not do"
-)
 VOCABULARY = 61
 SIZES = {
     "vocab_size": VOCABULARY,
@@ -75,6 +70,17 @@ def gemma4():
 
 def mistral():
     return MistralForCausalLM(MistralConfig(**SIZES, sliding_window=5))
+
+
+def llama_dynamic():
+    """Return a model whose angles follow the length of the text, so that transformers calls its layers."""
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    return LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters=rope))
+
+
+def qwen3_windows():
+    """Return a model with windows in its last two layers."""
+    return Qwen3ForCausalLM(Qwen3Config(**SIZES, use_sliding_window=True, sliding_window=5, max_window_layers=1))
 
 
 def gpt2():
@@ -127,6 +133,23 @@ def gpt_oss():
     return GptOssForCausalLM(GptOssConfig(**SIZES, **experts, sliding_window=6, layer_types=kinds))
 
 
+def dory(mode):
+    """Return a looped decoder, which reads and extends its cache itself."""
+    sizes = SIZES | {"num_hidden_layers": 4, "layer_types": ["full_attention"] * 4}
+    loop = {"n_input_layers": 1, "n_recurrent_layers": 2, "n_output_layers": 1, "recurrent_kv_cache_mode": mode}
+    return transformers.DoryForCausalLM(transformers.DoryConfig(**sizes, **loop))
+
+
+def inkling2_loop():
+    """Return a looped decoder with a cache that cannot be rolled back."""
+    loop = {"loop_layer_index_start": 1, "loop_layer_index_end": 2, "n_layers_per_attn_res_block": 1, "d_rel": 4}
+    heads = {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 8, "sliding_window_size": 5}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "loop_gate_rank": 4}
+    sizes = {name: size for name, size in SIZES.items() if name != "intermediate_size"} | {"unpadded_vocab_size": 61}
+    config = transformers.Inkling2LoopTextConfig(**sizes, **loop, **heads, **experts, rel_extent=96)
+    return transformers.Inkling2LoopForCausalLM(config)
+
+
 TREES = {
     "llama": llama,
     "qwen3": qwen3,
@@ -138,12 +161,21 @@ TREES = {
 }
 CHAINS = {"gpt_neo": gpt_neo, "mamba": mamba, "qwen3_next": qwen3_next}
 HYBRIDS = {"qwen3_5": qwen3_5, "mamba2": mamba2, "falcon_h1": falcon_h1}  # slow, and limited to chains
+CALLED = {
+    "llama_dynamic": llama_dynamic,
+    "qwen3_windows": qwen3_windows,
+}  # their fused layers are called by transformers
+LOOPED = {f"dory-{mode}": lambda mode=mode: dory(mode) for mode in ("per_loop", "last_loop")}  # refused
+if hasattr(transformers, "Inkling2LoopForCausalLM"):  # since transformers 5.24
+    HYBRIDS["inkling2_loop"] = inkling2_loop
+else:
+    LOOPED = {}
 
 
 def build(name):
     """Return a model with weights large enough that a wrong mask changes the output."""
     torch.manual_seed(7)
-    model = {**TREES, **CHAINS, **HYBRIDS}[name]().eval()
+    model = {**TREES, **CHAINS, **HYBRIDS, **CALLED, **LOOPED}[name]().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:

@@ -30,6 +30,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 from specdemo.core.atomic_io import finite, json_text, write_text
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.tree import Draft
+from specdemo.kv.cache import cache_argument
 from specdemo.kv.columns import Columns, Rope
 from specdemo.methods.base import Head, NoOptions, Recipe
 from specdemo.methods.drafting_cost import MTPCost
@@ -123,6 +124,7 @@ class SequentialModules(MTPHeads):
         config, layer, norm, rotary = _target_family(target, modules)
         super().__init__(target, config, [MTPModule(config, norm, layer(config, i)) for i in range(modules)])
         self._rotary = (rotary,)  # in a tuple, so that it is not registered as a submodule
+        self._cache_argument = cache_argument(layer.forward)
         self.convention = MTPConvention()
 
     @property
@@ -142,8 +144,8 @@ class SequentialModules(MTPHeads):
             position_embeddings=columns.rope,
             attention_mask=columns.mask(),
             position_ids=columns.positions,
-            past_key_values=columns.cache,
             use_cache=columns.cache is not None,
+            **{self._cache_argument: columns.cache},
         )
         state = module.norm(unnormed)
         return state, state if self.convention.normed_output else unnormed
