@@ -51,7 +51,6 @@ from specdemo.ui.setup import (
 
 DRAWN = tuple(f"drawn-{n}" for n in NUMBERS)
 HERE = ("this machine", "")
-HALF_TYPED = {**QUIET, "preprocess": False}  # do not reject a number that is still being typed
 
 
 @dataclass(frozen=True)
@@ -116,12 +115,12 @@ class Controls:
         lanes = {f"{name}-{n}": self.parts[f"{name}-{n}"] for n in NUMBERS for name in ("method", "options", "model")}
         shown = {f"model-{n}": self.parts[f"model-{n}"] for n in NUMBERS}
         given = {"target": self.parts["target"], **lanes}
-        named(after, lambda _, values: offer_models(values), given, shown, **HALF_TYPED)
+        named(after, lambda _, values: offer_models(values), given, shown, **QUIET)
 
     def describe(self, event: Callable[..., object]) -> None:
         """Connect an event to the description of the setup."""
         shown = {name: self.parts[name] for name in ("setup", "about")}
-        named(event, setup.show_setup, self.inputs, shown, trigger_mode="always_last", **HALF_TYPED)
+        named(event, setup.show_setup, self.inputs, shown, trigger_mode="always_last", **QUIET)
 
     def _of_lane(self, n: int) -> Parts:
         names = ("method", "model", "train", "options", "acceptance", "acceptance_options", "drawn")
@@ -151,7 +150,6 @@ class Controls:
         words = {"label": knob.name, "info": knob.help, "elem_id": elem_id}
         value = options.get(knob.name, knob.default)
         control = _draw_knob(knob, value, {}, gr.Dropdown, **words, interactive=True)
-        # not `model`: while a preset fills the controls, its value is not yet among the choices
         given = {"target": self.parts["target"], "method": lane["method"], "options": lane[part]}
         given |= {"knob": gr.State(knob.name), "value": control}
         shown = {"options": lane[part]} if of_rule else {name: lane[name] for name in ("model", "train", "options")}

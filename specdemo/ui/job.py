@@ -24,6 +24,7 @@ from inspect import isasyncgenfunction
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
 import gradio as gr
+from gradio_client.utils import is_file_obj_with_meta
 
 from specdemo.core.atomic_io import json_text
 from specdemo.engine.messages import Note
@@ -33,7 +34,9 @@ from specdemo.ui.views import Failed, Loading, view
 
 logger = logging.getLogger(__name__)
 
-QUEUED: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
+# The functions check the values themselves. Gradio would refuse a choice that a menu does not have (yet, or any more),
+# and a number that is still being typed; the event then fails.
+QUEUED: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private", "preprocess": False}
 QUIET = QUEUED | {"queue": False}
 FLUSH_S = 1 / 15
 GRACE_S = 0.4  # Stop waits this long for the current step of a run
@@ -447,7 +450,7 @@ def wire(
     off: buttons disabled during a job. first: a script that a start waits for.
     """
     switched = {"stop": stop, **{str(i): button for i, button in enumerate(off)}}
-    over = {"over": gr.State(False)}  # True after Stop, which may arrive before Run
+    stopped = {"stopped": gr.State(False)}  # True after Stop, which may arrive before Run
 
     def switch(running: bool) -> Values:
         return {name: gr.update(interactive=running == (name == "stop")) for name in switched}
@@ -455,7 +458,7 @@ def wire(
     async def run(
         begin: Callable[[Values, Any], Job] | None, request: gr.Request, values: Values
     ) -> AsyncIterator[Values]:
-        if not values.pop("over"):
+        if not values.pop("stopped"):
             texts = jobs.run(begin, request, values) if begin else jobs.rejoin(request, values)
             async with contextlib.aclosing(texts) as shown:
                 async for updates in shown:
@@ -464,19 +467,27 @@ def wire(
     ended = []
     for pressed, begin, given in starts:
         on = pressed if callable(pressed) else partial(gr.on, pressed, trigger_mode="once")
-        locked = named(on, lambda *_: {**switch(True), "over": False}, {}, {**switched, **over}, js=first, **QUIET)
-        ended.append(named(locked.then, partial(run, begin), {**given, **over}, parts, **QUEUED))
-        named(ended[-1].then, lambda *_: switch(False), {}, switched, **QUIET)
+        locked = named(
+            on, lambda *_: {**switch(True), "stopped": False}, {}, {**switched, **stopped}, js=first, **QUIET
+        )
+        ended.append(named(locked.then, partial(run, begin), {**given, **stopped}, parts, **QUEUED))
+        for after in at_end(ended[-1]):
+            named(after, lambda *_: switch(False), {}, switched, **QUIET)
 
     def on_stop(request: gr.Request, _: Values) -> Values:
-        return {**jobs.request_stop(request), "stop": gr.update(interactive=False), "over": True}
+        return {**jobs.request_stop(request), "stop": gr.update(interactive=False), "stopped": True}
 
     def end(request: gr.Request, _: Values) -> Values:
         return {**jobs.stop(request), **switch(False)}
 
-    everything = {**parts, **switched, **over}
+    everything = {**parts, **switched, **stopped}
     named(named(stop.click, on_stop, {}, everything, cancels=ended, **QUIET).then, end, {}, everything, **QUIET)
     return ended
+
+
+def at_end(event: Any) -> tuple[Callable[..., object], Callable[..., object]]:
+    """Return the events after the end of an event: of its success and of its failure, which `then` leaves out."""
+    return event.success, event.failure
 
 
 def rejoining(name: str) -> Start:
@@ -501,18 +512,24 @@ def named(
     def placed(updates: Values) -> object:
         return {shown[name]: update for name, update in updates.items()} or gr.skip()
 
+    def read(values: dict[object, object]) -> Values:
+        return {name: _path(values[control]) for name, control in given.items()}
+
     def handle(values: dict[object, object], request: gr.Request) -> object:
-        return placed(function(request, {name: values[control] for name, control in given.items()}))
+        return placed(function(request, read(values)))
 
     def handle_data(values: dict[object, object], request: gr.Request, event: gr.EventData) -> object:
-        inputs = {name: values[control] for name, control in given.items()}
-        return placed(function(request, inputs | {data: getattr(event, data)}))
+        return placed(function(request, read(values) | {data: getattr(event, data)}))
 
     async def stream(values: dict[object, object], request: gr.Request) -> AsyncIterator[object]:
-        results = function(request, {name: values[control] for name, control in given.items()})
-        async with contextlib.aclosing(results):
+        async with contextlib.aclosing(function(request, read(values))) as results:
             async for updates in results:
                 yield placed(updates)
 
     chosen = handle_data if data else stream if isasyncgenfunction(function) else handle
     return event(chosen, {*given.values()}, [*shown.values()], **settings)
+
+
+def _path(value: object) -> object:
+    """Return the path of an uploaded file, whose place Gradio has checked; any other value as it is."""
+    return value["path"] if isinstance(value, dict) and is_file_obj_with_meta(value) else value

@@ -37,7 +37,21 @@ from specdemo.ui import assets, controls, headers, hosts, how, lab, space, sweep
 from specdemo.ui.controls import Controls, address, fill, fill_untouched, wire_share
 from specdemo.ui.failures import Page, quiet
 from specdemo.ui.guard import ENVELOPE, WINDOW_S, Guard
-from specdemo.ui.job import LOST_S, QUEUED, QUIET, Jobs, Start, Store, Values, follow, named, rejoining, stop_all, wire
+from specdemo.ui.job import (
+    LOST_S,
+    QUEUED,
+    QUIET,
+    Jobs,
+    Start,
+    Store,
+    Values,
+    at_end,
+    follow,
+    named,
+    rejoining,
+    stop_all,
+    wire,
+)
 from specdemo.ui.lazy_imports import live
 from specdemo.ui.log import Log, notes, open_trace, replayed, waiting
 from specdemo.ui.setup import changed, from_values, key, to_values
@@ -100,12 +114,12 @@ class Visits(Jobs[Log]):
             return shown
         return shown | {"message": ""}
 
-    def open(self, request: gr.Request, path: str) -> str:
+    def open(self, request: gr.Request, values: Values) -> Values:
         """Return the log of a stored run, or a log with the reason why the file cannot be read."""
-        log = open_trace(path, space.bounds())
+        log = open_trace(values["file"], space.bounds())
         if log.ended:
             self.keep(request, log)
-        return str(log.final_updates()["view"])
+        return log.final_updates()
 
     def first(self, request: gr.Request) -> object:
         """Return the initial view: the recorded race of the preset, unless a link was opened."""
@@ -284,7 +298,7 @@ def _race_tab(page: gr.Blocks, visits: Visits, first: Preset, allow_any_model: b
         named(racing.success, visits.offer, inputs, {"row": row, **inputs}, **QUIET)
     wire_share(share, visits.share, form.inputs, link)
     gr.on(form.edits, lambda: gr.update(visible=False), None, link, trigger_mode="once", **QUIET)
-    opened.upload(visits.open, opened, view, **QUIET)
+    named(opened.upload, visits.open, {"file": opened}, {"view": view}, **QUIET)
     _show_what_is_chosen(page, visits, form, view)
     return form
 
@@ -303,13 +317,13 @@ def _show_what_is_chosen(page: gr.Blocks, visits: Visits, form: Controls, view: 
     shown = {**form.parts, "view": view}
     opened = named(form.parts["setup"].submit, visits.open_query, form.drawn, shown, data="query", **QUIET)
     form.describe(opened.then)
-    opened.then(None, None, None, js=assets.text("link_applied.js"), **QUIET)
     requested = gr.State()
     linked = page.load(visits.read_link, None, requested, **QUIET)
     given = {"asked": requested, **form.inputs, **form.drawn}
-    restored = named(linked.then, visits.restore, given, shown, **QUIET)
-    ready = restored.then(None, None, None, js=assets.text("link_applied.js"), **QUIET)
-    form.offer(ready.then)
+    restored = named(linked.success, visits.restore, given, shown, **QUIET)
+    form.offer(restored.then)
+    for after in (linked.failure, *at_end(restored), *at_end(opened)):  # Run waits for it
+        after(None, None, None, js=assets.text("link_applied.js"), **QUIET)
 
 
 def _endpoints(allow_any_model: bool) -> None:

@@ -102,7 +102,7 @@ def known_options(known: Iterable[Knob], options: Mapping[str, object]) -> dict[
 
 def integer(name: str, value: object) -> int:
     """Convert a slider's value, which a browser may send as 4.0, to an integer. Raises ValueError with one line."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not float(value).is_integer():
         raise ValueError(f"{name} must be a whole number, not {value!r}")
     return int(value)
 
@@ -121,7 +121,7 @@ def _lane_config(lane: Values, named: Sequence[Lane]) -> Values:
     """Return one lane's controls as data. The lane keeps its name from the preset while method and model stay the
     same.
     """
-    name, server = lane["method"], lane["server"]
+    name, server = str(lane["method"]), lane["server"]
     options = known_options(knobs(name), lane["options"])
     model = (lane["model"] or None) if needs_model(name, options) else None
     return _counts(Lane, lane) | {
@@ -158,7 +158,7 @@ def show_setup(_: gr.Request, values: Values) -> Values:
     lazy_imports.live()
     lanes = []
     for n in NUMBERS[: int(values["count"])]:
-        name = values[f"method-{n}"]
+        name = str(values[f"method-{n}"])
         model = values[f"model-{n}"] if needs_model(name, values[f"options-{n}"]) else None
         lanes.append(lane_words(name, str(method(name).title), model))
     line = summary(values, lanes)
@@ -203,7 +203,7 @@ def _layers(model: str) -> int | None:
 
 
 def _short(model: str) -> str:
-    return model.partition("@")[0].rpartition("/")[2]
+    return str(model).partition("@")[0].rpartition("/")[2]
 
 
 def _query(values: Values) -> str | None:

@@ -1,8 +1,10 @@
 """Presets, lanes, options and share links in the browser."""
 
+import json
 import re
 from itertools import pairwise
 
+import pytest
 from playwright.sync_api import expect
 
 from tests.e2e.conftest import choose_example, edit, expect_example
@@ -207,3 +209,53 @@ def test_a_family_of_drafters_is_raced_from_how_it_works(visit_gated, gates):
         page.get_by_role("tab", name="How it works").click()
     page.get_by_role("button", name="Race it: Draft model").click()  # it is selected already
     expect(page.locator("#stop")).to_be_enabled()
+
+
+MENUS = {"target": "stories", "method": "draft_model", "drafter": "stories-draft-wide", "acceptance rule": "lossless"}
+
+
+@pytest.mark.parametrize("menu", MENUS)
+@pytest.mark.parametrize("lanes", ["all lanes", "hidden lanes"])
+def test_a_value_that_its_menu_does_not_have_never_blocks_run(visit_gated, gates, menu, lanes):
+    """A menu may get other choices while Run is pressed; the browser then sends a value that is not among them."""
+    gates.open.set()
+    page = visit_gated()
+    status, alert = page.locator("#view .sd-status"), page.locator("#view .sd-alert")
+    expect(status).to_have_text(re.compile("^Recorded"))
+
+    def unknown(route):
+        sent = route.request.post_data_json
+        places = [i for i, value in enumerate(sent["data"]) if value == MENUS[menu]]
+        for place in places if lanes == "all lanes" else places[1:]:
+            sent["data"][place] = "not-in-the-menu"
+        route.continue_(post_data=json.dumps(sent))
+
+    page.route("**/queue/join*", unknown)
+    page.locator("#run").click()
+    if lanes == "all lanes":
+        expect(alert).to_contain_text("not-in-the-menu")
+        expect(page.locator("#run")).to_be_enabled()
+        page.unroute("**/queue/join*")
+        page.locator("#run").click()
+    expect(status).to_have_text(re.compile("^Finished"))
+    expect(alert).to_be_hidden()
+    expect(page.locator(".toast-body")).to_have_count(0)
+
+
+def test_run_can_be_pressed_again_after_a_failed_event(visit_gated, gates):
+    gates.open.set()
+    page = visit_gated()
+    expect(page.locator("#view .sd-status")).to_have_text(re.compile("^Recorded"))
+
+    def foreign(route):
+        sent = route.request.post_data_json
+        sent["data"] = [{"no": "text"} if part == "stories" else part for part in sent["data"]]
+        route.continue_(post_data=json.dumps(sent))
+
+    page.route("**/queue/join*", foreign)
+    page.locator("#run").click()
+    expect(page.locator("#stop")).to_be_enabled()
+    expect(page.locator("#run")).to_be_enabled()
+    page.unroute("**/queue/join*")
+    page.locator("#run").click()
+    expect(page.locator("#view .sd-status")).to_have_text(re.compile("^Finished"))
