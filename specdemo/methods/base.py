@@ -20,7 +20,7 @@ from specdemo.methods.heads.conventions import select_convention
 from specdemo.methods.heads.network import Network
 from specdemo.methods.heads.runtime import HeadRuntime
 from specdemo.methods.heads.sampler import TokenSampler
-from specdemo.models.checkpoints import Checkpoint, open_checkpoint
+from specdemo.models.checkpoints import Checkpoint, check_finite, open_checkpoint
 from specdemo.models.packed import packed_bytes
 from specdemo.models.sources import LoadProgress, no_progress
 from specdemo.training.losses import Objective
@@ -119,7 +119,9 @@ class FrozenHead(Method, Generic[Net]):
     def load_trainable(cls, source: str, target: Target, progress: LoadProgress | None = None) -> Net:
         """Load a head as `load` does, with the separate weights that training needs."""
         check_capabilities(cls, target)
-        return cls.read(cls.open(source, target, progress or no_progress), target)
+        checkpoint = cls.open(source, target, progress or no_progress)
+        check_finite(checkpoint.name, checkpoint.tensors.items())
+        return cls.read(checkpoint, target)
 
     @classmethod
     def open(cls, source: str, target: Target, progress: LoadProgress) -> Checkpoint:

@@ -5,7 +5,7 @@ Weights are safetensors. Families that publish nothing else (Medusa-1, MLPSpecul
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -142,6 +142,15 @@ def write_checkpoint(folder: Path, config: Mapping[str, object], tensors: Mappin
     with atomic_folder(folder, SHARDS, "config.json") as staging:
         save_torch_state_dict(state, staging, max_shard_size=SHARD)
         write_text(staging / "config.json", json_text(finite(dict(config)), indent=2) + "\n")
+
+
+def check_finite(name: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise ValueError if one of the named tensors contains NaN or infinity."""
+    for part, tensor in tensors:
+        if tensor.is_floating_point() and tensor.numel() and tensor.device.type != "meta":
+            numbers = tensor.detach() if tensor.element_size() > 1 else tensor.detach().float()  # no kernels for 8 bits
+            if not torch.isfinite(torch.stack(torch.aminmax(numbers))).all():
+                raise ValueError(f"{name} has NaN or infinity in {part}; fetch it again or choose another revision")
 
 
 def check_weights(checkpoint: Checkpoint) -> None:

@@ -28,6 +28,7 @@ from specdemo.core.protocol import Target
 from specdemo.core.safe_io import is_out_of_memory
 from specdemo.core.suggest import suggest
 from specdemo.models.causal import check_class, check_config, check_model
+from specdemo.models.checkpoints import check_finite
 from specdemo.models.devices import device_kind
 from specdemo.models.errors import first_line, load_errors, tokenizer_errors
 from specdemo.models.fused import fuse_layers
@@ -55,7 +56,6 @@ from specdemo.models.tokenizer_file import check_tokenizer
 AutoClass = type[_BaseAutoModelClass]
 _building = threading.RLock()
 KERNELS = ("auto", "transformers")
-SAMPLE_SIZE = 4096  # numbers per tensor to check for NaN
 
 
 @dataclass
@@ -243,15 +243,11 @@ class Incomplete(ValueError):
 
 
 def _check_weights(name: str, model: PreTrainedModel, missing: set[str]) -> None:
-    """Raise Incomplete if a tensor is absent, ValueError if a sample of one contains NaN or infinity."""
+    """Raise Incomplete if a tensor is absent, ValueError if one contains NaN or infinity."""
     if missing:
         first = min(missing)
         raise Incomplete(f"{name} lacks {len(missing)} tensors ({first} is the first); fetch the model again")
-    for part, tensor in model.named_parameters():
-        if tensor.is_floating_point() and tensor.device.type != "meta":
-            flat = tensor.detach().flatten()
-            if not torch.isfinite(flat[:: 1 + len(flat) // SAMPLE_SIZE]).all():
-                raise ValueError(f"{name} has NaN or infinity in {part}; fetch it again or choose another revision")
+    check_finite(name, model.named_parameters())
 
 
 @torch.no_grad()

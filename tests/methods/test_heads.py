@@ -1,6 +1,7 @@
 """Heads of all kinds on one set of checks. What is special to a kind is tested in its own file."""
 
 import json
+import re
 from math import exp
 
 import pytest
@@ -12,6 +13,7 @@ from specdemo.methods import BUILT_IN, detect_method, load_drafter, method
 from specdemo.methods.heads.medusa import Medusa, published_shape
 from specdemo.models import packed
 from specdemo.models.checkpoints import open_checkpoint
+from specdemo.models.sources import no_progress
 from specdemo.models.target import HFTarget
 from specdemo.models.toy import ToyTarget
 from tests.examples import test_hydra
@@ -156,6 +158,18 @@ def test_saved_file_drafts_the_same(case, tmp_path):
     for (_, draft), (_, same) in zip(*steps, strict=True):
         assert torch.equal(draft.tokens, same.tokens)
         torch.testing.assert_close(draft.probs, same.probs, atol=1e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_a_file_with_a_number_that_is_not_finite_is_refused(case, tmp_path, wrong):
+    source = folder_with(tmp_path, case.tensors, case.config, case.file)
+    read = method(case.method).open(source, case.target, no_progress).tensors
+    name = [name for name, tensor in read.items() if tensor.is_floating_point()][-1]
+    damaged = case.tensors[name].clone(memory_format=torch.contiguous_format)
+    damaged.view(-1)[-1] = wrong
+    source = folder_with(tmp_path, case.tensors | {name: damaged}, case.config, case.file)
+    with pytest.raises(ValueError, match=f" has NaN or infinity in {re.escape(name)}; fetch it again"):
+        load_drafter(case.method, case.target, source)
 
 
 @pytest.mark.parametrize("run", ["graphs"], indirect=True)
