@@ -21,7 +21,7 @@ from specdemo.methods import detect_head, require_method
 from specdemo.methods.base import Learner, NoOptions
 from specdemo.methods.drafting_cost import DraftModelCost
 from specdemo.methods.heads.sampler import ChainBuilder, DraftVocab, TokenSampler, run_chain_graph
-from specdemo.methods.vocabularies import MIN_SHARED_MASS, RowText, VocabBridge
+from specdemo.methods.vocabularies import MIN_SHARED_MASS, RowText, VocabBridge, real_tokens
 from specdemo.models.checkpoints import Checkpoint, open_meta_checkpoint, write_checkpoint
 from specdemo.models.load import Incomplete, LoadedModel, load_model, load_target
 from specdemo.models.sources import LoadProgress
@@ -350,8 +350,8 @@ def tokenizer_difference(target: Target, draft: Target) -> str | None:
 def _compare_tokenizers(
     target_tokenizer: PreTrainedTokenizerBase, draft_tokenizer: PreTrainedTokenizerBase
 ) -> str | None:
-    """Compare vocabularies, then the encoding of PROBES and the special tokens."""
-    a, b = target_tokenizer.get_vocab(), draft_tokenizer.get_vocab()
+    """Compare vocabularies without padding, then the encoding of PROBES and the special tokens."""
+    a, b = real_tokens(target_tokenizer), real_tokens(draft_tokenizer)
     if a != b:
         differing = sum(b.get(word) != index for word, index in a.items())
         if not differing:

@@ -6,8 +6,11 @@ model's text is tokenized again by the target's tokenizer; such drafts are one-h
 modes the draft model reads the target's text in its own tokenization. W tokens are shared.
 """
 
+import json
+import re
 from bisect import bisect_left
 from codecs import IncrementalDecoder, getincrementaldecoder
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -26,6 +29,14 @@ SAMPLE_TEXT = (
 )
 BYTE_OF_CHARACTER = {character: byte for byte, character in bytes_to_unicode().items()}  # of byte-level tokenizers
 SENTENCE_PIECE_SPACE, BYTE_SPACE = "\u2581", "\u0120"  # a space in SentencePiece and in byte-level tokenizers
+BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+# tokens without a meaning, which fill a vocabulary up to its size: [PAD151665], <unused7>, <|dummy_3|>
+PADDING = re.compile(r"[\[<]\|?(pad|unused|dummy)(_token)?_?\d+\|?[\]>]", re.IGNORECASE)
+
+
+def real_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    """Return token -> id, without padding."""
+    return {token: i for token, i in tokenizer.get_vocab().items() if not PADDING.fullmatch(token)}
 
 
 class TokenBytes:
@@ -34,10 +45,14 @@ class TokenBytes:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, num_rows: int) -> None:
         """num_rows: rows of the model's embedding; larger ids are left out."""
         self._tokenizer = tokenizer
-        vocabulary = {token: i for token, i in tokenizer.get_vocab().items() if i < num_rows}
-        decode = _decode_byte_level if BYTE_SPACE in vocabulary else _decode_sentence_piece
-        self.bytes_of = {i: decode(token) for token, i in sorted(vocabulary.items(), key=lambda item: item[1])}
+        vocabulary = {i: token for token, i in real_tokens(tokenizer).items() if i < num_rows}
+        decode = token_decoder(tokenizer)
+        spellings = {i: decode(i, vocabulary[i]) for i in sorted(vocabulary)}
+        self.bytes_of = {i: spelling for i, spelling in spellings.items() if spelling}
         self._newline_ids = self._encode("\n")
+        with_special = list(tokenizer.encode("\n"))
+        start = next((n for n, i in enumerate(with_special) if i in self._newline_ids), 0)
+        self._prefix = with_special[:start]  # tokens that the tokenizer puts in front of a text
 
     @cached_property
     def id_of(self) -> dict[bytes, int]:
@@ -67,14 +82,13 @@ class TokenBytes:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def encode_from_start(self, text: str) -> list[int]:
-        """Encode a text from its beginning, with the BOS token if there is one."""
-        bos = self._tokenizer.bos_token_id
-        return [*([] if bos is None else [bos]), *self._encode(text)]
+        """Encode a text from its beginning, with the BOS token if the tokenizer adds one."""
+        return [*self._prefix, *self._encode(text)]
 
     def decode_from_start(self, ids: list[int]) -> bytes:
-        """Return the bytes of tokens at the beginning of a text, without the BOS token."""
-        bos = self._tokenizer.bos_token_id
-        return self.decode(ids[1:] if ids and ids[0] == bos else ids)
+        """Return the bytes of tokens at the beginning of a text, without the BOS token if the tokenizer adds it."""
+        start = len(self._prefix)
+        return self.decode(ids[start:] if ids[:start] == self._prefix else ids)
 
     def decode(self, ids: list[int]) -> bytes:
         """Return the bytes of tokens that continue a text."""
@@ -161,12 +175,29 @@ def _mass_on(model: Target, token_bytes: TokenBytes, ids: Tensor) -> float:
     return float(logits.float().softmax(-1)[..., ids].sum(-1).mean())
 
 
-def _decode_byte_level(token: str) -> bytes:
+def token_decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[int, str], bytes]:
+    """Return the function (id, token) -> bytes of a tokenizer: its own, or that of its decoder's kind.
+
+    A vocabulary alone does not show its kind: SentencePiece vocabularies also have the letters of byte-level ones.
+    """
+    if hasattr(tokenizer, "token_bytes"):
+        return lambda i, token: tokenizer.token_bytes(i)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        decoder = json.loads(backend.decoder.__getstate__()) if backend.decoder else {}
+        byte_level = "ByteLevel" in (part.get("type") for part in (decoder, *decoder.get("decoders", ())))
+    else:
+        vocabulary = tokenizer.get_vocab()
+        byte_level = BYTE_SPACE in vocabulary and not {SENTENCE_PIECE_SPACE, "<0x0A>"} & vocabulary.keys()
+    return _decode_byte_level if byte_level else _decode_sentence_piece
+
+
+def _decode_byte_level(_: int, token: str) -> bytes:
     values = [BYTE_OF_CHARACTER.get(character, -1) for character in token]
     return token.encode() if -1 in values else bytes(values)
 
 
-def _decode_sentence_piece(token: str) -> bytes:
-    if len(token) == 6 and token.startswith("<0x"):
+def _decode_sentence_piece(_: int, token: str) -> bytes:
+    if BYTE_TOKEN.fullmatch(token):
         return bytes.fromhex(token[3:5])
     return token.replace(SENTENCE_PIECE_SPACE, " ").encode()

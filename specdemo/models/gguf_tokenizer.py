@@ -54,6 +54,16 @@ class GGUFTokenizer:
                 return buffer.raw[:size].decode("utf-8", "replace")
             room = -size
 
+    def token_bytes(self, token: int) -> bytes:
+        """Return the bytes that a token writes; of a control token its text, of an unused one none."""
+        room = 64
+        while True:
+            buffer = ctypes.create_string_buffer(room)
+            size = int(self._llama.llama_token_to_piece(self._vocab, token, buffer, room, 0, True))
+            if size >= 0:
+                return buffer.raw[:size]
+            room = -size
+
     def get_vocab(self) -> dict[str, int]:
         """Return token -> id."""
         return dict(self._words)

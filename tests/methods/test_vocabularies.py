@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from specdemo.bench.losslessness import chi_square
@@ -47,6 +47,7 @@ def wrapped(vocabulary, split, decoder):
     tokenizer = Tokenizer(models.BPE(vocabulary, list(dict.fromkeys(merges)), byte_fallback="<0x0A>" in vocabulary))
     tokenizer.pre_tokenizer, tokenizer.decoder = split, decoder
     end = next(iter(vocabulary))
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{end} $A", special_tokens=[(end, 0)])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end, bos_token=end)
 
 
@@ -80,6 +81,74 @@ def test_tokens_are_shared_by_what_they_write(pair):
         "Ġa": "▁a", "Ġab": "▁ab", "ab": "ab",
     }  # fmt: skip
     assert (bridge.target_overlap, bridge.draft_overlap) == (10 / 13, 10 / 14)  # the end tokens are spelled differently
+
+
+GEMMA = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+
+
+class WordList:
+    """A tokenizer that shows its vocabulary only."""
+
+    def __init__(self, *words):
+        self.words = words
+
+    def get_vocab(self):
+        return {word: i for i, word in enumerate(self.words)}
+
+    def encode(self, text, add_special_tokens=False):
+        return [0]
+
+
+class OfFile(WordList):
+    """A tokenizer that reads its own tokens, as those of GGUF files do."""
+
+    def token_bytes(self, token):
+        return [b"\n", b" the", b"", b"x"][token]
+
+
+def decoded(decoder, *words):
+    return wrapped({word: i for i, word in enumerate(words)}, pre_tokenizers.ByteLevel(False), decoder)
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "expected"),
+    [
+        (WordList("\n", "▁the", "<0x0A>", "Ġ"), {0: b"\n", 1: b" the", 2: b"\n", 3: "Ġ".encode()}),
+        (WordList("Ċ", "Ġthe", "▁"), {0: "Ċ".encode(), 1: "Ġthe".encode(), 2: b" "}),
+        (WordList("Ċ", "Ġthe", "Ġ"), {0: b"\n", 1: b" the", 2: b" "}),
+        (decoded(GEMMA, "\n", "▁the", "<0x0A>", "Ġ"), {0: b"\n", 1: b" the", 2: b"\n", 3: "Ġ".encode()}),
+        (decoded(decoders.ByteLevel(), "a", "Ġthe", "Ċ", "日本"), {0: b"a", 1: b" the", 2: b"\n", 3: "日本".encode()}),
+        (decoded(decoders.Sequence([decoders.ByteLevel()]), "a", "Ċ"), {0: b"a", 1: b"\n"}),
+        (OfFile("Ċ", "Ġthe", "[PAD2]", "[PAD3]"), {0: b"\n", 1: b" the"}),
+    ],
+)
+def test_tokens_have_the_bytes_that_the_decoder_writes(tokenizer, expected):
+    assert TokenBytes(tokenizer, 9).bytes_of == expected
+
+
+def test_a_real_byte_level_file_and_folder_agree_with_decode():
+    tokenizer = load_target("stories").tokenizer
+    spelling = TokenBytes(tokenizer, len(tokenizer))
+    for token, written in spelling.bytes_of.items():
+        assert written.decode("utf-8", "replace") == tokenizer.decode([token])
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "difference"),
+    [
+        (("a", "b"), ("a", "b", "[PAD2]"), None),
+        (("a", "b", "[PAD2]", "[PAD3]"), ("a", "b", "[PAD2]"), None),
+        (("a", "b", "<unused2>"), ("a", "b", "<|dummy_7|>"), None),
+        (("a", "b"), ("a", "b", "[PAD]"), "it has 1 more tokens"),  # a token with a meaning
+        (("a", "b", "[PAD2]"), ("a", "c", "[PAD2]"), "1 of 2 tokens differ (first 'b': id 1 in the target, absent"),
+    ],
+)
+def test_padding_makes_no_other_vocabulary(target, draft, difference):
+    class Plain(WordList):
+        all_special_tokens = ()
+
+    found = draft_model._compare_tokenizers(Plain(*target), Plain(*draft))
+    assert found == difference or found.startswith(difference)
 
 
 def test_continued_text_gets_no_extra_space(pair):
