@@ -103,19 +103,18 @@ def passes(
     widths: Sequence[int] = WIDTHS,
     batches: Sequence[int] = BATCHES,
     context: int = CONTEXT,
-    uneven: bool = False,
     starts: Callable[[str], None] | None = None,
 ) -> Milliseconds:
     """Return batch size -> slots -> milliseconds of a pass, for as many batch sizes as memory holds.
 
-    uneven: with texts of different lengths. starts: called with the name of each batch size before it is measured.
+    starts: called with the name of each batch size before it is measured.
     """
     found: Milliseconds = {}
     for batch in batches:
         if starts:
             starts(f"passes, batch size {batch}")
         try:
-            times = pass_times(target, sorted({1, *widths}), 5, batch, context, uneven)
+            times = pass_times(target, sorted({1, *widths}), 5, batch, context)
             found[batch] = {width: min(repeats) for width, repeats in times.items()}
         except torch.OutOfMemoryError:
             target.release()
@@ -184,12 +183,10 @@ def measure_profile(device: str = "auto", name: str | None = None, report: Progr
         while model:  # models of different sizes separate the launch cost from the cost of reading weights
             targets[model] = fast(random_model(model, where, dtype))
             model = DRAFTS.get(model, "")
-        starts = _parts(report, len(targets) * (2 * len(batches) + 2 + len(STEP_KS)))  # upper limit
+        starts = _parts(report, len(targets) * (len(batches) + 3 + len(STEP_KS)))  # upper limit
         known = []
         for of, target in targets.items():
-            even = passes(target, widths, batches, starts=starts)
-            uneven = passes(target, widths, batches[1:], uneven=True, starts=starts)
-            known.append(passes_of(of, target, even, uneven))
+            known.append(passes_of(of, target, passes(target, widths, batches, starts=starts)))
         for of, target in targets.items():
             known.append(passes_of(of, target, passes(target, (5,), (1, 8), FAR, starts=starts), context=FAR))
         steps = [*step_times(targets, starts)]
@@ -271,16 +268,11 @@ def profile_report(profile: Profile) -> str:
     return "\n".join(lines)
 
 
-def passes_of(
-    model: str, target: HFTarget, ms: Milliseconds, uneven: Milliseconds | None = None, context: int = CONTEXT
-) -> Passes:
+def passes_of(model: str, target: HFTarget, ms: Milliseconds, context: int = CONTEXT) -> Passes:
     """Convert milliseconds by batch size and width to the form of a profile."""
-    even_ms, uneven_ms = (
-        {batch: {slots: round(value, 4) for slots, value in row.items()} for batch, row in found.items()}
-        for found in (ms, uneven or {})
-    )
+    rounded = {batch: {slots: round(value, 4) for slots, value in row.items()} for batch, row in ms.items()}
     dtype = str(target.dtype).removeprefix("torch.")
-    return Passes(model=model, dtype=dtype, kernels=target.kernels, context=context, ms=even_ms, uneven=uneven_ms)
+    return Passes(model=model, dtype=dtype, kernels=target.kernels, context=context, ms=rounded)
 
 
 def _bytes(device: torch.device) -> int:

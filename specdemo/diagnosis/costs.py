@@ -14,11 +14,10 @@ from specdemo.diagnosis.observation import Observation
 from specdemo.engine.cost import CostModel
 from specdemo.methods.drafting_cost import DraftingCost
 from specdemo.prediction.acceptance import Acceptance, from_mean
-from specdemo.prediction.calibration import device_of
 from specdemo.prediction.drafts import drafting
 from specdemo.prediction.predict import ASSUMED
 from specdemo.prediction.profiles import profile
-from specdemo.prediction.step_loads import step_of
+from specdemo.prediction.roofline import device_of, step_of
 from specdemo.prediction.work import known, shape
 from specdemo.presets.drafters import base_name
 

@@ -2,13 +2,13 @@
 
 A step with k draft tokens costs its drafting passes, one target pass over k + 1 tokens of every row, and the engine's
 overhead. It emits the tokens that `Acceptance` predicts. All times come from `Device.ms` and the shapes in configs. The
-interval covers the device's terms with their fitted covariance, the error of the roofline itself, and the acceptance.
+interval combines a fixed error band of the times with that of the acceptance.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from math import exp, hypot, log, sqrt
+from math import exp, hypot, log
 from pathlib import Path
 
 from specdemo.core.dtypes import dtype_name
@@ -18,18 +18,17 @@ from specdemo.core.speedup import best_length, predicted_speedup
 from specdemo.core.trace import LaneTrace
 from specdemo.methods.drafting_cost import Drafting
 from specdemo.prediction.acceptance import Acceptance, drafting_lane, of_lane
-from specdemo.prediction.calibration import device_of
 from specdemo.prediction.drafts import drafting, method_in
 from specdemo.prediction.profiles import Profile, profile
-from specdemo.prediction.roofline import BYTES, EDGE, NAMES, Device, Engine
-from specdemo.prediction.step_loads import Step, step_of
+from specdemo.prediction.roofline import BYTES, Device, Engine, Step, device_of, step_of
 from specdemo.prediction.work import config_of, shape
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 MOST_EXPENSIVE = 1e9  # highest price per hour, in any currency
-SURE = 1.96  # standard deviations for 95 %
+# Error band of a speed-up and of tokens/s: a prediction may be too high or too low by this factor. docs/what-if.md
+# compares it with published and measured results.
+BAND = 1.4
 ASSUMED = 0.75  # default acceptance rate of every position
-CORRELATION = 0.5  # correlation of the misfit between two passes of one model
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,11 +262,10 @@ def predicted(scenario: Scenario, ks: Sequence[int] = (), notes: tuple[str, ...]
     room = scenario.device.profile.memory_gb.value
     plain = _step(scenario, 0).ms(scenario.device)
     value = 1e3 * scenario.batch / plain
-    half = _half(scenario.device, lambda d: log(_step(scenario, 0).ms(d)), scenario.device.misfit)
     return Prediction(
         scenario=scenario,
         plain_ms=plain,
-        plain_tokens_per_s=Estimate(value, value * exp(-half), value * exp(half)),
+        plain_tokens_per_s=Estimate(value, value / BAND, value * BAND),
         rows=rows,
         loads=tuple(_load(replace(scenario, batch=batch), lengths) for batch in BATCHES),
         break_even_batch=_break_even_batch(scenario, lengths),
@@ -310,10 +308,6 @@ def _row(scenario: Scenario, k: int) -> Row:
     draft_ms, verify_ms, other_ms = step.draft_ms(device), step.check_ms(device), step.overhead_ms(device)
     step_ms = draft_ms + verify_ms + other_ms
     gain, rate = predicted_speedup(tokens.value, step_ms, plain_ms), 1e3 * scenario.batch * tokens.value / step_ms
-    own, shared = verify_ms / step_ms, draft_ms / step_ms
-    variance = CORRELATION * (1.0 - own) ** 2 + (1.0 - CORRELATION) * (1.0 + own**2) + shared**2
-    half = _half(device, lambda d: log(plain.ms(d) / step.ms(d)), device.misfit * sqrt(variance))
-    alone = _half(device, lambda d: log(step.ms(d)), device.misfit)
     return Row(
         k=k,
         tokens=tokens,
@@ -322,22 +316,16 @@ def _row(scenario: Scenario, k: int) -> Row:
         other_ms=other_ms,
         c=draft_ms / k / plain_ms,
         v=verify_ms / plain.check_ms(device),
-        speedup=_about(gain, tokens, half),
-        tokens_per_s=_about(rate, tokens, alone),
+        speedup=_about(gain, tokens),
+        tokens_per_s=_about(rate, tokens),
         limit=_limit(scenario, k, tokens.value, step, plain),
         extrapolated=scenario.acceptance.extrapolates(k),
     )
 
 
-def _half(device: Device, what: Callable[[Device], float], misfit: float) -> float:
-    """Return half of the interval of a logarithm."""
-    slopes = [(what(device.scaled({n: EDGE})) - what(device.scaled({n: -EDGE}))) / (2.0 * EDGE) for n in NAMES]
-    terms = range(len(NAMES))
-    return SURE * sqrt(sum(slopes[i] * slopes[j] * device.errors[i][j] for i in terms for j in terms) + misfit**2)
-
-
-def _about(value: float, tokens: Estimate, half: float) -> Estimate:
-    """Combine the independent intervals of the tokens and of the time."""
+def _about(value: float, tokens: Estimate) -> Estimate:
+    """Combine the interval of the tokens with the error band of the time; they are independent."""
+    half = log(BAND)
     if tokens.low is None or tokens.high is None or not tokens.low > 0.0:
         return Estimate(value, value * exp(-half), value * exp(half))
     below, above = log(tokens.value / tokens.low), log(tokens.high / tokens.value)

@@ -16,7 +16,7 @@ from specdemo.core.suggest import suggest
 FOLDER = Path(__file__).parents[1] / "profiles"
 
 NAME = r"^[a-z0-9][a-z0-9.-]*$"
-# A measured profile has some 500 keys and 10 kB; the fit evaluates every measured pass some 300 times.
+# A measured profile has some 500 keys and 10 kB; the fit evaluates every measured pass some 1,000 times.
 BOUNDS = JsonLimits(200_000, 8_000, 4_000)
 # Figures of any device, and milliseconds: within these limits no prediction overflows.
 Positive = Annotated[float, Field(ge=1e-6, le=1e9)]
@@ -42,7 +42,7 @@ class Passes(_Strict):
     kernels: str
     context: Count  # tokens in the KV cache, per row
     ms: dict[Count, dict[Count, Positive]]  # batch size -> slots per row -> milliseconds
-    uneven: dict[Count, dict[Count, Positive]] = {}  # the same for rows of different lengths, as after drafts
+    uneven: dict[Count, dict[Count, Positive]] = {}  # rows of different lengths; of profiles before version 0.2
 
     def v(self, batch: int) -> dict[int, float]:
         """Return slots -> time of a pass over them, in units of a pass over one slot. Raises KeyError for an unmeasured

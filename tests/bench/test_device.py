@@ -50,10 +50,10 @@ def test_an_unknown_shape_is_refused_with_the_nearest():
 
 def test_passes_by_batch_and_width():
     target = HFTarget(random_model("llama-tiny", CPU, torch.float32))
-    ms, uneven = passes(target, (3,), (1, 4)), passes(target, (3,), (4,), uneven=True)
+    ms = passes(target, (3,), (1, 4))
     assert {batch: list(row) for batch, row in ms.items()} == {1: [1, 3], 4: [1, 3]}
-    known = passes_of("llama-tiny", target, ms, uneven)
-    assert known.v(4)[1] == 1.0 and set(known.uneven) == {4} and set(known.uneven[4]) == {1, 3}
+    known = passes_of("llama-tiny", target, ms)
+    assert known.v(4)[1] == 1.0 and set(known.ms[4]) == {1, 3}
 
 
 def test_steps_accept_part_of_each_chain():

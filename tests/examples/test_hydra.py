@@ -132,14 +132,14 @@ def test_installed_package_runs_like_a_builtin_method(tmp_path):
     assert "Hydra" in printed
 
 
-@pytest.mark.parametrize(("device", "tokens", "documented"), [("rtx-3090", 3.26, 2.24), ("a100-80gb", 3.24, 2.52)])
-def test_it_can_be_predicted(device, tokens, documented):
-    """The predictions of docs/what-if.md."""
+@pytest.mark.parametrize(("device", "tokens", "published"), [("rtx-3090", 3.26, 1.80), ("a100-80gb", 3.24, 2.09)])
+def test_it_can_be_predicted(device, tokens, published):
+    """Results of Spec-Bench's leaderboard."""
     assert method_in({"hydra_num_heads": 4}) == "hydra"
     settings = {"dtype": "float16", "engine": "eager", "context": 512, "ks": (4,), "nodes": 63}
     acceptance = from_mean(tokens, 4)
     found = predict("lmsys/vicuna-7b-v1.3", device=device, method="hydra", acceptance=acceptance, **settings)
-    assert found.rows[0].speedup.value == pytest.approx(documented, abs=0.01)
+    assert found.rows[0].speedup.low < published < found.rows[0].speedup.value
 
 
 # formats

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from specdemo.__main__ import main
 from specdemo.methods.drafting_cost import Drafting, DraftingCost
-from specdemo.prediction.acceptance import of_passes
-from specdemo.prediction.calibration import device_of
+from specdemo.prediction.acceptance import from_mean, of_passes
+from specdemo.prediction.drafts import drafting
 from specdemo.prediction.predict import predict, predicted
-from specdemo.prediction.profiles import Figure, Passes, profile, profiles
+from specdemo.prediction.profiles import Figure, MeasuredStep, Passes, profile, profiles
+from specdemo.prediction.roofline import device_of, step_of
 from specdemo.prediction.work import known, shape, work
 from specdemo.presets.files import FOLDER
 
@@ -51,8 +52,7 @@ def test_more_acceptance_never_predicts_slower(rates, place, more):
 @pytest.mark.parametrize("k", [1, 4, 16])
 def test_a_free_perfect_draft_gives_k_and_one(k):
     scenario = predict("llama-8b", method="ngram", acceptance=[1.0]).scenario
-    free = replace(scenario.device.costs, check_ms=0.0, token_ms=0.0, row_us=0.0)
-    device = replace(scenario.device, costs=free)
+    device = scenario.device.changed(draft_ms=0.0)
     found = predicted(replace(scenario, draft=Drafting(), device=device), (k,))
     assert found.best.tokens.value == k + 1.0
     assert found.best.speedup.value == pytest.approx(k + 1.0, rel=0.01)  # its passes are slightly wider
@@ -119,31 +119,30 @@ def test_sentence_reports_a_model_that_does_not_fit():
     assert "does not fit" not in predict("llama-8b", method="eagle", device="h100-sxm").sentence
 
 
-def test_measured_passes_correct_the_constants():
-    """The fit recovers a machine with half of the bandwidth that starts operations ten times as fast."""
+def test_measured_passes_and_steps_correct_the_constants():
+    """The fit recovers a machine with half of the bandwidth, fast launches and more overhead."""
     truth = device_of(profile("laptop-cpu"), "float32", "eager")
-    truth = replace(truth, costs=replace(truth.costs, bandwidth=0.45, operation_us=2.0))
-    passes = []
+    truth = truth.changed(bandwidth=0.45, operation_us=2.0, step_ms=0.3, draft_ms=0.5)
+    passes, steps = [], []
     for name, context in product(("llama-100m", "llama-7m", "llama-1m"), (64, 256)):
         of = shape(name)
-        ms = {b: {n: truth.ms(work(of, n, b, context, 4.0), b) for n in (1, 2, 5, 9, 17)} for b in (1, 4)}
+        ms = {b: {n: truth.ms(work(of, n, b, context, 4.0)) for n in (1, 2, 5, 9, 17)} for b in (1, 4)}
+        ms[4][17] *= 3.0  # disturbed
         passes.append(Passes(model=name, dtype="float32", kernels="x", context=context, ms=ms))
-    fitted = device_of(profile("laptop-cpu").model_copy(update={"passes": tuple(passes)}), "float32", "eager")
+    for k, method in ((0, "none"), (3, "draft_model")):
+        draft = drafting(method, shape("llama-7m"), known()["llama-1m"] if k else None, {})
+        step = step_of(shape("llama-7m"), draft, from_mean(2.0, max(k, 1)), k, 1, 80, "float32")
+        laps = {"draft": step.draft_ms(truth), "verify": step.check_ms(truth), "commit": step.overhead_ms(truth)}
+        more = {"draft": "llama-1m"} if k else {}
+        steps.append(
+            MeasuredStep(model="llama-7m", method=method, dtype="float32", k=k, ms=laps, drafted=k, kept=k / 3, **more)
+        )
+    measured = profile("laptop-cpu").model_copy(update={"passes": tuple(passes), "steps": tuple(steps)})
+    fitted = device_of(measured, "float32", "eager")
     other = work(shape("stories-draft-deep"), 3, 2, 64, 4.0)
-    assert fitted.ms(other, 2) == pytest.approx(truth.ms(other, 2), rel=0.05)
+    assert fitted.ms(other) == pytest.approx(truth.ms(other), rel=0.05)
     assert fitted.costs.bandwidth == pytest.approx(0.45, rel=0.1)
-    assert fitted.errors[0][0] < 0.3 * 0.2**2
-
-
-def test_drafts_cost_more_where_texts_come_to_differ_and_caches_turn_cold():
-    device = device_of(profile("laptop-cpu"), "float32", "eager")
-    small = work(shape("llama-1m"), 1, 4, 64, 4.0)
-    assert device.ms(small, 4) < device.ms(small, 4, uneven=True) < device.ms(small, 4, uneven=True, cold=True)
-    far = work(shape("llama-1m"), 1, 4, 640, 4.0)
-    assert device.ms(far, 4) > device.ms(small, 4)
-    large, drafted = (work(shape(name), 1, 1, 64, 4.0) for name in ("llama-100m", "llama-1m"))
-    share = device.ms(large, cold=True) / device.ms(large), device.ms(drafted, cold=True) / device.ms(drafted)
-    assert share[0] == pytest.approx(1.0, abs=1e-3) and share[1] > 1.1  # larger data never fits into the cache
+    assert (fitted.costs.step_ms, fitted.costs.draft_ms) == pytest.approx((0.3, 0.5), rel=0.1)
 
 
 def test_predicting_needs_no_torch():

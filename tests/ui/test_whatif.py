@@ -121,7 +121,7 @@ def test_a_tree_is_predicted_at_every_depth_up_to_its_own():
     views = [shown(questions().answer(VISITOR, VALUES | {"state": updates["state"], "k": k})) for k in (1, 2, 5)]
     assert [view["at"]["k"] for view in views] == [1, 2, 2]
     first, second = views[0]["rows"]
-    assert first["tokens"] < second["tokens"] and first["ms"]["verify"] < second["ms"]["verify"]
+    assert first["tokens"] < second["tokens"] and first["ms"]["verify"] <= second["ms"]["verify"]
     assert views[0]["sentence"] != views[1]["sentence"]
 
 
