@@ -284,7 +284,9 @@ class Comparison(Settings):
     cache_type: Annotated[
         Literal["auto", "f32", "f16", "q8_0"], _gguf("type of the KV cache: auto, f32, f16 or q8_0", "Cache type")
     ] = "auto"
-    flash_attention: Annotated[bool, _gguf("flash attention", "Flash attention")] = False
+    flash_attention: Annotated[
+        bool, _gguf("flash attention; without it more texts differ at near-ties", "Flash attention")
+    ] = True
     lanes: list[Lane] = Field(min_length=1, max_length=MAX_LANES)
     prompt: Annotated[Text, AfterValidator(_non_empty), Setting("Text to continue.")]
     chat: Annotated[bool | None, Setting("Send the prompt as a chat message, or as plain text to continue.")] = None

@@ -5,7 +5,9 @@ The library is called through the ctypes interface of `llama-cpp-python`.
 
 import ctypes
 import os
+import re
 import weakref
+from collections import deque
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
@@ -24,7 +26,14 @@ from specdemo.models.sources import LoadProgress, no_progress
 PACKAGE = "llama_cpp"
 INSTALL = "pip install llama-cpp-python gguf"
 BATCH_TOKENS = 512  # tokens per call of llama.cpp; a longer prompt takes several
+PROBE_CELLS = 256  # of the context that is opened to learn what a model supports
+FLASH_OFF = re.compile("flash.att.*(disabled|forcing off)", re.IGNORECASE)  # in the log
+NO_FLASH = (
+    "this model or build of llama.cpp has no flash attention; passes of several tokens then round otherwise than "
+    "passes of one, so texts may differ after near-ties"
+)
 _callbacks: list[Any] = []  # llama.cpp keeps pointers to them
+_log: deque[str] = deque(maxlen=64)  # the last lines of llama.cpp about flash attention
 CACHE_TYPES = {"f32": 0, "f16": 1, "q8_0": 8}  # ggml.h
 CACHE_BYTES = {"f32": 4, "f16": 2, "q8_0": 34 / 32}
 SMALL_MODEL = 200_000_000  # weights; below, further threads cost more than they gain
@@ -33,8 +42,8 @@ MAX_CONTEXT = 1 << 20  # tokens, for a file that states no context length
 
 @cache
 def library() -> Any:
-    """Return the module `llama_cpp`, with its log switched off. Raises ValueError if it is not installed, or not for
-    this machine."""
+    """Return the module `llama_cpp`, without its log on the terminal. Raises ValueError if it is not installed, or not
+    for this machine."""
     try:
         llama, _ = import_module(PACKAGE), import_module("gguf")
     except ImportError:
@@ -42,10 +51,16 @@ def library() -> Any:
     except (OSError, RuntimeError) as error:  # its shared library is missing, or built for another machine
         reason = first_line(error)
         raise ValueError(f"llama.cpp cannot be loaded ({reason}); install it again with: {INSTALL}") from None
-    _callbacks.append(llama.llama_log_callback(lambda *_: None))
+    _callbacks.append(llama.llama_log_callback(_keep))
     llama.llama_log_set(_callbacks[0], ctypes.c_void_p(0))
     llama.llama_backend_init()
     return llama
+
+
+def _keep(level: int, line: bytes, _: object) -> None:
+    """Keep a line of llama.cpp's log that is about flash attention."""
+    if b"lash" in line:
+        _log.append(line.decode(errors="replace"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +69,15 @@ class LlamaCppSettings:
 
     gpu_layers: layers on the GPU; -1: all that fit. threads: 0: one for small models, else one per core. context: most
     tokens of a lane; 0: as the file states. cache_type: of keys and values; auto: f32 for F32 files, else f16.
+    flash_attention: without it a token's logits depend on the width of its pass; not used with f32, which it would
+    round to f16.
     """
 
     gpu_layers: int = -1
     threads: int = 0
     context: int = 0
     cache_type: str = "auto"
-    flash_attention: bool = False
+    flash_attention: bool = True
 
     def __post_init__(self) -> None:
         if self.cache_type == "q8_0" and not self.flash_attention:
@@ -73,7 +90,8 @@ class LlamaCppSettings:
         threads = self.threads or (1 if weights < SMALL_MODEL else _cores())
         cache_type = cache_type_of(header, self.cache_type)
         length = header.number("context_length", MAX_CONTEXT)
-        return replace(self, threads=threads, cache_type=cache_type, context=min(self.context or length, length))
+        flash, context = self.flash_attention and cache_type != "f32", min(self.context or length, length)
+        return replace(self, threads=threads, cache_type=cache_type, context=context, flash_attention=flash)
 
 
 def cache_type_of(header: Header, chosen: str) -> str:
@@ -108,6 +126,14 @@ class LlamaCppModel:
             raise ValueError(f"{path} has recurrent layers, which cannot take draft tokens back; choose another model")
         if llama.llama_model_has_encoder(self.handle) or not llama.llama_model_has_decoder(self.handle):
             raise ValueError(f"{path} does not continue text; choose a language model with a decoder only")
+        context, flash = open_context(self.handle, self.settings, PROBE_CELLS, 1)
+        if not context:
+            raise ValueError(
+                f"llama.cpp cannot open a context of {path}; update llama-cpp-python, or choose another file"
+            )
+        llama.llama_free(context)
+        self.notes = () if flash == self.settings.flash_attention else (NO_FLASH,)
+        self.settings = replace(self.settings, flash_attention=flash)
         self.vocab = llama.llama_model_get_vocab(self.handle)
         self.vocab_size = int(llama.llama_vocab_n_tokens(self.vocab))
         self.hidden_size = int(llama.llama_model_n_embd(self.handle))
@@ -161,6 +187,24 @@ class LlamaCppModel:
         """Return all tokens that end a text."""
         llama = library()
         return tuple(t for t in range(self.vocab_size) if llama.llama_vocab_is_eog(self.vocab, t))
+
+
+def open_context(handle: Any, settings: LlamaCppSettings, cells: int, sequences: int) -> tuple[Any, bool]:
+    """Return a context of a model, None if llama.cpp refuses it, and True if it uses flash attention.
+
+    cells: size of the KV cache in tokens. sequences: most sequences that share it.
+    """
+    llama = library()
+    parameters = llama.llama_context_default_params()
+    parameters.n_ctx, parameters.n_batch, parameters.n_ubatch = cells, BATCH_TOKENS, BATCH_TOKENS
+    parameters.n_threads = parameters.n_threads_batch = settings.threads
+    parameters.n_seq_max, parameters.kv_unified = sequences, True
+    parameters.type_k = parameters.type_v = CACHE_TYPES[settings.cache_type]
+    off, auto = llama.LLAMA_FLASH_ATTN_TYPE_DISABLED, llama.LLAMA_FLASH_ATTN_TYPE_AUTO
+    parameters.flash_attn_type = auto if settings.flash_attention else off  # auto: on where the device supports it
+    _log.clear()
+    context = llama.llama_init_from_model(handle, parameters)
+    return context, settings.flash_attention and not any(map(FLASH_OFF.search, _log))
 
 
 def read_matrix(path: str, *names: str) -> Tensor:

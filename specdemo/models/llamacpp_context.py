@@ -12,7 +12,7 @@ import numpy
 from numpy.typing import NDArray
 
 from specdemo.models.errors import Cancelled
-from specdemo.models.llamacpp import BATCH_TOKENS, CACHE_TYPES, LlamaCppModel, library
+from specdemo.models.llamacpp import BATCH_TOKENS, LlamaCppModel, library, open_context
 
 ABORTED = 2  # status of llama_decode
 ALL_POSITIONS = -1
@@ -93,15 +93,9 @@ class LlamaCppContext:
 
     def __init__(self, model: LlamaCppModel, cells: int, sequences: int) -> None:
         """cells: size of the KV cache in tokens. sequences: most sequences that share it."""
-        self._llama, self._model, self.cells = library(), model, cells
-        llama, settings = self._llama, model.settings
-        parameters = llama.llama_context_default_params()
-        parameters.n_ctx, parameters.n_batch, parameters.n_ubatch = cells, BATCH_TOKENS, BATCH_TOKENS
-        parameters.n_threads = parameters.n_threads_batch = settings.threads
-        parameters.n_seq_max, parameters.kv_unified = sequences, True
-        parameters.type_k = parameters.type_v = CACHE_TYPES[settings.cache_type]
-        parameters.flash_attn_type = int(settings.flash_attention)
-        self._handle = llama.llama_init_from_model(model.handle, parameters)
+        llama = self._llama = library()
+        self._model, self.cells = model, cells
+        self._handle, _ = open_context(model.handle, model.settings, cells, sequences)
         if not self._handle:
             raise ValueError(f"llama.cpp cannot allocate a context of {cells} tokens; use a shorter context")
         weakref.finalize(self, _free, llama, self._handle, model)

@@ -161,7 +161,7 @@ def _load_gguf(name: str, report: LoadProgress, settings: LlamaCppSettings | Non
         check_file(part, name)
     weights = LlamaCppModel(str(parts[0]), settings, lambda share, what: report(0.55 + 0.45 * share, what))
     report(1.0, f"{name} is ready")
-    return LoadedModel(None, GGUFTokenizer(weights), name, weights=weights)
+    return LoadedModel(None, GGUFTokenizer(weights), name, weights.notes, weights)
 
 
 def _read(

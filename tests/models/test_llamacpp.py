@@ -20,6 +20,7 @@ from specdemo.engine.loop import generate
 from specdemo.engine.model_cache import ModelCache
 from specdemo.engine.session import Session, follow_up, session
 from specdemo.methods import load_drafter, method, model_method
+from specdemo.models import llamacpp
 from specdemo.models.errors import Cancelled
 from specdemo.models.gguf_files import read_header
 from specdemo.models.llamacpp import LlamaCppSettings, library
@@ -239,7 +240,7 @@ def test_damaged_weights_are_one_line(files, tmp_path):
 @pytest.mark.parametrize("cache_type", ["f16", "q8_0"])
 def test_settings_apply_to_target_and_draft_model(files, cache_type):
     target, draft = str(files / "stories.gguf"), str(files / "stories-draft-wide.gguf")
-    settings = {"threads": 2, "context": 300, "cache_type": cache_type, "flash_attention": True}
+    settings = {"threads": 2, "context": 300, "cache_type": cache_type}
     trace = specdemo.run("embedded-draft", target=target, model=draft, max_new_tokens=16, **settings)
     environment = trace.environment
     assert (environment["threads"], environment["clock"]) == (2, "wall time")
@@ -255,8 +256,21 @@ def test_context_limits_the_prompt(files):
 
 
 def test_cache_type_q8_0_needs_flash_attention(files):
+    settings = {"cache_type": "q8_0", "flash_attention": False}
     with pytest.raises(ValueError, match="cache type q8_0 needs flash attention; turn it on, or choose cache type f16"):
-        specdemo.run("embedded-ngram", target=str(files / "stories.gguf"), cache_type="q8_0")
+        specdemo.run("embedded-ngram", target=str(files / "stories.gguf"), **settings)
+
+
+@pytest.mark.parametrize("line", ["Flash Attention not supported, set to disabled", "flash_attn is forcing off"])
+def test_models_without_flash_attention_run_with_a_note(line, files, monkeypatch):
+    path, start = str(files / "stories.gguf"), library().llama_init_from_model
+    cases = (({"cache_type": "f16"}, True), ({"flash_attention": False, "cache_type": "f16"}, False), ({}, False))
+    for settings, flash in cases:  # the last one is that of an F32 file
+        loaded = load_model(path, llamacpp=LlamaCppSettings(**settings))
+        assert ("flash attention" in loaded.target().kernels) is flash and not loaded.notes
+    monkeypatch.setattr(library(), "llama_init_from_model", lambda *args: llamacpp._log.append(line) or start(*args))
+    trace = specdemo.run("embedded-ngram", target=path, max_new_tokens=8, cache_type="f16")
+    assert "flash attention" not in trace.environment["kernels"] and trace.notes == [llamacpp.NO_FLASH]
 
 
 def test_memory_is_shown_before_loading_and_too_little_is_one_line(files, monkeypatch):
