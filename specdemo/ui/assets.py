@@ -31,13 +31,6 @@ RESULTS = {  # view -> words of result.html: before a run, of the progress bar, 
         "@below": "Only the first difference of each text counts. Margin: difference of the log-probabilities of the "
         "two tokens at that place, by the reference. Below 0.3 nats rounding may have decided.",
     },
-    "server-watch": {
-        "@ready": "Ready. Press Watch.",
-        "@progress": "Progress",
-        "@table": "Readings",
-        "@below": "Newest first. A row covers the time since the reading before. Rates are missing where nothing was "
-        "drafted.",
-    },
 }
 SCRIPTS: dict[str, bytes] = {}  # path -> script that a view loads when its tab is opened first
 COMMENT = re.compile(r"^[ \t]*(?://[^\n]*|/\*\*(?:(?!\*/).)*\*/)\n|^[ \t]+", re.MULTILINE | re.DOTALL)

@@ -25,7 +25,7 @@ from specdemo.models.shipped import embedded_folder
 from specdemo.presets import limits
 from specdemo.presets.files import DEFAULT, load_presets, preset
 from specdemo.servers.address import host, listed
-from specdemo.ui import assets, watching
+from specdemo.ui import assets
 from specdemo.ui.controls import Controls, draw_setting, fill
 from specdemo.ui.job import QUIET, Engine, Job, Jobs, Store, Values, named, opening, to_line, wire
 from specdemo.ui.lazy_imports import live
@@ -146,8 +146,6 @@ def draw(page: gr.Blocks, form: Controls, sweep: gr.Radio, tab: gr.Tab, store: S
     if listed() and not limits.public():
         with gr.Column(elem_classes="card"):
             _draw_server_check(store)
-        with gr.Column(elem_classes="card"):
-            watching.draw()
 
 
 def _draw_training(page: gr.Blocks, form: Controls, tab: gr.Tab, store: Store) -> None:
