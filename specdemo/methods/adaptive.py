@@ -1,35 +1,29 @@
-"""Adaptive draft length: a policy chooses the draft depth at every step, up to the budget.
+"""Adaptive draft length: expected tokens per second choose the draft depth at every step, up to the budget.
 
-B rows, N draft nodes, k the requested depth. The policies:
+Chooses the k (0 included) with the most expected tokens per second (TurboSpec, 2406.14066): the sum over i <= k of the
+probability that i draft tokens are accepted, divided by the seconds to draft and verify k. Acceptance is estimated per
+position, seconds are measured; both estimates persist across generations. A drafter that drafts token by token stops as
+soon as the next token is not worth its time. Its acceptance is predicted from the drafter's top probabilities (as in
+vLLM 0.32), never from the sampled token.
 
-goodput     Chooses the k (0 included) with the most expected tokens per second (TurboSpec, 2406.14066): the sum over
-            i <= k of the probability that i draft tokens are accepted, divided by the seconds to draft and verify k.
-            Acceptance is estimated per position, seconds are measured; both estimates persist across generations.
-            A drafter that drafts token by token stops as soon as the next token is not worth its time. Its acceptance
-            is predicted from the drafter's top probabilities (as in vLLM 0.32), never from the sampled token.
-confidence  Drops the nodes below a node of low confidence. Depends only on a node's ancestors, not on its own token, so
-            sampling stays exact. Saves verification time, not drafting time.
-heuristic   Two more tokens after a fully accepted draft, one less otherwise, at least 1 (as in transformers).
-
-Goodput depends on measured times. The output is still exact, but two sampled runs with the same seed may use different
-draft lengths, draw different noise and return different texts.
+The draft length depends on measured times. The output is still exact, but two sampled runs with the same seed may use
+different draft lengths, draw different noise and return different texts.
 """
 
 from bisect import bisect
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import exp, log
 from operator import add, mul
 
-import torch
 from torch import Generator
 
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling
 from specdemo.core.speedup import best_length, expected_tokens, interpolate, predicted_speedup
-from specdemo.core.tree import ABSENT, Draft
+from specdemo.core.tree import Draft
 from specdemo.methods import BaseOptions, knob, load_drafter
 from specdemo.methods.wrapper import Wrapper, acceptance_per_row, wrappable
 
@@ -54,29 +48,6 @@ class StepOutcome:
     rows: Sequence[tuple[int, int]]  # per row: drafted levels, accepted levels
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
-
-
-class LengthPolicy:
-    """Base class: always drafts as deep as the budget allows and verifies everything."""
-
-    should_stop: Callable[[list[float]], bool] | None = None  # as in `Budget`
-
-    def __init__(self) -> None:
-        self.notes: dict[str, float] = {}
-
-    def start(self) -> None:
-        """Begin a new generation."""
-
-    def choose(self, depth: int, nodes: int) -> int:
-        """Return the draft depth, 0 to `depth`, where `nodes` is the node budget at full depth."""
-        return depth
-
-    def prune(self, draft: Draft) -> Draft:
-        """Return the part of a draft to verify."""
-        return draft
-
-    def learn(self, outcome: StepOutcome) -> None:
-        """Update the estimates with the result of the last step."""
 
 
 class LatencyTable:
@@ -178,11 +149,11 @@ class DepthPlan:
     thresholds: list[float]
 
 
-class Goodput(LengthPolicy):
+class Goodput:
     """Maximises expected tokens per second. Starts with plain steps, then one draft token, to measure the costs."""
 
     def __init__(self) -> None:
-        super().__init__()
+        self.notes: dict[str, float] = {}
         self.acceptance = AcceptanceEstimator()
         self.predictor = AcceptancePredictor()
         self._token_by_token = False  # whether the drafter calls `should_stop`
@@ -201,9 +172,11 @@ class Goodput(LengthPolicy):
         self._explored_deeper = False
 
     def start(self) -> None:
+        """Begin a new generation."""
         self._drafted_last_step = False
 
     def choose(self, depth: int, nodes: int) -> int:
+        """Return the draft depth, 0 to `depth`, where `nodes` is the node budget at full depth."""
         self._plan = plan = self._plans.get((depth, nodes)) or self._make_plan(depth, nodes)
         if self._plain_steps_left or len(self._draft_times) == 1:
             k = 0 if self._plain_steps_left else min(depth, 1)
@@ -216,10 +189,10 @@ class Goodput(LengthPolicy):
         self.notes = {"k": k, "alpha": round(alpha, 4), "predicted": round(predicted, 4)}
         return k
 
-    def prune(self, draft: Draft) -> Draft:
-        if self._log_odds:
-            self.notes["k"] = draft.nodes
-        return draft
+    @property
+    def stops(self) -> bool:
+        """Return whether the current draft was drafted token by token."""
+        return bool(self._log_odds)
 
     def should_stop(self, top_probs: list[float]) -> bool:
         """Return True when one more token is not worth its time. chances: top probability per row at this level."""
@@ -231,6 +204,7 @@ class Goodput(LengthPolicy):
         return sum(self._path_probs) < self._plan.thresholds[len(self._log_odds)] * len(accept_probs)
 
     def learn(self, outcome: StepOutcome) -> None:
+        """Update the estimates with the result of the last step."""
         if outcome.slots in self._seen_widths:
             self._verify_times.add(outcome.slots, outcome.verify_seconds)
         self._seen_widths.add(outcome.slots)
@@ -290,63 +264,6 @@ class Goodput(LengthPolicy):
         return k
 
 
-class Confidence(LengthPolicy):
-    def __init__(self, threshold: float, drafter: str) -> None:
-        super().__init__()
-        self._threshold, self._drafter = threshold, drafter
-
-    def prune(self, draft: Draft) -> Draft:
-        if draft.nodes and draft.confidence is None:
-            raise ValueError(f"{self._drafter!r} reports no confidence; choose policy 'goodput' or 'heuristic' for it")
-        draft = prune_by_confidence(draft, self._threshold)
-        self.notes = {"k": draft.nodes}
-        return draft
-
-
-class Heuristic(LengthPolicy):
-    _k: int | None = None
-
-    def start(self) -> None:
-        self._k = None
-
-    def choose(self, depth: int, nodes: int) -> int:
-        return depth if self._k is None else min(self._k, depth)
-
-    def learn(self, outcome: StepOutcome) -> None:
-        if any(drafted for drafted, _ in outcome.rows):
-            all_accepted = all(accepted >= drafted for drafted, accepted in outcome.rows)
-            self._k = outcome.k + 2 if all_accepted else max(1, outcome.k - 1)
-
-
-def prune_by_confidence(draft: Draft, threshold: float) -> Draft:
-    """Keep the nodes whose ancestors all have a confidence of at least `threshold`."""
-    if draft.confidence is None or not draft.nodes:
-        return draft
-    masks = []
-    for parents, confidence in zip(draft.parents.tolist(), draft.confidence.tolist(), strict=True):
-        open_slots = [True]  # whether the children of a slot are kept
-        row = []
-        for parent, prob in zip(parents, confidence, strict=True):
-            row.append(open_slots[parent])
-            open_slots.append(row[-1] and prob >= threshold)
-        masks.append(row)
-    columns = [node for node in range(draft.nodes) if any(row[node] for row in masks)]
-    if all(map(all, masks)):
-        return draft
-    device = draft.tokens.device
-    selected = torch.tensor(columns, device=device)
-    dropped = ~torch.tensor(masks, device=device)
-    slots = torch.zeros(draft.nodes + 1, dtype=torch.int64, device=device)
-    slots[selected + 1] = torch.arange(1, len(columns) + 1, device=device)
-    return Draft(
-        draft.tokens.masked_fill(dropped, ABSENT)[:, selected],
-        slots[draft.parents[:, selected]],
-        None if draft.probs is None else draft.probs[:, selected],
-        draft.confidence[:, selected],
-        draft.notes,
-    )
-
-
 class Adaptive(Wrapper):
     learns = True
     title = "Adaptive length"
@@ -354,21 +271,11 @@ class Adaptive(Wrapper):
 
     class Options(BaseOptions):
         drafter: str = knob("draft_model", "the method whose draft length is chosen", choices=wrappable("adaptive"))
-        policy: str = knob(
-            "goodput",
-            "goodput: expected tokens per second; confidence: the drafter's own; heuristic: result of the last draft",
-            choices=("goodput", "confidence", "heuristic"),
-        )
-        threshold: float = knob(
-            0.4, "policy confidence: verify nothing below a node less confident than this", low=0.0, high=1.0, step=0.05
-        )
 
     def __init__(self, target: Target, model: object = None, options: Options | None = None) -> None:
         options = options or self.Options()
         super().__init__(load_drafter(options.drafter, target, model))
-        self.policy: LengthPolicy = Heuristic() if options.policy == "heuristic" else Goodput()
-        if options.policy == "confidence":
-            self.policy = Confidence(options.threshold, options.drafter)
+        self.policy = Goodput()
         self._device = target.device
         self._row_counts: list[tuple[int, int]] | None = None  # of the last draft, until its times arrive
 
@@ -388,14 +295,15 @@ class Adaptive(Wrapper):
     def propose(self, budget: Budget) -> Draft:
         """Draft with the chosen k.
 
-        Notes: k; with goodput also alpha (expected mean acceptance rate) and predicted (speed-up over plain decoding).
+        Notes: k, alpha (expected mean acceptance rate) and predicted (speed-up over plain decoding).
         """
         depth = min(budget.depth, budget.nodes)
         self._k = k = self.policy.choose(depth, budget.nodes)
         draft = self._empty_draft
         if k:
-            draft = self.policy.prune(super().propose(Budget(k, budget.nodes * k // depth, self.policy.should_stop)))
-        self._draft = replace(draft, notes={**draft.notes, "k": k, **self.policy.notes})
+            draft = super().propose(Budget(k, budget.nodes * k // depth, self.policy.should_stop))
+        drafted = draft.nodes if self.policy.stops else k
+        self._draft = replace(draft, notes={**draft.notes, **self.policy.notes, "k": drafted})
         return self._draft
 
     def observe(self, progress: Progress) -> None:

@@ -41,11 +41,6 @@ class Drafting:
     longest: int = LONGEST  # largest draft length
     method: str = "none"
 
-    @property
-    def remembers(self) -> bool:
-        """Return whether the drafter has its own cache, which must catch up with committed tokens."""
-        return bool(self.own and self.own.memory)
-
 
 class DraftingCost:
     """Title, config words and drafting cost of a method. method: the name of a built-in method that derives from it."""

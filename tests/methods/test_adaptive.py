@@ -3,22 +3,21 @@ import random
 import pytest
 import torch
 
-from specdemo.core.accept import Lossless
 from specdemo.core.protocol import Budget, GenerationConfig, Progress
 from specdemo.core.sampling import Sampling
-from specdemo.core.tree import ABSENT, Draft
+from specdemo.core.tree import ABSENT
 from specdemo.engine.loop import generate
 from specdemo.methods import load_drafter
 from specdemo.methods.adaptive import (
     AcceptanceEstimator,
     Goodput,
-    Heuristic,
     LatencyTable,
     StepOutcome,
-    prune_by_confidence,
 )
 from specdemo.models.target import HFTarget
 from specdemo.models.toy import ToyTarget
+from specdemo.presets.files import load_presets
+from specdemo.presets.link import from_query
 from tests.generation import rows_of
 
 ROWS = torch.randint(3, 61, (3, 9), generator=torch.Generator().manual_seed(3))
@@ -29,14 +28,13 @@ def output_and_events(target, drafter, **config):
     return rows_of(events), events
 
 
-@pytest.mark.parametrize("policy", ["goodput", "confidence", "heuristic"])
-def test_greedy_output_equals_plain_decoding(policy, tiny_llama):
+def test_greedy_output_equals_plain_decoding(tiny_llama):
     model = tiny_llama(61)
     plain, _ = output_and_events(HFTarget(model), load_drafter("none", HFTarget(model)))
     target = HFTarget(model)
     near = tiny_llama(61)
     near.lm_head.weight.data += 0.02 * torch.randn(61, 16, generator=torch.Generator().manual_seed(0))
-    drafter = load_drafter("adaptive", target, near, policy=policy, threshold=0.03)
+    drafter = load_drafter("adaptive", target, near)
     got, events = output_and_events(target, drafter, budget=Budget(4, 4))
     assert got == plain
     assert all(0 <= e.notes["k"] <= 4 for e in events[1:])
@@ -193,8 +191,9 @@ def test_a_slow_draft_is_given_up(tiny_llama):
 
 
 def test_short_rows_count_their_drafts_only(monkeypatch):
-    drafter = load_drafter("adaptive", ToyTarget(64), drafter="ngram", policy="heuristic")
+    drafter = load_drafter("adaptive", ToyTarget(64), drafter="ngram")
     outcomes = []
+    monkeypatch.setattr(drafter.policy, "choose", lambda depth, nodes: depth)
     monkeypatch.setattr(drafter.policy, "learn", outcomes.append)
     drafter.start(3, Sampling(), torch.Generator())
     ids = torch.tensor([[1, 2, 1, 2], [1, 2, 3, 4], [5, 5, 5, 5]])
@@ -206,63 +205,12 @@ def test_short_rows_count_their_drafts_only(monkeypatch):
     assert (outcomes[0].rows, outcomes[0].slots) == ([(2, 2), (0, 0)], 3)
 
 
-def test_heuristic_goes_up_by_two_and_down_by_one():
-    policy = Heuristic()
-    policy.start()
-    chosen = []
-    for accepted in (3, 6, 0, 0, 0, 0, 0, 0, 1):
-        chosen.append(policy.choose(6, 6))
-        policy.learn(StepOutcome(chosen[-1], chosen[-1] + 1, [(chosen[-1], min(accepted, chosen[-1]))]))
-    assert chosen == [6, 5, 6, 5, 4, 3, 2, 1, 1]
-    assert policy.choose(9, 9) == 3
-    policy.learn(StepOutcome(3, 1, [(0, 0)]))  # nothing was drafted, so there is nothing to learn
-    assert policy.choose(9, 9) == 3
-
-
-def test_nothing_is_drafted_below_a_doubtful_node():
-    tokens = torch.tensor([[4, 5, 6, 7]])
-    chain = Draft.chain(tokens, torch.eye(8)[tokens], torch.tensor([[0.9, 0.3, 0.9, 0.9]]))
-    cut = prune_by_confidence(chain, 0.4)
-    assert cut.tokens.tolist() == [[4, 5]] and cut.parents.tolist() == [[0, 1]]
-    assert cut.probs.argmax(-1).tolist() == [[4, 5]] and cut.confidence.shape == (1, 2)
-    assert prune_by_confidence(chain, 0.2) is chain
-    tree = Draft(tokens, torch.tensor([[0, 0, 1, 2]]), confidence=torch.tensor([[0.3, 0.6, 0.9, 0.9]]))
-    assert prune_by_confidence(tree, 0.4).tokens.tolist() == [[4, 5, 7]]
-    assert prune_by_confidence(tree, 0.4).parents.tolist() == [[0, 0, 2]]
-    two = Draft.chain(tokens.expand(2, -1), confidence=torch.tensor([[0.9, 0.9, 0.1, 0.9], [0.1, 0.9, 0.9, 0.9]]))
-    assert prune_by_confidence(two, 0.4).tokens.tolist() == [[4, 5, 6], [4, ABSENT, ABSENT]]
-
-
-def test_cutting_by_confidence_is_exact_under_sampling():
-    rows, vocabulary = 20000, 3
-    rng = torch.Generator().manual_seed(0)
-    # Rows: after the root, after x.
-    p = torch.tensor([[0.6, 0.3, 0.1], [0.2, 0.5, 0.3], [0.1, 0.2, 0.7], [0.3, 0.4, 0.3]])
-    q = torch.tensor([[0.3, 0.3, 0.4], [0.6, 0.2, 0.2], [0.3, 0.3, 0.4], [0.1, 0.8, 0.1]])
-    first = torch.multinomial(q[0].expand(rows, -1), 1, generator=rng)[:, 0]
-    second = torch.multinomial(q[1 + first], 1, generator=rng)[:, 0]
-    tokens, probs = torch.stack([first, second], 1), torch.stack([q[0].expand(rows, -1), q[1 + first]], 1)
-    draft = prune_by_confidence(Draft.chain(tokens, probs, probs.gather(-1, tokens[..., None])[..., 0]), 0.35)
-    assert 0 < int((draft.tokens[:, 1] == ABSENT).sum()) < rows
-    target = torch.stack([p[0].expand(rows, -1), p[1 + first], p[1 + second]], 1)
-    verdict = Lossless()(draft, target, rng)
-    outputs = [
-        (*(tokens[row, s - 1].item() for s in path[1:]), int(verdict.next_token[row]))
-        for row, path in enumerate(verdict.path)
-    ]
-    heads = torch.bincount(torch.tensor([s[0] for s in outputs]), minlength=vocabulary) / rows
-    torch.testing.assert_close(heads, p[0], atol=0.015, rtol=0.0)
-    for x in range(vocabulary):
-        after = torch.tensor([s[1] for s in outputs if s[0] == x and len(s) > 1])
-        got = torch.bincount(after, minlength=vocabulary) / len(after)
-        torch.testing.assert_close(got, p[1 + x], atol=0.03, rtol=0.0)
-
-
-def test_a_drafter_that_is_never_unsure_is_refused_by_policy_confidence():
-    target = ToyTarget(16)
-    drafter = load_drafter("adaptive", target, drafter="ngram", policy="confidence")
-    with pytest.raises(ValueError, match="'ngram' reports no confidence; choose policy"):
-        list(generate(target, drafter, torch.tensor([[1, 2, 1, 2]]), GenerationConfig(8)))
+@pytest.mark.parametrize("option", ["policy", "threshold"])
+def test_removed_options_of_a_link_are_named_in_one_note(option):
+    preset, notes = from_query(f"preset=embedded-adaptive&option.{option}=0.5&k=6", load_presets())
+    assert preset.lanes[0].options == {} and preset.lanes[0].k == 6
+    (note,) = notes
+    assert note.startswith(f"ignored option.{option}=") and f"unknown option '{option}' of method 'adaptive'" in note
 
 
 def test_the_model_goes_to_the_wrapped_drafter(tiny_llama):
