@@ -18,7 +18,7 @@ from copy import deepcopy
 from functools import partial
 from inspect import signature
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,6 @@ from specdemo.methods.heads.formats.mtp import MTPConvention
 from specdemo.methods.heads.network import Network, move_to_target
 from specdemo.methods.heads.runtime import DraftPass, HeadRuntime, training_columns, unrolled_mask
 from specdemo.methods.heads.sampler import ChainBuilder
-from specdemo.methods.heads.stack import Stack
 from specdemo.models.checkpoints import Checkpoint, write_checkpoint
 from specdemo.models.fused import fuse_layer, layer_class
 from specdemo.models.layers import DecoderLayer, Rotary, llama_config_like
@@ -87,11 +86,6 @@ class MTPHeads(Network):
     def step(self, index: int, hidden: Tensor, tokens: Tensor, columns: Columns) -> tuple[Tensor, Tensor]:
         """Run step `index`: hidden [B, A, H], tokens [B, A] -> state [B, A, H], and the input of the next step."""
         raise NotImplementedError
-
-    @property
-    def cache_layers(self) -> int:
-        """Layers of the KV cache."""
-        return len(self)
 
     def logits(self, state: Tensor) -> Tensor:
         """Return logits [..., V] of a state [..., H]."""
@@ -172,15 +166,6 @@ class ParallelHeads(MTPHeads):
         config = _llama(target, heads)
         super().__init__(target, config, [DecoderLayer(config, i) for i in range(heads)])
         self._rotary = Rotary.of_config(config, target.device)
-        self._stack: Stack | None = None  # runs all layers in parallel
-
-    @property
-    def cache_layers(self) -> int:
-        return 1 if self._stack else len(self)
-
-    def fuse(self) -> "ParallelHeads":
-        self._stack = Stack(cast(list[DecoderLayer], self.layers))
-        return self
 
     def angles(self, positions: Tensor, end: int, trailing: bool = False) -> Rope:
         return self._rotary(positions, end, trailing)
@@ -190,10 +175,7 @@ class ParallelHeads(MTPHeads):
 
         The keys and values of all heads are written to the cache.
         """
-        if self._stack:
-            states = self._stack(hidden, columns, heads)
-        else:
-            states = torch.cat([columns.last(layer(hidden, columns)) for layer in self.layers][:heads], 1)
+        states = torch.cat([columns.last(layer(hidden, columns)) for layer in self.layers][:heads], 1)
         normed: Tensor = self.shared.norm(states)
         return normed
 
@@ -240,7 +222,7 @@ class MTP(MTPCost, Head[MTPHeads]):
     def new_runtime(self, target: Target) -> HeadRuntime:
         head = self.head
         reread = len(head) if isinstance(head, SequentialModules) else 1
-        return HeadRuntime(target, head.dtype, head.cache_layers, head.angles, limit=target.max_length, reread=reread)
+        return HeadRuntime(target, head.dtype, len(head), head.angles, limit=target.max_length, reread=reread)
 
     @classmethod
     def fresh(cls, target: Target, modules: int = 1, kind: str = "deepseek") -> MTPHeads:
