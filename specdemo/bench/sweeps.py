@@ -14,6 +14,7 @@ from specdemo.bench.result import Result, Row
 from specdemo.core.accept import Lossless
 from specdemo.core.protocol import GenerationConfig, Target
 from specdemo.core.sampling import Sampling
+from specdemo.diagnosis.diagnose import SMALLEST_GAIN
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.engine.cost import WIDTHS, CostModel, fit_cost_model
 from specdemo.engine.session import Session, environment
@@ -111,8 +112,11 @@ def _predict(family: str, own: int, costs: CostModel, rows: list[Row]) -> str:
             off[row["k"]] = row["predicted"] / (row["speed-up"].value or 1.0) - 1.0
     worst = max(off, key=lambda k: abs(off[k]))
     best = costs.best_k(max(off))
+    best = best if costs.speedup(best) >= SMALLEST_GAIN else 0
     advice = (
-        "off, because no k is predicted to be faster" if not best else f"k = {best} with {costs.speedup(best):.2f}x"
+        "off, because no k is predicted to be clearly faster"
+        if not best
+        else f"k = {best} with {costs.speedup(best):.2f}x"
     )
     return (
         f"{family}: cost model calibrated at k = {own}; largest error {100.0 * abs(off[worst]):.1f} % "
