@@ -251,6 +251,7 @@ def watch(
             min=0.001,
         ),
     ] = None,
+    k: Annotated[int | None, typer.Option(help="Draft length, if the metrics lack it.", min=1, max=1024)] = None,
     readings: Annotated[int, typer.Option(help="Stop after so many readings; 0: at Ctrl-C.", min=0)] = 0,
     as_json: AsJson = False,
 ) -> None:
@@ -260,7 +261,7 @@ def watch(
     from specdemo.diagnosis.watch import Watch
 
     allow([server])
-    show_live(Watch(address(server), plain), every, readings, as_json)
+    show_live(Watch(address(server), plain, k), every, readings, as_json)
 
 
 app.add_typer(bench, name="bench")

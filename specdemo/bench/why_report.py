@@ -3,9 +3,10 @@
 from collections.abc import Iterator, Sequence
 
 from specdemo.bench.report import visible
-from specdemo.diagnosis.diagnose import SMALLEST_RATE, Diagnosis
+from specdemo.diagnosis.diagnose import SMALLEST_RATE, Diagnosis, least_k, percent
 
 POSITIONS = 16  # positions of which the acceptance is shown
+ALL = 0.98  # share of steps with a draft; the last step of a request often has none
 NOTHING = "Nothing has to change."
 
 
@@ -13,7 +14,7 @@ def why_report(found: Diagnosis) -> str:
     """Return the verdict, the numbers, the causes in order, what to change, and what was missing."""
     rows = [f"{name:<22}{value:<6}{remark}".rstrip() for name, value, remark in numbers(found)]
     changed = changes(found)
-    parts = [[found.sentence], rows, [*_causes(found)]]
+    parts = [[found.sentence], rows, found.limits()]
     parts += [changed if changed == [NOTHING] else _titled("What to change", changed), [*found.notes]]
     parts += [[f"Unknown, and would make this more certain: {', '.join(found.missing)}."] if found.missing else []]
     return visible("\n\n".join("\n".join(lines) for lines in parts if lines))
@@ -24,8 +25,14 @@ def numbers(found: Diagnosis) -> Iterator[tuple[str, str, str]]:
     one = found.observation
     if one.source:
         yield "source", one.source, ""
-    if one.accepted_length is not None and one.k:
-        yield "mean accepted length", f"{one.accepted_length:.2f}", f"of at most {one.k + 1}, k = {one.k}"
+    if one.method:
+        yield "method", one.method, ""
+    if one.accepted_length is not None and (one.k or one.accepted_length > 1.0):
+        most = f"of at most {one.k + 1}, k = {one.k}" if one.k else f"k is {least_k(one.accepted_length)} or more"
+        yield "mean accepted length", f"{one.accepted_length:.2f}", most
+    if one.drafting_share is not None and one.drafting_share < ALL:
+        drafts = f"{one.drafting_share * one.steps:,.0f} of {one.steps:,}, " if one.steps else ""
+        yield "steps with a draft", percent(one.drafting_share), f"{drafts}{one.per_draft:.1f} tokens each"
     if one.acceptance_rate is not None:
         yield "acceptance rate", f"{100.0 * one.acceptance_rate:.0f} %", _break_even(found.break_even)
     if one.tokens_per_s:
@@ -49,11 +56,6 @@ def _break_even(rate: float | None) -> str:
     if rate is None or rate < SMALLEST_RATE:
         return ""
     return f"break-even {100.0 * rate:.0f} %" if rate <= 1.0 else "break-even above 100 %"
-
-
-def _causes(found: Diagnosis) -> list[str]:
-    title = "Causes, by the speed-up without each" if found.cause else "What limits the speed"
-    return _titled(title, [f"{cause.title} ({cause.gain:.2f}x): {cause.evidence}" for cause in found.causes])
 
 
 def _titled(title: str, lines: Sequence[str]) -> list[str]:

@@ -6,14 +6,14 @@ rest is attributed to the part that most likely causes it, and the other attribu
 """
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 from functools import lru_cache
 
 from specdemo.core.shapes import Shape
 from specdemo.diagnosis.observation import Observation
 from specdemo.engine.cost import CostModel
 from specdemo.methods.drafting_cost import DraftingCost
-from specdemo.prediction.acceptance import Acceptance, from_mean
+from specdemo.prediction.acceptance import Acceptance
 from specdemo.prediction.drafts import drafting
 from specdemo.prediction.predict import ASSUMED
 from specdemo.prediction.profiles import profile
@@ -26,6 +26,7 @@ DENSE, EXPERTS, SMALL = "meta-llama/Llama-3.1-8B-Instruct", "Qwen/Qwen3-30B-A3B"
 # A draft token costs at most a plain step, as if the target were its own drafter; further costs are not drafting.
 SLOWEST_DRAFT = 1.0
 PARTS = ("drafting", "verification", "overhead")
+BISECTIONS = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +42,46 @@ class StepCost:
         return k * self.draft + self.verify + self.overhead
 
 
-def rates_of(observation: Observation) -> tuple[float, ...]:
-    """Return conditional acceptance rates by position of a completed observation."""
+def reach_rates(observation: Observation) -> list[float]:
+    """Return the share of the steps whose draft reaches each position of a completed observation.
+
+    The reach of drafts that end early is not reported. It falls by the same factor per position, so that its sum is the
+    measured number of draft tokens per step.
+    """
+    k, share = observation.k or 1, observation.drafting_share or 1.0
+    drafted = min(observation.drafted_per_step or share * k, share * k)
+    if drafted < share:  # the share is unknown, and so it is at most as large
+        share = drafted
+    low, high = 0.0, 1.0
+    if drafted < share * k:
+        for _ in range(BISECTIONS):
+            factor = (low + high) / 2.0
+            low, high = (factor, high) if _sum(share, factor, k) < drafted else (low, factor)
+    return [share * high**place for place in range(k)]
+
+
+def _sum(first: float, factor: float, count: int) -> float:
+    return first * sum(factor**place for place in range(count))
+
+
+def accepted_rates(observation: Observation) -> list[float]:
+    """Return the chance, at each position of a completed observation, that a step that accepted all earlier positions
+    drafts and accepts the next token."""
     k, length = observation.k or 1, observation.accepted_length or 1.0
-    shares = observation.by_position
+    shares = observation.by_position[:k]
     if any(shares):
-        conditional = [min(b / a, 1.0) if a else 0.0 for a, b in zip((1.0, *shares), shares, strict=False)]
-        return Acceptance(tuple(conditional[:64]), recorded=True).rates
-    drafts = min(max(round(min(observation.drafted_per_step or k, k)), 1), 64)
-    return from_mean(min(max(length, 1.0), drafts + 1.0), drafts).rates
+        return [min(b / a, 1.0) if a else 0.0 for a, b in zip((1.0, *shares), shares, strict=False)]
+    reach, low, high = reach_rates(observation), 0.0, 1.0
+    for _ in range(BISECTIONS):
+        rate = (low + high) / 2.0
+        more = sum(share * rate**place for place, share in enumerate(reach, start=1)) < length - 1.0
+        low, high = (rate, high) if more else (low, rate)
+    return [high * ratio for ratio in ratios(reach)]
+
+
+def ratios(reach: Sequence[float]) -> list[float]:
+    """Return the share of the drafts that reach each position among those that reach the one before it."""
+    return [b / a if a else 0.0 for a, b in zip((1.0, *reach), reach, strict=False)]
 
 
 def target_shape(observation: Observation) -> Shape:
@@ -84,10 +116,12 @@ def step_costs(observation: Observation) -> list[StepCost]:
 
     A single entry is certain: all three parts are measured, or only the expected cost is known.
     """
-    drafted = observation.drafted_per_step or 1.0
-    depth = min(drafted, observation.k or drafted)
-    expected = expected_cost(observation, max(round(depth), 1), observation.batch_size or 1.0)
-    expected = replace(expected, draft=expected.draft * depth / drafted)
+    drafted, share = observation.drafted_per_step or 1.0, observation.drafting_share or 1.0
+    depth = min(observation.per_draft, observation.k or observation.per_draft)
+    one = expected_cost(observation, max(round(depth), 1), observation.batch_size or 1.0)
+    expected = StepCost(
+        one.draft * depth / observation.per_draft, 1.0 + share * (one.verify - 1.0), share * one.overhead
+    )
     measured = (observation.draft_cost, observation.verify_cost, observation.overhead)
     known_parts = [part for part, value in zip(PARTS, measured, strict=True) if value is not None]
     start = StepCost(*(e if m is None else m for m, e in zip(measured, astuple(expected), strict=True)))
@@ -149,19 +183,21 @@ def _raised(cost: StepCost, parts: Sequence[str], excess: float, drafted: float)
 def cost_model(cost: StepCost, observation: Observation) -> CostModel:
     """Return the cost model of a completed observation in units of a plain step.
 
-    Verification costs grow linearly with the number of tokens. Drafts that end early count with their mean length.
+    Verification costs grow linearly with the number of tokens. A tree, and drafts of several methods, are known at
+    their measured size only.
     """
-    depth = observation.k or 1
-    drafted = max(round(observation.drafted_per_step or depth), 1)
-    k, tree = min(depth, drafted), drafted > depth
+    k, drafted = observation.k or 1, observation.drafted_per_step or 1.0
+    sized = drafted > k or observation.combined
+    widest = round(drafted) if sized else k
     return CostModel(
         plain_ms=1.0,
         pass_ms=1.0,
-        verify={1: 1.0, drafted + 1: cost.verify},
+        verify={1: 1.0, widest + 1: 1.0 + (cost.verify - 1.0) * widest / drafted},
         draft_ms=cost.draft,
         draft_step_ms=0.0,
         other_ms=cost.overhead,
-        alpha=rates_of(observation),
+        alpha=accepted_rates(observation),
         k=k,
-        tree_nodes=drafted if tree else None,
+        reach_rates=reach_rates(observation),
+        tree_nodes=drafted if sized else None,
     )

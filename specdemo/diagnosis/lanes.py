@@ -37,7 +37,7 @@ def break_even(lane: Summary, speed: Estimate | None) -> float | None:
 
 def _predict_lane(plain: LaneTrace, lane: LaneTrace, speed: Estimate | None, times: str) -> dict[str, object]:
     numbers, outside = summarise(lane), bool(plain.remote or lane.remote)
-    sentence = _remote_sentence(speed, numbers, times) if outside and speed else explain(numbers, speed, times=times)
+    sentence = _remote_sentence(speed, numbers, times) if outside and speed else explain(numbers, speed, times)
     sentence += _server_times(plain) + _server_times(lane)
     if lane.remote and lane.remote.source:
         sentence += f" {lane.remote.source}."
@@ -46,33 +46,35 @@ def _predict_lane(plain: LaneTrace, lane: LaneTrace, speed: Estimate | None, tim
     with suppress(ArithmeticError, ValueError):  # a stored trace may contain any times
         k = requested_k if isinstance(requested_k, int) else 0
         advice = None if outside or speed is None else DraftLengthAdvice.of(plain.events, lane.events, k)
-        if advice is not None:
-            costs, best = advice.costs, advice.best
-            sentence = explain(numbers, speed, advice, times)
+        if advice is not None and speed is not None and numbers["drafted"]:
+            found = diagnose(_observation(numbers, speed, lane.method, max(k, advice.costs.k)), advice)
+            sentence = verdict(found, times, _opening(speed, times))
+            costs, best = advice.costs, found.best_k or 0
             speedups = round(costs.speedup(costs.k), 4), round(costs.speedup(best), 4)
             predicted = {"predicted_speedup": speedups[0], "best_k": best, "best_speedup": speedups[1]}
     return {"lane": lane.name, **predicted, "sentence": sentence}
 
 
-def explain(lane: Summary, speed: Estimate | None, advice: DraftLengthAdvice | None = None, times: str = "x") -> str:
-    """Explain a lane's speed-up in one sentence, from its summary (core.tally.summarise). With advice, also name the
-    bottleneck and a faster draft length."""
+def explain(lane: Summary, speed: Estimate | None, times: str = "x") -> str:
+    """Explain a lane's speed-up in one sentence, from its summary (core.tally.summarise)."""
     if speed is None or not lane["steps"]:
         return "Too few tokens for an explanation."
     cost = round(lane["tokens_per_step"] / speed.value, 2)
-    opening = f"{speed.label.capitalize()} ({speed.format(times)})"
-    if advice is not None and lane["drafted"]:
-        return verdict(diagnose(_observation(lane, speed, advice), advice), times, opening)
     sentence = (
-        f"{opening}: a step takes as long as plain decoding of {cost:.2f} tokens and yields "
+        f"{_opening(speed, times)}: a step takes as long as plain decoding of {cost:.2f} tokens and yields "
         f"{lane['tokens_per_step']:.2f} tokens"
     )
     return f"{sentence}; {_accepted(lane, speed) or 'nothing was drafted'}."
 
 
-def _observation(lane: Summary, speed: Estimate, advice: DraftLengthAdvice) -> Observation:
+def _opening(speed: Estimate, times: str) -> str:
+    return f"{speed.label.capitalize()} ({speed.format(times)})"
+
+
+def _observation(lane: Summary, speed: Estimate, method: str, k: int) -> Observation:
     return Observation(
-        k=advice.costs.k,
+        method=method,
+        k=k,
         accepted_length=lane["tokens_per_step"],
         acceptance_rate=lane["acceptance_rate"],
         drafted_per_step=lane["drafted"] / lane["steps"],
@@ -90,7 +92,7 @@ def _accepted(lane: Summary, speed: Estimate) -> str:
 def _remote_sentence(speed: Estimate, lane: Summary, times: str) -> str:
     """Return the sentence for a lane on a server, whose time cannot be split."""
     length = lane["tokens_per_step"]
-    opening = f"{speed.label.capitalize()} ({speed.format(times)}): whole requests, timed by the client"
+    opening = f"{_opening(speed, times)}: whole requests, timed by the client"
     yielded = "" if length is None else f"mean accepted length {length:.2f}"
     return "; ".join(filter(None, [opening, _accepted(lane, speed), yielded])) + "."
 

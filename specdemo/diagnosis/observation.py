@@ -9,6 +9,7 @@ from math import ceil, isfinite
 from typing import Any, Self
 
 from specdemo.core.estimate import Estimate
+from specdemo.methods.drafting_cost import DraftingCost, NoPasses
 from specdemo.presets.drafters import all_published, base_name
 
 LARGEST = 1e9  # of any number; rates and tokens/s are far below
@@ -27,6 +28,7 @@ NUMBERS = {  # what a missing value is called
     "thinking": "thinking mode",
 }
 WITH_SPECULATION = "speed with speculation"
+COMBINED = " and "  # between the methods of a run that drafts with several
 WORDS = {  # part of an engine's name of a method -> method; the first match counts
     "draft_model": ("draft_model", "draft-simple", "standalone", "draft model"),
     "dflash": ("dflash", "dspark", "domino"),
@@ -46,9 +48,11 @@ class Observation:
     engine: a name in `specdemo.servers.engines`. method: in words of the engine or of specdemo. k: draft length, or
     depth of the tree. accepted_length: mean accepted length, tokens output per target pass including the correction or
     bonus token. acceptance_rate: accepted / drafted tokens. by_position: share of the steps that accepted the draft
-    tokens up to each position (unconditional). drafted_per_step: mean number of draft tokens; below k if drafts end
-    early, above it for trees. draft_cost: time to draft one token; verify_cost: time of the verification pass;
-    overhead: rest of a step; all in units of a plain decoding step. draft_token_ms: time to draft one token.
+    tokens up to each position (unconditional). drafted_per_step: mean number of draft tokens over all steps; below k if
+    drafts end early or some steps have none, above it for trees. drafting_share: share of the steps with a draft; None:
+    unknown, all are taken to have one. threshold: confidence below which a draft ends. draft_cost: time to draft one
+    token; verify_cost: time of the verification pass; overhead: rest of a step; all in units of a plain decoding step.
+    draft_token_ms: time to draft one token.
     tokens_per_s and plain_tokens_per_s: with and without speculation, both over the same number of requests at a time.
     batch_size: mean number of requests per step. thinking: mode of the requests; trained_thinking: of the drafter's
     training answers. moe: the target is a mixture of experts. random_prompts: the prompts are random tokens.
@@ -67,6 +71,8 @@ class Observation:
     acceptance_rate: float | None = None
     by_position: tuple[float, ...] = ()
     drafted_per_step: float | None = None
+    drafting_share: float | None = None
+    threshold: float | None = None
     steps: int | None = None
     draft_cost: float | None = None
     draft_token_ms: float | None = None
@@ -90,7 +96,8 @@ class Observation:
         for name in ("tokens_per_s", "plain_tokens_per_s"):
             if getattr(self, name) == 0.0:
                 raise ValueError(f"{name} must be more than 0")
-        rates = [*self.by_position, *([] if self.acceptance_rate is None else [self.acceptance_rate])]
+        shares = (self.acceptance_rate, self.drafting_share, self.threshold)
+        rates = [*self.by_position, *(share for share in shares if share is not None)]
         if not all(isfinite(rate) and 0.0 <= rate <= 1.0 + TOLERANCE for rate in rates):
             raise ValueError("acceptance rates must be from 0 to 1")
         if (self.k or 0) > LONGEST or len(self.by_position) > LONGEST:
@@ -100,6 +107,26 @@ class Observation:
     def kind(self) -> str:
         """Return specdemo's name for the method; an unknown name as it is."""
         return method_of(self.method) or self.method
+
+    @property
+    def looks_up(self) -> bool:
+        """Return whether the method drafts without a model, from earlier text."""
+        return issubclass(DraftingCost.declared.get(self.kind, DraftingCost), NoPasses)
+
+    @property
+    def combined(self) -> bool:
+        """Return whether several methods draft, each with a draft length of its own."""
+        return COMBINED in self.method
+
+    @property
+    def per_draft(self) -> float:
+        """Return the mean number of tokens of a draft, of a completed observation."""
+        return (self.drafted_per_step or self.k or 1.0) / (self.drafting_share or 1.0)
+
+    @property
+    def draft_tokens(self) -> float | None:
+        """Return the number of draft tokens of the run, None if it is unknown."""
+        return self.steps * self.drafted_per_step if self.steps and self.drafted_per_step else None
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -129,17 +156,17 @@ def method_of(name: str) -> str:
 def complete(given: Observation) -> Observation:
     """Return the observation with the values that follow from others. Raises ValueError, one line, if they contradict
     each other."""
-    k = given.k or len(given.by_position) or None
+    k, share = given.k or len(given.by_position) or None, given.drafting_share or 1.0
     length = given.accepted_length
     if length is None and given.by_position:
         length = 1.0 + sum(given.by_position)
     drafted, rate = given.drafted_per_step, given.acceptance_rate
     if length is None and rate is not None and (drafted or k):
-        length = 1.0 + rate * (drafted or k or 0.0)
+        length = 1.0 + rate * (drafted or share * (k or 0))
     if drafted is None:
-        drafted = (length - 1.0) / rate if length is not None and rate else k and float(k)
+        drafted = (length - 1.0) / rate if length is not None and rate else k and share * k
     if k is None and drafted and length is not None:
-        k = max(round(drafted), ceil(length - 1.0 - TOLERANCE), 1)
+        k = max(round(drafted / share), ceil((length - 1.0) / share - TOLERANCE), 1)
     if length is not None:
         _check_length(length, k)
         drafted = drafted and max(drafted, length - 1.0)

@@ -50,7 +50,7 @@ def _conclude(watch: Watch, console: Console, as_json: bool) -> None:
     if as_json:
         print(json_text({"server": watch.server, "diagnosis": found and found.as_dict()}))
         return
-    lines = [watch.sentence(), *(found.recommendations if found else ())]
+    lines = [watch.sentence(), *((*found.limits(), *found.recommendations) if found else ())]
     console.print("\n".join(lines), soft_wrap=True)
 
 

@@ -41,7 +41,8 @@ class Reading:
 class Watch:
     """Readings of one server and what they show.
 
-    server: address. plain_tokens_per_s: of the same server and load without speculation, None if unknown. rows: one per
+    server: address. plain_tokens_per_s: of the same server and load without speculation, None if unknown. k: draft
+    length, None if unknown; vLLM's and llama.cpp's metrics give it. rows: one per
     pair of readings, the last LONGEST: time in s since the first reading, tokens/s, running (requests at a time),
     accepted (rate), tokens/pass and `accepted at N` (share of the steps that accepted the draft tokens up to N). A
     value is None if the engine does not report it, or if nothing was generated in between.
@@ -49,6 +50,7 @@ class Watch:
 
     server: str
     plain_tokens_per_s: float | None = None
+    k: int | None = None
     rows: deque[Row] = field(default_factory=lambda: deque(maxlen=LONGEST))
     engine: ReportingEngine | None = None
     _first: Reading | None = None
@@ -93,14 +95,17 @@ class Watch:
         stats = stats_between(self._first.text, self._last.text)
         length, steps = _count(stats, "tokens_per_step"), _count(stats, "steps")
         drafted = _count(stats, "drafted")
-        places = stats.accept_by_position
+        share = stats.drafting_steps / steps if stats.drafting_steps and steps else None
+        places = [None if one is None else float(one) * (share or 1.0) for one in stats.accept_by_position]
         return Observation(
             engine=self.engine.name,
             source=f"metrics of {self.server}",
             accepted_length=length,
             acceptance_rate=_count(stats, "acceptance_rate"),
-            by_position=() if None in places else tuple(float(share) for share in places if share is not None),
+            k=self.k,
+            by_position=() if None in places else tuple(one for one in places if one is not None),
             drafted_per_step=drafted / steps if drafted and steps else None,
+            drafting_share=share,
             steps=int(steps) if steps else None,
             batch_size=fmean(self._running) if self._running else None,
             tokens_per_s=self._tokens / self._busy_s if self._busy_s else None,

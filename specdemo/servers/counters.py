@@ -7,7 +7,7 @@ invalid, negative, implausibly large or inconsistent. servers/engines/ has the n
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import isnan, nan
 from statistics import fmean
 from typing import Annotated, TypeVar
@@ -23,6 +23,7 @@ _NAME = re.compile(r"[a-zA-Z_:][\w:]*")
 _POSITION = re.compile(r'[{,]\s*position="(\d{1,4})"')
 _DRAFTS = ("drafts", "draft_tokens", "accepted_tokens")
 _PER_POSITION = "accepted_tokens_per_pos"
+FIRST_TOKENS = 0.05  # largest share of output tokens that are the first of a request: answers have 20 tokens or more
 
 
 def _none_if_invalid(value: object, check: ValidatorFunctionWrapHandler) -> object:
@@ -47,8 +48,9 @@ Samples = dict[tuple[str, int | None], list[float]]  # (name without _total, pos
 class ServerStats:
     """Numbers of `core.trace.Remote`, and what they are; all empty when nothing is known.
 
-    drafts: of one answer, None if the server reports only totals. running: the totals cover the answer up to this
-    chunk, so that their increases give the drafts.
+    drafts: of one answer, None if the server reports only totals. drafting_steps: steps with a draft, which are all
+    that engines count, None if unknown. running: the totals cover the answer up to this chunk, so that their increases
+    give the drafts.
     """
 
     counters: dict[Counter, _Value] = field(default_factory=dict)
@@ -58,7 +60,33 @@ class ServerStats:
     times: dict[Span, Annotated[float, _BOUNDS]] = field(default_factory=dict)
     accept_histogram: list[int] = field(default_factory=list)
     drafts: Drafts | None = None
+    drafting_steps: int | None = None
     running: bool = False
+
+    def over_all_passes(self, tokens: float | None) -> "ServerStats":
+        """Return the statistics over all target passes. tokens: output tokens after the first of each request, None if
+        unknown. `accept_by_position` stays a share of the steps with a draft."""
+        accepted = self.counters.get("accepted")
+        if tokens is None or accepted is None:
+            return self
+        passes = all_passes(tokens, accepted, self.drafting_steps or 0)
+        if not passes:
+            return self
+        bars = [*self.accept_histogram]
+        if bars and self.drafting_steps is not None:
+            bars[0] += passes - self.drafting_steps
+        counters = self.counters | {"steps": passes, "tokens_per_step": round(1 + accepted / passes, 4)}
+        source = self.source.partition(";")[0] + "; 1 + accepted tokens / passes, with those that had no draft"
+        return replace(self, counters=counters, accept_histogram=bars, source=source)
+
+
+def all_passes(tokens: float, accepted: float, drafting_steps: float) -> int:
+    """Return the target passes that output so many tokens: the accepted ones and one of its own per pass.
+
+    tokens: after the first of each request, which comes from the prefill. drafting_steps: passes with a draft, a lower
+    bound, because the last pass of a request may be cut off.
+    """
+    return round(max(tokens - accepted, drafting_steps))
 
 
 def parse(text: str, names: Set[str]) -> Samples:
@@ -97,14 +125,20 @@ def draft_names(prefix: str) -> frozenset[str]:
     return frozenset(prefix + name for name in (*_DRAFTS, _PER_POSITION))
 
 
-def draft_counters(old: Samples, new: Samples, prefix: str, title: str) -> ServerStats | None:
-    """Return the statistics of counters with vLLM's suffixes, None if nothing was drafted. title: of the engine."""
+def draft_counters(
+    old: Samples, new: Samples, prefix: str, title: str, generated: str = "", requests: str = ""
+) -> ServerStats | None:
+    """Return the statistics of counters with vLLM's suffixes, None if nothing was drafted.
+
+    title: of the engine. generated, requests: names of the counters of output tokens and of the requests that output
+    one; empty if the engine has none.
+    """
     drafts, drafted, accepted = (delta(old, new, prefix + name) for name in _DRAFTS)
     if not drafts or not drafted or accepted is None or accepted > drafted:
         return None
     positions = sorted(p for name, p in new if name == prefix + _PER_POSITION and p is not None)
     accepted_at = [delta(old, new, prefix + _PER_POSITION, p) for p in positions[:MAX_DEPTH]]
-    return ServerStats(
+    stats = ServerStats(
         {
             "steps": int(drafts),
             "drafted": int(drafted),
@@ -113,9 +147,19 @@ def draft_counters(old: Samples, new: Samples, prefix: str, title: str) -> Serve
             "tokens_per_step": round(1 + accepted / drafts, 4),
         },
         [None if n is None or n > drafts else round(n / drafts, 4) for n in accepted_at],
-        f"{title}'s counters over the run: accepted / drafted tokens; 1 + accepted tokens / drafts; "
-        "requests of other users are included",
-    )
+        f"{title}'s counters over the run: accepted / drafted tokens; 1 + accepted tokens / drafts",
+        drafting_steps=int(drafts),
+    ).over_all_passes(_tokens_after_first(old, new, generated, requests, int(drafts + accepted)))
+    return replace(stats, source=f"{stats.source}; requests of other users are included")
+
+
+def _tokens_after_first(old: Samples, new: Samples, generated: str, requests: str, of_drafts: int) -> float | None:
+    """Return the output tokens without the first of each request, None if they are unknown. of_drafts: tokens output by
+    steps with a draft; if the requests are not counted, a few more tokens are their first ones."""
+    tokens, first = delta(old, new, generated), delta(old, new, requests)
+    if tokens is None or (first is None and tokens <= of_drafts * (1.0 + FIRST_TOKENS)):
+        return None
+    return max(tokens - (first or 0.0), 0.0)
 
 
 def reported(model: type[ModelT], chunk: Mapping[str, object], *keys: str) -> ModelT | None:
@@ -159,7 +203,9 @@ def answer_stats(
     ):
         drafts = None
     positions = [round(sum(bars[i:]) / steps, 4) for i in range(1, len(bars))] if steps else []
-    return ServerStats(counters, list[Number](positions), source, accept_histogram=bars, drafts=drafts)
+    return ServerStats(
+        counters, list[Number](positions), source, accept_histogram=bars, drafts=drafts, drafting_steps=steps
+    )
 
 
 def gauge(samples: Samples, name: str) -> float | None:

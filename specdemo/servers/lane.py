@@ -160,7 +160,10 @@ class RemoteLane:
             raise RuntimeError(_reason(error, host(self.server), key, parser.pieces)) from None
         finally:
             self._update(tokens=parser.reported_tokens, counted=parser.all_counted)
-        stats = counted if _alone(counted, parser) else parser.drafted or counted
+        alone = _alone(counted, parser)
+        stats = counted if alone else parser.drafted or counted
+        if stats is parser.drafted or alone:
+            stats = stats.over_all_passes(parser.tokens_after_first)
         self._update(counters=stats.counters, accept_by_position=stats.accept_by_position, source=stats.source)
         self._update(accept_histogram=stats.accept_histogram, times=parser.times or counted.times)
         self._spans, self._finish, self.next_tokens = parser.spans(), parser.finish, parser.next_tokens

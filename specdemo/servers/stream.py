@@ -188,6 +188,12 @@ class StreamParser:
             self._totals += [(drafted, accepted)] * tokens
 
     @property
+    def tokens_after_first(self) -> int | None:
+        """Return the output tokens without the first, which comes from the prefill; None if they are not counted."""
+        tokens = self.tokens if self.counted else self.reported_tokens
+        return max(tokens - 1, 0) if tokens else None
+
+    @property
     def all_counted(self) -> bool:
         """Return whether every piece is known to be a number of tokens."""
         return self.counted or self.reported_tokens == self.pieces

@@ -73,13 +73,13 @@ CASES = {
         "verification",
     ),
     "vLLM, good draft": (vllm("good"), None),
-    "vLLM, bad draft": (vllm("bad"), "acceptance"),
+    "vLLM, bad draft": (vllm("bad"), "broken drafter"),
     "vLLM, slow draft": (vllm("slow"), "drafting"),
     "vLLM, k = 12": (vllm("long"), "draft length"),
     "vLLM, batch 16": (vllm("batch16"), "batch size"),
     "vLLM, random prompts": (vllm("random", "txt"), "random prompts"),
     "recorded, good draft": (recorded("good"), None),
-    "recorded, bad draft": (recorded("bad"), "acceptance"),
+    "recorded, bad draft": (recorded("bad"), "broken drafter"),
     "recorded, k = 32": (recorded("long"), "draft length"),
     "recorded, target as its own draft": (recorded("self"), "drafting"),
 }  # fmt: skip
@@ -139,7 +139,7 @@ def test_the_recommended_draft_length_is_the_best_measured_one():
 
 def test_drafting_time_in_a_log_settles_what_is_slow():
     """The same run with the drafting time of a log at a higher level."""
-    own = replace(CASES["recorded, target as its own draft"][0], draft_token_ms=1000.0 / 222.8)
+    own = replace(CASES["recorded, target as its own draft"][0], draft_token_ms=1000.0 / 219.22)
     found = diagnose(own)
     assert "drafting" in {cause.name for cause in found.causes[:2]} and found.costs.draft == pytest.approx(
         1.0, rel=0.01

@@ -175,7 +175,10 @@ def test_an_output_of_plain_decoding_is_a_baseline():
         in diagnose(Observation(accepted_length=1.0)).sentence
     )
     unknown = diagnose(Observation(accepted_length=2.0)).sentence
-    assert unknown == "No diagnosis: draft length k unknown; give it too, or read another output of the engine."
+    assert unknown == (
+        "No diagnosis: draft length k unknown; the mean accepted length of 2.00 needs a k of at least 1; give it too, "
+        "or read another output of the engine."
+    )
 
 
 @pytest.mark.parametrize("length", [1.0, 1.3, 2.0, 4.0])

@@ -103,7 +103,8 @@ def test_the_command_prints_a_line_per_reading_and_the_diagnosis(monkeypatch, ca
         assert main(["watch", server.address, "--every", "0.2", "--readings", "2", "--without", "500"]) == 0
     first, *rest = capsys.readouterr().out.splitlines()
     assert "acceptance rate: 50 %, mean accepted length: 2.00, accepted at 1: 67 %, accepted at 2: 33 %" in first
-    assert rest and all(not line.startswith("Reading") for line in rest)
+    assert rest[0].startswith("Slower (") and "likely main cause: " in rest[0]
+    assert rest[1] == "Causes, by the speed-up without each:" and rest[2].startswith("1. ")
 
 
 def test_the_command_prints_json(monkeypatch, capsys):

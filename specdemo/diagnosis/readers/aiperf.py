@@ -20,25 +20,31 @@ class AIPerf(OutputReader):
             if not isinstance(record, Mapping) or not {"metadata", "metrics"} <= record.keys():
                 continue
             found = True
-            speed = number(below(record, "metrics", "output_token_throughput_per_user", "value"))
-            totals.speeds.append(speed or 0.0)
+            tokens = _metric(record, "output_sequence_length")
+            after_first = max(tokens - 1.0, 0.0) if tokens else None
+            speed = _metric(record, "output_token_throughput_per_user")
+            totals.add_time(after_first or 1.0, 1000.0 / speed * (after_first or 1.0) if speed else None)
             drafts = record.get("spec_decode_acceptance")
             if isinstance(drafts, Mapping):
                 engine = text_of(drafts.get("engine")) or engine
                 k = max(k, count(drafts.get("num_spec_tokens")) or 0)
-                _add(totals, drafts)
+                _add(totals, drafts, after_first)
         if not found:
             return None
         return Observation(engine=engine, source=self.title, k=k or None, **totals.values())
 
 
-def _add(totals: OutputTotals, drafts: Mapping[object, object]) -> None:
+def _metric(record: Mapping[object, object], name: str) -> float | None:
+    return number(below(record, "metrics", name, "value"))
+
+
+def _add(totals: OutputTotals, drafts: Mapping[object, object], tokens: float | None) -> None:
     bars, drafted = drafts.get("acceptance_histogram"), number(drafts.get("num_draft_tokens")) or 0.0
     accepted, steps = number(drafts.get("num_accepted_draft_tokens")), number(drafts.get("num_spec_steps"))
     if isinstance(bars, Mapping):
-        totals.add_histogram([number(bars.get(str(n))) or 0.0 for n in range(_longest(bars) + 1)], drafted)
+        totals.add_histogram([number(bars.get(str(n))) or 0.0 for n in range(_longest(bars) + 1)], drafted, tokens)
     elif accepted is not None and steps:
-        totals.add(drafted, accepted, steps)
+        totals.add(drafted, accepted, steps, tokens=tokens)
 
 
 def _longest(bars: Mapping[object, object]) -> int:

@@ -26,14 +26,14 @@ class ServerAnswer(OutputReader):
             if stats is None or "accepted" not in stats.counters:
                 continue
             accepted, drafted = stats.counters["accepted"] or 0.0, stats.counters["drafted"] or 0.0
-            # a step yields its accepted tokens and one more; the first token comes from the prefill
-            steps = stats.counters.get("steps") or max((_tokens(data) or 0.0) - accepted - 1.0, 0.0)
+            steps, tokens = stats.counters.get("steps") or 0.0, _tokens(data)
+            after_first = max(tokens - 1.0, 0.0) if tokens else None
             totals = OutputTotals(speeds=[_speed(data) or 0.0], batches=[1.0])
             bars = stats.accept_histogram
             if bars:
-                totals.add_histogram(bars, drafted)
+                totals.add_histogram(bars, drafted, after_first)
             else:
-                totals.add(drafted, accepted, steps)
+                totals.add(drafted, accepted, steps, tokens=after_first)
             k = count(below(data, "metrics", "speculative_decoding", "num_spec_tokens"))
             return Observation(
                 engine=engine.name,

@@ -13,6 +13,7 @@ from typing import ClassVar, TypeVar
 from specdemo.core.json_limits import JsonLimits, check_json_limits
 from specdemo.core.safe_io import JsonObject
 from specdemo.diagnosis.observation import LONGEST, Observation
+from specdemo.servers.counters import all_passes
 
 LONGEST_LINE = 20_000  # characters of a log line that are read
 ValueT = TypeVar("ValueT", float, int)
@@ -64,31 +65,50 @@ class OutputReader(ABC):
 class OutputTotals:
     """Sums over the parts of an output, such as log lines or requests."""
 
-    steps: float = 0.0
+    steps: float = 0.0  # target passes, also without a draft
+    drafting_steps: float = 0.0  # those with a draft, if their number is known
     drafted: float = 0.0
     accepted: float = 0.0
     positions: list[float] = field(default_factory=list)  # steps that accepted at least so many draft tokens
-    speeds: list[float] = field(default_factory=list)
+    tokens: float = 0.0  # output in `seconds`
+    seconds: float = 0.0
+    speeds: list[float] = field(default_factory=list)  # of equal intervals
     batches: list[float] = field(default_factory=list)
 
-    def add(self, drafted: float, accepted: float, steps: float, positions: Sequence[float] = ()) -> None:
-        """Add a part. positions: shares of its steps."""
-        self.steps += steps
+    def add(
+        self,
+        drafted: float,
+        accepted: float,
+        drafting_steps: float,
+        positions: Sequence[float] = (),
+        tokens: float | None = None,
+    ) -> None:
+        """Add a part. positions: shares of its steps with a draft. tokens: output after the first of each request;
+        None: unknown, so that every step is taken to have had a draft."""
+        self.steps += drafting_steps if tokens is None else all_passes(tokens, accepted, drafting_steps)
+        self.drafting_steps += drafting_steps
         self.drafted += drafted
         self.accepted += accepted
         self.positions += [0.0] * (len(positions[:LONGEST]) - len(self.positions))
         for place, share in enumerate(positions[:LONGEST]):
-            self.positions[place] += share * steps
+            self.positions[place] += share * drafting_steps
 
-    def add_histogram(self, bars: Sequence[float], drafted: float) -> None:
-        """Add a part from the number of steps that accepted 0, 1, .. draft tokens."""
+    def add_histogram(self, bars: Sequence[float], drafted: float, tokens: float | None = None) -> None:
+        """Add a part from the number of steps with a draft that accepted 0, 1, .. draft tokens. tokens: as in `add`."""
         steps = sum(bars)
         shares = [sum(bars[place:]) / steps for place in range(1, len(bars[: LONGEST + 1]))] if steps else []
-        self.add(drafted, sum(n * count for n, count in enumerate(bars)), steps, shares)
+        self.add(drafted, sum(n * count for n, count in enumerate(bars)), steps, shares, tokens)
+
+    def add_time(self, tokens: float | None, ms: float | None) -> None:
+        """Add the time in which a request output these tokens."""
+        if tokens and ms:
+            self.tokens += tokens
+            self.seconds += ms / 1000.0
 
     def values(self) -> JsonObject:
         """Return the fields of an Observation that the sums give."""
-        values: JsonObject = {"tokens_per_s": mean(self.speeds), "batch_size": mean(self.batches)}
+        speed = self.tokens / self.seconds if self.seconds else mean(self.speeds)
+        values: JsonObject = {"tokens_per_s": speed, "batch_size": mean(self.batches)}
         if self.drafted:
             values["acceptance_rate"] = self.accepted / self.drafted
         if self.steps:
@@ -96,6 +116,7 @@ class OutputTotals:
                 "steps": round(self.steps),
                 "accepted_length": 1.0 + self.accepted / self.steps,
                 "drafted_per_step": self.drafted / self.steps if self.drafted else None,
+                "drafting_share": self.drafting_steps / self.steps if self.drafting_steps else None,
                 "by_position": tuple(count / self.steps for count in self.positions),
             }
         return values

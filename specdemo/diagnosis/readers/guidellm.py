@@ -34,16 +34,19 @@ class GuideLLM(OutputReader):
         concurrency = number(below(first, "metrics", "request_concurrency", "successful", "mean"))
         totals = OutputTotals(speeds=[1000.0 / latency] if latency else [], batches=[concurrency or 0.0])
         k = 0
-        for drafts in found_below(first.get("requests"), "speculative_decoding"):
+        for request in objects(below(first, "requests", "successful")):
+            drafts = next(found_below(request, "speculative_decoding"), {})
+            tokens = number(request.get("output_tokens"))
+            after_first = max(tokens - 1.0, 0.0) if tokens else None
             k = max(k, count(drafts.get("num_spec_tokens")) or 0)
             accepted, steps = number(drafts.get("num_accepted_draft_tokens")), number(drafts.get("num_spec_steps"))
             if accepted is not None and steps:
                 bars = drafts.get("acceptance_histogram")
                 drafted = number(drafts.get("num_draft_tokens")) or 0.0
                 if isinstance(bars, list):
-                    totals.add_histogram([number(bar) or 0.0 for bar in bars], drafted)
+                    totals.add_histogram([number(bar) or 0.0 for bar in bars], drafted, after_first)
                 else:
-                    totals.add(drafted, accepted, steps)
+                    totals.add(drafted, accepted, steps, tokens=after_first)
         prompts = str(below(data, "args", "data"))[:2000]
         return Observation(
             engine="vllm" if totals.steps else "",

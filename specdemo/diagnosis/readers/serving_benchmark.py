@@ -3,10 +3,10 @@
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from specdemo.diagnosis.observation import Observation
-from specdemo.diagnosis.readers.base import Output, OutputReader, count, find_number, number, text_of
+from specdemo.diagnosis.readers.base import Output, OutputReader, OutputTotals, find_number, number, text_of
 
 TABLE = "Serving Benchmark Result"
 RANDOM = re.compile(r"--dataset-name[ =]random\b|dataset_name='random")
@@ -27,24 +27,27 @@ class BenchServe(OutputReader):
             return None
         if data.get("completed") == 0:
             raise ValueError("no request of this benchmark succeeded; check the server's log and measure again")
-        tpot, throughput = number(data["mean_tpot_ms"]), number(data["output_throughput"])
-        steps, drafted = count(data.get("spec_decode_num_drafts")), count(data.get("spec_decode_draft_tokens"))
         shares = data.get("spec_decode_per_position_acceptance_rates")
         known = [number(share) or 0.0 for share in shares] if isinstance(shares, list) else []
-        accepted = count(data.get("spec_decode_accepted_tokens"))
+        totals = _totals(
+            tpot=number(data["mean_tpot_ms"]),
+            throughput=number(data["output_throughput"]),
+            limit=number(data.get("max_concurrency")),
+            drafts=[
+                number(data.get(f"spec_decode_{name}")) for name in ("num_drafts", "draft_tokens", "accepted_tokens")
+            ],
+            shares=known,
+            tokens=number(data.get("total_output_tokens")),
+            requests=number(data.get("completed")),
+        )
+        _add_gaps(totals, data)
         dataset = text_of(data.get("dataset_name")) or text_of(data.get("dataset"))
         return Observation(
             engine="vllm",
             source=self.title,
             target=text_of(data.get("model_id")),
             k=len(known) or None,
-            accepted_length=number(data.get("spec_decode_acceptance_length")),
-            acceptance_rate=accepted / drafted if accepted is not None and drafted else None,
-            by_position=tuple(known),
-            drafted_per_step=drafted / steps if steps and drafted else None,
-            steps=steps,
-            tokens_per_s=1000.0 / tpot if tpot else throughput,
-            batch_size=_in_flight(throughput, tpot, number(data.get("max_concurrency"))),
+            **{"accepted_length": number(data.get("spec_decode_acceptance_length")), **totals.values()},
             random_prompts=dataset.startswith("random") if dataset else None,
         )
 
@@ -59,23 +62,51 @@ class ServingTable(OutputReader):
             return None
         text = output.text
         head, table = text.split(TABLE, 1)
-        tpot, throughput = find_number("Mean TPOT (ms):", table), find_number("Output token throughput (tok/s):", table)
-        shares = [float(share) / 100.0 for _, share in POSITION.findall(table)]
-        steps, drafted = find_number("Drafts:", table), find_number("Draft tokens:", table)
-        accepted = find_number("Accepted tokens:", table)
+        length = find_number("Acceptance length:", table) or find_number("Accept length:", table)
+        totals = _totals(
+            tpot=find_number("Mean TPOT (ms):", table),
+            throughput=find_number("Output token throughput (tok/s):", table),
+            limit=find_number("Maximum request concurrency:", table),
+            drafts=[find_number(f"{name}:", table) for name in ("Drafts", "Draft tokens", "Accepted tokens")],
+            shares=[float(share) / 100.0 for _, share in POSITION.findall(table)],
+            tokens=find_number("Total generated tokens:", table),
+            requests=find_number("Successful requests:", table),
+        )
         return Observation(
             engine="sglang" if "sglang" in text.lower() else "vllm",
             source=self.title,
-            accepted_length=find_number("Acceptance length:", table) or find_number("Accept length:", table),
-            acceptance_rate=accepted / drafted if accepted is not None and drafted else None,
-            by_position=tuple(shares),
-            drafted_per_step=drafted / steps if steps and drafted else None,
-            steps=round(steps) if steps else None,
-            tokens_per_s=1000.0 / tpot if tpot else throughput,
-            batch_size=_in_flight(throughput, tpot, find_number("Maximum request concurrency:", table)),
+            **{"accepted_length": length, **totals.values()},
             random_prompts=True if RANDOM.search(head) else None,
             k=_k(head),
         )
+
+
+def _totals(
+    tpot: float | None,
+    throughput: float | None,
+    limit: float | None,
+    drafts: Sequence[float | None],
+    shares: Sequence[float],
+    tokens: float | None,
+    requests: float | None,
+) -> OutputTotals:
+    """Return the sums of a benchmark. drafts: steps with a draft, draft tokens and accepted ones. limit: of requests at
+    a time."""
+    speed = 1000.0 / tpot if tpot else throughput
+    totals = OutputTotals(speeds=[speed or 0.0], batches=[_in_flight(throughput, tpot, limit) or 0.0])
+    steps, drafted, accepted = drafts
+    if steps and drafted and accepted is not None:
+        totals.add(drafted, accepted, steps, shares, tokens - requests if tokens and requests else None)
+    return totals
+
+
+def _add_gaps(totals: OutputTotals, data: Mapping[object, object]) -> None:
+    """Add the tokens and times of all requests, which --save-detailed stores."""
+    lengths, gaps = data.get("output_lens"), data.get("itls")
+    if isinstance(lengths, list) and isinstance(gaps, list):
+        for length, times in zip(lengths, gaps, strict=False):
+            seconds = sum(number(time) or 0.0 for time in times) if isinstance(times, list) else 0.0
+            totals.add_time((number(length) or 1.0) - 1.0, 1000.0 * seconds)
 
 
 def _k(command: str) -> int | None:

@@ -33,7 +33,7 @@ from specdemo.servers.engines.base import (
     name_contains,
 )
 
-DRAFTS = "llamacpp:spec_decode_num_"
+DRAFTS, GENERATED = "llamacpp:spec_decode_num_", "llamacpp:tokens_predicted"
 NGRAM = 3  # preferred length of an n-gram, in tokens
 TYPE, LENGTH = "--spec-type", "--spec-draft-n-max"
 KIND = re.compile(r"\b(?:draft|ngram)(?:-[a-z0-9]+)+\b")
@@ -98,9 +98,9 @@ class LlamaServer(ServingEngine):
         "dflash": _dflash,
         "ngram": _ngram,
     }
-    metrics = draft_names(DRAFTS)
+    metrics = draft_names(DRAFTS) | {GENERATED}
     request: ClassVar = {"timings_per_token": True}
-    generated, running = "llamacpp:tokens_predicted", "llamacpp:requests_processing"
+    generated, running = GENERATED, "llamacpp:requests_processing"
 
     def start(self, config: ServerConfig) -> Flags:
         source = _source(config.target, "-m", "-hf")
@@ -114,7 +114,7 @@ class LlamaServer(ServingEngine):
         return _probe(path)
 
     def statistics(self, old: Samples, new: Samples) -> ServerStats | None:
-        return draft_counters(old, new, DRAFTS, "llama.cpp")
+        return draft_counters(old, new, DRAFTS, "llama.cpp", GENERATED)
 
     def acceptance(self, chunk: Mapping[str, object]) -> ServerStats | None:
         timings = reported(_Timings, chunk, "timings")

@@ -42,9 +42,9 @@ class TensorRTLLM(ReportingEngine):
     name = "tensorrt-llm"
     title = "TensorRT-LLM"
     drafted, accepted = (f"trtllm_spec_decode_num_{what}_tokens" for what in ("draft", "accepted"))
-    metrics = frozenset({drafted, accepted})
-    metrics_path = "/prometheus/metrics"
     generated, running = "trtllm_generation_tokens", "trtllm_num_requests_running"
+    metrics = frozenset({drafted, accepted, generated})
+    metrics_path = "/prometheus/metrics"
 
     def draft_length_setting(self, k: int, method: str = "", drafter: str = "") -> str:
         return f"max_draft_len: {k} in speculative_config" if k else "omit speculative_config"
@@ -53,9 +53,10 @@ class TensorRTLLM(ReportingEngine):
         drafted, accepted = delta(old, new, self.drafted), delta(old, new, self.accepted)
         if not drafted or accepted is None:
             return None
-        source = f"{self.title}'s counters: accepted / drafted tokens over the run; other users' requests are included"
+        source = f"{self.title}'s counters over the run: accepted / drafted tokens"
         stats = answer_stats(self.title, int(drafted), int(accepted))
-        return stats and replace(stats, source=source)
+        stats = stats and replace(stats, source=source).over_all_passes(delta(old, new, self.generated))
+        return stats and replace(stats, source=f"{stats.source}; requests of other users are included")
 
 
 class RapidMLX(ReportingEngine):

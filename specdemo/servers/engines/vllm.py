@@ -60,6 +60,7 @@ TIMES: dict[Span, str] = {
     "ttft_ms": "vllm:time_to_first_token_seconds",
     "decode_ms": "vllm:request_decode_time_seconds",
 }
+PARTS = ("sum", "count")
 
 
 def speculative_config(**values: object) -> Flags:
@@ -148,8 +149,8 @@ class VLLM(ServingEngine):
     quantization: ClassVar = {"4bit": ["--quantization", "bitsandbytes"]}
     # a small KV cache is enough, because a lane sends one request at a time
     environment: ClassVar = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", **ServingEngine.environment}
-    metrics = draft_names(DRAFTS) | {f"{name}_{part}" for name in TIMES.values() for part in ("sum", "count")}
     generated, running = "vllm:generation_tokens", "vllm:num_requests_running"
+    metrics = draft_names(DRAFTS) | {generated, *(f"{name}_{part}" for name in TIMES.values() for part in PARTS)}
 
     def probe(self, path: str) -> Installed | None:
         """Query the Python in the program's folder; None if it does not answer."""
@@ -194,7 +195,9 @@ class VLLM(ServingEngine):
         return shlex.join(speculative_config(**named, num_speculative_tokens=k))
 
     def statistics(self, old: Samples, new: Samples) -> ServerStats | None:
-        stats, times = draft_counters(old, new, DRAFTS, self.title), _times(old, new)
+        requests = f"{TIMES['ttft_ms']}_count"
+        stats = draft_counters(old, new, DRAFTS, self.title, self.generated, requests)
+        times = _times(old, new)
         return replace(stats or ServerStats(), times=times) if stats or times else None
 
     def acceptance(self, chunk: Mapping[str, object]) -> ServerStats | None:
