@@ -520,7 +520,8 @@ def verdict(found: Diagnosis, times: str = "x", opening: str = "") -> str:
         parts.append("no extra cost over plain decoding")
     if found.cause is not None and (not found.healthy or found.cause.name != "draft length"):
         certain = found.measured or found.cause.name in (*FAULTS, *COUNTED)
-        parts.append(f"{'main' if certain else 'likely main'} cause: {found.cause.title}")
+        name = "fault" if found.healthy else "main cause" if certain else "likely main cause"
+        parts.append(f"{name}: {found.cause.title}")
     elif found.step_cost > 1.0:
         parts.append(f"bottleneck: {limits[0]}" if limits else "no single bottleneck")
     return "; ".join([*parts, _advice_clause(found, times)]) + "."
