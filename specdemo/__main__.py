@@ -482,13 +482,14 @@ def train(
     ] = None,
 ) -> None:
     """Train a speculation head. The same command continues an interrupted run."""
-    from specdemo.methods.recipes import HEAD_RECIPES, train_head_recipe
+    from specdemo.methods.recipes import HEAD_RECIPES, race_command, train_head_recipe
     from specdemo.training.losses import Objective
 
     objective = Objective(loss, weights)
     if recipe in HEAD_RECIPES:
         of, data = target or "stories", (corpus, cache)
-        print(train_head_recipe(recipe, out, minutes, of, *data, device, quantization, force, objective, start))
+        trained = train_head_recipe(recipe, out, minutes, of, *data, device, quantization, force, objective, start)
+        print(f"{trained}\n{race_command(recipe, of, trained)}")
         return
     if objective != Objective():
         raise ValueError(f"--loss and --weights are for heads; {suggest(recipe, HEAD_RECIPES)}")

@@ -26,7 +26,7 @@ def differing(name: str, **options: object) -> list[str]:
 if __name__ == "__main__":
     wrong = {name: differing(name, temperature=0.0) for name in load_presets() if name.startswith("embedded")}
     assert len(wrong) > 20 and not any(wrong.values()), wrong
-    assert main(["train", "medusa", "--minutes", "0.3", "--out", "head"]) == 0
+    assert main(["train", "medusa", "--minutes", "2", "--out", "head"]) == 0
     assert main(["run", "embedded-medusa", "--model", "head", "--max-new-tokens", "8"]) == 0
     peers = ["bench", "peers", "--pair", "embedded", "--repeats", "1", "--new-tokens", "8"]
     subprocess.run([sys.executable, "-m", "specdemo", *peers], cwd=Path(__file__).parents[1], check=True)

@@ -20,7 +20,7 @@ from specdemo.methods.heads.conventions import select_convention
 from specdemo.methods.heads.network import Network
 from specdemo.methods.heads.runtime import HeadRuntime
 from specdemo.methods.heads.sampler import TokenSampler
-from specdemo.models.checkpoints import Checkpoint, check_finite, open_checkpoint
+from specdemo.models.checkpoints import Checkpoint, check_finite, open_checkpoint, training_note
 from specdemo.models.packed import packed_bytes
 from specdemo.models.sources import LoadProgress, no_progress
 from specdemo.training.losses import Objective
@@ -113,7 +113,9 @@ class FrozenHead(Method, Generic[Net]):
     @classmethod
     def load(cls, source: str, target: Target, progress: LoadProgress | None = None) -> Net:
         """Load a head. Raises ValueError for other files and for a head of another target."""
-        return cls.load_trainable(source, target, progress).fuse()
+        head = cls.load_trainable(source, target, progress).fuse()
+        head.note = " ".join(filter(None, (head.note, training_note(source))))
+        return head
 
     @classmethod
     def load_trainable(cls, source: str, target: Target, progress: LoadProgress | None = None) -> Net:

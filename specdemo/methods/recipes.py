@@ -3,8 +3,12 @@
 A recipe names a method and the sizes of an untrained head. The training loop is training/heads.py.
 """
 
+import logging
+import shlex
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
+from math import ceil
 from pathlib import Path
 
 from specdemo.core.outputs import check_output_folder
@@ -17,11 +21,30 @@ from specdemo.methods.heads.network import Network
 from specdemo.methods.targets import load_target
 from specdemo.models.errors import checkpoint_errors
 from specdemo.models.machine import one_thread
-from specdemo.training.collect import Plan
+from specdemo.training.collect import Plan, is_complete
 from specdemo.training.corpus import check_corpus
-from specdemo.training.fit import TrainStep, check_minutes, make_folder, run_with_progress
-from specdemo.training.heads import START_RATES, TeacherSplit, build_dataset, iter_dataset, save_head, train_head
+from specdemo.training.fit import (
+    CACHE,
+    CHECKPOINT,
+    TrainStep,
+    check_minutes,
+    make_folder,
+    remove_intermediate,
+    run_with_progress,
+)
+from specdemo.training.heads import (
+    START_RATES,
+    TeacherSplit,
+    build_dataset,
+    iter_dataset,
+    max_batch_tokens,
+    save_head,
+    train_head,
+)
 from specdemo.training.losses import Objective
+from specdemo.training.shares import MIN_ROWS, Shares, TooShort, divide, measure_costs
+
+logger = logging.getLogger(__name__)
 
 ROWS_PER_MINUTE = 120  # a small head trains on this many rows several times per minute on one CPU core
 CONTEXT = 256  # tokens per row; on a CPU generating them takes longer than training on them
@@ -100,12 +123,22 @@ def train_head_recipe(
     drafter = trained_drafter(recipe.method, loaded, start) if start else untrained_drafter(recipe, loaded)
     drafter.objective = objective or drafter.objective
     facts = asdict(drafter.objective) | ({"start": Path(start).name} if start else {})
-    make_folder(out)
+    started, folder = time.monotonic(), cache or out / CACHE
     with one_thread(loaded.device):
-        dataset = build_dataset(loaded, cache or out / "cache", _plan(drafter, minutes), corpus)
-        steps = train_head(drafter, loaded, dataset, out, minutes, rates=START_RATES if start else 1.0)
-        history = run_with_progress(steps, minutes, name)
+        shares = share_minutes(name, drafter, loaded, minutes, folder, out, corpus)
+        make_folder(out)
+        if shares.steps:
+            logger.warning("%g minutes: %s", minutes, shares)
+        dataset = build_dataset(loaded, folder, shares.plan, corpus)
+        training = _left(shares, minutes, started)
+        rates, every = START_RATES if start else 1.0, shares.evaluate_every
+        steps = train_head(
+            drafter, loaded, dataset, out, training, shares.batch_tokens, rates=rates, evaluate_every=every
+        )
+        history = run_with_progress(steps, training, name)
         save_head(drafter, loaded, out, history, dataset, recipe=name, minutes=minutes, **facts)
+    if history.seconds >= 60.0 * training:
+        remove_intermediate(out)
     return out
 
 
@@ -118,8 +151,11 @@ def train_live(
     recipe, minutes = head_recipe(name), check_minutes(minutes)
     loaded = load_target(target, kernels="transformers")
     drafter = untrained_drafter(recipe, loaded)
+    started = time.monotonic()
     with one_thread(loaded.device):
-        collection = iter_dataset(loaded, out / "cache", _plan(drafter, minutes))
+        shares = share_minutes(name, drafter, loaded, minutes, out / CACHE, out)
+        yield {"note": f"{minutes:g} minutes: {shares}"}
+        collection = iter_dataset(loaded, out / CACHE, shares.plan)
         while True:
             try:
                 share = next(collection)
@@ -129,13 +165,15 @@ def train_live(
             yield {"note": f"{loaded.name} is generating training text: {share:.0%}"}
             if cancelled():
                 return
-        last = None
-        for last in train_head(drafter, loaded, dataset, out, minutes):
-            yield progress_event(last, minutes)
+        last, training = None, _left(shares, minutes, started)
+        tokens, every = shares.batch_tokens, shares.evaluate_every
+        for last in train_head(drafter, loaded, dataset, out, training, tokens, evaluate_every=every):
+            yield progress_event(last, training)
             if cancelled():
                 break
         if last is not None:
             save_head(drafter, loaded, out, last.history, dataset, recipe=name, minutes=minutes)
+            remove_intermediate(out)
             yield {"done": True, "folder": str(out)}
 
 
@@ -146,6 +184,42 @@ def progress_event(now: TrainStep, minutes: float) -> JsonObject:
     return event | {"loss": now.loss} | (now.evaluation or {})
 
 
-def _plan(drafter: Learner, minutes: float) -> Plan:
-    rows = min(6144, max(64, round(minutes * ROWS_PER_MINUTE)))
-    return Plan(text_rows=rows, sampled_rows=rows // 3, rows_per_shard=32, context=CONTEXT, taps=drafter.taps)
+def share_minutes(
+    name: str,
+    drafter: Learner,
+    target: Target,
+    minutes: float,
+    cache: Path,
+    out: Path,
+    corpus: Path | None = None,
+) -> Shares:
+    """Divide the minutes of a training by what its parts cost on this target and machine.
+
+    Raises ValueError with the needed time if the minutes are too few for a run that starts.
+    """
+    rows = min(6144, max(MIN_ROWS, round(minutes * ROWS_PER_MINUTE)))
+    context = min(CONTEXT, target.max_length)
+    plan = Plan(text_rows=rows, sampled_rows=rows // 3, rows_per_shard=32, context=context, taps=drafter.taps)
+    started = time.monotonic()
+    costs = measure_costs(drafter, target, plan)
+    left = 60.0 * minutes - (time.monotonic() - started)
+    try:
+        return divide(left, costs, plan, corpus is None, is_complete(cache), max_batch_tokens(target))
+    except TooShort as short:
+        if (out / CHECKPOINT).exists():  # a run that goes on
+            return Shares(plan, max(0.0, left))
+        needed = ceil((short.needed + 60.0 * minutes - left) / 30.0) / 2
+        raise ValueError(
+            f"{minutes:g} minutes are too few to train {name} on {target.name}: {short}; --minutes {needed:g} is enough"
+        ) from None
+
+
+def _left(shares: Shares, minutes: float, started: float) -> float:
+    """Return the minutes of training: those that remain now, without what saving takes."""
+    return max(shares.seconds / 4, 60.0 * minutes - (time.monotonic() - started) - shares.saving) / 60.0
+
+
+def race_command(name: str, target: str, folder: Path) -> str:
+    """Return the command that races a trained head against plain decoding."""
+    words = ["run", "embedded-draft", "--target", target, "--method", head_recipe(name).method, "--model", str(folder)]
+    return f"python -m specdemo {shlex.join(words)}"

@@ -4,6 +4,7 @@ Weights are safetensors. Families that publish nothing else (Medusa-1, MLPSpecul
 `.pt` or `.bin` with `torch.load(weights_only=True)`, which runs no code from the file.
 """
 
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from specdemo.core.atomic_io import atomic_folder, finite, json_text, write_text
-from specdemo.core.safe_io import TOO_LARGE, is_out_of_memory
+from specdemo.core.json_limits import FILE_LIMITS
+from specdemo.core.safe_io import TOO_LARGE, is_out_of_memory, read_limited
 from specdemo.core.shapes import Config
 from specdemo.models.sizes import headers
 from specdemo.models.sources import (
@@ -33,6 +35,7 @@ from specdemo.models.sources import (
 PICKLED = ("*.pt", "*.bin")
 SHARD = "9MB"
 MAX_NUMBER = 2048  # limit of the numbers in tensor names (layers, heads, experts)
+FEW_STEPS = 500  # of training; low acceptance may come from that
 MAX_TABLE = 1 << 24  # most integers in a table of a checkpoint opened without weights
 MASK_TOKEN = "mask_embedding.token"  # tensor name of the mask token's id
 SHARDS = "model*.safetensors*"  # names of the files that `write_checkpoint` writes
@@ -142,6 +145,21 @@ def write_checkpoint(folder: Path, config: Mapping[str, object], tensors: Mappin
     with atomic_folder(folder, SHARDS, "config.json") as staging:
         save_torch_state_dict(state, staging, max_shard_size=SHARD)
         write_text(staging / "config.json", json_text(finite(dict(config)), indent=2) + "\n")
+
+
+def training_note(source: str) -> str:
+    """Return a sentence about a head that `train` wrote and trained for FEW_STEPS at most; "" for any other."""
+    file = Path(source) / "provenance.json"
+    if not file.is_file():
+        return ""
+    try:
+        facts = json.loads(read_limited(file, FILE_LIMITS))
+        steps, seconds = int(facts["step"]), float(facts["seconds"])
+    except (KeyError, TypeError, ValueError):
+        return ""
+    if steps > FEW_STEPS:
+        return ""
+    return f"This head was trained for {steps} step{'s' * (steps != 1)} ({seconds:.0f} s)."
 
 
 def check_finite(name: str, tensors: Iterable[tuple[str, Tensor]]) -> None:

@@ -5,12 +5,13 @@ data it used is stored with the result.
 """
 
 import logging
+import shutil
 import time
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Executor
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
-from math import nan
+from math import isnan, nan
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ from specdemo.core.signals import defer_signals
 from specdemo.models.machine import commit, versions
 from specdemo.training.muon import Muon
 
+CHECKPOINT, CACHE = "checkpoint.pt", "cache"  # in the folder of a run
 CHECKPOINT_SECONDS = 120.0
 MAX_MINUTES = 1_000_000
 FIRST_CHECKPOINT_SECONDS = 10.0
@@ -205,9 +207,9 @@ def train_steps(
 ) -> Generator[TrainStep, None, None]:
     """Train `module` in place until `schedule.minutes` are used; continue from `checkpoint` if it exists.
 
-    A batch runs in pieces of `micro_tokens` tokens whose gradients add up: small pieces stay in the CPU's cache, and a
-    `pool` of single-threaded workers runs them without the barriers of a parallel operation. Evaluations and
-    checkpoints do not count as training time. `clock` returns seconds. Closing the iterator stops after the current
+    All evaluations and checkpoints but the last ones count as well. A batch runs in pieces of `micro_tokens` tokens,
+    whose gradients add up: small pieces stay in the CPU's cache, and a `pool` of single-threaded workers runs them
+    without the barriers of a parallel operation. `clock` returns seconds. Closing the iterator stops after the current
     step and saves a checkpoint; run again with the same folder to continue.
     """
     run = TrainRun(module, optimizers(module, schedule, vocab_size), TrainHistory(), pool)
@@ -219,12 +221,13 @@ def train_steps(
     module.train()
     try:
         yield TrainStep(history, nan, None)  # state before the first step
+        started = clock()
         while history.seconds < total:
-            started = clock()
             progress = history.seconds / total
             batch = batches(progress, history.step)
             train_loss = run.step(batch, loss, schedule.scale(history.step, progress), micro_tokens)
-            history.seconds += clock() - started
+            now = clock()
+            history.seconds, started = history.seconds + now - started, now
             ended = history.seconds >= total
             evaluation = None
             if ended or history.seconds - evaluated_at >= evaluate_every_seconds:
@@ -250,8 +253,8 @@ def run_with_progress(ticks: Generator[TrainStep, None, None], minutes: float, n
             for tick in ticks:
                 history = tick.history
                 bar.n = min(round(history.seconds), round(60.0 * minutes))
-                if history.step % 10 == 0:
-                    bar.set_postfix(step=history.step, loss=f"{tick.loss:.3f}")
+                if not isnan(tick.loss):
+                    bar.set_postfix(step=history.step, loss=f"{tick.loss:.3f}", refresh=False)
                 if tick.evaluation:
                     bar.write(json_text(finite(tick.evaluation)))
                 if stop:
@@ -275,6 +278,13 @@ def make_folder(out: Path) -> None:
         mark_folder(out)
     except OSError as error:
         raise ValueError(f"cannot make the folder {out}: {error.strerror}; name another with --out") from None
+
+
+def remove_intermediate(out: Path) -> None:
+    """Remove what a complete run no longer needs from its folder: its checkpoints and its teacher data."""
+    for file in (out / CHECKPOINT, _previous(out / CHECKPOINT)):
+        file.unlink(missing_ok=True)
+    shutil.rmtree(out / CACHE, ignore_errors=True)
 
 
 def write_provenance(out: Path, history: TrainHistory, **facts: object) -> None:

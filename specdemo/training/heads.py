@@ -32,10 +32,20 @@ from specdemo.training.collect import (
     write_shard,
 )
 from specdemo.training.corpus import read_corpus, windows
-from specdemo.training.fit import Batch, Schedule, TrainHistory, TrainStep, train_steps, write_provenance
+from specdemo.training.fit import (
+    CHECKPOINT,
+    Batch,
+    Loss,
+    Schedule,
+    TrainHistory,
+    TrainStep,
+    train_steps,
+    write_provenance,
+)
 
 VALIDATION_ROWS = 32
 SAMPLES_FROM = 0.4  # fraction of a run after which batches contain samples
+HELD_OUT_ROWS = 8  # validation rows that the target generates
 START_RATES = 0.3  # factor of the learning rates for a trained head
 VALIDATION_SEED = -1  # text shards use their number as seed
 MAX_DENSE = 1 << 22  # entries of a [B, A, V] distribution per micro-batch on a CPU; 64 times as many on a GPU
@@ -51,6 +61,12 @@ class TeacherSplit:
     source: str  # sha256 of the corpus, or the model that generated the text
 
 
+def check_layers(target: Target) -> None:
+    """Raise ValueError for a target with fused layers, whose hidden states transformers cannot return."""
+    if target.kernels != "transformers":
+        raise ValueError(f"{target.name} runs on fused layers; load it with kernels='transformers'")
+
+
 def iter_dataset(
     target: Target, cache: Path, plan: Plan, corpus: Path | None = None
 ) -> Generator[float, None, TeacherSplit]:
@@ -60,8 +76,7 @@ def iter_dataset(
     ValueError if the cache belongs to another target or lacks taps, and for a target with fused layers, whose hidden
     states transformers cannot return.
     """
-    if target.kernels != "transformers":
-        raise ValueError(f"{target.name} runs on fused layers; load it with kernels='transformers'")
+    check_layers(target)
     model, context = target.model, min(plan.context, target.max_length)
     plan = replace(plan, context=context, sample_length=min(plan.sample_length, context))
     first = target.stop_token_ids[0] if target.stop_token_ids else 0
@@ -84,7 +99,7 @@ def iter_dataset(
 
 def build_dataset(target: Target, cache: Path, plan: Plan, corpus: Path | None = None) -> TeacherSplit:
     """Run `iter_dataset` to the end with a progress bar."""
-    return with_progress(iter_dataset(target, cache, plan, corpus), f"cache {cache.name}")
+    return with_progress(iter_dataset(target, cache, plan, corpus), f"text by {target.name}")
 
 
 def _read(target: Target, corpus: Path, context: int) -> tuple[Tensor, list[list[int]], Tensor, str]:
@@ -104,7 +119,7 @@ def _generated_validation(model: PreTrainedModel, first: int, cache: Path, conte
     """Return validation rows [R, context] that the target generates, stored in its cache."""
     shard = cache / "held-out.safetensors"
     if not is_valid_shard(shard):
-        write_shard(shard, {"tokens": generated_rows(model, first, VALIDATION_ROWS // 4, context, VALIDATION_SEED)})
+        write_shard(shard, {"tokens": generated_rows(model, first, HELD_OUT_ROWS, context, VALIDATION_SEED)})
     return load_file(shard)["tokens"]
 
 
@@ -138,6 +153,21 @@ def to_progress(batch: Batch, taps: Sequence[int], target: Target) -> Progress:
     return Progress(inputs, outputs, [inputs.shape[1]] * len(inputs), states, dense)
 
 
+def max_batch_tokens(target: Target) -> int:
+    """Return the most tokens of a training step."""
+    return 4096 if target.device.type == "cpu" else 32768
+
+
+def training_loss(drafter: Trainable, target: Target) -> Loss:
+    """Return the function from columns to the loss of `drafter.head`."""
+
+    def loss(*batch: Tensor) -> Tensor:
+        with autocast(target.device):
+            return drafter.loss(to_progress(batch, drafter.taps, target))[0]
+
+    return loss
+
+
 def train_head(
     drafter: Trainable,
     target: Target,
@@ -147,26 +177,20 @@ def train_head(
     batch_tokens: int | None = None,
     clock: Callable[[], float] = time.perf_counter,
     rates: float = 1.0,
+    evaluate_every: float = 10.0,
 ) -> Generator[TrainStep, None, None]:
     """Train `drafter.head` in place, step by step; continue from the checkpoint in `out` if there is one.
 
-    rates: factor of the learning rates.
+    rates: factor of the learning rates. evaluate_every: least seconds between evaluations.
     """
     large = target.device.type != "cpu"
     context = data.text.tokens.shape[1]
-    tokens = batch_tokens or (32768 if large else 4096)
+    tokens = batch_tokens or max_batch_tokens(target)
     micro = max(context, (64 * MAX_DENSE if large else MAX_DENSE) // target.vocab_size)
     head = nn.Module.float(drafter.head).requires_grad_(True)
 
-    def progress_of(batch: Batch) -> Progress:
-        return to_progress(batch, drafter.taps, target)
-
-    def loss(*batch: Tensor) -> Tensor:
-        with autocast(target.device):
-            return drafter.loss(progress_of(batch))[0]
-
     def measured(*piece: Tensor) -> dict[str, float]:
-        nats, metrics = drafter.loss(progress_of(piece))
+        nats, metrics = drafter.loss(to_progress(piece, drafter.taps, target))
         return {"held_out_loss": float(nats), **metrics}
 
     def evaluate() -> dict[str, float]:
@@ -175,12 +199,12 @@ def train_head(
     yield from train_steps(
         head,
         partial(mixed_batch, data, drafter.taps, max(1, tokens // context)),
-        loss,
+        training_loss(drafter, target),
         evaluate,
         Schedule(minutes, muon=0.01, adamw=0.002, decay_from=0.3).scaled(rates),
-        out / "checkpoint.pt",
+        out / CHECKPOINT,
         micro_tokens=micro,
-        evaluate_every_seconds=max(10.0, 60.0 * minutes / 12),
+        evaluate_every_seconds=max(10.0, evaluate_every, 60.0 * minutes / 12),
         vocab_size=target.vocab_size,
         clock=clock,
     )

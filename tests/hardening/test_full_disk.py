@@ -11,6 +11,7 @@ from specdemo.__main__ import main
 from specdemo.methods import load_drafter
 from specdemo.models.load import load_target
 from specdemo.training.collect import Plan
+from specdemo.training.shares import Shares
 from tests.disk import full_disk
 from tests.models.tiny import build
 from tests.processes import ROOT, run
@@ -67,7 +68,8 @@ def test_a_result_stays_what_it_was(capsys, tmp_path, command):
 
 def test_training_keeps_what_it_has_at_every_stage(capsys, monkeypatch, tmp_path, target):
     plan = Plan(text_rows=8, sampled_rows=4, rows_per_shard=4, context=32, sample_length=16, taps=(-1,))
-    monkeypatch.setattr("specdemo.methods.recipes._plan", lambda drafter, minutes: plan)
+    monkeypatch.setattr("specdemo.methods.recipes.share_minutes", lambda *_: Shares(plan, 0.06))
+    monkeypatch.setattr("specdemo.methods.recipes.remove_intermediate", lambda out: None)
     train = ("train", "medusa", "--target", target, "--out", tmp_path, "--minutes")
     cache = tmp_path / "cache"
     assert str(cache / "cache.json") in refused(capsys, 10, *train, 0.001)
@@ -77,7 +79,7 @@ def test_training_keeps_what_it_has_at_every_stage(capsys, monkeypatch, tmp_path
     monkeypatch.setattr("specdemo.training.fit.FIRST_CHECKPOINT_SECONDS", 0.0)
     assert str(tmp_path / "checkpoint.pt") in refused(capsys, 10_000, *train, 5)
     # Training is complete, and only the head remains to be written.
-    assert f"cannot write {tmp_path}:" in refused(capsys, 3_000, *train, 0.001)
+    assert f"cannot write {tmp_path}:" in refused(capsys, 3_000, *train, 1e-6)
     assert {path: path.read_bytes() for path in tmp_path.glob("*.*")} == saved
     assert load_drafter("medusa", load_target(str(target)), str(tmp_path))
 

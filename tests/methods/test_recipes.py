@@ -15,6 +15,7 @@ from specdemo.models.load import load_target
 from specdemo.training.collect import Plan
 from specdemo.training.heads import build_dataset, columns, save_head, to_progress, train_head
 from specdemo.training.losses import Objective
+from specdemo.training.shares import Shares
 from tests.training.test_fit import ticking
 
 PLAN = Plan(text_rows=24, sampled_rows=8, rows_per_shard=24, context=48, sample_length=24, taps=(2, 6, 9, 10, -1))
@@ -73,9 +74,12 @@ def test_a_head_learns_from_lk_losses_with_dpace_weights(name, target, cache, tm
 
 
 def test_training_continues_from_a_trained_head_with_another_loss(target, tmp_path, monkeypatch):
-    monkeypatch.setattr("specdemo.methods.recipes._plan", lambda drafter, minutes: PLAN)
+    monkeypatch.setattr("specdemo.methods.recipes.share_minutes", lambda *_: Shares(PLAN, 1e-3, 96, 1))
     options = {"objective": Objective("lk-alpha", "dpace"), "start": "stories-dflash"}
     folder = train_head_recipe("dflash", tmp_path, 1e-5, target, **options)
+    assert not list(tmp_path.glob("ca*")) and not list(tmp_path.glob("checkpoint*"))
+    note = trained_drafter("dflash", target, str(folder)).note, load_drafter("dflash", target, str(folder)).note
+    assert note[1].endswith("This head was trained for 1 step (0 s).") and "trained for" not in note[0]
     facts = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
     assert [facts[name] for name in ("start", "loss", "weights", "step")] == ["stories-dflash", "lk-alpha", "dpace", 1]
     heads = (trained_drafter("dflash", target, str(at)).head for at in (folder, "stories-dflash"))
@@ -123,14 +127,16 @@ def test_a_stopped_run_ends_as_one_that_never_stopped(target, cache, tmp_path):
 
 def test_page_receives_every_step_and_the_folder(target, tmp_path, monkeypatch):
     monkeypatch.setattr("specdemo.methods.recipes.load_target", lambda name, kernels: target)
-    monkeypatch.setattr("specdemo.methods.recipes._plan", lambda drafter, minutes: PLAN)
+    monkeypatch.setattr("specdemo.methods.recipes.share_minutes", lambda *_: Shares(PLAN, 1800.0, 96, 9))
     messages = []
     for message in train_live("medusa", 30.0, tmp_path, cancelled=lambda: len(messages) > 6):
         messages.append(message)
     steps = [message for message in messages if "step" in message]
     assert [message["step"] for message in steps] == list(range(len(steps)))
-    assert steps[-1]["of_seconds"] == 1800.0 and steps[-1]["loss"] > 0.0
+    assert messages[0] == {"note": "30 minutes: 1,536 tokens of text and 9 training steps"}
+    assert 1700.0 < steps[-1]["of_seconds"] < 1800.0 and steps[-1]["loss"] > 0.0
     assert messages[-1] == {"done": True, "folder": str(tmp_path)}
+    assert not list(tmp_path.glob("ca*")) and not list(tmp_path.glob("checkpoint*"))
     assert load_drafter("medusa", target, str(tmp_path))
 
 
