@@ -111,12 +111,17 @@ WORSE = {("slow", 8), ("slow", 12)}
 
 
 def share_of_best(draft, k):
-    """Return the measured speed at the draft length that is recommended for the run at k, relative to the fastest."""
+    """Return the measured speed at the draft length that is recommended for the run at k, relative to the fastest.
+
+    A length that was not measured counts as the slower one of its neighbours.
+    """
     speeds = SWEEPS[draft]
     run = read_output_file(SAMPLES / f"llamacpp-{draft}-k{k}.log")
     assert run.k == k
     one = replace(run, draft_token_ms=None, tokens_per_s=speeds[k], plain_tokens_per_s=speeds[0])
-    return speeds[diagnose(one).best_k] / max(speeds.values())
+    best_k = diagnose(one).best_k
+    around = (max(n for n in speeds if n <= best_k), min(n for n in speeds if n >= best_k))
+    return min(speeds[n] for n in around) / max(speeds.values())
 
 
 def test_the_recommended_draft_length_is_within_5_percent_of_the_best_measured_one():
