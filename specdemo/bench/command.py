@@ -69,7 +69,6 @@ def _subcommand(name: str) -> TyperCommand:
 
 
 def _parameters(cls: type[Suite]) -> list[Parameter]:
-    """Return the options of a suite, and those of every suite."""
     options: dict[str, tuple[Any, OptionInfo]] = {}
     to = "Write the numbers (JSON) to this file."
     for name, option in cls.options().items():

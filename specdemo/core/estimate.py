@@ -186,7 +186,6 @@ def t_quantile(degrees_of_freedom: int) -> float:
 
 
 def _from_log_interval(value: float, half_width: float) -> Estimate:
-    """Return the estimate for a half width of the logarithm's interval."""
     if not half_width < MAX_HALF_WIDTH:  # a stored trace may contain any times
         return Estimate(value)
     return Estimate(value, value * exp(-half_width), value * exp(half_width))
@@ -209,7 +208,6 @@ def _run_is_block(*lanes: Runs) -> bool:
 
 
 def _blocks(lanes: Sequence[tuple[int, Runs]], shared: bool) -> list[float]:
-    """Return the scores of ln S, per block."""
     scores: dict[tuple[int, int, int], float] = defaultdict(float)  # by run, block in it, and lane
     run_is_block = _run_is_block(*(runs for _, runs in lanes))
     spans = [max(run.steps_ms for run in runs) or 1.0 for runs in zip(*(runs for _, runs in lanes), strict=True)]

@@ -60,7 +60,6 @@ class Fly(BaseOptions):
 
 
 def _accepted(tokens: list[int], rejected: list[float], deferrable: list[float], window: int) -> int:
-    """Return the number of accepted tokens of one row."""
     length = tokens.index(ABSENT) if ABSENT in tokens else len(tokens)
     for i in range(length):
         end = i + 1 + window

@@ -245,7 +245,6 @@ def _check_numbers(value: object) -> None:
 
 
 def _fill_intervals(trace: RunTrace) -> None:
-    """Add intervals of the speed-ups to traces that have none."""
     for row, lane in zip(trace.comparison, trace.lanes[1:], strict=False):
         value = row.get("speedup")
         if "speedup_low" not in row and isinstance(value, int | float):

@@ -225,7 +225,6 @@ def diagnose(given: Observation, advice: DraftLengthAdvice | None = None) -> Dia
 
 
 def _range(values: Sequence[float]) -> Estimate:
-    """Return the first value with the range of all."""
     return Estimate(values[0], min(values), max(values)) if len(values) > 1 else Estimate(values[0])
 
 
@@ -611,7 +610,6 @@ def _notes(one: Observation, best_k: int, others: Sequence[_Fit]) -> Iterator[st
 
 
 def _recommendations(found: Diagnosis) -> Iterator[str]:
-    """Yield what to change, most useful first."""
     one, best_k, cause = found.observation, found.best_k, found.cause
     assert best_k is not None
     if cause is not None and cause.name in FAULTS:

@@ -196,7 +196,6 @@ class LocalLane(RunningLane):
 
     @property
     def _model_bytes(self) -> int:
-        """Return the size of weights and caches."""
         return sum(part.weight_bytes + part.history_bytes for part in (self.target, self._models.drafter))
 
 
@@ -239,7 +238,6 @@ class ServerLane(RunningLane):
 
 
 def _wants_chat(spec: Comparison) -> bool:
-    """Return whether a comparison needs a chat template."""
     return bool(spec.chat or spec.system or spec.history) or spec.thinking != "default"
 
 

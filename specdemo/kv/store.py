@@ -388,7 +388,6 @@ class CapturedColumns(ProvisionalColumns):
         )
 
     def _tree_mask(self, ancestors: Tensor, window: int, depth: Tensor | None = None) -> Mask:
-        """See `kv.masks.tree_mask`."""
         store = self._store
         if not 0 < window < len(store.positions):
             return TreeMask(self._ends, ancestors, store.positions, store.dtype)

@@ -133,7 +133,6 @@ class Cascade(DraftModel):
         return self._pad_to_target_vocab(logits[rows, columns])
 
     def _extend_rows(self, tokens: list[list[int]], row_logits: list[list[Tensor]], depth: int) -> None:
-        """Add one token to every row that is shorter than `depth`."""
         unfinished = [len(row) < depth for row in tokens]
         last_ids = [row[-1] if active else ABSENT for row, active in zip(tokens, unfinished, strict=True)]
         inputs = to_device(last_ids, self.model.device)[:, None]

@@ -253,7 +253,6 @@ class DraftModel(DraftModelCost, Learner):
         return logits[..., self._bridge.draft_ids] if self._bridge else logits[..., : self._draft_vocab.size]
 
     def _to_draft_ids(self, tokens: Tensor) -> Tensor:
-        """Map indices of shared tokens to the draft model's ids."""
         return self._bridge.draft_ids[tokens] if self._bridge else tokens
 
     def _draft_text(self, bridge: VocabBridge, depth: int) -> Draft:

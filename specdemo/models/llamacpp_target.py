@@ -250,7 +250,6 @@ class LlamaCppTarget(Target):
             raise ValueError(f"{self.name} holds {self.max_length} tokens, not {length}; shorten the prompt")
 
     def _drop_provisional(self) -> None:
-        """Remove the cells of a pass that was not committed."""
         for number, row in enumerate(self._rows):
             if row.tokens:
                 self._open_context().remove(number, row.length)

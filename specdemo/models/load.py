@@ -167,7 +167,6 @@ def _load_gguf(name: str, report: LoadProgress, settings: LlamaCppSettings | Non
 def _read(
     name: str, folder: str, torch_device: torch.device, precision: Precision, spread: bool, kernels: str
 ) -> LoadedModel:
-    """Load a complete folder."""
     with load_errors(name):
         tokenizer = _tokenizer(folder)
         loaded: Any = _auto_class(name, folder)[0].from_pretrained(

@@ -166,7 +166,6 @@ def _norm_rope_write(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     NORMED: tl.constexpr,
 ):
-    """Process one head of one token."""
     token, head = tl.program_id(0), tl.program_id(1)
     row, slot = token // slots, token % slots
     dims = tl.arange(0, BLOCK)

@@ -297,7 +297,6 @@ def _lengths(scenario: Scenario) -> tuple[int, ...]:
 
 
 def _step(scenario: Scenario, k: int) -> Step:
-    """Return the passes of a step; k 0: plain decoding."""
     one, nodes = scenario, scenario.nodes_at(k)
     return step_of(one.target, one.draft, one.acceptance, k, one.batch, one.context, one.device.dtype, nodes)
 

@@ -139,7 +139,6 @@ def device_of(profile: Profile, dtype: str, engine: Engine) -> Device:
 
 
 def _measured_passes(profile: Profile, dtype: str) -> Iterator[tuple[Work, float]]:
-    """Yield the work and the milliseconds of every measured pass."""
     for passes in (one for one in profile.passes if one.dtype == dtype):
         of = shape(passes.model)
         for batch, row in passes.ms.items():

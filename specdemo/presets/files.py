@@ -131,7 +131,6 @@ class Preset(Comparison, About):
 
 
 def _change_lanes(lanes: list[Lane], changes: dict[str, object], target: object) -> list[dict[str, object]]:
-    """Return the lanes with changed settings, not validated yet."""
     if "method" in changes:
         name = validate_method_name(str(changes["method"]))
         lanes = [next((lane for lane in lanes if lane.method == name), None) or _usual_lane(name, target, lanes[0].k)]

@@ -82,5 +82,4 @@ def _has_chat_template(target: str) -> bool | None:
 
 
 def _short(name: str) -> str:
-    """Return the last part of a name, without the suffix of a file."""
     return name.rstrip("/").rpartition("/")[2].removesuffix(".gguf")

@@ -111,7 +111,6 @@ class Server:
             raise ValueError(f"{self.program} at {host(self.address)} exited; the end of its log: {lines}")
 
     def _tail(self) -> list[str]:
-        """Return the last non-empty lines of the log."""
         with self.log.open("rb") as log:
             log.seek(max(0, self.log.stat().st_size - LOG_BYTES))
             text = log.read().decode(errors="replace")

@@ -288,7 +288,6 @@ def _draw_chat(shown: Mapping[str, Values]) -> Parts:
 
 
 def _draw_sampling(shown: Mapping[str, Values]) -> Parts:
-    """Create the controls of the settings."""
     with gr.Row(elem_id="settings-row"):
         parts: Parts = {name: draw_setting(Comparison, name, **shown[name], elem_id=name) for name in SAMPLING}
     with gr.Row(**shown["gguf"], elem_id="gguf") as parts["gguf"]:
@@ -297,7 +296,6 @@ def _draw_sampling(shown: Mapping[str, Values]) -> Parts:
 
 
 def _draw_lane(n: int, shown: Mapping[str, Values], allow_any_model: bool) -> Parts:
-    """Create the controls of a lane, and `drawn`."""
     names = [(plain_title(name), name) for name in DRAFTING]
     look = {name: shown[f"{name}-{n}"] for name in (*LANE, "train")}
     train: Values = {"size": "sm", "elem_id": f"train-{n}"}
@@ -326,7 +324,6 @@ def _model_choice(label: str, look: Values, elem_id: str, allow_any_model: bool)
 
 
 def _servers(chosen: str | None) -> list[tuple[str, str]]:
-    """Return labels and values of the places where a lane can run."""
     return [HERE, *((f"server {host(at)}", at) for at in dict.fromkeys(at for at in (chosen, *listed()) if at))]
 
 
@@ -401,7 +398,6 @@ def _fit_model(target: str, name: str, options: Mapping[str, object]) -> Values:
 
 
 def _chat_looks(target: str, chat: bool | None, system: str = "") -> dict[str, Values]:
-    """Return the properties of the prompt-format controls."""
     able = target not in EMBEDDED
     info = "A user message, or a text to continue"
     info = info if able else "This model has no chat template; it continues your text"

@@ -52,7 +52,6 @@ class Guard:
         await self._app(scope, receive, send)
 
     async def _admitted(self, scope: Scope, receive: Receive) -> Receive:
-        """Return the request with a body that was checked."""
         headers = Headers(scope=scope)
         if not same_origin(headers):
             raise RejectedRequest(403, "requests from other sites are not allowed")

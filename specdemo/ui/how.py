@@ -19,7 +19,6 @@ def draw() -> None:
 
 
 def _race() -> list[str]:
-    """Return the start and the first steps of the recorded race."""
     trace = recorded(DEFAULT)
     lines = replayed(trace).text.splitlines() if trace else []
     parsed = ((line, json.loads(line)) for line in lines)
@@ -27,7 +26,6 @@ def _race() -> list[str]:
 
 
 def _batch() -> dict[str, object] | None:
-    """Return the recorded speed-up by batch size."""
     result = recorded_suite("batch")
     if result is None:
         return None

@@ -234,7 +234,6 @@ def begin_check(values: Values, last: Sweeping | None) -> Sweeping:
 
 
 def _draw_server_check(store: Store) -> None:
-    """Create the card for the servers that the operator has listed."""
     assets.heading("lossless", assets.text("server-check.md"), elem_id="server-check-about")
     names = [(host(server), server) for server in listed()]
     presets = [(p.title, p.id) for p in load_presets().values()]

@@ -122,7 +122,6 @@ def _stored_models() -> "dict[str, LocalModel]":
 
 
 def _paired(target: str) -> list[str]:
-    """Return the drafters that presets pair with a target."""
     lanes = [lane for p in load_presets().values() if p.target == target for lane in p.lanes]
     return list(dict.fromkeys(str(lane.model) for lane in lanes if lane.model))
 

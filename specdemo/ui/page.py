@@ -213,7 +213,6 @@ async def _free_memory(request: gr.Request) -> None:
 
 
 def _lanes(chosen: Preset) -> str:
-    """Return a log that shows the empty lanes of a preset."""
     full = preset(chosen.id)
     obstacle = why_not(full) if chosen.target == full.target else ""
     return waiting([live().lane_name(lane) for lane in chosen.validated().lanes], obstacle)

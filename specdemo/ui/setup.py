@@ -195,7 +195,6 @@ def lane_words(name: str, title: str, model: str | None) -> str:
 
 @lru_cache
 def _layers(model: str) -> int | None:
-    """Return the number of layers of an embedded model."""
     file = embedded_folder() / model / "config.json"
     config = json.loads(file.read_bytes()) if model in EMBEDDED and file.is_file() else {}
     layers: int | None = config.get("num_hidden_layers")

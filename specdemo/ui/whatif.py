@@ -127,7 +127,6 @@ def published_start() -> Start:
 
 
 def _starts() -> list[tuple[str, str]]:
-    """Return titles and ids of the starts that every visitor has."""
     return [(f"Published: {PAIR}", PUBLISHED), *((title, id) for id, title in recorded_starts().items())]
 
 
@@ -355,7 +354,6 @@ def _changed(part: Component) -> Callable[..., object]:
 
 
 def _where() -> dict[str, Component]:
-    """Create the controls of the machine and its load."""
     machines = [(where.title, name) for name, where in profiles().items()]
     contexts = [(words, tokens) for tokens, words in CONTEXTS.items()]
     k = published_start().k
@@ -375,7 +373,6 @@ def _where() -> dict[str, Component]:
 
 
 def _other() -> dict[str, Component]:
-    """Create the controls of another model and another draft."""
     first = published_start().target
     with gr.Accordion("Other target or drafter", open=False, elem_id="whatif-draft"), gr.Row():
         target = gr.Dropdown(_targets(first), value=first, label="Target", elem_id="whatif-target", min_width=220)

@@ -27,7 +27,6 @@ def suites() -> dict[str, type[Suite]]:
 
 
 def _in_folder() -> list[type[Suite]]:
-    """Return the suites in the files of this folder, in their order."""
     modules = [import_module(f"{__name__}.{file.name}") for file in iter_modules(__path__)]
     classes = [value for module in modules for value in vars(module).values() if isinstance(value, type)]
     found = {value for value in classes if issubclass(value, Suite) and value.__module__.startswith(f"{__name__}.")}

@@ -227,7 +227,6 @@ class Medusa(MedusaCost, Head[TokenHeads]):
         return (self._hidden,)
 
     def _draft_shape(self, shape: TreeShape, draft: DraftPass, *inputs: Tensor) -> Draft:
-        """Draft a chain of `depth`, or a tree of `shape`."""
         shape = shape if self.options.nodes else chain(draft.depth)
         tokens, confidence, probs = self._fill_shape(draft.sampler, shape, *inputs)
         if not self.options.nodes:

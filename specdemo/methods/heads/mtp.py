@@ -346,7 +346,6 @@ def _target_family(target: Target, layers: int) -> tuple[object, type[nn.Module]
 
 
 def _llama(target: Target, layers: int) -> LlamaConfig:
-    """Return the config of Llama layers like the target's."""
     decoder = _decoder(target)
     if decoder is None:
         config = llama_config_like(target)

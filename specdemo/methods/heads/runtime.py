@@ -262,7 +262,6 @@ class HeadRuntime:
 
 
 def _merge_pending(pending: list[Pending]) -> Pending:
-    """Concatenate the real columns per row."""
     if len(pending) == 1:
         return pending[0]
     lengths = [sum(counts) for counts in zip(*(lengths for lengths, _ in pending), strict=True)]

@@ -109,7 +109,6 @@ def _method(command: Sequence[str]) -> str:
 
 
 def _release(installed: Installed) -> tuple[int, ...]:
-    """Return major and minor version."""
     return tuple(int(number) for number in re.findall(r"\d+", installed.version)[:2])
 
 
