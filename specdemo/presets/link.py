@@ -6,8 +6,10 @@ not. A lane's server counts only if the operator of the page that opens the link
 """
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Self, TypeVar
 from urllib.parse import parse_qsl, urlencode
 
@@ -15,6 +17,7 @@ from specdemo.core.rules import accept_rule, rule_knobs
 from specdemo.core.suggest import short_repr, suggest
 from specdemo.engine.comparison import Comparison, Lane, Settings, linked, type_of, validate_method_name
 from specdemo.methods import knobs, parse_options
+from specdemo.models.gguf_files import SUFFIX
 from specdemo.presets.files import Preset, allowed_models
 from specdemo.presets.limits import LIMITS
 from specdemo.servers.address import check_listed
@@ -25,6 +28,8 @@ _OF_LANE = [name for name in linked(Lane) if name not in ("method", "options", "
 _NOTES = 6
 _OPTIONS = 32  # most options per lane that are read; no method has as many
 FOREIGN = "a link may name only embedded models and models of presets"
+OWN = "your-models"  # the preset of the models that the page was started with
+ELSEWHERE = "the page was not started with this model; start it with --target and this model"
 
 
 Linkable = TypeVar("Linkable", bound=Settings)
@@ -39,7 +44,7 @@ class Linked(Settings):
 
     def from_query(self, query: Mapping[str, object] | str) -> tuple[Self, list[str]]:
         """Return the settings with the values of a link, and a note for every part that was ignored. Never raises."""
-        link = _Link(*_pairs(query), None)
+        link = _Link(*_pairs(query), {})
         return link.change(self, type(self).model_fields), link.all_notes()
 
 
@@ -47,9 +52,12 @@ def to_query(preset: Preset, base: Preset) -> str:
     """Return the differences from `base` as a query string: `preset=embedded-draft&k=7`.
 
     The second lane's settings end in 2, the third's in 3: `k2=5`; an option is `option.max_n=4`, `option2.max_n=4`,
-    one of the acceptance rule `rule.window=4`, `rule2.window=4`. Raises ValueError if the prompt is too long.
+    one of the acceptance rule `rule.window=4`, `rule2.window=4`. A link to the page's own models always names them,
+    because the preset has others elsewhere. Raises ValueError if the prompt is too long.
     """
     changed = {n: _text(getattr(preset, n)) for n in linked(Comparison) if getattr(preset, n) != getattr(base, n)}
+    if base.id == OWN or changed.get("target"):
+        changed["target"] = shown_name(preset.target)
     for name, text in changed.items():
         if len(text) > LONGEST_TEXT:
             raise ValueError(
@@ -60,7 +68,7 @@ def to_query(preset: Preset, base: Preset) -> str:
     if len(preset.lanes) != len(base.lanes):
         pairs.append(("lanes", str(len(preset.lanes))))
     for index, lane in enumerate(preset.lanes):
-        pairs += _lane_pairs(lane, _reference(base, index), _suffix(index))
+        pairs += _lane_pairs(lane, _reference(base, index), _suffix(index), named=base.id == OWN)
     return urlencode(pairs)
 
 
@@ -75,12 +83,14 @@ def from_query(
     query: a query string, or a mapping (the first of several values of a key counts). Models must be embedded or in a
     preset unless `allow_any_model`. start: what a link without a preset changes; None: the first preset.
     """
-    link = _Link(*_pairs(query), None if allow_any_model else allowed_models(presets))
+    known = {shown_name(name): name for name in allowed_models(presets)}
+    link = _Link(*_pairs(query), known, allow_any_model)
     preset_id = link.take("preset")
+    link.foreign = ELSEWHERE if preset_id == OWN else FOREIGN
     chosen = start or next(iter(presets.values()))
     if preset_id is not None and preset_id in presets:
         chosen = presets[preset_id]
-    elif preset_id is not None:
+    elif preset_id is not None and not (preset_id == OWN and link.names("target")):
         link.refuse("preset", preset_id, f"unknown preset; {suggest(preset_id[:60], presets)}")
     base = chosen
     chosen = link.change(chosen, linked(Comparison))
@@ -88,6 +98,12 @@ def from_query(
     if lanes != base.lanes:
         chosen = chosen.model_copy(update={"lanes": lanes})
     return chosen, link.all_notes()
+
+
+def shown_name(model: str) -> str:
+    """Return a model's name without the folders of this machine; other names as they are."""
+    local = model.startswith(("/", "~", ".")) or "\\" in model or model.endswith(SUFFIX) or Path(model).exists()
+    return re.split(r"[/\\]", model.rstrip("/\\"))[-1] if local else model
 
 
 def is_link(query: Mapping[str, object]) -> bool:
@@ -103,13 +119,21 @@ def is_sweep(query: Mapping[str, object]) -> bool:
 class _Link:
     """The values of a link, taken one by one. Every unusable value adds a note."""
 
-    def __init__(self, values: dict[str, str], notes: list[str], models: tuple[str, ...] | None) -> None:
+    def __init__(
+        self, values: dict[str, str], notes: list[str], models: Mapping[str, str], any_model: bool = False
+    ) -> None:
+        """models: those that the page has, by the name that links have for them."""
         self._values = values
         self._notes = notes
         self._models = models
+        self._any = any_model
+        self.foreign = FOREIGN  # reason to refuse a model
 
     def take(self, key: str) -> str | None:
         return self._values.pop(key, None)
+
+    def names(self, key: str) -> bool:
+        return key in self._values
 
     def refuse(self, key: str, text: str, why: object) -> None:
         self._notes.append(f"ignored {key}={short_repr(text)} from the link: {why}")
@@ -191,14 +215,16 @@ class _Link:
     def _check_options(self, lane: Lane, texts: Mapping[str, str]) -> None:
         parse_options(lane.method, {**lane.options, **texts})
         changed = lane.model_copy(update={"options": texts})
-        if self._models is not None and not set(changed.models) <= {lane.model, *self._models}:
-            raise ValueError(FOREIGN)
+        if not self._any and not set(changed.models) <= {lane.model, *self._models.values()}:
+            raise ValueError(self.foreign)
 
     def value(self, name: str, text: str, kind: type) -> object:
         if name == "method":
             return validate_method_name(text)
-        if name in ("target", "model") and self._models is not None and text not in self._models:
-            raise ValueError(FOREIGN)
+        if name in ("target", "model") and (text in self._models or not self._any):
+            if text not in self._models:
+                raise ValueError(self.foreign)
+            return self._models[text]
         if kind is str and len(text) > LONGEST_TEXT:
             raise ValueError(f"the {name} of a link can have {LONGEST_TEXT} characters, not {len(text)}")
         if name == "server":
@@ -259,13 +285,15 @@ def _suffix(index: int) -> str:
     return "" if index == 0 else str(index + 1)
 
 
-def _lane_pairs(lane: Lane, reference: Lane, suffix: str) -> list[tuple[str, str]]:
+def _lane_pairs(lane: Lane, reference: Lane, suffix: str, named: bool = False) -> list[tuple[str, str]]:
     pairs = []
     if lane.method != reference.method:
         pairs.append(("method" + suffix, lane.method))
         reference = reference.model_copy(update={"method": lane.method, "model": None, "options": {}})
-    changed = [n for n in _OF_LANE if getattr(lane, n) != getattr(reference, n)]
-    pairs += [(n + suffix, _text(getattr(lane, n))) for n in changed]
+    changed = {n: _text(getattr(lane, n)) for n in _OF_LANE if getattr(lane, n) != getattr(reference, n)}
+    if lane.model and (named or "model" in changed):
+        changed["model"] = shown_name(lane.model)
+    pairs += [(n + suffix, text) for n, text in changed.items()]
     if lane.options != reference.options:
         default = {k.name: k.default for k in knobs(lane.method)}
         own, base = default | lane.options, default | reference.options

@@ -2,8 +2,8 @@
 
 from specdemo.models.gguf_files import check_file, fetch_parts, is_gguf, local_header
 from specdemo.presets.files import DEFAULT, Preset, load_presets, preset
+from specdemo.presets.link import OWN
 
-ID = "your-models"
 QUESTION = "Explain to a ten-year-old why the sky is blue, in six sentences."
 
 
@@ -20,12 +20,12 @@ def add_pair(target: str, draft: str | None = None, **settings: object) -> Prese
     model = {"model": draft} if draft else {}
     chat = _has_chat_template(target)
     title = f"{_short(target)} with {_short(draft) if draft else 'n-gram lookup'}"
-    about = {"id": ID, "title": title[:80], "chip": "Your models", "description": "", "chat": chat}
+    about = {"id": OWN, "title": title[:80], "chip": "Your models", "description": "", "chat": chat}
     start = preset(DEFAULT).with_changes(target=target, method=method, **model, **settings)
     prompt = start.prompt if chat is False else QUESTION
     chosen = start.changed(**about, prompt=prompt).validated()
     ModelCache().check_room(chosen)
-    load_presets()[ID] = chosen
+    load_presets()[OWN] = chosen
     return chosen
 
 

@@ -8,7 +8,7 @@ from specdemo.core.trace import RunTrace, from_json, to_json
 from specdemo.engine.comparison import Comparison
 from specdemo.engine.messages import Finished, Note, Started, replay
 from specdemo.ui.job import ENTRY, Job, Packed, opening, to_line
-from specdemo.ui.views import Failed, Shown, summary, view
+from specdemo.ui.views import Failed, Shown, models_of, summary, view, without_folders
 
 
 class Log(Job):
@@ -31,6 +31,7 @@ class Log(Job):
         self._trace: Packed | None = before._trace if before else None
         self.recorded, self.still, self.key, self.spec = recorded, still, key, spec
         self.started = self.is_chat = False
+        self._models = {spec.target, *(name for lane in spec.lanes for name in lane.models)} if spec else set()
         self._own_before = before is not None and before.own
         self.failure = ""  # reason of the failure, if any
 
@@ -38,6 +39,12 @@ class Log(Job):
     def trace(self) -> RunTrace | None:
         """Return the trace of the finished run."""
         return from_json(self._trace.text) if self._trace else None
+
+    @property
+    def shared_trace(self) -> RunTrace | None:
+        """Return the trace of the finished run as it may leave this machine: model files without their folders."""
+        trace = self.trace
+        return from_json(without_folders(to_json(trace), models_of(trace))) if trace else None
 
     @property
     def size(self) -> int:
@@ -53,7 +60,9 @@ class Log(Job):
 
     def add(self, messages: Iterable[Shown]) -> str:
         for message in messages:
-            self.text += to_line(view(message))
+            if isinstance(message, Started):
+                self._models = models_of(message.trace)
+            self.text += without_folders(to_line(view(message)), self._models)
             match message:
                 case Started():
                     self.started, self._trace = True, None
@@ -66,9 +75,10 @@ class Log(Job):
 
     def result(self) -> dict[str, object]:
         """Return the finished run without its steps. Raises ValueError with one line if it did not finish."""
-        if self.trace is None or self.recorded:
+        trace = self.shared_trace
+        if trace is None or self.recorded:
             raise ValueError(self.failure or "the run did not finish; try again")
-        return summary(self.trace)
+        return summary(trace)
 
     def fall_back(self, why: str, trace: RunTrace) -> str:
         """Start again with a stored run, in place of one that could not start."""

@@ -146,7 +146,7 @@ class Visits(Jobs[Log]):
     def save(self, request: gr.Request, kind: str) -> dict[str, str]:
         """Return the file name and the text of the latest run."""
         log = self.last(request)
-        trace = log.trace if log else None
+        trace = log.shared_trace if log else None
         if trace is None:
             raise gr.Error(_nothing_to_save(log), print_exception=False)
         text = to_json(trace, 1, space.bounds()) if kind == "json" else tokens_csv(trace)

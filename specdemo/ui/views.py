@@ -6,6 +6,7 @@ run from a longer one. `reference.md` documents the lines for API users.
 
 import csv
 import io
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from itertools import chain, repeat
 from typing import Any, Literal
@@ -17,6 +18,9 @@ from specdemo.core.headline import SO_FAR, headline, price_words, settled
 from specdemo.core.trace import LaneTrace, RunTrace, StepEvent, estimates, is_drafted, token_kinds
 from specdemo.diagnosis.lanes import break_even, prediction
 from specdemo.engine.messages import Finished, LaneDone, LaneStep, Message, Note, Restarted, Started
+from specdemo.methods.drafting_cost import DraftingCost
+from specdemo.models.gguf_files import is_gguf
+from specdemo.presets.link import shown_name
 
 Fate = Literal["accepted", "rejected", "not reached"]
 
@@ -111,6 +115,19 @@ def summary(trace: RunTrace) -> dict[str, object]:
     }
 
 
+def models_of(trace: RunTrace) -> set[str]:
+    """Return the names of the models of a run."""
+    names = [trace.config.get("target"), *(lane.options.get("model") for lane in trace.lanes)]
+    return {name for name in names if isinstance(name, str)}
+
+
+def without_folders(text: str, models: Iterable[str]) -> str:
+    """Return JSON in which models in files have no folders, which may contain the name of a user."""
+    for model in sorted(models, key=len, reverse=True):
+        text = text.replace(json_text(model)[1:-1], json_text(shown_name(model))[1:-1])
+    return text
+
+
 CSV_COLUMNS = ("lane", "name", "exact", "step", "kind", "token_id", "text", "draft_prob", "target_prob", "step_ms")
 
 
@@ -137,8 +154,14 @@ def _start(trace: RunTrace) -> dict[str, object]:
         "target": trace.config.get("target"),
         "environment": trace.environment,
         "prompt": trace.prompt,
-        "lanes": [_lane(lane) for lane in trace.lanes],
+        "lanes": [_lane(lane) | {"predictable": predictable(trace, lane)} for lane in trace.lanes],
     }
+
+
+def predictable(trace: RunTrace, lane: LaneTrace) -> bool:
+    """Return whether the What if tab can estimate the lane: its method has a cost, its models a config.json."""
+    known = lane.exact and lane.remote is None and lane.method in DraftingCost.declared
+    return known and not any(map(is_gguf, models_of(trace)))
 
 
 def _lane(lane: LaneTrace) -> dict[str, object]:

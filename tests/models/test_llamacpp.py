@@ -27,7 +27,8 @@ from specdemo.models.llamacpp import LlamaCppSettings, library
 from specdemo.models.load import load_model, load_target
 from specdemo.models.prefix_reuse import with_prefix_cache
 from specdemo.presets.files import load_presets, preset
-from specdemo.presets.pair import ID, add_pair
+from specdemo.presets.link import OWN
+from specdemo.presets.pair import add_pair
 from specdemo.ui.controls import component_props
 from specdemo.ui.setup import from_values, to_values
 from tests.gguf_export import GGUFVocab, write_gguf
@@ -288,7 +289,7 @@ def test_memory_is_shown_before_loading_and_too_little_is_one_line(files, monkey
 
 
 def test_page_of_two_gguf_files(files, monkeypatch):
-    monkeypatch.setitem(load_presets(), ID, None)
+    monkeypatch.setitem(load_presets(), OWN, None)
     chosen = add_pair(str(files / "stories.gguf"), str(files / "stories-draft-wide.gguf"))
     assert (chosen.title, chosen.chat) == ("stories with stories-draft-wide", False)
     values = to_values(chosen)

@@ -12,7 +12,7 @@ from specdemo.methods import knobs
 from specdemo.presets import link
 from specdemo.presets.files import DEFAULT, EMBEDDED, Preset, allowed_models, load_presets
 from specdemo.presets.limits import LIMITS
-from specdemo.presets.link import FOREIGN, from_query, to_query
+from specdemo.presets.link import ELSEWHERE, FOREIGN, OWN, from_query, to_query
 
 PRESETS = load_presets()
 BASE = PRESETS[DEFAULT]
@@ -76,6 +76,38 @@ def test_a_link_holds_the_differences_alone():
 
 def test_machine_settings_are_not_shared():
     assert to_query(BASE.with_changes(device="cpu", dtype="float32"), BASE) == "preset=embedded-draft"
+
+
+def own(tmp_path, name, **lane):
+    """Return presets of a page that was started with a model: of a file, or of another name."""
+    target = tmp_path / name if name.endswith(".gguf") else name
+    pair = BASE.with_changes(target=str(target), **{"method": "ngram"} | lane)
+    return PRESETS | {OWN: pair.changed(id=OWN, title=name)}
+
+
+@pytest.mark.parametrize("name", ["mine.gguf", "folder/mine.gguf", "code"])
+def test_a_link_names_the_models_of_a_page_without_their_folders(tmp_path, name):
+    here, there = own(tmp_path / "ann", name), own(tmp_path / "bob", name)
+    query = to_query(here[OWN].with_changes(k=5), here[OWN])
+    assert query == f"preset=your-models&target={name.rpartition('/')[2]}&k=5"
+    chosen, refused = from_query(query, there)
+    assert (chosen.target, chosen.lanes[0].k, refused) == (there[OWN].target, 5, [])
+
+
+@pytest.mark.parametrize("elsewhere", [None, "other.gguf", "stories"])
+def test_a_link_to_a_model_that_the_page_does_not_have_says_so(tmp_path, elsewhere):
+    here = own(tmp_path / "ann", "mine.gguf")
+    query = to_query(here[OWN], here[OWN])
+    chosen, (note,) = from_query(query, own(tmp_path, elsewhere) if elsewhere else PRESETS)
+    assert note == f"ignored target='mine.gguf' from the link: {ELSEWHERE}" and "mine" not in chosen.target
+
+
+def test_a_link_names_the_draft_of_a_page_too(tmp_path):
+    draft = {"method": "draft_model", "model": "stories-draft-deep"}
+    here = own(tmp_path, "stories", **draft)
+    query = to_query(here[OWN], here[OWN])
+    there = own(tmp_path, "stories", **draft | {"model": "stories-draft-wide"})
+    assert from_query(query, there)[0].lanes[0].model == "stories-draft-deep"
 
 
 def test_no_link_is_the_default_preset():

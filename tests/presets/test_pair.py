@@ -4,13 +4,14 @@ import pytest
 
 from specdemo.__main__ import main
 from specdemo.presets.files import load_presets
-from specdemo.presets.pair import ID, add_pair
+from specdemo.presets.link import OWN
+from specdemo.presets.pair import add_pair
 
 
 @pytest.fixture(autouse=True)
 def without_pair(monkeypatch):
-    monkeypatch.setitem(load_presets(), ID, None)
-    load_presets().pop(ID)
+    monkeypatch.setitem(load_presets(), OWN, None)
+    load_presets().pop(OWN)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import gradio as gr
 import pytest
 
 from specdemo.core.json_limits import FILE_LIMITS
-from specdemo.core.trace import to_json
+from specdemo.core.trace import from_json, to_json
 from specdemo.engine.messages import replay
 from specdemo.presets.files import preset
 from specdemo.ui import headers, live
@@ -18,6 +18,7 @@ from specdemo.ui.controls import DRAWN
 from specdemo.ui.log import Log, notes, open_trace
 from specdemo.ui.page import Visits
 from specdemo.ui.setup import key, to_values
+from specdemo.ui.views import Loading
 from tests.processes import run
 from tests.traces import hostile_trace
 from tests.ui.stand_ins import sync
@@ -53,6 +54,22 @@ def test_a_link_to_the_page_shows_the_projects_card_and_not_gradios():
     carded = headers.carded(page).decode()
     assert "Gradio" not in carded and "elsewhere" not in carded and "<title>x</title>" in carded
     assert f'<meta property="og:title" content="{headers.TITLE}">' in carded and 'rel="icon"' in carded
+
+
+def test_no_folder_of_this_machine_leaves_the_page():
+    target, draft = "/home/ann/models/big.gguf", "C:\\Users\\ann\\small.gguf"
+    trace = hostile_trace()
+    trace.config["target"], trace.lanes[1].options["model"] = target, draft
+    trace.notes.append(f"{target} has no flash attention")
+    spec = preset("embedded-draft").model_copy(update={"target": target})
+    log, visits = Log(spec=spec), Visits(preset("embedded-draft"), False)
+    visitor = SimpleNamespace(session_hash="a", request=None)
+    log.add([Loading(0.5, f"loading {target}"), *replay(trace)])
+    visits.keep(visitor, log)
+    saved = visits.save(visitor, "json")["text"]
+    for shown in (log.text, saved, json.dumps(log.result())):
+        assert "big.gguf" in shown and "small.gguf" in shown and "ann" not in shown.lower()
+    assert from_json(saved).lanes[0].token_ids == trace.lanes[0].token_ids
 
 
 def test_the_same_comparison_has_the_same_key():
