@@ -52,7 +52,10 @@ def texts(trace: RunTrace) -> str:
     groups: dict[str, list[str]] = {}
     for lane in trace.lanes:
         groups.setdefault(lane.text, []).append(lane.name)
-    return visible("\n\n".join(f"[{', '.join(names)}]\n{trace.prompt}{text}" for text, names in groups.items()))
+    prompt = (
+        f"{trace.prompt.rstrip()}\n\n" if trace.lanes[0].messages else trace.prompt
+    )  # a message, or a text to continue
+    return visible("\n\n".join(f"[{', '.join(names)}]\n{prompt}{text}" for text, names in groups.items()))
 
 
 def visible(text: str) -> str:

@@ -119,6 +119,12 @@ def test_equal_texts_are_shown_once():
     assert texts(trace(other)) == f"[Baseline]\nOnce{'<7>' * 7}\n\n[other]\nOnce<7>"
 
 
+def test_an_answer_is_a_paragraph_of_its_own():
+    asked = trace()
+    asked.lanes[0] = replace(PLAIN, messages=[{"role": "user", "content": "Once"}])
+    assert texts(asked) == "[Baseline]\nOnce\n\n" + "<7>" * 7
+
+
 def test_control_characters_do_not_reach_the_terminal():
     assert visible("a\x1b[2J\tb\n\x00é😀") == "a\\x1b[2J\tb\n\\x00é😀"
 

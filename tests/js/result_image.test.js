@@ -40,6 +40,11 @@ test("the draft of a step appears only in a step that lasts, first undecided", (
   assert.deepEqual(words(Infinity, 1000), [["a", "target"], [" b", "target"]]);
 });
 
+test("an answer is a paragraph of its own, a continued text is not", () => {
+  const words = (messages) => piecesAt({ ...source, start: { prompt: "Why?\n" } }, laneAt({ ...source.lanes[0], messages }, 10), 10, () => 0).map(({ text }) => text).join("");
+  assert.deepEqual([words([]), words([{ role: "user", content: "Why?\n" }])], ["Why?\na", "Why?\n\na"]);
+});
+
 test("models, machine and date are named", () => {
   assert.deepEqual(plain(provenance(source)), ["Target stories", "Draft model, k = 2", "CPU, 2 threads, float32", "2026-11-22"]);
 });
