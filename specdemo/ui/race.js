@@ -281,7 +281,7 @@ function finish() {
   for (const lane of run.lanes) if (!lane.finish && lane.view) pill(lane, ...unfinished);
   markOutdated();
   if (run.userRun && !run.recorded) publishRun();
-  $(".sd-estimate").hidden = !run.lanes.some((lane) => lane.exact && !lane.remote && numbers(lane).drafted);
+  $(".sd-estimate").hidden = !run.lanes.some((lane) => lane.predictable && numbers(lane).drafted);
   showPlayback();
 }
 

@@ -23,10 +23,12 @@ from specdemo.prediction.profiles import profile, profiles
 from specdemo.prediction.published import published
 from specdemo.prediction.work import known, shape
 from specdemo.presets.files import DEFAULT, allowed_models, load_presets
+from specdemo.presets.link import shown_name
 from specdemo.presets.recorded import is_recorded, recorded
 from specdemo.ui import assets, why
 from specdemo.ui.job import QUIET, Values, named
 from specdemo.ui.model_menus import TRAINED
+from specdemo.ui.views import predictable
 
 ELSEWHERE = "h100-sxm"  # machine for "Estimate on an H100"
 CONTEXTS = {256: "256", 1024: "1k", 4096: "4k", 16384: "16k", 65536: "64k"}
@@ -55,6 +57,7 @@ class Start:
     k: int
     speedup: Estimate | None
     source: str = "measured"  # of the speed-up
+    slower: str = ""  # reason why a measured speed-up may lie below the predicted ones
 
 
 def start_of(trace: RunTrace, index: int, words: str, allow_any_model: bool = False) -> Start:
@@ -123,6 +126,7 @@ def published_start() -> Start:
         k=best.k,
         speedup=Estimate(best.speedup),
         source="published",
+        slower="that version of vLLM took 1.0 ms per draft token, and reading the head takes 0.3 ms",
     )
 
 
@@ -187,12 +191,21 @@ def to_view(start: Start, p: Prediction, k: int) -> dict[str, object]:
         "recorded": p.scenario.acceptance.longest,
         "word": row.speedup.label,
         "interval": row.speedup.interval(),
-        "sentence": sentence(p, row),
+        "sentence": " ".join(filter(None, [sentence(p, row), _outside(start, p)])),
         "where": f"{where.title} · {p.scenario.device.dtype} · {source}",
         "measured": {"k": start.k, "speedup": start.speedup.value, "source": start.source} if start.speedup else None,
         "from": start.words,
         "notes": list(p.notes),
     }
+
+
+def _outside(start: Start, p: Prediction) -> str:
+    """Return why the speed-up of the start lies below its prediction; empty if it does not."""
+    row = next((row for row in p.rows if row.k == start.k), None)
+    low = row.speedup.low if row else None
+    if not start.slower or start.speedup is None or low is None or start.speedup.value >= low:
+        return ""
+    return f"The {start.source} {start.speedup.value:.2f}× is less than predicted, because {start.slower}."
 
 
 def sentence(p: Prediction, row: Row) -> str:
@@ -292,9 +305,9 @@ class Questions:
         trace, own = shown
         words = "Your last run" if own else "Run shown in Race"
         lanes = {
-            f"lane-{i}": (trace, i, f"{words}: {trace.config.get('target')}, {lane.name}")
+            f"lane-{i}": (trace, i, f"{words}: {shown_name(str(trace.config.get('target')))}, {lane.name}")
             for i, lane in enumerate(trace.lanes)
-            if i and lane.method in DraftingCost.declared and lane.exact and lane.summary.get("drafted")
+            if i and predictable(trace, lane) and lane.summary.get("drafted")
         }
         return lanes, own
 
