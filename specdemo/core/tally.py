@@ -78,7 +78,7 @@ class Tally:
     expert_steps: int = 0
     pieces: int = 0  # events of a server whose step is unknown
     gaps: list[float] = field(default_factory=list)  # time of a step, divided equally among its tokens
-    _past: list[tuple[float, int]] = field(default_factory=lambda: [(0.0, 0)])  # clock and tokens after each step
+    _past: list[tuple[float, int]] = field(default_factory=list)  # clock and tokens after each step
 
     @classmethod
     def of(cls, events: Iterable[StepEvent], row: int = 0) -> Self:
@@ -135,7 +135,9 @@ class Tally:
 
     @property
     def recent_tokens_per_s(self) -> float | None:
-        """Return tokens per second over about the last WINDOW tokens."""
+        """Return tokens per second over about the last WINDOW tokens, without the prefill; None before the second step."""
+        if len(self._past) < 2:
+            return None
         (earlier_ms, earlier_tokens), (clock_ms, tokens) = self._past[0], self._past[-1]
         return ratio(tokens - earlier_tokens, (clock_ms - earlier_ms) / 1000.0)
 

@@ -19,7 +19,7 @@ function addChartPoints(lane, line) {
   }
   lane.notes = line.notes;
   const spacing = Math.max(1, (run.start.limit || 200) / 200);
-  if (tokens < MIN_TOKENS || tokens - lane.lastPoint < spacing) return;
+  if (!isNumber(recent) || tokens < MIN_TOKENS || tokens - lane.lastPoint < spacing) return;
   lane.lastPoint = tokens;
   lane.points.push([clock_ms / 1000, recent]);
 }

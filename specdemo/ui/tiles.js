@@ -3,7 +3,7 @@
 
 const VERDICTS = {
   identical: ["✓ identical", "good"],
-  rounding: ["≈ rounding", "fair"],
+  rounding: ["≈ differs by rounding", "fair"],
   differs: ["✗ differs", "bad"],
   "same distribution": ["∼ same distribution", "good"],
   lossy: ["⚠ lossy", "fair"],
@@ -20,6 +20,7 @@ const PARTS = {
   "per-pass": ({ steps }) => steps && `${steps} pass${steps === 1 ? "" : "es"}`,
   experts: (n, { notes }) => isNumber(n.experts_touched) && notes.experts_in_all && `of ${notes.experts_in_all}`,
 };
+const MIN_COMPARED = 8; // tokens of every lane before the line of the result names a speed-up
 const SPEED_TONES = { faster: ["▲ ", "gain"], slower: ["▼ ", "bad"] };
 
 const numbers = (lane) => ({ ...lane.soFar, ...lane.summary });
@@ -37,6 +38,7 @@ function speedup(lane) {
 /** Returns the lane with the greatest speed-up at the current time; undefined if no speed-up is known.
  * @returns {Lane | undefined} */
 function leader() {
+  if (!run.done && run.lanes.some((lane) => !(numbers(lane).tokens >= MIN_COMPARED))) return undefined; // a ratio of the first few steps says little
   const known = run.lanes.slice(1).filter((lane) => isNumber(speedup(lane)));
   return known.sort((a, b) => speedup(b) - speedup(a))[0];
 }
