@@ -149,7 +149,7 @@ def best(result: Result) -> str:
         return f"{times}; {THOROUGH} repeats are needed to find the best."
     speeds: list[Estimate] = [row["speed-up"] for row in rows]
     if all(speed.low is None for speed in speeds):
-        return "this result has no 95 % intervals; measure again to find the best."
+        return "measured before 95 % intervals were; run it again to find the best."
     top, *tied = fastest(speeds)
     if speeds[top].label != "faster":
         return "nothing was clearly faster than plain decoding."

@@ -10,6 +10,7 @@ from specdemo.core.trace import LaneTrace, RunTrace, estimates
 
 PLAIN = "plain decoding"
 SO_FAR = "so far"  # replaces the verdict of a run that was stopped
+WORDS = {"rounding": "differs by rounding"}  # for verdicts whose names are not words for a sentence
 
 Speeds = dict[int, Estimate]  # speed-up by lane; that of the baseline, lane 0, is exactly 1
 
@@ -111,6 +112,7 @@ def _output(trace: RunTrace, speeds: Speeds) -> str:
     """Return how the texts of the lanes compare with the baseline's; empty if they were not compared."""
     rows = enumerate(trace.comparison, start=1)
     verdicts = {index: str(row["verdict"]) for index, row in rows if index in speeds and "verdict" in row}
+    verdicts = {index: WORDS.get(verdict, verdict) for index, verdict in verdicts.items()}
     if len({*verdicts.values()}) < 2:
         return "".join({*verdicts.values()})
     return ", ".join(f"{_name(trace, index)} {verdict}" for index, verdict in verdicts.items())

@@ -1,7 +1,7 @@
 // The race: one bar per lane, which fills towards the end of the lane's own text. All lanes share one clock of device time, so the
 // faster lane fills first. A mark in the text of each speculative lane shows how far plain decoding was at that time.
 
-const MIN_INSIDE = 0.3; // share of a bar from which the lead fits into its fill
+const MIN_INSIDE = 0.5; // share of a bar from which its fill has more room for the lead than the rest
 const FLAG = "M2 15V1h10l-2.5 3.5L12 8H4v7z";
 
 const isFinished = (lane) => ["stop", "length"].includes(lane.finish);

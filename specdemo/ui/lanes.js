@@ -76,7 +76,7 @@ function promptNodes(lane) {
   const last = turns.pop();
   if (!turns.length) return [last];
   const history = fold(turns);
-  history.head.textContent = `Earlier messages: ${messages.slice(0, -1).map(({ role }) => role).join(", ")}`;
+  history.head.textContent = `${turns.length} earlier message${turns.length > 1 ? "s" : ""}`;
   return [history.box, last];
 }
 

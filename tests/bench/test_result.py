@@ -80,7 +80,7 @@ def test_quartiles_of_an_older_result_are_no_interval(repeats):
     assert not intervals(old)
     report = bench_report(old)
     assert "95 % intervals |" not in report and "[" not in report
-    words = {2: "measured 2 times; ", 3: "this result has no 95 % intervals; measure again"}
+    words = {2: "measured 2 times; ", 3: "measured before 95 % intervals were; run it again"}
     assert best(old).startswith(words[repeats])
 
 

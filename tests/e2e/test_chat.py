@@ -43,6 +43,6 @@ def test_the_next_message_is_answered_below_the_bar(page):
     for lane in (0, 1):
         box = page.locator(f'[data-lane="{lane}"].sd-text')
         expect(box.locator(".sd-turn").last).to_have_text("userWhy <b>so</b>?")
-        expect(box.locator("summary").first).to_have_text("Earlier messages: user, assistant")
+        expect(box.locator("summary").first).to_have_text("2 earlier messages")
     wait_for_text(page, "^Finished")
     assert page.locator('[data-lane="1"] .sd-answer').inner_text() != first

@@ -437,7 +437,7 @@ def test_a_chat_shows_its_turns_and_folds_what_is_thought(replayed, chat_file):
     assert [lane_text(page, i) for i in (0, 1)] == [lane.text for lane in chat_trace().lanes]
     for lane, heads in ((0, ["Thought · 6 tokens"]), (1, ["Thought · 7 tokens"])):
         box = page.locator(f'[data-lane="{lane}"].sd-text')
-        expect(box.locator("summary")).to_have_text(["Earlier messages: system, user, assistant", *heads])
+        expect(box.locator("summary")).to_have_text(["3 earlier messages", *heads])
         expect(box.locator(".sd-turn").last).to_have_text("userA piano!")
         expect(box.locator('[data-kind="prompt"]').first).to_have_text("Be <b>brief</b>.")
         expect(box.locator('[data-kind="prompt"]').first).to_be_hidden()
