@@ -220,6 +220,33 @@ def test_llamacpp_counters_of_one_answer_are_reported(others, tokens_a_pass):
     assert remote.source.startswith("llama.cpp's count")
 
 
+USAGE = {"total_draft_tokens_count": 4, "accepted_draft_tokens_count": 3}
+ONE_DRAFT = {
+    "num_spec_steps": 1,
+    "num_draft_tokens": 4,
+    "num_accepted_draft_tokens": 3,
+    "acceptance_histogram": [0, 0, 0, 1, 0],
+}
+
+
+@pytest.mark.parametrize(
+    ("stats", "histogram"),
+    [
+        ({"metrics": {"speculative_decoding": ONE_DRAFT}}, [7, 0, 0, 1, 0]),
+        ({"usage": USAGE | {"completion_tokens": 12}}, []),
+        ({"timings": {"draft_n": 4, "draft_n_accepted": 3}}, []),
+    ],
+    ids=["vllm", "lmstudio", "llamacpp"],
+)
+def test_passes_without_a_draft_count(stats, histogram):
+    """Of 12 tokens, the first is of the prefill and 3 are accepted; so the target made 8 passes, one with a draft."""
+    pieces = [piece("aaa", total=5), piece("b", total=12, finish="length", **stats)]
+    with completion_server(pieces) as server:
+        remote = run(spec(server.address, server.address), server.address).lanes[1].remote
+    assert (remote.counters["steps"], remote.counters["tokens_per_step"]) == (8, 1.375)
+    assert remote.accept_histogram == histogram and "with those that had no draft" in remote.source
+
+
 def test_thinking_is_an_argument_of_the_servers_template(good):
     good.requests.clear()
     trace = run(spec(good.address, good.address, target="some/model", thinking="off"), good.address)
