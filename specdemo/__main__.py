@@ -424,12 +424,12 @@ def _check_names(engine: str, method: str) -> None:
 
 def _read_output(path: str) -> "Observation":
     """Read the output of an engine. Raises ValueError, one line."""
-    from specdemo.core.json_limits import FILE_LIMITS
+    from specdemo.core.safe_io import FILE_BYTES
     from specdemo.diagnosis.readers import read_output, read_output_file
 
     if path != "-":
         return read_output_file(path)
-    return read_output(sys.stdin.buffer.read(FILE_LIMITS.bytes + 1).decode(errors="replace"))
+    return read_output(sys.stdin.buffer.read(FILE_BYTES + 1).decode(errors="replace"))
 
 
 class _Train(TyperCommand):

@@ -17,8 +17,7 @@ from benchmarks.gpu.sections import PLANS, Section, sections
 from specdemo.bench.base import Report
 from specdemo.bench.result import Result
 from specdemo.core.atomic_io import finite, json_text, write_text
-from specdemo.core.json_limits import FILE_LIMITS
-from specdemo.core.safe_io import read_json
+from specdemo.core.safe_io import FILE_BYTES, read_json
 from specdemo.engine.failure import clear_traceback, reason
 from specdemo.models.devices import pick_device
 from specdemo.models.machine import device_name, versions
@@ -72,7 +71,7 @@ def measure(
 def _stored(folder: Path, lab: Lab) -> dict[str, StoredSection]:
     if not (folder / RESULTS).is_file():
         return {}
-    stored: dict[str, StoredSection] = read_json(folder / RESULTS, FILE_LIMITS)["sections"]
+    stored: dict[str, StoredSection] = read_json(folder / RESULTS, FILE_BYTES)["sections"]
     here = device_name(lab.device)
     for found in stored.values():
         there = found["environment"]["device"]

@@ -10,8 +10,7 @@ from pydantic.dataclasses import dataclass as checked
 
 from specdemo.core.atomic_io import finite, json_text, write_text
 from specdemo.core.estimate import Estimate, fastest
-from specdemo.core.json_limits import FILE_LIMITS, JsonLimits, check_json_limits, gc_paused
-from specdemo.core.safe_io import JsonObject, read_limited
+from specdemo.core.safe_io import FILE_BYTES, JsonObject, check_size, gc_paused, read_limited
 from specdemo.presets.files import FOLDER
 
 SCHEMA = 1
@@ -86,7 +85,7 @@ class _Stored:
 _adapter = TypeAdapter(_Stored)
 
 
-def read_result(source: str | bytes | Path, bounds: JsonLimits = FILE_LIMITS) -> Result:
+def read_result(source: str | bytes | Path, bounds: int = FILE_BYTES) -> Result:
     """Read a file that `write_result` wrote, or its text, which starts with a brace. Raises ValueError with one
     line.
     """
@@ -110,9 +109,9 @@ def recorded_suite(suite: str) -> Result | None:
     return read_result(path) if path.is_file() else None
 
 
-def _parsed(content: str | bytes, bounds: JsonLimits) -> Result:
+def _parsed(content: str | bytes, bounds: int) -> Result:
     content = content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content
-    check_json_limits(content, bounds, "a result")
+    check_size(content, bounds, "a result")
     try:
         with gc_paused():
             stored = _adapter.validate_json(content)

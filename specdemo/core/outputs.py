@@ -4,8 +4,7 @@ import json
 from pathlib import Path
 
 from specdemo.core.atomic_io import check_writable, write_text
-from specdemo.core.json_limits import FILE_LIMITS, check_json_limits, gc_paused
-from specdemo.core.safe_io import read_limited
+from specdemo.core.safe_io import FILE_BYTES, check_size, gc_paused, read_limited
 
 TRACE, RESULT = {"preset", "schedule", "lanes"}, {"suite", "repeats", "rows"}
 PROFILE = {"kind", "bandwidth_gb_per_s", "compute_tflop_per_s"}
@@ -53,10 +52,10 @@ def _keys(path: Path) -> set[str]:
     """Return the keys of a JSON object; none for a missing or any other file, or for one beyond the bounds of a
     trace."""
     try:
-        text = read_limited(path, FILE_LIMITS)
+        text = read_limited(path, FILE_BYTES)
         if text.lstrip()[:1] != b"{":
             return set()
-        check_json_limits(text, FILE_LIMITS, str(path))
+        check_size(text, FILE_BYTES, str(path))
         with gc_paused():
             return set(json.loads(text))
     except (OSError, ValueError, RecursionError):

@@ -3,15 +3,18 @@
 Only regular files are opened, because reading a device or a pipe may never end.
 """
 
+import gc
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
-from typing import Any
-
-from specdemo.core.json_limits import JsonLimits, check_json_limits
+from typing import Any, Final
 
 JsonObject = dict[str, Any]
-CONFIG_LIMITS = JsonLimits(4_000_000, 500_000, 150_000)  # config files; the largest known is a weight index
+FILE_BYTES: Final = 16_000_000
+PUBLIC_FILE_BYTES: Final = 2_000_000  # of a public page, where parsing blocks the requests of others
+CONFIG_BYTES: Final = 64_000_000  # twice the largest public tokenizer or weight index
 TOO_LARGE = "does not fit into the memory of this process; choose a smaller model"
 
 
@@ -19,6 +22,25 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Return True for an out-of-memory error. The allocators of torch raise RuntimeError with these words."""
     message = str(error)
     return isinstance(error, MemoryError) or "allocate memory" in message or "out of memory" in message
+
+
+def check_size(text: bytes, limit: int, what: str) -> None:
+    """Raise ValueError, one line, for a text of more bytes."""
+    if len(text) > limit:
+        raise ValueError(f"{what} may hold {limit / 1e6:g} MB at most")
+
+
+@contextmanager
+def gc_paused() -> Iterator[None]:
+    """Disable garbage collection. Parsing creates millions of objects but no garbage, and repeated collections take
+    seconds."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def check_regular(path: str | Path, limit: int | None = None) -> None:
@@ -49,18 +71,17 @@ def read_text(path: str | Path, limit: int, hint: str = "choose another file") -
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
-def read_limited(path: str | Path, limits: JsonLimits) -> bytes:
+def read_limited(path: str | Path, limit: int) -> bytes:
     """Read at most one byte more than the limit, so that the caller can see that a file is too large. Raises OSError,
     and ValueError for a path that is not a regular file."""
     check_regular(path)
     with Path(path).open("rb") as file:
-        return file.read(limits.bytes + 1)
+        return file.read(limit + 1)
 
 
-def read_json(path: str | Path, limits: JsonLimits = CONFIG_LIMITS) -> JsonObject:
-    """Read a JSON object. Raises ValueError, one line with the file's name, also if it exceeds the limits."""
-    text = read_text(path, limits.bytes)
-    check_json_limits(text.encode(), limits, str(path))
+def read_json(path: str | Path, limit: int = CONFIG_BYTES) -> JsonObject:
+    """Read a JSON object. Raises ValueError, one line with the file's name, also if it is larger than the limit."""
+    text = read_text(path, limit)
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

@@ -15,7 +15,7 @@ from pydantic.dataclasses import dataclass as checked
 
 from specdemo.core import noise
 from specdemo.core.estimate import Estimate, Runs, RunTiming, speedup
-from specdemo.core.json_limits import FILE_LIMITS, JsonLimits, check_json_limits, gc_paused
+from specdemo.core.safe_io import FILE_BYTES, check_size, gc_paused
 
 SCHEMA: Final = 1
 LISTS: Final = ("accept_histogram", "accept_by_position")  # the entries of a summary that are lists
@@ -172,7 +172,7 @@ class RunTrace:
 _adapter = TypeAdapter(RunTrace)
 
 
-def to_json(trace: RunTrace, indent: int | None = None, limits: JsonLimits = FILE_LIMITS) -> str:
+def to_json(trace: RunTrace, indent: int | None = None, limits: int = FILE_BYTES) -> str:
     """Write a trace that `from_json` can read. A trace that exceeds the limits is written without indentation and, if
     needed, without probabilities: `draft_probs`, `target_probs` and `top` are then empty."""
     text = _adapter.dump_json(trace, indent=indent)
@@ -187,9 +187,9 @@ def to_json(trace: RunTrace, indent: int | None = None, limits: JsonLimits = FIL
     return text.decode()
 
 
-def _fits(text: bytes, limits: JsonLimits) -> bool:
+def _fits(text: bytes, limits: int) -> bool:
     try:
-        check_json_limits(text, limits, "a trace")
+        check_size(text, limits, "a trace")
     except ValueError:
         return False
     return True
@@ -208,10 +208,10 @@ def _with_probabilities(event: StepEvent) -> StepEvent:
     return replace(event, draft_probs=unknown, target_probs=unknown)
 
 
-def from_json(text: str | bytes, limits: JsonLimits = FILE_LIMITS) -> RunTrace:
+def from_json(text: str | bytes, limits: int = FILE_BYTES) -> RunTrace:
     """Parse and validate a trace. Raises ValueError with one line."""
     text = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
-    check_json_limits(text, limits, "a trace")
+    check_size(text, limits, "a trace")
     try:
         with gc_paused():
             trace = _adapter.validate_json(text)

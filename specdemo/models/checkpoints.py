@@ -17,8 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from specdemo.core.atomic_io import atomic_folder, finite, json_text, write_text
-from specdemo.core.json_limits import FILE_LIMITS
-from specdemo.core.safe_io import TOO_LARGE, is_out_of_memory, read_limited
+from specdemo.core.safe_io import FILE_BYTES, TOO_LARGE, is_out_of_memory, read_limited
 from specdemo.core.shapes import Config
 from specdemo.models.sizes import headers
 from specdemo.models.sources import (
@@ -153,7 +152,7 @@ def training_note(source: str) -> str:
     if not file.is_file():
         return ""
     try:
-        facts = json.loads(read_limited(file, FILE_LIMITS))
+        facts = json.loads(read_limited(file, FILE_BYTES))
         steps, seconds = int(facts["step"]), float(facts["seconds"])
     except (KeyError, TypeError, ValueError):
         return ""

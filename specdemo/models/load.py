@@ -51,7 +51,6 @@ from specdemo.models.sources import (
     resolve,
 )
 from specdemo.models.target import HFTarget
-from specdemo.models.tokenizer_file import check_tokenizer
 
 AutoClass = type[_BaseAutoModelClass]
 _building = threading.RLock()
@@ -306,9 +305,6 @@ def _tokenizer(folder: str) -> PreTrainedTokenizerBase | None:
     names = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
     if not any((Path(folder) / name).is_file() for name in names):
         return None
-    path = Path(folder) / "tokenizer.json"
-    if path.is_file() and not is_embedded(folder):
-        check_tokenizer(path)
     with tokenizer_errors("its tokenizer"):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             folder, trust_remote_code=False, local_files_only=True

@@ -22,7 +22,6 @@ from specdemo.models.gguf_files import (
     quantisation_in,
     read_header,
 )
-from specdemo.models.sources import CONFIG_LIMITS
 
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 LEAST_RATIO = 3  # a larger draft model is rarely worth its time
@@ -43,7 +42,7 @@ class LocalModel:
         """Return the type of most weights, such as Q4_K_M; empty if unknown."""
         if not self.path.is_dir():
             return read_header(self.path).quantisation or quantisation_in(self.path.name)
-        config = read_json(self.path / "config.json", CONFIG_LIMITS)
+        config = read_json(self.path / "config.json")
         return str(config.get("dtype") or config.get("torch_dtype") or "")
 
     @property
@@ -158,7 +157,7 @@ def _gguf_below(folder: Path) -> Iterator[Path]:
 @lru_cache(maxsize=64)
 def _vocabulary(file: Path, changed_ns: int) -> str:
     """Return the digest of a tokenizer.json as `gguf_files.Header.vocabulary` has it. changed_ns: a cache key."""
-    data = read_json(file, CONFIG_LIMITS)
+    data = read_json(file)
     try:
         words = data["model"]["vocab"]
         pairs = words.items() if isinstance(words, dict) else ((word, i) for i, (word, _) in enumerate(words))

@@ -23,8 +23,7 @@ from typing import Any
 from huggingface_hub import HfApi, ModelInfo, constants, snapshot_download, try_to_load_from_cache
 from tqdm.auto import tqdm
 
-from specdemo.core.json_limits import JsonLimits
-from specdemo.core.safe_io import JsonObject, check_regular, read_json
+from specdemo.core.safe_io import CONFIG_BYTES, JsonObject, check_regular, read_json
 from specdemo.models.errors import Cancelled, hub_errors, load_errors
 from specdemo.models.shipped import check_embedded, embedded_folder
 
@@ -43,7 +42,6 @@ NO_GGUF = (
     "--port 8080), LM Studio or Ollama and pass the address with --server; for anything else choose the original model "
     "with safetensors weights"
 )
-CONFIG_LIMITS = JsonLimits(64_000_000, 2_000_000, 600_000)  # twice the largest public tokenizer or weight index
 
 MAX_SIZE = 1 << 24
 MAX_TREE = 1 << 12
@@ -207,7 +205,7 @@ def has_chat_template(name: str) -> bool | None:
         return None
     settings = folder / "tokenizer_config.json"
     has_template_file = (folder / "chat_template.jinja").is_file()
-    return has_template_file or (settings.is_file() and "chat_template" in read_json(settings, CONFIG_LIMITS))
+    return has_template_file or (settings.is_file() and "chat_template" in read_json(settings))
 
 
 def check_folder(folder: Path, name: str) -> Path:
@@ -219,7 +217,7 @@ def check_folder(folder: Path, name: str) -> Path:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         with load_errors(name):
-            shards = set(map(str, read_json(index, CONFIG_LIMITS)["weight_map"].values()))
+            shards = set(map(str, read_json(index)["weight_map"].values()))
         absent = sorted(shard for shard in shards if not (folder / shard).is_file())
         if absent:
             raise ValueError(f"{name} lacks {absent[0]}, one of {len(shards)} files of weights; fetch it again")
@@ -317,7 +315,7 @@ def _check_files(name: str, folder: Path) -> Path:
     for file in folder.iterdir():
         described = file.suffix in (".json", ".txt", ".model", ".jinja")
         if file.exists() and (described or file.suffix in WEIGHT_SUFFIXES):
-            check_regular(file, CONFIG_LIMITS.bytes if described else None)
+            check_regular(file, CONFIG_BYTES if described else None)
     return folder
 
 

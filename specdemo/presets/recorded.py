@@ -6,8 +6,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from specdemo.core.atomic_io import write_text
-from specdemo.core.json_limits import FILE_LIMITS
-from specdemo.core.safe_io import read_limited
+from specdemo.core.safe_io import FILE_BYTES, read_limited
 from specdemo.core.suggest import program
 from specdemo.core.trace import RunTrace, from_json, to_json
 from specdemo.presets.files import FOLDER
@@ -22,7 +21,7 @@ def load_trace(path: str | Path) -> RunTrace:
     """Read and check a stored trace. Raises ValueError with one line."""
     cure = f"with {program()} run PRESET --out FILE"
     try:
-        content = read_limited(path, FILE_LIMITS)
+        content = read_limited(path, FILE_BYTES)
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror or error}; record a trace {cure}") from None
     try:

@@ -2,8 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from specdemo.core.json_limits import FILE_LIMITS, JsonLimits
-from specdemo.core.safe_io import read_limited
+from specdemo.core.safe_io import FILE_BYTES, read_limited
 from specdemo.core.trace import RunTrace, from_json, to_json
 from specdemo.engine.comparison import Comparison
 from specdemo.engine.messages import Finished, Note, Started, replay
@@ -116,7 +115,7 @@ def replayed(trace: RunTrace, still: bool = False, key: str = "") -> Log:
     return log
 
 
-def open_trace(path: str, bounds: JsonLimits = FILE_LIMITS) -> Log:
+def open_trace(path: str, bounds: int = FILE_BYTES) -> Log:
     """Return a stored run as a log, or a log with the reason why the file cannot be read."""
     try:
         return replayed(from_json(read_limited(path, bounds), bounds))

@@ -400,7 +400,7 @@ def serve(
     if space.zero_gpu():  # models must be in place before the first call; the first one shown is loaded last
         live().preload([*(p for p in limits.at_hand() if p.id != preset(start).id), preset(start)])
     outer = headers.outermost(quiet, partial(hosts.Hosts, names=names), headers.guarded)
-    layers = [Middleware(headers.Policy), Middleware(Guard, space.bounds().bytes)]
+    layers = [Middleware(headers.Policy), Middleware(Guard, space.bounds())]
     page.launch(
         server_name=host,
         server_port=port,
@@ -410,7 +410,7 @@ def serve(
         share=share,
         footer_links=["api"],
         run_history=False,
-        max_file_size=space.bounds().bytes + ENVELOPE,  # the limit of the guard, which leaves nothing on disk
+        max_file_size=space.bounds() + ENVELOPE,  # the limit of the guard, which leaves nothing on disk
         state_session_capacity=SESSIONS,
         max_threads=2 * PLACES,  # calls in progress, nearly all of which wait in line without a thread
         app_kwargs={"middleware": layers, "lifespan": outer},

@@ -10,7 +10,7 @@ from math import ceil
 from typing import TypeVar
 
 from specdemo.core.deployment import zero_gpu as zero_gpu
-from specdemo.core.json_limits import FILE_LIMITS, PUBLIC_FILE_LIMITS, JsonLimits
+from specdemo.core.safe_io import FILE_BYTES, PUBLIC_FILE_BYTES
 from specdemo.engine.comparison import Comparison
 from specdemo.presets import limits
 from specdemo.presets.files import EMBEDDED
@@ -28,9 +28,9 @@ def turn_s() -> float:
     return 120.0 if limits.public() else 1800.0
 
 
-def bounds() -> JsonLimits:
+def bounds() -> int:
     """Return the limits of a file that a visitor opens."""
-    return PUBLIC_FILE_LIMITS if limits.public() else FILE_LIMITS
+    return PUBLIC_FILE_BYTES if limits.public() else FILE_BYTES
 
 
 def on_zero_gpu(duration: Callable[..., int]) -> Callable[[Function], Function]:

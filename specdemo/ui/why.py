@@ -8,14 +8,14 @@ import gradio as gr
 
 from specdemo.bench.why_report import changes, numbers
 from specdemo.core.atomic_io import json_text
-from specdemo.core.json_limits import PUBLIC_FILE_LIMITS
+from specdemo.core.safe_io import PUBLIC_FILE_BYTES
 from specdemo.diagnosis.diagnose import Diagnosis, diagnose
 from specdemo.diagnosis.observation import Observation
 from specdemo.diagnosis.readers import READERS, read_output, read_output_file
 from specdemo.ui import assets
 from specdemo.ui.job import QUIET, Values, named
 
-LONGEST = PUBLIC_FILE_LIMITS.bytes  # characters of a pasted output
+LONGEST = PUBLIC_FILE_BYTES  # characters of a pasted output
 
 
 def diagnosis_view(found: Diagnosis) -> dict[str, object]:
@@ -46,11 +46,11 @@ def _observation(values: Values) -> Observation:
     """Read the pasted text, else the file. Raises ValueError with one line."""
     text, file = str(values["output"] or ""), values["file"]
     if text.strip():
-        return read_output(text, PUBLIC_FILE_LIMITS)
+        return read_output(text, PUBLIC_FILE_BYTES)
     if not file:
         raise ValueError("no output given; paste one, or drop a file")
     try:
-        return read_output_file(str(file), PUBLIC_FILE_LIMITS)
+        return read_output_file(str(file), PUBLIC_FILE_BYTES)
     except ValueError as error:
         raise ValueError(str(error).replace(str(file), Path(str(file)).name)) from None
 

@@ -5,12 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from specdemo.core.json_limits import JsonLimits
 from specdemo.diagnosis.diagnose import diagnose
 from specdemo.diagnosis.readers import READERS, read_output, read_output_file
 
 SAMPLES = Path(__file__).parent / "samples"
-SMALL = JsonLimits(200_000, 5_000, 2_000)
+SMALL = 200_000
 EXPECTED = {
     "vllm.log": {"engine": "vllm", "method": "mtp", "steps": 525, "accepted_length": 4.755, "tokens_per_s": 124.5},
     "vllm-0.9.log": {"batch_size": 483.0, "accepted_length": 2.398, "acceptance_rate": 0.4667},

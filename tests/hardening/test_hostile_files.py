@@ -23,7 +23,7 @@ from specdemo.bench.measure import read_questions
 from specdemo.bench.result import read_result
 from specdemo.bench.suites import Sweep
 from specdemo.core.protocol import GenerationConfig
-from specdemo.core.safe_io import CONFIG_LIMITS, read_json, read_text
+from specdemo.core.safe_io import CONFIG_BYTES, read_json, read_text
 from specdemo.core.shapes import shape_of
 from specdemo.methods import METHODS, load_drafter
 from specdemo.methods.drafting_cost import DraftingCost
@@ -33,7 +33,6 @@ from specdemo.models.load import load_meta_target, load_target
 from specdemo.models.shipped import embedded_folder
 from specdemo.models.sources import read_config
 from specdemo.models.text import encode
-from specdemo.models.tokenizer_file import check_tokenizer
 from specdemo.prediction.predict import predict
 from specdemo.prediction.profiles import Profile
 from specdemo.prediction.work import known
@@ -43,7 +42,6 @@ from specdemo.presets.recorded import load_trace
 from specdemo.training.corpus import read_corpus
 from specdemo.training.fit import check_minutes
 from tests.models.tiny import build
-from tests.processes import run
 
 SECONDS = 5.0  # CPU time of this process and its children
 BYTES = 1 << 29  # address space on top of the current one
@@ -132,11 +130,10 @@ def test_questions_are_bounded(tmp_path):
     "text, line",
     [
         ("[1]", "damaged"),
-        ("[" * 100_000, "may nest 32 brackets"),
-        ('{"a":' * 100_000, "may nest 32 brackets"),
-        ('{"a":' * (CONFIG_LIMITS.depth + 1) + "1" + "}" * (CONFIG_LIMITS.depth + 1), "may nest 32 brackets at most"),
+        ("[" * 100_000, "damaged"),
+        ('{"a":' * 100_000, "damaged"),
         ('{"a": ' + "9" * 100_000 + "}", "damaged"),
-        ('{"a": "' + "x" * 5_000_000 + '"}', "the limit is 4,000,000"),
+        ('{"a": "' + "x" * CONFIG_BYTES + '"}', "the limit is 64,000,000"),
         ('{"a": "\udc80"}', "not UTF-8"),
     ],
 )
@@ -144,12 +141,6 @@ def test_json_limits(tmp_path, text, line):
     path = tmp_path / "config.json"
     path.write_bytes(text.encode(errors="surrogateescape"))
     assert line in refused(read_json, path)
-
-
-def test_json_as_deep_as_is_read(tmp_path):
-    path = tmp_path / "config.json"
-    path.write_text('{"a":' * CONFIG_LIMITS.depth + "1" + "}" * CONFIG_LIMITS.depth, encoding="utf-8")
-    assert read_json(path)
 
 
 # Presets.
@@ -329,7 +320,6 @@ def numbered(tensors):
     "change_config, change_tensors, line",
     [
         (lambda config: [config], None, "is damaged"),
-        (lambda config: {"a": json.loads("[" * 200 + "]" * 200)} | config, None, "may nest 32 brackets"),
         (same, lambda tensors: {n: t.to(torch.int64) for n, t in tensors.items()}, "as int64"),
         (same, lambda tensors: {n: t[:0] for n, t in tensors.items()}, ""),
         (same, lambda tensors: {n: t.flatten() for n, t in tensors.items()}, ""),
@@ -457,46 +447,8 @@ def test_sizes_of_public_models_are_allowed(tmp_path):
 
 # Tokenizers and chat templates.
 
-LETTER = {"String": "a"}
 SPLIT = {"type": "Split", "behavior": "Isolated", "invert": False}
-TOKENIZERS = {
-    "grows": {"normalizer": {"type": "Prepend", "prepend": "x" * 10**7}},
-    "multiplies": {
-        "normalizer": {
-            "type": "Sequence",
-            "normalizers": [{"type": "Replace", "pattern": LETTER, "content": "a" * 100}] * 8,
-        }
-    },
-    "pads": {
-        "padding": {
-            "strategy": {"Fixed": 10**12},
-            "direction": "Right",
-            "pad_to_multiple_of": None,
-            "pad_id": 0,
-            "pad_type_id": 0,
-            "pad_token": "x",
-        }
-    },
-    "backtracks": {"pre_tokenizer": SPLIT | {"pattern": {"Regex": "(a+)+$"}}},
-    "decodes by one": {"decoder": {"type": "Replace", "pattern": {"Regex": "(a+)+$"}, "content": ""}},
-    "decodes to more": {"decoder": {"type": "Replace", "pattern": LETTER, "content": "a" * 1000}},
-    "has long entries": {"model": {"type": "BPE", "vocab": {"x" * 5000: 0}, "merges": []}},
-    "adds long tokens": {"post_processor": {"type": "BertProcessing", "sep": ["x" * 5000, 0], "cls": ["x", 0]}},
-    "doubles": {"decoder": {"type": "Sequence", "decoders": [{"type": "BPEDecoder", "suffix": ""}] * 30}},
-}
-
-
-@pytest.mark.parametrize("kind", [kind for kind in TOKENIZERS if kind != "backtracks"])
-def test_tokenizers_that_could_fill_the_memory_are_refused(copied, kind):
-    rewrite(copied / "tokenizer.json", **TOKENIZERS[kind])
-    assert "its tokenizer" in refused(load_target, str(copied))
-
-
-def test_aborting_tokenizer_is_one_line(copied):
-    rewrite(copied / "tokenizer.json", **TOKENIZERS["pads"])
-    done = run("-m", "specdemo", "run", "embedded-ngram", "--target", copied)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "its tokenizer" in done.stderr and done.stderr.count("\n") == 1
+BACKTRACKS = {"pre_tokenizer": SPLIT | {"pattern": {"Regex": "(a+)+$"}}}
 
 
 def test_invalid_regular_expression_is_one_line(copied):
@@ -505,7 +457,7 @@ def test_invalid_regular_expression_is_one_line(copied):
 
 
 def test_panic_of_the_library_is_one_line(copied):
-    rewrite(copied / "tokenizer.json", **TOKENIZERS["backtracks"])
+    rewrite(copied / "tokenizer.json", **BACKTRACKS)
     target = load_target(str(copied))
     assert encode(target.tokenizer, "abc", 100)
     assert "fails: Onig" in refused(encode, target.tokenizer, "a" * 40 + "!", 100)
@@ -578,9 +530,6 @@ def test_components_of_public_tokenizers_are_allowed(copied):
     }
     rewrite(copied / "tokenizer.json", **changes)
     assert load_target(str(copied)).tokenizer
-    check_tokenizer(copied / "tokenizer.json")
-    rewrite(copied / "tokenizer.json", normalizer={"type": "Precompiled", "precompiled_charsmap": "A" * 400_000})
-    check_tokenizer(copied / "tokenizer.json")
 
 
 @pytest.mark.parametrize("part", ["normalizer", "decoder", "padding", "model", "added_tokens"])

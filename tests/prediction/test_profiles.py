@@ -73,17 +73,9 @@ def test_figures_that_no_device_has_are_refused(tmp_path, capsys, name, value):
     assert out == "" and err.count("\n") == 1 and f"{path} is not a profile: {name}.value: Input should be" in err
 
 
-@pytest.mark.parametrize(
-    "more, line",
-    [
-        ({str(n): 1 for n in range(9_000)}, "may hold 8,000 values at most"),
-        ({"passes": [PASSES | {"ms": {str(n): {"1": 1.0} for n in range(1, 2_500)}}]}, "may hold 4,000 keys at most"),
-        ({"title": "x" * 300_000}, "bytes; the limit is 200,000"),
-    ],
-)
-def test_a_profile_is_bounded_before_it_is_parsed(tmp_path, monkeypatch, more, line):
+def test_a_profile_is_bounded_before_it_is_parsed(tmp_path, monkeypatch):
     path = tmp_path / "a.json"
-    path.write_text(json.dumps(LEAST | more))
+    path.write_text(json.dumps(LEAST | {"title": "x" * 300_000}))
     monkeypatch.setattr(Profile, "model_validate_json", None)
-    with pytest.raises(ValueError, match=line):
+    with pytest.raises(ValueError, match="bytes; the limit is 200,000"):
         read_profile(path)

@@ -5,7 +5,7 @@ import subprocess
 import pytest
 
 from specdemo.bench.report import race_report
-from specdemo.core.json_limits import PUBLIC_FILE_LIMITS
+from specdemo.core.safe_io import PUBLIC_FILE_BYTES
 from specdemo.core.tally import summarise
 from specdemo.core.trace import MAX_TEXT, LaneTrace, Remote, compare, from_json, to_json, token_kinds
 from specdemo.engine.comparison import Comparison, Lane
@@ -283,8 +283,8 @@ def test_a_text_that_no_trace_can_hold_is_cut_off():
         trace = run(spec(server.address, server.address, max_new_tokens=1000), server.address)
     lane = trace.lanes[1]
     assert len(lane.text) == MAX_TEXT and lane.finish == "length" and "cut off at 50,000 characters" in lane.note
-    text = to_json(trace, limits=PUBLIC_FILE_LIMITS)
-    assert from_json(text, PUBLIC_FILE_LIMITS) == trace
+    text = to_json(trace, limits=PUBLIC_FILE_BYTES)
+    assert from_json(text, PUBLIC_FILE_BYTES) == trace
 
 
 def test_a_server_with_one_interface_and_standard_settings_alone():

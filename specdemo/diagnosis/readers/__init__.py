@@ -3,8 +3,7 @@
 from pathlib import Path
 from pkgutil import resolve_name
 
-from specdemo.core.json_limits import FILE_LIMITS, JsonLimits
-from specdemo.core.safe_io import read_bytes
+from specdemo.core.safe_io import FILE_BYTES, read_bytes
 from specdemo.diagnosis.observation import Observation
 from specdemo.diagnosis.readers.base import Output, OutputReader
 
@@ -24,7 +23,7 @@ CLASSES = (
 READERS: list[OutputReader] = [resolve_name(path)() for path in CLASSES]
 
 
-def read_output(text: str, limits: JsonLimits = FILE_LIMITS) -> Observation:
+def read_output(text: str, limits: int = FILE_BYTES) -> Observation:
     """Return what an engine's output contains. Raises ValueError, one line, for an unknown, too large or contradictory
     output."""
     output = Output(text, limits)
@@ -36,7 +35,7 @@ def read_output(text: str, limits: JsonLimits = FILE_LIMITS) -> Observation:
     raise ValueError(f"this output is of no known kind. It may be: {known}")
 
 
-def read_output_file(path: str | Path, limits: JsonLimits = FILE_LIMITS) -> Observation:
+def read_output_file(path: str | Path, limits: int = FILE_BYTES) -> Observation:
     """Return what a file contains. Raises ValueError, one line with the file's name."""
     try:
         return read_output(_text(path, limits), limits)
@@ -44,7 +43,7 @@ def read_output_file(path: str | Path, limits: JsonLimits = FILE_LIMITS) -> Obse
         raise ValueError(f"{path}: {error}") from None
 
 
-def read_json_output(path: str | Path, limits: JsonLimits = FILE_LIMITS) -> object:
+def read_json_output(path: str | Path, limits: int = FILE_BYTES) -> object:
     """Return the value of a JSON file, None for another file. Raises ValueError, one line with the file's name."""
     try:
         return Output(_text(path, limits), limits).json
@@ -52,5 +51,5 @@ def read_json_output(path: str | Path, limits: JsonLimits = FILE_LIMITS) -> obje
         raise ValueError(f"{path}: {error}") from None
 
 
-def _text(path: str | Path, limits: JsonLimits) -> str:
-    return read_bytes(path, limits.bytes, "choose the output of an engine").decode(errors="replace")
+def _text(path: str | Path, limits: int) -> str:
+    return read_bytes(path, limits, "choose the output of an engine").decode(errors="replace")

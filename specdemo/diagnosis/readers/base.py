@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from math import isfinite
 from typing import ClassVar, TypeVar
 
-from specdemo.core.json_limits import JsonLimits, check_json_limits
-from specdemo.core.safe_io import JsonObject
+from specdemo.core.safe_io import JsonObject, check_size
 from specdemo.diagnosis.observation import LONGEST, Observation
 from specdemo.servers.counters import all_passes
 
@@ -23,17 +22,17 @@ _NUMBER = r"([0-9]{1,15}(?:\.[0-9]{0,12})?)"
 class Output:
     """Text of an engine, and the JSON in it. Both are within the limits."""
 
-    def __init__(self, text: str, limits: JsonLimits) -> None:
+    def __init__(self, text: str, limits: int) -> None:
         """Check the limits. Raises ValueError, one line, for a text that exceeds them."""
         self.text = text
         self.limits = limits
-        if len(text) > limits.bytes:
-            raise ValueError(f"this output may hold {limits.bytes / 1e6:g} MB at most; cut it to the end of the log")
+        if len(text) > limits:
+            raise ValueError(f"this output may hold {limits / 1e6:g} MB at most; cut it to the end of the log")
         self.json = self.parse(text) if text.lstrip()[:1] in ("{", "[") else None
 
     def parse(self, text: str) -> object:
         """Return the value of a JSON text, None if it is not JSON. Raises ValueError if it exceeds the limits."""
-        check_json_limits(text.encode(), self.limits, "this output")
+        check_size(text.encode(), self.limits, "this output")
         try:
             return json.loads(text)
         except (ValueError, RecursionError):
