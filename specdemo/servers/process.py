@@ -1,26 +1,30 @@
-"""Server processes: started on a free port, watched while loading, and ended with this process
-(servers/supervisor.py).
+"""Server processes: started on a free port, watched while loading, and ended with this process, however it ends.
+
+On Linux the kernel kills a server when the thread that started it ends (PR_SET_PDEATHSIG); on Windows a job object
+does. Elsewhere a server outlives a specdemo that was killed. Processes that a server started itself end with its
+process group.
 """
 
+import ctypes
 import os
 import random
 import re
-import secrets
+import signal
 import socket
+import struct
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from subprocess import PIPE, STDOUT, Popen
+from subprocess import DEVNULL, STDOUT, Popen, TimeoutExpired
 from tempfile import TemporaryDirectory
 from typing import NoReturn
 
 import httpx
 
-from specdemo.servers import supervisor
 from specdemo.servers.address import host
 
 LOADING_S = 1800.0  # timeout for the start of a server, including downloads
@@ -29,6 +33,13 @@ TAIL = 8  # last log lines to include in an error
 LOG_BYTES = 20_000
 EPHEMERAL = 32_768  # of Linux; other systems start later
 SHOWN = 60  # longest log line to show
+GRACE_S = 10.0  # seconds between SIGTERM and SIGKILL
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+# run in a process of its own, because a fork must not call Python code while this process has threads
+LAUNCH = (
+    f"import ctypes, os, sys; ctypes.CDLL(None).prctl({PR_SET_PDEATHSIG}, 9); "  # SIGKILL
+    "os.getppid() == int(sys.argv[1]) or os._exit(1); os.execvp(sys.argv[2], sys.argv[2:])"
+)
 
 ReportFunction = Callable[[str], None]
 
@@ -48,27 +59,47 @@ def free_port() -> int:
 @contextmanager
 def started(command: Sequence[str], address: str, environment: Mapping[str, str]) -> Iterator["Server"]:
     """Start a server process. It ends with the block, and with this process even if that is killed."""
-    watched, mark = [sys.executable, "-P", supervisor.__file__, *command], secrets.token_hex(16)
-    alone = {**os.environ, **environment, supervisor.MARK: mark}
+    linux = [sys.executable, "-IS", "-c", LAUNCH, str(os.getpid())] if sys.platform == "linux" else []
     with (
         TemporaryDirectory() as folder,
         _log(Path(folder) / "log") as log,
-        # in a separate session: Ctrl-C reaches only this process, and closing the pipe stops the server cleanly
-        Popen(watched, stdin=PIPE, stdout=log, stderr=STDOUT, env=alone, start_new_session=True) as process,
-    ):
-        watcher = threading.Thread(target=_end_after, args=(process, mark), daemon=True, name="engine watcher")
-        watcher.start()
+        # in a separate session, so that Ctrl-C reaches only this process
+        Popen(
+            [*linux, *command], stdin=DEVNULL, stdout=log, stderr=STDOUT, env={**os.environ, **environment},
+            start_new_session=True,
+        ) as process,
+    ):  # fmt: skip
+        job = _job(process)
         try:
             yield Server(command[0], address, process, Path(folder) / "log")
         finally:
-            process.communicate()  # close the pipe and wait; after Ctrl-C, Popen itself waits only for a moment
-            watcher.join()
+            if job is None:
+                _end_group(process)
+            else:
+                job()
 
 
-def _end_after(process: "Popen[bytes]", mark: str) -> None:
-    """Wait for the end of a supervisor, then end the processes that it left, which happens only if it was killed."""
-    process.wait()
-    supervisor.end_marked(mark, process.pid)
+def _end_group(process: "Popen[bytes]") -> None:
+    """Ask the process group to end, and kill what is left of it."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError, PermissionError):  # PermissionError: macOS, if only zombies are left
+            os.killpg(process.pid, number)
+        with suppress(TimeoutExpired):
+            process.wait(GRACE_S)
+
+
+def _job(process: "Popen[bytes]") -> Callable[[], object] | None:
+    """Put the process into a job object, which ends with this process, and return what ends it; None where there are
+    process groups."""
+    if sys.platform != "win32":
+        return None
+    kernel = ctypes.windll.kernel32
+    limits = (ctypes.c_byte * 144)()  # JOBOBJECT_EXTENDED_LIMIT_INFORMATION of 64-bit systems
+    struct.pack_into("I", limits, 16, 0x2000)  # LimitFlags: JOB_OBJECT_LIMIT_KILL_ON_JOB_CLOSE
+    job = kernel.CreateJobObjectW(None, None)
+    kernel.SetInformationJobObject(job, 9, limits, len(limits))
+    kernel.AssignProcessToJobObject(job, int(process._handle))
+    return partial(kernel.TerminateJobObject, job, 1)
 
 
 @contextmanager

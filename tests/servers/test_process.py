@@ -125,7 +125,7 @@ def test_no_server_outlives_the_command_that_started_it(engine, number):
 def test_serve_ends_all_servers_when_one_of_them_ends(engine, number):
     with start(*SERVE, engine, stdout=PIPE, stderr=PIPE, text=True) as serving:
         assert serving.stdout.readline().startswith("python -m specdemo run embedded-draft")
-        psutil.Process(started(engine)[1]["pid"]).parent().send_signal(number)
+        psutil.Process(started(engine)[1]["pid"]).send_signal(number)
         assert serving.wait(60) == 2
         assert f"{engine} at 127.0.0.1:" in serving.stderr.read()
     assert gone(engine)
