@@ -13,7 +13,7 @@ from specdemo.core.deployment import public as public
 from specdemo.engine.comparison import MAX_K, MAX_LANES, MAX_NEW_TOKENS, MAX_PROMPT_CHARACTERS
 from specdemo.presets.files import EMBEDDED, FOLDER, Preset, load_presets
 
-README = FOLDER.parent / "README.md"
+SPACE = FOLDER.parent / "docs" / "space.yaml"
 NODES = 64  # largest draft tree; a public page can open the trace of the longest run with it
 SHARED = "remember"  # option with which drafts come from other visitors' text
 HOME = "for more, duplicate this Space or run python -m specdemo ui on your machine"
@@ -42,12 +42,9 @@ def here() -> Limits:
 
 @lru_cache(maxsize=1)
 def preloaded() -> tuple[str, ...]:
-    """Return the models that the Space downloads when it is built: `preload_from_hub` in the README's front matter."""
-    text = README.read_text(encoding="utf-8") if README.is_file() else ""
-    if not text.startswith("---\n"):
-        return ()
-    front = yaml.safe_load(text.split("---\n")[1])
-    return tuple(entry.split()[0] for entry in front.get("preload_from_hub", ()))
+    """Return the models that the Space downloads when it is built: `preload_from_hub` in its settings."""
+    settings = yaml.safe_load(SPACE.read_text(encoding="utf-8")) if SPACE.is_file() else {}
+    return tuple(entry.split()[0] for entry in settings.get("preload_from_hub", ()))
 
 
 def at_hand() -> list[Preset]:

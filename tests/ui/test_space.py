@@ -198,9 +198,8 @@ def test_no_recorded_run_stands_in_for_another_target_or_for_the_next_turn_of_a_
     assert not log.recorded and log.trace == hostile_trace()  # the chat can continue
 
 
-def test_the_front_matter_makes_a_space():
-    _, front, _ = Path("README.md").read_text(encoding="utf-8").split("---\n", 2)
-    front = yaml.safe_load(front)
+def test_the_settings_make_a_space():
+    front = yaml.safe_load(Path("docs/space.yaml").read_text(encoding="utf-8"))
     assert front["sdk"] == "gradio" and Path(front["app_file"]).is_file()
     assert f"gradio=={front['sdk_version']}" in Path("requirements.txt").read_text(encoding="utf-8").split()
     assert tuple(front["preload_from_hub"]) == limits.preloaded() == tuple(front["models"])
