@@ -10,15 +10,15 @@ MAX_LISTED = 18  # longest list of names; a longer one is cut to half of this
 
 
 def suggest(name: str, choices: Iterable[str], heads: Iterable[str] = ()) -> str:
-    """Return `did you mean 'x'?`, or a list of the choices. heads: choices for a drafter only, listed separately."""
+    """Return `did you mean 'x'?`, or a list of the choices. heads: choices for a drafter only, not
+    listed."""
     names, drafters = list(choices), list(heads)
     close = get_close_matches(name, [*names, *drafters], n=1)
     if close:
         return f"did you mean {'the head ' if close[0] in drafters else ''}{close[0]!r}?"
     if len(names) > MAX_LISTED:
         names = [*names[: MAX_LISTED // 2], f"... ({len(names)} in total)"]
-    listed = f"choose one of {', '.join(names)}" if names else "none is available"
-    return f"{listed} (or, as a drafter, one of the heads {', '.join(drafters)})" if drafters else listed
+    return f"choose one of {', '.join(names)}" if names else "none is available"
 
 
 def short_repr(value: object) -> str:

@@ -135,7 +135,7 @@ class Tally:
 
     @property
     def recent_tokens_per_s(self) -> float | None:
-        """Return tokens per second over about the last WINDOW tokens, without the prefill; None before the second step."""
+        """Return tokens per second over about the last WINDOW tokens, without the prefill."""
         if len(self._past) < 2:
             return None
         (earlier_ms, earlier_tokens), (clock_ms, tokens) = self._past[0], self._past[-1]

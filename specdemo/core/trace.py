@@ -168,6 +168,13 @@ class RunTrace:
     schema: Literal[1] = SCHEMA
     notes: _Reasons = field(default_factory=list)  # remarks on the run, one sentence each
 
+    def _repr_markdown_(self) -> str:
+        """Return the speeds as a table, which notebooks show."""
+        rows = [f"| {self.lanes[0].name} | {_tokens_per_s(self.lanes[0])} | 1 |"]
+        for lane, speed in zip(self.lanes[1:], estimates(self), strict=True):
+            rows.append(f"| {lane.name} | {_tokens_per_s(lane)} | {speed.format() if speed else ''} |")
+        return "\n".join(["| lane | tokens/s | speed-up (95 % interval) |", "|---|---|---|", *rows])
+
 
 _adapter = TypeAdapter(RunTrace)
 
@@ -415,6 +422,11 @@ def estimate_speedup(baseline: LaneTrace, lane: LaneTrace, schedule: str) -> Est
     servers = [(name, run_timings(one), one.remote.times.values()) for name, one in named_lanes if one.remote]
     server_reasons = (why for server in servers for why in noise.server_warnings(*server))
     return replace(estimate, reasons=(*server_reasons, *noise.wide_interval(estimate)))
+
+
+def _tokens_per_s(lane: LaneTrace) -> str:
+    speed = _number(lane.summary.get("tokens_per_s"))
+    return "" if speed is None else f"{speed:.1f}"
 
 
 def estimates(trace: RunTrace) -> list[Estimate | None]:

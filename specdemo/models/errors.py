@@ -76,7 +76,8 @@ def tokenizer_errors(what: str) -> Iterator[None]:
 
 def _explain_hub(name: str, error: Exception, kinds: set[str]) -> str:
     repository, _, revision = name.partition("@")
-    hint = suggest(name, embedded_models(), embedded_heads())
+    near = suggest(name, embedded_models(), embedded_heads())
+    hint = near if near.startswith("did") else "name a file, a folder or a model that was downloaded"
     if "GatedRepoError" in kinds:
         return (
             f"{repository} is gated; accept its licence on huggingface.co/{repository} and log in with: hf auth login"
@@ -84,7 +85,7 @@ def _explain_hub(name: str, error: Exception, kinds: set[str]) -> str:
     if "RevisionNotFoundError" in kinds:
         return f"{repository} has no revision {revision!r}; use a branch, a tag or a commit, or omit @{revision}"
     if kinds & {"RepositoryNotFoundError", "HFValidationError"}:
-        return f"unknown model {name!r}; {hint}, or give a folder or a Hugging Face id (hf auth login for private ones)"
+        return f"unknown model {name!r}; {near}, or give a folder or a Hugging Face id (hf auth login for private ones)"
     if kinds & {"LocalEntryNotFoundError", "OfflineModeIsEnabled"} and constants.HF_HUB_OFFLINE:
         return f"{name!r} is not on this machine and HF_HUB_OFFLINE is set; unset it, or {hint}"
     if kinds & CONNECTION_ERRORS:

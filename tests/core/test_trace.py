@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -9,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdemo.core.definitions import by_key
-from specdemo.core.tally import summarise
+from specdemo.core.tally import Tally, summarise
 from specdemo.core.trace import LaneTrace, RunTrace, StepEvent, compare, from_json, to_json, token_kinds
+from tests.traces import hostile_trace
 
 
 def step(index, drafted, parents, path, emitted, **ms):
@@ -324,3 +326,14 @@ def test_a_mutated_trace_is_usable_or_refused_in_one_line(place, action, value):
             for row, emitted in enumerate(event.emitted):
                 assert len(token_kinds(event, row)) == len(emitted)
     assert from_json(to_json(trace)) == trace
+
+
+def test_recent_speed_does_not_count_the_prefill():
+    """Reading the prompt takes 42 ms here, and a step of four tokens 10 ms."""
+    speeds = [Tally.of(CHAIN[:n]).recent_tokens_per_s for n in (1, 2)]
+    assert speeds == [None, pytest.approx(400.0)]
+
+
+def test_a_notebook_shows_a_trace_as_a_table():
+    shown = hostile_trace()._repr_markdown_().splitlines()
+    assert len(shown) == 2 + 2 and shown[2].endswith("| 1 |") and re.search(r"\d\.\d\dx, ", shown[3])
