@@ -46,8 +46,8 @@ def _count_all_passes(totals: OutputTotals, drafting: Sequence[str]) -> None:
     """Count the passes without a draft from the throughput. A line about drafts covers the time since the last one, so
     the shortest of these times is that of a line about throughput.
 
-    Passes stay unknown if the log begins or ends within a reading. Lines of versions before 0.11 have no rates; under
-    load, they count a small part of the drafts only (vllm-0.9.log).
+    They stay unknown if the log begins or ends within a reading, and in old versions, whose lines about drafts have no
+    throughput: it is not known whether those count every draft (vllm-0.9.log has 16 tokens per counted draft).
     """
     rates = [(find_number("Drafted:", line), find_number("Drafted throughput:", line)) for line in drafting]
     seconds = [drafted / rate for drafted, rate in rates if drafted and rate]
