@@ -19,7 +19,7 @@ from specdemo.ui import space
 
 os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
 os.environ.setdefault("GRADIO_ANALYTICS_MAX_EVENTS", "100")  # summarised after every event
-os.environ["FORWARDED_ALLOW_IPS"] = ""  # uvicorn would believe X-Forwarded-For of every local peer; see hosts.address
+os.environ["FORWARDED_ALLOW_IPS"] = ""  # uvicorn would believe X-Forwarded-For of any local peer
 if limits.public() and not space.zero_gpu():
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # visitors must not trigger downloads on a public machine
 
@@ -33,10 +33,9 @@ from specdemo.presets.files import DEFAULT, Preset, load_presets, preset
 from specdemo.presets.link import from_query, is_link, is_sweep, to_query
 from specdemo.presets.recorded import recorded
 from specdemo.presets.runnable import why_not
-from specdemo.ui import assets, controls, headers, hosts, how, lab, space, sweep, whatif
+from specdemo.ui import answers, assets, controls, how, lab, security, space, sweep, whatif
 from specdemo.ui.controls import Controls, address, fill, fill_untouched, wire_share
 from specdemo.ui.failures import Page, quiet
-from specdemo.ui.guard import ENVELOPE, WINDOW_S, Guard
 from specdemo.ui.job import (
     LOST_S,
     QUEUED,
@@ -235,7 +234,8 @@ def build(start: str = DEFAULT, allow_any_model: bool = False) -> gr.Blocks:
     first = limits.fit(preset(start))
     store = Store()
     visits = Visits(first, allow_any_model, store)
-    page = Page(title=headers.TITLE, analytics_enabled=False, delete_cache=(int(WINDOW_S / 2), int(WINDOW_S)))
+    kept = int(security.WINDOW_S)  # seconds that uploads are kept
+    page = Page(title=answers.TITLE, analytics_enabled=False, delete_cache=(kept // 2, kept))
     with page:
         gr.HTML(assets.text("title.html"), elem_id="title")
         # "menu" hides tabs that fit whenever it measures them before the page has its width
@@ -394,13 +394,13 @@ def serve(
     proxies. share: also open a public link through Gradio's servers. Raises ValueError with one line, and OSError for
     the port.
     """
-    hosts.trust_proxies(proxies)
-    names = hosts.own_names(host, allow_hosts)
+    security.trust_proxies(proxies)
+    names = security.own_names(host, allow_hosts)
     page = build(start, allow_any_model)
     if space.zero_gpu():  # models must be in place before the first call; the first one shown is loaded last
         live().preload([*(p for p in limits.at_hand() if p.id != preset(start).id), preset(start)])
-    outer = headers.outermost(quiet, partial(hosts.Hosts, names=names), headers.guarded)
-    layers = [Middleware(headers.Policy), Middleware(Guard, space.bounds())]
+    outer = security.outermost(quiet, partial(security.Hosts, names=names), security.guarded)
+    layers = [Middleware(answers.Answers), Middleware(security.Guard, space.bounds())]
     page.launch(
         server_name=host,
         server_port=port,
@@ -410,7 +410,7 @@ def serve(
         share=share,
         footer_links=["api"],
         run_history=False,
-        max_file_size=space.bounds() + ENVELOPE,  # the limit of the guard, which leaves nothing on disk
+        max_file_size=space.bounds() + security.ENVELOPE,  # the limit of the guard, which leaves nothing on disk
         state_session_capacity=SESSIONS,
         max_threads=2 * PLACES,  # calls in progress, nearly all of which wait in line without a thread
         app_kwargs={"middleware": layers, "lifespan": outer},
@@ -440,7 +440,7 @@ def _accept_link(link: str | None, names: set[str]) -> None:
             "there is no public link, because Gradio's servers cannot be reached; allow connections to them", flush=True
         )
         return
-    names.add(hosts.canonical(urlsplit(link).netloc))
+    names.add(security.canonical(urlsplit(link).netloc))
     print(f"specdemo is shared on {link}; everyone who has this link can use this machine for races", flush=True)
 
 

@@ -36,4 +36,4 @@ def test_nothing_on_the_page_breaks_its_policy(visit_gated, gates):
     assert page.evaluate("refused") == []
     assert not [text for text in violations if "Content Security Policy" in text]
     with page.expect_console_message(lambda message: "Content Security Policy" in message.text):
-        page.evaluate("document.body.append(Object.assign(document.createElement('script'), {textContent: '1'}))")
+        page.evaluate("document.body.append(Object.assign(document.createElement('object'), {data: 'favicon.ico'}))")

@@ -2,7 +2,6 @@
 
 import json
 import re
-import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -11,8 +10,8 @@ import pytest
 from specdemo.presets import limits
 from specdemo.presets.files import preset
 from specdemo.ui import live, sweep
-from specdemo.ui.headers import policy
 from specdemo.ui.page import Visits
+from specdemo.ui.security import policy
 from specdemo.ui.setup import changed, from_values, to_values
 from specdemo.ui.turns import VISITOR_PLACES
 from tests.hardening.public import visitors
@@ -140,7 +139,8 @@ def test_online_learning_is_reset_between_visitors(public, monkeypatch):
 def test_headers(visit):
     answer = visit().client.get("")
     directives = dict(part.split(" ", 1) for part in answer.headers["content-security-policy"].split("; "))
-    assert "unsafe-inline" not in directives["script-src"] and directives["script-src"].count("sha256-") == 5
+    assert directives["default-src"].startswith("'self'") and directives["object-src"] == "'none'"
+    assert directives["script-src"] == "'self' 'unsafe-inline' 'unsafe-eval'"
     assert directives["frame-ancestors"] == "'self' https://huggingface.co https://*.hf.space"
     assert answer.headers["x-content-type-options"] == "nosniff"
     assert answer.headers["referrer-policy"] == "no-referrer"
@@ -160,11 +160,8 @@ def test_answers_are_compressed_and_scripts_of_tabs_are_cached(visit):
 def test_local_page_cannot_be_framed(monkeypatch):
     monkeypatch.delenv("SPACE_ID", raising=False)
     monkeypatch.delenv("SPECDEMO_PUBLIC", raising=False)
-    assert "frame-ancestors 'self'" in policy(b"") and "huggingface" not in policy(b"")
-    assert not re.search("  | ;| $", policy(b""))  # servers reject such a header
-    assert re.findall("sha256-.{44}", policy(b"<script>1</script><script src='a.js'></script>")) == [
-        "sha256-a4ayc/80/OGda4BO/1o/V0etpOqiLx1JwB5S3beHW0s="
-    ]
+    assert "frame-ancestors 'self'" in policy() and "huggingface" not in policy()
+    assert not re.search("  | ;| $", policy())  # servers reject such a header
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1:7860", "someone-specdemo.hf.space"])
@@ -193,34 +190,6 @@ def test_simultaneous_visitors_all_get_a_turn(visit):
     for places in waits:
         if places and places[0] > CLASS // 2:
             assert places[-1] < places[0] / 2
-
-
-def test_visitor_with_many_calls_waits_for_all_others(visit):
-    greedy, others = visit("8.8.4.4"), [visit("9.9.9.9") for _ in range(3)]
-    fn = greedy.after(greedy.fn("click", "run"))
-    values = greedy.values(fn, max_new_tokens=32)
-    for _ in range(8):
-        assert greedy.join(fn, values).status_code == 200
-
-    def starts(caller):
-        """Return when each run started."""
-        times = {}
-        for message in caller.messages():
-            if message["msg"] == "process_generating" and "start" in lines_of(message):
-                times.setdefault(message["event_id"], time.monotonic())
-        return [*times.values()]
-
-    with ThreadPoolExecutor(4) as threads:
-        many = threads.submit(starts, greedy)
-        came = []
-        for other in others:
-            assert other.join(fn, values).status_code == 200
-            came.append(time.monotonic())
-        started = [start for (start,) in threads.map(starts, others)]
-        turns = many.result()
-    assert len(turns) == 8
-    for joined, start in zip(came, started, strict=True):
-        assert len([turn for turn in turns if joined < turn < start]) <= 1
 
 
 def test_a_run_that_is_stopped_before_it_reaches_the_queue_does_not_begin(visit):

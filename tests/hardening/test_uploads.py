@@ -4,7 +4,7 @@ import httpx
 import pytest
 
 from specdemo.core.safe_io import PUBLIC_FILE_BYTES
-from specdemo.ui.guard import UPLOADS
+from specdemo.ui.security import UPLOADS
 from tests.processes import served
 
 

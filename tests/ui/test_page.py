@@ -13,7 +13,7 @@ from specdemo.core.safe_io import FILE_BYTES
 from specdemo.core.trace import from_json, to_json
 from specdemo.engine.messages import replay
 from specdemo.presets.files import preset
-from specdemo.ui import headers, live
+from specdemo.ui import answers, live
 from specdemo.ui.controls import DRAWN
 from specdemo.ui.log import Log, notes, open_trace
 from specdemo.ui.page import Visits
@@ -51,9 +51,9 @@ def test_a_link_to_the_page_shows_the_projects_card_and_not_gradios():
     page = b"""<head><meta property="og:title" content="Gradio" />
     <meta
         name="twitter:image" content="https://elsewhere" /><title>x</title></head>"""
-    carded = headers.carded(page).decode()
+    carded = answers.carded(page).decode()
     assert "Gradio" not in carded and "elsewhere" not in carded and "<title>x</title>" in carded
-    assert f'<meta property="og:title" content="{headers.TITLE}">' in carded and 'rel="icon"' in carded
+    assert f'<meta property="og:title" content="{answers.TITLE}">' in carded and 'rel="icon"' in carded
 
 
 def test_no_folder_of_this_machine_leaves_the_page():

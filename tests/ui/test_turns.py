@@ -9,7 +9,7 @@ import pytest
 
 from specdemo.ui import job
 from specdemo.ui.job import Jobs, Store
-from specdemo.ui.turns import ADDRESS_PLACES, ADDRESS_SHARE_S, HOUR_S, PLACES, SHARE_S, VISITOR_PLACES, Turns
+from specdemo.ui.turns import ADDRESS_PLACES, PLACES, VISITOR_PLACES, Turns
 from tests.ui.test_job import Text
 
 
@@ -40,70 +40,13 @@ def join(turns, clock, who, at):
     return turns.join(visitor(who))
 
 
-def use(turns, clock, who, start, end):
-    """Use the free engine for a time."""
-    call = join(turns, clock, who, start)
-    clock.now = end
-    turns.leave(call)
-
-
-def order(turns, clock, calls, now=0.0):
-    """Return the visitors of calls, given as (visitor, arrival in s), in the order of their turns at a time. The
-    engine is in use until then.
-    """
-    joined = [(join(turns, clock, who, came), visitor(who)[1]) for who, came in calls]
-    clock.now = now
-    waiting = {id(call): who for call, who in joined if not call.turn.is_set()}
-    return "".join(waiting[id(call)] for call in ranked(turns, [call for call, _ in joined]))
-
-
-def ranked(turns, calls):
-    waiting = [call for call in calls if not call.turn.is_set()]
-    places = {id(call): int(turns.place(call).split()[2]) for call in waiting}
-    return sorted(waiting, key=lambda call: places[id(call)])
-
-
-def test_no_visitor_runs_twice_while_another_waits(turns, clock):
-    busy = join(turns, clock, "x", 0.0)
-    assert order(turns, clock, [("a", 0), ("a", 1), ("a", 2), ("b", 3), ("c", 4)]) == "abcaa"
-    turns.leave(busy)
-
-
-def test_visitor_who_runs_waits_for_those_who_wait(turns, clock):
-    running = join(turns, clock, "a", 0.0)
-    first, second = join(turns, clock, "a", 1.0), join(turns, clock, "b", 3.0)
-    clock.now = 5.0
-    turns.leave(running)
-    assert second.turn.is_set() and not first.turn.is_set()
-
-
-def test_turn_that_ended_before_the_other_visitor_came_does_not_count(turns, clock):
-    use(turns, clock, "a", 0.0, 5.0)
-    join(turns, clock, "x", 5.0)
-    assert order(turns, clock, [("a", 5.5), ("b", 6.0)], 7.0) == "ab"
-
-
-def test_heavy_user_waits_for_all_others(turns, clock):
-    use(turns, clock, "a", 0.0, SHARE_S + 1)
-    now = SHARE_S + 10
-    join(turns, clock, "x", now - 6)
-    assert order(turns, clock, [("a", now - 5), ("b", now - 1), ("b", now)], now) == "bba"
-
-
-def test_share_counts_for_an_hour(turns, clock):
-    use(turns, clock, "a", 0.0, SHARE_S + 1)
-    now = SHARE_S + 10 + HOUR_S
-    join(turns, clock, "x", now - 6)
-    assert order(turns, clock, [("a", now - 5), ("b", now)], now) == "ab"
-
-
-def test_new_sessions_of_one_address_do_not_add_up(turns, clock):
-    times = int(ADDRESS_SHARE_S // 100) + 1
-    for i in range(times):
-        use(turns, clock, ("far", f"s{i}"), 100.0 * i, 100.0 * (i + 1))
-    now = 100.0 * times
-    join(turns, clock, "x", now)
-    assert order(turns, clock, [(("far", "n"), now), (("near", "b"), now + 1)], now + 2) == "bn"
+def test_turns_are_in_the_order_of_arrival(turns, clock):
+    running, *waiting = (join(turns, clock, who, at) for at, who in enumerate("aabca"))
+    for call in waiting:
+        assert not call.turn.is_set()
+        turns.leave(running)
+        assert call.turn.is_set()
+        running = call
 
 
 def test_place_and_expected_time(turns, clock):

@@ -8,16 +8,16 @@ from starlette.datastructures import Headers
 from starlette.responses import PlainTextResponse
 
 from specdemo.__main__ import main
-from specdemo.ui import hosts, page
-from specdemo.ui.hosts import Hosts, address, canonical, own_names, trust_proxies
+from specdemo.ui import page, security
+from specdemo.ui.security import Hosts, address, canonical, own_names, trust_proxies
 
 
 @pytest.fixture(autouse=True)
 def at_home(monkeypatch):
     for name in ("SPACE_ID", "SPACE_HOST"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(hosts, "_proxies", [])
-    monkeypatch.setattr(hosts.socket, "gethostname", lambda: "Box.lan")
+    monkeypatch.setattr(security, "_proxies", [])
+    monkeypatch.setattr(security.socket, "gethostname", lambda: "Box.lan")
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_a_page_answers_to_its_public_link_only_if_it_is_shared(share, link, exp
     names = own_names("127.0.0.1")
     monkeypatch.setattr(page, "build", lambda *_: UnstartedPage(link))
     monkeypatch.setattr(page, "_warm", lambda chosen: None)
-    monkeypatch.setattr(hosts, "own_names", lambda *_: names)
+    monkeypatch.setattr(security, "own_names", lambda *_: names)
     page.serve(share=share, block=False)
     assert status(names, "1a2b.gradio.live") == expected
     assert status(names, "other.gradio.live") == 403

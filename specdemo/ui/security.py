@@ -1,0 +1,263 @@
+"""Security of the page: own host names, trusted proxies, same origin, size limits of requests, and headers of answers.
+
+If a page accepted every host name, any site could read it: the site points its own name at this machine, and a
+visitor's browser takes the page for a part of the site (DNS rebinding).
+"""
+
+import os
+import re
+import socket
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
+
+from fastapi import FastAPI
+from python_multipart.multipart import parse_options_header
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import HTTPConnection
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from specdemo.presets import limits
+
+REQUEST_BYTES = 1_000_000  # JSON from the page and its API
+ENVELOPE = 4_096  # bytes around the file in the body of an upload
+WINDOW_S = 600.0  # uploads are counted over this time and deleted after it
+UPLOADS, ALL_UPLOADS = 60, 300  # per address, which a class may share; in total
+FILE = (
+    rb'--%b\r\nContent-Disposition: form-data; name="files"; filename="[^"\r\n]*"\r\n(Content-Type:[^\r\n]*\r\n)?\r\n'
+)
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+WILDCARDS = ("0.0.0.0", "::")
+HOST = re.compile(r"(\[[^\[\]]+\]|[a-z0-9._-]+?)\.?(:\d*)?")  # Host header in lower case
+PLATFORM = (  # addresses of the proxies of a Space
+    "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "::1/128", "fc00::/7",
+)  # fmt: skip
+
+_proxies: list[IPv4Network | IPv6Network] = []
+
+
+class Hosts:
+    """ASGI middleware that rejects requests for other host names."""
+
+    def __init__(self, app: ASGIApp, names: Collection[str]) -> None:
+        self._app = app
+        self._names = names
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        host = Headers(scope=scope).get("host", "") if scope["type"] == "http" else LOOPBACK[0]
+        if canonical(host) in {*self._names, canonical(_local(scope))}:
+            await self._app(scope, receive, send)
+            return
+        line = f"this page does not answer to the host {host[:100]!r}; start it with --allow-host NAME to allow a name"
+        await PlainTextResponse(line, 403)(scope, receive, send)
+
+
+def own_names(bound: str, allowed: Iterable[str] = ()) -> set[str]:
+    """Return the host names of a page that is bound to an address.
+
+    They are those of this machine, that of the Space, and `allowed`. The address that a connection came in on is always
+    accepted, so it is not listed. Raises ValueError for an invalid name.
+    """
+    names = {*LOOPBACK, bound, *os.environ.get("SPACE_HOST", "").split(",")}
+    if bound in WILDCARDS:
+        machine = socket.gethostname()
+        short = machine.partition(".")[0]
+        names |= {machine, short, f"{short}.local"}
+    for name in allowed:
+        if not canonical(name):
+            raise ValueError(f"--allow-host takes a host name such as demo.example.org, not {name!r:.100}")
+    return {canonical(name) for name in (*names, *allowed)} - {""}
+
+
+def canonical(host: str) -> str:
+    """Return a host without its port, in lower case, an IP address in its usual form; empty if it is not a host."""
+    name = host.strip().lower()
+    match = HOST.fullmatch(name)
+    with suppress(ValueError):
+        address = ip_address((match[1] if match else name).strip("[]").partition("%")[0])
+        return str(getattr(address, "ipv4_mapped", None) or address)
+    return match[1] if match and "[" not in name else ""
+
+
+def trust_proxies(addresses: Iterable[str]) -> None:
+    """Trust the X-Forwarded-For header of these proxies, given as addresses or networks; without any, of a Space's own.
+
+    Raises ValueError for an invalid address.
+    """
+    listed = [part for given in addresses for part in given.split(",")]
+    try:
+        networks = [ip_network(address.strip(), strict=False) for address in listed]
+    except ValueError as error:
+        example = "the address or network of a proxy, such as 127.0.0.1 or 10.0.0.0/8"
+        raise ValueError(f"--behind-proxy takes {example}: {str(error)[:200]}") from None
+    platform = [ip_network(network) for network in PLATFORM] if os.environ.get("SPACE_ID") else []
+    _proxies[:] = networks or platform
+
+
+def address(request: HTTPConnection) -> str:
+    """Return the address of the visitor who sent a request.
+
+    Without a trusted proxy it is the peer's. A trusted proxy appends the address that it received the request from to
+    X-Forwarded-For; the visitor may have invented the earlier ones.
+    """
+    seen = canonical(request.client.host) if request.client else ""
+    hops = ",".join(request.headers.getlist("x-forwarded-for")).split(",")
+    for hop in map(canonical, reversed(hops)):
+        if not (_is_proxy(seen) and _is_address(hop)):
+            break
+        seen = hop
+    return seen
+
+
+def _is_proxy(host: str) -> bool:
+    return _is_address(host) and any(ip_address(host) in network for network in _proxies)
+
+
+def _is_address(host: str) -> bool:
+    with suppress(ValueError):
+        return bool(ip_address(host))
+    return False
+
+
+def _local(scope: Scope) -> str:
+    """Return the address of this machine that a request came in on."""
+    server = scope.get("server") or ("", None)
+    return str(server[0])
+
+
+class RejectedRequest(Exception):
+    """A rejected request. status: HTTP status code. The message is one line."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class Guard:
+    """ASGI middleware that rejects writes from other sites' pages, and bodies that are too large or that
+    Gradio would keep on disk forever. most: maximum size of an upload in bytes.
+    """
+
+    def __init__(self, app: ASGIApp, most: int) -> None:
+        self._app = app
+        self._most = most
+        self._uploads: deque[tuple[float, str]] = deque()  # time and address
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] not in ("GET", "HEAD", "OPTIONS"):
+            try:
+                receive = await self._admitted(scope, receive)
+            except RejectedRequest as refused:
+                await PlainTextResponse(str(refused), refused.status)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    async def _admitted(self, scope: Scope, receive: Receive) -> Receive:
+        headers = Headers(scope=scope)
+        if not same_origin(headers):
+            raise RejectedRequest(403, "requests from other sites are not allowed")
+        upload = scope["path"].rstrip("/").endswith("/upload")
+        if upload:
+            self._count(address(HTTPConnection(scope)))
+        body = await _body(receive, self._most + ENVELOPE if upload else REQUEST_BYTES)
+        if upload:
+            _check_upload(headers, body)
+        messages: Iterator[Message] = iter([{"type": "http.request", "body": body, "more_body": False}])
+
+        async def again() -> Message:
+            return next(messages, None) or await receive()
+
+        return again
+
+    def _count(self, visitor: str) -> None:
+        now = time.monotonic()
+        while self._uploads and self._uploads[0][0] < now - WINDOW_S:
+            self._uploads.popleft()
+        if len(self._uploads) >= ALL_UPLOADS or sum(who == visitor for _, who in self._uploads) >= UPLOADS:
+            raise RejectedRequest(429, f"too many files were opened; wait {WINDOW_S / 60:.0f} minutes")
+        self._uploads.append((now, visitor))
+
+
+def same_origin(headers: Headers) -> bool:
+    """Return whether the request does not come from another site's page. Clients other than browsers send no origin."""
+    origin = headers.get("origin")
+    forwarded = [host.strip() for host in headers.get("x-forwarded-host", "").split(",")]
+    own = {headers.get("host"), *forwarded, os.environ.get("SPACE_HOST")} - {"", None}
+    # a foreign script may forge X-Forwarded-Host, but not what its browser says of it
+    within = headers.get("sec-fetch-site", "none") in ("same-origin", "none")
+    return origin is None or (within and origin.partition("://")[2] in own)
+
+
+async def _body(receive: Receive, most: int) -> bytes:
+    body, more = bytearray(), True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise RejectedRequest(400, "the request was interrupted")
+        body += message.get("body", b"")
+        if len(body) > most:
+            raise RejectedRequest(413, f"requests are limited to {most / 1e6:.3g} MB")
+        more = message.get("more_body", False)
+    return bytes(body)
+
+
+def _check_upload(headers: Headers, body: bytes) -> None:
+    """Check that the body is one complete file. Gradio would leave parts of anything else on disk."""
+    kind, options = parse_options_header(headers.get("content-type"))
+    boundary = options.get(b"boundary")
+    if kind != b"multipart/form-data" or not boundary:
+        raise RejectedRequest(400, "send the file as multipart/form-data")
+    mark = b"--" + boundary
+    complete = re.match(FILE % re.escape(boundary), body, re.IGNORECASE) and body.rstrip(b"\r\n").endswith(mark + b"--")
+    if not complete or body.count(mark) != 2:
+        raise RejectedRequest(400, "send one complete file, as `files`")
+
+
+def policy() -> str:
+    """Return the content security policy of all answers. Gradio's page needs inline scripts and styles, and
+    'unsafe-eval', with which it compiles `js=` handlers and the templates of gr.HTML.
+    """
+    hub = " https://huggingface.co https://*.hf.space" if limits.public() else ""  # it shows a Space in a frame
+    return (
+        f"default-src 'self'{hub}; script-src 'self' 'unsafe-inline' 'unsafe-eval'; style-src 'self' 'unsafe-inline'; "
+        f"img-src 'self' data: blob:{hub}; font-src 'self' data:; worker-src 'self' blob:; object-src 'none'; "
+        f"base-uri 'self'; form-action 'self'; frame-ancestors 'self'{hub}"
+    )
+
+
+def guarded(app: ASGIApp) -> ASGIApp:
+    """Return the server app with security headers, and without Gradio's that let other origins read its answers."""
+
+    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name in [name for name in headers if name.startswith("access-control-")]:
+                    del headers[name]
+                headers["Content-Security-Policy"] = policy()
+                headers["X-Content-Type-Options"] = "nosniff"
+                headers["Referrer-Policy"] = "no-referrer"
+            await send(message)
+
+        await app(scope, receive, send_with_headers)
+
+    return serve
+
+
+def outermost(*layers: Callable[[ASGIApp], ASGIApp]) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
+    """Return a lifespan that puts layers around the whole server, the last one outermost.
+
+    Gradio puts its own layers around those that it is given, so these are added when the server starts.
+    """
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        assert app.middleware_stack is not None
+        for layer in layers:
+            app.middleware_stack = layer(app.middleware_stack)
+        yield
+
+    return lifespan
