@@ -18,7 +18,7 @@ class GGUFTokenizer:
         self._model, self._llama, self._vocab = model, llama, model.vocab
         self.name_or_path = model.path
         bos, eos = int(llama.llama_vocab_bos(self._vocab)), int(llama.llama_vocab_eos(self._vocab))
-        self.bos_token_id = bos if bos >= 0 and llama.llama_vocab_get_add_bos(self._vocab) else None
+        self.bos_token_id = bos if bos >= 0 else None
         self.eos_token_id = eos if eos >= 0 else None
         template = llama.llama_model_chat_template(model.handle, None)
         self.chat_template = template.decode("utf-8", "replace") if template else None

@@ -23,8 +23,8 @@ def encode(
 ) -> list[int]:
     """Return the token ids of a text to complete, or of a conversation (messages with role and content) to answer.
 
-    A text starts with the beginning-of-sequence token if the tokenizer has one; a conversation is formatted by the
-    model's chat template. Raises ValueError for an empty prompt, for more than max_length tokens, for a
+    A text gets the special tokens that the tokenizer adds to a text; a conversation is formatted by the model's chat
+    template, which writes them itself. Raises ValueError for an empty prompt, for more than max_length tokens, for a
     conversation that the template rejects, and for a thinking mode that it does not have.
     """
     last = prompt if isinstance(prompt, str) else prompt[-1]["content"]
@@ -49,9 +49,7 @@ def _ids(
         raise ValueError(f"{tokenizer.name_or_path} has no thinking mode here; leave thinking at default")
     text = prompt if isinstance(prompt, str) else _apply_template(tokenizer, [dict(m) for m in prompt], thinking)
     with tokenizer_errors(f"the tokenizer of {tokenizer.name_or_path}"):
-        ids = list(tokenizer(text, add_special_tokens=is_text, verbose=False)["input_ids"])
-    bos = tokenizer.bos_token_id
-    return [bos, *ids] if is_text and bos is not None and ids[:1] != [bos] else ids
+        return list(tokenizer(text, add_special_tokens=is_text, verbose=False)["input_ids"])
 
 
 def has_thinking_modes(tokenizer: PreTrainedTokenizerBase) -> bool:

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from specdemo.models.text import Detokenizer, encode, token_text
@@ -104,10 +104,19 @@ def test_token_text_of_bytes(tokenizer):
     assert token_text(tokenizer, tokenizer(" dog")["input_ids"][0]).startswith(" ")
 
 
-def test_encode_puts_the_beginning_of_sequence_first_once(tokenizer):
-    plain = tokenizer("A dog.")["input_ids"]
-    assert encode(tokenizer, "A dog.", 100) == [0, *plain]
-    assert encode(tokenizer, "<|endoftext|>A dog.", 100) == [0, *plain]
+@pytest.mark.parametrize(
+    ("pattern", "before", "after"), [("$0", [], []), ("$A", [], []), ("<s> $A", [0], []), ("<s> $A </s>", [0], [1])]
+)
+def test_a_text_gets_the_special_tokens_that_its_tokenizer_adds(pattern, before, after):
+    """Models such as SmolLM2 and GPT-2 name a beginning-of-sequence token and were trained on texts without it."""
+    words = Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1, "a": 2, "dog": 3}, "a"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    if pattern != "$0":  # a tokenizer without a post-processor adds nothing
+        words.post_processor = processors.TemplateProcessing(pattern, special_tokens=[("<s>", 0), ("</s>", 1)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>", eos_token="</s>")
+    assert encode(tokenizer, "a dog", 100) == [*before, 2, 3, *after] == tokenizer("a dog")["input_ids"]
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    assert encode(tokenizer, chat("a dog"), 100) == [2, 3]  # a template writes its special tokens itself
 
 
 def chat(*texts):
@@ -121,7 +130,7 @@ def test_a_conversation_is_written_by_the_chat_template():
     ids = encode(tokenizer, text, 100)
     assert ids == tokenizer.apply_chat_template(text, add_generation_prompt=True, return_dict=True)["input_ids"]
     assert tokenizer.decode(ids) == "[user] A dog.\n[assistant] Yes?\n[user] A dog, I say.\n[assistant]"
-    assert encode(tokenizer, "A dog.", 100)[0] == 0  # plain text does not use the template
+    assert encode(tokenizer, "A dog.", 100) == tokenizer("A dog.")["input_ids"]  # plain text does not use the template
     with pytest.raises(ValueError, match=f"the conversation has {len(ids)} tokens, the limit is 9"):
         encode(tokenizer, text, 9)
 
