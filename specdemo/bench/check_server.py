@@ -32,6 +32,9 @@ ALTERNATIVES = 5  # log-probabilities to request; OpenAI's limit
 CONFIDENCE = 0.95
 IDENTICAL, TIE, DIFFERS, UNEXPLAINED = "identical", "near-tie", "differs", "differs, margin unknown"
 LOSSLESS = (IDENTICAL, TIE)
+NOT_CHECKED = (
+    "Only plain greedy decoding of one request at a time was compared, without penalties, logit bias and grammars."
+)
 
 if TYPE_CHECKING:  # imports torch
     from specdemo.core.protocol import Target
@@ -42,19 +45,25 @@ LogProbs = Mapping[str, float]  # text of a token -> its log-probability, of the
 
 @dataclass(frozen=True, slots=True)
 class GreedyAnswer:
-    """A greedy answer. pieces: the text of each token, or of each piece that arrived. lead: white space before them."""
+    """A greedy answer. pieces: the text of each token, or of each piece that arrived. lead: white space before them.
+    ids: the token of each piece, without one that only ends the text; empty if they are unknown."""
 
     pieces: Sequence[str]
     finish: str
     lead: str = ""
+    ids: Sequence[int] = ()
 
     @classmethod
-    def without_leading_space(cls, pieces: Sequence[str], finish: str) -> Self:
+    def without_leading_space(cls, pieces: Sequence[str], finish: str, ids: Sequence[int] = ()) -> Self:
         """Return an answer with its leading white space apart, because some servers remove it."""
         text = "".join(pieces)
         lead = len(text) - len(text.lstrip())
         ends = [max(end - lead, 0) for end in accumulate(map(len, pieces))]
-        return cls([text[lead:][start:end] for start, end in pairwise([0, *ends])], finish, text[:lead])
+        parts = [text[lead:][start:end] for start, end in pairwise([0, *ends])]
+        known = () if -1 in ids else tuple(ids)
+        if finish == "stop" and known and not pieces[-1]:  # some servers leave out the stop token
+            known = known[:-1]
+        return cls(parts, finish, text[:lead], known)
 
     @property
     def text(self) -> str:
@@ -111,7 +120,7 @@ class ServerCheck(Decoding):
             raise ValueError("stopped before the first prompt was complete, so nothing was checked")
         config = self.config(self.target or "unknown") | {"prompts": len(rows)}
         remark = verdict(rows, self.margin, *(side.name for side in sides))
-        return Result(self.name, 1, config, environment(sides[0].model), rows, [remark])
+        return Result(self.name, 1, config, environment(sides[0].model), rows, [remark, NOT_CHECKED])
 
     def _texts(self) -> Sequence[str]:
         """Return the prompts. Raises ValueError with one line if the file has too few."""
@@ -144,7 +153,7 @@ class RemoteSide(Side):
         assert lane.trace.remote is not None
         if lane.trace.remote.endpoint == "/v1/chat/completions":
             self._forms = ("chat/completions",)
-        return GreedyAnswer.without_leading_space(lane.trace.pieces, lane.trace.finish)
+        return GreedyAnswer.without_leading_space(lane.trace.pieces, lane.trace.finish, lane.trace.token_ids)
 
     def next_tokens(self, prompt: str, text: str, tokens: int) -> LogProbs:
         try:
@@ -213,7 +222,7 @@ class LocalSide(Side):
         output = [token for event in events for token in event.emitted[0]]
         finish = "stop" if output[-1] in self.model.stop_token_ids else "length"
         *pieces, last = text.push(output)
-        return GreedyAnswer.without_leading_space([*pieces, last + text.flush()], finish)
+        return GreedyAnswer.without_leading_space([*pieces, last + text.flush()], finish, output)
 
     def next_tokens(self, prompt: str, text: str, tokens: int) -> LogProbs:
         import torch
@@ -246,16 +255,25 @@ def compare(reference: Side, server: Side, prompt: str, tokens: int, most: float
     """Return the row of a prompt: where the answers part, the margin there in nats, and what it means."""
     first, second = reference.answer(prompt, tokens), server.answer(prompt, tokens)
     row: Row = {"prompt": prompt[:40], "tokens": len(first.pieces), "parts at": None, "margin": None}
-    if first.text == second.text:
+    same_text = first.text == second.text
+    if same_text and (first.ids == second.ids or not (first.ids and second.ids)):
         return row | {"output": IDENTICAL}
-    at = common_pieces(first, second)
+    at = common_ids(first, second) if same_text else common_pieces(first, second)
     common = "".join(first.pieces[:at])
-    rests = [answer.text[len(common) :] for answer in (first, second)]
+    if same_text:  # by other tokens
+        rests = ["".join(answer.pieces[at : at + 1]) for answer in (first, second)]
+    else:
+        rests = [answer.text[len(common) :] for answer in (first, second)]
     likely = reference.next_tokens(prompt, (first.lead if common else "") + common, tokens)
     margin = margin_between(likely if common else {token.lstrip(): p for token, p in likely.items()}, *rests)
     output = UNEXPLAINED if margin is None else TIE if margin <= most else DIFFERS
     texts = {"reference": rests[0][:20], "server": rests[1][:20]}
     return row | {"parts at": at, "margin": margin, "output": output, **texts}
+
+
+def common_ids(first: GreedyAnswer, second: GreedyAnswer) -> int:
+    """Return how many tokens the answers have in common from the start."""
+    return len([*takewhile(lambda pair: pair[0] == pair[1], zip(first.ids, second.ids, strict=False))])
 
 
 def common_pieces(first: GreedyAnswer, second: GreedyAnswer) -> int:

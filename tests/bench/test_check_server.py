@@ -167,6 +167,30 @@ def test_a_near_tie_passes_and_an_unknown_margin_does_not(capsys):
             ]
 
 
+def test_other_tokens_of_the_same_text_are_found(capsys):
+    """Greedy decoding has one sequence of tokens; a server that splits a word otherwise is not lossless."""
+
+    def serving(*pairs):
+        def pieces(body):
+            found = [piece(text, [token], total=at) for at, (text, token) in enumerate(pairs, 1)][: body["max_tokens"]]
+            found[-1]["choices"][0]["finish_reason"] = "stop"
+            if "logprobs" in body:
+                found[0]["choices"][0]["logprobs"] = {"tokens": [], "top_logprobs": [{" re": -0.5, " r": -3.0}]}
+            return found
+
+        return completion_server(pieces)
+
+    whole, split = [(" a", 1), (" re", 2), ("turn", 3)], [(" a", 1), (" r", 4), ("eturn", 5)]
+    with serving(*whole) as plain, serving(*whole, ("", 0)) as same, serving(*split) as other:
+        assert checked(capsys, plain.address, same.address, "--prompts", "1")[0] == 0  # the stop token may be sent
+        code, result = checked(capsys, plain.address, other.address, "--prompts", "1")
+    assert code == 1
+    row = result["rows"][0]
+    assert (row["output"], row["parts at"], row["margin"]) == (DIFFERS, 1, 2.5)
+    assert (row["reference"], row["server"]) == (" re", " r")
+    assert "without penalties, logit bias" in result["remarks"][1]
+
+
 def test_identical_servers_pass_every_time(capsys):
     with answering() as plain, answering() as other:
         for _ in range(20):
