@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from specdemo.core.estimate import Estimate, fastest
-from specdemo.core.trace import LaneTrace, RunTrace, estimates
+from specdemo.core.trace import LaneTrace, RunTrace, estimates, run_timings, same_prompt
 
 PLAIN = "plain decoding"
+MIN_PROMPT_SHARE = 0.10  # share of a lane's time in its prompt from which the speed-up in all is reported too
 SO_FAR = "so far"  # replaces the verdict of a run that was stopped
 WORDS = {"rounding": "differs by rounding"}  # for verdicts whose names are not words for a sentence
 
@@ -44,6 +45,9 @@ def headline(trace: RunTrace, times: str = "x") -> Headline | None:
     stopped = any(lane.finish == "cancelled" for lane in trace.lanes)
     numbered_lanes = enumerate(zip(trace.lanes[1:], estimates(trace), strict=True), start=1)
     speeds = {index: speed for index, (lane, speed) in numbered_lanes if speed and (stopped or settled(trace, lane))}
+    if not speeds and not all(same_prompt(trace.lanes[0], lane) for lane in trace.lanes):
+        reason = "No verdict, because the lanes answered different prompts"
+        return Headline(1, "", reason, f"{reason}.")
     if not speeds:
         return None
     return _so_far(trace, speeds, times) if stopped else _verdict(trace, speeds, times)
@@ -77,21 +81,41 @@ def _verdict(trace: RunTrace, speeds: Speeds, times: str) -> Headline:
         result = f"No clear difference between {_and([_with_speed(trace, i, speeds, times) for i in (first, *tied)])}"
         if all(index and speeds[index].label == "faster" for index in (first, *tied)):
             result += f"; {'all' if len(tied) > 1 else 'both'} are faster than {PLAIN}"
-        return _result(best, "", (result, ""), output)
+        return _result(best, "", (result, "", ""), output)
     word = "fastest" if len(speeds) > 1 else "faster"
     speed, name = speeds[best], _name(trace, best)
+    total = _in_all(trace.lanes[0], trace.lanes[best])
+    more = f", {total:.2f}{times} in all with the prompt" if total else ""
     value = f"{speed.value:.2f}{times} as fast"
     if not first:
-        return _result(best, "bad", (f"{PLAIN.capitalize()} is {word}: {name} is {value}", speed.interval()), output)
+        result = f"{PLAIN.capitalize()} is {word}: {name} is {value}"
+        return _result(best, "bad", (result, speed.interval(), more), output)
     lane = f"{name} is {word}:" if len(speeds) > 1 else f"{name} is"
-    return _result(best, "gain", (f"{lane} {value} as {PLAIN}", speed.interval()), output)
+    return _result(best, "gain", (f"{lane} {value} as {PLAIN}", speed.interval(), more), output)
 
 
-def _result(lane: int, tone: Literal["gain", "bad", ""], result: tuple[str, str], output: str) -> Headline:
-    """Return a headline. result: the statement and its interval, if any. output: empty if no outputs were compared."""
-    statement, interval = result
-    caption = statement + (f" ({interval})" if interval else "") + (f", output {output}" if output else "")
-    full = statement + (f" (95 % interval {interval})" if interval else "")
+def _in_all(baseline: LaneTrace, lane: LaneTrace) -> float | None:
+    """Return the speed-up of the baseline's number of tokens with the time of the prompt. None where that is small,
+    where the speed-up contains it already, and where one lane had read more of the prompt in the last turn of a chat.
+    """
+    kept = {one.events[0].notes.get("kept", 0.0) if one.events else 0.0 for one in (baseline, lane)}
+    tokens, drafted_tokens = (sum(run.tokens for run in run_timings(one)) for one in (baseline, lane))
+    if len(kept) > 1 or baseline.remote or lane.remote or not drafted_tokens:
+        return None
+    timed = [run_timings(one, include_prefill=True) for one in (baseline, lane)]
+    prompts = [sum(run.first_ms for run in runs) for runs in timed]
+    steps = [sum(run.steps_ms for run in runs) for runs in timed]
+    totals = [prompts[0] + steps[0], prompts[1] + steps[1] * tokens / drafted_tokens]
+    shares = [prompt / total for prompt, total in zip(prompts, totals, strict=True) if total]
+    return totals[0] / totals[1] if max(shares, default=0.0) > MIN_PROMPT_SHARE else None
+
+
+def _result(lane: int, tone: Literal["gain", "bad", ""], result: tuple[str, str, str], output: str) -> Headline:
+    """Return a headline. result: the statement, its interval and an addition, if any. output: empty if no outputs were
+    compared."""
+    statement, interval, more = result
+    caption = statement + (f" ({interval})" if interval else "") + more + (f", output {output}" if output else "")
+    full = statement + (f" (95 % interval {interval})" if interval else "") + more
     return Headline(lane, tone, caption, f"{full}." + (f" Output: {output}." if output else ""))
 
 

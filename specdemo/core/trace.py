@@ -140,7 +140,7 @@ class LaneTrace:
     events: Annotated[list[StepEvent], _FAST] = field(default_factory=list)
     summary: Annotated[dict[str, Number | list[Number]], _SMALL] = field(default_factory=dict)
     pieces: Annotated[list[str], _FAST] = field(default_factory=list)
-    note: str | None = None  # why the lane failed or differs from its settings
+    note: str | None = None  # why the lane failed, differs from its settings, or drafts less than they allow
     messages: Annotated[list[dict[str, str]], _FAST] = field(default_factory=list)  # chat so far; empty for plain text
     remote: Remote | None = None  # None: decoded locally
     # runs before, without probabilities
@@ -236,7 +236,7 @@ def from_json(text: str | bytes, limits: int = FILE_BYTES) -> RunTrace:
         lane.events = [_with_probabilities(event) for event in lane.events]
         for problem in _problems(lane):
             raise ValueError(f"not a specdemo trace: lane {lane.name!r}: {problem}")
-    _fill_intervals(trace)
+    _correct_comparison(trace)
     return trace
 
 
@@ -251,8 +251,12 @@ def _check_numbers(value: object) -> None:
         raise ValueError("an integer of more than 63 bits")
 
 
-def _fill_intervals(trace: RunTrace) -> None:
+def _correct_comparison(trace: RunTrace) -> None:
+    """Add intervals of the speed-ups to traces that have none, and drop comparisons of different prompts."""
     for row, lane in zip(trace.comparison, trace.lanes[1:], strict=False):
+        if not same_prompt(trace.lanes[0], lane):
+            row.update(_not_compared())
+            continue
         value = row.get("speedup")
         if "speedup_low" not in row and isinstance(value, int | float):
             row.update(_interval_fields(trace.lanes[0], lane, value, trace.schedule))
@@ -356,6 +360,19 @@ def step_ms(event: StepEvent) -> float:
     return sum(event.ms.values())
 
 
+def same_prompt(baseline: LaneTrace, lane: LaneTrace) -> bool:
+    """Return True if two lanes read one prompt, so that their times and texts can be compared. The lanes of a chat in
+    traces of specdemo 3 continue their own answers."""
+    ids_known = baseline.remote is None and lane.remote is None
+    return baseline.messages == lane.messages and (not ids_known or baseline.prompt_ids == lane.prompt_ids)
+
+
+def _not_compared() -> dict[str, Any]:
+    """Return the entries of a row of `comparison` for lanes with different prompts."""
+    unknown = ("speedup", "speedup_low", "speedup_high", "identical", "first_divergence", "divergence_margin")
+    return {**dict.fromkeys(unknown), "noisy": False, "reasons": [], "verdict": "unknown"}
+
+
 def compare(
     baseline: LaneTrace, lane: LaneTrace, greedy: bool, margin: float | None = None, schedule: str = "race"
 ) -> dict[str, Any]:
@@ -363,11 +380,13 @@ def compare(
 
     identical: the same token ids (over the common length if one was cancelled); None for sampling, where only
     distributions can be compared. first_divergence: index of the first different token. divergence_margin: difference
-    of the target's two best logits there, from a one-token pass, if measured. If a server sends no ids, identical
-    compares the texts and first_divergence is unknown. The session adds verdict: identical | rounding | differs
-    (greedy), same distribution (sampling), lossy; for servers same text | text differs (greedy); unknown if a lane
-    failed or the server sends too little.
+    there between the target's best logit and the lower one of the two tokens, if measured. If a server sends no ids,
+    identical compares the texts and first_divergence is unknown. The session adds verdict: identical | rounding |
+    differs (greedy), same distribution (sampling), lossy; for servers same text | text differs (greedy); unknown if a
+    lane failed, the server sends too little, or the lanes have different prompts, which are not compared.
     """
+    if not same_prompt(baseline, lane):
+        return {"lane": lane.name, **_not_compared()}
     a: Sequence[object] = baseline.token_ids
     b: Sequence[object] = lane.token_ids
     ids_known = min(*baseline.token_ids, *lane.token_ids, 0, 0) >= 0
@@ -410,7 +429,9 @@ def _interval_fields(baseline: LaneTrace, lane: LaneTrace, value: float | None, 
 
 
 def estimate_speedup(baseline: LaneTrace, lane: LaneTrace, schedule: str) -> Estimate | None:
-    """Estimate the speed-up from the steps, with the reasons to measure it again."""
+    """Estimate the speed-up from the steps, with the reasons to measure it again. None: unknown, or two prompts."""
+    if not same_prompt(baseline, lane):
+        return None
     remote = baseline.remote is not None or lane.remote is not None
     runs = run_timings(baseline, remote), run_timings(lane, remote)
     estimate = speedup(*runs, shared=schedule == "race" and not remote)

@@ -355,7 +355,7 @@ class Comparison(Settings):
     repeats: Annotated[int, Setting("Number of runs to pool.", link=False)] = Field(1, ge=1, le=MAX_REPEATS)
     server: Annotated[Server | None, Setting(link=False)] = None
     served_model: Annotated[Model | None, Setting(link=False)] = None
-    history: tuple[Messages, ...] = Field((), exclude=True)  # earlier messages of every lane, the baseline first
+    history: Messages = Field((), exclude=True)  # earlier messages of the chat, with the baseline's answers
 
     @cached_property
     def all_lanes(self) -> tuple[Lane, ...]:

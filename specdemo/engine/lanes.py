@@ -91,7 +91,7 @@ class LocalLane(RunningLane):
     def __init__(self, spec: Comparison, index: int, models: LaneModels, tokenizer: PreTrainedTokenizerBase) -> None:
         lane = spec.all_lanes[index]
         options = to_values(lane.parsed)
-        messages = chat_messages(spec, index, bool(tokenizer.chat_template))
+        messages = chat_messages(spec, bool(tokenizer.chat_template))
         room = models.target.max_length - spec.max_new_tokens
         prompt_ids = encode(tokenizer, messages or spec.prompt, room, spec.thinking)
         self._accept = lane.accept_rule()
@@ -211,7 +211,7 @@ class ServerLane(RunningLane):
         self._made_from = (spec, index, template)
         lane = spec.all_lanes[index]
         assert lane.server is not None
-        messages = chat_messages(spec, index, _wants_chat(spec) if template is None else template)
+        messages = chat_messages(spec, _wants_chat(spec) if template is None else template)
         drafts = "" if lane.method == BASELINE else f", k = {lane.k}"
         # method and k as described by the preset
         name = lane.name or f"{lane_name(lane)}{drafts} on {host(check_listed(lane.server))}"
@@ -248,9 +248,9 @@ def _forms(spec: Comparison, template: bool | None) -> tuple[servers.Form, ...]:
     return ("completions",) if template else ("completions", "chat/completions")
 
 
-def chat_messages(spec: Comparison, lane: int, template: bool) -> list[Message]:
-    """Return the messages that a lane answers; empty if it completes a text. Raises ValueError if the chat template is
-    missing."""
+def chat_messages(spec: Comparison, template: bool) -> list[Message]:
+    """Return the messages that the lanes answer; empty if they complete a text. Raises ValueError if the chat template
+    is missing."""
     chat = template if spec.chat is None else spec.chat
     if chat and not template:
         raise ValueError(f"{spec.target} has no chat template, so it only completes texts; turn chat off")
@@ -259,8 +259,7 @@ def chat_messages(spec: Comparison, lane: int, template: bool) -> list[Message]:
     if not chat and spec.thinking != "default":
         raise ValueError("text completion has no thinking mode; leave thinking at default or turn chat on")
     system = [{"role": "system", "content": spec.system}] if spec.system else []
-    earlier = [dict(message) for message in spec.history[lane]] if spec.history else []
-    return [*system, *earlier, {"role": "user", "content": spec.prompt}] if chat else []
+    return [*system, *map(dict, spec.history), {"role": "user", "content": spec.prompt}] if chat else []
 
 
 def lane_name(lane: Lane) -> str:

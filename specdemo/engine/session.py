@@ -170,7 +170,7 @@ class Session:
 
         def local_lane(index: int) -> LocalLane:
             lane = spec.all_lanes[index]
-            chat = bool(chat_messages(spec, index, chats))
+            chat = bool(chat_messages(spec, chats))
             models = self.state.lane_models(
                 spec, index, chat, lambda: (self.models.target(), self.models.drafter(lane, spec))
             )
@@ -196,17 +196,18 @@ def session() -> Session:
 
 
 def follow_up(spec: Comparison, trace: RunTrace, message: str) -> Comparison:
-    """Return the comparison that continues a finished one: every lane gets the message after its own answer. Raises
-    ValueError if the run was not a chat."""
+    """Return the comparison that continues a finished one: every lane gets the message after the baseline's answer, so
+    that all read one prompt. Raises ValueError if the run was not a chat."""
     if not all(lane.messages for lane in trace.lanes):
         raise ValueError(
             "this run continued a text; for a next turn, use a model with a chat template and turn chat on"
         )
     if len(trace.lanes) != len(spec.lanes) + 1 or any(lane.finish not in ("stop", "length") for lane in trace.lanes):
         raise ValueError("a lane has no complete answer to continue from; run the comparison again")
-    start = 1 if spec.system else 0
-    histories = [(*lane.messages[start:], {"role": "assistant", "content": lane.text}) for lane in trace.lanes]
-    return spec.model_copy(update={"prompt": message, "history": tuple(histories)})
+    answer = {"role": "assistant", "content": trace.lanes[0].text}
+    return spec.model_copy(
+        update={"prompt": message, "history": (*trace.lanes[0].messages[1 if spec.system else 0 :], answer)}
+    )
 
 
 def environment(target: Target | None) -> dict[str, object]:

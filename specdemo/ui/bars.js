@@ -1,5 +1,6 @@
-// The race: one bar per lane, which fills towards the end of the lane's own text. All lanes share one clock of device time, so the
-// faster lane fills first. A mark in the text of each speculative lane shows how far plain decoding was at that time.
+// The race: one bar per lane, which fills towards the end of the lane's own text, or of the longest text if lengths differ. All lanes
+// share one clock of device time, so the faster lane fills first. A mark in the text of each speculative lane shows how far plain
+// decoding was at that time.
 
 const MIN_INSIDE = 0.5; // share of a bar from which its fill has more room for the lead than the rest
 const FLAG = "M2 15V1h10l-2.5 3.5L12 8H4v7z";
@@ -30,19 +31,30 @@ function barLength(lane, limit) {
   return isFinished(lane.lines.at(-1) ?? {}) ? tokens : Math.max(tokens, limit || 0);
 }
 
+/** Returns whether a text is known to be shorter than another. The lane that ends first has then not done the same work. */
+function lengthsDiffer(lanes) {
+  if (lanes.some(countsPieces)) return false; // their tokens are not known
+  const counts = lanes.map(({ lines }) => lastTokens(lines, lines.length));
+  return lanes.some(({ lines }, i) => isFinished(lines.at(-1) ?? {}) && counts[i] < Math.max(...counts));
+}
+
 /**
  * Returns the state of every bar.
  * share: filled part, 0 to 1. reached: part that was filled when the first lane finished, null before that and for that lane.
- * first: whether the lane finished first. lead: text of the lane that leads, else empty.
+ * first: whether the lane finished first. lead: text of the lane that leads, else empty. Without equal work, a text that ended
+ * early does not fill its bar, and no lane is first or leads.
  * @param {Lane[]} lanes @param {number[]} times device time of each lane, ms @param {number} [limit] max new tokens
  */
 function barStates(lanes, times, limit) {
   const now = commonTime(lanes, times);
   const ended = lanes.filter((lane) => isFinished(lane) && lane.soFar.clock_ms <= now);
-  const first = ended.toSorted((a, b) => a.soFar.clock_ms - b.soFar.clock_ms)[0];
-  const leader = leadingLane(lanes, now, first);
-  return lanes.map((lane) => {
-    const [tokens, length] = [lane.soFar.tokens ?? 0, barLength(lane, limit)];
+  const lengths = lanes.map((lane) => barLength(lane, limit));
+  const differ = lengthsDiffer(lanes);
+  const compared = !differ && lanes.every((lane) => samePrompt(lane, lanes[0]));
+  const first = compared ? ended.toSorted((a, b) => a.soFar.clock_ms - b.soFar.clock_ms)[0] : undefined;
+  const leader = compared ? leadingLane(lanes, now, first) : undefined;
+  return lanes.map((lane, i) => {
+    const [tokens, length] = [lane.soFar.tokens ?? 0, differ ? Math.max(...lengths) : lengths[i]];
     const late = first && lane !== first;
     return {
       tokens, length,

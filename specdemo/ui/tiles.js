@@ -28,7 +28,11 @@ const numbers = (lane) => ({ ...lane.soFar, ...lane.summary });
 // A piece of text from a server may hold several tokens. Their number is known at the end, if at all.
 const countsPieces = (lane) => lane.remote && !isNumber(lane.summary?.tokens);
 
+// Returns whether a lane answers the baseline's prompt. In chats of older versions every lane continued its own answers.
+const samePrompt = (lane, baseline) => JSON.stringify(lane.messages ?? []) === JSON.stringify(baseline.messages ?? []);
+
 function speedup(lane) {
+  if (!samePrompt(lane, run.lanes[0])) return null;
   if (lane.comparison) return lane.comparison.speedup;
   if ([lane, run.lanes[0]].some(countsPieces)) return null;
   const [laneSpeed, baselineSpeed] = [numbers(lane).tokens_per_s, numbers(run.lanes[0]).tokens_per_s];
@@ -144,7 +148,7 @@ function outputTile(lane) {
   if (row.word === "so far") return soFar(row.verdict);
   const [label, tone] = known ? VERDICTS[row.verdict] : [String(row.verdict ?? "–"), ""];
   const position = isNumber(row.first_divergence) ? `from token ${row.first_divergence + 1}` : "";
-  const gap = isNumber(row.divergence_margin) ? `gap of the two best logits ${row.divergence_margin}` : "";
+  const gap = isNumber(row.divergence_margin) ? `gap to the best logit ${row.divergence_margin}` : "";
   return [label, [position, gap, row.price].filter(Boolean).join(", "), tone, row.verdict];
 }
 

@@ -82,7 +82,8 @@ def test_failed_and_stopped_lanes_are_labelled():
 
 def test_the_result_stands_in_one_sentence_and_is_missing_from_a_stopped_run():
     fast = lane("fast", [PREFILL, *(step(i, 2, 2, {"draft": 3.0, "verify": 12.0}) for i in range(1, 8))])
-    sentence = "fast is 2.00x as fast as plain decoding (95 % interval 2.00 to 2.00). Output: identical."
+    speeds = "2.00x as fast as plain decoding (95 % interval 2.00 to 2.00), 1.50x in all with the prompt"
+    sentence = f"fast is {speeds}. Output: identical."
     assert f"\n\n{sentence}\nfast: Faster (2.00x" in race_report(trace(fast))
     fast.finish = "cancelled"
     report = race_report(trace(fast))

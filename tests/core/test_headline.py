@@ -5,7 +5,8 @@ from dataclasses import asdict
 import pytest
 
 from specdemo.core.headline import headline, settled
-from specdemo.core.trace import LaneTrace, RunTrace
+from specdemo.core.tally import summarise
+from specdemo.core.trace import LaneTrace, RunTrace, StepEvent, compare, from_json, to_json
 
 
 def trace(*speeds, finish=None, verdicts="identical"):
@@ -124,3 +125,67 @@ def test_a_lane_that_failed_does_not_compete():
 def test_without_a_speed_up_there_is_no_headline():
     assert result() is None
     assert result(None) is None
+
+
+def timed(prompt_ms, step_ms, tokens=21):
+    """Return a lane with a prefill and steps of one token."""
+    times = [{"prefill": prompt_ms}, *[{"verify": step_ms}] * (tokens - 1)]
+    events = [StepEvent(i, [[]], [[]], [[0]], [[7]], [[]], [[]], ms) for i, ms in enumerate(times)]
+    lane = LaneTrace(f"{step_ms} ms", "none", {}, True, [1], [7] * tokens, "a" * tokens, "length", events)
+    lane.pieces = ["a"] * tokens
+    lane.summary = summarise(lane)
+    return lane
+
+
+def raced(*lanes):
+    rows = [compare(lanes[0], lane, greedy=True) | {"verdict": "identical"} for lane in lanes[1:]]
+    return RunTrace("demo", {"temperature": 0.0}, {}, "race", [*lanes], rows)
+
+
+@pytest.mark.parametrize(
+    ("prompt_ms", "step_ms", "more"),
+    [
+        (100.0, 5.0, ", 1.50x in all with the prompt"),
+        (100.0, 20.0, ", 0.60x in all with the prompt"),
+        (24.0, 5.0, ", 1.81x in all with the prompt"),  # 19 % of the lane's time, 11 % of the baseline's
+        (9.0, 5.0, ""),
+        (0.0, 5.0, ""),
+    ],
+)
+@pytest.mark.parametrize("repeats", [0, 2])
+def test_the_speed_up_in_all_counts_the_prompt_where_it_matters(prompt_ms, step_ms, more, repeats):
+    lanes = timed(prompt_ms, 10.0), timed(prompt_ms, step_ms)
+    for lane in lanes:
+        lane.repeats = [lane.events] * repeats
+    found = headline(raced(*lanes))
+    decoding = f"{10.0 / step_ms:.2f}x as fast"
+    assert decoding in found.caption and decoding in found.sentence
+    assert found.caption.partition(", output")[0].endswith(more or ")")
+    assert ("in all" in found.sentence) is bool(more) is (more in found.sentence and bool(more))
+
+
+def test_the_speed_up_in_all_needs_prompts_of_which_both_lanes_read_as_much():
+    lanes = timed(100.0, 10.0), timed(100.0, 5.0)
+    lanes[0].events[0].notes["kept"] = 90.0
+    assert "in all" not in headline(raced(*lanes)).sentence
+    lanes[1].events[0].notes["kept"] = 90.0
+    assert "in all" in headline(raced(*lanes)).sentence
+
+
+def test_texts_of_different_lengths_are_compared_in_tokens_per_time():
+    found = headline(raced(timed(100.0, 10.0, 41), timed(100.0, 10.0, 21)))
+    assert "No clear difference" in found.caption  # the shorter text took less time
+
+
+def test_lanes_with_different_prompts_have_no_speed_up_and_no_verdict():
+    plain, lane = timed(1.0, 10.0), timed(1.0, 5.0)
+    for change in ({"prompt_ids": [2]}, {"messages": [{"role": "user", "content": "Why?"}]}):
+        other = LaneTrace(**{name: getattr(lane, name) for name in lane.__slots__} | change)
+        trace = raced(plain, other)
+        row = trace.comparison[0]
+        assert row["speedup"] is row["identical"] is None
+        trace.comparison[0] = compare(plain, lane, greedy=True) | {"verdict": "differs"}  # as older versions wrote it
+        read = from_json(to_json(trace))
+        assert read.comparison[0]["speedup"] is None and read.comparison[0]["verdict"] == "unknown"
+        found = headline(read)
+        assert (found.tone, found.caption) == ("", "No verdict, because the lanes answered different prompts")

@@ -299,7 +299,8 @@ def test_thinking_reaches_the_template_of_every_lane(runner, tmp_path):
             runner.load(chosen.changed(thinking="on", **changes))
 
 
-def test_every_lane_continues_its_own_conversation(runner, chatty):
+def test_all_lanes_continue_the_baselines_conversation(runner, chatty):
+    """Only lanes with one prompt do the same work, so that their times can be compared."""
     typical = Lane(method="draft_model", model="stories-draft-wide", k=3, acceptance="typical")  # generates other text
     first = spec(typical, target=chatty, system="Be brief.", temperature=1.0, max_new_tokens=8)
     trace = runner.run(first)
@@ -307,12 +308,12 @@ def test_every_lane_continues_its_own_conversation(runner, chatty):
     second = follow_up(first, trace, "And then?")
     again = runner.run(second)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(chatty)
-    for before, lane in zip(trace.lanes, again.lanes, strict=True):
+    for lane in again.lanes:
         assert [m["role"] for m in lane.messages] == ["system", "user", "assistant", "user"]
-        assert lane.messages[2]["content"] == before.text
+        assert lane.messages[2]["content"] == trace.lanes[0].text
         assert lane.prompt_ids == encode(tokenizer, lane.messages, 2048)
     third = follow_up(second, from_json(to_json(again)), "Why?")
-    assert [m["role"] for m in third.history[0]] == ["user", "assistant"] * 2
+    assert [m["role"] for m in third.history] == ["user", "assistant"] * 2
 
 
 def test_follow_up_equals_fresh_run_on_the_conversation(runner, chatty):

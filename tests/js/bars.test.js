@@ -66,7 +66,30 @@ test("texts of different lengths say so", () => {
   const lanes = [lane(0, 4, 96, 400), lane(1, 2, 61, 400, "stop")];
   const shown = states(400, lanes, 96);
   assert.deepEqual(lanes.map((one, i) => progress(one, shown[i], lanes)), ["96 of 96 tokens", "stopped after 61 tokens"]);
-  assert.deepEqual(shown.map(({ share, lead }) => [share, lead]), [[1, ""], [1, ""]]);
+  assert.deepEqual(shown.map(({ share, lead, first, reached }) => [share, lead, first, reached]), [[1, "", false, null], [61 / 96, "", false, null]]);
+});
+
+test("no lane wins because its text is shorter, at any time and in any lane", () => {
+  const [plain96, short] = [(now) => lane(0, 4, 96, now), (now) => lane(1, 5, 61, now, "stop")];
+  for (const now of [100, 310, 384, 400]) {
+    for (const lanes of [[plain96(now), short(now)], [lane(0, 4, 61, now, "stop"), lane(1, 5, 96, now)], [plain96(now), short(now), lane(2, 2, 96, now)]]) {
+      const shown = states(now, lanes, 96);
+      assert.ok(shown.every(({ first, lead, reached }) => !first && !lead && reached === null));
+      lanes.forEach(({ soFar }, i) => assert.equal(shown[i].share, (soFar.tokens ?? 0) / 96)); // one scale
+    }
+  }
+});
+
+test("a lane that is still running behind a shorter text is compared until it is longer", () => {
+  const running = (tokens, now) => lane(0, 4, tokens, now, null);
+  const at = (now, tokens) => states(now, [running(tokens, now), lane(1, 2, 61, now, "stop")], 96);
+  assert.deepEqual(at(160, 40).map(({ first }) => first), [false, true]);
+  assert.deepEqual(at(252, 62).map(({ first }) => first), [false, false]);
+});
+
+test("lanes with different prompts are not compared", () => {
+  const lanes = race(400).map((one, i) => ({ ...one, messages: [{ role: "user", content: `prompt ${i}` }] }));
+  assert.ok(states(400, lanes).every(({ first, lead, share }) => !first && !lead && share === 1));
 });
 
 test("an empty lane has no number of tokens to reach", () => {

@@ -19,6 +19,13 @@ test("the speed-up is the engine's as soon as it has one", () => {
   assert.equal(speedup(run.lanes[1]), 2.4);
 });
 
+test("lanes with different prompts have no speed-up", () => {
+  const asked = (content) => ({ messages: [{ role: "user", content }], comparison: { speedup: 2 } });
+  const run = { lanes: [lane(10, asked("Why?")), lane(25, asked("Why?")), lane(25, asked("How?"))] };
+  const { speedup } = of(run);
+  assert.deepEqual(run.lanes.map(speedup), [2, 2, null]);
+});
+
 test("pieces of a server are compared with nothing before their tokens are known", () => {
   const run = { lanes: [lane(10), lane(25, { remote: { server: "a:1" } })] };
   const { speedup } = of(run);

@@ -237,12 +237,14 @@ class ChatSession:
     def stream(self, spec, cancelled, loading):
         self.comparisons.append(spec)
         trace = hostile_trace()
-        for lane, before in zip(trace.lanes, spec.history or ((), ()), strict=True):
-            lane.messages = [*before, {"role": "user", "content": spec.prompt}]
+        for lane in trace.lanes:
+            lane.messages = [*spec.history, {"role": "user", "content": spec.prompt}]
+        trace.lanes[1].pieces[-1] = " other"
+        trace.lanes[1].text = "".join(trace.lanes[1].pieces)
         yield from replay(trace)
 
 
-def test_chat_continues_from_every_lanes_answer(monkeypatch):
+def test_a_chat_continues_from_the_baselines_answer(monkeypatch):
     session, visitor = ChatSession(), SimpleNamespace(session_hash="a", request=None)
     monkeypatch.setattr(live, "session", lambda: session)
     visits = Visits(preset("embedded-draft"), False)
@@ -257,6 +259,6 @@ def test_chat_continues_from_every_lanes_answer(monkeypatch):
         assert visits.offer(visitor, {"message": message})["message"] == ""
     prompts = [spec.prompt for spec in session.comparisons]
     assert prompts[1:] == ["Why?", "And then?"]
-    answer = hostile_trace().lanes[1].text
-    contents = [message["content"] for message in session.comparisons[-1].history[1]]
+    answer = hostile_trace().lanes[0].text
+    contents = [message["content"] for message in session.comparisons[-1].history]
     assert contents == [prompts[0], answer, "Why?", answer]

@@ -162,8 +162,8 @@ def test_a_run_that_ended_has_a_headline_and_a_stopped_one_no_verdict():
     assert end["headline"] == {
         "lane": 1,
         "tone": "gain",
-        "caption": f"{result} ({interval}), output identical",
-        "sentence": f"{result} (95 % interval {interval}). Output: identical.",
+        "caption": f"{result} ({interval}), 1.28× in all with the prompt, output identical",
+        "sentence": f"{result} (95 % interval {interval}), 1.28× in all with the prompt. Output: identical.",
     }
     assert summary(trace)["headline"]["sentence"] == end["headline"]["sentence"].replace("×", "x")
     trace.lanes[0].finish = "cancelled"
