@@ -90,10 +90,10 @@ DEFINITIONS: dict[str, Definition] = {
     ),
     "output": Definition(
         ("verdict", "identical", "first_divergence", "divergence_margin"),
-        "*identical*: the same tokens as the baseline. *Rounding*: the first different token is where the target's two "
-        "best logits are equal within rounding. *Differs*: it is elsewhere, which is a bug. *Same distribution*: "
-        "sampled, so two correct texts may differ. With a server *same text* or *text differs*: it sends no token ids, "
-        "so the cause is unknown",
+        "*identical*: the same tokens as the baseline. *Rounding*: where the texts part, the logits of both tokens are "
+        "as large as the best one, within the difference between passes over one and over k + 1 tokens. *Differs*: one "
+        "is smaller, which is a bug. *Same distribution*: sampled, so two correct texts may differ. With a server "
+        "*same text* or *text differs*: it sends no token ids, so the cause is unknown",
         Tile("output", "Output", "compared with the baseline, token by token"),
     ),
     "price of a lossy rule": Definition(

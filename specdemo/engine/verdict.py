@@ -6,12 +6,14 @@ from contextlib import suppress
 import torch
 
 from specdemo.core.protocol import Target
-from specdemo.core.trace import LaneTrace, RunTrace, compare
+from specdemo.core.trace import LaneTrace, RunTrace, compare, same_prompt
 from specdemo.core.tree import chain_parents
 from specdemo.models.machine import one_thread
-from specdemo.models.pass_cost import rounding_noise
+from specdemo.models.pass_cost import VERIFY_TOKENS, rounding_noise
 
 CHUNK = 16  # tokens per pass that reads a finished text, as many slots as a long draft
+AFTER = 16  # tokens after a difference over which rounding is measured too
+MAX_TOLERANCE = 1.0  # of logits, a factor e of the probability: passes that differ by more are wrong, not rounded
 
 
 def compare_outputs(trace: RunTrace, target: Target | None, noise: Sequence[str] = ()) -> None:
@@ -26,7 +28,7 @@ def compare_outputs(trace: RunTrace, target: Target | None, noise: Sequence[str]
         if row["speedup"] and noise:
             row |= {"noisy": True, "reasons": [*row["reasons"], *noise]}
         index = row["first_divergence"]
-        if "error" in (baseline.finish, lane.finish):
+        if "error" in (baseline.finish, lane.finish) or not same_prompt(baseline, lane):
             row |= {"identical": None, "first_divergence": None, "verdict": "unknown"}
         elif not lane.exact:
             row["verdict"] = "lossy"
@@ -41,7 +43,8 @@ def compare_outputs(trace: RunTrace, target: Target | None, noise: Sequence[str]
             assert target is not None
             row["verdict"] = "unknown"
             with suppress(Exception), one_thread(target.device):  # for example out of memory
-                row["divergence_margin"], rounding = _divergence(target, baseline, lane, index)
+                width = 1 + max((len(event.drafted[0]) for event in lane.events), default=0)
+                row["divergence_margin"], rounding = _divergence(target, baseline, lane, index, width)
                 row["verdict"] = "rounding" if rounding else "differs"
         trace.comparison.append(row)
 
@@ -95,21 +98,24 @@ def _remote_verdict(baseline: LaneTrace, lane: LaneTrace, same: bool | None) -> 
 
 
 @torch.no_grad()
-def _divergence(target: Target, baseline: LaneTrace, lane: LaneTrace, index: int) -> tuple[float, bool]:
-    """Return the gap between the target's two best logits where the texts diverge, and True if rounding explains it.
+def _divergence(
+    target: Target, baseline: LaneTrace, lane: LaneTrace, index: int, width: int = VERIFY_TOKENS
+) -> tuple[float, bool]:
+    """Return the gap from the target's best logit to the worse of the two chosen ones where the texts diverge, and True
+    if rounding explains it.
 
-    Passes of different widths use different kernels and round differently. It is rounding if both texts chose one of
-    the two best tokens, and these differ by no more than that noise, as measured on this text, or a few units in the
-    last place. A larger gap is a bug.
+    Passes of different widths use different kernels and round differently. It is rounding if the gap is no larger than
+    1.5 times the largest difference between passes of one and of `width` tokens over the text around it, or than two
+    units in the last place: two logits in two passes, each rounded by half a unit. A larger gap is a bug.
     """
-    prefix = baseline.token_ids[:index]
-    tokens = torch.tensor([baseline.prompt_ids + prefix], device=target.device)
-    logits = target.start(tokens).logits[0, -1].float()
+    text = torch.tensor([baseline.prompt_ids + baseline.token_ids], device=target.device)
+    end = len(baseline.prompt_ids) + index
+    logits = target.start(text[:, :end]).logits[0, -1].float()
     target.release()
-    best = logits.topk(2)
-    margin = float(best.values[0] - best.values[1])
-    noise = rounding_noise(target, tokens)
-    next_tokens = {t[index] for t in (baseline.token_ids, lane.token_ids) if index < len(t)}
-    units = torch.finfo(target.dtype).eps * float(best.values[0].abs())
-    tolerance = max(1e-4, 4.0 * units, 2.0 * noise)
-    return round(margin, 6), next_tokens == set(best.indices.tolist()) and margin <= tolerance
+    chosen = [tokens[index] for tokens in (baseline.token_ids, lane.token_ids) if index < len(tokens)]
+    best = float(logits.max())
+    margin = best - float(logits[chosen].min())
+    units = torch.finfo(target.dtype).eps * abs(best)
+    noise = rounding_noise(target, text[:, : end + AFTER], width)
+    tolerance = max(1e-4, 2.0 * units, min(1.5 * noise, MAX_TOLERANCE))
+    return round(margin, 6), margin <= tolerance

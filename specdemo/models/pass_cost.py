@@ -16,6 +16,8 @@ VERIFY_TOKENS = 5
 MAX_LENGTH_SPREAD = 4
 VERIFY_LIMIT = 1.2  # times a one-token pass; above it the cost of verifying is worth a note
 REPEATS = 6  # interleaved repeats of one measurement of the verify cost
+NOISE_TOKENS = 48  # tokens over which rounding is measured
+LIKELY = 8  # tokens of a position whose logits are compared
 ROUNDS = 4  # measurements at most; only the first one is made where its interval excludes VERIFY_LIMIT
 
 Clock = Callable[[], float]  # seconds
@@ -107,20 +109,30 @@ def _seconds(target: Target, width: int, rows: int, now: Clock) -> float:
 
 
 def rounding_noise(target: Target, tokens: Tensor, slots: int = VERIFY_TOKENS) -> float:
-    """Return the largest difference between the logits of one-token passes and of one pass over the last `slots` tokens
-    of tokens [1, T].
+    """Return the largest change of the gap between two likely tokens from one-token passes to passes over `slots`
+    tokens, over about the last NOISE_TOKENS of tokens [1, T].
 
-    Kernels for other widths add in another order. 0.0 for a text that is too short.
+    Kernels for other widths add in another order. 0.0 for a text of one token.
     """
-    if tokens.shape[1] <= slots:
+    slots = min(slots, tokens.shape[1] - 1)
+    if slots < 2:
         return 0.0
-    last = tokens[:, -slots:]
-    target.start(tokens[:, :-slots])
-    single = []
-    for token in last.split(1, 1):  # before the wide pass, whose CUDA graph would also serve single tokens
-        single.append(target.forward(token, token[:, 1:]).logits.float())
-        target.commit([[0]])
-    target.crop([tokens.shape[1] - slots])
-    combined = target.forward(last, chain_parents(1, slots - 1, tokens.device)).logits.float()
+    count = slots * min(max(NOISE_TOKENS // slots, 1), (tokens.shape[1] - 1) // slots)
+    last = tokens[:, -count:]
+    # one-token passes first, because the CUDA graph of a wide pass would serve single tokens too
+    single = _logits(target, tokens[:, :-count], last.split(1, 1))
+    likely = single.topk(min(LIKELY, single.shape[-1])).indices
+    change = (single - _logits(target, tokens[:, :-count], last.split(slots, 1))).gather(-1, likely)
+    return float((change.amax(-1) - change.amin(-1)).max())
+
+
+def _logits(target: Target, tokens: Tensor, passes: Sequence[Tensor]) -> Tensor:
+    """Return the logits [1, N, vocabulary] of passes over chains of N tokens together, after tokens [1, T]."""
+    target.start(tokens, reserve=sum(chain.shape[1] for chain in passes))
+    found = []
+    for chain in passes:
+        width = chain.shape[1]
+        found.append(target.forward(chain, chain_parents(1, width - 1, tokens.device)).logits.float())
+        target.commit([list(range(width))])
     target.release()
-    return float((torch.cat(single, 1) - combined).abs().max())
+    return torch.cat(found, 1)

@@ -289,7 +289,7 @@ def test_rounding_noise_is_that_of_the_precision():
     for dtype in (torch.float32, torch.bfloat16):
         model = LlamaForCausalLM.from_pretrained(resolve("stories-draft-deep"), dtype=dtype)
         noise[dtype] = rounding_noise(HFTarget(model), tokens)
-        assert rounding_noise(HFTarget(model), tokens[:, :3]) == 0.0
+        assert rounding_noise(HFTarget(model), tokens[:, :2]) == 0.0  # no pass of two tokens fits after the first
     assert 0.0 < noise[torch.float32] < 1e-4 and noise[torch.bfloat16] < 0.5
 
 

@@ -1,0 +1,93 @@
+"""Differences between greedy texts: rounding of near-ties, or bugs."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from specdemo.core.trace import LaneTrace, RunTrace, StepEvent
+from specdemo.engine.comparison import Comparison, Lane
+from specdemo.engine.session import Session
+from specdemo.engine.verdict import MAX_TOLERANCE, compare_outputs
+
+
+class Rounding:
+    """Target with the same logits at every position, plus an error of the second token in passes of `wide` tokens."""
+
+    device, wide = torch.device("cpu"), 5
+
+    def __init__(self, logits, error=0.0, dtype=torch.float32):
+        self.logits, self.error, self.dtype = torch.tensor(logits)[None, None], error, dtype
+
+    def start(self, tokens, **_):
+        return self.forward(tokens[:, :1])
+
+    def forward(self, tokens, *_):
+        logits = self.logits.repeat(1, tokens.shape[1], 1)
+        logits[..., 1] += self.error * (tokens.shape[1] == self.wide)
+        return SimpleNamespace(logits=logits)
+
+    def commit(self, path): ...
+
+    def release(self): ...
+
+
+def judged(target, wrong, drafted=4):
+    """Return the row of a lane that outputs token `wrong` where the baseline outputs token 0."""
+    draft = [0] * drafted
+    verification = StepEvent(
+        1, [draft], [[*range(drafted)]], [[0]], [[wrong]], [[1.0] * drafted], [[1.0] * drafted], {}
+    )
+    plain = LaneTrace("plain", "none", {}, True, [1, 2, 3], [0] * 30, finish="length")
+    lane = replace(plain, token_ids=[*[0] * 9, wrong, *[0] * 20], events=[verification])
+    trace = RunTrace("test", {}, {}, "race", [plain, lane])
+    compare_outputs(trace, target)
+    return trace.comparison[0]
+
+
+TIED = [32.25, 32.0, 32.0, 32.0, 1.0]
+
+
+@pytest.mark.parametrize("token", [1, 2, 3])
+def test_any_of_several_tokens_within_the_tolerance_is_rounding(token):
+    row = judged(Rounding(TIED, dtype=torch.bfloat16), token)
+    assert (row["verdict"], row["divergence_margin"]) == ("rounding", 0.25)
+
+
+@pytest.mark.parametrize(
+    ("error", "drafted", "gap", "verdict"),
+    [
+        (0.0, 4, 0.2, "differs"),  # float32 without a measured difference
+        (0.2, 4, 0.2, "rounding"),
+        (0.2, 8, 0.2, "differs"),  # the lane's passes have nine slots, and those agree with passes of one token
+        (0.2, 4, 0.4, "differs"),
+        (9.0, 4, 2.0, "differs"),  # passes that differ by more than MAX_TOLERANCE are wrong
+    ],
+)
+def test_the_tolerance_is_the_difference_between_the_passes_of_the_two_lanes(error, drafted, gap, verdict):
+    assert gap < MAX_TOLERANCE or verdict == "differs"
+    row = judged(Rounding([5.0, 5.0 - gap, 5.0 - gap, 0.0], error), 2, drafted)
+    assert (row["verdict"], row["divergence_margin"]) == (verdict, pytest.approx(gap, abs=1e-4))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_planted_wrong_token_is_a_bug(dtype):
+    session = Session()
+    lanes = [Lane(method="ngram", k=4)]
+    spec = Comparison.build(
+        {"id": "x", "target": "stories", "prompt": "A dog ran", "dtype": dtype, "max_new_tokens": 30, "lanes": lanes}
+    )
+    trace, target = session.run(spec), session.models.target()
+    baseline, lane = trace.lanes
+    text = torch.tensor([baseline.prompt_ids + baseline.token_ids])
+    for index in (1, 11, 29):
+        with torch.no_grad():
+            logits = target.start(text[:, : len(baseline.prompt_ids) + index]).logits[0, -1].float()
+        ranked = logits.sort(descending=True)
+        for token in ranked.indices[ranked.values < ranked.values[0] - 1.0][[0, 1, 100]].tolist():
+            planted = [*baseline.token_ids[:index], token, *lane.token_ids[index + 1 :]]
+            wrong = replace(trace, lanes=[baseline, replace(lane, token_ids=planted)], comparison=[])
+            compare_outputs(wrong, target)
+            assert (wrong.comparison[0]["verdict"], wrong.comparison[0]["first_divergence"]) == ("differs", index)
+            assert wrong.comparison[0]["divergence_margin"] > 0.9
