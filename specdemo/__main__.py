@@ -64,14 +64,13 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite a file or folder that specdemo did not write.")]
 Gpus = Annotated[int, typer.Option(help="Number of GPUs per server.", min=1, max=1024)]
 Command = Annotated[str | None, typer.Option(help="Path of the engine's program, if it is not on PATH.")]
-PresetId = Annotated[
-    str,
-    typer.Argument(
-        metavar="PRESET",
-        help=f"Name of a preset; `{program()} presets` lists them.",
-        autocompletion=lambda incomplete: [id for id in load_presets() if id.startswith(incomplete)],
-    ),
-]
+_PRESET = typer.Argument(
+    metavar="PRESET",
+    help=f"Name of a preset; `{program()} presets` lists them.",
+    autocompletion=lambda incomplete: [id for id in load_presets() if id.startswith(incomplete)],
+)
+PresetId = Annotated[str, _PRESET]
+OptionalPresetId = Annotated[str | None, _PRESET]
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "specdemo") -> int:
@@ -124,7 +123,7 @@ OF_RUN = {
 @app.command()
 @with_settings(OF_RUN)
 def run(
-    preset_id: PresetId,
+    preset_id: OptionalPresetId = None,
     prompt_file: Annotated[Path | None, typer.Option(help="Read the prompt from this UTF-8 file.")] = None,
     option: Annotated[
         list[str] | None,
@@ -151,10 +150,13 @@ def run(
     force: Force = False,
     **given: Any,
 ) -> int:
-    """Race plain decoding against a preset's lanes. Prints tokens/s, speed-up and acceptance of every lane."""
+    """Race plain decoding against a preset's lanes. Prints tokens/s, speed-up and acceptance of every lane. Without a
+    preset, --target names a model; it is raced with n-gram lookup and suffix decoding, or with its drafter --model."""
+    from specdemo.presets.pair import comparison
+
     changes = {**given, "prompt": _prompt(given["prompt"], prompt_file), "options": _options(option)}
     changes["acceptance_options"] = _options(acceptance_option, "--acceptance-option")
-    chosen = preset(preset_id).with_changes(**{name: value for name, value in changes.items() if value is not None})
+    chosen = comparison(preset_id, {name: value for name, value in changes.items() if value is not None})
     if served_model is not None and not server:
         raise ValueError("--served-model needs a server; add --server URL")
     allow(server or [])

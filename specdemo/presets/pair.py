@@ -1,32 +1,60 @@
 """The comparison of a target and a drafter that the user names, as a preset of this process."""
 
+from collections.abc import Mapping
+
+from specdemo.core.suggest import program
+from specdemo.engine.comparison import Lane
 from specdemo.models.gguf_files import check_file, fetch_parts, is_gguf, local_header
 from specdemo.presets.files import DEFAULT, Preset, load_presets, preset
 from specdemo.presets.link import OWN
 
+LOOKUPS = ("ngram", "suffix")  # methods that need no draft model
 QUESTION = "Explain to a ten-year-old why the sky is blue, in six sentences."
 
 
 def add_pair(target: str, draft: str | None = None, **settings: object) -> Preset:
     """Add the comparison of two models to the presets and return it. Reads headers and configs, no weights.
 
-    draft: a draft model or a head; None: n-gram lookup. settings: other settings of the comparison. Raises ValueError,
-    one line, for a model that cannot be read or does not fit into memory, and for a drafter that does not fit the
-    target.
+    draft: a draft model or a head; None: a lane for each of LOOKUPS. settings: other settings of the comparison.
+    Raises ValueError, one line, for a model that cannot be read or does not fit into memory, and for a drafter that
+    does not fit the target.
     """
     from specdemo.engine.model_cache import ModelCache  # imports torch
 
     method = _method(target, draft)
-    model = {"model": draft} if draft else {}
+    lanes = [Lane(method=method, model=draft)] if draft else [Lane(method=name) for name in LOOKUPS]
     chat = _has_chat_template(target)
     title = f"{_short(target)} with {_short(draft) if draft else 'n-gram lookup'}"
     about = {"id": OWN, "title": title[:80], "chip": "Your models", "description": "", "chat": chat}
-    start = preset(DEFAULT).with_changes(target=target, method=method, **model, **settings)
+    start = preset(DEFAULT).with_changes(target=target, lanes=[lane.model_dump() for lane in lanes], **settings)
     prompt = start.prompt if chat is False else QUESTION
     chosen = start.changed(**about, prompt=prompt).validated()
     ModelCache().check_room(chosen)
     load_presets()[OWN] = chosen
     return chosen
+
+
+def comparison(preset_id: str | None, changes: Mapping[str, object]) -> Preset:
+    """Return a preset with changes. Without a preset, that of `add_pair` for the target and the model in the changes.
+
+    A prompt that was written as a text to continue is not sent to the chat template of another target. Raises
+    ValueError, one line.
+    """
+    changes = dict(changes)
+    target, drafter = changes.get("target"), changes.get("model")
+    if preset_id is not None:
+        start = preset(preset_id)
+        chosen = start.with_changes(**changes)
+        written = "prompt" in changes or chosen.target == start.target or _has_chat_template(start.target) is not False
+        chats = chosen.chat is not False and _has_chat_template(chosen.target)
+        return chosen.changed(prompt=QUESTION).validated() if chats and not written else chosen
+    if not isinstance(target, str):
+        raise ValueError(
+            f"Missing argument 'PRESET'. `{program()} presets` lists them; or name a model: --target MODEL"
+        )
+    if isinstance(drafter, str) and "method" not in changes:
+        return add_pair(target, drafter).with_changes(**{name: it for name, it in changes.items() if name != "model"})
+    return add_pair(target).with_changes(**changes)
 
 
 def _method(target: str, draft: str | None) -> str:

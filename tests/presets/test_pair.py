@@ -2,10 +2,11 @@
 
 import pytest
 
+import specdemo
 from specdemo.__main__ import main
 from specdemo.presets.files import load_presets
 from specdemo.presets.link import OWN
-from specdemo.presets.pair import add_pair
+from specdemo.presets.pair import QUESTION, add_pair, comparison
 
 
 @pytest.fixture(autouse=True)
@@ -78,3 +79,25 @@ def test_chat_template_of_a_model_decides_the_prompt(monkeypatch):
     assert add_pair("stories").prompt.startswith("Once upon a time")
     monkeypatch.setattr("specdemo.presets.pair._has_chat_template", lambda target: True)
     assert add_pair("stories").prompt.startswith("Explain")
+
+
+def test_a_prompt_to_continue_is_not_sent_as_a_message(monkeypatch):
+    monkeypatch.setattr("specdemo.presets.pair._has_chat_template", lambda target: target == "code")
+    written = load_presets()["embedded-draft"].prompt
+    assert comparison("embedded-draft", {"target": "code"}).prompt == QUESTION
+    kept = (
+        {"target": "stories"},
+        {"target": "code", "chat": False},
+        {"target": "code", "prompt": written},
+        {"seed": 2},
+    )
+    assert [comparison("embedded-draft", changes).prompt for changes in kept] == [written] * 4
+
+
+def test_a_target_needs_no_preset(capsys):
+    assert main(["run", "--target", "stories", "--max-new-tokens", "4"]) == 0
+    assert {"Prompt lookup", "Suffix decoding"} <= {line[:15].strip() for line in capsys.readouterr().out.splitlines()}
+    trace = specdemo.run(target="stories", model="stories-draft-wide", k=2, max_new_tokens=4)
+    assert [lane.method for lane in trace.lanes] == ["none", "draft_model"] and trace.lanes[1].options["k"] == 2
+    assert main(["run"]) == 2
+    assert "or name a model: --target MODEL" in capsys.readouterr().err
