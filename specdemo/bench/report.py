@@ -29,8 +29,8 @@ def race_report(trace: RunTrace) -> str:
         rows.append(_race_row(*measured, speed, output))
     result = headline(trace)
     sentences = [result.sentence] if result else []
-    if plain[0].finish == "error":
-        sentences.append(f"{plain[0].name}: {plain[0].note}")
+    if why := _why(plain[0], ""):
+        sentences.append(f"{plain[0].name}: {why}")
     for index, (one, predicted) in enumerate(zip(trace.lanes[1:], prediction(trace), strict=True)):
         if why := _why(one, predicted["sentence"] if settled(trace, one) else ""):
             sentences.append(f"{one.name}: {why}")
@@ -81,7 +81,7 @@ def _race_row(lane: LaneTrace, numbers: Summary, speed: Estimate | None, output:
 def _why(lane: LaneTrace, sentence: str) -> str:
     if lane.note and lane.finish == "error":
         return lane.note
-    return f"{sentence} Note: {lane.note}.".lstrip() if lane.note else sentence
+    return f"{sentence} Note: {lane.note.rstrip('.')}.".lstrip() if lane.note else sentence
 
 
 def _servers(trace: RunTrace) -> list[str]:

@@ -337,7 +337,7 @@ class Drafter(MemoryOwner, ABC):
 
     @property
     def max_length(self) -> int | None:
-        """Context length of the drafter; it drafts nothing past it. None: the target's."""
+        """Context length of the drafter, in its own tokens; it drafts nothing past it. None: the target's."""
         return None
 
 

@@ -48,9 +48,9 @@ class RunningLane(ABC):
     def __init__(self, trace: LaneTrace) -> None:
         self.trace = trace
 
-    def prepare(self, cancelled: Cancelled) -> list[str]:
-        """Run all code paths once, untimed. Return notes for the user."""
-        return []
+    def prepare(self, cancelled: Cancelled) -> bool:
+        """Run all code paths once, untimed. Return True if that added notes for the user to the trace."""
+        return False
 
     @abstractmethod
     def empty_copy(self) -> "RunningLane":
@@ -125,28 +125,38 @@ class LocalLane(RunningLane):
     def empty_copy(self) -> "LocalLane":
         return LocalLane(self._spec, self._index, self._models, self._tokenizer)
 
-    def prepare(self, cancelled: Cancelled) -> list[str]:
+    def prepare(self, cancelled: Cancelled) -> bool:
         try:
             warm_up(*self._inputs(), self._accept, cancelled)
             self.discard_turn()
-            return self._notes()
+            return self._add_notes()
         except Exception as error:  # the timed run raises it again and notes it in the trace
             clear_traceback(error)
             for cached_target in self._models.prefix_cached:
                 cached_target.forget()
-            return []
+            return False
 
     def discard_turn(self) -> None:
         for cached_target in self._models.prefix_cached:
             cached_target.discard_turn()
 
-    def _notes(self) -> list[str]:
+    def summarise(self) -> LaneTrace:
+        if self.trace.finish != "error":
+            self._add_notes()
+        return super().summarise()
+
+    def _add_notes(self) -> bool:
+        """Add the notes of target, drafter and rule that the trace does not have yet. Return True if there were any."""
         drafter = self._models.drafter
         notes = [self.target.note, drafter.note, drafter.graph_note, self._accept.note]
         max_length = drafter.max_length
         if max_length is not None and max_length < len(self.trace.prompt_ids) + self._config.max_new_tokens:
             notes.append(f"the drafter reads at most {max_length} tokens and drafts nothing after them")
-        return [note for note in notes if note and note not in (self.trace.note or "")]
+        known = self.trace.note
+        for note in (note.rstrip(".") for note in notes):
+            if note not in (self.trace.note or ""):
+                self.trace.note = f"{self.trace.note}; {note}" if self.trace.note else note
+        return self.trace.note != known
 
     def _events(self, cancelled: Cancelled) -> Events:
         self._reset_peak()

@@ -122,8 +122,8 @@ class Session:
                 trace.notes += _notes(spec, local_target)
             yield from opened(trace)
             for index, lane in enumerate(lanes):
-                for note in lane.prepare(cancelled):
-                    yield Note(note, index)
+                if lane.prepare(cancelled) and lane.trace.note:
+                    yield Note(lane.trace.note, index)
             if local_target:  # a capture may have failed in the warm-up
                 trace.environment["kernels"] = local_target.kernels
             gpu = GpuClock(local_target.device if local_target else torch.device("cpu"))

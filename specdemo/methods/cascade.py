@@ -40,6 +40,7 @@ class Cascade(DraftModel):
         super().__init__(target, model)
         self._inner = Wrapper(load_drafter(options.inner, target, options.inner_model or None))
         self.parts = (self.model, self._inner)
+        self.note = "; ".join(filter(None, (self.note, self._inner.note)))
         self.taps = self._inner.taps
         self._rule = Lossless()
 

@@ -102,7 +102,7 @@ class DraftModel(DraftModelCost, Learner):
 
     @property
     def max_length(self) -> int | None:
-        return None if self._bridge else self.model.max_length  # token counts differ between two vocabularies
+        return self.model.max_length
 
     @property
     def graph_note(self) -> str:

@@ -46,6 +46,10 @@ def check_pair(target: Target, drafter: str, method_name: str | None = None) -> 
                 cls.read(checkpoint, target)
         elif draft is not None:
             reason = _tokenizer_fit(target, draft, issubclass(cls, DraftModel) and cls.cross_vocabulary)
+            if draft.max_length < target.max_length:
+                reason += (
+                    f"; reads {draft.max_length} tokens, the target {target.max_length}: it drafts nothing after them"
+                )
     except ValueError as error:
         return DrafterFit(drafter, name, False, str(error))
     return DrafterFit(drafter, name, True, reason)

@@ -32,6 +32,11 @@ class Wrapper(Method):
     def __init__(self, *drafters: Method) -> None:
         self.drafters = self.parts = drafters
         self.taps = tuple(dict.fromkeys(tap for drafter in drafters for tap in drafter.taps))
+        self.note = "; ".join(dict.fromkeys(drafter.note for drafter in drafters if drafter.note))
+
+    @property
+    def max_length(self) -> int | None:
+        return min((drafter.max_length for drafter in self.drafters if drafter.max_length is not None), default=None)
 
     @property
     def graph_note(self) -> str:

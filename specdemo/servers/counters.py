@@ -16,6 +16,7 @@ from pydantic import BaseModel, Field, ValidationError, ValidatorFunctionWrapHan
 
 from specdemo.core.trace import MAX_DEPTH, Counter, Number, Span
 
+MAX_DRAFT = 64  # draft tokens of a step, at most
 MAX_COUNT = 2**53  # largest plausible count; browsers cannot represent larger integers exactly
 _BOUNDS = Field(ge=0, le=MAX_COUNT)
 _Value = Annotated[Number, _BOUNDS]
@@ -78,6 +79,12 @@ class ServerStats:
         counters = self.counters | {"steps": passes, "tokens_per_step": round(1 + accepted / passes, 4)}
         source = self.source.partition(";")[0] + "; 1 + accepted tokens / passes, with those that had no draft"
         return replace(self, counters=counters, accept_histogram=bars, source=source)
+
+    def is_possible(self, tokens: float | None) -> bool:
+        """Return False if an answer of so many tokens after the first cannot have these counts. The last draft may go
+        on after its end; None: unknown."""
+        accepted, steps = self.counters.get("accepted") or 0, self.drafting_steps or 0
+        return tokens is None or (accepted <= tokens + MAX_DRAFT and steps <= tokens + 1)
 
 
 def all_passes(tokens: float, accepted: float, drafting_steps: float) -> int:

@@ -163,7 +163,11 @@ class RemoteLane:
         alone = _alone(counted, parser)
         stats = counted if alone else parser.drafted or counted
         if stats is parser.drafted or alone:
-            stats = stats.over_all_passes(parser.tokens_after_first)
+            tokens = parser.tokens_after_first
+            if not stats.is_possible(tokens):
+                stats, parser.drafted = ServerStats(), None
+                self._note("its server's draft counts are more than its text can hold, so they are not shown")
+            stats = stats.over_all_passes(tokens)
         self._update(counters=stats.counters, accept_by_position=stats.accept_by_position, source=stats.source)
         self._update(accept_histogram=stats.accept_histogram, times=parser.times or counted.times)
         self._spans, self._finish, self.next_tokens = parser.spans(), parser.finish, parser.next_tokens

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import threading
 
 import pytest
@@ -247,6 +248,32 @@ def test_cross_vocabulary_draft_reports_its_mode(runner, tmp_path):
     assert trace.comparison[0]["verdict"] == "identical" and trace.lanes[1].summary["drafted"]
     notes = [message.text for message in messages if isinstance(message, Note)]
     assert any("has another tokenizer" in note and "tokenized again" in note for note in notes)
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory):
+    """Save a draft model of 24 positions and return its folder."""
+    folder = tmp_path_factory.mktemp("models") / "short"
+    shutil.copytree(resolve("stories-draft-wide"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 24}))
+    return str(folder)
+
+
+@pytest.mark.parametrize("name", ["draft_model", "adaptive", "online", "router", "cascade"])
+def test_what_a_lane_has_to_say_is_in_the_trace_and_all_that_is_made_from_it(runner, short, name):
+    lanes = [Lane(method=name, model=short, k=3)]
+    if name not in ("online", "cascade"):  # these need the target's vocabulary
+        lanes.append(Lane(method=name, model="stories-draft-other", k=3))
+    messages = list(runner.stream(spec(*lanes, max_new_tokens=24)))
+    trace = from_json(to_json(messages[-1].trace))
+    report, shown = race_report(trace), summary(trace)
+    for index, words in enumerate(["reads at most 24 tokens", "has another tokenizer"][: len(lanes)], start=1):
+        note = trace.lanes[index].note
+        assert words in note and f"Note: {note}." in report and shown["lanes"][index]["note"] == note
+        assert Note(note, index) in messages
+        assert next(m for m in replay(trace) if isinstance(m, Started)).trace.lanes[index].note == note
+    assert trace.lanes[0].note is None
 
 
 def test_a_padded_vocabulary_fits(runner, tmp_path):

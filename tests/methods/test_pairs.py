@@ -91,6 +91,16 @@ def test_tokenizers_are_compared_by_vocabulary_and_by_what_they_do(stories, tmp_
     assert "has a vocabulary of 512, stories one of 2048" in check_pair(stories, str(tmp_path / "mute")).reason
 
 
+def test_positions_are_compared(stories, tmp_path):
+    folder = tmp_path / "short"
+    shutil.copytree(resolve("stories-draft-wide"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 96}))
+    pair = check_pair(stories, str(folder))
+    assert pair.fits and pair.reason.endswith("reads 96 tokens, the target 512: it drafts nothing after them")
+    assert "drafts nothing" not in check_pair(stories, "stories-draft-wide").reason
+
+
 def test_the_format_is_checked_too(stories, tmp_path):
     shutil.copytree(resolve("stories-eagle-3"), tmp_path / "head")
     for file in (tmp_path / "head").glob("*.safetensors*"):

@@ -247,6 +247,20 @@ def test_passes_without_a_draft_count(stats, histogram):
     assert remote.accept_histogram == histogram and "with those that had no draft" in remote.source
 
 
+@pytest.mark.parametrize(("drafted", "accepted", "known"), [(8, 2, True), (70, 66, True), (900, 700, False)])
+def test_counts_that_the_text_cannot_have_are_unknown(drafted, accepted, known):
+    timings = {"draft_n": drafted, "draft_n_accepted": accepted}
+    pieces = [piece(word, [at], total=at) for at, word in enumerate("abc", 1)]
+    pieces.append(piece("d", [4], total=4, finish="stop", timings=timings))
+    with completion_server(pieces) as server:
+        lane = run(spec(server.address, server.address), server.address).lanes[1]
+    assert (lane.remote.counters.get("drafted"), lane.summary["acceptance_rate"] is not None) == (
+        drafted if known else None,
+        known,
+    )
+    assert ("more than its text can hold" in (lane.note or "")) is not known
+
+
 def test_thinking_is_an_argument_of_the_servers_template(good):
     good.requests.clear()
     trace = run(spec(good.address, good.address, target="some/model", thinking="off"), good.address)
