@@ -40,7 +40,8 @@ class GGUFVocab:
     merges: Sequence[str]
     special: frozenset[int] = frozenset()
     eos_token_id: int | None = None
-    bos_token_id: int | None = None  # None: the tokenizer does not put it before a text
+    bos_token_id: int | None = None
+    adds_bos: bool = False  # the tokenizer puts it before a text
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase | None, size: int) -> "GGUFVocab":
@@ -54,9 +55,8 @@ class GGUFVocab:
         names = [str(fast.convert_ids_to_tokens(number)) for number in range(min(size, len(fast)))]
         merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in spec["model"]["merges"]]
         padded = [*names, *(f"[unused {number}]" for number in range(len(names), size))]
-        first = fast.encode("a")[0]
-        bos = first if first == fast.bos_token_id else None
-        return cls(padded, merges, frozenset(fast.all_special_ids), fast.eos_token_id, bos)
+        adds_bos = fast.encode("a")[0] == fast.bos_token_id
+        return cls(padded, merges, frozenset(fast.all_special_ids), fast.eos_token_id, fast.bos_token_id, adds_bos)
 
 
 def write_gguf(model: PreTrainedModel, vocab: GGUFVocab, file: Path) -> None:
@@ -76,7 +76,7 @@ def write_gguf(model: PreTrainedModel, vocab: GGUFVocab, file: Path) -> None:
     writer.add_token_merges(vocab.merges)
     if vocab.eos_token_id is not None:
         writer.add_eos_token_id(vocab.eos_token_id)
-    writer.add_add_bos_token(vocab.bos_token_id is not None)
+    writer.add_add_bos_token(vocab.adds_bos)
     if vocab.bos_token_id is not None:
         writer.add_bos_token_id(vocab.bos_token_id)
     types = import_module("gguf").LlamaFileType

@@ -9,6 +9,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from specdemo.models.llamacpp import LlamaCppModel, library
 
+BOS = b"tokenizer.ggml.bos_token_id"  # key of a GGUF header
+
 
 class GGUFTokenizer:
     """Tokenizer with the vocabulary, special tokens and chat template of a GGUF file."""
@@ -18,7 +20,9 @@ class GGUFTokenizer:
         self._model, self._llama, self._vocab = model, llama, model.vocab
         self.name_or_path = model.path
         bos, eos = int(llama.llama_vocab_bos(self._vocab)), int(llama.llama_vocab_eos(self._vocab))
-        self.bos_token_id = bos if bos >= 0 else None
+        # llama.cpp has a default for files that state none
+        stated = llama.llama_model_meta_val_str(model.handle, BOS, ctypes.create_string_buffer(16), 16) >= 0
+        self.bos_token_id = bos if bos >= 0 and (stated or llama.llama_vocab_get_add_bos(self._vocab)) else None
         self.eos_token_id = eos if eos >= 0 else None
         template = llama.llama_model_chat_template(model.handle, None)
         self.chat_template = template.decode("utf-8", "replace") if template else None

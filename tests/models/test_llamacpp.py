@@ -3,6 +3,7 @@
 import ctypes
 import re
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,9 +17,11 @@ import specdemo
 from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.core.sampling import Sampling, to_probs
 from specdemo.core.tree import ABSENT, chain_parents
+from specdemo.engine.comparison import Comparison
 from specdemo.engine.loop import generate
 from specdemo.engine.model_cache import ModelCache
 from specdemo.engine.session import Session, follow_up, session
+from specdemo.engine.verdict import compare_outputs
 from specdemo.methods import load_drafter, method, model_method
 from specdemo.models import llamacpp
 from specdemo.models.errors import Cancelled
@@ -26,6 +29,7 @@ from specdemo.models.gguf_files import read_header
 from specdemo.models.llamacpp import LlamaCppSettings, library
 from specdemo.models.load import load_model, load_target
 from specdemo.models.prefix_reuse import with_prefix_cache
+from specdemo.models.text import encode
 from specdemo.presets.files import load_presets, preset
 from specdemo.presets.link import OWN
 from specdemo.presets.pair import add_pair
@@ -210,6 +214,18 @@ def test_text_and_ids_are_those_of_the_tokenizer(target, reference):
     assert target.tokenizer.get_vocab() == reference.tokenizer.get_vocab()
 
 
+def test_a_text_begins_with_a_bos_token_only_if_the_file_says_so(tmp_path):
+    loaded = load_model("stories-draft-wide", "float32", "cpu", kernels="transformers")
+    vocab = GGUFVocab.of(loaded.tokenizer, int(loaded.model.config.vocab_size))
+    for adds_bos in (True, False):
+        write_gguf(loaded.model, replace(vocab, adds_bos=adds_bos), tmp_path / "model.gguf")
+        tokenizer = load_target(str(tmp_path / "model.gguf")).tokenizer
+        assert encode(tokenizer, TEXTS[0], 99) == loaded.tokenizer.encode(TEXTS[0], add_special_tokens=adds_bos)
+        assert tokenizer.bos_token_id == loaded.tokenizer.bos_token_id  # a chat template may write it
+    write_gguf(loaded.model, replace(vocab, bos_token_id=None, adds_bos=False), tmp_path / "model.gguf")
+    assert load_target(str(tmp_path / "model.gguf")).tokenizer.bos_token_id is None
+
+
 def test_run_with_gguf_files(files):
     draft = str(files / "stories-draft-wide.gguf")
     trace = specdemo.run("embedded-draft", target=str(files / "stories.gguf"), model=draft, max_new_tokens=32)
@@ -286,6 +302,28 @@ def test_memory_is_shown_before_loading_and_too_little_is_one_line(files, monkey
     monkeypatch.setattr("specdemo.engine.model_cache.free_memory", lambda: 1_000_000)
     with pytest.raises(ValueError, match="this machine has 1.0 MB free; choose a smaller quantisation such as Q4_K_M"):
         ModelCache().load(spec)
+
+
+@pytest.mark.parametrize("flash_attention", [True, False])
+def test_a_planted_wrong_token_is_a_bug(files, flash_attention):
+    settings = {"id": "x", "prompt": TEXTS[0], "max_new_tokens": 24, "flash_attention": flash_attention}
+    lanes = [{"method": "ngram", "k": 4}]
+    runner = Session()
+    trace = runner.run(Comparison.build({**settings, "target": str(files / "stories.gguf"), "lanes": lanes}))
+    assert trace.comparison[0]["verdict"] in ("identical", "rounding")
+    baseline, lane = trace.lanes
+    target = runner.models.target()
+    text = torch.tensor([baseline.prompt_ids + baseline.token_ids])
+    for index in (0, 9, 23):
+        with torch.no_grad():
+            logits = target.start(text[:, : len(baseline.prompt_ids) + index]).logits[0, -1].float()
+        target.release()
+        worse = logits.sort(descending=True)
+        for token in worse.indices[worse.values < worse.values[0] - 1.0][[0, 99]].tolist():
+            wrong = replace(lane, token_ids=[*baseline.token_ids[:index], token])
+            planted = replace(trace, lanes=[baseline, wrong], comparison=[])
+            compare_outputs(planted, target)
+            assert planted.comparison[0]["verdict"] == "differs"
 
 
 def test_page_of_two_gguf_files(files, monkeypatch):
