@@ -31,14 +31,16 @@ def check_method(name: str) -> None:
         check(name)
 
 
-def greedy_output_matches_baseline(name: str) -> None:
-    """Greedy output equals plain decoding for every draft length."""
+def output_matches_baseline(name: str) -> None:
+    """Greedy and sampled output equals plain decoding for every draft length, in every row of a batch."""
     if not method(name).exact:
         return
-    target = ToyTarget(VOCABULARY, seed=1)
-    expected = output_tokens(target, load_drafter(BASELINE, target), GenerationConfig(40))
-    for k in (1, 2, 5, 12):
-        assert output_tokens(target, make_drafter(name, target), GenerationConfig(40, budget=Budget(k, k))) == expected
+    target, prompts = ToyTarget(VOCABULARY, seed=1), torch.cat([PROMPT, PROMPT.flip(1)])
+    for sampling in (Sampling(), Sampling(0.9, top_k=9, top_p=0.95)):
+        expected = output_tokens(target, load_drafter(BASELINE, target), GenerationConfig(40, sampling), prompts)
+        for k in (1, 2, 5, 12):
+            config = GenerationConfig(40, sampling, Budget(k, k))
+            assert output_tokens(target, make_drafter(name, target), config, prompts) == expected
 
 
 def rows_are_independent(name: str) -> None:
@@ -126,7 +128,7 @@ def saved_head_loads(name: str) -> None:
 
 
 CHECKS: tuple[Callable[[str], None], ...] = (
-    greedy_output_matches_baseline,
+    output_matches_baseline,
     rows_are_independent,
     draft_fits_budget,
     start_resets_state,

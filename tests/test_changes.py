@@ -116,7 +116,7 @@ def check_rule():
     from specdemo.presets.files import load_presets, preset
     from specdemo.presets.link import from_query, to_query
 
-    assert set(RULES) == {"lossless", "block", "nothing", "typical", "fly", "speculative_cascade"}
+    assert set(RULES) == {"coupled", "lossless", "block", "nothing", "typical", "fly", "speculative_cascade"}
     assert "nothing (rejects everything)" in printed("run", "--help")
     changed = preset("embedded-ngram").with_changes(acceptance="nothing")
     assert changed.lanes[0] == Lane.build(changed.lanes[0].model_dump())

@@ -82,7 +82,10 @@ def test_settings_reach_the_run(tmp_path, capsys):
     assert main(["run", "embedded-draft", *SHORT, *options, *sampling, *files]) == 0
     trace = from_json(path.read_bytes())
     assert (trace.prompt, trace.schedule) == ("The cat sat. The cat sat. The cat", "sequential")
-    assert (trace.lanes[1].method, trace.lanes[1].options) == ("ngram", {"max_n": 2, "min_n": 1, "k": 5})
+    assert (trace.lanes[1].method, trace.lanes[1].options) == (
+        "ngram",
+        {"max_n": 2, "min_n": 1, "k": 5, "acceptance": "coupled"},
+    )
     expected = {"temperature": 0.7, "top_p": 0.9, "top_k": 50, "min_p": 0.01, "seed": 3, "max_new_tokens": 16}
     assert {name: trace.config[name] for name in expected} == expected
     assert "same distribution" in capsys.readouterr().out

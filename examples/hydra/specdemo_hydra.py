@@ -241,15 +241,14 @@ class Hydra(Medusa):
         paths = torch.cat([hidden, self._embed(root)], -1)[:, None]
         drafted_levels: list[DraftedNodes] = []
         for head, level in enumerate(_levels(shape, paths.device)):
+            distribution = sampler.draft_distribution(self.head(paths, head), head, levels=1)
             drafted_levels.append(
-                self._select_tokens(
-                    sampler, self.head(paths, head), level.positions, level.ranks, level.is_last, level.width
-                )
+                self._select_tokens(sampler, distribution, level.positions, level.ranks, level.is_last, level.width)
             )
             tokens = drafted_levels[-1][0][:, level.continuing]
             paths = torch.cat([paths[:, level.positions[level.continuing]], self._embed(tokens)], -1)
         drafted, confidence, probs = zip(*drafted_levels, strict=True)
-        return torch.cat(drafted, 1), torch.cat(confidence, 1), torch.cat(probs, 1) if sampler.active_rng else None
+        return torch.cat(drafted, 1), torch.cat(confidence, 1), torch.cat(probs, 1) if sampler.independent else None
 
     def _embed(self, tokens: Tensor) -> Tensor:
         embedded: Tensor = self._target.embed(tokens)

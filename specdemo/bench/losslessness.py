@@ -90,10 +90,18 @@ class RuleProbe:
     def note(self) -> str:
         return self.rule.note
 
+    @property
+    def coupled(self) -> bool:
+        """Return True if the drafts share the noise of the rule."""
+        return getattr(self.rule, "coupled", False)
+
     def __call__(self, draft: Draft, target: Tensor, rng: Generator | None) -> AcceptResult:
         chain = is_chain(draft.parents)
-        for name in () if self.accepted else [name for name, entry in RULES.items() if chain or entry.trees]:
-            self.accepted[name] = [len(path) - 1 for path in accept_rule(name)(draft, target, self.coins).path]
+        skipped = self.accepted or self.coupled or not draft.nodes
+        for name in () if skipped else [name for name, entry in RULES.items() if chain or entry.trees]:
+            rule = accept_rule(name)
+            if not getattr(rule, "coupled", False):  # its drafts would share its noise
+                self.accepted[name] = [len(path) - 1 for path in rule(draft, target, self.coins).path]
         return self.rule(draft, target, rng)
 
 

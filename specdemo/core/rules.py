@@ -23,15 +23,24 @@ class RuleEntry:
     lossless: bool
     comment: str = ""  # added to its name in the help of --acceptance
     trees: bool = True  # False: verifies chains only
+    coupled: bool = False  # draws by position: lanes of one seed write one text
 
     def label(self, name: str) -> str:
         """Return the name with its kind."""
-        return f"{name} ({'lossless' if self.lossless else 'lossy'})"
+        kind = "lossless" if self.lossless else "lossy"
+        return name if name == kind else f"{name} ({kind})"
 
 
-DEFAULT_RULE = "lossless"
+DEFAULT_RULE = "coupled"
 RULES = {
-    DEFAULT_RULE: RuleEntry("specdemo.core.accept:Lossless", lossless=True),
+    DEFAULT_RULE: RuleEntry(
+        "specdemo.core.coupled:Coupled", True, "lossless; every lane writes the text of plain decoding", coupled=True
+    ),
+    "lossless": RuleEntry(
+        "specdemo.core.accept:Lossless",
+        True,
+        "rejection sampling, accepts more of a sampled chain; each lane has its text",
+    ),
     "block": RuleEntry("specdemo.core.block:Block", True, "also lossless, accepts more of a sampled chain"),
     "typical": RuleEntry("specdemo.core.typical:Typical", lossless=False, comment="lossy"),
     "fly": RuleEntry("specdemo.core.fly:Fly", lossless=False, comment="lossy, chains only", trees=False),

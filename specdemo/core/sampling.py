@@ -1,11 +1,23 @@
-"""Conversion of logits to probabilities to tokens. Target (p) and sampled drafts (q) use the same transform."""
+"""Conversion of logits to probabilities to tokens. Target (p) and sampled drafts (q) use the same transform.
+
+B rows, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from hashlib import blake2b
+from typing import Self
 
 import torch
 from torch import Generator, Tensor
 
+from specdemo.core.host_copy import to_device
 from specdemo.core.sampling_settings import Sampling as Sampling
 
 MANY_SCORES = 32_768
+BITS = (1 << 31) - 1  # of a hash; int32 without the sign, because torch shifts it arithmetically
+MULTIPLIERS = 0x2C1B3C6D, 0x297A2D39  # of the hash lowbias32 (C. Wellons, 2018); odd, so that no two tokens collide
+BLOCK = 1 << 15  # numbers that one call computes at least, because small calls cost as much
 
 
 def to_probs(logits: Tensor, sampling: Sampling) -> Tensor:
@@ -59,3 +71,62 @@ def exponential_noise(like: Tensor, rng: Generator) -> Tensor:
 def draw_with_noise(probs: Tensor, noise: Tensor) -> Tensor:
     """Sample as `draw` does, with the given noise."""
     return (probs / noise.clamp_min(torch.finfo(noise.dtype).tiny)).argmax(-1)
+
+
+class PositionNoise(Generator):
+    """Exponential noise that depends on seed, row, position in the text and token id only.
+
+    It is the same for every drafter, width of a pass and number of draws so far, and on every device up to the last
+    bit of the logarithm. Row, seed and position choose a random bijection of the 31-bit integers (multiply, xor and
+    shift), which gives every token its own uniform number. As a generator it draws numbers in sequence, for code that
+    needs no positions.
+    """
+
+    def __new__(cls, seed: int, rows: int, position: int, vocab_size: int, device: torch.device) -> Self:
+        return super().__new__(cls, device)  # type: ignore[call-arg]  # missing in torch's stubs
+
+    def __init__(self, seed: int, rows: int, position: int, vocab_size: int, device: torch.device) -> None:
+        """position: of the next token in every row."""
+        self._seed, self._positions, self._ids = (
+            self.manual_seed(seed).initial_seed(),
+            [position] * rows,
+            _mixed_ids(vocab_size, device),
+        )
+        self._known = torch.empty(rows, 0, vocab_size, device=device)  # of the next positions
+
+    def ahead(self, count: int) -> Tensor:
+        """Return the noise [B, count, V] of the next `count` tokens of every row."""
+        known = self._known.shape[1]
+        if known < count:
+            more = max(count - known, BLOCK // (len(self._positions) * len(self._ids)))
+            self._known = torch.cat([self._known, self._compute(range(known, known + more))], 1)
+        return self._known[:, :count]
+
+    def advance(self, lengths: Sequence[int]) -> None:
+        """Move row b forward by lengths[b] tokens."""
+        self._positions = [position + n for position, n in zip(self._positions, lengths, strict=True)]
+        self._known = self._known[:, lengths[0] if len({*lengths}) == 1 else self._known.shape[1] :]
+
+    def _compute(self, offsets: range) -> Tensor:
+        keys = [[self._key(row, position + i) for i in offsets] for row, position in enumerate(self._positions)]
+        adder, factor = to_device(keys, self.device, torch.int32).unbind(-1)
+        hashed = (self._ids ^ adder[..., None]).mul_(factor[..., None]).bitwise_and_(BITS)
+        hashed ^= hashed >> 15
+        uniform = hashed.mul_(MULTIPLIERS[0]).bitwise_and_(BITS).float().add_(0.5).mul_(-1.0 / (BITS + 1))
+        return uniform.log1p_().neg_()
+
+    def _key(self, row: int, position: int) -> tuple[int, int]:
+        """Return a random number and a random odd number of 31 bits."""
+        digest = blake2b(f"{self._seed} {row} {position}".encode(), digest_size=8).digest()
+        number = int.from_bytes(digest)
+        return number & BITS, number >> 32 & BITS | 1
+
+
+@lru_cache(maxsize=8)
+def _mixed_ids(vocab_size: int, device: torch.device) -> Tensor:
+    """Return a hash [V] int32 of every token id."""
+    ids = torch.arange(vocab_size, device=device)
+    for multiplier in MULTIPLIERS:
+        ids = ids * multiplier & BITS
+        ids ^= ids >> 15
+    return ids.int()

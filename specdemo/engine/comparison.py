@@ -208,7 +208,7 @@ class Lane(Settings):
         Setting(
             f"Acceptance rule: {rules_help()}.",
             label="Acceptance",
-            words={name: entry.label(name) for name, entry in RULES.items() if name != DEFAULT_RULE},
+            words={name: entry.label(name) for name, entry in RULES.items()},
         ),
     ] = DEFAULT_RULE
     acceptance_options: Annotated[dict[str, int | float | bool | str], Setting("Options of the acceptance rule.")] = {}

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from specdemo.core.options import BaseOptions, to_values
 from specdemo.core.protocol import Budget, GenerationConfig, Grammar, Target
-from specdemo.core.rules import RULES
+from specdemo.core.rules import DEFAULT_RULE, RULES
 from specdemo.core.tally import summarise
 from specdemo.core.trace import LaneTrace, StepEvent
 from specdemo.core.tree import ABSENT
@@ -101,7 +101,7 @@ class LocalLane(RunningLane):
             **({"model": lane.model} if lane.model else {}),
         }
         of_rule = to_values(self._accept) if isinstance(self._accept, BaseOptions) else {}
-        if lane.acceptance != "lossless":
+        if lane.acceptance != DEFAULT_RULE or spec.temperature:  # at temperature 0 all lossless rules are one
             trace_options |= {"acceptance": lane.acceptance}
             trace_options |= {f"acceptance.{name}": value for name, value in of_rule.items()}
         unset = [name for name in options if name not in lane.options]

@@ -11,11 +11,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from specdemo.core.accept import AcceptResult, AcceptRule, Lossless, token_probs
+from specdemo.core.accept import AcceptResult, AcceptRule, token_probs
 from specdemo.core.constraint import MOST_FORCED, Constraint
+from specdemo.core.coupled import Coupled
 from specdemo.core.host_copy import to_device
 from specdemo.core.protocol import Budget, Drafter, Forward, GenerationConfig, Progress, Target
-from specdemo.core.sampling import draw, to_probs
+from specdemo.core.sampling import PositionNoise, to_probs
 from specdemo.core.trace import StepEvent
 from specdemo.core.tree import ABSENT, Draft, chain_parents, clamp_ids, depths, first_branch, is_chain, validate_ids
 from specdemo.engine.clock import Stopwatch, stopwatch_for
@@ -52,7 +53,7 @@ def generate(
     """
     _check(target, prompt_ids, config)
     watch = stopwatch or stopwatch_for(prompt_ids.device, target.wall_time)
-    with closing(_steps(target, drafter, prompt_ids, config, accept or Lossless(), watch, cancelled)) as steps:
+    with closing(_steps(target, drafter, prompt_ids, config, accept or Coupled(), watch, cancelled)) as steps:
         while True:
             try:
                 with one_thread(prompt_ids.device), cancel_passes_if(cancelled):
@@ -74,7 +75,7 @@ def _steps(
     watch: Stopwatch,
     cancelled: Callable[[], bool],
 ) -> Generator[StepEvent, None, None]:
-    rng = torch.Generator(prompt_ids.device).manual_seed(config.seed)
+    rng = _generator(target, prompt_ids, config, accept)
     noise = None if config.sampling.greedy else rng
     rows = _Rows(len(prompt_ids), config, target)
     constraint = None if config.grammar is None else Constraint(config.grammar, len(prompt_ids))
@@ -85,7 +86,9 @@ def _steps(
         accept = drafter.accept_rule(accept)
         forward = target.start(prompt_ids, drafter.taps, reserve=config.max_new_tokens + config.budget.nodes + extra)
         first = forward.logits[:, -1] if constraint is None else constraint.mask_root(forward.logits[:, -1])
-        root = draw(to_probs(first, config.sampling), noise)[:, None]
+        scores = (first if noise is None else to_probs(first, config.sampling))[:, None]
+        root = accept(Draft.empty(len(scores), scores.device), scores, noise).next_token[:, None]
+        _advance(rng, [1] * len(root))
         watch.lap("prefill")
         drafter.observe(_prompt_progress(prompt_ids, root, forward))
         watch.lap("observe")
@@ -117,6 +120,7 @@ def _steps(
             progress = _progress(tokens, result, next_root, forward)
             if result.output_tokens is not None:
                 progress.set_output_ids(result.output_tokens)
+            _advance(rng, [len(path) for path in result.path])
             watch.lap("accept")
             target.commit(result.path)
             watch.lap("commit")
@@ -139,6 +143,22 @@ def _steps(
             target.release()
         finally:
             drafter.release()
+
+
+def _generator(
+    target: Target, prompt_ids: Tensor, config: GenerationConfig, accept: AcceptRule
+) -> torch.Generator | PositionNoise:
+    """Return the random numbers of a generation: by position for a coupled rule, else in sequence."""
+    if getattr(accept, "coupled", False) and not config.sampling.greedy:
+        rows, position = prompt_ids.shape
+        return PositionNoise(config.seed, rows, position, target.vocab_size, prompt_ids.device)
+    return torch.Generator(prompt_ids.device).manual_seed(config.seed)
+
+
+def _advance(rng: torch.Generator, lengths: list[int]) -> None:
+    """Move noise by position forward by the number of tokens of every row."""
+    if isinstance(rng, PositionNoise):
+        rng.advance(lengths)
 
 
 class _Rows:

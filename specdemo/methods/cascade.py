@@ -15,9 +15,10 @@ import torch
 from torch import Generator, Tensor, nn
 
 from specdemo.core.accept import Lossless
+from specdemo.core.coupled import Coupled
 from specdemo.core.host_copy import AsyncHostCopy, padded, to_device
 from specdemo.core.protocol import Budget, Progress, Target
-from specdemo.core.sampling import Sampling, draw, to_probs
+from specdemo.core.sampling import PositionNoise, Sampling, draw, to_probs
 from specdemo.core.tree import ABSENT, Draft, chain_parents, first_branch, is_chain
 from specdemo.methods import BaseOptions, knob, load_drafter
 from specdemo.methods.draft_model import MAX_CATCH_UP, DraftModel
@@ -42,7 +43,6 @@ class Cascade(DraftModel):
         self.parts = (self.model, self._inner)
         self.note = "; ".join(filter(None, (self.note, self._inner.note)))
         self.taps = self._inner.taps
-        self._rule = Lossless()
 
     @classmethod
     def recognises(cls, checkpoint: Checkpoint) -> bool:
@@ -67,7 +67,8 @@ class Cascade(DraftModel):
         missing = self._crop_to_common()
         guessed: list[list[int]] = guess.tokens.tolist()
         logits = self._read_guess(missing, guess, guessed)
-        result = self._rule(guess, to_probs(logits, self.sampler.sampling), self.sampler.active_rng)
+        rule = Coupled() if self.sampler.coupled else Lossless()
+        result = rule(guess, to_probs(logits, self.sampler.sampling), self.sampler.active_rng)
         self.model.commit([list(range(len(m) + len(p) - 1)) for m, p in zip(missing, result.path, strict=True)])
         tokens, row_logits = [], []
         row_results = zip(
@@ -96,7 +97,7 @@ class Cascade(DraftModel):
         )
         if len(tokens) >= depth or len(logits) > 1:
             return replace(start, notes={"passes": 1}) if len(logits) == 1 else None
-        rest = self._draft_graphed([tokens[-1:]], depth - len(tokens))
+        rest = self._draft_graphed([tokens[-1:]], depth - len(tokens), first=len(tokens))
         if rest is None:
             return None
         self._pending_draft = AsyncHostCopy(torch.cat([start.tokens[:, -1:], rest.tokens[:, :-1]], 1))
@@ -139,7 +140,11 @@ class Cascade(DraftModel):
         inputs = to_device(last_ids, self.model.device)[:, None]
         logits = self._pad_to_target_vocab(self.model.forward(inputs, inputs.new_empty(len(last_ids), 0)).logits[:, -1])
         self.model.commit([[0] if active else [] for active in unfinished])
-        sampled = draw(to_probs(logits, self.sampler.sampling), self.sampler.active_rng).tolist()
+        probs, rng = to_probs(logits, self.sampler.sampling), self.sampler.active_rng
+        if isinstance(rng, PositionNoise):
+            places = [len(row) for row in tokens]
+            probs, rng = probs / rng.ahead(max(places) + 1)[range(len(places)), places], None
+        sampled = draw(probs, rng).tolist()
         for row, active in enumerate(unfinished):
             if active:
                 self._cached_ids[row].append(last_ids[row])

@@ -199,13 +199,13 @@ class DraftModel(DraftModelCost, Learner):
             draft = self._draft_graphed(missing, depth) or self._draft_greedy(missing, depth, should_stop)
             if draft is not None:
                 return draft
-        builder = ChainBuilder(self.sampler)
+        builder = ChainBuilder(self.sampler, self._draft_vocab)
         builder.append(self._shared_logits(self._catch_up(missing)[:, None]))
         builder.extend(
             lambda tokens: self._shared_logits(self._decode_step(self._to_draft_ids(tokens))), depth, should_stop
         )
         self._pending_draft = AsyncHostCopy(self._to_draft_ids(builder.tokens[:, :-1]))
-        return builder.build(self._draft_vocab)
+        return builder.build()
 
     def capture_graphs(self, budget: Budget) -> None:
         depth = min(budget.depth, budget.nodes)
@@ -216,15 +216,18 @@ class DraftModel(DraftModelCost, Learner):
             if draft is not None:
                 self._pending_draft = AsyncHostCopy(draft.tokens[:, : depth - 1])
 
-    def _draft_graphed(self, missing: list[list[int]], depth: int, min_room: int = USUALLY_MISSING) -> Draft | None:
-        """Draft by one CUDA graph replay; None if graphs are disabled or too many tokens are missing."""
+    def _draft_graphed(
+        self, missing: list[list[int]], depth: int, min_room: int = USUALLY_MISSING, first: int = 0
+    ) -> Draft | None:
+        """Draft by one CUDA graph replay; None if graphs are disabled or too many tokens are missing. first: number of
+        draft tokens before."""
         longest = max(map(len, missing))
         if not self.model.uses_cuda_graphs or longest > MAX_CATCH_UP:
             return None
         room = min_room if longest <= min_room else MAX_CATCH_UP
-        plan = DraftPlan(("chain", self.sampler.sampling, room), depth, room, commits=True)
+        plan = DraftPlan(("chain", self.sampler.kind, room), depth, room, commits=True)
         tokens, counts = padded(missing, self.model.device, ABSENT), [len(m) for m in missing]
-        draft = run_chain_graph(self.model, tokens, counts, plan, self.sampler, self._draft_vocab)
+        draft = run_chain_graph(self.model, tokens, counts, plan, self.sampler, self._draft_vocab, first)
         if draft is not None:
             self._mark_cached()
             self._pending_draft = AsyncHostCopy(draft.tokens[:, : depth - 1])

@@ -53,7 +53,7 @@ class LayerSkip(LayerSkipCost, Method):
             return Draft.empty(len(self._roots), self._device)
         target, chain, builder = self._target, self._roots, ChainBuilder(self.sampler)
         if target.uses_cuda_graphs:
-            kind = "layers", self.exit_layer, self.sampler.sampling
+            kind = "layers", self.exit_layer, self.sampler.kind
             plan = DraftPlan(kind, depth, room=1, layers=self.exit_layer)
             draft = run_chain_graph(target, chain, [1] * len(chain), plan, self.sampler)
             if draft is not None:

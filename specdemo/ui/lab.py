@@ -20,6 +20,7 @@ import gradio as gr
 from specdemo.bench.base import ROWS
 from specdemo.bench.check_server import COUNT, ServerCheck
 from specdemo.bench.suites import suite
+from specdemo.core.rules import DEFAULT_RULE
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.models.shipped import embedded_folder
 from specdemo.presets import limits
@@ -209,7 +210,7 @@ def _draw_losslessness(tab: gr.Tab, store: Store) -> None:
                 presets, value=START, label="Preset: target and lane", elem_id="tested", scale=3, min_width=330
             ),
             "acceptance": draw_setting(
-                Lane, "acceptance", "lossless", elem_id="tested-acceptance", scale=2, min_width=190
+                Lane, "acceptance", DEFAULT_RULE, elem_id="tested-acceptance", scale=2, min_width=190
             ),
             "temperature": draw_setting(Comparison, "temperature", 0.8, **heat),
             "top_p": draw_setting(Comparison, "top_p", 1, **heat),

@@ -314,7 +314,7 @@ def test_rules_by_name():
     assert accept_rule("typical").exact is False
     with pytest.raises(ValueError, match="did you mean 'typical'"):
         accept_rule("typcal")
-    with pytest.raises(ValueError, match="choose one of lossless, block, typical, fly, speculative_cascade"):
+    with pytest.raises(ValueError, match="choose one of coupled, lossless, block, typical, fly, speculative_cascade"):
         accept_rule("x")
 
 
@@ -338,4 +338,5 @@ def test_a_rule_is_what_its_entry_says(name):
     rule = accept_rule(name)
     assert rule.exact is RULES[name].lossless
     lossy = name in ("typical", "fly", "speculative_cascade")
-    assert RULES[name].label(name) == f"{name} ({'lossy' if lossy else 'lossless'})"
+    assert RULES[name].label(name) == (name if name == "lossless" else f"{name} ({'lossy' if lossy else 'lossless'})")
+    assert RULES[name].coupled is getattr(rule, "coupled", False)

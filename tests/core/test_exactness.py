@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from specdemo.core import accept
 from specdemo.core.accept import AcceptResult, Lossless
 from specdemo.core.block import Block
+from specdemo.core.coupled import Coupled
 from specdemo.core.fly import Fly
-from specdemo.core.sampling import draw
+from specdemo.core.sampling import PositionNoise, draw
 from specdemo.core.speculative_cascade import SpeculativeCascade
-from specdemo.core.tree import ABSENT, Draft
+from specdemo.core.tree import ABSENT, Draft, depths
 from specdemo.core.typical import Typical
 
 DRAWS = 12_500
@@ -79,6 +80,22 @@ def repetitive(context, elder, rng):
     return Q[context].argmax(-1), None
 
 
+def coupled(shape):
+    """Return a function that chooses the tokens that are best with the shared noise of their level."""
+    levels = iter(depths(torch.tensor([shape]))[0, 1:].tolist())
+
+    def choose(context, elder, rng):
+        level = next(levels) - 1
+        ranking = (Q[context] / rng.ahead(level + 1)[:, level]).argsort(descending=True, stable=True)
+        return ranking[:, len(elder)], None
+
+    return choose
+
+
+def by_position(seed):
+    return PositionNoise(seed, DRAWS, 0, V, torch.device("cpu"))
+
+
 def first_three_tokens(rule, draft, rng):
     """Return codes [DRAWS] of the first three tokens: those of the verdict, continued by plain sampling."""
     slots = in_slots(draft.tokens)
@@ -104,6 +121,18 @@ def test_the_lossless_rule_is_lossless(fits, shape, choose):
     rng = torch.Generator().manual_seed(len(shape))
     draft = grow(shape, choose, rng) if shape else Draft.empty(DRAWS)
     assert fits(first_three_tokens(Lossless(), draft, rng), JOINT)
+
+
+@pytest.mark.parametrize("shape, choose", [
+    (CHAIN, coupled(CHAIN)), (STAR, coupled(STAR)), (BUSH, coupled(BUSH)), (BUSH, ranked), (CHAIN, independent),
+])  # fmt: skip
+def test_the_coupled_rule_is_lossless_and_its_text_does_not_depend_on_the_draft(fits, shape, choose):
+    noise = by_position(2)
+    draft = grow(shape, choose, noise)
+    verdict = Coupled()(draft, P[in_slots(draft.tokens)], noise)
+    plain = Coupled()(Draft.empty(DRAWS), P[:1].expand(DRAWS, 1, V), by_position(2))
+    assert [tokens[0] for tokens in verdict.output_tokens] == plain.next_token.tolist()
+    assert fits(first_three_tokens(Coupled(), draft, noise), JOINT)
 
 
 @pytest.mark.parametrize("shape, choose", [(CHAIN, independent), (CHAIN[:2], independent), (CHAIN, ranked),
@@ -256,6 +285,12 @@ def no_residual(draft, target, rng):
     return AcceptResult(verdict.path, draw(accept.end_probs(target, verdict.path), rng))
 
 
+def fresh_final_token(draft, target, rng):
+    """Accept as the coupled rule does, but draw the final token without the noise that rejected a node."""
+    path = Coupled()(draft, target, by_position(7)).path
+    return AcceptResult(path, draw(accept.end_probs(target, path), rng))
+
+
 def favourites_declared_as_drawn(context, elder, rng):
     return ranked(context, elder, rng)[0], Q[context]
 
@@ -267,6 +302,7 @@ def without_replacement_declared_as_with(context, elder, rng):
 @pytest.mark.parametrize("rule, shape, choose", [
     (no_residual, CHAIN, independent),
     (no_residual, STAR[:2], ranked),
+    (fresh_final_token, CHAIN, ranked),
     (Typical(), CHAIN, independent),
     (Fly(window=1), CHAIN, independent),
     (Fly(window=1), CHAIN, ranked),
@@ -286,6 +322,17 @@ def test_chi_square_test_detects_wrong_rules_and_wrong_q(fits, rule, shape, choo
 def test_fly_that_never_defers_is_lossless(fits, choose):
     rng = torch.Generator().manual_seed(12)
     assert fits(first_three_tokens(Fly(threshold=5.0), grow(CHAIN, choose, rng), rng), JOINT)
+
+
+@pytest.mark.parametrize("p, q", [(P[0], Q[0]), (P[2], Q[2]), (P[3], Q[3]), (Q[0], P[3])])
+def test_coupled_drafts_are_accepted_as_often_as_the_theory_says(p, q):
+    """Daliri et al., 2408.07978: 1 / sum over y of max(p(y) / p(x), q(y) / q(x)), summed over x."""
+    noise = by_position(3).ahead(1)[:, 0]
+    equal = ((p / noise).argmax(-1) == (q / noise).argmax(-1)).float().mean()
+    distance = 0.5 * float((p - q).abs().sum())
+    expected = sum(float(1.0 / torch.maximum(p / p[x], q / q[x]).sum()) for x in range(V) if p[x] > 0.0 and q[x] > 0.0)
+    assert (1.0 - distance) / (1.0 + distance) <= expected <= 1.0 - distance
+    assert float(equal) == pytest.approx(expected, abs=4.0 * (0.25 / DRAWS) ** 0.5)
 
 
 def first_tokens(rule, rng):

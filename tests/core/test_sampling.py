@@ -12,7 +12,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from specdemo.core.sampling import Sampling, argmax, draw, to_probs
+from specdemo.core.sampling import PositionNoise, Sampling, argmax, draw, draw_with_noise, to_probs
 
 VOCABULARY = 50
 
@@ -70,6 +70,43 @@ def test_draw_follows_the_distribution(fits):
     rng = torch.Generator().manual_seed(3)
     assert fits(draw(probs.expand(20_000, 5), rng), probs)
     assert fits(draw(7 * probs.expand(20_000, 5), rng), probs)
+
+
+def noise_of(rows=3, position=5, seed=1, size=VOCABULARY):
+    return PositionNoise(seed, rows, position, size, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("size, places", [(5, 20_000), (300, 20_000)])
+def test_noise_by_position_samples_a_distribution_and_pairs_of_tokens_independently(fits, size, places):
+    """The order of the first two tokens of a race follows sampling without replacement."""
+    probs = torch.linspace(0.1, 1.0, size) ** 3
+    probs /= probs.sum()
+    noise = noise_of(1, 0, size=size).ahead(places)[0]
+    assert fits(draw_with_noise(probs, noise), probs)
+    best = (probs / noise).topk(2).indices
+    pairs = probs[:, None] * probs / (1.0 - probs[:, None])
+    assert fits(best[:, 0] * size + best[:, 1], pairs.fill_diagonal_(0.0).flatten())
+    assert fits(
+        draw_with_noise(probs, noise)[1:] + size * draw_with_noise(probs, noise)[:-1],
+        (probs[:, None] * probs).flatten(),
+    )
+
+
+def test_noise_depends_on_seed_row_position_and_token_only():
+    noise = noise_of().ahead(9)
+    one_by_one = noise_of()
+    for place in range(9):
+        assert torch.equal(one_by_one.ahead(1)[:, 0], noise[:, place])
+        one_by_one.advance([1, 1, 1])
+    ragged = noise_of()
+    ragged.ahead(2)
+    ragged.advance([0, 2, 5])
+    assert all(torch.equal(ragged.ahead(4)[row], noise[row, n : n + 4]) for row, n in enumerate([0, 2, 5]))
+    torch.rand(3, generator=ragged)
+    assert torch.equal(noise_of(2).ahead(9), noise[:2])
+    assert torch.equal(noise_of(position=7).ahead(7), noise[:, 2:])
+    assert torch.equal(noise_of(size=20).ahead(9), noise[..., :20])
+    assert len(torch.cat([noise, noise_of(seed=2).ahead(9)]).unique()) > 0.999 * 2 * noise.numel()
 
 
 def test_draw_without_noise_is_the_argmax():

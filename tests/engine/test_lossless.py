@@ -23,6 +23,7 @@ from transformers import (
 
 from specdemo.bench.sweeps import shipped_lanes
 from specdemo.core.protocol import Budget, GenerationConfig
+from specdemo.core.sampling import Sampling
 from specdemo.engine.comparison import Lane
 from specdemo.engine.loop import generate
 from specdemo.methods import METHODS, load_drafter, method, model_method
@@ -124,8 +125,8 @@ def oracle(model, prompts, n):
     return [row[: row.index(stop) + 1] if stop in row else row for row in rows]
 
 
-def decode(target, drafter, prompts, n, k, nodes=0):
-    config = GenerationConfig(n, budget=Budget(k, nodes or k))
+def decode(target, drafter, prompts, n, k, nodes=0, sampling=None):
+    config = GenerationConfig(n, sampling or Sampling(), Budget(k, nodes or k))
     return rows_of(list(generate(target, drafter, torch.tensor(prompts), config)))
 
 
@@ -156,19 +157,40 @@ def fused_llama(random_llama):
     return model
 
 
+def weights_for(name, target, model):
+    """Return a new head or a draft model for a method; None if it needs neither."""
+    cls = method(model_method(name))
+    if not cls.needs_model:
+        return None
+    return cls.fresh(target) if hasattr(cls, "fresh") else near_copy(model)
+
+
 @pytest.mark.parametrize("passes", ["plain", "recorded"])
 @pytest.mark.parametrize("name", [n for n in METHODS if n not in ("none", "draft_model", "ngram") and method(n).exact])
 def test_every_other_method(random_llama, fused_llama, name, passes):
     model, answers = random_llama
-    target, cls = HFTarget(model), method(model_method(name))
-    weights = None
+    target = HFTarget(model)
     if passes == "recorded":
         target, answers = HFTarget(fused_llama, capture=Replayed()), answers[::3]
-    if cls.needs_model:
-        weights = cls.fresh(target) if hasattr(cls, "fresh") else near_copy(model)
-    drafter = load_drafter(name, target, weights)
+    drafter = load_drafter(name, target, weights_for(name, target, model))
     for index, (prompts, expected) in enumerate(answers):
         assert decode(target, drafter, prompts, 16, 1 + index % 6, 12) == expected, f"prompts {prompts}"
+
+
+@pytest.mark.parametrize("passes", ["plain", "recorded"])
+@pytest.mark.parametrize("name", [n for n in METHODS if n != "none" and method(n).exact])
+def test_sampled_text_is_that_of_plain_decoding(random_llama, fused_llama, name, passes):
+    """Covers chains and trees, batches, and noise that is drawn before a CUDA graph."""
+    model, answers = random_llama
+    target = HFTarget(model) if passes == "plain" else HFTarget(fused_llama, capture=Replayed())
+    for options in ({}, {"draft": "chain"}) if name == "eagle" else ({},):
+        drafter = load_drafter(name, target, weights_for(name, target, model), **options)
+        for index, (prompts, _) in enumerate(answers[::4]):
+            texts = [
+                decode(target, one, prompts, 16, 1 + index % 6, 12, Sampling(0.8, top_k=20, min_p=0.02))
+                for one in (load_drafter("none", target), drafter)
+            ]
+            assert texts[0] == texts[1], f"{options}, prompts {prompts}"
 
 
 @pytest.mark.parametrize("architecture", [*CHAINS, *HYBRIDS, *CALLED, "mistral", "gpt_oss"])

@@ -1,8 +1,10 @@
 """The contract of all methods: `specdemo.testing` on every entry of METHODS."""
 
 import pytest
+import torch
 
 from specdemo import testing
+from specdemo.core.sampling import PositionNoise
 from specdemo.methods import METHODS, load_drafter, method, parse_options
 from specdemo.methods.adaptive import Adaptive
 from specdemo.models.toy import ToyTarget
@@ -35,6 +37,16 @@ def test_the_contract_test_finds_what_is_broken(monkeypatch):
         with monkeypatch.context() as patched, pytest.raises((AssertionError, ValueError)):
             patched.setattr(ngram, name, fault)
             testing.check_method("ngram")
+
+
+@pytest.mark.parametrize("fault", [
+    lambda noise, count: noise._compute(range(count)).exponential_(generator=noise),  # by the draws so far
+    lambda noise, count: noise._compute(range(count)) * torch.arange(1, 17).roll(count),  # by the width
+], ids=["draws", "width"])  # fmt: skip
+def test_the_contract_test_finds_noise_that_depends_on_more_than_the_position(monkeypatch, fault):
+    monkeypatch.setattr(PositionNoise, "ahead", fault)
+    with pytest.raises(AssertionError):
+        testing.output_matches_baseline("ngram")
 
 
 def test_unknown_names_get_suggestions():

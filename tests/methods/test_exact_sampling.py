@@ -1,7 +1,8 @@
 """The distribution of sampled output of every exact method: chi-square over the first tokens of many runs on a toy
 target with known probabilities.
 
-This detects a wrong q, a bias from a confidence threshold, and a node whose existence depends on its own token.
+Rejection sampling detects a wrong q, a bias from a confidence threshold, and a node whose existence depends on its own
+token. With coupling the text is that of plain decoding, whatever the draft.
 """
 
 import pytest
@@ -10,6 +11,7 @@ from scipy.stats import chi2
 
 from specdemo import testing
 from specdemo.core.protocol import Budget, GenerationConfig
+from specdemo.core.rules import accept_rule
 from specdemo.core.sampling import Sampling
 from specdemo.engine.loop import generate
 from specdemo.methods import METHODS, method
@@ -21,7 +23,7 @@ BATCH = 3_000
 PROMPT = [3, 1, 4, 1, 3, 1]
 
 
-def joint(target, drafter, tokens, draws=DRAWS):
+def joint(target, drafter, rule, tokens, draws=DRAWS):
     """Return counts of the first `tokens` new tokens over all draws, coded as one number in base V."""
     counts = torch.zeros(VOCABULARY**tokens, dtype=torch.int64)
     powers = VOCABULARY ** torch.arange(tokens)
@@ -29,7 +31,7 @@ def joint(target, drafter, tokens, draws=DRAWS):
     for seed in range(draws // BATCH):
         config = GenerationConfig(tokens, Sampling(1.0), Budget(2, 6), seed, stop_token_ids=())
         rows = [[] for _ in range(BATCH)]
-        for event in generate(target, drafter, prompt, config):
+        for event in generate(target, drafter, prompt, config, accept=accept_rule(rule)):
             for row, emitted in zip(rows, event.emitted, strict=True):
                 row += emitted
         counts += torch.bincount((torch.tensor(rows) * powers).sum(1), minlength=len(counts))
@@ -51,10 +53,15 @@ def expected(target, tokens):
     return probs
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if name != "none" and method(name).exact])
-def test_the_first_tokens_are_drawn_from_the_target(name):
+EXACT = [name for name in METHODS if name != "none" and method(name).exact]
+
+
+@pytest.mark.parametrize(
+    "name, rule", [("none", "coupled"), ("eagle", "coupled"), *((name, "lossless") for name in EXACT)]
+)
+def test_the_first_tokens_are_drawn_from_the_target(name, rule):
     target = ToyTarget(VOCABULARY, seed=6)
-    counts = joint(target, testing.make_drafter(name, target), 3)
+    counts = joint(target, testing.make_drafter(name, target), rule, 3)
     expected_counts = expected(target, 3) * DRAWS
     common = expected_counts >= 5.0  # rarer outcomes are pooled
     observed = torch.cat([counts[common].double(), counts[~common].sum()[None].double()])

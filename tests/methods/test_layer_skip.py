@@ -3,6 +3,7 @@ from copy import deepcopy
 import pytest
 import torch
 
+from specdemo.core.accept import Lossless
 from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.core.sampling import Sampling, to_probs
 from specdemo.engine.loop import generate
@@ -45,7 +46,7 @@ def record(target, prompts, sampling=None, **options):
     drafter.propose = proposing
     config = GenerationConfig(16, sampling or Sampling(), Budget(4, 4), stop_token_ids=())
     events = []
-    for event in generate(target, drafter, prompts, config):
+    for event in generate(target, drafter, prompts, config, accept=Lossless()):
         written = [row + new for row, new in zip(written, event.emitted, strict=True)]
         events.append(event)
     return steps, events, written

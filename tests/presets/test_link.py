@@ -156,7 +156,7 @@ def test_prompt_too_long_for_a_link_is_reported():
         ),
         (
             {"acceptance": "always"},
-            "ignored acceptance='always' from the link: acceptance must be 'lossless', 'block', 'typical'",
+            "ignored acceptance='always' from the link: acceptance must be 'coupled', 'lossless', 'block'",
         ),
         ({"chat": "maybe"}, "ignored chat='maybe' from the link: chat must be True or False"),
         ({"system": "p" * 100_000}, "ignored system='ppp"),

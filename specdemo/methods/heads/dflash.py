@@ -429,7 +429,7 @@ class DFlash(DFlashCost, Head[DFlashDraftModel]):
         logits = self._logits(block[:, slots])
         states, memory = stage.prepare(block, before_root) if stage else (block, None)
         if draft.nodes:  # all nodes share one block
-            return self._tree(root, states[:, slots], logits, memory, Budget(draft.depth, draft.nodes))
+            return self._tree(draft.sampler, root, states[:, slots], logits, memory, Budget(draft.depth, draft.nodes))
         return self._chain(draft.sampler, root, states[:, slots], logits, memory)
 
     def _block(self, tokens: Tensor, columns: Columns) -> Tensor:
@@ -461,11 +461,14 @@ class DFlash(DFlashCost, Head[DFlashDraftModel]):
             distribution = sampler.draft_distribution(self.head.to_target_vocab(refined))
         return sampler.make_draft(draw(distribution), distribution)
 
-    def _tree(self, root: Tensor, states: Tensor, logits: Tensor, memory: Memory, budget: Budget) -> Draft:
+    def _tree(
+        self, sampler: TokenSampler, root: Tensor, states: Tensor, logits: Tensor, memory: Memory, budget: Budget
+    ) -> Draft:
         """Draft the most likely nodes. memory [B, M]: of the root."""
         slots, stage = count(), self.head.stage
         if stage is None:
-            return _independent_tree(self.head.to_target_vocab(logits).log_softmax(-1), budget)
+            log_probs = sampler.log_probs(self.head.to_target_vocab(logits), levels=None)
+            return _independent_tree(log_probs, budget)
         memory = None if memory is None else memory[:, None]  # of the nodes of the last level
         rows = torch.arange(len(states), device=states.device)[:, None]
 
@@ -476,7 +479,7 @@ class DFlash(DFlashCost, Head[DFlashDraftModel]):
             next_logits, memory = stage(
                 slot, tokens, state, slot_logits, None if memory is None else memory[rows, parents]
             )
-            return self.head.to_target_vocab(next_logits).log_softmax(-1)
+            return sampler.log_probs(self.head.to_target_vocab(next_logits), slot)
 
         root_log_probs = expand(root[:, None], torch.zeros_like(root)[:, None])[:, 0]
         return grow_tree(root_log_probs, expand, budget, BRANCHES)

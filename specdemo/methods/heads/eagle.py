@@ -269,22 +269,22 @@ class Eagle(EagleCost, Head[EagleHead]):
 
     def _tree(self, draft: DraftPass) -> Draft:
         states, logits = self._root_logits(draft)
+        levels = count(1)
 
         def expand(tokens: Tensor, parents: Tensor) -> Tensor:
             """Read a frontier [B, K] -> log q [B, K, W]."""
             nonlocal states
             features = states[torch.arange(len(parents), device=self.device)[:, None], parents]
             states, logits = draft.level(parents).run(self._decode_step, tokens, features)
-            return logits.float().log_softmax(-1)
+            return draft.sampler.log_probs(logits, next(levels), self.head.draft_vocab)
 
-        drafted = grow_tree(
-            logits.float().log_softmax(-1), expand, Budget(draft.depth, draft.nodes), self.options.top_k
-        )
+        root_log_probs = draft.sampler.log_probs(logits[:, None], 0, self.head.draft_vocab)[:, 0]
+        drafted = grow_tree(root_log_probs, expand, Budget(draft.depth, draft.nodes), self.options.top_k)
         return replace(drafted, tokens=self.head.draft_vocab.to_target_ids(drafted.tokens))
 
     def _chain(self, draft: DraftPass) -> Draft:
         states, logits = self._root_logits(draft)
-        builder = ChainBuilder(draft.sampler)
+        builder = ChainBuilder(draft.sampler, self.head.draft_vocab)
 
         def decode_step(tokens: Tensor) -> Tensor:
             nonlocal states
@@ -295,16 +295,16 @@ class Eagle(EagleCost, Head[EagleHead]):
 
         builder.append(logits[:, None])
         builder.extend(decode_step, draft.depth)
-        return builder.build(self.head.draft_vocab)
+        return builder.build()
 
     def _draft_parallel(self, draft: DraftPass) -> Draft:
         logits, depth = self._root_logits(draft)[1][:, None], draft.depth
         if depth > 1:
             masks = torch.full((len(logits), depth - 1), self.head.convention.mask or 0, device=self.device)
             logits = torch.cat([logits, draft.chain(depth - 1).run(self._mask_logits, masks)], 1)
-        builder = ChainBuilder(draft.sampler)
+        builder = ChainBuilder(draft.sampler, self.head.draft_vocab)
         builder.append(logits)
-        return builder.build(self.head.draft_vocab)
+        return builder.build()
 
     def _mask_logits(self, masks: Tensor, columns: Columns) -> Tensor:
         """Run P-EAGLE on mask tokens [B, S] -> logits [B, S, W]."""

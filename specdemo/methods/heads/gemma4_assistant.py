@@ -256,7 +256,7 @@ class Gemma4Assistant(Gemma4AssistantCost, FrozenHead[Assistant]):
         if depth < 1:
             return Draft.empty(rows, self.device)
         noise = self.sampler.predraw_noise(rows, depth, self._target.vocab_size, self.device)
-        plan = DraftPlan((self.head, self.sampler.sampling), depth, room=0)  # another assistant may use this target
+        plan = DraftPlan((self.head, self.sampler.kind), depth, room=0)  # another assistant may use this target
         outputs = self._target.draft_from_kv(self._draft, (self._roots, self._hidden, *noise), plan)
         return unflatten_draft(outputs, depth)
 

@@ -219,7 +219,7 @@ class Medusa(MedusaCost, Head[TokenHeads]):
         if not shape.parents:
             return Draft.empty(len(self._hidden), self._hidden.device)
         nodes, draft_fn = self.options.nodes and budget.nodes, partial(self._draft_shape, shape)
-        inputs, draws = self._draft_inputs(), len(shape.parents)
+        inputs, draws = self._draft_inputs(), len(shape.parents) if self.sampler.independent else shape.depth
         return self.runtime.draft(draft_fn, shape.depth, self.sampler, *inputs, nodes=nodes, draws=draws)
 
     def _draft_inputs(self) -> tuple[Tensor, ...]:
@@ -245,27 +245,27 @@ class Medusa(MedusaCost, Head[TokenHeads]):
     def _fill_shape(self, sampler: TokenSampler, shape: TreeShape, hidden: Tensor, *more: Tensor) -> DraftedNodes:
         _, positions, ranks, is_last = _shape_tensors(shape, hidden.device)
         logits = torch.stack([self.head(hidden, i) for i in range(shape.depth)], 1)
-        return self._select_tokens(sampler, logits, positions, ranks, is_last, shape.width)
+        return self._select_tokens(sampler, sampler.draft_distribution(logits), positions, ranks, is_last, shape.width)
 
     def _select_tokens(
         self,
         sampler: TokenSampler,
-        logits: Tensor,
+        distribution: Tensor,
         positions: Tensor,
         ranks: Tensor,
         is_last: Tensor,
         width: int,
     ) -> DraftedNodes:
-        """Select the tokens of N nodes from logits [B, P, V]. positions, ranks and is_last [N]; width > all ranks.
+        """Select the tokens of N nodes from draft distributions [B, P, V]. positions, ranks and is_last [N];
+        width > all ranks.
 
         When sampling, the children of a slot are its most likely tokens, except the last child, which is sampled from
         the rest of q (the greedy drafts of Hu et al. 2502.18779).
         """
-        if not sampler.active_rng:
-            top_probs, ranked = logits.float().softmax(-1).topk(width)
+        if not sampler.independent:
+            top_probs, ranked = sampler.probs(distribution).topk(width)
             return ranked[:, positions, ranks], top_probs[:, positions, ranks], None
-        probs = sampler.draft_distribution(logits)
-        ranked, probs = probs.topk(width).indices[:, positions], probs[:, positions]
+        ranked, probs = distribution.topk(width).indices[:, positions], distribution[:, positions]
         earlier = torch.arange(width, device=ranks.device) < ranks[:, None]
         residual = probs.scatter(-1, ranked, probs.gather(-1, ranked) * ~earlier)
         residual_mass = residual.sum(-1, keepdim=True)

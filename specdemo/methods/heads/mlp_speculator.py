@@ -190,11 +190,11 @@ class MLPSpeculator(MLPSpeculatorCost, Head[Speculator]):
 
     def _chain(self, draft: DraftPass, hidden: Tensor, token: Tensor) -> Draft:
         state = self.head.initial_state(hidden)
-        builder = ChainBuilder(draft.sampler)
+        builder = ChainBuilder(draft.sampler, self._draft_vocab)
         for step in range(draft.depth):
             state, logits = self.head(state, token, step)
             token = builder.append(logits[:, None])[:, 0]
-        return builder.build(self._draft_vocab)
+        return builder.build()
 
     def _tree(self, draft: DraftPass, hidden: Tensor, root: Tensor) -> Draft:
         """Extend every path by the `widths[i]` most likely tokens of step i and draft the most likely nodes.
@@ -208,7 +208,7 @@ class MLPSpeculator(MLPSpeculatorCost, Head[Speculator]):
         slots, levels = 1, []
         for step, width in enumerate(self.head.widths[: draft.depth]):
             state, logits = self.head(state, tokens, step)
-            log_probs, ranked = logits.float().log_softmax(-1).topk(min(width, logits.shape[-1]))
+            log_probs, ranked = draft.sampler.log_probs(logits, step).topk(min(width, logits.shape[-1]))
             parents, state = (x.repeat_interleave(ranked.shape[-1], 1) for x in (path_slots, state))
             scores, tokens = (scores[..., None] + log_probs).flatten(1), ranked.flatten(1)
             path_slots = torch.arange(slots, slots + tokens.shape[1], device=tokens.device).expand_as(tokens)

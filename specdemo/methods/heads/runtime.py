@@ -151,15 +151,15 @@ class HeadRuntime:
     ) -> Draft:
         """Run `draft_fn(draft_pass, *inputs)` as a CUDA graph if possible, else eagerly.
 
-        nodes: size of the tree; 0: a chain. draws: sampled tokens per row; None: all of a chain, none of a tree.
-        max_columns: draft columns that it appends.
+        nodes: size of the tree; 0: a chain. draws: sampled tokens per row; None: all of a chain, and none of a tree
+        unless it is coupled. max_columns: draft columns that it appends.
         """
         if self._graphs.enabled:
             last = self._split_prefill()
             if last is not None:
                 draft_fn(self.read_pending(1, sampler, nodes), *inputs)
                 self._pending.append(last)
-            draws = (0 if nodes else depth) if draws is None else draws
+            draws = (0 if nodes and not sampler.coupled else depth) if draws is None else draws
             outputs = self._replay(draft_fn, depth, nodes, sampler, inputs, draws, max_columns)
             if outputs is not None:
                 return unflatten_draft(outputs, depth)
@@ -221,7 +221,7 @@ class HeadRuntime:
         """Run the draft as a CUDA graph. None: the caller must run it eagerly. The outputs are static buffers."""
         graphs, store = self._graphs, self._store
         rows = self.rows if store else len(inputs[0])
-        kind = nodes, sampler.sampling, rows
+        kind = nodes, sampler.kind, rows
         num_pending = sum(columns[0].shape[1] for _, columns in self._pending)
         nothing_to_read = store is not None and not num_pending and self._last_replay is None
         graph_depth = graphs.depth(kind, depth, cut=not nodes)
