@@ -32,7 +32,7 @@ from specdemo.models.checkpoints import check_finite
 from specdemo.models.devices import device_kind
 from specdemo.models.errors import first_line, load_errors, tokenizer_errors
 from specdemo.models.fused import fuse_layers
-from specdemo.models.gguf_files import check_file, fetch_parts, is_gguf
+from specdemo.models.gguf_files import check_files, fetch_parts, is_gguf
 from specdemo.models.gguf_tokenizer import GGUFTokenizer
 from specdemo.models.llamacpp import LlamaCppModel, LlamaCppSettings
 from specdemo.models.llamacpp_target import LlamaCppTarget
@@ -156,8 +156,7 @@ def load_model(
 def _load_gguf(name: str, report: LoadProgress, settings: LlamaCppSettings | None) -> LoadedModel:
     report(0.0, f"looking for {name}")
     parts = fetch_parts(name, report)
-    for part in parts:
-        check_file(part, name)
+    check_files(parts, name)
     weights = LlamaCppModel(str(parts[0]), settings, lambda share, what: report(0.55 + 0.45 * share, what))
     report(1.0, f"{name} is ready")
     return LoadedModel(None, GGUFTokenizer(weights), name, weights.notes, weights)

@@ -3,6 +3,7 @@
 import hashlib
 import math
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,15 +16,20 @@ from specdemo.core.safe_io import read_json
 from specdemo.models.gguf_files import (
     OLLAMA,
     all_parts,
+    is_language_model,
     models_in,
+    name_on_hub,
     ollama_blob,
     ollama_folder,
     part_names,
     quantisation_in,
-    read_header,
 )
+from specdemo.models.gguf_header import read_header
 
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+GENERATES = re.compile(
+    "^(?!.*(Assistant|Eagle|DFlash|Medusa|Speculator|Draft)).*(CausalLM|LMHeadModel|ConditionalGeneration)$"
+)
 LEAST_RATIO = 3  # a larger draft model is rarely worth its time
 BEST_RATIO = 15  # the middle of the recommended 10 to 20
 
@@ -62,7 +68,7 @@ class LocalModel:
 
 
 def local_models() -> list[LocalModel]:
-    """Return all models in known stores, by store and name. Reads no headers."""
+    """Return all language models in known stores, by store and name, and damaged files. Reads headers."""
     stores = (_lm_studio, _ollama, _llamacpp, _hugging_face)
     found = {model.name: model for store in stores for model in store()}
     return sorted(found.values(), key=lambda model: (model.store, model.name))
@@ -97,7 +103,7 @@ def model_rows(models: Sequence[LocalModel]) -> list[dict[str, str]]:
         except ValueError:
             kind = "damaged"
         matching = ", ".join(f"{draft.name} ({ratio:.0f}x smaller)" for draft, ratio in drafts)
-        size = f"{model.bytes / 1e9:.2f} GB"
+        size = f"{model.bytes / 1e9:.2f} GB" if model.bytes >= 1e8 else f"{model.bytes / 1e6:.1f} MB"
         rows.append({"model": model.name, "store": model.store, "size": size, "weights": kind, "drafts": matching})
     return rows
 
@@ -127,9 +133,11 @@ def _ollama() -> Iterator[LocalModel]:
         prefix = [group] if host == "registry.ollama.ai" and prefix else prefix
         name = f"{'/'.join([*prefix, model])}:{tag}"
         try:
-            yield _of_file(ollama_blob(name), "Ollama", OLLAMA + name)
+            blob = ollama_blob(name)
         except ValueError:  # a cloud model, or one that is not GGUF
             continue
+        if is_language_model(blob):
+            yield _of_file(blob, "Ollama", OLLAMA + name)
 
 
 def _hugging_face() -> Iterator[LocalModel]:
@@ -141,12 +149,19 @@ def _hugging_face() -> Iterator[LocalModel]:
         folder = repository / "snapshots" / revision.read_text(encoding="utf-8").strip()
         weights = [file for file in folder.glob("*.safetensors") if file.is_file()]
         has_tokenizer = (folder / "tokenizer.json").is_file()  # heads have none
-        if weights and has_tokenizer and (folder / "config.json").is_file():
+        if weights and has_tokenizer and (folder / "config.json").is_file() and _generates(folder):
             yield LocalModel(name, "Hugging Face", folder, sum(file.stat().st_size for file in weights))
-        for path in _gguf_below(folder):
-            quantisation = quantisation_in(path.name)
-            full = f"{name}:{quantisation}" if quantisation else str(path)
-            yield _of_file(path, "Hugging Face", full)
+        files = {path.relative_to(folder).as_posix(): path for path in _gguf_below(folder)}
+        for file, path in files.items():
+            yield _of_file(path, "Hugging Face", name_on_hub(name, file, list(files)) or str(path))
+
+
+def _generates(folder: Path) -> bool:
+    """Return False for a transformers folder of another kind, such as an embedding model, a head or an encoder."""
+    if (folder / "modules.json").is_file():  # of sentence-transformers
+        return False
+    stated = read_json(folder / "config.json").get("architectures") or ["ForCausalLM"]
+    return isinstance(stated, list) and any(GENERATES.search(str(name)) for name in stated)
 
 
 def _gguf_below(folder: Path) -> Iterator[Path]:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from specdemo.core.suggest import program
 from specdemo.engine.comparison import Lane
-from specdemo.models.gguf_files import check_file, fetch_parts, is_gguf, local_header
+from specdemo.models.gguf_files import check_files, fetch_parts, is_gguf, local_header
 from specdemo.presets.files import DEFAULT, Preset, load_presets, preset
 from specdemo.presets.link import OWN
 
@@ -83,8 +83,7 @@ def _check_gguf(name: str) -> None:
     header = local_header(name)
     library()
     if header is not None:
-        for part in fetch_parts(name):
-            check_file(part, name)
+        check_files(fetch_parts(name), name)
 
 
 def _method_of(draft: str) -> str:

@@ -7,14 +7,17 @@ import struct
 import pytest
 
 from specdemo.models.gguf_files import (
+    _choose,
     check_file,
+    check_files,
     fetch_parts,
     has_chat_template,
     is_gguf,
     local_header,
+    models_in,
     quantisation_in,
-    read_header,
 )
+from specdemo.models.gguf_header import read_header
 from tests.models.fake_hub import serve
 
 TOKENS = ("a", "b", "[PAD2]", "[PAD3]")
@@ -24,24 +27,41 @@ def text(value):
     return struct.pack("<Q", len(value)) + value.encode()
 
 
-def gguf(quantisation=15, tokens=TOKENS, heads=(2, 2), rows=64, cut=0, version=3, template=None):
-    """Return a file with one F32 matrix of 32 x `rows`."""
+def value(entry):
+    """Return a text, a truth value or a number of four bytes, with its type."""
+    if isinstance(entry, bool):
+        return struct.pack("<I?", 7, entry)
+    return struct.pack("<II", 4, entry) if isinstance(entry, int) else struct.pack("<I", 8) + text(entry)
+
+
+def gguf(
+    quantisation=15,
+    tokens=TOKENS,
+    heads=(2, 2),
+    rows=64,
+    cut=0,
+    version=3,
+    architecture="llama",
+    tensor="token_embd.weight",
+    **more,
+):
+    """Return a file with one F32 matrix of 32 x `rows`. more: other entries, with __ for a point and _ALL_ for the
+    architecture."""
     numbers = struct.pack("<IQ", 4, len(heads)) + b"".join(struct.pack("<I", head) for head in heads)
     entries = [
-        text("general.architecture") + struct.pack("<I", 8) + text("llama"),
+        text("general.architecture") + value(architecture),
         *(
-            text(f"llama.{name}") + struct.pack("<II", 4, value)
-            for name, value in (("block_count", 2), ("embedding_length", 32), ("attention.head_count", 4))
+            text(f"{architecture}.{name}") + value(number)
+            for name, number in (("block_count", 2), ("embedding_length", 32), ("attention.head_count", 4))
         ),
-        text("llama.attention.head_count_kv") + struct.pack("<I", 9) + numbers,
+        text(f"{architecture}.attention.head_count_kv") + struct.pack("<I", 9) + numbers,
         text("tokenizer.ggml.tokens") + struct.pack("<IIQ", 9, 8, len(tokens)) + b"".join(map(text, tokens)),
     ]
     if quantisation is not None:
-        entries.append(text("general.file_type") + struct.pack("<II", 4, quantisation))
-    if template is not None:
-        entries.append(text("tokenizer.chat_template") + struct.pack("<I", 8) + text(template))
-    tensor = text("token_embd.weight") + struct.pack("<IQQIQ", 2, 32, rows, 0, 0)
-    content = b"GGUF" + struct.pack("<IQQ", version, 1, len(entries)) + b"".join(entries) + tensor
+        entries.append(text("general.file_type") + value(quantisation))
+    entries += [text(key.replace("_ALL_", architecture).replace("__", ".")) + value(v) for key, v in more.items()]
+    tensors = text(tensor) + struct.pack("<IQQIQ", 2, 32, rows, 0, 0)
+    content = b"GGUF" + struct.pack("<IQQ", version, 1, len(entries)) + b"".join(entries) + tensors
     content += b"\0" * (-len(content) % 32) + b"\0" * (4 * 32 * rows)
     return content[: len(content) - cut]
 
@@ -63,7 +83,7 @@ def test_header(file):
 
 def test_chat_template(file, tmp_path):
     assert has_chat_template(str(file)) is False
-    file.write_bytes(gguf(template="{{ messages }}"))
+    file.write_bytes(gguf(tokenizer__chat_template="{{ messages }}"))
     assert has_chat_template(str(file)) is True
     assert has_chat_template(str(tmp_path / "absent.gguf")) is None and has_chat_template("stories") is False
 
@@ -150,11 +170,105 @@ def test_names(name, expected):
 
 
 def test_folder_of_one_model(tmp_path, file):
-    (tmp_path / "mmproj-model-f16.gguf").write_bytes(gguf())
+    (tmp_path / "extra.gguf").write_bytes(gguf(architecture="clip"))
     assert is_gguf(str(tmp_path)) and fetch_parts(str(tmp_path)) == (file,)
     (tmp_path / "second.gguf").write_bytes(gguf())
     with pytest.raises(ValueError, match=r"has 2 GGUF models \(model.gguf, second.gguf\); name one of the files"):
         fetch_parts(str(tmp_path))
+
+
+OTHERS = {  # file of another kind -> what it is, and a word of what runs it
+    "eagle-3": (gguf(architecture="eagle3"), r"an EAGLE head \(architecture eagle3\)", "draft-eagle3"),
+    "dflash": (gguf(architecture="dflash", _ALL___target_layers=3), "a DFlash head", "draft-dflash"),
+    "assistant": (
+        gguf(architecture="gemma4-assistant"),
+        r"an assistant \(architecture gemma4-assistant\)",
+        "draft-mtp",
+    ),
+    "unknown head": (gguf(architecture="llama-next", _ALL___target_hidden_size=64), "a head", "spec-draft-model"),
+    "last block": (
+        gguf(architecture="qwen3", tensor="blk.46.nextn.eh_proj.weight"),
+        "multi-token prediction",
+        "draft-mtp",
+    ),
+    "projector": (gguf(architecture="clip"), "a projector of images or sound", "--mmproj x.gguf"),
+    "projector by type": (gguf(general__type="mmproj"), "a projector of images or sound", "--mmproj"),
+    "adapter": (gguf(general__type="adapter", tensor="blk.0.attn_q.weight.lora_a"), "a LoRA adapter", "--lora x.gguf"),
+    "imatrix": (gguf(general__type="imatrix"), "an importance matrix", "llama-quantize"),
+    "embedding": (gguf(architecture="qwen3", _ALL___pooling_type=3), "an embedding model", "--embedding"),
+    "reranker": (gguf(architecture="qwen3", _ALL___pooling_type=4), "a reranker", "--reranking"),
+    "encoder": (gguf(architecture="nomic-bert"), r"an encoder \(architecture nomic-bert\)", "--embedding"),
+    "diffusion": (
+        gguf(architecture="dream", _ALL___attention__causal=False),
+        "does not write from left to right",
+        "diff",
+    ),
+    "part": (gguf(tensor="blk.0.attn_q.weight"), "without its token embeddings", "the program that made it"),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_files_of_other_kinds_are_no_models(kind, tmp_path):
+    content, name, program = OTHERS[kind]
+    path = tmp_path / "x.gguf"
+    path.write_bytes(content)
+    with pytest.raises(
+        ValueError, match=f"x.gguf is .*{name}.*, not a language model; choose a.*: .*{program}"
+    ) as raised:
+        check_files([path], "x.gguf")
+    assert "\n" not in str(raised.value)
+    assert is_gguf(str(tmp_path)) and models_in(tmp_path) == []
+    with pytest.raises(
+        ValueError,
+        match=f"has no GGUF model: .*x.gguf is .*{name.split(' ')[-1] if '(' not in name else name.split(' ')[1]}",
+    ):
+        fetch_parts(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        gguf(architecture="pangu-embedded"),
+        gguf(architecture="qwen3", _ALL___pooling_type=0, _ALL___attention__causal=True, general__type="model"),
+        gguf(architecture="qwen35", _ALL___nextn_predict_layers=1),
+    ],
+)
+def test_language_models_with_the_marks_of_other_kinds(content, file):
+    file.write_bytes(content)
+    assert check_files([file], "model").tokens == len(TOKENS) and models_in(file.parent) == [file]
+
+
+def test_parts_of_a_split_model_are_judged_together(tmp_path):
+    parts = [tmp_path / f"big-0000{number}-of-00002.gguf" for number in (1, 2)]
+    parts[0].write_bytes(gguf(tensor="blk.0.attn_q.weight"))
+    parts[1].write_bytes(gguf())
+    assert models_in(tmp_path) == [parts[0]] and check_files(parts, "big")
+
+
+@pytest.mark.parametrize(
+    ("repository", "files", "word", "expected"),
+    [
+        (
+            "lab/Big-27B-GGUF",
+            ["Big-27B-Q4_K_M.gguf", "mtp-Big-27B-Q4_0.gguf"],
+            "Q4_0",
+            "has no Q4_0; choose one of Big",
+        ),
+        ("lab/Big-GGUF", ["Big-eagle3-Q8_0.gguf", "Big-Q8_0.gguf"], "Q8_0", "Big-Q8_0.gguf"),
+        ("lab/Big-GGUF", ["Big-DFlash-Q8_0.gguf", "x_mmproj.gguf", "Big.gguf"], "", "Big.gguf"),
+        ("lab/Big-GGUF", ["Big-Q8_0.gguf", "Big-v2-Q8_0.gguf"], "Big-v2-Q8_0", "Big-v2-Q8_0.gguf"),
+        ("lab/Big-MTP-GGUF", ["mmproj-BF16.gguf", "Big-MTP-BF16.gguf"], "BF16", "Big-MTP-BF16.gguf"),
+        ("lab/heads", ["Big-eagle3-Q8_0.gguf"], "", "Big-eagle3-Q8_0.gguf"),  # its header is checked after the download
+        ("lab/Beagle-GGUF", ["Beagle-Q8_0.gguf"], "Q8_0", "Beagle-Q8_0.gguf"),
+    ],
+)
+def test_files_of_other_kinds_are_not_chosen(repository, files, word, expected):
+    name = f"{repository}:{word}" if word else repository
+    if expected.endswith(".gguf"):
+        assert _choose(name, files, word) == expected
+    else:
+        with pytest.raises(ValueError, match=expected):
+            _choose(name, files, word)
 
 
 def test_split_model(tmp_path):
@@ -220,9 +334,10 @@ def test_unusable_model_of_ollama_is_one_line(ollama, name, message):
 
 REPOSITORY = {
     "README.md": b"x",
-    "mmproj-F16.gguf": gguf(),
+    "mmproj-F16.gguf": gguf(architecture="clip"),
     "model-Q8_0.gguf": gguf(7),
     "model-Q4_K_M.gguf": gguf(),
+    "another-Q8_0.gguf": gguf(7, architecture="gemma4-assistant"),
     "BF16/model-BF16-00001-of-00002.gguf": gguf(32),
     "BF16/model-BF16-00002-of-00002.gguf": gguf(32),
     "model-Q2_K-00001-of-00002.gguf": gguf(10),
@@ -235,6 +350,10 @@ def test_quantisation_of_a_repository(monkeypatch, tmp_path):
         (eight,) = fetch_parts("org/m-GGUF:q8_0")
         assert eight.name == "model-Q8_0.gguf" and local_header("org/m-GGUF:Q8_0").quantisation == "Q8_0"
         assert [path.name for path in fetch_parts("org/m-GGUF")] == ["model-Q4_K_M.gguf"]
+        (head,) = fetch_parts("org/m-GGUF:another-Q8_0")  # the name does not tell
+        with pytest.raises(ValueError, match="another is an assistant .*, not a language model"):
+            check_files([head], "another")
+        assert fetch_parts("org/m-GGUF:Q8_0") == (eight,)
         assert [path.name[11:16] for path in fetch_parts("org/m-GGUF@v1:BF16")] == ["00001", "00002"]
         assert "mmproj-F16.gguf" not in {file for file, _ in hub.requests}
         with pytest.raises(ValueError, match="org/m-GGUF has no Q6_K; choose one of model-Q8_0.gguf, "):

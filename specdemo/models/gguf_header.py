@@ -1,0 +1,288 @@
+"""Headers of GGUF files: metadata, sizes and the kind of model. Needs neither llama.cpp nor torch."""
+
+import hashlib
+import math
+import mmap
+import re
+import struct
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from specdemo.core.safe_io import check_regular
+
+MAX_ENTRIES = 1 << 22  # of an array in a header; the largest vocabularies have 300,000 tokens
+SHORT_ARRAY = 4096  # longest array of numbers to read
+FILE_TYPES = {  # general.file_type, enum llama_ftype of llama.h
+    0: "F32",
+    1: "F16",
+    2: "Q4_0",
+    3: "Q4_1",
+    7: "Q8_0",
+    8: "Q5_0",
+    9: "Q5_1",
+    10: "Q2_K",
+    11: "Q3_K_S",
+    12: "Q3_K_M",
+    13: "Q3_K_L",
+    14: "Q4_K_S",
+    15: "Q4_K_M",
+    16: "Q5_K_S",
+    17: "Q5_K_M",
+    18: "Q6_K",
+    19: "IQ2_XXS",
+    20: "IQ2_XS",
+    21: "Q2_K_S",
+    22: "IQ3_XS",
+    23: "IQ3_XXS",
+    24: "IQ1_S",
+    25: "IQ4_NL",
+    26: "IQ3_S",
+    27: "IQ3_M",
+    28: "IQ2_S",
+    29: "IQ2_M",
+    30: "IQ4_XS",
+    31: "IQ1_M",
+    32: "BF16",
+    36: "TQ1_0",
+    37: "TQ2_0",
+    38: "MXFP4",
+    39: "NVFP4",
+    40: "Q1_0",
+}
+TENSOR_TYPES = {0: "F32", 1: "F16", 2: "Q4_0", 8: "Q8_0", 30: "BF16"}  # of files that state no file type
+NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # value types
+STRING, ARRAY = 8, 9
+MAX_DIMENSIONS = 4  # of a tensor, GGML_MAX_DIMS
+BLOCK = re.compile(rb"blk\.(\d+)\.")
+RANK = 4  # pooling type of a model that scores texts, LLAMA_POOLING_TYPE_RANK
+DRAFT = "llama-server -m MODEL.gguf --spec-type {} --spec-draft-model FILE"
+HEADS = {  # words in the architecture of a head for another model -> its name, and what runs it
+    "eagle": ("an EAGLE head", DRAFT.format("draft-eagle3")),
+    "dflash": ("a DFlash head", DRAFT.format("draft-dflash")),
+    "dspark": ("a DSpark head", DRAFT.format("draft-dspark")),
+    "assistant": ("an assistant", DRAFT.format("draft-mtp")),
+    "mtp": ("heads of multi-token prediction", DRAFT.format("draft-mtp")),
+}
+OF_TARGET = ("target_layers", "extract_layers", "target_hidden_size")  # entries of other heads
+TYPES = {  # general.type
+    "adapter": ("a LoRA adapter", "llama-server -m MODEL.gguf --lora FILE"),
+    "mmproj": ("a projector of images or sound", "llama-server -m MODEL.gguf --mmproj FILE"),
+    "imatrix": ("an importance matrix", "llama-quantize --imatrix FILE"),
+}
+EMBEDDING = ("an embedding model", "llama-server -m FILE --embedding")
+RERANKER = ("a reranker", "llama-server -m FILE --reranking")
+NOT_CAUSAL = (
+    "a model that does not write from left to right",
+    "llama-diffusion-cli -m FILE, if it is a diffusion model",
+)
+PART = ("a part of a model, without its token embeddings", "the program that made it")
+ENCODER = ("an encoder", "llama-server -m FILE --embedding")
+ENCODERS = re.compile("bert|^t5|embed(ding)?$")  # in names of architectures
+ALIGNMENT, FILE_TYPE, TOKENS = "general.alignment", "general.file_type", "tokenizer.ggml.tokens"
+SIZES = (  # of an architecture
+    "context_length block_count embedding_length attention.head_count attention.head_count_kv attention.key_length "
+    "attention.value_length pooling_type"
+).split()
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """Metadata of a GGUF file. Long arrays are replaced by their length.
+
+    vocabulary: a digest of the tokens without padding; equal for models with the same vocabulary. repeated: tokens that
+    another one equals.
+    """
+
+    metadata: Mapping[str, Any]
+    vocabulary: str
+    repeated: int
+    tensor_type: int  # of most weights, enum ggml_type of ggml.h
+    weights: int  # number of weights
+    data_bytes: int  # least size of the file; 0 if unknown
+    has_embeddings: bool  # token embeddings
+    blocks: frozenset[int]  # numbers of the blocks that have tensors
+
+    @property
+    def architecture(self) -> str:
+        """Return the name of the architecture in llama.cpp; empty if the file has none."""
+        return str(self.metadata.get("general.architecture", ""))
+
+    @property
+    def quantisation(self) -> str:
+        """Return the name of the file type, such as Q4_K_M; empty if unknown."""
+        stated = self.metadata.get(FILE_TYPE, -1)
+        return FILE_TYPES.get(stated) or TENSOR_TYPES.get(self.tensor_type, "")
+
+    @property
+    def tokens(self) -> int:
+        """Return the size of the vocabulary; 0 if the file has none."""
+        stated = self.metadata.get(TOKENS, 0)
+        return stated if isinstance(stated, int) else 0
+
+    def number(self, key: str, default: int = 0) -> int:
+        """Return a number of the architecture, of several layers the largest."""
+        value = self.metadata.get(f"{self.architecture}.{key}", default)
+        return int(max(value, default=default) if isinstance(value, list) else value)
+
+    def cache_bytes(self, bytes_per_number: float) -> int:
+        """Return the size of the keys and values of one token."""
+        heads = self.number("attention.head_count", 1)
+        usual = self.number("embedding_length") // max(heads, 1)
+        sizes = self.number("attention.key_length", usual) + self.number("attention.value_length", usual)
+        numbers = self.number("block_count") * self.number("attention.head_count_kv", heads) * sizes
+        return int(numbers * bytes_per_number)
+
+
+def other_kind(parts: Sequence[Header]) -> tuple[str, str] | None:
+    """Return what a file is if it is no language model, and what runs it; None for a language model.
+
+    parts: headers of all parts; the metadata are in the first.
+    """
+    header = parts[0]
+    stated, architecture = str(header.metadata.get("general.type", "")), header.architecture
+    kind = "mmproj" if architecture == "clip" else "imatrix" if "imatrix.datasets" in header.metadata else stated
+    if kind in TYPES:
+        return TYPES[kind]
+    head = next((about for word, about in HEADS.items() if word in architecture), None)
+    if head or any(f"{architecture}.{key}" in header.metadata for key in OF_TARGET):
+        return head or ("a head", DRAFT.format("TYPE"))
+    if pooling := header.number("pooling_type"):
+        return RERANKER if pooling == RANK else EMBEDDING
+    if ENCODERS.search(architecture):
+        return ENCODER
+    if header.metadata.get(f"{architecture}.attention.causal") is False:
+        return NOT_CAUSAL
+    blocks = frozenset[int]().union(*(part.blocks for part in parts))
+    if blocks and 0 not in blocks:
+        return HEADS["mtp"]
+    return None if any(part.has_embeddings for part in parts) else PART
+
+
+def read_header(path: Path) -> Header:
+    """Read the header of a GGUF file. Raises ValueError, one line, for another kind of file and for a damaged one."""
+    check_regular(path)
+    info = path.stat()
+    return _read_header(path, info.st_size, info.st_mtime_ns)
+
+
+@lru_cache(maxsize=1024)
+def _read_header(path: Path, size: int, changed_ns: int) -> Header:
+    """size, changed_ns: cache keys, so that a changed file is read again."""
+    with path.open("rb") as file:
+        if file.read(4) != b"GGUF":
+            raise ValueError(f"{path} is not a GGUF file; fetch it again")
+        try:
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                return _Reader(content).header()
+        except (struct.error, ValueError, KeyError, IndexError, OverflowError, UnicodeDecodeError) as error:
+            reason = str(error).partition("\n")[0]
+            raise ValueError(f"{path} cannot be read as GGUF ({reason}); fetch it again") from None
+
+
+class _Reader:
+    """Reader of a header. Reads past the end of the file raise struct.error."""
+
+    def __init__(self, content: Any) -> None:
+        self._content, self._position = content, 4
+        self._vocabulary, self._repeated = "", 0
+
+    def header(self) -> Header:
+        version, tensors, entries = self._number("I"), self._number("Q"), self._number("Q")
+        if version not in (2, 3) or max(tensors, entries) > MAX_ENTRIES:
+            raise ValueError(f"version {version}, {tensors} tensors")
+        metadata = {}
+        for _ in range(entries):
+            key = self._string().decode()
+            if not key:
+                raise ValueError("a key is empty")  # at which llama.cpp ends the process
+            metadata[key] = self._value(self._number("I"), key)
+        _check_numbers(metadata)
+        weights: Counter[int] = Counter()
+        names = []
+        end = 0
+        sizes = _block_sizes()
+        for _ in range(tensors):
+            names.append(self._string())
+            dimensions = self._number("I")
+            if dimensions > MAX_DIMENSIONS:
+                raise ValueError(f"a tensor has {dimensions} dimensions")
+            numbers = math.prod(self._number("Q") for _ in range(dimensions))
+            kind, offset = self._number("I"), self._number("Q")
+            weights[kind] += numbers
+            block, width = sizes.get(kind, (1, 0))
+            end = max(end, offset + numbers // block * width)
+        alignment = metadata.get(ALIGNMENT, 32)
+        start = -(-self._position // alignment) * alignment
+        most = max(weights, key=weights.__getitem__, default=-1)
+        blocks = frozenset(int(found[1]) for found in map(BLOCK.match, names) if found)
+        return Header(
+            metadata,
+            self._vocabulary,
+            self._repeated,
+            most,
+            weights.total(),
+            start + end if end else 0,
+            b"token_embd.weight" in names,
+            blocks,
+        )
+
+    def _number(self, kind: str) -> Any:
+        (value,) = struct.unpack_from("<" + kind, self._content, self._position)
+        self._position += struct.calcsize("<" + kind)
+        return value
+
+    def _string(self) -> bytes:
+        begin = self._position + 8
+        self._position = begin + self._number("Q")
+        if self._position > len(self._content):
+            raise ValueError("the header is cut short")
+        return bytes(self._content[begin : self._position])
+
+    def _value(self, kind: int, key: str) -> Any:
+        if kind == STRING:
+            return self._string().decode(errors="replace")
+        return self._array(key) if kind == ARRAY else self._number(NUMBERS[kind])
+
+    def _array(self, key: str) -> Any:
+        kind, count = self._number("I"), self._number("Q")
+        if count > MAX_ENTRIES:
+            raise ValueError(f"{count} entries")
+        if kind == STRING:
+            texts = [self._string() for _ in range(count)]
+            if key == TOKENS:
+                digest = hashlib.sha256()
+                for text in texts:
+                    if not text.startswith(b"[PAD"):  # added up to a multiple of the vocabulary size
+                        digest.update(b"%d:%b" % (len(text), text))
+                self._vocabulary = digest.hexdigest()
+                named = [text for text in texts if text]  # llama.cpp names empty ones by their number
+                self._repeated = len(named) - len({*named})
+            return count
+        if count <= SHORT_ARRAY:
+            return [self._number(NUMBERS[kind]) for _ in range(count)]
+        self._position += count * struct.calcsize("<" + NUMBERS[kind])
+        return count
+
+
+def _check_numbers(metadata: Mapping[str, Any]) -> None:
+    """Raise ValueError if an entry that is read as a number is none."""
+    sizes = {f"{metadata.get('general.architecture')}.{size}" for size in SIZES}
+    for key in {ALIGNMENT, FILE_TYPE, *sizes} & metadata.keys():
+        value = metadata[key]
+        numbers = value if key in sizes and isinstance(value, list) else [value]
+        if not all(isinstance(number, int) and number >= (key == ALIGNMENT) for number in numbers):
+            raise ValueError(f"{key} is not a whole number")
+
+
+def _block_sizes() -> Mapping[int, tuple[int, int]]:
+    """Return tensor type -> numbers and bytes per block; empty without the package `gguf`."""
+    try:
+        sizes: Mapping[int, tuple[int, int]] = import_module("gguf").GGML_QUANT_SIZES
+    except ImportError:
+        return {}
+    return sizes
