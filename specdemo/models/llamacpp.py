@@ -20,7 +20,9 @@ import torch
 from torch import Tensor
 
 from specdemo.models.errors import first_line
-from specdemo.models.gguf_files import Header, all_parts, read_header
+from specdemo.models.gguf_files import all_parts
+from specdemo.models.gguf_header import Header, read_header
+from specdemo.models.llamacpp_trial import Trial, check_llamacpp
 from specdemo.models.sources import LoadProgress, no_progress
 
 PACKAGE = "llama_cpp"
@@ -42,8 +44,9 @@ MAX_CONTEXT = 1 << 20  # tokens, for a file that states no context length
 
 @cache
 def library() -> Any:
-    """Return the module `llama_cpp`, without its log on the terminal. Raises ValueError if it is not installed, or not
-    for this machine."""
+    """Return the module `llama_cpp`, without its log on the terminal. Raises ValueError if it is not installed, or
+    ends the process that loads it."""
+    check_llamacpp(Trial(PACKAGE))
     try:
         llama, _ = import_module(PACKAGE), import_module("gguf")
     except ImportError:
@@ -128,8 +131,10 @@ class LlamaCppModel:
             raise ValueError(f"{path} does not continue text; choose a language model with a decoder only")
         context, flash = open_context(self.handle, self.settings, PROBE_CELLS, 1)
         if not context:
+            architecture = read_header(Path(path)).architecture
             raise ValueError(
-                f"llama.cpp cannot open a context of {path}; update llama-cpp-python, or choose another file"
+                f"llama.cpp cannot open a context of {path} (architecture {architecture}) by itself; update "
+                "llama-cpp-python, or choose another file"
             )
         llama.llama_free(context)
         self.notes = () if flash == self.settings.flash_attention else (NO_FLASH,)
@@ -154,11 +159,16 @@ class LlamaCppModel:
             layers = [0]
         else:
             layers = [every * share // 4 for share in (4, 3, 2, 1, 0)] if chosen < 0 else [min(chosen, every)]
+        trial = Trial(PACKAGE, str(Path(self.path).resolve()), layers, self.settings.flash_attention)
+        check_llamacpp(trial, all_parts(Path(self.path)), progress)
         for count in layers:
             handle = self._try(count, progress)
             if handle:
                 return handle, count
-        raise ValueError(f"llama.cpp cannot load {self.path}; update llama-cpp-python, or choose another GGUF file")
+        raise ValueError(
+            f"llama.cpp cannot load {self.path} (architecture {header.architecture or 'unknown'}); update "
+            "llama-cpp-python, or choose another GGUF file"
+        )
 
     def _try(self, gpu_layers: int, progress: LoadProgress) -> Any:
         """Return the handle; None if llama.cpp cannot load the file. Raises the errors of `progress`."""

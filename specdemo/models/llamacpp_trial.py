@@ -1,0 +1,215 @@
+"""Trial of llama.cpp in a process of its own, because a crash in it ends the process that called it.
+
+A library and a file are tried before they are first used together: the child loads the file and decodes two batches.
+Its survival is remembered per library and file in the user's cache folder. Imports little, for a fast start of the
+child.
+"""
+
+import json
+import os
+import platform
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from hashlib import sha256
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+from specdemo.core.atomic_io import json_text, write_text
+from specdemo.core.safe_io import read_json
+
+REBUILD = 'CMAKE_ARGS="-DGGML_NATIVE=OFF" pip install --force-reinstall --no-cache-dir llama-cpp-python'
+CPU = Path("/proc/cpuinfo")
+POLL_S = 0.2
+CELLS = 256
+WIDTHS = (5, 1)  # tokens of the batches
+WINDOWS = {0xC0000005: "SIGSEGV", 0xC000001D: "SIGILL", 3: "SIGABRT"}  # exit codes there
+CAUSES = {
+    "SIGILL": "the library was probably built for another CPU",
+    "SIGABRT": "the file is probably broken, or needs a newer llama.cpp",
+}
+AMX = "this CPU has AMX, for which gcc 12 compiles _tile_loadconfig wrongly"
+UNKNOWN = "the library was probably built for another CPU, or the file is broken"
+GOOD_LIBRARY = "the same library runs other files, so this one is probably broken; fetch it again"
+NO_MEMORY = ("SIGKILL", "SIGTERM")  # from outside, mostly for want of memory
+
+REASON = re.compile(r"GGML_ASSERT.*|what\(\):.*")  # in the log
+
+Progress = Callable[[float, str], None]  # may raise to stop
+Survivals = dict[str, dict[str, str]]  # library and settings -> file -> its size and time
+_survivals: Survivals = {}
+_ends: dict[tuple[str, ...], str] = {}  # library and settings, file, its size and time -> how the child ended
+
+
+class Trial(NamedTuple):
+    """Input of the child. file: empty to try the library alone. layers: numbers of GPU layers to try, most first."""
+
+    package: str
+    file: str = ""
+    layers: Sequence[int] = ()
+    flash: bool = False
+
+
+def check_llamacpp(trial: Trial, parts: Sequence[Path] = (), report: Progress | None = None) -> None:
+    """Raise ValueError, one line, if llama.cpp ends the process that runs it.
+
+    Survivals are remembered in a file, crashes only in this process, so that a mended machine is tried again. parts:
+    all files of the model. report: called while the child runs.
+    """
+    library = _identity(trial)
+    stamp = " ".join(f"{info.st_size} {info.st_mtime_ns}" for info in (part.stat() for part in parts))
+    known = _survivals.setdefault(library, {}) | _read().get(library, {})
+    if not library or known.get(trial.file) == stamp:
+        return
+    key = (library, trial.file, stamp)
+    end = _ends.get(key) or _run(trial, report)
+    if not end:
+        _survivals[library][trial.file] = stamp
+        _write()
+        return
+    signal_name = end.partition(":")[0]
+    if signal_name not in NO_MEMORY:
+        _ends[key] = end
+    raise ValueError(f"{_subject(trial)} ended with {end}; {_advice(signal_name, any(known.keys() - {trial.file}))}")
+
+
+def _subject(trial: Trial) -> str:
+    return f"llama.cpp, tried with {Path(trial.file).name}," if trial.file else "llama.cpp"
+
+
+def _advice(end: str, library_works: bool) -> str:
+    """Return the likely cause, and the fix."""
+    if end in NO_MEMORY:
+        return "memory was probably too small; choose a smaller model or quantisation"
+    if library_works:
+        return GOOD_LIBRARY
+    cause = CAUSES.get(end) or (AMX if "amx_tile" in _processor() else UNKNOWN)
+    return f"{cause}; build the library for every CPU: {REBUILD}"
+
+
+def _identity(trial: Trial) -> str:
+    """Return what a result depends on besides the file; empty if the library is not installed."""
+    spec = find_spec(trial.package)
+    if spec is None or not spec.origin:
+        return ""
+    origin = Path(spec.origin)
+    files = [origin, *sorted(origin.parent.glob("lib/*"))]
+    try:
+        release = version("llama-cpp-python")
+    except PackageNotFoundError:
+        release = ""
+    described = [str(origin), release, *(f"{file.stat().st_size} {file.stat().st_mtime_ns}" for file in files)]
+    text = json_text([*described, _processor(), list(trial.layers), trial.flash])
+    return sha256(text.encode()).hexdigest()
+
+
+def _processor() -> str:
+    """Return the kind of CPU with its features: a home folder may be shared by several machines."""
+    try:
+        lines = CPU.read_text(encoding="utf-8", errors="replace").partition("\n\n")[0].splitlines()
+    except OSError:
+        return platform.processor()
+    return "\n".join(line for line in lines if line.startswith(("model name", "flags", "Features", "CPU ")))
+
+
+def _run(trial: Trial, report: Progress | None) -> str:
+    """Return the signal that ended the child, with the reason if llama.cpp gave one; empty if it survived."""
+    root = str(Path(__file__).parents[2])
+    paths = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH", ""))))
+    environment = os.environ | {"PYTHONPATH": paths, "GGML_NO_BACKTRACE": "1"}
+    code = f"from {__name__} import try_out; try_out()"
+    with tempfile.TemporaryFile() as log:
+        child = subprocess.Popen(
+            [sys.executable, "-P", "-c", code, json_text(trial)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=log,
+            env=environment,
+        )
+        try:
+            while True:
+                if report is not None:
+                    report(0.0, f"trying llama.cpp with {Path(trial.file).name} in another process, for the first time")
+                try:
+                    status = child.wait(POLL_S)
+                    break
+                except subprocess.TimeoutExpired:
+                    continue
+        finally:
+            child.kill()
+            child.wait()
+        log.seek(0)
+        return _end(status, log.read().decode(errors="replace"))
+
+
+def _end(status: int, log: str) -> str:
+    """Return the name of the signal of an exit status, and the reason in the log; empty for an ordinary end."""
+    if status >= 0:
+        name = WINDOWS.get(status, "") if sys.platform == "win32" else ""
+    else:
+        names = {number.value: number.name for number in signal.Signals}
+        name = names.get(-status, f"signal {-status}")
+    return ": ".join([name, *REASON.findall(log)[:1]])[:300] if name else ""
+
+
+def cache_file() -> Path:
+    """Return the file of remembered results."""
+    system = {"win32": os.environ.get("LOCALAPPDATA", ""), "darwin": "~/Library/Caches"}.get(sys.platform, "")
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or system or "~/.cache").expanduser()
+    return folder / "specdemo" / "llamacpp-trials.json"
+
+
+def _read() -> Survivals:
+    """Return the remembered survivals; none if they cannot be read."""
+    try:
+        stored = read_json(cache_file())
+        return {name: {str(file): str(stamp) for file, stamp in files.items()} for name, files in stored.items()}
+    except (OSError, ValueError, RuntimeError, AttributeError):
+        return {}
+
+
+def _write() -> None:
+    """Remember survivals, without those of files that are gone, if the folder can be written."""
+    known = _read()
+    merged = {name: known.get(name, {}) | _survivals.get(name, {}) for name in known.keys() | _survivals.keys()}
+    kept = {
+        n: {file: stamp for file, stamp in of.items() if not file or Path(file).exists()} for n, of in merged.items()
+    }
+    with suppress(OSError, ValueError, RuntimeError):
+        cache_file().parent.mkdir(parents=True, exist_ok=True)
+        write_text(cache_file(), json_text({name: files for name, files in kept.items() if files}))
+
+
+def try_out() -> None:
+    """Run the trial of the command line in this process, which llama.cpp may end."""
+    trial = Trial(*json.loads(sys.argv[1]))
+    _no_core_dump()
+    llama = import_module(trial.package)
+    llama.llama_backend_init()
+    model = None
+    for count in trial.layers:
+        parameters = llama.llama_model_default_params()
+        parameters.n_gpu_layers = count
+        model = model or llama.llama_model_load_from_file(trial.file.encode(), parameters)
+    if not model:
+        return
+    parameters = llama.llama_context_default_params()
+    parameters.n_ctx, parameters.flash_attn_type = CELLS, int(-trial.flash)  # -1: where the device supports it
+    context = llama.llama_init_from_model(model, parameters)
+    for width in WIDTHS if context else ():
+        llama.llama_decode(context, llama.llama_batch_get_one((llama.llama_token * width)(), width))
+    os._exit(0)  # without freeing it
+
+
+def _no_core_dump() -> None:
+    if sys.platform != "win32":
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
