@@ -49,6 +49,7 @@ class TokenBytes:
         decode = token_decoder(tokenizer)
         spellings = {i: decode(i, vocabulary[i]) for i in sorted(vocabulary)}
         self.bytes_of = {i: spelling for i, spelling in spellings.items() if spelling}
+        self._byte_tokens = {i for i, token in vocabulary.items() if BYTE_TOKEN.fullmatch(token)}
         self._newline_ids = self._encode("\n")
         with_special = list(tokenizer.encode("\n"))
         start = next((n for n, i in enumerate(with_special) if i in self._newline_ids), 0)
@@ -56,8 +57,9 @@ class TokenBytes:
 
     @cached_property
     def id_of(self) -> dict[bytes, int]:
-        """Bytes -> the lowest id with these bytes."""
-        return {spelling: i for i, spelling in reversed(self.bytes_of.items())}
+        """Bytes -> the lowest id with these bytes; as in an encoding, <0x39> only where no other token is spelled 9."""
+        ids = sorted(self.bytes_of, key=lambda i: (i in self._byte_tokens, i), reverse=True)
+        return {self.bytes_of[i]: i for i in ids}
 
     @cached_property
     def _sorted(self) -> tuple[list[bytes], list[int]]:

@@ -126,6 +126,12 @@ def test_tokens_have_the_bytes_that_the_decoder_writes(tokenizer, expected):
     assert TokenBytes(tokenizer, 9).bytes_of == expected
 
 
+def test_byte_tokens_stand_only_for_bytes_without_another_token():
+    """As SentencePiece encodes: <0x39> comes first in Gemma's vocabulary, but 9 is written with the token 9."""
+    tokens = TokenBytes(decoded(GEMMA, "<0x0A>", "<0x39>", "<0xC3>", "▁", "9", "\n", "9"), 9)
+    assert tokens.id_of == {b"\n": 5, b"9": 6, b"\xc3": 2, b" ": 3}
+
+
 def test_a_real_byte_level_file_and_folder_agree_with_decode():
     tokenizer = load_target("stories").tokenizer
     spelling = TokenBytes(tokenizer, len(tokenizer))
