@@ -95,6 +95,12 @@ class GGUFTokenizer:
         )
         return str(rendered[0][0])
 
+    def grammar_vocabulary(self, n_vocab: int, eos_token: list[int] | None) -> Any:
+        """Return the vocabulary as llguidance reads it. Raises ImportError without llguidance."""
+        from llguidance.llamacpp import lltokenizer_from_vocab
+
+        return lltokenizer_from_vocab(self._vocab, n_vocab, eos_token)
+
     @cached_property
     def _words(self) -> dict[str, int]:
         return {self._text(token): token for token in range(len(self))}

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from specdemo.models.errors import first_line
+from specdemo.models.gguf_tokenizer import GGUFTokenizer
 
 JSON: Any = {"whitespace_flexible": False}  # one separator only, so that more text is forced
 TOO_COMPLEX = "the grammar is too complex for this text: "
@@ -110,8 +111,11 @@ def _source(text: str) -> tuple[str, str]:
 def _vocabulary(tokenizer: Any, vocab_size: int, stop_token_ids: tuple[int, ...]) -> Any:
     from llguidance.hf import from_tokenizer
 
+    stop = list(stop_token_ids) or None
     try:
-        return from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=list(stop_token_ids) or None)
+        if isinstance(tokenizer, GGUFTokenizer):
+            return tokenizer.grammar_vocabulary(vocab_size, stop)
+        return from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=stop)
     except Exception as error:
         raise ValueError(f"llguidance cannot read this tokenizer: {first_line(error)}") from None
 

@@ -548,6 +548,18 @@ def test_chat_reuses_its_prefix(files, monkeypatch):
     assert min(reused) >= len(first.lanes[0].prompt_ids) and second.comparison[0]["identical"] is True
 
 
+@pytest.mark.parametrize(
+    ("grammar", "pattern"), [("[A-Z][a-z]{3,9} (was|is) [a-z]+\\.", ""), ('{"enum": ["a b", "c"]}', '"(a b|c)"')]
+)
+def test_grammar(grammar, pattern, files):
+    pytest.importorskip("llguidance")
+    draft = str(files / "stories-draft-wide.gguf")
+    changes = {"target": str(files / "stories.gguf"), "model": draft, "max_new_tokens": 24, "grammar": grammar}
+    trace = specdemo.run("embedded-draft", **changes)
+    assert trace.comparison[0]["identical"] is True and trace.lanes[1].finish == "stop"
+    assert re.fullmatch(pattern or grammar, trace.lanes[1].text)
+
+
 @pytest.mark.parametrize(("quantisation", "file_type"), [("Q8_0", 7), ("Q4_K_M", 15)])
 def test_quantised_weights(quantisation, file_type, files, tmp_path):
     """Lossless with quantised weights: all lanes of a run agree."""
