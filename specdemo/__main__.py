@@ -39,6 +39,7 @@ from specdemo.servers.engines import engine_names
 from specdemo.ui.app import ui, with_settings
 
 if TYPE_CHECKING:
+    from specdemo.core.protocol import Target
     from specdemo.core.trace import RunTrace
     from specdemo.diagnosis.observation import Observation
     from specdemo.servers.process import Server
@@ -650,11 +651,12 @@ def _published(target: str) -> str:
     """Return the published drafters of a target, and models on this machine that match it, as text."""
     from specdemo.bench.report import table
     from specdemo.models.local_models import local_models, model_rows
-    from specdemo.presets.drafters import HEADER, RULES, published_drafters
+    from specdemo.presets.drafters import HEADER, RULES, drafts_for, published_drafters
 
     rows = [tuple(entry.row().values()) for entry in published_drafters(target)]
     lines = [table(HEADER, rows)] if rows else [f"No drafter of {target} is in the catalogue. Rules for choosing one:"]
     lines += [] if rows else [f"- {rule}" for rule in RULES]
+    lines += [f"As a drafter: {name} drafts for {', '.join(larger)}" for name, larger in drafts_for(target).items()]
     models = local_models()
     here = [row["drafts"] for row in model_rows(models) if row["model"] == target and row["drafts"]]
     return "\n".join([*lines, *(f"On this machine: {drafts}" for drafts in here)])
@@ -686,7 +688,6 @@ def doctor(
     from specdemo.engine.session import environment
     from specdemo.models.devices import DEVICE_KINDS, best_device
     from specdemo.models.load import load_target
-    from specdemo.models.pass_cost import verify_cost
     from specdemo.models.sources import resolve
 
     missing = [name for name in EMBEDDED if not Path(resolve(name)).is_dir()]
@@ -697,15 +698,38 @@ def doctor(
     print(f"{'embedded models':<18}{', '.join(name for name in EMBEDDED if name not in heads)}")
     print(f"{'embedded heads':<18}{', '.join(f'{name} ({head})' for name, head in heads.items())}")
     stories = load_target("stories")
-    cost = verify_cost(stories)
     print(f"{'device':<18}{environment(stories)['device']}")
     for name, row in DEVICE_KINDS.items():
         if row.count():
             auto = f"{name} (auto)" if name == best_device().type else name
             print(f"{auto:<18}{row.count()}, {row.title}: {row.describe()}")
-    times = f"one token {cost.one_ms:.2f} ms, five tokens {cost.verify_ms:.2f} ms"
-    print(f"{'verify cost':<18}{times}: {cost.ratio.format()}")
+    print(_verify_cost(stories))
     return 0
+
+
+def _verify_cost(target: "Target") -> str:
+    """Measure the verification on a target."""
+    from specdemo.models.pass_cost import verify_cost
+
+    cost = verify_cost(target)
+    times = f"one token {cost.one_ms:.2f} ms, five tokens {cost.verify_ms:.2f} ms"
+    return f"{'verify cost':<18}{times}: {cost.ratio.format()}"
+
+
+def _verification(name: str) -> str:
+    """Load a model of this machine, and measure the verification on it. Raises ValueError if it does not run."""
+    from specdemo.models.gguf_files import is_gguf, local_header
+    from specdemo.models.load import load_target
+
+    if is_gguf(name) and not Path(name).expanduser().exists():
+        try:
+            absent = "" if local_header(name) else "it is not on this machine"
+        except ValueError as error:
+            absent = str(error)
+        if absent:
+            return f"{'not tried':<18}{absent}"
+    target = load_target(name)
+    return f"{'engine':<18}{target.kernels}\n{_verify_cost(target)}"
 
 
 def _pairs(target: str, drafter: str | None) -> int:
@@ -713,10 +737,11 @@ def _pairs(target: str, drafter: str | None) -> int:
     from specdemo.models.gguf_files import is_gguf
 
     if is_gguf(target) and drafter is None:
-        print(_published(target))
+        print(f"{_verification(target)}\n{_published(target)}")
         return 0
     from specdemo.methods.pairs import check_pair, check_pairs
     from specdemo.methods.targets import outline
+    from specdemo.models.sources import resolve
     from specdemo.presets.files import known_drafters, thinking_remarks
 
     described = outline(target)
@@ -725,7 +750,8 @@ def _pairs(target: str, drafter: str | None) -> int:
     fits = {True: "fits", False: "no", None: "unknown"}
     print(table(("drafter", "method", "fits", "why"), [(p.drafter, p.method, fits[p.fits], p.reason) for p in found]))
     if drafter is None:
-        print(f"\nPublished drafters:\n{_published(target)}")
+        here = f"\n{_verification(target)}\n" if Path(resolve(target)).is_dir() else ""
+        print(f"{here}\nPublished drafters:\n{_published(target)}")
     for remark in thinking_remarks(target, [pair.drafter for pair in found if pair.fits], described):
         print(remark)
     return 2 if drafter and not found[0].fits else 0

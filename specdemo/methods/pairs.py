@@ -15,6 +15,8 @@ from specdemo.models.checkpoints import open_meta_checkpoint
 from specdemo.models.errors import checkpoint_errors
 from specdemo.models.load import load_meta_target
 
+LEAST_OVERLAP = 0.1  # share of the target's tokens below which almost no draft is accepted
+
 
 @dataclass(frozen=True, slots=True)
 class DrafterFit:
@@ -62,6 +64,11 @@ def _tokenizer_fit(target: Target, draft: Target, cross_vocabulary: bool) -> str
         raise ValueError(f"another tokenizer: {difference}; choose a draft model of the same family")
     if difference:
         bridge = VocabBridge(target, draft)
+        if bridge.target_overlap < LEAST_OVERLAP:
+            raise ValueError(
+                f"it shares only {100 * bridge.target_overlap:.0f} % of the target's tokens; choose a draft model of "
+                "the same family"
+            )
         shared = (
             f"{100 * bridge.target_overlap:.0f} % of the target's tokens, {100 * bridge.draft_overlap:.0f} % of its own"
         )

@@ -9,6 +9,7 @@ from typing import Literal
 from specdemo.core.suggest import program
 from specdemo.engine.comparison import Settings
 from specdemo.models.gguf_files import OLLAMA, is_gguf, quantisation_in
+from specdemo.models.gguf_header import read_header
 from specdemo.presets.files import load_presets
 from specdemo.presets.reading import read_yaml
 from specdemo.presets.recorded import is_recorded, recorded
@@ -122,6 +123,25 @@ def published_drafters(target: str) -> list[PublishedDrafter]:
     own = [entry for entry in _of_presets(target) if _repository(entry.drafter) not in known]
     others = {entry.drafter: entry for entry in reversed(own)}
     return sorted([*listed, *others.values()], key=lambda entry: is_gguf(entry.drafter) != is_gguf(target))
+
+
+def drafts_for(model: str) -> dict[str, list[str]]:
+    """Return the drafters of the catalogue that are this model, with their targets.
+
+    A GGUF file is known by its name, and by the names in its header, which may lack the training of a variant.
+    """
+    names, variants = {base_name(model)}, ""
+    if is_gguf(model) and (file := Path(model).expanduser()).is_file():
+        stated = read_header(file).metadata
+        title, *parts = (str(stated.get(f"general.{key}", "")) for key in ("name", "basename", "size_label"))
+        names |= {base_name(name.replace(" ", "-")) for name in (title, "-".join(parts)) if name.strip("-")}
+        variants = "-(instruct|it)$"
+    found: dict[str, list[str]] = {}
+    for entry in all_published():
+        name = base_name(entry.drafter)
+        if entry.drafter != entry.target and {name, re.sub(variants, "", name)} & names:
+            found.setdefault(_repository(entry.drafter), []).append(entry.target)
+    return found
 
 
 def _repository(name: str) -> str:

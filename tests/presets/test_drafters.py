@@ -7,9 +7,10 @@ import pytest
 
 from specdemo.__main__ import main
 from specdemo.methods import METHODS
-from specdemo.presets.drafters import CATALOGUE, all_published, base_name, published_drafters
+from specdemo.presets.drafters import CATALOGUE, all_published, base_name, drafts_for, published_drafters
 from specdemo.presets.files import load_presets
 from specdemo.presets.reading import read_yaml
+from tests.models.test_gguf_files import gguf
 
 
 def test_every_entry_has_a_source_and_a_kind_that_specdemo_reads_or_not():
@@ -91,6 +92,19 @@ def test_sizes_say_whether_they_are_computed(drafter, size):
 def test_recorded_acceptance_of_embedded_drafters():
     (wide,) = [entry for entry in published_drafters("stories") if entry.drafter == "stories-draft-wide"]
     assert wide.acceptance.endswith("tokens per step in the recorded run") and wide.source == "preset embedded-draft"
+
+
+@pytest.mark.parametrize("name", ["small.gguf", "SmolLM2-135M-Instruct.Q4_1.gguf"])
+def test_a_published_drafter_is_recognised(name, tmp_path, capsys):
+    path = tmp_path / name
+    path.write_bytes(gguf(general__basename="smollm2", general__size_label="135M", general__name="Other 1B"))
+    assert main(["drafters", str(path)]) == 0
+    line = "HuggingFaceTB/SmolLM2-135M-Instruct drafts for HuggingFaceTB/SmolLM2-1.7B-Instruct"
+    assert line in capsys.readouterr().out
+    path.write_bytes(gguf(general__basename="smollm2", general__size_label="360M"))
+    assert list(drafts_for(str(path))) == ([] if name == "small.gguf" else ["HuggingFaceTB/SmolLM2-135M-Instruct"])
+    assert drafts_for("unsloth/Qwen3-0.6B-GGUF:Q8_0")["Qwen/Qwen3-0.6B"][0] == "Qwen/Qwen3-1.7B"
+    assert not drafts_for("Qwen/Qwen3.5-9B")  # a target with its own heads
 
 
 @pytest.mark.parametrize("command", ["drafters", "doctor"])
