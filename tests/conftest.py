@@ -20,8 +20,8 @@ SLOW = tuple(
     methods/test_layer_skip methods/test_plug_ins methods/test_recipes methods/test_vocabularies
     models/test_another_cache recipes/test_byte_model recipes/test_code_corpus servers/test_engines servers/test_lane
     servers/test_process servers/test_groups ui/test_page ui/test_space test_changes
-    test_processes test_wheel test_cli.py::test_the_process_itself test_cli.py::test_lists_and_help
-    test_cli.py::test_suggestions_name
+    models/test_real_models test_processes test_wheel test_cli.py::test_the_process_itself
+    test_cli.py::test_lists_and_help test_cli.py::test_suggestions_name
     """.split()
 )
 
@@ -92,3 +92,33 @@ def tiny_llama():
     from specdemo.testing import tiny_llama
 
     return tiny_llama
+
+
+def real_model(name):
+    """Return the path of a real model, which `python -m tests.real_models` makes; skip the test without it."""
+    from tests.real_models import cache
+
+    path = cache() / name
+    if name.endswith(".gguf"):
+        pytest.importorskip("llama_cpp", reason="llama.cpp is not installed; tests/run installs it")
+    if not path.exists():
+        pytest.skip(f"no real model {path}; python -m tests.real_models makes it, with a network")
+    return str(path)
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf():
+    """Return the path of SmolLM2 135M Instruct as GGUF in Q4_1."""
+    return real_model("smollm2-135m-instruct-q4_1.gguf")
+
+
+@pytest.fixture(scope="session")
+def smollm2_folder():
+    """Return the path of the same weights as a transformers folder in float32."""
+    return real_model("smollm2-135m-instruct")
+
+
+@pytest.fixture(scope="session")
+def gemma_gguf():
+    """Return the path of Gemma 3 270M as GGUF in Q4_K_M."""
+    return real_model("gemma-3-270m-q4_k_m.gguf")
