@@ -261,8 +261,8 @@ class DraftModel(DraftModelCost, Learner):
     def _draft_text(self, bridge: VocabBridge, depth: int) -> Draft:
         """Draft greedy text until it gives `depth` target tokens in every row.
 
-        A partial last word is drafted again from its start, because tokenizers encode whole words. A space at the end
-        is left out: it belongs to the next word.
+        A partial last word is drafted again from its start, because tokenizers encode whole words. Spaces at the end
+        are left out: they belong to the next word.
         """
         logits, partial_words, steps = self._catch_up(self._crop_to_common()), self._partial_words.copy(), []
         max_steps = min(depth + PARTIAL_WORD_TOKENS, self.model.max_length - max(map(len, self._history)))
@@ -270,7 +270,7 @@ class DraftModel(DraftModelCost, Learner):
             steps.append(self._continue_words(bridge, logits, partial_words))
             rows = torch.cat(steps, 1).tolist()
             texts = [
-                bridge.draft_tokens.decode(row)[len(word) :].removesuffix(b" ")
+                bridge.draft_tokens.decode(row)[len(word) :].rstrip(b" ")
                 for row, word in zip(rows, self._partial_words, strict=True)
             ]
             drafted = [bridge.to_target_ids(root, text)[:depth] for root, text in zip(self._roots, texts, strict=True)]

@@ -97,9 +97,9 @@ class GGUFTokenizer:
 
     def grammar_vocabulary(self, n_vocab: int, eos_token: list[int] | None) -> Any:
         """Return the vocabulary as llguidance reads it. Raises ImportError without llguidance."""
-        from llguidance.llamacpp import lltokenizer_from_vocab
+        from llguidance import LLTokenizer, TokenizerWrapper
 
-        return lltokenizer_from_vocab(self._vocab, n_vocab, eos_token)
+        return LLTokenizer(TokenizerWrapper(_ForGrammars(self)), n_vocab, eos_token)
 
     @cached_property
     def _words(self) -> dict[str, int]:
@@ -108,3 +108,17 @@ class GGUFTokenizer:
     def _text(self, token: int) -> str:
         text: bytes = self._llama.llama_vocab_get_text(self._vocab, token)
         return text.decode("utf-8", "replace")
+
+
+class _ForGrammars:
+    """A tokenizer as llguidance wraps it."""
+
+    def __init__(self, tokenizer: GGUFTokenizer) -> None:
+        words = tokenizer.get_vocab()
+        self.tokens = [tokenizer.token_bytes(token) for token in range(len(tokenizer))]
+        self.special_token_ids = [words[word] for word in tokenizer.all_special_tokens]
+        self.eos_token_id, self.bos_token_id = tokenizer.eos_token_id, tokenizer.bos_token_id
+        self._encode = tokenizer.encode
+
+    def __call__(self, text: str) -> list[int]:
+        return self._encode(text, False)

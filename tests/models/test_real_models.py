@@ -41,24 +41,29 @@ def test_plain_gguf_output_is_that_of_llamacpps_own_loop(fixture, request):
 
 
 @pytest.mark.parametrize("fixture", ["smollm2_gguf", "gemma_gguf"])
-def test_every_method_of_a_gguf_target_is_plain_decoding_except_for_near_ties(fixture, request):
+@pytest.mark.parametrize(
+    "methods", [("ngram", "suffix", "lookahead"), ("draft_model", "adaptive"), ("cascade", "router")]
+)
+def test_every_method_of_a_gguf_target_is_plain_decoding_except_for_near_ties(methods, fixture, request):
     path, draft = request.getfixturevalue(fixture), request.getfixturevalue("smollm2_gguf")
-    lanes = [{"method": name, "k": 4} for name in ("ngram", "suffix", "lookahead")]
-    lanes += [{"method": name, "model": draft, "k": 3} for name in ("draft_model", "adaptive")]
-    lanes += [{"method": name, "model": draft, "k": 3} for name in ("cascade", "router") if path == draft]
+    if "cascade" in methods and path != draft:
+        pytest.skip("cascade needs a draft model with the target's vocabulary")
+    model = {} if "ngram" in methods else {"model": draft}
+    lanes = [{"method": name, "k": 4, **model} for name in methods]
     changes = {"prompt": CHATS[2], "chat": path == draft, "max_new_tokens": 40, "threads": 1}
     trace = specdemo.run("embedded-ngram", target=path, lanes=lanes, **changes)
-    assert [lane.finish for lane in trace.lanes] == [trace.lanes[0].finish] * len(trace.lanes)
     assert {row["verdict"] for row in trace.comparison} <= {"identical", "rounding"}
     assert sum(row["identical"] for row in trace.comparison) >= len(lanes) - 1
-    assert trace.lanes[1].summary["accepted"] > 0 and trace.lanes[4].summary["accepted"] > 0
+    assert sum(lane.summary["accepted"] for lane in trace.lanes[1:]) > 0
 
 
-@pytest.mark.parametrize("chat", CHATS)
-def test_output_of_a_folder_is_that_of_transformers(chat, smollm2_folder):
+def test_output_of_a_folder_is_that_of_transformers(smollm2_folder):
     target = load_target(smollm2_folder, kernels="transformers")
-    prompt = torch.tensor([encode(target.tokenizer, [{"role": "user", "content": chat}], 200)])
-    expected = target.model.generate(prompt, max_new_tokens=32, do_sample=False)[0, prompt.shape[1] :].tolist()
+    prompts = [torch.tensor([encode(target.tokenizer, [{"role": "user", "content": chat}], 200)]) for chat in CHATS]
+    expected = [
+        target.model.generate(prompt, max_new_tokens=24, do_sample=False)[0, prompt.shape[1] :].tolist()
+        for prompt in prompts
+    ]
     target = load_target(smollm2_folder)
     for name in ("none", "ngram", "suffix", "layer_skip"):
-        assert written(target, name, prompt, 32) == expected, name
+        assert [written(target, name, prompt, 24) for prompt in prompts] == expected, name
