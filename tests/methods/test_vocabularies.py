@@ -207,7 +207,8 @@ def test_greedy_output_equals_plain_decoding(pair, way, swapped):
     assert any(drafts)
     if way == "text":
         written = TokenBytes(target.tokenizer, target.vocab_size).bytes_of
-        assert not any(draft and written.get(draft[-1]) == b" " for draft in drafts)
+        whole = [draft for draft in drafts if 0 < len(draft) < config.budget.depth]  # others may be cut after a space
+        assert not any(written.get(draft[-1]) == b" " for draft in whole)
     assert "The draft model has another tokenizer" in drafter.note and drafter.max_length is None
     assert (
         "drafts only the shared tokens" if way == "tokens" else "drafts text, which is tokenized again"
