@@ -6,12 +6,13 @@ from contextlib import suppress
 import torch
 
 from specdemo.core.protocol import Target
-from specdemo.core.trace import LaneTrace, RunTrace, compare, same_prompt
+from specdemo.core.trace import LaneTrace, RunTrace, StepEvent, compare, same_prompt
 from specdemo.core.tree import chain_parents
 from specdemo.models.machine import one_thread
-from specdemo.models.pass_cost import VERIFY_TOKENS, rounding_noise
+from specdemo.models.pass_cost import VERIFY_TOKENS, Pass, passes_noise, rounding_noise
 
 CHUNK = 16  # tokens per pass that reads a finished text, as many slots as a long draft
+PASSES = 16  # of a lane before a difference that are repeated
 AFTER = 16  # tokens after a difference over which rounding is measured too
 MAX_TOLERANCE = 1.0  # of logits, a factor e of the probability: passes that differ by more are wrong, not rounded
 
@@ -43,8 +44,7 @@ def compare_outputs(trace: RunTrace, target: Target | None, noise: Sequence[str]
             assert target is not None
             row["verdict"] = "unknown"
             with suppress(Exception), one_thread(target.device):  # for example out of memory
-                width = 1 + max((len(event.drafted[0]) for event in lane.events), default=0)
-                row["divergence_margin"], rounding = _divergence(target, baseline, lane, index, width)
+                row["divergence_margin"], rounding = _divergence(target, baseline, lane, index, lane.events)
                 row["verdict"] = "rounding" if rounding else "differs"
         trace.comparison.append(row)
 
@@ -99,14 +99,15 @@ def _remote_verdict(baseline: LaneTrace, lane: LaneTrace, same: bool | None) -> 
 
 @torch.no_grad()
 def _divergence(
-    target: Target, baseline: LaneTrace, lane: LaneTrace, index: int, width: int = VERIFY_TOKENS
+    target: Target, baseline: LaneTrace, lane: LaneTrace, index: int, events: Sequence[StepEvent] = ()
 ) -> tuple[float, bool]:
     """Return the gap from the target's best logit to the worse of the two chosen ones where the texts diverge, and True
-    if rounding explains it.
+    if rounding explains it. events: of the lane.
 
     Passes of different widths use different kernels and round differently. It is rounding if the gap is no larger than
-    1.5 times the largest difference between passes of one and of `width` tokens over the text around it, or than two
-    units in the last place: two logits in two passes, each rounded by half a unit. A larger gap is a bug.
+    1.5 times the largest difference between passes of one token and those of the lane, repeated up to the difference
+    and as chains over the text around it, or than two units in the last place: two logits in two passes, each rounded
+    by half a unit. A larger gap is a bug.
     """
     text = torch.tensor([baseline.prompt_ids + baseline.token_ids], device=target.device)
     end = len(baseline.prompt_ids) + index
@@ -116,6 +117,27 @@ def _divergence(
     best = float(logits.max())
     margin = best - float(logits[chosen].min())
     units = torch.finfo(target.dtype).eps * abs(best)
+    width = 1 + max((len(event.drafted[0]) for event in events), default=VERIFY_TOKENS - 1)
     noise = rounding_noise(target, text[:, : end + AFTER], width)
+    start, passes = _passes_before(lane, events, index, target.device)
+    if passes:
+        noise = max(noise, passes_noise(target, text[:, : len(baseline.prompt_ids) + start], passes))
     tolerance = max(1e-4, 2.0 * units, min(1.5 * noise, MAX_TOLERANCE))
     return round(margin, 6), margin <= tolerance
+
+
+def _passes_before(
+    lane: LaneTrace, events: Sequence[StepEvent], index: int, device: torch.device
+) -> tuple[int, list[Pass]]:
+    """Return the last PASSES of a lane up to the one that emitted token `index`, and the number of tokens before."""
+    passes: list[tuple[int, Pass]] = []
+    count = len(events[0].emitted[0]) if events else 0  # the prefill's
+    for event in events[1:]:
+        if count > index:
+            break
+        slots = torch.tensor([[lane.token_ids[count - 1], *event.drafted[0]]], device=device)
+        parents = torch.tensor([event.parents[0]], dtype=torch.int64, device=device)
+        passes.append((count - 1, (slots, parents, event.path[0])))
+        count += len(event.emitted[0])
+    last = passes[-PASSES:]
+    return (last[0][0] if last else 0), [one for _, one in last]

@@ -21,6 +21,7 @@ LIKELY = 8  # tokens of a position whose logits are compared
 ROUNDS = 4  # measurements at most; only the first one is made where its interval excludes VERIFY_LIMIT
 
 Clock = Callable[[], float]  # seconds
+Pass = tuple[Tensor, Tensor, list[int]]  # tokens [1, S], parents [1, S - 1], path from the root
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,30 +110,34 @@ def _seconds(target: Target, width: int, rows: int, now: Clock) -> float:
 
 
 def rounding_noise(target: Target, tokens: Tensor, slots: int = VERIFY_TOKENS) -> float:
-    """Return the largest change of the gap between two likely tokens from one-token passes to passes over `slots`
-    tokens, over about the last NOISE_TOKENS of tokens [1, T].
-
-    Kernels for other widths add in another order. 0.0 for a text of one token.
-    """
+    """Return the `passes_noise` of passes over chains of `slots` tokens, about the last NOISE_TOKENS of tokens [1, T].
+    0.0 for a text of one token."""
     slots = min(slots, tokens.shape[1] - 1)
     if slots < 2:
         return 0.0
     count = slots * min(max(NOISE_TOKENS // slots, 1), (tokens.shape[1] - 1) // slots)
-    last = tokens[:, -count:]
+    parents = chain_parents(1, slots - 1, tokens.device)
+    chains = [(chain, parents, [*range(slots)]) for chain in tokens[:, -count:].split(slots, 1)]
+    return passes_noise(target, tokens[:, :-count], chains)
+
+
+def passes_noise(target: Target, tokens: Tensor, passes: Sequence[Pass]) -> float:
+    """Return the largest change of the gap between two likely tokens from one-token passes to `passes` over the same
+    text, after tokens [1, T]. Kernels for other widths, and caches in another order, add in another order."""
+    text = torch.cat([slots[:, path] for slots, _, path in passes], 1)
     # one-token passes first, because the CUDA graph of a wide pass would serve single tokens too
-    single = _logits(target, tokens[:, :-count], last.split(1, 1))
+    single = _logits(target, tokens, [(token, token[:, 1:], [0]) for token in text.split(1, 1)])
     likely = single.topk(min(LIKELY, single.shape[-1])).indices
-    change = (single - _logits(target, tokens[:, :-count], last.split(slots, 1))).gather(-1, likely)
+    change = (single - _logits(target, tokens, passes)).gather(-1, likely)
     return float((change.amax(-1) - change.amin(-1)).max())
 
 
-def _logits(target: Target, tokens: Tensor, passes: Sequence[Tensor]) -> Tensor:
-    """Return the logits [1, N, vocabulary] of passes over chains of N tokens together, after tokens [1, T]."""
-    target.start(tokens, reserve=sum(chain.shape[1] for chain in passes))
+def _logits(target: Target, tokens: Tensor, passes: Sequence[Pass]) -> Tensor:
+    """Return the logits [1, N, vocabulary] of the N slots on the paths of passes after tokens [1, T]."""
+    target.start(tokens, reserve=sum(slots.shape[1] for slots, _, _ in passes))
     found = []
-    for chain in passes:
-        width = chain.shape[1]
-        found.append(target.forward(chain, chain_parents(1, width - 1, tokens.device)).logits.float())
-        target.commit([list(range(width))])
+    for slots, parents, path in passes:
+        found.append(target.forward(slots, parents).logits[:, path].float())
+        target.commit([path])
     target.release()
     return torch.cat(found, 1)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from specdemo.core.trace import LaneTrace, RunTrace, StepEvent
+from specdemo.core.tree import is_chain
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.engine.session import Session
 from specdemo.engine.verdict import MAX_TOLERANCE, compare_outputs
@@ -69,6 +70,28 @@ def test_the_tolerance_is_the_difference_between_the_passes_of_the_two_lanes(err
     assert gap < MAX_TOLERANCE or verdict == "differs"
     row = judged(Rounding([5.0, 5.0 - gap, 5.0 - gap, 0.0], error), 2, drafted)
     assert (row["verdict"], row["divergence_margin"]) == (verdict, pytest.approx(gap, abs=1e-4))
+
+
+class TreeRounding(Rounding):
+    """Target whose second token has an error in passes over trees, as of kernels that read a cache in another order."""
+
+    def forward(self, tokens, parents=None, *_):
+        found = super().forward(tokens)
+        if parents is not None and parents.shape[1] > 1 and not is_chain(parents):
+            found.logits[..., 1] += self.error
+        return found
+
+
+def test_the_passes_of_the_lane_are_repeated_as_they_were():
+    branches = StepEvent(1, [[9, 0, 8]], [[0, 0, 0]], [[0, 2]], [[0, 0]], [[1.0] * 3], [[1.0] * 3], {})
+    first = StepEvent(0, [[]], [[]], [[0]], [[0]], [[]], [[]], {})
+    plain = LaneTrace("plain", "none", {}, True, [1, 2, 3], [0] * 30, finish="length")
+    for error, verdict in ((0.2, "rounding"), (0.0, "differs"), (9.0, "differs")):
+        target = TreeRounding([5.0, 4.8, 4.8, 0.0] if error < 9 else [5.0, 3.0, 3.0, 0.0], error)
+        lane = replace(plain, token_ids=[0, 0, 0, 2, *[0] * 26], events=[first, branches, branches])
+        trace = RunTrace("test", {}, {}, "race", [plain, lane])
+        compare_outputs(trace, target)
+        assert trace.comparison[0]["verdict"] == verdict
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
