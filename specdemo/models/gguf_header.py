@@ -62,11 +62,11 @@ BLOCK = re.compile(rb"blk\.(\d+)\.")
 RANK = 4  # pooling type of a model that scores texts, LLAMA_POOLING_TYPE_RANK
 DRAFT = "llama-server -m MODEL.gguf --spec-type {} --spec-draft-model FILE"
 HEADS = {  # words in the architecture of a head for another model -> its name, and what runs it
-    "eagle": ("an EAGLE head", DRAFT.format("draft-eagle3")),
-    "dflash": ("a DFlash head", DRAFT.format("draft-dflash")),
-    "dspark": ("a DSpark head", DRAFT.format("draft-dspark")),
-    "assistant": ("an assistant", DRAFT.format("draft-mtp")),
-    "mtp": ("heads of multi-token prediction", DRAFT.format("draft-mtp")),
+    "eagle": ("an EAGLE head of another model", DRAFT.format("draft-eagle3")),
+    "dflash": ("a DFlash head of another model", DRAFT.format("draft-dflash")),
+    "dspark": ("a DSpark head of another model", DRAFT.format("draft-dspark")),
+    "assistant": ("an assistant head of another model", DRAFT.format("draft-mtp")),
+    "mtp": ("a multi-token prediction head of another model", DRAFT.format("draft-mtp")),
 }
 OF_TARGET = ("target_layers", "extract_layers", "target_hidden_size")  # entries of other heads
 TYPES = {  # general.type
@@ -150,7 +150,7 @@ def other_kind(parts: Sequence[Header]) -> tuple[str, str] | None:
         return TYPES[kind]
     head = next((about for word, about in HEADS.items() if word in architecture), None)
     if head or any(f"{architecture}.{key}" in header.metadata for key in OF_TARGET):
-        return head or ("a head", DRAFT.format("TYPE"))
+        return head or ("a head of another model", DRAFT.format("TYPE"))
     if pooling := header.number("pooling_type"):
         return RERANKER if pooling == RANK else EMBEDDING
     if ENCODERS.search(architecture):

@@ -209,7 +209,7 @@ def test_greedy_output_equals_plain_decoding(pair, way, swapped):
         written = TokenBytes(target.tokenizer, target.vocab_size).bytes_of
         whole = [draft for draft in drafts if 0 < len(draft) < config.budget.depth]  # others may be cut after a space
         assert not any(written.get(draft[-1]) == b" " for draft in whole)
-    assert "The draft model has another tokenizer" in drafter.note and drafter.max_length is None
+    assert "The draft model has another tokenizer" in drafter.note and drafter.max_length == draft.max_length
     assert (
         "drafts only the shared tokens" if way == "tokens" else "drafts text, which is tokenized again"
     ) in drafter.note

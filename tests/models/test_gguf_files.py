@@ -178,11 +178,11 @@ def test_folder_of_one_model(tmp_path, file):
 
 
 OTHERS = {  # file of another kind -> what it is, and a word of what runs it
-    "eagle-3": (gguf(architecture="eagle3"), r"an EAGLE head \(architecture eagle3\)", "draft-eagle3"),
+    "eagle-3": (gguf(architecture="eagle3"), r"an EAGLE head of another model \(architecture eagle3\)", "draft-eagle3"),
     "dflash": (gguf(architecture="dflash", _ALL___target_layers=3), "a DFlash head", "draft-dflash"),
     "assistant": (
         gguf(architecture="gemma4-assistant"),
-        r"an assistant \(architecture gemma4-assistant\)",
+        r"an assistant head of another model \(architecture gemma4-assistant\)",
         "draft-mtp",
     ),
     "unknown head": (gguf(architecture="llama-next", _ALL___target_hidden_size=64), "a head", "spec-draft-model"),
@@ -351,7 +351,7 @@ def test_quantisation_of_a_repository(monkeypatch, tmp_path):
         assert eight.name == "model-Q8_0.gguf" and local_header("org/m-GGUF:Q8_0").quantisation == "Q8_0"
         assert [path.name for path in fetch_parts("org/m-GGUF")] == ["model-Q4_K_M.gguf"]
         (head,) = fetch_parts("org/m-GGUF:another-Q8_0")  # the name does not tell
-        with pytest.raises(ValueError, match="another is an assistant .*, not a language model"):
+        with pytest.raises(ValueError, match="another is an assistant head .*, not a language model"):
             check_files([head], "another")
         assert fetch_parts("org/m-GGUF:Q8_0") == (eight,)
         assert [path.name[11:16] for path in fetch_parts("org/m-GGUF@v1:BF16")] == ["00001", "00002"]
