@@ -26,7 +26,7 @@ class Peers(Decoding):
         from benchmarks.llamacpp_engine import compete_on_llamacpp
         from benchmarks.pairs import make_pair
         from benchmarks.peers import compete
-        from specdemo.models.machine import one_thread
+        from specdemo.models.cpu_threads import one_thread
 
         report(0.0, "creating the models")
         pair = make_pair(self.pair, self.device, self.dtype)
@@ -45,7 +45,7 @@ class Floor(Decoding):
     def run(self, report: Report, cancelled: Callable[[], bool]) -> Result:
         from benchmarks.floor import floor
         from benchmarks.pairs import make_pair
-        from specdemo.models.machine import one_thread
+        from specdemo.models.cpu_threads import one_thread
 
         pair = make_pair(self.pair, self.device, self.dtype)
         with one_thread(pair.target.device):

@@ -17,7 +17,7 @@ from recipes.targets import deepened_target, train_target
 from specdemo.core.outputs import check_output_folder
 from specdemo.core.suggest import suggest
 from specdemo.methods.recipes import HEAD_RECIPES
-from specdemo.models import machine
+from specdemo.models import cpu_threads
 from specdemo.models.devices import pick_device
 from specdemo.models.sources import resolve
 from specdemo.training.collect import Plan
@@ -103,6 +103,6 @@ def train(
         compile=compile,
         force=force,
     )
-    with machine.threads(count):
+    with cpu_threads.threads(count):
         chosen.make(job)
     return out

@@ -3,6 +3,7 @@
 The public API; everything is imported when it is first used, so `import specdemo` costs nothing.
 """
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
     from specdemo.presets.run import run
 
 __version__ = "0.1.0"
+if "OMP_WAIT_POLICY" not in os.environ:
+    # Before torch is imported. Threads that wait for each other spin. With fewer rounds they lose less while another
+    # program uses a core.
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 __all__ = [
     "Budget",
     "GenerationConfig",

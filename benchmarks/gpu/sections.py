@@ -35,8 +35,9 @@ from specdemo.engine.session import Session
 from specdemo.kv.graphs import capture_for
 from specdemo.methods import BASELINE, load_drafter, method
 from specdemo.methods.base import Head
+from specdemo.models.cpu_threads import one_thread
 from specdemo.models.devices import device_kind
-from specdemo.models.machine import device_name, one_thread, versions
+from specdemo.models.machine import device_name, versions
 from specdemo.models.target import HFTarget
 from specdemo.prediction.profiles import MeasuredStep
 from specdemo.presets.files import load_presets

@@ -20,9 +20,10 @@ from specdemo.core.synthetic_acceptance import SyntheticAcceptance
 from specdemo.engine.loop import generate
 from specdemo.methods import BASELINE, load_drafter
 from specdemo.methods.heads.eagle import Eagle
+from specdemo.models.cpu_threads import one_thread
 from specdemo.models.devices import DTYPES, device_kind, pick_device, pick_dtype
 from specdemo.models.fused import fuse_layers
-from specdemo.models.machine import clock, commit, device_name, one_thread, versions
+from specdemo.models.machine import clock, commit, device_name, versions
 from specdemo.models.pass_cost import pass_times
 from specdemo.models.sources import no_progress
 from specdemo.models.target import HFTarget

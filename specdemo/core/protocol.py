@@ -90,6 +90,11 @@ class Forward:
     hidden: Mapping[int, Tensor] = field(default_factory=dict)  # tap -> [B, S, H]; of `start` [B, T, H]
     experts: Tensor | None = None  # [B, S, L, K] experts of every slot in L layers; None: unknown, or a dense model
 
+    def first(self, slots: int) -> "Forward":
+        """Return the output of the first `slots` slots."""
+        experts = None if self.experts is None else self.experts[:, :slots]
+        return Forward(self.logits[:, :slots], {tap: x[:, :slots] for tap, x in self.hidden.items()}, experts)
+
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
@@ -198,13 +203,23 @@ class Target(MemoryOwner, ABC):
         return str(self.dtype).removeprefix("torch.")
 
     @property
-    def threads(self) -> int | None:
-        """Return the number of CPU threads of a target that torch does not compute; None: torch's."""
-        return None
+    def threads(self) -> int:
+        """Return the number of CPU threads of a pass; 0: unknown, or on another device."""
+        return 0
+
+    @threads.setter
+    def threads(self, count: int) -> None:
+        """Set the number for all targets with the same weights."""
 
     @property
     def wall_time(self) -> bool:
-        """Return True if passes run outside the calling thread, so that its CPU time does not measure them."""
+        """Return True if passes do not run in the calling thread alone, so that its CPU time does not measure them."""
+        return False
+
+    @property
+    def same_bits(self) -> bool:
+        """Return True if the logits of a chain's slot are the same bits in passes of every width. Checked when the
+        model is loaded."""
         return False
 
     @property

@@ -275,9 +275,13 @@ class Comparison(Settings):
         Literal["4bit", "8bit"] | None, Setting("Quantization of the target: 4bit or 8bit.", link=False)
     ] = None
     gpu_layers: Annotated[int, _gguf("layers on the GPU; -1: all that fit", "GPU layers")] = Field(-1, ge=-1, le=1000)
-    threads: Annotated[int, _gguf("CPU threads; 0: one for small models, else one per core", "Threads")] = Field(
-        0, ge=0, le=1024
+    threads: Annotated[int, Setting("CPU threads; 0: the fastest number, measured.", label="Threads", link=False)] = (
+        Field(0, ge=0, le=1024)
     )
+    bit_exact: Annotated[
+        Literal["auto", "on", "off"],
+        Setting("One kernel for passes of every width on a CPU: auto (where it hardly costs), on or off.", link=False),
+    ] = "auto"
     context: Annotated[int, _gguf("most tokens of a lane; 0: as the file states", "Context")] = Field(
         0, ge=0, le=1 << 20
     )

@@ -21,8 +21,8 @@ from specdemo.core.trace import StepEvent
 from specdemo.core.tree import ABSENT, Draft, chain_parents, clamp_ids, depths, first_branch, is_chain, validate_ids
 from specdemo.engine.clock import Stopwatch, stopwatch_for
 from specdemo.models.cancellation import cancel_passes_if
+from specdemo.models.cpu_threads import step_threads, thread_limit
 from specdemo.models.errors import Cancelled
-from specdemo.models.machine import one_thread
 
 TOP_TOKENS = 3  # of the target, per accepted slot, for the inspector
 
@@ -56,7 +56,7 @@ def generate(
     with closing(_steps(target, drafter, prompt_ids, config, accept or Coupled(), watch, cancelled)) as steps:
         while True:
             try:
-                with one_thread(prompt_ids.device), cancel_passes_if(cancelled):
+                with step_threads(target), cancel_passes_if(cancelled):
                     event = next(steps, None)
             except Cancelled:
                 return
@@ -127,6 +127,7 @@ def _steps(
             drafter.observe(progress)
             watch.lap("observe")
             ms = watch.read()
+            thread_limit.record(ms["verify"], tokens.shape[1], target.threads)
             drafter.on_step_timed(ms)
             root = next_root if rows.all_running else torch.where(rows.running_mask(root.device), next_root, root)
             nodes = proposed.tokens.tolist(), proposed.parents.tolist()

@@ -12,6 +12,7 @@ from specdemo.engine.comparison import Comparison, Lane
 from specdemo.kv.graphs import graph_bytes
 from specdemo.methods import BASELINE, method, model_method
 from specdemo.methods.targets import load_model
+from specdemo.models.cpu_plan import CpuSettings
 from specdemo.models.devices import best_device, device_kind
 from specdemo.models.errors import checkpoint_errors
 from specdemo.models.gguf_files import is_gguf
@@ -56,7 +57,13 @@ class ModelCache:
         if target not in self._models:
             report = _scaled(progress, 0, total)
             loaded = load_model(
-                spec.target, spec.dtype, _device(spec), spec.quantization, report, llamacpp=_llamacpp(spec)
+                spec.target,
+                spec.dtype,
+                _device(spec),
+                spec.quantization,
+                report,
+                llamacpp=_llamacpp(spec),
+                cpu=CpuSettings(spec.threads, spec.bit_exact),
             )
             self._models[target] = _Loaded(loaded, bytes_of[target])
         self._target = target
@@ -160,7 +167,7 @@ def _llamacpp(spec: Comparison) -> LlamaCppSettings:
 
 def target_key(spec: Comparison) -> Key:
     """Return the key of a comparison's target."""
-    settings = str(_llamacpp(spec)) if is_gguf(spec.target) else ""
+    settings = str(_llamacpp(spec)) if is_gguf(spec.target) else spec.bit_exact
     return BASELINE, spec.target, _device(spec), spec.dtype, str(spec.quantization), settings
 
 

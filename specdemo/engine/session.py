@@ -24,13 +24,16 @@ from specdemo.engine.race import SCHEDULES
 from specdemo.engine.session_state import SessionState
 from specdemo.engine.verdict import compare_outputs
 from specdemo.methods import method
+from specdemo.models.cpu_threads import step_threads, thread_counts, thread_limit
 from specdemo.models.devices import device_map_summary
 from specdemo.models.errors import Cancelled
 from specdemo.models.gguf_files import has_chat_template
-from specdemo.models.machine import GpuClock, commit, device_name, one_thread, versions
+from specdemo.models.machine import GpuClock, commit, device_name, versions
+from specdemo.models.pass_cost import fastest_threads
 from specdemo.models.sources import LoadProgress, no_progress
 from specdemo.servers.address import check_listed
 
+RUN_SECONDS = 0.5  # for the choice of threads at the start of a run
 TRACE_CONFIG = {
     "target",
     "max_new_tokens",
@@ -110,6 +113,7 @@ class Session:
             self._load(spec, report)
             lanes = self._lanes(spec)
             local_target = next((lane.target for lane in lanes if isinstance(lane, LocalLane)), None)
+            used = self._choose_threads(spec) if local_target else 0
             trace = RunTrace(
                 preset=spec.id,
                 config=spec.model_dump(include=TRACE_CONFIG) | asdict(spec.sampling),
@@ -132,6 +136,11 @@ class Session:
                 _repeat(spec.schedule, lanes, cancelled)
             for group in _groups(lanes):
                 yield from _play(group, trace, cancelled)
+            if local_target and local_target.threads < used:
+                trace.notes.append(
+                    f"other programs use the processor: all lanes went back from {used} threads to "
+                    f"{local_target.threads} during the run"
+                )
             slowed = gpu.reasons()
             if slowed:
                 trace.environment["noise"] = slowed
@@ -144,6 +153,15 @@ class Session:
     def target(self) -> Target:
         """Return the target of the last comparison, with its own history."""
         return self.models.target()
+
+    def _choose_threads(self, spec: Comparison) -> int:
+        """Choose the threads of all lanes by a few passes, because other programs may use the processor now. Return
+        their number, 0 on another device."""
+        thread_limit.start_run()
+        target = self.models.target()
+        if not target.threads:
+            return 0
+        return fastest_threads(target, (spec.threads,) if spec.threads else thread_counts(), RUN_SECONDS)
 
     def _load(self, spec: Comparison, progress: LoadProgress) -> None:
         self.state.prepare(spec)
@@ -215,7 +233,7 @@ def environment(target: Target | None) -> dict[str, object]:
     known."""
     threads = None
     if target is not None and target.device.type == "cpu":
-        with one_thread(target.device):
+        with step_threads(target):
             threads = target.threads or torch.get_num_threads()
     return {
         "device": device_name(target.device) if target else "servers",

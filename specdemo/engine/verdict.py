@@ -8,7 +8,7 @@ import torch
 from specdemo.core.protocol import Target
 from specdemo.core.trace import LaneTrace, RunTrace, StepEvent, compare, same_prompt
 from specdemo.core.tree import chain_parents
-from specdemo.models.machine import one_thread
+from specdemo.models.cpu_threads import step_threads
 from specdemo.models.pass_cost import VERIFY_TOKENS, Pass, passes_noise, rounding_noise
 
 CHUNK = 16  # tokens per pass that reads a finished text, as many slots as a long draft
@@ -43,7 +43,7 @@ def compare_outputs(trace: RunTrace, target: Target | None, noise: Sequence[str]
         else:
             assert target is not None
             row["verdict"] = "unknown"
-            with suppress(Exception), one_thread(target.device):  # for example out of memory
+            with suppress(Exception), step_threads(target):  # for example out of memory
                 row["divergence_margin"], rounding = _divergence(target, baseline, lane, index, lane.events)
                 row["verdict"] = "rounding" if rounding else "differs"
         trace.comparison.append(row)
@@ -59,7 +59,7 @@ def _price(trace: RunTrace, lane: LaneTrace, target: Target | None) -> dict[str,
         price["tokens_changed"] = round(sum(changed))
     if target is None or lane.remote or trace.lanes[0].remote:
         return price
-    with suppress(Exception), one_thread(target.device):  # for example out of memory
+    with suppress(Exception), step_threads(target):  # for example out of memory
         for name, one in (("log_likelihood", lane), ("baseline_log_likelihood", trace.lanes[0])):
             price[name] = round(log_likelihood(target, one.prompt_ids, one.token_ids), 4)
     return price

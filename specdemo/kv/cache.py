@@ -37,6 +37,7 @@ class Cursor:
         self.row_lengths: Tensor | None = None  # [B] lengths, if they differ
         self.columns: Tensor | None = None  # [B, 1, S, 1] columns that this pass writes to, if lengths differ
         self.full_read = False  # the pass reads all columns; its mask hides those after the new ones
+        self.read_columns = 0  # columns that this pass reads, of which its mask hides the last; 0: as many as it needs
 
 
 class SlabLayer(CacheLayerMixin):
@@ -74,7 +75,8 @@ class SlabLayer(CacheLayerMixin):
             self.values.scatter_(2, columns.expand_as(value_states), value_states)
         if cursor.full_read:
             return self.keys, self.values
-        return self.keys.narrow(2, 0, start + slots), self.values.narrow(2, 0, start + slots)
+        width = cursor.read_columns or start + slots
+        return self.keys.narrow(2, 0, width), self.values.narrow(2, 0, width)
 
     def get_seq_length(self) -> int:
         return self.cursor.longest
@@ -209,7 +211,7 @@ class SlabCache(Cache):
     def set_lengths(self, lengths: list[int]) -> None:
         """Set the committed lengths. Shorter rows are cropped, longer ones include columns of the last forward pass."""
         cursor = self.cursor
-        cursor.lengths, cursor.longest, cursor.columns = lengths, max(lengths), None
+        cursor.lengths, cursor.longest, cursor.columns, cursor.read_columns = lengths, max(lengths), None, 0
         cursor.row_lengths = None if min(lengths) == cursor.longest else to_device(lengths, cursor.device)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from torch import Tensor
+from torch.nn import functional as F
 
 from specdemo.core.protocol import DraftFunction, DraftPlan, Forward, Tensors
 from specdemo.core.tree import chain_parents
@@ -97,7 +98,13 @@ class KVHistory(History):
 
     def forward(self, tokens: Tensor, parents: Tensor, taps: tuple[int, ...]) -> Forward:
         graph_output = self._forward_graph(tokens, parents, taps) if self.store.graphs.enabled else None
-        return graph_output or self._forward(self._run, self.store.provisional().tree(parents), tokens, taps)
+        if graph_output is not None:
+            return graph_output
+        slots, least = tokens.shape[1], self.store.shape.slots
+        if slots < least:
+            tokens, parents = F.pad(tokens, (0, least - slots)), _padded(parents, least - 1)
+        forward = self._forward(self._run, self.store.provisional().tree(parents), tokens, taps)
+        return forward if slots >= least else forward.first(slots)
 
     def _forward_graph(self, tokens: Tensor, parents: Tensor, taps: tuple[int, ...]) -> Forward | None:
         """Run the pass as a CUDA graph. Return None if it cannot be captured."""
@@ -199,3 +206,11 @@ class KVHistory(History):
             kind = next(iter(self._windows.values())), True
             return columns.visible(kind) if self._reads_lengths else columns.mask(kind)
         return {kind: columns.mask((window, True)) for kind, window in self._windows.items()}
+
+
+def _padded(parents: Tensor, nodes: int) -> Tensor:
+    """Return parents [B, N] with padding up to `nodes` nodes. A chain stays a chain, so that its mask is cached."""
+    rows, count = parents.shape
+    if count < 2 or parents is chain_parents(rows, count, parents.device):
+        return chain_parents(rows, nodes, parents.device)
+    return F.pad(parents, (0, nodes - count))

@@ -20,6 +20,7 @@ from specdemo.core.tree import chain_parents
 
 MAX_PLANS = 32  # cached plans: chains of every length and a few static trees
 
+HIDDEN = 512  # columns after the new ones that a pass may read although no slot sees them, see `PassShape`
 ALIGNMENT = 16  # elements; with other row strides the GPU kernels copy the mask in every layer
 
 
@@ -77,7 +78,7 @@ class MaskPlan:
     ancestors: Tensor  # [R, S, S], see `ancestry`
     depth: Tensor  # [R, S] int64
     max_depth: int
-    masks: dict[int, Tensor]  # window (0: full) -> [R, S, C + S + 1] additive; the last column is never visible
+    masks: dict[int, Tensor]  # window (0: full) -> [R, S, C + S + HIDDEN] additive; the last columns are never visible
 
 
 def ancestry(parents: Tensor) -> Tensor:
@@ -120,16 +121,19 @@ class Masks:
                 self._plans.popitem(last=False)
         return plan
 
-    def mask(self, plan: MaskPlan, window: int, longest: int, lengths: Tensor | None) -> Tensor | None:
-        """Return the mask [R or B, 1, S, longest + S] after `longest` columns in every row, or after lengths [B] int64
-        with this maximum. None: nothing is masked."""
+    def mask(
+        self, plan: MaskPlan, window: int, longest: int, lengths: Tensor | None, columns_read: int = 0
+    ) -> Tensor | None:
+        """Return the mask [R or B, 1, S, W] after `longest` columns in every row, or after lengths [B] int64 with this
+        maximum. columns_read: W, if it is more than longest + S. None: nothing is masked."""
         slots = plan.depth.shape[1]
-        if lengths is None and slots == 1 and not 0 < window <= longest:
+        width = columns_read or longest + slots
+        if lengths is None and width == longest + 1 and not 0 < window <= longest:
             return None
         if lengths is None:
             start = self._capacity - longest
-            return aligned(self._mask(plan, window)[:, None, :, start : self._capacity + slots])
-        columns = torch.arange(longest + slots, device=self._device) + (self._capacity - lengths)[:, None]
+            return aligned(self._mask(plan, window)[:, None, :, start : start + width])
+        columns = torch.arange(width, device=self._device) + (self._capacity - lengths)[:, None]
         columns = columns.clamp_max(self._capacity + slots)[:, None].expand(-1, slots, -1)
         return aligned(self._mask(plan, window).expand(len(lengths), -1, -1).gather(2, columns)[:, None])
 
@@ -142,7 +146,7 @@ class Masks:
             visible = torch.cat([ancestors.new_ones(rows, slots, self._capacity), ancestors], 2) > 0
             if window:
                 visible &= depth[:, :, None] - positions[:, None, :] < window
-            plan.masks[window] = additive(torch.nn.functional.pad(visible, (0, 1), value=False), self._dtype)
+            plan.masks[window] = additive(torch.nn.functional.pad(visible, (0, HIDDEN), value=False), self._dtype)
         return plan.masks[window]
 
 

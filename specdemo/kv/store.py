@@ -9,6 +9,7 @@ the device, because a CUDA graph is replayed at every length. Both place the sam
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,6 +25,27 @@ from specdemo.kv.masks import ChainMask, Masks, TreeMask, additive, ancestry, ch
 
 SPARE_COLUMNS = 64  # free columns where no reserve is given
 MAX_PLANNED = 64  # columns of the longest chain whose mask is cached
+KEY_SPLIT = 512  # keys that torch's attention kernel for CPUs reads at once
+
+
+@dataclass(frozen=True, slots=True)
+class PassShape:
+    """Sizes of verification passes with which kernels add in one order, so that a slot's logits are the same bits in a
+    pass of every width (models/one_kernel.py).
+
+    slots: fewest slots of a pass; shorter ones are padded. tails: numbers of keys that a pass may read beyond a
+    multiple of KEY_SPLIT, in ascending order; the mask hides those that follow the new ones. Empty: any number.
+    """
+
+    slots: int = 1
+    tails: tuple[int, ...] = ()
+
+    def columns(self, needed: int) -> int:
+        """Return the number of columns that a pass reads if it needs `needed`."""
+        if not self.tails:
+            return needed
+        splits, rest = divmod(needed - 1, KEY_SPLIT)
+        return splits * KEY_SPLIT + next(tail for tail in self.tails if tail > rest)
 
 
 class KVStore:
@@ -53,6 +75,7 @@ class KVStore:
         self.masks = Masks(dtype, device)
         self.positions = torch.arange(0, device=device)  # [capacity]
         self.lengths: list[int] = []  # committed columns per row
+        self.shape = PassShape()
         self._new_cache, self._angles, self._limit, self._min_columns = new_cache, angles, limit, min_columns
         self._cache: SlabCache | None = None
         self._captured_cache: SlabCache | None = None  # the cache that CUDA graphs use
@@ -90,6 +113,7 @@ class KVStore:
 
     def reserve(self, columns: int) -> None:
         """Make room for `columns` columns."""
+        columns = self.shape.columns(columns)
         if self._cache is None:
             self._cache = self._allocate(columns)
         elif columns > self._cache.cursor.capacity:
@@ -290,10 +314,13 @@ class EagerColumns(ProvisionalColumns):
             return self.chain()
         cursor = store.prepare(self._ends, nodes + 1)
         start, lengths = cursor.longest, cursor.row_lengths
+        cursor.read_columns = store.shape.columns(start + nodes + 1)
         plan = store.masks.plan(parents)
         positions = plan.depth + (start if lengths is None else lengths[:, None])
         end = start + plan.max_depth + 1
-        return store.columns(positions, end, lambda kind: store.masks.mask(plan, kind[0], start, lengths))
+        return store.columns(
+            positions, end, lambda kind: store.masks.mask(plan, kind[0], start, lengths, cursor.read_columns)
+        )
 
     def level(self, parents: Tensor) -> Columns:
         store, width = self._store, parents.shape[1]

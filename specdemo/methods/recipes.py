@@ -19,8 +19,8 @@ from specdemo.methods import method, usable
 from specdemo.methods.base import Head, Learner, Recipe
 from specdemo.methods.heads.network import Network
 from specdemo.methods.targets import load_target
+from specdemo.models.cpu_threads import one_thread
 from specdemo.models.errors import checkpoint_errors
-from specdemo.models.machine import one_thread
 from specdemo.training.collect import Plan, is_complete
 from specdemo.training.corpus import check_corpus
 from specdemo.training.fit import (

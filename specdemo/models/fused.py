@@ -21,17 +21,16 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3For
 from specdemo.kv.cache import cache_argument
 from specdemo.kv.columns import Mask
 from specdemo.kv.graphs import TOLERANCE
+from specdemo.models.cpu_plan import pack_model
 from specdemo.models.devices import device_map_summary
 from specdemo.models.layers import DecoderLayer, Rotary, add_norm, shared_mask, shared_rope, signed_sin
 from specdemo.models.packed import (
     KNOWN_NORMS,
     FastRMSNorm,
-    PackedHead,
+    Layout,
     PackedLinear,
     RMSNorm,
     fast_norm,
-    pack,
-    should_pack,
 )
 
 KNOWN_MODELS = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
@@ -57,7 +56,9 @@ class FusedLayer(DecoderLayer):
                 self.set_submodule(name, layer.get_submodule(name))
         self.self_attn.fuse()
         self.mlp.fuse()
-        pack(self)
+        self.input_layernorm = fast_norm(self.input_layernorm)
+        self.post_attention_layernorm = fast_norm(self.post_attention_layernorm)
+        self.self_attn.q_norm, self.self_attn.k_norm = map(fast_norm, (self.self_attn.q_norm, self.self_attn.k_norm))
 
     def forward(  # type: ignore[override]  # the signature of transformers
         self,
@@ -119,8 +120,8 @@ class FusedDecoder:
 
 
 @torch.no_grad()
-def fuse_layers(model: PreTrainedModel) -> None:
-    """Replace layers, matrices and norms by faster equivalents, in place.
+def fuse_layers(model: PreTrainedModel, layout: Layout | None = None) -> None:
+    """Replace layers, matrices and norms by faster equivalents, in place. layout: of packed weights; None: the fastest.
 
     Models spread over several devices stay as they are. So do quantised models on a CPU: only on a GPU do their many
     small operations dominate.
@@ -128,18 +129,14 @@ def fuse_layers(model: PreTrainedModel) -> None:
     quantised = getattr(model, "hf_quantizer", None) is not None and model.device.type != "cuda"
     if quantised or device_map_summary(model):
         return
-    decoder: object = model.get_decoder()
+    decoder: Layer = model.get_decoder()
     layers = getattr(decoder, "layers", None)
-    if not isinstance(layers, nn.ModuleList) or not hasattr(decoder, "rotary_emb"):
-        return
-    if not any(type(layer) in KNOWN_LAYERS for layer in layers):
-        return
-    call = _first_call(decoder, layers[0])
-    for index, layer in enumerate(layers):
-        layers[index] = fuse_layer(layer, decoder.rotary_emb, call)
-    head = model.get_output_embeddings()
-    if _all_fused(model) and type(head) is nn.Linear and should_pack(head.weight):
-        model.set_output_embeddings(PackedHead(head))
+    if isinstance(layers, nn.ModuleList) and any(type(layer) in KNOWN_LAYERS for layer in layers):
+        call = _first_call(decoder, layers[0])
+        for index, layer in enumerate(layers):
+            layers[index] = fuse_layer(layer, decoder.rotary_emb, call)
+    if model.device.type == "cpu":
+        pack_model(model, layout)
     for parameter in model.parameters():  # a tensor that is still mapped keeps the whole file in memory
         if parameter.device.type == "cpu":
             parameter.data = parameter.data.clone()
@@ -167,9 +164,8 @@ def fused_decoder(model: PreTrainedModel) -> FusedDecoder | None:
 def kernels(model: PreTrainedModel) -> str:
     """Return the kind of layers in words."""
     modules = list(model.modules())
-    if not any(isinstance(m, FusedLayer) for m in modules):
-        return "transformers"
-    return "fused, packed" if any(isinstance(m, PackedLinear) for m in modules) else "fused"
+    layers = "fused" if any(isinstance(m, FusedLayer) for m in modules) else "transformers"
+    return f"{layers}, packed" if any(isinstance(m, PackedLinear) for m in modules) else layers
 
 
 def missing_kernels(config: object, device: torch.device) -> str:

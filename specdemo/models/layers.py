@@ -25,9 +25,10 @@ from specdemo.kv.columns import FULL, AttentionKind, Columns, Mask, Rope
 from specdemo.kv.graphs import TOLERANCE
 from specdemo.kv.masks import ChainMask, TreeMask, additive
 from specdemo.models.operations import JointRope, apply_rope, use_kernel
-from specdemo.models.packed import RMSNorm, concat_linears, pack_linear, should_fuse
+from specdemo.models.packed import RMSNorm, concat_linears
 
 PROBE_COLUMNS = 64
+FOLDED_ROWS = 32
 TensorNames = Container[str]  # names of the tensors in a checkpoint, such as self_attn.q_proj.bias
 
 
@@ -109,7 +110,7 @@ def attend(
         if reads_trees(query, key, value):
             return attend_tree(query, key, value, mask, scaling)
         mask = mask.matrix
-    if group == 1 or causal or (mask is not None and mask.shape[1] > 1):
+    if causal or not folds(query.device, group, slots) or (mask is not None and mask.shape[1] > 1):
         out = F.scaled_dot_product_attention(
             query, key, value, mask, is_causal=causal, scale=scaling, enable_gqa=group > 1
         )
@@ -121,9 +122,15 @@ def attend(
     return out.view(rows, heads, slots, size).transpose(1, 2)
 
 
+def folds(device: torch.device, group: int, slots: int) -> bool:
+    """Return whether the queries of a group of heads should become rows of one head. torch's kernel for CPUs takes rows
+    by FOLDED_ROWS; with more of them it adds in another order."""
+    return group > 1 and (device.type != "cpu" or group * slots <= FOLDED_ROWS)
+
+
 def fold_mask(mask: Tensor, group: int) -> Tensor:
     """Repeat a mask [B or 1, 1, S, W] for the queries of a group of heads: [B or 1, 1, group S, W]."""
-    return mask if group == 1 or mask.shape[2] == 1 else mask.repeat(1, 1, group, 1)
+    return mask if mask.shape[2] == 1 or not folds(mask.device, group, mask.shape[2]) else mask.repeat(1, 1, group, 1)
 
 
 def shared_mask(mask: Mask | None, attention: "Attention", x: Tensor) -> Mask | None:
@@ -237,7 +244,7 @@ class ConcatLinear(nn.Module):
 def fuse_linears(*linears: nn.Linear) -> nn.Module:
     """Return one layer for the concatenated outputs of several: one product, except for quantised weights."""
     if all(type(linear) is nn.Linear for linear in linears):
-        return pack_linear(concat_linears(*linears))
+        return concat_linears(*linears)
     return ConcatLinear(*linears)
 
 
@@ -422,9 +429,6 @@ class DecoderLayer(nn.Module):
         return out
 
     def fuse(self) -> None:
-        """Fuse projections on a GPU or for packing. The layer cannot be saved afterwards."""
-        attention, mlp = self.self_attn, self.mlp
-        if should_fuse(attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight):
-            attention.fuse()
-        if should_fuse(mlp.gate_proj.weight, mlp.up_proj.weight):
-            mlp.fuse()
+        """Fuse projections with the same input. The layer cannot be saved afterwards."""
+        self.self_attn.fuse()
+        self.mlp.fuse()

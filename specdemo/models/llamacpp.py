@@ -4,7 +4,6 @@ The library is called through the ctypes interface of `llama-cpp-python`.
 """
 
 import ctypes
-import os
 import re
 import weakref
 from collections import deque
@@ -15,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy
-import psutil
 import torch
 from torch import Tensor
 
+from specdemo.models.cpu_threads import thread_counts, thread_limit
 from specdemo.models.errors import first_line
 from specdemo.models.gguf_files import all_parts
 from specdemo.models.gguf_header import Header, read_header
@@ -38,7 +37,6 @@ _callbacks: list[Any] = []  # llama.cpp keeps pointers to them
 _log: deque[str] = deque(maxlen=64)  # the last lines of llama.cpp about flash attention
 CACHE_TYPES = {"f32": 0, "f16": 1, "q8_0": 8}  # ggml.h
 CACHE_BYTES = {"f32": 4, "f16": 2, "q8_0": 34 / 32}
-SMALL_MODEL = 200_000_000  # weights; below, further threads cost more than they gain
 MAX_CONTEXT = 1 << 20  # tokens, for a file that states no context length
 
 
@@ -70,8 +68,8 @@ def _keep(level: int, line: bytes, _: object) -> None:
 class LlamaCppSettings:
     """Settings that all lanes of a comparison share.
 
-    gpu_layers: layers on the GPU; -1: all that fit. threads: 0: one for small models, else one per core. context: most
-    tokens of a lane; 0: as the file states. cache_type: of keys and values; auto: f32 for F32 files, else f16.
+    gpu_layers: layers on the GPU; -1: all that fit. threads: 0: the fastest number. context: most tokens of a lane; 0:
+    as the file states. cache_type: of keys and values; auto: f32 for F32 files, else f16.
     flash_attention: without it a token's logits depend on the width of its pass; not used with f32, which it would
     round to f16.
     """
@@ -89,12 +87,10 @@ class LlamaCppSettings:
     def resolved(self, path: Path) -> "LlamaCppSettings":
         """Return the settings with the automatic choices for a file."""
         header = read_header(path)
-        weights = sum(read_header(part).weights for part in all_parts(path))  # the first part may have none
-        threads = self.threads or (1 if weights < SMALL_MODEL else _cores())
         cache_type = cache_type_of(header, self.cache_type)
         length = header.number("context_length", MAX_CONTEXT)
         flash, context = self.flash_attention and cache_type != "f32", min(self.context or length, length)
-        return replace(self, threads=threads, cache_type=cache_type, context=context, flash_attention=flash)
+        return replace(self, cache_type=cache_type, context=context, flash_attention=flash)
 
 
 def cache_type_of(header: Header, chosen: str) -> str:
@@ -102,12 +98,6 @@ def cache_type_of(header: Header, chosen: str) -> str:
     if chosen != "auto":
         return chosen
     return "f32" if header.quantisation == "F32" else "f16"
-
-
-def _cores() -> int:
-    """Return the number of threads for large models: OMP_NUM_THREADS, or one per physical core."""
-    given = os.environ.get("OMP_NUM_THREADS", "")
-    return int(given) if given.isdecimal() and int(given) else psutil.cpu_count(logical=False) or 1
 
 
 class LlamaCppModel:
@@ -123,6 +113,7 @@ class LlamaCppModel:
         llama = library()
         self.path, self.given = path, settings or LlamaCppSettings()
         self.settings = self.given.resolved(Path(path))
+        self.threads = self.given.threads or max(thread_counts())  # see `LlamaCppTarget.threads`
         self.handle, self.gpu_layers = self._load(progress)
         weakref.finalize(self, llama.llama_model_free, self.handle)
         if llama.llama_model_is_recurrent(self.handle) or llama.llama_model_is_hybrid(self.handle):
@@ -193,6 +184,11 @@ class LlamaCppModel:
         return handle
 
     @property
+    def used_threads(self) -> int:
+        """Return the number of CPU threads of a pass."""
+        return min(self.threads, thread_limit.threads)
+
+    @property
     def stop_token_ids(self) -> tuple[int, ...]:
         """Return all tokens that end a text."""
         llama = library()
@@ -207,7 +203,7 @@ def open_context(handle: Any, settings: LlamaCppSettings, cells: int, sequences:
     llama = library()
     parameters = llama.llama_context_default_params()
     parameters.n_ctx, parameters.n_batch, parameters.n_ubatch = cells, BATCH_TOKENS, BATCH_TOKENS
-    parameters.n_threads = parameters.n_threads_batch = settings.threads
+    parameters.n_threads = parameters.n_threads_batch = settings.threads or max(thread_counts())
     parameters.n_seq_max, parameters.kv_unified = sequences, True
     parameters.type_k = parameters.type_v = CACHE_TYPES[settings.cache_type]
     off, auto = llama.LLAMA_FLASH_ATTN_TYPE_DISABLED, llama.LLAMA_FLASH_ATTN_TYPE_AUTO

@@ -102,7 +102,7 @@ class LlamaCppContext:
         self._memory = llama.llama_get_memory(self._handle)
         self._inputs = _InputBuffers(llama, sequences)
         self._logits, self._states = _OutputBuffer(model.vocab_size), _OutputBuffer(model.hidden_size)
-        self._returns_states = False
+        self._returns_states, self._threads = False, 0
 
     def decode(self, inputs: Inputs, states: bool) -> tuple[Values, Values | None]:
         """Run the tokens; return the logits [T, V] and, if requested, the inputs of lm_head [T, H] of each."""
@@ -146,6 +146,9 @@ class LlamaCppContext:
         if states != self._returns_states:
             llama.llama_set_embeddings(self._handle, states)
             self._returns_states = states
+        if self._model.used_threads != self._threads:
+            self._threads = self._model.used_threads
+            llama.llama_set_n_threads(self._handle, self._threads, self._threads)
         outputs = self._inputs.write(inputs, last_only)
         status = llama.llama_decode(self._handle, self._inputs.batch)
         if status == ABORTED:

@@ -102,12 +102,16 @@ class LlamaCppTarget(Target):
         return read_header(Path(self.weights.path)).quantisation or "unknown precision"
 
     @property
-    def threads(self) -> int | None:
-        return self.weights.settings.threads
+    def threads(self) -> int:
+        return self.weights.used_threads
+
+    @threads.setter
+    def threads(self, count: int) -> None:
+        self.weights.threads = count
 
     @property
     def wall_time(self) -> bool:
-        return self.weights.gpu_layers > 0 or self.weights.settings.threads > 1
+        return self.weights.gpu_layers > 0 or self.threads > 1
 
     @property
     def weight_bytes(self) -> int:

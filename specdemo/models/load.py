@@ -3,7 +3,7 @@
 import logging
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,8 @@ from specdemo.core.safe_io import is_out_of_memory
 from specdemo.core.suggest import suggest
 from specdemo.models.causal import check_class, check_config, check_model
 from specdemo.models.checkpoints import check_finite
+from specdemo.models.cpu_plan import MEASURED, CpuSettings
+from specdemo.models.cpu_threads import one_thread, thread_counts, threads
 from specdemo.models.devices import device_kind
 from specdemo.models.errors import first_line, load_errors, tokenizer_errors
 from specdemo.models.fused import fuse_layers
@@ -36,8 +38,7 @@ from specdemo.models.gguf_files import check_files, fetch_parts, is_gguf
 from specdemo.models.gguf_tokenizer import GGUFTokenizer
 from specdemo.models.llamacpp import LlamaCppModel, LlamaCppSettings
 from specdemo.models.llamacpp_target import LlamaCppTarget
-from specdemo.models.machine import one_thread
-from specdemo.models.pass_cost import verify_cost
+from specdemo.models.pass_cost import fastest_threads, plan_passes
 from specdemo.models.shipped import is_embedded
 from specdemo.models.sizes import Precision, check_config_size, check_memory, estimate_footprint, resolve_placement
 from specdemo.models.sources import (
@@ -123,6 +124,7 @@ def load_model(
     progress: LoadProgress | None = None,
     kernels: str = "auto",
     llamacpp: LlamaCppSettings | None = None,
+    cpu: CpuSettings = MEASURED,
 ) -> LoadedModel:
     """Load a model and its tokenizer.
 
@@ -148,7 +150,7 @@ def load_model(
         _meta_target(name, folder)
     report(0.6, f"reading {name}")
     with _exclusive_build():
-        loaded = _read(name, folder, torch_device, precision, spread, kernels)
+        loaded = _read(name, folder, torch_device, precision, spread, kernels, cpu)
     report(1.0, f"{name} is ready")
     return loaded
 
@@ -158,12 +160,21 @@ def _load_gguf(name: str, report: LoadProgress, settings: LlamaCppSettings | Non
     parts = fetch_parts(name, report)
     check_files(parts, name)
     weights = LlamaCppModel(str(parts[0]), settings, lambda share, what: report(0.55 + 0.45 * share, what))
+    loaded = LoadedModel(None, GGUFTokenizer(weights), name, weights.notes, weights)
+    if not weights.given.threads:
+        fastest_threads(loaded.target(), thread_counts())
     report(1.0, f"{name} is ready")
-    return LoadedModel(None, GGUFTokenizer(weights), name, weights.notes, weights)
+    return loaded
 
 
 def _read(
-    name: str, folder: str, torch_device: torch.device, precision: Precision, spread: bool, kernels: str
+    name: str,
+    folder: str,
+    torch_device: torch.device,
+    precision: Precision,
+    spread: bool,
+    kernels: str,
+    cpu: CpuSettings,
 ) -> LoadedModel:
     with load_errors(name):
         tokenizer = _tokenizer(folder)
@@ -183,16 +194,14 @@ def _read(
     if not precision.bits and not spread:
         nn.Module.to(model, torch_device)
     model.requires_grad_(False)
-    note = ""
-    with one_thread(torch_device):  # a run also uses one thread
+    on_cpu = torch_device.type == "cpu"
+    with threads(max(cpu.counts)) if on_cpu else nullcontext():
         check_model(name, model)
         if kernels == "auto":
-            fuse_layers(model)
+            fuse_layers(model, cpu.layout)
         _check_history(name, model)
-        device_kind(torch_device).empty_cache()  # the original matrices, which were concatenated
-        if torch_device.type == "cpu" and precision.dtype != torch.float32:
-            note = verify_cost(HFTarget(model)).note(str(precision.dtype).removeprefix("torch."))
-    return LoadedModel(model, tokenizer, name, (note,) if note else ())
+    device_kind(torch_device).empty_cache()  # the original matrices, which were concatenated
+    return LoadedModel(model, tokenizer, name, plan_passes(HFTarget(model), cpu) if on_cpu else ())
 
 
 def load_meta_target(name: str) -> HFTarget:

@@ -1,13 +1,11 @@
 """Facts about the machine and the software, stored with every measured or trained result."""
 
 import ctypes
-import os
 import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
 from functools import lru_cache, partial
 from pathlib import Path
 from timeit import repeat
@@ -23,27 +21,10 @@ THROTTLE_REASONS = {0x04: "its power limit", 0x08: "the hardware", 0x20: "heat",
 CLOCK_TOLERANCE = 0.05  # relative change of the clock
 
 
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    """Set the number of torch's threads inside the block."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def one_thread(device: torch.device) -> AbstractContextManager[None]:
-    """Set one thread on a CPU, unless OMP_NUM_THREADS is set. With small passes, two threads gain little and collapse
-    as soon as other programs run."""
-    return threads(1) if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ else nullcontext()
-
-
 def uses_thread_time(device: torch.device) -> bool:
-    """Return True if all work on a device runs in the calling thread, whose CPU time then measures it."""
-    with one_thread(device):
-        return device.type == "cpu" and torch.get_num_threads() == 1 and sys.platform != "win32"
+    """Return True if all work on a device runs in the calling thread, unless a target has several (`Target.wall_time`).
+    The CPU time of that thread then measures it."""
+    return device.type == "cpu" and sys.platform != "win32"
 
 
 def clock(device: torch.device, wall_time: bool = False) -> Callable[[], float]:

@@ -1,9 +1,12 @@
 """Faster weights and norms for CPUs: matrices in oneDNN's blocked layout, with which five rows cost little more than
 one, as verification needs; and RMS norms that take half the time. The values are the model's own."""
 
+import time
+from collections.abc import Callable, Sequence
 from copy import deepcopy
-from functools import lru_cache
-from timeit import repeat
+from dataclasses import dataclass
+from functools import partial
+from timeit import timeit
 from typing import Any, TypeVar
 
 import torch
@@ -14,23 +17,54 @@ from transformers.models.mistral.modeling_mistral import MistralRMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
+from specdemo.models.cpu_threads import threads
+
 Module = TypeVar("Module", bound=nn.Module)
 
 KNOWN_NORMS = (LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm)
-PACKED_ROWS = 5  # tokens per pass that the layout is chosen for; one token is not slower
-PACKED_SIZE = 100_000  # elements; smaller matrices fit into the CPU cache, where a plain product is faster; bf16: half
+WIDE_ROWS = 5  # rows of the wide product that a layout is measured with
+PADDED_ROWS = 4  # rows from which on packed products add in one order at every width
+PLAIN_ROWS = 3  # rows up to which a plain product is used where both layouts are kept
+SAMPLE_BYTES = 96 << 20  # of the weights that are measured; more than most caches
+LEAST_BYTES = 1 << 20  # of all weights together; smaller models are not measured
+PADDING_LIMIT = 1.05  # most time of a padded one-row product, in that of the fastest layout for one row
+ROUNDS = 6  # the first warms up
+SPARE_SHARE = 4  # a second copy of the weights may take this part of the free memory
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Layout of the weights of a model on a CPU.
+
+    packed: products with more than `plain_rows` rows use oneDNN's blocked layout, the others the plain one. rows:
+    fewest rows of a product; a pass over fewer tokens is padded.
+    """
+
+    packed: bool = False
+    plain_rows: int = 0
+    rows: int = 1
+
+    def __str__(self) -> str:
+        if not self.packed:
+            return "plain"
+        return f"plain up to {self.plain_rows} rows, packed above" if self.plain_rows else "packed"
+
+
+PLAIN = Layout()
+_layouts: dict[object, Layout] = {}  # shapes and dtype -> layout, so that all copies of a model agree
 
 
 class PackedLinear(nn.Module):
-    """Linear layer y = x W^T + b whose only copy of W is in oneDNN's blocked layout. A deep copy is a plain, trainable
-    `nn.Linear`."""
+    """Linear layer y = x W^T + b with W in oneDNN's blocked layout. A deep copy is a plain, trainable `nn.Linear`."""
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear, plain_rows: int = 0) -> None:
+        """plain_rows: products with at most so many rows use the plain weight, which is kept for them."""
         super().__init__()
         self.out_features, self.in_features = linear.weight.shape
         # not a buffer: a blocked tensor can be neither moved nor saved
         weight = linear.weight.detach().contiguous()
-        self._blocks: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS)
+        self._blocks: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, WIDE_ROWS)
+        self._plain, self.plain_rows = (weight if plain_rows else None), plain_rows
         self._bias = None if linear.bias is None else linear.bias.detach()
         self._multiply = torch.ops.mkldnn._linear_pointwise.default
 
@@ -43,9 +77,13 @@ class PackedLinear(nn.Module):
     def bytes(self) -> int:
         """Return the size of the weights."""
         bias = 0 if self._bias is None else self._bias.nbytes
-        return int(self.out_features * self.in_features * self._blocks.element_size()) + bias
+        copies = 1 if self._plain is None else 2
+        return copies * int(self.out_features * self.in_features * self._blocks.element_size()) + bias
 
     def forward(self, x: Tensor) -> Tensor:
+        if self._plain is not None and x.numel() <= self.plain_rows * self.in_features:
+            rows = x.reshape(-1, self.in_features)  # a product of three dimensions may copy the weight
+            return F.linear(rows, self._plain, self._bias).view(*x.shape[:-1], self.out_features)
         product: Tensor = self._multiply(x, self._blocks, self._bias, "none", [], "")
         return product
 
@@ -56,15 +94,15 @@ class PackedLinear(nn.Module):
 class PackedHead(nn.Module):
     """Output head with packed weights that also keeps its plain `weight`, which embedding and heads may share."""
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear, plain_rows: int = 0) -> None:
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
-        self._packed = (PackedLinear(linear),)  # in a tuple, so that it is not registered as a submodule
+        self._packed = (PackedLinear(linear, plain_rows),)  # in a tuple, so that it is not registered as a submodule
 
     @property
     def bytes(self) -> int:
         """Return the size of the packed copy, without `weight`."""
-        return self._packed[0].bytes
+        return self._packed[0].bytes - (self.weight.nbytes if self._packed[0].plain_rows else 0)
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad):
@@ -119,28 +157,27 @@ class FastRMSNorm(nn.Module):
 
 
 @torch.no_grad()
-def pack(head: Module) -> Module:
-    """Pack the linear layers of a head for inference and replace its norms by faster ones. It can no longer be saved;
-    only a deep copy can be trained."""
+def pack(module: Module) -> Module:
+    """Pack the linear layers of a module for inference, in the layout that is fastest for its own weights, and replace
+    its norms by faster ones. It can no longer be saved; only a deep copy can be trained."""
+    layout = choose_layout([m for m in module.modules() if type(m) is nn.Linear])
+    return replace(module, lambda part: fast_norm(pack_linear(part, layout)))
+
+
+def pack_linear(part: nn.Module, layout: Layout) -> nn.Module:
+    """Return a linear layer in a layout; other modules are returned unchanged."""
+    return PackedLinear(part, layout.plain_rows) if layout.packed and type(part) is nn.Linear else part
+
+
+def replace(module: Module, replacement: Callable[[nn.Module], nn.Module]) -> Module:
+    """Put replacements into the places of a module's parts; a part in several places is replaced once."""
     replacements: dict[nn.Module, nn.Module] = {}
-    for name, layer in list(head.named_modules(remove_duplicate=False)):
-        if layer not in replacements:
-            replacements[layer] = pack_linear(layer) if type(layer) is nn.Linear else fast_norm(layer)
-        if replacements[layer] is not layer:
-            head.set_submodule(name, replacements[layer])
-    return head
-
-
-def should_pack(*weights: Tensor) -> bool:
-    """Return True if `pack` would pack this weight (or the concatenation of several)."""
-    size = sum(weight.numel() for weight in weights)
-    min_size = PACKED_SIZE // (2 if weights[0].dtype == torch.bfloat16 else 1)
-    return weights[0].device.type == "cpu" and size >= min_size and packing_pays(weights[0].dtype)
-
-
-def should_fuse(*weights: Tensor) -> bool:
-    """Return True if products with these weights should be one: on a GPU, or where the result is packed."""
-    return weights[0].device.type == "cuda" or should_pack(*weights)
+    for name, part in list(module.named_modules(remove_duplicate=False)):
+        if part not in replacements:
+            replacements[part] = replacement(part)
+        if replacements[part] is not part:
+            module.set_submodule(name, replacements[part])
+    return module
 
 
 def dtype_of(module: nn.Module) -> torch.dtype:
@@ -165,11 +202,6 @@ def concat_linears(*linears: nn.Linear) -> nn.Linear:
         none = [weight.new_zeros(linear.out_features) for linear in linears]
         bias = torch.cat([n if m.bias is None else m.bias.detach() for m, n in zip(linears, none, strict=True)])
     return make_linear(weight, bias)
-
-
-def pack_linear(linear: nn.Linear) -> nn.Module:
-    """Return the layer with packed weights where that is faster, else the layer itself."""
-    return PackedLinear(linear) if should_pack(linear.weight) else linear
 
 
 def fast_norm(norm: Any) -> Any:
@@ -198,21 +230,81 @@ def _frozen(tensor: Tensor) -> nn.Parameter:
     return tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor.detach(), requires_grad=False)
 
 
-@lru_cache(maxsize=4)
-def packing_pays(dtype: torch.dtype) -> bool:
-    """Measure whether one token and five tokens are faster together with blocked weights on this CPU."""
-    if dtype not in (torch.float32, torch.bfloat16) or not torch.backends.mkldnn.is_available():
-        return False
-    linear = make_linear(torch.randn(768, 512, generator=torch.Generator().manual_seed(0)).to(dtype), None)
-    try:
-        packed = PackedLinear(linear)
-        seconds = {kind: sum(_seconds(kind, rows, dtype) for rows in (1, PACKED_ROWS)) for kind in (linear, packed)}
-    except (AttributeError, RuntimeError, NotImplementedError):  # private operations of torch may be missing or differ
-        return False
-    return seconds[packed] < seconds[linear]
-
-
 @torch.no_grad()
-def _seconds(kind: nn.Module, rows: int, dtype: torch.dtype) -> float:
-    x = torch.ones(1, rows, 512, dtype=dtype)
-    return min(repeat(lambda: kind(x), number=1, repeat=30))
+def choose_layout(linears: Sequence[nn.Linear], free_bytes: int = 0) -> Layout:
+    """Return the fastest layout for these layers, measured on their own weights with one row and with several.
+
+    A plain pass gets the layout that is best for one row, within `PADDING_LIMIT`. free_bytes: free memory, of which a
+    part may hold a second copy of the weights.
+    """
+    weights = [linear.weight for linear in linears]
+    size = sum(weight.nbytes for weight in weights)
+    if size < LEAST_BYTES or weights[0].device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return PLAIN
+    if len({weight.dtype for weight in weights}) > 1 or weights[0].dtype not in (torch.float32, torch.bfloat16):
+        return PLAIN
+    key = tuple(weight.shape for weight in weights), weights[0].dtype
+    if key not in _layouts:
+        with threads(1):  # whose CPU time does not include other programs
+            _layouts[key] = _measured_layout(linears, size <= free_bytes // SPARE_SHARE)
+    return _layouts[key]
+
+
+def _measured_layout(linears: Sequence[nn.Linear], copies: bool) -> Layout:
+    try:
+        seconds = _layout_seconds(_sample(linears))
+    except (AttributeError, RuntimeError, NotImplementedError):  # private operations of torch may be missing or differ
+        return PLAIN
+    wide = seconds["packed", WIDE_ROWS]
+    one = {
+        PLAIN: seconds["plain", 1],
+        Layout(packed=True): seconds["packed", 1],
+        Layout(packed=True, rows=PADDED_ROWS): seconds["packed", PADDED_ROWS],
+    }
+    padded = Layout(packed=True, rows=PADDED_ROWS)
+    if one[padded] <= PADDING_LIMIT * min(one.values()):
+        return padded
+    best = min(one, key=one.__getitem__)
+    if best.packed or seconds["plain", WIDE_ROWS] <= wide:
+        return best
+    if copies:
+        return Layout(packed=True, plain_rows=PLAIN_ROWS)
+    return min(
+        PLAIN,
+        Layout(packed=True),
+        key=lambda layout: one[layout] + (wide if layout.packed else seconds["plain", WIDE_ROWS]),
+    )
+
+
+def _sample(linears: Sequence[nn.Linear]) -> list[nn.Linear]:
+    """Return the first layers that together exceed a cache, all if they do not."""
+    chosen: list[nn.Linear] = []
+    size = 0
+    for linear in linears:
+        chosen.append(linear)
+        size += linear.weight.nbytes
+        if size > SAMPLE_BYTES:
+            break
+    return chosen
+
+
+def _layout_seconds(linears: Sequence[nn.Linear]) -> dict[tuple[str, int], float]:
+    """Return kind of layout and number of rows -> seconds of one product with every layer, the best of three."""
+    kinds = {"plain": linears, "packed": [PackedLinear(linear) for linear in linears]}
+    dtype = linears[0].weight.dtype
+    inputs = {
+        (rows, size): torch.ones(1, rows, size, dtype=dtype)
+        for rows in (1, PADDED_ROWS, WIDE_ROWS)
+        for size in {linear.in_features for linear in linears}
+    }
+
+    def products(kind: str, rows: int) -> None:
+        for layer, linear in zip(kinds[kind], linears, strict=True):
+            layer(inputs[rows, linear.in_features])
+
+    runs = [("plain", 1), ("plain", WIDE_ROWS), ("packed", 1), ("packed", PADDED_ROWS), ("packed", WIDE_ROWS)]
+    best = dict.fromkeys(runs, float("inf"))
+    for _ in range(ROUNDS):
+        for run in runs:
+            best[run] = min(best[run], timeit(partial(products, *run), timer=time.thread_time, number=1))
+    return best

@@ -1,5 +1,6 @@
 """Cost of a target's forward pass by its width, and rounding differences between passes of different widths."""
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -10,7 +11,12 @@ from torch import Tensor
 from specdemo.core.estimate import Estimate, over_repeats
 from specdemo.core.protocol import Target
 from specdemo.core.tree import chain_parents
-from specdemo.models.machine import clock, one_thread
+from specdemo.kv.store import PassShape
+from specdemo.models.cpu_plan import CpuSettings, cpu_plan, pass_shape
+from specdemo.models.cpu_threads import step_threads
+from specdemo.models.machine import clock
+from specdemo.models.packed import PADDED_ROWS, PADDING_LIMIT
+from specdemo.models.target import HFTarget
 
 VERIFY_TOKENS = 5
 MAX_LENGTH_SPREAD = 4
@@ -18,8 +24,15 @@ VERIFY_LIMIT = 1.2  # times a one-token pass; above it the cost of verifying is 
 REPEATS = 6  # interleaved repeats of one measurement of the verify cost
 NOISE_TOKENS = 48  # tokens over which rounding is measured
 LIKELY = 8  # tokens of a position whose logits are compared
+THREAD_SECONDS = 1.0
+THREAD_CONTEXT = 16
+EQUAL_TIMES = 1.1  # a further thread must gain more, because other programs disturb several threads
+SAME_STARTS = (5, 122, 379)  # tokens before the passes that are compared
+SAME_WIDTHS = (2, 5, 9)
 ROUNDS = 4  # measurements at most; only the first one is made where its interval excludes VERIFY_LIMIT
 
+_shapes: dict[object, PassShape] = {}  # kind of model -> shape, so that all copies of a model agree
+MIN_LAYERS = 2  # that are compared
 Clock = Callable[[], float]  # seconds
 Pass = tuple[Tensor, Tensor, list[int]]  # tokens [1, S], parents [1, S - 1], path from the root
 
@@ -88,7 +101,7 @@ def pass_times(
     now = now or clock(target.device, target.wall_time)
     prompt = (torch.arange(1, context + 1, device=target.device) % target.vocab_size).repeat(rows, 1)
     times: dict[int, list[float]] = {width: [] for width in widths}
-    with one_thread(target.device):
+    with step_threads(target):
         target.start(prompt, reserve=max(widths) + MAX_LENGTH_SPREAD)
         if ragged:
             _seconds(target, MAX_LENGTH_SPREAD, rows, now)
@@ -100,6 +113,103 @@ def pass_times(
                     measured.append(1000.0 * seconds)
         target.release()
     return times
+
+
+def fastest_threads(target: Target, counts: Sequence[int], seconds: float = THREAD_SECONDS) -> int:
+    """Return the number of threads with which passes over one and over VERIFY_TOKENS tokens are fastest; of about equal
+    ones the smallest, which other programs disturb least. Sets it.
+
+    seconds: stop after this time, but measure each number once.
+    """
+    times: dict[int, list[float]] = {count: [] for count in counts}
+    if len(counts) > 1:
+        prompt = torch.arange(1, THREAD_CONTEXT + 1, device=target.device)[None] % target.vocab_size
+        target.start(prompt, reserve=VERIFY_TOKENS)
+        end = time.perf_counter() + seconds
+        while not times[counts[-1]] or (time.perf_counter() < end and len(times[counts[-1]]) < REPEATS):
+            for count, measured in times.items():
+                target.threads = count
+                with step_threads(target):
+                    passes = [_seconds(target, width, 1, time.perf_counter) for width in (1, 1, VERIFY_TOKENS)]
+                measured.append(sum(passes[1:]))  # the first one wakes the threads
+        target.release()
+    costs = {count: min(measured, default=0.0) for count, measured in times.items()}
+    target.threads = next(count for count in counts if costs[count] <= EQUAL_TIMES * min(costs.values()))
+    return target.threads
+
+
+def plan_passes(target: HFTarget, settings: CpuSettings) -> tuple[str, ...]:
+    """Choose threads and shape of the passes of a model on a CPU. Return what a user should know, one sentence each."""
+    plan, notes = cpu_plan(target.model), []
+    fastest_threads(target, settings.counts)
+    if settings.bit_exact != "off":
+        plan.shape = one_kernel_shape(target, required=settings.bit_exact == "on")
+        plan.same_bits = plan.shape != PassShape()
+        if settings.bit_exact == "on" and not plan.same_bits:
+            notes.append("bit_exact is on, but this model's passes of different widths still round differently here")
+    if target.dtype != torch.float32:
+        notes.append(verify_cost(target).note(target.precision))
+    return tuple(filter(None, notes))
+
+
+@torch.no_grad()
+def one_kernel_shape(target: HFTarget, required: bool) -> PassShape:
+    """Return the shape of passes that makes the logits of every width the same bits, the ordinary shape if there is
+    none, or unless required, if it makes a one-token pass slower than PADDING_LIMIT allows."""
+    plan, config = cpu_plan(target.model), target.layer_config
+    if not target.capabilities.trees or plan.layout.rows < PADDED_ROWS:
+        return PassShape()
+    key = type(target.model), str(sorted(config.items(), key=str)), target.dtype, target.threads, required
+    if key not in _shapes:
+        shape = pass_shape(target.dtype, tuple({size for _, size in target.kv_shapes.values()}))
+        kinds = list(config.get("layer_types") or ["all"])
+        layers = min(target.num_layers, max(MIN_LAYERS, *(1 + kinds.index(kind) for kind in kinds)))
+        plan.shape = shape
+        with step_threads(target):
+            same = has_same_bits(target, layers)
+        fast = required or padding_cost(target, shape) <= PADDING_LIMIT
+        _shapes[key] = shape if same and fast else PassShape()
+    return _shapes[key]
+
+
+def padding_cost(model: HFTarget, shape: PassShape) -> float:
+    """Return the time of a one-token pass of this shape, in that of an ordinary one."""
+    plan = cpu_plan(model.model)
+    times: dict[PassShape, list[float]] = {shape: [], PassShape(): []}
+    used, plan.threads = plan.threads, 1  # its CPU time does not include other programs
+    for _ in range(2 * ROUNDS):
+        for each, measured in times.items():
+            plan.shape = each
+            measured.extend(pass_times(model, (1,), repeats=2)[1])
+        ratio = min(times[shape]) / min(times[PassShape()])
+        if ratio <= 1.0:
+            break
+    plan.shape, plan.threads = PassShape(), used
+    return ratio
+
+
+@torch.no_grad()
+def has_same_bits(target: HFTarget, layers: int) -> bool:
+    """Return whether the first `layers` layers and the head give a slot of a chain the same bits in passes of the
+    `SAME_WIDTHS`, after texts that end before and after a block of keys."""
+    tokens = (
+        torch.arange(1, max(SAME_STARTS) + max(SAME_WIDTHS) + 1, device=target.device)[None] * 7 % target.vocab_size
+    )
+    for start in SAME_STARTS:
+        history = target.first_layers(layers)
+        history.extend(tokens[:, :start], (), reserve=max(SAME_WIDTHS))
+        text = tokens[:, start : start + max(SAME_WIDTHS)]
+        single = []
+        for token in text.split(1, 1):
+            single.append(history.forward(token, token[:, 1:], ()).logits)
+            history.commit([[0]])
+        expected = torch.cat(single, 1)
+        for width in SAME_WIDTHS:
+            history.crop([start])
+            output = history.forward(text[:, :width], chain_parents(1, width - 1, text.device), ()).logits
+            if not torch.equal(output, expected[:, :width]):
+                return False
+    return True
 
 
 def _seconds(target: Target, width: int, rows: int, now: Clock) -> float:

@@ -31,6 +31,8 @@ from specdemo.kv.graphs import GRAPH_SPARE_COLUMNS, WIDTHS, capture_for, coverin
 from specdemo.kv.history import History, KVHistory
 from specdemo.kv.snapshots import SnapshotHistory, supports_multi_token
 from specdemo.kv.store import SPARE_COLUMNS, KVStore
+from specdemo.models.cpu_plan import cpu_plan
+from specdemo.models.cpu_threads import thread_limit
 from specdemo.models.devices import capability, device_kind, device_map_summary
 from specdemo.models.fused import fused_decoder, kernels, missing_kernels
 from specdemo.models.packed import packed_bytes
@@ -132,6 +134,22 @@ class HFTarget(Target):
     @property
     def note(self) -> str:
         return "; ".join(filter(None, (self._store.graphs.note, missing_kernels(self._config, self.device))))
+
+    @property
+    def threads(self) -> int:
+        return min(cpu_plan(self.model).threads, thread_limit.threads) if self.device.type == "cpu" else 0
+
+    @threads.setter
+    def threads(self, count: int) -> None:
+        cpu_plan(self.model).threads = count
+
+    @property
+    def wall_time(self) -> bool:
+        return self.threads > 1
+
+    @property
+    def same_bits(self) -> bool:
+        return cpu_plan(self.model).same_bits
 
     @property
     def uses_cuda_graphs(self) -> bool:
@@ -238,8 +256,15 @@ class HFTarget(Target):
     def _new_history(self, rows: int, columns: int) -> History:
         if not self.capabilities.trees:
             return SnapshotHistory(self._run, self._config, self._multi_token, self.device)
+        self._store.shape = cpu_plan(self.model).shape
         self._store.start(rows, columns + (WIDTHS[-1] if self.uses_cuda_graphs else 0))  # room for padding slots
         return KVHistory(self._store, self._run, self._windows, reads_lengths=self._run.fused is not None)
+
+    def first_layers(self, count: int) -> History:
+        """Return an empty history of the model's first `count` layers and its head, for checks. Requires `trees`."""
+        run: Any = partial(self._run, layers=count)
+        self._new_history(1, 0)
+        return KVHistory(self._store, run, self._windows, reads_lengths=self._run.fused is not None)
 
     @cached_property
     def _multi_token(self) -> bool:

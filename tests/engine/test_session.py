@@ -18,7 +18,7 @@ from specdemo.engine.comparison import Comparison, Lane
 from specdemo.engine.messages import Finished, LaneDone, LaneStep, Note, Started, replay
 from specdemo.engine.session import Session, follow_up
 from specdemo.engine.verdict import log_likelihood
-from specdemo.models import load
+from specdemo.models import pass_cost
 from specdemo.models.pass_cost import VerifyCost
 from specdemo.models.sources import resolve
 from specdemo.models.text import encode
@@ -125,7 +125,7 @@ def test_live_and_replayed_messages_are_equal(runner):
 
 def test_a_note_of_the_target_reaches_the_page_the_trace_its_replay_and_the_report(monkeypatch):
     cost = VerifyCost(1.0, 1.53, Estimate(1.53, 1.48, 1.58))
-    monkeypatch.setattr(load, "verify_cost", lambda target: cost)
+    monkeypatch.setattr(pass_cost, "verify_cost", lambda target: cost)
     messages = list(Session().stream(spec(dtype="bfloat16", max_new_tokens=4)))
     trace, note = messages[-1].trace, cost.note("bfloat16")
     assert trace.notes == [note] and Note(note) in messages

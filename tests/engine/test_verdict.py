@@ -16,6 +16,8 @@ from specdemo.engine.verdict import MAX_TOLERANCE, compare_outputs
 class Rounding:
     """Target with the same logits at every position, plus an error of the second token in passes of `wide` tokens."""
 
+    threads, model = 0, None
+
     device, wide = torch.device("cpu"), 5
 
     def __init__(self, logits, error=0.0, dtype=torch.float32):

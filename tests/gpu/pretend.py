@@ -16,7 +16,6 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -198,7 +197,7 @@ def count(world: Any, models: Models, case: GpuCase) -> Counts:
 
 
 def counted(chosen: Callable[[GpuCase], bool] = lambda case: True) -> list[Counts]:
-    with pretended() as world, patch("specdemo.models.packed.packing_pays", lambda dtype: False):
+    with pretended() as world:
         models = Models()
         return [count(world, models, case) for case in CASES if chosen(case)]
 

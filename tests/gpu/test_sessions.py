@@ -17,7 +17,7 @@ TOKENS = 20
 
 @pytest.fixture
 def world():
-    with pretended() as made, patch("specdemo.models.packed.packing_pays", lambda dtype: False):
+    with pretended() as made:
         yield made
 
 

@@ -14,7 +14,7 @@ from specdemo.models.fused import fuse_layers
 from specdemo.models.target import HFTarget
 from tests.models.recorders import Replayed, failing, forgetful
 from tests.models.test_kernels import MODELS
-from tests.models.tiny import build, texts
+from tests.models.tiny import build, force_layout, texts
 
 TREE = torch.tensor([[0, 0, 1, 1, 2, 5]])
 TAPS = (0, 2, -1)
@@ -167,7 +167,7 @@ def test_graphs_are_for_gpus_and_can_be_switched_off(monkeypatch, switch):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # warnings of torch's compiler about torch
 def test_passes_can_be_compiled_first(monkeypatch):
     # Packed weights are for CPUs, compilation for GPUs.
-    monkeypatch.setattr(packed, "packing_pays", lambda dtype: False)
+    force_layout(monkeypatch, packed.PLAIN)
     monkeypatch.setenv(module.ENVIRONMENT_VARIABLE, "compile")
     passes = []
     monkeypatch.setattr(

@@ -313,7 +313,8 @@ def test_either_order_of_fc_is_found(target, tmp_path):
     tensors["fc.weight"] = tensors["fc.weight"].roll(H, 1)
     swapped = Eagle.load(folder_with(tmp_path, tensors, LAYER), target)
     assert swapped.convention.feature_first and "fc over feature and embedding" in swapped.note
-    load_drafter("eagle", target, swapped).save(tmp_path / "saved", "tiny")
+    trainable = Eagle.load_trainable(folder_with(tmp_path, tensors, LAYER), target)
+    load_drafter("eagle", target, trainable).save(tmp_path / "saved", "tiny")
     assert not Eagle.load(str(tmp_path / "saved"), target).convention.feature_first
 
 

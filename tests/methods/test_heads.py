@@ -30,7 +30,7 @@ from tests.methods.heads import (
     target_of,
 )
 from tests.models.recorders import Replayed
-from tests.models.tiny import texts
+from tests.models.tiny import force_layout, texts
 from tests.plug_in import registered_hydra
 
 FILES = {
@@ -79,8 +79,7 @@ def run(request, case, head, tmp_path, monkeypatch):
     if request.param == "packed":
         if not torch.backends.mkldnn.is_available():
             pytest.skip("this torch has no oneDNN")
-        monkeypatch.setattr(packed, "PACKED_SIZE", 0)
-        monkeypatch.setattr(packed, "packing_pays", lambda dtype: True)
+        force_layout(monkeypatch, packed.Layout(packed=True))
         head = method(case.method).load(folder_with(tmp_path, case.tensors, case.config, case.file), case.target)
         assert packed.packed_bytes(head)
     target = case.target

@@ -142,7 +142,7 @@ def test_cudnn_attention_is_off_on_nvidia():
 def test_loading_prepares_the_device_and_frees_temporary_memory(pretend):
     row = pretend("cpu", dtypes=("float32",))
     load.load_target("stories")
-    assert row.calls[-2:] == ["empty", "prepare"]
+    assert row.calls.count("empty") == 1 and row.calls[-1] == "prepare"
 
 
 class MemoryCounter(DeviceKind):

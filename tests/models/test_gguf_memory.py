@@ -38,16 +38,6 @@ def test_buffers_of_every_lane_are_part_of_the_memory(tmp_path):
         needs.check(int(2.9 * GB))
 
 
-def test_threads_depend_on_all_parts_of_a_split_model(tmp_path, monkeypatch):
-    parts = [tmp_path / f"big-0000{number}-of-00002.gguf" for number in (1, 2)]
-    parts[0].write_bytes(gguf(rows=0))
-    parts[1].write_bytes(gguf(rows=64))
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert LlamaCppSettings().resolved(parts[0]).threads == 1
-    monkeypatch.setattr(llamacpp, "SMALL_MODEL", 2000)
-    assert LlamaCppSettings().resolved(parts[0]).threads == 3
-
-
 def test_library_that_cannot_be_loaded_is_one_line(tmp_path, monkeypatch):
     (tmp_path / "broken_llama.py").write_text("raise RuntimeError('Failed to load shared library: no\\nsuch file')")
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -11,9 +11,9 @@ from specdemo.core.tree import chain_parents
 from specdemo.models import packed as module
 from specdemo.models.fused import FusedLayer, fuse_layers, fused_decoder, kernels
 from specdemo.models.load import load_model
-from specdemo.models.packed import FastRMSNorm, PackedLinear, RMSNorm, dtype_of, pack, packed_bytes, packing_pays
+from specdemo.models.packed import FastRMSNorm, PackedLinear, RMSNorm, dtype_of, pack, packed_bytes
 from specdemo.models.target import HFTarget
-from tests.models.tiny import CALLED, SIZES, build, texts
+from tests.models.tiny import CALLED, SIZES, build, force_layout, texts
 
 TREE = torch.tensor([[0, 0, 1, 1, 2, 5]])
 
@@ -34,8 +34,7 @@ MODELS = {name: lambda name=name: build(name) for name in ("llama", "qwen3", "mi
 def packing(request, monkeypatch):
     if request.param == "packed" and not torch.backends.mkldnn.is_available():
         pytest.skip("this torch has no oneDNN")
-    monkeypatch.setattr(module, "PACKED_SIZE", 0)
-    monkeypatch.setattr(module, "packing_pays", lambda dtype: request.param == "packed")
+    force_layout(monkeypatch, module.Layout(packed=request.param == "packed"))
     return request.param
 
 
@@ -142,12 +141,57 @@ def test_models_of_another_build_stay_as_they_are():
         assert kernels(model) == "transformers"
 
 
-def test_nothing_is_packed_without_the_private_operations(monkeypatch):
-    packing_pays.cache_clear()
+@pytest.mark.parametrize("layout", [module.Layout(packed=True), module.Layout(packed=True, plain_rows=3)], ids=str)
+@pytest.mark.parametrize("name", ["gemma3", "qwen3", "gpt_oss"])
+def test_the_linear_layers_of_every_family_are_packed(monkeypatch, name, layout):
+    force_layout(monkeypatch, layout)
+    model = build(name)
+    expected, tokens = copy.deepcopy(model), texts(1, 9)
+    fuse_layers(model)
+    assert kernels(model).endswith("packed")
+    for width in (1, 2, 4, 9):
+        torch.testing.assert_close(
+            model(tokens[:, :width]).logits, expected(tokens[:, :width]).logits, rtol=1e-4, atol=2e-4
+        )
+
+
+def test_a_family_that_reads_its_weights_itself_is_left_alone(monkeypatch):
+    force_layout(monkeypatch, module.Layout(packed=True))
+    model = build("gemma3")
+    part = model.model.layers[1].mlp
+    part.forward = lambda x: torch.nn.functional.linear(x, part.up_proj.weight)[..., : x.shape[-1]]
+    expected = model(texts(1, 5)).logits
+    fuse_layers(model)
+    assert kernels(model) == "transformers"
+    assert torch.equal(model(texts(1, 5)).logits, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_nothing_is_packed_without_the_private_operations(monkeypatch, dtype):
+    monkeypatch.setattr(module, "LEAST_BYTES", 0)
+    monkeypatch.setattr(module, "_layouts", {})
     monkeypatch.setattr(module, "PackedLinear", lambda linear: torch.ops.mkldnn.no_such_operation)
-    assert packing_pays(torch.float32) is False
-    assert packing_pays(torch.float16) is False
-    packing_pays.cache_clear()
+    assert module.choose_layout([torch.nn.Linear(8, 8).to(dtype)]) == module.PLAIN
+
+
+SECONDS = {("plain", 1): 1.0, ("plain", 5): 4.0, ("packed", 1): 1.2, ("packed", 4): 1.3, ("packed", 5): 1.4}
+
+
+@pytest.mark.parametrize(
+    ("changes", "copies", "layout"),
+    [
+        ({}, True, module.Layout(packed=True, plain_rows=module.PLAIN_ROWS)),  # the plain lane stays fast
+        ({}, False, module.Layout(packed=True)),  # 1.2 + 1.4 against 1 + 4
+        ({("plain", 5): 1.3}, True, module.PLAIN),
+        ({("plain", 5): 1.5}, False, module.PLAIN),
+        ({("packed", 4): 1.05}, True, module.Layout(packed=True, rows=4)),
+        ({("packed", 1): 0.9, ("packed", 4): 0.95}, True, module.Layout(packed=True)),
+        ({("packed", 1): 0.9, ("packed", 4): 0.94}, True, module.Layout(packed=True, rows=4)),
+    ],
+)
+def test_the_layout_is_the_best_for_one_row_then_for_several(monkeypatch, changes, copies, layout):
+    monkeypatch.setattr(module, "_layout_seconds", lambda linears: SECONDS | changes)
+    assert module._measured_layout([torch.nn.Linear(8, 8)], copies) == layout
 
 
 def test_a_model_is_loaded_with_either_kind_of_kernels():

@@ -23,7 +23,7 @@ from specdemo.core.estimate import Estimate
 from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.engine.loop import generate
 from specdemo.methods import load_drafter
-from specdemo.models import load, sizes, sources
+from specdemo.models import load, pass_cost, sizes, sources
 from specdemo.models.checkpoints import open_checkpoint, open_meta_checkpoint
 from specdemo.models.devices import device_map_summary
 from specdemo.models.load import LoadedModel, load_meta_target, load_model, load_target
@@ -193,12 +193,12 @@ def test_a_model_that_does_not_fit_is_refused_before_loading(folder, monkeypatch
 
 
 def test_expensive_verifying_in_half_precision_on_a_cpu_is_a_note_and_no_refusal(folder, monkeypatch):
-    monkeypatch.setattr(load, "verify_cost", lambda target: VerifyCost(1.0, 1.53, Estimate(1.53, 1.48, 1.58)))
+    monkeypatch.setattr(pass_cost, "verify_cost", lambda target: VerifyCost(1.0, 1.53, Estimate(1.53, 1.48, 1.58)))
     target = load_target(str(folder), dtype="bfloat16")
     (note,) = target.notes
     assert "5 tokens in bfloat16 takes 1.53 times as long" in note and "1.48 to 1.58" in note and "float32" in note
     assert target.dtype == torch.bfloat16
-    monkeypatch.setattr(load, "verify_cost", lambda target: VerifyCost(1.0, 1.1, Estimate(1.1, 1.05, 1.15)))
+    monkeypatch.setattr(pass_cost, "verify_cost", lambda target: VerifyCost(1.0, 1.1, Estimate(1.1, 1.05, 1.15)))
     assert load_target(str(folder), dtype="bfloat16").notes == ()
 
 

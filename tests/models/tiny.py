@@ -31,6 +31,8 @@ from transformers import (
     Qwen3NextForCausalLM,
 )
 
+from specdemo.models import packed
+
 VOCABULARY = 61
 SIZES = {
     "vocab_size": VOCABULARY,
@@ -191,3 +193,10 @@ def fresh(model, tokens):
 
 def texts(rows, length, seed=0):
     return torch.randint(3, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def force_layout(monkeypatch, layout):
+    """Give all weights on a CPU this layout, without a measurement."""
+    monkeypatch.setattr(packed, "LEAST_BYTES", 0)
+    monkeypatch.setattr(packed, "_layouts", {})
+    monkeypatch.setattr(packed, "_measured_layout", lambda linears, copies: layout)

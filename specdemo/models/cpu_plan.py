@@ -1,0 +1,168 @@
+"""How the passes of a transformers model run on a CPU: layout of its weights, threads, and one kernel for every width.
+All of it is measured on the model itself.
+
+A token's logits are the same bits in a pass over one token and in a pass over k + 1, if three conditions hold:
+products use packed weights and at least four rows; attention reads keys in numbers that do not change the order of its
+sums, with at least four query rows; everything else works row by row. `PassShape` describes such passes.
+"""
+
+import weakref
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import lru_cache, partial
+
+import psutil
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from specdemo.kv.graphs import TOLERANCE
+from specdemo.kv.masks import additive
+from specdemo.kv.store import KEY_SPLIT, PassShape
+from specdemo.models.cpu_threads import thread_counts
+from specdemo.models.packed import (
+    PADDED_ROWS,
+    PLAIN,
+    Layout,
+    PackedHead,
+    PackedLinear,
+    choose_layout,
+    pack_linear,
+    replace,
+)
+
+PROBE_TOKENS = 6
+KEY_BLOCK = 128
+KEY_LENGTHS = (4, 100, 126, 130, 200, 250, 256, 300, 380, 384, 390, 500, 512)
+
+
+BIT_EXACT = ("auto", "on", "off")
+
+
+@dataclass(frozen=True, slots=True)
+class CpuSettings:
+    """Choices of the user. threads: 0: the fastest number. bit_exact: one kernel for every width; auto: where a plain
+    pass hardly gets slower."""
+
+    threads: int = 0
+    bit_exact: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.bit_exact not in BIT_EXACT:
+            raise ValueError(f"unknown bit_exact {self.bit_exact!r}; choose one of {', '.join(BIT_EXACT)}")
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Return the numbers of threads to choose from."""
+        return (self.threads,) if self.threads else thread_counts()
+
+    @property
+    def layout(self) -> Layout | None:
+        """Return the layout that the choices require; None: the fastest."""
+        return Layout(packed=True, rows=PADDED_ROWS) if self.bit_exact == "on" else None
+
+
+MEASURED = CpuSettings()
+
+
+@dataclass(slots=True)
+class CpuPlan:
+    """Decisions for one model. threads: 0: none measured. pass_ms: slots -> milliseconds of a pass."""
+
+    layout: Layout = PLAIN
+    shape: PassShape = PassShape()
+    same_bits: bool = False
+    threads: int = 0
+
+
+_plans: weakref.WeakKeyDictionary[nn.Module, CpuPlan] = weakref.WeakKeyDictionary()
+
+
+def cpu_plan(model: nn.Module) -> CpuPlan:
+    """Return the plan of a model, which all its targets share. A copy of the model has a plan of its own."""
+    return _plans.setdefault(model, CpuPlan())
+
+
+@torch.no_grad()
+def pack_model(model: PreTrainedModel, layout: Layout | None = None) -> None:
+    """Pack the linear layers and the output head of a model of any family. Changes nothing where the packed model does
+    not give the same logits.
+
+    layout: None: the fastest for its weights.
+    """
+    decoder, head = model.get_decoder(), model.get_output_embeddings()
+    plain_head = head if type(head) is nn.Linear else None
+    linears = [m for m in decoder.modules() if type(m) is nn.Linear]
+    linears += [plain_head] if plain_head is not None else []
+    if not linears:
+        return
+    layout = layout or choose_layout(linears, psutil.virtual_memory().available)
+    if not layout.packed:
+        return
+    expected = _probe(model)
+    replace(decoder, partial(pack_linear, layout=layout))
+    if plain_head is not None:
+        model.set_output_embeddings(PackedHead(plain_head, layout.plain_rows))
+    try:
+        same = bool((_probe(model) - expected).abs().max() <= TOLERANCE[model.dtype] * expected.abs().max())
+    except Exception:  # a layer of this family reads its weights itself
+        same = False
+    if not same:
+        replace(decoder, lambda part: deepcopy(part) if isinstance(part, PackedLinear) else part)
+        if plain_head is not None:
+            model.set_output_embeddings(plain_head)
+        return
+    cpu_plan(model).layout = layout
+
+
+def _probe(model: PreTrainedModel) -> Tensor:
+    """Return the logits of a few tokens in float32."""
+    embed = model.get_input_embeddings()
+    assert isinstance(embed, nn.Embedding)
+    tokens = torch.arange(1, PROBE_TOKENS + 1, device=embed.weight.device)[None] % embed.num_embeddings
+    logits: Tensor = model(tokens, use_cache=False).logits
+    return logits.float()
+
+
+def pass_shape(dtype: torch.dtype, head_sizes: tuple[int, ...]) -> PassShape:
+    """Return the shape of passes with one kernel for every width. head_sizes: of the attention heads of all layers."""
+    tails = [set(key_tails(dtype, size)) for size in head_sizes]
+    return PassShape(PADDED_ROWS, tuple(sorted(set.intersection(*tails))))
+
+
+@lru_cache
+@torch.no_grad()
+def key_tails(dtype: torch.dtype, size: int) -> tuple[int, ...]:
+    """Return the numbers of keys up to KEY_SPLIT with which attention gives the same bits as with KEY_SPLIT keys.
+
+    size: of a head. The kernel reads KEY_SPLIT keys at a time; the product for fewer may add in another order.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(1, 2, *shape, size, generator=generator)
+
+    def same(columns: int) -> bool:
+        lengths = [length for length in (*KEY_LENGTHS, columns) if length <= columns]
+        return all(_same_bits(random(PADDED_ROWS), random(n // 2), random(n // 2), columns, dtype) for n in lengths)
+
+    return tuple(columns for columns in range(KEY_BLOCK, KEY_SPLIT + 1, KEY_BLOCK) if same(columns))
+
+
+def _same_bits(query: Tensor, keys: Tensor, values: Tensor, columns: int, dtype: torch.dtype) -> bool:
+    """Return whether attention over `columns` and over KEY_SPLIT columns gives the same bits.
+
+    Every key occurs twice, with a value and its negative. The exact sum is 0, so that the result is rounding alone and
+    shows every change in the order of additions, also in bfloat16.
+    """
+    visible = 2 * keys.shape[2]
+    room = (0, 0, 0, KEY_SPLIT - visible)
+    keys = F.pad(torch.cat([keys, keys.flip(2)], 2), room).to(dtype)
+    values = F.pad(torch.cat([values, -values.flip(2)], 2), room).to(dtype)
+    mask = additive(torch.arange(KEY_SPLIT) < visible, dtype).expand(1, 1, query.shape[2], -1)
+    outputs = [
+        F.scaled_dot_product_attention(query.to(dtype), keys[:, :, :n], values[:, :, :n], mask[..., :n])
+        for n in (columns, KEY_SPLIT)
+    ]
+    return torch.equal(*outputs)

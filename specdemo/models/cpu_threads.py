@@ -1,0 +1,148 @@
+"""CPU threads of the passes of a run: how many there may be, and how many are used.
+
+Threads wait for each other at every product. One that another program delays delays all, so that two threads can be
+slower than one; the number is measured (models/pass_cost.py) and falls during a run that others disturb.
+"""
+
+import os
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from statistics import median
+
+import psutil
+import torch
+
+from specdemo.core.protocol import Target
+
+BUSY_CORES = 4  # from this number on, one core is left to the page, the browser and other programs
+MANY_CORES = 1 << 10
+SLOT_COST = 0.03  # expected cost of a further slot, in passes over one
+SLOW_PASSES = 3  # passes in a row that must be slow
+SLOW_RATIO = 1.5  # their time, relative to the median of the passes before
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Set the number of torch's threads inside the block."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def one_thread(device: torch.device) -> AbstractContextManager[None]:
+    """Set one thread on a CPU, unless OMP_NUM_THREADS is set."""
+    return threads(1) if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ else nullcontext()
+
+
+def step_threads(target: Target) -> AbstractContextManager[None]:
+    """Set torch's threads for a step of a target: its own number if torch computes it, else one."""
+    own = target.threads if target.model is not None else 0
+    return threads(own) if own and target.device.type == "cpu" else one_thread(target.device)
+
+
+def thread_counts() -> tuple[int, ...]:
+    """Return the numbers of threads to choose from: powers of two up to the usable cores, or OMP_NUM_THREADS alone."""
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    if given.isdecimal() and int(given):
+        return (int(given),)
+    cores = usable_cores()
+    powers = [1 << n for n in range(cores.bit_length())]
+    return tuple(sorted({*powers, cores}))
+
+
+def usable_cores() -> int:
+    """Return the number of physical cores that this process may use. From four on, one is left to other programs.
+
+    Respects the affinity, the CPU quota of a container, and on hybrid processors only counts the fast cores.
+    """
+    cores = min(len(_fast_cores()), _quota())
+    return cores if cores < BUSY_CORES else cores - 1
+
+
+def _fast_cores() -> set[str]:
+    """Return one key per physical core on which this process may run."""
+    if not hasattr(os, "sched_getaffinity"):
+        return {str(core) for core in range(_fast_cores_of_mac() or psutil.cpu_count(logical=False) or 1)}
+    allowed = os.sched_getaffinity(0)
+    fast = allowed & _cpus(_read("/sys/devices/cpu_core/cpus"))  # of Intel's hybrid processors
+    siblings = "/sys/devices/system/cpu/cpu{}/topology/core_cpus_list"
+    return {_read(siblings.format(cpu)) or str(cpu) for cpu in fast or allowed}
+
+
+def _fast_cores_of_mac() -> int:
+    if sys.platform != "darwin":
+        return 0
+    name = ["sysctl", "-n", "hw.perflevel0.physicalcpu"]
+    result = subprocess.run(name, capture_output=True, text=True)
+    return int(result.stdout) if result.stdout.strip().isdecimal() else 0
+
+
+def _quota() -> int:
+    """Return the number of cores that the control group of this process may fill, at least 1."""
+    limit, _, period = _read("/sys/fs/cgroup/cpu.max").partition(" ")
+    if not limit.isdecimal():
+        folder = "/sys/fs/cgroup/cpu/cpu.cfs_{}_us"
+        limit, period = _read(folder.format("quota")), _read(folder.format("period"))
+    if not (limit.isdecimal() and period.isdecimal()):
+        return MANY_CORES
+    return max(1, int(limit) // max(int(period), 1))
+
+
+def _cpus(text: str) -> set[int]:
+    """Return the numbers in a list such as 0-3,8."""
+    bounds = [part.partition("-") for part in text.split(",") if part]
+    return {cpu for first, _, last in bounds for cpu in range(int(first), int(last or first) + 1)}
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
+
+
+class ThreadLimit:
+    """Most threads of all lanes of a run. It falls when passes become much slower than before.
+
+    That happens when other programs take a core: a thread that waits for it delays all others.
+    """
+
+    def __init__(self) -> None:
+        self.threads = MANY_CORES
+        self._costs: deque[float] = deque(maxlen=32)
+
+    def start_run(self) -> None:
+        """Forget earlier runs."""
+        self.threads = MANY_CORES
+        self._costs.clear()
+
+    def record(self, ms: float, slots: int, used: int) -> bool:
+        """Record a pass with `used` threads. Return True if the limit fell, so that the next passes use fewer."""
+        if used < 2:
+            return False
+        self._costs.append(ms / (1.0 + SLOT_COST * (slots - 1)))
+        last, before = list(self._costs)[-SLOW_PASSES:], list(self._costs)[:-SLOW_PASSES]
+        if len(before) < SLOW_PASSES or min(last) < SLOW_RATIO * median(before):
+            return False
+        self.threads = max(n for n in (*thread_counts(), 1) if n < used)
+        self._costs.clear()
+        return True
+
+
+thread_limit = ThreadLimit()  # all lanes of a process share its cores
+
+
+def waited_ms() -> float | None:
+    """Return how long threads of this process have waited for a processor so far; None if the system does not say."""
+    try:
+        states = [path.read_text(encoding="ascii").split() for path in Path("/proc/self/task").glob("*/schedstat")]
+        return sum(int(state[1]) for state in states) / 1e6 if states else None
+    except (OSError, ValueError, IndexError):  # a thread has ended
+        return None

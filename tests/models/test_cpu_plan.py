@@ -1,0 +1,189 @@
+"""One kernel for every width, threads and layouts of models on a CPU."""
+
+import pytest
+import torch
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from specdemo.core.tree import chain_parents
+from specdemo.models import cpu_threads, pass_cost
+from specdemo.models.cpu_plan import CpuPlan, CpuSettings, cpu_plan, key_tails
+from specdemo.models.cpu_threads import ThreadLimit, thread_counts, threads, usable_cores
+from specdemo.models.fused import fuse_layers
+from specdemo.models.packed import Layout, PackedLinear
+from specdemo.models.pass_cost import fastest_threads, plan_passes
+from specdemo.models.target import HFTarget
+from tests.models.tiny import force_layout
+
+pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
+
+PADDED = Layout(packed=True, rows=4)
+EDGES = (1, 3, 60, 119, *range(123, 130), 200, 247, *range(251, 258), *range(374, 386), *range(506, 514), 600, 1019)
+WINDOWS = {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"]}
+SHAPES = {  # query heads, key heads, and size of a head
+    "llama-1x64": (LlamaForCausalLM, LlamaConfig, 2, 2, 64, {}),
+    "llama-3x64": (LlamaForCausalLM, LlamaConfig, 6, 2, 64, {}),
+    "qwen3-8x128": (Qwen3ForCausalLM, Qwen3Config, 8, 1, 128, {}),
+    "gemma3-4x256": (Gemma3ForCausalLM, Gemma3TextConfig, 4, 1, 256, WINDOWS),
+}
+SIZES = {"vocab_size": 97, "hidden_size": 192, "intermediate_size": 352, "num_hidden_layers": 2}
+SIZES |= {"max_position_embeddings": 2048, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+
+
+def model(name, dtype):
+    kind, config, heads, kv_heads, size, more = SHAPES[name]
+    torch.manual_seed(1)
+    made = kind(config(**SIZES, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=size, **more))
+    return made.to(dtype).eval().requires_grad_(False)
+
+
+def has_bf16():
+    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.skipif(not has_bf16(), reason="no bfloat16"))]
+
+
+def exact_target(monkeypatch, name, dtype):
+    force_layout(monkeypatch, PADDED)
+    monkeypatch.setattr(pass_cost, "_shapes", {})
+    made = model(name, dtype)
+    fuse_layers(made)
+    target = HFTarget(made)
+    assert plan_passes(target, CpuSettings(bit_exact="on"))[:1] in (
+        (),
+        *((n,) for n in plan_passes(target, CpuSettings(bit_exact="on"))),
+    )
+    assert target.same_bits
+    return target
+
+
+def differing(target, lengths, widths=range(1, 18)):
+    """Return the lengths after which a pass over several tokens gives other bits than passes over one."""
+    tokens = torch.randint(1, 97, (1, max(lengths) + max(widths)), generator=torch.Generator().manual_seed(2))
+    found = []
+    for length in lengths:
+        target.start(tokens[:, :length], reserve=max(widths) + 4)
+        text, single = tokens[:, length : length + max(widths)], []
+        for token in text.split(1, 1):
+            single.append(target.forward(token, token[:, 1:]).logits)
+            target.commit([[0]])
+        expected = torch.cat(single, 1)
+        for width in widths:
+            target.crop([length])
+            logits = target.forward(text[:, :width], chain_parents(1, width - 1, text.device)).logits
+            if not torch.equal(logits, expected[:, :width]):
+                found.append((length, width))
+    target.release()
+    return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", SHAPES)
+def test_logits_are_the_same_bits_at_every_width(monkeypatch, name, dtype):
+    target = exact_target(monkeypatch, name, dtype)
+    assert differing(target, (1, 60, 124, 127, 252, 255, 380, 508, 511), (1, 2, 3, 4, 5, 9, 17)) == []
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", SHAPES)
+def test_logits_are_the_same_bits_at_every_width_around_all_edges(monkeypatch, name, dtype, count):
+    target = exact_target(monkeypatch, name, dtype)
+    target.threads = count
+    with threads(count):
+        assert differing(target, EDGES) == []
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_product_that_depends_on_the_width_is_noticed(monkeypatch, dtype):
+    target = exact_target(monkeypatch, "llama-3x64", dtype)
+    forward = PackedLinear.forward
+
+    def by_width(self, x):
+        if x.shape[-2] < 9:
+            return forward(self, x)
+        half, weight = x.shape[-1] // 2, self._blocks.to_dense()
+        return x[..., :half] @ weight[:, :half].T + x[..., half:] @ weight[:, half:].T
+
+    monkeypatch.setattr(PackedLinear, "forward", by_width)
+    assert {width for _, width in differing(target, (60, 126))} >= {9, 17}
+    assert not pass_cost.has_same_bits(target, 2)
+    monkeypatch.setattr(pass_cost, "_shapes", {})
+    assert plan_passes(target, CpuSettings(bit_exact="on"))[0].startswith("bit_exact is on, but")
+    assert not target.same_bits
+
+
+def test_other_numbers_of_keys_would_add_in_another_order():
+    assert 512 in key_tails(torch.float32, 64)
+    assert all(tail % 128 == 0 for tail in key_tails(torch.float32, 64))
+
+
+def test_bit_exact_off_leaves_passes_alone(monkeypatch):
+    force_layout(monkeypatch, PADDED)
+    made = model("llama-3x64", torch.float32)
+    fuse_layers(made)
+    target = HFTarget(made)
+    plan_passes(target, CpuSettings(bit_exact="off"))
+    assert not target.same_bits
+    assert cpu_plan(made) == CpuPlan(layout=PADDED, threads=target.threads)
+    with pytest.raises(ValueError, match="unknown bit_exact 'yes'; choose one of auto, on, off"):
+        CpuSettings(bit_exact="yes")
+
+
+def test_bit_exact_costs_at_most_a_little_by_default(monkeypatch):
+    force_layout(monkeypatch, PADDED)
+    for cost, expected in ((1.04, True), (1.06, False)):
+        monkeypatch.setattr(pass_cost, "_shapes", {})
+        monkeypatch.setattr(pass_cost, "padding_cost", lambda target, shape, cost=cost: cost)
+        made = model("llama-3x64", torch.float32)
+        fuse_layers(made)
+        plan_passes(HFTarget(made), CpuSettings())
+        assert cpu_plan(made).same_bits == expected
+
+
+@pytest.mark.parametrize(
+    ("times", "best"), [({1: 4.0, 2: 2.5, 4: 2.4}, 2), ({1: 4.0, 2: 3.8, 4: 9.0}, 1), ({1: 4, 2: 3, 4: 1}, 4)]
+)
+def test_the_fewest_threads_that_are_about_as_fast(monkeypatch, times, best):
+    made = HFTarget(model("llama-1x64", torch.float32))
+    monkeypatch.setattr(pass_cost, "_seconds", lambda target, width, rows, now: times[target.threads])
+    assert fastest_threads(made, tuple(times)) == best == made.threads
+    assert HFTarget(made.model).threads == best
+
+
+def test_threads_respect_the_affinity_and_the_quota(monkeypatch, tmp_path):
+    files = {f"/sys/devices/system/cpu/cpu{n}/topology/core_cpus_list": f"{n % 8},{n % 8 + 8}" for n in range(16)}
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setattr(cpu_threads, "_read", lambda path: files.get(path, ""))
+    monkeypatch.setattr(cpu_threads.os, "sched_getaffinity", lambda pid: set(range(16)), raising=False)
+    assert usable_cores() == 7 and thread_counts() == (1, 2, 4, 7)  # 8 cores of two threads; one is left
+    monkeypatch.setattr(cpu_threads.os, "sched_getaffinity", lambda pid: {0, 8, 3})
+    assert thread_counts() == (1, 2)
+    files["/sys/fs/cgroup/cpu.max"] = "150000 100000"
+    assert thread_counts() == (1,)
+    files["/sys/fs/cgroup/cpu.max"] = "max 100000"
+    files["/sys/devices/cpu_core/cpus"] = "3-4"  # fast cores of a hybrid processor
+    assert thread_counts() == (1,)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert thread_counts() == (3,)
+
+
+def test_slow_passes_lower_the_threads_of_all_lanes(monkeypatch):
+    monkeypatch.setattr(cpu_threads, "thread_counts", lambda: (1, 2, 4))
+    limit = ThreadLimit()
+    assert not any(limit.record(10.0 + 0.1 * n, 1 + n % 5, 4) for n in range(20))
+    assert not limit.record(90.0, 1, 4)  # one slow pass is an accident
+    assert not any(limit.record(10.0, 1, 4) for _ in range(5))
+    assert [limit.record(30.0, 1, 4) for _ in range(3)] == [False, False, True]
+    assert limit.threads == 2
+    assert not any(limit.record(30.0, 1, 1) for _ in range(9))
+    limit.start_run()
+    assert limit.threads > 4
