@@ -99,6 +99,7 @@ def pass_times(
     lanes.
     """
     now = now or clock(target.device, target.wall_time)
+    context = max(1, min(context, target.max_length - max(widths) - MAX_LENGTH_SPREAD))
     prompt = (torch.arange(1, context + 1, device=target.device) % target.vocab_size).repeat(rows, 1)
     times: dict[int, list[float]] = {width: [] for width in widths}
     with step_threads(target):
@@ -123,7 +124,8 @@ def fastest_threads(target: Target, counts: Sequence[int], seconds: float = THRE
     """
     times: dict[int, list[float]] = {count: [] for count in counts}
     if len(counts) > 1:
-        prompt = torch.arange(1, THREAD_CONTEXT + 1, device=target.device)[None] % target.vocab_size
+        context = max(1, min(THREAD_CONTEXT, target.max_length - VERIFY_TOKENS))
+        prompt = torch.arange(1, context + 1, device=target.device)[None] % target.vocab_size
         target.start(prompt, reserve=VERIFY_TOKENS)
         end = time.perf_counter() + seconds
         while not times[counts[-1]] or (time.perf_counter() < end and len(times[counts[-1]]) < REPEATS):
@@ -192,10 +194,10 @@ def padding_cost(model: HFTarget, shape: PassShape) -> float:
 def has_same_bits(target: HFTarget, layers: int) -> bool:
     """Return whether the first `layers` layers and the head give a slot of a chain the same bits in passes of the
     `SAME_WIDTHS`, after texts that end before and after a block of keys."""
-    tokens = (
-        torch.arange(1, max(SAME_STARTS) + max(SAME_WIDTHS) + 1, device=target.device)[None] * 7 % target.vocab_size
-    )
-    for start in SAME_STARTS:
+    starts = [start for start in SAME_STARTS if start + max(SAME_WIDTHS) <= target.max_length]
+    count = max(starts, default=0) + max(SAME_WIDTHS)
+    tokens = 7 * torch.arange(1, count + 1, device=target.device)[None] % target.vocab_size
+    for start in starts:
         history = target.first_layers(layers)
         history.extend(tokens[:, :start], (), reserve=max(SAME_WIDTHS))
         text = tokens[:, start : start + max(SAME_WIDTHS)]
