@@ -129,7 +129,8 @@ class HFTarget(Target):
     @property
     def kernels(self) -> str:
         """Return the kind of layers in words: transformers or fused, packed, with graphs."""
-        return kernels(self.model) + (", graphs" if self.uses_cuda_graphs else "")
+        more = {"one kernel for every width": self.same_bits, "graphs": self.uses_cuda_graphs}
+        return ", ".join([kernels(self.model), *(words for words, true in more.items() if true)])
 
     @property
     def note(self) -> str:

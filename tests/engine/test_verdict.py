@@ -16,7 +16,7 @@ from specdemo.engine.verdict import MAX_TOLERANCE, compare_outputs
 class Rounding:
     """Target with the same logits at every position, plus an error of the second token in passes of `wide` tokens."""
 
-    threads, model = 0, None
+    threads, model, same_bits = 0, None, False
 
     device, wide = torch.device("cpu"), 5
 

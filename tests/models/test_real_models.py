@@ -5,10 +5,13 @@ import pytest
 import torch
 
 import specdemo
+from specdemo.core.coupled import Coupled
 from specdemo.core.protocol import Budget, GenerationConfig
+from specdemo.core.sampling import Sampling
 from specdemo.engine.loop import generate
 from specdemo.methods import load_drafter
-from specdemo.models.load import load_target
+from specdemo.models.cpu_plan import CpuSettings
+from specdemo.models.load import load_model, load_target
 from specdemo.models.text import encode
 
 CHATS = [
@@ -71,3 +74,35 @@ def test_output_of_a_folder_is_that_of_transformers(smollm2_folder):
     target = load_target(smollm2_folder)
     for name in ("none", "ngram", "suffix", "layer_skip"):
         assert [written(target, name, prompt, 24) for prompt in prompts] == expected, name
+
+
+def same_text_lanes(folder, dtype, chats, tokens):
+    """Yield prompt, method and True if a chain writes the text of plain decoding, with one kernel for every width."""
+    target = load_model(folder, dtype, cpu=CpuSettings(bit_exact="on")).target()
+    if not target.same_bits:
+        pytest.skip(f"this CPU has no packed products in {dtype}")
+    for chat in chats:
+        prompt = torch.tensor([encode(target.tokenizer, [{"role": "user", "content": chat}], 200)])
+        for temperature in (0.0, 0.8):
+            texts = []
+            for name, k in (("none", 1), ("ngram", 3), ("ngram", 8), ("suffix", 5), ("suffix", 16)):
+                sampling = Sampling(temperature=temperature)
+                config = GenerationConfig(tokens, sampling, Budget(k, k), seed=3, stop_token_ids=())
+                events = generate(target, load_drafter(name, target), prompt, config, accept=Coupled())
+                texts.append([token for event in events for token in event.emitted[0]])
+                yield chat, name, k, temperature, texts[-1] == texts[0]
+
+
+def test_chains_write_the_text_of_plain_decoding_bit_for_bit(smollm2_folder):
+    lanes = list(same_text_lanes(smollm2_folder, "bfloat16", (CHATS[2], "Use ten emoji 😀🎉 and 中文."), 40))
+    assert [lane for lane in lanes if not lane[-1]] == []
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_five_hundred_chains_write_the_text_of_plain_decoding(smollm2_folder, dtype):
+    words = "sky sea tree river bread clock train garden letter mountain violin number".split()
+    tasks = "Explain to a child:", "Write Python code about a", "Correct: he go to"
+    chats = [f"{task} {word}." for word in words for task in tasks]
+    lanes = list(same_text_lanes(smollm2_folder, dtype, chats[:32], 400))
+    assert [lane for lane in lanes if not lane[-1]] == []
