@@ -4,7 +4,7 @@ import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +38,17 @@ from specdemo.models.gguf_files import check_files, fetch_parts, is_gguf
 from specdemo.models.gguf_tokenizer import GGUFTokenizer
 from specdemo.models.llamacpp import LlamaCppModel, LlamaCppSettings
 from specdemo.models.llamacpp_target import LlamaCppTarget
+from specdemo.models.packed import bfloat16_pays
 from specdemo.models.pass_cost import fastest_threads, plan_passes
 from specdemo.models.shipped import is_embedded
-from specdemo.models.sizes import Precision, check_config_size, check_memory, estimate_footprint, resolve_placement
+from specdemo.models.sizes import (
+    Precision,
+    check_config_size,
+    check_memory,
+    estimate_footprint,
+    resolve_placement,
+    stored_dtype,
+)
 from specdemo.models.sources import (
     LoadProgress,
     check_folder,
@@ -128,7 +136,8 @@ def load_model(
 ) -> LoadedModel:
     """Load a model and its tokenizer.
 
-    dtype: auto, float32, bfloat16, float16 (or fp32, bf16, fp16). auto is float32 on a CPU and bfloat16 on a GPU.
+    dtype: auto, float32, bfloat16, float16 (or fp32, bf16, fp16). auto is bfloat16 on a GPU, and on a CPU
+    for a checkpoint in bfloat16 whose passes are faster than in float32; else float32.
     device: auto or a name (core/suggest.py). quantization: 4bit, 8bit. kernels: auto (models/fused.py) or transformers
     (unmodified layers, which can be trained and saved). progress: may raise to stop. llamacpp: settings of GGUF models,
     for which dtype, device, quantization and kernels have no effect.
@@ -144,6 +153,8 @@ def load_model(
     torch_device, precision = resolve_placement(dtype, device, quantization)
     report(0.0, f"looking for {name}")
     source = locate(name)
+    if dtype == "auto" and torch_device.type == "cpu" and stored_dtype(source) == torch.bfloat16 and bfloat16_pays():
+        precision = replace(precision, dtype=torch.bfloat16)
     spread = check_memory(name, estimate_footprint(source, precision).weights, torch_device, precision)
     folder = str(check_folder(fetch_folder(source, report), name))
     if not is_embedded(folder):

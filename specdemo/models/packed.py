@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from timeit import timeit
 from typing import Any, TypeVar
 
@@ -274,6 +274,24 @@ def _measured_layout(linears: Sequence[nn.Linear], copies: bool) -> Layout:
         Layout(packed=True),
         key=lambda layout: one[layout] + (wide if layout.packed else seconds["plain", WIDE_ROWS]),
     )
+
+
+@lru_cache(maxsize=1)
+@torch.no_grad()
+def bfloat16_pays() -> bool:
+    """Measure whether products with one row and with several are faster in bfloat16 than in float32, in the best layout
+    of each. Processors without bf16 instructions emulate it, up to fifteen times as slowly."""
+    seconds = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        linears = [make_linear(torch.zeros(2048, 1024, dtype=dtype), None) for _ in range(12)]
+        with threads(1):
+            try:
+                times = _layout_seconds(linears)
+            except (AttributeError, RuntimeError, NotImplementedError):
+                return False
+        one = min(times["plain", 1], times["packed", 1], times["packed", PADDED_ROWS])
+        seconds[dtype] = one + min(times["plain", WIDE_ROWS], times["packed", WIDE_ROWS])
+    return seconds[torch.bfloat16] < seconds[torch.float32]
 
 
 def _sample(linears: Sequence[nn.Linear]) -> list[nn.Linear]:

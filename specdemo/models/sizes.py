@@ -70,6 +70,14 @@ def resolve_placement(
     return torch_device, Precision(pick_dtype(dtype, torch_device), _quantized_bits(quantization, torch_device))
 
 
+def stored_dtype(source: Path | Repository) -> torch.dtype | None:
+    """Return the dtype that the config of a model states; None if it states none."""
+    config = read_config(fetch_config(source) if isinstance(source, Repository) else source)
+    config = config.get("text_config") or config
+    name = str(config.get("dtype") or config.get("torch_dtype") or "")
+    return getattr(torch, name.removeprefix("torch."), None) if name else None
+
+
 def _quantized_bits(quantization: str | None, device: torch.device) -> int | None:
     if quantization is None:
         return None

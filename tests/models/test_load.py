@@ -393,3 +393,18 @@ def test_weights_are_read_straight_to_a_device_with_its_own_memory(monkeypatch):
     assert device_map("cpu") is device_map("mps") is None
     monkeypatch.setenv("SPACES_ZERO_GPU", "1")
     assert device_map("cuda") is None  # the GPU is attached later
+
+
+@pytest.mark.parametrize(
+    ("pays", "stored", "expected"),
+    [(True, "bfloat16", "bfloat16"), (False, "bfloat16", "float32"), (True, "float32", "float32")],
+)
+def test_auto_is_the_dtype_of_the_checkpoint_where_its_passes_are_faster(
+    folder, tmp_path, monkeypatch, pays, stored, expected
+):
+    monkeypatch.setattr(load, "bfloat16_pays", lambda: pays)
+    copied = shutil.copytree(folder, tmp_path / "model")
+    config = json.loads((copied / "config.json").read_text())
+    (copied / "config.json").write_text(json.dumps({**config, "dtype": stored}))
+    assert load_target(str(copied), device="cpu").dtype == getattr(torch, expected)
+    assert load_target(str(copied), "float32", "cpu").dtype == torch.float32
