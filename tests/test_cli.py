@@ -88,7 +88,7 @@ def test_settings_reach_the_run(tmp_path, capsys):
     )
     expected = {"temperature": 0.7, "top_p": 0.9, "top_k": 50, "min_p": 0.01, "seed": 3, "max_new_tokens": 16}
     assert {name: trace.config[name] for name in expected} == expected
-    assert "same distribution" in capsys.readouterr().out
+    assert "Output: identical" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

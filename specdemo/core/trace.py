@@ -378,11 +378,12 @@ def compare(
 ) -> dict[str, Any]:
     """Compare a speculative lane with lane 0; the numbers are defined in `definitions`.
 
-    identical: the same token ids (over the common length if one was cancelled); None for sampling, where only
-    distributions can be compared. first_divergence: index of the first different token. divergence_margin: difference
-    there between the target's best logit and the lower one of the two tokens, if measured. If a server sends no ids,
-    identical compares the texts and first_divergence is unknown. The session adds verdict: identical | rounding |
-    differs (greedy), same distribution (sampling), lossy; for servers same text | text differs (greedy); unknown if a
+    greedy: also for sampling by position (rule `coupled`), which is greedy decoding of logits plus noise. identical:
+    the same token ids (over the common length if one was cancelled); None for other sampling, where only distributions
+    can be compared. first_divergence: index of the first different token. divergence_margin: difference there between
+    the target's best logit and the lower one of the two tokens, if measured. If a server sends no ids, identical
+    compares the texts and first_divergence is unknown. The session adds verdict: identical | rounding | differs
+    (greedy), same distribution (other sampling), lossy; for servers same text | text differs (greedy); unknown if a
     lane failed, the server sends too little, or the lanes have different prompts, which are not compared.
     """
     if not same_prompt(baseline, lane):

@@ -1,11 +1,17 @@
 """Comparison of each lane's output with the baseline's, and classification of differences."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import fields
+from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from specdemo.core.protocol import Target
+from specdemo.core.rules import RULES
+from specdemo.core.sampling import PositionNoise, Sampling, to_probs
 from specdemo.core.trace import LaneTrace, RunTrace, StepEvent, compare, same_prompt
 from specdemo.core.tree import chain_parents
 from specdemo.models.cpu_threads import step_threads
@@ -23,9 +29,12 @@ def compare_outputs(trace: RunTrace, target: Target | None, noise: Sequence[str]
     target: the baseline's target, which reads a text again where two lanes diverge; None: the baseline ran on a server.
     noise: reasons why the times of the run may not be repeatable.
     """
-    baseline, greedy = trace.lanes[0], not trace.config.get("temperature")
+    config: Mapping[str, Any] = trace.config
+    baseline = trace.lanes[0]
+    sampling = Sampling(**{f.name: config[f.name] for f in fields(Sampling) if f.name in config})
     for lane in trace.lanes[1:]:
-        row = compare(baseline, lane, greedy, schedule=trace.schedule)
+        one_text = sampling.greedy or (_coupled(baseline) and _coupled(lane))
+        row = compare(baseline, lane, one_text, schedule=trace.schedule)
         if row["speedup"] and noise:
             row |= {"noisy": True, "reasons": [*row["reasons"], *noise]}
         index = row["first_divergence"]
@@ -39,14 +48,38 @@ def compare_outputs(trace: RunTrace, target: Target | None, noise: Sequence[str]
         elif baseline.remote or lane.remote:
             row["verdict"] = _remote_verdict(baseline, lane, row["identical"])
         elif index is None:
-            row["verdict"] = "identical" if greedy else "same distribution"
+            row["verdict"] = "identical" if one_text else "same distribution"
         else:
             assert target is not None
             row["verdict"] = "unknown"
             with suppress(Exception), step_threads(target):  # for example out of memory
-                row["divergence_margin"], rounding = _divergence(target, baseline, lane, index, lane.events)
+                margin_of = partial(_margin, sampling=sampling, seed=config.get("seed", 0))
+                row["divergence_margin"], rounding = _divergence(target, baseline, lane, index, margin_of)
                 row["verdict"] = "rounding" if rounding else "differs"
         trace.comparison.append(row)
+
+
+def _coupled(lane: LaneTrace) -> bool:
+    """Return True if a lane that samples draws its tokens by position."""
+    rule = RULES.get(str(lane.options.get("acceptance")))
+    return rule is not None and rule.coupled
+
+
+def _margin(logits: Tensor, chosen: Sequence[int], sampling: Sampling, seed: int, position: int) -> float:
+    """Return the largest change of logits [V] that a token of `chosen` needs to become the one drawn at `position`.
+
+    Greedy decoding draws the best logit, sampling the best one after temperature and noise among those that top-k,
+    top-p and min-p keep. A token may also need to pass their limit, or the one drawn to fall below it.
+    """
+    if sampling.greedy:
+        return float(logits.max() - logits[list(chosen)].min())
+    noise = PositionNoise(seed, 1, position, len(logits), logits.device).ahead(1)[0, 0]
+    scores, kept = logits - sampling.temperature * noise.log(), to_probs(logits, sampling) > 0.0
+    lowest, highest_cut = logits[kept].min(), torch.where(kept, -torch.inf, logits).max()
+    (best, second), (drawn, _) = torch.where(kept, scores, -torch.inf).topk(2)
+    gap, to_limit = -scores[list(chosen)], (lowest - logits[list(chosen)]).clamp_min(0.0)
+    without_drawn = torch.maximum(second + gap, logits[drawn] - highest_cut)
+    return float(torch.maximum(torch.minimum(best + gap, without_drawn), to_limit).max())
 
 
 def _price(trace: RunTrace, lane: LaneTrace, target: Target | None) -> dict[str, float]:
@@ -99,10 +132,10 @@ def _remote_verdict(baseline: LaneTrace, lane: LaneTrace, same: bool | None) -> 
 
 @torch.no_grad()
 def _divergence(
-    target: Target, baseline: LaneTrace, lane: LaneTrace, index: int, events: Sequence[StepEvent] = ()
+    target: Target, baseline: LaneTrace, lane: LaneTrace, index: int, margin_of: Callable[..., float]
 ) -> tuple[float, bool]:
     """Return the gap from the target's best logit to the worse of the two chosen ones where the texts diverge, and True
-    if rounding explains it. events: of the lane.
+    if rounding explains it. margin_of: `_margin` with the run's settings.
 
     Passes of different widths use different kernels and round differently. It is rounding if the gap is no larger than
     1.5 times the largest difference between passes of one token and those of the lane, repeated up to the difference
@@ -114,12 +147,11 @@ def _divergence(
     logits = target.start(text[:, :end]).logits[0, -1].float()
     target.release()
     chosen = [tokens[index] for tokens in (baseline.token_ids, lane.token_ids) if index < len(tokens)]
-    best = float(logits.max())
-    margin = best - float(logits[chosen].min())
-    units = torch.finfo(target.dtype).eps * abs(best)
-    width = 1 + max((len(event.drafted[0]) for event in events), default=VERIFY_TOKENS - 1)
+    margin = margin_of(logits, chosen, position=end)
+    units = torch.finfo(target.dtype).eps * abs(float(logits.max()))
+    width = 1 + max((len(event.drafted[0]) for event in lane.events), default=VERIFY_TOKENS - 1)
     noise = rounding_noise(target, text[:, : end + AFTER], width)
-    start, passes = _passes_before(lane, events, index, target.device)
+    start, passes = _passes_before(lane, lane.events, index, target.device)
     if passes:
         noise = max(noise, passes_noise(target, text[:, : len(baseline.prompt_ids) + start], passes))
     tolerance = max(1e-4, 2.0 * units, min(1.5 * noise, MAX_TOLERANCE))

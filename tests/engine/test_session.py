@@ -135,10 +135,13 @@ def test_a_note_of_the_target_reaches_the_page_the_trace_its_replay_and_the_repo
     assert summary(stored)["notes"] == [note]
 
 
-def test_sampling_makes_no_claim_of_identity(runner):
-    trace = runner.run(spec(temperature=0.8, seed=3))
-    assert trace.comparison[0]["identical"] is None
-    assert trace.comparison[0]["verdict"] == "same distribution"
+@pytest.mark.parametrize("rule, verdict", [("coupled", "identical"), ("lossless", "same distribution")])
+def test_sampled_text_is_one_text_with_coupling_only_also_in_the_next_turn(runner, rule, verdict):
+    hot = spec(WIDE.model_copy(update={"acceptance": rule}), temperature=0.8, seed=3)
+    for prompt in (hot.prompt, f"{hot.prompt} Then they went home."):
+        trace = runner.run(hot.model_copy(update={"prompt": prompt}))
+        assert trace.comparison[0]["identical"] is (True if rule == "coupled" else None)
+        assert trace.comparison[0]["verdict"] == verdict
 
 
 def test_a_lossy_rule_is_labelled_everywhere(runner):

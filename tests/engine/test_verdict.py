@@ -6,11 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from specdemo.core.sampling import PositionNoise, Sampling, draw_with_noise, to_probs
 from specdemo.core.trace import LaneTrace, RunTrace, StepEvent
 from specdemo.core.tree import is_chain
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.engine.session import Session
-from specdemo.engine.verdict import MAX_TOLERANCE, compare_outputs
+from specdemo.engine.verdict import MAX_TOLERANCE, _margin, compare_outputs
 
 
 class Rounding:
@@ -94,6 +95,52 @@ def test_the_passes_of_the_lane_are_repeated_as_they_were():
         trace = RunTrace("test", {}, {}, "race", [plain, lane])
         compare_outputs(trace, target)
         assert trace.comparison[0]["verdict"] == verdict
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(0.7), Sampling(1.2, top_k=5), Sampling(1.2, top_p=0.8), Sampling(1.0, min_p=0.2)]
+)
+def test_the_margin_of_a_sampled_token_is_the_change_that_makes_it_the_drawn_one(sampling):
+    rng = torch.Generator().manual_seed(1)
+    for position in range(40):
+        noise = PositionNoise(3, 1, position, 12, torch.device("cpu")).ahead(1)[0, 0]
+        logits = 3.0 * torch.rand(12, generator=rng)
+        drawn = int(draw_with_noise(to_probs(logits, sampling), noise))
+        scores = logits - sampling.temperature * noise.log()
+        for token in range(12):
+            margin = _margin(logits, [token], sampling, 3, position)
+            assert (margin == 0.0) is (token == drawn)
+            if sampling == Sampling(sampling.temperature):
+                assert margin == pytest.approx(float(scores.max() - scores[token]), abs=1e-5)
+            elif sampling.top_k and token != drawn:
+                changed = logits.clone()
+                changed[token] += margin + 1e-3
+                changed[drawn] -= margin + 1e-3
+                entered = int(logits.topk(6).indices[-1])  # replaces the drawn one if that falls below the limit
+                assert int(draw_with_noise(to_probs(changed, sampling), noise)) in (token, entered)
+
+
+def test_a_planted_wrong_token_of_sampled_text_is_a_bug():
+    session = Session()
+    settings = {
+        "target": "stories",
+        "prompt": "A dog ran",
+        "temperature": 0.8,
+        "top_p": 0.95,
+        "seed": 5,
+        "max_new_tokens": 24,
+    }
+    spec = Comparison.build(
+        {"id": "x", **settings, "lanes": [Lane(method="ngram", k=4), Lane(method="ngram", k=4, acceptance="lossless")]}
+    )
+    trace = session.run(spec)
+    assert [row["verdict"] for row in trace.comparison] == ["identical", "same distribution"]
+    baseline, lane = trace.lanes[:2]
+    for index in (0, 7, 23):
+        planted = [*lane.token_ids[:index], lane.token_ids[index] ^ 1, *lane.token_ids[index + 1 :]]
+        wrong = replace(trace, lanes=[baseline, replace(lane, token_ids=planted)], comparison=[])
+        compare_outputs(wrong, session.models.target())
+        assert (wrong.comparison[0]["verdict"], wrong.comparison[0]["first_divergence"]) == ("differs", index)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -91,7 +91,7 @@ def test_sampled_text_matches_a_regular_expression(runner):
     for seed in range(4):
         trace = runner.run(spec(WIDE, grammar=pattern, temperature=1.0, seed=seed, max_new_tokens=30))
         assert all(re.fullmatch(pattern, lane.text.removesuffix("<|endoftext|>")) for lane in trace.lanes)
-        assert trace.comparison[0]["verdict"] == "same distribution"
+        assert trace.comparison[0]["verdict"] == "identical"
 
 
 def test_masks_contain_only_tokens_that_match(tokenizer):
