@@ -137,12 +137,3 @@ class ThreadLimit:
 
 
 thread_limit = ThreadLimit()  # all lanes of a process share its cores
-
-
-def waited_ms() -> float | None:
-    """Return how long threads of this process have waited for a processor so far; None if the system does not say."""
-    try:
-        states = [path.read_text(encoding="ascii").split() for path in Path("/proc/self/task").glob("*/schedstat")]
-        return sum(int(state[1]) for state in states) / 1e6 if states else None
-    except (OSError, ValueError, IndexError):  # a thread has ended
-        return None
