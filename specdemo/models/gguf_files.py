@@ -29,6 +29,7 @@ from specdemo.models.sources import (
 ROPE_BASE = 10_000.0  # default of models without one in their config
 SUFFIX = ".gguf"
 OLLAMA = "ollama:"
+CAPABILITIES = frozenset({"hidden_states"})  # of a target that llama.cpp runs (core/protocol.py)
 DEFAULT_QUANTISATION = "Q4_K_M"  # as in llama.cpp
 MANIFEST_BYTES = 1_000_000
 SPLIT = re.compile(r"(.*-)(\d{5})(-of-)(\d{5})(\.gguf)", re.IGNORECASE)

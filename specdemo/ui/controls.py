@@ -15,17 +15,19 @@ import gradio as gr
 from specdemo.core.options import Knob
 from specdemo.core.rules import rule_knobs
 from specdemo.engine.comparison import Comparison, Lane, Settings, as_knob, settings
-from specdemo.methods import BASELINE, knobs, method, usable
+from specdemo.methods import knobs
 from specdemo.models.gguf_files import is_gguf
 from specdemo.presets import limits
-from specdemo.presets.files import EMBEDDED, Preset, load_presets
+from specdemo.presets.files import DEFAULT, EMBEDDED, Preset, load_presets, preset
 from specdemo.servers.address import host, listed
 from specdemo.ui import assets, lazy_imports, setup
 from specdemo.ui.job import QUIET, Parts, Values, named
 from specdemo.ui.model_menus import (
     DRAFTING,
+    cannot_run,
     default_draft,
     fitting_models,
+    method_choices,
     model_choices,
     on_this_machine,
     published,
@@ -93,6 +95,7 @@ class Controls:
         lanes = {f"{name}-{n}": parts[f"{name}-{n}"] for n in NUMBERS for name in ("method", "options")}
         redrawn = {f"{name}-{n}": parts[f"{name}-{n}"] for n in NUMBERS for name in ("model", "train")}
         shown = redrawn | {"unfit": parts["unfit"]}
+        shown |= {f"method-{n}": parts[f"method-{n}"] for n in NUMBERS}
         named(retargeted, _refit, target | lanes, shown, **QUIET)
         for n in NUMBERS:
             parts[f"train-{n}"].click(None, None, None, js=assets.to_tab("lab"), **QUIET)
@@ -100,7 +103,7 @@ class Controls:
             self.describe(named(parts[name].click, partial(_count_on, more), count, parts, **QUIET).then)
         page.load(None, js=assets.text("accessibility.js"), **QUIET)
         page.load(None, js=f"() => {{ {assets.text('page_title.js')} }}", **QUIET)
-        self.describe(named(page.load, titles, {}, parts, **QUIET).then)
+        self.describe(named(page.load, titles, target, parts, **QUIET).then)
         self.describe(partial(gr.on, [parts[name].change for name in NAMES if not isinstance(parts[name], gr.State)]))
         for n in NUMBERS:
             given = target | {name: parts[f"{name}-{n}"] for name in ("method", "drawn")}
@@ -113,7 +116,7 @@ class Controls:
     def offer(self, after: Callable[..., object]) -> None:
         """Connect an event to the lists of models."""
         lanes = {f"{name}-{n}": self.parts[f"{name}-{n}"] for n in NUMBERS for name in ("method", "options", "model")}
-        shown = {f"model-{n}": self.parts[f"model-{n}"] for n in NUMBERS}
+        shown = {f"{name}-{n}": self.parts[f"{name}-{n}"] for n in NUMBERS for name in ("method", "model")}
         given = {"target": self.parts["target"], **lanes}
         named(after, lambda _, values: offer_models(values), given, shown, **QUIET)
 
@@ -219,9 +222,8 @@ def fill_untouched(chosen: Preset, start: Preset, now: Values) -> Values:
 
 
 def offer_models(values: Values) -> Values:
-    """Return the updates of every lane's list of models: those that fit its method and the target, and its own."""
-    lazy_imports.live()
-    updates: Values = {}
+    """Return the updates of every lane's lists of methods and models: those that fit the target, and its own."""
+    updates = titles(None, values)
     for n in NUMBERS:
         name, options = values[f"method-{n}"], values[f"options-{n}"]
         fitting = fitting_models(values["target"], model_reader(name, options))
@@ -229,10 +231,10 @@ def offer_models(values: Values) -> Values:
     return updates
 
 
-def titles(_: gr.Request, __: Values) -> Values:
+def titles(_: gr.Request | None, values: Values) -> Values:
     """Return the updates that set the methods' titles in every lane."""
     lazy_imports.live()
-    choices = [(method(name).title, name) for name in usable() if name != BASELINE]
+    choices = method_choices(values["target"])
     return {f"method-{n}": gr.update(choices=choices) for n in NUMBERS}
 
 
@@ -320,7 +322,8 @@ def _draw_lane(n: int, shown: Mapping[str, Values], allow_any_model: bool) -> Pa
 
 
 def _model_choice(label: str, look: Values, elem_id: str, allow_any_model: bool) -> gr.Dropdown:
-    return gr.Dropdown(**look, label=label, allow_custom_value=allow_any_model, min_width=190, elem_id=elem_id)
+    words: Values = {"label": label, "info": "of the list, or a file, folder or hub id" if allow_any_model else None}
+    return gr.Dropdown(**look, **words, allow_custom_value=allow_any_model, min_width=190, elem_id=elem_id)
 
 
 def _servers(chosen: str | None) -> list[tuple[str, str]]:
@@ -370,8 +373,7 @@ def _switch_rule(_: gr.Request, values: Values) -> Values:
 
 def _refit(_: gr.Request, values: Values) -> Values:
     """Return every lane's model after the visitor has chosen another target."""
-    lazy_imports.live()
-    updates: Values = {"unfit": unfit(values["target"])}
+    updates: Values = {"unfit": unfit(values["target"]), **titles(None, values)}
     for n in NUMBERS:
         fitted = _fit_model(values["target"], values[f"method-{n}"], values[f"options-{n}"])
         updates |= {f"{name}-{n}": update for name, update in fitted.items()}
@@ -385,15 +387,18 @@ def _switch(_: gr.Request, values: Values) -> Values:
 
 
 def _fit_model(target: str, name: str, options: Mapping[str, object]) -> Values:
-    """Return the drafters that fit, with the first one selected. If there is none, show how to train one."""
+    """Return the drafters that fit, with the first one selected. If there is none, the field is empty; a head for the
+    target of the Lab can be trained.
+    """
     needed = needs_model(name, options)
     fitting = fitting_models(target, model_reader(name, options)) if needed else []
     none = needed and not fitting
     value = fitting[0] if fitting else None if none else default_draft(target)
     choices = model_choices([value, *fitting]) if value else []
+    trainable = none and target == preset(DEFAULT).target and not cannot_run(name, target)
     return {
-        "model": gr.update(visible=needed and not none, value=value, choices=choices),
-        "train": gr.update(visible=none),
+        "model": gr.update(visible=needed and not trainable, value=value, choices=choices),
+        "train": gr.update(visible=trainable),
     }
 
 

@@ -6,8 +6,8 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specdemo.methods import BASELINE, METHODS
-from specdemo.models.gguf_files import is_gguf
+from specdemo.methods import BASELINE, CAPABILITY_USES, METHODS, method, usable
+from specdemo.models.gguf_files import CAPABILITIES, is_gguf
 from specdemo.presets import limits
 from specdemo.presets.drafters import HEADER, all_published, published_drafters
 from specdemo.presets.files import EMBEDDED, Preset, allowed_models, known_drafters, load_presets
@@ -88,6 +88,18 @@ def unfit(target: str) -> str:
     head = f"{len(reasons)} drafter{'s are' if len(reasons) > 1 else ' is'} incompatible with {escape(target)}"
     fold = f"<details><summary>{head}</summary><ul>{items}</ul></details>" if reasons else ""
     return fold + published(target)
+
+
+def cannot_run(name: str, target: str) -> str:
+    """Return why a method cannot run on a GGUF target; empty if it can, or if the target is of another kind."""
+    lacking = sorted(method(name).requires - CAPABILITIES) if is_gguf(target) else []
+    return f"{method(name).title} {CAPABILITY_USES[lacking[0]]}, which GGUF files do not support" if lacking else ""
+
+
+def method_choices(target: str) -> list[tuple[str, str]]:
+    """Return labels and names of the methods; those that cannot run on the target are marked."""
+    marks = {name: " (not with GGUF files)" if cannot_run(name, target) else "" for name in usable()}
+    return [(f"{method(name).title}{mark}", name) for name, mark in marks.items() if name != BASELINE]
 
 
 def default_draft(target: str) -> str:

@@ -49,12 +49,13 @@ function showObstacle() {
   const { obstacle, instead } = current;
   const run = document.getElementById("run");
   $(".sd-obstacle").hidden = !obstacle;
-  $(".sd-obstacle span").textContent = obstacle ? `This machine cannot run it: ${obstacle}.` : "";
+  $(".sd-obstacle span").textContent = obstacle;
+  $(".sd-instead").hidden = !instead;
   if (instead) $(".sd-instead").textContent = `Run instead: ${instead[1]}`;
   if (!run) return;
   run.inert = Boolean(obstacle);
   run.ariaDisabled = String(Boolean(obstacle));
-  run.title = obstacle ? `This machine cannot run this preset: ${obstacle}.` : "";
+  run.title = obstacle;
 }
 
 // ---- the address

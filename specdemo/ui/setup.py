@@ -25,7 +25,7 @@ from specdemo.presets.link import to_query
 from specdemo.presets.runnable import nearest_runnable, why_not
 from specdemo.ui import lazy_imports
 from specdemo.ui.job import Values
-from specdemo.ui.model_menus import DRAFTING, check_models, default_draft
+from specdemo.ui.model_menus import DRAFTING, cannot_run, check_models, default_draft
 
 LANES = LIMITS.lanes - 1
 NUMBERS = range(1, LANES + 1)
@@ -55,12 +55,18 @@ def to_values(chosen: Preset) -> Values:
     }
     values["chat"] = prompt_format(chosen.target, chosen.chat)
     for n, lane in zip(NUMBERS, padded(chosen), strict=True):
-        shown = lane or Lane(method=DRAFTING[0], model=default_draft(chosen.target))  # the default of an added lane
+        shown = lane or _added_lane(chosen)
         values |= {f"{name}-{n}": getattr(shown, name) for name in LANE}
         values[f"model-{n}"] = shown.model or default_draft(chosen.target)
         values |= {f"server-{n}": shown.server or "", f"options-{n}": dict(shown.options)}
         values[f"acceptance_options-{n}"] = dict(shown.acceptance_options)
     return values
+
+
+def _added_lane(chosen: Preset) -> Lane:
+    """Return the lane that is added next: the draft model of the target, else the last lane again."""
+    paired = any(p.target == chosen.target and lane.model for p in load_presets().values() for lane in p.lanes)
+    return Lane(method=DRAFTING[0], model=default_draft(chosen.target)) if paired else chosen.lanes[-1]
 
 
 def from_values(values: Values, allow_any_model: bool = False) -> Preset:
@@ -162,18 +168,33 @@ def show_setup(_: gr.Request, values: Values) -> Values:
         model = values[f"model-{n}"] if needs_model(name, values[f"options-{n}"]) else None
         lanes.append(lane_words(name, str(method(name).title), model))
     line = summary(values, lanes)
-    return {"setup": row_data(values, line, _query(values)), "about": described(values, line)}
+    return {"setup": row_data(values, line, _query(values), _lane_obstacle(values)), "about": described(values, line)}
 
 
-def row_data(values: Values, summary: str, query: str | None = None) -> str:
+def row_data(values: Values, summary: str, query: str | None = None, of_lane: str = "") -> str:
     """Return the data of setup.js: the preset, whether its settings were changed, a summary, the key of all settings,
-    the reason why this machine cannot run them with the most similar preset that it can, and the query of a link.
+    the reason why they cannot run with the most similar preset that can, and the query of a link.
+
+    of_lane: reason why a lane cannot run.
     """
     chosen = preset(values["preset"])
-    obstacle = why_not(chosen) if values["target"] == chosen.target else ""
-    instead = nearest_runnable(chosen) if obstacle else None
+    here = why_not(chosen) if values["target"] == chosen.target else ""
+    instead = nearest_runnable(chosen) if here else None
+    obstacle = f"This machine cannot run it: {here}." if here else of_lane
     data = {"preset": chosen.id, "custom": _is_custom(values), "summary": summary, "key": key(values), "query": query}
     return json_text(data | {"obstacle": obstacle, "instead": instead and [instead.id, instead.chip or instead.title]})
+
+
+def _lane_obstacle(values: Values) -> str:
+    """Return why a visible lane cannot run on the target, or which model it lacks; empty if all can run."""
+    for n in NUMBERS[: int(values["count"])]:
+        name, options = str(values[f"method-{n}"]), values[f"options-{n}"]
+        if reason := cannot_run(name, values["target"]):
+            return f"{reason}; choose another method."
+        if needs_model(name, options) and not values[f"model-{n}"]:
+            how = "name one under Drafter (a page started with --allow-any-model takes a file, folder or hub id)"
+            return f"{method(name).title} needs a drafter for {_short(values['target'])}; {how}."
+    return ""
 
 
 def summary(values: Values, lanes: Sequence[str]) -> str:

@@ -1,5 +1,7 @@
 """Properties and updates of the controls."""
 
+import json
+
 import pytest
 
 from specdemo.methods import model_method
@@ -53,8 +55,33 @@ def test_another_target_takes_another_drafter_or_offers_to_train_one():
     lanes = {f"method-{n}": "mtp" for n in setup.NUMBERS} | {f"options-{n}": {} for n in setup.NUMBERS}
     fitted = controls._refit(None, lanes | {"target": "stories-bytes", "method-2": "dflash"})
     assert fitted["model-1"]["value"] == "stories-bytes-heads" and fitted["model-1"]["visible"]
-    assert not fitted["train-1"]["visible"] and fitted["train-2"]["visible"] and not fitted["model-2"]["visible"]
+    assert not fitted["train-1"]["visible"] and not fitted["train-2"]["visible"]  # the Lab trains heads of stories
+    assert fitted["model-2"]["visible"] and fitted["model-2"]["value"] is None
+    for target, trains in (("stories", True), ("code", False)):
+        shown = controls._fit_model(target, "gemma4_assistant", {})
+        assert (shown["train"]["visible"], shown["model"]["visible"]) == (trains, not trains)
     assert "<b>stories-draft-wide</b> another tokenizer" in fitted["unfit"]
+
+
+@pytest.mark.parametrize(
+    ("method", "reason"),
+    [
+        ("layer_skip", "Layer skip runs only the first layers of the target, which GGUF files do not support"),
+        ("gemma4_assistant", "Gemma 4 assistant reads the target's KV cache, which GGUF files do not support"),
+        ("medusa", "Medusa needs a drafter for model.gguf; name one under Drafter"),
+        ("draft_model", "Draft model needs a drafter for model.gguf"),
+        ("adaptive", "Adaptive length needs a drafter"),
+        ("ngram", ""),
+        ("suffix", ""),
+    ],
+)
+def test_a_method_that_cannot_run_on_a_target_says_why_before_run(method, reason):
+    values = to_values(preset("embedded-draft")) | {"target": "/models/model.gguf", "method-1": method}
+    values |= {"model-1": controls._fit_model(values["target"], method, {})["model"]["value"], "options-1": {}}
+    shown = json.loads(setup.show_setup(None, values)["setup"])["obstacle"]
+    assert shown.startswith(reason) if reason else not shown
+    label = {name: title for title, name in model_menus.method_choices(values["target"])}[method]
+    assert label.endswith(" (not with GGUF files)") == ("do not support" in reason)
 
 
 @pytest.mark.parametrize("name", list(load_presets()))
