@@ -114,11 +114,15 @@ class Controls:
                 self._draw_options(page, n)
 
     def offer(self, after: Callable[..., object]) -> None:
-        """Connect an event to the lists of models."""
+        """Connect an event to the lists of methods and models.
+
+        It is not part of `fill`: with new choices a method's new value would reach the browser after `drawn`, and the
+        options of the old method would be drawn.
+        """
         lanes = {f"{name}-{n}": self.parts[f"{name}-{n}"] for n in NUMBERS for name in ("method", "options", "model")}
         shown = {f"{name}-{n}": self.parts[f"{name}-{n}"] for n in NUMBERS for name in ("method", "model")}
         given = {"target": self.parts["target"], **lanes}
-        named(after, lambda _, values: offer_models(values), given, shown, **QUIET)
+        named(after, lambda _, values: offer_models(values) | titles(None, values), given, shown, **QUIET)
 
     def describe(self, event: Callable[..., object]) -> None:
         """Connect an event to the description of the setup."""
@@ -222,8 +226,9 @@ def fill_untouched(chosen: Preset, start: Preset, now: Values) -> Values:
 
 
 def offer_models(values: Values) -> Values:
-    """Return the updates of every lane's lists of methods and models: those that fit the target, and its own."""
-    updates = titles(None, values)
+    """Return the updates of every lane's list of models: those that fit its method and the target, and its own."""
+    lazy_imports.live()
+    updates: Values = {}
     for n in NUMBERS:
         name, options = values[f"method-{n}"], values[f"options-{n}"]
         fitting = fitting_models(values["target"], model_reader(name, options))

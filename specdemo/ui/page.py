@@ -321,6 +321,7 @@ def _show_what_is_chosen(page: gr.Blocks, visits: Visits, form: Controls, view: 
     given = {"asked": requested, **form.inputs, **form.drawn}
     restored = named(linked.success, visits.restore, given, shown, **QUIET)
     form.offer(restored.then)
+    form.offer(opened.then)
     for after in (linked.failure, *at_end(restored), *at_end(opened)):  # Run waits for it
         after(None, None, None, js=assets.text("link_applied.js"), **QUIET)
 

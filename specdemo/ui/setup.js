@@ -7,14 +7,18 @@ let current = null; // the data of the settings
 let runInstead = ""; // the preset to run as soon as it is shown
 let shown = settingsOf(location.search); // the settings of the address
 
-function drawMenu() {
-  const groups = props.examples.map(([label, examples]) => {
+const ALL = "all"; // the entry that shows the other groups
+
+// Draws the first group, the examples, and an entry that shows all groups: there are too many presets for one menu.
+function drawMenu(all = false) {
+  const groups = (all ? props.examples : props.examples.slice(0, 1)).map(([label, examples]) => {
     const group = make("optgroup");
     group.label = label;
     for (const [title, id] of examples) group.append(new Option(title, id));
     return group;
   });
-  menu.replaceChildren(...groups);
+  const count = sum(props.examples.map(([, examples]) => examples.length));
+  menu.replaceChildren(...groups, ...(all || props.examples.length < 2 ? [] : [new Option(`All ${count} presets …`, ALL)]));
 }
 
 function read() {
@@ -36,6 +40,8 @@ function read() {
 // Selects the example. A changed one is an entry of its own, so that choosing the example again restores it.
 function showSelection() {
   menu.querySelector(".sd-custom")?.remove();
+  menu.value = current.preset;
+  if (!menu.value) drawMenu(true);
   menu.value = current.preset;
   if (!current.custom && menu.value) return;
   const title = menu.selectedOptions[0]?.text ?? current.preset;
@@ -106,7 +112,12 @@ edit.addEventListener("click", () => {
   edit.textContent = opened ? "Close" : "Edit";
   if (opened) document.dispatchEvent(new CustomEvent("specdemo:edit"));
 });
-menu.addEventListener("change", () => menu.value && choose(menu.value));
+menu.addEventListener("change", () => {
+  if (menu.value !== ALL) return menu.value && choose(menu.value);
+  drawMenu(true);
+  showSelection();
+  if (navigator.userActivation?.isActive) menu.showPicker?.();
+});
 $(".sd-instead").addEventListener("click", () => race(current.instead[0]));
 document.addEventListener("specdemo:race", (/** @type {CustomEvent} */ { detail }) => race(detail));
 document.addEventListener("click", onTab);

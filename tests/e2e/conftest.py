@@ -99,7 +99,10 @@ def edit(page):
 
 
 def choose_example(page, title):
-    page.get_by_label("Example", exact=True).select_option(label=title)
+    menu = page.get_by_label("Example", exact=True)
+    if title not in menu.locator("option").all_inner_texts():
+        menu.select_option(value="all")
+    menu.select_option(label=title)
 
 
 def expect_example(page, title):
