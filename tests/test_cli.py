@@ -77,7 +77,7 @@ def test_settings_reach_the_run(tmp_path, capsys):
     path, prompt = tmp_path / "t.json", tmp_path / "prompt.txt"
     prompt.write_text("The cat sat. The cat sat. The cat\n", encoding="utf-8")
     options = ["--method", "ngram", "--option", "max_n=2", "--k", "5", "--seed", "3", "--schedule", "sequential"]
-    sampling = ["--temperature", "0.7", "--top-p", "0.9", "--top-k", "50", "--min-p", "0.01"]
+    sampling = ["--dtype", "float32", "--temperature", "0.7", "--top-p", "0.9", "--top-k", "50", "--min-p", "0.01"]
     files = ["--prompt-file", str(prompt), "--out", str(path)]
     assert main(["run", "embedded-draft", *SHORT, *options, *sampling, *files]) == 0
     trace = from_json(path.read_bytes())

@@ -137,7 +137,7 @@ def test_a_note_of_the_target_reaches_the_page_the_trace_its_replay_and_the_repo
 
 @pytest.mark.parametrize("rule, verdict", [("coupled", "identical"), ("lossless", "same distribution")])
 def test_sampled_text_is_one_text_with_coupling_only_also_in_the_next_turn(runner, rule, verdict):
-    hot = spec(WIDE.model_copy(update={"acceptance": rule}), temperature=0.8, seed=3)
+    hot = spec(WIDE.model_copy(update={"acceptance": rule}), temperature=0.8, seed=3, dtype="float32")
     for prompt in (hot.prompt, f"{hot.prompt} Then they went home."):
         trace = runner.run(hot.model_copy(update={"prompt": prompt}))
         assert trace.comparison[0]["identical"] is (True if rule == "coupled" else None)

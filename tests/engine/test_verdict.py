@@ -124,6 +124,7 @@ def test_a_planted_wrong_token_of_sampled_text_is_a_bug():
     session = Session()
     settings = {
         "target": "stories",
+        "dtype": "float32",
         "prompt": "A dog ran",
         "temperature": 0.8,
         "top_p": 0.95,
