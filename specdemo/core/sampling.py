@@ -99,7 +99,8 @@ class PositionNoise(Generator):
         known = self._known.shape[1]
         if known < count:
             more = max(count - known, BLOCK // (len(self._positions) * len(self._ids)))
-            self._known = torch.cat([self._known, self._compute(range(known, known + more))], 1)
+            computed = self._compute(range(known, known + more))
+            self._known = torch.cat([self._known, computed], 1) if known else computed
         return self._known[:, :count]
 
     def advance(self, lengths: Sequence[int]) -> None:

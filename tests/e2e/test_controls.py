@@ -211,7 +211,7 @@ def test_a_family_of_drafters_is_raced_from_how_it_works(visit_gated, gates):
     expect(page.locator("#stop")).to_be_enabled()
 
 
-MENUS = {"target": "stories", "method": "draft_model", "drafter": "stories-draft-wide", "acceptance rule": "lossless"}
+MENUS = {"target": "stories", "method": "draft_model", "drafter": "stories-draft-wide", "acceptance rule": "coupled"}
 
 
 @pytest.mark.parametrize("menu", MENUS)
