@@ -38,7 +38,7 @@ from specdemo.models.gguf_files import check_files, fetch_parts, is_gguf
 from specdemo.models.gguf_tokenizer import GGUFTokenizer
 from specdemo.models.llamacpp import LlamaCppModel, LlamaCppSettings
 from specdemo.models.llamacpp_target import LlamaCppTarget
-from specdemo.models.packed import bfloat16_pays
+from specdemo.models.packed import SAMPLE_BYTES, bfloat16_pays
 from specdemo.models.pass_cost import fastest_threads, plan_passes
 from specdemo.models.shipped import is_embedded
 from specdemo.models.sizes import (
@@ -153,9 +153,12 @@ def load_model(
     torch_device, precision = resolve_placement(dtype, device, quantization)
     report(0.0, f"looking for {name}")
     source = locate(name)
-    if dtype == "auto" and torch_device.type == "cpu" and stored_dtype(source) == torch.bfloat16 and bfloat16_pays():
+    footprint = estimate_footprint(source, precision)
+    large = footprint.weights > SAMPLE_BYTES  # smaller ones fit into a cache, where the measurement does not apply
+    on_cpu = dtype == "auto" and torch_device.type == "cpu"
+    if on_cpu and large and stored_dtype(source) == torch.bfloat16 and bfloat16_pays():
         precision = replace(precision, dtype=torch.bfloat16)
-    spread = check_memory(name, estimate_footprint(source, precision).weights, torch_device, precision)
+    spread = check_memory(name, footprint.weights, torch_device, precision)
     folder = str(check_folder(fetch_folder(source, report), name))
     if not is_embedded(folder):
         _meta_target(name, folder)

@@ -366,7 +366,9 @@ def test_invalid_request_is_one_line(name, options, line):
 
 
 def test_every_option_of_a_suite_is_one_of_the_command_line():
-    assert all(set(suite.options()) == set(suite.model_fields) for suite in suites().values())
+    for suite in suites().values():
+        # a suite that reads results has one repeat
+        assert set(suite.model_fields) - set(suite.options()) <= ({"repeats"} if suite.name == "load" else set())
 
 
 class Coin(Decoding):

@@ -78,12 +78,12 @@ def test_a_bad_call_is_one_line_of_the_log(visit, log):
     caller = visit()
     share = caller.fn("click", "share")
     before = len(log.read_text().splitlines())
-    assert caller.now(share, ["\x1b[2J\nnope"] * len(share["inputs"])).status_code == 500
+    assert caller.now(share, ["\x1b[2J\nnope"] * len(share["inputs"])).status_code == 200  # values no menu holds
     assert caller.now(share, []).json()["error"] == "the call failed; see the log of the server"
     assert caller.client.post("gradio_api/run/nope", json={"data": []}).status_code == 500
     assert not ends(caller.call(caller.fn("race"), []))["success"]
     lines = log.read_text().splitlines()
-    assert len(lines) == before + 4 and "Traceback" not in log.read_text()
+    assert len(lines) == before + 3 and "Traceback" not in log.read_text()
     assert all(" failed: " in line and len(line) < 400 for line in lines[before:])
 
 
