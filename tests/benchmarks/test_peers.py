@@ -169,6 +169,7 @@ def test_llama_cpp_writes_what_transformers_writes(pair):
 
 
 def test_without_its_packages_or_in_half_precision_llama_cpp_does_not_take_part(pair, monkeypatch):
+    monkeypatch.setattr(llamacpp, "find_spec", lambda name: object())
     with pytest.raises(ValueError, match="needs a Llama in float32 on a CPU"):
         LlamaCpp(copy.deepcopy(pair.target).to(torch.bfloat16))
     monkeypatch.setattr(llamacpp, "find_spec", lambda name: None)
