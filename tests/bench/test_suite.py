@@ -366,9 +366,9 @@ def test_invalid_request_is_one_line(name, options, line):
 
 
 def test_every_option_of_a_suite_is_one_of_the_command_line():
-    for suite in suites().values():
-        fixed = {"repeats"} if suite.name == "load" else set()  # a suite that reads results has one repeat
-        assert set(suite.model_fields) == set(suite.options()) | fixed
+    for each in suites().values():
+        fixed = {"repeats"} if each.name == "load" else set()  # a suite that reads results has one repeat
+        assert set(each.model_fields) == set(each.options()) | fixed
 
 
 class Coin(Decoding):
