@@ -78,6 +78,6 @@ def test_a_chart_of_lines_has_its_full_height_after_one_of_bars(visit_gated):
     chart = page.locator("#sweep .sd-chart").first
     page.get_by_label("Methods").click()
     expect(chart.locator(".sd-bar-name")).not_to_have_count(0)
-    page.get_by_label("Load", exact=True).click()
+    page.get_by_label("Batch size", exact=True).click()
     expect(chart.locator(".sd-curve")).not_to_have_count(0)
     assert chart.bounding_box()["height"] == 400
