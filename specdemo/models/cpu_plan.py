@@ -35,8 +35,6 @@ from specdemo.models.packed import (
 PROBE_TOKENS = 6
 KEY_BLOCK = 128
 KEY_LENGTHS = (4, 100, 126, 130, 200, 250, 256, 300, 380, 384, 390, 500, 512)
-
-
 BIT_EXACT = ("auto", "on", "off")
 
 
@@ -68,7 +66,7 @@ MEASURED = CpuSettings()
 
 @dataclass(slots=True)
 class CpuPlan:
-    """Decisions for one model. threads: 0: none measured. pass_ms: slots -> milliseconds of a pass."""
+    """Decisions for one model. threads: 0: none measured. same_bits: see `Target.same_bits`."""
 
     layout: Layout = PLAIN
     shape: PassShape = PassShape()
