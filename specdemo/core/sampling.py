@@ -110,7 +110,7 @@ class PositionNoise(Generator):
 
     def _compute(self, offsets: range) -> Tensor:
         keys = [[self._key(row, position + i) for i in offsets] for row, position in enumerate(self._positions)]
-        adder, factor = to_device(keys, self.device, torch.int32).unbind(-1)
+        adder, factor = to_device(keys, self._ids.device, torch.int32).unbind(-1)
         hashed = (self._ids ^ adder[..., None]).mul_(factor[..., None]).bitwise_and_(BITS)
         hashed ^= hashed >> 15
         uniform = hashed.mul_(MULTIPLIERS[0]).bitwise_and_(BITS).float().add_(0.5).mul_(-1.0 / (BITS + 1))

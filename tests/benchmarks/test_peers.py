@@ -169,12 +169,13 @@ def test_llama_cpp_writes_what_transformers_writes(pair):
 
 
 def test_without_its_packages_or_in_half_precision_llama_cpp_does_not_take_part(pair, monkeypatch):
-    monkeypatch.setattr(llamacpp, "find_spec", lambda name: object())
+    with monkeypatch.context() as patched:
+        patched.setattr(llamacpp, "find_spec", lambda name: None)
+        with pytest.raises(ValueError, match="pip install xllamacpp gguf"):
+            LlamaCpp(pair.target)
+    pytest.importorskip("xllamacpp", reason="llama.cpp's own loop is not installed: pip install xllamacpp")
     with pytest.raises(ValueError, match="needs a Llama in float32 on a CPU"):
         LlamaCpp(copy.deepcopy(pair.target).to(torch.bfloat16))
-    monkeypatch.setattr(llamacpp, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="pip install xllamacpp gguf"):
-        LlamaCpp(pair.target)
 
 
 def test_both_loops_on_llamacpp_write_the_same_text(pair):

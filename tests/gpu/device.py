@@ -46,6 +46,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from specdemo.core.sampling import PositionNoise
 from specdemo.core.tree import chain_parents
 
 STREAMS = 32  # streams of torch per device and priority, reused in turn
@@ -949,6 +950,9 @@ def pretended(devices=1):
         stack.enter_context(patch("specdemo.kv.graphs._used_streams", weakref.WeakSet()))
         stack.callback(chain_parents.cache_clear)
         stack.enter_context(patch.object(torch, "Generator", Generator))
+        # its class exists already, with torch's own generator as its base
+        plain = staticmethod(lambda cls, *_: Generator.__base__.__new__(cls))
+        stack.enter_context(patch.object(PositionNoise, "__new__", plain))
         stack.enter_context(patch.object(nn.Module, "to", _module_to))
         stack.enter_context(patch.object(nn.Module, "cuda", lambda module, device="cuda": module.to(device)))
         stack.enter_context(_Functions())
