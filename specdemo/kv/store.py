@@ -31,7 +31,7 @@ KEY_SPLIT = 512  # keys that torch's attention kernel for CPUs reads at once
 @dataclass(frozen=True, slots=True)
 class PassShape:
     """Sizes of verification passes with which kernels add in one order, so that a slot's logits are the same bits in a
-    pass of every width (models/one_kernel.py).
+    pass of every width (models/cpu_plan.py).
 
     slots: fewest slots of a pass; shorter ones are padded. tails: numbers of keys that a pass may read beyond a
     multiple of KEY_SPLIT, in ascending order; the mask hides those that follow the new ones. Empty: any number.
