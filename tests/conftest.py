@@ -30,7 +30,7 @@ settings.load_profile("fixed")
 
 
 def pytest_addoption(parser):
-    parser.addoption("--soak", action="store_true", help="run the long tests too, and try 100 times as many examples")
+    parser.addoption("--all", action="store_true", help="run what a release needs too; 100 times the examples")
 
 
 def pytest_configure(config):
@@ -53,8 +53,10 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if not item.nodeid.removeprefix("tests/").startswith(SLOW):
             item.add_marker("fast")
-        if item.get_closest_marker("soak") and not config.getoption("--soak"):
-            item.add_marker(pytest.mark.skip(reason="takes minutes; run by --soak"))
+    if not config.getoption("--all"):
+        release = [item for item in items if item.get_closest_marker("release")]
+        config.hook.pytest_deselected(items=release)
+        items[:] = [item for item in items if not item.get_closest_marker("release")]
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

@@ -26,7 +26,7 @@ def opened(caller, trace):
     assert '"type":"end"' in shown
 
 
-@pytest.mark.soak
+@pytest.mark.release
 def test_memory_stays_where_it_was_after_the_first_visitors():
     trace = max(RECORDED, key=lambda path: path.stat().st_size).read_bytes()
     with served(SPECDEMO_PUBLIC="1", SPECDEMO_BEHIND_PROXY="127.0.0.1") as (server, page), visitors(page) as visit:

@@ -32,7 +32,7 @@ def spec(number):
     return Comparison(id="test", target="stories", prompt=prompt, lanes=lanes, max_new_tokens=4 + number % 9)
 
 
-@pytest.mark.soak
+@pytest.mark.release
 def test_runs_and_refused_calls_leave_memory_where_it_was():
     session = Session()
     wrong = (

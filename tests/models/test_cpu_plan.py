@@ -91,7 +91,7 @@ def test_logits_are_the_same_bits_at_every_width(monkeypatch, name, dtype):
     assert differing(target, (1, 60, 124, 127, 252, 255, 380, 508, 511), (1, 2, 3, 4, 5, 9, 17)) == []
 
 
-@pytest.mark.soak
+@pytest.mark.release
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", SHAPES)

@@ -377,7 +377,7 @@ def outputs_in_batches(target, name, files, openings, rows, budget):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_greedy_output_of_many_prompts(name, target, reference, files, openings, continuations, request):
-    count = 200 if request.config.getoption("--soak") else 24
+    count = 200 if request.config.getoption("--all") else 24
     rows = 4 if target.capabilities.batch >= 4 else 1
     found = outputs_in_batches(target, name, files, openings[:count], rows, Budget(4, 12))
     wrong = [

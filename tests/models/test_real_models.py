@@ -98,7 +98,7 @@ def test_chains_write_the_text_of_plain_decoding_bit_for_bit(smollm2_folder):
     assert [lane for lane in lanes if not lane[-1]] == []
 
 
-@pytest.mark.soak
+@pytest.mark.release
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_five_hundred_chains_write_the_text_of_plain_decoding(smollm2_folder, dtype):
     words = "sky sea tree river bread clock train garden letter mountain violin number".split()
