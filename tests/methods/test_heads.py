@@ -16,6 +16,7 @@ from specdemo.models.checkpoints import open_checkpoint
 from specdemo.models.sources import no_progress
 from specdemo.models.target import HFTarget
 from specdemo.models.toy import ToyTarget
+from specdemo.training.losses import Objective
 from tests.examples import test_hydra
 from tests.generation import train
 from tests.methods import test_dflash, test_eagle, test_medusa, test_mlp_speculator, test_mtp
@@ -42,6 +43,7 @@ FILES = {
     "dflash": test_dflash.CASES,
 }
 CASES = {name: case for cases in FILES.values() for name, case in cases.items()}
+ONE_EACH = [next(iter(cases)) for cases in FILES.values()]
 CHAINS = {"eagle": {"draft": "chain"}, "medusa": {"draft": "sampled"}, "hydra": {"draft": "sampled"}}
 TREES = {
     "eagle": {"top_k": 3},
@@ -91,15 +93,29 @@ def run(request, case, head, tmp_path, monkeypatch):
         assert target.new_graph_capture().replayed > 6
 
 
+def in_every_commit(case, *values, when):
+    marks = () if when else pytest.mark.release
+    return pytest.param(case, *values, marks=marks, id="-".join([case, *(v for v in values if isinstance(v, str))]))
+
+
 @pytest.mark.parametrize(
-    ("run", "sampling"),
-    [("eager", GREEDY), ("eager", SAMPLED), ("packed", GREEDY), ("graphs", GREEDY), ("graphs", SAMPLED)],
-    indirect=["run"],
-    ids=["eager-greedy", "eager-sampled", "packed-greedy", "graphs-greedy", "graphs-sampled"],
+    ("case", "run", "mode"),
+    [
+        in_every_commit(case, run, mode, when=often or case in ONE_EACH)
+        for case in CASES
+        for run, mode, often in [
+            ("eager", "sampled", True),
+            ("graphs", "greedy", True),
+            ("packed", "greedy", False),
+            ("eager", "greedy", False),
+            ("graphs", "sampled", False),
+        ]
+    ],
+    indirect=["case", "run"],
 )
-def test_chains_are_those_of_the_reference(case, run, sampling):
+def test_chains_are_those_of_the_reference(case, run, mode):
     """Compare every token's distribution, on texts of different lengths."""
-    target, head = run
+    (target, head), sampling = run, {"greedy": GREEDY, "sampled": SAMPLED}[mode]
     reference, drafter = case.reference(head), load_drafter(case.method, target, head, **CHAINS.get(case.method, {}))
     for written, draft in ragged_steps(target, drafter, Budget(6, 6), sampling):
         assert draft.nodes == case.longest and (draft.probs is None) == sampling.greedy
@@ -119,8 +135,15 @@ def test_chains_are_those_of_the_reference(case, run, sampling):
     assert drafter.history_bytes == 0
 
 
-@pytest.mark.parametrize("run", ["eager", "graphs"], indirect=True)
-@pytest.mark.parametrize("case", WITH_TREES, indirect=True)
+@pytest.mark.parametrize(
+    ("case", "run"),
+    [
+        in_every_commit(case, run, when=run == "graphs" or case in ONE_EACH)
+        for case in WITH_TREES
+        for run in ("graphs", "eager")
+    ],
+    indirect=True,
+)
 def test_trees_are_those_of_the_reference(case, run):
     target, head = run
     reference, drafter = case.reference(head), load_drafter(case.method, target, head, **TREES[case.method])
@@ -172,6 +195,7 @@ def test_a_file_with_a_number_that_is_not_finite_is_refused(case, tmp_path, wron
 
 
 @pytest.mark.parametrize("run", ["graphs"], indirect=True)
+@pytest.mark.parametrize("case", [in_every_commit(case, when=case in ONE_EACH) for case in CASES], indirect=True)
 def test_greedy_output_with_published_files_is_that_of_plain_decoding(case, run):
     target, head = run
     check_greedy(target, load_drafter(case.method, target, head, **TREES.get(case.method, {})))
@@ -271,12 +295,14 @@ def test_sampled_text_is_drawn_from_the_target(name, sizes, options):
     check_sampling(load_drafter(name, target, fresh(name, target, sizes), **options), target)
 
 
-@pytest.mark.parametrize("hard", [False, True])
+@pytest.mark.parametrize("learned", ["probabilities", "tokens", "lk"])
 @pytest.mark.parametrize(("name", "sizes", "metrics"), every(TRAINED))
-def test_training_lowers_the_loss(target, name, sizes, metrics, hard):
+def test_training_lowers_the_loss(target, name, sizes, metrics, learned):
     drafter = load_drafter(name, target, fresh(name, target, sizes))
     batch = example(target, *drafter.taps)
-    if hard:
+    if learned == "lk":
+        drafter.objective = Objective("lk-lambda", "dpace")
+    if learned == "tokens":
         batch = Progress(batch.inputs, batch.outputs, batch.lengths, batch.hidden)
     before = drafter.loss(batch)[1]
     losses, after = train(drafter, batch, 30)

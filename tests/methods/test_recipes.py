@@ -59,20 +59,6 @@ def test_training_makes_a_head_guess_better(name, target, cache, tmp_path):
     )  # saved in bf16
 
 
-@pytest.mark.parametrize("name", HEAD_RECIPES)
-def test_a_head_learns_from_lk_losses_with_dpace_weights(name, target, cache, tmp_path):
-    torch.manual_seed(0)
-    drafter = untrained_drafter(HEAD_RECIPES[name], target)
-    drafter.objective = Objective("lk-lambda", "dpace")
-    material = build_dataset(target, cache, replace(PLAN, taps=drafter.taps))
-    before, chance = validation_loss(drafter, target, material)
-    for _ in train_head(drafter, target, material, tmp_path, batch_tokens=96, clock=ticking(), **SHORT):
-        pass
-    after, metrics = validation_loss(drafter, target, material)
-    assert float(after) < float(before)
-    assert metrics["agree_1"] > chance["agree_1"]
-
-
 def test_training_continues_from_a_trained_head_with_another_loss(target, tmp_path, monkeypatch):
     monkeypatch.setattr("specdemo.methods.recipes.share_minutes", lambda *_: Shares(PLAN, 1e-3, 96, 1))
     options = {"objective": Objective("lk-alpha", "dpace"), "start": "stories-dflash"}

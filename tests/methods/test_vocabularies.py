@@ -272,6 +272,7 @@ def test_the_shipped_pair_writes_the_targets_text(shipped):
     assert accepted > 3 * 32 / 3  # at least a third of the text is drafted
 
 
+@pytest.mark.release
 def test_the_shipped_pair_samples_as_its_target(shipped):
     target, drafter, budget = shipped
     ids = torch.tensor([encode(target.tokenizer, PROMPTS[0], target.max_length)] * 512)
