@@ -8,12 +8,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from specdemo.analysis.predict import predict
     from specdemo.core.protocol import Budget, GenerationConfig
     from specdemo.core.sampling import Sampling
     from specdemo.engine.loop import generate
     from specdemo.methods import load_drafter
     from specdemo.methods.targets import load_target
-    from specdemo.prediction.predict import predict
     from specdemo.presets.run import run
 
 __version__ = "0.1.0"
@@ -40,7 +40,7 @@ _HOMES = {
     "generate": "specdemo.engine.loop",
     "load_drafter": "specdemo.methods",
     "load_target": "specdemo.methods.targets",
-    "predict": "specdemo.prediction.predict",
+    "predict": "specdemo.analysis.predict",
     "run": "specdemo.presets.run",
 }
 

@@ -39,9 +39,9 @@ from specdemo.servers.engines import engine_names
 from specdemo.ui.app import ui, with_settings
 
 if TYPE_CHECKING:
+    from specdemo.analysis.observation import Observation
     from specdemo.core.protocol import Target
     from specdemo.core.trace import RunTrace
-    from specdemo.diagnosis.observation import Observation
     from specdemo.servers.process import Server
 
 app = typer.Typer(
@@ -260,8 +260,8 @@ def watch(
 ) -> None:
     """Show what limits a running server. Reads its metrics every few seconds: acceptance, tokens/s and the diagnosis.
     Sends no request for text."""
-    from specdemo.diagnosis.terminal import show_live
-    from specdemo.diagnosis.watch import Watch
+    from specdemo.analysis.terminal import show_live
+    from specdemo.analysis.watch import Watch
 
     allow([server])
     show_live(Watch(address(server), plain, k), every, readings, as_json)
@@ -280,8 +280,8 @@ def profile(
 ) -> None:
     """Measure this machine for `predict`. Takes a few minutes; measures memory bandwidth, matrix products, kernel
     launches, and forward passes by number of tokens and batch size."""
+    from specdemo.analysis.profiles import write_profile
     from specdemo.bench.device import measure_profile, profile_report
-    from specdemo.prediction.profiles import write_profile
 
     if out is not None:
         check_output(out, force)
@@ -328,9 +328,9 @@ def predict(
 ) -> None:
     """Predict the speed-up on another machine. Reports every draft length and batch size, with an interval and the
     bottleneck; needs no torch."""
+    from specdemo.analysis.predict import predict as foresee
+    from specdemo.analysis.roofline import known_engine as engine_of
     from specdemo.bench.report import what_if_report
-    from specdemo.prediction.predict import predict as foresee
-    from specdemo.prediction.roofline import known_engine as engine_of
 
     rates = _numbers("acceptance", acceptance, float)
     found = [
@@ -390,9 +390,9 @@ def why(
 ) -> None:
     """Explain why speculative decoding is slow. Reads the output of an engine or four numbers (--k, --length, --without
     and --with), and names the cause and the setting to change; needs no torch."""
+    from specdemo.analysis.diagnose import diagnose
+    from specdemo.analysis.observation import Observation
     from specdemo.bench.why_report import why_report
-    from specdemo.diagnosis.diagnose import diagnose
-    from specdemo.diagnosis.observation import Observation
 
     modes = {"on": True, "off": False}
     if thinking and thinking not in modes:
@@ -414,7 +414,7 @@ def why(
 
 def _check_names(engine: str, method: str) -> None:
     """Raise ValueError, one line, for an engine or a drafting method that a diagnosis does not know."""
-    from specdemo.diagnosis.observation import WORDS, method_of
+    from specdemo.analysis.observation import WORDS, method_of
     from specdemo.methods.drafting_cost import DraftingCost
     from specdemo.servers.engines import engines
 
@@ -427,8 +427,8 @@ def _check_names(engine: str, method: str) -> None:
 
 def _read_output(path: str) -> "Observation":
     """Read the output of an engine. Raises ValueError, one line."""
+    from specdemo.analysis.readers import read_output, read_output_file
     from specdemo.core.safe_io import FILE_BYTES
-    from specdemo.diagnosis.readers import read_output, read_output_file
 
     if path != "-":
         return read_output_file(path)

@@ -465,7 +465,7 @@ def test_documented_commands_exist_with_their_options(arguments):
         assert "No such" not in str(getattr(error, "message", error))
 
 
-SAMPLES = Path(__file__).parent / "diagnosis" / "samples"
+SAMPLES = Path(__file__).parent / "analysis" / "samples"
 
 
 def test_why_explains_an_output_and_its_baseline(capsys):

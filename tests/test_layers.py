@@ -18,8 +18,7 @@ ORDER = [
     "servers",
     "engine",
     "presets",
-    "prediction",
-    "diagnosis",
+    "analysis",
     "bench",
     "ui",
 ]

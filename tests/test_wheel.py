@@ -21,7 +21,7 @@ USE = """
 import sys
 from types import SimpleNamespace
 from specdemo.__main__ import main
-from specdemo.prediction.profiles import profiles
+from specdemo.analysis.profiles import profiles
 from specdemo.ui.page import Visits, build, preset
 
 assert main(["presets", "--json"]) == 0

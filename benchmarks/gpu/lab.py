@@ -13,6 +13,7 @@ import torch
 from torch import Generator, Tensor
 from transformers import PreTrainedModel
 
+from specdemo.analysis.work import shape
 from specdemo.bench.device import copy_bandwidth, fast, read_bandwidth
 from specdemo.bench.random_models import random_model
 from specdemo.core.accept import AcceptResult, Lossless
@@ -23,7 +24,6 @@ from specdemo.engine.loop import generate
 from specdemo.models.devices import DTYPES, device_kind, now, pick_dtype
 from specdemo.models.machine import commit
 from specdemo.models.target import HFTarget
-from specdemo.prediction.work import shape
 
 ROOM = 1.2  # memory in multiples of the weights: fused matrices, caches, CUDA graphs
 PROMPT = 64  # tokens of a prompt

@@ -22,6 +22,7 @@ from benchmarks.floor import floor
 from benchmarks.gpu.lab import Absent, Found, Lab, Steps, measure_steps, name_of
 from benchmarks.pairs import SIZES, Pair, Size, make_pair, random_pair
 from benchmarks.peers import compete, read_bytes
+from specdemo.analysis.profiles import MeasuredStep
 from specdemo.bench.device import BATCHES, CONTEXT, WIDTHS, basics, best_seconds, fast, passes, passes_of, slug
 from specdemo.bench.random_models import DRAFTS, random_model
 from specdemo.bench.result import Result
@@ -39,7 +40,6 @@ from specdemo.models.cpu_threads import one_thread
 from specdemo.models.devices import device_kind
 from specdemo.models.machine import device_name, versions
 from specdemo.models.target import HFTarget
-from specdemo.prediction.profiles import MeasuredStep
 from specdemo.presets.files import load_presets
 
 ROOT = Path(__file__).parents[2]

@@ -12,6 +12,7 @@ from statistics import fmean
 import torch
 from transformers import PreTrainedModel
 
+from specdemo.analysis.profiles import NAME, Figure, MeasuredStep, Passes, Profile, Provenance
 from specdemo.bench.base import Progress
 from specdemo.bench.random_models import DRAFTS, random_model
 from specdemo.bench.report import table
@@ -27,7 +28,6 @@ from specdemo.models.machine import clock, commit, device_name, versions
 from specdemo.models.pass_cost import pass_times
 from specdemo.models.sources import no_progress
 from specdemo.models.target import HFTarget
-from specdemo.prediction.profiles import NAME, Figure, MeasuredStep, Passes, Profile, Provenance
 
 REPEATS = 8
 LAUNCHES = 500

@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 
+from specdemo.analysis.lanes import Summary, break_even, prediction
+from specdemo.analysis.predict import Prediction
 from specdemo.bench.result import ALL, Result, Row, best, intervals, is_baseline, noisy
 from specdemo.core.estimate import Estimate
 from specdemo.core.headline import headline, price_words, settled
 from specdemo.core.suggest import program
 from specdemo.core.tally import summarise
 from specdemo.core.trace import LaneTrace, RunTrace, estimates
-from specdemo.diagnosis.lanes import Summary, break_even, prediction
-from specdemo.prediction.predict import Prediction
 
 NONE = "-"
 RACE = (

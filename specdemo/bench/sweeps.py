@@ -7,6 +7,7 @@ from pathlib import Path
 from torch import Generator
 from transformers import PreTrainedTokenizerBase
 
+from specdemo.analysis.diagnose import SMALLEST_GAIN
 from specdemo.bench.base import Decoding, Laned, Questioned, Report, Stop
 from specdemo.bench.measure import Compared, Place, Question, Show, Way, along, compare_lanes, read_questions
 from specdemo.bench.report import sentence
@@ -14,7 +15,6 @@ from specdemo.bench.result import Result, Row
 from specdemo.core.accept import Lossless
 from specdemo.core.protocol import GenerationConfig, Target
 from specdemo.core.sampling import Sampling
-from specdemo.diagnosis.diagnose import SMALLEST_GAIN
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.engine.cost import WIDTHS, CostModel, fit_cost_model
 from specdemo.engine.session import Session, environment

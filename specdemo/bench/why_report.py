@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
+from specdemo.analysis.diagnose import SMALLEST_RATE, Diagnosis, least_k, percent
 from specdemo.bench.report import visible
-from specdemo.diagnosis.diagnose import SMALLEST_RATE, Diagnosis, least_k, percent
 
 POSITIONS = 16  # positions of which the acceptance is shown
 ALL = 0.98  # share of steps with a draft; the last step of a request often has none

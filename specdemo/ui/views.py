@@ -11,12 +11,12 @@ from dataclasses import asdict, dataclass
 from itertools import chain, repeat
 from typing import Any, Literal
 
+from specdemo.analysis.lanes import break_even, prediction
 from specdemo.core.atomic_io import json_text
 from specdemo.core.definitions import by_key
 from specdemo.core.estimate import Estimate
 from specdemo.core.headline import SO_FAR, headline, price_words, settled
 from specdemo.core.trace import LaneTrace, RunTrace, StepEvent, estimates, is_drafted, token_kinds
-from specdemo.diagnosis.lanes import break_even, prediction
 from specdemo.engine.messages import Finished, LaneDone, LaneStep, Message, Note, Restarted, Started
 from specdemo.methods.drafting_cost import DraftingCost
 from specdemo.models.gguf_files import is_gguf

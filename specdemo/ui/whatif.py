@@ -9,6 +9,12 @@ from functools import lru_cache, partial
 import gradio as gr
 from gradio.components import Component
 
+from specdemo.analysis.acceptance import Acceptance, of_lane, of_lengths
+from specdemo.analysis.drafts import method_in
+from specdemo.analysis.predict import ASSUMED, BATCHES, Prediction, Row, predict, predicted
+from specdemo.analysis.profiles import profile, profiles
+from specdemo.analysis.published import published
+from specdemo.analysis.work import known, shape
 from specdemo.core.atomic_io import json_text
 from specdemo.core.estimate import Estimate
 from specdemo.core.shapes import Shape
@@ -16,12 +22,6 @@ from specdemo.core.trace import RunTrace, estimates
 from specdemo.engine.comparison import MAX_K
 from specdemo.methods import BASELINE
 from specdemo.methods.drafting_cost import Drafting, DraftingCost
-from specdemo.prediction.acceptance import Acceptance, of_lane, of_lengths
-from specdemo.prediction.drafts import method_in
-from specdemo.prediction.predict import ASSUMED, BATCHES, Prediction, Row, predict, predicted
-from specdemo.prediction.profiles import profile, profiles
-from specdemo.prediction.published import published
-from specdemo.prediction.work import known, shape
 from specdemo.presets.files import DEFAULT, allowed_models, load_presets
 from specdemo.presets.link import shown_name
 from specdemo.presets.recorded import is_recorded, recorded

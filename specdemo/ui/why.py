@@ -6,12 +6,12 @@ from pathlib import Path
 
 import gradio as gr
 
+from specdemo.analysis.diagnose import Diagnosis, diagnose
+from specdemo.analysis.observation import Observation
+from specdemo.analysis.readers import READERS, read_output, read_output_file
 from specdemo.bench.why_report import changes, numbers
 from specdemo.core.atomic_io import json_text
 from specdemo.core.safe_io import PUBLIC_FILE_BYTES
-from specdemo.diagnosis.diagnose import Diagnosis, diagnose
-from specdemo.diagnosis.observation import Observation
-from specdemo.diagnosis.readers import READERS, read_output, read_output_file
 from specdemo.ui import assets
 from specdemo.ui.job import QUIET, Values, named
 

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
+from specdemo.analysis.profiles import profile
+from specdemo.analysis.work import shape
 from specdemo.bench import device
 from specdemo.bench.device import basics, passes, passes_of, step_times
 from specdemo.bench.random_models import random_model
 from specdemo.models.target import HFTarget
-from specdemo.prediction.profiles import profile
-from specdemo.prediction.work import shape
 
 CPU = torch.device("cpu")
 

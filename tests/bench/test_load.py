@@ -1,4 +1,4 @@
-"""`bench load`: the draft length that pays at each load, from recorded results (tests/diagnosis/samples)."""
+"""`bench load`: the draft length that pays at each load, from recorded results (tests/analysis/samples)."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from specdemo.bench.suites.load import load_points
 from specdemo.engine.loop import never_cancelled
 
 CLOSE = "no clear gain, serve without speculation or measure more requests"
-SAMPLES = Path(__file__).parents[1] / "diagnosis" / "samples"
+SAMPLES = Path(__file__).parents[1] / "analysis" / "samples"
 
 
 def report(share, what, so_far=None, /):

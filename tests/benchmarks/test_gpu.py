@@ -9,12 +9,12 @@ import torch
 from benchmarks.gpu import run
 from benchmarks.gpu.lab import Absent, Found, Lab, Synthetic, measure_steps
 from benchmarks.gpu.sections import METHODS, PLANS, Section, plain, sections
+from specdemo.analysis.predict import predict
+from specdemo.analysis.profiles import read_profile
 from specdemo.core.accept import Lossless
 from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.core.tree import ABSENT, Draft
 from specdemo.methods import load_drafter
-from specdemo.prediction.predict import predict
-from specdemo.prediction.profiles import read_profile
 from tests import processes
 
 CPU = torch.device("cpu")

@@ -2,6 +2,8 @@
 
 import pytest
 
+from specdemo.analysis.acceptance import Acceptance, of_passes
+from specdemo.analysis.predict import predict
 from specdemo.core.speedup import (
     best_length,
     expected_tokens,
@@ -12,8 +14,6 @@ from specdemo.core.speedup import (
 )
 from specdemo.engine.cost import CostModel
 from specdemo.methods.adaptive import Goodput, StepOutcome
-from specdemo.prediction.acceptance import Acceptance, of_passes
-from specdemo.prediction.predict import predict
 
 
 @pytest.mark.parametrize("cost, best", [(0.01, 7), (0.02, 6), (0.05, 4), (0.1, 3)])

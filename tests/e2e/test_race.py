@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 from playwright.sync_api import expect
 
+from specdemo.analysis.lanes import break_even, prediction
 from specdemo.core.tally import summarise
 from specdemo.core.trace import compare, estimates, from_json, to_json
-from specdemo.diagnosis.lanes import break_even, prediction
 from specdemo.ui.answers import TITLE
 from tests.e2e.conftest import NEXT_FRAME, choose_example, edit, expect_example, visitors
 from tests.traces import HOSTILE, PROMPT, hostile_trace

@@ -8,7 +8,7 @@ from playwright.sync_api import expect
 from tests.e2e.conftest import NEXT_FRAME
 from tests.e2e.test_layout import CONTROLS, SMALL
 
-SAMPLES = Path(__file__).parents[1] / "diagnosis" / "samples"
+SAMPLES = Path(__file__).parents[1] / "analysis" / "samples"
 
 
 def wait_for_text(page, words):

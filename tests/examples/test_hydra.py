@@ -9,13 +9,13 @@ import torch
 from torch.nn import functional as F
 from transformers import LlamaModel
 
+from specdemo.analysis.acceptance import from_mean
+from specdemo.analysis.drafts import method_in
+from specdemo.analysis.predict import predict
 from specdemo.methods import load_drafter
 from specdemo.methods.targets import load_target
 from specdemo.models.target import HFTarget
 from specdemo.models.toy import ToyTarget
-from specdemo.prediction.acceptance import from_mean
-from specdemo.prediction.drafts import method_in
-from specdemo.prediction.predict import predict
 from specdemo_hydra import Hydra
 from tests.generation import train
 from tests.methods.heads import (

@@ -19,6 +19,9 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from specdemo.__main__ import main
+from specdemo.analysis.predict import predict
+from specdemo.analysis.profiles import Profile
+from specdemo.analysis.work import known
 from specdemo.bench.measure import read_questions
 from specdemo.bench.result import read_result
 from specdemo.bench.suites import Sweep
@@ -33,9 +36,6 @@ from specdemo.models.load import load_meta_target, load_target
 from specdemo.models.shipped import embedded_folder
 from specdemo.models.sources import read_config
 from specdemo.models.text import encode
-from specdemo.prediction.predict import predict
-from specdemo.prediction.profiles import Profile
-from specdemo.prediction.work import known
 from specdemo.presets.files import Preset, load_presets, preset, read_presets
 from specdemo.presets.link import from_query
 from specdemo.presets.recorded import load_trace

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from specdemo.__main__ import main
+from specdemo.analysis.predict import predict
 from specdemo.core.protocol import Budget, Progress
 from specdemo.core.tree import Draft
 from specdemo.engine.comparison import Lane
@@ -17,7 +18,6 @@ from specdemo.methods import METHODS, PLUG_INS, _plug_in, detect_method, knobs, 
 from specdemo.methods.targets import load_target
 from specdemo.models.checkpoints import Checkpoint, open_meta_checkpoint
 from specdemo.models.toy import ToyTarget
-from specdemo.prediction.predict import predict
 from specdemo.testing import saved_head_loads
 from tests import processes
 from tests.plug_in import PAGE, ROOT, install_bigram, run

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
+from specdemo.analysis.predict import predict
 from specdemo.bench.suites import suite
 from specdemo.engine.comparison import Lane
 from specdemo.methods import METHODS
 from specdemo.models.devices import pick_dtype
-from specdemo.prediction.predict import predict
 from specdemo.presets.files import DEFAULT, EMBEDDED, allowed_models, load_presets, preset, read_presets
 from specdemo.presets.link import LONGEST_TEXT
 

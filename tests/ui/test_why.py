@@ -7,7 +7,7 @@ import pytest
 
 from specdemo.ui.why import answer
 
-SAMPLES = Path(__file__).parents[1] / "diagnosis" / "samples"
+SAMPLES = Path(__file__).parents[1] / "analysis" / "samples"
 
 
 def shown(**values):

@@ -13,13 +13,13 @@ from typing import Annotated
 
 from pydantic import Field, PlainSerializer
 
+from specdemo.analysis.readers import read_json_output
+from specdemo.analysis.readers.base import below, number, objects, text_of
+from specdemo.analysis.readers.guidellm import GuideLLM
+from specdemo.analysis.readers.serving_benchmark import BenchServe
 from specdemo.bench.base import Axis, Option, Report, Stop, Suite
 from specdemo.bench.result import LATENCY, Result, Row
 from specdemo.core.estimate import Estimate, t_quantile
-from specdemo.diagnosis.readers import read_json_output
-from specdemo.diagnosis.readers.base import below, number, objects, text_of
-from specdemo.diagnosis.readers.guidellm import GuideLLM
-from specdemo.diagnosis.readers.serving_benchmark import BenchServe
 
 PLAIN = "Baseline"
 Files = Annotated[Sequence[Path], Field(min_length=1), PlainSerializer(lambda files: [one.name for one in files])]

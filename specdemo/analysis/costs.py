@@ -1,0 +1,203 @@
+"""Cost of a speculative step, measured or expected, as `CostModel`s in units of a plain decoding step.
+
+Most engines report no times of drafting and verification. The total cost of a step is then the mean accepted length
+divided by the speed-up. It is split with the costs that the roofline expects for the models on a data-centre GPU; the
+rest is attributed to the part that most likely causes it, and the other attributions give the uncertainty.
+"""
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from functools import lru_cache
+
+from specdemo.analysis.acceptance import Acceptance
+from specdemo.analysis.drafts import drafting
+from specdemo.analysis.observation import Observation
+from specdemo.analysis.predict import ASSUMED
+from specdemo.analysis.profiles import profile
+from specdemo.analysis.roofline import device_of, step_of
+from specdemo.analysis.work import known, shape
+from specdemo.core.shapes import Shape
+from specdemo.engine.cost import CostModel
+from specdemo.methods.drafting_cost import DraftingCost
+from specdemo.presets.drafters import base_name
+
+DEVICE, DTYPE, CONTEXT = "h100-sxm", "bfloat16", 1024
+DENSE, EXPERTS, SMALL = "meta-llama/Llama-3.1-8B-Instruct", "Qwen/Qwen3-30B-A3B", "meta-llama/Llama-3.2-1B-Instruct"
+# A draft token costs at most a plain step, as if the target were its own drafter; further costs are not drafting.
+SLOWEST_DRAFT = 1.0
+PARTS = ("drafting", "verification", "overhead")
+BISECTIONS = 40
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """Cost of a step with k draft tokens in plain steps. draft: per draft token."""
+
+    draft: float
+    verify: float
+    overhead: float
+
+    def total(self, k: float) -> float:
+        """Return the cost of a step that drafts k tokens."""
+        return k * self.draft + self.verify + self.overhead
+
+
+def reach_rates(observation: Observation) -> list[float]:
+    """Return the share of the steps whose draft reaches each position of a completed observation.
+
+    The reach of drafts that end early is not reported. It falls by the same factor per position, so that its sum is the
+    measured number of draft tokens per step.
+    """
+    k, share = observation.k or 1, observation.drafting_share or 1.0
+    drafted = min(observation.drafted_per_step or share * k, share * k)
+    if drafted < share:  # the share is unknown, and so it is at most as large
+        share = drafted
+    low, high = 0.0, 1.0
+    if drafted < share * k:
+        for _ in range(BISECTIONS):
+            factor = (low + high) / 2.0
+            low, high = (factor, high) if _sum(share, factor, k) < drafted else (low, factor)
+    return [share * high**place for place in range(k)]
+
+
+def _sum(first: float, factor: float, count: int) -> float:
+    return first * sum(factor**place for place in range(count))
+
+
+def accepted_rates(observation: Observation) -> list[float]:
+    """Return the chance, at each position of a completed observation, that a step that accepted all earlier positions
+    drafts and accepts the next token."""
+    k, length = observation.k or 1, observation.accepted_length or 1.0
+    shares = observation.by_position[:k]
+    if any(shares):
+        return [min(b / a, 1.0) if a else 0.0 for a, b in zip((1.0, *shares), shares, strict=False)]
+    reach, low, high = reach_rates(observation), 0.0, 1.0
+    for _ in range(BISECTIONS):
+        rate = (low + high) / 2.0
+        more = sum(share * rate**place for place, share in enumerate(reach, start=1)) < length - 1.0
+        low, high = (rate, high) if more else (low, rate)
+    return [high * ratio for ratio in ratios(reach)]
+
+
+def ratios(reach: Sequence[float]) -> list[float]:
+    """Return the share of the drafts that reach each position among those that reach the one before it."""
+    return [b / a if a else 0.0 for a, b in zip((1.0, *reach), reach, strict=False)]
+
+
+def target_shape(observation: Observation) -> Shape:
+    """Return the shape of the target if it is well known, else that of a typical model of its kind."""
+    names = {base_name(name): name for name in known() if "/" in name}
+    name = names.get(base_name(observation.target)) if observation.target else None
+    return shape(name or (EXPERTS if observation.moe else DENSE))
+
+
+def expected_cost(observation: Observation, k: int, batch: float = 1.0) -> StepCost:
+    """Return the cost that the roofline expects for the models of an observation."""
+    target = target_shape(observation)
+    method = observation.kind if observation.kind in DraftingCost.declared else "eagle"
+    names = {base_name(name): name for name in known() if "/" in name}
+    drafter = names.get(base_name(observation.drafter), "") if observation.drafter else ""
+    return _expected(target, method, drafter, min(k, 64), max(round(batch), 1))
+
+
+@lru_cache(maxsize=256)
+def _expected(target: Shape, method: str, drafter: str, k: int, batch: int) -> StepCost:
+    config = known()[drafter or SMALL] if method == "draft_model" else None
+    draft = drafting(method, target, config, {})
+    device, acceptance = device_of(profile(DEVICE), DTYPE, "recorded"), Acceptance((ASSUMED,))
+    plain, step = (step_of(target, draft, acceptance, length, batch, CONTEXT, DTYPE) for length in (0, k))
+    plain_ms = plain.ms(device)
+    overhead = max(step.overhead_ms(device) - plain.overhead_ms(device), 0.0) / plain_ms
+    return StepCost(step.draft_ms(device) / k / plain_ms, step.check_ms(device) / plain.check_ms(device), overhead)
+
+
+def step_costs(observation: Observation) -> list[StepCost]:
+    """Return the most likely cost of a step of a completed observation, then other costs that explain it as well.
+
+    A single entry is certain: all three parts are measured, or only the expected cost is known.
+    """
+    drafted, share = observation.drafted_per_step or 1.0, observation.drafting_share or 1.0
+    depth = min(observation.per_draft, observation.k or observation.per_draft)
+    one = expected_cost(observation, max(round(depth), 1), observation.batch_size or 1.0)
+    expected = StepCost(
+        one.draft * depth / observation.per_draft, 1.0 + share * (one.verify - 1.0), share * one.overhead
+    )
+    measured = (observation.draft_cost, observation.verify_cost, observation.overhead)
+    known_parts = [part for part, value in zip(PARTS, measured, strict=True) if value is not None]
+    start = StepCost(*(e if m is None else m for m, e in zip(measured, astuple(expected), strict=True)))
+    speed, length = observation.speedup, observation.accepted_length
+    unknown = [part for part in PARTS if part not in known_parts]
+    if speed is None or length is None or not unknown:
+        return [start]
+    excess = length / speed.value - start.total(drafted)
+    if excess <= 0.0:
+        return [_reduced(start, unknown, excess, drafted)]
+    order = [part for part in _likely(observation) if part in unknown]
+    orders = [order, *([part] for part in order)]
+    found = [_raised(start, parts, excess, drafted) for parts in orders]
+    return list(dict.fromkeys(found))
+
+
+def _likely(observation: Observation) -> Sequence[str]:
+    """Return the parts in the order in which an unexpected cost is attributed to them.
+
+    A separate draft model runs k passes one after the other, so its launches cost most. Heads are one layer and lookups
+    cost nothing, so their unexpected costs are those of the wider pass; so are those of experts and of large batches.
+    """
+    wide = observation.moe or (observation.batch_size or 1.0) >= 2.0
+    slow_draft = not wide and observation.kind in ("", "draft_model", "layer_skip")
+    return PARTS if slow_draft else ("verification", "overhead")
+
+
+def _reduced(cost: StepCost, unknown: Sequence[str], excess: float, drafted: float) -> StepCost:
+    """Return the cost with its unknown parts reduced to the measured total. A pass costs at least one plain step."""
+    drafting = cost.draft * drafted if "drafting" in unknown else 0.0
+    wider = cost.verify - 1.0 if "verification" in unknown else 0.0
+    rest = cost.overhead if "overhead" in unknown else 0.0
+    share = max(1.0 + excess / (drafting + wider + rest), 0.0) if drafting + wider + rest else 1.0
+    return StepCost(
+        cost.draft * (share if drafting else 1.0),
+        1.0 + (cost.verify - 1.0) * (share if wider else 1.0),
+        cost.overhead * (share if rest else 1.0),
+    )
+
+
+def _raised(cost: StepCost, parts: Sequence[str], excess: float, drafted: float) -> StepCost:
+    """Return the cost with an excess added to the parts in order, each up to its limit; the last takes the rest.
+
+    k + 1 tokens cost at most as much as k + 1 passes.
+    """
+    limits = {
+        "drafting": max(SLOWEST_DRAFT - cost.draft, 0.0) * drafted,
+        "verification": max(drafted + 1.0 - cost.verify, 0.0),
+    }
+    added = dict.fromkeys(PARTS, 0.0)
+    for part in parts:
+        added[part] = excess if part == parts[-1] else min(excess, limits[part])
+        excess -= added[part]
+    return StepCost(
+        cost.draft + added["drafting"] / drafted, cost.verify + added["verification"], cost.overhead + added["overhead"]
+    )
+
+
+def cost_model(cost: StepCost, observation: Observation) -> CostModel:
+    """Return the cost model of a completed observation in units of a plain step.
+
+    Verification costs grow linearly with the number of tokens. A tree, and drafts of several methods, are known at
+    their measured size only.
+    """
+    k, drafted = observation.k or 1, observation.drafted_per_step or 1.0
+    sized = drafted > k or observation.combined
+    widest = round(drafted) if sized else k
+    return CostModel(
+        plain_ms=1.0,
+        pass_ms=1.0,
+        verify={1: 1.0, widest + 1: 1.0 + (cost.verify - 1.0) * widest / drafted},
+        draft_ms=cost.draft,
+        draft_step_ms=0.0,
+        other_ms=cost.overhead,
+        alpha=accepted_rates(observation),
+        k=k,
+        reach_rates=reach_rates(observation),
+        tree_nodes=drafted if sized else None,
+    )

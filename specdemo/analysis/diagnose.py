@@ -1,0 +1,655 @@
+"""Diagnosis: the verdict on a run, its causes in order, and what to change. Needs no torch.
+
+Causes are ranked by one measure: the factor by which the run would become faster if the cause were removed. A better
+draft length costs nothing, so its factor compares with the run as it is; so does that of a drafter that fails after
+its first positions. Every other factor compares two runs at their
+best draft lengths, one of which has a healthy value in one part of the step. A specific cause (thinking mode, batch
+size, experts, memory) replaces the part of the step that it makes slow.
+
+Some causes precede the others. A known fault of the setup, such as random prompts, comes first: it makes the other
+numbers meaningless, so it is to be removed before anything else is judged. Then come causes that are counted instead of
+inferred: steps without a draft, and positions after which nothing is accepted. In a run that is faster than plain
+decoding, the draft length comes next, because nothing else is wrong then.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from math import ceil, inf, sqrt
+from typing import Literal
+
+from specdemo.analysis.costs import StepCost, cost_model, ratios, step_costs, target_shape
+from specdemo.analysis.observation import TOLERANCE, Observation, complete
+from specdemo.analysis.predict import ASSUMED
+from specdemo.core.atomic_io import finite, json_text
+from specdemo.core.estimate import Estimate
+from specdemo.core.noise import MIN_STEP_COST
+from specdemo.core.speedup import break_even_rate
+from specdemo.core.suggest import program
+from specdemo.engine.cost import MAX_K, CostModel, DraftLengthAdvice
+from specdemo.presets.drafters import RULES, base_name, published_drafters
+from specdemo.servers.engines import engines
+
+CauseName = Literal[
+    "acceptance",
+    "thinking",
+    "random prompts",
+    "broken drafter",
+    "few drafts",
+    "later positions",
+    "confidence threshold",
+    "draft length",
+    "drafting",
+    "verification",
+    "batch size",
+    "experts",
+    "overhead",
+    "memory",
+]
+# A healthy step. Acceptance: the default of predictions. Drafting: a draft model of a tenth of the target's size, as
+# the rules for choosing one demand; heads are cheaper. Verification: reading the weights dominates, so a token adds
+# about its own FLOPs, 2 % of a step on GPUs at batch size 1. Overhead: sampling and bookkeeping of vLLM and SGLang
+# take about a tenth of a step of an 8B model.
+HEALTHY_RATE = ASSUMED
+HEALTHY = StepCost(draft=0.1, verify=0.02, overhead=0.1)  # verify: per draft token, in addition to 1
+# Smaller factors are within the repeatability of such measurements: engines' logs cover seconds, and speeds of two
+# servers on one machine vary by a few percent.
+SMALLEST_GAIN = 1.05
+SMALLEST_RATE = 0.005  # break-even rates below are shown as 0 %, so they are left out
+SURE = 1.96  # standard deviations for 95 %
+EXAMPLES = 4  # engines whose flags are shown if the engine is unknown
+FEW_STEPS = 50  # below, the mean accepted length is uncertain by more than 10 %
+EARLY = 0.75  # share of k below which drafts end early
+# Known from the output, not inferred from costs. Faults make the other numbers meaningless.
+FAULTS = ("random prompts", "thinking", "broken drafter", "memory")
+COUNTED = ("few drafts", "later positions")
+# A drafter that guesses only frequent tokens still has 1 to 3 % accepted at the first position (the recorded runs with
+# noise on all weights have 1.3 %), and the worst trained ones above 10 %. 200 tokens tell 2 % from 0 with certainty.
+BROKEN_RATE, BROKEN_TOKENS = 0.02, 200.0  # accepted tokens per draft; draft tokens
+WORKING_RATE, CLIFF_TRIALS = (
+    0.3,
+    50.0,
+)  # conditional acceptance before a position at which none is; drafts that reach it
+FEW_DRAFTS, HARDLY_ANY = 0.5, 0.05  # share of the steps with a draft
+THRESHOLD = 0.5  # confidence at which drafts end, if it is unknown
+
+REPEATS = "Use it for text that repeats its prompt, such as edits and summaries"
+LOOKUPS = "A lookup drafts only where the text repeats itself."
+TITLES: dict[CauseName, tuple[str, str]] = {  # as a cause and as the bottleneck of a fast run
+    "acceptance": ("the acceptance rate is too low for the cost of the draft", "the acceptance rate"),
+    "thinking": ("the drafter was trained for the other thinking mode", "the thinking mode"),
+    "random prompts": ("the prompts are random tokens, which no drafter predicts", "random prompts"),
+    "broken drafter": ("almost no draft token is accepted, as if the drafter were broken", "a broken drafter"),
+    "few drafts": ("most steps have no draft", "steps without a draft"),
+    "later positions": ("no draft token is accepted after the first few positions", "the later draft positions"),
+    "confidence threshold": ("drafts end early", "drafts that end early"),
+    "drafting": ("drafting is too slow", "drafting"),
+    "verification": ("verifying several tokens costs much more than one", "the wider pass"),
+    "batch size": ("the batch is too large for speculation", "the batch size"),
+    "experts": ("verification reads more experts", "the experts of the wider pass"),
+    "overhead": ("overhead of the engine in every step", "engine overhead"),
+    "memory": ("weights or caches do not fit into the device's memory", "memory"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """A cause of slowness. gain: the factor by which the run would become faster without it; 1 or more. title and
+    evidence: sentences without a period. advice: what to change, one or two sentences; may be empty."""
+
+    name: CauseName
+    title: str
+    gain: float
+    evidence: str
+    advice: str
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """Result of `diagnose`.
+
+    observation: completed with the values that follow from others. step_cost: time of a step in plain steps.
+    break_even: acceptance rate (accepted / drafted) below which this draft loses on this machine; above 1: it always
+    loses. costs: parts of the step in plain steps, `measured` or estimated. best_k: fastest draft length, 0 for off;
+    speed_at_best: the speed-up with it; gain: the factor over the present draft length. Their intervals cover the ways
+    in which the cost may be split, or the sampling error if all times were recorded. causes: most important first.
+    sentence: the verdict. recommendations: what to change, with the engine's flags.
+    """
+
+    observation: Observation
+    sentence: str
+    causes: tuple[Cause, ...] = ()
+    recommendations: tuple[str, ...] = ()
+    step_cost: float | None = None
+    break_even: float | None = None
+    costs: StepCost | None = None
+    measured: bool = False
+    best_k: int | None = None
+    speed_at_best: Estimate | None = None
+    gain: Estimate | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def cause(self) -> Cause | None:
+        """Return the main cause; None for a run that is faster than plain decoding at a good draft length and has no
+        fault in its setup."""
+        first = self.causes[0] if self.causes else None
+        changing = (*FAULTS, "later positions", "draft length")
+        return None if first is None or (self.healthy and first.name not in changing) else first
+
+    @property
+    def healthy(self) -> bool:
+        """Return whether the run is faster than plain decoding, or expected to be."""
+        speed = self.observation.speedup
+        return ((self.expected_speed or 0.0) if speed is None else speed.value) >= SMALLEST_GAIN
+
+    @property
+    def expected_speed(self) -> float | None:
+        """Return the speed-up that follows from the cost of a step; None without a diagnosis."""
+        length = self.observation.accepted_length
+        return length / self.step_cost if length and self.step_cost else None
+
+    @property
+    def implausible(self) -> bool:
+        """Return whether the two speeds cannot be of the same prompts and load: a step would be faster than a plain
+        one."""
+        return not self.measured and self.step_cost is not None and self.step_cost < MIN_STEP_COST
+
+    @property
+    def hopeless(self) -> bool:
+        """Return whether plain decoding is the fastest choice: no draft length is predicted to beat it, and the run
+        did not."""
+        speed = self.observation.speedup
+        return self.best_k == 0 and (not self.healthy if speed is None else _label(speed) != "faster")
+
+    def limits(self) -> list[str]:
+        """Return a title and the causes in order, one per line; empty without any."""
+        title = "Causes, by the speed-up without each:" if self.cause else "What limits the speed:"
+        lines = [f"{cause.title} ({cause.gain:.2f}x): {cause.evidence}" for cause in self.causes]
+        return [title, *(f"{place}. {line}" for place, line in enumerate(lines, start=1))] if lines else []
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Return the names of the values that would make the diagnosis more certain."""
+        return self.observation.missing
+
+    def as_dict(self) -> dict[str, object]:
+        """Return everything for JSON."""
+        values = asdict(self)
+        observation = values.pop("observation")
+        cause = self.cause.name if self.cause else None
+        found = finite(values | {"cause": cause, "missing": self.missing, "observation": observation})
+        assert isinstance(found, dict)
+        return found
+
+
+def diagnose(given: Observation, advice: DraftLengthAdvice | None = None) -> Diagnosis:
+    """Diagnose a run. advice: its cost model and best draft length, if the events of all steps were recorded.
+
+    Raises ValueError, one line, if the values contradict each other. A diagnosis with few values lists them in
+    `missing` and has no causes.
+    """
+    observation = complete(given)
+    if observation.accepted_length is None or not observation.k:
+        return Diagnosis(observation, _unknown(observation))
+    if advice:
+        fits = [_measured(observation, advice.costs)]
+    else:
+        fits = [_Fit(observation, cost, cost_model(cost, observation)) for cost in step_costs(observation)]
+    first, *others = fits
+    certain = advice is not None or None not in (observation.draft_cost, observation.verify_cost, observation.overhead)
+    longest = min(MAX_K, 2 * first.model.k) if certain else min(MAX_K, first.model.k)
+    best_k = advice.best if advice else _best_drafting(first.model, longest)
+    gain = advice.gain if advice else _range([fit.gain(best_k) for fit in fits])
+    if not first.pays(best_k, gain.value):
+        best_k, gain = 0, _range([fit.gain(0) for fit in fits])
+    best_speed = _range([fit.model.speedup(best_k) for fit in fits])
+    causes = tuple(_order(first.causes(longest, best_k, gain), first))
+    drafted = observation.drafted_per_step or float(observation.k)
+    speed, expected_cost = observation.speedup, first.model.step_ms(first.model.k)
+    step_cost = expected_cost if speed is None else observation.accepted_length / speed.value
+    found = Diagnosis(
+        observation=observation,
+        sentence="",
+        causes=causes,
+        step_cost=step_cost,
+        break_even=break_even_rate(step_cost, drafted),
+        costs=first.cost,
+        measured=certain,
+        best_k=best_k,
+        speed_at_best=best_speed,
+        gain=gain,
+        notes=tuple(_notes(observation, best_k, others)),
+    )
+    return replace(found, sentence=verdict(found), recommendations=tuple(_recommendations(found)))
+
+
+def _range(values: Sequence[float]) -> Estimate:
+    return Estimate(values[0], min(values), max(values)) if len(values) > 1 else Estimate(values[0])
+
+
+def _order(causes: Iterable[Cause], fit: "_Fit") -> list[Cause]:
+    """Return the causes in order: faults of the setup; what is counted and not inferred; then by gain. If the run is
+    faster than plain decoding, only its drafts' length can be a cause, so it precedes the other gains."""
+    pays = fit.speed >= SMALLEST_GAIN
+
+    def rank(cause: Cause) -> tuple[bool, bool, float]:
+        first = cause.name in (("later positions", "draft length") if pays else COUNTED)
+        return cause.name not in FAULTS, not first, -cause.gain
+
+    found = sorted(causes, key=rank)
+    named = ("draft length", *COUNTED, *FAULTS)
+    return [one if not pays or one.name in named else replace(one, title=TITLES[one.name][1]) for one in found]
+
+
+def _measured(observation: Observation, model: CostModel) -> "_Fit":
+    """Return the cost model of recorded steps in units of a plain step. Plain steps have an overhead too."""
+    unit, k = model.plain_ms, model.k
+    times = ("plain_ms", "pass_ms", "draft_ms", "draft_step_ms", "other_ms")
+    in_steps = replace(model, **{name: getattr(model, name) / unit for name in times})
+    verify = 1.0 + in_steps.verify_ms(k) - in_steps.pass_ms
+    overhead = max(in_steps.other_ms - (1.0 - in_steps.pass_ms), 0.0)
+    cost = StepCost(in_steps.drafting_ms(k) / max(in_steps.drafted(k), 1.0), verify, overhead)
+    return _Fit(observation, cost, in_steps, recorded=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Fit:
+    """A cost of the step, and the cost model with it."""
+
+    observation: Observation
+    cost: StepCost
+    model: CostModel
+    recorded: bool = False  # the events of all steps were recorded
+
+    @property
+    def speed(self) -> float:
+        """Return the speed-up of the run, measured or expected."""
+        measured = self.observation.speedup
+        return self.model.speedup(self.model.k) if measured is None else measured.value
+
+    def gain(self, k: int) -> float:
+        """Return the predicted speed at draft length k relative to the run, k = 0 for plain decoding."""
+        return self.model.speedup(k) / self.model.speedup(self.model.k)
+
+    def pays(self, k: int, gain: float) -> bool:
+        """Return whether draft length k, with that gain, is predicted to be clearly faster than plain decoding. A run
+        that is faster itself only has to gain."""
+        measured = self.observation.speedup
+        faster = measured is not None and _label(measured) == "faster"
+        return k > 0 and (self.speed * gain >= SMALLEST_GAIN or (faster and self.speed * gain > 1.0))
+
+    def causes(self, longest: int, best_k: int, gain: Estimate) -> Iterator[Cause]:
+        """Yield the causes whose removal gains more than `SMALLEST_GAIN`, and all that are known without costs. best_k,
+        gain: the recommended draft length and its gain over the run."""
+        clear = gain.label == "faster" if self.recorded else gain.value >= SMALLEST_GAIN
+        if best_k and best_k != self.model.k and clear:
+            yield self._of_length(best_k, gain.value)
+        best, as_it_is = self.model.speedup(_best_drafting(self.model, longest)), self.model.speedup(self.model.k)
+        for name, fixed in self._fixed():
+            factor = fixed.speedup(_best_drafting(fixed, longest)) / (as_it_is if name == "later positions" else best)
+            if name in (*FAULTS, "later positions") or factor >= SMALLEST_GAIN or self._hardly_drafts(name):
+                title = self._title(name)
+                yield Cause(name, title, max(factor, 1.0), self._evidence(name), self._advice(name))
+
+    def _hardly_drafts(self, name: CauseName) -> bool:
+        return name == "few drafts" and self.model.reach_rates[0] < HARDLY_ANY
+
+    def _title(self, name: CauseName) -> str:
+        one = self.observation
+        if name == "later positions":
+            return f"no draft token after position {self._cliff} is accepted"
+        if name == "few drafts" and self._hardly_drafts(name):
+            return "hardly any step has a draft"
+        if name == "confidence threshold" and one.threshold:
+            return "the confidence threshold ends drafts early"
+        if name == "acceptance" and (one.accepted_length or 1.0) <= self.speed:
+            return "too few draft tokens are accepted"
+        return TITLES[name][0]
+
+    def _fixed(self) -> Iterator[tuple[CauseName, CostModel]]:
+        """Yield the cost model with one part replaced by that of a healthy step, by cause."""
+        model, k = self.model, self.model.k
+        reach = ratios([*model.reach_rates, *[model.reach_rates[-1]] * (len(model.alpha) - len(model.reach_rates))])
+        healthy = [max(rate, HEALTHY_RATE * ratio) for rate, ratio in zip(model.alpha, reach, strict=False)]
+        yield self._of_acceptance(), replace(model, alpha=healthy)
+        if 0.0 < (share := model.reach_rates[0]) < FEW_DRAFTS:
+            alpha = [model.alpha[0] / share, *model.alpha[1:]]
+            yield "few drafts", replace(model, alpha=alpha, reach_rates=[rate / share for rate in model.reach_rates])
+        if self._cliff:
+            level = model.alpha[self._cliff - 1]
+            alpha = [*model.alpha[: self._cliff], *(level * ratio for ratio in reach[self._cliff :])]
+            yield "later positions", replace(model, alpha=alpha)
+        if self._ends_early:
+            yield "confidence threshold", self._without_threshold(reach)
+        yield "drafting", replace(model, draft_ms=min(self.cost.draft, HEALTHY.draft), draft_step_ms=0.0)
+        flat = {n: min(v, 1.0 + HEALTHY.verify * (n - 1)) for n, v in model.verify.items()}
+        yield self._of_verification(k), replace(model, verify=flat)
+        other = model.other_ms - self.cost.overhead + min(self.cost.overhead, HEALTHY.overhead)
+        yield "memory" if self.observation.offloaded else "overhead", replace(model, other_ms=other)
+
+    @property
+    def _cliff(self) -> int:
+        """Return the last position at which drafts are accepted, if none is at the next one; else 0."""
+        one, reach = self.observation, ratios(self.model.reach_rates)
+        if self._ends_early or not (self.recorded or any(one.by_position)):
+            return 0
+        trials = float(one.steps or inf)
+        for place, (rate, ratio) in enumerate(zip(self.model.alpha, reach, strict=False)):
+            trials *= ratio
+            if not ratio or trials < CLIFF_TRIALS:
+                return 0
+            if rate <= BROKEN_RATE * ratio:
+                return place if place and self.model.alpha[place - 1] >= WORKING_RATE * reach[place - 1] else 0
+            trials *= rate / ratio
+        return 0
+
+    @property
+    def _ends_early(self) -> bool:
+        """Return whether a drafter's drafts end well before k, although its tokens are accepted."""
+        one = self.observation
+        chosen = self.recorded or one.looks_up or one.combined or (one.drafted_per_step or 0.0) > self.model.k
+        return not chosen and one.per_draft < EARLY * self.model.k
+
+    def _without_threshold(self, ratios_of_reach: Sequence[float]) -> CostModel:
+        """Return the cost model of drafts that do not end early. The added tokens are those below the threshold; of a
+        calibrated drafter, on average half as many are accepted as the threshold says."""
+        model, share = self.model, self.model.reach_rates[0]
+        added = (self.observation.threshold or THRESHOLD) / 2.0
+        alpha = [model.alpha[0]]
+        alpha += [
+            rate + (1.0 - ratio) * added for rate, ratio in zip(model.alpha[1:], ratios_of_reach[1:], strict=False)
+        ]
+        return replace(model, alpha=alpha, reach_rates=[share] * model.k)
+
+    def _of_acceptance(self) -> CauseName:
+        one = self.observation
+        if one.random_prompts:
+            return "random prompts"
+        drafts = self.model.reach_rates[0] if self.recorded else one.drafting_share or 1.0
+        hits = (one.accepted_length or 1.0) - 1.0
+        if (one.draft_tokens or 0.0) >= BROKEN_TOKENS and hits <= BROKEN_RATE * drafts and not one.looks_up:
+            return "broken drafter"
+        other_mode = None not in (one.thinking, one.trained_thinking) and one.thinking != one.trained_thinking
+        return "thinking" if other_mode else "acceptance"
+
+    def _of_verification(self, k: int) -> CauseName:
+        """Return what makes the wider pass slow: experts, if reading them explains half of it, else a batch."""
+        one = self.observation
+        batch = one.batch_size or 1.0
+        if one.moe and (self._expert_cost(k) - 1.0 >= 0.5 * (self.cost.verify - 1.0) or batch < 2.0):
+            return "experts"
+        if one.offloaded:
+            return "memory"
+        return "batch size" if batch >= 2.0 else "verification"
+
+    def _expert_cost(self, k: int) -> float:
+        """Return the weights that a pass over k + 1 tokens of every row reads, relative to one token."""
+        shape, batch = target_shape(self.observation), self.observation.batch_size or 1.0
+        read = [
+            shape.dense + shape.head + shape.expert * shape.expert_layers * shape.touched(n * batch) for n in (1, k + 1)
+        ]
+        return read[1] / read[0]
+
+    def _of_length(self, best_k: int, gain: float) -> Cause:
+        length = self.observation.k or self.model.k
+        title = f"k = {length} is too {'large' if best_k < length else 'small'}"
+        return Cause(
+            "draft length", title, gain, f"k = {best_k} is predicted to be {gain:.2f}x as fast as k = {length}", ""
+        )
+
+    def _evidence(self, name: CauseName) -> str:
+        one, cost, k = self.observation, self.cost, self.model.k
+        rate = 100.0 * (one.acceptance_rate or 0.0)
+        batch = one.batch_size or 1.0
+        accepted = f"{rate:.0f} % of the draft tokens were accepted"
+        slots = 1.0 + (one.drafted_per_step or float(k))
+        full = abs(slots - k - 1.0) < 0.05 * k
+        wide = f"a pass over {f'{k + 1}' if full else f'{slots:.1f}'} tokens costs {cost.verify:.2f} plain steps"
+        evidence: dict[CauseName, str] = {
+            "acceptance": accepted,
+            "thinking": f"{accepted}, with {_mode(one.thinking)} and a drafter trained {_mode(one.trained_thinking)}",
+            "random prompts": f"{accepted} after random prompts",
+            "broken drafter": f"{_tokens_accepted(one)}; even a poor drafter guesses the most frequent tokens",
+            "few drafts": self._shares(),
+            "later positions": f"{percent(self._conditional(self._cliff))} accepted at position {self._cliff}, "
+            f"{percent(self._conditional(self._cliff + 1))} at the next one",
+            "confidence threshold": f"{one.per_draft:.1f} of k = {one.k} tokens on average, and {accepted}",
+            "drafting": f"a draft token costs {cost.draft:.2f} plain steps",
+            "verification": wide,
+            "batch size": f"{wide} at batch size {batch:.3g}, where it verifies {batch * slots:.0f} tokens",
+            "experts": f"{wide}, and it reads {self._expert_cost(k):.1f} times the weights of one token",
+            "overhead": f"{cost.overhead:.2f} plain steps per step are neither drafting nor verification",
+            "memory": "weights or caches are read from main memory or disk",
+        }
+        return evidence[name]
+
+    def _conditional(self, position: int) -> float:
+        """Return the acceptance at a position, counted from 1, among the drafts that reach it."""
+        reach = ratios(self.model.reach_rates)
+        return self.model.alpha[position - 1] / reach[position - 1] if 0 < position <= len(reach) else 0.0
+
+    def _shares(self) -> str:
+        """Return the number of drafts and their length."""
+        one, share = self.observation, self.model.reach_rates[0]
+        drafts = (
+            f"{round(share * one.steps):,} of {one.steps:,} steps had a draft" if one.steps else "steps with a draft"
+        )
+        return f"{drafts} ({percent(share)}), of {(one.drafted_per_step or 0.0) / share:.1f} tokens each"
+
+    def _advice(self, name: CauseName) -> str:
+        lookup = self.observation.looks_up
+        advice: dict[CauseName, str] = {
+            "acceptance": f"{REPEATS}, or use a head or draft model."
+            if lookup
+            else "Use a drafter that was trained for exactly this target, chat template and kind of text.",
+            "broken drafter": "Check the drafter: weights that its file lacks, such as lm_head.weight; its conversion; "
+            "and that it was made for this target, with these hidden layers and positions.",
+            "few drafts": f"{REPEATS}, allow shorter n-grams, or use a head or draft model."
+            if lookup
+            else f"Check what skips drafts: a confidence threshold, a minimum length, the batch size. {LOOKUPS}",
+            "later positions": "Check the drafter after that position: the number of its heads or layers, its hidden "
+            "states and its positions.",
+            "confidence threshold": f"Lower the confidence threshold{_p_min(self.observation)}, and measure again.",
+            "thinking": f"Ask with{'out' * (not self.observation.trained_thinking)} thinking, or use another drafter.",
+            "random prompts": "Measure with real prompts, such as SPEED-Bench or Spec-Bench.",
+            "drafting": f"Use {RULES[0]}, or a head; check that the drafter runs on the same device as the target.",
+            "verification": "Use fewer draft tokens, or an engine with kernels for passes over a few tokens.",
+            "batch size": "Use fewer draft tokens at large batches, or none.",
+            "experts": "Use few draft tokens: every one of them reads further experts.",
+            "overhead": "Check that both models run in CUDA graphs, without synchronisation per draft token, on one "
+            "device; update the engine.",
+            "memory": "Use a smaller target or drafter, more quantisation or a shorter context, so that all fits.",
+        }
+        return advice[name]
+
+
+def _p_min(one: Observation) -> str:
+    return f" ({one.threshold:g} now)" if one.threshold else ", if the engine has one"
+
+
+def percent(share: float) -> str:
+    """Return a share in percent, with a digit below 10 %."""
+    return f"{100.0 * share:.0f} %" if share >= 0.1 or not share else f"{100.0 * share:.1f} %"
+
+
+def _tokens_accepted(one: Observation) -> str:
+    drafted = one.draft_tokens or 0.0
+    return f"{round(drafted * (one.acceptance_rate or 0.0)):,} of {round(drafted):,} draft tokens were accepted"
+
+
+def _mode(thinking: bool | None) -> str:
+    return "thinking" if thinking else "no thinking"
+
+
+def _best_drafting(model: CostModel, longest: int) -> int:
+    """Return the fastest draft length of at least 1."""
+    if model.tree_nodes is not None:
+        return model.k
+    best: int = max([*range(1, longest + 1), model.k], key=model.speedup)
+    return best
+
+
+def speed_phrase(speed: Estimate, times: str = "x") -> str:
+    """Return the result of a speed-up: `Slower (0.80x, 0.70 to 0.90)`. Without an interval, 5 % decide."""
+    return f"{_label(speed).capitalize()} ({speed.format(times)})"
+
+
+def _label(speed: Estimate) -> str:
+    if speed.low is not None:
+        return speed.label
+    return "faster" if speed.value >= SMALLEST_GAIN else "slower" if speed.value <= 1.0 / SMALLEST_GAIN else speed.label
+
+
+def verdict(found: Diagnosis, times: str = "x", opening: str = "") -> str:
+    """Return the verdict in one sentence with its uncertainty. opening: replaces the words about the speed-up."""
+    one = found.observation
+    assert found.step_cost is not None
+    speed = one.speedup
+    start = opening or (speed_phrase(speed, times) if speed else _expected_phrase(found, times))
+    takes = "takes" if speed else "is expected to take"
+    cost = f"as long as plain decoding of {found.step_cost:.2f} tokens"
+    parts = [f"{start}: a step {takes} {cost} and yields {_length(one)} tokens"]
+    if one.acceptance_rate is not None:
+        parts.append(accepted_clause(one.acceptance_rate, found.break_even))
+    if found.implausible:
+        return "; ".join([*parts, "impossible, so the two speeds are of different prompts or load"]) + "."
+    limits = [TITLES[cause.name][1] for cause in found.causes if cause.name != "draft length"]
+    if found.step_cost <= 1.0:
+        parts.append("no extra cost over plain decoding")
+    if found.cause is not None and (not found.healthy or found.cause.name != "draft length"):
+        certain = found.measured or found.cause.name in (*FAULTS, *COUNTED)
+        name = "fault" if found.healthy else "main cause" if certain else "likely main cause"
+        parts.append(f"{name}: {found.cause.title}")
+    elif found.step_cost > 1.0:
+        parts.append(f"bottleneck: {limits[0]}" if limits else "no single bottleneck")
+    return "; ".join([*parts, _advice_clause(found, times)]) + "."
+
+
+def _expected_phrase(found: Diagnosis, times: str) -> str:
+    """Return the opening of a run whose speed without speculation is unknown: `Expected to be faster (1.48x ..)`."""
+    assert found.expected_speed is not None
+    speed = Estimate(found.expected_speed)
+    label = "about as fast" if _label(speed) == speed.label else _label(speed)
+    return f"Expected to be {label} ({speed.format(times)} on an H100, not measured)"
+
+
+def accepted_clause(rate: float, break_even: float | None) -> str:
+    """Return the acceptance rate with the rate below which this draft loses, if that is known and not 0."""
+    accepted = f"{100.0 * rate:.0f} % of the draft tokens were accepted"
+    if break_even is None or break_even < SMALLEST_RATE:
+        return accepted
+    needed = f"{100.0 * break_even:.0f} % would break even" if break_even <= 1.0 else "not even 100 % would break even"
+    return f"{accepted}, {needed}"
+
+
+def _length(one: Observation) -> str:
+    """Return the mean accepted length with its sampling error, if the number of steps is known."""
+    assert one.accepted_length is not None
+    if not one.steps or not any(one.by_position):
+        return f"{one.accepted_length:.2f}"
+    shares = (1.0, *one.by_position, 0.0)
+    chances = [max(a - b, 0.0) for a, b in pairwise(shares)]
+    mean = sum(n * chance for n, chance in enumerate(chances))
+    error = sqrt(sum((n - mean) ** 2 * chance for n, chance in enumerate(chances)) / one.steps)
+    return f"{one.accepted_length:.2f} ± {SURE * error:.2f}"
+
+
+def _advice_clause(found: Diagnosis, times: str) -> str:
+    one, gain = found.observation, found.gain
+    assert gain is not None
+    if found.cause is not None and found.cause.name in FAULTS:
+        return "mend that first, then measure again"
+    if found.hopeless:
+        return "not worth it here: no draft length is predicted to beat plain decoding"
+    if any(cause.name == "draft length" for cause in found.causes):
+        return f"k = {found.best_k} is predicted to be faster than k = {one.k} ({gain.format(times)})"
+    if one.combined:
+        return "each of its methods has a draft length of its own, so no other k is predicted"
+    return f"no other k is predicted to be clearly faster than k = {one.k}"
+
+
+def _unknown(one: Observation) -> str:
+    needed = [
+        words
+        for value, words in ((one.accepted_length, "mean accepted length"), (one.k, "draft length k"))
+        if not value
+    ]
+    if not one.k and one.accepted_length == 1.0:
+        return "No diagnosis: this output is of plain decoding; use it as the baseline of a run with speculation."
+    pronoun = "them" if len(needed) > 1 else "it"
+    known = one.accepted_length
+    read = f"; the mean accepted length of {known:.2f} needs a k of at least {least_k(known)}" if known else ""
+    return (
+        f"No diagnosis: {' and '.join(needed)} unknown{read}; give {pronoun} too, or read another output of the engine."
+    )
+
+
+def least_k(length: float) -> int:
+    """Return the smallest draft length with which a step can output so many tokens."""
+    return max(ceil(length - 1.0 - TOLERANCE), 1)
+
+
+def _notes(one: Observation, best_k: int, others: Sequence[_Fit]) -> Iterator[str]:
+    if one.speedup is None:
+        unknown = "with" if one.plain_tokens_per_s else "without"
+        yield f"The speed {unknown} speculation is unknown, so costs are those expected on an H100; measure it too."
+    elif others:
+        yield "Times of drafting and verification are unknown; their split is estimated from the models' sizes."
+    if not best_k and others:
+        speed, k = max(
+            ((fit.model.speedup(k), k) for fit in others for k in range(1, min(fit.model.k, MAX_K))), default=(0.0, 0)
+        )
+        if speed >= SMALLEST_GAIN:
+            yield f"k = {k} may pay nevertheless, if the cost grows with k more than estimated."
+    drafts = one.steps and max(round(one.steps * (one.drafting_share or 1.0)), 1)
+    if drafts and drafts < FEW_STEPS:
+        yield f"Only {drafts} {'step' if drafts == one.steps else 'draft'}{'s' * (drafts > 1)}: read a longer run."
+    if one.k and one.per_draft < EARLY * one.k and not one.combined:
+        yield f"Drafts end early: {one.per_draft:.1f} of k = {one.k} tokens on average."
+
+
+def _recommendations(found: Diagnosis) -> Iterator[str]:
+    one, best_k, cause = found.observation, found.best_k, found.cause
+    assert best_k is not None
+    if cause is not None and cause.name in FAULTS:
+        yield f"{cause.advice} Then measure again."
+        return
+    if found.implausible:
+        yield (
+            "Measure both speeds again with the same prompts and load, both of one request or both of all requests: "
+            "no step with a draft is faster than a plain one."
+        )
+        return
+    if found.hopeless:
+        yield _setting(one, 0, "Turn speculation off")
+    elif any(cause.name == "draft length" for cause in found.causes):
+        yield _setting(one, best_k, f"Draft {best_k} token{'s' * (best_k > 1)} per step")
+    if cause is not None and cause.advice:
+        yield cause.advice
+    if cause is not None and cause.name == "batch size":
+        yield from _schedule(one, best_k or 1)
+    if cause is not None and cause.name in ("acceptance", "drafting"):
+        yield from _other_drafters(one)
+
+
+def _setting(one: Observation, k: int, words: str) -> str:
+    """Return the recommendation with the flags of the engine, or of some engines if it is unknown."""
+    chosen = [engine for engine in engines() if engine.name == one.engine] or engines()[:EXAMPLES]
+    settings = [(engine.title, engine.draft_length_setting(k, one.method, one.drafter)) for engine in chosen]
+    known = [f"{title}: {flags}" for title, flags in settings if flags]
+    return f"{words} ({'; '.join(known)})." if known else f"{words}."
+
+
+def _schedule(one: Observation, k: int) -> Iterator[str]:
+    if one.engine in ("", "vllm") and one.batch_size:
+        half = max(int(one.batch_size) // 2, 1)
+        schedule = json_text([[1, half, k], [half + 1, 512, 0]])
+        yield f'vLLM can draft at small batches only: "num_speculative_tokens_per_batch_size": {schedule}.'
+
+
+def _other_drafters(one: Observation) -> Iterator[str]:
+    others = [d for d in published_drafters(one.target) if base_name(d.drafter) != base_name(one.drafter)]
+    if one.target and others:
+        names = ", ".join(dict.fromkeys(drafter.drafter for drafter in others[:4]))
+        yield f"Published drafters of this target: {names} (`{program()} drafters {one.target}`)."

@@ -1,0 +1,106 @@
+"""Predictions and sentences about the lanes of a run, from the same diagnosis as for other engines. Needs no torch."""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from specdemo.analysis.diagnose import accepted_clause, diagnose, verdict
+from specdemo.analysis.observation import Observation
+from specdemo.core.estimate import Estimate
+from specdemo.core.speedup import break_even_rate
+from specdemo.core.tally import summarise
+from specdemo.core.trace import LaneTrace, RunTrace, estimates
+from specdemo.engine.cost import DraftLengthAdvice
+
+Summary = Mapping[str, Any]  # of core.tally.summarise
+
+
+def prediction(trace: RunTrace, times: str = "x") -> list[dict[str, Any]]:
+    """Return one entry per speculative lane: lane, predicted_speedup (as it ran), best_k (0: off), best_speedup,
+    sentence.
+
+    The numbers are None if too little was decoded. times: the unit of a speed-up in the sentence.
+    """
+    lanes = zip(trace.lanes[1:], estimates(trace), strict=True)
+    return [_predict_lane(trace.lanes[0], lane, speed, times) for lane, speed in lanes]
+
+
+def break_even(lane: Summary, speed: Estimate | None) -> float | None:
+    """Return the acceptance rate below which a lane is slower than plain decoding on this machine; above 1: it always
+    is. None if it is unknown. lane: its summary.
+    """
+    length, drafted, steps = (lane.get(name) for name in ("tokens_per_step", "drafted", "steps"))
+    if speed is None or not length or not drafted or not steps or not speed.value:
+        return None
+    return break_even_rate(length / speed.value, drafted / steps)
+
+
+def _predict_lane(plain: LaneTrace, lane: LaneTrace, speed: Estimate | None, times: str) -> dict[str, object]:
+    numbers, outside = summarise(lane), bool(plain.remote or lane.remote)
+    sentence = _remote_sentence(speed, numbers, times) if outside and speed else explain(numbers, speed, times)
+    sentence += _server_times(plain) + _server_times(lane)
+    if lane.remote and lane.remote.source:
+        sentence += f" {lane.remote.source}."
+    predicted: dict[str, object] = dict.fromkeys(("predicted_speedup", "best_k", "best_speedup"))
+    requested_k = lane.options.get("k")
+    with suppress(ArithmeticError, ValueError):  # a stored trace may contain any times
+        k = requested_k if isinstance(requested_k, int) else 0
+        advice = None if outside or speed is None else DraftLengthAdvice.of(plain.events, lane.events, k)
+        if advice is not None and speed is not None and numbers["drafted"]:
+            found = diagnose(_observation(numbers, speed, lane.method, max(k, advice.costs.k)), advice)
+            sentence = verdict(found, times, _opening(speed, times))
+            costs, best = advice.costs, found.best_k or 0
+            speedups = round(costs.speedup(costs.k), 4), round(costs.speedup(best), 4)
+            predicted = {"predicted_speedup": speedups[0], "best_k": best, "best_speedup": speedups[1]}
+    return {"lane": lane.name, **predicted, "sentence": sentence}
+
+
+def explain(lane: Summary, speed: Estimate | None, times: str = "x") -> str:
+    """Explain a lane's speed-up in one sentence, from its summary (core.tally.summarise)."""
+    if speed is None or not lane["steps"]:
+        return "Too few tokens for an explanation."
+    cost = round(lane["tokens_per_step"] / speed.value, 2)
+    sentence = (
+        f"{_opening(speed, times)}: a step takes as long as plain decoding of {cost:.2f} tokens and yields "
+        f"{lane['tokens_per_step']:.2f} tokens"
+    )
+    return f"{sentence}; {_accepted(lane, speed) or 'nothing was drafted'}."
+
+
+def _opening(speed: Estimate, times: str) -> str:
+    return f"{speed.label.capitalize()} ({speed.format(times)})"
+
+
+def _observation(lane: Summary, speed: Estimate, method: str, k: int) -> Observation:
+    return Observation(
+        method=method,
+        k=k,
+        accepted_length=lane["tokens_per_step"],
+        acceptance_rate=lane["acceptance_rate"],
+        drafted_per_step=lane["drafted"] / lane["steps"],
+        steps=lane["steps"],
+        speedup=speed,
+    )
+
+
+def _accepted(lane: Summary, speed: Estimate) -> str:
+    """Return the acceptance rate with the one that breaks even; empty if nothing was drafted."""
+    rate, needed = lane.get("acceptance_rate"), break_even(lane, speed)
+    return "" if rate is None else accepted_clause(rate, needed)
+
+
+def _remote_sentence(speed: Estimate, lane: Summary, times: str) -> str:
+    """Return the sentence for a lane on a server, whose time cannot be split."""
+    length = lane["tokens_per_step"]
+    opening = f"{_opening(speed, times)}: whole requests, timed by the client"
+    yielded = "" if length is None else f"mean accepted length {length:.2f}"
+    return "; ".join(filter(None, [opening, _accepted(lane, speed), yielded])) + "."
+
+
+def _server_times(lane: LaneTrace) -> str:
+    """Return the server's own times of the last request, if it sends them."""
+    times = lane.remote.times if lane.remote else {}
+    if len(times) < 2:
+        return ""
+    first, decoding = times["ttft_ms"], times["decode_ms"]
+    return f" The server of {lane.name} reports {first:.0f} ms to the first token and {decoding:.0f} ms of decoding."

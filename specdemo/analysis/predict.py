@@ -1,0 +1,384 @@
+"""Prediction of the speed-up on another machine, at another load or with another draft.
+
+A step with k draft tokens costs its drafting passes, one target pass over k + 1 tokens of every row, and the engine's
+overhead. It emits the tokens that `Acceptance` predicts. All times come from `Device.ms` and the shapes in configs. The
+interval combines a fixed error band of the times with that of the acceptance.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from math import exp, hypot, log
+from pathlib import Path
+
+from specdemo.analysis.acceptance import Acceptance, drafting_lane, of_lane
+from specdemo.analysis.drafts import drafting, method_in
+from specdemo.analysis.profiles import Profile, profile
+from specdemo.analysis.roofline import BYTES, Device, Engine, Step, device_of, step_of
+from specdemo.analysis.work import config_of, shape
+from specdemo.core.dtypes import dtype_name
+from specdemo.core.estimate import Estimate
+from specdemo.core.shapes import HEADROOM, Shape
+from specdemo.core.speedup import best_length, predicted_speedup
+from specdemo.core.trace import LaneTrace
+from specdemo.methods.drafting_cost import Drafting
+
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+MOST_EXPENSIVE = 1e9  # highest price per hour, in any currency
+# Error band of a speed-up and of tokens/s: a prediction may be too high or too low by this factor. docs/what-if.md
+# compares it with published and measured results.
+BAND = 1.4
+ASSUMED = 0.75  # default acceptance rate of every position
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """Input of a prediction. nodes: size of the draft tree; 0: that of the acceptance's tree, or chains."""
+
+    target: Shape
+    draft: Drafting
+    device: Device
+    acceptance: Acceptance
+    batch: int = 1
+    context: int = 1024
+    nodes: int = 0
+    price: float | None = None  # per hour of the machine, in any currency
+
+    def nodes_at(self, depth: int) -> int:
+        """Return the size of the draft tree up to a depth; 0: a chain."""
+        return self.nodes or sum(self.acceptance.widths[:depth])
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Prediction for one draft length."""
+
+    k: int
+    tokens: Estimate  # output tokens per target pass
+    draft_ms: float
+    verify_ms: float
+    other_ms: float
+    c: float  # cost of a draft token, in plain passes
+    v: float  # cost of the verification pass, in plain passes
+    speedup: Estimate
+    tokens_per_s: Estimate  # over all rows
+    limit: str  # the bottleneck
+    extrapolated: bool = False  # k is larger than the recorded one
+
+    @property
+    def step_ms(self) -> float:
+        """Return the time of a step."""
+        return self.draft_ms + self.verify_ms + self.other_ms
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """Prediction for one batch size at its best draft length; k 0: none is faster than plain decoding."""
+
+    batch: int
+    k: int
+    speedup: Estimate
+    tokens_per_s: float
+    memory_gb: float
+    fits: bool
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Result of a prediction. rows: by draft length, or depth of the tree, at the requested batch size. loads: by batch
+    size.
+    """
+
+    scenario: Scenario
+    plain_ms: float  # a step of plain decoding
+    plain_tokens_per_s: Estimate
+    rows: tuple[Row, ...]
+    loads: tuple[Gain, ...]
+    # the smallest batch at which no draft length gains; None: none up to the largest of `loads`
+    break_even_batch: int | None
+    memory_gb: float
+    fits: bool
+    notes: tuple[str, ...] = ()
+
+    @property
+    def best(self) -> Row:
+        """Return the fastest row, even if plain decoding is faster."""
+        return max(self.rows, key=lambda row: row.speedup.value)
+
+    @property
+    def best_k(self) -> int:
+        """Return the draft length to use; 0: no speculation."""
+        return self.best.k if self.best.speedup.value > 1.0 else 0
+
+    @cached_property
+    def sentence(self) -> str:
+        """Return the result and its bottleneck in one sentence."""
+        return " ".join(filter(None, (self._gain, self.extrapolation_note(self.best), self.too_large)))
+
+    @property
+    def _gain(self) -> str:
+        best, scenario = self.best, self.scenario
+        where = f"on {scenario.device.profile.title} at batch size {scenario.batch}"
+        if not self.best_k:
+            return f"No draft length gains {where}: k = {best.k} is {best.speedup.format()}; bottleneck: {best.limit}."
+        limit_text = (
+            f"; no speed-up from batch size {self.break_even_batch}"
+            if self.break_even_batch and self.break_even_batch > scenario.batch
+            else ""
+        )
+        nodes = scenario.nodes_at(best.k)
+        how = f"{nodes} nodes" if nodes else f"k = {best.k}"
+        return f"{best.speedup.format()} {where} with {how}; bottleneck: {best.limit}{limit_text}."
+
+    def extrapolation_note(self, row: Row) -> str:
+        """Return the sentence that marks a row as extrapolated; empty for a recorded draft length."""
+        if not row.extrapolated:
+            return ""
+        longest = self.scenario.acceptance.longest
+        return (
+            f"k = {row.k} is extrapolated: the run recorded k = {longest}. Record a run with k = {row.k} to check it."
+        )
+
+    @property
+    def too_large(self) -> str:
+        """Return the sentence about the device's memory; empty if the models fit."""
+        room = self.scenario.device.profile.memory_gb.value
+        needed = f"It needs {self.memory_gb:.1f} GB and does not fit into this machine's memory ({room:g} GB)."
+        return "" if self.fits else needed
+
+    def per_million(self, tokens_per_s: float) -> float | None:
+        """Return the cost of a million tokens; None without a price."""
+        return None if self.scenario.price is None else self.scenario.price / 3600.0 / tokens_per_s * 1e6
+
+    def as_dict(self) -> dict[str, object]:
+        """Return everything for JSON; intervals as value, low and high."""
+        scenario = self.scenario
+        return {
+            "target": scenario.target.name,
+            "method": scenario.draft.method,
+            "device": scenario.device.profile.name,
+            "measured": bool(scenario.device.profile.passes),
+            "dtype": scenario.device.dtype,
+            "engine": scenario.device.engine,
+            "batch": scenario.batch,
+            "context": scenario.context,
+            "nodes": scenario.nodes or scenario.acceptance.nodes,
+            "plain_ms": round(self.plain_ms, 4),
+            "plain_tokens_per_s": _formatted(self.plain_tokens_per_s),
+            "best_k": self.best_k,
+            "recorded_k": scenario.acceptance.longest,
+            "dies": self.break_even_batch,
+            "memory_gb": round(self.memory_gb, 3),
+            "fits": self.fits,
+            "plain_per_million": self.per_million(self.plain_tokens_per_s.value),
+            "per_million": self.per_million(self.best.tokens_per_s.value),
+            "sentence": self.sentence,
+            "notes": list(self.notes),
+            "rows": [{name: _formatted(getattr(row, name)) for name in ROW} for row in self.rows],
+            "loads": [{name: _formatted(getattr(load, name)) for name in LOAD} for load in self.loads],
+        }
+
+
+ROW = tuple(field.name for field in fields(Row))
+LOAD = tuple(field.name for field in fields(Gain))
+
+
+def _formatted(value: object) -> object:
+    if isinstance(value, Estimate):
+        return {
+            name: _formatted(part) for name, part in (("value", value.value), ("low", value.low), ("high", value.high))
+        }
+    return round(value, 4) if isinstance(value, float) else value
+
+
+def predict(
+    target: str | Shape,
+    *,
+    device: str | Profile = "h100-sxm",
+    method: str = "",
+    model: str | Mapping[str, object] | None = None,
+    dtype: str = "",
+    quantization: str | None = None,
+    batch: int = 1,
+    context: int = 1024,
+    acceptance: Acceptance | Sequence[float] | None = None,
+    trace: str | Path | None = None,
+    ks: Sequence[int] = (),
+    nodes: int = 0,
+    engine: Engine = "recorded",
+    options: Mapping[str, int] | None = None,
+    price: float | None = None,
+) -> Prediction:
+    """Predict the speed-up at every draft length with its interval, tokens/s, memory, and the break-even batch size.
+
+    target: a folder, an embedded name, a hub id, or a `Shape`. model: the drafter or its config; None: a typical head
+    for the target. method: detected from the model's config by default. device: a name in `specdemo/profiles`, a file
+    of `specdemo profile --out`, or a `Profile`. acceptance: conditional acceptance rates by position, or the result of
+    `acceptance.of_lane`. trace: a stored run; acceptance, method and model default to its first speculative lane.
+    nodes: of a draft tree. engine: recorded (CUDA graphs) or eager. price: hourly price of the machine. Raises
+    ValueError, one line with the nearest match, for unknown names.
+    """
+    where = device if isinstance(device, Profile) else profile(device)
+    dtype = dtype_name(dtype) or ("float32" if where.kind == "cpu" else "bfloat16")
+    of = target if isinstance(target, Shape) else shape(target, quantization)
+    if trace is not None:
+        lane = drafting_lane(trace)
+        method, model = method or lane.method, model or _model_of(lane, method)
+        acceptance = acceptance or of_lane(lane)
+    config = config_of(model) if isinstance(model, str) else model
+    method = method or (method_in(config) if config else "eagle")
+    notes = [] if acceptance else [f"No acceptance rates were given: {ASSUMED} is assumed at every position."]
+    acceptance_model = acceptance if isinstance(acceptance, Acceptance) else Acceptance(tuple(acceptance or (ASSUMED,)))
+    _check(batch, context, nodes or acceptance_model.nodes, price)
+    scenario = Scenario(
+        of,
+        drafting(method, of, config, options or {}),
+        device_of(where, dtype, engine),
+        acceptance_model,
+        batch,
+        context,
+        nodes,
+        price,
+    )
+    if acceptance_model.extrapolates(max(ks or _lengths(scenario))):
+        notes.append(
+            f"The run recorded k = {acceptance_model.longest}. Larger k are extrapolated with decaying acceptance; "
+            "their intervals span from no further draft token accepted to all of them."
+        )
+    return predicted(scenario, ks, tuple(notes))
+
+
+def _model_of(lane: LaneTrace, method: str) -> str | None:
+    """Return the drafter of a lane if the requested method is the lane's."""
+    named = lane.options.get("model")
+    return named if isinstance(named, str) and method in ("", lane.method) else None
+
+
+def predicted(scenario: Scenario, ks: Sequence[int] = (), notes: tuple[str, ...] = ()) -> Prediction:
+    """Predict a scenario whose inputs have been read. Takes milliseconds."""
+    lengths = tuple(ks) or _lengths(scenario)
+    rows = tuple(_row(scenario, k) for k in lengths)
+    memory = _memory_gb(scenario)
+    room = scenario.device.profile.memory_gb.value
+    plain = _step(scenario, 0).ms(scenario.device)
+    value = 1e3 * scenario.batch / plain
+    return Prediction(
+        scenario=scenario,
+        plain_ms=plain,
+        plain_tokens_per_s=Estimate(value, value / BAND, value * BAND),
+        rows=rows,
+        loads=tuple(_load(replace(scenario, batch=batch), lengths) for batch in BATCHES),
+        break_even_batch=_break_even_batch(scenario, lengths),
+        memory_gb=memory,
+        fits=memory <= room,
+        notes=notes,
+    )
+
+
+def _check(batch: int, context: int, nodes: int, price: float | None) -> None:
+    if price is not None and not 0.0 <= price <= MOST_EXPENSIVE:
+        raise ValueError(f"price must be from 0 to {MOST_EXPENSIVE:,.0f} per hour, not {price:g}")
+    for name, value, low, high in (
+        ("batch", batch, 1, 4096),
+        ("context", context, 1, 1 << 20),
+        ("nodes", nodes, 0, 1024),
+    ):
+        if not low <= value <= high:
+            raise ValueError(f"{name} must be from {low} to {high:,}, not {value}")
+
+
+def _lengths(scenario: Scenario) -> tuple[int, ...]:
+    rates = len(scenario.acceptance.rates)
+    if scenario.nodes:
+        return (rates,)
+    if scenario.acceptance.widths:
+        return tuple(range(1, rates + 1))
+    return tuple(range(1, scenario.draft.longest + 1))
+
+
+def _step(scenario: Scenario, k: int) -> Step:
+    one, nodes = scenario, scenario.nodes_at(k)
+    return step_of(one.target, one.draft, one.acceptance, k, one.batch, one.context, one.device.dtype, nodes)
+
+
+def _row(scenario: Scenario, k: int) -> Row:
+    device, plain, step = scenario.device, _step(scenario, 0), _step(scenario, k)
+    tokens, plain_ms = scenario.acceptance.tokens(k), plain.ms(device)
+    draft_ms, verify_ms, other_ms = step.draft_ms(device), step.check_ms(device), step.overhead_ms(device)
+    step_ms = draft_ms + verify_ms + other_ms
+    gain, rate = predicted_speedup(tokens.value, step_ms, plain_ms), 1e3 * scenario.batch * tokens.value / step_ms
+    return Row(
+        k=k,
+        tokens=tokens,
+        draft_ms=draft_ms,
+        verify_ms=verify_ms,
+        other_ms=other_ms,
+        c=draft_ms / k / plain_ms,
+        v=verify_ms / plain.check_ms(device),
+        speedup=_about(gain, tokens),
+        tokens_per_s=_about(rate, tokens),
+        limit=_limit(scenario, k, tokens.value, step, plain),
+        extrapolated=scenario.acceptance.extrapolates(k),
+    )
+
+
+def _about(value: float, tokens: Estimate) -> Estimate:
+    """Combine the interval of the tokens with the error band of the time; they are independent."""
+    half = log(BAND)
+    if tokens.low is None or tokens.high is None or not tokens.low > 0.0:
+        return Estimate(value, value * exp(-half), value * exp(half))
+    below, above = log(tokens.value / tokens.low), log(tokens.high / tokens.value)
+    return Estimate(value, value * exp(-hypot(half, below)), value * exp(hypot(half, above)))
+
+
+def _limit(scenario: Scenario, k: int, tokens: float, step: Step, plain: Step) -> str:
+    """Name the part that would gain most if it were free, or acceptance if it were perfect."""
+    device, all_ms = scenario.device, step.ms(scenario.device)
+    wider_ms = step.check_ms(device) - plain.check_ms(device)
+    more_ms = step.overhead_ms(device) - plain.overhead_ms(device)
+    gains = {
+        "drafting": all_ms / (all_ms - step.draft_ms(device)),
+        "the wider pass": all_ms / (all_ms - max(wider_ms, 0.0)),
+        "engine overhead": all_ms / (all_ms - max(more_ms, 0.0)),
+        "the acceptance rate": (k + 1.0) / tokens,
+    }
+    return max(gains, key=gains.__getitem__)
+
+
+def _fastest(scenario: Scenario, lengths: Sequence[int]) -> int:
+    """Return the draft length with the most tokens per time; 0: plain decoding."""
+    tokens = (scenario.acceptance.tokens(k).value if k else 1.0 for k in lengths)
+    return lengths[best_length(tokens, (_step(scenario, k).ms(scenario.device) for k in lengths))]
+
+
+def _load(scenario: Scenario, lengths: Sequence[int]) -> Gain:
+    best = _fastest(scenario, lengths)
+    row, memory = _row(scenario, best), _memory_gb(scenario)
+    off = row.speedup.value <= 1.0
+    rate = 1e3 * scenario.batch / _step(scenario, 0).ms(scenario.device) if off else row.tokens_per_s.value
+    fits = memory <= scenario.device.profile.memory_gb.value
+    return Gain(scenario.batch, 0 if off else best, row.speedup, rate, memory, fits)
+
+
+def _break_even_batch(scenario: Scenario, lengths: Sequence[int]) -> int | None:
+    """Return the smallest batch size at which no draft length gains; None: even the largest gains."""
+
+    def gains(batch: int) -> bool:
+        return _fastest(replace(scenario, batch=batch), (0, *lengths)) > 0
+
+    last = next((batch for batch in BATCHES if not gains(batch)), None)
+    if last is None or last == 1:
+        return last
+    low, high = last // 2, last
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if gains(middle) else (low, middle)
+    return high
+
+
+def _memory_gb(scenario: Scenario) -> float:
+    """Return the memory for the weights and KV caches of target and drafter."""
+    size, own = BYTES[scenario.device.dtype], scenario.draft.own
+    shapes = [scenario.target, *([own] if own else [])]
+    weights = sum(one.weight_bytes(size) for one in shapes)
+    return HEADROOM * (weights + scenario.batch * sum(one.kv_bytes(scenario.context, size) for one in shapes)) / 1e9

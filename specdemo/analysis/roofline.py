@@ -1,0 +1,186 @@
+"""Roofline of a forward pass and of a step, with five cost terms.
+
+A pass launches operations, multiplies with weights, and attends to the KV cache. Reading and computing overlap on a
+GPU, so the slower one counts; on a single CPU core their times add up. In CUDA graphs the operations run back to back.
+In eager execution on a GPU they overlap with the launches. A step adds the engine's overhead.
+
+The terms are constants, or are fitted to the passes and steps of a measured profile.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from math import log
+from statistics import median
+from typing import Literal, NamedTuple, get_args
+
+from specdemo.analysis.acceptance import Acceptance, from_mean
+from specdemo.analysis.drafts import drafting
+from specdemo.analysis.profiles import MeasuredStep, Profile
+from specdemo.analysis.work import Work, known, shape, work
+from specdemo.core.shapes import Shape
+from specdemo.core.suggest import suggest
+from specdemo.methods.drafting_cost import Drafting
+
+Engine = Literal["recorded", "eager"]
+
+BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "fp8": 1.0}
+BRANCHES = 10  # nodes per level that are expanded, in a tree that grows by levels
+FITTED = ("draft_model", "eagle")  # methods whose sizes are known from a profile
+FACTORS = (1.5, 1.1, 1.02)  # by which the fit changes a term
+ROUNDS = 100  # maximum of the fit
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """Cost terms of a device."""
+
+    bandwidth: float  # achieved share of the profile's bandwidth
+    compute: float  # achieved share of the profile's matrix throughput
+    operation_us: float  # launch of an operation
+    step_ms: float  # engine overhead per step
+    draft_ms: float  # further overhead of a step that drafts
+
+
+CONSTANTS = {
+    ("gpu", "recorded"): Terms(0.8, 0.6, 2.0, 0.3, 1.0),
+    ("gpu", "eager"): Terms(0.75, 0.55, 50.0, 0.5, 4.0),
+    ("cpu", "eager"): Terms(0.9, 0.7, 15.0, 0.1, 0.5),
+}
+PASS_TERMS = [field.name for field in fields(Terms)][:3]
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """Device of a profile with a dtype and an engine."""
+
+    profile: Profile
+    dtype: str
+    engine: Engine
+    costs: Terms
+
+    def ms(self, of: Work) -> float:
+        """Return the milliseconds of one pass."""
+        costs, gpu = self.costs, self.profile.kind == "gpu"
+        read = (of.weight_bytes + of.kv_bytes) / (1e6 * self.profile.bandwidth_gb_per_s.value * costs.bandwidth)
+        multiplied = (of.flop + of.kv_flop) / (1e9 * self.peak * costs.compute)
+        started = 1e-3 * of.operations * costs.operation_us
+        worked = max(read, multiplied) if gpu else read + multiplied
+        return max(worked, started) if gpu and self.engine == "eager" else worked + started
+
+    @property
+    def peak(self) -> float:
+        """Return the profile's TFLOP/s for this dtype, or for the nearest known one."""
+        known = self.profile.compute_tflop_per_s
+        found = known.get(self.dtype) or known.get("float16") or next(iter(known.values()))
+        return found.value
+
+    def changed(self, **terms: float) -> "Device":
+        """Return the device with other cost terms."""
+        return replace(self, costs=replace(self.costs, **terms))
+
+
+class Step(NamedTuple):
+    """Passes of a step, without their times."""
+
+    check: Work
+    drafts: tuple[tuple[Work, float], ...]  # passes, and the number of each
+    drafting: bool
+
+    def draft_ms(self, device: Device) -> float:
+        """Return the milliseconds of drafting."""
+        return sum(count * device.ms(of) for of, count in self.drafts)
+
+    def check_ms(self, device: Device) -> float:
+        """Return the milliseconds of verification."""
+        return device.ms(self.check)
+
+    def overhead_ms(self, device: Device) -> float:
+        """Return the milliseconds of the engine's overhead."""
+        return device.costs.step_ms + device.costs.draft_ms * self.drafting
+
+    def ms(self, device: Device) -> float:
+        """Return the milliseconds of the step."""
+        return self.draft_ms(device) + self.check_ms(device) + self.overhead_ms(device)
+
+
+def step_of(
+    target: Shape, draft: Drafting, acceptance: Acceptance, k: int, batch: int, context: int, dtype: str, nodes: int = 0
+) -> Step:
+    """Return the passes of a step; k 0: plain decoding. nodes: size of the draft tree; 0: a chain."""
+    size = BYTES[dtype]
+    check = work(target, (nodes or k) + 1 if k else 1, batch, context, size)
+    if not k or draft.first is None:
+        return Step(check, (), k > 0)
+    read = acceptance.longest_of(k, batch) if draft.reads_all else 1.0 + acceptance.p_all_accepted(k, batch)
+    if draft.block:
+        return Step(check, ((work(draft.first, read + k, batch, context, size, k), 1.0),), True)
+    drafts = [(work(draft.first, read, batch, context, size, 1.0), 1.0)]
+    if k > 1 and draft.further is not None:
+        rows = min(BRANCHES, nodes) if nodes else 1
+        drafts.append((work(draft.further, rows, batch, context, size), k - 1.0))
+    return Step(check, tuple(drafts), True)
+
+
+def known_engine(name: str) -> Engine:
+    """Raises ValueError for another."""
+    if name not in get_args(Engine):
+        raise ValueError(f"unknown engine {name[:60]!r}; {suggest(name[:60], get_args(Engine))}")
+    return "eager" if name == "eager" else "recorded"
+
+
+def device_of(profile: Profile, dtype: str, engine: Engine) -> Device:
+    """Return the device, with terms fitted to its measurements. Raises ValueError for an unknown precision."""
+    if dtype not in BYTES:
+        raise ValueError(f"unknown dtype {dtype[:60]!r}; {suggest(dtype[:60], BYTES)}")
+    engine = "eager" if profile.kind == "cpu" else engine
+    device = Device(profile, dtype, engine, CONSTANTS[profile.kind, engine])
+    passes = [*_measured_passes(profile, dtype)]
+    return _with_overhead(_fitted(device, passes)) if passes else device
+
+
+def _measured_passes(profile: Profile, dtype: str) -> Iterator[tuple[Work, float]]:
+    for passes in (one for one in profile.passes if one.dtype == dtype):
+        of = shape(passes.model)
+        for batch, row in passes.ms.items():
+            yield from ((work(of, n, batch, passes.context, BYTES[dtype]), ms) for n, ms in row.items())
+
+
+def _fitted(device: Device, passes: Sequence[tuple[Work, float]]) -> Device:
+    """Fit the terms of a pass by coordinate descent on the sum of absolute log errors, which outliers hardly move."""
+
+    def loss(one: Device) -> float:
+        return sum(abs(log(ms / one.ms(of))) for of, ms in passes)
+
+    for factor in FACTORS:
+        for _ in range(ROUNDS):
+            now = [getattr(device.costs, name) for name in PASS_TERMS]
+            moves = [
+                (name, value * by) for name, value in zip(PASS_TERMS, now, strict=True) for by in (factor, 1.0 / factor)
+            ]
+            best = min((device.changed(**{name: value}) for name, value in moves), key=loss)
+            if loss(best) >= loss(device):
+                break
+            device = best
+    return device
+
+
+def _with_overhead(device: Device) -> Device:
+    """Return the device with the overhead of the profile's steps, as far as they were measured."""
+    steps = [one for one in device.profile.steps if one.dtype == device.dtype and _is_usable(one)]
+    plain = [_rest(one, device) for one in steps if not one.k]
+    device = device.changed(step_ms=max(median(plain), 0.0)) if plain else device
+    drafting = [_rest(one, device) - device.costs.step_ms for one in steps if one.k]
+    return device.changed(draft_ms=max(median(drafting), 0.0)) if drafting else device
+
+
+def _is_usable(one: MeasuredStep) -> bool:
+    return one.method in FITTED if one.k else not one.drafted
+
+
+def _rest(one: MeasuredStep, device: Device) -> float:
+    """Return the milliseconds of a measured step that its passes do not explain."""
+    target = shape(one.model)
+    draft = drafting(one.method if one.k else "none", target, known()[one.draft] if one.draft else None, {})
+    acceptance = from_mean(1.0 + min(one.kept, one.k), one.k) if one.k else Acceptance((0.0,))
+    step = step_of(target, draft, acceptance, one.k, one.batch, one.context, one.dtype)
+    return sum(one.ms.values()) - step.draft_ms(device) - step.check_ms(device)

@@ -1,0 +1,159 @@
+"""Live view of a running server: acceptance, throughput and the diagnosis, from its metrics every few seconds. The
+server is only read; no request for text is sent. Needs no torch.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from statistics import fmean
+from time import monotonic
+
+from specdemo.analysis.diagnose import Diagnosis, diagnose
+from specdemo.analysis.observation import Observation
+from specdemo.core.trace import Counter
+from specdemo.servers.client import Client, connected
+from specdemo.servers.counters import Samples, ServerStats, delta, gauge, parse
+from specdemo.servers.engines import engines, metrics_paths, stats_between
+from specdemo.servers.engines.base import ReportingEngine
+
+LONGEST = 720  # readings that are shown; an hour of one every five seconds
+HOW = "llama-server needs --metrics and SGLang --enable-metrics"
+POSITIONS = 4  # of the acceptance by position that are shown
+Row = dict[str, float | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Metrics of a server. at: time of the reading, in seconds of any clock."""
+
+    at: float
+    text: str
+    samples: Samples
+
+    @classmethod
+    def of(cls, at: float, text: str) -> "Reading":
+        """Parse the counters of output tokens and the gauges of running requests of all engines."""
+        return cls(at, text, parse(text, {name for engine in engines() for name in (engine.generated, engine.running)}))
+
+
+@dataclass(slots=True)
+class Watch:
+    """Readings of one server and what they show.
+
+    server: address. plain_tokens_per_s: of the same server and load without speculation, None if unknown. k: draft
+    length, None if unknown; vLLM's and llama.cpp's metrics give it. rows: one per
+    pair of readings, the last LONGEST: time in s since the first reading, tokens/s, running (requests at a time),
+    accepted (rate), tokens/pass and `accepted at N` (share of the steps that accepted the draft tokens up to N). A
+    value is None if the engine does not report it, or if nothing was generated in between.
+    """
+
+    server: str
+    plain_tokens_per_s: float | None = None
+    k: int | None = None
+    rows: deque[Row] = field(default_factory=lambda: deque(maxlen=LONGEST))
+    engine: ReportingEngine | None = None
+    _first: Reading | None = None
+    _last: Reading | None = None
+    _tokens: float = 0.0
+    _busy_s: float = 0.0  # time between readings in which tokens were generated
+    _running: list[float] = field(default_factory=list)
+
+    def add(self, at: float, text: str) -> None:
+        """Take a reading of the metrics. Raises ValueError, one line, for metrics of no known engine."""
+        reading, last = Reading.of(at, text), self._last
+        self.engine = next((engine for engine in engines() if (engine.generated, None) in reading.samples), None)
+        if self.engine is None:
+            known = ", ".join(engine.title for engine in engines() if engine.generated)
+            raise ValueError(f"{self.server} has no metrics of {known}; {HOW}")
+        if last is None or delta(last.samples, reading.samples, self.engine.generated) is None:  # it has restarted
+            self._first, self._tokens, self._busy_s = reading, 0.0, 0.0
+            self._running.clear()
+        else:
+            self.rows.append(self._row(last, reading))
+        self._last = reading
+
+    def _row(self, last: Reading, new: Reading) -> Row:
+        assert self.engine is not None and self._first is not None
+        seconds = new.at - last.at
+        tokens = delta(last.samples, new.samples, self.engine.generated) or 0.0
+        running = gauge(new.samples, self.engine.running)
+        stats = stats_between(last.text, new.text) if tokens else ServerStats()
+        if tokens:
+            self._tokens, self._busy_s = self._tokens + tokens, self._busy_s + seconds
+            self._running += [running] if running else []
+        speed = round(tokens / seconds, 1) if seconds > 0 else None
+        row: Row = {"time": round(new.at - self._first.at, 1), "tokens/s": speed, "running": running or 0.0}
+        row |= {"accepted": _count(stats, "acceptance_rate"), "tokens/pass": _count(stats, "tokens_per_step")}
+        shown = enumerate(stats.accept_by_position[:POSITIONS], start=1)
+        return row | {f"accepted at {position}": share for position, share in shown}
+
+    def observation(self) -> Observation | None:
+        """Return what all readings together show; None if nothing was drafted."""
+        if self._first is None or self._last is None or self.engine is None or not self._tokens:
+            return None
+        stats = stats_between(self._first.text, self._last.text)
+        length, steps = _count(stats, "tokens_per_step"), _count(stats, "steps")
+        drafted = _count(stats, "drafted")
+        share = stats.drafting_steps / steps if stats.drafting_steps and steps else None
+        places = [None if one is None else float(one) * (share or 1.0) for one in stats.accept_by_position]
+        return Observation(
+            engine=self.engine.name,
+            source=f"metrics of {self.server}",
+            accepted_length=length,
+            acceptance_rate=_count(stats, "acceptance_rate"),
+            k=self.k,
+            by_position=() if None in places else tuple(one for one in places if one is not None),
+            drafted_per_step=drafted / steps if drafted and steps else None,
+            drafting_share=share,
+            steps=int(steps) if steps else None,
+            batch_size=fmean(self._running) if self._running else None,
+            tokens_per_s=self._tokens / self._busy_s if self._busy_s else None,
+            plain_tokens_per_s=self.plain_tokens_per_s,
+        )
+
+    def diagnosis(self) -> Diagnosis | None:
+        """Return the diagnosis of all readings together; None if there is nothing to diagnose yet."""
+        try:
+            observation = self.observation()
+            return None if observation is None else diagnose(observation)
+        except ValueError:  # counters that contradict each other, as of a server whose engines restarted
+            return None
+
+    def sentence(self) -> str:
+        """Return the state in one sentence."""
+        if self.engine is None:
+            return f"Reading the metrics of {self.server}."
+        found = self.diagnosis()
+        if found is None or found.observation.accepted_length is None:
+            idle = "no tokens yet" if not self._tokens else "the metrics contain no draft tokens"
+            return f"{self.engine.title}: {idle}."
+        return found.sentence
+
+
+async def watched(watch: Watch, every_s: float, key: str | None) -> AsyncGenerator[Watch, None]:
+    """Read the metrics every `every_s` seconds, and yield the watch after each reading. key: of the server.
+
+    Raises ValueError as `read` does.
+    """
+    async with connected(watch.server, key) as client:
+        while True:
+            began = monotonic()
+            await read(watch, client)
+            yield watch
+            await asyncio.sleep(max(0.0, every_s - (monotonic() - began)))
+
+
+async def read(watch: Watch, client: Client) -> None:
+    """Read the metrics once. Raises ValueError, one line, if the server has none; a later reading that fails is left
+    out."""
+    at, text = monotonic(), await client.metrics(metrics_paths())
+    if text is not None:
+        watch.add(at, text)
+    elif watch.engine is None:
+        raise ValueError(f"{watch.server} does not answer, or has no metrics; {HOW}")
+
+
+def _count(stats: ServerStats, name: Counter) -> float | None:
+    value = stats.counters.get(name)
+    return None if value is None else float(value)

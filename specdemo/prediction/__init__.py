@@ -1,1 +1,0 @@
-"""Prediction of speculative decoding on other machines. Needs no torch."""

@@ -1,0 +1,231 @@
+"""Diagnoses of runs with known numbers: ranking, flags, uncertainty, missing values, and no torch."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from specdemo.analysis.costs import step_costs
+from specdemo.analysis.diagnose import diagnose
+from specdemo.analysis.observation import Observation, complete
+from specdemo.core.estimate import Estimate
+
+FOUR = {"k": 4, "accepted_length": 2.0, "plain_tokens_per_s": 100.0, "tokens_per_s": 80.0}
+MEASURED = {"draft_cost": 0.05, "verify_cost": 1.05, "overhead": 0.05}
+
+
+def observation(**changes):
+    return Observation(**FOUR | changes)
+
+
+def measured(**changes):
+    """Return an observation with known costs; the speed-up follows from them."""
+    costs = MEASURED | {name: value for name, value in changes.items() if name in MEASURED}
+    others = {name: value for name, value in changes.items() if name not in MEASURED}
+    k, length = others.pop("k", 4), others.pop("accepted_length", 3.0)
+    total = costs["draft_cost"] * k + costs["verify_cost"] + costs["overhead"]
+    return Observation(k=k, accepted_length=length, speedup=Estimate(length / total), **costs, **others)
+
+
+def test_values_that_follow_from_others():
+    one = complete(Observation(by_position=(0.8, 0.6, 0.4), tokens_per_s=120.0, plain_tokens_per_s=80.0))
+    assert (one.k, one.accepted_length, one.speedup.value) == (3, pytest.approx(2.8), 1.5)
+    assert one.acceptance_rate == pytest.approx(0.6)
+    early = complete(Observation(k=16, accepted_length=2.92, acceptance_rate=0.64))
+    assert early.drafted_per_step == pytest.approx(3.0)
+    assert complete(Observation(k=4, acceptance_rate=0.5)).accepted_length == pytest.approx(3.0)
+    assert complete(Observation(accepted_length=2.5, acceptance_rate=0.5)).k == 3
+
+
+def test_the_training_mode_of_a_published_drafter_is_known():
+    assert complete(Observation(drafter="z-lab/Qwen3-8B-DFlash-b16")).trained_thinking is False
+    assert complete(Observation(drafter="no/such-model")).trained_thinking is None
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"accepted_length": 9.0},
+        {"accepted_length": 0.5},
+        {"accepted_length": float("nan")},
+        {"tokens_per_s": -1.0},
+        {"tokens_per_s": 0.0},
+        {"acceptance_rate": 1.5},
+        {"by_position": (0.5, float("inf"))},
+        {"k": 10**9},
+    ],
+)
+def test_impossible_numbers_are_refused_in_one_line(bad):
+    with pytest.raises(ValueError, match=r"^[^\n]+$"):
+        diagnose(observation(**bad))
+
+
+@pytest.mark.parametrize(
+    ("changes", "cause"),
+    [
+        ({"accepted_length": 1.1}, "acceptance"),
+        ({"draft_cost": 0.8}, "drafting"),
+        ({"verify_cost": 4.0}, "verification"),
+        ({"verify_cost": 4.0, "batch_size": 64}, "batch size"),
+        ({"verify_cost": 4.0, "moe": True}, "experts"),
+        ({"overhead": 3.0}, "overhead"),
+        ({"overhead": 3.0, "offloaded": True}, "memory"),
+        ({"k": 16, "accepted_length": 2.0, "draft_cost": 0.15}, "draft length"),
+        ({"accepted_length": 1.2, "thinking": True, "trained_thinking": False}, "thinking"),
+        ({"accepted_length": 1.2, "random_prompts": True}, "random prompts"),
+    ],
+)
+def test_each_cause_is_found_where_the_costs_are_known(changes, cause):
+    found = diagnose(measured(**changes))
+    assert found.cause is not None and found.cause.name == cause
+    assert found.measured and f"main cause: {found.cause.title}" in found.sentence
+
+
+@pytest.mark.parametrize(("tokens_per_s", "first"), [(92.0, "batch size"), (120.0, "draft length")])
+def test_draft_length_precedes_larger_gains_only_in_a_run_that_pays(tokens_per_s, first):
+    """A smaller k would also help the slow run, but the batch costs more."""
+    one = observation(k=4, accepted_length=2.8, tokens_per_s=tokens_per_s, batch_size=16, method="mtp")
+    gains = {cause.name: cause.gain for cause in diagnose(one).causes}
+    assert gains["batch size"] > gains["draft length"] and next(iter(gains)) == first
+
+
+def test_a_good_draft_has_no_cause():
+    found = diagnose(measured(draft_cost=0.15, accepted_length=2.6))
+    assert found.cause is None and found.sentence.startswith("Faster (1.53x)")
+    assert "main cause" not in found.sentence and "; bottleneck: " in found.sentence
+
+
+def test_recommended_length_is_the_best_of_the_cost_model():
+    found = diagnose(
+        measured(k=16, accepted_length=2.0, draft_cost=0.15, engine="vllm", method="eagle3", drafter="org/d")
+    )
+    assert found.best_k == 2
+    flags = '"method":"eagle3","model":"org/d","num_speculative_tokens":2'
+    assert found.recommendations[0].startswith("Draft 2 tokens per step (vLLM: --speculative-config ") and (
+        flags in found.recommendations[0]
+    )
+
+
+@pytest.mark.parametrize(
+    ("engine", "off"),
+    [("vllm", "--speculative-config"), ("sglang", "--speculative-algorithm"), ("llama-server", "--spec-type")],
+)
+def test_off_is_recommended_with_the_flag_of_the_engine(engine, off):
+    found = diagnose(measured(overhead=8.0, engine=engine))
+    assert found.best_k == 0 and off in found.recommendations[0]
+
+
+def test_unknown_engine_gets_the_flags_of_several():
+    (first, *_) = diagnose(measured(overhead=8.0)).recommendations
+    assert all(name in first for name in ("vLLM", "SGLang", "llama-server"))
+
+
+def test_the_parts_of_a_step_add_up_to_its_measured_cost():
+    for changes in ({}, {"tokens_per_s": 20.0}, {"tokens_per_s": 180.0}, {"method": "mtp"}, {"moe": True}):
+        one = complete(observation(**changes))
+        for cost in step_costs(one):
+            assert cost.total(4) == pytest.approx(one.accepted_length / one.speedup.value)
+            assert cost.draft >= 0.0 <= cost.overhead and cost.verify >= 0.99
+
+
+def test_an_unknown_split_gives_an_interval():
+    found = diagnose(observation(k=8, accepted_length=3.48, tokens_per_s=95.0, method="draft_model"))
+    assert not found.measured and found.gain.low < found.gain.high
+    assert any("split is estimated" in note for note in found.notes)
+    assert found.break_even == pytest.approx(0.333, abs=0.001)
+
+
+def test_missing_values_are_listed():
+    found = diagnose(Observation(tokens_per_s=80.0))
+    assert found.sentence.startswith("No diagnosis: mean accepted length and draft length k unknown")
+    assert found.cause is None and "mean accepted length" in found.missing
+    without_baseline = diagnose(Observation(k=4, accepted_length=2.0))
+    assert "speed without speculation" in without_baseline.missing
+    assert without_baseline.sentence.startswith("Expected to be faster (")
+
+
+@pytest.mark.parametrize(
+    ("length", "label"), [(2.0, "faster (1.49x"), (1.35, "about as fast (1.01x"), (1.2, "slower (0.89x")]
+)
+def test_an_unknown_speed_without_speculation_is_replaced_by_the_expected_one(length, label):
+    found = diagnose(Observation(k=4, accepted_length=length))
+    assert found.sentence.startswith(f"Expected to be {label} on an H100, not measured): a step is")
+    assert (found.cause is None) == found.healthy == (length == 2.0)
+    assert ("main cause" in found.sentence) == (length < 2.0)
+
+
+def test_a_step_without_extra_cost_has_no_rate_that_breaks_even():
+    found = diagnose(observation(tokens_per_s=201.0))
+    assert found.break_even == 0.0
+    assert "25 % of the draft tokens were accepted; no extra cost over plain decoding" in found.sentence
+
+
+def test_the_speed_that_is_missing_is_named():
+    found = diagnose(Observation(k=4, accepted_length=2.0, plain_tokens_per_s=60.0))
+    assert "speed with speculation" in found.missing and "speed without speculation" not in found.missing
+    assert found.notes[0].startswith("The speed with speculation is unknown")
+    with pytest.raises(ValueError, match=r"^the baseline \(golden\) contains no tokens/s; give the speed itself$"):
+        observation().merged(Observation(source="golden"))
+
+
+def test_an_output_of_plain_decoding_is_a_baseline():
+    assert (
+        "this output is of plain decoding; use it as the baseline"
+        in diagnose(Observation(accepted_length=1.0)).sentence
+    )
+    unknown = diagnose(Observation(accepted_length=2.0)).sentence
+    assert unknown == (
+        "No diagnosis: draft length k unknown; the mean accepted length of 2.00 needs a k of at least 1; give it too, "
+        "or read another output of the engine."
+    )
+
+
+@pytest.mark.parametrize("length", [1.0, 1.3, 2.0, 4.0])
+def test_sentence_and_recommendations_agree_on_turning_speculation_off(length):
+    for speed in (20.0, 90.0, 97.0, 100.0, 103.0, 110.0, 200.0):
+        found = diagnose(observation(accepted_length=length, tokens_per_s=speed))
+        off = any(advice.startswith("Turn speculation off") for advice in found.recommendations)
+        assert off == ("not worth it here" in found.sentence)
+        assert not (off and found.healthy)
+
+
+def test_a_cause_that_is_estimated_is_called_likely():
+    assert "; likely main cause: drafting is too slow; " in diagnose(observation(tokens_per_s=50.0)).sentence
+    faulty = diagnose(observation(tokens_per_s=50.0, random_prompts=True))
+    assert "; main cause: the prompts are random tokens" in faulty.sentence
+
+
+def test_a_speed_that_no_draft_can_reach_is_to_be_measured_again():
+    for length in (1.0, 2.0):
+        found = diagnose(observation(accepted_length=length, tokens_per_s=300.0))
+        assert found.sentence.endswith("; impossible, so the two speeds are of different prompts or load.")
+        (advice,) = found.recommendations
+        assert advice.startswith("Measure both speeds again with the same prompts and load")
+
+
+def test_sampling_error_of_the_length_is_shown():
+    found = diagnose(Observation(by_position=(0.5, 0.25), steps=400, speedup=Estimate(1.2)))
+    assert "yields 1.75 ± 0.08 tokens" in found.sentence
+    assert any("Only 9 steps" in note for note in diagnose(Observation(by_position=(0.5,), steps=9)).notes)
+
+
+def test_drafts_that_end_early_count_with_their_length():
+    found = diagnose(observation(k=64, accepted_length=3.0, acceptance_rate=0.9))
+    assert found.observation.drafted_per_step == pytest.approx(2.22, abs=0.01)
+    assert any("end early" in note for note in found.notes)
+
+
+def test_json_contains_everything():
+    found = json.loads(json.dumps(diagnose(observation(method="mtp")).as_dict(), allow_nan=False))
+    assert {"sentence", "causes", "missing", "observation", "break_even", "recommendations"} <= found.keys()
+
+
+def test_diagnosis_needs_no_torch():
+    code = (
+        "import sys; sys.modules['torch'] = None;"
+        "from specdemo.analysis import diagnose as d, observation as o, lanes;"
+        "print(d.diagnose(o.Observation(k=4, accepted_length=2.0, tokens_per_s=80, plain_tokens_per_s=100)).best_k)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

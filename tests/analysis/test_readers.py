@@ -1,0 +1,169 @@
+"""Readers of engines' outputs: real samples (samples/README.md has their sources), and hostile input."""
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from specdemo.analysis.diagnose import diagnose
+from specdemo.analysis.readers import READERS, read_output, read_output_file
+
+SAMPLES = Path(__file__).parent / "samples"
+SMALL = 200_000
+EXPECTED = {
+    "vllm.log": {"engine": "vllm", "method": "mtp", "steps": 525, "accepted_length": 4.755, "tokens_per_s": 124.5},
+    "vllm-0.9.log": {"batch_size": 483.0, "accepted_length": 2.398, "acceptance_rate": 0.4667},
+    "bench-serve.json": {"k": 8, "accepted_length": 4.4, "steps": 104880, "tokens_per_s": 36.39, "batch_size": 59.04},
+    "bench-serve.txt": {"random_prompts": True, "accepted_length": 4.4, "batch_size": 8.0, "steps": 104880},
+    "vllm-cpu.log": {"method": "draft_model", "drafter": "m/noisy", "steps": 448, "accepted_length": 1.0112},
+    "vllm-cpu.prom": {"k": 4, "steps": 2804, "accepted_length": 2.9194, "tokens_per_s": 15.585},
+    "vllm-cpu-good.json": {"k": 4, "accepted_length": 2.9381, "steps": 98, "tokens_per_s": 94.45, "batch_size": 1.0},
+    "vllm-cpu-random.txt": {"random_prompts": True, "accepted_length": 2.395, "steps": 81, "tokens_per_s": 68.54},
+    "sglang.log": {"engine": "sglang", "accepted_length": 1.9925, "tokens_per_s": 177.65, "batch_size": 1.0},
+    "sglang-server-info.json": {"method": "EAGLE3", "k": 3, "drafted_per_step": 3.0, "accepted_length": 2.05},
+    "llamacpp-eagle3.log": {"method": "draft-eagle3", "k": 3, "steps": 88, "draft_token_ms": 1.257},
+    "llamacpp-good.log": {
+        "accepted_length": 3.159,
+        "steps": 504,
+        "acceptance_rate": 0.5574,
+        "drafter": "stories-draft-wide.gguf",
+    },
+    "llamacpp-fast-k4.log": {"k": 4, "steps": 196, "draft_token_ms": 0.0812},
+    "llamacpp-bad.log": {"accepted_length": 1.0, "acceptance_rate": 0.0},
+    "llamacpp-ngram.log": {
+        "method": "ngram-mod",
+        "k": 48,
+        "steps": 879,
+        "accepted_length": 1.0228,
+        "tokens_per_s": 100.0,
+    },
+    "llamacpp-combined.log": {"method": "draft-mtp and ngram-mod", "k": 15, "steps": 300, "draft_token_ms": 1.3058},
+    "llamacpp-early.log": {"k": 64, "steps": 24, "acceptance_rate": 0.0635},
+    "llamacpp-dead.log": {"k": 3, "steps": 899, "accepted_length": 1.0},
+    "llamacpp-rates.log": {"tokens_per_s": 250.0},
+    "vllm-ngram.prom": {"steps": 884, "accepted_length": 1.0181, "tokens_per_s": 100.0},
+    "sglang-lines.log": {"k": None, "accepted_length": 2.9},
+    "llamacpp-plain.log": {"tokens_per_s": 219.2, "engine": "llama-server"},
+    "llamacpp-good.prom": {"k": 4, "accepted_length": 3.1935, "steps": 248, "tokens_per_s": 266.1},
+    "llama-speculative.txt": {"k": 16, "steps": 58, "acceptance_rate": 0.3432, "draft_token_ms": 10.3},
+    "lmstudio.log": {"engine": "lmstudio", "steps": 123, "acceptance_rate": 0.3577, "tokens_per_s": 17.93},
+    "vllm-answer.json": {"engine": "vllm", "k": 3, "steps": 43, "accepted_length": 1.2326},
+    "aiperf.jsonl": {"engine": "vllm", "k": 4, "steps": 16, "accepted_length": 3.25, "tokens_per_s": 18.0},
+    "guidellm.json": {"k": 7, "steps": 12, "accepted_length": 6.583, "batch_size": 4.0},
+    "vllm.prom": {"k": 2, "accepted_length": 2.1866, "batch_size": 8.0, "tokens_per_s": 50.0},
+    "sglang.prom": {"accepted_length": 1.67, "tokens_per_s": 183.1, "batch_size": 3.0},
+    "trtllm.prom": {"engine": "tensorrt-llm", "accepted_length": 3.25, "acceptance_rate": 0.5625},
+}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_the_numbers_of_a_real_output_are_read(name):
+    found = read_output_file(SAMPLES / name)
+    for field, value in EXPECTED[name].items():
+        expected = pytest.approx(value, rel=2e-3) if isinstance(value, float) else value
+        assert getattr(found, field) == expected, field
+
+
+@pytest.mark.parametrize(
+    ("text", "engine"),
+    [
+        ("llamacpp:predicted_tokens_seconds 98.1\nllamacpp:requests_processing 0\n", "llama-server"),
+        ('sglang:gen_throughput{tp_rank="0"} 98.1\nsglang:num_running_reqs 1.0\n', "sglang"),
+    ],
+)
+def test_metrics_without_drafts_are_a_baseline(text, engine):
+    found = read_output(text)
+    assert (found.engine, found.tokens_per_s, found.accepted_length) == (engine, 98.1, None)
+    drafting = read_output_file(SAMPLES / "llamacpp-good.prom").merged(found)
+    assert diagnose(drafting).observation.speedup.value == pytest.approx(266.1 / 98.1, rel=1e-3)
+
+
+def test_every_sample_has_a_source_and_a_reader():
+    sources = (SAMPLES / "README.md").read_text(encoding="utf-8")
+    names = {path.name for path in SAMPLES.iterdir()} - {"README.md"}
+    assert all(name in sources or name.startswith(("llamacpp-", "vllm-cpu-")) for name in names)
+    titles = {read_output_file(SAMPLES / name).source.split(",")[0] for name in names}
+    assert {reader.title.split(",")[0] for reader in READERS} <= titles
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_what_no_output_contains_is_listed_as_missing(name):
+    missing = diagnose(read_output_file(SAMPLES / name)).missing
+    assert {"speed without speculation", "verification time"} <= {*missing}
+
+
+def test_statistics_of_llamacpp_give_the_acceptance_by_position():
+    found = read_output_file(SAMPLES / "llamacpp-fast-k4.log")
+    assert found.by_position == pytest.approx((0.832, 0.51, 0.403, 0.306), rel=0.01)
+
+
+def test_benchmark_without_a_successful_request_is_rejected():
+    with pytest.raises(ValueError, match="^no request of this benchmark succeeded"):
+        read_output('{"completed": 0, "failed": 2, "output_throughput": 0.0, "mean_tpot_ms": 0.0}')
+
+
+def test_log_with_server_arguments_gives_the_draft_length():
+    arguments = (
+        "server_args=ServerArgs(model_path='org/m', speculative_algorithm='EAGLE3', speculative_num_steps=3, "
+        "speculative_num_draft_tokens=4, speculative_draft_model_path='org/d', cpu_offload_gb=2)\n"
+    )
+    found = read_output(arguments + (SAMPLES / "sglang.log").read_text(encoding="utf-8"))
+    assert (found.k, found.drafted_per_step, found.offloaded) == (3, 3.0, True)
+    assert (found.target, found.drafter, found.method) == ("org/m", "org/d", "EAGLE3")
+
+
+def test_partly_offloaded_layers_and_experts_are_seen():
+    log = (SAMPLES / "llamacpp-eagle3.log").read_text(encoding="utf-8")
+    found = read_output("load_tensors: offloaded 20/33 layers to GPU\nprint_info: n_expert         = 128\n" + log)
+    assert found.offloaded is True and found.moe is True
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        "",
+        "no output of an engine",
+        "{" * 100_000,
+        '{"a": ' * 50_000,
+        "[" + "1," * 10_000 + "1]",
+        "x" * 300_000,
+        "SpecDecoding metrics: " + "9" * 10_000,
+        "SpecDecoding metrics: Mean acceptance length: nan, Accepted: 1e999 tokens, Drafted: -4 tokens",
+        '{"output_throughput": 1e308, "mean_tpot_ms": 1e-308, "spec_decode_acceptance_length": 1e308}',
+        '{"output_throughput": true, "mean_tpot_ms": "x", "spec_decode_per_position_acceptance_rates": [2, "a"]}',
+        '{"usage": {"total_draft_tokens_count": 4, "accepted_draft_tokens_count": 9}}',
+        '{"internal_states": [null, 3, {"avg_spec_accept_length": "x"}], "speculative_num_steps": -1}',
+        "vllm:spec_decode_num_drafts_total nan\nvllm:spec_decode_num_draft_tokens_total 1e400",
+        "draft acceptance = 1 ( 999999999999 accepted / 1 generated)\n eval time = 0 ms (, 0 tokens per second)",
+        "Decode batch accept len: 99999999999999 gen throughput (token/s): 0",
+        '{"metadata": {}, "metrics": {}, "spec_decode_acceptance": {"acceptance_histogram": {"999": 1e300}}}',
+    ],
+)
+def test_hostile_output_is_one_line_or_harmless(hostile):
+    try:
+        found = diagnose(read_output(hostile, SMALL))
+    except ValueError as error:
+        assert str(error) and "\n" not in str(error) and len(str(error)) < 1500
+    else:
+        assert isinstance(found.sentence, str) and found.as_dict()
+
+
+def test_every_line_of_garbage_is_read_in_linear_time():
+    """A line of 100,000 characters is cut; a log of 5 MB takes no more than one pass."""
+    line = "SpecDecoding metrics: Per-position acceptance rate: " + "0.1, " * 40_000
+    found = read_output("\n".join([line] * 20))
+    assert found.accepted_length is None
+
+
+def test_unreadable_files_give_one_line(tmp_path):
+    (tmp_path / "big").write_bytes(b"x" * 20_000_000)
+    for path in (tmp_path / "none", tmp_path, tmp_path / "big", "/dev/zero"):
+        with pytest.raises(ValueError, match=r"^[^\n]+$"):
+            read_output_file(path)
+
+
+def test_observations_contain_only_plain_values():
+    for name in EXPECTED:
+        found = read_output_file(SAMPLES / name)
+        for field in fields(found):
+            assert isinstance(getattr(found, field.name), str | int | float | tuple | bool | None)

@@ -1,0 +1,129 @@
+"""Sizes from config.json alone, against the models that transformers builds from the same configs."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, DeepseekV3Config
+
+from specdemo.analysis.work import known, shape, work
+from specdemo.core.shapes import shape_of
+from specdemo.models.shipped import embedded_folder
+from tests.models import tiny
+
+SMALL = ("conv", "wpe", "bias")
+
+
+def deepseek_v3():
+    sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16}
+    latent = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    layers = {"num_hidden_layers": 3, "first_k_dense_replace": 1, "num_attention_heads": 4, "num_key_value_heads": 4}
+    experts = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 2, "topk_group": 1}
+    return AutoModelForCausalLM.from_config(DeepseekV3Config(**sizes, **latent, **layers, **experts))
+
+
+MADE = {name: getattr(tiny, name) for name in "llama qwen3 gemma3 mistral gpt2 gpt_oss qwen3_next qwen3_5".split()}
+
+
+@pytest.mark.parametrize("name", [*MADE, "deepseek_v3"])
+def test_matrices_are_counted_as_the_model_has_them(name):
+    with torch.device("meta"):
+        model = (MADE | {"deepseek_v3": deepseek_v3})[name]()
+    matrices = {n: p.numel() for n, p in model.named_parameters() if p.ndim > 1 and not any(s in n for s in SMALL)}
+    found = shape_of(model.config.to_dict(), name)
+    # The gate of a shared expert is one row.
+    assert found.parameters == pytest.approx(sum(matrices.values()), rel=0.003)
+
+
+def test_the_shipped_models_are_known_by_name():
+    stories = shape("stories")
+    assert stories.parameters == pytest.approx(9.87e6, rel=1e-3)
+    assert stories.kv_bytes(1, 4.0) == 2 * 12 * 256 * 4
+    assert shape(str(embedded_folder() / "stories")).dense == stories.dense
+
+
+MOE = {"model_type": "qwen3_moe", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "head_dim": 16}
+MOE |= {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "vocab_size": 100}
+
+
+@given(st.integers(1, 64), st.integers(1, 64))
+def test_a_batch_touches_more_experts_and_never_more_than_there_are(one, more):
+    found = shape_of(MOE)
+    assert found.touched(1) == pytest.approx(2)
+    assert found.touched(one) <= found.touched(one + more) <= 16
+    assert work(found, one, 1, 10, 2.0).weight_bytes <= work(found, one + more, 1, 10, 2.0).weight_bytes
+
+
+def test_window_bounds_the_kv_cache():
+    config = {"model_type": "x", "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 100}
+    config |= {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    found = shape_of(config)
+    assert found.kv_bytes(100, 1.0) == 2 * 2 * 64 * (100 + 8)
+
+
+@pytest.mark.parametrize(
+    "config, bits",
+    [
+        ({"quant_method": "gptq", "bits": 4}, 4.25),
+        ({"quant_method": "fp8"}, 8.0),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 4.13),
+        ({"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": {"num_bits": 8}}}}, 8),
+        ({"quant_method": "something"}, None),
+    ],
+)
+def test_weight_dtypes(config, bits):
+    assert shape_of({**known()["llama-1b"], "quantization_config": config}).bits == bits
+
+
+@pytest.mark.parametrize("config", [{}, {"num_hidden_layers": 2}, {**MOE, "hidden_size": "large"}])
+def test_config_without_sizes_is_refused_in_one_line(config):
+    with pytest.raises(ValueError, match=r"the config.json of x lacks the sizes"):
+        shape_of(config, "x")
+
+
+QUANTISED = {"quant_method": "compressed-tensors"}
+
+
+@pytest.mark.parametrize(
+    "change, line",
+    [
+        ({"layer_types": 1}, ""),
+        ({"quantization_config": QUANTISED | {"config_groups": [1]}}, ""),
+        ({"quantization_config": {"quant_method": "gptq", "bits": -5}}, ": bits must be a whole number from 1 to"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 65}}, ": bits must be 64 at most, not 65"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 10**5000}}, ": bits must be a whole number"),
+        ({"num_key_value_heads": -1}, ": num_key_value_heads must be a whole number from 1 to 16,777,216, not -1"),
+        ({"num_experts": -1}, ": num_experts must be a whole number from 0 to 16,777,216, not -1"),
+        ({"num_experts": 2, "num_experts_per_tok": 4}, ": its sizes contradict each other"),
+        ({"num_hidden_layers": 0}, ": num_hidden_layers must be a whole number from 1"),
+        ({"hidden_size": float("inf")}, ": hidden_size must be a whole number"),
+        ({"vocab_size": 10**400}, ": vocab_size must be a whole number from 1 to 16,777,216, not a larger number"),
+        ({"text_config": [1]}, ""),
+        ({"mlp_only_layers": [0, 1, 2]}, ": its sizes contradict each other"),
+    ],
+)
+def test_a_hostile_config_is_refused_in_one_line(change, line):
+    with pytest.raises(ValueError) as refused:
+        shape_of(MOE | change, "x")
+    assert str(refused.value).startswith(f"the config.json of x lacks the sizes of a language model{line}")
+    assert "\n" not in str(refused.value) and len(str(refused.value)) < 200
+
+
+def test_layer_types_of_a_larger_model_count_for_the_layers_there_are():
+    config = MOE | {"sliding_window": 8, "layer_types": ["sliding_attention"] * 18, "num_hidden_layers": 1}
+    assert [memory.layers for memory in shape_of(config).memory] == [1]
+
+
+@pytest.mark.parametrize(
+    "name, billions",
+    [
+        ("meta-llama/Llama-3.1-8B-Instruct", 8.03),
+        ("lmsys/vicuna-33b-v1.3", 32.5),
+        ("Qwen/Qwen3-30B-A3B", 30.5),
+        ("openai/gpt-oss-120b", 116.8),
+        ("deepseek-ai/DeepSeek-R1", 671.0),
+        ("openbmb/MiniCPM3-4B", 4.07),
+    ],
+)
+def test_well_known_models_have_the_parameters_they_are_known_for(name, billions):
+    assert shape(name).parameters / 1e9 == pytest.approx(billions, rel=0.003)
