@@ -47,17 +47,18 @@ def test_plain_gguf_output_is_that_of_llamacpps_own_loop(fixture, request):
     ("fixture", "methods"),
     [
         ("smollm2_gguf", ("ngram", "suffix", "lookahead")),
-        ("smollm2_gguf", ("draft_model", "adaptive")),
-        ("smollm2_gguf", ("cascade", "router")),
-        ("gemma_gguf", ("ngram", "suffix", "lookahead")),
-        ("gemma_gguf", ("draft_model", "adaptive")),  # with another vocabulary
+        ("smollm2_gguf", ("draft_model", "cascade", "router")),
+        pytest.param("smollm2_gguf", ("adaptive",), marks=pytest.mark.release),
+        ("gemma_gguf", ("draft_model",)),  # with another vocabulary
+        pytest.param("gemma_gguf", ("ngram", "suffix", "lookahead"), marks=pytest.mark.release),
+        pytest.param("gemma_gguf", ("adaptive",), marks=pytest.mark.release),
     ],
 )
 def test_every_method_of_a_gguf_target_is_plain_decoding_except_for_near_ties(fixture, methods, request):
     path, draft = request.getfixturevalue(fixture), request.getfixturevalue("smollm2_gguf")
     model = {} if "ngram" in methods else {"model": draft}
     lanes = [{"method": name, "k": 4, **model} for name in methods]
-    changes = {"prompt": CHATS[2], "chat": path == draft, "max_new_tokens": 40, "threads": 1}
+    changes = {"prompt": CHATS[2], "chat": path == draft, "max_new_tokens": 24, "threads": 1}
     trace = specdemo.run("embedded-ngram", target=path, lanes=lanes, **changes)
     assert {row["verdict"] for row in trace.comparison} <= {"identical", "rounding"}
     assert sum(row["identical"] for row in trace.comparison) >= len(lanes) - 1
@@ -66,35 +67,41 @@ def test_every_method_of_a_gguf_target_is_plain_decoding_except_for_near_ties(fi
 
 def test_output_of_a_folder_is_that_of_transformers(smollm2_folder):
     target = load_target(smollm2_folder, kernels="transformers")
-    prompts = [torch.tensor([encode(target.tokenizer, [{"role": "user", "content": chat}], 200)]) for chat in CHATS]
+    prompts = [torch.tensor([encode(target.tokenizer, [{"role": "user", "content": chat}], 200)]) for chat in CHATS[1:]]
     expected = [
-        target.model.generate(prompt, max_new_tokens=24, do_sample=False)[0, prompt.shape[1] :].tolist()
+        target.model.generate(prompt, max_new_tokens=12, do_sample=False)[0, prompt.shape[1] :].tolist()
         for prompt in prompts
     ]
     target = load_target(smollm2_folder)
     for name in ("none", "ngram", "suffix", "layer_skip"):
-        assert [written(target, name, prompt, 24) for prompt in prompts] == expected, name
+        assert [written(target, name, prompt, 12) for prompt in prompts] == expected, name
 
 
-def same_text_lanes(folder, dtype, chats, tokens):
-    """Yield prompt, method and True if a chain writes the text of plain decoding, with one kernel for every width."""
+LANES = (("none", 1), ("ngram", 3), ("ngram", 8), ("suffix", 5), ("suffix", 16))
+
+
+def same_text_lanes(folder, dtype, chats, tokens, lanes=LANES):
+    """Yield prompt, method and True if a chain writes the text of plain decoding, with one kernel for every width.
+
+    chats: (prompt, temperature) each.
+    """
     target = load_model(folder, dtype, cpu=CpuSettings(bit_exact="on")).target()
     if not target.same_bits:
         pytest.skip(f"this CPU has no packed products in {dtype}")
-    for chat in chats:
+    for chat, temperature in chats:
         prompt = torch.tensor([encode(target.tokenizer, [{"role": "user", "content": chat}], 200)])
-        for temperature in (0.0, 0.8):
-            texts = []
-            for name, k in (("none", 1), ("ngram", 3), ("ngram", 8), ("suffix", 5), ("suffix", 16)):
-                sampling = Sampling(temperature=temperature)
-                config = GenerationConfig(tokens, sampling, Budget(k, k), seed=3, stop_token_ids=())
-                events = generate(target, load_drafter(name, target), prompt, config, accept=Coupled())
-                texts.append([token for event in events for token in event.emitted[0]])
-                yield chat, name, k, temperature, texts[-1] == texts[0]
+        texts = []
+        for name, k in lanes:
+            sampling = Sampling(temperature=temperature)
+            config = GenerationConfig(tokens, sampling, Budget(k, k), seed=3, stop_token_ids=())
+            events = generate(target, load_drafter(name, target), prompt, config, accept=Coupled())
+            texts.append([token for event in events for token in event.emitted[0]])
+            yield chat, name, k, temperature, texts[-1] == texts[0]
 
 
 def test_chains_write_the_text_of_plain_decoding_bit_for_bit(smollm2_folder):
-    lanes = list(same_text_lanes(smollm2_folder, "bfloat16", (CHATS[2], "Use ten emoji 😀🎉 and 中文."), 40))
+    chats = [(CHATS[2], 0.0), ("Use ten emoji 😀🎉 and 中文.", 0.8)]
+    lanes = list(same_text_lanes(smollm2_folder, "bfloat16", chats, 24, (LANES[0], LANES[1], LANES[4])))
     assert [lane for lane in lanes if not lane[-1]] == []
 
 
@@ -103,6 +110,6 @@ def test_chains_write_the_text_of_plain_decoding_bit_for_bit(smollm2_folder):
 def test_five_hundred_chains_write_the_text_of_plain_decoding(smollm2_folder, dtype):
     words = "sky sea tree river bread clock train garden letter mountain violin number".split()
     tasks = "Explain to a child:", "Write Python code about a", "Correct: he go to"
-    chats = [f"{task} {word}." for word in words for task in tasks]
-    lanes = list(same_text_lanes(smollm2_folder, dtype, chats[:32], 400))
+    chats = [(f"{task} {word}.", temperature) for word in words for task in tasks for temperature in (0.0, 0.8)]
+    lanes = list(same_text_lanes(smollm2_folder, dtype, chats[:64], 400))
     assert [lane for lane in lanes if not lane[-1]] == []
