@@ -7,6 +7,7 @@ import ctypes
 import re
 import weakref
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
@@ -21,6 +22,7 @@ from specdemo.models.cpu_threads import thread_counts, thread_limit
 from specdemo.models.errors import first_line
 from specdemo.models.gguf_files import all_parts
 from specdemo.models.gguf_header import Header, read_header
+from specdemo.models.llamacpp_layers import layer_functions
 from specdemo.models.llamacpp_trial import Trial, check_llamacpp
 from specdemo.models.sources import LoadProgress, no_progress
 
@@ -150,8 +152,7 @@ class LlamaCppModel:
             layers = [0]
         else:
             layers = [every * share // 4 for share in (4, 3, 2, 1, 0)] if chosen < 0 else [min(chosen, every)]
-        trial = Trial(PACKAGE, str(Path(self.path).resolve()), layers, self.settings.flash_attention)
-        check_llamacpp(trial, all_parts(Path(self.path)), progress)
+        self.layer_inputs = self._try_out(layers, progress)
         for count in layers:
             handle = self._try(count, progress)
             if handle:
@@ -160,6 +161,17 @@ class LlamaCppModel:
             f"llama.cpp cannot load {self.path} (architecture {header.architecture or 'unknown'}); update "
             "llama-cpp-python, or choose another GGUF file"
         )
+
+    def _try_out(self, layers: list[int], progress: LoadProgress) -> bool:
+        """Try the file in another process; return True if the inputs of its layers can be read."""
+        trial = Trial(PACKAGE, str(Path(self.path).resolve()), layers, self.settings.flash_attention)
+        parts = all_parts(Path(self.path))
+        if layer_functions(library()):
+            with suppress(ValueError):
+                check_llamacpp(trial._replace(layer_inputs=True), parts, progress)
+                return True
+        check_llamacpp(trial, parts, progress)
+        return False
 
     def _try(self, gpu_layers: int, progress: LoadProgress) -> Any:
         """Return the handle; None if llama.cpp cannot load the file. Raises the errors of `progress`."""
@@ -182,6 +194,11 @@ class LlamaCppModel:
                 llama.llama_model_free(handle)
             raise stopped[0]
         return handle
+
+    @property
+    def taps(self) -> frozenset[int]:
+        """Return the taps that a pass can return, see `core.protocol.Forward`."""
+        return frozenset(range(-1, self.num_layers if self.layer_inputs else 0))
 
     @property
     def used_threads(self) -> int:

@@ -5,6 +5,7 @@ T tokens of a call, O outputs (tokens with logits), V vocabulary, H hidden size.
 
 import ctypes
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -13,11 +14,16 @@ from numpy.typing import NDArray
 
 from specdemo.models.errors import Cancelled
 from specdemo.models.llamacpp import BATCH_TOKENS, LlamaCppModel, library, open_context
+from specdemo.models.llamacpp_layers import layer_functions
 
 ABORTED = 2  # status of llama_decode
 ALL_POSITIONS = -1
 
+OUTPUT_TAP = -1  # the input of lm_head; tap n is the input of layer n, see `core.protocol.Forward`
+
 Values = NDArray[numpy.float32]
+Taps = tuple[int, ...]
+Outputs = tuple[Values, dict[int, Values]]  # logits, and states by tap
 
 
 class Inputs(NamedTuple):
@@ -101,21 +107,23 @@ class LlamaCppContext:
         weakref.finalize(self, _free, llama, self._handle, model)
         self._memory = llama.llama_get_memory(self._handle)
         self._inputs = _InputBuffers(llama, sequences)
-        self._logits, self._states = _OutputBuffer(model.vocab_size), _OutputBuffer(model.hidden_size)
-        self._returns_states, self._threads = False, 0
+        self._logits = _OutputBuffer(model.vocab_size)
+        self._states = defaultdict[int, _OutputBuffer](lambda: _OutputBuffer(model.hidden_size))  # tap -> its states
+        self._layers = layer_functions(llama)
+        self._taps: frozenset[int] = frozenset()  # that llama.cpp returns at present
+        self._threads = 0
 
-    def decode(self, inputs: Inputs, states: bool) -> tuple[Values, Values | None]:
-        """Run the tokens; return the logits [T, V] and, if requested, the inputs of lm_head [T, H] of each."""
+    def decode(self, inputs: Inputs, taps: Taps) -> Outputs:
+        """Run the tokens; return the logits [T, V] and the states of the taps [T, H] of each."""
         if len(inputs.tokens) <= BATCH_TOKENS:
-            return self._decode(inputs, states)
-        parts = [self._decode(inputs.part(begin), states) for begin in range(0, len(inputs.tokens), BATCH_TOKENS)]
-        logits, hidden = zip(*parts, strict=True)
-        return numpy.concatenate(logits), numpy.concatenate(hidden) if states else None
+            return self._decode(inputs, taps)
+        parts = [self._decode(inputs.part(begin), taps) for begin in range(0, len(inputs.tokens), BATCH_TOKENS)]
+        return numpy.concatenate([logits for logits, _ in parts]), _joined(parts, taps)
 
     def read_text(
-        self, tokens: Sequence[int], position: int, sequence: int, states: bool, cancelled: Callable[[], bool]
-    ) -> tuple[Values, Values | None]:
-        """Run consecutive tokens of a sequence; return the last logits [1, V] and, if requested, the states [T, H].
+        self, tokens: Sequence[int], position: int, sequence: int, taps: Taps, cancelled: Callable[[], bool]
+    ) -> Outputs:
+        """Run consecutive tokens of a sequence; return the last logits [1, V] and the states of the taps [T, H].
 
         Raises `Cancelled` when `cancelled()` is true: on a CPU within one operation of the model, else after
         BATCH_TOKENS tokens.
@@ -125,27 +133,28 @@ class LlamaCppContext:
         self._llama.llama_set_abort_callback(self._handle, abort, None)
         try:
             parts = [
-                self._decode(text.part(begin), states, not states, cancelled)
+                self._decode(text.part(begin), taps, OUTPUT_TAP not in taps, cancelled)
                 for begin in range(0, len(tokens), BATCH_TOKENS)
             ]
         finally:
             self._llama.llama_set_abort_callback(self._handle, self._llama.ggml_abort_callback(), None)
-        return parts[-1][0][-1:], numpy.concatenate([hidden for _, hidden in parts]) if states else None
+        return parts[-1][0][-1:], _joined(parts, taps)
 
     def append(self, tokens: list[int], position: int, sequence: int) -> Values:
         """Run at most BATCH_TOKENS consecutive tokens of a sequence; return the last logits [1, V]."""
-        return self._decode(Inputs.of_text(tokens, position, sequence), False, last_only=True)[0]
+        return self._decode(Inputs.of_text(tokens, position, sequence), (), last_only=True)[0]
 
     def _decode(
-        self, inputs: Inputs, states: bool, last_only: bool = False, cancelled: Callable[[], bool] | None = None
-    ) -> tuple[Values, Values | None]:
-        """Run at most BATCH_TOKENS tokens; return the logits [O, V] and, if requested, the states [O, H]."""
+        self, inputs: Inputs, taps: Taps, last_only: bool = False, cancelled: Callable[[], bool] | None = None
+    ) -> Outputs:
+        """Run at most BATCH_TOKENS tokens; return the logits [O, V] and the states of the taps [T, H].
+
+        The states of OUTPUT_TAP need outputs of all tokens.
+        """
         if cancelled is not None and cancelled():
             raise Cancelled("stopped")
         llama = self._llama
-        if states != self._returns_states:
-            llama.llama_set_embeddings(self._handle, states)
-            self._returns_states = states
+        self._select(frozenset(taps))
         if self._model.used_threads != self._threads:
             self._threads = self._model.used_threads
             llama.llama_set_n_threads(self._handle, self._threads, self._threads)
@@ -156,7 +165,24 @@ class LlamaCppContext:
         if status:
             raise ValueError(f"llama.cpp cannot decode (status {status}); use a shorter context or a smaller draft")
         logits = self._logits.read(llama.llama_get_logits(self._handle), outputs)
-        return logits, self._states.read(llama.llama_get_embeddings(self._handle), outputs) if states else None
+        return logits, {tap: self._states[tap].read(self._pointer(tap), len(inputs.tokens)) for tap in taps}
+
+    def _select(self, taps: frozenset[int]) -> None:
+        """Let llama.cpp return the states of the taps, and no others. Raises ValueError for taps that it lacks."""
+        if missing := sorted(taps - self._model.taps):
+            raise ValueError(f"this build of llama.cpp does not return the inputs of layers {missing} of this model")
+        for tap in taps ^ self._taps:
+            if tap == OUTPUT_TAP:
+                self._llama.llama_set_embeddings(self._handle, tap in taps)
+            elif self._layers:
+                self._layers.keep(self._handle, tap, tap in taps)
+        self._taps = taps
+
+    def _pointer(self, tap: int) -> Any:
+        """Return where llama.cpp has the states of a tap."""
+        if tap == OUTPUT_TAP or not self._layers:
+            return self._llama.llama_get_embeddings(self._handle)
+        return self._layers.read(self._handle, tap)
 
     def remove(self, sequence: int, begin: int) -> None:
         """Remove the cells of a sequence from position `begin` on."""
@@ -169,6 +195,11 @@ class LlamaCppContext:
     def clear(self) -> None:
         """Remove all cells."""
         self._llama.llama_memory_clear(self._memory, False)
+
+
+def _joined(parts: Sequence[Outputs], taps: Taps) -> dict[int, Values]:
+    """Return the states of consecutive batches as one."""
+    return {tap: numpy.concatenate([states[tap] for _, states in parts]) for tap in taps}
 
 
 def _free(llama: Any, handle: Any, model: LlamaCppModel) -> None:

@@ -22,7 +22,7 @@ from specdemo.models.cancellation import pass_cancelled
 from specdemo.models.gguf_files import ROPE_BASE
 from specdemo.models.gguf_header import read_header
 from specdemo.models.llamacpp import LlamaCppModel, LlamaCppSettings, library, read_matrix
-from specdemo.models.llamacpp_context import Inputs, LlamaCppContext, Values
+from specdemo.models.llamacpp_context import Inputs, LlamaCppContext, Outputs, Values
 
 SPARE_CELLS = 256  # free cells of the KV cache where no reserve is given
 RMS_EPSILON = 1e-5  # of files without one
@@ -57,15 +57,22 @@ class LlamaCppTarget(Target):
         self.vocab_size, self.hidden_size, self.num_layers = model.vocab_size, model.hidden_size, model.num_layers
         self.max_length, self.stop_token_ids = model.max_length, model.stop_token_ids
         self._sequences = int(library().llama_max_parallel_sequences())
-        self.capabilities = Capabilities(hidden_states=frozenset({-1}), batch=self._sequences // 4)
+        self.capabilities = Capabilities(hidden_states=model.taps, batch=self._sequences // 4)
         self._rows: list[_Row] = []
         self._branches = range(0)  # sequences of further leaves of the last pass
         self._context: LlamaCppContext | None = None
 
     @cached_property
     def embed(self) -> nn.Module:  # type: ignore[override]
-        embedding: nn.Module = nn.Embedding.from_pretrained(read_matrix(self.weights.path, "token_embd.weight"))
+        weight = read_matrix(self.weights.path, "token_embd.weight")
+        embedding: nn.Module = nn.Embedding.from_pretrained(weight * self._embedding_scale())
         return embedding
+
+    def _embedding_scale(self) -> float:
+        """Return the factor of the embeddings that the first layer reads: Gemma's is not in the file."""
+        header = read_header(Path(self.weights.path))
+        fallback = self.hidden_size**0.5 if header.architecture.startswith("gemma") else 1.0
+        return float(header.metadata.get(f"{header.architecture}.embedding_scale", fallback))
 
     @cached_property
     def lm_head(self) -> nn.Module:  # type: ignore[override]
@@ -136,27 +143,23 @@ class LlamaCppTarget(Target):
         self._check_length(columns)
         self._reserve(rows * (columns + (reserve or SPARE_CELLS)) + SPARE_CELLS)
         self._rows = [_Row() for _ in range(rows)]
-        parts = [self._read_text(row, ids, bool(taps)) for row, ids in enumerate(tokens.tolist())]
+        parts = [self._read_text(row, ids, taps) for row, ids in enumerate(tokens.tolist())]
         logits = torch.from_numpy(numpy.stack([logits for logits, _ in parts]))
-        if not taps:
-            return Forward(logits)
-        return Forward(
-            logits, {-1: torch.from_numpy(numpy.stack([states for _, states in parts if states is not None]))}
-        )
+        return Forward(logits, {tap: torch.from_numpy(numpy.stack([of[tap] for _, of in parts])) for tap in taps})
 
     def extend(self, ids: list[int]) -> Forward:
         """Read a text of a single row, of which the history has the start."""
         self._check_length(len(ids))
-        logits, _ = self._read_text(0, ids, False)
+        logits, _ = self._read_text(0, ids, ())
         return Forward(torch.from_numpy(logits[None]))
 
-    def _read_text(self, row: int, ids: list[int], states: bool) -> tuple[Values, Values | None]:
+    def _read_text(self, row: int, ids: list[int], taps: tuple[int, ...]) -> Outputs:
         """Read a text as the history of a row, which may have its start already.
 
-        Return the last logits [1, V] and, if requested, the states [T, H] of the tokens that were read.
+        Return the last logits [1, V] and the states of the taps [T, H] of the tokens that were read.
         """
         start = self._rows[row].length
-        outputs = self._open_context().read_text(ids[start:], start, row, states, pass_cancelled())
+        outputs = self._open_context().read_text(ids[start:], start, row, taps, pass_cancelled())
         self._rows[row].length = len(ids)
         return outputs
 
@@ -164,9 +167,8 @@ class LlamaCppTarget(Target):
         """Raises ValueError for trees with too many leaves."""
         self._drop_provisional()
         inputs = self._chain_inputs(tokens) if is_chain(parents) else self._tree_inputs(tokens, parents)
-        logits, states = self._open_context().decode(inputs, bool(taps))
-        hidden = {} if states is None else {-1: _by_slot(states, tokens)}
-        return Forward(_by_slot(logits, tokens), hidden)
+        logits, states = self._open_context().decode(inputs, taps)
+        return Forward(_by_slot(logits, tokens), {tap: _by_slot(of, tokens) for tap, of in states.items()})
 
     def draft_greedy(self, tokens: list[int], depth: int, vocab_size: int) -> tuple[list[int], list[float]] | None:
         if len(self._rows) != 1:

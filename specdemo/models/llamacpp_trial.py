@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 from specdemo.core.atomic_io import json_text, write_text
 from specdemo.core.safe_io import read_json
+from specdemo.models.llamacpp_layers import layer_inputs_agree
 
 REBUILD = 'CMAKE_ARGS="-DGGML_NATIVE=OFF" pip install --force-reinstall --no-cache-dir llama-cpp-python'
 CPU = Path("/proc/cpuinfo")
@@ -49,12 +50,14 @@ _ends: dict[tuple[str, ...], str] = {}  # library and settings, file, its size a
 
 
 class Trial(NamedTuple):
-    """Input of the child. file: empty to try the library alone. layers: numbers of GPU layers to try, most first."""
+    """Input of the child. file: empty to try the library alone. layers: numbers of GPU layers to try, most first.
+    layer_inputs: the child aborts where they cannot be read."""
 
     package: str
     file: str = ""
     layers: Sequence[int] = ()
     flash: bool = False
+    layer_inputs: bool = False
 
 
 def check_llamacpp(trial: Trial, parts: Sequence[Path] = (), report: Progress | None = None) -> None:
@@ -106,7 +109,7 @@ def _identity(trial: Trial) -> str:
     except PackageNotFoundError:
         release = ""
     described = [str(origin), release, *(f"{file.stat().st_size} {file.stat().st_mtime_ns}" for file in files)]
-    text = json_text([*described, _processor(), list(trial.layers), trial.flash])
+    text = json_text([*described, _processor(), list(trial.layers), trial.flash, trial.layer_inputs])
     return sha256(text.encode()).hexdigest()
 
 
@@ -205,6 +208,8 @@ def try_out() -> None:
     context = llama.llama_init_from_model(model, parameters)
     for width in WIDTHS if context else ():
         llama.llama_decode(context, llama.llama_batch_get_one((llama.llama_token * width)(), width))
+    if context and trial.layer_inputs and not layer_inputs_agree(llama, model, context):
+        os.abort()
     os._exit(0)  # without freeing it
 
 

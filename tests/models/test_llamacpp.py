@@ -23,7 +23,7 @@ from specdemo.engine.model_cache import ModelCache
 from specdemo.engine.session import Session, follow_up, session
 from specdemo.engine.verdict import compare_outputs
 from specdemo.methods import load_drafter, method, model_method
-from specdemo.models import llamacpp
+from specdemo.models import llamacpp, llamacpp_context, llamacpp_layers
 from specdemo.models.errors import Cancelled
 from specdemo.models.gguf_files import read_header
 from specdemo.models.llamacpp import LlamaCppSettings, library
@@ -66,6 +66,11 @@ def reference():
 @pytest.fixture(scope="module")
 def target(files):
     return load_target(str(files / "stories.gguf"))
+
+
+def reject_layer_inputs(trial, *_):
+    if trial.layer_inputs:
+        raise ValueError("llama.cpp ended with SIGABRT")
 
 
 def ids_of(reference, text):
@@ -153,15 +158,40 @@ def test_last_hidden_state_is_the_input_of_lm_head(target, reference):
         ("eagle", "stories-eagle-1"),
         ("mlp_speculator", "stories-mlp-speculator"),
         ("mtp", "stories-mtp"),
+        ("eagle", "stories-eagle-3"),
+        ("dflash", "stories-dflash"),
     ],
 )
-def test_heads_that_read_the_last_state_draft(name, head, target, reference):
-    prompt, config = ids_of(reference, TEXTS[0]), GenerationConfig(48, budget=Budget(4, 4))
-    expected = output(reference, load_drafter("none", reference), prompt, config)
-    drafter = load_drafter(name, target, head)
-    events = list(generate(target, drafter, prompt, config))
-    assert [[token for event in events for token in event.emitted[0]]] == expected
+def test_heads_draft_as_for_a_pytorch_target(name, head, target, reference):
+    prompt, config = ids_of(reference, TEXTS[0]), GenerationConfig(48, budget=Budget(4, 12))
+    expected = list(generate(reference, load_drafter(name, reference, head), prompt, config))
+    events = list(generate(target, load_drafter(name, target, head), prompt, config))
+    assert [event.drafted for event in events] == [event.drafted for event in expected]
+    assert [event.emitted for event in events] == [event.emitted for event in expected]
     assert len(events) < 40
+
+
+@pytest.mark.parametrize("nodes", [1, 5])
+def test_layer_states_are_those_of_transformers(nodes, target, reference):
+    taps = tuple(range(-1, target.num_layers))
+    prompt, parents = ids_of(reference, TEXTS[0]).repeat(2, 1), torch.zeros(2, nodes, dtype=torch.int64)
+    tokens = torch.arange(400, 400 + 2 * (nodes + 1)).view(2, -1)
+    tokens[1, 1:] = ABSENT
+    for each in (target, reference):
+        each.release()
+    passes = [(each.start(prompt, taps), each.forward(tokens, parents, taps)) for each in (target, reference)]
+    for one, other in zip(*passes, strict=True):
+        for tap in taps:
+            present = slice(None) if one is passes[0][0] else tokens != ABSENT
+            torch.testing.assert_close(one.hidden[tap][present], other.hidden[tap][present], rtol=1e-3, atol=1e-3)
+
+
+def test_layer_states_of_texts_longer_than_a_batch(target, reference, monkeypatch):
+    monkeypatch.setattr(llamacpp_context, "BATCH_TOKENS", 32)
+    prompt = torch.randint(1, 400, (1, 70), generator=torch.Generator().manual_seed(0))
+    taps = (target.num_layers - 1,)
+    states = [each.start(prompt, taps).hidden[taps[0]] for each in (target, reference)]
+    torch.testing.assert_close(states[0], states[1], rtol=1e-3, atol=1e-3)
 
 
 def test_greedy_draft_in_one_call_is_that_of_single_passes(target, reference, files, monkeypatch):
@@ -176,7 +206,16 @@ def test_greedy_draft_in_one_call_is_that_of_single_passes(target, reference, fi
         assert event.draft_probs[0] == pytest.approx(other.draft_probs[0], abs=2e-4)
 
 
-def test_heads_of_other_layers_are_rejected(target):
+@pytest.mark.parametrize("lack", ["functions", "agreement"])
+def test_heads_of_layers_are_rejected_where_states_cannot_be_read(lack, files, monkeypatch, tmp_path):
+    path = tmp_path / "stories.gguf"
+    path.write_bytes((files / "stories.gguf").read_bytes())
+    if lack == "functions":
+        monkeypatch.setattr(llamacpp_layers, "READ", ())
+    else:
+        monkeypatch.setattr(llamacpp, "check_llamacpp", reject_layer_inputs)
+    target = load_target(str(path))
+    assert target.capabilities.hidden_states == {-1}
     with pytest.raises(ValueError, match="reads the hidden states of layers .*, which .*stories.gguf does not return"):
         load_drafter("eagle", target, "stories-eagle-3")
 

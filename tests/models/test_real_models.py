@@ -65,6 +65,22 @@ def test_every_method_of_a_gguf_target_is_plain_decoding_except_for_near_ties(fi
     assert sum(lane.summary["accepted"] for lane in trace.lanes[1:]) > 0
 
 
+def test_layer_states_of_a_gguf_model_are_those_of_transformers(smollm2_gguf, smollm2_folder):
+    target, reference = load_target(smollm2_gguf), load_target(smollm2_folder, dtype="float32")
+    ids, taps = torch.tensor([reference.tokenizer.encode(TEXT)]), (0, 2, 15, 27)
+    states, expected = (each.start(ids, taps).hidden for each in (target, reference))
+    for tap in taps:  # the file's 8-bit activations round
+        assert torch.cosine_similarity(states[tap], expected[tap].float(), dim=-1).min() > 0.999, tap
+    torch.testing.assert_close(target.embed(ids), reference.embed(ids))
+
+
+def test_embeddings_of_a_gguf_model_are_scaled_as_its_first_layer_reads_them(gemma_gguf):
+    target, ids = load_target(gemma_gguf), torch.tensor([[100, 2000, 30000]])
+    torch.testing.assert_close(target.embed(ids), target.lm_head.weight[ids] * 640**0.5)  # of transformers' Gemma 3
+    with pytest.raises(ValueError, match=r"does not return the inputs of layers \[0\] of this model"):
+        target.start(ids, (0,))  # llama.cpp 0.3.36 has them for some architectures only
+
+
 def test_output_of_a_folder_is_that_of_transformers(smollm2_folder):
     target = load_target(smollm2_folder, kernels="transformers")
     prompts = [torch.tensor([encode(target.tokenizer, [{"role": "user", "content": chat}], 200)]) for chat in CHATS[1:]]
