@@ -414,15 +414,14 @@ def why(
 
 def _check_names(engine: str, method: str) -> None:
     """Raise ValueError, one line, for an engine or a drafting method that a diagnosis does not know."""
-    from specdemo.analysis.observation import WORDS, method_of
-    from specdemo.methods.drafting_cost import DraftingCost
+    from specdemo.methods.facts import PREDICTED, method_of
     from specdemo.servers.engines import engines
 
-    names, methods = [one.name for one in engines()], dict.fromkeys([*WORDS, *DraftingCost.declared])
+    names = [one.name for one in engines()]
     if engine and engine not in names:
         raise ValueError(f"unknown engine {engine[:40]!r}; {suggest(engine[:40], names)}")
-    if method and not method_of(method) and method not in methods:
-        raise ValueError(f"unknown drafting method {method[:40]!r}; {suggest(method[:40], methods)}")
+    if method and not method_of(method):
+        raise ValueError(f"unknown drafting method {method[:40]!r}; {suggest(method[:40], PREDICTED)}")
 
 
 def _read_output(path: str) -> "Observation":

@@ -29,7 +29,7 @@ from specdemo.core.tree import Draft
 from specdemo.kv.columns import Columns
 from specdemo.methods import require_method
 from specdemo.methods.base import Recipe
-from specdemo.methods.drafting_cost import HEAD_OPERATIONS, Drafting, Sizes
+from specdemo.methods.facts import HEAD_OPERATIONS, Drafting, Sizes
 from specdemo.methods.grow import TreeShape
 from specdemo.methods.heads.formats import check_target, count_numbered
 from specdemo.methods.heads.medusa import SAME_SHAPE_HINT, DraftedNodes, Medusa, TokenHeads

@@ -10,15 +10,14 @@ from dataclasses import astuple, dataclass
 from functools import lru_cache
 
 from specdemo.analysis.acceptance import Acceptance
-from specdemo.analysis.drafts import drafting
 from specdemo.analysis.observation import Observation
 from specdemo.analysis.predict import ASSUMED
 from specdemo.analysis.profiles import profile
 from specdemo.analysis.roofline import device_of, step_of
-from specdemo.analysis.work import known, shape
+from specdemo.analysis.work import drafting, known, shape
 from specdemo.core.shapes import Shape
 from specdemo.engine.cost import CostModel
-from specdemo.methods.drafting_cost import DraftingCost
+from specdemo.methods.facts import PREDICTED
 from specdemo.presets.drafters import base_name
 
 DEVICE, DTYPE, CONTEXT = "h100-sxm", "bfloat16", 1024
@@ -94,7 +93,7 @@ def target_shape(observation: Observation) -> Shape:
 def expected_cost(observation: Observation, k: int, batch: float = 1.0) -> StepCost:
     """Return the cost that the roofline expects for the models of an observation."""
     target = target_shape(observation)
-    method = observation.kind if observation.kind in DraftingCost.declared else "eagle"
+    method = observation.kind if observation.kind in PREDICTED else "eagle"
     names = {base_name(name): name for name in known() if "/" in name}
     drafter = names.get(base_name(observation.drafter), "") if observation.drafter else ""
     return _expected(target, method, drafter, min(k, 64), max(round(batch), 1))

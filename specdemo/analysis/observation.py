@@ -9,7 +9,7 @@ from math import ceil, isfinite
 from typing import Any, Self
 
 from specdemo.core.estimate import Estimate
-from specdemo.methods.drafting_cost import DraftingCost, NoPasses
+from specdemo.methods.facts import PREDICTED, method_of, no_passes
 from specdemo.presets.drafters import all_published, base_name
 
 LARGEST = 1e9  # of any number; rates and tokens/s are far below
@@ -29,16 +29,6 @@ NUMBERS = {  # what a missing value is called
 }
 WITH_SPECULATION = "speed with speculation"
 COMBINED = " and "  # between the methods of a run that drafts with several
-WORDS = {  # part of an engine's name of a method -> method; the first match counts
-    "draft_model": ("draft_model", "draft-simple", "standalone", "draft model"),
-    "dflash": ("dflash", "dspark", "domino"),
-    "eagle": ("eagle",),
-    "mtp": ("mtp", "nextn", "assistant"),
-    "medusa": ("medusa",),
-    "mlp_speculator": ("mlp_speculator",),
-    "suffix": ("suffix",),
-    "ngram": ("ngram", "lookup"),
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +101,7 @@ class Observation:
     @property
     def looks_up(self) -> bool:
         """Return whether the method drafts without a model, from earlier text."""
-        return issubclass(DraftingCost.declared.get(self.kind, DraftingCost), NoPasses)
+        return self.kind in PREDICTED and PREDICTED[self.kind].cost is no_passes
 
     @property
     def combined(self) -> bool:
@@ -145,12 +135,6 @@ class Observation:
         if plain.tokens_per_s is None and plain.plain_tokens_per_s is None:
             raise ValueError(f"the baseline ({plain.source}) contains no tokens/s; give the speed itself")
         return replace(self, plain_tokens_per_s=plain.tokens_per_s or plain.plain_tokens_per_s)
-
-
-def method_of(name: str) -> str:
-    """Return specdemo's name for a method of an engine, an empty text for an unknown one."""
-    text = name.lower()
-    return next((method for method, words in WORDS.items() if any(word in text for word in words)), "")
 
 
 def complete(given: Observation) -> Observation:

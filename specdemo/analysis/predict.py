@@ -12,16 +12,15 @@ from math import exp, hypot, log
 from pathlib import Path
 
 from specdemo.analysis.acceptance import Acceptance, drafting_lane, of_lane
-from specdemo.analysis.drafts import drafting, method_in
 from specdemo.analysis.profiles import Profile, profile
 from specdemo.analysis.roofline import BYTES, Device, Engine, Step, device_of, step_of
-from specdemo.analysis.work import config_of, shape
+from specdemo.analysis.work import config_of, drafting, method_in, shape
 from specdemo.core.dtypes import dtype_name
 from specdemo.core.estimate import Estimate
 from specdemo.core.shapes import HEADROOM, Shape
 from specdemo.core.speedup import best_length, predicted_speedup
 from specdemo.core.trace import LaneTrace
-from specdemo.methods.drafting_cost import Drafting
+from specdemo.methods.facts import Drafting
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 MOST_EXPENSIVE = 1e9  # highest price per hour, in any currency

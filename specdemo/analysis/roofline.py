@@ -14,12 +14,11 @@ from statistics import median
 from typing import Literal, NamedTuple, get_args
 
 from specdemo.analysis.acceptance import Acceptance, from_mean
-from specdemo.analysis.drafts import drafting
 from specdemo.analysis.profiles import MeasuredStep, Profile
-from specdemo.analysis.work import Work, known, shape, work
+from specdemo.analysis.work import Work, drafting, known, shape, work
 from specdemo.core.shapes import Shape
 from specdemo.core.suggest import suggest
-from specdemo.methods.drafting_cost import Drafting
+from specdemo.methods.facts import Drafting
 
 Engine = Literal["recorded", "eager"]
 

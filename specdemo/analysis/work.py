@@ -1,14 +1,18 @@
-"""Shapes of models by name, and the work of their forward passes: bytes read, operations, launches."""
+"""Shapes of models and drafters by name, and the work of their forward passes: bytes read, operations, launches."""
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
-from specdemo.core.shapes import Config, Shape, shape_of
+from specdemo.core.shapes import UNREADABLE, Config, Shape, shape_of
 from specdemo.core.suggest import suggest
+from specdemo.methods import METHODS, facts_of, usable
+from specdemo.methods.facts import FACTS, PREDICTED, Drafting
 
 KNOWN = Path(__file__).with_name("known.json")
+MOST_TRIED = 64  # longest draft length to try if the drafter's config contains one
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,3 +89,36 @@ def config_of(name: str) -> Config:
     except ValueError as error:
         near = suggest(name[:60], known())
         raise ValueError(f"{error}; {near}" if near.startswith("did") else str(error)) from None
+
+
+def drafting(name: str, target: Shape, config: Config | None, options: Mapping[str, int]) -> Drafting:
+    """Return the passes of a method. config: the drafter's; None: typical sizes for the target. Raises ValueError with
+    one line.
+    """
+    hint = suggest(name[:60], PREDICTED)
+    if name not in METHODS:
+        raise ValueError(f"unknown method {name[:60]!r}; {hint}")
+    cost = facts_of(name).cost
+    if cost is None:
+        raise ValueError(f"method {name!r} drafts adaptively and cannot be predicted; {hint}")
+    try:
+        passes = cost(target, config or {}, options)
+    except UNREADABLE as error:
+        if type(error) is ValueError:
+            raise
+        raise ValueError(
+            f"this config.json lacks the sizes of a drafter for method {name!r}; choose another --model"
+        ) from None
+    if passes is None:
+        raise ValueError(f"method {name!r} declares no drafting cost and cannot be predicted; {hint}")
+    return replace(passes, method=name, longest=min(max(passes.longest, 1), MOST_TRIED))
+
+
+def method_in(config: Config, plug_ins: bool = True) -> str:
+    """Return the method of the drafter that a config describes. EAGLE-1 looks like a complete model, so its method must
+    be given. plug_ins: whether to import and try methods that are not in the table of facts.
+    """
+    text = " ".join(map(str, (config.get("architectures"), config.get("model_type"), *config))).lower()
+    others = [name for name in usable() if name not in FACTS or not FACTS[name].title] if plug_ins else []
+    named = (name for name in [*PREDICTED, *others] if any(mark in text for mark in facts_of(name).marks))
+    return next(named, "draft_model")

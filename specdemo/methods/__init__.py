@@ -16,6 +16,8 @@ from specdemo.core.options import Knob, describe, parse, to_values
 from specdemo.core.options import knob as knob
 from specdemo.core.signals import SIGNAL_EXIT_CODE
 from specdemo.core.suggest import suggest
+from specdemo.methods.facts import FACTS
+from specdemo.methods.facts import Facts as Facts
 
 if TYPE_CHECKING:
     from specdemo.core.protocol import Target
@@ -39,25 +41,7 @@ CAPABILITY_USES = {  # a capability that a method may require (core/protocol.py)
 
 MODEL_OPTIONS = ("drafts", "inner_model")  # what these name are further models, with commas between
 
-BUILT_IN = {
-    "none": "specdemo.methods.none:NoDraft",
-    "draft_model": "specdemo.methods.draft_model:DraftModel",
-    "ngram": "specdemo.methods.ngram:NGram",
-    "suffix": "specdemo.methods.suffix:Suffix",
-    "medusa": "specdemo.methods.heads.medusa:Medusa",
-    "mlp_speculator": "specdemo.methods.heads.mlp_speculator:MLPSpeculator",
-    "mtp": "specdemo.methods.heads.mtp:MTP",
-    "eagle": "specdemo.methods.heads.eagle:Eagle",
-    "dflash": "specdemo.methods.heads.dflash:DFlash",
-    "gemma4_assistant": "specdemo.methods.heads.gemma4_assistant:Gemma4Assistant",
-    "lookahead": "specdemo.methods.lookahead:Lookahead",
-    "layer_skip": "specdemo.methods.layer_skip:LayerSkip",
-    "adaptive": "specdemo.methods.adaptive:Adaptive",
-    "online": "specdemo.methods.online:Online",
-    "cascade": "specdemo.methods.cascade:Cascade",
-    "router": "specdemo.methods.router:Router",
-    SYNTHETIC: "specdemo.methods.synthetic:Synthetic",
-}
+BUILT_IN = {name: f"{__name__}.{facts.cls}" for name, facts in FACTS.items()}
 PLUG_INS = {entry.name: entry.value for entry in entry_points(group="specdemo.methods") if entry.name not in BUILT_IN}
 METHODS = BUILT_IN | PLUG_INS  # name -> module:class
 
@@ -101,6 +85,14 @@ def _brief(error: BaseException) -> str:
 def unusable() -> dict[str, str]:
     """Return why a plug-in cannot be used, by its name. Import every plug-in."""
     return {name: found for name in PLUG_INS if isinstance(found := _plug_in(name), str)}
+
+
+def facts_of(name: str) -> Facts:
+    """Return the facts of a method: a row of the table, or attributes of its class. Raises ValueError as `method`."""
+    if name in FACTS and FACTS[name].title:
+        return FACTS[name]
+    cls = method(name)
+    return Facts(METHODS[name], cls.title, cls.drafting_cost, cls.config_marks)
 
 
 def usable() -> list[str]:

@@ -264,9 +264,8 @@ class Goodput:
         return k
 
 
-class Adaptive(Wrapper):
+class Adaptive(Wrapper, method="adaptive"):
     learns = True
-    title = "Adaptive length"
     summary = "Chooses the draft length at every step, down to zero, from past acceptance and measured cost."
 
     class Options(BaseOptions):

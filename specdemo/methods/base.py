@@ -14,8 +14,9 @@ from torch import Generator, Tensor
 
 from specdemo.core.protocol import Drafter, Progress, Target, Trainable
 from specdemo.core.sampling import Sampling
+from specdemo.core.shapes import Config, Shape
 from specdemo.methods import BaseOptions, EngineArgs, check_capabilities
-from specdemo.methods.drafting_cost import DraftingCost
+from specdemo.methods.facts import FACTS, Drafting, Facts, Sizes
 from specdemo.methods.heads.conventions import select_convention
 from specdemo.methods.heads.network import Network
 from specdemo.methods.heads.runtime import HeadRuntime
@@ -39,15 +40,20 @@ class Recipe:
     method: str = ""  # filled in by methods/recipes.py
 
 
-class Method(DraftingCost, Drafter):
+class Method(Drafter):
     """A drafting method that can be chosen by name. Only `start`, `propose` and `observe` are required.
+
+    method: its name in the table of facts, which then has its title, cost and marks.
 
     `Options` is a `BaseOptions` whose fields come from `knob`. By convention the option `nodes` is the size of the
     draft tree (0: a chain of k). A method that wraps another one names it in the option `drafter` and passes it the
     lane's model.
     """
 
+    facts: ClassVar[Facts] = Facts("")
+    title: ClassVar[str]
     summary: ClassVar[str]  # one sentence, shown on the page
+    config_marks: ClassVar[tuple[str, ...]] = ()  # lower-case strings that only configs of its drafters contain
     needs_model: ClassVar[bool] = False
     exact: ClassVar[bool] = True  # False: output is not the target's even under a lossless rule
     learns: ClassVar[bool] = False  # True: improves with use, so a session reuses it in the next run
@@ -55,6 +61,21 @@ class Method(DraftingCost, Drafter):
     # keys of config.json that it understands; empty, as for a subclass that sets none: they are not checked
     config_keys: ClassVar[frozenset[str]] = frozenset()
     serves: ClassVar[Mapping[str, EngineArgs]] = {}  # engine -> its server arguments for this method
+
+    def __init_subclass__(cls, method: str = "", **named: object) -> None:
+        super().__init_subclass__(**named)
+        if method:
+            cls.facts = FACTS[method]
+            cls.title, cls.config_marks = cls.facts.title, cls.facts.marks
+
+    @classmethod
+    def drafting_cost(cls, target: Shape, config: Config, options: Sizes) -> Drafting | None:
+        """Return the passes of a step. None: unknown, so the method cannot be predicted.
+
+        config: the drafter's config.json; empty: use typical sizes for the target. options: whole numbers among the
+        options of the method. Raises ValueError with one line.
+        """
+        return cls.facts.cost(target, config, options) if cls.facts.cost else None
 
     def __init__(self, target: Target, model: object = None, options: object = None) -> None:
         """model: a source, or the result of `load`. Raises ValueError when the drafter does not fit the target."""

@@ -26,8 +26,7 @@ from specdemo.methods.wrapper import Wrapper, wrappable
 from specdemo.models.checkpoints import Checkpoint
 
 
-class Cascade(DraftModel):
-    title = "Cascade"
+class Cascade(DraftModel, method="cascade"):
     summary = "A draft model verifies a cheap guess; the target verifies the result."
 
     cross_vocabulary: ClassVar[bool] = False

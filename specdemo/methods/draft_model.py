@@ -19,7 +19,6 @@ from specdemo.core.sampling import Sampling
 from specdemo.core.tree import ABSENT, Draft, chain_parents
 from specdemo.methods import detect_head, require_method
 from specdemo.methods.base import Learner, NoOptions
-from specdemo.methods.drafting_cost import DraftModelCost
 from specdemo.methods.heads.sampler import ChainBuilder, DraftVocab, TokenSampler, run_chain_graph
 from specdemo.methods.vocabularies import MIN_SHARED_MASS, RowText, VocabBridge, real_tokens
 from specdemo.models.checkpoints import Checkpoint, open_meta_checkpoint, write_checkpoint
@@ -41,7 +40,7 @@ PROBES = (
 )
 
 
-class DraftModel(DraftModelCost, Learner):
+class DraftModel(Learner, method="draft_model"):
     summary = "A small model drafts several tokens; the target verifies them in one pass."
     needs_model = True
     cross_vocabulary: ClassVar[bool] = True

@@ -16,12 +16,11 @@ from specdemo.core.sampling import Sampling
 from specdemo.core.tree import Draft
 from specdemo.methods import BaseOptions, knob
 from specdemo.methods.base import Method
-from specdemo.methods.drafting_cost import LayerSkipCost
 from specdemo.methods.heads.runtime import last_columns
 from specdemo.methods.heads.sampler import ChainBuilder, TokenSampler, run_chain_graph
 
 
-class LayerSkip(LayerSkipCost, Method):
+class LayerSkip(Method, method="layer_skip"):
     summary = "The first layers of the target draft, the full target verifies; no second model, no extra memory."
     requires: ClassVar = frozenset({"layers", "shared_kv"})
 

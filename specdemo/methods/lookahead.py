@@ -18,7 +18,6 @@ from specdemo.core.sampling import Sampling
 from specdemo.core.tree import ABSENT, Draft
 from specdemo.methods import BaseOptions, knob
 from specdemo.methods.base import Method
-from specdemo.methods.drafting_cost import LookaheadCost
 
 Gram = tuple[int, ...]
 
@@ -62,7 +61,7 @@ class _WindowRow:
                     del grams[next(iter(grams))]
 
 
-class Lookahead(LookaheadCost, Method):
+class Lookahead(Method, method="lookahead"):
     summary = "The target generates n-grams in the same pass that verifies earlier ones; needs no draft model."
 
     class Options(BaseOptions):

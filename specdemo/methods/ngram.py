@@ -15,7 +15,6 @@ from specdemo.core.sampling import Sampling
 from specdemo.core.tree import ABSENT, Draft
 from specdemo.methods import BaseOptions, knob
 from specdemo.methods.base import Method
-from specdemo.methods.drafting_cost import NGramCost
 
 
 class _NGramIndex:
@@ -42,7 +41,7 @@ class _NGramIndex:
         return []
 
 
-class NGram(NGramCost, Method):
+class NGram(Method, method="ngram"):
     summary = "Drafts what followed the last occurrence of the current words; free, and useful where text repeats."
 
     class Options(BaseOptions):

@@ -6,10 +6,9 @@ from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import Draft
 from specdemo.methods.base import Method, NoOptions
-from specdemo.methods.drafting_cost import NoDraftCost
 
 
-class NoDraft(NoDraftCost, Method):
+class NoDraft(Method, method="none"):
     summary = "One token per target pass; the baseline of every comparison."
 
     def __init__(self, target: Target, model: object = None, options: NoOptions | None = None) -> None:

@@ -32,9 +32,8 @@ DECAY = 0.98  # decay of the running acceptance rate per step
 TextColumns = tuple[Tensor, ...]  # of one row: inputs [A], outputs [A], probs [A, V] and one [A, H] per tap
 
 
-class Online(Wrapper):
+class Online(Wrapper, method="online"):
     learns = True
-    title = "Online learning"
     summary = "Trains the drafter on the target's verification results while it runs, so its acceptance rate rises."
 
     class Options(BaseOptions):

@@ -15,8 +15,7 @@ from specdemo.methods import METHODS, BaseOptions, knob, load_drafter
 from specdemo.methods.wrapper import Wrapper, wrappable
 
 
-class Router(Wrapper):
-    title = "Router"
+class Router(Wrapper, method="router"):
     summary = "Tries several drafters at the start of a text and continues with the one that is accepted most."
 
     class Options(BaseOptions):

@@ -20,7 +20,6 @@ from specdemo.core.sampling import Sampling
 from specdemo.core.tree import ABSENT, Draft
 from specdemo.methods import BaseOptions, knob
 from specdemo.methods.base import Method
-from specdemo.methods.drafting_cost import SuffixCost
 
 MAX_ANSWERS = 256  # answers per model; the oldest is dropped first
 MIN_ANSWER_TOKENS = 16  # tokens of an answer to store; a lane's warm-up is shorter, so its text is not stored
@@ -131,7 +130,7 @@ class _Candidate:
     score: float = 0.0
 
 
-class Suffix(SuffixCost, Method):
+class Suffix(Method, method="suffix"):
     summary = "Drafts the most frequent continuation of the text's suffix; a longer match gives a longer draft."
 
     class Options(BaseOptions):

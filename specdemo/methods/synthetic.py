@@ -23,8 +23,7 @@ from specdemo.methods.wrapper import Wrapper, wrappable
 RATES = "0.8,0.75,0.7"
 
 
-class Synthetic(Wrapper):
-    title = "Synthetic acceptance"
+class Synthetic(Wrapper, method="synthetic"):
     summary = "Accepts draft tokens at random with chosen rates, to measure the speed. The text is meaningless."
     exact: ClassVar[bool] = False
 

@@ -21,13 +21,6 @@ RULES = (
     "without any drafter: n-gram or suffix drafting where the answer repeats the prompt, as in editing",
     f"your own head: `{program()} train medusa --target TARGET` (transformers models)",
 )
-KINDS = {
-    "eagle": "EAGLE-3",
-    "mtp": "MTP",
-    "dflash": "DFlash",
-    "medusa": "Medusa",
-    "mlp_speculator": "MLPSpeculator",
-}
 UNKNOWN = "unknown"
 HEADER = ("drafter", "kind", "size", "format", "licence", "engines", "trained", "accepted", "source")
 
@@ -177,10 +170,12 @@ def _of_presets(target: str) -> Iterator[PublishedDrafter]:
 
 
 def _kind(method: str, drafter: str) -> str:
-    """Return the kind of a preset's drafter; empty for methods that are not in the catalogue."""
-    if method == "draft_model":
-        return "GGUF draft model" if is_gguf(drafter) else "draft model"
-    return "EAGLE-1" if "eagle-1" in drafter.lower() else KINDS.get(method, "")
+    """Return the kind of a preset's drafter: the first of its method and format, but EAGLE-1 where its name is that.
+    Empty for methods that are not in the catalogue."""
+    if "eagle-1" in drafter.lower():
+        return "EAGLE-1"
+    read, gguf = {name: kind for name, kind in _catalogue()[0].items() if kind.method == method}, is_gguf(drafter)
+    return next((name for name, kind in read.items() if (kind.format == "GGUF") == gguf), "")
 
 
 def _recorded(preset_id: str, lane: int) -> str:

@@ -18,7 +18,7 @@ from specdemo.core.estimate import Estimate
 from specdemo.core.headline import SO_FAR, headline, price_words, settled
 from specdemo.core.trace import LaneTrace, RunTrace, StepEvent, estimates, is_drafted, token_kinds
 from specdemo.engine.messages import Finished, LaneDone, LaneStep, Message, Note, Restarted, Started
-from specdemo.methods.drafting_cost import DraftingCost
+from specdemo.methods.facts import PREDICTED
 from specdemo.models.gguf_files import is_gguf
 from specdemo.presets.link import shown_name
 
@@ -160,7 +160,7 @@ def _start(trace: RunTrace) -> dict[str, object]:
 
 def predictable(trace: RunTrace, lane: LaneTrace) -> bool:
     """Return whether the What if tab can estimate the lane: its method has a cost, its models a config.json."""
-    known = lane.exact and lane.remote is None and lane.method in DraftingCost.declared
+    known = lane.exact and lane.remote is None and lane.method in PREDICTED
     return known and not any(map(is_gguf, models_of(trace)))
 
 

@@ -10,18 +10,17 @@ import gradio as gr
 from gradio.components import Component
 
 from specdemo.analysis.acceptance import Acceptance, of_lane, of_lengths
-from specdemo.analysis.drafts import method_in
 from specdemo.analysis.predict import ASSUMED, BATCHES, Prediction, Row, predict, predicted
 from specdemo.analysis.profiles import profile, profiles
 from specdemo.analysis.published import published
-from specdemo.analysis.work import known, shape
+from specdemo.analysis.work import known, method_in, shape
 from specdemo.core.atomic_io import json_text
 from specdemo.core.estimate import Estimate
 from specdemo.core.shapes import Shape
 from specdemo.core.trace import RunTrace, estimates
 from specdemo.engine.comparison import MAX_K
 from specdemo.methods import BASELINE
-from specdemo.methods.drafting_cost import Drafting, DraftingCost
+from specdemo.methods.facts import PREDICTED, Drafting
 from specdemo.presets.files import DEFAULT, allowed_models, load_presets
 from specdemo.presets.link import shown_name
 from specdemo.presets.recorded import is_recorded, recorded
@@ -69,7 +68,7 @@ def start_of(trace: RunTrace, index: int, words: str, allow_any_model: bool = Fa
     for name in (target, model):
         if name is not None and not (allow_any_model or name in _listed()):
             raise ValueError(f"model {str(name)[:80]!r} is not on this page's list; start it with --allow-any-model")
-    if lane.method not in DraftingCost.declared:
+    if lane.method not in PREDICTED:
         raise ValueError(f"{lane.name} chooses drafts at run time and cannot be predicted; choose another run")
     acceptance = of_lane(lane)
     k = None if acceptance.nodes else lane.options.get("k")  # a tree is as deep as its acceptance is known
@@ -93,9 +92,7 @@ def _listed() -> set[str]:
 @lru_cache
 def recorded_starts() -> dict[str, str]:
     """Return the presets with a recorded run that predictions can start from, id -> title, the default first."""
-    found = {
-        id: p for id, p in load_presets().items() if p.lanes[0].method in DraftingCost.declared and is_recorded(id)
-    }
+    found = {id: p for id, p in load_presets().items() if p.lanes[0].method in PREDICTED and is_recorded(id)}
     order = sorted(found, key=lambda id: id != DEFAULT)
     return {id: found[id].title for id in order}
 
@@ -334,7 +331,7 @@ def _on_the_hub() -> list[str]:
 
 def _drafts() -> list[tuple[str, str]]:
     configs = {name: known()[name] for name in _on_the_hub() if shape(name).parameters < SMALL}
-    titles = {name: cost.title for name, cost in DraftingCost.declared.items() if name != BASELINE}
+    titles = {name: facts.title for name, facts in PREDICTED.items() if name != BASELINE}
     kinds = {name: method_in(config, plug_ins=False) for name, config in configs.items()}
     models = [(f"{titles[kind]}: {name}", f"{kind}:{name}") for name, kind in kinds.items()]
     without_model = [(title, name) for name, title in titles.items() if name != "draft_model"]

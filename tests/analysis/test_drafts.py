@@ -1,24 +1,41 @@
-"""Drafting costs by name: the methods derive from the declared ones, and configs name their method."""
+"""Facts about methods: their classes have them, and configs and engines' output name their method."""
 
 import pytest
 
-from specdemo.analysis.drafts import drafting, method_in
-from specdemo.analysis.work import shape
-from specdemo.methods import METHODS, method
-from specdemo.methods.drafting_cost import ADAPTIVE, DraftingCost
+from specdemo.analysis.work import drafting, method_in, shape
+from specdemo.methods import facts_of, method
+from specdemo.methods.facts import FACTS, PREDICTED, method_of
 
 
-@pytest.mark.parametrize("name", sorted(DraftingCost.declared))
-def test_method_derives_from_its_declared_cost(name):
-    assert issubclass(method(name), DraftingCost.declared[name])
-    assert method(name).title == DraftingCost.declared[name].title
+@pytest.mark.parametrize("name", FACTS)
+def test_class_of_a_method_has_the_facts_of_its_row(name):
+    assert method(name).facts is facts_of(name) is FACTS[name] and method(name).title == FACTS[name].title
 
 
-@pytest.mark.parametrize("name", ADAPTIVE)
+@pytest.mark.parametrize("name", FACTS.keys() - PREDICTED.keys())
 def test_adaptive_method_cannot_be_predicted(name):
-    assert name in METHODS
     with pytest.raises(ValueError, match=f"^method '{name}' drafts adaptively and cannot be predicted; "):
         drafting(name, shape("llama-8b"), {}, {})
+
+
+@pytest.mark.parametrize(
+    "words, name",
+    [
+        ("EAGLE3", "eagle"),
+        ("draft-simple", "draft_model"),
+        ("STANDALONE", "draft_model"),
+        ("NEXTN", "mtp"),
+        ("qwen3_next_mtp", "mtp"),
+        ("DSpark", "dflash"),
+        ("gemma4_assistant", "gemma4_assistant"),
+        ("ngram-simple and draft-eagle3", "eagle"),
+        ("ngram-map-k4v", "ngram"),
+        ("lookup", "ngram"),
+        ("unheard", ""),
+    ],
+)
+def test_engines_name_of_a_method(words, name):
+    assert method_of(words) == name
 
 
 @pytest.mark.parametrize(

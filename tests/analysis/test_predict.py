@@ -12,12 +12,11 @@ from hypothesis import strategies as st
 
 from specdemo.__main__ import main
 from specdemo.analysis.acceptance import from_mean, of_passes
-from specdemo.analysis.drafts import drafting
 from specdemo.analysis.predict import predict, predicted
 from specdemo.analysis.profiles import Figure, MeasuredStep, Passes, profile, profiles
 from specdemo.analysis.roofline import device_of, step_of
-from specdemo.analysis.work import known, shape, work
-from specdemo.methods.drafting_cost import Drafting, DraftingCost
+from specdemo.analysis.work import drafting, known, shape, work
+from specdemo.methods.facts import PREDICTED, Drafting
 from specdemo.presets.files import FOLDER
 
 H100 = profile("h100-sxm")
@@ -58,13 +57,13 @@ def test_a_free_perfect_draft_gives_k_and_one(k):
     assert found.best.speedup.value == pytest.approx(k + 1.0, rel=0.01)  # its passes are slightly wider
 
 
-@pytest.mark.parametrize("method", sorted(DraftingCost.declared))
+@pytest.mark.parametrize("method", PREDICTED)
 @pytest.mark.parametrize("device", ["h100-sxm", "laptop-cpu"])
 def test_every_method_has_a_cost_and_an_interval_around_its_value(method, device):
     model = "llama-1b" if method == "draft_model" else None
     found = predict("llama-8b", device=device, method=method, model=model, ks=(1, 2, 4))
     assert found.as_dict()["method"] == method
-    free = DraftingCost.declared[method].drafting_cost(shape("llama-8b"), known()["llama-1b"], {}).first is None
+    free = PREDICTED[method].cost(shape("llama-8b"), known()["llama-1b"], {}).first is None
     for row in found.rows:
         assert row.speedup.low < row.speedup.value < row.speedup.high
         assert row.v >= 1.0 and (row.draft_ms < 1.0 if free else row.c > 0.0)

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 from transformers import LlamaModel
 
 from specdemo.analysis.acceptance import from_mean
-from specdemo.analysis.drafts import method_in
 from specdemo.analysis.predict import predict
+from specdemo.analysis.work import method_in
 from specdemo.methods import load_drafter
 from specdemo.methods.targets import load_target
 from specdemo.models.target import HFTarget

@@ -29,7 +29,7 @@ from specdemo.core.protocol import GenerationConfig
 from specdemo.core.safe_io import CONFIG_BYTES, read_json, read_text
 from specdemo.core.shapes import shape_of
 from specdemo.methods import METHODS, load_drafter
-from specdemo.methods.drafting_cost import DraftingCost
+from specdemo.methods.facts import PREDICTED
 from specdemo.methods.pairs import check_pair
 from specdemo.models.checkpoints import open_meta_checkpoint
 from specdemo.models.load import load_meta_target, load_target
@@ -566,7 +566,7 @@ def stored_as(config):
 
 @FEW
 @given(
-    st.sampled_from(sorted(known())), changes(SIZES), st.sampled_from(sorted(DraftingCost.declared)),
+    st.sampled_from(sorted(known())), changes(SIZES), st.sampled_from(sorted(PREDICTED)),
     changes(DRAFTER_SIZES), st.sampled_from([1, 4096]), st.integers(-3, 40),
 )  # fmt: skip
 def test_a_prediction_from_any_config_is_finite_or_one_line(name, config_changes, method, drafter, batch, exit_layer):

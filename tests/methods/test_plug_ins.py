@@ -204,7 +204,7 @@ def test_options_of_a_plug_in_may_be_a_dataclass(plug_in):
 
 PREDICTED = """
 from specdemo.core.shapes import number, with_layers
-from specdemo.methods.drafting_cost import Drafting
+from specdemo.methods.facts import Drafting
 from specdemo.methods.ngram import NGram
 
 class Parrot(NGram):

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from specdemo.methods.drafting_cost import DraftingCost
+from specdemo.methods.facts import PREDICTED
 from specdemo.presets.files import DEFAULT, load_presets
 from specdemo.presets.recorded import recorded
 from specdemo.ui import whatif
@@ -41,7 +41,7 @@ def race():
 
 def test_every_recorded_race_of_a_known_method_can_be_started_from():
     assert next(iter(recorded_starts())) == DEFAULT
-    adaptive = {id for id, p in load_presets().items() if p.lanes[0].method not in DraftingCost.declared}
+    adaptive = {id for id, p in load_presets().items() if p.lanes[0].method not in PREDICTED}
     assert "embedded-adaptive" in adaptive and not adaptive & {*recorded_starts()}
     for id in recorded_starts():
         start = recorded_start(id)

@@ -30,7 +30,6 @@ from specdemo.core.tree import Draft
 from specdemo.kv.columns import AttentionKind, Columns
 from specdemo.methods import BaseOptions, knob, require_method
 from specdemo.methods.base import Head, Recipe
-from specdemo.methods.drafting_cost import DFlashCost
 from specdemo.methods.grow import grow_tree
 from specdemo.methods.heads.formats import d2t_to_ids, rename_tensors
 from specdemo.methods.heads.formats import dflash as files
@@ -320,7 +319,7 @@ class DFlashDraftModel(Network):
         return DraftVocab(d2t_to_ids(self.d2t), self.design.vocab_size).to_target_vocab(logits)
 
 
-class DFlash(DFlashCost, Head[DFlashDraftModel]):
+class DFlash(Head[DFlashDraftModel], method="dflash"):
     summary = "A small network drafts a block of tokens in one pass from the target's hidden states."
     recipes: ClassVar = {"dflash": Recipe("DFlash, blocks of 8", {"block_size": 8})}
     config_keys = files.KEYS

@@ -30,7 +30,6 @@ from specdemo.core.tree import Draft
 from specdemo.kv.columns import Columns
 from specdemo.methods import BaseOptions, knob, require_method
 from specdemo.methods.base import Head, Recipe
-from specdemo.methods.drafting_cost import EagleCost
 from specdemo.methods.grow import grow_tree
 from specdemo.methods.heads.formats import d2t_to_ids
 from specdemo.methods.heads.formats import eagle as files
@@ -166,7 +165,7 @@ class EagleHead(Network):
         return DraftVocab(None if self.d2t is None else d2t_to_ids(self.d2t), self.config.vocab_size)
 
 
-class Eagle(EagleCost, Head[EagleHead]):
+class Eagle(Head[EagleHead], method="eagle"):
     summary = "A single decoder layer drafts a tree from the target's hidden states, wider where it is unsure."
     config_keys = files.KEYS
     recipes: ClassVar = {

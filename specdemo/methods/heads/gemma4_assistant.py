@@ -30,7 +30,6 @@ from specdemo.core.tree import Draft
 from specdemo.kv.columns import Rope
 from specdemo.methods import require_method
 from specdemo.methods.base import FrozenHead, NoOptions
-from specdemo.methods.drafting_cost import Gemma4AssistantCost
 from specdemo.methods.heads.formats import check_target, rename_tensors
 from specdemo.methods.heads.formats.config_keys import LAYER_KEYS
 from specdemo.methods.heads.network import Network, move_to_target
@@ -165,7 +164,7 @@ class Assistant(Network):
         return other.expand(*x.shape[:-1], self.vocab_size).scatter(-1, ids, selected)
 
 
-class Gemma4Assistant(Gemma4AssistantCost, FrozenHead[Assistant]):
+class Gemma4Assistant(FrozenHead[Assistant], method="gemma4_assistant"):
     summary = "A few small layers that attend to the target's KV cache draft from its last hidden state."
     requires: ClassVar = frozenset({"hidden_states", "shared_kv"})
     taps = (-1,)

@@ -25,7 +25,6 @@ from specdemo.core.sampling import Sampling
 from specdemo.core.tree import Draft
 from specdemo.methods import BaseOptions, knob, require_method
 from specdemo.methods.base import Head, Recipe
-from specdemo.methods.drafting_cost import MedusaCost
 from specdemo.methods.grow import TreeShape, chain, clip_shape, optimal_shape
 from specdemo.methods.heads.formats import check_target, count_numbered, rename_tensors
 from specdemo.methods.heads.formats.config_keys import LAYER_KEYS
@@ -145,7 +144,7 @@ class MedusaHeads(TokenHeads):
         return DraftVocab(self.token_map, self.vocab_size).to_target_vocab(logits)
 
 
-class Medusa(MedusaCost, Head[TokenHeads]):
+class Medusa(Head[TokenHeads], method="medusa"):
     summary = "Extra heads on the target predict several tokens ahead in parallel; there is no second model to run."
     taps: tuple[int, ...] = (-1,)
     config_keys = LAYER_KEYS | {

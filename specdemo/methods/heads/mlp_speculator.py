@@ -28,7 +28,6 @@ from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.tree import Draft
 from specdemo.methods import BaseOptions, knob, require_method
 from specdemo.methods.base import Head, Recipe
-from specdemo.methods.drafting_cost import MLPSpeculatorCost
 from specdemo.methods.grow import prune_tree
 from specdemo.methods.heads.formats import check_target
 from specdemo.methods.heads.network import Network, move_to_target
@@ -111,7 +110,7 @@ class Speculator(Network):
         return state, self.head[step](state)
 
 
-class MLPSpeculator(MLPSpeculatorCost, Head[Speculator]):
+class MLPSpeculator(Head[Speculator], method="mlp_speculator"):
     summary = "A small recurrent network drafts from the target's last hidden state and its own last token."
     taps: tuple[int, ...] = (-1,)
     config_keys = frozenset({"scale_input", "top_k_tokens_per_head"})

@@ -33,7 +33,6 @@ from specdemo.core.tree import Draft
 from specdemo.kv.cache import cache_argument
 from specdemo.kv.columns import Columns, Rope
 from specdemo.methods.base import Head, NoOptions, Recipe
-from specdemo.methods.drafting_cost import MTPCost
 from specdemo.methods.heads.formats import mtp as files
 from specdemo.methods.heads.formats.mtp import MTPConvention
 from specdemo.methods.heads.network import Network, move_to_target
@@ -183,7 +182,7 @@ class ParallelHeads(MTPHeads):
         return self.shared.norm(self.layers[index](hidden, columns)), hidden
 
 
-class MTP(MTPCost, Head[MTPHeads]):
+class MTP(Head[MTPHeads], method="mtp"):
     summary = "Layers trained together with the target draft from its last hidden state, one token after the other."
     recipes: ClassVar = {"mtp": Recipe("Multi-token prediction, 1 module", {})}
 
