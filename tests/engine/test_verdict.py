@@ -102,7 +102,7 @@ def test_the_passes_of_the_lane_are_repeated_as_they_were():
 )
 def test_the_margin_of_a_sampled_token_is_the_change_that_makes_it_the_drawn_one(sampling):
     rng = torch.Generator().manual_seed(1)
-    for position in range(40):
+    for position in range(12):
         noise = PositionNoise(3, 1, position, 12, torch.device("cpu")).ahead(1)[0, 0]
         logits = 3.0 * torch.rand(12, generator=rng)
         drawn = int(draw_with_noise(to_probs(logits, sampling), noise))
@@ -154,11 +154,11 @@ def test_a_planted_wrong_token_is_a_bug(dtype):
     trace, target = session.run(spec), session.models.target()
     baseline, lane = trace.lanes
     text = torch.tensor([baseline.prompt_ids + baseline.token_ids])
-    for index in (1, 11, 29):
+    for index in (1, 29):
         with torch.no_grad():
             logits = target.start(text[:, : len(baseline.prompt_ids) + index]).logits[0, -1].float()
         ranked = logits.sort(descending=True)
-        for token in ranked.indices[ranked.values < ranked.values[0] - 1.0][[0, 1, 100]].tolist():
+        for token in ranked.indices[ranked.values < ranked.values[0] - 1.0][[0, 100]].tolist():
             planted = [*baseline.token_ids[:index], token, *lane.token_ids[index + 1 :]]
             wrong = replace(trace, lanes=[baseline, replace(lane, token_ids=planted)], comparison=[])
             compare_outputs(wrong, target)

@@ -165,6 +165,7 @@ def test_graphs_are_for_gpus_and_can_be_switched_off(monkeypatch, switch):
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # warnings of torch's compiler about torch
+@pytest.mark.release
 def test_passes_can_be_compiled_first(monkeypatch):
     # Packed weights are for CPUs, compilation for GPUs.
     force_layout(monkeypatch, packed.PLAIN)
