@@ -785,7 +785,7 @@ def _options(pairs: list[str] | None, flag: str = "--option") -> dict[str, str] 
 
 
 def _race(spec: Comparison) -> "RunTrace":
-    from specdemo.engine.messages import Finished, LaneStep, Restarted, Started
+    from specdemo.engine.messages import Finished, Restarted, Started, StepRow
     from specdemo.engine.session import session
 
     shown: Counter[int] = Counter()
@@ -794,8 +794,8 @@ def _race(spec: Comparison) -> "RunTrace":
         for message in session().stream(spec, progress=lambda _, what: bar.set_description(what)):
             if isinstance(message, Started):
                 bar.set_description("decoding")
-            elif isinstance(message, LaneStep):
-                shown[message.lane] += len(message.event.emitted[0])
+            elif isinstance(message, StepRow):
+                shown[message.lane] += len(message.text)
                 bar.update(shown.total() - bar.n)
             elif isinstance(message, Restarted):
                 shown[message.lane] = 0

@@ -5,47 +5,44 @@ Text that the grammar prescribes is drafted without a drafter: the forced tokens
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch import Generator, Tensor
 
 from specdemo.core.host_copy import padded
-from specdemo.core.protocol import Budget, Grammar, GrammarState
-from specdemo.core.sampling import draw
-from specdemo.core.tree import ABSENT, Draft, is_chain
+from specdemo.core.protocol import Budget, Drafter, Forward, Grammar, GrammarState, Progress, Target
+from specdemo.core.sampling import Sampling, draw
+from specdemo.core.tree import ABSENT, Draft, first_branch, is_chain
 
 MOST_FORCED = 32  # forced tokens of a row in one draft
 
 States = list[GrammarState | None]  # by slot; None: unreachable, or the text has ended
 
 
-@dataclass(frozen=True, slots=True)
-class ConstrainedDraft:
-    """A draft with the grammar's state after every slot, and the slots of its forced tokens."""
-
-    draft: Draft
-    states: list[States]  # [B][S]
-    forced: list[list[int]]  # [B][...] slots
-
-    def mask(self, logits: Tensor) -> Tensor:
-        """Return logits [B, S, V] with minus infinity for tokens that the grammar forbids."""
-        return mask(logits, self.states)
-
-
 class Constraint:
     """State of a grammar in the rows of one generation."""
 
-    def __init__(self, grammar: Grammar, rows: int) -> None:
-        self._states: States = [grammar.start() for _ in range(rows)]
+    def __init__(self, grammar: Grammar, max_new_tokens: int, trees: bool) -> None:
+        """trees: the target verifies trees."""
+        self._grammar, self._max_new_tokens, self._trees = grammar, max_new_tokens, trees
 
-    def mask_root(self, logits: Tensor) -> Tensor:
-        """Return logits [B, V] with minus infinity for tokens that cannot come next."""
-        return mask(logits[:, None], [[state] for state in self._states])[:, 0]
+    def start(self, rows: int, rng: Generator | None) -> None:
+        """Start texts in `rows` rows. rng: None for greedy decoding."""
+        self._states: States = [self._grammar.start() for _ in range(rows)]
+        self._remaining = [self._max_new_tokens] * rows
+        self._rng = rng
+        self.slot_states: list[States] = [[state] for state in self._states]  # [B][S] of the last draft
 
-    def advance(self, emitted: Sequence[Sequence[int]]) -> None:
+    def mask(self, logits: Tensor) -> Tensor:
+        """Return logits [B, S, V] with minus infinity for tokens that the grammar forbids after the last draft."""
+        return mask(logits, self.slot_states)
+
+    def advance(self, outputs: Sequence[Sequence[int]]) -> None:
         """Read the output tokens of a step."""
-        for row, tokens in enumerate(emitted):
+        for row, tokens in enumerate(outputs):
+            self._remaining[row] -= len(tokens)
             for token in tokens:
                 state = self._states[row]
                 self._states[row] = state and state.after(token)
@@ -55,20 +52,25 @@ class Constraint:
         forced = min(len(state.forced()) if state else budget.depth for state in self._states)
         return Budget(0, 0) if forced >= budget.depth else budget
 
-    def apply(self, draft: Draft, room: Sequence[int], rng: Generator | None) -> ConstrainedDraft:
+    def apply(self, draft: Draft, budget: Budget) -> Draft:
         """Draft under the mask: add the forced tokens, and draw the tokens of a sampled chain from the masked q.
 
-        room: most draft tokens on a path, per row. A one-hot chain ends at the first token that the grammar forbids,
-        with the drafter's best allowed token in its place if it has a `ranking`. Trees keep their nodes; those that the
-        grammar forbids have p = 0. rng: None for greedy decoding.
+        A one-hot chain ends at the first token that the grammar forbids, with the drafter's best allowed token in its
+        place if it has a `ranking`. Trees keep their nodes; those that the grammar forbids have p = 0. Forced tokens
+        may exceed the budget, but not the tokens that a row still needs besides the target's.
         """
-        if is_chain(draft.parents):
-            return self._of_chain(draft, room, rng)
+        room = [max(left - 1, 0) if budget.depth else 0 for left in self._remaining]
+        chain = is_chain(draft.parents)
+        if not chain and not self._trees:
+            draft, chain = first_branch(draft), True
+        if chain:
+            return self._of_chain(draft, room, self._rng)
         if draft.probs is not None or any(state is None for state in self._states):
-            return ConstrainedDraft(draft, self._tree_states(draft), [[] for _ in self._states])
+            self.slot_states = self._tree_states(draft)
+            return draft
         return self._of_tree(draft, room)
 
-    def _of_chain(self, draft: Draft, room: Sequence[int], rng: Generator | None) -> ConstrainedDraft:
+    def _of_chain(self, draft: Draft, room: Sequence[int], rng: Generator | None) -> Draft:
         rows = [
             ConstrainedRow(state, most, draft, row, rng)
             for row, (state, most) in enumerate(zip(self._states, room, strict=True))
@@ -77,9 +79,10 @@ class Constraint:
             row.extend([token for token in tokens if token != ABSENT])
         ids = padded([row.tokens for row in rows], draft.tokens.device, ABSENT)
         built = Draft.chain(ids, _stacked(rows, ids.shape[1], draft), _confidence(rows, ids.shape[1], draft))
-        return ConstrainedDraft(replace(built, notes=draft.notes), _padded_states(rows), [row.forced for row in rows])
+        self.slot_states = _padded_states(rows)
+        return replace(built, notes=draft.notes, forced=[row.forced for row in rows])
 
-    def _of_tree(self, draft: Draft, room: Sequence[int]) -> ConstrainedDraft:
+    def _of_tree(self, draft: Draft, room: Sequence[int]) -> Draft:
         """Add forced tokens below every slot that the grammar allows and that has no such child."""
         nodes = zip(draft.tokens.tolist(), draft.parents.tolist(), self._tree_states(draft), room, strict=True)
         rows = [ConstrainedTree(*row) for row in nodes]
@@ -90,8 +93,8 @@ class Constraint:
         confidence = draft.confidence
         if confidence is not None:
             confidence = torch.cat([confidence, confidence.new_ones(len(rows), ids.shape[1] - draft.nodes)], 1)
-        built = Draft(ids, parents, None, confidence, draft.notes)
-        return ConstrainedDraft(built, _padded_states(rows), [row.forced for row in rows])
+        self.slot_states = _padded_states(rows)
+        return Draft(ids, parents, None, confidence, draft.notes, forced=[row.forced for row in rows])
 
     def _tree_states(self, draft: Draft) -> list[States]:
         found = []
@@ -102,6 +105,48 @@ class Constraint:
                 states.append(above.after(token) if above and token != ABSENT else None)
             found.append(states)
         return found
+
+
+class _Around:
+    """Wrapper of a target or a drafter that passes on everything it does not define."""
+
+    def __init__(self, inner: Any, constraint: Constraint) -> None:
+        self._inner, self._constraint = inner, constraint
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+class _ConstrainedTarget(_Around):
+    def start(self, tokens: Tensor, taps: tuple[int, ...] = (), reserve: int = 0) -> Forward:
+        forward: Forward = self._inner.start(tokens, taps, reserve + MOST_FORCED)
+        return replace(forward, logits=self._constraint.mask(forward.logits))
+
+    def forward(self, tokens: Tensor, parents: Tensor, taps: tuple[int, ...] = ()) -> Forward:
+        forward: Forward = self._inner.forward(tokens, parents, taps)
+        return replace(forward, logits=self._constraint.mask(forward.logits))
+
+
+class _ConstrainedDrafter(_Around):
+    def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
+        self._constraint.start(batch, None if sampling.greedy else rng)
+        self._is_prompt = True
+        self._inner.start(batch, sampling, rng)
+
+    def propose(self, budget: Budget) -> Draft:
+        return self._constraint.apply(self._inner.propose(self._constraint.budget(budget)), budget)
+
+    def observe(self, progress: Progress) -> None:
+        outputs = progress.output_ids()
+        self._constraint.advance([ids[-1:] for ids in outputs] if self._is_prompt else outputs)
+        self._is_prompt = False
+        self._inner.observe(progress)
+
+
+def constrained(target: Target, drafter: Drafter, grammar: Grammar, max_new_tokens: int) -> tuple[Target, Drafter]:
+    """Return target and drafter whose output in one generation matches the grammar."""
+    constraint = Constraint(grammar, max_new_tokens, target.capabilities.trees)
+    return cast(Target, _ConstrainedTarget(target, constraint)), cast(Drafter, _ConstrainedDrafter(drafter, constraint))
 
 
 class ConstrainedRow:

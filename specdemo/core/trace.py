@@ -25,6 +25,7 @@ MAX_DEPTH = 1024  # entries of a list in a summary; the page draws every one
 
 Finish = Literal["stop", "length", "cancelled", "error"]
 Kind = Literal["target", "accepted", "forced", "corrected", "bonus", "unknown"]
+Fate = Literal["accepted", "rejected", "not reached"]
 Span = Literal["ttft_ms", "decode_ms"]
 Counter = Literal["steps", "drafted", "accepted", "acceptance_rate", "tokens_per_step"]
 LARGEST: Final = (1 << 63) - 1  # largest valid integer: the largest seed; larger ones could overflow a float
@@ -103,6 +104,30 @@ def token_kinds(event: StepEvent, row: int = 0) -> list[Kind]:
     forced = set(event.forced[row]) if event.forced else set()
     accepted: list[Kind] = ["forced" if slot in forced else "accepted" for slot in path[1:]]
     return [*accepted, last][: len(event.emitted[row])]
+
+
+def fates(event: StepEvent) -> list[Fate | None]:
+    """Return the outcome of every draft token of row 0; None for absent ones.
+
+    Siblings are tried in order until one is accepted. Later siblings, nodes below a rejected one and nodes after the
+    end of the text are not verified.
+    """
+    emitted = len(event.emitted[0])
+    path = event.path[0][: emitted + 1]
+    tried = (
+        path if emitted >= len(event.path[0]) else path[:-1]
+    )  # otherwise the text ended with the last accepted token
+    served: set[int] = set()  # accepted slots with an accepted child
+    verdicts: list[Fate | None] = []
+    for slot, (token, parent) in enumerate(zip(event.drafted[0], event.parents[0], strict=True), start=1):
+        if not is_drafted(token):
+            verdicts.append(None)
+        elif slot in path:
+            verdicts.append("accepted")
+            served.add(parent)
+        else:
+            verdicts.append("rejected" if parent in tried and parent not in served else "not reached")
+    return verdicts
 
 
 @checked(frozen=True, slots=True, config=_strict)

@@ -4,7 +4,7 @@ Slot 0 is the root: the last output token, which is not in the target's cache ye
 parent slot <= i, so parents come first. A chain has `parents = arange(N)`, a star `zeros(N)`, plain decoding `N = 0`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -31,6 +31,7 @@ class Draft:
     notes: Mapping[str, float] = field(default_factory=dict)
     # the drafter's distribution [B, N, V] for a one-hot chain, from which a grammar takes the best allowed token
     ranking: Callable[[], Tensor] | None = None
+    forced: Sequence[list[int]] = ()  # [B][...] slots of tokens that a grammar forced
 
     @property
     def nodes(self) -> int:
@@ -73,7 +74,7 @@ def clamp_ids(draft: Draft, rows: int, vocab_size: int) -> Draft:
     chain = chain_parents(*shape, parents.device)
     if parents is not chain:
         parents = torch.minimum(parents, chain).clamp_min_(0)
-    return Draft(tokens.clamp(ABSENT, vocab_size - 1), parents, draft.probs, draft.confidence, draft.notes)
+    return replace(draft, tokens=tokens.clamp(ABSENT, vocab_size - 1), parents=parents, ranking=None)
 
 
 def validate_ids(tokens: list[list[int]], parents: list[list[int]], vocab_size: int) -> None:

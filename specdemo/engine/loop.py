@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specdemo.core.accept import AcceptResult, AcceptRule, token_probs
-from specdemo.core.constraint import MOST_FORCED, Constraint
+from specdemo.core.constraint import constrained
 from specdemo.core.coupled import Coupled
 from specdemo.core.host_copy import to_device
 from specdemo.core.protocol import Budget, Drafter, Forward, GenerationConfig, Progress, Target
@@ -52,6 +52,8 @@ def generate(
     neither reads foreign memory nor needs a synchronisation.
     """
     _check(target, prompt_ids, config)
+    if config.grammar is not None:
+        target, drafter = constrained(target, drafter, config.grammar, config.max_new_tokens)
     watch = stopwatch or stopwatch_for(prompt_ids.device, target.wall_time)
     with closing(_steps(target, drafter, prompt_ids, config, accept or Coupled(), watch, cancelled)) as steps:
         while True:
@@ -78,43 +80,32 @@ def _steps(
     rng = _generator(target, prompt_ids, config, accept)
     noise = None if config.sampling.greedy else rng
     rows = _Rows(len(prompt_ids), config, target)
-    constraint = None if config.grammar is None else Constraint(config.grammar, len(prompt_ids))
-    extra = 0 if constraint is None else MOST_FORCED
     try:
         watch.start()
         drafter.start(len(prompt_ids), config.sampling, rng)
         accept = drafter.accept_rule(accept)
-        forward = target.start(prompt_ids, drafter.taps, reserve=config.max_new_tokens + config.budget.nodes + extra)
-        first = forward.logits[:, -1] if constraint is None else constraint.mask_root(forward.logits[:, -1])
-        scores = (first if noise is None else to_probs(first, config.sampling))[:, None]
+        forward = target.start(prompt_ids, drafter.taps, reserve=config.max_new_tokens + config.budget.nodes)
+        first = forward.logits[:, -1:]
+        scores = first if noise is None else to_probs(first, config.sampling)
         root = accept(Draft.empty(len(scores), scores.device), scores, noise).next_token[:, None]
         _advance(rng, [1] * len(root))
         watch.lap("prefill")
         drafter.observe(_prompt_progress(prompt_ids, root, forward))
         watch.lap("observe")
-        emitted = rows.emit(root.tolist())
-        if constraint is not None:
-            constraint.advance(emitted)
-        yield _prefill_event(watch, emitted)
+        yield _prefill_event(watch, rows.emit(root.tolist()))
         index = 0
         while rows.running and not cancelled():
             index += 1
             watch.start()
-            budget = rows.budget()
-            proposed = rows.trim(drafter.propose(constraint.budget(budget) if constraint else budget))
+            proposed = rows.trim(drafter.propose(rows.budget()))
             if not target.capabilities.trees and not is_chain(proposed.parents):
                 proposed = first_branch(proposed)
-            constrained = None
-            if constraint is not None:
-                constrained = constraint.apply(proposed, rows.room(budget), noise)
-                proposed = constrained.draft
             draft = clamp_ids(proposed, len(root), target.vocab_size)
             watch.lap("draft")
             tokens = torch.cat([root, draft.tokens], 1) if draft.nodes else root
             forward = target.forward(tokens, draft.parents, drafter.taps)
             watch.lap("verify")
-            logits = forward.logits if constrained is None else constrained.mask(forward.logits)
-            target_scores = logits if noise is None else to_probs(logits, config.sampling)
+            target_scores = forward.logits if noise is None else to_probs(forward.logits, config.sampling)
             result = rows.clear_finished(accept(draft, target_scores, noise))
             next_root = result.next_token[:, None]
             progress = _progress(tokens, result, next_root, forward)
@@ -133,12 +124,9 @@ def _steps(
             nodes = proposed.tokens.tolist(), proposed.parents.tolist()
             validate_ids(*nodes, target.vocab_size)
             emitted = rows.emit(progress.output_ids())
-            if constraint is not None:
-                constraint.advance(emitted)
-            shown = target_scores if noise else forward if constrained is None else replace(forward, logits=logits)
+            shown = target_scores if noise else forward
             noted = replace(draft, notes={**draft.notes, **_expert_notes(forward, tokens, target.num_experts)})
-            event = _event(index, noted, nodes, result, emitted, shown, ms, watch.wall_ms)
-            yield event if constrained is None else replace(event, forced=constrained.forced)
+            yield _event(index, noted, nodes, result, emitted, shown, ms, watch.wall_ms)
     finally:
         try:
             target.release()
@@ -179,10 +167,6 @@ class _Rows:
         """Return the budget, no deeper than the longest row needs besides the target's token."""
         depth = min(self._budget.depth, max(self._remaining) - 1)
         return Budget(depth, self._budget.nodes if depth else 0)
-
-    def room(self, budget: Budget) -> list[int]:
-        """Return the largest number of draft tokens on a path, per row. Forced tokens may exceed the budget."""
-        return [max(left - 1, 0) if budget.depth else 0 for left in self._remaining]
 
     @property
     def all_running(self) -> bool:
@@ -320,7 +304,8 @@ def _event(
     if result.changed is not None:
         notes["changed"] = float(sum(result.changed))
     path = [p or [0] for p in result.path]
-    return StepEvent(index, tokens, parents, path, emitted, draft_probs, target_probs, ms, notes, wall_ms, top)
+    probs = draft_probs, target_probs
+    return StepEvent(index, tokens, parents, path, emitted, *probs, ms, notes, wall_ms, top, [*draft.forced])
 
 
 def _rounded(probs: Tensor, tokens: list[list[int]]) -> list[list[float | None]]:

@@ -3,9 +3,10 @@ the same code. Needs no torch: a page shows a stored run before the engine is lo
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import chain, repeat
 
 from specdemo.core.tally import Numbers, Tally, running_numbers
-from specdemo.core.trace import LaneTrace, RunTrace, StepEvent
+from specdemo.core.trace import Fate, Kind, LaneTrace, RunTrace, StepEvent, fates, token_kinds
 from specdemo.engine.race import race
 
 
@@ -17,16 +18,25 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
-class LaneStep:
-    """One event of one lane, with the text of each emitted token, of each draft token and of the target's most likely
-    tokens (`event.top`), and the lane's numbers so far (core.tally.running_numbers)."""
+class StepRow:
+    """One step of a lane as the page draws it: row 0 of its event under the names of the trace, with texts for ids."""
 
     lane: int
-    event: StepEvent
-    pieces: list[str]
-    drafted: list[str]
-    numbers: Numbers
-    top: list[list[str]]
+    index: int
+    ms: dict[str, float]
+    wall_ms: float | None
+    kinds: list[Kind]  # of each emitted token
+    text: list[str]  # that each emitted token added
+    drafted: list[str]  # text of each draft token
+    fates: list[Fate | None]
+    parents: list[int]
+    path: list[int]
+    forced: list[int]
+    draft_probs: list[float | None]
+    target_probs: list[float | None]
+    top: list[list[tuple[str, float, bool]]]  # as in the event: text, probability, True for the output token
+    notes: dict[str, float]
+    so_far: Numbers  # of the lane (core.tally.running_numbers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +69,7 @@ class Finished:
     trace: RunTrace
 
 
-Message = Started | LaneStep | Restarted | Note | LaneDone | Finished
+Message = Started | StepRow | Restarted | Note | LaneDone | Finished
 
 
 def opened(trace: RunTrace) -> Iterator[Message]:
@@ -69,21 +79,39 @@ def opened(trace: RunTrace) -> Iterator[Message]:
 
 
 class LaneSteps:
-    """Messages for the steps of a lane, in order. The texts of tokens come from the trace's vocabulary."""
+    """Rows for the steps of a lane, in order. The texts of tokens come from the trace's vocabulary."""
 
     def __init__(self, trace: RunTrace, lane: int) -> None:
         self._trace, self._lane = trace, lane
         self._tally, self._emitted = Tally(), 0
 
-    def step(self, event: StepEvent) -> LaneStep:
-        """Return the message of the next step."""
+    def step(self, event: StepEvent) -> StepRow:
+        """Return the row of the next step."""
         lane, names = self._trace.lanes[self._lane], self._trace.vocabulary
         start, self._emitted = self._emitted, self._emitted + len(event.emitted[0])
         self._tally.add(event)
-        numbers = running_numbers(self._tally, lane.remote is not None)
-        drafted = [names.get(str(t), "") for t in event.drafted[0]]
-        top = [[names.get(str(t), "") for t, _ in row] for row in event.top]
-        return LaneStep(self._lane, event, lane.pieces[start : self._emitted], drafted, numbers, top)
+        outputs = chain(event.emitted[0], repeat(None))
+        return StepRow(
+            lane=self._lane,
+            index=event.index,
+            ms=event.ms,
+            wall_ms=event.wall_ms,
+            kinds=token_kinds(event),
+            text=lane.pieces[start : self._emitted],
+            drafted=[names.get(str(token), "") for token in event.drafted[0]],
+            fates=fates(event),
+            parents=event.parents[0],
+            path=event.path[0],
+            forced=event.forced[0] if event.forced else [],
+            draft_probs=event.draft_probs[0],
+            target_probs=event.target_probs[0],
+            top=[
+                [(names.get(str(token), ""), p, token == output) for token, p in row]
+                for row, output in zip(event.top, outputs, strict=False)
+            ],
+            notes=event.notes,
+            so_far=running_numbers(self._tally, lane.remote is not None),
+        )
 
 
 def replay(trace: RunTrace) -> Iterator[Message]:

@@ -143,9 +143,9 @@ function stepTable(line, selected = -1) {
   const body = table.createTBody();
   line.fates.forEach((outcome, i) => {
     if (!outcome) return;
-    const p = outcome === "not reached" ? null : line.p[i]; // after a rejection the target's p belongs to another text
+    const p = outcome === "not reached" ? null : line.target_probs[i]; // after a rejection the target's p belongs to another text
     const shown = displayedOutcome(line, i);
-    const row = tokenRow(body, i + 1, line.drafted[i], line.q[i], p, shown.replace(" ", "-"), OUTCOME_LABELS[shown]);
+    const row = tokenRow(body, i + 1, line.drafted[i], line.draft_probs[i], p, shown.replace(" ", "-"), OUTCOME_LABELS[shown]);
     if (top.length) row.insertCell().append(...(top[i] ? [topTokens(top[i])] : []));
     if (outcome === "accepted" && i === selected) row.ariaCurrent = "true";
   });

@@ -29,8 +29,8 @@ function layOut(line, root) {
   };
   line.fates.forEach((outcome, i) => {
     const parent = outcome && slots[line.parents[i]];
-    const p = outcome === "not reached" ? null : line.p[i];
-    slots.push(parent && attach({ text: line.drafted[i], outcome: displayedOutcome(line, i), q: line.q[i], p }, parent));
+    const p = outcome === "not reached" ? null : line.target_probs[i];
+    slots.push(parent && attach({ text: line.drafted[i], outcome: displayedOutcome(line, i), q: line.draft_probs[i], p }, parent));
   });
   const [targetKind, end] = [line.kinds.at(-1), slots[line.path.at(-1)]];
   if (targetKind !== "accepted" && targetKind !== "forced") {

@@ -9,20 +9,18 @@ import io
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from itertools import chain, repeat
-from typing import Any, Literal
+from typing import Any
 
 from specdemo.analysis.lanes import break_even, prediction
 from specdemo.core.atomic_io import json_text
 from specdemo.core.definitions import by_key
 from specdemo.core.estimate import Estimate
 from specdemo.core.headline import SO_FAR, headline, price_words, settled
-from specdemo.core.trace import LaneTrace, RunTrace, StepEvent, estimates, is_drafted, token_kinds
-from specdemo.engine.messages import Finished, LaneDone, LaneStep, Message, Note, Restarted, Started
+from specdemo.core.trace import LaneTrace, RunTrace, estimates, fates, token_kinds
+from specdemo.engine.messages import Finished, LaneDone, Message, Note, Restarted, Started, StepRow
 from specdemo.methods.facts import PREDICTED
 from specdemo.models.gguf_files import is_gguf
 from specdemo.presets.link import shown_name
-
-Fate = Literal["accepted", "rejected", "not reached"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +47,8 @@ def view(message: Shown) -> dict[str, object]:
     match message:
         case Started(trace):
             return _start(trace)
-        case LaneStep():
-            return _step(message)
+        case StepRow():
+            return {"type": "step", **asdict(message)}
         case LaneDone(lane, trace):
             done = {"type": "done", "lane": lane, "finish": trace.finish, "note": trace.note, "summary": trace.summary}
             return done | {"remote": _remote(trace)}
@@ -71,30 +69,6 @@ def finish(trace: RunTrace) -> str:
     """Return the worst end of any lane: error, cancelled, or done."""
     ends = {lane.finish for lane in trace.lanes}
     return next((end for end in ("error", "cancelled") if end in ends), "done")
-
-
-def fates(event: StepEvent) -> list[Fate | None]:
-    """Return the outcome of every draft token of row 0; None for absent ones.
-
-    Siblings are tried in order until one is accepted. Later siblings, nodes below a rejected one and nodes after the
-    end of the text are not verified.
-    """
-    emitted = len(event.emitted[0])
-    path = event.path[0][: emitted + 1]
-    tried = (
-        path if emitted >= len(event.path[0]) else path[:-1]
-    )  # otherwise the text ended with the last accepted token
-    served: set[int] = set()  # accepted slots with an accepted child
-    verdicts: list[Fate | None] = []
-    for slot, (token, parent) in enumerate(zip(event.drafted[0], event.parents[0], strict=True), start=1):
-        if not is_drafted(token):
-            verdicts.append(None)
-        elif slot in path:
-            verdicts.append("accepted")
-            served.add(parent)
-        else:
-            verdicts.append("rejected" if parent in tried and parent not in served else "not reached")
-    return verdicts
 
 
 def summary(trace: RunTrace) -> dict[str, object]:
@@ -174,38 +148,6 @@ def _remote(lane: LaneTrace) -> dict[str, object] | None:
     if lane.remote is None:
         return None
     return {name: getattr(lane.remote, name) for name in ("server", "model", "endpoint", "source")}
-
-
-def _step(step: LaneStep) -> dict[str, object]:
-    event = step.event
-    return {
-        "type": "step",
-        "lane": step.lane,
-        "index": event.index,
-        "ms": {name: round(value, 3) for name, value in event.ms.items()},
-        "wall_ms": event.wall_ms,
-        "kinds": token_kinds(event),
-        "text": step.pieces,
-        "drafted": step.drafted,
-        "fates": fates(event),
-        "parents": event.parents[0],
-        "path": event.path[0],
-        "forced": event.forced[0] if event.forced else [],
-        "q": event.draft_probs[0],
-        "p": event.target_probs[0],
-        "top": _top(step),
-        "notes": event.notes,
-        "so_far": step.numbers,
-    }
-
-
-def _top(step: LaneStep) -> list[list[tuple[str, float, bool]]]:
-    """Return for each slot of the path the target's most likely tokens: text, probability, whether it is the output."""
-    outputs = [*step.event.emitted[0], *repeat(None, len(step.event.top))]
-    return [
-        [(text, p, token == output) for text, (token, p) in zip(texts, row, strict=True)]
-        for texts, row, output in zip(step.top, step.event.top, outputs, strict=False)
-    ]
 
 
 def _comparison(trace: RunTrace) -> list[dict[str, object]]:

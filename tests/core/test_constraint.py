@@ -55,6 +55,13 @@ def run(method, grammar=GRAMMAR, k=4, temperature=0.0, seed=0, prompts=PROMPT, t
     return list(generate(target, drafter, prompts, config, accept=accept))
 
 
+def constraint(grammar, rows=1, room=8, rng=None):
+    """Return a started constraint whose rows still need `room` draft tokens."""
+    started = Constraint(grammar, room + 1, trees=True)
+    started.start(rows, rng)
+    return started
+
+
 def output(events, row=0):
     return [token for event in events for token in event.emitted[row]]
 
@@ -107,21 +114,22 @@ def test_a_sampled_chain_follows_the_masked_distribution(fits, rule):
     first = torch.multinomial(q[0], draws, replacement=True, generator=rng)
     second = torch.multinomial(q[1], draws, replacement=True, generator=rng)
     draft = Draft.chain(torch.stack([first, second], 1), q[:2].expand(draws, 2, V))
-    constrained = Constraint(grammar, draws).apply(draft, [8] * draws, rng)
+    masked = constraint(grammar, draws, rng=rng)
+    draft = masked.apply(draft, Budget(8, 8))
     logits = p.log()[None].expand(draws, 3, V)
-    width = constrained.draft.nodes + 1
+    width = draft.nodes + 1
     logits = torch.cat([logits, logits[:, -1:].expand(draws, max(width - 3, 0), V)], 1)[:, :width]
-    target = to_probs(constrained.mask(logits), Sampling(1.0))
-    result = rule(constrained.draft, target, rng)
+    target = to_probs(masked.mask(logits), Sampling(1.0))
+    result = rule(draft, target, rng)
     tokens = [
         (row[0] if len(path) > 1 else int(last))
-        for row, path, last in zip(constrained.draft.tokens.tolist(), result.path, result.next_token, strict=True)
+        for row, path, last in zip(draft.tokens.tolist(), result.path, result.next_token, strict=True)
     ]
     expected = p[0] * grammar.allowed()
     assert fits(torch.tensor(tokens), expected / expected.sum())
     seconds = [
         (row[1] if len(path) > 2 else int(last))
-        for row, path, last in zip(constrained.draft.tokens.tolist(), result.path, result.next_token, strict=True)
+        for row, path, last in zip(draft.tokens.tolist(), result.path, result.next_token, strict=True)
         if len(path) > 1
     ]
     allowed = torch.tensor([token in (2, 4, 5) for token in range(V)])
@@ -143,19 +151,19 @@ def test_sampled_output_follows_the_masked_distribution(fits, method):
 def test_a_greedy_draft_takes_the_best_allowed_token():
     ranking = torch.tensor([[[0.1, 0.1, 0.2, 0.1, 0.5, 0.0]] * 2])
     draft = Draft(torch.tensor([[4, 4]]), torch.tensor([[0, 1]]), ranking=lambda: ranking)
-    constrained = Constraint(Pattern({1, 2}, {3}, {4, 5}), 1).apply(draft, [8], None)
-    assert constrained.draft.tokens.tolist() == [[2, 3]] and constrained.forced == [[2]]
-    without = Constraint(Pattern({1, 2}, {3}), 1).apply(Draft.chain(torch.tensor([[4, 4]])), [8], None)
-    assert without.draft.nodes == 0
+    constrained = constraint(Pattern({1, 2}, {3}, {4, 5})).apply(draft, Budget(8, 8))
+    assert constrained.tokens.tolist() == [[2, 3]] and constrained.forced == [[2]]
+    without = constraint(Pattern({1, 2}, {3})).apply(Draft.chain(torch.tensor([[4, 4]])), Budget(8, 8))
+    assert without.nodes == 0
 
 
 def test_forced_tokens_are_added_below_the_nodes_of_a_tree():
     tree = Draft(torch.tensor([[1, 2, 5]]), torch.tensor([[0, 0, 1]]))
-    constrained = Constraint(Pattern({1, 2}, {3}, {4, 5}), 1).apply(tree, [8], None)
-    assert constrained.draft.tokens.tolist() == [[1, 2, 5, 3, 3]]
-    assert constrained.draft.parents.tolist() == [[0, 0, 1, 1, 2]] and constrained.forced == [[4, 5]]
-    shallow = Constraint(Pattern({1, 2}, {3}, {4, 5}), 1).apply(tree, [1], None)
-    assert shallow.draft.nodes == 3 and shallow.forced == [[]]
+    constrained = constraint(Pattern({1, 2}, {3}, {4, 5})).apply(tree, Budget(8, 8))
+    assert constrained.tokens.tolist() == [[1, 2, 5, 3, 3]]
+    assert constrained.parents.tolist() == [[0, 0, 1, 1, 2]] and constrained.forced == [[4, 5]]
+    shallow = constraint(Pattern({1, 2}, {3}, {4, 5}), room=1).apply(tree, Budget(8, 8))
+    assert shallow.nodes == 3 and shallow.forced == [[]]
 
 
 def test_unreachable_slots_are_not_masked():

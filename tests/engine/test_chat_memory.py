@@ -10,7 +10,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from specdemo.engine.comparison import Comparison, Lane
-from specdemo.engine.messages import LaneStep, Started
+from specdemo.engine.messages import Started, StepRow
 from specdemo.engine.session import Session, follow_up
 from specdemo.models.prefix_reuse import PrefixCachedTarget
 from specdemo.models.sources import resolve
@@ -184,7 +184,7 @@ def test_a_run_that_was_stopped_leaves_nothing(session, chatty):
     again = follow_up(comparison, session.run(comparison), "The dog saw a ball")
     for message in (run := session.stream(again)):
         assert session.state.chat_models
-        if isinstance(message, LaneStep):
+        if isinstance(message, StepRow):
             run.close()
     assert not session.state.chat_models and session.loaded() == session.models.loaded()
     stop = [False, False, False, False, True]

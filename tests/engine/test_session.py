@@ -15,7 +15,7 @@ from specdemo.core.estimate import Estimate
 from specdemo.core.trace import from_json, to_json
 from specdemo.engine import model_cache
 from specdemo.engine.comparison import Comparison, Lane
-from specdemo.engine.messages import Finished, LaneDone, LaneStep, Note, Started, replay
+from specdemo.engine.messages import Finished, LaneDone, Note, Started, StepRow, replay
 from specdemo.engine.session import Session, follow_up
 from specdemo.engine.verdict import log_likelihood
 from specdemo.models import pass_cost
@@ -108,11 +108,11 @@ def test_a_trace_survives_its_file_and_replays_without_models(trace, monkeypatch
     messages = list(replay(again))
     assert isinstance(messages[0], Started) and isinstance(messages[-1], Finished)
     for index, lane in enumerate(trace.lanes):
-        steps = [m for m in messages if isinstance(m, LaneStep) and m.lane == index]
-        assert "".join(p for s in steps for p in s.pieces) == lane.text
+        steps = [m for m in messages if isinstance(m, StepRow) and m.lane == index]
+        assert "".join(p for s in steps for p in s.text) == lane.text
         assert [s.event for s in steps] == lane.events
     assert sum(isinstance(m, LaneDone) for m in messages) == 3
-    drafted = [m.drafted for m in messages if isinstance(m, LaneStep) and m.lane == 1 and m.drafted]
+    drafted = [m.drafted for m in messages if isinstance(m, StepRow) and m.lane == 1 and m.drafted]
     assert all(isinstance(text, str) for texts in drafted for text in texts) and drafted
 
 
@@ -185,7 +185,7 @@ def test_options_of_the_rule_are_in_the_trace(runner):
 
 
 def test_sequential_runs_one_lane_after_the_other(runner):
-    lanes = [m.lane for m in runner.stream(spec(schedule="sequential", max_new_tokens=6)) if isinstance(m, LaneStep)]
+    lanes = [m.lane for m in runner.stream(spec(schedule="sequential", max_new_tokens=6)) if isinstance(m, StepRow)]
     assert lanes == sorted(lanes)
 
 

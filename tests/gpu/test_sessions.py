@@ -6,7 +6,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from specdemo.engine.messages import Finished, LaneStep, Note
+from specdemo.engine.messages import Finished, Note, StepRow
 from specdemo.engine.session import Session
 from specdemo.kv.graphs import graph_bytes
 from specdemo.presets.files import load_presets
@@ -25,7 +25,7 @@ def run(session, world, name):
     """Return the trace and the number of graphs captured after the first lane had started."""
     before, trace = None, None
     for message in session.stream(load_presets()[name].with_changes(device="cuda", max_new_tokens=TOKENS)):
-        if isinstance(message, LaneStep) and before is None:
+        if isinstance(message, StepRow) and before is None:
             before = len(world.recorded)
         if isinstance(message, Finished):
             trace = message.trace

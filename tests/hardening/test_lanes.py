@@ -17,7 +17,7 @@ from specdemo.core.typical import Typical
 from specdemo.engine import verdict
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.engine.loop import generate
-from specdemo.engine.messages import LaneDone, LaneStep, Note
+from specdemo.engine.messages import LaneDone, Note, StepRow
 from specdemo.engine.session import Session
 from specdemo.methods.ngram import NGram
 from specdemo.models.target import HFTarget
@@ -226,7 +226,7 @@ def test_release_error_is_reported_by_its_lane_only(runner, baseline_ids, caches
         break_method(broken, NGram, "release", KeyError("handle"))
         trace = runner.run(spec())
         stream = runner.stream(spec())
-        while not isinstance(next(stream), LaneStep):
+        while not isinstance(next(stream), StepRow):
             pass
         stream.close()
     assert [lane.token_ids for lane in trace.lanes] == [baseline_ids] * 3

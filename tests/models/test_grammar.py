@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 from specdemo.__main__ import main
 from specdemo.core.trace import from_json, to_json, token_kinds
 from specdemo.engine.comparison import Comparison, Lane
-from specdemo.engine.messages import LaneStep, replay
+from specdemo.engine.messages import StepRow, replay
 from specdemo.engine.session import Session
 from specdemo.models import grammar
 from specdemo.models.grammar import compile_grammar
@@ -76,7 +76,7 @@ def test_forced_tokens_are_in_the_trace_the_page_and_the_csv(runner):
     trace = runner.run(spec(WIDE))
     stored = from_json(to_json(trace))
     assert stored == trace
-    steps = [view(message) for message in replay(stored) if isinstance(message, LaneStep) and message.lane == 1]
+    steps = [view(message) for message in replay(stored) if isinstance(message, StepRow) and message.lane == 1]
     kinds = [kind for step in steps for kind in step["kinds"]]
     assert kinds.count("forced") == tokens_csv(trace).count(",forced,") > 8
     marked = [step["drafted"][slot - 1] for step in steps for slot in step["forced"]]

@@ -9,7 +9,7 @@ from specdemo.core.safe_io import PUBLIC_FILE_BYTES
 from specdemo.core.tally import summarise
 from specdemo.core.trace import MAX_TEXT, LaneTrace, Remote, compare, from_json, to_json, token_kinds
 from specdemo.engine.comparison import Comparison, Lane
-from specdemo.engine.messages import Finished, LaneDone, LaneStep, Restarted, replay
+from specdemo.engine.messages import Finished, LaneDone, Restarted, StepRow, replay
 from specdemo.engine.session import Session
 from specdemo.models.sources import resolve
 from specdemo.servers import address as addresses
@@ -106,7 +106,7 @@ def test_a_real_server_killed_in_mid_run_fails_its_lane_alone(real, good):
     given = given.changed(lanes=[given.lanes[0].changed(served_model=resolve("stories"))])
     allow([address, good.address])
     for message in Session().stream(given):
-        if isinstance(message, LaneStep) and message.lane == 1 and message.event.index == 3:
+        if isinstance(message, StepRow) and message.lane == 1 and message.index == 3:
             process.kill()
         if isinstance(message, Finished):
             baseline, lane = message.trace.lanes
@@ -347,7 +347,7 @@ def test_stop_reaches_a_silent_server(good):
     with completion_server([GOOD[0], Broken("quiet")]) as quiet:
         allow([good.address, quiet.address])
         for message in Session().stream(spec(good.address, quiet.address), cancelled=lambda: len(seen) > 4):
-            if isinstance(message, LaneStep):
+            if isinstance(message, StepRow):
                 seen.append(message)
         assert quiet.left.wait(20)
     assert message.trace.lanes[1].finish == "cancelled" and message.trace.lanes[1].text == "Once"
@@ -468,7 +468,7 @@ def test_reported_steps_are_shown_like_those_of_a_local_lane(drafting, stream):
     assert {name: lane.summary[name] for name in same} == {name: drafting.summary[name] for name in same}
     assert lane.summary["ms_verify"] is None and lane.summary == summarise(lane)
     assert from_json(to_json(trace)) == trace and "?" in trace.vocabulary.values()
-    replayed = [m for m in replay(trace) if isinstance(m, LaneStep) and m.lane == 1]
+    replayed = [m for m in replay(trace) if isinstance(m, StepRow) and m.lane == 1]
     assert replayed[-1].numbers["accept_histogram"] == drafting.summary["accept_histogram"]
 
 
@@ -478,9 +478,9 @@ def test_the_steps_replace_the_pieces_that_were_shown(drafting):
         given = spec(None, server.address, prompt="Once upon a time", max_new_tokens=24)
         messages = [m for m in Session().stream(given) if getattr(m, "lane", None) == 1]
     at = messages.index(Restarted(1))
-    pieces, steps = messages[:at], [m for m in messages[at:] if isinstance(m, LaneStep)]
-    assert {k for m in pieces for k in token_kinds(m.event)} == {"unknown"} and isinstance(messages[-1], LaneDone)
-    assert "".join(t for m in steps for t in m.pieces) == "".join(t for m in pieces for t in m.pieces) == drafting.text
+    pieces, steps = messages[:at], [m for m in messages[at:] if isinstance(m, StepRow)]
+    assert {k for m in pieces for k in m.kinds} == {"unknown"} and isinstance(messages[-1], LaneDone)
+    assert "".join(t for m in steps for t in m.text) == "".join(t for m in pieces for t in m.text) == drafting.text
     assert pieces[-1].numbers["steps"] is None and steps[-1].numbers["steps"] == drafting.summary["steps"]
 
 

@@ -7,11 +7,11 @@ import math
 
 import pytest
 
-from specdemo.core.trace import StepEvent, from_json, to_json
+from specdemo.core.trace import StepEvent, fates, from_json, to_json
 from specdemo.engine.messages import Finished, Note, replay
 from specdemo.ui.job import to_line
 from specdemo.ui.log import Log, replayed
-from specdemo.ui.views import Failed, Loading, fates, finish, summary, tokens_csv, view
+from specdemo.ui.views import Failed, Loading, finish, summary, tokens_csv, view
 from tests.traces import HOSTILE, PROMPT, WRONG, hostile_trace
 from tests.ui.stand_ins import remote_trace
 
