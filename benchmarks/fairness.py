@@ -16,7 +16,7 @@ from specdemo.core.protocol import Budget, Drafter, GenerationConfig, Target
 from specdemo.core.trace import StepEvent, step_ms
 from specdemo.core.tree import Draft
 from specdemo.engine.loop import generate
-from specdemo.engine.race import race
+from specdemo.engine.messages import race
 from specdemo.engine.session import environment
 from specdemo.methods import BASELINE, load_drafter
 from specdemo.methods.base import Method

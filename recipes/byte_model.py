@@ -17,12 +17,11 @@ from recipes.lessons import GrowingWindows, validation_rows
 from recipes.llama import Shape, build
 from recipes.losses import cross_entropy
 from specdemo.core.outputs import check_output_folder
-from specdemo.core.protocol import Progress, Trainable
+from specdemo.core.protocol import Progress
 from specdemo.methods.base import Recipe
 from specdemo.methods.recipes import untrained_drafter
 from specdemo.models.target import HFTarget
-from specdemo.training.collect import autocast
-from specdemo.training.corpus import read_corpus
+from specdemo.training.collect import autocast, read_corpus
 from specdemo.training.fit import (
     Batch,
     Batches,
@@ -34,6 +33,7 @@ from specdemo.training.fit import (
     write_provenance,
 )
 from specdemo.training.heads import evaluate_rows
+from specdemo.training.losses import Trainable
 
 BYTES = Shape(layers=12, hidden=128, intermediate=344, heads=2, context=1024)  # narrow, so that seven heads cost little
 HEADS = Recipe("Eight heads on a byte-level model", {"modules": 7, "kind": "parallel"}, "mtp")

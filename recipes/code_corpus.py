@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 from zipfile import ZipFile
 
 from specdemo.core.atomic_io import write_text
-from specdemo.training.corpus import END
+from specdemo.training.collect import END
 
 WHEELS = Path(__file__).with_name("code_wheels.txt")
 VALIDATION_MARK = "# held out"

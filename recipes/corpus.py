@@ -13,7 +13,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor
 
-from specdemo.training.corpus import END, windows
+from specdemo.training.collect import END, windows
 
 VOCAB_SIZE = 2048
 

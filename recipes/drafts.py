@@ -19,15 +19,18 @@ from recipes.targets import train_on
 from specdemo.core.atomic_io import atomic_path
 from specdemo.models.shipped import check_embedded
 from specdemo.training.collect import (
+    END,
+    Corpus,
     TeacherData,
     autocast,
     build_cache,
     claim_cache,
     is_complete,
     load_cache,
+    read_corpus,
+    windows,
     with_progress,
 )
-from specdemo.training.corpus import END, Corpus, read_corpus, windows
 from specdemo.training.fit import Schedule, make_folder, run_with_progress, train_steps
 
 OPENINGS = 10_000  # documents whose beginnings prompt the target's samples

@@ -17,8 +17,7 @@ from recipes.code_edits import edit
 from recipes.corpus import VOCAB_SIZE, Again, Epochs, retell_some
 from recipes.llama import CONTEXT, Shape, save_model
 from specdemo.models.machine import device_name
-from specdemo.training.collect import Plan
-from specdemo.training.corpus import Corpus
+from specdemo.training.collect import Corpus, Plan
 from specdemo.training.fit import Schedule, TrainHistory, write_provenance
 
 DROPOUT = 0.15  # of the target, which reads its 2.6 M tokens many times and would memorise them

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from recipes.corpus import Epochs, token_stream
 from recipes.losses import toward_argmax
-from specdemo.training.collect import TeacherData
-from specdemo.training.corpus import Corpus, windows
+from specdemo.training.collect import Corpus, TeacherData, windows
 from specdemo.training.fit import Batch
 
 

@@ -21,7 +21,7 @@ from recipes.corpus import VOCAB_SIZE
 from specdemo.core.atomic_io import atomic_folder
 from specdemo.models.checkpoints import SHARD, SHARDS
 from specdemo.models.shipped import check_embedded
-from specdemo.training.corpus import END
+from specdemo.training.collect import END
 
 CONTEXT = 512
 START_SHARES = (0.0, 0.2, 0.3, 0.4, 0.5)  # shares of the initial weights tried in the average

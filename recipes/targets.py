@@ -17,8 +17,7 @@ from recipes.lessons import GrowingWindows, validation_rows
 from recipes.llama import average, build, drop_out, to_depth, weights
 from recipes.losses import cross_entropy
 from specdemo.core.atomic_io import atomic_path
-from specdemo.training.collect import autocast
-from specdemo.training.corpus import Corpus, read_corpus
+from specdemo.training.collect import Corpus, autocast, read_corpus
 from specdemo.training.fit import Batch, make_folder, run_with_progress, train_steps
 
 DROPOUT_UNTIL = 0.8  # share of the time; the rest trains without dropout

@@ -20,8 +20,7 @@ from specdemo.methods.recipes import HEAD_RECIPES
 from specdemo.models import cpu_threads
 from specdemo.models.devices import pick_device
 from specdemo.models.sources import resolve
-from specdemo.training.collect import Plan
-from specdemo.training.corpus import check_corpus
+from specdemo.training.collect import Plan, check_corpus
 from specdemo.training.fit import check_minutes
 
 TARGET = Shape(layers=12, hidden=256, intermediate=672, heads=4)

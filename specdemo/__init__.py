@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from specdemo.core.sampling import Sampling
     from specdemo.engine.loop import generate
     from specdemo.methods import load_drafter
-    from specdemo.methods.targets import load_target
+    from specdemo.methods.pairs import load_target
     from specdemo.presets.run import run
 
 __version__ = "0.1.0"
@@ -39,7 +39,7 @@ _HOMES = {
     "Sampling": "specdemo.core.sampling",
     "generate": "specdemo.engine.loop",
     "load_drafter": "specdemo.methods",
-    "load_target": "specdemo.methods.targets",
+    "load_target": "specdemo.methods.pairs",
     "predict": "specdemo.analysis.predict",
     "run": "specdemo.presets.run",
 }

@@ -738,8 +738,7 @@ def _pairs(target: str, drafter: str | None) -> int:
     if is_gguf(target) and drafter is None:
         print(f"{_verification(target)}\n{_published(target)}")
         return 0
-    from specdemo.methods.pairs import check_pair, check_pairs
-    from specdemo.methods.targets import outline
+    from specdemo.methods.pairs import check_pair, check_pairs, outline
     from specdemo.models.sources import resolve
     from specdemo.presets.files import known_drafters, thinking_remarks
 

@@ -17,9 +17,10 @@ from specdemo.core.trace import StepEvent
 from specdemo.core.tree import ABSENT, depths
 from specdemo.engine.loop import generate
 from specdemo.methods import BASELINE, knobs, load_drafter, method, model_method, parse_options, reads
-from specdemo.methods.base import FrozenHead, Head, Method
+from specdemo.methods.base import Head, Method
 from specdemo.models.checkpoints import open_checkpoint
 from specdemo.models.toy import ToyTarget
+from specdemo.training.losses import Trainable
 
 VOCABULARY = 16
 PROMPT = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3]])
@@ -108,7 +109,7 @@ def metadata_is_complete(name: str) -> None:
 def saved_head_loads(name: str) -> None:
     """A saved head is recognised and gives the same drafts and the same loss when loaded."""
     cls = method(name)
-    if not issubclass(cls, FrozenHead):
+    if not issubclass(cls, Head):
         return
     target = ToyTarget(VOCABULARY, seed=6, hidden_size=32)
     torch.manual_seed(0)
@@ -119,7 +120,7 @@ def saved_head_loads(name: str) -> None:
         loaded = cls(target, folder)
     drafts = [[event.drafted for event in events(target, made, GenerationConfig(12))] for made in (drafter, loaded)]
     assert drafts[0] == drafts[1]
-    if not (isinstance(drafter, Head) and isinstance(loaded, Head)):
+    if not (isinstance(drafter, Trainable) and isinstance(loaded, Trainable)):
         return
     batch = Progress(PROMPT[:, :-1], PROMPT[:, 1:], [15], target.start(PROMPT[:, :-1], drafter.taps).hidden)
     (loss, metrics), (loaded_loss, _) = drafter.loss(batch), loaded.loss(batch)
@@ -145,7 +146,7 @@ def make_drafter(name: str, target: Target, **options: object) -> Method:
     if not cls.needs_model:
         return load_drafter(name, target, **options)
     torch.manual_seed(0)
-    model = cls.fresh(target) if issubclass(cls, FrozenHead) else tiny_llama(target.vocab_size)
+    model = cls.fresh(target) if issubclass(cls, Head) else tiny_llama(target.vocab_size)
     return load_drafter(name, target, model, **options)
 
 

@@ -20,7 +20,7 @@ from specdemo.__main__ import app, main
 from specdemo.bench.suites import suites
 from specdemo.core.trace import from_json
 from specdemo.methods import knob
-from specdemo.methods.none import NoDraft
+from specdemo.methods.base import NoDraft
 from specdemo.methods.recipes import HEAD_RECIPES
 from specdemo.presets.files import load_presets
 from tests.processes import run

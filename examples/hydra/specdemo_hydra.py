@@ -26,16 +26,15 @@ from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling
 from specdemo.core.shapes import Config, Shape, number
 from specdemo.core.tree import Draft
-from specdemo.kv.columns import Columns
+from specdemo.kv.masks import Columns
 from specdemo.methods import require_method
 from specdemo.methods.base import Recipe
 from specdemo.methods.facts import HEAD_OPERATIONS, Drafting, Sizes
-from specdemo.methods.grow import TreeShape
 from specdemo.methods.heads.formats import check_target, count_numbered
 from specdemo.methods.heads.medusa import SAME_SHAPE_HINT, DraftedNodes, Medusa, TokenHeads
 from specdemo.methods.heads.network import move_to_target
 from specdemo.methods.heads.runtime import HeadRuntime, last_columns, training_columns
-from specdemo.methods.heads.sampler import TokenSampler
+from specdemo.methods.heads.sampler import TokenSampler, TreeShape
 from specdemo.models.checkpoints import Checkpoint, write_checkpoint
 from specdemo.models.layers import DecoderLayer, Rotary
 from specdemo.models.packed import RMSNorm

@@ -201,7 +201,7 @@ class LocalSide(Side):
     name = "the local engine"
 
     def __init__(self, target: str, dtype: str, device: str) -> None:
-        from specdemo.methods.targets import load_target
+        from specdemo.methods.pairs import load_target
 
         self.model: Target = load_target(target, dtype, device)
         if self.model.tokenizer is None:

@@ -26,7 +26,7 @@ from specdemo.core.tree import Draft, is_chain
 from specdemo.engine.loop import generate
 from specdemo.engine.session import Session, environment
 from specdemo.methods import BASELINE, build_drafter, load_drafter, method
-from specdemo.methods.targets import load_target
+from specdemo.methods.pairs import load_target
 from specdemo.models.text import encode, token_text
 from specdemo.presets.files import Preset, preset
 

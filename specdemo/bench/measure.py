@@ -28,9 +28,8 @@ from specdemo.core.sampling import Sampling
 from specdemo.core.tally import Tally, ratio
 from specdemo.core.trace import RunTrace, StepEvent, decode_timing, step_ms
 from specdemo.engine.comparison import Comparison
-from specdemo.engine.loop import generate
+from specdemo.engine.loop import generate, warm_up
 from specdemo.engine.session import Session
-from specdemo.engine.warm_up import warm_up
 from specdemo.methods.base import Method
 from specdemo.models.errors import Cancelled
 from specdemo.models.machine import GpuClock

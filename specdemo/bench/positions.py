@@ -19,7 +19,7 @@ from specdemo.engine.lanes import lane_name
 from specdemo.engine.loop import generate
 from specdemo.engine.session import environment
 from specdemo.methods import build_drafter
-from specdemo.methods.targets import load_target
+from specdemo.methods.pairs import load_target
 from specdemo.models.text import encode
 from specdemo.presets.files import preset
 from specdemo.presets.limits import LIMITS

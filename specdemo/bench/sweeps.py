@@ -19,7 +19,7 @@ from specdemo.engine.comparison import Comparison, Lane
 from specdemo.engine.cost import WIDTHS, CostModel, fit_cost_model
 from specdemo.engine.session import Session, environment
 from specdemo.methods import BASELINE, build_drafter, load_drafter
-from specdemo.methods.targets import load_target
+from specdemo.methods.pairs import load_target
 from specdemo.methods.wrapper import Wrapper
 from specdemo.models.pass_cost import median_times, pass_times
 from specdemo.presets.files import load_presets, preset

@@ -6,7 +6,6 @@ B rows, T tokens, N draft nodes, S = N + 1 slots, A accepted columns, V vocabula
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
@@ -354,20 +353,3 @@ class Drafter(MemoryOwner, ABC):
     def max_length(self) -> int | None:
         """Context length of the drafter, in its own tokens; it drafts nothing past it. None: the target's."""
         return None
-
-
-class Trainable(Drafter):
-    """Drafter with trainable weights: a head or a draft model."""
-
-    head: nn.Module
-
-    @abstractmethod
-    def loss(self, batch: Progress) -> tuple[Tensor, dict[str, float]]:
-        """Return the loss, and metrics agree_i: agreement with the target on the i-th token ahead."""
-
-    def measure(self, batch: Progress) -> None:
-        """Measure statistics on held-out text that `save` stores with the weights."""
-
-    @abstractmethod
-    def save(self, folder: Path, target_name: str) -> None:
-        """Write the weights in the public format of their family."""

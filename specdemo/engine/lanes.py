@@ -20,10 +20,8 @@ from specdemo.core.tally import summarise
 from specdemo.core.trace import LaneTrace, StepEvent
 from specdemo.core.tree import ABSENT
 from specdemo.engine.comparison import Comparison, Lane
-from specdemo.engine.failure import clear_traceback, reason
-from specdemo.engine.loop import generate
-from specdemo.engine.session_state import LaneModels
-from specdemo.engine.warm_up import warm_up
+from specdemo.engine.loop import generate, warm_up
+from specdemo.engine.session_state import LaneModels, clear_traceback, reason
 from specdemo.methods import BASELINE, method
 from specdemo.methods.base import Method
 from specdemo.models.devices import device_kind

@@ -331,3 +331,36 @@ def _top_tokens(probs: Tensor, emitted: list[int]) -> list[list[tuple[int, float
         if token not in (one for one, _ in row):
             row.append((token, p))
     return [[(token, round(p, 4)) for token, p in row] for row in ranked]
+
+
+TOKENS = 12
+
+
+def warm_up(
+    target: Target,
+    drafter: Drafter,
+    prompt_ids: Tensor,
+    config: GenerationConfig,
+    accept: AcceptRule | None = None,
+    cancelled: Callable[[], bool] = never_cancelled,
+) -> None:
+    """Run the first tokens of the lane's text, to execute every code path and allocate every buffer. With CUDA graphs,
+    also capture those that later steps may need."""
+    generated = 0
+    config = replace(config, stop_token_ids=())
+    with closing(generate(target, drafter, prompt_ids, config, accept=accept, cancelled=cancelled)) as run:
+        for event in run:
+            if not event.index and target.uses_cuda_graphs:
+                _capture_graphs(target, drafter, config.budget)
+            generated += len(event.emitted[0])
+            if generated >= TOKENS:
+                break
+
+
+@torch.no_grad()
+def _capture_graphs(target: Target, drafter: Drafter, budget: Budget) -> None:
+    if min(budget.depth, budget.nodes):
+        drafter.capture_graphs(budget)
+    target.capture_graphs(budget.depth + 1, drafter.taps)
+    if budget.nodes > budget.depth:
+        target.capture_graphs(budget.nodes + 1, drafter.taps, tree=True)

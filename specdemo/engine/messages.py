@@ -1,13 +1,16 @@
 """Messages of a run. `Session.stream` and `replay` yield the same ones, so a live run and a stored one are displayed by
-the same code. Needs no torch: a page shows a stored run before the engine is loaded."""
+the same code. Needs no torch: a page shows a stored run before the engine is loaded.
 
-from collections.abc import Iterator
+Lanes step in an order that depends on their clocks: a clock is the device time of a lane's own steps, so that lanes do
+not affect each other's.
+"""
+
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
 
 from specdemo.core.tally import Numbers, Tally, running_numbers
-from specdemo.core.trace import Fate, Kind, LaneTrace, RunTrace, StepEvent, fates, token_kinds
-from specdemo.engine.race import race
+from specdemo.core.trace import Fate, Kind, LaneTrace, RunTrace, StepEvent, fates, step_ms, token_kinds
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,3 +132,39 @@ def replay(trace: RunTrace) -> Iterator[Message]:
         if not lane.events:
             yield LaneDone(index, lane)
     yield Finished(trace)
+
+
+def race(lanes: Sequence[Iterator[StepEvent]]) -> Generator[tuple[int, StepEvent], None, None]:
+    """Run in virtual time: the lane with the smallest clock steps next, ties go to the first."""
+    clocks = [0.0] * len(lanes)
+    running = set(range(len(lanes)))
+    try:
+        while running:
+            lane = min(running, key=lambda i: (clocks[i], i))
+            event = next(lanes[lane], None)
+            if event is None:
+                running.remove(lane)
+            else:
+                clocks[lane] += step_ms(event)
+                yield lane, event
+    finally:
+        _close(lanes)
+
+
+def sequential(lanes: Sequence[Iterator[StepEvent]]) -> Generator[tuple[int, StepEvent], None, None]:
+    """Run one lane after the other."""
+    try:
+        for index, lane in enumerate(lanes):
+            for event in lane:
+                yield index, event
+    finally:
+        _close(lanes)
+
+
+SCHEDULES = {"race": race, "sequential": sequential}
+
+
+def _close(lanes: Sequence[Iterator[StepEvent]]) -> None:
+    for lane in lanes:
+        if isinstance(lane, Generator):
+            lane.close()

@@ -11,7 +11,7 @@ from specdemo.core.protocol import Target
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.kv.graphs import graph_bytes
 from specdemo.methods import BASELINE, method, model_method
-from specdemo.methods.targets import load_model
+from specdemo.methods.pairs import load_model
 from specdemo.models.cpu_plan import CpuSettings
 from specdemo.models.devices import best_device, device_kind
 from specdemo.models.errors import checkpoint_errors

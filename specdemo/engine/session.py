@@ -18,9 +18,8 @@ from specdemo.engine.clock import clock_name
 from specdemo.engine.comparison import Comparison
 from specdemo.engine.lanes import LocalLane, RunningLane, ServerLane, chat_messages
 from specdemo.engine.loop import never_cancelled
-from specdemo.engine.messages import Finished, LaneDone, LaneSteps, Message, Note, Restarted, opened
+from specdemo.engine.messages import SCHEDULES, Finished, LaneDone, LaneSteps, Message, Note, Restarted, opened
 from specdemo.engine.model_cache import ModelCache
-from specdemo.engine.race import SCHEDULES
 from specdemo.engine.session_state import SessionState
 from specdemo.engine.verdict import compare_outputs
 from specdemo.methods import method

@@ -3,16 +3,37 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from traceback import walk_tb
 
 from specdemo.core.options import to_values
 from specdemo.core.protocol import Target
 from specdemo.core.trace import RunTrace
 from specdemo.engine.comparison import Comparison, Lane
-from specdemo.engine.failure import clear_traceback, reason
 from specdemo.engine.model_cache import drafter_key
 from specdemo.methods import BASELINE, build_drafter, load_drafter, method
 from specdemo.methods.base import Method
 from specdemo.models.prefix_reuse import PrefixCachedLlamaCpp, PrefixCachedTarget, prefix_cached, with_prefix_cache
+
+MAX_LENGTH = 500  # characters of a reason
+
+
+def reason(error: Exception) -> str:
+    """Return one line: the message if it is meant for users, else with the error's type and location."""
+    line = str(error).strip().partition("\n")[0][:MAX_LENGTH].encode("utf-8", "replace").decode()
+    if line and isinstance(error, RuntimeError | ValueError):
+        return line
+    *_, (frame, number) = walk_tb(error.__traceback__)
+    text = f"{type(error).__name__}: {line}" if line else type(error).__name__
+    return f"{text} ({Path(frame.f_code.co_filename).name}:{number})"
+
+
+def clear_traceback(error: BaseException | None) -> None:
+    """Clear the traceback, so that its frames and their KV caches can be freed."""
+    while error is not None and error.__traceback__ is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
+
 
 Key = tuple[object, ...]  # key of the drafter's model, index of the lane, method and options
 Models = tuple[Target, object]  # the target of a lane, and the model its drafter is built from

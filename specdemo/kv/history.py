@@ -14,8 +14,7 @@ from torch.nn import functional as F
 
 from specdemo.core.protocol import DraftFunction, DraftPlan, Forward, Tensors
 from specdemo.core.tree import chain_parents
-from specdemo.kv.columns import Columns
-from specdemo.kv.masks import AttentionMask
+from specdemo.kv.masks import AttentionMask, Columns
 from specdemo.kv.store import CapturedColumns, KVStore
 
 ForwardFunction = Callable[..., Forward]  # one call of the model, see `models.runner.Runner`

@@ -19,9 +19,21 @@ from specdemo.core.host_copy import pinned, to_device
 from specdemo.core.protocol import UNLIMITED, GraphCapture, SharedKV, Tensors
 from specdemo.core.tree import chain_parents
 from specdemo.kv.cache import Cursor, SlabCache
-from specdemo.kv.columns import NO_ROPE, Angles, AttentionKind, Columns, Mask
 from specdemo.kv.graphs import COLUMN_MULTIPLE, GraphCache
-from specdemo.kv.masks import ChainMask, Masks, TreeMask, additive, ancestry, chain_mask, tree_mask
+from specdemo.kv.masks import (
+    NO_ROPE,
+    Angles,
+    AttentionKind,
+    ChainMask,
+    Columns,
+    Mask,
+    Masks,
+    TreeMask,
+    additive,
+    ancestry,
+    chain_mask,
+    tree_mask,
+)
 
 SPARE_COLUMNS = 64  # free columns where no reserve is given
 MAX_PLANNED = 64  # columns of the longest chain whose mask is cached

@@ -205,7 +205,7 @@ def require_method(checkpoint: "Checkpoint", name: str) -> None:
             f"{checkpoint.name} is a head for method {detected!r}, not {other}; choose method {detected!r}"
         )
     if name != "draft_model":
-        from specdemo.methods.heads.formats.config_keys import check_keys
+        from specdemo.methods.heads.formats import check_keys
         from specdemo.models.checkpoints import check_weights
 
         check_weights(checkpoint)

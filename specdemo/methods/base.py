@@ -12,13 +12,13 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 from torch import Generator, Tensor
 
-from specdemo.core.protocol import Drafter, Progress, Target, Trainable
+from specdemo.core.protocol import Budget, Drafter, Progress, Target
 from specdemo.core.sampling import Sampling
 from specdemo.core.shapes import Config, Shape
+from specdemo.core.tree import Draft
 from specdemo.methods import BaseOptions, EngineArgs, check_capabilities
 from specdemo.methods.facts import FACTS, Drafting, Facts, Sizes
-from specdemo.methods.heads.conventions import select_convention
-from specdemo.methods.heads.network import Network
+from specdemo.methods.heads.network import Network, select_convention
 from specdemo.methods.heads.runtime import HeadRuntime
 from specdemo.methods.heads.sampler import TokenSampler
 from specdemo.models.checkpoints import Checkpoint, check_finite, open_checkpoint, training_note
@@ -94,28 +94,35 @@ class Method(Drafter):
         raise ValueError(f"{cls.title} takes no model; leave it out")
 
 
-class Learner(Method, Trainable):
-    """A method with trainable weights: a head or a draft model."""
+class NoDraft(Method, method="none"):
+    summary = "One token per target pass; the baseline of every comparison."
 
-    objective: Objective = Objective()  # what `loss` computes
+    def __init__(self, target: Target, model: object = None, options: NoOptions | None = None) -> None:
+        self._device = target.device
 
-    @classmethod
-    @abstractmethod
-    def load_trainable(cls, source: str, target: Target, progress: LoadProgress | None = None) -> object:
-        """Load weights as `load` does, with the separate tensors that training needs."""
+    def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
+        self._empty_draft = Draft.empty(batch, self._device)
+
+    def propose(self, budget: Budget) -> Draft:
+        return self._empty_draft
+
+    def observe(self, progress: Progress) -> None:
+        pass
 
 
 Net = TypeVar("Net", bound=Network)
 
 
-class FrozenHead(Method, Generic[Net]):
-    """A method whose weights read the target's hidden states (`taps`), read from checkpoints and not trained here.
+class Head(Method, Generic[Net]):
+    """A method whose weights read the target's hidden states (`taps`).
 
-    Subclasses define how checkpoints are recognised, read, initialised and written.
+    Subclasses define how checkpoints are recognised, read, initialised and written. One with a `loss` is `Trainable`.
     """
 
     needs_model = True
     requires: ClassVar = frozenset({"hidden_states"})
+    recipes: ClassVar[Mapping[str, Recipe]] = {}  # by name
+    objective: Objective = Objective()
     head: Net
     runtime: HeadRuntime
 
@@ -140,11 +147,16 @@ class FrozenHead(Method, Generic[Net]):
 
     @classmethod
     def load_trainable(cls, source: str, target: Target, progress: LoadProgress | None = None) -> Net:
-        """Load a head as `load` does, with the separate weights that training needs."""
+        """Load a head as `load` does, with the separate weights that training needs. If its file allows several
+        conventions, use the one that agrees best with the target."""
         check_capabilities(cls, target)
         checkpoint = cls.open(source, target, progress or no_progress)
         check_finite(checkpoint.name, checkpoint.tensors.items())
-        return cls.read(checkpoint, target)
+        head = cls.read(checkpoint, target)
+        if len(head.conventions) > 1:
+            (progress or no_progress)(0.9, f"detecting the convention of {source}")
+            select_convention(head, target, lambda: cls(target, head))
+        return head
 
     @classmethod
     def open(cls, source: str, target: Target, progress: LoadProgress) -> Checkpoint:
@@ -164,6 +176,9 @@ class FrozenHead(Method, Generic[Net]):
     @abstractmethod
     def save(self, folder: Path, target_name: str) -> None:
         """Write the head in the public format of its family."""
+
+    def measure(self, batch: Progress) -> None:
+        """See `Trainable.measure`."""
 
     def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
         self.sampler = TokenSampler(sampling, rng)
@@ -191,19 +206,3 @@ class FrozenHead(Method, Generic[Net]):
     @property
     def history_bytes(self) -> int:
         return self.runtime.bytes
-
-
-class Head(FrozenHead[Net], Learner):
-    """A method whose weights read the target's hidden states and can be trained."""
-
-    recipes: ClassVar[Mapping[str, Recipe]] = {}  # by name
-    head: Net
-
-    @classmethod
-    def load_trainable(cls, source: str, target: Target, progress: LoadProgress | None = None) -> Net:
-        """Load a head. If its file allows several conventions, use the one that agrees best with the target."""
-        head = super().load_trainable(source, target, progress)
-        if len(head.conventions) > 1:
-            (progress or no_progress)(0.9, f"detecting the convention of {source}")
-            select_convention(head, target, lambda: cls(target, head))
-        return head

@@ -18,12 +18,13 @@ from specdemo.core.protocol import Budget, DraftPlan, Progress, Target
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import ABSENT, Draft, chain_parents
 from specdemo.methods import detect_head, require_method
-from specdemo.methods.base import Learner, NoOptions
+from specdemo.methods.base import Method, NoOptions
 from specdemo.methods.heads.sampler import ChainBuilder, DraftVocab, TokenSampler, run_chain_graph
 from specdemo.methods.vocabularies import MIN_SHARED_MASS, RowText, VocabBridge, real_tokens
 from specdemo.models.checkpoints import Checkpoint, open_meta_checkpoint, write_checkpoint
 from specdemo.models.load import Incomplete, LoadedModel, load_model, load_target
 from specdemo.models.sources import LoadProgress
+from specdemo.training.losses import Objective
 
 USUALLY_MISSING = 2  # tokens: after a draft the correction token, or the last draft token and the bonus token
 MAX_CATCH_UP = (
@@ -40,10 +41,11 @@ PROBES = (
 )
 
 
-class DraftModel(Learner, method="draft_model"):
+class DraftModel(Method, method="draft_model"):
     summary = "A small model drafts several tokens; the target verifies them in one pass."
     needs_model = True
     cross_vocabulary: ClassVar[bool] = True
+    objective: Objective = Objective()
 
     @classmethod
     def recognises(cls, checkpoint: Checkpoint) -> bool:
@@ -173,6 +175,9 @@ class DraftModel(Learner, method="draft_model"):
         vocab_size = min(logits.shape[-1], self._draft_vocab.size)  # the rest are padding rows
         labels = batch.outputs if batch.probs is None else batch.probs[..., :vocab_size]
         return self.objective.steps_loss([self.objective.compare(logits[..., :vocab_size], labels)], [1.0])
+
+    def measure(self, batch: Progress) -> None:
+        """See `Trainable.measure`."""
 
     def save(self, folder: Path, target_name: str) -> None:
         """Write a Hugging Face folder with the tokenizer."""

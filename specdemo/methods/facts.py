@@ -173,7 +173,7 @@ def _layers(target: Shape, config: Config) -> tuple[Shape, ConfigReader]:
 
 # The last one that recognises a checkpoint reads it: heads come after draft_model, which any complete model is for.
 FACTS = {
-    "none": Facts("none:NoDraft", "Plain decoding", no_passes),
+    "none": Facts("base:NoDraft", "Plain decoding", no_passes),
     "draft_model": Facts(
         "draft_model:DraftModel", "Draft model", _draft_model, words=("draft-simple", "standalone", "draft model")
     ),

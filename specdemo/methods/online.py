@@ -19,9 +19,9 @@ from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import Draft
 from specdemo.methods import BaseOptions, knob, load_drafter, method, model_method
-from specdemo.methods.base import Learner
 from specdemo.methods.wrapper import Wrapper, acceptance_per_row, wrappable
 from specdemo.models.load import LoadedModel
+from specdemo.training.losses import Trainable
 
 WINDOW = 64  # columns of a text in one update
 PAST_TEXTS = 8  # earlier texts whose last window is stored
@@ -46,7 +46,7 @@ class Online(Wrapper, method="online"):
         self._options = options = options or self.Options()
         super().__init__(load_drafter(options.drafter, target, _copy(options.drafter, target, model)))
         drafter = self.drafters[0]
-        if not isinstance(drafter, Learner):
+        if not isinstance(drafter, Trainable):
             raise ValueError(
                 f"{options.drafter!r} has no weights to train; choose a drafter with weights, such as 'draft_model'"
             )

@@ -1,19 +1,49 @@
 """Compatibility of drafters with a target, from configs, tokenizers and file headers, without loading weights.
 
-Heads are checked by `Head.read`, draft models by `draft_model.tokenizer_difference`.
+Targets are loaded here too, with an error that names the method if the source is a head. Heads are checked by
+`Head.read`, draft models by `draft_model.tokenizer_difference`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
 from specdemo.core.protocol import Target
-from specdemo.methods import detect_method, method
-from specdemo.methods.base import FrozenHead
+from specdemo.methods import detect_head, detect_method, method
+from specdemo.methods.base import Head
 from specdemo.methods.draft_model import DraftModel, tokenizer_difference
 from specdemo.methods.vocabularies import VocabBridge
+from specdemo.models import load
 from specdemo.models.checkpoints import open_meta_checkpoint
 from specdemo.models.errors import checkpoint_errors
 from specdemo.models.load import load_meta_target
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def name_head_in_error(loader: Callable[P, T]) -> Callable[P, T]:
+    """Wrap a model loader: if the source is the folder of a head, its ValueError names the method."""
+
+    @wraps(loader)
+    def load_or_explain(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return loader(*args, **kwargs)
+        except ValueError:
+            name = next(iter((*args, *kwargs.values())))
+            head = detect_head(name) if isinstance(name, str) else None
+            if head is None:
+                raise
+            raise ValueError(f"{name} is a head for method {head!r}; choose a complete model as the target") from None
+
+    return load_or_explain
+
+
+load_target = name_head_in_error(load.load_target)
+load_model = name_head_in_error(load.load_model)
+outline = name_head_in_error(load.load_meta_target)
+
 
 LEAST_OVERLAP = 0.1  # share of the target's tokens below which almost no draft is accepted
 
@@ -40,10 +70,10 @@ def check_pair(target: Target, drafter: str, method_name: str | None = None) -> 
     except ValueError as error:
         return DrafterFit(drafter, "?", False, str(error))
     cls = method(name)
-    draft = None if issubclass(cls, FrozenHead) else load_meta_target(drafter)
+    draft = None if issubclass(cls, Head) else load_meta_target(drafter)
     reason = f"made for hidden size {target.hidden_size}, vocabulary {target.vocab_size}"
     try:
-        if issubclass(cls, FrozenHead):
+        if issubclass(cls, Head):
             with checkpoint_errors(drafter):
                 cls.read(checkpoint, target)
         elif draft is not None:

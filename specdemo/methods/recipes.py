@@ -16,13 +16,12 @@ from specdemo.core.protocol import Target
 from specdemo.core.safe_io import JsonObject
 from specdemo.core.suggest import suggest
 from specdemo.methods import method, usable
-from specdemo.methods.base import Head, Learner, Recipe
-from specdemo.methods.heads.network import Network
-from specdemo.methods.targets import load_target
+from specdemo.methods.base import Head, Recipe
+from specdemo.methods.draft_model import DraftModel
+from specdemo.methods.pairs import load_target
 from specdemo.models.cpu_threads import one_thread
 from specdemo.models.errors import checkpoint_errors
-from specdemo.training.collect import Plan, is_complete
-from specdemo.training.corpus import check_corpus
+from specdemo.training.collect import Plan, check_corpus, is_complete
 from specdemo.training.fit import (
     CACHE,
     CHECKPOINT,
@@ -41,7 +40,7 @@ from specdemo.training.heads import (
     save_head,
     train_head,
 )
-from specdemo.training.losses import Objective
+from specdemo.training.losses import Objective, Trainable
 from specdemo.training.shares import MIN_ROWS, Shares, TooShort, divide, measure_costs
 
 logger = logging.getLogger(__name__)
@@ -76,19 +75,23 @@ def head_recipe(name: str) -> Recipe:
     return HEAD_RECIPES[name]
 
 
-def untrained_drafter(recipe: Recipe, target: Target) -> Head[Network]:
+def untrained_drafter(recipe: Recipe, target: Target) -> Trainable:
     """Return a drafter of the recipe's method with an untrained head."""
     cls = method(recipe.method)
     assert issubclass(cls, Head)
-    return cls(target, cls.fresh(target, **recipe.sizes))
+    drafter = cls(target, cls.fresh(target, **recipe.sizes))
+    assert isinstance(drafter, Trainable)
+    return drafter
 
 
-def trained_drafter(method_name: str, target: Target, start: str) -> Learner:
+def trained_drafter(method_name: str, target: Target, start: str) -> Trainable:
     """Load the head or draft model to continue from. Raises ValueError if it is not one of the method."""
     cls = method(method_name)
-    assert issubclass(cls, Learner)
+    assert issubclass(cls, Head | DraftModel)
     with checkpoint_errors(start):
-        return cls(target, cls.load_trainable(start, target))
+        drafter = cls(target, cls.load_trainable(start, target))
+    assert isinstance(drafter, Trainable)
+    return drafter
 
 
 def train_head_recipe(
@@ -186,7 +189,7 @@ def progress_event(now: TrainStep, minutes: float) -> JsonObject:
 
 def share_minutes(
     name: str,
-    drafter: Learner,
+    drafter: Trainable,
     target: Target,
     minutes: float,
     cache: Path,

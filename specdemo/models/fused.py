@@ -19,8 +19,8 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2For
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3ForCausalLM
 
 from specdemo.kv.cache import cache_argument
-from specdemo.kv.columns import Mask
 from specdemo.kv.graphs import TOLERANCE
+from specdemo.kv.masks import Mask
 from specdemo.models.cpu_plan import pack_model
 from specdemo.models.devices import device_map_summary
 from specdemo.models.layers import DecoderLayer, Rotary, add_norm, shared_mask, shared_rope, signed_sin

@@ -21,9 +21,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specdemo.core.protocol import Target
 from specdemo.kv.cache import SlabCache
-from specdemo.kv.columns import FULL, AttentionKind, Columns, Mask, Rope
 from specdemo.kv.graphs import TOLERANCE
-from specdemo.kv.masks import ChainMask, TreeMask, additive
+from specdemo.kv.masks import FULL, AttentionKind, ChainMask, Columns, Mask, Rope, TreeMask, additive
 from specdemo.models.operations import JointRope, apply_rope, use_kernel
 from specdemo.models.packed import RMSNorm, concat_linears
 

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specdemo.kv.columns import Rope
 from specdemo.kv.graphs import TOLERANCE
-from specdemo.kv.masks import tree_mask
+from specdemo.kv.masks import Rope, tree_mask
 
 # environment variable: 0 disables all kernels; otherwise the kernels to use, such as `add_rms_norm,silu_mul`
 TRITON_VARIABLE = "SPECDEMO_TRITON"

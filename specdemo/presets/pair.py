@@ -61,8 +61,7 @@ def comparison(preset_id: str | None, changes: Mapping[str, object]) -> Preset:
 
 def _method(target: str, draft: str | None) -> str:
     """Return the method of the drafter. Raises ValueError if one of the models is unusable, or they do not fit."""
-    from specdemo.methods.pairs import check_pair
-    from specdemo.methods.targets import outline
+    from specdemo.methods.pairs import check_pair, outline
 
     for name in filter(None, (target, draft)):
         if is_gguf(name):

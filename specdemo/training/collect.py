@@ -6,6 +6,9 @@ and, for every position, the target's K most probable next tokens: `tokens` [R, 
 core.protocol). Shards are written atomically, so a killed process loses one shard at most; a damaged shard is written
 again. Without a corpus the target generates the text, shard by shard. Two processes that start at different ends
 (`backwards`) share the work without communication.
+
+A corpus is a folder of `*.txt` files with documents separated by `<|endoftext|>`; files with `valid` in their name are
+for validation.
 """
 
 import copy
@@ -27,7 +30,7 @@ from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
 from specdemo.core.atomic_io import atomic_path, json_text, write_text
-from specdemo.core.safe_io import JsonObject
+from specdemo.core.safe_io import JsonObject, read_text
 from specdemo.kv.cache import cache_argument
 from specdemo.models.machine import matmul_dtype
 
@@ -300,3 +303,48 @@ def _load(shard: Path, taps: Sequence[int]) -> dict[str, Tensor]:
     names = {"tokens", "indices", "probs", *(f"tap.{tap}" for tap in taps)}
     with safe_open(shard, "pt") as opened:
         return {name: opened.get_tensor(name) for name in opened.keys() if name in names}  # noqa: SIM118 - no mapping
+
+
+CORPUS_BYTES = 4 << 30  # limit of one file
+END = "<|endoftext|>"
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """Documents for training and validation."""
+
+    train: list[str]  # documents
+    valid: list[str]
+    sha256: str  # of all files in name order, for provenance
+
+
+def check_corpus(folder: Path) -> None:
+    """Raise ValueError, one line, if the folder does not exist."""
+    if not folder.is_dir():
+        raise ValueError(f"no corpus folder {folder}: name a folder of *.txt files with --corpus")
+
+
+def read_corpus(directory: Path) -> Corpus:
+    """Read every `*.txt` in `directory`; without a `*valid*` file, every 100th document is for validation.
+
+    Raises ValueError if there is no text.
+    """
+    train: list[str] = []
+    valid: list[str] = []
+    digest = hashlib.sha256()
+    for path in sorted(directory.glob("*.txt")):
+        text = read_text(path, CORPUS_BYTES)
+        digest.update(path.name.encode() + b"\0" + text.encode())
+        documents = [d.strip() for d in text.split(END) if d.strip()]
+        (valid if "valid" in path.stem else train).extend(documents)
+    if not train:
+        raise ValueError(f"no training text in {directory}: put *.txt files there, documents separated by {END}")
+    if not valid:
+        valid = train[::100]
+        train = [d for i, d in enumerate(train) if i % 100]
+    return Corpus(train, valid, digest.hexdigest())
+
+
+def windows(stream: Tensor, length: int) -> Tensor:
+    """Split [N] into [N // length, length] and drop the rest."""
+    return stream[: len(stream) // length * length].view(-1, length)

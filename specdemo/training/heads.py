@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from specdemo.core.protocol import Progress, Target, Trainable
+from specdemo.core.protocol import Progress, Target
 from specdemo.models.machine import device_name
 from specdemo.training.collect import (
     Plan,
@@ -27,11 +27,12 @@ from specdemo.training.collect import (
     is_complete,
     is_valid_shard,
     load_cache,
+    read_corpus,
     record_target,
+    windows,
     with_progress,
     write_shard,
 )
-from specdemo.training.corpus import read_corpus, windows
 from specdemo.training.fit import (
     CHECKPOINT,
     Batch,
@@ -42,6 +43,7 @@ from specdemo.training.fit import (
     train_steps,
     write_provenance,
 )
+from specdemo.training.losses import Trainable
 
 VALIDATION_ROWS = 32
 SAMPLES_FROM = 0.4  # fraction of a run after which batches contain samples

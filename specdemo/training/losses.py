@@ -7,12 +7,14 @@ section 3). If the head has a smaller vocabulary, p sums to less than 1.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from pathlib import Path
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
+from specdemo.core.protocol import Progress
 from specdemo.core.suggest import suggest
 
 ETA = 3.0  # of `lk_lambda`, the paper's choice
@@ -165,3 +167,24 @@ def _dpace_loss(steps: list[StepLosses]) -> Tensor:
     )
     weights = dpace_weights(confidence, valid)
     return (losses * weights).sum() / weights.sum().clamp_min(TINY)
+
+
+@runtime_checkable
+class Trainable(Protocol):
+    """Protocol of a drafter with trainable weights: a head or a draft model."""
+
+    taps: tuple[int, ...]  # hidden states of the target that it reads
+    objective: Objective  # what `loss` computes
+
+    @property
+    def head(self) -> nn.Module:
+        """Return what is trained."""
+
+    def loss(self, batch: Progress) -> tuple[Tensor, dict[str, float]]:
+        """Return the loss, and metrics agree_i: agreement with the target on the i-th token ahead."""
+
+    def measure(self, batch: Progress) -> None:
+        """Measure statistics on held-out text that `save` stores with the weights."""
+
+    def save(self, folder: Path, target_name: str) -> None:
+        """Write the weights in the public format of their family."""

@@ -11,10 +11,11 @@ from math import ceil
 import torch
 from torch import nn
 
-from specdemo.core.protocol import Target, Trainable
+from specdemo.core.protocol import Target
 from specdemo.training.collect import Plan, TeacherData, continue_texts, fast_copy, record_target
 from specdemo.training.fit import Schedule, TrainHistory, TrainRun, optimizers
 from specdemo.training.heads import HELD_OUT_ROWS, check_layers, columns, training_loss
+from specdemo.training.losses import Trainable
 
 COLLECTING = 0.5  # largest share of the minutes
 MIN_ROWS = 32

@@ -7,7 +7,7 @@ import torch
 
 from specdemo.core.trace import StepEvent
 from specdemo.engine.clock import CpuStopwatch, clock_name, stopwatch_for
-from specdemo.engine.race import race, sequential
+from specdemo.engine.messages import race, sequential
 
 
 def lane(name, durations, log=None):

@@ -110,7 +110,13 @@ def test_a_trace_survives_its_file_and_replays_without_models(trace, monkeypatch
     for index, lane in enumerate(trace.lanes):
         steps = [m for m in messages if isinstance(m, StepRow) and m.lane == index]
         assert "".join(p for s in steps for p in s.text) == lane.text
-        assert [s.event for s in steps] == lane.events
+        for name in ("drafted", "parents", "path", "draft_probs", "target_probs"):
+            rows = [getattr(event, name)[0] for event in lane.events]
+            names = again.vocabulary
+            assert [getattr(s, name) for s in steps] == (
+                [[names[str(token)] for token in row] for row in rows] if name == "drafted" else rows
+            )
+        assert [(s.index, s.ms, s.wall_ms) for s in steps] == [(e.index, e.ms, e.wall_ms) for e in lane.events]
     assert sum(isinstance(m, LaneDone) for m in messages) == 3
     drafted = [m.drafted for m in messages if isinstance(m, StepRow) and m.lane == 1 and m.drafted]
     assert all(isinstance(text, str) for texts in drafted for text in texts) and drafted

@@ -13,7 +13,7 @@ from specdemo.analysis.acceptance import from_mean
 from specdemo.analysis.predict import predict
 from specdemo.analysis.work import method_in
 from specdemo.methods import load_drafter
-from specdemo.methods.targets import load_target
+from specdemo.methods.pairs import load_target
 from specdemo.models.target import HFTarget
 from specdemo.models.toy import ToyTarget
 from specdemo_hydra import Hydra

@@ -23,8 +23,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import chain_parents
-from specdemo.engine.loop import generate
-from specdemo.engine.warm_up import warm_up
+from specdemo.engine.loop import generate, warm_up
 from specdemo.methods import load_drafter
 from specdemo.methods.heads import medusa
 from specdemo.methods.heads.dflash import DFlash

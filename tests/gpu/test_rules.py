@@ -14,8 +14,7 @@ from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import chain_parents
 from specdemo.engine.clock import stopwatch_for
-from specdemo.engine.loop import generate
-from specdemo.engine.warm_up import warm_up
+from specdemo.engine.loop import generate, warm_up
 from specdemo.kv.graphs import CudaGraphs, GraphCache, covering_widths
 from specdemo.methods import load_drafter
 from specdemo.methods.heads.dflash import DFlash
@@ -110,7 +109,7 @@ def test_sampled_texts_repeat_with_their_seed(world, name):
 @pytest.mark.parametrize("name", ["ngram", "draft_model", "eagle", "adaptive"])
 def test_nothing_is_recorded_while_the_clock_runs(world, name, monkeypatch):
     # One warm-up step: all shapes of later steps must be captured in advance.
-    monkeypatch.setattr("specdemo.engine.warm_up.TOKENS", 3)
+    monkeypatch.setattr("specdemo.engine.loop.TOKENS", 3)
     target = fused_target()
     made = drafter(name, target)
     config = GenerationConfig(40, budget=Budget(6, 6), stop_token_ids=())

@@ -39,7 +39,7 @@ from specdemo.models.text import encode
 from specdemo.presets.files import Preset, load_presets, preset, read_presets
 from specdemo.presets.link import from_query
 from specdemo.presets.recorded import load_trace
-from specdemo.training.corpus import read_corpus
+from specdemo.training.collect import read_corpus
 from specdemo.training.fit import check_minutes
 from tests.models.tiny import build
 

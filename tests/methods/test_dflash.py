@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from specdemo.core.protocol import Budget, Progress
 from specdemo.core.sampling import Sampling
 from specdemo.methods import detect_method, load_drafter
-from specdemo.methods.heads.conventions import sample_target_text
 from specdemo.methods.heads.dflash import DFlash, DFlashDraftModel
 from specdemo.methods.heads.formats.dflash import spread_taps
+from specdemo.methods.heads.network import sample_target_text
 from specdemo.models.checkpoints import Checkpoint, open_meta_checkpoint
 from specdemo.models.target import HFTarget
 from specdemo.models.toy import ToyTarget

@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional as F
 
 from specdemo.methods import load_drafter
-from specdemo.methods.heads import conventions
+from specdemo.methods.heads import network
 from specdemo.methods.heads.eagle import Eagle
 from specdemo.methods.heads.formats.eagle import default_taps
 from specdemo.models.checkpoints import open_checkpoint
@@ -286,7 +286,7 @@ def test_best_convention_is_selected(lists, before, target, tmp_path):
     torch.manual_seed(1)
     head = Eagle.fresh(target)
     head.convention = type(head.convention)((1, 2, 3), before)
-    train(load_drafter("eagle", target, head), conventions.sample_target_text(target, (1, 2, 3)), 40)
+    train(load_drafter("eagle", target, head), network.sample_target_text(target, (1, 2, 3)), 40)
     config = speculators() if lists == "top" else dict(LAYER)
     if lists == "top":
         config["transformer_layer_config"].pop("rope_theta")
@@ -307,7 +307,7 @@ def test_best_convention_is_selected(lists, before, target, tmp_path):
 def test_either_order_of_fc_is_found(target, tmp_path):
     torch.manual_seed(1)
     head = Eagle.fresh(target, "eagle1")
-    train(load_drafter("eagle", target, head), conventions.sample_target_text(target, (-1,)), 40)
+    train(load_drafter("eagle", target, head), network.sample_target_text(target, (-1,)), 40)
     tensors = dict(head.state_dict())
     assert not Eagle.load(folder_with(tmp_path, tensors, LAYER), target).convention.feature_first
     tensors["fc.weight"] = tensors["fc.weight"].roll(H, 1)

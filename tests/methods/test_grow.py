@@ -7,7 +7,7 @@ import torch
 
 from specdemo.core.protocol import Budget
 from specdemo.core.tree import depths
-from specdemo.methods.grow import TreeShape, chain, clip_shape, grow_tree, optimal_shape
+from specdemo.methods.heads.sampler import TreeShape, chain, clip_shape, grow_tree, optimal_shape
 
 
 def test_a_shape_is_its_paths():

@@ -8,8 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from specdemo.core.protocol import Budget, Capabilities, Forward, GenerationConfig, Target
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import ABSENT
-from specdemo.engine.loop import generate
-from specdemo.engine.warm_up import warm_up
+from specdemo.engine.loop import generate, warm_up
 from specdemo.methods import BUILT_IN, load_drafter, method, model_method
 from specdemo.testing import tiny_llama
 

@@ -13,9 +13,9 @@ from specdemo.core.protocol import Budget, GenerationConfig, Progress
 from specdemo.core.sampling import Sampling
 from specdemo.engine.loop import generate
 from specdemo.methods import load_drafter
-from specdemo.methods.heads.conventions import sample_target_text
 from specdemo.methods.heads.formats.mtp import MTPConvention
 from specdemo.methods.heads.mtp import MTP, ParallelHeads
+from specdemo.methods.heads.network import sample_target_text
 from specdemo.methods.heads.runtime import training_columns
 from specdemo.models.target import HFTarget
 from tests.generation import train

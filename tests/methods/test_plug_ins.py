@@ -15,7 +15,7 @@ from specdemo.core.protocol import Budget, Progress
 from specdemo.core.tree import Draft
 from specdemo.engine.comparison import Lane
 from specdemo.methods import METHODS, PLUG_INS, _plug_in, detect_method, knobs, load_drafter, method, recipes
-from specdemo.methods.targets import load_target
+from specdemo.methods.pairs import load_target
 from specdemo.models.checkpoints import Checkpoint, open_meta_checkpoint
 from specdemo.models.toy import ToyTarget
 from specdemo.testing import saved_head_loads

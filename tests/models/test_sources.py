@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from specdemo.methods import METHODS, detect_head
-from specdemo.methods.targets import load_target
+from specdemo.methods.pairs import load_target
 from specdemo.models import sources
 from specdemo.models.checkpoints import PICKLED
 from specdemo.models.errors import Cancelled

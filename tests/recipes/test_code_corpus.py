@@ -8,7 +8,7 @@ import pytest
 from recipes import code_corpus
 from recipes.code_corpus import WHEELS, collect_code, documents, fetch_wheels, fresh, shorten_docstrings
 from recipes.corpus import train_tokenizer
-from specdemo.training.corpus import read_corpus
+from specdemo.training.collect import read_corpus
 
 FUNCTION = '''\
 def read_rows(path, limit):

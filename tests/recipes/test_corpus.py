@@ -5,7 +5,7 @@ import torch
 from tokenizers import Tokenizer
 
 from recipes.corpus import VOCAB_SIZE, Epochs, byte_tokenizer, retell, token_stream, train_tokenizer
-from specdemo.training.corpus import END, windows
+from specdemo.training.collect import END, windows
 
 STORY = (
     "Once upon a time, Lily had a red ball. She took the ball to the park. "

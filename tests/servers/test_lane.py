@@ -469,7 +469,7 @@ def test_reported_steps_are_shown_like_those_of_a_local_lane(drafting, stream):
     assert lane.summary["ms_verify"] is None and lane.summary == summarise(lane)
     assert from_json(to_json(trace)) == trace and "?" in trace.vocabulary.values()
     replayed = [m for m in replay(trace) if isinstance(m, StepRow) and m.lane == 1]
-    assert replayed[-1].numbers["accept_histogram"] == drafting.summary["accept_histogram"]
+    assert replayed[-1].so_far["accept_histogram"] == drafting.summary["accept_histogram"]
 
 
 def test_the_steps_replace_the_pieces_that_were_shown(drafting):
@@ -481,7 +481,7 @@ def test_the_steps_replace_the_pieces_that_were_shown(drafting):
     pieces, steps = messages[:at], [m for m in messages[at:] if isinstance(m, StepRow)]
     assert {k for m in pieces for k in m.kinds} == {"unknown"} and isinstance(messages[-1], LaneDone)
     assert "".join(t for m in steps for t in m.text) == "".join(t for m in pieces for t in m.text) == drafting.text
-    assert pieces[-1].numbers["steps"] is None and steps[-1].numbers["steps"] == drafting.summary["steps"]
+    assert pieces[-1].so_far["steps"] is None and steps[-1].so_far["steps"] == drafting.summary["steps"]
 
 
 def test_counts_that_do_not_fit_the_text_are_shown_as_totals(drafting):

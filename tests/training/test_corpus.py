@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from specdemo.training.corpus import END, read_corpus
+from specdemo.training.collect import END, read_corpus
 
 
 def test_a_corpus_is_split_by_its_files(tmp_path: Path) -> None:

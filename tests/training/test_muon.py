@@ -1,7 +1,7 @@
 import torch
 from torch import nn
 
-from specdemo.training.muon import Muon, orthogonal
+from specdemo.training.fit import Muon, orthogonal
 
 
 def test_the_update_is_nearly_orthogonal() -> None:

@@ -27,16 +27,15 @@ from transformers import DynamicCache, Qwen3Config
 
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.tree import Draft
-from specdemo.kv.columns import AttentionKind, Columns
+from specdemo.kv.masks import AttentionKind, Columns
 from specdemo.methods import BaseOptions, knob, require_method
 from specdemo.methods.base import Head, Recipe
-from specdemo.methods.grow import grow_tree
 from specdemo.methods.heads.formats import d2t_to_ids, rename_tensors
 from specdemo.methods.heads.formats import dflash as files
 from specdemo.methods.heads.formats.dflash import Design, spread_taps
 from specdemo.methods.heads.network import Network, move_to_target
 from specdemo.methods.heads.runtime import DraftPass, HeadRuntime, last_columns, training_columns
-from specdemo.methods.heads.sampler import MASKED_LOGIT, ChainBuilder, DraftVocab, TokenSampler
+from specdemo.methods.heads.sampler import MASKED_LOGIT, ChainBuilder, DraftVocab, TokenSampler, grow_tree
 from specdemo.models.checkpoints import Checkpoint, write_checkpoint
 from specdemo.models.layers import MLP, DecoderLayer, Rotary
 from specdemo.models.packed import RMSNorm

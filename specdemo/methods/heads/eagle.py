@@ -27,16 +27,15 @@ from transformers import DynamicCache, LlamaConfig
 
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.tree import Draft
-from specdemo.kv.columns import Columns
+from specdemo.kv.masks import Columns
 from specdemo.methods import BaseOptions, knob, require_method
 from specdemo.methods.base import Head, Recipe
-from specdemo.methods.grow import grow_tree
 from specdemo.methods.heads.formats import d2t_to_ids
 from specdemo.methods.heads.formats import eagle as files
 from specdemo.methods.heads.formats.eagle import EagleConvention, default_taps
 from specdemo.methods.heads.network import Network, move_to_target
 from specdemo.methods.heads.runtime import DraftPass, HeadRuntime, training_columns, unrolled_mask
-from specdemo.methods.heads.sampler import ChainBuilder, DraftVocab
+from specdemo.methods.heads.sampler import ChainBuilder, DraftVocab, grow_tree
 from specdemo.models.checkpoints import Checkpoint, write_checkpoint
 from specdemo.models.layers import DecoderLayer, Rotary, linear, llama_config_like, strip_prefix
 from specdemo.models.packed import RMSNorm

@@ -27,11 +27,10 @@ from specdemo.core.protocol import Budget, DraftPlan, Progress, SharedKV, Target
 from specdemo.core.sampling import Sampling
 from specdemo.core.shapes import Config
 from specdemo.core.tree import Draft
-from specdemo.kv.columns import Rope
+from specdemo.kv.masks import Rope
 from specdemo.methods import require_method
-from specdemo.methods.base import FrozenHead, NoOptions
-from specdemo.methods.heads.formats import check_target, rename_tensors
-from specdemo.methods.heads.formats.config_keys import LAYER_KEYS
+from specdemo.methods.base import Head, NoOptions
+from specdemo.methods.heads.formats import LAYER_KEYS, check_target, rename_tensors
 from specdemo.methods.heads.network import Network, move_to_target
 from specdemo.methods.heads.runtime import last_columns
 from specdemo.methods.heads.sampler import ChainBuilder, flatten_draft, unflatten_draft
@@ -164,7 +163,7 @@ class Assistant(Network):
         return other.expand(*x.shape[:-1], self.vocab_size).scatter(-1, ids, selected)
 
 
-class Gemma4Assistant(FrozenHead[Assistant], method="gemma4_assistant"):
+class Gemma4Assistant(Head[Assistant], method="gemma4_assistant"):
     summary = "A few small layers that attend to the target's KV cache draft from its last hidden state."
     requires: ClassVar = frozenset({"hidden_states", "shared_kv"})
     taps = (-1,)

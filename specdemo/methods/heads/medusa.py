@@ -25,12 +25,10 @@ from specdemo.core.sampling import Sampling
 from specdemo.core.tree import Draft
 from specdemo.methods import BaseOptions, knob, require_method
 from specdemo.methods.base import Head, Recipe
-from specdemo.methods.grow import TreeShape, chain, clip_shape, optimal_shape
-from specdemo.methods.heads.formats import check_target, count_numbered, rename_tensors
-from specdemo.methods.heads.formats.config_keys import LAYER_KEYS
+from specdemo.methods.heads.formats import LAYER_KEYS, check_target, count_numbered, rename_tensors
 from specdemo.methods.heads.network import Network, move_to_target
 from specdemo.methods.heads.runtime import DraftPass, last_columns
-from specdemo.methods.heads.sampler import DraftVocab, TokenSampler
+from specdemo.methods.heads.sampler import DraftVocab, TokenSampler, TreeShape, chain, clip_shape, optimal_shape
 from specdemo.models.checkpoints import Checkpoint, write_checkpoint
 from specdemo.training.losses import argmax_targets
 

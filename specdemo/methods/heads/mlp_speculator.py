@@ -28,11 +28,10 @@ from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.tree import Draft
 from specdemo.methods import BaseOptions, knob, require_method
 from specdemo.methods.base import Head, Recipe
-from specdemo.methods.grow import prune_tree
 from specdemo.methods.heads.formats import check_target
 from specdemo.methods.heads.network import Network, move_to_target
 from specdemo.methods.heads.runtime import DraftPass, last_columns
-from specdemo.methods.heads.sampler import ChainBuilder, DraftVocab
+from specdemo.methods.heads.sampler import ChainBuilder, DraftVocab, prune_tree
 from specdemo.models.checkpoints import Checkpoint, write_checkpoint
 
 EPSILON = 1e-6

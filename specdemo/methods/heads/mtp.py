@@ -31,7 +31,7 @@ from specdemo.core.atomic_io import finite, json_text, write_text
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.tree import Draft
 from specdemo.kv.cache import cache_argument
-from specdemo.kv.columns import Columns, Rope
+from specdemo.kv.masks import Columns, Rope
 from specdemo.methods.base import Head, NoOptions, Recipe
 from specdemo.methods.heads.formats import mtp as files
 from specdemo.methods.heads.formats.mtp import MTPConvention

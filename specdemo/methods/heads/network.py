@@ -1,14 +1,16 @@
 """Base class of the networks of heads."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Self, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
-from specdemo.core.protocol import Target
+from specdemo.core.protocol import Drafter, Progress, Target
+from specdemo.core.sampling import draw
 from specdemo.models.checkpoints import Checkpoint
 from specdemo.models.packed import dtype_of, pack
+from specdemo.training.losses import Trainable
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -52,3 +54,51 @@ class Network(nn.Module):
 def move_to_target(head: Module, target: Target) -> Module:
     """Freeze the head and move it to the target's device and dtype."""
     return nn.Module.to(head, target.device, target.dtype).requires_grad_(False).eval()
+
+
+ROWS, COLUMNS = 8, 48  # of the sampled text
+MARGIN = 0.02  # smaller differences in agreement may be noise
+
+
+@torch.no_grad()
+def select_convention(head: Network, target: Target, make_drafter: Callable[[], Drafter]) -> None:
+    """Set the convention with the highest agreement on a sampled text, and describe it in `head.note`.
+
+    make_drafter: returns a drafter of the head under its current convention.
+    """
+    taps: set[int] = set()
+    for convention in head.conventions:
+        head.use_convention(convention)
+        taps.update(make_drafter().taps)
+    text, scores = sample_target_text(target, tuple(taps)), []
+    for convention in head.conventions:
+        head.use_convention(convention)
+        drafter = make_drafter()
+        assert isinstance(drafter, Trainable)
+        metrics = drafter.loss(text)[1]
+        scores.append(sum(metrics.values()) / len(metrics))
+    best = max(range(len(scores)), key=scores.__getitem__)
+    chosen = head.conventions[best if scores[best] >= scores[0] + MARGIN else 0]
+    head.use_convention(chosen)
+    shares = "; ".join(f"{100 * share:.0f} % with {name}" for share, name in zip(scores, head.conventions, strict=True))
+    head.note = f"Convention: {chosen}. The file does not specify it; agreement on a short text was {shares}."
+
+
+def sample_target_text(target: Target, taps: tuple[int, ...]) -> Progress:
+    """Sample texts from the target after a stop token; outputs are its argmax at every position.
+
+    Greedy text would soon repeat itself and not distinguish the conventions.
+    """
+    rng = Generator().manual_seed(0)  # on the host, because a shared GPU may not be attached yet
+    first = target.stop_token_ids[0] if target.stop_token_ids else 0
+    tokens = torch.full((ROWS, 1), first, device=target.device)
+    forward, texts, argmax_ids = target.start(tokens), [tokens], []
+    for _ in range(COLUMNS):
+        argmax_ids.append(forward.logits[:, -1].argmax(-1))
+        texts.append(draw(forward.logits[:, -1].float().softmax(-1).cpu(), rng)[:, None].to(target.device))
+        forward = target.forward(texts[-1], tokens[:, 1:])
+        target.commit([[0]] * ROWS)
+    inputs = torch.cat(texts[:-1], 1)
+    hidden = target.start(inputs, taps).hidden
+    target.release()
+    return Progress(inputs, torch.stack(argmax_ids, 1), [COLUMNS] * ROWS, hidden)

@@ -19,8 +19,8 @@ from specdemo.core.host_copy import padded, to_device
 from specdemo.core.protocol import UNLIMITED, Progress, Target, Tensors
 from specdemo.core.tree import Draft
 from specdemo.kv.cache import SlabCache
-from specdemo.kv.columns import FULL, Angles, AttentionKind, Columns
 from specdemo.kv.graphs import GRAPH_SPARE_COLUMNS, GraphCache
+from specdemo.kv.masks import FULL, Angles, AttentionKind, Columns
 from specdemo.kv.store import CapturedColumns, KVStore, ProvisionalColumns
 from specdemo.methods.heads.sampler import TokenSampler, flatten_draft, unflatten_draft
 

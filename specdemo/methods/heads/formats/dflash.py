@@ -27,9 +27,8 @@ from transformers import Qwen3Config
 from specdemo.core.protocol import Target
 from specdemo.core.safe_io import JsonObject
 from specdemo.core.shapes import Config
-from specdemo.kv.columns import AttentionKind
-from specdemo.methods.heads.formats import MASK_KEYS, check_target
-from specdemo.methods.heads.formats.config_keys import LAYER_KEYS
+from specdemo.kv.masks import AttentionKind
+from specdemo.methods.heads.formats import LAYER_KEYS, MASK_KEYS, check_target
 from specdemo.models.checkpoints import MASK_TOKEN, Checkpoint
 
 Tensors = Mapping[str, Tensor]

@@ -21,6 +21,7 @@ from transformers import LlamaConfig
 from specdemo.core.protocol import Target
 from specdemo.core.shapes import Config
 from specdemo.methods.heads.formats import (
+    LAYER_KEYS,
     MASK_KEYS,
     base_model,
     check_target,
@@ -28,7 +29,6 @@ from specdemo.methods.heads.formats import (
     d2t_to_ids,
     rename_tensors,
 )
-from specdemo.methods.heads.formats.config_keys import LAYER_KEYS
 from specdemo.models.checkpoints import Checkpoint
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
