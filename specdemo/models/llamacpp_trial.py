@@ -74,7 +74,8 @@ def check_llamacpp(trial: Trial, parts: Sequence[Path] = (), report: Progress | 
     key = (library, trial.file, stamp)
     end = _ends.get(key) or _run(trial, report)
     if not end:
-        _survivals[library][trial.file] = stamp
+        for survived in (library, _identity(trial._replace(layer_inputs=False))):
+            _survivals.setdefault(survived, {})[trial.file] = stamp
         _write()
         return
     signal_name = end.partition(":")[0]
