@@ -43,7 +43,8 @@ DEFINITIONS: dict[str, Definition] = {
         ("clock",),
         "the clock of all times, in `environment`: on a CPU the CPU time of the lane's thread, which other programs do "
         "not lengthen; on a GPU the time between CUDA events; on a server, and on a CPU with several threads, wall "
-        "time",
+        "time. There, steps during which other programs took the cores for 5 % of the time or more are marked (on "
+        "Linux), and count with the mean time of the lane's other steps",
     ),
     "waited": Definition(
         ("waited_share",),
@@ -51,7 +52,8 @@ DEFINITIONS: dict[str, Definition] = {
     ),
     "noisy": Definition(
         ("noisy", "reasons"),
-        "a repeated run may differ: a lane waited for the CPU in 10 % of its time or more, plain steps vary by more "
+        "a repeated run may differ: a lane waited for the CPU in 10 % of its time or more, other programs took the "
+        "cores in half of its steps, plain steps vary by more "
         "than 50 % or drift by more than 15 %, a step is cheaper than one plain token, a server's pieces arrived in "
         "bunches or its own times differ, a GPU was throttled or its clock changed by more than 5 %, or half of the "
         "interval is wider than 10 %",

@@ -8,11 +8,15 @@ changes by (P - E[P]) / P of plain decoding minus (L - E[L]) / L of the lane.
 Interleaved lanes share each moment, so a block contains both, and a slowdown of both cancels. Sequential lanes have
 separate blocks, and the interval is widened by the effect of a steady drift, as seen in their steps, between the middle
 of one lane and the middle of the other. With many runs, each run is one block.
+
+Steps during which other programs took the cores are missing data: each counts with the mean time of its shape among the
+other steps, so that its tokens stay, and the interval widens with their share. Where too few others are left, all times
+count as they are, without an interval.
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import exp, inf, log, pi, sqrt, tan
 from random import Random
@@ -72,13 +76,15 @@ class RunTiming:
     """Decode time of one lane in one run: steps as (nodes drafted, milliseconds), and tokens emitted.
 
     first_ms: time before the steps, if it counts. waited_ms: additional time waiting for the processor; None: unknown.
-    On a server a step is a piece of text, and its first number the tokens in it.
+    disturbed: indices of steps during which other programs took the cores. On a server a step is a piece of text, and
+    its first number the tokens in it.
     """
 
     steps: Sequence[tuple[int, float]]
     tokens: int
     first_ms: float = 0.0
     waited_ms: float | None = None
+    disturbed: frozenset[int] = frozenset()
 
     @property
     def ms(self) -> float:
@@ -89,6 +95,11 @@ class RunTiming:
     def steps_ms(self) -> float:
         """Return the time of the steps."""
         return sum(ms for _, ms in self.steps)
+
+    @property
+    def undisturbed_steps(self) -> list[tuple[int, float]]:
+        """Return the steps during which no other program took the cores."""
+        return [step for index, step in enumerate(self.steps) if index not in self.disturbed]
 
     def midpoints(self) -> Iterator[float]:
         """Yield the midpoint of every step, on the lane's own clock."""
@@ -113,13 +124,13 @@ def bootstrap(statistic: Callable[[Sequence[int]], float], count: int) -> Estima
 
 def rate(runs: Runs) -> Estimate | None:
     """Return tokens per second of a lane over all runs. None if no time passed."""
-    tokens, ms = sum(run.tokens for run in runs), sum(run.ms for run in runs)
-    if not tokens or not 0.0 < ms < inf:
+    quiet = undisturbed(runs)
+    value = _tokens_per_s(quiet or runs)
+    if value is None:
         return None
-    value = 1000.0 * tokens / ms
-    if not _has_interval(runs):
+    if quiet is None or not _has_interval(quiet):
         return Estimate(value)
-    blocks = _blocks([(1, runs)], shared=False)
+    blocks = _blocks([(1, quiet)], shared=False)
     return _from_log_interval(value, _half_width(blocks, lost_freedom=1))
 
 
@@ -128,17 +139,42 @@ def speedup(plain: Runs, lane: Runs, shared: bool) -> Estimate | None:
 
     The two lanes ran together in each run; shared: they were interleaved.
     """
-    lane_rate, plain_rate = rate(lane), rate(plain)
-    if lane_rate is None or plain_rate is None or not plain_rate.value:
+    quiet_plain, quiet_lane = undisturbed(plain), undisturbed(lane)
+    if quiet_plain is not None and quiet_lane is not None:
+        plain, lane = quiet_plain, quiet_lane
+    lane_rate, plain_rate = _tokens_per_s(lane), _tokens_per_s(plain)
+    if lane_rate is None or not plain_rate:
         return None
-    value = lane_rate.value / plain_rate.value
-    if not (_has_interval(plain) and _has_interval(lane)):
+    value = lane_rate / plain_rate
+    if quiet_plain is None or quiet_lane is None or not (_has_interval(plain) and _has_interval(lane)):
         return Estimate(value)
     blocks = _blocks([(1, plain), (-1, lane)], shared)
     same_time = shared or _run_is_block(plain, lane)
     drift = 0.0 if same_time else fmean(_drift(*pair) for pair in zip(plain, lane, strict=True))
     cold_cost = COLD_CACHE_COST * max(waited_share(runs) or 0.0 for runs in (plain, lane))
     return _from_log_interval(value, _half_width(blocks, lost_freedom=1 if same_time else 2) + abs(drift) + cold_cost)
+
+
+def undisturbed(runs: Runs) -> Runs | None:
+    """Return the runs with the mean time of its shape, among the other steps, as the time of every step during which
+    other programs took the cores. None if fewer than MIN_STEPS others are left."""
+    others = [step for run in runs for step in run.undisturbed_steps]
+    if not any(run.disturbed for run in runs):
+        return runs
+    if len(others) < MIN_STEPS:
+        return None
+    mean_of, shortest = _mean_time(others), min(ms for _, ms in others)
+
+    def times(run: RunTiming) -> list[tuple[int, float]]:
+        steps = enumerate(run.steps)
+        return [(n, max(mean_of(n), shortest) if index in run.disturbed else ms) for index, (n, ms) in steps]
+
+    return [replace(run, steps=times(run)) for run in runs]
+
+
+def _tokens_per_s(runs: Runs) -> float | None:
+    tokens, ms = sum(run.tokens for run in runs), sum(run.ms for run in runs)
+    return 1000.0 * tokens / ms if tokens and 0.0 < ms < inf else None
 
 
 def over_repeats(values: Sequence[float]) -> Estimate:
@@ -192,7 +228,9 @@ def _from_log_interval(value: float, half_width: float) -> Estimate:
 
 
 def _half_width(blocks: Sequence[float], lost_freedom: int) -> float:
-    degrees_of_freedom = max(len(blocks) - lost_freedom, 1)
+    degrees_of_freedom = len(blocks) - lost_freedom
+    if degrees_of_freedom < 1:
+        return inf
     return t_quantile(degrees_of_freedom) * sqrt(
         sum(score * score for score in blocks) * len(blocks) / degrees_of_freedom
     )
@@ -212,22 +250,29 @@ def _blocks(lanes: Sequence[tuple[int, Runs]], shared: bool) -> list[float]:
     run_is_block = _run_is_block(*(runs for _, runs in lanes))
     spans = [max(run.steps_ms for run in runs) or 1.0 for runs in zip(*(runs for _, runs in lanes), strict=True)]
     for sign, runs in lanes:
-        total = sum(run.ms for run in runs)
+        # disturbed steps add nothing, so the others stand for them
+        total = sum(run.first_ms + sum(ms for _, ms in run.undisturbed_steps) for run in runs)
         for index, (run, excess) in enumerate(zip(runs, _excess(runs), strict=True)):
             length = spans[index] / SHARED_BLOCKS if shared else (run.steps_ms or 1.0) / SEPARATE_BLOCKS
-            for midpoint, ms in zip(run.midpoints(), excess, strict=True):
+            for place, (midpoint, ms) in enumerate(zip(run.midpoints(), excess, strict=True)):
                 block = (index, 0, 0) if run_is_block else (index, int(midpoint / length), 0 if shared else sign)
-                scores[block] += sign * ms / total
+                if place not in run.disturbed:
+                    scores[block] += sign * ms / total
     return [*scores.values()]
 
 
 def _excess(runs: Runs) -> list[list[float]]:
     """Return the milliseconds of every step beyond the mean of its shape."""
-    steps = [step for run in runs for step in run.steps]
+    mean_of = _mean_time([step for run in runs for step in run.undisturbed_steps])
+    return [[ms - mean_of(n) for n, ms in run.steps] for run in runs]
+
+
+def _mean_time(steps: Sequence[tuple[int, float]]) -> Callable[[int], float]:
+    """Return a function from the nodes of a step to its mean time: a straight line through `steps`."""
     size, time = fmean(n for n, _ in steps), fmean(ms for _, ms in steps)
     spread = sum((n - size) ** 2 for n, _ in steps)
     slope = sum((n - size) * (ms - time) for n, ms in steps) / spread if spread else 0.0
-    return [[ms - time - slope * (n - size) for n, ms in run.steps] for run in runs]
+    return lambda nodes: time + slope * (nodes - size)
 
 
 def _drift(plain: RunTiming, lane: RunTiming) -> float:

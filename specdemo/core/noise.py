@@ -5,6 +5,7 @@ from statistics import fmean, median, quantiles
 
 from specdemo.core.estimate import Estimate, Runs, RunTiming, waited_share
 
+MAX_DISTURBED = 0.50  # share of a lane's steps during which other programs took the cores
 MAX_WAITED = 0.10  # share of a lane's wall time in which its thread did not run
 MAX_SPREAD = 0.50  # of plain steps: 5th to 95th percentile, divided by the median
 MAX_DRIFT = 0.15  # of plain steps, from the first third of a run to the last
@@ -42,11 +43,15 @@ def _processor_waits(plain: Runs, lane: Runs) -> Iterator[str]:
         share = waited_share(runs)
         if share is not None and share >= MAX_WAITED:
             yield f"CPU contention: {name} waited for {100.0 * share:.0f} % of its time"
+        disturbed = sum(len(run.disturbed) for run in runs) / max(sum(len(run.steps) for run in runs), 1)
+        if disturbed >= MAX_DISTURBED:
+            yield f"CPU contention: other programs took the cores in {100.0 * disturbed:.0f} % of the steps of {name}"
 
 
 def _unstable_baseline(plain: Runs) -> Iterator[str]:
     """Check the median over several runs."""
-    step_times = [[ms for _, ms in run.steps] for run in plain if len(run.steps) >= MIN_STEPS]
+    step_times = [[ms for _, ms in run.undisturbed_steps] for run in plain]
+    step_times = [times for times in step_times if len(times) >= MIN_STEPS]
     if not step_times:
         return
     spread = median(_spread(times) for times in step_times)

@@ -67,7 +67,8 @@ class StepEvent:
     draft_probs: _ProbRows  # [B][N] the drafter's probability of each node; None: unknown
     target_probs: _ProbRows  # [B][N] the target's probability of each node after its parent
     ms: Annotated[dict[str, _Ms], _SMALL]  # prefill | draft verify accept commit observe | stream
-    # from the drafter; of a prefill "kept": tokens reused from the last text; of a mixture of experts "experts": per
+    # from the drafter; "waited_ms": other programs took the cores, and the step waited so long for them (only from 5 %
+    # of its time); of a prefill "kept": tokens reused from the last text; of a mixture of experts "experts": per
     # layer, used by the tokens of the pass, "experts_per_token" and "experts_in_all"
     notes: Annotated[dict[str, float], _SMALL] = field(default_factory=dict)
     wall_ms: _Ms | None = None  # wall time, if `ms` is the time of the thread
@@ -371,13 +372,14 @@ def decode_timing(events: Sequence[StepEvent], remote: bool = False) -> RunTimin
     """Return the decode time of all rows together, without the prefill. remote: on a server, where sizes are in
     tokens."""
     steps, waited_ms = [], []
+    disturbed = frozenset(index for index, event in enumerate(events[1:]) if "waited_ms" in event.notes)
     for event in events[1:]:
         drafted = sum(is_drafted(token) for row in event.drafted for token in row)
         steps.append((len(event.emitted[0]) if remote else drafted, step_ms(event)))
         if event.wall_ms is not None:
             waited_ms.append(event.wall_ms - step_ms(event))
     tokens = sum(len(row) for event in events[1:] for row in event.emitted)
-    return RunTiming(steps, tokens, waited_ms=max(sum(waited_ms), 0.0) if waited_ms else None)
+    return RunTiming(steps, tokens, 0.0, max(sum(waited_ms), 0.0) if waited_ms else None, disturbed)
 
 
 def step_ms(event: StepEvent) -> float:
@@ -436,9 +438,11 @@ def compare(
 
 def _speed_ratio(baseline: LaneTrace, lane: LaneTrace) -> float | None:
     """Return the speed-up. The summary of a local lane has no speed that includes the prefill, as a lane on a server
-    needs."""
-    if (baseline.remote is None) != (lane.remote is None):
-        estimate = speedup(run_timings(baseline, True), run_timings(lane, True), shared=False)
+    needs, and those of two lanes may leave out disturbed steps in one of them only."""
+    remote = (baseline.remote is None) != (lane.remote is None)
+    runs = run_timings(baseline, remote), run_timings(lane, remote)
+    if remote or any(run.disturbed for one in runs for run in one):
+        estimate = speedup(*runs, shared=False)
         return round(estimate.value, 4) if estimate else None
     lane_speed, baseline_speed = (_number(one.summary.get("tokens_per_s")) for one in (lane, baseline))
     return round(lane_speed / baseline_speed, 4) if lane_speed and baseline_speed else None

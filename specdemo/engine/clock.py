@@ -2,24 +2,29 @@
 
 On a GPU this is the time between CUDA events. On a CPU with one thread it is the CPU time of that thread, so that a
 lane that waits for the processor is not slower; the wall time shows how long it waited. With several threads, or where
-the system counts thread time in coarse ticks, it is wall time.
+the system counts thread time in coarse ticks, it is wall time; steps with several threads in which other programs took
+the cores are marked where the system counts that (Linux).
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Protocol
 
 import torch
 
 from specdemo.models.devices import EVENTS, SYNCHRONISING, device_kind, now
-from specdemo.models.machine import uses_thread_time
+from specdemo.models.machine import thread_times, uses_thread_time
+
+WAITED_SHARE = 0.05  # of a step's time, from which on the step is marked; in quiet it is below 0.02
+ThreadTimes = Mapping[str, tuple[float, float]]  # thread -> milliseconds that it ran and that it waited
 
 
 class Stopwatch(Protocol):
     """Protocol of a stopwatch."""
 
     wall_ms: float | None  # wall time of the last step; None if it is not comparable
+    waited_ms: float | None  # time that the last step lost because other programs took the cores, if it is marked
 
     def start(self) -> None:
         """Start a step."""
@@ -32,18 +37,26 @@ class Stopwatch(Protocol):
 
 
 class CpuStopwatch:
-    """Stopwatch on CPU clocks. `now` returns seconds; `wall` returns seconds of a clock that runs while the thread
-    waits."""
+    """Stopwatch on CPU clocks."""
 
-    def __init__(self, now: Callable[[], float] = time.perf_counter, wall: Callable[[], float] | None = None) -> None:
+    def __init__(
+        self,
+        now: Callable[[], float] = time.perf_counter,
+        wall: Callable[[], float] | None = None,
+        threads: Callable[[], ThreadTimes] | None = None,
+    ) -> None:
+        """now: seconds. wall: seconds of a clock that runs while the thread waits. threads: see `thread_times`."""
         self.wall_ms: float | None = None
-        self._now, self._wall = now, wall
+        self.waited_ms: float | None = None
+        self._now, self._wall, self._threads = now, wall, threads
+        self._before: ThreadTimes = {}
         self._wall_start = 0.0
         self._last = 0.0
         self._ms: dict[str, float] = {}
 
     def start(self) -> None:
         self._ms = {}
+        self._before = self._threads() if self._threads else {}
         self._wall_start = self._wall() if self._wall else 0.0
         self._last = self._now()
 
@@ -55,13 +68,28 @@ class CpuStopwatch:
     def read(self) -> dict[str, float]:
         if self._wall:
             self.wall_ms = round((self._wall() - self._wall_start) * 1000.0, 4)
+        if self._threads:
+            total = sum(self._ms.values())
+            waited = _waited_ms(self._before, self._threads(), total)
+            self.waited_ms = round(waited, 4) if waited >= WAITED_SHARE * total else None
         return {name: round(ms, 4) for name, ms in self._ms.items()}
+
+
+def _waited_ms(before: ThreadTimes, after: ThreadTimes, step_ms: float) -> float:
+    """Return the longest wait of a thread that computes in a step: one that runs or waits in most of its time."""
+    longest = 0.0
+    for thread, (ran, waited) in after.items():
+        ran_before, waited_before = before.get(thread, (ran, waited))
+        if ran - ran_before + waited - waited_before > step_ms / 2.0:
+            longest = max(longest, waited - waited_before)
+    return longest
 
 
 class CudaStopwatch:
     """Stopwatch on CUDA events of the device's current stream; `read` is the only host synchronisation of a step."""
 
     wall_ms: float | None = None
+    waited_ms: float | None = None
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -96,7 +124,7 @@ def stopwatch_for(device: torch.device, wall_time: bool = False) -> Stopwatch:
         return CudaStopwatch(device)
     if uses_thread_time(device) and not wall_time:
         return CpuStopwatch(time.thread_time, time.perf_counter)
-    return CpuStopwatch(partial(now, device)) if timing == SYNCHRONISING else CpuStopwatch()
+    return CpuStopwatch(partial(now, device)) if timing == SYNCHRONISING else CpuStopwatch(threads=thread_times)
 
 
 def clock_name(device: torch.device, wall_time: bool = False) -> str:

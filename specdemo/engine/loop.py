@@ -125,7 +125,9 @@ def _steps(
             validate_ids(*nodes, target.vocab_size)
             emitted = rows.emit(progress.output_ids())
             shown = target_scores if noise else forward
-            noted = replace(draft, notes={**draft.notes, **_expert_notes(forward, tokens, target.num_experts)})
+            waited = {} if watch.waited_ms is None else {"waited_ms": watch.waited_ms}
+            notes = {**draft.notes, **_expert_notes(forward, tokens, target.num_experts), **waited}
+            noted = replace(draft, notes=notes)
             yield _event(index, noted, nodes, result, emitted, shown, ms, watch.wall_ms)
     finally:
         try:

@@ -140,6 +140,7 @@ class Session:
                     f"other programs use the processor: all lanes went back from {used} threads to "
                     f"{local_target.threads} during the run"
                 )
+            trace.notes += _disturbance_note(trace)
             slowed = gpu.reasons()
             if slowed:
                 trace.environment["noise"] = slowed
@@ -250,6 +251,14 @@ def _notes(spec: Comparison, target: Target) -> list[str]:
     """Return what a reader should know of a run on this target."""
     spread = device_map_summary(target.model)
     return [*([f"{spec.target} does not fit into one device: {spread}"] if spread else []), *target.notes]
+
+
+def _disturbance_note(trace: RunTrace) -> list[str]:
+    """Return a note on the steps, with several threads, during which other programs took the cores."""
+    events = [e for lane in trace.lanes for run in (*lane.repeats, lane.events) for e in run[1:]]
+    disturbed = sum("waited_ms" in event.notes for event in events)
+    counted = "the mean of the other steps counts for them, if there are enough"
+    return [f"other programs took the cores during {disturbed} of {len(events)} steps; {counted}"] if disturbed else []
 
 
 def _groups(lanes: Sequence[RunningLane]) -> list[dict[int, RunningLane]]:

@@ -118,7 +118,7 @@ class LlamaCppTarget(Target):
 
     @property
     def wall_time(self) -> bool:
-        return self.weights.gpu_layers > 0 or self.threads > 1
+        return self.weights.gpu_layers > 0 or self.weights.threads > 1
 
     @property
     def weight_bytes(self) -> int:

@@ -146,7 +146,7 @@ class HFTarget(Target):
 
     @property
     def wall_time(self) -> bool:
-        return self.threads > 1
+        return cpu_plan(self.model).threads > 1  # the clock of a run stays the same where the threads fall
 
     @property
     def same_bits(self) -> bool:

@@ -102,7 +102,7 @@ function inspect() {
     ` Step ${run.selected.step}/${lane.steps.length - 1} · ${what} · ${milliseconds(sum(Object.values(line.ms)))} ms (${parts.join(", ")})`
   );
   const summary = run.selected.step && drafted ? describeStep(line) : "";
-  $(".sd-step-summary").textContent = [summary, expertsTouched(line)].filter(Boolean).join(" ");
+  $(".sd-step-summary").textContent = [summary, expertsTouched(line), coresTaken(line)].filter(Boolean).join(" ");
   $(".sd-inspector").classList.toggle("sd-wide", isTree(line));
   if (!isTree(line)) return box.replaceChildren(stepTable(line, selectedPosition(lane)));
   const tree = treeView(line, lane.steps[run.selected.step - 1]?.text.at(-1) ?? "");
@@ -115,6 +115,11 @@ function inspect() {
 function expertsTouched({ notes }) {
   if (!isNumber(notes?.experts)) return "";
   return `This pass used ${fixed(notes.experts, 1)} of ${fixed(notes.experts_in_all, 0)} experts per layer; one token uses ${fixed(notes.experts_per_token, 0)}.`;
+}
+
+// Returns a sentence on a step that waited for other programs; empty for the others.
+function coresTaken({ notes }) {
+  return isNumber(notes?.waited_ms) ? `Other programs took the cores, and the step waited ${milliseconds(notes.waited_ms)} ms for them.` : "";
 }
 
 function prefill({ notes }) {

@@ -1,6 +1,7 @@
 """Confidence intervals: values, widths and labels."""
 
 import random
+from dataclasses import replace
 from math import sqrt
 from statistics import fmean
 
@@ -21,6 +22,7 @@ from specdemo.core.estimate import (
     t_quantile,
     waited_share,
 )
+from specdemo.engine.clock import WAITED_SHARE
 
 STEADY = [(0, 3.0)] * 60
 DRAFTING = [(4, 6.0), (4, 6.0), (2, 5.0)] * 8
@@ -85,6 +87,60 @@ def test_a_thread_that_waited_widens_the_interval():
     alone, contended = (speedup([timed(STEADY, waited_ms=ms)], [timed(DRAFTING)], True) for ms in (0.0, 180.0))
     assert alone.width < 1e-6 and contended.width == pytest.approx(0.025, rel=0.01)
     assert waited_share([timed(STEADY, waited_ms=180.0)]) == 0.5 and waited_share([timed(STEADY)]) is None
+
+
+def disturbed_lanes(seed, schedule, share, begin, end):
+    """Return plain decoding and a lane on a simulated wall clock, and their true ratio without the second program.
+
+    That program takes bursts of 10 ms, `share` of a core, from `begin` to `end` of the race. A step waits for them.
+    """
+    rng, now, wander = random.Random(seed), 0.0, 0.0
+    lanes, tokens, clocks, true_ms = ([], []), [0, 0], [0.0, 0.0], [0.0, 0.0]
+    while min(tokens) < 120:
+        left = [lane for lane in (0, 1) if tokens[lane] < 120]
+        lane = min(left, key=lambda i: clocks[i]) if schedule == "race" else left[0]
+        nodes = rng.choice((0, 4, 4, 4)) if lane else 0
+        wander = 0.9 * wander + rng.gauss(0.0, 0.02)
+        work, ms, waited = (20.0 + 0.5 * nodes) * (1.0 + wander + rng.gauss(0.0, 0.02)), 0.0, 0.0
+        while work > 0.0:
+            time = now + ms
+            taken = 3600.0 * begin <= time < 3600.0 * end and time % (10.0 / share) < 10.0
+            speed = rng.choice((0.2, 0.5)) if taken else 1.0
+            passed = min(4.0, work / speed)
+            work, ms, waited = work - speed * passed, ms + passed, waited + 0.8 * (1.0 - speed) * passed
+        lanes[lane].append((nodes, ms, waited >= WAITED_SHARE * ms))
+        now, clocks[lane], true_ms[lane] = now + ms, clocks[lane] + ms, true_ms[lane] + 20.0 + 0.5 * nodes
+        tokens[lane] += rng.choice((1, 2, 3, 3)) if nodes else 1
+    marks = [frozenset(index for index, step in enumerate(lane) if step[2]) for lane in lanes]
+    runs = [timed([step[:2] for step in lanes[i]], tokens[i], disturbed=marks[i]) for i in (0, 1)]
+    return *runs, tokens[1] / true_ms[1] * true_ms[0] / tokens[0]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "share", "begin", "end"),
+    [("race", 0.2, 0.5, 9.0), ("race", 1.0, 0.6, 9.0), ("race", 1.0, 0.3, 0.5), ("sequential", 0.2, 0.0, 0.6)],
+)
+def test_intervals_cover_the_truth_while_a_second_program_starts_and_stops(schedule, share, begin, end):
+    """The times of marked steps do not count; with them the values are wrong."""
+    covered, errors, unmarked_errors = [], [], []
+    for seed in range(60):
+        plain, lane, truth = disturbed_lanes(seed, schedule, share, begin, end)
+        assert plain.disturbed or lane.disturbed
+        seen = speedup([plain], [lane], schedule == "race")
+        unmarked = (replace(run, disturbed=frozenset()) for run in (plain, lane))
+        covered.append(seen.low <= truth <= seen.high)
+        errors.append(seen.value / truth - 1.0)
+        unmarked_errors.append(speedup(*([run] for run in unmarked), schedule == "race").value / truth - 1.0)
+    assert fmean(covered) >= 0.9 and abs(fmean(errors)) < 0.01
+    assert abs(fmean(unmarked_errors)) > 0.03
+
+
+def test_a_lane_that_was_disturbed_all_the_time_has_no_interval():
+    plain, lane, _ = disturbed_lanes(1, "race", 1.0, 0.0, 99.0)
+    seen = speedup([plain], [lane], True)
+    assert seen.low is None and rate([lane]).low is None
+    reasons = noise.reasons([plain], [lane], seen)
+    assert "CPU contention: other programs took the cores in 100 % of the steps of this lane" in reasons
 
 
 def test_few_steps_have_no_interval_but_several_runs_do():

@@ -1,6 +1,8 @@
 """The schedule and the clocks, on hand-made events and a fake clock."""
 
 import itertools
+import sys
+import threading
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ import torch
 from specdemo.core.trace import StepEvent
 from specdemo.engine.clock import CpuStopwatch, clock_name, stopwatch_for
 from specdemo.engine.messages import race, sequential
+from specdemo.models.machine import thread_times
 
 
 def lane(name, durations, log=None):
@@ -96,6 +99,26 @@ def test_a_thread_that_waits_takes_no_device_time():
     watch.lap("draft")
     watch.lap("verify")
     assert watch.read() == {"draft": 2.0, "verify": 3.0} and watch.wall_ms == 25.0
+
+
+def test_a_step_that_waited_for_other_programs_is_marked():
+    """Thread b computes, with a; thread c has little to do, so its waits do not lengthen the step."""
+    starts = {"a": (50.0, 1.0), "b": (40.0, 2.0), "c": (9.0, 7.0)}
+    for waited, marked in ((0.5, None), (4.0, 4.0)):
+        ends = {"a": (69.0, 1.0), "b": (59.0 - waited, 2.0 + waited), "c": (9.1, 9.0), "new": (0.0, 90.0)}
+        times, threads = iter([0.0, 0.020]), iter([starts, ends])
+        watch = CpuStopwatch(lambda times=times: next(times), threads=lambda threads=threads: next(threads))
+        watch.start()
+        watch.lap("verify")
+        assert watch.read() == {"verify": 20.0} and watch.waited_ms == marked
+
+
+def test_the_system_counts_how_long_a_thread_waits():
+    if sys.platform != "linux":
+        assert thread_times() == {}
+        return
+    ran, waited = thread_times()[str(threading.get_native_id())]
+    assert ran > 0.0 and waited >= 0.0
 
 
 def test_lanes_on_a_cpu_are_timed_by_their_own_thread_if_it_is_the_only_one():

@@ -1,5 +1,6 @@
 """From a comparison to a trace on the shipped models, and from the trace back without them."""
 
+import itertools
 import json
 import re
 import shutil
@@ -13,7 +14,7 @@ from recipes.corpus import train_tokenizer
 from specdemo.bench.report import race_report
 from specdemo.core.estimate import Estimate
 from specdemo.core.trace import from_json, to_json
-from specdemo.engine import model_cache
+from specdemo.engine import clock, model_cache
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.engine.messages import Finished, LaneDone, Note, Started, StepRow, replay
 from specdemo.engine.session import Session, follow_up
@@ -70,6 +71,19 @@ def test_speed_up_has_an_interval_and_lane_a_waiting_time(trace):
         )
         assert lane.summary["waited_share"] == pytest.approx(max(1.0 - busy / wall, 0.0), abs=1e-3)
         assert lane.summary["tokens_per_s_low"] < lane.summary["tokens_per_s"] < lane.summary["tokens_per_s_high"]
+
+
+def test_steps_in_which_other_programs_took_the_cores_are_marked_and_do_not_count(monkeypatch):
+    reads = itertools.count()  # two per step, the second of every fifth step after a long wait
+    monkeypatch.setattr(clock, "thread_times", lambda: {"a": (0.0, 1e6 * ((next(reads) + 1) // 10))})
+    trace = Session().run(spec(Lane(method="ngram", k=2), threads=2, max_new_tokens=40))
+    events = [event for lane in trace.lanes for event in lane.events[1:]]
+    marked = [event for event in events if "waited_ms" in event.notes]
+    assert trace.environment["clock"] == "wall time" and 0 < len(marked) < len(events) / 2
+    counted = "the mean of the other steps counts for them, if there are enough"
+    assert f"other programs took the cores during {len(marked)} of {len(events)} steps; {counted}" in trace.notes
+    assert trace.comparison[0]["speedup_low"] < trace.comparison[0]["speedup"]
+    assert from_json(to_json(trace)) == trace
 
 
 def test_an_older_trace_gets_its_intervals_when_it_is_opened(trace):

@@ -140,6 +140,7 @@ class Laps:
     """A stopwatch that counts operations."""
 
     wall_ms: float | None = None
+    waited_ms: float | None = None
 
     def __init__(self, world: Any) -> None:
         self._world, self.counting = world, False

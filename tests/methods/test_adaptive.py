@@ -166,7 +166,7 @@ def test_costs_are_medians_and_lines_between():
 class Watch:
     """A stopwatch on which drafting takes three times as long as verification."""
 
-    wall_ms = None
+    wall_ms = waited_ms = None
 
     def start(self):
         self.ms = {}

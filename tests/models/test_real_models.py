@@ -1,17 +1,19 @@
 """Exactness on real models: llama.cpp's own greedy loop, transformers' `generate`, and every method against plain
 decoding."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
 import specdemo
-from specdemo.core.coupled import Coupled
 from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.core.sampling import Sampling
 from specdemo.engine.loop import generate
 from specdemo.methods import load_drafter
 from specdemo.models.cpu_plan import CpuSettings
 from specdemo.models.load import load_model, load_target
+from specdemo.models.prefix_reuse import with_prefix_cache
 from specdemo.models.text import encode
 
 CHATS = [
@@ -93,39 +95,64 @@ def test_output_of_a_folder_is_that_of_transformers(smollm2_folder):
         assert [written(target, name, prompt, 12) for prompt in prompts] == expected, name
 
 
-LANES = (("none", 1), ("ngram", 3), ("ngram", 8), ("suffix", 5), ("suffix", 16))
+TASKS = {  # kind of text -> prompts, each with the next message of the chat
+    "chat": "Explain to a child why {0} matters.|Now tell it as a short story about {1}.",
+    "edit": "Correct the spelling: the {0} are big and it have a {1} on the rigt side.|Repeat it with {1} in front.",
+    "code": "Write a Python class for a {0} with a method {1}().|Add type hints to the class and repeat it.",
+    "emoji": "Write about a {0} with ten emoji 😀🎉 and in 中文, français.|Repeat it with {1} and more emoji.",
+}
+WORDS = "sky sea tree river bread clock train garden letter".split()
+CHAINS = ("ngram", 3), ("ngram", 8), ("suffix", 5), ("suffix", 16)
 
 
-def same_text_lanes(folder, dtype, chats, tokens, lanes=LANES):
-    """Yield prompt, method and True if a chain writes the text of plain decoding, with one kernel for every width.
+def chats(count):
+    """Return the messages of `count` chats of every kind."""
+    words = list(pairwise(WORDS))[:count]
+    return [[turn.format(*pair) for turn in task.split("|")] for pair in words for task in TASKS.values()]
 
-    chats: (prompt, temperature) each.
-    """
-    target = load_model(folder, dtype, cpu=CpuSettings(bit_exact="on")).target()
+
+def turn_texts(target, name, k, messages, sampling, tokens):
+    """Yield the answer of one lane to every message, in a chat whose cache it keeps from turn to turn."""
+    target = with_prefix_cache(target)
+    drafter, history = load_drafter(name, target), []
+    for message in messages:
+        history.append({"role": "user", "content": message})
+        prompt = torch.tensor([encode(target.tokenizer, history, 2000)])
+        config = GenerationConfig(tokens, sampling, Budget(k, k), seed=3, stop_token_ids=())
+        text = [token for event in generate(target, drafter, prompt, config) for token in event.emitted[0]]
+        history.append({"role": "assistant", "content": target.tokenizer.decode(text)})
+        yield text
+
+
+def exact_target(folder, dtype):
+    target = load_model(folder, dtype, cpu=CpuSettings(1, "on")).target()
     if not target.same_bits:
         pytest.skip(f"this CPU has no packed products in {dtype}")
-    for chat, temperature in chats:
-        prompt = torch.tensor([encode(target.tokenizer, [{"role": "user", "content": chat}], 200)])
-        texts = []
-        for name, k in lanes:
-            sampling = Sampling(temperature=temperature)
-            config = GenerationConfig(tokens, sampling, Budget(k, k), seed=3, stop_token_ids=())
-            events = generate(target, load_drafter(name, target), prompt, config, accept=Coupled())
-            texts.append([token for event in events for token in event.emitted[0]])
-            yield chat, name, k, temperature, texts[-1] == texts[0]
+    return target
 
 
-def test_chains_write_the_text_of_plain_decoding_bit_for_bit(smollm2_folder):
-    chats = [(CHATS[2], 0.0), ("Use ten emoji 😀🎉 and 中文.", 0.8)]
-    lanes = list(same_text_lanes(smollm2_folder, "bfloat16", chats, 24, (LANES[0], LANES[1], LANES[4])))
-    assert [lane for lane in lanes if not lane[-1]] == []
+def differing_chains(target, messages, temperature, tokens, chains=CHAINS):
+    """Return the answers of chains that are not the text of plain decoding, with one kernel for every width."""
+    sampling = Sampling(temperature=temperature)
+    plain = list(turn_texts(target, "none", 1, messages, sampling, tokens))
+    return [
+        (messages[turn], name, k, temperature)
+        for name, k in chains
+        for turn, text in enumerate(turn_texts(target, name, k, messages, sampling, tokens))
+        if text != plain[turn]
+    ]
+
+
+def test_chains_write_the_text_of_plain_decoding_bit_for_bit_in_all_turns(smollm2_folder):
+    target = exact_target(smollm2_folder, "bfloat16")
+    for chat, temperature, chain in ((chats(1)[1], 0.0, CHAINS[3]), (chats(1)[3], 0.8, CHAINS[0])):
+        assert differing_chains(target, chat, temperature, 16, [chain]) == []
 
 
 @pytest.mark.release
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_five_hundred_chains_write_the_text_of_plain_decoding(smollm2_folder, dtype):
-    words = "sky sea tree river bread clock train garden letter mountain violin number".split()
-    tasks = "Explain to a child:", "Write Python code about a", "Correct: he go to"
-    chats = [(f"{task} {word}.", temperature) for word in words for task in tasks for temperature in (0.0, 0.8)]
-    lanes = list(same_text_lanes(smollm2_folder, dtype, chats[:64], 400))
-    assert [lane for lane in lanes if not lane[-1]] == []
+def test_five_hundred_chains_write_the_text_of_plain_decoding(smollm2_folder, dtype, temperature):
+    target = exact_target(smollm2_folder, dtype)
+    for chat in chats(8):  # 32 chats of two turns with four chains, at two temperatures
+        assert differing_chains(target, chat, temperature, 400) == []
