@@ -9,7 +9,7 @@ sums, with at least four query rows; everything else works row by row. `PassShap
 import weakref
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import psutil
 import torch
@@ -22,13 +22,15 @@ from specdemo.kv.masks import additive
 from specdemo.kv.store import KEY_SPLIT, PassShape
 from specdemo.models.cpu_threads import thread_counts
 from specdemo.models.packed import (
+    FASTER,
     PADDED_ROWS,
     PLAIN,
     Layout,
     PackedHead,
-    PackedLinear,
     choose_layout,
-    pack_linear,
+    fast_norm,
+    linears_of,
+    pack_part,
     replace,
 )
 
@@ -84,22 +86,21 @@ def cpu_plan(model: nn.Module) -> CpuPlan:
 
 @torch.no_grad()
 def pack_model(model: PreTrainedModel, layout: Layout | None = None) -> None:
-    """Pack the linear layers and the output head of a model of any family. Changes nothing where the packed model does
-    not give the same logits.
+    """Pack the linear layers, experts and output head of a model of any family, and replace its norms. Changes nothing
+    where the packed model does not give the same logits.
 
     layout: None: the fastest for its weights.
     """
     decoder, head = model.get_decoder(), model.get_output_embeddings()
     plain_head = head if type(head) is nn.Linear else None
-    linears = [m for m in decoder.modules() if type(m) is nn.Linear]
-    linears += [plain_head] if plain_head is not None else []
+    linears = linears_of(decoder) + ([plain_head] if plain_head is not None else [])
     if not linears:
         return
     layout = layout or choose_layout(linears, psutil.virtual_memory().available)
     if not layout.packed:
         return
     expected = _probe(model)
-    replace(decoder, partial(pack_linear, layout=layout))
+    replace(decoder, lambda part: fast_norm(pack_part(part, layout)))
     if plain_head is not None:
         model.set_output_embeddings(PackedHead(plain_head, layout.plain_rows))
     try:
@@ -107,7 +108,7 @@ def pack_model(model: PreTrainedModel, layout: Layout | None = None) -> None:
     except Exception:  # a layer of this family reads its weights itself
         same = False
     if not same:
-        replace(decoder, lambda part: deepcopy(part) if isinstance(part, PackedLinear) else part)
+        replace(decoder, lambda part: deepcopy(part) if isinstance(part, FASTER) else part)
         if plain_head is not None:
             model.set_output_embeddings(plain_head)
         return

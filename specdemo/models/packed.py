@@ -2,8 +2,8 @@
 one, as verification needs; and RMS norms that take half the time. The values are the model's own."""
 
 import time
-from collections.abc import Callable, Sequence
-from copy import deepcopy
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy, deepcopy
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from timeit import timeit
@@ -29,6 +29,7 @@ SAMPLE_BYTES = 96 << 20  # of the weights that are measured; more than most cach
 LEAST_BYTES = 1 << 20  # of all weights together; smaller models are not measured
 PADDING_LIMIT = 1.05  # most time of a padded one-row product, in that of the fastest layout for one row
 ROUNDS = 6  # the first warms up
+NORM_TOLERANCE = 0.02  # relative to the largest output; bfloat16 rounds by 0.004
 SPARE_SHARE = 4  # a second copy of the weights may take this part of the free memory
 
 
@@ -131,24 +132,24 @@ class RMSNorm(nn.RMSNorm):
 
 
 class FastRMSNorm(nn.Module):
-    """RMS norm of n features in float32 on a CPU, for which torch has no fused kernel. Computed as x * sqrt(n) w /
+    """RMS norm of n features on a CPU, for which torch has no fused kernel. Computed in float32 as x * sqrt(n) w /
     sqrt(|x|^2 + n eps), it takes half the time. A deep copy is the original, trainable norm."""
 
-    def __init__(self, norm: Any) -> None:
+    def __init__(self, norm: Any, factor: Tensor, eps: float) -> None:
+        """norm: of any family. factor: w [n] in float32, see `norm_factor`."""
         super().__init__()
         self.weight = norm.weight
         self._norm = (norm,)  # in a tuple, so that it is not registered as a submodule
-        size = norm.weight.numel()
-        eps = RMSNorm.like(norm).eps
-        self._scaled = norm.weight.detach() * size**0.5
-        self._eps_term = torch.tensor((size * eps) ** 0.5)
+        self._scaled = factor * len(factor) ** 0.5
+        self._eps_term = torch.tensor((len(factor) * eps) ** 0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        if torch.is_grad_enabled() or x.dtype != torch.float32:
+        if torch.is_grad_enabled() or x.dtype != self.weight.dtype:
             normed: Tensor = self._norm[0](x)
         else:
-            length: Tensor = torch.linalg.vector_norm(x, 2, -1, True)
-            normed = (x * self._scaled).div_(length.hypot_(self._eps_term))
+            wide = x.float()
+            length: Tensor = torch.linalg.vector_norm(wide, 2, -1, True)
+            normed = (wide * self._scaled).div_(length.hypot_(self._eps_term)).to(x.dtype)
         return normed
 
     def __deepcopy__(self, memo: dict[int, object]) -> nn.Module:
@@ -156,27 +157,117 @@ class FastRMSNorm(nn.Module):
         return copy
 
 
+class PackedExperts(nn.Module):
+    """Experts of a layer with packed weights, of which a pass reads the chosen ones only. The interface is that of
+    transformers' experts; a deep copy is the original, trainable module."""
+
+    def __init__(self, experts: Any, plain_rows: int = 0) -> None:
+        super().__init__()
+        self.num_experts: int = experts.num_experts
+        self._names = _expert_matrices(experts)
+        self.up, self.down = (
+            nn.ModuleList(PackedLinear(linear, plain_rows) for linear in _expert_linears(experts, name))
+            for name in self._names
+        )
+        shell = copy(experts)
+        packed = [f"{name}{suffix}" for name in self._names for suffix in ("", "_bias")]
+        shell._parameters = {name: value for name, value in experts._parameters.items() if name not in packed}
+        self._shell = (shell,)  # in a tuple, so that it is not registered as a submodule
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Return the weighted sums [N, D] of the outputs of the K experts of each of N tokens."""
+        count = top_k_index.shape[1]
+        if len(hidden_states) == 1:
+            out = torch.cat([self._expert(number, hidden_states) for number in top_k_index[0].tolist()])
+        else:
+            chosen = top_k_index.flatten()
+            out = hidden_states.new_empty(len(chosen), hidden_states.shape[1])
+            sizes = chosen.bincount(minlength=self.num_experts).tolist()
+            for number, places in enumerate(chosen.argsort().split(sizes)):
+                if sizes[number]:
+                    out[places] = self._expert(number, hidden_states[places // count])
+        weighted = (out * top_k_weights.reshape(-1, 1)).unflatten(0, (-1, count))
+        total: Tensor = weighted.sum(1).to(hidden_states.dtype)
+        return total
+
+    def _expert(self, number: int, x: Tensor) -> Tensor:
+        shell: Any = self._shell[0]
+        inner = self.up[number](x)
+        out: Tensor = self.down[number](shell._apply_gate(inner) if shell.has_gate else shell.act_fn(inner))
+        if shell.has_post_expert_norm:
+            out = shell.post_expert_norm(out)
+        return out
+
+    def __deepcopy__(self, memo: dict[int, object]) -> nn.Module:
+        plain: Any = deepcopy(self._shell[0], memo)
+        for name, packed in zip(self._names, (self.up, self.down), strict=True):
+            linears: list[Any] = [deepcopy(linear) for linear in packed]
+            weights = torch.stack([linear.weight.detach() for linear in linears])
+            plain._parameters[name] = _frozen(weights.transpose(1, 2) if plain.is_transposed else weights)
+            if linears[0].bias is not None:
+                plain._parameters[f"{name}_bias"] = _frozen(torch.stack([linear.bias for linear in linears]))
+        copied: nn.Module = plain
+        return copied
+
+
+FASTER = (PackedLinear, PackedExperts, FastRMSNorm)
+
+
+def has_experts(module: Any) -> bool:
+    """Return whether a module has the interface of transformers' experts, with the weights of all in one tensor."""
+    named = all(hasattr(module, name) for name in ("num_experts", "has_gate", "is_transposed", "_apply_gate"))
+    return named and getattr(getattr(module, "down_proj", None), "ndim", 0) == 3
+
+
+def linears_of(module: nn.Module) -> list[nn.Linear]:
+    """Return the linear layers in a module, with those of experts."""
+    found: list[nn.Linear] = []
+    for part in module.modules():
+        if type(part) is nn.Linear:
+            found.append(part)
+        elif has_experts(part):
+            found += (linear for name in _expert_matrices(part) for linear in _expert_linears(part, name))
+    return found
+
+
+def _expert_matrices(experts: Any) -> tuple[str, str]:
+    return "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
+
+
+def _expert_linears(experts: Any, name: str) -> Iterator[nn.Linear]:
+    """Yield the linear layer `name` of every expert, on the same weights."""
+    weights, biases = getattr(experts, name), getattr(experts, f"{name}_bias", None)
+    for number, weight in enumerate(weights.detach()):
+        yield make_linear(weight.T if experts.is_transposed else weight, None if biases is None else biases[number])
+
+
 @torch.no_grad()
 def pack(module: Module) -> Module:
     """Pack the linear layers of a module for inference, in the layout that is fastest for its own weights, and replace
     its norms by faster ones. It can no longer be saved; only a deep copy can be trained."""
-    layout = choose_layout([m for m in module.modules() if type(m) is nn.Linear])
-    return replace(module, lambda part: fast_norm(pack_linear(part, layout)))
+    layout = choose_layout(linears_of(module))
+    return replace(module, lambda part: fast_norm(pack_part(part, layout)))
 
 
-def pack_linear(part: nn.Module, layout: Layout) -> nn.Module:
-    """Return a linear layer in a layout; other modules are returned unchanged."""
-    return PackedLinear(part, layout.plain_rows) if layout.packed and type(part) is nn.Linear else part
+def pack_part(part: nn.Module, layout: Layout) -> nn.Module:
+    """Return a linear layer or the experts of a layer in a layout; other modules are returned unchanged."""
+    if layout.packed and type(part) is nn.Linear:
+        return PackedLinear(part, layout.plain_rows)
+    return PackedExperts(part, layout.plain_rows) if layout.packed and has_experts(part) else part
 
 
 def replace(module: Module, replacement: Callable[[nn.Module], nn.Module]) -> Module:
     """Put replacements into the places of a module's parts; a part in several places is replaced once."""
     replacements: dict[nn.Module, nn.Module] = {}
+    inside = "."  # of the last part that was replaced
     for name, part in list(module.named_modules(remove_duplicate=False)):
+        if name.startswith(inside):
+            continue
         if part not in replacements:
             replacements[part] = replacement(part)
         if replacements[part] is not part:
             module.set_submodule(name, replacements[part])
+            inside = f"{name}."
     return module
 
 
@@ -205,15 +296,44 @@ def concat_linears(*linears: nn.Linear) -> nn.Linear:
 
 
 def fast_norm(norm: Any) -> Any:
-    """Return a faster norm with the same weight for the Llama-like norms of transformers and for `RMSNorm`. Other
-    modules are returned unchanged."""
-    if type(norm) not in (RMSNorm, *KNOWN_NORMS):
+    """Return a faster RMS norm with the same weight: on a CPU for norms of any family, on a GPU for Llama-like ones.
+    Other modules are returned unchanged."""
+    weight = getattr(norm, "weight", None)
+    if not isinstance(weight, Tensor) or weight.ndim != 1 or type(norm) is FastRMSNorm:
         return norm
-    device, dtype = norm.weight.device.type, norm.weight.dtype
-    if device == "cpu" and dtype == torch.float32:
-        return FastRMSNorm(norm)
+    if weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16):
+        eps = _eps(norm)
+        factor = norm_factor(norm, eps)
+        return norm if factor is None else FastRMSNorm(norm, factor, eps)
     # the original runs as eight kernels on a GPU and rounds to 16 bits between them; one kernel rounds once
-    return RMSNorm.like(norm) if device == "cuda" or dtype == torch.float32 else norm
+    known = type(norm) in (RMSNorm, *KNOWN_NORMS) and (weight.device.type == "cuda" or weight.dtype == torch.float32)
+    return RMSNorm.like(norm) if known else norm
+
+
+def _eps(norm: Any) -> float:
+    """Return the small number that a norm adds to the mean square."""
+    names = ("variance_epsilon", "eps")
+    return float(
+        next((value for name in names if (value := getattr(norm, name, None))), torch.finfo(torch.float32).eps)
+    )
+
+
+@torch.no_grad()
+def norm_factor(norm: Any, eps: float) -> Tensor | None:
+    """Return the factors [n] by which an RMS norm multiplies its n features, in float32: its weight or, in Gemma, 1 +
+    weight. None for another module."""
+    weight: Tensor = norm.weight.detach().float()
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, len(weight), generator=generator) + 0.5  # a layer norm subtracts the mean
+    try:
+        expected = norm(x.to(norm.weight.dtype)).float()
+    except (RuntimeError, TypeError, AttributeError):
+        return None
+    for factor in (weight, 1.0 + weight):
+        normed = F.rms_norm(x, weight.shape, factor, eps)
+        if expected.shape == x.shape and (normed - expected).abs().max() <= NORM_TOLERANCE * normed.abs().max():
+            return factor
+    return None
 
 
 def make_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:

@@ -120,23 +120,28 @@ def fastest_threads(target: Target, counts: Sequence[int], seconds: float = THRE
     """Return the number of threads with which passes over one and over VERIFY_TOKENS tokens are fastest; of about equal
     ones the smallest, which other programs disturb least. Sets it.
 
-    seconds: stop after this time, but measure each number once.
+    seconds: stop after this time, but measure each number once, and twice before the number changes.
     """
     times: dict[int, list[float]] = {count: [] for count in counts}
+    before, rounds, end = target.threads, 0, time.perf_counter() + seconds
+
+    def fastest() -> int:
+        costs = {count: min(measured, default=0.0) for count, measured in times.items()}
+        return next(count for count in counts if costs[count] <= EQUAL_TIMES * min(costs.values()))
+
     if len(counts) > 1:
         context = max(1, min(THREAD_CONTEXT, target.max_length - VERIFY_TOKENS))
         prompt = torch.arange(1, context + 1, device=target.device)[None] % target.vocab_size
         target.start(prompt, reserve=VERIFY_TOKENS)
-        end = time.perf_counter() + seconds
-        while not times[counts[-1]] or (time.perf_counter() < end and len(times[counts[-1]]) < REPEATS):
+        while rounds < 1 or (rounds < 2 and fastest() != before) or (time.perf_counter() < end and rounds < REPEATS):
+            rounds += 1
             for count, measured in times.items():
                 target.threads = count
                 with step_threads(target):
                     passes = [_seconds(target, width, 1, time.perf_counter) for width in (1, 1, VERIFY_TOKENS)]
                 measured.append(sum(passes[1:]))  # the first one wakes the threads
         target.release()
-    costs = {count: min(measured, default=0.0) for count, measured in times.items()}
-    target.threads = next(count for count in counts if costs[count] <= EQUAL_TIMES * min(costs.values()))
+    target.threads = fastest()
     return target.threads
 
 

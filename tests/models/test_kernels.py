@@ -142,13 +142,21 @@ def test_models_of_another_build_stay_as_they_are():
 
 
 @pytest.mark.parametrize("layout", [module.Layout(packed=True), module.Layout(packed=True, plain_rows=3)], ids=str)
-@pytest.mark.parametrize("name", ["gemma3", "qwen3", "gpt_oss"])
-def test_the_linear_layers_of_every_family_are_packed(monkeypatch, name, layout):
+@pytest.mark.parametrize("name", ["gemma3", "qwen3", "gpt_oss", "qwen3_next"])
+def test_linear_layers_experts_and_norms_of_every_family_are_replaced(monkeypatch, name, layout):
     force_layout(monkeypatch, layout)
     model = build(name)
     expected, tokens = copy.deepcopy(model), texts(1, 9)
     fuse_layers(model)
     assert kernels(model).endswith("packed")
+    decoder = model.get_decoder()
+    assert not any(type(m) is torch.nn.Linear or module.has_experts(m) for m in decoder.modules())
+    assert type(decoder.norm) is type(decoder.layers[1].input_layernorm) is FastRMSNorm
+    again = copy.deepcopy(model)
+    assert {n: p.shape for n, p in again.named_parameters()}.items() >= {
+        n: p.shape for n, p in expected.named_parameters() if "experts" in n
+    }.items()
+    torch.testing.assert_close(again(tokens).logits, expected(tokens).logits, rtol=1e-4, atol=2e-4)
     for width in (1, 2, 4, 9):
         torch.testing.assert_close(
             model(tokens[:, :width]).logits, expected(tokens[:, :width]).logits, rtol=1e-4, atol=2e-4
@@ -216,19 +224,20 @@ def test_a_packed_head_keeps_what_its_layers_share(packing):
         assert packed_bytes(head) == 4 * (32 * 16 + 16 * 8 + 8)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("scale", [1e-4, 1.0, 1e3])
-def test_a_quick_norm_is_the_norm(scale):
-    norm = RMSNorm(48, 1e-5).requires_grad_(False)
+def test_a_quick_norm_is_the_norm(scale, dtype):
+    norm = RMSNorm(48, 1e-5).to(dtype).requires_grad_(False)
     norm.weight.normal_()
     head = pack(torch.nn.Sequential(copy.deepcopy(norm)))
     assert type(head[0]) is FastRMSNorm
     assert list(head.state_dict()) == ["0.weight"]
-    x = scale * torch.randn(2, 3, 5, 48, generator=torch.Generator().manual_seed(0))
+    x = (scale * torch.randn(2, 3, 5, 48, generator=torch.Generator().manual_seed(0))).to(dtype)
     before = x.clone()
     with torch.no_grad():
         torch.testing.assert_close(head(x), norm(x))
         assert torch.equal(x, before)
-        assert torch.equal(head(torch.zeros(1, 48)), torch.zeros(1, 48))
+        assert torch.equal(head(0 * x), 0 * x)
     learning = x.clone().requires_grad_(True)
     head(learning).sum().backward()
     assert learning.grad is not None
@@ -238,6 +247,6 @@ def test_a_quick_norm_is_the_norm(scale):
     assert again[0].weight.grad is not None
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_norms_in_half_precision_stay_as_they_are(dtype):
-    assert type(pack(torch.nn.Sequential(RMSNorm(48, 1e-5).to(dtype)))[0]) is RMSNorm
+def test_other_norms_stay_as_they_are():
+    for norm in (RMSNorm(48, 1e-5).half(), torch.nn.LayerNorm(48), torch.nn.LayerNorm(48, bias=False)):
+        assert pack(torch.nn.Sequential(norm))[0] is norm
