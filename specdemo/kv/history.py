@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from specdemo.core.protocol import DraftFunction, DraftPlan, Forward, Tensors
 from specdemo.core.tree import chain_parents
 from specdemo.kv.masks import AttentionMask, Columns
-from specdemo.kv.store import CapturedColumns, KVStore
+from specdemo.kv.store import KVStore, ProvisionalColumns
 
 ForwardFunction = Callable[..., Forward]  # one call of the model, see `models.runner.Runner`
 
@@ -113,7 +113,7 @@ class KVHistory(History):
         if width is None:
             return None
 
-        def run(provisional: CapturedColumns, tokens: Tensor, parents: Tensor | None = None) -> Tensors:
+        def run(provisional: ProvisionalColumns, tokens: Tensor, parents: Tensor | None = None) -> Tensors:
             columns = provisional.chain(width) if parents is None else provisional.tree(parents)
             forward = self._forward(self._run.for_capture, columns, tokens, taps)
             experts = () if forward.experts is None else (forward.experts,)
@@ -143,11 +143,11 @@ class KVHistory(History):
         if depth is None:
             return None
 
-        def draft_pass(provisional: CapturedColumns, counts: Tensor, tokens: Tensor, *extra: Tensor) -> Tensors:
+        def draft_pass(provisional: ProvisionalColumns, counts: Tensor, tokens: Tensor, *extra: Tensor) -> Tensors:
             def read(chain: Tensor | None) -> Tensor:
                 if chain is not None:
                     return self._forward(run, provisional.chain(), chain, ()).logits[:, -1]
-                columns = provisional.inputs(plan.room, counts)
+                columns = provisional.chain(plan.room, counts)
                 return columns.last(self._forward(run, columns, tokens, ()).logits)[:, 0]
 
             return write(read, depth, *extra)
@@ -169,7 +169,7 @@ class KVHistory(History):
         outputs = None
         if depth is not None:
 
-            def draft(provisional: CapturedColumns, *extra: Tensor) -> Tensors:
+            def draft(provisional: ProvisionalColumns, *extra: Tensor) -> Tensors:
                 return write(store.shared(layers, provisional.ends), depth, *extra)
 
             shapes = [x.shape for x in extra]

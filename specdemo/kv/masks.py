@@ -3,12 +3,10 @@
 B rows, N draft nodes, S = N + 1 slots, L committed tokens, C longest supported history, W = L + S columns.
 
 The committed tokens of row b occupy columns 0..L_b-1 of its cache, so their column equals their position. The S new
-slots follow in columns L_b..L_b+S-1, at positions L_b + depth. Windows count positions, not columns. What a slot may
-attend to does not depend on L if columns are counted from the end of the history. A `MaskPlan` is therefore computed
-once per tree, for columns -C..S-1, and every step takes a slice of it.
+slots follow in columns L_b..L_b+S-1, at positions L_b + depth. Windows count positions, not columns. Masks are computed
+from lengths on the device, so that a CUDA graph computes them again in every replay.
 """
 
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,13 +16,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from specdemo.core.host_copy import to_device
-from specdemo.core.tree import chain_parents
 from specdemo.kv.cache import SlabCache
 
-MAX_PLANS = 32  # cached plans: chains of every length and a few static trees
-
-HIDDEN = 512  # columns after the new ones that a pass may read although no slot sees them, see `PassShape`
 ALIGNMENT = 16  # elements; with other row strides the GPU kernels copy the mask in every layer
 
 
@@ -75,16 +68,6 @@ class TreeMask:
 AttentionMask = Tensor | ChainMask | TreeMask | None | dict[str, Tensor | None]  # a dict has one mask per layer kind
 
 
-@dataclass(frozen=True, slots=True)
-class MaskPlan:
-    """Masks of one tree. R is 1 if all rows share the tree, else B."""
-
-    ancestors: Tensor  # [R, S, S], see `ancestry`
-    depth: Tensor  # [R, S] int64
-    max_depth: int
-    masks: dict[int, Tensor]  # window (0: full) -> [R, S, C + S + HIDDEN] additive; the last columns are never visible
-
-
 def ancestry(parents: Tensor) -> Tensor:
     """Return [R, S, S] from parents [R, N]: 1.0 where slot t is slot s or an ancestor of it.
 
@@ -97,61 +80,6 @@ def ancestry(parents: Tensor) -> Tensor:
     for _ in range(nodes.bit_length()):
         ancestors = (ancestors @ ancestors).clamp_max_(1.0)
     return ancestors
-
-
-class Masks:
-    """Masks of draft trees for one KV cache, cached by tree and attention window."""
-
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self._dtype, self._device = dtype, device
-        self._plans: OrderedDict[object, MaskPlan] = OrderedDict()
-        self._capacity = 0
-
-    def reserve(self, columns: int) -> None:
-        """Support histories of up to `columns` tokens."""
-        if columns > self._capacity:
-            self._capacity = columns
-            self._plans.clear()
-
-    def plan(self, parents: Tensor) -> MaskPlan:
-        """Return the plan of a tree, cached by the values of `parents`."""
-        key = _key(parents)
-        plan = self._plans.get(key)
-        if plan is None:
-            ancestors = ancestry(to_device(key, self._device).reshape(len(key), len(key[0])))
-            depth = ancestors.sum(-1).long() - 1
-            plan = self._plans[key] = MaskPlan(ancestors, depth, _max_depth(key), {})
-            if len(self._plans) > MAX_PLANS:
-                self._plans.popitem(last=False)
-        return plan
-
-    def mask(
-        self, plan: MaskPlan, window: int, longest: int, lengths: Tensor | None, columns_read: int = 0
-    ) -> Tensor | None:
-        """Return the mask [R or B, 1, S, W] after `longest` columns in every row, or after lengths [B] int64 with this
-        maximum. columns_read: W, if it is more than longest + S. None: nothing is masked."""
-        slots = plan.depth.shape[1]
-        width = columns_read or longest + slots
-        if lengths is None and width == longest + 1 and not 0 < window <= longest:
-            return None
-        if lengths is None:
-            start = self._capacity - longest
-            return aligned(self._mask(plan, window)[:, None, :, start : start + width])
-        columns = torch.arange(width, device=self._device) + (self._capacity - lengths)[:, None]
-        columns = columns.clamp_max(self._capacity + slots)[:, None].expand(-1, slots, -1)
-        return aligned(self._mask(plan, window).expand(len(lengths), -1, -1).gather(2, columns)[:, None])
-
-    def _mask(self, plan: MaskPlan, window: int) -> Tensor:
-        if window not in plan.masks:
-            ancestors, depth = plan.ancestors, plan.depth
-            rows, slots = depth.shape
-            positions = torch.arange(-self._capacity, 0, device=self._device).expand(rows, -1)
-            positions = torch.cat([positions, depth], 1)
-            visible = torch.cat([ancestors.new_ones(rows, slots, self._capacity), ancestors], 2) > 0
-            if window:
-                visible &= depth[:, :, None] - positions[:, None, :] < window
-            plan.masks[window] = additive(torch.nn.functional.pad(visible, (0, HIDDEN), value=False), self._dtype)
-        return plan.masks[window]
 
 
 def chain_mask(positions: Tensor, keys: Tensor, kind: tuple[int, bool], dtype: torch.dtype) -> Tensor:
@@ -175,16 +103,16 @@ def tree_mask(
     ancestors [B or 1, S, P] bool: which of the P provisional columns a slot sees. depth [B or 1, S]: the window ends at
     each slot's own position; None: at the root, for all levels. Only uses device tensors, like `chain_mask`.
     """
-    rows, (_, slots, provisional) = len(ends), ancestors.shape
-    offsets = keys - ends[:, None]  # [B, W]
+    rows, (slots, provisional) = max(len(ends), len(ancestors)), ancestors.shape[1:]
+    offsets = keys - ends[:, None]  # [B or 1, W]
     index = offsets.clamp(0, provisional - 1)
     new = offsets == index
-    above = ancestors.expand(rows, -1, -1).gather(2, index[:, None].expand(-1, slots, -1))
+    above = ancestors.expand(rows, -1, -1).gather(2, index[:, None].expand(rows, slots, -1))
     visible = torch.where(new[:, None], above, (offsets < 0)[:, None])
     if window and depth is None:
         visible = visible & (offsets >= -window)[:, None]
     elif window and depth is not None:
-        key_positions = keys + new * (depth.expand(rows, -1).gather(1, index) - index)
+        key_positions = keys + new * (depth.expand(rows, -1).gather(1, index.expand(rows, -1)) - index)
         positions = (ends[:, None] + depth)[..., None]
         visible = visible & (positions - key_positions[:, None] < window)
     return additive(visible, dtype)[:, None]
@@ -202,26 +130,6 @@ def aligned(mask: Tensor) -> Tensor:
     width = mask.shape[-1]
     buffer = mask.new_empty(*mask.shape[:-1], -(-width // ALIGNMENT) * ALIGNMENT)
     return buffer[..., :width].copy_(mask)
-
-
-def _max_depth(key: tuple[tuple[int, ...], ...]) -> int:
-    depths = [[0] for _ in key]
-    for row, parents in zip(depths, key, strict=True):
-        for parent in parents:
-            row.append(row[parent] + 1)
-    return max(map(max, depths))
-
-
-def _key(parents: Tensor) -> tuple[tuple[int, ...], ...]:
-    """Return the parents as a key, with one row if all rows are equal. Reads from the device only if the tree is not a
-    known chain."""
-    batch, nodes = parents.shape
-    if nodes < 2 or parents is chain_parents(batch, nodes, parents.device):
-        return (tuple(range(nodes)),)
-    rows = parents.tolist()
-    if all(row == rows[0] for row in rows):
-        rows = rows[:1]
-    return tuple(map(tuple, rows))
 
 
 AttentionKind = tuple[int, bool]  # window in positions (0: full), and whether a column sees only earlier ones

@@ -3,17 +3,15 @@
 B rows, S new columns, K nodes of a tree level, P provisional columns, W columns of keys.
 
 The committed columns of row b are 0 .. L_b - 1; there, column and position are equal. Provisional columns follow until
-they are committed or dropped. `EagerColumns` places them with lengths on the host, `CapturedColumns` with lengths on
-the device, because a CUDA graph is replayed at every length. Both place the same columns with the same masks.
+they are committed or dropped. `ProvisionalColumns` places them.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import add
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from specdemo.core.host_copy import pinned, to_device
 from specdemo.core.protocol import UNLIMITED, GraphCapture, SharedKV, Tensors
@@ -27,16 +25,13 @@ from specdemo.kv.masks import (
     ChainMask,
     Columns,
     Mask,
-    Masks,
     TreeMask,
-    additive,
     ancestry,
     chain_mask,
     tree_mask,
 )
 
 SPARE_COLUMNS = 64  # free columns where no reserve is given
-MAX_PLANNED = 64  # columns of the longest chain whose mask is cached
 KEY_SPLIT = 512  # keys that torch's attention kernel for CPUs reads at once
 
 
@@ -84,7 +79,6 @@ class KVStore:
         """
         self.device, self.dtype = device, dtype
         self.graphs = GraphCache(capture, device, dtype)
-        self.masks = Masks(dtype, device)
         self.positions = torch.arange(0, device=device)  # [capacity]
         self.lengths: list[int] = []  # committed columns per row
         self.shape = PassShape()
@@ -133,7 +127,6 @@ class KVStore:
             self.graphs.clear()  # they write to memory that was freed
         if len(self.positions) != self.capacity:
             self.positions = torch.arange(self.capacity, device=self.device)
-            self.masks.reserve(self.capacity)
 
     def _allocate(self, columns: int) -> SlabCache:
         rows = len(self.lengths)
@@ -163,9 +156,9 @@ class KVStore:
         if self._cache is None or columns > self.capacity:
             self.reserve(max(columns + SPARE_COLUMNS, 2 * self.capacity))
 
-    def provisional(self, ends: list[int] | None = None) -> "EagerColumns":
+    def provisional(self, ends: list[int] | None = None) -> "ProvisionalColumns":
         """Start provisional columns after ends[b]; None: after the committed columns."""
-        return EagerColumns(self, self.lengths if ends is None else ends)
+        return ProvisionalColumns(self, self.lengths if ends is None else ends)
 
     def columns(
         self,
@@ -230,7 +223,7 @@ class KVStore:
 
         def capture(rows: Tensor, *tensors: Tensor) -> Tensors:
             lengths, *others = rows.unbind()
-            return run(CapturedColumns(self, lengths), *others, *tensors)
+            return run(ProvisionalColumns(self, lengths), *others, *tensors)
 
         def capture_longer(rows: Tensor, *tensors: Tensor) -> Tensors:
             self.cache.set_lengths([n + 1 for n in ends])
@@ -246,191 +239,130 @@ class KVStore:
         return self.graphs(key, size, capture, (rows, *inputs), (rows.shape, *shapes), probe)
 
 
-class ProvisionalColumns(ABC):
+class ProvisionalColumns:
     """Columns of one draft or verification, after the committed ones.
 
-    captured: the columns belong to a CUDA graph, so that tensors computed from them must not be kept.
+    ends: number of columns per row before them: a list, or a tensor [B] inside a CUDA graph (`captured`), which is
+    replayed at every length. Lengths on the host allow to read no more columns than needed, and to leave out masks.
     """
 
-    captured: bool
-    _ancestors: Tensor | None = None  # [B, K, P] provisional columns that the last tree level sees
-    _levels = 0  # tree levels so far
+    def __init__(self, store: KVStore, ends: list[int] | Tensor) -> None:
+        self._store, self._ends = store, ends
+        self._appended = 0  # columns after `ends`
+        self._ancestors: Tensor | None = None  # [B, K, P] provisional columns that the last tree level sees
+        self._levels = 0
 
-    @abstractmethod
-    def chain(self, width: int = 1, counts: list[int] | None = None) -> Columns:
-        """Append `width` consecutive columns. Row b has counts[b] real ones, all if None; the rest is overwritten."""
+    @property
+    def captured(self) -> bool:
+        """Return True inside a CUDA graph, where tensors computed from the columns must not be kept."""
+        return isinstance(self._ends, Tensor)
 
-    @abstractmethod
+    @property
+    def ends(self) -> Tensor:
+        """The columns [B] before the provisional ones, inside a CUDA graph."""
+        assert isinstance(self._ends, Tensor)
+        return self._ends
+
+    def chain(self, width: int = 1, counts: list[int] | Tensor | None = None, *, rounded: bool = False) -> Columns:
+        """Append `width` consecutive columns. Row b has counts[b] real ones, all if None; the rest is overwritten.
+        rounded: read as many columns as `PassShape` says."""
+        store, place = self._store, self._append(width, rounded)
+        positions, longest, total = place.start + store.positions[:width], place.longest, len(place.keys)
+        if longest is not None:
+            positions = store.positions[None, longest : longest + width]
+        if isinstance(self._ends, Tensor):
+            self._ends = self._ends if counts is None else self._ends + counts
+        elif isinstance(counts, list):
+            self._ends = [*map(add, self._ends, counts)]
+        self._appended -= 0 if counts is None else width
+
+        def make_mask(kind: AttentionKind) -> Mask | None:
+            window, causal = kind
+            windowed = 0 < window < total
+            if longest is not None and not windowed and (not causal or (width in (1, total) and not place.hidden)):
+                return None
+            if self.captured and causal and not windowed:
+                return ChainMask(positions, place.keys, store.dtype)
+            return chain_mask(positions, place.keys, kind, store.dtype)
+
+        end = len(store.positions) if self.captured else total - place.hidden
+        columns = store.columns(positions, end, make_mask, write_to=place.write_to, trailing=longest is not None)
+        if isinstance(counts, Tensor):
+            columns.last_real = (counts - 1).clamp_min(0)
+        elif counts and min(counts) < width:
+            columns.last_real = to_device([max(count - 1, 0) for count in counts], positions.device)
+        return columns
+
     def tree(self, parents: Tensor) -> Columns:
         """Return columns of a complete tree with parents [B, N] in S = N + 1 slots. Nothing may be appended to it."""
+        store, slots = self._store, parents.shape[1] + 1
+        if not self.captured and (slots < 3 or parents is chain_parents(*parents.shape, parents.device)):
+            return self.chain(slots, rounded=True)
+        place = self._append(slots, rounded=True)
+        above = ancestry(parents)
+        depth, ancestors = above.sum(-1).long() - 1, above > 0
 
-    @abstractmethod
+        def make_mask(kind: AttentionKind) -> Mask:
+            return self._tree_mask(place, ancestors, kind[0], depth)
+
+        end = len(place.keys) - place.hidden
+        return store.columns(place.start + depth, end, make_mask, write_to=place.write_to)
+
     def level(self, parents: Tensor) -> Columns:
         """Append a tree level with parents [B, K]: indices in the previous level, 0 for the first level.
 
         A node sees the committed columns, as far back as the last of them sees at any depth, and its ancestors.
         """
+        store, (rows, width) = self._store, parents.shape
+        place, above = self._append(width), self._ancestors
+        if above is None:
+            above = torch.ones(rows, 1, 0, dtype=torch.bool, device=parents.device)
+            self._root, self._longest = place.start, place.longest
+        inherited = above[torch.arange(rows, device=parents.device)[:, None], parents]
+        self_visible = torch.eye(width, dtype=torch.bool, device=parents.device).expand(rows, -1, -1)
+        ancestors = self._ancestors = torch.cat([inherited, self_visible], 2)
+        longest, root = self._longest, replace(place, start=self._root)
+        positions, self._levels = self._root + self._levels, self._levels + 1
 
-    def _extend_ancestors(self, parents: Tensor) -> Tensor:
-        """Add a tree level; return the provisional columns [B, K, P] visible to its nodes, including themselves."""
-        rows, width = parents.shape
-        device = parents.device
-        before = self._ancestors
-        if before is None:
-            before = torch.ones(rows, 1, 0, dtype=torch.bool, device=device)
-        inherited = before[torch.arange(rows, device=device)[:, None], parents]
-        self_visible = torch.eye(width, dtype=torch.bool, device=device).expand(rows, -1, -1)
-        self._ancestors = torch.cat([inherited, self_visible], 2)
-        self._levels += 1
-        return self._ancestors
-
-
-class EagerColumns(ProvisionalColumns):
-    """Provisional columns after ends[b], with lengths on the host."""
-
-    captured = False
-
-    def __init__(self, store: KVStore, ends: list[int]) -> None:
-        self._store, self._ends = store, ends
-
-    def chain(self, width: int = 1, counts: list[int] | None = None) -> Columns:
-        store = self._store
-        cursor = store.prepare(self._ends, width)
-        start, lengths = cursor.longest, cursor.row_lengths
-        total = start + width
-        if lengths is None:
-            positions = store.positions[None, start:total]
-        else:
-            positions = lengths[:, None] + store.positions[:width]
-        counts = counts or [width] * len(self._ends)
-        self._ends = [end + count for end, count in zip(self._ends, counts, strict=True)]
-
-        def make_mask(kind: AttentionKind) -> Tensor | None:
-            window, causal = kind
-            full = lengths is None and not 0 < window < total
-            if full and (not causal or width in (1, total)):
+        def make_mask(kind: AttentionKind) -> Mask | None:
+            if longest is not None and width == 1 and not 0 < kind[0] < longest:
                 return None
-            if not causal or width > MAX_PLANNED:
-                return chain_mask(positions, store.positions[:total], kind, store.dtype)
-            plan = store.masks.plan(chain_parents(1, width - 1, positions.device))
-            return store.masks.mask(plan, window, start, lengths)
+            return self._tree_mask(root, ancestors, kind[0])
 
-        columns = store.columns(positions, total, make_mask, trailing=lengths is None)
-        if min(counts) < width:
-            columns.last_real = to_device([max(count - 1, 0) for count in counts], positions.device)
-        return columns
+        return store.columns(positions.expand(-1, width), len(place.keys), make_mask, write_to=place.write_to)
 
-    def tree(self, parents: Tensor) -> Columns:
-        store, nodes = self._store, parents.shape[1]
-        if not nodes:
-            return self.chain()
-        cursor = store.prepare(self._ends, nodes + 1)
-        start, lengths = cursor.longest, cursor.row_lengths
-        cursor.read_columns = store.shape.columns(start + nodes + 1)
-        plan = store.masks.plan(parents)
-        positions = plan.depth + (start if lengths is None else lengths[:, None])
-        end = start + plan.max_depth + 1
-        return store.columns(
-            positions, end, lambda kind: store.masks.mask(plan, kind[0], start, lengths, cursor.read_columns)
-        )
-
-    def level(self, parents: Tensor) -> Columns:
-        store, width = self._store, parents.shape[1]
-        if self._ancestors is None:  # all rows use the same columns, after the longest row
-            self._root_ends, self._ends = self._ends, [max(self._ends)] * len(self._ends)
-        depth, ancestors = self._levels, self._extend_ancestors(parents)
-        store.prepare(self._ends, width)
-        self._ends = [end + width for end in self._ends]
-        longest = max(self._root_ends)
-        same_lengths = min(self._root_ends) == longest
-        positions = store.positions[None, longest + depth : longest + depth + 1]
-        ends = store.positions[None, longest : longest + 1]
-        if not same_lengths:
-            ends = to_device(self._root_ends, positions.device)[:, None]
-            positions = ends + depth
-
-        def make_mask(kind: AttentionKind) -> Tensor | None:
-            windowed = 0 < kind[0] < longest
-            if same_lengths and width == 1 and not windowed:
-                return None
-            visible = F.pad(ancestors, (longest, 0), value=True)
-            if not same_lengths:
-                visible[:, :, :longest] &= (store.positions[:longest] < ends)[:, None]
-            if windowed:
-                visible[:, :, :longest] &= (store.positions[:longest] >= ends - kind[0])[..., None, :]
-            return additive(visible, store.dtype)[:, None]
-
-        return store.columns(positions, longest + depth + 1, make_mask, trailing=same_lengths)
-
-
-class CapturedColumns(ProvisionalColumns):
-    """Provisional columns inside a CUDA graph, after ends [B] on the device."""
-
-    captured = True
-
-    def __init__(self, store: KVStore, ends: Tensor) -> None:
-        self._store, self._ends = store, ends
-        self._appended = 0  # provisional columns after `ends`
-
-    @property
-    def ends(self) -> Tensor:
-        """The columns [B] before the provisional ones."""
-        return self._ends
-
-    def chain(self, width: int = 1, counts: list[int] | None = None) -> Columns:
-        start = self._ends + self._appended if self._appended else self._ends
+    def _append(self, width: int, rounded: bool = False) -> "_Place":
+        """Make room for `width` columns after the last ones. Lengths on the host read no columns after them, except
+        those that `rounded` passes read and the mask hides."""
+        store, before = self._store, self._appended
         self._appended += width
-        return self._consecutive(start, width)
+        if isinstance(self._ends, Tensor):
+            start = (self._ends + before if before else self._ends)[:, None]
+            return _Place(start, store.positions, write_to=start + store.positions[:width])
+        cursor = store.prepare([end + before for end in self._ends], width)
+        total = cursor.longest + width
+        read = store.shape.columns(total) if rounded else total
+        cursor.read_columns, keys = read if rounded else 0, store.positions[:read]
+        if cursor.row_lengths is not None:
+            return _Place(cursor.row_lengths[:, None], keys, hidden=read - total)
+        return _Place(store.positions[None, cursor.longest : cursor.longest + 1], keys, cursor.longest, read - total)
 
-    def inputs(self, width: int, counts: Tensor) -> Columns:
-        """Append `width` columns of input tokens, of which counts[b] [B] are real."""
-        columns = self._consecutive(self._ends, width)
-        columns.last_real = (counts - 1).clamp_min(0)
-        self._ends = self._ends + counts
-        return columns
+    def _tree_mask(self, place: "_Place", ancestors: Tensor, window: int, depth: Tensor | None = None) -> Mask:
+        dtype, ends = self._store.dtype, place.start[:, 0]
+        if self.captured and not 0 < window < len(place.keys):
+            return TreeMask(ends, ancestors, place.keys, dtype)
+        return tree_mask(ends, ancestors, place.keys, dtype, window, depth)
 
-    def _consecutive(self, start: Tensor, width: int) -> Columns:
-        store = self._store
-        positions = start[:, None] + store.positions[:width]
 
-        def make_mask(kind: AttentionKind) -> Mask:
-            window, causal = kind
-            if causal and not 0 < window < len(store.positions):
-                return ChainMask(positions, store.positions, store.dtype)
-            return chain_mask(positions, store.positions, kind, store.dtype)
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where new columns are."""
 
-        return store.columns(positions, len(store.positions), make_mask, write_to=positions)
-
-    def tree(self, parents: Tensor) -> Columns:
-        store = self._store
-        ancestors = ancestry(parents)
-        depth = ancestors.sum(-1).long() - 1
-
-        def make_mask(kind: AttentionKind) -> Mask:
-            return self._tree_mask(ancestors > 0, kind[0], depth)
-
-        write_to = self._ends[:, None] + store.positions[: depth.shape[1]]
-        return store.columns(self._ends[:, None] + depth, len(store.positions), make_mask, write_to=write_to)
-
-    def level(self, parents: Tensor) -> Columns:
-        store, width = self._store, parents.shape[1]
-        depth, start = self._levels, self._ends + self._appended
-        self._appended += width
-        ancestors = self._extend_ancestors(parents)
-
-        def make_mask(kind: AttentionKind) -> Mask:
-            return self._tree_mask(ancestors, kind[0])
-
-        positions = (self._ends + depth)[:, None].expand(-1, width)
-        return store.columns(
-            positions, len(store.positions), make_mask, write_to=start[:, None] + store.positions[:width]
-        )
-
-    def _tree_mask(self, ancestors: Tensor, window: int, depth: Tensor | None = None) -> Mask:
-        store = self._store
-        if not 0 < window < len(store.positions):
-            return TreeMask(self._ends, ancestors, store.positions, store.dtype)
-        return tree_mask(self._ends, ancestors, store.positions, store.dtype, window, depth)
+    start: Tensor  # [B or 1, 1] columns before them
+    keys: Tensor  # [W] columns that the pass reads
+    longest: int | None = None  # `start` on the host, if it is known and the same in every row
+    hidden: int = 0  # columns of `keys` after the new ones
+    write_to: Tensor | None = None  # [B, S], inside a CUDA graph
 
 
 def _rounded(columns: int) -> int:

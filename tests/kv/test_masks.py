@@ -1,14 +1,11 @@
 """Attention masks against their definition, slot by slot."""
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from specdemo.core.tree import depths
-from specdemo.kv.masks import Masks, ancestry
-
-CPU = torch.device("cpu")
+from specdemo.kv.masks import ancestry, chain_mask, tree_mask
 
 
 @st.composite
@@ -48,43 +45,26 @@ def test_ancestry_equals_the_reference(parents):
     assert torch.equal(ancestry(parents) > 0, ancestors(parents))
 
 
-@given(trees(), st.integers(1, 9), st.sampled_from([0, 1, 3, 7]))
-def test_a_mask_shows_what_may_be_seen(parents, length, window):
-    masks = Masks(torch.float32, CPU)
-    masks.reserve(9)
-    plan = masks.plan(parents)
-    mask = masks.mask(plan, window, length, None)
-    expected = visible(parents, [length], window)
-    if mask is None:
-        assert bool(expected.all())
-    else:
-        assert torch.equal(mask[:, 0] == 0.0, expected)
-        assert mask[mask != 0.0].eq(torch.finfo(torch.float32).min).all()
+def seen(mask, rows):
+    assert mask[mask != 0.0].eq(torch.finfo(torch.float32).min).all()
+    return (mask[:, 0] == 0.0).expand(rows, -1, -1)
 
 
-@given(trees(rows=3), st.tuples(*[st.integers(1, 9)] * 3), st.sampled_from([0, 3]))
-def test_rows_of_unequal_length_have_masks_of_their_own(parents, lengths, window):
-    masks = Masks(torch.float32, CPU)
-    masks.reserve(9)
-    mask = masks.mask(masks.plan(parents), window, max(lengths), torch.tensor(lengths))
-    assert torch.equal(mask[:, 0] == 0.0, visible(parents, list(lengths), window))
+@given(trees(rows=3), st.tuples(*[st.integers(1, 9)] * 3), st.sampled_from([0, 1, 3, 7]), st.booleans())
+def test_a_mask_shows_what_may_be_seen(parents, lengths, window, equal):
+    lengths = lengths[:1] if equal else lengths
+    above = ancestry(parents)
+    keys = torch.arange(max(lengths) + parents.shape[1] + 3)  # a pass may read columns after the new ones
+    mask = tree_mask(torch.tensor(lengths), above > 0, keys, torch.float32, window, above.sum(-1).long() - 1)
+    expected = visible(parents, list(lengths) * (3 if equal else 1), window)
+    assert torch.equal(seen(mask, 3)[..., : expected.shape[2]], expected)
+    assert not seen(mask, 3)[..., expected.shape[2] :].any()
 
 
-def test_plans_are_remembered_until_the_history_outgrows_them():
-    masks = Masks(torch.float32, CPU)
-    masks.reserve(8)
-    first = masks.plan(torch.tensor([[0, 0, 1]]))
-    assert masks.plan(torch.tensor([[0, 0, 1]])) is first
-    assert masks.plan(torch.tensor([[0, 0, 1], [0, 0, 1]])) is first  # equal rows share a plan
-    masks.reserve(9)
-    assert masks.plan(torch.tensor([[0, 0, 1]])) is not first
-
-
-@pytest.mark.parametrize("nodes", [0, 1, 5])
-def test_plan_cache_is_bounded(nodes):
-    masks = Masks(torch.float32, CPU)
-    masks.reserve(4)
-    first = masks.plan(torch.arange(nodes)[None])
-    for other in range(40):
-        masks.plan(torch.zeros(1, 2 + other, dtype=torch.int64))
-    assert masks.plan(torch.arange(nodes)[None]) is not first
+@given(st.integers(0, 6), st.tuples(*[st.integers(1, 9)] * 3), st.sampled_from([0, 1, 3, 7]))
+def test_a_chain_is_a_tree_with_one_branch(nodes, lengths, window):
+    parents = torch.arange(nodes).expand(3, -1)
+    positions = torch.tensor(lengths)[:, None] + torch.arange(nodes + 1)
+    keys = torch.arange(max(lengths) + nodes + 1)
+    mask = chain_mask(positions, keys, (window, True), torch.float32)
+    assert torch.equal(seen(mask, 3), visible(parents, list(lengths), window))

@@ -21,7 +21,7 @@ from specdemo.core.tree import Draft
 from specdemo.kv.cache import SlabCache
 from specdemo.kv.graphs import GRAPH_SPARE_COLUMNS, GraphCache
 from specdemo.kv.masks import FULL, Angles, AttentionKind, Columns
-from specdemo.kv.store import CapturedColumns, KVStore, ProvisionalColumns
+from specdemo.kv.store import KVStore, ProvisionalColumns
 from specdemo.methods.heads.sampler import TokenSampler, flatten_draft, unflatten_draft
 
 MAX_PENDING = 24  # columns that a CUDA graph reads at most; more are pending after a prompt or steps without a draft
@@ -242,8 +242,8 @@ class HeadRuntime:
         ends, (lengths, columns) = self._last_replay
         self._max_draft_columns = max(self._max_draft_columns, max_columns)
 
-        def draft_over_columns(provisional: CapturedColumns, lengths: Tensor, *tensors: Tensor) -> Tensors:
-            new_columns = provisional.inputs(MAX_PENDING, lengths)
+        def draft_over_columns(provisional: ProvisionalColumns, lengths: Tensor, *tensors: Tensor) -> Tensors:
+            new_columns = provisional.chain(MAX_PENDING, lengths)
             return draft(tensors[len(columns) :], provisional, new_columns, tensors[: len(columns)])
 
         outputs = store.run_captured(
