@@ -9,7 +9,7 @@ from lengths on the device, so that a CUDA graph computes them again in every re
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Protocol, TypeVar
 
 import torch
@@ -80,6 +80,21 @@ def ancestry(parents: Tensor) -> Tensor:
     for _ in range(nodes.bit_length()):
         ancestors = (ancestors @ ancestors).clamp_max_(1.0)
     return ancestors
+
+
+def tree_shape(parents: Tensor) -> tuple[Tensor, Tensor]:
+    """Return which slots a slot sees, bool [B, S, S], and depths [B, S], from parents [B, N]. A CPU keeps recent
+    trees."""
+    if parents.device.type == "cpu":
+        return _known_shape(tuple(map(tuple, parents.tolist())))
+    ancestors = ancestry(parents)
+    return ancestors > 0, ancestors.sum(-1).long() - 1
+
+
+@lru_cache(maxsize=32)
+def _known_shape(parents: tuple[tuple[int, ...], ...]) -> tuple[Tensor, Tensor]:
+    ancestors = ancestry(torch.tensor(parents))
+    return ancestors > 0, ancestors.sum(-1).long() - 1
 
 
 def chain_mask(positions: Tensor, keys: Tensor, kind: tuple[int, bool], dtype: torch.dtype) -> Tensor:

@@ -7,11 +7,13 @@ they are committed or dropped. `ProvisionalColumns` places them.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import add
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from specdemo.core.host_copy import pinned, to_device
 from specdemo.core.protocol import UNLIMITED, GraphCapture, SharedKV, Tensors
@@ -26,9 +28,10 @@ from specdemo.kv.masks import (
     Columns,
     Mask,
     TreeMask,
-    ancestry,
+    additive,
     chain_mask,
     tree_mask,
+    tree_shape,
 )
 
 SPARE_COLUMNS = 64  # free columns where no reserve is given
@@ -299,8 +302,7 @@ class ProvisionalColumns:
         if not self.captured and (slots < 3 or parents is chain_parents(*parents.shape, parents.device)):
             return self.chain(slots, rounded=True)
         place = self._append(slots, rounded=True)
-        above = ancestry(parents)
-        depth, ancestors = above.sum(-1).long() - 1, above > 0
+        ancestors, depth = tree_shape(parents)
 
         def make_mask(kind: AttentionKind) -> Mask:
             return self._tree_mask(place, ancestors, kind[0], depth)
@@ -321,7 +323,7 @@ class ProvisionalColumns:
         inherited = above[torch.arange(rows, device=parents.device)[:, None], parents]
         self_visible = torch.eye(width, dtype=torch.bool, device=parents.device).expand(rows, -1, -1)
         ancestors = self._ancestors = torch.cat([inherited, self_visible], 2)
-        longest, root = self._longest, replace(place, start=self._root)
+        longest, root = self._longest, place._replace(start=self._root, longest=self._longest)
         positions, self._levels = self._root + self._levels, self._levels + 1
 
         def make_mask(kind: AttentionKind) -> Mask | None:
@@ -349,13 +351,15 @@ class ProvisionalColumns:
 
     def _tree_mask(self, place: "_Place", ancestors: Tensor, window: int, depth: Tensor | None = None) -> Mask:
         dtype, ends = self._store.dtype, place.start[:, 0]
-        if self.captured and not 0 < window < len(place.keys):
+        windowed = 0 < window < len(place.keys)
+        if self.captured and not windowed:
             return TreeMask(ends, ancestors, place.keys, dtype)
+        if place.longest is not None and not windowed:  # faster on a CPU, and the same values
+            return additive(F.pad(F.pad(ancestors, (place.longest, 0), value=True), (0, place.hidden)), dtype)[:, None]
         return tree_mask(ends, ancestors, place.keys, dtype, window, depth)
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
+class _Place(NamedTuple):
     """Where new columns are."""
 
     start: Tensor  # [B or 1, 1] columns before them
