@@ -1,4 +1,4 @@
-"""Drafts with another vocabulary: text of tokens, retokenization of a growing text, and lossless output."""
+"""Draft models, also with another vocabulary: text of tokens, retokenization of a growing text, lossless output."""
 
 from collections import Counter
 
@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from specdemo.bench.losslessness import chi_square
 from specdemo.bench.prompts import PROMPTS
-from specdemo.core.protocol import Budget, GenerationConfig
+from specdemo.core.protocol import Budget, GenerationConfig, Progress
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import ABSENT
 from specdemo.engine.loop import generate
@@ -19,7 +19,9 @@ from specdemo.models.load import load_target
 from specdemo.models.target import HFTarget
 from specdemo.models.text import encode
 from specdemo.presets.files import preset
+from specdemo.training.losses import LOSSES, Objective
 from tests.generation import rows_of
+from tests.models.tiny import build, texts
 
 LETTERS = "abcd"
 BYTE_LEVEL = pre_tokenizers.ByteLevel(False, use_regex=False), decoders.ByteLevel()
@@ -296,3 +298,30 @@ def test_a_draft_of_another_vocabulary_does_not_learn(pair):
         drafter.loss(None)
     with pytest.raises(ValueError, match="has another tokenizer than model 1: .*; choose a draft model of the same"):
         load_drafter("cascade", target, draft)
+
+
+@pytest.mark.parametrize("context, drafted", [(48, [4, 0]), (32, [0, 0])])
+def test_drafts_end_with_the_draft_context(context, drafted):
+    target, short = HFTarget(build("llama")), build("llama")
+    short.config.max_position_embeddings = context
+    drafter = load_drafter("draft_model", target, short)
+    assert drafter.max_length == context
+    config = GenerationConfig(20, budget=Budget(4, 4), stop_token_ids=())
+    events = list(generate(target, drafter, texts(1, 40), config))
+    assert [len(events[i].drafted[0]) for i in (1, -1)] == drafted
+    plain = generate(target, load_drafter("none", target), texts(1, 40), config)
+    assert [t for e in events for t in e.emitted[0]] == [t for e in plain for t in e.emitted[0]]
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_every_loss_compares_the_next_tokens_of_both_models(loss):
+    target = HFTarget(build("llama"))
+    drafter = load_drafter("draft_model", target, build("llama"))
+    drafter.objective = Objective(loss)
+    inputs = texts(2, 20)
+    probs = torch.randn(2, 20, target.vocab_size, generator=torch.Generator().manual_seed(0)).softmax(-1)
+    value, _ = drafter.loss(Progress(inputs, inputs.roll(-1, 1), [20, 20], probs=probs))
+    with torch.no_grad():
+        logits = drafter.head(inputs).logits.view(40, 1, -1)
+        expected = LOSSES[loss](logits, probs.view(40, 1, -1), torch.ones(40, 1, dtype=torch.bool)).mean()
+    torch.testing.assert_close(value.detach(), expected)
