@@ -1,3 +1,5 @@
+"""Teacher data and corpora."""
+
 from pathlib import Path
 
 import pytest
@@ -8,11 +10,13 @@ from transformers import LlamaForCausalLM
 from recipes.agreement import next_probs
 from recipes.llama import Shape, build
 from specdemo.training.collect import (
+    END,
     Plan,
     build_cache,
     continue_texts,
     is_complete,
     load_cache,
+    read_corpus,
     record_target,
     sampled_rows,
     shards,
@@ -164,3 +168,25 @@ def test_a_full_disk_keeps_the_shards(model: LlamaForCausalLM, text: Tensor, tmp
     with full_disk(1000), pytest.raises(ValueError, match="cannot write .*text-001.safetensors: .*File too large"):
         next(started)
     assert sorted(p.name for p in tmp_path.iterdir()) == names
+
+
+def test_a_corpus_is_split_by_its_files(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(f"one{END}\ntwo\n{END}{END}", encoding="utf-8")
+    (tmp_path / "a_valid.txt").write_text("three", encoding="utf-8")
+    corpus = read_corpus(tmp_path)
+    assert corpus.train == ["one", "two"]
+    assert corpus.valid == ["three"]
+    (tmp_path / "a.txt").write_text("two", encoding="utf-8")
+    assert read_corpus(tmp_path).sha256 != corpus.sha256
+
+
+def test_default_validation_split_is_every_hundredth_document(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(END.join(str(i) for i in range(150)), encoding="utf-8")
+    corpus = read_corpus(tmp_path)
+    assert corpus.valid == ["0", "100"]
+    assert len(corpus.train) == 148 and not set(corpus.train) & set(corpus.valid)
+
+
+def test_an_empty_corpus_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no training text"):
+        read_corpus(tmp_path)

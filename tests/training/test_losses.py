@@ -109,11 +109,8 @@ def test_dpace_weights_are_the_derivative_of_the_expected_accepted_length():
     torch.testing.assert_close(dpace_weights(confidence, valid), derivative)
     assert dpace_weights(torch.ones(1, 3), valid[:1, :3]).tolist() == [[3.0, 2.0, 1.0]]
 
-
-def test_dpace_weights_skip_invalid_positions():
-    confidence = torch.rand(1, 4, generator=torch.Generator().manual_seed(0))
-    weights = dpace_weights(confidence, torch.tensor([[True, True, False, True]]))
-    shorter = dpace_weights(confidence[:, [0, 1, 3]], torch.ones(1, 3, dtype=torch.bool))
+    weights = dpace_weights(confidence[:1, :4], torch.tensor([[True, True, False, True]]))  # an invalid position
+    shorter = dpace_weights(confidence[:1, [0, 1, 3]], torch.ones(1, 3, dtype=torch.bool))
     assert weights[0, 2] == 0.0
     torch.testing.assert_close(weights[:, [0, 1, 3]], shorter)
 
