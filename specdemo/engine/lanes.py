@@ -31,9 +31,9 @@ from specdemo.servers import lane as servers
 from specdemo.servers.address import check_listed, host, machine
 from specdemo.servers.engines import draft_request
 
-Cancelled = Callable[[], bool]
+StopCheck = Callable[[], bool]
 Events = Generator[StepEvent, None, None]
-Message = dict[str, str]  # role and content
+ChatMessage = dict[str, str]  # role and content
 
 
 class RunningLane(ABC):
@@ -46,7 +46,7 @@ class RunningLane(ABC):
     def __init__(self, trace: LaneTrace) -> None:
         self.trace = trace
 
-    def prepare(self, cancelled: Cancelled) -> bool:
+    def prepare(self, cancelled: StopCheck) -> bool:
         """Run all code paths once, untimed. Return True if that added notes for the user to the trace."""
         return False
 
@@ -58,7 +58,7 @@ class RunningLane(ABC):
     def discard_turn(self) -> None:
         """Drop what was cached in the last run."""
 
-    def events(self, cancelled: Cancelled) -> Events:
+    def events(self, cancelled: StopCheck) -> Events:
         """Decode, one event per step. Never raises an `Exception`: a failure ends the lane and is noted in its
         trace."""
         try:
@@ -71,7 +71,7 @@ class RunningLane(ABC):
             clear_traceback(error)
 
     @abstractmethod
-    def _events(self, cancelled: Cancelled) -> Events: ...
+    def _events(self, cancelled: StopCheck) -> Events: ...
 
     def token_texts(self, event: StepEvent) -> dict[str, str]:
         """Return the text of each draft token, and of the target's most likely tokens, by id as a string."""
@@ -123,7 +123,7 @@ class LocalLane(RunningLane):
     def empty_copy(self) -> "LocalLane":
         return LocalLane(self._spec, self._index, self._models, self._tokenizer)
 
-    def prepare(self, cancelled: Cancelled) -> bool:
+    def prepare(self, cancelled: StopCheck) -> bool:
         try:
             warm_up(*self._inputs(), self._accept, cancelled)
             self.discard_turn()
@@ -156,7 +156,7 @@ class LocalLane(RunningLane):
                 self.trace.note = f"{self.trace.note}; {note}" if self.trace.note else note
         return self.trace.note != known
 
-    def _events(self, cancelled: Cancelled) -> Events:
+    def _events(self, cancelled: StopCheck) -> Events:
         self._reset_peak()
         with closing(generate(*self._inputs(), accept=self._accept, cancelled=cancelled)) as events:
             for event in events:
@@ -239,7 +239,7 @@ class ServerLane(RunningLane):
     def empty_copy(self) -> "ServerLane":
         return ServerLane(*self._made_from)
 
-    def _events(self, cancelled: Cancelled) -> Events:
+    def _events(self, cancelled: StopCheck) -> Events:
         for event, _ in self._stream.events(cancelled):
             yield event
         self.restarts = self._stream.has_steps
@@ -256,7 +256,7 @@ def _forms(spec: Comparison, template: bool | None) -> tuple[servers.Form, ...]:
     return ("completions",) if template else ("completions", "chat/completions")
 
 
-def chat_messages(spec: Comparison, template: bool) -> list[Message]:
+def chat_messages(spec: Comparison, template: bool) -> list[ChatMessage]:
     """Return the messages that the lanes answer; empty if they complete a text. Raises ValueError if the chat template
     is missing."""
     chat = template if spec.chat is None else spec.chat

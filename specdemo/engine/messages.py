@@ -72,10 +72,10 @@ class Finished:
     trace: RunTrace
 
 
-Message = Started | StepRow | Restarted | Note | LaneDone | Finished
+RunMessage = Started | StepRow | Restarted | Note | LaneDone | Finished
 
 
-def opened(trace: RunTrace) -> Iterator[Message]:
+def opened(trace: RunTrace) -> Iterator[RunMessage]:
     """Yield the first messages of a run: that it started, and its notes."""
     yield Started(trace)
     yield from map(Note, trace.notes)
@@ -117,7 +117,7 @@ class LaneSteps:
         )
 
 
-def replay(trace: RunTrace) -> Iterator[Message]:
+def replay(trace: RunTrace) -> Iterator[RunMessage]:
     """Yield the messages of a stored run, in the order of the lanes' clocks. Needs no model and no GPU."""
     empty = [replace(lane, events=[], token_ids=[], pieces=[], text="", summary={}) for lane in trace.lanes]
     yield from opened(replace(trace, lanes=empty, comparison=[]))

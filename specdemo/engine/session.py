@@ -18,7 +18,7 @@ from specdemo.engine.clock import clock_name
 from specdemo.engine.comparison import Comparison
 from specdemo.engine.lanes import LocalLane, RunningLane, ServerLane, chat_messages
 from specdemo.engine.loop import never_cancelled
-from specdemo.engine.messages import SCHEDULES, Finished, LaneDone, LaneSteps, Message, Note, Restarted, opened
+from specdemo.engine.messages import SCHEDULES, Finished, LaneDone, LaneSteps, Note, Restarted, RunMessage, opened
 from specdemo.engine.model_cache import ModelCache
 from specdemo.engine.session_state import SessionState
 from specdemo.engine.verdict import compare_outputs
@@ -96,7 +96,7 @@ class Session:
 
     def stream(
         self, spec: Comparison, cancelled: Callable[[], bool] = never_cancelled, progress: LoadProgress = no_progress
-    ) -> Iterator[Message]:
+    ) -> Iterator[RunMessage]:
         """Run the comparison step by step. Closing the iterator, or `cancelled()`, stops every lane within one step. A
         lane that fails notes the reason in its trace and ends alone.
 
@@ -281,7 +281,7 @@ def _repeat(schedule: str, lanes: Sequence[RunningLane], cancelled: Callable[[],
             shown.trace.repeats.append(without_probabilities(lane.trace.events))
 
 
-def _play(lanes: Mapping[int, RunningLane], trace: RunTrace, cancelled: Callable[[], bool]) -> Iterator[Message]:
+def _play(lanes: Mapping[int, RunningLane], trace: RunTrace, cancelled: Callable[[], bool]) -> Iterator[RunMessage]:
     """Run the lanes by the trace's schedule. A lane whose text is complete is done immediately, the others at the
     end."""
     waiting = list(lanes)
@@ -304,7 +304,7 @@ def _play(lanes: Mapping[int, RunningLane], trace: RunTrace, cancelled: Callable
         yield LaneDone(index, done)
 
 
-def _restarted(trace: RunTrace, index: int) -> Iterator[Message]:
+def _restarted(trace: RunTrace, index: int) -> Iterator[RunMessage]:
     """Yield the steps of a lane in place of its pieces, and add the texts of its draft tokens to the vocabulary."""
     lane = trace.lanes[index]
     if any(UNREPORTED in event.drafted[0] for event in lane.events):

@@ -17,7 +17,7 @@ from specdemo.core.definitions import by_key
 from specdemo.core.estimate import Estimate
 from specdemo.core.headline import SO_FAR, headline, price_words, settled
 from specdemo.core.trace import LaneTrace, RunTrace, estimates, fates, token_kinds
-from specdemo.engine.messages import Finished, LaneDone, Message, Note, Restarted, Started, StepRow
+from specdemo.engine.messages import Finished, LaneDone, Note, Restarted, RunMessage, Started, StepRow
 from specdemo.methods.facts import PREDICTED
 from specdemo.models.gguf_files import is_gguf
 from specdemo.presets.link import shown_name
@@ -39,7 +39,7 @@ class Failed:
     text: str
 
 
-Shown = Message | Loading | Failed
+Shown = RunMessage | Loading | Failed
 
 
 def view(message: Shown) -> dict[str, object]:
