@@ -31,40 +31,7 @@ class CapturableForward(Protocol):
         """Return the function to capture."""
 
 
-class History(Protocol):
-    """Protocol of a target's state, one row per row of the batch."""
-
-    @property
-    def lengths(self) -> list[int]:
-        """Return the number of committed tokens per row."""
-
-    @property
-    def bytes(self) -> int:
-        """Return the size of the stored tensors."""
-
-    def extend(self, tokens: Tensor, taps: tuple[int, ...], reserve: int = 0) -> Forward:
-        """Read tokens [B, T] after rows of equal length, which may be 0. Return logits of the last position only.
-
-        reserve: number of tokens that will follow.
-        """
-
-    def forward(self, tokens: Tensor, parents: Tensor, taps: tuple[int, ...]) -> Forward:
-        """Read tokens [B, S] with parents [B, N] provisionally."""
-
-    def commit(self, path: list[list[int]]) -> None:
-        """Commit the accepted slots of the last `forward`, per row."""
-
-    def crop(self, lengths: list[int]) -> None:
-        """Shorten every row to its entry in `lengths`."""
-
-    def max_crop(self, length: int) -> int:
-        """Return how many of the first `length` tokens `crop` can keep without reading them again. Single row only."""
-
-    def drop_snapshots(self, length: int) -> None:
-        """Drop all snapshots except the one at `length` and the newest one. Single row only."""
-
-
-class KVHistory(History):
+class KVHistory:
     """History of a model of attention layers, in a `KVStore`.
 
     windows: layer kind -> attention window, 0 for full attention. With one kind the model gets a single mask, with
@@ -79,13 +46,19 @@ class KVHistory(History):
 
     @property
     def lengths(self) -> list[int]:
+        """Return the number of committed tokens per row."""
         return self.store.lengths
 
     @property
     def bytes(self) -> int:
+        """Return the size of the stored tensors."""
         return self.store.bytes
 
     def extend(self, tokens: Tensor, taps: tuple[int, ...], reserve: int = 0) -> Forward:
+        """Read tokens [B, T] after rows of equal length, which may be 0. Return logits of the last position only.
+
+        reserve: number of tokens that will follow.
+        """
         store, (rows, slots) = self.store, tokens.shape
         length = max(store.lengths)
         store.reserve(length + slots + reserve)
@@ -96,6 +69,7 @@ class KVHistory(History):
         return forward
 
     def forward(self, tokens: Tensor, parents: Tensor, taps: tuple[int, ...]) -> Forward:
+        """Read tokens [B, S] with parents [B, N] provisionally."""
         graph_output = self._forward_graph(tokens, parents, taps) if self.store.graphs.enabled else None
         if graph_output is not None:
             return graph_output
@@ -188,16 +162,19 @@ class KVHistory(History):
         return columns.run(lambda _: run(tokens, columns.cache, positions, self._masks(columns), taps))
 
     def commit(self, path: list[list[int]]) -> None:
+        """Commit the accepted slots of the last `forward`, per row."""
         self.store.commit(path)
 
     def crop(self, lengths: list[int]) -> None:
+        """Shorten every row to its entry in `lengths`."""
         self.store.lengths = [min(old, new) for old, new in zip(self.lengths, lengths, strict=True)]
 
     def max_crop(self, length: int) -> int:
+        """Return how many of the first `length` tokens `crop` can keep without reading them again. Single row only."""
         return min(length, *self.lengths)
 
     def drop_snapshots(self, length: int) -> None:
-        pass
+        """Drop all snapshots except the one at `length` and the newest one. Single row only."""
 
     def _masks(self, columns: Columns) -> AttentionMask:
         """Return the mask, or the masks by layer kind if there are several."""

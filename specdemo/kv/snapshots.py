@@ -18,7 +18,7 @@ from transformers.cache_utils import DynamicCache
 
 from specdemo.core.protocol import Forward
 from specdemo.core.tree import ABSENT
-from specdemo.kv.history import ForwardFunction, History
+from specdemo.kv.history import ForwardFunction, KVHistory
 
 CacheLayer = Any  # a layer of a transformers cache, of any kind
 SNAPSHOTS = 24  # snapshots per row: so many commits can be cropped without reading the text again
@@ -34,7 +34,7 @@ class _RowState:
     snapshots: deque[tuple[int, list[CacheLayer]]]  # (length, copies of the layers), oldest first
 
 
-class SnapshotHistory(History):
+class SnapshotHistory:
     """History that is restored from snapshots.
 
     multi_token: the model continues a cache with several tokens in one pass correctly.
@@ -46,13 +46,16 @@ class SnapshotHistory(History):
 
     @property
     def lengths(self) -> list[int]:
+        """See `KVHistory.lengths`."""
         return [len(row.tokens) for row in self._rows]
 
     @property
     def bytes(self) -> int:
+        """See `KVHistory.bytes`."""
         return sum(_tensor_bytes(vars(layer)) for row in self._rows for layer in row.cache.layers)
 
     def extend(self, tokens: Tensor, taps: tuple[int, ...], reserve: int = 0) -> Forward:
+        """See `KVHistory.extend`."""
         if not self._rows:
             self._rows = [_RowState(self._empty(), row, [], deque(maxlen=SNAPSHOTS)) for row in tokens.tolist()]
             return _concat([self._run_tokens(row.cache, row.tokens, taps, first=True) for row in self._rows], 0)
@@ -63,11 +66,13 @@ class SnapshotHistory(History):
         return _concat([forward for forward in forwards if forward is not None], 0)
 
     def forward(self, tokens: Tensor, parents: Tensor, taps: tuple[int, ...]) -> Forward:
+        """See `KVHistory.forward`."""
         forwards = [self._forward_row(row, ids, taps) for row, ids in zip(self._rows, tokens.tolist(), strict=True)]
         reference = next(forward for forward in forwards if forward is not None)
         return _concat([_pad_slots(forward, reference, tokens.shape[1]) for forward in forwards], 0)
 
     def commit(self, path: list[list[int]]) -> None:
+        """See `KVHistory.commit`."""
         for row, slots in zip(self._rows, path, strict=True):
             accepted = row.provisional[: len(slots)]
             if len(accepted) < len(row.provisional):
@@ -78,18 +83,20 @@ class SnapshotHistory(History):
             row.provisional = []
 
     def crop(self, lengths: list[int]) -> None:
+        """See `KVHistory.crop`."""
         for row, length in zip(self._rows, lengths, strict=True):
             if length < len(row.tokens):
                 self._restore(row, length)
                 del row.tokens[length:]
 
     def max_crop(self, length: int) -> int:
-        """Return 0 for a model that continues one token at a time: a new prefill is a single pass."""
+        """See `KVHistory.max_crop`. 0 if the model continues one token at a time: a new prefill is a single pass."""
         (row,) = self._rows
         ends = [len(row.tokens), *(marked for marked, _ in row.snapshots)] if self._multi_token else []
         return max((end for end in ends if end <= length), default=0)
 
     def drop_snapshots(self, length: int) -> None:
+        """See `KVHistory.drop_snapshots`."""
         (row,) = self._rows
         row.snapshots = deque((m for m in row.snapshots if m[0] == length or m is row.snapshots[-1]), maxlen=SNAPSHOTS)
 
@@ -132,6 +139,9 @@ class SnapshotHistory(History):
 
     def _empty(self) -> DynamicCache:
         return DynamicCache(config=self._config)
+
+
+History = KVHistory | SnapshotHistory  # of a target
 
 
 def supports_multi_token(run: ForwardFunction, config: PreTrainedConfig, vocab_size: int, device: torch.device) -> bool:

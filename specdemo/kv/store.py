@@ -273,10 +273,10 @@ class ProvisionalColumns:
         positions, longest, total = place.start + store.positions[:width], place.longest, len(place.keys)
         if longest is not None:
             positions = store.positions[None, longest : longest + width]
-        if isinstance(self._ends, Tensor):
-            self._ends = self._ends if counts is None else self._ends + counts
-        elif isinstance(counts, list):
+        if isinstance(self._ends, list) and isinstance(counts, list):
             self._ends = [*map(add, self._ends, counts)]
+        elif isinstance(self._ends, Tensor) and isinstance(counts, Tensor):
+            self._ends = self._ends + counts
         self._appended -= 0 if counts is None else width
 
         def make_mask(kind: AttentionKind) -> Mask | None:

@@ -33,7 +33,7 @@ class PrefixCachedTarget(HFTarget):
     """Target whose `release` keeps the history of a single row, and whose `start` reuses the common prefix.
 
     Hidden states are kept for the taps of the last text. A text with other taps is read from its start, and so is one
-    whose prefix the history cannot be cropped to (`History.max_crop`).
+    whose prefix the history cannot be cropped to (`KVHistory.max_crop`).
     """
 
     _cached_text: TextState | None = None  # set between `release` and `start`

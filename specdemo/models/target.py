@@ -28,8 +28,8 @@ from specdemo.core.protocol import (
 from specdemo.core.tree import chain_parents
 from specdemo.kv.cache import SlabCache
 from specdemo.kv.graphs import GRAPH_SPARE_COLUMNS, WIDTHS, capture_for, covering_widths
-from specdemo.kv.history import History, KVHistory
-from specdemo.kv.snapshots import SnapshotHistory, supports_multi_token
+from specdemo.kv.history import KVHistory
+from specdemo.kv.snapshots import History, SnapshotHistory, supports_multi_token
 from specdemo.kv.store import SPARE_COLUMNS, KVStore
 from specdemo.models.cpu_plan import cpu_plan
 from specdemo.models.cpu_threads import thread_limit
