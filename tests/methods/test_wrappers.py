@@ -233,7 +233,9 @@ def test_earlier_texts_are_read_again(tiny_llama, monkeypatch):
     assert batches[0].outputs[1].tolist() == first[0][-length:]
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if issubclass(method(name), Head)])
+@pytest.mark.parametrize(
+    "name", [name for name in METHODS if issubclass(method(name), Head) and hasattr(method(name), "loss")]
+)
 def test_every_head_learns_without_a_change_to_the_one_that_was_loaded(name):
     target = ToyTarget(16, seed=3)
     torch.manual_seed(0)
