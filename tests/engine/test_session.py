@@ -76,7 +76,7 @@ def test_speed_up_has_an_interval_and_lane_a_waiting_time(trace):
 def test_steps_in_which_other_programs_took_the_cores_are_marked_and_do_not_count(monkeypatch):
     reads = itertools.count()  # two per step, the second of every fifth step after a long wait
     monkeypatch.setattr(clock, "thread_times", lambda: {"a": (0.0, 1e6 * ((next(reads) + 1) // 10))})
-    trace = Session().run(spec(Lane(method="ngram", k=2), threads=2, max_new_tokens=40))
+    trace = Session().run(spec(Lane(method="ngram", k=2), threads=2, max_new_tokens=24))
     events = [event for lane in trace.lanes for event in lane.events[1:]]
     marked = [event for event in events if "waited_ms" in event.notes]
     assert trace.environment["clock"] == "wall time" and 0 < len(marked) < len(events) / 2
