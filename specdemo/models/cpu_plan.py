@@ -68,11 +68,14 @@ MEASURED = CpuSettings()
 
 @dataclass(slots=True)
 class CpuPlan:
-    """Decisions for one model. threads: 0: none measured. same_bits: see `Target.same_bits`."""
+    """Decisions for one model. threads: 0: none measured. same_bits: see `Target.same_bits`. chains: trees are cut to
+    their first branch, because a node's ancestors are in other columns than in a chain, so sums have another order.
+    """
 
     layout: Layout = PLAIN
     shape: PassShape = PassShape()
     same_bits: bool = False
+    chains: bool = False
     threads: int = 0
 
 

@@ -152,6 +152,7 @@ def plan_passes(target: HFTarget, settings: CpuSettings) -> tuple[str, ...]:
     if settings.bit_exact != "off":
         plan.shape = one_kernel_shape(target, required=settings.bit_exact == "on")
         plan.same_bits = plan.shape != PassShape()
+        plan.chains = plan.same_bits and settings.bit_exact == "on"
         if settings.bit_exact == "on" and not plan.same_bits:
             notes.append("bit_exact is on, but this model's passes of different widths still round differently here")
     if target.dtype != torch.float32:

@@ -95,7 +95,8 @@ class HFTarget(Target):
             dtype = str(self.dtype).removeprefix("torch.")
             graphs.disabled_reason = f"its experts wait for the device in {dtype} on this GPU"
         # every plain model can also run its first layers and share its cache, because its history can be cropped
-        self.capabilities = Capabilities(trees, "all", trees, trees, cuda_graphs=graphs.enabled, batch=UNLIMITED)
+        branches = trees and not cpu_plan(model).chains
+        self.capabilities = Capabilities(branches, "all", trees, trees, cuda_graphs=graphs.enabled, batch=UNLIMITED)
         self._kv_layers = _kv_layers(config)
         self._history: History | None = None
 
@@ -255,7 +256,7 @@ class HFTarget(Target):
             )
 
     def _new_history(self, rows: int, columns: int) -> History:
-        if not self.capabilities.trees:
+        if not self.capabilities.layers:
             return SnapshotHistory(self._run, self._config, self._multi_token, self.device)
         self._store.shape = cpu_plan(self.model).shape
         self._store.start(rows, columns + (WIDTHS[-1] if self.uses_cuda_graphs else 0))  # room for padding slots

@@ -86,6 +86,16 @@ def test_steps_in_which_other_programs_took_the_cores_are_marked_and_do_not_coun
     assert from_json(to_json(trace)) == trace
 
 
+@pytest.mark.parametrize("bit_exact", ["on", "off"])
+def test_bit_exact_cuts_trees_to_chains_that_write_the_text_of_plain_decoding(bit_exact):
+    tree = Lane(method="eagle", model="stories-eagle-3", k=3)
+    trace = Session().run(spec(tree, bit_exact=bit_exact, dtype="bfloat16", max_new_tokens=24))
+    chains = all(parents == [*range(len(parents))] for event in trace.lanes[1].events for parents in event.parents)
+    if bit_exact == "off" or "one kernel for every width" in trace.environment["kernels"]:
+        assert chains is (bit_exact == "on")
+        assert bit_exact == "off" or trace.comparison[0]["verdict"] == "identical"
+
+
 def test_an_older_trace_gets_its_intervals_when_it_is_opened(trace):
     older = json.loads(to_json(trace))
     for row in older["comparison"]:
