@@ -260,8 +260,7 @@ def watch(
 ) -> None:
     """Show what limits a running server. Reads its metrics every few seconds: acceptance, tokens/s and the diagnosis.
     Sends no request for text."""
-    from specdemo.analysis.terminal import show_live
-    from specdemo.analysis.watch import Watch
+    from specdemo.analysis.watch import Watch, show_live
 
     allow([server])
     show_live(Watch(address(server), plain, k), every, readings, as_json)

@@ -2,14 +2,17 @@
 
 A step with k draft tokens costs its drafting passes, one target pass over k + 1 tokens of every row, and the engine's
 overhead. It emits the tokens that `Acceptance` predicts. All times come from `Device.ms` and the shapes in configs. The
-interval combines a fixed error band of the times with that of the acceptance.
+interval combines a fixed error band of the times with that of the acceptance. `published` returns measured results to
+compare with.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import exp, hypot, log
 from pathlib import Path
+from typing import Literal
 
 from specdemo.analysis.acceptance import Acceptance, drafting_lane, of_lane
 from specdemo.analysis.profiles import Profile, profile
@@ -381,3 +384,32 @@ def _memory_gb(scenario: Scenario) -> float:
     shapes = [scenario.target, *([own] if own else [])]
     weights = sum(one.weight_bytes(size) for one in shapes)
     return HEADROOM * (weights + scenario.batch * sum(one.kv_bytes(scenario.context, size) for one in shapes)) / 1e9
+
+
+PUBLISHED = Path(__file__).with_name("published.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """One published result. tokens: mean accepted length, including the correction or bonus token."""
+
+    source: str  # URL
+    what: str
+    device: str  # name of a profile
+    engine: Literal["recorded", "eager"]
+    dtype: str
+    target: str
+    method: str
+    k: int  # draft length, or depth of the tree
+    nodes: int  # of the tree; 0: a chain
+    tokens: float
+    speedup: float
+    context: int
+    model: str | None = None
+    old: bool = False  # an EAGLE-1 or -2 head, which has no vocabulary of its own
+
+
+@lru_cache
+def published() -> tuple[Published, ...]:
+    """Return all results."""
+    return tuple(Published(**row) for row in json.loads(PUBLISHED.read_text(encoding="utf-8")))

@@ -27,8 +27,7 @@ from specdemo.servers.address import check_listed, host
 from specdemo.servers.client import Client, StatusError, connected
 from specdemo.servers.counters import ServerStats
 from specdemo.servers.engines import metrics_paths, request_fields, stats_between
-from specdemo.servers.steps import Span, step_events, token_pieces
-from specdemo.servers.stream import Alternatives, Piece, StreamParser
+from specdemo.servers.stream import Alternatives, Piece, Span, StreamParser, step_events, token_pieces
 
 if TYPE_CHECKING:
     from specdemo.core.protocol import GenerationConfig

@@ -10,9 +10,8 @@ import gradio as gr
 from gradio.components import Component
 
 from specdemo.analysis.acceptance import Acceptance, of_lane, of_lengths
-from specdemo.analysis.predict import ASSUMED, BATCHES, Prediction, Row, predict, predicted
+from specdemo.analysis.predict import ASSUMED, BATCHES, Prediction, Row, predict, predicted, published
 from specdemo.analysis.profiles import profile, profiles
-from specdemo.analysis.published import published
 from specdemo.analysis.work import known, method_in, shape
 from specdemo.core.atomic_io import json_text
 from specdemo.core.estimate import Estimate

@@ -8,9 +8,8 @@ from statistics import median
 import pytest
 
 from specdemo.analysis.acceptance import from_mean, of_lengths
-from specdemo.analysis.predict import predict
+from specdemo.analysis.predict import predict, published
 from specdemo.analysis.profiles import profiles
-from specdemo.analysis.published import published
 from specdemo.analysis.work import known
 
 RESULTS = published()

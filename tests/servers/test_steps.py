@@ -5,7 +5,7 @@ import random
 import pytest
 
 from specdemo.core.trace import UNREPORTED, StepEvent, token_kinds
-from specdemo.servers.steps import Span, spans_by_drafts, spans_by_totals, step_events, token_pieces
+from specdemo.servers.stream import Span, spans_by_drafts, spans_by_totals, step_events, token_pieces
 
 UNKNOWN = Span(1, None)
 

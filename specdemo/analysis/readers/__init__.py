@@ -8,17 +8,17 @@ from specdemo.analysis.readers.base import Output, OutputReader
 from specdemo.core.safe_io import FILE_BYTES, read_bytes
 
 CLASSES = (
-    "specdemo.analysis.readers.serving_benchmark:BenchServe",
-    "specdemo.analysis.readers.serving_benchmark:ServingTable",
-    "specdemo.analysis.readers.sglang_log:SGLangServerInfo",
-    "specdemo.analysis.readers.guidellm:GuideLLM",
-    "specdemo.analysis.readers.aiperf:AIPerf",
-    "specdemo.analysis.readers.answer:ServerAnswer",
-    "specdemo.analysis.readers.vllm_log:VLLMLog",
-    "specdemo.analysis.readers.sglang_log:SGLangLog",
-    "specdemo.analysis.readers.llamacpp_log:LlamaSpeculative",
-    "specdemo.analysis.readers.llamacpp_log:LlamaCppLog",
-    "specdemo.analysis.readers.prometheus:PrometheusText",
+    "specdemo.analysis.readers.benchmarks:BenchServe",
+    "specdemo.analysis.readers.benchmarks:ServingTable",
+    "specdemo.analysis.readers.logs:SGLangServerInfo",
+    "specdemo.analysis.readers.benchmarks:GuideLLM",
+    "specdemo.analysis.readers.benchmarks:AIPerf",
+    "specdemo.analysis.readers.answers:ServerAnswer",
+    "specdemo.analysis.readers.logs:VLLMLog",
+    "specdemo.analysis.readers.logs:SGLangLog",
+    "specdemo.analysis.readers.logs:LlamaSpeculative",
+    "specdemo.analysis.readers.logs:LlamaCppLog",
+    "specdemo.analysis.readers.answers:PrometheusText",
 )
 READERS: list[OutputReader] = [resolve_name(path)() for path in CLASSES]
 

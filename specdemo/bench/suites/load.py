@@ -15,8 +15,7 @@ from pydantic import Field, PlainSerializer
 
 from specdemo.analysis.readers import read_json_output
 from specdemo.analysis.readers.base import below, number, objects, text_of
-from specdemo.analysis.readers.guidellm import GuideLLM
-from specdemo.analysis.readers.serving_benchmark import BenchServe
+from specdemo.analysis.readers.benchmarks import BenchServe, GuideLLM
 from specdemo.bench.base import Axis, Option, Report, Stop, Suite
 from specdemo.bench.result import LATENCY, Result, Row
 from specdemo.core.estimate import Estimate, t_quantile

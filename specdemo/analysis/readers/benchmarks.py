@@ -1,12 +1,24 @@
-"""Results of `vllm bench serve` (benchmarks/serve.py): the JSON of --save-result, and the table that it and SGLang's
-`bench_serving` print.
+"""Results of benchmarks: `vllm bench serve` (benchmarks/serve.py; the JSON of --save-result, and the table that it and
+SGLang's `bench_serving` print), GuideLLM's benchmarks.json, and AIPerf's profile_export.jsonl, one request per line
+(docs/reference, "Spec Decode").
 """
 
 import re
 from collections.abc import Mapping, Sequence
 
 from specdemo.analysis.observation import Observation
-from specdemo.analysis.readers.base import Output, OutputReader, OutputTotals, find_number, number, text_of
+from specdemo.analysis.readers.base import (
+    Output,
+    OutputReader,
+    OutputTotals,
+    below,
+    count,
+    find_number,
+    found_below,
+    number,
+    objects,
+    text_of,
+)
 
 TABLE = "Serving Benchmark Result"
 RANDOM = re.compile(r"--dataset-name[ =]random\b|dataset_name='random")
@@ -119,3 +131,91 @@ def _in_flight(throughput: float | None, tpot_ms: float | None, limit: float | N
     if not throughput or not tpot_ms:
         return limit
     return max(min(throughput * tpot_ms / 1000.0, limit or float("inf")), 1.0)
+
+
+class GuideLLM(OutputReader):
+    """The first benchmark of a report. Its acceptance is that of vLLM's metrics per request, if they were sent."""
+
+    title = "GuideLLM report, JSON"
+
+    def read(self, output: Output) -> Observation | None:
+        data = output.json
+        benchmarks = objects(below(data, "benchmarks"))
+        if not benchmarks or "metrics" not in benchmarks[0]:
+            return None
+        return self.observe(data, benchmarks[0])
+
+    def observe(self, data: object, first: Mapping[str, object]) -> Observation:
+        """Return what one benchmark of a report contains."""
+        latency = number(below(first, "metrics", "inter_token_latency_ms", "successful", "mean"))
+        concurrency = number(below(first, "metrics", "request_concurrency", "successful", "mean"))
+        totals = OutputTotals(speeds=[1000.0 / latency] if latency else [], batches=[concurrency or 0.0])
+        k = 0
+        for request in objects(below(first, "requests", "successful")):
+            drafts = next(found_below(request, "speculative_decoding"), {})
+            tokens = number(request.get("output_tokens"))
+            after_first = max(tokens - 1.0, 0.0) if tokens else None
+            k = max(k, count(drafts.get("num_spec_tokens")) or 0)
+            accepted, steps = number(drafts.get("num_accepted_draft_tokens")), number(drafts.get("num_spec_steps"))
+            if accepted is not None and steps:
+                bars = drafts.get("acceptance_histogram")
+                drafted = number(drafts.get("num_draft_tokens")) or 0.0
+                if isinstance(bars, list):
+                    totals.add_histogram([number(bar) or 0.0 for bar in bars], drafted, after_first)
+                else:
+                    totals.add(drafted, accepted, steps, tokens=after_first)
+        prompts = str(below(data, "args", "data"))[:2000]
+        return Observation(
+            engine="vllm" if totals.steps else "",
+            source=self.title,
+            target=text_of(below(data, "args", "model")) or text_of(below(first, "config", "backend", "model")),
+            k=k or None,
+            random_prompts=True if "prompt_tokens" in prompts else None,  # synthetic data
+            **totals.values(),
+        )
+
+
+RECORD = '"metrics"'
+
+
+class AIPerf(OutputReader):
+    """Records of AIPerf 0.13 and later, with --export-level records. Without acceptance it is a baseline."""
+
+    title = "AIPerf profile_export.jsonl"
+
+    def read(self, output: Output) -> Observation | None:
+        totals, engine, k, found = OutputTotals(), "", 0, False
+        for line in output.text.splitlines():
+            record = output.parse(line) if line.startswith("{") and RECORD in line else None
+            if not isinstance(record, Mapping) or not {"metadata", "metrics"} <= record.keys():
+                continue
+            found = True
+            tokens = _metric(record, "output_sequence_length")
+            after_first = max(tokens - 1.0, 0.0) if tokens else None
+            speed = _metric(record, "output_token_throughput_per_user")
+            totals.add_time(after_first or 1.0, 1000.0 / speed * (after_first or 1.0) if speed else None)
+            drafts = record.get("spec_decode_acceptance")
+            if isinstance(drafts, Mapping):
+                engine = text_of(drafts.get("engine")) or engine
+                k = max(k, count(drafts.get("num_spec_tokens")) or 0)
+                _add_record(totals, drafts, after_first)
+        if not found:
+            return None
+        return Observation(engine=engine, source=self.title, k=k or None, **totals.values())
+
+
+def _metric(record: Mapping[object, object], name: str) -> float | None:
+    return number(below(record, "metrics", name, "value"))
+
+
+def _add_record(totals: OutputTotals, drafts: Mapping[object, object], tokens: float | None) -> None:
+    bars, drafted = drafts.get("acceptance_histogram"), number(drafts.get("num_draft_tokens")) or 0.0
+    accepted, steps = number(drafts.get("num_accepted_draft_tokens")), number(drafts.get("num_spec_steps"))
+    if isinstance(bars, Mapping):
+        totals.add_histogram([number(bars.get(str(n))) or 0.0 for n in range(_longest(bars) + 1)], drafted, tokens)
+    elif accepted is not None and steps:
+        totals.add(drafted, accepted, steps, tokens=tokens)
+
+
+def _longest(bars: Mapping[object, object]) -> int:
+    return max((int(name) for name in bars if isinstance(name, str) and name.isdecimal() and len(name) < 4), default=0)

@@ -1,5 +1,9 @@
-"""Log of llama.cpp: `llama-server` (tools/server/server-context.cpp, print_timings; common/speculative.cpp, statistics)
-and the older program `llama-speculative`.
+"""Logs of servers.
+
+vLLM: v1/spec_decode/metrics.py (lines with "SpecDecoding metrics"), v1/metrics/loggers.py (throughput). SGLang:
+scheduler_metrics_mixin.py (lines with "Decode batch") and its /server_info. llama.cpp: `llama-server`
+(tools/server/server-context.cpp, print_timings; common/speculative.cpp, statistics) and the older program
+`llama-speculative`.
 """
 
 import re
@@ -9,8 +13,142 @@ from itertools import zip_longest
 from math import ceil
 
 from specdemo.analysis.observation import COMBINED, TOLERANCE, Observation
-from specdemo.analysis.readers.base import Output, OutputReader, OutputTotals, find_last, find_number, numbers_in
-from specdemo.servers.counters import all_passes
+from specdemo.analysis.readers.base import (
+    Output,
+    OutputReader,
+    OutputTotals,
+    count,
+    find_last,
+    find_number,
+    mean,
+    number,
+    numbers_in,
+    objects,
+    text_of,
+)
+from specdemo.servers.counters import FIRST_TOKENS, all_passes
+
+VLLM_MARK = "SpecDecoding metrics:"
+LOAD = "Avg generation throughput:"
+ROUNDING = 0.006  # of a length that is printed with two digits
+RATES = re.compile(r"Per-position acceptance rate: ([0-9., ]{1,8000})")
+
+
+class VLLMLog(OutputReader):
+    """Log of a vLLM server with speculative decoding, of versions since 0.9."""
+
+    title = "vLLM log"
+
+    def read(self, output: Output) -> Observation | None:
+        if VLLM_MARK not in output.text and not ("Engine 0" in output.text and LOAD in output.text):
+            return None
+        totals, preemptions = OutputTotals(), 0
+        drafting = [*output.lines(VLLM_MARK)]
+        for line in drafting:
+            _add_drafts(totals, line)
+        for line in output.lines(LOAD):
+            totals.speeds.append(find_number(LOAD, line) or 0.0)
+            totals.batches.append(find_number("Running:", line) or 0.0)
+            preemptions += "Preemptions:" in line
+        _count_all_passes(totals, drafting)
+        given = "".join(output.lines("speculative_config="))
+        return Observation(
+            engine="vllm",
+            source=self.title,
+            method=find_last(r"speculative_config=SpeculativeConfig\(method='([\w-]{1,60})'", given),
+            drafter=find_last(r"SpeculativeConfig\([^()]{0,200}?model='([^']{1,200})'", given),
+            target=find_last(r"with config: model='([^']{1,200})'", given),
+            offloaded=True if preemptions > len(totals.speeds) / 2 else None,
+            **totals.values(),
+        )
+
+
+def _count_all_passes(totals: OutputTotals, drafting: Sequence[str]) -> None:
+    """Count the passes without a draft from the throughput. A line about drafts covers the time since the last one, so
+    the shortest of these times is that of a line about throughput.
+
+    They stay unknown if the log begins or ends within a reading, and in old versions, whose lines about drafts have no
+    throughput: it is not known whether those count every draft (vllm-0.9.log has 16 tokens per counted draft).
+    """
+    rates = [(find_number("Drafted:", line), find_number("Drafted throughput:", line)) for line in drafting]
+    seconds = [drafted / rate for drafted, rate in rates if drafted and rate]
+    if seconds and len(totals.speeds) >= len(drafting):
+        tokens = sum(totals.speeds) * min(seconds)
+        if tokens > (1.0 + FIRST_TOKENS) * (totals.drafting_steps + totals.accepted):
+            totals.steps = all_passes(tokens, totals.accepted, totals.drafting_steps)
+
+
+def _add_drafts(totals: OutputTotals, line: str) -> None:
+    accepted, drafted = find_number(", Accepted:", line), find_number("Drafted:", line)
+    length = find_number("Mean acceptance length:", line)
+    match = RATES.search(line)
+    rates = numbers_in(match[1]) if match else []
+    if accepted is None or not drafted or length is None:
+        return
+    steps = drafted / len(rates) if rates else 0.0
+    if accepted and length > 1.0 and (not steps or abs(1.0 + accepted / steps - length) > ROUNDING):
+        steps = accepted / (length - 1.0)  # drafts that end early
+    if steps:
+        totals.add(drafted, accepted, steps, rates)
+
+
+SGLANG_MARK = "Decode batch"
+
+
+class SGLangLog(OutputReader):
+    """Log of an SGLang server. Its accept rate is not read, because old versions count the bonus token in it."""
+
+    title = "SGLang log"
+
+    def read(self, output: Output) -> Observation | None:
+        if SGLANG_MARK not in output.text or "gen throughput" not in output.text:
+            return None
+        lines = [*output.lines(SGLANG_MARK)]
+        speeds = [find_number("gen throughput (token/s):", line) or 0.0 for line in lines]
+        given = "".join(output.lines("server_args="))
+        steps = find_last(r"speculative_num_steps=([0-9]{1,3})\b", given)
+        tokens = find_last(r"speculative_num_draft_tokens=([0-9]{1,4})\b", given)
+        offload = find_last(r"cpu_offload_gb=([0-9]{1,5})\b", given)
+        after_prefill = speeds[1:] if len(speeds) > 2 else speeds
+        return Observation(
+            engine="sglang",
+            source=self.title,
+            method=find_last(r"speculative_algorithm='([\w-]{1,60})'", given),
+            drafter=find_last(r"speculative_draft_model_path='([^']{1,200})'", given),
+            target=find_last(r"model_path='([^']{1,200})'", given.partition("speculative")[0]),
+            k=int(steps) or None if steps else None,
+            drafted_per_step=float(tokens) - 1.0 if tokens and int(tokens) > 1 else None,
+            accepted_length=mean(find_number("accept len:", line) or 0.0 for line in lines),
+            tokens_per_s=mean(after_prefill),
+            batch_size=mean(find_number("#running-req:", line) or 0.0 for line in lines),
+            offloaded=int(offload) > 0 if offload else None,
+        )
+
+
+class SGLangServerInfo(OutputReader):
+    """Answer of SGLang's /server_info or /get_server_info."""
+
+    title = "SGLang server info"
+
+    def read(self, output: Output) -> Observation | None:
+        data = output.json
+        if not isinstance(data, Mapping) or "internal_states" not in data:
+            return None
+        states = objects(data["internal_states"])
+        tokens, offload = count(data.get("speculative_num_draft_tokens")), number(data.get("cpu_offload_gb"))
+        return Observation(
+            engine="sglang",
+            source=self.title,
+            method=text_of(data.get("speculative_algorithm")),
+            drafter=text_of(data.get("speculative_draft_model_path")),
+            target=text_of(data.get("model_path")),
+            k=count(data.get("speculative_num_steps")) or None,
+            drafted_per_step=tokens - 1.0 if tokens and tokens > 1 else None,
+            accepted_length=mean(number(state.get("avg_spec_accept_length")) or 0.0 for state in states),
+            tokens_per_s=mean(number(state.get("last_gen_throughput")) or 0.0 for state in states),
+            offloaded=None if offload is None else offload > 0.0,
+        )
+
 
 ACCEPTED = re.compile(r"\( {0,12}([0-9]{1,12}) accepted */ *([0-9]{1,12}) generated\)")
 POSITIONS = re.compile(r"rate per position = \(([0-9., ]{1,8000})\)")
@@ -32,7 +170,7 @@ class LlamaCppLog(OutputReader):
             return None
         totals, positions, requests = OutputTotals(batches=[1.0]), 0, 0
         for line in output.lines("draft acceptance"):
-            positions = max(positions, _add(totals, line))
+            positions = max(positions, _add_request(totals, line))
         kinds = _kinds(output)
         totals.drafting_steps = totals.drafting_steps or sum(kind.drafts for kind in kinds.values())
         totals.positions = totals.positions or _positions([*kinds.values()], totals.drafting_steps)
@@ -90,7 +228,7 @@ class LlamaSpeculative(OutputReader):
         )
 
 
-def _add(totals: OutputTotals, line: str) -> int:
+def _add_request(totals: OutputTotals, line: str) -> int:
     """Add the acceptance of one request; return its number of positions."""
     match, positions = ACCEPTED.search(line), POSITIONS.search(line)
     length = find_number("mean acceptance length =", line) or find_number("mean len =", line)
