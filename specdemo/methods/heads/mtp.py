@@ -341,7 +341,8 @@ def _target_family(target: Target, layers: int) -> tuple[object, type[nn.Module]
     overrides |= {"first_k_dense_replace": 0, "mlp_only_layers": []}
     config.update({name: value for name, value in overrides.items() if config.to_dict().get(name)})
     config._attn_implementation = "sdpa"  # accepts any mask, and is causal without one
-    return config, layer_class(decoder.layers[-1]), type(decoder.norm), decoder.rotary_emb
+    norm = type(deepcopy(decoder.norm))  # of the family; a copy has no faster norm
+    return config, layer_class(decoder.layers[-1]), norm, decoder.rotary_emb
 
 
 def _llama(target: Target, layers: int) -> LlamaConfig:
