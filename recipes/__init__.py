@@ -1,1 +1,3 @@
-"""Recipes that trained the shipped models, for `python -m specdemo train` in a checkout."""
+"""Training of the shipped models, for `python -m specdemo train` in a checkout: one program, and a file per model in
+`shipped`.
+"""

@@ -1,12 +1,12 @@
-"""Model cards: `MODEL_CARD.md` and `ATTRIBUTION.md` of a trained folder, made from its provenance, its weights and
-the texts in cards.yaml.
+"""Model cards: `MODEL_CARD.md` and `ATTRIBUTION.md` of a trained folder, made from its provenance, its weights, the
+texts of its recipe and those in cards.yaml.
 
 The samples are the first ones from fixed prompts and fixed seeds. They are neither selected nor edited.
 """
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import yaml
@@ -16,13 +16,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from specdemo.core.atomic_io import write_text
 from specdemo.training.collect import continue_texts
 
+if TYPE_CHECKING:
+    from recipes.job import Recipe
+
 TEXTS: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-TEMPLATE = Environment(
-    loader=FileSystemLoader(Path(__file__).parent),
-    undefined=StrictUndefined,
-    trim_blocks=True,
-    keep_trailing_newline=True,
-).get_template("card.md.jinja")
+SETTINGS: dict[str, Any] = {"undefined": StrictUndefined, "trim_blocks": True, "keep_trailing_newline": True}
+TEMPLATE = Environment(loader=FileSystemLoader(Path(__file__).parent), **SETTINGS).get_template("card.md.jinja")
 SAMPLE_TOKENS = 140
 CURVE_ROWS = 12
 BARS = "▁▂▃▄▅▆▇█"
@@ -37,25 +36,11 @@ def sparkline(values: list[float]) -> str:
     return "".join(BARS[round((v - low) / step)] for v in values)
 
 
-def evenly(rows: list[dict[str, float]], count: int) -> list[dict[str, float]]:
-    """Return at most `count` evenly spaced `rows`, including the first and the last."""
-    if len(rows) <= count:
-        return rows
-    return [rows[round(i * (len(rows) - 1) / (count - 1))] for i in range(count)]
-
-
-def curve(evaluations: list[dict[str, float]]) -> str:
-    """Return a sparkline and a table of the measurements of a run."""
-    if not evaluations:
-        return "(nothing was evaluated)"
-    names = [n for n in evaluations[0] if n not in ("step", "seconds", "tokens")]
-    lines = [f"`{sparkline([e[n] for e in evaluations])}` {n.replace('_', ' ')}  " for n in names]
-    heads = ["minutes", "tokens seen", *(n.replace("_", " ") for n in names)]
-    lines += ["", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for e in evenly(evaluations, CURVE_ROWS):
-        numbers = " | ".join(f"{e[n]:.3f}" for n in names)
-        lines.append(f"| {e['seconds'] / 60:.1f} | {e['tokens'] / 1e6:.2f} M | {numbers} |")
-    return "\n".join(lines)
+def curve(evaluations: list[dict[str, float]]) -> dict[str, Any]:
+    """Return the measurements of a run for the template: a sparkline per name, and CURVE_ROWS rows with the last."""
+    names = [n for n in (evaluations or [{}])[0] if n not in ("step", "seconds", "tokens", "train_loss")]
+    every = -(-len(evaluations) // CURVE_ROWS) or 1
+    return {"bars": {n: sparkline([e[n] for e in evaluations]) for n in names}, "rows": evaluations[::-every][::-1]}
 
 
 def sample(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, prompt: str, temperature: float) -> str:
@@ -83,41 +68,35 @@ def samples(folder: Path, world: str) -> str:
     return "\n".join(lines)
 
 
-def write_card(folder: Path, recipe: str | None = None) -> Path:
-    """Write `MODEL_CARD.md` in `folder` from its provenance, config and weights. `recipe` applies if the provenance
-    names none.
-    """
-    facts = _read(folder, "provenance.json")
-    recipe = facts.get("recipe") or recipe or "stories-target"
-    limits, world = TEXTS["limits"], recipe.partition("-")[0]
-    attribution = (folder / "ATTRIBUTION.md").exists()
+def write_card(folder: Path, recipe: "Recipe") -> Path:
+    """Write `MODEL_CARD.md` in `folder` from its recipe, provenance, config and weights."""
+    own = (folder / "ATTRIBUTION.md").exists()
     return _write(
         folder,
-        facts | {"recipe": recipe, "curve": curve(facts["evaluations"])},
-        name=recipe.removesuffix("-target"),
-        about=TEXTS["about"].get(recipe, "A small story model."),
-        data=_data(world, "[ATTRIBUTION.md](ATTRIBUTION.md)" if attribution else None),
-        method=TEXTS["method"].get(recipe, TEXTS["method"]["draft"]),
+        {"recipe": recipe.name},
+        name=recipe.name.removesuffix("-target"),
+        about=recipe.about,
+        data=_data(recipe.text, "[ATTRIBUTION.md](ATTRIBUTION.md)" if own else None),
+        method=recipe.method or TEXTS["method"]["draft"],
         shape=_read(folder, "config.json"),
-        samples=f"{HONESTY}\n\n{samples(folder, world)}",
-        limits=limits.get(recipe, limits["draft"]),
+        samples=f"{HONESTY}\n\n{samples(folder, recipe.text)}",
+        limits=recipe.limits or TEXTS["limits"]["draft"],
     )
 
 
-def write_head_card(folder: Path, title: str) -> Path:
+def write_head_card(folder: Path, title: str, method: str = TEXTS["method"]["head"]) -> Path:
     """Write `MODEL_CARD.md` of a head from its provenance."""
     facts = _read(folder, "provenance.json")
     target = facts.get("target", folder.name.removesuffix("-heads"))
     last = facts["evaluations"][-1] if facts["evaluations"] else {}
-    rows = [{name: value for name, value in row.items() if name != "train_loss"} for row in facts["evaluations"]]
     return _write(
         folder,
-        facts | {"curve": curve(rows)},
+        {},
         name=folder.name,
         about=f"{title}: a drafter for `{target}`. It needs this target.",
         agreement=[(name.removeprefix("agree_"), last[name]) for name in sorted(last) if name.startswith("agree_")],
         data=_data(facts.get("target", facts["recipe"]).partition("-")[0], None),
-        method=TEXTS["method"]["head" if "target" in facts else "stories-bytes"],
+        method=method,
     )
 
 
@@ -131,7 +110,9 @@ def _data(world: str, attribution: str | None) -> str:
     return str(TEXTS["data"][world].format(attribution=attribution or f"the ATTRIBUTION.md of `{world}`"))
 
 
-def _write(folder: Path, facts: dict[str, Any], **texts: object) -> Path:
+def _write(folder: Path, defaults: dict[str, Any], **texts: object) -> Path:
+    facts = defaults | _read(folder, "provenance.json")
+    facts["curve"] = curve(facts["evaluations"])
     measured = "\n".join(f"- {name}: {value}" for name, value in facts.get("measured", {}).items())
     card = folder / "MODEL_CARD.md"
     write_text(card, TEMPLATE.render(facts | {"measured": measured, "licence": TEXTS["licence"], **texts}))

@@ -1,85 +1,94 @@
-"""Settings of one call of `train`: the kind of text, the model, the machine, and the files written at the end."""
+"""Recipes from the files in `shipped`, one call of `train`, and the files written at its end."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Generator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+import yaml
 from tokenizers import Tokenizer
+from torch import nn
 from transformers import LlamaForCausalLM
 
 from recipes.cards import write_card
-from recipes.code_corpus import collect_code
-from recipes.code_edits import edit
-from recipes.corpus import VOCAB_SIZE, Again, Epochs, retell_some
-from recipes.llama import CONTEXT, Shape, save_model
+from recipes.code_corpus import edit
+from recipes.corpus import Epochs, retell_some
+from recipes.llama import CONTEXT, VOCAB_SIZE, Shape, build, save_model
 from specdemo.models.machine import device_name
 from specdemo.training.collect import Corpus, Plan
-from specdemo.training.fit import Schedule, TrainHistory, write_provenance
+from specdemo.training.fit import (
+    Batches,
+    Evaluate,
+    Loss,
+    Schedule,
+    TrainHistory,
+    TrainStep,
+    train_steps,
+    write_provenance,
+)
 
-DROPOUT = 0.15  # of the target, which reads its 2.6 M tokens many times and would memorise them
+AGAIN = {"stories": retell_some, "code": edit}
 
 
 @dataclass(frozen=True, slots=True)
-class World:
-    """A kind of text and the training settings for it."""
+class Recipe:
+    """One shipped model, as its file describes it."""
 
     name: str
+    make: str  # key of MAKERS
+    text: str  # key of AGAIN
+    shape: Shape
+    minutes: float  # on a CPU
+    about: str  # this and the next two are texts of the model card
+    method: str = ""
+    limits: str = ""
+    threads: int | None = None  # on a CPU; None: one per core
+    plan: Plan = Plan()
+    backwards: bool = False
     vocab_size: int = VOCAB_SIZE
-    windows: tuple[int, int] = (256, CONTEXT)  # tokens, at first and after 70 % of the time
-    windows_later: tuple[int, int] = (CONTEXT, CONTEXT)  # of a run that goes on
-    again: Again = retell_some
-    copies: tuple[float, float] = (0.1, 0.1)  # share of the documents; of a resumed run
+    windows: Sequence[int] = (256, CONTEXT)  # tokens, at first and after 70 % of the time
+    windows_later: Sequence[int] = (CONTEXT, CONTEXT)  # of a run that goes on
+    copies: Sequence[float] = (0.1, 0.1)  # share of the documents; of a run that goes on
     parts: int = 1  # per epoch
-    dropout: float = DROPOUT
-    later_batch: int = 8192  # tokens, of a resumed run on a CPU
-    collect: Callable[[Path], Path] | None = None  # collects a corpus if none is given
-    rates_later: float = 0.5  # factor of the learning rates in a resumed run
+    dropout: float = 0.0
+    later_batch: int = 8192  # tokens, of a run that goes on, on a CPU
+    rates_later: float = 0.5  # factor of the learning rates in a run that goes on
 
     def epochs(self, documents: list[str], tokenizer: Tokenizer, later: bool = False) -> Epochs:
-        """Return epochs of these documents. `later`: for a resumed run."""
-        return Epochs(documents, tokenizer, self.again, self.copies[later], self.parts)
+        """Return epochs of these documents. `later`: for a run that goes on."""
+        return Epochs(documents, tokenizer, AGAIN[self.text], self.copies[later], self.parts)
 
 
-STORIES = World("stories")
-# Edits are short: a fifth of the documents is 4 % of the text, four fifths two fifths.
-CODE = World(
-    "code",
-    4096,
-    windows_later=(384, 1024),
-    again=edit,
-    copies=(0.2, 0.8),
-    parts=24,
-    dropout=0.0,  # the text is read at most once
-    later_batch=4096,
-    collect=collect_code,
-    rates_later=0.75,
-)
+def read_recipe(path: Path) -> Recipe:
+    """Read a file of `shipped`."""
+    data: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    parts = {"shape": Shape(**data["shape"]), "plan": Plan(**data.get("plan", {}))}
+    return Recipe(path.stem, **data | parts)
+
+
+RECIPES = {path.stem: read_recipe(path) for path in sorted((Path(__file__).parent / "shipped").glob("*.yaml"))}
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
     """One call of `train` with all settings resolved."""
 
-    recipe: str
-    world: World
-    shape: Shape
+    recipe: Recipe
     corpus: Path
     out: Path
     minutes: float
     device: torch.device
-    target: str  # this and the rest apply to drafts only
+    target: str  # this and the cache apply to drafts only
     cache: Path
-    plan: Plan
-    backwards: bool
     start: str | None  # a trained model of this shape to continue from
     threads: int
     compile: bool
-    seed: bool = False  # another run continues from this one
     force: bool = False  # overwrite a folder that specdemo did not make
+    seed: bool = False  # another run continues from this one
 
     @property
     def schedule(self) -> Schedule:
@@ -87,18 +96,47 @@ class Job:
         if self.seed:
             return Schedule(self.minutes, decay_from=0.8 if self.start else 0.4, floor=0.5)
         if self.start:
-            return Schedule(self.minutes, decay_from=0.2).scaled(self.world.rates_later)
+            return Schedule(self.minutes, decay_from=0.2).scaled(self.recipe.rates_later)
         return Schedule(self.minutes, decay_from=0.4)
 
-    @property
-    def large(self) -> bool:
-        """Return whether the device takes large batches."""
-        return self.device.type != "cpu"
+    def batch_tokens(self, on_cpu: int = 4096) -> int:
+        """Return the number of tokens per batch."""
+        return on_cpu if self.device.type == "cpu" else 65536
 
     @property
     def micro_tokens(self) -> int:
         """Return the number of tokens per forward and backward pass."""
-        return 65536 if self.large else 2048
+        return self.batch_tokens(2048)
+
+    def build(self, vocab_size: int) -> LlamaForCausalLM:
+        """Create the model on the device."""
+        return nn.Module.to(build(self.recipe.shape, vocab_size), self.device)
+
+    def steps(
+        self, module: nn.Module, batches: Batches, loss: Loss, evaluate: Evaluate, **options: Any
+    ) -> Generator[TrainStep, None, None]:
+        """Train as `train_steps` does, with the schedule and batches of this job unless the options name others."""
+        own: dict[str, Any] = {
+            "schedule": self.schedule,
+            "micro_tokens": self.micro_tokens,
+            "checkpoint": self.out / "checkpoint.pt",
+        }
+        return train_steps(module, batches, loss, evaluate, **own | options)
+
+    def facts(self, corpus: Corpus) -> dict[str, object]:
+        """Return the provenance of recipe, machine and text."""
+        machine = {"hardware": device_name(self.device), "threads": self.threads}
+        return {"recipe": self.recipe.name, "minutes": self.minutes, **machine, "data_sha256": corpus.sha256}
+
+    def finish(
+        self, model: LlamaForCausalLM, tokenizer: Tokenizer, corpus: Corpus, history: TrainHistory, share: float = 0.0
+    ) -> None:
+        """Write model, provenance and card. share: that of the start's weights in the result."""
+        save_model(model, tokenizer, self.out)
+        start = {"start": Path(self.start).name} if self.start else {}
+        found = self.facts(corpus) | start | ({"start_share": share} if share else {}) | seed_facts(self.out)
+        write_provenance(self.out, history, **found, parameters=model.num_parameters())
+        write_card(self.out, self.recipe)
 
 
 def side_by_side(job: Job) -> AbstractContextManager[Executor | None]:
@@ -109,34 +147,6 @@ def side_by_side(job: Job) -> AbstractContextManager[Executor | None]:
     return ThreadPoolExecutor(job.threads, initializer=torch.set_num_threads, initargs=(1,))
 
 
-def finish(
-    job: Job,
-    model: LlamaForCausalLM,
-    tokenizer: Tokenizer,
-    corpus: Corpus,
-    history: TrainHistory,
-    start_share: float = 0.0,
-) -> None:
-    """Write model, provenance, attribution and card. start_share: share of the start's weights in the result."""
-    save_model(model, tokenizer, job.out)
-    start = {"start": Path(job.start).name} if job.start else {}
-    share = {"start_share": start_share} if start_share else {}
-    run_facts = facts(job, corpus) | start | share | seed_facts(job.out)
-    write_provenance(job.out, history, **run_facts, parameters=model.num_parameters())
-    write_card(job.out)
-
-
-def facts(job: Job, corpus: Corpus) -> dict[str, object]:
-    """Return the provenance of recipe, machine and text."""
-    return {
-        "recipe": job.recipe,
-        "minutes": job.minutes,
-        "hardware": device_name(job.device),
-        "threads": job.threads,
-        "data_sha256": corpus.sha256,
-    }
-
-
 def seed_facts(folder: Path) -> dict[str, object]:
     """Return the provenance of the models that this one started from."""
     seeds = []
@@ -144,7 +154,7 @@ def seed_facts(folder: Path) -> dict[str, object]:
         if path.exists():
             seed = json.loads(path.read_text(encoding="utf-8"))
             layers = json.loads(path.with_name("config.json").read_text(encoding="utf-8"))["num_hidden_layers"]
-            loss = seed["evaluations"][-1]["held_out_loss"] if seed["evaluations"] else None
-            at = {"minutes": seed["seconds"] / 60, "tokens": seed["tokens"], "held_out_loss": loss}
-            seeds.append({"name": path.parent.name, "layers": layers, **at})
+            loss = {"held_out_loss": [None, *(at["held_out_loss"] for at in seed["evaluations"])][-1]}
+            length = {"minutes": seed["seconds"] / 60, "tokens": seed["tokens"]}
+            seeds.append({"name": path.parent.name, "layers": layers, **length, **loss})
     return {"seeds": seeds} if seeds else {}

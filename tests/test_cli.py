@@ -6,7 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,7 @@ from typer.exceptions import TyperException
 from typer.main import get_command
 
 import specdemo
-from recipes.train import RECIPES
+from recipes.train import MAKERS, RECIPES
 from specdemo.__main__ import app, main
 from specdemo.bench.suites import suites
 from specdemo.core.trace import from_json
@@ -324,7 +324,7 @@ def test_a_file_that_cannot_be_written_is_one_line(capsys):
 @pytest.mark.parametrize("recipe, target", [("code-draft", "code"), ("stories-draft-wide", "stories")])
 def test_draft_learns_from_the_target_of_its_corpus(monkeypatch, tmp_path, recipe, target):
     jobs = []
-    monkeypatch.setitem(RECIPES, recipe, replace(RECIPES[recipe], make=jobs.append))
+    monkeypatch.setitem(MAKERS, RECIPES[recipe].make, jobs.append)
     assert main(["train", recipe, "--corpus", str(tmp_path), "--out", str(tmp_path / "out")]) == 0
     assert [Path(job.target).name for job in jobs] == [target]
 

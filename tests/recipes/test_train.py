@@ -1,19 +1,27 @@
 import json
 import random
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from recipes import cards, drafts, targets
+from recipes import cards, job
+from recipes import train as program
 from recipes.cards import curve, sparkline, write_card
-from recipes.job import CODE
-from recipes.lessons import Lessons
-from recipes.llama import CONTEXT, Shape, average, build, to_depth
-from recipes.train import DEEP, RECIPES, TARGET, WIDE, train
+from recipes.corpus import Lessons
+from recipes.llama import Shape, build
+from recipes.train import RECIPES, train
+from specdemo.core.protocol import Budget, GenerationConfig
+from specdemo.engine.loop import generate
+from specdemo.methods import load_drafter
+from specdemo.models.load import load_target
 from specdemo.training.collect import Plan, TeacherData, build_cache, load_cache
+from specdemo.training.fit import train_steps
+from tests.training.test_fit import ticking
+from tests.training.test_heads import Next
 
 PLAN = Plan(text_rows=8, sampled_rows=8, rows_per_shard=16, context=64, sample_length=32)
 
@@ -39,7 +47,8 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_shapes_are_those_of_the_shipped_models() -> None:
-    parameters = [build(shape).num_parameters() for shape in (TARGET, WIDE, DEEP)]
+    names = ("stories-target", "stories-draft-wide", "stories-draft-deep")
+    parameters = [build(RECIPES[name].shape).num_parameters() for name in names]
     assert parameters[0] == pytest.approx(9.9e6, rel=0.01)
     assert parameters[1] == pytest.approx(parameters[2], rel=0.01) == pytest.approx(1.3e6, rel=0.02)
 
@@ -49,9 +58,8 @@ def test_draft_with_another_vocabulary_reads_the_targets_text(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = []
-    train_on = targets.train_on
-    for module in (targets, drafts):
-        monkeypatch.setattr(module, "train_on", lambda job, corpus: (read.append(corpus), train_on(job, corpus)))
+    train_on = program.train_on
+    monkeypatch.setattr(program, "train_on", lambda job, corpus: (read.append(corpus), train_on(job, corpus)))
     target = train("stories-target", corpus, tmp_path / "stories")
     draft = train("stories-draft-other", corpus, tmp_path / "draft", target=str(target), cache=tmp_path / "cache")
     target_tokenizer, draft_tokenizer = (PreTrainedTokenizerFast.from_pretrained(folder) for folder in (target, draft))
@@ -102,15 +110,6 @@ def test_a_target_goes_on_from_its_weights(corpus: Path, tmp_path: Path, monkeyp
         json.loads((f / "provenance.json").read_text())["evaluations"][-1]["held_out_loss"] for f in (first, again)
     ]
     assert losses[1] < losses[0]
-
-
-@pytest.mark.parametrize("best, share", [(0.3, 0.3), (0.0, 0.0), (0.9, 0.5)])
-def test_start_weights_are_averaged_if_that_helps(best: float, share: float) -> None:
-    model = torch.nn.Linear(2, 1, bias=False)
-    torch.nn.init.ones_(model.weight)
-    start = {"weight": torch.zeros(1, 2, dtype=torch.bfloat16)}
-    assert average(model, start, lambda: abs(1.0 - best - float(model.weight[0, 0]))) == share
-    assert model.weight.tolist() == [[pytest.approx(1.0 - share)] * 2]
 
 
 @pytest.mark.usefixtures("tiny")
@@ -191,13 +190,13 @@ def test_every_row_comes_once_in_an_epoch() -> None:
     assert seen.tolist() != later.tolist() and sorted(seen.tolist()) == sorted(later.tolist())
 
 
-def test_a_curve_is_a_line_of_bars_and_a_table_with_both_ends() -> None:
+def test_a_curve_is_bars_and_rows_with_the_end() -> None:
     assert sparkline([1.0, 2.0, 8.0]) == "▁▂█"
     assert sparkline([3.0, 3.0]) == "▁▁"
     points = [{"step": i, "tokens": 1e6 * i, "seconds": 60.0 * i, "held_out_loss": 4.0 - i / 10} for i in range(31)]
-    table = curve(points).splitlines()
-    assert sum(line.startswith("| ") for line in table) == 1 + cards.CURVE_ROWS
-    assert "| 0.0 | 0.00 M | 4.000 |" in table and "| 30.0 | 30.00 M | 1.000 |" in table
+    found = curve(points)
+    assert list(found["bars"]) == ["held_out_loss"] and len(found["rows"]) <= cards.CURVE_ROWS
+    assert found["rows"][-1] == points[-1] and curve([]) == {"bars": {}, "rows": []}
 
 
 def test_a_card_can_be_written_for_an_older_run(corpus: Path, tmp_path: Path, tiny: None) -> None:
@@ -207,36 +206,17 @@ def test_a_card_can_be_written_for_an_older_run(corpus: Path, tmp_path: Path, ti
         del facts[name]
     facts["remark"] = "Stopped once."
     (out / "provenance.json").write_text(json.dumps(facts), encoding="utf-8")
-    text = write_card(out, recipe="stories-target").read_text(encoding="utf-8")
+    text = write_card(out, RECIPES["stories-target"]).read_text(encoding="utf-8")
     assert text.startswith("# stories\n") and "train stories-target" in text and "- remark: Stopped once.\n" in text
-
-
-def test_deepened_model_equals_the_shallow_one() -> None:
-    shallow = build(Shape(2, 32, 48, 2), 64).eval()
-    deep = build(Shape(5, 32, 48, 2), 64).eval()
-    deep.load_state_dict(to_depth(shallow.state_dict(), 5))
-    tokens = torch.randint(64, (2, 9), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        assert torch.allclose(deep(tokens).logits, shallow(tokens).logits, atol=1e-6)
-    assert not torch.equal(deep.model.layers[1].mlp.up_proj.weight, torch.zeros(48, 32))
-
-
-def test_shallow_model_starts_from_layers_of_the_deep_one() -> None:
-    deep, shallow = build(Shape(6, 32, 48, 2), 64), build(Shape(2, 32, 48, 2), 64)
-    shallow.load_state_dict(to_depth(deep.state_dict(), 2))
-    for mine, its in ((0, 0), (1, 3)):
-        of = deep.model.layers[its].state_dict()
-        assert all(torch.equal(w, of[name]) for name, w in shallow.model.layers[mine].state_dict().items())
-    assert torch.equal(shallow.model.embed_tokens.weight, deep.model.embed_tokens.weight)
 
 
 def test_a_target_of_code_is_deepened_and_drafted_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cards, "SAMPLE_TOKENS", 8)
-    monkeypatch.setattr(targets, "SEED_LAYERS", 1)
-    world = replace(CODE, windows=(16, 32), windows_later=(16, 32), parts=1, vocab_size=300)
+    monkeypatch.setattr(program, "SEED_LAYERS", 1)
+    world = {"windows": (16, 32), "windows_later": (16, 32), "parts": 1, "vocab_size": 300}
     for name in ("code-target", "code-draft"):
         shape = Shape(3 if name == "code-target" else 1, 32, 48, 2, 64)
-        small = {"shape": shape, "world": world, "minutes": 0.005, "plan": PLAN, "threads": 1}
+        small = {"shape": shape, "minutes": 0.005, "plan": PLAN, "threads": 1} | world
         monkeypatch.setitem(RECIPES, name, replace(RECIPES[name], **small))
     (tmp_path / "code").mkdir()
     body = "\n    ".join(f"total = total + value * {i}" for i in range(60))
@@ -253,11 +233,43 @@ def test_a_target_of_code_is_deepened_and_drafted_for(tmp_path: Path, monkeypatc
 
 
 def test_draft_models_learn_from_rows_as_long_as_their_context() -> None:
-    chosen = [recipe for recipe in RECIPES.values() if recipe.make is drafts.train_draft]
+    chosen = [recipe for recipe in RECIPES.values() if recipe.make == "train_draft"]
     assert len(chosen) == 3
     assert all(recipe.plan.context == recipe.shape.context for recipe in chosen)
 
 
 def test_every_recipe_is_described() -> None:
-    assert set(cards.TEXTS["about"]) == {*RECIPES}
-    assert CONTEXT == 512
+    assert all(recipe.about and recipe.make in program.MAKERS for recipe in RECIPES.values())
+
+
+def test_model_and_heads_learn_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, head = build(Shape(1, 16, 24, 2), vocab_size=16), Next(16, 16)
+    start = torch.randint(0, 16, (64, 1), generator=torch.Generator().manual_seed(0))
+    rows = (start + torch.arange(13)) % 16  # counts up
+    monkeypatch.setattr(job, "train_steps", partial(train_steps, clock=ticking()))
+    made = job.Job(RECIPES["stories-bytes"], tmp_path, tmp_path, 2.0, rows.device, "", tmp_path, None, 1, False)
+    ticks = list(program.train_jointly(made, model, head, lambda _, step: (rows[step % 4 * 16 :][:16],), rows))
+    end = ticks[-1].evaluation
+    assert end is not None and end["held_out_loss"] < 1.0 and end["heads_loss"] < 2.0  # ln 16 is 2.77
+
+
+def test_a_byte_model_and_its_heads_can_be_loaded_and_raced(tmp_path, monkeypatch):
+    small = {"shape": Shape(layers=2, hidden=32, intermediate=48, heads=2, context=256), "windows": (32, 64)}
+    monkeypatch.setitem(RECIPES, "stories-bytes", replace(RECIPES["stories-bytes"], **small))
+    stories = "\n<|endoftext|>\n".join(f"Tom saw {n} cats. The cats saw Tom." for n in range(400))
+    (tmp_path / "stories.txt").write_text(stories, encoding="utf-8")
+    folder = train("stories-bytes", tmp_path, tmp_path / "bytes", minutes=0.02, device="cpu")
+    target = load_target(str(folder))
+    drafter = load_drafter("mtp", target, str(tmp_path / "bytes-heads"))
+    prompt = torch.tensor([target.tokenizer("Tom saw").input_ids])
+    config = GenerationConfig(24, budget=Budget(7, 7), stop_token_ids=())
+    plain = [t for e in generate(target, load_drafter("none", target), prompt, config) for t in e.emitted[0]]
+    events = list(generate(target, drafter, prompt, config))
+    assert [t for e in events for t in e.emitted[0]] == plain
+    assert max(len(e.drafted[0]) for e in events) == 7
+
+
+def test_a_byte_model_begins_from_scratch(tmp_path):
+    with pytest.raises(ValueError, match="recipe 'stories-bytes' starts from scratch; omit --start"):
+        train("stories-bytes", tmp_path, tmp_path / "out", start="stories")
+    assert not (tmp_path / "out").exists()

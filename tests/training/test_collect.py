@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from recipes.agreement import next_probs
-from recipes.llama import Shape, build
+from recipes.llama import Shape, build, next_probs
 from specdemo.training.collect import (
     END,
     Plan,

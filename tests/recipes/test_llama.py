@@ -1,8 +1,21 @@
 import pytest
 import torch
 from torch import Tensor
+from transformers import LlamaForCausalLM
 
-from recipes.losses import CHUNK, TINY, cross_entropy, head_forward_kl, toward_argmax
+from recipes.llama import (
+    CHUNK,
+    TINY,
+    Shape,
+    agreement,
+    average,
+    build,
+    cross_entropy,
+    head_forward_kl,
+    next_probs,
+    to_depth,
+    toward_argmax,
+)
 
 
 def sparse_forward_kl(logits, indices, probs):
@@ -79,3 +92,56 @@ def test_leaning_to_the_argmax_keeps_the_mass_and_the_order() -> None:
     torch.testing.assert_close(leaning[:, 0], 0.75 * probs[:, 0] + 0.25)
     torch.testing.assert_close(leaning[:, 1:], 0.75 * probs[:, 1:])
     assert torch.equal(toward_argmax(probs, 0.0), probs)
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    return build(Shape(1, 32, 48, 2), vocab_size=64).eval()
+
+
+@pytest.fixture(scope="module")
+def text() -> Tensor:
+    return torch.randint(0, 64, (12, 32), generator=torch.Generator().manual_seed(0))
+
+
+def test_a_model_agrees_with_itself_and_less_with_another(model: LlamaForCausalLM, text: Tensor) -> None:
+    p = next_probs(model, text)
+    assert agreement(model, p, text) == {"greedy_agreement": 1.0, "overlap": pytest.approx(1.0, abs=1e-4)}
+    other = build(Shape(2, 16, 24, 1), vocab_size=64).eval()
+    assert agreement(other, p, text)["greedy_agreement"] < 1.0
+
+
+def test_overlap_is_one_minus_total_variation(model: LlamaForCausalLM, text: Tensor) -> None:
+    other = build(Shape(2, 16, 24, 1), vocab_size=64).eval()
+    p, q = next_probs(model, text), next_probs(other, text)
+    assert agreement(other, p, text)["overlap"] == pytest.approx(
+        1.0 - float((p - q).abs().sum(-1).mean()) / 2, abs=1e-3
+    )
+
+
+@pytest.mark.parametrize("best, share", [(0.3, 0.3), (0.0, 0.0), (0.9, 0.5)])
+def test_start_weights_are_averaged_if_that_helps(best: float, share: float) -> None:
+    model = torch.nn.Linear(2, 1, bias=False)
+    torch.nn.init.ones_(model.weight)
+    start = {"weight": torch.zeros(1, 2, dtype=torch.bfloat16)}
+    assert average(model, start, lambda: abs(1.0 - best - float(model.weight[0, 0]))) == share
+    assert model.weight.tolist() == [[pytest.approx(1.0 - share)] * 2]
+
+
+def test_deepened_model_equals_the_shallow_one() -> None:
+    shallow = build(Shape(2, 32, 48, 2), 64).eval()
+    deep = build(Shape(5, 32, 48, 2), 64).eval()
+    deep.load_state_dict(to_depth(shallow.state_dict(), 5))
+    tokens = torch.randint(64, (2, 9), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert torch.allclose(deep(tokens).logits, shallow(tokens).logits, atol=1e-6)
+    assert not torch.equal(deep.model.layers[1].mlp.up_proj.weight, torch.zeros(48, 32))
+
+
+def test_shallow_model_starts_from_layers_of_the_deep_one() -> None:
+    deep, shallow = build(Shape(6, 32, 48, 2), 64), build(Shape(2, 32, 48, 2), 64)
+    shallow.load_state_dict(to_depth(deep.state_dict(), 2))
+    for mine, its in ((0, 0), (1, 3)):
+        of = deep.model.layers[its].state_dict()
+        assert all(torch.equal(w, of[name]) for name, w in shallow.model.layers[mine].state_dict().items())
+    assert torch.equal(shallow.model.embed_tokens.weight, deep.model.embed_tokens.weight)
