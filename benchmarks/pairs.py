@@ -19,7 +19,7 @@ from specdemo.engine.loop import generate
 from specdemo.methods import BASELINE, load_drafter
 from specdemo.models.devices import pick_device, pick_dtype
 from specdemo.models.load import load_model
-from specdemo.models.sizes import free_bytes
+from specdemo.models.memory import free_bytes
 from specdemo.models.target import HFTarget
 from specdemo.models.text import encode
 

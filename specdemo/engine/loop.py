@@ -20,9 +20,8 @@ from specdemo.core.sampling import PositionNoise, to_probs
 from specdemo.core.trace import StepEvent
 from specdemo.core.tree import ABSENT, Draft, chain_parents, clamp_ids, depths, first_branch, is_chain, validate_ids
 from specdemo.engine.clock import Stopwatch, stopwatch_for
-from specdemo.models.cancellation import cancel_passes_if
 from specdemo.models.cpu_threads import step_threads, thread_limit
-from specdemo.models.errors import Cancelled
+from specdemo.models.errors import Cancelled, cancel_passes_if
 
 TOP_TOKENS = 3  # of the target, per accepted slot, for the inspector
 

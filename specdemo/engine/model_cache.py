@@ -16,9 +16,18 @@ from specdemo.models.cpu_plan import CpuSettings
 from specdemo.models.devices import best_device, device_kind
 from specdemo.models.errors import checkpoint_errors
 from specdemo.models.gguf_files import is_gguf
-from specdemo.models.gguf_memory import GGUFNeeds, free_memory, gguf_footprint
 from specdemo.models.llamacpp import LlamaCppSettings
-from specdemo.models.sizes import Footprint, Precision, check_memory, estimate_footprint, free_bytes, resolve_placement
+from specdemo.models.memory import (
+    Footprint,
+    Needs,
+    Precision,
+    check_memory,
+    estimate_footprint,
+    free_bytes,
+    free_memory,
+    gguf_footprint,
+    resolve_placement,
+)
 from specdemo.models.sources import LoadProgress, locate, no_progress
 
 ANY_WEIGHTS = ("*.pt", "*.bin", "*.pth")  # formats of published speculators without safetensors
@@ -117,13 +126,12 @@ class ModelCache:
         tokens, num_lanes = len(spec.prompt) // 2 + spec.max_new_tokens, 1 + len(spec.lanes)  # 2 characters per token
         first = sizes.get(target, NOTHING)
         drafters = [size for key, size in sizes.items() if key != target]
-        needed = first.bytes(tokens * num_lanes) + sum(size.bytes(tokens) for size in drafters)
-        needed += graph_bytes(device, 2 * num_lanes)  # target and drafter of every lane
-        self._evict(needed, device, {target, *lanes})
         names = " with ".join([new[key] for key in reversed(new)])
+        needs = Needs(names, first, drafters, tokens, num_lanes)
+        needed = needs.bytes + graph_bytes(device, 2 * num_lanes)  # target and drafter of every lane
+        self._evict(needed, device, {target, *lanes})
         if is_gguf(spec.target):
-            needs = GGUFNeeds(names, first, drafters, tokens, num_lanes)
-            needs.check(free_memory())
+            needs.check_llamacpp(free_memory())
             progress(0.0, f"loading {needs.describe()}")
         else:
             check_memory(names, needed, device, precision)

@@ -1,7 +1,11 @@
-"""Translation of errors from libraries to a ValueError with one line that says how to fix it."""
+"""Translation of errors from libraries to a ValueError with one line that says how to fix it, and cancellation.
 
-from collections.abc import Iterator
+The generation loop passes its `cancelled` to the targets that read a text, because a pass may be long.
+"""
+
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 from huggingface_hub import constants
 from safetensors import SafetensorError
@@ -11,6 +15,7 @@ from specdemo.core.suggest import suggest
 from specdemo.models.shipped import embedded_heads, embedded_models
 
 CONNECTION_ERRORS = {"LocalEntryNotFoundError", "ConnectError", "ConnectionError", "TransportError", "TimeoutException"}
+_cancelled: ContextVar[Callable[[], bool]] = ContextVar("cancelled", default=lambda: False)
 
 
 class Cancelled(ValueError):
@@ -107,3 +112,18 @@ def _explain_load(name: str, error: Exception) -> str:
     if isinstance(error, SafetensorError):
         return f"a file of {name} is damaged or cut short ({line}); delete it and fetch it again"
     return line if line.startswith(name) else f"{name} cannot be loaded: {line}"
+
+
+@contextmanager
+def cancel_passes_if(cancelled: Callable[[], bool]) -> Iterator[None]:
+    """Let passes inside the block raise `Cancelled` soon after `cancelled()` is true."""
+    token = _cancelled.set(cancelled)
+    try:
+        yield
+    finally:
+        _cancelled.reset(token)
+
+
+def pass_cancelled() -> Callable[[], bool]:
+    """Return the function that reports, in any thread, whether to stop the current pass."""
+    return _cancelled.get()

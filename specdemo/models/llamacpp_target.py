@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from specdemo.core.protocol import Capabilities, Forward, Target
 from specdemo.core.tree import ABSENT, is_chain
-from specdemo.models.cancellation import pass_cancelled
+from specdemo.models.errors import pass_cancelled
 from specdemo.models.gguf_files import ROPE_BASE
 from specdemo.models.gguf_header import read_header
 from specdemo.models.llamacpp import LlamaCppModel, LlamaCppSettings, library, read_matrix

@@ -10,13 +10,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache, partial
 from pathlib import Path
-from timeit import repeat
 from typing import Any
 
 import torch
 import transformers
 
 from specdemo.models.devices import device_kind, now
+from specdemo.models.packed import bfloat16_pays
 
 SM_CLOCK = 1  # NVML_CLOCK_SM
 THROTTLE_REASONS = {0x04: "its power limit", 0x08: "the hardware", 0x20: "heat", 0x40: "heat", 0x80: "its power supply"}
@@ -108,18 +108,7 @@ def commit() -> str | None:
 def matmul_dtype(device: torch.device) -> torch.dtype:
     """Return the fastest dtype of matrix products for training: bfloat16 on a GPU and on a CPU with bf16
     instructions."""
-    return torch.bfloat16 if device.type != "cpu" or _fast_bf16() else torch.float32
-
-
-@lru_cache(maxsize=1)
-def _fast_bf16() -> bool:
-    """Measure whether bfloat16 is faster. Processors without bf16 instructions emulate it, up to fifteen times as
-    slowly."""
-    best = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        product = partial(torch.matmul, torch.ones(256, 256, dtype=dtype), torch.ones(256, 1024, dtype=dtype))
-        best[dtype] = min(repeat(product, number=1, repeat=5))
-    return best[torch.bfloat16] < best[torch.float32]
+    return torch.bfloat16 if device.type != "cpu" or bfloat16_pays() else torch.float32
 
 
 @lru_cache(maxsize=1)

@@ -103,9 +103,9 @@ def test_fifty_switches_leak_no_memory(folders):
 def test_models_that_do_not_fit_together_are_rejected_before_loading(folders, monkeypatch):
     a, b, _ = folders
     need = model_cache.estimate_footprint(Path(a), model_cache.Precision(torch.float32)).weights
-    monkeypatch.setattr("specdemo.models.sizes.free_bytes", lambda where: [int(1.5 * need)])
+    monkeypatch.setattr("specdemo.models.memory.free_bytes", lambda where: [int(1.5 * need)])
     monkeypatch.setattr(model_cache, "load_model", None)
-    with pytest.raises(ValueError, match=f"^{a} with {b} needs about 0.0 GB in float32, .* smaller model$"):
+    with pytest.raises(ValueError, match=f"^{a} with {b} needs about 7.2 MB in float32, .* smaller model$"):
         Session().load(spec(a, Lane(method="draft_model", model=b)))
 
 

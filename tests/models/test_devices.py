@@ -10,10 +10,10 @@ from specdemo.engine import lanes
 from specdemo.engine.clock import CpuStopwatch, stopwatch_for
 from specdemo.engine.session import Session
 from specdemo.kv.graphs import capture_for
-from specdemo.models import devices, load, sizes
+from specdemo.models import devices, load, memory
 from specdemo.models.devices import DEVICE_KINDS, DeviceKind, best_device, device_kind, pick_device, pick_dtype
 from specdemo.models.fused import missing_kernels
-from specdemo.models.sizes import Precision, check_memory, estimate_footprint, free_bytes, resolve_placement
+from specdemo.models.memory import Precision, check_memory, estimate_footprint, free_bytes, resolve_placement
 from specdemo.presets import runnable
 from specdemo.presets.files import preset
 
@@ -181,10 +181,10 @@ def test_unquantizable_4_bit_weights_are_rejected(tmp_path, monkeypatch):
     """transformers only logs a warning and dequantizes, while the memory check counts 4 bits."""
     config = {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    monkeypatch.setattr(sizes, "find_spec", lambda package: None if package == "kernels" else package)
+    monkeypatch.setattr(memory, "find_spec", lambda package: None if package == "kernels" else package)
     with pytest.raises(ValueError, match="is stored in MXFP4, which needs other packages; run: pip install kernels$"):
         estimate_footprint(tmp_path, Precision(torch.bfloat16))
-    monkeypatch.setattr(sizes, "find_spec", lambda package: package)
+    monkeypatch.setattr(memory, "find_spec", lambda package: package)
     assert estimate_footprint(tmp_path, Precision(torch.bfloat16)).weights == 0
 
 

@@ -23,12 +23,12 @@ from specdemo.core.estimate import Estimate
 from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.engine.loop import generate
 from specdemo.methods import load_drafter
-from specdemo.models import load, pass_cost, sizes, sources
+from specdemo.models import load, memory, pass_cost, sources
 from specdemo.models.checkpoints import open_checkpoint, open_meta_checkpoint
 from specdemo.models.devices import device_map_summary
 from specdemo.models.load import LoadedModel, load_meta_target, load_model, load_target
+from specdemo.models.memory import Precision, estimate_footprint
 from specdemo.models.pass_cost import VerifyCost, rounding_noise, verify_cost
-from specdemo.models.sizes import Precision, estimate_footprint
 from specdemo.models.sources import resolve
 from specdemo.models.target import HFTarget
 from tests.models.test_text import byte_level
@@ -182,14 +182,14 @@ def test_wrong_options_are_refused(folder):
 
 
 def test_quantization_names_missing_packages(folder, monkeypatch):
-    monkeypatch.setattr(sizes, "find_spec", lambda name: None)
+    monkeypatch.setattr(memory, "find_spec", lambda name: None)
     assert "pip install bitsandbytes" in refused(str(folder), quantization="4bit")
 
 
 def test_a_model_that_does_not_fit_is_refused_before_loading(folder, monkeypatch):
-    monkeypatch.setattr(sizes, "free_bytes", lambda where: [1000])
+    monkeypatch.setattr(memory, "free_bytes", lambda where: [1000])
     line = refused(str(folder))
-    assert "in float32, this machine has 0.0 GB free on cpu; choose quantization 4bit or a smaller model" in line
+    assert "in float32, this machine has 0.0 MB free on cpu; choose quantization 4bit or a smaller model" in line
 
 
 def test_expensive_verifying_in_half_precision_on_a_cpu_is_a_note_and_no_refusal(folder, monkeypatch):

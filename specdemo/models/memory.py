@@ -1,10 +1,10 @@
-"""Precision and memory of a model before it is loaded or downloaded, and the free memory.
+"""Precision and memory of models before they are loaded or downloaded, and the free memory.
 
 Weights are counted from the headers of safetensors files or from the hub's metadata; keys and values from the config.
 Both leave out overheads; compare them with free memory divided by `core.shapes.HEADROOM`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from math import prod
@@ -17,7 +17,9 @@ from transformers import PreTrainedModel
 from specdemo.core.safe_io import TOO_LARGE
 from specdemo.core.shapes import HEADROOM, QUANTIZED_BITS, Config, ConfigReader
 from specdemo.core.suggest import suggest
-from specdemo.models.devices import DEVICE_KINDS, device_kind, pick_device, pick_dtype
+from specdemo.models.devices import DEVICE_KINDS, best_device, device_kind, pick_device, pick_dtype
+from specdemo.models.gguf_files import local_header, stored_bytes
+from specdemo.models.llamacpp import CACHE_BYTES, LlamaCppSettings, cache_type_of, library
 from specdemo.models.sources import Repository, fetch_config, read_config
 
 STORED_BITS = {"I64": 64, "I32": 32, "I16": 16, "I8": 8, "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F4": 4}
@@ -26,6 +28,8 @@ UNQUANTISED = ("embed", "lm_head", "wte", "wpe", "experts")
 BITS = {"4bit": 4, "8bit": 8}
 ABSENT = 1.5  # config weights / stored weights; above it the files lack tensors, like those of heads
 NUMBERS_PER_ENTRY = 8  # 4-bit weights per stored entry
+SHORT_CONTEXT = 256  # tokens; a shorter context is no advice
+OUTPUTS = 256  # rows of logits that llama.cpp allocates per context, one for each sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +61,61 @@ class Footprint:
     per_token: int  # keys and values per token of a lane
     per_lane: int = 0  # buffers of a lane
 
-    def bytes(self, tokens: int) -> int:
-        """Return the size of the weights and of the keys and values of `tokens` tokens."""
-        return self.weights + tokens * self.per_token
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Memory of a target and its drafters in bytes.
+
+    tokens: expected length of a lane. lanes: number of KV caches of the target; each drafter has one.
+    """
+
+    name: str
+    target: Footprint
+    drafters: Sequence[Footprint]
+    tokens: int
+    lanes: int
+
+    @property
+    def weights(self) -> int:
+        """Return the size of all weights."""
+        return self.target.weights + sum(drafter.weights for drafter in self.drafters)
+
+    @property
+    def per_token(self) -> int:
+        """Return the size of one token in all caches."""
+        return self.lanes * self.target.per_token + sum(drafter.per_token for drafter in self.drafters)
+
+    @property
+    def buffers(self) -> int:
+        """Return the size of the buffers of all contexts."""
+        return self.lanes * self.target.per_lane + sum(drafter.per_lane for drafter in self.drafters)
+
+    @property
+    def bytes(self) -> int:
+        """Return the size of weights, caches and buffers."""
+        return self.weights + self.tokens * self.per_token + self.buffers
+
+    def check_llamacpp(self, free: int) -> None:
+        """Raise ValueError if they do not fit, with a context that fits or the advice to choose smaller weights."""
+        weights, cache = HEADROOM * self.weights, HEADROOM * self.tokens * self.per_token
+        if weights + cache + self.buffers <= free:
+            return
+        context = int((free - weights - self.buffers) / HEADROOM / max(self.per_token, 1))
+        fix = f"at most {context:,} tokens of prompt and output, or " if context >= SHORT_CONTEXT else ""
+        other = size_text(cache + self.buffers)
+        raise ValueError(
+            f"{self.name} needs {size_text(weights)} for weights and {other} for the KV cache and buffers, this "
+            f"machine has {size_text(free)} free; choose {fix}a smaller quantisation such as Q4_K_M"
+        )
+
+    def describe(self) -> str:
+        """Return weights, cache, and the context that the drafters displace."""
+        cache = self.tokens * self.per_token
+        words = f"{size_text(self.weights)} of weights and {size_text(cache)} of KV cache for {self.tokens:,} tokens"
+        if not self.drafters or not self.target.per_token:
+            return words
+        extra = sum(drafter.weights + self.tokens * drafter.per_token for drafter in self.drafters)
+        return f"{words}; the drafter takes the memory of {extra // self.target.per_token:,} tokens of context"
 
 
 def resolve_placement(
@@ -169,14 +225,9 @@ def check_memory(name: str, needed: int, device: torch.device, precision: Precis
         return True
     hint = "a smaller model" if precision.bits == 4 else "quantization 4bit or a smaller model"
     raise ValueError(
-        f"{name} needs about {gigabytes(HEADROOM * needed)} in {precision}, this machine has {gigabytes(sum(free))} "
+        f"{name} needs about {size_text(HEADROOM * needed)} in {precision}, this machine has {size_text(sum(free))} "
         f"free on {device}; choose {hint}"
     )
-
-
-def gigabytes(count: float) -> str:
-    """Format bytes in GB of 10^9."""
-    return f"{count / 1e9:.1f} GB"
 
 
 def _bits(name: str, dimensions: int, stored: str, precision: Precision) -> float:
@@ -206,3 +257,27 @@ def _per_token(config: Config, precision: Precision) -> int:
     except KeyError:
         return 0
     return 2 * sizes.attention_layers * sizes.kv_heads * sizes.head_dim * precision.dtype.itemsize
+
+
+def gguf_footprint(name: str, settings: LlamaCppSettings) -> Footprint:
+    """Return the memory of a model's weights, of its KV cache per token and of its buffers: 0 before the download.
+
+    Raises ValueError for another kind of file.
+    """
+    header = local_header(name)
+    if header is None:
+        return Footprint(stored_bytes(name), 0)
+    per_token = header.cache_bytes(CACHE_BYTES[cache_type_of(header, settings.cache_type)])
+    return Footprint(stored_bytes(name), per_token, OUTPUTS * header.tokens * 4)
+
+
+def free_memory() -> int:
+    """Return the free memory that llama.cpp can use: main memory, and that of GPUs if it was built for them."""
+    gpu = best_device()
+    separate = device_kind(gpu).separate_memory and library().llama_supports_gpu_offload()
+    return DEVICE_KINDS["cpu"].free(torch.device("cpu")) + (sum(free_bytes(gpu)) if separate else 0)
+
+
+def size_text(count: float) -> str:
+    """Format bytes in MB or GB."""
+    return f"{count / 1e9:.1f} GB" if count >= 100_000_000 else f"{count / 1e6:.1f} MB"
