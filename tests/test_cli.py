@@ -102,7 +102,7 @@ def test_settings_reach_the_run(tmp_path, capsys):
         ),
         (["run", "embedded-ngram", "--option", "max_n"], "--option takes name=value, not 'max_n'"),
         (["run", "embedded-ngram", "--option", "max_n=x"], "option 'max_n' must be a number, not 'x'"),
-        (["run", "embedded-draft", "--k", "0"], "k must be 1 or more, not 0"),
+        (["run", "embedded-draft", "--k", "-1"], "k must be 0 or more, not -1"),
         (["run", "embedded-draft", "--k", "five"], "Invalid value for '--k': Input should be a valid integer"),
         (["run", "embedded-draft", "--temperature", "-1"], "temperature must be 0.0 or more, not -1.0"),
         (["run", "embedded-draft", "--temperature", "nan"], "temperature must be a finite number, not nan"),
@@ -195,7 +195,7 @@ def test_a_trace_without_lanes_is_one_line(capsys, tmp_path):
 @pytest.mark.parametrize(
     "arguments, line",
     [
-        (["--k", "0"], "k must be 1 or more, not 0"),
+        (["--k", "-1"], "k must be 0 or more, not -1"),
         (
             ["--prompt", "word " * 600],
             "the prompt has 1202 tokens, the limit is 352; shorten it or reduce max_new_tokens",

@@ -21,7 +21,7 @@ from specdemo.core.estimate import Estimate, t_quantile
 from specdemo.core.speedup import expected_tokens, measured_rates, pooled_rate, reach_probabilities
 from specdemo.core.suggest import program
 from specdemo.core.tally import StepCounts, node_depths
-from specdemo.core.trace import LaneTrace, StepEvent
+from specdemo.core.trace import LaneTrace, RunTrace, StepEvent
 from specdemo.presets.recorded import load_trace
 
 LONGEST = 64
@@ -237,11 +237,12 @@ def _widths(event: StepEvent, row: int) -> tuple[int, ...]:
     return tuple(counts[depth] for depth in range(1, max(counts) + 1))
 
 
-def drafting_lane(path: str | Path) -> LaneTrace:
-    """Return the first lane of a stored run that drafts. Raises ValueError with one line."""
-    for lane in load_trace(path).lanes:
+def drafting_lane(path: str | Path) -> tuple[RunTrace, LaneTrace]:
+    """Return a stored run and its first lane that drafts. Raises ValueError with one line."""
+    trace = load_trace(path)
+    for lane in trace.lanes:
         if lane.method != "none":
-            return lane
+            return trace, lane
     raise ValueError(f"{path} has no lane that drafts; record one with {program()} run PRESET --out FILE")
 
 

@@ -8,7 +8,7 @@ compare with.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache
 from math import exp, hypot, log
 from pathlib import Path
@@ -21,8 +21,8 @@ from specdemo.analysis.work import config_of, drafting, method_in, shape
 from specdemo.core.dtypes import dtype_name
 from specdemo.core.estimate import Estimate
 from specdemo.core.shapes import HEADROOM, Shape
-from specdemo.core.speedup import best_length, predicted_speedup
-from specdemo.core.trace import LaneTrace
+from specdemo.core.speedup import best_length, interpolate, predicted_speedup
+from specdemo.core.trace import LaneTrace, measured_passes
 from specdemo.methods.facts import Drafting
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -45,6 +45,21 @@ class Scenario:
     context: int = 1024
     nodes: int = 0
     price: float | None = None  # per hour of the machine, in any currency
+    passes: Mapping[int, float] = field(
+        default_factory=dict
+    )  # measured v: slots -> time of a pass; empty: the roofline
+
+    def verify_ms(self, k: int) -> float:
+        """Return the time of the target's pass over k draft tokens and their root."""
+        if not (k and self.passes) or self.batch > 1 or self.nodes_at(k):
+            return _step(self, k).check_ms(self.device)
+        v = interpolate(self.passes, sorted(self.passes), k + 1) / self.passes[1]
+        return v * _step(self, 0).check_ms(self.device)
+
+    def step_ms(self, k: int) -> float:
+        """Return the time of a step with k draft tokens."""
+        step = _step(self, k)
+        return step.draft_ms(self.device) + self.verify_ms(k) + step.overhead_ms(self.device)
 
     def nodes_at(self, depth: int) -> int:
         """Return the size of the draft tree up to a depth; 0: a chain."""
@@ -210,6 +225,7 @@ def predict(
     engine: Engine = "recorded",
     options: Mapping[str, int] | None = None,
     price: float | None = None,
+    passes: Mapping[int, float] | None = None,
 ) -> Prediction:
     """Predict the speed-up at every draft length with its interval, tokens/s, memory, and the break-even batch size.
 
@@ -217,14 +233,16 @@ def predict(
     for the target. method: detected from the model's config by default. device: a name in `specdemo/profiles`, a file
     of `specdemo profile --out`, or a `Profile`. acceptance: conditional acceptance rates by position, or the result of
     `acceptance.of_lane`. trace: a stored run; acceptance, method and model default to its first speculative lane.
-    nodes: of a draft tree. engine: recorded (CUDA graphs) or eager. price: hourly price of the machine. Raises
-    ValueError, one line with the nearest match, for unknown names.
+    nodes: of a draft tree. engine: recorded (CUDA graphs) or eager. price: hourly price of the machine.
+    passes: slots -> time of a pass on a CPU, by default as the trace measured it on this target; on a CPU its shape
+    replaces the roofline's. Raises ValueError, one line with the nearest match, for unknown names.
     """
     where = device if isinstance(device, Profile) else profile(device)
     dtype = dtype_name(dtype) or ("float32" if where.kind == "cpu" else "bfloat16")
     of = target if isinstance(target, Shape) else shape(target, quantization)
     if trace is not None:
-        lane = drafting_lane(trace)
+        recorded, lane = drafting_lane(trace)
+        passes = passes or measured_passes(recorded, target)
         method, model = method or lane.method, model or _model_of(lane, method)
         acceptance = acceptance or of_lane(lane)
     config = config_of(model) if isinstance(model, str) else model
@@ -241,7 +259,10 @@ def predict(
         context,
         nodes,
         price,
+        passes if passes and where.kind == "cpu" else {},
     )
+    if scenario.passes:
+        notes.append("The costs of wider passes are those that the run measured on its CPU.")
     if acceptance_model.extrapolates(max(ks or _lengths(scenario))):
         notes.append(
             f"The run recorded k = {acceptance_model.longest}. Larger k are extrapolated with decaying acceptance; "
@@ -306,7 +327,7 @@ def _step(scenario: Scenario, k: int) -> Step:
 def _row(scenario: Scenario, k: int) -> Row:
     device, plain, step = scenario.device, _step(scenario, 0), _step(scenario, k)
     tokens, plain_ms = scenario.acceptance.tokens(k), plain.ms(device)
-    draft_ms, verify_ms, other_ms = step.draft_ms(device), step.check_ms(device), step.overhead_ms(device)
+    draft_ms, verify_ms, other_ms = step.draft_ms(device), scenario.verify_ms(k), step.overhead_ms(device)
     step_ms = draft_ms + verify_ms + other_ms
     gain, rate = predicted_speedup(tokens.value, step_ms, plain_ms), 1e3 * scenario.batch * tokens.value / step_ms
     return Row(
@@ -335,8 +356,8 @@ def _about(value: float, tokens: Estimate) -> Estimate:
 
 def _limit(scenario: Scenario, k: int, tokens: float, step: Step, plain: Step) -> str:
     """Name the part that would gain most if it were free, or acceptance if it were perfect."""
-    device, all_ms = scenario.device, step.ms(scenario.device)
-    wider_ms = step.check_ms(device) - plain.check_ms(device)
+    device, all_ms = scenario.device, scenario.step_ms(k)
+    wider_ms = scenario.verify_ms(k) - plain.check_ms(device)
     more_ms = step.overhead_ms(device) - plain.overhead_ms(device)
     gains = {
         "drafting": all_ms / (all_ms - step.draft_ms(device)),
@@ -350,7 +371,7 @@ def _limit(scenario: Scenario, k: int, tokens: float, step: Step, plain: Step) -
 def _fastest(scenario: Scenario, lengths: Sequence[int]) -> int:
     """Return the draft length with the most tokens per time; 0: plain decoding."""
     tokens = (scenario.acceptance.tokens(k).value if k else 1.0 for k in lengths)
-    return lengths[best_length(tokens, (_step(scenario, k).ms(scenario.device) for k in lengths))]
+    return lengths[best_length(tokens, map(scenario.step_ms, lengths))]
 
 
 def _load(scenario: Scenario, lengths: Sequence[int]) -> Gain:

@@ -176,7 +176,7 @@ def _same_distribution(suite: OfPreset, chosen: Preset, report: Report, cancelle
         config = {
             "target": chosen.target,
             "lane": lane.name or lane.method.replace("_", " "),
-            "k": lane.k,
+            "k": lane.budget.depth,
             "acceptance": lane.acceptance,
             **sampling,
             "draws": len(samples[0]),
@@ -269,6 +269,6 @@ def _same_tokens(suite: OfPreset, chosen: Preset, report: Report, cancelled: Sto
     rows, remarks = repeated(len(prompts), report, cancelled, once, "prompt")
     counts = Counter(str(row["output"]) for row in rows)
     summary = ", ".join(f"{count} {word}" for word, count in counts.items())
-    config = {"target": chosen.target, "temperature": 0.0, "k": spec.lanes[0].k, "prompts": len(rows)}
+    config = {"target": chosen.target, "temperature": 0.0, "k": spec.lanes[0].budget.depth, "prompts": len(rows)}
     remark = f"Greedy, {len(rows)} prompts: {summary}."
     return Result("losslessness", len(rows), config, environment(runner.target()), rows, [remark, *remarks])

@@ -211,6 +211,22 @@ class Target(MemoryOwner, ABC):
         """Set the number for all targets with the same weights."""
 
     @property
+    def pass_ms(self) -> dict[int, float]:
+        """Return slots -> milliseconds of a pass over a chain of that many, once they are measured
+        (models/pass_cost.py). Targets with the same weights share it."""
+        return {}
+
+    @property
+    def layout(self) -> str:
+        """Return the layout of the weights in words; empty: there is only one."""
+        return ""
+
+    @property
+    def pass_bytes(self) -> int:
+        """Return the bytes of weights that a pass over one token reads; 0 if unknown."""
+        return 0
+
+    @property
     def wall_time(self) -> bool:
         """Return True if passes do not run in the calling thread alone, so that its CPU time does not measure them."""
         return False
@@ -317,6 +333,7 @@ class Drafter(MemoryOwner, ABC):
 
     requires: ClassVar[frozenset[str]] = frozenset()  # names of `Capabilities` without which it cannot draft
     taps: tuple[int, ...] = ()  # hidden states of the target that it reads, see `Forward`
+    chooses_length: ClassVar[bool] = False  # True: k is only the limit of the lengths that it chooses
     note: str = ""  # one sentence for the user, such as a convention it had to detect
 
     @abstractmethod
@@ -333,6 +350,10 @@ class Drafter(MemoryOwner, ABC):
 
     def release(self) -> None:
         """Free the state of the generation."""
+
+    def read_bytes(self, k: int) -> int:
+        """Return the bytes of weights that drafting k tokens reads."""
+        return k * self.weight_bytes
 
     def accept_rule(self, default: AcceptRule) -> AcceptRule:
         """Return the acceptance rule for this generation; `default` is the lane's."""

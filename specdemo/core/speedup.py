@@ -6,11 +6,14 @@ of a target pass over k + 1 slots. Speed-up is tokens per time, relative to plai
 """
 
 from bisect import bisect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from operator import mul
 from typing import Any
 
+USUAL_RATE = 0.7  # acceptance rate that a draft length is chosen for before any is measured
+USUAL_LENGTHS = (1, 2, 3, 4, 5, 6, 7)  # draft lengths to choose from
+DEFAULT_LENGTH = 4  # where the cost of passes is unknown
 MIN_TRIALS = 4  # with fewer trials a rate or a mean is not used
 
 
@@ -66,6 +69,17 @@ def best_length(tokens: Iterable[float], times: Iterable[float]) -> int:
     """Return the index of the most tokens per time. A time of 0 is unknown and loses against any other."""
     speeds = [n / time if time else 0.0 for n, time in zip(tokens, times, strict=True)]
     return speeds.index(max(speeds))
+
+
+def usual_length(pass_ms: Mapping[int, float], draft_ms: Callable[[int], float]) -> int:
+    """Return the draft length with the most expected tokens per time at USUAL_RATE.
+
+    pass_ms: slots -> time of a pass; empty: unknown. draft_ms: draft length -> time of drafting.
+    """
+    sizes = sorted(pass_ms)
+    times = [interpolate(pass_ms, sizes, k + 1) + draft_ms(k) for k in USUAL_LENGTHS]
+    best = best_length(expected_tokens([USUAL_RATE] * len(times))[1:], times)
+    return USUAL_LENGTHS[best] if pass_ms else DEFAULT_LENGTH
 
 
 def break_even_rate(step_cost: float, drafted: float) -> float:

@@ -19,6 +19,7 @@ from specdemo.core.options import TYPES, BaseOptions, Knob, changed_values, to_v
 from specdemo.core.rules import DEFAULT_RULE, RULES, accept_rule, rules_help
 from specdemo.core.safe_io import JsonObject
 from specdemo.core.sampling_settings import Sampling
+from specdemo.core.speedup import DEFAULT_LENGTH
 from specdemo.core.suggest import DEVICES, program, short_repr, suggest
 from specdemo.core.thinking import Thinking
 from specdemo.methods import BASELINE, METHODS, MODEL_OPTIONS, check_model, parse_options
@@ -201,7 +202,15 @@ class Lane(Settings):
         str, AfterValidator(validate_method_name), Setting(f"Drafting method; `{program()} methods` lists them.")
     ]
     model: Annotated[Model | None, Setting("Draft model: embedded name, folder or hub id[@revision].")] = None
-    k: Annotated[int, Setting("Draft length.", label="Draft length k", step=1)] = Field(4, ge=1, le=MAX_K)
+    k: Annotated[
+        int,
+        Setting(
+            "Draft length; 0: the best one for the measured costs of this target's passes.",
+            label="Draft length k",
+            info="0: measured",
+            step=1,
+        ),
+    ] = Field(0, ge=0, le=MAX_K)
     options: Annotated[dict[str, int | float | bool | str], Setting("Options of the method.")] = {}
     acceptance: Annotated[
         RuleName,
@@ -226,10 +235,12 @@ class Lane(Settings):
 
     @property
     def budget(self) -> "Budget":
-        """Return the budget: depth k, and as many nodes as the method's tree has with these options."""
+        """Return the budget: depth k, and as many nodes as the method's tree has with these options. A length that is
+        not chosen yet counts as DEFAULT_LENGTH."""
         from specdemo.core.protocol import Budget
 
-        return Budget(self.k, max(self.k, getattr(self.parsed, "nodes", 0)))
+        k = self.k or (DEFAULT_LENGTH if self.method != BASELINE else 0)
+        return Budget(k, max(k, getattr(self.parsed, "nodes", 0)))
 
     @cached_property
     def parsed(self) -> BaseOptions:
@@ -241,7 +252,7 @@ class Lane(Settings):
                 f"acceptance rule {self.acceptance!r} verifies chains only and this lane drafts a tree; set its option "
                 "nodes to 0 or choose another method"
             )
-        if getattr(parsed, "length", 0.0) > self.k + 1:
+        if self.k and getattr(parsed, "length", 0.0) > self.k + 1:
             raise ValueError(f"option 'length' is at most k + 1 = {self.k + 1}, not {parsed.length:g}; increase k")  # type: ignore[attr-defined]
         self.accept_rule()
         return parsed

@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import replace
+from math import ceil
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from specdemo.core.options import BaseOptions, to_values
 from specdemo.core.protocol import Budget, GenerationConfig, Grammar, Target
 from specdemo.core.rules import DEFAULT_RULE, RULES
+from specdemo.core.speedup import DEFAULT_LENGTH, USUAL_LENGTHS, usual_length
 from specdemo.core.tally import summarise
 from specdemo.core.trace import LaneTrace, StepEvent
 from specdemo.core.tree import ABSENT
@@ -87,7 +89,7 @@ class LocalLane(RunningLane):
     """A lane that decodes locally. Raises ValueError for a prompt that does not fit."""
 
     def __init__(self, spec: Comparison, index: int, models: LaneModels, tokenizer: PreTrainedTokenizerBase) -> None:
-        lane = spec.all_lanes[index]
+        lane = _with_length(spec.all_lanes[index], models)
         options = to_values(lane.parsed)
         messages = chat_messages(spec, bool(tokenizer.chat_template))
         room = models.target.max_length - spec.max_new_tokens
@@ -103,6 +105,7 @@ class LocalLane(RunningLane):
             trace_options |= {"acceptance": lane.acceptance}
             trace_options |= {f"acceptance.{name}": value for name, value in of_rule.items()}
         unset = [name for name in options if name not in lane.options]
+        unset += ["k"] if lane.k != spec.all_lanes[index].k else []
         unset += [f"acceptance.{name}" for name in of_rule if name not in lane.acceptance_options]
         trace = LaneTrace(
             lane_name(lane), lane.method, trace_options, _exact(lane), prompt_ids, messages=messages, defaults=unset
@@ -220,7 +223,7 @@ class ServerLane(RunningLane):
         lane = spec.all_lanes[index]
         assert lane.server is not None
         messages = chat_messages(spec, _wants_chat(spec) if template is None else template)
-        drafts = "" if lane.method == BASELINE else f", k = {lane.k}"
+        drafts = f", k = {lane.k}" if lane.k else ""
         # method and k as described by the preset
         name = lane.name or f"{lane_name(lane)}{drafts} on {host(check_listed(lane.server))}"
         super().__init__(LaneTrace(name, lane.method, {}, _exact(lane), [], messages=messages))
@@ -228,7 +231,7 @@ class ServerLane(RunningLane):
         config = GenerationConfig(spec.max_new_tokens, spec.sampling, Budget(0, 0), spec.seed)
         forms = ("chat/completions",) if messages else _forms(spec, template)
         # lanes on one server differ by fields of the request
-        draft = draft_request(lane.model, lane.k) if lane.model and lane.server == spec.server else {}
+        draft = draft_request(lane.model, lane.budget.depth) if lane.model and lane.server == spec.server else {}
         if draft:
             self.trace.note = f"drafts by its request ({', '.join(draft)}); a server that ignores this decodes plainly"
         prompt = messages or spec.prompt
@@ -283,6 +286,23 @@ def _grammar(spec: Comparison, target: Target, tokenizer: PreTrainedTokenizerBas
     if not spec.grammar.strip():
         return None
     return compile_grammar(spec.grammar, tokenizer, target.vocab_size, tuple(target.stop_token_ids))
+
+
+def _with_length(lane: Lane, models: LaneModels) -> Lane:
+    """Return the lane with a draft length, chosen from the measured costs of the target's passes where it has none.
+
+    Drafting is expected to take the time of the target's passes per byte of the weights that it reads.
+    """
+    if lane.k or lane.method == BASELINE:
+        return lane
+    target, drafter = models.target, models.drafter
+    share = target.pass_ms.get(1, 0.0) / max(target.pass_bytes or target.weight_bytes, 1)
+    k = usual_length(target.pass_ms, lambda k: share * drafter.read_bytes(k))
+    if drafter.chooses_length:
+        k = USUAL_LENGTHS[-1]
+    elif getattr(lane.parsed, "nodes", 0):  # a pass over a tree has the width of the tree
+        k = DEFAULT_LENGTH
+    return lane.model_copy(update={"k": max(k, ceil(getattr(lane.parsed, "length", 0.0)) - 1)})
 
 
 def _exact(lane: Lane) -> bool:

@@ -26,9 +26,9 @@ from specdemo.methods import method
 from specdemo.models.cpu_threads import step_threads, thread_counts, thread_limit
 from specdemo.models.devices import device_map_summary
 from specdemo.models.errors import Cancelled
-from specdemo.models.gguf_files import has_chat_template
+from specdemo.models.gguf_files import has_chat_template, is_gguf
 from specdemo.models.machine import GpuClock, commit, device_name, versions
-from specdemo.models.pass_cost import fastest_threads
+from specdemo.models.pass_cost import checking_note, fastest_threads, measure_passes, pass_facts
 from specdemo.models.sources import LoadProgress, no_progress
 from specdemo.servers.address import check_listed
 
@@ -78,6 +78,8 @@ class Session:
         """
         with self.lock, self.state.run_scope():
             self._load(spec, progress)
+            if not spec.all_remote:
+                measure_passes(self.models.target())
             self._lanes(spec)
 
     def place_models(self, spec: Comparison) -> None:
@@ -110,9 +112,9 @@ class Session:
 
         with self.lock, self.state.run_scope():
             self._load(spec, report)
+            used = 0 if spec.all_remote else self._prepare_target(spec)
             lanes = self._lanes(spec)
             local_target = next((lane.target for lane in lanes if isinstance(lane, LocalLane)), None)
-            used = self._choose_threads(spec) if local_target else 0
             trace = RunTrace(
                 preset=spec.id,
                 config=spec.model_dump(include=TRACE_CONFIG) | asdict(spec.sampling),
@@ -154,14 +156,18 @@ class Session:
         """Return the target of the last comparison, with its own history."""
         return self.models.target()
 
-    def _choose_threads(self, spec: Comparison) -> int:
-        """Choose the threads of all lanes by a few passes, because other programs may use the processor now. Return
-        their number, 0 on another device."""
+    def _prepare_target(self, spec: Comparison) -> int:
+        """Choose the threads of all lanes by a few passes, because other programs may use the processor now, and
+        measure the costs of passes with them. Return the number of threads, 0 on another device."""
         thread_limit.start_run()
         target = self.models.target()
-        if not target.threads:
-            return 0
-        return fastest_threads(target, (spec.threads,) if spec.threads else thread_counts(), RUN_SECONDS)
+        used = before = target.threads
+        if before:
+            used = fastest_threads(target, (spec.threads,) if spec.threads else thread_counts(), RUN_SECONDS)
+        if used != before:
+            target.pass_ms.clear()
+        measure_passes(target)
+        return used
 
     def _load(self, spec: Comparison, progress: LoadProgress) -> None:
         self.state.prepare(spec)
@@ -240,6 +246,7 @@ def environment(target: Target | None) -> dict[str, object]:
         "threads": threads,
         "dtype": target.precision if target else "unknown precision",
         "kernels": target.kernels if target else "unknown",
+        **(pass_facts(target) if target else {}),
         "clock": clock_name(target.device, target.wall_time) if target else "wall time",
         "versions": versions(),
         "commit": commit(),
@@ -250,7 +257,9 @@ def environment(target: Target | None) -> dict[str, object]:
 def _notes(spec: Comparison, target: Target) -> list[str]:
     """Return what a reader should know of a run on this target."""
     spread = device_map_summary(target.model)
-    return [*([f"{spec.target} does not fit into one device: {spread}"] if spread else []), *target.notes]
+    # other models are noted where their cost was found high when they were loaded
+    cost = [checking_note(target)] if is_gguf(spec.target) else []
+    return [*([f"{spec.target} does not fit into one device: {spread}"] if spread else []), *target.notes, *cost]
 
 
 def _disturbance_note(trace: RunTrace) -> list[str]:

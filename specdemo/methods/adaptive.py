@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import exp, log
 from operator import add, mul
+from types import MappingProxyType
 
 from torch import Generator
 
@@ -51,18 +52,21 @@ class StepOutcome:
 
 
 class LatencyTable:
-    """Seconds by size: the median of recent measurements, interpolated between sizes."""
+    """Seconds by size: the median of recent measurements. Between measured sizes it follows a curve."""
 
-    def __init__(self, initial: Mapping[int, float]) -> None:
+    def __init__(self, initial: Mapping[int, float], curve: Mapping[int, float] = MappingProxyType({})) -> None:
+        """curve: size -> time, of which only the shape counts; empty: a line."""
         self._recent = {size: deque([seconds], MEASUREMENTS) for size, seconds in initial.items()}
-        self._median = dict(initial)
+        self._median = dict(initial)  # in units of the curve
         self._sizes = sorted(initial)
+        self._curve, self._curve_sizes = curve or {0: 1.0}, sorted(curve or {0: 1.0})
 
     def __len__(self) -> int:
         return len(self._sizes)
 
     def add(self, size: int, seconds: float) -> None:
         """Add a measurement."""
+        seconds /= self._shape(size)
         if size not in self._recent:
             self._recent[size] = deque(maxlen=MEASUREMENTS)
             self._sizes.insert(bisect(self._sizes, size), size)
@@ -73,7 +77,10 @@ class LatencyTable:
 
     def estimates(self, sizes: Iterable[int]) -> list[float]:
         """Return the seconds of each size; 0 before the first measurement."""
-        return [interpolate(self._median, self._sizes, size) for size in sizes]
+        return [interpolate(self._median, self._sizes, size) * self._shape(size) for size in sizes]
+
+    def _shape(self, size: int) -> float:
+        return interpolate(self._curve, self._curve_sizes, size)
 
 
 class AcceptanceEstimator:
@@ -152,7 +159,8 @@ class DepthPlan:
 class Goodput:
     """Maximises expected tokens per second. Starts with plain steps, then one draft token, to measure the costs."""
 
-    def __init__(self) -> None:
+    def __init__(self, pass_ms: Mapping[int, float] = MappingProxyType({})) -> None:
+        """pass_ms: see `Target`; empty: unknown."""
         self.notes: dict[str, float] = {}
         self.acceptance = AcceptanceEstimator()
         self.predictor = AcceptancePredictor()
@@ -164,7 +172,7 @@ class Goodput:
         self._num_steps = 0
         self._recent_tokens, self._recent_seconds = 0.0, 0.0  # of recent steps, per row
         self._draft_times = LatencyTable({0: 0.0})
-        self._verify_times = LatencyTable({})
+        self._verify_times = LatencyTable({}, pass_ms)
         self._seen_widths: set[int] = set()  # the first pass of a width includes one-time work and is not measured
         self._plain_steps_left = PLAIN_STEPS
         self._drafted_last_step = False
@@ -266,6 +274,7 @@ class Goodput:
 
 class Adaptive(Wrapper, method="adaptive"):
     learns = True
+    chooses_length = True
     summary = "Chooses the draft length at every step, down to zero, from past acceptance and measured cost."
 
     class Options(BaseOptions):
@@ -274,7 +283,7 @@ class Adaptive(Wrapper, method="adaptive"):
     def __init__(self, target: Target, model: object = None, options: Options | None = None) -> None:
         options = options or self.Options()
         super().__init__(load_drafter(options.drafter, target, model))
-        self.policy = Goodput()
+        self.policy = Goodput(target.pass_ms)
         self._device = target.device
         self._row_counts: list[tuple[int, int]] | None = None  # of the last draft, until its times arrive
 

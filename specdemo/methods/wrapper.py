@@ -34,6 +34,9 @@ class Wrapper(Method):
         self.taps = tuple(dict.fromkeys(tap for drafter in drafters for tap in drafter.taps))
         self.note = "; ".join(dict.fromkeys(drafter.note for drafter in drafters if drafter.note))
 
+    def read_bytes(self, k: int) -> int:
+        return self.drafters[0].read_bytes(k)
+
     @property
     def max_length(self) -> int | None:
         return min((drafter.max_length for drafter in self.drafters if drafter.max_length is not None), default=None)

@@ -8,7 +8,7 @@ sums, with at least four query rows; everything else works row by row. `PassShap
 
 import weakref
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import psutil
@@ -68,7 +68,7 @@ MEASURED = CpuSettings()
 
 @dataclass(slots=True)
 class CpuPlan:
-    """Decisions for one model. threads: 0: none measured. same_bits: see `Target.same_bits`. chains: trees are cut to
+    """Decisions for one model. threads: 0: none measured. same_bits, pass_ms: see `Target`. chains: trees are cut to
     their first branch, because a node's ancestors are in other columns than in a chain, so sums have another order.
     """
 
@@ -77,6 +77,7 @@ class CpuPlan:
     same_bits: bool = False
     chains: bool = False
     threads: int = 0
+    pass_ms: dict[int, float] = field(default_factory=dict, compare=False)
 
 
 _plans: weakref.WeakKeyDictionary[nn.Module, CpuPlan] = weakref.WeakKeyDictionary()

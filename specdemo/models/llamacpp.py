@@ -138,6 +138,7 @@ class LlamaCppModel:
         self.num_layers = int(llama.llama_model_n_layer(self.handle))
         self.max_length = self.settings.context
         self.weight_bytes = int(llama.llama_model_size(self.handle))
+        self.pass_ms: dict[int, float] = {}  # see `Target`
         self.token_bytes = read_header(Path(path)).cache_bytes(CACHE_BYTES[self.settings.cache_type])
         size = ctypes.create_string_buffer(256)
         llama.llama_model_desc(self.handle, size, 256)

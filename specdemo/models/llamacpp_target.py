@@ -125,6 +125,14 @@ class LlamaCppTarget(Target):
         return self.weights.weight_bytes
 
     @property
+    def pass_ms(self) -> dict[int, float]:
+        return self.weights.pass_ms
+
+    @property
+    def pass_bytes(self) -> int:
+        return self.weights.weight_bytes
+
+    @property
     def history_bytes(self) -> int:
         return self.capacity * self.weights.token_bytes
 

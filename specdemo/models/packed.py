@@ -286,6 +286,15 @@ def packed_bytes(model: nn.Module) -> int:
     return sum(m.bytes for m in model.modules() if isinstance(m, PackedLinear | PackedHead))
 
 
+def linear_bytes(model: nn.Module) -> int:
+    """Return the size of the weights of all linear layers and the head, without second copies in another layout."""
+    layers = (m for m in model.modules() if isinstance(m, nn.Linear | PackedLinear | PackedHead))
+    return sum(
+        m.out_features * m.in_features * m.dtype.itemsize if isinstance(m, PackedLinear) else m.weight.nbytes
+        for m in layers
+    )
+
+
 def concat_linears(*linears: nn.Linear) -> nn.Linear:
     """Return one layer that concatenates the outputs of several."""
     weight, bias = torch.cat([linear.weight.detach() for linear in linears]), None

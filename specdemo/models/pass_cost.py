@@ -3,17 +3,22 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from math import inf
+from operator import truediv
 from statistics import median
+from timeit import repeat
 
 import torch
 from torch import Tensor
 
 from specdemo.core.estimate import Estimate, over_repeats
 from specdemo.core.protocol import Target
+from specdemo.core.speedup import interpolate
 from specdemo.core.tree import chain_parents
 from specdemo.kv.store import PassShape
 from specdemo.models.cpu_plan import CpuSettings, cpu_plan, pass_shape
-from specdemo.models.cpu_threads import step_threads
+from specdemo.models.cpu_threads import step_threads, threads
 from specdemo.models.machine import clock
 from specdemo.models.packed import PADDED_ROWS, PADDING_LIMIT
 from specdemo.models.target import HFTarget
@@ -29,8 +34,18 @@ THREAD_CONTEXT = 16
 EQUAL_TIMES = 1.1  # a further thread must gain more, because other programs disturb several threads
 SAME_STARTS = (5, 122, 379)  # tokens before the passes that are compared
 SAME_WIDTHS = (2, 5, 9)
+CURVE_WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 12)
+SLOW_WIDTHS = (1, 2, 3, 4, 5, 8)  # of a model whose passes take longer than SLOW_MS
+SLOW_MS = 150.0
+CURVE_SECONDS = 2.0
+FOUR = 4  # tokens of the sentence about a file
+COSTLY = 1.5  # cost of FOUR tokens from which the sentence names other types
+OTHER_TYPES = {"Q4_K_M": 1.2, "Q4_0": 1.3}  # cost of FOUR tokens of SmolLM2 135M, docs/measurements.md
+READ_BYTES = 1 << 28  # more than most caches
 ROUNDS = 4  # measurements at most; only the first one is made where its interval excludes VERIFY_LIMIT
 
+SAME_BITS = "same bits in passes of every width"
+ROUNDED = "passes of different widths round differently"
 _shapes: dict[object, PassShape] = {}  # kind of model -> shape, so that all copies of a model agree
 MIN_LAYERS = 2  # that are compared
 Clock = Callable[[], float]  # seconds
@@ -91,12 +106,13 @@ def pass_times(
     context: int = 32,
     ragged: bool = False,
     now: Clock | None = None,
+    seconds: float = inf,
 ) -> dict[int, list[float]]:
     """Return slots -> milliseconds of every repeat of a pass over a chain of that many, after `context` tokens, for
     `rows` texts at once. Repeats of different widths are interleaved.
 
     ragged: the texts have different lengths, up to `MAX_LENGTH_SPREAD` tokens more. now: the clock; None: that of
-    lanes.
+    lanes. seconds: start no further repeat after this time.
     """
     now = now or clock(target.device, target.wall_time)
     context = max(1, min(context, target.max_length - max(widths) - MAX_LENGTH_SPREAD))
@@ -107,13 +123,71 @@ def pass_times(
         if ragged:
             _seconds(target, MAX_LENGTH_SPREAD, rows, now)
             target.commit([list(range(1 + row % MAX_LENGTH_SPREAD)) for row in range(rows)])
+        end = time.perf_counter() + seconds
         for repeat in range(repeats + 1):
+            if repeat > 1 and time.perf_counter() > end:
+                break
             for width, measured in times.items():
                 seconds = _seconds(target, width, rows, now)
                 if repeat:  # the first round warms up
                     measured.append(1000.0 * seconds)
         target.release()
     return times
+
+
+def measure_passes(target: Target) -> dict[int, float]:
+    """Return `Target.pass_ms`, measured in about CURVE_SECONDS where it is empty."""
+    if target.pass_ms:
+        return target.pass_ms
+    one = min(pass_times(target, (1,), 1)[1])
+    widths = CURVE_WIDTHS if one < SLOW_MS else SLOW_WIDTHS
+    times = pass_times(target, [n for n in widths if n < target.max_length], REPEATS, seconds=CURVE_SECONDS)
+    target.release_graphs()
+    plain = median(times[1])
+    # ratios within a round, because other programs slow down all passes of a round
+    ratios = {n: median(map(truediv, repeats, times[1])) for n, repeats in times.items()}
+    measured = {n: round(plain * ratio, 4) for n, ratio in ratios.items()}
+    target.pass_ms.update(measured)
+    return measured
+
+
+def pass_ratio(pass_ms: Mapping[int, float], slots: int) -> float:
+    """Return the time of a pass over `slots` tokens, in that of one over a single token."""
+    return interpolate(pass_ms, sorted(pass_ms), slots) / max(pass_ms[1], 1e-6)
+
+
+def checking_note(target: Target) -> str:
+    """Return what checking FOUR tokens costs with this model, in one sentence; empty before it is measured."""
+    if not target.pass_ms:
+        return ""
+    cost = pass_ratio(target.pass_ms, FOUR)
+    note = f"checking {FOUR} tokens costs {cost:.1f} passes in {target.precision}"
+    if target.model is not None or cost < COSTLY or target.precision in OTHER_TYPES:
+        return note
+    others = " and ".join(f"{value:.1f} in {name}" for name, value in OTHER_TYPES.items())
+    return f"{note}; llama.cpp has faster kernels for other types, with which it cost {others} for SmolLM2 135M"
+
+
+@lru_cache
+def read_gb_per_s(count: int) -> float:
+    """Return the gigabytes per second that `count` CPU threads read from memory."""
+    values = torch.ones(READ_BYTES // 8, dtype=torch.int64)
+    with threads(count):
+        return READ_BYTES / min(repeat(values.sum, number=1, repeat=REPEATS)) / 1e9
+
+
+def pass_facts(target: Target) -> dict[str, object]:
+    """Return how the passes of a target run, for a trace: layout, exactness, `pass_ms`, and on a CPU the bandwidth of
+    its memory and the share of it that a pass over one token uses."""
+    facts: dict[str, object] = {"layout": target.layout} if target.layout else {}
+    facts["exactness"] = SAME_BITS if target.same_bits else ROUNDED
+    if target.pass_ms:
+        facts["pass_ms"] = {str(width): ms for width, ms in target.pass_ms.items()}
+    if target.pass_ms and target.threads and target.pass_bytes >= READ_BYTES // 4:
+        bandwidth = read_gb_per_s(target.threads)
+        facts["bandwidth_gb_per_s"] = round(bandwidth, 2)
+        facts["bandwidth_share"] = round(target.pass_bytes / target.pass_ms[1] / 1e6 / bandwidth, 4)
+    return facts
 
 
 def fastest_threads(target: Target, counts: Sequence[int], seconds: float = THREAD_SECONDS) -> int:

@@ -35,7 +35,7 @@ from specdemo.models.cpu_plan import cpu_plan
 from specdemo.models.cpu_threads import thread_limit
 from specdemo.models.devices import capability, device_kind, device_map_summary
 from specdemo.models.fused import fused_decoder, kernels, missing_kernels
-from specdemo.models.packed import packed_bytes
+from specdemo.models.packed import linear_bytes, packed_bytes
 from specdemo.models.runner import Runner
 
 NO_LENGTH_LIMIT = 1 << 20  # positions, for models without a limit in their config
@@ -148,6 +148,18 @@ class HFTarget(Target):
     @property
     def wall_time(self) -> bool:
         return cpu_plan(self.model).threads > 1  # the clock of a run stays the same where the threads fall
+
+    @property
+    def pass_ms(self) -> dict[int, float]:
+        return cpu_plan(self.model).pass_ms
+
+    @property
+    def layout(self) -> str:
+        return str(cpu_plan(self.model).layout) if self.device.type == "cpu" else ""
+
+    @cached_property
+    def pass_bytes(self) -> int:  # type: ignore[override]
+        return 0 if self.num_experts else linear_bytes(self.model)
 
     @property
     def same_bits(self) -> bool:

@@ -95,6 +95,8 @@ class Preset(Comparison, About):
             if name not in SETTINGS:
                 raise ValueError(f"unknown setting {short_repr(name)}; {suggest(name, SETTINGS)}")
         of_lanes = {name: changes.pop(name) for name in _OF_LANES if name in changes}
+        if changes.get("target", self.target) != self.target and "lanes" not in changes:
+            of_lanes = {"k": 0} | of_lanes  # the preset's length was chosen for its own target
         if of_lanes:
             start = self.changed(lanes=changes["lanes"]).lanes if "lanes" in changes else self.lanes
             changes["lanes"] = _change_lanes(start, of_lanes, changes.get("target", self.target))

@@ -9,7 +9,6 @@ from specdemo.presets.files import DEFAULT, Preset, load_presets, preset
 from specdemo.presets.link import OWN
 
 LOOKUPS = ("ngram", "suffix")  # methods that need no draft model
-GGUF_K = 3  # llama.cpp computes rows in fours: a pass over four tokens often costs much less than one over five
 QUESTION = "Explain to a ten-year-old why the sky is blue, in six sentences."
 
 
@@ -23,8 +22,7 @@ def add_pair(target: str, draft: str | None = None, **settings: object) -> Prese
     from specdemo.engine.model_cache import ModelCache  # imports torch
 
     method = _method(target, draft)
-    k = GGUF_K if is_gguf(target) else Lane.model_fields["k"].default
-    lanes = [Lane(method=method, model=draft, k=k)] if draft else [Lane(method=name, k=k) for name in LOOKUPS]
+    lanes = [Lane(method=method, model=draft)] if draft else [Lane(method=name) for name in LOOKUPS]
     chat = _has_chat_template(target)
     title = f"{_short(target)} with {_short(draft) if draft else 'n-gram lookup'}"
     about = {"id": OWN, "title": title[:80], "chip": "Your models", "description": "", "chat": chat}

@@ -49,7 +49,7 @@ def _config(preset: Comparison, lane: Lane, server: str, gpus: int) -> ServerCon
         gpus=gpus,
         method=lane.method,
         model=None if lane.model == preset.target else lane.model,  # None: heads inside the target
-        k=lane.k,
+        k=lane.budget.depth,
         options=to_values(lane.parsed),
     )
 

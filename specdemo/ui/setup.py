@@ -200,10 +200,11 @@ def _lane_obstacle(values: Values) -> str:
 def summary(values: Values, lanes: Sequence[str]) -> str:
     """Return the settings in one line: target, lanes, draft lengths, sampling."""
     ks = dict.fromkeys(str(values[f"k-{n}"]).removesuffix(".0") for n in NUMBERS[: len(lanes)])
+    lengths = ", ".join("measured" if k == "0" else k for k in ks)
     chat = "chat template" if values["chat"] == CHAT else ""
     sampling = [brief(Comparison, name, values[name]) for name in SAMPLING]
     models = f"{_short(values['target'])} + {', '.join(lanes)}"
-    return " · ".join(filter(None, (models, f"k {', '.join(ks)}", chat, *sampling)))
+    return " · ".join(filter(None, (models, f"k {lengths}", chat, *sampling)))
 
 
 def lane_words(name: str, title: str, model: str | None) -> str:

@@ -3,7 +3,7 @@ prediction that takes milliseconds, computed at each change of a control.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 
 import gradio as gr
@@ -16,7 +16,7 @@ from specdemo.analysis.work import known, method_in, shape
 from specdemo.core.atomic_io import json_text
 from specdemo.core.estimate import Estimate
 from specdemo.core.shapes import Shape
-from specdemo.core.trace import RunTrace, estimates
+from specdemo.core.trace import RunTrace, estimates, measured_passes
 from specdemo.engine.comparison import MAX_K
 from specdemo.methods import BASELINE
 from specdemo.methods.facts import PREDICTED, Drafting
@@ -56,6 +56,7 @@ class Start:
     speedup: Estimate | None
     source: str = "measured"  # of the speed-up
     slower: str = ""  # reason why a measured speed-up may lie below the predicted ones
+    passes: Mapping[int, float] = field(default_factory=dict)  # slots -> time of a pass on the run's CPU, if known
 
 
 def start_of(trace: RunTrace, index: int, words: str, allow_any_model: bool = False) -> Start:
@@ -81,6 +82,7 @@ def start_of(trace: RunTrace, index: int, words: str, allow_any_model: bool = Fa
         acceptance=acceptance,
         k=k if isinstance(k, int) else len(acceptance.rates),
         speedup=estimates(trace)[index - 1],
+        passes=measured_passes(trace, target),
     )
 
 
@@ -151,6 +153,7 @@ def predict_for(start: Start, values: Values) -> Prediction:
         context=int(values["context"]),
         acceptance=start.acceptance if values["kept"] == SAME else [values["rate"]],
         options=start.options if same else {},
+        passes=start.passes if values["target"] == start.target else {},
     )
     if values["size"] == 1.0:
         return prediction

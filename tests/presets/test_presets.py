@@ -65,7 +65,7 @@ def test_changes_reach_the_lanes_they_are_for():
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"k": 0}, "k must be 1 or more, not 0"),
+        ({"k": -1}, "k must be 0 or more, not -1"),
         ({"k": 9999}, "k must be 16 or less, not 9999"),
         ({"k": "7"}, "k must be a whole number, not '7'"),
         ({"k": True}, "k must be a whole number, not True"),

@@ -360,6 +360,9 @@ class DFlash(Head[DFlashDraftModel], method="dflash"):
             head.domino.embedding = (self._embedding,)
         self._root = self._before_root = torch.empty(0, dtype=torch.int64)  # [B]
 
+    def read_bytes(self, k: int) -> int:
+        return self.weight_bytes  # one pass drafts all tokens
+
     def new_runtime(self, target: Target) -> HeadRuntime:
         self._angles = Rotary.of_config(self.head.design.body, target.device)
         return HeadRuntime(target, self.head.dtype, len(self.head.layers), self._angles)  # caches the context only

@@ -203,6 +203,9 @@ class Medusa(Head[TokenHeads], method="medusa"):
             parameter.copy_(target.lm_head.get_parameter("weight"))
         return network
 
+    def read_bytes(self, k: int) -> int:
+        return self.weight_bytes * min(k, len(self.head)) // len(self.head)
+
     def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
         super().start(batch, sampling, rng)
         if self.options.draft == "ranked":
