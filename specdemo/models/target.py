@@ -158,7 +158,7 @@ class HFTarget(Target):
         return str(cpu_plan(self.model).layout) if self.device.type == "cpu" else ""
 
     @cached_property
-    def pass_bytes(self) -> int:  # type: ignore[override]
+    def pass_bytes(self) -> int:
         return 0 if self.num_experts else linear_bytes(self.model)
 
     @property

@@ -89,6 +89,18 @@ def test_trace_names_method_model_and_tokens():
     assert found.scenario.acceptance.exact and found.rows[3].tokens.low is not None
 
 
+def test_measured_passes_of_a_run_replace_the_roofline_on_a_cpu():
+    in_fours = {1: 10.0, 4: 12.0, 5: 20.0, 8: 22.0}
+    measured, roofline = (
+        predict("stories", method="ngram", acceptance=[0.8], device="laptop-cpu", passes=p) for p in (in_fours, None)
+    )
+    assert [row.v for row in measured.rows][3:5] == pytest.approx([2.0, 2.0 + 2.0 / 3.0 / 10.0])
+    assert measured.best_k in (3, 7) and measured.rows[2].v == pytest.approx(1.2)
+    assert measured.plain_ms == roofline.plain_ms and "measured on its CPU" in measured.notes[0]
+    gpu = predict("stories", method="ngram", acceptance=[0.8], device="l4", passes=in_fours)
+    assert gpu.rows == predict("stories", method="ngram", acceptance=[0.8], device="l4").rows
+
+
 def test_larger_k_than_recorded_is_marked_and_not_recommended_silently():
     found = predict("stories", trace=RECORDED, device="laptop-cpu")
     assert found.as_dict()["recorded_k"] == 4 and "The run recorded k = 4. Larger k are extrapolated" in found.notes[0]

@@ -5,12 +5,14 @@ import pytest
 from specdemo.analysis.acceptance import Acceptance, of_passes
 from specdemo.analysis.predict import predict
 from specdemo.core.speedup import (
+    DEFAULT_LENGTH,
     best_length,
     expected_tokens,
     interpolate,
     measured_rates,
     pooled_rate,
     predicted_speedup,
+    usual_length,
 )
 from specdemo.engine.cost import CostModel
 from specdemo.methods.adaptive import Goodput, StepOutcome
@@ -25,6 +27,27 @@ def test_best_depth_at_an_acceptance_of_six_tenths(cost, best):
 def test_expected_tokens_by_position():
     assert expected_tokens([]) == [1.0]
     assert expected_tokens([0.5, 0.4, 1.0]) == pytest.approx([1.0, 1.5, 1.7, 1.9])
+
+
+IN_FOURS = {1: 21.4, 2: 20.5, 3: 23.3, 4: 25.7, 5: 35.7, 6: 39.2, 7: 42.6, 8: 41.3}  # ms of Q4_K_M on llama.cpp
+ROW_BY_ROW = {1: 18.1, 2: 23.2, 3: 28.8, 4: 34.4, 5: 43.6, 6: 49.4, 7: 55.0, 8: 57.2}  # of Q4_1
+FLAT = {1: 40.1, 5: 41.7, 9: 42.5}  # bfloat16 with AMX
+
+
+@pytest.mark.parametrize(
+    "pass_ms, draft_ms, length",
+    [
+        (IN_FOURS, 0.0, 3),
+        (IN_FOURS, 2.0, 3),
+        (ROW_BY_ROW, 0.0, 2),
+        (ROW_BY_ROW, 6.0, 1),
+        (FLAT, 0.0, 7),
+        (FLAT, 8.0, 3),
+    ],
+)
+def test_usual_length_follows_the_measured_costs(pass_ms, draft_ms, length):
+    assert usual_length(pass_ms, lambda k: k * draft_ms) == length
+    assert usual_length({}, lambda k: k * draft_ms) == DEFAULT_LENGTH
 
 
 def test_unknown_times_are_not_chosen():

@@ -13,8 +13,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from recipes.corpus import train_tokenizer
 from specdemo.bench.report import race_report
 from specdemo.core.estimate import Estimate
-from specdemo.core.trace import from_json, to_json
+from specdemo.core.trace import from_json, measured_passes, to_json
 from specdemo.engine import clock, model_cache
+from specdemo.engine import session as session_module
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.engine.messages import Finished, LaneDone, Note, Started, StepRow, replay
 from specdemo.engine.session import Session, follow_up
@@ -49,6 +50,27 @@ def test_a_run_has_a_baseline_and_its_lanes(trace):
     assert [row["verdict"] for row in trace.comparison] == ["identical", "identical"]
     assert trace.lanes[2].options == {"max_n": 2, "min_n": 1, "k": 2}
     assert trace.lanes[2].defaults == ["min_n"]
+
+
+IN_FOURS = {1: 10.0, 2: 14.0, 3: 15.0, 4: 12.0, 5: 20.0, 6: 23.0, 7: 26.0, 8: 24.0}
+
+
+@pytest.mark.parametrize(
+    "lane, k, chosen",
+    [
+        (Lane(method="ngram"), 3, True),
+        (Lane(method="ngram", k=5), 5, False),
+        (Lane(method="layer_skip"), 1, True),  # a draft token costs a third of a pass
+        (Lane(method="adaptive", options={"drafter": "ngram"}), 7, True),
+        (Lane(method="synthetic", options={"drafter": "ngram", "length": 6.0}), 5, True),
+    ],
+)
+def test_default_draft_length_follows_the_measured_passes(runner, monkeypatch, lane, k, chosen):
+    monkeypatch.setattr(session_module, "measure_passes", lambda target: target.pass_ms.update(IN_FOURS))
+    trace = runner.run(spec(lane, max_new_tokens=4))
+    assert trace.lanes[1].options["k"] == k and ("k" in trace.lanes[1].defaults) is chosen
+    assert trace.environment["pass_ms"] == {str(slots): ms for slots, ms in IN_FOURS.items()}
+    assert measured_passes(trace, "stories") == IN_FOURS and not measured_passes(trace, "code")
 
 
 def test_numbers_follow_from_the_events(trace):

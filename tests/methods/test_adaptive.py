@@ -163,6 +163,16 @@ def test_costs_are_medians_and_lines_between():
     assert LatencyTable({}).estimates([3]) == [0.0]
 
 
+def test_costs_between_measurements_follow_the_curve():
+    costs = LatencyTable({}, {1: 10.0, 4: 12.0, 5: 20.0, 8: 22.0})
+    costs.add(1, 0.1)
+    assert costs.estimates([4, 5, 8]) == pytest.approx([0.12, 0.2, 0.22])
+    costs.add(8, 0.33)
+    assert costs.estimates([1, 8]) == pytest.approx([0.1, 0.33])
+    at_four, at_five = costs.estimates([4, 5])
+    assert 0.12 < at_four < 0.16 and 0.2 < at_five < 0.3
+
+
 class Watch:
     """A stopwatch on which drafting takes three times as long as verification."""
 

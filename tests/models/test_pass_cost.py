@@ -4,7 +4,16 @@ from itertools import cycle
 
 import pytest
 
-from specdemo.models.pass_cost import REPEATS, ROUNDS, VERIFY_LIMIT, VERIFY_TOKENS, verify_cost
+from specdemo.models.pass_cost import (
+    REPEATS,
+    ROUNDS,
+    VERIFY_LIMIT,
+    VERIFY_TOKENS,
+    checking_note,
+    measure_passes,
+    pass_facts,
+    verify_cost,
+)
 from specdemo.models.toy import ToyTarget
 
 
@@ -50,6 +59,44 @@ def test_more_repeats_settle_what_one_outlier_left_open():
     cost, rounds = measured(*noisy)
     assert 1 < rounds <= ROUNDS
     assert cost.ratio.value < VERIFY_LIMIT and cost.note("bfloat16") == ""
+
+
+class Quantised(ToyTarget):
+    """A target with a scripted curve of pass costs."""
+
+    precision, pass_ms = "Q4_1", {}
+
+    def __init__(self, precision, *ms):
+        super().__init__()
+        self.precision, self.pass_ms = precision, dict(enumerate(ms, start=1))
+
+
+@pytest.mark.parametrize(
+    "precision, ms, words",
+    [
+        ("Q4_1", (10.0, 13.0, 16.0, 19.0), ("costs 1.9 passes in Q4_1;", "1.2 in Q4_K_M")),
+        ("Q4_K_M", (10.0, 13.0, 16.0, 19.0), ("costs 1.9 passes in Q4_K_M",)),
+        ("Q8_0", (10.0, 10.5, 11.0, 12.0), ("costs 1.2 passes in Q8_0",)),
+        ("Q4_1", (), ()),
+    ],
+)
+def test_note_about_the_cost_of_four_tokens(precision, ms, words):
+    note = checking_note(Quantised(precision, *ms))
+    assert all(word in note for word in words) and bool(note) is bool(words)
+    assert ("for SmolLM2 135M" in note) is (len(words) > 1)  # measured elsewhere, so its source is named
+
+
+def test_passes_are_measured_once_and_recorded():
+    target = Quantised("float32")
+    curve = measure_passes(target)
+    assert (
+        min(curve) == 1
+        and {4, 8} <= set(curve)
+        and target.pass_ms == curve
+        and measure_passes(target) is target.pass_ms
+    )
+    assert pass_facts(target)["pass_ms"] == {str(slots): ms for slots, ms in curve.items()}
+    assert pass_facts(target)["exactness"] == "passes of different widths round differently"
 
 
 def test_the_note_has_the_ratio_and_its_interval():

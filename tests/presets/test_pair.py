@@ -99,5 +99,8 @@ def test_a_target_needs_no_preset(capsys):
     assert {"Prompt lookup", "Suffix decoding"} <= {line[:15].strip() for line in capsys.readouterr().out.splitlines()}
     trace = specdemo.run(target="stories", model="stories-draft-wide", k=2, max_new_tokens=4)
     assert [lane.method for lane in trace.lanes] == ["none", "draft_model"] and trace.lanes[1].options["k"] == 2
+    assert [lane.k for lane in add_pair("stories").lanes] == [0, 0]  # chosen from the measured passes
+    for changes, k in (({"target": "code"}, 0), ({"target": "code", "k": 6}, 6), ({"target": "stories"}, 4)):
+        assert load_presets()["embedded-draft"].with_changes(**changes).lanes[0].k == k
     assert main(["run"]) == 2
     assert "or name a model: --target MODEL" in capsys.readouterr().err
