@@ -676,7 +676,7 @@ def doctor(
     found = {name: _version(name) for name in LIBRARIES}
     for name, value in {"specdemo": __version__, "python": platform.python_version(), **found}.items():
         print(f"{name:<18}{value}")
-    print(f"{'cpu cores':<18}{os.cpu_count()}; decoding on a CPU uses one thread")
+    print(f"{'cpu cores':<18}{os.cpu_count()}; the number of threads for decoding is measured")
     reasons = unusable()
     for name in PLUG_INS:
         print(f"{'plug-in':<18}{reasons.get(name, name)}")
@@ -701,17 +701,19 @@ def doctor(
         if row.count():
             auto = f"{name} (auto)" if name == best_device().type else name
             print(f"{auto:<18}{row.count()}, {row.title}: {row.describe()}")
-    print(_verify_cost(stories))
+    print(_passes(stories))
     return 0
 
 
-def _verify_cost(target: "Target") -> str:
-    """Measure the verification on a target."""
-    from specdemo.models.pass_cost import verify_cost
+def _passes(target: "Target") -> str:
+    """Measure the passes of a target."""
+    from specdemo.core.passes import pass_rows
+    from specdemo.engine.session import environment
+    from specdemo.models.pass_cost import checking_note, measure_passes
 
-    cost = verify_cost(target)
-    times = f"one token {cost.one_ms:.2f} ms, five tokens {cost.verify_ms:.2f} ms"
-    return f"{'verify cost':<18}{times}: {cost.ratio.format()}"
+    measure_passes(target)
+    rows = [*pass_rows(environment(target)), ("Verification", checking_note(target))]
+    return "\n".join(f"{title.lower():<18}{words}" for title, words in rows)
 
 
 def _verification(name: str) -> str:
@@ -727,7 +729,7 @@ def _verification(name: str) -> str:
         if absent:
             return f"{'not tried':<18}{absent}"
     target = load_target(name)
-    return f"{'engine':<18}{target.kernels}\n{_verify_cost(target)}"
+    return _passes(target)
 
 
 def _pairs(target: str, drafter: str | None) -> int:

@@ -277,7 +277,8 @@ def test_doctor_lists_the_machine(capsys):
         "embedded models",
         "embedded heads",
         "cpu (auto)",
-        "verify cost",
+        "passes",
+        "verification",
     ):
         assert f"\n{line}" in out
     models, heads = (next(ln for ln in out.splitlines() if ln.startswith(f"embedded {kind}")) for kind in ("m", "h"))

@@ -20,9 +20,10 @@ from specdemo.analysis.roofline import BYTES, Device, Engine, Step, device_of, s
 from specdemo.analysis.work import config_of, drafting, method_in, shape
 from specdemo.core.dtypes import dtype_name
 from specdemo.core.estimate import Estimate
+from specdemo.core.passes import measured_passes
 from specdemo.core.shapes import HEADROOM, Shape
 from specdemo.core.speedup import best_length, interpolate, predicted_speedup
-from specdemo.core.trace import LaneTrace, measured_passes
+from specdemo.core.trace import LaneTrace
 from specdemo.methods.facts import Drafting
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)

@@ -22,6 +22,7 @@ from specdemo.core.trace import LaneTrace
 from specdemo.engine.comparison import Model, Server
 from specdemo.methods import BASELINE
 from specdemo.servers.address import host
+from specdemo.servers.engines import same_bits_options
 
 TEXTS = (*PROMPTS, *COPYING, *CODE, *EDITS)
 COUNT, MOST = 20, 10_000  # prompts: default and maximum
@@ -120,7 +121,8 @@ class ServerCheck(Decoding):
             raise ValueError("stopped before the first prompt was complete, so nothing was checked")
         config = self.config(self.target or "unknown") | {"prompts": len(rows)}
         remark = verdict(rows, self.margin, *(side.name for side in sides))
-        return Result(self.name, 1, config, environment(sides[0].model), rows, [remark, NOT_CHECKED])
+        options = [] if all(row["output"] == IDENTICAL for row in rows) else same_bits_options()
+        return Result(self.name, 1, config, environment(sides[0].model), rows, [remark, *options, NOT_CHECKED])
 
     def _texts(self) -> Sequence[str]:
         """Return the prompts. Raises ValueError with one line if the file has too few."""

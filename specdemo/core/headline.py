@@ -11,6 +11,7 @@ from specdemo.core.trace import LaneTrace, RunTrace, estimates, run_timings, sam
 PLAIN = "plain decoding"
 MIN_PROMPT_SHARE = 0.10  # share of a lane's time in its prompt from which the speed-up in all is reported too
 SO_FAR = "so far"  # replaces the verdict of a run that was stopped
+BIT_FOR_BIT = "identical, bit for bit"  # the logits are the same bits in passes of every width, not only the tokens
 WORDS = {"rounding": "differs by rounding"}  # for verdicts whose names are not words for a sentence
 
 Speeds = dict[int, Estimate]  # speed-up by lane; that of the baseline, lane 0, is exactly 1
@@ -136,7 +137,8 @@ def _output(trace: RunTrace, speeds: Speeds) -> str:
     """Return how the texts of the lanes compare with the baseline's; empty if they were not compared."""
     rows = enumerate(trace.comparison, start=1)
     verdicts = {index: str(row["verdict"]) for index, row in rows if index in speeds and "verdict" in row}
-    verdicts = {index: WORDS.get(verdict, verdict) for index, verdict in verdicts.items()}
+    exact = {index for index, row in enumerate(trace.comparison, start=1) if row.get("bit_for_bit") is True}
+    verdicts = {index: BIT_FOR_BIT if index in exact else WORDS.get(v, v) for index, v in verdicts.items()}
     if len({*verdicts.values()}) < 2:
         return "".join({*verdicts.values()})
     return ", ".join(f"{_name(trace, index)} {verdict}" for index, verdict in verdicts.items())

@@ -62,6 +62,12 @@ def accept_rule(name: str, options: Mapping[str, object] | None = None) -> "Acce
     return plain
 
 
+def draws_by_position(options: Mapping[str, object]) -> bool:
+    """Return True if a sampling lane with these options draws its tokens with random numbers of their position."""
+    rule = RULES.get(str(options.get("acceptance")))
+    return rule is not None and rule.coupled
+
+
 def rule_knobs(name: str) -> list[Knob]:
     """Return the options of a rule; none for an unknown one."""
     cls = _rule_class(name) if name in RULES else None

@@ -21,7 +21,6 @@ SCHEMA: Final = 1
 LISTS: Final = ("accept_histogram", "accept_by_position")  # the entries of a summary that are lists
 MAX_TEXT = 50_000  # characters of a lane on a server; a public page can open a trace with three such lanes
 UNREPORTED: Final = -2  # id of a draft token that a server counts but does not name
-MAX_MS = 1e9  # of a measured pass
 MAX_DEPTH = 1024  # entries of a list in a summary; the page draws every one
 
 Finish = Literal["stop", "length", "cancelled", "error"]
@@ -276,15 +275,6 @@ def _check_numbers(value: object) -> None:
         raise ValueError("NaN or infinity")
     elif isinstance(value, int) and abs(value) > LARGEST:
         raise ValueError("an integer of more than 63 bits")
-
-
-def measured_passes(trace: RunTrace, target: object) -> dict[int, float]:
-    """Return slots -> milliseconds of a pass of the target on the CPU of a run; empty if the run does not have them."""
-    found = trace.environment.get("pass_ms")
-    if trace.config.get("target") != target or not trace.environment.get("threads") or not isinstance(found, dict):
-        return {}
-    times = {int(n): ms for n, ms in found.items() if n.isdecimal() and len(n) < 4 and isinstance(ms, int | float)}
-    return times if 1 in times and all(0.0 < ms < MAX_MS for ms in times.values()) else {}
 
 
 def _correct_comparison(trace: RunTrace) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specdemo.core.protocol import Target
-from specdemo.core.rules import RULES
+from specdemo.core.rules import draws_by_position
 from specdemo.core.sampling import PositionNoise, Sampling, to_probs
 from specdemo.core.trace import LaneTrace, RunTrace, StepEvent, compare, same_prompt
 from specdemo.core.tree import chain_parents
@@ -33,7 +33,7 @@ def compare_outputs(trace: RunTrace, target: Target | None, noise: Sequence[str]
     baseline = trace.lanes[0]
     sampling = Sampling(**{f.name: config[f.name] for f in fields(Sampling) if f.name in config})
     for lane in trace.lanes[1:]:
-        one_text = sampling.greedy or (_coupled(baseline) and _coupled(lane))
+        one_text = sampling.greedy or (draws_by_position(baseline.options) and draws_by_position(lane.options))
         row = compare(baseline, lane, one_text, schedule=trace.schedule)
         if row["speedup"] and noise:
             row |= {"noisy": True, "reasons": [*row["reasons"], *noise]}
@@ -49,6 +49,7 @@ def compare_outputs(trace: RunTrace, target: Target | None, noise: Sequence[str]
             row["verdict"] = _remote_verdict(baseline, lane, row["identical"])
         elif index is None:
             row["verdict"] = "identical" if one_text else "same distribution"
+            row["bit_for_bit"] = one_text and target is not None and target.same_bits and _has_chains(lane)
         else:
             assert target is not None
             row["verdict"] = "unknown"
@@ -59,10 +60,9 @@ def compare_outputs(trace: RunTrace, target: Target | None, noise: Sequence[str]
         trace.comparison.append(row)
 
 
-def _coupled(lane: LaneTrace) -> bool:
-    """Return True if a lane that samples draws its tokens by position."""
-    rule = RULES.get(str(lane.options.get("acceptance")))
-    return rule is not None and rule.coupled
+def _has_chains(lane: LaneTrace) -> bool:
+    """Return True if no draft of a lane branched: passes over trees may round differently."""
+    return all(parents == [*range(len(parents))] for event in lane.events for parents in event.parents)
 
 
 def _margin(logits: Tensor, chosen: Sequence[int], sampling: Sampling, seed: int, position: int) -> float:

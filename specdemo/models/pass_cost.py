@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from specdemo.core.estimate import Estimate, over_repeats
+from specdemo.core.passes import ROUNDED, SAME_BITS
 from specdemo.core.protocol import Target
 from specdemo.core.speedup import interpolate
 from specdemo.core.tree import chain_parents
@@ -44,8 +45,6 @@ OTHER_TYPES = {"Q4_K_M": 1.2, "Q4_0": 1.3}  # cost of FOUR tokens of SmolLM2 135
 READ_BYTES = 1 << 28  # more than most caches
 ROUNDS = 4  # measurements at most; only the first one is made where its interval excludes VERIFY_LIMIT
 
-SAME_BITS = "same bits in passes of every width"
-ROUNDED = "passes of different widths round differently"
 _shapes: dict[object, PassShape] = {}  # kind of model -> shape, so that all copies of a model agree
 MIN_LAYERS = 2  # that are compared
 Clock = Callable[[], float]  # seconds

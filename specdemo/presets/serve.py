@@ -68,6 +68,8 @@ def serve_commands(preset: Preset, engine: str, gpus: int = 1) -> list[str]:
     lines = [f"# {preset.title}; with --gpus N each server uses N GPUs"]
     if preset.quantization and preset.quantization not in serving_engine(engine).quantization:
         lines.append(f"# {preset.quantization} is omitted: serve a checkpoint that is already quantised")
+    same_bits = serving_engine(engine).same_bits
+    lines += [f"# {same_bits}"] if same_bits else []
     lanes = list(served(preset, engine, gpus))
     for lane in lanes:
         if lane.refusal:

@@ -54,7 +54,7 @@ function laneCard(lane) {
   note.hidden = true;
   const rejectedNote = make("p", "sd-visually-hidden"); // screen readers skip rejected tokens
   text.setAttribute("aria-describedby", (rejectedNote.id = `sd-rejected-${lane.index}`));
-  card.append(header, note, text, rejectedNote);
+  card.append(header, note, text, rejectedNote, laneDetails(lane));
   $(".sd-lanes").append(card);
   const view = { card, state, number, unit, text, note, rejectedNote, scrolledUp: false, hasNewText: false };
   const updateScrolledUp = () => (view.scrolledUp = text.scrollHeight - text.scrollTop - text.clientHeight >= 30);
@@ -78,6 +78,15 @@ function promptNodes(lane) {
   const history = fold(turns);
   history.head.textContent = `${turns.length} earlier message${turns.length > 1 ? "s" : ""}`;
   return [history.box, last];
+}
+
+// Returns a closed list of facts: pairs of a name and a text.
+function laneDetails(lane) {
+  const details = fold([make("dl", "sd-facts")]);
+  details.head.textContent = "Details";
+  details.box.hidden = !lane.details?.length;
+  for (const [name, text] of lane.details ?? []) details.body.firstChild.append(make("dt", "", name), make("dd", "", text));
+  return details.box;
 }
 
 // Moves nodes into a closed <details> element in place of the first of them.

@@ -269,6 +269,8 @@ function badge() {
   const when = [date || "date unknown", commit ? `commit ${String(commit).slice(0, 7)}` : null];
   const parts = run.recorded ? ["Recorded run", ...where, ...when] : where;
   node.textContent = parts.filter(Boolean).map((word) => String(word).slice(0, 60)).join(" · ");
+  const slogan = document.querySelector(".sd-slogan");
+  if (slogan) slogan.textContent = run.start.same_bits ? "Same output, bit for bit" : "Same output";
 }
 
 function finish() {

@@ -16,6 +16,8 @@ from specdemo.core.atomic_io import json_text
 from specdemo.core.definitions import by_key
 from specdemo.core.estimate import Estimate
 from specdemo.core.headline import SO_FAR, headline, price_words, settled
+from specdemo.core.passes import SAME_BITS, pass_rows
+from specdemo.core.rules import draws_by_position
 from specdemo.core.trace import LaneTrace, RunTrace, estimates, fates, token_kinds
 from specdemo.engine.messages import Finished, LaneDone, Note, Restarted, RunMessage, Started, StepRow
 from specdemo.methods.facts import PREDICTED
@@ -127,9 +129,25 @@ def _start(trace: RunTrace) -> dict[str, object]:
         "limit": trace.config.get("max_new_tokens"),
         "target": trace.config.get("target"),
         "environment": trace.environment,
+        "same_bits": trace.environment.get("exactness") == SAME_BITS,
         "prompt": trace.prompt,
-        "lanes": [_lane(lane) | {"predictable": predictable(trace, lane)} for lane in trace.lanes],
+        "lanes": [
+            _lane(lane) | {"predictable": predictable(trace, lane), "details": _details(trace, lane)}
+            for lane in trace.lanes
+        ],
     }
+
+
+def _details(trace: RunTrace, lane: LaneTrace) -> list[tuple[str, str]]:
+    """Return facts about a local lane: its draft length, its random numbers, and how the target's passes run."""
+    if lane.remote:
+        return []
+    rows = pass_rows(trace.environment)
+    if "k" in lane.defaults:
+        rows.insert(0, ("Draft length", f"{lane.options.get('k')}, chosen from the costs of passes"))
+    if draws_by_position(lane.options) and trace.config.get("temperature"):
+        rows.append(("Sampling", "a token's random numbers depend on seed and position only, so lanes write one text"))
+    return rows
 
 
 def predictable(trace: RunTrace, lane: LaneTrace) -> bool:

@@ -15,8 +15,9 @@ from specdemo.analysis.profiles import profile, profiles
 from specdemo.analysis.work import known, method_in, shape
 from specdemo.core.atomic_io import json_text
 from specdemo.core.estimate import Estimate
+from specdemo.core.passes import measured_passes
 from specdemo.core.shapes import Shape
-from specdemo.core.trace import RunTrace, estimates, measured_passes
+from specdemo.core.trace import RunTrace, estimates
 from specdemo.engine.comparison import MAX_K
 from specdemo.methods import BASELINE
 from specdemo.methods.facts import PREDICTED, Drafting

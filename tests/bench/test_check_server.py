@@ -188,7 +188,10 @@ def test_other_tokens_of_the_same_text_are_found(capsys):
     row = result["rows"][0]
     assert (row["output"], row["parts at"], row["margin"]) == (DIFFERS, 1, 2.5)
     assert (row["reference"], row["server"]) == (" re", " r")
-    assert "without penalties, logit bias" in result["remarks"][1]
+    _, *options, limits = result["remarks"]
+    assert [option.partition(":")[0] for option in options] == ["vLLM", "SGLang"]
+    assert "VLLM_BATCH_INVARIANT=1" in options[0] and "--enable-deterministic-inference" in options[1]
+    assert "without penalties, logit bias" in limits
 
 
 def test_identical_servers_pass_every_time(capsys):
@@ -196,6 +199,7 @@ def test_identical_servers_pass_every_time(capsys):
         for _ in range(20):
             code, result = checked(capsys, plain.address, other.address, "--prompts", "10", "--new-tokens", "8")
             assert code == 0 and "10 of 10 texts are identical" in result["remarks"][0]
+            assert len(result["remarks"]) == 2  # no option where nothing differs
 
 
 def test_the_local_engine_is_a_reference(capsys):

@@ -182,4 +182,6 @@ def test_files_on_which_llamacpp_aborts(key, number, stories, tmp_path, capsys, 
         assert "the same library runs other files, so this one is probably broken" in error
     monkeypatch.setattr(subprocess, "Popen", None)
     assert main(["doctor", str(stories)]) == 0
-    assert re.match(r"engine .*llama.cpp.*\nverify cost .*ms: \d", capsys.readouterr().out)
+    out = capsys.readouterr().out
+    assert re.match(r"engine +llama.cpp.*\ncpu threads +\d+\nweights +F32\nlogits +passes .* round", out)
+    assert re.search(r"\npasses +one token [\d.]+ ms; .* 4: \d\.\d\d, .*\nverification +checking 4 tokens costs", out)

@@ -149,7 +149,9 @@ def test_every_line_has_its_own_port_and_the_last_one_races_them():
 
 def test_models_of_the_project_are_named_by_their_folder(capsys):
     assert main(["serve-command", "embedded-draft", "--for", "sglang"]) == 0
-    words = shlex.split(capsys.readouterr().out.splitlines()[4])
+    _, option, *lines = capsys.readouterr().out.splitlines()
+    assert option.startswith("# --enable-deterministic-inference makes a text independent of other requests")
+    words = shlex.split(lines[3])
     assert (
         after(words, "--model-path").endswith("embedded/stories") and after(words, "--served-model-name") == "stories"
     )

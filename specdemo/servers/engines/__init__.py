@@ -38,6 +38,11 @@ def engine_names() -> str:
     return f"{', '.join(names)} or {last}"
 
 
+def same_bits_options() -> list[str]:
+    """Return a sentence about the option of each engine that makes its passes independent of other requests."""
+    return [f"{engine.title}: {engine.same_bits}." for engine in ENGINES.values() if engine.same_bits]
+
+
 def engines() -> list[ReportingEngine]:
     """Return all engines whose answers can be read."""
     return [*ENGINES.values(), *READERS.values()]

@@ -80,6 +80,7 @@ class ServingEngine(ReportingEngine):
     methods: ClassVar[Mapping[str, EngineArgs]] = {}  # method -> its flags; other packages declare `Method.serves`
     unsupported: ClassVar[str] = ""  # reason for all other methods; "": the engine does not support them
     parallel: ClassVar[str] = ""  # flag for the number of GPUs; "": specdemo starts the engine on the CPU
+    same_bits: ClassVar[str] = ""  # the option for the same bits whatever else a pass computes, and what it gives
     quantization: ClassVar[Mapping[str, Flags]] = {}  # kinds of quantization while loading, and their flags
     environment: ClassVar[Mapping[str, str]] = {"DO_NOT_TRACK": "1"}  # defaults of environment variables
 

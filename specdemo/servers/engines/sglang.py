@@ -93,6 +93,11 @@ class SGLang(ServingEngine):
         "gemma4_assistant": chain("NEXTN"),  # SGLang switches to FROZEN_KV_MTP for an assistant
     }
     parallel = "--tp-size"
+    # docs/advanced_features/deterministic_inference; pull request 11789
+    same_bits = (
+        "--enable-deterministic-inference makes a text independent of other requests, more slowly; with speculation "
+        "add --attention-backend triton"
+    )
     metrics = frozenset({RATE, LENGTH, TOKENS, PASSES})
     generated, running = TOKENS, "sglang:num_running_reqs"
     request: ClassVar = {"return_spec_tokens_details": True}

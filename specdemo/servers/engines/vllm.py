@@ -145,6 +145,11 @@ class VLLM(ServingEngine):
         "gemma4_assistant": named("mtp"),
     }
     parallel = "--tensor-parallel-size"
+    # docs/features/batch_invariance; issue 54506
+    same_bits = (
+        "VLLM_BATCH_INVARIANT=1 in the environment makes a text independent of other requests, more slowly and on GPUs "
+        "only; it does not cover passes over one and over k + 1 tokens yet, so drafted text may part at near-ties"
+    )
     quantization: ClassVar = {"4bit": ["--quantization", "bitsandbytes"]}
     # a small KV cache is enough, because a lane sends one request at a time
     environment: ClassVar = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", **ServingEngine.environment}

@@ -1,0 +1,49 @@
+"""How the passes of a run's target run on its machine, in words: for the page, `doctor` and reports. Needs no torch.
+
+The facts are in the `environment` of a trace (models/pass_cost.py). They may come from a stranger's file.
+"""
+
+from collections.abc import Mapping
+
+from specdemo.core.trace import RunTrace
+
+SAME_BITS = "the same bits in passes of every width, for chains"
+ROUNDED = "passes of different widths round differently"
+MAX_MS = 1e9  # of a measured pass
+LONGEST_WORD = 100  # characters
+
+
+def curve_of(environment: Mapping[str, object]) -> dict[int, float]:
+    """Return slots -> milliseconds of a pass over a chain of that many; empty if it was not measured."""
+    found = environment.get("pass_ms")
+    entries = found.items() if isinstance(found, dict) else ()
+    times = {int(n): ms for n, ms in entries if n.isdecimal() and len(n) < 4 and isinstance(ms, int | float)}
+    return times if 1 in times and all(0.0 < ms < MAX_MS for ms in times.values()) else {}
+
+
+def measured_passes(trace: RunTrace, target: object) -> dict[int, float]:
+    """Return the curve of the target on the CPU of a run; empty if the run does not have it."""
+    here = trace.config.get("target") == target and trace.environment.get("threads")
+    return curve_of(trace.environment) if here else {}
+
+
+def pass_rows(environment: Mapping[str, object]) -> list[tuple[str, str]]:
+    """Return name and value of every known fact."""
+    known = {name: str(value)[:LONGEST_WORD] for name, value in environment.items() if value}
+    rows = [(title, known[name]) for name, title in _WORDS.items() if name in known]
+    if curve := curve_of(environment):
+        wider = ", ".join(f"{n}: {ms / curve[1]:.2f}" for n, ms in sorted(curve.items()) if n > 1)
+        rows.append(("Passes", f"one token {curve[1]:.1f} ms; several tokens, in passes over one: {wider}"))
+    share, bandwidth = environment.get("bandwidth_share"), environment.get("bandwidth_gb_per_s")
+    if isinstance(share, int | float) and isinstance(bandwidth, int | float):
+        rows.append(("Memory", f"one token uses {100.0 * share:.0f} % of the {bandwidth:.1f} GB/s measured here"))
+    return rows
+
+
+_WORDS = {
+    "kernels": "Engine",
+    "threads": "CPU threads",
+    "dtype": "Weights",
+    "layout": "Layout",
+    "exactness": "Logits",
+}
