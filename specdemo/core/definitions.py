@@ -93,7 +93,7 @@ DEFINITIONS: dict[str, Definition] = {
     "output": Definition(
         ("verdict", "identical", "first_divergence", "divergence_margin", "bit_for_bit"),
         "*identical*: the same tokens as the baseline; *bit for bit*: the logits are the same bits too, in passes of "
-        "every width (checked when the model is loaded). *Rounding*: where the texts part, the logits of both tokens are "
+        "every width (checked at load). *Rounding*: where the texts part, the logits of both tokens are "
         "as large as the best one, within the difference between passes over one and over k + 1 tokens. *Differs*: one "
         "is smaller, which is a bug. *Same distribution*: sampled, so two correct texts may differ. With a server "
         "*same text* or *text differs*: it sends no token ids, so the cause is unknown",
