@@ -9,17 +9,18 @@ from contextlib import closing
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import lru_cache
+from typing import TypeVar
 
 import torch
 
 from specdemo.core.protocol import Target
 from specdemo.core.trace import UNREPORTED, RunTrace, without_probabilities
 from specdemo.engine.clock import clock_name
-from specdemo.engine.comparison import Comparison
+from specdemo.engine.comparison import Comparison, Lane
 from specdemo.engine.lanes import LocalLane, RunningLane, ServerLane, chat_messages
 from specdemo.engine.loop import never_cancelled
 from specdemo.engine.messages import SCHEDULES, Finished, LaneDone, LaneSteps, Note, Restarted, RunMessage, opened
-from specdemo.engine.model_cache import ModelCache
+from specdemo.engine.model_cache import ModelCache, target_key
 from specdemo.engine.session_state import SessionState
 from specdemo.engine.verdict import compare_outputs
 from specdemo.methods import method
@@ -32,6 +33,9 @@ from specdemo.models.pass_cost import checking_note, fastest_threads, measure_pa
 from specdemo.models.sources import LoadProgress, no_progress
 from specdemo.servers.address import check_listed
 
+Spec = TypeVar("Spec", bound=Comparison)
+
+MOST_LENGTHS = 100
 RUN_SECONDS = 0.5  # for the choice of threads at the start of a run
 TRACE_CONFIG = {
     "target",
@@ -55,6 +59,7 @@ class Session:
         self.lock = threading.Lock()
         self.models = ModelCache(budget_bytes)
         self.state = SessionState()
+        self._lengths: dict[tuple[str, ...], int] = {}  # target and lane without draft length -> the one it got
 
     def loaded(self) -> list[tuple[str, int]]:
         """Return name and bytes of every loaded model, the most recently used first, and of state from earlier runs."""
@@ -114,6 +119,7 @@ class Session:
             self._load(spec, report)
             used = 0 if spec.all_remote else self._prepare_target(spec)
             lanes = self._lanes(spec)
+            self._keep_lengths(spec, lanes)
             local_target = next((lane.target for lane in lanes if isinstance(lane, LocalLane)), None)
             trace = RunTrace(
                 preset=spec.id,
@@ -155,6 +161,20 @@ class Session:
     def target(self) -> Target:
         """Return the target of the last comparison, with its own history."""
         return self.models.target()
+
+    def with_chosen_lengths(self, spec: Spec) -> Spec:
+        """Return the comparison with the draft lengths that its lanes got in earlier runs."""
+        lanes = [
+            lane.model_copy(update={"k": self._lengths.get(_length_key(spec, lane), lane.k)}) for lane in spec.lanes
+        ]
+        return spec.model_copy(update={"lanes": lanes})
+
+    def _keep_lengths(self, spec: Comparison, lanes: Sequence[RunningLane]) -> None:
+        if len(self._lengths) > MOST_LENGTHS:
+            self._lengths.clear()
+        for lane, running in zip(spec.lanes, lanes[1:], strict=True):
+            if not lane.k and isinstance(length := running.trace.options.get("k"), int):
+                self._lengths[_length_key(spec, lane)] = length
 
     def _prepare_target(self, spec: Comparison) -> int:
         """Choose the threads of all lanes by a few passes, because other programs may use the processor now, and
@@ -202,6 +222,10 @@ class Session:
 
         servers = enumerate(lane.server for lane in spec.all_lanes)
         return [ServerLane(spec, index, chats) if server else local_lane(index) for index, server in servers]
+
+
+def _length_key(spec: Comparison, lane: Lane) -> tuple[str, ...]:
+    return *target_key(spec), lane.model_dump_json(exclude={"name"})
 
 
 def _check_grammar(spec: Comparison) -> None:

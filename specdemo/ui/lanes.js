@@ -133,7 +133,7 @@ function laneOptions(lane) {
   if (lane.remote) return "";
   if (!lane.index) return "one token per forward pass";
   const { model, ...rest } = lane.options || {};
-  const set = Object.entries(rest).filter(([name]) => !lane.defaults?.includes(name));
+  const set = Object.entries(rest).filter(([name]) => name === "k" || !lane.defaults?.includes(name));
   return set.map(([name, value]) => `${name} = ${value}`).join(" · ");
 }
 

@@ -153,7 +153,7 @@ class Visits(Jobs[Log]):
 
     def share(self, values: Values) -> str:
         """Return the link that opens the comparison again. Raises ValueError with one line."""
-        chosen = from_values(values, self._any)
+        chosen = live().session().with_chosen_lengths(from_values(values, self._any))
         return address(to_query(chosen, preset(chosen.id)))
 
     def read_link(self, request: gr.Request) -> tuple[Preset, list[str]] | None:

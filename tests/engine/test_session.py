@@ -71,6 +71,7 @@ def test_default_draft_length_follows_the_measured_passes(runner, monkeypatch, l
     trace = runner.run(spec(lane, max_new_tokens=4))
     assert trace.lanes[1].options["k"] == k and ("k" in trace.lanes[1].defaults) is chosen
     assert trace.environment["pass_ms"] == {str(slots): ms for slots, ms in IN_FOURS.items()}
+    assert runner.with_chosen_lengths(spec(lane, max_new_tokens=9)).lanes[0].k == k  # as a link to what ran
     assert measured_passes(trace, "stories") == IN_FOURS and not measured_passes(trace, "code")
 
 
