@@ -95,6 +95,14 @@ def test_outputs_that_differ_are_listed_by_lane():
     assert headline(run).caption.endswith(", output A identical, B lossy")
 
 
+def test_the_same_bits_are_named_as_such():
+    run = trace((2.0, 1.9, 2.1))
+    run.comparison[0]["bit_for_bit"] = True
+    assert headline(run).sentence.endswith("Output: identical, bit for bit.")
+    run.comparison[0]["bit_for_bit"] = False
+    assert headline(run).sentence.endswith("Output: identical.")
+
+
 def test_lanes_with_the_same_name_show_their_number():
     run = trace((3.8, 3.7, 3.9), (2.6, 2.5, 2.7))
     run.lanes[2].name = "A"

@@ -25,7 +25,7 @@ from specdemo.models import pass_cost
 from specdemo.models.pass_cost import VerifyCost
 from specdemo.models.sources import resolve
 from specdemo.models.text import encode
-from specdemo.ui.views import summary
+from specdemo.ui.views import summary, view
 
 WIDE = Lane(method="draft_model", model="stories-draft-wide", k=3)
 
@@ -71,6 +71,9 @@ def test_default_draft_length_follows_the_measured_passes(runner, monkeypatch, l
     trace = runner.run(spec(lane, max_new_tokens=4))
     assert trace.lanes[1].options["k"] == k and ("k" in trace.lanes[1].defaults) is chosen
     assert trace.environment["pass_ms"] == {str(slots): ms for slots, ms in IN_FOURS.items()}
+    details = dict(view(Started(trace))["lanes"][1]["details"])
+    assert details["Passes"].startswith("one token 10.0 ms; ") and "4: 1.20, 5: 2.00" in details["Passes"]
+    assert ("Draft length" in details) is chosen and details["CPU threads"] == "1" and details["Weights"] == "float32"
     assert runner.with_chosen_lengths(spec(lane, max_new_tokens=9)).lanes[0].k == k  # as a link to what ran
     assert measured_passes(trace, "stories") == IN_FOURS and not measured_passes(trace, "code")
 

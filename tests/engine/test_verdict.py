@@ -144,6 +144,21 @@ def test_a_planted_wrong_token_of_sampled_text_is_a_bug():
         assert (wrong.comparison[0]["verdict"], wrong.comparison[0]["first_divergence"]) == ("differs", index)
 
 
+def test_only_chains_on_a_target_with_the_same_bits_are_bit_for_bit(monkeypatch):
+    session, lanes = Session(), [Lane(method="ngram", k=4), Lane(method="medusa", model="stories-medusa", k=3)]
+    lanes[1] = lanes[1].model_copy(update={"options": {"nodes": 6}})
+    spec = Comparison.build(
+        {"id": "x", "target": "stories", "prompt": "A dog ran", "max_new_tokens": 24, "lanes": lanes}
+    )
+    trace, target = session.run(spec), session.models.target()
+    for same_bits in (True, False):
+        monkeypatch.setattr(type(target), "same_bits", same_bits)
+        compared = replace(trace, comparison=[])
+        compare_outputs(compared, target)
+        assert [row["verdict"] for row in compared.comparison] == ["identical"] * 2
+        assert [row["bit_for_bit"] for row in compared.comparison] == [same_bits, False]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_planted_wrong_token_is_a_bug(dtype):
     session = Session()
