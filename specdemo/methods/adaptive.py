@@ -59,7 +59,8 @@ class LatencyTable:
         self._recent = {size: deque([seconds], MEASUREMENTS) for size, seconds in initial.items()}
         self._median = dict(initial)  # in units of the curve
         self._sizes = sorted(initial)
-        self._curve, self._curve_sizes = curve or {0: 1.0}, sorted(curve or {0: 1.0})
+        self._curve = dict(curve) or {0: 1.0}  # a copy, because a later run may measure again
+        self._curve_sizes = sorted(self._curve)
 
     def __len__(self) -> int:
         return len(self._sizes)

@@ -41,7 +41,7 @@ class LayerSkip(Method, method="layer_skip"):
         self.sampler = TokenSampler()
 
     def read_bytes(self, k: int) -> int:
-        return k * self._target.weight_bytes * self.exit_layer // self._target.num_layers
+        return k * (self._target.pass_bytes or self._target.weight_bytes) * self.exit_layer // self._target.num_layers
 
     def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
         self.sampler = TokenSampler(sampling, rng)

@@ -160,7 +160,7 @@ def test_models_of_the_project_are_named_by_their_folder(capsys):
 
 def test_quantised_where_the_server_can():
     four = BASE.with_changes(quantization="4bit")
-    assert "--quantization bitsandbytes" in serve_commands(four, "vllm")[2]
+    assert "--quantization bitsandbytes" in serve_commands(four, "vllm")[3]
     assert "serve a checkpoint that is already quantised" in serve_commands(four, "sglang")[1]
 
 
