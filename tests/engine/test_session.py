@@ -204,6 +204,8 @@ def test_sampled_text_is_one_text_with_coupling_only_also_in_the_next_turn(runne
         trace = runner.run(hot.model_copy(update={"prompt": prompt}))
         assert trace.comparison[0]["identical"] is (True if rule == "coupled" else None)
         assert trace.comparison[0]["verdict"] == verdict
+        shown = [dict(lane["details"]).get("Sampling", "") for lane in view(Started(trace))["lanes"]]
+        assert shown[0].endswith("so lanes write one text") and bool(shown[1]) is (rule == "coupled")
 
 
 def test_a_lossy_rule_is_labelled_everywhere(runner):
