@@ -30,8 +30,8 @@ Values = NDArray[numpy.float32]
 class LayerFunctions(NamedTuple):
     """Functions of libllama."""
 
-    keep: Callable[[Any, int, bool], None]  # let a context keep the input of a layer, or not
-    read: Callable[[Any, int], Any]  # a pointer to it [tokens of the last batch, H], without copying
+    keep: Callable[[object, int, bool], None]  # let a context keep the input of a layer, or not
+    read: Callable[[object, int], object]  # a pointer to it [tokens of the last batch, H], without copying
 
 
 def layer_functions(llama: Any) -> LayerFunctions | None:
@@ -45,7 +45,7 @@ def layer_functions(llama: Any) -> LayerFunctions | None:
     return LayerFunctions(keep, read)
 
 
-def layer_inputs_agree(llama: Any, model: Any, context: Any) -> bool:
+def layer_inputs_agree(llama: Any, model: object, context: object) -> bool:
     """Return True if an empty context returns the inputs of all layers, the same in passes of four tokens and of one.
 
     May end the process: llama.cpp aborts where the graph of an architecture does not keep them.
