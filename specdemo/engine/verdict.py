@@ -140,7 +140,7 @@ def _divergence(
     Passes of different widths use different kernels and round differently. It is rounding if the gap is no larger than
     1.5 times the largest difference between passes of one token and those of the lane, repeated up to the difference
     and as chains over the text around it, or than two units in the last place: two logits in two passes, each rounded
-    by half a unit. A larger gap is a bug, and so is any gap where the passes are the same bits.
+    by half a unit. A larger gap is a bug, and so is any gap where the passes are chains of the same bits.
     """
     text = torch.tensor([baseline.prompt_ids + baseline.token_ids], device=target.device)
     end = len(baseline.prompt_ids) + index
@@ -148,6 +148,8 @@ def _divergence(
     target.release()
     chosen = [tokens[index] for tokens in (baseline.token_ids, lane.token_ids) if index < len(tokens)]
     margin = margin_of(logits, chosen, position=end)
+    if target.same_bits and _has_chains(lane):
+        return round(margin, 6), False
     units = torch.finfo(target.dtype).eps * abs(float(logits.max()))
     width = 1 + max((len(event.drafted[0]) for event in lane.events), default=VERIFY_TOKENS - 1)
     noise = rounding_noise(target, text[:, : end + AFTER], width)
@@ -155,8 +157,7 @@ def _divergence(
     if passes:
         noise = max(noise, passes_noise(target, text[:, : len(baseline.prompt_ids) + start], passes))
     tolerance = max(1e-4, 2.0 * units, min(1.5 * noise, MAX_TOLERANCE))
-    same_bits = target.same_bits and noise == 0.0
-    return round(margin, 6), margin <= tolerance and not same_bits
+    return round(margin, 6), margin <= tolerance
 
 
 def _passes_before(

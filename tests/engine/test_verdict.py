@@ -75,6 +75,14 @@ def test_the_tolerance_is_the_difference_between_the_passes_of_the_two_lanes(err
     assert (row["verdict"], row["divergence_margin"]) == (verdict, pytest.approx(gap, abs=1e-4))
 
 
+def test_a_difference_where_chains_are_the_same_bits_is_a_bug():
+    target = Rounding([5.0, 4.9, 4.9, 0.0], 0.2)
+    assert judged(target, 2)["verdict"] == "rounding"
+    target.same_bits = True  # no near-tie is looked for, though these passes round
+    row = judged(target, 2)
+    assert (row["verdict"], row["divergence_margin"]) == ("differs", pytest.approx(0.1, abs=1e-4))
+
+
 class TreeRounding(Rounding):
     """Target whose second token has an error in passes over trees, as of kernels that read a cache in another order."""
 
