@@ -49,6 +49,9 @@ class Gated:
     def place(self, spec):
         pass
 
+    def with_chosen_lengths(self, spec):
+        return spec
+
 
 class GatedBench(Bench):
     """A benchmark stand-in whose last repeat ends when the gate is open."""

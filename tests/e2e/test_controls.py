@@ -171,7 +171,7 @@ def test_lanes_come_and_go(visit):
     expect(page.locator("#drawer")).to_be_hidden()
     edit(page)
     page.locator("#add-lane").click()
-    expect(page.locator(".sd-summary")).to_contain_text("1-layer draft, 1-layer draft · k 4 ·")
+    expect(page.locator(".sd-summary")).to_contain_text("1-layer draft, 1-layer draft · k 4, measured ·")
     expect(page.locator("#lane-2")).to_be_visible()
     page.locator("#add-lane").click()
     expect(page.locator("#lane-3")).to_be_visible()

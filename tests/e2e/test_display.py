@@ -387,7 +387,7 @@ def test_failed_run_shows_its_partial_result(display):
     messages = list(replay(hostile_trace()))
     display.show(Log().add([*messages[:9], Failed("out of memory")]))
     shown = display.text(0)
-    assert shown == "".join(message.pieces[0] for message in messages[1:9] if message.lane == 0)
+    assert shown == "".join(message.text[0] for message in messages[1:9] if message.lane == 0)
     display.wait(3000)
     assert (display.text(0), display.read(".sd-pill")) == (shown, ["failed", "failed"])
     assert display.read(".sd-status, .sd-alert") == ["Out of memory", "The run failed."]

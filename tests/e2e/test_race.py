@@ -10,6 +10,7 @@ import pytest
 from playwright.sync_api import expect
 
 from specdemo.analysis.lanes import break_even, prediction
+from specdemo.core.passes import SAME_BITS
 from specdemo.core.tally import summarise
 from specdemo.core.trace import compare, estimates, from_json, to_json
 from specdemo.ui.answers import TITLE
@@ -136,7 +137,8 @@ def test_every_number_of_a_finished_page_follows_from_its_trace(visit, tmp_path)
         waited = f"CPU contention {round(100 * numbers['waited_share'])} %"
         assert page.locator(".sd-split").nth(index).inner_text().endswith(waited)
     plain, lane = trace.lanes
-    row = compare(plain, lane, greedy=True, schedule=trace.schedule) | {"verdict": "identical"}
+    exact = trace.environment["exactness"] == SAME_BITS
+    row = compare(plain, lane, greedy=True, schedule=trace.schedule) | {"verdict": "identical", "bit_for_bit": exact}
     assert row == trace.comparison[0]
     expected |= {("speedup", 1): row["speedup"], ("output", 1): "identical"}
     shown = page.locator("[data-metric]").evaluate_all(
@@ -152,7 +154,7 @@ def test_every_number_of_a_finished_page_follows_from_its_trace(visit, tmp_path)
     expect(page.locator('[data-tile="speedup"] small')).to_contain_text(f"{speed.interval()}, ")
     expect(page.locator('[data-tile="speedup"] small')).to_contain_text(speed.label)
     expect(page.locator('[data-tile="speedup"] b')).to_have_text(f"{row['speedup']:.2f}×")
-    expect(page.locator('[data-tile="output"] b')).to_have_text("✓ identical")
+    expect(page.locator('[data-tile="output"] b')).to_have_text("✓ bit for bit" if exact else "✓ identical")
     expect(page.locator('[data-tile="speedup"] .sd-noisy')).to_have_count(int(row["noisy"]))
     expect(page.locator(".sd-explanations")).to_contain_text(prediction(trace, "×")[0]["sentence"])
     rates = "  ".join(f"{i}: {100 * rate:.0f} %" for i, rate in enumerate(totals["accept_by_position"], start=1))
