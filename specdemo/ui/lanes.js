@@ -82,7 +82,7 @@ function promptNodes(lane) {
 
 // Returns a closed list of facts: pairs of a name and a text.
 function laneDetails(lane) {
-  const details = fold([make("dl", "sd-facts")]);
+  const details = fold([make("dl", "sd-passes")]);
   details.head.textContent = "Details";
   details.box.hidden = !lane.details?.length;
   for (const [name, text] of lane.details ?? []) details.body.firstChild.append(make("dt", "", name), make("dd", "", text));

@@ -101,10 +101,10 @@ def test_a_lane_has_the_statistics_of_its_stream(echo):
 
 def test_a_method_of_another_package_declares_its_flags(monkeypatch):
     chosen = preset("embedded-ngram").with_changes(lanes=[{"method": "lookahead", "k": 3}])
-    assert serve_commands(chosen, "sglang")[3].endswith("not served, SGLang does not support this method")
+    assert serve_commands(chosen, "sglang")[4].endswith("not served, SGLang does not support this method")
     monkeypatch.setattr(Lookahead, "serves", {"sglang": lambda model, k, options: ["--lookahead", str(k)]})
-    assert serve_commands(chosen, "sglang")[4].endswith("--lookahead 3")
-    assert serve_commands(chosen, "vllm")[3].endswith("not served, vLLM does not support this method")
+    assert serve_commands(chosen, "sglang")[5].endswith("--lookahead 3")
+    assert serve_commands(chosen, "vllm")[4].endswith("not served, vLLM does not support this method")
 
 
 @pytest.mark.parametrize(
