@@ -124,13 +124,13 @@ def bootstrap(statistic: Callable[[Sequence[int]], float], count: int) -> Estima
 
 def rate(runs: Runs) -> Estimate | None:
     """Return tokens per second of a lane over all runs. None if no time passed."""
-    quiet = undisturbed(runs)
-    value = _tokens_per_s(quiet or runs)
+    filled = with_mean_times(runs)
+    value = _tokens_per_s(filled or runs)
     if value is None:
         return None
-    if quiet is None or not _has_interval(quiet):
+    if filled is None or not _has_interval(filled):
         return Estimate(value)
-    blocks = _blocks([(1, quiet)], shared=False)
+    blocks = _blocks([(1, filled)], shared=False)
     return _from_log_interval(value, _half_width(blocks, lost_freedom=1))
 
 
@@ -139,14 +139,14 @@ def speedup(plain: Runs, lane: Runs, shared: bool) -> Estimate | None:
 
     The two lanes ran together in each run; shared: they were interleaved.
     """
-    quiet_plain, quiet_lane = undisturbed(plain), undisturbed(lane)
-    if quiet_plain is not None and quiet_lane is not None:
-        plain, lane = quiet_plain, quiet_lane
+    filled_plain, filled_lane = with_mean_times(plain), with_mean_times(lane)
+    if filled_plain is not None and filled_lane is not None:
+        plain, lane = filled_plain, filled_lane
     lane_rate, plain_rate = _tokens_per_s(lane), _tokens_per_s(plain)
     if lane_rate is None or not plain_rate:
         return None
     value = lane_rate / plain_rate
-    if quiet_plain is None or quiet_lane is None or not (_has_interval(plain) and _has_interval(lane)):
+    if filled_plain is None or filled_lane is None or not (_has_interval(plain) and _has_interval(lane)):
         return Estimate(value)
     blocks = _blocks([(1, plain), (-1, lane)], shared)
     same_time = shared or _run_is_block(plain, lane)
@@ -155,7 +155,7 @@ def speedup(plain: Runs, lane: Runs, shared: bool) -> Estimate | None:
     return _from_log_interval(value, _half_width(blocks, lost_freedom=1 if same_time else 2) + abs(drift) + cold_cost)
 
 
-def undisturbed(runs: Runs) -> Runs | None:
+def with_mean_times(runs: Runs) -> Runs | None:
     """Return the runs with the mean time of its shape, among the other steps, as the time of every step during which
     other programs took the cores. None if fewer than MIN_STEPS others are left."""
     others = [step for run in runs for step in run.undisturbed_steps]

@@ -115,9 +115,8 @@ def fates(event: StepEvent) -> list[Fate | None]:
     """
     emitted = len(event.emitted[0])
     path = event.path[0][: emitted + 1]
-    tried = (
-        path if emitted >= len(event.path[0]) else path[:-1]
-    )  # otherwise the text ended with the last accepted token
+    ended = emitted < len(event.path[0])  # with the last accepted token, whose children were not tried
+    tried = path[:-1] if ended else path
     served: set[int] = set()  # accepted slots with an accepted child
     verdicts: list[Fate | None] = []
     for slot, (token, parent) in enumerate(zip(event.drafted[0], event.parents[0], strict=True), start=1):

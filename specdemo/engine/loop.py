@@ -23,6 +23,7 @@ from specdemo.engine.clock import Stopwatch, stopwatch_for
 from specdemo.models.cpu_threads import step_threads, thread_limit
 from specdemo.models.errors import Cancelled, cancel_passes_if
 
+WARM_UP_TOKENS = 12
 TOP_TOKENS = 3  # of the target, per accepted slot, for the inspector
 
 
@@ -334,9 +335,6 @@ def _top_tokens(probs: Tensor, emitted: list[int]) -> list[list[tuple[int, float
     return [[(token, round(p, 4)) for token, p in row] for row in ranked]
 
 
-TOKENS = 12
-
-
 def warm_up(
     target: Target,
     drafter: Drafter,
@@ -354,7 +352,7 @@ def warm_up(
             if not event.index and target.uses_cuda_graphs:
                 _capture_graphs(target, drafter, config.budget)
             generated += len(event.emitted[0])
-            if generated >= TOKENS:
+            if generated >= WARM_UP_TOKENS:
                 break
 
 

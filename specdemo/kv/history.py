@@ -174,7 +174,7 @@ class KVHistory:
         return min(length, *self.lengths)
 
     def drop_snapshots(self, length: int) -> None:
-        """Drop all snapshots except the one at `length` and the newest one. Single row only."""
+        """Do nothing, because this history has no snapshots."""
 
     def _masks(self, columns: Columns) -> AttentionMask:
         """Return the mask, or the masks by layer kind if there are several."""

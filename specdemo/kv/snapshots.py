@@ -96,7 +96,7 @@ class SnapshotHistory:
         return max((end for end in ends if end <= length), default=0)
 
     def drop_snapshots(self, length: int) -> None:
-        """See `KVHistory.drop_snapshots`."""
+        """Drop all snapshots except the one at `length` and the newest one. Single row only."""
         (row,) = self._rows
         row.snapshots = deque((m for m in row.snapshots if m[0] == length or m is row.snapshots[-1]), maxlen=SNAPSHOTS)
 

@@ -39,8 +39,8 @@ CURVE_WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 12)
 SLOW_WIDTHS = (1, 2, 3, 4, 5, 8)  # of a model whose passes take longer than SLOW_MS
 SLOW_MS = 150.0
 CURVE_SECONDS = 2.0
-FOUR = 4  # tokens of the sentence about a file
-COSTLY = 1.5  # cost of FOUR tokens from which the sentence compares types
+CHECKED = 4  # tokens of the sentence about a file
+COSTLY = 1.5  # cost of checking them, in passes, from which the sentence compares types
 BEST_TYPE = "Q4_K_M"
 COMPARED = (  # docs/measurements.md
     "type and processor decide: in Q4_K_M instead of Q4_1, SmolLM2 135M needed 1.2 instead of 1.9 passes on a Xeon "
@@ -109,13 +109,13 @@ def pass_times(
     context: int = 32,
     ragged: bool = False,
     now: Clock | None = None,
-    seconds: float = inf,
+    limit_s: float = inf,
 ) -> dict[int, list[float]]:
     """Return slots -> milliseconds of every repeat of a pass over a chain of that many, after `context` tokens, for
     `rows` texts at once. Repeats of different widths are interleaved.
 
     ragged: the texts have different lengths, up to `MAX_LENGTH_SPREAD` tokens more. now: the clock; None: that of
-    lanes. seconds: start no further repeat after this time.
+    lanes. limit_s: seconds after which no further repeat starts.
     """
     now = now or clock(target.device, target.wall_time)
     context = max(1, min(context, target.max_length - max(widths) - MAX_LENGTH_SPREAD))
@@ -126,13 +126,13 @@ def pass_times(
         if ragged:
             _seconds(target, MAX_LENGTH_SPREAD, rows, now)
             target.commit([list(range(1 + row % MAX_LENGTH_SPREAD)) for row in range(rows)])
-        end = time.perf_counter() + seconds
-        for repeat in range(repeats + 1):
-            if repeat > 1 and time.perf_counter() > end:
+        end = time.perf_counter() + limit_s
+        for number in range(repeats + 1):
+            if number > 1 and time.perf_counter() > end:
                 break
             for width, measured in times.items():
                 seconds = _seconds(target, width, rows, now)
-                if repeat:  # the first round warms up
+                if number:  # the first round warms up
                     measured.append(1000.0 * seconds)
         target.release()
     return times
@@ -144,7 +144,7 @@ def measure_passes(target: Target) -> dict[int, float]:
         return target.pass_ms
     one = min(pass_times(target, (1,), 1)[1])
     widths = CURVE_WIDTHS if one < SLOW_MS else SLOW_WIDTHS
-    times = pass_times(target, [n for n in widths if n < target.max_length], REPEATS, seconds=CURVE_SECONDS)
+    times = pass_times(target, [n for n in widths if n < target.max_length], REPEATS, limit_s=CURVE_SECONDS)
     target.release_graphs()
     plain = median(times[1])
     # ratios within a round, because other programs slow down all passes of a round
@@ -160,11 +160,11 @@ def pass_ratio(pass_ms: Mapping[int, float], slots: int) -> float:
 
 
 def checking_note(target: Target) -> str:
-    """Return what checking FOUR tokens costs with this model, in one sentence; empty before it is measured."""
+    """Return what checking CHECKED tokens costs with this model, in one sentence; empty before it is measured."""
     if not target.pass_ms:
         return ""
-    cost = pass_ratio(target.pass_ms, FOUR)
-    note = f"checking {FOUR} tokens costs {cost:.1f} passes in {target.precision}"
+    cost = pass_ratio(target.pass_ms, CHECKED)
+    note = f"checking {CHECKED} tokens costs {cost:.1f} passes in {target.precision}"
     compares = target.model is None and cost >= COSTLY and target.precision != BEST_TYPE
     return f"{note}; {COMPARED}" if compares else note
 
