@@ -193,13 +193,19 @@ def test_the_loaded_model_is_left_alone(tiny_llama):
     assert any(not torch.equal(before[name], w) for name, w in learnt.items())
 
 
+def learnt_batches(drafter, monkeypatch):
+    """Return a list to which every batch that the drafter learns from is added."""
+    learner, batches = drafter.drafters[0], []
+    loss = learner.loss
+    monkeypatch.setattr(learner, "loss", lambda batch: (batches.append(batch), loss(batch))[1])
+    return batches
+
+
 def test_it_learns_the_target_distribution_at_accepted_tokens(tiny_llama, monkeypatch):
     """The loss gets the latest columns of text in order, with exactly the target's probabilities."""
     target = ToyTarget(16, seed=5)
     drafter = load_drafter("online", target, tiny_llama(16), every=3)
-    batches = []
-    loss = drafter.drafters[0].loss
-    monkeypatch.setattr(drafter.drafters[0], "loss", lambda batch: (batches.append(batch), loss(batch))[1])
+    batches = learnt_batches(drafter, monkeypatch)
     prompt = PROMPTS[:1] % 16
     text, _ = output_and_events(target, drafter, prompt, 100, stop_token_ids=())
     full_text = prompt[0].tolist() + text[0]
@@ -221,9 +227,7 @@ def test_it_learns_the_target_distribution_at_accepted_tokens(tiny_llama, monkey
 def test_earlier_texts_are_read_again(tiny_llama, monkeypatch):
     target = ToyTarget(16, seed=5)
     drafter = load_drafter("online", target, tiny_llama(16), every=8)
-    batches = []
-    loss = drafter.drafters[0].loss
-    monkeypatch.setattr(drafter.drafters[0], "loss", lambda batch: (batches.append(batch), loss(batch))[1])
+    batches = learnt_batches(drafter, monkeypatch)
     first, _ = output_and_events(target, drafter, PROMPTS[:1] % 16, 80, stop_token_ids=())
     assert {len(batch.inputs) for batch in batches} == {1}
     batches.clear()
