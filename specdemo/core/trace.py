@@ -49,6 +49,7 @@ def _small(entries: object) -> object:
 
 _SMALL = BeforeValidator(_small)
 _Reasons = Annotated[list[Annotated[str, Field(max_length=2000)]], Field(max_length=64)]
+ComparisonRow = dict[str, Any]  # of a lane and the baseline, see `compare`
 _Compared = Annotated[dict[str, Number | bool | str | _Reasons], _SMALL]
 
 
@@ -393,7 +394,7 @@ def same_prompt(baseline: LaneTrace, lane: LaneTrace) -> bool:
     return baseline.messages == lane.messages and (not ids_known or baseline.prompt_ids == lane.prompt_ids)
 
 
-def _not_compared() -> dict[str, Any]:
+def _not_compared() -> ComparisonRow:
     """Return the entries of a row of `comparison` for lanes with different prompts."""
     unknown = ("speedup", "speedup_low", "speedup_high", "identical", "first_divergence", "divergence_margin")
     return {**dict.fromkeys(unknown), "noisy": False, "reasons": [], "verdict": "unknown"}
@@ -401,7 +402,7 @@ def _not_compared() -> dict[str, Any]:
 
 def compare(
     baseline: LaneTrace, lane: LaneTrace, greedy: bool, margin: float | None = None, schedule: str = "race"
-) -> dict[str, Any]:
+) -> ComparisonRow:
     """Compare a speculative lane with lane 0; the numbers are defined in `definitions`.
 
     greedy: also for sampling by position (rule `coupled`), which is greedy decoding of logits plus noise. identical:
@@ -447,7 +448,7 @@ def _speed_ratio(baseline: LaneTrace, lane: LaneTrace) -> float | None:
     return round(lane_speed / baseline_speed, 4) if lane_speed and baseline_speed else None
 
 
-def _interval_fields(baseline: LaneTrace, lane: LaneTrace, value: float | None, schedule: str) -> dict[str, Any]:
+def _interval_fields(baseline: LaneTrace, lane: LaneTrace, value: float | None, schedule: str) -> ComparisonRow:
     estimate = None if value is None else estimate_speedup(baseline, lane, schedule)
     if value is None or estimate is None:
         return {"speedup_low": None, "speedup_high": None, "noisy": False, "reasons": []}

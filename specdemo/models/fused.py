@@ -143,7 +143,7 @@ def fuse_layers(model: PreTrainedModel, layout: Layout | None = None) -> None:
 
 
 @torch.no_grad()
-def fuse_layer(layer: nn.Module, rotary: nn.Module, call: Mapping[str, Any] | None = None) -> nn.Module:
+def fuse_layer(layer: nn.Module, rotary: nn.Module, call: Mapping[str, object] | None = None) -> nn.Module:
     """Return the fused replacement of a layer, or the layer itself if it is unknown or its output differs.
 
     call: named arguments with which the model calls its layers, if a model does.
@@ -198,9 +198,9 @@ class _SingleLayerCache(DynamicCache):
         return super().update(key_states, value_states, 0, *args, **kwargs)
 
 
-def _first_call(decoder: Layer, layer: Layer) -> dict[str, Any]:
+def _first_call(decoder: Layer, layer: Layer) -> dict[str, object]:
     """Return the named arguments with which a decoder calls its first layer in a pass with a cache."""
-    calls: list[dict[str, Any]] = []
+    calls: list[dict[str, object]] = []
     hook = layer.register_forward_pre_hook(lambda _, inputs, named: calls.append(named), with_kwargs=True)
     cache = {cache_argument(decoder.forward): DynamicCache(config=decoder.config)}
     try:
@@ -210,7 +210,7 @@ def _first_call(decoder: Layer, layer: Layer) -> dict[str, Any]:
     return calls[0]
 
 
-def _same_output(layer: Layer, replacement: FusedLayer, rotary: nn.Module, call: Mapping[str, Any]) -> bool:
+def _same_output(layer: Layer, replacement: FusedLayer, rotary: nn.Module, call: Mapping[str, object]) -> bool:
     """Compare the outputs of both layers, called as the model does, for five tokens and for one more token after them.
 
     The outputs also differ if the replacement does not know an argument.

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import numpy
 import torch
@@ -22,7 +21,7 @@ from specdemo.models.cpu_threads import thread_counts, thread_limit
 from specdemo.models.errors import first_line
 from specdemo.models.gguf_files import all_parts
 from specdemo.models.gguf_header import Header, read_header
-from specdemo.models.llamacpp_layers import layer_functions
+from specdemo.models.llamacpp_layers import Handle, Llama, layer_functions
 from specdemo.models.llamacpp_trial import Trial, check_llamacpp
 from specdemo.models.sources import LoadProgress, no_progress
 
@@ -35,7 +34,7 @@ NO_FLASH = (
     "this model or build of llama.cpp has no flash attention; passes of several tokens then round otherwise than "
     "passes of one, so texts may differ after near-ties"
 )
-_callbacks: list[Any] = []  # llama.cpp keeps pointers to them
+_callbacks: list[object] = []  # llama.cpp keeps pointers to them
 _log: deque[str] = deque(maxlen=64)  # the last lines of llama.cpp about flash attention
 CACHE_TYPES = {"f32": 0, "f16": 1, "q8_0": 8}  # ggml.h
 CACHE_BYTES = {"f32": 4, "f16": 2, "q8_0": 34 / 32}
@@ -43,7 +42,7 @@ MAX_CONTEXT = 1 << 20  # tokens, for a file that states no context length
 
 
 @cache
-def library() -> Any:
+def library() -> Llama:
     """Return the module `llama_cpp`, without its log on the terminal. Raises ValueError if it is not installed, or
     ends the process that loads it."""
     check_llamacpp(Trial(PACKAGE))
@@ -144,7 +143,7 @@ class LlamaCppModel:
         llama.llama_model_desc(self.handle, size, 256)
         self.description = size.value.decode(errors="replace")  # such as "llama 8B Q4_K - Medium"
 
-    def _load(self, progress: LoadProgress) -> tuple[Any, int]:
+    def _load(self, progress: LoadProgress) -> tuple[Handle, int]:
         """Return the handle, and the number of layers on the GPU. With too little memory there, use fewer layers."""
         header = read_header(Path(self.path))
         every = header.number("block_count") + 1  # with the output layer
@@ -174,7 +173,7 @@ class LlamaCppModel:
         check_llamacpp(trial, parts, progress)
         return False
 
-    def _try(self, gpu_layers: int, progress: LoadProgress) -> Any:
+    def _try(self, gpu_layers: int, progress: LoadProgress) -> Handle:
         """Return the handle; None if llama.cpp cannot load the file. Raises the errors of `progress`."""
         llama, stopped = library(), []
 
@@ -213,7 +212,7 @@ class LlamaCppModel:
         return tuple(t for t in range(self.vocab_size) if llama.llama_vocab_is_eog(self.vocab, t))
 
 
-def open_context(handle: Any, settings: LlamaCppSettings, cells: int, sequences: int) -> tuple[Any, bool]:
+def open_context(handle: Handle, settings: LlamaCppSettings, cells: int, sequences: int) -> tuple[Handle, bool]:
     """Return a context of a model, None if llama.cpp refuses it, and True if it uses flash attention.
 
     cells: size of the KV cache in tokens. sequences: most sequences that share it.

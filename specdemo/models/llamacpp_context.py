@@ -7,21 +7,17 @@ import ctypes
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy
-from numpy.typing import NDArray
 
 from specdemo.models.errors import Cancelled
 from specdemo.models.llamacpp import BATCH_TOKENS, LlamaCppModel, library, open_context
-from specdemo.models.llamacpp_layers import layer_functions
+from specdemo.models.llamacpp_layers import Handle, Llama, Values, layer_functions
 
 ABORTED = 2  # status of llama_decode
 ALL_POSITIONS = -1
-
 OUTPUT_TAP = -1  # the input of lm_head; tap n is the input of layer n, see `core.protocol.Forward`
-
-Values = NDArray[numpy.float32]
 Taps = tuple[int, ...]
 Outputs = tuple[Values, dict[int, Values]]  # logits, and states by tap
 
@@ -47,7 +43,7 @@ class Inputs(NamedTuple):
 class _InputBuffers:
     """Memory of a `llama_batch`, as numpy arrays."""
 
-    def __init__(self, llama: Any, sequences: int) -> None:
+    def __init__(self, llama: Llama, sequences: int) -> None:
         self._tokens, self._positions, self._sequence_counts = numpy.zeros((3, BATCH_TOKENS), numpy.int32)
         self._sequences = numpy.zeros((BATCH_TOKENS, sequences), numpy.int32)
         self._outputs = numpy.zeros(BATCH_TOKENS, numpy.int8)
@@ -84,7 +80,7 @@ class _OutputBuffer:
         self._columns, self._address = columns, 0
         self._values: Values = numpy.empty((0, columns), numpy.float32)
 
-    def read(self, pointer: Any, rows: int) -> Values:
+    def read(self, pointer: Handle, rows: int) -> Values:
         """Return a copy of the first rows, because the next call overwrites them."""
         address = ctypes.addressof(pointer.contents)
         if address != self._address:  # of the view, only rows that llama.cpp has written may be read
@@ -178,7 +174,7 @@ class LlamaCppContext:
                 self._layers.keep(self._handle, tap, tap in taps)
         self._taps = taps
 
-    def _pointer(self, tap: int) -> Any:
+    def _pointer(self, tap: int) -> Handle:
         """Return where llama.cpp has the states of a tap."""
         if tap == OUTPUT_TAP or not self._layers:
             return self._llama.llama_get_embeddings(self._handle)
@@ -202,6 +198,6 @@ def _joined(parts: Sequence[Outputs], taps: Taps) -> dict[int, Values]:
     return {tap: numpy.concatenate([states[tap] for _, states in parts]) for tap in taps}
 
 
-def _free(llama: Any, handle: Any, model: LlamaCppModel) -> None:
+def _free(llama: Llama, handle: Handle, model: LlamaCppModel) -> None:
     """Free a context before its model, which the argument keeps alive until here."""
     llama.llama_free(handle)

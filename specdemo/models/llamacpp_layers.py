@@ -24,17 +24,19 @@ READ = (
 TOKENS = (1, 2, 1, 2)  # of the check
 SAME = 0.98  # least cosine of one state in passes of different width; 8-bit activations give 0.9998
 
+Llama = Any  # the module `llama_cpp`
+Handle = Any  # a pointer of llama.cpp
 Values = NDArray[numpy.float32]
 
 
 class LayerFunctions(NamedTuple):
     """Functions of libllama."""
 
-    keep: Callable[[object, int, bool], None]  # let a context keep the input of a layer, or not
-    read: Callable[[object, int], object]  # a pointer to it [tokens of the last batch, H], without copying
+    keep: Callable[[Handle, int, bool], None]  # let a context keep the input of a layer, or not
+    read: Callable[[Handle, int], Handle]  # a pointer to it [tokens of the last batch, H], without copying
 
 
-def layer_functions(llama: Any) -> LayerFunctions | None:
+def layer_functions(llama: Llama) -> LayerFunctions | None:
     """Return the functions of the module `llama_cpp`; None if its library has none."""
     library = getattr(getattr(llama, "llama_cpp", llama), "_lib", None)
     keep, read = (next((f for name in names if (f := getattr(library, name, None))), None) for names in (KEEP, READ))
@@ -45,7 +47,7 @@ def layer_functions(llama: Any) -> LayerFunctions | None:
     return LayerFunctions(keep, read)
 
 
-def layer_inputs_agree(llama: Any, model: object, context: object) -> bool:
+def layer_inputs_agree(llama: Llama, model: Handle, context: Handle) -> bool:
     """Return True if an empty context returns the inputs of all layers, the same in passes of four tokens and of one.
 
     May end the process: llama.cpp aborts where the graph of an architecture does not keep them.

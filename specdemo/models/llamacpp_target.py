@@ -22,7 +22,8 @@ from specdemo.models.errors import pass_cancelled
 from specdemo.models.gguf_files import ROPE_BASE
 from specdemo.models.gguf_header import read_header
 from specdemo.models.llamacpp import LlamaCppModel, LlamaCppSettings, library, read_matrix
-from specdemo.models.llamacpp_context import Inputs, LlamaCppContext, Outputs, Values
+from specdemo.models.llamacpp_context import Inputs, LlamaCppContext, Outputs
+from specdemo.models.llamacpp_layers import Values
 
 SPARE_CELLS = 256  # free cells of the KV cache where no reserve is given
 RMS_EPSILON = 1e-5  # of files without one

@@ -7,7 +7,7 @@ from copy import copy, deepcopy
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from timeit import timeit
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeGuard, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -135,9 +135,10 @@ class FastRMSNorm(nn.Module):
     """RMS norm of n features on a CPU, for which torch has no fused kernel. Computed in float32 as x * sqrt(n) w /
     sqrt(|x|^2 + n eps), it takes half the time. A deep copy is the original, trainable norm."""
 
-    def __init__(self, norm: Any, factor: Tensor, eps: float) -> None:
+    def __init__(self, norm: nn.Module, factor: Tensor, eps: float) -> None:
         """norm: of any family. factor: w [n] in float32, see `norm_factor`."""
         super().__init__()
+        assert isinstance(norm.weight, Tensor)
         self.weight = norm.weight
         self._norm = (norm,)  # in a tuple, so that it is not registered as a submodule
         self._scaled = factor * len(factor) ** 0.5
@@ -153,17 +154,32 @@ class FastRMSNorm(nn.Module):
         return normed
 
     def __deepcopy__(self, memo: dict[int, object]) -> nn.Module:
-        copy: nn.Module = deepcopy(self._norm[0], memo)
-        return copy
+        original: nn.Module = deepcopy(self._norm[0], memo)
+        return original
+
+
+class Experts(Protocol):
+    """Protocol of transformers' experts of a layer, with the weights of all in one tensor."""
+
+    num_experts: int
+    has_gate: bool
+    has_post_expert_norm: bool
+    is_transposed: bool
+    _parameters: dict[str, nn.Parameter | None]
+    act_fn: Callable[[Tensor], Tensor]
+    post_expert_norm: Callable[[Tensor], Tensor]
+
+    def _apply_gate(self, inner: Tensor) -> Tensor:
+        """Return the gated activation."""
 
 
 class PackedExperts(nn.Module):
     """Experts of a layer with packed weights, of which a pass reads the chosen ones only. The interface is that of
     transformers' experts; a deep copy is the original, trainable module."""
 
-    def __init__(self, experts: Any, plain_rows: int = 0) -> None:
+    def __init__(self, experts: Experts, plain_rows: int = 0) -> None:
         super().__init__()
-        self.num_experts: int = experts.num_experts
+        self.num_experts = experts.num_experts
         self._names = _expert_matrices(experts)
         self.up, self.down = (
             nn.ModuleList(PackedLinear(linear, plain_rows) for linear in _expert_linears(experts, name))
@@ -191,7 +207,7 @@ class PackedExperts(nn.Module):
         return total
 
     def _expert(self, number: int, x: Tensor) -> Tensor:
-        shell: Any = self._shell[0]
+        (shell,) = self._shell
         inner = self.up[number](x)
         out: Tensor = self.down[number](shell._apply_gate(inner) if shell.has_gate else shell.act_fn(inner))
         if shell.has_post_expert_norm:
@@ -199,22 +215,21 @@ class PackedExperts(nn.Module):
         return out
 
     def __deepcopy__(self, memo: dict[int, object]) -> nn.Module:
-        plain: Any = deepcopy(self._shell[0], memo)
+        plain = deepcopy(self._shell[0], memo)
         for name, packed in zip(self._names, (self.up, self.down), strict=True):
-            linears: list[Any] = [deepcopy(linear) for linear in packed]
+            linears = [cast(nn.Linear, deepcopy(linear)) for linear in packed]
             weights = torch.stack([linear.weight.detach() for linear in linears])
             plain._parameters[name] = _frozen(weights.transpose(1, 2) if plain.is_transposed else weights)
             if linears[0].bias is not None:
                 plain._parameters[f"{name}_bias"] = _frozen(torch.stack([linear.bias for linear in linears]))
-        copied: nn.Module = plain
-        return copied
+        return cast(nn.Module, plain)
 
 
 FASTER = (PackedLinear, PackedExperts, FastRMSNorm)
 
 
-def has_experts(module: Any) -> bool:
-    """Return whether a module has the interface of transformers' experts, with the weights of all in one tensor."""
+def has_experts(module: nn.Module) -> TypeGuard[Experts]:
+    """Return whether a module has the interface of `Experts`."""
     named = all(hasattr(module, name) for name in ("num_experts", "has_gate", "is_transposed", "_apply_gate"))
     return named and getattr(getattr(module, "down_proj", None), "ndim", 0) == 3
 
@@ -230,13 +245,14 @@ def linears_of(module: nn.Module) -> list[nn.Linear]:
     return found
 
 
-def _expert_matrices(experts: Any) -> tuple[str, str]:
+def _expert_matrices(experts: Experts) -> tuple[str, str]:
     return "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
 
 
-def _expert_linears(experts: Any, name: str) -> Iterator[nn.Linear]:
+def _expert_linears(experts: Experts, name: str) -> Iterator[nn.Linear]:
     """Yield the linear layer `name` of every expert, on the same weights."""
-    weights, biases = getattr(experts, name), getattr(experts, f"{name}_bias", None)
+    weights, biases = experts._parameters[name], experts._parameters.get(f"{name}_bias")
+    assert weights is not None
     for number, weight in enumerate(weights.detach()):
         yield make_linear(weight.T if experts.is_transposed else weight, None if biases is None else biases[number])
 
@@ -319,7 +335,7 @@ def fast_norm(norm: Any) -> Any:
     return RMSNorm.like(norm) if known else norm
 
 
-def _eps(norm: Any) -> float:
+def _eps(norm: nn.Module) -> float:
     """Return the small number that a norm adds to the mean square."""
     names = ("variance_epsilon", "eps")
     return float(
@@ -328,10 +344,11 @@ def _eps(norm: Any) -> float:
 
 
 @torch.no_grad()
-def norm_factor(norm: Any, eps: float) -> Tensor | None:
+def norm_factor(norm: nn.Module, eps: float) -> Tensor | None:
     """Return the factors [n] by which an RMS norm multiplies its n features, in float32: its weight or, in Gemma, 1 +
     weight. None for another module."""
-    weight: Tensor = norm.weight.detach().float()
+    assert isinstance(norm.weight, Tensor)
+    weight = norm.weight.detach().float()
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, len(weight), generator=generator) + 0.5  # a layer norm subtracts the mean
     try:

@@ -75,7 +75,7 @@ class Runner:
             assert positions is not None and not isinstance(mask, dict)
             return Forward(*decoder(tokens, cache, positions, mask, taps, last, layers))
         model = self.model if layers is None else self._truncated_model(layers)
-        arguments: dict[str, Any] = {
+        arguments: dict[str, object] = {
             self._cache_argument: cache,
             "attention_mask": mask,
             "use_cache": True,
@@ -88,7 +88,7 @@ class Runner:
         states = {tap: hidden[tap].to(self.device) for tap in taps}
         return Forward(self._logits(output, last), states, self._stacked(chosen, tokens.shape))
 
-    def _last_arguments(self, taps: tuple[int, ...]) -> dict[str, Any]:
+    def _last_arguments(self, taps: tuple[int, ...]) -> dict[str, object]:
         """Return the arguments for logits of the last position only.
 
         With a number, Gemma 4 also skips the other positions in layers that share a cache, and their hidden states.
@@ -114,7 +114,7 @@ class Runner:
         """Collect tap -> hidden state while the model runs. Removes its hooks afterwards."""
         hidden: dict[int, Tensor] = {}
 
-        def read_input(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        def read_input(module: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
             hidden[0] = inputs[0] if inputs else named["hidden_states"]
 
         def read_output(tap: int, module: nn.Module, inputs: object, output: Any) -> None:
@@ -135,7 +135,7 @@ class Runner:
         """Collect the expert indices [B S, K] of every layer while the model runs. Removes its hooks afterwards."""
         chosen: list[Tensor] = []
 
-        def read_indices(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        def read_indices(module: nn.Module, inputs: tuple[object, ...]) -> None:
             chosen.extend(x for x in inputs[1:] if isinstance(x, Tensor) and not x.is_floating_point())
 
         with ExitStack() as hooks:

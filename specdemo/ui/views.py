@@ -9,7 +9,6 @@ import io
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from itertools import chain, repeat
-from typing import Any
 
 from specdemo.analysis.lanes import break_even, prediction
 from specdemo.core.atomic_io import json_text
@@ -18,7 +17,7 @@ from specdemo.core.estimate import Estimate
 from specdemo.core.headline import SO_FAR, headline, price_words, settled
 from specdemo.core.passes import SAME_BITS, pass_rows
 from specdemo.core.rules import draws_by_position
-from specdemo.core.trace import LaneTrace, RunTrace, estimates, fates, token_kinds
+from specdemo.core.trace import ComparisonRow, LaneTrace, RunTrace, estimates, fates, token_kinds
 from specdemo.engine.messages import Finished, LaneDone, Note, Restarted, RunMessage, Started, StepRow
 from specdemo.methods.facts import PREDICTED
 from specdemo.models.gguf_files import is_gguf
@@ -180,9 +179,7 @@ def _comparison(trace: RunTrace) -> list[dict[str, object]]:
     return [row | _texts(trace, lane, row, speed, why["sentence"]) for lane, row, speed, why in rows]
 
 
-def _texts(
-    trace: RunTrace, lane: LaneTrace, row: dict[str, Any], speed: Estimate | None, why: str
-) -> dict[str, object]:
+def _texts(trace: RunTrace, lane: LaneTrace, row: ComparisonRow, speed: Estimate | None, why: str) -> dict[str, object]:
     texts: dict[str, object] = {"interval": speed.interval(), "word": speed.label} if speed else {}
     if price := price_words(row):
         texts["price"] = price
