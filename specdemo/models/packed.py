@@ -29,7 +29,7 @@ SAMPLE_BYTES = 96 << 20  # of the weights that are measured; more than most cach
 LEAST_BYTES = 1 << 20  # of all weights together; smaller models are not measured
 PADDING_LIMIT = 1.05  # most time of a padded one-row product, in that of the fastest layout for one row
 ROUNDS = 6  # the first warms up
-NORM_TOLERANCE = 0.02  # relative to the largest output; bfloat16 rounds by 0.004
+NORM_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.02}  # of the largest output; bfloat16 rounds by 0.004
 SPARE_SHARE = 4  # a second copy of the weights may take this part of the free memory
 
 
@@ -348,7 +348,7 @@ def norm_factor(norm: nn.Module, eps: float) -> Tensor | None:
     """Return the factors [n] by which an RMS norm multiplies its n features, in float32: its weight or, in Gemma, 1 +
     weight. None for another module."""
     assert isinstance(norm.weight, Tensor)
-    weight = norm.weight.detach().float()
+    weight, tolerance = norm.weight.detach().float(), NORM_TOLERANCE[norm.weight.dtype]
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, len(weight), generator=generator) + 0.5  # a layer norm subtracts the mean
     try:
@@ -357,7 +357,7 @@ def norm_factor(norm: nn.Module, eps: float) -> Tensor | None:
         return None
     for factor in (weight, 1.0 + weight):
         normed = F.rms_norm(x, weight.shape, factor, eps)
-        if expected.shape == x.shape and (normed - expected).abs().max() <= NORM_TOLERANCE * normed.abs().max():
+        if expected.shape == x.shape and (normed - expected).abs().max() <= tolerance * normed.abs().max():
             return factor
     return None
 
