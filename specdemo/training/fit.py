@@ -286,7 +286,7 @@ def train_steps(
 def run_with_progress(ticks: Generator[TrainStep, None, None], minutes: float, name: str) -> TrainHistory:
     """Run to the end with a progress bar, or to the end of the step in which SIGINT or SIGTERM arrives."""
     history = TrainHistory()
-    bar = tqdm(total=round(60.0 * minutes), unit="s", desc=name, mininterval=5)
+    bar = tqdm(total=round(60.0 * minutes), unit="s", desc=name, mininterval=1.0, miniters=0)
     with defer_signals() as stop:
         with bar, closing(ticks):
             for tick in ticks:
@@ -294,6 +294,7 @@ def run_with_progress(ticks: Generator[TrainStep, None, None], minutes: float, n
                 bar.n = min(round(history.seconds), round(60.0 * minutes))
                 if not isnan(tick.loss):
                     bar.set_postfix(step=history.step, loss=f"{tick.loss:.3f}", refresh=False)
+                    bar.update(0)  # shows it, once a second at most
                 if tick.evaluation:
                     bar.write(json_text(finite(tick.evaluation)))
                 if stop:
