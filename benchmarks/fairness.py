@@ -32,10 +32,8 @@ def race_fairness(repeats: int, report: Report, cancelled: Callable[[], bool]) -
     """Race a plain lane against a draft lane, once unchanged and once slowed down."""
     target, other = load_target("stories"), load_target("stories")
     drafter = load_drafter("draft_model", other, "stories-draft-wide")
-    opponents: dict[str, Drafter] = {
-        "its usual rival": drafter,
-        f"a rival stalled {STALL_MS:.0f} ms a step": Stalled(drafter, STALL_MS),
-    }
+    names = ("its usual rival", f"a rival stalled {STALL_MS:.0f} ms a step")
+    opponents: dict[str, Drafter] = dict(zip(names, (drafter, Stalled(drafter, STALL_MS)), strict=True))
     _race_once(target, other, drafter, PROMPTS[0])  # warm-up
 
     def once(_repeat: int, tick: Tick) -> dict[str, tuple[float, float]]:
@@ -47,14 +45,10 @@ def race_fairness(repeats: int, report: Report, cancelled: Callable[[], bool]) -
         return clocks
 
     done, remarks = repeated(repeats, report, cancelled, once)
-    rows: list[dict[str, Any]] = [
-        {
-            "plain lane beside": name,
-            "its ms/token": over_repeats([clocks[name][0] for clocks in done]),
-            "the rival's ms/token": over_repeats([clocks[name][1] for clocks in done]),
-        }
-        for name in opponents
-    ]
+    rows: list[dict[str, Any]] = []
+    for name in opponents:
+        own, rival = (over_repeats([clocks[name][side] for clocks in done]) for side in (0, 1))
+        rows.append({"plain lane beside": name, "its ms/token": own, "the rival's ms/token": rival})
     usual, stalled = (row["its ms/token"] for row in rows)
     widths = [each.width for each in (usual, stalled) if each.width is not None]
     noise = f"; its 95 % intervals are up to ±{max(widths):.1%} wide" if widths else ""

@@ -42,8 +42,7 @@ class LlamaCpp:
         settings = library.CommonParams()
         settings.load_mode = library.llama_load_mode.LLAMA_LOAD_MODE_NONE  # loads the complete file, which is deleted
         settings.n_ctx, settings.n_parallel = min(CONTEXT, model.config.max_position_embeddings), 1
-        settings.n_gpu_layers = 0
-        settings.verbosity = -1
+        settings.n_gpu_layers, settings.verbosity = 0, -1
         with TemporaryDirectory() as folder:
             settings.model.path = export(model, Path(folder) / "model.gguf")
             if draft is not None:

@@ -1,8 +1,7 @@
-"""Responsiveness of the page: `python benchmarks/page_feel.py [RACES [MORE]]`.
+"""Responsiveness of the page: `python benchmarks/page_feel.py [RACES]`.
 
 Races of the default comparison at automatic speed in a real Chromium: data transferred before Run, frame times and long
-tasks during a race, time from Run to the first token, and the elements and heap that these races and MORE further ones
-leave in the page.
+tasks during a race, time from Run to the first token, and the elements and heap that these races leave in the page.
 """
 
 import os
@@ -24,7 +23,6 @@ from specdemo.servers.process import free_port
 FLAGS = ["--no-sandbox", "--disable-gpu"]
 PRESET, PATIENCE_MS = "embedded-draft", 60_000
 WARM = 2  # warm-up races
-LOOKS = 5  # measurements after races at full speed
 FRAMES = """() => {
   Object.assign(window, { frames: [], tasks: [], watching: true });
   let last = performance.now();
@@ -80,7 +78,7 @@ def race(page: Page, watch: bool) -> Race:
     return first, *(page.evaluate("[window.frames ?? [], window.tasks ?? []]") if watch else ([], []))
 
 
-def main(races: int, more: int = 0) -> None:
+def main(races: int) -> None:
     port = free_port()
     server = get_context("spawn").Process(target=serve_page, args=(port,), daemon=True)
     server.start()
@@ -100,14 +98,10 @@ def main(races: int, more: int = 0) -> None:
             race(page, False)
         remaining = [left(session)]
         seen = [race(page, True) for _ in range(races)]
-        page.locator('[name=sd-pace][value="1"]').check(force=True)
-        for _ in range(LOOKS if more else 0):
-            for _ in range(more // LOOKS):
-                race(page, False)
-            remaining.append(left(session))
+        remaining.append(left(session))
         browser.close()
     server.terminate()
-    report(seen, more, remaining, sum(transferred) / 1000.0)
+    report(seen, remaining, sum(transferred) / 1000.0)
 
 
 def arrive(page: Page, address: str) -> None:
@@ -121,28 +115,22 @@ def arrive(page: Page, address: str) -> None:
     page.locator("#view .sd-status", has_text="Recorded").wait_for()  # the recorded race has played
 
 
-def growth(values: list[float], form: str) -> tuple[str, str]:
-    """Return the final value with its growth over the first, and all values in between."""
-    return f"{values[-1]:{form}}", f"{100 * (values[-1] / values[0] - 1):+.1f} %: " + ", ".join(
-        f"{x:{form}}" for x in values
-    )
-
-
-def report(races: list[Race], more: int, remaining: list[tuple[float, float]], transferred_kb: float) -> None:
+def report(races: list[Race], remaining: list[tuple[float, float]], transferred_kb: float) -> None:
     first = [race[0] for race in races]
     frames = [frame for race in races for frame in race[1]]
     tasks = [task for race in races for task in race[2]]
     cuts = quantiles(frames, n=20)
     load = ", ".join(f"{x:.1f}" for x in os.getloadavg())
     print(f"{len(os.sched_getaffinity(0))} cores, shared by engine, server and browser | load {load}")
-    print(f"{PRESET}, {len(races)} races after {WARM}, and {more} at full speed\n")
+    print(f"{PRESET}, {len(races)} races after {WARM}\n")
+    (elements, heap), (elements_left, heap_left) = remaining
     rows = [
         ("transferred before Run, KB", f"{transferred_kb:.0f}", "compressed"),
         ("press of Run to first token, ms", f"{median(first):.0f}", f"{min(first):.0f} to {max(first):.0f}"),
         ("between frames, ms", f"{cuts[9]:.1f}", f"p95 {cuts[18]:.1f}, longest {max(frames):.0f}, of {len(frames)}"),
         ("tasks over 50 ms", f"{len(tasks)}", f"longest {max(tasks, default=0):.0f} ms"),
-        ("elements in the page", *growth([elements for elements, _ in remaining], ".0f")),
-        ("heap, MB", *growth([heap for _, heap in remaining], ".2f")),
+        ("elements in the page", f"{elements_left:.0f}", f"{elements_left / elements - 1:+.1%}"),
+        ("heap, MB", f"{heap_left:.2f}", f"{heap_left / heap - 1:+.1%}"),
     ]
     print(table(("what", "median or number", "spread"), rows))
 

@@ -52,19 +52,10 @@ class Size:
         return self.layers * layer + 2 * self.vocabulary * self.hidden
 
     def config(self, layers: int) -> LlamaConfig:
-        return LlamaConfig(
-            vocab_size=self.vocabulary,
-            hidden_size=self.hidden,
-            intermediate_size=self.feed_forward,
-            num_hidden_layers=layers,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.kv_heads,
-            max_position_embeddings=4096,
-            initializer_range=STD,
-            bos_token_id=None,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
+        sizes = {"vocab_size": self.vocabulary, "hidden_size": self.hidden, "intermediate_size": self.feed_forward}
+        heads = {"num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads, "initializer_range": STD}
+        ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+        return LlamaConfig(num_hidden_layers=layers, max_position_embeddings=4096, **sizes, **heads, **ids)
 
 
 SIZES = {

@@ -75,9 +75,8 @@ def transformers_peer(pair: Pair, settings: Mapping[str, Any], assistant: Mappin
             pair.draft.generation_config = HFGenerationConfig(pad_token_id=0, **assistant)
             more["assistant_model"] = pair.draft
         mask = torch.ones_like(prompt)
-        written: Any = pair.target.generate(  # type: ignore[operator]
-            prompt, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False, **more
-        )
+        length = {"max_new_tokens": new_tokens, "do_sample": False}
+        written: Any = pair.target.generate(prompt, attention_mask=mask, **length, **more)  # type: ignore[operator]
         ids: list[int] = written[0, prompt.shape[1] :].tolist()
         return ids
 
@@ -118,11 +117,8 @@ def bare_loop(target: PreTrainedModel, draft: PreTrainedModel, prompt: Tensor, n
 
 def cast(pair: Pair, target: RecordingTarget, draft: RecordingTarget) -> dict[str, Peer]:
     """Return all peers by name. target and draft are the engine's own copies."""
-    fixed = {
-        "num_assistant_tokens": K,
-        "num_assistant_tokens_schedule": "constant",
-        "assistant_confidence_threshold": 0.0,
-    }
+    fixed = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
+    fixed |= {"num_assistant_tokens": K}
     return {
         OUR_PLAIN: OwnEngine(target, load_drafter(BASELINE, target), Budget(0, 0)),
         OUR_DRAFT: OwnEngine(target, load_drafter("draft_model", target, draft), Budget(K, K)),
@@ -169,8 +165,7 @@ def contest(
             device_kind(prompt.device).synchronize(prompt.device)
             spent[name] += now() - begin
             written[name].append(output)
-            peer = peers[name]
-            if isinstance(peer, OwnEngine):
+            if isinstance(peer := peers[name], OwnEngine):
                 events[name].append(peer.events)
     return {name: Timed(spent[name], written[name], events[name]) for name in order}
 

@@ -28,9 +28,8 @@ def record(source: str | Path, root: Path = ROOT) -> Result:
     readme = root / "README.md"
     text = readme.read_text(encoding="utf-8")
     if not PLACE.search(text):
-        raise ValueError(
-            f"{readme} has no place for the table; add <!-- bench methods --> and <!-- end of bench methods -->"
-        )
+        marks = "<!-- bench methods --> and <!-- end of bench methods -->"
+        raise ValueError(f"{readme} has no place for the table; add {marks}")
     write_result(result, root / "presets" / "recorded" / "suites" / f"{SUITE}.json")
     write_text(readme, PLACE.sub(lambda found: found[1] + _section(result) + found[2], text))
     return result

@@ -162,12 +162,8 @@ def _nvidia(device: torch.device) -> Iterator[tuple[str, str]]:
     yield "CUDA", str(torch.version.cuda)
     fields = ("driver_version", "clocks.max.sm", "clocks.max.mem", "power.limit", "persistence_mode")
     if shutil.which("nvidia-smi"):
-        command = [
-            "nvidia-smi",
-            f"--query-gpu={','.join(fields)}",
-            "--format=csv,noheader",
-            f"--id={device.index or 0}",
-        ]
+        query = f"--query-gpu={','.join(fields)}", "--format=csv,noheader", f"--id={device.index or 0}"
+        command = ["nvidia-smi", *query]
         output = subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.strip()
         yield from zip(fields, output.split(", "), strict=False)
 

@@ -233,6 +233,13 @@ def test_other_faults_are_named(fields, reason):
     assert reason in refused(changed(**fields))
 
 
+@pytest.mark.parametrize("field, value", [("text", "other"), ("pieces", [])])
+def test_a_text_that_is_not_its_pieces_is_refused(field, value):
+    data = json.loads(to_json(run()))
+    data["lanes"][1][field] = value
+    assert "lane 'chain': pieces differ from text" in refused(json.dumps(data))
+
+
 @pytest.mark.parametrize("part, name, value", [
     ("summary", "accept_by_position", 5), ("summary", "tokens_per_s", [5.0]), ("options", "drafts", {"toString": 1}),
 ])  # fmt: skip
