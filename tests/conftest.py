@@ -1,6 +1,7 @@
 import gc
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -53,6 +54,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a background job of a shell, whose processes inherit it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if sys.platform == "linux" and not hasattr(config, "workerinput"):
         from tests.fork_server import FOLDER
 
