@@ -6,10 +6,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from specdemo.bench.base import Decoding, Device, NewTokens, Option, Repeats, Report, Suite
+from specdemo.bench.base import Decoding, Device, NewTokens, Repeats, Report, Suite
 from specdemo.bench.result import Result
+from specdemo.core.settings import Setting
 
-PAIR = Option("Pair of models: embedded, 8m, 98m, 342m or 8b.", metavar="NAME")
+PAIR = Setting("Pair of models: embedded, 8m, 98m, 342m or 8b.", metavar="NAME")
 
 
 class Peers(Decoding):
@@ -19,7 +20,7 @@ class Peers(Decoding):
     pair: Annotated[str | None, PAIR] = None  # None: the largest that fits
     engine: Annotated[
         Literal["torch", "llamacpp"],
-        Option("Engine of the forward passes: torch, or llamacpp in this process.", str),
+        Setting("Engine of the forward passes: torch, or llamacpp in this process."),
     ] = "torch"
 
     def run(self, report: Report, cancelled: Callable[[], bool]) -> Result:
@@ -74,14 +75,14 @@ class Gpu(Suite):
     minutes: Annotated[
         float,
         Field(ge=0.0, le=600.0),
-        Option("Time limit of this call in minutes; 0 writes a report of the existing results.", float),
+        Setting("Time limit of this call in minutes; 0 writes a report of the existing results."),
     ] = 8.0
-    folder: Annotated[Path, Option("Folder to write to.", Path, flag="--out")] = Path("runs") / "gpu"
+    folder: Annotated[Path, Setting("Folder to write to.", flag="--out")] = Path("runs") / "gpu"
     plan: Annotated[
         Literal["all", "first", "qwen", "llama"],
-        Option("first: correctness, attention and contexts; qwen, llama: methods at 8B; all.", str),
+        Setting("first: correctness, attention and contexts; qwen, llama: methods at 8B; all."),
     ] = "all"
-    commit: Annotated[str, Option("Commit of the code, for a copy without its git folder.")] = ""
+    commit: Annotated[str, Setting("Commit of the code, for a copy without its git folder.")] = ""
 
     def run(self, report: Report, cancelled: Callable[[], bool]) -> Result:
         from benchmarks.gpu.run import measure

@@ -15,28 +15,30 @@ from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from io import TextIOWrapper
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 from typer.core import TyperCommand
 from typer.exceptions import TyperException
 
 from specdemo import __version__
-from specdemo.bench.command import bench, progress_bar, reports_to
+from specdemo.bench.check_server import ServerCheck
+from specdemo.bench.command import AS_JSON, FORCE, More, add_command, bench, progress_bar, reports_to
 from specdemo.core.atomic_io import json_text
 from specdemo.core.outputs import check_output
-from specdemo.core.rules import RULES, rule_knobs
+from specdemo.core.rules import RULES, rule_options
 from specdemo.core.safe_io import is_out_of_memory, read_text
+from specdemo.core.settings import setting, settings
 from specdemo.core.signals import sigterm_as_exit
 from specdemo.core.suggest import DEVICES, program, suggest
-from specdemo.engine.comparison import Comparison, Lane, settings, type_of
-from specdemo.methods import PLUG_INS, detect_head, knobs, method, unusable, usable
+from specdemo.engine.comparison import Comparison, Lane
+from specdemo.methods import PLUG_INS, detect_head, method, method_options, unusable, usable
 from specdemo.presets.files import EMBEDDED, FOLDER, Preset, load_presets, of_checkout, preset
 from specdemo.presets.limits import LIMITS
 from specdemo.servers.address import address, allow
 from specdemo.servers.engines import DEFAULT as DEFAULT_ENGINE
 from specdemo.servers.engines import engine_names
-from specdemo.ui.app import ui, with_settings
+from specdemo.ui.app import MACHINE, ui
 
 if TYPE_CHECKING:
     from specdemo.analysis.observation import Observation
@@ -59,19 +61,35 @@ CHECKOUT = (FOLDER.parent / "recipes").is_dir()
 # parts of help texts that apply only to a checkout, which has the recipes of the embedded models
 CODE_CORPUS = "; the recipes of code collect their own" if CHECKOUT else ""
 CODE_TARGET = ", or code for code-draft" if CHECKOUT else ""
+HIDDEN = {"hidden": not CHECKOUT}
 INTERRUPTED = 130  # exit code after Ctrl-C, as in a shell
 Work = Callable[..., object]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Force = Annotated[bool, typer.Option("--force", help="Overwrite a file or folder that specdemo did not write.")]
-Gpus = Annotated[int, typer.Option(help="Number of GPUs per server.", min=1, max=1024)]
-Command = Annotated[str | None, typer.Option(help="Path of the engine's program, if it is not on PATH.")]
-_PRESET = typer.Argument(
-    metavar="PRESET",
-    help=f"Name of a preset; `{program()} presets` lists them.",
-    autocompletion=lambda incomplete: [id for id in load_presets() if id.startswith(incomplete)],
-)
-PresetId = Annotated[str, _PRESET]
-OptionalPresetId = Annotated[str | None, _PRESET]
+GPUS = setting(1, "Number of GPUs per server.", 1, 1024)
+COMMAND = setting(None, "Path of the engine's program, if it is not on PATH.")
+
+
+def _argument(metavar: str | None, help: str, default: object = ..., **command: Any) -> Any:
+    """Declare a positional argument."""
+    return setting(default, help, flag="", metavar=metavar, command={"show_default": False, **command})
+
+
+def _preset_argument(default: object = ...) -> Any:
+    help = f"Name of a preset; `{program()} presets` lists them."
+    return _argument("PRESET", help, default, autocompletion=_complete)
+
+
+def _complete(incomplete: str) -> list[str]:
+    return [id for id in load_presets() if id.startswith(incomplete)]
+
+
+def _command(more: More | None = None, **how: Any) -> Callable[[Work], Work]:
+    """Return a decorator that makes a function a command."""
+
+    def decorate(function: Work) -> Work:
+        add_command(app, function, more or {}, **how)
+        return function
+
+    return decorate
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "specdemo") -> int:
@@ -104,51 +122,42 @@ def _print_version(chosen: bool) -> None:
         raise typer.Exit
 
 
-Version = Annotated[bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version)]
-
-
 @app.callback()
-def _of_program(version: Version = False) -> None:
+def _of_program(
+    version: bool = typer.Option(False, "--version", help="Print the version.", is_eager=True, callback=_print_version),
+) -> None:
     pass
 
 
-app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(ui)
+_command(MACHINE, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, defaults=False)(ui)
 
 
 OF_RUN = {
-    of: [name for name, setting in settings(of).items() if setting.help and type_of(of, name) is not dict]
-    for of in (Comparison, Lane)
+    of: [name for name, declared in settings(of).items() if declared.type is not dict] for of in (Comparison, Lane)
 }
 
 
-@app.command()
-@with_settings(OF_RUN)
+@_command(OF_RUN, defaults=False)
 def run(
-    preset_id: OptionalPresetId = None,
-    prompt_file: Annotated[Path | None, typer.Option(help="Read the prompt from this UTF-8 file.")] = None,
-    option: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="Method option, as listed by `methods`; repeatable."),
-    ] = None,
-    acceptance_option: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="Option of the acceptance rule, as listed by `methods`; repeatable."),
-    ] = None,
-    server: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="URL",
-            help="OpenAI-compatible server for a lane; repeatable, the baseline's first if every lane has one.",
-        ),
-    ] = None,
-    served_model: Annotated[str | None, typer.Option(metavar="NAME", help="Name of the target on the servers.")] = None,
-    engine: Annotated[
-        str | None, typer.Option(metavar="NAME", help=f"Serving engine to start for the run: {engine_names()}.")
-    ] = None,
-    gpus: Gpus = 1,
-    command: Command = None,
-    out: Annotated[Path | None, typer.Option(help="Write the trace (JSON) to this file.")] = None,
-    force: Force = False,
+    preset_id: str | None = _preset_argument(None),
+    prompt_file: Path | None = setting(None, "Read the prompt from this UTF-8 file."),
+    option: list[str] | None = setting(
+        None, "Method option, as listed by `methods`; repeatable.", metavar="NAME=VALUE"
+    ),
+    acceptance_option: list[str] | None = setting(
+        None, "Option of the acceptance rule, as listed by `methods`; repeatable.", metavar="NAME=VALUE"
+    ),
+    server: list[str] | None = setting(
+        None,
+        "OpenAI-compatible server for a lane; repeatable, the baseline's first if every lane has one.",
+        metavar="URL",
+    ),
+    served_model: str | None = setting(None, "Name of the target on the servers.", metavar="NAME"),
+    engine: str | None = setting(None, f"Serving engine to start for the run: {engine_names()}.", metavar="NAME"),
+    gpus: int = GPUS,
+    command: str | None = COMMAND,
+    out: Path | None = setting(None, "Write the trace (JSON) to this file."),
+    force: bool = FORCE,
     **given: Any,
 ) -> int:
     """Race plain decoding against a preset's lanes. Prints tokens/s, speed-up and acceptance of every lane. Without a
@@ -181,82 +190,51 @@ def run(
     return int(any(lane.finish == "error" for lane in trace.lanes))
 
 
-@app.command()
-def replay(
-    trace: Annotated[
-        Path, typer.Argument(metavar="TRACE", help="A trace that `run --out` or the page wrote.", show_default=False)
-    ],
-) -> None:
+@_command()
+def replay(trace: Path = _argument("TRACE", "A trace that `run --out` or the page wrote.")) -> None:
     """Print a stored run again. Needs no model and no GPU."""
     from specdemo.presets.recorded import load_trace
 
     _show(load_trace(trace))
 
 
-@app.command()
+@_command({ServerCheck: [name for name in settings(ServerCheck) if name != "repeats"]})
 def check_server(
-    servers: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="[REFERENCE] SERVER",
-            help="Addresses: a server without speculation and the one to check; one alone is checked against --target.",
-        ),
-    ],
-    target: Annotated[
-        str | None, typer.Option(help="Model of the servers; the local engine runs it if one server is given.")
-    ] = None,
-    served_model: Annotated[str | None, typer.Option(metavar="NAME", help="Name of the model on the servers.")] = None,
-    prompts: Annotated[
-        int | None,
-        typer.Option(help="Number of prompts; default: all of the file, or 20 built-in ones.", show_default=False),
-    ] = None,
-    prompt_file: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Prompts, one per line, or Spec-Bench's question.jsonl.", show_default=False),
-    ] = None,
-    new_tokens: Annotated[int, typer.Option(help="Output tokens per prompt.")] = 128,
-    margin: Annotated[
-        float, typer.Option(help="Largest margin of a near-tie, in nats; larger ones are differences.")
-    ] = 0.3,
-    dtype: Annotated[str, typer.Option(help="Data type of the local engine.")] = "auto",
-    device: Annotated[str, typer.Option(help=f"Device of the local engine: {DEVICES}.")] = "auto",
-    as_json: AsJson = False,
+    servers: list[str] = _argument(
+        "[REFERENCE] SERVER",
+        "Addresses: a server without speculation and the one to check; one alone is checked against --target.",
+    ),
+    as_json: bool = AS_JSON,
+    **given: Any,
 ) -> int:
     """Check whether a server with speculation is lossless. Exit code 1 if its greedy answers differ by more than
     rounding."""
-    from specdemo.bench.check_server import LOSSLESS, ServerCheck, without_identical
+    from specdemo.bench.check_server import LOSSLESS, without_identical
     from specdemo.bench.report import bench_report
     from specdemo.bench.result import to_json
 
     if len(servers) > 2:
         raise ValueError(f"check-server takes one or two addresses, not {len(servers)}")
     allow(servers)
-    chosen = {"target": target, "served_model": served_model, "dtype": dtype, "device": device}
-    counts = {"prompts": prompts, "prompt_file": prompt_file, "new_tokens": new_tokens, "margin": margin}
     reference = servers[0] if len(servers) == 2 else None
-    check = ServerCheck.build({"server": servers[-1], "reference": reference, **chosen, **counts})
+    chosen = {name: value for name, value in given.items() if value is not None}
+    check = ServerCheck.build({"server": servers[-1], "reference": reference, **chosen})
     with progress_bar(1.0, "{l_bar}{bar}| {elapsed}") as bar:
         result = check.run(reports_to(bar), lambda: False)
     print(to_json(result) if as_json else bench_report(without_identical(result)))
     return int(any(row["output"] not in LOSSLESS for row in result.rows))
 
 
-@app.command()
+@_command()
 def watch(
-    server: Annotated[str, typer.Argument(metavar="URL", help="Address of a vLLM, SGLang, llama.cpp or TensorRT-LLM.")],
-    every: Annotated[float, typer.Option(metavar="SECONDS", help="Time between readings.", min=0.2, max=3600)] = 5.0,
-    plain: Annotated[
-        float | None,
-        typer.Option(
-            "--without",
-            metavar="TOKENS/S",
-            help="Speed of the server without speculation, at the same load.",
-            min=0.001,
-        ),
-    ] = None,
-    k: Annotated[int | None, typer.Option(help="Draft length, if the metrics lack it.", min=1, max=1024)] = None,
-    readings: Annotated[int, typer.Option(help="Stop after so many readings; 0: at Ctrl-C.", min=0)] = 0,
-    as_json: AsJson = False,
+    server: str = _argument("URL", "Address of a vLLM, SGLang, llama.cpp or TensorRT-LLM."),
+    every: float = setting(5.0, "Time between readings.", 0.2, 3600, metavar="SECONDS"),
+    plain: float | None = setting(
+        None, "Speed of the server without speculation, at the same load.", 0.001, flag="--without", metavar="TOKENS/S"
+    ),
+    k: int | None = setting(None, "Draft length, if the metrics lack it.", 1, 1024),
+    readings: int = setting(0, "Stop after so many readings; 0: at Ctrl-C.", 0),
+    as_json: bool = AS_JSON,
 ) -> None:
     """Show what limits a running server. Reads its metrics every few seconds: acceptance, tokens/s and the diagnosis.
     Sends no request for text."""
@@ -269,13 +247,13 @@ def watch(
 app.add_typer(bench, name="bench")
 
 
-@app.command()
+@_command()
 def profile(
-    device: Annotated[str, typer.Option(help=f"Device: {DEVICES}.")] = "auto",
-    name: Annotated[str | None, typer.Option(help="Name of the profile; default: the device's name.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Write the profile (JSON) to this file.")] = None,
-    force: Force = False,
-    as_json: AsJson = False,
+    device: str = setting("auto", f"Device: {DEVICES}."),
+    name: str | None = setting(None, "Name of the profile; default: the device's name."),
+    out: Path | None = setting(None, "Write the profile (JSON) to this file."),
+    force: bool = FORCE,
+    as_json: bool = AS_JSON,
 ) -> None:
     """Measure this machine for `predict`. Takes a few minutes; measures memory bandwidth, matrix products, kernel
     launches, and forward passes by number of tokens and batch size."""
@@ -291,39 +269,28 @@ def profile(
         write_profile(measured, out)
 
 
-@app.command()
+@_command()
 def predict(
-    target: Annotated[
-        str,
-        typer.Argument(metavar="TARGET", help="Folder, embedded model or hub id; only its config.json is read."),
-    ],
-    method: Annotated[str, typer.Option(help="Drafting method; default: that of --model, else eagle.")] = "",
-    model: Annotated[str | None, typer.Option(help="Drafter; default: a head of typical size for the target.")] = None,
-    trace: Annotated[
-        Path | None,
-        typer.Option(help="Recorded run; take acceptance, method and model from its first lane that drafts."),
-    ] = None,
-    acceptance: Annotated[
-        str | None,
-        typer.Option(help="Acceptance rate per position if the positions before it are accepted: 0.8,0.75,0.7."),
-    ] = None,
-    device: Annotated[
-        str, typer.Option(help="Device profiles, comma-separated: names (h100-sxm,l4) or files of `profile --out`.")
-    ] = "h100-sxm",
-    dtype: Annotated[
-        str, typer.Option(help="Data type of weights and KV cache; default: bfloat16, on a CPU float32.")
-    ] = "",
-    quantization: Annotated[
-        str | None, typer.Option(help="Quantization of the target's matrices: 4bit or 8bit.")
-    ] = None,
-    batch: Annotated[str, typer.Option(help="Batch sizes, comma-separated: 1,8,32.")] = "1",
-    context: Annotated[int, typer.Option(help="Tokens in the KV cache.")] = 1024,
-    nodes: Annotated[int, typer.Option(help="Nodes of the draft tree; 0: chains.")] = 0,
-    engine: Annotated[str, typer.Option(help="How passes run: recorded (CUDA graphs) or eager.")] = "recorded",
-    price: Annotated[
-        float | None, typer.Option(help="Hourly price of the machine, to compute the cost of tokens.")
-    ] = None,
-    as_json: AsJson = False,
+    target: str = _argument("TARGET", "Folder, embedded model or hub id; only its config.json is read."),
+    method: str = setting("", "Drafting method; default: that of --model, else eagle."),
+    model: str | None = setting(None, "Drafter; default: a head of typical size for the target."),
+    trace: Path | None = setting(
+        None, "Recorded run; take acceptance, method and model from its first lane that drafts."
+    ),
+    acceptance: str | None = setting(
+        None, "Acceptance rate per position if the positions before it are accepted: 0.8,0.75,0.7."
+    ),
+    device: str = setting(
+        "h100-sxm", "Device profiles, comma-separated: names (h100-sxm,l4) or files of `profile --out`."
+    ),
+    dtype: str = setting("", "Data type of weights and KV cache; default: bfloat16, on a CPU float32."),
+    quantization: str | None = setting(None, "Quantization of the target's matrices: 4bit or 8bit."),
+    batch: str = setting("1", "Batch sizes, comma-separated: 1,8,32."),
+    context: int = setting(1024, "Tokens in the KV cache."),
+    nodes: int = setting(0, "Nodes of the draft tree; 0: chains."),
+    engine: str = setting("recorded", "How passes run: recorded (CUDA graphs) or eager."),
+    price: float | None = setting(None, "Hourly price of the machine, to compute the cost of tokens."),
+    as_json: bool = AS_JSON,
 ) -> None:
     """Predict the speed-up on another machine. Reports every draft length and batch size, with an interval and the
     bottleneck; needs no torch."""
@@ -354,38 +321,29 @@ def predict(
     print(json_text([one.as_dict() for one in found], indent=1) if as_json else what_if_report(found))
 
 
-@app.command()
+@_command()
 def why(
-    file: Annotated[
-        str | None,
-        typer.Argument(metavar="[FILE]", help="Output of an engine: a log, JSON, or metrics; - reads standard input."),
-    ] = None,
-    baseline: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Output of the same engine without speculation.")
-    ] = None,
-    k: Annotated[int | None, typer.Option(help="Draft length.", min=1, max=1024)] = None,
-    length: Annotated[
-        float | None, typer.Option(help="Mean accepted length, including the correction or bonus token.")
-    ] = None,
-    without: Annotated[
-        float | None,
-        typer.Option(
-            metavar="TOKENS/S",
-            help="Speed without speculation, at the same load and counted like the speed of the output.",
-            min=0.001,
-        ),
-    ] = None,
-    speculative: Annotated[
-        float | None, typer.Option("--with", metavar="TOKENS/S", help="Speed with speculation.", min=0.001)
-    ] = None,
-    engine: Annotated[str, typer.Option(help="Engine whose flags are shown, such as vllm or llama-server.")] = "",
-    method: Annotated[str, typer.Option(help="Drafting method, such as eagle, mtp or draft_model.")] = "",
-    target: Annotated[str, typer.Option(help="Target model, a hub id.")] = "",
-    drafter: Annotated[str, typer.Option(help="Drafter, a hub id.")] = "",
-    batch: Annotated[float | None, typer.Option(help="Number of requests at a time.")] = None,
-    thinking: Annotated[str, typer.Option(help="Thinking mode of the requests: on or off.")] = "",
-    moe: Annotated[bool | None, typer.Option("--moe/--dense", help="The target is a mixture of experts.")] = None,
-    as_json: AsJson = False,
+    file: str | None = _argument(
+        "[FILE]", "Output of an engine: a log, JSON, or metrics; - reads standard input.", None
+    ),
+    baseline: str | None = setting(None, "Output of the same engine without speculation.", metavar="FILE"),
+    k: int | None = setting(None, "Draft length.", 1, 1024),
+    length: float | None = setting(None, "Mean accepted length, including the correction or bonus token."),
+    without: float | None = setting(
+        None,
+        "Speed without speculation, at the same load and counted like the speed of the output.",
+        0.001,
+        metavar="TOKENS/S",
+    ),
+    speculative: float | None = setting(None, "Speed with speculation.", 0.001, flag="--with", metavar="TOKENS/S"),
+    engine: str = setting("", "Engine whose flags are shown, such as vllm or llama-server."),
+    method: str = setting("", "Drafting method, such as eagle, mtp or draft_model."),
+    target: str = setting("", "Target model, a hub id."),
+    drafter: str = setting("", "Drafter, a hub id."),
+    batch: float | None = setting(None, "Number of requests at a time."),
+    thinking: str = setting("", "Thinking mode of the requests: on or off."),
+    moe: bool | None = setting(None, "The target is a mixture of experts.", flag="--moe/--dense"),
+    as_json: bool = AS_JSON,
 ) -> None:
     """Explain why speculative decoding is slow. Reads the output of an engine or four numbers (--k, --length, --without
     and --with), and names the cause and the setting to change; needs no torch."""
@@ -446,41 +404,31 @@ class _Train(TyperCommand):
                 formatter.write_dl([(name, f"{it.minutes:g} minutes on a CPU") for name, it in shipped.RECIPES.items()])
 
 
-@app.command(cls=_Train)
+@_command(cls=_Train)
 def train(
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="One of the recipes below.")],
-    corpus: Annotated[
-        Path | None,
-        typer.Option(help=f"Folder of *.txt files, documents separated by <|endoftext|>{CODE_CORPUS}."),
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of the trained model.")] = None,
-    force: Force = False,
-    minutes: Annotated[float | None, typer.Option(help="Training time in minutes.")] = None,
-    device: Annotated[str, typer.Option(help=f"Device: {DEVICES}.")] = "auto",
-    threads: Annotated[
-        int | None, typer.Option(help="CPU threads; embedded models only.", min=1, max=1024, hidden=not CHECKOUT)
-    ] = None,
-    target: Annotated[
-        str | None, typer.Option(help=f"Target of the trained drafter; default: stories{CODE_TARGET}.")
-    ] = None,
-    cache: Annotated[
-        Path | None, typer.Option(help="Folder to store the target's outputs in, shared by its drafters.")
-    ] = None,
-    start: Annotated[str | None, typer.Option(help="Trained head or model to continue from.")] = None,
-    loss: Annotated[
-        str,
-        typer.Option(help="Loss of a head: cross-entropy, argmax, tv, lk-alpha or lk-lambda.", metavar="NAME"),
-    ] = "cross-entropy",
-    weights: Annotated[
-        str,
-        typer.Option(help="Weights of a head's draft positions: fixed, those of the method, or dpace.", metavar="NAME"),
-    ] = "fixed",
-    compile: Annotated[
-        bool, typer.Option(help="Run the target through torch.compile; stories-target only.", hidden=not CHECKOUT)
-    ] = False,
-    quantization: Annotated[
-        str | None, typer.Option(help="Quantization of the frozen target: 4bit or 8bit; heads only.")
-    ] = None,
+    recipe: str = _argument("RECIPE", "One of the recipes below."),
+    corpus: Path | None = setting(None, f"Folder of *.txt files, documents separated by <|endoftext|>{CODE_CORPUS}."),
+    out: Path | None = setting(None, "Folder of the trained model."),
+    force: bool = FORCE,
+    minutes: float | None = setting(None, "Training time in minutes."),
+    device: str = setting("auto", f"Device: {DEVICES}."),
+    threads: int | None = setting(None, "CPU threads; embedded models only.", 1, 1024, command=HIDDEN),
+    target: str | None = setting(None, f"Target of the trained drafter; default: stories{CODE_TARGET}."),
+    cache: Path | None = setting(None, "Folder to store the target's outputs in, shared by its drafters."),
+    start: str | None = setting(None, "Trained head or model to continue from."),
+    loss: str = setting(
+        "cross-entropy", "Loss of a head: cross-entropy, argmax, tv, lk-alpha or lk-lambda.", metavar="NAME"
+    ),
+    weights: str = setting(
+        "fixed", "Weights of a head's draft positions: fixed, those of the method, or dpace.", metavar="NAME"
+    ),
+    compile: bool = setting(
+        False,
+        "Run the target through torch.compile; stories-target only.",
+        flag="--compile/--no-compile",
+        command=HIDDEN,
+    ),
+    quantization: str | None = setting(None, "Quantization of the frozen target: 4bit or 8bit; heads only."),
 ) -> None:
     """Train a speculation head. The same command continues an interrupted run."""
     from specdemo.methods.recipes import HEAD_RECIPES, race_command, train_head_recipe
@@ -501,12 +449,10 @@ def train(
     print(shipped.train(recipe, corpus, out, minutes, device, threads, target, cache, start, compile, force))
 
 
-@app.command()
+@_command()
 def presets(
-    as_json: AsJson = False,
-    check: Annotated[
-        bool, typer.Option("--check", help="Compare the presets with their models on the hub; downloads no weights.")
-    ] = False,
+    as_json: bool = AS_JSON,
+    check: bool = setting(False, "Compare the presets with their models on the hub; downloads no weights."),
 ) -> int:
     """List the comparisons that are ready to run."""
     if check:
@@ -547,11 +493,11 @@ def _check_presets(as_json: bool) -> int:
     return int(wrong > 0)
 
 
-@app.command()
+@_command()
 def serve_command(
-    preset_id: PresetId,
-    engine: Annotated[str, typer.Option("--for", help=f"{engine_names()}.")] = DEFAULT_ENGINE,
-    gpus: Gpus = 1,
+    preset_id: str = _preset_argument(),
+    engine: str = setting(DEFAULT_ENGINE, f"{engine_names()}.", flag="--for"),
+    gpus: int = GPUS,
 ) -> None:
     """Print the commands that start servers. Prints one per lane of a preset; race them with `run --server`."""
     from specdemo.presets.serve import serve_commands
@@ -559,12 +505,12 @@ def serve_command(
     print("\n".join(serve_commands(preset(preset_id), engine, gpus)))
 
 
-@app.command()
+@_command()
 def serve(
-    preset_id: PresetId,
-    engine: Annotated[str, typer.Option(help=f"{engine_names()}.")] = DEFAULT_ENGINE,
-    gpus: Gpus = 1,
-    command: Command = None,
+    preset_id: str = _preset_argument(),
+    engine: str = setting(DEFAULT_ENGINE, f"{engine_names()}."),
+    gpus: int = GPUS,
+    command: str | None = COMMAND,
 ) -> None:
     """Start servers on this machine. Starts one per lane of a preset; Ctrl-C stops them."""
     from specdemo.servers.process import watch
@@ -590,8 +536,8 @@ def _started(chosen: Preset, engine: str, command: str | None, gpus: int) -> Ite
             yield served
 
 
-@app.command()
-def methods(as_json: AsJson = False) -> None:
+@_command()
+def methods(as_json: bool = AS_JSON) -> None:
     """List the drafting methods and their options."""
     for reason in unusable().values():
         print(f"specdemo: {reason}", file=sys.stderr)
@@ -602,19 +548,19 @@ def methods(as_json: AsJson = False) -> None:
         kind = "lossless" if cls.exact else "lossy"
         print(f"{name}: {cls.title} ({kind}{', needs --model' if cls.needs_model else ''})")
         print(f"    {cls.summary}")
-        for knob in knobs(name):
-            default = str(knob.default).lower() if knob.type is bool else knob.default
-            print(f"    --option {knob.name}={default}  {knob.range}  {knob.help}")
+        for option in method_options(name):
+            default = str(option.default).lower() if option.type is bool else option.default
+            print(f"    --option {option.name}={default}  {option.range}  {option.help}")
     for rule, entry in RULES.items():
         print(f"acceptance rule {entry.label(rule)}{', chains only' if not entry.trees else ''}")
-        for knob in rule_knobs(rule):
-            print(f"    --acceptance-option {knob.name}={knob.default}  {knob.range}  {knob.help}")
+        for option in rule_options(rule):
+            print(f"    --acceptance-option {option.name}={option.default}  {option.range}  {option.help}")
     lossy = ", ".join(name for name, entry in RULES.items() if not entry.lossless)
     print(f"With a lossy rule (--acceptance {lossy}) every method is lossy.")
 
 
-@app.command()
-def models(as_json: AsJson = False) -> None:
+@_command()
+def models(as_json: bool = AS_JSON) -> None:
     """List the models on this machine. Searches the stores of LM Studio, Ollama, llama.cpp and Hugging Face, with size,
     quantisation, and the draft models that match each."""
     from specdemo.bench.report import table
@@ -630,10 +576,9 @@ def models(as_json: AsJson = False) -> None:
         print(f"\nRace two of them: {program()} ui --target MODEL --draft DRAFT")
 
 
-@app.command()
+@_command()
 def drafters(
-    target: Annotated[str, typer.Argument(metavar="TARGET", help="Hub id, GGUF model or embedded model.")],
-    as_json: AsJson = False,
+    target: str = _argument("TARGET", "Hub id, GGUF model or embedded model."), as_json: bool = AS_JSON
 ) -> None:
     """List the published drafters of a target. Shows size, format, licence, engines and acceptance; for an unknown
     target, the rules for choosing one."""
@@ -660,14 +605,10 @@ def _published(target: str) -> str:
     return "\n".join([*lines, *(f"On this machine: {drafts}" for drafts in here)])
 
 
-@app.command()
+@_command()
 def doctor(
-    target: Annotated[
-        str | None, typer.Argument(help="Target whose drafters to check; default: check the machine.")
-    ] = None,
-    drafter: Annotated[
-        str | None, typer.Argument(help="Check only this drafter; exit code 2 if it does not fit.")
-    ] = None,
+    target: str | None = _argument(None, "Target whose drafters to check; default: check the machine.", None),
+    drafter: str | None = _argument(None, "Check only this drafter; exit code 2 if it does not fit.", None),
 ) -> int:
     """Check the installation, or a target's drafters. Without a target: versions, devices, and the cost of
     verification. With one: which drafters fit it, and why others do not."""
@@ -813,7 +754,7 @@ def _show(trace: "RunTrace") -> None:
 def _method(name: str) -> dict[str, object]:
     cls = method(name)
     facts = {word: getattr(cls, word) for word in ("title", "summary", "exact", "needs_model")}
-    options = [asdict(knob) | {"type": knob.type.__name__} for knob in knobs(name)]
+    options = [option.facts() for option in method_options(name)]
     return {"name": name, **facts, "options": options}
 
 

@@ -16,7 +16,7 @@ from specdemo.core.sampling import Sampling
 from specdemo.core.trace import StepEvent
 from specdemo.core.tree import ABSENT, depths
 from specdemo.engine.loop import generate
-from specdemo.methods import BASELINE, knobs, load_drafter, method, model_method, parse_options, reads
+from specdemo.methods import BASELINE, load_drafter, method, method_options, model_method, parse_options, reads
 from specdemo.methods.base import Head, Method
 from specdemo.models.checkpoints import open_checkpoint
 from specdemo.models.toy import ToyTarget
@@ -101,9 +101,9 @@ def confidence_is_a_probability(name: str) -> None:
 def metadata_is_complete(name: str) -> None:
     """The method has a title and a summary sentence; every option has a help text and a default within its range."""
     assert method(name).title and method(name).summary.endswith(".")
-    for knob in knobs(name):
-        assert knob.help
-        assert getattr(parse_options(name, {knob.name: knob.default}), knob.name) == knob.default
+    for option in method_options(name):
+        assert option.help
+        assert getattr(parse_options(name, {option.name: option.default}), option.name) == option.default
 
 
 def saved_head_loads(name: str) -> None:

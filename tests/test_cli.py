@@ -18,8 +18,9 @@ import specdemo
 from recipes.train import MAKERS, RECIPES
 from specdemo.__main__ import app, main
 from specdemo.bench.suites import suites
+from specdemo.core.settings import settings
 from specdemo.core.trace import from_json
-from specdemo.methods import knob
+from specdemo.methods import setting
 from specdemo.methods.base import NoDraft
 from specdemo.methods.recipes import HEAD_RECIPES
 from specdemo.presets.files import load_presets
@@ -354,7 +355,7 @@ def output(capsys, *arguments):
 def test_help_of_a_suite_lists_its_own_options(capsys, suite):
     out = output(capsys, "bench", suite, "--help")
     assert out == output(capsys, "bench", suite, "-h")
-    own = {option.flag for option in suites()[suite].options().values()}
+    own = {one.flag or f"--{name.replace('_', '-')}" for name, one in settings(suites()[suite]).items()}
     common = {"--out", "--html", "--json", "--markdown", "--force"}
     assert set(re.findall(r"^  (--[a-z-]+)", out, re.MULTILINE)) == own | common
     meaning = " ".join(suites()[suite].__doc__.split())
@@ -387,11 +388,11 @@ def test_the_version_is_printed(capsys):
 
 @dataclass(frozen=True, slots=True)
 class EveryType:
-    sure: bool = knob(False, "a bool")
-    name: str = knob("x", "a text")
-    depth: int = knob(3, "a number", low=1)
-    share: float = knob(0.5, "any")
-    most: float = knob(0.5, "bounded above", high=1.0)
+    sure: bool = setting(False, "a bool")
+    name: str = setting("x", "a text")
+    depth: int = setting(3, "a number", low=1)
+    share: float = setting(0.5, "any")
+    most: float = setting(0.5, "bounded above", high=1.0)
 
 
 def test_options_are_listed_with_the_values_they_accept(capsys, monkeypatch):

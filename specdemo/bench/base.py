@@ -1,17 +1,17 @@
 """Base classes of suites, and the options that they share. Only `Suite.run` needs torch."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Protocol, Self
+from typing import Annotated, ClassVar, Protocol, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, model_validator
 
 from specdemo.bench.prompts import PROMPTS
 from specdemo.bench.result import Result
 from specdemo.core.dtypes import NAMES, dtype_name
+from specdemo.core.settings import Setting, Settings
 from specdemo.core.suggest import DEVICES
-from specdemo.engine.comparison import Settings
 from specdemo.presets.files import DEFAULT, Preset
 from specdemo.presets.limits import LIMITS
 
@@ -47,16 +47,6 @@ class Axis:
 DRAFT_LENGTH = Axis("k", "draft length", "k, draft tokens per step")
 
 
-@dataclass(frozen=True, slots=True)
-class Option:
-    """Texts of a field's option on the command line."""
-
-    help: str
-    kind: Any = str  # type on the command line
-    metavar: str | None = None  # shown in the help; None: the type
-    flag: str = ""  # empty: that of the field's name
-
-
 def _ks(value: Sequence[int]) -> Sequence[int]:
     if not (any(value) and all(0 <= k <= LIMITS.k for k in value)):
         raise ValueError(f"draft lengths must be from 1 to {LIMITS.k}, not {list(value)[:20]}")
@@ -86,27 +76,27 @@ def _ranges(text: object) -> object:
     return ks
 
 
-Repeats = Annotated[int, Field(ge=1, le=REPEATS), Option("Interleaved repeats.", int)]
-Once = Annotated[int, Field(ge=1, le=1), Option("Always 1: counts do not vary.", int)]
-Device = Annotated[str, Option(f"Device: {DEVICES}.", metavar="NAME")]
-Dtype = Annotated[str, BeforeValidator(dtype_name), Option(f"Data type: {NAMES}.", metavar="NAME")]
-NewTokens = Annotated[int, Field(ge=2, le=LIMITS.max_new_tokens), Option("Output tokens per prompt.", int)]
+Repeats = Annotated[int, Field(ge=1, le=REPEATS), Setting("Interleaved repeats.")]
+Once = Annotated[int, Field(ge=1, le=1), Setting("Always 1: counts do not vary.")]
+Device = Annotated[str, Setting(f"Device: {DEVICES}.", metavar="NAME")]
+Dtype = Annotated[str, BeforeValidator(dtype_name), Setting(f"Data type: {NAMES}.", metavar="NAME")]
+NewTokens = Annotated[int, Field(ge=2, le=LIMITS.max_new_tokens), Setting("Output tokens per prompt.")]
 Prompts = Annotated[
     Annotated[Sequence[str], AfterValidator(_prompts), PlainSerializer(len, when_used="json")] | None,
-    Option("Prompt to use instead of the suite's; repeatable.", list[str], "TEXT", "--prompt"),
+    Setting("Prompt to use instead of the suite's; repeatable.", metavar="TEXT", flag="--prompt"),
 ]
 File = Annotated[Path, PlainSerializer(lambda path: path.name, when_used="json")]
 Questions = Annotated[
-    File | None, Option("File question.jsonl in the format of Spec-Bench; adds results per category.", Path)
+    File | None, Setting("File question.jsonl in the format of Spec-Bench; adds results per category.")
 ]
-PRESET = Option("Preset whose target and first lane are measured.", metavar="ID")
+PRESET = Setting("Preset whose target and first lane are measured.", metavar="ID")
 PresetId = Annotated[str, PRESET]
 Ks = Annotated[
     Sequence[int],
     BeforeValidator(_ranges),
     AfterValidator(_ks),
     PlainSerializer(list, when_used="json"),
-    Option("Draft lengths, for example 4, 1-8 or 0,1,3.", metavar="K", flag="--k"),
+    Setting("Draft lengths, for example 4, 1-8 or 0,1,3.", metavar="K", flag="--k"),
 ]
 
 
@@ -120,16 +110,6 @@ class Suite(Settings):
     axis: ClassVar[Axis | None] = None  # None: compare the lanes only
     companion: ClassVar[str] = ""  # suite whose recorded result the Sweep tab shows below the chart
     repeats: Repeats = 5
-
-    @classmethod
-    def options(cls) -> dict[str, Option]:
-        """Return the options by field."""
-        return {
-            name: replace(option, flag=option.flag or f"--{name.replace('_', '-')}")
-            for name, field in cls.model_fields.items()
-            for option in field.metadata
-            if isinstance(option, Option)
-        }
 
     def run(self, report: Report, cancelled: Stop) -> Result:
         """Measure. When `cancelled()` turns true the result covers the finished repeats. Raises ValueError with one

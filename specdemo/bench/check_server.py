@@ -12,12 +12,15 @@ from math import comb
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Self
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from specdemo.bench.base import Decoding, File, Report, Stop
 from specdemo.bench.prompts import CODE, COPYING, EDITS, PROMPTS, openings
 from specdemo.bench.result import Result, Row
+from specdemo.core.dtypes import dtype_name
 from specdemo.core.safe_io import read_text
+from specdemo.core.settings import Setting, setting
+from specdemo.core.suggest import DEVICES
 from specdemo.core.trace import LaneTrace
 from specdemo.engine.comparison import Model, Server
 from specdemo.methods import BASELINE
@@ -91,20 +94,29 @@ class Side(ABC):
 
 class ServerCheck(Decoding):
     """Check of a server. server: it is checked. reference: a server of the same model without speculation; None: the
-    local engine. prompt_file: prompts to use instead of the built-in ones. prompts: their number, None: all prompts of
-    the file, or COUNT built-in ones.
+    local engine.
     """
 
     name = "check-server"
     title = "Servers"
     server: Server
     reference: Server | None = None
-    target: Model | None = None
-    served_model: Model | None = None
-    prompts: Annotated[int, Field(ge=1, le=MOST)] | None = None
-    prompt_file: File | None = None
-    margin: Annotated[float, Field(gt=0.0, le=10.0)] = MARGIN
-    new_tokens: Annotated[int, Field(ge=2, le=1024)] = 128
+    target: Annotated[
+        Model | None, Setting("Model of the servers; the local engine runs it if one server is given.")
+    ] = None
+    served_model: Annotated[Model | None, Setting("Name of the model on the servers.", metavar="NAME")] = None
+    prompts: int | None = setting(
+        None, f"Number of prompts; default: all of the file, or {COUNT} built-in ones.", 1, MOST
+    )
+    prompt_file: Annotated[
+        File | None, Setting("Prompts, one per line, or Spec-Bench's question.jsonl.", metavar="FILE")
+    ] = None
+    margin: Annotated[
+        float, Field(gt=0.0, le=10.0), Setting("Largest margin of a near-tie, in nats; larger ones are differences.")
+    ] = MARGIN
+    new_tokens: int = setting(128, "Output tokens per prompt.", 2, 1024)
+    dtype: Annotated[str, BeforeValidator(dtype_name), Setting("Data type of the local engine.")] = "auto"
+    device: Annotated[str, Setting(f"Device of the local engine: {DEVICES}.")] = "auto"
 
     def run(self, report: Report, cancelled: Stop) -> Result:
         from specdemo.engine.session import environment

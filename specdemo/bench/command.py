@@ -1,8 +1,8 @@
-"""Command `bench` with one subcommand per suite, whose help lists only the options of that suite."""
+"""Commands made from declared settings, and `bench` with one subcommand per suite."""
 
 import sys
-from collections.abc import Sequence
-from inspect import Parameter, Signature
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from inspect import Parameter, Signature, cleandoc, signature
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -10,14 +10,67 @@ import typer
 from tqdm import tqdm
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
-from typer.models import OptionInfo
 
-from specdemo.bench.base import Report, SoFar, Suite
+from specdemo.bench.base import Report, SoFar
 from specdemo.bench.suites import known_suite, suite, suites, takes
 from specdemo.core.outputs import check_output, check_output_folder
+from specdemo.core.settings import Setting, declared_by, setting, settings
 from specdemo.core.suggest import suggest
 
-OUT = "--out"  # file of the results, or the folder of a suite that writes while it measures
+AS_JSON = setting(False, "Print JSON.", flag="--json")
+FORCE = setting(False, "Overwrite a file or folder that specdemo did not write.")
+More = Mapping[Any, Iterable[str]]  # classes, and the names of their settings
+
+
+def add_command(
+    app: typer.Typer, function: Callable[..., object], more: More, defaults: bool = True, **how: Any
+) -> None:
+    """Add a command whose options are the function's parameters, each declared by `setting`.
+
+    more: settings that the function takes as `**given`, None where not given. defaults: name theirs in the help.
+    """
+    extra = [
+        _option(name, declared.type | None, None, declared, _help(declared) if defaults else declared.help)
+        for of, names in more.items()
+        for name in names
+        if (declared := settings(of)[name]).help
+    ]
+    own = [_parameter(one) for one in signature(function).parameters.values() if one.kind is not Parameter.VAR_KEYWORD]
+
+    def command(**given: Any) -> object:
+        return function(**given)
+
+    command.__name__, command.__doc__ = function.__name__, function.__doc__
+    command.__signature__ = Signature([*extra, *own])  # type: ignore[attr-defined]
+    how = {"help": " ".join(cleandoc(function.__doc__ or "").split())} | how
+    app.command(**how)(command)
+
+
+def _parameter(given: Parameter) -> Parameter:
+    if given.default is Parameter.empty:  # the context
+        return given.replace(kind=Parameter.KEYWORD_ONLY)
+    declared = declared_by(given.default)
+    default = Parameter.empty if declared.default is ... else declared.default
+    bounds = {} if declared.low is None else {"min": declared.low, "max": declared.high}
+    return _option(given.name, given.annotation, default, declared, declared.help, **bounds)
+
+
+def _option(name: str, kind: Any, default: object, declared: Setting, help: str, **how: Any) -> Parameter:
+    """Return a parameter with the texts that typer reads. A flag that is off has no opposite."""
+    how |= {"help": help, "metavar": declared.metavar, **declared.command}
+    flag = declared.flag or (f"--{name.replace('_', '-')}" if default is False else None)
+    info = typer.Argument(**how) if declared.flag == "" else typer.Option(*filter(None, [flag]), **how)
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info])
+
+
+def _help(declared: Setting) -> str:
+    """Return the help of a setting with its default as its option would be given."""
+    value = declared.default
+    if isinstance(value, range):
+        value = f"{value[0]}-{value[-1]}"
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        value = ",".join(map(str, value))
+    return declared.help if value in (None, False, "") else f"{declared.help}  [default: {value}]"
 
 
 class SuiteGroup(TyperGroup):
@@ -55,46 +108,25 @@ def _name_a_suite(context: typer.Context) -> None:
 
 def _subcommand(name: str) -> TyperCommand:
     cls = known_suite(name)
+    to = _help(settings(cls)["folder"]) if takes(name, "folder") else "Write the numbers (JSON) to this file."
 
-    def command(**given: Any) -> None:
-        _run(name, **given)
+    def command(
+        out: Path | None = setting(None, to),
+        html: Path | None = setting(None, "Write a page with the plot to this file."),
+        force: bool = FORCE,
+        as_json: bool = setting(False, "Print the numbers as JSON.", flag="--json"),
+        markdown: bool = setting(False, "Print the lanes as a Markdown table."),
+        **given: object,
+    ) -> None:
+        _run(name, out, html, force, as_json, markdown, **given)
 
-    command.__signature__ = Signature(_parameters(cls))  # type: ignore[attr-defined]
+    command.__doc__ = cls.__doc__
+    names = [name for name in settings(cls) if name != "folder"]
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
-    meaning = " ".join((cls.__doc__ or "").split())
-    app.command(name=name, help=meaning, short_help=meaning)(command)
+    add_command(app, command, {cls: names}, name=name, short_help=" ".join((cls.__doc__ or "").split()))
     made = get_command(app)
     assert isinstance(made, TyperCommand)
     return made
-
-
-def _parameters(cls: type[Suite]) -> list[Parameter]:
-    options: dict[str, tuple[Any, OptionInfo]] = {}
-    to = "Write the numbers (JSON) to this file."
-    for name, option in cls.options().items():
-        text = f"{option.help}{_default(cls.model_fields[name].default)}"
-        if option.flag != OUT:
-            options[name] = option.kind | None, typer.Option(option.flag, help=text, metavar=option.metavar)
-        elif name == "folder":
-            to = text
-    options["out"] = Path | None, typer.Option(OUT, help=to)
-    options["html"] = Path | None, typer.Option("--html", help="Write a page with the plot to this file.")
-    options["force"] = bool, typer.Option("--force", help="Overwrite a file or folder that specdemo did not write.")
-    options["as_json"] = bool, typer.Option("--json", help="Print the numbers as JSON.")
-    options["markdown"] = bool, typer.Option("--markdown", help="Print the lanes as a Markdown table.")
-    return [
-        Parameter(name, Parameter.KEYWORD_ONLY, default=False if of is bool else None, annotation=Annotated[of, info])
-        for name, (of, info) in options.items()
-    ]
-
-
-def _default(value: object) -> str:
-    """Return a field's default as its option would be given, for the help."""
-    if isinstance(value, range):
-        value = f"{value[0]}-{value[-1]}"
-    elif isinstance(value, Sequence) and not isinstance(value, str):
-        value = ",".join(map(str, value))
-    return "" if value in (None, False, "") else f"  [default: {value}]"
 
 
 def _run(

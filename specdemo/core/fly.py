@@ -17,8 +17,8 @@ from specdemo.core.accept import (
     rejected_by_lossless,
     token_probs,
 )
-from specdemo.core.options import BaseOptions, knob
 from specdemo.core.sampling import draw
+from specdemo.core.settings import BaseOptions, setting
 from specdemo.core.tree import ABSENT, Draft
 
 LARGEST_WINDOW = 6
@@ -33,11 +33,11 @@ class Fly(BaseOptions):
     rejection ends the path. Greedy decoding measures the uncertainty at temperature 1.
     """
 
-    window: int = knob(
+    window: int = setting(
         0, f"next draft tokens that the lossless rule must accept; 0: min({LARGEST_WINDOW}, draft length - 1)", 0, 15, 1
     )
-    threshold: float = knob(0.3, "smallest entropy, in nats, at which a rejection is deferred", 0.0, 5.0, 0.05)
-    top_k: int = knob(3, "number of largest probabilities that count for the entropy", 1, 100, 1)
+    threshold: float = setting(0.3, "smallest entropy, in nats, at which a rejection is deferred", 0.0, 5.0, 0.05)
+    top_k: int = setting(3, "number of largest probabilities that count for the entropy", 1, 100, 1)
     exact: ClassVar[bool] = False
     note: ClassVar[str] = ""
 

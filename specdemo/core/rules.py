@@ -1,6 +1,6 @@
 """Acceptance rules by name. They are imported on first use, so that the names are available without torch.
 
-A rule with options is a `BaseOptions` whose fields come from `knob`.
+A rule with options is a `BaseOptions` whose fields come from `setting`.
 """
 
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
-from specdemo.core.options import BaseOptions, Knob, describe, parse
+from specdemo.core.settings import BaseOptions, Setting, parse, settings
 from specdemo.core.suggest import suggest
 
 if TYPE_CHECKING:
@@ -68,10 +68,10 @@ def draws_by_position(options: Mapping[str, object]) -> bool:
     return rule is not None and rule.coupled
 
 
-def rule_knobs(name: str) -> list[Knob]:
+def rule_options(name: str) -> list[Setting]:
     """Return the options of a rule; none for an unknown one."""
     cls = _rule_class(name) if name in RULES else None
-    return [*describe(cls).values()] if cls and issubclass(cls, BaseOptions) else []
+    return [*settings(cls).values()] if cls and issubclass(cls, BaseOptions) else []
 
 
 def _rule_class(name: str) -> Any:

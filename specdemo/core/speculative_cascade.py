@@ -17,8 +17,8 @@ from specdemo.core.accept import (
     rejected_by_lossless,
     token_probs,
 )
-from specdemo.core.options import BaseOptions, knob
 from specdemo.core.sampling import draw
+from specdemo.core.settings import BaseOptions, setting
 from specdemo.core.tree import ABSENT, Draft
 
 NEEDS_Q = (
@@ -38,8 +38,8 @@ class SpeculativeCascade(BaseOptions):
     others by rejection sampling from p. Greedy decoding accepts the top tokens of p at temperature 1.
     """
 
-    deferral: str = knob("top_tokens", "when the target decides instead of the drafter", choices=("top_tokens", "opt"))
-    alpha: float = knob(0.5, "tolerance: 0 defers to the target most often, 1 least often", 0.0, 1.0, 0.05)
+    deferral: str = setting("top_tokens", "when the target decides, not the drafter", choices=("top_tokens", "opt"))
+    alpha: float = setting(0.5, "tolerance: 0 defers to the target most often, 1 least often", 0.0, 1.0, 0.05)
     exact: ClassVar[bool] = False
     note: ClassVar[str] = ""
 

@@ -18,8 +18,8 @@ from specdemo.core.accept import (
     rejected_by_lossless,
     token_probs,
 )
-from specdemo.core.options import BaseOptions, knob
 from specdemo.core.sampling import draw
+from specdemo.core.settings import BaseOptions, setting
 from specdemo.core.tree import ABSENT, Draft
 
 
@@ -31,8 +31,8 @@ class Typical(BaseOptions):
     after the path, so every step outputs at least one token. Greedy decoding equals the lossless rule.
     """
 
-    epsilon: float = knob(0.09, "largest probability that a token needs", step=0.01)
-    delta: float = knob(0.3, "factor of exp(-entropy), the probability that a token needs where p is flat", step=0.05)
+    epsilon: float = setting(0.09, "largest probability that a token needs", step=0.01)
+    delta: float = setting(0.3, "factor of exp(-entropy), the probability that a token needs if p is flat", step=0.05)
     exact: ClassVar[bool] = False
     note: ClassVar[str] = ""
 

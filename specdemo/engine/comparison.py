@@ -1,24 +1,20 @@
 """Settings of a comparison and its lanes; every setting is declared here, once.
 
-A field's type, bounds and default are pydantic's; a `Setting` in its annotation holds the texts for users. Presets,
-share links, the options of `specdemo run`, the page's controls and the overrides of its API are derived from the
-fields. Importing this needs no torch. Every rejection is a ValueError with one line.
+Presets, share links, the options of `specdemo run`, the page's controls and the overrides of its API are derived from
+the fields (core/settings.py). Importing this needs no torch. Every rejection is a ValueError with one line.
 """
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property, lru_cache, partial
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from collections.abc import Mapping
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from specdemo.core.dtypes import NAMES, dtype_name
-from specdemo.core.options import TYPES, BaseOptions, Knob, changed_values, to_values
 from specdemo.core.rules import DEFAULT_RULE, RULES, accept_rule, rules_help
-from specdemo.core.safe_io import JsonObject
 from specdemo.core.sampling_settings import Sampling
+from specdemo.core.settings import BaseOptions, Setting, Settings, changed_values, setting, to_values
 from specdemo.core.speedup import DEFAULT_LENGTH
 from specdemo.core.suggest import DEVICES, program, short_repr, suggest
 from specdemo.core.thinking import Thinking
@@ -40,103 +36,6 @@ MAX_NEW_TOKENS = 1024
 MAX_PROMPT_CHARACTERS = 100_000  # characters
 MAX_REPEATS = 20
 MAX_GRAMMAR = 20_000  # characters
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """Texts and presentation of a field.
-
-    help: help of its option of `specdemo run`, which applies to every lane; "": no option. link: the field belongs to
-    the comparison and not to the machine, so a share link carries it and the page has a control. label: of a control
-    that the page draws by the field's type, with info, else help, below it; "": the page places it by hand. step: of a
-    slider over the field's bounds; None: a number field. words: labels of the choices. brief: summary of a value for a
-    folded panel; None: empty for the default, else label and value.
-    """
-
-    help: str = ""
-    link: bool = True
-    label: str = ""
-    info: str = ""
-    step: float | None = None
-    words: Mapping[str, str] = field(default_factory=dict)
-    brief: Callable[[object], str] | None = None
-
-
-class Settings(BaseModel):
-    """Validated external data. Every rejection is one line."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
-    @classmethod
-    def build(cls, data: Mapping[str, object]) -> Self:
-        """Validate data. Raises ValueError with one line."""
-        try:
-            return cls.model_validate(data)
-        except ValidationError as error:
-            raise ValueError(_one_line(error.errors()[0], cls)) from None
-
-    def changed(self, **changes: object) -> Self:
-        """Return a validated copy with other values. Raises ValueError with one line."""
-        return self.build(self.model_dump() | changes)
-
-    def with_valid(self, changes: Mapping[str, object]) -> tuple[Self, dict[str, str]]:
-        """Return a copy with the valid changes, and one line for each other field."""
-        try:
-            return self.model_validate({**self.model_dump(), **changes}), {}
-        except ValidationError as error:
-            wrong = {str(e["loc"][0]): _one_line(e, type(self)) for e in reversed(error.errors())}
-            return self.changed(**{name: value for name, value in changes.items() if name not in wrong}), wrong
-
-    def __copy__(self) -> Self:
-        """Return a copy without cached properties: `model_copy` may change what they depend on."""
-        copied = super().__copy__()
-        for name in vars(copied).keys() - type(self).model_fields.keys():
-            del vars(copied)[name]
-        return copied
-
-
-def settings(of: type[Settings]) -> dict[str, Setting]:
-    """Return the fields that have a `Setting`, in order."""
-    return {name: s for name, f in of.model_fields.items() for s in f.metadata if isinstance(s, Setting)}
-
-
-def linked(of: type[Settings]) -> list[str]:
-    """Return the fields that a share link may carry."""
-    return [name for name, setting in settings(of).items() if setting.link]
-
-
-def brief(of: type[Settings], name: str, value: object) -> str:
-    """Return a short summary of a field's value; may be empty."""
-    setting, default = settings(of)[name], of.model_fields[name].default
-    if setting.brief:
-        return setting.brief(value)
-    return "" if value == default else f"{setting.label.lower()} {value}"
-
-
-@lru_cache
-def _schema(of: type[Settings]) -> dict[str, JsonObject]:
-    properties: dict[str, JsonObject] = of.model_json_schema()["properties"]
-    # for an optional field, the first alternative is the type
-    return {name: field | field.get("anyOf", [{}])[0] for name, field in properties.items()}
-
-
-def type_of(of: type[Settings], name: str) -> type:
-    """Return a field's plain type."""
-    return TYPES[_schema(of)[name]["type"]]
-
-
-def as_knob(of: type[Settings], name: str) -> Knob:
-    """Describe a field as an option of a method. It has bounds if it has a step; an open bound is moved inward by one
-    step."""
-    field, setting = _schema(of)[name], settings(of)[name]
-    step, low, high = setting.step, field.get("minimum"), field.get("maximum")
-    if step is None:
-        low = high = None
-    elif low is None or high is None:
-        low = field["exclusiveMinimum"] + step if low is None else low
-        high = field["exclusiveMaximum"] - step if high is None else high
-    choices = tuple(field.get("enum", ()))
-    return Knob(name, type_of(of, name), field.get("default"), setting.help, low, high, step, choices)
 
 
 def _printable(text: str, allowed: str = "\t\n\r") -> str:
@@ -183,12 +82,14 @@ Server = Annotated[str, Field(max_length=300), AfterValidator(address)]
 Name = Annotated[str, Field(max_length=80), AfterValidator(_label)]
 Model = Annotated[str, Field(min_length=1, max_length=300), AfterValidator(_model)]
 Text = Annotated[str, Field(max_length=MAX_PROMPT_CHARACTERS), AfterValidator(_printable)]
+Options = dict[str, int | float | bool | str]
 Messages = tuple[Mapping[str, str], ...]  # each with role and content
 
 
-def _gguf(words: str, label: str) -> Setting:
-    """Return the texts of a setting that applies to GGUF models only."""
-    return Setting(f"GGUF models: {words}.", link=False, label=label, info=f"{words[0].upper()}{words[1:]}")
+def _gguf(default: object, words: str, label: str, low: float | None = None, high: float | None = None) -> Any:
+    """Declare a setting that applies to GGUF models only."""
+    info = f"{words[0].upper()}{words[1:]}"
+    return setting(default, f"GGUF models: {words}.", low, high, link=False, label=label, info=info)
 
 
 class Lane(Settings):
@@ -202,16 +103,16 @@ class Lane(Settings):
         str, AfterValidator(validate_method_name), Setting(f"Drafting method; `{program()} methods` lists them.")
     ]
     model: Annotated[Model | None, Setting("Draft model: embedded name, folder or hub id[@revision].")] = None
-    k: Annotated[
-        int,
-        Setting(
-            "Draft length; 0: the best one for the measured costs of this target's passes.",
-            label="Draft length k",
-            info="0: measured",
-            step=1,
-        ),
-    ] = Field(0, ge=0, le=MAX_K)
-    options: Annotated[dict[str, int | float | bool | str], Setting("Options of the method.")] = {}
+    k: int = setting(
+        0,
+        "Draft length; 0: the best one for the measured costs of this target's passes.",
+        0,
+        MAX_K,
+        1,
+        label="Draft length k",
+        info="0: measured",
+    )
+    options: Annotated[Options, Setting("Options of the method.")] = Field({})
     acceptance: Annotated[
         RuleName,
         Setting(
@@ -220,7 +121,7 @@ class Lane(Settings):
             words={name: entry.label(name) for name, entry in RULES.items()},
         ),
     ] = DEFAULT_RULE
-    acceptance_options: Annotated[dict[str, int | float | bool | str], Setting("Options of the acceptance rule.")] = {}
+    acceptance_options: Annotated[Options, Setting("Options of the acceptance rule.")] = Field({})
     name: Annotated[Name, Setting()] = ""
     server: Annotated[Server | None, Setting()] = None
     served_model: Model | None = None
@@ -285,23 +186,23 @@ class Comparison(Settings):
     quantization: Annotated[
         Literal["4bit", "8bit"] | None, Setting("Quantization of the target: 4bit or 8bit.", link=False)
     ] = None
-    gpu_layers: Annotated[int, _gguf("layers on the GPU; -1: all that fit", "GPU layers")] = Field(-1, ge=-1, le=1000)
-    threads: Annotated[int, Setting("CPU threads; 0: the fastest number, measured.", label="Threads", link=False)] = (
-        Field(0, ge=0, le=1024)
-    )
+    gpu_layers: int = _gguf(-1, "layers on the GPU; -1: all that fit", "GPU layers", -1, 1000)
+    threads: int = setting(0, "CPU threads; 0: the fastest number, measured.", 0, 1024, label="Threads", link=False)
     bit_exact: Annotated[
         Literal["auto", "on", "off"],
         Setting("One kernel for passes of every width on a CPU: auto (where it hardly costs), on or off.", link=False),
     ] = "auto"
-    context: Annotated[int, _gguf("most tokens of a lane; 0: as the file states", "Context")] = Field(
-        0, ge=0, le=1 << 20
-    )
+    context: int = _gguf(0, "most tokens of a lane; 0: as the file states", "Context", 0, 1 << 20)
     cache_type: Annotated[
-        Literal["auto", "f32", "f16", "q8_0"], _gguf("type of the KV cache: auto, f32, f16 or q8_0", "Cache type")
+        Literal["auto", "f32", "f16", "q8_0"],
+        Setting(
+            "GGUF models: type of the KV cache: auto, f32, f16 or q8_0.",
+            link=False,
+            label="Cache type",
+            info="Type of the KV cache: auto, f32, f16 or q8_0",
+        ),
     ] = "auto"
-    flash_attention: Annotated[
-        bool, _gguf("flash attention; without it more texts differ at near-ties", "Flash attention")
-    ] = True
+    flash_attention: bool = _gguf(True, "flash attention; without it more texts differ at near-ties", "Flash attention")
     lanes: list[Lane] = Field(min_length=1, max_length=MAX_LANES)
     prompt: Annotated[Text, AfterValidator(_non_empty), Setting("Text to continue.")]
     chat: Annotated[bool | None, Setting("Send the prompt as a chat message, or as plain text to continue.")] = None
@@ -338,25 +239,21 @@ class Comparison(Settings):
         ),
     ] = 0.0
     top_p: Annotated[float, Setting("Nucleus sampling; 1: off.", label="Top-p", step=0.01)] = Field(1.0, gt=0.0, le=1.0)
-    top_k: Annotated[int, Setting("Sample from the k most likely tokens; 0: off.", label="Top-k", step=1)] = Field(
-        0, ge=0, le=1000
-    )
+    top_k: int = setting(0, "Sample from the k most likely tokens; 0: off.", 0, 1000, 1, label="Top-k")
     min_p: Annotated[
         float, Setting("Smallest probability relative to the most likely token; 0: off.", label="Min-p", step=0.01)
     ] = Field(0.0, ge=0.0, lt=1.0)
-    seed: Annotated[int, Setting("Random seed.", label="Seed", info="the same in every lane")] = Field(
-        0, ge=0, le=2**31 - 1
+    seed: int = setting(0, "Random seed.", 0, 2**31 - 1, label="Seed", info="the same in every lane")
+    max_new_tokens: int = setting(
+        128,
+        "Maximum number of new tokens.",
+        1,
+        MAX_NEW_TOKENS,
+        1,
+        label="Max new tokens",
+        info="per lane",
+        brief=lambda n: f"{n} token{'' if n == 1 else 's'}",
     )
-    max_new_tokens: Annotated[
-        int,
-        Setting(
-            "Maximum number of new tokens.",
-            label="Max new tokens",
-            info="per lane",
-            step=1,
-            brief=lambda n: f"{n} token{'' if n == 1 else 's'}",
-        ),
-    ] = Field(128, ge=1, le=MAX_NEW_TOKENS)
     schedule: Annotated[
         Literal["race", "sequential"],
         Setting(
@@ -367,7 +264,7 @@ class Comparison(Settings):
             brief=lambda schedule: "" if schedule == "race" else "sequential",
         ),
     ] = "race"
-    repeats: Annotated[int, Setting("Number of runs to pool.", link=False)] = Field(1, ge=1, le=MAX_REPEATS)
+    repeats: int = setting(1, "Number of runs to pool.", 1, MAX_REPEATS, link=False)
     server: Annotated[Server | None, Setting(link=False)] = None
     served_model: Annotated[Model | None, Setting(link=False)] = None
     history: Messages = Field((), exclude=True)  # earlier messages of the chat, with the baseline's answers
@@ -388,42 +285,9 @@ class Comparison(Settings):
         """Return the sampling settings."""
         return Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
 
+    def changed(self, **changes: object) -> Self:
+        return super().changed(**changes).validated()
+
     def validated(self) -> Self:
         """Return this comparison as validated by its methods. Raises ValueError with one line."""
         return self.model_copy(update={"lanes": [lane.validated() for lane in self.lanes]})
-
-
-_MESSAGES = {
-    "greater_than_equal": "must be {ge} or more, not {given}",
-    "greater_than": "must be above {gt}, not {given}",
-    "less_than_equal": "must be {le} or less, not {given}",
-    "less_than": "must be below {lt}, not {given}",
-    "literal_error": "must be {expected}, not {given}",
-    "int_type": "must be a whole number, not {given}",
-    "float_type": "must be a number, not {given}",
-    "finite_number": "must be a finite number, not {given}",
-    "string_type": "must be text, not {given}",
-    "list_type": "must be a list, not {given}",
-    "string_unicode": "must be valid text, not {given}",
-    "string_too_long": "must have {max_length} characters at most",
-    "string_too_short": "must not be empty",
-    "too_long": f"must have 1 to {MAX_LANES} entries",
-    "too_short": f"must have 1 to {MAX_LANES} entries",
-    "missing": "is missing",
-}
-
-
-def _one_line(error: ErrorDetails, of: type[Settings]) -> str:
-    """Format an error as `k must be 16 or less, not 9999`."""
-    field_name = next((str(part) for part in reversed(error["loc"]) if isinstance(part, str)), "the preset")
-    limits, value = error.get("ctx", {}), short_repr(error["input"])
-    match error["type"]:
-        case "extra_forbidden":
-            settings_class = Lane if len(error["loc"]) > 1 else of
-            return f"unknown setting {field_name!r}; {suggest(field_name, settings_class.model_fields)}"
-        case "value_error":
-            message = str(limits["error"])
-            return f"the {field_name} {message}" if message.startswith(("must", "is ")) else message
-        case error_type if error_type in _MESSAGES:
-            return f"{field_name} {_MESSAGES[error_type].format(**limits, given=value)}"
-    return f"{field_name}: {error['msg'].lower()}, not {value}"

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from specdemo.core.options import BaseOptions, to_values
 from specdemo.core.protocol import Budget, GenerationConfig, Grammar, Target
 from specdemo.core.rules import DEFAULT_RULE, RULES
+from specdemo.core.settings import BaseOptions, to_values
 from specdemo.core.speedup import DEFAULT_LENGTH, USUAL_LENGTHS, usual_length
 from specdemo.core.tally import summarise
 from specdemo.core.trace import LaneTrace, StepEvent

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from traceback import walk_tb
 
-from specdemo.core.options import to_values
 from specdemo.core.protocol import Target
+from specdemo.core.settings import to_values
 from specdemo.core.trace import RunTrace
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.engine.model_cache import drafter_key

@@ -11,9 +11,9 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
-from specdemo.core.options import BaseOptions as BaseOptions
-from specdemo.core.options import Knob, describe, parse, to_values
-from specdemo.core.options import knob as knob
+from specdemo.core.settings import BaseOptions as BaseOptions
+from specdemo.core.settings import Setting, parse, settings, to_values
+from specdemo.core.settings import setting as setting
 from specdemo.core.signals import SIGNAL_EXIT_CODE
 from specdemo.core.suggest import suggest
 from specdemo.methods.facts import FACTS
@@ -29,6 +29,7 @@ MethodOptions = Mapping[str, Any]  # all options of a method: name -> value
 # the drafter (None: the target contains it), k, options -> flags
 EngineArgs = Callable[[str | None, int, MethodOptions], Flags]
 
+knob = setting  # its name in plug-ins for earlier versions
 BASELINE = "none"  # lane 0 of every comparison
 SYNTHETIC = "synthetic"  # wraps others and is not wrapped: its drafts are judged by a rule of its own
 
@@ -65,7 +66,7 @@ def _plug_in(name: str) -> "type[Method] | str":
         found = resolve_name(METHODS[name])
         if not (isinstance(found, type) and issubclass(found, Method)):
             raise TypeError(f"{METHODS[name]} is not a subclass of specdemo.methods.base.Method")
-        _ = found.title, found.summary, describe(found.Options)
+        _ = found.title, found.summary, settings(found.Options)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a module may raise anything, SystemExit included
@@ -101,9 +102,9 @@ def usable() -> list[str]:
     return [name for name in METHODS if name not in without]
 
 
-def knobs(name: str) -> list[Knob]:
+def method_options(name: str) -> list[Setting]:
     """Return the options of a method, read from its `Options` class."""
-    return [*describe(method(name).Options).values()]
+    return [*settings(method(name).Options).values()]
 
 
 def parse_options(name: str, values: Mapping[str, object]) -> BaseOptions:
@@ -115,7 +116,7 @@ def model_method(name: str, options: Mapping[str, object] | None = None) -> str:
     """Return the method that reads the lane's model: a wrapper (with an option `drafter`) passes it to the wrapped
     method.
     """
-    inner = {k.name: k.default for k in knobs(name)} | dict(options or {})
+    inner = {k.name: k.default for k in method_options(name)} | dict(options or {})
     return model_method(inner["drafter"]) if "drafter" in inner else name
 
 

@@ -25,7 +25,7 @@ from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling
 from specdemo.core.speedup import best_length, expected_tokens, interpolate, predicted_speedup
 from specdemo.core.tree import Draft
-from specdemo.methods import BaseOptions, knob, load_drafter
+from specdemo.methods import BaseOptions, load_drafter, setting
 from specdemo.methods.wrapper import Wrapper, acceptance_per_row, wrappable
 
 PRIOR, PRIOR_WEIGHT = 0.7, 2.0  # prior acceptance rate, and its weight in observations
@@ -279,7 +279,7 @@ class Adaptive(Wrapper, method="adaptive"):
     summary = "Chooses the draft length at every step, down to zero, from past acceptance and measured cost."
 
     class Options(BaseOptions):
-        drafter: str = knob("draft_model", "the method whose draft length is chosen", choices=wrappable("adaptive"))
+        drafter: str = setting("draft_model", "the method whose draft length is chosen", choices=wrappable("adaptive"))
 
     def __init__(self, target: Target, model: object = None, options: Options | None = None) -> None:
         options = options or self.Options()

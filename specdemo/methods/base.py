@@ -45,7 +45,7 @@ class Method(Drafter):
 
     method: its name in the table of facts, which then has its title, cost and marks.
 
-    `Options` is a `BaseOptions` whose fields come from `knob`. By convention the option `nodes` is the size of the
+    `Options` is a `BaseOptions` whose fields come from `setting`. By convention the option `nodes` is the size of the
     draft tree (0: a chain of k). A method that wraps another one names it in the option `drafter` and passes it the
     lane's model.
     """

@@ -20,7 +20,7 @@ from specdemo.core.host_copy import AsyncHostCopy, padded, to_device
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import PositionNoise, Sampling, draw, to_probs
 from specdemo.core.tree import ABSENT, Draft, chain_parents, first_branch, is_chain
-from specdemo.methods import BaseOptions, knob, load_drafter
+from specdemo.methods import BaseOptions, load_drafter, setting
 from specdemo.methods.draft_model import MAX_CATCH_UP, DraftModel
 from specdemo.methods.wrapper import Wrapper, wrappable
 from specdemo.models.checkpoints import Checkpoint
@@ -32,8 +32,8 @@ class Cascade(DraftModel, method="cascade"):
     cross_vocabulary: ClassVar[bool] = False
 
     class Options(BaseOptions):
-        inner: str = knob("ngram", "the method that drafts for the draft model", choices=wrappable("cascade"))
-        inner_model: str = knob("", "its model or head, if it needs one: a name, folder or hub id")
+        inner: str = setting("ngram", "the method that drafts for the draft model", choices=wrappable("cascade"))
+        inner_model: str = setting("", "its model or head, if it needs one: a name, folder or hub id")
 
     def __init__(self, target: Target, model: object, options: Options | None = None) -> None:
         options = options or self.Options()

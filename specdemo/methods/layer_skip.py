@@ -14,7 +14,7 @@ from torch import Generator
 from specdemo.core.protocol import Budget, DraftPlan, Progress, Target
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import Draft
-from specdemo.methods import BaseOptions, knob
+from specdemo.methods import BaseOptions, setting
 from specdemo.methods.base import Method
 from specdemo.methods.heads.runtime import last_columns
 from specdemo.methods.heads.sampler import ChainBuilder, TokenSampler, run_chain_graph
@@ -25,7 +25,7 @@ class LayerSkip(Method, method="layer_skip"):
     requires: ClassVar = frozenset({"layers", "shared_kv"})
 
     class Options(BaseOptions):
-        exit_layer: int = knob(0, "number of layers that draft; 0 uses a third", low=0, high=128, step=1)
+        exit_layer: int = setting(0, "number of layers that draft; 0 uses a third", low=0, high=128, step=1)
 
     def __init__(self, target: Target, model: object = None, options: Options | None = None) -> None:
         """Raises ValueError for a target that has too few layers."""

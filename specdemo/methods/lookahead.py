@@ -16,7 +16,7 @@ from specdemo.core.host_copy import padded
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import ABSENT, Draft
-from specdemo.methods import BaseOptions, knob
+from specdemo.methods import BaseOptions, setting
 from specdemo.methods.base import Method
 
 Gram = tuple[int, ...]
@@ -65,10 +65,10 @@ class Lookahead(Method, method="lookahead"):
     summary = "The target generates n-grams in the same pass that verifies earlier ones; needs no draft model."
 
     class Options(BaseOptions):
-        window: int = knob(7, "columns of the window; fewer if k is too small", low=1, high=32, step=1)
-        ngram: int = knob(5, "tokens of an n-gram; fewer if k is too small", low=2, high=8, step=1)
-        guesses: int = knob(7, "n-grams stored and verified per first token", low=1, high=32, step=1)
-        nodes: int = knob(
+        window: int = setting(7, "columns of the window; fewer if k is too small", low=1, high=32, step=1)
+        ngram: int = setting(5, "tokens of an n-gram; fewer if k is too small", low=2, high=8, step=1)
+        guesses: int = setting(7, "n-grams stored and verified per first token", low=1, high=32, step=1)
+        nodes: int = setting(
             56, "total nodes: (window + guesses) * (ngram - 1); with fewer, both shrink", low=2, high=128, step=1
         )
 

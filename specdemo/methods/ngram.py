@@ -13,7 +13,7 @@ from specdemo.core.host_copy import padded
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import ABSENT, Draft
-from specdemo.methods import BaseOptions, knob
+from specdemo.methods import BaseOptions, setting
 from specdemo.methods.base import Method
 
 
@@ -45,8 +45,8 @@ class NGram(Method, method="ngram"):
     summary = "Drafts what followed the last occurrence of the current words; free, and useful where text repeats."
 
     class Options(BaseOptions):
-        max_n: int = knob(8, "longest suffix to match, in tokens", low=1, high=8, step=1)
-        min_n: int = knob(1, "shortest suffix to match, in tokens", low=1, high=8, step=1)
+        max_n: int = setting(8, "longest suffix to match, in tokens", low=1, high=8, step=1)
+        min_n: int = setting(1, "shortest suffix to match, in tokens", low=1, high=8, step=1)
 
         @model_validator(mode="after")
         def _check_order(self) -> Self:

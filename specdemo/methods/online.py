@@ -18,7 +18,7 @@ from torch import Generator, Tensor, nn
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import Draft
-from specdemo.methods import BaseOptions, knob, load_drafter, method, model_method
+from specdemo.methods import BaseOptions, load_drafter, method, model_method, setting
 from specdemo.methods.wrapper import Wrapper, acceptance_per_row, wrappable
 from specdemo.models.load import LoadedModel
 from specdemo.training.losses import Trainable
@@ -37,10 +37,10 @@ class Online(Wrapper, method="online"):
     summary = "Trains the drafter on the target's verification results while it runs, so its acceptance rate rises."
 
     class Options(BaseOptions):
-        drafter: str = knob("draft_model", "the method to train", choices=wrappable("online"))
-        every: int = knob(4, "target passes between two updates", low=1, high=128, step=1)
-        lr: float = knob(0.0003, "learning rate of Adam", low=0.00001, high=0.1, step=0.0001)
-        reset: bool = knob(False, "restore the initial weights at the start of every text")
+        drafter: str = setting("draft_model", "the method to train", choices=wrappable("online"))
+        every: int = setting(4, "target passes between two updates", low=1, high=128, step=1)
+        lr: float = setting(0.0003, "learning rate of Adam", low=0.00001, high=0.1, step=0.0001)
+        reset: bool = setting(False, "restore the initial weights at the start of every text")
 
     def __init__(self, target: Target, model: object = None, options: Options | None = None) -> None:
         self._options = options = options or self.Options()

@@ -11,7 +11,7 @@ from torch import Generator
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import Draft
-from specdemo.methods import METHODS, BaseOptions, knob, load_drafter
+from specdemo.methods import METHODS, BaseOptions, load_drafter, setting
 from specdemo.methods.wrapper import Wrapper, wrappable
 
 
@@ -19,11 +19,11 @@ class Router(Wrapper, method="router"):
     summary = "Tries several drafters at the start of a text and continues with the one that is accepted most."
 
     class Options(BaseOptions):
-        drafter: str = knob("draft_model", "the method of the drafters", choices=wrappable("router"))
-        drafts: str = knob(
+        drafter: str = setting("draft_model", "the method of the drafters", choices=wrappable("router"))
+        drafts: str = setting(
             "", "drafters besides the lane's model, separated by commas: models, or methods without a model"
         )
-        trial: int = knob(4, "steps that each drafter is tried for", low=1, high=64, step=1)
+        trial: int = setting(4, "steps that each drafter is tried for", low=1, high=64, step=1)
 
     def __init__(self, target: Target, model: object = None, options: Options | None = None) -> None:
         options = options or self.Options()

@@ -17,7 +17,7 @@ from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling
 from specdemo.core.synthetic_acceptance import SyntheticAcceptance, rates_of_length
 from specdemo.core.tree import Draft, first_branch, is_chain
-from specdemo.methods import BASELINE, SYNTHETIC, BaseOptions, knob, load_drafter
+from specdemo.methods import BASELINE, SYNTHETIC, BaseOptions, load_drafter, setting
 from specdemo.methods.wrapper import Wrapper, wrappable
 
 RATES = "0.8,0.75,0.7"
@@ -28,11 +28,11 @@ class Synthetic(Wrapper, method="synthetic"):
     exact: ClassVar[bool] = False
 
     class Options(BaseOptions):
-        rates: str = knob(RATES, "acceptance rate per position, given that the positions before are accepted")
-        length: float = knob(
+        rates: str = setting(RATES, "acceptance rate per position, given that the positions before are accepted")
+        length: float = setting(
             0.0, "mean accepted length up to k + 1, instead of rates; 0: use rates", low=0.0, high=17.0, step=0.05
         )
-        drafter: str = knob(
+        drafter: str = setting(
             BASELINE,
             "the method that drafts, at its own cost; none: a free draft",
             choices=(BASELINE, *wrappable(SYNTHETIC)),

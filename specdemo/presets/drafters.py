@@ -6,8 +6,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
+from specdemo.core.settings import Settings
 from specdemo.core.suggest import program
-from specdemo.engine.comparison import Settings
 from specdemo.models.gguf_files import OLLAMA, is_gguf, quantisation_in
 from specdemo.models.gguf_header import read_header
 from specdemo.presets.files import load_presets

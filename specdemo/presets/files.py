@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from specdemo.core.atomic_io import json_text
+from specdemo.core.settings import Settings, settings
 from specdemo.core.suggest import short_repr, suggest
-from specdemo.engine.comparison import Comparison, Lane, Name, Settings, settings, validate_method_name
+from specdemo.engine.comparison import Comparison, Lane, Name, validate_method_name
 from specdemo.methods import model_method
 from specdemo.presets.reading import read_yaml
 from specdemo.servers.address import listed
@@ -49,7 +50,7 @@ EMBEDDED = (
     "code-eagle-1",
 )
 
-_OF_LANES = [name for name, setting in settings(Lane).items() if setting.help]
+_OF_LANES = [name for name, declared in settings(Lane).items() if declared.help]
 SETTINGS = (*settings(Comparison), "lanes", *_OF_LANES)
 
 
@@ -98,9 +99,11 @@ class Preset(Comparison, About):
         if changes.get("target", self.target) != self.target and "lanes" not in changes:
             of_lanes = {"k": 0} | of_lanes  # the preset's length was chosen for its own target
         if of_lanes:
-            start = self.changed(lanes=changes["lanes"]).lanes if "lanes" in changes else self.lanes
+            start = (
+                self.build(self.model_dump() | {"lanes": changes["lanes"]}).lanes if "lanes" in changes else self.lanes
+            )
             changes["lanes"] = _change_lanes(start, of_lanes, changes.get("target", self.target))
-        return (self.changed(**changes) if changes else self).validated()
+        return self.changed(**changes) if changes else self.validated()
 
     def on_servers(self, servers: Sequence[str], served_model: str | None = None) -> "Preset":
         """Return the comparison with the servers assigned to the lanes in order; one server more is for the baseline

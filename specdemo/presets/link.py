@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Self, TypeVar
 from urllib.parse import parse_qsl, urlencode
 
-from specdemo.core.rules import accept_rule, rule_knobs
+from specdemo.core.rules import accept_rule, rule_options
+from specdemo.core.settings import Settings, linked, settings
 from specdemo.core.suggest import short_repr, suggest
-from specdemo.engine.comparison import Comparison, Lane, Settings, linked, type_of, validate_method_name
-from specdemo.methods import knobs, parse_options
+from specdemo.engine.comparison import Comparison, Lane, validate_method_name
+from specdemo.methods import method_options, parse_options
 from specdemo.models.gguf_files import SUFFIX
 from specdemo.presets.files import Preset, allowed_models
 from specdemo.presets.limits import LIMITS
@@ -45,7 +46,7 @@ class Linked(Settings):
     def from_query(self, query: Mapping[str, object] | str) -> tuple[Self, list[str]]:
         """Return the settings with the values of a link, and a note for every part that was ignored. Never raises."""
         link = _Link(*_pairs(query), {})
-        return link.change(self, type(self).model_fields), link.all_notes()
+        return link.change(self, settings(type(self))), link.all_notes()
 
 
 def to_query(preset: Preset, base: Preset) -> str:
@@ -55,21 +56,25 @@ def to_query(preset: Preset, base: Preset) -> str:
     one of the acceptance rule `rule.window=4`, `rule2.window=4`. A link to the page's own models always names them,
     because the preset has others elsewhere. Raises ValueError if the prompt is too long.
     """
-    changed = {n: _text(getattr(preset, n)) for n in linked(Comparison) if getattr(preset, n) != getattr(base, n)}
-    if base.id == OWN or changed.get("target"):
+    own = base.id == OWN
+    changed = _difference(*(one.model_dump(include={*linked(Comparison)}) for one in (preset, base)))
+    if own or "target" in changed:
         changed["target"] = shown_name(preset.target)
-    for name, text in changed.items():
+    if len(preset.lanes) != len(base.lanes):
+        changed["lanes"] = len(preset.lanes)
+    for index, lane in enumerate(preset.lanes):
+        of_lane = _lane_difference(lane, _reference(base, index))
+        if lane.model and (own or "model" in of_lane):
+            of_lane["model"] = shown_name(lane.model)
+        changed |= {_in_lane(name, _suffix(index)): value for name, value in of_lane.items()}
+    texts = {name: _text(value) for name, value in changed.items()}
+    for name, text in texts.items():
         if len(text) > LONGEST_TEXT:
             raise ValueError(
                 f"the {name} of a link can have {LONGEST_TEXT} characters, this one has {len(text)}; "
                 "shorten it or export the trace"
             )
-    pairs = [("preset", base.id), *changed.items()]
-    if len(preset.lanes) != len(base.lanes):
-        pairs.append(("lanes", str(len(preset.lanes))))
-    for index, lane in enumerate(preset.lanes):
-        pairs += _lane_pairs(lane, _reference(base, index), _suffix(index), named=base.id == OWN)
-    return urlencode(pairs)
+    return urlencode({"preset": base.id} | texts)
 
 
 def from_query(
@@ -147,7 +152,7 @@ class _Link:
         wrong: dict[str, str] = {}
         for name, text in texts.items():
             try:
-                values[name] = self.value(name, text, type_of(type(one), name))
+                values[name] = self.value(name, text, settings(type(one))[name].type)
             except ValueError as error:
                 wrong[name] = str(error)
         if "method" in values:
@@ -285,25 +290,34 @@ def _suffix(index: int) -> str:
     return "" if index == 0 else str(index + 1)
 
 
-def _lane_pairs(lane: Lane, reference: Lane, suffix: str, named: bool = False) -> list[tuple[str, str]]:
-    pairs = []
+def _in_lane(name: str, suffix: str) -> str:
+    """Return a lane's setting with the number of the lane: option.max_n -> option2.max_n."""
+    head, dot, rest = name.partition(".")
+    return f"{head}{suffix}{dot}{rest}"
+
+
+def _flat(lane: Lane) -> dict[str, object]:
+    """Return the linked settings of a lane by name, with its options one by one."""
+    values = lane.model_dump(include={*linked(Lane)})
+    of_method, of_rule = values.pop("options"), values.pop("acceptance_options")
+    options = {f"option.{one.name}": of_method.get(one.name, one.default) for one in method_options(lane.method)}
+    rules = {f"rule.{one.name}": of_rule.get(one.name, one.default) for one in rule_options(lane.acceptance)}
+    return values | options | rules
+
+
+def _lane_difference(lane: Lane, reference: Lane) -> dict[str, object]:
+    """Return the settings of a lane that differ. Another method starts without model and options, as `change` does."""
+    start: dict[str, object] = {"method": lane.method, "acceptance": lane.acceptance}
     if lane.method != reference.method:
-        pairs.append(("method" + suffix, lane.method))
-        reference = reference.model_copy(update={"method": lane.method, "model": None, "options": {}})
-    changed = {n: _text(getattr(lane, n)) for n in _OF_LANE if getattr(lane, n) != getattr(reference, n)}
-    if lane.model and (named or "model" in changed):
-        changed["model"] = shown_name(lane.model)
-    pairs += [(n + suffix, text) for n, text in changed.items()]
-    if lane.options != reference.options:
-        default = {k.name: k.default for k in knobs(lane.method)}
-        own, base = default | lane.options, default | reference.options
-        pairs += [(f"option{suffix}.{n}", _text(v)) for n, v in own.items() if v != base[n]]
-    if (lane.acceptance, lane.acceptance_options) != (reference.acceptance, reference.acceptance_options):
-        default = {k.name: k.default for k in rule_knobs(lane.acceptance)}
-        base = default | (reference.acceptance_options if lane.acceptance == reference.acceptance else {})
-        own = default | lane.acceptance_options
-        pairs += [(f"rule{suffix}.{n}", _text(v)) for n, v in own.items() if v != base[n]]
-    return pairs
+        start |= {"model": None, "options": {}}
+    if lane.acceptance != reference.acceptance:
+        start["acceptance_options"] = {}
+    named = {"method": reference.method, "acceptance": reference.acceptance}
+    return _difference(_flat(lane), _flat(reference.model_copy(update=start)) | named)
+
+
+def _difference(values: Mapping[str, object], start: Mapping[str, object]) -> dict[str, object]:
+    return {name: value for name, value in values.items() if value != start[name]}
 
 
 def _text(value: object) -> str:

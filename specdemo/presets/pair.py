@@ -28,7 +28,7 @@ def add_pair(target: str, draft: str | None = None, **settings: object) -> Prese
     about = {"id": OWN, "title": title[:80], "chip": "Your models", "description": "", "chat": chat}
     start = preset(DEFAULT).with_changes(target=target, lanes=[lane.model_dump() for lane in lanes], **settings)
     prompt = start.prompt if chat is False else QUESTION
-    chosen = start.changed(**about, prompt=prompt).validated()
+    chosen = start.changed(**about, prompt=prompt)
     ModelCache().check_room(chosen)
     load_presets()[OWN] = chosen
     return chosen
@@ -47,7 +47,7 @@ def comparison(preset_id: str | None, changes: Mapping[str, object]) -> Preset:
         chosen = start.with_changes(**changes)
         written = "prompt" in changes or chosen.target == start.target or _has_chat_template(start.target) is not False
         chats = chosen.chat is not False and _has_chat_template(chosen.target)
-        return chosen.changed(prompt=QUESTION).validated() if chats and not written else chosen
+        return chosen.changed(prompt=QUESTION) if chats and not written else chosen
     if not isinstance(target, str):
         raise ValueError(
             f"Missing argument 'PRESET'. `{program()} presets` lists them; or name a model: --target MODEL"

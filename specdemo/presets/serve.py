@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
-from specdemo.core.options import to_values
+from specdemo.core.settings import to_values
 from specdemo.core.suggest import program
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.methods import BASELINE

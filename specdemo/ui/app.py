@@ -1,81 +1,45 @@
 """The command `ui` and its options; app.py starts it too."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from importlib import import_module
-from inspect import Parameter, Signature, signature
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
-from specdemo.engine.comparison import Comparison, settings, type_of
+from specdemo.core.settings import setting, settings
+from specdemo.engine.comparison import Comparison
 from specdemo.presets.files import DEFAULT, require
 from specdemo.presets.limits import public
 from specdemo.servers.address import allow
 from specdemo.ui import space
 
-MACHINE = [name for name, setting in settings(Comparison).items() if setting.help and not setting.link]
+MACHINE = {Comparison: [name for name, declared in settings(Comparison).items() if not declared.link]}
 
 
-def with_settings(chosen: Mapping[Any, Iterable[str]]) -> Callable[[Callable[..., object]], Any]:
-    """Return a decorator that adds an option for every setting to a command, instead of `**given`.
-
-    chosen: the names of the settings of each class.
-    """
-    keyword = Parameter.KEYWORD_ONLY
-    named = [(of, name, settings(of)[name].help) for of, names in chosen.items() for name in names]
-    options = [
-        Parameter(name, keyword, default=None, annotation=Annotated[type_of(of, name) | None, typer.Option(help=words)])
-        for of, name, words in named
-    ]
-
-    def add(command: Callable[..., object]) -> Any:
-        first, *own, _ = signature(command).parameters.values()
-        parameters = [first, *options, *(p.replace(kind=keyword) for p in own)]
-        command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
-        return command
-
-    return add
-
-
-@with_settings({Comparison: MACHINE})
 def ui(
     unparsed: typer.Context,
-    preset: Annotated[str | None, typer.Option(metavar="ID", help="Preset selected at start.")] = None,
-    target: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="Compare this model: a GGUF file, folder or hub id.")
-    ] = None,
-    draft: Annotated[str | None, typer.Option(metavar="MODEL", help="Drafter of the target.")] = None,
-    host: Annotated[str, typer.Option(envvar="GRADIO_SERVER_NAME")] = "127.0.0.1",
-    port: Annotated[str, typer.Option(envvar="GRADIO_SERVER_PORT", metavar="PORT")] = "7860",
-    allow_any_model: Annotated[
-        bool, typer.Option("--allow-any-model", help="Accept any model id or path, not only listed ones.")
-    ] = False,
-    server: Annotated[
-        list[str] | None,
-        typer.Option(metavar="URL", help="Server that lanes may run on, as in SPECDEMO_SERVERS; repeatable."),
-    ] = None,
-    allow_host: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            envvar="SPECDEMO_ALLOW_HOST",
-            help="Additional host name of the page; repeatable.",
-        ),
-    ] = None,
-    behind_proxy: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="ADDRESS",
-            envvar="SPECDEMO_BEHIND_PROXY",
-            help="Reverse proxy, or network of proxies, whose X-Forwarded-For is trusted; repeatable.",
-        ),
-    ] = None,
-    share: Annotated[
-        bool,
-        typer.Option(
-            "--share", help="Also open a public link through Gradio's servers, which works until the page ends."
-        ),
-    ] = False,
+    preset: str | None = setting(None, "Preset selected at start.", metavar="ID"),
+    target: str | None = setting(None, "Compare this model: a GGUF file, folder or hub id.", metavar="MODEL"),
+    draft: str | None = setting(None, "Drafter of the target.", metavar="MODEL"),
+    host: str = setting("127.0.0.1", "", command={"envvar": "GRADIO_SERVER_NAME"}),
+    port: str = setting("7860", "", metavar="PORT", command={"envvar": "GRADIO_SERVER_PORT"}),
+    allow_any_model: bool = setting(False, "Accept any model id or path, not only listed ones."),
+    server: list[str] | None = setting(
+        None, "Server that lanes may run on, as in SPECDEMO_SERVERS; repeatable.", metavar="URL"
+    ),
+    allow_host: list[str] | None = setting(
+        None,
+        "Additional host name of the page; repeatable.",
+        metavar="NAME",
+        command={"envvar": "SPECDEMO_ALLOW_HOST"},
+    ),
+    behind_proxy: list[str] | None = setting(
+        None,
+        "Reverse proxy, or network of proxies, whose X-Forwarded-For is trusted; repeatable.",
+        metavar="ADDRESS",
+        command={"envvar": "SPECDEMO_BEHIND_PROXY"},
+    ),
+    share: bool = setting(False, "Also open a public link through Gradio's servers, which works until the page ends."),
     **given: Any,
 ) -> None:
     """Open the page in a browser. It shows plain and speculative decoding side by side."""

@@ -1,4 +1,4 @@
-"""Controls of a comparison. The options of a method are drawn from its `knobs`; no method is named here.
+"""Controls of a comparison. The options of a method are drawn from its `method_options`; no method is named here.
 
 Controls and their values have names (setup.py). Drawing the page needs no torch: what only the code of a method knows
 (its title and options) is filled in by the first events of a visitor.
@@ -12,10 +12,10 @@ from typing import Any
 
 import gradio as gr
 
-from specdemo.core.options import Knob
-from specdemo.core.rules import rule_knobs
-from specdemo.engine.comparison import Comparison, Lane, Settings, as_knob, settings
-from specdemo.methods import knobs
+from specdemo.core.rules import rule_options
+from specdemo.core.settings import Setting, Settings, settings
+from specdemo.engine.comparison import Comparison, Lane
+from specdemo.methods import method_options
 from specdemo.models.gguf_files import is_gguf
 from specdemo.presets import limits
 from specdemo.presets.files import DEFAULT, EMBEDDED, Preset, load_presets, preset
@@ -60,7 +60,7 @@ class Controls:
     """All controls of a comparison by name. Names of a lane's controls end in its number: "k-2".
 
     preset: id of the selected preset. setup: the row of setup.js. run, stop: its buttons. count: number of lanes shown.
-    options: knob -> value for knobs that differ from their default. server: where a lane runs; hidden unless the
+    options: name -> value for those that differ from their default. server: where a lane runs; hidden unless the
     operator listed servers or allowed engines. drawn: incremented when a lane's option controls must be drawn again;
     hidden.
     """
@@ -137,28 +137,28 @@ class Controls:
         """Create the row of controls that follows the lane's method."""
         lane = self._of_lane(n)
 
-        def draw_knobs(name: str, options: dict[str, object], rule: str, rule_options: dict[str, object]) -> None:
+        def draw_options(name: str, options: dict[str, object], rule: str, of_rule: dict[str, object]) -> None:
             lazy_imports.live()
             with gr.Row(elem_classes="options"):
-                for knob in knobs(name):
-                    self._draw_option(n, knob, options, "options")
-                for knob in rule_knobs(rule):
-                    self._draw_option(n, knob, rule_options, "acceptance_options")
+                for option in method_options(name):
+                    self._draw_option(n, option, options, "options")
+                for option in rule_options(rule):
+                    self._draw_option(n, option, of_rule, "acceptance_options")
 
         follow = [page.load, lane["drawn"].change]
         inputs = [lane[name] for name in ("method", "options", "acceptance", "acceptance_options")]
-        gr.render(inputs, triggers=follow, queue=False, show_progress="hidden")(draw_knobs)
+        gr.render(inputs, triggers=follow, queue=False, show_progress="hidden")(draw_options)
 
-    def _draw_option(self, n: int, knob: Knob, options: Mapping[str, object], part: str) -> None:
+    def _draw_option(self, n: int, option: Setting, options: Mapping[str, object], part: str) -> None:
         """Create the control of one option and its event. part: the lane's control that has the values."""
         lane = self._of_lane(n)
         of_rule = part == "acceptance_options"
-        elem_id = f"{'rule' if of_rule else 'option'}-{knob.name}-{n}"
-        words = {"label": knob.name, "info": knob.help, "elem_id": elem_id}
-        value = options.get(knob.name, knob.default)
-        control = _draw_knob(knob, value, {}, gr.Dropdown, **words, interactive=True)
+        elem_id = f"{'rule' if of_rule else 'option'}-{option.name}-{n}"
+        words = {"label": option.name, "info": option.help, "elem_id": elem_id}
+        value = options.get(option.name, option.default)
+        control = _draw_control(option, value, gr.Dropdown, **words, interactive=True)
         given = {"target": self.parts["target"], "method": lane["method"], "options": lane[part]}
-        given |= {"knob": gr.State(knob.name), "value": control}
+        given |= {"option": gr.State(option.name), "value": control}
         shown = {"options": lane[part]} if of_rule else {name: lane[name] for name in ("model", "train", "options")}
         self.describe(named(control.change, _set_rule if of_rule else _set, given, shown, **QUIET).then)
 
@@ -337,30 +337,31 @@ def _servers(chosen: str | None) -> list[tuple[str, str]]:
 
 def draw_setting(of: type[Settings], name: str, value: object, **place: object) -> Any:
     """Create the control for a field, within the limits of this page. place: elem_id, scale, min_width."""
-    setting, found, of_comparison = settings(of)[name], as_knob(of, name), of is Comparison
-    found = replace(found, high=asdict(limits.here()).get(name, found.high))
-    info = (setting.info or setting.help.rstrip(".")) if of_comparison else None
+    declared, of_comparison = settings(of)[name], of is Comparison
+    declared = replace(declared, high=asdict(limits.here()).get(name, declared.high))
+    info = (declared.info or declared.help.rstrip(".")) if of_comparison else None
     choose = gr.Radio if of_comparison else gr.Dropdown
-    return _draw_knob(found, value, setting.words, choose, label=setting.label, info=info, **place)
+    return _draw_control(declared, value, choose, label=declared.label, info=info, **place)
 
 
-def _draw_knob(knob: Knob, value: Any, named: Mapping[str, str], choose: Callable[..., object], **words: Any) -> Any:
-    """Create the control for an option. `choose` shows its choices, some with labels of their own."""
-    if knob.type is bool:
+def _draw_control(declared: Setting, value: Any, choose: Callable[..., object], **words: Any) -> Any:
+    """Create the control for a setting. `choose` shows its choices."""
+    if declared.type is bool:
         return gr.Checkbox(value, **words)
-    if knob.choices:
-        return choose([(named.get(choice, choice), choice) for choice in knob.choices], value=value, **words)
-    if knob.low is not None and knob.high is not None:
-        return gr.Slider(knob.low, knob.high, value, step=knob.step, **words)
-    if knob.type in (int, float):
-        return gr.Number(value, precision=0 if knob.type is int else None, **words)
+    if declared.choices:
+        choices = [(declared.words.get(choice, choice), choice) for choice in declared.choices]
+        return choose(choices, value=value, **words)
+    if declared.step is not None and declared.low is not None and declared.high is not None:
+        return gr.Slider(declared.low, declared.high, value, step=declared.step, **words)
+    if declared.type in (int, float):
+        return gr.Number(value, precision=0 if declared.type is int else None, **words)
     return gr.Textbox(value, **words)
 
 
 def _set(_: gr.Request, values: Values) -> Values:
     """Return the lane's options with one of them changed, and its model if that decides which method reads it."""
     options = values["options"]
-    changed = {**options, values["knob"]: values["value"]}
+    changed = {**options, values["option"]: values["value"]}
     before, after = (model_reader(values["method"], given) for given in (options, changed))
     fitted = {} if before == after else _fit_model(values["target"], values["method"], changed)
     return {"options": changed, **fitted}
@@ -368,7 +369,7 @@ def _set(_: gr.Request, values: Values) -> Values:
 
 def _set_rule(_: gr.Request, values: Values) -> Values:
     """Return the options of the lane's acceptance rule with one of them changed."""
-    return {"options": {**values["options"], values["knob"]: values["value"]}}
+    return {"options": {**values["options"], values["option"]: values["value"]}}
 
 
 def _switch_rule(_: gr.Request, values: Values) -> Values:

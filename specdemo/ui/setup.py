@@ -13,10 +13,10 @@ from html import escape
 import gradio as gr
 
 from specdemo.core.atomic_io import json_text
-from specdemo.core.options import Knob
-from specdemo.core.rules import rule_knobs
-from specdemo.engine.comparison import Comparison, Lane, Settings, brief, linked, settings, type_of
-from specdemo.methods import knobs, method, model_method
+from specdemo.core.rules import rule_options
+from specdemo.core.settings import Setting, Settings, linked, settings
+from specdemo.engine.comparison import Comparison, Lane
+from specdemo.methods import method, method_options, model_method
 from specdemo.models.shipped import embedded_folder
 from specdemo.presets import limits
 from specdemo.presets.files import EMBEDDED, Preset, load_presets, preset
@@ -92,7 +92,7 @@ def changed(preset_id: str, overrides: dict[str, object] | None, allow_any_model
 
 def model_reader(name: str, options: Mapping[str, object]) -> str:
     """Return the method that reads the lane's model. Unknown `options` are ignored."""
-    return model_method(name, known_options(knobs(name), options))
+    return model_method(name, known_options(method_options(name), options))
 
 
 def needs_model(name: str, options: Mapping[str, object]) -> bool:
@@ -100,10 +100,10 @@ def needs_model(name: str, options: Mapping[str, object]) -> bool:
     return bool(method(model_reader(name, options)).needs_model)
 
 
-def known_options(known: Iterable[Knob], options: Mapping[str, object]) -> dict[str, object]:
+def known_options(known: Iterable[Setting], options: Mapping[str, object]) -> dict[str, object]:
     """Return the options that a method or an acceptance rule has, with integers as such."""
-    given = {k: options[k.name] for k in known if k.name in options}
-    return {k.name: integer(k.name, value) if k.type is int else value for k, value in given.items()}
+    given = [(one, options[one.name]) for one in known if one.name in options]
+    return {one.name: integer(one.name, value) if one.type is int else value for one, value in given}
 
 
 def integer(name: str, value: object) -> int:
@@ -115,7 +115,7 @@ def integer(name: str, value: object) -> int:
 
 def _counts(of: type[Settings], values: Values) -> Values:
     """Return the values of a comparison or a lane, with integers as such."""
-    return {name: integer(name, value) if type_of(of, name) is int else value for name, value in values.items()}
+    return {name: integer(name, value) if settings(of)[name].type is int else value for name, value in values.items()}
 
 
 def padded(chosen: Preset) -> list[Lane | None]:
@@ -128,12 +128,12 @@ def _lane_config(lane: Values, named: Sequence[Lane]) -> Values:
     same.
     """
     name, server = str(lane["method"]), lane["server"]
-    options = known_options(knobs(name), lane["options"])
+    options = known_options(method_options(name), lane["options"])
     model = (lane["model"] or None) if needs_model(name, options) else None
     return _counts(Lane, lane) | {
         "model": model,
         "options": options,
-        "acceptance_options": known_options(rule_knobs(lane["acceptance"]), lane["acceptance_options"]),
+        "acceptance_options": known_options(rule_options(lane["acceptance"]), lane["acceptance_options"]),
         "name": next((lane.name for lane in named if (lane.method, lane.model) == (name, model)), ""),
         "server": server or None,
         "served_model": next((lane.served_model for lane in named if lane.server == server), None),
@@ -202,7 +202,7 @@ def summary(values: Values, lanes: Sequence[str]) -> str:
     ks = dict.fromkeys(str(values[f"k-{n}"]).removesuffix(".0") for n in NUMBERS[: len(lanes)])
     lengths = ", ".join("measured" if k == "0" else k for k in ks)
     chat = "chat template" if values["chat"] == CHAT else ""
-    sampling = [brief(Comparison, name, values[name]) for name in SAMPLING]
+    sampling = [settings(Comparison)[name].summary(values[name]) for name in SAMPLING]
     models = f"{_short(values['target'])} + {', '.join(lanes)}"
     return " · ".join(filter(None, (models, f"k {lengths}", chat, *sampling)))
 

@@ -34,6 +34,7 @@ from specdemo.bench.suites import Sweep, batch_size, prompt_length, suite, suite
 from specdemo.core.accept import Lossless
 from specdemo.core.estimate import Estimate, RunTiming, rate
 from specdemo.core.protocol import Budget, GenerationConfig
+from specdemo.core.settings import settings
 from specdemo.core.trace import StepEvent
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.engine.loop import never_cancelled
@@ -368,7 +369,7 @@ def test_invalid_request_is_one_line(name, options, line):
 def test_every_option_of_a_suite_is_one_of_the_command_line():
     for each in suites().values():
         fixed = {"repeats"} if each.name == "load" else set()  # a suite that reads results has one repeat
-        assert set(each.model_fields) == set(each.options()) | fixed
+        assert set(each.model_fields) == set(settings(each)) | fixed
 
 
 class Coin(Decoding):

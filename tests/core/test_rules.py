@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from specdemo.core.fly import Fly
-from specdemo.core.rules import RULES, accept_rule, rule_knobs
+from specdemo.core.rules import RULES, accept_rule, rule_options
 from specdemo.core.speculative_cascade import SpeculativeCascade
 from specdemo.core.tree import ABSENT, Draft
 
@@ -15,7 +15,9 @@ def test_an_unknown_rule_is_one_line():
 
 
 def test_every_lossy_rule_has_options():
-    assert [name for name in RULES if rule_knobs(name)] == [name for name, entry in RULES.items() if not entry.lossless]
+    assert [name for name in RULES if rule_options(name)] == [
+        name for name, entry in RULES.items() if not entry.lossless
+    ]
 
 
 def test_options_are_parsed_and_rejected_in_one_line():

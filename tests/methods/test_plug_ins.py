@@ -14,7 +14,7 @@ from specdemo.analysis.predict import predict
 from specdemo.core.protocol import Budget, Progress
 from specdemo.core.tree import Draft
 from specdemo.engine.comparison import Lane
-from specdemo.methods import METHODS, PLUG_INS, _plug_in, detect_method, knobs, load_drafter, method, recipes
+from specdemo.methods import METHODS, PLUG_INS, _plug_in, detect_method, load_drafter, method, method_options, recipes
 from specdemo.methods.pairs import load_target
 from specdemo.models.checkpoints import Checkpoint, open_meta_checkpoint
 from specdemo.models.toy import ToyTarget
@@ -27,7 +27,7 @@ import json, sys
 from specdemo.__main__ import main
 from specdemo.core.protocol import Budget, Progress
 from specdemo.core.tree import Draft
-from specdemo.methods import METHODS, load_drafter, knobs
+from specdemo.methods import METHODS, load_drafter, method_options
 from specdemo.testing import check_method
 from specdemo.ui.model_menus import DRAFTING
 
@@ -35,7 +35,7 @@ check_method("bigram")
 print(json.dumps({
     "last": list(METHODS)[-1],
     "offered": "bigram" in DRAFTING,
-    "knobs": [knob.name for knob in knobs("bigram")],
+    "options": [option.name for option in method_options("bigram")],
     "codes": [
         main(["run", "embedded-ngram", "--method", "bigram", "--max-new-tokens", "24", "--out", sys.argv[1]]),
         main(["run", "embedded-ngram", "--method", "bigrams"]),
@@ -52,7 +52,7 @@ def installed(tmp_path_factory):
 def test_documented_plug_in_runs_like_a_builtin_method(installed, tmp_path):
     paths = os.pathsep.join([str(installed), str(ROOT)])
     printed = run("-c", USED, str(tmp_path / "trace.json"), PYTHONPATH=paths).splitlines()[-1]
-    assert json.loads(printed) == {"last": "bigram", "offered": True, "knobs": ["longest"], "codes": [0, 2]}
+    assert json.loads(printed) == {"last": "bigram", "offered": True, "options": ["longest"], "codes": [0, 2]}
     lane = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))["lanes"][1]
     assert lane["method"] == "bigram" and lane["summary"]["drafted"] > 0
 
@@ -166,15 +166,15 @@ def test_the_page_lists_every_field_of_what_a_method_is_given(of):
 
 WITH_DATACLASS = """
 from dataclasses import dataclass
-from specdemo.methods import knob
+from specdemo.methods import setting
 from specdemo.methods.ngram import NGram
 
 class Parrot(NGram):
     @dataclass(frozen=True, slots=True)
     class Options:
-        max_n: int = knob(4, "longest suffix", low=1, high=8, step=1)
-        min_n: int = knob(1, "shortest suffix", low=1, high=8, step=1)
-        style: str = knob("loud", "style", choices=("loud", "quiet"))
+        max_n: int = setting(4, "longest suffix", low=1, high=8, step=1)
+        min_n: int = setting(1, "shortest suffix", low=1, high=8, step=1)
+        style: str = setting("loud", "style", choices=("loud", "quiet"))
 
         def __post_init__(self):
             if self.min_n > self.max_n:
@@ -184,7 +184,7 @@ class Parrot(NGram):
 
 def test_options_of_a_plug_in_may_be_a_dataclass(plug_in):
     plug_in(WITH_DATACLASS)
-    assert [(k.name, k.type, k.default, k.low, k.choices) for k in knobs("parrot")] == [
+    assert [(k.name, k.type, k.default, k.low, k.choices) for k in method_options("parrot")] == [
         ("max_n", int, 4, 1, ()),
         ("min_n", int, 1, 1, ()),
         ("style", str, "loud", None, ("loud", "quiet")),

@@ -90,8 +90,8 @@ def test_invalid_rates_are_refused_in_one_line(text):
 
 def test_synthetic_wraps_and_cannot_be_wrapped():
     for name in ("adaptive", "online", "cascade", "router"):
-        knobs = {knob.name: knob for knob in testing.knobs(name)}
-        assert "synthetic" not in knobs["inner" if name == "cascade" else "drafter"].choices
+        options = {option.name: option for option in testing.method_options(name)}
+        assert "synthetic" not in options["inner" if name == "cascade" else "drafter"].choices
     assert not method("synthetic").exact and method("ngram").exact
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdemo.engine.comparison import Lane, Settings
-from specdemo.methods import knobs
+from specdemo.methods import method_options
 from specdemo.presets import link
 from specdemo.presets.files import DEFAULT, EMBEDDED, Preset, allowed_models, load_presets
 from specdemo.presets.limits import LIMITS
@@ -253,7 +253,7 @@ def test_any_model_requires_the_owners_permission():
 keys = st.sampled_from(
     ["preset", "target", "prompt", "lanes", "temperature", "seed", "schedule", "top_p"]
     + [f"{name}{n}" for name in ("method", "model", "k", "name", "acceptance", "server") for n in ("", "2", "3")]
-    + [f"option{n}.{knob.name}" for knob in knobs("ngram") for n in ("", "2")]
+    + [f"option{n}.{knob.name}" for knob in method_options("ngram") for n in ("", "2")]
 )
 values = st.one_of(
     st.text(max_size=30),

@@ -8,9 +8,10 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator
 
 from specdemo.bench.base import Suite
+from specdemo.core.settings import Setting, setting
 from specdemo.core.suggest import suggest
 from specdemo.presets.files import DEFAULT, of_checkout, preset
 from specdemo.presets.limits import LIMITS
@@ -67,10 +68,10 @@ def _swept(name: str) -> str:
 class Sweep(Linked):
     """Request of the Sweep tab: a suite on a preset's target. It names no model, so every visitor may run it."""
 
-    sweep: Annotated[str, AfterValidator(_swept)] = "k"
-    preset: Annotated[str, AfterValidator(lambda id: preset(id).id)] = DEFAULT
-    repeats: int = Field(3, ge=1, le=LIMITS.sweep_repeats)
-    new_tokens: int = Field(96, ge=8, le=LIMITS.max_new_tokens)
+    sweep: Annotated[str, AfterValidator(_swept), Setting()] = "k"
+    preset: Annotated[str, AfterValidator(lambda id: preset(id).id), Setting()] = DEFAULT
+    repeats: int = setting(3, "", 1, LIMITS.sweep_repeats)
+    new_tokens: int = setting(96, "", 8, LIMITS.max_new_tokens)
 
     def suite(self) -> Suite:
         """Return the suite. A suite with fixed models gets no preset."""

@@ -16,9 +16,10 @@ from pydantic import Field, PlainSerializer
 from specdemo.analysis.readers import read_json_output
 from specdemo.analysis.readers.base import below, number, objects, text_of
 from specdemo.analysis.readers.benchmarks import BenchServe, GuideLLM
-from specdemo.bench.base import Axis, Option, Report, Stop, Suite
+from specdemo.bench.base import Axis, Report, Stop, Suite
 from specdemo.bench.result import LATENCY, Result, Row
 from specdemo.core.estimate import Estimate, t_quantile
+from specdemo.core.settings import Setting
 
 PLAIN = "Baseline"
 Files = Annotated[Sequence[Path], Field(min_length=1), PlainSerializer(lambda files: [one.name for one in files])]
@@ -48,9 +49,9 @@ class Load(Suite):
     order = 12
     axis = Axis("load", "load", "concurrent requests, or requests per second", doubling=True)
     repeats: Annotated[int, Field(ge=1, le=1)] = 1
-    plain: Annotated[Files, Option("Result without speculation; repeatable.", list[Path], "FILE")] = ()
+    plain: Annotated[Files, Setting("Result without speculation; repeatable.", metavar="FILE")] = ()
     speculative: Annotated[
-        Files, Option("Result with speculation, for example one per draft length; repeatable.", list[Path], "FILE")
+        Files, Setting("Result with speculation, for example one per draft length; repeatable.", metavar="FILE")
     ] = ()
 
     def run(self, report: Report, cancelled: Stop) -> Result:

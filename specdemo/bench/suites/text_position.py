@@ -5,8 +5,9 @@ from typing import Annotated
 
 from pydantic import Field
 
-from specdemo.bench.base import PRESET, Axis, Decoding, NewTokens, Once, Option, Report, Stop
+from specdemo.bench.base import PRESET, Axis, Decoding, NewTokens, Once, Report, Stop
 from specdemo.bench.result import Result
+from specdemo.core.settings import Setting
 
 PACKAGE = Path(__file__).resolve().parents[2]  # its Python files are texts that no shipped model was trained on
 
@@ -25,7 +26,7 @@ class TextPosition(Decoding):
     repeats: Once = 1
     new_tokens: NewTokens = 24
     preset: Annotated[str, PRESET] = "embedded-code"
-    places: Annotated[int, Field(ge=2, le=200), Option("Places in files.", int)] = 16
+    places: Annotated[int, Field(ge=2, le=200), Setting("Places in files.")] = 16
 
     def run(self, report: Report, cancelled: Stop) -> Result:
         from specdemo.bench.positions import positions

@@ -28,7 +28,7 @@ from transformers import DynamicCache, Qwen3Config
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.tree import Draft
 from specdemo.kv.masks import AttentionKind, Columns
-from specdemo.methods import BaseOptions, knob, require_method
+from specdemo.methods import BaseOptions, require_method, setting
 from specdemo.methods.base import Head, Recipe
 from specdemo.methods.heads.formats import d2t_to_ids, rename_tensors
 from specdemo.methods.heads.formats import dflash as files
@@ -325,7 +325,7 @@ class DFlash(Head[DFlashDraftModel], method="dflash"):
     gamma: ClassVar[float] = 4.0  # slot i has weight exp(-i / gamma) in the loss
 
     class Options(BaseOptions):
-        nodes: int = knob(0, "nodes of the draft tree; 0 drafts a chain", low=0, high=256, step=1)
+        nodes: int = setting(0, "nodes of the draft tree; 0 drafts a chain", low=0, high=256, step=1)
 
     options: Options
 

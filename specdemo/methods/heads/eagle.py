@@ -28,7 +28,7 @@ from transformers import DynamicCache, LlamaConfig
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.tree import Draft
 from specdemo.kv.masks import Columns
-from specdemo.methods import BaseOptions, knob, require_method
+from specdemo.methods import BaseOptions, require_method, setting
 from specdemo.methods.base import Head, Recipe
 from specdemo.methods.heads.formats import d2t_to_ids
 from specdemo.methods.heads.formats import eagle as files
@@ -173,14 +173,14 @@ class Eagle(Head[EagleHead], method="eagle"):
     }
 
     class Options(BaseOptions):
-        draft: str = knob(
+        draft: str = setting(
             "tree",
             "tree: the most likely continuations by path probability; chain: one continuation, sampled if the target "
             "samples",
             choices=("tree", "chain"),
         )
-        nodes: int = knob(24, "nodes of the draft tree", low=1, high=128, step=1)
-        top_k: int = knob(8, "nodes expanded per level, and children of each", low=1, high=32, step=1)
+        nodes: int = setting(24, "nodes of the draft tree", low=1, high=128, step=1)
+        top_k: int = setting(8, "nodes expanded per level, and children of each", low=1, high=32, step=1)
 
     options: Options
 

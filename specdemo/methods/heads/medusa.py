@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import Draft
-from specdemo.methods import BaseOptions, knob, require_method
+from specdemo.methods import BaseOptions, require_method, setting
 from specdemo.methods.base import Head, Recipe
 from specdemo.methods.heads.formats import LAYER_KEYS, check_target, count_numbered, rename_tensors
 from specdemo.methods.heads.network import Network, move_to_target
@@ -153,13 +153,13 @@ class Medusa(Head[TokenHeads], method="medusa"):
     decay: ClassVar[float] = 0.8  # weight of a head in the loss, relative to the head before it
 
     class Options(BaseOptions):
-        nodes: int = knob(0, "nodes of the draft tree; 0 drafts a chain", low=0, high=128, step=1)
-        tree: str = knob(
+        nodes: int = setting(0, "nodes of the draft tree; 0 drafts a chain", low=0, high=128, step=1)
+        tree: str = setting(
             "fitted",
             "shape of the tree: fitted to the measured accuracy of heads and ranks, or one published by the authors",
             choices=("fitted", *PUBLISHED),
         )
-        draft: str = knob(
+        draft: str = setting(
             "ranked",
             "when the target samples: draft the most likely tokens, or sample from the heads (in a tree only the last "
             "child of a node); the output is exact either way",

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.tree import Draft
-from specdemo.methods import BaseOptions, knob, require_method
+from specdemo.methods import BaseOptions, require_method, setting
 from specdemo.methods.base import Head, Recipe
 from specdemo.methods.heads.formats import check_target
 from specdemo.methods.heads.network import Network, move_to_target
@@ -116,12 +116,12 @@ class MLPSpeculator(Head[Speculator], method="mlp_speculator"):
     recipes: ClassVar = {"mlp-speculator": Recipe("MLPSpeculator, 4 tokens", {"n_predict": 4})}
 
     class Options(BaseOptions):
-        draft: str = knob(
+        draft: str = setting(
             "chain",
             "chain: one token after the other, sampled if the target samples; tree: the most likely continuations",
             choices=("chain", "tree"),
         )
-        nodes: int = knob(0, "nodes of the draft tree; 0 uses k nodes", low=0, high=128, step=1)
+        nodes: int = setting(0, "nodes of the draft tree; 0 uses k nodes", low=0, high=128, step=1)
 
     options: Options
     _hidden: Tensor  # [B, H] of the last column of every row

@@ -1,0 +1,291 @@
+"""Settings: one declaration each, from which commands, the page's controls, presets and share links are made.
+
+A setting is a field of a pydantic model, or a parameter of a command. Its declaration is a `Setting` in the annotation,
+or the default that `setting` returns; type and bounds that the declaration leaves out are those of the field. Settings
+travel as values by name only in files, links, traces and JSON. Needs no torch.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from re import escape
+from typing import Any, Self, get_args
+
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaWarningKind
+
+from specdemo.core.suggest import short_repr, suggest
+
+TYPES: Mapping[str, type] = {"integer": int, "number": float, "boolean": bool, "string": str, "object": dict}
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Declaration of a setting.
+
+    help: of its option; "": none. link: it belongs to the comparison and not to the machine, so a share link carries it
+    and the page has a control. label: of a control that the page draws by the type, with info, else help, below it; "":
+    the page places it by hand. step: of a slider between the bounds; None: a number field. words: labels of the
+    choices. brief: summary of a value for a folded panel; None: empty for the default, else label and value. metavar,
+    flag: of its option; None: the type, and the name; an empty flag makes it a positional argument. command: further
+    arguments of `typer.Option`.
+    """
+
+    help: str = ""
+    link: bool = True
+    label: str = ""
+    info: str = ""
+    step: float | None = None
+    words: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    brief: Callable[[object], str] | None = None
+    metavar: str | None = None
+    flag: str | None = None
+    command: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    name: str = ""
+    type: type = str
+    default: Any = None
+    low: float | None = None
+    high: float | None = None
+    choices: tuple[str, ...] = ()
+
+    def __get_pydantic_json_schema__(self, core_schema: Any, handler: Any) -> Any:
+        return {**handler(core_schema), "setting": self}
+
+    @property
+    def range(self) -> str:
+        """Describe the allowed values in a few words."""
+        if self.type is bool:
+            return "true or false"
+        if self.choices or self.type not in (int, float):
+            return " | ".join(self.choices) or "text"
+        if self.low is None or self.high is None:
+            limits = {"at least": self.low, "at most": self.high}
+            return " ".join(f"{word} {limit}" for word, limit in limits.items() if limit is not None) or "any number"
+        return f"{self.low} to {self.high}"
+
+    def complain(self, value: object) -> str:
+        """Return the error message for a value that this option of a method rejects."""
+        expected = self.range
+        if self.choices:
+            expected = f"one of {', '.join(self.choices)}"
+        elif self.type in (int, float) and type(value) not in (int, float):
+            expected = "a number"
+        elif self.type is int and isinstance(value, float):
+            expected = "a whole number"
+        elif self.low is not None and self.high is not None:
+            expected = f"between {self.low} and {self.high}"
+        return f"option {self.name!r} must be {expected}, not {value!r:.60}"
+
+    def facts(self) -> dict[str, object]:
+        """Return the declaration of a method's option as JSON."""
+        names = ("name", "default", "help", "low", "high", "step", "choices")
+        return {name: getattr(self, name) for name in names} | {"type": self.type.__name__}
+
+    def summary(self, value: object) -> str:
+        """Return a short summary of a value; may be empty."""
+        if self.brief:
+            return self.brief(value)
+        return "" if value == self.default else f"{self.label.lower()} {value}"
+
+
+def setting(
+    default: object,
+    help: str,
+    low: float | None = None,
+    high: float | None = None,
+    step: float | None = None,
+    choices: tuple[str, ...] = (),
+    **shown: Any,
+) -> Any:
+    """Declare a setting as the default of a field or of a command's parameter. help: one sentence. shown: further
+    fields of `Setting`."""
+    declared = Setting(help, step=step, default=default, low=low, high=high, choices=choices, **shown)
+    metadata = {
+        "strict": True,
+        "json_schema_extra": lambda schema: schema.update(setting=declared),
+        "ge": low,
+        "le": high,
+    }
+    if choices:
+        metadata["pattern"] = f"^(?:{'|'.join(map(escape, choices))})$"
+    if isinstance(default, float):
+        metadata["allow_inf_nan"] = False
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def declared_by(default: Any) -> Setting:
+    """Return the declaration of which `setting` made a default."""
+    schema: dict[str, Setting] = {}
+    default.metadata["json_schema_extra"](schema)
+    return schema["setting"]
+
+
+class BaseOptions(BaseModel):
+    """Base class of the options of methods. A frozen dataclass with fields from `setting` works as well."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Settings(BaseModel):
+    """Validated external data. Every rejection is one line."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    @classmethod
+    def build(cls, data: Mapping[str, object]) -> Self:
+        """Validate data. Raises ValueError with one line."""
+        try:
+            return cls.model_validate(data)
+        except ValidationError as error:
+            raise ValueError(_one_line(error.errors()[0], cls)) from None
+
+    def changed(self, **changes: object) -> Self:
+        """Return a validated copy with other values. Raises ValueError with one line."""
+        return self.build(self.model_dump() | changes)
+
+    def with_valid(self, changes: Mapping[str, object]) -> tuple[Self, dict[str, str]]:
+        """Return a copy with the valid changes, and one line for each other field."""
+        try:
+            return self.model_validate({**self.model_dump(), **changes}), {}
+        except ValidationError as error:
+            wrong = {str(e["loc"][0]): _one_line(e, type(self)) for e in reversed(error.errors())}
+            return self.changed(**{name: value for name, value in changes.items() if name not in wrong}), wrong
+
+    def __copy__(self) -> Self:
+        """Return a copy without cached properties: `model_copy` may change what they depend on."""
+        copied = super().__copy__()
+        for name in vars(copied).keys() - type(self).model_fields.keys():
+            del vars(copied)[name]
+        return copied
+
+
+class _Schema(GenerateJsonSchema):
+    def emit_warning(self, kind: JsonSchemaWarningKind, detail: str) -> None:
+        """Accept defaults that JSON cannot hold: they are read from the fields."""
+
+
+@lru_cache
+def _adapter(of: type) -> TypeAdapter[Any]:
+    return TypeAdapter(of)
+
+
+@lru_cache
+def settings(of: type[Any]) -> Mapping[str, Setting]:
+    """Return the settings that a class declares by name, with the types, bounds and defaults of its fields."""
+    schema = TypeAdapter(of).json_schema(schema_generator=_Schema).get("properties", {})
+    fields = of.model_fields if issubclass(of, BaseModel) else {f.name: f for f in dataclasses.fields(of)}
+    return {n: _completed(n, s["setting"], s, fields[n].default) for n, s in schema.items() if "setting" in s}
+
+
+def _completed(name: str, declared: Setting, schema: Mapping[str, Any], default: object) -> Setting:
+    """Add the facts of a field. An open bound is moved inward by one step."""
+    schema = schema | schema.get("anyOf", [{}])[0]  # for an optional field, the first alternative is the type
+    low, high = (schema.get(key, getattr(declared, end)) for key, end in (("minimum", "low"), ("maximum", "high")))
+    step = declared.step or 0
+    if low is None and "exclusiveMinimum" in schema:
+        low = schema["exclusiveMinimum"] + step
+    if high is None and "exclusiveMaximum" in schema:
+        high = schema["exclusiveMaximum"] - step
+    choices = declared.choices or tuple(schema.get("enum", ()))
+    facts = {"type": _type(schema), "default": default, "low": low, "high": high, "choices": choices}
+    return replace(declared, name=name, **facts)
+
+
+def _type(schema: Mapping[str, Any]) -> Any:
+    """Return the type of a field. Lists of numbers are written as text: 1-8 or 0,1,3."""
+    if schema["type"] == "array":
+        kind = _type(schema["items"])
+        return list[kind] if kind in (str, Path) else str  # type: ignore[valid-type]
+    return Path if schema.get("format") == "path" else TYPES[schema["type"]]
+
+
+def linked(of: type[Settings]) -> list[str]:
+    """Return the settings that a share link may carry."""
+    return [name for name, declared in settings(of).items() if declared.link]
+
+
+def parse(of: type[BaseOptions], values: Mapping[str, object], owner: str) -> BaseOptions:
+    """Return an instance of `of` with these values and defaults for the others.
+
+    Numbers and booleans may be text, as in links and on the command line. owner: in error messages, e.g. "method 'x'".
+    Raises ValueError, one line with the fix.
+    """
+    known = settings(of)
+    for name in values:
+        if name not in known:
+            raise ValueError(f"unknown option {name!r:.60} of {owner}; {suggest(str(name)[:60], known)}")
+    typed = {name: from_text(known[name].type, value) for name, value in values.items()}
+    try:
+        options: BaseOptions = _adapter(of).validate_python(typed)
+        return options
+    except ValidationError as error:
+        first = error.errors()[0]
+        if first["type"] == "value_error":  # from a validator of the class
+            raise ValueError(str(first["ctx"]["error"])) from None
+        name = str(first["loc"][0])
+        raise ValueError(known[name].complain(typed[name])) from None
+
+
+def from_text(kind: type, value: object) -> object:
+    """Return a number or a boolean for its text, and any other value unchanged."""
+    if isinstance(value, str) and kind is bool:
+        return {"true": True, "false": False}.get(value.lower(), value)
+    if isinstance(value, str) and kind in (int, float):
+        with suppress(ValueError):
+            return kind(value)
+    return value
+
+
+def to_values(options: BaseOptions) -> dict[str, object]:
+    """Return all values by name, for JSON."""
+    values: dict[str, object] = _adapter(type(options)).dump_python(options)
+    return values
+
+
+def changed_values(options: BaseOptions) -> dict[str, object]:
+    """Return the values that are not at their default."""
+    known = settings(type(options))
+    return {name: value for name, value in to_values(options).items() if value != known[name].default}
+
+
+_MESSAGES = {
+    "greater_than_equal": "must be {ge} or more, not {given}",
+    "greater_than": "must be above {gt}, not {given}",
+    "less_than_equal": "must be {le} or less, not {given}",
+    "less_than": "must be below {lt}, not {given}",
+    "literal_error": "must be {expected}, not {given}",
+    "int_type": "must be a whole number, not {given}",
+    "float_type": "must be a number, not {given}",
+    "finite_number": "must be a finite number, not {given}",
+    "string_type": "must be text, not {given}",
+    "list_type": "must be a list, not {given}",
+    "string_unicode": "must be valid text, not {given}",
+    "string_too_long": "must have {max_length} characters at most",
+    "string_too_short": "must not be empty",
+    "too_long": "must have {min_length} to {max_length} entries",
+    "too_short": "must have {min_length} to {max_length} entries",
+    "missing": "is missing",
+}
+
+
+def _one_line(error: Mapping[str, Any], of: type[BaseModel]) -> str:
+    """Format an error as `k must be 16 or less, not 9999`."""
+    name = next((str(part) for part in reversed(error["loc"]) if isinstance(part, str)), "the preset")
+    limits, value = error.get("ctx", {}), short_repr(error["input"])
+    match error["type"]:
+        case "extra_forbidden":
+            inner = of.model_fields.get(str(error["loc"][0]))
+            owner = get_args(inner.annotation)[0] if inner else of
+            return f"unknown setting {name!r}; {suggest(name, owner.model_fields)}"
+        case "value_error":
+            message = str(limits["error"])
+            return f"the {name} {message}" if message.startswith(("must", "is ")) else message
+        case error_type if error_type in _MESSAGES:
+            if error_type.startswith("too_"):  # the error names one end only
+                ends, bounds = ("min_length", "max_length"), of.model_fields[name].metadata
+                limits |= {end: getattr(one, end) for one in bounds for end in ends if hasattr(one, end)}
+            return f"{name} {_MESSAGES[error_type].format(**limits, given=value)}"
+    return f"{name}: {error['msg'].lower()}, not {value}"
