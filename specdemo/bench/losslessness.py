@@ -132,11 +132,10 @@ def losslessness(suite: OfPreset, report: Report, cancelled: Stop) -> Result:
 
 
 def _same_distribution(suite: OfPreset, chosen: Preset, report: Report, cancelled: Stop) -> Result:
-    spec = chosen.validated()
-    lane = spec.lanes[0]
+    lane = chosen.lanes[0]
     target = load_target(chosen.target, suite.dtype, suite.device, chosen.quantization)
     tokens = PLACES[-1] + 1  # one more, so that a draft can reach the last position
-    plain = GenerationConfig(tokens, spec.sampling, stop_token_ids=())
+    plain = GenerationConfig(tokens, chosen.sampling, stop_token_ids=())
     rule = lane.accept_rule()
     ways = {
         PLAIN: Way(load_drafter(BASELINE, target), accept_rule("lossless"), plain),
@@ -144,7 +143,7 @@ def _same_distribution(suite: OfPreset, chosen: Preset, report: Report, cancelle
             build_drafter(lane.method, target, lane.model, lane.parsed), rule, replace(plain, budget=lane.budget)
         ),
     }
-    prompt = encode(tokenizer(target), spec.prompt, target.max_length - tokens)
+    prompt = encode(tokenizer(target), chosen.prompt, target.max_length - tokens)
 
     accepted: dict[str, list[int]] = {}
     every: list[list[list[list[int]]]] = []

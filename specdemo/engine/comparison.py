@@ -286,8 +286,6 @@ class Comparison(Settings):
         return Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
 
     def changed(self, **changes: object) -> Self:
-        return super().changed(**changes).validated()
-
-    def validated(self) -> Self:
-        """Return this comparison as validated by its methods. Raises ValueError with one line."""
-        return self.model_copy(update={"lanes": [lane.validated() for lane in self.lanes]})
+        """Return a copy with other values, as validated by its methods too. Raises ValueError with one line."""
+        changed = super().changed(**changes)
+        return changed.model_copy(update={"lanes": [lane.validated() for lane in changed.lanes]})

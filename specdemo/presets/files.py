@@ -99,11 +99,9 @@ class Preset(Comparison, About):
         if changes.get("target", self.target) != self.target and "lanes" not in changes:
             of_lanes = {"k": 0} | of_lanes  # the preset's length was chosen for its own target
         if of_lanes:
-            start = (
-                self.build(self.model_dump() | {"lanes": changes["lanes"]}).lanes if "lanes" in changes else self.lanes
-            )
-            changes["lanes"] = _change_lanes(start, of_lanes, changes.get("target", self.target))
-        return self.changed(**changes) if changes else self.validated()
+            lanes = self.build(self.model_dump() | changes).lanes
+            changes["lanes"] = _change_lanes(lanes, of_lanes, changes.get("target", self.target))
+        return self.changed(**changes)
 
     def on_servers(self, servers: Sequence[str], served_model: str | None = None) -> "Preset":
         """Return the comparison with the servers assigned to the lanes in order; one server more is for the baseline

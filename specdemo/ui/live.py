@@ -96,4 +96,4 @@ def preload(presets: Iterable[Preset]) -> None:
     """Load the models while the visitor reads. Errors are shown when Run is pressed."""
     for chosen in presets:
         with contextlib.suppress(Exception):
-            session().place_models(chosen.validated())
+            session().place_models(chosen)

@@ -214,7 +214,7 @@ async def _free_memory(request: gr.Request) -> None:
 def _lanes(chosen: Preset) -> str:
     full = preset(chosen.id)
     obstacle = why_not(full) if chosen.target == full.target else ""
-    return waiting([live().lane_name(lane) for lane in chosen.validated().lanes], obstacle)
+    return waiting([live().lane_name(lane) for lane in chosen.lanes], obstacle)
 
 
 @lru_cache

@@ -129,7 +129,7 @@ def test_online_learning_is_reset_between_visitors(public, monkeypatch):
         forget_learned=lambda: outputs.append("forget_learned"), stream=lambda *_: outputs.append("run") or iter(())
     )
     monkeypatch.setattr(live, "session", lambda: engine)
-    list(live.run(preset("embedded-draft").validated(), live.Log()))
+    list(live.run(preset("embedded-draft"), live.Log()))
     assert outputs == ["forget_learned", "run"]
 
 

@@ -101,7 +101,7 @@ def test_synthetic_lane_is_marked_lossy():
         Lane(method="synthetic", k=3, model="stories-draft-wide", options={"rates": "1", "drafter": "draft_model"}),
     ]
     spec = Comparison.build({"id": "test", "target": "stories", "prompt": "Once upon a time", "lanes": lanes})
-    trace = Session().run(spec.model_copy(update={"max_new_tokens": 40}).validated())
+    trace = Session().run(spec.changed(max_new_tokens=40))
     for lane, row in zip(trace.lanes[1:], trace.comparison, strict=True):
         assert lane.exact is False and "accepted at random" in lane.note and lane.finish == "length"
         assert row["verdict"] == "lossy" and row["identical"] is None and row["first_divergence"] is None
@@ -120,7 +120,7 @@ def test_a_length_gives_the_rates_with_the_smallest_variance(length, rates):
 def test_a_lane_reaches_its_mean_accepted_length():
     lane = Lane(method="synthetic", k=5, options={"length": 3.4})
     spec = Comparison.build({"id": "test", "target": "stories", "prompt": "Once upon a time", "lanes": [lane]})
-    trace = Session().run(spec.model_copy(update={"max_new_tokens": 200}).validated())
+    trace = Session().run(spec.changed(max_new_tokens=200))
     assert "with mean accepted length 3.4" in trace.lanes[1].note
     lengths = {len(event.path[0]) for event in trace.lanes[1].events[1:-1]}
     assert lengths == {3, 4} and trace.lanes[1].summary["tokens_per_step"] == pytest.approx(3.4, abs=0.2)

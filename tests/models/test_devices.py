@@ -168,7 +168,7 @@ def test_a_lanes_memory_is_its_own(monkeypatch):
         lanes.LocalLane, "prepare", lambda lane, c: (MemoryCounter.lanes.append(lane), prepare(lane, c))[1]
     )
     monkeypatch.setitem(DEVICE_KINDS, "cpu", MemoryCounter(tested=True))
-    spec = preset("embedded-draft").with_changes(max_new_tokens=12).validated()
+    spec = preset("embedded-draft").with_changes(max_new_tokens=12)
     trace = Session().run(spec)
     peaks = [lane.summary["peak_memory_bytes"] for lane in trace.lanes]
     plain = Session()

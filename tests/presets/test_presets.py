@@ -35,7 +35,7 @@ def test_the_default_comes_first_then_what_needs_no_download():
 def test_every_preset_is_what_the_engine_takes(id):
     chosen = PRESETS[id]
     assert chosen.with_changes() == chosen  # all options exist and differ from their defaults
-    spec = chosen.validated()
+    spec = chosen.changed()
     assert (spec.id, spec.target, spec.prompt) == (id, chosen.target, chosen.prompt)
     assert [lane.k for lane in spec.lanes] == [lane.k for lane in chosen.lanes]
     assert len(chosen.prompt) <= LONGEST_TEXT
@@ -115,7 +115,7 @@ def test_servers_go_to_the_lanes_and_one_more_to_the_baseline():
     three = preset("embedded-three-lanes")
     one = three.on_servers(["a:1"], "m")
     assert (one.server, one.lanes[0].server, one.lanes[1].server) == (None, "http://a:1", None)
-    every = three.on_servers(["a:1", "https://b/v1/", "c:3"], "m").validated()
+    every = three.on_servers(["a:1", "https://b/v1/", "c:3"], "m")
     assert [lane.server for lane in every.all_lanes] == ["http://a:1", "https://b", "http://c:3"]
     assert {lane.served_model for lane in every.all_lanes} == {"m"} and every.all_remote
     assert three.on_servers([]) == three

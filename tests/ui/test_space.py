@@ -32,16 +32,16 @@ chosen = preset("embedded-draft").with_changes(max_new_tokens=12)
 live.preload([chosen])
 assert live.ELSEWHERE and not torch.cuda.is_initialized()
 done, stopped, refused = Log(), Log(), Log()
-outputs = list(live.run(chosen.validated(), done))
+outputs = list(live.run(chosen, done))
 
-running = live.run(chosen.with_changes(max_new_tokens=400).validated(), stopped)
+running = live.run(chosen.with_changes(max_new_tokens=400), stopped)
 while "step" not in next(running):
     pass
 running.close()
 stopped.stop()
 
 os.environ["REFUSED"] = "You have exceeded your GPU quota (13s requested vs. 0s left)"
-list(live.run(chosen.validated(), refused))
+list(live.run(chosen, refused))
 try:
     refused.result()
 except ValueError as error:
@@ -79,9 +79,9 @@ def test_no_quota_without_zero_gpu(monkeypatch):
 
 
 def test_duration_estimate_grows_and_stays_below_the_quota():
-    short, long = (preset("embedded-draft").with_changes(max_new_tokens=n).validated() for n in (32, 1024))
+    short, long = (preset("embedded-draft").with_changes(max_new_tokens=n) for n in (32, 1024))
     assert space.seconds(short) < space.seconds(long) < space.LEND_S
-    large = load_presets()["qwen3-8b"].validated()
+    large = load_presets()["qwen3-8b"]
     assert space.seconds(long) < space.seconds(large) <= space.LEND_S
 
 
