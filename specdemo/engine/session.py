@@ -29,7 +29,7 @@ from specdemo.models.devices import device_map_summary
 from specdemo.models.errors import Cancelled
 from specdemo.models.gguf_files import has_chat_template, is_gguf
 from specdemo.models.machine import GpuClock, commit, device_name, versions
-from specdemo.models.pass_cost import checking_note, fastest_threads, measure_passes, pass_facts
+from specdemo.models.pass_cost import checking_note, costly_in_half, fastest_threads, measure_passes, pass_facts
 from specdemo.models.sources import LoadProgress, no_progress
 from specdemo.servers.address import check_listed
 
@@ -281,8 +281,7 @@ def environment(target: Target | None) -> dict[str, object]:
 def _notes(spec: Comparison, target: Target) -> list[str]:
     """Return what a reader should know of a run on this target."""
     spread = device_map_summary(target.model)
-    # other models are noted where their cost was found high when they were loaded
-    cost = [checking_note(target)] if is_gguf(spec.target) else []
+    cost = [checking_note(target)] if is_gguf(spec.target) or costly_in_half(target) else []
     return [*([f"{spec.target} does not fit into one device: {spread}"] if spread else []), *target.notes, *cost]
 
 

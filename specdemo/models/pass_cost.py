@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from math import inf
 from operator import truediv
@@ -12,7 +11,6 @@ from timeit import repeat
 import torch
 from torch import Tensor
 
-from specdemo.core.estimate import Estimate, over_repeats
 from specdemo.core.passes import ROUNDED, SAME_BITS
 from specdemo.core.protocol import Target
 from specdemo.core.speedup import interpolate
@@ -26,8 +24,7 @@ from specdemo.models.target import HFTarget
 
 VERIFY_TOKENS = 5
 MAX_LENGTH_SPREAD = 4
-VERIFY_LIMIT = 1.2  # times a one-token pass; above it the cost of verifying is worth a note
-REPEATS = 6  # interleaved repeats of one measurement of the verify cost
+REPEATS = 6  # interleaved repeats of one measurement
 NOISE_TOKENS = 48  # tokens over which rounding is measured
 LIKELY = 8  # tokens of a position whose logits are compared
 THREAD_SECONDS = 1.0
@@ -39,15 +36,16 @@ CURVE_WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 12)
 SLOW_WIDTHS = (1, 2, 3, 4, 5, 8)  # of a model whose passes take longer than SLOW_MS
 SLOW_MS = 150.0
 CURVE_SECONDS = 2.0
-CHECKED = 4  # tokens of the sentence about a file
-COSTLY = 1.5  # cost of checking them, in passes, from which the sentence compares types
+CHECKED = 4  # tokens of the sentence about their cost
+COSTLY = 1.5  # cost of checking them, in passes, from which the sentence about a file compares types
+COSTLY_IN_HALF = 1.2  # above it a model in half precision is compared with float32
 BEST_TYPE = "Q4_K_M"
 COMPARED = (  # docs/measurements.md
     "type and processor decide: in Q4_K_M instead of Q4_1, SmolLM2 135M needed 1.2 instead of 1.9 passes on a Xeon "
     "with AMX and 2.0 instead of 2.4 on an AMD EPYC, so compare files with `doctor FILE`"
 )
 READ_BYTES = 1 << 28  # more than most caches
-ROUNDS = 4  # measurements at most; only the first one is made where its interval excludes VERIFY_LIMIT
+PADDING_ROUNDS = 8
 
 _shapes: dict[object, PassShape] = {}  # kind of model -> shape, so that all copies of a model agree
 MIN_LAYERS = 2  # that are compared
@@ -55,50 +53,9 @@ Clock = Callable[[], float]  # seconds
 Pass = tuple[Tensor, Tensor, list[int]]  # tokens [1, S], parents [1, S - 1], path from the root
 
 
-@dataclass(frozen=True, slots=True)
-class VerifyCost:
-    """Median milliseconds of a one-token pass and of a pass that verifies VERIFY_TOKENS tokens, and their ratio."""
-
-    one_ms: float
-    verify_ms: float
-    ratio: Estimate
-
-    @property
-    def unclear(self) -> bool:
-        """Return True if the interval of the ratio contains VERIFY_LIMIT."""
-        return self.ratio.low is None or self.ratio.high is None or self.ratio.low <= VERIFY_LIMIT <= self.ratio.high
-
-    def note(self, dtype: str) -> str:
-        """Return a note where verifying costs more than VERIFY_LIMIT one-token passes, else an empty string."""
-        if self.ratio.value <= VERIFY_LIMIT:
-            return ""
-        interval = f" (95 % interval {self.ratio.interval()})" if self.ratio.interval() else ""
-        return (
-            f"verifying {VERIFY_TOKENS} tokens in {dtype} takes {self.ratio.value:.2f} times as long as one token on "
-            f"this CPU{interval}, so speculation gains less; compare with dtype float32"
-        )
-
-
 def median_times(times: Mapping[int, Sequence[float]]) -> dict[int, float]:
     """Return the median of the repeats of every width."""
     return {width: median(repeats) for width, repeats in times.items()}
-
-
-def verify_cost(target: Target, now: Clock | None = None) -> VerifyCost:
-    """Measure the verify cost with interleaved repeats, and measure on while its ratio is not clear of VERIFY_LIMIT.
-
-    now: the clock; None: the clock of lanes on the target's device."""
-    one: list[float] = []
-    verify: list[float] = []
-    for _ in range(ROUNDS):
-        times = pass_times(target, (1, VERIFY_TOKENS), REPEATS, now=now)
-        one += times[1]
-        verify += times[VERIFY_TOKENS]
-        ratio = over_repeats([long / max(short, 1e-6) for short, long in zip(one, verify, strict=True)])
-        cost = VerifyCost(median(one), median(verify), ratio)
-        if not cost.unclear:
-            break
-    return cost
 
 
 def pass_times(
@@ -165,8 +122,17 @@ def checking_note(target: Target) -> str:
         return ""
     cost = pass_ratio(target.pass_ms, CHECKED)
     note = f"checking {CHECKED} tokens costs {cost:.1f} passes in {target.precision}"
+    if costly_in_half(target):
+        return f"{note}, so speculation gains less; compare with dtype float32"
     compares = target.model is None and cost >= COSTLY and target.precision != BEST_TYPE
     return f"{note}; {COMPARED}" if compares else note
+
+
+def costly_in_half(target: Target) -> bool:
+    """Return True where checking tokens costs more than COSTLY_IN_HALF passes with a model in half precision on a
+    CPU."""
+    half = target.model is not None and target.threads > 0 and target.dtype != torch.float32
+    return half and bool(target.pass_ms) and pass_ratio(target.pass_ms, CHECKED) > COSTLY_IN_HALF
 
 
 @lru_cache
@@ -230,9 +196,7 @@ def plan_passes(target: HFTarget, settings: CpuSettings) -> tuple[str, ...]:
         plan.chains = plan.same_bits and settings.bit_exact == "on"
         if settings.bit_exact == "on" and not plan.same_bits:
             notes.append("bit_exact is on, but this model's passes of different widths still round differently here")
-    if target.dtype != torch.float32:
-        notes.append(verify_cost(target).note(target.precision))
-    return tuple(filter(None, notes))
+    return tuple(notes)
 
 
 @torch.no_grad()
@@ -260,7 +224,7 @@ def padding_cost(model: HFTarget, shape: PassShape) -> float:
     plan = cpu_plan(model.model)
     times: dict[PassShape, list[float]] = {shape: [], PassShape(): []}
     used, plan.threads = plan.threads, 1  # its CPU time does not include other programs
-    for _ in range(2 * ROUNDS):
+    for _ in range(PADDING_ROUNDS):
         for each, measured in times.items():
             plan.shape = each
             measured.extend(pass_times(model, (1,), repeats=2)[1])

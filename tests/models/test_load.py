@@ -19,16 +19,15 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from specdemo.core.estimate import Estimate
 from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.engine.loop import generate
 from specdemo.methods import load_drafter
-from specdemo.models import load, memory, pass_cost, sources
+from specdemo.models import load, memory, sources
 from specdemo.models.checkpoints import open_checkpoint, open_meta_checkpoint
 from specdemo.models.devices import device_map_summary
 from specdemo.models.load import LoadedModel, load_meta_target, load_model, load_target
 from specdemo.models.memory import Precision, estimate_footprint
-from specdemo.models.pass_cost import VerifyCost, rounding_noise, verify_cost
+from specdemo.models.pass_cost import rounding_noise
 from specdemo.models.sources import resolve
 from specdemo.models.target import HFTarget
 from tests.models.test_text import byte_level
@@ -190,21 +189,6 @@ def test_a_model_that_does_not_fit_is_refused_before_loading(folder, monkeypatch
     monkeypatch.setattr(memory, "free_bytes", lambda where: [1000])
     line = refused(str(folder))
     assert "in float32, this machine has 0.0 MB free on cpu; choose quantization 4bit or a smaller model" in line
-
-
-def test_expensive_verifying_in_half_precision_on_a_cpu_is_a_note_and_no_refusal(folder, monkeypatch):
-    monkeypatch.setattr(pass_cost, "verify_cost", lambda target: VerifyCost(1.0, 1.53, Estimate(1.53, 1.48, 1.58)))
-    target = load_target(str(folder), dtype="bfloat16")
-    (note,) = target.notes
-    assert "5 tokens in bfloat16 takes 1.53 times as long" in note and "1.48 to 1.58" in note and "float32" in note
-    assert target.dtype == torch.bfloat16
-    monkeypatch.setattr(pass_cost, "verify_cost", lambda target: VerifyCost(1.0, 1.1, Estimate(1.1, 1.05, 1.15)))
-    assert load_target(str(folder), dtype="bfloat16").notes == ()
-
-
-def test_the_cost_of_verifying_is_measured():
-    cost = verify_cost(HFTarget(build("llama")))
-    assert 0.1 < cost.ratio.value < 50.0
 
 
 def test_unknown_name_gets_a_suggestion(embedded, monkeypatch):
