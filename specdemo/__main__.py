@@ -4,15 +4,12 @@ Exit codes: 0 success; 1 a lane failed; 2 bad input, with one line on stderr tha
 Ctrl-C and SIGTERM. Commands that need torch import it themselves.
 """
 
-import os
-import platform
 import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -32,8 +29,8 @@ from specdemo.core.settings import setting, settings
 from specdemo.core.signals import sigterm_as_exit
 from specdemo.core.suggest import DEVICES, program, suggest
 from specdemo.engine.comparison import Comparison, Lane
-from specdemo.methods import PLUG_INS, detect_head, method, method_options, unusable, usable
-from specdemo.presets.files import EMBEDDED, FOLDER, Preset, load_presets, of_checkout, preset
+from specdemo.methods import method, method_options, unusable, usable
+from specdemo.presets.files import FOLDER, Preset, load_presets, of_checkout, preset
 from specdemo.presets.limits import LIMITS
 from specdemo.servers.address import address, allow
 from specdemo.servers.engines import DEFAULT as DEFAULT_ENGINE
@@ -42,7 +39,6 @@ from specdemo.ui.app import MACHINE, ui
 
 if TYPE_CHECKING:
     from specdemo.analysis.observation import Observation
-    from specdemo.core.protocol import Target
     from specdemo.core.trace import RunTrace
     from specdemo.servers.process import Server
 
@@ -54,9 +50,6 @@ app = typer.Typer(
     help="Plain and speculative decoding of the same model, side by side, measured honestly.",
 )
 
-LIBRARIES = (
-    "torch transformers gradio accelerate bitsandbytes safetensors tokenizers llguidance llama-cpp-python gguf".split()
-)
 CHECKOUT = (FOLDER.parent / "recipes").is_dir()
 # parts of help texts that apply only to a checkout, which has the recipes of the embedded models
 CODE_CORPUS = "; the recipes of code collect their own" if CHECKOUT else ""
@@ -587,22 +580,9 @@ def drafters(
     if as_json:
         print(json_text([entry.row() for entry in published_drafters(target)], indent=1))
     else:
-        print(_published(target))
+        from specdemo.bench.doctor import published
 
-
-def _published(target: str) -> str:
-    """Return the published drafters of a target, and models on this machine that match it, as text."""
-    from specdemo.bench.report import table
-    from specdemo.models.local_models import local_models, model_rows
-    from specdemo.presets.drafters import HEADER, RULES, drafts_for, published_drafters
-
-    rows = [tuple(entry.row().values()) for entry in published_drafters(target)]
-    lines = [table(HEADER, rows)] if rows else [f"No drafter of {target} is in the catalogue. Rules for choosing one:"]
-    lines += [] if rows else [f"- {rule}" for rule in RULES]
-    lines += [f"As a drafter: {name} drafts for {', '.join(larger)}" for name, larger in drafts_for(target).items()]
-    models = local_models()
-    here = [row["drafts"] for row in model_rows(models) if row["model"] == target and row["drafts"]]
-    return "\n".join([*lines, *(f"On this machine: {drafts}" for drafts in here)])
+        print(published(target))
 
 
 @_command()
@@ -612,89 +592,9 @@ def doctor(
 ) -> int:
     """Check the installation, or a target's drafters. Without a target: versions, devices, and the cost of
     verification. With one: which drafters fit it, and why others do not."""
-    if target is not None:
-        return _pairs(target, drafter)
-    found = {name: _version(name) for name in LIBRARIES}
-    for name, value in {"specdemo": __version__, "python": platform.python_version(), **found}.items():
-        print(f"{name:<18}{value}")
-    print(f"{'cpu cores':<18}{os.cpu_count()}; the number of threads for decoding is measured")
-    reasons = unusable()
-    for name in PLUG_INS:
-        print(f"{'plug-in':<18}{reasons.get(name, name)}")
-    if CHECKOUT:
-        print(f"{'chromium':<18}{_chromium() or 'none (needed only for tests of the page)'}")
+    from specdemo.bench.doctor import check_drafters, check_machine
 
-    from specdemo.engine.session import environment
-    from specdemo.models.devices import DEVICE_KINDS, best_device
-    from specdemo.models.load import load_target
-    from specdemo.models.sources import resolve
-
-    missing = [name for name in EMBEDDED if not Path(resolve(name)).is_dir()]
-    if missing:
-        print(f"{'embedded models':<18}missing: {', '.join(missing)}")
-        return 1
-    heads = {name: head for name in EMBEDDED if (head := detect_head(name))}
-    print(f"{'embedded models':<18}{', '.join(name for name in EMBEDDED if name not in heads)}")
-    print(f"{'embedded heads':<18}{', '.join(f'{name} ({head})' for name, head in heads.items())}")
-    stories = load_target("stories")
-    print(f"{'device':<18}{environment(stories)['device']}")
-    for name, row in DEVICE_KINDS.items():
-        if row.count():
-            auto = f"{name} (auto)" if name == best_device().type else name
-            print(f"{auto:<18}{row.count()}, {row.title}: {row.describe()}")
-    print(_passes(stories))
-    return 0
-
-
-def _passes(target: "Target") -> str:
-    """Measure the passes of a target."""
-    from specdemo.core.passes import pass_rows
-    from specdemo.engine.session import environment
-    from specdemo.models.pass_cost import checking_note, measure_passes
-
-    measure_passes(target)
-    rows = [*pass_rows(environment(target)), ("Verification", checking_note(target))]
-    return "\n".join(f"{title.lower():<18}{words}" for title, words in rows)
-
-
-def _verification(name: str) -> str:
-    """Load a model of this machine, and measure the verification on it. Raises ValueError if it does not run."""
-    from specdemo.models.gguf_files import is_gguf, local_header
-    from specdemo.models.load import load_target
-
-    if is_gguf(name) and not Path(name).expanduser().exists():
-        try:
-            absent = "" if local_header(name) else "it is not on this machine"
-        except ValueError as error:
-            absent = str(error)
-        if absent:
-            return f"{'not tried':<18}{absent}"
-    target = load_target(name)
-    return _passes(target)
-
-
-def _pairs(target: str, drafter: str | None) -> int:
-    from specdemo.bench.report import table
-    from specdemo.models.gguf_files import is_gguf
-
-    if is_gguf(target) and drafter is None:
-        print(f"{_verification(target)}\n{_published(target)}")
-        return 0
-    from specdemo.methods.pairs import check_pair, check_pairs, outline
-    from specdemo.models.sources import resolve
-    from specdemo.presets.files import known_drafters, thinking_remarks
-
-    described = outline(target)
-    known = known_drafters(target)
-    found = [check_pair(described, drafter)] if drafter else check_pairs(described, known)
-    fits = {True: "fits", False: "no", None: "unknown"}
-    print(table(("drafter", "method", "fits", "why"), [(p.drafter, p.method, fits[p.fits], p.reason) for p in found]))
-    if drafter is None:
-        here = f"\n{_verification(target)}\n" if Path(resolve(target)).is_dir() else ""
-        print(f"{here}\nPublished drafters:\n{_published(target)}")
-    for remark in thinking_remarks(target, [pair.drafter for pair in found if pair.fits], described):
-        print(remark)
-    return 2 if drafter and not found[0].fits else 0
+    return check_machine() if target is None else check_drafters(target, drafter)
 
 
 def _prompt(text: str | None, file: Path | None) -> str | None:
@@ -756,18 +656,6 @@ def _method(name: str) -> dict[str, object]:
     facts = {word: getattr(cls, word) for word in ("title", "summary", "exact", "needs_model")}
     options = [option.facts() for option in method_options(name)]
     return {"name": name, **facts, "options": options}
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "not installed"
-
-
-def _chromium() -> str | None:
-    names = ("chromium", "chromium-browser", "google-chrome")
-    return os.environ.get("SPECDEMO_CHROMIUM") or next(filter(None, map(shutil.which, names)), None)
 
 
 if __name__ == "__main__":
