@@ -190,7 +190,10 @@ class Comparison(Settings):
     threads: int = setting(0, "CPU threads; 0: the fastest number, measured.", 0, 1024, label="Threads", link=False)
     bit_exact: Annotated[
         Literal["auto", "on", "off"],
-        Setting("One kernel for passes of every width on a CPU: auto (where it hardly costs), on or off.", link=False),
+        Setting(
+            "One kernel for passes of every width: auto (on a CPU, where it hardly costs), on (a GPU too) or off.",
+            link=False,
+        ),
     ] = "auto"
     context: int = _gguf(0, "most tokens of a lane; 0: as the file states", "Context", 0, 1 << 20)
     cache_type: Annotated[

@@ -70,13 +70,12 @@ class KVHistory:
 
     def forward(self, tokens: Tensor, parents: Tensor, taps: tuple[int, ...]) -> Forward:
         """Read tokens [B, S] with parents [B, N] provisionally."""
-        graph_output = self._forward_graph(tokens, parents, taps) if self.store.graphs.enabled else None
-        if graph_output is not None:
-            return graph_output
         slots, least = tokens.shape[1], self.store.shape.slots
         if slots < least:
             tokens, parents = F.pad(tokens, (0, least - slots)), _padded(parents, least - 1)
-        forward = self._forward(self._run, self.store.provisional().tree(parents), tokens, taps)
+        forward = self._forward_graph(tokens, parents, taps) if self.store.graphs.enabled else None
+        if forward is None:
+            forward = self._forward(self._run, self.store.provisional().tree(parents), tokens, taps)
         return forward if slots >= least else forward.first(slots)
 
     def _forward_graph(self, tokens: Tensor, parents: Tensor, taps: tuple[int, ...]) -> Forward | None:

@@ -222,7 +222,7 @@ def _read(
             fuse_layers(model, cpu.layout)
         _check_history(name, model)
     device_kind(torch_device).empty_cache()  # the original matrices, which were concatenated
-    return LoadedModel(model, tokenizer, name, plan_passes(HFTarget(model), cpu) if on_cpu else ())
+    return LoadedModel(model, tokenizer, name, plan_passes(HFTarget(model), cpu))
 
 
 def load_meta_target(name: str) -> HFTarget:

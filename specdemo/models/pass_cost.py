@@ -47,6 +47,7 @@ COMPARED = (  # docs/measurements.md
 READ_BYTES = 1 << 28  # more than most caches
 PADDING_ROUNDS = 8
 
+GPU_SLOTS = 16  # slots of every pass where `bit_exact` is on: there they cost what one costs
 _shapes: dict[object, PassShape] = {}  # kind of model -> shape, so that all copies of a model agree
 MIN_LAYERS = 2  # that are compared
 Clock = Callable[[], float]  # seconds
@@ -187,10 +188,12 @@ def fastest_threads(target: Target, counts: Sequence[int], seconds: float = THRE
 
 
 def plan_passes(target: HFTarget, settings: CpuSettings) -> tuple[str, ...]:
-    """Choose threads and shape of the passes of a model on a CPU. Return what a user should know, one sentence each."""
-    plan, notes = cpu_plan(target.model), []
-    fastest_threads(target, settings.counts)
-    if settings.bit_exact != "off":
+    """Choose the shape of a model's passes, and on a CPU their threads. Return what a user should know, one sentence
+    each."""
+    plan, notes, on_cpu = cpu_plan(target.model), [], target.device.type == "cpu"
+    if on_cpu:
+        fastest_threads(target, settings.counts)
+    if settings.bit_exact == "on" or (on_cpu and settings.bit_exact == "auto"):
         plan.shape = one_kernel_shape(target, required=settings.bit_exact == "on")
         plan.same_bits = plan.shape != PassShape()
         plan.chains = plan.same_bits and settings.bit_exact == "on"
@@ -204,13 +207,16 @@ def one_kernel_shape(target: HFTarget, required: bool) -> PassShape:
     """Return the shape of passes that makes the logits of every width the same bits, the ordinary shape if there is
     none, or unless required, if it makes a one-token pass slower than PADDING_LIMIT allows."""
     plan, config = cpu_plan(target.model), target.layer_config
-    if not target.capabilities.trees or plan.layout.rows < PADDED_ROWS:
+    on_cpu = target.device.type == "cpu"
+    if not target.capabilities.trees or (on_cpu and plan.layout.rows < PADDED_ROWS):
         return PassShape()
-    key = type(target.model), str(sorted(config.items(), key=str)), target.dtype, target.threads, required
+    key = type(target.model), str(sorted(config.items(), key=str)), target.dtype, plan.threads, required, target.device
     if key not in _shapes:
-        shape = pass_shape(target.dtype, tuple({size for _, size in target.kv_shapes.values()}))
+        sizes = tuple({size for _, size in target.kv_shapes.values()})
+        shape = pass_shape(target.dtype, sizes) if on_cpu else PassShape(GPU_SLOTS)
         kinds = list(config.get("layer_types") or ["all"])
-        layers = min(target.num_layers, max(MIN_LAYERS, *(1 + kinds.index(kind) for kind in kinds)))
+        some = max(MIN_LAYERS, *(1 + kinds.index(kind) for kind in kinds)) if on_cpu else target.num_layers
+        layers = min(target.num_layers, some)
         plan.shape = shape
         with step_threads(target):
             same = has_same_bits(target, layers)

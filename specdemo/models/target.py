@@ -276,7 +276,7 @@ class HFTarget(Target):
 
     def first_layers(self, count: int) -> History:
         """Return an empty history of the model's first `count` layers and its head, for checks. Requires `trees`."""
-        run: Any = partial(self._run, layers=count)
+        run: Any = self._run if count == self.num_layers else partial(self._run, layers=count)
         self._new_history(1, 0)
         return KVHistory(self._store, run, self._windows, reads_lengths=self._run.fused is not None)
 

@@ -3,7 +3,10 @@
 import pytest
 import torch
 
-from specdemo.core.tree import Draft
+from specdemo.core.tree import Draft, chain_parents
+from specdemo.models import pass_cost
+from specdemo.models.cpu_plan import CpuSettings
+from specdemo.models.pass_cost import plan_passes
 from specdemo.models.target import HFTarget
 from tests.gpu.waits import no_synchronisation
 from tests.models.tiny import TREES, VOCABULARY, build, fresh, texts
@@ -70,3 +73,27 @@ def test_release_gives_the_memory_back():
         target.release_graphs()
     assert held > before
     assert torch.cuda.memory_allocated() == before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_with_bit_exact_a_pass_of_every_width_is_one_of_sixteen_slots(monkeypatch, name, dtype):
+    monkeypatch.setattr(pass_cost, "_shapes", {})
+    made = build(name).to("cuda", dtype)
+    before, target = HFTarget(made).capabilities.trees, HFTarget(made)
+    assert plan_passes(target, CpuSettings()) == ()
+    assert not target.same_bits
+    assert plan_passes(target, CpuSettings(bit_exact="on")) == ()
+    target = HFTarget(made)
+    assert before
+    assert target.same_bits
+    assert not target.capabilities.trees  # they are cut to chains
+    text = texts(1, 40).cuda()
+    target.start(text[:, :13], reserve=24)
+    single = []
+    for token in text[:, 13:29].split(1, 1):
+        single.append(target.forward(token, token[:, 1:]).logits)
+        target.commit([[0]])
+    for width in (2, 3, 7, 16):
+        target.crop([13])
+        logits = target.forward(text[:, 13 : 13 + width], chain_parents(1, width - 1, text.device)).logits
+        assert torch.equal(logits, torch.cat(single[:width], 1)), width
