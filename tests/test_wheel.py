@@ -22,7 +22,8 @@ import sys
 from types import SimpleNamespace
 from specdemo.__main__ import main
 from specdemo.analysis.profiles import profiles
-from specdemo.ui.page import Visits, build, preset
+from specdemo.ui.page import build, preset
+from specdemo.ui.race import Visits
 
 assert main(["presets", "--json"]) == 0
 build()

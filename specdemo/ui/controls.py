@@ -20,13 +20,14 @@ from specdemo.models.gguf_files import is_gguf
 from specdemo.presets import limits
 from specdemo.presets.files import DEFAULT, EMBEDDED, Preset, load_presets, preset
 from specdemo.servers.address import host, listed
-from specdemo.ui import assets, lazy_imports, setup
+from specdemo.ui import assets, setup
 from specdemo.ui.job import QUIET, Parts, Values, named
 from specdemo.ui.model_menus import (
     DRAFTING,
     cannot_run,
     default_draft,
     fitting_models,
+    live,
     method_choices,
     model_choices,
     on_this_machine,
@@ -138,7 +139,7 @@ class Controls:
         lane = self._of_lane(n)
 
         def draw_options(name: str, options: dict[str, object], rule: str, of_rule: dict[str, object]) -> None:
-            lazy_imports.live()
+            live()
             with gr.Row(elem_classes="options"):
                 for option in method_options(name):
                     self._draw_option(n, option, options, "options")
@@ -227,7 +228,7 @@ def fill_untouched(chosen: Preset, start: Preset, now: Values) -> Values:
 
 def offer_models(values: Values) -> Values:
     """Return the updates of every lane's list of models: those that fit its method and the target, and its own."""
-    lazy_imports.live()
+    live()
     updates: Values = {}
     for n in NUMBERS:
         name, options = values[f"method-{n}"], values[f"options-{n}"]
@@ -238,7 +239,7 @@ def offer_models(values: Values) -> Values:
 
 def titles(_: gr.Request | None, values: Values) -> Values:
     """Return the updates that set the methods' titles in every lane."""
-    lazy_imports.live()
+    live()
     choices = method_choices(values["target"])
     return {f"method-{n}": gr.update(choices=choices) for n in NUMBERS}
 
@@ -388,7 +389,7 @@ def _refit(_: gr.Request, values: Values) -> Values:
 
 def _switch(_: gr.Request, values: Values) -> Values:
     """Return a lane's model, options and `drawn` after the visitor has chosen another method."""
-    lazy_imports.live()
+    live()
     return {**_fit_model(values["target"], values["method"], {}), "options": {}, "drawn": values["drawn"] + 1}
 
 

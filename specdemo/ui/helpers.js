@@ -74,6 +74,18 @@ function unfinishedRun(name) {
   };
 }
 
+// Calls `show` with the place of the visitor's run in the queue, which Gradio writes into a hidden component.
+function watchPlace(name, show) {
+  const box = document.getElementById(`${name}-place`);
+  if (!box) return requestAnimationFrame(() => watchPlace(name, show));
+  const read = () => {
+    const [, at, size, waited, total] = /queue: (\d+)\/(\d+)(?:\D+([\d.]+)\/([\d.]+)s)?/.exec(box.textContent) ?? [];
+    const rest = Math.ceil(total - waited);
+    if (at) show(`Waiting: place ${at} of ${size} in line${rest > 0 ? `, about ${rest} s until it is done` : ""}.`);
+  };
+  return new MutationObserver(read).observe(box, { childList: true, characterData: true, subtree: true });
+}
+
 // Returns a function that takes an append-only log and passes its new lines to `receive`. A different first line means a new log:
 // `opened` is called first. A shorter log arrived late and is ignored.
 function reader(opened, receive) {

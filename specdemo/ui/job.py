@@ -1,14 +1,13 @@
-"""Jobs of the engine, shared by all tabs that run something: started, streamed, stopped and deleted per visitor.
+"""Jobs: work that a visitor starts, follows, cancels and rejoins, for all tabs that run something. Needs no torch.
 
-The engine works in a separate thread and never waits for a reader. Messages collect in a list that the token limit
-bounds. A job turns them into the append-only text of its view, one JSON object per line. Jobs take turns on the engine
-(turns.py). Needs no torch.
+A job is created before its call waits in Gradio's queue, so bad input is refused at once. The queue runs one job at a
+time. The work has its own thread and never waits for a reader. Its messages collect in a list that the token limit
+bounds; readers turn them into the append-only text of the view, one JSON object per line.
 """
 
 import asyncio
 import contextlib
 import contextvars
-import functools
 import json
 import logging
 import math
@@ -29,15 +28,17 @@ from gradio_client.utils import is_file_obj_with_meta
 from specdemo.core.atomic_io import json_text
 from specdemo.engine.messages import Note
 from specdemo.ui import space
-from specdemo.ui.turns import ENGINE, Call
 from specdemo.ui.views import Failed, Loading, view
 
 logger = logging.getLogger(__name__)
 
 # The functions check the values themselves. Gradio would refuse a choice that a menu does not have (yet, or any more),
 # and a number that is still being typed; the event then fails.
-QUEUED: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private", "preprocess": False}
-QUIET = QUEUED | {"queue": False}
+QUIET: dict[str, Any] = {
+    "show_progress": "hidden", "api_visibility": "private", "preprocess": False, "queue": False,
+}  # fmt: skip
+ENGINE: dict[str, Any] = {"concurrency_id": "engine", "concurrency_limit": 1}  # calls that run one at a time
+QUEUED = QUIET | ENGINE | {"queue": True}
 FLUSH_S = 1 / 15
 GRACE_S = 0.4  # Stop waits this long for the current step of a run
 STOPPING_S = 30.0  # the longest wait for the end of stopped work
@@ -49,8 +50,6 @@ Messages = list[Any]  # their types depend on the kind of job
 Values = dict[str, Any]  # values or updates of controls, by name
 Parts = dict[str, Any]  # controls by name
 Work = Callable[[Callable[[], bool], Callable[..., None]], Iterator[object]]
-Item = TypeVar("Item")
-END = object()
 
 
 def to_line(fields: dict[str, object]) -> str:
@@ -67,6 +66,11 @@ def opening(**fields: object) -> str:
     recorded: the run plays when the log arrives, unless it is `still`; then it waits for the visitor.
     """
     return to_line({"type": "run", "run": secrets.token_hex(6), "recorded": False, "still": False, **fields})
+
+
+def refusal(error: Exception) -> str:
+    """Return a text that says why there is no job."""
+    return opening() + to_line(view(Failed(str(error))))
 
 
 class Packed:
@@ -86,63 +90,79 @@ class Packed:
         return zlib.decompress(self._bytes).decode()
 
 
-class Engine:
+class Worker:
     """Work in its own thread. The work gets `cancelled` and a callback for loading progress, and yields messages."""
 
-    at_work: ClassVar[set["Engine"]] = set()
+    running: ClassVar[set["Worker"]] = set()
 
     def __init__(self, work: Work, limit_s: float | None = None) -> None:
         self._do = work
         self._limit_s = space.turn_s() if limit_s is None else limit_s
         self._messages: deque[Any] = deque()  # unread messages
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._work, daemon=True, name="engine")
+        self._thread: threading.Thread | None = None
+
+    @property
+    def alive(self) -> bool:
+        """Return whether the work has begun and not ended."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self) -> None:
+        """Begin, unless the work has begun before or was ended."""
+        if self._thread is None and not self._stop.is_set():
+            self._deadline = time.monotonic() + self._limit_s
+            self.running.add(self)
+            context = contextvars.copy_context()  # ZeroGPU finds the visitor's request in it
+            self._thread = threading.Thread(target=context.run, args=(self._run,), daemon=True, name="engine")
+            self._thread.start()
+
+    def messages(self) -> Messages:
+        """Return the messages since the last call."""
+        new = []
+        with contextlib.suppress(IndexError):  # two threads may read at the same time
+            while True:
+                new.append(self._messages.popleft())
+        return new
 
     def batches(self) -> Generator[Messages, None, None]:
-        """Yield new messages 15 times a second, often none. Closing the iterator stops the engine and waits for it."""
-        deadline = time.monotonic() + self._limit_s
-        self.at_work.add(self)
-        self._thread.start()
+        """Yield new messages 15 times a second, often none. Closing the iterator ends the work."""
+        self.start()
         try:
-            while self._thread.is_alive():
-                self._thread.join(FLUSH_S)
-                if time.monotonic() > deadline and not self._stop.is_set():
-                    self._stop.set()
-                    self._messages.append(Note(f"stopped: the time limit is {self._limit_s:.0f} seconds"))
-                yield self._new()
-            yield self._new()
+            while self.alive:
+                time.sleep(FLUSH_S)
+                yield self.messages()
+            yield self.messages()
         finally:
             self.end(STOPPING_S)
 
     def end(self, grace_s: float) -> None:
         """Stop the work, and wait at most this long for the current step."""
         self._stop.set()
-        if self._thread.is_alive():
+        if self._thread is not None:
             self._thread.join(grace_s)
 
-    def finish(self, grace_s: float = GRACE_S) -> Messages:
-        """Stop the engine and return the messages since the last batch."""
-        self.end(grace_s)
-        return self._new()
+    def _cancelled(self) -> bool:
+        if time.monotonic() > self._deadline and not self._stop.is_set():
+            self._stop.set()
+            self._messages.append(Note(f"stopped: the time limit is {self._limit_s:.0f} seconds"))
+        return self._stop.is_set()
 
-    def _new(self) -> Messages:
-        new = []
-        with contextlib.suppress(IndexError):  # Stop may read at the same time
-            while True:
-                new.append(self._messages.popleft())
-        return new
-
-    def _work(self) -> None:
+    def _run(self) -> None:
         try:
-            for message in self._do(self._stop.is_set, lambda *progress: self._messages.append(Loading(*progress))):
+            for message in self._do(self._cancelled, lambda *progress: self._messages.append(Loading(*progress))):
                 self._messages.append(message)
-        except ValueError as error:
-            self._messages.append(Failed(str(error)))
         except Exception as error:
-            logger.exception("the run failed")
-            self._messages.append(Failed(f"the run failed: {str(error).partition(chr(10))[0] or type(error).__name__}"))
+            self._messages.append(Failed(reason(error)))
         finally:
-            self.at_work.discard(self)
+            self.running.discard(self)
+
+
+def reason(error: Exception) -> str:
+    """Return why work failed, in one line; an unexpected error is logged."""
+    if isinstance(error, ValueError):
+        return str(error)
+    logger.error("the run failed", exc_info=error)
+    return f"the run failed: {str(error).partition(chr(10))[0] or type(error).__name__}"
 
 
 def stop_all() -> None:
@@ -151,25 +171,24 @@ def stop_all() -> None:
     A server waits for its streams when it closes. If the interpreter ended in the middle of torch's code, the process
     would abort.
     """
-    for engine in tuple(Engine.at_work):
-        engine.end(STOPPING_S)
+    for worker in tuple(Worker.running):
+        worker.end(STOPPING_S)
 
 
 class Job(ABC):
-    """Work that a visitor started, and the text that shows it."""
+    """Work that a visitor started, and the text that shows it. Without work it has ended."""
 
     STOPPING: ClassVar[Values] = {"type": "stopping"}  # the line after Stop was pressed
-    UNREAD_S: ClassVar[float] = 0.0  # the work goes on for this time without a reader
-    engine: Engine | None = None  # None if it is in another process
-    worker: "asyncio.Task[None] | None" = None  # runs the job
-    readers = 0  # pages that follow the job
+    unread_s = 0.0  # the work goes on for this time without a reader
+    at_work: ClassVar["Job | None"] = None  # the last one that began
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, work: Work | None = None, limit_s: float | None = None) -> None:
         self.text = text
-        self.ended = False  # True after the last line
+        self._worker = Worker(work, limit_s) if work else None
+        self.ended = work is None  # True once the text has its last line
         self.stopped = False
-        self._unread = threading.Event()  # set while `stream` has no reader
-        self._unread.set()
+        self._readers = 0
+        self._lock = threading.Lock()
 
     @property
     def size(self) -> int:
@@ -177,94 +196,75 @@ class Job(ABC):
         return ENTRY + len(self.text)
 
     @property
+    def worked(self) -> bool:
+        """Return whether the job has work, as opposed to a stored text."""
+        return self._worker is not None
+
+    @property
     def run(self) -> str:
         """Return the id of the run, which only its page knows."""
         return str(json.loads(self.text.partition("\n")[0] or "{}").get("run", ""))
-
-    def start(self, line: contextlib.ExitStack, call: Call) -> None:
-        """Begin the work in the background; at its end the call leaves the `line`."""
-        self.worker = asyncio.create_task(self._run(line, call))
-
-    async def _run(self, line: contextlib.ExitStack, call: Call) -> None:
-        with line:
-            async with contextlib.aclosing(follow(call, self)) as texts:
-                async for _ in texts:
-                    pass
-
-    async def read(self) -> AsyncGenerator[str, None]:
-        """Yield the growing text, 15 times a second. Without a reader the work ends after UNREAD_S, or as soon as
-        another call waits for the engine.
-        """
-        self.readers += 1
-        try:
-            while self.worker is not None and not self.worker.done():
-                yield self.text
-                await asyncio.wait([self.worker], timeout=FLUSH_S)
-            if self.worker is not None and not self.worker.cancelled():
-                self.worker.result()
-            yield self.text
-        finally:
-            self.readers -= 1
-            if self.UNREAD_S:
-                self._watch = asyncio.create_task(self._end_unread())
-            else:
-                await self._cancel()
-
-    async def _end_unread(self) -> None:
-        end = time.monotonic() + self.UNREAD_S
-        while self.worker is not None and not self.worker.done() and not self.readers:
-            if time.monotonic() > end or ENGINE.crowded:
-                await self._cancel()
-            else:
-                await asyncio.wait([self.worker], timeout=FLUSH_S)
-
-    async def _cancel(self) -> None:
-        if self.worker is not None and not self.worker.done():
-            self.worker.cancel()
-            await asyncio.wait([self.worker])
 
     @abstractmethod
     def add(self, messages: Iterable[Any]) -> str:
         """Return the text extended by new messages."""
 
-    def wait(self, place: str) -> str:
-        """Return the text extended by the place in line."""
-        self.text += to_line({"type": "waiting", "text": place})
-        return self.text
+    async def follow(self) -> AsyncGenerator[str, None]:
+        """Begin the work and yield the growing text, 15 times a second. Without a reader the work ends after
+        `unread_s`, or as soon as another job begins.
+        """
+        self._readers += 1
+        try:
+            await asyncio.to_thread(self._begin)
+            while not self.ended:
+                yield await asyncio.to_thread(self.read)
+                await asyncio.sleep(0.0 if self.ended else FLUSH_S)
+        finally:
+            self._readers -= 1
+            if self.unread_s:
+                asyncio.get_running_loop().call_later(self.unread_s, self._end_unread)
+            else:
+                self._end_unread()
 
-    def stream(self) -> Generator[str, None, None]:
-        """Yield the text so far, 15 times a second. Closing the iterator stops the engine."""
-        assert self.engine is not None
-        self._unread.clear()
-        with contextlib.closing(self.engine.batches()) as batches:
-            try:
-                yield self.text
-                for batch in batches:
-                    yield self.add(batch)
-                self.ended = True
-            finally:
-                self._unread.set()
+    def _begin(self) -> None:
+        other, Job.at_work = Job.at_work, self
+        if other is not None and other is not self:
+            other.cancel(STOPPING_S)  # the queue runs one call at a time, so its page is gone
+        if self._worker:
+            self._worker.start()
+
+    def _end_unread(self) -> None:
+        if not self._readers:
+            self.cancel(0.0)
+
+    def read(self) -> str:
+        """Return the text, with what the work has yielded by now."""
+        with self._lock:
+            if self._worker and not self.ended:
+                last = not self._worker.alive
+                self.add(self._worker.messages())
+                self.ended = last
+            return self.text
+
+    def cancel(self, grace_s: float) -> None:
+        """End the work, and wait at most this long for its current step."""
+        if self._worker:
+            self._worker.end(grace_s)
 
     def request_stop(self) -> str:
         """Return the text with a last line that says what happens now; `stop` waits for that."""
-        self.text += to_line(self.STOPPING)
-        return self.text
+        with self._lock:
+            self.text += to_line(self.STOPPING)
+            return self.text
 
     def stop(self) -> str:
         """End the work and return the text, with the last messages if they arrive in time."""
-        assert self.engine is not None
-        self.end_worker()
-        self.add(self.engine.finish(STOPPING_S))
+        self.stopped = True
+        self.cancel(STOPPING_S)
+        self.read()
         self.text += to_line({"type": "stopped"})
         self.ended = True
         return self.text
-
-    def end_worker(self) -> None:
-        """End the work in the background, and wait until nothing else reads the engine's messages."""
-        self.stopped = True
-        if self.worker is not None and not self.worker.done():
-            self.worker.get_loop().call_soon_threadsafe(self.worker.cancel)
-        self._unread.wait(STOPPING_S)
 
     def extra_updates(self) -> Values:
         """Return updates of the components next to the text."""
@@ -335,45 +335,33 @@ class Jobs(Generic[Kind]):
     """Run and Stop of one tab, for all visitors. name: identifies these jobs among a visitor's."""
 
     def __init__(self, name: str, store: Store | None = None) -> None:
-        self._name = name
+        self.name = name
         self._store = Store() if store is None else store
 
     def last(self, request: gr.Request) -> Kind | None:
         """Return the visitor's latest job."""
         return cast(Kind | None, self._store.get(self._key(request)))
 
-    async def run(
-        self, begin: Callable[[Values, Kind | None], Kind], request: gr.Request, values: Values
-    ) -> AsyncGenerator[Values, None]:
-        """Yield the growing text of a job. If `begin`, called with the values of the controls and the last job, raises
-        ValueError, yield a text with the reason.
-        """
-        with contextlib.ExitStack() as line:
-            call = line.enter_context(ENGINE.line(request))
-            try:
-                job = await asyncio.to_thread(begin, values, self.last(request))
-            except ValueError as error:
-                yield {"view": refusal(error)}
-                return
-            self.keep(request, job)
-            job.start(line.pop_all(), call)
-        async for updates in self._read(request, job):
-            yield updates
+    def keep(self, request: gr.Request, job: Kind) -> Kind:
+        """Store a job as its visitor's latest, and return it."""
+        self._store.put(self._key(request), job)
+        return job
 
-    async def rejoin(self, request: gr.Request, values: Values) -> AsyncGenerator[Values, None]:
-        """Yield the growing text of the run that a page followed before it lost its connection or was reloaded."""
-        job = cast(Kind | None, await asyncio.to_thread(self._store.find, self._name, str(values["run"])))
-        if job is not None:
-            self.keep(request, job)
-            async for updates in self._read(request, job):
-                yield updates
+    def rejoin(self, values: Values, _: Kind | None) -> Kind | None:
+        """Return the run that a page followed before it lost its connection or was reloaded."""
+        return cast(Kind | None, self._store.find(self.name, str(values["run"])))
 
-    async def _read(self, request: gr.Request, job: Kind) -> AsyncGenerator[Values, None]:
-        async with contextlib.aclosing(job.read()) as texts:
+    async def follow(self, request: gr.Request) -> AsyncGenerator[Values, None]:
+        """Yield the updates of the visitor's latest job; nothing if the page has its whole text already."""
+        job = self.last(request)
+        if job is None or job.ended:
+            return
+        async with contextlib.aclosing(job.follow()) as texts:
             async for text in texts:
                 self.last(request)  # update its size in the store
                 yield {"view": text, **job.extra_updates()}
-        job.final_updates()
+        if not job.stopped:  # `stop` still needs the text
+            job.final_updates()
 
     def request_stop(self, request: gr.Request) -> Values:
         """Ask the job to end at its next step."""
@@ -386,53 +374,16 @@ class Jobs(Generic[Kind]):
         """
         job = self.last(request)
         if job is None or job.ended:
-            return job.final_updates() if job and job.worker and job.text else {}
+            return job.final_updates() if job and job.worked and job.text else {}
         text = job.stop()
         return {**job.final_updates(), "view": text}
 
-    def keep(self, request: gr.Request, job: Kind) -> None:
-        """Store a job as its visitor's latest."""
-        self._store.put(self._key(request), job)
-
     def _key(self, request: gr.Request) -> tuple[str, str]:
-        return str(request.session_hash), self._name
+        return str(request.session_hash), self.name
 
 
-async def follow(call: Call, job: Job) -> AsyncGenerator[str, None]:
-    """Yield the growing text of a job: its place in line, then its messages. A job stopped in line does not start."""
-    async for place in ENGINE.wait(call):
-        yield job.wait(place)
-    if not job.stopped:
-        async with contextlib.aclosing(in_thread(job.stream())) as texts:
-            async for text in texts:
-                yield text
-
-
-async def in_thread(items: Generator[Item, None, None]) -> AsyncGenerator[Item, None]:
-    """Yield items that a worker thread computes. Closing waits for the current item, then closes `items`."""
-    step: asyncio.Future[Item | object] | None = None
-    loop = asyncio.get_running_loop()
-    advance = functools.partial(contextvars.copy_context().run, lambda: next(items, END))
-    try:
-        while True:
-            step = loop.run_in_executor(None, advance)  # no task: the end of the loop cancels tasks
-            item = await asyncio.shield(step)
-            if item is END:
-                return
-            yield cast(Item, item)
-    finally:
-        if step is not None and not step.done():
-            await asyncio.wait([step])
-        await asyncio.to_thread(items.close)
-
-
-def refusal(error: Exception) -> str:
-    """Return a text that says why there is no job."""
-    return opening() + to_line(view(Failed(str(error))))
-
-
-# events, or one to follow; what creates the job, None to rejoin one; the controls with its values
-Start = tuple[Sequence[object] | Callable[..., object], Callable[[Values, Any], Job] | None, Parts]
+# events, or one to follow; what creates or finds the job; the controls with its values
+Start = tuple[Sequence[object] | Callable[..., object], Callable[[Values, Any], Job | None], Parts]
 
 
 def wire(
@@ -443,58 +394,61 @@ def wire(
     off: Sequence[object],
     first: str | None = None,
 ) -> list[Any]:
-    """Connect Run and Stop of a tab; return the events at which a job of each start has ended.
+    """Connect Run and Stop of a tab, and a hidden button, `NAME-rejoin`, that a script clicks to rejoin a run; return
+    the events at which a job of each start has ended.
 
-    starts: ways to start a job: events, a function that creates it from the values of controls and the last job (None:
-    rejoin a job), and those controls. parts: `view`, which shows the text, and further components that a job updates.
-    off: buttons disabled during a job. first: a script that a start waits for.
+    starts: ways to start a job: events, a function that creates it from the values of controls and the last job, and
+    those controls. parts: `view`, which shows the text, and further components that a job updates. off: buttons
+    disabled during a job. first: a script that a start waits for.
     """
+    place = gr.HTML(elem_id=f"{jobs.name}-place", elem_classes="sd-place")  # in the queue, read by helpers.js
+    turn = QUEUED | {"show_progress": "minimal", "show_progress_on": place}
     switched = {"stop": stop, **{str(i): button for i, button in enumerate(off)}}
-    stopped = {"stopped": gr.State(False)}  # True after Stop, which may arrive before Run
+    everything = {**parts, **switched}
 
     def switch(running: bool) -> Values:
         return {name: gr.update(interactive=running == (name == "stop")) for name in switched}
 
-    async def run(
-        begin: Callable[[Values, Any], Job] | None, request: gr.Request, values: Values
-    ) -> AsyncIterator[Values]:
-        if not values.pop("stopped"):
-            texts = jobs.run(begin, request, values) if begin else jobs.rejoin(request, values)
-            async with contextlib.aclosing(texts) as shown:
-                async for updates in shown:
-                    yield updates
+    def begin(start: Callable[[Values, Any], Job | None], request: gr.Request, values: Values) -> Values:
+        try:
+            job = start(values, jobs.last(request))
+        except ValueError as error:
+            return {"view": refusal(error)}
+        return {"view": jobs.keep(request, job).text, **switch(not job.ended)} if job else {}
 
-    ended = []
-    for pressed, begin, given in starts:
-        on = pressed if callable(pressed) else partial(gr.on, pressed, trigger_mode="once")
-        locked = named(
-            on, lambda *_: {**switch(True), "stopped": False}, {}, {**switched, **stopped}, js=first, **QUIET
-        )
-        ended.append(named(locked.then, partial(run, begin), {**given, **stopped}, parts, **QUEUED))
-        for after in at_end(ended[-1]):
-            named(after, lambda *_: switch(False), {}, switched, **QUIET)
-
-    def on_stop(request: gr.Request, _: Values) -> Values:
-        return {**jobs.request_stop(request), "stop": gr.update(interactive=False), "stopped": True}
+    async def follow(request: gr.Request, _: Values) -> AsyncIterator[Values]:
+        async with contextlib.aclosing(jobs.follow(request)) as shown:
+            async for updates in shown:
+                yield updates
+        yield switch(False)
 
     def end(request: gr.Request, _: Values) -> Values:
         return {**jobs.stop(request), **switch(False)}
 
-    everything = {**parts, **switched, **stopped}
-    named(named(stop.click, on_stop, {}, everything, cancels=ended, **QUIET).then, end, {}, everything, **QUIET)
+    def on_stop(request: gr.Request, _: Values) -> Values:
+        return {**jobs.request_stop(request), "stop": gr.update(interactive=False)}
+
+    def started(on: Any, start: Callable[[Values, Any], Job | None], given: Parts, **settings: Any) -> Any:
+        begun = named(on, partial(begin, start), given, everything, **QUIET, **settings)
+        event = named(begun.success, follow, {}, everything, **turn)
+        named(event.failure, lambda *_: switch(False), {}, switched, **QUIET)
+        return event
+
+    ended = []
+    for pressed, start, given in starts:
+        on = pressed if callable(pressed) else partial(gr.on, pressed, trigger_mode="once")
+        ended.append(started(on, start, given, js=first))
+    again, run = gr.Button("Rejoin", elem_id=f"{jobs.name}-rejoin", elem_classes="sd-rejoin"), gr.JSON(visible=False)
+    found = again.click(None, None, run, js=f"() => sessionStorage.getItem('specdemo.{jobs.name}') ?? ''", **QUIET)
+    ended.append(started(found.then, jobs.rejoin, {"run": run}))
+    stopped = named(stop.click, on_stop, {}, everything, cancels=ended, **QUIET)
+    named(stopped.then, end, {}, everything, **QUIET)
     return ended
 
 
 def at_end(event: Any) -> tuple[Callable[..., object], Callable[..., object]]:
     """Return the events after the end of an event: of its success and of its failure, which `then` leaves out."""
     return event.success, event.failure
-
-
-def rejoining(name: str) -> Start:
-    """Return the start that rejoins a tab's run. A hidden button, `NAME-rejoin`, is clicked by a script of the page."""
-    button, run = gr.Button("Rejoin", elem_id=f"{name}-rejoin", elem_classes="sd-rejoin"), gr.JSON(visible=False)
-    found = button.click(None, None, run, js=f"() => sessionStorage.getItem('specdemo.{name}') ?? ''", **QUIET)
-    return found.then, None, {"run": run}
 
 
 def named(

@@ -6,7 +6,7 @@ const LOSSES = { loss: "training", held_out_loss: "held-out" };
 let training = null;
 
 const readLog = reader(clear, (line) => actions[line.type]?.(line));
-const actions = { run: opened, tick, done, stopped, error: failed, waiting: noted, note: noted };
+const actions = { run: opened, tick, done, stopped, error: failed, note: noted };
 
 function clear() {
   showAlert("");
@@ -26,6 +26,8 @@ function opened(line) {
 function noted(line) {
   setStatus(sentence(line.text));
 }
+
+watchPlace("training", (text) => !$(".sd-loading").hidden && setStatus(text));
 
 function tick(line) {
   if (!training.points.loss) setStatus(`Training ${training.recipe}.`);

@@ -28,9 +28,8 @@ from specdemo.presets.files import DEFAULT, load_presets, preset
 from specdemo.servers.address import host, listed
 from specdemo.ui import assets
 from specdemo.ui.controls import Controls, draw_setting, fill
-from specdemo.ui.job import QUIET, Engine, Job, Jobs, Store, Values, named, opening, to_line, wire
-from specdemo.ui.lazy_imports import live
-from specdemo.ui.model_menus import TRAINED
+from specdemo.ui.job import QUIET, Job, Jobs, Store, Values, named, opening, to_line, wire
+from specdemo.ui.model_menus import TRAINED, live
 from specdemo.ui.setup import integer
 from specdemo.ui.sweep import Sweeping, Sweeps, draw_result
 from specdemo.ui.views import view
@@ -68,12 +67,10 @@ class Training(Job):
         self.method: str = trains.head_recipe(recipe).method
         minutes = min(max(minutes, MINUTES[0]), MINUTES[1])
         out = RUNS / f"{recipe}-{datetime.now():%Y%m%d-%H%M%S}"
-        self.engine = Engine(
-            live().with_engine_lock(lambda cancelled, _: trains.train_live(recipe, minutes, out, cancelled)), math.inf
-        )
+        work = live().with_engine_lock(lambda cancelled, _: trains.train_live(recipe, minutes, out, cancelled))
+        super().__init__(opening(recipe=recipe), work, math.inf)
         self.folder: str | None = None
         self._due = 0.0  # time of the next point of the loss curve, in seconds of training
-        super().__init__(opening(recipe=recipe))
 
     def add(self, messages: Iterable[Any]) -> str:
         for message in messages:

@@ -2,73 +2,81 @@
 
 import contextlib
 from collections.abc import Callable, Generator, Iterable, Iterator
+from functools import partial
 
 from specdemo.core.trace import RunTrace
 from specdemo.engine.comparison import Comparison
 from specdemo.engine.lanes import lane_name
+from specdemo.engine.messages import Started
 from specdemo.engine.session import follow_up, session
 from specdemo.models.devices import best_device
 from specdemo.presets import limits
 from specdemo.presets.files import EMBEDDED, Preset
 from specdemo.presets.recorded import recorded
 from specdemo.ui import space
-from specdemo.ui.job import Engine, Messages, Work
-from specdemo.ui.log import Log
-from specdemo.ui.views import Failed
+from specdemo.ui.job import Messages, Work, Worker, reason
+from specdemo.ui.views import Failed, Shown, StandIn
 
 __all__ = ["follow_up", "free_memory", "lane_name", "no_gpu", "preload", "run", "session", "with_engine_lock"]
 
 ELSEWHERE = space.zero_gpu()  # the engine runs in another process
-INSTEAD = "Showing the recorded run of this preset instead, with the preset's settings."
 
 
 def with_engine_lock(work: Work) -> Work:
     """Run work while no other work uses the engine."""
 
-    def alone(cancelled: Callable[[], bool], report: Callable[[float, str], None]) -> Iterator[object]:
+    def alone(cancelled: Callable[[], bool], report: Callable[..., None]) -> Iterator[object]:
         with session().lock:
             yield from work(cancelled, report)
 
     return alone
 
 
-@space.on_zero_gpu(lambda spec, log: space.seconds(spec))
-def _play(spec: Comparison, log: Log | None) -> Generator[Messages, None, None]:
-    """Yield the new messages of a run 15 times a second. `log` gets the engine if both are in one process."""
+def run(spec: Comparison, cancelled: Callable[[], bool], report: Callable[..., None]) -> Iterator[Shown | StandIn]:
+    """Yield the messages of a run. If it gets no GPU, yield the recorded run of its preset instead, if there is one."""
+    lacking, started = no_gpu(spec), False
 
-    def work(cancelled: Callable[[], bool], loading: Callable[[float, str], None]) -> Iterator[object]:
-        if limits.public():
-            session().forget_learned()  # a draft that learned from one visitor's text must not be used for another
-        return session().stream(spec, cancelled, loading)
+    def failed(why: str) -> Failed | StandIn:
+        trace = _stand_in(spec) if lacking and not started else None
+        return StandIn(why, trace) if trace else Failed(why)
 
-    engine = Engine(work, space.seconds(spec) - space.BACK_S if ELSEWHERE else None)
-    if log is not None:
-        log.engine = engine
-    with contextlib.closing(engine.batches()) as batches:
+    if lacking and limits.public():  # trying anyway would block a shared machine
+        yield failed(lacking)
+        return
+    try:
+        for message in _on_borrowed_gpu(spec, cancelled) if ELSEWHERE else _stream(spec, cancelled, report):
+            started = started or isinstance(message, Started)
+            yield failed(message.text) if isinstance(message, Failed) else message
+    except Exception as error:
+        if not ELSEWHERE:
+            yield failed(reason(error))
+            return
+        # an error of the GPU scheduler; those of the engine are messages
+        words = getattr(error, "message", None) or str(error) or type(error).__name__
+        lacking = f"{'the GPU was taken away' if started else 'no GPU for this run'}: {words}"
+        yield failed(lacking)
+
+
+def _stream(spec: Comparison, cancelled: Callable[[], bool], report: Callable[..., None]) -> Iterator[Shown]:
+    if limits.public():
+        session().forget_learned()  # a draft that learned from one visitor's text must not be used for another
+    return session().stream(spec, cancelled, report)
+
+
+def _on_borrowed_gpu(spec: Comparison, cancelled: Callable[[], bool]) -> Iterator[Shown]:
+    with contextlib.closing(_play(spec)) as batches:
+        for batch in batches:
+            if cancelled():
+                return
+            yield from batch
+
+
+@space.on_zero_gpu(space.seconds)
+def _play(spec: Comparison) -> Generator[Messages, None, None]:
+    """Yield the new messages of a run 15 times a second."""
+    worker = Worker(partial(_stream, spec), space.seconds(spec) - space.BACK_S)
+    with contextlib.closing(worker.batches()) as batches:
         yield from batches
-
-
-def run(spec: Comparison, log: Log) -> Iterator[str]:
-    """Yield the log so far, 15 times a second. Closing the iterator stops the engine.
-
-    A run that gets no GPU ends as the recorded run of its preset, if there is one, with a note.
-    """
-    log.spec = spec
-    reason = no_gpu(spec)
-    if reason and limits.public():  # trying anyway would block a shared machine
-        log.add([Failed(reason)])
-    else:
-        try:
-            with contextlib.closing(_play(spec, None if ELSEWHERE else log)) as batches:
-                for new in batches:
-                    yield log.add(new)
-        except Exception as error:  # errors of the GPU scheduler; the engine reports its own failures
-            message = getattr(error, "message", None) or str(error) or type(error).__name__
-            reason = f"{'the GPU was taken away' if log.started else 'no GPU for this run'}: {message}"
-            log.add([Failed(reason)])
-    if log.failure:
-        trace = _stand_in(spec) if reason and not log.started else None
-        yield log.fall_back(f"{log.failure.rstrip('.')}. {INSTEAD}", trace) if trace else log.text
 
 
 def no_gpu(spec: Comparison) -> str:

@@ -1,9 +1,11 @@
 """Models that the page offers: targets, the drafters that fit a target, and heads trained on the page."""
 
+import threading
 from collections.abc import Sequence
 from functools import lru_cache
 from html import escape
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from specdemo.methods import BASELINE, CAPABILITY_USES, METHODS, method, usable
@@ -18,6 +20,24 @@ if TYPE_CHECKING:
 
 DRAFTING = [name for name in METHODS if name != BASELINE]
 TRAINED: list[str] = []  # folders of heads that visitors of this process have trained
+
+
+_importing = threading.Lock()
+
+
+def live() -> ModuleType:
+    """Return specdemo.ui.live, which needs torch, after the modules of all usable methods were imported too.
+
+    A lock ensures that each module is imported once: the lazy modules of transformers break when two threads import
+    them at the same time, and visitors arrive while the engine is still being imported.
+    """
+    with _importing:
+        from specdemo.methods import method, usable
+        from specdemo.ui import live
+
+        for name in usable():
+            method(name)
+        return live
 
 
 def check_models(chosen: Preset, allow_any_model: bool) -> Preset:

@@ -1,17 +1,19 @@
 """The page: `build` creates it, `serve` starts its server.
 
-The view is one component whose value is an append-only log (views.py), drawn by race.js. Some events share the
-engine: one runs, the others wait in line and see their place (turns.py). Code that needs torch is imported through
-`lazy_imports.live`, so that the page appears before torch is loaded.
+The view is one component whose value is an append-only log (views.py), drawn by race.js. Code that needs torch is
+imported through `model_menus.live`, so that the page appears before torch is loaded.
 """
 
 import asyncio
 import gc
+import json
+import math
 import os
 import threading
-from collections.abc import AsyncIterator, Generator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, closing
-from functools import lru_cache, partial
+from functools import partial
+from typing import Any
 from urllib.parse import urlsplit
 
 from specdemo.presets import limits
@@ -27,202 +29,29 @@ if limits.public() and not space.zero_gpu():
 import gradio as gr
 from starlette.middleware import Middleware
 
-from specdemo.core.trace import RunTrace, to_json
-from specdemo.engine.comparison import Comparison
-from specdemo.presets.files import DEFAULT, Preset, load_presets, preset
-from specdemo.presets.link import from_query, is_link, is_sweep, to_query
+from specdemo.bench.result import recorded_suite
+from specdemo.core.atomic_io import json_text
+from specdemo.presets.files import DEFAULT, Preset, preset
 from specdemo.presets.recorded import recorded
-from specdemo.presets.runnable import why_not
-from specdemo.ui import answers, assets, controls, how, lab, security, space, sweep, whatif
-from specdemo.ui.controls import Controls, address, fill, fill_untouched, wire_share
-from specdemo.ui.failures import Page, quiet
-from specdemo.ui.job import (
-    LOST_S,
-    QUEUED,
-    QUIET,
-    Jobs,
-    Start,
-    Store,
-    Values,
-    at_end,
-    follow,
-    named,
-    rejoining,
-    stop_all,
-    wire,
-)
-from specdemo.ui.lazy_imports import live
-from specdemo.ui.log import Log, notes, open_trace, replayed, waiting
-from specdemo.ui.setup import changed, from_values, key, to_values
-from specdemo.ui.turns import ENGINE, PLACES, UPDATE_S
-from specdemo.ui.views import tokens_csv
+from specdemo.ui import assets, controls, lab, security, space, sweep, whatif
+from specdemo.ui.controls import Controls, wire_share
+from specdemo.ui.job import ENGINE, QUEUED, QUIET, Start, Store, at_end, named, stop_all, wire
+from specdemo.ui.model_menus import live
+from specdemo.ui.race import Log, Visits, replayed, run
+from specdemo.ui.setup import changed
 
-POOLED = 3  # runs of "Repeat"
+PLACES = 200  # waiting calls
+UPDATE_S = 1.0  # between two messages about their places
+FIGURE_STEPS = 14  # of the recorded race in "How it works"
 SESSIONS = 64  # sessions whose components Gradio stores, 0.3 MB each
 FONTS = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "Helvetica Neue", "Arial", "sans-serif"]
 MONO = ["ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "DejaVu Sans Mono", "monospace"]
 
 
-class Race(Log):
-    """The log of a run that a visitor started."""
-
-    UNREAD_S = LOST_S
-
-    def stream(self) -> Generator[str, None, None]:
-        self._unread.clear()
-        try:
-            yield from live().run(self.spec, self)
-        finally:
-            self._unread.set()
-
-
-class Visits(Jobs[Log]):
-    """Events of the Race tab for all visitors."""
-
-    def __init__(self, start: Preset, allow_any_model: bool, store: Store | None = None) -> None:
-        super().__init__("race", store)
-        self._start = start
-        self._any = allow_any_model
-
-    def race(self, values: Values, last: Log | None) -> Log:
-        """Return the job of a run. Raises ValueError with one line, as do the next two functions, if there can be no
-        run.
-        """
-        spec = from_values(values, self._any)
-        return Race(before=last, key=key(values), spec=spec)
-
-    def repeat(self, _: Values, last: Log | None) -> Log:
-        """Return the job that repeats the visible run three times and pools the runs."""
-        if last is None or last.spec is None:
-            raise ValueError("no run to repeat; press Run first")
-        return Race(before=last, key=last.key, spec=last.spec.model_copy(update={"repeats": POOLED}))
-
-    def follow(self, values: Values, last: Log | None) -> Log:
-        """Return the job of the chat's next turn."""
-        if last is None or last.spec is None or last.trace is None or last.recorded:
-            raise ValueError("no chat to continue; press Run first")
-        base = limits.fit(preset(last.spec.id))
-        message = limits.admit(base.with_changes(prompt=values["message"])).prompt
-        return Race(before=last, spec=live().follow_up(last.spec, last.trace, message))
-
-    def offer(self, request: gr.Request, values: Values) -> Values:
-        """Show the follow-up prompt if the visible run is a chat of this page; empty after its message is answered."""
-        log = self.last(request)
-        shown: Values = {"row": gr.update(visible=log is not None and log.is_chat)}
-        if log is None or log.spec is None or not log.ended or log.spec.prompt != values["message"]:
-            return shown
-        return shown | {"message": ""}
-
-    def open(self, request: gr.Request, values: Values) -> Values:
-        """Return the log of a stored run, or a log with the reason why the file cannot be read."""
-        log = open_trace(values["file"], space.bounds())
-        if log.ended:
-            self.keep(request, log)
-        return log.final_updates()
-
-    def first(self, request: gr.Request) -> object:
-        """Return the initial view: the recorded race of the preset, unless a link was opened."""
-        return gr.skip() if is_link(request.query_params) else self.select(request, self._start.id)
-
-    def select(self, request: gr.Request, preset_id: str | None) -> object:
-        """Return the recorded race of the chosen preset, or else its empty lanes, if no other run is visible."""
-        shown = _recorded(preset_id or DEFAULT)  # may take a second; another event may change the view meanwhile
-        last = self.last(request)
-        if last is not None and last.own:
-            return gr.skip()
-        if shown:
-            self.keep(request, shown)
-            return shown.text
-        self.keep(request, Log(still=True))  # hide the recorded race of the previous preset
-        return _lanes(limits.fit(preset(preset_id or DEFAULT)))
-
-    def on_show(self, request: gr.Request) -> tuple[RunTrace, bool] | None:
-        """Return the finished run that a visitor sees, and whether it is the visitor's own."""
-        log = self.last(request)
-        trace = log.trace if log else None
-        return (trace, log.own) if log and trace else None
-
-    def save(self, request: gr.Request, kind: str) -> dict[str, str]:
-        """Return the file name and the text of the latest run."""
-        log = self.last(request)
-        trace = log.shared_trace if log else None
-        if trace is None:
-            raise gr.Error(_nothing_to_save(log), print_exception=False)
-        text = to_json(trace, 1, space.bounds()) if kind == "json" else tokens_csv(trace)
-        return {"name": f"specdemo-{trace.preset}.{kind}", "text": text}
-
-    def share(self, values: Values) -> str:
-        """Return the link that opens the comparison again. Raises ValueError with one line."""
-        chosen = live().session().with_chosen_lengths(from_values(values, self._any))
-        return address(to_query(chosen, preset(chosen.id)))
-
-    def read_link(self, request: gr.Request) -> tuple[Preset, list[str]] | None:
-        """Return the comparison of the page's address, and notes on what was ignored."""
-        if not is_link(request.query_params) or is_sweep(request.query_params):
-            return None
-        return self._read_query(request.query_params)
-
-    def restore(self, request: gr.Request, values: Values) -> Values:
-        """Return the controls of the page's address, except those that the visitor has changed by now, and a log.
-        Nothing runs.
-        """
-        if values["asked"] is None:
-            return {}
-        chosen, refused = values["asked"]
-        return fill_untouched(chosen, self._start, values) | {"view": self._show(request, chosen, refused)}
-
-    def open_query(self, request: gr.Request, values: Values) -> Values:
-        """Return the controls and a log for the query of another address, after a visitor has chosen a preset or gone
-        back.
-        """
-        chosen, refused = self._read_query(str(values["query"]))
-        return fill(chosen, values) | {"view": self._show(request, chosen, refused)}
-
-    def _read_query(self, query: Mapping[str, object] | str) -> tuple[Preset, list[str]]:
-        """Return the comparison of a query, and notes on what was ignored. On a cold server this takes seconds."""
-        live()
-        chosen, refused = from_query(query, load_presets(), self._any, self._start)
-        fitting = limits.fit(chosen)
-        if fitting != chosen and chosen != preset(chosen.id):
-            more = f"the link exceeds the limits of this public page; {limits.HOME}"
-            refused.append(limits.PRIVATE if limits.shares(chosen) else more)
-        return fitting, refused
-
-    def _show(self, request: gr.Request, chosen: Preset, refused: Sequence[str]) -> object:
-        """Return a log: the notes on what was ignored, the recorded race of an unchanged preset, or empty lanes."""
-        if refused:
-            return notes(refused)
-        return self.select(request, chosen.id) if chosen == limits.fit(preset(chosen.id)) else _lanes(chosen)
-
-
-def _nothing_to_save(log: Log | None) -> str:
-    if log is None or not log.started:
-        return "no run to save yet; press Run first"
-    if log.failure:
-        return "the run failed, so there is nothing to save; press Run again"
-    return "the run has not finished; press Stop to save the steps so far"
-
-
-async def _free_memory(request: gr.Request) -> None:
+def _free_memory() -> None:
     if limits.public():
         raise gr.Error("all visitors of a public page share the models, so they stay loaded", print_exception=False)
-    with ENGINE.line(request) as call:
-        await call.turn.wait()
-        gr.Info(await asyncio.to_thread(lambda: live().free_memory()))
-
-
-def _lanes(chosen: Preset) -> str:
-    full = preset(chosen.id)
-    obstacle = why_not(full) if chosen.target == full.target else ""
-    return waiting([live().lane_name(lane) for lane in chosen.lanes], obstacle)
-
-
-@lru_cache
-def _recorded(preset_id: str) -> Log | None:
-    """Return the recorded race of a preset as a still log; the same for all visitors."""
-    chosen = preset(preset_id)
-    trace = recorded(chosen.id)
-    return replayed(trace, still=True, key=key(to_values(limits.fit(chosen)))) if trace else None
+    gr.Info(live().free_memory())
 
 
 def build(start: str = DEFAULT, allow_any_model: bool = False) -> gr.Blocks:
@@ -235,7 +64,7 @@ def build(start: str = DEFAULT, allow_any_model: bool = False) -> gr.Blocks:
     store = Store()
     visits = Visits(first, allow_any_model, store)
     kept = int(security.WINDOW_S)  # seconds that uploads are kept
-    page = Page(title=answers.TITLE, analytics_enabled=False, delete_cache=(kept // 2, kept))
+    page = security.Page(title=assets.TITLE, analytics_enabled=False, delete_cache=(kept // 2, kept))
     with page:
         gr.HTML(assets.text("title.html"), elem_id="title")
         # "menu" hides tabs that fit whenever it measures them before the page has its width
@@ -252,14 +81,13 @@ def build(start: str = DEFAULT, allow_any_model: bool = False) -> gr.Blocks:
             with gr.Tab("Lab", id="lab") as tab:
                 lab.draw(page, form, suite, tab, store)
             with gr.Tab("How it works", id="how"):
-                how.draw()
+                _how_tab()
             with gr.Tab("Reference", id="reference") as tab:
                 reference = gr.Markdown(elem_id="reference", header_links=True)
             tab.select(assets.reference, None, reference, **QUIET)  # not part of what every visitor loads
         _endpoints(allow_any_model)
-        page.unload(ENGINE.forget)
         page.unload(store.forget_later)
-    page.queue(status_update_rate=UPDATE_S, api_open=False, max_size=PLACES, default_concurrency_limit=None)
+    page.queue(status_update_rate=UPDATE_S, api_open=False, max_size=PLACES)
     return page
 
 
@@ -287,9 +115,8 @@ def _race_tab(page: gr.Blocks, visits: Visits, first: Preset, allow_any_model: b
     run, inputs = form.parts["run"], {"message": message}
     starts: list[Start] = [
         ([run.click], visits.race, form.inputs),
-        ([again.click, message.submit], visits.follow, inputs),
+        ([again.click, message.submit], visits.next_turn, inputs),
         ([repeat.click], visits.repeat, {}),
-        rejoining("race"),  # clicked by link_applied.js
     ]
     actions = [run, opened, again, repeat]
     script = assets.text("wait_for_link.js")
@@ -329,44 +156,65 @@ def _show_what_is_chosen(page: gr.Blocks, visits: Visits, form: Controls, view: 
 def _endpoints(allow_any_model: bool) -> None:
     """Create `/race` and `/compare`; Gradio's API page shows their docstrings."""
 
-    async def race(
-        request: gr.Request, preset_id: str = DEFAULT, overrides: dict[str, object] | None = None
-    ) -> AsyncIterator[str]:
+    def changed_run(preset_id: str, overrides: dict[str, object] | None) -> Log:
+        try:
+            log = run(changed(preset_id, overrides, allow_any_model))
+        except ValueError as error:
+            raise gr.Error(str(error), print_exception=False) from None
+        log.unread_s = 0.0  # nothing rejoins it
+        return log
+
+    async def race(preset_id: str = DEFAULT, overrides: dict[str, object] | None = None) -> AsyncIterator[str]:
         """Run a comparison and stream it. Every output is the complete log so far: one JSON object per line.
 
         preset_id: a preset, e.g. "embedded-draft". overrides: settings to change, e.g. {"k": 7, "temperature": 0.8}.
         """
-        with ENGINE.line(request) as call:
-            log = Race(spec=await asyncio.to_thread(_changed, preset_id, overrides, allow_any_model))
-            async with aclosing(follow(call, log)) as texts:
-                async for text in texts:
-                    yield text
+        log = await asyncio.to_thread(changed_run, preset_id, overrides)
+        async with aclosing(log.follow()) as texts:
+            async for text in texts:
+                yield text
 
-    async def compare(
-        request: gr.Request, preset_id: str = DEFAULT, overrides: dict[str, object] | None = None
-    ) -> dict[str, object]:
+    async def compare(preset_id: str = DEFAULT, overrides: dict[str, object] | None = None) -> dict[str, object]:
         """Run a comparison and return one dict: environment, every lane's summary and text, and the comparison.
 
         preset_id: a preset, e.g. "embedded-draft". overrides: settings to change, e.g. {"k": 7, "temperature": 0.8}.
         """
-        with ENGINE.line(request) as call:
-            log = Race(spec=await asyncio.to_thread(_changed, preset_id, overrides, allow_any_model))
-            async for _ in follow(call, log):
+        log = await asyncio.to_thread(changed_run, preset_id, overrides)
+        async with aclosing(log.follow()) as texts:
+            async for _ in texts:
                 pass
         try:
             return log.result()
         except ValueError as error:
             raise gr.Error(str(error), print_exception=False) from None
 
-    gr.api(race, api_name="race")
-    gr.api(compare, api_name="compare")
+    gr.api(race, api_name="race", **ENGINE)
+    gr.api(compare, api_name="compare", **ENGINE)
 
 
-def _changed(preset_id: str, overrides: dict[str, object] | None, allow_any_model: bool) -> Comparison:
-    try:
-        return changed(preset_id, overrides, allow_any_model)
-    except ValueError as error:
-        raise gr.Error(str(error), print_exception=False) from None
+def _how_tab() -> None:
+    """Draw five interactive figures from runs that ship with the project."""
+    value = json_text({"lines": _first_steps(), "batch": _gain_by_batch()})
+    assets.view("how.html", *assets.HOW, elem_id="how", value=value, later=True)
+
+
+def _first_steps() -> list[str]:
+    trace = recorded(DEFAULT)
+    lines = replayed(trace).text.splitlines() if trace else []
+    return [line for line in lines if _is_early(json.loads(line))]
+
+
+def _is_early(message: dict[str, Any]) -> bool:
+    return bool(message["type"] == "start" or message.get("index", math.inf) <= FIGURE_STEPS)
+
+
+def _gain_by_batch() -> dict[str, object] | None:
+    result = recorded_suite("batch")
+    if result is None:
+        return None
+    drafting = [row for row in result.rows if row["accepted"] is not None]
+    points = [[row["batch"], row["speed-up"].value] for row in drafting]
+    return {"points": points, "where": result.environment.get("device", "")}
 
 
 def theme() -> gr.themes.Base:
@@ -400,8 +248,8 @@ def serve(
     page = build(start, allow_any_model)
     if space.zero_gpu():  # models must be in place before the first call; the first one shown is loaded last
         live().preload([*(p for p in limits.at_hand() if p.id != preset(start).id), preset(start)])
-    outer = security.outermost(quiet, partial(security.Hosts, names=names), security.guarded)
-    layers = [Middleware(answers.Answers), Middleware(security.Guard, space.bounds())]
+    outer = security.outermost(security.quiet, partial(security.Hosts, names=names), security.guarded)
+    layers = [Middleware(assets.Answers), Middleware(security.Guard, space.bounds())]
     page.launch(
         server_name=host,
         server_port=port,

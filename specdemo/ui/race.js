@@ -33,7 +33,7 @@ function clear() {
 }
 
 function receive(line) {
-  const actions = { run: opened, waiting: inLine, start: started, step: received, restart: restarted, done: received, end: ended, loading, error: failed, note: noted, idle };
+  const actions = { run: opened, start: started, step: received, restart: restarted, done: received, end: ended, loading, error: failed, note: noted, idle };
   actions[line.type]?.(line);
 }
 
@@ -97,17 +97,21 @@ function restarted(line) {
 function ended(line) {
   forgetRun();
   $(".sd-loading").hidden = true;
-  if (nextRun) return setStatus("Stopped before the first token.");
+  if (nextRun) {
+    nextRun.over = true;
+    return setStatus("Stopped before the first token.");
+  }
   if (run.end && !line.comparison.length) return; // Stop adds an end line without numbers, before or after that of the engine
   Object.assign(run, { end: line, done: false });
   if (line.finish === "cancelled") player.skip();
 }
 
-function inLine(line) {
+watchPlace("race", (text) => {
+  if (!nextRun || nextRun.over) return;
   nextRun.loading = true;
-  setStatus(line.text);
+  setStatus(text);
   scrollToRun();
-}
+});
 
 function loading(line) {
   const bar = $(".sd-loading");

@@ -1,18 +1,24 @@
-"""Security of the page: own host names, trusted proxies, same origin, size limits of requests, and headers of answers.
+"""Security of the page: own host names, trusted proxies, same origin, size limits of requests, headers of answers, and
+one line in the log for a failed call, where Gradio and the server print a traceback.
 
 If a page accepted every host name, any site could read it: the site points its own name at this machine, and a
 visitor's browser takes the page for a part of the site (DNS rebinding).
 """
 
+import logging
 import os
 import re
 import socket
 import time
+import traceback
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
+from pathlib import Path
+from typing import Any
 
+import gradio as gr
 from fastapi import FastAPI
 from python_multipart.multipart import parse_options_header
 from starlette.datastructures import Headers, MutableHeaders
@@ -20,6 +26,7 @@ from starlette.requests import HTTPConnection
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from specdemo.bench.report import visible
 from specdemo.presets import limits
 
 REQUEST_BYTES = 1_000_000  # JSON from the page and its API
@@ -36,6 +43,10 @@ PLATFORM = (  # addresses of the proxies of a Space
     "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "::1/128", "fc00::/7",
 )  # fmt: skip
 
+LONGEST = 300  # characters of a logged message
+PACKAGE = Path(__file__).parents[1]
+
+logger = logging.getLogger(__name__)
 _proxies: list[IPv4Network | IPv6Network] = []
 
 
@@ -261,3 +272,52 @@ def outermost(*layers: Callable[[ASGIApp], ASGIApp]) -> Callable[[FastAPI], Abst
         yield
 
     return lifespan
+
+
+class Page(gr.Blocks):
+    """Blocks that print no traceback of failed calls: anyone can send bad ones to a public page."""
+
+    async def process_api(self, block_fn: Any, *args: Any, **settings: Any) -> dict[str, Any]:
+        """Run a call. Raises gr.Error, which Gradio does not print."""
+        try:
+            answer: dict[str, Any] = await super().process_api(block_fn, *args, **settings)
+        except Exception as error:
+            if not isinstance(error, gr.Error) or error.print_exception:
+                log_failure(f"call of {getattr(block_fn, 'name', block_fn)}", error)
+            if isinstance(error, gr.Error):
+                error.print_exception = False
+                raise
+            message = "the call failed; see the log of the server"
+            raise gr.Error(message, visible=False, print_exception=False) from error
+        return answer
+
+
+def quiet(app: ASGIApp) -> ASGIApp:
+    """Return the server app, without tracebacks of failed requests."""
+
+    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+
+        async def note_start(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await app(scope, receive, note_start)
+        except Exception as error:  # starlette raises it again after it has answered with status 500
+            if scope["type"] != "http" or not started:
+                raise
+            log_failure(f"{scope['method']} {scope['path']}", error)
+
+    return serve
+
+
+def log_failure(what: str, error: Exception) -> None:
+    """Log a failure in one line, with the place in the code that raised it."""
+    frames = traceback.extract_tb(error.__traceback__)[::-1]
+    own = (frame for frame in frames if PACKAGE in Path(frame.filename).parents and frame.filename != __file__)
+    place = next(own, frames[0])
+    line = " ".join(f"{what} failed: {type(error).__name__}: {error}".split())
+    logger.warning("%s (%s:%s)", visible(line)[:LONGEST], Path(place.filename).name, place.lineno)
+    logger.debug("its traceback", exc_info=error)

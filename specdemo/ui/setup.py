@@ -23,9 +23,8 @@ from specdemo.presets.files import EMBEDDED, Preset, load_presets, preset
 from specdemo.presets.limits import LIMITS
 from specdemo.presets.link import to_query
 from specdemo.presets.runnable import nearest_runnable, why_not
-from specdemo.ui import lazy_imports
 from specdemo.ui.job import Values
-from specdemo.ui.model_menus import DRAFTING, cannot_run, check_models, default_draft
+from specdemo.ui.model_menus import DRAFTING, cannot_run, check_models, default_draft, live
 
 LANES = LIMITS.lanes - 1
 NUMBERS = range(1, LANES + 1)
@@ -71,7 +70,7 @@ def _added_lane(chosen: Preset) -> Lane:
 
 def from_values(values: Values, allow_any_model: bool = False) -> Preset:
     """Return the comparison that the controls describe. Raises ValueError with one line."""
-    lazy_imports.live()
+    live()
     base = preset(values["preset"])
     changes = _counts(Comparison, {name: values[name] for name in COMPARISON_FIELDS})
     usual = base.chat if changes["target"] == base.target else None
@@ -84,7 +83,7 @@ def from_values(values: Values, allow_any_model: bool = False) -> Preset:
 
 def changed(preset_id: str, overrides: dict[str, object] | None, allow_any_model: bool) -> Preset:
     """Return a preset with other settings, as requested by an API call. Raises ValueError with one line."""
-    lazy_imports.live()
+    live()
     if not isinstance(overrides or {}, Mapping):
         raise ValueError(f"overrides must be an object of settings, not {overrides!r:.40}")
     return limits.admit(check_models(limits.fit(preset(preset_id)).with_changes(**(overrides or {})), allow_any_model))
@@ -161,7 +160,7 @@ def key(values: Values) -> str:
 
 def show_setup(_: gr.Request, values: Values) -> Values:
     """Return the row of the setup and the description of the settings."""
-    lazy_imports.live()
+    live()
     lanes = []
     for n in NUMBERS[: int(values["count"])]:
         name = str(values[f"method-{n}"])

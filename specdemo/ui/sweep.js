@@ -10,7 +10,7 @@ let run = ""; // id of this log
 const unfinished = unfinishedRun(props.name);
 
 const readLog = reader(clear, (line) => actions[line.type]?.(line));
-const actions = { run: opened, start: started, waiting, loading, result: shown, stopping, stopped, error: failed, note: noted };
+const actions = { run: opened, start: started, loading, result: shown, stopping, stopped, error: failed, note: noted };
 
 function clear() {
   hasResult = false;
@@ -32,9 +32,7 @@ function started(line) {
   setStatus(`Starting ${line.name}.`);
 }
 
-function waiting(line) {
-  setStatus(line.text);
-}
+watchPlace(props.name, (text) => $(".sd-sweep").hasAttribute("data-busy") && setStatus(text));
 
 function hideResult() {
   $(".sd-badge").hidden = $(".sd-result-chart").hidden = $(".sd-numbers").hidden = true;

@@ -28,20 +28,19 @@ from specdemo.ui.controls import address, wire_share
 from specdemo.ui.job import (
     LOST_S,
     QUIET,
-    Engine,
     Job,
     Jobs,
     Packed,
     Store,
     Values,
+    Work,
     named,
     opening,
     refusal,
-    rejoining,
     to_line,
     wire,
 )
-from specdemo.ui.lazy_imports import live
+from specdemo.ui.model_menus import live
 from specdemo.ui.setup import integer
 from specdemo.ui.views import Loading, view
 
@@ -62,11 +61,11 @@ class Sweeping(Job):
     `before`.
     """
 
-    UNREAD_S = LOST_S
     stands_in = False  # a recorded result, shown until the visitor has one
 
-    def __init__(self, text: str, before: "Sweeping | None" = None) -> None:
-        super().__init__(opening() + text)
+    def __init__(self, text: str, before: "Sweeping | None" = None, work: Work | None = None) -> None:
+        super().__init__(opening() + text, work)
+        self.unread_s = LOST_S
         self.file: tuple[str, Packed] | None = before.file if before else None
         self._last_progress: tuple[int, str] | None = None
         self._stopping = False
@@ -80,9 +79,7 @@ class Sweeping(Job):
         def work(cancelled: Stop, report: Callable[..., None]) -> Iterator[Result]:
             yield measure(every_few_percent(report), cancelled)
 
-        sweeping = cls(to_line({"type": "start", "name": name}), before)
-        sweeping.engine = Engine(live().with_engine_lock(work))
-        return sweeping
+        return cls(to_line({"type": "start", "name": name}), before, live().with_engine_lock(work))
 
     @property
     def size(self) -> int:
@@ -232,7 +229,7 @@ class Sweeps(Jobs[Sweeping]):
     def _show(self, request: gr.Request, result: Result, stands_in: bool = False) -> Values:
         shown = Sweeping("")
         shown.conclude(result, recorded=True)
-        shown.ended, shown.stands_in = True, stands_in
+        shown.stands_in = stands_in
         self.keep(request, shown)
         return shown.final_updates()
 
@@ -331,7 +328,7 @@ def draw_result(
         save = gr.Button("Save result (JSON)", size="sm", elem_id=f"{name}-save")
         opened = gr.UploadButton("Open a result", file_types=[".json"], size="sm", elem_id=f"{name}-open")
     parts = {"view": view}
-    wire(sweeps, [([run.click], begin, inputs), rejoining(name)], parts, stop, [run, opened])
+    wire(sweeps, [([run.click], begin, inputs)], parts, stop, [run, opened])
     named(opened.upload, sweeps.open, {"file": opened}, parts, **QUIET)
     file = gr.JSON(visible=False)
     save.click(sweeps.save, None, file, **QUIET).success(None, file, None, js=assets.text("save.js"), **QUIET)

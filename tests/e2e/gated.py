@@ -10,7 +10,7 @@ import gradio as gr
 
 from specdemo.bench import suites
 from specdemo.engine.messages import Finished, replay
-from specdemo.ui import lab, live, page
+from specdemo.ui import lab, live, page, race
 from tests.traces import hostile_trace
 from tests.ui.stand_ins import Bench, Trainer
 
@@ -72,7 +72,7 @@ class GatedBench(Bench):
 
 
 def serve_gated(port, gates):
-    engine, trainer, read_link = Gated(gates), Trainer(), page.Visits.read_link
+    engine, trainer, read_link = Gated(gates), Trainer(), race.Visits.read_link
 
     def read_when_warm(self, request: gr.Request):  # Gradio passes the request by its annotation
         gates.warm.wait(60)
@@ -81,7 +81,7 @@ def serve_gated(port, gates):
     live.session = lambda: engine
     lab.trainer = lambda: trainer
     suites.suite = lab.suite = GatedBench(gates)
-    page.Visits.read_link = read_when_warm
+    race.Visits.read_link = read_when_warm
     server = page.serve(port=port, block=False)
     gates.up.set()
     server.block_thread()

@@ -10,7 +10,7 @@ from specdemo.core.trace import compare
 from specdemo.engine.messages import replay
 from specdemo.ui import assets
 from specdemo.ui.job import refusal, to_line
-from specdemo.ui.log import Log, notes, replayed, waiting
+from specdemo.ui.race import Log, notes, replayed, waiting
 from specdemo.ui.views import Failed, Loading, view
 from tests.traces import HOSTILE, WRONG, hostile_trace
 

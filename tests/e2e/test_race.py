@@ -13,7 +13,7 @@ from specdemo.analysis.lanes import break_even, prediction
 from specdemo.core.passes import SAME_BITS
 from specdemo.core.tally import summarise
 from specdemo.core.trace import compare, estimates, from_json, to_json
-from specdemo.ui.answers import TITLE
+from specdemo.ui.assets import TITLE
 from tests.e2e.conftest import NEXT_FRAME, choose_example, edit, expect_example, visitors
 from tests.traces import HOSTILE, PROMPT, hostile_trace
 from tests.ui.stand_ins import chat_trace

@@ -10,22 +10,25 @@ from specdemo.engine import comparison
 from specdemo.engine.comparison import Comparison, Lane, Settings
 from specdemo.presets.drafters import all_published
 from specdemo.presets.files import Preset, load_presets, preset
-from specdemo.ui.lazy_imports import live
-from specdemo.ui.log import Log
-from specdemo.ui.page import Visits
+from specdemo.ui.race import Visits
+from specdemo.ui.race import run as start_run
 from specdemo.ui.setup import changed, to_values
+from tests.ui.stand_ins import sync
 
 ID = "embedded-three-lanes"
 
 
+def finished(log):
+    return [*sync(log.follow())] and log.result()
+
+
 def on_the_page(values=None):
-    race = Visits(preset(ID), False).race(values or to_values(preset(ID)) | {"max_new_tokens": 4}, None)
-    assert [*race.stream()] and not race.failure
+    values = values or to_values(preset(ID)) | {"max_new_tokens": 4}
+    assert finished(Visits(preset(ID), False).race(values, None))
 
 
 def over_the_api():
-    log = Log()
-    assert list(live().run(changed(ID, {"max_new_tokens": 4}, False), log)) and log.result()
+    assert finished(start_run(changed(ID, {"max_new_tokens": 4}, False)))
 
 
 RUNS = {

@@ -62,6 +62,19 @@ class Caller:
                 if line.startswith("data:"):
                     yield json.loads(line[5:])
 
+    def press(self, elem_id, seen=lambda message: None, **changed):
+        """Press a button that starts a job, and return the messages of the call that follows it."""
+        self.join_queue(elem_id, **changed)
+        return [message for message in self.messages() if not seen(message)]
+
+    def join_queue(self, elem_id, **changed):
+        """Press a button that starts a job, and return what names the waiting call that follows it."""
+        pressed = self.fn("click", elem_id)
+        self.now(pressed, self.values(pressed, **changed)).raise_for_status()
+        fn = self.after(pressed)
+        event = self.join(fn, []).raise_for_status().json()["event_id"]
+        return {"session_hash": self.session, "fn_index": fn["id"], "event_id": event}
+
     def call(self, fn, data):
         """Make one call and return its messages."""
         self.join(fn, data).raise_for_status()

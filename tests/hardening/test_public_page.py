@@ -3,17 +3,17 @@
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 from types import SimpleNamespace
 
 import pytest
 
 from specdemo.presets import limits
 from specdemo.presets.files import preset
-from specdemo.ui import live, sweep
-from specdemo.ui.page import Visits
+from specdemo.ui import live
+from specdemo.ui.race import Visits
 from specdemo.ui.security import policy
 from specdemo.ui.setup import changed, from_values, to_values
-from specdemo.ui.turns import VISITOR_PLACES
 from tests.hardening.public import visitors
 from tests.processes import served
 
@@ -61,8 +61,8 @@ def test_hidden_functions_reject_calls(visit):
     caller = visit()
     free = ends(caller.call(caller.fn("click", "free-memory"), []))
     assert not free["success"] and "they stay" in free["output"]["error"]
-    train = caller.after(caller.fn("click", "train"))
-    assert "Training is disabled" in text(caller.call(train, [None, 2, None]))
+    train = caller.fn("click", "train")
+    assert "Training is disabled" in caller.now(train, [None, 2]).text
     raced = caller.now(caller.fn("click", "race-head"), [0, 0, 0])
     assert raced.status_code == 500 and "no trained head yet" in raced.json()["error"]
 
@@ -85,14 +85,6 @@ def test_a_bad_call_is_one_line_of_the_log(visit, log):
     lines = log.read_text().splitlines()
     assert len(lines) == before + 3 and "Traceback" not in log.read_text()
     assert all(" failed: " in line and len(line) < 400 for line in lines[before:])
-
-
-# Limits
-
-
-def test_a_turn_is_two_minutes_at_most(monkeypatch):
-    monkeypatch.setenv("SPECDEMO_PUBLIC", "1")
-    assert sweep.Engine(lambda *_: iter(()))._limit_s == 120.0
 
 
 # Input of one visitor
@@ -129,7 +121,7 @@ def test_online_learning_is_reset_between_visitors(public, monkeypatch):
         forget_learned=lambda: outputs.append("forget_learned"), stream=lambda *_: outputs.append("run") or iter(())
     )
     monkeypatch.setattr(live, "session", lambda: engine)
-    list(live.run(preset("embedded-draft"), live.Log()))
+    list(live.run(preset("embedded-draft"), lambda: False, print))
     assert outputs == ["forget_learned", "run"]
 
 
@@ -178,39 +170,52 @@ def test_other_origins_cannot_read_answers(visit, host):
 # Turns
 
 
+def text_of(messages):
+    """Return all that the messages add to the page."""
+    return json.dumps([message.get("output") for message in messages]).replace("\\", "")
+
+
+def ranks(messages):
+    return [message["rank"] for message in messages if message["msg"] == "estimation"]
+
+
 def test_simultaneous_visitors_all_get_a_turn(visit):
-    pupils = [visit("8.8.8.8") for _ in range(CLASS)]
-    fn = pupils[0].after(pupils[0].fn("click", "run"))
+    pupils = [visit() for _ in range(CLASS)]
     with ThreadPoolExecutor(CLASS) as threads:
-        runs = [*threads.map(lambda pupil: pupil.call(fn, pupil.values(fn, max_new_tokens=8)), pupils)]
-    assert all(ends(messages)["success"] and '"finish":"done"' in text(messages) for messages in runs)
-    waits = [[int(place) for place in re.findall(r"Waiting: place (\d+) of", text(messages))] for messages in runs]
-    assert all(places == sorted(places, reverse=True) for places in waits)
-    assert max(max(places, default=0) for places in waits) >= CLASS // 2
-    for places in waits:
-        if places and places[0] > CLASS // 2:
-            assert places[-1] < places[0] / 2
+        runs = [*threads.map(lambda pupil: pupil.press("run", max_new_tokens=8), pupils)]
+    assert all(ends(run)["success"] and '"finish":"done"' in text_of(run) for run in runs)
+    assert all(ranks(run) == sorted(ranks(run), reverse=True) for run in runs)
+    assert max(max(ranks(run), default=0) for run in runs) >= CLASS // 2
+
+
+def test_stop_and_a_closed_tab_free_their_places(visit):
+    first, stopped, closed, last = (visit() for _ in range(4))
+    begun, gone, over = Event(), Event(), Event()
+    with ThreadPoolExecutor() as threads:
+        running = threads.submit(first.press, "run", lambda _: begun.set(), max_new_tokens=256)
+        assert begun.wait(60)
+        call = stopped.join_queue("run")
+        threads.submit(closed.press, "run", lambda _: gone.set() or over.wait(60) or closed.client.close())
+        assert gone.wait(60)
+        done = threads.submit(last.press, "run", max_new_tokens=8)
+        stop = stopped.fn("click", "stop")
+        for event in (stop, stopped.after(stop)):
+            stopped.now(event, []).raise_for_status()
+        stopped.client.post("gradio_api/cancel", json=call).raise_for_status()
+        over.set()
+        assert '"finish":"done"' in text_of(running.result(300))
+        messages = done.result(300)
+    assert '"finish":"done"' in text_of(messages) and ranks(messages)[0] >= 1 and ranks(messages)[-1] == 0
+    assert '"start"' not in text_of(stopped.messages())
 
 
 def test_a_run_that_is_stopped_before_it_reaches_the_queue_does_not_begin(visit):
-    caller = visit("9.9.9.11")
+    caller = visit()
     pressed, stop = caller.fn("click", "run"), caller.fn("click", "stop")
-    run = caller.after(pressed)
-    values = caller.values(run, max_new_tokens=32)
-    for event in (pressed, stop):
+    values = caller.values(pressed, max_new_tokens=32)
+    assert caller.now(pressed, values).status_code == 200
+    for event in (stop, caller.after(stop)):
         assert caller.now(event, []).status_code == 200
-    messages = caller.call(run, values)
-    assert ends(messages)["success"] and "process_generating" not in {message["msg"] for message in messages}
-    assert caller.now(pressed, []).status_code == 200
-    assert '"finish":"done"' in text(caller.call(run, values))
-
-
-def test_places_are_limited_by_visitor(visit):
-    caller = visit("9.9.9.10")
-    fn = caller.fn("race")
-    for _ in range(VISITOR_PLACES + 10):
-        assert caller.join(fn, ["embedded-draft", {"max_new_tokens": 1}]).status_code == 200
-    answers = [message for message in caller.messages() if message["msg"] == "process_completed"]
-    refused = [answer["output"]["error"] for answer in answers if not answer["success"]]
-    assert refused and all("are already queued" in error for error in refused)
-    assert len(answers) - len(refused) >= VISITOR_PLACES
+    messages = caller.call(caller.after(pressed), [])
+    assert ends(messages)["success"] and '"start"' not in text_of(messages)
+    assert '"finish":"done"' in text_of(caller.press("run", max_new_tokens=32))

@@ -19,7 +19,7 @@ from specdemo.core.safe_io import FILE_BYTES, PUBLIC_FILE_BYTES, gc_paused
 from specdemo.core.tally import summarise
 from specdemo.core.trace import LaneTrace, RunTrace, StepEvent, from_json, to_json
 from specdemo.presets.recorded import load_trace
-from specdemo.ui.log import open_trace, replayed
+from specdemo.ui.race import open_trace, replayed
 from specdemo.ui.views import tokens_csv
 from specdemo.ui.whatif import start_of
 from tests.processes import start

@@ -13,6 +13,7 @@ from specdemo.bench.result import THOROUGH, Result
 from specdemo.core.estimate import Estimate
 from specdemo.core.tally import summarise
 from specdemo.core.trace import Remote, RunTrace, StepEvent, compare
+from specdemo.ui.job import refusal
 from tests.traces import HOSTILE, hostile_trace
 
 VISITOR = SimpleNamespace(session_hash="a", request=None)
@@ -38,6 +39,16 @@ def sync(results):
                 loop.run_until_complete(task)
         loop.run_until_complete(loop.shutdown_default_executor())
         loop.close()
+
+
+def played(jobs, start, visitor, values):
+    """Yield the updates of a job that a visitor starts, as its page gets them."""
+    try:
+        jobs.keep(visitor, start(values, jobs.last(visitor)))
+    except ValueError as error:
+        yield {"view": refusal(error)}
+        return
+    yield from sync(jobs.follow(visitor))
 
 
 class Trainer:

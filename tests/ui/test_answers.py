@@ -10,7 +10,7 @@ from starlette.responses import HTMLResponse, JSONResponse
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
-from specdemo.ui import answers
+from specdemo.ui import assets
 
 LONG = "x" * 2000
 
@@ -27,7 +27,7 @@ def client():
         return JSONResponse({})
 
     routes = [Route(f"/{route.__name__}", route) for route in (page, answer, short)]
-    return TestClient(Starlette(routes=routes, middleware=[Middleware(answers.Answers)]))
+    return TestClient(Starlette(routes=routes, middleware=[Middleware(assets.Answers)]))
 
 
 def fetch(client, path, accepted):

@@ -1,22 +1,41 @@
-"""Storage for visitors: contents and lifetime."""
+"""Jobs of visitors: run, follow, cancel, rejoin; their storage."""
 
 import asyncio
-import threading
 import time
 from types import SimpleNamespace
 
-from specdemo.ui.job import ENTRY, Engine, Job, Jobs, Store, in_thread, stop_all
-from tests.ui.stand_ins import sync
+import pytest
+
+from specdemo.engine.messages import Note
+from specdemo.ui import space
+from specdemo.ui.job import ENTRY, Job, Jobs, Store, Worker, stop_all
+from tests.ui.stand_ins import played
 
 
 class Text(Job):
-    def __init__(self, text, work=None):
-        super().__init__(text)
-        self.engine = Engine(work) if work else None
+    """A job whose messages are texts. gate: its work lasts until this contains its name."""
 
     def add(self, messages):
-        self.text += "".join(messages)
+        self.text += "".join(message.text if isinstance(message, Note) else message for message in messages)
         return self.text
+
+
+def endless(cancelled, report):
+    yield "begun"
+    while not cancelled():
+        time.sleep(0)
+    yield " and ended"
+
+
+def begin(text, work, unread_s=0.0):
+    """Return what creates a job."""
+
+    def start(values, last):
+        job = Text(text, work)
+        job.unread_s = unread_s
+        return job
+
+    return start
 
 
 def visitor(name):
@@ -48,7 +67,7 @@ def test_storage_per_page_is_bounded():
 
 def test_text_is_stored_until_delivered():
     jobs = Jobs("race")
-    shown = list(sync(jobs.run(lambda *_: Text("begun ", lambda *_: iter(["a ", "b"])), visitor("a"), {})))
+    shown = list(played(jobs, begin("begun ", lambda *_: iter(["a ", "b"])), visitor("a"), {}))
     job = jobs.last(visitor("a"))
     assert shown[-1]["view"] == "begun a b" and job.ended and job.text == ""
     assert jobs.request_stop(visitor("a")) == jobs.stop(visitor("a")) == {}
@@ -56,18 +75,22 @@ def test_text_is_stored_until_delivered():
 
 def test_stop_delivers_the_end_of_a_job_that_has_just_ended():
     jobs = Jobs("race")
-    shown = sync(jobs.run(lambda *_: Text("begun ", lambda *_: iter("a")), visitor("a"), {}))
-    next(shown)
-    job = jobs.last(visitor("a"))
-    while not job.ended:
+    shown = played(jobs, begin("begun ", lambda *_: iter("a")), visitor("a"), {})
+    while not jobs.last(visitor("a")) or not jobs.last(visitor("a")).ended:
         next(shown)
     shown.close()  # Stop cancels the event of Run, whose last text may be lost
     assert jobs.stop(visitor("a")) == {"view": "begun a"} and jobs.stop(visitor("a")) == {}
 
 
+def test_stop_changes_no_stored_text():
+    jobs = Jobs("race")
+    stored = jobs.keep(visitor("a"), Text("stored"))
+    assert jobs.stop(visitor("a")) == {} and stored.text == "stored"
+
+
 def test_job_of_a_closed_page_is_not_stored_again():
     jobs = Jobs("race")
-    shown = sync(jobs.run(lambda *_: Text("begun ", lambda *_: iter("ab")), visitor("a"), {}))
+    shown = played(jobs, begin("begun ", lambda *_: iter("ab")), visitor("a"), {})
     next(shown)
     jobs._store.forget(visitor("a"))
     list(shown)
@@ -75,47 +98,110 @@ def test_job_of_a_closed_page_is_not_stored_again():
 
 
 def test_stop_all_waits_for_every_run():
-    def endless(cancelled, report):
-        yield "begun"
-        while not cancelled():
-            time.sleep(0)
-        yield " and ended"
-
-    jobs = [Text("", endless) for _ in range(2)]
-    shown = [job.stream() for job in jobs]
-    while not all("begun" in job.text for job in jobs):
-        for texts in shown:
-            next(texts)
+    workers = [Worker(endless) for _ in range(2)]
+    for worker in workers:
+        worker.start()
     stop_all()
-    for job, texts in zip(jobs, shown, strict=True):
-        assert list(texts)[-1] == "begun and ended" and job.ended
-    assert not Engine.at_work
+    assert [worker.messages() for worker in workers] == [["begun", " and ended"]] * 2
+    assert not any(worker.alive for worker in workers) and not Worker.running
 
 
-def test_items_are_closed_after_the_current_one_when_all_tasks_are_cancelled():
-    started, go, closed = threading.Event(), threading.Event(), []
+def test_work_has_a_time_limit(monkeypatch):
+    monkeypatch.setenv("SPECDEMO_PUBLIC", "1")
+    assert space.turn_s() == 120.0
+    (*_, text) = played(Jobs("race"), lambda *_: Text("", endless, 0.0), visitor("a"), {})
+    assert text["view"] == "begunstopped: the time limit is 0 seconds and ended"
 
-    def items():
-        try:
-            yield 1
-            started.set()
-            go.wait(60)
-            yield 2
-        finally:
-            closed.append(True)
 
-    async def read():
-        async for _ in in_thread(items()):
-            pass
+def test_work_that_fails_says_why_in_one_line(caplog):
+    for error, words in ((ValueError("no such file"), "no such file"), (KeyError("x"), "the run failed: 'x'")):
+        worker = Worker(lambda *_, error=error: (_ for _ in ()).throw(error))
+        *_, [failed] = worker.batches()
+        assert failed.text == words
+    assert [record.message for record in caplog.records] == ["the run failed"]
 
-    async def end():
-        reader = asyncio.create_task(read())
-        await asyncio.to_thread(started.wait)
-        for task in asyncio.all_tasks() - {asyncio.current_task()}:
-            task.cancel()
-        await asyncio.wait([reader], timeout=0.2)  # it waits for the second item
-        go.set()
-        await asyncio.wait([reader])
-        return reader
 
-    assert asyncio.run(end()).cancelled() and closed == [True]
+# Readers in an event loop
+
+
+async def until(condition):
+    while not condition():
+        await asyncio.sleep(0)
+
+
+class Page:
+    """A visitor's page: it reads the text of a job until it is closed."""
+
+    def __init__(self, jobs, name, work=endless, unread_s=60.0):
+        self.jobs, self.visitor, self.texts = jobs, visitor(name), []
+        jobs.keep(self.visitor, begin(f'{{"run":"{name}"}}\n', work, unread_s)({}, None))
+
+    @property
+    def job(self):
+        return self.jobs.last(self.visitor)
+
+    async def read(self):
+        async for shown in self.jobs.follow(self.visitor):
+            self.texts.append(shown["view"])
+
+    async def open(self):
+        self.task = asyncio.create_task(self.read())
+        await until(lambda: self.texts and "begun" in self.texts[-1])
+        return self
+
+    async def close(self):
+        self.task.cancel()
+        await asyncio.wait([self.task])
+
+
+def test_job_that_was_stopped_in_the_queue_does_not_begin():
+    async def main():
+        page = Page(Jobs("race"), "a")
+        stopped = page.jobs.stop(page.visitor)["view"]
+        await page.read()
+        return stopped, page.texts
+
+    assert asyncio.run(main()) == ('{"run":"a"}\n{"type":"stopped"}\n', [])
+
+
+def test_lost_page_rejoins_its_run():
+    async def main():
+        jobs = Jobs("race")
+        page = await Page(jobs, "a").open()
+        await page.close()
+        await until(lambda: page.job._worker.alive)  # it goes on
+        assert jobs.rejoin({"run": "unknown"}, None) is jobs.rejoin({"run": ""}, None) is None
+        again = visitor("b")
+        jobs.keep(again, jobs.rejoin({"run": "a"}, None))
+        texts = [shown["view"] async for shown in follow_and_stop(jobs, again)]
+        return texts[0], jobs.stop(again)["view"]
+
+    async def follow_and_stop(jobs, who):
+        async for shown in jobs.follow(who):
+            yield shown
+            return
+
+    first, last = asyncio.run(main())
+    assert first.endswith("begun") and last == '{"run":"a"}\nbegun and ended{"type":"stopped"}\n'
+
+
+@pytest.mark.parametrize("unread_s", [0.0, 60.0])
+def test_lost_run_ends_before_the_next_one_begins(unread_s):
+    async def main():
+        jobs = Jobs("race")
+        lost = await Page(jobs, "a", unread_s=unread_s).open()
+        await lost.close()
+        alive = []
+        await Page(jobs, "b", lambda *_: alive.append(lost.job._worker.alive) or iter("b")).read()
+        return alive, lost.job.read()
+
+    assert asyncio.run(main()) == ([False], '{"run":"a"}\nbegun and ended')
+
+
+def test_lost_run_ends_after_its_time():
+    async def main():
+        page = await Page(Jobs("race"), "a", unread_s=0.001).open()
+        await page.close()
+        await until(lambda: not page.job._worker.alive)
+
+    asyncio.run(main())

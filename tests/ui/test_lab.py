@@ -8,7 +8,7 @@ import pytest
 from specdemo.presets.files import preset
 from specdemo.ui import controls, lab, model_menus
 from specdemo.ui.lab import Lab, Training, race_with, train
-from tests.ui.stand_ins import VISITOR, Trainer, lines, sync
+from tests.ui.stand_ins import VISITOR, Trainer, lines, played, sync
 
 REQUEST = {"recipe": "medusa", "minutes": 1.0}
 
@@ -23,7 +23,7 @@ def trainer(monkeypatch):
 
 
 def last(request):
-    return list(sync(Lab("training").run(train, VISITOR, request)))[-1]["view"]
+    return list(played(Lab("training"), train, VISITOR, request))[-1]["view"]
 
 
 def test_stand_in_has_the_interface_of_the_lab():
@@ -33,7 +33,7 @@ def test_stand_in_has_the_interface_of_the_lab():
 
 
 def test_training_is_a_growing_text(trainer):
-    texts = [shown["view"] for shown in sync(Lab("training").run(train, VISITOR, REQUEST))]
+    texts = [shown["view"] for shown in played(Lab("training"), train, VISITOR, REQUEST)]
     assert all(after.startswith(before) for before, after in pairwise(texts))
     seen = lines(texts[-1])
     assert [line["type"] for line in seen] == ["run", "note", *["tick"] * 4, "done"]
@@ -51,7 +51,7 @@ def test_curve_has_one_line_per_point(trainer):
 
 def test_stop_saves_the_partly_trained_head(trainer):
     visits, trainer.endless = Lab("training"), True
-    shown = sync(visits.run(train, VISITOR, REQUEST))
+    shown = played(visits, train, VISITOR, REQUEST)
     while '"step":1' not in (update := next(shown))["view"]:
         pass
     assert update["race"]["interactive"] is False
@@ -65,11 +65,11 @@ def test_stop_saves_the_partly_trained_head(trainer):
 def test_closing_the_tab_stops_training(trainer):
     trainer.endless = True
     training = Training("medusa", 1.0)
-    texts = training.stream()
+    texts = sync(training.follow())
     while '"step":1' not in next(texts):
         pass
     texts.close()
-    training.engine.finish(grace_s=10.0)
+    training.cancel(10.0)
     assert trainer.stopped
 
 
@@ -77,7 +77,7 @@ def test_engine_is_locked_during_training(trainer):
     lock = lab.live().session().lock
     training = Training("medusa", 1.0)
     with lock:
-        texts = training.stream()
+        texts = sync(training.follow())
         assert next(texts) == next(texts) == training.text and not trainer.started
     list(texts)
     assert trainer.started and lock.acquire(blocking=False)
@@ -93,7 +93,7 @@ def test_invalid_input_is_one_line(trainer, monkeypatch):
 
 
 def test_minutes_have_limits(trainer):
-    list(Training("medusa", math.inf).stream())
+    list(sync(Training("medusa", math.inf).follow()))
     assert trainer.minutes == 30.0
 
 
@@ -112,5 +112,5 @@ def test_until_a_visitor_trains_the_shipped_head_shows_how_it_learned(trainer):
     agreed = [line["agree_1"] for line in seen if line["type"] == "tick"]
     assert len(agreed) == 18 and agreed[-1] > agreed[0]
     assert visits.recorded(VISITOR, {"recipe": "parrot"}) == {"view": ""}  # there is no recording
-    list(sync(visits.run(train, VISITOR, REQUEST)))
+    list(played(visits, train, VISITOR, REQUEST))
     assert visits.recorded(VISITOR, {"recipe": "eagle-3"}) == {}

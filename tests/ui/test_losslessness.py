@@ -7,17 +7,17 @@ from specdemo.servers import address
 from specdemo.ui.lab import begin, begin_check
 from specdemo.ui.sweep import Sweeps
 from tests.completion_server import completion_server, piece
-from tests.ui.stand_ins import VISITOR, lines, sync
+from tests.ui.stand_ins import VISITOR, lines, played
 
 VALUES = {"preset": "embedded-draft", "acceptance": "typical", "temperature": 0.7, "top_p": 0.9, "draws": 512}
 
 
 def last(values):
-    return list(sync(Sweeps("sweep").run(begin, VISITOR, values)))[-1]["view"]
+    return list(played(Sweeps("sweep"), begin, VISITOR, values))[-1]["view"]
 
 
 def test_the_visitors_sampling_and_rule_are_tested(bench):
-    outputs = list(sync(Sweeps("sweep").run(begin, VISITOR, VALUES)))
+    outputs = list(played(Sweeps("sweep"), begin, VISITOR, VALUES))
     expected = preset("embedded-draft").with_changes(acceptance="typical", temperature=0.7, top_p=0.9)
     assert bench.options == ("losslessness", {"preset": expected, "repeats": 2})
     last = lines(outputs[-1]["view"])[-1]
@@ -56,10 +56,10 @@ def test_a_listed_server_is_checked(monkeypatch):
     monkeypatch.setattr(address, "_added", {})
     with completion_server([piece("a", total=1), piece(" b", total=2, finish="stop")]) as server:
         values = CHECK | {"server": server.address, "reference": server.address}
-        refused = lines(list(sync(Sweeps("server-check").run(begin_check, VISITOR, values)))[-1]["view"])
+        refused = lines(list(played(Sweeps("server-check"), begin_check, VISITOR, values))[-1]["view"])
         assert refused[-1]["type"] == "error" and "is not allowed" in refused[-1]["text"]
         address.allow([server.address])
-        shown = lines(list(sync(Sweeps("server-check").run(begin_check, VISITOR, values)))[-1]["view"])
+        shown = lines(list(played(Sweeps("server-check"), begin_check, VISITOR, values))[-1]["view"])
     assert shown[-1]["type"] == "result" and [row["output"] for row in shown[-1]["rows"]] == ["identical"] * 2
     assert shown[-1]["remarks"][0].startswith("No difference found")
 
@@ -74,5 +74,5 @@ def test_a_listed_server_is_checked(monkeypatch):
 )
 def test_a_check_has_valid_settings(at, value, message):
     values = CHECK | {"server": "http://a:1", at: value}
-    text = list(sync(Sweeps("server-check").run(begin_check, VISITOR, values)))[-1]["view"]
+    text = list(played(Sweeps("server-check"), begin_check, VISITOR, values))[-1]["view"]
     assert lines(text)[-1]["type"] == "error" and message in lines(text)[-1]["text"]

@@ -13,15 +13,14 @@ from specdemo.core.safe_io import FILE_BYTES
 from specdemo.core.trace import from_json, to_json
 from specdemo.engine.messages import replay
 from specdemo.presets.files import preset
-from specdemo.ui import answers, live
+from specdemo.ui import assets, live
 from specdemo.ui.controls import DRAWN
-from specdemo.ui.log import Log, notes, open_trace
-from specdemo.ui.page import Visits
+from specdemo.ui.race import Log, Visits, notes, open_trace
 from specdemo.ui.setup import key, to_values
 from specdemo.ui.views import Loading
 from tests.processes import run
 from tests.traces import hostile_trace
-from tests.ui.stand_ins import sync
+from tests.ui.stand_ins import played
 
 
 def test_the_page_is_drawn_before_torch_is_imported():
@@ -51,9 +50,9 @@ def test_a_link_to_the_page_shows_the_projects_card_and_not_gradios():
     page = b"""<head><meta property="og:title" content="Gradio" />
     <meta
         name="twitter:image" content="https://elsewhere" /><title>x</title></head>"""
-    carded = answers.carded(page).decode()
+    carded = assets.carded(page).decode()
     assert "Gradio" not in carded and "elsewhere" not in carded and "<title>x</title>" in carded
-    assert f'<meta property="og:title" content="{answers.TITLE}">' in carded and 'rel="icon"' in carded
+    assert f'<meta property="og:title" content="{assets.TITLE}">' in carded and 'rel="icon"' in carded
 
 
 def test_no_folder_of_this_machine_leaves_the_page():
@@ -149,15 +148,15 @@ def test_a_run_that_fails_while_loading_leaves_the_one_on_show_exportable(monkey
     session, visitor = Session(late), SimpleNamespace(session_hash="a", request=None)
     monkeypatch.setattr(live, "session", lambda: session)
     visits, values = Visits(preset("embedded-draft"), False), to_values(preset("embedded-draft"))
-    list(sync(visits.run(visits.race, visitor, values)))
+    list(played(visits, visits.race, visitor, values))
     before = visits.save(visitor, "json")
-    assert "no such file" in list(sync(visits.run(visits.race, visitor, values)))[-1]["view"]
+    assert "no such file" in list(played(visits, visits.race, visitor, values))[-1]["view"]
     if late:  # the run had started, so it replaces the previous one
         with pytest.raises(gr.Error, match="the run failed, so there is nothing to save"):
             visits.save(visitor, "json")
     else:
         assert visits.save(visitor, "json") == before
-        assert visits.stop(visitor)["view"].endswith('"comparison":[]}\n')
+        assert visits.stop(visitor) == {}  # it has ended
 
 
 @pytest.mark.parametrize(("before", "shown"), [(0, False), (1, True)])
@@ -168,7 +167,7 @@ def test_unstarted_run_does_not_block_presets(monkeypatch, before, shown):
     visits, values = Visits(preset("embedded-draft"), False), to_values(preset("embedded-draft"))
     visits.first(visitor)
     for _ in range(before + 1):
-        last = list(sync(visits.run(visits.race, visitor, values)))[-1]["view"]
+        last = list(played(visits, visits.race, visitor, values))[-1]["view"]
     assert "no such file" in last
     assert (visits.select(visitor, "embedded-ngram") == gr.skip()) is shown
     assert visits.save(visitor, "json")["name"] == f"specdemo-embedded-{'draft' if shown else 'ngram'}.json"
@@ -202,7 +201,7 @@ def test_a_visitor_sees_recorded_races_until_there_is_one_of_their_own(monkeypat
     assert json.loads(lanes.splitlines()[1]) == {"type": "idle", "lanes": ["DFlash (stories-dflash)"], "obstacle": ""}
     with pytest.raises(gr.Error, match="no run to save"):  # the run is no longer shown
         visits.save(visitor, "json")
-    list(sync(visits.run(visits.race, visitor, to_values(preset("embedded-draft")))))
+    list(played(visits, visits.race, visitor, to_values(preset("embedded-draft"))))
     assert visits.select(visitor, "embedded-ngram") == gr.skip()
 
 
@@ -248,14 +247,14 @@ def test_a_chat_continues_from_the_baselines_answer(monkeypatch):
     session, visitor = ChatSession(), SimpleNamespace(session_hash="a", request=None)
     monkeypatch.setattr(live, "session", lambda: session)
     visits = Visits(preset("embedded-draft"), False)
-    assert "press Run first" in list(sync(visits.run(visits.follow, visitor, {"message": "Why?"})))[-1]["view"]
+    assert "press Run first" in list(played(visits, visits.next_turn, visitor, {"message": "Why?"}))[-1]["view"]
     assert visits.offer(visitor, {"message": ""})["row"]["visible"] is False
-    list(sync(visits.run(visits.race, visitor, to_values(preset("embedded-draft")))))
+    list(played(visits, visits.race, visitor, to_values(preset("embedded-draft"))))
     assert visits.offer(visitor, {"message": ""})["row"]["visible"] is True
-    assert "is empty" in list(sync(visits.run(visits.follow, visitor, {"message": "  "})))[-1]["view"]
+    assert "is empty" in list(played(visits, visits.next_turn, visitor, {"message": "  "}))[-1]["view"]
     assert "message" not in visits.offer(visitor, {"message": "  "})  # a rejected message stays in the input
     for message in ("Why?", "And then?"):
-        list(sync(visits.run(visits.follow, visitor, {"message": message})))
+        list(played(visits, visits.next_turn, visitor, {"message": message}))
         assert visits.offer(visitor, {"message": message})["message"] == ""
     prompts = [spec.prompt for spec in session.comparisons]
     assert prompts[1:] == ["Why?", "And then?"]

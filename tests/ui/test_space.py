@@ -15,8 +15,8 @@ from specdemo.bench.suites import Sweep
 from specdemo.presets import limits
 from specdemo.presets.files import load_presets, preset
 from specdemo.ui import live, space, sweep
-from specdemo.ui.log import Log, replayed
-from specdemo.ui.page import Visits, build
+from specdemo.ui.page import build
+from specdemo.ui.race import INSTEAD, Log, Visits, replayed
 from specdemo.ui.setup import changed
 from tests.traces import hostile_trace
 from tests.ui.stand_ins import lines
@@ -26,22 +26,23 @@ import json, os, sys
 import torch
 from specdemo.presets.files import preset
 from specdemo.ui import live
-from specdemo.ui.log import Log
+from specdemo.ui.race import run
+from tests.ui.stand_ins import sync
 
 chosen = preset("embedded-draft").with_changes(max_new_tokens=12)
 live.preload([chosen])
 assert live.ELSEWHERE and not torch.cuda.is_initialized()
-done, stopped, refused = Log(), Log(), Log()
-outputs = list(live.run(chosen, done))
+done, stopped, refused = run(chosen), run(chosen.with_changes(max_new_tokens=400)), run(chosen)
+outputs = list(sync(done.follow()))
 
-running = live.run(chosen.with_changes(max_new_tokens=400), stopped)
-while "step" not in next(running):
+running = sync(stopped.follow())
+while '"step"' not in next(running):
     pass
 running.close()
 stopped.stop()
 
 os.environ["REFUSED"] = "You have exceeded your GPU quota (13s requested vs. 0s left)"
-list(live.run(chosen, refused))
+list(sync(refused.follow()))
 try:
     refused.result()
 except ValueError as error:
@@ -66,7 +67,7 @@ def test_zero_gpu_runs_in_a_forked_process():
     first, note, start, *_ = lines(refused)
     assert first["recorded"] and recorded and start["environment"]["date"]
     assert note["text"] == (
-        "no GPU for this run: You have exceeded your GPU quota (13s requested vs. 0s left). " + live.INSTEAD
+        "no GPU for this run: You have exceeded your GPU quota (13s requested vs. 0s left). " + INSTEAD
     )
     assert compared.startswith("no GPU for this run")  # an API call never returns another run
 
@@ -151,6 +152,11 @@ def qwen(**changes):
     return load_presets()["qwen3-8b"].model_copy(update=changes)
 
 
+def ran(log, **changes):
+    """Return the log of a run."""
+    return log.add(live.run(qwen(**changes), lambda: False, print))
+
+
 def recorded_qwen(preset_id):
     trace = hostile_trace()
     trace.config["target"] = "Qwen/Qwen3-8B"
@@ -161,13 +167,13 @@ def test_public_page_without_gpu_shows_the_recorded_run_with_a_reason(public, mo
     monkeypatch.setattr(live, "best_device", lambda: torch.device("cpu"))
     monkeypatch.setattr(live, "session", None)
     monkeypatch.setattr(live, "recorded", lambda preset_id: None)
-    (text,) = live.run(qwen(), Log())
+    text = ran(Log())
     assert lines(text)[-1] == {"type": "error", "text": "Qwen/Qwen3-8B needs a GPU and this machine has none"}
     monkeypatch.setattr(live, "recorded", recorded_qwen)
-    (text,) = live.run(qwen(), Log())
+    text = ran(Log())
     first, note, start, *_, end = lines(text)
     assert first["recorded"] and end["type"] == "end" and start["environment"] == hostile_trace().environment
-    assert note["text"] == f"Qwen/Qwen3-8B needs a GPU and this machine has none. {live.INSTEAD}"
+    assert note["text"] == f"Qwen/Qwen3-8B needs a GPU and this machine has none. {INSTEAD}"
 
 
 class Engine:
@@ -182,7 +188,7 @@ def test_local_page_replaces_a_model_only_without_a_gpu(monkeypatch, gpu):
     monkeypatch.setattr(live, "session", Engine)
     monkeypatch.setattr(live, "recorded", recorded_qwen)
     log = Log()
-    list(live.run(qwen(), log))
+    ran(log)
     assert log.recorded is not gpu and "needs 18.0 GB" in log.text
 
 
@@ -192,7 +198,7 @@ def test_no_recorded_run_stands_in_for_another_target_or_for_the_next_turn_of_a_
     monkeypatch.setattr(live, "session", Engine)
     monkeypatch.setattr(live, "recorded", recorded_qwen)
     log = Log(before=replayed(hostile_trace()))
-    list(live.run(qwen(**changes), log))
+    ran(log, **changes)
     assert not log.recorded and log.trace == hostile_trace()  # the chat can continue
 
 

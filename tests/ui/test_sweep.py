@@ -14,10 +14,10 @@ from specdemo.bench.result import read_result, recorded_suite, write_result
 from specdemo.bench.suites import Sweep
 from specdemo.presets.files import preset
 from specdemo.ui import sweep
-from specdemo.ui.page import Visits
+from specdemo.ui.race import Visits
 from specdemo.ui.sweep import Sweeps, begin, restore, result_line
 from specdemo.ui.views import Loading
-from tests.ui.stand_ins import VISITOR, lines, swept, sync
+from tests.ui.stand_ins import VISITOR, lines, played, swept, sync
 
 VALUES = {"sweep": "k", "preset": "embedded-draft", "repeats": 3, "new_tokens": 96}
 
@@ -27,7 +27,7 @@ def arguments(*values):
 
 
 def last(values):
-    return list(sync(Sweeps("sweep").run(begin, VISITOR, values)))[-1]["view"]
+    return list(played(Sweeps("sweep"), begin, VISITOR, values))[-1]["view"]
 
 
 def visit(query):
@@ -41,14 +41,14 @@ def test_a_recorded_result_stands_in_until_there_is_one_of_the_visitors(bench):
     assert [line["type"] for line in lines(shown["view"])] == ["run", "result"]
     assert lines(shown["view"])[1]["recorded"] and "2026-" in lines(shown["view"])[1]["where"][1]
     assert sweeps.recorded(visitor, {"sweep": "batch"}) and json.loads(sweeps.save(visitor)["text"])["suite"] == "batch"
-    list(sync(sweeps.run(begin, visitor, arguments("batch", "embedded-ngram", 2.0, 32))))
+    list(played(sweeps, begin, visitor, arguments("batch", "embedded-ngram", 2.0, 32)))
     assert sweeps.recorded(visitor, {"sweep": "k"}) == {}
     # no embedded model can think
     assert all(recorded_suite(name) for name in suites.swept() if name != "thinking"), "every suite of the tab has one"
 
 
 def test_a_sweep_is_a_growing_text_and_then_curves(bench):
-    outputs = list(sync(Sweeps("sweep").run(begin, VISITOR, arguments("batch", "embedded-ngram", 2.0, 32))))
+    outputs = list(played(Sweeps("sweep"), begin, VISITOR, arguments("batch", "embedded-ngram", 2.0, 32)))
     texts = [output["view"] for output in outputs]
     assert all(after.startswith(before) for before, after in pairwise(texts))
     seen = lines(texts[-1])
@@ -102,7 +102,7 @@ def test_the_points_measured_so_far_are_shown_every_few_percent(bench):
         return swept()
 
     sweeping = sweep.Sweeping.measuring("Draft length k", measure)
-    *_, text = sweeping.stream()
+    *_, text = sync(sweeping.follow())
     *parts, result = [line for line in lines(text) if line["type"] == "result"]
     assert 20 <= len(parts) <= 25 and all(part["partial"] and part["chart"]["lines"] for part in parts)
     assert not result["partial"] and not parts[0]["recorded"]
@@ -110,7 +110,7 @@ def test_the_points_measured_so_far_are_shown_every_few_percent(bench):
 
 def test_stop_keeps_the_finished_repeats(bench):
     sweeps, bench.endless = Sweeps("sweep"), True
-    texts = sync(sweeps.run(begin, VISITOR, VALUES))
+    texts = played(sweeps, begin, VISITOR, VALUES)
     while "repeat 3" not in next(texts)["view"]:
         pass
     assert lines(sweeps.request_stop(VISITOR)["view"])[-1]["type"] == "stopping"
@@ -123,7 +123,7 @@ def test_stop_keeps_the_finished_repeats(bench):
 
 def test_stop_before_the_first_repeat_is_no_error(bench):
     sweeps, bench.endless, bench.finished = Sweeps("sweep"), True, 0
-    texts = sync(sweeps.run(begin, VISITOR, VALUES))
+    texts = played(sweeps, begin, VISITOR, VALUES)
     next(texts)
     sweeps.request_stop(VISITOR)
     texts.close()
@@ -134,20 +134,8 @@ def test_stop_before_the_first_repeat_is_no_error(bench):
 
 def test_stop_while_waiting_for_the_engine(bench):
     sweeps = Sweeps("sweep")
-    list(sync(sweeps.run(begin, VISITOR, VALUES)))
+    list(played(sweeps, begin, VISITOR, VALUES))
     assert sweeps.request_stop(VISITOR) == sweeps.stop(VISITOR) == {}  # the previous sweep has ended
-
-
-def test_closing_the_tab_frees_the_engine(bench):
-    bench.endless = True
-    sweeps, lock = Sweeps("sweep"), sweep.live().session().lock
-    texts = sync(sweeps.run(begin, VISITOR, VALUES))
-    while "repeat 3" not in next(texts)["view"]:
-        pass
-    assert not lock.acquire(blocking=False)
-    texts.close()
-    assert lock.acquire(timeout=10.0)
-    lock.release()
 
 
 @pytest.mark.parametrize(
@@ -183,7 +171,7 @@ def test_a_saved_result_opens_again(bench, tmp_path):
     sweeps = Sweeps("sweep")
     with pytest.raises(gr.Error, match="no result to save"):
         sweeps.save(VISITOR)
-    list(sync(sweeps.run(begin, VISITOR, VALUES)))
+    list(played(sweeps, begin, VISITOR, VALUES))
     file = sweeps.save(VISITOR)
     path = tmp_path / file["name"]
     path.write_text(file["text"], encoding="utf-8")
@@ -213,7 +201,7 @@ def test_a_result_without_speed_ups_is_a_table_alone(bench, tmp_path):
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"[" * 100_000, b'{"schema": 1}', b" " * 5_000_000])
 def test_invalid_result_is_one_line_and_changes_nothing(bench, tmp_path, content):
     sweeps, path = Sweeps("sweep"), tmp_path / "r.json"
-    list(sync(sweeps.run(begin, VISITOR, VALUES)))
+    list(played(sweeps, begin, VISITOR, VALUES))
     path.write_bytes(content)
     shown = sweeps.open(VISITOR, {"file": str(path)})
     assert lines(shown["view"])[-1]["type"] == "error"

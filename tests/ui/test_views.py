@@ -10,7 +10,7 @@ import pytest
 from specdemo.core.trace import StepEvent, fates, from_json, to_json
 from specdemo.engine.messages import Finished, Note, replay
 from specdemo.ui.job import to_line
-from specdemo.ui.log import Log, replayed
+from specdemo.ui.race import Log, replayed
 from specdemo.ui.views import Failed, Loading, finish, summary, tokens_csv, view
 from tests.traces import HOSTILE, PROMPT, WRONG, hostile_trace
 from tests.ui.stand_ins import remote_trace

@@ -9,8 +9,7 @@ from specdemo.methods.facts import PREDICTED
 from specdemo.presets.files import DEFAULT, load_presets
 from specdemo.presets.recorded import recorded
 from specdemo.ui import whatif
-from specdemo.ui.log import Log, replayed
-from specdemo.ui.page import Visits
+from specdemo.ui.race import Log, Visits, replayed
 from specdemo.ui.whatif import Questions, predict_for, recorded_start, recorded_starts, start_of
 from tests.traces import hostile_trace
 

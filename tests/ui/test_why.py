@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from specdemo.ui.why import answer
+from specdemo.ui.whatif import diagnose_output
 
 SAMPLES = Path(__file__).parents[1] / "analysis" / "samples"
 
 
 def shown(**values):
     empty = {"output": "", "file": None, "plain": None, "k": None}
-    return json.loads(answer(None, empty | values)["view"])
+    return json.loads(diagnose_output(None, empty | values)["view"])
 
 
 def test_pasted_output_is_diagnosed():

@@ -1,0 +1,286 @@
+"""The Race tab: the logs of runs (views.py), and the events of its visitors."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache, partial
+
+import gradio as gr
+
+from specdemo.core.safe_io import FILE_BYTES, read_limited
+from specdemo.core.trace import RunTrace, from_json, to_json
+from specdemo.engine.comparison import Comparison
+from specdemo.engine.messages import Finished, Note, Started, replay
+from specdemo.presets import limits
+from specdemo.presets.files import DEFAULT, Preset, load_presets, preset
+from specdemo.presets.link import from_query, is_link, is_sweep, to_query
+from specdemo.presets.recorded import recorded
+from specdemo.presets.runnable import why_not
+from specdemo.ui import space
+from specdemo.ui.controls import address, fill, fill_untouched
+from specdemo.ui.job import ENTRY, GRACE_S, LOST_S, Job, Jobs, Packed, Store, Values, Work, opening, to_line
+from specdemo.ui.model_menus import live
+from specdemo.ui.setup import from_values, key, to_values
+from specdemo.ui.views import Failed, Shown, StandIn, models_of, summary, tokens_csv, view, without_folders
+
+POOLED = 3  # runs of "Repeat"
+INSTEAD = "Showing the recorded run of this preset instead, with the preset's settings."
+
+
+class Log(Job):
+    """The text of a run.
+
+    `trace` is the visible run once it has ended; until this one starts, it is the run of the log `before`. `recorded`:
+    the run was not made for this log. `still`: it is shown finished and moves only when it is replayed. `key`: of the
+    settings that led to it. `spec`: the comparison that runs.
+    """
+
+    def __init__(
+        self,
+        recorded: bool = False,
+        before: "Log | None" = None,
+        still: bool = False,
+        key: str = "",
+        spec: Comparison | None = None,
+        work: Work | None = None,
+    ) -> None:
+        super().__init__(opening(recorded=recorded, still=still, **({"key": key} if key else {})), work)
+        self.unread_s = LOST_S
+        self._trace: Packed | None = before._trace if before else None
+        self.recorded, self.still, self.key, self.spec = recorded, still, key, spec
+        self.started = self.finished = self.is_chat = False
+        self._models = {spec.target, *(name for lane in spec.lanes for name in lane.models)} if spec else set()
+        self._own_before = before is not None and before.own
+        self.failure = ""  # reason of the failure, if any
+
+    @property
+    def trace(self) -> RunTrace | None:
+        """Return the trace of the finished run."""
+        return from_json(self._trace.text) if self._trace else None
+
+    @property
+    def shared_trace(self) -> RunTrace | None:
+        """Return the trace of the finished run as it may leave this machine: model files without their folders."""
+        trace = self.trace
+        return from_json(without_folders(to_json(trace), models_of(trace))) if trace else None
+
+    @property
+    def size(self) -> int:
+        return ENTRY if self.still else super().size + (self._trace.size if self._trace else 0)
+
+    @property
+    def own(self) -> bool:
+        """Return whether the visitor requested what is shown, a run or a file, as opposed to a preset's recorded
+        race.
+        """
+        begins = self.started or not (self.failure or self.stopped)
+        return not self.still and (begins or self._own_before)
+
+    def add(self, messages: Iterable[Shown | StandIn]) -> str:
+        for message in messages:
+            if isinstance(message, StandIn):
+                self.text, self.recorded, self.failure = opening(recorded=True), True, message.reason
+                self.add([Note(f"{message.reason.rstrip('.')}. {INSTEAD}"), *replay(message.trace)])
+                continue
+            if isinstance(message, Started):
+                self._models = models_of(message.trace)
+            self.text += without_folders(to_line(view(message)), self._models)
+            match message:
+                case Started():
+                    self.started, self._trace = True, None
+                case Failed(text):
+                    self.failure = text
+                case Finished(trace):
+                    self._trace, self.finished = Packed(to_json(trace)), True
+                    self.is_chat = not self.recorded and bool(trace.lanes[0].messages)
+        return self.text
+
+    def result(self) -> dict[str, object]:
+        """Return the finished run without its steps. Raises ValueError with one line if it did not finish."""
+        trace = self.shared_trace
+        if trace is None or self.recorded:
+            raise ValueError(self.failure or "the run did not finish; try again")
+        return summary(trace)
+
+    def request_stop(self) -> str:
+        return self.text  # `stop` is fast
+
+    def stop(self) -> str:
+        """End the run and the log, with the last messages of the engine if they arrive in time."""
+        self.stopped = True
+        self.cancel(GRACE_S)
+        self.read()
+        if not self.finished:
+            self.text += to_line({"type": "end", "finish": "cancelled", "comparison": []})
+        self.ended = True
+        return self.text
+
+
+def run(spec: Comparison, before: Log | None = None, key: str = "") -> Log:
+    """Return the job of a run."""
+    return Log(before=before, key=key, spec=spec, work=partial(live().run, spec))
+
+
+def waiting(lanes: Sequence[str], obstacle: str = "") -> str:
+    """Return a log with the names of the lanes and the reason why they cannot run here."""
+    return Log(still=True).text + to_line({"type": "idle", "lanes": list(lanes), "obstacle": obstacle})
+
+
+def notes(texts: Iterable[str]) -> str:
+    """Return a log with notes only; empty without any."""
+    texts = list(texts)
+    return Log(recorded=True).add(Note(text) for text in texts) if texts else ""  # no run that a reload could rejoin
+
+
+def replayed(trace: RunTrace, still: bool = False, key: str = "") -> Log:
+    """Return a complete stored run as a log. Needs no model."""
+    log = Log(recorded=True, still=still, key=key)
+    log.add(replay(trace))
+    return log
+
+
+def open_trace(path: str, bounds: int = FILE_BYTES) -> Log:
+    """Return a stored run as a log, or a log with the reason why the file cannot be read."""
+    try:
+        return replayed(from_json(read_limited(path, bounds), bounds))
+    except ValueError as error:
+        log = Log()
+        log.add([Failed(f"{error}; open a trace that specdemo saved")])
+        return log
+
+
+class Visits(Jobs[Log]):
+    """Events of the Race tab for all visitors."""
+
+    def __init__(self, start: Preset, allow_any_model: bool, store: Store | None = None) -> None:
+        super().__init__("race", store)
+        self._start = start
+        self._any = allow_any_model
+
+    def race(self, values: Values, last: Log | None) -> Log:
+        """Return the job of a run. Raises ValueError with one line, as do the next two functions, if there can be no
+        run.
+        """
+        return run(from_values(values, self._any), last, key(values))
+
+    def repeat(self, _: Values, last: Log | None) -> Log:
+        """Return the job that repeats the visible run three times and pools the runs."""
+        if last is None or last.spec is None:
+            raise ValueError("no run to repeat; press Run first")
+        return run(last.spec.model_copy(update={"repeats": POOLED}), last, last.key)
+
+    def next_turn(self, values: Values, last: Log | None) -> Log:
+        """Return the job of the chat's next turn."""
+        if last is None or last.spec is None or last.trace is None or last.recorded:
+            raise ValueError("no chat to continue; press Run first")
+        base = limits.fit(preset(last.spec.id))
+        message = limits.admit(base.with_changes(prompt=values["message"])).prompt
+        return run(live().follow_up(last.spec, last.trace, message), last)
+
+    def offer(self, request: gr.Request, values: Values) -> Values:
+        """Show the follow-up prompt if the visible run is a chat of this page; empty after its message is answered."""
+        log = self.last(request)
+        shown: Values = {"row": gr.update(visible=log is not None and log.is_chat)}
+        if log is None or log.spec is None or not log.finished or log.spec.prompt != values["message"]:
+            return shown
+        return shown | {"message": ""}
+
+    def open(self, request: gr.Request, values: Values) -> Values:
+        """Return the log of a stored run, or a log with the reason why the file cannot be read."""
+        log = open_trace(values["file"], space.bounds())
+        if log.finished:
+            self.keep(request, log)
+        return log.final_updates()
+
+    def first(self, request: gr.Request) -> object:
+        """Return the initial view: the recorded race of the preset, unless a link was opened."""
+        return gr.skip() if is_link(request.query_params) else self.select(request, self._start.id)
+
+    def select(self, request: gr.Request, preset_id: str | None) -> object:
+        """Return the recorded race of the chosen preset, or else its empty lanes, if no other run is visible."""
+        shown = _recorded(preset_id or DEFAULT)  # may take a second; another event may change the view meanwhile
+        last = self.last(request)
+        if last is not None and last.own:
+            return gr.skip()
+        if shown:
+            return self.keep(request, shown).text
+        self.keep(request, Log(still=True))  # hide the recorded race of the previous preset
+        return _lanes(limits.fit(preset(preset_id or DEFAULT)))
+
+    def on_show(self, request: gr.Request) -> tuple[RunTrace, bool] | None:
+        """Return the finished run that a visitor sees, and whether it is the visitor's own."""
+        log = self.last(request)
+        trace = log.trace if log else None
+        return (trace, log.own) if log and trace else None
+
+    def save(self, request: gr.Request, kind: str) -> dict[str, str]:
+        """Return the file name and the text of the latest run."""
+        log = self.last(request)
+        trace = log.shared_trace if log else None
+        if trace is None:
+            raise gr.Error(_nothing_to_save(log), print_exception=False)
+        text = to_json(trace, 1, space.bounds()) if kind == "json" else tokens_csv(trace)
+        return {"name": f"specdemo-{trace.preset}.{kind}", "text": text}
+
+    def share(self, values: Values) -> str:
+        """Return the link that opens the comparison again. Raises ValueError with one line."""
+        chosen = live().session().with_chosen_lengths(from_values(values, self._any))
+        return address(to_query(chosen, preset(chosen.id)))
+
+    def read_link(self, request: gr.Request) -> tuple[Preset, list[str]] | None:
+        """Return the comparison of the page's address, and notes on what was ignored."""
+        if not is_link(request.query_params) or is_sweep(request.query_params):
+            return None
+        return self._read_query(request.query_params)
+
+    def restore(self, request: gr.Request, values: Values) -> Values:
+        """Return the controls of the page's address, except those that the visitor has changed by now, and a log.
+        Nothing runs.
+        """
+        if values["asked"] is None:
+            return {}
+        chosen, refused = values["asked"]
+        return fill_untouched(chosen, self._start, values) | {"view": self._show(request, chosen, refused)}
+
+    def open_query(self, request: gr.Request, values: Values) -> Values:
+        """Return the controls and a log for the query of another address, after a visitor has chosen a preset or gone
+        back.
+        """
+        chosen, refused = self._read_query(str(values["query"]))
+        return fill(chosen, values) | {"view": self._show(request, chosen, refused)}
+
+    def _read_query(self, query: Mapping[str, object] | str) -> tuple[Preset, list[str]]:
+        """Return the comparison of a query, and notes on what was ignored. On a cold server this takes seconds."""
+        live()
+        chosen, refused = from_query(query, load_presets(), self._any, self._start)
+        fitting = limits.fit(chosen)
+        if fitting != chosen and chosen != preset(chosen.id):
+            more = f"the link exceeds the limits of this public page; {limits.HOME}"
+            refused.append(limits.PRIVATE if limits.shares(chosen) else more)
+        return fitting, refused
+
+    def _show(self, request: gr.Request, chosen: Preset, refused: Sequence[str]) -> object:
+        """Return a log: the notes on what was ignored, the recorded race of an unchanged preset, or empty lanes."""
+        if refused:
+            return notes(refused)
+        return self.select(request, chosen.id) if chosen == limits.fit(preset(chosen.id)) else _lanes(chosen)
+
+
+def _nothing_to_save(log: Log | None) -> str:
+    if log is None or not log.started:
+        return "no run to save yet; press Run first"
+    if log.failure:
+        return "the run failed, so there is nothing to save; press Run again"
+    return "the run has not finished; press Stop to save the steps so far"
+
+
+def _lanes(chosen: Preset) -> str:
+    full = preset(chosen.id)
+    obstacle = why_not(full) if chosen.target == full.target else ""
+    return waiting([live().lane_name(lane) for lane in chosen.lanes], obstacle)
+
+
+@lru_cache
+def _recorded(preset_id: str) -> Log | None:
+    """Return the recorded race of a preset as a still log; the same for all visitors."""
+    chosen = preset(preset_id)
+    trace = recorded(chosen.id)
+    return replayed(trace, still=True, key=key(to_values(limits.fit(chosen)))) if trace else None
