@@ -5,6 +5,7 @@
 const MIN_INSIDE = 0.5; // share of a bar from which its fill has more room for the lead than the rest
 const FLAG = "M2 15V1h10l-2.5 3.5L12 8H4v7z";
 
+const rate = (lane) => lane.soFar.tokens_per_s ?? 0; // without the prompt
 const isFinished = (lane) => ["stop", "length"].includes(lane.finish);
 
 /** Returns the number of tokens that a lane had generated at a time of its own clock. */
@@ -41,7 +42,7 @@ function lengthsDiffer(lanes) {
 /**
  * Returns the state of every bar.
  * share: filled part, 0 to 1. reached: part that was filled when the first lane finished, null before that and for that lane.
- * first: whether the lane finished first. lead: text of the lane that leads, else empty. Without equal work, a text that ended
+ * first: whether the lane finished first and none has more tokens/s, of which the headline speaks. lead: text of the lane that leads, else empty. Without equal work, a text that ended
  * early does not fill its bar, and no lane is first or leads.
  * @param {Lane[]} lanes @param {number[]} times device time of each lane, ms @param {number} [limit] max new tokens
  */
@@ -60,7 +61,7 @@ function barStates(lanes, times, limit) {
       tokens, length,
       share: length ? tokens / length : 0,
       reached: late && length ? tokensAt(lane, first.soFar.clock_ms) / length : null,
-      first: lane === first && lanes.length > 1,
+      first: lane === first && lanes.length > 1 && !lanes.some((other) => rate(other) > rate(lane)),
       lead: lane === leader ? leadText(lanes, leader, now, ended) : "",
     };
   });

@@ -256,10 +256,3 @@ def test_the_focus_has_one_ring_and_the_title_names_the_result(visit):
     page.get_by_role("tab", name="Lab").click()
     expect(page).to_have_title(re.compile("^Lab - specdemo"))
     assert page.locator("#prompt textarea").get_attribute("dir") == "auto"
-
-
-def test_a_chart_without_data_has_no_axis(visit):
-    page = visit("?preset=embedded-draft&k=7")
-    chart = page.locator(".sd-throughput svg").first
-    expect(chart).to_be_attached()
-    expect(page.locator(".sd-throughput")).not_to_contain_text("e-")

@@ -69,15 +69,6 @@ def test_a_link_to_a_tab_opens_it_and_does_not_add_to_the_history(visit_gated):
     expect(tab(page)).to_have_text("How it works")
 
 
-def test_the_reference_has_contents(visit_gated):
-    page = visit_gated("#reference")
-    page.locator("#reference").get_by_role("link", name="Training a head").click()
-    expect(page.get_by_role("heading", name="Training a head")).to_be_in_viewport()
-    expect(tab(page)).to_have_text("Reference")
-    page.reload()
-    expect(tab(page)).to_have_text("Reference")
-
-
 class Connection:
     """A proxy in front of a server, whose connections can be cut."""
 

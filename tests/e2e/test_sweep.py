@@ -61,23 +61,14 @@ def test_run_stop_save_open_share(visit_gated, gates, tmp_path):
     assert other.evaluate("document.documentElement.scrollWidth") == 390
 
 
-def test_prompt_length_has_a_second_chart_that_other_sweeps_do_not_have(visit_gated):
-    page = visit_gated("")
-    page.get_by_role("tab", name="Sweep").click()
-    page.get_by_label("Prompt length").click()
-    second = page.locator("#sweep .sd-second")
-    expect(second.locator(".sd-second-title")).to_have_text("Mean accepted length over position in the text")
-    expect(second.locator("svg .sd-curve")).to_have_count(3)
-    expect(second.locator(".sd-second-note")).to_contain_text("16 places in Python files of specdemo")
-    page.get_by_label("Batch size").click()
-    expect(second).to_be_hidden()
-
-
-def test_a_chart_of_lines_has_its_full_height_after_one_of_bars(visit_gated):
+def test_every_suite_has_its_own_charts(visit_gated):
     page = visit_gated("#sweep")
-    chart = page.locator("#sweep .sd-chart").first
+    chart, second = page.locator("#sweep .sd-chart").first, page.locator("#sweep .sd-second")
     page.get_by_label("Methods").click()
     expect(chart.locator(".sd-bar-name")).not_to_have_count(0)
+    page.get_by_label("Prompt length").click()
+    expect(second.locator("svg .sd-curve")).to_have_count(3)
     page.get_by_label("Batch size", exact=True).click()
+    expect(second).to_be_hidden()
     expect(chart.locator(".sd-curve")).not_to_have_count(0)
     assert chart.bounding_box()["height"] == 400

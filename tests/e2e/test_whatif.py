@@ -52,20 +52,6 @@ def test_from_a_finished_race_to_an_h100(visit):
     expect(page.locator(".sd-bottleneck")).to_contain_text("and batch size 1, a step")  # of the race
 
 
-def test_a_tree_is_predicted_at_each_of_its_depths(visit):
-    page = visit()
-    wait_for_text(page, "^Recorded")
-    page.get_by_role("tab", name="What if").click()
-    expect(gain(page)).not_to_be_empty()
-    page.locator("#whatif-start input").click()
-    page.get_by_role("option", name="Medusa: four heads on the target").click()
-    expect(page.locator("#whatif-k")).to_contain_text("Depth of the tree (6 nodes)")
-    expect(page.locator(".sd-bottleneck")).to_contain_text("With k = 2 and")
-    page.locator("#whatif-k input[type=range]").press("ArrowLeft")
-    expect(page.locator(".sd-bottleneck")).to_contain_text("With k = 1 and")
-    expect(page.locator(".sd-over-k .sd-curve")).to_have_count(1)
-
-
 def test_by_keyboard_alone(visit):
     page = visit()
     wait_for_text(page, "^Recorded")

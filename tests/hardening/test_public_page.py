@@ -45,13 +45,13 @@ def ends(messages):
     return next(message for message in messages if message["msg"] == "process_completed")
 
 
-def text(messages):
-    return ends(messages)["output"]["data"][0]
+def text_of(messages):
+    """Return all that the messages add to the page."""
+    return json.dumps([message.get("output") for message in messages]).replace("\\", "")
 
 
-def lines_of(message):
-    """Return the types of the lines that a message adds to the log."""
-    return set(re.findall(r'"type": ?"(\w+)"', json.dumps(message["output"]).replace("\\", "")))
+def ranks(messages):
+    return [message["rank"] for message in messages if message["msg"] == "estimation"]
 
 
 # Hidden parts
@@ -85,6 +85,29 @@ def test_a_bad_call_is_one_line_of_the_log(visit, log):
     lines = log.read_text().splitlines()
     assert len(lines) == before + 3 and "Traceback" not in log.read_text()
     assert all(" failed: " in line and len(line) < 400 for line in lines[before:])
+
+
+# Values that no menu has: a menu may get other choices while Run is pressed
+
+MENUS = {"target": "target", "method": "method-1", "drafter": "model-1", "acceptance rule": "acceptance-1"}
+
+
+@pytest.mark.parametrize("menu", MENUS.values(), ids=MENUS)
+def test_an_unknown_value_is_refused_at_once_and_ignored_in_a_hidden_lane(visit, menu):
+    caller = visit()
+    pressed = caller.fn("click", "run")
+    refused = caller.now(pressed, caller.values(pressed, **{menu: "not-in-the-menu"}))
+    assert refused.status_code == 200 and "not-in-the-menu" in refused.text and '"error' in refused.text
+    if menu.endswith("-1"):
+        hidden = {menu.replace("1", "2"): "not-in-the-menu"}
+        assert '"finish":"done"' in text_of(caller.press("run", max_new_tokens=8, **hidden))
+
+
+def test_a_link_that_is_too_long_has_a_reason(visit):
+    caller = visit()
+    share = caller.fn("click", "share")
+    answer = caller.now(share, caller.values(share, prompt="<u>" * 1000)).text
+    assert "No link" in answer and "the prompt of a link can have 2000 characters, this one has 3000" in answer
 
 
 # Input of one visitor
@@ -168,15 +191,6 @@ def test_other_origins_cannot_read_answers(visit, host):
 
 
 # Turns
-
-
-def text_of(messages):
-    """Return all that the messages add to the page."""
-    return json.dumps([message.get("output") for message in messages]).replace("\\", "")
-
-
-def ranks(messages):
-    return [message["rank"] for message in messages if message["msg"] == "estimation"]
 
 
 def test_simultaneous_visitors_all_get_a_turn(visit):

@@ -95,3 +95,10 @@ test("lanes with different prompts are not compared", () => {
 test("an empty lane has no number of tokens to reach", () => {
   assert.equal(progress({ index: 1, soFar: {}, finish: null }, { tokens: 0, length: 0 }, []), "0 tokens");
 });
+
+test("a lane that finished first gets no flag if another one has more tokens/s", () => {
+  const lanes = [lane(0, 2, 100, 300), lane(1, 3, 100, 300)];
+  const flags = (...rates) => states(300, lanes.map((one, i) => ({ ...one, soFar: { ...one.soFar, tokens_per_s: rates[i] } }))).map(({ first }) => first);
+  assert.deepEqual(flags(500, 333), [true, false]);
+  assert.deepEqual(flags(300, 333), [false, false]); // its prompt took less time
+});

@@ -3,7 +3,7 @@ import { test } from "node:test";
 import { load } from "./load.js";
 
 const document = { createElement: (tag) => ({ tag, dataset: {} }) };
-const { laneOptions, remoteLabel, rejectedDraft } = load(["helpers", "tree", "lanes"], "laneOptions, remoteLabel, rejectedDraft", { document });
+const { laneOptions, remoteLabel, rejectedDraft, CODE } = load(["helpers", "tree", "lanes"], "laneOptions, remoteLabel, rejectedDraft, CODE", { document });
 
 test("a lane's header lists the options that were set, not the defaults", () => {
   const options = { k: 12, model: "stories", max_depth: 24, nodes: 0, remember: true };
@@ -22,4 +22,9 @@ test("a rejected newline is one mark without the indentation after it, and furth
   const [node] = rejectedDraft(line, 3);
   assert.deepEqual([node.tag, node.textContent, node.dataset.kind, node.dataset.more, node.dataset.step], ["del", "⏎", "rejected", "+2", 3]);
   assert.equal(rejectedDraft({ ...line, fates: ["accepted", "accepted", "accepted"], path: [0, 1, 2, 3] }).length, 0);
+});
+
+test("a prompt that is code keeps its lines", () => {
+  for (const code of ["def add(a, b):\n    return", "# Two numbers.\nclass Pair:\n", "import os\n"]) assert.match(code, CODE);
+  for (const text of ["Once upon a time, a class of children (and a dog) ran.", "from the house to the river\nand back"]) assert.doesNotMatch(text, CODE);
 });

@@ -14,4 +14,6 @@ def test_the_docs_show_the_table_and_the_page_its_short_words():
     shown = [definition.tile for definition in DEFINITIONS.values() if definition.tile]
     assert re.findall(r'data-tile="([\w-]+)"', page) == [tile.id for tile in shown]
     assert all(f"<p>{tile.text}</p>" in page for tile in shown) and "@" not in page.replace("@children", "")
-    assert table() in assets.reference()
+    reference = assets.reference()
+    anchors = {"h-" + title.lower().replace(" ", "-") for title in re.findall(r"^## (.+)$", reference, re.M)}
+    assert table() in reference and {*re.findall(r"\(#(h-[\w-]+)\)", reference)} == anchors
