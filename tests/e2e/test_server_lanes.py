@@ -1,10 +1,19 @@
-"""Lanes on servers, on the page."""
+"""Lanes on servers, of plug-ins and of chats, on pages of their own."""
 
+import json
+import re
+import shutil
+from urllib.parse import quote
+
+import pytest
 from playwright.sync_api import expect
 
+from specdemo.models.shipped import embedded_folder
 from tests.completion_server import completion_server, piece
-from tests.e2e.conftest import edit, visitors
+from tests.e2e.conftest import NEXT_FRAME, edit, visitors
 from tests.e2e.test_controls import choose
+from tests.e2e.test_layout import CONTROLS, OVERFLOWING, SMALL, wait_for_text
+from tests.plug_in import install_bigram
 from tests.processes import served
 
 
@@ -34,3 +43,51 @@ def test_a_server_lane_is_coloured_at_the_end_of_its_answer(chromium):
         assert text.locator("del").first.get_attribute("data-more") == "+1"
         expect(page.locator(".sd-lane").nth(1).locator(".sd-remote")).not_to_contain_text("unknown")
         expect(page.locator(".sd-accepted-chart")).to_be_visible()
+
+
+def test_a_method_of_another_package_races(chromium, tmp_path):
+    site = install_bigram(tmp_path)
+    link = "?preset=embedded-ngram&method=bigram&option.longest=3&max_new_tokens=24"
+    with served(PYTHONPATH=str(site)) as (_, address), visitors(chromium, address) as visit:
+        page = visit(link)
+        page.locator("#run").click()
+        expect(page.locator('[data-tile="output"] b')).to_have_text(re.compile("^✓ (identical|bit for bit)$"))
+        expect(page.get_by_role("img", name="Throughput of Baseline, Bigrams")).to_be_visible()
+        page.locator(".sd-edit").click()
+        expect(page.locator("#option-longest-1 input[type=number]")).to_have_value("3")
+
+
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+
+
+@pytest.fixture
+def page(chromium, tmp_path):
+    folder = tmp_path / "chat"
+    shutil.copytree(embedded_folder() / "stories", folder)
+    written = folder / "tokenizer_config.json"
+    written.write_text(json.dumps({**json.loads(written.read_text()), "chat_template": TEMPLATE}))
+    query = f"?preset=embedded-ngram&target={quote(str(folder))}&max_new_tokens=24&prompt=A+fox."
+    with served("--allow-any-model") as (_, address), visitors(chromium, address) as opened:
+        yield opened(query + "&chat=true")
+
+
+def test_the_next_message_is_answered_below_the_bar(page):
+    page.locator("#run:enabled").click()
+    wait_for_text(page, "^Finished")
+    expect(page.locator("#continue")).to_be_visible()
+    for width, height in ((1280, 900), (390, 844)):
+        page.set_viewport_size({"width": width, "height": height})
+        page.evaluate(NEXT_FRAME)
+        bar = page.locator(".sd-pace").bounding_box()
+        assert bar["y"] + bar["height"] <= page.locator("#follow-row").bounding_box()["y"]
+        assert page.evaluate("document.documentElement.scrollWidth") == width
+        assert [page.evaluate(rule) for rule in (CONTROLS, SMALL, OVERFLOWING)] == [[], [], []]
+    first = page.locator('[data-lane="1"] .sd-answer').inner_text()
+    page.locator("#message textarea, #message input").fill("Why <b>so</b>?")
+    page.locator("#continue").click()
+    for lane in (0, 1):
+        box = page.locator(f'[data-lane="{lane}"].sd-text')
+        expect(box.locator(".sd-turn").last).to_have_text("userWhy <b>so</b>?")
+        expect(box.locator("summary").first).to_have_text("2 earlier messages")
+    wait_for_text(page, "^Finished")
+    assert page.locator('[data-lane="1"] .sd-answer').inner_text() != first

@@ -1,8 +1,15 @@
-"""The Sweep tab in the browser, with a stand-in benchmark."""
+"""The tabs Sweep and Lab, the policy of the whole page, and the two endpoints."""
 
+import itertools
+import json
 import re
 
+import pytest
+from gradio_client import Client
+from gradio_client.exceptions import AppError
 from playwright.sync_api import expect
+
+from tests.e2e.conftest import expect_example
 
 
 def wait_for_text(page, words):
@@ -72,3 +79,108 @@ def test_every_suite_has_its_own_charts(visit_gated):
     expect(second).to_be_hidden()
     expect(chart.locator(".sd-curve")).not_to_have_count(0)
     assert chart.bounding_box()["height"] == 400
+
+
+def test_a_head_is_trained_and_raced(visit_gated):
+    page = visit_gated(viewport={"width": 390, "height": 800})
+    page.get_by_role("tab", name="Lab").click()
+    expect(page.locator("#recipe input")).to_have_value("Medusa, 4 heads")
+    expect(page.locator("#lab .sd-status")).to_have_text(re.compile("^Training of the shipped head"))
+    expect(page.locator("#race-head")).to_be_disabled()
+    page.locator("#train").click()
+    expect(page.locator("#lab .sd-status")).to_have_text(re.compile("^Done. Saved to runs/medusa-"))
+    expect(page.locator("#lab .sd-figure").first).to_have_attribute("aria-label", "1st token 30 %, 2nd 15 %")
+    expect(page.locator("#lab .sd-facts")).to_have_text("120 of 120 s · 3 steps · 1,536 tokens")
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
+    page.locator("#race-head").click()
+    expect(page.locator("#model-1 input")).to_have_value(re.compile(r"^medusa-\d+-\d+$"))
+    expect(page.locator("#run")).to_be_visible()
+    expect_example(page, "Custom (from Draft model)")
+    page.locator("#share").click()  # the new model is accepted
+    expect(page.locator("#link")).to_be_visible()
+    expect(page.locator("#view .sd-alert")).to_be_hidden()
+
+
+def test_the_lab_leads_to_depth_against_width_and_tests_losslessness(visit_gated, gates):
+    page = visit_gated(viewport={"width": 390, "height": 800})
+    page.get_by_role("tab", name="Lab").click()
+    page.locator("#losslessness-run").click()
+    status = page.locator("#losslessness .sd-status")
+    expect(status).to_have_text("Done. No difference was found between 1024 continuations of each.")
+    expect(page.locator("#losslessness tbody tr").first).to_have_text("<b>bold</b>275.0 %70.0 %")
+    expect(page.locator("#losslessness .sd-chart .sd-chart-name")).to_have_text(["plain", "speculative"])
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
+    page.locator("#depth-width").click()
+    expect(page.locator("#question")).to_contain_text("One layer against four")
+    expect(page.get_by_label("Depth or width")).to_be_checked()
+    expect(page.locator("#sweep-preset")).to_be_hidden()
+    gates.open.set()
+    page.locator("#sweep-run").click()
+    expect(page.locator("#sweep .sd-status")).to_have_text(re.compile("^Done"))
+
+
+LISTEN = "window.refused = []; addEventListener('securitypolicyviolation', e => refused.push(e.violatedDirective))"
+
+
+def test_nothing_on_the_page_breaks_its_policy(visit_gated, gates):
+    gates.open.set()
+    violations = []
+
+    def listen(page):
+        page.on("console", lambda message: violations.append(message.text))
+        page.add_init_script(LISTEN)
+
+    page = visit_gated("?k=3&method=ngram", before=listen)
+    page.locator(".sd-edit").click()
+    expect(page.locator("#option-max_n-1")).to_be_visible()
+    page.locator("#run").click()
+    expect(page.locator("#view .sd-status")).to_have_text(re.compile("^Finished"))
+    expect(page.locator("#chart svg").first).to_be_visible()
+    page.locator("#share").click()
+    expect(page.locator("#link")).to_be_visible()
+    with page.expect_download():
+        page.locator("#save-csv").click()
+    for tab, button, status in (
+        ("Sweep", "#sweep-run", "#sweep .sd-status"),
+        ("Lab", "#train", "#lab .sd-status"),
+    ):
+        page.get_by_role("tab", name=tab).click()
+        page.locator(button).click()
+        expect(page.locator(status)).to_have_text(re.compile("^(Finished|Done)"))
+    expect(page.locator("#sweep .sd-chart svg")).to_be_attached()
+    assert page.evaluate("refused") == []
+    assert not [text for text in violations if "Content Security Policy" in text]
+    with page.expect_console_message(lambda message: "Content Security Policy" in message.text):
+        page.evaluate("document.body.append(Object.assign(document.createElement('object'), {data: 'favicon.ico'}))")
+
+
+@pytest.fixture(scope="module")
+def client(address):
+    made = Client(address, verbose=False, analytics_enabled=False)
+    yield made
+    made.close()
+
+
+def test_compare_returns_a_summary(client):
+    result = client.predict("embedded-draft", {"max_new_tokens": 8, "k": 2}, api_name="/compare")
+    assert [lane["summary"]["tokens"] for lane in result["lanes"]] == [8, 8]
+    assert result["lanes"][0]["text"] == result["lanes"][1]["text"]
+    assert result["comparison"][0]["verdict"] == "identical" and result["config"]["max_new_tokens"] == 8
+
+
+def test_race_streams_lines(client):
+    outputs = list(client.submit("embedded-draft", {"max_new_tokens": 8}, api_name="/race"))
+    lines = [json.loads(line) for line in outputs[-1].splitlines()]
+    assert all(after.startswith(before) for before, after in itertools.pairwise(outputs))
+    assert {"run", "start", "step", "done", "end"} <= {line["type"] for line in lines}
+
+
+def test_bad_input_is_one_line(client):
+    with pytest.raises(AppError, match="k must be 16 or less, not 99"):
+        client.predict("embedded-draft", {"k": 99}, api_name="/compare")
+    with pytest.raises(AppError, match="did you mean"):
+        client.predict("embeded-draft", None, api_name="/race")
+
+
+def test_no_other_endpoint_is_public(client):
+    assert set(client.view_api(return_format="dict")["named_endpoints"]) == {"/race", "/compare"}

@@ -1,6 +1,12 @@
-"""Every command that writes, on a full disk: the old file stays, one line names it, exit code 2."""
+"""Every command that writes, on a full disk: the old file stays, one line names it, exit code 2. One line for a
+model that does not fit into the memory of its process.
+"""
 
+import json
 import os
+import shutil
+import struct
+from pathlib import Path
 
 import pytest
 
@@ -10,8 +16,10 @@ from recipes.llama import build as story_model
 from specdemo.__main__ import main
 from specdemo.methods import load_drafter
 from specdemo.models.load import load_target
+from specdemo.models.shipped import embedded_folder
 from specdemo.training.collect import Plan
 from specdemo.training.shares import Shares
+from tests import processes
 from tests.disk import full_disk
 from tests.models.tiny import build
 from tests.processes import ROOT, run
@@ -99,3 +107,46 @@ def test_the_process_itself_ends_with_2_and_no_traceback(tmp_path):
     done = run("-c", ON_A_FULL_DISK, *command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)})
     assert done.returncode == 2 and not list(tmp_path.iterdir())
     assert done.stderr == "specdemo: cannot write t.json: File too large; free disk space or choose another path\n"
+
+
+BEGIN = """
+import resource, sys
+import specdemo.presets.run, transformers.models.llama.modeling_llama
+from pathlib import Path
+from specdemo.__main__ import main
+used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + int(sys.argv[1]),) * 2)
+sys.exit(main(sys.argv[2:]))
+"""
+HERE = Path("/proc/self/statm").exists()
+in_proc = pytest.mark.skipif(not HERE, reason="reads the size of its process from /proc")
+
+
+def run_within(more, *arguments):
+    done = processes.run("-W", "ignore", "-c", BEGIN, more, "run", "embedded-ngram", *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("specdemo: ") and done.stderr.count("\n") == 1
+    return done.stderr
+
+
+@in_proc
+def test_a_model_without_room_for_its_headers_is_one_line():
+    assert "does not fit into the memory" in run_within(4_000_000)
+
+
+@in_proc
+def test_a_model_without_room_for_its_weights_is_one_line(tmp_path):
+    stories, folder = embedded_folder() / "stories", tmp_path / "wide"
+    folder.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(stories / name, folder)
+    config = json.loads((stories / "config.json").read_text())
+    vocabulary, width = 2**18, 2**10
+    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": vocabulary, "hidden_size": width}))
+    size = 2 * vocabulary * width  # 0.5 GB mapped, 1 GB in float32
+    entry = {"dtype": "BF16", "shape": [vocabulary, width], "data_offsets": [0, size]}
+    header = json.dumps({"model.embed_tokens.weight": entry}).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header)
+        file.truncate(8 + len(header) + size)  # a sparse file, which takes no space on the disk
+    assert "does not fit into the memory" in run_within(size + size // 2, "--target", str(folder), "--dtype", "float32")
