@@ -382,8 +382,8 @@ class Jobs(Generic[Kind]):
         return str(request.session_hash), self.name
 
 
-# events, or one to follow; what creates or finds the job; the controls with its values
-Start = tuple[Sequence[object] | Callable[..., object], Callable[[Values, Any], Job | None], Parts]
+# events; what creates the job; the controls with its values
+Start = tuple[Sequence[object], Callable[[Values, Any], Job | None], Parts]
 
 
 def wire(
@@ -428,16 +428,16 @@ def wire(
     def on_stop(request: gr.Request, _: Values) -> Values:
         return {**jobs.request_stop(request), "stop": gr.update(interactive=False)}
 
-    def started(on: Any, start: Callable[[Values, Any], Job | None], given: Parts, **settings: Any) -> Any:
-        begun = named(on, partial(begin, start), given, everything, **QUIET, **settings)
+    def started(on: Any, start: Callable[[Values, Any], Job | None], given: Parts) -> Any:
+        begun = named(on, partial(begin, start), given, everything, trigger_mode="once", **QUIET)
         event = named(begun.success, follow, {}, everything, **turn)
         named(event.failure, lambda *_: switch(False), {}, switched, **QUIET)
         return event
 
     ended = []
     for pressed, start, given in starts:
-        on = pressed if callable(pressed) else partial(gr.on, pressed, trigger_mode="once")
-        ended.append(started(on, start, given, js=first))
+        on = partial(gr.on, pressed)
+        ended.append(started(on(None, None, None, js=first, **QUIET).then if first else on, start, given))
     again, run = gr.Button("Rejoin", elem_id=f"{jobs.name}-rejoin", elem_classes="sd-rejoin"), gr.JSON(visible=False)
     found = again.click(None, None, run, js=f"() => sessionStorage.getItem('specdemo.{jobs.name}') ?? ''", **QUIET)
     ended.append(started(found.then, jobs.rejoin, {"run": run}))

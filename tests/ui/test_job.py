@@ -116,7 +116,7 @@ def test_work_has_a_time_limit(monkeypatch):
 def test_work_that_fails_says_why_in_one_line(caplog):
     for error, words in ((ValueError("no such file"), "no such file"), (KeyError("x"), "the run failed: 'x'")):
         worker = Worker(lambda *_, error=error: (_ for _ in ()).throw(error))
-        *_, [failed] = worker.batches()
+        [failed] = [message for batch in worker.batches() for message in batch]
         assert failed.text == words
     assert [record.message for record in caplog.records] == ["the run failed"]
 
