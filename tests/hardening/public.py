@@ -31,16 +31,19 @@ class Caller:
         self.session = secrets.token_hex(6)
 
     def fn(self, event, elem_id=None):
-        """Return the last event of a control, or an endpoint by its name."""
+        """Return the last event of a control that the server handles, or an endpoint by its name."""
         ids = {c["id"] for c in self.config["components"] if elem_id and c["props"].get("elem_id") == elem_id}
-        for fn in (fn for fn in reversed(self.config["dependencies"]) if fn["backend_fn"]):
+        found = [
+            fn
+            for fn in reversed(self.config["dependencies"])
             if (
                 fn["api_name"] == event
                 if elem_id is None
                 else any(t[0] in ids and t[1] == event for t in fn["targets"])
-            ):
-                return fn
-        raise LookupError(event)
+            )
+        ]
+        handled = [fn for fn in found if fn["backend_fn"]]
+        return handled[0] if handled else self.after(found[0])  # Run waits for a script
 
     def after(self, fn):
         """Return the event that is triggered after another and uses the engine."""
