@@ -27,11 +27,11 @@ def test_another_method_starts_with_its_own_options():
 
 
 def test_wrapped_method_decides_whether_a_model_is_shown():
-    lane = {"target": "stories", "method": "adaptive", "options": {"drafter": "draft_model"}, "knob": "drafter"}
+    lane = {"target": "stories", "method": "adaptive", "options": {"drafter": "draft_model"}, "option": "drafter"}
     changed = controls._set(None, lane | {"value": "ngram"})
     assert changed["options"] == {"drafter": "ngram"} and changed["model"]["visible"] is False
     assert controls._set(None, lane | {"options": {"drafter": "ngram"}, "value": "draft_model"})["model"]["visible"]
-    assert "model" not in controls._set(None, lane | {"knob": "k_max", "value": 9})
+    assert "model" not in controls._set(None, lane | {"option": "k_max", "value": 9})
 
 
 def test_link_fills_an_untouched_page():
