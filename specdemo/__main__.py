@@ -8,7 +8,7 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from io import TextIOWrapper
 from pathlib import Path
@@ -21,6 +21,8 @@ from typer.exceptions import TyperException
 from specdemo import __version__
 from specdemo.bench.check_server import ServerCheck
 from specdemo.bench.command import AS_JSON, FORCE, More, add_command, bench, progress_bar, reports_to
+from specdemo.bench.result import Result, read_result, to_json, write_result
+from specdemo.bench.tune import Tune, best_rows
 from specdemo.core.atomic_io import json_text
 from specdemo.core.outputs import check_output
 from specdemo.core.rules import RULES, rule_options
@@ -185,10 +187,36 @@ def run(
 
 @_command()
 def replay(trace: Path = _argument("TRACE", "A trace that `run --out` or the page wrote.")) -> None:
-    """Print a stored run again. Needs no model and no GPU."""
+    """Print a stored run, or the result of a suite or of `tune`, again. Needs no model and no GPU."""
     from specdemo.presets.recorded import load_trace
 
-    _show(load_trace(trace))
+    try:
+        _show(load_trace(trace))
+    except ValueError:
+        with suppress(ValueError):
+            _show_tuned(read_result(trace))
+            return
+        raise
+
+
+@_command({Tune: [name for name in settings(Tune) if name != "repeats"]})
+def tune(
+    target: str = _argument("MODEL", "Model: embedded name, folder, GGUF file or hub id."),
+    out: Path | None = setting(None, "Write the numbers (JSON) to this file; `replay` shows them."),
+    force: bool = FORCE,
+    as_json: bool = AS_JSON,
+    **given: Any,
+) -> None:
+    """Find the speculation that pays for a model on this machine, by kind of work. Races drafting methods and draft
+    lengths on prompts of six kinds, and prints the best with the settings to copy. Ctrl-C prints what is known."""
+    if out is not None:
+        check_output(out, force)
+    chosen = Tune.build({"target": target, **{name: value for name, value in given.items() if value is not None}})
+    with progress_bar(1.0, "{l_bar}{bar}| {elapsed}") as bar:
+        result = chosen.run(reports_to(bar), lambda: False)
+    if out is not None:
+        write_result(result, out)
+    print(to_json(result)) if as_json else _show_tuned(result)
 
 
 @_command({ServerCheck: [name for name in settings(ServerCheck) if name != "repeats"]})
@@ -649,6 +677,12 @@ def _show(trace: "RunTrace") -> None:
     from specdemo.bench.report import race_report, texts
 
     print(texts(trace), race_report(trace), sep="\n\n")
+
+
+def _show_tuned(result: Result) -> None:
+    from specdemo.bench.report import bench_report
+
+    print(bench_report(best_rows(result)))
 
 
 def _method(name: str) -> dict[str, object]:

@@ -21,7 +21,7 @@ def add_pair(target: str, draft: str | None = None, **settings: object) -> Prese
     """
     from specdemo.engine.model_cache import ModelCache  # imports torch
 
-    method = _method(target, draft)
+    method = drafter_method(target, draft)
     lanes = [Lane(method=method, model=draft)] if draft else [Lane(method=name) for name in LOOKUPS]
     chat = _has_chat_template(target)
     title = f"{_short(target)} with {_short(draft) if draft else 'n-gram lookup'}"
@@ -57,7 +57,7 @@ def comparison(preset_id: str | None, changes: Mapping[str, object]) -> Preset:
     return add_pair(target).with_changes(**changes)
 
 
-def _method(target: str, draft: str | None) -> str:
+def drafter_method(target: str, draft: str | None) -> str:
     """Return the method of the drafter. Raises ValueError if one of the models is unusable, or they do not fit."""
     from specdemo.methods.pairs import check_pair, outline
 

@@ -1,0 +1,149 @@
+"""Candidates of `tune`: drafters on this machine that fit a target, with the draft lengths that may pay; and the
+settings with which the fastest one runs here and in other engines.
+"""
+
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from urllib.parse import urlencode
+
+from specdemo.core.rules import DEFAULT_RULE
+from specdemo.core.speedup import expected_tokens, interpolate
+from specdemo.core.suggest import program
+from specdemo.engine.comparison import Lane
+from specdemo.methods import BASELINE, SYNTHETIC, method
+from specdemo.methods.facts import LONGEST
+from specdemo.methods.wrapper import wrappable
+from specdemo.models.gguf_files import is_gguf, local_header
+from specdemo.models.local_models import LocalModel, local_models, matching_drafts
+from specdemo.models.sources import cached_folder, resolve
+from specdemo.presets.drafters import base_name, published_drafters
+from specdemo.presets.files import Preset, load_presets
+from specdemo.presets.pair import LOOKUPS, drafter_method
+from specdemo.presets.serve import served
+from specdemo.servers.engines import ENGINES, READERS
+
+RATES = [n / 20 for n in range(1, 20)]  # acceptance rates that a draft length is chosen for
+NEAR = 0.97  # share of the best speed at such a rate that is enough
+DRAFT_COST = 0.1  # of a draft token in passes of the target, before it is measured
+PAGE = "http://127.0.0.1:7860/"
+GENERATE: Mapping[str, Callable[[Lane], str]] = {  # arguments of transformers' `generate`
+    "ngram": lambda lane: f"prompt_lookup_num_tokens={lane.k}",
+    "draft_model": lambda lane: (
+        f"assistant_model=AutoModelForCausalLM.from_pretrained({lane.model!r}), and on its generation_config "
+        f"num_assistant_tokens={lane.k}, num_assistant_tokens_schedule='constant', assistant_confidence_threshold=0"
+    ),
+}
+
+
+def draft_lengths(pass_ms: Mapping[int, float], draft: float = 0.0) -> list[int]:
+    """Return the fewest draft lengths of which one is near the best at every acceptance rate, sorted; [1] if no length
+    is faster than plain decoding at any rate.
+
+    pass_ms: slots -> time of a pass. draft: time to draft a token, in passes.
+    """
+    sizes = sorted(pass_ms)
+    speeds = {}
+    for k in range(1, LONGEST):
+        step = interpolate(pass_ms, sizes, k + 1) / pass_ms[1] + draft * k
+        speeds[k] = [expected_tokens([rate] * k)[k] / step for rate in RATES]
+    best = [max(column) for column in zip(*speeds.values(), strict=True)]
+    near = {k: {i for i, speed in enumerate(row) if speed >= NEAR * best[i]} for k, row in speeds.items()}
+    rest, chosen = {i for i, speed in enumerate(best) if speed > 1.0}, list[int]()
+    while rest:
+        chosen.append(max(near, key=lambda k: (len(near[k] & rest), -k)))
+        rest -= near[chosen[-1]]
+    return sorted(chosen) or [1]
+
+
+def families(target: str, drafts: Sequence[str], pass_ms: Mapping[int, float], download: bool) -> dict[str, list[Lane]]:
+    """Return the candidates of every drafter, named, the longest drafts last. Raises ValueError, one line, for a named
+    drafter that does not fit."""
+    named = [Lane(method=drafter_method(target, draft), model=draft) for draft in drafts]
+    found: dict[str, list[Lane]] = {}
+    for lane in [*named, *_found(target, download)]:
+        options = "".join(f", {name}={value}" for name, value in lane.options.items())
+        name = f"{lane.method}{f' {_short(lane.model)}' if lane.model else ''}{options}"
+        if name not in found:
+            found[name] = _with_lengths(name, lane, pass_ms)
+    return found
+
+
+def _with_lengths(name: str, lane: Lane, pass_ms: Mapping[int, float]) -> list[Lane]:
+    if getattr(lane.parsed, "nodes", 0) or method(lane.method).chooses_length:
+        return [lane.model_copy(update={"name": name})]
+    ks = draft_lengths(pass_ms, DRAFT_COST if lane.model else 0.0)
+    lanes = [lane.model_copy(update={"name": f"{name}, k={k}", "k": k}) for k in ks]
+    if lane.options or lane.method not in wrappable("adaptive"):
+        return lanes
+    adaptive = Lane(method="adaptive", model=lane.model, options={"drafter": lane.method}, name=f"adaptive {name}")
+    return [adaptive, *lanes]
+
+
+def _found(target: str, download: bool) -> Iterator[Lane]:
+    """Yield lookups, the lanes of presets with this target, drafters of the catalogue, and matching models here."""
+    yield from (Lane(method=name) for name in LOOKUPS)
+    for preset in load_presets().values():
+        if base_name(preset.target) == base_name(target) and not preset.temperature and not preset.grammar:
+            for lane in preset.lanes:
+                if _comparable(lane) and all(download or _is_here(model) for model in lane.models):
+                    yield lane if getattr(lane.parsed, "nodes", 0) else lane.model_copy(update={"k": 0})
+    for entry in published_drafters(target):
+        if entry.method and (download or _is_here(entry.drafter)):
+            with suppress(ValueError):
+                yield Lane(method=drafter_method(target, entry.drafter), model=entry.drafter)
+    models, path = local_models(), Path(resolve(target)).expanduser()
+    own = next((model for model in models if target == model.name or path == model.path), None)
+    if own is None and path.is_file():
+        own = LocalModel(target, "", path, path.stat().st_size)
+    yield from (
+        Lane(method="draft_model", model=draft.name) for draft, _ in (matching_drafts(own, models) if own else ())
+    )
+
+
+def _comparable(lane: Lane) -> bool:
+    """Return whether a short race on this machine can judge a preset's lane."""
+    cls = method(lane.method)
+    return cls.exact and not cls.learns and lane.method not in (BASELINE, SYNTHETIC) and lane.acceptance == DEFAULT_RULE
+
+
+def _is_here(model: str) -> bool:
+    with suppress(ValueError):
+        if Path(resolve(model)).expanduser().exists():
+            return True
+        return local_header(model) is not None if is_gguf(model) else cached_folder(model).is_dir()
+    return False
+
+
+def _short(model: str) -> str:
+    return model.rstrip("/").rpartition("/")[2].partition("@")[0]
+
+
+def settings_to_copy(chosen: Preset) -> list[str]:
+    """Return how to run the only lane of a comparison: here, and in every engine that has its method."""
+    lane, target = chosen.lanes[0], chosen.target
+    words = ["run", "--target", target, "--method", lane.method]
+    words += ["--model", lane.model] if lane.model else []
+    words += ["--k", str(lane.k)] if lane.k else []
+    for name, value in lane.options.items():
+        words += ["--option", f"{name}={value}"]
+    of_link = {"preset": chosen.id, "target": _short(target), "method": lane.method, "k": lane.k}
+    of_link |= {"model": _short(lane.model)} if lane.model else {}
+    of_link |= {f"option.{name}": value for name, value in lane.options.items()}
+    start = shlex.join(["ui", "--target", target, *(["--draft", lane.model] if lane.model else [])])
+    lines = [
+        f"Here: {program()} {shlex.join(words)}",
+        f"Page: {PAGE}?{urlencode(of_link)} after `{program()} {start}`",
+    ]
+    for engine in ENGINES.values():
+        one = [*served(chosen, engine.name)][1]
+        if one.command:
+            lines.append(f"{engine.title}: {shlex.join(one.command)}")
+    if lane.method == "draft_model" and lane.model:
+        for reader in READERS.values():
+            if fields := reader.draft_request(_short(lane.model), lane.k):
+                lines.append(f"{reader.title}: {fields} in the request; {reader.draft_length_setting(lane.k)}")
+    if lane.method in GENERATE and not is_gguf(target):
+        lines.append(f"transformers: model.generate(**inputs, {GENERATE[lane.method](lane)})")
+    return lines

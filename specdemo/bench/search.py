@@ -1,0 +1,214 @@
+"""Search for the fastest candidate of every kind of work with few runs: successive halving (Jamieson & Talwalkar,
+1502.07943). Needs no torch.
+
+First, every drafter runs once per kind at its longest draft length, and the cost model predicts its other lengths. Then
+the candidates that may still be the fastest run on one prompt after the other, with plain decoding in every run, and
+after each prompt the slower half leaves. A speed-up is the geometric mean over prompts; its interval contains the
+differences between texts. The first look only chooses candidates: it counts where nothing else was measured.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import ceil, exp, log, sqrt
+from statistics import fmean
+from typing import Any
+
+from specdemo.core.estimate import Estimate, over_repeats
+from specdemo.engine.cost import CostModel
+from specdemo.models.errors import Cancelled
+
+HOPEFUL = 0.85  # least predicted speed of a candidate after the first look, in that of the best one
+MOST = 6  # candidates after the first look
+NEAR = 0.97  # share of the best speed from which a candidate of the slower half stays
+LEAST_ROUNDS = 4  # prompts per kind of work, if there is time; fewer prompts than that are used again
+NARROW = 0.02  # half width of the interval at which a single candidate left is known well enough
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One run of a candidate. speed: its tokens/s in those of plain decoding in the same run. numbers: summary of the
+    lane (core.tally.summarise)."""
+
+    speed: float
+    numbers: Mapping[str, Any]
+    costs: CostModel | None = None
+
+
+Measure = Callable[[str, Sequence[str]], Mapping[str, Sample]]  # prompt, candidates -> one run of each that worked
+Progress = Callable[[float, str], None]
+
+
+@dataclass(slots=True)
+class KindOfWork:
+    """One kind of work. samples: candidate -> round -> run; round 0 is the first look."""
+
+    name: str
+    prompts: Sequence[str]
+    samples: dict[str, dict[int, Sample]] = field(default_factory=dict)
+    guesses: dict[str, float] = field(default_factory=dict)  # predicted speed-ups
+    left: list[str] = field(default_factory=list)  # candidates that may still be the fastest
+    rounds: int = 0
+    seconds: float = 0.0  # of the last run, per lane
+
+    def runs(self, name: str) -> list[Sample]:
+        """Return the runs of a candidate that count."""
+        found = self.samples.get(name, {})
+        return [run for number, run in found.items() if number] or [*found.values()]
+
+    def speed(self, name: str) -> Estimate | None:
+        """Return the speed-up of a candidate; None if it was not measured."""
+        runs = self.runs(name)
+        return over_repeats([run.speed for run in runs]) if runs else None
+
+    def value(self, name: str) -> float:
+        """Return the measured or else the predicted speed-up; 0 if neither is known."""
+        speed = self.speed(name)
+        return speed.value if speed else self.guesses.get(name, 0.0)
+
+    def ranked(self) -> list[str]:
+        """Return the measured candidates, the fastest first; those with the most runs before all others."""
+        most = max((len(self.runs(name)) for name in self.left), default=1)
+        complete = {name for name in self.samples if len(self.runs(name)) >= most}
+        return sorted(self.samples, key=lambda name: (name not in complete, -self.value(name)))
+
+    def against(self, name: str, other: str) -> Estimate:
+        """Return the speed of a candidate in that of another one, over the prompts that both ran on."""
+        own, others = (self.samples.get(one, {}) for one in (name, other))
+        both = [number for number in own if number in others and number]
+        return over_repeats([own[n].speed / others[n].speed for n in both]) if both else Estimate(1.0)
+
+    def halve(self) -> None:
+        """Drop the slower half, but none near the best, and all that are clearly slower than it."""
+        ranked = sorted(self.left, key=self.value, reverse=True)
+        stay = max(2, ceil(len(ranked) / 2))
+        near = NEAR * max(map(self.value, ranked), default=0.0)
+        kept = [name for place, name in enumerate(ranked) if place < stay or self.value(name) >= near]
+        self.left = [name for name in kept if self.against(name, ranked[0]).label != "slower"]
+
+    @property
+    def decided(self) -> bool:
+        """Return True if further runs cannot change the answer much."""
+        if not self.left or self.rounds > max(len(self.prompts) - 1, LEAST_ROUNDS):
+            return True
+        best = self.speed(self.left[0])
+        if best is None or best.high is None:
+            return False
+        return best.high < 1.0 or (len(self.left) == 1 and (best.width or 1.0) <= NARROW)
+
+
+class Search:
+    """Measures until time is up, every kind is decided, or the user stops it."""
+
+    def __init__(
+        self,
+        works: Mapping[str, Sequence[str]],
+        families: Mapping[str, Sequence[str]],
+        measure: Measure,
+        seconds: float,
+        report: Progress = lambda share, what: None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """families: drafter -> its candidates; the last one has the longest drafts, and 0 as length means that the
+        drafter chooses it. measure: runs candidates on a prompt, each against plain decoding."""
+        self.works = [KindOfWork(name, prompts) for name, prompts in works.items()]
+        self.families, self.stopped = families, False
+        self._measure, self._report, self._now = measure, report, now
+        self._start, self._seconds = now(), seconds
+        self._current = self.works[0]
+
+    def run(self, lengths: Mapping[str, int], pass_ms: Mapping[int, float]) -> None:
+        """Search. lengths: candidate -> draft length. Ctrl-C ends it early. Raises ValueError if that was before the
+        first run was complete."""
+        try:
+            self._first_look(lengths, pass_ms)
+            while sum(map(self._round, self.works)):
+                pass
+        except (KeyboardInterrupt, Cancelled):
+            self.stopped = True
+        if self.stopped and not any(work.samples for work in self.works):
+            raise ValueError("stopped before the first run was complete, so nothing was measured")
+
+    def progress(self) -> None:
+        """Report what runs, the best candidate so far, and the time that is left."""
+        work = self._current
+        used, best = self._now() - self._start, self.leader()
+        known = f", best so far {best} {self.mixed(best).value:.2f}x" if best else ""
+        rest = max(self._seconds - used, 0.0)
+        what = f"{work.name}, {len(work.left) or len(self.families)} candidates{known}, {rest:.0f} s left"
+        self._report(min(used / self._seconds, 1.0), what)
+
+    def leader(self) -> str:
+        """Return the candidate with the highest speed-up over all kinds together; empty before the first look."""
+        known = [work for work in self.works if work.guesses or work.samples]
+        names = [name for family in self.families.values() for name in family]
+        names = [name for name in names if known and all(work.value(name) for work in known)]
+        return max(names, key=lambda name: self.mixed(name).value, default="")
+
+    def mixed(self, name: str) -> Estimate:
+        """Return the geometric mean of a candidate's speed-ups over the kinds, with an interval if each has one."""
+        known = [work for work in self.works if work.value(name)]
+        value = exp(fmean(log(work.value(name)) for work in known))
+        speeds = [work.speed(name) for work in known]
+        halves = [log(speed.high / speed.value) for speed in speeds if speed and speed.high]
+        if len(halves) < len(speeds):
+            return Estimate(round(value, 4))
+        half = sqrt(sum(width * width for width in halves)) / len(halves)
+        low, high = (round(value * exp(sign * half), 4) for sign in (-1, 1))
+        return Estimate(round(value, 4), low, high)
+
+    def race(self, work: KindOfWork, prompt: str, names: Sequence[str]) -> Mapping[str, Sample]:
+        """Run candidates on a prompt, and note how long it took."""
+        self._current = work
+        self.progress()
+        begin = self._now()
+        found = self._measure(prompt, names)
+        work.seconds = (self._now() - begin) / (len(names) + 1)
+        return found
+
+    def _first_look(self, lengths: Mapping[str, int], pass_ms: Mapping[int, float]) -> None:
+        longest = [family[-1] for family in self.families.values()]
+        for work in self.works:
+            if self._now() - self._start > self._seconds:
+                break
+            for prompt in work.prompts[:2]:  # the answer to a prompt may be too short
+                found = self.race(work, prompt, longest)
+                work.samples = {name: {0: sample} for name, sample in found.items()}
+                if found:
+                    break
+            self._shortlist(work, lengths, pass_ms)
+
+    def _shortlist(self, work: KindOfWork, lengths: Mapping[str, int], pass_ms: Mapping[int, float]) -> None:
+        """Predict every draft length from the first look, and keep the hopeful candidates."""
+        for family in self.families.values():
+            if not (seen := work.samples.get(family[-1])):
+                continue
+            sample, own = seen[0], family[-1]
+            costs = sample.costs and sample.costs.with_probe(pass_ms)
+            for name in family if costs and costs.tree_nodes is None else [own]:
+                speed = costs.speedup(lengths[name]) / costs.speedup(lengths[own]) if costs and lengths[name] else 1.0
+                work.guesses[name] = sample.speed * speed
+            for name in family:  # one that chooses its length does as well as the best length
+                if not lengths[name]:
+                    work.guesses[name] = max(work.guesses.get(other, 0.0) for other in family)
+        ranked = sorted(work.guesses, key=lambda name: -work.guesses[name])
+        if not ranked:
+            return
+        hopeful = [name for name in ranked if work.guesses[name] >= HOPEFUL * work.guesses[ranked[0]]]
+        work.left = (hopeful if len(hopeful) > 1 else ranked[:2])[:MOST]
+
+    def _round(self, work: KindOfWork) -> bool:
+        """Run what is left of a kind on its next prompt; return False if it is decided or there is no time."""
+        names = [*dict.fromkeys([*work.left, self.leader()])]
+        rest = self._start + self._seconds - self._now()
+        if not work.rounds:
+            work.rounds = 1
+        if work.decided or work.seconds * (len(names) + 1) > rest:
+            return False
+        found = self.race(work, work.prompts[work.rounds % len(work.prompts)], names)
+        for name, sample in found.items():
+            work.samples.setdefault(name, {})[work.rounds] = sample
+        work.rounds += 1
+        work.left = [name for name in work.left if name in found or not found]
+        work.halve()
+        return True

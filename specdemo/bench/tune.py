@@ -1,0 +1,220 @@
+"""Suite `tune`: the speculation that pays for a model on this machine, by kind of work."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
+
+from specdemo.analysis.lanes import break_even
+from specdemo.bench.base import Decoding, File, Report, Stop
+from specdemo.bench.check_server import read_prompts
+from specdemo.bench.prompts import CODE, EDITS, PROMPTS
+from specdemo.bench.result import ALL, Result, Row
+from specdemo.bench.search import KindOfWork, Search
+from specdemo.core.estimate import over_repeats
+from specdemo.core.settings import Setting
+from specdemo.core.suggest import suggest
+from specdemo.core.tally import ratio
+from specdemo.engine.comparison import Lane, Model
+from specdemo.models.errors import Cancelled
+from specdemo.models.gguf_files import is_gguf
+from specdemo.presets.reading import read_yaml
+
+if TYPE_CHECKING:
+    from specdemo.bench.racer import Racer
+
+WORK = Path(__file__).with_name("work.yaml")
+OWN: Mapping[str, Mapping[str, Sequence[str]]] = {  # of models that were trained on one kind of text
+    "stories": {"story": PROMPTS},
+    "code": {"code": CODE, "code edit": EDITS},
+}
+CONTEXT = 4096  # most tokens of a lane of a GGUF model, because every candidate has a cache of its own
+CONFIRMED = 3  # prompts per kind that only --confirm uses
+MOST_GAIN = 2.0  # speed-up of all lanes together with which the shortest possible time is computed
+CONFIRM_SHARE = 0.25  # of the time
+DEAR = 0.05  # passes of drafting per step that the explanation names
+
+
+class Tune(Decoding):
+    """Find the drafting method and draft length that pay most for a model, by kind of work."""
+
+    name = "tune"
+    title = "Which method fits?"
+    target: Model
+    drafts: Annotated[
+        Sequence[str], Setting("Drafter to try besides those found; repeatable.", metavar="MODEL", flag="--draft")
+    ] = ()
+    work: Annotated[
+        str, Setting("Kinds of work, comma-separated: chat,summary,edit,code,json,translate; default: all of them.")
+    ] = ""
+    prompt_file: Annotated[
+        File | None,
+        Setting(
+            "Your prompts instead, one per line, or Spec-Bench's question.jsonl.", metavar="FILE", flag="--prompts"
+        ),
+    ] = None
+    minutes: Annotated[float, Field(gt=0.0, le=1440.0), Setting("Time for the measurement, without loading.")] = 5.0
+    download: Annotated[bool, Setting("Also try published drafters that are not on this machine.")] = False
+    confirm: Annotated[bool, Setting("Compare the two best of each kind again, on other prompts.")] = False
+
+    def kinds(self) -> dict[str, list[str]]:
+        """Return the prompts by kind of work. Raises ValueError, one line, for an unknown kind and an unusable file."""
+        known = OWN.get(self.target) or read_yaml(WORK)
+        if self.prompt_file is not None:
+            known = _of_file(self.prompt_file)
+        assert isinstance(known, Mapping)
+        chosen = list(filter(None, self.work.split(",")))
+        for name in chosen:
+            if name not in known:
+                raise ValueError(f"unknown kind of work {name[:40]!r}; {suggest(name[:40], known)}")
+        return {name: [*texts] for name, texts in known.items() if name in (chosen or known)}
+
+    def run(self, report: Report, cancelled: Stop) -> Result:
+        from specdemo.bench.candidates import families
+        from specdemo.bench.racer import Racer
+        from specdemo.presets.pair import add_pair
+
+        kinds = self.kinds()
+        base = add_pair(self.target, device=self.device, dtype=self.dtype)
+        context = {"context": CONTEXT} if is_gguf(self.target) else {}
+        spec = base.changed(id=self.name, max_new_tokens=self.new_tokens, temperature=0.0, **context)
+        racer = Racer(spec, cancelled)
+        target = racer.load(report)
+        found = families(self.target, self.drafts, target.pass_ms, self.download)
+        found = racer.usable(found, self.drafts, report)
+        kinds = racer.fitting(kinds)
+        held = {name: texts[-CONFIRMED:] for name, texts in kinds.items() if self.confirm and len(texts) > CONFIRMED}
+        used = {name: texts[: -CONFIRMED if name in held else None] for name, texts in kinds.items()}
+        seconds = 60.0 * self.minutes * (1.0 - CONFIRM_SHARE * bool(held))
+        least = len(kinds) * (1 + len(found)) * self.new_tokens * target.pass_ms[1] / MOST_GAIN / 60_000.0
+        if least > self.minutes:
+            raise ValueError(
+                f"no time: one look at {len(found)} drafters and {len(kinds)} kinds of work takes {least:.1f} minutes, "
+                "a comparison three times as long; increase --minutes, or decrease --work or --new-tokens"
+            )
+        names = {family: [lane.name for lane in lanes] for family, lanes in found.items()}
+        search = Search(used, names, racer.measure, seconds, lambda share, what: report(share, what, so_far))
+        racer.tick = search.progress
+
+        def so_far() -> Result:
+            return self._result(search, racer, [])
+
+        search.run({name: lane.k for name, lane in racer.lanes.items()}, target.pass_ms)
+        again = [_again(work, held[work.name], search) for work in search.works if work.name in held]
+        return self._result(search, racer, [sentence for sentence in again if sentence])
+
+    def _result(self, search: Search, racer: "Racer", confirmed: list[str]) -> Result:
+        works = [work for work in search.works if work.samples]
+        rows = [
+            _row(work, name, racer.lanes[name], place) for work in works for place, name in enumerate(work.ranked())
+        ]
+        if best := search.leader():
+            mixed = search.mixed(best)
+            k = racer.lanes[best].k or None
+            rows.append({"lane": best, "category": ALL, "k": k, "speed-up": mixed, "place": 1})
+        remarks = [*_recommendation(search, best), *(_why_not(work, racer) for work in works if not _pays(work))]
+        remarks += [*confirmed, *racer.remarks(), *(["Stopped early."] if search.stopped else [])]
+        if unseen := [work.name for work in search.works if not work.samples]:
+            remarks.append(f"No time for: {', '.join(unseen)}.")
+        remarks += racer.settings(best) if best else []
+        repeats = max((work.rounds for work in works), default=1)
+        return Result(self.name, max(repeats, 1), self.config(self.target), racer.environment(), rows, remarks, None)
+
+
+def best_rows(result: Result) -> Result:
+    """Return a result with the best row of every category, where its rows have places; others unchanged."""
+    rows = [{n: v for n, v in row.items() if n != "place"} for row in result.rows if row.get("place", 1) == 1]
+    return replace(result, rows=rows)
+
+
+def _row(work: KindOfWork, name: str, lane: Lane, place: int) -> Row:
+    runs, speed = work.runs(name), work.speed(name)
+    numbers = _totals(work, name)
+    return {
+        "category": work.name,
+        "lane": name,
+        "k": lane.k or None,
+        "speed-up": speed,
+        "tokens/s": round(fmean(run.numbers["tokens_per_s"] or 0.0 for run in runs), 2),
+        "accepted": numbers["acceptance_rate"],
+        "tokens/pass": numbers["tokens_per_step"],
+        "prompts": len(runs),
+        "place": place + 1,
+    }
+
+
+def _totals(work: KindOfWork, name: str) -> dict[str, Any]:
+    """Return counts and rates of a candidate over its runs, named as in the summary of a lane."""
+    counts = ("tokens", "steps", "drafted", "accepted")
+    total = {count: sum(run.numbers[count] for run in work.runs(name)) for count in counts}
+    rates = {"acceptance_rate": ratio(total["accepted"], total["drafted"])}
+    return total | rates | {"tokens_per_step": ratio(total["tokens"], total["steps"])}
+
+
+def _pays(work: KindOfWork) -> bool:
+    speed = work.speed(work.ranked()[0])
+    return speed is not None and speed.label == "faster"
+
+
+def _recommendation(search: Search, best: str) -> list[str]:
+    if not best:
+        return ["Nothing could be measured: every answer was too short; give other prompts."]
+    speed = search.mixed(best)
+    paying = [work.name for work in search.works if work.samples and _pays(work)]
+    if speed.label == "faster":
+        return [f"For mixed work use {best}: {speed.format()} as fast as plain decoding."]
+    only = f"; it pays for {', '.join(paying)}, see the table" if paying else ""
+    slow = f"no candidate is clearly faster, the best is {best} with {speed.format()}"
+    return [f"For mixed work decode plainly: {slow}{only}."]
+
+
+def _why_not(work: KindOfWork, racer: "Racer") -> str:
+    """Explain why nothing pays for a kind of work: acceptance, the acceptance that breaks even, and its causes."""
+    name = work.ranked()[0]
+    speed, numbers = work.speed(name), _totals(work, name)
+    assert speed is not None
+    accepted, needed = numbers["acceptance_rate"], break_even(numbers, speed)
+    words = [f"{work.name}: not worth it, {name} gives {speed.format()}"]
+    if accepted is None or needed is None:
+        return f"{words[0]}, because it hardly finds anything to draft."
+    words.append(f"{accepted:.0%} of its draft tokens are accepted, and {needed:.0%} would be needed")
+    slots = 1 + round(numbers["drafted"] / numbers["steps"])
+    words += [f"a pass over {slots} tokens costs {racer.pass_ratio(slots):.2f} passes over one"] * (slots > 1)
+    costs = [run.costs for run in work.runs(name) if run.costs]
+    drafting = fmean(one.drafting_ms(one.k) / one.plain_ms for one in costs) if costs else 0.0
+    words += [f"drafting costs {drafting:.2f} passes a step"] if drafting >= DEAR else []
+    return "; ".join(words) + "."
+
+
+def _again(work: KindOfWork, prompts: Sequence[str], search: Search) -> str:
+    """Compare the two best of a kind on other prompts; return whether their order held."""
+    if search.stopped or len(work.ranked()) < 2:
+        return ""
+    first, second = work.ranked()[:2]
+    try:
+        runs = [search.race(work, prompt, [first, second]) for prompt in prompts]
+    except (KeyboardInterrupt, Cancelled):
+        search.stopped = True
+        return ""
+    both = [run[first].speed / run[second].speed for run in runs if {first, second} <= run.keys()]
+    if not both:
+        return ""
+    found = over_repeats(both)
+    held = {"faster": "held", "slower": "did not hold"}.get(found.label, "is open")
+    return (
+        f"{work.name}: on {len(both)} other prompts {first} is {found.format()} as fast as {second}; the order {held}."
+    )
+
+
+def _of_file(path: Path) -> Mapping[str, Sequence[str]]:
+    if path.suffix != ".jsonl":
+        return {path.stem[:80]: read_prompts(path)}
+    from specdemo.bench.measure import read_questions  # imports torch
+
+    found: dict[str, list[str]] = {}
+    for question in read_questions(path):
+        found.setdefault(question.category, []).append(question.text)
+    return found

@@ -1,0 +1,187 @@
+"""Search of `tune` with simulated costs and a simulated clock, its candidates, and one run on an embedded model."""
+
+import json
+from random import Random
+
+import pytest
+
+from specdemo.__main__ import main
+from specdemo.bench.candidates import draft_lengths, families
+from specdemo.bench.result import read_result
+from specdemo.bench.search import Sample, Search
+from specdemo.bench.tune import OWN, Tune
+from specdemo.engine.cost import CostModel
+
+FLAT = {1: 10.0, 2: 10.2, 4: 10.4, 8: 11.0, 12: 11.8}
+FOURS = {1: 10.0, 2: 9.6, 3: 10.9, 4: 12.0, 5: 16.7, 6: 18.3, 7: 19.9, 8: 19.3, 12: 25.0}  # SmolLM2 in Q4_K_M
+STEEP = {1: 10.0, 2: 19.0, 3: 28.0, 4: 37.0, 8: 73.0}
+KINDS = ("chat", "summary", "edit", "code", "json", "translate")
+PROMPTS = [f"prompt {n}" for n in range(8)]
+
+
+class SimulatedMachine:
+    """Candidates with a true acceptance rate per kind of work, on a machine with noise and a clock."""
+
+    def __init__(self, curve, seed, hit=1.0):
+        self.rng, self.curve, self.now, self.races = Random(seed), curve, 0.0, 0
+        self.families = {f: [f"{f}, k={k}" for k in draft_lengths(curve)] for f in ("ngram", "suffix", "head")}
+        self.lengths = {n: int(n.partition("=")[2]) for names in self.families.values() for n in names}
+        self.rates = {(kind, f): hit * self.rng.uniform(0.1, 0.95) for kind in KINDS for f in self.families}
+
+    def costs(self, kind, name, shift=0.0):
+        family, k = name.partition(",")[0], self.lengths[name]
+        rate = min(max(self.rates[kind, family] + shift, 0.0), 0.97)
+        verify = {n: ms / 10.0 for n, ms in self.curve.items()}
+        draft = 1.0 if family == "head" else 0.0
+        return CostModel(10.0, 10.0, verify, draft, 0.0, 0.1, [rate], k)
+
+    def speed(self, kind, name):
+        return self.costs(kind, name).speedup(self.lengths[name])
+
+    def measure(self, prompt, names):
+        self.races += 1
+        self.now += 1.0 + len(names)
+        kind = prompt.partition(" ")[0]
+        shift = Random(prompt).gauss(0.0, 0.03)
+        found = {}
+        for name in names:
+            costs = self.costs(kind, name, shift)
+            speed = costs.speedup(self.lengths[name]) * self.rng.gauss(1.0, 0.02)
+            numbers = {"tokens_per_s": 100.0 * speed, "tokens": 96, "steps": 48, "drafted": 96, "accepted": 48}
+            found[name] = Sample(speed, numbers, costs)
+        return found
+
+    def search(self, seconds, measure=None):
+        works = {kind: [f"{kind} {text}" for text in PROMPTS] for kind in KINDS}
+        search = Search(works, self.families, measure or self.measure, seconds, now=lambda: self.now)
+        search.run(self.lengths, self.curve)
+        return search
+
+
+@pytest.mark.parametrize("curve", [FLAT, FOURS])
+@pytest.mark.parametrize("seed", range(3))
+def test_finds_settings_within_5_percent_of_the_best_in_less_time_than_a_sweep(curve, seed):
+    world = SimulatedMachine(curve, seed)
+    search = world.search(300.0)
+    names = [name for family in world.families.values() for name in family]
+    near = [
+        world.speed(work.name, work.ranked()[0]) >= 0.95 * max(world.speed(work.name, name) for name in names)
+        for work in search.works
+    ]
+    assert sum(near) >= 5
+    assert world.now <= 300.0 < len(KINDS) * len(PROMPTS) * len(names)
+
+    def mean(name):
+        return sum(world.speed(kind, name) for kind in KINDS)
+
+    assert mean(search.leader()) >= 0.95 * max(map(mean, names))
+    assert search.mixed(search.leader()).low > 1.0
+
+
+def test_ends_early_where_nothing_pays():
+    world = SimulatedMachine(STEEP, 0, hit=0.2)
+    search = world.search(10_000.0)
+    assert all(work.speed(work.ranked()[0]).high < 1.0 for work in search.works)
+    assert world.races <= 5 * len(KINDS)
+
+
+@pytest.mark.parametrize("after", [1, 4, 9])
+def test_an_interrupt_keeps_what_is_known(after):
+    world = SimulatedMachine(FLAT, 0)
+
+    def interrupted(prompt, names):
+        if world.races == after:
+            raise KeyboardInterrupt
+        return world.measure(prompt, names)
+
+    search = world.search(300.0, interrupted)
+    assert search.stopped
+    assert sum(bool(work.samples) for work in search.works) == min(after, len(KINDS))
+    assert search.leader()
+
+
+def test_an_interrupt_of_the_first_run_and_short_answers_leave_nothing():
+    def interrupted(prompt, names):
+        raise KeyboardInterrupt
+
+    with pytest.raises(ValueError, match="nothing was measured"):
+        SimulatedMachine(FLAT, 0).search(300.0, interrupted)
+    assert not SimulatedMachine(FLAT, 0).search(300.0, lambda prompt, names: {}).leader()
+
+
+def test_a_candidate_that_fails_leaves():
+    world = SimulatedMachine(FLAT, 0)
+    broken = max(world.lengths, key=lambda name: (name.startswith("ngram"), world.lengths[name]))
+    search = world.search(300.0, lambda text, names: world.measure(text, [n for n in names if n != broken]))
+    assert all(broken not in work.samples for work in search.works)
+    assert all(work.ranked() for work in search.works)
+
+
+@pytest.mark.parametrize(
+    ("curve", "draft", "expected"), [(FOURS, 0.0, {3}), (FOURS, 0.1, {3}), (FLAT, 0.0, {14}), (STEEP, 0.0, {1})]
+)
+def test_draft_lengths_follow_the_curve_of_costs(curve, draft, expected):
+    found = draft_lengths(curve, draft)
+    assert expected <= {*found}
+    assert len(found) <= 5
+    if curve is FOURS:
+        assert not {4, 5, 6} & {*found}
+
+
+def test_candidates_are_the_drafters_of_this_machine():
+    found = families("code", ["code-draft"], FLAT, download=False)
+    assert {"ngram", "suffix", "draft_model code-draft", "eagle code-eagle-1"} <= {*found}
+    names = [lane.name for lanes in found.values() for lane in lanes]
+    assert len({*names}) == len(names)
+    assert found["ngram"][0].method == "adaptive"
+
+
+def test_the_built_in_prompts_cover_six_kinds_of_work():
+    kinds = Tune.build({"target": "model"}).kinds()
+    assert tuple(kinds) == KINDS
+    assert all(len({*texts}) >= 8 for texts in kinds.values())
+    assert {*Tune.build({"target": "code"}).kinds()} == {*OWN["code"]}
+    assert {*Tune.build({"target": "model", "work": "json,chat"}).kinds()} == {"json", "chat"}
+
+
+def test_prompts_of_a_file_replace_the_built_in_ones(tmp_path):
+    lines = tmp_path / "own.txt"
+    lines.write_text("first\n\nsecond\n")
+    assert Tune.build({"target": "model", "prompt_file": lines}).kinds() == {"own": ["first", "second"]}
+    questions = tmp_path / "question.jsonl"
+    rows = [{"question_id": n, "category": f"c{n % 2}", "turns": [f"question {n}"]} for n in range(4)]
+    questions.write_text("\n".join(map(json.dumps, rows)))
+    expected = {"c0": ["question 0", "question 2"], "c1": ["question 1", "question 3"]}
+    assert Tune.build({"target": "model", "prompt_file": questions}).kinds() == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ([], "Missing argument"),
+        (["no-such-model"], "no-such-model"),
+        (["code", "--draft", "stories-medusa"], "does not fit"),
+        (["code", "--work", "poetry"], "unknown kind of work 'poetry'"),
+        (["code", "--minutes", "0"], "minutes must be above 0"),
+        (["code", "--minutes", "0.001"], "no time"),
+    ],
+)
+def test_bad_input_gets_one_line(options, reason, capsys):
+    assert main(["tune", *options]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert reason in error
+
+
+def test_tunes_an_embedded_model_and_shows_the_stored_result(tmp_path, capsys):
+    out = tmp_path / "tuned.json"
+    options = ["--work", "code edit", "--new-tokens", "24", "--minutes", "0.4", "--out", str(out)]
+    assert main(["tune", "code", *options]) == 0
+    printed = capsys.readouterr().out
+    assert "For mixed work" in printed
+    assert "Here: " in printed
+    assert "--target code --method" in printed
+    result = read_result(out)
+    assert {row["category"] for row in result.rows} == {"code edit", "all"}
+    assert main(["replay", str(out)]) == 0
+    assert capsys.readouterr().out == printed
