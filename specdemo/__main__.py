@@ -187,7 +187,7 @@ def run(
 
 @_command()
 def replay(trace: Path = _argument("TRACE", "A trace that `run --out` or the page wrote.")) -> None:
-    """Print a stored run, or the result of a suite or of `tune`, again. Needs no model and no GPU."""
+    """Print a stored run or result again. Reads traces, and results of `bench` and `tune`; needs no model."""
     from specdemo.presets.recorded import load_trace
 
     try:
@@ -207,8 +207,8 @@ def tune(
     as_json: bool = AS_JSON,
     **given: Any,
 ) -> None:
-    """Find the speculation that pays for a model on this machine, by kind of work. Races drafting methods and draft
-    lengths on prompts of six kinds, and prints the best with the settings to copy. Ctrl-C prints what is known."""
+    """Find the speculation that pays for a model. Races drafting methods and draft lengths on this machine, on prompts
+    of six kinds of work, and prints the best with the settings to copy. Ctrl-C prints what is known."""
     if out is not None:
         check_output(out, force)
     chosen = Tune.build({"target": target, **{name: value for name, value in given.items() if value is not None}})
