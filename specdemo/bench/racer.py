@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from specdemo.bench.base import Report, Stop
 from specdemo.bench.candidates import settings_to_copy
+from specdemo.bench.report import sentence
 from specdemo.bench.search import Sample
 from specdemo.core.passes import pass_rows
 from specdemo.core.protocol import Target
@@ -116,7 +117,7 @@ class Racer:
     def remarks(self) -> list[str]:
         """Return how passes run here, what was left out and why, and whether a text differed."""
         passes = dict(pass_rows(self.environment())).get("Passes", "")
-        notes = [f"Passes: {passes}.", f"{checking_note(self._target)}.".capitalize()]
+        notes = [f"Passes: {passes}.", f"{sentence(checking_note(self._target))}."]
         notes += [f"Left out: {name}, {why.rstrip('.')}." for name, why in self._notes.items()]
         if self._differs:
             notes.append(f"{self._differs} texts differed from plain decoding by more than rounding.")

@@ -68,8 +68,9 @@ class KindOfWork:
 
     def ranked(self) -> list[str]:
         """Return the measured candidates, the fastest first; those with the most runs before all others."""
-        most = max((len(self.runs(name)) for name in self.left), default=1)
-        complete = {name for name in self.samples if len(self.runs(name)) >= most}
+        counts = {name: sum(map(bool, runs)) for name, runs in self.samples.items()}  # without the first look
+        most = max((counts.get(name, 0) for name in self.left), default=0)
+        complete = {name for name, count in counts.items() if count >= most}
         return sorted(self.samples, key=lambda name: (name not in complete, -self.value(name)))
 
     def against(self, name: str, other: str) -> Estimate:
@@ -198,13 +199,16 @@ class Search:
         work.left = (hopeful if len(hopeful) > 1 else ranked[:2])[:MOST]
 
     def _round(self, work: KindOfWork) -> bool:
-        """Run what is left of a kind on its next prompt; return False if it is decided or there is no time."""
-        names = [*dict.fromkeys([*work.left, self.leader()])]
+        """Run what is left of a kind on its next prompt; return False if it is decided or there is no time. At the end,
+        the fastest candidates use the time that is left."""
+        names = [*dict.fromkeys([*sorted(work.left, key=work.value, reverse=True), self.leader()])]
         rest = self._start + self._seconds - self._now()
         if not work.rounds:
             work.rounds = 1
-        if work.decided or work.seconds * (len(names) + 1) > rest:
+        fit = int(rest / max(work.seconds, 1e-3)) - 1
+        if work.decided or fit < 1:
             return False
+        names = names[:fit]
         found = self.race(work, work.prompts[work.rounds % len(work.prompts)], names)
         for name, sample in found.items():
             work.samples.setdefault(name, {})[work.rounds] = sample

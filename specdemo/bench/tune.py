@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
+from specdemo.analysis.diagnose import accepted_clause
 from specdemo.analysis.lanes import break_even
 from specdemo.bench.base import Decoding, File, Report, Stop
 from specdemo.bench.check_server import read_prompts
 from specdemo.bench.prompts import CODE, EDITS, PROMPTS
-from specdemo.bench.result import ALL, Result, Row
+from specdemo.bench.result import Result, Row
 from specdemo.bench.search import KindOfWork, Search
 from specdemo.core.estimate import over_repeats
 from specdemo.core.settings import Setting
@@ -31,6 +32,7 @@ OWN: Mapping[str, Mapping[str, Sequence[str]]] = {  # of models that were traine
     "stories": {"story": PROMPTS},
     "code": {"code": CODE, "code edit": EDITS},
 }
+MIXED = "mixed"  # category of all kinds together
 CONTEXT = 4096  # most tokens of a lane of a GGUF model, because every candidate has a cache of its own
 CONFIRMED = 3  # prompts per kind that only --confirm uses
 MOST_GAIN = 2.0  # speed-up of all lanes together with which the shortest possible time is computed
@@ -114,12 +116,16 @@ class Tune(Decoding):
         if best := search.leader():
             mixed = search.mixed(best)
             k = racer.lanes[best].k or None
-            rows.append({"lane": best, "category": ALL, "k": k, "speed-up": mixed, "place": 1})
+            rows.append({"lane": best, "category": MIXED, "k": k, "speed-up": mixed, "place": 1})
         remarks = [*_recommendation(search, best), *(_why_not(work, racer) for work in works if not _pays(work))]
         remarks += [*confirmed, *racer.remarks(), *(["Stopped early."] if search.stopped else [])]
         if unseen := [work.name for work in search.works if not work.samples]:
             remarks.append(f"No time for: {', '.join(unseen)}.")
-        remarks += racer.settings(best) if best else []
+        paying = sorted((work for work in works if _pays(work)), key=lambda work: work.value(work.ranked()[0]))
+        if best and search.mixed(best).label == "faster":
+            remarks += racer.settings(best)
+        elif paying:
+            remarks += [f"Settings for {paying[-1].name}:", *racer.settings(paying[-1].ranked()[0])]
         repeats = max((work.rounds for work in works), default=1)
         return Result(self.name, max(repeats, 1), self.config(self.target), racer.environment(), rows, remarks, None)
 
@@ -166,7 +172,7 @@ def _recommendation(search: Search, best: str) -> list[str]:
     paying = [work.name for work in search.works if work.samples and _pays(work)]
     if speed.label == "faster":
         return [f"For mixed work use {best}: {speed.format()} as fast as plain decoding."]
-    only = f"; it pays for {', '.join(paying)}, see the table" if paying else ""
+    only = f"; speculation pays for {', '.join(paying)}, see the table" if paying else ""
     slow = f"no candidate is clearly faster, the best is {best} with {speed.format()}"
     return [f"For mixed work decode plainly: {slow}{only}."]
 
@@ -177,10 +183,13 @@ def _why_not(work: KindOfWork, racer: "Racer") -> str:
     speed, numbers = work.speed(name), _totals(work, name)
     assert speed is not None
     accepted, needed = numbers["acceptance_rate"], break_even(numbers, speed)
+    if speed.low is None:
+        measured = f"{name} gives {speed.format()} on {len(work.runs(name))} prompt(s)"
+        return f"{work.name}: undecided, {measured}; give more --minutes."
     words = [f"{work.name}: not worth it, {name} gives {speed.format()}"]
-    if accepted is None or needed is None:
+    if accepted is None or not numbers["accepted"]:
         return f"{words[0]}, because it hardly finds anything to draft."
-    words.append(f"{accepted:.0%} of its draft tokens are accepted, and {needed:.0%} would be needed")
+    words.append(accepted_clause(accepted, needed))
     slots = 1 + round(numbers["drafted"] / numbers["steps"])
     words += [f"a pass over {slots} tokens costs {racer.pass_ratio(slots):.2f} passes over one"] * (slots > 1)
     costs = [run.costs for run in work.runs(name) if run.costs]

@@ -6,11 +6,12 @@ from random import Random
 import pytest
 
 from specdemo.__main__ import main
-from specdemo.bench.candidates import draft_lengths, families
+from specdemo.bench.candidates import draft_lengths, families, settings_to_copy
 from specdemo.bench.result import read_result
 from specdemo.bench.search import Sample, Search
 from specdemo.bench.tune import OWN, Tune
 from specdemo.engine.cost import CostModel
+from specdemo.presets.pair import add_pair
 
 FLAT = {1: 10.0, 2: 10.2, 4: 10.4, 8: 11.0, 12: 11.8}
 FOURS = {1: 10.0, 2: 9.6, 3: 10.9, 4: 12.0, 5: 16.7, 6: 18.3, 7: 19.9, 8: 19.3, 12: 25.0}  # SmolLM2 in Q4_K_M
@@ -179,9 +180,21 @@ def test_tunes_an_embedded_model_and_shows_the_stored_result(tmp_path, capsys):
     assert main(["tune", "code", *options]) == 0
     printed = capsys.readouterr().out
     assert "For mixed work" in printed
-    assert "Here: " in printed
-    assert "--target code --method" in printed
+    assert ("Here: " in printed) == ("--target code --method" in printed)
     result = read_result(out)
-    assert {row["category"] for row in result.rows} == {"code edit", "all"}
+    assert {row["category"] for row in result.rows} == {"code edit", "mixed"}
     assert main(["replay", str(out)]) == 0
     assert capsys.readouterr().out == printed
+
+
+def test_settings_to_copy_name_the_engines_that_have_the_method():
+    found = "\n".join(settings_to_copy(add_pair("code", "code-draft").with_changes(k=3)))
+    assert "run --target code --method draft_model --model code-draft --k 3" in found
+    assert "preset=your-models&target=code&method=draft_model&k=3&model=code-draft" in found
+    assert "vllm serve" in found
+    assert "num_assistant_tokens=3" in found
+    assert "'draft_model': 'code-draft'" in found
+    lookup = "\n".join(settings_to_copy(add_pair("code").with_changes(method="ngram", k=7)))
+    assert "prompt_lookup_num_tokens=7" in lookup
+    only_here = settings_to_copy(add_pair("code").with_changes(method="lookahead", k=4))
+    assert [line.partition(":")[0] for line in only_here] == ["Here", "Page"]
