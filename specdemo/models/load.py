@@ -159,7 +159,7 @@ def load_model(
         return _load_gguf(name, report, llamacpp)
     torch_device, precision = resolve_placement(dtype, device, quantization)
     report(0.0, f"looking for {name}")
-    source = locate(name)
+    source = locate(name, report=report)
     footprint = estimate_footprint(source, precision)
     large = footprint.weights > SAMPLE_BYTES  # smaller ones fit into a cache, where the measurement does not apply
     on_cpu = dtype == "auto" and torch_device.type == "cpu"

@@ -24,7 +24,8 @@ from huggingface_hub import HfApi, ModelInfo, constants, snapshot_download, try_
 from tqdm.auto import tqdm
 
 from specdemo.core.safe_io import CONFIG_BYTES, JsonObject, check_regular, read_json
-from specdemo.models.errors import Cancelled, hub_errors, load_errors
+from specdemo.models import packaged
+from specdemo.models.errors import Cancelled, Unreachable, hub_errors, load_errors
 from specdemo.models.shipped import check_embedded, embedded_folder
 
 LoadProgress = Callable[[float, str], None]  # fraction done 0..1, current activity; may raise to stop loading
@@ -89,22 +90,27 @@ def no_progress(share: float, what: str) -> None:
 
 
 def split(name: str) -> tuple[str, str | None]:
-    """Split `organisation/model@revision`; None: the main branch."""
-    repository, _, revision = name.partition("@")
+    """Split `organisation/model@revision`, or a short name; None: the main branch."""
+    repository, _, revision = (packaged.HUB_ID if name == packaged.SMOLLM2 else name).partition("@")
     return repository, revision or None
 
 
 def resolve(name: str) -> str:
-    """Return the folder of an embedded name, an expanded path, or an unchanged hub id."""
+    """Return the folder of an embedded name, the folder or file of a model from a package that is here, an expanded
+    path, or an unchanged name of the hub."""
+    made = packaged.local(name)
+    if made is not None and not (name == packaged.SMOLLM2 and _is_cached(name)):
+        return str(made)
     folder = embedded_folder() / name
     if re.fullmatch(r"[\w.-]+", name) and (folder / "config.json").is_file():
         return str(folder)
     return str(Path(name).expanduser()) if _is_path(name) else name
 
 
-def locate(name: str, pickled: Sequence[str] = ()) -> Path | Repository:
-    """Return the folder of a model, or the hub's metadata of its repository. Downloads no weights. Raises ValueError,
-    one line.
+def locate(name: str, pickled: Sequence[str] = (), report: LoadProgress = no_progress) -> Path | Repository:
+    """Return the folder of a model, or the hub's metadata of its repository. Raises ValueError, one line.
+
+    Downloads no weights, except those of `smollm2` from its package where the hub cannot be reached.
 
     pickled: patterns of weights to accept where there are no safetensors.
     """
@@ -124,7 +130,21 @@ def locate(name: str, pickled: Sequence[str] = ()) -> Path | Repository:
         raise ValueError(f"{name!r} is neither a folder nor a Hugging Face id (organisation/model, or with @revision)")
     if constants.HF_HUB_OFFLINE:
         return cached_folder(path)
-    return _check_repository(name, model_info(path), pickled)
+    if name == packaged.SMOLLM2 and _is_cached(name):
+        return cached_folder(name)
+    try:
+        return _check_repository(name, model_info(path), pickled)
+    except Unreachable:
+        if name != packaged.SMOLLM2:
+            raise
+        return packaged.fetch_folder(report)
+
+
+def _is_cached(name: str) -> bool:
+    """Return True if a repository with weights in one file is in the local cache."""
+    repository, revision = split(name)
+    files = ("config.json", "tokenizer.json", "model.safetensors")
+    return all(isinstance(try_to_load_from_cache(repository, file, revision=revision), str) for file in files)
 
 
 def model_info(name: str) -> ModelInfo:

