@@ -18,8 +18,8 @@ from specdemo.analysis.acceptance import Acceptance, drafting_lane, of_lane
 from specdemo.analysis.profiles import Profile, profile
 from specdemo.analysis.roofline import BYTES, Device, Engine, Step, device_of, step_of
 from specdemo.analysis.work import config_of, drafting, method_in, shape
-from specdemo.core.dtypes import dtype_name
 from specdemo.core.estimate import Estimate
+from specdemo.core.generation import dtype_name
 from specdemo.core.passes import measured_passes
 from specdemo.core.shapes import HEADROOM, Shape
 from specdemo.core.speedup import best_length, interpolate, predicted_speedup

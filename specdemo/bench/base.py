@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, mo
 
 from specdemo.bench.prompts import PROMPTS
 from specdemo.bench.result import Result
-from specdemo.core.dtypes import NAMES, dtype_name
+from specdemo.core.generation import DTYPES, dtype_name
 from specdemo.core.settings import Setting, Settings
 from specdemo.core.suggest import DEVICES
 from specdemo.presets.files import DEFAULT, Preset
@@ -79,7 +79,7 @@ def _ranges(text: object) -> object:
 Repeats = Annotated[int, Field(ge=1, le=REPEATS), Setting("Interleaved repeats.")]
 Once = Annotated[int, Field(ge=1, le=1), Setting("Always 1: counts do not vary.")]
 Device = Annotated[str, Setting(f"Device: {DEVICES}.", metavar="NAME")]
-Dtype = Annotated[str, BeforeValidator(dtype_name), Setting(f"Data type: {NAMES}.", metavar="NAME")]
+Dtype = Annotated[str, BeforeValidator(dtype_name), Setting(f"Data type: {DTYPES}.", metavar="NAME")]
 NewTokens = Annotated[int, Field(ge=2, le=LIMITS.max_new_tokens), Setting("Output tokens per prompt.")]
 Prompts = Annotated[
     Annotated[Sequence[str], AfterValidator(_prompts), PlainSerializer(len, when_used="json")] | None,

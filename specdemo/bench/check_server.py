@@ -17,7 +17,7 @@ from pydantic import BeforeValidator, Field
 from specdemo.bench.base import Decoding, File, Report, Stop
 from specdemo.bench.prompts import CODE, COPYING, EDITS, PROMPTS, openings
 from specdemo.bench.result import Result, Row
-from specdemo.core.dtypes import dtype_name
+from specdemo.core.generation import dtype_name
 from specdemo.core.safe_io import read_text
 from specdemo.core.settings import Setting, setting
 from specdemo.core.suggest import DEVICES

@@ -11,8 +11,8 @@ from typing import Self
 import torch
 from torch import Generator, Tensor
 
+from specdemo.core.generation import Sampling as Sampling
 from specdemo.core.host_copy import to_device
-from specdemo.core.sampling_settings import Sampling as Sampling
 
 MANY_SCORES = 32_768
 BITS = (1 << 31) - 1  # of a hash; int32 without the sign, because torch shifts it arithmetically

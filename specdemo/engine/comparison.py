@@ -11,13 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from specdemo.core.dtypes import NAMES, dtype_name
+from specdemo.core.generation import DTYPES, Sampling, Thinking, dtype_name
 from specdemo.core.rules import DEFAULT_RULE, RULES, accept_rule, rules_help
-from specdemo.core.sampling_settings import Sampling
 from specdemo.core.settings import BaseOptions, Setting, Settings, changed_values, setting, to_values
 from specdemo.core.speedup import DEFAULT_LENGTH
 from specdemo.core.suggest import DEVICES, program, short_repr, suggest
-from specdemo.core.thinking import Thinking
 from specdemo.methods import BASELINE, METHODS, MODEL_OPTIONS, check_model, parse_options
 from specdemo.servers.address import address
 
@@ -180,7 +178,7 @@ class Comparison(Settings):
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
         BeforeValidator(dtype_name),
-        Setting(f"Data type: {NAMES}.", link=False),
+        Setting(f"Data type: {DTYPES}.", link=False),
     ] = "auto"
     device: Annotated[str, AfterValidator(_device), Setting(f"Device: {DEVICES}.", link=False)] = "auto"
     quantization: Annotated[

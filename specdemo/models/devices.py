@@ -11,7 +11,7 @@ import psutil
 import torch
 from torch import nn
 
-from specdemo.core.dtypes import SHORT, dtype_name
+from specdemo.core.generation import SHORT, dtype_name
 from specdemo.core.suggest import DEVICES, suggest
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from specdemo.core.thinking import Thinking, template_arguments
+from specdemo.core.generation import Thinking, template_arguments
 from specdemo.models.errors import first_line, tokenizer_errors
 
 UNFINISHED = "\ufffd"  # shown by decoders for an incomplete character

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import httpx
 from pydantic import BaseModel, Field, ValidationError
 
-from specdemo.core.thinking import Thinking, template_arguments
+from specdemo.core.generation import Thinking, template_arguments
 from specdemo.core.trace import MAX_TEXT, LaneTrace, Remote
 from specdemo.servers import client
 from specdemo.servers.address import check_listed, host

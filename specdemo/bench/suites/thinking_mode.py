@@ -2,7 +2,7 @@
 
 from specdemo.bench.base import Axis, Laned, Report, Stop
 from specdemo.bench.result import Result
-from specdemo.core.thinking import Thinking
+from specdemo.core.generation import Thinking
 
 
 class ThinkingMode(Laned):

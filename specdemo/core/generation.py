@@ -1,6 +1,14 @@
-"""Sampling settings. Importing this needs no torch."""
+"""Values of settings of generation: sampling, number formats, thinking modes. Importing this needs no torch."""
 
 from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+DTYPES = f"auto, {', '.join(f'{name} ({short})' for short, name in SHORT.items())}"
+Thinking = Literal["default", "on", "off"]  # mode of a chat template
+THINKING = ("enable_thinking", "thinking")  # of Qwen3, GLM, Gemma and others; of DeepSeek V3.1 and Granite
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,3 +37,13 @@ class Sampling:
     def greedy(self) -> bool:
         """Return True for temperature 0."""
         return self.temperature == 0.0
+
+
+def dtype_name(name: Value) -> Value | str:
+    """Return torch's name of a dtype for its short name (`bf16` -> `bfloat16`), and any other value unchanged."""
+    return SHORT.get(name, name) if isinstance(name, str) else name
+
+
+def template_arguments(mode: Thinking) -> dict[str, bool]:
+    """Return the arguments of a chat template for a mode; none for the template's default."""
+    return {} if mode == "default" else dict.fromkeys(THINKING, mode == "on")
