@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from specdemo.engine.loop import generate
     from specdemo.methods import load_drafter
     from specdemo.methods.pairs import load_target
-    from specdemo.presets.run import run
+    from specdemo.presets.pair import run
 
 __version__ = "0.1.0"
 if "OMP_WAIT_POLICY" not in os.environ:
@@ -41,7 +41,7 @@ _HOMES = {
     "load_drafter": "specdemo.methods",
     "load_target": "specdemo.methods.pairs",
     "predict": "specdemo.analysis.predict",
-    "run": "specdemo.presets.run",
+    "run": "specdemo.presets.pair",
 }
 
 

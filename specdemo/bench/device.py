@@ -17,10 +17,10 @@ from specdemo.bench.base import Progress
 from specdemo.bench.random_models import DRAFTS, random_model
 from specdemo.bench.report import table
 from specdemo.core.protocol import Budget, GenerationConfig, Target
-from specdemo.core.synthetic_acceptance import SyntheticAcceptance
 from specdemo.engine.loop import generate
 from specdemo.methods import BASELINE, load_drafter
 from specdemo.methods.heads.eagle import Eagle
+from specdemo.methods.synthetic import SyntheticAcceptance
 from specdemo.models.cpu_threads import one_thread
 from specdemo.models.devices import DTYPES, device_kind, pick_device, pick_dtype
 from specdemo.models.fused import fuse_layers

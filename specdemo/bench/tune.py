@@ -22,7 +22,7 @@ from specdemo.core.tally import ratio
 from specdemo.engine.comparison import Lane, Model
 from specdemo.models.errors import Cancelled
 from specdemo.models.gguf_files import is_gguf
-from specdemo.presets.reading import read_yaml
+from specdemo.presets.files import read_yaml
 
 if TYPE_CHECKING:
     from specdemo.bench.racer import Racer

@@ -5,22 +5,51 @@ B rows, N draft tokens. Accepted draft tokens are output as drafted; at the firs
 correction token. Either another method drafts, at its own cost, or the draft is a free copy of the prompt.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
+import torch
 from pydantic import model_validator
-from torch import Generator
+from torch import Generator, Tensor
 
-from specdemo.core.accept import AcceptRule
+from specdemo.core.accept import AcceptResult, AcceptRule, coins, end_probs
 from specdemo.core.host_copy import to_device
 from specdemo.core.protocol import Budget, Progress, Target
-from specdemo.core.sampling import Sampling
-from specdemo.core.synthetic_acceptance import SyntheticAcceptance, rates_of_length
-from specdemo.core.tree import Draft, first_branch, is_chain
+from specdemo.core.sampling import Sampling, draw
+from specdemo.core.tree import ABSENT, Draft, first_branch, is_chain
 from specdemo.methods import BASELINE, SYNTHETIC, BaseOptions, load_drafter, setting
 from specdemo.methods.wrapper import Wrapper, wrappable
 
 RATES = "0.8,0.75,0.7"
+
+
+def rates_of_length(length: float) -> tuple[float, ...]:
+    """Return the conditional rates with this mean accepted length and the smallest variance, as in vLLM: always accept
+    all but the last of the tokens, and that one with the fractional probability."""
+    whole, share = divmod(length - 1.0, 1.0)
+    return *[1.0] * int(whole), share, 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SyntheticAcceptance:
+    """Accepts tokens of a chain at random, independent of their values. Lossy: simulates a drafter with given
+    acceptance rates. vLLM has the same option (config/speculative.py, 0.32).
+
+    rates: probability that the token at a position is accepted if all before it are; the last entry repeats. The final
+    token comes from the target. generator: of its own, since greedy decoding has none.
+    """
+
+    rates: tuple[float, ...]
+    generator: Generator
+    exact: ClassVar[bool] = False
+    note: ClassVar[str] = ""
+
+    def __call__(self, draft: Draft, target: Tensor, rng: Generator | None) -> AcceptResult:
+        rates = [*self.rates, *self.rates[-1:] * (draft.nodes - len(self.rates))][: draft.nodes]
+        accept_probs = to_device(rates, draft.tokens.device, torch.float32)
+        accepted = (coins(draft, self.generator) < accept_probs) & (draft.tokens != ABSENT)
+        path = [list(range(n + 1)) for n in accepted.int().cumprod(1).sum(1).tolist()]
+        return AcceptResult(path, draw(end_probs(target, path), rng))
 
 
 class Synthetic(Wrapper, method="synthetic"):

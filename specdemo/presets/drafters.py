@@ -10,8 +10,7 @@ from specdemo.core.settings import Settings
 from specdemo.core.suggest import program
 from specdemo.models.gguf_files import OLLAMA, is_gguf, quantisation_in
 from specdemo.models.gguf_header import read_header
-from specdemo.presets.files import load_presets
-from specdemo.presets.reading import read_yaml
+from specdemo.presets.files import load_presets, read_yaml
 from specdemo.presets.recorded import is_recorded, recorded
 
 CATALOGUE = Path(__file__).with_name("drafters.yaml")

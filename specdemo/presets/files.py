@@ -15,14 +15,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Literal
 
+import yaml
 from pydantic import Field
 
 from specdemo.core.atomic_io import json_text
+from specdemo.core.safe_io import read_text
 from specdemo.core.settings import Settings, settings
 from specdemo.core.suggest import short_repr, suggest
 from specdemo.engine.comparison import Comparison, Lane, Name, validate_method_name
 from specdemo.methods import model_method
-from specdemo.presets.reading import read_yaml
 from specdemo.servers.address import listed
 from specdemo.servers.engines import ENGINES
 
@@ -49,6 +50,11 @@ EMBEDDED = (
     "code-draft",
     "code-eagle-1",
 )
+
+YAML_BYTES = 1_000_000
+YAML_VALUES = 2000
+YAML_DEPTH = 16
+NUMBER = 40  # characters of a value other than text; YAML takes very long to parse longer numbers
 
 _OF_LANES = [name for name, declared in settings(Lane).items() if declared.help]
 SETTINGS = (*settings(Comparison), "lanes", *_OF_LANES)
@@ -171,6 +177,39 @@ def require(extra: str, *modules: str) -> None:
     if missing:
         command = f'"specdemo[{extra}]"' if FOLDER == INSTALLED else "-r requirements.txt"
         raise ValueError(f"this needs {' and '.join(missing)}; run: pip install {command}")
+
+
+class _Bounded(yaml.SafeLoader):
+    """YAML loader without aliases, with limits on the number of values, their depth, and the length of numbers."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._values = self._depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        self._values, self._depth = self._values + 1, self._depth + 1
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("aliases are not supported; repeat the value")
+        if self._values > YAML_VALUES or self._depth > YAML_DEPTH:
+            raise yaml.YAMLError(f"more than {YAML_VALUES} values, or deeper than {YAML_DEPTH}; make it smaller")
+        node = super().compose_node(parent, index)
+        if isinstance(node, yaml.ScalarNode) and not node.tag.endswith(":str") and len(node.value) > NUMBER:
+            raise yaml.YAMLError(f"a number or date of {len(node.value):,} characters; make it shorter")
+        self._depth -= 1
+        return node
+
+
+def read_yaml(path: Path) -> object:
+    """Read a YAML file. Raises ValueError, one line with the file's name."""
+    text, loader = read_text(path, YAML_BYTES), None
+    try:
+        loader = _Bounded(text)
+        return loader.get_single_data()
+    except (yaml.YAMLError, ValueError, OverflowError) as error:
+        raise ValueError(f"{path.name} is not YAML: {str(error).partition(chr(10))[0]}") from None
+    finally:
+        if loader is not None:
+            loader.dispose()
 
 
 def read_presets(path: Path) -> list[Preset]:

@@ -1,8 +1,11 @@
-"""The comparison of a target and a drafter that the user names, as a preset of this process."""
+"""The comparison that a user names: a preset with changes, or a target and a drafter as a preset of this process."""
 
 from collections.abc import Mapping
+from pathlib import Path
 
+from specdemo.core.outputs import check_output
 from specdemo.core.suggest import program
+from specdemo.core.trace import RunTrace
 from specdemo.engine.comparison import Lane
 from specdemo.models.gguf_files import check_files, fetch_parts, is_gguf, local_header
 from specdemo.presets.files import DEFAULT, Preset, load_presets, preset
@@ -55,6 +58,32 @@ def comparison(preset_id: str | None, changes: Mapping[str, object]) -> Preset:
     if isinstance(drafter, str) and "method" not in changes:
         return add_pair(target, drafter).with_changes(**{name: it for name, it in changes.items() if name != "model"})
     return add_pair(target).with_changes(**changes)
+
+
+def run(
+    preset_id: str | None = None,
+    prompt: str | None = None,
+    out: str | Path | None = None,
+    force: bool = False,
+    **overrides: object,
+) -> RunTrace:
+    """Run the comparison and return its trace; also write it to `out` if given.
+
+    preset_id: None for a `target` in overrides: it is raced with n-gram lookup and suffix decoding, or with `model`.
+    force: overwrite a file that specdemo did not write. overrides: any setting of `Preset.with_changes` (k, method,
+    max_new_tokens, temperature, seed, ...). Raises ValueError, one line with the fix.
+    """
+    from specdemo.engine.session import session  # imports torch
+    from specdemo.presets.recorded import save_trace
+
+    changes = overrides if prompt is None else {**overrides, "prompt": prompt}
+    spec = comparison(preset_id, changes)
+    if out is not None:
+        check_output(out, force)
+    trace = session().run(spec)
+    if out is not None:
+        save_trace(trace, out)
+    return trace
 
 
 def drafter_method(target: str, draft: str | None) -> str:

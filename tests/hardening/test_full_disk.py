@@ -111,7 +111,7 @@ def test_the_process_itself_ends_with_2_and_no_traceback(tmp_path):
 
 BEGIN = """
 import resource, sys
-import specdemo.presets.run, transformers.models.llama.modeling_llama
+import specdemo.engine.session, specdemo.presets.pair, transformers.models.llama.modeling_llama
 from pathlib import Path
 from specdemo.__main__ import main
 used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

@@ -8,13 +8,12 @@ from specdemo import testing
 from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.core.sampling import Sampling
 from specdemo.core.speedup import expected_tokens
-from specdemo.core.synthetic_acceptance import rates_of_length
 from specdemo.core.tally import StepCounts
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.engine.loop import generate
 from specdemo.engine.session import Session
 from specdemo.methods import load_drafter, method
-from specdemo.methods.synthetic import parse_rates
+from specdemo.methods.synthetic import parse_rates, rates_of_length
 from specdemo.models.target import HFTarget
 from specdemo.models.toy import ToyTarget
 

@@ -8,8 +8,7 @@ import pytest
 from specdemo.__main__ import main
 from specdemo.methods import METHODS
 from specdemo.presets.drafters import CATALOGUE, all_published, base_name, drafts_for, published_drafters
-from specdemo.presets.files import load_presets
-from specdemo.presets.reading import read_yaml
+from specdemo.presets.files import load_presets, read_yaml
 from tests.models.test_gguf_files import gguf
 
 
