@@ -12,7 +12,7 @@ from specdemo.bench.losslessness import chi_square, drawn
 from specdemo.bench.measure import Way
 from specdemo.bench.plot import chart
 from specdemo.bench.result import Result
-from specdemo.bench.suites.distribution import Losslessness
+from specdemo.bench.suites.counts import Losslessness
 from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.core.rules import accept_rule
 from specdemo.core.sampling import Sampling

@@ -13,7 +13,7 @@ from specdemo.bench import sweeps
 from specdemo.bench.html_page import write_page
 from specdemo.bench.report import bench_report, markdown
 from specdemo.bench.result import read_result, recorded_suite, to_json
-from specdemo.bench.suites import method_comparison, suite, suites
+from specdemo.bench.suites import lanes, suite, suites
 from specdemo.engine.loop import never_cancelled
 
 RECORDED = ("k", "methods", "batch", "prompt", "temperature", "depth-width", "text", "position", "losslessness")
@@ -34,7 +34,7 @@ def pair():
 
 
 def copying_result(patch, folder):
-    patch.setattr(method_comparison, "COPYING", method_comparison.COPYING[:1])
+    patch.setattr(lanes, "COPYING", lanes.COPYING[:1])
     return short("copying", new_tokens=4)
 
 

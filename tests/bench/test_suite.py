@@ -30,7 +30,7 @@ from specdemo.bench.measure import (
 from specdemo.bench.plot import chart
 from specdemo.bench.report import bench_report, markdown
 from specdemo.bench.result import Result, read_result, recorded_suite, to_json, write_result
-from specdemo.bench.suites import Sweep, batch_size, prompt_length, suite, suites, temperature, text_kinds
+from specdemo.bench.suites import Sweep, axes, suite, suites, text_kinds
 from specdemo.core.accept import Lossless
 from specdemo.core.estimate import Estimate, RunTiming, rate
 from specdemo.core.protocol import Budget, GenerationConfig
@@ -161,7 +161,7 @@ def test_depth_width_has_a_lane_per_draft_and_k(monkeypatch):
 
 
 def test_batches_grow_and_every_row_is_decoded(monkeypatch):
-    monkeypatch.setattr(batch_size, "BATCHES", (1, 3))
+    monkeypatch.setattr(axes, "BATCHES", (1, 3))
     result = run_suite("batch", repeats=1, preset="embedded-ngram", new_tokens=8)
     assert [(row["lane"], row["batch"]) for row in result.rows] == [
         ("Baseline", 1),
@@ -175,14 +175,14 @@ def test_batches_grow_and_every_row_is_decoded(monkeypatch):
 
 
 def test_prompts_grow_as_far_as_the_context_reaches(monkeypatch):
-    monkeypatch.setattr(prompt_length, "LENGTHS", (16, 32, 1024))
+    monkeypatch.setattr(axes, "LENGTHS", (16, 32, 1024))
     result = run_suite("prompt", repeats=1, preset="embedded-ngram", new_tokens=4)
     assert [row["prompt tokens"] for row in result.rows[::2]] == [16, 32]
     assert all(row["TTFT ms"].value > 0 for row in result.rows)
 
 
 def test_temperatures_grow_and_drafts_are_drawn_or_the_likeliest(monkeypatch):
-    monkeypatch.setattr(temperature, "TEMPERATURES", (0.0, 1.0))
+    monkeypatch.setattr(axes, "TEMPERATURES", (0.0, 1.0))
     result = run_suite(
         "temperature", repeats=2, preset="embedded-draft-wide", new_tokens=24, prompts=["Once upon a time"]
     )

@@ -1,13 +1,14 @@
-"""Position in the text."""
+"""Suites that count and time nothing: acceptance by position in the text, comparison of distributions."""
 
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field
 
-from specdemo.bench.base import PRESET, Axis, Decoding, NewTokens, Once, Report, Stop
-from specdemo.bench.result import Result
+from specdemo.bench.base import PRESET, Axis, Decoding, NewTokens, OfPreset, Once, Report, Stop
+from specdemo.bench.result import TOKEN, Result
 from specdemo.core.settings import Setting
+from specdemo.presets.files import Preset
 
 PACKAGE = Path(__file__).resolve().parents[2]  # its Python files are texts that no shipped model was trained on
 
@@ -36,3 +37,17 @@ class TextPosition(Decoding):
     def files(self) -> list[Path]:
         """Return the Python files of the package, the largest first."""
         return sorted(PACKAGE.rglob("*.py"), key=lambda file: (-file.stat().st_size, file.name))
+
+
+class Losslessness(OfPreset):
+    """Tests whether the output of a preset's first lane has the same distribution as plain decoding."""
+
+    name = "losslessness"
+    order = 11
+    axis = Axis(TOKEN, "token", "share of the continuations")
+    preset: Annotated[str | Preset, PRESET] = "embedded-sampling"
+
+    def run(self, report: Report, cancelled: Stop) -> Result:
+        from specdemo.bench.losslessness import losslessness
+
+        return losslessness(self, report, cancelled)
