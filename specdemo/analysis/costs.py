@@ -6,14 +6,14 @@ rest is attributed to the part that most likely causes it, and the other attribu
 """
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from functools import lru_cache
 
 from specdemo.analysis.acceptance import Acceptance
 from specdemo.analysis.observation import Observation
 from specdemo.analysis.predict import ASSUMED
 from specdemo.analysis.profiles import profile
-from specdemo.analysis.roofline import device_of, step_of
+from specdemo.analysis.roofline import StepCost, device_of, step_cost
 from specdemo.analysis.work import drafting, known, shape
 from specdemo.core.shapes import Shape
 from specdemo.engine.cost import CostModel
@@ -26,19 +26,6 @@ DENSE, EXPERTS, SMALL = "meta-llama/Llama-3.1-8B-Instruct", "Qwen/Qwen3-30B-A3B"
 SLOWEST_DRAFT = 1.0
 PARTS = ("drafting", "verification", "overhead")
 BISECTIONS = 40
-
-
-@dataclass(frozen=True, slots=True)
-class StepCost:
-    """Cost of a step with k draft tokens in plain steps. draft: per draft token."""
-
-    draft: float
-    verify: float
-    overhead: float
-
-    def total(self, k: float) -> float:
-        """Return the cost of a step that drafts k tokens."""
-        return k * self.draft + self.verify + self.overhead
 
 
 def reach_rates(observation: Observation) -> list[float]:
@@ -104,10 +91,10 @@ def _expected(target: Shape, method: str, drafter: str, k: int, batch: int) -> S
     config = known()[drafter or SMALL] if method == "draft_model" else None
     draft = drafting(method, target, config, {})
     device, acceptance = device_of(profile(DEVICE), DTYPE, "recorded"), Acceptance((ASSUMED,))
-    plain, step = (step_of(target, draft, acceptance, length, batch, CONTEXT, DTYPE) for length in (0, k))
-    plain_ms = plain.ms(device)
-    overhead = max(step.overhead_ms(device) - plain.overhead_ms(device), 0.0) / plain_ms
-    return StepCost(step.draft_ms(device) / k / plain_ms, step.check_ms(device) / plain.check_ms(device), overhead)
+    plain, step = (step_cost(device, target, draft, acceptance, length, batch, CONTEXT) for length in (0, k))
+    plain_ms = plain.total(0)
+    overhead = max(step.overhead - plain.overhead, 0.0) / plain_ms
+    return StepCost(step.draft / plain_ms, step.verify / plain.verify, overhead)
 
 
 def step_costs(observation: Observation) -> list[StepCost]:

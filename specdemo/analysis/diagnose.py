@@ -18,9 +18,10 @@ from itertools import pairwise
 from math import ceil, inf, sqrt
 from typing import Literal
 
-from specdemo.analysis.costs import StepCost, cost_model, ratios, step_costs, target_shape
+from specdemo.analysis.costs import cost_model, ratios, step_costs, target_shape
 from specdemo.analysis.observation import TOLERANCE, Observation, complete
 from specdemo.analysis.predict import ASSUMED
+from specdemo.analysis.roofline import StepCost
 from specdemo.core.atomic_io import finite, json_text
 from specdemo.core.estimate import Estimate
 from specdemo.core.noise import MIN_STEP_COST

@@ -16,7 +16,7 @@ from typing import Literal
 
 from specdemo.analysis.acceptance import Acceptance, drafting_lane, of_lane
 from specdemo.analysis.profiles import Profile, profile
-from specdemo.analysis.roofline import BYTES, Device, Engine, Step, device_of, step_of
+from specdemo.analysis.roofline import BYTES, Device, Engine, StepCost, device_of, step_cost
 from specdemo.analysis.work import config_of, drafting, method_in, shape
 from specdemo.core.estimate import Estimate
 from specdemo.core.generation import dtype_name
@@ -50,17 +50,18 @@ class Scenario:
         default_factory=dict
     )  # measured v: slots -> time of a pass; empty: the roofline
 
-    def verify_ms(self, k: int) -> float:
-        """Return the time of the target's pass over k draft tokens and their root."""
-        if not (k and self.passes) or self.batch > 1 or self.nodes_at(k):
-            return _step(self, k).check_ms(self.device)
+    def cost(self, k: int) -> StepCost:
+        """Return the milliseconds of a step with k draft tokens; 0: plain decoding."""
+        nodes = self.nodes_at(k)
+        found = step_cost(self.device, self.target, self.draft, self.acceptance, k, self.batch, self.context, nodes)
+        if not (k and self.passes) or self.batch > 1 or nodes:
+            return found
         v = interpolate(self.passes, sorted(self.passes), k + 1) / self.passes[1]
-        return v * _step(self, 0).check_ms(self.device)
+        return replace(found, verify=v * self.cost(0).verify)
 
     def step_ms(self, k: int) -> float:
         """Return the time of a step with k draft tokens."""
-        step = _step(self, k)
-        return step.draft_ms(self.device) + self.verify_ms(k) + step.overhead_ms(self.device)
+        return self.cost(k).total(k)
 
     def nodes_at(self, depth: int) -> int:
         """Return the size of the draft tree up to a depth; 0: a chain."""
@@ -284,7 +285,7 @@ def predicted(scenario: Scenario, ks: Sequence[int] = (), notes: tuple[str, ...]
     rows = tuple(_row(scenario, k) for k in lengths)
     memory = _memory_gb(scenario)
     room = scenario.device.profile.memory_gb.value
-    plain = _step(scenario, 0).ms(scenario.device)
+    plain = scenario.step_ms(0)
     value = 1e3 * scenario.batch / plain
     return Prediction(
         scenario=scenario,
@@ -320,28 +321,21 @@ def _lengths(scenario: Scenario) -> tuple[int, ...]:
     return tuple(range(1, scenario.draft.longest + 1))
 
 
-def _step(scenario: Scenario, k: int) -> Step:
-    one, nodes = scenario, scenario.nodes_at(k)
-    return step_of(one.target, one.draft, one.acceptance, k, one.batch, one.context, one.device.dtype, nodes)
-
-
 def _row(scenario: Scenario, k: int) -> Row:
-    device, plain, step = scenario.device, _step(scenario, 0), _step(scenario, k)
-    tokens, plain_ms = scenario.acceptance.tokens(k), plain.ms(device)
-    draft_ms, verify_ms, other_ms = step.draft_ms(device), scenario.verify_ms(k), step.overhead_ms(device)
-    step_ms = draft_ms + verify_ms + other_ms
+    plain, step, tokens = scenario.cost(0), scenario.cost(k), scenario.acceptance.tokens(k)
+    plain_ms, step_ms = plain.total(0), step.total(k)
     gain, rate = predicted_speedup(tokens.value, step_ms, plain_ms), 1e3 * scenario.batch * tokens.value / step_ms
     return Row(
         k=k,
         tokens=tokens,
-        draft_ms=draft_ms,
-        verify_ms=verify_ms,
-        other_ms=other_ms,
-        c=draft_ms / k / plain_ms,
-        v=verify_ms / plain.check_ms(device),
+        draft_ms=k * step.draft,
+        verify_ms=step.verify,
+        other_ms=step.overhead,
+        c=step.draft / plain_ms,
+        v=step.verify / plain.verify,
         speedup=_about(gain, tokens),
         tokens_per_s=_about(rate, tokens),
-        limit=_limit(scenario, k, tokens.value, step, plain),
+        limit=_limit(k, tokens.value, step, plain),
         extrapolated=scenario.acceptance.extrapolates(k),
     )
 
@@ -355,15 +349,13 @@ def _about(value: float, tokens: Estimate) -> Estimate:
     return Estimate(value, value * exp(-hypot(half, below)), value * exp(hypot(half, above)))
 
 
-def _limit(scenario: Scenario, k: int, tokens: float, step: Step, plain: Step) -> str:
+def _limit(k: int, tokens: float, step: StepCost, plain: StepCost) -> str:
     """Name the part that would gain most if it were free, or acceptance if it were perfect."""
-    device, all_ms = scenario.device, scenario.step_ms(k)
-    wider_ms = scenario.verify_ms(k) - plain.check_ms(device)
-    more_ms = step.overhead_ms(device) - plain.overhead_ms(device)
+    all_ms = step.total(k)
     gains = {
-        "drafting": all_ms / (all_ms - step.draft_ms(device)),
-        "the wider pass": all_ms / (all_ms - max(wider_ms, 0.0)),
-        "engine overhead": all_ms / (all_ms - max(more_ms, 0.0)),
+        "drafting": all_ms / (all_ms - k * step.draft),
+        "the wider pass": all_ms / (all_ms - max(step.verify - plain.verify, 0.0)),
+        "engine overhead": all_ms / (all_ms - max(step.overhead - plain.overhead, 0.0)),
         "the acceptance rate": (k + 1.0) / tokens,
     }
     return max(gains, key=gains.__getitem__)
@@ -379,7 +371,7 @@ def _load(scenario: Scenario, lengths: Sequence[int]) -> Gain:
     best = _fastest(scenario, lengths)
     row, memory = _row(scenario, best), _memory_gb(scenario)
     off = row.speedup.value <= 1.0
-    rate = 1e3 * scenario.batch / _step(scenario, 0).ms(scenario.device) if off else row.tokens_per_s.value
+    rate = 1e3 * scenario.batch / scenario.step_ms(0) if off else row.tokens_per_s.value
     fits = memory <= scenario.device.profile.memory_gb.value
     return Gain(scenario.batch, 0 if off else best, row.speedup, rate, memory, fits)
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from math import log
 from statistics import median
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 from specdemo.analysis.acceptance import Acceptance, from_mean
 from specdemo.analysis.profiles import MeasuredStep, Profile
@@ -78,46 +78,50 @@ class Device:
         return replace(self, costs=replace(self.costs, **terms))
 
 
-class Step(NamedTuple):
-    """Passes of a step, without their times."""
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """Cost of a step in milliseconds, or in plain steps. draft: per draft token."""
 
-    check: Work
-    drafts: tuple[tuple[Work, float], ...]  # passes, and the number of each
-    drafting: bool
+    draft: float
+    verify: float
+    overhead: float
 
-    def draft_ms(self, device: Device) -> float:
-        """Return the milliseconds of drafting."""
-        return sum(count * device.ms(of) for of, count in self.drafts)
-
-    def check_ms(self, device: Device) -> float:
-        """Return the milliseconds of verification."""
-        return device.ms(self.check)
-
-    def overhead_ms(self, device: Device) -> float:
-        """Return the milliseconds of the engine's overhead."""
-        return device.costs.step_ms + device.costs.draft_ms * self.drafting
-
-    def ms(self, device: Device) -> float:
-        """Return the milliseconds of the step."""
-        return self.draft_ms(device) + self.check_ms(device) + self.overhead_ms(device)
+    def total(self, k: float) -> float:
+        """Return the cost of a step that drafts k tokens."""
+        return k * self.draft + self.verify + self.overhead
 
 
-def step_of(
-    target: Shape, draft: Drafting, acceptance: Acceptance, k: int, batch: int, context: int, dtype: str, nodes: int = 0
-) -> Step:
-    """Return the passes of a step; k 0: plain decoding. nodes: size of the draft tree; 0: a chain."""
-    size = BYTES[dtype]
-    check = work(target, (nodes or k) + 1 if k else 1, batch, context, size)
-    if not k or draft.first is None:
-        return Step(check, (), k > 0)
+def step_cost(
+    device: Device,
+    target: Shape,
+    draft: Drafting,
+    acceptance: Acceptance,
+    k: int,
+    batch: int,
+    context: int,
+    nodes: int = 0,
+) -> StepCost:
+    """Return the milliseconds of a step; k 0: plain decoding. nodes: size of the draft tree; 0: a chain."""
+    passes = _drafts(draft, acceptance, k, batch, context, BYTES[device.dtype], nodes) if k else []
+    verify = device.ms(work(target, (nodes or k) + 1 if k else 1, batch, context, BYTES[device.dtype]))
+    drafting = sum(count * device.ms(of) for of, count in passes)
+    return StepCost(drafting / max(k, 1), verify, device.costs.step_ms + device.costs.draft_ms * (k > 0))
+
+
+def _drafts(
+    draft: Drafting, acceptance: Acceptance, k: int, batch: int, context: int, size: float, nodes: int
+) -> list[tuple[Work, float]]:
+    """Return the passes that draft k tokens, and the number of each."""
+    if draft.first is None:
+        return []
     read = acceptance.longest_of(k, batch) if draft.reads_all else 1.0 + acceptance.p_all_accepted(k, batch)
     if draft.block:
-        return Step(check, ((work(draft.first, read + k, batch, context, size, k), 1.0),), True)
+        return [(work(draft.first, read + k, batch, context, size, k), 1.0)]
     drafts = [(work(draft.first, read, batch, context, size, 1.0), 1.0)]
     if k > 1 and draft.further is not None:
         rows = min(BRANCHES, nodes) if nodes else 1
         drafts.append((work(draft.further, rows, batch, context, size), k - 1.0))
-    return Step(check, tuple(drafts), True)
+    return drafts
 
 
 def known_engine(name: str) -> Engine:
@@ -181,5 +185,5 @@ def _rest(one: MeasuredStep, device: Device) -> float:
     target = shape(one.model)
     draft = drafting(one.method if one.k else "none", target, known()[one.draft] if one.draft else None, {})
     acceptance = from_mean(1.0 + min(one.kept, one.k), one.k) if one.k else Acceptance((0.0,))
-    step = step_of(target, draft, acceptance, one.k, one.batch, one.context, one.dtype)
-    return sum(one.ms.values()) - step.draft_ms(device) - step.check_ms(device)
+    step = step_cost(device, target, draft, acceptance, one.k, one.batch, one.context)
+    return sum(one.ms.values()) - one.k * step.draft - step.verify

@@ -14,7 +14,7 @@ from specdemo.__main__ import main
 from specdemo.analysis.acceptance import from_mean, of_passes
 from specdemo.analysis.predict import predict, predicted
 from specdemo.analysis.profiles import Figure, MeasuredStep, Passes, profile, profiles
-from specdemo.analysis.roofline import device_of, step_of
+from specdemo.analysis.roofline import device_of, step_cost
 from specdemo.analysis.work import drafting, known, shape, work
 from specdemo.methods.facts import PREDICTED, Drafting
 from specdemo.presets.files import FOLDER
@@ -142,8 +142,8 @@ def test_measured_passes_and_steps_correct_the_constants():
         passes.append(Passes(model=name, dtype="float32", kernels="x", context=context, ms=ms))
     for k, method in ((0, "none"), (3, "draft_model")):
         draft = drafting(method, shape("llama-7m"), known()["llama-1m"] if k else None, {})
-        step = step_of(shape("llama-7m"), draft, from_mean(2.0, max(k, 1)), k, 1, 80, "float32")
-        laps = {"draft": step.draft_ms(truth), "verify": step.check_ms(truth), "commit": step.overhead_ms(truth)}
+        step = step_cost(truth, shape("llama-7m"), draft, from_mean(2.0, max(k, 1)), k, 1, 80)
+        laps = {"draft": k * step.draft, "verify": step.verify, "commit": step.overhead}
         more = {"draft": "llama-1m"} if k else {}
         steps.append(
             MeasuredStep(model="llama-7m", method=method, dtype="float32", k=k, ms=laps, drafted=k, kept=k / 3, **more)
