@@ -257,6 +257,7 @@ _MESSAGES = {
     "less_than_equal": "must be {le} or less, not {given}",
     "less_than": "must be below {lt}, not {given}",
     "literal_error": "must be {expected}, not {given}",
+    "bool_type": "must be true or false, not {given}",
     "int_type": "must be a whole number, not {given}",
     "float_type": "must be a number, not {given}",
     "finite_number": "must be a finite number, not {given}",

@@ -5,7 +5,6 @@ A field of a comparison or a lane is part of links if its `Setting` says so (eng
 not. A lane's server counts only if the operator of the page that opens the link has listed it.
 """
 
-import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -14,7 +13,7 @@ from typing import Self, TypeVar
 from urllib.parse import parse_qsl, urlencode
 
 from specdemo.core.rules import accept_rule, rule_options
-from specdemo.core.settings import Settings, linked, settings
+from specdemo.core.settings import Settings, from_text, linked, settings
 from specdemo.core.suggest import short_repr, suggest
 from specdemo.engine.comparison import Comparison, Lane, validate_method_name
 from specdemo.methods import method_options, parse_options
@@ -234,19 +233,7 @@ class _Link:
             raise ValueError(f"the {name} of a link can have {LONGEST_TEXT} characters, not {len(text)}")
         if name == "server":
             return check_listed(text) if text else None
-        if kind is str:
-            return text
-        if kind is bool:
-            if text not in ("True", "False"):
-                raise ValueError(f"{name} must be True or False")
-            return text == "True"
-        try:
-            number = kind(text)
-        except ValueError:
-            raise ValueError(f"{name} must be a number") from None
-        if kind is float and not math.isfinite(number):
-            raise ValueError(f"{name} must be finite")
-        return number
+        return from_text(kind, text) if text or kind is str else None  # as `_text` writes None
 
     def all_notes(self) -> list[str]:
         unknown = [key for key in self._values if not _of_gradio(key)]

@@ -74,6 +74,12 @@ def test_a_link_holds_the_differences_alone():
     assert query == "preset=embedded-three-lanes&method2=ngram&k2=6"
 
 
+def test_a_link_unsets_what_its_preset_sets():
+    there = {BASE.id: BASE.changed(chat=True)}
+    query = to_query(BASE, there[BASE.id])
+    assert query == "preset=embedded-draft&chat=" and from_query(query, there) == (BASE, [])
+
+
 def test_machine_settings_are_not_shared():
     assert to_query(BASE.with_changes(device="cpu", dtype="float32"), BASE) == "preset=embedded-draft"
 
@@ -128,20 +134,20 @@ def test_prompt_too_long_for_a_link_is_reported():
         ({"k": "9999"}, "ignored k='9999' from the link: k must be 16 or less, not 9999"),
         ({"k": "9" * 5000}, "ignored k='9999"),
         ({"k": "9" * 400}, "ignored k='9999"),
-        ({"k": "4.5"}, "ignored k='4.5' from the link: k must be a number"),
-        ({"k": ""}, "ignored k='' from the link: k must be a number"),
+        ({"k": "4.5"}, "ignored k='4.5' from the link: k must be a whole number, not"),
+        ({"k": ""}, "ignored k='' from the link: k must be a whole number, not"),
         ({"k": 7}, "ignored 'k' from the link: its value is not text"),
         ({"k": ["7"]}, "ignored 'k' from the link: its value is not text"),
         ({"k": None}, "ignored 'k' from the link: its value is not text"),
         ({7: "k"}, "ignored 7 from the link: its value is not text"),
-        ({"temperature": "nan"}, "ignored temperature='nan' from the link: temperature must be finite"),
-        ({"temperature": "1e999"}, "ignored temperature='1e999' from the link: temperature must be finite"),
+        ({"temperature": "nan"}, "ignored temperature='nan' from the link: temperature must be a finite number"),
+        ({"temperature": "1e999"}, "ignored temperature='1e999' from the link: temperature must be a finite number"),
         ({"temperature": "-0.1"}, "ignored temperature='-0.1' from the link: temperature must be 0.0 or more"),
         (
             {"temperature": "1e-9"},
             "ignored temperature='1e-9' from the link: temperature must be 0 (greedy) or between 0.001 and",
         ),
-        ({"temperature": "hot"}, "ignored temperature='hot' from the link: temperature must be a number"),
+        ({"temperature": "hot"}, "ignored temperature='hot' from the link: temperature must be a number, not 'hot'"),
         ({"method": "rm -rf"}, "ignored method='rm -rf' from the link: unknown method 'rm -rf'; choose one of"),
         ({"method": "m" * 100_000}, "ignored method='mmm"),
         ({"model": "evil/model"}, "ignored model='evil/model' from the link: a link may name only embedded models"),
@@ -158,7 +164,7 @@ def test_prompt_too_long_for_a_link_is_reported():
             {"acceptance": "always"},
             "ignored acceptance='always' from the link: acceptance must be 'coupled', 'lossless', 'block'",
         ),
-        ({"chat": "maybe"}, "ignored chat='maybe' from the link: chat must be True or False"),
+        ({"chat": "maybe"}, "ignored chat='maybe' from the link: chat must be true or false, not 'maybe'"),
         ({"system": "p" * 100_000}, "ignored system='ppp"),
         ({"schedule": "fast"}, "ignored schedule='fast' from the link: schedule must be 'race' or 'sequential'"),
         ({"lanes": "99"}, "ignored lanes='99' from the link: must be a number from 1 to 3"),
