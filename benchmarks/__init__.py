@@ -18,10 +18,7 @@ class Peers(Decoding):
 
     name = "peers"
     pair: Annotated[str | None, PAIR] = None  # None: the largest that fits
-    engine: Annotated[
-        Literal["torch", "llamacpp"],
-        Setting("Engine of the forward passes: torch, or llamacpp in this process."),
-    ] = "torch"
+    engine: Annotated[Literal["torch", "llamacpp"], Setting("Engine: torch, or llamacpp in this process.")] = "torch"
 
     def run(self, report: Report, cancelled: Callable[[], bool]) -> Result:
         from benchmarks.llamacpp_engine import compete_on_llamacpp

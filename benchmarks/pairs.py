@@ -55,9 +55,8 @@ class Size:
         sizes = {"vocab_size": self.vocabulary, "hidden_size": self.hidden, "intermediate_size": self.feed_forward}
         heads = {"num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads, "initializer_range": STD}
         ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
-        return LlamaConfig.from_dict(
-            sizes | heads | ids | {"num_hidden_layers": layers, "max_position_embeddings": 4096}
-        )
+        depth = {"num_hidden_layers": layers, "max_position_embeddings": 4096}
+        return LlamaConfig.from_dict(sizes | heads | ids | depth)
 
 
 SIZES = {
