@@ -156,14 +156,7 @@ class GuideLLM(OutputReader):
             tokens = number(request.get("output_tokens"))
             after_first = max(tokens - 1.0, 0.0) if tokens else None
             k = max(k, count(drafts.get("num_spec_tokens")) or 0)
-            accepted, steps = number(drafts.get("num_accepted_draft_tokens")), number(drafts.get("num_spec_steps"))
-            if accepted is not None and steps:
-                bars = drafts.get("acceptance_histogram")
-                drafted = number(drafts.get("num_draft_tokens")) or 0.0
-                if isinstance(bars, list):
-                    totals.add_histogram([number(bar) or 0.0 for bar in bars], drafted, after_first)
-                else:
-                    totals.add(drafted, accepted, steps, tokens=after_first)
+            _add_drafts(totals, drafts, after_first)
         prompts = str(below(data, "args", "data"))[:2000]
         return Observation(
             engine="vllm" if totals.steps else "",
@@ -198,7 +191,7 @@ class AIPerf(OutputReader):
             if isinstance(drafts, Mapping):
                 engine = text_of(drafts.get("engine")) or engine
                 k = max(k, count(drafts.get("num_spec_tokens")) or 0)
-                _add_record(totals, drafts, after_first)
+                _add_drafts(totals, drafts, after_first)
         if not found:
             return None
         return Observation(engine=engine, source=self.title, k=k or None, **totals.values())
@@ -208,11 +201,14 @@ def _metric(record: Mapping[object, object], name: str) -> float | None:
     return number(below(record, "metrics", name, "value"))
 
 
-def _add_record(totals: OutputTotals, drafts: Mapping[object, object], tokens: float | None) -> None:
+def _add_drafts(totals: OutputTotals, drafts: Mapping[str, object], tokens: float | None) -> None:
+    """Add the drafts of a request: their histogram, a list or an object by number of accepted tokens, else totals."""
     bars, drafted = drafts.get("acceptance_histogram"), number(drafts.get("num_draft_tokens")) or 0.0
     accepted, steps = number(drafts.get("num_accepted_draft_tokens")), number(drafts.get("num_spec_steps"))
     if isinstance(bars, Mapping):
-        totals.add_histogram([number(bars.get(str(n))) or 0.0 for n in range(_longest(bars) + 1)], drafted, tokens)
+        bars = [bars.get(str(n)) for n in range(_longest(bars) + 1)]
+    if isinstance(bars, list):
+        totals.add_histogram([number(bar) or 0.0 for bar in bars], drafted, tokens)
     elif accepted is not None and steps:
         totals.add(drafted, accepted, steps, tokens=tokens)
 
