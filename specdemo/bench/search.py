@@ -14,12 +14,12 @@ from math import ceil, exp, log, sqrt
 from statistics import fmean
 from typing import Any
 
-from specdemo.core.estimate import Estimate, over_repeats
+from specdemo.core.estimate import Estimate, over_repeats, t_quantile
 from specdemo.engine.cost import CostModel
 from specdemo.models.errors import Cancelled
 
-HOPEFUL = 0.85  # least predicted speed of a candidate after the first look, in that of the best one
-MOST = 6  # candidates after the first look
+HOPEFUL = 0.9  # least predicted speed of a candidate after the first look, in that of the best one
+MOST = 4  # candidates after the first look
 NEAR = 0.97  # share of the best speed from which a candidate of the slower half stays
 LEAST_ROUNDS = 4  # prompts per kind of work, if there is time; fewer prompts than that are used again
 NARROW = 0.02  # half width of the interval at which a single candidate left is known well enough
@@ -147,16 +147,17 @@ class Search:
         return max(names, key=lambda name: self.mixed(name).value, default="")
 
     def mixed(self, name: str) -> Estimate:
-        """Return the geometric mean of a candidate's speed-ups over the kinds, with an interval if each has one."""
+        """Return the geometric mean of a candidate's speed-ups over the kinds. Its interval takes the spread within a
+        kind as equal in all of them, so that few prompts of each are enough."""
         known = [work for work in self.works if work.value(name)]
-        value = exp(fmean(log(work.value(name)) for work in known))
-        speeds = [work.speed(name) for work in known]
-        halves = [log(speed.high / speed.value) for speed in speeds if speed and speed.high]
-        if len(halves) < len(speeds):
-            return Estimate(round(value, 4))
-        half = sqrt(sum(width * width for width in halves)) / len(halves)
-        low, high = (round(value * exp(sign * half), 4) for sign in (-1, 1))
-        return Estimate(round(value, 4), low, high)
+        value = round(exp(fmean(log(work.value(name)) for work in known)), 4)
+        logs = [[log(run.speed) for run in work.runs(name)] for work in known]
+        freedom = sum(map(len, logs)) - len(logs)
+        if not all(logs) or freedom < len(logs):
+            return Estimate(value)
+        spread = sum((one - fmean(kind)) ** 2 for kind in logs for one in kind) / freedom
+        half = t_quantile(freedom) * sqrt(spread * sum(1 / len(kind) for kind in logs)) / len(logs)
+        return Estimate(value, round(value * exp(-half), 4), round(value * exp(half), 4))
 
     def race(self, work: KindOfWork, prompt: str, names: Sequence[str]) -> Mapping[str, Sample]:
         """Run candidates on a prompt, and note how long it took."""

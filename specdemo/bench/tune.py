@@ -10,7 +10,7 @@ from pydantic import Field
 
 from specdemo.analysis.diagnose import accepted_clause
 from specdemo.analysis.lanes import break_even
-from specdemo.bench.base import Decoding, File, Report, Stop
+from specdemo.bench.base import Decoding, File, NewTokens, Report, Stop
 from specdemo.bench.check_server import read_prompts
 from specdemo.bench.prompts import CODE, EDITS, PROMPTS
 from specdemo.bench.result import Result, Row
@@ -60,6 +60,7 @@ class Tune(Decoding):
     ] = None
     minutes: Annotated[float, Field(gt=0.0, le=1440.0), Setting("Time for the measurement, without loading.")] = 5.0
     download: Annotated[bool, Setting("Also try published drafters that are not on this machine.")] = False
+    new_tokens: NewTokens = 64
     confirm: Annotated[bool, Setting("Compare the two best of each kind again, on other prompts.")] = False
 
     def kinds(self) -> dict[str, list[str]]:
@@ -172,6 +173,8 @@ def _recommendation(search: Search, best: str) -> list[str]:
     paying = [work.name for work in search.works if work.samples and _pays(work)]
     if speed.label == "faster":
         return [f"For mixed work use {best}: {speed.format()} as fast as plain decoding."]
+    if speed.low is None and speed.value > 1.0:
+        return [f"Undecided for mixed work: the best so far is {best} with {speed.format()}; give more --minutes."]
     only = f"; speculation pays for {', '.join(paying)}, see the table" if paying else ""
     slow = f"no candidate is clearly faster, the best is {best} with {speed.format()}"
     return [f"For mixed work decode plainly: {slow}{only}."]

@@ -179,7 +179,7 @@ def test_tunes_an_embedded_model_and_shows_the_stored_result(tmp_path, capsys):
     options = ["--work", "code edit", "--new-tokens", "24", "--minutes", "0.4", "--out", str(out)]
     assert main(["tune", "code", *options]) == 0
     printed = capsys.readouterr().out
-    assert "For mixed work" in printed
+    assert "mixed work" in printed  # on a busy machine it may be undecided
     assert ("Here: " in printed) == ("--target code --method" in printed)
     result = read_result(out)
     assert {row["category"] for row in result.rows} == {"code edit", "mixed"}
