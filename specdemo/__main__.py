@@ -370,7 +370,7 @@ def why(
     and --with), and names the cause and the setting to change; needs no torch."""
     from specdemo.analysis.diagnose import diagnose
     from specdemo.analysis.observation import Observation
-    from specdemo.bench.why_report import why_report
+    from specdemo.bench.report import why_report
 
     modes = {"on": True, "off": False}
     if thinking and thinking not in modes:

@@ -152,7 +152,7 @@ def _run(
         write_result(result, out)
     print(to_json(result) if as_json else as_markdown(result) if markdown else bench_report(result))
     if html is not None:
-        from specdemo.bench.html_page import write_page
+        from specdemo.bench.plot import write_page
 
         write_page(result, html)
 

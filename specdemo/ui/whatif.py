@@ -17,7 +17,7 @@ from specdemo.analysis.predict import ASSUMED, BATCHES, Prediction, Row, predict
 from specdemo.analysis.profiles import profile, profiles
 from specdemo.analysis.readers import READERS, read_output, read_output_file
 from specdemo.analysis.work import known, method_in, shape
-from specdemo.bench.why_report import changes, numbers
+from specdemo.bench.report import changes, numbers
 from specdemo.core.atomic_io import json_text
 from specdemo.core.estimate import Estimate
 from specdemo.core.passes import measured_passes

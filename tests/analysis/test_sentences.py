@@ -10,7 +10,7 @@ import pytest
 from specdemo.analysis.diagnose import SMALLEST_GAIN, diagnose
 from specdemo.analysis.observation import Observation
 from specdemo.analysis.readers import read_output, read_output_file
-from specdemo.bench.why_report import NOTHING, changes, why_report
+from specdemo.bench.report import NOTHING, changes, why_report
 from specdemo.core.estimate import Estimate
 
 SAMPLES = Path(__file__).parent / "samples"

@@ -10,7 +10,7 @@ from benchmarks import fairness, floor, peers
 from benchmarks.gpu import run
 from benchmarks.pairs import Size, random_pair
 from specdemo.bench import sweeps
-from specdemo.bench.html_page import write_page
+from specdemo.bench.plot import write_page
 from specdemo.bench.report import bench_report, markdown
 from specdemo.bench.result import read_result, recorded_suite, to_json
 from specdemo.bench.suites import lanes, suite, suites

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from specdemo.bench import html_page
+from specdemo.bench import plot
 from specdemo.bench.report import bench_report
 from specdemo.bench.result import Result, best, intervals, read_result, write_result
 from specdemo.core.estimate import Estimate
@@ -112,7 +112,7 @@ def test_anything_else_is_one_line(source, line):
 
 
 def test_the_page_holds_plot_table_and_machine(tmp_path):
-    html_page.write_page(RESULT, tmp_path / "r.html")
+    plot.write_page(RESULT, tmp_path / "r.html")
     text = (tmp_path / "r.html").read_text(encoding="utf-8")
     assert '"points": [[1, 1.5]]' in text and "CPU &lt;1&gt;" in text and "<dd>abc</dd>" in text and "3 [2 4]" in text
     assert "src=" not in text and "href=" not in text  # nothing is loaded from elsewhere
@@ -120,13 +120,13 @@ def test_the_page_holds_plot_table_and_machine(tmp_path):
 
 def test_no_text_of_a_result_ends_the_script_of_the_page(tmp_path):
     rows = [row | {"lane": "</script><script>alert(1)</script>"} for row in RESULT.rows]
-    html_page.write_page(replace(RESULT, rows=rows), tmp_path / "r.html")
+    plot.write_page(replace(RESULT, rows=rows), tmp_path / "r.html")
     assert (tmp_path / "r.html").read_text(encoding="utf-8").count("</script>") == 1
 
 
 def test_a_suite_without_a_plot_has_its_table(tmp_path):
     rows = [{name: value for name, value in row.items() if name != "speed-up"} for row in RESULT.rows]
-    html_page.write_page(replace(RESULT, rows=rows), tmp_path / "r.html")
+    plot.write_page(replace(RESULT, rows=rows), tmp_path / "r.html")
     text = (tmp_path / "r.html").read_text(encoding="utf-8")
     assert "3 [2 4]" in text and 'class="sd-figure"' not in text
 

@@ -6,7 +6,7 @@ import pytest
 
 from specdemo.__main__ import main
 from specdemo.analysis.profiles import profile, write_profile
-from specdemo.bench.html_page import write_page
+from specdemo.bench.plot import write_page
 from specdemo.bench.result import Result, write_result
 from specdemo.core.outputs import MARKER, check_output, check_output_folder, mark_folder
 from specdemo.presets.recorded import save_trace
