@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
+from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -159,7 +160,7 @@ def run(
     preset, --target names a model; it is raced with n-gram lookup and suffix decoding, or with its drafter --model."""
     from specdemo.presets.pair import comparison
 
-    changes = {**given, "prompt": _prompt(given["prompt"], prompt_file), "options": _options(option)}
+    changes = {**given, "prompt": _prompt(given.get("prompt"), prompt_file), "options": _options(option)}
     changes["acceptance_options"] = _options(acceptance_option, "--acceptance-option")
     chosen = comparison(preset_id, {name: value for name, value in changes.items() if value is not None})
     if served_model is not None and not server:
@@ -211,7 +212,7 @@ def tune(
     of six kinds of work, and prints the best with the settings to copy. Ctrl-C prints what is known."""
     if out is not None:
         check_output(out, force)
-    chosen = Tune.build({"target": target, **{name: value for name, value in given.items() if value is not None}})
+    chosen = Tune.build({"target": target, **given})
     with progress_bar(1.0, "{l_bar}{bar}| {elapsed}") as bar:
         result = chosen.run(reports_to(bar), lambda: False)
     if out is not None:
@@ -237,9 +238,7 @@ def check_server(
     if len(servers) > 2:
         raise ValueError(f"check-server takes one or two addresses, not {len(servers)}")
     allow(servers)
-    reference = servers[0] if len(servers) == 2 else None
-    chosen = {name: value for name, value in given.items() if value is not None}
-    check = ServerCheck.build({"server": servers[-1], "reference": reference, **chosen})
+    check = ServerCheck.build({"server": servers[-1], "reference": servers[0] if servers[1:] else None, **given})
     with progress_bar(1.0, "{l_bar}{bar}| {elapsed}") as bar:
         result = check.run(reports_to(bar), lambda: False)
     print(to_json(result) if as_json else bench_report(without_identical(result)))
@@ -320,25 +319,10 @@ def predict(
     from specdemo.bench.report import what_if_report
 
     rates = _numbers("acceptance", acceptance, float)
-    found = [
-        foresee(
-            target,
-            device=name,
-            method=method,
-            model=model,
-            dtype=dtype,
-            quantization=quantization,
-            batch=texts,
-            context=context,
-            acceptance=rates,
-            trace=trace,
-            nodes=nodes,
-            engine=engine_of(engine),
-            price=price,
-        )
-        for name in device.split(",")
-        for texts in _numbers("batch", batch, int)
-    ]
+    drafted = partial(foresee, target, method=method, model=model, trace=trace, acceptance=rates, nodes=nodes)
+    loaded = partial(drafted, dtype=dtype, quantization=quantization, context=context, engine=engine_of(engine))
+    loads = [(name, rows) for name in device.split(",") for rows in _numbers("batch", batch, int)]
+    found = [loaded(device=name, batch=rows, price=price) for name, rows in loads]
     print(json_text([one.as_dict() for one in found], indent=1) if as_json else what_if_report(found))
 
 

@@ -27,7 +27,7 @@ def add_command(
 ) -> None:
     """Add a command whose options are the function's parameters, each declared by `setting`.
 
-    more: settings that the function takes as `**given`, None where not given. defaults: name theirs in the help.
+    more: settings that the function takes as `**given`, if they are given. defaults: name theirs in the help.
     """
     extra = [
         _option(name, declared.type | None, None, declared, _help(declared) if defaults else declared.help)
@@ -37,8 +37,9 @@ def add_command(
     ]
     own = [_parameter(one) for one in signature(function).parameters.values() if one.kind is not Parameter.VAR_KEYWORD]
 
-    def command(**given: Any) -> object:
-        return function(**given)
+    def command(**values: Any) -> object:
+        absent = {one.name for one in extra if values[one.name] is None}
+        return function(**{name: value for name, value in values.items() if name not in absent})
 
     command.__name__, command.__doc__ = function.__name__, function.__doc__
     command.__signature__ = Signature([*extra, *own])  # type: ignore[attr-defined]
@@ -133,8 +134,8 @@ def _run(
     name: str, out: Path | None, html: Path | None, force: bool, as_json: bool, markdown: bool, **given: object
 ) -> None:
     if takes(name, "folder"):  # the suite writes while it measures
-        given, out = {**given, "folder": out}, None
-    chosen = suite(name, **{n: value for n, value in given.items() if value is not None})
+        given, out = given | ({"folder": out} if out else {}), None
+    chosen = suite(name, **given)
 
     from specdemo.bench.report import bench_report
     from specdemo.bench.report import markdown as as_markdown

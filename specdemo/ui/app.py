@@ -53,7 +53,7 @@ def ui(
     from specdemo.ui.page import serve
 
     allow(server or [])
-    start = _start(preset, target, draft, {name: value for name, value in given.items() if value is not None})
+    start = _start(preset, target, draft, given)
     try:
         reach: dict[str, Any] = {"allow_hosts": allow_host or (), "proxies": behind_proxy or (), "share": share}
         serve(start, host, int(port), allow_any_model, **reach)
