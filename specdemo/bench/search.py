@@ -19,8 +19,9 @@ from specdemo.engine.cost import CostModel
 from specdemo.models.errors import Cancelled
 
 HOPEFUL = 0.9  # least predicted speed of a candidate after the first look, in that of the best one
-MOST = 4  # candidates after the first look
-NEAR = 0.97  # share of the best speed from which a candidate of the slower half stays
+FAMILY, FAMILIES = 0.6, 3  # the same for the best candidate of a drafter, since one text says little; drafters at most
+MOST = 5  # candidates after the first look
+NEAR = 0.92  # share of the best speed from which a candidate of the slower half stays
 LEAST_ROUNDS = 4  # prompts per kind of work, if there is time; fewer prompts than that are used again
 NARROW = 0.02  # half width of the interval at which a single candidate left is known well enough
 
@@ -140,11 +141,13 @@ class Search:
         self._report(min(used / self._seconds, 1.0), what)
 
     def leader(self) -> str:
-        """Return the candidate with the highest speed-up over all kinds together; empty before the first look."""
+        """Return the candidate with the highest speed-up over all kinds together, of those with an interval if any has
+        one; empty before the first look."""
         known = [work for work in self.works if work.guesses or work.samples]
         names = [name for family in self.families.values() for name in family]
         names = [name for name in names if known and all(work.value(name) for work in known)]
-        return max(names, key=lambda name: self.mixed(name).value, default="")
+        mixed = {name: self.mixed(name) for name in names}
+        return max(names, key=lambda name: (mixed[name].low is not None, mixed[name].value), default="")
 
     def mixed(self, name: str) -> Estimate:
         """Return the geometric mean of a candidate's speed-ups over the kinds. Its interval takes the spread within a
@@ -196,8 +199,11 @@ class Search:
         ranked = sorted(work.guesses, key=lambda name: -work.guesses[name])
         if not ranked:
             return
-        hopeful = [name for name in ranked if work.guesses[name] >= HOPEFUL * work.guesses[ranked[0]]]
-        work.left = (hopeful if len(hopeful) > 1 else ranked[:2])[:MOST]
+        share = {name: work.guesses[name] / work.guesses[ranked[0]] for name in ranked}
+        firsts = [next((name for name in ranked if name in family), "") for family in self.families.values()]
+        tops = sorted((name for name in firsts if share.get(name, 0.0) >= FAMILY), key=lambda name: -share[name])
+        hopeful = [name for name in ranked if share[name] >= HOPEFUL]
+        work.left = [*dict.fromkeys([*tops[:FAMILIES], *hopeful, *ranked[:2]])][:MOST]
 
     def _round(self, work: KindOfWork) -> bool:
         """Run what is left of a kind on its next prompt; return False if it is decided or there is no time. At the end,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from specdemo.analysis.diagnose import accepted_clause
+from specdemo.analysis.diagnose import SMALLEST_GAIN, accepted_clause
 from specdemo.analysis.lanes import break_even
 from specdemo.bench.base import Decoding, File, NewTokens, Report, Stop
 from specdemo.bench.check_server import read_prompts
@@ -190,6 +190,8 @@ def _why_not(work: KindOfWork, racer: "Racer") -> str:
         measured = f"{name} gives {speed.format()} on {len(work.runs(name))} prompt(s)"
         return f"{work.name}: undecided, {measured}; give more --minutes."
     words = [f"{work.name}: not worth it, {name} gives {speed.format()}"]
+    if speed.value >= SMALLEST_GAIN:
+        words = [f"{work.name}: no clear difference, {name} gives {speed.format()}"]
     if accepted is None or not numbers["accepted"]:
         return f"{words[0]}, because it hardly finds anything to draft."
     words.append(accepted_clause(accepted, needed))
