@@ -8,11 +8,31 @@ from specdemo.core.suggest import program
 from specdemo.core.trace import RunTrace
 from specdemo.engine.comparison import Lane
 from specdemo.models.gguf_files import check_files, fetch_parts, is_gguf, local_header
-from specdemo.presets.files import DEFAULT, Preset, load_presets, preset
+from specdemo.presets.files import DEFAULT, EMBEDDED, Preset, load_presets, preset
 from specdemo.presets.link import OWN
 
-LOOKUPS = ("ngram", "suffix")  # methods that need no draft model
+LOOKUPS = ("suffix", "ngram")  # methods that need no draft model
+COPIED = 7  # draft length of LOOKUPS: where a text is copied, long drafts are accepted
 QUESTION = "Explain to a ten-year-old why the sky is blue, in six sentences."
+NOTE = """Last tuesday we drove to the lake becuase the wether was fine. My brother had packed a large basket with \
+sandwiches, apples and a bottle of lemonade. When we arived, the water was so cold that nobody wanted to swim, so we \
+walked along the shore and looked for flat stones. My sister found a green one that looked like a small turtel. In the \
+evening we sat on the old wooden bridge, ate the last sandwich and watched the sun go down behind the hills."""
+CODE = """def find_users(name, limit):
+    found = []
+    for user in load_users():
+        if user.name == name:
+            found.append(user)
+        if len(found) >= limit:
+            break
+    return found"""
+TASKS = {  # kind of work -> a prompt, and its end for a model without a chat template
+    "Correct": (f"Correct the spelling of this text. Change nothing else.\n\n{NOTE}", "Corrected text:"),
+    "Rewrite code": (f"Rename the parameter `name` to `text` in this code.\n\n{CODE}", "The new code:"),
+    "Summarise": (f"Summarise this text in two sentences.\n\n{NOTE}", "Summary:"),
+    "Extract": (f"List every thing that people ate, drank or found in this text, as JSON.\n\n{NOTE}", "JSON:"),
+    "Chat": (QUESTION, "Answer:"),
+}
 
 
 def add_pair(target: str, draft: str | None = None, **settings: object) -> Preset:
@@ -25,16 +45,26 @@ def add_pair(target: str, draft: str | None = None, **settings: object) -> Prese
     from specdemo.engine.model_cache import ModelCache  # imports torch
 
     method = drafter_method(target, draft)
-    lanes = [Lane(method=method, model=draft)] if draft else [Lane(method=name) for name in LOOKUPS]
+    corrects = draft is None and target not in EMBEDDED
+    lookups = [Lane(method=name, k=COPIED if corrects else 0) for name in LOOKUPS]
+    lanes = [Lane(method=method, model=draft)] if draft else lookups
     chat = _has_chat_template(target)
-    title = f"{_short(target)} with {_short(draft) if draft else 'n-gram lookup'}"
+    title = f"{_short(target)} with {_short(draft) if draft else 'suffix and n-gram lookup'}"
     about = {"id": OWN, "title": title[:80], "chip": "Your models", "description": "", "chat": chat}
     start = preset(DEFAULT).with_changes(target=target, lanes=[lane.model_dump() for lane in lanes], **settings)
     prompt = start.prompt if chat is False else QUESTION
+    if corrects:
+        prompt = task("Correct", chat is not False)
     chosen = start.changed(**about, prompt=prompt)
     ModelCache().check_room(chosen)
     load_presets()[OWN] = chosen
     return chosen
+
+
+def task(name: str, chat: bool) -> str:
+    """Return the prompt for a kind of work. chat: for a model with a chat template."""
+    words, end = TASKS[name]
+    return words if chat else f"{words}\n\n{end}\n"
 
 
 def comparison(preset_id: str | None, changes: Mapping[str, object]) -> Preset:

@@ -5,7 +5,7 @@ Controls and their values have names (setup.py). Drawing the page needs no torch
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from specdemo.methods import method_options
 from specdemo.models.gguf_files import is_gguf
 from specdemo.presets import limits
 from specdemo.presets.files import DEFAULT, EMBEDDED, Preset, load_presets, preset
+from specdemo.presets.pair import TASKS, task
 from specdemo.servers.address import host, listed
 from specdemo.ui import assets, setup
 from specdemo.ui.job import QUIET, Parts, Values, named
@@ -54,6 +55,11 @@ from specdemo.ui.setup import (
 
 DRAWN = tuple(f"drawn-{n}" for n in NUMBERS)
 HERE = ("this machine", "")
+BASIC = ("max_new_tokens", "temperature")  # settings of the comparison that are not under Advanced
+UNFOLD = """() => {
+  const open = document.getElementById("ID").classList.toggle("open");
+  document.getElementById("ID-toggle").setAttribute("aria-expanded", String(open));
+}"""
 
 
 @dataclass(frozen=True)
@@ -83,13 +89,13 @@ class Controls:
         """Return the events of a visitor who changes the comparison. Options are drawn later and have none here."""
         stored = ("preset", "count", "options", "acceptance_options")
         seen = [name for name in self.inputs if name.partition("-")[0] not in stored]
-        buttons = [self.parts[name].click for name in ("add", "remove")]
+        buttons = [self.parts[name].click for name in ("add", "remove", *(f"task-{name}" for name in TASKS))]
         return [self.parts["setup"].submit, *(self.parts[name].input for name in seen), *buttons]
 
     def wire(self, page: gr.Blocks) -> None:
         """Connect the events: lanes are added and removed, and each lane shows the controls of its method."""
         parts = self.parts
-        chat = {name: parts[name] for name in ("chat", "system", "gguf")}
+        chat = {name: parts[name] for name in ("chat", "system", "gguf", "tasks")}
         target, count = {"target": parts["target"]}, {"count": parts["count"]}
         retargeted = parts["target"].input
         named(retargeted, lambda _, values: _updates(_chat_looks(values["target"], None)), target, chat, **QUIET)
@@ -100,6 +106,9 @@ class Controls:
         named(retargeted, _refit, target | lanes, shown, **QUIET)
         for n in NUMBERS:
             parts[f"train-{n}"].click(None, None, None, js=assets.to_tab("lab"), **QUIET)
+        for name in TASKS:
+            given, shown_task = {"chat": parts["chat"]}, {"prompt": parts["prompt"]}
+            named(parts[f"task-{name}"].click, partial(_task, name), given, shown_task, **QUIET)
         for name, more in (("add", 1), ("remove", -1)):
             self.describe(named(parts[name].click, partial(_count_on, more), count, parts, **QUIET).then)
         page.load(None, js=assets.text("accessibility.js"), **QUIET)
@@ -248,83 +257,91 @@ def draw(start: Preset, allow_any_model: bool) -> Controls:
     """Create all controls, inside the current Blocks, showing `start`."""
     shown = component_props(start)
     parts: Parts = {name: gr.State(**shown[name]) for name in ("preset", "count")}
-    with gr.Row(elem_id="setup-row"):
-        lanes = [setup.lane_words(lane.method, plain_title(lane.method), lane.model) for lane in start.lanes]
-        value = setup.row_data(to_values(start), setup.summary(to_values(start), lanes))
-        scripts = ("helpers.js", "address.js", "setup.js")
-        parts["setup"] = assets.view("setup.html", *scripts, elem_id="setup", value=value, examples=setup.examples())
+    most = limits.here().prompt
+    size: Values = {"lines": 2, "max_lines": 4, "max_length": most, "show_label": False}
+    with gr.Row(elem_id="prompt-row"):
+        parts["prompt"] = gr.Textbox(**shown["prompt"], **size, label="Prompt", elem_id="prompt")
         parts["run"] = gr.Button("Run", variant="primary", elem_id="run", min_width=70)
         parts["stop"] = gr.Button("Stop", interactive=False, elem_id="stop", min_width=70)
+    with gr.Row(**shown["tasks"], elem_id="tasks") as parts["tasks"]:
+        parts |= {f"task-{name}": gr.Button(name, size="sm", elem_classes="task") for name in TASKS}
+    lanes = [setup.lane_words(lane.method, plain_title(lane.method), lane.model) for lane in start.lanes]
+    value = setup.row_data(to_values(start), setup.summary(to_values(start), lanes))
+    scripts = ("helpers.js", "address.js", "setup.js")
+    parts["setup"] = assets.view("setup.html", *scripts, elem_id="setup", value=value, examples=setup.examples())
     with gr.Column(elem_id="drawer"):
         parts["about"] = gr.HTML(**shown["about"], elem_id="about")
-        most = limits.here().prompt
-        prompt: Values = {"label": "Prompt", "lines": 2, "max_lines": 10, "max_length": most, "elem_id": "prompt"}
-        with gr.Row(elem_id="prompt-row"):
-            parts["prompt"] = gr.Textbox(**shown["prompt"], **prompt)
-            parts |= _draw_chat(shown)
-        parts |= _draw_lanes(start, shown, allow_any_model)
-        parts |= _draw_sampling(shown)
+        with gr.Row(elem_id="basics"):
+            look = {**shown["target"], "choices": model_choices([start.target, *targets(), *on_this_machine()])}
+            parts["target"] = _model_choice("Target model (all lanes)", look, "target", allow_any_model)
+            parts |= _draw_method(1, shown, allow_any_model) | _draw_settings(shown, BASIC)
+        unfolding("Advanced", "advanced")
+        with gr.Column(elem_id="advanced", elem_classes="unfolded"):
+            parts |= _draw_advanced(shown, allow_any_model)
     return Controls(parts)
 
 
-def _draw_lanes(start: Preset, shown: Mapping[str, Values], allow_any_model: bool) -> Parts:
-    """Create the controls of all lanes, and the buttons that add and remove one."""
-    parts: Parts = {}
+def unfolding(words: str, elem_id: str) -> None:
+    """Create a button that shows and hides a part of the page, whose controls work while it is hidden."""
+    button = gr.Button(words, size="sm", elem_id=f"{elem_id}-toggle", elem_classes="unfolding")
+    button.click(None, None, None, js=UNFOLD.replace("ID", elem_id), **QUIET)
+
+
+def _draw_advanced(shown: Mapping[str, Values], allow_any_model: bool) -> Parts:
+    """Create the controls of the prompt's format, of all lanes, of sampling and of GGUF files."""
+    ways = [("chat template", CHAT), ("no chat template", TEXT)]
+    system: Values = {"label": "System prompt", "max_length": limits.here().prompt, "elem_id": "system"}
+    with gr.Row():
+        parts: Parts = {
+            "chat": gr.Radio(ways, **shown["chat"], label="Prompt format", elem_id="chat"),
+            "system": gr.Textbox(**shown["system"], **system),
+        }
     for n in NUMBERS:
-        parts[f"lane-{n}"] = gr.Column(**shown[f"lane-{n}"], elem_id=f"lane-{n}", elem_classes="lane")
-        with parts[f"lane-{n}"], gr.Row():
+        with gr.Column(**shown[f"lane-{n}"], elem_id=f"lane-{n}", elem_classes="lane") as parts[f"lane-{n}"], gr.Row():
+            gr.HTML(f"Lane {n}", elem_classes="lane-title")
             if n > 1:
-                gr.HTML(f"Lane {n}", elem_classes="lane-title")
-            else:
-                look = {**shown["target"], "choices": model_choices([start.target, *targets(), *on_this_machine()])}
-                parts["target"] = _model_choice("Target model (all lanes)", look, "target", allow_any_model)
-            parts |= _draw_lane(n, shown, allow_any_model)
+                parts |= _draw_method(n, shown, allow_any_model)
+            parts |= _draw_lane(n, shown)
     parts["unfit"] = gr.HTML(**shown["unfit"], elem_id="unfit")
     with gr.Row(elem_id="lane-buttons"):
         for name, words in (("add", "Add a lane"), ("remove", "Remove the last lane")):
             parts[name] = gr.Button(words, **shown[name], size="sm", elem_id=f"{name}-lane")
-    return parts
-
-
-def _draw_chat(shown: Mapping[str, Values]) -> Parts:
-    ways = [("chat template", CHAT), ("no chat template", TEXT)]
-    system: Values = {"label": "System prompt", "max_length": limits.here().prompt, "elem_id": "system"}
-    return {
-        "chat": gr.Radio(ways, **shown["chat"], label="Prompt format", elem_id="chat"),
-        "system": gr.Textbox(**shown["system"], **system),
-    }
-
-
-def _draw_sampling(shown: Mapping[str, Values]) -> Parts:
     with gr.Row(elem_id="settings-row"):
-        parts: Parts = {name: draw_setting(Comparison, name, **shown[name], elem_id=name) for name in SAMPLING}
+        parts |= _draw_settings(shown, [name for name in SAMPLING if name not in BASIC])
     with gr.Row(**shown["gguf"], elem_id="gguf") as parts["gguf"]:
-        parts |= {name: draw_setting(Comparison, name, **shown[name], elem_id=name) for name in OF_GGUF}
+        parts |= _draw_settings(shown, OF_GGUF)
     return parts
 
 
-def _draw_lane(n: int, shown: Mapping[str, Values], allow_any_model: bool) -> Parts:
+def _draw_settings(shown: Mapping[str, Values], names: Sequence[str]) -> Parts:
+    return {name: draw_setting(Comparison, name, **shown[name], elem_id=name) for name in names}
+
+
+def _draw_method(n: int, shown: Mapping[str, Values], allow_any_model: bool) -> Parts:
+    """Create the controls of a lane's method, model and draft length."""
     names = [(plain_title(name), name) for name in DRAFTING]
-    look = {name: shown[f"{name}-{n}"] for name in (*LANE, "train")}
-    train: Values = {"size": "sm", "elem_id": f"train-{n}"}
     method: Values = {"label": "Method", "min_width": 150, "elem_id": f"method-{n}"}
-    server: Values = {"label": "Runs on", "min_width": 150, "elem_id": f"server-{n}"}
-    parts = {
-        "method": gr.Dropdown(names, **look["method"], **method),
-        "model": _model_choice("Drafter", look["model"], f"model-{n}", allow_any_model),
-        "train": gr.Button("No trained head yet. Train one", **look["train"], **train),
-        **{
-            name: draw_setting(Lane, name, **look[name], elem_id=f"{name}-{n}")
-            for name, setting in settings(Lane).items()
-            if setting.label
-        },
-        "options": gr.State(**look["options"]),
-        "acceptance_options": gr.State(**look["acceptance_options"]),
-        "server": gr.Dropdown(**look["server"], **server, visible=bool(listed())),
-        # not gr.State: its change event would have to wait in the queue
-        "drawn": gr.Number(0, elem_classes="hidden-counter"),
+    train: Values = {"size": "sm", "elem_id": f"train-{n}"}
+    return {
+        f"method-{n}": gr.Dropdown(names, **shown[f"method-{n}"], **method),
+        f"model-{n}": _model_choice("Drafter", shown[f"model-{n}"], f"model-{n}", allow_any_model),
+        f"train-{n}": gr.Button("No trained head yet. Train one", **shown[f"train-{n}"], **train),
+        f"k-{n}": draw_setting(Lane, "k", **shown[f"k-{n}"], elem_id=f"k-{n}"),
     }
-    return {f"{name}-{n}": part for name, part in parts.items()}
+
+
+def _draw_lane(n: int, shown: Mapping[str, Values]) -> Parts:
+    """Create the other controls of a lane."""
+    server: Values = {"label": "Runs on", "min_width": 150, "elem_id": f"server-{n}"}
+    labelled = [name for name, setting in settings(Lane).items() if setting.label and name != "k"]
+    return {
+        **{f"{name}-{n}": draw_setting(Lane, name, **shown[f"{name}-{n}"], elem_id=f"{name}-{n}") for name in labelled},
+        f"options-{n}": gr.State(**shown[f"options-{n}"]),
+        f"acceptance_options-{n}": gr.State(**shown[f"acceptance_options-{n}"]),
+        f"server-{n}": gr.Dropdown(**shown[f"server-{n}"], **server, visible=bool(listed())),
+        # not gr.State: its change event would have to wait in the queue
+        f"drawn-{n}": gr.Number(0, elem_classes="hidden-counter"),
+    }
 
 
 def _model_choice(label: str, look: Values, elem_id: str, allow_any_model: bool) -> gr.Dropdown:
@@ -357,6 +374,11 @@ def _draw_control(declared: Setting, value: Any, choose: Callable[..., object], 
     if declared.type in (int, float):
         return gr.Number(value, precision=0 if declared.type is int else None, **words)
     return gr.Textbox(value, **words)
+
+
+def _task(name: str, _: gr.Request, values: Values) -> Values:
+    """Return the prompt of a kind of work."""
+    return {"prompt": task(name, values["chat"] == CHAT)}
 
 
 def _set(_: gr.Request, values: Values) -> Values:
@@ -417,6 +439,7 @@ def _chat_looks(target: str, chat: bool | None, system: str = "") -> dict[str, V
         "chat": {"value": prompt_format(target, chat), "interactive": able, "info": info},
         "system": {"value": system, "visible": able},
         "gguf": {"visible": is_gguf(target) and not limits.public()},
+        "tasks": {"visible": able},
     }
 
 

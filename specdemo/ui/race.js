@@ -246,6 +246,7 @@ function showRun(replayed) {
   $(".sd-lanes").replaceChildren();
   $(".sd-race").replaceChildren();
   $(".sd-explanations").hidden = $(".sd-estimate").hidden = true;
+  $(".sd-transport").toggleAttribute("data-idle", !run.start.lanes.length);
   $(".sd-lanes").dataset.lanes = $(".sd-race").dataset.lanes = run.lanes.length;
   for (const lane of run.lanes) {
     Object.assign(lane, initialView());

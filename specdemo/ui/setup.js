@@ -109,7 +109,7 @@ function onBack() {
 edit.addEventListener("click", () => {
   const opened = document.getElementById("drawer").classList.toggle("open");
   edit.setAttribute("aria-expanded", String(opened));
-  edit.textContent = opened ? "Close" : "Edit";
+  edit.textContent = opened ? "Close" : "Settings";
   if (opened) document.dispatchEvent(new CustomEvent("specdemo:edit"));
 });
 menu.addEventListener("change", () => {

@@ -93,9 +93,10 @@ def show_in_real_time(page):
 
 
 def edit(page):
-    """Open the controls of the settings."""
+    """Open the controls of the settings, with those under Advanced."""
     page.locator(".sd-edit").click()
-    expect(page.locator("#drawer")).to_be_visible()
+    page.locator("#advanced-toggle").click()
+    expect(page.locator("#advanced")).to_be_visible()
 
 
 def choose_example(page, title):

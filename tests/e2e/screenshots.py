@@ -59,7 +59,7 @@ def animation(browser: Browser, address: str) -> None:
     page.goto(f"{address}?preset={PRESET}&__theme=light")
     page.locator(".sd-status", has_text="Recorded").wait_for()
     page.locator(".sd-playback button").last.wait_for()
-    setup, legend = (page.locator(part).bounding_box() for part in ("#setup-row", ".sd-legend"))
+    setup, legend = (page.locator(part).bounding_box() for part in ("#prompt-row", ".sd-legend"))
     assert setup and legend
     bottom = legend["y"] + legend["height"] + MARGIN
     clip: FloatRect = {"x": 0, "y": setup["y"], "width": WIDTH, "height": bottom - setup["y"]}

@@ -6,7 +6,7 @@ import specdemo
 from specdemo.__main__ import main
 from specdemo.presets.files import load_presets
 from specdemo.presets.link import OWN
-from specdemo.presets.pair import QUESTION, add_pair, comparison
+from specdemo.presets.pair import QUESTION, TASKS, add_pair, comparison, task
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,7 @@ def served(monkeypatch):
 
 @pytest.mark.parametrize(
     ("draft", "method"),
-    [("stories-draft-wide", "draft_model"), ("stories-eagle-1", "eagle"), (None, "ngram")],
+    [("stories-draft-wide", "draft_model"), ("stories-eagle-1", "eagle"), (None, "suffix")],
 )
 def test_page_starts_with_the_named_models(served, draft, method):
     assert main(["ui", "--target", "stories", *(["--draft", draft] if draft else []), "--threads", "2"]) == 0
@@ -104,3 +104,8 @@ def test_a_target_needs_no_preset(capsys):
         assert load_presets()["embedded-draft"].with_changes(**changes).lanes[0].k == k
     assert main(["run"]) == 2
     assert "or name a model: --target MODEL" in capsys.readouterr().err
+
+
+def test_tasks_end_with_a_cue_where_there_is_no_chat_template():
+    for name, (words, end) in TASKS.items():
+        assert task(name, chat=True) == words and task(name, chat=False) == f"{words}\n\n{end}\n"
