@@ -5,11 +5,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from specdemo.core.shapes import UNREADABLE, Config, Shape, shape_of
 from specdemo.core.suggest import suggest
 from specdemo.methods import METHODS, facts_of, usable
 from specdemo.methods.facts import FACTS, PREDICTED, Drafting
+
+if TYPE_CHECKING:
+    from specdemo.models.gguf_header import Header
 
 KNOWN = Path(__file__).with_name("known.json")
 MOST_TRIED = 64  # longest draft length to try if the drafter's config contains one
@@ -39,7 +43,8 @@ def work(
     rows, output_rows = tokens * batch, (tokens if heads is None else heads) * batch
     expert = shape.expert * shape.expert_layers
     width = shape.width(dtype_bytes)
-    weights = (shape.dense + expert * shape.touched(rows)) * width + (shape.head * dtype_bytes if output_rows else 0.0)
+    head = shape.head * shape.head_width(dtype_bytes) if output_rows else 0.0
+    weights = (shape.dense + expert * shape.touched(rows)) * width + head
     flop = 2.0 * rows * (shape.dense + expert * shape.chosen) + 2.0 * output_rows * shape.head
     attending = 0.0
     for memory in shape.memory:
@@ -82,13 +87,44 @@ def config_of(name: str) -> Config:
     """Return the config.json of a model; well-known ones need no network. Raises ValueError with one line."""
     if name in known():
         return known()[name]
+    from specdemo.models.gguf_files import is_gguf, local_header
     from specdemo.models.sources import config_folder, read_config
+
+    if is_gguf(name):
+        header = local_header(name)
+        if header is None:
+            raise ValueError(f"{name} is not on this machine, so its sizes are unknown; run it once, which fetches it")
+        return gguf_config(header)
 
     try:
         return read_config(config_folder(name), "config.json", "params.json")
     except ValueError as error:
         near = suggest(name[:60], known())
         raise ValueError(f"{error}; {near}" if near.startswith("did") else str(error)) from None
+
+
+def gguf_config(header: "Header") -> Config:
+    """Return the sizes in the header of a GGUF file under their names in a config.json, with its bits per weight."""
+    number = header.number
+    hidden, heads = number("embedding_length"), number("attention.head_count", 1)
+    config: dict[str, object] = {
+        "model_type": header.architecture,
+        "hidden_size": hidden,
+        "num_hidden_layers": number("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": number("attention.head_count_kv", heads),
+        "head_dim": number("attention.key_length", hidden // max(heads, 1)),
+        "intermediate_size": number("feed_forward_length"),
+        "num_experts": number("expert_count"),
+        "num_experts_per_tok": number("expert_used_count", 1),
+        "moe_intermediate_size": number("expert_feed_forward_length") or None,
+        "sliding_window": number("attention.sliding_window"),
+        "vocab_size": header.tokens,
+        "tie_word_embeddings": True,
+        "quantization_config": {"quant_method": "gguf", "mean_bits": 8.0 * header.data_bytes / max(header.weights, 1)},
+    }
+    shape = shape_of(config)
+    return config | {"tie_word_embeddings": header.weights < shape.parameters + shape.head / 2}
 
 
 def drafting(name: str, target: Shape, config: Config | None, options: Mapping[str, int]) -> Drafting:

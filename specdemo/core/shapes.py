@@ -63,6 +63,7 @@ class Shape:
     expert_layers: int = 0
     memory: tuple[Memory, ...] = ()
     bits: float | None = None
+    head_bits: float | None = None  # storage of embedding and lm_head; None: in the dtype
     operations: int = 0  # launched by a pass
     layer: Config = field(default_factory=dict, hash=False, compare=False)  # config, for heads with such layers
 
@@ -85,10 +86,14 @@ class Shape:
         """Return the bytes per weight of the matrices."""
         return dtype_bytes if self.bits is None else self.bits / 8.0
 
+    def head_width(self, dtype_bytes: float) -> float:
+        """Return the bytes per weight of embedding and lm_head."""
+        return dtype_bytes if self.head_bits is None else self.head_bits / 8.0
+
     def weight_bytes(self, dtype_bytes: float) -> float:
         """Return the bytes of all weights."""
         quantised = self.parameters - self.head - self.embedding
-        return quantised * self.width(dtype_bytes) + (self.head + self.embedding) * dtype_bytes
+        return quantised * self.width(dtype_bytes) + (self.head + self.embedding) * self.head_width(dtype_bytes)
 
     def kv_bytes(self, context: int, dtype_bytes: float) -> float:
         """Return the bytes of the cache of one row."""
@@ -159,6 +164,7 @@ def _shape(outer_config: Config, config: Config, name: str, bits: float | None) 
         expert_layers=sparse,
         memory=tuple(reader.memory()),
         bits=bits,
+        head_bits=bits if "mean_bits" in (outer_config.get("quantization_config") or ()) else None,
         operations=layers * CHAIN + sparse * EXPERTS + ENDS,
         layer=config,
     )
@@ -172,6 +178,8 @@ def stored_bits(outer_config: Config, config: Config) -> float | None:
     stored = outer_config.get("quantization_config") or config.get("quantization_config")
     if not isinstance(stored, dict):
         return None
+    if "mean_bits" in stored:  # of a GGUF file, whose matrices have different types
+        return float(stored["mean_bits"])
     method = str(stored.get("quant_method"))
     if method == "bitsandbytes":
         return QUANTIZED_BITS["4bit" if stored.get("load_in_4bit") else "8bit"]

@@ -18,7 +18,7 @@ from specdemo.engine.comparison import Comparison, Lane
 from specdemo.methods import method_options
 from specdemo.models.gguf_files import is_gguf
 from specdemo.presets import limits
-from specdemo.presets.files import DEFAULT, EMBEDDED, Preset, load_presets, preset
+from specdemo.presets.files import EMBEDDED, Preset, load_presets
 from specdemo.presets.pair import TASKS, task
 from specdemo.servers.address import host, listed
 from specdemo.ui import assets, setup
@@ -32,6 +32,7 @@ from specdemo.ui.model_menus import (
     method_choices,
     model_choices,
     on_this_machine,
+    page_preset,
     published,
     targets,
     unfit,
@@ -424,7 +425,7 @@ def _fit_model(target: str, name: str, options: Mapping[str, object]) -> Values:
     none = needed and not fitting
     value = fitting[0] if fitting else None if none else default_draft(target)
     choices = model_choices([value, *fitting]) if value else []
-    trainable = none and target == preset(DEFAULT).target and not cannot_run(name, target)
+    trainable = none and target == page_preset().target and not is_gguf(target) and not cannot_run(name, target)
     return {
         "model": gr.update(visible=needed and not trainable, value=value, choices=choices),
         "train": gr.update(visible=trainable),

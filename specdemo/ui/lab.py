@@ -22,14 +22,16 @@ from specdemo.bench.check_server import COUNT, ServerCheck
 from specdemo.bench.suites import suite
 from specdemo.core.rules import DEFAULT_RULE
 from specdemo.engine.comparison import Comparison, Lane
+from specdemo.models.gguf_files import is_gguf
 from specdemo.models.shipped import embedded_folder
 from specdemo.presets import limits
 from specdemo.presets.files import DEFAULT, load_presets, preset
+from specdemo.presets.link import shown_name
 from specdemo.servers.address import host, listed
 from specdemo.ui import assets
 from specdemo.ui.controls import Controls, draw_setting, fill
 from specdemo.ui.job import QUIET, Job, Jobs, Store, Values, named, opening, to_line, wire
-from specdemo.ui.model_menus import TRAINED, live
+from specdemo.ui.model_menus import TRAINED, live, page_preset
 from specdemo.ui.setup import integer
 from specdemo.ui.sweep import Sweeping, Sweeps, draw_result
 from specdemo.ui.views import view
@@ -44,6 +46,9 @@ OFF = (
     "Training is disabled on this public page, because it would block the shared machine for minutes. "
     "To train on your own machine, start the page with `python -m specdemo ui`."
 )
+
+
+FOLDER = "start the page with --target and the folder that the file was made from"
 
 
 def trainer() -> ModuleType:
@@ -63,11 +68,13 @@ class Training(Job):
         """Raises ValueError with one line if training is not possible."""
         if limits.public():
             raise ValueError(OFF)
-        trains = trainer()
+        trains, target = trainer(), page_preset().target
+        if is_gguf(target):
+            raise ValueError(f"{shown_name(target)} is a GGUF file, and heads are trained on a folder; {FOLDER}")
         self.method: str = trains.head_recipe(recipe).method
         minutes = min(max(minutes, MINUTES[0]), MINUTES[1])
         out = RUNS / f"{recipe}-{datetime.now():%Y%m%d-%H%M%S}"
-        work = live().with_engine_lock(lambda cancelled, _: trains.train_live(recipe, minutes, out, cancelled))
+        work = live().with_engine_lock(lambda cancelled, _: trains.train_live(recipe, minutes, out, cancelled, target))
         super().__init__(opening(recipe=recipe), work, math.inf)
         self.folder: str | None = None
         self._due = 0.0  # time of the next point of the loss curve, in seconds of training
@@ -127,7 +134,7 @@ class Lab(Jobs[Training]):
 def race_with(method: str, folder: str, drawn: Mapping[str, int]) -> Values:
     """Return updates of `Controls.parts`: the first preset, with this head as its only lane."""
     lane = Lane(method=method, model=folder)
-    return fill(preset(DEFAULT).with_changes(lanes=[lane.model_dump()]), drawn)
+    return fill(page_preset().with_changes(lanes=[lane.model_dump()]), drawn)
 
 
 def draw(page: gr.Blocks, form: Controls, sweep: gr.Radio, tab: gr.Tab, store: Store) -> None:

@@ -12,13 +12,15 @@ from specdemo.methods import BASELINE, CAPABILITY_USES, METHODS, method, usable
 from specdemo.models.gguf_files import CAPABILITIES, is_gguf
 from specdemo.presets import limits
 from specdemo.presets.drafters import HEADER, all_published, published_drafters
-from specdemo.presets.files import EMBEDDED, Preset, allowed_models, known_drafters, load_presets
+from specdemo.presets.files import DEFAULT, EMBEDDED, Preset, allowed_models, known_drafters, load_presets, preset
+from specdemo.presets.link import OWN
 
 if TYPE_CHECKING:
     from specdemo.methods.pairs import DrafterFit
     from specdemo.models.local_models import LocalModel
 
 DRAFTING = [name for name in METHODS if name != BASELINE]
+GREY = " — not here: "  # before the reason of an entry that style.css greys
 TRAINED: list[str] = []  # folders of heads that visitors of this process have trained
 
 
@@ -38,6 +40,11 @@ def live() -> ModuleType:
         for name in usable():
             method(name)
         return live
+
+
+def page_preset() -> Preset:
+    """Return the comparison of the models that the page was started with, or else the first preset."""
+    return load_presets().get(OWN) or preset(DEFAULT)
 
 
 def check_models(chosen: Preset, allow_any_model: bool) -> Preset:
@@ -117,9 +124,10 @@ def cannot_run(name: str, target: str) -> str:
 
 
 def method_choices(target: str) -> list[tuple[str, str]]:
-    """Return labels and names of the methods; those that cannot run on the target are marked."""
-    marks = {name: " (not with GGUF files)" if cannot_run(name, target) else "" for name in usable()}
-    return [(f"{method(name).title}{mark}", name) for name, mark in marks.items() if name != BASELINE]
+    """Return labels and names of the methods, last those that cannot run on the target, which are grey."""
+    marks = {name: GREY + cannot_run(name, target) if cannot_run(name, target) else "" for name in usable()}
+    names = sorted((name for name in marks if name != BASELINE), key=lambda name: bool(marks[name]))
+    return [(f"{method(name).title}{marks[name]}", name) for name in names]
 
 
 def default_draft(target: str) -> str:

@@ -77,6 +77,7 @@ function started(line) {
   scrollToRun();
   run = { id: nextRun.run, recorded: nextRun.recorded, still: nextRun.still, userRun: !nextRun.still, key: nextRun.key, start: line, end: null };
   nextRun = null;
+  $(".sd-transport").removeAttribute("data-idle");
   run.lanes = line.lanes.map((lane, index) => ({ ...lane, index, ...initialStream(), over: false }));
   showRun(shouldAutoplay());
 }
@@ -246,7 +247,6 @@ function showRun(replayed) {
   $(".sd-lanes").replaceChildren();
   $(".sd-race").replaceChildren();
   $(".sd-explanations").hidden = $(".sd-estimate").hidden = true;
-  $(".sd-transport").toggleAttribute("data-idle", !run.start.lanes.length);
   $(".sd-lanes").dataset.lanes = $(".sd-race").dataset.lanes = run.lanes.length;
   for (const lane of run.lanes) {
     Object.assign(lane, initialView());
@@ -356,6 +356,7 @@ function idle(line) {
   run = { recorded: false, userRun: false, start: { environment: {}, prompt: "", lanes: [] }, end: null };
   run.lanes = ["Baseline", ...line.lanes].map(lane);
   showRun(false);
+  $(".sd-transport").toggleAttribute("data-idle", Boolean(props.value)); // not while the page waits for its first log
   $(".sd-badge").hidden = true;
   if (run.lanes.length === 2) run.lanes[1].view.card.querySelector(".sd-lane-options").textContent = "drafts k tokens, which the target verifies in one pass";
 }

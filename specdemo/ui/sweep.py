@@ -21,7 +21,7 @@ from specdemo.bench.suites import Sweep, suites, swept, takes
 from specdemo.core.atomic_io import finite
 from specdemo.core.estimate import Estimate
 from specdemo.presets import limits
-from specdemo.presets.files import DEFAULT, load_presets, preset
+from specdemo.presets.files import load_presets, preset
 from specdemo.presets.link import is_sweep
 from specdemo.ui import assets, space
 from specdemo.ui.controls import address, wire_share
@@ -40,7 +40,7 @@ from specdemo.ui.job import (
     to_line,
     wire,
 )
-from specdemo.ui.model_menus import live
+from specdemo.ui.model_menus import live, page_preset
 from specdemo.ui.setup import integer
 from specdemo.ui.views import Loading, view
 
@@ -288,7 +288,12 @@ def draw(page: gr.Blocks, tab: gr.Tab, store: Store) -> gr.Radio:
     question = gr.Markdown(swept()[start.sweep].question, elem_id="question")
     with gr.Row(elem_id="sweep-controls"):
         on = gr.Dropdown(
-            presets, value=DEFAULT, label="Preset: target and lane", elem_id="sweep-preset", scale=6, min_width=300
+            presets,
+            value=page_preset().id,
+            label="Preset: target and lane",
+            elem_id="sweep-preset",
+            scale=6,
+            min_width=300,
         )
         inputs: dict[str, object] = {"sweep": chosen, "preset": on}
         for name, words, low, high in (

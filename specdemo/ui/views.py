@@ -21,7 +21,8 @@ from specdemo.core.trace import ComparisonRow, LaneTrace, RunTrace, estimates, f
 from specdemo.engine.messages import Finished, LaneDone, Note, Restarted, RunMessage, Started, StepRow
 from specdemo.methods.facts import PREDICTED
 from specdemo.models.gguf_files import is_gguf
-from specdemo.presets.link import shown_name
+from specdemo.presets.files import load_presets
+from specdemo.presets.link import OWN, shown_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,9 +159,11 @@ def _details(trace: RunTrace, lane: LaneTrace) -> list[tuple[str, str]]:
 
 
 def predictable(trace: RunTrace, lane: LaneTrace) -> bool:
-    """Return whether the What if tab can estimate the lane: its method has a cost, its models a config.json."""
+    """Return whether the What if tab can estimate the lane: its method has a cost, its models a config.json, or are
+    the GGUF files of this page."""
     known = lane.exact and lane.remote is None and lane.method in PREDICTED
-    return known and not any(map(is_gguf, models_of(trace)))
+    files = [name for name in models_of(trace) if is_gguf(name)]
+    return known and (not files or (OWN in load_presets() and {*files} <= {*load_presets()[OWN].models}))
 
 
 def _lane(lane: LaneTrace) -> dict[str, object]:

@@ -28,11 +28,12 @@ from specdemo.engine.comparison import MAX_K
 from specdemo.methods import BASELINE
 from specdemo.methods.facts import PREDICTED, Drafting
 from specdemo.presets.files import DEFAULT, allowed_models, load_presets
+from specdemo.presets.link import OWN as OWN_MODEL
 from specdemo.presets.link import shown_name
 from specdemo.presets.recorded import is_recorded, recorded
 from specdemo.ui import assets
 from specdemo.ui.job import QUIET, Values, named
-from specdemo.ui.model_menus import TRAINED
+from specdemo.ui.model_menus import TRAINED, model_choices, page_preset
 from specdemo.ui.views import predictable
 
 ELSEWHERE = "h100-sxm"  # machine for "Estimate on an H100"
@@ -40,6 +41,7 @@ CONTEXTS = {256: "256", 1024: "1k", 4096: "4k", 16384: "16k", 65536: "64k"}
 SIZES = {0.25: "1/4", 0.5: "1/2", 1.0: "1×", 2.0: "2×"}
 LOAD = {"batch": 1, "context": 1024}  # of a first visit
 PUBLISHED = "published"  # start of a first visit: EAGLE-3 on an 8B model, a published result
+USUAL_K = 5  # of a lane whose draft length is measured when it runs
 PAIR = "EAGLE-3 for Llama-3.1-8B-Instruct"
 SAME, OWN = "run", "own"  # the run's draft and acceptance, or custom ones
 Choices = Sequence[tuple[str, str | float]]  # labels and values
@@ -136,12 +138,27 @@ def published_start() -> Start:
     )
 
 
+def own_start() -> Start:
+    """Return the models that the page was started with, with an assumed acceptance."""
+    chosen = page_preset()
+    lane = next((lane for lane in chosen.lanes if lane.method in PREDICTED), chosen.lanes[0])
+    words = f"Your model: {shown_name(chosen.target)}, {lane.method}; acceptance assumed, as nothing ran yet"
+    quantization = str(chosen.quantization) if chosen.quantization else None
+    rates = Acceptance((ASSUMED,))
+    return Start(words, chosen.target, lane.method, lane.model, {}, quantization, rates, lane.k or USUAL_K, None)
+
+
+def _first() -> str:
+    return OWN_MODEL if OWN_MODEL in load_presets() else PUBLISHED
+
+
 def _starts() -> list[tuple[str, str]]:
-    return [(f"Published: {PAIR}", PUBLISHED), *((title, id) for id, title in recorded_starts().items())]
+    own = [(f"Your model: {shown_name(page_preset().target)}", OWN_MODEL)] if _first() == OWN_MODEL else []
+    return [*own, (f"Published: {PAIR}", PUBLISHED), *((title, id) for id, title in recorded_starts().items())]
 
 
 def _start(id: str) -> Start:
-    return published_start() if id == PUBLISHED else recorded_start(id)
+    return published_start() if id == PUBLISHED else own_start() if id == OWN_MODEL else recorded_start(id)
 
 
 def predict_for(start: Start, values: Values) -> Prediction:
@@ -255,8 +272,8 @@ class Questions:
     def open(self, request: gr.Request, values: Values) -> Values:
         """Update the tab when it is opened, because the visible run may have changed."""
         lanes, own = self._lanes(request)
-        first = next(iter(lanes), PUBLISHED) if own else PUBLISHED
-        known = values["start"] in {PUBLISHED, *lanes, *recorded_starts()}
+        first = next(iter(lanes), _first()) if own else _first()
+        known = values["start"] in {PUBLISHED, _first(), *lanes, *recorded_starts()}
         return self._begin(request, lanes, values["start"] if known and values["state"] else first, values)
 
     def start_from_race(self, request: gr.Request, values: Values) -> Values:
@@ -301,7 +318,7 @@ class Questions:
         filled["rate"] = round(sum(start.acceptance.rates) / len(start.acceptance.rates), 2)
         answer = self.answer(request, values | filled | {"state": start})
         rate = gr.update(value=filled["rate"], visible=False)
-        target = gr.update(value=start.target, choices=_targets(start.target))
+        target = gr.update(value=start.target, choices=model_choices(_targets(start.target)))
         return update | filled | answer | {"state": start, "rate": rate, "target": target, "k": _length(start)}
 
     def _lanes(self, request: gr.Request) -> tuple[dict[str, tuple[RunTrace, int, str]], bool]:
@@ -332,7 +349,7 @@ def _refused(reason: str) -> str:
 
 def _targets(first: str) -> list[str]:
     shipped = [p.target for p in load_presets().values() if p.embedded]
-    return list(dict.fromkeys([first, *shipped, *_on_the_hub()]))
+    return list(dict.fromkeys([first, page_preset().target, *shipped, *_on_the_hub()]))
 
 
 def _on_the_hub() -> list[str]:
@@ -395,7 +412,8 @@ def _where() -> dict[str, Component]:
 def _other() -> dict[str, Component]:
     first = published_start().target
     with gr.Accordion("Other target or drafter", open=False, elem_id="whatif-draft"), gr.Row():
-        target = gr.Dropdown(_targets(first), value=first, label="Target", elem_id="whatif-target", min_width=220)
+        targets = model_choices(_targets(first))
+        target = gr.Dropdown(targets, value=first, label="Target", elem_id="whatif-target", min_width=220)
         draft = gr.Dropdown(_drafts(), value=SAME, label="Drafter", elem_id="draft", min_width=220)
         size = _chips([(words, times) for times, words in SIZES.items()], 1.0, "Drafter size", "size")
         acceptance_choice = _chips(ACCEPTANCE, SAME, "Acceptance", "acceptance-source")

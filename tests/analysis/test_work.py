@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, DeepseekV3Config
 
-from specdemo.analysis.work import known, shape, work
+from specdemo.analysis.work import gguf_config, known, shape, work
 from specdemo.core.shapes import shape_of
+from specdemo.models.gguf_header import Header
 from specdemo.models.shipped import embedded_folder
 from tests.models import tiny
 
@@ -20,6 +21,20 @@ def deepseek_v3():
     layers = {"num_hidden_layers": 3, "first_k_dense_replace": 1, "num_attention_heads": 4, "num_key_value_heads": 4}
     experts = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 2, "topk_group": 1}
     return AutoModelForCausalLM.from_config(DeepseekV3Config(**sizes, **latent, **layers, **experts))
+
+
+@pytest.mark.parametrize(("tied", "experts"), [(True, 0), (False, 0), (True, 4)])
+def test_sizes_of_a_gguf_file_are_those_of_its_header(tied, experts):
+    sizes = {"embedding_length": 32, "block_count": 2, "attention.head_count": 4, "attention.head_count_kv": 2}
+    sizes |= {"feed_forward_length": 48, "expert_count": experts, "expert_feed_forward_length": 16 if experts else 0}
+    metadata = {"general.architecture": "llama", "tokenizer.ggml.tokens": 61}
+    metadata |= {f"llama.{name}": size for name, size in sizes.items()}
+    attention, router = 2 * 32 * 32 + 2 * 32 * 16, 32 * experts
+    layer = attention + router + (experts * 3 * 32 * 16 if experts else 3 * 32 * 48)
+    weights = 2 * layer + 61 * 32 * (1 if tied else 2)
+    found = shape_of(gguf_config(Header(metadata, "", 0, 2, weights, weights // 2, True, frozenset())))
+    assert found.parameters == weights and bool(found.embedding) != tied and found.experts == experts
+    assert found.bits == found.head_bits == pytest.approx(4.0) and found.weight_bytes(2.0) == pytest.approx(weights / 2)
 
 
 MADE = {name: getattr(tiny, name) for name in "llama qwen3 gemma3 mistral gpt2 gpt_oss qwen3_next qwen3_5".split()}

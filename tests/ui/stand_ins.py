@@ -66,7 +66,7 @@ class Trainer:
             raise ValueError(f"unknown recipe {name!r}")
         return SimpleNamespace(method="draft_model")
 
-    def train_live(self, name, minutes, out, cancelled):
+    def train_live(self, name, minutes, out, cancelled, target="stories"):
         self.started, self.minutes = True, minutes
         if self.fails:
             raise ValueError("no text to learn from")

@@ -89,7 +89,7 @@ def test_a_method_that_cannot_run_on_a_target_says_why_before_run(method, reason
     shown = json.loads(setup.show_setup(None, values)["setup"])["obstacle"]
     assert shown.startswith(reason) if reason else not shown
     label = {name: title for title, name in model_menus.method_choices(values["target"])}[method]
-    assert label.endswith(" (not with GGUF files)") == ("do not support" in reason)
+    assert ("do not support" in reason) == label.endswith(model_menus.GREY + reason)
 
 
 @pytest.mark.parametrize("name", list(load_presets()))
@@ -120,7 +120,8 @@ def test_the_prompt_is_a_message_where_the_target_has_a_template():
     assert from_values(values).chat is False
     values["target"] = "stories"
     assert from_values(values).chat is None  # the model has no chat template
-    radio, system, _ = controls._chat_looks("stories", None).values()
+    radio, system, _, tasks = controls._chat_looks("stories", None).values()
+    assert tasks == {"visible": False}  # they are messages
     assert radio["interactive"] is False and "no chat template" in radio["info"] and system["visible"] is False
     updates = fill(large.with_changes(chat=False, system="Be brief."), DRAWN)
     assert updates["chat"]["value"] == setup.TEXT and updates["system"]["value"] == "Be brief."

@@ -7,11 +7,20 @@ from types import SimpleNamespace
 import pytest
 
 from specdemo.methods.facts import PREDICTED
-from specdemo.presets.files import DEFAULT, load_presets
+from specdemo.presets.files import DEFAULT, load_presets, preset
+from specdemo.presets.link import OWN
 from specdemo.presets.recorded import recorded
 from specdemo.ui import whatif
 from specdemo.ui.race import Log, Visits, replayed
-from specdemo.ui.whatif import Questions, diagnose_output, predict_for, recorded_start, recorded_starts, start_of
+from specdemo.ui.whatif import (
+    PUBLISHED,
+    Questions,
+    diagnose_output,
+    predict_for,
+    recorded_start,
+    recorded_starts,
+    start_of,
+)
 from tests.traces import hostile_trace
 
 VISITOR = SimpleNamespace(session_hash="a", query_params={})
@@ -64,7 +73,19 @@ def test_the_run_on_show_comes_first_and_fills_the_controls(race):
     assert other["start"]["value"] == "embedded-bytes"
 
 
-def test_a_first_visit_starts_from_a_published_pair_of_real_models(race):
+def test_the_models_of_the_page_come_first_and_a_gguf_file_is_read_from_its_header(smollm2_gguf, monkeypatch):
+    own = preset(DEFAULT).with_changes(target=str(smollm2_gguf), lanes=[{"method": "suffix", "k": 7}])
+    monkeypatch.setitem(load_presets(), OWN, own.changed(id=OWN))
+    updates = questions().open(VISITOR, VALUES | {"start": PUBLISHED})
+    view = shown(updates)
+    assert updates["start"]["value"] == OWN and updates["target"]["value"] == str(smollm2_gguf)
+    assert view["from"].startswith("Your model: smollm2") and "assumed" in view["from"] and view["measured"] is None
+    assert view["at"]["k"] == 7 and view["memory_gb"] < 0.2  # the weights have 5.8 bits
+    assert str(Path(smollm2_gguf).parent) not in json.dumps([view, updates["target"]["choices"][0][0]])
+
+
+def test_a_first_visit_starts_from_a_published_pair_of_real_models(race, monkeypatch):
+    monkeypatch.delitem(load_presets(), OWN, raising=False)
     for asking in (questions(), questions(race, own=False)):
         updates = asking.open(VISITOR, VALUES)
         view = shown(updates)
