@@ -178,12 +178,15 @@ function emptyLane(lane) {
   lane.view.rejectedNote.textContent = "";
 }
 
+const SPECIAL = /^(<\|[^<>]*\|>|<\/?s>|<(eos|bos|pad|unk|end_of_turn|start_of_turn)>)$/; // names of special tokens
+
 // Returns the first rejected draft token at the end of the path. CSS shows the number of further discarded tokens, so that it
 // is not part of the text.
 function rejectedDraft(line, step) {
   const first = firstRejected(line);
   if (first < 0) return [];
   const text = line.drafted[first] ?? "";
+  if (SPECIAL.test(text)) return []; // a rejected end of the text is no word of it
   const node = span(text.includes("\n") && !text.trim() ? "⏎" : visible(text), "rejected", step); // without the indentation of the next line
   const more = line.fates.filter((outcome) => outcome === "rejected" || outcome === "not reached").length - 1;
   if (more) node.dataset.more = `+${more}`;

@@ -24,6 +24,12 @@ test("a rejected newline is one mark without the indentation after it, and furth
   assert.equal(rejectedDraft({ ...line, fates: ["accepted", "accepted", "accepted"], path: [0, 1, 2, 3] }).length, 0);
 });
 
+test("a rejected special token leaves no mark", () => {
+  const drawn = (text) => rejectedDraft({ drafted: [text], parents: [0], fates: ["rejected"], path: [0] }, 0).length;
+  for (const text of ["<|im_end|>", "<|endoftext|>", "</s>", "<end_of_turn>"]) assert.equal(drawn(text), 0, text);
+  for (const text of ["<b>", " <|", "<", "||"]) assert.equal(drawn(text), 1, text);
+});
+
 test("a prompt that is code keeps its lines", () => {
   for (const code of ["def add(a, b):\n    return", "# Two numbers.\nclass Pair:\n", "import os\n"]) assert.match(code, CODE);
   for (const text of ["Once upon a time, a class of children (and a dog) ran.", "from the house to the river\nand back"]) assert.doesNotMatch(text, CODE);
