@@ -156,7 +156,7 @@ class Search:
         value = round(exp(fmean(log(work.value(name)) for work in known)), 4)
         logs = [[log(run.speed) for run in work.runs(name)] for work in known]
         freedom = sum(map(len, logs)) - len(logs)
-        if not all(logs) or freedom < len(logs):
+        if not all(logs) or freedom < max(len(logs), 2):
             return Estimate(value)
         spread = sum((one - fmean(kind)) ** 2 for kind in logs for one in kind) / freedom
         half = t_quantile(freedom) * sqrt(spread * sum(1 / len(kind) for kind in logs)) / len(logs)
