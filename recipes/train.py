@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from recipes.cards import write_attribution, write_head_card
 from recipes.code_corpus import collect_code
 from recipes.corpus import GrowingWindows, Lessons, byte_tokenizer, gpt2_words, train_tokenizer, validation_rows
+from recipes.dialogues import train_dialogues
 from recipes.job import RECIPES, Job, side_by_side
 from recipes.llama import (
     agreement,
@@ -38,6 +39,7 @@ from specdemo.methods.base import Recipe as HeadRecipe
 from specdemo.methods.recipes import HEAD_RECIPES, untrained_drafter
 from specdemo.models import cpu_threads
 from specdemo.models.devices import pick_device
+from specdemo.models.packaged import SMOLLM2
 from specdemo.models.shipped import check_embedded
 from specdemo.models.sources import resolve
 from specdemo.models.target import HFTarget
@@ -305,7 +307,8 @@ def train_jointly(
     yield from job.steps(module, in_turn, both, lambda: evaluate_rows((valid,), rows, measured), vocab_size=size)
 
 
-MAKERS = {make.__name__: make for make in (train_target, train_deepened, train_draft, train_other, train_bytes)}
+MAKES = train_target, train_deepened, train_draft, train_other, train_bytes, train_dialogues
+MAKERS = {make.__name__: make for make in MAKES}
 
 
 def train(
@@ -335,10 +338,11 @@ def train(
     out = out or Path("runs") / recipe
     check_output_folder(out, force)
     if corpus is None:
-        if chosen.text != "code":
+        if chosen.text not in ("code", SMOLLM2):
             raise ValueError(f"recipe {recipe!r} needs a corpus: name a folder of *.txt files with --corpus")
-        corpus = collect_code(out.parent / "code-corpus")
-    check_corpus(corpus)
+        corpus = collect_code(out.parent / "code-corpus") if chosen.text == "code" else out.parent
+    else:
+        check_corpus(corpus)
     count = threads or chosen.threads or os.cpu_count() or 1
     places = resolve(target or chosen.text), cache or out.parent / "cache", resolve(start) if start else None
     job = Job(chosen, corpus, out, minutes, pick_device(device), *places, count, compile, force)

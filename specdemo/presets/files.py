@@ -49,6 +49,7 @@ EMBEDDED = (
     "code",
     "code-draft",
     "code-eagle-1",
+    "smollm2-eagle-3",
 )
 
 YAML_BYTES = 1_000_000

@@ -95,6 +95,30 @@ def test_output_of_a_folder_is_that_of_transformers(smollm2_folder):
         assert [written(target, name, prompt, 12) for prompt in prompts] == expected, name
 
 
+def accepted_length(target, prompts, drafter):
+    """Return the answers of plain decoding and of a chain of three, and the tokens per pass of the chain."""
+    config, answers, passes = GenerationConfig(48, budget=Budget(3, 3)), {"none": [], "eagle": []}, 0
+    for name, options in (("none", {}), ("eagle", {"model": drafter, "draft": "chain"})):
+        for prompt in prompts:
+            events = list(generate(target, load_drafter(name, target, **options), prompt, config))
+            answers[name].append([token for event in events for token in event.emitted[0]])
+            passes += len(events) if name == "eagle" else 0
+    return answers["none"], answers["eagle"], sum(map(len, answers["eagle"])) / passes
+
+
+def test_the_shipped_head_drafts_for_pytorch_and_for_the_gguf_file(smollm2_folder, smollm2_gguf):
+    targets = [load_target(smollm2_folder, dtype=dtype) for dtype in ("float32", "bfloat16")]
+    prompts = [torch.tensor([encode(targets[0].tokenizer, [{"role": "user", "content": c}], 200)]) for c in CHATS]
+    lengths = []
+    for target in targets:
+        plain, drafted, length = accepted_length(target, prompts, "smollm2-eagle-3")
+        assert drafted == plain or not target.same_bits
+        lengths.append(length)
+    plain, drafted, length = accepted_length(load_target(smollm2_gguf), prompts, "smollm2-eagle-3")
+    assert sum(map(list.__eq__, plain, drafted)) >= len(prompts) - 1  # the others: near-ties
+    assert lengths[0] > 1.2 and length / lengths[0] == pytest.approx(1.0, abs=0.05)
+
+
 TASKS = {  # kind of text -> prompts, each with the next message of the chat
     "chat": "Explain to a child why {0} matters.|Now tell it as a short story about {1}.",
     "edit": "Correct the spelling: the {0} are big and it have a {1} on the rigt side.|Repeat it with {1} in front.",

@@ -96,6 +96,8 @@ def read_conventions(
             raise ValueError(f"{checkpoint.name} lacks {name}.weight; choose an EAGLE head in a format of its authors")
     if FIRST_LAYER + "hidden_norm.weight" in tensors:
         conventions = _eagle3(checkpoint.config, target)
+        if "d2t" in tensors and "lm_head.weight" not in tensors:  # rows of the target's lm_head, see `without_lm_head`
+            tensors["lm_head.weight"] = target.lm_head.get_parameter("weight")[d2t_to_ids(tensors["d2t"])]
     else:  # EAGLE-1: its embedding and lm_head are copies of the target's
         tensors = {n: t for n, t in tensors.items() if not n.startswith(("embed_tokens.", "lm_head."))}
         conventions = EagleConvention((-1,)), EagleConvention((-1,), feature_first=True)

@@ -1,0 +1,269 @@
+"""A head for a chat model, trained on dialogues that the model writes (Magpie, arXiv 2406.08464).
+
+The model continues after the user's header, so that it writes question and answer, then further turns. R rows, T
+tokens, H hidden, W draft vocabulary. A shard holds `tokens` [R, T], `roles` [R, T - 1] of the next token (0: given,
+else its place in ROLES), and the states that the target had: `tap.N` [R, T, H], -1 after the final norm.
+"""
+
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import yaml
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import DynamicCache, PreTrainedModel
+
+from recipes.cards import write_head_card
+from recipes.job import Job
+from specdemo.kv.cache import cache_argument
+from specdemo.methods.heads.eagle import DECAY, Eagle, EagleHead
+from specdemo.methods.heads.formats.eagle import EagleConvention
+from specdemo.methods.heads.runtime import training_columns, unrolled_mask
+from specdemo.methods.pairs import load_target
+from specdemo.models.layers import Rotary, llama_config_like
+from specdemo.models.machine import device_name, matmul_dtype
+from specdemo.models.packaged import HUB_ID
+from specdemo.models.target import HFTarget
+from specdemo.training.collect import fast_copy, write_shard
+from specdemo.training.fit import Batch, Schedule, make_folder, run_with_progress, write_provenance
+from specdemo.training.heads import evaluate_rows
+
+KINDS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+ROLES = ("", "assistant", "user")
+TEMPERATURES = (0.0, 0.0, 0.6, 0.8, 1.0)  # of a row's answers; questions are sampled at 1
+LEAST_PROBABILITY = 0.05  # of a sampled token, relative to the most likely one
+DRAFT_VOCAB, STEPS, HARD, DROPOUT = 8192, 3, 0.5, 0.1
+HELD_OUT, ROWS = 24, 8  # rows for validation, and per update
+LEAST_DISTINCT = 0.45  # share of different sequences of four tokens; rows with fewer repeat themselves
+
+
+class Template(NamedTuple):
+    """Token ids of a chat template."""
+
+    turns: Mapping[str, list[int]]  # role -> tokens that open its turn after another
+    end: int  # the token that ends a turn
+
+
+def template_of(tokenizer: Any) -> Template:
+    """Return the template of a tokenizer with ChatML."""
+    turns = {role: tokenizer.encode(f"\n<|im_start|>{role}\n", add_special_tokens=False) for role in ROLES[1:]}
+    return Template(turns, tokenizer.convert_tokens_to_ids("<|im_end|>"))
+
+
+def beginnings(tokenizer: Any, rows: int, rng: random.Random) -> list[list[int]]:
+    """Return the first tokens of `rows` dialogues of random kinds."""
+    found = []
+    for kind in rng.choices([*KINDS], [one["weight"] for one in KINDS.values()], k=rows):
+        system = rng.choice(KINDS[kind].get("systems", [""]))
+        messages = [{"role": "system", "content": system}] if system else []
+        text = tokenizer.apply_chat_template([*messages, {"role": "user", "content": "\0"}], tokenize=False)
+        first = text.partition("\0")[0] + rng.choice(KINDS[kind]["openings"])
+        found.append(list(tokenizer.encode(first, add_special_tokens=False)))
+    return found
+
+
+@torch.no_grad()
+def write_dialogues(
+    model: PreTrainedModel, begun: Sequence[list[int]], template: Template, length: int, taps: Sequence[int], seed: int
+) -> dict[str, Tensor]:
+    """Continue the rows to `length` tokens and return the columns of a shard."""
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    given, role = [list(row) for row in begun], ["user"] * len(begun)
+    answers = [rng.choice(TEMPERATURES) for _ in begun]
+    temperature = torch.ones(len(begun), 1)
+    named: dict[str, Any] = {cache_argument(model.forward): DynamicCache(config=model.config)}
+    tokens, roles = [torch.tensor([row.pop(0) for row in given])], []
+    states: dict[int, list[Tensor]] = {tap: [] for tap in taps}
+    for place in range(length):
+        read = model(tokens[-1][:, None], output_hidden_states=True, **named)
+        for tap in taps:
+            states[tap].append(read.hidden_states[tap][:, 0])
+        if place == length - 1:
+            break
+        drawn, now = sample(read.logits[:, 0].float(), temperature, generator).tolist(), []
+        for row, token in enumerate(drawn):
+            now.append(0 if given[row] else ROLES.index(role[row]))
+            if given[row]:
+                drawn[row] = given[row].pop(0)
+            elif token == template.end:
+                role[row] = "assistant" if role[row] == "user" else "user"
+                given[row] = list(template.turns[role[row]])
+                temperature[row] = answers[row] if role[row] == "assistant" else 1.0
+        tokens.append(torch.tensor(drawn))
+        roles.append(torch.tensor(now))
+    columns = {"tokens": torch.stack(tokens, 1).int(), "roles": torch.stack(roles, 1).to(torch.int8)}
+    return columns | {f"tap.{tap}": torch.stack(column, 1).bfloat16() for tap, column in states.items()}
+
+
+def sample(logits: Tensor, temperature: Tensor, generator: torch.Generator) -> Tensor:
+    """Sample tokens [R] from logits [R, V] at temperatures [R, 1], without unlikely tokens."""
+    probs = ((logits - logits.amax(-1, keepdim=True)) / temperature.clamp_min(0.02)).exp()
+    probs = probs.masked_fill(probs < LEAST_PROBABILITY, 0.0).cumsum(-1)
+    places = torch.rand(len(probs), 1, generator=generator) * probs[:, -1:]
+    return torch.searchsorted(probs, places)[:, 0].clamp_max(logits.shape[-1] - 1)
+
+
+def shards(job: Job, target: HFTarget) -> list[dict[str, Tensor]]:
+    """Return the dialogues in `job.cache`; write the missing shards."""
+    plan, tokenizer = job.recipe.plan, target.tokenizer
+    model, template, taps = fast_copy(target.model), template_of(tokenizer), (*plan.taps, -1)
+    names = [job.cache / f"dialogues-{i:03d}.safetensors" for i in range(plan.text_rows // plan.rows_per_shard)]
+    for seed, name in enumerate(names):
+        if not name.exists():
+            begun = beginnings(tokenizer, plan.rows_per_shard, random.Random(seed))
+            write_shard(name, write_dialogues(model, begun, template, plan.context, taps, seed))
+    return [load_file(name) for name in names]
+
+
+def varied(tokens: Tensor) -> bool:
+    """Return False for a row of tokens [T] that repeats itself."""
+    row = tokens.tolist()
+    parts = [*zip(row, row[1:], row[2:], row[3:], strict=False)]
+    return len(set(parts)) > LEAST_DISTINCT * len(parts)
+
+
+def frequent_tokens(rows: Mapping[str, Tensor], vocab_size: int) -> Tensor:
+    """Return the draft vocabulary [W]: the tokens that the target wrote most often, then the lowest ids."""
+    counts = Counter(rows["tokens"][:, 1:][rows["roles"] > 0].tolist())
+    order = dict.fromkeys([token for token, _ in counts.most_common()] + [*range(vocab_size)])
+    return torch.tensor(sorted([*order][:DRAFT_VOCAB]))
+
+
+@torch.no_grad()
+def untrained_head(target: HFTarget, ids: Tensor, taps: Sequence[int]) -> EagleHead:
+    """Return a head that starts from the target's last layer and last tap, without an lm_head of its own."""
+    names = {"norm.weight", "layers.0.input_layernorm.weight", "layers.0.hidden_norm.weight"}
+    head = EagleHead(
+        target, llama_config_like(target), EagleConvention(tuple(taps)), names, ids - torch.arange(len(ids))
+    )
+    source: Any = target.model.model.layers[-1]
+    layer: Any = head.layers[0]
+    size = target.hidden_size
+    head.fc.weight.mul_(0.3)[:, -size:] += torch.eye(size)
+    for name in ("q_proj", "k_proj", "v_proj"):
+        weight = getattr(source.self_attn, name).weight
+        getattr(layer.self_attn, name).weight.copy_(torch.cat([torch.randn_like(weight) * 0.02, weight], 1))
+    layer.self_attn.o_proj.weight.copy_(source.self_attn.o_proj.weight)
+    layer.mlp.load_state_dict(source.mlp.state_dict())
+    layer.hidden_norm.weight.copy_(source.input_layernorm.weight)
+    layer.post_attention_layernorm.weight.copy_(source.post_attention_layernorm.weight)
+    assert head.norm is not None
+    head.norm.weight.copy_(target.model.model.norm.weight)
+    return head
+
+
+class SharedHeadLoss(torch.autograd.Function):
+    """Cross-entropy of states x [N, H] with frozen output rows [W, H] and labels p [N, W]; and the argmax [N]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, p: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        logits = F.linear(x.to(rows.dtype), rows).float()
+        best, norm = logits.argmax(-1), logits.logsumexp(-1)
+        loss = (norm - (p * logits).sum(-1)).mean()
+        gradient = logits.sub_(norm[:, None]).exp_().sub_(p) / len(x)
+        ctx.save_for_backward(gradient.to(rows.dtype) @ rows)
+        ctx.mark_non_differentiable(best)
+        return loss, best
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.saved_tensors[0].float() * gradients[0], None, None
+
+
+class DialogueLoss:
+    """Batches and loss of a head. Columns: tokens [R, T], roles [R, T - 1], states [R, T, (taps + 1) H]."""
+
+    def __init__(self, head: EagleHead, target: HFTarget, ids: Tensor, dtype: torch.dtype) -> None:
+        self.head, self.ids, self.dtype, self.size = head, ids, dtype, target.hidden_size
+        self.rows = target.lm_head.get_parameter("weight").detach()[ids].to(dtype)
+        self.all_rows = target.lm_head.get_parameter("weight").detach().to(dtype)
+        self.angles = Rotary.of_config(head.config, target.device)
+
+    def loss(self, tokens: Tensor, roles: Tensor, states: Tensor) -> Tensor:
+        """Return the loss over STEPS unrolled steps."""
+        return self.steps(tokens, roles, states, DROPOUT)[0]
+
+    def measure(self, tokens: Tensor, roles: Tensor, states: Tensor) -> dict[str, float]:
+        """Return the loss and the agreement of each step with the target's most likely token, in answers."""
+        loss, best = self.steps(tokens, roles, states, 0.0)
+        wanted = F.linear(states[:, :-1, -self.size :], self.all_rows).argmax(-1)
+        found = {"held_out_loss": float(loss)}
+        for step, drafted in enumerate(best, start=1):
+            counted = roles[:, step:] == ROLES.index("assistant")
+            hits = self.ids[drafted] == wanted[:, step:]
+            found[f"agree_{step}"] = float(hits[counted].float().mean())
+        return found
+
+    def steps(self, tokens: Tensor, roles: Tensor, states: Tensor, dropout: float) -> tuple[Tensor, list[Tensor]]:
+        """Return the loss, and per step i the most likely draft ids [R, T - 1 - i]."""
+        count = tokens.shape[1] - 2
+        labels = F.linear(states[:, :-1, -self.size :], self.rows).float().softmax(-1)
+        hard = F.one_hot(labels.argmax(-1), len(self.ids))
+        labels = labels.lerp(hard.float(), HARD)
+        columns, cache, best, total = torch.arange(count), DynamicCache(), [], torch.zeros(())
+        with self.autocast():
+            embedded = F.dropout(self.head.embed(tokens[:, 1 : count + 1]), dropout)
+            inputs = F.dropout(states[:, :count, : -self.size].float(), dropout)
+            features = self.head.features(inputs)
+        for step in range(STEPS):
+            new = training_columns(columns[None, step:], self.angles, count, None, cache)
+            if step:
+                new.make_mask = partial(unrolled_mask, columns, step)
+            with self.autocast():
+                out = self.head(embedded[:, step:], features, new)
+                assert self.head.norm is not None
+                normed = self.head.norm(out).float()
+            wrote = roles[:, step + 1 :] > 0
+            nats, _ = SharedHeadLoss.apply(normed[wrote], labels[:, step + 1 :][wrote], self.rows)  # type: ignore[no-untyped-call]
+            total = total + DECAY**step * nats
+            best.append(F.linear(normed.detach().to(self.dtype), self.rows).argmax(-1))
+            features = self.head.feedback_features(out)[:, :-1]
+        return total, best
+
+    def autocast(self) -> torch.autocast:
+        """Run matrix products in the dtype of the rows."""
+        return torch.autocast(self.rows.device.type, self.dtype, enabled=self.dtype != torch.float32)
+
+
+def train_dialogues(job: Job) -> None:
+    """Let the target write dialogues, then train an EAGLE-3 head on the states that it had."""
+    make_folder(job.out)
+    target = load_target(job.target, "float32", str(job.device), None, kernels="transformers")
+    assert isinstance(target, HFTarget)
+    job.cache.mkdir(parents=True, exist_ok=True)
+    taps = job.recipe.plan.taps
+    found = shards(job, target)
+    columns = (torch.cat([shard[name] for shard in found]) for name in ("tokens", "roles"))
+    states = torch.cat([torch.cat([shard[f"tap.{tap}"] for tap in (*taps, -1)], -1) for shard in found])
+    everything = [*columns, states]
+    chosen = torch.tensor([i for i, row in enumerate(everything[0]) if i < HELD_OUT or varied(row)])
+    tokens, roles, states = (column[chosen] for column in everything)
+    tokens = tokens.long()
+    ids = frequent_tokens({"tokens": tokens[HELD_OUT:], "roles": roles[HELD_OUT:]}, target.vocab_size)
+    head = nn.Module.float(untrained_head(target, ids, taps)).requires_grad_(True)
+    lessons = DialogueLoss(head, target, ids, matmul_dtype(job.device))
+
+    def batches(progress: float, step: int) -> Batch:
+        per_epoch = max(1, (len(tokens) - HELD_OUT) // ROWS)
+        order = torch.randperm(len(tokens) - HELD_OUT, generator=torch.Generator().manual_seed(step // per_epoch))
+        rows = HELD_OUT + order[step % per_epoch * ROWS :][:ROWS]
+        return tokens[rows], roles[rows], states[rows]
+
+    held_out = tokens[:HELD_OUT], roles[:HELD_OUT], states[:HELD_OUT]
+    schedule = Schedule(job.minutes, muon=0.01, adamw=0.002, warmup_steps=10, decay_from=0.3)
+    micro, size = ROWS // 2 * tokens.shape[1], target.vocab_size
+    evaluate = partial(evaluate_rows, held_out, ROWS, lessons.measure)
+    options: dict[str, Any] = {"schedule": schedule, "micro_tokens": micro, "vocab_size": size}
+    history = run_with_progress(job.steps(head, batches, lessons.loss, evaluate, **options), job.minutes, job.out.name)
+    drafter = Eagle(target, nn.Module.to(head, torch.bfloat16))
+    drafter.save(job.out, HUB_ID)
+    facts = {"recipe": job.recipe.name, "minutes": job.minutes, "target": job.recipe.text, "threads": job.threads}
+    numbers = {"parameters": sum(p.numel() for p in head.parameters()), "dialogue_tokens": int((roles > 0).sum())}
+    write_provenance(job.out, history, **facts, **numbers, hardware=device_name(job.device))
+    write_head_card(job.out, "EAGLE-3", job.recipe.method)

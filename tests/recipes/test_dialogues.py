@@ -1,0 +1,91 @@
+import random
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from recipes import dialogues
+from recipes.dialogues import KINDS, DialogueLoss, SharedHeadLoss, Template, untrained_head, varied, write_dialogues
+from specdemo.methods.heads.eagle import Eagle
+from specdemo.models.target import HFTarget
+
+TEMPLATE = Template({"assistant": [1, 2], "user": [3, 4]}, 5)
+TAPS = (0, 1, 1)
+
+
+@pytest.fixture
+def model(tiny_llama):
+    return tiny_llama(24)
+
+
+def written(model, rows=8, length=40):
+    return write_dialogues(model, [[7, 8, 9]] * rows, TEMPLATE, length, (*TAPS[:2], -1), 3)
+
+
+def test_the_model_writes_questions_and_answers_in_turn(model):
+    columns = written(model, 32)
+    turns = 0
+    for row, roles in zip(columns["tokens"].tolist(), columns["roles"].tolist(), strict=True):
+        assert row[:3] == [7, 8, 9] and roles[:3] == [0, 0, 2]
+        speaker = "user"
+        for place in [i for i in range(3, 37) if row[i] == 5 and roles[i - 1]]:
+            speaker = "assistant" if speaker == "user" else "user"
+            assert row[place + 1 : place + 3] == TEMPLATE.turns[speaker] and roles[place : place + 2] == [0, 0]
+            assert roles[place + 2] == dialogues.ROLES.index(speaker)
+            turns += 1
+    assert turns > 4
+
+
+def test_the_states_are_those_of_the_finished_rows(model):
+    columns = written(model, 2)
+    read = model(columns["tokens"].long(), output_hidden_states=True).hidden_states
+    for tap in (0, 1, -1):
+        torch.testing.assert_close(columns[f"tap.{tap}"].float(), read[tap], atol=0.02, rtol=0.02)
+
+
+def test_the_loss_of_shared_rows_has_the_gradient_of_cross_entropy():
+    x, rows, labels = torch.randn(5, 4, requires_grad=True), torch.randn(7, 4), torch.rand(5, 7).softmax(-1)
+    loss, best = SharedHeadLoss.apply(x, labels, rows)
+    expected = F.cross_entropy(x @ rows.T, labels)
+    torch.testing.assert_close(loss, expected)
+    assert torch.equal(best, (x @ rows.T).argmax(-1))
+    torch.testing.assert_close(*(torch.autograd.grad(each, x)[0] for each in (loss, expected)))
+
+
+def test_a_head_learns_from_dialogues_and_loads_without_output_rows(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(dialogues, "DROPOUT", 0.0)
+    torch.manual_seed(0)
+    target, columns = HFTarget(model), written(model)
+    ids = torch.tensor([*range(0, 24, 2), 5])
+    ids = ids.sort().values
+    head = untrained_head(target, ids, TAPS).float().requires_grad_(True)
+    lessons = DialogueLoss(head, target, ids, torch.float32)
+    states = torch.cat([columns[f"tap.{tap}"] for tap in (*TAPS, -1)], -1).float()
+    batch = columns["tokens"].long(), columns["roles"], states
+    optimizer = torch.optim.Adam(head.parameters(), 0.02)
+    losses = []
+    for _ in range(60):
+        loss = lessons.loss(*batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.9 * losses[0]
+    with torch.no_grad():
+        assert 0.0 <= lessons.measure(*batch)["agree_1"] <= 1.0
+    Eagle(target, head.eval().requires_grad_(False)).save(tmp_path, "tiny")
+    loaded = Eagle.load_trainable(str(tmp_path), target)
+    torch.testing.assert_close(loaded.lm_head.weight, target.lm_head.weight[ids])
+    state = torch.randn(1, target.hidden_size)
+    torch.testing.assert_close(loaded.logits(state), target.lm_head(head.norm(state))[:, ids])
+
+
+def test_rows_that_repeat_themselves_are_left_out():
+    rng = random.Random(0)
+    assert varied(torch.tensor([rng.randrange(99) for _ in range(80)]))
+    assert not varied(torch.tensor([1, 2, 3, 4, 5] * 16))
+
+
+def test_every_kind_of_task_has_beginnings():
+    assert {*KINDS} == {"chat", "summary", "rewriting", "code", "json", "translation"}
+    assert all(kind["openings"] and kind["weight"] > 0 for kind in KINDS.values())
