@@ -9,7 +9,7 @@ from gradio_client import Client
 from gradio_client.exceptions import AppError
 from playwright.sync_api import expect
 
-from tests.e2e.conftest import expect_example
+from tests.e2e.conftest import edit, expect_example
 
 
 def wait_for_text(page, words):
@@ -131,7 +131,7 @@ def test_nothing_on_the_page_breaks_its_policy(visit_gated, gates):
         page.add_init_script(LISTEN)
 
     page = visit_gated("?k=3&method=ngram", before=listen)
-    page.locator(".sd-edit").click()
+    edit(page)
     expect(page.locator("#option-max_n-1")).to_be_visible()
     page.locator("#run").click()
     expect(page.locator("#view .sd-status")).to_have_text(re.compile("^Finished"))
