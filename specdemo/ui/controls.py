@@ -111,7 +111,8 @@ class Controls:
             given, shown_task = {"chat": parts["chat"]}, {"prompt": parts["prompt"]}
             named(parts[f"task-{name}"].click, partial(_task, name), given, shown_task, **QUIET)
         for name, more in (("add", 1), ("remove", -1)):
-            self.describe(named(parts[name].click, partial(_count_on, more), count, parts, **QUIET).then)
+            pressed = partial(parts[name].click, trigger_mode="always_last")  # a second click follows the first
+            self.describe(named(pressed, partial(_count_on, more), count, parts, **QUIET).then)
         page.load(None, js=assets.text("accessibility.js"), **QUIET)
         page.load(None, js=f"() => {{ {assets.text('page_title.js')} }}", **QUIET)
         self.describe(named(page.load, titles, target, parts, **QUIET).then)
