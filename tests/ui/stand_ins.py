@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -25,13 +26,13 @@ def lines(text):
 
 
 def sync(results):
-    """Yield the results of an async generator. Closing the iterator closes the generator."""
+    """Yield the results of an async generator. Closing the iterator closes the generator.
+
+    They are computed in a thread, because the loop of a browser test may run in this one.
+    """
     loop = asyncio.new_event_loop()
-    try:
-        with suppress(StopAsyncIteration):
-            while True:
-                yield loop.run_until_complete(anext(results))
-    finally:
+
+    def finish():
         loop.run_until_complete(results.aclose())
         for task in asyncio.all_tasks(loop):
             task.cancel()
@@ -39,6 +40,14 @@ def sync(results):
                 loop.run_until_complete(task)
         loop.run_until_complete(loop.shutdown_default_executor())
         loop.close()
+
+    with ThreadPoolExecutor(1) as thread:
+        try:
+            with suppress(StopAsyncIteration):
+                while True:
+                    yield thread.submit(lambda: loop.run_until_complete(anext(results))).result()
+        finally:
+            thread.submit(finish).result()
 
 
 def played(jobs, start, visitor, values):
