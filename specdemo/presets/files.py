@@ -106,7 +106,7 @@ class Preset(Comparison, About):
         if changes.get("target", self.target) != self.target and "lanes" not in changes:
             of_lanes = {"k": 0} | of_lanes  # the preset's length was chosen for its own target
         if of_lanes:
-            lanes = self.build(self.model_dump() | changes).lanes
+            lanes = self.changed(lanes=changes["lanes"]).lanes if "lanes" in changes else self.lanes
             changes["lanes"] = _change_lanes(lanes, of_lanes, changes.get("target", self.target))
         return self.changed(**changes)
 
