@@ -64,7 +64,7 @@ GPUS = setting(1, "Number of GPUs per server.", 1, 1024)
 COMMAND = setting(None, "Path of the engine's program, if it is not on PATH.")
 
 
-def _argument(metavar: str | None, help: str, default: object = ..., **command: Any) -> Any:
+def _argument(metavar: str | None, help: str, default: object = ..., **command: object) -> Any:
     """Declare a positional argument."""
     return setting(default, help, flag="", metavar=metavar, command={"show_default": False, **command})
 
@@ -206,7 +206,7 @@ def tune(
     out: Path | None = setting(None, "Write the numbers (JSON) to this file; `replay` shows them."),
     force: bool = FORCE,
     as_json: bool = AS_JSON,
-    **given: Any,
+    **given: object,
 ) -> None:
     """Find the speculation that pays for a model. Races drafting methods and draft lengths on this machine, on prompts
     of six kinds of work, and prints the best with the settings to copy. Ctrl-C prints what is known."""
@@ -227,7 +227,7 @@ def check_server(
         "Addresses: a server without speculation and the one to check; one alone is checked against --target.",
     ),
     as_json: bool = AS_JSON,
-    **given: Any,
+    **given: object,
 ) -> int:
     """Check whether a server with speculation is lossless. Exit code 1 if its greedy answers differ by more than
     rounding."""
@@ -399,7 +399,7 @@ def _read_output(path: str) -> "Observation":
 class _Train(TyperCommand):
     """Command `train`, whose help ends with the recipes; they are imported only then."""
 
-    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+    def format_epilog(self, ctx: object, formatter: Any) -> None:
         from specdemo.methods.recipes import recipes
 
         with formatter.section("Recipes of heads"):

@@ -37,7 +37,7 @@ def add_command(
     ]
     own = [_parameter(one) for one in signature(function).parameters.values() if one.kind is not Parameter.VAR_KEYWORD]
 
-    def command(**values: Any) -> object:
+    def command(**values: object) -> object:
         absent = {one.name for one in extra if values[one.name] is None}
         return function(**{name: value for name, value in values.items() if name not in absent})
 
@@ -56,7 +56,7 @@ def _parameter(given: Parameter) -> Parameter:
     return _option(given.name, given.annotation, default, declared, declared.help, **bounds)
 
 
-def _option(name: str, kind: Any, default: object, declared: Setting, help: str, **how: Any) -> Parameter:
+def _option(name: str, kind: object, default: object, declared: Setting, help: str, **how: Any) -> Parameter:
     """Return a parameter with the texts that typer reads. A flag that is off has no opposite."""
     how |= {"help": help, "metavar": declared.metavar, **declared.command}
     flag = declared.flag or (f"--{name.replace('_', '-')}" if default is False else None)
@@ -77,10 +77,10 @@ def _help(declared: Setting) -> str:
 class SuiteGroup(TyperGroup):
     """The suites as subcommands, read from the registry each time."""
 
-    def list_commands(self, ctx: Any) -> list[str]:
+    def list_commands(self, ctx: object) -> list[str]:
         return list(suites())
 
-    def get_command(self, ctx: Any, cmd_name: str) -> TyperCommand | None:
+    def get_command(self, ctx: object, cmd_name: str) -> TyperCommand | None:
         return _subcommand(cmd_name) if cmd_name in suites() else None
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

@@ -43,7 +43,7 @@ class Setting:
     brief: Callable[[object], str] | None = None
     metavar: str | None = None
     flag: str | None = None
-    command: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    command: Mapping[str, object] = dataclasses.field(default_factory=dict)
     name: str = ""
     type: type = str
     default: Any = None
@@ -51,7 +51,7 @@ class Setting:
     high: float | None = None
     choices: tuple[str, ...] = ()
 
-    def __get_pydantic_json_schema__(self, core_schema: Any, handler: Any) -> Any:
+    def __get_pydantic_json_schema__(self, core_schema: object, handler: Any) -> object:
         return {**handler(core_schema), "setting": self}
 
     @property
@@ -194,7 +194,7 @@ def _completed(name: str, declared: Setting, schema: Mapping[str, Any], default:
     return replace(declared, name=name, **facts)
 
 
-def _type(schema: Mapping[str, Any]) -> Any:
+def _type(schema: Mapping[str, Any]) -> object:
     """Return the type of a field. Lists of numbers are written as text: 1-8 or 0,1,3."""
     if schema["type"] == "array":
         kind = _type(schema["items"])

@@ -355,7 +355,7 @@ def _servers(chosen: str | None) -> list[tuple[str, str]]:
     return [HERE, *((f"server {host(at)}", at) for at in dict.fromkeys(at for at in (chosen, *listed()) if at))]
 
 
-def draw_setting(of: type[Settings], name: str, value: object, **place: object) -> Any:
+def draw_setting(of: type[Settings], name: str, value: object, **place: object) -> object:
     """Create the control for a field, within the limits of this page. place: elem_id, scale, min_width."""
     declared, of_comparison = settings(of)[name], of is Comparison
     declared = replace(declared, high=asdict(limits.here()).get(name, declared.high))

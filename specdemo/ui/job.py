@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 QUIET: dict[str, Any] = {
     "show_progress": "hidden", "api_visibility": "private", "preprocess": False, "queue": False,
 }  # fmt: skip
-ENGINE: dict[str, Any] = {"concurrency_id": "engine", "concurrency_limit": 1}  # calls that run one at a time
+ENGINE: dict[str, object] = {"concurrency_id": "engine", "concurrency_limit": 1}  # calls that run one at a time
 QUEUED = QUIET | ENGINE | {"queue": True}
 FLUSH_S = 1 / 15
 GRACE_S = 0.4  # Stop waits this long for the current step of a run
@@ -98,7 +98,7 @@ class Worker:
     def __init__(self, work: Work, limit_s: float | None = None) -> None:
         self._do = work
         self._limit_s = space.turn_s() if limit_s is None else limit_s
-        self._messages: deque[Any] = deque()  # unread messages
+        self._messages: deque[object] = deque()  # unread messages
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -383,7 +383,8 @@ class Jobs(Generic[Kind]):
 
 
 # events; what creates the job; the controls with its values
-Start = tuple[Sequence[object], Callable[[Values, Any], Job | None], Parts]
+Begin = Callable[[Values, Any], Job | None]  # controls and the last job -> a job
+Start = tuple[Sequence[object], Begin, Parts]
 
 
 def wire(
@@ -409,7 +410,7 @@ def wire(
     def switch(running: bool) -> Values:
         return {name: gr.update(interactive=running == (name == "stop")) for name in switched}
 
-    def begin(start: Callable[[Values, Any], Job | None], request: gr.Request, values: Values) -> Values:
+    def begin(start: Begin, request: gr.Request, values: Values) -> Values:
         try:
             job = start(values, jobs.last(request))
         except ValueError as error:
@@ -428,7 +429,7 @@ def wire(
     def on_stop(request: gr.Request, _: Values) -> Values:
         return {**jobs.request_stop(request), "stop": gr.update(interactive=False)}
 
-    def started(on: Any, start: Callable[[Values, Any], Job | None], given: Parts) -> Any:
+    def started(on: Any, start: Begin, given: Parts) -> object:
         begun = named(on, partial(begin, start), given, everything, trigger_mode="once", **QUIET)
         event = named(begun.success, follow, {}, everything, **turn)
         named(event.failure, lambda *_: switch(False), {}, switched, **QUIET)

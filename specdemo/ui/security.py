@@ -277,10 +277,10 @@ def outermost(*layers: Callable[[ASGIApp], ASGIApp]) -> Callable[[FastAPI], Abst
 class Page(gr.Blocks):
     """Blocks that print no traceback of failed calls: anyone can send bad ones to a public page."""
 
-    async def process_api(self, block_fn: Any, *args: Any, **settings: Any) -> dict[str, Any]:
+    async def process_api(self, block_fn: Any, *args: Any, **settings: Any) -> dict[str, object]:
         """Run a call. Raises gr.Error, which Gradio does not print."""
         try:
-            answer: dict[str, Any] = await super().process_api(block_fn, *args, **settings)
+            answer: dict[str, object] = await super().process_api(block_fn, *args, **settings)
         except Exception as error:
             if not isinstance(error, gr.Error) or error.print_exception:
                 log_failure(f"call of {getattr(block_fn, 'name', block_fn)}", error)
