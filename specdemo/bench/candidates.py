@@ -57,20 +57,19 @@ def draft_lengths(pass_ms: Mapping[int, float], draft: float = 0.0) -> list[int]
     return sorted(chosen) or [1]
 
 
-def families(target: str, drafts: Sequence[str], pass_ms: Mapping[int, float], download: bool) -> dict[str, list[Lane]]:
-    """Return the candidates of every drafter, named, the longest drafts last. Raises ValueError, one line, for a named
-    drafter that does not fit."""
+def drafters(target: str, drafts: Sequence[str], download: bool) -> dict[str, Lane]:
+    """Return the lanes to try, named, without draft lengths. Raises ValueError, one line, for a named drafter that does
+    not fit."""
     named = [Lane(method=drafter_method(target, draft), model=draft) for draft in drafts]
-    found: dict[str, list[Lane]] = {}
+    found: dict[str, Lane] = {}
     for lane in [*named, *_found(target, download)]:
         options = "".join(f", {name}={value}" for name, value in lane.options.items())
-        name = f"{lane.method}{f' {_short(lane.model)}' if lane.model else ''}{options}"
-        if name not in found:
-            found[name] = _with_lengths(name, lane, pass_ms)
+        found.setdefault(f"{lane.method}{f' {_short(lane.model)}' if lane.model else ''}{options}", lane)
     return found
 
 
-def _with_lengths(name: str, lane: Lane, pass_ms: Mapping[int, float]) -> list[Lane]:
+def with_lengths(name: str, lane: Lane, pass_ms: Mapping[int, float]) -> list[Lane]:
+    """Return the candidates of a drafter, named, the longest drafts last."""
     if getattr(lane.parsed, "nodes", 0) or method(lane.method).chooses_length:
         return [lane.model_copy(update={"name": name})]
     ks = draft_lengths(pass_ms, DRAFT_COST if lane.model else 0.0)

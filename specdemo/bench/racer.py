@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from specdemo.bench.base import Report, Stop
-from specdemo.bench.candidates import settings_to_copy
+from specdemo.bench.candidates import settings_to_copy, with_lengths
 from specdemo.bench.report import sentence
 from specdemo.bench.search import Sample
 from specdemo.core.passes import pass_rows
@@ -19,6 +19,7 @@ from specdemo.models.pass_cost import checking_note, measure_passes, pass_ratio
 from specdemo.models.text import encode
 from specdemo.presets.files import Preset
 
+CURVES = 3  # measurements of the costs of passes, because another program may take the cores during one
 LEAST_TOKENS = 8  # a shorter answer says little about speed
 TEMPLATE = 64  # tokens that a chat template may add to a prompt
 
@@ -35,27 +36,30 @@ class Racer:
         self._ticked = 0.0
 
     def load(self, report: Report) -> Target:
-        """Load the target and measure its passes. Raises ValueError with one line."""
+        """Load the target, and keep the threads that were chosen for it. Raises ValueError with one line."""
         self._session.load(self._spec, lambda share, what: report(0.0, what))
         self._target = self._session.target()
-        measure_passes(self._target)
+        self._spec = self._spec.model_copy(update={"threads": self._target.threads})
         return self._target
 
-    def usable(self, families: Mapping[str, list[Lane]], named: Sequence[str], report: Report) -> dict[str, list[Lane]]:
-        """Load every drafter; return the families without those that do not fit. Raises ValueError for a named one."""
-        found = {}
-        for name, lanes in families.items():
+    def usable(self, drafters: Mapping[str, Lane], named: Sequence[str], report: Report) -> dict[str, list[str]]:
+        """Load every drafter, and measure the costs of passes in between; return the names of the candidates of those
+        that fit. Raises ValueError for a named one that does not."""
+        fit = {}
+        for turn, (name, lane) in enumerate(drafters.items(), start=1):
             report(0.0, f"loading {name}")
             try:
-                self._session.load(self._spec.model_copy(update={"lanes": [lanes[-1]]}))
+                self._session.load(self._spec.model_copy(update={"lanes": [lane]}))
+                fit[name] = lane
             except ValueError as error:
-                if lanes[-1].model in named:
+                if lane.model in named:
                     raise
                 self._notes[name] = str(error)
-                continue
-            found[name] = lanes
-            self.lanes |= {lane.name: lane for lane in lanes}
-        return found
+            if turn < CURVES:
+                measure_passes(self._target, again=True)
+        found = {name: with_lengths(name, lane, self._target.pass_ms) for name, lane in fit.items()}
+        self.lanes = {lane.name: lane for lanes in found.values() for lane in lanes}
+        return {name: [lane.name for lane in lanes] for name, lanes in found.items()}
 
     def fitting(self, kinds: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
         """Return the prompts that leave room for an answer. Raises ValueError if there are none."""

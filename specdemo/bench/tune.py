@@ -76,7 +76,7 @@ class Tune(Decoding):
         return {name: [*texts] for name, texts in known.items() if name in (chosen or known)}
 
     def run(self, report: Report, cancelled: Stop) -> Result:
-        from specdemo.bench.candidates import families
+        from specdemo.bench.candidates import drafters
         from specdemo.bench.racer import Racer
         from specdemo.presets.pair import add_pair
 
@@ -86,8 +86,7 @@ class Tune(Decoding):
         spec = base.changed(id=self.name, max_new_tokens=self.new_tokens, temperature=0.0, **context)
         racer = Racer(spec, cancelled)
         target = racer.load(report)
-        found = families(self.target, self.drafts, target.pass_ms, self.download)
-        found = racer.usable(found, self.drafts, report)
+        found = racer.usable(drafters(self.target, self.drafts, self.download), self.drafts, report)
         kinds = racer.fitting(kinds)
         held = {name: texts[-CONFIRMED:] for name, texts in kinds.items() if self.confirm and len(texts) > CONFIRMED}
         used = {name: texts[: -CONFIRMED if name in held else None] for name, texts in kinds.items()}
@@ -98,8 +97,7 @@ class Tune(Decoding):
                 f"no time: one look at {len(found)} drafters and {len(kinds)} kinds of work takes {least:.1f} minutes, "
                 "a comparison three times as long; increase --minutes, or decrease --work or --new-tokens"
             )
-        names = {family: [lane.name for lane in lanes] for family, lanes in found.items()}
-        search = Search(used, names, racer.measure, seconds, lambda share, what: report(share, what, so_far))
+        search = Search(used, found, racer.measure, seconds, lambda share, what: report(share, what, so_far))
         racer.tick = search.progress
 
         def so_far() -> Result:

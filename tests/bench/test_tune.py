@@ -6,7 +6,7 @@ from random import Random
 import pytest
 
 from specdemo.__main__ import main
-from specdemo.bench.candidates import draft_lengths, families, settings_to_copy
+from specdemo.bench.candidates import draft_lengths, drafters, settings_to_copy, with_lengths
 from specdemo.bench.result import read_result
 from specdemo.bench.search import Sample, Search
 from specdemo.bench.tune import OWN, Tune
@@ -130,7 +130,8 @@ def test_draft_lengths_follow_the_curve_of_costs(curve, draft, expected):
 
 
 def test_candidates_are_the_drafters_of_this_machine():
-    found = families("code", ["code-draft"], FLAT, download=False)
+    lanes = drafters("code", ["code-draft"], download=False)
+    found = {name: with_lengths(name, lane, FLAT) for name, lane in lanes.items()}
     assert {"ngram", "suffix", "draft_model code-draft", "eagle code-eagle-1"} <= {*found}
     names = [lane.name for lanes in found.values() for lane in lanes]
     assert len({*names}) == len(names)

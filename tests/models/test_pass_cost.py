@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from specdemo.models import pass_cost
 from specdemo.models.pass_cost import checking_note, costly_in_half, measure_passes, pass_facts
 from specdemo.models.toy import ToyTarget
 
@@ -65,3 +66,15 @@ def test_passes_are_measured_once_and_recorded():
     )
     assert pass_facts(target)["pass_ms"] == {str(slots): ms for slots, ms in curve.items()}
     assert pass_facts(target)["exactness"] == "passes of different widths round differently"
+
+
+@pytest.mark.parametrize("busy", [[{8: 40.0}], [{1: 25.0, 8: 40.0}, {}], [{}, {1: 25.0, 8: 40.0}]])
+def test_a_busy_second_does_not_change_the_costs_if_they_are_measured_again(monkeypatch, busy):
+    target = Quantised("Q4_1")
+    quiet = {1: 10.0, 2: 12.0, 4: 19.0, 8: 20.0}
+    rounds = iter([*busy, {}])
+    for again in [False] + [True] * len(busy):
+        times = {n: [ms] * 6 for n, ms in (quiet | next(rounds)).items()}
+        monkeypatch.setattr(pass_cost, "pass_times", lambda *_, found=times, **named: found)
+        measure_passes(target, again=again)
+    assert target.pass_ms == quiet
