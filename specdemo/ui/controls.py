@@ -284,7 +284,11 @@ def draw(start: Preset, allow_any_model: bool) -> Controls:
 
 
 def unfolding(words: str, elem_id: str) -> None:
-    """Create a button that shows and hides a part of the page, whose controls work while it is hidden."""
+    """Create a button that shows and hides a part of the page, whose controls work while it is hidden.
+
+    Gradio creates the controls of an accordion as it opens, and sets their first values again a moment later: a choice
+    in that moment is lost.
+    """
     button = gr.Button(words, size="sm", elem_id=f"{elem_id}-toggle", elem_classes="unfolding")
     button.click(None, None, None, js=UNFOLD.replace("ID", elem_id), **QUIET)
 

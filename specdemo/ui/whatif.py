@@ -32,6 +32,7 @@ from specdemo.presets.link import OWN as OWN_MODEL
 from specdemo.presets.link import shown_name
 from specdemo.presets.recorded import is_recorded, recorded
 from specdemo.ui import assets
+from specdemo.ui.controls import unfolding
 from specdemo.ui.job import QUIET, Values, named
 from specdemo.ui.model_menus import TRAINED, model_choices, page_preset
 from specdemo.ui.views import predictable
@@ -293,10 +294,7 @@ class Questions:
         if values["dtype"] not in dtypes:
             usual = (name for name in ("bfloat16", "float16") if name in dtypes)
             values = values | {"dtype": next(usual, "float32")}
-        shown = {
-            "dtype": gr.update(choices=dtypes, value=values["dtype"]),
-            "rate": gr.update(visible=values["kept"] == OWN),
-        }
+        shown = {"dtype": gr.update(choices=dtypes, value=values["dtype"])}
         try:
             return shown | {"view": json_text(to_view(start, predict_for(start, values), int(values["k"])))}
         except ValueError as error:
@@ -317,9 +315,8 @@ class Questions:
         filled = {"draft": SAME, "kept": SAME, "size": 1.0, "k": start.k, "target": start.target}
         filled["rate"] = round(sum(start.acceptance.rates) / len(start.acceptance.rates), 2)
         answer = self.answer(request, values | filled | {"state": start})
-        rate = gr.update(value=filled["rate"], visible=False)
         target = gr.update(value=start.target, choices=model_choices(_targets(start.target)))
-        return update | filled | answer | {"state": start, "rate": rate, "target": target, "k": _length(start)}
+        return update | filled | answer | {"state": start, "target": target, "k": _length(start)}
 
     def _lanes(self, request: gr.Request) -> tuple[dict[str, tuple[RunTrace, int, str]], bool]:
         """Return the lanes of the visible run that can be predicted, and whether it is the visitor's own."""
@@ -378,7 +375,7 @@ def draw(tab: gr.Tab, estimate_button: gr.Button, questions: Questions) -> None:
     event.then(None, None, None, js=assets.to_tab("what-if"), **QUIET)
     stored = ("state", "start")
     changes = [_changed(part) for name, part in given.items() if name not in stored]
-    shown = {name: parts[name] for name in ("dtype", "rate", "view")}
+    shown = {name: parts[name] for name in ("dtype", "view")}
     named(partial(gr.on, changes, trigger_mode="always_last"), questions.answer, given, shown, **QUIET)
 
 
@@ -411,15 +408,16 @@ def _where() -> dict[str, Component]:
 
 def _other() -> dict[str, Component]:
     first = published_start().target
-    with gr.Accordion("Other target or drafter", open=False, elem_id="whatif-draft"), gr.Row():
+    unfolding("Other target or drafter", "whatif-draft")
+    with gr.Column(elem_id="whatif-draft", elem_classes="unfolded"), gr.Row():
         targets = model_choices(_targets(first))
         target = gr.Dropdown(targets, value=first, label="Target", elem_id="whatif-target", min_width=220)
         draft = gr.Dropdown(_drafts(), value=SAME, label="Drafter", elem_id="draft", min_width=220)
         size = _chips([(words, times) for times, words in SIZES.items()], 1.0, "Drafter size", "size")
         acceptance_choice = _chips(ACCEPTANCE, SAME, "Acceptance", "acceptance-source")
-        rate = gr.Slider(
+        rate = gr.Slider(  # the style sheet shows it with "custom rate"
             0.05, 0.98, ASSUMED, step=0.01, label="Acceptance rate", info="per position, after accepted ones",
-            visible=False, elem_id="rate", min_width=220,
+            elem_id="rate", min_width=220,
         )  # fmt: skip
     return {
         "target": target,
@@ -486,7 +484,8 @@ def _whole(value: object) -> int | None:
 def _why_card() -> None:
     """Draw the card "Why is mine slow?": the output of an engine, pasted or dropped, and its diagnosis."""
     kinds = ", ".join(dict.fromkeys(reader.title.partition(",")[0] for reader in READERS))
-    with gr.Accordion("Why is mine slow? Paste the output of your engine", open=False, elem_id="why-card"):
+    unfolding("Why is mine slow? Paste the output of your engine", "why-card")
+    with gr.Column(elem_id="why-card", elem_classes="unfolded"):
         gr.Markdown(f"Reads: {kinds}.", elem_id="why-about")
         with gr.Row():
             output = gr.Textbox(

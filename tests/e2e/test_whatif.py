@@ -66,7 +66,7 @@ def test_by_keyboard_alone(visit):
     page.locator("#batch input").first.focus()
     page.keyboard.press("ArrowRight")
     expect(page.locator(".sd-bottleneck")).to_contain_text("and batch size 2, a step")
-    page.locator("#whatif-draft button").first.press("Enter")
+    page.locator("#whatif-draft-toggle").press("Enter")
     page.locator("#acceptance-source input").first.focus()
     page.keyboard.press("ArrowRight")
     page.locator("#rate input[type=range]").focus()
@@ -83,9 +83,9 @@ def test_with_all_sections_open_nothing_is_clipped_or_small(visit):
     wait_for_text(page, "^Recorded")
     page.get_by_role("tab", name="What if").click()
     expect(gain(page)).not_to_be_empty()
-    page.locator("#whatif-draft button").first.click()
-    page.get_by_label("as in the run").focus()  # a click in the moment in which the section opens is lost
-    page.keyboard.press("ArrowRight")
+    page.locator("#whatif-draft-toggle").click()
+    expect(page.locator("#rate")).to_be_hidden()
+    page.get_by_label("custom rate").check(force=True)
     expect(page.locator("#rate")).to_be_visible()
     page.locator("#whatif summary").click()
     for width in (1280, 390):
@@ -98,7 +98,7 @@ def test_with_all_sections_open_nothing_is_clipped_or_small(visit):
 def test_pasted_output_of_an_engine_gets_a_diagnosis(visit):
     page = visit("?preset=embedded-draft")
     page.get_by_role("tab", name="What if").click()
-    page.locator("#why-card button").first.click()
+    page.locator("#why-card-toggle").click()
     page.locator("#why-output textarea").fill((SAMPLES / "llamacpp-long.log").read_text(encoding="utf-8"))
     page.locator("#why-plain input").fill("222.8")
     page.locator("#why-run").click()
