@@ -98,6 +98,7 @@ def test_with_all_sections_open_nothing_is_clipped_or_small(visit):
 def test_pasted_output_of_an_engine_gets_a_diagnosis(visit):
     page = visit("?preset=embedded-draft")
     page.get_by_role("tab", name="What if").click()
+    expect(gain(page)).not_to_be_empty()
     page.locator("#why-card-toggle").click()
     page.locator("#why-output textarea").fill((SAMPLES / "llamacpp-long.log").read_text(encoding="utf-8"))
     page.locator("#why-plain input").fill("222.8")
