@@ -31,7 +31,7 @@ from specdemo.methods import require_method
 from specdemo.methods.base import Recipe
 from specdemo.methods.facts import HEAD_OPERATIONS, Drafting, Sizes
 from specdemo.methods.heads.formats import check_target, count_numbered
-from specdemo.methods.heads.medusa import SAME_SHAPE_HINT, DraftedNodes, Medusa, TokenHeads
+from specdemo.methods.heads.medusa import SAME_SHAPE_HINT, DraftedNodes, Medusa, MedusaOptions, TokenHeads
 from specdemo.methods.heads.network import move_to_target
 from specdemo.methods.heads.runtime import HeadRuntime, last_columns, training_columns
 from specdemo.methods.heads.sampler import TokenSampler, TreeShape
@@ -176,7 +176,7 @@ class Hydra(Medusa):
         network.rates = network.rates_from_config(checkpoint, "hydra_rank_rates")
         return network.load_tensors(tensors, checkpoint, target, SAME_SHAPE_HINT)
 
-    def __init__(self, target: Target, model: TokenHeads | str, options: Medusa.Options | None = None) -> None:
+    def __init__(self, target: Target, model: TokenHeads | str, options: MedusaOptions | None = None) -> None:
         super().__init__(target, model, options)
         offset, prefix = self.head.hidden_state_offset, self.head.prefix_embeding_layer
         self.taps = (target.num_layers - offset if offset else -1,)

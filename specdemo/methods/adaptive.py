@@ -273,15 +273,18 @@ class Goodput:
         return k
 
 
+class AdaptiveOptions(BaseOptions):
+    drafter: str = setting("draft_model", "the method whose draft length is chosen", choices=wrappable("adaptive"))
+
+
 class Adaptive(Wrapper, method="adaptive"):
     learns = True
     chooses_length = True
     summary = "Chooses the draft length at every step, down to zero, from past acceptance and measured cost."
 
-    class Options(BaseOptions):
-        drafter: str = setting("draft_model", "the method whose draft length is chosen", choices=wrappable("adaptive"))
+    Options = AdaptiveOptions
 
-    def __init__(self, target: Target, model: object = None, options: Options | None = None) -> None:
+    def __init__(self, target: Target, model: object = None, options: AdaptiveOptions | None = None) -> None:
         options = options or self.Options()
         super().__init__(load_drafter(options.drafter, target, model))
         self.policy = Goodput(target.pass_ms)

@@ -26,16 +26,19 @@ from specdemo.methods.wrapper import Wrapper, wrappable
 from specdemo.models.checkpoints import Checkpoint
 
 
+class CascadeOptions(BaseOptions):
+    inner: str = setting("ngram", "the method that drafts for the draft model", choices=wrappable("cascade"))
+    inner_model: str = setting("", "its model or head, if it needs one: a name, folder or hub id")
+
+
 class Cascade(DraftModel, method="cascade"):
     summary = "A draft model verifies a cheap guess; the target verifies the result."
 
     cross_vocabulary: ClassVar[bool] = False
 
-    class Options(BaseOptions):
-        inner: str = setting("ngram", "the method that drafts for the draft model", choices=wrappable("cascade"))
-        inner_model: str = setting("", "its model or head, if it needs one: a name, folder or hub id")
+    Options = CascadeOptions
 
-    def __init__(self, target: Target, model: object, options: Options | None = None) -> None:
+    def __init__(self, target: Target, model: object, options: CascadeOptions | None = None) -> None:
         options = options or self.Options()
         super().__init__(target, model)
         self._inner = Wrapper(load_drafter(options.inner, target, options.inner_model or None))

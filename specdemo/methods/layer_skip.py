@@ -20,14 +20,17 @@ from specdemo.methods.heads.runtime import last_columns
 from specdemo.methods.heads.sampler import ChainBuilder, TokenSampler, run_chain_graph
 
 
+class LayerSkipOptions(BaseOptions):
+    exit_layer: int = setting(0, "number of layers that draft; 0 uses a third", low=0, high=128, step=1)
+
+
 class LayerSkip(Method, method="layer_skip"):
     summary = "The first layers of the target draft, the full target verifies; no second model, no extra memory."
     requires: ClassVar = frozenset({"layers", "shared_kv"})
 
-    class Options(BaseOptions):
-        exit_layer: int = setting(0, "number of layers that draft; 0 uses a third", low=0, high=128, step=1)
+    Options = LayerSkipOptions
 
-    def __init__(self, target: Target, model: object = None, options: Options | None = None) -> None:
+    def __init__(self, target: Target, model: object = None, options: LayerSkipOptions | None = None) -> None:
         """Raises ValueError for a target that has too few layers."""
         name = target.name or "the target"
         self.exit_layer = (options or self.Options()).exit_layer or max(1, round(target.num_layers / 3))

@@ -61,18 +61,21 @@ class _WindowRow:
                     del grams[next(iter(grams))]
 
 
+class LookaheadOptions(BaseOptions):
+    window: int = setting(7, "columns of the window; fewer if k is too small", low=1, high=32, step=1)
+    ngram: int = setting(5, "tokens of an n-gram; fewer if k is too small", low=2, high=8, step=1)
+    guesses: int = setting(7, "n-grams stored and verified per first token", low=1, high=32, step=1)
+    nodes: int = setting(
+        56, "total nodes: (window + guesses) * (ngram - 1); with fewer, both shrink", low=2, high=128, step=1
+    )
+
+
 class Lookahead(Method, method="lookahead"):
     summary = "The target generates n-grams in the same pass that verifies earlier ones; needs no draft model."
 
-    class Options(BaseOptions):
-        window: int = setting(7, "columns of the window; fewer if k is too small", low=1, high=32, step=1)
-        ngram: int = setting(5, "tokens of an n-gram; fewer if k is too small", low=2, high=8, step=1)
-        guesses: int = setting(7, "n-grams stored and verified per first token", low=1, high=32, step=1)
-        nodes: int = setting(
-            56, "total nodes: (window + guesses) * (ngram - 1); with fewer, both shrink", low=2, high=128, step=1
-        )
+    Options = LookaheadOptions
 
-    def __init__(self, target: Target, model: object = None, options: Options | None = None) -> None:
+    def __init__(self, target: Target, model: object = None, options: LookaheadOptions | None = None) -> None:
         self._options = options or self.Options()
         self._supports_trees = target.capabilities.trees
         self._device = target.device

@@ -41,20 +41,23 @@ class _NGramIndex:
         return []
 
 
+class NGramOptions(BaseOptions):
+    max_n: int = setting(8, "longest suffix to match, in tokens", low=1, high=8, step=1)
+    min_n: int = setting(1, "shortest suffix to match, in tokens", low=1, high=8, step=1)
+
+    @model_validator(mode="after")
+    def _check_order(self) -> Self:
+        if self.min_n > self.max_n:
+            raise ValueError(f"option 'min_n' ({self.min_n}) must not exceed 'max_n' ({self.max_n})")
+        return self
+
+
 class NGram(Method, method="ngram"):
     summary = "Drafts what followed the last occurrence of the current words; free, and useful where text repeats."
 
-    class Options(BaseOptions):
-        max_n: int = setting(8, "longest suffix to match, in tokens", low=1, high=8, step=1)
-        min_n: int = setting(1, "shortest suffix to match, in tokens", low=1, high=8, step=1)
+    Options = NGramOptions
 
-        @model_validator(mode="after")
-        def _check_order(self) -> Self:
-            if self.min_n > self.max_n:
-                raise ValueError(f"option 'min_n' ({self.min_n}) must not exceed 'max_n' ({self.max_n})")
-            return self
-
-    def __init__(self, target: Target, model: object = None, options: Options | None = None) -> None:
+    def __init__(self, target: Target, model: object = None, options: NGramOptions | None = None) -> None:
         options = options or self.Options()
         self._sizes = range(options.min_n, options.max_n + 1)
         self._device = target.device

@@ -32,17 +32,20 @@ DECAY = 0.98  # decay of the running acceptance rate per step
 TextColumns = tuple[Tensor, ...]  # of one row: inputs [A], outputs [A], probs [A, V] and one [A, H] per tap
 
 
+class OnlineOptions(BaseOptions):
+    drafter: str = setting("draft_model", "the method to train", choices=wrappable("online"))
+    every: int = setting(4, "target passes between two updates", low=1, high=128, step=1)
+    lr: float = setting(0.0003, "learning rate of Adam", low=0.00001, high=0.1, step=0.0001)
+    reset: bool = setting(False, "restore the initial weights at the start of every text")
+
+
 class Online(Wrapper, method="online"):
     learns = True
     summary = "Trains the drafter on the target's verification results while it runs, so its acceptance rate rises."
 
-    class Options(BaseOptions):
-        drafter: str = setting("draft_model", "the method to train", choices=wrappable("online"))
-        every: int = setting(4, "target passes between two updates", low=1, high=128, step=1)
-        lr: float = setting(0.0003, "learning rate of Adam", low=0.00001, high=0.1, step=0.0001)
-        reset: bool = setting(False, "restore the initial weights at the start of every text")
+    Options = OnlineOptions
 
-    def __init__(self, target: Target, model: object = None, options: Options | None = None) -> None:
+    def __init__(self, target: Target, model: object = None, options: OnlineOptions | None = None) -> None:
         self._options = options = options or self.Options()
         super().__init__(load_drafter(options.drafter, target, _copy(options.drafter, target, model)))
         drafter = self.drafters[0]

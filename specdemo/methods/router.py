@@ -15,17 +15,20 @@ from specdemo.methods import METHODS, BaseOptions, load_drafter, setting
 from specdemo.methods.wrapper import Wrapper, wrappable
 
 
+class RouterOptions(BaseOptions):
+    drafter: str = setting("draft_model", "the method of the drafters", choices=wrappable("router"))
+    drafts: str = setting(
+        "", "drafters besides the lane's model, separated by commas: models, or methods without a model"
+    )
+    trial: int = setting(4, "steps that each drafter is tried for", low=1, high=64, step=1)
+
+
 class Router(Wrapper, method="router"):
     summary = "Tries several drafters at the start of a text and continues with the one that is accepted most."
 
-    class Options(BaseOptions):
-        drafter: str = setting("draft_model", "the method of the drafters", choices=wrappable("router"))
-        drafts: str = setting(
-            "", "drafters besides the lane's model, separated by commas: models, or methods without a model"
-        )
-        trial: int = setting(4, "steps that each drafter is tried for", low=1, high=64, step=1)
+    Options = RouterOptions
 
-    def __init__(self, target: Target, model: object = None, options: Options | None = None) -> None:
+    def __init__(self, target: Target, model: object = None, options: RouterOptions | None = None) -> None:
         options = options or self.Options()
         names = [name.strip() for name in options.drafts.split(",") if name.strip()]
         others = (

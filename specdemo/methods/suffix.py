@@ -130,22 +130,25 @@ class _Candidate:
     score: float = 0.0
 
 
+class SuffixOptions(BaseOptions):
+    max_depth: int = setting(24, "longest counted sequence, match plus draft, in tokens", low=2, high=64, step=1)
+    max_spec_factor: float = setting(1.0, "draft tokens per matched token", low=0.0, high=8.0, step=0.25)
+    max_spec_offset: float = setting(0.0, "draft tokens added for every match", low=0.0, high=16.0, step=0.5)
+    min_token_prob: float = setting(0.1, "stop below this path probability", low=0.0, high=1.0, step=0.05)
+    nodes: int = setting(0, "nodes of the draft tree; 0 drafts a chain", low=0, high=64, step=1)
+    remember: bool = setting(
+        False,
+        "also draft from earlier answers of this model in this process; a repeated prompt is answered faster, and "
+        "users of the same process may see traces of each other's text",
+    )
+
+
 class Suffix(Method, method="suffix"):
     summary = "Drafts the most frequent continuation of the text's suffix; a longer match gives a longer draft."
 
-    class Options(BaseOptions):
-        max_depth: int = setting(24, "longest counted sequence, match plus draft, in tokens", low=2, high=64, step=1)
-        max_spec_factor: float = setting(1.0, "draft tokens per matched token", low=0.0, high=8.0, step=0.25)
-        max_spec_offset: float = setting(0.0, "draft tokens added for every match", low=0.0, high=16.0, step=0.5)
-        min_token_prob: float = setting(0.1, "stop below this path probability", low=0.0, high=1.0, step=0.05)
-        nodes: int = setting(0, "nodes of the draft tree; 0 drafts a chain", low=0, high=64, step=1)
-        remember: bool = setting(
-            False,
-            "also draft from earlier answers of this model in this process; a repeated prompt is answered faster, and "
-            "users of the same process may see traces of each other's text",
-        )
+    Options = SuffixOptions
 
-    def __init__(self, target: Target, model: object = None, options: Options | None = None) -> None:
+    def __init__(self, target: Target, model: object = None, options: SuffixOptions | None = None) -> None:
         self._options = options or self.Options()
         self._device = target.device
         self._rows: list[_SuffixRow] = []

@@ -52,31 +52,34 @@ class SyntheticAcceptance:
         return AcceptResult(path, draw(end_probs(target, path), rng))
 
 
+class SyntheticOptions(BaseOptions):
+    rates: str = setting(RATES, "acceptance rate per position, given that the positions before are accepted")
+    length: float = setting(
+        0.0, "mean accepted length up to k + 1, instead of rates; 0: use rates", low=0.0, high=17.0, step=0.05
+    )
+    drafter: str = setting(
+        BASELINE,
+        "the method that drafts, at its own cost; none: a free draft",
+        choices=(BASELINE, *wrappable(SYNTHETIC)),
+    )
+
+    @model_validator(mode="after")
+    def _check_rates(self) -> Self:
+        parse_rates(self.rates)
+        if 0.0 < self.length < 1.0:
+            raise ValueError(f"option 'length' must be 0 (use rates) or at least 1, not {self.length:g}")
+        if self.length and self.rates != RATES:
+            raise ValueError("option 'length' replaces 'rates'; give one of them")
+        return self
+
+
 class Synthetic(Wrapper, method="synthetic"):
     summary = "Accepts draft tokens at random with chosen rates, to measure the speed. The text is meaningless."
     exact: ClassVar[bool] = False
 
-    class Options(BaseOptions):
-        rates: str = setting(RATES, "acceptance rate per position, given that the positions before are accepted")
-        length: float = setting(
-            0.0, "mean accepted length up to k + 1, instead of rates; 0: use rates", low=0.0, high=17.0, step=0.05
-        )
-        drafter: str = setting(
-            BASELINE,
-            "the method that drafts, at its own cost; none: a free draft",
-            choices=(BASELINE, *wrappable(SYNTHETIC)),
-        )
+    Options = SyntheticOptions
 
-        @model_validator(mode="after")
-        def _check_rates(self) -> Self:
-            parse_rates(self.rates)
-            if 0.0 < self.length < 1.0:
-                raise ValueError(f"option 'length' must be 0 (use rates) or at least 1, not {self.length:g}")
-            if self.length and self.rates != RATES:
-                raise ValueError("option 'length' replaces 'rates'; give one of them")
-            return self
-
-    def __init__(self, target: Target, model: object = None, options: Options | None = None) -> None:
+    def __init__(self, target: Target, model: object = None, options: SyntheticOptions | None = None) -> None:
         options = options or self.Options()
         super().__init__(load_drafter(options.drafter, target, model))
         self._is_free, self._device = options.drafter == BASELINE, target.device

@@ -318,16 +318,19 @@ class DFlashDraftModel(Network):
         return DraftVocab(d2t_to_ids(self.d2t), self.design.vocab_size).to_target_vocab(logits)
 
 
+class DFlashOptions(BaseOptions):
+    nodes: int = setting(0, "nodes of the draft tree; 0 drafts a chain", low=0, high=256, step=1)
+
+
 class DFlash(Head[DFlashDraftModel], method="dflash"):
     summary = "A small network drafts a block of tokens in one pass from the target's hidden states."
     recipes: ClassVar = {"dflash": Recipe("DFlash, blocks of 8", {"block_size": 8})}
     config_keys = files.KEYS
     gamma: ClassVar[float] = 4.0  # slot i has weight exp(-i / gamma) in the loss
 
-    class Options(BaseOptions):
-        nodes: int = setting(0, "nodes of the draft tree; 0 drafts a chain", low=0, high=256, step=1)
+    Options = DFlashOptions
 
-    options: Options
+    options: DFlashOptions
 
     @classmethod
     def recognises(cls, checkpoint: Checkpoint) -> bool:
@@ -349,7 +352,7 @@ class DFlash(Head[DFlashDraftModel], method="dflash"):
         head.conventions = designs
         return head.load_tensors(tensors, checkpoint, target, HINT)
 
-    def __init__(self, target: Target, model: DFlashDraftModel | str, options: Options | None = None) -> None:
+    def __init__(self, target: Target, model: DFlashDraftModel | str, options: DFlashOptions | None = None) -> None:
         super().__init__(target, model, options)
         head = self.head
         self.taps = head.design.taps

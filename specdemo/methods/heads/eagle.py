@@ -164,6 +164,17 @@ class EagleHead(Network):
         return DraftVocab(None if self.d2t is None else d2t_to_ids(self.d2t), self.config.vocab_size)
 
 
+class EagleOptions(BaseOptions):
+    draft: str = setting(
+        "tree",
+        "tree: the most likely continuations by path probability; chain: one continuation, sampled if the target "
+        "samples",
+        choices=("tree", "chain"),
+    )
+    nodes: int = setting(24, "nodes of the draft tree", low=1, high=128, step=1)
+    top_k: int = setting(8, "nodes expanded per level, and children of each", low=1, high=32, step=1)
+
+
 class Eagle(Head[EagleHead], method="eagle"):
     summary = "A single decoder layer drafts a tree from the target's hidden states, wider where it is unsure."
     config_keys = files.KEYS
@@ -172,17 +183,9 @@ class Eagle(Head[EagleHead], method="eagle"):
         "eagle-3": Recipe("EAGLE-3", {"kind": "eagle3"}),
     }
 
-    class Options(BaseOptions):
-        draft: str = setting(
-            "tree",
-            "tree: the most likely continuations by path probability; chain: one continuation, sampled if the target "
-            "samples",
-            choices=("tree", "chain"),
-        )
-        nodes: int = setting(24, "nodes of the draft tree", low=1, high=128, step=1)
-        top_k: int = setting(8, "nodes expanded per level, and children of each", low=1, high=32, step=1)
+    Options = EagleOptions
 
-    options: Options
+    options: EagleOptions
 
     @classmethod
     def recognises(cls, checkpoint: Checkpoint) -> bool:
@@ -200,7 +203,7 @@ class Eagle(Head[EagleHead], method="eagle"):
         head.conventions = conventions
         return head.load_tensors(tensors, checkpoint, target, "choose a head of Llama layers")
 
-    def __init__(self, target: Target, model: EagleHead | str, options: Options | None = None) -> None:
+    def __init__(self, target: Target, model: EagleHead | str, options: EagleOptions | None = None) -> None:
         super().__init__(target, model, options)
         self.taps = tuple(sorted(set(self.head.convention.taps)))
 

@@ -142,6 +142,21 @@ class MedusaHeads(TokenHeads):
         return DraftVocab(self.token_map, self.vocab_size).to_target_vocab(logits)
 
 
+class MedusaOptions(BaseOptions):
+    nodes: int = setting(0, "nodes of the draft tree; 0 drafts a chain", low=0, high=128, step=1)
+    tree: str = setting(
+        "fitted",
+        "shape of the tree: fitted to the measured accuracy of heads and ranks, or one published by the authors",
+        choices=("fitted", *PUBLISHED),
+    )
+    draft: str = setting(
+        "ranked",
+        "when the target samples: draft the most likely tokens, or sample from the heads (in a tree only the last "
+        "child of a node); the output is exact either way",
+        choices=("ranked", "sampled"),
+    )
+
+
 class Medusa(Head[TokenHeads], method="medusa"):
     summary = "Extra heads on the target predict several tokens ahead in parallel; there is no second model to run."
     taps: tuple[int, ...] = (-1,)
@@ -152,19 +167,7 @@ class Medusa(Head[TokenHeads], method="medusa"):
     recipes: ClassVar = {"medusa": Recipe("Medusa, 4 heads", {"heads": 4})}
     decay: ClassVar[float] = 0.8  # weight of a head in the loss, relative to the head before it
 
-    class Options(BaseOptions):
-        nodes: int = setting(0, "nodes of the draft tree; 0 drafts a chain", low=0, high=128, step=1)
-        tree: str = setting(
-            "fitted",
-            "shape of the tree: fitted to the measured accuracy of heads and ranks, or one published by the authors",
-            choices=("fitted", *PUBLISHED),
-        )
-        draft: str = setting(
-            "ranked",
-            "when the target samples: draft the most likely tokens, or sample from the heads (in a tree only the last "
-            "child of a node); the output is exact either way",
-            choices=("ranked", "sampled"),
-        )
+    Options = MedusaOptions
 
     @classmethod
     def recognises(cls, checkpoint: Checkpoint) -> bool:
@@ -189,7 +192,7 @@ class Medusa(Head[TokenHeads], method="medusa"):
         network.rates = network.rates_from_config(checkpoint, "medusa_rank_rates")
         return network.load_tensors(tensors, checkpoint, target, SAME_SHAPE_HINT)
 
-    options: Options
+    options: MedusaOptions
     _hidden: Tensor  # [B, H] of the last column of every row
 
     @classmethod

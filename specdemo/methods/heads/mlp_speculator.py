@@ -109,21 +109,24 @@ class Speculator(Network):
         return state, self.head[step](state)
 
 
+class MLPSpeculatorOptions(BaseOptions):
+    draft: str = setting(
+        "chain",
+        "chain: one token after the other, sampled if the target samples; tree: the most likely continuations",
+        choices=("chain", "tree"),
+    )
+    nodes: int = setting(0, "nodes of the draft tree; 0 uses k nodes", low=0, high=128, step=1)
+
+
 class MLPSpeculator(Head[Speculator], method="mlp_speculator"):
     summary = "A small recurrent network drafts from the target's last hidden state and its own last token."
     taps: tuple[int, ...] = (-1,)
     config_keys = frozenset({"scale_input", "top_k_tokens_per_head"})
     recipes: ClassVar = {"mlp-speculator": Recipe("MLPSpeculator, 4 tokens", {"n_predict": 4})}
 
-    class Options(BaseOptions):
-        draft: str = setting(
-            "chain",
-            "chain: one token after the other, sampled if the target samples; tree: the most likely continuations",
-            choices=("chain", "tree"),
-        )
-        nodes: int = setting(0, "nodes of the draft tree; 0 uses k nodes", low=0, high=128, step=1)
+    Options = MLPSpeculatorOptions
 
-    options: Options
+    options: MLPSpeculatorOptions
     _hidden: Tensor  # [B, H] of the last column of every row
     _root: Tensor  # [B]
 
@@ -158,7 +161,7 @@ class MLPSpeculator(Head[Speculator], method="mlp_speculator"):
             )
         return network.load_tensors(_expand_tied(checkpoint, network), checkpoint, target, HINT)
 
-    def __init__(self, target: Target, model: Speculator | str, options: Options | None = None) -> None:
+    def __init__(self, target: Target, model: Speculator | str, options: MLPSpeculatorOptions | None = None) -> None:
         super().__init__(target, model, options)
         self._draft_vocab = DraftVocab(None, target.vocab_size)
 
