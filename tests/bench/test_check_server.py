@@ -196,7 +196,7 @@ def test_other_tokens_of_the_same_text_are_found(capsys):
 
 def test_identical_servers_pass_every_time(capsys):
     with answering() as plain, answering() as other:
-        for _ in range(20):
+        for _ in range(4):
             code, result = checked(capsys, plain.address, other.address, "--prompts", "10", "--new-tokens", "8")
             assert code == 0 and "10 of 10 texts are identical" in result["remarks"][0]
             assert len(result["remarks"]) == 2  # no option where nothing differs

@@ -4,7 +4,7 @@ run works, and the memory is freed.
 
 import weakref
 from dataclasses import replace
-from itertools import count
+from itertools import combinations_with_replacement, count
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ from specdemo.models.toy import ToyTarget
 from tests.models.tiny import build
 
 SHAPES = "int64 ids and parents [1, N], with or without q [1, N, 2048]"
-ERRORS = {
+FAILURES = {
     KeyError("x"): "KeyError: 'x' (test_lanes.py:",
     IndexError("list index out of range"): "IndexError: list index out of range (test_lanes.py:",
     TypeError("unhashable"): "TypeError: unhashable (test_lanes.py:",
@@ -106,23 +106,34 @@ def next_run_works(runner, caches, baseline_ids):
     return True
 
 
-@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-def test_a_drafter_that_raises(runner, baseline_ids, caches, monkeypatch, error):
-    """Three lanes fail, one in each method of the drafter."""
-    calls = {1: "start", 2: "propose", 3: "observe"}
-    lanes = [Lane(method="ngram", k=2, options={"max_n": n}) for n in calls]
+SIZES = [*combinations_with_replacement(range(1, 9), 2)]  # options of prompt lookup that tell lanes apart
+
+
+def failing_lanes(count):
+    return [Lane(method="ngram", k=2, options={"min_n": low, "max_n": high}) for low, high in SIZES[:count]]
+
+
+def number_of(drafter):
+    """Return the place of a drafter's lane among the failing ones."""
+    return SIZES.index((drafter._sizes[0], drafter._sizes[-1]))
+
+
+@pytest.mark.parametrize("call", ["start", "propose", "observe"])
+def test_a_drafter_that_raises(runner, baseline_ids, caches, monkeypatch, call):
+    """Every lane fails with another error."""
+    errors = list(FAILURES)
     with monkeypatch.context() as broken:
-        for n, call in calls.items():
-            break_method(broken, NGram, call, error, lambda self, *args, n=n: len(self._sizes) == n)
-        *messages, finished = runner.stream(spec(*lanes, Lane(method="suffix", k=2)))
+        for n, error in enumerate(errors):
+            break_method(broken, NGram, call, error, lambda self, *args, n=n: number_of(self) == n)
+        *messages, finished = runner.stream(spec(*failing_lanes(len(errors)), Lane(method="suffix", k=2)))
     first, *failed, last = finished.trace.lanes
-    for lane in failed:
+    for error, lane in zip(errors, failed, strict=True):
         assert failed_alone(
-            replace(finished.trace, lanes=[first, lane, last], comparison=[]), baseline_ids, ERRORS[error]
+            replace(finished.trace, lanes=[first, lane, last], comparison=[]), baseline_ids, FAILURES[error]
         )
-    assert [row["verdict"] for row in finished.trace.comparison] == [*["unknown"] * 3, "identical"]
-    assert [m.text for m in messages if isinstance(m, Note)] == [lane.note for lane in failed]
-    assert sorted(m.lane for m in messages if isinstance(m, LaneDone)) == [0, 1, 2, 3, 4]
+    assert [row["verdict"] for row in finished.trace.comparison] == [*["unknown"] * len(errors), "identical"]
+    assert sorted(m.text for m in messages if isinstance(m, Note)) == sorted(lane.note for lane in failed)
+    assert sorted(m.lane for m in messages if isinstance(m, LaneDone)) == [*range(len(errors) + 2)]
     del messages
     assert next_run_works(runner, caches, baseline_ids)
 
@@ -195,16 +206,16 @@ INVALID_DRAFTS = {
 
 
 @pytest.mark.parametrize("hot", [0.0, 1.0])
-@pytest.mark.parametrize("case", INVALID_DRAFTS)
-def test_invalid_draft_fails_only_its_lane(runner, caches, monkeypatch, case, hot):
-    draft, why = INVALID_DRAFTS[case]
+def test_invalid_drafts_fail_only_their_lanes(runner, caches, monkeypatch, hot):
+    drafts = list(INVALID_DRAFTS.values())
     with monkeypatch.context() as broken:
-        broken.setattr(NGram, "propose", lambda self, budget: draft)
-        trace = runner.run(spec(temperature=hot))
-    failed = trace.lanes[1]
-    assert [lane.finish for lane in trace.lanes] == ["length", "error", "length"]
-    assert failed.note.startswith(why) and "\n" not in failed.note and len(failed.events) == 1
-    assert not any(event.drafted[0] for event in failed.events) and from_json(to_json(trace)) == trace
+        broken.setattr(NGram, "propose", lambda self, budget: drafts[number_of(self)][0])
+        trace = runner.run(spec(*failing_lanes(len(drafts)), Lane(method="suffix", k=2), temperature=hot))
+    first, *failed, last = trace.lanes
+    assert (first.finish, last.finish) == ("length", "length") and from_json(to_json(trace)) == trace
+    for (_, why), lane in zip(drafts, failed, strict=True):
+        assert lane.finish == "error" and len(lane.events) == 1 and not lane.events[0].drafted[0]
+        assert lane.note.startswith(why) and "\n" not in lane.note
     assert caches_are_freed(runner, caches)
 
 

@@ -243,7 +243,7 @@ def race(session, baseline, server):
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind.stage}-{kind.name}")
-def test_faulty_server_fails_only_its_lane(kind, session, good, monkeypatch):
+def test_faulty_server_fails_only_its_lane(kind, session, monkeypatch):
     for place, name in ((client, "silence"), (lane, "token"), (client, "metrics")):
         if name in kind.limits:
             monkeypatch.setattr(place, f"{name.upper()}_S", kind.limits[name])
@@ -261,6 +261,9 @@ def test_faulty_server_fails_only_its_lane(kind, session, good, monkeypatch):
         assert trace.comparison[0]["verdict"] == "unknown"
     stored = to_json(trace)
     assert from_json(stored) == trace and len(stored) < 100_000
+
+
+def test_a_good_server_is_raced_after_faulty_ones(session, good):
     assert race(session, good, good).lanes[1].text == "Once upon a time."
 
 

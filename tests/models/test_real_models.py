@@ -24,6 +24,16 @@ CHATS = [
 TEXT = "The capital of France is Paris. The capital of Germany is"
 
 
+@pytest.fixture(scope="module")
+def folder_target(smollm2_folder):
+    return load_target(smollm2_folder, dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def gguf_target(smollm2_gguf):
+    return load_target(smollm2_gguf)
+
+
 def written(target, name, prompt, tokens, **drafter):
     config = GenerationConfig(tokens, budget=Budget(4, 12))
     events = generate(target, load_drafter(name, target, **drafter), prompt, config)
@@ -67,8 +77,8 @@ def test_every_method_of_a_gguf_target_is_plain_decoding_except_for_near_ties(fi
     assert sum(lane.summary["accepted"] for lane in trace.lanes[1:]) > 0
 
 
-def test_layer_states_of_a_gguf_model_are_those_of_transformers(smollm2_gguf, smollm2_folder):
-    target, reference = load_target(smollm2_gguf), load_target(smollm2_folder, dtype="float32")
+def test_layer_states_of_a_gguf_model_are_those_of_transformers(gguf_target, folder_target):
+    target, reference = gguf_target, folder_target
     ids, taps = torch.tensor([reference.tokenizer.encode(TEXT)]), (0, 2, 15, 27)
     states, expected = (each.start(ids, taps).hidden for each in (target, reference))
     for tap in taps:  # the file's 8-bit activations round
@@ -83,21 +93,20 @@ def test_embeddings_of_a_gguf_model_are_scaled_as_its_first_layer_reads_them(gem
         target.start(ids, (0,))  # llama.cpp 0.3.36 has them for some architectures only
 
 
-def test_output_of_a_folder_is_that_of_transformers(smollm2_folder):
+def test_output_of_a_folder_is_that_of_transformers(smollm2_folder, folder_target):
     target = load_target(smollm2_folder, kernels="transformers")
     prompts = [torch.tensor([encode(target.tokenizer, [{"role": "user", "content": chat}], 200)]) for chat in CHATS[1:]]
     expected = [
         target.model.generate(prompt, max_new_tokens=12, do_sample=False)[0, prompt.shape[1] :].tolist()
         for prompt in prompts
     ]
-    target = load_target(smollm2_folder)
     for name in ("none", "ngram", "suffix", "layer_skip"):
-        assert [written(target, name, prompt, 12) for prompt in prompts] == expected, name
+        assert [written(folder_target, name, prompt, 12) for prompt in prompts] == expected, name
 
 
 def accepted_length(target, prompts, drafter):
     """Return the answers of plain decoding and of a chain of three, and the tokens per pass of the chain."""
-    config, answers, passes = GenerationConfig(48, budget=Budget(3, 3)), {"none": [], "eagle": []}, 0
+    config, answers, passes = GenerationConfig(24, budget=Budget(3, 3)), {"none": [], "eagle": []}, 0
     for name, options in (("none", {}), ("eagle", {"model": drafter, "draft": "chain"})):
         for prompt in prompts:
             events = list(generate(target, load_drafter(name, target, **options), prompt, config))
@@ -106,15 +115,15 @@ def accepted_length(target, prompts, drafter):
     return answers["none"], answers["eagle"], sum(map(len, answers["eagle"])) / passes
 
 
-def test_the_shipped_head_drafts_for_pytorch_and_for_the_gguf_file(smollm2_folder, smollm2_gguf):
-    targets = [load_target(smollm2_folder, dtype=dtype) for dtype in ("float32", "bfloat16")]
-    prompts = [torch.tensor([encode(targets[0].tokenizer, [{"role": "user", "content": c}], 200)]) for c in CHATS]
+def test_the_shipped_head_drafts_for_pytorch_and_for_the_gguf_file(smollm2_folder, folder_target, gguf_target):
+    chats = [[{"role": "user", "content": chat}] for chat in CHATS]
+    prompts = [torch.tensor([encode(folder_target.tokenizer, chat, 200)]) for chat in chats]
     lengths = []
-    for target in targets:
+    for target in (folder_target, load_target(smollm2_folder, dtype="bfloat16")):
         plain, drafted, length = accepted_length(target, prompts, "smollm2-eagle-3")
         assert drafted == plain or not target.same_bits
         lengths.append(length)
-    plain, drafted, length = accepted_length(load_target(smollm2_gguf), prompts, "smollm2-eagle-3")
+    plain, drafted, length = accepted_length(gguf_target, prompts, "smollm2-eagle-3")
     assert sum(map(list.__eq__, plain, drafted)) >= len(prompts) - 1  # the others: near-ties
     assert lengths[0] > 1.2 and length / lengths[0] == pytest.approx(1.0, abs=0.05)
 
