@@ -19,9 +19,9 @@ SLOW = tuple(
     e2e hardening benchmarks gpu examples bench/test_device bench/test_rendering engine/test_chat_memory
     engine/test_lossless methods/test_heads methods/test_exact_sampling methods/test_layer_skip
     methods/test_plug_ins methods/test_recipes methods/test_vocabularies models/test_llamacpp
-    models/test_another_cache recipes/test_train recipes/test_code_corpus servers/test_engines servers/test_lane
+    recipes/test_train recipes/test_corpus servers/test_engines servers/test_lane
     servers/test_process servers/test_groups ui/test_page ui/test_space test_changes models/test_real_models
-    test_processes test_wheel test_cli.py::test_the_process_itself test_cli.py::test_lists_and_help
+    test_wheel test_cli.py::test_the_process_itself test_cli.py::test_lists_and_help
     test_cli.py::test_suggestions_name
     """.split()
 )
@@ -55,6 +55,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    examples = 5_000 if config.getoption("--all") else 50
+    settings.register_profile("hardening", settings.get_profile("fixed"), max_examples=examples)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a background job of a shell, whose processes inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if sys.platform == "linux" and not hasattr(config, "workerinput"):

@@ -5,6 +5,7 @@ interpreters. Tests of import costs use `subprocess` and always get a new interp
 """
 
 import os
+import resource
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -66,3 +67,14 @@ def served(*options, log=None, **environment):
             yield page, page.stdout.readline().split()[-1]
         finally:
             page.terminate()
+
+
+@contextmanager
+def full_disk(left):
+    """Limit the size of files to `left` bytes, so that larger writes fail as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (left, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

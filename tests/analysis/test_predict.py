@@ -5,14 +5,15 @@ import subprocess
 import sys
 from dataclasses import replace
 from itertools import product
+from statistics import median
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdemo.__main__ import main
-from specdemo.analysis.acceptance import from_mean, of_passes
-from specdemo.analysis.predict import predict, predicted
+from specdemo.analysis.acceptance import from_mean, of_lengths, of_passes
+from specdemo.analysis.predict import predict, predicted, published
 from specdemo.analysis.profiles import Figure, MeasuredStep, Passes, profile, profiles
 from specdemo.analysis.roofline import device_of, step_cost
 from specdemo.analysis.work import drafting, known, shape, work
@@ -217,3 +218,38 @@ def test_command_prints_text_and_json(capsys):
     assert [(one["device"], one["batch"]) for one in found] == [(d, b) for d in ("h100-sxm", "l4") for b in (1, 32)]
     assert found[0]["rows"][3]["speedup"]["low"] < found[0]["rows"][3]["speedup"]["value"]
     assert found[0]["per_million"] < found[0]["plain_per_million"]
+
+
+RESULTS = published()
+EAGLE_1 = {"architectures": ["LlamaForCausalLM"]}
+
+
+def speedup_of(result):
+    """Return the predicted speed-up of a published result."""
+    settings = {name: getattr(result, name) for name in ("device", "method", "dtype", "engine", "context", "nodes")}
+    model = result.model or (EAGLE_1 if result.old else None)
+    acceptance = from_mean(result.tokens, result.k)
+    return predict(result.target, model=model, acceptance=acceptance, ks=(result.k,), **settings).rows[0].speedup
+
+
+def test_published_results_name_source_and_device():
+    for one in RESULTS:
+        assert one.source.startswith("https://") and one.device in profiles() and one.target in known()
+        assert 1.0 <= one.tokens <= one.k + 1
+
+
+def test_published_results_are_predicted_as_documented():
+    """docs/what-if.md states a median error of 11 %, a worst one of 47 %, and 90 % inside the error band."""
+    found = [(speedup_of(one), one.speedup) for one in RESULTS]
+    errors = sorted(abs(guess.value / speedup - 1.0) for guess, speedup in found)
+    inside = sum(guess.low <= speedup <= guess.high for guess, speedup in found)
+    assert len(errors) == 39 and round(median(errors), 2) == 0.11 and round(errors[-1], 2) == 0.47
+    assert round(inside / len(found), 2) == 0.9
+
+
+def test_rates_by_position_reproduce_the_published_lengths():
+    chains = [one for one in RESULTS if one.what == "vLLM, EAGLE-3"]
+    acceptance = of_lengths({one.k: one.tokens for one in chains})
+    assert len(chains) == 6 and acceptance.longest == 7
+    for one in chains:
+        assert acceptance.tokens(one.k).value == pytest.approx(one.tokens)

@@ -19,7 +19,7 @@ from specdemo.engine.loop import never_cancelled
 from specdemo.kv.cache import cache_argument
 from specdemo.methods import load_drafter
 from specdemo.models.fused import fuse_layers
-from tests.models.recorders import Replayed
+from tests.models.tiny import Replayed
 
 TINY = Size(layers=4, hidden=64, feed_forward=96, heads=4, kv_heads=2, vocabulary=211, draft_layers=1)
 CPU = torch.device("cpu")

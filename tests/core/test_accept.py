@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdemo.core import accept, block
-from specdemo.core.accept import Lossless
+from specdemo.core.accept import AcceptResult, Lossless, or_target
 from specdemo.core.block import Block
 from specdemo.core.rules import RULES, accept_rule
+from specdemo.core.sampling import draw
 from specdemo.core.tree import ABSENT, Draft, is_chain
 from specdemo.core.typical import Typical
-from tests.core.reference_rules import block_reference, lossless_reference
 
 
 def rng(seed=0):
@@ -24,6 +24,51 @@ def set_coins(monkeypatch, coins):
     """Replace the random numbers of all rules."""
     for module in (accept, block):
         monkeypatch.setattr(module, "coins", coins)
+
+
+def lossless_reference(draft, target, rng):
+    """Apply `Lossless`, normalising every residual."""
+    numbers = torch.zeros(draft.tokens.shape) if rng is None else accept.coins(draft, rng)
+    path, residuals = [], []
+    for row in range(len(target)):
+        slots, p = [0], target[row, 0]
+        for node in range(draft.nodes):
+            x = int(draft.tokens[row, node])
+            if x == ABSENT or int(draft.parents[row, node]) != slots[-1]:
+                continue
+            q = torch.arange(len(p), device=p.device).eq(x).float() if draft.probs is None else draft.probs[row, node]
+            if numbers[row, node] * q[x] < p[x]:  # strict: a zero-probability token is never accepted
+                slots.append(node + 1)
+                p = target[row, node + 1]
+            else:
+                residual = (p - q).clamp_min(0.0)
+                p = residual / residual.sum().clamp_min(torch.finfo(residual.dtype).tiny)
+        path.append(slots)
+        residuals.append(or_target(p, target[row, slots[-1]]))
+    return AcceptResult(path, draw(torch.stack(residuals), rng))
+
+
+def block_reference(draft, target, rng):
+    """Apply `Block` to a sampled chain."""
+    numbers, path, residuals = accept.coins(draft, rng), [], []
+    for row, (p, q) in enumerate(zip(target, draft.probs, strict=True)):
+        tokens = [x for x in draft.tokens[row].tolist() if x != ABSENT]
+        joint = [torch.ones(())]
+        for i, x in enumerate(tokens):
+            joint.append((joint[i] * p[i, x] / q[i, x].clamp_min(torch.finfo(q.dtype).tiny)).clamp_max(1.0))
+        accepted = 0
+        for i in range(1, len(tokens) + 1):
+            accept_prob = joint[i]
+            if i < len(tokens):
+                left, lost = (joint[i] * p[i] - q[i]).clamp_min(0.0).sum(), 1.0 - joint[i]
+                accept_prob = left / (left + lost) if left + lost > 0.0 else 1.0
+            if numbers[row, i - 1] < accept_prob:  # a later success overrides earlier failures
+                accepted = i
+        path.append(list(range(accepted + 1)))
+        scaled = joint[accepted] * p[accepted]
+        residual = (scaled - q[accepted]).clamp_min(0.0) if accepted < len(tokens) else scaled
+        residuals.append(or_target(residual, p[accepted]))
+    return AcceptResult(path, draw(torch.stack(residuals), rng))
 
 
 def random_probs(shape, seed, zeros):
@@ -306,16 +351,6 @@ def test_typical_refuses_invalid_thresholds():
         Typical(epsilon=0.0)
     with pytest.raises(ValueError, match="delta above 0"):
         Typical(delta=-1.0)
-
-
-def test_rules_by_name():
-    assert accept_rule("lossless").exact is True
-    assert accept_rule("block").exact is True
-    assert accept_rule("typical").exact is False
-    with pytest.raises(ValueError, match="did you mean 'typical'"):
-        accept_rule("typcal")
-    with pytest.raises(ValueError, match="choose one of coupled, lossless, block, typical, fly, speculative_cascade"):
-        accept_rule("x")
 
 
 @pytest.mark.gpu

@@ -7,7 +7,7 @@ import pytest
 
 import specdemo
 from specdemo.core.atomic_io import atomic_folder, atomic_path, check_writable, finite, json_text, write_text
-from tests.disk import full_disk
+from tests.processes import full_disk
 
 
 def names(folder):

@@ -9,7 +9,6 @@ from specdemo.core.protocol import Budget, Drafter, GenerationConfig
 from specdemo.core.sampling import Sampling
 from specdemo.core.trace import token_kinds
 from specdemo.core.tree import Draft
-from specdemo.core.typical import Typical
 from specdemo.engine.loop import generate
 from specdemo.methods import load_drafter
 from specdemo.models.toy import ToyTarget
@@ -246,38 +245,6 @@ def test_refusals_name_the_fix(target):
     for wrong in ({"max_new_tokens": 0}, {"budget": Budget(1, 1), "sampling": Sampling(), "max_new_tokens": -1}):
         with pytest.raises(ValueError, match="1 or more"):
             GenerationConfig(**wrong)
-
-
-@pytest.mark.parametrize("method", ["none", "ngram", "draft_model"])
-def test_sampling_through_the_loop_is_exact(method, tiny_llama):
-    """Compares the first two tokens of 12,000 draws, the rows of a batch, with the exact joint distribution by
-    chi-square.
-    """
-    vocabulary, draws = 6, 12_000
-    target = ToyTarget(vocabulary, seed=9)
-    prompt = torch.tensor([[1, 2, 3, 1, 2, 3, 1, 2]])
-    model = tiny_llama(vocabulary) if method == "draft_model" else None
-    drafter = load_drafter(method, target, model)
-    config = GenerationConfig(3, Sampling(temperature=1.0), Budget(3, 3), seed=3)
-    rows = [[] for _ in range(draws)]
-    for event in generate(target, drafter, prompt.expand(draws, -1), config):
-        for row, emitted in zip(rows, event.emitted, strict=True):
-            row += emitted
-    counts = torch.zeros(vocabulary, vocabulary)
-    for first, second, *_ in rows:
-        counts[first, second] += 1
-    expected = torch.zeros_like(counts)
-    context = prompt[0].tolist()
-    for first, p in enumerate(target.next_probs(context).tolist()):
-        expected[first] = p * target.next_probs([*context, first]) * draws
-    common = expected > 5
-    statistic = ((counts - expected)[common] ** 2 / expected[common]).sum()
-    free = int(common.sum()) - 1
-    assert statistic < free + 4.0 * (2.0 * free) ** 0.5  # 4 standard deviations: p < 1e-4
-
-
-def test_the_lossy_rule_is_labelled():
-    assert Typical().exact is False
 
 
 @pytest.mark.parametrize("k", [2, 3, 5, 7])

@@ -241,21 +241,13 @@ def test_sampled_text_is_one_text_with_coupling_only_also_in_the_next_turn(runne
         assert shown[0].endswith("so lanes write one text") and bool(shown[1]) is (rule == "coupled")
 
 
-def test_a_lossy_rule_is_labelled_everywhere(runner):
-    trace = runner.run(
-        spec(Lane(method="draft_model", model="stories-draft-wide", acceptance="typical"), max_new_tokens=8)
-    )
-    assert trace.lanes[1].exact is False
-    assert trace.lanes[1].options["acceptance"] == "typical"
-    assert trace.comparison[0]["verdict"] == "lossy"
-
-
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("rule", ["typical", "fly", "speculative_cascade"])
 def test_the_price_of_a_lossy_rule_is_measured(runner, rule, temperature):
     drafted = Lane(method="draft_model", model="stories-draft-wide", acceptance=rule, k=5)
     trace = runner.run(spec(drafted, temperature=temperature, max_new_tokens=24))
     row, lane = trace.comparison[0], trace.lanes[1]
+    assert lane.exact is False and lane.options["acceptance"] == rule and row["verdict"] == "lossy"
     assert row["tokens_changed"] == sum(event.notes["changed"] for event in lane.events if "changed" in event.notes)
     assert row["log_likelihood"] < 0 and row["baseline_log_likelihood"] < 0
     if rule == "typical" and not temperature:
@@ -308,26 +300,6 @@ def test_one_run_at_a_time(runner):
     list(first)
     waiting.join(timeout=60)
     assert len(order) == 1
-
-
-@pytest.mark.parametrize(
-    "changes, line",
-    [
-        ({"prompt": "  \n "}, "the prompt is empty"),
-        ({"prompt": "word " * 600}, "shorten"),
-        ({"target": "storeys"}, "storeys"),
-        ({"lanes": ({"method": "draft_modell", "model": "stories-draft-wide"},)}, "did you mean 'draft_model'"),
-        ({"lanes": (Lane(method="ngram", options={"max_m": 2}),)}, "did you mean 'max_n'"),
-        ({"lanes": (Lane(method="draft_model"),)}, "needs a model"),
-        ({"lanes": (Lane(method="ngram", model="stories"),)}, "takes no model"),
-        ({"lanes": ({"method": "ngram", "acceptance": "lax"},)}, "lossless"),
-    ],
-)
-def test_bad_input_is_one_line_with_the_fix(runner, changes, line):
-    settings = {"lanes": (WIDE,)} | changes
-    with pytest.raises(ValueError, match=line) as error:
-        runner.load(spec(*settings.pop("lanes"), **settings))
-    assert "\n" not in str(error.value)
 
 
 def save_draft(folder, tokenizer, vocab_size):

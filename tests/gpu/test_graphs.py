@@ -16,7 +16,7 @@ from specdemo.methods.heads.mlp_speculator import MLPSpeculator
 from specdemo.methods.heads.mtp import MTP
 from specdemo.models.fused import fuse_layers
 from specdemo.models.target import HFTarget
-from tests.gpu.waits import no_synchronisation
+from tests.gpu.device import no_synchronisation
 from tests.models.tiny import build, texts
 
 pytestmark = pytest.mark.gpu

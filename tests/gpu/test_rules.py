@@ -29,8 +29,7 @@ from specdemo.models.pass_cost import rounding_noise
 from specdemo.models.prefix_reuse import PrefixCachedTarget
 from specdemo.models.target import HFTarget
 from tests.gpu import device
-from tests.gpu.device import STREAMS, OnDevice, Race, move, pretended
-from tests.gpu.waits import no_synchronisation
+from tests.gpu.device import STREAMS, OnDevice, Race, move, no_synchronisation, pretended
 from tests.models.tiny import build, texts
 
 GREEDY = Sampling()

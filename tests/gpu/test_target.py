@@ -8,7 +8,7 @@ from specdemo.models import pass_cost
 from specdemo.models.cpu_plan import CpuSettings
 from specdemo.models.pass_cost import plan_passes
 from specdemo.models.target import HFTarget
-from tests.gpu.waits import no_synchronisation
+from tests.gpu.device import no_synchronisation
 from tests.models.tiny import TREES, VOCABULARY, build, fresh, texts
 
 pytestmark = pytest.mark.gpu

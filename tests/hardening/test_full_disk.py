@@ -20,9 +20,8 @@ from specdemo.models.shipped import embedded_folder
 from specdemo.training.collect import Plan
 from specdemo.training.shares import Shares
 from tests import processes
-from tests.disk import full_disk
 from tests.models.tiny import build
-from tests.processes import ROOT, run
+from tests.processes import ROOT, full_disk, run
 
 ON_A_FULL_DISK = """
 import resource, sys

@@ -236,17 +236,12 @@ def test_a_link_of_thousands_of_options_is_cheap():
     [
         ["bench", "k", "--k", "1-99999999999"],
         ["bench", "k", "--k", "9" * 5000],
-        ["bench", "k", "--repeats", str(10**30)],
         ["bench", "k", "--new-tokens", str(10**30)],
         ["run", "embedded-draft", "--k", str(10**30)],
         ["run", "embedded-draft", "--seed", str(10**400)],
         ["run", "embedded-draft", "--seed", "9" * 5000],
         ["run", "embedded-draft", "--max-new-tokens", str(10**30)],
-        ["run", "embedded-draft", "--temperature", "nan"],
-        ["run", "embedded-draft", "--top-p", "inf"],
-        ["run", "embedded-draft", "--option", "nodes=" + "9" * 5000],
         ["run", "embedded-medusa", "--option", "nodes=" + "9" * 5000],
-        ["train", "medusa", "--minutes", "nan"],
         ["train", "medusa", "--minutes", "1e300"],
         ["train", "stories-target", "--corpus", "/", "--threads", str(10**9)],
         ["train", "stories-target", "--corpus", "/", "--device", "nonsense"],
@@ -578,29 +573,6 @@ def test_a_prediction_from_any_config_is_finite_or_one_line(name, config_changes
         assert "\n" not in str(error) and len(str(error)) < 300
     else:
         json.dumps(found.as_dict(), allow_nan=False)
-
-
-@pytest.mark.parametrize(
-    "config_changes",
-    [
-        {"layer_types": 1},
-        {"quantization_config": {"quant_method": "compressed-tensors", "config_groups": [1]}},
-        {"quantization_config": {"quant_method": "gptq", "bits": -5}},
-        {"quantization_config": {"quant_method": "gptq", "bits": 10**400}},
-        {"num_key_value_heads": -1},
-        {"num_experts": -1},
-        {"num_heads": 512, "block_size": 512},
-    ],
-)
-@pytest.mark.parametrize("role", ["target", "drafter"])
-def test_predict_on_a_hostile_config_ends_in_one_line(tmp_path, capsys, role, config_changes):
-    (tmp_path / "config.json").write_text(json.dumps({**known()["llama-1b"], **config_changes}), encoding="utf-8")
-    asked = [str(tmp_path)] if role == "target" else ["llama-8b", "--model", str(tmp_path)]
-    with bounded():
-        code = main(["predict", *asked, "--json"])
-    out, err = capsys.readouterr()
-    assert (code, err.count("\n")) in ((2, 1), (0, 0)) and "Traceback" not in err
-    assert code == 0 or (out == "" and "lacks the sizes of a" in err)
 
 
 FIGURE = st.sampled_from([1e-6, 1e-3, 1.0, 1e4, 1e9]).map(lambda value: {"value": value, "source": "a test"})

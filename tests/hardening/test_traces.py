@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from specdemo.__main__ import main
 from specdemo.bench.report import race_report, texts
 from specdemo.bench.result import read_result
 from specdemo.core.safe_io import FILE_BYTES, PUBLIC_FILE_BYTES, gc_paused
@@ -249,16 +248,6 @@ def test_a_trace_with_extreme_numbers_is_replayed_or_refused_in_one_line(changes
         start_of(trace, 1, "", allow_any_model=True)
     except ValueError as error:
         assert "\n" not in str(error) and len(str(error)) < 300
-
-
-@pytest.mark.parametrize("name", ["speedup", "speedup_low", "speedup_high"])
-def test_replay_refuses_a_huge_integer_in_one_line(tmp_path, capsys, name):
-    document = json.loads(DOCUMENT)
-    document["comparison"][0] |= {"speedup": 2.0, "speedup_low": 1.5, "speedup_high": 2.5, name: 10**400}
-    (tmp_path / "trace.json").write_text(json.dumps(document), encoding="utf-8")
-    assert main(["replay", str(tmp_path / "trace.json")]) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.count("\n") == 1 and f"comparison.0.{name}" in err
 
 
 @pytest.mark.parametrize("place", ["config", "environment"])

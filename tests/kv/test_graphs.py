@@ -12,9 +12,8 @@ from specdemo.kv.graphs import WIDTHS
 from specdemo.models import packed
 from specdemo.models.fused import fuse_layers
 from specdemo.models.target import HFTarget
-from tests.models.recorders import Replayed, failing, forgetful
 from tests.models.test_kernels import MODELS
-from tests.models.tiny import build, force_layout, texts
+from tests.models.tiny import Replayed, build, failing, force_layout, forgetful, texts
 
 TREE = torch.tensor([[0, 0, 1, 1, 2, 5]])
 TAPS = (0, 2, -1)

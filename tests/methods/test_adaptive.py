@@ -14,31 +14,11 @@ from specdemo.methods.adaptive import (
     LatencyTable,
     StepOutcome,
 )
-from specdemo.models.target import HFTarget
 from specdemo.models.toy import ToyTarget
 from specdemo.presets.files import load_presets
 from specdemo.presets.link import from_query
-from tests.generation import rows_of
 
 ROWS = torch.randint(3, 61, (3, 9), generator=torch.Generator().manual_seed(3))
-
-
-def output_and_events(target, drafter, **config):
-    events = list(generate(target, drafter, ROWS, GenerationConfig(30, stop_token_ids=(5,), **config)))
-    return rows_of(events), events
-
-
-def test_greedy_output_equals_plain_decoding(tiny_llama):
-    model = tiny_llama(61)
-    plain, _ = output_and_events(HFTarget(model), load_drafter("none", HFTarget(model)))
-    target = HFTarget(model)
-    near = tiny_llama(61)
-    near.lm_head.weight.data += 0.02 * torch.randn(61, 16, generator=torch.Generator().manual_seed(0))
-    drafter = load_drafter("adaptive", target, near)
-    got, events = output_and_events(target, drafter, budget=Budget(4, 4))
-    assert got == plain
-    assert all(0 <= e.notes["k"] <= 4 for e in events[1:])
-    assert sum(len(p) - 1 for e in events for p in e.path) > 0
 
 
 class SimulatedCosts:

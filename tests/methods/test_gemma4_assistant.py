@@ -19,8 +19,7 @@ from specdemo.models.checkpoints import open_checkpoint
 from specdemo.models.target import HFTarget
 from specdemo.models.toy import ToyTarget
 from tests.methods.heads import check_greedy
-from tests.models.recorders import Replayed
-from tests.models.tiny import VOCABULARY, build, texts
+from tests.models.tiny import VOCABULARY, Replayed, build, texts
 
 WINDOW = 6
 KINDS = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"]

@@ -30,8 +30,7 @@ from tests.methods.heads import (
     ragged_steps,
     target_of,
 )
-from tests.models.recorders import Replayed
-from tests.models.tiny import force_layout, texts
+from tests.models.tiny import Replayed, force_layout, texts
 from tests.plug_in import registered_hydra
 
 FILES = {

@@ -10,8 +10,7 @@ from specdemo.engine.loop import generate
 from specdemo.methods import load_drafter
 from specdemo.models.target import HFTarget
 from specdemo.models.toy import ToyTarget
-from tests.models.recorders import Replayed
-from tests.models.tiny import TREES, build, texts
+from tests.models.tiny import TREES, Replayed, build, texts
 
 
 @pytest.fixture(scope="module", params=TREES)

@@ -20,7 +20,6 @@ from tests.generation import train
 from tests.methods.heads import (
     Published,
     Reference,
-    check_greedy,
     example,
     folder_with,
     linear,
@@ -252,13 +251,6 @@ def test_saved_file_loads_in_vllm(tmp_path, target):
     layers = {f"blocks.{i}.layers.{n}.{k}" for i in range(2) for n in range(2) for k in ("weight", "bias")}
     assert load_file(tmp_path / "model.safetensors").keys() == layers | {f"lm_heads.{i}.weight" for i in range(2)}
     assert Medusa.load(str(tmp_path), target).rates == drafter.head.rates
-
-
-def test_half_precision_heads_read_full_precision_states(target):
-    drafter = load_drafter("medusa", target, Medusa.fresh(target).to(torch.bfloat16), nodes=8)
-    check_greedy(target, drafter)
-    drafter.measure(example(target))
-    assert drafter.weight_bytes == 2 * 4 * (HIDDEN * HIDDEN + HIDDEN + VOCABULARY * HIDDEN)
 
 
 def test_a_shape_is_its_paths():

@@ -266,12 +266,6 @@ def meta_folder(path, tensors, params):
     return str(path)
 
 
-def test_parallel_heads(tmp_path, target):
-    head = MTP.load(meta_folder(tmp_path, meta_layers(target), PARAMS), target)
-    drafter = load_drafter("mtp", target, head)
-    assert len(head) == 3 and drafter.taps == (LAYERS - 1,) and not drafter.note
-
-
 @pytest.mark.parametrize(
     ("change", "reason"),
     [

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,9 +11,10 @@ from specdemo.engine import lanes
 from specdemo.engine.clock import CpuStopwatch, stopwatch_for
 from specdemo.engine.session import Session
 from specdemo.kv.graphs import capture_for
-from specdemo.models import devices, load, memory
+from specdemo.models import devices, load, machine, memory
 from specdemo.models.devices import DEVICE_KINDS, DeviceKind, best_device, device_kind, pick_device, pick_dtype
 from specdemo.models.fused import missing_kernels
+from specdemo.models.machine import GpuClock
 from specdemo.models.memory import Precision, check_memory, estimate_footprint, free_bytes, resolve_placement
 from specdemo.presets import runnable
 from specdemo.presets.files import preset
@@ -249,3 +251,42 @@ def test_gpu_without_kernels_is_rejected_with_its_name(gpus):
     gpus((6, 1))
     with pytest.raises(ValueError, match=r"has no kernels for GPU 0 \(sm_61\); use device 'auto', or install"):
         pick_device("cuda")
+
+
+class Library:
+    """A stand-in for NVML that returns scripted clocks and limits in turn."""
+
+    def __init__(self, mhz, limits, fails=()):
+        self.mhz, self.limits, self.fails = iter(mhz), limits, fails
+
+    def nvmlDeviceGetHandleByUUID(self, name, handle):
+        assert name == b"GPU-abc"
+        return 0
+
+    def __getitem__(self, function):
+        def call(handle, *arguments):
+            clock = function == "nvmlDeviceGetClockInfo"
+            arguments[-1]._obj.value = next(self.mhz) if clock else self.limits
+            return int(function in self.fails)
+
+        return call
+
+
+@pytest.mark.parametrize(
+    ("library", "reasons"),
+    [
+        (Library([1980, 1980], 0), []),
+        (Library([1980, 1410], 0), ["the GPU's clock went from 1980 to 1410 MHz"]),
+        (Library([1980, 1950], 0x04 | 0x20), ["the GPU is throttled by heat and its power limit"]),
+        (Library([1980, 1410], 0x04, ["nvmlDeviceGetClockInfo", "nvmlDeviceGetCurrentClocksThrottleReasons"]), []),
+        (None, []),
+    ],
+)
+def test_gpu_clock_readings(monkeypatch, library, reasons):
+    monkeypatch.setattr(machine, "_library", lambda: library)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="abc"))
+    assert GpuClock(torch.device("cuda")).reasons() == reasons
+
+
+def test_cpu_has_no_gpu_clock():
+    assert GpuClock(torch.device("cpu")).reasons() == []

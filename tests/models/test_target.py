@@ -27,8 +27,7 @@ from specdemo.core.tree import ABSENT, Draft
 from specdemo.engine.loop import generate
 from specdemo.methods import load_drafter
 from specdemo.models.target import HFTarget
-from tests.models.recorders import Replayed
-from tests.models.tiny import CHAINS, SIZES, TREES, VOCABULARY, build, fresh, texts
+from tests.models.tiny import CHAINS, SIZES, TREES, VOCABULARY, Replayed, build, fresh, texts
 
 PROMPT = 13  # longer than every window of the tiny models
 TREE = [0, 0, 1, 1, 2, 5, 0, 6]
@@ -151,17 +150,6 @@ def test_row_may_be_empty(any_target):
         any_target.forward(tokens, chain(width - 1, 2), (-1,))
         keep(any_target, rows, tokens, [list(range(width)), []])
     check_next(any_target, rows)
-
-
-def test_a_finished_row_keeps_nothing(tree_target):
-    rows = texts(2, PROMPT).tolist()
-    tree_target.start(torch.tensor(rows))
-    for step in range(4):
-        tokens = texts(2, 3, seed=step)
-        tokens[1, 1:] = ABSENT
-        tree_target.forward(tokens, chain(2, 2))
-        keep(tree_target, rows, tokens, [[0, 1, 2], []])
-    check_next(tree_target, rows)
 
 
 def test_ragged_rows_leave_no_holes(target):

@@ -17,7 +17,6 @@ from specdemo.servers.counters import ServerStats
 from specdemo.servers.engines import ENGINES, acceptance, stats_between
 from specdemo.servers.engines.base import Installed
 from tests.completion_server import completion_server, piece
-from tests.processes import run
 from tests.servers.echo import DRAFTS, Echo
 from tests.servers.stand_in import gone, make, started
 
@@ -40,22 +39,6 @@ def test_commands(echo, capsys):
     assert shlex.split(lines[2])[:3] == ["echo-server", "--serve", "stories"] and lines[2].endswith("--gpus 2")
     assert lines[4].endswith("--port 8001 --gpus 2 --drafts 8 --longest 8")
     assert serve_commands(preset("embedded-draft"), "echo")[3].endswith("not served, Echo does not support this method")
-
-
-HELP = """
-from specdemo.servers.engines import ENGINES
-from tests.servers.echo import Echo
-ENGINES["echo"] = Echo()
-from specdemo.__main__ import main
-for command in ["run"], ["serve"], ["serve-command"]:
-    main([*command, "--help"])
-"""
-
-
-def test_help_lists_it():
-    done = run("-c", HELP)
-    listed = "vllm,sglang,llama-server,mlx-lm,mlx-vlmorecho"
-    assert "".join(done.stdout.split()).count(listed) == 3  # lines are wrapped at hyphens too
 
 
 def test_an_engine_that_is_not_installed_is_named_with_its_install_command(echo, capsys):

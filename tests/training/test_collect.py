@@ -20,7 +20,7 @@ from specdemo.training.collect import (
     sampled_rows,
     shards,
 )
-from tests.disk import full_disk
+from tests.processes import full_disk
 
 PLAN = Plan(text_rows=10, sampled_rows=4, rows_per_shard=4, context=32, sample_length=16)
 STORIES = [[0, *range(i, i + 30)] for i in range(1, 40)]
