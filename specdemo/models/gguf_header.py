@@ -58,7 +58,7 @@ TENSOR_TYPES = {0: "F32", 1: "F16", 2: "Q4_0", 8: "Q8_0", 30: "BF16"}  # of file
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # value types
 STRING, ARRAY = 8, 9
 MAX_DIMENSIONS = 4  # of a tensor, GGML_MAX_DIMS
-BLOCK = re.compile(rb"blk\.(\d+)\.")
+EMBEDDINGS = "token_embd.weight"
 RANK = 4  # pooling type of a model that scores texts, LLAMA_POOLING_TYPE_RANK
 DRAFT = "llama-server -m MODEL.gguf --spec-type {} --spec-draft-model FILE"
 HEADS = {  # words in the architecture of a head for another model -> its name, and what runs it
@@ -104,8 +104,7 @@ class Header:
     tensor_type: int  # of most weights, enum ggml_type of ggml.h
     weights: int  # number of weights
     data_bytes: int  # least size of the file; 0 if unknown
-    has_embeddings: bool  # token embeddings
-    blocks: frozenset[int]  # numbers of the blocks that have tensors
+    tensors: Mapping[str, tuple[int, tuple[int, ...], int]]  # name -> enum ggml_type, shape, place in the file
 
     @property
     def architecture(self) -> str:
@@ -157,10 +156,10 @@ def other_kind(parts: Sequence[Header]) -> tuple[str, str] | None:
         return ENCODER
     if header.metadata.get(f"{architecture}.attention.causal") is False:
         return NOT_CAUSAL
-    blocks = frozenset[int]().union(*(part.blocks for part in parts))
-    if blocks and 0 not in blocks:
+    names = [name for part in parts for name in part.tensors]
+    if any(name.startswith("blk.") for name in names) and not any(name.startswith("blk.0.") for name in names):
         return HEADS["mtp"]
-    return None if any(part.has_embeddings for part in parts) else PART
+    return None if EMBEDDINGS in names else PART
 
 
 def read_header(path: Path) -> Header:
@@ -192,9 +191,9 @@ class _Reader:
         self._vocabulary, self._repeated = "", 0
 
     def header(self) -> Header:
-        version, tensors, entries = self._number("I"), self._number("Q"), self._number("Q")
-        if version not in (2, 3) or max(tensors, entries) > MAX_ENTRIES:
-            raise ValueError(f"version {version}, {tensors} tensors")
+        version, count, entries = self._number("I"), self._number("Q"), self._number("Q")
+        if version not in (2, 3) or max(count, entries) > MAX_ENTRIES:
+            raise ValueError(f"version {version}, {count} tensors")
         metadata = {}
         for _ in range(entries):
             key = self._string().decode()
@@ -203,23 +202,24 @@ class _Reader:
             metadata[key] = self._value(self._number("I"), key)
         _check_numbers(metadata)
         weights: Counter[int] = Counter()
-        names = []
+        tensors = {}
         end = 0
         sizes = _block_sizes()
-        for _ in range(tensors):
-            names.append(self._string())
+        for _ in range(count):
+            name = self._string().decode(errors="replace")
             dimensions = self._number("I")
             if dimensions > MAX_DIMENSIONS:
                 raise ValueError(f"a tensor has {dimensions} dimensions")
-            numbers = math.prod(self._number("Q") for _ in range(dimensions))
+            shape = tuple(self._number("Q") for _ in range(dimensions))[::-1]
+            numbers = math.prod(shape)
             kind, offset = self._number("I"), self._number("Q")
+            tensors[name] = kind, shape, offset
             weights[kind] += numbers
             block, width = sizes.get(kind, (1, 0))
             end = max(end, offset + numbers // block * width)
         alignment = metadata.get(ALIGNMENT, 32)
         start = -(-self._position // alignment) * alignment
         most = max(weights, key=weights.__getitem__, default=-1)
-        blocks = frozenset(int(found[1]) for found in map(BLOCK.match, names) if found)
         return Header(
             metadata,
             self._vocabulary,
@@ -227,8 +227,7 @@ class _Reader:
             most,
             weights.total(),
             start + end if end else 0,
-            b"token_embd.weight" in names,
-            blocks,
+            {name: (kind, shape, start + offset) for name, (kind, shape, offset) in tensors.items()},
         )
 
     def _number(self, kind: str) -> Any:

@@ -232,10 +232,13 @@ def open_context(handle: Handle, settings: LlamaCppSettings, cells: int, sequenc
 
 def read_matrix(path: str, *names: str) -> Tensor:
     """Return the first of the named matrices that the model has, in fp32."""
-    readers = [import_module("gguf").GGUFReader(part) for part in all_parts(Path(path))]
-    tensors = {tensor.name: tensor for reader in readers for tensor in reader.tensors}
+    tensors = {name: (part, *at) for part in all_parts(Path(path)) for name, at in read_header(part).tensors.items()}
     found = next((tensors[name] for name in names if name in tensors), None)
     if found is None:
         raise ValueError(f"{path} has no {names[0]}; choose another GGUF file")
-    values = import_module("gguf.quants").dequantize(found.data, found.tensor_type)
+    part, kind, (rows, columns), place = found
+    gguf = import_module("gguf")
+    numbers, size = gguf.GGML_QUANT_SIZES[kind]
+    data = numpy.memmap(part, numpy.uint8, "r", place, (rows, columns // numbers * size))
+    values = import_module("gguf.quants").dequantize(data, gguf.GGMLQuantizationType(kind))
     return torch.from_numpy(numpy.array(values, dtype=numpy.float32))

@@ -34,7 +34,7 @@ def test_sizes_of_a_gguf_file_are_those_of_its_header(tied, experts):
     attention, router = 2 * 32 * 32 + 2 * 32 * 16, 32 * experts
     layer = attention + router + (experts * 3 * 32 * 16 if experts else 3 * 32 * 48)
     weights = 2 * layer + 61 * 32 * (1 if tied else 2)
-    found = shape_of(gguf_config(Header(metadata, "", 0, 2, weights, weights // 2, True, frozenset())))
+    found = shape_of(gguf_config(Header(metadata, "", 0, 2, weights, weights // 2, {})))
     assert found.parameters == weights and bool(found.embedding) != tied and found.experts == experts
     assert found.bits == found.head_bits == pytest.approx(4.0) and found.weight_bytes(2.0) == pytest.approx(weights / 2)
 
