@@ -276,14 +276,13 @@ def test_damaged_weights_are_one_line(files, tmp_path):
         load_model(str(tmp_path / "short.gguf"))
 
 
-@pytest.mark.parametrize("cache_type", ["f16", "q8_0"])
-def test_settings_apply_to_target_and_draft_model(files, cache_type):
+def test_settings_apply_to_target_and_draft_model(files):
     target, draft = str(files / "stories.gguf"), str(files / "stories-draft-wide.gguf")
-    settings = {"threads": 2, "context": 300, "cache_type": cache_type}
+    settings = {"threads": 2, "context": 300, "cache_type": "q8_0"}
     trace = specdemo.run("embedded-draft", target=target, model=draft, max_new_tokens=16, **settings)
     environment = trace.environment
     assert (environment["threads"], environment["clock"]) == (2, "wall time")
-    assert f"{cache_type} KV cache, flash attention" in environment["kernels"]
+    assert "q8_0 KV cache, flash attention" in environment["kernels"]
     drafter = load_drafter("draft_model", load_model(target, llamacpp=LlamaCppSettings(**settings)).target(), draft)
     assert drafter.model.weights.settings.context == 300
 
