@@ -14,14 +14,12 @@ PAIR = Setting("Pair of models: embedded, 8m, 98m, 342m or 8b.", metavar="NAME")
 
 
 class Peers(Decoding):
-    """The engine against transformers, a bare loop and llama.cpp, and against its own forward passes alone."""
+    """The engine against transformers and llama.cpp, and against its own forward passes alone."""
 
     name = "peers"
     pair: Annotated[str | None, PAIR] = None  # None: the largest that fits
-    engine: Annotated[Literal["torch", "llamacpp"], Setting("Engine: torch, or llamacpp in this process.")] = "torch"
 
     def run(self, report: Report, cancelled: Callable[[], bool]) -> Result:
-        from benchmarks.llamacpp_engine import compete_on_llamacpp
         from benchmarks.pairs import make_pair
         from benchmarks.peers import compete
         from specdemo.models.cpu_threads import one_thread
@@ -29,8 +27,7 @@ class Peers(Decoding):
         report(0.0, "creating the models")
         pair = make_pair(self.pair, self.device, self.dtype)
         with one_thread(pair.target.device):  # all peers use as many threads as the engine
-            contest = compete if self.engine == "torch" else compete_on_llamacpp
-            return contest(pair, self.repeats, self.new_tokens, report, cancelled)
+            return compete(pair, self.repeats, self.new_tokens, report, cancelled)
 
 
 class Floor(Decoding):
@@ -88,4 +85,23 @@ class Gpu(Suite):
         return measure(*limits, report, cancelled, plan=self.plan, commit=self.commit)
 
 
-SUITES: tuple[type[Suite], ...] = (Peers, Floor, RaceFairness, Gpu)
+class Models(Decoding):
+    """Real models by kind of work, next to transformers' and llama.cpp's own loops, in the file --out. Another call
+    resumes it.
+    """
+
+    name = "models"
+    new_tokens: NewTokens = 48
+    prompts: Annotated[int, Field(ge=3, le=8), Setting("Prompts per kind of work.")] = 8
+    minutes: Annotated[float, Field(ge=0.0, le=600.0), Setting("Time limit of this call in minutes.")] = 25.0
+    models: Annotated[str, Setting("Only models whose names contain this text.", metavar="TEXT")] = ""
+    work: Annotated[str, Setting("Only this kind of work, for example chat.", metavar="NAME")] = ""
+    folder: Annotated[Path, Setting("Folder to write to.", flag="--out")] = Path("runs") / "models"
+
+    def run(self, report: Report, cancelled: Callable[[], bool]) -> Result:
+        from benchmarks.models import measure
+
+        return measure(self, report, cancelled)
+
+
+SUITES: tuple[type[Suite], ...] = (Peers, Floor, RaceFairness, Gpu, Models)

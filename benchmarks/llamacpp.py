@@ -32,10 +32,8 @@ def export(model: PreTrainedModel, file: Path) -> str:
 class LlamaCpp:
     """Greedy decoding by llama.cpp's own loop, with as many threads as torch."""
 
-    def __init__(self, model: PreTrainedModel, draft: PreTrainedModel | None = None, k: int = 0) -> None:
-        """Convert and load the models. draft: None for plain decoding. Raises ValueError, one line, if llama.cpp cannot
-        take part.
-        """
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Convert and load the model. Raises ValueError, one line, if llama.cpp cannot take part."""
         if missing := [name for name in PACKAGES if find_spec(name) is None]:
             raise ValueError(f"llama.cpp is not installed; run: pip install {' '.join(missing)}")
         library = import_module("xllamacpp")
@@ -45,14 +43,8 @@ class LlamaCpp:
         settings.n_gpu_layers, settings.verbosity = 0, -1
         with TemporaryDirectory() as folder:
             settings.model.path = export(model, Path(folder) / "model.gguf")
-            if draft is not None:
-                drafting = settings.speculative
-                drafting.types = [library.common_speculative_type.COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE]
-                drafting.draft.mparams.path = export(draft, Path(folder) / "draft.gguf")
-                drafting.draft.n_max, drafting.draft.n_gpu_layers = k, 0
-            for part in (settings, settings.speculative.draft):
-                part.cpuparams.n_threads = part.cpuparams_batch.n_threads = torch.get_num_threads()
-                part.cache_type_k = part.cache_type_v = library.ggml_type.GGML_TYPE_F32
+            settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = torch.get_num_threads()
+            settings.cache_type_k = settings.cache_type_v = library.ggml_type.GGML_TYPE_F32
             # flash attention is slow with a float32 cache
             settings.flash_attn_type = library.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
             self._server = library.Server(settings)

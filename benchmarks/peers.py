@@ -1,4 +1,4 @@
-"""The engine against transformers' generation, a bare loop and llama.cpp on the same weights, greedy, batch size 1.
+"""The engine against transformers' generation and llama.cpp on the same weights, greedy, batch size 1.
 
 Everything is timed end to end, including the prompt, and every repeat runs the peers in another order.
 """
@@ -9,20 +9,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
 from transformers import GenerationConfig as HFGenerationConfig
+from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from benchmarks.floor import Overhead, RecordingTarget, overhead, overhead_columns
 from benchmarks.llamacpp import LlamaCpp
 from benchmarks.pairs import Pair
 from specdemo.bench.base import Report
-from specdemo.bench.device import copy_bandwidth
 from specdemo.bench.measure import Tick, repeated
 from specdemo.bench.result import Result
 from specdemo.core.estimate import Estimate, over_repeats
@@ -30,7 +28,6 @@ from specdemo.core.protocol import Budget, Drafter, GenerationConfig, Target
 from specdemo.core.trace import StepEvent
 from specdemo.engine.loop import generate
 from specdemo.engine.session import environment
-from specdemo.kv.cache import cache_argument
 from specdemo.methods import BASELINE, load_drafter
 from specdemo.models.devices import device_kind
 from specdemo.models.fused import fuse_layers
@@ -38,10 +35,10 @@ from specdemo.models.fused import fuse_layers
 K = 5
 LOOKUP = 10  # tokens of a prompt-lookup draft, the default of transformers
 SEED = 5
+CONSTANT = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}  # draft length
 WARM_UP_TOKENS = 16
 
 OUR_PLAIN, OUR_DRAFT, OUR_LOOKUP = "specdemo plain", f"specdemo draft model, k={K}", "specdemo prompt lookup"
-BARE = f"bare loop, k={K}"
 PLAIN, ASSISTED = "transformers generate", f"transformers assisted, k={K}"
 ASSISTED_USUAL, TRANSFORMERS_LOOKUP = "transformers assisted, default", "transformers prompt lookup"
 LLAMA_CPP = "llama.cpp plain"
@@ -56,14 +53,20 @@ class OwnEngine:
     target: Target
     drafter: Drafter
     budget: Budget
+    stop_token_ids: tuple[int, ...] = ()
     events: list[StepEvent] = field(default_factory=list)
 
     def config(self, new_tokens: int) -> GenerationConfig:
-        return GenerationConfig(new_tokens, budget=self.budget, stop_token_ids=())
+        return GenerationConfig(new_tokens, budget=self.budget, stop_token_ids=self.stop_token_ids)
+
+    def steps(self, prompt: Tensor, new_tokens: int) -> Iterator[StepEvent]:
+        self.events = []
+        for event in generate(self.target, self.drafter, prompt, self.config(new_tokens)):
+            self.events.append(event)
+            yield event
 
     def __call__(self, prompt: Tensor, new_tokens: int) -> list[int]:
-        self.events = list(generate(self.target, self.drafter, prompt, self.config(new_tokens)))
-        return [token for event in self.events for token in event.emitted[0]]
+        return [token for event in self.steps(prompt, new_tokens) for token in event.emitted[0]]
 
 
 def transformers_peer(pair: Pair, settings: Mapping[str, Any], assistant: Mapping[str, Any] | None = None) -> Peer:
@@ -83,49 +86,14 @@ def transformers_peer(pair: Pair, settings: Mapping[str, Any], assistant: Mappin
     return run
 
 
-@torch.no_grad()
-def bare_loop(target: PreTrainedModel, draft: PreTrainedModel, prompt: Tensor, new_tokens: int, k: int) -> list[int]:
-    """Return a minimal greedy loop with chains of k on `model(...)` and transformers' growing cache."""
-    caches = {m: DynamicCache(config=m.config) for m in (target, draft)}
-
-    def logits_of(model: PreTrainedModel, tokens: Tensor, **named: int) -> Tensor:
-        cache = {cache_argument(model.forward): caches[model]}
-        logits: Tensor = model(tokens, **cache, **named).logits
-        return logits
-
-    end = prompt.shape[1] + new_tokens
-    text = prompt
-    logits = logits_of(target, text, logits_to_keep=1)
-    logits_of(draft, text, logits_to_keep=1)
-    text = torch.cat([text, logits.argmax(-1)], 1)
-    while text.shape[1] < end:
-        length = text.shape[1]
-        drafted = text
-        for _ in range(min(k, end - length - 1)):
-            unread = drafted[:, caches[draft].get_seq_length() :]
-            seen = logits_of(draft, unread, logits_to_keep=1)
-            drafted = torch.cat([drafted, seen.argmax(-1)], 1)
-        chosen = logits_of(target, drafted[:, length - 1 :]).argmax(-1)
-        accepted = int((drafted[:, length:] == chosen[:, :-1]).long().cumprod(1).sum())
-        text = torch.cat([text, chosen[:, : accepted + 1]], 1)
-        for cache in caches.values():
-            surplus = cache.get_seq_length() - (length + accepted)
-            if surplus > 0:
-                cache.crop(-surplus)
-    return text[0, prompt.shape[1] :].tolist()
-
-
 def cast(pair: Pair, target: RecordingTarget, draft: RecordingTarget) -> dict[str, Peer]:
     """Return all peers by name. target and draft are the engine's own copies."""
-    fixed = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
-    fixed |= {"num_assistant_tokens": K}
     return {
         OUR_PLAIN: OwnEngine(target, load_drafter(BASELINE, target), Budget(0, 0)),
         OUR_DRAFT: OwnEngine(target, load_drafter("draft_model", target, draft), Budget(K, K)),
         OUR_LOOKUP: OwnEngine(target, load_drafter("ngram", target), Budget(LOOKUP, LOOKUP)),
-        BARE: lambda prompt, new_tokens: bare_loop(pair.target, pair.draft, prompt, new_tokens, K),
         PLAIN: transformers_peer(pair, {}),
-        ASSISTED: transformers_peer(pair, {}, fixed),
+        ASSISTED: transformers_peer(pair, {}, {"num_assistant_tokens": K, **CONSTANT}),
         ASSISTED_USUAL: transformers_peer(pair, {}, {}),
         TRANSFORMERS_LOOKUP: transformers_peer(pair, {"prompt_lookup_num_tokens": LOOKUP}),
     }
@@ -136,10 +104,11 @@ class Timed:
     seconds: float
     written: list[list[int]]  # output tokens per prompt
     events: list[list[StepEvent]]  # of the engine, per prompt
+    untimed: int = 0  # output tokens before the seconds
 
     @property
     def tokens_per_s(self) -> float:
-        return sum(map(len, self.written)) / self.seconds
+        return (sum(map(len, self.written)) - self.untimed) / self.seconds
 
 
 def contest(
@@ -171,7 +140,7 @@ def contest(
 
 
 def compete(pair: Pair, repeats: int, new_tokens: int, report: Report, cancelled: Callable[[], bool]) -> Result:
-    """Compare the engine with transformers, with a bare loop, and with its own forward passes alone."""
+    """Compare the engine with transformers and with its own forward passes alone."""
     target, draft = _with_fused_layers(pair.target), _with_fused_layers(pair.draft)
     everybody = cast(pair, target, draft)
     absent = []
@@ -206,7 +175,7 @@ def compete(pair: Pair, repeats: int, new_tokens: int, report: Report, cancelled
             line |= overhead_columns(floors)
     config = {"pair": pair.name, "agreement": round(pair.agreement, 3), "k": K, "new_tokens": new_tokens}
     config |= {"prompts": len(pair.prompts), "parameters": pair.target.num_parameters()}
-    remarks = [_agreement(pair), *_ratios(contests), _bandwidth(pair.target, contests), *absent, *stopped]
+    remarks = [_agreement(pair), *_ratios(contests), *absent, *stopped]
     if target.dtype != torch.float32 and any(line["output"] != "identical" for line in rows):
         remarks.append("In half precision, outputs diverge where two tokens are equal within rounding.")
     return Result("peers", len(done), config, environment(target), rows, remarks, "lane")
@@ -220,11 +189,10 @@ def _with_fused_layers(model: PreTrainedModel) -> RecordingTarget:
 
 
 def row(name: str, contests: Sequence[Mapping[str, Timed]], baseline: str = PLAIN) -> dict[str, Any]:
-    last = contests[-1]
-    events = [event for run in last[name].events for event in run[1:]]
+    events = [event for timed in contests for run in timed[name].events for event in run[1:]]
     drafted = sum(t >= 0 for e in events for t in e.drafted[0])
-    same = sum(a == b for a, b in zip(last[name].written, last[baseline].written, strict=True))
-    total = len(last[baseline].written)
+    own, plain = ([text for timed in contests for text in timed[each].written] for each in (name, baseline))
+    same, total = sum(map(list.__eq__, own, plain)), len(plain)
     return {
         "lane": name,
         "tokens/s": over_repeats([timed[name].tokens_per_s for timed in contests]),
@@ -253,22 +221,10 @@ def _ratios(contests: Sequence[Mapping[str, Timed]]) -> list[str]:
         (OUR_PLAIN, LLAMA_CPP),
         (OUR_DRAFT, ASSISTED),
         (OUR_DRAFT, ASSISTED_USUAL),
-        (OUR_DRAFT, BARE),
         (OUR_LOOKUP, TRANSFORMERS_LOOKUP),
     ]
     ratios = [(one, other, ratio(contests, one, other)) for one, other in versus if other in contests[0]]
     return [f"{one} / {other}: {r.format()}" for one, other, r in ratios]
-
-
-def _bandwidth(model: PreTrainedModel, contests: Sequence[Mapping[str, Timed]]) -> str:
-    """Return the share of memory bandwidth that plain decoding uses; every weight is read once per token."""
-    times = [e.ms for timed in contests for run in timed[OUR_PLAIN].events for e in run[1:]]
-    seconds = median(sum(ms.values()) for ms in times) / 1000.0
-    read = read_bytes(model) / seconds / 1e9
-    copy = copy_bandwidth(model.device) / 1e9
-    return (
-        f"Plain decoding reads {read:.1f} GB/s of weights, {read / copy:.0%} of a copy's {copy:.1f} GB/s (both ways)."
-    )
 
 
 def read_bytes(model: PreTrainedModel) -> int:

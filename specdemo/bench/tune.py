@@ -12,7 +12,7 @@ from specdemo.analysis.diagnose import SMALLEST_GAIN, accepted_clause
 from specdemo.analysis.lanes import break_even
 from specdemo.bench.base import Decoding, File, NewTokens, Report, Stop
 from specdemo.bench.check_server import read_prompts
-from specdemo.bench.prompts import CODE, EDITS, PROMPTS
+from specdemo.bench.prompts import CODE, EDITS, PROMPTS, work_prompts
 from specdemo.bench.result import Result, Row
 from specdemo.bench.search import KindOfWork, Search
 from specdemo.core.estimate import over_repeats
@@ -22,12 +22,10 @@ from specdemo.core.tally import ratio
 from specdemo.engine.comparison import Lane, Model
 from specdemo.models.errors import Cancelled
 from specdemo.models.gguf_files import is_gguf
-from specdemo.presets.files import read_yaml
 
 if TYPE_CHECKING:
     from specdemo.bench.racer import Racer
 
-WORK = Path(__file__).with_name("work.yaml")
 OWN: Mapping[str, Mapping[str, Sequence[str]]] = {  # of models that were trained on one kind of text
     "stories": {"story": PROMPTS},
     "code": {"code": CODE, "code edit": EDITS},
@@ -65,10 +63,9 @@ class Tune(Decoding):
 
     def kinds(self) -> dict[str, list[str]]:
         """Return the prompts by kind of work. Raises ValueError, one line, for an unknown kind and an unusable file."""
-        known = OWN.get(self.target) or read_yaml(WORK)
+        known = OWN.get(self.target) or work_prompts()
         if self.prompt_file is not None:
             known = _of_file(self.prompt_file)
-        assert isinstance(known, Mapping)
         chosen = list(filter(None, self.work.split(",")))
         for name in chosen:
             if name not in known:

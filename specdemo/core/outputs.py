@@ -29,11 +29,11 @@ def check_output(path: str | Path, force: bool = False) -> None:
 
 
 def check_output_folder(folder: Path, force: bool = False) -> None:
-    """Raise ValueError unless `folder` is new, empty or was made by `train` or `bench gpu`. force: accept any."""
+    """Raise ValueError unless `folder` is new, empty or was made by `train` or `bench`. force: accept any."""
     if force or not folder.is_dir() or not any(folder.iterdir()) or (folder / MARKER).is_file():
         return
     keys = [_keys(folder / name) for name in ("provenance.json", "results.json")]
-    if not any(kind <= found for found in keys for kind in (PROVENANCE, SECTIONS, SECTION)):
+    if not any(kind <= found for found in keys for kind in (PROVENANCE, SECTIONS, SECTION, RESULT)):
         raise ValueError(f"{folder} is not empty and was not made by specdemo; name another with --out or add --force")
 
 

@@ -102,8 +102,11 @@ def test_a_readme_without_a_place_is_one_line(checkout, capsys):
     assert capsys.readouterr().err.startswith("error: cannot read 'nothing.json'")
 
 
-def test_the_readme_has_its_place():
-    assert len(readme.PLACE.findall((readme.ROOT / "README.md").read_text(encoding="utf-8"))) == 1
+@pytest.mark.parametrize("suite", ["methods"])
+def test_the_readme_shows_what_is_recorded(suite):
+    text = (readme.ROOT / "README.md").read_text(encoding="utf-8")
+    assert text.count(f"<!-- bench {suite} -->") == text.count(f"<!-- end of bench {suite} -->") == 1
+    assert readme.section(recorded_suite(suite)) in text
 
 
 def readme_table():

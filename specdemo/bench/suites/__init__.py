@@ -17,7 +17,7 @@ from specdemo.presets.files import DEFAULT, of_checkout, preset
 from specdemo.presets.limits import LIMITS
 from specdemo.presets.link import Linked
 
-OF_THE_PROJECT = ("peers", "floor", "race-fairness", "gpu")  # in the folder `benchmarks` of a checkout
+OF_THE_PROJECT = ("peers", "floor", "race-fairness", "gpu", "models")  # in the folder `benchmarks` of a checkout
 
 
 @lru_cache(maxsize=1)

@@ -1,13 +1,15 @@
 """Kinds of text, on the lanes that have a drafter in both families."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from specdemo.bench.base import Axis, Decoding, Report, Stop
-from specdemo.bench.prompts import CODE, EDITS, PROMPTS
+from specdemo.bench.prompts import CODE, EDITS, PROMPTS, work_prompts
 from specdemo.bench.result import ALL, Result, Row
+from specdemo.core.settings import Setting
 from specdemo.engine.comparison import Lane
 from specdemo.presets.files import preset
+from specdemo.presets.pair import add_pair
 
 if TYPE_CHECKING:
     from specdemo.bench.measure import Compared
@@ -25,7 +27,9 @@ EDITING = "embedded-code-edit"
 
 
 class KindOfText(Decoding):
-    """Compares kinds of text: stories, code, edits of code, and text unlike the training data."""
+    """Compares kinds of text: stories, code, edits of code, and text unlike the training data; for another target
+    the kinds of work of `tune`.
+    """
 
     name = "text"
     order = 10
@@ -34,22 +38,23 @@ class KindOfText(Decoding):
         "How much depends on the text? The same methods on stories, code, edits, and text unlike the training data."
     )
     axis = Axis("text", "kind of text", "kind of text")
+    target: Annotated[str | None, Setting("Another target: folder, hub id or GGUF file.", metavar="MODEL")] = None
+    draft: Annotated[str | None, Setting("Its draft model or head; else n-grams, suffixes.", metavar="MODEL")] = None
 
     def run(self, report: Report, cancelled: Stop) -> Result:
         from specdemo.bench.measure import Question, compare_lanes
-        from specdemo.bench.sweeps import Partial, comparison, shipped_lanes
+        from specdemo.bench.sweeps import Partial, comparison
         from specdemo.engine.session import Session
 
-        stories = tuple(lane for lane in shipped_lanes() if _of_code(lane))
-        progress = Partial(self, ", ".join(KINDS), report, "text")
+        sets = self._sets()
+        progress = Partial(self, ", ".join(target for target, _, _ in sets), report, "text")
         rows: list[dict[str, object]] = []
         remarks: list[str] = []
-        for turn, (target, kinds) in enumerate(KINDS.items()):
-            lanes = stories if target == "stories" else tuple(filter(None, map(_of_code, stories)))
+        for turn, (target, lanes, kinds) in enumerate(sets):
             questions = [Question(text, kind) for kind, texts in kinds.items() for text in texts]
 
             def report_progress(share: float, what: str, turn: int = turn, target: str = target) -> None:
-                progress((turn + share) / len(KINDS), f"{target}, {what}")
+                progress((turn + share) / len(sets), f"{target}, {what}")
 
             def show(so_far: Callable[[], "Compared"], finished: Sequence[Row] = tuple(rows)) -> None:
                 progress.show(lambda: [*finished, *_rows(so_far())])
@@ -60,6 +65,16 @@ class KindOfText(Decoding):
             remarks += seen.remarks
         config = self.config(progress.target)
         return Result(self.name, len(seen.tallies), config, seen.environment, rows, [_order(rows), *remarks], "text")
+
+    def _sets(self) -> list[tuple[str, tuple[Lane, ...], Mapping[str, Sequence[str]]]]:
+        """Return targets with their lanes and their prompts by kind."""
+        from specdemo.bench.sweeps import shipped_lanes
+
+        if self.target:
+            return [(self.target, tuple(add_pair(self.target, self.draft).lanes), work_prompts())]
+        stories = tuple(lane for lane in shipped_lanes() if _of_code(lane))
+        lanes = {"stories": stories, "code": tuple(filter(None, map(_of_code, stories)))}
+        return [(target, lanes[target], kinds) for target, kinds in KINDS.items()]
 
 
 def _rows(seen: "Compared") -> list[Row]:

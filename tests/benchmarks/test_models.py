@@ -1,0 +1,87 @@
+"""The table of real models: what is timed, ratios to the peer of a lane, and calls that continue."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks import models
+from benchmarks.models import (
+    GENERATE,
+    LANES,
+    LLAMA,
+    LLAMA_NGRAM,
+    NGRAM,
+    PLAIN,
+    PROMPT_LOOKUP,
+    SAME,
+    SKIP,
+    SUBJECTS,
+    SUFFIX,
+)
+from specdemo.bench.result import read_result, write_result
+from specdemo.bench.suites import suite
+from specdemo.engine.loop import never_cancelled
+
+
+def silent(share, what):
+    assert 0.0 <= share < 1.0
+
+
+def test_every_peer_belongs_to_a_lane_of_some_model():
+    assert {*SAME} - {PLAIN} <= {*LANES}
+    assert {lane for subject in SUBJECTS.values() for lane in subject.lanes} == {*LANES}
+
+
+def test_times_start_with_the_first_token_and_short_answers_do_not_count(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(models.time, "perf_counter", lambda: now[0])
+
+    def peer(seconds):
+        def parts(prompt, new_tokens):
+            now[0] += 100.0  # reads the prompt
+            left = min(new_tokens, int(prompt))
+            yield [7]
+            for _ in range(left - 1):
+                now[0] += seconds
+                yield [7]
+
+        return models.loop(parts)
+
+    peers = {
+        PLAIN: peer(2.0),
+        NGRAM: peer(1.0),
+        GENERATE: peer(4.0),
+        PROMPT_LOOKUP: peer(3.0),
+        SKIP: peer(9.0),
+        SUFFIX: peer(2.0),
+    }
+    found = models.contests({}, peers, {SKIP}, [torch.tensor(n) for n in (20, 30, 5, 40)], 24)
+    assert [len(timed[PLAIN].written[0]) for timed in found] == [20, 24, 24]
+    assert {*found[0]} == {*peers} - {SKIP}
+    assert found[0][GENERATE].tokens_per_s == 1 / 4 and found[1][NGRAM].tokens_per_s == 1.0
+    rows = {row["lane"]: row for row in models.rows({"category": "edit"}, found)}
+    assert rows[PLAIN]["over its peer"].value == 2.0 and rows[NGRAM]["over its peer"].value == 3.0
+    assert rows[NGRAM]["speed-up"].value == 2.0
+    assert rows[GENERATE]["over its peer"] is rows[SUFFIX]["over its peer"] is None
+    assert {row["prompts"] for row in rows.values()} == {3} and {row["output"] for row in rows.values()} == {
+        "identical"
+    }
+
+
+def test_a_call_continues_with_the_missing_kinds_of_work(smollm2_gguf, tmp_path, monkeypatch):
+    pytest.importorskip("llama_cpp")
+    settings = {"folder": tmp_path, "prompts": 3, "new_tokens": 14, "models": "Q4_1", "work": "chat"}
+    chosen = suite("models", **settings)
+    result = chosen.run(silent, never_cancelled)
+    lanes = {row["lane"]: row for row in result.rows}
+    assert {PLAIN, NGRAM, LLAMA, LLAMA_NGRAM} < {*lanes}
+    assert {lanes[name]["output"] for name in (NGRAM, LLAMA)} == {"identical"}
+    assert read_result(tmp_path / "results.json") == result
+    monkeypatch.setattr(models, "cast_of", pytest.fail)
+    assert chosen.run(silent, never_cancelled).rows == result.rows  # nothing is missing
+    left = suite("models", **settings | {"work": "", "minutes": 0.0}).run(silent, never_cancelled)
+    assert left.remarks == ["5 of 5 kinds of work remain; run the same command again"]
+    write_result(replace(result, environment=result.environment | {"commit": "0" * 40}), tmp_path / "results.json")
+    with pytest.raises(ValueError, match="has results of another commit or of other settings"):
+        chosen.run(silent, never_cancelled)
