@@ -24,6 +24,7 @@ from specdemo.core.settings import Settings, settings
 from specdemo.core.suggest import short_repr, suggest
 from specdemo.engine.comparison import Comparison, Lane, Name, validate_method_name
 from specdemo.methods import model_method
+from specdemo.models import packaged
 from specdemo.servers.address import listed
 from specdemo.servers.engines import ENGINES
 
@@ -87,6 +88,11 @@ class Preset(Comparison, About):
     def embedded(self) -> bool:
         """Return True if only embedded models are used, so that nothing is downloaded."""
         return all(model in EMBEDDED for model in self.models)
+
+    @property
+    def here(self) -> bool:
+        """Return True if all models are embedded or were made earlier from a package."""
+        return all(model in EMBEDDED or packaged.local(model) for model in self.models)
 
     @property
     def methods(self) -> list[str]:
@@ -241,12 +247,12 @@ def _variant(stem: str, text: str, name: str, own: Mapping[str, object]) -> Pres
 
 @lru_cache(maxsize=1)
 def load_presets() -> dict[str, Preset]:
-    """Return all presets by id: the default, other embedded ones, then those with downloads by memory, first those
-    that need no GPU."""
+    """Return all presets by id: those of a real model that is here, the default, other embedded ones, then those with
+    downloads by memory, first those that need no GPU."""
     presets = [preset for path in FOLDER.glob("*.yaml") for preset in read_presets(path)]
     if not presets:
         raise ValueError(f"no presets in {FOLDER}; reinstall specdemo")
-    presets.sort(key=lambda p: (p.id != DEFAULT, not p.embedded, _order(p), p.id))
+    presets.sort(key=lambda p: (p.embedded or not p.here, p.id != DEFAULT, not p.embedded, _order(p), p.id))
     return {preset.id: preset for preset in presets}
 
 

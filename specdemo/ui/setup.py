@@ -40,7 +40,8 @@ def examples() -> list[tuple[str, list[tuple[str, str]]]]:
     """Return the presets by group, with labels and ids."""
     groups: dict[str, list[tuple[str, str]]] = {"Examples": [], "More examples": []}
     for p in limits.at_hand() if limits.public() else load_presets().values():
-        group = "Examples" if p.chip else f"Needs a GPU with {p.group}" if p.group else "More examples"
+        needs = f"Needs {'' if 'RAM' in (p.group or '') else 'a GPU with '}{p.group}" if p.group else "More examples"
+        group = "Examples" if p.chip and p.here else needs
         groups.setdefault(group, []).append((p.chip or p.title, p.id))
     return [(group, found) for group, found in groups.items() if found]
 

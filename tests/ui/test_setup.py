@@ -81,9 +81,10 @@ def test_the_menu_has_every_preset_once():
     groups = setup.examples()
     ids = [id for _, presets in groups for _, id in presets]
     assert sorted(ids) == sorted(load_presets())
-    few = [id for _, id in dict(groups)["Examples"]]
-    assert 6 <= len(few) <= 8 and all(load_presets()[id].embedded for id in few)
-    assert all(load_presets()[id].group for group, rest in groups for _, id in rest if "GPU" in group)
+    few = [load_presets()[id] for _, id in dict(groups)["Examples"]]
+    assert 6 <= sum(preset.embedded for preset in few) <= 8 and all(preset.here for preset in few)
+    needs = {group: {load_presets()[id].group for _, id in rest} for group, rest in groups if "Needs" in group}
+    assert all(("GPU" in group) != ("RAM" in wanted) for group, sizes in needs.items() for wanted in sizes)
 
 
 def test_hidden_lanes_are_ignored(values):
