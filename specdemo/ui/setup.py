@@ -17,6 +17,7 @@ from specdemo.core.rules import rule_options
 from specdemo.core.settings import Setting, Settings, linked, settings
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.methods import method, method_options, model_method
+from specdemo.models import packaged
 from specdemo.models.shipped import embedded_folder
 from specdemo.presets import limits
 from specdemo.presets.files import EMBEDDED, Preset, load_presets, preset
@@ -245,7 +246,9 @@ def about(chosen: Preset) -> str:
     words = [chosen.description]
     if chosen.memory_gb is not None:
         login = "gated: needs a login, " if chosen.gated else ""
-        words.append(f"Downloaded from the Hugging Face hub; about {chosen.memory_gb:g} GB, {login}{chosen.licence}.")
+        source = packaged.DOWNLOADS.get(chosen.target, "Downloaded from the Hugging Face hub")
+        source = "On this machine" if chosen.here else source
+        words.append(f"{source}; about {chosen.memory_gb:g} GB of memory, {login}{chosen.licence}.")
     return f"<b>{escape(chosen.title)}.</b> {escape(' '.join(words))}"
 
 

