@@ -72,6 +72,15 @@ def test_a_draft_of_another_method_costs_what_it_costs(tiny_llama):
         assert any(len(path) > 1 for event in steps_seen[1:] for path in event.path)
 
 
+def test_seed_makes_acceptance_reproducible():
+    target = ToyTarget(61, seed=1)
+    texts = [
+        [event.emitted for event in events(target, load_drafter("synthetic", target), tokens=60, seed=seed)]
+        for seed in (1, 1, 2)
+    ]
+    assert texts[0] == texts[1] != texts[2]
+
+
 @pytest.mark.parametrize("text", ["", "a", "0.5,", "1.1", "-0.1", "nan", "0.5,nan", "80 %"])
 def test_invalid_rates_are_refused_in_one_line(text):
     with pytest.raises(ValueError, match=r"option 'rates' must be numbers from 0 to 1 .*, such as 0\.8,0\.75, not"):
