@@ -11,6 +11,9 @@ from specdemo.core.trace import LaneTrace, RunTrace, estimates, run_timings, sam
 PLAIN = "plain decoding"
 MIN_PROMPT_SHARE = 0.10  # share of a lane's time in its prompt from which the speed-up in all is reported too
 SO_FAR = "so far"  # replaces the verdict of a run that was stopped
+LOOPS = "the text repeats itself, so this gain is not typical"
+LOOP_TOKENS = 32  # a text loops if it ends in at least so many tokens, and LOOP_TURNS rounds, of one repeated sequence
+LOOP_TURNS = 4
 BIT_FOR_BIT = "identical, bit for bit"  # the logits are the same bits in passes of every width, not only the tokens
 WORDS = {"rounding": "differs by rounding"}  # for verdicts whose names are not words for a sentence
 
@@ -54,6 +57,18 @@ def headline(trace: RunTrace, times: str = "x") -> Headline | None:
     return _so_far(trace, speeds, times) if stopped else _verdict(trace, speeds, times)
 
 
+def loops(tokens: Sequence[int]) -> bool:
+    """Return whether a text ends in one sequence of tokens over and over; False where ids are unknown (-1)."""
+    if -1 in tokens:
+        return False
+    longest = len(tokens) // LOOP_TURNS
+    lengths = ((period, max(LOOP_TOKENS, LOOP_TURNS * period)) for period in range(1, longest + 1))
+    return any(
+        length <= len(tokens) and tokens[-length:-period] == tokens[len(tokens) - length + period :]
+        for period, length in lengths
+    )
+
+
 def price_words(row: Mapping[str, object]) -> str:
     """Return the price of a lossy rule from a lane's row of `comparison`; empty if it is unknown."""
     changed, likelihood, plain = (
@@ -78,15 +93,16 @@ def _verdict(trace: RunTrace, speeds: Speeds, times: str) -> Headline:
     lanes = [0, *speeds]
     first, *tied = (lanes[place] for place in fastest([Estimate(1.0, 1.0, 1.0), *speeds.values()]))
     output = _output(trace, speeds)
+    looping = f"; {LOOPS}" if speeds[best].label == "faster" and loops(trace.lanes[0].token_ids) else ""
     if tied:
         result = f"No clear difference between {_and([_with_speed(trace, i, speeds, times) for i in (first, *tied)])}"
         if all(index and speeds[index].label == "faster" for index in (first, *tied)):
             result += f"; {'all' if len(tied) > 1 else 'both'} are faster than {PLAIN}"
-        return _result(best, "", (result, "", ""), output)
+        return _result(best, "", (result, "", looping), output)
     word = "fastest" if len(speeds) > 1 else "faster"
     speed, name = speeds[best], _name(trace, best)
     total = _in_all(trace.lanes[0], trace.lanes[best])
-    more = f", {total:.2f}{times} in all with the prompt" if total else ""
+    more = (f", {total:.2f}{times} in all with the prompt" if total else "") + looping
     value = f"{speed.value:.2f}{times} as fast"
     if not first:
         result = f"{PLAIN.capitalize()} is {word}: {name} is {value}"

@@ -193,6 +193,15 @@ function rejectedDraft(line, step) {
   return [node];
 }
 
+// Marks the token of a text at which it parts from the baseline's, or the baseline's from it, with the two candidates.
+function markParting({ outputNodes, view, container }, { index, comparison }) {
+  const token = outputNodes[comparison.first_divergence];
+  const mark = make("em", "sd-parting", `texts part${run.lanes.length > 2 ? ` (lane ${index})` : ""}: ${comparison.parting}`);
+  if (token) token.before(mark);
+  else container.append(mark);
+  reveal(view.text, mark);
+}
+
 function drawDone(lane, line) {
   lane.finish = line.finish;
   lane.summary = line.summary;

@@ -284,6 +284,8 @@ function finish() {
   run.end.comparison.forEach((row, i) => {
     if (run.lanes[i + 1]) run.lanes[i + 1].comparison = row;
   });
+  for (const mark of element.querySelectorAll(".sd-parting")) mark.remove();
+  for (const lane of run.lanes.slice(1).filter(({ comparison }) => comparison?.parting)) [run.lanes[0], lane].forEach((one) => markParting(one, lane));
   const unfinished = run.end.finish === "cancelled" ? ["stopped", "fair"] : ["failed", "bad"];
   for (const lane of run.lanes) if (!lane.finish && lane.view) pill(lane, ...unfinished);
   markOutdated();
@@ -375,7 +377,7 @@ for (const input of element.querySelectorAll("[name=sd-pace]")) {
   input.addEventListener("change", () => player.playing || run.userRun ? player.play() : drawTransport());
 }
 $(".sd-rejected").addEventListener("change", (event) => {
-  $(".sd-lanes").classList.toggle("sd-hide-rejected", !event.target.checked);
+  $(".sd-lanes").classList.toggle("sd-keep-rejected", event.target.checked);
 });
 empty();
 watch("value", read);

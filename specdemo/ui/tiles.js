@@ -149,8 +149,7 @@ function outputTile(lane) {
   const [label, tone] = known ? VERDICTS[row.verdict] : [String(row.verdict ?? "–"), ""];
   if (row.bit_for_bit) return ["✓ bit for bit", "same output", tone, row.verdict];
   const position = isNumber(row.first_divergence) ? `from token ${row.first_divergence + 1}` : "";
-  const gap = isNumber(row.divergence_margin) ? `gap to the best logit ${row.divergence_margin}` : "";
-  return [label, [position, gap, row.price].filter(Boolean).join(", "), tone, row.verdict];
+  return [label, [position, row.parting, row.price].filter(Boolean).join(", "), tone, row.verdict];
 }
 
 // A stopped run has no verdict on the missing text; an existing difference is final.

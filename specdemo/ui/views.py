@@ -194,9 +194,28 @@ def _texts(trace: RunTrace, lane: LaneTrace, row: ComparisonRow, speed: Estimate
     texts: dict[str, object] = {"interval": speed.interval(), "word": speed.label} if speed else {}
     if price := price_words(row):
         texts["price"] = price
+    if parting := _parting(trace.lanes[0], lane, row):
+        texts["parting"] = parting
     texts |= {"why": why} if settled(trace, lane) else {"word": SO_FAR, "why": ""}
     rate = break_even(lane.summary, speed)
     return texts | {"break_even": None if rate is None else round(rate, 4)}
+
+
+def _parting(baseline: LaneTrace, lane: LaneTrace, row: ComparisonRow) -> str:
+    """Return the two tokens where the texts part, and the gap between them in words; empty if they do not part."""
+    index, margin = row.get("first_divergence"), row.get("divergence_margin")
+    if not isinstance(index, int):
+        return ""
+    pieces = [one.pieces[index][:30] if index < len(one.pieces) else "" for one in (baseline, lane)]
+    words = [piece.strip() for piece in pieces] if pieces[0].strip() != pieces[1].strip() else pieces
+    tokens = [
+        f"“{word}”" if word else "a line break" if piece else "the end"
+        for word, piece in zip(words, pieces, strict=True)
+    ]
+    if not isinstance(margin, int | float):
+        return " or ".join(tokens)
+    gap = f"{margin:.2g} between {' and '.join(tokens)}"
+    return f"a near-tie: {gap}" if row.get("verdict") == "rounding" else f"{gap}, more than rounding explains"
 
 
 def _headline(trace: RunTrace, times: str) -> dict[str, object] | None:

@@ -4,7 +4,7 @@ from dataclasses import asdict
 
 import pytest
 
-from specdemo.core.headline import headline, settled
+from specdemo.core.headline import LOOPS, headline, loops, settled
 from specdemo.core.tally import summarise
 from specdemo.core.trace import LaneTrace, RunTrace, StepEvent, compare, from_json, to_json
 
@@ -183,6 +183,35 @@ def test_the_speed_up_in_all_needs_prompts_of_which_both_lanes_read_as_much():
 def test_texts_of_different_lengths_are_compared_in_tokens_per_time():
     found = headline(raced(timed(100.0, 10.0, 41), timed(100.0, 10.0, 21)))
     assert "No clear difference" in found.caption  # the shorter text took less time
+
+
+HAPPY = [5, 8, 2, 8, 1]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        ([3, 4, *HAPPY * 7], True),
+        ([*range(40), *HAPPY * 7, 5, 8], True),  # cut by the limit inside a round
+        ([9] * 32, True),
+        ([9] * 31, False),
+        ([*HAPPY * 7, 7], False),  # it went on
+        ([*range(20)] * 3, False),  # a table with three equal rows
+        ([-1] * 90, False),  # a server sends no ids
+        ([], False),
+    ],
+)
+def test_a_text_that_loops_is_recognised(tokens, expected):
+    assert loops(tokens) is expected
+
+
+def test_a_gain_on_a_text_that_loops_is_not_typical_and_a_loss_needs_no_such_words():
+    run = trace((1.8, 1.7, 1.9))
+    run.lanes[0].token_ids = HAPPY * 8
+    assert headline(run).caption == f"A is 1.80x as fast as plain decoding (1.70 to 1.90); {LOOPS}, output identical"
+    assert f"; {LOOPS}. Output" in headline(run).sentence
+    run.comparison[0].update(speedup=0.8, speedup_low=0.75, speedup_high=0.85)
+    assert LOOPS not in headline(run).sentence
 
 
 def test_lanes_with_different_prompts_have_no_speed_up_and_no_verdict():

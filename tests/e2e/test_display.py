@@ -143,6 +143,23 @@ def test_a_slower_pace_goes_on_from_what_is_shown(display):
     assert display.read(".sd-status")[0].startswith("Finished.")
 
 
+def test_both_texts_are_marked_where_they_part(display):
+    trace = race()
+    trace.comparison[1] |= {"verdict": "rounding", "first_divergence": 4, "divergence_margin": 0.02}
+    for _ in range(2):  # a replay marks them again
+        display.show(replayed(trace).text)
+        display.wait(6000)
+        marks = "[...document.querySelectorAll('.sd-parting')].map(e => [e.closest('[data-lane]').dataset.lane,"
+        marks = display.evaluate(f"{marks} e.textContent, e.nextSibling.textContent])")
+        words = f"texts part (lane 2): a near-tie: 0.02 between “{HOSTILE[4]}”"[:60]
+        assert [(lane, after) for lane, _, after in marks] == [("0", HOSTILE[4]), ("2", HOSTILE[4])]
+        assert all(text.startswith(words) for _, text, _ in marks)
+        assert "near-tie: 0.02" in display.read('[data-tile="output"]')[0]
+        display.click(".sd-replay")
+        display.wait(100)
+        assert not display.locate(".sd-parting")
+
+
 def test_the_winner_is_named_in_the_bar_and_in_the_status(display):
     display.show(Log().add(replay(race())))
     display.wait(6000)

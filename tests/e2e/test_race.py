@@ -211,15 +211,21 @@ def test_hostile_text_stays_text(visit, trace_file):
     expect(page.get_by_role("img", name=name)).to_be_visible()
 
 
-def test_drafts_can_be_hidden_steps_inspected_and_the_run_replayed(visit, trace_file):
+def test_rejected_drafts_fade_and_return_steps_are_inspected_and_the_run_replayed(visit, trace_file):
     page = visit()
     open_file(page, trace_file)
     wait_for_text(page, "^Replayed")
     rejected = page.locator('[data-lane="1"] [data-kind="rejected"]').first
-    expect(rejected).to_be_visible()
     assert rejected.get_attribute("data-more") == "+1"
-    page.locator(".sd-rejected").uncheck()
-    expect(rejected).to_be_hidden()
+    shown = "node => getComputedStyle(node).fontSize"
+    assert rejected.evaluate(shown) == "0px"  # faded; what stays is a mark at the token after it
+    assert "gradient" in rejected.evaluate("node => getComputedStyle(node.nextSibling).backgroundImage")
+    page.locator('[data-lane="1"].sd-text').hover()
+    assert rejected.evaluate(shown) == "12px"
+    page.mouse.move(0, 0)
+    assert rejected.evaluate(shown) == "0px"
+    page.locator(".sd-rejected").check()
+    assert rejected.evaluate(shown) == "12px"
     page.locator('[data-lane="1"].sd-text').focus()
     page.keyboard.press("Home")
     page.keyboard.press("ArrowRight")
@@ -356,6 +362,7 @@ def test_drafter_notes_are_plotted(replayed, tree_file, trace_file):
 
 def test_copy_from_lane_is_the_model_text(replayed, trace_file):
     page = replayed(trace_file)
+    page.locator(".sd-rejected").check()
     expect(page.locator('[data-lane="1"] [data-kind="rejected"]').first).to_be_visible()
     copied = page.evaluate(
         "getSelection().selectAllChildren(document.querySelector('[data-lane=\"1\"].sd-text')), `${getSelection()}`"

@@ -180,3 +180,25 @@ def test_a_stored_run_without_numbers_still_shows():
     trace = hostile_trace()
     trace.lanes[1].summary = {"tokens_per_s": 9.0}
     assert view(list(replay(trace))[-1])["comparison"][0]["why"].startswith("Faster (1.33×")  # computed from the events
+
+
+@pytest.mark.parametrize(
+    ("row", "pieces", "words"),
+    [
+        ({"verdict": "rounding", "divergence_margin": 0.0213}, " a", "a near-tie: 0.021 between “bold” and “a”"),
+        (
+            {"verdict": "differs", "divergence_margin": 1.25},
+            "\n",
+            "1.2 between “bold” and a line break, more than rounding explains",
+        ),
+        ({"verdict": "unknown", "divergence_margin": None}, "bold ", "“bold” or “bold ”"),
+        ({"verdict": "rounding", "divergence_margin": 0.5}, None, "a near-tie: 0.5 between “bold” and the end"),
+        ({"verdict": "identical", "first_divergence": None}, "a", None),
+    ],
+)
+def test_where_texts_part_both_tokens_and_their_gap_are_named(row, pieces, words):
+    trace = hostile_trace()
+    trace.lanes[0].pieces[0] = "bold"
+    trace.lanes[1].pieces[0:] = [] if pieces is None else [pieces]
+    trace.comparison[0] |= {"first_divergence": 0} | row
+    assert view(Finished(trace))["comparison"][0].get("parting") == words
