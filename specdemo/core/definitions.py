@@ -14,6 +14,7 @@ class Tile:
     format: Literal["percent", "decimal", "count", "bytes"] | None = None
     baseline: bool = False  # the baseline has a row too
     optional: bool = False  # hidden if no lane has the number
+    more: bool = False  # in the fold below the others
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ DEFINITIONS: dict[str, Definition] = {
     "mean accepted length": Definition(
         ("tokens_per_step", "tokens", "steps"),
         "output tokens divided by target passes after the prefill, including correction and bonus tokens",
-        Tile("per-pass", "Mean accepted length", "tokens per target pass: accepted plus one", "decimal"),
+        Tile("per-pass", "Mean accepted length", "tokens per target pass: accepted plus one", "decimal", more=True),
     ),
     "acceptance rate at position n": Definition(
         ("accept_by_position", "accept_histogram"),
@@ -83,7 +84,7 @@ DEFINITIONS: dict[str, Definition] = {
     "ITL": Definition(
         ("itl_ms_p50", "itl_ms_p95"),
         "inter-token latency: median (or 95th percentile) over all tokens, each with an equal share of its step's time",
-        Tile("latency", "Latency", "to first token; between tokens (median)"),
+        Tile("latency", "Latency", "to first token; between tokens (median)", more=True),
     ),
     "draft, target pass, other": Definition(
         ("ms_draft", "ms_verify", "ms_other"),
@@ -115,7 +116,7 @@ DEFINITIONS: dict[str, Definition] = {
     "peak memory": Definition(
         ("peak_memory_bytes",),
         "on a GPU the peak of the allocator; on a CPU the size of the lane's weights and caches",
-        Tile("memory", "Peak memory", "weights and KV caches", "bytes", baseline=True),
+        Tile("memory", "Peak memory", "weights and KV caches", "bytes", baseline=True, more=True),
     ),
 }
 

@@ -77,16 +77,21 @@ def reference() -> str:
 
 
 def tiles() -> str:
-    """Return the tiles of the results as HTML, in the order of the definitions."""
+    """Return the tiles of the results as HTML, in the order of the definitions, and a fold with more of them."""
     parts: list[str] = []
+    folded: list[str] = []
     for definition in DEFINITIONS.values():
         if tile := definition.tile:
             number = f' data-key="{definition.keys[0]}" data-format="{tile.format}"' if tile.format else ""
             number += " data-baseline" if tile.baseline else ""
             number += " data-optional hidden" if tile.optional else ""
             head = f'<div class="sd-tile{"" if parts else " sd-main-tile"}" data-tile="{tile.id}"{number}>'
-            parts.append(f'{head}<h2>{tile.title}</h2><div class="sd-rows"></div><p>{tile.text}</p></div>')
-    return "".join(parts)
+            (folded if tile.more else parts).append(
+                f'{head}<h2>{tile.title}</h2><div class="sd-rows"></div><p>{tile.text}</p></div>'
+            )
+    more = f'<summary>More numbers</summary><div class="sd-tiles">{"".join(folded)}</div>'
+    shown = f'<section class="sd-tiles" aria-label="Results">{"".join(parts)}</section>'
+    return f'{shown}<details class="sd-fold">{more}</details>'
 
 
 def to_tab(tab_id: str) -> str:

@@ -137,15 +137,10 @@ def race_with(method: str, folder: str, drawn: Mapping[str, int]) -> Values:
     return fill(page_preset().with_changes(lanes=[lane.model_dump()]), drawn)
 
 
-def draw(page: gr.Blocks, form: Controls, sweep: gr.Radio, tab: gr.Tab, store: Store) -> None:
-    """Create the tab, inside the current Blocks. sweep: the control that chooses the suite of the Sweep tab."""
+def draw(page: gr.Blocks, form: Controls, tab: gr.Tab, store: Store) -> None:
+    """Create the tab, inside the current Blocks."""
     with gr.Column(elem_classes="card"):
         _draw_training(page, form, tab, store)
-    with gr.Column(elem_classes="card"):
-        assets.heading("depth", assets.text("depth_width.md"), elem_id="depth-width-about")
-        compare = gr.Button("Open the sweep", elem_id="depth-width")
-    opened = compare.click(lambda: "depth-width", None, sweep, **QUIET)
-    opened.then(None, None, None, js=assets.to_tab("sweep"), **QUIET)
     with gr.Column(elem_classes="card"):
         _draw_losslessness(tab, store)
     if listed() and not limits.public():

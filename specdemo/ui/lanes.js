@@ -82,11 +82,16 @@ function promptNodes(lane) {
 
 // Returns a closed list of facts: pairs of a name and a text.
 function laneDetails(lane) {
-  const details = fold([make("dl", "sd-passes")]);
+  const details = fold([factList(lane.details ?? [])]);
   details.head.textContent = "Details";
   details.box.hidden = !lane.details?.length;
-  for (const [name, text] of lane.details ?? []) details.body.firstChild.append(make("dt", "", name), make("dd", "", text));
   return details.box;
+}
+
+function factList(facts) {
+  const list = make("dl", "sd-passes");
+  list.append(...facts.flatMap(([name, text]) => [make("dt", "", name), make("dd", "", text)]));
+  return list;
 }
 
 // Moves nodes into a closed <details> element in place of the first of them.

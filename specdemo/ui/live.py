@@ -17,7 +17,7 @@ from specdemo.ui import space
 from specdemo.ui.job import Messages, Work, Worker, reason
 from specdemo.ui.views import Failed, Shown, StandIn
 
-__all__ = ["follow_up", "free_memory", "lane_name", "no_gpu", "preload", "run", "session", "with_engine_lock"]
+__all__ = ["follow_up", "lane_name", "no_gpu", "preload", "run", "session", "with_engine_lock"]
 
 ELSEWHERE = space.zero_gpu()  # the engine runs in another process
 
@@ -90,14 +90,6 @@ def _stand_in(spec: Comparison) -> RunTrace | None:
     """Return the recorded run of the preset, unless the comparison has another target or is the next turn of a chat."""
     trace = recorded(spec.id)
     return trace if trace and trace.config.get("target") == spec.target and not spec.history else None
-
-
-def free_memory() -> str:
-    """Drop all loaded models and return their names."""
-    loaded = session().loaded()
-    session().unload()
-    names = ", ".join(name for name, _ in loaded)
-    return f"unloaded {names} ({sum(size for _, size in loaded) / 1e6:.0f} MB)" if loaded else "no models were loaded"
 
 
 def preload(presets: Iterable[Preset]) -> None:

@@ -35,7 +35,7 @@ from specdemo.presets.files import DEFAULT, Preset, preset
 from specdemo.presets.recorded import recorded
 from specdemo.ui import assets, controls, lab, security, space, sweep, whatif
 from specdemo.ui.controls import Controls, wire_share
-from specdemo.ui.job import ENGINE, QUEUED, QUIET, Start, Store, at_end, named, stop_all, wire
+from specdemo.ui.job import ENGINE, QUIET, Start, Store, at_end, named, stop_all, wire
 from specdemo.ui.model_menus import live
 from specdemo.ui.race import Log, Visits, replayed, run
 from specdemo.ui.setup import changed
@@ -46,12 +46,6 @@ FIGURE_STEPS = 14  # of the recorded race in "How it works"
 SESSIONS = 64  # sessions whose components Gradio stores, 0.3 MB each
 FONTS = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "Helvetica Neue", "Arial", "sans-serif"]
 MONO = ["ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "DejaVu Sans Mono", "monospace"]
-
-
-def _free_memory() -> None:
-    if limits.public():
-        raise gr.Error("all visitors of a public page share the models, so they stay loaded", print_exception=False)
-    gr.Info(live().free_memory())
 
 
 def build(start: str = DEFAULT, allow_any_model: bool = False) -> gr.Blocks:
@@ -75,11 +69,11 @@ def build(start: str = DEFAULT, allow_any_model: bool = False) -> gr.Blocks:
                     "Estimate on an H100", elem_id="estimate"
                 )  # clicked by the button below the results, in race.js
             with gr.Tab("Sweep", id="sweep") as tab:
-                suite = sweep.draw(page, tab, store)
+                sweep.draw(page, tab, store)
             with gr.Tab("What if", id="what-if") as tab:
                 whatif.draw(tab, estimate_button, whatif.Questions(visits.on_show, allow_any_model))
             with gr.Tab("Lab", id="lab") as tab:
-                lab.draw(page, form, suite, tab, store)
+                lab.draw(page, form, tab, store)
             with gr.Tab("How it works", id="how"):
                 _how_tab()
             with gr.Tab("Reference", id="reference") as tab:
@@ -105,10 +99,10 @@ def _race_tab(page: gr.Blocks, visits: Visits, first: Preset, allow_any_model: b
         again = gr.Button("Continue", variant="primary", elem_id="continue", min_width=180)
     with gr.Row(elem_id="exports"):
         share = gr.Button("Share", size="sm", elem_id="share")
-        _saves(visits)
+        save, file = gr.Button("Save trace", size="sm", elem_id="save-json"), gr.JSON(visible=False)
+        saved = save.click(visits.save, None, file, **QUIET)
+        saved.success(None, file, None, js=assets.text("save.js"), **QUIET)
         opened = gr.UploadButton("Open a trace", file_types=[".json"], size="sm", elem_id="open-trace")
-        free = gr.Button("Unload models", size="sm", elem_id="free-memory", visible=not limits.public())
-        free.click(_free_memory, **QUEUED)
     link = gr.Textbox(label="Link to this comparison", visible=False, buttons=["copy"], elem_id="link")
     repeat = gr.Button("Repeat", elem_id="repeat")  # clicked by the badge of a noisy run, in tiles.js
     form.wire(page)
@@ -127,14 +121,6 @@ def _race_tab(page: gr.Blocks, visits: Visits, first: Preset, allow_any_model: b
     named(opened.upload, visits.open, {"file": opened}, {"view": view}, **QUIET)
     _show_what_is_chosen(page, visits, form, view)
     return form
-
-
-def _saves(visits: Visits) -> None:
-    file = gr.JSON(visible=False)
-    for kind, words in (("json", "Save trace (JSON)"), ("csv", "Save tokens (CSV)")):
-        button = gr.Button(words, size="sm", elem_id=f"save-{kind}")
-        saved = button.click(visits.save, gr.State(kind), file, **QUIET)
-        saved.success(None, file, None, js=assets.text("save.js"), **QUIET)
 
 
 def _show_what_is_chosen(page: gr.Blocks, visits: Visits, form: Controls, view: gr.HTML) -> None:

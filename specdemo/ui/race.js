@@ -246,7 +246,7 @@ function showRun(replayed) {
   $(".sd-loading").hidden = true;
   $(".sd-lanes").replaceChildren();
   $(".sd-race").replaceChildren();
-  $(".sd-explanations").hidden = $(".sd-estimate").hidden = true;
+  $(".sd-explanations").hidden = $(".sd-estimate").hidden = $(".sd-card").hidden = true;
   $(".sd-lanes").dataset.lanes = $(".sd-race").dataset.lanes = run.lanes.length;
   for (const lane of run.lanes) {
     Object.assign(lane, initialView());
@@ -291,7 +291,17 @@ function finish() {
   markOutdated();
   if (run.userRun && !run.recorded) publishRun();
   $(".sd-estimate").hidden = !run.lanes.some((lane) => lane.predictable && numbers(lane).drafted);
+  drawCard(run.end.card ?? []);
   showPlayback();
+}
+
+// Draws facts about the model, and a button that opens the tab with the search for its best method.
+function drawCard(facts) {
+  const tab = /** @type {HTMLElement | null} */ (document.querySelector('[role="tab"][data-tab-id="tune"]'));
+  const button = make("button", "sd-estimate", "Find out in 2 minutes →");
+  button.addEventListener("click", () => tab.click());
+  $(".sd-card").replaceChildren(factList(facts), ...(tab ? [button] : []));
+  $(".sd-card").hidden = !facts.length;
 }
 
 // Passes the run to the figures of "How it works".

@@ -19,7 +19,7 @@ from specdemo.ui.controls import address, fill, fill_untouched
 from specdemo.ui.job import ENTRY, GRACE_S, LOST_S, Job, Jobs, Packed, Store, Values, Work, opening, to_line
 from specdemo.ui.model_menus import live
 from specdemo.ui.setup import from_values, key, to_values
-from specdemo.ui.views import Failed, Shown, StandIn, models_of, summary, tokens_csv, view, without_folders
+from specdemo.ui.views import Failed, Shown, StandIn, models_of, summary, view, without_folders
 
 POOLED = 3  # runs of "Repeat"
 INSTEAD = "Showing the recorded run of this preset instead, with the preset's settings."
@@ -211,14 +211,13 @@ class Visits(Jobs[Log]):
         trace = log.trace if log else None
         return (trace, log.own) if log and trace else None
 
-    def save(self, request: gr.Request, kind: str) -> dict[str, str]:
+    def save(self, request: gr.Request) -> dict[str, str]:
         """Return the file name and the text of the latest run."""
         log = self.last(request)
         trace = log.shared_trace if log else None
         if trace is None:
             raise gr.Error(_nothing_to_save(log), print_exception=False)
-        text = to_json(trace, 1, space.bounds()) if kind == "json" else tokens_csv(trace)
-        return {"name": f"specdemo-{trace.preset}.{kind}", "text": text}
+        return {"name": f"specdemo-{trace.preset}.json", "text": to_json(trace, 1, space.bounds())}
 
     def share(self, values: Values) -> str:
         """Return the link that opens the comparison again. Raises ValueError with one line."""

@@ -276,8 +276,8 @@ def restore(request: gr.Request, _: Values) -> Values:
     return {**sweep.model_dump(), "view": notes}
 
 
-def draw(page: gr.Blocks, tab: gr.Tab, store: Store) -> gr.Radio:
-    """Create the tab, inside the current Blocks. Return the control that chooses its suite."""
+def draw(page: gr.Blocks, tab: gr.Tab, store: Store) -> None:
+    """Create the tab, inside the current Blocks."""
     start = Sweep()
     gr.Markdown(assets.text("sweep.md"), elem_id="sweep-about")
     names = [(suite.title, id) for id, suite in swept().items()]
@@ -317,7 +317,6 @@ def draw(page: gr.Blocks, tab: gr.Tab, store: Store) -> gr.Radio:
     wire_share(shared, share, inputs, link)
     named(page.load, restore, {}, {**inputs, "view": parts["view"]}, **QUIET)
     page.load(None, None, None, js=IF_LINKED, **QUIET)
-    return chosen
 
 
 def draw_result(

@@ -1,28 +1,31 @@
-"""Data of the page for a run: one JSON line per message, one CSV row per token.
+"""Data of the page for a run: one JSON line per message.
 
 A log consists of such lines and is append-only. Its first line names the run, so that a reader can distinguish a new
 run from a longer one. `reference.md` documents the lines for API users.
 """
 
-import csv
-import io
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from itertools import chain, repeat
 
 from specdemo.analysis.lanes import break_even, prediction
 from specdemo.core.atomic_io import json_text
 from specdemo.core.definitions import by_key
 from specdemo.core.estimate import Estimate
 from specdemo.core.headline import SO_FAR, headline, price_words, settled
-from specdemo.core.passes import SAME_BITS, pass_rows
+from specdemo.core.passes import SAME_BITS, curve_of, pass_rows
 from specdemo.core.rules import draws_by_position
-from specdemo.core.trace import ComparisonRow, LaneTrace, RunTrace, estimates, fates, token_kinds
+from specdemo.core.speedup import interpolate
+from specdemo.core.suggest import program
+from specdemo.core.trace import ComparisonRow, LaneTrace, RunTrace, estimates
 from specdemo.engine.messages import Finished, LaneDone, Note, Restarted, RunMessage, Started, StepRow
 from specdemo.methods.facts import PREDICTED
 from specdemo.models.gguf_files import is_gguf
-from specdemo.presets.files import load_presets
+from specdemo.presets.drafters import drafts_for, published_drafters
+from specdemo.presets.files import EMBEDDED, load_presets
 from specdemo.presets.link import OWN, shown_name
+
+CARD_TOKENS = 5  # width of the pass whose cost the card of a model names
+SHOWN = 3  # models that it lists
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +69,7 @@ def view(message: Shown) -> dict[str, object]:
             return {"type": "restart", "lane": lane}
         case Finished(trace):
             end = {"type": "end", "finish": finish(trace), "comparison": _comparison(trace)}
-            return end | {"headline": _headline(trace, "×")}
+            return end | {"headline": _headline(trace, "×"), "card": _card(trace)}
         case Note(text, lane):
             return {"type": "note", "lane": lane, "text": text}
         case Loading(share, text):
@@ -110,22 +113,6 @@ def without_folders(text: str, models: Iterable[str]) -> str:
     for model in sorted(models, key=len, reverse=True):
         text = text.replace(json_text(model)[1:-1], json_text(shown_name(model))[1:-1])
     return text
-
-
-CSV_COLUMNS = ("lane", "name", "exact", "step", "kind", "token_id", "text", "draft_prob", "target_prob", "step_ms")
-
-
-def tokens_csv(trace: RunTrace) -> str:
-    """Return one row per emitted or rejected token. `text` is a JSON string, so that no spreadsheet takes it for a
-    formula.
-    """
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(CSV_COLUMNS)
-    for index, lane in enumerate(trace.lanes):
-        for row in _lane_rows(lane, trace.vocabulary):
-            writer.writerow([index, lane.name, json_text(lane.exact), *row])
-    return out.getvalue()
 
 
 def _start(trace: RunTrace) -> dict[str, object]:
@@ -218,29 +205,23 @@ def _parting(baseline: LaneTrace, lane: LaneTrace, row: ComparisonRow) -> str:
     return f"a near-tie: {gap}" if row.get("verdict") == "rounding" else f"{gap}, more than rounding explains"
 
 
+def _card(trace: RunTrace) -> list[tuple[str, str]]:
+    """Return facts about the target of a run on this machine; none about the shipped models."""
+    target, speed = str(trace.config.get("target")), trace.lanes[0].summary.get("tokens_per_s")
+    if target in EMBEDDED or trace.lanes[0].remote or not speed:
+        return []
+    name, drafters = shown_name(target), [f"{one.drafter} ({one.size})" for one in published_drafters(target)]
+    rows = [("This model", name), ("Plain decoding", f"{speed:.0f} tokens/s")]
+    if curve := curve_of(trace.environment):
+        cost = interpolate(curve, sorted(curve), CARD_TOKENS) / curve[1]
+        rows.append((f"A pass over {CARD_TOKENS} tokens", f"costs as much as {cost:.1f} plain tokens"))
+    rows.append(
+        ("Draft models for it", ", ".join(drafters[:SHOWN]) or "none is known; suffix and n-gram lookup need none")
+    )
+    rows += [("It can draft for", ", ".join(larger[:SHOWN])) for larger in drafts_for(target).values()][:1]
+    return [*rows, ("What pays", f"{program()} tune {name} finds out in about two minutes")]
+
+
 def _headline(trace: RunTrace, times: str) -> dict[str, object] | None:
     result = headline(trace, times)
     return asdict(result) if result else None
-
-
-def _lane_rows(lane: LaneTrace, vocabulary: dict[str, str]) -> list[tuple[object, ...]]:
-    rows: list[tuple[object, ...]] = []
-    given = 0
-    for event in lane.events:
-        ms = round(sum(event.ms.values()), 3)
-        slots = chain(event.path[0][1:], repeat(None))
-        for kind, token, slot in zip(token_kinds(event), event.emitted[0], slots, strict=False):
-            q, p = (None, None) if slot is None else (event.draft_probs[0][slot - 1], event.target_probs[0][slot - 1])
-            rows.append((event.index, kind, token, json_text(lane.pieces[given], ensure_ascii=False), q, p, ms))
-            given += 1
-        used = sum(kind in ("accepted", "forced") for kind in token_kinds(event))
-        unused = event.path[0][1 + used :]  # accepted, but after the end of the text
-        for node, fate in enumerate(fates(event)):
-            end = "behind the end" if node + 1 in unused else fate
-            if end in ("rejected", "not reached", "behind the end"):
-                token = event.drafted[0][node]
-                text = json_text(vocabulary.get(str(token), ""), ensure_ascii=False)
-                rows.append(
-                    (event.index, end, token, text, event.draft_probs[0][node], event.target_probs[0][node], ms)
-                )
-    return rows

@@ -110,7 +110,8 @@ def test_the_lab_leads_to_depth_against_width_and_tests_losslessness(visit_gated
     expect(page.locator("#losslessness tbody tr").first).to_have_text("<b>bold</b>275.0 %70.0 %")
     expect(page.locator("#losslessness .sd-chart .sd-chart-name")).to_have_text(["plain", "speculative"])
     assert page.evaluate("document.documentElement.scrollWidth") == 390
-    page.locator("#depth-width").click()
+    page.get_by_role("tab", name="Sweep").click()
+    page.get_by_label("Depth or width").check(force=True)
     expect(page.locator("#question")).to_contain_text("One layer against four")
     expect(page.get_by_label("Depth or width")).to_be_checked()
     expect(page.locator("#sweep-preset")).to_be_hidden()
@@ -139,7 +140,7 @@ def test_nothing_on_the_page_breaks_its_policy(visit_gated, gates):
     page.locator("#share").click()
     expect(page.locator("#link")).to_be_visible()
     with page.expect_download():
-        page.locator("#save-csv").click()
+        page.locator("#save-json").click()
     for tab, button, status in (
         ("Sweep", "#sweep-run", "#sweep .sd-status"),
         ("Lab", "#train", "#lab .sd-status"),

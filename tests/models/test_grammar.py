@@ -17,7 +17,7 @@ from specdemo.models.grammar import compile_grammar
 from specdemo.models.sources import resolve
 from specdemo.presets.files import load_presets, preset
 from specdemo.presets.link import from_query, to_query
-from specdemo.ui.views import tokens_csv, view
+from specdemo.ui.views import view
 
 SCHEMA = json.dumps({
     "type": "object", "required": ["name", "animal"], "additionalProperties": False,
@@ -72,13 +72,13 @@ def test_every_method_writes_the_greedy_text_of_the_mask(runner, lanes):
         assert len(lane.events) < len(trace.lanes[0].events)
 
 
-def test_forced_tokens_are_in_the_trace_the_page_and_the_csv(runner):
+def test_forced_tokens_are_in_the_trace_and_the_page(runner):
     trace = runner.run(spec(WIDE))
     stored = from_json(to_json(trace))
     assert stored == trace
     steps = [view(message) for message in replay(stored) if isinstance(message, StepRow) and message.lane == 1]
     kinds = [kind for step in steps for kind in step["kinds"]]
-    assert kinds.count("forced") == tokens_csv(trace).count(",forced,") > 8
+    assert kinds.count("forced") > 8
     marked = [step["drafted"][slot - 1] for step in steps for slot in step["forced"]]
     assert "animal" in "".join(marked)
     stored.lanes[1].events[1].forced[0].append(99)

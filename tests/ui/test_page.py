@@ -65,7 +65,7 @@ def test_no_folder_of_this_machine_leaves_the_page():
     visitor = SimpleNamespace(session_hash="a", request=None)
     log.add([Loading(0.5, f"loading {target}"), *replay(trace)])
     visits.keep(visitor, log)
-    saved = visits.save(visitor, "json")["text"]
+    saved = visits.save(visitor)["text"]
     for shown in (log.text, saved, json.dumps(log.result())):
         assert "big.gguf" in shown and "small.gguf" in shown and "ann" not in shown.lower()
     assert from_json(saved).lanes[0].token_ids == trace.lanes[0].token_ids
@@ -149,13 +149,13 @@ def test_a_run_that_fails_while_loading_leaves_the_one_on_show_exportable(monkey
     monkeypatch.setattr(live, "session", lambda: session)
     visits, values = Visits(preset("embedded-draft"), False), to_values(preset("embedded-draft"))
     list(played(visits, visits.race, visitor, values))
-    before = visits.save(visitor, "json")
+    before = visits.save(visitor)
     assert "no such file" in list(played(visits, visits.race, visitor, values))[-1]["view"]
     if late:  # the run had started, so it replaces the previous one
         with pytest.raises(gr.Error, match="the run failed, so there is nothing to save"):
-            visits.save(visitor, "json")
+            visits.save(visitor)
     else:
-        assert visits.save(visitor, "json") == before
+        assert visits.save(visitor) == before
         assert visits.stop(visitor) == {}  # it has ended
 
 
@@ -170,7 +170,7 @@ def test_unstarted_run_does_not_block_presets(monkeypatch, before, shown):
         last = list(played(visits, visits.race, visitor, values))[-1]["view"]
     assert "no such file" in last
     assert (visits.select(visitor, "embedded-ngram") == gr.skip()) is shown
-    assert visits.save(visitor, "json")["name"] == f"specdemo-embedded-{'draft' if shown else 'ngram'}.json"
+    assert visits.save(visitor)["name"] == f"specdemo-embedded-{'draft' if shown else 'ngram'}.json"
 
 
 def test_a_run_is_saved_once_it_has_ended():
@@ -179,9 +179,9 @@ def test_a_run_is_saved_once_it_has_ended():
     visits.keep(visitor, log)
     log.add(list(replay(hostile_trace()))[:3])
     with pytest.raises(gr.Error, match="has not finished; press Stop"):
-        visits.save(visitor, "csv")
+        visits.save(visitor)
     log.add(list(replay(hostile_trace()))[3:])
-    assert visits.save(visitor, "csv")["name"] == "specdemo-embedded-draft.csv"
+    assert visits.save(visitor)["name"] == "specdemo-embedded-draft.json"
 
 
 def test_no_notes_give_an_empty_log():
@@ -196,11 +196,11 @@ def test_a_visitor_sees_recorded_races_until_there_is_one_of_their_own(monkeypat
     )
     first, other = visits.first(visitor), visits.select(visitor, "embedded-ngram")
     assert '"still":true' in first.partition("\n")[0] and first != other
-    assert visits.save(visitor, "json")["name"] == "specdemo-embedded-ngram.json"
+    assert visits.save(visitor)["name"] == "specdemo-embedded-ngram.json"
     lanes = visits.select(visitor, "embedded-dflash")  # there is no recording
     assert json.loads(lanes.splitlines()[1]) == {"type": "idle", "lanes": ["DFlash (stories-dflash)"], "obstacle": ""}
     with pytest.raises(gr.Error, match="no run to save"):  # the run is no longer shown
-        visits.save(visitor, "json")
+        visits.save(visitor)
     list(played(visits, visits.race, visitor, to_values(preset("embedded-draft"))))
     assert visits.select(visitor, "embedded-ngram") == gr.skip()
 
