@@ -11,7 +11,7 @@ class Tile:
     id: str
     title: str
     text: str  # below the number
-    format: Literal["percent", "decimal", "count", "bytes"] | None = None
+    format: Literal["percent", "decimal", "count", "bytes", "milliseconds"] | None = None
     baseline: bool = False  # the baseline has a row too
     optional: bool = False  # hidden if no lane has the number
     more: bool = False  # in the fold below the others
@@ -80,11 +80,15 @@ DEFINITIONS: dict[str, Definition] = {
         "of the steps that drafted at least n tokens, the share that accepted the n-th; the histogram counts the steps "
         "that accepted n",
     ),
-    "TTFT": Definition(("ttft_ms",), "time to first token: the prefill; for a server, the time to its first piece"),
+    "TTFT": Definition(
+        ("ttft_ms",),
+        "time to first token: the prefill; for a server, the time to its first piece",
+        Tile("ttft", "TTFT", "to first token, ms", "milliseconds", baseline=True, more=True),
+    ),
     "ITL": Definition(
         ("itl_ms_p50", "itl_ms_p95"),
         "inter-token latency: median (or 95th percentile) over all tokens, each with an equal share of its step's time",
-        Tile("latency", "Latency", "to first token; between tokens (median)", more=True),
+        Tile("itl", "ITL", "between tokens, median, ms", "milliseconds", baseline=True, more=True),
     ),
     "draft, target pass, other": Definition(
         ("ms_draft", "ms_verify", "ms_other"),

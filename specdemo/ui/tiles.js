@@ -14,7 +14,7 @@ const VERDICTS = {
 
 const milliseconds = (x) => fixed(x, x < 10 ? 2 : x < 100 ? 1 : 0);
 const megabytes = (x) => (!x ? "–" : x < 1e9 ? `${(x / 1e6).toFixed(1)} MB` : `${(x / 1e9).toFixed(2)} GB`);
-const FORMATS = { percent, decimal: (x) => fixed(x, 2), count: (x) => fixed(x, 0), bytes: megabytes };
+const FORMATS = { percent, decimal: (x) => fixed(x, 2), count: (x) => fixed(x, 0), bytes: megabytes, milliseconds };
 const PARTS = {
   acceptance: ({ drafted, accepted }) => drafted && `${accepted} of ${drafted}`,
   "per-pass": ({ steps }) => steps && `${steps} pass${steps === 1 ? "" : "es"}`,
@@ -67,7 +67,6 @@ function drawNumbers() {
     /** @type {any} */ (tile).hidden = "optional" in dataset && !run.lanes.some((lane) => isNumber(numbers(lane)[dataset.key]));
     drawTile(dataset.tile, all ? run.lanes : drafting, all || several, ({ lane, n }) => numberTile(dataset, lane, n));
   }
-  drawLatency();
   drawExplanations();
 }
 
@@ -156,25 +155,6 @@ function outputTile(lane) {
 function soFar(verdict) {
   const [label, tone] = VERDICTS[verdict] ?? ["–", ""];
   return tone === "good" ? [verdict, "so far", "", verdict] : [label, "", tone, verdict];
-}
-
-function drawLatency() {
-  const grid = make("div", "sd-grid");
-  const gap = make("small", "", "ITL, ms");
-  gap.title = "median inter-token latency; the time of a step is divided equally among its tokens";
-  grid.append(make("span"), make("small", "", "TTFT, ms"), gap);
-  for (const lane of run.lanes) {
-    const n = numbers(lane);
-    const cells = [["ttft_ms", n.ttft_ms], ["itl_ms_p50", n.itl_ms_p50]].map(([metric, value]) => {
-      const cell = make("b", "", milliseconds(value));
-      cell.dataset.metric = metric;
-      cell.dataset.ofLane = lane.index;
-      cell.dataset.value = value ?? "";
-      return cell;
-    });
-    grid.append(laneNumber(lane), ...cells);
-  }
-  $("[data-tile=latency] .sd-rows").replaceChildren(grid);
 }
 
 function drawExplanations() {
