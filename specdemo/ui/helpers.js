@@ -41,6 +41,15 @@ const showAlert = (text) => {
   $(".sd-alert").hidden = !text;
   $(".sd-alert").textContent = sentence(text);
 };
+const hideMessages = () => {
+  showAlert("");
+  $(".sd-notes").hidden = true;
+  $(".sd-notes").replaceChildren();
+};
+const addNote = (text) => {
+  $(".sd-notes").hidden = false;
+  $(".sd-notes").append(make("li", "", sentence(text)));
+};
 const reducedMotion = () => matchMedia("(prefers-reduced-motion: reduce)").matches;
 const isNumber = (x) => typeof x === "number" && isFinite(x);
 const sum = (numbers) => numbers.reduce((a, b) => a + b, 0);
@@ -80,7 +89,7 @@ function watchPlace(name, show) {
   if (!box) return requestAnimationFrame(() => watchPlace(name, show));
   const read = () => {
     const [, at, size, waited, total] = /queue: (\d+)\/(\d+)(?:\D+([\d.]+)\/([\d.]+)s)?/.exec(box.textContent) ?? [];
-    const rest = Math.ceil(total - waited);
+    const rest = Math.ceil(Number(total) - Number(waited));
     if (at) show(`Waiting: place ${at} of ${size} in line${rest > 0 ? `, about ${rest} s until it is done` : ""}.`);
   };
   return new MutationObserver(read).observe(box, { childList: true, characterData: true, subtree: true });

@@ -1,7 +1,7 @@
 // The five figures of "How it works". They use a recorded run or the formulas of maths.js, and all work with the keyboard alone.
 // Value of the component: {"lines": lines of a recorded race, "batch": points of a recorded sweep}.
 
-const RUN = { steps: 14, plain: 14 };
+const STEPS = 14; // of the recorded race
 const recorded = JSON.parse(props.value || "{}");
 const figureOf = (name) => $(`[data-figure="${name}"]`);
 const onAction = (box, action, handler) => box.querySelector(`[data-action="${action}"]`).addEventListener("click", handler);
@@ -33,7 +33,7 @@ function stepsFigure() {
   const box = figureOf("steps");
   const [start, ...lines] = (recorded.lines || []).map((line) => JSON.parse(line));
   if (!start) return (box.hidden = true);
-  const of = (lane) => lines.filter((line) => line.lane === lane).slice(0, RUN.steps + 1);
+  const of = (lane) => lines.filter((line) => line.lane === lane).slice(0, STEPS + 1);
   const lanes = [of(0), of(1)];
   const pages = [...box.querySelectorAll(".sd-transcript")];
   const counts = [...box.querySelectorAll(".sd-demo-lane small")];

@@ -5,12 +5,8 @@ const LOSSES = { loss: "training", held_out_loss: "held-out" };
 
 let training = null;
 
-const readLog = reader(clear, (line) => actions[line.type]?.(line));
-const actions = { run: opened, tick, done, stopped, error: failed, note: noted };
-
-function clear() {
-  showAlert("");
-}
+const readLog = reader(() => showAlert(""), (line) => actions[line.type]?.(line));
+const actions = { run: opened, tick, done, stopped, error: failed, note: ({ text }) => setStatus(sentence(text)) };
 
 function opened(line) {
   training = { recipe: line.recipe, recorded: line.recorded, points: {}, last: {}, head: null };
@@ -21,10 +17,6 @@ function opened(line) {
   $(".sd-facts").textContent = "";
   $(".sd-lab-charts").hidden = true;
   setStatus(`Training ${line.recipe || ""}.`);
-}
-
-function noted(line) {
-  setStatus(sentence(line.text));
 }
 
 watchPlace("training", (text) => !$(".sd-loading").hidden && setStatus(text));

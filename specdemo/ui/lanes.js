@@ -198,7 +198,8 @@ function rejectedDraft(line, step) {
   return [node];
 }
 
-// Marks the token of a text at which it parts from the baseline's, or the baseline's from it, with the two candidates.
+/** Marks the token of a text at which it parts from the baseline's, or the baseline's from it, with the two candidates.
+ * @param {any} one @param {any} lane */
 function markParting({ outputNodes, view, container }, { index, comparison }) {
   const token = outputNodes[comparison.first_divergence];
   const mark = make("em", "sd-parting", `texts part${run.lanes.length > 2 ? ` (lane ${index})` : ""}: ${comparison.parting}`);

@@ -9,7 +9,7 @@ let nextRun = null; // a run that has not started yet; the last one stays visibl
 
 // ---- the log
 
-const readLog = reader(clear, receive);
+const readLog = reader(hideMessages, receive);
 
 function read() {
   if (run.userRun && isOutdated(props.value)) return;
@@ -24,12 +24,6 @@ function read() {
 // The server sends a recorded race only to visitors without a run of their own. If there is one, this answer arrived late.
 function isOutdated(log) {
   return !log || JSON.parse(log.slice(0, log.indexOf("\n"))).still;
-}
-
-function clear() {
-  showAlert("");
-  $(".sd-notes").hidden = true;
-  $(".sd-notes").replaceChildren();
 }
 
 function receive(line) {
@@ -139,8 +133,7 @@ function failed(line) {
 
 function noted(line) {
   if (!nextRun && run.lanes[line.lane]) return laneNote(run.lanes[line.lane], line.text);
-  $(".sd-notes").hidden = false;
-  $(".sd-notes").append(make("li", "", sentence(line.text)));
+  addNote(line.text);
 }
 
 // ---- the visible run
@@ -207,7 +200,7 @@ function after(shown) {
 
 function replay() {
   if (!player.over) return player.skip();
-  clear();
+  hideMessages();
   run.still = false;
   showRun(true);
   player.start();

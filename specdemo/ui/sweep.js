@@ -10,17 +10,11 @@ let run = ""; // id of this log
 const unfinished = unfinishedRun(props.name);
 
 const readLog = reader(clear, (line) => actions[line.type]?.(line));
-const actions = { run: opened, start: started, loading, result: shown, stopping, stopped, error: failed, note: noted };
+const actions = { run: (line) => (run = line.run), start: started, loading, result: shown, stopped, error: failed, note: ({ text }) => addNote(text), stopping: () => setStatus("Stopping after the current step.") };
 
 function clear() {
   hasResult = false;
-  showAlert("");
-  $(".sd-notes").hidden = true;
-  $(".sd-notes").replaceChildren();
-}
-
-function opened(line) {
-  run = line.run;
+  hideMessages();
 }
 
 function started(line) {
@@ -46,10 +40,6 @@ function loading(line) {
   setStatus([`${percent(line.share)} done: ${line.text}.`, left && `${sentence(left)}.`].filter(Boolean).join(" "));
 }
 
-function stopping() {
-  setStatus("Stopping after the current step.");
-}
-
 function stopped() {
   unfinished.forget(run);
   setBusy(false);
@@ -63,11 +53,6 @@ function failed(line) {
   setBusy(false);
   if (!hasResult) hideResult();
   setStatus("Run not started.");
-}
-
-function noted(line) {
-  $(".sd-notes").hidden = false;
-  $(".sd-notes").append(make("li", "", sentence(line.text)));
 }
 
 function shown(line) {
