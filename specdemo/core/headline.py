@@ -131,7 +131,8 @@ def _result(lane: int, tone: Literal["gain", "bad", ""], result: tuple[str, str,
     """Return a headline. result: the statement, its interval and an addition, if any. output: empty if no outputs were
     compared."""
     statement, interval, more = result
-    caption = statement + (f" ({interval})" if interval else "") + more + (f", output {output}" if output else "")
+    word = "outputs:" if ", " in output.replace(BIT_FOR_BIT, "") else "output"
+    caption = statement + (f" ({interval})" if interval else "") + more + (f", {word} {output}" if output else "")
     full = statement + (f" (95 % interval {interval})" if interval else "") + more
     return Headline(lane, tone, caption, f"{full}." + (f" Output: {output}." if output else ""))
 

@@ -92,7 +92,7 @@ def test_outputs_that_differ_are_listed_by_lane():
     run = trace((3.8, 3.7, 3.9), (2.6, 2.5, 2.7))
     run.comparison[1]["verdict"] = "lossy"
     assert headline(run).sentence.endswith(". Output: A identical, B lossy.")
-    assert headline(run).caption.endswith(", output A identical, B lossy")
+    assert headline(run).caption.endswith(", outputs: A identical, B lossy")
 
 
 def test_the_same_bits_are_named_as_such():
