@@ -72,6 +72,7 @@ function started(line) {
   run = { id: nextRun.run, recorded: nextRun.recorded, still: nextRun.still, userRun: !nextRun.still, key: nextRun.key, start: line, end: null };
   nextRun = null;
   $(".sd-transport").removeAttribute("data-idle");
+  $(".sd-conclusions").before($(".sd-notes")); // above the lanes, notes of a run would move them
   run.lanes = line.lanes.map((lane, index) => ({ ...lane, index, ...initialStream(), over: false }));
   showRun(shouldAutoplay());
 }
