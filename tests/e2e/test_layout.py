@@ -50,7 +50,7 @@ SMALL = """() => {
     if (!textContent.trim() || !box.checkVisibility()) continue;
     if (box.closest('style, script, .sd-visually-hidden')) continue;
     const size = parseFloat(getComputedStyle(box).fontSize);
-    if (size < 11.95) small.add(`${size} ${box.className || box.tagName} ${textContent.slice(0, 20)}`);
+    if (size && size < 11.95) small.add(`${size} ${box.className || box.tagName} ${textContent.slice(0, 20)}`);
   }
   return [...small];
 }"""
