@@ -102,7 +102,7 @@ def test_a_readme_without_a_place_is_one_line(checkout, capsys):
     assert capsys.readouterr().err.startswith("error: cannot read 'nothing.json'")
 
 
-@pytest.mark.parametrize("suite", ["methods"])
+@pytest.mark.parametrize("suite", [*filter(recorded_suite, readme.COMMANDS)])
 def test_the_readme_shows_what_is_recorded(suite):
     text = (readme.ROOT / "README.md").read_text(encoding="utf-8")
     assert text.count(f"<!-- bench {suite} -->") == text.count(f"<!-- end of bench {suite} -->") == 1
