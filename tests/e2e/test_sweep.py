@@ -101,7 +101,7 @@ def test_a_head_is_trained_and_raced(visit_gated):
     expect(page.locator("#view .sd-alert")).to_be_hidden()
 
 
-def test_the_lab_leads_to_depth_against_width_and_tests_losslessness(visit_gated, gates):
+def test_the_lab_tests_losslessness_and_sweep_compares_depth_with_width(visit_gated, gates):
     page = visit_gated(viewport={"width": 390, "height": 800})
     page.get_by_role("tab", name="Lab").click()
     page.locator("#losslessness-run").click()
