@@ -63,6 +63,7 @@ IN_FOURS = {1: 10.0, 2: 14.0, 3: 15.0, 4: 12.0, 5: 20.0, 6: 23.0, 7: 26.0, 8: 24
         (Lane(method="ngram", k=5), 5, False),
         (Lane(method="layer_skip", options={"exit_layer": 9}), 1, True),  # a draft token costs three quarters of a pass
         (Lane(method="adaptive", options={"drafter": "ngram"}), 7, True),
+        (Lane(method="suffix"), 7, True),  # its drafts are short after a short match
         (Lane(method="synthetic", options={"drafter": "ngram", "length": 6.0}), 5, True),
     ],
 )
