@@ -20,7 +20,6 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.peers import CONSTANT, LOOKUP, WARM_UP_TOKENS, OwnEngine, Timed, quiet, ratio, row
 from specdemo.bench.base import Report, Stop
-from specdemo.bench.prompts import work_prompts
 from specdemo.bench.result import Result, Row, read_result, write_result
 from specdemo.bench.sweeps import comparison
 from specdemo.core.protocol import Budget, Target
@@ -31,6 +30,7 @@ from specdemo.models.llamacpp import library
 from specdemo.models.machine import versions
 from specdemo.models.packaged import HUB_ID, SMOLLM2, SMOLLM2_GGUF, cache, fetch_file, local
 from specdemo.models.text import encode
+from specdemo.presets.pair import work_prompts
 from tests.real_models import GEMMA
 
 if TYPE_CHECKING:

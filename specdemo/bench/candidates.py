@@ -9,7 +9,7 @@ from pathlib import Path
 from urllib.parse import urlencode
 
 from specdemo.core.rules import DEFAULT_RULE
-from specdemo.core.speedup import expected_tokens, interpolate
+from specdemo.core.speedup import USUAL_LENGTHS, expected_tokens, interpolate
 from specdemo.core.suggest import program
 from specdemo.engine.comparison import Lane
 from specdemo.methods import BASELINE, SYNTHETIC, method
@@ -20,6 +20,7 @@ from specdemo.models.local_models import LocalModel, local_models, matching_draf
 from specdemo.models.sources import cached_folder, resolve
 from specdemo.presets.drafters import base_name, published_drafters
 from specdemo.presets.files import Preset, load_presets
+from specdemo.presets.link import OWN, shown_name, to_query
 from specdemo.presets.pair import LOOKUPS, drafter_method
 from specdemo.presets.serve import served
 from specdemo.servers.engines import ENGINES, READERS
@@ -27,6 +28,7 @@ from specdemo.servers.engines import ENGINES, READERS
 RATES = [n / 20 for n in range(1, 20)]  # acceptance rates that a draft length is chosen for
 NEAR = 0.97  # share of the best speed at such a rate that is enough
 DRAFT_COST = 0.1  # of a draft token in passes of the target, before it is measured
+LONGEST_CELL = 2000  # characters of a text in a result's file
 PAGE = "http://127.0.0.1:7860/"
 GENERATE: Mapping[str, Callable[[Lane], str]] = {  # arguments of transformers' `generate`
     "ngram": lambda lane: f"prompt_lookup_num_tokens={lane.k}",
@@ -70,11 +72,12 @@ def drafters(target: str, drafts: Sequence[str], download: bool) -> dict[str, La
 
 def with_lengths(name: str, lane: Lane, pass_ms: Mapping[int, float]) -> list[Lane]:
     """Return the candidates of a drafter, named, the longest drafts last."""
-    if getattr(lane.parsed, "nodes", 0) or method(lane.method).chooses_length:
+    chooses, wraps = method(lane.method).chooses_length, lane.method in wrappable("adaptive")
+    if getattr(lane.parsed, "nodes", 0) or (chooses and not wraps):
         return [lane.model_copy(update={"name": name})]
-    ks = draft_lengths(pass_ms, DRAFT_COST if lane.model else 0.0)
+    ks = [USUAL_LENGTHS[-1]] if chooses else draft_lengths(pass_ms, DRAFT_COST if lane.model else 0.0)
     lanes = [lane.model_copy(update={"name": f"{name}, k={k}", "k": k}) for k in ks]
-    if lane.options or lane.method not in wrappable("adaptive"):
+    if lane.options or not wraps:
         return lanes
     adaptive = Lane(method="adaptive", model=lane.model, options={"drafter": lane.method}, name=f"adaptive {name}")
     return [adaptive, *lanes]
@@ -119,6 +122,27 @@ def _short(model: str) -> str:
     return model.rstrip("/").rpartition("/")[2].partition("@")[0]
 
 
+def race_link(target: str, lane: Lane, prompt: str) -> str:
+    """Return the query of a link to the race of a lane, from a preset of the target or else the page's own models. It
+    leaves out a prompt that is too long."""
+    base = next((one for one in load_presets().values() if one.target == target), None)
+    if base is None:
+        queries = [_of_own(target, lane) | more for more in ({"lanes": 1, "prompt": prompt}, {"lanes": 1})]
+        return next(query for query in map(urlencode, queries) if len(query) <= LONGEST_CELL)
+    chosen = base.model_copy(update={"lanes": [lane.model_copy(update={"name": ""})], "temperature": 0.0})
+    with suppress(ValueError):
+        if len(query := to_query(chosen.model_copy(update={"prompt": prompt}), base)) <= LONGEST_CELL:
+            return query
+    return to_query(chosen, base)
+
+
+def _of_own(target: str, lane: Lane) -> dict[str, object]:
+    """Return the parts of a link to a lane of a page that was started with the target."""
+    of_link: dict[str, object] = {"preset": OWN, "target": shown_name(target), "method": lane.method, "k": lane.k}
+    of_link |= {"model": shown_name(lane.model)} if lane.model else {}
+    return of_link | {f"option.{name}": value for name, value in lane.options.items()}
+
+
 def settings_to_copy(chosen: Preset) -> list[str]:
     """Return how to run the only lane of a comparison: here, and in every engine that has its method."""
     lane, target = chosen.lanes[0], chosen.target
@@ -127,13 +151,10 @@ def settings_to_copy(chosen: Preset) -> list[str]:
     words += ["--k", str(lane.k)] if lane.k else []
     for name, value in lane.options.items():
         words += ["--option", f"{name}={value}"]
-    of_link = {"preset": chosen.id, "target": _short(target), "method": lane.method, "k": lane.k}
-    of_link |= {"model": _short(lane.model)} if lane.model else {}
-    of_link |= {f"option.{name}": value for name, value in lane.options.items()}
     start = shlex.join(["ui", "--target", target, *(["--draft", lane.model] if lane.model else [])])
     lines = [
         f"Here: {program()} {shlex.join(words)}",
-        f"Page: {PAGE}?{urlencode(of_link)} after `{program()} {start}`",
+        f"Page: {PAGE}?{urlencode(_of_own(target, lane))} after `{program()} {start}`",
     ]
     for engine in ENGINES.values():
         one = [*served(chosen, engine.name)][1]

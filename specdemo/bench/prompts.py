@@ -1,10 +1,4 @@
-"""Prompts of the suites for the embedded models, and for other models by kind of work."""
-
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import cast
-
-from specdemo.presets.files import read_yaml
+"""Prompts of the suites for the embedded models."""
 
 PROMPTS = (
     "Once upon a time, there was a girl named Sue. She had a big kite. One windy day,",
@@ -66,8 +60,3 @@ def openings(count: int) -> list[str]:
         f"They found a {THINGS[n % len(THINGS)]}, and"
         for n in range(count)
     ]
-
-
-def work_prompts() -> Mapping[str, Sequence[str]]:
-    """Return prompts for any model by kind of work: chat, summary, edit, code, json, translate."""
-    return cast("Mapping[str, Sequence[str]]", read_yaml(Path(__file__).with_name("work.yaml")))

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from specdemo.bench.base import Report, Stop
-from specdemo.bench.candidates import settings_to_copy, with_lengths
+from specdemo.bench.candidates import race_link, settings_to_copy, with_lengths
 from specdemo.bench.report import sentence
 from specdemo.bench.search import Sample
 from specdemo.core.passes import pass_rows
@@ -127,7 +127,11 @@ class Racer:
             notes.append(f"{self._differs} texts differed from plain decoding by more than rounding.")
         return notes
 
+    def link(self, name: str, prompt: str) -> str:
+        """Return the query of a link to the race of a candidate on a prompt."""
+        return race_link(self._spec.target, self.lanes[name], prompt)
+
     def settings(self, name: str) -> list[str]:
         """Return the settings to copy of a candidate."""
         lane = self.lanes[name].model_copy(update={"name": ""})
-        return settings_to_copy(self._spec.model_copy(update={"id": "your-models", "lanes": [lane]}))
+        return settings_to_copy(self._spec.model_copy(update={"lanes": [lane]}))

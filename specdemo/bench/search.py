@@ -136,7 +136,7 @@ class Search:
         work = self._current
         used, best = self._now() - self._start, self.leader()
         known = f", best so far {best} {self.mixed(best).value:.2f}x" if best else ""
-        rest = max(self._seconds - used, 0.0)
+        rest = max(self.rest, 0.0)
         what = f"{work.name}, {len(work.left) or len(self.families)} candidates{known}, {rest:.0f} s left"
         self._report(min(used / self._seconds, 1.0), what)
 
@@ -162,6 +162,29 @@ class Search:
         half = t_quantile(freedom) * sqrt(spread * sum(1 / len(kind) for kind in logs)) / len(logs)
         return Estimate(value, round(value * exp(-half), 4), round(value * exp(half), 4))
 
+    @property
+    def rest(self) -> float:
+        """Return the seconds that are left."""
+        return self._start + self._seconds - self._now()
+
+    def confirm(self, held: Mapping[str, Sequence[str]], seconds: float) -> dict[str, list[Mapping[str, Sample]]]:
+        """Run the two best of each kind on other prompts, in turn, while there is time; return their runs by kind.
+
+        held: kind -> prompts. seconds: further time.
+        """
+        self._seconds += seconds
+        works = [work for work in self.works if len(work.ranked()) > 1 and work.name in held]
+        runs: dict[str, list[Mapping[str, Sample]]] = {work.name: [] for work in works}
+        most = max((len(held[work.name]) for work in works), default=0)
+        turns = [(work, prompt) for n in range(most) for work in works for prompt in held[work.name][n : n + 1]]
+        try:
+            for work, prompt in turns if not self.stopped else ():
+                if self.rest > 3.0 * work.seconds:
+                    runs[work.name].append(self.race(work, prompt, work.ranked()[:2]))
+        except (KeyboardInterrupt, Cancelled):
+            self.stopped = True
+        return runs
+
     def race(self, work: KindOfWork, prompt: str, names: Sequence[str]) -> Mapping[str, Sample]:
         """Run candidates on a prompt, and note how long it took."""
         self._current = work
@@ -174,7 +197,7 @@ class Search:
     def _first_look(self, lengths: Mapping[str, int], pass_ms: Mapping[int, float]) -> None:
         longest = [family[-1] for family in self.families.values()]
         for work in self.works:
-            if self._now() - self._start > self._seconds:
+            if self.rest < 0.0:
                 break
             for prompt in work.prompts[:2]:  # the answer to a prompt may be too short
                 found = self.race(work, prompt, longest)
@@ -209,10 +232,9 @@ class Search:
         """Run what is left of a kind on its next prompt; return False if it is decided or there is no time. At the end,
         the fastest candidates use the time that is left."""
         names = [*dict.fromkeys([*sorted(work.left, key=work.value, reverse=True), self.leader()])]
-        rest = self._start + self._seconds - self._now()
         if not work.rounds:
             work.rounds = 1
-        fit = int(rest / max(work.seconds, 1e-3)) - 1
+        fit = int(self.rest / max(work.seconds, 1e-3)) - 1
         if work.decided or fit < 1:
             return False
         names = names[:fit]

@@ -12,16 +12,16 @@ from specdemo.analysis.diagnose import SMALLEST_GAIN, accepted_clause
 from specdemo.analysis.lanes import break_even
 from specdemo.bench.base import Decoding, File, NewTokens, Report, Stop
 from specdemo.bench.check_server import read_prompts
-from specdemo.bench.prompts import CODE, EDITS, PROMPTS, work_prompts
+from specdemo.bench.prompts import CODE, EDITS, PROMPTS
 from specdemo.bench.result import Result, Row
-from specdemo.bench.search import KindOfWork, Search
+from specdemo.bench.search import KindOfWork, Sample, Search
 from specdemo.core.estimate import over_repeats
 from specdemo.core.settings import Setting
 from specdemo.core.suggest import suggest
 from specdemo.core.tally import ratio
 from specdemo.engine.comparison import Lane, Model
-from specdemo.models.errors import Cancelled
 from specdemo.models.gguf_files import is_gguf
+from specdemo.presets.pair import pair, work_prompts
 
 if TYPE_CHECKING:
     from specdemo.bench.racer import Racer
@@ -30,6 +30,7 @@ OWN: Mapping[str, Mapping[str, Sequence[str]]] = {  # of models that were traine
     "stories": {"story": PROMPTS},
     "code": {"code": CODE, "code edit": EDITS},
 }
+RACE = "race"  # column of a row's race as the query of a link
 MIXED = "mixed"  # category of all kinds together
 CONTEXT = 4096  # most tokens of a lane of a GGUF model, because every candidate has a cache of its own
 CONFIRMED = 3  # prompts per kind that only --confirm uses
@@ -75,10 +76,9 @@ class Tune(Decoding):
     def run(self, report: Report, cancelled: Stop) -> Result:
         from specdemo.bench.candidates import drafters
         from specdemo.bench.racer import Racer
-        from specdemo.presets.pair import add_pair
 
         kinds = self.kinds()
-        base = add_pair(self.target, device=self.device, dtype=self.dtype)
+        base = pair(self.target, device=self.device, dtype=self.dtype)
         context = {"context": CONTEXT} if is_gguf(self.target) else {}
         spec = base.changed(id=self.name, max_new_tokens=self.new_tokens, temperature=0.0, **context)
         racer = Racer(spec, cancelled)
@@ -101,13 +101,17 @@ class Tune(Decoding):
             return self._result(search, racer, [])
 
         search.run({name: lane.k for name, lane in racer.lanes.items()}, target.pass_ms)
-        again = [_again(work, held[work.name], search) for work in search.works if work.name in held]
-        return self._result(search, racer, [sentence for sentence in again if sentence])
+        again = search.confirm(held, 60.0 * self.minutes - seconds)
+        return self._result(
+            search, racer, [_confirmed(work, again[work.name]) for work in search.works if work.name in again]
+        )
 
     def _result(self, search: Search, racer: "Racer", confirmed: list[str]) -> Result:
         works = [work for work in search.works if work.samples]
         rows = [
-            _row(work, name, racer.lanes[name], place) for work in works for place, name in enumerate(work.ranked())
+            _row(work, name, racer.lanes[name], place) | {RACE: racer.link(name, work.prompts[0])}
+            for work in works
+            for place, name in enumerate(work.ranked())
         ]
         if best := search.leader():
             mixed = search.mixed(best)
@@ -128,7 +132,9 @@ class Tune(Decoding):
 
 def best_rows(result: Result) -> Result:
     """Return a result with the best row of every category, where its rows have places; others unchanged."""
-    rows = [{n: v for n, v in row.items() if n != "place"} for row in result.rows if row.get("place", 1) == 1]
+    rows = [
+        {n: v for n, v in row.items() if n not in ("place", RACE)} for row in result.rows if row.get("place", 1) == 1
+    ]
     return replace(result, rows=rows)
 
 
@@ -198,23 +204,18 @@ def _why_not(work: KindOfWork, racer: "Racer") -> str:
     return "; ".join(words) + "."
 
 
-def _again(work: KindOfWork, prompts: Sequence[str], search: Search) -> str:
-    """Compare the two best of a kind on other prompts; return whether their order held."""
-    if search.stopped or len(work.ranked()) < 2:
-        return ""
+def _confirmed(work: KindOfWork, runs: Sequence[Mapping[str, Sample]]) -> str:
+    """Return whether the order of the two best of a kind held on other prompts, and the speed-up of the first there."""
     first, second = work.ranked()[:2]
-    try:
-        runs = [search.race(work, prompt, [first, second]) for prompt in prompts]
-    except (KeyboardInterrupt, Cancelled):
-        search.stopped = True
-        return ""
-    both = [run[first].speed / run[second].speed for run in runs if {first, second} <= run.keys()]
+    both = [run for run in runs if {first, second} <= run.keys()]
     if not both:
-        return ""
-    found = over_repeats(both)
-    held = {"faster": "held", "slower": "did not hold"}.get(found.label, "is open")
+        return f"{work.name}: not confirmed, because there was no time; give more --minutes."
+    found = over_repeats([run[first].speed / run[second].speed for run in both])
+    speed = over_repeats([run[first].speed for run in both])
+    held = {"faster": "held", "slower": "did not hold"}.get(found.label if found.low is not None else "", "is open")
     return (
-        f"{work.name}: on {len(both)} other prompts {first} is {found.format()} as fast as {second}; the order {held}."
+        f"{work.name}: on {len(both)} other prompts {first} is {speed.format()} as fast as plain decoding and "
+        f"{found.format()} as fast as {second}; the order {held}."
     )
 
 

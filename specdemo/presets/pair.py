@@ -1,6 +1,7 @@
 """The comparison that a user names: a preset with changes, or a target and a drafter as a preset of this process."""
 
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 
 from specdemo.core.outputs import check_output
@@ -8,35 +9,37 @@ from specdemo.core.suggest import program
 from specdemo.core.trace import RunTrace
 from specdemo.engine.comparison import Lane
 from specdemo.models.gguf_files import check_files, fetch_parts, is_gguf, local_header
-from specdemo.presets.files import DEFAULT, EMBEDDED, Preset, load_presets, preset
+from specdemo.presets.files import DEFAULT, EMBEDDED, Preset, load_presets, preset, read_yaml
 from specdemo.presets.link import OWN
 
 LOOKUPS = ("suffix", "ngram")  # methods that need no draft model
 COPIED = 7  # draft length of LOOKUPS: where a text is copied, long drafts are accepted
 QUESTION = "Explain to a ten-year-old why the sky is blue, in six sentences."
-NOTE = """Last tuesday we drove to the lake becuase the wether was fine. My brother had packed a large basket with \
-sandwiches, apples and a bottle of lemonade. When we arived, the water was so cold that nobody wanted to swim, so we \
-walked along the shore and looked for flat stones. My sister found a green one that looked like a small turtel. In the \
-evening we sat on the old wooden bridge, ate the last sandwich and watched the sun go down behind the hills."""
-CODE = """def find_users(name, limit):
-    found = []
-    for user in load_users():
-        if user.name == name:
-            found.append(user)
-        if len(found) >= limit:
-            break
-    return found"""
-TASKS = {  # kind of work -> a prompt, and its end for a model without a chat template
-    "Correct": (f"Correct the spelling of this text. Change nothing else.\n\n{NOTE}", "Corrected text:"),
-    "Rewrite code": (f"Rename the parameter `name` to `text` in this code.\n\n{CODE}", "The new code:"),
-    "Summarise": (f"Summarise this text in two sentences.\n\n{NOTE}", "Summary:"),
-    "Extract": (f"List every thing that people ate, drank or found in this text, as JSON.\n\n{NOTE}", "JSON:"),
-    "Chat": (QUESTION, "Answer:"),
+TASKS = {  # name -> kind of work, whose first prompt it is, and the prompt's end for a model without a chat template
+    "Correct": ("edit", "Corrected text:"),
+    "Rewrite code": ("code", "The new code:"),
+    "Summarise": ("summary", "Summary:"),
+    "Extract": ("json", "JSON:"),
+    "Chat": ("chat", "Answer:"),
 }
 
 
+@lru_cache(maxsize=1)
+def work_prompts() -> Mapping[str, list[str]]:
+    """Return the built-in prompts by kind of work."""
+    found = read_yaml(Path(__file__).with_name("work.yaml"))
+    assert isinstance(found, dict)
+    return found | {"chat": [QUESTION, *found["chat"]]}
+
+
 def add_pair(target: str, draft: str | None = None, **settings: object) -> Preset:
-    """Add the comparison of two models to the presets and return it. Reads headers and configs, no weights.
+    """Add the comparison of `pair` to the presets and return it."""
+    load_presets()[OWN] = chosen = pair(target, draft, **settings)
+    return chosen
+
+
+def pair(target: str, draft: str | None = None, **settings: object) -> Preset:
+    """Return the comparison of two models. Reads headers and configs, no weights.
 
     draft: a draft model or a head; None: a lane for each of LOOKUPS. settings: other settings of the comparison.
     Raises ValueError, one line, for a model that cannot be read or does not fit into memory, and for a drafter that
@@ -57,13 +60,13 @@ def add_pair(target: str, draft: str | None = None, **settings: object) -> Prese
         prompt = task("Correct", chat is not False)
     chosen = start.changed(**about, prompt=prompt)
     ModelCache().check_room(chosen)
-    load_presets()[OWN] = chosen
     return chosen
 
 
 def task(name: str, chat: bool) -> str:
     """Return the prompt for a kind of work. chat: for a model with a chat template."""
-    words, end = TASKS[name]
+    kind, end = TASKS[name]
+    words = work_prompts()[kind][0]
     return words if chat else f"{words}\n\n{end}\n"
 
 

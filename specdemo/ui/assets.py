@@ -31,6 +31,13 @@ RESULTS = {  # view -> words of result.html: before a run, of the progress bar, 
         "reports a difference only if p is below 0.001 divided by the number of positions (Bonferroni). A test can "
         "find a difference; it cannot prove that there is none.",
     },
+    "tune": {
+        "@ready": "Ready. Press Run, or open a result.",
+        "@progress": "Progress of the measurement",
+        "@table": "Numbers of the settings",
+        "@below": "Speed-up: tokens/s divided by that of plain decoding in the same run, geometric mean over prompts. "
+        "Brackets: 95 % interval, which contains differences between prompts. Settings with few prompts left early.",
+    },
     "server-check": {
         "@ready": "Ready. Press Check, or open a result.",
         "@progress": "Progress of the check",

@@ -33,7 +33,7 @@ from specdemo.bench.result import recorded_suite
 from specdemo.core.atomic_io import json_text
 from specdemo.presets.files import DEFAULT, Preset, preset
 from specdemo.presets.recorded import recorded
-from specdemo.ui import assets, controls, lab, security, space, sweep, whatif
+from specdemo.ui import assets, controls, lab, security, space, sweep, tune, whatif
 from specdemo.ui.controls import Controls, wire_share
 from specdemo.ui.job import ENGINE, QUIET, Start, Store, at_end, named, stop_all, wire
 from specdemo.ui.model_menus import live
@@ -68,6 +68,8 @@ def build(start: str = DEFAULT, allow_any_model: bool = False) -> gr.Blocks:
                 estimate_button = gr.Button(
                     "Estimate on an H100", elem_id="estimate"
                 )  # clicked by the button below the results, in race.js
+            with gr.Tab("Tune", id="tune"):
+                tune.draw(store)
             with gr.Tab("Sweep", id="sweep") as tab:
                 sweep.draw(page, tab, store)
             with gr.Tab("What if", id="what-if") as tab:

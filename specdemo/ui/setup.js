@@ -78,9 +78,13 @@ function openSettings(settings) {
   trigger("submit", { query: settings });
 }
 
+function open(query) {
+  setQuery(query, "pushState");
+  openSettings(query);
+}
+
 function choose(id) {
-  setQuery(`preset=${id}`, "pushState");
-  openSettings(`preset=${id}`);
+  open(`preset=${id}`);
 }
 
 function race(id) {
@@ -120,6 +124,7 @@ menu.addEventListener("change", () => {
 });
 $(".sd-instead").addEventListener("click", () => race(current.instead[0]));
 document.addEventListener("specdemo:race", (/** @type {CustomEvent} */ { detail }) => race(detail));
+document.addEventListener("specdemo:open", (/** @type {CustomEvent} */ { detail }) => open(detail));
 document.addEventListener("click", onTab);
 addEventListener("popstate", onBack);
 drawMenu();

@@ -30,7 +30,7 @@ watchPlace(props.name, (text) => $(".sd-sweep").hasAttribute("data-busy") && set
 
 function hideResult() {
   $(".sd-badge").hidden = $(".sd-result-chart").hidden = $(".sd-numbers").hidden = true;
-  if ($(".sd-second")) $(".sd-second").hidden = true;
+  for (const panel of element.querySelectorAll(".sd-second, .sd-heat")) panel.hidden = true;
 }
 
 function loading(line) {
@@ -67,9 +67,10 @@ function shown(line) {
     plot($(".sd-chart"), line.chart);
   }
   showSecond(line);
+  showHeat(line);
   $(".sd-numbers").hidden = false;
   $(".sd-conditions").textContent = line.conditions;
-  $(".sd-table").replaceChildren(table(line));
+  $(".sd-numbers .sd-table").replaceChildren(table(line));
   hintAtScrolling();
   $(".sd-remarks").hidden = !line.remarks.length;
   $(".sd-remarks").replaceChildren(...line.remarks.map((text) => make("li", "", text)));
@@ -87,8 +88,40 @@ function showSecond({ second, second_note: note = [] }) {
   plot($(".sd-second-chart"), second);
 }
 
+/** Shows rows that can be raced as a heat map: kinds of work by method. The rows of a kind are sorted, the fastest first. */
+function showHeat({ rows }) {
+  const [panel, raced] = [$(".sd-heat"), rows.filter((row) => row.race)];
+  if (!panel) return;
+  panel.hidden = !raced.length;
+  const methodOf = (row) => row.lane.replace(/, k=\d+$/, "");
+  const methods = [...new Set(raced.map(methodOf))];
+  const kinds = [...new Set(raced.map((row) => row.category))];
+  const fastest = (kind, name) => raced.find((row) => row.category === kind && methodOf(row) === name);
+  $(".sd-heat .sd-table").replaceChildren(tableOf(["", ...methods], kinds.map((kind) => [kind, ...methods.map((name) => heat(fastest(kind, name)))])));
+}
+
+function heat(row) {
+  const cell = make("td", "", row ? "" : "–");
+  if (!row) return cell;
+  const speed = row["speed-up"].value;
+  const button = make("button", "", `${fixed(speed, 2)}×${row.k ? ` at k = ${row.k}` : ""}`);
+  button.type = "button";
+  button.ariaLabel = `Open as a race: ${row.category}, ${row.lane}, ${fixed(speed, 2)}×`;
+  button.style.setProperty("--heat", `${Math.min(40, 60 * Math.abs(Math.log2(speed)))}%`);
+  button.dataset.slower = speed < 1;
+  button.addEventListener("click", () => openRace(row.race));
+  cell.append(button);
+  return cell;
+}
+
+/** Opens the Race tab with the settings of a query (setup.js). */
+function openRace(query) {
+  /** @type {HTMLElement} */ (document.querySelector('[role="tab"][data-tab-id="race"]')).click();
+  document.dispatchEvent(new CustomEvent("specdemo:open", { detail: query }));
+}
+
 function hintAtScrolling() {
-  const box = $(".sd-table");
+  const box = $(".sd-numbers .sd-table");
   const more = [box.scrollWidth > box.clientWidth + 1 && "columns", box.scrollHeight > box.clientHeight + 1 && "rows"].filter(Boolean);
   $(".sd-more").hidden = !more.length;
   $(".sd-more").textContent = `Scroll the table for more ${more.join(" and ")}.`;
@@ -104,7 +137,7 @@ function setStatus(text) {
 }
 
 function table({ rows }) {
-  const names = [...new Set(rows.flatMap(Object.keys))];
+  const names = [...new Set(rows.flatMap(Object.keys))].filter((name) => name !== "race");
   const labels = names.map((name) => COLUMN_LABELS[name] ?? name.replace(/^kept at/, "accepted at"));
   return tableOf(labels, rows.map((row) => names.map((name, i) => (i ? cell(name, row[name]) : visible(String(row[name] ?? "–"))))));
 }

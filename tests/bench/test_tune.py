@@ -6,11 +6,13 @@ from random import Random
 import pytest
 
 from specdemo.__main__ import main
-from specdemo.bench.candidates import draft_lengths, drafters, settings_to_copy, with_lengths
+from specdemo.bench.candidates import draft_lengths, drafters, race_link, settings_to_copy, with_lengths
 from specdemo.bench.result import read_result
 from specdemo.bench.search import Sample, Search
 from specdemo.bench.tune import OWN, Tune
 from specdemo.engine.cost import CostModel
+from specdemo.presets.files import load_presets
+from specdemo.presets.link import from_query
 from specdemo.presets.pair import add_pair
 
 FLAT = {1: 10.0, 2: 10.2, 4: 10.4, 8: 11.0, 12: 11.8}
@@ -79,6 +81,18 @@ def test_finds_settings_within_5_percent_of_the_best_in_less_time_than_a_sweep(c
     assert search.mixed(search.leader()).low > 1.0
 
 
+@pytest.mark.parametrize(("seconds", "complete"), [(200.0, True), (30.0, False)])
+def test_confirmation_uses_other_prompts_in_turn_and_ends_in_time(seconds, complete):
+    world = SimulatedMachine(FLAT, 0)
+    search = world.search(300.0)
+    start = world.now
+    runs = search.confirm({kind: [f"{kind} other {n}" for n in range(3)] for kind in KINDS}, start + seconds - 300.0)
+    counts = [len(runs[kind]) for kind in KINDS]
+    assert world.now <= start + seconds and (counts == [3] * 6) is complete
+    assert max(counts) - min(counts) <= 1 <= max(counts)
+    assert all({*run} == {*work.ranked()[:2]} for work in search.works for run in runs[work.name])
+
+
 def test_ends_early_where_nothing_pays():
     world = SimulatedMachine(STEEP, 0, hit=0.2)
     search = world.search(10_000.0)
@@ -135,7 +149,8 @@ def test_candidates_are_the_drafters_of_this_machine():
     assert {"ngram", "suffix", "draft_model code-draft", "eagle code-eagle-1"} <= {*found}
     names = [lane.name for lanes in found.values() for lane in lanes]
     assert len({*names}) == len(names)
-    assert found["ngram"][0].method == "adaptive"
+    assert [lanes[0].method for lanes in (found["ngram"], found["suffix"])] == ["adaptive"] * 2
+    assert [lane.k for lane in found["suffix"]] == [0, 7]  # it chooses shorter drafts itself
 
 
 def test_the_built_in_prompts_cover_six_kinds_of_work():
@@ -199,3 +214,16 @@ def test_settings_to_copy_name_the_engines_that_have_the_method():
     assert "prompt_lookup_num_tokens=7" in lookup
     only_here = settings_to_copy(add_pair("code").with_changes(method="lookahead", k=4))
     assert [line.partition(":")[0] for line in only_here] == ["Here", "Page"]
+
+
+@pytest.mark.parametrize("target", ["code", "some/model"])
+@pytest.mark.parametrize("prompt", ["Write <b>.", "long " * 1000])
+def test_a_link_opens_the_race_of_a_candidate(target, prompt):
+    for name, lane in drafters("code", ["code-draft"], download=False).items():
+        for one in with_lengths(name, lane, FLAT):
+            query = race_link(target, one, prompt)
+            opened, notes = from_query(query, load_presets(), allow_any_model=True)
+            assert (opened.target, notes) == (target, [])
+            assert len(opened.lanes) == 1 and opened.lanes[0].parsed == one.parsed
+            assert (opened.lanes[0].method, opened.lanes[0].model, opened.lanes[0].k) == (one.method, one.model, one.k)
+            assert (opened.prompt == prompt) is (len(prompt) < 100) and len(query) <= 2000

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 import gradio as gr
 
 from specdemo.bench import suites
+from specdemo.bench.tune import Tune
 from specdemo.engine.messages import Finished, replay
 from specdemo.ui import lab, live, page, race
 from tests.traces import hostile_trace
-from tests.ui.stand_ins import Bench, Trainer
+from tests.ui.stand_ins import Bench, Trainer, tuned
 
 
 @dataclass
@@ -71,6 +72,20 @@ class GatedBench(Bench):
                 self.gates.stopped.release()
 
 
+def gated_tune(gates):
+    """Return a stand-in for `Tune.run` that knows one kind of work until the gate is open or it is stopped."""
+
+    def run(self, report, cancelled):
+        report(0.5, "chat, 4 candidates, 60 s left", lambda: tuned(["chat"]))
+        while not gates.open.wait(0.01):
+            if cancelled():
+                gates.stopped.release()
+                return tuned(["chat"])
+        return tuned()
+
+    return run
+
+
 def serve_gated(port, gates):
     engine, trainer, read_link = Gated(gates), Trainer(), race.Visits.read_link
 
@@ -81,6 +96,7 @@ def serve_gated(port, gates):
     live.session = lambda: engine
     lab.trainer = lambda: trainer
     suites.suite = lab.suite = GatedBench(gates)
+    Tune.run = gated_tune(gates)
     race.Visits.read_link = read_when_warm
     server = page.serve(port=port, block=False)
     gates.up.set()

@@ -74,7 +74,9 @@ def test_nothing_is_clipped_covered_or_small(visit):
     page = visit()
     wait_for_text(page, "^Recorded")
     page.locator(".sd-edit").click()
-    for (width, height), tab in product(SIZES, ("Race", "Sweep", "What if", "Lab", "How it works", "Reference")):
+    for (width, height), tab in product(
+        SIZES, ("Race", "Tune", "Sweep", "What if", "Lab", "How it works", "Reference")
+    ):
         page.set_viewport_size({"width": width, "height": height})
         page.get_by_role("tab", name=tab).click()
         page.evaluate(NEXT_FRAME)
@@ -202,7 +204,7 @@ def test_axe_finds_nothing(visit, theme):
         found = page.evaluate(f"axe.run(document, {{ {rules} resultTypes: ['violations'] }}).then(r => r.violations)")
         return [f"{rule['id']}: {[node['html'][:120] for node in rule['nodes'][:3]]}" for rule in found]
 
-    for tab in ("Sweep", "What if", "Lab", "How it works", "Reference", "Race"):
+    for tab in ("Tune", "Sweep", "What if", "Lab", "How it works", "Reference", "Race"):
         page.get_by_role("tab", name=tab).click()
         assert violations() == [], tab
     page.locator("#run").click()

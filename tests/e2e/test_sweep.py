@@ -68,6 +68,30 @@ def test_run_stop_save_open_share(visit_gated, gates, tmp_path):
     assert other.evaluate("document.documentElement.scrollWidth") == 390
 
 
+@pytest.mark.parametrize("stop", [True, False])
+def test_which_method_fits(visit_gated, gates, stop):
+    page = visit_gated("#tune", viewport={"width": 390, "height": 800})
+    status, heat = page.locator("#tune .sd-status"), page.locator("#tune .sd-heat")
+    page.locator("#tune-run").click()
+    expect(status).to_have_text(re.compile("^50 % done: chat, 4 candidates"))
+    expect(heat.locator("button")).to_have_text(["1.31× at k = 7", "1.12× at k = 3", "0.64× at k = 3"])
+    expect(page.locator("#tune .sd-numbers tbody tr")).to_have_count(4)
+    if stop:
+        page.locator("#tune-stop").click()
+        assert gates.stopped.acquire(timeout=60)
+        expect(status).to_have_text(re.compile("^Stopped"))
+        return
+    gates.open.set()
+    expect(status).to_have_text(re.compile("^Done. For mixed work use ngram, k=7"))
+    expect(heat.locator("tbody th")).to_have_text(["chat", "<b>edit</b>"])
+    expect(heat.locator("thead th")).to_have_text(["", "ngram", "suffix", "<i>head</i>"])
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
+    heat.get_by_role("button", name="Open as a race: <b>edit</b>, suffix, k=3, 1.12×").click()
+    expect(page.get_by_role("tab", name="Race", exact=True)).to_have_attribute("aria-selected", "true")
+    expect(page).to_have_url(re.compile(r"\?preset=embedded-ngram&method=ngram&k=3$"))
+    expect_example(page, "Custom (from Prompt lookup)")
+
+
 def test_every_suite_has_its_own_charts(visit_gated):
     page = visit_gated("#sweep")
     chart, second = page.locator("#sweep .sd-chart").first, page.locator("#sweep .sd-second")

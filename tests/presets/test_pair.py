@@ -6,7 +6,7 @@ import specdemo
 from specdemo.__main__ import main
 from specdemo.presets.files import load_presets
 from specdemo.presets.link import OWN
-from specdemo.presets.pair import QUESTION, TASKS, add_pair, comparison, task
+from specdemo.presets.pair import QUESTION, TASKS, add_pair, comparison, task, work_prompts
 
 
 @pytest.fixture(autouse=True)
@@ -107,5 +107,6 @@ def test_a_target_needs_no_preset(capsys):
 
 
 def test_tasks_end_with_a_cue_where_there_is_no_chat_template():
-    for name, (words, end) in TASKS.items():
+    for name, (kind, end) in TASKS.items():
+        words = work_prompts()[kind][0]
         assert task(name, chat=True) == words and task(name, chat=False) == f"{words}\n\n{end}\n"

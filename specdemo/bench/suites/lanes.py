@@ -1,7 +1,6 @@
 """Suites that compare lanes on the same prompts: draft lengths, methods, shapes of shipped draft models."""
 
-from specdemo.bench.base import DRAFT_LENGTH, STORIES, Decoding, Ks, PresetId, Questioned, Report, Stop
-from specdemo.bench.prompts import COPYING
+from specdemo.bench.base import DRAFT_LENGTH, STORIES, Ks, PresetId, Questioned, Report, Stop
 from specdemo.bench.result import Result
 from specdemo.presets.files import DEFAULT, preset
 
@@ -39,19 +38,6 @@ class Methods(Questioned):
 
         target = preset(self.preset).target
         return as_shipped(self, target, shipped_lanes(target), self.prompts_or_file, report, cancelled)
-
-
-class Copying(Decoding):
-    """Compares the methods without weights on prompts whose answer repeats the prompt."""
-
-    name = "copying"
-    order = 9
-
-    def run(self, report: Report, cancelled: Stop) -> Result:
-        from specdemo.bench.sweeps import as_shipped, shipped_lanes
-
-        lanes = tuple(lane for lane in shipped_lanes() if lane.model is None)
-        return as_shipped(self, STORIES, lanes, COPYING, report, cancelled)
 
 
 class DepthWidth(Questioned):

@@ -4,12 +4,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 from specdemo.bench.base import Axis, Decoding, Report, Stop
-from specdemo.bench.prompts import CODE, EDITS, PROMPTS, work_prompts
+from specdemo.bench.prompts import CODE, EDITS, PROMPTS
 from specdemo.bench.result import ALL, Result, Row
 from specdemo.core.settings import Setting
 from specdemo.engine.comparison import Lane
 from specdemo.presets.files import preset
-from specdemo.presets.pair import add_pair
+from specdemo.presets.pair import add_pair, work_prompts
 
 if TYPE_CHECKING:
     from specdemo.bench.measure import Compared

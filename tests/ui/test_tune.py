@@ -1,0 +1,56 @@
+"""The tab Tune without a browser."""
+
+import json
+
+import pytest
+
+from specdemo.bench.result import read_result
+from specdemo.bench.tune import Tune
+from specdemo.ui.sweep import Sweeps
+from specdemo.ui.tune import begin
+from tests.ui.stand_ins import VISITOR, lines, played, tuned
+
+VALUES = {"target": "code", "work": [], "minutes": 2.0}
+
+
+def test_the_table_grows_and_the_result_is_a_file(monkeypatch):
+    seen = []
+
+    def run(self, report, cancelled):
+        seen.append((self.target, self.work, self.minutes))
+        report(0.5, "chat, 4 candidates", lambda: tuned(["chat"]))
+        return tuned()
+
+    monkeypatch.setattr(Tune, "run", run)
+    jobs = Sweeps("tune")
+    log = lines([*played(jobs, begin, VISITOR, VALUES | {"work": ["code edit"]})][-1]["view"])
+    assert seen == [("code", "code edit", 2.0)]
+    assert [line["type"] for line in log] == ["run", "start", "loading", "result", "result"]
+    assert [(len(line["rows"]), line["partial"]) for line in log[3:]] == [(4, True), (8, False)]
+    assert log[-1]["verdict"].startswith("For mixed work use ngram, k=7")
+    saved = jobs.save(VISITOR)
+    assert saved["name"] == "specdemo-tune.json" and read_result(saved["text"]) == tuned()
+    assert json.loads(saved["text"])["rows"][0]["race"] == "preset=embedded-ngram&method=ngram&k=7"
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"target": "some/model"}, "not on this page's list"),
+        ({"work": ["chat"]}, "unknown kind of work 'chat'"),
+        ({"minutes": 500.0}, "15 minutes at most"),
+        ({"minutes": "soon"}, "minutes"),
+    ],
+)
+def test_refusals_have_one_line(values, reason):
+    with pytest.raises(ValueError, match=reason) as refused:
+        begin(VALUES | values, None)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_public_page_measures_models_at_hand_only(monkeypatch):
+    monkeypatch.setenv("SPECDEMO_PUBLIC", "1")
+    with pytest.raises(ValueError, match="not available on this public page"):
+        begin(VALUES | {"target": "google/gemma-3-27b-it", "minutes": 1.0}, None)
+    with pytest.raises(ValueError, match="1 minutes at most"):
+        begin(VALUES, None)
