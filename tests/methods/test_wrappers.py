@@ -1,4 +1,4 @@
-"""Methods that wrap other drafters: router, cascade and online learning."""
+"""Methods that wrap other drafters: router, gated lookup, cascade and online learning."""
 
 from copy import deepcopy
 
@@ -13,7 +13,9 @@ from specdemo.methods.base import Head
 from specdemo.methods.online import MIN_COLUMNS, WINDOW
 from specdemo.models.target import HFTarget
 from specdemo.models.toy import ToyTarget
+from tests.engine.test_loop import Oracle
 from tests.generation import rows_of
+from tests.methods.test_adaptive import Watch
 from tests.models import tiny
 
 PROMPTS = torch.randint(3, 61, (3, 9), generator=torch.Generator().manual_seed(3))
@@ -46,6 +48,30 @@ def test_most_accepted_drafter_is_selected(folders, first, others, best, tiny_ll
     count = len(drafter.drafters)
     assert routes[: 2 * count] == [route for route in range(count) for _ in range(2)]
     assert set(routes[2 * count :]) == {best}
+
+
+@pytest.mark.parametrize("right, least, most", [("lookup", 30, 30), ("drafter", 4, 8)])
+def test_a_lookup_drafts_while_it_gives_more_tokens_per_second(right, least, most):
+    """Of 30 steps. A lookup that loses takes turns with the drafter at first, then has every eighth match."""
+    target = ToyTarget(16, seed=1)
+    prompt, config = torch.tensor([[3, 1, 4, 1, 5]]), GenerationConfig(200, budget=Budget(3, 3), stop_token_ids=())
+    (answer,) = rows_of([*generate(target, load_drafter("none", target), prompt, config)])
+    drafter = load_drafter("gated", target, drafter="ngram", lookup="ngram", length=2)
+    drafter.drafters = [Oracle(answer, wrong=lambda _, bad=name != right: bad) for name in ("drafter", "lookup")]
+    events = list(generate(target, drafter, prompt, config, stopwatch=Watch()))
+    routes = [int(e.notes["route"]) for e in events[1:31]]
+    assert routes[0]
+    assert least <= sum(routes) <= most
+    assert all(len(e.drafted[0]) <= (3 if e.notes["route"] else 2) for e in events[1:])
+    assert rows_of(events) == [answer]
+
+
+def test_a_gated_lookup_drafts_for_rows_with_a_match(folders, tiny_llama):
+    target = HFTarget(tiny_llama(61))
+    drafter = load_drafter("gated", target, folders["bad"], lookup="suffix")
+    got, events = output_and_events(target, drafter, tokens=80)
+    assert got == output_and_events(target, load_drafter("none", target), tokens=80)[0]
+    assert {e.notes["route"] for e in events[1:]} == {0, 1}
 
 
 def test_every_text_is_routed_separately(tiny_llama):

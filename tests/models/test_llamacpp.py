@@ -45,7 +45,7 @@ TEXTS = [
     "One day, a big bear",
 ]
 ENDLESS = {"eos_token_id": 1 << 20, "pad_token_id": 0}  # transformers generates all tokens, also after a stop token
-METHODS = ["ngram", "suffix", "lookahead", "draft_model", "adaptive", "cascade", "router"]
+METHODS = ["ngram", "suffix", "lookahead", "draft_model", "adaptive", "cascade", "gated", "router"]
 
 
 @pytest.fixture(scope="module")

@@ -130,7 +130,7 @@ def test_unsupported_server_feature_is_one_line():
     models |= {
         name: {"model": "some/drafter"} for name in ("mtp", "eagle", "dflash", "gemma4_assistant", "adaptive", "online")
     }
-    models |= {name: {"model": "some/drafter"} for name in ("cascade", "router")}
+    models |= {name: {"model": "some/drafter"} for name in ("cascade", "gated", "router")}
     for engine, able in (("vllm", VLLM), ("sglang", SGLANG)):
         commands = {name: command(engine, method=name, **models.get(name, {})) for name in METHODS if name != "none"}
         assert {name for name, words in commands.items() if isinstance(words, list)} == able

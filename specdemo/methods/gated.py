@@ -1,0 +1,114 @@
+"""Gated lookup: a lookup drafts where it finds a match that pays, another drafter drafts elsewhere.
+
+Each step compares expected tokens per second. Those of the lookup are the mean accepted length at its measured
+acceptance, divided by the time of looking and of a target pass over the match; those of the other drafter are the mean
+of its recent steps, drafting included. Edits and code repeat long parts of the prompt, which a lookup drafts without
+cost; the drafter drafts the rest.
+
+The choice depends on measured times. The output is exact with every choice.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from statistics import mean
+
+from torch import Generator
+
+from specdemo.core.protocol import Budget, Progress, Target
+from specdemo.core.sampling import Sampling
+from specdemo.core.speedup import best_length, expected_tokens
+from specdemo.core.tree import ABSENT, Draft
+from specdemo.methods import BaseOptions, load_drafter, setting
+from specdemo.methods.adaptive import DECAY, EXPLORE_INTERVAL, AcceptanceEstimator, LatencyTable
+from specdemo.methods.wrapper import Wrapper, acceptance_per_row, wrappable
+
+FIRST_STEPS = 3  # of the other drafter, before the two are compared; until then it drafts where the lookup just failed
+DRAFTER, LOOKUP = range(2)
+
+
+class GatedOptions(BaseOptions):
+    drafter: str = setting(
+        "draft_model", "the method that drafts where the lookup does not", choices=wrappable("gated")
+    )
+    lookup: str = setting("suffix", "the method that looks for matches", choices=("suffix", "ngram"))
+    length: int = setting(0, "most draft tokens of the drafter; 0: the lane's k", low=0, high=16, step=1)
+
+
+class Gated(Wrapper, method="gated"):
+    summary = "A lookup drafts where it finds a match that pays, another drafter elsewhere."
+
+    Options = GatedOptions
+
+    def __init__(self, target: Target, model: object = None, options: GatedOptions | None = None) -> None:
+        options = options or self.Options()
+        super().__init__(load_drafter(options.drafter, target, model), load_drafter(options.lookup, target))
+        self._curve, self._most = target.pass_ms, options.length
+
+    def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
+        super().start(batch, sampling, rng)
+        self._acceptance = AcceptanceEstimator()  # of the lookup
+        self._verify_times = LatencyTable({}, self._curve)
+        self._lookup_times = LatencyTable({})  # of drafting with the lookup
+        self._steps = self._skipped = 0  # steps of the drafter; matches not used since the last one that was
+        self._failed = False  # the last draft of the lookup was rejected, and the drafter has not drafted since
+        self._tokens = self._seconds = 0.0  # of recent steps of the drafter, per row
+        self._draft: Draft | None = None  # None until the prompt has been observed
+        self._rows: list[tuple[int, int]] = []  # drafted and accepted levels of the last step, by row
+
+    def propose(self, budget: Budget) -> Draft:
+        """Draft with the lookup or with the drafter. Notes: route, 1 for the lookup."""
+        match = self.drafters[LOOKUP].propose(budget)
+        length = self._length(match) if match.nodes else 0
+        if self._most and not length:
+            budget = replace(budget, depth=min(budget.depth, self._most), nodes=min(budget.nodes, self._most))
+        self._route, self._depth = (LOOKUP, length) if length else (DRAFTER, budget.depth)
+        draft = _first(match, length) if length else super().propose(budget)
+        self._draft = replace(draft, notes={**draft.notes, "route": self._route})
+        return self._draft
+
+    def observe(self, progress: Progress) -> None:
+        if self._draft is not None:
+            self._rows = acceptance_per_row(self._draft, self._depth, progress)
+        super().observe(progress)
+
+    def on_step_timed(self, ms: Mapping[str, float]) -> None:
+        super().on_step_timed(ms)
+        if self._draft is None or not self._rows:
+            return
+        seconds = sum(ms.values()) / 1000.0
+        drafting = ms.get("draft", 0.0) / 1000.0
+        self._verify_times.add(self._draft.nodes + 1, seconds - drafting)
+        if self._route == LOOKUP:
+            self._lookup_times.add(1, drafting)
+            self._failed = not any(accepted for _, accepted in self._rows)
+            for drafted, accepted in self._rows:
+                self._acceptance.add(drafted, accepted)
+        else:
+            self._steps, self._failed = self._steps + 1, False
+            self._tokens = DECAY * self._tokens + 1.0 + mean(accepted for _, accepted in self._rows)
+            self._seconds = DECAY * self._seconds + seconds
+
+    def _length(self, match: Draft) -> int:
+        """Return how many tokens of a match to draft; 0: the drafter is expected to be faster, or no match is."""
+        tokens = expected_tokens(self._acceptance.rates(match.nodes))
+        share = float((match.tokens != ABSENT).any(1).float().mean())  # rows with a match
+        tokens = [1.0 + share * (n - 1.0) for n in tokens]
+        (looking,) = self._lookup_times.estimates([1])
+        seconds = [looking + verifying for verifying in self._verify_times.estimates(range(1, match.nodes + 2))]
+        length = max(best_length(tokens, seconds), 1) if len(self._verify_times) else match.nodes
+        self._skipped += 1
+        if self._steps < FIRST_STEPS:
+            pays = not self._failed
+        else:
+            pays = tokens[length] * self._seconds > self._tokens * seconds[length]
+        if pays or self._skipped == EXPLORE_INTERVAL:
+            self._skipped = 0
+            return length
+        return 0
+
+
+def _first(chain: Draft, length: int) -> Draft:
+    """Return the first tokens of a chain."""
+    tokens, confidence = (None if x is None else x[:, :length] for x in (chain.tokens, chain.confidence))
+    assert tokens is not None
+    return Draft.chain(tokens, confidence=confidence)
