@@ -68,8 +68,9 @@ class KindOfWork:
         return speed.value if speed else self.guesses.get(name, 0.0)
 
     def ranked(self) -> list[str]:
-        """Return the measured candidates, the fastest first; those with the most runs before all others."""
-        counts = {name: sum(map(bool, runs)) for name, runs in self.samples.items()}  # without the first look
+        """Return the measured candidates, the fastest first; those with the most runs before all others. The first look
+        counts like one run."""
+        counts = {name: max(sum(map(bool, runs)), 1) for name, runs in self.samples.items()}
         most = max((counts.get(name, 0) for name in self.left), default=0)
         complete = {name for name, count in counts.items() if count >= most}
         return sorted(self.samples, key=lambda name: (name not in complete, -self.value(name)))

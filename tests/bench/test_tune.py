@@ -8,7 +8,7 @@ import pytest
 from specdemo.__main__ import main
 from specdemo.bench.candidates import draft_lengths, drafters, race_link, settings_to_copy, with_lengths
 from specdemo.bench.result import read_result
-from specdemo.bench.search import Sample, Search
+from specdemo.bench.search import KindOfWork, Sample, Search
 from specdemo.bench.tune import OWN, Tune
 from specdemo.engine.cost import CostModel
 from specdemo.presets.files import load_presets
@@ -122,6 +122,16 @@ def test_an_interrupt_of_the_first_run_and_short_answers_leave_nothing():
     with pytest.raises(ValueError, match="nothing was measured"):
         SimulatedMachine(FLAT, 0).search(300.0, interrupted)
     assert not SimulatedMachine(FLAT, 0).search(300.0, lambda prompt, names: {}).leader()
+
+
+SEEN = [(1.8, (0,)), (1.5, (1,)), (1.6, (0, 1, 2))]  # speed-ups and rounds
+
+
+def test_a_single_run_does_not_rank_above_a_faster_first_look():
+    looked, ran, twice = ({number: Sample(speed, {}) for number in rounds} for speed, rounds in SEEN)
+    work = KindOfWork("code", [], {"ran": ran, "looked": looked}, left=["ran", "looked"])
+    assert work.ranked() == ["looked", "ran"]
+    assert KindOfWork("code", [], work.samples | {"twice": twice}, left=["twice"]).ranked()[0] == "twice"
 
 
 def test_a_candidate_that_fails_leaves():
