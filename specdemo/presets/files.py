@@ -247,12 +247,12 @@ def _variant(stem: str, text: str, name: str, own: Mapping[str, object]) -> Pres
 
 @lru_cache(maxsize=1)
 def load_presets() -> dict[str, Preset]:
-    """Return all presets by id: those of a real model that is here, the default, other embedded ones, then those with
-    downloads by memory, first those that need no GPU."""
+    """Return all presets by id: the default, other embedded ones, then those with downloads by memory, first those
+    that need no GPU."""
     presets = [preset for path in FOLDER.glob("*.yaml") for preset in read_presets(path)]
     if not presets:
         raise ValueError(f"no presets in {FOLDER}; reinstall specdemo")
-    presets.sort(key=lambda p: (p.embedded or not p.here, p.id != DEFAULT, not p.embedded, _order(p), p.id))
+    presets.sort(key=lambda p: (p.id != DEFAULT, not p.embedded, _order(p), p.id))
     return {preset.id: preset for preset in presets}
 
 

@@ -292,7 +292,7 @@ function finish() {
 // Draws facts about the model, and a button that opens the tab with the search for its best method.
 function drawCard(facts) {
   const tab = /** @type {HTMLElement | null} */ (document.querySelector('[role="tab"][data-tab-id="tune"]'));
-  const button = make("button", "sd-estimate", "Find out in 2 minutes →");
+  const button = make("button", "sd-find", "Find out in 2 minutes →");
   button.addEventListener("click", () => tab.click());
   $(".sd-card").replaceChildren(factList(facts), ...(tab ? [button] : []));
   $(".sd-card").hidden = !facts.length;

@@ -38,9 +38,10 @@ CHAT, TEXT = "chat", "text"
 
 
 def examples() -> list[tuple[str, list[tuple[str, str]]]]:
-    """Return the presets by group, with labels and ids."""
+    """Return the presets by group, with labels and ids. Those of a real model that is here come first."""
     groups: dict[str, list[tuple[str, str]]] = {"Examples": [], "More examples": []}
-    for p in limits.at_hand() if limits.public() else load_presets().values():
+    presets = limits.at_hand() if limits.public() else load_presets().values()
+    for p in sorted(presets, key=lambda p: p.embedded or not p.here):
         needs = f"Needs {'' if 'RAM' in (p.group or '') else 'a GPU with '}{p.group}" if p.group else "More examples"
         group = "Examples" if p.chip and p.here else needs
         groups.setdefault(group, []).append((p.chip or p.title, p.id))

@@ -13,7 +13,7 @@ from specdemo.bench import sweeps
 from specdemo.bench.plot import write_page
 from specdemo.bench.report import bench_report, markdown
 from specdemo.bench.result import read_result, recorded_suite, to_json
-from specdemo.bench.suites import lanes, suite, suites
+from specdemo.bench.suites import suite, suites
 from specdemo.engine.loop import never_cancelled
 
 RECORDED = ("k", "methods", "batch", "prompt", "temperature", "depth-width", "text", "position", "losslessness")
@@ -33,11 +33,6 @@ def pair():
     return random_pair("tiny", TINY, torch.device("cpu"), torch.float32, texts=1)
 
 
-def copying_result(patch, folder):
-    patch.setattr(lanes, "COPYING", lanes.COPYING[:1])
-    return short("copying", new_tokens=4)
-
-
 def fairness_result(patch, folder):
     patch.setattr(fairness, "NEW_TOKENS", 4)
     patch.setattr(fairness, "STALL_MS", 1.0)
@@ -47,7 +42,6 @@ def fairness_result(patch, folder):
 
 MAKERS = {
     "embedded": lambda *_: short("embedded", ks=(2,), new_tokens=4, prompts=["Once"]),
-    "copying": copying_result,
     "peers": lambda *_: peers.compete(pair(), 1, 6, silent, never_cancelled),
     "floor": lambda *_: floor.floor(pair(), 1, 6, silent, never_cancelled),
     "race-fairness": fairness_result,

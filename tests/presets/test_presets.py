@@ -10,7 +10,6 @@ from specdemo.bench.suites import suite
 from specdemo.core.rules import RULES
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.methods import METHODS
-from specdemo.models import packaged
 from specdemo.models.devices import pick_dtype
 from specdemo.presets import recorded as module
 from specdemo.presets.files import DEFAULT, EMBEDDED, FOLDER, allowed_models, load_presets, preset, read_presets
@@ -30,19 +29,12 @@ PROMISED = {
 }
 
 
-@pytest.mark.parametrize("made", [{}, {"smollm2", "smollm2.gguf"}, {"smollm2.gguf"}])
-def test_presets_of_a_real_model_that_is_here_come_first_then_the_default_then_what_needs_no_download(
-    made, monkeypatch
-):
-    monkeypatch.setattr(packaged, "local", lambda name: Path(name) if name in made else None)
-    presets = load_presets.__wrapped__()
-    first = [id for id, p in presets.items() if p.target in made]
-    assert len(first) == {0: 0, 2: 3, 1: 1}[len(made)]
-    assert [*presets][: len(first) + 1] == [*first, DEFAULT] and DEFAULT == "embedded-draft"
-    flags = [p.embedded for id, p in presets.items() if id not in first]
+def test_the_default_comes_first_then_what_needs_no_download():
+    assert next(iter(PRESETS)) == DEFAULT == "embedded-draft"
+    flags = [p.embedded for p in PRESETS.values()]
     assert flags == sorted(flags, reverse=True)
-    assert {id for id, p in presets.items() if p.embedded} >= PROMISED
-    assert not presets["qwen3-8b"].embedded
+    assert {id for id, p in PRESETS.items() if p.embedded} >= PROMISED
+    assert not PRESETS["qwen3-8b"].embedded
 
 
 @pytest.mark.parametrize("id", PRESETS)

@@ -63,4 +63,4 @@ def test_page_reports_it(monkeypatch):
     data = json.loads(row_data(to_values(PRESETS["llama-3.1-8b"]), ""))
     assert data["obstacle"] == "This machine cannot run it: it needs a GPU with about 20 GB, and this machine has none."
     assert data["instead"] == ["embedded-draft", "Draft model"]
-    assert "about 20 GB, gated: needs a login, Llama 3.1 Community License" in about(PRESETS["llama-3.1-8b"])
+    assert "about 20 GB of memory, gated: needs a login, Llama 3.1 Community License" in about(PRESETS["llama-3.1-8b"])

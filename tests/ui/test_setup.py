@@ -2,9 +2,11 @@
 
 import json
 from html import escape
+from pathlib import Path
 
 import pytest
 
+from specdemo.models import packaged
 from specdemo.presets.files import load_presets, preset
 from specdemo.presets.limits import LIMITS
 from specdemo.ui import setup
@@ -77,8 +79,12 @@ def test_the_address_follows_valid_settings(values):
     assert query(seed=None) is None and query(**{"k-1": None}) is None  # half typed
 
 
-def test_the_menu_has_every_preset_once():
+@pytest.mark.parametrize("made", [set(), {"smollm2", "smollm2.gguf"}, {"smollm2.gguf"}])
+def test_the_menu_has_every_preset_once_and_those_of_a_real_model_that_is_here_first(made, monkeypatch):
+    monkeypatch.setattr(packaged, "local", lambda name: Path(name) if name in made else None)
     groups = setup.examples()
+    first = [load_presets()[id].target in made for _, id in groups[0][1]]
+    assert sum(first) == {0: 0, 2: 3, 1: 1}[len(made)] and first == sorted(first, reverse=True)
     ids = [id for _, presets in groups for _, id in presets]
     assert sorted(ids) == sorted(load_presets())
     few = [load_presets()[id] for _, id in dict(groups)["Examples"]]
