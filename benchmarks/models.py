@@ -26,6 +26,7 @@ from specdemo.core.protocol import Budget, Target
 from specdemo.engine.comparison import Lane
 from specdemo.engine.session import Session, environment
 from specdemo.methods import BASELINE, build_drafter, load_drafter
+from specdemo.models.cpu_threads import thread_limit
 from specdemo.models.llamacpp import library
 from specdemo.models.machine import versions
 from specdemo.models.packaged import HUB_ID, SMOLLM2, SMOLLM2_GGUF, cache, fetch_file, local
@@ -235,6 +236,7 @@ def contests(
     contests = []
     for number, prompt in enumerate((prompts[0], *prompts)):  # the first time for warm-up
         found = {}
+        thread_limit.start_run()  # every text is a run: a disturbed one leaves the next its threads
         for name in Random(number).sample(list(every), len(every)):
             parts = every[name](prompt, new_tokens if number else WARM_UP_TOKENS)
             written = [token for _, part in parts for token in part]
