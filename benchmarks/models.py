@@ -172,6 +172,7 @@ def cast_of(suite: "Models", of: Subject, prompt: str) -> tuple[Session, dict[st
     spec = spec.model_copy(update={"prompt": prompt, "context": CONTEXT})
     session = Session()
     session.run(spec)  # chooses the threads and the draft lengths, and runs everything once
+    thread_limit.start_run()  # llama.cpp gets the threads that were chosen, not those of a disturbed moment
     target = session.target()
     stop = target.stop_token_ids
     engines = {PLAIN: OwnEngine(target, load_drafter(BASELINE, target), Budget(0, 0), stop)}
