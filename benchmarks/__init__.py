@@ -86,7 +86,7 @@ class Gpu(Suite):
 
 
 class Models(Decoding):
-    """Real models by kind of work, next to transformers' and llama.cpp's own loops, in the file --out. Another call
+    """Real models by kind of work, next to transformers' and llama.cpp's own loops, in the folder --out. Another call
     resumes it.
     """
 

@@ -1,5 +1,5 @@
-"""Real models by kind of work: lanes as `run` starts them, next to transformers' and llama.cpp's own loops on the same
-weights.
+"""Real models by kind of work, next to transformers' and llama.cpp's own loops on the same weights. `run` chooses
+threads and draft lengths; the lengths of head and layer skip are fixed.
 
 The prompts are those of `tune`. All lanes answer each prompt, in random order; the time of an answer starts with its
 first token. Intervals are over the prompts.

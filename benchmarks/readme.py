@@ -13,6 +13,7 @@ from textwrap import fill
 from specdemo.bench.report import markdown
 from specdemo.bench.result import THOROUGH, Result, Row, is_baseline, noisy, read_result, write_result
 from specdemo.core.atomic_io import write_text
+from specdemo.core.estimate import Estimate
 
 ROOT = Path(__file__).parents[1]
 COMMANDS = {
@@ -75,7 +76,7 @@ def _models(result: Result) -> str:
         for lane in lanes:
             of = cells[lane]
             speeds = [_speed(of[kind]) if kind in of else "" for kind in kinds]
-            peer = [row["over its peer"].value for row in of.values() if row["over its peer"]]
+            peer = [row["over its peer"] for row in of.values() if row["over its peer"]]
             lines.append(f"| {lane[1]} | {' | '.join(speeds)} | {_range(peer)} |")
     where, versions = result.environment, result.environment["versions"]
     parts = [where["device"], *(f"{name} {number}" for name, number in versions.items()), where["date"]]
@@ -88,9 +89,10 @@ def _speed(row: Row) -> str:
     return f"{row['tokens/s'].format('', 0)} /s" if is_baseline(row["speed-up"]) else row["speed-up"].format()
 
 
-def _range(values: list[float]) -> str:
-    """Return the least and the greatest of some ratios."""
-    return f"{min(values):.2f}x to {max(values):.2f}x" if values else ""
+def _range(ratios: list[Estimate]) -> str:
+    """Return the least and the greatest of some ratios, a single one with its interval."""
+    values = [each.value for each in ratios]
+    return ratios[0].format() if len(ratios) == 1 else f"{min(values):.2f}x to {max(values):.2f}x" if ratios else ""
 
 
 def main(arguments: list[str]) -> int:

@@ -199,7 +199,7 @@ FACTS = {
     "online": Facts("online:Online", "Online learning"),
     "cascade": Facts("cascade:Cascade", "Cascade"),
     "router": Facts("router:Router", "Router"),
-    "gated": Facts("gated:Gated", "Lookup or drafter"),
+    "gated": Facts("gated:Gated", "Gated lookup"),
     "synthetic": Facts("synthetic:Synthetic", "Synthetic acceptance"),
 }
 PREDICTED = {name: facts for name, facts in FACTS.items() if facts.cost}
