@@ -78,13 +78,13 @@ function openSettings(settings) {
   trigger("submit", { query: settings });
 }
 
-function open(query) {
+function openLink(query) {
   setQuery(query, "pushState");
   openSettings(query);
 }
 
 function choose(id) {
-  open(`preset=${id}`);
+  openLink(`preset=${id}`);
 }
 
 function race(id) {
@@ -124,7 +124,7 @@ menu.addEventListener("change", () => {
 });
 $(".sd-instead").addEventListener("click", () => race(current.instead[0]));
 document.addEventListener("specdemo:race", (/** @type {CustomEvent} */ { detail }) => race(detail));
-document.addEventListener("specdemo:open", (/** @type {CustomEvent} */ { detail }) => open(detail));
+document.addEventListener("specdemo:open", (/** @type {CustomEvent} */ { detail }) => openLink(detail));
 document.addEventListener("click", onTab);
 addEventListener("popstate", onBack);
 drawMenu();

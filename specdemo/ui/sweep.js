@@ -30,7 +30,7 @@ watchPlace(props.name, (text) => $(".sd-sweep").hasAttribute("data-busy") && set
 
 function hideResult() {
   $(".sd-badge").hidden = $(".sd-result-chart").hidden = $(".sd-numbers").hidden = true;
-  for (const panel of element.querySelectorAll(".sd-second, .sd-heat")) panel.hidden = true;
+  for (const panel of [$(".sd-second"), $(".sd-heat")]) if (panel) panel.hidden = true;
 }
 
 function loading(line) {
