@@ -65,6 +65,11 @@ DEFINITIONS: dict[str, Definition] = {
         "one was rejected or the text ended, count as not accepted; in a tree all nodes count, so the rate is low",
         Tile("acceptance", "Acceptance rate", "accepted / all draft tokens, also those not verified", "percent"),
     ),
+    "unverified": Definition(
+        ("unverified",),
+        "draft tokens that the target did not verify, because the drafter was not sure of them (option `p_min`). They "
+        "are not among the draft tokens of the other numbers",
+    ),
     "break-even": Definition(
         ("break_even",),
         "the acceptance rate below which this lane is slower than plain decoding on this machine: (time of a step in "

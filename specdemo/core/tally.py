@@ -72,6 +72,7 @@ class Tally:
     verify_ms: float = 0.0
     train_ms: float = 0.0  # part of draft_ms in which the drafter trained
     drafted: int = 0
+    unverified: float = 0.0  # draft tokens that were left out before verification
     accept_histogram: list[int] = field(default_factory=lambda: [0])  # [n] steps that accepted n draft tokens
     reached: list[int] = field(default_factory=list)  # [i] steps that drafted at depth i + 1
     experts: float = 0.0  # per layer, summed over the steps that report them
@@ -97,6 +98,7 @@ class Tally:
         else:
             self._decode(step)
             self.train_ms += event.notes.get("train_ms", 0.0)
+            self.unverified += event.notes.get("unverified", 0.0)
             self.experts += event.notes.get("experts", 0.0)
             self.expert_steps += "experts" in event.notes
         self._past.append((self.clock_ms, self.first + self.tokens))
@@ -160,6 +162,7 @@ class Tally:
             "ms_draft": round(self.draft_ms, 3),
             "ms_verify": round(self.verify_ms, 3),
             "ms_other": round(self.ms - self.draft_ms - self.verify_ms, 3),
+            **({"unverified": round(self.unverified)} if self.unverified else {}),
             **({"experts_touched": ratio(self.experts, self.expert_steps)} if self.expert_steps else {}),
         }
 

@@ -149,6 +149,10 @@ def build_drafter(name: str, target: "Target", model: object, options: BaseOptio
     with checkpoint_errors(model) if isinstance(model, str) else nullcontext():
         drafter = cls(target, model, options)
     _check_taps(drafter, target)
+    if p_min := getattr(options, "p_min", 0.0):
+        from specdemo.methods.confident import Confident
+
+        return Confident(drafter, p_min)
     return drafter
 
 

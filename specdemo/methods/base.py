@@ -16,7 +16,7 @@ from specdemo.core.protocol import Budget, Drafter, Progress, Target
 from specdemo.core.sampling import Sampling
 from specdemo.core.shapes import Config, Shape
 from specdemo.core.tree import Draft
-from specdemo.methods import BaseOptions, EngineArgs, check_capabilities
+from specdemo.methods import BaseOptions, EngineArgs, check_capabilities, setting
 from specdemo.methods.facts import FACTS, Drafting, Facts, Sizes
 from specdemo.methods.heads.network import Network, select_convention
 from specdemo.methods.heads.runtime import HeadRuntime
@@ -29,6 +29,19 @@ from specdemo.training.losses import Objective
 
 class NoOptions(BaseOptions):
     """Options of a method that has none."""
+
+
+class DraftOptions(BaseOptions):
+    """Options of every method whose drafter gives its tokens probabilities."""
+
+    p_min: float = setting(
+        0.0,
+        "end a draft before a token whose most likely candidate has less probability than this, as llama.cpp does; 0: "
+        "never",
+        low=0.0,
+        high=1.0,
+        step=0.05,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +134,7 @@ class Head(Method, Generic[Net]):
 
     needs_model = True
     requires: ClassVar = frozenset({"hidden_states"})
+    Options: ClassVar[type[BaseOptions]] = DraftOptions
     recipes: ClassVar[Mapping[str, Recipe]] = {}  # by name
     objective: Objective = Objective()
     head: Net

@@ -20,13 +20,14 @@ from specdemo.core.host_copy import AsyncHostCopy, padded, to_device
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import PositionNoise, Sampling, draw, to_probs
 from specdemo.core.tree import ABSENT, Draft, chain_parents, first_branch, is_chain
-from specdemo.methods import BaseOptions, load_drafter, setting
+from specdemo.methods import load_drafter, setting
+from specdemo.methods.base import DraftOptions
 from specdemo.methods.draft_model import MAX_CATCH_UP, DraftModel
 from specdemo.methods.wrapper import Wrapper, wrappable
 from specdemo.models.checkpoints import Checkpoint
 
 
-class CascadeOptions(BaseOptions):
+class CascadeOptions(DraftOptions):
     inner: str = setting("ngram", "the method that drafts for the draft model", choices=wrappable("cascade"))
     inner_model: str = setting("", "its model or head, if it needs one: a name, folder or hub id")
 

@@ -18,7 +18,7 @@ from specdemo.core.protocol import Budget, DraftPlan, Progress, Target
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import ABSENT, Draft, chain_parents
 from specdemo.methods import detect_head, require_method
-from specdemo.methods.base import Method, NoOptions
+from specdemo.methods.base import DraftOptions, Method
 from specdemo.methods.heads.sampler import ChainBuilder, DraftVocab, TokenSampler, run_chain_graph
 from specdemo.methods.vocabularies import MIN_SHARED_MASS, RowText, VocabBridge, real_tokens
 from specdemo.models.checkpoints import Checkpoint, open_meta_checkpoint, write_checkpoint
@@ -45,6 +45,7 @@ class DraftModel(Method, method="draft_model"):
     summary = "A small model drafts several tokens; the target verifies them in one pass."
     needs_model = True
     cross_vocabulary: ClassVar[bool] = True
+    Options = DraftOptions
     objective: Objective = Objective()
 
     @classmethod
@@ -69,7 +70,7 @@ class DraftModel(Method, method="draft_model"):
         """Load the draft model in fp32, with the separate weights that training needs."""
         return load_model(source, "float32", str(target.device), progress=progress, kernels="transformers")
 
-    def __init__(self, target: Target, model: object, options: NoOptions | None = None) -> None:
+    def __init__(self, target: Target, model: object, options: DraftOptions | None = None) -> None:
         self.model = _to_target(model, target)
         self.parts = (self.model,)
         self.head: nn.Module = self.model.model  # training updates the whole draft model

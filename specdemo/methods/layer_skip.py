@@ -14,13 +14,13 @@ from torch import Generator
 from specdemo.core.protocol import Budget, DraftPlan, Progress, Target
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import Draft
-from specdemo.methods import BaseOptions, setting
-from specdemo.methods.base import Method
+from specdemo.methods import setting
+from specdemo.methods.base import DraftOptions, Method
 from specdemo.methods.heads.runtime import last_columns
 from specdemo.methods.heads.sampler import ChainBuilder, TokenSampler, run_chain_graph
 
 
-class LayerSkipOptions(BaseOptions):
+class LayerSkipOptions(DraftOptions):
     exit_layer: int = setting(0, "number of layers that draft; 0 uses a third", low=0, high=128, step=1)
 
 

@@ -102,7 +102,7 @@ function inspect() {
     ` Step ${run.selected.step}/${lane.steps.length - 1} · ${what} · ${milliseconds(sum(Object.values(line.ms)))} ms (${parts.join(", ")})`
   );
   const summary = run.selected.step && drafted ? describeStep(line) : "";
-  $(".sd-step-summary").textContent = [summary, expertsTouched(line), coresTaken(line)].filter(Boolean).join(" ");
+  $(".sd-step-summary").textContent = [summary, leftOut(line), expertsTouched(line), coresTaken(line)].filter(Boolean).join(" ");
   $(".sd-inspector").classList.toggle("sd-wide", isTree(line));
   if (!isTree(line)) return box.replaceChildren(stepTable(line, selectedPosition(lane)));
   const tree = treeView(line, lane.steps[run.selected.step - 1]?.text.at(-1) ?? "");
@@ -110,6 +110,9 @@ function inspect() {
   if (line.top?.length) tree.panel.append(make("p", "sd-small", "Target's most likely tokens after the accepted path: "), topTokens(line.top.at(-1)));
   tree.show();
 }
+
+// Returns a sentence on draft tokens of which the drafter was not sure; empty if there were none.
+const leftOut = ({ notes }) => (notes?.unverified ? `Not verified: ${fixed(notes.unverified, 0)} of which the drafter was not sure.` : "");
 
 // Returns a sentence on the experts that a pass of a mixture of experts used; empty for other models.
 function expertsTouched({ notes }) {

@@ -15,6 +15,7 @@ from specdemo.core.rules import accept_rule
 from specdemo.core.sampling import Sampling
 from specdemo.engine.loop import generate
 from specdemo.methods import METHODS, method
+from specdemo.methods.confident import Confident
 from specdemo.models.toy import ToyTarget
 
 VOCABULARY = 5
@@ -57,11 +58,20 @@ EXACT = [name for name in METHODS if name != "none" and method(name).exact]
 
 
 @pytest.mark.parametrize(
-    "name, rule", [("none", "coupled"), ("eagle", "coupled"), *((name, "lossless") for name in EXACT)]
+    "name, rule, p_min",
+    [
+        ("none", "coupled", 0.0),
+        ("eagle", "coupled", 0.0),
+        *((name, "lossless", 0.0) for name in EXACT),
+        ("draft_model", "lossless", 0.208),  # some drafts are cut
+        ("layer_skip", "lossless", 0.4),
+        ("mlp_speculator", "lossless", 0.235),
+    ],
 )
-def test_the_first_tokens_are_drawn_from_the_target(name, rule):
+def test_the_first_tokens_are_drawn_from_the_target(name, rule, p_min):
     target = ToyTarget(VOCABULARY, seed=6)
-    counts = joint(target, testing.make_drafter(name, target), rule, 3)
+    drafter = testing.make_drafter(name, target)
+    counts = joint(target, Confident(drafter, p_min) if p_min else drafter, rule, 3)
     expected_counts = expected(target, 3) * DRAWS
     common = expected_counts >= 5.0  # rarer outcomes are pooled
     observed = torch.cat([counts[common].double(), counts[~common].sum()[None].double()])

@@ -5,11 +5,14 @@ from copy import deepcopy
 import pytest
 import torch
 
+from specdemo import testing
 from specdemo.core.protocol import Budget, GenerationConfig, Progress
 from specdemo.core.sampling import Sampling
+from specdemo.core.tree import ABSENT
 from specdemo.engine.loop import generate
 from specdemo.methods import METHODS, load_drafter, method
 from specdemo.methods.base import Head
+from specdemo.methods.confident import Confident
 from specdemo.methods.online import MIN_COLUMNS, WINDOW
 from specdemo.models.target import HFTarget
 from specdemo.models.toy import ToyTarget
@@ -72,6 +75,28 @@ def test_a_gated_lookup_drafts_for_rows_with_a_match(folders, tiny_llama):
     got, events = output_and_events(target, drafter, tokens=80)
     assert got == output_and_events(target, load_drafter("none", target), tokens=80)[0]
     assert {e.notes["route"] for e in events[1:]} == {0, 1}
+
+
+@pytest.mark.parametrize("name, p_min", [("draft_model", 0.072), ("layer_skip", 0.3), ("medusa", 0.3), ("eagle", 0.11)])
+def test_a_draft_ends_before_an_unlikely_token(name, p_min, monkeypatch):
+    """In a chain and in a tree, with rows that end at different tokens."""
+    target, prompts = ToyTarget(16, seed=4), PROMPTS % 16
+    drafter = testing.make_drafter(name, target)
+    drafts = []
+    propose = drafter.propose
+    monkeypatch.setattr(drafter, "propose", lambda budget: drafts.append(propose(budget)) or drafts[-1])
+    config = {"tokens": 40, "k": 4, "stop_token_ids": ()}
+    expected = output_and_events(target, load_drafter("none", target), prompts, **config)[0]
+    got, events = output_and_events(target, Confident(drafter, p_min), prompts, **config)
+    assert got == expected
+    kinds = set()
+    for event, draft in zip(events[1:], drafts, strict=True):
+        shown = [p for row in event.draft_probs for p in row if p is not None]
+        assert all(p >= p_min - 1e-4 for p in shown)  # rounded
+        left_out = len(prompts) * event.notes.get("unverified", 0.0)
+        assert left_out <= int((draft.tokens != ABSENT).sum()) - len(shown) + 1e-6  # others are beyond a row's limit
+        kinds.add((bool(left_out), bool(shown)))
+    assert kinds >= {(True, True), (True, False)}
 
 
 def test_every_text_is_routed_separately(tiny_llama):

@@ -97,7 +97,7 @@ def test_changes_reach_the_lanes_they_are_for():
             {"method": "ngram", "options": {"max_n": 1, "min_n": 2}},
             "option 'min_n' (2) must not exceed 'max_n' (1)",
         ),
-        ({"options": {"max_n": 3}}, "unknown option 'max_n' of method 'draft_model'; none is available"),
+        ({"options": {"max_n": 3}}, "unknown option 'max_n' of method 'draft_model'; choose one of p_min"),
         ({"model": None}, "method 'draft_model' needs a model; name a draft model, e.g. 'stories-draft-wide'"),
         ({"method": "ngram", "model": "x"}, "method 'ngram' takes no model; leave it out"),
         ({"lanes": []}, "lanes must have 1 to 3 entries"),

@@ -70,6 +70,20 @@ def lane(tmp_path, **changes):
         ({"method": "mtp"}, "--spec-type draft-mtp --spec-draft-model {}/draft.gguf --spec-draft-n-max 5"),
         ({"method": "dflash"}, "--spec-type draft-dflash --spec-draft-model {}/draft.gguf --spec-draft-n-max 5"),
         (
+            {"options": {"p_min": 0.5}},
+            "--spec-type draft-simple --spec-draft-model {}/draft.gguf --spec-draft-n-max 5 --spec-draft-p-min 0.5",
+        ),
+        (
+            {"method": "synthetic", "options": {"drafter": "draft_model", "length": 3.5}},
+            "--spec-type draft-simple --spec-draft-model {}/draft.gguf --spec-draft-n-max 5 "
+            "--spec-synthetic-acceptance-length 3.5",
+        ),
+        (
+            {"method": "synthetic", "model": None, "k": 3, "options": {"drafter": "ngram", "rates": "0.8,0.5"}},
+            "--spec-type ngram-simple --spec-ngram-simple-size-n 3 --spec-ngram-simple-size-m 3 "
+            "--spec-synthetic-acceptance-rates 0.8,0.4,0.2",
+        ),
+        (
             {"method": "ngram", "model": None},
             "--spec-type ngram-simple --spec-ngram-simple-size-n 3 --spec-ngram-simple-size-m 5",
         ),
@@ -92,6 +106,15 @@ def test_repositories_are_named_and_other_models_are_not_served(tmp_path):
     assert comment.endswith("llama-server runs GGUF files and repositories, and stories is none of them")
     absent = chosen.with_changes(target=str(tmp_path / "absent.gguf"))
     assert "is none of them" in serve_commands(absent, "llama-server")[1]
+
+
+def test_a_setting_that_an_engine_lacks_is_refused(tmp_path):
+    chosen = lane(tmp_path, options={"p_min": 0.5})
+    assert "SGLang does not end drafts by probability; set p_min to 0" in "".join(serve_commands(chosen, "sglang"))
+    chosen = lane(tmp_path, method="synthetic", model=None)
+    assert "accepts at random what a drafter drafts; add one of drafter=" in "".join(
+        serve_commands(chosen, "llama-server")
+    )
 
 
 def test_a_build_without_a_kind_of_speculation_is_not_started(tmp_path, program):

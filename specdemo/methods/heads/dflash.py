@@ -28,8 +28,8 @@ from transformers import DynamicCache, Qwen3Config
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.tree import Draft
 from specdemo.kv.masks import AttentionKind, Columns
-from specdemo.methods import BaseOptions, require_method, setting
-from specdemo.methods.base import Head, Recipe
+from specdemo.methods import require_method, setting
+from specdemo.methods.base import DraftOptions, Head, Recipe
 from specdemo.methods.heads.formats import d2t_to_ids, rename_tensors
 from specdemo.methods.heads.formats import dflash as files
 from specdemo.methods.heads.formats.dflash import Design, spread_taps
@@ -318,7 +318,7 @@ class DFlashDraftModel(Network):
         return DraftVocab(d2t_to_ids(self.d2t), self.design.vocab_size).to_target_vocab(logits)
 
 
-class DFlashOptions(BaseOptions):
+class DFlashOptions(DraftOptions):
     nodes: int = setting(0, "nodes of the draft tree; 0 drafts a chain", low=0, high=256, step=1)
 
 

@@ -28,8 +28,8 @@ from transformers import DynamicCache, LlamaConfig
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.tree import Draft
 from specdemo.kv.masks import Columns
-from specdemo.methods import BaseOptions, require_method, setting
-from specdemo.methods.base import Head, Recipe
+from specdemo.methods import require_method, setting
+from specdemo.methods.base import DraftOptions, Head, Recipe
 from specdemo.methods.heads.formats import d2t_to_ids
 from specdemo.methods.heads.formats import eagle as files
 from specdemo.methods.heads.formats.eagle import EagleConvention, default_taps
@@ -164,7 +164,7 @@ class EagleHead(Network):
         return DraftVocab(None if self.d2t is None else d2t_to_ids(self.d2t), self.config.vocab_size)
 
 
-class EagleOptions(BaseOptions):
+class EagleOptions(DraftOptions):
     draft: str = setting(
         "tree",
         "tree: the most likely continuations by path probability; chain: one continuation, sampled if the target "

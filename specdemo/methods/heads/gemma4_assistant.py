@@ -29,7 +29,7 @@ from specdemo.core.shapes import Config
 from specdemo.core.tree import Draft
 from specdemo.kv.masks import Rope
 from specdemo.methods import require_method
-from specdemo.methods.base import Head, NoOptions
+from specdemo.methods.base import DraftOptions, Head
 from specdemo.methods.heads.formats import LAYER_KEYS, check_target, rename_tensors
 from specdemo.methods.heads.network import Network, move_to_target
 from specdemo.methods.heads.runtime import last_columns
@@ -190,7 +190,7 @@ class Gemma4Assistant(Head[Assistant], method="gemma4_assistant"):
             tensors[head.output_name] = tied[-1]
         return head.load_tensors(tensors, checkpoint, target, HINT)
 
-    def __init__(self, target: Target, model: Assistant | str, options: NoOptions | None = None) -> None:
+    def __init__(self, target: Target, model: Assistant | str, options: DraftOptions | None = None) -> None:
         super().__init__(target, model, options)
         self._target = target
         self._hidden = self._roots = torch.empty(0)

@@ -23,8 +23,8 @@ from torch.nn import functional as F
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import Draft
-from specdemo.methods import BaseOptions, require_method, setting
-from specdemo.methods.base import Head, Recipe
+from specdemo.methods import require_method, setting
+from specdemo.methods.base import DraftOptions, Head, Recipe
 from specdemo.methods.heads.formats import LAYER_KEYS, check_target, count_numbered, rename_tensors
 from specdemo.methods.heads.network import Network, move_to_target
 from specdemo.methods.heads.runtime import DraftPass, last_columns
@@ -142,7 +142,7 @@ class MedusaHeads(TokenHeads):
         return DraftVocab(self.token_map, self.vocab_size).to_target_vocab(logits)
 
 
-class MedusaOptions(BaseOptions):
+class MedusaOptions(DraftOptions):
     nodes: int = setting(0, "nodes of the draft tree; 0 drafts a chain", low=0, high=128, step=1)
     tree: str = setting(
         "fitted",

@@ -26,8 +26,8 @@ from torch.nn import functional as F
 
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.tree import Draft
-from specdemo.methods import BaseOptions, require_method, setting
-from specdemo.methods.base import Head, Recipe
+from specdemo.methods import require_method, setting
+from specdemo.methods.base import DraftOptions, Head, Recipe
 from specdemo.methods.heads.formats import check_target
 from specdemo.methods.heads.network import Network, move_to_target
 from specdemo.methods.heads.runtime import DraftPass, last_columns
@@ -109,7 +109,7 @@ class Speculator(Network):
         return state, self.head[step](state)
 
 
-class MLPSpeculatorOptions(BaseOptions):
+class MLPSpeculatorOptions(DraftOptions):
     draft: str = setting(
         "chain",
         "chain: one token after the other, sampled if the target samples; tree: the most likely continuations",

@@ -32,7 +32,7 @@ from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.tree import Draft
 from specdemo.kv.cache import cache_argument
 from specdemo.kv.masks import Columns, Rope
-from specdemo.methods.base import Head, NoOptions, Recipe
+from specdemo.methods.base import DraftOptions, Head, Recipe
 from specdemo.methods.heads.formats import mtp as files
 from specdemo.methods.heads.formats.mtp import MTPConvention
 from specdemo.methods.heads.network import Network, move_to_target
@@ -212,7 +212,7 @@ class MTP(Head[MTPHeads], method="mtp"):
         network.conventions, network.convention = conventions, conventions[0]
         return network.load_tensors(tensors, checkpoint, target, hint)
 
-    def __init__(self, target: Target, model: MTPHeads | str, options: NoOptions | None = None) -> None:
+    def __init__(self, target: Target, model: MTPHeads | str, options: DraftOptions | None = None) -> None:
         super().__init__(target, model, options)
         head = self.head
         self.taps = (head.tap,)

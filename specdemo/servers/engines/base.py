@@ -79,6 +79,7 @@ class ServingEngine(ReportingEngine):
     install: ClassVar[str]  # command that installs the engine
     methods: ClassVar[Mapping[str, EngineArgs]] = {}  # method -> its flags; other packages declare `Method.serves`
     unsupported: ClassVar[str] = ""  # reason for all other methods; "": the engine does not support them
+    p_min: ClassVar[str] = ""  # flag for the least probability of a draft token; "": none
     parallel: ClassVar[str] = ""  # flag for the number of GPUs; "": specdemo starts the engine on the CPU
     same_bits: ClassVar[str] = ""  # the option for the same bits whatever else a pass computes, and what it gives
     quantization: ClassVar[Mapping[str, Flags]] = {}  # kinds of quantization while loading, and their flags
@@ -138,6 +139,10 @@ class ServingEngine(ReportingEngine):
         if flags is None:
             raise UnsupportedByEngine(self.unsupported or f"{self.title} does not support this method")
         model = config.model and model_path(config.model)
+        if least := config.options.get("p_min"):
+            if not self.p_min:
+                raise UnsupportedByEngine(f"{self.title} does not end drafts by probability; set p_min to 0")
+            return [*flags(model, config.k, config.options), self.p_min, f"{least:g}"]
         return flags(model, config.k, config.options)
 
     def note(self, config: ServerConfig) -> str:

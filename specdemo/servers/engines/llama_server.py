@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import accumulate
+from operator import mul
 from pathlib import Path
 from subprocess import SubprocessError, run
 from typing import ClassVar
@@ -13,7 +15,7 @@ from typing import ClassVar
 from pydantic import BaseModel
 
 from specdemo.core.trace import Span
-from specdemo.methods import EngineArgs, Flags, MethodOptions
+from specdemo.methods import EngineArgs, Flags, MethodOptions, method_options
 from specdemo.servers.counters import (
     Count,
     Milliseconds,
@@ -35,7 +37,7 @@ from specdemo.servers.engines.base import (
 
 DRAFTS, GENERATED = "llamacpp:spec_decode_num_", "llamacpp:tokens_predicted"
 NGRAM = 3  # preferred length of an n-gram, in tokens
-TYPE, LENGTH = "--spec-type", "--spec-draft-n-max"
+TYPE, LENGTH, SYNTHETIC = "--spec-type", "--spec-draft-n-max", "--spec-synthetic-acceptance"
 KIND = re.compile(r"\b(?:draft|ngram)(?:-[a-z0-9]+)+\b")
 HELP_S = 20.0  # timeout
 
@@ -60,6 +62,20 @@ def _drafter(kind: str) -> EngineArgs:
     return flags
 
 
+def _synthetic(model: str | None, k: int, options: MethodOptions) -> Flags:
+    """Return the flags of a drafter whose tokens are accepted at random (pull request 27711)."""
+    inner = options["drafter"]
+    if inner not in DRAFTERS:
+        names = ", ".join(f"drafter={name}" for name in DRAFTERS)
+        raise UnsupportedByEngine(f"llama-server accepts at random what a drafter drafts; add one of {names}")
+    flags = DRAFTERS[inner](model, k, {option.name: option.default for option in method_options(inner)})
+    if options["length"]:
+        return [*flags, f"{SYNTHETIC}-length", f"{options['length']:g}"]
+    rates = [float(rate) for rate in options["rates"].split(",")]
+    reached = accumulate([*rates, *rates[-1:] * (k - len(rates))][:k], mul)  # its rates are unconditional
+    return [*flags, f"{SYNTHETIC}-rates", ",".join(f"{rate:.4g}" for rate in reached)]
+
+
 def _dflash(model: str | None, k: int, options: MethodOptions) -> Flags:
     return _drafter("draft-dspark" if name_contains(model, "dspark") else "draft-dflash")(model, k, options)
 
@@ -72,6 +88,15 @@ def nearest_ngram(options: MethodOptions) -> int:
 def _ngram(model: str | None, k: int, options: MethodOptions) -> Flags:
     size = str(nearest_ngram(options))
     return [TYPE, "ngram-simple", "--spec-ngram-simple-size-n", size, "--spec-ngram-simple-size-m", str(k)]
+
+
+DRAFTERS: Mapping[str, EngineArgs] = {
+    "draft_model": _drafter("draft-simple"),
+    "eagle": _drafter("draft-eagle3"),
+    "mtp": _drafter("draft-mtp"),
+    "dflash": _dflash,
+    "ngram": _ngram,
+}
 
 
 class _Timings(BaseModel):
@@ -91,13 +116,8 @@ class LlamaServer(ServingEngine):
     title = "llama-server"
     program = "llama-server"
     install = "brew install llama.cpp (or see https://github.com/ggml-org/llama.cpp)"
-    methods: ClassVar = {
-        "draft_model": _drafter("draft-simple"),
-        "eagle": _drafter("draft-eagle3"),
-        "mtp": _drafter("draft-mtp"),
-        "dflash": _dflash,
-        "ngram": _ngram,
-    }
+    methods: ClassVar = {**DRAFTERS, "synthetic": _synthetic}
+    p_min = "--spec-draft-p-min"
     metrics = draft_names(DRAFTS) | {GENERATED}
     request: ClassVar = {"timings_per_token": True}
     generated, running = GENERATED, "llamacpp:requests_processing"

@@ -1,0 +1,62 @@
+"""Drafts that end before a token of which the drafter is not sure (`p_min` of llama.cpp).
+
+B rows, N draft nodes. Whether a token is left out depends on the distribution that it was drawn from, not on the token,
+so that rejection sampling stays exact.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from specdemo.core.protocol import Budget
+from specdemo.core.tree import ABSENT, Draft, is_chain
+from specdemo.methods.base import Method
+from specdemo.methods.wrapper import Wrapper
+
+
+class Confident(Wrapper):
+    """A drafter whose drafts end before the first token below `p_min`."""
+
+    def __init__(self, drafter: Method, p_min: float) -> None:
+        super().__init__(drafter)
+        self._p_min = p_min
+
+    def propose(self, budget: Budget) -> Draft:
+        """Draft until no row is sure of its last token. Notes: unverified, the tokens per row that were left out."""
+
+        def unsure(top_probs: list[float]) -> bool:
+            return max(top_probs) < self._p_min or bool(budget.enough and budget.enough(top_probs))
+
+        return confident(super().propose(replace(budget, enough=unsure)), self._p_min)
+
+
+def confident(draft: Draft, p_min: float) -> Draft:
+    """Return a draft without the nodes below `p_min`, and without what follows them."""
+    sure = draft.confidence if draft.probs is None else draft.probs.amax(-1)
+    if sure is None or not draft.nodes:
+        return draft
+    present = draft.tokens != ABSENT
+    kept = present & (sure >= p_min)
+    if is_chain(draft.parents):
+        kept = kept.int().cumprod(1).bool()
+    else:
+        reached = torch.cat([kept.new_ones(len(kept), 1), kept], 1)  # of every slot
+        for node in range(draft.nodes):
+            reached[:, node + 1] &= reached.gather(1, draft.parents[:, node : node + 1])[:, 0]
+        kept = reached[:, 1:]
+    notes = {**draft.notes, "unverified": float((present & ~kept).sum()) / len(kept)}
+    return replace(_columns(draft, kept), notes=notes)
+
+
+def _columns(draft: Draft, kept: Tensor) -> Draft:
+    """Return the nodes that are kept [B, N] in some row."""
+    index = kept.any(0).nonzero()[:, 0]
+    tokens = draft.tokens.masked_fill(~kept, ABSENT)[:, index]
+    probs = None if draft.probs is None else draft.probs[:, index]
+    confidence = None if draft.confidence is None else draft.confidence[:, index]
+    if is_chain(draft.parents):
+        return replace(Draft.chain(tokens, probs, confidence), ranking=draft.ranking)
+    slots = torch.zeros(draft.nodes + 1, dtype=torch.int64, device=tokens.device)
+    slots[index + 1] = torch.arange(1, len(index) + 1, device=tokens.device)
+    return replace(draft, tokens=tokens, parents=slots[draft.parents[:, index]], probs=probs, confidence=confidence)
