@@ -18,9 +18,9 @@ from specdemo.core.atomic_io import json_text
 from specdemo.core.definitions import DEFINITIONS, table
 
 HERE = Path(__file__).parent
-HOW = tuple(f"{name}.js" for name in "helpers chart tree pending_tokens maths how".split())
-_RACE = "helpers player chart tree lanes bars pending_tokens tiles panels inspector transport result_image race"
-RACE = tuple(f"{name}.js" for name in _RACE.split())
+HOW = tuple(f"{name}.js" for name in "helpers chart tree pending_tokens slow_motion maths how".split())
+_RACE = "helpers player chart tree lanes bars pending_tokens slow_motion tiles panels inspector transport"
+RACE = tuple(f"{name}.js" for name in [*_RACE.split(), "result_image", "race"])
 RESULTS = {  # view -> words of result.html: before a run, of the progress bar, of the table, and below the table
     "losslessness": {
         "@ready": "Ready. Press Test, or open a result.",

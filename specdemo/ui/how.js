@@ -2,6 +2,7 @@
 // Value of the component: {"lines": lines of a recorded race, "batch": points of a recorded sweep}.
 
 const STEPS = 14; // of the recorded race
+const PASS_MS = 700; // of Play, after the first pass, which is shown in slow motion
 const recorded = JSON.parse(props.value || "{}");
 const figureOf = (name) => $(`[data-figure="${name}"]`);
 const onAction = (box, action, handler) => box.querySelector(`[data-action="${action}"]`).addEventListener("click", handler);
@@ -38,7 +39,7 @@ function stepsFigure() {
   const pages = [...box.querySelectorAll(".sd-transcript")];
   const counts = [...box.querySelectorAll(".sd-demo-lane small")];
   const most = Math.min(...lanes.map((steps) => steps.length)) - 1;
-  let [at, timer, playing] = [0, 0, 0];
+  let [at, timer, playing] = [0, 0, false];
 
   const outputUpTo = (lane, upTo) => lanes[lane].slice(0, upTo + 1).flatMap((line, step) => {
     const nodes = line.kinds.map((kind, i) => token(line.text[i] ?? "", kind, step === upTo && step > 0));
@@ -64,30 +65,27 @@ function stepsFigure() {
     box.querySelector('[data-action="next"]').disabled = at >= most;
   }
   function next() {
-    if (timer) return settle();
-    if (at >= most) return;
     const line = lanes[1][at + 1];
-    if (reducedMotion() || !displayedDrafts(line).length) return settle();
-    pages[1].append(pendingTokens(line, SLOW_STEP_MS));
+    if (at >= most) return;
+    if (!displayedDrafts(line).length) return settle();
+    const film = slowMotion(box.querySelector(".sd-two"), line, pages[1].textContent, settle);
     box.querySelector(".sd-caption").textContent = `${displayedDrafts(line).length} draft tokens, then one forward pass over all of them …`;
-    timer = window.setTimeout(settle, SLOW_STEP_MS);
+    timer = reducedMotion() ? 0 : window.setTimeout(film.close, film.ms);
   }
   function settle() {
     clearTimeout(timer);
-    timer = 0;
     at = Math.min(at + 1, most);
     show();
+    if (playing) timer = window.setTimeout(() => (at < most ? settle() : play()), PASS_MS);
   }
   function back() {
-    clearTimeout(timer);
-    timer = 0;
     at = Math.max(0, at - 1);
     show();
   }
   const button = box.querySelector('[data-action="play"]');
   function play() {
-    clearInterval(playing);
-    playing = playing ? 0 : window.setInterval(() => (at >= most ? play() : next()), SLOW_STEP_MS + 900);
+    clearTimeout(timer);
+    playing = !playing;
     button.textContent = playing ? "Pause" : "Play";
     if (playing && at >= most) at = 0;
     if (playing) next();

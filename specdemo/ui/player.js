@@ -1,37 +1,10 @@
 // The clock of the display. A line is shown when the clock reaches its device time, so playback speed and replay do not affect
 // the engine. Independent of the DOM: callbacks draw the lines.
 
-const AUTO_MS = 4000; // duration of the fastest lane at speed "auto", after the first steps; the slowest takes at most three times as long
+const AUTO_MS = 4000; // duration of the fastest lane at speed "auto"; the slowest takes at most three times as long
 const TOKEN_MS = 60; // longest time per token at speed "auto"
 const AUTO_START = 1 / 8; // speed "auto" before the speed of any lane is known
 const MIN_SPEED = 1 / 1000;
-const INTRO = { steps: 3, ms: 1000, within: 8 }; // speed "auto" shows the first steps slowly: how many, how long, among how many
-
-/** @typedef {{ from: number, to: number }} Span a range of device time, ms */
-
-/** Returns the clock after `passed` milliseconds of display time. `slow`: ranges that take at least INTRO.ms each.
- * @param {number} clock @param {number} passed @param {Span[]} slow @param {number} speed */
-function laterClock(clock, passed, slow, speed) {
-  for (const { from, to } of slow) {
-    if (clock >= to) continue;
-    const wait = Math.max(0, from - clock) / speed;
-    if (wait >= passed) break;
-    clock = Math.max(clock, from);
-    const slower = Math.min(speed, (to - from) / INTRO.ms);
-    const end = (to - clock) / slower;
-    if (wait + end > passed) return clock + (passed - wait) * slower;
-    [clock, passed] = [to, passed - wait - end];
-  }
-  return clock + passed * speed;
-}
-
-/** Returns the display time (ms) of a range of device time.
- * @param {number} from @param {number} to @param {Span[]} slow @param {number} speed */
-function displayTime(from, to, slow, speed) {
-  const overlaps = slow.map((range) => [Math.max(0, Math.min(to, range.to) - Math.max(from, range.from)), range.to - range.from]);
-  const atSpeed = to - from - sum(overlaps.map(([overlap]) => overlap));
-  return atSpeed / speed + sum(overlaps.map(([overlap, range]) => overlap / Math.min(speed, range / INTRO.ms)));
-}
 
 class Player {
   /**
@@ -41,23 +14,27 @@ class Player {
    * @param {(shown: number) => void} does.after called after every update of the clock, with the number of lines shown
    * @param {(lane: Lane) => void} [does.reset] clears a lane
    * @param {(lane: Lane, line: Line, ms: number) => void} [does.begin] called when a step begins that takes `ms` milliseconds
+   * @param {() => { at: number, show: () => number } | null} [does.scene] a scene that stops the clock at a device time; show returns its duration, ms
+   * @param {() => void} [does.sceneOver]
    * @param {(draw: FrameRequestCallback) => number} [does.request]
    * @param {(frame: number) => void} [does.cancel]
    * @param {() => number} [does.now] milliseconds
    */
-  constructor({ pace, show, after, reset = () => {}, begin = () => {}, request = (draw) => requestAnimationFrame(draw), cancel = (frame) => cancelAnimationFrame(frame), now = () => performance.now() }) {
+  constructor({ pace, show, after, reset = () => {}, begin = () => {}, scene = () => null, sceneOver = () => {}, request = (draw) => requestAnimationFrame(draw), cancel = (frame) => cancelAnimationFrame(frame), now = () => performance.now() }) {
     this.pace = pace;
     this.show = show;
     this.after = after;
     this.reset = reset;
     this.begin = begin;
+    this.scene = scene;
+    this.sceneOver = sceneOver;
     this.request = request;
     this.cancel = cancel;
     this.now = now;
     /** @type {Run} */
     this.run = null;
     this.replay = this.paused = this.skipped = false;
-    this.clock = this.last = this.frame = 0;
+    this.clock = this.last = this.frame = this.held = 0;
   }
 
   /** Loads a run at its start. Replayed lanes start together, even if they ran sequentially.
@@ -67,7 +44,7 @@ class Player {
     this.run = run;
     this.replay = replay;
     this.paused = this.skipped = false;
-    this.clock = this.last = 0;
+    this.clock = this.last = this.held = 0;
   }
 
   stop() {
@@ -102,20 +79,6 @@ class Player {
     if (!durations.length) return AUTO_START;
     const targetMs = Math.min(AUTO_MS, TOKEN_MS * (this.run.end ? this.tokens : this.run.start.limit || Infinity));
     return Math.max(MIN_SPEED, Math.min(1, Math.max(Math.min(...durations) / targetMs, Math.max(...durations) / (3 * targetMs))));
-  }
-
-  /** The first steps that draft tokens, in the lane that drafts first. Speed "auto" shows each for about a second.
-   * @returns {Span[]} */
-  get intro() {
-    if (this.pace() !== "auto") return [];
-    const spans = (lane) => {
-      const lines = lane.lines.slice(0, INTRO.within);
-      const drafting = lines.flatMap((line, i) => (i && line.fates?.some(Boolean) ? [{ from: this.due(lane, lines[i - 1]), to: this.due(lane, line) }] : []));
-      // steps of a server that arrived together take no time
-      return drafting.filter(({ from, to }) => to > from).slice(0, INTRO.steps);
-    };
-    const first = this.run.lanes.map(spans).filter(({ length }) => length);
-    return first.toSorted((a, b) => a[0].from - b[0].from)[0] ?? [];
   }
 
   /** Number of tokens of the longest text, at least 2. */
@@ -182,9 +145,15 @@ class Player {
   /** @param {number} now */
   tick(now) {
     const passed = Math.max(0, now - this.last);
+    const held = Math.min(passed, this.held);
     this.last = now;
-    this.clock = Math.max(this.clock, Math.min(laterClock(this.clock, passed, this.intro, this.speed), this.horizon(), this.nextStep()));
+    this.held -= held;
+    if (held && !this.held) this.sceneOver();
+    const scene = this.immediate || this.held ? null : this.scene();
+    const later = this.held ? this.clock : this.clock + (passed - held) * this.speed;
+    this.clock = Math.max(this.clock, Math.min(later, this.horizon(), this.nextStep(), scene?.at ?? Infinity));
     this.advance(this.immediate ? Infinity : this.clock);
+    if (scene && this.clock >= scene.at) this.held = scene.show();
     this.frame = this.over || this.paused ? 0 : this.request((next) => this.tick(next));
   }
 
@@ -232,7 +201,7 @@ class Player {
     const line = lane.lines[lane.next];
     if (this.paused || !lane.next || line?.type !== "step" || lane.announced === line) return;
     lane.announced = line;
-    this.begin(lane, line, displayTime(this.due(lane, lane.lines[lane.next - 1]), this.due(lane, line), this.intro, this.speed));
+    this.begin(lane, line, (this.due(lane, line) - this.due(lane, lane.lines[lane.next - 1])) / this.speed);
   }
 
   /** Shows the run at a time and pauses.

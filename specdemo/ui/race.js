@@ -143,7 +143,7 @@ const pace = () => {
   const { value } = $("[name=sd-pace]:checked");
   return value === "auto" ? value : Number(value);
 };
-const player = new Player({ pace, show, after, reset, begin });
+const player = new Player({ pace, show, after, reset, begin, scene, sceneOver: () => film?.close() });
 
 function show(lane, lines) {
   const text = document.createDocumentFragment();
@@ -162,6 +162,27 @@ function show(lane, lines) {
 
 function begin(lane, line, ms) {
   if (lane.index && !lane.remote && isShown(pace(), ms) && displayedDrafts(line).length) showPending(lane, line, ms);
+}
+
+let film = null; // the slow motion on show; undefined after it, because it is shown once
+
+/** Returns the slow motion of the first playback and the device time at which it begins. Not while lanes are measured: it takes CPU time. */
+function scene() {
+  if (film !== null || !run.end || pace() !== "auto") return null;
+  const steps = run.lanes.slice(1).filter(({ remote }) => !remote).map((lane) => ({ lane, index: exampleStep(lane.lines, Math.max(1, lane.next)) }));
+  const examples = steps.filter(({ index }) => index > 0).map(({ lane, index }) => ({ lane, line: lane.lines[index], at: player.due(lane, lane.lines[index - 1]) }));
+  const first = examples.toSorted((a, b) => a.at - b.at)[0];
+  return first ? { at: first.at, show: () => showFilm(first.lane, first.line) } : null;
+}
+
+function showFilm(lane, line) {
+  const prompt = lane.messages?.length ? "" : run.start.prompt;
+  film = slowMotion($(".sd-lanes"), line, prompt + joined(lane.outputNodes), () => {
+    film = undefined;
+    player.held = 0;
+    showPlayback();
+  });
+  return film.ms;
 }
 
 function showPending(lane, line, ms) {
@@ -236,6 +257,7 @@ const initialView = () => ({
 
 /** Shows the run from its start. replayed: at its recorded speed. */
 function showRun(replayed) {
+  film?.close();
   player.load(run, replayed);
   $(".sd-loading").hidden = true;
   $(".sd-lanes").replaceChildren();

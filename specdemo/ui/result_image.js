@@ -212,15 +212,15 @@ function playOff(source, draw) {
   const lanes = source.lanes.map((lane) => ({ ...lane, next: 0 }));
   const timing = new Player({ pace: () => "auto", show() {}, after() {} });
   timing.load({ ...source, lanes }, true);
-  const { intro, speed, span } = timing;
-  const displayMs = (from, to) => displayTime(from, to, intro, speed);
+  const { speed, span } = timing;
+  const displayMs = (from, to) => (to - from) / speed;
   let [clock, last, held] = [timing.firstToken(), performance.now(), 0];
   return new Promise((resolve) => {
     const tick = (now) => {
       const passed = Math.max(0, now - last);
       last = now;
       if (clock >= span) held += passed;
-      clock = laterClock(clock, passed, intro, speed);
+      clock += passed * speed;
       draw(clock >= span ? Infinity : clock, displayMs, Math.min(1, clock / span));
       if (held < FRAME.holdMs) requestAnimationFrame(tick);
       else resolve(undefined);

@@ -60,22 +60,11 @@ class Display:
     def read(self, selector):
         return self._page.locator(selector).all_inner_texts()
 
-    def count_pending(self):
-        """Return how many steps were displayed with their draft tokens since the first call."""
-        return self._page.evaluate("""() => {
-          window.pendingCount ??= new MutationObserver((changes) => {
-            for (const { addedNodes } of changes) for (const node of addedNodes)
-              if (node.classList?.contains("sd-pending")) window.pendingCount.steps += 1;
-          });
-          if (window.pendingCount.steps === undefined) {
-            window.pendingCount.steps = 0;
-            window.pendingCount.observe(document.body, { childList: true, subtree: true });
-          }
-          return window.pendingCount.steps;
-        }""")
-
     def evaluate(self, script, argument=None):
         return self._page.evaluate(script, argument)
+
+    def reduce_motion(self):
+        self._page.emulate_media(reduced_motion="reduce")
 
     def style(self):
         self._page.add_style_tag(content=assets.text("style.css"))
@@ -148,7 +137,7 @@ def test_both_texts_are_marked_where_they_part(display):
     trace.comparison[1] |= {"verdict": "rounding", "first_divergence": 4, "divergence_margin": 0.02}
     for _ in range(2):  # a replay marks them again
         display.show(replayed(trace).text)
-        display.wait(6000)
+        display.wait(8000)
         marks = "[...document.querySelectorAll('.sd-parting')].map(e => [e.closest('[data-lane]').dataset.lane,"
         marks = display.evaluate(f"{marks} e.textContent, e.nextSibling.textContent])")
         words = f"texts part (lane 2): a near-tie: 0.02 between “{HOSTILE[4]}”"[:60]
@@ -162,7 +151,7 @@ def test_both_texts_are_marked_where_they_part(display):
 
 def test_the_winner_is_named_in_the_bar_and_in_the_status(display):
     display.show(Log().add(replay(race())))
-    display.wait(6000)
+    display.wait(8000)
     fast = race().comparison[1]["speedup"]
     (line,) = display.read(".sd-headline")
     assert line.startswith(f"Fast is fastest: {fast:.2f}× as fast as plain decoding (") and line.endswith(
@@ -175,7 +164,7 @@ def test_the_winner_is_named_in_the_bar_and_in_the_status(display):
 
 def test_results_follow_the_playhead(display):
     display.show(Log().add(replay(race())))
-    display.wait(6000)
+    display.wait(8000)
     display.seek(0)
     assert display.read(".sd-status") == ["Paused at the start."]
     assert display.read(".sd-headline") == ["No result yet"] and display.tones() == set()
@@ -207,7 +196,7 @@ def with_top_tokens():
 
 def test_the_inspector_lists_the_most_likely_tokens_of_the_target(display):
     display.show(Log().add(replay(with_top_tokens())))
-    display.wait(6000)
+    display.wait(8000)
     display.click('[data-lane="1"] [data-kind="corrected"]')
     # accepted, rejected (with the tokens of its position), not verified, correction token
     assert display.read(".sd-table tbody td:nth-child(4)") == ["0.45", "0.10", "–", "0.63"]
@@ -223,7 +212,7 @@ def test_a_mixture_of_experts_shows_the_experts_that_a_pass_used(display):
     lane.events = [replace(event, notes=notes) if event.index else event for event in lane.events]
     lane.summary = summarise(lane)
     display.show(Log().add(replay(trace)))
-    display.wait(6000)
+    display.wait(8000)
     assert display.read('[data-tile="experts"] b') == ["–", "12.50"]
     assert display.read('[data-tile="experts"] small')[1] == "of 64"
     assert display.read('[data-tile="experts"]:not([hidden]) h2') == ["Experts touched"]
@@ -231,13 +220,13 @@ def test_a_mixture_of_experts_shows_the_experts_that_a_pass_used(display):
     [sentence] = display.read(".sd-step-summary")
     assert sentence.endswith("This pass used 12.5 of 64 experts per layer; one token uses 2.")
     display.show(Log().add(replay(hostile_trace())))
-    display.wait(6000)
+    display.wait(8000)
     assert display.read('[data-tile="experts"]:not([hidden]) h2') == []
 
 
 def test_arrow_keys_step_through_tokens(display):
     display.show(Log().add(replay(hostile_trace())))
-    display.wait(6000)
+    display.wait(8000)
     seen = []
     for key in ("Home", "ArrowRight", "ArrowRight", "ArrowRight", "ArrowLeft"):
         display.press('[data-lane="1"].sd-text', key)
@@ -246,20 +235,66 @@ def test_arrow_keys_step_through_tokens(display):
     assert [(f"1 {step}", HOSTILE[token]) for step, token in zip(steps, (0, 1, 2, 3, 2), strict=True)] == seen
 
 
-def test_the_first_steps_are_verified_slowly_then_the_race_is_played(display):
-    display.count_pending()
+PLACES = (
+    "() => [...document.querySelectorAll('.sd-lane, .sd-legend')].map(e => JSON.stringify(e.getBoundingClientRect()))"
+)
+
+
+def test_the_first_playback_shows_a_step_in_slow_motion_once(display):
+    display.style()
     display.show(Log().add(replay(hostile_trace())))
-    display.wait(300)
-    assert display.count_pending() == 1 and len(display.read(".sd-pending-token")) == 3
-    display.wait(3000)
-    assert display.count_pending() == 3
-    display.wait(1500)
+    places = display.evaluate(PLACES)
+    display.wait(500)
+    assert display.read(".sd-card-token span") == [HOSTILE[1].strip(), WRONG, WRONG]
+    assert display.read(".sd-card-token b") == [HOSTILE[2].strip()]
+    display.wait(3500)
+    assert display.text(1) == HOSTILE[0] and display.evaluate(PLACES) == places
+    display.wait(2000)
+    assert display.locate(".sd-slow") == []
+    display.wait(1000)
     assert display.text(1) == "".join(HOSTILE)
+    display.click(".sd-replay")
+    display.wait(500)
+    assert display.locate(".sd-slow") == [] and len(display.text(1)) > len(HOSTILE[0])
+
+
+@pytest.mark.parametrize("end", ["Escape", "x", "Tab", ".sd-skip", ".sd-legend"])
+def test_any_key_or_press_ends_the_slow_motion(display, end):
+    display.show(Log().add(replay(hostile_trace())))
+    display.wait(500)
+    display.evaluate("document.body.tabIndex = 0")
+    display.press("body", "Shift")
+    assert len(display.locate(".sd-slow")) == 1
+    display.click(end) if end.startswith(".") else display.press("body", end)
+    assert display.locate(".sd-slow") == []
+    display.wait(1000)
+    assert display.text(1) == "".join(HOSTILE)
+
+
+def test_a_run_that_is_being_measured_has_no_slow_motion(display):
+    log, messages = Log(), list(replay(hostile_trace()))
+    display.show(log.add(messages[:9]))
+    display.wait(2000)
+    assert display.locate(".sd-slow") == [] and display.text(1) != ""
+
+
+def test_reduced_motion_gets_four_stills(display):
+    display.reduce_motion()
+    display.style()
+    display.show(Log().add(replay(hostile_trace())))
+    display.wait(500)
+    playing = (
+        "[...document.querySelector('.sd-slow').getAnimations({ subtree: true })].some(e => e.playState === 'running')"
+    )
+    assert len(display.locate(".sd-scene")) == 4 and not display.evaluate(playing)
+    looks = "nodes => nodes.map(e => [...e.children].map(face => getComputedStyle(face).opacity).join())"
+    seen = display.evaluate(f"({looks})([...document.querySelectorAll('.sd-card-token[data-outcome=rejected]')])")
+    assert seen == ["1,0", "1,0", "1,0", "0,1"]  # the draft token's face and the target's
 
 
 def test_the_faster_lane_fills_its_bar_first(display):
     display.show(Log().add(replay(race())))
-    display.wait(6000)
+    display.wait(8000)
     display.seek(0.4)
     plain, slow, fast = display.bars()
     assert plain < slow < fast < 1
@@ -287,7 +322,7 @@ def test_rejected_tokens_do_not_change_the_order_of_a_text_from_right_to_left(di
     trace.vocabulary |= {str(i): text for i, text in enumerate(texts)}
     trace.vocabulary[str(len(HOSTILE))] = "w"
     display.show(Log().add(replay(trace)))
-    display.wait(6000)
+    display.wait(8000)
     plain, drafted = (display.evaluate(VISUAL_ORDER, lane) for lane in (0, 1))
     assert plain == drafted and plain != sorted(plain)
     mark = display.evaluate("() => getComputedStyle(document.querySelector('[data-more]'), '::after').direction")
@@ -299,7 +334,7 @@ def test_noise_is_reported_once(display):
     for row, own in zip(trace.comparison, "ab", strict=True):
         row |= {"noisy": True, "reasons": [f"only {own}", "the baseline waited"]}
     display.show(Log().add(replay(trace)))
-    display.wait(6000)
+    display.wait(8000)
     assert display.read(".sd-noisy") == ["noisy: run 3 times"]
     first, second, shared = display.read(".sd-explanations li")
     assert first.endswith(" Noisy: only a.") and second.endswith(" Noisy: only b.")

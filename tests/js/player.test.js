@@ -176,25 +176,6 @@ test("a step that takes a while is told of as it begins, once", () => {
   assert.deepEqual(begun, ["0:20 in 100"]);
 });
 
-const { laterClock, displayTime } = load(["helpers", "player"], "laterClock, displayTime");
-const slow = [{ from: 10, to: 16 }, { from: 16, to: 22 }];
-
-test("slow ranges take a second each, the rest its usual time", () => {
-  assert.equal(laterClock(0, 50, slow, 0.1), 5);
-  assert.equal(laterClock(0, 100 + 500, slow, 0.1), 13); // half of the first slow range
-  assert.equal(laterClock(13, 500 + 1000 + 50, slow, 0.1), 27);
-  assert.equal(laterClock(30, 10, slow, 0.1), 31);
-  assert.equal(laterClock(10, 100, slow, 0.001), 10.1); // no range is faster than the speed
-  assert.equal(displayTime(0, 27, slow, 0.1), 100 + 2000 + 50);
-  assert.equal(displayTime(13, 19, slow, 0.1), 1000);
-});
-
-test("one long frame or many short ones lead to the same clock", () => {
-  let clock = 0;
-  for (let i = 0; i < 220; i += 1) clock = laterClock(clock, 10, slow, 0.1);
-  assert.ok(Math.abs(clock - laterClock(0, 2200, slow, 0.1)) < 1e-9);
-});
-
 /** Steps of which every one drafts tokens, each with `tokens` tokens and of `ms` milliseconds. */
 function drafting(player, lane, count, ms, tokens = 4) {
   player.receive(lane, { type: "step", so_far: { clock_ms: 9, tokens: 1 }, fates: [] });
@@ -202,30 +183,34 @@ function drafting(player, lane, count, ms, tokens = 4) {
   player.receive(lane, { type: "done" });
 }
 
-test("speed auto shows the first three drafts for a second each, then plays to the end in its usual time", () => {
-  const begun = [];
+test("a scene stops the clock at its time for as long as it takes, then the run plays on", () => {
+  const told = [];
   const { player, run, at } = staged({ pace: "auto" });
-  player.begin = (lane, _, ms) => begun.push([lane.index, Math.round(ms)]);
   whole(player, run.lanes[0], 121, 4);
   drafting(player, run.lanes[1], 30, 8);
   run.end = {};
-  const rest = (27 * 8) / player.speed;
+  const scene = { at: 17, show: () => (told.push(`shown at ${player.clock}`), 5000) };
+  player.scene = () => (told.length ? null : scene);
+  player.sceneOver = () => told.push("over");
   player.play();
-  for (let ms = 0; ms <= 3000; ms += 10) at(ms);
-  assert.deepEqual(begun.filter(([index]) => index === 1).slice(0, 3).map(([, ms]) => ms), [1000, 1000, 1000]);
-  assert.ok(run.lanes[1].next <= 5);
-  at(3100 + rest);
-  assert.equal(run.lanes[1].next, run.lanes[1].lines.length);
-  assert.ok(rest <= 4000);
+  for (let ms = 0; ms <= 5200; ms += 50) at(ms); // it begins after 250 ms
+  assert.deepEqual([told, player.clock, run.lanes[1].next], [["shown at 17"], 17, 2]);
+  at(5450);
+  assert.deepEqual([told.at(-1), player.clock > 17, player.clock <= 30], ["over", true, true]);
+  at(20000); // one long frame
+  assert.ok(player.over);
 });
 
-test("a fixed speed and a lane without early drafts have no slow steps", () => {
-  const fixedSpeed = staged({ pace: 0.25 });
-  drafting(fixedSpeed.player, fixedSpeed.run.lanes[1], 5, 8);
-  assert.equal(fixedSpeed.player.intro.length, 0);
-  const plainOnly = staged({ pace: "auto" });
-  whole(plainOnly.player, plainOnly.run.lanes[0], 5, 4);
-  assert.equal(plainOnly.player.intro.length, 0);
+test("one long frame passes a scene and shows the rest", () => {
+  const { player, run, at } = staged({ pace: "auto" });
+  for (const lane of run.lanes) whole(player, lane, 20, 4);
+  run.end = {};
+  let shown = 0;
+  player.scene = () => (shown ? null : { at: 8, show: () => ((shown += 1), 1000) });
+  player.play();
+  for (let ms = 0; ms < 400; ms += 100) at(ms);
+  at(60000);
+  assert.deepEqual([shown, player.over], [1, true]);
 });
 
 test("a slow speed passes no step in one long frame", () => {

@@ -3,8 +3,8 @@ import process from "node:process";
 import { spawnSync } from "node:child_process";
 
 const VIEWS = {
-  race: "helpers player chart tree lanes bars pending_tokens tiles panels inspector transport result_image race",
-  how: "helpers chart tree pending_tokens maths how",
+  race: "helpers player chart tree lanes bars pending_tokens slow_motion tiles panels inspector transport result_image race",
+  how: "helpers chart tree pending_tokens slow_motion maths how",
   setup: "helpers address setup",
   lab: "helpers chart lab",
   sweep: "helpers chart sweep",

@@ -1,0 +1,92 @@
+// One step in slow motion, over the lanes: the drafter writes draft tokens as cards, one pass of the target covers all of them, they are
+// checked from left to right, and the first rejected one turns into the target's token. CSS draws it from the times of `moments`; reduced
+// motion gets four stills of it. Any key or press ends it.
+
+const EXAMPLE_WITHIN = 8; // steps of a lane among which the example is chosen
+const MODIFIERS = ["Shift", "Control", "Alt", "Meta", "CapsLock"];
+
+/** Returns the index of the step that shows the mechanism best among the first ones from `start` on: one that accepts a draft token and
+ * rejects the next, else one that rejects, else the first that drafts; -1 if none does.
+ * @param {Line[]} lines @param {number} start */
+function exampleStep(lines, start = 1) {
+  const rank = (line) => (line.kinds.at(-1) !== "corrected" ? 1 : line.kinds.length > 1 ? 3 : 2);
+  const ranks = lines.slice(start, start + EXAMPLE_WITHIN).map((line) => (line.fates?.some(Boolean) ? rank(line) : 0));
+  const best = ranks.findIndex((one) => one && one === Math.max(...ranks));
+  return best < 0 ? -1 : start + best;
+}
+
+/** Returns when each draft token appears, the pass, each check, the target's token and the end begin, ms; `stills`: four moments to look at.
+ * @param {number} drafted @param {number} checked */
+function moments(drafted, checked) {
+  const [write, check] = [Math.min(260, 1100 / drafted), Math.min(380, 1500 / checked)];
+  const appear = Array.from({ length: drafted }, (_, i) => 350 + write * i);
+  const pass = appear.at(-1) + 450;
+  const checks = Array.from({ length: checked }, (_, i) => pass + 1000 + check * i);
+  const target = (checks.at(-1) ?? pass + 700) + 500;
+  return { appear, pass, checks, target, end: target + 1200, stills: [appear.at(-1) + 110, pass + 450, target - 50, target + 900] };
+}
+
+/** @param {Line} line @param {string} before text before the step */
+function slowScene(line, before) {
+  const drafts = displayedDrafts(line);
+  const checked = drafts.filter(({ outcome }) => outcome !== "not reached").length;
+  const times = moments(drafts.length, checked);
+  const last = line.kinds.at(-1);
+  const [scene, cards] = [make("div", "sd-scene"), make("div", "sd-cards")];
+  const word = (text = "") => visible(text.trim() || text);
+  const card = (text, outcome, appear, check = appear) => {
+    const node = make("samp", "sd-card-token");
+    node.dataset.outcome = outcome.replace(" ", "-");
+    node.append(make("span", "", word(text)));
+    node.style.setProperty("--appear", `${appear}ms`);
+    node.style.setProperty("--check", `${check}ms`);
+    cards.append(node);
+    return node;
+  };
+  drafts.forEach(({ text, outcome }, i) => {
+    const node = card(text, outcome, times.appear[i], times.checks[i] ?? times.target);
+    if (outcome === "rejected" && last === "corrected") node.append(make("b", "", word(line.text.at(-1))));
+  });
+  if (last === "bonus") card(line.text.at(-1), "bonus", times.target);
+  for (const name of ["pass", "target"]) scene.style.setProperty(`--${name}`, `${times[name]}ms`);
+  cards.append(make("i", "sd-model"));
+  scene.append(make("samp", "sd-scene-text", before), cards);
+  return { scene, times };
+}
+
+/**
+ * Shows a step over a container. Returns its duration, ms, and the function that ends it, after which `ended` is called.
+ * @param {HTMLElement} container @param {Line} line @param {string} before @param {() => void} ended
+ */
+function slowMotion(container, line, before, ended) {
+  const text = before.replace(/\s+/g, " ");
+  const { scene, times } = slowScene(line, text.length > 60 ? text.slice(-60).replace(/^\S*\s/, "… ") : text);
+  const box = make("figure", "sd-slow");
+  box.setAttribute("aria-label", `Slow motion of one step. ${describeStep(line)}`);
+  box.append(scene, make("button", "sd-skip", "Skip"));
+  if (reducedMotion()) {
+    box.classList.add("sd-stills");
+    scene.replaceWith(...times.stills.map((at) => {
+      const still = /** @type {HTMLElement} */ (scene.cloneNode(true));
+      still.style.setProperty("--now", `${at}ms`);
+      return still;
+    }));
+  }
+  for (const picture of box.querySelectorAll(".sd-scene")) picture.ariaHidden = "true";
+  const listening = new AbortController();
+  const close = () => {
+    if (listening.signal.aborted) return;
+    listening.abort();
+    box.remove();
+    ended();
+  };
+  for (const name of ["keydown", "pointerdown", "click"]) {
+    document.addEventListener(name, (/** @type {any} */ event) => {
+      if (MODIFIERS.includes(event.key)) return;
+      if (event.key === "Escape") event.preventDefault(); // it does not stop a run, too
+      close();
+    }, { capture: true, signal: listening.signal });
+  }
+  container.append(box);
+  return { ms: times.end, close };
+}
