@@ -8,7 +8,7 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import partial
 from io import TextIOWrapper
@@ -193,11 +193,13 @@ def replay(trace: Path = _argument("TRACE", "A trace that `run --out` or the pag
 
     try:
         _show(load_trace(trace))
-    except ValueError:
-        with suppress(ValueError):
+    except ValueError as error:
+        if not trace.is_file():
+            raise
+        try:
             _show_tuned(read_result(trace))
-            return
-        raise
+        except ValueError as other:
+            raise ValueError(f"{trace}: {other}; {str(error).removeprefix(f'{trace}: ')}") from None
 
 
 @_command({Tune: [name for name in settings(Tune) if name != "repeats"]})

@@ -174,9 +174,10 @@ def test_a_malformed_trace_is_one_line(capsys, tmp_path, content):
     path = tmp_path / "bad.json"
     path.write_bytes(content)
     line = refusal(capsys, "replay", str(path))
-    assert line.startswith(f"{path}: ") and line.endswith(
+    assert line.startswith(f"{path}: not a specdemo result") and line.endswith(
         "record it again with python -m specdemo run PRESET --out FILE"
     )
+    assert "a specdemo trace" in line or "this trace has schema" in line
 
 
 def test_a_trace_without_lanes_is_one_line(capsys, tmp_path):

@@ -97,9 +97,10 @@ class DraftModel(Method, method="draft_model"):
         approach = "drafts text, which is tokenized again" if self._draft_as_text else "drafts only the shared tokens"
         overlap = self._bridge.target_overlap
         self.note = (
-            f"The draft model has another tokenizer ({difference}) and {approach}. "
+            f"The draft model has another tokenizer and {approach}. "
             f"{100 * overlap:.0f} % of the target's tokens are shared; they hold {100 * target_mass:.0f} % of the "
-            f"target's probability and {100 * draft_mass:.0f} % of the draft model's."
+            f"target's probability and {100 * draft_mass:.0f} % of the draft model's. One of the same family drafts "
+            f"more. Difference: {difference}."
         )
 
     @property

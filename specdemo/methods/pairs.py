@@ -17,7 +17,7 @@ from specdemo.methods.vocabularies import VocabBridge
 from specdemo.models import load
 from specdemo.models.checkpoints import open_meta_checkpoint
 from specdemo.models.errors import checkpoint_errors
-from specdemo.models.load import load_meta_target
+from specdemo.models.gguf_files import is_gguf
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -42,7 +42,12 @@ def name_head_in_error(loader: Callable[P, T]) -> Callable[P, T]:
 
 load_target = name_head_in_error(load.load_target)
 load_model = name_head_in_error(load.load_model)
-outline = name_head_in_error(load.load_meta_target)
+
+
+@name_head_in_error
+def outline(name: str) -> Target:
+    """Return a model without its weights; a GGUF file, which llama.cpp maps into memory, as it is."""
+    return load.load_target(name) if is_gguf(name) else load.load_meta_target(name)
 
 
 LEAST_OVERLAP = 0.1  # share of the target's tokens below which almost no draft is accepted
@@ -63,17 +68,17 @@ def check_pair(target: Target, drafter: str, method_name: str | None = None) -> 
 
     Raises ValueError when the drafter's files cannot be opened.
     """
-    checkpoint = open_meta_checkpoint(drafter)
+    checkpoint = None if is_gguf(drafter) else open_meta_checkpoint(drafter)  # a head in GGUF is no file of ours
     try:
         with checkpoint_errors(drafter):
-            name = method_name or detect_method(checkpoint)
+            name = "draft_model" if checkpoint is None else method_name or detect_method(checkpoint)
     except ValueError as error:
         return DrafterFit(drafter, "?", False, str(error))
     cls = method(name)
-    draft = None if issubclass(cls, Head) else load_meta_target(drafter)
+    draft = None if issubclass(cls, Head) else outline(drafter)
     reason = f"made for hidden size {target.hidden_size}, vocabulary {target.vocab_size}"
     try:
-        if issubclass(cls, Head):
+        if checkpoint is not None and issubclass(cls, Head):
             with checkpoint_errors(drafter):
                 cls.read(checkpoint, target)
         elif draft is not None:
@@ -102,7 +107,7 @@ def _tokenizer_fit(target: Target, draft: Target, cross_vocabulary: bool) -> str
         shared = (
             f"{100 * bridge.target_overlap:.0f} % of the target's tokens, {100 * bridge.draft_overlap:.0f} % of its own"
         )
-        return f"fits; shares {shared}; another tokenizer: {difference}"
+        return f"shares {shared}; another tokenizer: {difference}"
     if draft.vocab_size == target.vocab_size:
         return "same tokenizer"
     return f"same tokenizer; vocabulary {draft.vocab_size}, the target's is {target.vocab_size}, the rest is padding"

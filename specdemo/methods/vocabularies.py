@@ -164,6 +164,7 @@ class VocabBridge:
     def to_target_ids(self, root: int, text_bytes: bytes) -> list[int]:
         """Encode draft bytes that follow the target token `root` as target tokens."""
         text = text_bytes.decode("utf-8", "ignore")
+        text = text.rstrip(" ") or text  # a space belongs to the token of the word after it
         root_text = self.target_tokens.bytes_of.get(root, b"").decode("utf-8", "ignore")
         combined = self.target_tokens.encode_continuation(root_text + text)
         return combined[1:] if combined[:1] == [root] else self.target_tokens.encode_continuation(text)

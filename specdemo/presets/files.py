@@ -302,5 +302,6 @@ def known_drafters(target: str) -> list[tuple[str, str]]:
     """Return (method, drafter) of all embedded drafters, and of the hub's drafters that presets use with this
     target.
     """
-    presets = [p for p in load_presets().values() if p.embedded or p.target == target]
-    return [(model_method(lane.method, lane.options), lane.model) for p in presets for lane in p.lanes if lane.model]
+    lanes = [(p, lane) for p in load_presets().values() for lane in p.lanes]
+    known = [lane for p, lane in lanes if lane.model and (lane.model in EMBEDDED or p.target == target)]
+    return [(model_method(lane.method, lane.options), str(lane.model)) for lane in known]

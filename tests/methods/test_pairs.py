@@ -77,7 +77,7 @@ def test_tokenizers_are_compared_by_vocabulary_and_by_what_they_do(stories, tmp_
     save(tmp_path / "other", PreTrainedTokenizerFast(tokenizer_object=train_tokenizer(["other words"])), 2048)
     other = check_pair(stories, str(tmp_path / "other"))
     assert other.fits and re.match(
-        r"fits; shares \d+ % of the target's tokens, \d+ % of its own; another tokenizer: .* tokens differ",
+        r"shares \d+ % of the target's tokens, \d+ % of its own; another tokenizer: .* tokens differ",
         other.reason,
     )
     nested = check_pair(stories, str(tmp_path / "other"), "cascade")
@@ -89,7 +89,7 @@ def test_tokenizers_are_compared_by_vocabulary_and_by_what_they_do(stories, tmp_
     file.write_text(json.dumps(described), encoding="utf-8")
     pair = check_pair(stories, str(tmp_path / "merges"))
     assert pair.reason.startswith(
-        "fits; shares 100 % of the target's tokens, 100 % of its own; another tokenizer: 'Once upon a time, there ' has"
+        "shares 100 % of the target's tokens, 100 % of its own; another tokenizer: 'Once upon a time, there ' has"
     )
     save(tmp_path / "mute", None, 512)
     assert "has a vocabulary of 512, stories one of 2048" in check_pair(stories, str(tmp_path / "mute")).reason
@@ -145,6 +145,15 @@ def test_the_command_line_prints_a_table(narrow, capsys):
     assert len(capsys.readouterr().out.splitlines()) > 8
     assert main(["doctor", "storys"]) == 2
     assert "did you mean 'stories'" in capsys.readouterr().err
+
+
+def test_files_of_llama_cpp_are_compared_by_their_vocabularies(smollm2_gguf, smollm2_folder, gemma_gguf, capsys):
+    assert main(["doctor", smollm2_gguf, gemma_gguf]) == 0
+    assert "shares 94 % of the target's tokens, 18 % of its own; another tokenizer" in capsys.readouterr().out
+    assert main(["doctor", smollm2_gguf, smollm2_folder]) == main(["doctor", smollm2_folder, smollm2_gguf]) == 0
+    assert capsys.readouterr().out.count("same tokenizer") == 2
+    assert main(["doctor", smollm2_folder, "smollm2-eagle-3"]) == 0
+    assert ("eagle", "smollm2-eagle-3") in known_drafters(smollm2_folder)  # it ships with a preset of another name
 
 
 def test_head_with_a_damaged_config_does_not_fit(stories, tmp_path):

@@ -169,6 +169,12 @@ def test_continued_text_gets_no_extra_space(pair):
     assert spelling.decode(spelling.encode_continuation(" abé")) == " abé".encode()
 
 
+def test_a_draft_ends_with_a_word_not_with_the_space_of_the_next(pair):
+    bridge, root = VocabBridge(*pair), pair[0].tokenizer.convert_tokens_to_ids("a")
+    assert bridge.to_target_ids(root, b" b ") == bridge.to_target_ids(root, b" b")
+    assert bridge.to_target_ids(root, b" ")  # alone it may be a token
+
+
 def test_row_equals_full_text_tokenization(pair):
     text, generator = "", torch.Generator().manual_seed(0)
     reading = RowText(TokenBytes(pair[1].tokenizer, pair[1].vocab_size))
