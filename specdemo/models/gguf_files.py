@@ -15,6 +15,7 @@ from huggingface_hub import constants, try_to_load_from_cache
 from specdemo.core.deployment import public
 from specdemo.core.safe_io import read_text
 from specdemo.models import packaged, sources
+from specdemo.models.errors import Unreachable
 from specdemo.models.gguf_header import Header, other_kind, read_header
 from specdemo.models.sources import (
     LoadProgress,
@@ -71,6 +72,28 @@ def stored_bytes(name: str) -> int:
     source = _find(name)
     sizes = source.files.values() if isinstance(source, Repository) else (p.stat().st_size for p in all_parts(source))
     return sum(sizes)
+
+
+def missing_bytes(name: str, pickled: Sequence[str] = ()) -> int:
+    """Return the size of what loading a model, GGUF or not, downloads first; 0 for one on this machine. Asks the hub.
+
+    pickled: as for `sources.locate`. Raises ValueError, one line, if there is no such model.
+    """
+    if packaged.local(name):
+        return 0
+    if name == packaged.SMOLLM2_GGUF:
+        return packaged.BYTES
+    try:
+        found = (
+            _find(name)
+            if is_gguf(name)
+            else sources.locate(packaged.HUB_ID if name == packaged.SMOLLM2 else name, pickled)
+        )
+    except Unreachable:
+        if name == packaged.SMOLLM2:
+            return packaged.BYTES
+        raise
+    return found.missing_bytes() if isinstance(found, Repository) else 0
 
 
 def local_header(name: str) -> Header | None:

@@ -9,7 +9,10 @@ from specdemo.engine.comparison import Comparison
 from specdemo.engine.lanes import lane_name
 from specdemo.engine.messages import Started
 from specdemo.engine.session import follow_up, session
+from specdemo.models.checkpoints import PICKLED
 from specdemo.models.devices import best_device
+from specdemo.models.gguf_files import missing_bytes
+from specdemo.models.sources import size_words
 from specdemo.presets import limits
 from specdemo.presets.files import EMBEDDED, Preset
 from specdemo.presets.recorded import recorded
@@ -17,7 +20,7 @@ from specdemo.ui import space
 from specdemo.ui.job import Messages, Work, Worker, reason
 from specdemo.ui.views import Failed, Shown, StandIn
 
-__all__ = ["follow_up", "lane_name", "no_gpu", "preload", "run", "session", "with_engine_lock"]
+__all__ = ["follow_up", "lane_name", "no_gpu", "preload", "question", "run", "session", "with_engine_lock"]
 
 ELSEWHERE = space.zero_gpu()  # the engine runs in another process
 
@@ -90,6 +93,17 @@ def _stand_in(spec: Comparison) -> RunTrace | None:
     """Return the recorded run of the preset, unless the comparison has another target or is the next turn of a chat."""
     trace = recorded(spec.id)
     return trace if trace and trace.config.get("target") == spec.target and not spec.history else None
+
+
+def question(spec: Preset) -> str:
+    """Return what a run would download first, and how to agree; empty if nothing. Asks the hub for sizes."""
+    sizes = {}
+    for name in () if spec.all_remote or limits.public() else dict.fromkeys(spec.models):
+        with contextlib.suppress(ValueError):  # the run says why there is no such model
+            sizes[name] = missing_bytes(name, PICKLED)
+    absent = " and ".join(name for name, size in sizes.items() if size)
+    size = size_words(sum(sizes.values()))
+    return f"this run downloads {absent} first: {size}; press Run again to download and run" if absent else ""
 
 
 def preload(presets: Iterable[Preset]) -> None:

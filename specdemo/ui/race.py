@@ -156,10 +156,16 @@ class Visits(Jobs[Log]):
         self._any = allow_any_model
 
     def race(self, values: Values, last: Log | None) -> Log:
-        """Return the job of a run. Raises ValueError with one line, as do the next two functions, if there can be no
-        run.
+        """Return the job of a run, or a log that asks for a download first. Raises ValueError with one line, as do the
+        next two functions, if there can be no run.
         """
-        return run(from_values(values, self._any), last, key(values))
+        chosen = from_values(values, self._any)
+        question = live().question(chosen)
+        if not question or (last is not None and last.failure == question):  # asked before: pressed again
+            return run(chosen, last, key(values))
+        log = Log(before=last)
+        log.add([Failed(question)])
+        return log
 
     def repeat(self, _: Values, last: Log | None) -> Log:
         """Return the job that repeats the visible run three times and pools the runs."""

@@ -1,6 +1,7 @@
 """SmolLM2 by its short names: from the hub, the local cache, or a package where the hub cannot be reached."""
 
 import hashlib
+import re
 import zipfile
 from pathlib import Path
 
@@ -12,7 +13,8 @@ from specdemo.models.load import load_model
 from specdemo.models.sources import locate, resolve
 from specdemo.presets.files import allowed_models, load_presets, preset
 from specdemo.presets.pair import comparison
-from specdemo.ui.setup import about
+from specdemo.ui.race import Visits
+from specdemo.ui.setup import about, to_values
 from tests.models.fake_hub import serve
 from tests.models.test_text import byte_level
 from tests.models.tiny import build
@@ -112,6 +114,24 @@ def test_a_preset_names_the_size_of_its_download_until_the_model_is_here(monkeyp
         assert size.lower() in about(preset(id)).lower()
     monkeypatch.setattr(packaged, "local", lambda name: Path(name) if name in packaged.DOWNLOADS else None)
     assert "On this machine; about 1 GB of memory, Apache 2.0." in about(preset("smollm2-chat"))
+
+
+@pytest.mark.parametrize("reached", [True, False])
+def test_the_page_names_a_download_and_starts_it_when_run_is_pressed_again(monkeypatch, hub, reached):
+    if not reached:
+        monkeypatch.setattr("specdemo.models.sources.model_info", unreachable)
+    visits, values = Visits(preset("smollm2-edit"), False), to_values(preset("smollm2-edit"))
+    asked = visits.race(values, None)
+    size = r"0\.\d MB" if reached else "98.4 MB"
+    assert re.search(f"this run downloads smollm2 first: {size}; press Run again to download and run", asked.text)
+    assert not asked.worked and not any(".safetensors" in file for file, _ in hub.requests)
+    assert visits.race(values, asked).worked
+    other = values | {"target": "smollm2.gguf"}
+    assert not visits.race(other, asked).worked  # another model is another question
+    assert visits.race(to_values(preset("embedded-draft")), None).worked
+    if reached:
+        load_model("smollm2")
+    assert visits.race(values, None).worked is reached  # it is here now
 
 
 def test_presets_and_menus_offer_the_model():
