@@ -98,7 +98,7 @@ def _verification(name: str) -> str:
 
 def check_drafters(target: str, drafter: str | None) -> int:
     """Print which drafters fit a target, and why others do not; the verification of a target on this machine. drafter:
-    check only this one. Return the exit code, 2 if it does not fit."""
+    check only this one, and run it if it is a head. Return the exit code, 2 if it does not fit."""
     from specdemo.models.gguf_files import is_gguf
 
     if is_gguf(target) and drafter is None:
@@ -118,6 +118,13 @@ def check_drafters(target: str, drafter: str | None) -> int:
         print(f"{here}\nPublished drafters:\n{published(target)}")
     for remark in thinking_remarks(target, [pair.drafter for pair in found if pair.fits], described):
         print(remark)
+    if drafter and found[0].fits and detect_head(drafter) and Path(resolve(target)).exists():
+        from specdemo.bench.quality import quality
+        from specdemo.engine.comparison import Lane
+
+        print()
+        for text in quality(target, Lane(method=found[0].method, model=drafter)):
+            print(text, flush=True)
     return 2 if drafter and not found[0].fits else 0
 
 

@@ -138,7 +138,12 @@ def test_hub_drafters_are_recognised_by_their_header(stories, monkeypatch, tmp_p
 
 def test_the_command_line_prints_a_table(narrow, capsys):
     assert main(["doctor", "stories", "stories-medusa"]) == 0
-    assert capsys.readouterr().out.splitlines()[1].split()[:3] == ["stories-medusa", "medusa", "fits"]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split()[:3] == ["stories-medusa", "medusa", "fits"]
+    (row,) = [line.split() for line in lines if line.startswith("story")]
+    shares = [int(share) for share in row[1:-1:2]]
+    assert shares == sorted(shares, reverse=True) and 30 < shares[0] < 60 and float(row[-1]) > 1.5
+    assert not lines[lines.index(next(line for line in lines if line.startswith("all"))) + 1 :]  # nothing is wrong
     assert main(["doctor", narrow, "stories-medusa"]) == 2
     assert "no  stories-medusa is for hidden size 256 and vocabulary 2048" in capsys.readouterr().out
     assert main(["doctor", narrow]) == 0
@@ -152,8 +157,24 @@ def test_files_of_llama_cpp_are_compared_by_their_vocabularies(smollm2_gguf, smo
     assert "shares 94 % of the target's tokens, 18 % of its own; another tokenizer" in capsys.readouterr().out
     assert main(["doctor", smollm2_gguf, smollm2_folder]) == main(["doctor", smollm2_folder, smollm2_gguf]) == 0
     assert capsys.readouterr().out.count("same tokenizer") == 2
-    assert main(["doctor", smollm2_folder, "smollm2-eagle-3"]) == 0
+    assert check_pair(load_meta_target(smollm2_folder), "smollm2-eagle-3").fits
     assert ("eagle", "smollm2-eagle-3") in known_drafters(smollm2_folder)  # it ships with a preset of another name
+
+
+def test_what_is_wrong_with_a_head_is_named(tmp_path, capsys):
+    """Its second head says nothing, its first has the target's output rows, and its context is short."""
+    folder = tmp_path / "head"
+    shutil.copytree(embedded_folder() / "stories-medusa", folder)
+    (file,) = [one for one in folder.glob("*.safetensors") if "lm_heads.1.weight" in load_file(one)]
+    tensors = load_file(file)
+    save_file(tensors | {"lm_heads.1.weight": torch.zeros_like(tensors["lm_heads.1.weight"])}, file)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 64}), encoding="utf-8")
+    assert main(["doctor", "stories", str(folder)]) == 0
+    shown = capsys.readouterr().out
+    assert "no draft token after position 1 is accepted: 4" in shown
+    assert "max_position_embeddings is 64, and the target reads 512: later drafts may be worse." in shown
+    assert "lm_heads.1.weight is zero everywhere, as if it had not been trained." in shown
 
 
 def test_head_with_a_damaged_config_does_not_fit(stories, tmp_path):
