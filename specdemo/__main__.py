@@ -210,15 +210,18 @@ def tune(
     as_json: bool = AS_JSON,
     **given: object,
 ) -> None:
-    """Find the speculation that pays for a model. Races drafting methods and draft lengths on this machine, on prompts
-    of six kinds of work, and prints the best with the settings to copy. Ctrl-C prints what is known."""
+    """Find the speculation that pays for a model. Races drafting methods and draft lengths on this machine or on an
+    engine's servers, on prompts of six kinds of work, and prints the best with the settings to copy. Ctrl-C prints what
+    is known."""
     if out is not None:
         check_output(out, force)
     chosen = Tune.build({"target": target, **given})
     with progress_bar(1.0, "{l_bar}{bar}| {elapsed}") as bar:
         result = chosen.run(reports_to(bar), lambda: False)
     if out is not None:
-        write_result(result, out)
+        from specdemo.bench.candidates import shareable
+
+        write_result(shareable(result, (target, *chosen.drafts)), out)
     print(to_json(result)) if as_json else _show_tuned(result)
 
 

@@ -3,11 +3,12 @@ settings with which the fastest one runs here and in other engines.
 """
 
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlencode
 
+from specdemo.bench.result import Result, read_result, to_json
 from specdemo.core.rules import DEFAULT_RULE
 from specdemo.core.speedup import USUAL_LENGTHS, expected_tokens, interpolate
 from specdemo.core.suggest import program
@@ -19,13 +20,15 @@ from specdemo.models.gguf_files import is_gguf, local_header
 from specdemo.models.local_models import LocalModel, local_models, matching_drafts
 from specdemo.models.sources import cached_folder, resolve
 from specdemo.presets.drafters import base_name, published_drafters
-from specdemo.presets.files import Preset, load_presets
-from specdemo.presets.link import OWN, shown_name, to_query
+from specdemo.presets.files import EMBEDDED, Preset, load_presets
+from specdemo.presets.link import OWN, shown_name, to_query, without_folders
 from specdemo.presets.pair import LOOKUPS, drafter_method
 from specdemo.presets.serve import served
 from specdemo.servers.engines import ENGINES, READERS
 
 RATES = [n / 20 for n in range(1, 20)]  # acceptance rates that a draft length is chosen for
+ON_SERVERS = (3, 7)  # draft lengths where the costs of passes are unknown
+TRAINED_TO_EXIT = "layerskip"  # in the names of models that were trained for early exit (2404.16710)
 NEAR = 0.97  # share of the best speed at such a rate that is enough
 DRAFT_COST = 0.1  # of a draft token in passes of the target, before it is measured
 LONGEST_CELL = 2000  # characters of a text in a result's file
@@ -71,13 +74,14 @@ def drafters(target: str, drafts: Sequence[str], download: bool) -> dict[str, La
 
 
 def with_lengths(name: str, lane: Lane, pass_ms: Mapping[int, float]) -> list[Lane]:
-    """Return the candidates of a drafter, named, the longest drafts last."""
+    """Return the candidates of a drafter, named, the longest drafts last. pass_ms: empty on servers."""
     chooses, wraps = method(lane.method).chooses_length, lane.method in wrappable("adaptive")
     if getattr(lane.parsed, "nodes", 0) or (chooses and not wraps):
         return [lane.model_copy(update={"name": name})]
-    ks = [USUAL_LENGTHS[-1]] if chooses else draft_lengths(pass_ms, DRAFT_COST if lane.model else 0.0)
+    ks = draft_lengths(pass_ms, DRAFT_COST if lane.model else 0.0) if pass_ms else ON_SERVERS
+    ks = [USUAL_LENGTHS[-1]] if chooses else ks
     lanes = [lane.model_copy(update={"name": f"{name}, k={k}", "k": k}) for k in ks]
-    if lane.options or not wraps:
+    if lane.options or not wraps or not pass_ms:
         return lanes
     adaptive = Lane(method="adaptive", model=lane.model, options={"drafter": lane.method}, name=f"adaptive {name}")
     return [adaptive, *lanes]
@@ -93,8 +97,9 @@ def _found(target: str, download: bool) -> Iterator[Lane]:
                     yield lane if getattr(lane.parsed, "nodes", 0) else lane.model_copy(update={"k": 0})
     for entry in published_drafters(target):
         if entry.method and (download or _is_here(entry.drafter)):
-            with suppress(ValueError):
-                yield Lane(method=drafter_method(target, entry.drafter), model=entry.drafter)
+            yield Lane(method=entry.method, model=entry.drafter)
+    if TRAINED_TO_EXIT in base_name(target):
+        yield Lane(method="layer_skip")
     models, path = local_models(), Path(resolve(target)).expanduser()
     own = next((model for model in models if target == model.name or path == model.path), None)
     if own is None and path.is_file():
@@ -143,27 +148,40 @@ def _of_own(target: str, lane: Lane) -> dict[str, object]:
     return of_link | {f"option.{name}": value for name, value in lane.options.items()}
 
 
-def settings_to_copy(chosen: Preset) -> list[str]:
-    """Return how to run the only lane of a comparison: here, and in every engine that has its method."""
+def settings_to_copy(chosen: Preset, engine: str = "") -> list[str]:
+    """Return how to run the only lane of a comparison: here, and in every engine that has its method. engine: only on
+    this one."""
     lane, target = chosen.lanes[0], chosen.target
     words = ["run", "--target", target, "--method", lane.method]
+    words += ["--dtype", chosen.dtype] if chosen.dtype != "auto" else []
     words += ["--model", lane.model] if lane.model else []
     words += ["--k", str(lane.k)] if lane.k else []
     for name, value in lane.options.items():
         words += ["--option", f"{name}={value}"]
+    words += ["--engine", engine] if engine else []
     start = shlex.join(["ui", "--target", target, *(["--draft", lane.model] if lane.model else [])])
-    lines = [
-        f"Here: {program()} {shlex.join(words)}",
-        f"Page: {PAGE}?{urlencode(_of_own(target, lane))} after `{program()} {start}`",
-    ]
-    for engine in ENGINES.values():
-        one = [*served(chosen, engine.name)][1]
-        if one.command:
-            lines.append(f"{engine.title}: {shlex.join(one.command)}")
-    if lane.method == "draft_model" and lane.model:
-        for reader in READERS.values():
-            if fields := reader.draft_request(_short(lane.model), lane.k):
-                lines.append(f"{reader.title}: {fields} in the request; {reader.draft_length_setting(lane.k)}")
+    lines = [f"Here: {program()} {shlex.join(words)}"]
+    if not engine:
+        lines.append(f"Page: {PAGE}?{urlencode(_of_own(target, lane))} after `{program()} {start}`")
+    for one in ENGINES.values() if not engine else [ENGINES[engine]]:
+        server = [*served(chosen, one.name)][1]
+        if server.command:
+            lines.append(f"{one.title}: {shlex.join(server.command)}")
+    if engine:
+        return lines
+    for reader in READERS.values():
+        if lane.k and lane.method in reader.drafts_with:
+            fields = reader.draft_request(_short(lane.model or ""), lane.k)
+            how = f"{fields} in the request; " if fields else ""
+            lines.append(f"{reader.title}: {how}{reader.draft_length_setting(lane.k)}")
     if lane.method in GENERATE and not is_gguf(target):
         lines.append(f"transformers: model.generate(**inputs, {GENERATE[lane.method](lane)})")
     return lines
+
+
+def shareable(result: Result, models: Iterable[str]) -> Result:
+    """Return a result that names models in files without their folders. models: of the result, besides those in stores
+    of this machine."""
+    names = {*models, *EMBEDDED, *(model.name for model in local_models())}
+    paths = {str(Path(resolve(name)).expanduser()) for name in names}
+    return read_result(without_folders(to_json(result), names | paths))

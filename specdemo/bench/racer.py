@@ -1,46 +1,62 @@
-"""Races of `tune`: candidates against plain decoding on one prompt, in this process."""
+"""Races of `tune`: candidates against plain decoding on one prompt, in this process or on servers."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 
 from specdemo.bench.base import Report, Stop
 from specdemo.bench.candidates import race_link, settings_to_copy, with_lengths
 from specdemo.bench.report import sentence
 from specdemo.bench.search import Sample
 from specdemo.core.passes import pass_rows
-from specdemo.core.protocol import Target
 from specdemo.core.tally import summarise
 from specdemo.core.trace import RunTrace
 from specdemo.engine.comparison import Lane
 from specdemo.engine.cost import fit_cost_model
 from specdemo.engine.session import Session, environment
+from specdemo.methods import BASELINE
 from specdemo.models.errors import Cancelled
 from specdemo.models.pass_cost import checking_note, measure_passes, pass_ratio
 from specdemo.models.text import encode
 from specdemo.presets.files import Preset
+from specdemo.presets.serve import Program, Served, served
+from specdemo.servers.address import host
+from specdemo.servers.process import free_port
 
 CURVES = 3  # measurements of the costs of passes, because another program may take the cores during one
 LEAST_TOKENS = 8  # a shorter answer says little about speed
 TEMPLATE = 64  # tokens that a chat template may add to a prompt
+DIFFERENT = ("differs", "text differs")  # verdicts
 
 
 class Racer:
-    """Runs candidates, and collects what the user should know of them. tick: called about every second of a race."""
+    """Runs candidates, and collects what the user should know of them. tick: called about every second of a race, and
+    with a text while a server starts. pass_ms: slots -> time of a pass of the target; empty on servers. serve: makes a
+    candidate ready, where only one is at a time; returns False if that failed.
+    """
+
+    serve: Callable[[str], bool] | None = None
+    engine = ""
+    difference = "differed from plain decoding by more than rounding"
 
     def __init__(self, spec: Preset, cancelled: Stop) -> None:
         self.lanes: dict[str, Lane] = {}
-        self.tick: Callable[[], None] = lambda: None
+        self.pass_ms: Mapping[int, float] = {}
+        self.tick: Callable[..., None] = lambda what="": None
         self._session, self._spec, self._cancelled = Session(), spec, cancelled
         self._notes: dict[str, str] = {}  # candidate -> why it is left out
-        self._differs = 0
+        self._differs, self._worked = 0, False
         self._ticked = 0.0
 
-    def load(self, report: Report) -> Target:
+    def load(self, report: Report) -> None:
         """Load the target, and keep the threads that were chosen for it. Raises ValueError with one line."""
         self._session.load(self._spec, lambda share, what: report(0.0, what))
         self._target = self._session.target()
+        self.pass_ms = self._target.pass_ms
         self._spec = self._spec.model_copy(update={"threads": self._target.threads})
-        return self._target
+
+    def close(self) -> None:
+        """End what was started for the races."""
 
     def usable(self, drafters: Mapping[str, Lane], named: Sequence[str], report: Report) -> dict[str, list[str]]:
         """Load every drafter, and measure the costs of passes in between; return the names of the candidates of those
@@ -57,7 +73,9 @@ class Racer:
                 self._notes[name] = str(error)
             if turn < CURVES:
                 measure_passes(self._target, again=True)
-        found = {name: with_lengths(name, lane, self._target.pass_ms) for name, lane in fit.items()}
+        return self._named({name: with_lengths(name, lane, self.pass_ms) for name, lane in fit.items()})
+
+    def _named(self, found: Mapping[str, Sequence[Lane]]) -> dict[str, list[str]]:
         self.lanes = {lane.name: lane for lanes in found.values() for lane in lanes}
         return {name: [lane.name for lane in lanes] for name, lanes in found.items()}
 
@@ -77,15 +95,19 @@ class Racer:
     def measure(self, prompt: str, names: Sequence[str]) -> Mapping[str, Sample]:
         """Race candidates against plain decoding on a prompt; return those that worked, none for a short answer.
 
-        Raises Cancelled if it was stopped, and ValueError if plain decoding failed.
+        Raises Cancelled if it was stopped, and ValueError if plain decoding failed on the first prompt.
         """
-        lanes = [self.lanes[name] for name in names]
+        lanes = [self._lane(name) for name in names]
         trace = self._session.run(self._spec.model_copy(update={"prompt": prompt, "lanes": lanes}), self._stop)
         if self._cancelled():
             raise Cancelled("stopped")
         plain = trace.lanes[0]
         if plain.finish == "error":
-            raise ValueError(f"plain decoding failed: {plain.note}")
+            if not self._worked:
+                raise ValueError(f"plain decoding failed: {plain.note}")
+            self._notes[f"prompt {prompt[:40]!r}"] = str(plain.note)
+            return {}
+        self._worked = True
         for name, lane in zip(names, trace.lanes[1:], strict=True):
             if lane.finish == "error":
                 self._notes[name] = str(lane.note)
@@ -93,6 +115,9 @@ class Racer:
             return {}
         found = {name: self._sample(trace, place) for place, name in enumerate(names, start=1)}
         return {name: sample for name, sample in found.items() if sample}
+
+    def _lane(self, name: str) -> Lane:
+        return self.lanes[name]
 
     def _stop(self) -> bool:
         if (now := time.monotonic()) - self._ticked > 1.0:
@@ -105,7 +130,7 @@ class Racer:
         speed = trace.comparison[place - 1]["speedup"]
         if lane.finish == "error" or not isinstance(speed, float) or not speed:
             return None
-        self._differs += trace.comparison[place - 1]["verdict"] == "differs"
+        self._differs += trace.comparison[place - 1]["verdict"] in DIFFERENT
         k = lane.options.get("k")
         costs = fit_cost_model([plain.events], [lane.events], k if isinstance(k, int) else 0)
         return Sample(speed, summarise(lane), costs)
@@ -116,16 +141,20 @@ class Racer:
 
     def pass_ratio(self, slots: int) -> float:
         """Return the time of a pass over so many tokens, in that of one over a single token."""
-        return pass_ratio(self._target.pass_ms, slots)
+        return pass_ratio(self.pass_ms, slots)
 
     def remarks(self) -> list[str]:
         """Return how passes run here, what was left out and why, and whether a text differed."""
-        passes = dict(pass_rows(self.environment())).get("Passes", "")
-        notes = [f"Passes: {passes}.", f"{sentence(checking_note(self._target))}."]
-        notes += [f"Left out: {name}, {why.rstrip('.')}." for name, why in self._notes.items()]
-        if self._differs:
-            notes.append(f"{self._differs} texts differed from plain decoding by more than rounding.")
-        return notes
+        return [*self._conditions(), *self._problems()]
+
+    def _conditions(self) -> list[str]:
+        rows = dict(pass_rows(self.environment()))
+        facts = [f"{title}: {rows[title]}." for title in ("CPU threads", "Weights", "Passes") if title in rows]
+        return [" ".join(facts), f"{sentence(checking_note(self._target))}."]
+
+    def _problems(self) -> list[str]:
+        notes = [f"Left out: {name}, {why.rstrip('.')}." for name, why in self._notes.items()]
+        return [*notes, f"{self._differs} texts {self.difference}."] if self._differs else notes
 
     def link(self, name: str, prompt: str) -> str:
         """Return the query of a link to the race of a candidate on a prompt."""
@@ -134,4 +163,91 @@ class Racer:
     def settings(self, name: str) -> list[str]:
         """Return the settings to copy of a candidate."""
         lane = self.lanes[name].model_copy(update={"name": ""})
-        return settings_to_copy(self._spec.model_copy(update={"lanes": [lane]}))
+        return settings_to_copy(self._spec.model_copy(update={"lanes": [lane]}), self.engine)
+
+
+class ServerRacer(Racer):
+    """Runs candidates on servers that run already, or on those of an engine: a plain one that stays, and next to it one
+    candidate after the other."""
+
+    difference = "differed from the plain server's; `check-server` tells whether that is more than rounding"
+
+    def __init__(self, spec: Preset, cancelled: Stop, program: Program | None, servers: Sequence[str]) -> None:
+        """program: the engine; None: `servers` run already, the plain one first. Raises ValueError with one line."""
+        super().__init__(spec, cancelled)
+        self._program, self._servers = program, servers
+        self._plain, self._candidate = ExitStack(), ExitStack()
+        self.serve = self._start if program else lambda name: True
+        self.engine = program.engine.name if program else ""
+
+    def load(self, report: Report) -> None:
+        self.tick = lambda what="": report(0.0, what)
+        address = self._servers[0] if self._servers else f"http://127.0.0.1:{free_port()}"
+        self._spec = self._spec.changed(server=address)
+        if self._program:
+            self._spec = self._spec.changed(served_model=self._program.engine.served_name(self._spec.target))
+            self._plain.enter_context(self._program.serve(self._served(), self._loading, 0, 2))
+
+    def close(self) -> None:
+        self._candidate.close()
+        self._plain.close()
+
+    def usable(self, drafters: Mapping[str, Lane], named: Sequence[str], report: Report) -> dict[str, list[str]]:
+        if self._program is None:  # their methods are unknown
+            model = self._spec.served_model
+            names = {f"server {host(one)}": one for one in self._servers[1:]}
+            lanes = [Lane(method=BASELINE, name=n, server=one, served_model=model) for n, one in names.items()]
+            return self._named({lane.name: [lane] for lane in lanes})
+        found = {}
+        for name, lane in drafters.items():
+            refusals = [(one, self._program.refusal(self._served(one))) for one in with_lengths(name, lane, {})]
+            if lanes := [one for one, refusal in refusals if not refusal]:
+                found[name] = lanes
+                continue
+            self._notes[name] = refusals[-1][1]
+            if lane.model in named:
+                raise ValueError(f"{name} does not run on {self._program.engine.title}: {self._notes[name]}")
+        return self._named(found)
+
+    def fitting(self, kinds: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+        return {kind: [*texts] for kind, texts in kinds.items()}
+
+    def environment(self) -> dict[str, object]:
+        return environment(None) | ({"device": self._program.title} if self._program else {})
+
+    def settings(self, name: str) -> list[str]:
+        return super().settings(name) if self._program else []
+
+    def link(self, name: str, prompt: str) -> str:
+        return super().link(name, prompt) if self._program else ""
+
+    def _conditions(self) -> list[str]:
+        return []
+
+    def _served(self, lane: Lane | None = None) -> Served:
+        """Return the server of a lane, or the plain one."""
+        assert self._program
+        spec = self._spec.model_copy(update={"lanes": [lane] if lane else []})
+        return [*served(spec, self._program.engine.name, self._program.gpus)][-1]
+
+    def _start(self, name: str) -> bool:
+        assert self._program
+        self._candidate.close()
+        at = {"server": f"http://127.0.0.1:{free_port()}", "served_model": self._spec.served_model}
+        self._running = self.lanes[name].model_copy(update=at)
+        try:
+            self._candidate.enter_context(self._program.serve(self._served(self._running), self._loading, 1, 2))
+        except Cancelled:
+            raise
+        except ValueError as error:
+            self._notes[name] = str(error)
+            return False
+        return True
+
+    def _loading(self, what: str) -> None:
+        if self._cancelled():
+            raise Cancelled("stopped")
+        self.tick(what)
+
+    def _lane(self, name: str) -> Lane:
+        return self._running if self._program else self.lanes[name]

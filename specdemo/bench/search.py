@@ -5,6 +5,9 @@ First, every drafter runs once per kind at its longest draft length, and the cos
 the candidates that may still be the fastest run on one prompt after the other, with plain decoding in every run, and
 after each prompt the slower half leaves. A speed-up is the geometric mean over prompts; its interval contains the
 differences between texts. The first look only chooses candidates: it counts where nothing else was measured.
+
+On servers, where a candidate takes long to start, one runs after the other: each on the same prompts, one of every kind
+after the other, until its share of the time is over or it is clearly behind in every kind.
 """
 
 import time
@@ -81,6 +84,10 @@ class KindOfWork:
         both = [number for number in own if number in others and number]
         return over_repeats([own[n].speed / others[n].speed for n in both]) if both else Estimate(1.0)
 
+    def hopeful(self, name: str, share: float) -> bool:
+        """Return True if a candidate reaches this share of the best speed so far, plain decoding included."""
+        return self.value(name) >= share * max([1.0, *map(self.value, self.samples)])
+
     def halve(self) -> None:
         """Drop the slower half, but none near the best, and all that are clearly slower than it."""
         ranked = sorted(self.left, key=self.value, reverse=True)
@@ -111,35 +118,40 @@ class Search:
         seconds: float,
         report: Progress = lambda share, what: None,
         now: Callable[[], float] = time.monotonic,
+        serve: Callable[[str], bool] | None = None,
     ) -> None:
         """families: drafter -> its candidates; the last one has the longest drafts, and 0 as length means that the
-        drafter chooses it. measure: runs candidates on a prompt, each against plain decoding."""
+        drafter chooses it. measure: runs candidates on a prompt, each against plain decoding. serve: makes a candidate
+        ready, where they run one after the other; False if that failed. Its time does not count."""
         self.works = [KindOfWork(name, prompts) for name, prompts in works.items()]
         self.families, self.stopped = families, False
-        self._measure, self._report, self._now = measure, report, now
+        self._measure, self._report, self._now, self._serve = measure, report, now, serve
         self._start, self._seconds = now(), seconds
-        self._current = self.works[0]
+        self._current, self._running = self.works[0], ""
 
     def run(self, lengths: Mapping[str, int], pass_ms: Mapping[int, float]) -> None:
         """Search. lengths: candidate -> draft length. Ctrl-C ends it early. Raises ValueError if that was before the
         first run was complete."""
         try:
-            self._first_look(lengths, pass_ms)
-            while sum(map(self._round, self.works)):
-                pass
+            if self._serve:
+                self._one_by_one([name for family in self.families.values() for name in family])
+            else:
+                self._first_look(lengths, pass_ms)
+                while sum(map(self._round, self.works)):
+                    pass
         except (KeyboardInterrupt, Cancelled):
             self.stopped = True
         if self.stopped and not any(work.samples for work in self.works):
             raise ValueError("stopped before the first run was complete, so nothing was measured")
 
-    def progress(self) -> None:
-        """Report what runs, the best candidate so far, and the time that is left."""
+    def progress(self, loading: str = "") -> None:
+        """Report what runs or is loaded, the best candidate so far, and the time that is left."""
         work = self._current
         used, best = self._now() - self._start, self.leader()
         known = f", best so far {best} {self.mixed(best).value:.2f}x" if best else ""
         rest = max(self.rest, 0.0)
-        what = f"{work.name}, {len(work.left) or len(self.families)} candidates{known}, {rest:.0f} s left"
-        self._report(min(used / self._seconds, 1.0), what)
+        doing = loading or f"{work.name}, {self._running}"
+        self._report(min(used / self._seconds, 1.0), f"{doing}{known}, {rest:.0f} s left")
 
     def leader(self) -> str:
         """Return the candidate with the highest speed-up over all kinds together, of those with an interval if any has
@@ -175,25 +187,60 @@ class Search:
         """
         self._seconds += seconds
         works = [work for work in self.works if len(work.ranked()) > 1 and work.name in held]
-        runs: dict[str, list[Mapping[str, Sample]]] = {work.name: [] for work in works}
+        runs: dict[str, dict[str, dict[str, Sample]]] = {work.name: {} for work in works}
         most = max((len(held[work.name]) for work in works), default=0)
         turns = [(work, prompt) for n in range(most) for work in works for prompt in held[work.name][n : n + 1]]
+        races = [(work, prompt, work.ranked()[:2]) for work, prompt in turns]
+        if self._serve and turns:  # as many turns as both candidates of each have time for
+            fit = int(self.rest / max(4.0 * fmean(work.seconds for work in works), 1e-3))
+            races = [(work, prompt, [name]) for work, prompt, names in races[:fit] for name in names]
+            races.sort(key=lambda race: race[2])
+        served = ""
         try:
-            for work, prompt in turns if not self.stopped else ():
-                if self.rest > 3.0 * work.seconds:
-                    runs[work.name].append(self.race(work, prompt, work.ranked()[:2]))
+            for work, prompt, names in races if not self.stopped else ():
+                if self._serve and served != names[0]:
+                    served = names[0]
+                    self._ready(served)
+                if self.rest > (len(names) + 1) * work.seconds:
+                    runs[work.name].setdefault(prompt, {}).update(self.race(work, prompt, names))
         except (KeyboardInterrupt, Cancelled):
             self.stopped = True
-        return runs
+        return {name: [*found.values()] for name, found in runs.items()}
 
     def race(self, work: KindOfWork, prompt: str, names: Sequence[str]) -> Mapping[str, Sample]:
         """Run candidates on a prompt, and note how long it took."""
         self._current = work
+        self._running = names[0] if len(names) == 1 else f"{len(names)} candidates"
         self.progress()
         begin = self._now()
         found = self._measure(prompt, names)
         work.seconds = (self._now() - begin) / (len(names) + 1)
         return found
+
+    def _ready(self, name: str) -> bool:
+        """Serve a candidate, in time that does not count; return False if that failed."""
+        assert self._serve
+        begin = self._now()
+        ready = self._serve(name)
+        self._seconds += self._now() - begin
+        return ready
+
+    def _one_by_one(self, names: Sequence[str]) -> None:
+        """Run one candidate after the other, each in an equal share of the time that is left."""
+        most = max(len(work.prompts) for work in self.works)
+        for place, name in enumerate(names):
+            if not self._ready(name):
+                continue
+            end = self._now() + max(self.rest, 0.0) / (len(names) - place)
+            for number in range(1, most + 1):
+                for work in self.works:
+                    if self._now() < end and number <= len(work.prompts):
+                        for found in self.race(work, work.prompts[number - 1], [name]).values():
+                            work.samples.setdefault(name, {})[number] = found
+                            work.rounds = max(work.rounds, number)
+                share = FAMILY if number == 1 else HOPEFUL
+                if len(names) > 1 and not any(work.hopeful(name, share) for work in self.works):
+                    break
 
     def _first_look(self, lengths: Mapping[str, int], pass_ms: Mapping[int, float]) -> None:
         longest = [family[-1] for family in self.families.values()]

@@ -1,12 +1,13 @@
 """Suite `tune`: the speculation that pays for a model on this machine, by kind of work."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
-from pydantic import Field
+from pydantic import AfterValidator, Field, PlainSerializer, model_validator
 
 from specdemo.analysis.diagnose import SMALLEST_GAIN, accepted_clause
 from specdemo.analysis.lanes import break_even
@@ -21,7 +22,11 @@ from specdemo.core.suggest import suggest
 from specdemo.core.tally import ratio
 from specdemo.engine.comparison import Lane, Model
 from specdemo.models.gguf_files import is_gguf
-from specdemo.presets.pair import pair, work_prompts
+from specdemo.presets.files import DEFAULT, preset
+from specdemo.presets.link import shown_name
+from specdemo.presets.pair import LOOKUPS, pair, work_prompts
+from specdemo.servers.address import address, allow
+from specdemo.servers.engines import engine_names
 
 if TYPE_CHECKING:
     from specdemo.bench.racer import Racer
@@ -44,9 +49,10 @@ class Tune(Decoding):
 
     name = "tune"
     title = "Which method fits?"
-    target: Model
+    target: Annotated[Model, PlainSerializer(shown_name, when_used="json")]
     drafts: Annotated[
-        Sequence[str], Setting("Drafter to try besides those found; repeatable.", metavar="MODEL", flag="--draft")
+        Annotated[Sequence[str], PlainSerializer(lambda names: [*map(shown_name, names)], when_used="json")],
+        Setting("Drafter to try besides those found; repeatable.", metavar="MODEL", flag="--draft"),
     ] = ()
     work: Annotated[
         str, Setting("Kinds of work, comma-separated: chat,summary,edit,code,json,translate; default: all of them.")
@@ -61,6 +67,24 @@ class Tune(Decoding):
     download: Annotated[bool, Setting("Also try published drafters that are not on this machine.")] = False
     new_tokens: NewTokens = 64
     confirm: Annotated[bool, Setting("Compare the two best of each kind again, on other prompts.")] = False
+    engine: Annotated[
+        str | None, Setting(f"Measure on servers of an engine, started in turn: {engine_names()}.", metavar="NAME")
+    ] = None
+    command: Annotated[str | None, Field(exclude=True), Setting("Path of the engine's program.")] = None
+    gpus: Annotated[int, Field(ge=1, le=1024), Setting("Number of GPUs per server.")] = 1
+    servers: Annotated[
+        Sequence[Annotated[str, AfterValidator(address)]],
+        Setting("Server that runs; needed twice: without speculation, with it.", metavar="URL", flag="--server"),
+    ] = ()
+    served_model: Annotated[str | None, Setting("Name of the target on these servers.", metavar="NAME")] = None
+
+    @model_validator(mode="after")
+    def _check_servers(self) -> Self:
+        if self.servers and self.engine:
+            raise ValueError("--engine and --server exclude each other; give one of them")
+        if len(self.servers) == 1:
+            raise ValueError("--server is needed twice: a server without speculation, then one with it")
+        return self
 
     def kinds(self) -> dict[str, list[str]]:
         """Return the prompts by kind of work. Raises ValueError, one line, for an unknown kind and an unusable file."""
@@ -75,36 +99,53 @@ class Tune(Decoding):
 
     def run(self, report: Report, cancelled: Stop) -> Result:
         from specdemo.bench.candidates import drafters
-        from specdemo.bench.racer import Racer
 
-        kinds = self.kinds()
-        base = pair(self.target, device=self.device, dtype=self.dtype)
-        context = {"context": CONTEXT} if is_gguf(self.target) else {}
-        spec = base.changed(id=self.name, max_new_tokens=self.new_tokens, temperature=0.0, **context)
-        racer = Racer(spec, cancelled)
-        target = racer.load(report)
-        found = racer.usable(drafters(self.target, self.drafts, self.download), self.drafts, report)
-        kinds = racer.fitting(kinds)
-        held = {name: texts[-CONFIRMED:] for name, texts in kinds.items() if self.confirm and len(texts) > CONFIRMED}
-        used = {name: texts[: -CONFIRMED if name in held else None] for name, texts in kinds.items()}
-        seconds = 60.0 * self.minutes * (1.0 - CONFIRM_SHARE * bool(held))
-        least = len(kinds) * (1 + len(found)) * self.new_tokens * target.pass_ms[1] / MOST_GAIN / 60_000.0
+        with closing(self._racer(cancelled)) as racer:
+            racer.load(report)
+            offered = {} if self.servers else drafters(self.target, self.drafts, self.download)
+            found = racer.usable(offered, self.drafts, report)
+            kinds = racer.fitting(self.kinds())
+            long = [name for name, texts in kinds.items() if self.confirm and len(texts) > CONFIRMED]
+            held = {name: kinds[name][-CONFIRMED:] for name in long}
+            used = {name: texts[: -CONFIRMED if name in held else None] for name, texts in kinds.items()}
+            seconds = 60.0 * self.minutes * (1.0 - CONFIRM_SHARE * bool(held))
+            self._check_time(len(found), len(kinds), racer.pass_ms.get(1, 0.0))
+
+            def progress(share: float, what: str) -> None:
+                report(share, what, lambda: self._result(search, racer, []))
+
+            search = Search(used, found, racer.measure, seconds, progress, serve=racer.serve)
+            racer.tick = search.progress
+            search.run({name: lane.k for name, lane in racer.lanes.items()}, racer.pass_ms)
+            again = search.confirm(held, 60.0 * self.minutes - seconds)
+            confirmed = [_confirmed(work, again[work.name]) for work in search.works if work.name in again]
+            return self._result(search, racer, confirmed)
+
+    def _racer(self, cancelled: Stop) -> "Racer":
+        """Return what races the candidates. Raises ValueError, one line, for an unusable model or engine."""
+        from specdemo.bench.racer import Racer, ServerRacer
+        from specdemo.presets.serve import Program
+
+        self.kinds()  # raises before anything is loaded
+        new: dict[str, object] = {"id": self.name, "max_new_tokens": self.new_tokens, "temperature": 0.0}
+        if not (self.servers or self.engine):
+            context = {"context": CONTEXT} if is_gguf(self.target) else {}
+            base = pair(self.target, device=self.device, dtype=self.dtype)
+            return Racer(base.changed(**new, **context), cancelled)
+        allow(self.servers)
+        program = Program.find(self.engine, self.command, self.gpus) if self.engine else None
+        lookup = {"lanes": [{"method": LOOKUPS[0]}], "served_model": self.served_model}
+        spec = preset(DEFAULT).changed(**new, **lookup, target=self.target, dtype=self.dtype, chat=None)
+        return ServerRacer(spec, cancelled, program, self.servers)
+
+    def _check_time(self, drafters: int, kinds: int, token_ms: float) -> None:
+        """Raise ValueError if a first look at every drafter takes longer than the time that is given."""
+        least = kinds * (1 + drafters) * self.new_tokens * token_ms / MOST_GAIN / 60_000.0
         if least > self.minutes:
             raise ValueError(
-                f"no time: one look at {len(found)} drafters and {len(kinds)} kinds of work takes {least:.1f} minutes, "
-                "a comparison three times as long; increase --minutes, or decrease --work or --new-tokens"
+                f"no time: one look at {drafters} drafters and {kinds} kinds of work takes {least:.1f} minutes, a "
+                "comparison three times as long; give more minutes, fewer kinds of work or fewer new tokens"
             )
-        search = Search(used, found, racer.measure, seconds, lambda share, what: report(share, what, so_far))
-        racer.tick = search.progress
-
-        def so_far() -> Result:
-            return self._result(search, racer, [])
-
-        search.run({name: lane.k for name, lane in racer.lanes.items()}, target.pass_ms)
-        again = search.confirm(held, 60.0 * self.minutes - seconds)
-        return self._result(
-            search, racer, [_confirmed(work, again[work.name]) for work in search.works if work.name in again]
-        )
 
     def _result(self, search: Search, racer: "Racer", confirmed: list[str]) -> Result:
         works = [work for work in search.works if work.samples]
@@ -157,7 +198,7 @@ def _row(work: KindOfWork, name: str, lane: Lane, place: int) -> Row:
 def _totals(work: KindOfWork, name: str) -> dict[str, Any]:
     """Return counts and rates of a candidate over its runs, named as in the summary of a lane."""
     counts = ("tokens", "steps", "drafted", "accepted")
-    total = {count: sum(run.numbers[count] for run in work.runs(name)) for count in counts}
+    total = {count: sum(run.numbers[count] or 0 for run in work.runs(name)) for count in counts}
     rates = {"acceptance_rate": ratio(total["accepted"], total["drafted"])}
     return total | rates | {"tokens_per_step": ratio(total["tokens"], total["steps"])}
 
@@ -168,14 +209,16 @@ def _pays(work: KindOfWork) -> bool:
 
 
 def _recommendation(search: Search, best: str) -> list[str]:
-    if not best:
+    if not any(work.samples for work in search.works):
         return ["Nothing could be measured: every answer was too short; give other prompts."]
+    if not best:
+        return ["No candidate was measured on every kind of work; give it more minutes."]
     speed = search.mixed(best)
     paying = [work.name for work in search.works if work.samples and _pays(work)]
     if speed.label == "faster":
         return [f"For mixed work use {best}: {speed.format()} as fast as plain decoding."]
     if speed.low is None and speed.value > 1.0:
-        return [f"Undecided for mixed work: the best so far is {best} with {speed.format()}; give more --minutes."]
+        return [f"Undecided for mixed work: the best so far is {best} with {speed.format()}; give it more minutes."]
     only = f"; speculation pays for {', '.join(paying)}, see the table" if paying else ""
     slow = f"no candidate is clearly faster, the best is {best} with {speed.format()}"
     return [f"For mixed work decode plainly: {slow}{only}."]
@@ -189,15 +232,18 @@ def _why_not(work: KindOfWork, racer: "Racer") -> str:
     accepted, needed = numbers["acceptance_rate"], break_even(numbers, speed)
     if speed.low is None:
         measured = f"{name} gives {speed.format()} on {len(work.runs(name))} prompt(s)"
-        return f"{work.name}: undecided, {measured}; give more --minutes."
+        return f"{work.name}: undecided, {measured}; give it more minutes."
     words = [f"{work.name}: not worth it, {name} gives {speed.format()}"]
     if speed.value >= SMALLEST_GAIN:
         words = [f"{work.name}: no clear difference, {name} gives {speed.format()}"]
+    if not numbers["steps"] and accepted is None:
+        return f"{words[0]}; the server does not report its drafts."
     if accepted is None or not numbers["accepted"]:
         return f"{words[0]}, because it hardly finds anything to draft."
     words.append(accepted_clause(accepted, needed))
-    slots = 1 + round(numbers["drafted"] / numbers["steps"])
-    words += [f"a pass over {slots} tokens costs {racer.pass_ratio(slots):.2f} passes over one"] * (slots > 1)
+    slots = 1 + round(numbers["drafted"] / max(numbers["steps"], 1))
+    if slots > 1 and racer.pass_ms:
+        words.append(f"a pass over {slots} tokens costs {racer.pass_ratio(slots):.2f} passes over one")
     costs = [run.costs for run in work.runs(name) if run.costs]
     drafting = fmean(one.drafting_ms(one.k) / one.plain_ms for one in costs) if costs else 0.0
     words += [f"drafting costs {drafting:.2f} passes a step"] if drafting >= DEAR else []
@@ -209,7 +255,7 @@ def _confirmed(work: KindOfWork, runs: Sequence[Mapping[str, Sample]]) -> str:
     first, second = work.ranked()[:2]
     both = [run for run in runs if {first, second} <= run.keys()]
     if not both:
-        return f"{work.name}: not confirmed, because there was no time; give more --minutes."
+        return f"{work.name}: not confirmed, because there was no time; give it more minutes."
     found = over_repeats([run[first].speed / run[second].speed for run in both])
     speed = over_repeats([run[first].speed for run in both])
     held = {"faster": "held", "slower": "did not hold"}.get(found.label if found.low is not None else "", "is open")

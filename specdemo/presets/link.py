@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Self, TypeVar
 from urllib.parse import parse_qsl, urlencode
 
+from specdemo.core.atomic_io import json_text
 from specdemo.core.rules import accept_rule, rule_options
 from specdemo.core.settings import Settings, from_text, linked, settings
 from specdemo.core.suggest import short_repr, suggest
@@ -108,6 +109,13 @@ def shown_name(model: str) -> str:
     """Return a model's name without the folders of this machine; other names as they are."""
     local = model.startswith(("/", "~", ".")) or "\\" in model or model.endswith(SUFFIX) or Path(model).exists()
     return re.split(r"[/\\]", model.rstrip("/\\"))[-1] if local else model
+
+
+def without_folders(text: str, models: Iterable[str]) -> str:
+    """Return JSON in which models in files have no folders, which may contain the name of a user."""
+    for model in sorted(models, key=len, reverse=True):
+        text = text.replace(json_text(model)[1:-1], json_text(shown_name(model))[1:-1])
+    return text
 
 
 def is_link(query: Mapping[str, object]) -> bool:

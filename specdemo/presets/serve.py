@@ -97,9 +97,18 @@ class Program:
         chosen = serving_engine(engine)
         return cls(chosen, gpus, chosen.probe(chosen.find(command)), command)
 
+    @property
+    def title(self) -> str:
+        """Return the engine and its version, if that is known."""
+        return f"{self.engine.title} {self.installed.version}" if self.installed else self.engine.title
+
+    def refusal(self, lane: Served) -> str:
+        """Return why the engine cannot serve a lane, an empty text if it can."""
+        return lane.refusal or self.engine.rejection(lane.command, self.installed)
+
     def check(self, lane: Served) -> None:
         """Raise ValueError, with the reason, for a lane that the engine cannot serve."""
-        if reason := lane.refusal or self.engine.rejection(lane.command, self.installed):
+        if reason := self.refusal(lane):
             raise ValueError(f"{lane.name} is not served: {reason}; choose another method, or run it without a server")
 
     @contextmanager

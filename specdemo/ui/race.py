@@ -11,7 +11,7 @@ from specdemo.engine.comparison import Comparison
 from specdemo.engine.messages import Finished, Note, Started, replay
 from specdemo.presets import limits
 from specdemo.presets.files import DEFAULT, Preset, load_presets, preset
-from specdemo.presets.link import from_query, is_link, is_sweep, to_query
+from specdemo.presets.link import from_query, is_link, is_sweep, to_query, without_folders
 from specdemo.presets.recorded import recorded
 from specdemo.presets.runnable import why_not
 from specdemo.ui import space
@@ -19,7 +19,7 @@ from specdemo.ui.controls import address, fill, fill_untouched
 from specdemo.ui.job import ENTRY, GRACE_S, LOST_S, Job, Jobs, Packed, Store, Values, Work, opening, to_line
 from specdemo.ui.model_menus import live
 from specdemo.ui.setup import from_values, key, to_values
-from specdemo.ui.views import Failed, Shown, StandIn, models_of, summary, view, without_folders
+from specdemo.ui.views import Failed, Shown, StandIn, models_of, summary, view
 
 POOLED = 3  # runs of "Repeat"
 INSTEAD = "Showing the recorded run of this preset instead, with the preset's settings."

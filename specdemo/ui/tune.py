@@ -3,6 +3,9 @@ view are those of a sweep (sweep.py)."""
 
 import gradio as gr
 
+from specdemo.bench.base import Report, SoFar, Stop
+from specdemo.bench.candidates import shareable
+from specdemo.bench.result import Result
 from specdemo.bench.suites import Sweep
 from specdemo.bench.tune import Tune
 from specdemo.presets import limits
@@ -37,7 +40,14 @@ def begin(values: Values, last: Sweeping | None) -> Sweeping:
     if tune.minutes > _most_minutes():
         raise ValueError(f"this page measures for {_most_minutes():.0f} minutes at most, not {tune.minutes:.0f}")
     tune.kinds()
-    return Sweeping.measuring(f"{tune.name}, {shown_name(target)}", tune.run, last)
+
+    def measure(report: Report, cancelled: Stop) -> Result:
+        def shown(share: float, what: str, so_far: SoFar | None = None, /) -> None:
+            report(share, what, so_far and (lambda: shareable(so_far(), [target])))
+
+        return shareable(tune.run(shown, cancelled), [target])
+
+    return Sweeping.measuring(f"{tune.name}, {shown_name(target)}", measure, last)
 
 
 def _most_minutes() -> float:

@@ -4,11 +4,9 @@ A log consists of such lines and is append-only. Its first line names the run, s
 run from a longer one. `reference.md` documents the lines for API users.
 """
 
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 from specdemo.analysis.lanes import break_even, prediction
-from specdemo.core.atomic_io import json_text
 from specdemo.core.definitions import by_key
 from specdemo.core.estimate import Estimate
 from specdemo.core.headline import SO_FAR, headline, price_words, settled
@@ -106,13 +104,6 @@ def models_of(trace: RunTrace) -> set[str]:
     """Return the names of the models of a run."""
     names = [trace.config.get("target"), *(lane.options.get("model") for lane in trace.lanes)]
     return {name for name in names if isinstance(name, str)}
-
-
-def without_folders(text: str, models: Iterable[str]) -> str:
-    """Return JSON in which models in files have no folders, which may contain the name of a user."""
-    for model in sorted(models, key=len, reverse=True):
-        text = text.replace(json_text(model)[1:-1], json_text(shown_name(model))[1:-1])
-    return text
 
 
 def _start(trace: RunTrace) -> dict[str, object]:

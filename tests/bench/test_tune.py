@@ -6,14 +6,18 @@ from random import Random
 import pytest
 
 from specdemo.__main__ import main
-from specdemo.bench.candidates import draft_lengths, drafters, race_link, settings_to_copy, with_lengths
-from specdemo.bench.result import read_result
+from specdemo.bench.candidates import draft_lengths, drafters, race_link, settings_to_copy, shareable, with_lengths
+from specdemo.bench.result import Result, read_result, to_json
 from specdemo.bench.search import KindOfWork, Sample, Search
 from specdemo.bench.tune import OWN, Tune
 from specdemo.engine.cost import CostModel
+from specdemo.presets.drafters import published_drafters
 from specdemo.presets.files import load_presets
 from specdemo.presets.link import from_query
-from specdemo.presets.pair import add_pair
+from specdemo.presets.pair import LOOKUPS, add_pair
+from specdemo.servers import address
+from tests.completion_server import completion_server, piece
+from tests.servers.stand_in import gone, make, started
 
 FLAT = {1: 10.0, 2: 10.2, 4: 10.4, 8: 11.0, 12: 11.8}
 FOURS = {1: 10.0, 2: 9.6, 3: 10.9, 4: 12.0, 5: 16.7, 6: 18.3, 7: 19.9, 8: 19.3, 12: 25.0}  # SmolLM2 in Q4_K_M
@@ -54,9 +58,9 @@ class SimulatedMachine:
             found[name] = Sample(speed, numbers, costs)
         return found
 
-    def search(self, seconds, measure=None):
+    def search(self, seconds, measure=None, serve=None):
         works = {kind: [f"{kind} {text}" for text in PROMPTS] for kind in KINDS}
-        search = Search(works, self.families, measure or self.measure, seconds, now=lambda: self.now)
+        search = Search(works, self.families, measure or self.measure, seconds, now=lambda: self.now, serve=serve)
         search.run(self.lengths, self.curve)
         return search
 
@@ -91,6 +95,64 @@ def test_confirmation_uses_other_prompts_in_turn_and_ends_in_time(seconds, compl
     assert world.now <= start + seconds and (counts == [3] * 6) is complete
     assert max(counts) - min(counts) <= 1 <= max(counts)
     assert all({*run} == {*work.ranked()[:2]} for work in search.works for run in runs[work.name])
+
+
+class SimulatedServers(SimulatedMachine):
+    """Candidates that take a minute to start, one at a time."""
+
+    def __init__(self, *how, **more):
+        super().__init__(*how, **more)
+        self.starts, self.broken = [], ""
+
+    def serve(self, name):
+        self.starts.append(name)
+        self.now += 60.0
+        return name != self.broken
+
+    def measure(self, prompt, names):
+        assert [*names] == self.starts[-1:]
+        return super().measure(prompt, names)
+
+    @property
+    def names(self):
+        return [name for family in self.families.values() for name in family]
+
+
+@pytest.mark.parametrize("curve", [FLAT, FOURS])
+def test_on_servers_every_candidate_starts_once_and_the_best_is_found(curve):
+    world = SimulatedServers(curve, 1)
+    search = world.search(600.0, serve=world.serve)
+    assert world.starts == world.names
+    assert world.now <= 600.0 + 60.0 * len(world.names) + 2.0  # starting does not count
+    best = [max(world.speed(work.name, name) for name in world.names) for work in search.works]
+    found = [world.speed(work.name, work.ranked()[0]) for work in search.works]
+    assert sum(mine >= 0.95 * most for mine, most in zip(found, best, strict=True)) >= 5
+    compared = {number for work in search.works for runs in work.samples.values() for number in runs}
+    assert compared <= {*range(1, len(PROMPTS) + 1)}
+
+    runs = search.confirm({kind: [f"{kind} other {n}" for n in range(3)] for kind in KINDS}, 500.0)
+    assert all({*run} == {*work.ranked()[:2]} for work in search.works for run in runs[work.name])
+    assert all(runs.values()) and len({*world.starts[len(world.names) :]}) == len(world.starts) - len(world.names)
+
+
+def test_a_candidate_whose_server_fails_is_left_out_and_a_slow_one_ends_early():
+    world = SimulatedServers(STEEP, 0, hit=0.2)
+    world.broken = world.names[0]
+    search = world.search(10_000.0, serve=world.serve)
+    assert all(world.broken not in work.samples for work in search.works)
+    assert world.races < len(PROMPTS) * len(KINDS) * (len(world.names) - 1)
+
+
+def test_an_interrupt_while_a_server_starts_keeps_what_is_known():
+    world = SimulatedServers(FLAT, 0)
+
+    def interrupted(name):
+        if world.starts:
+            raise KeyboardInterrupt
+        return world.serve(name)
+
+    search = world.search(300.0, serve=interrupted)
+    assert search.stopped and search.leader() == world.names[0]
 
 
 def test_ends_early_where_nothing_pays():
@@ -163,6 +225,20 @@ def test_candidates_are_the_drafters_of_this_machine():
     assert [lane.k for lane in found["suffix"]] == [0, 7]  # it chooses shorter drafts itself
 
 
+def test_published_drafters_are_candidates_where_they_are_here_or_may_be_downloaded():
+    here, all_of_them = (drafters("Qwen/Qwen3-1.7B", [], download) for download in (False, True))
+    assert {lane.method for lane in here.values()} == {*LOOKUPS}
+    published = {entry.drafter for entry in published_drafters("Qwen/Qwen3-1.7B") if entry.method}
+    assert published and published <= {lane.model for lane in all_of_them.values()}
+
+
+@pytest.mark.parametrize(
+    ("target", "tried"), [("facebook/layerskip-llama2-7B", True), ("x/layerskip-8b.gguf", True), ("x/llama", False)]
+)
+def test_layer_skip_is_tried_where_a_model_was_trained_for_it(target, tried):
+    assert ("layer_skip" in drafters(target, [], download=False)) is tried
+
+
 def test_the_built_in_prompts_cover_six_kinds_of_work():
     kinds = Tune.build({"target": "model"}).kinds()
     assert tuple(kinds) == KINDS
@@ -191,6 +267,11 @@ def test_prompts_of_a_file_replace_the_built_in_ones(tmp_path):
         (["code", "--work", "poetry"], "unknown kind of work 'poetry'"),
         (["code", "--minutes", "0"], "minutes must be above 0"),
         (["code", "--minutes", "0.001"], "no time"),
+        (["code", "--engine", "vlm"], "unknown engine 'vlm'; did you mean 'vllm'?"),
+        (["code", "--engine", "vllm", "--command", "/nowhere/vllm"], "there is no program /nowhere/vllm"),
+        (["code", "--server", "http://127.0.0.1:1"], "--server is needed twice"),
+        (["code", *["--server", "http://127.0.0.1:1"] * 2], "127.0.0.1:1 cannot be reached"),
+        (["code", "--engine", "vllm", *["--server", "127.0.0.1:1"] * 2], "exclude each other"),
     ],
 )
 def test_bad_input_gets_one_line(options, reason, capsys):
@@ -213,6 +294,64 @@ def test_tunes_an_embedded_model_and_shows_the_stored_result(tmp_path, capsys):
     assert capsys.readouterr().out == printed
 
 
+def prompts_of(folder, count):
+    path = folder / "own.txt"
+    path.write_text("".join(f"prompt {n}\n" for n in range(count)))
+    return ["--prompts", str(path), "--minutes", "5"]
+
+
+def test_an_engine_runs_its_candidates_one_after_the_other_on_the_same_prompts(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("TIMES", "4")
+    monkeypatch.setattr("specdemo.bench.search.FAMILY", 0.0)  # the times of a stand-in mean nothing
+    monkeypatch.setattr("specdemo.bench.search.HOPEFUL", 0.0)
+    engine, out = make(tmp_path), tmp_path / "tuned.json"
+    options = ["--engine", "vllm", "--command", str(engine), *prompts_of(tmp_path, 5), "--confirm", "--out", str(out)]
+    assert main(["tune", "code", *options]) == 0
+    printed = capsys.readouterr().out
+    plain, *candidates = [entry["args"] for entry in started(engine)]
+    assert "--speculative-config" not in plain
+    drafts = [json.loads(args[args.index("--speculative-config") + 1]) for args in candidates]
+    assert [one["num_speculative_tokens"] for one in drafts[:2]] == [3, 7] and len(drafts) == 4  # then the confirmation
+    assert {one["method"] for one in drafts} == {"draft_model"}
+    asked = [json.loads(line) for line in (tmp_path / "started.asked").read_text().splitlines()]
+    asked = [prompt for prompt in asked if prompt.startswith("prompt")]
+    assert asked == [f"prompt {n}" for turn in ((0, 1), (0, 1), (2, 3, 4), (2, 3, 4)) for n in turn for _ in range(2)]
+    assert gone(engine)
+    assert printed.startswith("tune | vLLM 9.9, ") and "own: on 3 other prompts draft_model code-draft" in printed
+    assert "Left out: ngram, vLLM 9.9 has no method 'ngram'." in printed and "adaptive" not in printed
+    result = read_result(out)
+    assert {row["lane"] for row in result.rows} == {"draft_model code-draft, k=3", "draft_model code-draft, k=7"}
+    assert result.config["engine"] == "vllm" and "command" not in result.config
+
+
+def test_two_servers_are_compared(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(address, "_added", {})
+    pieces = [piece(f"word{n} ", total=n + 1, finish="length" if n == 9 else None) for n in range(10)]
+    with completion_server(pieces) as plain, completion_server(pieces) as other:
+        servers = ["--server", plain.address, "--server", other.address]
+        assert main(["tune", "some/model", *servers, *prompts_of(tmp_path, 3), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [(row["category"], row["lane"]) for row in rows] == [
+        (category, f"server {address.host(other.address)}") for category in ("own", "mixed")
+    ]
+    assert rows[0]["prompts"] == 3 and not rows[0]["race"]
+    asked = [body["messages"][0]["content"] for _, body, _ in other.requests]
+    assert [prompt for prompt in asked if prompt.startswith("prompt")] == PROMPTS[:3]
+
+
+@pytest.mark.parametrize("folder", ["/home/someone/models", "C:\\Users\\someone"])
+def test_a_shared_result_names_files_without_folders(folder):
+    model, draft = f"{folder}/target.gguf", f"{folder}/draft.gguf"
+    chosen = add_pair("code", "code-draft").with_changes(k=3)
+    lane = chosen.lanes[0].model_copy(update={"model": draft})
+    remarks = settings_to_copy(chosen.model_copy(update={"target": model, "lanes": [lane]}))
+    rows = [{"lane": "a", "race": race_link(model, lane, "p")}]
+    config = Tune.build({"target": model, "drafts": [draft]}).config("x")
+    shared = to_json(shareable(Result("tune", 1, config, {}, rows, [*remarks, f"Left out: {draft}."]), [model, draft]))
+    assert "someone" not in shared and shared.count("target.gguf") > 3
+    assert "--target target.gguf" in shared and folder in remarks[0]
+
+
 def test_settings_to_copy_name_the_engines_that_have_the_method():
     found = "\n".join(settings_to_copy(add_pair("code", "code-draft").with_changes(k=3)))
     assert "run --target code --method draft_model --model code-draft --k 3" in found
@@ -222,6 +361,12 @@ def test_settings_to_copy_name_the_engines_that_have_the_method():
     assert "'draft_model': 'code-draft'" in found
     lookup = "\n".join(settings_to_copy(add_pair("code").with_changes(method="ngram", k=7)))
     assert "prompt_lookup_num_tokens=7" in lookup
+    heads = "\n".join(settings_to_copy(add_pair("code").with_changes(method="mtp", model="some/mtp", k=2)))
+    assert "Ollama: DRAFT with the drafter in the Modelfile, and draft_num_predict 2" in heads
+    assert "LM Studio" not in heads
+    on_engine = settings_to_copy(add_pair("code").with_changes(method="ngram", k=7, dtype="float32"), "vllm")
+    assert [line.partition(":")[0] for line in on_engine] == ["Here", "vLLM"]
+    assert on_engine[0].endswith("--target code --method ngram --dtype float32 --k 7 --engine vllm")
     only_here = settings_to_copy(add_pair("code").with_changes(method="lookahead", k=4))
     assert [line.partition(":")[0] for line in only_here] == ["Here", "Page"]
 

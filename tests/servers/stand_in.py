@@ -2,7 +2,7 @@
 versions.
 
 Environment variables: GATE is a file that the program waits for; BROKEN makes it fail at the start; SLOW delays its end
-by one second.
+by one second; TIMES repeats the answer of four words.
 """
 
 import json
@@ -24,13 +24,15 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body.encode())
 
     def do_POST(self):
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         with open(os.environ["STARTED"] + ".asked", "a") as log:
-            log.write(json.dumps(json.loads(self.rfile.read(int(self.headers["Content-Length"])))["prompt"]) + "\\n")
+            log.write(json.dumps(request["prompt"]) + "\\n")
         self.send_response(200 if self.path == "/v1/completions" else 404)
         self.send_header("Content-Type", "text/event-stream")
         self.end_headers()
-        for total, word in enumerate(["Once", " upon", " a", " time"], 1):
-            choice = {"index": 0, "text": word, "finish_reason": "length" if total == 4 else None}
+        words = (["Once", " upon", " a", " time"] * int(os.environ.get("TIMES", "1")))[:request["max_tokens"]]
+        for total, word in enumerate(words, 1):
+            choice = {"index": 0, "text": word, "finish_reason": "length" if total == len(words) else None}
             usage = {"prompt_tokens": 1, "completion_tokens": total, "total_tokens": total + 1}
             self.wfile.write(f"data: {json.dumps({'choices': [choice], 'usage': usage})}\\n\\n".encode())
         self.wfile.write(b"data: [DONE]\\n\\n")

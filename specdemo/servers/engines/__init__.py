@@ -15,6 +15,7 @@ CLASSES = (
     "specdemo.servers.engines.mlx:MLXLM",
     "specdemo.servers.engines.mlx:MLXVLM",
     "specdemo.servers.engines.reporting:LMStudio",
+    "specdemo.servers.engines.reporting:Ollama",
     "specdemo.servers.engines.reporting:TensorRTLLM",
     "specdemo.servers.engines.reporting:RapidMLX",
     "specdemo.servers.engines.reporting:FastDeploy",

@@ -53,6 +53,7 @@ class ReportingEngine(ABC):
     metrics_path: ClassVar[str] = "/metrics"
     generated: ClassVar[str] = ""  # name of the counter of output tokens, without _total
     running: ClassVar[str] = ""  # name of the gauge of requests that are being decoded
+    drafts_with: ClassVar[frozenset[str]] = frozenset()  # methods of an engine that specdemo does not start
 
     def draft_request(self, model: str, k: int) -> dict[str, object]:
         """Return the fields of a request that drafts with a model; empty if the server decides at its start."""

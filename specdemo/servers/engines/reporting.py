@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
+from typing import ClassVar
 
 from pydantic import BaseModel
 
@@ -20,6 +21,7 @@ class LMStudio(ReportingEngine):
 
     name = "lmstudio"
     title = "LM Studio"
+    drafts_with: ClassVar = frozenset({"draft_model"})
 
     def draft_length_setting(self, k: int, method: str = "", drafter: str = "") -> str:
         return f"Max Draft Size {k} in the settings of the model" if k else "set no draft model"
@@ -34,6 +36,17 @@ class LMStudio(ReportingEngine):
             if found and total:
                 return answer_stats(self.title, total, found.accepted_draft_tokens_count)
         return None
+
+
+class Ollama(ReportingEngine):
+    """Ollama, which reports nothing about drafts: names of server/routes.go and of its Modelfile."""
+
+    name = "ollama"
+    title = "Ollama"
+    drafts_with: ClassVar = frozenset({"mtp", "dflash"})
+
+    def draft_length_setting(self, k: int, method: str = "", drafter: str = "") -> str:
+        return f"DRAFT with the drafter in the Modelfile, and draft_num_predict {k}" if k else "draft_num_predict 0"
 
 
 class TensorRTLLM(ReportingEngine):
