@@ -17,6 +17,7 @@ from typing import Any, Self, get_args
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaWarningKind
 
+from specdemo.core.safe_io import JsonObject
 from specdemo.core.suggest import short_repr, suggest
 
 TYPES: Mapping[str, type] = {"integer": int, "number": float, "boolean": bool, "string": str, "object": dict}
@@ -180,7 +181,7 @@ def settings(of: type[Any]) -> Mapping[str, Setting]:
     return {n: _completed(n, s["setting"], s, fields[n].default) for n, s in schema.items() if "setting" in s}
 
 
-def _completed(name: str, declared: Setting, schema: Mapping[str, Any], default: object) -> Setting:
+def _completed(name: str, declared: Setting, schema: JsonObject, default: object) -> Setting:
     """Add the facts of a field. An open bound is moved inward by one step."""
     schema = schema | schema.get("anyOf", [{}])[0]  # for an optional field, the first alternative is the type
     low, high = (schema.get(key, getattr(declared, end)) for key, end in (("minimum", "low"), ("maximum", "high")))
@@ -194,7 +195,7 @@ def _completed(name: str, declared: Setting, schema: Mapping[str, Any], default:
     return replace(declared, name=name, **facts)
 
 
-def _type(schema: Mapping[str, Any]) -> object:
+def _type(schema: JsonObject) -> object:
     """Return the type of a field. Lists of numbers are written as text: 1-8 or 0,1,3."""
     if schema["type"] == "array":
         kind = _type(schema["items"])

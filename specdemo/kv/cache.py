@@ -9,7 +9,6 @@ whole history, and a rejected slot costs nothing: the next pass overwrites it. R
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from specdemo.core.host_copy import to_device
 CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")  # the first since transformers 5.24
 
 
-def cache_argument(forward: Callable[..., Any]) -> str:
+def cache_argument(forward: Callable[..., object]) -> str:
     """Return the name under which a forward method of transformers takes its cache; empty if it takes none."""
     parameters = inspect.signature(forward).parameters
     return next((name for name in CACHE_ARGUMENTS if name in parameters), "")

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -58,7 +58,7 @@ def compiled(decoder: Decoder) -> Decoder:
     takes about a minute."""
     if os.environ.get(ENVIRONMENT_VARIABLE) != "compile":
         return decoder
-    config: Any = torch._dynamo.config  # there is no public name
+    config = torch._dynamo.config  # there is no public name
     config.recompile_limit = max(config.recompile_limit, RECOMPILE_LIMIT)
     return cast(Decoder, torch.compile(decoder, dynamic=False))
 

@@ -194,7 +194,9 @@ def _is_plain(layer: Layer) -> bool:
 class _SingleLayerCache(DynamicCache):
     """Cache of a single layer; ignores the layer index."""
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object) -> Any:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         return super().update(key_states, value_states, 0, *args, **kwargs)
 
 

@@ -186,7 +186,7 @@ def _read_header(path: Path, size: int, changed_ns: int) -> Header:
 class _Reader:
     """Reader of a header. Reads past the end of the file raise struct.error."""
 
-    def __init__(self, content: Any) -> None:
+    def __init__(self, content: mmap.mmap) -> None:
         self._content, self._position = content, 4
         self._vocabulary, self._repeated = "", 0
 
@@ -194,7 +194,7 @@ class _Reader:
         version, count, entries = self._number("I"), self._number("Q"), self._number("Q")
         if version not in (2, 3) or max(count, entries) > MAX_ENTRIES:
             raise ValueError(f"version {version}, {count} tensors")
-        metadata = {}
+        metadata: dict[str, Any] = {}
         for _ in range(entries):
             key = self._string().decode()
             if not key:
@@ -242,12 +242,12 @@ class _Reader:
             raise ValueError("the header is cut short")
         return bytes(self._content[begin : self._position])
 
-    def _value(self, kind: int, key: str) -> Any:
+    def _value(self, kind: int, key: str) -> object:
         if kind == STRING:
             return self._string().decode(errors="replace")
         return self._array(key) if kind == ARRAY else self._number(NUMBERS[kind])
 
-    def _array(self, key: str) -> Any:
+    def _array(self, key: str) -> object:
         kind, count = self._number("I"), self._number("Q")
         if count > MAX_ENTRIES:
             raise ValueError(f"{count} entries")
@@ -268,7 +268,7 @@ class _Reader:
         return count
 
 
-def _check_numbers(metadata: Mapping[str, Any]) -> None:
+def _check_numbers(metadata: Mapping[str, object]) -> None:
     """Raise ValueError if an entry that is read as a number is none."""
     sizes = {f"{metadata.get('general.architecture')}.{size}" for size in SIZES}
     for key in {ALIGNMENT, FILE_TYPE, *sizes} & metadata.keys():

@@ -3,11 +3,14 @@
 import ctypes
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from specdemo.models.llamacpp import LlamaCppModel, library
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
 
 BOS = b"tokenizer.ggml.bos_token_id"  # key of a GGUF header
 
@@ -81,13 +84,13 @@ class GGUFTokenizer:
         self, chat: list[dict[str, str]], add_generation_prompt: bool, tokenize: bool, **arguments: bool
     ) -> str:
         """Return the conversation as text, formatted by the template of the file with these arguments."""
-        special: Any = {
+        special: dict[str, Any] = {
             name: self._text(token)
             for name, token in (("bos_token", self.bos_token_id), ("eos_token", self.eos_token_id))
             if token is not None
         }
         special |= arguments
-        rendered: Any = render_jinja_template(
+        rendered = render_jinja_template(
             conversations=[chat],
             chat_template=self.chat_template,
             add_generation_prompt=add_generation_prompt,
@@ -95,7 +98,7 @@ class GGUFTokenizer:
         )
         return str(rendered[0][0])
 
-    def grammar_vocabulary(self, n_vocab: int, eos_token: list[int] | None) -> Any:
+    def grammar_vocabulary(self, n_vocab: int, eos_token: list[int] | None) -> "LLTokenizer":
         """Return the vocabulary as llguidance reads it. Raises ImportError without llguidance."""
         from llguidance import LLTokenizer, TokenizerWrapper
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,6 +13,9 @@ from transformers import PreTrainedTokenizerBase
 from specdemo.models.errors import first_line
 from specdemo.models.gguf_tokenizer import GGUFTokenizer
 
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
 JSON: Any = {"whitespace_flexible": False}  # one separator only, so that more text is forced
 TOO_COMPLEX = "the grammar is too complex for this text: "
 
@@ -20,7 +23,7 @@ TOO_COMPLEX = "the grammar is too complex for this text: "
 class CompiledGrammar:
     """A grammar for one vocabulary. The output must match it completely before a stop token is allowed."""
 
-    def __init__(self, matcher: Any, vocab_size: int, stop_token_ids: Sequence[int]) -> None:
+    def __init__(self, matcher: "LLMatcher", vocab_size: int, stop_token_ids: Sequence[int]) -> None:
         self._matcher, self._vocab_size, self._stop = matcher, vocab_size, frozenset(stop_token_ids)
 
     def start(self) -> "MatcherState":
@@ -31,7 +34,7 @@ class CompiledGrammar:
 class MatcherState:
     """State of llguidance's parser after some tokens. Raises RuntimeError if the parser exceeds its limits."""
 
-    def __init__(self, matcher: Any, vocab_size: int, stop: frozenset[int]) -> None:
+    def __init__(self, matcher: "LLMatcher", vocab_size: int, stop: frozenset[int]) -> None:
         self._matcher, self._vocab_size, self._stop = matcher, vocab_size, stop
         self._following: dict[int, MatcherState | None] = {}
 
@@ -108,14 +111,15 @@ def _source(text: str) -> tuple[str, str]:
 
 
 @lru_cache(maxsize=4)
-def _vocabulary(tokenizer: Any, vocab_size: int, stop_token_ids: tuple[int, ...]) -> Any:
+def _vocabulary(tokenizer: Any, vocab_size: int, stop_token_ids: tuple[int, ...]) -> "LLTokenizer":
     from llguidance.hf import from_tokenizer
 
     stop = list(stop_token_ids) or None
     try:
         if isinstance(tokenizer, GGUFTokenizer):
             return tokenizer.grammar_vocabulary(vocab_size, stop)
-        return from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=stop)
+        read: LLTokenizer = from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=stop)
+        return read
     except Exception as error:
         raise ValueError(f"llguidance cannot read this tokenizer: {first_line(error)}") from None
 

@@ -199,7 +199,7 @@ def _read(
 ) -> LoadedModel:
     with load_errors(name):
         tokenizer = _tokenizer(folder)
-        loaded: Any = _auto_class(name, folder)[0].from_pretrained(
+        loaded = _auto_class(name, folder)[0].from_pretrained(
             folder,
             dtype=precision.dtype,
             use_safetensors=True,

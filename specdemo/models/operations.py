@@ -7,10 +7,10 @@ B rows, S slots, H query heads, K key/value heads, E size of a head, C columns o
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -93,13 +93,13 @@ def works(name: str, device: torch.device, dtype: torch.dtype) -> bool:
     return all(bool((a - b).abs().max() <= limit * b.abs().max()) for a, b in zip(output, expected, strict=True))
 
 
-def _tensors(outputs: Any, arguments: list[Any]) -> list[Tensor]:
+def _tensors(outputs: Tensor | Sequence[Tensor], arguments: list[object]) -> list[Tensor]:
     """Return the outputs of an operation, and the arguments, which it may have changed."""
     outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
     return [x.float() for x in (*outputs, *arguments) if isinstance(x, Tensor)]
 
 
-def _probe(name: str, device: torch.device, dtype: torch.dtype) -> list[Any]:
+def _probe(name: str, device: torch.device, dtype: torch.dtype) -> list[object]:
     """Return arguments of an operation with 2 rows of 3 slots, 4 query heads and 2 key/value heads of size 16."""
     generator = torch.Generator().manual_seed(0)
 
@@ -160,17 +160,23 @@ def _tree_attention(
     return out.transpose(1, 2).contiguous()
 
 
-PLAIN: dict[str, Any] = {"add_rms_norm": _add_rms_norm, "silu_mul": _silu_mul, "norm_rope_write": _norm_rope_write}
-PLAIN["tree_attention"] = _tree_attention
+Operation = Callable[..., Tensor | tuple[Tensor, ...]]
+PLAIN: dict[str, Operation] = {
+    "add_rms_norm": _add_rms_norm,
+    "silu_mul": _silu_mul,
+    "norm_rope_write": _norm_rope_write,
+    "tree_attention": _tree_attention,
+}
 
 
-def _triton(name: str) -> Any:
+def _triton(name: str) -> Operation:
     """Return a function that runs a kernel. Triton is imported by the first call."""
 
-    def run(*arguments: Any) -> Any:
+    def run(*arguments: object) -> Tensor | tuple[Tensor, ...]:
         from specdemo.models import triton_kernels  # only GPU builds of torch install Triton
 
-        return getattr(triton_kernels, name)(*arguments)
+        outputs: Tensor | tuple[Tensor, ...] = getattr(triton_kernels, name)(*arguments)
+        return outputs
 
     return run
 

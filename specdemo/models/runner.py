@@ -117,7 +117,7 @@ class Runner:
         def read_input(module: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
             hidden[0] = inputs[0] if inputs else named["hidden_states"]
 
-        def read_output(tap: int, module: nn.Module, inputs: object, output: Any) -> None:
+        def read_output(tap: int, module: nn.Module, inputs: object, output: Tensor | tuple[Tensor, ...]) -> None:
             hidden[tap] = output if isinstance(output, Tensor) else output[0]
 
         with ExitStack() as hooks:

@@ -287,7 +287,7 @@ class Download:
             self.stopped = True
             pool.shutdown(wait=False)
 
-    def bar(self) -> type[Any]:
+    def bar(self) -> type:
         """Return the class that the client uses for its progress bars."""
         download = self
 

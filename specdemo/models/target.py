@@ -120,8 +120,7 @@ class HFTarget(Target):
 
     @cached_property
     def layer_config(self) -> dict[str, Any]:  # type: ignore[override]
-        values: dict[str, Any] = self._config.to_dict()
-        return values
+        return self._config.to_dict()
 
     @cached_property
     def kv_shapes(self) -> dict[str, tuple[int, int]]:  # type: ignore[override]  # computed when a drafter needs it
@@ -291,14 +290,14 @@ def _new_cache(run: Runner, config: PreTrainedConfig, rows: int, columns: int) -
     return SlabCache(layers, rows, columns, run.device, same_shape=run.fused is not None)
 
 
-def _kv_layers(config: Any) -> dict[str, int]:
+def _kv_layers(config: PreTrainedConfig) -> dict[str, int]:
     """Return kind of layer -> the last layer of this kind with a cache of its own."""
     count = sum(type(layer).__name__ != "DummyLayer" for layer in DynamicCache(config=config).layers)
     kinds = list(getattr(config, "layer_types", None) or ["all"] * count)
     return {kind: index for index, kind in enumerate(kinds[:count])}
 
 
-def _kv_shape(config: Any, layer: int) -> tuple[int, int]:
+def _kv_shape(config: PreTrainedConfig, layer: int) -> tuple[int, int]:
     """Return the number of key/value heads of a layer, and their size."""
     sizes = config.per_layer_config[layer] if hasattr(config, "per_layer_config") else config
     heads = getattr(sizes, "num_key_value_heads", None) or sizes.num_attention_heads

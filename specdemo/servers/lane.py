@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import httpx
 from pydantic import BaseModel, Field, ValidationError
@@ -262,14 +262,17 @@ def _alone(counted: ServerStats, parser: StreamParser) -> bool:
     return "drafted" in own and "steps" not in own and counted.counters.get("drafted") == own["drafted"]
 
 
+Item = TypeVar("Item")
+
+
 def _in_background(
-    work: Callable[[Callable[[Any], None]], Awaitable[None]], cancelled: Callable[[], bool], seconds: float
-) -> Iterator[Any]:
+    work: Callable[[Callable[[Item], None]], Awaitable[None]], cancelled: Callable[[], bool], seconds: float
+) -> Iterator[Item]:
     """Yield the items of `work` as they arrive, so that neither arrival times nor stopping depend on the reader.
 
     Raises its errors, and TimeoutError if it is not finished after `seconds`.
     """
-    queue: SimpleQueue[object] = SimpleQueue()
+    queue: SimpleQueue[Any] = SimpleQueue()
     over = object()
     stop = threading.Event()
 

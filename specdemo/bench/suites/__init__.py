@@ -6,7 +6,7 @@ Reading the list needs no torch: `run` imports the measuring code.
 from functools import lru_cache
 from importlib import import_module
 from pkgutil import iter_modules
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import AfterValidator
 
@@ -43,7 +43,7 @@ def known_suite(name: str) -> type[Suite]:
     return suites()[name]
 
 
-def suite(name: str, **options: Any) -> Suite:
+def suite(name: str, **options: object) -> Suite:
     """Return the suite with these options, the others at their defaults. Raise ValueError with one line."""
     return known_suite(name).build(options)
 

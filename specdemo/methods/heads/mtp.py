@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from transformers import DynamicCache, LlamaConfig
+from transformers import DynamicCache, LlamaConfig, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
 from specdemo.core.atomic_io import finite, json_text, write_text
@@ -59,7 +59,7 @@ class TargetModules(NamedTuple):
 class MTPHeads(Network):
     """Base class: one decoder layer, or module with one, per token ahead."""
 
-    def __init__(self, target: Target, config: Any, layers: list[nn.Module]) -> None:
+    def __init__(self, target: Target, config: PreTrainedConfig, layers: list[nn.Module]) -> None:
         super().__init__()
         self.config = config
         self.layers = nn.ModuleList(layers)
@@ -99,7 +99,7 @@ class MTPHeads(Network):
 class MTPModule(nn.Module):
     """One sequential module: projection of two inputs, decoder layer, and the norm before lm_head."""
 
-    def __init__(self, config: Any, norm: type[nn.Module], block: nn.Module) -> None:
+    def __init__(self, config: PreTrainedConfig, norm: type[nn.Module], block: nn.Module) -> None:
         super().__init__()
         size = config.hidden_size
         self.enorm = norm(size, eps=config.rms_norm_eps)
@@ -324,7 +324,7 @@ def _decoder(target: Target) -> Any:
     return target.model.get_decoder() if target.model is not None else None
 
 
-def _target_family(target: Target, layers: int) -> tuple[object, type[nn.Module], type[nn.Module], nn.Module]:
+def _target_family(target: Target, layers: int) -> tuple[PreTrainedConfig, type[nn.Module], type[nn.Module], nn.Module]:
     """Return config, decoder layer, norm and rotary embedding of the target's family, for full attention and MoE."""
     decoder = _decoder(target)
     if decoder is None:

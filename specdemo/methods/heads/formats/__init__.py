@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -103,7 +102,7 @@ def check_keys(checkpoint: Checkpoint, known: Collection[str]) -> None:
             )
 
 
-def _entries(config: Config) -> Iterator[tuple[str, Any]]:
+def _entries(config: Config) -> Iterator[tuple[str, object]]:
     for key, value in config.items():
         if key in PARTS and isinstance(value, Mapping):
             yield from _entries(value)
