@@ -84,10 +84,18 @@ def test_nothing_is_clipped_covered_or_small(visit):
         assert [page.evaluate(rule) for rule in (CONTROLS, SMALL, OVERFLOWING, TARGETS)] == [[]] * 4, (width, tab)
 
 
+SHIFTS = """window.shifts = []; new PerformanceObserver((list) => shifts.push(...list.getEntries().map((e) => e.value)))
+  .observe({ type: "layout-shift", buffered: true });"""
+
+
 @pytest.mark.parametrize(("width", "height", "lines"), [(1280, 900, 180), (390, 844, 60)])
-def test_a_small_page_shows_the_race_on_its_first_screen_and_nothing_moves_when_it_starts(visit, width, height, lines):
-    page = visit(playback=True, viewport={"width": width, "height": height})
+def test_a_small_page_shows_the_race_on_its_first_screen_and_nothing_moves(visit, width, height, lines):
+    """Neither while the page loads nor when the race starts."""
+    listen = {"before": lambda page: page.add_init_script(SHIFTS)}
+    page = visit(playback=True, viewport={"width": width, "height": height}, **listen)
     wait_for_text(page, "^Recorded")
+    assert page.evaluate("shifts.reduce((a, b) => a + b, 0)") < 0.05  # "good" is below 0.1
+    assert width == 390 or page.locator(".sd-race").bounding_box()["y"] < 290  # the prompt is above it
     sizes = page.evaluate("performance.getEntries().map(e => e.transferSize || 0)")
     assert sum(sizes) < 411_000  # bytes before a run
     for place in ("#run", ".sd-headline", ".sd-race", "#title p"):
@@ -109,8 +117,7 @@ def test_a_small_page_shows_the_race_on_its_first_screen_and_nothing_moves_when_
     assert page.locator("#run").bounding_box()["y"] < 20  # the bar stays
 
 
-def test_a_run_a_step_and_an_inspection_by_keyboard(visit_gated, gates):
-    gates.open.set()
+def test_stop_a_run_a_step_and_an_inspection_by_keyboard(visit_gated, gates):
     page = visit_gated()
     wait_for_text(page, "^Recorded")
     page.locator("h1").click()
@@ -119,6 +126,15 @@ def test_a_run_a_step_and_an_inspection_by_keyboard(visit_gated, gates):
         page.keyboard.press("Tab")
         focused.append(page.evaluate("document.activeElement.id"))
     assert len(focused) < 8, focused
+    page.keyboard.press("Enter")
+    assert gates.started.acquire(timeout=60)
+    expect(page.locator("#stop")).to_be_focused()
+    page.keyboard.press("Escape")
+    wait_for_text(page, "^Stopped")
+    expect(page.locator("#run")).to_be_focused()
+    expect(page.locator("#run")).to_be_enabled()
+
+    gates.open.set()
     page.keyboard.press("Control+Enter")
     wait_for_text(page, "^Finished")
     expect(page.locator("#run")).to_be_focused()
@@ -136,36 +152,7 @@ def test_a_run_a_step_and_an_inspection_by_keyboard(visit_gated, gates):
     wait_for_text(page, "^Finished")
 
 
-def test_escape_stops_and_the_focus_returns(visit_gated, gates):
-    page = visit_gated()
-    wait_for_text(page, "^Recorded")
-    page.locator("#run").focus()
-    page.keyboard.press("Enter")
-    assert gates.started.acquire(timeout=60)
-    expect(page.locator("#stop")).to_be_focused()
-    page.keyboard.press("Escape")
-    wait_for_text(page, "^Stopped")
-    expect(page.locator("#run")).to_be_focused()
-
-
-def test_outdated_result_names_its_settings(visit_gated, gates):
-    gates.open.set()
-    page = visit_gated()
-    wait_for_text(page, "^Recorded")
-    page.locator("#run").click()
-    wait_for_text(page, "^Finished")
-    expect(page.locator(".sd-outdated-label")).to_be_hidden()
-    edit(page)
-    prompt = page.locator("#prompt textarea").input_value()
-    page.locator("#prompt textarea").fill("Another prompt")
-    expect(page.locator(".sd-outdated-label")).to_have_text(
-        re.compile("^Result of earlier settings: Speculative <em>lane</em>")
-    )
-    page.locator("#prompt textarea").fill(prompt)
-    expect(page.locator(".sd-outdated-label")).to_be_hidden()
-
-
-def test_run_waits_for_what_a_link_asks_for(visit_gated, gates):
+def test_run_waits_for_what_a_link_asks_for_and_an_outdated_result_names_its_settings(visit_gated, gates):
     gates.open.set()
     gates.warm.clear()
     page = visit_gated("?preset=embedded-draft&k=7")
@@ -176,6 +163,14 @@ def test_run_waits_for_what_a_link_asks_for(visit_gated, gates):
     expect(page.locator("#k-1 input[type=number]")).to_have_value("7")
     wait_for_text(page, "^Finished")
     expect(page.locator(".sd-outdated-label")).to_be_hidden()  # the run matches the link's settings
+    edit(page)
+    prompt = page.locator("#prompt textarea").input_value()
+    page.locator("#prompt textarea").fill("Another prompt")
+    expect(page.locator(".sd-outdated-label")).to_have_text(
+        re.compile("^Result of earlier settings: Speculative <em>lane</em>")
+    )
+    page.locator("#prompt textarea").fill(prompt)
+    expect(page.locator(".sd-outdated-label")).to_be_hidden()
 
 
 def test_a_first_visit_plays_the_recorded_race_once(visit_gated):
@@ -222,18 +217,6 @@ def test_axe_finds_nothing(visit, theme):
     choose_example(page, "Qwen3 8B with Qwen3 0.6B")
     expect(page.locator(".sd-obstacle")).to_be_visible()
     assert violations() == []
-
-
-SHIFTS = """window.shifts = []; new PerformanceObserver((list) => shifts.push(...list.getEntries().map((e) => e.value)))
-  .observe({ type: "layout-shift", buffered: true });"""
-
-
-@pytest.mark.parametrize(("width", "height"), [(1440, 900), (390, 844)])
-def test_nothing_moves_while_the_page_loads_and_the_race_is_near_the_top(visit, width, height):
-    page = visit(before=lambda page: page.add_init_script(SHIFTS), viewport={"width": width, "height": height})
-    wait_for_text(page, "^Recorded")
-    assert page.evaluate("shifts.reduce((a, b) => a + b, 0)") < 0.05  # "good" is below 0.1
-    assert width == 390 or page.locator(".sd-race").bounding_box()["y"] < 290  # the prompt is above it
 
 
 RING = """() => { const at = document.activeElement;

@@ -17,13 +17,6 @@ from tests.traces import HOSTILE, PROMPT, hostile_trace
 from tests.ui.stand_ins import chat_trace
 
 
-def visit_short(visit):
-    """Open a link to a short run and wait until the controls show it."""
-    page = visit("?preset=embedded-draft&max_new_tokens=24&k=3")
-    expect(page.locator("#k-1 input[type=number]")).to_have_value("3")
-    return page
-
-
 def wait_for_text(page, words):
     expect(page.locator(".sd-status")).to_have_text(re.compile(words))
 
@@ -108,9 +101,10 @@ def test_a_link_answered_late_replaces_no_run_opened_meanwhile(visit, trace_file
     page.unroute_all(behavior="wait")
 
 
-def test_every_number_of_a_finished_page_follows_from_its_trace(visit, tmp_path):
-    """The numbers are recomputed from the events while the page is open."""
-    page = visit_short(visit)
+def test_every_number_of_a_finished_page_follows_from_its_trace(visit, replayed, tmp_path):
+    """The numbers are recomputed from the events while the page is open. Then the run is repeated and pooled."""
+    page = visit("?preset=embedded-draft&max_new_tokens=24&k=3")
+    expect(page.locator("#k-1 input[type=number]")).to_have_value("3")
     run(page)
     file = save(page)
     assert file.suggested_filename == "specdemo-embedded-draft.json"
@@ -166,22 +160,15 @@ def test_every_number_of_a_finished_page_follows_from_its_trace(visit, tmp_path)
     expect(page.locator(".sd-rates")).to_have_text(f"Acceptance rate at position {rates}")
 
     # The opened file shows the same numbers without a model.
-    other = visit()
-    open_file(other, path)
-    wait_for_text(other, "^Replayed")
+    other = replayed(path)
     expect(other.locator(".sd-badge")).to_have_text(re.compile("^Recorded run · .+ · 20"))
     assert [lane_text(other, i) for i in (0, 1)] == [lane.text for lane in trace.lanes]
     assert float(value(other, "speedup", 1)) == row["speedup"]
 
-
-def test_a_noisy_run_is_repeated_with_one_click_and_pooled(visit):
-    page = visit_short(visit)
-    run(page)
-    once = from_json(save(page).path().read_bytes())
-    if not once.comparison[0]["noisy"]:  # on a quiet machine there is no badge, but its effect is testable
-        page.evaluate("document.getElementById('repeat').click()")
-    else:
+    if row["noisy"]:
         page.locator(".sd-noisy").click()
+    else:  # on a quiet machine there is no badge, but its effect is testable
+        page.evaluate("document.getElementById('repeat').click()")
     expect(page.locator("#stop")).to_be_enabled()
     expect(page.locator("#run")).to_be_enabled()
     wait_for_text(page, "^Finished")
@@ -191,10 +178,8 @@ def test_a_noisy_run_is_repeated_with_one_click_and_pooled(visit):
     assert float(value(page, "speedup", 1)) == pooled.comparison[0]["speedup"]
 
 
-def test_hostile_text_stays_text(visit, trace_file):
-    page = visit()
-    open_file(page, trace_file)
-    wait_for_text(page, "^Replayed")
+def test_hostile_text_stays_text(replayed, trace_file):
+    page = replayed(trace_file)
     assert lane_text(page, 0) == lane_text(page, 1) == "".join(HOSTILE)
     for lane in (0, 1):
         expect(page.locator(f'[data-lane="{lane}"] [data-kind="prompt"]')).to_have_text(PROMPT)

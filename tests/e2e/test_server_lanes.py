@@ -10,7 +10,7 @@ from playwright.sync_api import expect
 
 from specdemo.models.shipped import embedded_folder
 from tests.completion_server import completion_server, piece
-from tests.e2e.conftest import NEXT_FRAME, edit, visitors
+from tests.e2e.conftest import NEXT_FRAME, edit
 from tests.e2e.test_controls import choose
 from tests.e2e.test_layout import CONTROLS, OVERFLOWING, SMALL, wait_for_text
 from tests.plug_in import install_bigram
@@ -22,56 +22,59 @@ def counted(text, drafted, accepted, **more):
     return piece(text, timings={"draft_n": drafted, "draft_n_accepted": accepted} if drafted else {}, **more)
 
 
-def test_a_server_lane_is_coloured_at_the_end_of_its_answer(chromium):
-    pieces = [counted("Once", 0, 0), *(counted(text, 4, 2) for text in (" upon", " a", " time"))]
-    pieces += [counted(", <b>", 6, 2), counted(" there", 6, 2, finish="length"), counted("", 6, 2, total=6)]
-    with (
-        completion_server(pieces) as server,
-        served("--server", server.address) as (_, address),
-        visitors(chromium, address) as visit,
-    ):
-        page = visit()
-        edit(page)
-        choose(page, "server-1", f"server {server.address.removeprefix('http://')}")
-        page.locator("#run").click()
-        expect(page.locator(".sd-status")).to_contain_text("Finished")
-        text = page.locator('[data-lane="1"].sd-text')
-        expect(text.locator("[data-kind=accepted]")).to_have_text([" upon", " a"])
-        expect(text.locator("[data-kind=corrected]")).to_have_text([" time", ", <b>"])
-        expect(text.locator("[data-kind=target]")).to_have_text(["Once", " there"])
-        expect(text.locator("del")).to_have_text(["?", "?"])
-        assert text.locator("del").first.get_attribute("data-more") == "+1"
-        expect(page.locator(".sd-lane").nth(1).locator(".sd-remote")).not_to_contain_text("unknown")
-        expect(page.locator(".sd-accepted-chart")).to_be_visible()
+PIECES = [counted("Once", 0, 0), *(counted(text, 4, 2) for text in (" upon", " a", " time"))]
+PIECES += [counted(", <b>", 6, 2), counted(" there", 6, 2, finish="length"), counted("", 6, 2, total=6)]
 
 
-def test_a_method_of_another_package_races(chromium, tmp_path):
-    site = install_bigram(tmp_path)
-    link = "?preset=embedded-ngram&method=bigram&option.longest=3&max_new_tokens=24"
-    with served(PYTHONPATH=str(site)) as (_, address), visitors(chromium, address) as visit:
-        page = visit(link)
-        page.locator("#run").click()
-        expect(page.locator('[data-tile="output"] b')).to_have_text(re.compile("^✓ (identical|bit for bit)$"))
-        expect(page.get_by_role("img", name="Throughput of Baseline, Bigrams")).to_be_visible()
-        page.locator(".sd-edit").click()
-        expect(page.locator("#option-longest-1 input[type=number]")).to_have_value("3")
+@pytest.fixture(scope="module")
+def server():
+    with completion_server(PIECES) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def address(server, tmp_path_factory):
+    """Start a page with a server, a method of another package, and models from any folder."""
+    site = install_bigram(tmp_path_factory.mktemp("package"))
+    with served("--server", server.address, "--allow-any-model", PYTHONPATH=str(site)) as (_, address):
+        yield address
+
+
+def test_a_server_lane_is_coloured_at_the_end_of_its_answer(visit, server):
+    page = visit()
+    edit(page)
+    choose(page, "server-1", f"server {server.address.removeprefix('http://')}")
+    page.locator("#run").click()
+    expect(page.locator(".sd-status")).to_contain_text("Finished")
+    text = page.locator('[data-lane="1"].sd-text')
+    expect(text.locator("[data-kind=accepted]")).to_have_text([" upon", " a"])
+    expect(text.locator("[data-kind=corrected]")).to_have_text([" time", ", <b>"])
+    expect(text.locator("[data-kind=target]")).to_have_text(["Once", " there"])
+    expect(text.locator("del")).to_have_text(["?", "?"])
+    assert text.locator("del").first.get_attribute("data-more") == "+1"
+    expect(page.locator(".sd-lane").nth(1).locator(".sd-remote")).not_to_contain_text("unknown")
+    expect(page.locator(".sd-accepted-chart")).to_be_visible()
+
+
+def test_a_method_of_another_package_races(visit):
+    page = visit("?preset=embedded-ngram&method=bigram&option.longest=3&max_new_tokens=24")
+    page.locator("#run").click()
+    expect(page.locator('[data-tile="output"] b')).to_have_text(re.compile("^✓ (identical|bit for bit)$"))
+    expect(page.get_by_role("img", name="Throughput of Baseline, Bigrams")).to_be_visible()
+    page.locator(".sd-edit").click()
+    expect(page.locator("#option-longest-1 input[type=number]")).to_have_value("3")
 
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 
 
-@pytest.fixture
-def page(chromium, tmp_path):
+def test_the_next_message_is_answered_below_the_bar(visit, tmp_path):
     folder = tmp_path / "chat"
     shutil.copytree(embedded_folder() / "stories", folder)
     written = folder / "tokenizer_config.json"
     written.write_text(json.dumps({**json.loads(written.read_text()), "chat_template": TEMPLATE}))
     query = f"?preset=embedded-ngram&target={quote(str(folder))}&max_new_tokens=24&prompt=A+fox."
-    with served("--allow-any-model") as (_, address), visitors(chromium, address) as opened:
-        yield opened(query + "&chat=true")
-
-
-def test_the_next_message_is_answered_below_the_bar(page):
+    page = visit(query + "&chat=true")
     page.locator("#run:enabled").click()
     wait_for_text(page, "^Finished")
     expect(page.locator("#continue")).to_be_visible()

@@ -238,30 +238,23 @@ def test_stop_and_run_again(visit_gated, gates):
     assert text == "".join(HOSTILE)
 
 
-def test_a_second_visitor_sees_the_queue_and_gets_the_engine_when_the_first_one_leaves(visit_gated, gates):
+def test_a_second_visitor_waits_in_line_stops_alone_and_gets_the_engine_when_the_first_one_leaves(visit_gated, gates):
     first, second = visit_gated(), visit_gated()
     begin(first, gates)
     second.locator("#run").click()
     wait_for_text(second, "^Waiting: place 1 of 1 in line")
     second.locator("#share").click()  # events without a model do not queue
     expect(second.locator("#link")).to_be_visible()
-    first.close()
-    assert gates.stopped.acquire(timeout=60)
-    assert gates.started.acquire(timeout=60)
-    wait_for_text(second, "^Running")
-
-
-def test_stop_leaves_the_queue_and_the_one_who_runs_alone(visit_gated, gates):
-    first, second = visit_gated(), visit_gated()
-    begin(first, gates)
-    second.locator("#run").click()
-    wait_for_text(second, "^Waiting: ")
     second.locator("#stop").click()
     expect(second.locator("#run")).to_be_enabled()
     expect(second.locator("#stop")).to_be_disabled()
     wait_for_text(second, "^Stopped before the first token")
     wait_for_text(first, "^Running")
-    gates.open.set()
-    wait_for_text(first, "^Finished")
     second.locator("#run").click()
+    wait_for_text(second, "^Waiting: ")
+    first.close()
+    assert gates.stopped.acquire(timeout=60)
+    assert gates.started.acquire(timeout=60)
+    wait_for_text(second, "^Running")
+    gates.open.set()
     wait_for_text(second, "^Finished")

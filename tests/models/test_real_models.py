@@ -34,18 +34,23 @@ def gguf_target(smollm2_gguf):
     return load_target(smollm2_gguf)
 
 
+@pytest.fixture(scope="module")
+def gemma_target(gemma_gguf):
+    return load_target(gemma_gguf)
+
+
 def written(target, name, prompt, tokens, **drafter):
     config = GenerationConfig(tokens, budget=Budget(4, 12))
     events = generate(target, load_drafter(name, target, **drafter), prompt, config)
     return [token for event in events for token in event.emitted[0]]
 
 
-@pytest.mark.parametrize("fixture", ["smollm2_gguf", "gemma_gguf"])
+@pytest.mark.parametrize("fixture", ["gguf_target", "gemma_target"])
 def test_plain_gguf_output_is_that_of_llamacpps_own_loop(fixture, request):
-    path = request.getfixturevalue(fixture)
     from llama_cpp import Llama
 
-    target = load_target(path)
+    target = request.getfixturevalue(fixture)
+    path = target.weights.path
     ids = target.tokenizer.encode(TEXT)
     own = Llama(path, n_ctx=512, n_threads=1, n_threads_batch=1, n_gpu_layers=0, flash_attn=True, verbose=False)
     assert own.tokenize(TEXT.encode()) == ids
@@ -86,8 +91,8 @@ def test_layer_states_of_a_gguf_model_are_those_of_transformers(gguf_target, fol
     torch.testing.assert_close(target.embed(ids), reference.embed(ids))
 
 
-def test_embeddings_of_a_gguf_model_are_scaled_as_its_first_layer_reads_them(gemma_gguf):
-    target, ids = load_target(gemma_gguf), torch.tensor([[100, 2000, 30000]])
+def test_embeddings_of_a_gguf_model_are_scaled_as_its_first_layer_reads_them(gemma_target):
+    target, ids = gemma_target, torch.tensor([[100, 2000, 30000]])
     torch.testing.assert_close(target.embed(ids), target.lm_head.weight[ids] * 640**0.5)  # of transformers' Gemma 3
     with pytest.raises(ValueError, match=r"does not return the inputs of layers \[0\] of this model"):
         target.start(ids, (0,))  # llama.cpp 0.3.36 has them for some architectures only
