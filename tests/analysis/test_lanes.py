@@ -1,10 +1,17 @@
 """Predictions and sentences about the lanes of a run."""
 
 import random
+import re
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from specdemo.analysis.diagnose import SMALLEST_GAIN, diagnose
 from specdemo.analysis.lanes import break_even, explain, prediction
+from specdemo.analysis.observation import Observation
+from specdemo.analysis.readers import read_output, read_output_file
+from specdemo.bench.report import NOTHING, changes, why_report
 from specdemo.core.estimate import Estimate
 from specdemo.core.tally import summarise
 from specdemo.core.trace import estimates
@@ -119,3 +126,134 @@ def test_the_break_even_rate_is_the_rate_of_a_lane_as_fast_as_plain_decoding():
     assert break_even(lane | {"drafted": 0}, Estimate(1.0)) is break_even(lane, None) is None
     assert "30 % of the draft tokens were accepted, 85 % would break even" in explain(lane, Estimate(0.5))
     assert "not even 100 % would break even" in explain(lane, Estimate(0.1))
+
+
+SAMPLES = Path(__file__).parent / "samples"
+METHODS = ("", "ngram", "suffix", "draft_model", "eagle", "mtp", "draft-mtp and ngram-mod")
+
+
+def some_run(rng):
+    """Return a run with any acceptance, share of steps with a draft, early ends and speed."""
+    k = rng.choice([1, 2, 3, 4, 5, 8, 16, 64, 300])
+    share = rng.choice([1.0, 1.0, 0.6, 0.2, 0.01])
+    drafted = share * max(1.0, k * rng.choice([1.0, 1.0, 0.7, 0.2]))
+    rate = rng.choice([0.0, 0.001, 0.1, 0.5, 0.9, 1.0]) * rng.random()
+    one = Observation(
+        engine=rng.choice(["", "vllm", "sglang", "llama-server"]),
+        method=rng.choice(METHODS),
+        k=k,
+        drafted_per_step=drafted,
+        drafting_share=rng.choice([None, share]) if share == 1.0 else share,
+        accepted_length=1.0 + drafted * rate,
+        acceptance_rate=rate,
+        steps=rng.choice([None, 30, 5000]),
+        batch_size=rng.choice([None, 1.0, 32.0]),
+        moe=rng.choice([None, True]),
+        threshold=rng.choice([None, 0.8]),
+        speedup=rng.choice([None, Estimate(rng.uniform(0.2, 3.0)), Estimate(rng.uniform(0.9, 1.1))]),
+    )
+    measured = {"draft_cost": rng.random(), "verify_cost": 1.0 + rng.random(), "overhead": rng.random()}
+    return replace(one, **measured) if rng.random() < 0.2 else one
+
+
+def check(found):
+    one, words, advice = found.observation, found.sentence, changes(found)
+    text = why_report(found)
+    if advice == [NOTHING]:
+        assert found.healthy and "too low" not in text and "too large" not in text and "main cause" not in words
+    off = any(line.startswith("Turn speculation off") for line in advice)
+    assert off <= ("not worth it here" in words) and not (off and re.search(r"k = \d+ is predicted", words))
+    for k in re.findall(r"(?:than|as fast as) k = (\d+)|k = (\d+) is too", text):
+        assert one.k == int(next(filter(None, k)))
+    if suggested := re.search(r"k = (\d+) is predicted to be faster", words):
+        speed = one.speedup.value if one.speedup else found.expected_speed
+        assert found.best_k == int(suggested[1]) != one.k
+        assert speed * found.gain.value >= SMALLEST_GAIN * (1.0 - 1e-9) or speed >= SMALLEST_GAIN
+        assert not one.combined and "Turn speculation off" not in text
+    assert not ("no extra cost" in words and "cost of the draft" in words)
+    assert "draft token after position" not in text or any(one.by_position)
+    assert text.isprintable() or "\n" in text
+
+
+def test_no_sentence_contradicts_another():
+    for seed in range(600):
+        check(diagnose(some_run(random.Random(seed))))
+
+
+@pytest.mark.parametrize("path", sorted(SAMPLES.glob("*[!d]")), ids=lambda path: path.name)
+@pytest.mark.parametrize("plain", [30.0, 100.0, 1000.0])
+def test_no_sentence_of_a_real_output_contradicts_another(path, plain):
+    found = diagnose(read_output_file(path).changed(plain_tokens_per_s=plain))
+    if found.causes:
+        check(found)
+
+
+def test_a_smaller_k_that_still_loses_is_not_suggested():
+    """k = 1 would be 1.6 times as fast, and about as fast as plain decoding."""
+    costs = {"draft_cost": 0.7, "verify_cost": 1.04, "overhead": 0.0}
+    found = diagnose(Observation(k=4, by_position=(0.7, 0.4, 0.2, 0.1), speedup=Estimate(2.4 / 3.84), **costs))
+    assert found.best_k == 0 and found.sentence.endswith("no draft length is predicted to beat plain decoding.")
+    assert found.recommendations[0].startswith("Turn speculation off")
+
+
+@pytest.mark.parametrize(
+    ("name", "plain", "cause", "words"),
+    [
+        ("llamacpp-ngram.log", 105.0, "few drafts", "4 of 879 steps had a draft (0.5 %), of 48.0 tokens each"),
+        ("vllm-ngram.prom", 100.0, "few drafts", "4 of 884 steps had a draft (0.5 %), of 5.0 tokens each"),
+        ("llamacpp-early.log", 33.0, "draft length", "k = 64 is too large"),
+        ("llamacpp-dead.log", 70.0, "broken drafter", "0 of 2,697 draft tokens were accepted"),
+        ("llamacpp-combined.log", 60.0, None, "draft-mtp and ngram-mod"),
+    ],
+)
+def test_reported_runs_get_their_cause(name, plain, cause, words):
+    found = diagnose(read_output_file(SAMPLES / name).changed(plain_tokens_per_s=plain))
+    assert (found.cause and found.cause.name) == cause and words in why_report(found)
+
+
+def test_a_method_with_an_underscore_is_known():
+    text = (SAMPLES / "llamacpp-ngram.log").read_text(encoding="utf-8")
+    assert read_output(text.replace("ngram-mod", "ngram_mod")) == read_output(text)
+
+
+def test_a_length_without_k_is_shown():
+    text = why_report(diagnose(read_output_file(SAMPLES / "sglang-lines.log")))
+    assert re.search(r"mean accepted length +2\.90 +k is 2 or more", text)
+
+
+COSTLY = {"speedup": Estimate(0.8)}
+
+
+@pytest.mark.parametrize(
+    ("run", "cause"),
+    [
+        ({"k": 3, "steps": 100, "acceptance_rate": 0.0, "method": "mtp"}, "broken drafter"),
+        ({"k": 3, "steps": 100, "acceptance_rate": 0.004}, "broken drafter"),
+        ({"k": 3, "steps": 60, "acceptance_rate": 0.0}, "acceptance"),  # 180 tokens are too few
+        ({"k": 3, "steps": 900, "acceptance_rate": 0.05}, "acceptance"),
+        ({"k": 3, "steps": 900, "acceptance_rate": 0.0, "method": "ngram"}, "acceptance"),
+        ({"k": 4, "by_position": (0.8, 0.6, 0.0, 0.0), "steps": 900}, "later positions"),
+        ({"k": 3, "by_position": (0.9, 0.0, 0.0)}, "later positions"),
+        ({"k": 8, "by_position": (0.8, 0.6, 0.0, 0.0), "steps": 60, "acceptance_rate": 0.9}, None),  # drafts end early
+        (
+            {"k": 16, "acceptance_rate": 0.95, "drafted_per_step": 1.5, "threshold": 0.9, "speedup": Estimate(2.0)},
+            "confidence threshold",
+        ),
+        ({"k": 5, "acceptance_rate": 0.9, "drafted_per_step": 0.1, "drafting_share": 0.03}, "few drafts"),
+    ],
+)
+def test_counted_causes(run, cause):
+    found = diagnose(Observation(**COSTLY | run))
+    named = {one.name for one in found.causes}
+    if cause is None:
+        assert "later positions" not in named
+    else:
+        assert cause in named and not named >= {"broken drafter", "acceptance"}
+    if cause in ("broken drafter", "few drafts", "later positions"):
+        assert found.cause.name == cause and f"main cause: {found.cause.title}" in found.sentence
+
+
+def test_the_draft_length_of_the_user_is_named_everywhere():
+    one = Observation(k=4, drafted_per_step=2.7, accepted_length=1.3, plain_tokens_per_s=100, tokens_per_s=100)
+    text = why_report(diagnose(one))
+    assert {*re.findall(r"(?:than|as|of|[0-9],) k = (\d+)", text)} == {"4"} and "k = 3" not in text

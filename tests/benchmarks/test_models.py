@@ -1,11 +1,13 @@
-"""The table of real models: what is timed, ratios to the peer of a lane, and calls that continue."""
+"""The table of real models: what is timed, ratios to the peer of a lane, and calls that continue.
+The clocks of a race: a slow lane must not slow down the clock of another lane."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 
-from benchmarks import models
+from benchmarks import RaceFairness, fairness, models
+from benchmarks.fairness import Stalled
 from benchmarks.models import (
     GENERATE,
     LANES,
@@ -21,6 +23,7 @@ from benchmarks.models import (
 )
 from specdemo.bench.result import read_result, write_result
 from specdemo.bench.suites import suite
+from specdemo.core.protocol import Budget
 from specdemo.engine.loop import never_cancelled
 
 
@@ -85,3 +88,31 @@ def test_a_call_continues_with_the_missing_kinds_of_work(smollm2_gguf, tmp_path,
     write_result(replace(result, environment=result.environment | {"commit": "0" * 40}), tmp_path / "results.json")
     with pytest.raises(ValueError, match="has results of another commit or of other settings"):
         chosen.run(silent, never_cancelled)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(fairness, "NEW_TOKENS", 8)
+    monkeypatch.setattr(fairness, "STALL_MS", 100.0)
+    monkeypatch.setattr(fairness, "PROMPTS", fairness.PROMPTS[:1])
+
+
+def test_race_fairness_reports_both_clocks():
+    result = RaceFairness(repeats=1).run(lambda share, what: None, never_cancelled)
+    usual, stalled = result.rows
+    assert stalled["the rival's ms/token"].value > usual["the rival's ms/token"].value
+    assert result.remarks[0].startswith("The plain lane's own clock changed by ")
+
+
+def test_a_stalled_drafter_waits_and_then_drafts():
+    class EchoDrafter:
+        taps, note = (-1,), ""
+
+        def propose(self, budget):
+            return budget
+
+    times = iter([0.0, 0.3, 0.9, 1.1, 5.0])
+    stalled = Stalled(EchoDrafter(), 1000.0, lambda: next(times))
+    assert stalled.taps == (-1,)
+    assert stalled.propose(Budget(2, 2)) == Budget(2, 2)
+    assert next(times) == 5.0  # it polled until one second had passed
