@@ -10,7 +10,6 @@ from tests.e2e.conftest import choose_example, edit, expect_example
 def set_number(page, elem_id, value):
     box = page.locator(f"#{elem_id} input[type=number]")
     box.fill(str(value))
-    box.press("Enter")
     box.blur()
 
 
