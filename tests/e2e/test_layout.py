@@ -133,6 +133,7 @@ def test_stop_a_run_a_step_and_an_inspection_by_keyboard(visit_gated, gates):
     wait_for_text(page, "^Stopped")
     expect(page.locator("#run")).to_be_focused()
     expect(page.locator("#run")).to_be_enabled()
+    assert gates.stopped.acquire(timeout=60)
 
     gates.open.set()
     page.keyboard.press("Control+Enter")
