@@ -240,7 +240,7 @@ class ServerRacer(Racer):
         except Cancelled:
             raise
         except ValueError as error:
-            self._notes[name] = str(error)
+            self._notes[name] = f"its server does not start: {str(error).rpartition(' / ')[2]}"  # the end of its log
             return False
         return True
 

@@ -29,7 +29,6 @@ DRAFTS = {
     "wide draft": Lane(method="draft_model", model="stories-draft-wide"),
     "deep draft": Lane(method="draft_model", model="stories-draft-deep"),
 }
-LOOKUP = {"prompt lookup": Lane(method="ngram")}
 
 
 def shipped_lanes(target: str = "stories") -> tuple[Lane, ...]:

@@ -10,6 +10,7 @@ from specdemo.core.settings import Settings
 from specdemo.core.suggest import program
 from specdemo.models.gguf_files import OLLAMA, is_gguf, quantisation_in
 from specdemo.models.gguf_header import read_header
+from specdemo.models.packaged import DOWNLOADS, HUB_ID
 from specdemo.presets.files import load_presets, read_yaml
 from specdemo.presets.recorded import is_recorded, recorded
 
@@ -143,6 +144,7 @@ def _repository(name: str) -> str:
 
 def base_name(name: str) -> str:
     """Return the name of a model without organisation, revision, quantisation and format, in lower case."""
+    name = HUB_ID if name in DOWNLOADS else name
     if name.startswith(OLLAMA):
         return name.removeprefix(OLLAMA).rpartition("/")[2].replace(":", "-").lower()
     last = name.rstrip("/").rpartition("/")[2].partition("@")[0].partition(":")[0].lower().removesuffix(".gguf")

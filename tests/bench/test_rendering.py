@@ -41,7 +41,6 @@ def fairness_result(patch, folder):
 
 
 MAKERS = {
-    "embedded": lambda *_: short("embedded", ks=(2,), new_tokens=4, prompts=["Once"]),
     "peers": lambda *_: peers.compete(pair(), 1, 6, silent, never_cancelled),
     "floor": lambda *_: floor.floor(pair(), 1, 6, silent, never_cancelled),
     "race-fairness": fairness_result,

@@ -71,7 +71,7 @@ def cancelled_after(calls):
 
 @pytest.fixture(scope="module")
 def result():
-    return run_suite("embedded", repeats=2, ks=(3,), **SHORT)
+    return run_suite("depth-width", repeats=2, ks=(3,), **SHORT)
 
 
 @pytest.fixture(scope="module")
@@ -80,23 +80,23 @@ def swept():
 
 
 def test_a_row_per_lane_with_medians_and_quartiles(result):
-    assert [row["lane"] for row in result.rows] == ["Baseline", "wide draft", "deep draft", "prompt lookup"]
+    assert [row["lane"] for row in result.rows] == ["Baseline", "wide draft", "deep draft"]
     for row in result.rows:
         spread = row["tokens/s"]
         assert spread.value > 0 and spread.low is spread.high is None  # two repeats give no interval
     assert result.rows[0]["speed-up"] == Estimate(1.0)
     assert result.rows[0]["tokens/pass"] == 1.0
     assert 0.0 < result.rows[1]["accepted"] <= 1.0
-    assert [row["output"] for row in result.rows] == [None, *["identical"] * 3]
+    assert [row["output"] for row in result.rows] == [None, *["identical"] * 2]
     assert (result.repeats, result.axis) == (2, "lane")
 
 
 def test_the_report_and_the_file_name_the_machine(result, tmp_path):
     text = bench_report(result)
-    assert text.startswith(f"embedded | {result.environment['device']}, 1 thread(s), float32 | 2 repeats")
+    assert text.startswith(f"depth-width | {result.environment['device']}, 1 thread(s), float32 | 2 repeats")
     write_result(result, tmp_path / "r.json")
     stored = json.loads((tmp_path / "r.json").read_text(encoding="utf-8"))
-    assert (stored["schema"], stored["suite"], stored["repeats"]) == (1, "embedded", 2)
+    assert (stored["schema"], stored["suite"], stored["repeats"]) == (1, "depth-width", 2)
     assert stored["environment"]["versions"]["torch"]
     assert read_result(tmp_path / "r.json") == result
 
@@ -349,7 +349,7 @@ def test_totals_count_rows_and_leave_the_prefill_out():
 @pytest.mark.parametrize(
     ("name", "options", "line"),
     [
-        ("embeded", {}, "unknown suite 'embeded'; did you mean 'embedded'?"),
+        ("metods", {}, "unknown suite 'metods'; did you mean 'methods'?"),
         ("k", {"repeats": 0}, "repeats must be 1 or more, not 0"),
         ("k", {"ks": (0,)}, "draft lengths must be from 1 to 16, not [0]"),
         ("k", {"ks": ()}, "draft lengths must be from 1 to 16, not []"),

@@ -233,6 +233,13 @@ def test_published_drafters_are_candidates_where_they_are_here_or_may_be_downloa
 
 
 @pytest.mark.parametrize(
+    "target", ["smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct", "x/smollm2-135m-instruct-q4_1.gguf"]
+)
+def test_the_shipped_head_of_a_downloaded_model_is_found_by_every_name_of_the_model(target):
+    assert "smollm2-eagle-3" in {lane.model for lane in drafters(target, [], download=False).values()}
+
+
+@pytest.mark.parametrize(
     ("target", "tried"), [("facebook/layerskip-llama2-7B", True), ("x/layerskip-8b.gguf", True), ("x/llama", False)]
 )
 def test_layer_skip_is_tried_where_a_model_was_trained_for_it(target, tried):
@@ -349,7 +356,7 @@ def test_a_shared_result_names_files_without_folders(folder):
     config = Tune.build({"target": model, "drafts": [draft]}).config("x")
     shared = to_json(shareable(Result("tune", 1, config, {}, rows, [*remarks, f"Left out: {draft}."]), [model, draft]))
     assert "someone" not in shared and shared.count("target.gguf") > 3
-    assert "--target target.gguf" in shared and folder in remarks[0]
+    assert folder in remarks[0]  # where it was measured, the command works
 
 
 def test_settings_to_copy_name_the_engines_that_have_the_method():

@@ -57,17 +57,3 @@ class DepthWidth(Questioned):
         from specdemo.bench.sweeps import DRAFTS, every_k
 
         return every_k(self, self.ks, STORIES, DRAFTS, report, cancelled)
-
-
-class Embedded(Questioned):
-    """Compares plain decoding with two draft models and prompt lookup, greedy, on the embedded models."""
-
-    name = "embedded"
-    order = 8
-    axis = DRAFT_LENGTH
-    ks: Ks = (4,)
-
-    def run(self, report: Report, cancelled: Stop) -> Result:
-        from specdemo.bench.sweeps import DRAFTS, LOOKUP, every_k
-
-        return every_k(self, self.ks, STORIES, DRAFTS | LOOKUP, report, cancelled)
