@@ -29,6 +29,7 @@ from specdemo.servers.engines import ENGINES, READERS
 RATES = [n / 20 for n in range(1, 20)]  # acceptance rates that a draft length is chosen for
 ON_SERVERS = (3, 7)  # draft lengths where the costs of passes are unknown
 TRAINED_TO_EXIT = "layerskip"  # in the names of models that were trained for early exit (2404.16710)
+SURE = 0.5  # probability below which a draft ends in one candidate of a drafter
 NEAR = 0.97  # share of the best speed at such a rate that is enough
 DRAFT_COST = 0.1  # of a draft token in passes of the target, before it is measured
 LONGEST_CELL = 2000  # characters of a text in a result's file
@@ -84,7 +85,10 @@ def with_lengths(name: str, lane: Lane, pass_ms: Mapping[int, float]) -> list[La
     if lane.options or not wraps or not pass_ms:
         return lanes
     adaptive = Lane(method="adaptive", model=lane.model, options={"drafter": lane.method}, name=f"adaptive {name}")
-    return [adaptive, *lanes]
+    if not hasattr(lane.parsed, "p_min"):
+        return [adaptive, *lanes]
+    sure = {"name": f"{lanes[-1].name}, p_min={SURE:g}", "options": {"p_min": SURE}}
+    return [adaptive, lanes[-1].changed(**sure), *lanes]
 
 
 def _found(target: str, download: bool) -> Iterator[Lane]:

@@ -6,7 +6,15 @@ from random import Random
 import pytest
 
 from specdemo.__main__ import main
-from specdemo.bench.candidates import draft_lengths, drafters, race_link, settings_to_copy, shareable, with_lengths
+from specdemo.bench.candidates import (
+    SURE,
+    draft_lengths,
+    drafters,
+    race_link,
+    settings_to_copy,
+    shareable,
+    with_lengths,
+)
 from specdemo.bench.result import Result, read_result, to_json
 from specdemo.bench.search import KindOfWork, Sample, Search
 from specdemo.bench.tune import OWN, Tune
@@ -223,6 +231,8 @@ def test_candidates_are_the_drafters_of_this_machine():
     assert len({*names}) == len(names)
     assert [lanes[0].method for lanes in (found["ngram"], found["suffix"])] == ["adaptive"] * 2
     assert [lane.k for lane in found["suffix"]] == [0, 7]  # it chooses shorter drafts itself
+    (sure,) = [lane for lane in found["draft_model code-draft"] if lane.options == {"p_min": SURE}]
+    assert sure.name == f"draft_model code-draft, k={sure.k}, p_min={SURE}" and sure.k == 10
 
 
 def test_published_drafters_are_candidates_where_they_are_here_or_may_be_downloaded():
