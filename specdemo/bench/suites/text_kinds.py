@@ -1,13 +1,15 @@
 """Kinds of text, on the lanes that have a drafter in both families."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from specdemo.bench.base import Axis, Decoding, Report, Stop
 from specdemo.bench.prompts import CODE, EDITS, PROMPTS
 from specdemo.bench.result import ALL, Result, Row
+from specdemo.core.settings import Setting
 from specdemo.engine.comparison import Lane
 from specdemo.presets.files import preset
+from specdemo.presets.pair import add_pair, work_prompts
 
 if TYPE_CHECKING:
     from specdemo.bench.measure import Compared
@@ -25,8 +27,8 @@ EDITING = "embedded-code-edit"
 
 
 class KindOfText(Decoding):
-    """Compares kinds of text: stories, code, edits of code, and text unlike the training data. `tune` compares the
-    methods of another model by kind of work.
+    """Compares kinds of text: stories, code, edits of code, and text unlike the training data; for another target
+    the kinds of work of `tune`.
     """
 
     name = "text"
@@ -36,6 +38,8 @@ class KindOfText(Decoding):
         "How much depends on the text? The same methods on stories, code, edits, and text unlike the training data."
     )
     axis = Axis("text", "kind of text", "kind of text")
+    target: Annotated[str | None, Setting("Another target: folder, hub id or GGUF file.", metavar="MODEL")] = None
+    draft: Annotated[str | None, Setting("Its draft model or head; else n-grams, suffixes.", metavar="MODEL")] = None
 
     def run(self, report: Report, cancelled: Stop) -> Result:
         from specdemo.bench.measure import Question, compare_lanes
@@ -66,6 +70,8 @@ class KindOfText(Decoding):
         """Return targets with their lanes and their prompts by kind."""
         from specdemo.bench.sweeps import shipped_lanes
 
+        if self.target:
+            return [(self.target, tuple(add_pair(self.target, self.draft).lanes), work_prompts())]
         stories = tuple(lane for lane in shipped_lanes() if _of_code(lane))
         lanes = {"stories": stories, "code": tuple(filter(None, map(_of_code, stories)))}
         return [(target, lanes[target], kinds) for target, kinds in KINDS.items()]
