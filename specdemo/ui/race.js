@@ -340,7 +340,7 @@ const resultSentence = () => (run.end.headline ? ` ${run.end.headline.sentence}`
 function markOutdated() {
   const current = settingsKey();
   const outdated = Boolean(run.done && run.key && current && current !== run.key);
-  for (const part of [".sd-stage", ".sd-headline"]) $(part).toggleAttribute("data-outdated", outdated);
+  for (const part of element.querySelectorAll(".sd-stage, .sd-headline")) part.toggleAttribute("data-outdated", outdated);
   $(".sd-badge").hidden = outdated || !run.start.lanes.length;
   $(".sd-outdated-label").hidden = !outdated;
   const lanes = run.lanes.slice(1).map((lane) => [lane.name, laneOptions(lane)].filter(Boolean).join(", "));
@@ -379,9 +379,10 @@ function empty() {
 
 function idle(line) {
   nextRun = null;
-  setStatus(line.obstacle ? `This machine cannot run this preset: ${line.obstacle}.` : "Ready. Press Run to race plain against speculative decoding.");
+  const hint = line.obstacle ? `This machine cannot run this preset: ${line.obstacle}.` : "Ready. Press Run to race plain against speculative decoding.";
+  setStatus("", hint);
   const lane = (name, index) => ({ name, options: {}, exact: true, note: null, index, ...initialStream() });
-  run = { recorded: false, userRun: false, start: { environment: {}, prompt: "", lanes: [] }, end: null };
+  run = { hint, recorded: false, userRun: false, start: { environment: {}, prompt: "", lanes: [] }, end: null };
   run.lanes = ["Baseline", ...line.lanes].map(lane);
   showRun(false);
   $(".sd-transport").toggleAttribute("data-idle", Boolean(props.value)); // not while the page waits for its first log

@@ -52,7 +52,7 @@ function headline() {
   const result = run.done ? run.end.headline : null;
   if (result) return { tone: result.tone, text: result.caption };
   const lane = leader();
-  return { tone: "", text: lane ? `${lane.name} is ${speedup(lane).toFixed(2)}× as fast as plain decoding so far` : run.done ? "No result" : "No result yet" };
+  return { tone: "", text: lane ? `${lane.name} is ${speedup(lane).toFixed(2)}× as fast as plain decoding so far` : run.done ? "No result" : (run.hint ?? "No result yet") };
 }
 
 function drawNumbers() {
