@@ -203,6 +203,7 @@ def component_props(chosen: Preset) -> dict[str, Values]:
         model["visible"] = lane is None or lane.model is not None
         shown[f"train-{n}"] = {"visible": False}
         shown[f"server-{n}"]["choices"] = _servers(lane.server if lane else None)
+    shown["more"] = {"value": None}
     shown |= {"about": {"value": setup.about(load_presets()[chosen.id])}, "unfit": {"value": published(chosen.target)}}
     return shown | _chat_looks(chosen.target, chosen.chat, chosen.system) | _lane_looks(len(chosen.lanes))
 
@@ -270,7 +271,7 @@ def draw(start: Preset, allow_any_model: bool) -> Controls:
     lanes = [setup.lane_words(lane.method, plain_title(lane.method), lane.model) for lane in start.lanes]
     value = setup.row_data(to_values(start), setup.summary(to_values(start), lanes))
     scripts = ("helpers.js", "address.js", "setup.js")
-    parts["setup"] = assets.view("setup.html", *scripts, elem_id="setup", value=value, examples=setup.examples())
+    parts["setup"] = assets.view("setup.html", *scripts, elem_id="setup", value=value, examples=setup.menus()[0])
     with gr.Column(elem_id="drawer"):
         parts["about"] = gr.HTML(**shown["about"], elem_id="about")
         with gr.Row(elem_id="basics"):
@@ -279,6 +280,8 @@ def draw(start: Preset, allow_any_model: bool) -> Controls:
             parts |= _draw_method(1, shown, allow_any_model) | _draw_settings(shown, BASIC)
         unfolding("Advanced", "advanced")
         with gr.Column(elem_id="advanced", elem_classes="unfolded"):
+            more = [(title, f"preset={id}") for title, id in setup.menus()[1]]
+            parts["more"] = gr.Dropdown(more, **shown["more"], label="More presets", elem_id="more", visible=bool(more))
             parts |= _draw_advanced(shown, allow_any_model)
     return Controls(parts)
 

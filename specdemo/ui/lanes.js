@@ -84,7 +84,8 @@ function promptNodes(lane) {
 function laneDetails(lane) {
   const details = fold([factList(lane.details ?? [])]);
   details.head.textContent = "Details";
-  details.box.hidden = !lane.details?.length;
+  details.box.hidden = lane.details?.length === 0;
+  details.box.style.visibility = lane.details ? "" : "hidden"; // a lane that has not run keeps their place
   return details.box;
 }
 

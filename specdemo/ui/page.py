@@ -129,15 +129,18 @@ def _show_what_is_chosen(page: gr.Blocks, visits: Visits, form: Controls, view: 
     """Connect the events that show the recorded race of a preset, or the comparison of a link."""
     page.load(visits.first, None, view, **QUIET)
     shown = {**form.parts, "view": view}
-    opened = named(form.parts["setup"].submit, visits.open_query, form.drawn, shown, data="query", **QUIET)
-    form.describe(opened.then)
+    chosen = named(form.parts["setup"].submit, visits.open_query, form.drawn, shown, data="query", **QUIET)
+    more = {"query": form.parts["more"], **form.drawn}
+    opened = [chosen, named(form.parts["more"].input, visits.open_query, more, shown, **QUIET)]
     requested = gr.State()
     linked = page.load(visits.read_link, None, requested, **QUIET)
     given = {"asked": requested, **form.inputs, **form.drawn}
     restored = named(linked.success, visits.restore, given, shown, **QUIET)
     form.offer(restored.then)
-    form.offer(opened.then)
-    for after in (linked.failure, *at_end(restored), *at_end(opened)):  # Run waits for it
+    for event in opened:
+        form.describe(event.then)
+        form.offer(event.then)
+    for after in (linked.failure, *at_end(restored), *(end for event in opened for end in at_end(event))):  # Run waits
         after(None, None, None, js=assets.text("link_applied.js"), **QUIET)
 
 

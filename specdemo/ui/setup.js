@@ -7,20 +7,6 @@ let current = null; // the data of the settings
 let runInstead = ""; // the preset to run as soon as it is shown
 let shown = settingsOf(location.search); // the settings of the address
 
-const ALL = "all"; // the entry that shows the other groups
-
-// Draws the first group, the examples, and an entry that shows all groups: there are too many presets for one menu.
-function drawMenu(all = false) {
-  const groups = (all ? props.examples : props.examples.slice(0, 1)).map(([label, examples]) => {
-    const group = make("optgroup");
-    group.label = label;
-    for (const [title, id] of examples) group.append(new Option(title, id));
-    return group;
-  });
-  const count = sum(props.examples.map(([, examples]) => examples.length));
-  menu.replaceChildren(...groups, ...(all || props.examples.length < 2 ? [] : [new Option(`All ${count} presets …`, ALL)]));
-}
-
 function read() {
   if (!props.value) return;
   const before = current;
@@ -37,15 +23,12 @@ function read() {
   document.getElementById("run").click();
 }
 
-// Selects the example. A changed one is an entry of its own, so that choosing the example again restores it.
+// Selects the example. Another preset, and changed settings, have an entry of their own, so that choosing the example restores it.
 function showSelection() {
   menu.querySelector(".sd-custom")?.remove();
   menu.value = current.preset;
-  if (!menu.value) drawMenu(true);
-  menu.value = current.preset;
   if (!current.custom && menu.value) return;
-  const title = menu.selectedOptions[0]?.text ?? current.preset;
-  const option = new Option(current.custom ? `Custom (from ${title})` : title, "", true, true);
+  const option = new Option(current.custom ? `Custom (from ${current.title})` : current.title, "", true, true);
   option.className = "sd-custom";
   option.hidden = true;
   menu.prepend(option);
@@ -116,18 +99,13 @@ edit.addEventListener("click", () => {
   edit.textContent = opened ? "Close" : "Settings";
   if (opened) document.dispatchEvent(new CustomEvent("specdemo:edit"));
 });
-menu.addEventListener("change", () => {
-  if (menu.value !== ALL) return menu.value && choose(menu.value);
-  drawMenu(true);
-  showSelection();
-  if (navigator.userActivation?.isActive) menu.showPicker?.();
-});
+menu.addEventListener("change", () => menu.value && choose(menu.value));
 $(".sd-instead").addEventListener("click", () => race(current.instead[0]));
 document.addEventListener("specdemo:race", (/** @type {CustomEvent} */ { detail }) => race(detail));
 document.addEventListener("specdemo:open", (/** @type {CustomEvent} */ { detail }) => openLink(detail));
 document.addEventListener("click", onTab);
 addEventListener("popstate", onBack);
-drawMenu();
+menu.append(...props.examples.map(([title, id]) => new Option(title, id)));
 watch("value", read);
 read();
 tabOf(location.hash)?.click();

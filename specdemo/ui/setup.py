@@ -37,15 +37,17 @@ NAMES = ("preset", "count", *COMPARISON_FIELDS, *(f"{name}-{n}" for n in NUMBERS
 CHAT, TEXT = "chat", "text"
 
 
-def examples() -> list[tuple[str, list[tuple[str, str]]]]:
-    """Return the presets by group, with labels and ids. Those of a real model that is here come first."""
-    groups: dict[str, list[tuple[str, str]]] = {"Examples": [], "More examples": []}
+def menus() -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    """Return labels and ids of the examples, those of a real model that is here first, and of all other presets."""
     presets = limits.at_hand() if limits.public() else load_presets().values()
-    for p in sorted(presets, key=lambda p: p.embedded or not p.here):
-        needs = f"Needs {'' if 'RAM' in (p.group or '') else 'a GPU with '}{p.group}" if p.group else "More examples"
-        group = "Examples" if p.chip and p.here else needs
-        groups.setdefault(group, []).append((p.chip or p.title, p.id))
-    return [(group, found) for group, found in groups.items() if found]
+    ordered = sorted(presets, key=lambda p: p.embedded or not p.here)
+    first = [(p.chip, p.id) for p in ordered if p.chip and p.here]
+    others = sorted((p for p in ordered if (p.chip, p.id) not in first), key=lambda p: p.group is not None)
+    return first, [(f"{p.title} · {_needs(p)}" if p.group else p.title, p.id) for p in others]
+
+
+def _needs(chosen: Preset) -> str:
+    return f"needs {'' if 'RAM' in (chosen.group or '') else 'a GPU with '}{chosen.group}"
 
 
 def to_values(chosen: Preset) -> Values:
@@ -183,7 +185,8 @@ def row_data(values: Values, summary: str, query: str | None = None, of_lane: st
     here = why_not(chosen) if values["target"] == chosen.target else ""
     instead = nearest_runnable(chosen) if here else None
     obstacle = f"This machine cannot run it: {here}." if here else of_lane
-    data = {"preset": chosen.id, "custom": _is_custom(values), "summary": summary, "key": key(values), "query": query}
+    data = {"preset": chosen.id, "title": chosen.chip or chosen.title, "custom": _is_custom(values)}
+    data |= {"summary": summary, "key": key(values), "query": query}
     return json_text(data | {"obstacle": obstacle, "instead": instead and [instead.id, instead.chip or instead.title]})
 
 

@@ -94,16 +94,25 @@ def show_in_real_time(page):
 
 def edit(page):
     """Open the controls of the settings, with those under Advanced."""
-    page.locator(".sd-edit").click()
-    page.locator("#advanced-toggle").click()
+    if not page.locator("#drawer").is_visible():
+        page.locator(".sd-edit").click()
+    if not page.locator("#advanced").is_visible():
+        page.locator("#advanced-toggle").click()
     expect(page.locator("#advanced")).to_be_visible()
 
 
 def choose_example(page, title):
+    """Choose a preset in the menu, or one that is not in it among all presets, in the drawer."""
     menu = page.get_by_label("Example", exact=True)
-    if title not in menu.locator("option").all_inner_texts():
-        menu.select_option(value="all")
-    menu.select_option(label=title)
+    if title in menu.locator("option:not(.sd-custom)").all_inner_texts():
+        menu.select_option(label=title)
+        return
+    was_open = page.locator("#drawer").is_visible()
+    edit(page)
+    page.locator("#more input").fill(title)
+    page.get_by_role("option", name=title).first.click()
+    if not was_open:
+        page.locator(".sd-edit").click()
 
 
 def expect_example(page, title):

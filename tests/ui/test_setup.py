@@ -82,15 +82,14 @@ def test_the_address_follows_valid_settings(values):
 @pytest.mark.parametrize("made", [set(), {"smollm2", "smollm2.gguf"}, {"smollm2.gguf"}])
 def test_the_menu_has_every_preset_once_and_those_of_a_real_model_that_is_here_first(made, monkeypatch):
     monkeypatch.setattr(packaged, "local", lambda name: Path(name) if name in made else None)
-    groups = setup.examples()
-    first = [load_presets()[id].target in made for _, id in groups[0][1]]
+    examples, others = setup.menus()
+    first = [load_presets()[id].target in made for _, id in examples]
     assert sum(first) == {0: 0, 2: 3, 1: 1}[len(made)] and first == sorted(first, reverse=True)
-    ids = [id for _, presets in groups for _, id in presets]
-    assert sorted(ids) == sorted(load_presets())
-    few = [load_presets()[id] for _, id in dict(groups)["Examples"]]
+    assert sorted(id for _, id in (*examples, *others)) == sorted(load_presets())
+    few = [load_presets()[id] for _, id in examples]
     assert 6 <= sum(preset.embedded for preset in few) <= 8 and all(preset.here for preset in few)
-    needs = {group: {load_presets()[id].group for _, id in rest} for group, rest in groups if "Needs" in group}
-    assert all(("GPU" in group) != ("RAM" in wanted) for group, sizes in needs.items() for wanted in sizes)
+    needs = {title: load_presets()[id].group for title, id in others if " · needs " in title}
+    assert needs and all(("GPU" in title) != ("RAM" in wanted) for title, wanted in needs.items())
 
 
 def test_hidden_lanes_are_ignored(values):
