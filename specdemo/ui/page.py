@@ -10,7 +10,7 @@ import json
 import math
 import os
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, closing
 from functools import partial
 from typing import Any
@@ -137,10 +137,12 @@ def _show_what_is_chosen(page: gr.Blocks, visits: Visits, form: Controls, view: 
     given = {"asked": requested, **form.inputs, **form.drawn}
     restored = named(linked.success, visits.restore, given, shown, **QUIET)
     form.offer(restored.then)
+    ends: list[Callable[..., object]] = [linked.failure, *at_end(restored)]
     for event in opened:
         form.describe(event.then)
         form.offer(event.then)
-    for after in (linked.failure, *at_end(restored), *(end for event in opened for end in at_end(event))):  # Run waits
+        ends += at_end(event)
+    for after in ends:  # Run waits for it
         after(None, None, None, js=assets.text("link_applied.js"), **QUIET)
 
 
