@@ -114,7 +114,10 @@ def shown_name(model: str) -> str:
 def without_folders(text: str, models: Iterable[str]) -> str:
     """Return JSON in which models in files have no folders, which may contain the name of a user."""
     for model in sorted(models, key=len, reverse=True):
-        text = text.replace(json_text(model)[1:-1], json_text(shown_name(model))[1:-1])
+        shown = shown_name(model)
+        for _ in range(2):  # as JSON, and as JSON in JSON, such as a flag of vLLM
+            model, shown = json_text(model)[1:-1], json_text(shown)[1:-1]
+            text = text.replace(model, shown)
     return text
 
 
