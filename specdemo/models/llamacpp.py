@@ -230,13 +230,17 @@ def open_context(handle: Handle, settings: LlamaCppSettings, cells: int, sequenc
     return context, settings.flash_attention and not any(map(FLASH_OFF.search, _log))
 
 
-def read_matrix(path: str, *names: str) -> Tensor:
-    """Return the first of the named matrices that the model has, in fp32."""
-    tensors = {name: (part, *at) for part in all_parts(Path(path)) for name, at in read_header(part).tensors.items()}
-    found = next((tensors[name] for name in names if name in tensors), None)
-    if found is None:
-        raise ValueError(f"{path} has no {names[0]}; choose another GGUF file")
-    part, kind, (rows, columns), place = found
+def part_with(path: str, name: str) -> Path | None:
+    """Return the file of a model that has the named matrix; None if there is none."""
+    return next((part for part in all_parts(Path(path)) if name in read_header(part).tensors), None)
+
+
+def read_matrix(path: str, name: str) -> Tensor:
+    """Return the named matrix of a model in fp32."""
+    part = part_with(path, name)
+    if part is None:
+        raise ValueError(f"{path} has no {name}; choose another GGUF file")
+    kind, (rows, columns), place = read_header(part).tensors[name]
     gguf = import_module("gguf")
     numbers, size = gguf.GGML_QUANT_SIZES[kind]
     data = numpy.memmap(part, numpy.uint8, "r", place, (rows, columns // numbers * size))

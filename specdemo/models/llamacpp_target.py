@@ -20,8 +20,8 @@ from specdemo.core.protocol import Capabilities, Forward, Target
 from specdemo.core.tree import ABSENT, is_chain
 from specdemo.models.errors import pass_cancelled
 from specdemo.models.gguf_files import ROPE_BASE
-from specdemo.models.gguf_header import read_header
-from specdemo.models.llamacpp import LlamaCppModel, LlamaCppSettings, library, read_matrix
+from specdemo.models.gguf_header import EMBEDDINGS, OUTPUT, read_header
+from specdemo.models.llamacpp import LlamaCppModel, LlamaCppSettings, library, part_with, read_matrix
 from specdemo.models.llamacpp_context import Inputs, LlamaCppContext, Outputs
 from specdemo.models.llamacpp_layers import Values
 
@@ -65,9 +65,18 @@ class LlamaCppTarget(Target):
 
     @cached_property
     def embed(self) -> nn.Module:  # type: ignore[override]
-        weight = read_matrix(self.weights.path, "token_embd.weight")
-        embedding: nn.Module = nn.Embedding.from_pretrained(weight * self._embedding_scale())
+        weight = self._output if self._is_tied else read_matrix(self.weights.path, EMBEDDINGS)
+        scale = self._embedding_scale()
+        embedding: nn.Module = nn.Embedding.from_pretrained(weight if scale == 1.0 else weight * scale)
         return embedding
+
+    @property
+    def _is_tied(self) -> bool:
+        return part_with(self.weights.path, OUTPUT) is None
+
+    @cached_property
+    def _output(self) -> Tensor:
+        return read_matrix(self.weights.path, EMBEDDINGS if self._is_tied else OUTPUT)
 
     def _embedding_scale(self) -> float:
         """Return the factor of the embeddings that the first layer reads: Gemma's is not in the file."""
@@ -77,9 +86,8 @@ class LlamaCppTarget(Target):
 
     @cached_property
     def lm_head(self) -> nn.Module:  # type: ignore[override]
-        weight = read_matrix(self.weights.path, "output.weight", "token_embd.weight")
-        head: nn.Module = nn.utils.skip_init(nn.Linear, weight.shape[1], weight.shape[0], bias=False)
-        head.weight = nn.Parameter(weight, requires_grad=False)
+        head: nn.Module = nn.utils.skip_init(nn.Linear, *reversed(self._output.shape), bias=False)
+        head.weight = nn.Parameter(self._output, requires_grad=False)
         return head
 
     @property

@@ -89,6 +89,7 @@ def test_layer_states_of_a_gguf_model_are_those_of_transformers(gguf_target, fol
     for tap in taps:  # the file's 8-bit activations round
         assert torch.cosine_similarity(states[tap], expected[tap].float(), dim=-1).min() > 0.999, tap
     torch.testing.assert_close(target.embed(ids), reference.embed(ids))
+    assert target.embed.weight.data_ptr() == target.lm_head.weight.data_ptr()  # the file has one matrix for both
 
 
 def test_embeddings_of_a_gguf_model_are_scaled_as_its_first_layer_reads_them(gemma_target):
