@@ -95,9 +95,16 @@ def test_a_hostile_link_is_refused_with_notes(visit):
     expect(page.locator("#target input")).to_have_value("stories")
 
 
-def test_a_family_of_drafters_is_raced_from_how_it_works(visit_gated, gates):
+def test_a_link_to_how_it_works_adds_no_history_and_races_a_family_of_drafters(visit_gated, gates):
     gates.open.set()
     page = visit_gated("#how")
+    tab = page.locator('[role=tab][aria-selected="true"]')
+    expect(tab).to_have_text("How it works")
+    assert page.evaluate("history.length") == 2  # the blank page and this one
+    page.get_by_role("tab", name="Race").click()
+    expect(page).not_to_have_url(re.compile("#"))
+    page.go_back()
+    expect(tab).to_have_text("How it works")
     for family, title in (("Lookup", "Prompt lookup"), ("Draft model", "Draft model")):
         page.get_by_role("button", name=f"Race it: {family}").click()
         expect(page.get_by_role("tab", name="Race")).to_have_attribute("aria-selected", "true")

@@ -61,16 +61,6 @@ def test_tab_preset_edits_and_prompt_survive_back_and_reload(visit_gated):
     expect(page.locator(".sd-summary")).to_have_text("stories + Prompt lookup · k 8 · greedy · 96 tokens")
 
 
-def test_a_link_to_a_tab_opens_it_and_does_not_add_to_the_history(visit_gated):
-    page = visit_gated("#how")
-    expect(tab(page)).to_have_text("How it works")
-    assert page.evaluate("history.length") == 2  # the blank page and this one
-    page.get_by_role("tab", name="Race").click()
-    expect(page).not_to_have_url(re.compile("#"))
-    page.go_back()
-    expect(tab(page)).to_have_text("How it works")
-
-
 class Connection:
     """A proxy in front of a server, whose connections can be cut."""
 

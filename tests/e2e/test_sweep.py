@@ -68,19 +68,18 @@ def test_run_stop_save_open_share(visit_gated, gates, tmp_path):
     assert other.evaluate("document.documentElement.scrollWidth") == 390
 
 
-@pytest.mark.parametrize("stop", [True, False])
-def test_which_method_fits(visit_gated, gates, stop):
+def test_which_method_fits_stopped_and_done(visit_gated, gates):
     page = visit_gated("#tune", viewport={"width": 390, "height": 800})
     status, heat = page.locator("#tune .sd-status"), page.locator("#tune .sd-heat")
     page.locator("#tune-run").click()
     expect(status).to_have_text(re.compile("^50 % done: chat, 4 candidates"))
     expect(heat.locator("button")).to_have_text(["1.31× at k = 7", "1.12× at k = 3", "0.64× at k = 3"])
     expect(page.locator("#tune .sd-numbers tbody tr")).to_have_count(4)
-    if stop:
-        page.locator("#tune-stop").click()
-        assert gates.stopped.acquire(timeout=60)
-        expect(status).to_have_text(re.compile("^Stopped"))
-        return
+    page.locator("#tune-stop").click()
+    assert gates.stopped.acquire(timeout=60)
+    expect(status).to_have_text(re.compile("^Stopped"))
+    page.locator("#tune-run:enabled").click()
+    expect(status).to_have_text(re.compile("^50 % done: chat, 4 candidates"))
     gates.open.set()
     expect(status).to_have_text(re.compile("^Done. For mixed work use ngram, k=7"))
     expect(heat.locator("tbody th")).to_have_text(["chat", "<b>edit</b>"])
