@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +17,7 @@ from specdemo.ui import live, space, sweep
 from specdemo.ui.page import build
 from specdemo.ui.race import INSTEAD, Log, Visits, replayed
 from specdemo.ui.setup import changed
+from tests import processes
 from tests.traces import hostile_trace
 from tests.ui.stand_ins import lines
 
@@ -55,7 +55,7 @@ json.dump([outputs[-1], done.trace.comparison[0], stopped.text, refused.text, re
 def test_zero_gpu_runs_in_a_forked_process():
     paths = os.pathsep.join(["tests/ui/zero_gpu", "."])
     settings = os.environ | {"SPACES_ZERO_GPU": "1", "SPACE_ID": "someone/specdemo", "PYTHONPATH": paths}
-    ran = subprocess.run([sys.executable, "-c", ZERO_GPU], env=settings, capture_output=True, text=True, timeout=120)
+    ran = processes.run("-c", ZERO_GPU, env=settings, timeout=120)
     assert ran.returncode == 0, ran.stderr
     text, comparison, stopped, refused, recorded, compared = json.loads(ran.stdout)
     messages = lines(text)
