@@ -67,7 +67,7 @@ class Rotary:
         self._table = torch.empty(0)  # [P, 2, 1, E]
 
     @classmethod
-    def of_config(cls, config: PreTrainedConfig, device: torch.device) -> "Rotary":
+    def of_config(cls, config: Any, device: torch.device) -> "Rotary":
         """Return the rotary embeddings that the config of a Llama-like model describes."""
         with device:
             return cls(LlamaRotaryEmbedding(config))

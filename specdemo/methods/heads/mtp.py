@@ -59,7 +59,7 @@ class TargetModules(NamedTuple):
 class MTPHeads(Network):
     """Base class: one decoder layer, or module with one, per token ahead."""
 
-    def __init__(self, target: Target, config: PreTrainedConfig, layers: list[nn.Module]) -> None:
+    def __init__(self, target: Target, config: Any, layers: list[nn.Module]) -> None:
         super().__init__()
         self.config = config
         self.layers = nn.ModuleList(layers)
