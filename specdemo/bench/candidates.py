@@ -21,7 +21,7 @@ from specdemo.models.local_models import LocalModel, local_models, matching_draf
 from specdemo.models.sources import cached_folder, resolve
 from specdemo.presets.drafters import base_name, published_drafters
 from specdemo.presets.files import EMBEDDED, Preset, load_presets
-from specdemo.presets.link import OWN, shown_name, to_query, without_folders
+from specdemo.presets.link import OWN, linked_name, to_query, without_folders
 from specdemo.presets.pair import LOOKUPS, drafter_method
 from specdemo.presets.serve import served
 from specdemo.servers.engines import ENGINES, READERS
@@ -147,8 +147,8 @@ def race_link(target: str, lane: Lane, prompt: str) -> str:
 
 def _of_own(target: str, lane: Lane) -> dict[str, object]:
     """Return the parts of a link to a lane of a page that was started with the target."""
-    of_link: dict[str, object] = {"preset": OWN, "target": shown_name(target), "method": lane.method, "k": lane.k}
-    of_link |= {"model": shown_name(lane.model)} if lane.model else {}
+    of_link: dict[str, object] = {"preset": OWN, "target": linked_name(target), "method": lane.method, "k": lane.k}
+    of_link |= {"model": linked_name(lane.model)} if lane.model else {}
     return of_link | {f"option.{name}": value for name, value in lane.options.items()}
 
 

@@ -68,6 +68,7 @@ class About(Settings):
     title: Name
     chip: Name = ""  # short title on the page's button; presets without one are only in the list
     description: str = ""
+    work: str = ""  # kind of work that the prompt asks for
     # for presets whose models are downloaded
     # memory that is sufficient, of a GPU unless it is RAM
     group: Literal["8 GB RAM", "16 GB RAM", "16 GB", "24 GB", "80 GB"] | None = None

@@ -8,6 +8,8 @@ not. A lane's server counts only if the operator of the page that opens the link
 import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from functools import lru_cache
+from hashlib import sha256
 from pathlib import Path
 from typing import Self, TypeVar
 from urllib.parse import parse_qsl, urlencode
@@ -19,7 +21,7 @@ from specdemo.core.suggest import short_repr, suggest
 from specdemo.engine.comparison import Comparison, Lane, validate_method_name
 from specdemo.methods import method_options, parse_options
 from specdemo.models.gguf_files import SUFFIX
-from specdemo.presets.files import Preset, allowed_models
+from specdemo.presets.files import EMBEDDED, Preset, allowed_models
 from specdemo.presets.limits import LIMITS
 from specdemo.servers.address import check_listed
 
@@ -30,7 +32,13 @@ _NOTES = 6
 _OPTIONS = 32  # most options per lane that are read; no method has as many
 FOREIGN = "a link may name only embedded models and models of presets"
 OWN = "your-models"  # the preset of the models that the page was started with
-ELSEWHERE = "the page was not started with this model; start it with --target and this model"
+ELSEWHERE = "this page has {}; to race the model of the link, start the page with --target and that model"
+ANOTHER = (
+    "this page has another file of that name ({}); to race the model of the link, start the page with --target and it"
+)
+HASHED = re.compile(r"(.+)@([0-9a-f]{12})")  # name of a model in files, and its hash
+WEIGHTS = ("*.gguf", "*.safetensors", "*.bin", "config.json")  # files of a model's folder that its hash covers
+SAMPLES, SAMPLE_BYTES = 16, 1 << 16  # of each file; reading all of a large model takes a minute
 
 
 Linkable = TypeVar("Linkable", bound=Settings)
@@ -54,18 +62,19 @@ def to_query(preset: Preset, base: Preset) -> str:
 
     The second lane's settings end in 2, the third's in 3: `k2=5`; an option is `option.max_n=4`, `option2.max_n=4`,
     one of the acceptance rule `rule.window=4`, `rule2.window=4`. A link to the page's own models always names them,
-    because the preset has others elsewhere. Raises ValueError if the prompt is too long.
+    because the preset has others elsewhere: by hub id, or by file name and hash. Raises ValueError if the prompt is too
+    long.
     """
     own = base.id == OWN
     changed = _difference(*(one.model_dump(include={*linked(Comparison)}) for one in (preset, base)))
     if own or "target" in changed:
-        changed["target"] = shown_name(preset.target)
+        changed["target"] = linked_name(preset.target)
     if len(preset.lanes) != len(base.lanes):
         changed["lanes"] = len(preset.lanes)
     for index, lane in enumerate(preset.lanes):
         of_lane = _lane_difference(lane, _reference(base, index))
         if lane.model and (own or "model" in of_lane):
-            of_lane["model"] = shown_name(lane.model)
+            of_lane["model"] = linked_name(lane.model)
         changed |= {_in_lane(name, _suffix(index)): value for name, value in of_lane.items()}
     texts = {name: _text(value) for name, value in changed.items()}
     for name, text in texts.items():
@@ -88,17 +97,20 @@ def from_query(
     query: a query string, or a mapping (the first of several values of a key counts). Models must be embedded or in a
     preset unless `allow_any_model`. start: what a link without a preset changes; None: the first preset.
     """
-    known = {shown_name(name): name for name in allowed_models(presets)}
+    models = allowed_models(presets)
+    known = {name_of(model): model for name_of in (shown_name, linked_name) for model in models}
     link = _Link(*_pairs(query), known, allow_any_model)
     preset_id = link.take("preset")
-    link.foreign = ELSEWHERE if preset_id == OWN else FOREIGN
     chosen = start or next(iter(presets.values()))
     if preset_id is not None and preset_id in presets:
         chosen = presets[preset_id]
     elif preset_id is not None and not (preset_id == OWN and link.names("target")):
         link.refuse("preset", preset_id, f"unknown preset; {suggest(preset_id[:60], presets)}")
     base = chosen
+    link.foreign = ELSEWHERE.format(linked_name(base.target)) if preset_id == OWN else FOREIGN
     chosen = link.change(chosen, linked(Comparison))
+    if link.refused("target"):
+        link.drop("model")  # drafts for the refused target; one note is enough
     lanes = [link.lane(_reference(base, index), _suffix(index)) for index in range(link.lanes(len(base.lanes)))]
     if lanes != base.lanes:
         chosen = chosen.model_copy(update={"lanes": lanes})
@@ -119,6 +131,35 @@ def without_folders(text: str, models: Iterable[str]) -> str:
             model, shown = json_text(model)[1:-1], json_text(shown)[1:-1]
             text = text.replace(model, shown)
     return text
+
+
+def linked_name(model: str) -> str:
+    """Return a name in links; that of a model in files without folders, with its hash: `mine.gguf@1a2b3c4d5e6f`."""
+    found = model_hash(model)
+    return f"{shown_name(model)}@{found}" if found else shown_name(model)
+
+
+def model_hash(model: str) -> str:
+    """Return 12 hex digits that identify the content of a model's files: the start of the SHA-256 of every file's size
+    and of samples of it. Empty for a model that is not named by its file or folder.
+    """
+    path = Path(model).expanduser()
+    if model in EMBEDDED or not path.exists():
+        return ""
+    files = sorted(file for mark in WEIGHTS for file in path.glob(mark)) if path.is_dir() else [path]
+    return _hash_of(tuple((file, file.stat().st_size, file.stat().st_mtime_ns) for file in files))
+
+
+@lru_cache(maxsize=64)
+def _hash_of(files: tuple[tuple[Path, int, int], ...]) -> str:
+    digest = sha256()
+    for file, size, _ in files:
+        digest.update(b"%d:" % size)
+        with file.open("rb") as opened:
+            for i in range(SAMPLES):
+                opened.seek(i * max(0, size - SAMPLE_BYTES) // (SAMPLES - 1))
+                digest.update(opened.read(SAMPLE_BYTES))
+    return digest.hexdigest()[:12]
 
 
 def is_link(query: Mapping[str, object]) -> bool:
@@ -142,6 +183,7 @@ class _Link:
         self._notes = notes
         self._models = models
         self._any = any_model
+        self._refused: set[str] = set()
         self.foreign = FOREIGN  # reason to refuse a model
 
     def take(self, key: str) -> str | None:
@@ -150,7 +192,15 @@ class _Link:
     def names(self, key: str) -> bool:
         return key in self._values
 
+    def drop(self, name: str) -> None:
+        """Forget a setting of every lane."""
+        self._values = {key: text for key, text in self._values.items() if key.rstrip("0123456789") != name}
+
+    def refused(self, key: str) -> bool:
+        return key in self._refused
+
     def refuse(self, key: str, text: str, why: object) -> None:
+        self._refused.add(key)
         self._notes.append(f"ignored {key}={short_repr(text)} from the link: {why}")
 
     def change(self, one: Linkable, names: Iterable[str], suffix: str = "") -> Linkable:
@@ -236,10 +286,14 @@ class _Link:
     def value(self, name: str, text: str, kind: type) -> object:
         if name == "method":
             return validate_method_name(text)
-        if name in ("target", "model") and (text in self._models or not self._any):
-            if text not in self._models:
+        if name in ("target", "model"):
+            if text in self._models:
+                return self._models[text]
+            hashed = HASHED.fullmatch(text)
+            if hashed and hashed[1] in self._models:
+                raise ValueError(ANOTHER.format(linked_name(self._models[hashed[1]])))
+            if hashed or not self._any:
                 raise ValueError(self.foreign)
-            return self._models[text]
         if kind is str and len(text) > LONGEST_TEXT:
             raise ValueError(f"the {name} of a link can have {LONGEST_TEXT} characters, not {len(text)}")
         if name == "server":

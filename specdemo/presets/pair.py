@@ -70,6 +70,14 @@ def task(name: str, chat: bool) -> str:
     return words if chat else f"{words}\n\n{end}\n"
 
 
+def kind_of_work(preset_id: str, prompt: str) -> str:
+    """Return the kind of work of a task's, a built-in or the preset's own prompt; empty for another one."""
+    kinds = {text: kind for kind, texts in work_prompts().items() for text in texts}
+    kinds |= {task(name, chat=False): kind for name, (kind, _) in TASKS.items()}
+    chosen = load_presets().get(preset_id)
+    return kinds.get(prompt) or (chosen.work if chosen and chosen.prompt == prompt else "")
+
+
 def comparison(preset_id: str | None, changes: Mapping[str, object]) -> Preset:
     """Return a preset with changes. Without a preset, that of `add_pair` for the target and the model in the changes.
 

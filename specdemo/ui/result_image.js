@@ -1,9 +1,8 @@
-// The result as an image and the replay as a video, drawn on a canvas in the browser with the names of the models, the machine and the
-// date. Nothing leaves the page.
+// The result as an image and as a loop of six seconds, drawn on a canvas in the browser with the names of the models, the kind of work, the
+// machine and the date. Nothing leaves the page.
 
-const FRAME = { width: 1280, height: 720, margin: 44, rate: 30, holdMs: 2000 };
-const VIDEO_TYPES = ["video/webm;codecs=vp9", "video/webm;codecs=vp8", "video/webm"];
-const VIDEO_BITS = 5e6; // per second
+const FRAME = { width: 1280, height: 720, margin: 44 };
+const LOOP = { scale: 0.75, frameMs: 80, raceMs: 4000, holdMs: 2000, quality: 0.8 };
 const COLOURED = ["accepted", "forced", "rejected", "corrected", "bonus"]; // kinds of tokens
 
 /** Returns a lane as it was at a time of its clock, ms. */
@@ -70,7 +69,8 @@ function palette() {
 const font = (size, weight = 400, family = "system-ui, sans-serif") => `${weight} ${size}px ${family}`;
 const MONO = "ui-monospace, Menlo, Consolas, 'DejaVu Sans Mono', monospace";
 
-/** Draws a run at a time on a canvas of FRAME's size. */
+/** Draws a run at a time on a canvas of FRAME's size.
+ * @param {any} context @param {any} source @param {number} clock @param {(from?: number, to?: number) => number} [displayMs] */
 function drawFrame(context, source, clock, displayMs = () => 0) {
   const colours = palette();
   const lanes = source.lanes.map((lane) => laneAt(lane, clock));
@@ -78,9 +78,10 @@ function drawFrame(context, source, clock, displayMs = () => 0) {
   context.fillStyle = colours.paper;
   context.fillRect(0, 0, FRAME.width, FRAME.height);
   context.textBaseline = "middle";
+  write(context, subject(source), FRAME.margin, 38, { font: font(20, 650), colour: colours.soft }, { width: FRAME.width - 2 * FRAME.margin });
   drawCaption(context, resultAt(source, lanes), colours);
-  lanes.forEach((lane, i) => drawTrack(context, lane, states[i], lanes, 124 + 66 * i, colours));
-  const top = 124 + 66 * lanes.length + 14;
+  lanes.forEach((lane, i) => drawTrack(context, lane, states[i], lanes, 142 + 66 * i, colours));
+  const top = 142 + 66 * lanes.length + 14;
   const width = (FRAME.width - 2 * FRAME.margin - 28 * (lanes.length - 1)) / lanes.length;
   lanes.forEach((lane, i) => drawText(context, piecesAt(source, lane, clock, displayMs), { x: FRAME.margin + i * (width + 28), y: top, width, height: FRAME.height - 74 - top }, colours));
   drawFooter(context, source, colours);
@@ -101,7 +102,7 @@ function drawCaption(context, { caption, tone }, colours) {
   const room = FRAME.width - 2 * FRAME.margin;
   const scale = Math.min(1, room / Math.max(1, sum(widths)));
   context.save();
-  context.translate(FRAME.margin, 62);
+  context.translate(FRAME.margin, 80);
   context.scale(scale, scale);
   parts.forEach(([text, style, colour], i) => write(context, text, sum(widths.slice(0, i)), 0, { font: style, colour }));
   context.restore();
@@ -164,12 +165,19 @@ function drawPiece(context, { text, kind, width }, x, y, colours) {
   write(context, text, x, y, { font: font(15.5, 400, MONO), colour: faint ? colours.soft : kind === "rejected" ? colours.read("--sd-rejected") : colours.ink });
 }
 
-/** Returns the models, the machine and the date of a run in one line. */
+/** Returns the name of the model without folders, and the kind of work if it is known. A hub id keeps its organisation. */
+function subject({ start }) {
+  const name = start.target ?? "unknown model";
+  const local = /^[/~.]|\\|^[a-z]:/i.test(name);
+  return [local ? name.split(/[/\\]/).filter(Boolean).at(-1) : name, start.work].filter(Boolean).join("  ·  ");
+}
+
+/** Returns the drafters, the machine and the date of a run. */
 function provenance({ start, lanes }) {
   const { device, date, dtype, threads, clock } = start.environment ?? {};
   const drafters = lanes.slice(1).map((lane) => [lane.name, laneOptions(lane)].filter(Boolean).join(", "));
   const machine = [device, threads && `${threads} thread${threads > 1 ? "s" : ""}`, dtype, clock].filter(Boolean).join(", ");
-  return [`Target ${start.target ?? "unknown"}`, drafters.join("; "), machine, String(date || "date unknown").slice(0, 10)].filter(Boolean);
+  return [drafters.join("; "), machine, String(date || "date unknown").slice(0, 10)].filter(Boolean);
 }
 
 function drawFooter(context, source, colours) {
@@ -207,57 +215,74 @@ function saveImage() {
   canvas.toBlob((blob) => download(blob, fileName(source, "png")), "image/png");
 }
 
-/** Plays a run at speed "auto" on a canvas. Calls `draw` with the clock of every frame; returns when the end was shown for a while. */
-function playOff(source, draw) {
-  const lanes = source.lanes.map((lane) => ({ ...lane, next: 0 }));
-  const timing = new Player({ pace: () => "auto", show() {}, after() {} });
-  timing.load({ ...source, lanes }, true);
-  const { speed, span } = timing;
-  const displayMs = (from, to) => (to - from) / speed;
-  let [clock, last, held] = [timing.firstToken(), performance.now(), 0];
-  return new Promise((resolve) => {
-    const tick = (now) => {
-      const passed = Math.max(0, now - last);
-      last = now;
-      if (clock >= span) held += passed;
-      clock += passed * speed;
-      draw(clock >= span ? Infinity : clock, displayMs, Math.min(1, clock / span));
-      if (held < FRAME.holdMs) requestAnimationFrame(tick);
-      else resolve(undefined);
-    };
-    requestAnimationFrame(tick);
-  });
+const numberBytes = (number, count) => Uint8Array.from({ length: count }, (_, i) => Math.floor(number / 256 ** i) % 256);
+
+/** Joins parts of a file: byte arrays, and texts of one byte per letter.
+ * @param {(Uint8Array | string)[]} parts */
+function joinBytes(parts) {
+  const arrays = parts.map((part) => (typeof part === "string" ? Uint8Array.from(part, (letter) => letter.charCodeAt(0)) : part));
+  const joined = new Uint8Array(sum(arrays.map(({ length }) => length)));
+  arrays.reduce((at, part) => (joined.set(part, at), at + part.length), 0);
+  return joined;
 }
 
-async function saveVideo() {
-  const [source, control] = [run, button("save-video")];
-  const { canvas, context } = canvasOf(1);
-  drawFrame(context, source, 0);
-  const mimeType = VIDEO_TYPES.find((type) => MediaRecorder.isTypeSupported(type));
-  const recorder = new MediaRecorder(canvas.captureStream(FRAME.rate), { mimeType, videoBitsPerSecond: VIDEO_BITS });
+const chunk = (name, ...parts) => {
+  const content = joinBytes(parts);
+  return joinBytes([name, numberBytes(content.length, 4), content, new Uint8Array(content.length % 2)]);
+};
+
+/** Returns the chunks of a still WebP that hold its picture.
+ * @param {Uint8Array} file */
+function pictureChunks(file) {
   const parts = [];
-  recorder.addEventListener("dataavailable", ({ data }) => parts.push(data));
-  const stopped = new Promise((resolve) => recorder.addEventListener("stop", resolve));
+  for (let at = 12; at + 8 <= file.length;) {
+    const size = new DataView(file.buffer, file.byteOffset + at + 4).getUint32(0, true);
+    const next = at + 8 + size + (size % 2);
+    if (["VP8 ", "VP8L", "ALPH"].includes(String.fromCharCode(...file.slice(at, at + 4)))) parts.push(file.slice(at, next));
+    at = next;
+  }
+  return parts;
+}
+
+/** Returns still WebP images of one size as an animated WebP that repeats (https://developers.google.com/speed/webp/docs/riff_container).
+ * @param {{ image: Uint8Array, ms: number }[]} frames @param {number} width @param {number} height */
+function animatedWebP(frames, width, height) {
+  const size = joinBytes([numberBytes(width - 1, 3), numberBytes(height - 1, 3)]);
+  const pictures = frames.map(({ image, ms }) => chunk("ANMF", numberBytes(0, 6), size, numberBytes(ms, 3), numberBytes(2, 1), ...pictureChunks(image))); // 2: not blended
+  const header = chunk("VP8X", numberBytes(2, 4), size); // 2: animated
+  return chunk("RIFF", "WEBP", header, chunk("ANIM", numberBytes(0, 6)), ...pictures); // 0: repeats forever
+}
+
+async function saveLoop() {
+  const [source, control] = [run, button("save-loop")];
+  const { canvas, context } = canvasOf(LOOP.scale);
+  const timing = new Player({ pace: () => 1, show() {}, after() {} });
+  timing.load({ ...source, lanes: source.lanes.map((lane) => ({ ...lane, next: 0 })) }, true);
+  const [begin, count] = [timing.firstToken(), LOOP.raceMs / LOOP.frameMs];
+  const speed = (timing.span - begin) / LOOP.raceMs;
+  const frames = [];
   control.disabled = true;
-  recorder.start();
-  await playOff(source, (clock, displayMs, share) => {
-    drawFrame(context, source, clock, displayMs);
-    setText(control, `Recording, ${percent(share)}`);
-  });
-  recorder.stop();
-  await stopped;
-  download(new Blob(parts, { type: "video/webm" }), fileName(source, "webm"));
-  setText(control, "Save video");
+  for (let i = 0; i <= count; i += 1) {
+    drawFrame(context, source, i < count ? begin + i * LOOP.frameMs * speed : Infinity, (from, to) => (to - from) / speed);
+    const blob = await new Promise((resolve) => canvas.toBlob(resolve, "image/webp", LOOP.quality));
+    frames.push({ image: new Uint8Array(await blob.arrayBuffer()), ms: i < count ? LOOP.frameMs : LOOP.holdMs });
+    setText(control, `Drawing, ${percent(i / count)}`);
+  }
+  download(new Blob([animatedWebP(frames, canvas.width, canvas.height)], { type: "image/webp" }), fileName(source, "webp"));
+  setText(control, "Save loop");
   control.disabled = false;
 }
 
-/** Shows the buttons for a finished run. A browser without MediaRecorder saves images only. */
+let drawsWebP = null; // whether the browser can write WebP images; one that cannot saves only the still image
+
+/** Shows the buttons for a finished run. */
 function drawSaves() {
+  if (run.done) drawsWebP ??= document.createElement("canvas").toDataURL("image/webp").startsWith("data:image/webp");
   button("save-image").hidden = !run.done;
-  button("save-video").hidden = !run.done || !VIDEO_TYPES.some((type) => window.MediaRecorder?.isTypeSupported(type));
+  button("save-loop").hidden = !run.done || !drawsWebP;
 }
 
 function wireSaves() {
   button("save-image").addEventListener("click", saveImage);
-  button("save-video").addEventListener("click", saveVideo);
+  button("save-loop").addEventListener("click", saveLoop);
 }

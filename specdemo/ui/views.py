@@ -21,6 +21,7 @@ from specdemo.models.gguf_files import is_gguf
 from specdemo.presets.drafters import drafts_for, published_drafters
 from specdemo.presets.files import EMBEDDED, load_presets
 from specdemo.presets.link import OWN, shown_name
+from specdemo.presets.pair import kind_of_work
 
 CARD_TOKENS = 5  # width of the pass whose cost the card of a model names
 SHOWN = 3  # models that it lists
@@ -114,6 +115,7 @@ def _start(trace: RunTrace) -> dict[str, object]:
         "greedy": trace.config.get("temperature", 0.0) == 0.0,
         "limit": trace.config.get("max_new_tokens"),
         "target": trace.config.get("target"),
+        "work": kind_of_work(trace.preset, trace.prompt),
         "environment": trace.environment,
         "same_bits": trace.environment.get("exactness") == SAME_BITS,
         "prompt": trace.prompt,

@@ -3,7 +3,7 @@ import { test } from "node:test";
 import { load, plain } from "./load.js";
 
 const scripts = ["helpers", "player", "tree", "lanes", "bars", "pending_tokens", "tiles", "result_image"];
-const { breakLines, laneAt, piecesAt, provenance, resultAt } = load(scripts, "breakLines, laneAt, piecesAt, provenance, resultAt");
+const { animatedWebP, breakLines, laneAt, piecesAt, provenance, resultAt, subject } = load(scripts, "animatedWebP, breakLines, laneAt, piecesAt, provenance, resultAt, subject");
 
 const step = (at, tokens, text, more = {}) => ({ type: "step", at, so_far: { tokens, clock_ms: at, tokens_per_s: (1000 * tokens) / at }, text, kinds: text.map(() => "target"), ...more });
 const lane = (index, each) => ({
@@ -45,6 +45,20 @@ test("an answer is a paragraph of its own, a continued text is not", () => {
   assert.deepEqual([words([]), words([{ role: "user", content: "Why?\n" }])], ["Why?\na", "Why?\n\na"]);
 });
 
-test("models, machine and date are named", () => {
-  assert.deepEqual(plain(provenance(source)), ["Target stories", "Draft model, k = 2", "CPU, 2 threads, float32", "2026-11-22"]);
+test("the model is named without folders, then the kind of work; below, drafters, machine and date", () => {
+  const named = (target, work) => subject({ start: { target, work } });
+  assert.equal(named("/home/ann/models/mine.gguf", "edit"), "mine.gguf  ·  edit");
+  assert.equal(named("C:\\Users\\ann\\mine.gguf", ""), "mine.gguf");
+  assert.equal(named("~/models/mine/", "chat"), "mine  ·  chat");
+  assert.equal(named("Qwen/Qwen3-8B", "chat"), "Qwen/Qwen3-8B  ·  chat");
+  assert.deepEqual(plain(provenance(source)), ["Draft model, k = 2", "CPU, 2 threads, float32", "2026-11-22"]);
+});
+
+test("still images become frames of an animation, without their other chunks", () => {
+  const still = (...letters) => Uint8Array.from(`RIFF....WEBPICCP\x01\0\0\0p\0VP8 \x03\0\0\0${letters.join("")}\0`, (letter) => letter.charCodeAt(0));
+  const file = animatedWebP([{ image: still("a", "b", "c"), ms: 80 }, { image: still("d", "e", "f"), ms: 2000 }], 960, 540);
+  const text = String.fromCharCode(...file);
+  assert.equal(file[4] + 256 * file[5] + 8, file.length);
+  const names = text.match(/VP8X|ANIM|ANMF|ICCP|VP8 .{7}/gs).map((found) => found.replace(/[^A-Za-z0-9]/g, ""));
+  assert.deepEqual(names, ["VP8X", "ANIM", "ANMF", "VP8abc", "ANMF", "VP8def"]);
 });

@@ -3,7 +3,7 @@
 import json
 from collections import Counter
 from pathlib import Path
-from urllib.parse import parse_qsl
+from urllib.parse import parse_qsl, urlencode
 
 import pytest
 from hypothesis import given
@@ -16,7 +16,7 @@ from specdemo.methods import method_options
 from specdemo.presets import link
 from specdemo.presets.files import DEFAULT, EMBEDDED, Preset, allowed_models, load_presets, read_presets
 from specdemo.presets.limits import LIMITS
-from specdemo.presets.link import ELSEWHERE, FOREIGN, OWN, from_query, to_query
+from specdemo.presets.link import ANOTHER, ELSEWHERE, FOREIGN, OWN, from_query, linked_name, model_hash, to_query
 
 PRESETS = load_presets()
 BASE = PRESETS[DEFAULT]
@@ -99,7 +99,7 @@ def own(tmp_path, name, **lane):
 def test_a_link_names_the_models_of_a_page_without_their_folders(tmp_path, name):
     here, there = own(tmp_path / "ann", name), own(tmp_path / "bob", name)
     query = to_query(here[OWN].with_changes(k=5), here[OWN])
-    assert query == f"preset=your-models&target={name.rpartition('/')[2]}&k=5"
+    assert query == f"preset=your-models&target={name.rpartition('/')[2]}&k=5"  # no file of this name to hash
     chosen, refused = from_query(query, there)
     assert (chosen.target, chosen.lanes[0].k, refused) == (there[OWN].target, 5, [])
 
@@ -108,8 +108,44 @@ def test_a_link_names_the_models_of_a_page_without_their_folders(tmp_path, name)
 def test_a_link_to_a_model_that_the_page_does_not_have_says_so(tmp_path, elsewhere):
     here = own(tmp_path / "ann", "mine.gguf")
     query = to_query(here[OWN], here[OWN])
-    chosen, (note,) = from_query(query, own(tmp_path, elsewhere) if elsewhere else PRESETS)
-    assert note == f"ignored target='mine.gguf' from the link: {ELSEWHERE}" and "mine" not in chosen.target
+    there = own(tmp_path, elsewhere) if elsewhere else PRESETS
+    chosen, (note,) = from_query(query, there)
+    has = ELSEWHERE.format(elsewhere or BASE.target)
+    assert note == f"ignored target='mine.gguf' from the link: {has}" and "mine" not in chosen.target
+
+
+def write_model(path, content):
+    """Write a model of one file or, without a suffix, a folder."""
+    file = path if path.suffix else path / "model.safetensors"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["mine.gguf", "mine"])
+@pytest.mark.parametrize("allow_any", [False, True])
+def test_a_link_names_a_model_in_files_by_name_and_hash(tmp_path, name, allow_any):
+    for folder in ("ann", "bob", "eve"):
+        middle = b"other" if folder == "eve" else b"equal"  # the header, the size and the end are the same
+        write_model(tmp_path / folder / name, b"GGUF" + b"0" * 500_000 + middle + b"0" * 500_000)
+    ann, bob, eve = (own(tmp_path, str(tmp_path / folder / name)) for folder in ("ann", "bob", "eve"))
+    query = to_query(ann[OWN], ann[OWN])
+    assert query == to_query(bob[OWN], bob[OWN]) != to_query(eve[OWN], eve[OWN])
+    assert query == urlencode({"preset": OWN, "target": f"{name}@{model_hash(ann[OWN].target)}"})
+    assert from_query(query, bob, allow_any) == (bob[OWN], [])
+    chosen, (note,) = from_query(query, eve, allow_any)
+    assert chosen.target == eve[OWN].target and note.endswith(ANOTHER.format(linked_name(chosen.target)))
+    assert note.startswith(f"ignored target='{name}@") and str(tmp_path) not in note
+    old = from_query({"preset": OWN, "target": name}, eve, allow_any)
+    assert old == (eve[OWN], [])  # a link of an earlier version
+
+
+def test_another_target_is_one_note_with_its_drafts(tmp_path):
+    here = own(tmp_path / "ann", "mine.gguf", method="draft_model", model="small.gguf")
+    query = to_query(here[OWN], here[OWN])
+    assert "model=small.gguf" in query
+    there = own(tmp_path, "other.gguf", method="draft_model", model="tiny.gguf")
+    chosen, (note,) = from_query(query, there)
+    assert chosen == there[OWN] and note.startswith("ignored target='mine.gguf'") and "other.gguf" in note
 
 
 def test_a_link_names_the_draft_of_a_page_too(tmp_path):

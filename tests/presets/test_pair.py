@@ -6,7 +6,7 @@ import specdemo
 from specdemo.__main__ import main
 from specdemo.presets.files import load_presets
 from specdemo.presets.link import OWN
-from specdemo.presets.pair import QUESTION, TASKS, add_pair, comparison, task, work_prompts
+from specdemo.presets.pair import QUESTION, TASKS, add_pair, comparison, kind_of_work, task, work_prompts
 
 
 @pytest.fixture(autouse=True)
@@ -110,3 +110,11 @@ def test_tasks_end_with_a_cue_where_there_is_no_chat_template():
     for name, (kind, end) in TASKS.items():
         words = work_prompts()[kind][0]
         assert task(name, chat=True) == words and task(name, chat=False) == f"{words}\n\n{end}\n"
+
+
+def test_the_kind_of_work_is_that_of_a_task_or_of_the_presets_own_prompt():
+    add_pair("code")
+    tasks = {task(name, chat): kind for name, (kind, _) in TASKS.items() for chat in (True, False)}
+    assert {prompt: kind_of_work(OWN, prompt) for prompt in tasks} == tasks
+    assert kind_of_work("embedded-code", load_presets()["embedded-code"].prompt) == "code"
+    assert kind_of_work("embedded-code", "def mine():") == kind_of_work("unknown", "def mine():") == ""
