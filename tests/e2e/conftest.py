@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import re
 import shutil
 from contextlib import contextmanager
 from pathlib import Path
@@ -110,7 +111,7 @@ def choose_example(page, title):
     was_open = page.locator("#drawer").is_visible()
     edit(page)
     page.locator("#more input").fill(title)
-    page.get_by_role("option", name=title).first.click()
+    page.get_by_role("option", name=re.compile(f"^{re.escape(title)}( · |$)")).click()
     if not was_open:
         page.locator(".sd-edit").click()
 
