@@ -113,6 +113,11 @@ def _found(target: str, download: bool) -> Iterator[Lane]:
     )
 
 
+def not_here(target: str) -> list[str]:
+    """Return the published drafters of a target that are not on this machine."""
+    return [entry.drafter for entry in published_drafters(target) if entry.method and not _is_here(entry.drafter)]
+
+
 def _comparable(lane: Lane) -> bool:
     """Return whether a short race on this machine can judge a preset's lane."""
     cls = method(lane.method)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 
 from specdemo.bench.base import Report, Stop
-from specdemo.bench.candidates import race_link, settings_to_copy, with_lengths
+from specdemo.bench.candidates import not_here, race_link, settings_to_copy, with_lengths
 from specdemo.bench.report import sentence
 from specdemo.bench.search import Sample
 from specdemo.core.passes import pass_rows
@@ -37,6 +37,7 @@ class Racer:
 
     serve: Callable[[str], bool] | None = None
     engine = ""
+    missing = staticmethod(not_here)
     difference = "differed from plain decoding by more than rounding"
 
     def __init__(self, spec: Preset, cancelled: Stop) -> None:

@@ -162,6 +162,8 @@ class Tune(Decoding):
         remarks += [*confirmed, *racer.remarks(), *(["Stopped early."] if search.stopped else [])]
         if unseen := [work.name for work in search.works if not work.samples]:
             remarks.append(f"No time for: {', '.join(unseen)}.")
+        if not any(map(_pays, works)) and (missing := racer.missing(self.target)):
+            remarks.append(f"Published drafters that are not here: {', '.join(missing[:4])}; download one to try it.")
         paying = sorted((work for work in works if _pays(work)), key=lambda work: work.value(work.ranked()[0]))
         if best and search.mixed(best).label == "faster":
             remarks += racer.settings(best)

@@ -10,6 +10,7 @@ from specdemo.bench.candidates import (
     SURE,
     draft_lengths,
     drafters,
+    not_here,
     race_link,
     settings_to_copy,
     shareable,
@@ -239,6 +240,7 @@ def test_published_drafters_are_candidates_where_they_are_here_or_may_be_downloa
     here, all_of_them = (drafters("Qwen/Qwen3-1.7B", [], download) for download in (False, True))
     assert {lane.method for lane in here.values()} == {*LOOKUPS}
     published = {entry.drafter for entry in published_drafters("Qwen/Qwen3-1.7B") if entry.method}
+    assert {*not_here("Qwen/Qwen3-1.7B")} == published
     assert published and published <= {lane.model for lane in all_of_them.values()}
 
 
