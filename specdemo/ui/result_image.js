@@ -2,7 +2,7 @@
 // machine and the date. Nothing leaves the page.
 
 const FRAME = { width: 1280, height: 720, margin: 44 };
-const LOOP = { scale: 0.75, frameMs: 80, raceMs: 4000, holdMs: 2000, quality: 0.8 };
+const LOOP = { scale: 0.75, frameMs: 100, raceMs: 4000, holdMs: 2000, quality: 0.6 };
 const COLOURED = ["accepted", "forced", "rejected", "corrected", "bonus"]; // kinds of tokens
 
 /** Returns a lane as it was at a time of its clock, ms. */
@@ -111,8 +111,10 @@ function drawCaption(context, { caption, tone }, colours) {
 function drawTrack(context, lane, state, lanes, y, colours) {
   const [left, width] = [FRAME.margin, FRAME.width - 2 * FRAME.margin];
   const colour = colours.series[lane.index % 4];
-  const ended = isFinished(lane) ? `   ${(lane.soFar.clock_ms / 1000).toFixed(2)} s` : "";
-  write(context, lane.name, left, y, { font: font(19, 600), colour: colours.ink }, { width: width - 320 });
+  const { speedup, interval } = (lane.summary && lane.comparison) || {};
+  const speed = isNumber(speedup) && interval ? `   ${speedup.toFixed(2)}× (${interval})` : "";
+  const ended = isFinished(lane) ? `   ${(lane.soFar.clock_ms / 1000).toFixed(2)} s${speed}` : "";
+  write(context, lane.name, left, y, { font: font(19, 600), colour: colours.ink }, { width: width - 480 });
   write(context, progress(lane, state, lanes) + ended, left + width, y, { font: font(18), colour: colours.soft }, { align: "right" });
   context.fillStyle = colours.track;
   context.fillRect(left, y + 15, width, 30);
