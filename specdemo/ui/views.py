@@ -203,7 +203,10 @@ def _card(trace: RunTrace) -> list[tuple[str, str]]:
     target, speed = str(trace.config.get("target")), trace.lanes[0].summary.get("tokens_per_s")
     if target in EMBEDDED or trace.lanes[0].remote or not speed:
         return []
-    name, drafters = shown_name(target), [f"{one.drafter} ({one.size})" for one in published_drafters(target)]
+    name, drafters = (
+        shown_name(target),
+        [f"{one.drafter} ({one.size})".removesuffix(" (unknown)") for one in published_drafters(target)],
+    )
     rows = [("This model", name), ("Plain decoding", f"{speed:.0f} tokens/s")]
     if curve := curve_of(trace.environment):
         cost = interpolate(curve, sorted(curve), CARD_TOKENS) / curve[1]
