@@ -75,13 +75,12 @@ def lane(tmp_path, **changes):
         ),
         (
             {"method": "synthetic", "options": {"drafter": "draft_model", "length": 3.5}},
-            "--spec-type draft-simple --spec-draft-model {}/draft.gguf --spec-draft-n-max 5 "
-            "--spec-synthetic-acceptance-length 3.5",
+            "--spec-type draft-simple --spec-draft-model {}/draft.gguf --spec-draft-n-max 5 --spec-synth-len 3.5",
         ),
         (
             {"method": "synthetic", "model": None, "k": 3, "options": {"drafter": "ngram", "rates": "0.8,0.5"}},
             "--spec-type ngram-simple --spec-ngram-simple-size-n 3 --spec-ngram-simple-size-m 3 "
-            "--spec-synthetic-acceptance-rates 0.8,0.4,0.2",
+            "--spec-synth-rates 0.8,0.4,0.2",
         ),
         (
             {"method": "ngram", "model": None},

@@ -37,7 +37,7 @@ from specdemo.servers.engines.base import (
 
 DRAFTS, GENERATED = "llamacpp:spec_decode_num_", "llamacpp:tokens_predicted"
 NGRAM = 3  # preferred length of an n-gram, in tokens
-TYPE, LENGTH, SYNTHETIC = "--spec-type", "--spec-draft-n-max", "--spec-synthetic-acceptance"
+TYPE, LENGTH, SYNTHETIC = "--spec-type", "--spec-draft-n-max", "--spec-synth"
 KIND = re.compile(r"\b(?:draft|ngram)(?:-[a-z0-9]+)+\b")
 HELP_S = 20.0  # timeout
 
@@ -70,7 +70,7 @@ def _synthetic(model: str | None, k: int, options: MethodOptions) -> Flags:
         raise UnsupportedByEngine(f"llama-server accepts at random what a drafter drafts; add one of {names}")
     flags = DRAFTERS[inner](model, k, {option.name: option.default for option in method_options(inner)})
     if options["length"]:
-        return [*flags, f"{SYNTHETIC}-length", f"{options['length']:g}"]
+        return [*flags, f"{SYNTHETIC}-len", f"{options['length']:g}"]
     rates = [float(rate) for rate in options["rates"].split(",")]
     reached = accumulate([*rates, *rates[-1:] * (k - len(rates))][:k], mul)  # its rates are unconditional
     return [*flags, f"{SYNTHETIC}-rates", ",".join(f"{rate:.4g}" for rate in reached)]
