@@ -23,6 +23,8 @@ FLAGS = (
 ).split()
 DEFAULTS = {"viewport": {"width": 1280, "height": 900}, "reduced_motion": "reduce"}
 NEXT_FRAME = "() => new Promise(drawn => requestAnimationFrame(() => requestAnimationFrame(drawn)))"
+SHIFTS = """window.shifts = []; new PerformanceObserver((list) => shifts.push(...list.getEntries().map((e) => e.value)))
+  .observe({ type: "layout-shift", buffered: true });"""
 PATIENCE_MS = 120_000  # the page shares a busy core with its browser
 
 expect.set_options(timeout=PATIENCE_MS)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import expect
 
-from tests.e2e.conftest import NEXT_FRAME, choose_example, edit, show_in_real_time
+from tests.e2e.conftest import NEXT_FRAME, SHIFTS, choose_example, edit, show_in_real_time
 
 SIZES = [(1920, 1080), (1280, 900), (1024, 768), (820, 1180), (390, 844), (360, 740)]
 AXE = Path(__file__).parents[1] / "js/node_modules/axe-core/axe.min.js"
@@ -82,10 +82,6 @@ def test_nothing_is_clipped_covered_or_small(visit):
         page.evaluate(NEXT_FRAME)
         assert page.evaluate("document.documentElement.scrollWidth") == width, (width, tab)
         assert [page.evaluate(rule) for rule in (CONTROLS, SMALL, OVERFLOWING, TARGETS)] == [[]] * 4, (width, tab)
-
-
-SHIFTS = """window.shifts = []; new PerformanceObserver((list) => shifts.push(...list.getEntries().map((e) => e.value)))
-  .observe({ type: "layout-shift", buffered: true });"""
 
 
 @pytest.mark.parametrize(("width", "height", "lines"), [(1280, 900, 180), (390, 844, 60)])

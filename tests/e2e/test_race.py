@@ -3,6 +3,7 @@
 import re
 import struct
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from PIL import Image, ImageSequence
@@ -13,7 +14,8 @@ from specdemo.core.passes import SAME_BITS
 from specdemo.core.tally import summarise
 from specdemo.core.trace import compare, estimates, from_json, to_json
 from specdemo.ui.assets import TITLE
-from tests.e2e.conftest import NEXT_FRAME, choose_example, edit, expect_example, visitors
+from tests.e2e.conftest import NEXT_FRAME, SHIFTS, choose_example, edit, expect_example, visitors
+from tests.processes import served
 from tests.traces import HOSTILE, PROMPT, hostile_trace
 from tests.ui.stand_ins import chat_trace
 
@@ -426,3 +428,32 @@ def test_a_chat_shows_its_turns_and_folds_what_is_thought(replayed, chat_file):
     page.keyboard.press("Home")
     expect(page.locator('[data-lane="1"] .sd-selected')).to_be_visible()  # the section with the step has opened
     expect(page.locator("#follow-row")).to_be_hidden()  # a file has no model
+
+
+def test_a_real_model_gives_a_true_sentence_about_itself_and_its_lanes_read_like_the_baseline(chromium, smollm2_gguf):
+    """One short run of SmolLM2 in a chat: first-run card, verdicts, rejected tokens, and nothing moves."""
+    link = "?preset=your-models&max_new_tokens=24&k=4&k2=4&acceptance2=fly"  # a lossy lane
+    with served("--target", smollm2_gguf) as (_, address), visitors(chromium, address) as visit:
+        page = visit(link, before=lambda page: page.add_init_script(SHIFTS), viewport={"width": 390, "height": 844})
+        expect(page.locator(".sd-headline")).to_have_text(re.compile("^Ready. Press Run"))
+        expect(page.locator(".sd-playback")).to_be_hidden()  # nothing to play yet
+        expect(page.locator(".sd-summary")).to_contain_text("24 tokens")
+        run(page)
+        plain, suffix, lossy = (lane_text(page, lane) for lane in range(3))
+        verdicts = page.locator("[data-tile=output] .sd-row b").all_text_contents()
+        assert verdicts[1] == "⚠ lossy" and plain != lossy
+        assert (suffix == plain) == ("identical" in verdicts[0] or "bit for bit" in verdicts[0])
+        sentence = page.locator(".sd-status").text_content()
+        gains = [float(value(page, "speedup", lane)) for lane in (1, 2)]
+        won = (
+            "fastest|faster|No clear difference" if max(gains) >= 1 else "No clear difference|Plain decoding is faster"
+        )
+        assert re.search(won, sentence)
+        words = r"smollm2-135m-instruct-q4_1.gguf.*\d tokens/s.*\d plain tokens.*HuggingFaceTB/SmolLM2-1.7B-Instruct"
+        expect(page.locator(".sd-card")).to_contain_text(re.compile(words, re.S))
+        assert str(Path(smollm2_gguf).parent) not in page.locator("body").inner_text()
+        faded = "all => all.map(e => getComputedStyle(e)).map(s => s.position + s.opacity)"
+        assert set(page.locator(".sd-text del").evaluate_all(faded)) == {
+            "absolute0"
+        }  # the text reads as the baseline's
+        assert page.evaluate("shifts.reduce((a, b) => a + b, 0)") < 0.1
