@@ -170,7 +170,7 @@ class Controls:
         value = options.get(option.name, option.default)
         control = _draw_control(option, value, gr.Dropdown, **words, interactive=True)
         given = {"target": self.parts["target"], "method": lane["method"], "options": lane[part]}
-        given |= {"option": gr.State(option.name), "value": control}
+        given |= {"option": gr.State(option.name), "default": gr.State(option.default), "value": control}
         shown = {"options": lane[part]} if of_rule else {name: lane[name] for name in ("model", "train", "options")}
         self.describe(named(control.change, _set_rule if of_rule else _set, given, shown, **QUIET).then)
 
@@ -392,8 +392,7 @@ def _task(name: str, _: gr.Request, values: Values) -> Values:
 
 def _set(_: gr.Request, values: Values) -> Values:
     """Return the lane's options with one of them changed, and its model if that decides which method reads it."""
-    options = values["options"]
-    changed = {**options, values["option"]: values["value"]}
+    options, changed = values["options"], _changed(values)
     before, after = (model_reader(values["method"], given) for given in (options, changed))
     fitted = {} if before == after else _fit_model(values["target"], values["method"], changed)
     return {"options": changed, **fitted}
@@ -401,7 +400,14 @@ def _set(_: gr.Request, values: Values) -> Values:
 
 def _set_rule(_: gr.Request, values: Values) -> Values:
     """Return the options of the lane's acceptance rule with one of them changed."""
-    return {"options": {**values["options"], values["option"]: values["value"]}}
+    return {"options": _changed(values)}
+
+
+def _changed(values: Values) -> Values:
+    """Return the options with one of them changed. One at its default is left out: Gradio reports a change too when a
+    control takes the place of another method's."""
+    others = {name: value for name, value in values["options"].items() if name != values["option"]}
+    return others if values["value"] == values["default"] else {**others, values["option"]: values["value"]}
 
 
 def _switch_rule(_: gr.Request, values: Values) -> Values:

@@ -27,10 +27,11 @@ def test_another_method_starts_with_its_own_options():
 
 
 def test_wrapped_method_decides_whether_a_model_is_shown():
-    lane = {"target": "stories", "method": "adaptive", "options": {"drafter": "draft_model"}, "option": "drafter"}
+    lane = {"target": "stories", "method": "adaptive", "options": {}, "option": "drafter", "default": "draft_model"}
     changed = controls._set(None, lane | {"value": "ngram"})
     assert changed["options"] == {"drafter": "ngram"} and changed["model"]["visible"] is False
-    assert controls._set(None, lane | {"options": {"drafter": "ngram"}, "value": "draft_model"})["model"]["visible"]
+    back = controls._set(None, lane | {"options": {"drafter": "ngram", "x": 1}, "value": "draft_model"})
+    assert back["options"] == {"x": 1} and back["model"]["visible"]  # an option at its default is left out
     assert "model" not in controls._set(None, lane | {"option": "k_max", "value": 9})
 
 
