@@ -13,9 +13,8 @@ from specdemo.core.rules import DEFAULT_RULE
 from specdemo.core.speedup import USUAL_LENGTHS, expected_tokens, interpolate
 from specdemo.core.suggest import program
 from specdemo.engine.comparison import Lane
-from specdemo.methods import BASELINE, SYNTHETIC, method
+from specdemo.methods import BASELINE, SYNTHETIC, method, wrappable
 from specdemo.methods.facts import LONGEST
-from specdemo.methods.wrapper import wrappable
 from specdemo.models.gguf_files import is_gguf, local_header
 from specdemo.models.local_models import LocalModel, local_models, matching_drafts
 from specdemo.models.sources import cached_folder, resolve

@@ -47,6 +47,11 @@ PLUG_INS = {entry.name: entry.value for entry in entry_points(group="specdemo.me
 METHODS = BUILT_IN | PLUG_INS  # name -> module:class
 
 
+def wrappable(wrapper: str) -> tuple[str, ...]:
+    """Return the methods that a wrapper supports: all but plain decoding, synthetic acceptance and itself."""
+    return tuple(name for name in METHODS if name not in (BASELINE, SYNTHETIC, wrapper))
+
+
 def method(name: str) -> "type[Method]":
     """Return the class of a method. Raise ValueError for an unknown name and for a plug-in that cannot be used."""
     if name not in METHODS:

@@ -25,8 +25,8 @@ from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling
 from specdemo.core.speedup import best_length, expected_tokens, interpolate, predicted_speedup
 from specdemo.core.tree import Draft
-from specdemo.methods import BaseOptions, load_drafter, setting
-from specdemo.methods.wrapper import Wrapper, acceptance_per_row, wrappable
+from specdemo.methods import BaseOptions, load_drafter, setting, wrappable
+from specdemo.methods.wrapper import Wrapper, acceptance_per_row
 
 PRIOR, PRIOR_WEIGHT = 0.7, 2.0  # prior acceptance rate, and its weight in observations
 DECAY = 0.98  # decay of an observation per later one: about the last 50 count

@@ -20,10 +20,10 @@ from specdemo.core.host_copy import AsyncHostCopy, padded, to_device
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import PositionNoise, Sampling, draw, to_probs
 from specdemo.core.tree import ABSENT, Draft, chain_parents, first_branch, is_chain
-from specdemo.methods import load_drafter, setting
+from specdemo.methods import load_drafter, setting, wrappable
 from specdemo.methods.base import DraftOptions
 from specdemo.methods.draft_model import MAX_CATCH_UP, DraftModel
-from specdemo.methods.wrapper import Wrapper, wrappable
+from specdemo.methods.wrapper import Wrapper
 from specdemo.models.checkpoints import Checkpoint
 
 

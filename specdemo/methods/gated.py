@@ -18,9 +18,9 @@ from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling
 from specdemo.core.speedup import best_length, expected_tokens
 from specdemo.core.tree import ABSENT, Draft
-from specdemo.methods import BaseOptions, load_drafter, setting
+from specdemo.methods import BaseOptions, load_drafter, setting, wrappable
 from specdemo.methods.adaptive import DECAY, EXPLORE_INTERVAL, AcceptanceEstimator, LatencyTable
-from specdemo.methods.wrapper import Wrapper, acceptance_per_row, wrappable
+from specdemo.methods.wrapper import Wrapper, acceptance_per_row
 
 FIRST_STEPS = 3  # of the other drafter, before the two are compared; until then it drafts where the lookup just failed
 DRAFTER, LOOKUP = range(2)

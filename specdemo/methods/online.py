@@ -18,8 +18,8 @@ from torch import Generator, Tensor, nn
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import Draft
-from specdemo.methods import BaseOptions, load_drafter, method, model_method, setting
-from specdemo.methods.wrapper import Wrapper, acceptance_per_row, wrappable
+from specdemo.methods import BaseOptions, load_drafter, method, model_method, setting, wrappable
+from specdemo.methods.wrapper import Wrapper, acceptance_per_row
 from specdemo.models.load import LoadedModel
 from specdemo.training.losses import Trainable
 

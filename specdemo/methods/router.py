@@ -11,8 +11,8 @@ from torch import Generator
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import Draft
-from specdemo.methods import METHODS, BaseOptions, load_drafter, setting
-from specdemo.methods.wrapper import Wrapper, wrappable
+from specdemo.methods import METHODS, BaseOptions, load_drafter, setting, wrappable
+from specdemo.methods.wrapper import Wrapper
 
 
 class RouterOptions(BaseOptions):

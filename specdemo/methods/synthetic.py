@@ -17,8 +17,8 @@ from specdemo.core.host_copy import to_device
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling, draw
 from specdemo.core.tree import ABSENT, Draft, first_branch, is_chain
-from specdemo.methods import BASELINE, SYNTHETIC, BaseOptions, load_drafter, setting
-from specdemo.methods.wrapper import Wrapper, wrappable
+from specdemo.methods import BASELINE, SYNTHETIC, BaseOptions, load_drafter, setting, wrappable
+from specdemo.methods.wrapper import Wrapper
 
 RATES = "0.8,0.75,0.7"
 

@@ -7,13 +7,7 @@ from torch import Generator
 from specdemo.core.protocol import Budget, Progress
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import ABSENT, Draft
-from specdemo.methods import BASELINE, METHODS, SYNTHETIC
 from specdemo.methods.base import Method
-
-
-def wrappable(wrapper: str) -> tuple[str, ...]:
-    """Return the methods that a wrapper supports: all but plain decoding, synthetic acceptance and itself."""
-    return tuple(name for name in METHODS if name not in (BASELINE, SYNTHETIC, wrapper))
 
 
 def acceptance_per_row(draft: Draft, depth: int, progress: Progress) -> list[tuple[int, int]]:
