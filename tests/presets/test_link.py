@@ -92,7 +92,7 @@ def own(tmp_path, name, **lane):
     """Return presets of a page that was started with a model: of a file, or of another name."""
     target = tmp_path / name if name.endswith(".gguf") else name
     pair = BASE.with_changes(target=str(target), **{"method": "ngram"} | lane)
-    return PRESETS | {OWN: pair.changed(id=OWN, title=name)}
+    return PRESETS | {OWN: pair.changed(id=OWN, title=name[-80:])}
 
 
 @pytest.mark.parametrize("name", ["mine.gguf", "folder/mine.gguf", "code"])
