@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from statistics import median
@@ -17,10 +17,11 @@ import psutil
 import torch
 
 from specdemo.core.protocol import Target
+from specdemo.core.speedup import interpolate
 
 BUSY_CORES = 4  # from this number on, one core is left to the page, the browser and other programs
 MANY_CORES = 1 << 10
-SLOT_COST = 0.03  # expected cost of a further slot, in passes over one
+SLOT_COST = 0.03  # expected cost of a further slot in passes over one, where it is not measured
 SLOW_PASSES = 3  # passes in a row that must be slow
 SLOW_RATIO = 1.5  # their time, relative to the median of the passes before
 
@@ -123,11 +124,17 @@ class ThreadLimit:
         self.threads = MANY_CORES
         self._costs.clear()
 
-    def record(self, ms: float, slots: int, used: int) -> bool:
-        """Record a pass with `used` threads. Return True if the limit fell, so that the next passes use fewer."""
+    def record(self, ms: float, slots: int, used: int, pass_ms: Mapping[int, float]) -> bool:
+        """Record a pass with `used` threads. Return True if the limit fell, so that the next passes use fewer.
+
+        pass_ms: slots -> time of a pass of this target (a GGUF file may pay several passes for a wide one); empty: not
+        measured.
+        """
         if used < 2:
             return False
-        self._costs.append(ms / (1.0 + SLOT_COST * (slots - 1)))
+        sizes = sorted(pass_ms)
+        one, expected = (interpolate(pass_ms, sizes, n) for n in (1, slots))
+        self._costs.append(ms * one / expected if expected else ms / (1.0 + SLOT_COST * (slots - 1)))
         last, before = list(self._costs)[-SLOW_PASSES:], list(self._costs)[:-SLOW_PASSES]
         if len(before) < SLOW_PASSES or min(last) < SLOW_RATIO * median(before):
             return False

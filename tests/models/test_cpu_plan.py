@@ -192,11 +192,21 @@ def test_threads_respect_the_affinity_and_the_quota(monkeypatch, tmp_path):
 def test_slow_passes_lower_the_threads_of_all_lanes(monkeypatch):
     monkeypatch.setattr(cpu_threads, "thread_counts", lambda: (1, 2, 4))
     limit = ThreadLimit()
-    assert not any(limit.record(10.0 + 0.1 * n, 1 + n % 5, 4) for n in range(20))
-    assert not limit.record(90.0, 1, 4)  # one slow pass is an accident
-    assert not any(limit.record(10.0, 1, 4) for _ in range(5))
-    assert [limit.record(30.0, 1, 4) for _ in range(3)] == [False, False, True]
+    assert not any(limit.record(10.0 + 0.1 * n, 1 + n % 5, 4, {}) for n in range(20))
+    assert not limit.record(90.0, 1, 4, {})  # one slow pass is an accident
+    assert not any(limit.record(10.0, 1, 4, {}) for _ in range(5))
+    assert [limit.record(30.0, 1, 4, {}) for _ in range(3)] == [False, False, True]
     assert limit.threads == 2
-    assert not any(limit.record(30.0, 1, 1) for _ in range(9))
+    assert not any(limit.record(30.0, 1, 1, {}) for _ in range(9))
     limit.start_run()
     assert limit.threads > 4
+
+
+def test_passes_that_cost_what_was_measured_are_no_disturbance(monkeypatch):
+    """With a GGUF file eight tokens cost 3.6 passes over one."""
+    monkeypatch.setattr(cpu_threads, "thread_counts", lambda: (1, 2))
+    limit, curve = ThreadLimit(), {1: 9.0, 4: 21.0, 8: 32.0}
+    for slots in (1, 1, 1, 1, 8, 8, 8, 8, 1, 6, 6, 6):
+        assert not limit.record({1: 9.1, 6: 27.0, 8: 33.0}[slots], slots, 2, curve)
+    assert [limit.record(60.0, 8, 2, curve) for _ in range(3)] == [False, False, True]
+    assert limit.threads == 1
