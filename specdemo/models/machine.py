@@ -22,6 +22,7 @@ SM_CLOCK = 1  # NVML_CLOCK_SM
 THROTTLE_REASONS = {0x04: "its power limit", 0x08: "the hardware", 0x20: "heat", 0x40: "heat", 0x80: "its power supply"}
 CLOCK_TOLERANCE = 0.05  # relative change of the clock
 THREADS = "/proc/self/task"
+_schedules: dict[str, int] = {}  # thread -> its open file, since opening takes most of the time of reading
 
 
 def uses_thread_time(device: torch.device) -> bool:
@@ -39,21 +40,17 @@ def thread_times() -> dict[str, tuple[float, float]]:
     """Return the threads of this process with the milliseconds that each ran, and that it waited for a core although it
     could run. Empty where the system does not count them: they are those of Linux's scheduler."""
     times = {}
-    with suppress(OSError, ValueError), os.scandir(THREADS) as threads:
-        for thread in threads:
-            with suppress(OSError):  # it may have ended
-                ran, waited, _ = _read_start(f"{thread.path}/schedstat").split()
-                times[thread.name] = int(ran) / 1e6, int(waited) / 1e6
+    with suppress(OSError), os.scandir(THREADS) as threads:
+        names = [thread.name for thread in threads]
+        for gone in _schedules.keys() - names:
+            os.close(_schedules.pop(gone))
+        for name in names:
+            with suppress(OSError, ValueError):  # it may have ended
+                if name not in _schedules:
+                    _schedules[name] = os.open(f"{THREADS}/{name}/schedstat", os.O_RDONLY)
+                ran, waited, _ = os.pread(_schedules[name], 64, 0).split()
+                times[name] = int(ran) / 1e6, int(waited) / 1e6
     return times
-
-
-def _read_start(path: str) -> bytes:
-    """Return the first 64 bytes of a file, in a third of the time of a Python file object."""
-    file = os.open(path, os.O_RDONLY)
-    try:
-        return os.read(file, 64)
-    finally:
-        os.close(file)
 
 
 def device_name(device: torch.device) -> str:
