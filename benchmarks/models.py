@@ -210,6 +210,7 @@ def measure(suite: "Models", report: Report, cancelled: Stop) -> Result:
         target, tokenizer = engines[PLAIN].target, session.models.tokenizer
         prompts = [_prompt(tokenizer, text) for text in kinds[kind]]
         left_out = {each for each, only in ONCE.items() if only != kind}
+        thread_limit.start_run()  # the number of threads with which every text starts
         where = {"model": model, "category": kind, "threads": target.threads or torch.get_num_threads()}
         every = [*done.rows, *rows(where, contests(engines, peers, left_out, prompts, suite.new_tokens))]
         about = environment(target) | {"dtype": "several types", "threads": None, "clock": "wall time"}
