@@ -10,11 +10,11 @@ from urllib.parse import urlencode
 
 from specdemo.bench.result import Result, read_result, to_json
 from specdemo.core.rules import DEFAULT_RULE
-from specdemo.core.speedup import USUAL_LENGTHS, expected_tokens, interpolate
+from specdemo.core.speedup import expected_tokens, interpolate
 from specdemo.core.suggest import program
 from specdemo.engine.comparison import Lane
 from specdemo.methods import BASELINE, SYNTHETIC, method, wrappable
-from specdemo.methods.facts import LONGEST
+from specdemo.methods.facts import FACTS, LONGEST
 from specdemo.models.gguf_files import is_gguf, local_header
 from specdemo.models.local_models import LocalModel, local_models, matching_drafts
 from specdemo.models.sources import cached_folder, resolve
@@ -27,7 +27,6 @@ from specdemo.servers.engines import ENGINES, READERS
 
 RATES = [n / 20 for n in range(1, 20)]  # acceptance rates that a draft length is chosen for
 ON_SERVERS = (3, 7)  # draft lengths where the costs of passes are unknown
-TRAINED_TO_EXIT = "layerskip"  # in the names of models that were trained for early exit (2404.16710)
 SURE = 0.5  # probability below which a draft ends in one candidate of a drafter
 NEAR = 0.97  # share of the best speed at such a rate that is enough
 DRAFT_COST = 0.1  # of a draft token in passes of the target, before it is measured
@@ -79,11 +78,11 @@ def with_lengths(name: str, lane: Lane, pass_ms: Mapping[int, float]) -> list[La
     if getattr(lane.parsed, "nodes", 0) or (chooses and not wraps):
         return [lane.model_copy(update={"name": name})]
     ks = draft_lengths(pass_ms, DRAFT_COST if lane.model else 0.0) if pass_ms else ON_SERVERS
-    ks = [USUAL_LENGTHS[-1]] if chooses else ks
-    lanes = [lane.model_copy(update={"name": f"{name}, k={k}", "k": k}) for k in ks]
+    lanes = [lane.model_copy(update={"name": f"{name}, k={k}", "k": k}) for k in (ks[-1:] if chooses else ks)]
     if lane.options or not wraps or not pass_ms:
         return lanes
-    adaptive = Lane(method="adaptive", model=lane.model, options={"drafter": lane.method}, name=f"adaptive {name}")
+    wrapped = {"drafter": lane.method}
+    adaptive = Lane(method="adaptive", model=lane.model, k=ks[-1], options=wrapped, name=f"adaptive {name}")
     if not hasattr(lane.parsed, "p_min"):
         return [adaptive, *lanes]
     sure = {"name": f"{lanes[-1].name}, p_min={SURE:g}", "options": {"p_min": SURE}}
@@ -92,17 +91,17 @@ def with_lengths(name: str, lane: Lane, pass_ms: Mapping[int, float]) -> list[La
 
 def _found(target: str, download: bool) -> Iterator[Lane]:
     """Yield lookups, the lanes of presets with this target, drafters of the catalogue, and matching models here."""
+    own_name = base_name(target)
     yield from (Lane(method=name) for name in LOOKUPS)
     for preset in load_presets().values():
-        if base_name(preset.target) == base_name(target) and not preset.temperature and not preset.grammar:
+        if base_name(preset.target) == own_name and not preset.temperature and not preset.grammar:
             for lane in preset.lanes:
                 if _comparable(lane) and all(download or _is_here(model) for model in lane.models):
                     yield lane if getattr(lane.parsed, "nodes", 0) else lane.model_copy(update={"k": 0})
     for entry in published_drafters(target):
         if entry.method and (download or _is_here(entry.drafter)):
             yield Lane(method=entry.method, model=entry.drafter)
-    if TRAINED_TO_EXIT in base_name(target):
-        yield Lane(method="layer_skip")
+    yield from (Lane(method=name) for name, facts in FACTS.items() if any(map(own_name.__contains__, facts.targets)))
     models, path = local_models(), Path(resolve(target)).expanduser()
     own = next((model for model in models if target == model.name or path == model.path), None)
     if own is None and path.is_file():

@@ -9,16 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise, takewhile
 from math import comb
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Self
 
 from pydantic import BeforeValidator, Field
 
 from specdemo.bench.base import Decoding, File, Report, Stop
-from specdemo.bench.prompts import CODE, COPYING, EDITS, PROMPTS, openings
+from specdemo.bench.prompts import CODE, COPYING, EDITS, PROMPTS, openings, read_questions
 from specdemo.bench.result import Result, Row
 from specdemo.core.generation import dtype_name
-from specdemo.core.safe_io import read_text
 from specdemo.core.settings import Setting, setting
 from specdemo.core.suggest import DEVICES
 from specdemo.core.trace import LaneTrace
@@ -29,7 +27,6 @@ from specdemo.servers.engines import same_bits_options
 
 TEXTS = (*PROMPTS, *COPYING, *CODE, *EDITS)
 COUNT, MOST = 20, 10_000  # prompts: default and maximum
-FILE_BYTES = 16_000_000
 LISTED = 30  # longest complete table
 MARGIN = 0.3  # nats; logits of about 20 in bfloat16 are multiples of 0.125
 ALTERNATIVES = 5  # log-probabilities to request; OpenAI's limit
@@ -141,7 +138,7 @@ class ServerCheck(Decoding):
         if self.prompt_file is None:
             count = self.prompts or COUNT
             return [*TEXTS[:count], *openings(count - len(TEXTS))]
-        texts = read_prompts(self.prompt_file)
+        texts = [question.text for question in read_questions(self.prompt_file)]
         if self.prompts and self.prompts > len(texts):
             raise ValueError(f"{self.prompt_file} has {len(texts)} prompts, not {self.prompts}; lower --prompts")
         return texts[: self.prompts]
@@ -250,19 +247,6 @@ class LocalSide(Side):
         best = logits.log_softmax(-1).topk(ALTERNATIVES)
         texts = [token_text(self.model.tokenizer, token) for token in best.indices.tolist()]
         return dict(zip(texts, best.values.tolist(), strict=True))
-
-
-def read_prompts(path: Path) -> list[str]:
-    """Read a prompt per line, or from a `.jsonl` file the questions of Spec-Bench. Raises ValueError with one line."""
-    if path.suffix == ".jsonl":
-        from specdemo.bench.measure import read_questions  # imports torch
-
-        return [question.text for question in read_questions(path)]
-    lines = read_text(path, FILE_BYTES, "choose a file with one prompt per line").splitlines()
-    texts = [line for line in lines if line.strip()]
-    if not texts:
-        raise ValueError(f"{path} contains no prompts; write one per line")
-    return texts
 
 
 def compare(reference: Side, server: Side, prompt: str, tokens: int, most: float) -> Row:

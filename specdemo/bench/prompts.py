@@ -1,4 +1,14 @@
-"""Prompts of the suites for the embedded models."""
+"""Prompts of the suites: built-in ones for the embedded models, and those of a file."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from specdemo.core.safe_io import read_text
+
+MOST = 10_000  # prompts of a file
+FILE_BYTES = 16_000_000
+LONGEST = 100_000  # characters of a prompt
 
 PROMPTS = (
     "Once upon a time, there was a girl named Sue. She had a big kite. One windy day,",
@@ -42,15 +52,10 @@ EDITS = (
     "# Use 20 instead of 10.\n",
 )
 # the lengths are coprime, so that each combination of words occurs once
-NAMES = ("Anna", "Ben", "Lily", "Max", "Mia", "Sam", "Tom")
-ANIMALS = ("bear", "bird", "cat", "cow", "dog", "duck", "fish", "fox", "frog", "horse", "mouse")
-PLACES = (
-    "beach", "bridge", "farm", "forest", "garden", "hill", "house", "lake", "market", "park", "river", "school", "zoo",
-)  # fmt: skip
-THINGS = (
-    "ball", "bell", "boat", "book", "box", "cake", "coin", "drum", "flower", "hat", "key", "kite", "lamp", "map",
-    "shell", "shoe", "stone",
-)  # fmt: skip
+NAMES = "Anna Ben Lily Max Mia Sam Tom".split()
+ANIMALS = "bear bird cat cow dog duck fish fox frog horse mouse".split()
+PLACES = "beach bridge farm forest garden hill house lake market park river school zoo".split()
+THINGS = "ball bell boat book box cake coin drum flower hat key kite lamp map shell shoe stone".split()
 
 
 def openings(count: int) -> list[str]:
@@ -60,3 +65,39 @@ def openings(count: int) -> list[str]:
         f"They found a {THINGS[n % len(THINGS)]}, and"
         for n in range(count)
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    text: str
+    category: str = ""
+
+
+def read_questions(path: Path) -> list[Question]:
+    """Read prompts: from a `.jsonl` file the first turns of Spec-Bench's question_id, category, turns; else one per
+    line. Raises ValueError with one line.
+    """
+    hint = "choose a question.jsonl, or a file with one prompt per line"
+    lines = read_text(path, FILE_BYTES, hint).splitlines()
+    of_bench = path.suffix == ".jsonl"
+    numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    questions = [_question(path, number, line) if of_bench else Question(line) for number, line in numbered]
+    if not questions:
+        raise ValueError(f"{path} contains no prompts; write one per line")
+    if len(questions) > MOST:
+        raise ValueError(f"{path} contains {len(questions)} prompts; the limit is {MOST}")
+    return questions
+
+
+def _question(path: Path, number: int, line: str) -> Question:
+    try:
+        read = json.loads(line)
+        text, category = read["turns"][0], read["category"]
+    except (ValueError, KeyError, IndexError, TypeError, RecursionError):
+        text = category = None
+    if not isinstance(text, str) or not isinstance(category, str) or not text.strip() or not category.strip():
+        form = '{"question_id": 1, "category": "...", "turns": ["..."]}'
+        raise ValueError(f"{path}, line {number}: not a question; it has the form {form}")
+    if len(text) > LONGEST:
+        raise ValueError(f"{path}, line {number}: a question of {len(text):,} characters; the limit is {LONGEST:,}")
+    return Question(text, category.strip()[:80])

@@ -1,24 +1,28 @@
 """Races of `tune`: candidates against plain decoding on one prompt, in this process or on servers."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 
 from specdemo.bench.base import Report, Stop
 from specdemo.bench.candidates import not_here, race_link, settings_to_copy, with_lengths
+from specdemo.bench.replay import replayed_speed
 from specdemo.bench.report import sentence
 from specdemo.bench.search import Sample
 from specdemo.core.passes import pass_rows
+from specdemo.core.protocol import Drafter, Target
 from specdemo.core.tally import summarise
 from specdemo.core.trace import RunTrace
 from specdemo.engine.comparison import Lane
 from specdemo.engine.cost import fit_cost_model
 from specdemo.engine.session import Session, environment
-from specdemo.methods import BASELINE
+from specdemo.methods import BASELINE, build_drafter, method
 from specdemo.models.errors import Cancelled
 from specdemo.models.pass_cost import checking_note, measure_passes, pass_ratio
 from specdemo.models.text import encode
 from specdemo.presets.files import Preset
+from specdemo.presets.pair import LOOKUPS
 from specdemo.presets.serve import Program, Served, served
 from specdemo.servers.address import host
 from specdemo.servers.process import free_port
@@ -46,15 +50,18 @@ class Racer:
         self.tick: Callable[..., None] = lambda what="": None
         self._session, self._spec, self._cancelled = Session(), spec, cancelled
         self._notes: dict[str, str] = {}  # candidate -> why it is left out
+        self._families: dict[str, list[str]] = {}
+        self._replayed: dict[str, Drafter] = {}  # candidate -> a drafter that makes no passes
+        self._target: Target | None = None
         self._differs, self._worked = 0, False
         self._ticked = 0.0
 
     def load(self, report: Report) -> None:
         """Load the target, and keep the threads that were chosen for it. Raises ValueError with one line."""
         self._session.load(self._spec, lambda share, what: report(0.0, what))
-        self._target = self._session.target()
-        self.pass_ms = self._target.pass_ms
-        self._spec = self._spec.model_copy(update={"threads": self._target.threads})
+        self._target = target = self._session.target()
+        self.pass_ms = target.pass_ms
+        self._spec = self._spec.model_copy(update={"threads": target.threads})
 
     def close(self) -> None:
         """End what was started for the races."""
@@ -73,15 +80,23 @@ class Racer:
                     raise
                 self._notes[name] = str(error)
             if turn < CURVES:
-                measure_passes(self._target, again=True)
-        return self._named({name: with_lengths(name, lane, self.pass_ms) for name, lane in fit.items()})
+                measure_passes(self._session.target(), again=True)
+        found = self._named({name: with_lengths(name, lane, self.pass_ms) for name, lane in fit.items()})
+        for name, lane in self.lanes.items():
+            chain = lane.k and not getattr(lane.parsed, "nodes", 0)
+            if chain and (lane.method in LOOKUPS or lane.options.get("drafter") in LOOKUPS):
+                self._replayed[name] = build_drafter(lane.method, self._session.target(), lane.model, lane.parsed)
+        return found
 
     def _named(self, found: Mapping[str, Sequence[Lane]]) -> dict[str, list[str]]:
         self.lanes = {lane.name: lane for lanes in found.values() for lane in lanes}
-        return {name: [lane.name for lane in lanes] for name, lanes in found.items()}
+        self._families = {name: [lane.name for lane in lanes] for name, lanes in found.items()}
+        return self._families
 
     def fitting(self, kinds: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-        """Return the prompts that leave room for an answer. Raises ValueError if there are none."""
+        """Return the prompts that leave room for an answer, on servers all. Raises ValueError if there are none."""
+        if self._target is None:
+            return {kind: [*texts] for kind, texts in kinds.items()}
         tokenizer = self._session.models.tokenizer
         room = self._target.max_length - self._spec.max_new_tokens - TEMPLATE
         if tokenizer is None:
@@ -94,10 +109,13 @@ class Racer:
         return {kind: texts for kind, texts in fit.items() if texts}
 
     def measure(self, prompt: str, names: Sequence[str]) -> Mapping[str, Sample]:
-        """Race candidates against plain decoding on a prompt; return those that worked, none for a short answer.
+        """Race candidates against plain decoding on a prompt; return those that worked and predictions of others, none
+        for a short answer.
 
         Raises Cancelled if it was stopped, and ValueError if plain decoding failed on the first prompt.
         """
+        # what learns keeps its place, because a session knows by that what it has learned
+        names = sorted(names, key=lambda name: not method(self.lanes[name].method).learns)
         lanes = [self._lane(name) for name in names]
         trace = self._session.run(self._spec.model_copy(update={"prompt": prompt, "lanes": lanes}), self._stop)
         if self._cancelled():
@@ -115,7 +133,29 @@ class Racer:
         if len(plain.token_ids) < LEAST_TOKENS:
             return {}
         found = {name: self._sample(trace, place) for place, name in enumerate(names, start=1)}
-        return {name: sample for name, sample in found.items() if sample}
+        seen = {name: sample for name, sample in found.items() if sample}
+        for name, predicted in self._predictions(trace, seen) if self.pass_ms else ():
+            if predicted and (name in seen or name not in names):
+                seen[name] = replace(seen.get(name, Sample(0.0)), predicted=predicted)
+        return seen
+
+    def _predictions(self, trace: RunTrace, seen: Mapping[str, Sample]) -> Iterator[tuple[str, float]]:
+        """Yield candidates with their predicted speed-ups: of drafters without passes from the text, of others from
+        the longest drafts of the same drafter in this race."""
+        for name, drafter in self._replayed.items():
+            k, most = self.lanes[name].k, self._spec.max_new_tokens
+            yield name, replayed_speed(drafter, k, trace.lanes[0], most, self.pass_ratio)
+        chooses = {name: method(lane.method).chooses_length for name, lane in self.lanes.items()}
+        for family in self._families.values():
+            own = next((n for n in reversed(family) if n in seen and seen[n].costs and not chooses[n]), "")
+            costs = seen[own].costs if own and own not in self._replayed else None
+            if costs is None or costs.tree_nodes is not None:
+                continue
+            curve = costs.with_probe(self.pass_ms)
+            scale = seen[own].speed / curve.speedup(self.lanes[own].k)
+            speeds = {name: scale * curve.speedup(self.lanes[name].k) for name in family if not chooses[name]}
+            # one that chooses its length does as well as the best length
+            yield from ((name, speeds.get(name, max(speeds.values()))) for name in family)
 
     def _lane(self, name: str) -> Lane:
         return self.lanes[name]
@@ -146,25 +186,23 @@ class Racer:
 
     def remarks(self) -> list[str]:
         """Return how passes run here, what was left out and why, and whether a text differed."""
-        return [*self._conditions(), *self._problems()]
-
-    def _conditions(self) -> list[str]:
+        notes = [f"Left out: {name}, {why.rstrip('.')}." for name, why in self._notes.items()]
+        notes += [f"{self._differs} texts {self.difference}."] if self._differs else []
+        if self._target is None:
+            return notes
         rows = dict(pass_rows(self.environment()))
         facts = [f"{title}: {rows[title]}." for title in ("CPU threads", "Weights", "Passes") if title in rows]
-        return [" ".join(facts), f"{sentence(checking_note(self._target))}."]
-
-    def _problems(self) -> list[str]:
-        notes = [f"Left out: {name}, {why.rstrip('.')}." for name, why in self._notes.items()]
-        return [*notes, f"{self._differs} texts {self.difference}."] if self._differs else notes
+        return [" ".join(facts), f"{sentence(checking_note(self._target))}.", *notes]
 
     def link(self, name: str, prompt: str) -> str:
-        """Return the query of a link to the race of a candidate on a prompt."""
-        return race_link(self._spec.target, self.lanes[name], prompt)
+        """Return the query of a link to the race of a candidate on a prompt; empty for a server that runs already."""
+        return "" if self.lanes[name].server else race_link(self._spec.target, self.lanes[name], prompt)
 
     def settings(self, name: str) -> list[str]:
-        """Return the settings to copy of a candidate."""
+        """Return the settings to copy of a candidate; none for a server that runs already."""
         lane = self.lanes[name].model_copy(update={"name": ""})
-        return settings_to_copy(self._spec.model_copy(update={"lanes": [lane]}), self.engine)
+        chosen = self._spec.model_copy(update={"lanes": [lane]})
+        return [] if lane.server else settings_to_copy(chosen, self.engine)
 
 
 class ServerRacer(Racer):
@@ -210,20 +248,8 @@ class ServerRacer(Racer):
                 raise ValueError(f"{name} does not run on {self._program.engine.title}: {self._notes[name]}")
         return self._named(found)
 
-    def fitting(self, kinds: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-        return {kind: [*texts] for kind, texts in kinds.items()}
-
     def environment(self) -> dict[str, object]:
         return environment(None) | ({"device": self._program.title} if self._program else {})
-
-    def settings(self, name: str) -> list[str]:
-        return super().settings(name) if self._program else []
-
-    def link(self, name: str, prompt: str) -> str:
-        return super().link(name, prompt) if self._program else ""
-
-    def _conditions(self) -> list[str]:
-        return []
 
     def _served(self, lane: Lane | None = None) -> Served:
         """Return the server of a lane, or the plain one."""

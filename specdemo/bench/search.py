@@ -1,110 +1,113 @@
-"""Search for the fastest candidate of every kind of work with few runs: successive halving (Jamieson & Talwalkar,
-1502.07943). Needs no torch.
+"""Search for the fastest candidate of every kind of work with few runs. Needs no torch.
 
-First, every drafter runs once per kind at its longest draft length, and the cost model predicts its other lengths. Then
-the candidates that may still be the fastest run on one prompt after the other, with plain decoding in every run, and
-after each prompt the slower half leaves. A speed-up is the geometric mean over prompts; its interval contains the
-differences between texts. The first look only chooses candidates: it counts where nothing else was measured.
+The kinds take turns, one prompt after the other. On every prompt the candidates that may still be the fastest run, each
+against plain decoding; the better a candidate is known, the nearer to the best it must be. Others are predicted where
+that is possible: a prediction is scaled by the candidate's own runs, so that candidates are compared over the same
+prompts. The speed-up that is reported, a geometric mean over prompts, counts runs only; its interval contains the
+differences between texts.
 
 On servers, where a candidate takes long to start, one runs after the other: each on the same prompts, one of every kind
 after the other, until its share of the time is over or it is clearly behind in every kind.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import ceil, exp, log, sqrt
-from statistics import fmean
+from math import exp, log, sqrt
+from statistics import fmean, geometric_mean
 from typing import Any
 
 from specdemo.core.estimate import Estimate, over_repeats, t_quantile
 from specdemo.engine.cost import CostModel
 from specdemo.models.errors import Cancelled
 
-HOPEFUL = 0.9  # least predicted speed of a candidate after the first look, in that of the best one
-FAMILY, FAMILIES = 0.6, 3  # the same for the best candidate of a drafter, since one text says little; drafters at most
-MOST = 5  # candidates after the first look
-NEAR = 0.92  # share of the best speed from which a candidate of the slower half stays
-LEAST_ROUNDS = 4  # prompts per kind of work, if there is time; fewer prompts than that are used again
-NARROW = 0.02  # half width of the interval at which a single candidate left is known well enough
+NEAR, DOUBT = 0.95, 0.3  # least speed of a candidate in a race, in that of the best: NEAR - DOUBT / number of prompts
+LEAST, MOST = 2, 3  # candidates in a race
+ENOUGH = 4  # races of a kind, if it has so few prompts, and runs of its best candidate
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One run of a candidate. speed: its tokens/s in those of plain decoding in the same run. numbers: summary of the
-    lane (core.tally.summarise)."""
+    """A candidate on one prompt. speed: its tokens/s in those of plain decoding in the same race; 0: it did not run.
+    numbers: summary of the lane (core.tally.summarise). predicted: what `speed` was expected to be; 0: unknown."""
 
     speed: float
-    numbers: Mapping[str, Any]
+    numbers: Mapping[str, Any] = field(default_factory=dict)
     costs: CostModel | None = None
+    predicted: float = 0.0
 
 
-Measure = Callable[[str, Sequence[str]], Mapping[str, Sample]]  # prompt, candidates -> one run of each that worked
+Measure = Callable[
+    [str, Sequence[str]], Mapping[str, Sample]
+]  # prompt, candidates -> those that worked, and predictions
 Progress = Callable[[float, str], None]
+
+
+def over_kinds(groups: Iterable[Sequence[float]]) -> Estimate:
+    """Return the geometric mean over kinds of the means over their prompts. The interval takes the spread within a kind
+    as equal in all of them, so that few prompts of each are enough. groups: positive values of each kind."""
+    logs = [[*map(log, values)] for values in groups]
+    value, freedom = round(exp(fmean(map(fmean, logs))), 4), sum(map(len, logs)) - len(logs)
+    if freedom < max(len(logs), 2):
+        return Estimate(value)
+    spread = sum((one - fmean(kind)) ** 2 for kind in logs for one in kind) / freedom
+    half = t_quantile(freedom) * sqrt(spread * sum(1 / len(kind) for kind in logs)) / len(logs)
+    return Estimate(value, round(value * exp(-half), 4), round(value * exp(half), 4))
 
 
 @dataclass(slots=True)
 class KindOfWork:
-    """One kind of work. samples: candidate -> round -> run; round 0 is the first look."""
+    """One kind of work. samples: candidate -> number of the race -> run or prediction. scales: candidate -> its speed
+    in the predicted one, over all kinds."""
 
     name: str
     prompts: Sequence[str]
     samples: dict[str, dict[int, Sample]] = field(default_factory=dict)
-    guesses: dict[str, float] = field(default_factory=dict)  # predicted speed-ups
-    left: list[str] = field(default_factory=list)  # candidates that may still be the fastest
+    scales: Mapping[str, float] = field(default_factory=dict)
+    failed: set[str] = field(default_factory=set)
     rounds: int = 0
-    seconds: float = 0.0  # of the last run, per lane
+    seconds: float = 0.0  # of the last race, per lane
 
     def runs(self, name: str) -> list[Sample]:
-        """Return the runs of a candidate that count."""
-        found = self.samples.get(name, {})
-        return [run for number, run in found.items() if number] or [*found.values()]
+        """Return the runs of a candidate."""
+        return [sample for sample in self.samples.get(name, {}).values() if sample.speed]
 
     def speed(self, name: str) -> Estimate | None:
-        """Return the speed-up of a candidate; None if it was not measured."""
+        """Return the measured speed-up of a candidate; None if it did not run."""
         runs = self.runs(name)
         return over_repeats([run.speed for run in runs]) if runs else None
 
     def value(self, name: str) -> float:
-        """Return the measured or else the predicted speed-up; 0 if neither is known."""
-        speed = self.speed(name)
-        return speed.value if speed else self.guesses.get(name, 0.0)
+        """Return the speed-up of a candidate over all prompts where it is measured or predicted; 0 if unknown."""
+        scale = self.scales.get(name, 1.0)
+        known = [one.speed or one.predicted * scale for one in self.samples.get(name, {}).values()]
+        return geometric_mean(known) if known else 0.0
 
     def ranked(self) -> list[str]:
-        """Return the measured candidates, the fastest first; those with the most runs before all others. The first look
-        counts like one run."""
-        counts = {name: max(sum(map(bool, runs)), 1) for name, runs in self.samples.items()}
-        most = max((counts.get(name, 0) for name in self.left), default=0)
-        complete = {name for name, count in counts.items() if count >= most}
-        return sorted(self.samples, key=lambda name: (name not in complete, -self.value(name)))
+        """Return the measured candidates, the fastest first; those that are known on few of the prompts last."""
+        few = {name for name, known in self.samples.items() if 2 * len(known) < self.rounds}
+        return sorted(filter(self.runs, self.samples), key=lambda name: (name in few, -self.value(name)))
 
-    def against(self, name: str, other: str) -> Estimate:
-        """Return the speed of a candidate in that of another one, over the prompts that both ran on."""
-        own, others = (self.samples.get(one, {}) for one in (name, other))
-        both = [number for number in own if number in others and number]
-        return over_repeats([own[n].speed / others[n].speed for n in both]) if both else Estimate(1.0)
+    def ratios(self, name: str, other: str) -> list[float]:
+        """Return the speeds of a candidate in those of another one, on the prompts that both ran on."""
+        own, others = (
+            {n: one.speed for n, one in self.samples.get(of, {}).items() if one.speed} for of in (name, other)
+        )
+        return [speed / others[n] for n, speed in own.items() if n in others]
 
-    def hopeful(self, name: str, share: float) -> bool:
-        """Return True if a candidate reaches this share of the best speed so far, plain decoding included."""
-        return self.value(name) >= share * max([1.0, *map(self.value, self.samples)])
-
-    def halve(self) -> None:
-        """Drop the slower half, but none near the best, and all that are clearly slower than it."""
-        ranked = sorted(self.left, key=self.value, reverse=True)
-        stay = max(2, ceil(len(ranked) / 2))
-        near = NEAR * max(map(self.value, ranked), default=0.0)
-        kept = [name for place, name in enumerate(ranked) if place < stay or self.value(name) >= near]
-        self.left = [name for name in kept if self.against(name, ranked[0]).label != "slower"]
+    def near(self, name: str, value: float, best: float) -> bool:
+        """Return True if a speed-up of a candidate is near enough to the best one for what is known of it."""
+        return value >= (NEAR - DOUBT / max(len(self.samples.get(name, {})), 1)) * best
 
     @property
     def decided(self) -> bool:
-        """Return True if further runs cannot change the answer much."""
-        if not self.left or self.rounds > max(len(self.prompts) - 1, LEAST_ROUNDS):
-            return True
-        best = self.speed(self.left[0])
-        if best is None or best.high is None:
-            return False
-        return best.high < 1.0 or (len(self.left) == 1 and (best.width or 1.0) <= NARROW)
+        """Return True if further races cannot change the answer much."""
+        ranked, most = self.ranked(), max(len(self.prompts), ENOUGH)
+        if not ranked or self.rounds >= 2 * most:
+            return self.rounds >= most
+        best = self.speed(ranked[0])
+        slow = best is not None and best.high is not None and best.high < 1.0
+        return slow or (self.rounds >= most and len(self.runs(ranked[0])) >= ENOUGH)
 
 
 class Search:
@@ -119,98 +122,80 @@ class Search:
         report: Progress = lambda share, what: None,
         now: Callable[[], float] = time.monotonic,
         serve: Callable[[str], bool] | None = None,
+        only: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
-        """families: drafter -> its candidates; the last one has the longest drafts, and 0 as length means that the
-        drafter chooses it. measure: runs candidates on a prompt, each against plain decoding. serve: makes a candidate
-        ready, where they run one after the other; False if that failed. Its time does not count."""
-        self.works = [KindOfWork(name, prompts) for name, prompts in works.items()]
+        """families: drafter -> its candidates, of which the last one runs first. measure: runs candidates on a prompt,
+        each against plain decoding, and predicts others. serve: makes a candidate ready, where they run one after the
+        other; False if that failed. Its time does not count. only: kind -> the candidates that run once on every
+        prompt; None: those that may be the fastest."""
+        self._scales: dict[str, float] = {}
+        self.works = [KindOfWork(name, prompts, scales=self._scales) for name, prompts in works.items()]
         self.families, self.stopped = families, False
+        self._names = [name for family in families.values() for name in family]
         self._measure, self._report, self._now, self._serve = measure, report, now, serve
         self._start, self._seconds = now(), seconds
-        self._current, self._running = self.works[0], ""
+        self._only, self._doing = only, ""
 
-    def run(self, lengths: Mapping[str, int], pass_ms: Mapping[int, float]) -> None:
-        """Search. lengths: candidate -> draft length. Ctrl-C ends it early. Raises ValueError if that was before the
-        first run was complete."""
+    def run(self) -> None:
+        """Search. Ctrl-C ends it early. Raises ValueError if that was before the first race was complete."""
         try:
             if self._serve:
-                self._one_by_one([name for family in self.families.values() for name in family])
+                self._one_by_one()
             else:
-                self._first_look(lengths, pass_ms)
                 while sum(map(self._round, self.works)):
                     pass
         except (KeyboardInterrupt, Cancelled):
             self.stopped = True
-        if self.stopped and not any(work.samples for work in self.works):
+        if self.stopped and self._only is None and not any(work.samples for work in self.works):
             raise ValueError("stopped before the first run was complete, so nothing was measured")
 
     def progress(self, loading: str = "") -> None:
         """Report what runs or is loaded, the best candidate so far, and the time that is left."""
-        work = self._current
         used, best = self._now() - self._start, self.leader()
         known = f", best so far {best} {self.mixed(best).value:.2f}x" if best else ""
-        rest = max(self.rest, 0.0)
-        doing = loading or f"{work.name}, {self._running}"
-        self._report(min(used / self._seconds, 1.0), f"{doing}{known}, {rest:.0f} s left")
+        self._report(
+            min(used / self._seconds, 1.0), f"{loading or self._doing}{known}, {max(self.rest, 0.0):.0f} s left"
+        )
 
     def leader(self) -> str:
-        """Return the candidate with the highest speed-up over all kinds together, of those with an interval if any has
-        one; empty before the first look."""
-        known = [work for work in self.works if work.guesses or work.samples]
-        names = [name for family in self.families.values() for name in family]
-        names = [name for name in names if known and all(work.value(name) for work in known)]
-        mixed = {name: self.mixed(name) for name in names}
-        return max(names, key=lambda name: (mixed[name].low is not None, mixed[name].value), default="")
+        """Return the candidate with the highest speed-up over all kinds together, of those that ran in all if any did;
+        empty before the first race."""
+        known = [work for work in self.works if work.samples]
+        names = [name for name in self._names if known and all(work.value(name) for work in known)]
+        return max(names, key=lambda name: (all(work.runs(name) for work in known), self._mean(name)), default="")
 
     def mixed(self, name: str) -> Estimate:
-        """Return the geometric mean of a candidate's speed-ups over the kinds. Its interval takes the spread within a
-        kind as equal in all of them, so that few prompts of each are enough."""
+        """Return the speed-up of a candidate over all kinds: `over_kinds` of its runs, without interval where it is
+        only predicted for one."""
         known = [work for work in self.works if work.value(name)]
-        value = round(exp(fmean(log(work.value(name)) for work in known)), 4)
-        logs = [[log(run.speed) for run in work.runs(name)] for work in known]
-        freedom = sum(map(len, logs)) - len(logs)
-        if not all(logs) or freedom < max(len(logs), 2):
-            return Estimate(value)
-        spread = sum((one - fmean(kind)) ** 2 for kind in logs for one in kind) / freedom
-        half = t_quantile(freedom) * sqrt(spread * sum(1 / len(kind) for kind in logs)) / len(logs)
-        return Estimate(value, round(value * exp(-half), 4), round(value * exp(half), 4))
+        if all(work.runs(name) for work in known):
+            return over_kinds([run.speed for run in work.runs(name)] for work in known)
+        return Estimate(round(self._mean(name), 4))
+
+    def _mean(self, name: str) -> float:
+        known = [value for work in self.works if (value := work.value(name))]
+        return geometric_mean(known) if known else 0.0
 
     @property
     def rest(self) -> float:
         """Return the seconds that are left."""
         return self._start + self._seconds - self._now()
 
-    def confirm(self, held: Mapping[str, Sequence[str]], seconds: float) -> dict[str, list[Mapping[str, Sample]]]:
-        """Run the two best of each kind on other prompts, in turn, while there is time; return their runs by kind.
-
-        held: kind -> prompts. seconds: further time.
-        """
-        self._seconds += seconds
-        works = [work for work in self.works if len(work.ranked()) > 1 and work.name in held]
-        runs: dict[str, dict[str, dict[str, Sample]]] = {work.name: {} for work in works}
-        most = max((len(held[work.name]) for work in works), default=0)
-        turns = [(work, prompt) for n in range(most) for work in works for prompt in held[work.name][n : n + 1]]
-        races = [(work, prompt, work.ranked()[:2]) for work, prompt in turns]
-        if self._serve and turns:  # as many turns as both candidates of each have time for
-            fit = int(self.rest / max(4.0 * fmean(work.seconds for work in works), 1e-3))
-            races = [(work, prompt, [name]) for work, prompt, names in races[:fit] for name in names]
-            races.sort(key=lambda race: race[2])
-        served = ""
-        try:
-            for work, prompt, names in races if not self.stopped else ():
-                if self._serve and served != names[0]:
-                    served = names[0]
-                    self._ready(served)
-                if self.rest > (len(names) + 1) * work.seconds:
-                    runs[work.name].setdefault(prompt, {}).update(self.race(work, prompt, names))
-        except (KeyboardInterrupt, Cancelled):
-            self.stopped = True
-        return {name: [*found.values()] for name, found in runs.items()}
+    def confirm(self, held: Mapping[str, Sequence[str]], seconds: float) -> "Search":
+        """Return a search that runs the two best of each kind on other prompts. held: kind -> prompts.
+        seconds: time besides what is left."""
+        works = {work.name: work for work in self.works if len(work.ranked()) > 1 and work.name in held}
+        best = {name: work.ranked()[:2] for name, work in works.items()}
+        prompts, families = {name: held[name] for name in best}, {one: [one] for pair in best.values() for one in pair}
+        rest = seconds + max(self.rest, 0.0)
+        again = Search(prompts, families, self._measure, rest, self._report, self._now, self._serve, best)
+        for work in again.works:
+            work.seconds = works[work.name].seconds
+        return again
 
     def race(self, work: KindOfWork, prompt: str, names: Sequence[str]) -> Mapping[str, Sample]:
         """Run candidates on a prompt, and note how long it took."""
-        self._current = work
-        self._running = names[0] if len(names) == 1 else f"{len(names)} candidates"
+        self._doing = f"{work.name}, {names[0] if len(names) == 1 else f'{len(names)} candidates'}"
         self.progress()
         begin = self._now()
         found = self._measure(prompt, names)
@@ -225,71 +210,64 @@ class Search:
         self._seconds += self._now() - begin
         return ready
 
-    def _one_by_one(self, names: Sequence[str]) -> None:
+    def _one_by_one(self) -> None:
         """Run one candidate after the other, each in an equal share of the time that is left."""
-        most = max(len(work.prompts) for work in self.works)
-        for place, name in enumerate(names):
+        most = max((len(work.prompts) for work in self.works), default=0)
+        for place, name in enumerate(self._names):
             if not self._ready(name):
                 continue
-            end = self._now() + max(self.rest, 0.0) / (len(names) - place)
-            for number in range(1, most + 1):
+            end = self._now() + max(self.rest, 0.0) / (len(self._names) - place)
+            for number in range(most):
                 for work in self.works:
-                    if self._now() < end and number <= len(work.prompts):
-                        for found in self.race(work, work.prompts[number - 1], [name]).values():
-                            work.samples.setdefault(name, {})[number] = found
-                            work.rounds = max(work.rounds, number)
-                share = FAMILY if number == 1 else HOPEFUL
-                if len(names) > 1 and not any(work.hopeful(name, share) for work in self.works):
+                    runs = self._only is None or name in self._only[work.name]
+                    if runs and self._now() < end and number < len(work.prompts):
+                        self._keep(work, number, self.race(work, work.prompts[number], [name]))
+                if (
+                    not self._only
+                    and len(self._names) > 1
+                    and not any(self._hopeful(work, name) for work in self.works)
+                ):
                     break
 
-    def _first_look(self, lengths: Mapping[str, int], pass_ms: Mapping[int, float]) -> None:
-        longest = [family[-1] for family in self.families.values()]
-        for work in self.works:
-            if self.rest < 0.0:
-                break
-            for prompt in work.prompts[:2]:  # the answer to a prompt may be too short
-                found = self.race(work, prompt, longest)
-                work.samples = {name: {0: sample} for name, sample in found.items()}
-                if found:
-                    break
-            self._shortlist(work, lengths, pass_ms)
-
-    def _shortlist(self, work: KindOfWork, lengths: Mapping[str, int], pass_ms: Mapping[int, float]) -> None:
-        """Predict every draft length from the first look, and keep the hopeful candidates."""
-        for family in self.families.values():
-            if not (seen := work.samples.get(family[-1])):
-                continue
-            sample, own = seen[0], family[-1]
-            costs = sample.costs and sample.costs.with_probe(pass_ms)
-            for name in family if costs and costs.tree_nodes is None else [own]:
-                speed = costs.speedup(lengths[name]) / costs.speedup(lengths[own]) if costs and lengths[name] else 1.0
-                work.guesses[name] = sample.speed * speed
-            for name in family:  # one that chooses its length does as well as the best length
-                if not lengths[name]:
-                    work.guesses[name] = max(work.guesses.get(other, 0.0) for other in family)
-        ranked = sorted(work.guesses, key=lambda name: -work.guesses[name])
-        if not ranked:
-            return
-        share = {name: work.guesses[name] / work.guesses[ranked[0]] for name in ranked}
-        firsts = [next((name for name in ranked if name in family), "") for family in self.families.values()]
-        tops = sorted((name for name in firsts if share.get(name, 0.0) >= FAMILY), key=lambda name: -share[name])
-        hopeful = [name for name in ranked if share[name] >= HOPEFUL]
-        work.left = [*dict.fromkeys([*tops[:FAMILIES], *hopeful, *ranked[:2]])][:MOST]
+    def _hopeful(self, work: KindOfWork, name: str) -> bool:
+        return work.near(name, work.value(name), max([1.0, *map(work.value, work.samples)]))
 
     def _round(self, work: KindOfWork) -> bool:
-        """Run what is left of a kind on its next prompt; return False if it is decided or there is no time. At the end,
-        the fastest candidates use the time that is left."""
-        names = [*dict.fromkeys([*sorted(work.left, key=work.value, reverse=True), self.leader()])]
-        if not work.rounds:
-            work.rounds = 1
+        """Race on the next prompt of a kind; return False if it is decided or there is no time. At the end, the fastest
+        candidates use the time that is left."""
         fit = int(self.rest / max(work.seconds, 1e-3)) - 1
-        if work.decided or fit < 1:
+        names = self._contenders(work)
+        if fit < (len(names) if self._only else 1) or not names:
             return False
         names = names[:fit]
         found = self.race(work, work.prompts[work.rounds % len(work.prompts)], names)
-        for name, sample in found.items():
-            work.samples.setdefault(name, {})[work.rounds] = sample
-        work.rounds += 1
-        work.left = [name for name in work.left if name in found or not found]
-        work.halve()
+        if found:
+            work.failed |= {*names} - {*found}
+        self._keep(work, work.rounds, found)
         return True
+
+    def _keep(self, work: KindOfWork, number: int, found: Mapping[str, Sample]) -> None:
+        for name, sample in found.items():
+            work.samples.setdefault(name, {})[number] = sample
+            runs = [run for each in self.works for run in each.runs(name) if run.predicted]
+            self._scales[name] = geometric_mean(run.speed / run.predicted for run in runs) if runs else 1.0
+        work.rounds = max(work.rounds, number + 1)
+
+    def _contenders(self, work: KindOfWork) -> list[str]:
+        """Return what should race on the next prompt of a kind, the fastest so far first: what may be the fastest, also
+        by the other kinds before it was tried, and the best one for mixed work."""
+        if self._only is not None:
+            return [*self._only[work.name]] if work.rounds < len(work.prompts) else []
+        if work.decided:
+            return []
+        values = {name: work.value(name) or self._mean(name) for name in self._names if name not in work.failed}
+        ranked = sorted(filter(values.__getitem__, values), key=values.__getitem__, reverse=True)
+        if not ranked:
+            return [family[-1] for family in self.families.values() if family[-1] not in work.failed]
+        best = max(values[ranked[0]], 1.0)
+        near = [name for name in ranked if work.near(name, values[name], best)]
+        near = [
+            name for name in near if not (both := work.ratios(name, ranked[0])) or over_repeats(both).label != "slower"
+        ]
+        mixed = [name for name in [self.leader()] if name in values]
+        return [*dict.fromkeys([*ranked[:LEAST], *near[:MOST], *mixed])]

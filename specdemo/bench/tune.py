@@ -1,10 +1,10 @@
 """Suite `tune`: the speculation that pays for a model on this machine, by kind of work."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, geometric_mean
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import AfterValidator, Field, PlainSerializer, model_validator
@@ -12,11 +12,9 @@ from pydantic import AfterValidator, Field, PlainSerializer, model_validator
 from specdemo.analysis.diagnose import SMALLEST_GAIN, accepted_clause
 from specdemo.analysis.lanes import break_even
 from specdemo.bench.base import Decoding, File, NewTokens, Report, Stop
-from specdemo.bench.check_server import read_prompts
-from specdemo.bench.prompts import CODE, EDITS, PROMPTS
+from specdemo.bench.prompts import CODE, EDITS, PROMPTS, read_questions
 from specdemo.bench.result import Result, Row
-from specdemo.bench.search import KindOfWork, Sample, Search
-from specdemo.core.estimate import over_repeats
+from specdemo.bench.search import KindOfWork, Search, over_kinds
 from specdemo.core.settings import Setting
 from specdemo.core.suggest import suggest
 from specdemo.core.tally import ratio
@@ -42,6 +40,7 @@ CONFIRMED = 3  # prompts per kind that only --confirm uses
 MOST_GAIN = 2.0  # speed-up of all lanes together with which the shortest possible time is computed
 CONFIRM_SHARE = 0.25  # of the time
 DEAR = 0.05  # passes of drafting per step that the explanation names
+EQUAL = 0.03  # difference of two speeds that does not matter
 
 
 class Tune(Decoding):
@@ -105,8 +104,9 @@ class Tune(Decoding):
             offered = {} if self.servers else drafters(self.target, self.drafts, self.download)
             found = racer.usable(offered, self.drafts, report)
             kinds = racer.fitting(self.kinds())
-            long = [name for name, texts in kinds.items() if self.confirm and len(texts) > CONFIRMED]
-            held = {name: kinds[name][-CONFIRMED:] for name in long}
+            held = {
+                name: texts[-CONFIRMED:] for name, texts in kinds.items() if self.confirm and len(texts) > CONFIRMED
+            }
             used = {name: texts[: -CONFIRMED if name in held else None] for name, texts in kinds.items()}
             seconds = 60.0 * self.minutes * (1.0 - CONFIRM_SHARE * bool(held))
             self._check_time(len(found), len(kinds), racer.pass_ms.get(1, 0.0))
@@ -116,10 +116,13 @@ class Tune(Decoding):
 
             search = Search(used, found, racer.measure, seconds, progress, serve=racer.serve)
             racer.tick = search.progress
-            search.run({name: lane.k for name, lane in racer.lanes.items()}, racer.pass_ms)
+            search.run()
             again = search.confirm(held, 60.0 * self.minutes - seconds)
-            confirmed = [_confirmed(work, again[work.name]) for work in search.works if work.name in again]
-            return self._result(search, racer, confirmed)
+            if not search.stopped:
+                racer.tick = again.progress
+                again.run()
+                search.stopped = again.stopped
+            return self._result(search, racer, [*_confirmed(search, again)])
 
     def _racer(self, cancelled: Stop) -> "Racer":
         """Return what races the candidates. Raises ValueError, one line, for an unusable model or engine."""
@@ -139,28 +142,27 @@ class Tune(Decoding):
         return ServerRacer(spec, cancelled, program, self.servers)
 
     def _check_time(self, drafters: int, kinds: int, token_ms: float) -> None:
-        """Raise ValueError if a first look at every drafter takes longer than the time that is given."""
-        least = kinds * (1 + drafters) * self.new_tokens * token_ms / MOST_GAIN / 60_000.0
+        """Raise ValueError if the first race of every drafter and kind takes longer than the time that is given."""
+        least = (drafters + 2 * kinds) * self.new_tokens * token_ms / MOST_GAIN / 60_000.0
         if least > self.minutes:
             raise ValueError(
-                f"no time: one look at {drafters} drafters and {kinds} kinds of work takes {least:.1f} minutes, a "
-                "comparison three times as long; give more minutes, fewer kinds of work or fewer new tokens"
+                f"no time: the first races of {drafters} drafters and {kinds} kinds of work take {least:.1f} minutes; "
+                "give more minutes, fewer kinds of work or fewer new tokens"
             )
 
     def _result(self, search: Search, racer: "Racer", confirmed: list[str]) -> Result:
-        works = [work for work in search.works if work.samples]
+        works = [work for work in search.works if work.ranked()]
         rows = [
             _row(work, name, racer.lanes[name], place) | {RACE: racer.link(name, work.prompts[0])}
             for work in works
             for place, name in enumerate(work.ranked())
         ]
         if best := search.leader():
-            mixed = search.mixed(best)
             k = racer.lanes[best].k or None
-            rows.append({"lane": best, "category": MIXED, "k": k, "speed-up": mixed, "place": 1})
+            rows.append({"lane": best, "category": MIXED, "k": k, "speed-up": search.mixed(best), "place": 1})
         remarks = [*_recommendation(search, best), *(_why_not(work, racer) for work in works if not _pays(work))]
         remarks += [*confirmed, *racer.remarks(), *(["Stopped early."] if search.stopped else [])]
-        if unseen := [work.name for work in search.works if not work.samples]:
+        if unseen := [work.name for work in search.works if not work.ranked()]:
             remarks.append(f"No time for: {', '.join(unseen)}.")
         if not any(map(_pays, works)) and (missing := racer.missing(self.target)):
             remarks.append(f"Published drafters that are not here: {', '.join(missing[:4])}; download one to try it.")
@@ -170,7 +172,7 @@ class Tune(Decoding):
         elif paying:
             remarks += [f"Settings for {paying[-1].name}:", *racer.settings(paying[-1].ranked()[0])]
         repeats = max((work.rounds for work in works), default=1)
-        return Result(self.name, max(repeats, 1), self.config(self.target), racer.environment(), rows, remarks, None)
+        return Result(self.name, repeats, self.config(self.target), racer.environment(), rows, remarks, None)
 
 
 def best_rows(result: Result) -> Result:
@@ -211,12 +213,12 @@ def _pays(work: KindOfWork) -> bool:
 
 
 def _recommendation(search: Search, best: str) -> list[str]:
-    if not any(work.samples for work in search.works):
+    if not any(work.ranked() for work in search.works):
         return ["Nothing could be measured: every answer was too short; give other prompts."]
     if not best:
         return ["No candidate was measured on every kind of work; give it more minutes."]
     speed = search.mixed(best)
-    paying = [work.name for work in search.works if work.samples and _pays(work)]
+    paying = [work.name for work in search.works if work.ranked() and _pays(work)]
     if speed.label == "faster":
         return [f"For mixed work use {best}: {speed.format()} as fast as plain decoding."]
     if speed.low is None and speed.value > 1.0:
@@ -252,27 +254,34 @@ def _why_not(work: KindOfWork, racer: "Racer") -> str:
     return "; ".join(words) + "."
 
 
-def _confirmed(work: KindOfWork, runs: Sequence[Mapping[str, Sample]]) -> str:
-    """Return whether the order of the two best of a kind held on other prompts, and the speed-up of the first there."""
-    first, second = work.ranked()[:2]
-    both = [run for run in runs if {first, second} <= run.keys()]
-    if not both:
-        return f"{work.name}: not confirmed, because there was no time; give it more minutes."
-    found = over_repeats([run[first].speed / run[second].speed for run in both])
-    speed = over_repeats([run[first].speed for run in both])
-    held = {"faster": "held", "slower": "did not hold"}.get(found.label if found.low is not None else "", "is open")
-    return (
-        f"{work.name}: on {len(both)} other prompts {first} is {speed.format()} as fast as plain decoding and "
-        f"{found.format()} as fast as {second}; the order {held}."
-    )
+def _confirmed(search: Search, again: Search) -> Iterator[str]:
+    """Yield what the two best of each kind did on other prompts, and whether their order held over all kinds."""
+    ranked = {work.name: work.ranked() for work in search.works}
+    speeds, ratios = list[list[float]](), list[list[float]]()
+    for work in again.works:
+        first, second = ranked[work.name][:2]
+        if not (both := work.ratios(first, second)):
+            yield f"{work.name}: not confirmed, because there was no time; give it more minutes."
+            continue
+        speeds.append([run.speed for run in work.runs(first)])
+        ratios.append(both)
+        ahead = sum(one > 1.0 for one in both)
+        yield (
+            f"{work.name}: on {len(both)} other prompts {first} is {geometric_mean(speeds[-1]):.2f}x as fast as plain "
+            f"decoding and {geometric_mean(both):.2f}x as fast as {second}, ahead on {ahead}."
+        )
+    if speeds:
+        order = over_kinds(ratios)
+        words = "both are about equally fast" if abs(order.value - 1.0) < EQUAL else "the order is open"
+        words = {"faster": "the order held", "slower": "the order did not hold"}.get(order.label, words)
+        yield (
+            f"On other prompts of all kinds the best are {over_kinds(speeds).format()} as fast as plain decoding and "
+            f"{order.format()} as fast as the second ones; {words}."
+        )
 
 
 def _of_file(path: Path) -> Mapping[str, Sequence[str]]:
-    if path.suffix != ".jsonl":
-        return {path.stem[:80]: read_prompts(path)}
-    from specdemo.bench.measure import read_questions  # imports torch
-
     found: dict[str, list[str]] = {}
     for question in read_questions(path):
-        found.setdefault(question.category, []).append(question.text)
+        found.setdefault(question.category or path.stem[:80], []).append(question.text)
     return found

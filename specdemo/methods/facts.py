@@ -51,7 +51,8 @@ class Facts:
 
     cls: module below this package, and class. cost: None for a method that chooses at run time what it drafts, and so
     cannot be predicted. marks: lower-case strings that only configs of its drafters contain. words: lower-case parts of
-    the names that engines give the method, besides its own name.
+    the names that engines give the method, besides its own name. targets: the same of the names of targets that were
+    trained for it, where their configs have no mark.
     """
 
     cls: str
@@ -59,6 +60,7 @@ class Facts:
     cost: DraftingCost | None = None
     marks: tuple[str, ...] = ()
     words: tuple[str, ...] = ()
+    targets: tuple[str, ...] = ()
 
 
 def no_passes(target: Shape, config: Config, options: Sizes) -> Drafting:
@@ -194,7 +196,7 @@ FACTS = {
         ("assistant",),
     ),
     "lookahead": Facts("lookahead:Lookahead", "Lookahead decoding", no_passes),
-    "layer_skip": Facts("layer_skip:LayerSkip", "Layer skip", _layer_skip),
+    "layer_skip": Facts("layer_skip:LayerSkip", "Layer skip", _layer_skip, targets=("layerskip",)),
     "adaptive": Facts("adaptive:Adaptive", "Adaptive length"),
     "online": Facts("online:Online", "Online learning"),
     "cascade": Facts("cascade:Cascade", "Cascade"),

@@ -22,7 +22,7 @@ from specdemo.__main__ import main
 from specdemo.analysis.predict import predict
 from specdemo.analysis.profiles import Profile
 from specdemo.analysis.work import known
-from specdemo.bench.measure import read_questions
+from specdemo.bench.prompts import read_questions
 from specdemo.bench.result import read_result
 from specdemo.bench.suites import Sweep
 from specdemo.core.protocol import GenerationConfig
