@@ -3,9 +3,9 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar, Protocol, Self
+from typing import Annotated, ClassVar, Protocol
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer
 
 from specdemo.bench.prompts import PROMPTS
 from specdemo.bench.result import Result
@@ -21,7 +21,6 @@ Stop = Callable[[], bool]  # returns True to stop
 
 NEW_TOKENS = 96
 REPEATS = 1000  # maximum
-STORIES = "stories"
 ROWS = 256  # batch size of the losslessness suite: continuations per repeat
 
 
@@ -42,9 +41,6 @@ class Axis:
     title: str
     unit: str
     doubling: bool = False  # points double, so the axis is logarithmic
-
-
-DRAFT_LENGTH = Axis("k", "draft length", "k, draft tokens per step")
 
 
 def _ks(value: Sequence[int]) -> Sequence[int]:
@@ -77,7 +73,6 @@ def _ranges(text: object) -> object:
 
 
 Repeats = Annotated[int, Field(ge=1, le=REPEATS), Setting("Interleaved repeats.")]
-Once = Annotated[int, Field(ge=1, le=1), Setting("Always 1: counts do not vary.")]
 Device = Annotated[str, Setting(f"Device: {DEVICES}.", metavar="NAME")]
 Dtype = Annotated[str, BeforeValidator(dtype_name), Setting(f"Data type: {DTYPES}.", metavar="NAME")]
 NewTokens = Annotated[int, Field(ge=2, le=LIMITS.max_new_tokens), Setting("Output tokens per prompt.")]
@@ -86,9 +81,6 @@ Prompts = Annotated[
     Setting("Prompt to use instead of the suite's; repeatable.", metavar="TEXT", flag="--prompt"),
 ]
 File = Annotated[Path, PlainSerializer(lambda path: path.name, when_used="json")]
-Questions = Annotated[
-    File | None, Setting("File question.jsonl in the format of Spec-Bench; adds results per category.")
-]
 PRESET = Setting("Preset whose target and first lane are measured.", metavar="ID")
 PresetId = Annotated[str, PRESET]
 Ks = Annotated[
@@ -108,7 +100,6 @@ class Suite(Settings):
     question: ClassVar[str] = ""
     order: ClassVar[int] = 100  # in lists, then by name
     axis: ClassVar[Axis | None] = None  # None: compare the lanes only
-    companion: ClassVar[str] = ""  # suite whose recorded result the Sweep tab shows below the chart
     repeats: Repeats = 5
 
     def run(self, report: Report, cancelled: Stop) -> Result:
@@ -141,35 +132,13 @@ class Decoding(Suite):
     new_tokens: NewTokens = NEW_TOKENS
 
 
-class Prompted(Decoding):
-    """Suite with prompts, given or its own."""
+class Laned(Decoding):
+    """Suite of a preset on prompts, given or its own."""
 
     prompts: Prompts = None
+    preset: PresetId = DEFAULT
 
     @property
     def texts(self) -> Sequence[str]:
         """Return the given prompts, or the default ones."""
         return self.prompts or PROMPTS
-
-
-class Laned(Prompted):
-    """Suite of the first lane of a preset."""
-
-    preset: PresetId = DEFAULT
-
-
-class Questioned(Prompted):
-    """Suite that also takes a question file instead of prompts."""
-
-    questions: Questions = None
-
-    @model_validator(mode="after")
-    def _check_texts(self) -> Self:
-        if self.prompts is not None and self.questions is not None:
-            raise ValueError("--prompt and --questions exclude each other; give one of them")
-        return self
-
-    @property
-    def prompts_or_file(self) -> Sequence[str] | Path:
-        """Return the question file if given, else the prompts."""
-        return self.questions or self.texts

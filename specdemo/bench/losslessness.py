@@ -6,12 +6,10 @@ position. Greedy: a comparison of the tokens, prompt by prompt.
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from statistics import mean, stdev
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
-from torch import Generator, Tensor
 from transformers import PreTrainedTokenizerBase
 
 from specdemo.bench.base import ROWS, OfPreset, Report, Stop
@@ -19,10 +17,8 @@ from specdemo.bench.measure import Tick, Way, repeated, run_complete
 from specdemo.bench.prompts import PROMPTS
 from specdemo.bench.result import DRAFTED, PLAIN, TOKEN, Result, Row
 from specdemo.bench.sweeps import tokenizer
-from specdemo.core.accept import AcceptResult, AcceptRule
 from specdemo.core.protocol import GenerationConfig, Target
-from specdemo.core.rules import RULES, accept_rule
-from specdemo.core.tree import Draft, is_chain
+from specdemo.core.rules import accept_rule
 from specdemo.engine.loop import generate
 from specdemo.engine.session import Session, environment
 from specdemo.methods import BASELINE, build_drafter, load_drafter, method
@@ -71,40 +67,6 @@ def chi_square(a: Mapping[Outcome, int], b: Mapping[Outcome, int]) -> ChiSquare:
     return ChiSquare(statistic, len(frequent) - 1, float(torch.special.gammaincc(half[0], half[1])))
 
 
-@dataclass(slots=True)
-class RuleProbe:
-    """A rule that also counts how many tokens each rule accepts of every row's first draft.
-
-    All rules see the same drafts but use separate coins, so that the generated text does not change.
-    """
-
-    rule: AcceptRule
-    coins: Generator
-    accepted: dict[str, list[int]] = field(default_factory=dict)
-
-    @property
-    def exact(self) -> bool:
-        return self.rule.exact
-
-    @property
-    def note(self) -> str:
-        return self.rule.note
-
-    @property
-    def coupled(self) -> bool:
-        """Return True if the drafts share the noise of the rule."""
-        return getattr(self.rule, "coupled", False)
-
-    def __call__(self, draft: Draft, target: Tensor, rng: Generator | None) -> AcceptResult:
-        chain = is_chain(draft.parents)
-        skipped = self.accepted or self.coupled or not draft.nodes
-        for name in () if skipped else [name for name, entry in RULES.items() if chain or entry.trees]:
-            rule = accept_rule(name)
-            if not getattr(rule, "coupled", False):  # its drafts would share its noise
-                self.accepted[name] = [len(path) - 1 for path in rule(draft, target, self.coins).path]
-        return self.rule(draft, target, rng)
-
-
 def drawn(target: Target, way: Way, prompt: Sequence[int], seed: int, tick: Callable[[], None]) -> list[list[int]]:
     """Generate ROWS continuations of the prompt; `tick` is called before every step."""
     rows: list[list[int]] = [[] for _ in range(ROWS)]
@@ -145,7 +107,6 @@ def _same_distribution(suite: OfPreset, chosen: Preset, report: Report, cancelle
     }
     prompt = encode(tokenizer(target), chosen.prompt, target.max_length - tokens)
 
-    accepted: dict[str, list[int]] = {}
     every: list[list[list[list[int]]]] = []
 
     def once(repeat: int, tick: Tick) -> list[list[list[int]]]:
@@ -153,8 +114,6 @@ def _same_distribution(suite: OfPreset, chosen: Preset, report: Report, cancelle
         samples.
         """
         samples = []
-        tried = RuleProbe(rule, Generator(target.device).manual_seed(chosen.seed + repeat))
-        ways[DRAFTED] = replace(ways[DRAFTED], accept=tried)
         for number, way in enumerate(ways.values()):
             seed = chosen.seed + len(ways) * repeat + number
 
@@ -162,8 +121,6 @@ def _same_distribution(suite: OfPreset, chosen: Preset, report: Report, cancelle
                 tick(number / len(ways))
 
             samples.append(drawn(target, way, prompt, seed, report_progress))
-        for name, lengths in tried.accepted.items():
-            accepted[name] = [*accepted.get(name, []), *lengths]
         every.append(samples)
         report((repeat + 1) / suite.repeats, f"repeat {repeat + 1} of {suite.repeats}", lambda: conclude(every, []))
         return samples
@@ -182,8 +139,7 @@ def _same_distribution(suite: OfPreset, chosen: Preset, report: Report, cancelle
             "prompt": chosen.prompt[:200],
         }
         rows, findings = _compared(tokenizer(target), samples, rule.exact)
-        remarks = [*findings, *_side_by_side(accepted), *remarks]
-        return Result("losslessness", len(done), config, environment(target), rows, remarks, TOKEN)
+        return Result("losslessness", len(done), config, environment(target), rows, [*findings, *remarks], TOKEN)
 
     return conclude(*repeated(suite.repeats, report, cancelled, once))
 
@@ -202,21 +158,6 @@ def _compared(
         for place, v in zip(PLACES, verdicts, strict=True)
     ]
     return rows, [_verdict(verdicts, len(samples[0]), exact), *tests]
-
-
-def _side_by_side(accepted: Mapping[str, Sequence[int]]) -> Sequence[str]:
-    """Return the mean number of accepted tokens per draft and rule with 95 % intervals, paired by draft."""
-    if not accepted:
-        return ()
-    words = {name: name if entry.lossless else entry.label(name) for name, entry in RULES.items()}
-    every = ", ".join(f"{words[name]} {_interval(lengths)}" for name, lengths in accepted.items())
-    more = _interval([b - a for a, b in zip(accepted["lossless"], accepted["block"], strict=True)])
-    return (f"Accepted tokens of the first draft: {every}. Block minus lossless: {more}.",)
-
-
-def _interval(values: Sequence[int]) -> str:
-    middle, half = mean(values), 1.96 * stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
-    return f"{middle:.3f} [{middle - half:.3f}, {middle + half:.3f}]"
 
 
 def _verdict(verdicts: Sequence[ChiSquare], draws: int, exact: bool) -> str:

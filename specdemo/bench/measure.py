@@ -4,26 +4,23 @@ Repeats are interleaved (A B C A B C), so that a machine that warms up or slows 
 covers all runs and has a 95 % interval from three repeats on. A stopped suite returns its finished repeats.
 """
 
-import json
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
-from pathlib import Path
-from typing import TypeVar
+from typing import Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from specdemo.bench.base import Progress, Stop
 from specdemo.bench.report import sentence
-from specdemo.bench.result import ALL, THOROUGH
+from specdemo.bench.result import THOROUGH
 from specdemo.core import noise
 from specdemo.core.accept import AcceptRule
 from specdemo.core.estimate import Estimate, RunTiming, over_repeats, rate, speedup, waited_share
 from specdemo.core.protocol import GenerationConfig, Target
-from specdemo.core.safe_io import read_text
 from specdemo.core.sampling import Sampling
 from specdemo.core.tally import Tally, ratio
 from specdemo.core.trace import RunTrace, StepEvent, decode_timing, step_ms
@@ -37,16 +34,7 @@ from specdemo.models.machine import GpuClock
 T = TypeVar("T")
 Tick = Callable[[float], None]  # takes the fraction of a repeat that is done; raises Stopped
 Show = Callable[[Callable[[], T]], None]  # takes a function that returns the measurements so far
-MAX_QUESTIONS = 2000
-QUESTIONS_BYTES = 16_000_000
-QUESTION = 100_000  # maximum characters
 MACHINE = 3  # maximum number of noise reasons from the machine; they contain clock rates, which differ between runs
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    text: str
-    category: str = ""
 
 
 class Stopped(Exception):
@@ -86,6 +74,14 @@ class Totals:
     prefills: list[float] = field(default_factory=list)
     runs: list[RunTiming] = field(default_factory=list)
 
+    @classmethod
+    def of(cls, runs: Iterable[Sequence[StepEvent]]) -> Self:
+        """Return the totals of some generations."""
+        totals = cls()
+        for events in runs:
+            totals.add(events)
+        return totals
+
     def add(self, events: Sequence[StepEvent]) -> None:
         """Count one generation's steps, of all its rows."""
         rows = [Tally.of(events, row) for row in range(len(events[0].emitted))]
@@ -97,14 +93,6 @@ class Totals:
     def acceptance_rate(self) -> float | None:
         """Return accepted / drafted tokens; None if nothing was drafted."""
         return ratio(sum(row.accepted for row in self.rows), sum(row.drafted for row in self.rows))
-
-    @property
-    def accept_by_position(self) -> list[float | None]:
-        """Return per position the share of the steps that drafted that deep and accepted a node there."""
-        deepest = max((len(row.reached) for row in self.rows), default=0)
-        reached = [sum(row.reached[i] for row in self.rows if i < len(row.reached)) for i in range(deepest)]
-        kept = [sum(sum(row.accept_histogram[i + 1 :]) for row in self.rows) for i in range(deepest)]
-        return [ratio(hits, tries) for hits, tries in zip(kept, reached, strict=True)]
 
     @property
     def tokens_per_pass(self) -> float | None:
@@ -155,91 +143,70 @@ def _thorough(number: Estimate | None, repeats: int) -> Estimate | None:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """Result of `compare_lanes`. Lane 0 is plain decoding."""
+    """Result of `compare_lanes`. traces: [repeat][text], the last repeat may be unfinished; lane 0 is plain decoding.
+    stopped: remarks on a stop."""
 
-    names: list[str]
-    tallies: list[dict[str, list[Totals]]]  # per repeat: category -> totals per lane
-    runs: list[list[list[StepEvent]]]  # [lane][run] events
-    verdicts: list[Counter[str]]  # verdict -> runs, per lane
-    environment: dict[str, object]
-    remarks: list[str]
-    machine: Sequence[str] = ()  # see tally_row
+    traces: list[list[RunTrace]]
+    stopped: list[str]
+
+    @property
+    def every(self) -> list[RunTrace]:
+        """Return the runs of all repeats."""
+        return [trace for traces in self.traces for trace in traces]
+
+    def events(self, lane: int) -> list[list[StepEvent]]:
+        """Return the events of a lane by run."""
+        return [trace.lanes[lane].events for trace in self.every]
 
     def rows(self, where: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
-        """Return one row per lane over all prompts, then one per category if there are several. where[i]: columns of
-        lane i.
-        """
-        categories = list(self.tallies[0])
-        return [
-            self._row(lane, {**columns, **({"category": category} if len(categories) > 1 else {})}, category)
-            for category in (categories if len(categories) > 1 else [ALL])
-            for lane, columns in enumerate(where)
-        ]
+        """Return one row per lane. where[i]: columns of lane i."""
+        machine = dict.fromkeys(reason for trace in self.every for reason in _noise(trace))
+        plain, rows = self._totals(0), []
+        for lane, columns in enumerate(where):
+            own = self._totals(lane) if lane else plain
+            verdicts = Counter(str(trace.comparison[lane - 1]["verdict"]) for trace in self.every if lane)
+            words = (f"{count} {word}" if len(verdicts) > 1 else word for word, count in verdicts.items())
+            row = tally_row(self.every[-1].lanes[lane].name, columns, own, plain, machine)
+            rows.append(row | {"output": ", ".join(words) or None})
+        return rows
 
-    def places(self) -> list[list[float | None]]:
-        """Return the acceptance by position for every row of `rows`."""
-        return [lane.accept_by_position for lanes in self.tallies[0].values() for lane in lanes]
+    @property
+    def remarks(self) -> list[str]:
+        """Return remarks on the time that the lanes waited, on a stop, and the notes of the last run."""
+        last = self.every[-1]
+        waited = [waited_share(_runs(self._totals(lane))) for lane in range(len(last.lanes))]
+        known = [share for share in waited if share is not None]
+        contention = [f"CPU contention: {_percentages(known)} of the time of the lanes."] if known else []
+        return [*contention, *self.stopped, *(f"{sentence(note)}." for note in last.notes)]
 
-    def _row(self, lane: int, where: Mapping[str, object], category: str) -> dict[str, object]:
-        of = [tallies[category] for tallies in self.tallies if category in tallies]  # the last repeat may be unfinished
-        plain = [t[0] for t in of]
-        row = tally_row(self.names[lane], where, [t[lane] for t in of] if lane else plain, plain, self.machine)
-        verdict = self.verdicts[lane]
-        words = (f"{count} {word}" if len(verdict) > 1 else word for word, count in verdict.items())
-        return row | {"output": ", ".join(words) or None}
+    def _totals(self, lane: int) -> list[Totals]:
+        """Return the totals of a lane by repeat."""
+        return [Totals.of(trace.lanes[lane].events for trace in traces) for traces in self.traces if traces]
 
 
 def compare_lanes(
     runner: Session,
     spec: Comparison,
-    questions: Sequence[Question],
+    texts: Sequence[str],
     repeats: int,
     report: Progress,
     cancelled: Stop,
     show: "Show[Compared]" = lambda so_far: None,
 ) -> Compared:
-    """Compare the lanes of `spec` with plain decoding, one after the other on every question, `repeats` times."""
-    every: list[list[tuple[str, RunTrace]]] = []  # with the unfinished repeat
+    """Compare the lanes of `spec` with plain decoding, one after the other on every text, `repeats` times."""
+    every: list[list[RunTrace]] = []  # with the unfinished repeat
 
-    def once(_repeat: int, tick: Tick) -> list[tuple[str, RunTrace]]:
-        traces: list[tuple[str, RunTrace]] = []
-        every.append(traces)
-        for number, question in enumerate(questions):
-            tick(number / len(questions))
-            trace = run_complete(runner, spec.model_copy(update={"prompt": question.text}), cancelled)
-            tick((number + 1) / len(questions))  # do not count an interrupted run
-            traces.append((question.category, trace))
-            show(lambda: _compared(every, []))
-        return traces
+    def once(_repeat: int, tick: Tick) -> list[RunTrace]:
+        every.append([])
+        for number, text in enumerate(texts):
+            tick(number / len(texts))
+            trace = run_complete(runner, spec.model_copy(update={"prompt": text}), cancelled)
+            tick((number + 1) / len(texts))  # do not count an interrupted run
+            every[-1].append(trace)
+            show(lambda: Compared(every, []))
+        return every[-1]
 
-    return _compared(*repeated(repeats, report, cancelled, once))
-
-
-def _compared(done: Sequence[Sequence[tuple[str, RunTrace]]], remarks: list[str]) -> Compared:
-    """Return the totals of all runs. done: category and trace of each run, per repeat."""
-    lanes = len(done[0][0][1].lanes)
-    verdicts: list[Counter[str]] = [Counter() for _ in range(lanes)]
-    runs: list[list[list[StepEvent]]] = [[] for _ in range(lanes)]
-    tallies = []
-    for traces in done:
-        tallies.append(defaultdict[str, list[Totals]](lambda: [Totals() for _ in range(lanes)]))
-        for category, trace in traces:
-            for index, lane in enumerate(trace.lanes):
-                runs[index].append(lane.events)
-                for name in {category, ALL} - {""}:
-                    tallies[-1][name][index].add(lane.events)
-            for verdict, row in zip(verdicts[1:], trace.comparison, strict=True):
-                verdict[str(row["verdict"])] += 1
-    waited = [waited_share(_runs(tally[ALL][lane] for tally in tallies)) for lane in range(lanes)]
-    known = [share for share in waited if share is not None]
-    if known:
-        remarks = [f"CPU contention: {_percentages(known)} of the time of the lanes.", *remarks]
-    trace = done[-1][-1][1]
-    remarks += [f"{sentence(note)}." for note in trace.notes]
-    by_category = [{**{c: t for c, t in tally.items() if c != ALL}, ALL: tally[ALL]} for tally in tallies]
-    names, environment = [lane.name for lane in trace.lanes], trace.environment
-    machine = dict.fromkeys(reason for traces in done for _, run in traces for reason in _noise(run))
-    return Compared(names, by_category, runs, verdicts, environment, remarks, [*machine])
+    return Compared(*repeated(repeats, report, cancelled, once))
 
 
 def _noise(trace: RunTrace) -> list[str]:
@@ -337,33 +304,6 @@ def _place_row(
     own = [totals[lane] for totals in done] if lane else plain
     first = over_repeats([sum(totals.prefills) / len(totals.prefills) for totals in own])
     return tally_row(name, where, own, plain, machine) | {"TTFT ms": first}
-
-
-def read_questions(path: Path) -> list[Question]:
-    """Read Spec-Bench's question.jsonl: question_id, category, turns; only the first turn is used. Raises ValueError
-    with one line.
-    """
-    lines = read_text(path, QUESTIONS_BYTES, "choose a question.jsonl with --questions").splitlines()
-    questions = [_question(path, number, line) for number, line in enumerate(lines, start=1) if line.strip()]
-    if not questions:
-        raise ValueError(f"{path} contains no questions")
-    if len(questions) > MAX_QUESTIONS:
-        raise ValueError(f"{path} contains {len(questions)} questions; the limit is {MAX_QUESTIONS}")
-    return questions
-
-
-def _question(path: Path, number: int, line: str) -> Question:
-    try:
-        read = json.loads(line)
-        text, category = read["turns"][0], read["category"]
-    except (ValueError, KeyError, IndexError, TypeError, RecursionError):
-        text = category = None
-    if not isinstance(text, str) or not isinstance(category, str) or not text.strip() or not category.strip():
-        form = '{"question_id": 1, "category": "...", "turns": ["..."]}'
-        raise ValueError(f"{path}, line {number}: not a question; it has the form {form}")
-    if len(text) > QUESTION:
-        raise ValueError(f"{path}, line {number}: a question of {len(text):,} characters; the limit is {QUESTION:,}")
-    return Question(text, category.strip()[:80])
 
 
 def windows(text: Sequence[int], width: int, count: int, device: torch.device) -> list[Tensor]:

@@ -25,7 +25,6 @@ FASTER, SLOWER = 1, 2  # colours of bars
 BARS = "lane"
 KINDS = ("text", "thinking")  # axes whose values are words
 BASELINE = "plain decoding"
-POSITION = "position"  # axis of results without times
 SPEED: Chart = {"suffix": "×", "digits": 2, "level": 1.0, "baseline": BASELINE}
 UI = Path(__file__).parents[1] / "ui"  # scripts and style of the charts
 PAGE = """<!doctype html>
@@ -67,8 +66,6 @@ def chart(result: Result) -> Chart:
         return _histograms(result)
     if any(LATENCY in row for row in result.rows):
         return _frontier(result)
-    if result.axis == POSITION:
-        return _lengths(result)
     over = result.axis or BARS
     place = str if over in (BARS, *KINDS) else (int, float)
     rows = [row for row in result.rows if row.get("category", ALL) == ALL and isinstance(row.get(over), place)]
@@ -81,18 +78,6 @@ def chart(result: Result) -> Chart:
     head = "Speed-up by lane" if over == BARS else f"Speed-up over {along.title}"
     drawn = _bars(rows) if over == BARS else _groups(rows, over) if over in KINDS else _lines(rows, along)
     return _labelled(head, SPEED | drawn)
-
-
-def _lengths(result: Result) -> Chart:
-    """Return the mean accepted length over the position in the text, a line per lane."""
-    rows = _complete(result, POSITION, ("tokens/pass",), "accepted lengths")
-    lines = [
-        line(lane, number, [(row[POSITION], row["tokens/pass"]) for row in rows if row["lane"] == lane])
-        for number, lane in enumerate(_lanes(rows))
-    ]
-    drawn = {"lines": lines, "places": sorted({row[POSITION] for row in rows}), "doubling": True}
-    options = {"unit": "tokens of text before the draft", "digits": 2, "level": 1.0, "baseline": BASELINE}
-    return _labelled("Mean accepted length over position in the text", drawn | options)
 
 
 def _complete(result: Result, over: str, estimates: Sequence[str], what: str) -> list[Row]:

@@ -1,34 +1,29 @@
 """Measuring code that several suites share: lanes at every draft length, as shipped, or along an axis."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from torch import Generator
 from transformers import PreTrainedTokenizerBase
 
 from specdemo.analysis.diagnose import SMALLEST_GAIN
-from specdemo.bench.base import Decoding, Laned, Questioned, Report, Stop
-from specdemo.bench.measure import Compared, Place, Question, Show, Way, along, compare_lanes, read_questions
+from specdemo.bench.base import Decoding, Laned, Report, Stop
+from specdemo.bench.measure import Compared, Place, Way, along, compare_lanes
 from specdemo.bench.report import sentence
 from specdemo.bench.result import Result, Row
 from specdemo.core.accept import Lossless
 from specdemo.core.protocol import GenerationConfig, Target
 from specdemo.core.sampling import Sampling
 from specdemo.engine.comparison import Comparison, Lane
-from specdemo.engine.cost import WIDTHS, CostModel, fit_cost_model
+from specdemo.engine.cost import WIDTHS, fit_cost_model
 from specdemo.engine.session import Session, environment
 from specdemo.methods import BASELINE, build_drafter, load_drafter
 from specdemo.methods.pairs import load_target
 from specdemo.methods.wrapper import Wrapper
 from specdemo.models.pass_cost import median_times, pass_times
-from specdemo.presets.files import load_presets, preset
+from specdemo.presets.files import Preset, load_presets, preset
 
 PROBES = 15  # repeats per width, to measure v
-DRAFTS = {
-    "wide draft": Lane(method="draft_model", model="stories-draft-wide"),
-    "deep draft": Lane(method="draft_model", model="stories-draft-deep"),
-}
 
 
 def shipped_lanes(target: str = "stories") -> tuple[Lane, ...]:
@@ -58,84 +53,70 @@ class Partial:
         """Report a function that returns the result so far."""
         self.report(self.share, self.what, lambda: self._result(rows()))
 
-    def compared(self, where: Sequence[Mapping[str, object]]) -> Show[Compared]:
-        """Return the callback for `compare_lanes`. where: columns of the lanes."""
-        return lambda so_far: self.show(lambda: so_far().rows(where))
-
     def _result(self, rows: list[dict[str, object]]) -> Result:
         return Result(self.suite.name, self.suite.repeats, self.suite.config(self.target), {}, rows, [], self.axis)
 
 
-def every_k(
-    suite: Questioned, ks: Sequence[int], target: str, families: Mapping[str, Lane], report: Report, cancelled: Stop
+def every_k(suite: Laned, ks: Sequence[int], chosen: Preset, report: Report, cancelled: Stop) -> Result:
+    """Measure the first lane of a preset at every k, and predict them from its run at one, its own k if possible."""
+    lane, ks = chosen.lanes[0], sorted({*ks} - {0})  # plain decoding is always measured
+    name = lane.name or chosen.id
+    lanes = tuple(lane.model_copy(update={"k": k, "name": f"{name}, k={k}"}) for k in ks)
+    where = [{"lane": "Baseline", "k": 0}, *({"lane": name, "k": k} for k in ks)]
+    own = 1 + (ks.index(lane.k) if lane.k in ks else len(ks) // 2)
+    return compared(suite, chosen.target, lanes, where, "k" if len(ks) > 1 else "lane", report, cancelled, own)
+
+
+def compared(
+    suite: Laned,
+    target: str,
+    lanes: tuple[Lane, ...],
+    where: Sequence[Mapping[str, object]],
+    axis: str,
+    report: Report,
+    cancelled: Stop,
+    own: int = 0,
 ) -> Result:
-    """Measure every family at every k. The predictions of a family come from its run at one k, its own if measured."""
-    ks = sorted({*ks} - {0})  # plain decoding is always measured
-    lanes = [
-        (name, lane.model_copy(update={"k": k, "name": f"{name}, k={k}"}))
-        for name, lane in families.items()
-        for k in ks
-    ]
-    runner = Session()
-    spec = comparison(suite, target, tuple(lane for _, lane in lanes))
-    where = [{"lane": "Baseline", "k": 0}, *({"lane": name, "k": lane.k} for name, lane in lanes)]
-    axis = "k" if len(ks) > 1 else "lane"
-    progress = Partial(suite, target, report, axis)
-    questions = _questions(suite.prompts_or_file)
-    seen = compare_lanes(runner, spec, questions, suite.repeats, progress, cancelled, progress.compared(where))
+    """Compare lanes with plain decoding on the suite's prompts. where: columns of each, those of plain decoding first.
+    own: the lane of every k whose run predicts the others; 0: none."""
+    runner, progress = Session(), Partial(suite, target, report, axis)
+
+    def show(so_far: Callable[[], Compared]) -> None:
+        progress.show(lambda: so_far().rows(where))
+
+    spec = comparison(suite, target, lanes)
+    seen = compare_lanes(runner, spec, suite.texts, suite.repeats, progress, cancelled, show)
     rows = seen.rows(where)
-    probe = median_times(pass_times(runner.target(), sorted({*WIDTHS, *(k + 1 for k in ks)}), PROBES))
-    remarks = []
-    for family, lane in families.items():
-        own = lane.k if lane.k in ks else ks[len(ks) // 2]
-        index = 1 + next(i for i, (name, at) in enumerate(lanes) if (name, at.k) == (family, own))
-        costs = fit_cost_model(seen.runs[0], seen.runs[index], own)
-        if costs is not None:
-            remarks.append(_predict(family, own, costs.with_probe(probe), rows))
+    remarks = [*(_predict(runner.target(), seen, own, rows) if own else ()), *seen.remarks]
     rows = [{name: row.get(name) for name in COLUMNS if any(name in r for r in rows)} for row in rows]
-    config = suite.config(target)
-    return Result(suite.name, len(seen.tallies), config, seen.environment, rows, [*remarks, *seen.remarks], axis)
+    where_ran = seen.every[-1].environment
+    return Result(suite.name, len(seen.traces), suite.config(target), where_ran, rows, remarks, axis)
 
 
-COLUMNS = ("lane", "k", "category", "tokens/s", "speed-up", "predicted", "accepted", "tokens/pass", "output")
+COLUMNS = ("lane", "k", "tokens/s", "speed-up", "predicted", "accepted", "tokens/pass", "output")
 
 
-def _predict(family: str, own: int, costs: CostModel, rows: list[Row]) -> str:
-    """Write the predictions into the family's rows; how far they are off."""
-    off = {}
-    for row in rows:
-        if row["lane"] != family or row.get("category", "all") != "all":
-            continue
-        if costs.tree_nodes is None or row["k"] == own:
-            row["predicted"] = round(costs.speedup(row["k"]), 4)
-            off[row["k"]] = row["predicted"] / (row["speed-up"].value or 1.0) - 1.0
-    worst = max(off, key=lambda k: abs(off[k]))
-    best = costs.best_k(max(off))
-    best = best if costs.speedup(best) >= SMALLEST_GAIN else 0
-    advice = (
-        "off, because no k is predicted to be clearly faster"
-        if not best
-        else f"k = {best} with {costs.speedup(best):.2f}x"
+def _predict(target: Target, seen: Compared, own: int, rows: list[Row]) -> Iterator[str]:
+    """Write predictions into the rows; yield how far they are off."""
+    k = rows[own]["k"]
+    costs = fit_cost_model(seen.events(0), seen.events(own), k)
+    if costs is None:
+        return
+    costs = costs.with_probe(
+        median_times(pass_times(target, sorted({*WIDTHS, *(row["k"] + 1 for row in rows)}), PROBES))
     )
-    return (
-        f"{family}: cost model calibrated at k = {own}; largest error {100.0 * abs(off[worst]):.1f} % "
+    off = {}
+    for row in rows[1:] if costs.tree_nodes is None else [rows[own]]:
+        row["predicted"] = round(costs.speedup(row["k"]), 4)
+        off[row["k"]] = row["predicted"] / (row["speed-up"].value or 1.0) - 1.0
+    worst, best = max(off, key=lambda k: abs(off[k])), costs.best_k(max(off))
+    advice = f"k = {best} with {costs.speedup(best):.2f}x"
+    if costs.speedup(best) < SMALLEST_GAIN:
+        advice = "off, because no k is predicted to be clearly faster"
+    yield (
+        f"{rows[own]['lane']}: cost model calibrated at k = {k}; largest error {100.0 * abs(off[worst]):.1f} % "
         f"(k = {worst}); predicted best: {advice}."
     )
-
-
-def as_shipped(
-    suite: Decoding, target: str, lanes: tuple[Lane, ...], texts: Sequence[str] | Path, report: Report, cancelled: Stop
-) -> Result:
-    """Compare the lanes, each with its own draft length."""
-    if not lanes:
-        raise ValueError(f"no embedded preset of one greedy lane runs on {target}; choose another preset")
-    spec = comparison(suite, target, lanes)
-    where: list[dict[str, object]] = [{} for _ in range(len(lanes) + 1)]
-    progress = Partial(suite, target, report, "lane")
-    questions = _questions(texts)
-    seen = compare_lanes(Session(), spec, questions, suite.repeats, progress, cancelled, progress.compared(where))
-    rows = seen.rows(where)
-    return Result(suite.name, len(seen.tallies), suite.config(target), seen.environment, rows, seen.remarks, "lane")
 
 
 def along_axis(
@@ -194,7 +175,3 @@ def tokenizer(target: Target) -> PreTrainedTokenizerBase:
     if found is None:
         raise ValueError(f"{target.name} has no tokenizer; put its tokenizer.json into the same folder")
     return found
-
-
-def _questions(texts: Sequence[str] | Path) -> list[Question]:
-    return read_questions(texts) if isinstance(texts, Path) else [Question(text) for text in texts]

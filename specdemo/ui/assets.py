@@ -22,6 +22,13 @@ HOW = tuple(f"{name}.js" for name in "helpers chart tree pending_tokens slow_mot
 _RACE = "helpers player chart tree lanes bars pending_tokens slow_motion tiles panels inspector transport"
 RACE = tuple(f"{name}.js" for name in [*_RACE.split(), "result_image", "race"])
 RESULTS = {  # view -> words of result.html: before a run, of the progress bar, of the table, and below the table
+    "sweep": {
+        "@ready": "Ready. Press Run, or open a result.",
+        "@progress": "Progress of the sweep",
+        "@table": "Numbers of the sweep",
+        "@below": "tokens/s excludes prefill. Speed-up: tokens/s divided by that of plain decoding, over all repeats; "
+        "below 1 is slower. Brackets: 95 % interval, with three or more repeats.",
+    },
     "losslessness": {
         "@ready": "Ready. Press Test, or open a result.",
         "@progress": "Progress of the test",

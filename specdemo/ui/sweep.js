@@ -1,4 +1,4 @@
-// Draws the log of a sweep or a test (lines of JSON, see sweep.py) into sweep.html or result.html. Loaded after helpers.js and
+// Draws the log of a sweep or a test (lines of JSON, see sweep.py) into result.html. Loaded after helpers.js and
 // chart.js. The last result disappears when a run starts.
 
 const SHARE_COLUMNS = ["plain", "speculative"];
@@ -29,8 +29,7 @@ function started(line) {
 watchPlace(props.name, (text) => $(".sd-sweep").hasAttribute("data-busy") && setStatus(text));
 
 function hideResult() {
-  $(".sd-badge").hidden = $(".sd-result-chart").hidden = $(".sd-numbers").hidden = true;
-  for (const panel of [$(".sd-second"), $(".sd-heat")]) if (panel) panel.hidden = true;
+  $(".sd-badge").hidden = $(".sd-result-chart").hidden = $(".sd-heat").hidden = $(".sd-numbers").hidden = true;
 }
 
 function loading(line) {
@@ -66,7 +65,6 @@ function shown(line) {
     $(".sd-chart-title").textContent = line.chart.title;
     plot($(".sd-chart"), line.chart);
   }
-  showSecond(line);
   showHeat(line);
   $(".sd-numbers").hidden = false;
   $(".sd-conditions").textContent = line.conditions;
@@ -77,22 +75,10 @@ function shown(line) {
   if (!line.partial) setStatus(`${line.state ?? (line.recorded ? "Recorded result" : "Done")}. ${sentence(line.verdict)}`);
 }
 
-/** Shows the chart of a recorded result that belongs to this suite. result.html has no place for one. */
-function showSecond({ second, second_note: note = [] }) {
-  const panel = $(".sd-second");
-  if (!panel) return;
-  panel.hidden = !second;
-  if (!second) return;
-  $(".sd-second-title").textContent = second.title;
-  $(".sd-second-note").textContent = note.join(" ");
-  plot($(".sd-second-chart"), second);
-}
-
 /** Shows rows that can be raced as a heat map: kinds of work by method. The rows of a kind are sorted, the fastest first. */
 function showHeat({ rows }) {
-  const [panel, raced] = [$(".sd-heat"), rows.filter((row) => row.race)];
-  if (!panel) return;
-  panel.hidden = !raced.length;
+  const raced = rows.filter((row) => row.race);
+  $(".sd-heat").hidden = !raced.length;
   const methodOf = (row) => row.lane.replace(/, k=\d+$/, "");
   const methods = [...new Set(raced.map(methodOf))];
   const kinds = [...new Set(raced.map((row) => row.category))];

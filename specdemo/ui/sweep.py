@@ -17,7 +17,7 @@ import gradio as gr
 from specdemo.bench.base import Report, SoFar, Stop
 from specdemo.bench.plot import BARS, chart
 from specdemo.bench.result import Result, Row, best, is_baseline, noisy, read_result, recorded_suite, to_json
-from specdemo.bench.suites import Sweep, suites, swept, takes
+from specdemo.bench.suites import Sweep, swept
 from specdemo.core.atomic_io import finite
 from specdemo.core.estimate import Estimate
 from specdemo.presets import limits
@@ -166,18 +166,7 @@ def result_line(result: Result, recorded: bool, partial: bool = False) -> str:
     payload |= {"where": where, "conditions": " · ".join([repeats, *_conditions(result.config)])}
     with suppress(ValueError):  # a suite without speed-ups has only its table
         payload["chart"] = finite(chart(result))
-    return to_line({"type": "result", "recorded": recorded, "partial": partial, **payload, **_companion(result.suite)})
-
-
-def _companion(suite: str) -> dict[str, object]:
-    """Return the chart of the recorded result that belongs to a suite, and a note; empty if none does."""
-    name = suites()[suite].companion if suite in suites() else ""
-    found = recorded_suite(name) if name else None
-    if found is None:
-        return {}
-    title = load_presets()[str(found.config["preset"])].title
-    where = [title, *(str(found.environment[key]) for key in ("date", "commit") if found.environment.get(key))]
-    return {"second": finite(chart(readable(found))), "second_note": [f"Recorded: {', '.join(where)}.", *found.remarks]}
+    return to_line({"type": "result", "recorded": recorded, "partial": partial, **payload})
 
 
 def _conditions(config: Mapping[str, object]) -> list[str]:
@@ -200,8 +189,7 @@ def begin(values: Values, last: Sweeping | None) -> Sweeping:
     """Return the sweep that the controls describe. Raises ValueError with one line."""
     live()  # imports torch under its lock, before the methods of a preset are checked
     sweep = admit(from_values(values))
-    on = sweep.preset if takes(sweep.sweep, "preset") else None
-    return Sweeping.measuring(", ".join(filter(None, (swept()[sweep.sweep].title, on))), sweep.suite().run, last)
+    return Sweeping.measuring(f"{swept()[sweep.sweep].title}, {sweep.preset}", sweep.suite().run, last)
 
 
 Begin = Callable[[Values, Sweeping | None], Sweeping]
@@ -313,7 +301,7 @@ def draw(page: gr.Blocks, tab: gr.Tab, store: Store) -> None:
     parts = draw_result(sweeps, "sweep", begin, inputs, run, stop)
     for shown in (tab.select, chosen.change):
         named(shown, sweeps.recorded, {"sweep": chosen}, parts, **QUIET)
-    chosen.change(_describe, chosen, [question, on], **QUIET)
+    chosen.change(lambda suite: swept()[suite].question, chosen, question, **QUIET)
     wire_share(shared, share, inputs, link)
     named(page.load, restore, {}, {**inputs, "view": parts["view"]}, **QUIET)
     page.load(None, None, None, js=IF_LINKED, **QUIET)
@@ -326,8 +314,7 @@ def draw_result(
 
     name: of the view, and prefix of the ids.
     """
-    skeleton = "result.html" if name in assets.RESULTS else f"{name}.html"
-    view = assets.view(skeleton, "helpers.js", "chart.js", "sweep.js", elem_id=name, later=True, name=name)
+    view = assets.view("result.html", "helpers.js", "chart.js", "sweep.js", elem_id=name, later=True, name=name)
     with gr.Row(elem_id=f"{name}-exports", elem_classes="result-exports"):
         save = gr.Button("Save result (JSON)", size="sm", elem_id=f"{name}-save")
         opened = gr.UploadButton("Open a result", file_types=[".json"], size="sm", elem_id=f"{name}-open")
@@ -337,8 +324,3 @@ def draw_result(
     file = gr.JSON(visible=False)
     save.click(sweeps.save, None, file, **QUIET).success(None, file, None, js=assets.text("save.js"), **QUIET)
     return parts
-
-
-def _describe(suite: str) -> tuple[str, object]:
-    """Return a suite's question, and whether it takes a preset."""
-    return swept()[suite].question, gr.update(visible=takes(suite, "preset"))

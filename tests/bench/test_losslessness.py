@@ -1,6 +1,5 @@
 """The losslessness test: its statistic against scipy, its verdicts on a toy target and on the shipped models."""
 
-import re
 from collections import Counter
 
 import pytest
@@ -79,9 +78,7 @@ def test_a_sampled_result_has_both_histograms(few):
         progress.append(share)
         parts.extend([so_far()] if so_far else [])
 
-    # drafts of the coupled rule share its noise, so other rules cannot be compared on them
-    chosen = preset("embedded-sampling").with_changes(acceptance="lossless")
-    result = Losslessness(preset=chosen, repeats=2).run(report, never_cancelled)
+    result = Losslessness(preset=preset("embedded-sampling"), repeats=2).run(report, never_cancelled)
     assert progress == sorted(progress) and 0.5 in progress
     assert [part.config["draws"] for part in parts] == [24, 48] and parts[-1] == result
     assert (result.repeats, result.config["draws"]) == (2, 48)
@@ -91,15 +88,6 @@ def test_a_sampled_result_has_both_histograms(few):
             assert sum(row[sample] for row in rows) == pytest.approx(1.0, abs=0.002)
     assert result.remarks[0] == "No difference was found between 48 continuations of each."
     assert [remark.split(":")[0] for remark in result.remarks[1:4]] == ["Token 2", "Token 3", "Token 4"]
-    matched = re.fullmatch(
-        r"Accepted tokens of the first draft: "
-        r"lossless (\S+) \[.*\], block (\S+) \[.*\], typical \(lossy\) (\S+) \[.*\], "
-        r"fly \(lossy\) \S+ \[.*\], speculative_cascade \(lossy\) \S+ \[.*\]. "
-        r"Block minus lossless: (\S+) \[.*\].",
-        result.remarks[4],
-    )
-    single, block, _, more = map(float, matched.groups())
-    assert 0 < single <= 3 and block - single == pytest.approx(more, abs=0.002)
     for group in chart(result)["groups"]:
         assert [bar["name"] for bar in group["bars"]] == ["plain", "speculative"]
 

@@ -16,7 +16,7 @@ from specdemo.bench.result import read_result, recorded_suite, to_json
 from specdemo.bench.suites import suite, suites
 from specdemo.engine.loop import never_cancelled
 
-RECORDED = ("k", "methods", "batch", "prompt", "temperature", "depth-width", "text", "position", "losslessness")
+RECORDED = ("k", "methods", "batch", "prompt", "temperature", "losslessness")
 SHORT = {"repeats": 1, "new_tokens": 4}
 TINY = Size(layers=2, hidden=32, feed_forward=48, heads=2, kv_heads=1, vocabulary=97, draft_layers=1)
 

@@ -12,25 +12,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdemo.__main__ import main
-from specdemo.bench import positions, sweeps
 from specdemo.bench import suites as registry
-from specdemo.bench.base import Decoding
+from specdemo.bench import sweeps
+from specdemo.bench.base import Laned
 from specdemo.bench.measure import (
     Place,
-    Question,
     Totals,
     Way,
     along,
     compare_lanes,
-    read_questions,
     repeated,
     tally_row,
     windows,
 )
 from specdemo.bench.plot import chart
+from specdemo.bench.prompts import read_questions
 from specdemo.bench.report import bench_report, markdown
 from specdemo.bench.result import Result, read_result, recorded_suite, to_json, write_result
-from specdemo.bench.suites import Sweep, axes, suite, suites, text_kinds
+from specdemo.bench.suites import Sweep, axes, lanes, suite, suites
 from specdemo.core.accept import Lossless
 from specdemo.core.estimate import Estimate, RunTiming, rate
 from specdemo.core.protocol import Budget, GenerationConfig
@@ -71,7 +70,7 @@ def cancelled_after(calls):
 
 @pytest.fixture(scope="module")
 def result():
-    return run_suite("depth-width", repeats=2, ks=(3,), **SHORT)
+    return run_suite("k", repeats=2, ks=(3,), preset="embedded-draft-wide", **SHORT)
 
 
 @pytest.fixture(scope="module")
@@ -80,23 +79,23 @@ def swept():
 
 
 def test_a_row_per_lane_with_medians_and_quartiles(result):
-    assert [row["lane"] for row in result.rows] == ["Baseline", "wide draft", "deep draft"]
+    assert [row["lane"] for row in result.rows] == ["Baseline", "embedded-draft-wide"]
     for row in result.rows:
         spread = row["tokens/s"]
         assert spread.value > 0 and spread.low is spread.high is None  # two repeats give no interval
     assert result.rows[0]["speed-up"] == Estimate(1.0)
     assert result.rows[0]["tokens/pass"] == 1.0
     assert 0.0 < result.rows[1]["accepted"] <= 1.0
-    assert [row["output"] for row in result.rows] == [None, *["identical"] * 2]
+    assert [row["output"] for row in result.rows] == [None, "identical"]
     assert (result.repeats, result.axis) == (2, "lane")
 
 
 def test_the_report_and_the_file_name_the_machine(result, tmp_path):
     text = bench_report(result)
-    assert text.startswith(f"depth-width | {result.environment['device']}, 1 thread(s), float32 | 2 repeats")
+    assert text.startswith(f"k | {result.environment['device']}, 1 thread(s), float32 | 2 repeats")
     write_result(result, tmp_path / "r.json")
     stored = json.loads((tmp_path / "r.json").read_text(encoding="utf-8"))
-    assert (stored["schema"], stored["suite"], stored["repeats"]) == (1, "depth-width", 2)
+    assert (stored["schema"], stored["suite"], stored["repeats"]) == (1, "k", 2)
     assert stored["environment"]["versions"]["torch"]
     assert read_result(tmp_path / "r.json") == result
 
@@ -113,21 +112,10 @@ def test_sweep_shows_predictions_next_to_measurements(swept):
     assert "predicted best: " in remark
 
 
-def test_results_by_category(tmp_path):
-    prompts = [("writing", "Once upon a time"), ("math", "Lily had two apples"), ("writing", "Tom saw a dog")]
-    lines = [json.dumps({"question_id": i, "category": c, "turns": [t, "More"]}) for i, (c, t) in enumerate(prompts)]
-    path = tmp_path / "question.jsonl"
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    result = run_suite("k", repeats=1, preset="embedded-ngram", ks=(2,), new_tokens=6, questions=path)
-    assert [row["category"] for row in result.rows[::2]] == ["writing", "math", "all"]
-    assert [row.get("predicted") is not None for row in result.rows] == [False] * 5 + [True]
-    assert result.config["questions"] == "question.jsonl"
-
-
 @pytest.mark.parametrize(
     ("content", "line"),
     [
-        ("", "contains no questions"),
+        ("", "contains no prompts"),
         ("{", "line 1: not a question; it has the form "),
         ('{"category": "a", "turns": []}', "line 1: not a question"),
         ('{"category": 1, "turns": ["x"]}', "line 1: not a question"),
@@ -140,24 +128,6 @@ def test_a_file_of_something_else_is_one_line(tmp_path, content, line):
     with pytest.raises(ValueError) as refused:
         read_questions(path)
     assert line in str(refused.value) and "\n" not in str(refused.value)
-
-
-def test_depth_width_has_a_lane_per_draft_and_k(monkeypatch):
-    class ComparedLanes(Exception):
-        pass
-
-    def keep(runner, spec, *_):
-        raise ComparedLanes(*spec.lanes)
-
-    monkeypatch.setattr(sweeps, "compare_lanes", keep)
-    with pytest.raises(ComparedLanes) as prompts:
-        run_suite("depth-width", repeats=1, ks=(1, 2))
-    assert [(lane.method, lane.model, lane.k) for lane in prompts.value.args] == [
-        ("draft_model", "stories-draft-wide", 1),
-        ("draft_model", "stories-draft-wide", 2),
-        ("draft_model", "stories-draft-deep", 1),
-        ("draft_model", "stories-draft-deep", 2),
-    ]
 
 
 def test_batches_grow_and_every_row_is_decoded(monkeypatch):
@@ -313,7 +283,7 @@ def test_stopping_reaches_the_run_itself():
         stop.append(share)
 
     with pytest.raises(ValueError, match="stopped before the first repeat"):
-        compare_lanes(runner, spec, [Question("Once upon a time")], 1, report, lambda: len(stop) > 1)
+        compare_lanes(runner, spec, ["Once upon a time"], 1, report, lambda: len(stop) > 1)
 
 
 def test_the_notes_of_a_run_are_remarks_of_the_suite():
@@ -324,7 +294,7 @@ def test_the_notes_of_a_run_are_remarks_of_the_suite():
             return trace
 
     spec = Comparison(id="bench", target="stories", prompt="-", lanes=[Lane(method="ngram", k=2)], max_new_tokens=4)
-    seen = compare_lanes(Noting(), spec, [Question("Once upon a time")], 1, silent, lambda: False)
+    seen = compare_lanes(Noting(), spec, ["Once upon a time"], 1, silent, lambda: False)
     assert seen.remarks[-1] == "Verifying 5 tokens takes 1.50 times as long as one token."
 
 
@@ -372,7 +342,7 @@ def test_every_option_of_a_suite_is_one_of_the_command_line():
         assert set(each.model_fields) == set(settings(each)) | fixed
 
 
-class Coin(Decoding):
+class Coin(Laned):
     """A suite with a fixed result."""
 
     name, title, question = "coin", "Coin", "Which side is faster?"
@@ -384,8 +354,8 @@ class Coin(Decoding):
 
 @pytest.fixture
 def with_coin(monkeypatch):
-    monkeypatch.setattr(text_kinds, "Coin", Coin, raising=False)
-    monkeypatch.setattr(Coin, "__module__", text_kinds.__name__)
+    monkeypatch.setattr(lanes, "Coin", Coin, raising=False)
+    monkeypatch.setattr(Coin, "__module__", lanes.__name__)
     suites.cache_clear()
     yield
     suites.cache_clear()
@@ -394,8 +364,8 @@ def with_coin(monkeypatch):
 def test_a_suite_in_the_list_is_in_the_command_line_the_page_and_its_links(with_coin, capsys):
     assert main(["bench", "coin", "--repeats", "2", "--dtype", "bf16"]) == 0
     assert capsys.readouterr().out.startswith("coin | a thumb, 1 thread(s), copper | 2 repeats")
-    assert main(["bench", "coin", "--preset", "embedded-draft"]) == 2
-    assert "No such option: --preset" in capsys.readouterr().err
+    assert main(["bench", "coin", "--gpus", "2"]) == 2
+    assert "No such option: --gpus" in capsys.readouterr().err
     assert registry.swept()["coin"].title == "Coin"
     linked, refused = Sweep().from_query("sweep=coin&repeats=4")
     assert (linked.suite(), refused) == (Coin(repeats=4, new_tokens=96), [])
@@ -421,47 +391,6 @@ def test_lane_uses_the_tree_of_its_method_with_or_without_a_size():
     assert Lane(method="ngram", k=5).budget == Budget(5, 5)
 
 
-def test_the_same_lanes_go_over_every_kind_of_text(monkeypatch):
-    one = {"stories": {"stories": ["Once upon a time"]}, "code": {"code": ["def f(x):\n"], "edits": ["def g(y):\n"]}}
-    lanes = (Lane(method="suffix", name="suffix"), Lane(method="ngram", name="lookup"))
-    deep = Lane(method="draft_model", model="stories-draft-deep", name="deep")
-    monkeypatch.setattr(text_kinds, "KINDS", one)
-    monkeypatch.setattr(sweeps, "shipped_lanes", lambda: (*lanes, deep))
-    parts = []
-    found = suite("text", repeats=1, new_tokens=8).run(
-        lambda share, what, so_far=None: so_far and parts.append(so_far()), never_cancelled
-    )
-    kinds = [kind for texts in one.values() for kind in texts]
-    assert [[*dict.fromkeys(row["text"] for row in part.rows)] for part in parts] == [kinds[:1], kinds[:2], kinds]
-    assert [row["speed-up"] for row in parts[-1].rows] == [row["speed-up"] for row in found.rows]
-    assert [(row["text"], row["lane"]) for row in found.rows] == [
-        (kind, lane) for kind in kinds for lane in ("Baseline", "suffix", "lookup")
-    ]
-    drafting = [row for row in found.rows if row["lane"] != "Baseline"]
-    assert all(row["output"] == "identical" for row in drafting)
-    assert found.axis == "text" and all(kind in found.remarks[0] for kind in kinds)
-
-
-def test_texts_are_ordered_by_their_best_lanes():
-    rows = [
-        {"text": text, "lane": lane, "speed-up": Estimate(gain, gain, gain), "tokens/pass": gain + 1}
-        for text, lane, gain in (("stories", "draft", 1.9), ("stories", "lookup", 1.1), ("edits", "lookup", 3.0))
-    ]
-    assert text_kinds._order(rows).endswith(
-        ": edits 3.00x, 3.00 to 3.00 with 4.0 tokens per pass (lookup);"
-        " stories 1.90x, 1.90 to 1.90 with 2.9 tokens per pass (draft)."
-    )
-
-
-def test_acceptance_by_position_counts_every_text():
-    totals = Totals()
-    for path in ([0, 1], [0, 1, 2]):
-        prefill = StepEvent(0, [[]], [[]], [[0]], [[1]], [[]], [[]], {"prefill": 1.0})
-        step = StepEvent(1, [[5, 6]], [[0, 1]], [path], [[5] * len(path)], [[0.5, 0.5]], [[0.5, 0.5]], {"verify": 1.0})
-        totals.add([prefill, step])
-    assert totals.accept_by_position == [1.0, 0.5]
-
-
 THINKING = "{% for m in messages %}{{ m.content }}{% endfor %}{{ '' if enable_thinking | default(true) else 'No' }}"
 
 
@@ -477,22 +406,3 @@ def test_thinking_on_and_off_are_two_points(monkeypatch, tmp_path):
         (mode, lane) for mode in ("on", "off") for lane in ("Baseline", "embedded-ngram")
     ]
     assert [bar["name"] for bar in chart(result)["groups"][0]["bars"]] == ["on", "off"]
-
-
-def test_positions_grow_to_the_context_limit_and_end_at_the_same_places(monkeypatch):
-    seen = []
-    plain = positions.generate
-    monkeypatch.setattr(positions, "generate", lambda *all, **more: seen.append(all[2]) or plain(*all, **more))
-    monkeypatch.setattr(positions, "_lengths", lambda longest: [32, longest])
-    result = run_suite("position", preset="embedded-ngram", new_tokens=4, places=2)
-    assert [(row["lane"], row["position"]) for row in result.rows] == [("Prompt lookup", 32), ("Prompt lookup", 508)]
-    assert all(row["tokens/pass"].low <= row["tokens/pass"].value <= row["tokens/pass"].high for row in result.rows)
-    short, long = seen[:2], seen[2:]
-    assert [prompt.shape[1] for prompt in seen] == [32, 32, 508, 508]
-    assert all(torch.equal(a, b[:, -32:]) for a, b in zip(short, long, strict=True))
-    (line,) = chart(result)["lines"]
-    assert [x for x, _ in line["points"]] == [32, 508]
-
-
-def test_positions_double_with_a_step_between():
-    assert positions._lengths(200) == [32, 48, 64, 96, 128, 192, 200]

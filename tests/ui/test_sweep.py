@@ -76,21 +76,15 @@ def test_lanes_have_names_of_models_and_are_sorted_by_speed():
     assert len({*names}) == len(names)
     speeds = [row["speed-up"]["value"] for row in result["rows"][1:]]
     assert speeds == sorted(speeds, reverse=True)
-    for suite in ("methods", "k", "text", "temperature"):
+    for suite in ("methods", "k", "temperature"):
         assert "embedded-" not in json.dumps(shown(suite))
 
 
 def test_conditions_and_remarks_have_no_internals():
     result = shown("batch")
     assert result["conditions"].startswith(f"3 repeats · preset {preset('embedded-draft').title} · target stories · ")
-    remarks = shown("text")["remarks"]
+    remarks = shown("k")["remarks"]
     assert len(remarks) == len({*remarks})
-
-
-def test_a_suite_with_models_of_its_own_gets_no_preset(bench):
-    text = last(arguments("depth-width", "embedded-ngram", 2, 32))
-    assert bench.options == ("depth-width", {"repeats": 2, "new_tokens": 32})
-    assert lines(text)[1]["name"] == "Depth or width"
 
 
 def test_too_frequent_progress_is_dropped(bench):
@@ -183,16 +177,6 @@ def test_a_saved_result_opens_again(bench, tmp_path):
     shown = sweeps.open(VISITOR, {"file": str(path)})
     result = lines(shown["view"])[-1]
     assert result["recorded"] and result["rows"] and result["chart"]
-
-
-def test_prompt_length_also_shows_the_recorded_acceptance_at_positions_of_a_text(bench):
-    shown = lines(Sweeps("sweep").recorded(visit(""), {"sweep": "prompt"})["view"])[1]
-    recorded = recorded_suite("position")
-    assert shown["second"]["places"][-1] == max(row["position"] for row in recorded.rows) > 900
-    names = {line["name"] for line in shown["second"]["lines"]}
-    assert names == {row["lane"] for row in recorded.rows} and len(names) == 3
-    assert recorded.environment["date"] in shown["second_note"][0] and shown["second_note"][1:] == recorded.remarks
-    assert "second" not in lines(Sweeps("sweep").recorded(visit(""), {"sweep": "batch"})["view"])[1]
 
 
 def test_a_result_without_speed_ups_is_a_table_alone(bench, tmp_path):

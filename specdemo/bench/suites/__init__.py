@@ -74,6 +74,5 @@ class Sweep(Linked):
     new_tokens: int = setting(96, "", 8, LIMITS.max_new_tokens)
 
     def suite(self) -> Suite:
-        """Return the suite. A suite with fixed models gets no preset."""
-        chosen = {"preset": self.preset} if takes(self.sweep, "preset") else {}
-        return suite(self.sweep, repeats=self.repeats, new_tokens=self.new_tokens, **chosen)
+        """Return the suite."""
+        return suite(self.sweep, repeats=self.repeats, new_tokens=self.new_tokens, preset=self.preset)

@@ -62,7 +62,6 @@ class PromptLength(Laned):
     title = "Prompt length"
     question = "What does a long prompt change? Runs the preset's first lane after prompts of increasing length."
     axis = Axis("prompt tokens", "prompt length", "tokens", doubling=True)
-    companion = "position"
 
     def run(self, report: Report, cancelled: Stop) -> Result:
         from specdemo.bench.measure import Place, windows
