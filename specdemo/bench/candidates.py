@@ -81,8 +81,9 @@ def with_lengths(name: str, lane: Lane, pass_ms: Mapping[int, float]) -> list[La
     lanes = [lane.model_copy(update={"name": f"{name}, k={k}", "k": k}) for k in (ks[-1:] if chooses else ks)]
     if lane.options or not wraps or not pass_ms:
         return lanes
-    wrapped = {"drafter": lane.method}
-    adaptive = Lane(method="adaptive", model=lane.model, k=ks[-1], options=wrapped, name=f"adaptive {name}")
+    adaptive = Lane(
+        method="adaptive", model=lane.model, k=ks[-1], options={"drafter": lane.method}, name=f"adaptive {name}"
+    )
     if not hasattr(lane.parsed, "p_min"):
         return [adaptive, *lanes]
     sure = {"name": f"{lanes[-1].name}, p_min={SURE:g}", "options": {"p_min": SURE}}
