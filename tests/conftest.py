@@ -13,16 +13,16 @@ os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
 import pytest
 from hypothesis import settings
 
-# Starts of the ids of tests that need a browser, other processes or long computations; all others are marked `fast`
+# Starts of the ids of tests that need a browser, other processes or long computations; all others are marked `fast`.
+# They begin first, in this order, so that no worker is left with a long file at the end.
 SLOW = tuple(
     """
-    e2e hardening benchmarks gpu examples bench/test_device bench/test_rendering engine/test_chat_memory
-    engine/test_lossless methods/test_heads methods/test_exact_sampling methods/test_layer_skip
-    methods/test_plug_ins methods/test_recipes methods/test_vocabularies models/test_llamacpp
-    recipes/test_train recipes/test_corpus servers/test_engines servers/test_lane
-    servers/test_process servers/test_groups ui/test_page ui/test_space test_changes models/test_real_models
-    test_wheel test_cli.py::test_the_process_itself test_cli.py::test_lists_and_help
-    test_cli.py::test_suggestions_name
+    models/test_real_models benchmarks e2e hardening examples test_changes test_wheel methods/test_plug_ins
+    models/test_llamacpp recipes/test_train engine/test_lossless engine/test_chat_memory methods/test_heads
+    methods/test_recipes methods/test_exact_sampling methods/test_vocabularies methods/test_layer_skip gpu
+    bench/test_device bench/test_rendering recipes/test_corpus servers/test_engines servers/test_lane
+    servers/test_process servers/test_groups ui/test_page ui/test_space test_cli.py::test_the_process_itself
+    test_cli.py::test_lists_and_help test_cli.py::test_a_shell
     """.split()
 )
 
@@ -52,6 +52,11 @@ settings.load_profile("fixed")
 
 def pytest_addoption(parser):
     parser.addoption("--all", action="store_true", help="run what a release needs too; 100 times the examples")
+
+
+def pytest_xdist_auto_num_workers():
+    """Return one worker more than there are cores: tests also wait, for pages, servers and other processes."""
+    return 1 + (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
 def pytest_configure(config):
@@ -85,6 +90,7 @@ def pytest_collection_modifyitems(config, items):
         release = [item for item in items if item.get_closest_marker("release")]
         config.hook.pytest_deselected(items=release)
         items[:] = [item for item in items if not item.get_closest_marker("release")]
+    items.sort(key=start)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
@@ -93,6 +99,12 @@ def pytest_collection_modifyitems(config, items):
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def start(item):
+    """Return the place of a test's file in the order in which files start."""
+    file = item.nodeid.partition("::")[0].removeprefix("tests/")
+    return next((place for place, name in enumerate(SLOW) if file.startswith(name)), len(SLOW))
 
 
 def pytest_collection_finish(session):

@@ -95,7 +95,7 @@ from specdemo.__main__ import main
 sizes = ["--repeats", "1", "--k", "2", "--preset", "embedded-ngram", "--new-tokens", "6", "--prompt", "Once upon"]
 for command in (
     ["run", "embedded-draft", "--max-new-tokens", "4", "--out", "t.json"], ["replay", "t.json"], ["methods"],
-    ["presets"], ["bench", "k", *sizes], ["predict", "stories", "--trace", "t.json", "--device", "laptop-cpu"],
+    ["presets"], ["predict", "stories", "--trace", "t.json", "--device", "laptop-cpu"],
     ["doctor"], ["serve-command", "embedded-draft"], ["train", "--help"], ["bench", "--help"],
     ["bench", "k", *sizes, "--html", "k.html"],
 ):

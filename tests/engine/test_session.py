@@ -416,15 +416,6 @@ def test_all_lanes_continue_the_baselines_conversation(runner, chatty):
     assert [m["role"] for m in third.history] == ["user", "assistant"] * 2
 
 
-def test_follow_up_equals_fresh_run_on_the_conversation(runner, chatty):
-    first = spec(Lane(method="ngram"), target=chatty, max_new_tokens=8)
-    comparison = follow_up(first, runner.run(first), "And then?")
-    again = runner.run(comparison)
-    fresh = Session().run(comparison)
-    assert [lane.token_ids for lane in again.lanes] == [lane.token_ids for lane in fresh.lanes]
-    assert again.comparison[0]["verdict"] == "identical"
-
-
 def test_only_complete_chats_have_a_next_turn(runner, chatty, trace):
     raw = spec(target=chatty, chat=False, max_new_tokens=4)
     for done in (runner.run(raw), trace):

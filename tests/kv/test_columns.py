@@ -151,11 +151,6 @@ def visible_slots(parents, lengths, window):
     return seen
 
 
-@given(trees(rows=3))
-def test_ancestry_equals_the_reference(parents):
-    assert torch.equal(ancestry(parents) > 0, ancestors(parents))
-
-
 def seen(mask, rows):
     assert mask[mask != 0.0].eq(torch.finfo(torch.float32).min).all()
     return (mask[:, 0] == 0.0).expand(rows, -1, -1)

@@ -15,8 +15,6 @@ from specdemo.methods.adaptive import (
     StepOutcome,
 )
 from specdemo.models.toy import ToyTarget
-from specdemo.presets.files import load_presets
-from specdemo.presets.link import from_query
 
 ROWS = torch.randint(3, 61, (3, 9), generator=torch.Generator().manual_seed(3))
 
@@ -193,14 +191,6 @@ def test_short_rows_count_their_drafts_only(monkeypatch):
     drafter.observe(Progress(torch.zeros(3, 3).long(), torch.zeros(3, 3).long(), [3, 1, 0]))
     drafter.on_step_timed({"draft": 1.0, "verify": 2.0})
     assert (outcomes[0].rows, outcomes[0].slots) == ([(2, 2), (0, 0)], 3)
-
-
-@pytest.mark.parametrize("option", ["policy", "threshold"])
-def test_removed_options_of_a_link_are_named_in_one_note(option):
-    preset, notes = from_query(f"preset=embedded-adaptive&option.{option}=0.5&k=6", load_presets())
-    assert preset.lanes[0].options == {} and preset.lanes[0].k == 6
-    (note,) = notes
-    assert note.startswith(f"ignored option.{option}=") and f"unknown option '{option}' of method 'adaptive'" in note
 
 
 def test_the_model_goes_to_the_wrapped_drafter(tiny_llama):

@@ -148,22 +148,10 @@ def test_greedy_output_is_that_of_transformers(name):
         assert len(output) == 48
 
 
-def test_draft_model_drafts_are_accepted_by_their_own_model():
-    target = UncachedTarget()
-    drafter = load_drafter("draft_model", target, target.llama)
-    events = list(generate(target, drafter, PROMPT, GenerationConfig(30, budget=Budget(4, 4))))
-    assert [len(event.emitted[0]) for event in events[1:6]] == [5] * 5
-
-
 @pytest.mark.parametrize("name", HEADS)
 def test_heads_are_rejected_before_their_weights_are_loaded(name):
     with pytest.raises(ValueError, match="reads the target's hidden states, which uncached does not support; choose"):
         load_drafter(name, UncachedTarget(), "a/head-that-does-not-exist")
-
-
-def test_layer_skip_is_rejected():
-    with pytest.raises(ValueError, match="runs only the first layers of the target, which uncached does not support"):
-        load_drafter("layer_skip", UncachedTarget())
 
 
 def test_a_head_of_layers_that_are_not_returned_is_rejected():

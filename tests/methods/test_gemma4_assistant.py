@@ -18,7 +18,6 @@ from specdemo.methods.pairs import check_pair
 from specdemo.models.checkpoints import open_checkpoint
 from specdemo.models.target import HFTarget
 from specdemo.models.toy import ToyTarget
-from tests.methods.heads import check_greedy
 from tests.models.tiny import VOCABULARY, Replayed, build, texts
 
 WINDOW = 6
@@ -134,11 +133,6 @@ def test_rows_of_a_batch_draft_as_alone(target, tmp_path):
     for row, count in enumerate((1, 4)):
         text = torch.cat([prompts[row], steps[row, : count + 1]])[None]
         assert tokens[row].tolist() == draft_after(target, drafter, text, 4)[0].tolist()
-
-
-@pytest.mark.parametrize("centroids", [0, VOCABULARY])
-def test_greedy_output_equals_plain_decoding(target, tmp_path, centroids):
-    check_greedy(target, Gemma4Assistant(target, saved(official(centroids), tmp_path)))
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8)])

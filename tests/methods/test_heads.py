@@ -193,13 +193,6 @@ def test_a_file_with_a_number_that_is_not_finite_is_refused(case, tmp_path, wron
         load_drafter(case.method, case.target, source)
 
 
-@pytest.mark.parametrize("run", ["graphs"], indirect=True)
-@pytest.mark.parametrize("case", [in_every_commit(case, when=case in ONE_EACH) for case in CASES], indirect=True)
-def test_greedy_output_with_published_files_is_that_of_plain_decoding(case, run):
-    target, head = run
-    check_greedy(target, load_drafter(case.method, target, head, **TREES.get(case.method, {})))
-
-
 def weights(name, head, steps):
     """Return the weights of the draft positions in the loss."""
     if name == "mtp":

@@ -46,14 +46,6 @@ def test_prompt_lookup(text, k, options, drafted):
     assert propose(text, k, **options) == drafted
 
 
-def test_rows_may_draft_differently():
-    drafter = load_drafter("ngram", ToyTarget(64))
-    drafter.start(2, Sampling(), torch.Generator())
-    ids = torch.tensor([[1, 2, 1, 2], [1, 2, 3, 4]])
-    drafter.observe(Progress(ids[:, :-1], ids[:, 1:], [3, 3]))
-    assert drafter.propose(Budget(2, 2)).tokens.tolist() == [[1, 2], [-1, -1]]
-
-
 def test_options_must_agree():
     with pytest.raises(ValueError, match="must not exceed"):
         load_drafter("ngram", ToyTarget(8), min_n=4, max_n=2)

@@ -196,16 +196,6 @@ def test_the_tree_has_the_likeliest_nodes(tmp_path, target, nodes):
 # training
 
 
-@pytest.mark.parametrize(
-    ("sizes", "inner", "tables"), [({}, HIDDEN, 1), ({"inner_dim": 8, "tie_weights": False}, 8, 4)]
-)
-def test_fresh_speculators(target, sizes, inner, tables):
-    torch.manual_seed(0)
-    head = MLPSpeculator.fresh(target, **sizes)
-    assert (len(head), head.inner_dim, len({id(table) for table in head.emb})) == (4, inner, tables)
-    assert head.widths == (4, 3, 2, 2) and not any(p.requires_grad for p in head.parameters())
-
-
 @pytest.mark.parametrize("config", [CONFIG, TIED])
 def test_saved_config_is_that_of_the_file(tmp_path, target, config):
     tensors = tied()[1] if "tie_weights" in config else speculator()

@@ -4,7 +4,6 @@ resumed run ends in the same state.
 
 import json
 from dataclasses import replace
-from itertools import islice
 
 import pytest
 import torch
@@ -90,25 +89,6 @@ def test_a_draft_model_is_trained_saved_and_loaded_like_a_head(target, cache, tm
     losses = [float(validation_loss(one, target, material)[0]) for one in (drafter, loaded)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
     assert load_drafter("draft_model", target, str(tmp_path)).note == ""  # the tokenizer is the target's
-
-
-def test_a_stopped_run_ends_as_one_that_never_stopped(target, cache, tmp_path):
-    recipe = HEAD_RECIPES["medusa"]
-
-    def run(folder, steps):
-        torch.manual_seed(0)
-        drafter = untrained_drafter(recipe, target)
-        material = build_dataset(target, cache, replace(PLAN, taps=drafter.taps))
-        ticks = train_head(drafter, target, material, folder, 0.2, batch_tokens=96, clock=ticking())
-        for _ in islice(ticks, steps):
-            pass
-        ticks.close()
-        return drafter.head.state_dict()
-
-    uninterrupted = run(tmp_path / "whole", None)
-    run(tmp_path / "parts", 5)
-    parts = run(tmp_path / "parts", None)
-    assert all(torch.equal(uninterrupted[name], parts[name]) for name in uninterrupted)
 
 
 def test_page_receives_every_step_and_the_folder(target, tmp_path, monkeypatch):

@@ -325,7 +325,7 @@ def test_memory_is_shown_before_loading_and_too_little_is_one_line(files, monkey
         ModelCache().load(spec)
 
 
-@pytest.mark.parametrize("flash_attention", [True, False])
+@pytest.mark.parametrize("flash_attention", [True, pytest.param(False, marks=pytest.mark.release)])
 def test_a_planted_wrong_token_is_a_bug(files, flash_attention):
     settings = {"id": "x", "prompt": TEXTS[0], "max_new_tokens": 24, "flash_attention": flash_attention}
     lanes = [{"method": "ngram", "k": 4}]

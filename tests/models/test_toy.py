@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from specdemo.core.protocol import Target
 from specdemo.core.tree import ABSENT
 from specdemo.models.toy import ToyTarget
 
@@ -14,10 +13,6 @@ PATHS = [[0], [0, 1], [0, 2], [0, 1, 3], [0, 2, 4], [0, 2, 5]]
 @pytest.fixture(params=[1, 2, 4])
 def target(request):
     return ToyTarget(11, seed=3, order=request.param)
-
-
-def test_it_is_a_target(target):
-    assert isinstance(target, Target)
 
 
 def test_one_seed_is_one_model():

@@ -6,9 +6,10 @@ from pathlib import Path
 from urllib.parse import parse_qsl, urlencode
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specdemo.bench.suites import Sweep
 from specdemo.core.rules import DEFAULT_RULE
 from specdemo.core.trace import compare, from_json, to_json, token_kinds
 from specdemo.engine.comparison import Lane, Settings
@@ -285,26 +286,29 @@ def test_any_model_requires_the_owners_permission():
 
 
 keys = st.sampled_from(
-    ["preset", "target", "prompt", "lanes", "temperature", "seed", "schedule", "top_p"]
+    ["preset", "target", "prompt", "lanes", "temperature", "seed", "schedule", "top_p", "sweep", "option2.x"]
     + [f"{name}{n}" for name in ("method", "model", "k", "name", "acceptance", "server") for n in ("", "2", "3")]
     + [f"option{n}.{knob.name}" for knob in method_options("ngram") for n in ("", "2")]
 )
 values = st.one_of(
     st.text(max_size=30),
     st.sampled_from(["ngram", "draft_model", "none", "stories", "3", "-1", "1e9", "inf", "\ud800", "\x00", *PRESETS]),
+    st.sampled_from(["9" * 100_000, "x" * 100_000, "nan", "1e999", "1_0"]),
     st.none(),
     st.floats(),
     st.lists(st.integers(), max_size=2),
 )
 
 
+@settings(max_examples=max(100, settings.get_profile("hardening").max_examples))
 @given(st.dictionaries(st.one_of(keys, st.text(max_size=8)), values, max_size=12))
 def test_nothing_in_a_link_raises_or_passes_the_limits(query):
     chosen, notes = from_query(query, PRESETS)
     assert Preset.model_validate(chosen.model_dump()) == chosen
     assert set(chosen.models) <= set(allowed_models(PRESETS))
     assert chosen.with_changes() == chosen
-    assert all(note.isprintable() for note in notes)
+    sweep, more = Sweep().from_query({name: value for name, value in query.items() if isinstance(value, str)})
+    assert sweep and all(note.isprintable() and len(note) < 1000 for note in (*notes, *more))
 
 
 @given(st.text(max_size=200))

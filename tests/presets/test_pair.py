@@ -68,13 +68,6 @@ def test_public_page_names_no_models(served, capsys, monkeypatch):
     assert "a public page offers only the models of its presets; remove --target" in capsys.readouterr().err
 
 
-def test_gguf_files(tmp_path, capsys, served):
-    pytest.importorskip("llama_cpp", reason="llama.cpp is not installed: pip install llama-cpp-python gguf")
-    (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    assert main(["ui", "--target", str(tmp_path / "model.gguf")]) == 2
-    assert "cannot be read as GGUF" in capsys.readouterr().err
-
-
 def test_chat_template_of_a_model_decides_the_prompt(monkeypatch):
     assert add_pair("stories").prompt.startswith("Once upon a time")
     monkeypatch.setattr("specdemo.presets.pair._has_chat_template", lambda target: True)

@@ -47,16 +47,6 @@ def test_every_preset_is_what_the_engine_takes(id):
     assert len(chosen.prompt) <= LONGEST_TEXT
 
 
-def test_presets_match_their_names():
-    assert PRESETS["embedded-draft"].lanes == [Lane(method="draft_model", model="stories-draft-wide", k=4)]
-    assert PRESETS["embedded-sampling"].temperature == 0.8
-    wide, deep = PRESETS["embedded-draft-wide"], PRESETS["embedded-draft-deep"]
-    # The two presets differ only in the drafter.
-    assert (wide.prompt, wide.lanes[0].k) == (deep.prompt, deep.lanes[0].k)
-    assert PRESETS["embedded-three-lanes"].models == ("stories", "stories-draft-wide", "stories-draft-deep")
-    assert PRESETS["embedded-ngram"].prompt.endswith("\n\nTell it again with Max, not Tom.\n\n")
-
-
 def test_changes_reach_the_lanes_they_are_for():
     three = preset("embedded-three-lanes")
     assert [lane.k for lane in three.with_changes(k=7).lanes] == [7, 7]
@@ -188,10 +178,6 @@ def test_variants_are_presets(tmp_path):
 
 
 SHIPPED = sorted((FOLDER / "recorded").glob("*.json"))
-
-
-def test_at_least_three_ship():
-    assert len(SHIPPED) >= 3 and FOLDER / "recorded" / "embedded-draft.json" in SHIPPED
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)

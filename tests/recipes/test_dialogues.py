@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from recipes import dialogues
-from recipes.dialogues import KINDS, DialogueLoss, SharedHeadLoss, Template, untrained_head, varied, write_dialogues
+from recipes.dialogues import DialogueLoss, SharedHeadLoss, Template, untrained_head, varied, write_dialogues
 from specdemo.methods.heads.eagle import Eagle
 from specdemo.models.target import HFTarget
 
@@ -84,8 +84,3 @@ def test_rows_that_repeat_themselves_are_left_out():
     rng = random.Random(0)
     assert varied(torch.tensor([rng.randrange(99) for _ in range(80)]))
     assert not varied(torch.tensor([1, 2, 3, 4, 5] * 16))
-
-
-def test_every_kind_of_task_has_beginnings():
-    assert {*KINDS} == {"chat", "summary", "rewriting", "code", "json", "translation"}
-    assert all(kind["openings"] and kind["weight"] > 0 for kind in KINDS.values())

@@ -20,7 +20,6 @@ from specdemo.training.collect import (
     sampled_rows,
     shards,
 )
-from tests.processes import full_disk
 
 PLAN = Plan(text_rows=10, sampled_rows=4, rows_per_shard=4, context=32, sample_length=16)
 STORIES = [[0, *range(i, i + 30)] for i in range(1, 40)]
@@ -158,15 +157,6 @@ def test_a_damaged_label_is_one_line(model: LlamaForCausalLM, text: Tensor, tmp_
         (tmp_path / "cache.json").write_text(content, encoding="utf-8")
         with pytest.raises(ValueError, match="cache.json is damaged: remove its folder or name another with --cache"):
             collect(model, text, STORIES, tmp_path, PLAN)
-
-
-def test_a_full_disk_keeps_the_shards(model: LlamaForCausalLM, text: Tensor, tmp_path: Path) -> None:
-    started = build_cache(model, text, STORIES, tmp_path, PLAN)
-    next(started)
-    names = sorted(p.name for p in tmp_path.iterdir())
-    with full_disk(1000), pytest.raises(ValueError, match="cannot write .*text-001.safetensors: .*File too large"):
-        next(started)
-    assert sorted(p.name for p in tmp_path.iterdir()) == names
 
 
 def test_a_corpus_is_split_by_its_files(tmp_path: Path) -> None:

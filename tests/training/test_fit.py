@@ -31,7 +31,6 @@ from specdemo.training.fit import (
 )
 from specdemo.training.shares import MIN_STEPS, Costs, Shares, TooShort, divide, measure_costs
 from tests.models.tiny import build
-from tests.processes import full_disk
 
 
 class Bigram(nn.Module):
@@ -191,17 +190,6 @@ def test_damaged_checkpoint_is_replaced_by_the_previous_one(
     spoilt.resume(path)
     assert spoilt.history.step == 0
     assert all(torch.equal(value, before[name]) for name, value in spoilt.module.state_dict().items())
-
-
-def test_a_full_disk_leaves_the_checkpoint_and_one_line(tmp_path: Path) -> None:
-    path = tmp_path / "checkpoint.pt"
-    some = TrainRun(Bigram(), [], TrainHistory(step=1))
-    some.save(path)
-    some.history.step = 2
-    with full_disk(1000), pytest.raises(ValueError, match=f"cannot write {path}: File too large; free disk space"):
-        some.save(path)
-    some.resume(path)
-    assert some.history.step == 1 and list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

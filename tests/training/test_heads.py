@@ -76,16 +76,6 @@ def test_rows_come_from_all_files_of_a_corpus(
     assert torch.equal(*rows)
 
 
-def test_cached_dataset_is_not_rebuilt(
-    target: HFTarget, material: TeacherSplit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = build_dataset(target, tmp_path, PLAN)
-    monkeypatch.setattr("specdemo.training.collect.continue_texts", lambda *_: pytest.fail("written again"))
-    again = build_dataset(target, tmp_path, PLAN)
-    assert torch.equal(first.text.tokens, again.text.tokens) and torch.equal(first.samples.tokens, again.samples.tokens)
-    assert torch.equal(first.validation.tokens, again.validation.tokens)
-
-
 def test_an_example_is_aligned_like_progress(target: HFTarget, material: TeacherSplit) -> None:
     batch = columns(material.text.select(torch.tensor([0, 3])), (1, -1))
     progress = to_progress(batch, (1, -1), target)
