@@ -75,7 +75,7 @@ def test_every_method_of_a_gguf_target_is_plain_decoding_except_for_near_ties(fi
     path, draft = request.getfixturevalue(fixture), request.getfixturevalue("smollm2_gguf")
     model = {} if "ngram" in methods else {"model": draft}
     lanes = [{"method": name, "k": 4, **model} for name in methods]
-    changes = {"prompt": CHATS[2], "chat": path == draft, "max_new_tokens": 24, "threads": 1}
+    changes = {"prompt": CHATS[2], "chat": path == draft, "max_new_tokens": 16, "threads": 1}
     trace = specdemo.run("embedded-ngram", target=path, lanes=lanes, **changes)
     assert {row["verdict"] for row in trace.comparison} <= {"identical", "rounding"}
     assert sum(row["identical"] for row in trace.comparison) >= len(lanes) - 1
@@ -101,18 +101,15 @@ def test_embeddings_of_a_gguf_model_are_scaled_as_its_first_layer_reads_them(gem
 
 def test_output_of_a_folder_is_that_of_transformers(smollm2_folder, folder_target):
     target = load_target(smollm2_folder, kernels="transformers")
-    prompts = [torch.tensor([encode(target.tokenizer, [{"role": "user", "content": chat}], 200)]) for chat in CHATS[1:]]
-    expected = [
-        target.model.generate(prompt, max_new_tokens=12, do_sample=False)[0, prompt.shape[1] :].tolist()
-        for prompt in prompts
-    ]
+    prompt = torch.tensor([encode(target.tokenizer, [{"role": "user", "content": CHATS[2]}], 200)])
+    expected = target.model.generate(prompt, max_new_tokens=16, do_sample=False)[0, prompt.shape[1] :].tolist()
     for name in ("none", "ngram", "suffix", "layer_skip"):
-        assert [written(folder_target, name, prompt, 12) for prompt in prompts] == expected, name
+        assert written(folder_target, name, prompt, 16) == expected, name
 
 
 def accepted_length(target, prompts, drafter):
     """Return the answers of plain decoding and of a chain of three, and the tokens per pass of the chain."""
-    config, answers, passes = GenerationConfig(24, budget=Budget(3, 3)), {"none": [], "eagle": []}, 0
+    config, answers, passes = GenerationConfig(20, budget=Budget(3, 3)), {"none": [], "eagle": []}, 0
     for name, options in (("none", {}), ("eagle", {"model": drafter, "draft": "chain"})):
         for prompt in prompts:
             events = list(generate(target, load_drafter(name, target, **options), prompt, config))
@@ -124,7 +121,7 @@ def accepted_length(target, prompts, drafter):
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.release)])
 def test_the_shipped_head_drafts_for_pytorch_and_for_the_gguf_file(smollm2_folder, folder_target, gguf_target, dtype):
     target = folder_target if dtype == "float32" else load_target(smollm2_folder, dtype=dtype)
-    chats = [[{"role": "user", "content": chat}] for chat in CHATS]
+    chats = [[{"role": "user", "content": chat}] for chat in CHATS[1:]]
     prompts = [torch.tensor([encode(folder_target.tokenizer, chat, 200)]) for chat in chats]
     plain, drafted, length = accepted_length(target, prompts, "smollm2-eagle-3")
     assert length > 1.2 and (drafted == plain or not target.same_bits)

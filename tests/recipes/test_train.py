@@ -250,7 +250,12 @@ def test_model_and_heads_learn_together(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_byte_model_and_its_heads_can_be_loaded_and_raced(tmp_path, monkeypatch):
-    small = {"shape": Shape(layers=2, hidden=32, intermediate=48, heads=2, context=256), "windows": (32, 64)}
+    monkeypatch.setattr(cards, "SAMPLE_TOKENS", 8)
+    small = {
+        "shape": Shape(layers=2, hidden=32, intermediate=48, heads=2, context=256),
+        "windows": (32, 64),
+        "threads": 1,
+    }
     monkeypatch.setitem(RECIPES, "stories-bytes", replace(RECIPES["stories-bytes"], **small))
     stories = "\n<|endoftext|>\n".join(f"Tom saw {n} cats. The cats saw Tom." for n in range(400))
     (tmp_path / "stories.txt").write_text(stories, encoding="utf-8")
