@@ -66,7 +66,7 @@ def test_times_start_with_the_first_token_and_short_answers_do_not_count(monkeyp
 
 def test_a_call_continues_with_the_missing_kinds_of_work(smollm2_gguf, tmp_path, monkeypatch):
     pytest.importorskip("llama_cpp")
-    short = dict.fromkeys(models.work_prompts(), ["Describe birds.", "Describe rain.", "Describe bread."])
+    short = {key: ["Describe birds.", "Describe rain.", "Describe bread."] for key in models.work_prompts()}
     monkeypatch.setattr(models, "work_prompts", lambda: short)
     settings = {"folder": tmp_path, "prompts": 3, "new_tokens": 14, "models": "Q4_1", "work": "chat"}
     chosen = suite("models", **settings)
