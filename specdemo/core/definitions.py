@@ -61,14 +61,16 @@ DEFINITIONS: dict[str, Definition] = {
     ),
     "acceptance rate": Definition(
         ("acceptance_rate", "accepted", "drafted"),
-        "accepted draft tokens divided by all draft tokens. Draft tokens that were not verified, because an earlier "
+        "accepted draft tokens divided by all verified ones. Draft tokens that were not reached, because an earlier "
         "one was rejected or the text ended, count as not accepted; in a tree all nodes count, so the rate is low",
-        Tile("acceptance", "Acceptance rate", "accepted / all draft tokens, also those not verified", "percent"),
+        Tile("acceptance", "Acceptance rate", "accepted / all draft tokens, also those not reached", "percent"),
     ),
     "unverified": Definition(
         ("unverified",),
-        "draft tokens that the target did not verify, because the drafter was not sure of them (option `p_min`). They "
-        "are not among the draft tokens of the other numbers",
+        "draft tokens that the target did not verify, because they were unlikely to be accepted (option `p_min`, "
+        "DSpark on SGLang). They are not among the draft tokens of the other numbers. vLLM's "
+        "`enable_adaptive_verification` does not report them: there they count as draft tokens that were not accepted",
+        Tile("unverified", "Unverified", "draft tokens left out of the passes", "count", optional=True, more=True),
     ),
     "break-even": Definition(
         ("break_even",),

@@ -27,7 +27,7 @@ Finish = Literal["stop", "length", "cancelled", "error"]
 Kind = Literal["target", "accepted", "forced", "corrected", "bonus", "unknown"]
 Fate = Literal["accepted", "rejected", "not reached"]
 Span = Literal["ttft_ms", "decode_ms"]
-Counter = Literal["steps", "drafted", "accepted", "acceptance_rate", "tokens_per_step"]
+Counter = Literal["steps", "drafted", "accepted", "unverified", "acceptance_rate", "tokens_per_step"]
 LARGEST: Final = (1 << 63) - 1  # largest valid integer: the largest seed; larger ones could overflow a float
 Int = Annotated[int, Field(ge=-LARGEST, le=LARGEST)]
 Number = Int | float | None

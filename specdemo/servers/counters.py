@@ -141,22 +141,17 @@ def draft_counters(
     one; empty if the engine has none.
     """
     drafts, drafted, accepted = (delta(old, new, prefix + name) for name in _DRAFTS)
-    if not drafts or not drafted or accepted is None or accepted > drafted:
+    if not drafts or not drafted or accepted is None:
+        return None
+    stats = answer_stats(title, int(drafted), int(accepted), int(drafts))
+    if stats is None:
         return None
     positions = sorted(p for name, p in new if name == prefix + _PER_POSITION and p is not None)
     accepted_at = [delta(old, new, prefix + _PER_POSITION, p) for p in positions[:MAX_DEPTH]]
-    stats = ServerStats(
-        {
-            "steps": int(drafts),
-            "drafted": int(drafted),
-            "accepted": int(accepted),
-            "acceptance_rate": round(accepted / drafted, 4),
-            "tokens_per_step": round(1 + accepted / drafts, 4),
-        },
-        [None if n is None or n > drafts else round(n / drafts, 4) for n in accepted_at],
-        f"{title}'s counters over the run: accepted / drafted tokens; 1 + accepted tokens / drafts",
-        drafting_steps=int(drafts),
-    ).over_all_passes(_tokens_after_first(old, new, generated, requests, int(drafts + accepted)))
+    shares = [None if n is None or n > drafts else round(n / drafts, 4) for n in accepted_at]
+    source = f"{title}'s counters over the run: accepted / drafted tokens; 1 + accepted tokens / drafts"
+    tokens = _tokens_after_first(old, new, generated, requests, int(drafts + accepted))
+    stats = replace(stats, accept_by_position=shares, source=source).over_all_passes(tokens)
     return replace(stats, source=f"{stats.source}; requests of other users are included")
 
 
@@ -169,13 +164,17 @@ def _tokens_after_first(old: Samples, new: Samples, generated: str, requests: st
     return max(tokens - (first or 0.0), 0.0)
 
 
-def reported(model: type[ModelT], chunk: Mapping[str, object], *keys: str) -> ModelT | None:
-    """Return the fields below `keys` in a chunk of an answer, None if they are missing or not an object."""
-    value: object = chunk
+def below(value: object, *keys: str) -> object:
+    """Return the value below keys of nested objects, None if it is missing."""
     for key in keys:
         value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+def reported(model: type[ModelT], chunk: Mapping[str, object], *keys: str) -> ModelT | None:
+    """Return the fields below `keys` in a chunk of an answer, None if they are missing or not an object."""
     try:
-        return model.model_validate(value)
+        return model.model_validate(below(chunk, *keys))
     except ValidationError:
         return None
 
@@ -187,16 +186,18 @@ def answer_stats(
     steps: int | None = None,
     histogram: Sequence[int] | None = None,
     drafts: Drafts | None = None,
+    unverified: int = 0,
 ) -> ServerStats | None:
     """Return the statistics of one answer from its totals, None if they are missing or inconsistent.
 
-    title: of the engine. histogram: [n] steps that accepted n draft tokens; it and `drafts` are left out if they
-    contradict the totals.
+    title: of the engine. drafted: without the tokens that are known to be `unverified`. histogram: [n] steps that
+    accepted n draft tokens; it and `drafts` are left out if they contradict the totals.
     """
     if drafted is None or accepted is None or accepted > drafted:
         return None
     counters: dict[Counter, float | None] = {"drafted": drafted, "accepted": accepted}
     source = f"{title}'s count for this answer: accepted / drafted tokens"
+    counters |= {"unverified": unverified} if unverified else {}
     if drafted:
         counters["acceptance_rate"] = round(accepted / drafted, 4)
     if steps:

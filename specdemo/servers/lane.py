@@ -26,7 +26,7 @@ from specdemo.servers import client
 from specdemo.servers.address import check_listed, host
 from specdemo.servers.client import Client, StatusError, connected
 from specdemo.servers.counters import ServerStats
-from specdemo.servers.engines import metrics_paths, request_fields, stats_between
+from specdemo.servers.engines import counts_unverified, metrics_paths, request_fields, stats_between
 from specdemo.servers.stream import Alternatives, Piece, Span, StreamParser, step_events, token_pieces
 
 if TYPE_CHECKING:
@@ -167,6 +167,8 @@ class RemoteLane:
                 stats, parser.drafted = ServerStats(), None
                 self._note("its server's draft counts are more than its text can hold, so they are not shown")
             stats = stats.over_all_passes(tokens)
+        if stats.counters.get("drafted") and counts_unverified(self.trace.method):
+            self._note("its server counts all draft tokens: those after the accepted ones were rejected or unverified")
         self._update(counters=stats.counters, accept_by_position=stats.accept_by_position, source=stats.source)
         self._update(accept_histogram=stats.accept_histogram, times=parser.times or counted.times)
         self._spans, self._finish, self.next_tokens = parser.spans(), parser.finish, parser.next_tokens

@@ -112,7 +112,7 @@ function inspect() {
 }
 
 // Returns a sentence on draft tokens of which the drafter was not sure; empty if there were none.
-const leftOut = ({ notes }) => (notes?.unverified ? `Not verified: ${fixed(notes.unverified, 0)} of which the drafter was not sure.` : "");
+const leftOut = ({ notes }) => (notes?.unverified ? `Unverified: ${fixed(notes.unverified, 0)} of which the drafter was not sure.` : "");
 
 // Returns a sentence on the experts that a pass of a mixture of experts used; empty for other models.
 function expertsTouched({ notes }) {

@@ -223,5 +223,5 @@ function drawDone(lane, line) {
   endings.error = ["failed", "bad"];
   pill(lane, ...(endings[line.finish] || ["", ""]));
   const { drafted, accepted } = numbers(lane);
-  if (drafted) lane.view.rejectedNote.textContent = `${drafted - accepted} of ${drafted} draft tokens were rejected or not verified.`;
+  if (drafted) lane.view.rejectedNote.textContent = `${drafted - accepted} of ${drafted} draft tokens were rejected or not reached.`;
 }

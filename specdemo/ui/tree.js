@@ -1,7 +1,7 @@
 // The draft tree of one step: depth from left to right, siblings from top to bottom in the order of verification. The target's
 // token continues the accepted path, so it is listed before the rejected siblings.
 
-const OUTCOME_LABELS = { accepted: "✓ accepted", forced: "» forced by the grammar", rejected: "✗ rejected", "not reached": "· not verified" };
+const OUTCOME_LABELS = { accepted: "✓ accepted", forced: "» forced by the grammar", rejected: "✗ rejected", "not reached": "· not reached" };
 const TARGET_TOKEN_LABELS = { corrected: "↺ correction token", bonus: "★ bonus token", target: "target token, nothing drafted", unknown: "? unknown: not reported by the server" };
 
 const SMALL_TREE = 20; // up to this many nodes, each node shows q and p
@@ -56,7 +56,7 @@ function treeView(line, root) {
   const tall = small ? NODE_HEIGHT.small : NODE_HEIGHT.large;
   const [left, top] = [(node) => node.depth * COLUMN.width, (node) => node.row * (tall + ROW_GAP)];
   const size = { width: Math.max(...nodes.map(left)) + COLUMN.node, height: Math.max(...nodes.map(top)) + tall };
-  const words = make("p", "sd-small sd-node-label", "Thick line: accepted path. ✗ rejected, · not verified. Point at a node, or focus the tree and press the arrow keys.");
+  const words = make("p", "sd-small sd-node-label", "Thick line: accepted path. ✗ rejected, · not reached. Point at a node, or focus the tree and press the arrow keys.");
   const box = make("div", "sd-tree");
   box.setAttribute("role", "tree");
   box.setAttribute("aria-label", `Draft tree: ${nodes.length} nodes`);

@@ -198,7 +198,7 @@ def test_the_inspector_lists_the_most_likely_tokens_of_the_target(display):
     display.show(Log().add(replay(with_top_tokens())))
     display.wait(8000)
     display.click('[data-lane="1"] [data-kind="corrected"]')
-    # accepted, rejected (with the tokens of its position), not verified, correction token
+    # accepted, rejected (with the tokens of its position), not reached, correction token
     assert display.read(".sd-table tbody td:nth-child(4)") == ["0.45", "0.10", "–", "0.63"]
     shown = [text.replace("\n", "") for text in display.read(".sd-table tbody td:nth-child(6)")]
     assert shown == [f"{visible(HOSTILE[1])} 0.63{WRONG} 0.25", f"{HOSTILE[2]} 0.63{WRONG} 0.25", "", ""]

@@ -220,7 +220,7 @@ def test_rejected_drafts_fade_and_return_steps_are_inspected_and_the_run_replaye
     page.keyboard.press("ArrowRight")
     expect(page.locator(".sd-step")).to_contain_text("Step 1/")
     expect(page.locator(".sd-outcome")).to_have_text(
-        ["✓ accepted", "✗ rejected", "· not verified", "↺ correction token"]
+        ["✓ accepted", "✗ rejected", "· not reached", "↺ correction token"]
     )
     page.locator('[data-lane="1"] [data-kind="bonus"]').first.click()
     expect(page.locator(".sd-outcome").last).to_have_text("★ bonus token")

@@ -25,11 +25,11 @@ test("a chain is not a tree, even with absent nodes", () => {
   assert.equal(isTree({ fates: ["accepted", "rejected", null], parents: [0, 1, 0] }), false);
 });
 
-test("a node names its rank among its siblings, and no p if it was not verified", () => {
+test("a node names its rank among its siblings, and no p if it was not reached", () => {
   const unverified = { ...line, fates: ["accepted", "not reached", "rejected", null] };
   const words = layOut(unverified, "root").map(nodeWords);
   assert.ok(words.includes("“a” · rank 1 of 2 · depth 1 · draft q 0.50 · target p 0.60 · ✓ accepted"));
-  assert.ok(words.includes("“b” · rank 2 of 2 · depth 1 · draft q 0.30 · · not verified"));
+  assert.ok(words.includes("“b” · rank 2 of 2 · depth 1 · draft q 0.30 · · not reached"));
 });
 
 test("an accepted token that the grammar drafted is shown as forced", () => {

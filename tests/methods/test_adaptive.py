@@ -124,7 +124,7 @@ def test_drafting_stops_when_confidence_is_low(tiny_llama):
 def test_acceptance_is_counted_where_a_level_was_reached():
     acceptance = AcceptanceEstimator()
     for _ in range(200):
-        acceptance.add(3, 1)  # accepted, rejected, not verified
+        acceptance.add(3, 1)  # accepted, rejected, not reached
     first, second, third = acceptance.rates(3)
     assert first == pytest.approx(1.0, abs=0.01)
     assert second < 0.12 and third == second

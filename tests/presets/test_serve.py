@@ -13,7 +13,7 @@ from specdemo.servers.engines import serving_engine
 from specdemo.servers.engines.base import Installed
 
 BASE = preset("two-servers")
-VLLM = {"draft_model", "ngram", "suffix", "medusa", "mtp", "eagle", "dflash", "gemma4_assistant"}
+VLLM = {"draft_model", "ngram", "suffix", "medusa", "mtp", "eagle", "dflash", "gemma4_assistant", "adaptive"}
 SGLANG = {"draft_model", "ngram", "mtp", "eagle", "dflash", "gemma4_assistant"}
 
 
@@ -70,6 +70,15 @@ def after(words, flag):
             {"method": "dflash", "model": "deepseek-ai/dspark_qwen3_8b_block7", "k": 7},
             {"method": "dspark", "model": "deepseek-ai/dspark_qwen3_8b_block7", "num_speculative_tokens": 7},
         ),
+        (
+            {"method": "adaptive", "model": "a/Qwen3-8B_eagle3", "k": 7, "options": {"drafter": "eagle"}},
+            {
+                "method": "eagle3",
+                "model": "a/Qwen3-8B_eagle3",
+                "num_speculative_tokens": 7,
+                "enable_adaptive_verification": True,
+            },
+        ),
     ],
 )
 def test_vllm_settings_are_json(settings, config):
@@ -111,6 +120,18 @@ def test_a_method_that_vllm_removed_names_the_last_version_with_it():
     Program(serving_engine("vllm"), 1, Installed("0.32.0", ["medusa"], 1)).check(served_lane)
     with pytest.raises(ValueError, match=r"vLLM 0\.33\.0 has no method 'medusa'; install vllm<0\.33; choose another"):
         Program(serving_engine("vllm"), 1, Installed("0.33.0", ["eagle"], 1)).check(served_lane)
+
+
+def test_a_draft_is_verified_in_part_only_where_vllm_can():
+    assert command("vllm", method="adaptive", options={"drafter": "ngram"}).endswith(
+        "vLLM verifies drafts in part for draft_model, suffix, mtp, eagle, dflash, gemma4_assistant, not for ngram"
+    )
+    adaptive = lane(method="adaptive", options={"drafter": "suffix"})
+    assert "# lane 1: adaptive; needs a GPU, and no --enforce-eager" in serve_commands(adaptive, "vllm")
+    *_, drafting = served(adaptive, "vllm")
+    Program(serving_engine("vllm"), 1, Installed("0.33.0", ["suffix"], 1)).check(drafting)
+    with pytest.raises(ValueError, match="vLLM verifies drafts in part in CUDA graphs only, not on a CPU"):
+        Program(serving_engine("vllm"), 1, Installed("0.33.0", ["suffix"], 0)).check(drafting)
 
 
 def test_a_pinned_model_is_served_at_its_revision():

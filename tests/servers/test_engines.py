@@ -139,6 +139,23 @@ REPORTS = {
         TOTALS | {"steps": 43, "tokens_per_step": 1.2326},
         [39, 1, 0, 3],
     ),
+    # of them, 13 steps verified one token and 30 verified three
+    "sglang DSpark": (
+        {
+            "sglext": {
+                "spec_tokens_details": {
+                    "spec_num_correct_drafts": 10,
+                    "spec_num_proposed_drafts": 129,
+                    "spec_verify_ct": 43,
+                    "spec_correct_drafts_histogram": [39, 1, 0, 3],
+                    "spec_cap_lens_histogram": [0, 0, 13, 0, 30],
+                }
+            }
+        },
+        {"steps": 43, "tokens_per_step": 1.2326, "drafted": 103, "accepted": 10, "unverified": 26}
+        | {"acceptance_rate": 0.0971},
+        [39, 1, 0, 3],
+    ),
     # llama.cpp: tools/server, result_timings::to_json
     "llama.cpp": ({"timings": {"predicted_n": 53, "draft_n": 129, "draft_n_accepted": 10}}, TOTALS, []),
     # mlx-vlm: mlx_vlm/server/generation.py
@@ -201,6 +218,18 @@ def test_an_answer_is_recognised_by_its_fields(name):
     assert stats.counters == counters and stats.accept_histogram == histogram
     assert name.split()[0].lower() in stats.source.lower() and "for this answer" in stats.source
     assert len(stats.accept_by_position) == max(len(histogram) - 1, 0)
+
+
+def test_a_lane_whose_drafts_are_verified_in_part_says_so(monkeypatch):
+    monkeypatch.setattr(address, "_added", {})
+    counts = {"num_spec_steps": 1, "num_accepted_draft_tokens": 0, "num_draft_tokens": 3}
+    pieces = [piece("a"), piece("b", finish="stop") | {"metrics": {"speculative_decoding": counts}}]
+    with completion_server(pieces) as server:
+        address.allow([server.address])
+        lanes = [{"method": "suffix"}, {"method": "adaptive", "options": {"drafter": "suffix"}}]
+        chosen = preset("embedded-ngram").with_changes(lanes=lanes)
+        trace = Session().run(chosen.on_servers([server.address] * 3))
+    assert ["rejected or unverified" in (lane.note or "") for lane in trace.lanes] == [False, False, True]
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,11 @@ def request_fields() -> dict[str, object]:
     return {name: value for engine in engines() for name, value in engine.request.items()}
 
 
+def counts_unverified(method: str) -> bool:
+    """Return whether an engine counts draft tokens of a method that it may not have verified."""
+    return any(method in engine.counts_unverified for engine in engines())
+
+
 def draft_request(model: str, k: int) -> dict[str, object]:
     """Return the fields of a request with which engines draft that take the draft model per request."""
     return {name: value for engine in engines() for name, value in engine.draft_request(model, k).items()}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 from urllib.parse import urlsplit
 
-from specdemo.methods import BASELINE, EngineArgs, Flags, MethodOptions, method
+from specdemo.methods import BASELINE, EngineArgs, Flags, MethodOptions, method, method_options
 from specdemo.servers.counters import Samples, ServerStats
 
 GPU_ONLY = "on Linux with an NVIDIA GPU"
@@ -54,6 +54,8 @@ class ReportingEngine(ABC):
     generated: ClassVar[str] = ""  # name of the counter of output tokens, without _total
     running: ClassVar[str] = ""  # name of the gauge of requests that are being decoded
     drafts_with: ClassVar[frozenset[str]] = frozenset()  # methods of an engine that specdemo does not start
+    counts_unverified: ClassVar[frozenset[str]] = frozenset()  # methods whose unverified tokens count as draft tokens
+    full_draft_cache: ClassVar[str] = ""  # flags that keep the KV cache of the drafter in 16 bits
 
     def draft_request(self, model: str, k: int) -> dict[str, object]:
         """Return the fields of a request that drafts with a model; empty if the server decides at its start."""
@@ -169,6 +171,11 @@ def model_path(name: str) -> str:
     from specdemo.models.sources import resolve  # imports huggingface_hub
 
     return resolve(name)
+
+
+def default_options(name: str) -> MethodOptions:
+    """Return the options of a method with their defaults."""
+    return {option.name: option.default for option in method_options(name)}
 
 
 def name_contains(model: str | None, *words: str) -> bool:

@@ -15,7 +15,7 @@ from typing import ClassVar
 from pydantic import BaseModel
 
 from specdemo.core.trace import Span
-from specdemo.methods import EngineArgs, Flags, MethodOptions, method_options
+from specdemo.methods import EngineArgs, Flags, MethodOptions
 from specdemo.servers.counters import (
     Count,
     Milliseconds,
@@ -32,6 +32,7 @@ from specdemo.servers.engines.base import (
     ServingEngine,
     UnsupportedByEngine,
     address_flags,
+    default_options,
     name_contains,
 )
 
@@ -68,7 +69,7 @@ def _synthetic(model: str | None, k: int, options: MethodOptions) -> Flags:
     if inner not in DRAFTERS:
         names = ", ".join(f"drafter={name}" for name in DRAFTERS)
         raise UnsupportedByEngine(f"llama-server accepts at random what a drafter drafts; add one of {names}")
-    flags = DRAFTERS[inner](model, k, {option.name: option.default for option in method_options(inner)})
+    flags = DRAFTERS[inner](model, k, default_options(inner))
     if options["length"]:
         return [*flags, f"{SYNTHETIC}-len", f"{options['length']:g}"]
     rates = [float(rate) for rate in options["rates"].split(",")]
@@ -118,6 +119,7 @@ class LlamaServer(ServingEngine):
     install = "brew install llama.cpp (or see https://github.com/ggml-org/llama.cpp)"
     methods: ClassVar = {**DRAFTERS, "synthetic": _synthetic}
     p_min = "--spec-draft-p-min"
+    full_draft_cache = "-ctkd f16 -ctvd f16"
     metrics = draft_names(DRAFTS) | {GENERATED}
     request: ClassVar = {"timings_per_token": True}
     generated, running = GENERATED, "llamacpp:requests_processing"

@@ -73,6 +73,15 @@ class _SpecTokensDetails(BaseModel):
     spec_num_proposed_drafts: Count = None
     spec_num_correct_drafts: Count = None
     spec_correct_drafts_histogram: Counts = None
+    spec_cap_lens_histogram: Counts = None  # steps by the tokens that they verified, the root included
+
+    @property
+    def unverified(self) -> int:
+        """Return the draft tokens that DSpark's schedule left out of the verification; 0 if they are not reported."""
+        caps, steps = self.spec_cap_lens_histogram or [], self.spec_verify_ct or 0
+        verified = sum(n * count for n, count in enumerate(caps)) - steps
+        possible = (self.spec_num_correct_drafts or 0) <= verified <= (self.spec_num_proposed_drafts or 0)
+        return (self.spec_num_proposed_drafts or 0) - verified if sum(caps) == steps and possible else 0
 
 
 class SGLang(ServingEngine):
@@ -93,6 +102,7 @@ class SGLang(ServingEngine):
         "gemma4_assistant": chain("NEXTN"),  # SGLang switches to FROZEN_KV_MTP for an assistant
     }
     parallel = "--tp-size"
+    full_draft_cache = "--speculative-draft-kv-cache-dtype bfloat16"
     # docs/advanced_features/deterministic_inference; pull request 11789
     same_bits = (
         "--enable-deterministic-inference makes a text independent of other requests, more slowly; with speculation "
@@ -144,5 +154,6 @@ class SGLang(ServingEngine):
         found = reported(_SpecTokensDetails, chunk, "sglext", "spec_tokens_details")
         if found is None:
             return None
-        totals = (found.spec_num_proposed_drafts, found.spec_num_correct_drafts, found.spec_verify_ct)
-        return answer_stats(self.title, *totals, found.spec_correct_drafts_histogram)
+        drafted = found.spec_num_proposed_drafts and found.spec_num_proposed_drafts - found.unverified
+        totals = (drafted, found.spec_num_correct_drafts, found.spec_verify_ct, found.spec_correct_drafts_histogram)
+        return answer_stats(self.title, *totals, unverified=found.unverified)

@@ -13,6 +13,7 @@ from typing import ClassVar
 from pydantic import BaseModel
 
 from specdemo.core.atomic_io import json_text
+from specdemo.core.safe_io import JsonObject
 from specdemo.core.trace import Span
 from specdemo.methods import EngineArgs, Flags, MethodOptions
 from specdemo.servers.counters import (
@@ -33,6 +34,7 @@ from specdemo.servers.engines.base import (
     ServingEngine,
     UnsupportedByEngine,
     address_flags,
+    default_options,
     name_contains,
     split_revision,
     target_flags,
@@ -41,6 +43,9 @@ from specdemo.servers.engines.base import (
 PER_REQUEST = ["--per-request-spec-decode-metrics", "detailed"]
 PER_REQUEST_SINCE = (0, 27)
 CONFIG, ATTENTION = "--speculative-config", "--attention-backend"
+# verifies the part of a draft that pays; it counts all draft tokens, and does not report how many it verified
+ADAPTIVE = "enable_adaptive_verification"
+VERIFIED_IN_PART = ("draft_model", "suffix", "mtp", "eagle", "dflash", "gemma4_assistant")
 REMOVED = {"medusa": "0.33"}  # methods, and the first version without them
 GPU_SHARE = 0.9  # share of a GPU's memory for all servers on it; vLLM's default for one server
 PROBE_S = 120.0  # timeout; importing vLLM takes half a minute on a slow disk
@@ -103,9 +108,20 @@ def _dflash(model: str | None, k: int, options: MethodOptions) -> Flags:
     return [*config, ATTENTION, "flash_attn"]
 
 
-def _method(command: Sequence[str]) -> str:
-    """Return the method of a command, an empty text for plain decoding."""
-    return str(json.loads(command[command.index(CONFIG) + 1])["method"]) if CONFIG in command else ""
+def _adaptive(model: str | None, k: int, options: MethodOptions) -> Flags:
+    """Return the flags of a drafter whose drafts vLLM verifies as far as that pays (docs, "Adaptive Verification")."""
+    inner = options["drafter"]
+    if inner not in VERIFIED_IN_PART:
+        raise UnsupportedByEngine(f"vLLM verifies drafts in part for {', '.join(VERIFIED_IN_PART)}, not for {inner}")
+    command = VLLM.methods[inner](model, k, default_options(inner))
+    command[command.index(CONFIG) + 1] = json_text(_config(command) | {ADAPTIVE: True}, separators=(",", ":"))
+    return command
+
+
+def _config(command: Sequence[str]) -> JsonObject:
+    """Return the speculative config of a command, empty for plain decoding."""
+    found: JsonObject = json.loads(command[command.index(CONFIG) + 1]) if CONFIG in command else {}
+    return found
 
 
 def _release(installed: Installed) -> tuple[int, ...]:
@@ -143,7 +159,10 @@ class VLLM(ServingEngine):
         "eagle": _eagle,
         "dflash": _dflash,
         "gemma4_assistant": named("mtp"),
+        "adaptive": _adaptive,
     }
+    counts_unverified: ClassVar = frozenset({"adaptive"})
+    full_draft_cache = '"kv_cache_dtype": "auto" in the speculative config'
     parallel = "--tensor-parallel-size"
     # docs/features/batch_invariance; issue 54506
     same_bits = (
@@ -165,11 +184,17 @@ class VLLM(ServingEngine):
         return ["serve", path, *flags, "--no-enable-prefix-caching", *address_flags(config)]
 
     def note(self, config: ServerConfig) -> str:
-        method = _method(self.draft_flags(config))
+        drafting = _config(self.draft_flags(config))
+        if drafting.get(ADAPTIVE):
+            return "needs a GPU, and no --enforce-eager"
+        method = drafting.get("method")
         return f"needs vLLM before {REMOVED[method]}, which removed {method}" if method in REMOVED else ""
 
     def rejection(self, command: Sequence[str], installed: Installed | None) -> str:
-        method = _method(command)
+        config = _config(command)
+        method = config.get("method")
+        if installed is not None and not installed.gpus and config.get(ADAPTIVE):
+            return "vLLM verifies drafts in part in CUDA graphs only, not on a CPU"
         if installed is None or not method or method in installed.methods:
             return ""
         fix = f"; install vllm<{REMOVED[method]}" if method in REMOVED else ""
