@@ -9,7 +9,7 @@ unknown draft tokens being accepted, because the run contains no data about them
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod, sqrt
@@ -25,6 +25,7 @@ from specdemo.core.trace import LaneTrace, RunTrace, StepEvent
 from specdemo.presets.recorded import load_trace
 
 LONGEST = 64
+BISECTIONS = 50
 BLOCKS = 8  # per run, for the interval of a mean
 # Beyond the recorded positions the conditional acceptance starts at the smaller of two rates, that of the last position
 # and that of all positions pooled, and decays by this factor per position. The last position alone is unusable: it has
@@ -192,11 +193,17 @@ def from_mean(tokens: float, k: int) -> Acceptance:
     """Return one acceptance rate for all positions from the mean accepted length of drafts of length or depth k."""
     if not 1.0 <= tokens <= k + 1.0:
         raise ValueError(f"a pass over a draft of {k} emits 1 to {k + 1} tokens, not {tokens:g}")
+    rate = solve(lambda rate: Acceptance((rate,)).expected(k), tokens)
+    return Acceptance((rate,) * k)
+
+
+def solve(rising: Callable[[float], float], value: float) -> float:
+    """Return the argument from 0 to 1 at which a rising function reaches a value, by bisection; 1: it does not."""
     low, high = 0.0, 1.0
-    for _ in range(50):
+    for _ in range(BISECTIONS):
         middle = (low + high) / 2.0
-        low, high = (middle, high) if Acceptance((middle,)).expected(k) < tokens else (low, middle)
-    return Acceptance((high,) * k)
+        low, high = (middle, high) if rising(middle) < value else (low, middle)
+    return high
 
 
 def of_lengths(lengths: Mapping[int, float], rates: Sequence[float] = ()) -> Acceptance:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import astuple
 from functools import lru_cache
 
-from specdemo.analysis.acceptance import Acceptance
+from specdemo.analysis.acceptance import Acceptance, solve
 from specdemo.analysis.observation import Observation
 from specdemo.analysis.predict import ASSUMED
 from specdemo.analysis.profiles import profile
@@ -25,7 +25,6 @@ DENSE, EXPERTS, SMALL = "meta-llama/Llama-3.1-8B-Instruct", "Qwen/Qwen3-30B-A3B"
 # A draft token costs at most a plain step, as if the target were its own drafter; further costs are not drafting.
 SLOWEST_DRAFT = 1.0
 PARTS = ("drafting", "verification", "overhead")
-BISECTIONS = 40
 
 
 def reach_rates(observation: Observation) -> list[float]:
@@ -38,16 +37,10 @@ def reach_rates(observation: Observation) -> list[float]:
     drafted = min(observation.drafted_per_step or share * k, share * k)
     if drafted < share:  # the share is unknown, and so it is at most as large
         share = drafted
-    low, high = 0.0, 1.0
+    factor = 1.0
     if drafted < share * k:
-        for _ in range(BISECTIONS):
-            factor = (low + high) / 2.0
-            low, high = (factor, high) if _sum(share, factor, k) < drafted else (low, factor)
-    return [share * high**place for place in range(k)]
-
-
-def _sum(first: float, factor: float, count: int) -> float:
-    return first * sum(factor**place for place in range(count))
+        factor = solve(lambda factor: share * sum(factor**place for place in range(k)), drafted)
+    return [share * factor**place for place in range(k)]
 
 
 def accepted_rates(observation: Observation) -> list[float]:
@@ -57,12 +50,9 @@ def accepted_rates(observation: Observation) -> list[float]:
     shares = observation.by_position[:k]
     if any(shares):
         return [min(b / a, 1.0) if a else 0.0 for a, b in zip((1.0, *shares), shares, strict=False)]
-    reach, low, high = reach_rates(observation), 0.0, 1.0
-    for _ in range(BISECTIONS):
-        rate = (low + high) / 2.0
-        more = sum(share * rate**place for place, share in enumerate(reach, start=1)) < length - 1.0
-        low, high = (rate, high) if more else (low, rate)
-    return [high * ratio for ratio in ratios(reach)]
+    reach = reach_rates(observation)
+    rate = solve(lambda rate: sum(n * rate**place for place, n in enumerate(reach, start=1)), length - 1.0)
+    return [rate * ratio for ratio in ratios(reach)]
 
 
 def ratios(reach: Sequence[float]) -> list[float]:
@@ -169,11 +159,11 @@ def _raised(cost: StepCost, parts: Sequence[str], excess: float, drafted: float)
 def cost_model(cost: StepCost, observation: Observation) -> CostModel:
     """Return the cost model of a completed observation in units of a plain step.
 
-    Verification costs grow linearly with the number of tokens. A tree, and drafts of several methods, are known at
-    their measured size only.
+    Verification costs grow linearly with the number of tokens. A tree, drafts of several methods, and those that are
+    verified in part are known at their measured size only.
     """
     k, drafted = observation.k or 1, observation.drafted_per_step or 1.0
-    sized = drafted > k or observation.combined
+    sized = drafted > k or observation.combined or observation.verified_in_part
     widest = round(drafted) if sized else k
     return CostModel(
         plain_ms=1.0,

@@ -16,7 +16,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from math import ceil, inf, sqrt
-from typing import Literal
 
 from specdemo.analysis.costs import cost_model, ratios, step_costs, target_shape
 from specdemo.analysis.observation import TOLERANCE, Observation, complete
@@ -31,22 +30,6 @@ from specdemo.engine.cost import MAX_K, CostModel, DraftLengthAdvice
 from specdemo.presets.drafters import RULES, base_name, published_drafters
 from specdemo.servers.engines import engines
 
-CauseName = Literal[
-    "acceptance",
-    "thinking",
-    "random prompts",
-    "broken drafter",
-    "few drafts",
-    "later positions",
-    "confidence threshold",
-    "draft length",
-    "drafting",
-    "verification",
-    "batch size",
-    "experts",
-    "overhead",
-    "memory",
-]
 # A healthy step. Acceptance: the default of predictions. Drafting: a draft model of a tenth of the target's size, as
 # the rules for choosing one demand; heads are cheaper. Verification: reading the weights dominates, so a token adds
 # about its own FLOPs, 2 % of a step on GPUs at batch size 1. Overhead: sampling and bookkeeping of vLLM and SGLang
@@ -64,6 +47,7 @@ EARLY = 0.75  # share of k below which drafts end early
 # Known from the output, not inferred from costs. Faults make the other numbers meaningless.
 FAULTS = ("random prompts", "thinking", "broken drafter", "memory")
 COUNTED = ("few drafts", "later positions")
+MENDED = (*FAULTS, "draft cache")  # what is changed before anything else is judged
 # A drafter that guesses only frequent tokens still has 1 to 3 % accepted at the first position (the recorded runs with
 # noise on all weights have 1.3 %), and the worst trained ones above 10 %. 200 tokens tell 2 % from 0 with certainty.
 BROKEN_RATE, BROKEN_TOKENS = 0.02, 200.0  # accepted tokens per draft; draft tokens
@@ -76,11 +60,12 @@ THRESHOLD = 0.5  # confidence at which drafts end, if it is unknown
 
 REPEATS = "Use it for text that repeats its prompt, such as edits and summaries"
 LOOKUPS = "A lookup drafts only where the text repeats itself."
-TITLES: dict[CauseName, tuple[str, str]] = {  # as a cause and as the bottleneck of a fast run
+TITLES: dict[str, tuple[str, str]] = {  # as a cause and as the bottleneck of a fast run
     "acceptance": ("the acceptance rate is too low for the cost of the draft", "the acceptance rate"),
     "thinking": ("the drafter was trained for the other thinking mode", "the thinking mode"),
     "random prompts": ("the prompts are random tokens, which no drafter predicts", "random prompts"),
     "broken drafter": ("almost no draft token is accepted, as if the drafter were broken", "a broken drafter"),
+    "draft cache": ("the KV cache of the drafter is quantised", "the quantised KV cache of the drafter"),
     "few drafts": ("most steps have no draft", "steps without a draft"),
     "later positions": ("no draft token is accepted after the first few positions", "the later draft positions"),
     "confidence threshold": ("drafts end early", "drafts that end early"),
@@ -98,7 +83,7 @@ class Cause:
     """A cause of slowness. gain: the factor by which the run would become faster without it; 1 or more. title and
     evidence: sentences without a period. advice: what to change, one or two sentences; may be empty."""
 
-    name: CauseName
+    name: str
     title: str
     gain: float
     evidence: str
@@ -293,10 +278,10 @@ class _Fit:
                 title = self._title(name)
                 yield Cause(name, title, max(factor, 1.0), self._evidence(name), self._advice(name))
 
-    def _hardly_drafts(self, name: CauseName) -> bool:
+    def _hardly_drafts(self, name: str) -> bool:
         return name == "few drafts" and self.model.reach_rates[0] < HARDLY_ANY
 
-    def _title(self, name: CauseName) -> str:
+    def _title(self, name: str) -> str:
         one = self.observation
         if name == "later positions":
             return f"no draft token after position {self._cliff} is accepted"
@@ -308,7 +293,7 @@ class _Fit:
             return "too few draft tokens are accepted"
         return TITLES[name][0]
 
-    def _fixed(self) -> Iterator[tuple[CauseName, CostModel]]:
+    def _fixed(self) -> Iterator[tuple[str, CostModel]]:
         """Yield the cost model with one part replaced by that of a healthy step, by cause."""
         model, k = self.model, self.model.k
         reach = ratios([*model.reach_rates, *[model.reach_rates[-1]] * (len(model.alpha) - len(model.reach_rates))])
@@ -333,7 +318,7 @@ class _Fit:
     def _cliff(self) -> int:
         """Return the last position at which drafts are accepted, if none is at the next one; else 0."""
         one, reach = self.observation, ratios(self.model.reach_rates)
-        if self._ends_early or not (self.recorded or any(one.by_position)):
+        if self._ends_early or one.verified_in_part or not (self.recorded or any(one.by_position)):
             return 0
         trials = float(one.steps or inf)
         for place, (rate, ratio) in enumerate(zip(self.model.alpha, reach, strict=False)):
@@ -363,10 +348,12 @@ class _Fit:
         ]
         return replace(model, alpha=alpha, reach_rates=[share] * model.k)
 
-    def _of_acceptance(self) -> CauseName:
+    def _of_acceptance(self) -> str:
         one = self.observation
         if one.random_prompts:
             return "random prompts"
+        if one.draft_cache and not one.looks_up:
+            return "draft cache"
         drafts = self.model.reach_rates[0] if self.recorded else one.drafting_share or 1.0
         hits = (one.accepted_length or 1.0) - 1.0
         if (one.draft_tokens or 0.0) >= BROKEN_TOKENS and hits <= BROKEN_RATE * drafts and not one.looks_up:
@@ -374,7 +361,7 @@ class _Fit:
         other_mode = None not in (one.thinking, one.trained_thinking) and one.thinking != one.trained_thinking
         return "thinking" if other_mode else "acceptance"
 
-    def _of_verification(self, k: int) -> CauseName:
+    def _of_verification(self, k: int) -> str:
         """Return what makes the wider pass slow: experts, if reading them explains half of it, else a batch."""
         one = self.observation
         batch = one.batch_size or 1.0
@@ -399,7 +386,7 @@ class _Fit:
             "draft length", title, gain, f"k = {best_k} is predicted to be {gain:.2f}x as fast as k = {length}", ""
         )
 
-    def _evidence(self, name: CauseName) -> str:
+    def _evidence(self, name: str) -> str:
         one, cost, k = self.observation, self.cost, self.model.k
         rate = 100.0 * (one.acceptance_rate or 0.0)
         batch = one.batch_size or 1.0
@@ -407,11 +394,12 @@ class _Fit:
         slots = 1.0 + (one.drafted_per_step or float(k))
         full = abs(slots - k - 1.0) < 0.05 * k
         wide = f"a pass over {f'{k + 1}' if full else f'{slots:.1f}'} tokens costs {cost.verify:.2f} plain steps"
-        evidence: dict[CauseName, str] = {
+        evidence: dict[str, str] = {
             "acceptance": accepted,
             "thinking": f"{accepted}, with {_mode(one.thinking)} and a drafter trained {_mode(one.trained_thinking)}",
             "random prompts": f"{accepted} after random prompts",
             "broken drafter": f"{_tokens_accepted(one)}; even a poor drafter guesses the most frequent tokens",
+            "draft cache": f"{accepted}, and the cache is {one.draft_cache}",
             "few drafts": self._shares(),
             "later positions": f"{percent(self._conditional(self._cliff))} accepted at position {self._cliff}, "
             f"{percent(self._conditional(self._cliff + 1))} at the next one",
@@ -438,14 +426,16 @@ class _Fit:
         )
         return f"{drafts} ({percent(share)}), of {(one.drafted_per_step or 0.0) / share:.1f} tokens each"
 
-    def _advice(self, name: CauseName) -> str:
+    def _advice(self, name: str) -> str:
         lookup = self.observation.looks_up
-        advice: dict[CauseName, str] = {
+        advice: dict[str, str] = {
             "acceptance": f"{REPEATS}, or use a head or draft model."
             if lookup
             else "Use a drafter that was trained for exactly this target, chat template and kind of text.",
             "broken drafter": "Check the drafter: weights that its file lacks, such as lm_head.weight; its conversion; "
             "and that it was made for this target, with these hidden layers and positions.",
+            "draft cache": f"Keep it in 16 bits{_full_cache(self.observation)}: some drafters lose half of their "
+            "accepted tokens with it, or all.",
             "few drafts": f"{REPEATS}, allow shorter n-grams, or use a head or draft model."
             if lookup
             else f"Check what skips drafts: a confidence threshold, a minimum length, the batch size. {LOOKUPS}",
@@ -463,6 +453,11 @@ class _Fit:
             "memory": "Use a smaller target or drafter, more quantisation or a shorter context, so that all fits.",
         }
         return advice[name]
+
+
+def _full_cache(one: Observation) -> str:
+    setting = next((engine.full_draft_cache for engine in engines() if engine.name == one.engine), "")
+    return f" ({setting})" if setting else ""
 
 
 def _p_min(one: Observation) -> str:
@@ -559,12 +554,14 @@ def _length(one: Observation) -> str:
 def _advice_clause(found: Diagnosis, times: str) -> str:
     one, gain = found.observation, found.gain
     assert gain is not None
-    if found.cause is not None and found.cause.name in FAULTS:
+    if found.cause is not None and found.cause.name in MENDED:
         return "mend that first, then measure again"
     if found.hopeless:
         return "not worth it here: no draft length is predicted to beat plain decoding"
     if any(cause.name == "draft length" for cause in found.causes):
         return f"k = {found.best_k} is predicted to be faster than k = {one.k} ({gain.format(times)})"
+    if one.verified_in_part:
+        return "the engine chooses how much of a draft it verifies, so no other k is predicted"
     if one.combined:
         return "each of its methods has a draft length of its own, so no other k is predicted"
     return f"no other k is predicted to be clearly faster than k = {one.k}"
@@ -606,6 +603,8 @@ def _notes(one: Observation, best_k: int, others: Sequence[_Fit]) -> Iterator[st
     drafts = one.steps and max(round(one.steps * (one.drafting_share or 1.0)), 1)
     if drafts and drafts < FEW_STEPS:
         yield f"Only {drafts} {'step' if drafts == one.steps else 'draft'}{'s' * (drafts > 1)}: read a longer run."
+    if one.verified_in_part:
+        yield "The engine does not report which draft tokens it verified: all others count as not accepted."
     if one.k and one.per_draft < EARLY * one.k and not one.combined:
         yield f"Drafts end early: {one.per_draft:.1f} of k = {one.k} tokens on average."
 
@@ -613,7 +612,7 @@ def _notes(one: Observation, best_k: int, others: Sequence[_Fit]) -> Iterator[st
 def _recommendations(found: Diagnosis) -> Iterator[str]:
     one, best_k, cause = found.observation, found.best_k, found.cause
     assert best_k is not None
-    if cause is not None and cause.name in FAULTS:
+    if cause is not None and cause.name in MENDED:
         yield f"{cause.advice} Then measure again."
         return
     if found.implausible:
@@ -647,6 +646,8 @@ def _schedule(one: Observation, k: int) -> Iterator[str]:
         half = max(int(one.batch_size) // 2, 1)
         schedule = json_text([[1, half, k], [half + 1, 512, 0]])
         yield f'vLLM can draft at small batches only: "num_speculative_tokens_per_batch_size": {schedule}.'
+        if not one.verified_in_part:
+            yield 'It can also verify only what pays of each draft, on GPUs: "enable_adaptive_verification": true.'
 
 
 def _other_drafters(one: Observation) -> Iterator[str]:

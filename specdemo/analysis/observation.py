@@ -9,8 +9,10 @@ from math import ceil, isfinite
 from typing import Any, Self
 
 from specdemo.core.estimate import Estimate
+from specdemo.core.safe_io import JsonObject
 from specdemo.methods.facts import PREDICTED, method_of, no_passes
 from specdemo.presets.drafters import all_published, base_name
+from specdemo.servers.counters import ServerStats
 
 LARGEST = 1e9  # of any number; rates and tokens/s are far below
 LONGEST = 1024  # draft tokens per step
@@ -46,7 +48,9 @@ class Observation:
     tokens_per_s and plain_tokens_per_s: with and without speculation, both over the same number of requests at a time.
     batch_size: mean number of requests per step. thinking: mode of the requests; trained_thinking: of the drafter's
     training answers. moe: the target is a mixture of experts. random_prompts: the prompts are random tokens.
-    offloaded: weights or caches are read from main memory or disk, or requests are swapped out.
+    offloaded: weights or caches are read from main memory or disk, or requests are swapped out. draft_cache: type of
+    the drafter's KV cache if it is quantised. verified_in_part: the engine verifies a confident part of each draft and
+    counts the rest as not accepted.
 
     Raises ValueError, one line, for a number out of range.
     """
@@ -77,6 +81,8 @@ class Observation:
     moe: bool | None = None
     random_prompts: bool | None = None
     offloaded: bool | None = None
+    draft_cache: str = ""
+    verified_in_part: bool | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -135,6 +141,22 @@ class Observation:
         if plain.tokens_per_s is None and plain.plain_tokens_per_s is None:
             raise ValueError(f"the baseline ({plain.source}) contains no tokens/s; give the speed itself")
         return replace(self, plain_tokens_per_s=plain.tokens_per_s or plain.plain_tokens_per_s)
+
+
+def values_of(stats: ServerStats) -> JsonObject:
+    """Return the fields of an Observation that a server's statistics contain."""
+    counters, steps, drafted = stats.counters, stats.counters.get("steps"), stats.counters.get("drafted")
+    share = stats.drafting_steps / steps if stats.drafting_steps and steps else None
+    values: JsonObject = {
+        "accepted_length": counters.get("tokens_per_step"),
+        # a rate without counts may include the bonus tokens
+        "acceptance_rate": counters.get("acceptance_rate") if drafted else None,
+        "by_position": tuple((one or 0.0) * (share or 1.0) for one in stats.accept_by_position),
+        "drafted_per_step": drafted / steps if drafted and steps else None,
+        "drafting_share": share,
+        "steps": round(steps) if steps else None,
+    }
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def complete(given: Observation) -> Observation:

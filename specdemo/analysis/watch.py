@@ -10,15 +10,15 @@ from contextlib import aclosing, nullcontext, suppress
 from dataclasses import dataclass, field
 from statistics import fmean
 from time import monotonic
+from typing import NamedTuple
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 
 from specdemo.analysis.diagnose import Diagnosis, diagnose
-from specdemo.analysis.observation import Observation
+from specdemo.analysis.observation import Observation, values_of
 from specdemo.core.atomic_io import finite, json_text
-from specdemo.core.trace import Counter
 from specdemo.servers.client import Client, connected
 from specdemo.servers.counters import Samples, ServerStats, delta, gauge, parse
 from specdemo.servers.engines import engines, metrics_paths, stats_between
@@ -31,18 +31,13 @@ POSITIONS = 4  # of the acceptance by position that are shown
 Row = dict[str, float | None]
 
 
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """Metrics of a server. at: time of the reading, in seconds of any clock."""
+class Reading(NamedTuple):
+    """Metrics of a server. at: time of the reading, in seconds of any clock. samples: the counters of output tokens and
+    the gauges of running requests."""
 
     at: float
     text: str
     samples: Samples
-
-    @classmethod
-    def of(cls, at: float, text: str) -> "Reading":
-        """Parse the counters of output tokens and the gauges of running requests of all engines."""
-        return cls(at, text, parse(text, {name for engine in engines() for name in (engine.generated, engine.running)}))
 
 
 @dataclass(slots=True)
@@ -69,7 +64,8 @@ class Watch:
 
     def add(self, at: float, text: str) -> None:
         """Take a reading of the metrics. Raises ValueError, one line, for metrics of no known engine."""
-        reading, last = Reading.of(at, text), self._last
+        names = {name for engine in engines() for name in (engine.generated, engine.running)}
+        reading, last = Reading(at, text, parse(text, names)), self._last
         self.engine = next((engine for engine in engines() if (engine.generated, None) in reading.samples), None)
         if self.engine is None:
             known = ", ".join(engine.title for engine in engines() if engine.generated)
@@ -92,7 +88,7 @@ class Watch:
             self._running += [running] if running else []
         speed = round(tokens / seconds, 1) if seconds > 0 else None
         row: Row = {"time": round(new.at - self._first.at, 1), "tokens/s": speed, "running": running or 0.0}
-        row |= {"accepted": _count(stats, "acceptance_rate"), "tokens/pass": _count(stats, "tokens_per_step")}
+        row |= {"accepted": stats.counters.get("acceptance_rate"), "tokens/pass": stats.counters.get("tokens_per_step")}
         shown = enumerate(stats.accept_by_position[:POSITIONS], start=1)
         return row | {f"accepted at {position}": share for position, share in shown}
 
@@ -100,21 +96,11 @@ class Watch:
         """Return what all readings together show; None if nothing was drafted."""
         if self._first is None or self._last is None or self.engine is None or not self._tokens:
             return None
-        stats = stats_between(self._first.text, self._last.text)
-        length, steps = _count(stats, "tokens_per_step"), _count(stats, "steps")
-        drafted = _count(stats, "drafted")
-        share = stats.drafting_steps / steps if stats.drafting_steps and steps else None
-        places = [None if one is None else float(one) * (share or 1.0) for one in stats.accept_by_position]
         return Observation(
             engine=self.engine.name,
             source=f"metrics of {self.server}",
-            accepted_length=length,
-            acceptance_rate=_count(stats, "acceptance_rate"),
             k=self.k,
-            by_position=() if None in places else tuple(one for one in places if one is not None),
-            drafted_per_step=drafted / steps if drafted and steps else None,
-            drafting_share=share,
-            steps=int(steps) if steps else None,
+            **values_of(stats_between(self._first.text, self._last.text)),
             batch_size=fmean(self._running) if self._running else None,
             tokens_per_s=self._tokens / self._busy_s if self._busy_s else None,
             plain_tokens_per_s=self.plain_tokens_per_s,
@@ -160,11 +146,6 @@ async def read(watch: Watch, client: Client) -> None:
         watch.add(at, text)
     elif watch.engine is None:
         raise ValueError(f"{watch.server} does not answer, or has no metrics; {HOW}")
-
-
-def _count(stats: ServerStats, name: Counter) -> float | None:
-    value = stats.counters.get(name)
-    return None if value is None else float(value)
 
 
 SHOWN = 12  # rows of the table

@@ -72,6 +72,7 @@ def test_impossible_numbers_are_refused_in_one_line(bad):
         ({"k": 16, "accepted_length": 2.0, "draft_cost": 0.15}, "draft length"),
         ({"accepted_length": 1.2, "thinking": True, "trained_thinking": False}, "thinking"),
         ({"accepted_length": 1.2, "random_prompts": True}, "random prompts"),
+        ({"accepted_length": 1.2, "draft_cache": "q4_0"}, "draft cache"),
     ],
 )
 def test_each_cause_is_found_where_the_costs_are_known(changes, cause):
@@ -86,6 +87,31 @@ def test_draft_length_precedes_larger_gains_only_in_a_run_that_pays(tokens_per_s
     one = observation(k=4, accepted_length=2.8, tokens_per_s=tokens_per_s, batch_size=16, method="mtp")
     gains = {cause.name: cause.gain for cause in diagnose(one).causes}
     assert gains["batch size"] > gains["draft length"] and next(iter(gains)) == first
+
+
+def test_a_quantised_draft_cache_is_replaced_before_speculation_is_turned_off():
+    found = diagnose(measured(accepted_length=1.0, draft_cache="q8_0", engine="llama-server"))
+    assert found.recommendations == (
+        "Keep it in 16 bits (-ctkd f16 -ctvd f16): some drafters lose half of their accepted tokens with it, or all. "
+        "Then measure again.",
+    )
+    assert "0 % of the draft tokens were accepted, and the cache is q8_0" in found.causes[0].evidence
+    assert "draft cache" not in [one.name for one in diagnose(measured(accepted_length=4.0, draft_cache="q8_0")).causes]
+    lookup = diagnose(measured(accepted_length=1.2, draft_cache="q8_0", method="ngram"))
+    assert "draft cache" not in [cause.name for cause in lookup.causes]
+
+
+def test_drafts_that_are_verified_in_part_have_no_cliff_and_no_other_length():
+    run = {
+        "by_position": (0.8, 0.6, 0.0, 0.0, 0.0, 0.0),
+        "steps": 2000,
+        "tokens_per_s": 90.0,
+        "plain_tokens_per_s": 100.0,
+    }
+    assert "later positions" in [cause.name for cause in diagnose(Observation(**run)).causes]
+    found = diagnose(Observation(**run, verified_in_part=True, engine="vllm"))
+    assert not {"later positions", "draft length"} & {cause.name for cause in found.causes}
+    assert any("does not report which draft tokens it verified" in note for note in found.notes)
 
 
 def test_a_good_draft_has_no_cause():

@@ -45,7 +45,6 @@ EXPECTED = {
     "sglang-lines.log": {"k": None, "accepted_length": 2.9},
     "llamacpp-plain.log": {"tokens_per_s": 219.2, "engine": "llama-server"},
     "llamacpp-good.prom": {"k": 4, "accepted_length": 3.1935, "steps": 248, "tokens_per_s": 266.1},
-    "llama-speculative.txt": {"k": 16, "steps": 58, "acceptance_rate": 0.3432, "draft_token_ms": 10.3},
     "lmstudio.log": {"engine": "lmstudio", "steps": 123, "acceptance_rate": 0.3577, "tokens_per_s": 17.93},
     "vllm-answer.json": {"engine": "vllm", "k": 3, "steps": 43, "accepted_length": 1.2326},
     "aiperf.jsonl": {"engine": "vllm", "k": 4, "steps": 16, "accepted_length": 3.25, "tokens_per_s": 18.0},
@@ -110,6 +109,39 @@ def test_log_with_server_arguments_gives_the_draft_length():
     found = read_output(arguments + (SAMPLES / "sglang.log").read_text(encoding="utf-8"))
     assert (found.k, found.drafted_per_step, found.offloaded) == (3, 3.0, True)
     assert (found.target, found.drafter, found.method) == ("org/m", "org/d", "EAGLE3")
+
+
+SPECULATION = "non-default args: {'speculative_config': {'method': 'eagle3', %s}}\n"
+ENGINE = "with config: model='org/m', speculative_config=SpeculativeConfig(method='eagle3'), kv_cache_dtype=%s,\n"
+
+
+@pytest.mark.parametrize(
+    ("sample", "first", "cache"),
+    [
+        ("llamacpp-dead.log", "llama-server -m t.gguf -md d.gguf -ctkd q4_0 -ctvd f16\n", "q4_0"),
+        ("llamacpp-dead.log", "--cache-type-v-draft=q8_0\n", "q8_0"),
+        ("llamacpp-dead.log", "--spec-draft-type-k bf16 -ctk q8_0\n", ""),
+        ("llamacpp-dead.log", "size = 8 MiB, K (q8_0): 4 MiB\nloading draft model 'd.gguf'\nK (f16): 2 MiB\n", ""),
+        ("llamacpp-dead.log", "loading draft model 'd.gguf'\nsize = 8 MiB, K (q5_1): 4 MiB, V (f16): 4 MiB\n", "q5_1"),
+        ("vllm.log", SPECULATION % "'kv_cache_dtype': 'fp8_e4m3'", "fp8_e4m3"),
+        ("vllm.log", ENGINE % "fp8", "fp8"),
+        ("vllm.log", ENGINE % "fp8" + SPECULATION % "'kv_cache_dtype': 'auto'", ""),
+        ("vllm.log", ENGINE % "auto", ""),
+        ("sglang.log", "server_args=ServerArgs(kv_cache_dtype='fp8_e5m2', speculative_num_steps=3)\n", "fp8_e5m2"),
+        ("sglang.log", "server_args=ServerArgs(kv_cache_dtype='auto', speculative_num_steps=3)\n", ""),
+    ],
+)
+def test_the_type_of_the_drafters_cache_is_read(sample, first, cache):
+    assert read_output(first + (SAMPLES / sample).read_text(encoding="utf-8")).draft_cache == cache
+
+
+def test_verification_in_part_is_read_with_the_draft_length():
+    options = SPECULATION % "'num_speculative_tokens': 7, 'enable_adaptive_verification': True"
+    log = (SAMPLES / "vllm.log").read_text(encoding="utf-8")
+    assert (read_output(options + log).verified_in_part, read_output(log).verified_in_part) == (True, None)
+    command = '--speculative-config {"num_speculative_tokens": 8, "enable_adaptive_verification": true}\n'
+    found = read_output(command + (SAMPLES / "bench-serve.txt").read_text(encoding="utf-8"))
+    assert (found.verified_in_part, found.k) == (True, 8)
 
 
 def test_partly_offloaded_layers_and_experts_are_seen():

@@ -16,7 +16,6 @@ CLASSES = (
     "specdemo.analysis.readers.answers:ServerAnswer",
     "specdemo.analysis.readers.logs:VLLMLog",
     "specdemo.analysis.readers.logs:SGLangLog",
-    "specdemo.analysis.readers.logs:LlamaSpeculative",
     "specdemo.analysis.readers.logs:LlamaCppLog",
     "specdemo.analysis.readers.answers:PrometheusText",
 )

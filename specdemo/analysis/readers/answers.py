@@ -3,97 +3,68 @@ count from the start of the server, and JSON of one request with the statistics 
 """
 
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass
-from typing import Any, ClassVar
 
-from specdemo.analysis.observation import Observation
-from specdemo.analysis.readers.base import Output, OutputReader, OutputTotals, below, count, number, text_of
-from specdemo.servers.counters import Samples, delta, gauge, parse
+from specdemo.analysis.observation import Observation, values_of
+from specdemo.analysis.readers.base import Output, OutputReader, count, number, text_of
+from specdemo.core.safe_io import JsonObject
+from specdemo.servers.counters import Samples, below, delta, gauge, parse
 from specdemo.servers.engines import engines
 
-
-@dataclass(frozen=True, slots=True)
-class Names:
-    """Names of an engine's gauges. seconds, requests: counters whose ratio is the mean time per token of a request;
-    decoding_s, output, finished: counters whose ratio (output - finished) / decoding_s is the speed of all requests."""
-
-    running: str = ""
-    speed: str = ""
-    seconds: str = ""
-    requests: str = ""
-    decoding_s: str = ""
-    output: str = ""
-    finished: str = ""
-    length: str = ""
+GAUGES: Mapping[str, Mapping[str, str]] = {  # engine -> field of an Observation -> name of the gauge
+    "vllm": {},
+    "sglang": {"tokens_per_s": "sglang:gen_throughput"},
+    "tensorrt-llm": {
+        "accepted_length": "trtllm_spec_decode_acceptance_length",
+        "batch_size": "trtllm_num_generation_requests",
+    },
+    "llama-server": {"tokens_per_s": "llamacpp:predicted_tokens_seconds"},
+}
+# counters of finished requests: the second over the first is the mean speed of a request; the fourth without the fifth,
+# over the third, where they are exported, the mean speed over all tokens
+SUMS = [
+    f"vllm:request_{name}"
+    for name in (
+        "time_per_output_token_seconds_sum",
+        "time_per_output_token_seconds_count",
+        "decode_time_seconds_sum",
+        "generation_tokens_sum",
+        "generation_tokens_count",
+    )
+]
 
 
 class PrometheusText(OutputReader):
     """Answer of a server's /metrics."""
 
     title = "Prometheus text"
-    names: ClassVar = {
-        "vllm": Names(
-            running="vllm:num_requests_running",
-            seconds="vllm:request_time_per_output_token_seconds_sum",
-            requests="vllm:request_time_per_output_token_seconds_count",
-            decoding_s="vllm:request_decode_time_seconds_sum",
-            output="vllm:request_generation_tokens_sum",
-            finished="vllm:request_generation_tokens_count",
-        ),
-        "sglang": Names(running="sglang:num_running_reqs", speed="sglang:gen_throughput"),
-        "tensorrt-llm": Names(length="trtllm_spec_decode_acceptance_length", running="trtllm_num_generation_requests"),
-        "llama-server": Names(running="llamacpp:requests_processing", speed="llamacpp:predicted_tokens_seconds"),
-    }
 
     def read(self, output: Output) -> Observation | None:
-        if not any(prefix in output.text for prefix in ("vllm:", "sglang:", "trtllm_", "llamacpp:")):
-            return None
-        plain = None  # metrics without drafts are a baseline
+        plain, speed = None, _mean_speed(parse(output.text, frozenset(SUMS)))  # metrics without drafts are a baseline
         for engine in engines():
-            names = self.names.get(engine.name)
-            if names is None:
+            if engine.name not in GAUGES:
                 continue
-            samples = parse(output.text, engine.metrics | {name for name in astuple(names) if name})
+            names = {"batch_size": engine.running, **GAUGES[engine.name]}
+            samples = parse(output.text, engine.metrics | {*names.values()})
             stats = engine.statistics({}, samples)
-            if stats is None or not stats.counters:
-                name, source = engine.name, f"{self.title}, {engine.title}"
-                plain = Observation(engine=name, source=source, **_gauges(samples, names)) if samples else plain
-                continue
-            counters, steps = stats.counters, stats.counters.get("steps")
-            share = stats.drafting_steps / steps if stats.drafting_steps and steps else None
-            positions = tuple((one or 0.0) * (share or 1.0) for one in stats.accept_by_position)
-            values = _gauges(samples, names)
-            if length := counters.get("tokens_per_step"):
-                values["accepted_length"] = length
-            drafted = counters.get("drafted")
-            return Observation(
-                engine=engine.name,
-                source=f"{self.title}, {engine.title}",
-                k=len(positions) or None,
-                by_position=positions,
-                acceptance_rate=counters.get("acceptance_rate") if drafted else None,
-                drafted_per_step=drafted / steps if steps and drafted else None,
-                drafting_share=share,
-                steps=round(steps) if steps else None,
-                **values,
-            )
+            drafting = stats is not None and bool(stats.counters)
+            if drafting or samples:
+                values: JsonObject = {field: gauge(samples, name) for field, name in names.items()}
+                values |= {"tokens_per_s": speed} if speed else {}
+                values |= values_of(stats) if stats else {}
+                k = len(values.get("by_position", ())) or None
+                found = Observation(engine=engine.name, source=f"{self.title}, {engine.title}", k=k, **values)
+                if drafting:
+                    return found
+                plain = found
         return plain
 
 
-def _gauges(samples: Samples, names: Names) -> dict[str, Any]:
-    """Return batch size, speed and mean accepted length, where the engine exports them."""
-    seconds, requests, decoding_s, output, finished = (
-        delta({}, samples, name)
-        for name in (names.seconds, names.requests, names.decoding_s, names.output, names.finished)
-    )
-    speed = requests / seconds if seconds and requests else gauge(samples, names.speed)
+def _mean_speed(samples: Samples) -> float | None:
+    """Return vLLM's mean tokens/s of a request; None for other engines."""
+    seconds, requests, decoding_s, output, finished = (delta({}, samples, name) for name in SUMS)
     if decoding_s and output and finished and output > finished:
-        speed = (output - finished) / decoding_s
-    return {
-        "batch_size": gauge(samples, names.running),
-        "tokens_per_s": speed or None,
-        "accepted_length": gauge(samples, names.length),
-    }
+        return (output - finished) / decoding_s
+    return requests / seconds if seconds and requests else None
 
 
 PREDICTION = "Generated prediction: {"  # in the log of LM Studio
@@ -110,32 +81,26 @@ class ServerAnswer(OutputReader):
             data = _last_prediction(output)
         if not isinstance(data, Mapping) or not {"usage", "stats", "timings", "metrics", "sglext"} & data.keys():
             return None
+        one = Observation(source=self.title, target=text_of(data.get("model")), tokens_per_s=_speed(data))
         chunk = {str(name): value for name, value in data.items()}
         for engine in engines():
             stats = engine.acceptance(chunk)
             if stats is None or "accepted" not in stats.counters:
                 continue
-            accepted, drafted = stats.counters["accepted"] or 0.0, stats.counters["drafted"] or 0.0
-            steps, tokens = stats.counters.get("steps") or 0.0, _tokens(data)
-            after_first = max(tokens - 1.0, 0.0) if tokens else None
-            totals = OutputTotals(speeds=[_speed(data) or 0.0], batches=[1.0])
-            bars = stats.accept_histogram
-            if bars:
-                totals.add_histogram(bars, drafted, after_first)
-            else:
-                totals.add(drafted, accepted, steps, tokens=after_first)
+            tokens, drafter = _tokens(data), text_of(below(data, "stats", "draft_model"))
+            counters, steps = stats.counters, stats.counters.get("steps")
+            drafted = (counters.get("drafted") or 0) + (counters.get("unverified") or 0)
             k = count(below(data, "metrics", "speculative_decoding", "num_spec_tokens"))
-            return Observation(
+            return one.changed(
                 engine=engine.name,
                 source=f"{self.title}, {engine.title}",
-                target=text_of(data.get("model")),
-                drafter=text_of(below(data, "stats", "draft_model")),
-                method="draft_model" if below(data, "stats", "draft_model") else _kind(data),
-                k=k or None,
-                **totals.values(),
+                drafter=drafter,
+                method="draft_model" if drafter else text_of(below(data, "timings", "draft_kind")),
+                k=k or (round(drafted / steps) if steps and counters.get("unverified") else None),
+                batch_size=1.0,
+                **values_of(stats.over_all_passes(max(tokens - 1.0, 0.0) if tokens else None)),
             )
-        speed = _speed(data)
-        return Observation(source=self.title, target=text_of(data.get("model")), tokens_per_s=speed) if speed else None
+        return one if one.tokens_per_s else None
 
 
 def _last_prediction(output: Output) -> object:
@@ -143,10 +108,6 @@ def _last_prediction(output: Output) -> object:
     text = output.text[output.text.rindex(PREDICTION) + len(PREDICTION) - 1 :]
     end = text.find("\n}")
     return output.parse(text[: end + 2]) if end >= 0 else None
-
-
-def _kind(data: Mapping[str, object]) -> str:
-    return text_of(below(data, "timings", "draft_kind"))
 
 
 def _tokens(data: Mapping[str, object]) -> float | None:

@@ -16,6 +16,8 @@ from specdemo.servers.counters import all_passes
 
 LONGEST_LINE = 20_000  # characters of a log line that are read
 ValueT = TypeVar("ValueT", float, int)
+IN_PART = re.compile(r"enable_adaptive_verification\W{1,6}[Tt]rue\b")  # of vLLM's speculative config
+UNQUANTISED = ("auto", "f16", "f32", "bf16", "float", "bfloat")  # beginnings of types of KV caches
 _NUMBER = r"([0-9]{1,15}(?:\.[0-9]{0,12})?)"
 
 
@@ -139,13 +141,6 @@ def text_of(value: object) -> str:
     return " ".join(value[:200].split()) if isinstance(value, str) else ""
 
 
-def below(value: object, *keys: str) -> object:
-    """Return the value below keys of nested objects, None if it is missing."""
-    for key in keys:
-        value = value.get(key) if isinstance(value, Mapping) else None
-    return value
-
-
 def objects(value: object) -> list[Mapping[str, object]]:
     """Return the objects of a list."""
     return [one for one in value if isinstance(one, Mapping)] if isinstance(value, list) else []
@@ -174,6 +169,11 @@ def mean(values: Iterable[float]) -> float | None:
     """Return the mean of the values above 0, None without any."""
     known = [value for value in values if value > 0.0]
     return sum(known) / len(known) if known else None
+
+
+def quantised(kind: str) -> str:
+    """Return a type of KV caches if it is quantised, else an empty text."""
+    return "" if kind.startswith(UNQUANTISED) else kind
 
 
 def found_below(value: object, key: str) -> Iterator[Mapping[str, object]]:

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 
 from specdemo.analysis.observation import Observation
 from specdemo.analysis.readers.base import (
+    IN_PART,
     Output,
     OutputReader,
     OutputTotals,
-    below,
     count,
     find_number,
     found_below,
@@ -19,8 +19,19 @@ from specdemo.analysis.readers.base import (
     objects,
     text_of,
 )
+from specdemo.servers.counters import below
 
 TABLE = "Serving Benchmark Result"
+NUMBERS = {  # name in the JSON -> in the table
+    "mean_tpot_ms": "Mean TPOT (ms)",
+    "output_throughput": "Output token throughput (tok/s)",
+    "max_concurrency": "Maximum request concurrency",
+    "total_output_tokens": "Total generated tokens",
+    "completed": "Successful requests",
+    "spec_decode_num_drafts": "Drafts",
+    "spec_decode_draft_tokens": "Draft tokens",
+    "spec_decode_accepted_tokens": "Accepted tokens",
+}
 RANDOM = re.compile(r"--dataset-name[ =]random\b|dataset_name='random")
 POSITION = re.compile(r"Position ([0-9]{1,3}): {1,40}([0-9.]{1,12})")
 
@@ -41,17 +52,7 @@ class BenchServe(OutputReader):
             raise ValueError("no request of this benchmark succeeded; check the server's log and measure again")
         shares = data.get("spec_decode_per_position_acceptance_rates")
         known = [number(share) or 0.0 for share in shares] if isinstance(shares, list) else []
-        totals = _totals(
-            tpot=number(data["mean_tpot_ms"]),
-            throughput=number(data["output_throughput"]),
-            limit=number(data.get("max_concurrency")),
-            drafts=[
-                number(data.get(f"spec_decode_{name}")) for name in ("num_drafts", "draft_tokens", "accepted_tokens")
-            ],
-            shares=known,
-            tokens=number(data.get("total_output_tokens")),
-            requests=number(data.get("completed")),
-        )
+        totals = _totals([number(data.get(name)) for name in NUMBERS], known)
         _add_gaps(totals, data)
         dataset = text_of(data.get("dataset_name")) or text_of(data.get("dataset"))
         return Observation(
@@ -75,38 +76,23 @@ class ServingTable(OutputReader):
         text = output.text
         head, table = text.split(TABLE, 1)
         length = find_number("Acceptance length:", table) or find_number("Accept length:", table)
-        totals = _totals(
-            tpot=find_number("Mean TPOT (ms):", table),
-            throughput=find_number("Output token throughput (tok/s):", table),
-            limit=find_number("Maximum request concurrency:", table),
-            drafts=[find_number(f"{name}:", table) for name in ("Drafts", "Draft tokens", "Accepted tokens")],
-            shares=[float(share) / 100.0 for _, share in POSITION.findall(table)],
-            tokens=find_number("Total generated tokens:", table),
-            requests=find_number("Successful requests:", table),
-        )
+        shares = [float(share) / 100.0 for _, share in POSITION.findall(table)]
+        totals = _totals([find_number(f"{title}:", table) for title in NUMBERS.values()], shares)
         return Observation(
             engine="sglang" if "sglang" in text.lower() else "vllm",
             source=self.title,
             **{"accepted_length": length, **totals.values()},
             random_prompts=True if RANDOM.search(head) else None,
+            verified_in_part=True if IN_PART.search(head) else None,
             k=_k(head),
         )
 
 
-def _totals(
-    tpot: float | None,
-    throughput: float | None,
-    limit: float | None,
-    drafts: Sequence[float | None],
-    shares: Sequence[float],
-    tokens: float | None,
-    requests: float | None,
-) -> OutputTotals:
-    """Return the sums of a benchmark. drafts: steps with a draft, draft tokens and accepted ones. limit: of requests at
-    a time."""
+def _totals(numbers: Sequence[float | None], shares: Sequence[float]) -> OutputTotals:
+    """Return the sums of a benchmark from its NUMBERS and its acceptance by position."""
+    tpot, throughput, limit, tokens, requests, steps, drafted, accepted = numbers
     speed = 1000.0 / tpot if tpot else throughput
     totals = OutputTotals(speeds=[speed or 0.0], batches=[_in_flight(throughput, tpot, limit) or 0.0])
-    steps, drafted, accepted = drafts
     if steps and drafted and accepted is not None:
         totals.add(drafted, accepted, steps, shares, tokens - requests if tokens and requests else None)
     return totals

@@ -2,28 +2,28 @@
 
 vLLM: v1/spec_decode/metrics.py (lines with "SpecDecoding metrics"), v1/metrics/loggers.py (throughput). SGLang:
 scheduler_metrics_mixin.py (lines with "Decode batch") and its /server_info. llama.cpp: `llama-server`
-(tools/server/server-context.cpp, print_timings; common/speculative.cpp, statistics) and the older program
-`llama-speculative`.
+(tools/server/server-context.cpp, print_timings; common/speculative.cpp, statistics).
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from math import ceil
 
 from specdemo.analysis.observation import COMBINED, TOLERANCE, Observation
 from specdemo.analysis.readers.base import (
+    IN_PART,
     Output,
     OutputReader,
     OutputTotals,
-    count,
     find_last,
     find_number,
     mean,
     number,
     numbers_in,
     objects,
+    quantised,
     text_of,
 )
 from specdemo.servers.counters import FIRST_TOKENS, all_passes
@@ -51,7 +51,9 @@ class VLLMLog(OutputReader):
             totals.batches.append(find_number("Running:", line) or 0.0)
             preemptions += "Preemptions:" in line
         _count_all_passes(totals, drafting)
-        given = "".join(output.lines("speculative_config="))
+        given, arguments = ("".join(output.lines(mark)) for mark in ("speculative_config=", "non-default args:"))
+        config = find_last(r"'speculative_config': (\{[^{}]{0,4000}\})", arguments)
+        cache = find_last(r"'kv_cache_dtype': '(\w{1,40})'", config) or find_last(r"kv_cache_dtype=(\w{1,40})", given)
         return Observation(
             engine="vllm",
             source=self.title,
@@ -59,6 +61,8 @@ class VLLMLog(OutputReader):
             drafter=find_last(r"SpeculativeConfig\([^()]{0,200}?model='([^']{1,200})'", given),
             target=find_last(r"with config: model='([^']{1,200})'", given),
             offloaded=True if preemptions > len(totals.speeds) / 2 else None,
+            draft_cache=quantised(cache),
+            verified_in_part=True if IN_PART.search(config) else None,
             **totals.values(),
         )
 
@@ -95,6 +99,28 @@ def _add_drafts(totals: OutputTotals, line: str) -> None:
 SGLANG_MARK = "Decode batch"
 
 
+def _sglang(
+    source: str, value: Callable[[str], str], lengths: Iterable[float], speed: float | None, batch: float | None = None
+) -> Observation:
+    """Return what SGLang's settings and measurements say. value: of a setting, an empty text if it is unknown."""
+    steps, tokens = (value(f"speculative_num_{name}") for name in ("steps", "draft_tokens"))
+    offload = value("cpu_offload_gb")
+    return Observation(
+        engine="sglang",
+        source=source,
+        method=value("speculative_algorithm"),
+        drafter=value("speculative_draft_model_path"),
+        target=value("model_path"),
+        k=int(steps) or None if steps.isdecimal() else None,
+        drafted_per_step=float(tokens) - 1.0 if tokens.isdecimal() and int(tokens) > 1 else None,
+        accepted_length=mean(lengths),
+        offloaded=bool(offload.strip("0.")) if offload else None,
+        draft_cache=quantised(value("speculative_draft_kv_cache_dtype") or value("kv_cache_dtype")),
+        tokens_per_s=speed,
+        batch_size=batch,
+    )
+
+
 class SGLangLog(OutputReader):
     """Log of an SGLang server. Its accept rate is not read, because old versions count the bonus token in it."""
 
@@ -103,26 +129,18 @@ class SGLangLog(OutputReader):
     def read(self, output: Output) -> Observation | None:
         if SGLANG_MARK not in output.text or "gen throughput" not in output.text:
             return None
-        lines = [*output.lines(SGLANG_MARK)]
-        speeds = [find_number("gen throughput (token/s):", line) or 0.0 for line in lines]
         given = "".join(output.lines("server_args="))
-        steps = find_last(r"speculative_num_steps=([0-9]{1,3})\b", given)
-        tokens = find_last(r"speculative_num_draft_tokens=([0-9]{1,4})\b", given)
-        offload = find_last(r"cpu_offload_gb=([0-9]{1,5})\b", given)
-        after_prefill = speeds[1:] if len(speeds) > 2 else speeds
-        return Observation(
-            engine="sglang",
-            source=self.title,
-            method=find_last(r"speculative_algorithm='([\w-]{1,60})'", given),
-            drafter=find_last(r"speculative_draft_model_path='([^']{1,200})'", given),
-            target=find_last(r"model_path='([^']{1,200})'", given.partition("speculative")[0]),
-            k=int(steps) or None if steps else None,
-            drafted_per_step=float(tokens) - 1.0 if tokens and int(tokens) > 1 else None,
-            accepted_length=mean(find_number("accept len:", line) or 0.0 for line in lines),
-            tokens_per_s=mean(after_prefill),
-            batch_size=mean(find_number("#running-req:", line) or 0.0 for line in lines),
-            offloaded=int(offload) > 0 if offload else None,
+
+        def value(name: str) -> str:
+            return find_last(rf"\b{name}='?((?!None\b)[^',()\s]{{1,200}})", given)
+
+        lines = [*output.lines(SGLANG_MARK)]
+        lengths, batches, speeds = (
+            [find_number(name, line) or 0.0 for line in lines]
+            for name in ("accept len:", "#running-req:", "gen throughput (token/s):")
         )
+        after_prefill = speeds[1:] if len(speeds) > 2 else speeds
+        return _sglang(self.title, value, lengths, mean(after_prefill), mean(batches))
 
 
 class SGLangServerInfo(OutputReader):
@@ -134,20 +152,15 @@ class SGLangServerInfo(OutputReader):
         data = output.json
         if not isinstance(data, Mapping) or "internal_states" not in data:
             return None
-        states = objects(data["internal_states"])
-        tokens, offload = count(data.get("speculative_num_draft_tokens")), number(data.get("cpu_offload_gb"))
-        return Observation(
-            engine="sglang",
-            source=self.title,
-            method=text_of(data.get("speculative_algorithm")),
-            drafter=text_of(data.get("speculative_draft_model_path")),
-            target=text_of(data.get("model_path")),
-            k=count(data.get("speculative_num_steps")) or None,
-            drafted_per_step=tokens - 1.0 if tokens and tokens > 1 else None,
-            accepted_length=mean(number(state.get("avg_spec_accept_length")) or 0.0 for state in states),
-            tokens_per_s=mean(number(state.get("last_gen_throughput")) or 0.0 for state in states),
-            offloaded=None if offload is None else offload > 0.0,
+        lengths, speeds = (
+            [number(state.get(name)) or 0.0 for state in objects(data["internal_states"])]
+            for name in ("avg_spec_accept_length", "last_gen_throughput")
         )
+
+        def value(name: str) -> str:
+            return "" if data.get(name) is None else text_of(str(data[name])[:200])
+
+        return _sglang(self.title, value, lengths, mean(speeds))
 
 
 ACCEPTED = re.compile(r"\( {0,12}([0-9]{1,12}) accepted */ *([0-9]{1,12}) generated\)")
@@ -193,37 +206,7 @@ class LlamaCppLog(OutputReader):
             draft_token_ms=_draft_token_ms([*kinds.values()]),
             moe=_moe(text),
             offloaded=_offloaded(text),
-            **totals.values(),
-        )
-
-
-class LlamaSpeculative(OutputReader):
-    """Output of `llama-speculative`, which llama.cpp had until 2026."""
-
-    title = "llama-speculative"
-
-    def read(self, output: Output) -> Observation | None:
-        text = output.text
-        if "n_drafted" not in text or "n_accept" not in text:
-            return None
-        drafted, accepted = find_number("n_drafted =", text), find_number("n_accept  =", text)
-        tokens, k = find_number("n_predict =", text), find_number("n_draft   =", text)
-        decoded = re.search(r"decoded {1,9}[0-9]{1,9} tokens.{1,60}speed: {1,9}([0-9.]{1,12}) t/s", text)
-        totals = OutputTotals(batches=[1.0], speeds=[float(decoded[1])] if decoded else [])
-        if drafted and accepted is not None and tokens and tokens > accepted:
-            totals.add(drafted, accepted, tokens - accepted)
-        draft = text.partition("draft:")[2].partition("target:")[0]
-        speed = [
-            float(found) for found in re.findall(r"[^t] eval time =.{1,80}?([0-9.]{1,12}) tokens per second", draft)
-        ]
-        return Observation(
-            engine="llama-server",
-            source=self.title,
-            method="draft_model",
-            k=int(k) or None if k else None,
-            draft_token_ms=1000.0 / speed[-1] if speed and speed[-1] else None,
-            moe=_moe(text),
-            offloaded=_offloaded(text),
+            draft_cache=_draft_cache(text),
             **totals.values(),
         )
 
@@ -286,6 +269,13 @@ def _draft_token_ms(kinds: Sequence[_Kind]) -> float | None:
 def _moe(text: str) -> bool | None:
     experts = find_last(r"n_expert {1,20}= {1,4}([0-9]{1,5})\b", text)
     return int(experts) > 0 if experts else None
+
+
+def _draft_cache(text: str) -> str:
+    """Return the type of the draft model's KV cache if it is quantised, by the flags or by what was loaded."""
+    flags = re.findall(r"(?:--spec-draft-type-[kv]|--cache-type-[kv]-draft|-ct[kv]d)[ =]{1,9}(\w{1,20})", text)
+    loaded = re.findall(r"\b[KV] \((\w{1,20})\):", text.partition("loading draft model")[2])
+    return next(filter(None, map(quantised, [*flags, *loaded])), "")
 
 
 def _offloaded(text: str) -> bool | None:

@@ -14,12 +14,13 @@ from typing import Annotated
 from pydantic import Field, PlainSerializer
 
 from specdemo.analysis.readers import read_json_output
-from specdemo.analysis.readers.base import below, number, objects, text_of
+from specdemo.analysis.readers.base import number, objects, text_of
 from specdemo.analysis.readers.benchmarks import BenchServe, GuideLLM
 from specdemo.bench.base import Axis, Report, Stop, Suite
 from specdemo.bench.result import LATENCY, Result, Row
 from specdemo.core.estimate import Estimate, t_quantile
 from specdemo.core.settings import Setting
+from specdemo.servers.counters import below
 
 PLAIN = "Baseline"
 Files = Annotated[Sequence[Path], Field(min_length=1), PlainSerializer(lambda files: [one.name for one in files])]
