@@ -152,6 +152,13 @@ def _gemma4_assistant(target: Shape, config: Config, options: Sizes) -> Drafting
     return Drafting(one, one, own=replace(one, head=table * hidden))
 
 
+def _own_layers(target: Shape, config: Config, options: Sizes) -> Drafting:
+    """A pass of the target over the block, with further attention (Orthrus) or an adapter, which is smaller (UNO)."""
+    dense = target.layers * ConfigReader(target.layer).attention
+    own = replace(target, dense=dense, head=0, embedding=0)
+    return Drafting(target, block=True, own=own, longest=number(config, "block_size", default=LONGEST + 1) - 1)
+
+
 def _layer_skip(target: Shape, config: Config, options: Sizes) -> Drafting:
     layers = options.get("exit_layer") or max(1, round(target.layers / 3))
     if not 0 < layers < target.layers:
@@ -195,6 +202,8 @@ FACTS = {
         ("gemma4_assistant", "gemma4_unified_assistant"),
         ("assistant",),
     ),
+    "orthrus": Facts("heads.orthrus:Orthrus", "Orthrus", _own_layers, ("orthrus",)),
+    "uno": Facts("heads.uno:Uno", "UNO", _own_layers, ("peft_type",)),
     "lookahead": Facts("lookahead:Lookahead", "Lookahead decoding", no_passes),
     "layer_skip": Facts("layer_skip:LayerSkip", "Layer skip", _layer_skip, targets=("layerskip",)),
     "adaptive": Facts("adaptive:Adaptive", "Adaptive length"),

@@ -245,11 +245,13 @@ def check_folder(folder: Path, name: str) -> Path:
 
 
 def read_config(folder: Path, *names: str) -> JsonObject:
-    """Read config.json, or the first existing file of `names`; empty if there is none.
+    """Read config.json or that of an adapter, or the first existing file of `names`; empty if there is none.
 
     Raises ValueError if it is not a JSON object or contains a size that no model has.
     """
-    config_file = next((path for path in map(folder.joinpath, names or ("config.json",)) if path.is_file()), None)
+    config_file = next(
+        (path for path in map(folder.joinpath, names or ("config.json", "adapter_config.json")) if path.is_file()), None
+    )
     config = read_json(config_file) if config_file else {}
     problem = next(_oversized(config), None)
     if problem:

@@ -14,6 +14,8 @@ from specdemo.methods.heads.eagle import Eagle
 from specdemo.methods.heads.medusa import Medusa
 from specdemo.methods.heads.mlp_speculator import MLPSpeculator
 from specdemo.methods.heads.mtp import MTP
+from specdemo.methods.heads.orthrus import Orthrus
+from specdemo.methods.heads.uno import Uno
 from specdemo.models.fused import fuse_layers
 from specdemo.models.target import HFTarget
 from tests.gpu.device import no_synchronisation
@@ -74,6 +76,8 @@ HEADS = {
     "dflash": lambda target: DFlash.fresh(target, layers=2, block_size=6),
     "medusa": lambda target: Medusa.fresh(target, heads=3),
     "mlp_speculator": lambda target: MLPSpeculator.fresh(target, n_predict=3),
+    "orthrus": Orthrus.fresh,
+    "uno": Uno.fresh,
 }
 
 

@@ -22,6 +22,8 @@ from specdemo.methods.heads.eagle import Eagle
 from specdemo.methods.heads.medusa import Medusa
 from specdemo.methods.heads.mlp_speculator import MLPSpeculator
 from specdemo.methods.heads.mtp import MTP
+from specdemo.methods.heads.orthrus import Orthrus
+from specdemo.methods.heads.uno import Uno
 from specdemo.models import layers, operations
 from specdemo.models.fused import fuse_layer, fuse_layers
 from specdemo.models.layers import reads_lengths
@@ -50,6 +52,8 @@ HEADS = {
     "dflash": lambda target: DFlash.fresh(target, layers=2, block_size=6),
     "medusa": lambda target: Medusa.fresh(target, heads=3),
     "mlp_speculator": lambda target: MLPSpeculator.fresh(target, n_predict=3),
+    "orthrus": Orthrus.fresh,
+    "uno": Uno.fresh,
 }
 
 

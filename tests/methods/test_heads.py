@@ -19,7 +19,7 @@ from specdemo.models.toy import ToyTarget
 from specdemo.training.losses import Objective
 from tests.examples import test_hydra
 from tests.generation import train
-from tests.methods import test_dflash, test_eagle, test_medusa, test_mlp_speculator, test_mtp
+from tests.methods import test_dflash, test_eagle, test_medusa, test_mlp_speculator, test_mtp, test_own_layers
 from tests.methods.heads import (
     batch_of,
     check_greedy,
@@ -40,6 +40,7 @@ FILES = {
     "mlp_speculator": test_mlp_speculator.CASES,
     "mtp": test_mtp.CASES,
     "dflash": test_dflash.CASES,
+    "own layers": test_own_layers.CASES,
 }
 CASES = {name: case for cases in FILES.values() for name, case in cases.items()}
 ONE_EACH = [next(iter(cases)) for cases in FILES.values()]
@@ -249,6 +250,8 @@ SAMPLING = {
     "mlp_speculator": [({}, {"draft": draft, "nodes": 6}) for draft in ("chain", "tree")],
     "mtp": [({"modules": 2}, {}), ({"modules": 3, "kind": "parallel"}, {})],
     "gemma4_assistant": [({}, {}), ({"centroids": 5}, {})],
+    "orthrus": [({}, {})],
+    "uno": [({}, {})],
 }
 TRAINED = {  # sizes of a new head, number of its metrics
     "medusa": [({"heads": 3}, 3)],

@@ -66,6 +66,11 @@ def _dflash(model: str | None, k: int, options: MethodOptions) -> Flags:
     return speculative_flags("DFLASH", model, num_draft_tokens=k + 1)
 
 
+def _uno(model: str | None, k: int, options: MethodOptions) -> Flags:
+    """Return the flags of a chain whose first token is the target's own."""
+    return [ALGORITHM, "UNO", "--uno-lora-path", str(model), "--speculative-num-draft-tokens", str(k)]
+
+
 class _SpecTokensDetails(BaseModel):
     """Counts of one answer (srt/entrypoints/openai/protocol.py, `SpecTokensDetails`)."""
 
@@ -100,6 +105,7 @@ class SGLang(ServingEngine):
         "eagle": _eagle,
         "dflash": _dflash,
         "gemma4_assistant": chain("NEXTN"),  # SGLang switches to FROZEN_KV_MTP for an assistant
+        "uno": _uno,
     }
     parallel = "--tp-size"
     full_draft_cache = "--speculative-draft-kv-cache-dtype bfloat16"
