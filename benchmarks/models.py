@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from benchmarks.peers import CONSTANT, LOOKUP, WARM_UP_TOKENS, OwnEngine, Timed, quiet, ratio, row
+from benchmarks.peers import CONSTANT, LOOKUP, WARM_UP_TOKENS, OwnEngine, Timed, hf_greedy, quiet, ratio, row
 from specdemo.bench.base import Report, Stop
 from specdemo.bench.result import Result, Row, read_result, write_result
 from specdemo.bench.sweeps import comparison
@@ -143,11 +143,8 @@ def transformers_peer(model: Any, **settings: Any) -> Peer:
 
     def run(prompt: Tensor, new_tokens: int) -> list[Part]:
         parts = Streamer()
-        mask = torch.ones_like(prompt)
         with quiet():
-            model.generate(
-                prompt, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False, streamer=parts, **settings
-            )
+            hf_greedy(model, prompt, new_tokens, streamer=parts, **settings)
         return parts[1:]
 
     return run

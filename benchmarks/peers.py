@@ -69,6 +69,12 @@ class OwnEngine:
         return [token for event in self.steps(prompt, new_tokens) for token in event.emitted[0]]
 
 
+def hf_greedy(model: Any, prompt: Tensor, new_tokens: int, **settings: Any) -> Any:
+    """Return prompt and greedy output of transformers' `generate` with these settings."""
+    length = {"max_new_tokens": new_tokens, "do_sample": False}
+    return model.generate(prompt, attention_mask=torch.ones_like(prompt), **length, **settings)
+
+
 def transformers_peer(pair: Pair, settings: Mapping[str, Any], assistant: Mapping[str, Any] | None = None) -> Peer:
     """Return `generate` with these settings, optionally with an assistant model and its settings."""
 
@@ -77,10 +83,7 @@ def transformers_peer(pair: Pair, settings: Mapping[str, Any], assistant: Mappin
         if assistant is not None:
             pair.draft.generation_config = HFGenerationConfig(pad_token_id=0, **assistant)
             more["assistant_model"] = pair.draft
-        mask = torch.ones_like(prompt)
-        length = {"max_new_tokens": new_tokens, "do_sample": False}
-        written: Any = pair.target.generate(prompt, attention_mask=mask, **length, **more)  # type: ignore[operator]
-        ids: list[int] = written[0, prompt.shape[1] :].tolist()
+        ids: list[int] = hf_greedy(pair.target, prompt, new_tokens, **more)[0, prompt.shape[1] :].tolist()
         return ids
 
     return run

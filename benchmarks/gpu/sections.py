@@ -428,10 +428,8 @@ def _model(drafting: Drafting, lab: Lab, target: HFTarget) -> Any:
     sizes = {
         name: min(size, target.vocab_size) if name == "draft_vocab" else size for name, size in drafting.fresh.items()
     }
-    with (
-        lab.device,
-        torch.no_grad(),
-    ):  # initialising billions of weights takes seconds on the device and minutes on a CPU
+    # initialising billions of weights takes seconds on the device and minutes on a CPU
+    with lab.device, torch.no_grad():
         made = head.fresh(target, **sizes)
         _randomised(made)
     return made.fuse()
@@ -474,13 +472,9 @@ def _pair(lab: Lab) -> Pair:
 
 
 def _found(result: Result) -> Found:
-    rows = [{name: _cell(value) for name, value in row.items()} for row in result.rows]
+    rows = [{n: asdict(v) if isinstance(v, Estimate) else v for n, v in row.items()} for row in result.rows]
     pair = [f"Pair {result.config['pair']}."] if "pair" in result.config else []
     return Found(rows, [*pair, *result.remarks])
-
-
-def _cell(value: Any) -> Any:
-    return asdict(value) if isinstance(value, Estimate) else value
 
 
 def presets(lab: Lab) -> Found:
