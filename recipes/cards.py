@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from recipes.llama import load
 from specdemo.core.atomic_io import write_text
 from specdemo.training.collect import continue_texts
 
@@ -25,8 +26,6 @@ TEMPLATE = Environment(loader=FileSystemLoader(Path(__file__).parent), **SETTING
 SAMPLE_TOKENS = 140
 CURVE_ROWS = 12
 BARS = "▁▂▃▄▅▆▇█"
-
-HONESTY = f"Neither edited nor selected. A text ends where the model ended it, or after {SAMPLE_TOKENS} tokens."
 
 
 def sparkline(values: list[float]) -> str:
@@ -55,67 +54,39 @@ def sample(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, prompt: s
 
 def samples(folder: Path, world: str) -> str:
     """Generate the samples of the model in `folder`, in fp32 with the arithmetic of one CPU thread."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    lines = []
+    model, tokenizer = load(folder), PreTrainedTokenizerFast.from_pretrained(folder)
+    lines = [f"Neither edited nor selected. A text ends where the model ended it, or after {SAMPLE_TOKENS} tokens.\n"]
     for temperature, name in ((0.0, "greedy"), (0.7, "temperature 0.7, seed 0")):
         for prompt in TEXTS["prompts"][world]:
-            continuation = sample(model, tokenizer, prompt, temperature)
-            if world == "code":
-                lines.append(f"{name}:\n\n~~~python\n{prompt}{continuation}\n~~~\n")
-            else:
-                lines.append(f"- {name}: **{prompt}** {' '.join(continuation.split())}")
+            text = sample(model, tokenizer, prompt, temperature)
+            as_code = f"{name}:\n\n~~~python\n{prompt}{text}\n~~~\n"
+            lines.append(as_code if world == "code" else f"- {name}: **{prompt}** {' '.join(text.split())}")
     return "\n".join(lines)
 
 
 def write_card(folder: Path, recipe: "Recipe") -> Path:
     """Write `MODEL_CARD.md` in `folder` from its recipe, provenance, config and weights."""
-    own = (folder / "ATTRIBUTION.md").exists()
-    return _write(
-        folder,
-        {"recipe": recipe.name},
-        name=recipe.name.removesuffix("-target"),
-        about=recipe.about,
-        data=_data(recipe.text, "[ATTRIBUTION.md](ATTRIBUTION.md)" if own else None),
-        method=recipe.method or TEXTS["method"]["draft"],
-        shape=_read(folder, "config.json"),
-        samples=f"{HONESTY}\n\n{samples(folder, recipe.text)}",
-        limits=recipe.limits or TEXTS["limits"]["draft"],
-    )
+    shape, usual = json.loads((folder / "config.json").read_text(encoding="utf-8")), TEXTS["limits"]["draft"]
+    about = {"name": recipe.name.removesuffix("-target"), "about": recipe.about, "limits": recipe.limits or usual}
+    method = recipe.method or TEXTS["method"]["draft"]
+    return _write(folder, recipe.name, recipe.text, method, shape=shape, samples=samples(folder, recipe.text), **about)
 
 
-def write_head_card(folder: Path, title: str, method: str = TEXTS["method"]["head"]) -> Path:
+def write_head_card(folder: Path, title: str, target: str, recipe: "Recipe") -> Path:
     """Write `MODEL_CARD.md` of a head from its provenance."""
-    facts = _read(folder, "provenance.json")
-    target = facts.get("target", folder.name.removesuffix("-heads"))
-    last = facts["evaluations"][-1] if facts["evaluations"] else {}
-    return _write(
-        folder,
-        {},
-        name=folder.name,
-        about=f"{title}: a drafter for `{target}`. It needs this target.",
-        agreement=[(name.removeprefix("agree_"), last[name]) for name in sorted(last) if name.startswith("agree_")],
-        data=_data(facts.get("target", facts["recipe"]).partition("-")[0], None),
-        method=method,
-    )
+    about = f"{title}: a drafter for `{target}`. It needs this target."
+    method = recipe.method or TEXTS["method"]["head"]
+    return _write(folder, recipe.name, recipe.text, method, name=folder.name, about=about)
 
 
-def _read(folder: Path, name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / name).read_text(encoding="utf-8"))
-    return found
-
-
-def _data(world: str, attribution: str | None) -> str:
-    """Return the description of a kind of text."""
-    return str(TEXTS["data"][world].format(attribution=attribution or f"the ATTRIBUTION.md of `{world}`"))
-
-
-def _write(folder: Path, defaults: dict[str, Any], **texts: object) -> Path:
-    facts = defaults | _read(folder, "provenance.json")
-    facts["curve"] = curve(facts["evaluations"])
-    measured = "\n".join(f"- {name}: {value}" for name, value in facts.get("measured", {}).items())
+def _write(folder: Path, recipe: str, world: str, method: str, **texts: object) -> Path:
+    """Write a card. world: kind of its training text."""
+    facts = {"recipe": recipe, **json.loads((folder / "provenance.json").read_text(encoding="utf-8"))}
+    own = (folder / "ATTRIBUTION.md").exists()
+    attribution = "[ATTRIBUTION.md](ATTRIBUTION.md)" if own else f"the ATTRIBUTION.md of `{world}`"
+    texts |= {"data": TEXTS["data"][world].format(attribution=attribution), "licence": TEXTS["licence"]}
     card = folder / "MODEL_CARD.md"
-    write_text(card, TEMPLATE.render(facts | {"measured": measured, "licence": TEXTS["licence"], **texts}))
+    write_text(card, TEMPLATE.render(facts | {"curve": curve(facts["evaluations"]), "method": method, **texts}))
     return card
 
 

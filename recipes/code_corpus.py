@@ -17,11 +17,11 @@ import sysconfig
 import textwrap
 import tokenize
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from zipfile import ZipFile
 
+from recipes.corpus import WORDS
 from specdemo.core.atomic_io import write_text
 from specdemo.training.collect import END
 
@@ -36,12 +36,9 @@ PROJECT_CHARACTERS = 2_500_000  # limit per wheel, so that no project dominates
 DOCUMENT_CHARACTERS = 2_000
 VALID_CHARACTERS = 250_000
 SHINGLE = 5  # lines per run
-KINDS = ("str", "int", "bool", "float", "list[str]", "dict[str, str]", "Path", "bytes", "list[int]")
-WORDS = (
-    "value item result name path data text line key index count total size limit start end node entry row column field "
-    "options config source target message buffer token record user request response handler state mode flag level"
-).split()
 LONGEST_EDIT = (250, 400, 700, 1200)  # characters of the function
+
+Edited = tuple[str, str] | None  # source and instruction; None: nothing to edit
 
 
 def collect_code(folder: Path) -> Path:
@@ -52,19 +49,19 @@ def collect_code(folder: Path) -> Path:
     if (folder / "ORIGIN-code.md").exists():
         return folder
     folder.mkdir(parents=True, exist_ok=True)
-    pins = WHEELS.read_text(encoding="utf-8")
-    valid_projects = {pin.partition("==")[0] for pin in pins.splitlines() if VALIDATION_MARK in pin}
+    pins = WHEELS.read_text(encoding="utf-8").splitlines()
+    held_out = {pin.partition("==")[0] for pin in pins if VALIDATION_MARK in pin}
     known: set[int] = set()
-    train = list(fresh(standard_library(), known))
-    valid: list[str] = []
+    train, valid = list(fresh(standard_library(), known)), list[str]()
     origins = [f"- the standard library of Python {sys.version.split()[0]}: PSF-2.0"]
     with TemporaryDirectory() as fetched:
         fetch_wheels(Path(fetched))
-        wheels = sorted(Path(fetched).glob("*.whl"), key=lambda wheel: (project(wheel) in valid_projects, wheel.name))
-        for wheel in wheels:
-            of_wheel = list(fresh(wheel_sources(wheel), known, PROJECT_CHARACTERS))
-            (valid if project(wheel) in valid_projects else train).extend(of_wheel)
-            origins.append(origin(wheel) + (" (held out)" if project(wheel) in valid_projects else ""))
+        wheels = [(wheel.name.partition("-")[0].lower() in held_out, wheel) for wheel in Path(fetched).glob("*.whl")]
+        for unseen, wheel in sorted(wheels):
+            sources = wheel.with_suffix("")
+            ZipFile(wheel).extractall(sources)
+            (valid if unseen else train).extend(within(fresh(modules(sources), known), PROJECT_CHARACTERS))
+            origins.append(origin(sources) + (" (held out)" if unseen else ""))
     random.Random("held out").shuffle(valid)
     write_text(folder / "train.txt", END.join(train))
     write_text(folder / "valid.txt", END.join(within(valid, VALID_CHARACTERS)))
@@ -82,16 +79,9 @@ def fetch_wheels(folder: Path) -> None:
         raise ValueError(f"cannot fetch the training sources: {reason[-1]}; name a folder of text files with --corpus")
 
 
-def project(wheel: Path) -> str:
-    """Return the name of a wheel's project in `code_wheels.txt`."""
-    return wheel.name.partition("-")[0].lower()
-
-
-def origin(wheel: Path) -> str:
-    """Return one line with name, version and licence from the wheel's metadata."""
-    with ZipFile(wheel) as files:
-        name = next(n for n in files.namelist() if n.endswith(".dist-info/METADATA"))
-        metadata = email.message_from_bytes(files.read(name))
+def origin(sources: Path) -> str:
+    """Return one line with name, version and licence from the metadata of a wheel's files."""
+    metadata = email.message_from_bytes(next(sources.glob("*.dist-info/METADATA")).read_bytes())
     classifiers = [str(c).split(" :: ")[-1] for c in metadata.get_all("Classifier", []) if str(c).startswith("License")]
     licence = metadata["License-Expression"] or ", ".join(classifiers) or metadata["License"]
     return f"- {metadata['Name']} {metadata['Version']}: {licence}"
@@ -99,18 +89,15 @@ def origin(wheel: Path) -> str:
 
 def standard_library() -> Iterator[str]:
     """Yield the source of each module of the standard library."""
-    root = Path(sysconfig.get_path("stdlib"))
-    for path in sorted(root.rglob("*.py")):
-        if not OUTSIDE.search(path.relative_to(root).as_posix()):
-            yield path.read_text(encoding="utf-8", errors="replace")
+    return modules(Path(sysconfig.get_path("stdlib")))
 
 
-def wheel_sources(wheel: Path) -> Iterator[str]:
-    """Yield the source of each module of a wheel."""
-    with ZipFile(wheel) as files:
-        for name in sorted(files.namelist()):
-            if name.endswith(".py") and not OUTSIDE.search(name):
-                yield files.read(name).decode("utf-8", errors="replace")
+def modules(root: Path) -> Iterator[str]:
+    """Yield the source of each module below a folder."""
+    names = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py"))
+    for name in names:
+        if not OUTSIDE.search(name):
+            yield (root / name).read_text(encoding="utf-8", errors="replace")
 
 
 def within(documents: Iterable[str], characters: int) -> Iterator[str]:
@@ -122,20 +109,16 @@ def within(documents: Iterable[str], characters: int) -> Iterator[str]:
         yield document
 
 
-def fresh(sources: Iterable[str], known: set[int], characters: int = sys.maxsize) -> Iterator[str]:
+def fresh(sources: Iterable[str], known: set[int]) -> Iterator[str]:
     """Yield the documents of modules, except those with more than half of their line runs in `known`; extend
     `known`.
     """
-
-    def novel() -> Iterator[str]:
-        for source in sources:
-            for document in documents(source):
-                runs = shingles(document)
-                if 2 * len(runs & known) <= len(runs):
-                    known.update(runs)
-                    yield document
-
-    return within(novel(), characters)
+    for source in sources:
+        for document in documents(source):
+            runs = shingles(document)
+            if 2 * len(runs & known) <= len(runs):
+                known.update(runs)
+                yield document
 
 
 def shingles(document: str) -> set[int]:
@@ -157,22 +140,22 @@ def documents(source: str) -> list[str]:
     except (SyntaxError, ValueError, RecursionError):
         return []
     lines = source.splitlines()
+    starts = [first_line(node) for node in body]
     pieces: list[str] = []
-    start = body[0].lineno - 1 - decorators(body[0]) if body else 0  # skip the licence comment above
-    for i, node in enumerate(body):
-        end = (body[i + 1].lineno - 1 - decorators(body[i + 1])) if i + 1 < len(body) else len(lines)
+    start = min(starts, default=0)  # skip the licence comment above
+    for node, end in zip(body, [*starts[1:], len(lines)], strict=False):
         while end > (node.end_lineno or 0) and lines[end - 1].startswith("#"):  # comments belong to the next statement
             end -= 1
-        if sum(map(len, lines[start:end])) > DOCUMENT_CHARACTERS or i + 1 == len(body):
+        if sum(map(len, lines[start:end])) > DOCUMENT_CHARACTERS or node is body[-1]:
             pieces.append("\n".join(lines[start:end]).strip())
             start = end
     return [piece for piece in pieces if readable(piece)]
 
 
-def decorators(node: ast.stmt) -> int:
-    """Return the number of decorator lines above a definition."""
-    listed = node.decorator_list if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) else []
-    return node.lineno - min([node.lineno, *(d.lineno for d in listed)])
+def first_line(node: ast.stmt) -> int:
+    """Return the index of a statement's first line, which may be a decorator's."""
+    decorators: list[ast.expr] = getattr(node, "decorator_list", [])
+    return min([node.lineno, *(decorator.lineno for decorator in decorators)]) - 1
 
 
 def readable(document: str) -> bool:
@@ -198,90 +181,76 @@ def shorten_docstrings(source: str) -> str:
     return "\n".join(line.rstrip() for line in lines if line is not None)
 
 
-@dataclass(slots=True)
-class Edit:
-    """A function's source during editing; `orders` lists the instructions applied so far."""
+def rename(source: str, rng: random.Random) -> Edited:
+    """Rename a parameter or a variable that is not also an attribute, a keyword or a foreign name."""
+    nodes = list(ast.walk(ast.parse(source)))
+    names = {n.arg for n in nodes if isinstance(n, ast.arg)}
+    names |= {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    own = sorted(names - {n.arg for n in nodes if isinstance(n, ast.keyword)} - {"self", "cls", "_"})
+    if not own:
+        return None
+    old = rng.choice(own)
+    new = rng.choice([word for word in WORDS["variables"] if not re.search(rf"\b{word}\b", source)] or [f"{old}_2"])
+    return renamed(source, old, new), f"Rename {old} to {new}."
 
-    source: str
-    rng: random.Random
-    orders: list[str] = field(default_factory=list)
 
-    def names(self) -> list[str]:
-        """Return parameters and assigned names that are not also attributes, keywords or foreign names."""
-        tree = ast.parse(self.source)
-        names = [n.arg for n in ast.walk(tree) if isinstance(n, ast.arg)]
-        names += [n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
-        taken = {n.arg for n in ast.walk(tree) if isinstance(n, ast.keyword)} | {"self", "cls", "_"}
-        return sorted(set(names) - taken)
+def rename_function(source: str, rng: random.Random) -> Edited:
+    """Replace one word of the function's name."""
+    found = re.search(r"def (\w+)\(", source)
+    if not found or found[1].startswith("__"):
+        return None
+    words = [word for word in found[1].split("_") if word] or ["run"]
+    words[rng.randrange(len(words))] = rng.choice(WORDS["variables"])
+    new = "_".join(words)
+    return renamed(source, found[1], new), f"Rename the function to {new}."
 
-    def rename(self) -> None:
-        """Rename a parameter or a variable."""
-        names = self.names()
-        if not names:
-            return
-        old = self.rng.choice(names)
-        new = self.rng.choice([word for word in WORDS if not re.search(rf"\b{word}\b", self.source)] or [f"{old}_2"])
-        self.replace(old, new)
-        self.orders.append(f"Rename {old} to {new}.")
 
-    def rename_function(self) -> None:
-        """Replace one word of the function's name."""
-        found = re.search(r"def (\w+)\(", self.source)
-        if not found or found[1].startswith("__"):
-            return
-        words = [word for word in found[1].split("_") if word] or ["run"]
-        words[self.rng.randrange(len(words))] = self.rng.choice(WORDS)
-        new = "_".join(words)
-        self.replace(found[1], new)
-        self.orders.append(f"Rename the function to {new}.")
+def renamed(source: str, old: str, new: str) -> str:
+    """Replace a name, but not attributes or parts of strings."""
+    places, before = [], ""
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.NAME and token.string == old and before != ".":
+            places.append(token.start)
+        before = token.string
+    lines = source.split("\n")
+    for row, column in reversed(places):
+        line = lines[row - 1]
+        lines[row - 1] = line[:column] + new + line[column + len(old) :]
+    return "\n".join(lines)
 
-    def replace(self, old: str, new: str) -> None:
-        """Replace a name, but not attributes or parts of strings."""
-        columns = []
-        before = ""
-        for token in tokenize.generate_tokens(io.StringIO(self.source).readline):
-            if token.type == tokenize.NAME and token.string == old and before != ".":
-                columns.append(token.start)
-            before = token.string
-        lines = self.source.split("\n")
-        for row, column in reversed(columns):
-            line = lines[row - 1]
-            lines[row - 1] = line[:column] + new + line[column + len(old) :]
-        self.source = "\n".join(lines)
 
-    def add_types(self) -> None:
-        """Add types to the parameters and the return value of a signature that has none."""
-        function = ast.parse(self.source).body[0]
-        head = re.match(r"(?:async )?def \w+\(([\w ,]*)\):\n", self.source)
-        if not head or not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
-            return
-        names = [a.arg for a in function.args.args if a.arg not in ("self", "cls")]
-        if not names:
-            return
-        kinds = {name: self.rng.choice(KINDS) for name in names}
-        returned = self.rng.choice([*KINDS, "None"])
-        listed = ", ".join(f"{a.arg}: {kinds[a.arg]}" if a.arg in kinds else a.arg for a in function.args.args)
-        self.source = f"{self.source[: head.start(1)]}{listed}) -> {returned}:\n{self.source[head.end() :]}"
-        typed = ", ".join(f"{name}: {kind}" for name, kind in kinds.items())
-        self.orders.append(f"Add types: {typed} -> {returned}.")
+def add_types(source: str, rng: random.Random) -> Edited:
+    """Add types to the parameters and the return value of a signature that has none."""
+    function = ast.parse(source).body[0]
+    head = re.match(r"(?:async )?def \w+\(([\w ,]*)\):\n", source)
+    if not head or not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+        return None
+    parameters = [a.arg for a in function.args.args]
+    types = {name: f"{name}: {rng.choice(WORDS['types'])}" for name in parameters if name not in ("self", "cls")}
+    if not types:
+        return None
+    returned = rng.choice([*WORDS["types"], "None"])
+    listed = ", ".join(types.get(name, name) for name in parameters)
+    typed = f"{source[: head.start(1)]}{listed}) -> {returned}:\n{source[head.end() :]}"
+    return typed, f"Add types: {', '.join(types.values())} -> {returned}."
 
-    def change_constant(self) -> None:
-        """Replace a number or a string everywhere in the function."""
-        found = re.findall(r"(?<![\w.\"'])\d+(?![\w.\"'])|\"[a-z]+\"|'[a-z]+'", self.source)
-        if not found:
-            return
-        old = self.rng.choice(found)
-        quote = old[0] if old[0] in "\"'" else ""
-        new = f"{quote}{self.rng.choice(WORDS)}{quote}" if quote else str(self.rng.randrange(2, 100))
-        self.source = self.source.replace(old, new) if quote else re.sub(rf"(?<![\w.]){old}(?![\w.])", new, self.source)
-        self.orders.append(f"Use {new} instead of {old}.")
 
-    def drop_docstring(self) -> None:
-        """Remove the docstring."""
-        shorter = re.sub(r"\n +\"\"\"[^\"\n]*\"\"\"(?=\n +\w)", "", self.source, count=1)
-        if shorter != self.source:
-            self.source = shorter
-            self.orders.append("Remove the docstring.")
+def change_constant(source: str, rng: random.Random) -> Edited:
+    """Replace a number or a string everywhere in the function."""
+    found = re.findall(r"(?<![\w.\"'])\d+(?![\w.\"'])|\"[a-z]+\"|'[a-z]+'", source)
+    if not found:
+        return None
+    old = rng.choice(found)
+    quote = old[0] if old[0] in "\"'" else ""
+    new = f"{quote}{rng.choice(WORDS['variables'])}{quote}" if quote else str(rng.randrange(2, 100))
+    changed = source.replace(old, new) if quote else re.sub(rf"(?<![\w.]){old}(?![\w.])", new, source)
+    return changed, f"Use {new} instead of {old}."
+
+
+def drop_docstring(source: str, rng: random.Random) -> Edited:
+    """Remove the docstring."""
+    shorter = re.sub(r"\n +\"\"\"[^\"\n]*\"\"\"(?=\n +\w)", "", source, count=1)
+    return None if shorter == source else (shorter, "Remove the docstring.")
 
 
 def edit(document: str, rng: random.Random) -> str | None:
@@ -294,21 +263,19 @@ def edit(document: str, rng: random.Random) -> str | None:
     functions = [f for f in functions_of(document) if 120 <= len(f) <= longest]
     if not functions:
         return None
-    before = rng.choice(functions)
-    after = Edit(before, rng)
-    steps = [after.rename, after.rename_function, after.add_types, after.change_constant, after.drop_docstring]
+    before = after = rng.choice(functions)
+    steps, orders = [rename, rename_function, add_types, change_constant, drop_docstring], list[str]()
     rng.shuffle(steps)
     edit_count = rng.choice((1, 1, 2, 3))
     try:
         for step in steps:
-            if len(after.orders) < edit_count:
-                step()
-        ast.parse(after.source)
+            if len(orders) < edit_count and (edited := step(after, rng)):
+                after = edited[0]
+                orders.append(edited[1])
+        ast.parse(after)
     except (SyntaxError, tokenize.TokenError, ValueError):
         return None
-    if not after.orders or after.source == before:
-        return None
-    return f"{before}\n\n\n# {' '.join(after.orders)}\n{after.source}"
+    return None if after == before else f"{before}\n\n\n# {' '.join(orders)}\n{after}"
 
 
 def functions_of(document: str) -> list[str]:

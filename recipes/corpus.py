@@ -9,8 +9,11 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
+from pathlib import Path
+from typing import Any
 
 import torch
+import yaml
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor
 
@@ -21,29 +24,31 @@ from specdemo.training.fit import Batch
 START = processors.TemplateProcessing(  # END starts every encoded text
     single=f"{END} $A", pair=f"{END} $A {END} $B", special_tokens=[(END, 0)]
 )
+ALPHABET = pre_tokenizers.ByteLevel.alphabet()
+BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+GPT2_WORDS = pre_tokenizers.ByteLevel(add_prefix_space=False)  # digits together, line breaks without the next indent
+SPLIT = Regex(r"'(?:[sdmt]|ll|ve|re)| ?[A-Za-z]+|\d| ?[^\sA-Za-z\d]+|\n+ *|\s+(?!\S)|\s+")
+# words, single digits, runs of punctuation, and line breaks with indent; a word includes its leading space
+OWN_WORDS = pre_tokenizers.Sequence([pre_tokenizers.Split(SPLIT, behavior="isolated"), BYTES])
+Again = Callable[[str, random.Random], str | None]  # a document repeated with a change; None: nothing to change
+LONG_FROM = 0.7  # share of the time after which windows are long
+WORDS: dict[str, list[str]] = yaml.safe_load(Path(__file__).with_name("words.yaml").read_text(encoding="utf-8"))
 
-# Words that may replace each other when a story is repeated.
-NAMES = (
-    "Lily Tom Ben Mia Timmy Sara Max Anna Sam Lucy Tim Jack Sue Amy Bob Jane John Emma Leo Billy Molly Mary Spot Daisy"
-).split()
-THINGS = (
-    "dog cat bird rabbit bear frog fish lion mouse ball car doll kite book hat cake cookie apple flower boat train "
-    "truck box bike"
-).split()
 
-
-def retell(story: str, rng: random.Random, max_characters: int) -> str | None:
+def retell(story: str, rng: random.Random, max_characters: int = 0) -> str | None:
     """Return an excerpt of `story` and the same excerpt with one name or thing changed; None if nothing can be changed.
 
-    These documents add long exact copies to the corpus, so that prompt lookup finds matches.
+    These documents add long exact copies to the corpus, so that prompt lookup finds matches. max_characters: of the
+    excerpt; 0: a random number.
     """
+    max_characters = max_characters or rng.choice([250, 400, 600])
     excerpt = ""
     for sentence in re.split(r"(?<=[.!?\"])\s+", story):
         if len(excerpt) + len(sentence) > max_characters:
             break
         excerpt = f"{excerpt} {sentence}".strip()
     words = set(re.findall(r"[A-Za-z]+", excerpt))
-    candidates = [(w, pool) for pool in (NAMES, THINGS) for w in pool if w in words]
+    candidates = [(w, pool) for pool in (WORDS["names"], WORDS["things"]) for w in pool if w in words]
     if not candidates or len(excerpt) < 80:
         return None
     old, pool = rng.choice(candidates)
@@ -52,48 +57,28 @@ def retell(story: str, rng: random.Random, max_characters: int) -> str | None:
     return f"{excerpt}\n\nTell it again with {new}, not {old}.\n\n{again}"
 
 
-def own_words() -> pre_tokenizers.PreTokenizer:
-    """Split into words, single digits, runs of punctuation, and line breaks with indent; a word includes its leading
-    space.
-    """
-    pattern = Regex(r"'(?:[sdmt]|ll|ve|re)| ?[A-Za-z]+|\d| ?[^\sA-Za-z\d]+|\n+ *|\s+(?!\S)|\s+")
-    plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    return pre_tokenizers.Sequence([pre_tokenizers.Split(pattern, behavior="isolated"), plain])
-
-
-def gpt2_words() -> pre_tokenizers.PreTokenizer:
-    """Split like GPT-2: digits together, line breaks separate from the indent that follows."""
-    return pre_tokenizers.ByteLevel(add_prefix_space=False)
+def _tokenizer(model: models.Model, words: pre_tokenizers.PreTokenizer) -> Tokenizer:
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer, tokenizer.decoder, tokenizer.post_processor = words, decoders.ByteLevel(), START
+    return tokenizer
 
 
 def train_tokenizer(
-    documents: list[str], vocab_size: int = VOCAB_SIZE, words: Callable[[], pre_tokenizers.PreTokenizer] = own_words
+    documents: list[str], vocab_size: int = VOCAB_SIZE, words: pre_tokenizers.PreTokenizer = OWN_WORDS
 ) -> Tokenizer:
     """Train a byte-level BPE of the given size within `words`. `<|endoftext|>` is id 0 and starts every encoded
     text.
     """
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = words()
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        special_tokens=[END],
-        show_progress=False,
-        vocab_size=vocab_size,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )
-    tokenizer.train_from_iterator(documents, trainer)
-    tokenizer.post_processor = START
+    tokenizer = _tokenizer(models.BPE(), words)
+    known: dict[str, Any] = {"special_tokens": [END], "initial_alphabet": ALPHABET, "show_progress": False}
+    tokenizer.train_from_iterator(documents, trainers.BpeTrainer(vocab_size=vocab_size, **known))
     return tokenizer
 
 
 def byte_tokenizer() -> Tokenizer:
     """Return a tokenizer with one token per byte. `<|endoftext|>` is id 0 and starts every encoded text."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({END: 0} | {c: i for i, c in enumerate(alphabet, start=1)}, []))
+    tokenizer = _tokenizer(models.BPE({END: 0} | {c: i for i, c in enumerate(sorted(ALPHABET), start=1)}, []), BYTES)
     tokenizer.add_special_tokens([END])
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.post_processor = START
     return tokenizer
 
 
@@ -101,14 +86,6 @@ def token_stream(documents: list[str], tokenizer: Tokenizer) -> Tensor:
     """Encode documents as one int64 stream [N], each document after its `<|endoftext|>`."""
     ids = [i for e in tokenizer.encode_batch(documents) for i in e.ids]
     return torch.tensor(ids, dtype=torch.int64)
-
-
-Again = Callable[[str, random.Random], str | None]
-
-
-def retell_some(story: str, rng: random.Random) -> str | None:
-    """Apply `retell` to an excerpt of random length."""
-    return retell(story, rng, rng.choice([250, 400, 600]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +97,7 @@ class Epochs:
 
     documents: list[str]
     tokenizer: Tokenizer
-    again: Again = retell_some
+    again: Again = retell
     copies: float = 0.1
     parts: int = 1
 
@@ -131,9 +108,8 @@ class Epochs:
         rng.shuffle(documents)
         documents = documents[epoch % self.parts :: self.parts]
         rng = random.Random(f"part {epoch}") if self.parts > 1 else rng
-        copy_count = int(len(documents) * self.copies)
-        copies = (self.again(d, rng) for d in documents)
-        retold = list(islice((c for c in copies if c is not None), copy_count))
+        copies = (copy for d in documents if (copy := self.again(d, rng)) is not None)
+        retold = list(islice(copies, int(len(documents) * self.copies)))
         documents = documents[: len(documents) - len(retold)] + retold
         rng.shuffle(documents)
         return token_stream(documents, self.tokenizer)[rng.randrange(length) :]
@@ -148,14 +124,13 @@ class Epochs:
 
 @dataclass(slots=True)
 class GrowingWindows:
-    """Batches with a constant number of tokens: short windows first (cheaper), the full context from `long_from` on."""
+    """Batches with a constant number of tokens: short windows first (cheaper), then the full context."""
 
     epochs: Epochs
     tokens_per_batch: int
     device: torch.device
     short: int
     long: int
-    long_from: float = 0.7
     first_epoch: int = 0
 
     _epoch: int = -1
@@ -163,7 +138,7 @@ class GrowingWindows:
     _queue: list[Tensor] = field(default_factory=list)
 
     def __call__(self, progress: float, step: int) -> Batch:
-        length = self.long if progress >= self.long_from else self.short
+        length = self.long if progress >= LONG_FROM else self.short
         if not self._queue or length != self._length:
             if self._epoch < 0:  # a resumed run continues with epochs that it has not seen
                 self._epoch = self.first_epoch + step

@@ -2,7 +2,8 @@
 
 The model continues after the user's header, so that it writes question and answer, then further turns. R rows, T
 tokens, H hidden, W draft vocabulary. A shard holds `tokens` [R, T], `roles` [R, T - 1] of the next token (0: given,
-else its place in ROLES), and the states that the target had: `tap.N` [R, T, H], -1 after the final norm.
+else its place in ROLES), and the `states` that the target had [R, T, (taps + 1) H]: those of the taps and, last, that
+after the final norm.
 """
 
 import random
@@ -30,8 +31,8 @@ from specdemo.models.layers import Rotary, llama_config_like
 from specdemo.models.machine import device_name, matmul_dtype
 from specdemo.models.packaged import HUB_ID
 from specdemo.models.target import HFTarget
-from specdemo.training.collect import fast_copy, write_shard
-from specdemo.training.fit import Batch, Schedule, make_folder, run_with_progress, write_provenance
+from specdemo.training.collect import autocast, fast_copy, write_shard
+from specdemo.training.fit import Batch, Schedule, make_folder, write_provenance
 from specdemo.training.heads import evaluate_rows
 
 KINDS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
@@ -70,25 +71,23 @@ def beginnings(tokenizer: Any, rows: int, rng: random.Random) -> list[list[int]]
 
 @torch.no_grad()
 def write_dialogues(
-    model: PreTrainedModel, begun: Sequence[list[int]], template: Template, length: int, taps: Sequence[int], seed: int
+    model: PreTrainedModel, texts: Sequence[list[int]], template: Template, length: int, taps: Sequence[int], seed: int
 ) -> dict[str, Tensor]:
     """Continue the rows to `length` tokens and return the columns of a shard."""
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-    given, role = [list(row) for row in begun], ["user"] * len(begun)
-    answers = [rng.choice(TEMPERATURES) for _ in begun]
-    temperature = torch.ones(len(begun), 1)
+    given, role = [list(row) for row in texts], ["user"] * len(texts)
+    answers = [rng.choice(TEMPERATURES) for _ in texts]
+    temperature = torch.ones(len(texts), 1)
     named: dict[str, Any] = {cache_argument(model.forward): DynamicCache(config=model.config)}
-    tokens, roles = [torch.tensor([row.pop(0) for row in given])], []
-    states: dict[int, list[Tensor]] = {tap: [] for tap in taps}
-    for place in range(length):
+    tokens, roles, states = [torch.tensor([row.pop(0) for row in given])], list[Tensor](), list[Tensor]()
+    while True:
         read = model(tokens[-1][:, None], output_hidden_states=True, **named)
-        for tap in taps:
-            states[tap].append(read.hidden_states[tap][:, 0])
-        if place == length - 1:
+        states.append(torch.cat([read.hidden_states[tap][:, 0] for tap in taps], -1))
+        if len(tokens) == length:
             break
-        drawn, now = sample(read.logits[:, 0].float(), temperature, generator).tolist(), []
+        drawn = sample(read.logits[:, 0].float(), temperature, generator).tolist()
+        roles.append(torch.tensor([0 if rest else ROLES.index(who) for rest, who in zip(given, role, strict=True)]))
         for row, token in enumerate(drawn):
-            now.append(0 if given[row] else ROLES.index(role[row]))
             if given[row]:
                 drawn[row] = given[row].pop(0)
             elif token == template.end:
@@ -96,9 +95,8 @@ def write_dialogues(
                 given[row] = list(template.turns[role[row]])
                 temperature[row] = answers[row] if role[row] == "assistant" else 1.0
         tokens.append(torch.tensor(drawn))
-        roles.append(torch.tensor(now))
     columns = {"tokens": torch.stack(tokens, 1).int(), "roles": torch.stack(roles, 1).to(torch.int8)}
-    return columns | {f"tap.{tap}": torch.stack(column, 1).bfloat16() for tap, column in states.items()}
+    return columns | {"states": torch.stack(states, 1).bfloat16()}
 
 
 def sample(logits: Tensor, temperature: Tensor, generator: torch.Generator) -> Tensor:
@@ -109,16 +107,22 @@ def sample(logits: Tensor, temperature: Tensor, generator: torch.Generator) -> T
     return torch.searchsorted(probs, places)[:, 0].clamp_max(logits.shape[-1] - 1)
 
 
-def shards(job: Job, target: HFTarget) -> list[dict[str, Tensor]]:
-    """Return the dialogues in `job.cache`; write the missing shards."""
+def read_dialogues(job: Job, target: HFTarget) -> list[Tensor]:
+    """Return tokens, roles and states of the dialogues in `job.cache`, without later rows that repeat themselves; write
+    the missing shards.
+    """
     plan, tokenizer = job.recipe.plan, target.tokenizer
-    model, template, taps = fast_copy(target.model), template_of(tokenizer), (*plan.taps, -1)
+    model, template = fast_copy(target.model), template_of(tokenizer)
     names = [job.cache / f"dialogues-{i:03d}.safetensors" for i in range(plan.text_rows // plan.rows_per_shard)]
+    job.cache.mkdir(parents=True, exist_ok=True)
     for seed, name in enumerate(names):
         if not name.exists():
-            begun = beginnings(tokenizer, plan.rows_per_shard, random.Random(seed))
-            write_shard(name, write_dialogues(model, begun, template, plan.context, taps, seed))
-    return [load_file(name) for name in names]
+            texts = beginnings(tokenizer, plan.rows_per_shard, random.Random(seed))
+            write_shard(name, write_dialogues(model, texts, template, plan.context, (*plan.taps, -1), seed))
+    shards = [load_file(name) for name in names]
+    columns = [torch.cat([shard[name] for shard in shards]) for name in ("tokens", "roles", "states")]
+    chosen = torch.tensor([i for i, row in enumerate(columns[0]) if i < HELD_OUT or varied(row)])
+    return [column[chosen] for column in columns]
 
 
 def varied(tokens: Tensor) -> bool:
@@ -128,9 +132,9 @@ def varied(tokens: Tensor) -> bool:
     return len(set(parts)) > LEAST_DISTINCT * len(parts)
 
 
-def frequent_tokens(rows: Mapping[str, Tensor], vocab_size: int) -> Tensor:
+def frequent_tokens(tokens: Tensor, roles: Tensor, vocab_size: int) -> Tensor:
     """Return the draft vocabulary [W]: the tokens that the target wrote most often, then the lowest ids."""
-    counts = Counter(rows["tokens"][:, 1:][rows["roles"] > 0].tolist())
+    counts = Counter(tokens[:, 1:][roles > 0].tolist())
     order = dict.fromkeys([token for token, _ in counts.most_common()] + [*range(vocab_size)])
     return torch.tensor(sorted([*order][:DRAFT_VOCAB]))
 
@@ -139,9 +143,8 @@ def frequent_tokens(rows: Mapping[str, Tensor], vocab_size: int) -> Tensor:
 def untrained_head(target: HFTarget, ids: Tensor, taps: Sequence[int]) -> EagleHead:
     """Return a head that starts from the target's last layer and last tap, without an lm_head of its own."""
     names = {"norm.weight", "layers.0.input_layernorm.weight", "layers.0.hidden_norm.weight"}
-    head = EagleHead(
-        target, llama_config_like(target), EagleConvention(tuple(taps)), names, ids - torch.arange(len(ids))
-    )
+    d2t, convention = ids - torch.arange(len(ids)), EagleConvention(tuple(taps))
+    head = EagleHead(target, llama_config_like(target), convention, names, d2t)
     source: Any = target.model.model.layers[-1]
     layer: Any = head.layers[0]
     size = target.hidden_size
@@ -149,7 +152,7 @@ def untrained_head(target: HFTarget, ids: Tensor, taps: Sequence[int]) -> EagleH
     for name in ("q_proj", "k_proj", "v_proj"):
         weight = getattr(source.self_attn, name).weight
         getattr(layer.self_attn, name).weight.copy_(torch.cat([torch.randn_like(weight) * 0.02, weight], 1))
-    layer.self_attn.o_proj.weight.copy_(source.self_attn.o_proj.weight)
+    layer.self_attn.o_proj.load_state_dict(source.self_attn.o_proj.state_dict())
     layer.mlp.load_state_dict(source.mlp.state_dict())
     layer.hidden_norm.weight.copy_(source.input_layernorm.weight)
     layer.post_attention_layernorm.weight.copy_(source.post_attention_layernorm.weight)
@@ -158,31 +161,13 @@ def untrained_head(target: HFTarget, ids: Tensor, taps: Sequence[int]) -> EagleH
     return head
 
 
-class SharedHeadLoss(torch.autograd.Function):
-    """Cross-entropy of states x [N, H] with frozen output rows [W, H] and labels p [N, W]; and the argmax [N]."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, p: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        logits = F.linear(x.to(rows.dtype), rows).float()
-        best, norm = logits.argmax(-1), logits.logsumexp(-1)
-        loss = (norm - (p * logits).sum(-1)).mean()
-        gradient = logits.sub_(norm[:, None]).exp_().sub_(p) / len(x)
-        ctx.save_for_backward(gradient.to(rows.dtype) @ rows)
-        ctx.mark_non_differentiable(best)
-        return loss, best
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.saved_tensors[0].float() * gradients[0], None, None
-
-
 class DialogueLoss:
     """Batches and loss of a head. Columns: tokens [R, T], roles [R, T - 1], states [R, T, (taps + 1) H]."""
 
-    def __init__(self, head: EagleHead, target: HFTarget, ids: Tensor, dtype: torch.dtype) -> None:
-        self.head, self.ids, self.dtype, self.size = head, ids, dtype, target.hidden_size
-        self.rows = target.lm_head.get_parameter("weight").detach()[ids].to(dtype)
-        self.all_rows = target.lm_head.get_parameter("weight").detach().to(dtype)
+    def __init__(self, head: EagleHead, target: HFTarget, ids: Tensor) -> None:
+        self.head, self.ids, self.size, self.device = head, ids, target.hidden_size, target.device
+        self.all_rows = target.lm_head.get_parameter("weight").detach().to(matmul_dtype(target.device))
+        self.rows, self.norm = self.all_rows[ids], head.norm or nn.Identity()
         self.angles = Rotary.of_config(head.config, target.device)
 
     def loss(self, tokens: Tensor, roles: Tensor, states: Tensor) -> Tensor:
@@ -192,43 +177,39 @@ class DialogueLoss:
     def measure(self, tokens: Tensor, roles: Tensor, states: Tensor) -> dict[str, float]:
         """Return the loss and the agreement of each step with the target's most likely token, in answers."""
         loss, best = self.steps(tokens, roles, states, 0.0)
-        wanted = F.linear(states[:, :-1, -self.size :], self.all_rows).argmax(-1)
+        expected = self.of_target(states, self.all_rows).argmax(-1)
         found = {"held_out_loss": float(loss)}
         for step, drafted in enumerate(best, start=1):
             counted = roles[:, step:] == ROLES.index("assistant")
-            hits = self.ids[drafted] == wanted[:, step:]
+            hits = self.ids[drafted] == expected[:, step:]
             found[f"agree_{step}"] = float(hits[counted].float().mean())
         return found
+
+    def of_target(self, states: Tensor, rows: Tensor) -> Tensor:
+        """Return the target's logits [R, T - 1, W] for these output rows [W, H]."""
+        return F.linear(states[:, :-1, -self.size :].to(rows.dtype), rows)
 
     def steps(self, tokens: Tensor, roles: Tensor, states: Tensor, dropout: float) -> tuple[Tensor, list[Tensor]]:
         """Return the loss, and per step i the most likely draft ids [R, T - 1 - i]."""
         count = tokens.shape[1] - 2
-        labels = F.linear(states[:, :-1, -self.size :], self.rows).float().softmax(-1)
+        labels = self.of_target(states, self.rows).float().softmax(-1)
         hard = F.one_hot(labels.argmax(-1), len(self.ids))
         labels = labels.lerp(hard.float(), HARD)
         columns, cache, best, total = torch.arange(count), DynamicCache(), [], torch.zeros(())
-        with self.autocast():
+        with autocast(self.device):
             embedded = F.dropout(self.head.embed(tokens[:, 1 : count + 1]), dropout)
-            inputs = F.dropout(states[:, :count, : -self.size].float(), dropout)
-            features = self.head.features(inputs)
+            features = self.head.features(F.dropout(states[:, :count, : -self.size].float(), dropout))
         for step in range(STEPS):
-            new = training_columns(columns[None, step:], self.angles, count, None, cache)
-            if step:
-                new.make_mask = partial(unrolled_mask, columns, step)
-            with self.autocast():
+            mask = unrolled_mask(columns, step) if step else None
+            new = training_columns(columns[None, step:], self.angles, count, mask, cache)
+            with autocast(self.device):
                 out = self.head(embedded[:, step:], features, new)
-                assert self.head.norm is not None
-                normed = self.head.norm(out).float()
+                logits = F.linear(self.norm(out), self.rows)
             wrote = roles[:, step + 1 :] > 0
-            nats, _ = SharedHeadLoss.apply(normed[wrote], labels[:, step + 1 :][wrote], self.rows)  # type: ignore[no-untyped-call]
-            total = total + DECAY**step * nats
-            best.append(F.linear(normed.detach().to(self.dtype), self.rows).argmax(-1))
+            total = total + DECAY**step * F.cross_entropy(logits[wrote].float(), labels[:, step + 1 :][wrote])
+            best.append(logits.argmax(-1))
             features = self.head.feedback_features(out)[:, :-1]
         return total, best
-
-    def autocast(self) -> torch.autocast:
-        """Run matrix products in the dtype of the rows."""
-        return torch.autocast(self.rows.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
 
 def train_dialogues(job: Job) -> None:
@@ -236,18 +217,11 @@ def train_dialogues(job: Job) -> None:
     make_folder(job.out)
     target = load_target(job.target, "float32", str(job.device), None, kernels="transformers")
     assert isinstance(target, HFTarget)
-    job.cache.mkdir(parents=True, exist_ok=True)
-    taps = job.recipe.plan.taps
-    found = shards(job, target)
-    columns = (torch.cat([shard[name] for shard in found]) for name in ("tokens", "roles"))
-    states = torch.cat([torch.cat([shard[f"tap.{tap}"] for tap in (*taps, -1)], -1) for shard in found])
-    everything = [*columns, states]
-    chosen = torch.tensor([i for i, row in enumerate(everything[0]) if i < HELD_OUT or varied(row)])
-    tokens, roles, states = (column[chosen] for column in everything)
+    tokens, roles, states = read_dialogues(job, target)
     tokens = tokens.long()
-    ids = frequent_tokens({"tokens": tokens[HELD_OUT:], "roles": roles[HELD_OUT:]}, target.vocab_size)
-    head = nn.Module.float(untrained_head(target, ids, taps)).requires_grad_(True)
-    lessons = DialogueLoss(head, target, ids, matmul_dtype(job.device))
+    ids = frequent_tokens(tokens[HELD_OUT:], roles[HELD_OUT:], target.vocab_size)
+    head = nn.Module.float(untrained_head(target, ids, job.recipe.plan.taps)).requires_grad_(True)
+    lessons = DialogueLoss(head, target, ids)
 
     def batches(progress: float, step: int) -> Batch:
         per_epoch = max(1, (len(tokens) - HELD_OUT) // ROWS)
@@ -256,14 +230,12 @@ def train_dialogues(job: Job) -> None:
         return tokens[rows], roles[rows], states[rows]
 
     held_out = tokens[:HELD_OUT], roles[:HELD_OUT], states[:HELD_OUT]
-    schedule = Schedule(job.minutes, muon=0.01, adamw=0.002, warmup_steps=10, decay_from=0.3)
-    micro, size = ROWS // 2 * tokens.shape[1], target.vocab_size
     evaluate = partial(evaluate_rows, held_out, ROWS, lessons.measure)
-    options: dict[str, Any] = {"schedule": schedule, "micro_tokens": micro, "vocab_size": size}
-    history = run_with_progress(job.steps(head, batches, lessons.loss, evaluate, **options), job.minutes, job.out.name)
-    drafter = Eagle(target, nn.Module.to(head, torch.bfloat16))
-    drafter.save(job.out, HUB_ID)
+    options: dict[str, Any] = {"micro_tokens": ROWS // 2 * tokens.shape[1], "vocab_size": target.vocab_size}
+    options["schedule"] = Schedule(job.minutes, muon=0.01, adamw=0.002, warmup_steps=10, decay_from=0.3)
+    history = job.run(head, batches, lessons.loss, evaluate, **options)
+    Eagle(target, nn.Module.to(head, torch.bfloat16)).save(job.out, HUB_ID)
     facts = {"recipe": job.recipe.name, "minutes": job.minutes, "target": job.recipe.text, "threads": job.threads}
     numbers = {"parameters": sum(p.numel() for p in head.parameters()), "dialogue_tokens": int((roles > 0).sum())}
     write_provenance(job.out, history, **facts, **numbers, hardware=device_name(job.device))
-    write_head_card(job.out, "EAGLE-3", job.recipe.method)
+    write_head_card(job.out, "EAGLE-3", job.recipe.text, job.recipe)

@@ -1,7 +1,6 @@
 """Recipes from the files in `shipped`, one call of `train`, and the files written at its end."""
 
-import json
-from collections.abc import Generator, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -16,8 +15,8 @@ from transformers import LlamaForCausalLM
 
 from recipes.cards import write_card
 from recipes.code_corpus import edit
-from recipes.corpus import Epochs, retell_some
-from recipes.llama import CONTEXT, VOCAB_SIZE, Shape, build, save_model
+from recipes.corpus import Again, Epochs, retell
+from recipes.llama import VOCAB_SIZE, build, save_model
 from specdemo.models.machine import device_name
 from specdemo.training.collect import Corpus, Plan
 from specdemo.training.fit import (
@@ -26,12 +25,12 @@ from specdemo.training.fit import (
     Loss,
     Schedule,
     TrainHistory,
-    TrainStep,
+    run_with_progress,
     train_steps,
     write_provenance,
 )
 
-AGAIN = {"stories": retell_some, "code": edit}
+AGAIN: dict[str, Again] = {"stories": retell, "code": edit}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +40,7 @@ class Recipe:
     name: str
     make: str  # key of MAKERS
     text: str  # key of AGAIN
-    shape: Shape
+    shape: Mapping[str, int]  # sizes as in the config of a Llama
     minutes: float  # on a CPU
     about: str  # this and the next two are texts of the model card
     method: str = ""
@@ -50,8 +49,8 @@ class Recipe:
     plan: Plan = Plan()
     backwards: bool = False
     vocab_size: int = VOCAB_SIZE
-    windows: Sequence[int] = (256, CONTEXT)  # tokens, at first and after 70 % of the time
-    windows_later: Sequence[int] = (CONTEXT, CONTEXT)  # of a run that goes on
+    windows: Sequence[int] = (256, 512)  # tokens, at first and after 70 % of the time
+    windows_later: Sequence[int] = (512, 512)  # of a run that goes on
     copies: Sequence[float] = (0.1, 0.1)  # share of the documents; of a run that goes on
     parts: int = 1  # per epoch
     dropout: float = 0.0
@@ -66,8 +65,7 @@ class Recipe:
 def read_recipe(path: Path) -> Recipe:
     """Read a file of `shipped`."""
     data: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
-    parts = {"shape": Shape(**data["shape"]), "plan": Plan(**data.get("plan", {}))}
-    return Recipe(path.stem, **data | parts)
+    return Recipe(path.stem, **data | {"plan": Plan(**data.get("plan", {}))})
 
 
 RECIPES = {path.stem: read_recipe(path) for path in sorted((Path(__file__).parent / "shipped").glob("*.yaml"))}
@@ -89,6 +87,7 @@ class Job:
     compile: bool
     force: bool = False  # overwrite a folder that specdemo did not make
     seed: bool = False  # another run continues from this one
+    seeds: Sequence[Mapping[str, object]] = ()  # facts about the runs that this one started from
 
     @property
     def schedule(self) -> Schedule:
@@ -103,25 +102,15 @@ class Job:
         """Return the number of tokens per batch."""
         return on_cpu if self.device.type == "cpu" else 65536
 
-    @property
-    def micro_tokens(self) -> int:
-        """Return the number of tokens per forward and backward pass."""
-        return self.batch_tokens(2048)
-
     def build(self, vocab_size: int) -> LlamaForCausalLM:
         """Create the model on the device."""
         return nn.Module.to(build(self.recipe.shape, vocab_size), self.device)
 
-    def steps(
-        self, module: nn.Module, batches: Batches, loss: Loss, evaluate: Evaluate, **options: Any
-    ) -> Generator[TrainStep, None, None]:
+    def run(self, module: nn.Module, batches: Batches, loss: Loss, evaluate: Evaluate, **options: Any) -> TrainHistory:
         """Train as `train_steps` does, with the schedule and batches of this job unless the options name others."""
-        own: dict[str, Any] = {
-            "schedule": self.schedule,
-            "micro_tokens": self.micro_tokens,
-            "checkpoint": self.out / "checkpoint.pt",
-        }
-        return train_steps(module, batches, loss, evaluate, **own | options)
+        own: dict[str, Any] = {"schedule": self.schedule, "micro_tokens": self.batch_tokens(2048)}
+        ticks = train_steps(module, batches, loss, evaluate, checkpoint=self.out / "checkpoint.pt", **own | options)
+        return run_with_progress(ticks, self.minutes, self.out.name)
 
     def facts(self, corpus: Corpus) -> dict[str, object]:
         """Return the provenance of recipe, machine and text."""
@@ -133,9 +122,9 @@ class Job:
     ) -> None:
         """Write model, provenance and card. share: that of the start's weights in the result."""
         save_model(model, tokenizer, self.out)
-        start = {"start": Path(self.start).name} if self.start else {}
-        found = self.facts(corpus) | start | ({"start_share": share} if share else {}) | seed_facts(self.out)
-        write_provenance(self.out, history, **found, parameters=model.num_parameters())
+        known = {"start": self.start and Path(self.start).name, "start_share": share, "seeds": self.seeds}
+        facts = self.facts(corpus) | {name: value for name, value in known.items() if value}
+        write_provenance(self.out, history, **facts, parameters=model.num_parameters())
         write_card(self.out, self.recipe)
 
 
@@ -145,16 +134,3 @@ def side_by_side(job: Job) -> AbstractContextManager[Executor | None]:
         return nullcontext()
     torch.set_num_threads(1)  # a piece that waits for a busy core must not block the others
     return ThreadPoolExecutor(job.threads, initializer=torch.set_num_threads, initargs=(1,))
-
-
-def seed_facts(folder: Path) -> dict[str, object]:
-    """Return the provenance of the models that this one started from."""
-    seeds = []
-    for path in (folder / name / "provenance.json" for name in ("seed", "copying")):
-        if path.exists():
-            seed = json.loads(path.read_text(encoding="utf-8"))
-            layers = json.loads(path.with_name("config.json").read_text(encoding="utf-8"))["num_hidden_layers"]
-            loss = {"held_out_loss": [None, *(at["held_out_loss"] for at in seed["evaluations"])][-1]}
-            length = {"minutes": seed["seconds"] / 60, "tokens": seed["tokens"]}
-            seeds.append({"name": path.parent.name, "layers": layers, **length, **loss})
-    return {"seeds": seeds} if seeds else {}

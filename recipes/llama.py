@@ -8,7 +8,6 @@ probability at temperature 1 (Leviathan et al. 2023, arXiv 2211.17192, theorem 3
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,62 +31,44 @@ from specdemo.models.machine import matmul_dtype
 from specdemo.models.shipped import check_embedded
 from specdemo.training.collect import END
 
-CONTEXT = 512
 VOCAB_SIZE = 2048
 CHUNK = 256  # tokens per chunk of logits: 2 MB in fp32, the size of a core's cache
 TINY = 1e-6
 END_IDS: dict[str, Any] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0)
 START_SHARES = (0.0, 0.2, 0.3, 0.4, 0.5)  # shares of the initial weights tried in the average
+WIDTH = ("hidden_size", "intermediate_size", "num_attention_heads")
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
-    layers: int
-    hidden: int
-    intermediate: int
-    heads: int
-    context: int = CONTEXT
-
-
-def build(shape: Shape, vocab_size: int = VOCAB_SIZE) -> LlamaForCausalLM:
-    """Create a Llama with tied embeddings and small initial residual branches."""
-    width: dict[str, Any] = {
-        "hidden_size": shape.hidden,
-        "intermediate_size": shape.intermediate,
-        "tie_word_embeddings": True,
-    }
-    depth: dict[str, Any] = {
-        "num_hidden_layers": shape.layers,
-        "max_position_embeddings": shape.context,
-        "rms_norm_eps": 1e-5,
-    }
-    heads: dict[str, Any] = dict.fromkeys(("num_attention_heads", "num_key_value_heads"), shape.heads)
+def build(shape: Mapping[str, int], vocab_size: int = VOCAB_SIZE) -> LlamaForCausalLM:
+    """Create a Llama with tied embeddings and small initial residual branches. shape: sizes as in its config."""
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=vocab_size, **width, **depth, **heads, **END_IDS))
+    sizes: dict[str, Any] = {**shape, **END_IDS}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=vocab_size, tie_word_embeddings=True, rms_norm_eps=1e-5, **sizes))
     model.set_attn_implementation("eager")  # forward + backward 1.2x as fast as SDPA at these sizes on a CPU
     with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.o_proj.weight.mul_((2 * shape.layers) ** -0.5)
-            layer.mlp.down_proj.weight.mul_((2 * shape.layers) ** -0.5)
+        for branch in _branches(model):
+            branch.weight.mul_((2 * len(model.model.layers)) ** -0.5)
     return model
+
+
+def _branches(model: LlamaForCausalLM) -> list[nn.Linear]:
+    """Return the last matrix of every residual branch."""
+    return [part for layer in model.model.layers for part in (layer.self_attn.o_proj, layer.mlp.down_proj)]
 
 
 def drop_out(model: LlamaForCausalLM, share: float) -> None:
     """Apply dropout to the embedding and to the output of every residual branch during training."""
 
     def some(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
-        return nn.functional.dropout(output, share, module.training)
+        return F.dropout(output, share, module.training)
 
-    parts = [model.model.embed_tokens]
-    parts += [part for layer in model.model.layers for part in (layer.self_attn.o_proj, layer.mlp.down_proj)]
-    for part in parts:
+    for part in (model.model.embed_tokens, *_branches(model)):
         part.register_forward_hook(some)
 
 
-def is_as_wide(shape: Shape, config: PreTrainedConfig) -> bool:
+def are_as_wide(one: PreTrainedConfig, other: PreTrainedConfig) -> bool:
     """Return whether layers of one model fit into the other."""
-    its = (config.hidden_size, config.intermediate_size, config.num_attention_heads)
-    return (shape.hidden, shape.intermediate, shape.heads) == its
+    return all(getattr(one, name) == getattr(other, name) for name in WIDTH)
 
 
 LAYER = re.compile(r"(?<=\.layers\.)\d+(?=\.)")
@@ -112,10 +93,14 @@ def to_depth(state: Mapping[str, Tensor], layers: int) -> Mapping[str, Tensor]:
     return grown
 
 
-def weights(folder: str) -> Mapping[str, Tensor]:
-    """Return the tensors of a shipped or trained model's folder, by name."""
+def load(folder: str | Path) -> PreTrainedModel:
+    """Load a shipped or trained model in fp32. Raises ValueError, one line, if there is none."""
     check_embedded(Path(folder))
-    return dict(AutoModelForCausalLM.from_pretrained(folder).state_dict())
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    except OSError as error:
+        raise ValueError(f"no trained model at {folder}: name the folder of one with --target or --start") from error
+    return model
 
 
 @torch.no_grad()
@@ -126,15 +111,12 @@ def average(model: nn.Module, start: Mapping[str, Tensor], loss: Callable[[], fl
     """
     end = {name: weight.clone() for name, weight in model.state_dict().items()}
 
-    def mix(share: float) -> None:
-        model.load_state_dict({name: weight.lerp(start[name].to(weight), share) for name, weight in end.items()})
-
     def mixed(share: float) -> float:
-        mix(share)
+        model.load_state_dict({name: weight.lerp(start[name].to(weight), share) for name, weight in end.items()})
         return loss()
 
     best = min(START_SHARES, key=mixed)
-    mix(best)
+    mixed(best)
     return best
 
 

@@ -5,7 +5,7 @@ its last checkpoint if it is started again with the same folder.
 """
 
 import os
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,23 +13,23 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from recipes.cards import write_attribution, write_head_card
 from recipes.code_corpus import collect_code
-from recipes.corpus import GrowingWindows, Lessons, byte_tokenizer, gpt2_words, train_tokenizer, validation_rows
+from recipes.corpus import GPT2_WORDS, GrowingWindows, Lessons, byte_tokenizer, train_tokenizer, validation_rows
 from recipes.dialogues import train_dialogues
 from recipes.job import RECIPES, Job, side_by_side
 from recipes.llama import (
     agreement,
+    are_as_wide,
     average,
     cross_entropy,
     drop_out,
     head_forward_kl,
-    is_as_wide,
+    load,
     next_probs,
     to_depth,
-    weights,
 )
 from specdemo.core.atomic_io import atomic_path
 from specdemo.core.outputs import check_output_folder
@@ -40,7 +40,6 @@ from specdemo.methods.recipes import HEAD_RECIPES, untrained_drafter
 from specdemo.models import cpu_threads
 from specdemo.models.devices import pick_device
 from specdemo.models.packaged import SMOLLM2
-from specdemo.models.shipped import check_embedded
 from specdemo.models.sources import resolve
 from specdemo.models.target import HFTarget
 from specdemo.training.collect import (
@@ -57,16 +56,7 @@ from specdemo.training.collect import (
     windows,
     with_progress,
 )
-from specdemo.training.fit import (
-    Batch,
-    Batches,
-    Schedule,
-    TrainStep,
-    check_minutes,
-    make_folder,
-    run_with_progress,
-    write_provenance,
-)
+from specdemo.training.fit import Batch, Batches, Schedule, TrainHistory, check_minutes, make_folder, write_provenance
 from specdemo.training.heads import evaluate_rows
 from specdemo.training.losses import Trainable
 
@@ -82,22 +72,22 @@ HEADS = HeadRecipe("Eight heads on a byte-level model", {"modules": 7, "kind": "
 VALIDATION_ROWS = 128  # of bytes
 
 
-def train_target(job: Job) -> None:
+def train_target(job: Job) -> TrainHistory:
     """Train a target by cross-entropy on its kind of text, part of it retold."""
     make_folder(job.out)
     write_attribution(job.corpus, job.out)
-    train_on(job, read_corpus(job.corpus))
+    return train_on(job, read_corpus(job.corpus))
 
 
-def train_on(job: Job, corpus: Corpus) -> None:
+def train_on(job: Job, corpus: Corpus) -> TrainHistory:
     """Train by cross-entropy on a corpus, part of it retold; `job.out` exists."""
     recipe = job.recipe
-    files = [job.out / "tokenizer.json", *([Path(job.start) / "tokenizer.json"] if job.start else ())]
+    files = [Path(folder) / "tokenizer.json" for folder in (job.out, job.start) if folder]
     read = corpus.train[::5] if len(corpus.train) > 20_000 else corpus.train
     found = next((file for file in files if file.exists()), files[0])
     tokenizer = saved_tokenizer(found, lambda: train_tokenizer(read, recipe.vocab_size))
     model = job.build(recipe.vocab_size)
-    start = to_depth(weights(job.start), recipe.shape.layers) if job.start else {}
+    start = to_depth(load(job.start).state_dict(), len(model.model.layers)) if job.start else {}
     if start:
         model.load_state_dict(start)
     short, long = recipe.windows_later if start else recipe.windows
@@ -121,14 +111,14 @@ def train_on(job: Job, corpus: Corpus) -> None:
     def evaluate() -> dict[str, float]:
         return {"held_out_loss": round(validation_loss(model, valid), 4)}
 
-    size = job.micro_tokens + 8  # a row is its window plus one token
+    size = job.batch_tokens(2048) + 8  # a row is its window plus one token
     with side_by_side(job) as pool:
-        ticks = job.steps(model, lesson, loss, evaluate, micro_tokens=size, pool=pool)
-        history = run_with_progress(ticks, job.minutes, job.out.name)
+        history = job.run(model, lesson, loss, evaluate, micro_tokens=size, pool=pool)
     share = average(model, start, lambda: validation_loss(model, valid)) if start else 0.0
     if share:
         history.evaluations.append({**history.evaluations[-1], **evaluate()})
     job.finish(model, tokenizer, corpus, history, share)
+    return history
 
 
 def logits_of(model: Callable[..., Any], tokens: Tensor) -> Tensor:
@@ -158,15 +148,18 @@ def train_deepened(job: Job) -> None:
     At the end the shallow target sees mostly edits, so that it learns to copy.
     """
     if not job.start:
-        minutes, recipe = job.minutes, job.recipe
-        shallow = replace(recipe, shape=replace(recipe.shape, layers=SEED_LAYERS))
+        recipe, seeds = job.recipe, []
+        shallow = replace(recipe, shape={**recipe.shape, "num_hidden_layers": SEED_LAYERS})
         copying = replace(shallow, copies=(0.0, COPYING), windows_later=(recipe.windows_later[0], recipe.windows[1]))
-        out, start = job.out, None
+        part = replace(job, seed=True)
         for name, version, share in (("seed", shallow, SEED_SHARE), ("copying", copying, COPYING_SHARE)):
-            part = replace(job, recipe=version, out=out / name, minutes=minutes * share, seed=True, start=start)
-            train_target(part)
-            start = str(part.out)
-        job = replace(job, start=start, minutes=minutes * (1.0 - SEED_SHARE - COPYING_SHARE))
+            part = replace(part, recipe=version, out=job.out / name, minutes=job.minutes * share)
+            history = train_target(part)
+            seen = {"minutes": history.seconds / 60, "tokens": history.tokens}
+            seen["held_out_loss"] = history.evaluations[-1]["held_out_loss"]
+            seeds.append({"name": name, "layers": SEED_LAYERS, **seen})
+            part = replace(part, start=str(part.out))
+        job = replace(job, start=part.start, minutes=job.minutes * (1.0 - SEED_SHARE - COPYING_SHARE), seeds=seeds)
     train_target(job)
 
 
@@ -176,17 +169,17 @@ def train_draft(job: Job) -> None:
     A draft as wide as its target is initialised from target layers, any other draft is first trained by cross-entropy.
     A trained draft (`job.start`) learns from samples from its first step on, at lower rates.
     """
-    corpus, shape = read_corpus(job.corpus), job.recipe.shape
+    corpus = read_corpus(job.corpus)
     target, wrapped = load_target(job)
     make_folder(job.out)
     tokenizer = wrapped.backend_tokenizer
     valid = validation_rows(corpus, tokenizer, job.recipe.plan.context)
     truth = next_probs(target, valid)
     model = job.build(target.config.vocab_size)
-    same_width = is_as_wide(shape, target.config)
-    if job.start or same_width:
-        model.load_state_dict(weights(job.start) if job.start else to_depth(target.state_dict(), shape.layers))
-    listen_from = 0.0 if job.start or same_width else 0.1
+    start = load(job.start) if job.start else target if are_as_wide(model.config, target.config) else None
+    if start:
+        model.load_state_dict(to_depth(start.state_dict(), len(model.model.layers)))
+    listen_from = 0.0 if start else 0.1
     samples_from, rates = (0.0, RATES_LATER) if job.start else (0.5, 1.0)
     text, samples = record(job, target, corpus, tokenizer)
     batches = Lessons(text, samples, job.batch_tokens(), job.device, listen_from, samples_from)
@@ -196,10 +189,9 @@ def train_draft(job: Job) -> None:
             hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state
         return head_forward_kl(hidden.flatten(0, 1), model.lm_head.weight, indices.flatten(0, 1), probs.flatten(0, 1))
 
-    schedule = Schedule(job.minutes, decay_from=0.2).scaled(rates)
-    options = {"schedule": schedule, "evaluate_every_seconds": 120.0}
-    ticks = job.steps(model, batches, loss, lambda: agreement(model, truth, valid), **options)
-    job.finish(model, tokenizer, corpus, run_with_progress(ticks, job.minutes, job.out.name))
+    options = {"schedule": Schedule(job.minutes, decay_from=0.2).scaled(rates), "evaluate_every_seconds": 120.0}
+    history = job.run(model, batches, loss, lambda: agreement(model, truth, valid), **options)
+    job.finish(model, tokenizer, corpus, history)
 
 
 def train_other(job: Job) -> None:
@@ -211,7 +203,7 @@ def train_other(job: Job) -> None:
     target, wrapped = load_target(job)
     make_folder(job.out)
     few = corpus.train[: -(-len(corpus.train) // OTHER_WORDS)]  # so that the vocabulary differs
-    saved_tokenizer(job.out / "tokenizer.json", lambda: train_tokenizer(few, words=gpt2_words))
+    saved_tokenizer(job.out / "tokenizer.json", lambda: train_tokenizer(few, words=GPT2_WORDS))
     (samples,) = record(job, target, corpus, wrapped.backend_tokenizer, ("samples",))
     rows = samples.tokens.view(-1, job.recipe.plan.sample_length)
     decoded = wrapped.batch_decode(rows, clean_up_tokenization_spaces=False)
@@ -221,12 +213,8 @@ def train_other(job: Job) -> None:
 
 def load_target(job: Job) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     """Load the target in fp32 and its tokenizer. Raises ValueError if there is none at `job.target`."""
-    check_embedded(Path(job.target))
-    try:
-        target = AutoModelForCausalLM.from_pretrained(job.target, dtype=torch.float32)
-        return nn.Module.to(target.eval(), job.device), PreTrainedTokenizerFast.from_pretrained(job.target)
-    except OSError as error:
-        raise ValueError(f"no target model at {job.target}: name the folder of stories-target with --target") from error
+    target = nn.Module.to(load(job.target), job.device)
+    return target, PreTrainedTokenizerFast.from_pretrained(job.target)
 
 
 def record(
@@ -261,31 +249,31 @@ def train_bytes(job: Job) -> None:
     epochs = job.recipe.epochs(corpus.train, tokenizer)
     batches = GrowingWindows(epochs, job.batch_tokens(), job.device, short, long)
     valid = validation_rows(corpus, tokenizer, short + 1)[:VALIDATION_ROWS].to(job.device)
-    history = run_with_progress(train_jointly(job, model, drafter, batches, valid), job.minutes, job.out.name)
+    history = train_jointly(job, model, drafter, batches, valid)
     job.finish(model, tokenizer, corpus, history)
     make_folder(heads)
     drafter.save(heads, job.out.name)
     parameters = sum(p.numel() for p in drafter.head.parameters())
     write_provenance(heads, history, **job.facts(corpus), parameters=parameters)
-    write_head_card(heads, HEADS.title, job.recipe.method)
+    write_head_card(heads, HEADS.title, job.out.name, job.recipe)
 
 
 def train_jointly(
     job: Job, model: PreTrainedModel, drafter: Trainable, batches: Batches, valid: Tensor
-) -> Generator[TrainStep, None, None]:
+) -> TrainHistory:
     """Train a model and its heads jointly on tokens [R, T + 1] (multi-token prediction, arXiv 2404.19737).
 
     The model learns the text. The heads learn the text first and, in the second half, the model's own predictions.
     Their gradients reach the model through its hidden states.
     """
-    halfway = [False]
+    learned = False  # from the model itself, in the second half
 
     def parts(tokens: Tensor) -> tuple[Tensor, Tensor, dict[str, float]]:
         inputs, outputs = tokens[:, :-1], tokens[:, 1:]
         read = model.base_model(input_ids=inputs, use_cache=False, output_hidden_states=True)
         hidden = {tap: read.hidden_states[tap] for tap in drafter.taps}
         logits = model.get_output_embeddings()(read.last_hidden_state)
-        probs = logits.detach().float().softmax(-1) if halfway[0] else None
+        probs = logits.detach().float().softmax(-1) if learned else None
         loss, metrics = drafter.loss(Progress(inputs, outputs, [inputs.shape[1]] * len(inputs), hidden, probs))
         return cross_entropy(logits, outputs), loss, metrics
 
@@ -299,12 +287,13 @@ def train_jointly(
         return {"held_out_loss": float(text), "heads_loss": float(heads), **metrics}
 
     def in_turn(progress: float, step: int) -> Batch:
-        halfway[0] = progress >= 0.5
+        nonlocal learned
+        learned = progress >= 0.5
         return batches(progress, step)
 
     module = nn.ModuleDict({"model": model, "heads": drafter.head}).requires_grad_(True)
-    rows, size = max(1, job.micro_tokens // valid.shape[1]), model.config.vocab_size
-    yield from job.steps(module, in_turn, both, lambda: evaluate_rows((valid,), rows, measured), vocab_size=size)
+    rows, size = max(1, job.batch_tokens(2048) // valid.shape[1]), model.config.vocab_size
+    return job.run(module, in_turn, both, lambda: evaluate_rows((valid,), rows, measured), vocab_size=size)
 
 
 MAKES = train_target, train_deepened, train_draft, train_other, train_bytes, train_dialogues

@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer
 
 from recipes import code_corpus
-from recipes.code_corpus import WHEELS, Edit, collect_code, documents, edit, fetch_wheels, fresh, shorten_docstrings
+from recipes.code_corpus import WHEELS, collect_code, documents, edit, fetch_wheels, fresh, renamed, shorten_docstrings
 from recipes.corpus import VOCAB_SIZE, Epochs, byte_tokenizer, retell, token_stream, train_tokenizer
 from specdemo.training.collect import END, read_corpus, windows
 
@@ -194,6 +194,7 @@ def test_edit_states_its_instruction_and_parses(seed: int) -> None:
 
 
 def test_renaming_keeps_attributes_and_strings() -> None:
-    made = Edit('def f(data):\n    self.data = data + "data"\n', random.Random(0))
-    made.replace("data", "row")
-    assert made.source == 'def f(row):\n    self.data = row + "data"\n'
+    assert (
+        renamed('def f(data):\n    self.data = data + "data"\n', "data", "row")
+        == 'def f(row):\n    self.data = row + "data"\n'
+    )

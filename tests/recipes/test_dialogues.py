@@ -2,10 +2,9 @@ import random
 
 import pytest
 import torch
-from torch.nn import functional as F
 
 from recipes import dialogues
-from recipes.dialogues import DialogueLoss, SharedHeadLoss, Template, untrained_head, varied, write_dialogues
+from recipes.dialogues import DialogueLoss, Template, untrained_head, varied, write_dialogues
 from specdemo.methods.heads.eagle import Eagle
 from specdemo.models.target import HFTarget
 
@@ -18,8 +17,8 @@ def model(tiny_llama):
     return tiny_llama(24)
 
 
-def written(model, rows=8, length=40):
-    return write_dialogues(model, [[7, 8, 9]] * rows, TEMPLATE, length, (*TAPS[:2], -1), 3)
+def written(model, rows=8, length=40, taps=TAPS[:2]):
+    return write_dialogues(model, [[7, 8, 9]] * rows, TEMPLATE, length, (*taps, -1), 3)
 
 
 def test_the_model_writes_questions_and_answers_in_turn(model):
@@ -39,29 +38,19 @@ def test_the_model_writes_questions_and_answers_in_turn(model):
 def test_the_states_are_those_of_the_finished_rows(model):
     columns = written(model, 2)
     read = model(columns["tokens"].long(), output_hidden_states=True).hidden_states
-    for tap in (0, 1, -1):
-        torch.testing.assert_close(columns[f"tap.{tap}"].float(), read[tap], atol=0.02, rtol=0.02)
-
-
-def test_the_loss_of_shared_rows_has_the_gradient_of_cross_entropy():
-    x, rows, labels = torch.randn(5, 4, requires_grad=True), torch.randn(7, 4), torch.rand(5, 7).softmax(-1)
-    loss, best = SharedHeadLoss.apply(x, labels, rows)
-    expected = F.cross_entropy(x @ rows.T, labels)
-    torch.testing.assert_close(loss, expected)
-    assert torch.equal(best, (x @ rows.T).argmax(-1))
-    torch.testing.assert_close(*(torch.autograd.grad(each, x)[0] for each in (loss, expected)))
+    expected = torch.cat([read[tap] for tap in (0, 1, -1)], -1)
+    torch.testing.assert_close(columns["states"].float(), expected, atol=0.02, rtol=0.02)
 
 
 def test_a_head_learns_from_dialogues_and_loads_without_output_rows(model, tmp_path, monkeypatch):
     monkeypatch.setattr(dialogues, "DROPOUT", 0.0)
     torch.manual_seed(0)
-    target, columns = HFTarget(model), written(model)
+    target, columns = HFTarget(model), written(model, taps=TAPS)
     ids = torch.tensor([*range(0, 24, 2), 5])
     ids = ids.sort().values
     head = untrained_head(target, ids, TAPS).float().requires_grad_(True)
-    lessons = DialogueLoss(head, target, ids, torch.float32)
-    states = torch.cat([columns[f"tap.{tap}"] for tap in (*TAPS, -1)], -1).float()
-    batch = columns["tokens"].long(), columns["roles"], states
+    lessons = DialogueLoss(head, target, ids)
+    batch = columns["tokens"].long(), columns["roles"], columns["states"]
     optimizer = torch.optim.Adam(head.parameters(), 0.02)
     losses = []
     for _ in range(60):

@@ -6,7 +6,6 @@ from transformers import LlamaForCausalLM
 from recipes.llama import (
     CHUNK,
     TINY,
-    Shape,
     agreement,
     average,
     build,
@@ -16,6 +15,11 @@ from recipes.llama import (
     to_depth,
     toward_argmax,
 )
+
+
+def shape(layers, hidden, intermediate, heads, context=512):
+    names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings")
+    return dict(zip(names, (layers, hidden, intermediate, heads, context), strict=True))
 
 
 def sparse_forward_kl(logits, indices, probs):
@@ -82,7 +86,7 @@ def test_leaning_to_the_argmax_keeps_the_mass_and_the_order() -> None:
 
 @pytest.fixture(scope="module")
 def model() -> LlamaForCausalLM:
-    return build(Shape(1, 32, 48, 2), vocab_size=64).eval()
+    return build(shape(1, 32, 48, 2), vocab_size=64).eval()
 
 
 @pytest.fixture(scope="module")
@@ -93,12 +97,12 @@ def text() -> Tensor:
 def test_a_model_agrees_with_itself_and_less_with_another(model: LlamaForCausalLM, text: Tensor) -> None:
     p = next_probs(model, text)
     assert agreement(model, p, text) == {"greedy_agreement": 1.0, "overlap": pytest.approx(1.0, abs=1e-4)}
-    other = build(Shape(2, 16, 24, 1), vocab_size=64).eval()
+    other = build(shape(2, 16, 24, 1), vocab_size=64).eval()
     assert agreement(other, p, text)["greedy_agreement"] < 1.0
 
 
 def test_overlap_is_one_minus_total_variation(model: LlamaForCausalLM, text: Tensor) -> None:
-    other = build(Shape(2, 16, 24, 1), vocab_size=64).eval()
+    other = build(shape(2, 16, 24, 1), vocab_size=64).eval()
     p, q = next_probs(model, text), next_probs(other, text)
     assert agreement(other, p, text)["overlap"] == pytest.approx(
         1.0 - float((p - q).abs().sum(-1).mean()) / 2, abs=1e-3
@@ -115,8 +119,8 @@ def test_start_weights_are_averaged_if_that_helps(best: float, share: float) -> 
 
 
 def test_deepened_model_equals_the_shallow_one() -> None:
-    shallow = build(Shape(2, 32, 48, 2), 64).eval()
-    deep = build(Shape(5, 32, 48, 2), 64).eval()
+    shallow = build(shape(2, 32, 48, 2), 64).eval()
+    deep = build(shape(5, 32, 48, 2), 64).eval()
     deep.load_state_dict(to_depth(shallow.state_dict(), 5))
     tokens = torch.randint(64, (2, 9), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -125,7 +129,7 @@ def test_deepened_model_equals_the_shallow_one() -> None:
 
 
 def test_shallow_model_starts_from_layers_of_the_deep_one() -> None:
-    deep, shallow = build(Shape(6, 32, 48, 2), 64), build(Shape(2, 32, 48, 2), 64)
+    deep, shallow = build(shape(6, 32, 48, 2), 64), build(shape(2, 32, 48, 2), 64)
     shallow.load_state_dict(to_depth(deep.state_dict(), 2))
     for mine, its in ((0, 0), (1, 3)):
         of = deep.model.layers[its].state_dict()

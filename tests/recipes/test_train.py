@@ -12,7 +12,7 @@ from recipes import cards, job
 from recipes import train as program
 from recipes.cards import curve, sparkline, write_card
 from recipes.corpus import Lessons
-from recipes.llama import Shape, build
+from recipes.llama import build
 from recipes.train import RECIPES, train
 from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.engine.loop import generate
@@ -20,6 +20,7 @@ from specdemo.methods import load_drafter
 from specdemo.models.load import load_target
 from specdemo.training.collect import Plan, TeacherData, build_cache, load_cache
 from specdemo.training.fit import train_steps
+from tests.recipes.test_llama import shape
 from tests.training.test_fit import ticking
 from tests.training.test_heads import Next
 
@@ -42,7 +43,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cards, "SAMPLE_TOKENS", 8)
     for name, recipe in list(RECIPES.items()):
         monkeypatch.setitem(
-            RECIPES, name, replace(recipe, shape=Shape(1, 32, 48, 2), minutes=0.005, plan=PLAN, threads=1)
+            RECIPES, name, replace(recipe, shape=shape(1, 32, 48, 2), minutes=0.005, plan=PLAN, threads=1)
         )
 
 
@@ -131,7 +132,7 @@ def test_drafts_learn_from_a_complete_recording_of_other_text(corpus: Path, tmp_
         ({"minutes": 0.0}, "minutes must be positive"),
         ({"minutes": float("nan")}, "minutes must be positive"),
         ({"minutes": float("inf")}, "minutes must be positive"),
-        ({"target": "./missing"}, "no target model at"),
+        ({"target": "./missing"}, "no trained model at"),
     ],
 )
 def test_bad_input_is_one_line(
@@ -215,8 +216,8 @@ def test_a_target_of_code_is_deepened_and_drafted_for(tmp_path: Path, monkeypatc
     monkeypatch.setattr(program, "SEED_LAYERS", 1)
     world = {"windows": (16, 32), "windows_later": (16, 32), "parts": 1, "vocab_size": 300}
     for name in ("code-target", "code-draft"):
-        shape = Shape(3 if name == "code-target" else 1, 32, 48, 2, 64)
-        small = {"shape": shape, "minutes": 0.005, "plan": PLAN, "threads": 1} | world
+        sizes = shape(3 if name == "code-target" else 1, 32, 48, 2, 64)
+        small = {"shape": sizes, "minutes": 0.005, "plan": PLAN, "threads": 1} | world
         monkeypatch.setitem(RECIPES, name, replace(RECIPES[name], **small))
     (tmp_path / "code").mkdir()
     body = "\n    ".join(f"total = total + value * {i}" for i in range(60))
@@ -235,27 +236,22 @@ def test_a_target_of_code_is_deepened_and_drafted_for(tmp_path: Path, monkeypatc
 def test_draft_models_learn_from_rows_as_long_as_their_context() -> None:
     chosen = [recipe for recipe in RECIPES.values() if recipe.make == "train_draft"]
     assert len(chosen) == 3
-    assert all(recipe.plan.context == recipe.shape.context for recipe in chosen)
+    assert all(recipe.plan.context == recipe.shape["max_position_embeddings"] for recipe in chosen)
 
 
 def test_model_and_heads_learn_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, head = build(Shape(1, 16, 24, 2), vocab_size=16), Next(16, 16)
+    model, head = build(shape(1, 16, 24, 2), vocab_size=16), Next(16, 16)
     start = torch.randint(0, 16, (64, 1), generator=torch.Generator().manual_seed(0))
     rows = (start + torch.arange(13)) % 16  # counts up
     monkeypatch.setattr(job, "train_steps", partial(train_steps, clock=ticking()))
     made = job.Job(RECIPES["stories-bytes"], tmp_path, tmp_path, 2.0, rows.device, "", tmp_path, None, 1, False)
-    ticks = list(program.train_jointly(made, model, head, lambda _, step: (rows[step % 4 * 16 :][:16],), rows))
-    end = ticks[-1].evaluation
-    assert end is not None and end["held_out_loss"] < 1.0 and end["heads_loss"] < 2.0  # ln 16 is 2.77
+    end = program.train_jointly(made, model, head, lambda _, step: (rows[step % 4 * 16 :][:16],), rows).evaluations[-1]
+    assert end["held_out_loss"] < 1.0 and end["heads_loss"] < 2.0  # ln 16 is 2.77
 
 
 def test_a_byte_model_and_its_heads_can_be_loaded_and_raced(tmp_path, monkeypatch):
     monkeypatch.setattr(cards, "SAMPLE_TOKENS", 8)
-    small = {
-        "shape": Shape(layers=2, hidden=32, intermediate=48, heads=2, context=256),
-        "windows": (32, 64),
-        "threads": 1,
-    }
+    small = {"shape": shape(2, 32, 48, 2, 256), "windows": (32, 64), "threads": 1}
     monkeypatch.setitem(RECIPES, "stories-bytes", replace(RECIPES["stories-bytes"], **small))
     stories = "\n<|endoftext|>\n".join(f"Tom saw {n} cats. The cats saw Tom." for n in range(400))
     (tmp_path / "stories.txt").write_text(stories, encoding="utf-8")

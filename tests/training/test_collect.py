@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from recipes.llama import Shape, build, next_probs
+from recipes.llama import build, next_probs
 from specdemo.training.collect import (
     END,
     Plan,
@@ -20,6 +20,7 @@ from specdemo.training.collect import (
     sampled_rows,
     shards,
 )
+from tests.recipes.test_llama import shape
 
 PLAN = Plan(text_rows=10, sampled_rows=4, rows_per_shard=4, context=32, sample_length=16)
 STORIES = [[0, *range(i, i + 30)] for i in range(1, 40)]
@@ -32,7 +33,7 @@ def collect(*given: object, **how: object) -> None:
 
 @pytest.fixture(scope="module")
 def model() -> LlamaForCausalLM:
-    return build(Shape(1, 32, 48, 2), vocab_size=64).eval()
+    return build(shape(1, 32, 48, 2), vocab_size=64).eval()
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +104,7 @@ def test_a_cache_is_completed_from_both_ends_and_never_made_twice(
 
 def test_a_cache_of_another_target_is_refused(model: LlamaForCausalLM, text: Tensor, tmp_path: Path) -> None:
     collect(model, text, STORIES, tmp_path, PLAN)
-    other = build(Shape(1, 32, 48, 4), vocab_size=64).eval()
+    other = build(shape(1, 32, 48, 4), vocab_size=64).eval()
     with torch.no_grad():
         other.lm_head.weight[3] += 1.0
     with pytest.raises(ValueError, match="another target or corpus"):
