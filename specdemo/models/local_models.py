@@ -25,6 +25,7 @@ from specdemo.models.gguf_files import (
     quantisation_in,
 )
 from specdemo.models.gguf_header import read_header
+from specdemo.models.sources import size_text
 
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 GENERATES = re.compile(
@@ -103,7 +104,7 @@ def model_rows(models: Sequence[LocalModel]) -> list[dict[str, str]]:
         except ValueError:
             kind = "damaged"
         matching = ", ".join(f"{draft.name} ({ratio:.0f}x smaller)" for draft, ratio in drafts)
-        size = f"{model.bytes / 1e9:.2f} GB" if model.bytes >= 1e8 else f"{model.bytes / 1e6:.1f} MB"
+        size = size_text(model.bytes)
         rows.append({"model": model.name, "store": model.store, "size": size, "weights": kind, "drafts": matching})
     return rows
 

@@ -20,7 +20,7 @@ from specdemo.core.suggest import suggest
 from specdemo.models.devices import DEVICE_KINDS, best_device, device_kind, pick_device, pick_dtype
 from specdemo.models.gguf_files import local_header, stored_bytes
 from specdemo.models.llamacpp import CACHE_BYTES, LlamaCppSettings, cache_type_of, library
-from specdemo.models.sources import Repository, fetch_config, read_config
+from specdemo.models.sources import Repository, fetch_config, read_config, size_text
 
 STORED_BITS = {"I64": 64, "I32": 32, "I16": 16, "I8": 8, "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F4": 4}
 # parts of names of matrices that bitsandbytes does not quantise
@@ -276,8 +276,3 @@ def free_memory() -> int:
     gpu = best_device()
     separate = device_kind(gpu).separate_memory and library().llama_supports_gpu_offload()
     return DEVICE_KINDS["cpu"].free(torch.device("cpu")) + (sum(free_bytes(gpu)) if separate else 0)
-
-
-def size_text(count: float) -> str:
-    """Format bytes in MB or GB."""
-    return f"{count / 1e9:.1f} GB" if count >= 100_000_000 else f"{count / 1e6:.1f} MB"

@@ -183,7 +183,7 @@ def fetch_folder(source: Path | Repository, report: LoadProgress) -> Path:
     free = shutil.disk_usage(next(p for p in (cache, *cache.parents) if p.exists())).free
     if missing and missing + SPARE_DISK > free:
         raise ValueError(
-            f"{source.name}: the download needs {size_words(missing)} and {size_words(free)} of disk space are free; "
+            f"{source.name}: the download needs {size_text(missing)} and {size_text(free)} of disk space are free; "
             f"free some in {cache}, or set HF_HOME to another folder"
         )
     download = Download(source.name, missing)
@@ -316,7 +316,7 @@ class Download:
         """Return the progress in words."""
         if not self.total:
             return f"fetching {self.name}"
-        text = f"downloading {self.name}: {size_words(self.done)} of {size_words(self.total)}"
+        text = f"downloading {self.name}: {size_text(self.done)} of {size_text(self.total)}"
         if not self.done:
             return text
         speed = self.done / max(time.monotonic() - self._begin, 1e-3)
@@ -377,6 +377,6 @@ def _matches(file: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch(file, pattern) for pattern in patterns)
 
 
-def size_words(count: int) -> str:
-    """Return a number of bytes in words."""
+def size_text(count: float) -> str:
+    """Format bytes in MB or GB."""
     return f"{count / 1e9:.1f} GB" if count >= 300_000_000 else f"{count / 1e6:.1f} MB"

@@ -12,7 +12,7 @@ from specdemo.engine.session import follow_up, session
 from specdemo.models.checkpoints import PICKLED
 from specdemo.models.devices import best_device
 from specdemo.models.gguf_files import missing_bytes
-from specdemo.models.sources import size_words
+from specdemo.models.sources import size_text
 from specdemo.presets import limits
 from specdemo.presets.files import EMBEDDED, Preset
 from specdemo.presets.recorded import recorded
@@ -102,7 +102,7 @@ def question(spec: Preset) -> str:
         with contextlib.suppress(ValueError):  # the run says why there is no such model
             sizes[name] = missing_bytes(name, PICKLED)
     absent = " and ".join(name for name, size in sizes.items() if size)
-    size = size_words(sum(sizes.values()))
+    size = size_text(sum(sizes.values()))
     return f"this run downloads {absent} first: {size}; press Run again to download and run" if absent else ""
 
 
