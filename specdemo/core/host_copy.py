@@ -1,7 +1,6 @@
 """Copies between host and device that avoid synchronisation."""
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -33,15 +32,8 @@ def padded(
 
 def to_lists(*tensors: Tensor) -> list[Any]:
     """Copy integer tensors [B, *] to nested lists on the host, with one synchronisation."""
-    if tensors[0].device.type == "cpu":
-        return [tensor.tolist() for tensor in tensors]
-    return split_columns(torch.cat(tensors, 1).tolist(), [tensor.shape[1] for tensor in tensors])
-
-
-def split_columns(rows: list[list[int]], widths: list[int]) -> list[list[list[int]]]:
-    """Split rows of concatenated matrices into the matrices, of the given numbers of columns."""
-    ends = list(accumulate(widths))
-    return [[row[begin:end] for row in rows] for begin, end in zip([0, *ends], ends, strict=False)]
+    copied = torch.cat(tensors, 1).cpu()
+    return [part.tolist() for part in copied.split([tensor.shape[1] for tensor in tensors], 1)]
 
 
 class AsyncHostCopy:
