@@ -8,45 +8,30 @@ const FLAG = "M2 15V1h10l-2.5 3.5L12 8H4v7z";
 const rate = (lane) => lane.soFar.tokens_per_s ?? 0; // without the prompt
 const isFinished = (lane) => ["stop", "length"].includes(lane.finish);
 
-/** Returns the number of tokens that a lane had generated at a time of its own clock. */
-function tokensAt(lane, ms) {
-  const { lines } = lane;
-  let [low, high] = [0, lines.length];
-  while (low < high) {
-    const middle = (low + high) >> 1;
-    if (lines[middle].at <= ms) low = middle + 1;
-    else high = middle;
-  }
-  return lastTokens(lines, low);
-}
-
-// Returns the number of tokens after the first `count` lines. The last line of a lane has no numbers.
-function lastTokens(lines, count) {
-  for (let i = count - 1; i >= 0; i -= 1) if (lines[i].so_far) return lines[i].so_far.tokens;
-  return 0;
-}
+/** Returns the number of tokens that a lane had generated at a time of its own clock. The last line of a lane has no numbers. */
+const tokensAt = ({ lines }, ms) => lines.findLast((line) => line.so_far && line.at <= ms)?.so_far.tokens ?? 0;
 
 /** Returns the number of tokens at the end of a lane's bar: those of its final text, or max new tokens if the text is incomplete. */
 function barLength(lane, limit) {
-  const tokens = lastTokens(lane.lines, lane.lines.length);
+  const tokens = tokensAt(lane, Infinity);
   return isFinished(lane.lines.at(-1) ?? {}) ? tokens : Math.max(tokens, limit || 0);
 }
 
 /** Returns whether a text is known to be shorter than another. The lane that ends first has then not done the same work. */
 function lengthsDiffer(lanes) {
   if (lanes.some(countsPieces)) return false; // their tokens are not known
-  const counts = lanes.map(({ lines }) => lastTokens(lines, lines.length));
+  const counts = lanes.map((lane) => tokensAt(lane, Infinity));
   return lanes.some(({ lines }, i) => isFinished(lines.at(-1) ?? {}) && counts[i] < Math.max(...counts));
 }
 
 /**
- * Returns the state of every bar.
- * share: filled part, 0 to 1. reached: part that was filled when the first lane finished, null before that and for that lane.
- * first: whether the lane finished first and none has more tokens/s, of which the headline speaks. lead: text of the lane that leads, else empty. Without equal work, a text that ended
- * early does not fill its bar, and no lane is first or leads.
+ * Returns the state of every bar. share: filled part, 0 to 1. reached: part that was filled when the first lane finished, null before that and for
+ * that lane. first: whether the lane finished first and has the flag. lead: text of the lane that leads, else empty. Without equal work, a text that
+ * ended early does not fill its bar, and no lane is first or leads.
  * @param {Lane[]} lanes @param {number[]} times device time of each lane, ms @param {number} [limit] max new tokens
+ * @param {any} [headline] the server's result, whose winner alone has the flag; before there is one, the lane with the most tokens/s
  */
-function barStates(lanes, times, limit) {
+function barStates(lanes, times, limit, headline) {
   const now = commonTime(lanes, times);
   const ended = lanes.filter((lane) => isFinished(lane) && lane.soFar.clock_ms <= now);
   const lengths = lanes.map((lane) => barLength(lane, limit));
@@ -61,11 +46,14 @@ function barStates(lanes, times, limit) {
       tokens, length,
       share: length ? tokens / length : 0,
       reached: late && length ? tokensAt(lane, first.soFar.clock_ms) / length : null,
-      first: lane === first && lanes.length > 1 && !lanes.some((other) => rate(other) > rate(lane)),
+      first: lane === first && lanes.length > 1 && (headline ? winner(headline) === i : !lanes.some((other) => rate(other) > rate(lane))),
       lead: lane === leader ? leadText(lanes, leader, now, ended) : "",
     };
   });
 }
+
+// Returns the lane that is clearly the fastest; undefined if there is none.
+const winner = ({ tone, lane }) => ({ gain: lane, bad: 0 })[tone];
 
 // Returns the time that all visible lanes have reached: that of the running lane with the lowest clock.
 function commonTime(lanes, times) {
@@ -100,27 +88,18 @@ function progress(lane, { tokens, length }, lanes) {
 }
 
 function raceBar(lane) {
-  const row = make("div", "sd-race-row");
-  row.dataset.series = lane.index;
-  const [track, fill, late, lead] = ["sd-track", "sd-fill", "sd-late", "sd-ahead"].map((cls) => make("div", cls));
-  track.setAttribute("role", "progressbar");
-  track.setAttribute("aria-label", `Output of ${lane.name}`);
-  const flag = svg("svg", { viewBox: "0 0 14 16", class: "sd-flag", "aria-hidden": "true" });
-  flag.append(svg("path", { d: FLAG }));
-  track.append(fill, late, lead, flag);
-  const result = make("span", "sd-result");
+  const [fill, late, lead] = ["sd-fill", "sd-late", "sd-ahead"].map((cls) => make("div", cls));
+  const flag = svg("svg", { viewBox: "0 0 14 16", class: "sd-flag", "aria-hidden": "true" }, svg("path", { d: FLAG }));
+  const track = Object.assign(make("div", "sd-track", fill, late, lead, flag), { role: "progressbar", ariaLabel: `Output of ${lane.name}` });
   const [tokens, time] = [make("b", "", "0 tokens"), make("span", "sd-time")];
-  result.append(tokens, time);
-  const name = make("span", "sd-name");
-  name.append(laneNumber(lane), make("span", "", lane.name), ...lossy(lane));
-  row.append(name, track, result);
-  $(".sd-race").append(row);
+  const name = make("span", "sd-name", laneNumber(lane), make("span", "", lane.name), ...lossy(lane));
+  $(".sd-race").append(withData(make("div", "sd-race-row", name, track, make("span", "sd-result", tokens, time)), { series: lane.index }));
   return { track, fill, late, lead, flag, tokens, time };
 }
 
 /** Draws the bars and marks at the player's clock. Cheap enough for every frame. */
 function drawBars() {
-  const states = barStates(run.lanes, run.lanes.map((lane) => player.timeOf(lane)), run.start.limit);
+  const states = barStates(run.lanes, run.lanes.map((lane) => player.timeOf(lane)), run.start.limit, run.end?.headline);
   run.lanes.forEach((lane, i) => {
     drawBar(lane, states[i]);
     if (lane.index) drawBaselineMark(lane, player.timeOf(lane));
@@ -169,8 +148,7 @@ function drawBaselineMark(lane, now) {
   lane.baselineMark = null;
   const token = lane.outputNodes[count - 1];
   if (!token || count >= lane.outputNodes.length) return;
-  const node = make("em", "sd-baseline-mark", label);
-  node.ariaHidden = "true";
+  const node = Object.assign(make("em", "sd-baseline-mark", label), { ariaHidden: "true" });
   token.after(node);
   lane.baselineMark = { node, count };
 }

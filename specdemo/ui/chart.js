@@ -37,33 +37,8 @@ const shorten = (name, room) => (CHARACTER * name.length > room ? `${name.slice(
 const withUnit = (x, { percentage, suffix, digits }) => (percentage ? percent(x) : `${isNumber(digits) ? fixed(x, digits) : brief(x)}${suffix ?? ""}`);
 const withInterval = (x, low, high, options) => withUnit(x, options) + (isNumber(low) && isNumber(high) ? ` [${withUnit(low, options)} to ${withUnit(high, options)}]` : "");
 
-/**
- * Draws a chart into a box, or redraws it.
- * @param {HTMLElement} box its height is fixed, unless the chart has groups
- * @param {object} options
- * @param {string} options.label description for screen readers
- * @param {{name?: string, points: number[][], series: number, faint?: boolean, dashed?: boolean, marks?: boolean, band?: number[][], texts?: string[],
- *   notes?: string[]}[]} [options.lines] series: selects colour and dash; marks: draw points and whiskers instead of a band; band: interval as x, low,
- *   high; texts: labels of the points; notes: more about each point, for the pointer
- * @param {number[]} [options.bars] heights of vertical bars at 0, 1, 2, ...
- * @param {{name: string, bars: {value: number, low?: number | null, high?: number | null, series: number, predicted?: number | null, name?: string}[]}[]}
- *   [options.groups] horizontal bars
- * @param {boolean} [options.stacked] the bars of a group follow one another
- * @param {{x: number, y: number, name: string}[]} [options.dots]
- * @param {string} [options.unit] unit of x
- * @param {string} [options.suffix] unit of the values
- * @param {number} [options.digits] decimals of the values
- * @param {number} [options.high] top of the y axis; default: the largest value
- * @param {boolean} [options.zoom] begin the y axis near the smallest value instead of at 0
- * @param {number} [options.wide] end of the x axis
- * @param {number[]} [options.places] ticks of the x axis, which begins at the first
- * @param {boolean} [options.doubling] logarithmic x axis
- * @param {boolean} [options.whole] draw steps instead of slopes
- * @param {boolean} [options.percentage]
- * @param {number} [options.level] value of a reference line, such as "no gain"
- * @param {string} [options.baseline] name of the reference line
- * @param {number} [options.series] colour of the bars
- */
+/** Draws a chart into a box, or redraws it. The box has a fixed height, unless the chart has groups.
+ * @param {HTMLElement} box @param {Chart} options */
 function plot(box, options) {
   if (!charts.has(box)) widths.observe(box);
   charts.set(box, { options, width: 0 });
@@ -99,15 +74,9 @@ function chartNames({ lines = [], groups = [] }) {
 }
 
 function legend(named, filled) {
-  const list = make("p", "sd-chart-legend");
-  for (const { name, series, dashed } of named) {
-    const sample = svg("svg", { width: filled ? 12 : 26, height: 10, "aria-hidden": "true" });
-    sample.append(filled ? svg("rect", { width: 11, height: 10, rx: 2, "data-series": series }) : svg("path", { d: "M1,5 H25", ...seriesAttributes(series, dashed) }));
-    const item = make("span");
-    item.append(sample, make("span", "sd-chart-name", name));
-    list.append(item);
-  }
-  return list;
+  const sample = ({ series, dashed }) => (filled ? svg("rect", { width: 11, height: 10, rx: 2, "data-series": series }) : svg("path", { d: "M1,5 H25", ...seriesAttributes(series, dashed) }));
+  const box = { width: filled ? 12 : 26, height: 10, "aria-hidden": "true" };
+  return make("p", "sd-chart-legend", ...named.map((one) => make("span", "", svg("svg", box, sample(one)), make("span", "sd-chart-name", one.name))));
 }
 
 function barChart(picture, { width, height }, { bars, series = 1 }) {
@@ -267,12 +236,8 @@ function showValues(box, picture, spots, options) {
   });
 }
 
-/**
- * Draws lines with a y axis from 0, in the colours after that of plain decoding.
- * @param {HTMLElement} box
- * @param {{name?: string, points: number[][]}[]} lines
- * @param {{unit: string, label: string, high?: number, whole?: boolean, percentage?: boolean}} options
- */
+/** Draws lines in the colours after that of plain decoding.
+ * @param {HTMLElement} box @param {Omit<Curve, "series">[]} lines @param {Chart} options */
 function lineChart(box, lines, options) {
   plot(box, { ...options, lines: lines.map((line, i) => ({ ...line, name: lines.length > 1 ? line.name : "", series: 1 + (i % (DASHES.length - 1)) })) });
 }

@@ -5,36 +5,61 @@ const GLYPHS = { "\n": "⏎", "\r": "␍", "\t": "⇥" };
 
 /** @returns {any} an element of the view */
 const $ = (selector) => element.querySelector(selector);
-const make = (tag, cls = "", text = "") => {
-  const node = document.createElement(tag);
-  if (cls) node.className = cls;
-  if (text) node.textContent = text;
+const filled = (node, children) => {
+  node.append(...children.filter(Boolean));
   return node;
 };
-const svg = (tag, attributes, text = "") => {
+/** Returns an HTML element with texts and nodes in it; empty ones are left out. */
+const make = (tag, cls = "", ...children) => filled(Object.assign(document.createElement(tag), cls && { className: cls }), children);
+const svg = (tag, attributes, ...children) => {
   const node = document.createElementNS(SVG, tag);
   for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
-  node.textContent = text;
+  return filled(node, children);
+};
+const withData = (node, data) => {
+  Object.assign(node.dataset, data);
+  return node;
+};
+// Sets times in ms, which animations of the style sheet use.
+const withTimes = (node, times) => {
+  for (const [name, ms] of Object.entries(times)) node.style.setProperty(`--${name}`, `${ms}ms`);
+  return node;
+};
+const clickable = (cls, words, pressed) => {
+  const node = Object.assign(make("button", cls, words), { type: "button" });
+  node.addEventListener("click", pressed);
   return node;
 };
 // Returns a table. The first cell of a row is its heading. Cells are texts or <td> elements.
 const tableOf = (names, rows) => {
   const heading = (text, scope) => Object.assign(make("th", "", text), { scope });
-  const table = make("table");
-  if (names.length) table.createTHead().insertRow().append(...names.map((name) => heading(name, "col")));
-  const body = table.createTBody();
-  for (const [first, ...cells] of rows) {
-    body.insertRow().append(heading(first, "row"), ...cells.map((cell) => (typeof cell === "string" ? make("td", "", cell) : cell)));
-  }
-  return table;
+  const cell = (content) => (typeof content === "string" ? make("td", "", content) : content);
+  const head = names.length && make("thead", "", make("tr", "", ...names.map((name) => heading(name, "col"))));
+  return make("table", "", head, make("tbody", "", ...rows.map(([first, ...cells]) => make("tr", "", heading(first, "row"), ...cells.map(cell)))));
 };
 // Returns a bar of several parts as an image. parts: name and length of each, and its length in words.
 const splitTrack = (parts, longest) => {
-  const track = make("div", "sd-track");
-  for (const [name, length] of parts) track.appendChild(make("div", `sd-part sd-${name}`)).style.width = `${(100 * length) / longest}%`;
-  track.setAttribute("role", "img");
-  track.setAttribute("aria-label", parts.map(([name, , words]) => `${name} ${words}`).join(", "));
+  const words = parts.map(([name, , length]) => `${name} ${length}`);
+  const track = Object.assign(make("div", "sd-track"), { role: "img", ariaLabel: words.join(", ") });
+  parts.forEach(([name, length], i) => (track.appendChild(Object.assign(make("div", `sd-part sd-${name}`), { title: words[i] })).style.width = `${(100 * length) / longest}%`));
   return track;
+};
+/** Sets the status. `more` is read by screen readers only. */
+const setStatus = (text, more = "") => {
+  const status = $(".sd-status");
+  if (status.textContent !== text + more) status.replaceChildren(text, more && make("span", "sd-visually-hidden", more));
+};
+const tab = (id) => /** @type {HTMLElement | null} */ (document.querySelector(`[role=tab][data-tab-id="${CSS.escape(id)}"]`));
+// Opens the Race tab and sends setup.js an event.
+const toRace = (event, detail) => {
+  tab("race").click();
+  document.dispatchEvent(new CustomEvent(`specdemo:${event}`, { detail }));
+};
+// Draws the value of a component, JSON, now and whenever it changes.
+const drawValue = (show) => {
+  const read = () => props.value && show(JSON.parse(props.value));
+  watch("value", read);
+  read();
 };
 // Shows an error as a sentence; hides the last one without a text.
 const showAlert = (text) => {

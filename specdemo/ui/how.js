@@ -10,18 +10,15 @@ const times = (x) => `${x.toFixed(2)}×`;
 
 /** A labelled range. */
 function slider(box, { label, low, high, step, value, format = (x) => String(x) }, changed) {
-  const row = make("label", "sd-slider");
-  const [input, output] = [make("input"), make("output")];
-  Object.assign(input, { type: "range", min: low, max: high, step, value });
-  row.append(make("span", "", label), output, input);
+  const input = Object.assign(make("input", "sd-scrub"), { type: "range", min: low, max: high, step, value });
+  const output = make("output");
   const showValue = () => {
     output.textContent = input.ariaValueText = format(Number(input.value));
     input.style.setProperty("--at", `${(100 * (input.value - low)) / (high - low)}%`);
   };
-  input.className = "sd-scrub";
   input.addEventListener("input", () => (showValue(), changed(Number(input.value))));
   showValue();
-  box.append(row);
+  box.append(make("label", "sd-slider", make("span", "", label), output, input));
   return (to) => {
     input.value = to;
     showValue();
@@ -47,11 +44,7 @@ function stepsFigure() {
     if (rejected >= 0 && line.kinds.at(-1) === "corrected") nodes.splice(-1, 0, token(visible(line.drafted[rejected] ?? ""), "rejected"));
     return nodes;
   });
-  const token = (text, kind, fresh) => {
-    const node = make(kind === "rejected" ? "del" : "span", fresh ? "sd-fresh" : "", text);
-    node.dataset.sample = kind;
-    return node;
-  };
+  const token = (text, kind, fresh) => withData(make(kind === "rejected" ? "del" : "span", fresh ? "sd-fresh" : "", text), { sample: kind });
   function show(caption = "") {
     pages.forEach((page, lane) => {
       const prompt = make("span", "sd-prompt", start.prompt.split(" ").slice(-9).join(" "));
@@ -112,12 +105,9 @@ function ruleFigure() {
   let counts = names.map(() => ({ accepted: 0, corrected: 0 }));
   const bars = box.querySelector(".sd-bars");
   const views = names.map((name, i) => {
-    const column = make("div", "sd-column");
     const pair = Object.keys(distributions).map((which) => {
-      const bar = make("div", `sd-drag sd-drag-${which}`);
-      bar.tabIndex = 0;
-      Object.assign(bar, { role: "slider", ariaLabel: `${labels[which]} of “${name}”`, ariaValueMin: "1", ariaValueMax: "97", ariaOrientation: "vertical" });
-      bar.append(make("i"), make("b"));
+      const words = { role: "slider", ariaLabel: `${labels[which]} of “${name}”`, ariaValueMin: "1", ariaValueMax: "97", ariaOrientation: "vertical" };
+      const bar = Object.assign(make("div", `sd-drag sd-drag-${which}`, make("i"), make("b")), { tabIndex: 0, ...words });
       const set = (value) => {
         distributions[which] = withValue(distributions[which], i, value);
         clear();
@@ -139,8 +129,7 @@ function ruleFigure() {
       bar.addEventListener("pointermove", (event) => bar.hasPointerCapture(event.pointerId) && follow(event));
       return bar;
     });
-    column.append(...pair, make("code", "", name));
-    bars.append(column);
+    bars.append(make("div", "sd-column", ...pair, make("code", "", name)));
     return pair;
   });
   const acceptance = () => sum(distributions.p.map((p, i) => Math.min(p, distributions.q[i])));
@@ -180,15 +169,10 @@ function ruleFigure() {
     const out = box.querySelector(".sd-sampled");
     out.ariaLabel = names.map((name, i) => `${name}: sampled ${percent(shares[i])}, p is ${percent(distributions.p[i])}`).join("; ");
     out.replaceChildren(...names.map((name, i) => {
-      const column = make("div", "sd-column");
-      const bar = make("div", "sd-stacked-bar");
-      const [corrected, accepted, expected] = ["sampled-corrected", "sampled-accepted", "expected"].map((cls) => make("i", `sd-${cls}`));
-      accepted.style.height = `${total ? (100 * counts[i].accepted) / total / scale : 0}%`;
-      corrected.style.height = `${total ? (100 * counts[i].corrected) / total / scale : 0}%`;
-      expected.style.height = `${(100 * distributions.p[i]) / scale}%`;
-      bar.append(expected, corrected, accepted);
-      column.append(bar, make("code", "", name));
-      return column;
+      const part = (cls, share) => Object.assign(make("i", `sd-${cls}`), { style: `height: ${(100 * share) / scale}%` });
+      const [corrected, accepted] = ["corrected", "accepted"].map((which) => part(`sampled-${which}`, counts[i][which] / (total || 1)));
+      const bar = make("div", "sd-stacked-bar", part("expected", distributions.p[i]), corrected, accepted);
+      return make("div", "sd-column", bar, make("code", "", name));
     }));
   }
   onAction(box, "one", () => sample(1));
@@ -242,49 +226,8 @@ function speedFigure() {
 
 // ---- 4: families of drafters
 
-const FAMILIES = [
-  { name: "Draft model", shape: "chain", preset: "embedded-draft", reads: "the text", drafts: "a chain, token by token, with a small language model" },
-  { name: "Heads", shape: "heads", preset: "embedded-medusa", reads: "the target's last hidden state", drafts: "one token per position, all at once (Medusa, MLP speculator)" },
-  { name: "Tree", shape: "tree", preset: "embedded-eagle-3", reads: "hidden states and its own draft tokens", drafts: "a tree of alternative continuations (EAGLE; the shipped preset drafts one chain)" },
-  { name: "Block", shape: "block", preset: "embedded-dflash", reads: "hidden states", drafts: "a block of tokens in one pass (DFlash)" },
-  { name: "Lookup", shape: "lookup", preset: "embedded-ngram", reads: "the text so far", drafts: "the continuation of an earlier match; needs no weights" },
-];
-
-const SHAPES = {
-  chain: { dots: [[20, 40], [55, 40], [90, 40], [125, 40]], ties: [[0, 1], [1, 2], [2, 3]] },
-  heads: { dots: [[20, 40], [80, 12], [80, 31], [80, 50], [80, 69]], ties: [[0, 1], [0, 2], [0, 3], [0, 4]] },
-  tree: { dots: [[20, 40], [60, 22], [60, 58], [100, 12], [100, 34], [100, 58], [135, 12]], ties: [[0, 1], [0, 2], [1, 3], [1, 4], [2, 5], [3, 6]] },
-  block: { dots: [[20, 40], [70, 40], [93, 40], [116, 40], [139, 40]], ties: [[0, 1]], frame: [57, 24, 95, 32] },
-  lookup: { dots: [[20, 22], [43, 22], [66, 22], [89, 22], [43, 60], [66, 60], [89, 60]], ties: [[1, 4], [2, 5], [3, 6]] },
-};
-
-function shape({ dots, ties, frame }) {
-  const picture = svg("svg", { viewBox: "0 0 160 80", "aria-hidden": "true" });
-  for (const [a, b] of ties) picture.append(svg("path", { d: `M${dots[a]} L${dots[b]}` }));
-  if (frame) picture.append(svg("rect", { x: frame[0], y: frame[1], width: frame[2], height: frame[3], rx: 8 }));
-  dots.forEach(([x, y], i) => picture.append(svg("circle", { cx: x, cy: y, r: 7, class: i ? "sd-draft-node" : "sd-root" })));
-  return picture;
-}
-
 function familiesFigure() {
-  const box = figureOf("families").querySelector(".sd-families");
-  for (const family of FAMILIES) {
-    const card = make("article", "sd-family");
-    const description = make("p");
-    description.append(make("b", "", "Reads "), family.reads, make("br"), make("b", "", "Drafts "), family.drafts);
-    const race = make("button", "", "Race it");
-    race.type = "button";
-    race.ariaLabel = `Race it: ${family.name}`;
-    race.addEventListener("click", () => raceIt(family.preset));
-    card.append(shape(SHAPES[family.shape]), make("h3", "", family.name), description, race);
-    box.append(card);
-  }
-}
-
-// Opens the Race tab and runs the preset there (setup.js).
-function raceIt(preset) {
-  /** @type {HTMLElement} */ (document.querySelector('[role="tab"][data-tab-id="race"]')).click();
-  document.dispatchEvent(new CustomEvent("specdemo:race", { detail: preset }));
+  for (const race of figureOf("families").querySelectorAll("[data-preset]")) race.addEventListener("click", () => toRace("race", race.dataset.preset));
 }
 
 // ---- 5: batch size

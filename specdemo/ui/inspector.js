@@ -125,9 +125,7 @@ function coresTaken({ notes }) {
   return isNumber(notes?.waited_ms) ? `Other programs took the cores, and the step waited ${milliseconds(notes.waited_ms)} ms for them.` : "";
 }
 
-function prefill({ notes }) {
-  return notes.kept ? `prefill, ${notes.kept} prompt tokens reused from the KV cache` : "prefill";
-}
+const prefill = ({ notes }) => (notes.kept ? `prefill, ${notes.kept} prompt tokens reused from the KV cache` : "prefill");
 
 // Returns the position of the selected token among the output tokens of its step; -1 if none is selected.
 function selectedPosition(lane) {
@@ -139,72 +137,50 @@ const COLUMNS = [["#", ""], ["token", ""], ["draft q", "probability by the draft
 
 // Returns the draft tokens of a chain and the target's token as a table. selected: position of an output token to mark.
 function stepTable(line, selected = -1) {
-  const table = make("table");
-  const head = table.createTHead().insertRow();
   const top = line.top ?? []; // for each slot of the path; traces of earlier versions have none
-  for (const [name, title] of top.length ? COLUMNS : COLUMNS.slice(0, -1)) {
-    const cell = make("th", "", name);
-    cell.scope = "col";
-    cell.title = title;
-    head.append(cell);
-  }
-  const body = table.createTBody();
-  line.fates.forEach((outcome, i) => {
-    if (!outcome) return;
+  const rows = line.fates.flatMap((outcome, i) => {
+    if (!outcome) return [];
     const p = outcome === "not reached" ? null : line.target_probs[i]; // after a rejection the target's p belongs to another text
     const shown = displayedOutcome(line, i);
-    const row = tokenRow(body, i + 1, line.drafted[i], line.draft_probs[i], p, shown.replace(" ", "-"), OUTCOME_LABELS[shown]);
-    if (top.length) row.insertCell().append(...(top[i] ? [topTokens(top[i])] : []));
-    if (outcome === "accepted" && i === selected) row.ariaCurrent = "true";
+    const cells = tokenCells(i + 1, line.drafted[i], line.draft_probs[i], p, OUTCOME_LABELS[shown], top[i]);
+    return [{ cells, outcome: shown, current: outcome === "accepted" && i === selected }];
   });
-  const targetKind = line.kinds.at(-1);
-  if (!targetKind || targetKind === "accepted" || targetKind === "forced") return table;
-  const output = top.at(-1)?.find(([, , isOutput]) => isOutput);
-  const row = tokenRow(body, "→", line.text.at(-1), null, output?.[1] ?? null, targetKind, TARGET_TOKEN_LABELS[targetKind]);
-  if (top.length) row.insertCell().append(...(line.fates[top.length - 1] ? [] : [topTokens(top.at(-1))])); // else listed at the rejected token
-  if (line.kinds.length - 1 === selected) row.ariaCurrent = "true";
+  const [targetKind, last] = [line.kinds.at(-1), line.kinds.length - 1];
+  if (targetKind && targetKind !== "accepted" && targetKind !== "forced") {
+    const p = top.at(-1)?.find(([, , isOutput]) => isOutput)?.[1];
+    const entries = line.fates[top.length - 1] ? null : top.at(-1); // else listed at the rejected token
+    const cells = tokenCells("→", line.text.at(-1), null, p, TARGET_TOKEN_LABELS[targetKind], entries);
+    rows.push({ cells, outcome: targetKind, current: last === selected });
+  }
+  const columns = COLUMNS.slice(0, top.length ? undefined : -1);
+  const table = tableOf(columns.map(([name]) => name), rows.map(({ cells }) => cells.slice(0, columns.length)));
+  columns.forEach(([, title], i) => (table.tHead.rows[0].cells[i].title = title));
+  rows.forEach(({ outcome, current }, i) => {
+    const row = withData(table.tBodies[0].rows[i], { outcome: outcome.replace(" ", "-") });
+    if (current) row.ariaCurrent = "true";
+  });
   return table;
 }
 
 // Returns the target's most likely tokens with p, the output token in bold.
 function topTokens(entries) {
-  const list = make("span", "sd-top-tokens");
-  for (const [text, p, isOutput] of entries) {
-    const entry = make(isOutput ? "b" : "span");
-    entry.append(make("code", "", visible(text)), ` ${fixed(p, 2)}`);
-    list.append(entry);
-  }
-  return list;
+  const entry = ([text, p, isOutput]) => make(isOutput ? "b" : "span", "", make("code", "", visible(text)), ` ${fixed(p, 2)}`);
+  return make("span", "sd-top-tokens", ...entries.map(entry));
 }
 
-function tokenRow(body, name, text, q, p, kind, label) {
-  const row = body.insertRow();
-  row.dataset.outcome = kind;
-  row.append(make("td", "", String(name)));
-  const token = make("td");
-  token.append(make("code", "", visible(text ?? "")));
-  row.append(token, probability(q), probability(p), make("td", "sd-outcome", label));
-  return row;
+function tokenCells(name, text, q, p, label, entries) {
+  const token = make("td", "", make("code", "", visible(text ?? "")));
+  return [String(name), token, probability(q), probability(p), make("td", "sd-outcome", label), make("td", "", entries && topTokens(entries))];
 }
 
 function probability(value) {
-  const cell = make("td", "sd-prob");
-  if (!isNumber(value)) {
-    cell.textContent = "–";
-    return cell;
-  }
-  const meter = make("span", "sd-meter");
+  if (!isNumber(value)) return make("td", "sd-prob", "–");
   const fill = make("span");
   fill.style.width = `${100 * Math.min(1, Math.max(0, value))}%`;
-  meter.append(fill);
-  cell.append(meter, value.toFixed(2));
-  return cell;
+  return make("td", "sd-prob", make("span", "sd-meter", fill), value.toFixed(2));
 }
 
-/** Selects another step of the same lane. */
-function selectNeighbour(by) {
-  if (run.selected) selectStep(run.lanes[run.selected.lane], run.selected.step + by);
-}
+const selectNeighbour = (by) => run.selected && selectStep(run.lanes[run.selected.lane], run.selected.step + by);
 
 function onKey(event) {
   const box = event.target.closest?.("[data-lane].sd-text");

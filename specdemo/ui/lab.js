@@ -33,8 +33,7 @@ function tick(line) {
 
 function done(line) {
   training.head = line;
-  if (training.recorded) return ended("Training of the shipped head. Press Train to train your own.");
-  ended(`Done. Saved to ${line.folder}.`);
+  ended(training.recorded ? "Training of the shipped head. Press Train to train your own." : `Done. Saved to ${line.folder}.`);
 }
 
 function stopped() {
@@ -49,10 +48,6 @@ function failed(line) {
 function ended(status) {
   $(".sd-loading").hidden = true;
   setStatus(status);
-}
-
-function setStatus(text) {
-  $(".sd-status").textContent = text;
 }
 
 function facts() {

@@ -3,12 +3,9 @@
 // A prompt that is code keeps its lines and indentation.
 const CODE = /^\s*(async def|def|class|import|from \S+ import|function|#include)\b.*[\w:{(]/m;
 
-function laneNumber(lane) {
-  const node = make("span", "sd-lane-number", lane.index ? String(lane.index) : "0");
-  node.dataset.series = lane.index;
-  node.setAttribute("role", "img");
-  node.setAttribute("aria-label", lane.index ? `lane ${lane.index}` : "baseline");
-  return node;
+function laneNumber({ index }) {
+  const words = { role: "img", ariaLabel: index ? `lane ${index}` : "baseline" };
+  return withData(Object.assign(make("span", "sd-lane-number", String(index)), words), { series: index });
 }
 
 const lossy = (lane) => (lane.exact === false ? [make("em", "sd-lossy", "lossy")] : []);
@@ -19,42 +16,21 @@ const remoteLabel = ({ server, model }, known = false) => `remote: ${model ? `${
 // Returns whether the server reported which tokens were drafted.
 const stepsKnown = (lane) => lane.steps.every((line) => line.path.length);
 
-function remote(lane) {
-  if (!lane.remote) return [];
-  const node = make("em", "sd-remote", remoteLabel(lane.remote));
-  node.title = lane.remote.endpoint;
-  return [node];
-}
+const remote = (lane) => (lane.remote ? [Object.assign(make("em", "sd-remote", remoteLabel(lane.remote)), { title: lane.remote.endpoint })] : []);
 
 function laneCard(lane) {
-  const card = make("article", "sd-lane");
-  card.dataset.series = lane.index;
-  const header = make("header");
-  const title = make("h3", "", lane.name);
   const state = make("span", "sd-pill", "idle");
-  const speed = make("span", "sd-speed");
-  const number = make("b", "", "–");
-  number.dataset.metric = "tokens_per_s";
-  number.dataset.ofLane = lane.index;
-  const unit = make("span", "", "tok/s");
-  speed.append(number, " ", unit);
-  const now = make("span", "sd-state");
-  now.append(state, speed);
-  header.append(laneNumber(lane), title, make("span", "sd-lane-options", laneOptions(lane)), now);
-  title.append(...lossy(lane), ...remote(lane));
-  const text = make("div", "sd-text");
-  text.dataset.lane = lane.index;
-  text.dir = "auto";
-  text.tabIndex = 0;
-  text.setAttribute("role", "log");
-  text.setAttribute("aria-live", "off");
-  text.setAttribute("aria-label", `${lane.name}: output; use the arrow keys to move between tokens`);
-  text.classList.toggle("sd-code", CODE.test(run.start.prompt));
-  const note = make("p", "sd-note");
-  note.hidden = true;
+  const [number, unit] = [withData(make("b", "", "–"), { metric: "tokens_per_s", ofLane: lane.index }), make("span", "", "tok/s")];
+  const header = make(
+    "header", "", laneNumber(lane), make("h3", "", lane.name, ...lossy(lane), ...remote(lane)), make("span", "sd-lane-options", laneOptions(lane)),
+    make("span", "sd-state", state, make("span", "sd-speed", number, " ", unit))
+  );
+  const text = withData(make("div", CODE.test(run.start.prompt) ? "sd-text sd-code" : "sd-text"), { lane: lane.index });
+  Object.assign(text, { dir: "auto", tabIndex: 0, role: "log", ariaLive: "off", ariaLabel: `${lane.name}: output; use the arrow keys to move between tokens` });
+  const note = Object.assign(make("p", "sd-note"), { hidden: true });
   const rejectedNote = make("p", "sd-visually-hidden"); // screen readers skip rejected tokens
   text.setAttribute("aria-describedby", (rejectedNote.id = `sd-rejected-${lane.index}`));
-  card.append(header, note, text, rejectedNote, laneDetails(lane));
+  const card = withData(make("article", "sd-lane", header, note, text, rejectedNote, laneDetails(lane)), { series: lane.index });
   $(".sd-lanes").append(card);
   const view = { card, state, number, unit, text, note, rejectedNote, scrolledUp: false, hasNewText: false };
   const updateScrolledUp = () => (view.scrolledUp = text.scrollHeight - text.scrollTop - text.clientHeight >= 30);
@@ -67,12 +43,7 @@ function laneCard(lane) {
 function promptNodes(lane) {
   const messages = lane.messages || [];
   if (!messages.length) return [span(run.start.prompt, "prompt", -1)];
-  const turns = messages.map(({ role, content }) => {
-    const turn = make("div", "sd-turn");
-    turn.dataset.role = role;
-    turn.append(make("b", "sd-role", role), span(content, "prompt", -1));
-    return turn;
-  });
+  const turns = messages.map(({ role, content }) => withData(make("div", "sd-turn", make("b", "sd-role", role), span(content, "prompt", -1)), { role }));
   const last = turns.pop();
   if (!turns.length) return [last];
   const history = fold(turns);
@@ -89,17 +60,13 @@ function laneDetails(lane) {
   return details.box;
 }
 
-function factList(facts) {
-  const list = make("dl", "sd-passes");
-  list.append(...facts.flatMap(([name, text]) => [make("dt", "", name), make("dd", "", text)]));
-  return list;
-}
+const factList = (facts) => make("dl", "sd-passes", ...facts.flatMap(([name, text]) => [make("dt", "", name), make("dd", "", text)]));
 
 // Moves nodes into a closed <details> element in place of the first of them.
 function fold(nodes) {
-  const [box, head, body] = [make("details", "sd-fold"), make("summary"), make("div", "sd-folded")];
+  const [head, body] = [make("summary"), make("div", "sd-folded")];
+  const box = make("details", "sd-fold", head, body);
   if (nodes[0].parentNode) nodes[0].before(box);
-  box.append(head, body);
   body.append(...nodes);
   return { box, head, body };
 }
@@ -143,6 +110,9 @@ function laneOptions(lane) {
   return set.map(([name, value]) => `${name} = ${value}`).join(" · ");
 }
 
+const drafters = (lanes) => lanes.slice(1).map((lane) => [lane.name, laneOptions(lane)].filter(Boolean).join(", ")).join("; ");
+const machine = ({ device, threads, dtype, clock }) => [device, threads && `${threads} thread${threads > 1 ? "s" : ""}`, dtype, clock].filter(Boolean);
+
 function laneNote(lane, text) {
   lane.view.note.hidden = false;
   lane.view.note.textContent = sentence(text);
@@ -154,10 +124,8 @@ function pill(lane, text, tone = "") {
 }
 
 function span(text, kind, step) {
-  const node = make(kind === "rejected" ? "del" : "span");
+  const node = withData(make(kind === "rejected" ? "del" : "span"), step >= 0 ? { kind, step } : { kind });
   if (kind === "rejected") node.ariaHidden = "true";
-  node.dataset.kind = kind;
-  if (step >= 0) node.dataset.step = step;
   node.textContent = text;
   return node;
 }
@@ -218,10 +186,8 @@ function drawDone(lane, line) {
   }
   if (line.note) laneNote(lane, line.note);
   const seconds = `${((lane.soFar.clock_ms ?? 0) / 1000).toFixed(2)} s`;
-  const endings = { stop: [`done in ${seconds}`, "good"], length: [`done in ${seconds}`, "good"] };
-  endings.cancelled = [`stopped at ${seconds}`, "fair"];
-  endings.error = ["failed", "bad"];
-  pill(lane, ...(endings[line.finish] || ["", ""]));
+  const done = [`done in ${seconds}`, "good"];
+  pill(lane, ...({ stop: done, length: done, cancelled: [`stopped at ${seconds}`, "fair"], error: ["failed", "bad"] }[line.finish] ?? [""]));
   const { drafted, accepted } = numbers(lane);
   if (drafted) lane.view.rejectedNote.textContent = `${drafted - accepted} of ${drafted} draft tokens were rejected or not reached.`;
 }

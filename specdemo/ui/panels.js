@@ -48,24 +48,15 @@ function drawHistogram() {
   plot($(".sd-accepted-chart"), { bars: n.accept_histogram, label, series: lane.index });
 }
 
-function paragraphs(box, texts) {
-  box.replaceChildren(...texts.map((text) => make("p", "sd-small", text)));
-}
+const paragraphs = (box, texts) => box.replaceChildren(...texts.map((text) => make("p", "sd-small", text)));
 
 function drawLaneTabs() {
-  const several = run.lanes.length > 2;
-  $(".sd-tabs").hidden = !several;
-  $(".sd-tabs").replaceChildren(
-    ...run.lanes.slice(1).map((lane) => {
-      const button = make("button", "sd-tab");
-      button.type = "button";
-      button.setAttribute("aria-pressed", lane.index === run.focus);
-      button.append(laneNumber(lane));
-      button.title = lane.name;
-      button.addEventListener("click", () => focusLane(lane.index));
-      return button;
-    })
-  );
+  const tabs = run.lanes.slice(1).map((lane) => {
+    const title = { title: lane.name, ariaPressed: String(lane.index === run.focus) };
+    return Object.assign(clickable("sd-tab", laneNumber(lane), () => focusLane(lane.index)), title);
+  });
+  $(".sd-tabs").hidden = tabs.length < 2;
+  $(".sd-tabs").replaceChildren(...tabs);
 }
 
 function focusLane(index) {
@@ -77,21 +68,17 @@ function focusLane(index) {
 function drawTimes() {
   const split = run.lanes.map((lane) => numbers(lane)).map((n) => [n.ms_draft, n.ms_verify, n.ms_other]);
   const longest = Math.max(...split.map((parts) => sum(parts)), 1e-9);
-  $(".sd-times").replaceChildren(
-    ...run.lanes.map((lane, i) => {
-      const row = make("div", "sd-split");
-      const parts = ["draft", "verify", "other"].map((name, j) => [name, split[i][j], `${milliseconds(split[i][j])} ms`]);
-      const track = splitTrack(parts, longest);
-      parts.forEach(([name, , words], j) => (track.children[j].title = `${name} ${words}`));
-      const training = lane.soFar.ms_train ? ` including ${milliseconds(lane.soFar.ms_train)} ms of training` : "";
-      const share = sum(split[i]) ? `${percent(split[i][0] / sum(split[i]))} draft${training}` : "";
-      row.append(laneNumber(lane), track, make("span", "sd-ms", lane.remote ? "unknown" : sum(split[i]) ? `${(sum(split[i]) / 1000).toFixed(2)} s` : "–"));
-      const waitedShare = numbers(lane).waited_share;
-      const details = [lane.index && !lane.remote && share, isNumber(waitedShare) && `CPU contention ${percent(waitedShare)}`];
-      row.append(make("small", "", details.filter(Boolean).join(", ")));
-      return row;
-    })
-  );
+  const row = (lane, i) => {
+    const total = sum(split[i]);
+    const parts = ["draft", "verify", "other"].map((name, j) => [name, split[i][j], `${milliseconds(split[i][j])} ms`]);
+    const training = lane.soFar.ms_train ? ` including ${milliseconds(lane.soFar.ms_train)} ms of training` : "";
+    const share = lane.index && !lane.remote && total ? `${percent(split[i][0] / total)} draft${training}` : "";
+    const waitedShare = numbers(lane).waited_share;
+    const details = [share, isNumber(waitedShare) && `CPU contention ${percent(waitedShare)}`].filter(Boolean).join(", ");
+    const time = make("span", "sd-ms", lane.remote ? "unknown" : total ? `${(total / 1000).toFixed(2)} s` : "–");
+    return make("div", "sd-split", laneNumber(lane), splitTrack(parts, longest), time, make("small", "", details));
+  };
+  $(".sd-times").replaceChildren(...run.lanes.map(row));
 }
 
 // ---- statistics that drafters add to their steps (`notes`)
@@ -119,11 +106,8 @@ function drawNoteChart(lane, name, points) {
 }
 
 function noteFigure(lane, title, id) {
-  const [box, caption] = [make("figure"), make("figcaption")];
-  box.dataset.note = id;
-  caption.append(laneNumber(lane), make("b", "", title), make("small", "sd-small"));
-  box.append(caption, make("div"));
-  return box;
+  const caption = make("figcaption", "", laneNumber(lane), make("b", "", title), make("small", "sd-small"));
+  return withData(make("figure", "", caption, make("div")), { note: id });
 }
 
 function noteDetails(lane, name) {

@@ -29,27 +29,15 @@ function phases({ draft = 0, verify = 1 }, ms) {
 function pendingTokens(line, ms) {
   const nodes = displayedDrafts(line);
   const { sweep, outcome: outcomeAt, target } = phases(line.ms, ms);
-  const box = make("samp", "sd-pending");
-  box.ariaHidden = "true";
-  box.style.setProperty("--pass", `${(outcomeAt - sweep) / 2}ms`);
-  box.style.setProperty("--change", `${Math.min(160, ms / 8)}ms`);
-  box.style.setProperty("--outcome", `${outcomeAt}ms`);
-  box.style.setProperty("--target", `${target}ms`);
-  nodes.forEach(({ text, outcome }, i) => {
-    const node = make("samp", "sd-pending-token", text.replace(/\n/g, "⏎"));
-    node.dataset.outcome = outcome.replace(" ", "-");
+  const drafts = nodes.map(({ text, outcome }, i) => {
+    const node = withData(make("samp", "sd-pending-token", text.replace(/\n/g, "⏎")), { outcome: outcome.replace(" ", "-") });
     const position = nodes.length > 1 ? i / (nodes.length - 1) : 0;
-    node.style.setProperty("--appear", `${(sweep * i) / nodes.length}ms`);
-    node.style.setProperty("--sweep", `${sweep + ((outcomeAt - sweep) / 2) * position}ms`);
-    box.append(node);
+    return withTimes(node, { appear: (sweep * i) / nodes.length, sweep: sweep + ((outcomeAt - sweep) / 2) * position });
   });
   const last = line.kinds.at(-1);
-  if (last === "corrected" || last === "bonus") {
-    const token = make("samp", "sd-pending-target", line.text.at(-1));
-    token.dataset.sample = last;
-    box.append(token);
-  }
-  return box;
+  const token = (last === "corrected" || last === "bonus") && withData(make("samp", "sd-pending-target", line.text.at(-1)), { sample: last });
+  const box = Object.assign(make("samp", "sd-pending", ...drafts, token), { ariaHidden: "true" });
+  return withTimes(box, { pass: (outcomeAt - sweep) / 2, change: Math.min(160, ms / 8), outcome: outcomeAt, target });
 }
 
 /** Returns one sentence about the result of a step. */

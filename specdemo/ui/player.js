@@ -5,50 +5,37 @@ const AUTO_MS = 4000; // duration of the fastest lane at speed "auto"; the slowe
 const TOKEN_MS = 60; // longest time per token at speed "auto"
 const AUTO_START = 1 / 8; // speed "auto" before the speed of any lane is known
 const MIN_SPEED = 1 / 1000;
+/** @type {Partial<Display>} */
+const ON_SCREEN = {
+  reset() {}, begin() {}, scene: () => null, sceneOver() {}, // draw nothing
+  request: (draw) => requestAnimationFrame(draw), cancel: (frame) => cancelAnimationFrame(frame), now: () => performance.now(),
+};
 
 class Player {
-  /**
-   * @param {object} does
-   * @param {() => number | "auto"} does.pace playback speed: 1 is real time, 0.5 is half speed
-   * @param {(lane: Lane, lines: Line[]) => void} does.show draws lines of a lane
-   * @param {(shown: number) => void} does.after called after every update of the clock, with the number of lines shown
-   * @param {(lane: Lane) => void} [does.reset] clears a lane
-   * @param {(lane: Lane, line: Line, ms: number) => void} [does.begin] called when a step begins that takes `ms` milliseconds
-   * @param {() => { at: number, show: () => number } | null} [does.scene] a scene that stops the clock at a device time; show returns its duration, ms
-   * @param {() => void} [does.sceneOver]
-   * @param {(draw: FrameRequestCallback) => number} [does.request]
-   * @param {(frame: number) => void} [does.cancel]
-   * @param {() => number} [does.now] milliseconds
-   */
-  constructor({ pace, show, after, reset = () => {}, begin = () => {}, scene = () => null, sceneOver = () => {}, request = (draw) => requestAnimationFrame(draw), cancel = (frame) => cancelAnimationFrame(frame), now = () => performance.now() }) {
-    this.pace = pace;
-    this.show = show;
-    this.after = after;
-    this.reset = reset;
-    this.begin = begin;
-    this.scene = scene;
-    this.sceneOver = sceneOver;
-    this.request = request;
-    this.cancel = cancel;
-    this.now = now;
-    /** @type {Run} */
-    this.run = null;
-    this.replay = this.paused = this.skipped = false;
-    this.clock = this.last = this.frame = this.held = 0;
+  /** @type {Run} */
+  run = null;
+  replay = false;
+  paused = false;
+  skipped = false;
+  clock = 0;
+  last = 0;
+  frame = 0;
+  held = 0; // ms for which a scene still stops the clock
+
+  /** @param {Display} does */
+  constructor(does) {
+    this.does = /** @type {Required<Display>} */ ({ ...ON_SCREEN, ...does });
   }
 
   /** Loads a run at its start. Replayed lanes start together, even if they ran sequentially.
    * @param {Run} run @param {boolean} replay */
   load(run, replay) {
     this.stop();
-    this.run = run;
-    this.replay = replay;
-    this.paused = this.skipped = false;
-    this.clock = this.last = this.held = 0;
+    Object.assign(this, { run, replay, paused: false, skipped: false, clock: 0, last: 0, held: 0 });
   }
 
   stop() {
-    if (this.frame) this.cancel(this.frame);
+    if (this.frame) this.does.cancel(this.frame);
     this.frame = 0;
   }
 
@@ -73,7 +60,7 @@ class Player {
 
   /** Playback speed: device time per display time. */
   get speed() {
-    const pace = this.pace();
+    const pace = this.does.pace();
     if (pace !== "auto") return pace;
     const durations = this.run.lanes.map((lane) => this.length(lane)).filter(isNumber);
     if (!durations.length) return AUTO_START;
@@ -126,9 +113,9 @@ class Player {
 
   start() {
     this.paused = false;
-    this.last = this.now();
-    if (!this.clock && this.pace() === "auto") this.clock = this.firstToken();
-    this.frame = this.request((now) => this.tick(now));
+    this.last = this.does.now();
+    if (!this.clock && this.does.pace() === "auto") this.clock = this.firstToken();
+    this.frame = this.does.request((now) => this.tick(now));
   }
 
   /** Returns the time of the first token. Playback starts there, because a slowed prefill would be a long wait. */
@@ -148,13 +135,13 @@ class Player {
     const held = Math.min(passed, this.held);
     this.last = now;
     this.held -= held;
-    if (held && !this.held) this.sceneOver();
-    const scene = this.immediate || this.held ? null : this.scene();
+    if (held && !this.held) this.does.sceneOver();
+    const scene = this.immediate || this.held ? null : this.does.scene();
     const later = this.held ? this.clock : this.clock + (passed - held) * this.speed;
     this.clock = Math.max(this.clock, Math.min(later, this.horizon(), this.nextStep(), scene?.at ?? Infinity));
     this.advance(this.immediate ? Infinity : this.clock);
     if (scene && this.clock >= scene.at) this.held = scene.show();
-    this.frame = this.over || this.paused ? 0 : this.request((next) => this.tick(next));
+    this.frame = this.over || this.paused ? 0 : this.does.request((next) => this.tick(next));
   }
 
   /** @param {Lane} lane @param {Line} line */
@@ -172,7 +159,7 @@ class Player {
 
   /** Returns the latest clock of the next frame. A slow speed shows every draft in at least one frame, however long a frame takes. */
   nextStep() {
-    const pace = this.pace();
+    const pace = this.does.pace();
     if (pace === "auto" || pace >= 1) return Infinity;
     const open = this.run.lanes.filter(({ next, lines }) => lines[next + 1]?.fates?.some(Boolean));
     const limits = open.map((lane) => [lane.next, lane.next + 1].map((i) => this.due(lane, lane.lines[i])));
@@ -188,11 +175,11 @@ class Player {
         this.clock = Math.max(this.clock, this.due(lane, lane.lines[lane.next])); // lines shown immediately also move the clock
         lane.next += 1;
       }
-      if (lane.next > first) this.show(lane, lane.lines.slice(first, lane.next));
+      if (lane.next > first) this.does.show(lane, lane.lines.slice(first, lane.next));
       if (this.frame || clock !== Infinity) this.announce(lane);
       shown += lane.next - first;
     }
-    this.after(shown);
+    this.does.after(shown);
   }
 
   /** Reports the step that a lane is in, once.
@@ -201,7 +188,7 @@ class Player {
     const line = lane.lines[lane.next];
     if (this.paused || !lane.next || line?.type !== "step" || lane.announced === line) return;
     lane.announced = line;
-    this.begin(lane, line, (this.due(lane, line) - this.due(lane, lane.lines[lane.next - 1])) / this.speed);
+    this.does.begin(lane, line, (this.due(lane, line) - this.due(lane, lane.lines[lane.next - 1])) / this.speed);
   }
 
   /** Shows the run at a time and pauses.
@@ -212,7 +199,7 @@ class Player {
     if (clock < this.clock || this.run.lanes.some((lane) => lane.next && this.due(lane, lane.lines[lane.next - 1]) > clock)) {
       for (const lane of this.run.lanes) {
         Object.assign(lane, { next: 0, announced: null });
-        this.reset(lane);
+        this.does.reset(lane);
       }
     }
     this.clock = clock;

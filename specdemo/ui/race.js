@@ -39,9 +39,7 @@ function opened(line) {
 const unfinished = unfinishedRun("race");
 /** @type {any} */ (window).specdemoUnfinished = unfinished.id;
 
-function forgetRun() {
-  unfinished.forget(nextRun ? nextRun.run : run.id);
-}
+const forgetRun = () => unfinished.forget(nextRun ? nextRun.run : run.id);
 
 // Scrolls the status and the lanes into view, once per run, if they are not visible.
 function scrollToRun() {
@@ -77,10 +75,7 @@ function started(line) {
   showRun(shouldAutoplay());
 }
 
-function received(line) {
-  const lane = run.lanes[line.lane];
-  if (lane) player.receive(lane, line);
-}
+const received = (line) => run.lanes[line.lane] && player.receive(run.lanes[line.lane], line);
 
 // Clears a lane: its steps follow again, with the outcome of its draft tokens.
 function restarted(line) {
@@ -283,12 +278,12 @@ function showRun(replayed) {
 
 function badge() {
   const node = $(".sd-badge");
-  const { device, date, dtype, threads, commit, clock } = run.start.environment || {};
+  const environment = run.start.environment || {};
+  const { date, commit } = environment;
   node.hidden = false;
   node.classList.toggle("sd-recorded", run.recorded);
-  const where = [device, threads ? `${threads} thread${threads > 1 ? "s" : ""}` : null, dtype, clock];
   const when = [date || "date unknown", commit ? `commit ${String(commit).slice(0, 7)}` : null];
-  const parts = run.recorded ? ["Recorded run", ...where, ...when] : where;
+  const parts = run.recorded ? ["Recorded run", ...machine(environment), ...when] : machine(environment);
   node.textContent = parts.filter(Boolean).map((word) => String(word).slice(0, 60)).join(" · ");
   const slogan = document.querySelector(".sd-slogan");
   if (slogan) slogan.textContent = run.start.same_bits ? "Same output, bit for bit" : "Same output";
@@ -313,10 +308,8 @@ function finish() {
 
 // Draws facts about the model, and a button that opens the tab with the search for its best method.
 function drawCard(facts) {
-  const tab = /** @type {HTMLElement | null} */ (document.querySelector('[role="tab"][data-tab-id="tune"]'));
-  const button = make("button", "sd-find", "Find out in 2 minutes →");
-  button.addEventListener("click", () => tab.click());
-  $(".sd-card").replaceChildren(factList(facts), ...(tab ? [button] : []));
+  const search = tab("tune") ? clickable("sd-find", "Find out in 2 minutes →", () => tab("tune").click()) : "";
+  $(".sd-card").replaceChildren(factList(facts), search);
   $(".sd-card").hidden = !facts.length;
 }
 
@@ -343,15 +336,7 @@ function markOutdated() {
   for (const part of element.querySelectorAll(".sd-stage, .sd-headline")) part.toggleAttribute("data-outdated", outdated);
   $(".sd-badge").hidden = outdated || !run.start.lanes.length;
   $(".sd-outdated-label").hidden = !outdated;
-  const lanes = run.lanes.slice(1).map((lane) => [lane.name, laneOptions(lane)].filter(Boolean).join(", "));
-  $(".sd-outdated-label").textContent = `Result of earlier settings: ${lanes.join("; ")}`;
-}
-
-/** Sets the status. `more` is read by screen readers only: the line of the result above shows it. */
-function setStatus(text, more = "") {
-  const status = $(".sd-status");
-  if (status.textContent === text + more) return;
-  status.replaceChildren(text, ...(more ? [make("span", "sd-visually-hidden", more)] : []));
+  $(".sd-outdated-label").textContent = `Result of earlier settings: ${drafters(run.lanes)}`;
 }
 
 let painting = 0;

@@ -56,11 +56,7 @@ function piecesAt(source, lane, clock, displayMs) {
 
 function palette() {
   const style = getComputedStyle($(".sd-stage"));
-  const known = new Map();
-  const read = (name) => {
-    if (!known.has(name)) known.set(name, style.getPropertyValue(name).trim() || "#888");
-    return known.get(name);
-  };
+  const read = (name) => style.getPropertyValue(name).trim() || "#888";
   const dark = Boolean(element.closest(".dark"));
   const series = [0, 1, 2, 3].map((i) => read(`--sd-${i}`));
   return { read, series, ink: read("--body-text-color"), soft: read("--sd-soft"), paper: read("--body-background-fill"), track: read("--sd-track"), inside: dark ? "#0b1220" : "#fff" };
@@ -74,7 +70,7 @@ const MONO = "ui-monospace, Menlo, Consolas, 'DejaVu Sans Mono', monospace";
 function drawFrame(context, source, clock, displayMs = () => 0) {
   const colours = palette();
   const lanes = source.lanes.map((lane) => laneAt(lane, clock));
-  const states = barStates(lanes, lanes.map((lane) => Math.min(clock, lane.received)), source.start.limit);
+  const states = barStates(lanes, lanes.map((lane) => Math.min(clock, lane.received)), source.start.limit, source.end?.headline);
   context.fillStyle = colours.paper;
   context.fillRect(0, 0, FRAME.width, FRAME.height);
   context.textBaseline = "middle";
@@ -176,10 +172,8 @@ function subject({ start }) {
 
 /** Returns the drafters, the machine and the date of a run. */
 function provenance({ start, lanes }) {
-  const { device, date, dtype, threads, clock } = start.environment ?? {};
-  const drafters = lanes.slice(1).map((lane) => [lane.name, laneOptions(lane)].filter(Boolean).join(", "));
-  const machine = [device, threads && `${threads} thread${threads > 1 ? "s" : ""}`, dtype, clock].filter(Boolean).join(", ");
-  return [drafters.join("; "), machine, String(date || "date unknown").slice(0, 10)].filter(Boolean);
+  const environment = start.environment ?? {};
+  return [drafters(lanes), machine(environment).join(", "), String(environment.date || "date unknown").slice(0, 10)].filter(Boolean);
 }
 
 function drawFooter(context, source, colours) {

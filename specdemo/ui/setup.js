@@ -75,7 +75,6 @@ function race(id) {
   choose((runInstead = id));
 }
 
-const tab = (id) => /** @type {HTMLElement | null} */ (document.querySelector(`[role=tab][data-tab-id="${CSS.escape(id)}"]`));
 // A fragment that names no tab is a section of the reference.
 const tabOf = (hash) => tab(hash.slice(1)) ?? (hash ? tab("reference") : document.querySelector("[role=tab]"));
 

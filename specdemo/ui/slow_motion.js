@@ -32,15 +32,11 @@ function slowScene(line, before) {
   const checked = drafts.filter(({ outcome }) => outcome !== "not reached").length;
   const times = moments(drafts.length, checked);
   const last = line.kinds.at(-1);
-  const [scene, cards] = [make("div", "sd-scene"), make("div", "sd-cards")];
+  const cards = make("div", "sd-cards");
   const word = (text = "") => visible(text.trim() || text);
   const card = (text, outcome, appear, check = appear) => {
-    const node = make("samp", "sd-card-token");
-    node.dataset.outcome = outcome.replace(" ", "-");
-    node.append(make("span", "", word(text)));
-    node.style.setProperty("--appear", `${appear}ms`);
-    node.style.setProperty("--check", `${check}ms`);
-    cards.append(node);
+    const node = withData(make("samp", "sd-card-token", make("span", "", word(text))), { outcome: outcome.replace(" ", "-") });
+    cards.append(withTimes(node, { appear, check }));
     return node;
   };
   drafts.forEach(({ text, outcome }, i) => {
@@ -48,10 +44,8 @@ function slowScene(line, before) {
     if (outcome === "rejected" && last === "corrected") node.append(make("b", "", word(line.text.at(-1))));
   });
   if (last === "bonus") card(line.text.at(-1), "bonus", times.target);
-  for (const name of ["pass", "target"]) scene.style.setProperty(`--${name}`, `${times[name]}ms`);
   cards.append(make("i", "sd-model"));
-  scene.append(make("samp", "sd-scene-text", before), cards);
-  return { scene, times };
+  return { scene: withTimes(make("div", "sd-scene", make("samp", "sd-scene-text", before), cards), { pass: times.pass, target: times.target }), times };
 }
 
 /**
@@ -61,16 +55,10 @@ function slowScene(line, before) {
 function slowMotion(container, line, before, ended) {
   const text = before.replace(/\s+/g, " ");
   const { scene, times } = slowScene(line, text.length > 60 ? text.slice(-60).replace(/^\S*\s/, "… ") : text);
-  const box = make("figure", "sd-slow");
-  box.setAttribute("aria-label", `Slow motion of one step. ${describeStep(line)}`);
-  box.append(scene, make("button", "sd-skip", "Skip"));
+  const box = Object.assign(make("figure", "sd-slow", scene, make("button", "sd-skip", "Skip")), { ariaLabel: `Slow motion of one step. ${describeStep(line)}` });
   if (reducedMotion()) {
     box.classList.add("sd-stills");
-    scene.replaceWith(...times.stills.map((at) => {
-      const still = /** @type {HTMLElement} */ (scene.cloneNode(true));
-      still.style.setProperty("--now", `${at}ms`);
-      return still;
-    }));
+    scene.replaceWith(...times.stills.map((now) => withTimes(scene.cloneNode(true), { now })));
   }
   for (const picture of box.querySelectorAll(".sd-scene")) picture.ariaHidden = "true";
   const listening = new AbortController();

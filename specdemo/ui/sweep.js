@@ -40,18 +40,19 @@ function loading(line) {
 }
 
 function stopped() {
-  unfinished.forget(run);
-  setBusy(false);
-  if (!hasResult) hideResult();
-  setStatus(hasResult ? "Stopped. The table holds the finished repeats." : "Stopped before the first repeat was finished.");
+  ended(hasResult ? "Stopped. The table holds the finished repeats." : "Stopped before the first repeat was finished.");
 }
 
 function failed(line) {
-  unfinished.forget(run);
   showAlert(line.text);
+  ended("Run not started.");
+}
+
+function ended(status) {
+  unfinished.forget(run);
   setBusy(false);
   if (!hasResult) hideResult();
-  setStatus("Run not started.");
+  setStatus(status);
 }
 
 function shown(line) {
@@ -87,23 +88,12 @@ function showHeat({ rows }) {
 }
 
 function heat(row) {
-  const cell = make("td", "", row ? "" : "–");
-  if (!row) return cell;
+  if (!row) return make("td", "", "–");
   const speed = row["speed-up"].value;
-  const button = make("button", "", `${fixed(speed, 2)}×${row.k ? ` at k = ${row.k}` : ""}`);
-  button.type = "button";
+  const button = withData(clickable("", `${fixed(speed, 2)}×${row.k ? ` at k = ${row.k}` : ""}`, () => toRace("open", row.race)), { slower: speed < 1 });
   button.ariaLabel = `Open as a race: ${row.category}, ${row.lane}, ${fixed(speed, 2)}×`;
   button.style.setProperty("--heat", `${Math.min(40, 60 * Math.abs(Math.log2(speed)))}%`);
-  button.dataset.slower = speed < 1;
-  button.addEventListener("click", () => openRace(row.race));
-  cell.append(button);
-  return cell;
-}
-
-/** Opens the Race tab with the settings of a query (setup.js). */
-function openRace(query) {
-  /** @type {HTMLElement} */ (document.querySelector('[role="tab"][data-tab-id="race"]')).click();
-  document.dispatchEvent(new CustomEvent("specdemo:open", { detail: query }));
+  return make("td", "", button);
 }
 
 function hintAtScrolling() {
@@ -118,10 +108,6 @@ function setBusy(on) {
   $(".sd-loading").hidden = !on;
 }
 
-function setStatus(text) {
-  $(".sd-status").textContent = text;
-}
-
 function table({ rows }) {
   const names = [...new Set(rows.flatMap(Object.keys))].filter((name) => name !== "race");
   const labels = names.map((name) => COLUMN_LABELS[name] ?? name.replace(/^kept at/, "accepted at"));
@@ -130,10 +116,8 @@ function table({ rows }) {
 
 function cell(name, value) {
   if (!isNumber(value?.value)) return format(name, value);
-  const node = make("td", "", fixed(value.value, value.value < 10 ? 2 : 1));
-  if (value.interval) node.append(" ", make("small", "sd-small", `[${value.interval}]`));
-  node.dataset.value = value.value;
-  return node;
+  const interval = value.interval && make("small", "sd-small", `[${value.interval}]`);
+  return withData(make("td", "", fixed(value.value, value.value < 10 ? 2 : 1), interval && " ", interval), { value: value.value });
 }
 
 function format(name, value) {

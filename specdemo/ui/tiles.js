@@ -59,7 +59,7 @@ function drawNumbers() {
   const several = run.lanes.length > 2;
   for (const lane of run.lanes) laneNumbers(lane, numbers(lane));
   const drafting = run.lanes.slice(1);
-  drawTile("speedup", drafting, several, (lane) => speedTile(lane));
+  drawTile("speedup", drafting, several, speedTile);
   drawTile("output", drafting, several, ({ lane }) => outputTile(lane));
   for (const tile of element.querySelectorAll(".sd-tile[data-key]")) {
     const { dataset } = /** @type {any} */ (tile);
@@ -72,31 +72,22 @@ function drawNumbers() {
 
 /** @param {any} lane */
 function laneNumbers({ view, remote, summary }, n) {
-  const pieces = countsPieces({ remote, summary });
   view.number.textContent = fixed(n.tokens_per_s, n.tokens_per_s < 100 ? 1 : 0);
   view.number.dataset.value = n.tokens_per_s ?? "";
   view.number.title = isNumber(n.tokens_per_s_low) ? `95 % interval: ${fixed(n.tokens_per_s_low, 1)} to ${fixed(n.tokens_per_s_high, 1)}` : "";
-  view.unit.textContent = pieces ? "pieces/s" : "tok/s";
+  view.unit.textContent = countsPieces({ remote, summary }) ? "pieces/s" : "tok/s";
 }
 
 function drawTile(name, lanes, several, cells) {
   const rows = $(`[data-tile=${name}] .sd-rows`);
+  const ofSpeed = name === "speedup";
   rows.classList.toggle("sd-multi-lane", several);
-  rows.replaceChildren(
-    ...lanes.map((lane) => {
-      const [big, small, tone, value] = cells({ lane, n: numbers(lane) });
-      const row = make("div", "sd-row");
-      if (several) row.append(laneNumber(lane));
-      const number = make("b", "", big);
-      number.dataset.metric = name;
-      number.dataset.ofLane = lane.index;
-      number.dataset.value = value ?? "";
-      if (tone) number.dataset.tone = tone;
-      row.append(number, make("small", "", unbroken(small)), ...(name === "speedup" ? lossy(lane) : []));
-      return row;
-    }),
-    ...(name === "speedup" ? noisyBadge() : [])
-  );
+  const row = (lane) => {
+    const [big, small, tone, value] = cells({ lane, n: numbers(lane) });
+    const number = withData(make("b", "", big), { metric: name, ofLane: lane.index, value: value ?? "", ...(tone && { tone }) });
+    return make("div", "sd-row", several && laneNumber(lane), number, make("small", "", unbroken(small)), ...(ofSpeed ? lossy(lane) : []));
+  };
+  rows.replaceChildren(...lanes.map(row), ...(ofSpeed ? noisyBadge() : []));
 }
 
 // Returns the source of a number that may come from a server's counters.
@@ -134,9 +125,8 @@ function sharedNoise() {
 function noisyBadge() {
   const lanes = noisyLanes();
   if (!lanes.length) return [];
-  const badge = make(run.recorded ? "span" : "button", "sd-noisy", run.recorded ? "noisy" : "noisy: run 3 times");
+  const badge = run.recorded ? make("span", "sd-noisy", "noisy") : clickable("sd-noisy", "noisy: run 3 times", () => gradioButton("repeat").click());
   badge.title = lanes.map(({ name, comparison }) => [...(lanes.length > 1 ? [name] : []), ...comparison.reasons].map(sentence).join(". ")).join("\n");
-  if (!run.recorded) badge.addEventListener("click", () => document.getElementById("repeat").click());
   return [badge];
 }
 
@@ -158,18 +148,15 @@ function soFar(verdict) {
 }
 
 function drawExplanations() {
-  const list = $(".sd-explanations");
   const explained = run.lanes.slice(1).filter((lane) => lane.comparison?.why);
   const shared = sharedNoise();
-  list.hidden = !explained.length;
-  list.replaceChildren(
-    ...explained.map((lane) => {
-      const item = make("li");
-      const { why, noisy, reasons } = lane.comparison;
-      const own = noisy ? reasons.filter((reason) => !shared.includes(reason)) : [];
-      item.append(laneNumber(lane), make("span", "", unbroken([why, own.length ? `Noisy: ${own.join("; ")}.` : ""].join(" ").trim())));
-      return item;
-    }),
+  const words = (/** @type {any} */ { comparison: { why, noisy, reasons } }) => {
+    const own = noisy ? reasons.filter((reason) => !shared.includes(reason)) : [];
+    return unbroken([why, own.length ? `Noisy: ${own.join("; ")}.` : ""].join(" ").trim());
+  };
+  $(".sd-explanations").hidden = !explained.length;
+  $(".sd-explanations").replaceChildren(
+    ...explained.map((lane) => make("li", "", laneNumber(lane), make("span", "", words(lane)))),
     ...(shared.length ? [make("li", "", unbroken(`All noisy lanes: ${shared.join("; ")}.`))] : [])
   );
 }

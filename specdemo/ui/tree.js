@@ -57,25 +57,17 @@ function treeView(line, root) {
   const [left, top] = [(node) => node.depth * COLUMN.width, (node) => node.row * (tall + ROW_GAP)];
   const size = { width: Math.max(...nodes.map(left)) + COLUMN.node, height: Math.max(...nodes.map(top)) + tall };
   const words = make("p", "sd-small sd-node-label", "Thick line: accepted path. ✗ rejected, · not reached. Point at a node, or focus the tree and press the arrow keys.");
-  const box = make("div", "sd-tree");
-  box.setAttribute("role", "tree");
-  box.setAttribute("aria-label", `Draft tree: ${nodes.length} nodes`);
-  const canvas = make("div", "sd-canvas");
-  canvas.setAttribute("role", "presentation");
-  Object.assign(canvas.style, { width: `${size.width}px`, height: `${size.height}px` });
-  canvas.append(edges(nodes, size, left, (node) => top(node) + tall / 2));
   for (const node of nodes) {
     node.view = nodeView(node, small, words);
     Object.assign(node.view.style, { left: `${left(node)}px`, top: `${top(node)}px`, height: `${tall}px` });
-    canvas.append(node.view);
   }
-  box.append(canvas);
+  const canvas = make("div", "sd-canvas", edges(nodes, size, left, (node) => top(node) + tall / 2), ...nodes.map(({ view }) => view));
+  Object.assign(canvas, { role: "presentation", style: `width: ${size.width}px; height: ${size.height}px` });
+  const box = Object.assign(make("div", "sd-tree", canvas), { role: "tree", ariaLabel: `Draft tree: ${nodes.length} nodes` });
+  box.addEventListener("keydown", (event) => moveFocusInTree(event, nodes));
   const end = nodes.filter((node) => OUTPUT_OUTCOMES.includes(node.outcome)).at(-1);
   end.view.tabIndex = 0;
-  box.addEventListener("keydown", (event) => moveFocusInTree(event, nodes));
-  const panel = make("div");
-  panel.append(box, words);
-  return { panel, show: () => scrollToCenter(box, end.view) };
+  return { panel: make("div", "", box, words), show: () => scrollToCenter(box, end.view) };
 }
 
 function edges(nodes, { width, height }, left, middle) {
@@ -92,21 +84,13 @@ function edges(nodes, { width, height }, left, middle) {
 }
 
 function nodeView(node, small, words) {
-  const view = make("div", "sd-node");
-  const numbers = [`q ${fixed(node.q, 2)}`, ...(isNumber(node.p) ? [`p ${fixed(node.p, 2)}`] : [])].join("  ");
   const siblings = node.parent ? node.parent.children : [node];
-  view.dataset.outcome = node.outcome.replace(" ", "-");
-  view.tabIndex = -1;
-  const aria = { role: "treeitem", "aria-level": node.depth + 1, "aria-setsize": siblings.length };
-  Object.assign(aria, { "aria-posinset": siblings.indexOf(node) + 1, "aria-label": nodeWords(node) });
-  for (const [name, value] of Object.entries(aria)) view.setAttribute(name, value);
-  const sign = make("span", "sd-outcome-sign", SIGNS[node.outcome]);
-  sign.setAttribute("aria-hidden", "true");
-  const name = make("span", "sd-node-name");
-  name.append(sign, make("code", "", visible(node.text ?? "")));
-  if ("q" in node && siblings.length > 1) name.append(make("i", "sd-rank", `#${node.rank}`));
-  view.append(name);
-  if (small) view.append(make("small", "", "q" in node ? numbers : node.outcome));
+  const sign = Object.assign(make("span", "sd-outcome-sign", SIGNS[node.outcome]), { ariaHidden: "true" });
+  const rank = "q" in node && siblings.length > 1 && make("i", "sd-rank", `#${node.rank}`);
+  const numbers = "q" in node ? `q ${fixed(node.q, 2)}${isNumber(node.p) ? `  p ${fixed(node.p, 2)}` : ""}` : node.outcome;
+  const view = make("div", "sd-node", make("span", "sd-node-name", sign, make("code", "", visible(node.text ?? "")), rank), small && make("small", "", numbers));
+  const place = { ariaLevel: node.depth + 1, ariaSetSize: siblings.length, ariaPosInSet: siblings.indexOf(node) + 1 };
+  Object.assign(withData(view, { outcome: node.outcome.replace(" ", "-") }), { tabIndex: -1, role: "treeitem", ariaLabel: nodeWords(node), ...place });
   for (const event of ["focus", "pointerenter"]) view.addEventListener(event, () => (words.textContent = nodeWords(node)));
   return view;
 }

@@ -77,6 +77,4 @@ function numbers({ rows }) {
   return tableOf(names, rows.map(cells));
 }
 
-const read = () => props.value && show(JSON.parse(props.value));
-watch("value", read);
-read();
+drawValue(show);

@@ -17,6 +17,4 @@ function show(diagnosis) {
   $(".sd-lacks").textContent = [...diagnosis.notes, ...missing].join(" ");
 }
 
-const read = () => props.value && show(JSON.parse(props.value));
-watch("value", read);
-read();
+drawValue(show);

@@ -202,7 +202,7 @@ def test_the_inspector_lists_the_most_likely_tokens_of_the_target(display):
     assert display.read(".sd-table tbody td:nth-child(4)") == ["0.45", "0.10", "–", "0.63"]
     shown = [text.replace("\n", "") for text in display.read(".sd-table tbody td:nth-child(6)")]
     assert shown == [f"{visible(HOSTILE[1])} 0.63{WRONG} 0.25", f"{HOSTILE[2]} 0.63{WRONG} 0.25", "", ""]
-    assert display.read(".sd-table tr[aria-current] td:first-child") == ["→"]
+    assert display.read(".sd-table tr[aria-current] th") == ["→"]
 
 
 def test_a_mixture_of_experts_shows_the_experts_that_a_pass_used(display):

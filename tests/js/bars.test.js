@@ -102,3 +102,14 @@ test("a lane that finished first gets no flag if another one has more tokens/s",
   assert.deepEqual(flags(500, 333), [true, false]);
   assert.deepEqual(flags(300, 333), [false, false]); // its prompt took less time
 });
+
+test("once there is a result, the flag goes to its winner or to nobody", () => {
+  const flags = (headline) => {
+    const lanes = race(400);
+    return plain(barStates(lanes, [400, 200], 100, headline)).map(({ first }) => first);
+  };
+  assert.deepEqual(flags(undefined), [false, true]);
+  assert.deepEqual(flags({ lane: 1, tone: "gain" }), [false, true]);
+  assert.deepEqual(flags({ lane: 1, tone: "" }), [false, false]); // no clear difference
+  assert.deepEqual(flags({ lane: 1, tone: "bad" }), [false, false]);
+});

@@ -5,7 +5,7 @@ import { load, plain } from "./load.js";
 /** A minimal DOM node. */
 function node(tag) {
   const made = { tag, attributes: {}, children: [], textContent: "", classList: { add() {} }, clientWidth: 400, clientHeight: 200, offsetHeight: 0, offsetWidth: 80, style: {}, listeners: {}, get firstChild() { return this.children[0]; } };
-  const append = (...more) => made.children.push(...more);
+  const append = (...more) => more.forEach((one) => (typeof one === "string" ? (made.textContent += one) : made.children.push(one)));
   return Object.assign(made, { append, replaceChildren: (...more) => made.children.splice(0, made.children.length, ...more), setAttribute: (name, value) => (made.attributes[name] = value), addEventListener: (name, call) => (made.listeners[name] = call), getBoundingClientRect: () => ({ left: 0, top: 0, height: 200 }), remove() {} });
 }
 

@@ -2,7 +2,7 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 import { load } from "./load.js";
 
-const document = { createElement: (tag) => ({ tag, dataset: {} }) };
+const document = { createElement: (tag) => ({ tag, dataset: {}, append() {} }) };
 const { laneOptions, remoteLabel, rejectedDraft, CODE } = load(["helpers", "tree", "lanes"], "laneOptions, remoteLabel, rejectedDraft, CODE", { document });
 
 test("a lane's header lists the options that were set, not the defaults", () => {

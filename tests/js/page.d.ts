@@ -1,4 +1,4 @@
-// What Gradio gives the script of an HTML component, and what the lines of a race's log hold (specdemo/ui/views.py).
+// What Gradio gives the script of an HTML component, what the lines of a race's log hold (specdemo/ui/views.py), and options of shared code.
 
 declare const element: HTMLElement;
 declare const props: { value: string; [name: string]: any };
@@ -42,4 +42,60 @@ interface Run {
   end: any;
   lanes?: Lane[];
   [name: string]: any;
+}
+
+interface Display {
+  pace: () => number | "auto"; // playback speed: 1 is real time, 0.5 is half speed
+  show: (lane: Lane, lines: Line[]) => void; // draws lines of a lane
+  after: (shown: number) => void; // called after every update of the clock, with the number of lines shown
+  reset?: (lane: Lane) => void; // clears a lane
+  begin?: (lane: Lane, line: Line, ms: number) => void; // called when a step begins that takes `ms` milliseconds
+  scene?: () => { at: number; show: () => number } | null; // a scene that stops the clock at a device time; show returns its duration, ms
+  sceneOver?: () => void;
+  request?: (draw: FrameRequestCallback) => number;
+  cancel?: (frame: number) => void;
+  now?: () => number; // ms
+}
+
+interface Curve {
+  name?: string;
+  points: number[][];
+  series: number; // selects colour and dash
+  faint?: boolean;
+  dashed?: boolean;
+  marks?: boolean; // draw points and whiskers instead of a band
+  band?: number[][]; // interval as x, low, high
+  texts?: string[]; // labels of the points
+  notes?: string[]; // more about each point, for the pointer
+}
+
+interface Bar {
+  value: number;
+  low?: number | null;
+  high?: number | null;
+  series: number;
+  predicted?: number | null;
+  name?: string;
+}
+
+interface Chart {
+  label: string; // description for screen readers
+  lines?: Curve[];
+  bars?: number[]; // heights of vertical bars at 0, 1, 2, ...
+  groups?: { name: string; bars: Bar[] }[]; // horizontal bars
+  stacked?: boolean; // the bars of a group follow one another
+  dots?: { x: number; y: number; name: string }[];
+  unit?: string; // of x
+  suffix?: string; // unit of the values
+  digits?: number; // decimals of the values
+  high?: number; // top of the y axis; default: the largest value
+  zoom?: boolean; // begin the y axis near the smallest value instead of at 0
+  wide?: number; // end of the x axis
+  places?: number[]; // ticks of the x axis, which begins at the first
+  doubling?: boolean; // logarithmic x axis
+  whole?: boolean; // draw steps instead of slopes
+  percentage?: boolean;
+  level?: number; // value of a reference line, such as "no gain"
+  baseline?: string; // name of the reference line
+  series?: number; // colour of the bars
 }

@@ -166,7 +166,7 @@ test("a pause holds the clock and Skip ends it", () => {
 test("a step that takes a while is told of as it begins, once", () => {
   const begun = [];
   const { player, run, at } = staged({ pace: 0.1 });
-  player.begin = (lane, line, ms) => begun.push(`${lane.index}:${line.at} in ${ms}`);
+  player.does.begin = (lane, line, ms) => begun.push(`${lane.index}:${line.at} in ${ms}`);
   whole(player, run.lanes[0], 2, 10);
   run.lanes[1].over = true;
   run.end = {};
@@ -190,8 +190,8 @@ test("a scene stops the clock at its time for as long as it takes, then the run 
   drafting(player, run.lanes[1], 30, 8);
   run.end = {};
   const scene = { at: 17, show: () => (told.push(`shown at ${player.clock}`), 5000) };
-  player.scene = () => (told.length ? null : scene);
-  player.sceneOver = () => told.push("over");
+  player.does.scene = () => (told.length ? null : scene);
+  player.does.sceneOver = () => told.push("over");
   player.play();
   for (let ms = 0; ms <= 5200; ms += 50) at(ms); // it begins after 250 ms
   assert.deepEqual([told, player.clock, run.lanes[1].next], [["shown at 17"], 17, 2]);
@@ -206,7 +206,7 @@ test("one long frame passes a scene and shows the rest", () => {
   for (const lane of run.lanes) whole(player, lane, 20, 4);
   run.end = {};
   let shown = 0;
-  player.scene = () => (shown ? null : { at: 8, show: () => ((shown += 1), 1000) });
+  player.does.scene = () => (shown ? null : { at: 8, show: () => ((shown += 1), 1000) });
   player.play();
   for (let ms = 0; ms < 400; ms += 100) at(ms);
   at(60000);
@@ -216,7 +216,7 @@ test("one long frame passes a scene and shows the rest", () => {
 test("a slow speed passes no step in one long frame", () => {
   const begun = [];
   const { player, run, at } = staged({ pace: 0.25 });
-  player.begin = (lane, line) => begun.push(line.at);
+  player.does.begin = (lane, line) => begun.push(line.at);
   drafting(player, run.lanes[1], 4, 8);
   run.lanes[0].over = true;
   run.end = {};
