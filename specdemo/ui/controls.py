@@ -56,6 +56,8 @@ from specdemo.ui.setup import (
 
 DRAWN = tuple(f"drawn-{n}" for n in NUMBERS)
 HERE = ("this machine", "")
+# Gradio stores the events of options that are drawn in a dict, which it iterates while others are drawn at the same time
+ONE_AT_A_TIME: Values = {"concurrency_id": "options", "concurrency_limit": 1}
 BASIC = ("max_new_tokens", "temperature")  # settings of the comparison that are not under Advanced
 UNFOLD = """() => {
   const open = document.getElementById("ID").classList.toggle("open");
@@ -159,7 +161,7 @@ class Controls:
 
         follow = [page.load, lane["drawn"].change]
         inputs = [lane[name] for name in ("method", "options", "acceptance", "acceptance_options")]
-        gr.render(inputs, triggers=follow, queue=False, show_progress="hidden")(draw_options)
+        gr.render(inputs, triggers=follow, show_progress="hidden", **ONE_AT_A_TIME)(draw_options)
 
     def _draw_option(self, n: int, option: Setting, options: Mapping[str, object], part: str) -> None:
         """Create the control of one option and its event. part: the lane's control that has the values."""

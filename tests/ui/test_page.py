@@ -23,12 +23,14 @@ from tests.traces import hostile_trace
 from tests.ui.stand_ins import played
 
 
-def test_the_page_is_drawn_before_torch_is_imported():
+def test_the_page_is_drawn_before_torch_is_imported_and_options_of_lanes_one_at_a_time():
+    """While Gradio drew the options of several lanes at once, one could fail: a dict changed while it was iterated."""
     code = """
 import sys
 from types import SimpleNamespace
 from specdemo.ui import page
-page.build()
+drawn = [(f.queue, f.concurrency_id, f.concurrency_limit) for f in page.build().fns.values() if f.renderable]
+assert drawn == [(True, "options", 1)] * 3, drawn
 visitor = SimpleNamespace(session_hash="a", request=None, query_params={})
 shown = page.Visits(page.preset("embedded-draft"), False).first(visitor)
 sys.exit("torch" in sys.modules or '"type":"end"' not in shown)
@@ -59,6 +61,7 @@ def test_no_folder_of_this_machine_leaves_the_page():
     target, draft = "/home/ann/models/big.gguf", "C:\\Users\\ann\\small.gguf"
     trace = hostile_trace()
     trace.config["target"], trace.lanes[1].options["model"] = target, draft
+    trace.lanes[1].options["drafts"] = "/Users/ann/other.gguf, ngram"
     trace.notes.append(f"{target} has no flash attention")
     spec = preset("embedded-draft").model_copy(update={"target": target})
     log, visits = Log(spec=spec), Visits(preset("embedded-draft"), False)
