@@ -13,7 +13,7 @@ from specdemo.models.gguf_files import CAPABILITIES, is_gguf
 from specdemo.presets import limits
 from specdemo.presets.drafters import HEADER, all_published, published_drafters
 from specdemo.presets.files import DEFAULT, EMBEDDED, Preset, allowed_models, known_drafters, load_presets, preset
-from specdemo.presets.link import OWN
+from specdemo.presets.link import OWN, shown_name
 
 if TYPE_CHECKING:
     from specdemo.methods.pairs import DrafterFit
@@ -76,7 +76,7 @@ def published(target: str) -> str:
     entries = [entry.row() for entry in published_drafters(target) if entry.source.startswith("https://")]
     rows = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in entry.values())}</tr>" for entry in entries)
     names = "".join(f"<th>{name}</th>" for name in HEADER)
-    head = f"{len(entries)} published drafter{'s' if len(entries) > 1 else ''} for {escape(target)}"
+    head = f"{len(entries)} published drafter{'s' if len(entries) > 1 else ''} for {escape(shown_name(target))}"
     return f"<details><summary>{head}</summary><table><tr>{names}</tr>{rows}</table></details>" if entries else ""
 
 
@@ -111,8 +111,8 @@ def fitting_models(target: str, reads: str) -> list[str]:
 def unfit(target: str) -> str:
     """Return the drafters that are not offered for a target, with reasons, as a fold."""
     reasons = {pair.drafter: pair.reason for pair in pairs(target) if pair.fits is False}
-    items = "".join(f"<li><b>{escape(name)}</b> {escape(reason)}</li>" for name, reason in reasons.items())
-    head = f"{len(reasons)} drafter{'s are' if len(reasons) > 1 else ' is'} incompatible with {escape(target)}"
+    items = "".join(f"<li><b>{escape(shown_name(name))}</b> {escape(reason)}</li>" for name, reason in reasons.items())
+    head = f"{len(reasons)} drafter{'s are' if len(reasons) > 1 else ' is'} incompatible with {escape(shown_name(target))}"
     fold = f"<details><summary>{head}</summary><ul>{items}</ul></details>" if reasons else ""
     return fold + published(target)
 
@@ -143,9 +143,9 @@ def model_choices(names: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _model_label(name: str) -> str:
-    """Return the name; of a trained head its folder's, of a model on this machine also the size."""
+    """Return the name without folders; of a model on this machine also the size."""
     local = on_this_machine().get(name)
-    short = Path(name).name if name in TRAINED or name.lower().endswith(".gguf") else name
+    short = Path(name).name if name in TRAINED else shown_name(name)
     return f"On this machine: {short}, {local.bytes / 1e9:.1f} GB" if local else short
 
 

@@ -52,6 +52,8 @@ OFF = (
     "or start the page on your own machine with `python -m specdemo ui`"
 )
 
+PART = r"""[^\s/\\"'~:](?:[^/\\"'\n]*[^\s/\\"'~:])?[/\\]"""  # a folder's name, and the slash after it
+FOLDERS = re.compile(rf"""(?<![\w:/\\.~-])(?:[A-Za-z]:|~|\.{{1,2}})?[/\\](?:{PART})+(?=[^\s/\\"'])""")
 PARTIAL = 0.04  # share of a sweep between two results so far
 Measure = Callable[[Report, Stop], Result]
 
@@ -141,6 +143,15 @@ def _lane_names(ids: Iterable[str]) -> dict[str, str]:
     return names
 
 
+def without_paths(value: Any) -> Any:
+    """Return a value in which files have no folders, as in results of earlier versions."""
+    if isinstance(value, str):
+        return FOLDERS.sub("", value)
+    if isinstance(value, Mapping):
+        return {name: without_paths(part) for name, part in value.items()}
+    return [*map(without_paths, value)] if isinstance(value, list) else value
+
+
 def every_few_percent(report: Callable[..., None]) -> Report:
     """Return a callback that passes on the progress, and a result so far each time that another PARTIAL is done."""
     shown = 0.0
@@ -204,7 +215,8 @@ class Sweeps(Jobs[Sweeping]):
             result = read_result(Path(values["file"]), space.bounds())
         except ValueError as error:
             return {"view": refusal(error)}
-        return self._show(request, result)
+        bare = {part: without_paths(getattr(result, part)) for part in ("config", "rows", "remarks")}
+        return self._show(request, replace(result, **bare))
 
     def recorded(self, request: gr.Request, values: Values) -> Values:
         """Return the recorded result of a suite, if the visitor sees none; a link asks for a run."""

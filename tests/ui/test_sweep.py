@@ -51,6 +51,29 @@ def test_a_recorded_result_stands_in_until_there_is_one_of_the_visitors(bench):
     assert all(recorded_suite(name) for name in suites.swept() if name != "thinking"), "every suite of the tab has one"
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("Draft model (/home/ann/models/x.gguf), k=4", "Draft model (x.gguf), k=4"),
+        ("C:\\Users\\ann lee\\x.gguf", "x.gguf"),
+        ("--target=~/ann/x --model '../ann/my models/y.gguf'", "--target=x --model 'y.gguf'"),
+        ("/Users/ann/a and /Users/ann/b/", "a and b/"),
+        ("org/name at http://host:8000/v1/x, 1.5 tokens/s and / or n/a", None),
+    ],
+)
+def test_an_opened_result_names_models_without_their_folders(tmp_path, old, new):
+    result = recorded_suite("k")
+    row = result.rows[0] | {"lane": old}
+    config = result.config | {"target": old, "drafts": [old]}
+    path = tmp_path / "old.json"
+    write_result(replace(result, config=config, rows=[row], remarks=[old]), path)
+    sweeps = Sweeps("sweep")
+    shown = lines(sweeps.open(VISITOR, {"file": str(path)})["view"])[-1]
+    saved = json.loads(sweeps.save(VISITOR)["text"])
+    assert (shown["rows"][0]["lane"], shown["remarks"][0]) == (new or old, new or old)
+    assert (saved["config"]["target"], saved["config"]["drafts"]) == (new or old, [new or old])
+
+
 def test_a_sweep_is_a_growing_text_and_then_curves(bench):
     outputs = list(played(Sweeps("sweep"), begin, VISITOR, arguments("batch", "embedded-ngram", 2.0, 32)))
     texts = [output["view"] for output in outputs]
