@@ -32,6 +32,7 @@ def compare_outputs(trace: RunTrace, target: Target | None, noise: Sequence[str]
     config: Mapping[str, Any] = trace.config
     baseline = trace.lanes[0]
     sampling = Sampling(**{f.name: config[f.name] for f in fields(Sampling) if f.name in config})
+    margin_of = partial(_margin, sampling=sampling, seed=config.get("seed", 0))
     for lane in trace.lanes[1:]:
         one_text = sampling.greedy or (draws_by_position(baseline.options) and draws_by_position(lane.options))
         row = compare(baseline, lane, one_text, schedule=trace.schedule)
@@ -41,10 +42,11 @@ def compare_outputs(trace: RunTrace, target: Target | None, noise: Sequence[str]
         if "error" in (baseline.finish, lane.finish) or not same_prompt(baseline, lane):
             row |= {"identical": None, "first_divergence": None, "verdict": "unknown"}
         elif not lane.exact:
-            row["verdict"] = "lossy"
-            if not row["identical"]:  # a lossy lane need not be identical
-                row |= {"identical": None, "first_divergence": None}
+            row |= {"verdict": "lossy", "identical": row["identical"] or None}  # it need not be identical
             row |= _price(trace, lane, target)
+            if index is not None and target is not None and not lane.remote:
+                with suppress(Exception), step_threads(target):  # for example out of memory
+                    row["divergence_margin"], _ = _gap(target, baseline, lane, index, margin_of)
         elif baseline.remote or lane.remote:
             row["verdict"] = _remote_verdict(baseline, lane, row["identical"])
         elif index is None:
@@ -54,7 +56,6 @@ def compare_outputs(trace: RunTrace, target: Target | None, noise: Sequence[str]
             assert target is not None
             row["verdict"] = "unknown"
             with suppress(Exception), step_threads(target):  # for example out of memory
-                margin_of = partial(_margin, sampling=sampling, seed=config.get("seed", 0))
                 row["divergence_margin"], rounding = _divergence(target, baseline, lane, index, margin_of)
                 row["verdict"] = "rounding" if rounding else "differs"
         trace.comparison.append(row)
@@ -131,25 +132,35 @@ def _remote_verdict(baseline: LaneTrace, lane: LaneTrace, same: bool | None) -> 
 
 
 @torch.no_grad()
+def _gap(
+    target: Target, baseline: LaneTrace, lane: LaneTrace, index: int, margin_of: Callable[..., float]
+) -> tuple[float, Tensor]:
+    """Return the gap from the target's best logit to the worse of the two chosen ones where the texts diverge, and the
+    logits [V]. margin_of: `_margin` with the run's settings."""
+    end = len(baseline.prompt_ids) + index
+    text = torch.tensor([(baseline.prompt_ids + baseline.token_ids)[:end]], device=target.device)
+    logits = target.start(text).logits[0, -1].float()
+    target.release()
+    chosen = [tokens[index] for tokens in (baseline.token_ids, lane.token_ids) if index < len(tokens)]
+    return round(margin_of(logits, chosen, position=end), 6), logits
+
+
+@torch.no_grad()
 def _divergence(
     target: Target, baseline: LaneTrace, lane: LaneTrace, index: int, margin_of: Callable[..., float]
 ) -> tuple[float, bool]:
-    """Return the gap from the target's best logit to the worse of the two chosen ones where the texts diverge, and True
-    if rounding explains it. margin_of: `_margin` with the run's settings.
+    """Return the gap where the texts diverge, and True if rounding explains it.
 
     Passes of different widths use different kernels and round differently. It is rounding if the gap is no larger than
     1.5 times the largest difference between passes of one token and those of the lane, repeated up to the difference
     and as chains over the text around it, or than two units in the last place: two logits in two passes, each rounded
     by half a unit. A larger gap is a bug, and so is any gap where the passes are chains of the same bits.
     """
+    margin, logits = _gap(target, baseline, lane, index, margin_of)
+    if target.same_bits and _has_chains(lane):
+        return margin, False
     text = torch.tensor([baseline.prompt_ids + baseline.token_ids], device=target.device)
     end = len(baseline.prompt_ids) + index
-    logits = target.start(text[:, :end]).logits[0, -1].float()
-    target.release()
-    chosen = [tokens[index] for tokens in (baseline.token_ids, lane.token_ids) if index < len(tokens)]
-    margin = margin_of(logits, chosen, position=end)
-    if target.same_bits and _has_chains(lane):
-        return round(margin, 6), False
     units = torch.finfo(target.dtype).eps * abs(float(logits.max()))
     width = 1 + max((len(event.drafted[0]) for event in lane.events), default=VERIFY_TOKENS - 1)
     noise = rounding_noise(target, text[:, : end + AFTER], width)
@@ -157,7 +168,7 @@ def _divergence(
     if passes:
         noise = max(noise, passes_noise(target, text[:, : len(baseline.prompt_ids) + start], passes))
     tolerance = max(1e-4, 2.0 * units, min(1.5 * noise, MAX_TOLERANCE))
-    return round(margin, 6), margin <= tolerance
+    return margin, margin <= tolerance
 
 
 def _passes_before(

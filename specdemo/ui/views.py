@@ -15,6 +15,7 @@ from specdemo.core.rules import draws_by_position
 from specdemo.core.speedup import interpolate
 from specdemo.core.suggest import program
 from specdemo.core.trace import ComparisonRow, LaneTrace, RunTrace, estimates
+from specdemo.engine.comparison import MODEL_OPTIONS
 from specdemo.engine.messages import Finished, LaneDone, Note, Restarted, RunMessage, Started, StepRow
 from specdemo.methods.facts import PREDICTED
 from specdemo.models.gguf_files import is_gguf
@@ -103,8 +104,9 @@ def summary(trace: RunTrace) -> dict[str, object]:
 
 def models_of(trace: RunTrace) -> set[str]:
     """Return the names of the models of a run."""
-    names = [trace.config.get("target"), *(lane.options.get("model") for lane in trace.lanes)]
-    return {name for name in names if isinstance(name, str)}
+    in_options = (lane.options.get(option) for lane in trace.lanes for option in ("model", *MODEL_OPTIONS))
+    listed = [trace.config.get("target"), *(name for names in in_options if names for name in str(names).split(","))]
+    return {name.strip() for name in listed if isinstance(name, str) and name.strip()}
 
 
 def _start(trace: RunTrace) -> dict[str, object]:
@@ -195,7 +197,9 @@ def _parting(baseline: LaneTrace, lane: LaneTrace, row: ComparisonRow) -> str:
     if not isinstance(margin, int | float):
         return " or ".join(tokens)
     gap = f"{margin:.2g} between {' and '.join(tokens)}"
-    return f"a near-tie: {gap}" if row.get("verdict") == "rounding" else f"{gap}, more than rounding explains"
+    if row.get("verdict") == "rounding":
+        return f"a near-tie: {gap}"
+    return f"{gap}, {'accepted by the lossy rule' if not lane.exact else 'more than rounding explains'}"
 
 
 def _card(trace: RunTrace) -> list[tuple[str, str]]:

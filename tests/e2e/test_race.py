@@ -430,8 +430,18 @@ def test_a_chat_shows_its_turns_and_folds_what_is_thought(replayed, chat_file):
     expect(page.locator("#follow-row")).to_be_hidden()  # a file has no model
 
 
+MARKS = """marks => marks.map(mark => {
+  const box = mark.closest('[data-lane]');
+  const tokens = [...box.querySelectorAll('span[data-kind]:not([data-kind=prompt])')];
+  const before = tokens.filter(token => mark.compareDocumentPosition(token) & Node.DOCUMENT_POSITION_PRECEDING);
+  const textOf = (some) => some.map(token => token.textContent).join('');
+  return [box.dataset.lane, mark.textContent, textOf(before), textOf(tokens.slice(before.length, before.length + 1))];
+})"""
+
+
 def test_a_real_model_gives_a_true_sentence_about_itself_and_its_lanes_read_like_the_baseline(chromium, smollm2_gguf):
-    """One short run of SmolLM2 in a chat: first-run card, verdicts, rejected tokens, and nothing moves."""
+    """One short run of SmolLM2 in a chat: first-run card, verdicts, the place where a lossy lane leaves the baseline's
+    text, rejected tokens, and nothing moves."""
     link = "?preset=your-models&max_new_tokens=24&k=4&k2=4&acceptance2=fly"  # a lossy lane
     with served("--target", smollm2_gguf) as (_, address), visitors(chromium, address) as visit:
         page = visit(link, before=lambda page: page.add_init_script(SHIFTS), viewport={"width": 390, "height": 844})
@@ -443,6 +453,12 @@ def test_a_real_model_gives_a_true_sentence_about_itself_and_its_lanes_read_like
         verdicts = page.locator("[data-tile=output] .sd-row b").all_text_contents()
         assert verdicts[1] == "⚠ lossy" and plain != lossy
         assert (suffix == plain) == ("identical" in verdicts[0] or "bit for bit" in verdicts[0])
+        marks = [mark for mark in page.locator(".sd-parting").evaluate_all(MARKS) if "(lane 2)" in mark[1]]
+        (first, words, before, one), (last, same_words, same_before, other) = marks
+        assert (first, last, words, before) == ("0", "2", same_words, same_before)
+        assert one != other and plain.startswith(before + one) and lossy.startswith(before + other)
+        assert re.fullmatch(r"texts part \(lane 2\): \d[\d.]* between .+ and .+, accepted by the lossy rule", words)
+        assert one.strip() in words and other.strip() in words
         sentence = page.locator(".sd-status").text_content()
         gains = [float(value(page, "speedup", lane)) for lane in (1, 2)]
         won = (

@@ -251,6 +251,11 @@ def test_the_price_of_a_lossy_rule_is_measured(runner, rule, temperature):
     assert lane.exact is False and lane.options["acceptance"] == rule and row["verdict"] == "lossy"
     assert row["tokens_changed"] == sum(event.notes["changed"] for event in lane.events if "changed" in event.notes)
     assert row["log_likelihood"] < 0 and row["baseline_log_likelihood"] < 0
+    texts = (trace.lanes[0].token_ids, lane.token_ids)
+    parts = next((i for i, (a, b) in enumerate(zip(*texts, strict=True)) if a != b), None)
+    assert row["identical"] is None or parts is None
+    assert row["first_divergence"] == (None if temperature else parts)  # sampled texts differ anyway
+    assert (row["divergence_margin"] or 0.0) > 0.0 or row["first_divergence"] is None
     if rule == "typical" and not temperature:
         assert row["tokens_changed"] == 0 and row["log_likelihood"] == row["baseline_log_likelihood"]
     assert "per token, baseline" in race_report(trace) and "per token" in summary(trace)["comparison"][0]["price"]

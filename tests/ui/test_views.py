@@ -169,10 +169,16 @@ def test_a_stored_run_without_numbers_still_shows():
         ({"verdict": "unknown", "divergence_margin": None}, "bold ", "“bold” or “bold ”"),
         ({"verdict": "rounding", "divergence_margin": 0.5}, None, "a near-tie: 0.5 between “bold” and the end"),
         ({"verdict": "identical", "first_divergence": None}, "a", None),
+        (
+            {"verdict": "lossy", "divergence_margin": 0.53},
+            "a",
+            "0.53 between “bold” and “a”, accepted by the lossy rule",
+        ),
     ],
 )
 def test_where_texts_part_both_tokens_and_their_gap_are_named(row, pieces, words):
     trace = hostile_trace()
+    trace.lanes[1].exact = row["verdict"] != "lossy"
     trace.lanes[0].pieces[0] = "bold"
     trace.lanes[1].pieces[0:] = [] if pieces is None else [pieces]
     trace.comparison[0] |= {"first_divergence": 0} | row
