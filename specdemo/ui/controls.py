@@ -56,7 +56,7 @@ from specdemo.ui.setup import (
 
 DRAWN = tuple(f"drawn-{n}" for n in NUMBERS)
 HERE = ("this machine", "")
-# Gradio stores the events of options that are drawn in a dict, which it iterates while others are drawn at the same time
+# Gradio adds the events of drawn options to a dict, which it iterates when it draws others at the same time
 ONE_AT_A_TIME: Values = {"concurrency_id": "options", "concurrency_limit": 1}
 BASIC = ("max_new_tokens", "temperature")  # settings of the comparison that are not under Advanced
 UNFOLD = """() => {

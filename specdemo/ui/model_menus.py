@@ -112,7 +112,8 @@ def unfit(target: str) -> str:
     """Return the drafters that are not offered for a target, with reasons, as a fold."""
     reasons = {pair.drafter: pair.reason for pair in pairs(target) if pair.fits is False}
     items = "".join(f"<li><b>{escape(shown_name(name))}</b> {escape(reason)}</li>" for name, reason in reasons.items())
-    head = f"{len(reasons)} drafter{'s are' if len(reasons) > 1 else ' is'} incompatible with {escape(shown_name(target))}"
+    count = f"{len(reasons)} drafter{'s are' if len(reasons) > 1 else ' is'}"
+    head = f"{count} incompatible with {escape(shown_name(target))}"
     fold = f"<details><summary>{head}</summary><ul>{items}</ul></details>" if reasons else ""
     return fold + published(target)
 

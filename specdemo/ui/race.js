@@ -2,6 +2,7 @@
 
 const NUMBERS_MS = 90; // interval between updates of the numbers
 const HINT = $(".sd-step").textContent; // shown until a step is selected
+const READY = $(".sd-headline").textContent; // shown until a run starts
 
 /** @type {Run} */
 let run = null; // the visible run: its start line, its end line, its lanes
@@ -88,13 +89,22 @@ function restarted(line) {
 function ended(line) {
   forgetRun();
   $(".sd-loading").hidden = true;
-  if (nextRun) {
-    nextRun.over = true;
-    return setStatus("Stopped before the first token.");
-  }
+  if (nextRun) return neverStarted("Stopped before the first token.");
   if (run.end && !line.comparison.length) return; // Stop adds an end line without numbers, before or after that of the engine
   Object.assign(run, { end: line, done: false });
   if (line.finish === "cancelled") player.skip();
+}
+
+function neverStarted(text) {
+  nextRun.over = true;
+  setStatus(text);
+  showHint(READY);
+}
+
+// Shows a line in the place of the result if there is none yet.
+function showHint(text) {
+  if (run.hint) run.hint = text;
+  paint();
 }
 
 watchPlace("race", (text) => {
@@ -107,6 +117,7 @@ watchPlace("race", (text) => {
 function loading(line) {
   const bar = $(".sd-loading");
   if (nextRun) nextRun.loading = true;
+  showHint("Running. The result appears here.");
   bar.hidden = line.share >= 1;
   bar.value = line.share;
   setStatus(line.share >= 1 ? "Warming up (not timed)." : `${sentence(line.text)}, ${percent(line.share)}`);
@@ -122,7 +133,7 @@ function failed(line) {
   showAlert(line.text);
   scrollIntoViewport($(".sd-alert"), "nearest");
   $(".sd-loading").hidden = true;
-  if (nextRun) return setStatus("Run not started.");
+  if (nextRun) return neverStarted("Run not started.");
   run.end ??= { finish: "failed", comparison: [] };
   player.advance(Infinity);
 }
@@ -364,7 +375,7 @@ function empty() {
 
 function idle(line) {
   nextRun = null;
-  const hint = line.obstacle ? `This machine cannot run this preset: ${line.obstacle}.` : "Ready. Press Run to race plain against speculative decoding.";
+  const hint = line.obstacle ? `This machine cannot run this preset: ${line.obstacle}.` : READY;
   setStatus("", hint);
   const lane = (name, index) => ({ name, options: {}, exact: true, note: null, index, ...initialStream() });
   run = { hint, recorded: false, userRun: false, start: { environment: {}, prompt: "", lanes: [] }, end: null };
@@ -379,8 +390,6 @@ element.addEventListener("keydown", onKey);
 element.addEventListener("click", onClick);
 document.addEventListener("specdemo:edit", closeInspector); // on a phone it would cover the controls
 wireTransport();
-wireSaves();
-$(".sd-estimate").addEventListener("click", () => gradioButton("estimate").click());
 document.addEventListener("specdemo:settings", () => {
   markOutdated();
   if (settingsKey() !== failedSettings.key) $(".sd-alert").hidden = true; // the rejected settings were changed

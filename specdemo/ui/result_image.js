@@ -277,8 +277,3 @@ function drawSaves() {
   button("save-image").hidden = !run.done;
   button("save-loop").hidden = !run.done || !drawsWebP;
 }
-
-function wireSaves() {
-  button("save-image").addEventListener("click", saveImage);
-  button("save-loop").addEventListener("click", saveLoop);
-}

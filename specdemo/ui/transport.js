@@ -128,13 +128,12 @@ function moveFocus() {
 }
 
 function wireTransport() {
-  button("pause").addEventListener("click", togglePlay);
-  button("back").addEventListener("click", () => stepBy(-1));
-  button("forward").addEventListener("click", () => stepBy(1));
-  button("replay").addEventListener("click", replay);
-  button("previous-step").addEventListener("click", () => selectNeighbour(-1));
-  button("next-step").addEventListener("click", () => selectNeighbour(1));
-  button("close").addEventListener("click", closeInspector);
+  const buttons = {
+    pause: togglePlay, back: () => stepBy(-1), forward: () => stepBy(1), replay, close: closeInspector,
+    "previous-step": () => selectNeighbour(-1), "next-step": () => selectNeighbour(1),
+    "save-image": saveImage, "save-loop": saveLoop, estimate: () => gradioButton("estimate").click(),
+  };
+  for (const [name, pressed] of Object.entries(buttons)) button(name).addEventListener("click", pressed);
   $(".sd-scrub").addEventListener("input", scrubbed);
   document.addEventListener("keydown", onAnyKey);
   moveFocus();

@@ -387,6 +387,15 @@ def test_a_refusal_leaves_the_run_on_show_going(display, refused):
     assert all(words.startswith("done") for words in display.read(".sd-pill"))
 
 
+def test_before_the_first_result_its_place_says_what_happens(display):
+    ready = display.read(".sd-headline")
+    assert ready[0].startswith("Ready. Press Run")
+    for last, words in ((None, ["Running. The result appears here."]), (Failed("no"), ready)):
+        display.show(Log().add(filter(None, [Loading(0.5, "loading a model"), last])))
+        display.wait(100)
+        assert display.read(".sd-headline") == words
+
+
 def test_the_next_run_ends_the_one_on_show(display):
     display.pace("0.0625")
     display.show(Log().add(replay(hostile_trace())))
