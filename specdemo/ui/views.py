@@ -15,8 +15,8 @@ from specdemo.core.rules import draws_by_position
 from specdemo.core.speedup import interpolate
 from specdemo.core.suggest import program
 from specdemo.core.trace import ComparisonRow, LaneTrace, RunTrace, estimates
-from specdemo.engine.comparison import MODEL_OPTIONS
 from specdemo.engine.messages import Finished, LaneDone, Note, Restarted, RunMessage, Started, StepRow
+from specdemo.methods import MODEL_OPTIONS
 from specdemo.methods.facts import PREDICTED
 from specdemo.models.gguf_files import is_gguf
 from specdemo.presets.drafters import drafts_for, published_drafters
