@@ -54,6 +54,7 @@ class Racer:
         self._replayed: dict[str, Drafter] = {}  # candidate -> a drafter that makes no passes
         self._target: Target | None = None
         self._differs, self._worked = 0, False
+        self._explained: set[str] = set()  # candidates whose text was compared with that of plain decoding
         self._ticked = 0.0
 
     def load(self, report: Report) -> None:
@@ -117,6 +118,10 @@ class Racer:
         # what learns keeps its place, because a session knows by that what it has learned
         names = sorted(names, key=lambda name: not method(self.lanes[name].method).learns)
         lanes = [self._lane(name) for name in names]
+        # where rounding may differ, the reason costs as much as the race
+        exact = self._target is not None and self._target.same_bits
+        self._session.explains = exact or not self._explained.issuperset(names)
+        self._explained.update(names)
         trace = self._session.run(self._spec.model_copy(update={"prompt": prompt, "lanes": lanes}), self._stop)
         if self._cancelled():
             raise Cancelled("stopped")
@@ -155,7 +160,7 @@ class Racer:
             scale = seen[own].speed / curve.speedup(self.lanes[own].k)
             speeds = {name: scale * curve.speedup(self.lanes[name].k) for name in family if not chooses[name]}
             # one that chooses its length does as well as the best length
-            yield from ((name, speeds.get(name, max(speeds.values()))) for name in family)
+            yield from ((name, speeds.get(name, max(speeds.values()))) for name in family if name != own)
 
     def _lane(self, name: str) -> Lane:
         return self.lanes[name]

@@ -58,7 +58,7 @@ def over_kinds(groups: Iterable[Sequence[float]]) -> Estimate:
 @dataclass(slots=True)
 class KindOfWork:
     """One kind of work. samples: candidate -> number of the race -> run or prediction. scales: candidate -> its speed
-    in the predicted one, over all kinds."""
+    in the predicted one, over all kinds; one that did not run gets the mean of the others."""
 
     name: str
     prompts: Sequence[str]
@@ -79,7 +79,7 @@ class KindOfWork:
 
     def value(self, name: str) -> float:
         """Return the speed-up of a candidate over all prompts where it is measured or predicted; 0 if unknown."""
-        scale = self.scales.get(name, 1.0)
+        scale = self.scales.get(name) or (geometric_mean(self.scales.values()) if self.scales else 1.0)
         known = [one.speed or one.predicted * scale for one in self.samples.get(name, {}).values()]
         return geometric_mean(known) if known else 0.0
 
@@ -250,7 +250,8 @@ class Search:
         for name, sample in found.items():
             work.samples.setdefault(name, {})[number] = sample
             runs = [run for each in self.works for run in each.runs(name) if run.predicted]
-            self._scales[name] = geometric_mean(run.speed / run.predicted for run in runs) if runs else 1.0
+            if runs:
+                self._scales[name] = geometric_mean(run.speed / run.predicted for run in runs)
         work.rounds = max(work.rounds, number + 1)
 
     def _contenders(self, work: KindOfWork) -> list[str]:

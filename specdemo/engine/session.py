@@ -59,6 +59,7 @@ class Session:
         self.lock = threading.Lock()
         self.models = ModelCache(budget_bytes)
         self.state = SessionState()
+        self.explains = True  # False: runs do not examine why two texts diverge, which reads them again
         self._lengths: dict[tuple[str, ...], int] = {}  # target and lane without draft length -> the one it got
 
     def loaded(self) -> list[tuple[str, int]]:
@@ -154,7 +155,7 @@ class Session:
                 trace.environment["noise"] = slowed
             served = {lane.remote.server: lane.remote.model for lane in trace.lanes if lane.remote}
             trace.environment |= {"served_models": served} if served else {}
-            compare_outputs(trace, self.models.target() if local_target else None, slowed)
+            compare_outputs(trace, self.models.target() if local_target else None, slowed, self.explains)
             self.state.end_run(spec, trace)
             yield Finished(trace)
 

@@ -2,6 +2,7 @@
 
 import json
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,6 +20,7 @@ from specdemo.bench.candidates import (
 from specdemo.bench.result import Result, read_result, to_json
 from specdemo.bench.search import Sample, Search
 from specdemo.bench.tune import OWN, Tune, _confirmed
+from specdemo.engine.comparison import Lane
 from specdemo.engine.cost import CostModel
 from specdemo.presets.drafters import published_drafters
 from specdemo.presets.files import load_presets
@@ -353,6 +355,22 @@ def test_tunes_an_embedded_model_and_shows_the_stored_result(tmp_path, capsys):
     assert {row["category"] for row in result.rows} == {"code edit", "mixed"}
     assert main(["replay", str(out)]) == 0
     assert capsys.readouterr().out == printed
+
+
+@pytest.mark.parametrize(("exact", "expected"), [(False, [True, False, True]), (True, [True] * 3)])
+def test_why_texts_part_is_examined_once_for_each_candidate_where_rounding_may_differ(exact, expected, monkeypatch):
+    racer = Tune.build({"target": "code", "new_tokens": 8})._racer(lambda: False)
+    racer.load(lambda *_: None)
+    racer.usable({"ngram": Lane(method="ngram")}, [], lambda *_: None)
+    racer._target = SimpleNamespace(same_bits=exact)
+    seen = []
+    monkeypatch.setattr("specdemo.engine.session.compare_outputs", lambda trace, *how: seen.append(how[-1]))
+    monkeypatch.setattr(racer, "_sample", lambda trace, place: None)
+    first, *_, last = racer.lanes
+    for names in ([last], [last], [last, first]):
+        found = racer.measure("def find(text):", names)
+        assert all(one.predicted and not one.speed for one in found.values()) and not {*names} & {*found}
+    assert seen == expected
 
 
 def prompts_of(folder, count):

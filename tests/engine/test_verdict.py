@@ -37,7 +37,7 @@ class Rounding:
     def release(self): ...
 
 
-def judged(target, wrong, drafted=4):
+def judged(target, wrong, drafted=4, **how):
     """Return the row of a lane that outputs token `wrong` where the baseline outputs token 0."""
     draft = [0] * drafted
     verification = StepEvent(
@@ -46,7 +46,7 @@ def judged(target, wrong, drafted=4):
     plain = LaneTrace("plain", "none", {}, True, [1, 2, 3], [0] * 30, finish="length")
     lane = replace(plain, token_ids=[*[0] * 9, wrong, *[0] * 20], events=[verification])
     trace = RunTrace("test", {}, {}, "race", [plain, lane])
-    compare_outputs(trace, target)
+    compare_outputs(trace, target, **how)
     return trace.comparison[0]
 
 
@@ -81,6 +81,11 @@ def test_a_difference_where_chains_are_the_same_bits_is_a_bug():
     target.same_bits = True  # no near-tie is looked for, though these passes round
     row = judged(target, 2)
     assert (row["verdict"], row["divergence_margin"]) == ("differs", pytest.approx(0.1, abs=1e-4))
+
+
+def test_without_an_examination_no_text_is_read_again():
+    row = judged(None, 2, explains=False)
+    assert (row["verdict"], row["first_divergence"], row["identical"]) == ("unknown", 9, False)
 
 
 class TreeRounding(Rounding):
