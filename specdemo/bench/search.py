@@ -157,12 +157,14 @@ class Search:
             min(used / self._seconds, 1.0), f"{loading or self._doing}{known}, {max(self.rest, 0.0):.0f} s left"
         )
 
-    def leader(self) -> str:
-        """Return the candidate with the highest speed-up over all kinds together, of those that ran in all if any did;
-        empty before the first race."""
+    def leader(self, ran: bool = True) -> str:
+        """Return the candidate with the highest speed-up over all kinds together, empty before the first race. ran: of
+        those that ran in all kinds, if any did."""
         known = [work for work in self.works if work.samples]
         names = [name for name in self._names if known and all(work.value(name) for work in known)]
-        return max(names, key=lambda name: (all(work.runs(name) for work in known), self._mean(name)), default="")
+        return max(
+            names, key=lambda name: (ran and all(work.runs(name) for work in known), self._mean(name)), default=""
+        )
 
     def mixed(self, name: str) -> Estimate:
         """Return the speed-up of a candidate over all kinds: `over_kinds` of its runs, without interval where it is
@@ -270,5 +272,5 @@ class Search:
         near = [
             name for name in near if not (both := work.ratios(name, ranked[0])) or over_repeats(both).label != "slower"
         ]
-        mixed = [name for name in [self.leader()] if name in values]
+        mixed = [name for name in [self.leader(ran=False)] if name in values]
         return [*dict.fromkeys([*ranked[:LEAST], *near[:MOST], *mixed])]
