@@ -108,13 +108,16 @@ def train_on(job: Job, corpus: Corpus) -> TrainHistory:
     def loss(tokens: Tensor) -> Tensor:
         return cross_entropy(logits_of(forward, tokens[:, :-1]), tokens[:, 1:])
 
+    def measured(rows: Tensor) -> dict[str, float]:
+        return {"held_out_loss": float(cross_entropy(logits_of(model, rows[:, :-1]), rows[:, 1:]))}
+
     def evaluate() -> dict[str, float]:
-        return {"held_out_loss": round(validation_loss(model, valid), 4)}
+        return evaluate_rows((valid,), 16, measured)
 
     size = job.batch_tokens(2048) + 8  # a row is its window plus one token
     with side_by_side(job) as pool:
         history = job.run(model, lesson, loss, evaluate, micro_tokens=size, pool=pool)
-    share = average(model, start, lambda: validation_loss(model, valid)) if start else 0.0
+    share = average(model, start, lambda: evaluate()["held_out_loss"]) if start else 0.0
     if share:
         history.evaluations.append({**history.evaluations[-1], **evaluate()})
     job.finish(model, tokenizer, corpus, history, share)
@@ -126,12 +129,6 @@ def logits_of(model: Callable[..., Any], tokens: Tensor) -> Tensor:
     with autocast(tokens.device):
         logits: Tensor = model(input_ids=tokens, use_cache=False).logits
     return logits
-
-
-def validation_loss(model: PreTrainedModel, rows: Tensor) -> float:
-    """Return the loss on rows [N, T + 1] in mean nats per token."""
-    chunks = rows.split(16)
-    return sum(float(cross_entropy(logits_of(model, c[:, :-1]), c[:, 1:])) * len(c) for c in chunks) / len(rows)
 
 
 def saved_tokenizer(path: Path, make: Callable[[], Tokenizer]) -> Tokenizer:
