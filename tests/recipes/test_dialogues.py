@@ -7,6 +7,7 @@ from recipes import dialogues
 from recipes.dialogues import DialogueLoss, Template, untrained_head, varied, write_dialogues
 from specdemo.methods.heads.eagle import Eagle
 from specdemo.models.target import HFTarget
+from specdemo.training import collect
 
 TEMPLATE = Template({"assistant": [1, 2], "user": [3, 4]}, 5)
 TAPS = (0, 1, 1)
@@ -42,7 +43,10 @@ def test_the_states_are_those_of_the_finished_rows(model):
     torch.testing.assert_close(columns["states"].float(), expected, atol=0.02, rtol=0.02)
 
 
-def test_a_head_learns_from_dialogues_and_loads_without_output_rows(model, tmp_path, monkeypatch):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # of matrix products, by the instructions of the CPU
+def test_a_head_learns_from_dialogues_and_loads_without_output_rows(model, tmp_path, monkeypatch, dtype):
+    for module in (dialogues, collect):
+        monkeypatch.setattr(module, "matmul_dtype", lambda device: dtype)
     monkeypatch.setattr(dialogues, "DROPOUT", 0.0)
     torch.manual_seed(0)
     target, columns = HFTarget(model), written(model, taps=TAPS)
