@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from math import isnan, nan
 from statistics import fmean
-from typing import Annotated, TypeVar
+from typing import Annotated
 
-from pydantic import BaseModel, Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
 
 from specdemo.core.trace import MAX_DEPTH, Counter, Number, Span
 
@@ -35,12 +35,7 @@ def _none_if_invalid(value: object, check: ValidatorFunctionWrapHandler) -> obje
 
 
 IF_VALID = WrapValidator(_none_if_invalid)
-_Count = Annotated[int, Field(strict=True, ge=0, lt=MAX_COUNT)]
-Count = Annotated[_Count | None, IF_VALID]
-Counts = Annotated[Annotated[list[_Count], Field(fail_fast=True)] | None, IF_VALID]
-Milliseconds = Annotated[Annotated[float, Field(ge=0, lt=MAX_COUNT, allow_inf_nan=False)] | None, IF_VALID]
-
-ModelT = TypeVar("ModelT", bound=BaseModel)
+Count = Annotated[Annotated[int, Field(strict=True, ge=0, lt=MAX_COUNT)] | None, IF_VALID]
 Drafts = Sequence[tuple[int, int]]  # drafted and accepted tokens of every verified draft, in order
 Samples = dict[tuple[str, int | None], list[float]]  # (name without _total, position) -> one value per engine
 
@@ -171,12 +166,34 @@ def below(value: object, *keys: str) -> object:
     return value
 
 
-def reported(model: type[ModelT], chunk: Mapping[str, object], *keys: str) -> ModelT | None:
-    """Return the fields below `keys` in a chunk of an answer, None if they are missing or not an object."""
-    try:
-        return model.model_validate(below(chunk, *keys))
-    except ValidationError:
-        return None
+def reported(chunk: Mapping[str, object], *keys: str) -> Mapping[str, object]:
+    """Return the fields below `keys` in a chunk of an answer, none if they are missing."""
+    found = below(chunk, *keys)
+    return found if isinstance(found, Mapping) else {}
+
+
+def counts(fields: Mapping[str, object], *names: str) -> list[int | None]:
+    """Return counts of an answer, None for those that are missing or invalid."""
+    return [value if isinstance(value, int) and _is_possible(value) else None for value in map(fields.get, names)]
+
+
+def milliseconds(fields: Mapping[str, object], *names: str) -> list[float | None]:
+    """Return times of an answer, None for those that are missing or invalid."""
+    return [
+        value if isinstance(value, int | float) and _is_possible(value) else None for value in map(fields.get, names)
+    ]
+
+
+def listed_counts(fields: Mapping[str, object], name: str) -> list[int] | None:
+    """Return a list of counts, None if it is missing or one of them is invalid."""
+    values = fields.get(name)
+    if isinstance(values, list) and all(isinstance(value, int) and _is_possible(value) for value in values):
+        return values
+    return None
+
+
+def _is_possible(value: float) -> bool:
+    return not isinstance(value, bool) and 0 <= value < MAX_COUNT
 
 
 def answer_stats(

@@ -139,6 +139,11 @@ REPORTS = {
         TOTALS | {"steps": 43, "tokens_per_step": 1.2326},
         [39, 1, 0, 3],
     ),
+    "sglang without steps": (
+        {"sglext": {"spec_tokens_details": {"spec_num_correct_drafts": 0, "spec_num_proposed_drafts": 5}}},
+        {"drafted": 5, "accepted": 0, "acceptance_rate": 0.0},
+        [],
+    ),
     # of them, 13 steps verified one token and 30 verified three
     "sglang DSpark": (
         {

@@ -12,18 +12,16 @@ from pathlib import Path
 from subprocess import SubprocessError, run
 from typing import ClassVar
 
-from pydantic import BaseModel
-
 from specdemo.core.trace import Span
 from specdemo.methods import EngineArgs, Flags, MethodOptions
 from specdemo.servers.counters import (
-    Count,
-    Milliseconds,
     Samples,
     ServerStats,
     answer_stats,
+    counts,
     draft_counters,
     draft_names,
+    milliseconds,
     reported,
 )
 from specdemo.servers.engines.base import (
@@ -100,16 +98,6 @@ DRAFTERS: Mapping[str, EngineArgs] = {
 }
 
 
-class _Timings(BaseModel):
-    """Statistics of one answer so far: in every chunk with `timings_per_token`, else in the last one."""
-
-    draft_n: Count = None
-    draft_n_accepted: Count = None
-    prompt_ms: Milliseconds = None
-    predicted_ms: Milliseconds = None
-    draft_kind: object = None  # only of mlx-vlm
-
-
 class LlamaServer(ServingEngine):
     """The program `llama-server`, with GGUF files."""
 
@@ -139,13 +127,16 @@ class LlamaServer(ServingEngine):
         return draft_counters(old, new, DRAFTS, "llama.cpp", GENERATED)
 
     def acceptance(self, chunk: Mapping[str, object]) -> ServerStats | None:
-        timings = reported(_Timings, chunk, "timings")
-        if timings is None or "draft_kind" in timings.model_fields_set:
+        """Read the statistics so far: of every chunk with `timings_per_token`, else of the last one."""
+        timings = reported(chunk, "timings")
+        if not isinstance(chunk.get("timings"), Mapping) or "draft_kind" in timings:  # those of mlx-vlm
             return None
         times: dict[Span, float] = {}
-        if timings.prompt_ms is not None and timings.predicted_ms is not None:
-            times = {"ttft_ms": timings.prompt_ms, "decode_ms": timings.predicted_ms}
-        stats = answer_stats("llama.cpp", timings.draft_n, timings.draft_n_accepted) if timings.draft_n else None
+        reading, decoding = milliseconds(timings, "prompt_ms", "predicted_ms")
+        if reading is not None and decoding is not None:
+            times = {"ttft_ms": reading, "decode_ms": decoding}
+        drafted, accepted = counts(timings, "draft_n", "draft_n_accepted")
+        stats = answer_stats("llama.cpp", drafted, accepted) if drafted else None
         return replace(stats or ServerStats(), times=times, running=True)
 
     def rejection(self, command: Sequence[str], installed: Installed | None) -> str:

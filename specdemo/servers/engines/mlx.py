@@ -3,10 +3,8 @@
 from collections.abc import Mapping
 from typing import ClassVar
 
-from pydantic import BaseModel
-
 from specdemo.methods import EngineArgs, Flags, MethodOptions
-from specdemo.servers.counters import Count, ServerStats, answer_stats, reported
+from specdemo.servers.counters import ServerStats, answer_stats, counts, reported
 from specdemo.servers.engines.base import ServerConfig, ServingEngine, UnsupportedByEngine, address_flags, model_path
 
 
@@ -44,13 +42,6 @@ class MLXLM(ServingEngine):
         return {"draft_model": model, "num_draft_tokens": k}
 
 
-class _DraftTimings(BaseModel):
-    draft_kind: str
-    draft_rounds: Count = None
-    draft_n: Count = None
-    draft_n_accepted: Count = None
-
-
 def _drafter(kind: str) -> EngineArgs:
     """Return the flags of a drafter. A block has the last verified token and k draft tokens."""
 
@@ -84,7 +75,8 @@ class MLXVLM(ServingEngine):
         return f"--draft-block-size {k + 1}" if k else "omit --draft-model"
 
     def acceptance(self, chunk: Mapping[str, object]) -> ServerStats | None:
-        found = reported(_DraftTimings, chunk, "timings")
-        if found is None:
+        timings = reported(chunk, "timings")
+        if not isinstance(timings.get("draft_kind"), str):
             return None
-        return answer_stats(self.title, found.draft_n, found.draft_n_accepted, found.draft_rounds)
+        drafted, accepted, steps = counts(timings, "draft_n", "draft_n_accepted", "draft_rounds")
+        return answer_stats(self.title, drafted, accepted, steps)

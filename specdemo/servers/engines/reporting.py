@@ -5,15 +5,8 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import ClassVar
 
-from pydantic import BaseModel
-
-from specdemo.servers.counters import Count, Counts, Samples, ServerStats, answer_stats, delta, reported
+from specdemo.servers.counters import Samples, ServerStats, answer_stats, counts, delta, listed_counts, reported
 from specdemo.servers.engines.base import ReportingEngine
-
-
-class _LMStudioCounts(BaseModel):
-    total_draft_tokens_count: Count = None
-    accepted_draft_tokens_count: Count = None
 
 
 class LMStudio(ReportingEngine):
@@ -31,10 +24,10 @@ class LMStudio(ReportingEngine):
 
     def acceptance(self, chunk: Mapping[str, object]) -> ServerStats | None:
         for key in ("usage", "stats"):
-            found = reported(_LMStudioCounts, chunk, key)
-            total = found and found.total_draft_tokens_count
-            if found and total:
-                return answer_stats(self.title, total, found.accepted_draft_tokens_count)
+            names = ("total_draft_tokens_count", "accepted_draft_tokens_count")
+            drafted, accepted = counts(reported(chunk, key), *names)
+            if drafted:
+                return answer_stats(self.title, drafted, accepted)
         return None
 
 
@@ -88,17 +81,9 @@ class RapidMLX(ReportingEngine):
         return ServerStats({"acceptance_rate": round(accepts / attempts, 4)}, [], source)
 
 
-class _SpeculateMetrics(BaseModel):
-    """Counts of output/token_processor.py: `accepted_tokens` has all output tokens, and the first entry of
-    `accepted_tokens_per_head` the steps."""
-
-    accepted_tokens: Count = None
-    rejected_tokens: Count = None
-    accepted_tokens_per_head: Counts = None
-
-
 class FastDeploy(ReportingEngine):
-    """FastDeploy's server: `speculate_metrics` of a choice."""
+    """FastDeploy's server: `speculate_metrics` of a choice (output/token_processor.py). `accepted_tokens` has all
+    output tokens, and the first entry of `accepted_tokens_per_head` the steps."""
 
     name = "fastdeploy"
     title = "FastDeploy"
@@ -106,20 +91,14 @@ class FastDeploy(ReportingEngine):
     def acceptance(self, chunk: Mapping[str, object]) -> ServerStats | None:
         choices = chunk.get("choices")
         choice = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
-        found = reported(_SpeculateMetrics, choice, "speculate_metrics")
-        if found is None or not found.accepted_tokens_per_head:
-            return None
-        steps, *heads = found.accepted_tokens_per_head
-        if found.rejected_tokens is None or found.accepted_tokens != steps + sum(heads):
+        found = reported(choice, "speculate_metrics")
+        output, rejected = counts(found, "accepted_tokens", "rejected_tokens")
+        steps, *heads = listed_counts(found, "accepted_tokens_per_head") or [0]
+        if not steps or rejected is None or output != steps + sum(heads):
             return None
         reached = [steps, *heads, 0]
         histogram = [max(here - after, 0) for here, after in pairwise(reached)]
-        return answer_stats(self.title, sum(heads) + found.rejected_tokens, sum(heads), steps, histogram)
-
-
-class _PredictionDetails(BaseModel):
-    accepted_prediction_tokens: Count = None
-    rejected_prediction_tokens: Count = None
+        return answer_stats(self.title, sum(heads) + rejected, sum(heads), steps, histogram)
 
 
 class OpenAI(ReportingEngine):
@@ -129,8 +108,7 @@ class OpenAI(ReportingEngine):
     title = "The server"
 
     def acceptance(self, chunk: Mapping[str, object]) -> ServerStats | None:
-        found = reported(_PredictionDetails, chunk, "usage", "completion_tokens_details")
-        if found is None or found.accepted_prediction_tokens is None or found.rejected_prediction_tokens is None:
-            return None
-        drafted = found.accepted_prediction_tokens + found.rejected_prediction_tokens
-        return answer_stats(self.title, drafted, found.accepted_prediction_tokens) if drafted else None
+        found = reported(chunk, "usage", "completion_tokens_details")
+        accepted, rejected = counts(found, "accepted_prediction_tokens", "rejected_prediction_tokens")
+        drafted = None if accepted is None or rejected is None else accepted + rejected
+        return answer_stats(self.title, drafted, accepted) if drafted else None

@@ -7,11 +7,18 @@ from collections.abc import Mapping
 from subprocess import run
 from typing import ClassVar
 
-from pydantic import BaseModel
-
 from specdemo.core.trace import Counter
 from specdemo.methods import EngineArgs, Flags, MethodOptions
-from specdemo.servers.counters import Count, Counts, Samples, ServerStats, answer_stats, delta, gauge, reported
+from specdemo.servers.counters import (
+    Samples,
+    ServerStats,
+    answer_stats,
+    counts,
+    delta,
+    gauge,
+    listed_counts,
+    reported,
+)
 from specdemo.servers.engines.base import (
     GPU_ONLY,
     ServerConfig,
@@ -71,22 +78,12 @@ def _uno(model: str | None, k: int, options: MethodOptions) -> Flags:
     return [ALGORITHM, "UNO", "--uno-lora-path", str(model), "--speculative-num-draft-tokens", str(k)]
 
 
-class _SpecTokensDetails(BaseModel):
-    """Counts of one answer (srt/entrypoints/openai/protocol.py, `SpecTokensDetails`)."""
-
-    spec_verify_ct: Count = None
-    spec_num_proposed_drafts: Count = None
-    spec_num_correct_drafts: Count = None
-    spec_correct_drafts_histogram: Counts = None
-    spec_cap_lens_histogram: Counts = None  # steps by the tokens that they verified, the root included
-
-    @property
-    def unverified(self) -> int:
-        """Return the draft tokens that DSpark's schedule left out of the verification; 0 if they are not reported."""
-        caps, steps = self.spec_cap_lens_histogram or [], self.spec_verify_ct or 0
-        verified = sum(n * count for n, count in enumerate(caps)) - steps
-        possible = (self.spec_num_correct_drafts or 0) <= verified <= (self.spec_num_proposed_drafts or 0)
-        return (self.spec_num_proposed_drafts or 0) - verified if sum(caps) == steps and possible else 0
+def _unverified(found: Mapping[str, object], drafted: int, accepted: int, steps: int) -> int:
+    """Return the draft tokens that DSpark's schedule left out of the verification; 0 if they are not reported. Its
+    histogram has the steps by the tokens that they verified, the root included."""
+    caps = listed_counts(found, "spec_cap_lens_histogram") or []
+    verified = sum(n * count for n, count in enumerate(caps)) - steps
+    return drafted - verified if caps and sum(caps) == steps and accepted <= verified <= drafted else 0
 
 
 class SGLang(ServingEngine):
@@ -157,9 +154,10 @@ class SGLang(ServingEngine):
         )
 
     def acceptance(self, chunk: Mapping[str, object]) -> ServerStats | None:
-        found = reported(_SpecTokensDetails, chunk, "sglext", "spec_tokens_details")
-        if found is None:
-            return None
-        drafted = found.spec_num_proposed_drafts and found.spec_num_proposed_drafts - found.unverified
-        totals = (drafted, found.spec_num_correct_drafts, found.spec_verify_ct, found.spec_correct_drafts_histogram)
-        return answer_stats(self.title, *totals, unverified=found.unverified)
+        """Read the counts of srt/entrypoints/openai/protocol.py, `SpecTokensDetails`."""
+        found = reported(chunk, "sglext", "spec_tokens_details")
+        names = ("spec_num_proposed_drafts", "spec_num_correct_drafts", "spec_verify_ct")
+        drafted, accepted, steps = counts(found, *names)
+        unverified = _unverified(found, drafted or 0, accepted or 0, steps or 0)
+        verified, histogram = drafted and drafted - unverified, listed_counts(found, "spec_correct_drafts_histogram")
+        return answer_stats(self.title, verified, accepted, steps, histogram, unverified=unverified)

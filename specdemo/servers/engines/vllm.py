@@ -10,21 +10,19 @@ from pathlib import Path
 from subprocess import SubprocessError, run
 from typing import ClassVar
 
-from pydantic import BaseModel
-
 from specdemo.core.atomic_io import json_text
 from specdemo.core.safe_io import JsonObject
 from specdemo.core.trace import Span
 from specdemo.methods import EngineArgs, Flags, MethodOptions
 from specdemo.servers.counters import (
-    Count,
-    Counts,
     Samples,
     ServerStats,
     answer_stats,
+    counts,
     delta,
     draft_counters,
     draft_names,
+    listed_counts,
     reported,
 )
 from specdemo.servers.engines.base import (
@@ -128,17 +126,6 @@ def _release(installed: Installed) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", installed.version)[:2])
 
 
-class _Speculation(BaseModel):
-    """Counts of one answer, in the last chunk of its stream (docs, "Per-Request Acceptance Metrics")."""
-
-    num_spec_steps: Count = None
-    num_draft_tokens: Count = None
-    num_accepted_draft_tokens: Count = None
-    acceptance_histogram: Counts = None
-    per_step_drafted: Counts = None
-    per_step_accepted: Counts = None
-
-
 class VLLM(ServingEngine):
     """vLLM's OpenAI server, from an environment of its own, because it needs another version of torch."""
 
@@ -230,15 +217,15 @@ class VLLM(ServingEngine):
         return replace(stats or ServerStats(), times=times) if stats or times else None
 
     def acceptance(self, chunk: Mapping[str, object]) -> ServerStats | None:
-        found = reported(_Speculation, chunk, "metrics", "speculative_decoding")
-        if found is None:
-            return None
-        drafted, accepted = found.per_step_drafted, found.per_step_accepted
-        drafts = None
-        if drafted is not None and accepted is not None and len(drafted) == len(accepted):
-            drafts = list(zip(drafted, accepted, strict=True))
-        totals = (found.num_draft_tokens, found.num_accepted_draft_tokens, found.num_spec_steps)
-        return answer_stats(self.title, *totals, found.acceptance_histogram, drafts)
+        """Read the last chunk (docs, "Per-Request Acceptance Metrics")."""
+        found = reported(chunk, "metrics", "speculative_decoding")
+        drafted, accepted, steps = counts(found, "num_draft_tokens", "num_accepted_draft_tokens", "num_spec_steps")
+        drafts, names = None, ("per_step_drafted", "per_step_accepted")
+        by_step = [values for name in names if (values := listed_counts(found, name)) is not None]
+        if len(by_step) == 2 and len(by_step[0]) == len(by_step[1]):
+            drafts = list(zip(*by_step, strict=True))
+        histogram = listed_counts(found, "acceptance_histogram")
+        return answer_stats(self.title, drafted, accepted, steps, histogram, drafts)
 
 
 @lru_cache
