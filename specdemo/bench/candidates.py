@@ -160,13 +160,16 @@ def settings_to_copy(chosen: Preset, engine: str = "") -> list[str]:
     """Return how to run the only lane of a comparison: here, and in every engine that has its method. engine: only on
     this one."""
     lane, target = chosen.lanes[0], chosen.target
-    words = ["run", "--target", target, "--method", lane.method]
-    words += ["--dtype", chosen.dtype] if chosen.dtype != "auto" else []
-    words += ["--model", lane.model] if lane.model else []
-    words += ["--k", str(lane.k)] if lane.k else []
-    for name, value in lane.options.items():
-        words += ["--option", f"{name}={value}"]
-    words += ["--engine", engine] if engine else []
+    dtype = "" if chosen.dtype == "auto" else chosen.dtype
+    flags: list[tuple[str, object]] = [
+        ("target", target),
+        ("method", lane.method),
+        ("dtype", dtype),
+        ("model", lane.model),
+        ("k", lane.k),
+    ]
+    flags += [*(("option", f"{name}={value}") for name, value in lane.options.items()), ("engine", engine)]
+    words = ["run", *(word for flag, value in flags if value for word in (f"--{flag}", str(value)))]
     start = shlex.join(["ui", "--target", target, *(["--draft", lane.model] if lane.model else [])])
     lines = [f"Here: {program()} {shlex.join(words)}"]
     if not engine:

@@ -102,12 +102,12 @@ class KindOfWork:
     @property
     def decided(self) -> bool:
         """Return True if further races cannot change the answer much."""
-        ranked, most = self.ranked(), max(len(self.prompts), ENOUGH)
-        if not ranked or self.rounds >= 2 * most:
-            return self.rounds >= most
-        best = self.speed(ranked[0])
-        slow = best is not None and best.high is not None and best.high < 1.0
-        return slow or (self.rounds >= most and len(self.runs(ranked[0])) >= ENOUGH)
+        best = max(self.samples.keys() - self.failed, key=self.value, default="")
+        speed, most = self.speed(best), max(len(self.prompts), ENOUGH)
+        if speed and speed.high is not None and speed.high < 1.0:
+            return True
+        again = bool(best) and len(self.runs(best)) < ENOUGH  # on prompts that were used
+        return self.rounds >= most * (1 + again)
 
 
 class Search:
@@ -162,9 +162,8 @@ class Search:
         those that ran in all kinds, if any did."""
         known = [work for work in self.works if work.samples]
         names = [name for name in self._names if known and all(work.value(name) for work in known)]
-        return max(
-            names, key=lambda name: (ran and all(work.runs(name) for work in known), self._mean(name)), default=""
-        )
+        ranks = {name: (ran and all(work.runs(name) for work in known), self._mean(name)) for name in names}
+        return max(ranks, key=ranks.__getitem__, default="")
 
     def mixed(self, name: str) -> Estimate:
         """Return the speed-up of a candidate over all kinds: `over_kinds` of its runs, without interval where it is
@@ -269,8 +268,5 @@ class Search:
             return [family[-1] for family in self.families.values() if family[-1] not in work.failed]
         best = max(values[ranked[0]], 1.0)
         near = [name for name in ranked if work.near(name, values[name], best)]
-        near = [
-            name for name in near if not (both := work.ratios(name, ranked[0])) or over_repeats(both).label != "slower"
-        ]
         mixed = [name for name in [self.leader(ran=False)] if name in values]
         return [*dict.fromkeys([*ranked[:LEAST], *near[:MOST], *mixed])]
