@@ -42,22 +42,15 @@ def names(node: ast.AST) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_names_use_no_private_words(folder):
-    found = [name for node in nodes(folder) for name in names(node)]
-    private = [name for name in found if PRIVATE & set(name.strip("_").lower().split("_"))]
-    assert len(private) <= 0.006 * len(found), sorted(set(private))
-
-
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_docstrings_are_plain_english(folder):
+def test_names_and_docstrings_are_plain_english(folder):
+    found = list(nodes(folder))
+    defined = [name for node in found for name in names(node)]
+    private = [name for name in defined if PRIVATE & set(name.strip("_").lower().split("_"))]
+    assert len(private) <= 0.006 * len(defined), sorted(set(private))
     documented = (ast.Module, ast.ClassDef, *FUNCTIONS)
-    texts = [text for node in nodes(folder) if isinstance(node, documented) and (text := ast.get_docstring(node))]
+    texts = [text for node in found if isinstance(node, documented) and (text := ast.get_docstring(node))]
     fragments, odd = filter(FRAGMENT.match, texts), filter(ODD.search, texts)
-    for found, limit in ((list(fragments), 0.02), (list(odd), 0.01)):
-        assert len(found) <= limit * len(texts), [text.splitlines()[0] for text in found]
-
-
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_no_two_classes_have_the_same_name(folder):
-    classes = Counter(node.name for node in nodes(folder) if isinstance(node, ast.ClassDef))
+    for wrong, limit in ((list(fragments), 0.02), (list(odd), 0.01)):
+        assert len(wrong) <= limit * len(texts), [text.splitlines()[0] for text in wrong]
+    classes = Counter(node.name for node in found if isinstance(node, ast.ClassDef))
     assert [name for name, count in classes.items() if count > 1] == []

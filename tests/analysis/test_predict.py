@@ -187,18 +187,7 @@ def test_bad_input_is_one_line_with_the_fix(capsys, monkeypatch, arguments, line
 
 
 def test_command_prints_text_and_json(capsys):
-    arguments = [
-        "predict",
-        "llama-8b",
-        "--model",
-        "llama-1b",
-        "--device",
-        "h100-sxm,l4",
-        "--batch",
-        "1,32",
-        "--price",
-        "2",
-    ]
+    arguments = "predict llama-8b --model llama-1b --device h100-sxm,l4 --batch 1,32 --price 2".split()
     assert main(arguments) == 0
     printed = capsys.readouterr().out
     assert (

@@ -53,16 +53,7 @@ STREAMS = 32  # streams of torch per device and priority, reused in turn
 # Kernels per operation, where there are several.
 KERNELS = {"topk": 2, "sort": 2, "argsort": 2, "nonzero": 3, "scatter": 2, "index_put": 2, "masked_fill": 2}
 KERNELS |= {"index_copy": 2, "constant_pad_nd": 2, "logsumexp": 5, "eye": 2, "_grouped_mm": 2, "tree_attention": 2}
-NO_KERNEL = {
-    "empty",
-    "empty_like",
-    "new_empty",
-    "empty_strided",
-    "new_empty_strided",
-    "detach",
-    "alias",
-    "_unsafe_view",
-}
+NO_KERNEL = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach", "alias"}
 NO_KERNEL |= {"_unsafe_view", "lift_fresh", "_reshape_alias", "set_", "is_pinned", "is_same_size"}
 WAITING = {"nonzero", "masked_select", "_unique2", "unique_dim", "equal", "_local_scalar_dense", "item"}
 PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "linear", "matmul", "_grouped_mm"}  # these need a workspace

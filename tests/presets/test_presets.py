@@ -19,14 +19,7 @@ from specdemo.ui.views import finish
 
 PRESETS = dict(load_presets())  # without models that a test of this process names later
 BASE = PRESETS[DEFAULT]
-PROMISED = {
-    "embedded-draft",
-    "embedded-draft-wide",
-    "embedded-draft-deep",
-    "embedded-ngram",
-    "embedded-sampling",
-    "embedded-three-lanes",
-}
+PROMISED = {f"embedded-{name}" for name in "draft draft-wide draft-deep ngram sampling three-lanes".split()}
 
 
 def test_the_default_comes_first_then_what_needs_no_download():

@@ -3,14 +3,13 @@
 import itertools
 import json
 import signal
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 from specdemo.core.signals import sigterm_as_exit
@@ -36,35 +35,35 @@ from tests.models.tiny import build
 class Bigram(nn.Module):
     """A model that predicts the next token from one token."""
 
-    def __init__(self, size: int = 8) -> None:
+    def __init__(self, size=8):
         super().__init__()
         torch.manual_seed(0)
         self.embed = nn.Embedding(size, 16)
         self.hidden = nn.Linear(16, 16, bias=False)
         self.norm = nn.LayerNorm(16)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens):
         return F.linear(self.norm(self.embed(tokens) + self.hidden(self.embed(tokens))), self.embed.weight)
 
 
-def batches(progress: float, step: int) -> tuple[Tensor]:
+def batches(progress, step):
     start = torch.randint(0, 8, (4, 1), generator=torch.Generator().manual_seed(step))
     return ((start + torch.arange(6)) % 8,)  # the text counts up, so it can be learned
 
 
-def loss_of(module: Bigram) -> Callable[[Tensor], Tensor]:
-    def loss(tokens: Tensor) -> Tensor:
+def loss_of(module):
+    def loss(tokens):
         return F.cross_entropy(module(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
     return loss
 
 
-def ticking() -> Callable[[], float]:
+def ticking():
     """Return a clock on which everything takes one second."""
     return itertools.count().__next__
 
 
-def run(module: Bigram, folder: Path, minutes: float, of: fitting.Batches = batches) -> TrainHistory:
+def run(module, folder, minutes, of=batches):
     ticks = train_steps(
         module,
         of,
@@ -78,7 +77,7 @@ def run(module: Bigram, folder: Path, minutes: float, of: fitting.Batches = batc
     return run_with_progress(ticks, minutes, folder.name)
 
 
-def test_a_run_uses_its_minutes_and_learns(tmp_path: Path) -> None:
+def test_a_run_uses_its_minutes_and_learns(tmp_path):
     module = Bigram()
     history = run(module, tmp_path, 1.0)
     assert (history.step, history.tokens, history.seconds) == (60, 60 * 24, 60.0)
@@ -87,7 +86,7 @@ def test_a_run_uses_its_minutes_and_learns(tmp_path: Path) -> None:
     assert not module.training
 
 
-def test_killed_run_is_resumed_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_run_is_resumed_exactly(tmp_path, monkeypatch):
     monkeypatch.setattr(fitting, "CHECKPOINT_SECONDS", 7.0)
     reference = Bigram()
     expected = run(reference, tmp_path / "whole", 1.0)
@@ -95,7 +94,7 @@ def test_killed_run_is_resumed_exactly(tmp_path: Path, monkeypatch: pytest.Monke
     class Interrupted(Exception):
         pass
 
-    def dying(progress: float, step: int) -> tuple[Tensor]:
+    def dying(progress, step):
         if step == 40:
             raise Interrupted
         return batches(progress, step)
@@ -110,13 +109,13 @@ def test_killed_run_is_resumed_exactly(tmp_path: Path, monkeypatch: pytest.Monke
         torch.testing.assert_close(second.state_dict()[name], value, rtol=0, atol=0)
 
 
-def test_a_finished_run_is_not_run_again(tmp_path: Path) -> None:
+def test_a_finished_run_is_not_run_again(tmp_path):
     first = run(Bigram(), tmp_path, 0.2)
     assert run(Bigram(), tmp_path, 0.2) == first
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_micro_batches_add_up_to_the_batch(workers: int) -> None:
+def test_micro_batches_add_up_to_the_batch(workers):
     reference, pieces = Bigram(), Bigram()
     schedule = Schedule(1.0)
     with ThreadPoolExecutor(workers) if workers else nullcontext() as pool:
@@ -127,7 +126,7 @@ def test_micro_batches_add_up_to_the_batch(workers: int) -> None:
         torch.testing.assert_close(a, b, atol=1e-3, rtol=1e-3)
 
 
-def test_the_schedule_warms_up_holds_and_falls() -> None:
+def test_the_schedule_warms_up_holds_and_falls():
     schedule = Schedule(10.0, warmup_steps=4, decay_from=0.5, floor=0.1)
     assert [schedule.scale(s, 0.0) for s in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
     assert schedule.scale(100, 0.5) == 1.0
@@ -135,7 +134,7 @@ def test_the_schedule_warms_up_holds_and_falls() -> None:
     assert schedule.scale(100, 1.0) == pytest.approx(0.1)
 
 
-def test_muon_updates_only_hidden_matrices() -> None:
+def test_muon_updates_only_hidden_matrices():
     module = Bigram()
     muon, adamw = optimizers(module, Schedule(1.0))
     assert [p is module.hidden.weight for g in muon.param_groups for p in g["params"]] == [True]
@@ -143,7 +142,7 @@ def test_muon_updates_only_hidden_matrices() -> None:
     assert rest == {id(p) for p in module.parameters()} - {id(module.hidden.weight)}
 
 
-def test_provenance_names_the_run(tmp_path: Path) -> None:
+def test_provenance_names_the_run(tmp_path):
     history = TrainHistory(step=3, tokens=72, seconds=3.0, evaluations=[{"step": 3, "loss": 0.5}])
     write_provenance(tmp_path, history, recipe="r", data_sha256="abc")
     facts = json.loads((tmp_path / "provenance.json").read_text(encoding="utf-8"))
@@ -155,25 +154,23 @@ def test_provenance_names_the_run(tmp_path: Path) -> None:
     assert '"valid_loss": null' in (tmp_path / "provenance.json").read_text(encoding="utf-8")
 
 
-def test_first_checkpoint_is_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_checkpoint_is_early(tmp_path, monkeypatch):
     saved = []
     monkeypatch.setattr(TrainRun, "save", lambda run, path: saved.append(run.history.seconds))
     run(Bigram(), tmp_path, 5.0)
     assert saved == [fitting.FIRST_CHECKPOINT_SECONDS, 130.0, 250.0, 300.0]
 
 
-def cut(path: Path) -> None:
+def cut(path):
     path.write_bytes(path.read_bytes()[:-500])
 
 
-def foreign(path: Path) -> None:
+def foreign(path):
     torch.save(torch.load(path, weights_only=True) | {"module": Bigram(9).state_dict()}, path)
 
 
 @pytest.mark.parametrize("spoil", [cut, foreign])
-def test_damaged_checkpoint_is_replaced_by_the_previous_one(
-    spoil: Callable[[Path], object], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_damaged_checkpoint_is_replaced_by_the_previous_one(spoil, tmp_path, caplog):
     path = tmp_path / "checkpoint.pt"
     first = TrainRun(Bigram(), [], TrainHistory(step=1))
     first.save(path)
@@ -193,10 +190,10 @@ def test_damaged_checkpoint_is_replaced_by_the_previous_one(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signal_ends_a_run_after_saving_a_step(number: signal.Signals, tmp_path: Path) -> None:
+def test_signal_ends_a_run_after_saving_a_step(number, tmp_path):
     handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
 
-    def signalled(progress: float, step: int) -> tuple[Tensor]:
+    def signalled(progress, step):
         if step == 5:
             signal.raise_signal(number)
         return batches(progress, step)
@@ -207,19 +204,19 @@ def test_signal_ends_a_run_after_saving_a_step(number: signal.Signals, tmp_path:
     assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == handlers
 
 
-def test_a_thread_trains_without_handlers(tmp_path: Path) -> None:
+def test_a_thread_trains_without_handlers(tmp_path):
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(run, Bigram(), tmp_path, 0.2).result().seconds == 12.0
 
 
-def test_the_update_is_nearly_orthogonal() -> None:
+def test_the_update_is_nearly_orthogonal():
     torch.manual_seed(0)
     for shape in ((12, 40), (40, 12), (16, 16)):
         singular = torch.linalg.svdvals(orthogonal(torch.randn(shape)))
         assert float(singular.min()) > 0.3 and float(singular.max()) < 1.3
 
 
-def test_steps_are_those_of_torch() -> None:
+def test_steps_are_those_of_torch():
     torch.manual_seed(0)
     parameters = [nn.Parameter(torch.randn(24, 8)), nn.Parameter(torch.randn(8, 24))]
     reference = [nn.Parameter(p.detach().clone()) for p in parameters]
@@ -244,7 +241,7 @@ SLOW = Costs(token=0.4, row=1.0, update=0.5, trained=0.015, saving=20.0)  # a mo
 @pytest.mark.parametrize("minutes", [1, 20, 600])
 @pytest.mark.parametrize("generated", [True, False])
 @pytest.mark.parametrize("collected", [True, False])
-def test_all_parts_fit_into_the_minutes(costs: Costs, minutes: int, generated: bool, collected: bool) -> None:
+def test_all_parts_fit_into_the_minutes(costs, minutes, generated, collected):
     try:
         shares = divide(60.0 * minutes, costs, PLAN, generated, collected, 4096)
     except TooShort as short:
@@ -258,7 +255,7 @@ def test_all_parts_fit_into_the_minutes(costs: Costs, minutes: int, generated: b
     assert shares.plan.text_rows == 32 or (shares.plan.text_rows <= 960 and collecting <= 30.0 * minutes)
 
 
-def test_too_few_minutes_name_what_would_fit_and_what_is_needed(tmp_path: Path) -> None:
+def test_too_few_minutes_name_what_would_fit_and_what_is_needed(tmp_path):
     target = HFTarget(build("llama"), name="tiny")
     drafter = untrained_drafter(HEAD_RECIPES["medusa"], target)
     pattern = r"^0\.001 minutes are too few to train medusa on tiny: only [\d,]+ tokens of text and \d+ training steps "
@@ -269,7 +266,7 @@ def test_too_few_minutes_name_what_would_fit_and_what_is_needed(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("recipe", HEAD_RECIPES)
-def test_measuring_costs_changes_neither_head_nor_random_numbers(recipe: str) -> None:
+def test_measuring_costs_changes_neither_head_nor_random_numbers(recipe):
     target = HFTarget(build("llama"), name="tiny")
     drafter = untrained_drafter(HEAD_RECIPES[recipe], target)
     before = {name: tensor.clone() for name, tensor in drafter.head.state_dict().items()}
@@ -281,7 +278,7 @@ def test_measuring_costs_changes_neither_head_nor_random_numbers(recipe: str) ->
     assert all(torch.equal(after[name], tensor.float()) for name, tensor in before.items())
 
 
-def test_the_command_that_races_a_head_quotes_its_folder() -> None:
+def test_the_command_that_races_a_head_quotes_its_folder():
     command = race_command("eagle-3", "my target", Path("runs/a b"))
     assert command.endswith("run embedded-draft --target 'my target' --method eagle --model 'runs/a b'")
     assert str(Shares(PLAN, 1.0, None, 1200)) == "327,680 tokens of text and 1,200 training steps"

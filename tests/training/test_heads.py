@@ -1,17 +1,15 @@
 """Training of heads, on a small linear head that predicts the token after next from the last hidden state."""
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
-from specdemo.core.protocol import Progress
 from specdemo.models.target import HFTarget
 from specdemo.training.collect import Plan
-from specdemo.training.heads import TeacherSplit, build_dataset, columns, save_head, to_progress, train_head
+from specdemo.training.heads import build_dataset, columns, save_head, to_progress, train_head
 from tests.models.tiny import VOCABULARY, build
 from tests.training.test_fit import ticking
 
@@ -23,11 +21,11 @@ class Next:
 
     taps = (-1,)
 
-    def __init__(self, hidden: int, vocabulary: int) -> None:
+    def __init__(self, hidden, vocabulary):
         torch.manual_seed(1)
         self.head: nn.Module = nn.Linear(hidden, vocabulary)
 
-    def loss(self, batch: Progress) -> tuple[Tensor, dict[str, float]]:
+    def loss(self, batch):
         logits = self.head(batch.hidden[-1])[:, :-1].float()
         p = F.one_hot(batch.outputs[:, 1:], logits.shape[-1]).float() if batch.probs is None else batch.probs[:, 1:]
         agree = (logits.argmax(-1) == p.argmax(-1)).float().mean()
@@ -36,34 +34,32 @@ class Next:
     def measure(self, batch):
         self.measured = len(batch.lengths)
 
-    def save(self, folder: Path, target_name: str) -> None:
+    def save(self, folder, target_name):
         (folder / "saved.txt").write_text(target_name, encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
-def target() -> HFTarget:
+def target():
     return HFTarget(build("llama"), name="tiny")
 
 
 @pytest.fixture(scope="module")
-def material(target: HFTarget, tmp_path_factory: pytest.TempPathFactory) -> TeacherSplit:
+def material(target, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patched:  # the same result on every processor
         patched.setattr("specdemo.training.collect.matmul_dtype", lambda device: torch.float32)
         return build_dataset(target, tmp_path_factory.mktemp("cache"), PLAN)
 
 
-def test_without_a_corpus_the_target_writes_the_text(material: TeacherSplit) -> None:
+def test_without_a_corpus_the_target_writes_the_text(material):
     assert material.text.tokens.shape == (8, 32) and material.samples.tokens.shape == (4, 32)
     assert set(material.text.hidden) == {1, -1}
     assert material.source == "text written by tiny"
     assert not any(bool((row == material.text.tokens).all(-1).any()) for row in material.validation.tokens)
 
 
-def test_rows_come_from_all_files_of_a_corpus(
-    target: HFTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_come_from_all_files_of_a_corpus(target, tmp_path, monkeypatch):
     class Letters:
-        def __call__(self, text: str, verbose: bool) -> SimpleNamespace:
+        def __call__(self, text, verbose):
             return SimpleNamespace(input_ids=[ord(letter) % VOCABULARY for letter in text])
 
     corpus = tmp_path / "corpus"
@@ -76,7 +72,7 @@ def test_rows_come_from_all_files_of_a_corpus(
     assert torch.equal(*rows)
 
 
-def test_an_example_is_aligned_like_progress(target: HFTarget, material: TeacherSplit) -> None:
+def test_an_example_is_aligned_like_progress(target, material):
     batch = columns(material.text.select(torch.tensor([0, 3])), (1, -1))
     progress = to_progress(batch, (1, -1), target)
     assert progress.inputs.shape == progress.outputs.shape == (2, 31)
@@ -90,7 +86,7 @@ def test_an_example_is_aligned_like_progress(target: HFTarget, material: Teacher
     assert torch.equal(progress.probs.argmax(-1), outputs.logits[:, :-1].argmax(-1))
 
 
-def test_a_head_learns_and_is_saved_with_its_history(target: HFTarget, material: TeacherSplit, tmp_path: Path) -> None:
+def test_a_head_learns_and_is_saved_with_its_history(target, material, tmp_path):
     head = Next(32, VOCABULARY)
     ticks = list(train_head(head, target, material, tmp_path, minutes=1.0, batch_tokens=64, clock=ticking()))
     curve = ticks[-1].history.evaluations
@@ -101,17 +97,17 @@ def test_a_head_learns_and_is_saved_with_its_history(target: HFTarget, material:
     assert '"recipe": "next"' in (tmp_path / "provenance.json").read_text(encoding="utf-8")
 
 
-def test_stopped_run_is_resumed(target: HFTarget, material: TeacherSplit, tmp_path: Path) -> None:
+def test_stopped_run_is_resumed(target, material, tmp_path):
     ticks = train_head(Next(32, VOCABULARY), target, material, tmp_path, minutes=1.0, batch_tokens=64)
     for tick in ticks:
         if tick.history.step == 5:
             break
-    ticks.close()  # type: ignore[attr-defined]
+    ticks.close()
     again = next(train_head(Next(32, VOCABULARY), target, material, tmp_path, minutes=1.0, batch_tokens=64))
     assert again.history.step == 5
 
 
-def test_a_cache_without_the_taps_is_refused(target: HFTarget, tmp_path: Path) -> None:
+def test_a_cache_without_the_taps_is_refused(target, tmp_path):
     build_dataset(target, tmp_path, Plan(4, 2, 4, 32, 16, (-1,)))
     with pytest.raises(ValueError, match="lacks taps"):
         build_dataset(target, tmp_path, PLAN)
