@@ -86,7 +86,7 @@ def settle(model):
     met = Counter(token for rows in answers for row in rows for token in set(row[3:]))
     stop = min(met, key=lambda token: abs(met[token] - 15))
     model.config.eos_token_id = model.generation_config.eos_token_id = stop
-    return [oracle(model, prompts, 24) for prompts in id_prompts()]
+    return [[until(stop, row) for row in rows] for rows in answers]
 
 
 @cache
@@ -121,8 +121,11 @@ def oracle(model, prompts, n):
     """Return the greedy output of every row, up to the stop token."""
     ids, stop = torch.tensor(prompts), model.generation_config.eos_token_id
     output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=n, do_sample=False)
-    rows = output[:, ids.shape[1] :].tolist()
-    return [row[: row.index(stop) + 1] if stop in row else row for row in rows]
+    return [until(stop, row) for row in output[:, ids.shape[1] :].tolist()]
+
+
+def until(stop, row):
+    return row[: row.index(stop) + 1] if stop in row else row
 
 
 def decode(target, drafter, prompts, n, k, nodes=0, sampling=None):
