@@ -186,20 +186,28 @@ def test_every_other_method(random_llama, fused_llama, name, passes, thin):
         assert decode(target, drafter, prompts, 16, 1 + index % 6, 12) == expected, f"prompts {prompts}"
 
 
+DRAWN = Sampling(0.8, top_k=20, min_p=0.02)
+
+
+@pytest.fixture(scope="module")
+def plain_texts():
+    """Return a table of sampled texts of plain decoding."""
+    return {}
+
+
 @pytest.mark.parametrize("passes", ["plain", "recorded"])
 @pytest.mark.parametrize("name", [n for n in METHODS if n != "none" and method(n).exact])
-def test_sampled_text_is_that_of_plain_decoding(random_llama, fused_llama, name, passes):
+def test_sampled_text_is_that_of_plain_decoding(random_llama, fused_llama, name, passes, plain_texts):
     """Covers chains and trees, batches, and noise that is drawn before a CUDA graph."""
     model, answers = random_llama
     target = HFTarget(model) if passes == "plain" else HFTarget(fused_llama, capture=Replayed())
     for options in ({}, {"draft": "chain"}) if name == "eagle" else ({},):
         drafter = load_drafter(name, target, weights_for(name, target, model), **options)
         for index, (prompts, _) in enumerate(answers[::6]):
-            texts = [
-                decode(target, one, prompts, 16, 1 + index % 6, 12, Sampling(0.8, top_k=20, min_p=0.02))
-                for one in (load_drafter("none", target), drafter)
-            ]
-            assert texts[0] == texts[1], f"{options}, prompts {prompts}"
+            if (passes, index) not in plain_texts:
+                plain_texts[passes, index] = decode(target, load_drafter("none", target), prompts, 16, 0, 0, DRAWN)
+            text = decode(target, drafter, prompts, 16, 1 + index % 6, 12, DRAWN)
+            assert text == plain_texts[passes, index], f"{options}, prompts {prompts}"
 
 
 @pytest.mark.parametrize("architecture", [*CHAINS, *HYBRIDS, *CALLED, "mistral", "gpt_oss"])
@@ -212,13 +220,13 @@ def test_recurrent_hybrid_and_windowed_targets(architecture):
     target, draft = HFTarget(fused), HFTarget(copy.deepcopy(fused))
     assert target.kernels.startswith("fused" if architecture in (*CALLED, "mistral") else "transformers")
     prompt = texts(1, 13)
-    settings = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
+    settings = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None}
     expected = model.generate(prompt, attention_mask=torch.ones_like(prompt), **settings)[0, 13:].tolist()
-    config = GenerationConfig(24, budget=Budget(4, 4), stop_token_ids=())
+    config = GenerationConfig(16, budget=Budget(4, 4), stop_token_ids=())
     for name, given in (("none", None), ("ngram", None), ("draft_model", draft)):
         events = list(generate(target, load_drafter(name, target, given), prompt, config))
         assert [token for event in events for token in event.emitted[0]] == expected
-    assert len(events) < 9  # drafts from the same weights are accepted
+    assert len(events) < 7  # drafts from the same weights are accepted
 
 
 @pytest.fixture(scope="module")
