@@ -4,7 +4,6 @@ import json
 import os
 import re
 import struct
-import subprocess
 import sys
 from pathlib import Path
 
@@ -180,7 +179,7 @@ def test_files_on_which_llamacpp_aborts(key, number, stories, tmp_path, capsys, 
         error = capsys.readouterr().err
         assert error.count("\n") == 1 and "broken.gguf, ended with SIGABRT: GGML_ASSERT" in error
         assert "the same library runs other files, so this one is probably broken" in error
-    monkeypatch.setattr(subprocess, "Popen", None)
+    monkeypatch.setattr(llamacpp_trial, "subprocess", None)
     assert main(["doctor", str(stories)]) == 0
     out = capsys.readouterr().out
     assert re.match(r"engine +llama.cpp.*\ncpu threads +\d+\nweights +F32\nlogits +passes .* round", out)
