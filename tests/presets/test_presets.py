@@ -8,6 +8,7 @@ import torch
 from specdemo.analysis.predict import predict
 from specdemo.bench.suites import suite
 from specdemo.core.rules import RULES
+from specdemo.core.suggest import suggest
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.methods import METHODS
 from specdemo.models.devices import pick_dtype
@@ -73,7 +74,7 @@ def test_changes_reach_the_lanes_they_are_for():
         ({"model": "a\nb"}, "the model must not contain the control character U+000A; remove it"),
         ({"promt": "x"}, "unknown setting 'promt'; did you mean 'prompt'?"),
         ({"method": "ngrm"}, "unknown method 'ngrm'; did you mean 'ngram'?"),
-        ({"method": 3}, f"unknown method '3'; choose one of {', '.join(METHODS)}"),
+        ({"method": 3}, f"unknown method '3'; {suggest('3', METHODS)}"),
         ({"method": "ngram", "options": {"max": 3}}, "unknown option 'max' of method 'ngram'; did you mean 'max_n'?"),
         ({"method": "ngram", "options": {"max_n": 99}}, "option 'max_n' must be between 1 and 8, not 99"),
         (
