@@ -1,4 +1,4 @@
-"""Export of a Llama model in float32 and its byte-level tokenizer to GGUF, with the package `gguf`."""
+"""Export of a Llama model and its tokenizer to GGUF, with the package `gguf`."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -6,10 +6,13 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from transformers import (
     LlamaConfig,
+    LlamaForCausalLM,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
 
@@ -41,25 +44,30 @@ class GGUFVocab:
     adds_bos: bool = False  # the tokenizer puts it before a text
 
     @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerFast, size: int) -> "GGUFVocab":
-        """Read the first `size` tokens."""
-        spec = json.loads(tokenizer.backend_tokenizer.to_str())
-        names = [str(tokenizer.convert_ids_to_tokens(number)) for number in range(min(size, len(tokenizer)))]
+    def of(cls, tokenizer: PreTrainedTokenizerBase | None, size: int) -> "GGUFVocab":
+        """Read the first `size` tokens. Raises ValueError for other kinds of tokenizers."""
+        fast = tokenizer if isinstance(tokenizer, PreTrainedTokenizerFast) else None
+        spec = json.loads(fast.backend_tokenizer.to_str() if fast else "{}")
+        if not fast or spec["model"]["type"] != "BPE" or spec["decoder"]["type"] != "ByteLevel":
+            raise ValueError(
+                "export to llama.cpp supports byte-level BPE tokenizers only; choose another model or engine"
+            )
+        names = [str(fast.convert_ids_to_tokens(number)) for number in range(min(size, len(fast)))]
         merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in spec["model"]["merges"]]
         padded = [*names, *(f"[unused {number}]" for number in range(len(names), size))]
-        adds_bos = tokenizer.encode("a")[0] == tokenizer.bos_token_id
-        ids = tokenizer.eos_token_id, tokenizer.bos_token_id
-        return cls(padded, merges, frozenset(tokenizer.all_special_ids), *ids, adds_bos)
+        adds_bos = fast.encode("a")[0] == fast.bos_token_id
+        return cls(padded, merges, frozenset(fast.all_special_ids), fast.eos_token_id, fast.bos_token_id, adds_bos)
 
 
 def write_gguf(model: PreTrainedModel, vocab: GGUFVocab, file: Path) -> None:
-    """Write a Llama without bias and RoPE scaling.
+    """Write the model in float32 or bfloat16. Raises ValueError unless it is a plain Llama.
 
     llama.cpp knows pre-tokenizers by name only; the one written here is close to the tokenizer's own, but not
     identical.
     """
+    config = _checked(model, str(model.dtype).removeprefix("torch."))
     writer = import_module("gguf").GGUFWriter(file, "llama")
-    for name, value in _shape(model.config).items():
+    for name, value in _shape(config).items():
         (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(f"llama.{name}", value)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
@@ -71,13 +79,30 @@ def write_gguf(model: PreTrainedModel, vocab: GGUFVocab, file: Path) -> None:
     writer.add_add_bos_token(vocab.adds_bos)
     if vocab.bos_token_id is not None:
         writer.add_bos_token_id(vocab.bos_token_id)
-    writer.add_file_type(import_module("gguf").LlamaFileType.ALL_F32)
+    types = import_module("gguf").LlamaFileType
+    writer.add_file_type(types.MOSTLY_BF16 if model.dtype == torch.bfloat16 else types.ALL_F32)
+    bfloat16 = import_module("gguf").GGMLQuantizationType.BF16
     for name, tensor in _tensors(model):
-        writer.add_tensor(name, tensor.contiguous().numpy())
+        half = tensor.dtype == torch.bfloat16 and tensor.ndim > 1  # llama.cpp requires norms in float32
+        raw = tensor.contiguous().view(torch.uint8) if half else tensor.float().contiguous()
+        writer.add_tensor(name, raw.numpy(), raw_dtype=bfloat16 if half else None)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _checked(model: nn.Module, dtype: str) -> LlamaConfig:
+    """Return the config of a model that can be written. Raises ValueError for another model."""
+    config = model.config
+    if type(model) is LlamaForCausalLM and isinstance(config, LlamaConfig) and dtype != "float16":
+        scaled = (config.rope_parameters or {}).get("rope_type") != "default"
+        if not (config.attention_bias or config.mlp_bias or scaled):
+            return config
+    raise ValueError(
+        f"export to llama.cpp supports Llama models without bias and RoPE scaling, in float32 or bfloat16; this is "
+        f"{type(model).__name__} in {dtype}; use a GGUF file of it, or choose another model or engine"
+    )
 
 
 def _shape(config: LlamaConfig) -> dict[str, int | float]:
