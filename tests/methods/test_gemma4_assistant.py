@@ -170,12 +170,12 @@ def test_an_assistant_that_knows_the_target_is_always_accepted():
     target = ToyTarget(16, order=1, hidden_size=32)
     head = Gemma4Assistant.fresh(target)
     following = torch.stack([target.next_probs([token]).argmax() for token in range(16)])
-    for layer in head.layers:
+    for layer in head.model.layers:
         layer.post_attention_layernorm.weight.zero_()
         layer.post_feedforward_layernorm.weight.zero_()
-    states = head.norm(head.pre_projection(torch.cat([target.embed.weight, torch.zeros(16, 32)], -1)))
+    states = head.model.norm(head.pre_projection(torch.cat([target.embed.weight, torch.zeros(16, 32)], -1)))
     head.pre_projection.weight[:, 32:] = 0
-    head.lm_head.weight.copy_(torch.linalg.lstsq(states, torch.eye(16)[following]).solution.T)
+    head.model.embed_tokens.weight.copy_(torch.linalg.lstsq(states, torch.eye(16)[following]).solution.T)
     events = list(
         generate(target, Gemma4Assistant(target, head), texts(1, 4) % 16, Generation(31, budget=Budget(4, 4)))
     )
@@ -224,5 +224,5 @@ def test_other_targets_and_damaged_files_are_rejected(target, tmp_path):
         load_drafter("gemma4_assistant", HFTarget(build("mamba")), source)
     tensors = load_file(tmp_path / "model.safetensors")
     save_file({n: t for n, t in tensors.items() if "q_norm" not in n}, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"has no tensor layers.\d.self_attn.q_norm.weight"):
+    with pytest.raises(ValueError, match=r"has no tensor model.layers.\d.self_attn.q_norm.weight"):
         load_drafter("gemma4_assistant", target, source)

@@ -18,7 +18,7 @@ tokens only.
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Generator, Tensor, nn
@@ -30,7 +30,7 @@ from specdemo.core.tree import Draft
 from specdemo.kv.masks import Rope
 from specdemo.methods import require_method
 from specdemo.methods.base import DraftOptions, Head
-from specdemo.methods.heads.formats import LAYER_KEYS, check_target, rename_tensors
+from specdemo.methods.heads.formats import LAYER_KEYS, check_target
 from specdemo.methods.heads.network import Network, move_to_target
 from specdemo.methods.heads.runtime import last_columns
 from specdemo.methods.heads.sampler import ChainBuilder, flatten_draft, unflatten_draft
@@ -62,7 +62,6 @@ READ = (
     "attention_k_eq_v backbone_hidden_size centroid_intermediate_top_k final_logit_softcapping global_head_dim "
     "num_global_key_value_heads num_kv_shared_layers use_ordered_embeddings vocab_size_per_layer_input per_layer_config"
 ).split()
-NAMES = {r"^model\.": "", r"^masked_embedding\.": ""}
 HINT = "fetch the assistant again"
 
 
@@ -108,9 +107,10 @@ class AssistantLayer(nn.Module):
 
 
 class Assistant(Network):
-    """The layers, the projections between the hidden sizes, and the output head."""
+    """The layers, the projections between the hidden sizes, and the output head, under transformers' names."""
 
-    token_ordering: Tensor  # [V] token ids, ordered by centroid
+    model: Any
+    masked_embedding: Any
 
     def __init__(self, config: Config, head_dims: Mapping[str, int]) -> None:
         """config: of transformers' class. head_dims: size of an attention head by kind of layer."""
@@ -121,20 +121,18 @@ class Assistant(Network):
         self.window = text.get("sliding_window") or 0
         self.num_centroids = num_centroids(config)
         self.pre_projection = nn.Linear(2 * target_size, size, bias=False)
-        self.layers = nn.ModuleList([AssistantLayer(text, head_dims[kind]) for kind in self.kinds])
-        self.norm = RMSNorm(size, text.get("rms_norm_eps", EPSILON))
         self.post_projection = nn.Linear(size, target_size, bias=False)
+        self.model = nn.Module()
+        self.model.layers = nn.ModuleList([AssistantLayer(text, head_dims[kind]) for kind in self.kinds])
+        self.model.norm = RMSNorm(size, text.get("rms_norm_eps", EPSILON))
         if self.num_centroids:
-            self.embedding = nn.Parameter(torch.empty(self.vocab_size, size))
-            self.centroids = nn.Linear(size, self.num_centroids, bias=False)
-            self.register_buffer("token_ordering", torch.arange(self.vocab_size))
+            self.model.embed_tokens = nn.Embedding(self.vocab_size, size)
+            self.masked_embedding = nn.Module()
+            self.masked_embedding.centroids = nn.Linear(size, self.num_centroids, bias=False)
+            # token ids, ordered by centroid
+            self.masked_embedding.register_buffer("token_ordering", torch.arange(self.vocab_size))
         else:
-            self.lm_head = nn.Linear(size, self.vocab_size, bias=False)
-
-    @property
-    def output_name(self) -> str:
-        """Return the name of the output embeddings, which a checkpoint calls `embed_tokens.weight`."""
-        return "embedding" if self.num_centroids else "lm_head.weight"
+            self.model.embed_tokens = nn.Linear(size, self.vocab_size, bias=False)
 
     def rope(self, positions: Tensor) -> dict[str, Rope]:
         """Return kind of layer -> rotary embeddings of positions [B, 1]."""
@@ -146,19 +144,20 @@ class Assistant(Network):
         x = self.pre_projection(torch.cat([embedding, hidden], -1))
         # transformers counts the window from the last committed token, inclusively
         masks = {kind: kv.mask(self.window + 1 if kind == SLIDING else 0) for kind in rope}
-        for layer, kind in zip(self.layers, self.kinds, strict=True):
+        for layer, kind in zip(self.model.layers, self.kinds, strict=True):
             x = layer(x, rope[kind], *kv.layers[kind], masks[kind])
-        x = self.norm(x)
+        x = self.model.norm(x)
         return self.logits(x), self.post_projection(x)
 
     def logits(self, x: Tensor) -> Tensor:
         """Return logits [B, 1, V] of states [B, 1, D]."""
         if not self.num_centroids:
-            exact: Tensor = self.lm_head(x)
+            exact: Tensor = self.model.embed_tokens(x)
             return exact
-        best = self.centroids(x).topk(self.config.get("centroid_intermediate_top_k", ACTIVE_CENTROIDS), -1).indices
-        ids = self.token_ordering.view(self.num_centroids, -1)[best].flatten(-2)  # [B, 1, K V / C]
-        selected = (self.embedding[ids] @ x[..., None])[..., 0]
+        part, active = self.masked_embedding, self.config.get("centroid_intermediate_top_k", ACTIVE_CENTROIDS)
+        best = part.centroids(x).topk(active, -1).indices
+        ids = part.token_ordering.view(self.num_centroids, -1)[best].flatten(-2)  # [B, 1, K V / C]
+        selected: Tensor = (self.model.embed_tokens(ids) @ x[..., None])[..., 0]
         other = selected.amin(-1, keepdim=True) - 1.0
         return other.expand(*x.shape[:-1], self.vocab_size).scatter(-1, ids, selected)
 
@@ -176,7 +175,7 @@ class Gemma4Assistant(Head[Assistant], method="gemma4_assistant"):
     @classmethod
     def read(cls, checkpoint: Checkpoint, target: Target) -> Assistant:
         require_method(checkpoint, "gemma4_assistant")
-        tensors = rename_tensors(checkpoint.tensors, NAMES)
+        tensors = dict(checkpoint.tensors)
         name, config = checkpoint.name, checkpoint.config
         check_config(name, config)
         head_dims = _head_dims(name, config["text_config"], target, tensors)
@@ -185,9 +184,8 @@ class Gemma4Assistant(Head[Assistant], method="gemma4_assistant"):
         _check_cache(name, config["text_config"]["num_attention_heads"], head_dims, target)
         with torch.device("meta"):
             head = Assistant(config, head_dims)
-        tied = [tensors.pop(name) for name in ("lm_head.weight", "embed_tokens.weight") if name in tensors]
-        if tied:
-            tensors[head.output_name] = tied[-1]
+        if "lm_head.weight" in tensors:  # tied
+            tensors = {"model.embed_tokens.weight": tensors.pop("lm_head.weight")} | tensors
         return head.load_tensors(tensors, checkpoint, target, HINT)
 
     def __init__(self, target: Target, model: Assistant | str, options: DraftOptions | None = None) -> None:
@@ -272,9 +270,9 @@ class Gemma4Assistant(Head[Assistant], method="gemma4_assistant"):
 
     def save(self, folder: Path, target_name: str) -> None:
         head = self.head
-        tensors = {_file_name(name, head.output_name): tensor for name, tensor in head.state_dict().items()}
         dtype = str(head.dtype).removeprefix("torch.")
-        write_checkpoint(folder, {**head.config, "base_model_name_or_path": target_name, "dtype": dtype}, tensors)
+        config = {**head.config, "base_model_name_or_path": target_name, "dtype": dtype}
+        write_checkpoint(folder, config, head.state_dict())
 
 
 def num_centroids(config: Config) -> int:
@@ -297,21 +295,12 @@ def check_config(name: str, config: Config) -> None:
         raise ValueError(f"{name} has {vocabulary} tokens for {count} centroids, which is not a multiple; {HINT}")
 
 
-def _file_name(name: str, output_name: str) -> str:
-    """Return the name that transformers gives to a tensor of `Assistant`."""
-    if name == output_name:
-        return "model.embed_tokens.weight"
-    if name.startswith(("centroids.", "token_ordering")):
-        return f"masked_embedding.{name}"
-    return f"model.{name}" if name.startswith(("layers.", "norm.")) else name
-
-
 def _head_dims(name: str, text: Config, target: Target, tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """Return the size of an attention head by kind of layer. Raises ValueError if the target has no such layers, and
     for unsupported rotary embeddings."""
     head_dims = {}
     for index, kind in enumerate(text["layer_types"]):
-        norm = f"layers.{index}.self_attn.q_norm.weight"
+        norm = f"model.layers.{index}.self_attn.q_norm.weight"
         if kind not in target.kv_shapes:
             found = " and ".join(target.kv_shapes)
             raise ValueError(
