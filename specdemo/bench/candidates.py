@@ -73,9 +73,13 @@ def drafters(target: str, drafts: Sequence[str], download: bool) -> dict[str, La
 
 
 def with_lengths(name: str, lane: Lane, pass_ms: Mapping[int, float]) -> list[Lane]:
-    """Return the candidates of a drafter, named, the longest drafts last. pass_ms: empty on servers."""
+    """Return the candidates of a drafter, named, the longest drafts last. None for a tree whose pass takes longer than
+    plain decoding of all that it can accept. pass_ms: empty on servers."""
     chooses, wraps = method(lane.method).chooses_length, lane.method in wrappable("adaptive")
-    if getattr(lane.parsed, "nodes", 0) or (chooses and not wraps):
+    nodes = getattr(lane.parsed, "nodes", 0)
+    if nodes and pass_ms and lane.budget.depth + 1 < interpolate(pass_ms, sorted(pass_ms), nodes + 1) / pass_ms[1]:
+        return []
+    if nodes or (chooses and not wraps):
         return [lane.model_copy(update={"name": name})]
     ks = draft_lengths(pass_ms, DRAFT_COST if lane.model else 0.0) if pass_ms else ON_SERVERS
     lanes = [lane.model_copy(update={"name": f"{name}, k={k}", "k": k}) for k in (ks[-1:] if chooses else ks)]

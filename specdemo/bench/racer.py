@@ -31,6 +31,7 @@ CURVES = 3  # measurements of the costs of passes, because another program may t
 LEAST_TOKENS = 8  # a shorter answer says little about speed
 TEMPLATE = 64  # tokens that a chat template may add to a prompt
 DIFFERENT = ("differs", "text differs")  # verdicts
+TOO_WIDE = "a pass over its tree takes longer than plain decoding of all that it can accept"
 
 
 class Racer:
@@ -82,7 +83,9 @@ class Racer:
                 self._notes[name] = str(error)
             if turn < CURVES:
                 measure_passes(self._session.target(), again=True)
-        found = self._named({name: with_lengths(name, lane, self.pass_ms) for name, lane in fit.items()})
+        candidates = {name: with_lengths(name, lane, self.pass_ms) for name, lane in fit.items()}
+        self._notes |= {name: TOO_WIDE for name, lanes in candidates.items() if not lanes}
+        found = self._named({name: lanes for name, lanes in candidates.items() if lanes})
         for name, lane in self.lanes.items():
             chain = lane.k and not getattr(lane.parsed, "nodes", 0)
             if chain and (lane.method in LOOKUPS or lane.options.get("drafter") in LOOKUPS):

@@ -275,8 +275,8 @@ def _confirmed(search: Search, again: Search) -> Iterator[str]:
         words = "both are about equally fast" if abs(order.value - 1.0) < EQUAL else "the order is open"
         words = {"faster": "the order held", "slower": "the order did not hold"}.get(order.label, words)
         yield (
-            f"On other prompts of all kinds the best are {over_kinds(speeds).format()} as fast as plain decoding and "
-            f"{order.format()} as fast as the second ones; {words}."
+            f"On {sum(map(len, ratios))} other prompts together the best are {over_kinds(speeds).format()} as fast as "
+            f"plain decoding and {order.format()} as fast as the second ones; {words}."
         )
 
 
