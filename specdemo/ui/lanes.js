@@ -148,7 +148,8 @@ function emptyLane(lane) {
   text.replaceChildren(...promptNodes(lane));
   lane.container = text;
   if (lane.messages?.length) text.append((lane.container = make("div", "sd-answer"))); // a speech bubble
-  pill(lane, "idle");
+  const reads = run.start.lanes.length && run.start.schedule !== "sequential" && !run.end;
+  pill(lane, ...(reads ? ["reading", "busy"] : ["idle"]));
   lane.view.rejectedNote.textContent = "";
 }
 

@@ -390,6 +390,7 @@ def test_a_refusal_leaves_the_run_on_show_going(display, refused):
 def test_before_the_first_result_its_place_says_what_happens(display):
     ready = display.read(".sd-headline")
     assert ready[0].startswith("Ready. Press Run")
+    assert display.read(".sd-pill") == ["idle"] * 2
     for last, words in ((None, ["Running. The result appears here."]), (Failed("no"), ready)):
         display.show(Log().add(filter(None, [Loading(0.5, "loading a model"), last])))
         display.wait(100)
@@ -405,6 +406,7 @@ def test_the_next_run_ends_the_one_on_show(display):
     assert display.text(0) == "".join(HOSTILE)
     assert display.read(".sd-status") == ["Loading a model, 50 %"]
     display.show(log.add(messages[:1]))
+    assert display.read(".sd-pill") == ["reading"] * 2  # the prompt
     assert display.text(0) == "" and display.read(".sd-status")[0].startswith("Running")
 
 
