@@ -198,7 +198,8 @@ def compressed(body: bytes, scope: Scope, headers: MutableHeaders) -> bytes:
     """
     accepted = re.findall(r"\w+", Headers(scope=scope).get("accept-encoding", ""))
     if len(body) > SMALL and "br" in accepted:  # browsers accept it from this machine and over HTTPS
-        body, headers["Content-Encoding"] = brotli.compress(body, quality=5), "br"
+        quality = 5 if headers.get("content-type", "").startswith(JSON) else 9  # a page is sent once per visit
+        body, headers["Content-Encoding"] = brotli.compress(body, quality=quality), "br"
     elif len(body) > SMALL and "gzip" in accepted:
         body, headers["Content-Encoding"] = gzip.compress(body, 6), "gzip"
     headers.add_vary_header("Accept-Encoding")

@@ -114,7 +114,7 @@ class Controls:
             named(parts[f"task-{name}"].click, partial(_task, name), given, shown_task, **QUIET)
         for name, more in (("add", 1), ("remove", -1)):
             pressed = partial(parts[name].click, trigger_mode="always_last")  # a second click follows the first
-            self.describe(named(pressed, partial(_count_on, more), count, parts, **QUIET).then)
+            self.describe(named(pressed, partial(_count_on, more), count | self.drawn, parts, **QUIET).then)
         page.load(None, js=assets.text("accessibility.js"), **QUIET)
         page.load(None, js=f"() => {{ {assets.text('page_title.js')} }}", **QUIET)
         self.describe(named(page.load, titles, target, parts, **QUIET).then)
@@ -151,7 +151,11 @@ class Controls:
         """Create the row of controls that follows the lane's method."""
         lane = self._of_lane(n)
 
-        def draw_options(name: str, options: dict[str, object], rule: str, of_rule: dict[str, object]) -> None:
+        def draw_options(
+            count: int, name: str, options: dict[str, object], rule: str, of_rule: dict[str, object]
+        ) -> None:
+            if n > count:
+                return  # drawn when the lane is added
             live()
             with gr.Row(elem_classes="options"):
                 for option in method_options(name):
@@ -160,7 +164,8 @@ class Controls:
                     self._draw_option(n, option, of_rule, "acceptance_options")
 
         follow = [page.load, lane["drawn"].change]
-        inputs = [lane[name] for name in ("method", "options", "acceptance", "acceptance_options")]
+        names = ("method", "options", "acceptance", "acceptance_options")
+        inputs = [self.parts["count"], *(lane[name] for name in names)]
         gr.render(inputs, triggers=follow, show_progress="hidden", **ONE_AT_A_TIME)(draw_options)
 
     def _draw_option(self, n: int, option: Setting, options: Mapping[str, object], part: str) -> None:
@@ -461,7 +466,9 @@ def _chat_looks(target: str, chat: bool | None, system: str = "") -> dict[str, V
 
 
 def _count_on(more: int, _: gr.Request, values: Values) -> Values:
-    return _updates(_lane_looks(values["count"] + more))
+    shown = _lane_looks(values["count"] + more)
+    added = f"drawn-{shown['count']['value']}"
+    return _updates(shown) | {added: values[added] + 1}
 
 
 def _lane_looks(count: int) -> dict[str, Values]:
