@@ -268,9 +268,12 @@ def test_draft_lengths_follow_the_curve_of_costs(curve, draft, expected):
         assert not {4, 5, 6} & {*found}
 
 
-@pytest.mark.parametrize(("curve", "tried"), [(FLAT, True), ({}, True), (FOURS, True), (STEEP, False)])
-def test_a_tree_is_tried_unless_its_passes_cannot_pay(curve, tried):
-    lane = Lane(method="eagle", model="code-eagle-1", k=5, options={"nodes": 12})
+@pytest.mark.parametrize(
+    ("curve", "draft", "tried"),
+    [(FLAT, "tree", True), ({}, "tree", True), (FOURS, "tree", True), (STEEP, "tree", False), (STEEP, "chain", True)],
+)
+def test_a_tree_is_tried_unless_its_passes_cannot_pay(curve, draft, tried):
+    lane = Lane(method="eagle", model="code-eagle-1", k=5, options={"nodes": 12, "draft": draft})
     assert [one.name for one in with_lengths("eagle", lane, curve)] == ["eagle"] * tried
 
 
