@@ -32,6 +32,8 @@ def padded(
 
 def to_lists(*tensors: Tensor) -> list[Any]:
     """Copy integer tensors [B, *] to nested lists on the host, with one synchronisation."""
+    if tensors[0].device.type == "cpu":  # 1 instead of 10 microseconds
+        return [tensor.tolist() for tensor in tensors]
     copied = torch.cat(tensors, 1).cpu()
     return [part.tolist() for part in copied.split([tensor.shape[1] for tensor in tensors], 1)]
 

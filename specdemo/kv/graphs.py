@@ -136,14 +136,18 @@ def _free_stream() -> torch.cuda.Stream:
 
 
 def _abandon(graph: torch.cuda.CUDAGraph, device: torch.device, pool: tuple[int, int], shared: bool) -> None:
-    """Undo what a failed capture leaves in the allocator: torch 2.13 keeps a reference to its pool (pytorch #190308).
+    """Undo what a failed capture leaves in the allocator. Each call fails if torch has done its part already.
 
-    A shared pool must keep that reference: with one too few, memory of other graphs would be freed.
+    torch up to 2.11 keeps allocating to the pool, and 2.13 keeps a reference to it (pytorch #180395, #190308). A shared
+    pool must keep that reference: with one too few, memory of other graphs would be freed.
     """
+    index = torch.cuda.current_device() if device.index is None else device.index
+    with suppress(RuntimeError):
+        torch._C._cuda_endAllocateToPool(index, pool)
     graph.reset()
-    if not shared:
-        with suppress(RuntimeError):  # torch has dropped it already
-            torch._C._cuda_releasePool(torch.cuda.current_device() if device.index is None else device.index, pool)
+    with suppress(RuntimeError):
+        if not shared:
+            torch._C._cuda_releasePool(index, pool)
 
 
 @dataclass(slots=True)
