@@ -13,6 +13,7 @@ from specdemo.engine.loop import generate
 from specdemo.methods import METHODS, load_drafter, method
 from specdemo.methods.base import Head
 from specdemo.methods.confident import Confident
+from specdemo.methods.heads.eagle import Eagle
 from specdemo.methods.online import MIN_COLUMNS, WINDOW
 from specdemo.models.target import HFTarget
 from specdemo.models.toy import ToyTarget
@@ -97,6 +98,13 @@ def test_a_draft_ends_before_an_unlikely_token(name, p_min, monkeypatch):
         assert left_out <= int((draft.tokens != ABSENT).sum()) - len(shown) + 1e-6  # others are beyond a row's limit
         kinds.add((bool(left_out), bool(shown)))
     assert kinds >= {(True, True), (True, False)}
+
+
+def test_a_head_drafts_no_further_than_a_token_of_which_no_row_is_sure():
+    target = ToyTarget(16, seed=4)
+    drafter = Confident(load_drafter("eagle", target, Eagle.fresh(target), draft="chain"), 1.0)
+    _, events = output_and_events(target, drafter, PROMPTS[:1] % 16, tokens=20, k=4, stop_token_ids=())
+    assert [event.notes["unverified"] for event in events[1:-2]] == [1.0] * 17
 
 
 def test_every_text_is_routed_separately(tiny_llama):

@@ -238,6 +238,7 @@ class Eagle(Head[EagleHead], method="eagle"):
         self.runtime.observe(progress.lengths, progress.outputs, hidden)
 
     def propose(self, budget: Budget) -> Draft:
+        self._enough = budget.enough
         depth = min(budget.depth, budget.nodes)
         if depth < 1:
             return Draft.empty(self.runtime.rows, self.device)
@@ -295,7 +296,7 @@ class Eagle(Head[EagleHead], method="eagle"):
             return logits[:, 0]
 
         builder.append(logits[:, None])
-        builder.extend(decode_step, draft.depth)
+        builder.extend(decode_step, draft.depth, None if draft.captured else self._enough)
         return builder.build()
 
     def _draft_parallel(self, draft: DraftPass) -> Draft:
