@@ -13,8 +13,7 @@ os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
 import pytest
 from hypothesis import settings
 
-# Starts of the ids of tests that need a browser, other processes or long computations; all others are marked `fast`.
-# They begin first, in this order, so that no worker is left with a long file at the end.
+# Starts of the ids of tests that need a browser, other processes or long computations; all others are marked `fast`
 SLOW = tuple(
     """
     models/test_real_models benchmarks e2e hardening examples test_changes test_wheel methods/test_plug_ins
@@ -54,11 +53,6 @@ def pytest_addoption(parser):
     parser.addoption("--all", action="store_true", help="run what a release needs too; 100 times the examples")
 
 
-def pytest_xdist_auto_num_workers():
-    """Return one worker more than there are cores: tests also wait, for pages, servers and other processes."""
-    return 1 + (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-
-
 def pytest_configure(config):
     examples = 5_000 if config.getoption("--all") else 50
     settings.register_profile("hardening", settings.get_profile("fixed"), max_examples=examples)
@@ -90,7 +84,6 @@ def pytest_collection_modifyitems(config, items):
         release = [item for item in items if item.get_closest_marker("release")]
         config.hook.pytest_deselected(items=release)
         items[:] = [item for item in items if not item.get_closest_marker("release")]
-    items.sort(key=start)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
@@ -99,12 +92,6 @@ def pytest_collection_modifyitems(config, items):
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-
-
-def start(item):
-    """Return the place of a test's file in the order in which files start."""
-    file = item.nodeid.partition("::")[0].removeprefix("tests/")
-    return next((place for place, name in enumerate(SLOW) if file.startswith(name)), len(SLOW))
 
 
 def pytest_collection_finish(session):
