@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 DEVICES = "auto, cpu, mps, cuda, cuda:N, xpu or xpu:N"
-MAX_LISTED = 18  # longest list of names; a longer one is cut to half of this
+MAX_LISTED = 24  # longest list of names; a longer one is cut to half of this
 
 
 def suggest(name: str, choices: Iterable[str], heads: Iterable[str] = ()) -> str:

@@ -25,7 +25,7 @@ from specdemo.engine.cost import CostModel
 from specdemo.presets.drafters import published_drafters
 from specdemo.presets.files import load_presets
 from specdemo.presets.link import from_query
-from specdemo.presets.pair import LOOKUPS, add_pair
+from specdemo.presets.pair import LOOKUPS, pair
 from specdemo.servers import address
 from tests.completion_server import completion_server, piece
 from tests.servers.stand_in import gone, make, started
@@ -429,7 +429,7 @@ def test_two_servers_are_compared(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("folder", ["/home/someone/models", "C:\\Users\\someone"])
 def test_a_shared_result_names_files_without_folders(folder):
     model, draft = f"{folder}/target.gguf", f"{folder}/draft.gguf"
-    chosen = add_pair("code", "code-draft").with_changes(k=3)
+    chosen = pair("code", "code-draft").with_changes(k=3)
     lane = chosen.lanes[0].model_copy(update={"model": draft})
     remarks = settings_to_copy(chosen.model_copy(update={"target": model, "lanes": [lane]}))
     rows = [{"lane": "a", "race": race_link(model, lane, "p")}]
@@ -440,21 +440,21 @@ def test_a_shared_result_names_files_without_folders(folder):
 
 
 def test_settings_to_copy_name_the_engines_that_have_the_method():
-    found = "\n".join(settings_to_copy(add_pair("code", "code-draft").with_changes(k=3)))
+    found = "\n".join(settings_to_copy(pair("code", "code-draft").with_changes(k=3)))
     assert "run --target code --method draft_model --model code-draft --k 3" in found
     assert "preset=your-models&target=code&method=draft_model&k=3&model=code-draft" in found
     assert "vllm serve" in found
     assert "num_assistant_tokens=3" in found
     assert "'draft_model': 'code-draft'" in found
-    lookup = "\n".join(settings_to_copy(add_pair("code").with_changes(method="ngram", k=7)))
+    lookup = "\n".join(settings_to_copy(pair("code").with_changes(method="ngram", k=7)))
     assert "prompt_lookup_num_tokens=7" in lookup
-    heads = "\n".join(settings_to_copy(add_pair("code").with_changes(method="mtp", model="some/mtp", k=2)))
+    heads = "\n".join(settings_to_copy(pair("code").with_changes(method="mtp", model="some/mtp", k=2)))
     assert "Ollama: DRAFT with the drafter in the Modelfile, and draft_num_predict 2" in heads
     assert "LM Studio" not in heads
-    on_engine = settings_to_copy(add_pair("code").with_changes(method="ngram", k=7, dtype="float32"), "vllm")
+    on_engine = settings_to_copy(pair("code").with_changes(method="ngram", k=7, dtype="float32"), "vllm")
     assert [line.partition(":")[0] for line in on_engine] == ["Here", "vLLM"]
     assert on_engine[0].endswith("--target code --method ngram --dtype float32 --k 7 --engine vllm")
-    only_here = settings_to_copy(add_pair("code").with_changes(method="lookahead", k=4))
+    only_here = settings_to_copy(pair("code").with_changes(method="lookahead", k=4))
     assert [line.partition(":")[0] for line in only_here] == ["Here", "Page"]
 
 
