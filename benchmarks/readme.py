@@ -68,11 +68,12 @@ def _models(result: Result) -> str:
     """Return the conditions and a table of lanes by kind of work: tokens/s of plain decoding, the others' speed-up."""
     cells: dict[tuple[str, str], dict[str, Row]] = {}
     for row in result.rows:
-        cells.setdefault((f"{row['model']}, threads: {row['threads']}", row["lane"]), {})[row["category"]] = row
+        cells.setdefault((row["model"], row["lane"]), {})[row["category"]] = row
     kinds = list(dict.fromkeys(row["category"] for row in result.rows))
     lines = [f"| model, lane | {' | '.join(kinds)} | over its peer |", "|---" * (len(kinds) + 2) + "|"]
     for model, lanes in groupby(cells, key=lambda name: name[0]):
-        lines.append(f"| **{model}** |" + " |" * (len(kinds) + 1))
+        threads = sorted({str(row["threads"]) for row in result.rows if row["model"] == model})
+        lines.append(f"| **{model}, threads: {' or '.join(threads)}** |" + " |" * (len(kinds) + 1))
         for lane in lanes:
             of = cells[lane]
             speeds = [_speed(of[kind]) if kind in of else "" for kind in kinds]
