@@ -76,14 +76,11 @@ def with_lengths(name: str, lane: Lane, pass_ms: Mapping[int, float]) -> list[La
     """Return the candidates of a drafter, named, the longest drafts last. None for a tree whose pass takes longer than
     plain decoding of all that it can accept. pass_ms: empty on servers."""
     chooses, wraps = method(lane.method).chooses_length, lane.method in wrappable("adaptive")
-    nodes, tree = getattr(lane.parsed, "nodes", 0), getattr(lane.parsed, "draft", "tree") != "chain"
-    if (
-        nodes
-        and tree
-        and pass_ms
-        and lane.budget.depth + 1 < interpolate(pass_ms, sorted(pass_ms), nodes + 1) / pass_ms[1]
-    ):
-        return []
+    nodes = getattr(lane.parsed, "nodes", 0)
+    if nodes and pass_ms and getattr(lane.parsed, "draft", "tree") != "chain":
+        plain_passes = interpolate(pass_ms, sorted(pass_ms), nodes + 1) / pass_ms[1]
+        if lane.budget.depth + 1 < plain_passes:
+            return []
     if nodes or (chooses and not wraps):
         return [lane.model_copy(update={"name": name})]
     ks = draft_lengths(pass_ms, DRAFT_COST if lane.model else 0.0) if pass_ms else ON_SERVERS
@@ -111,7 +108,9 @@ def _found(target: str, download: bool) -> Iterator[Lane]:
     for entry in published_drafters(target):
         if entry.method and (download or _is_here(entry.drafter)):
             yield Lane(method=entry.method, model=entry.drafter)
-    yield from (Lane(method=name) for name, facts in FACTS.items() if any(map(own_name.__contains__, facts.targets)))
+    for name, facts in FACTS.items():
+        if any(word in own_name for word in facts.targets):
+            yield Lane(method=name)
     models, path = local_models(), Path(resolve(target)).expanduser()
     own = next((model for model in models if target == model.name or path == model.path), None)
     if own is None and path.is_file():

@@ -37,9 +37,8 @@ class Sample:
     predicted: float = 0.0
 
 
-Measure = Callable[
-    [str, Sequence[str]], Mapping[str, Sample]
-]  # prompt, candidates -> those that worked, and predictions
+# prompt, candidates -> those that worked, and predictions
+Measure = Callable[[str, Sequence[str]], Mapping[str, Sample]]
 Progress = Callable[[float, str], None]
 
 
@@ -223,11 +222,8 @@ class Search:
                     runs = self._only is None or name in self._only[work.name]
                     if runs and self._now() < end and number < len(work.prompts):
                         self._keep(work, number, self.race(work, work.prompts[number], [name]))
-                if (
-                    not self._only
-                    and len(self._names) > 1
-                    and not any(self._hopeful(work, name) for work in self.works)
-                ):
+                hopeful = any(self._hopeful(work, name) for work in self.works)
+                if not (self._only or hopeful) and len(self._names) > 1:
                     break
 
     def _hopeful(self, work: KindOfWork, name: str) -> bool:
