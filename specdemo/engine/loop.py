@@ -118,7 +118,7 @@ def _steps(
             drafter.observe(progress)
             watch.lap("observe")
             ms = watch.read()
-            thread_limit.record(ms["verify"], tokens.shape[1], target.threads, target.pass_ms)
+            thread_limit.record(ms["verify"], tokens.numel(), target.threads, target.pass_ms)
             drafter.on_step_timed(ms)
             root = next_root if rows.all_running else torch.where(rows.running_mask(root.device), next_root, root)
             nodes = proposed.tokens.tolist(), proposed.parents.tolist()

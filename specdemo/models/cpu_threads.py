@@ -10,6 +10,7 @@ import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from math import inf
 from pathlib import Path
 from statistics import median
 
@@ -24,6 +25,7 @@ MANY_CORES = 1 << 10
 SLOT_COST = 0.03  # expected cost of a further slot in passes over one, where it is not measured
 SLOW_PASSES = 3  # passes in a row that must be slow
 SLOW_RATIO = 1.5  # their time, relative to the median of the passes before
+SLOW_FROM_START = 2.0  # or relative to the measured time: half the threads would not be slower then
 
 
 @contextmanager
@@ -110,7 +112,7 @@ def _read(path: str) -> str:
 
 
 class ThreadLimit:
-    """Most threads of all lanes of a run. It falls when passes become much slower than before.
+    """Most threads of all lanes of a run. It falls when passes become much slower than before, or than measured.
 
     That happens when other programs take a core: a thread that waits for it delays all others.
     """
@@ -136,7 +138,10 @@ class ThreadLimit:
         one, expected = (interpolate(pass_ms, sizes, n) for n in (1, slots))
         self._costs.append(ms * one / expected if expected else ms / (1.0 + SLOT_COST * (slots - 1)))
         last, before = list(self._costs)[-SLOW_PASSES:], list(self._costs)[:-SLOW_PASSES]
-        if len(before) < SLOW_PASSES or min(last) < SLOW_RATIO * median(before):
+        slow = SLOW_RATIO * median(before) if len(before) >= SLOW_PASSES else inf
+        if one:  # a disturbance that lasts from the first pass on is in all passes before
+            slow = min(slow, SLOW_FROM_START * one)
+        if len(last) < SLOW_PASSES or min(last) < slow:
             return False
         self.threads = max(n for n in (*thread_counts(), 1) if n < used)
         self._costs.clear()

@@ -210,3 +210,7 @@ def test_passes_that_cost_what_was_measured_are_no_disturbance(monkeypatch):
         assert not limit.record({1: 9.1, 6: 27.0, 8: 33.0}[slots], slots, 2, curve)
     assert [limit.record(60.0, 8, 2, curve) for _ in range(3)] == [False, False, True]
     assert limit.threads == 1
+    limit.start_run()
+    assert [limit.record(19.0, 1, 2, curve) for _ in range(3)] == [False, False, True]  # from the first pass on
+    limit.start_run()
+    assert not any(limit.record(17.0, 1, 2, curve) for _ in range(9))  # a long text
