@@ -6,6 +6,9 @@ position, seconds are measured; both estimates persist across generations. A dra
 soon as the next token is not worth its time. Its acceptance is predicted from the drafter's top probabilities (as in
 vLLM 0.32), never from the sampled token.
 
+A lookup is accepted while it copies and hardly elsewhere, so acceptance right after a draft of which all was right is
+estimated apart. Where verification does not pay, a lookup drafts all the same, and the text shows what was right.
+
 The draft length depends on measured times. The output is still exact, but two sampled runs with the same seed may use
 different draft lengths, draw different noise and return different texts.
 """
@@ -14,9 +17,9 @@ from bisect import bisect
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from math import exp, log
-from operator import add, mul
+from operator import add, eq, mul
 from types import MappingProxyType
 
 from torch import Generator
@@ -24,11 +27,12 @@ from torch import Generator
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling
 from specdemo.core.speedup import best_length, expected_tokens, interpolate, predicted_speedup
-from specdemo.core.tree import Draft
+from specdemo.core.tree import ABSENT, Draft
 from specdemo.methods import BaseOptions, load_drafter, setting, wrappable
 from specdemo.methods.wrapper import Wrapper, acceptance_per_row
 
 PRIOR, PRIOR_WEIGHT = 0.7, 2.0  # prior acceptance rate, and its weight in observations
+START_WEIGHT = 5.0  # of a lookup's earlier texts, in observations, because texts differ
 DECAY = 0.98  # decay of an observation per later one: about the last 50 count
 MEASUREMENTS = 9  # per size
 PLAIN_STEPS = 2  # at the start, to measure the cost of a plain step
@@ -49,6 +53,7 @@ class StepOutcome:
     rows: Sequence[tuple[int, int]]  # per row: drafted levels, accepted levels
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
+    looked: int = 0  # levels that a lookup drafted and that were not verified
 
 
 class LatencyTable:
@@ -94,6 +99,12 @@ class AcceptanceEstimator:
     def __init__(self) -> None:
         self._hits = [PRIOR * PRIOR_WEIGHT]
         self._tries = [PRIOR_WEIGHT]
+
+    def start(self) -> None:
+        """Begin another text: earlier ones count for at most START_WEIGHT observations."""
+        for level, tries in enumerate(self._tries):
+            share = min(1.0, START_WEIGHT / tries)
+            self._hits[level], self._tries[level] = share * self._hits[level], share * tries
 
     def add(self, drafted: int, accepted: int) -> None:
         """Add one row of one step: drafted and accepted levels."""
@@ -160,15 +171,17 @@ class DepthPlan:
 class Goodput:
     """Maximises expected tokens per second. Starts with plain steps, then one draft token, to measure the costs."""
 
-    def __init__(self, pass_ms: Mapping[int, float] = MappingProxyType({})) -> None:
-        """pass_ms: see `Target`; empty: unknown."""
+    def __init__(self, pass_ms: Mapping[int, float] = MappingProxyType({}), looks_up: bool = False) -> None:
+        """pass_ms: see `Target`; empty: unknown. looks_up: see `Method`."""
         self.notes: dict[str, float] = {}
-        self.acceptance = AcceptanceEstimator()
+        self.copying = False  # the last draft of a lookup was right so far
+        self._looks_up = looks_up
+        self._acceptance = {copying: AcceptanceEstimator() for copying in (False, True)}
         self.predictor = AcceptancePredictor()
         self._token_by_token = False  # whether the drafter calls `should_stop`
         self._log_odds: list[list[float]] = []  # of the current draft, by level and row
         self._path_probs: list[float] = []  # per row: probability that the whole draft so far is accepted
-        self._plans: dict[tuple[int, int], DepthPlan] = {}  # by budget
+        self._plans: dict[tuple[int, int, bool], DepthPlan] = {}  # by budget and `copying`
         self._plan = DepthPlan([], [1.0], [0.0], 0, [])
         self._num_steps = 0
         self._recent_tokens, self._recent_seconds = 0.0, 0.0  # of recent steps, per row
@@ -182,11 +195,19 @@ class Goodput:
 
     def start(self) -> None:
         """Begin a new generation."""
-        self._drafted_last_step = False
+        self._drafted_last_step = self.copying = False
+        if self._looks_up:
+            for acceptance in self._acceptance.values():
+                acceptance.start()
+
+    @property
+    def acceptance(self) -> AcceptanceEstimator:
+        """Return the acceptance of the next draft."""
+        return self._acceptance[self.copying]
 
     def choose(self, depth: int, nodes: int) -> int:
         """Return the draft depth, 0 to `depth`, where `nodes` is the node budget at full depth."""
-        self._plan = plan = self._plans.get((depth, nodes)) or self._make_plan(depth, nodes)
+        self._plan = plan = self._plans.get((depth, nodes, self.copying)) or self._make_plan(depth, nodes)
         if self._plain_steps_left or len(self._draft_times) == 1:
             k = 0 if self._plain_steps_left else min(depth, 1)
             self._plain_steps_left = max(self._plain_steps_left - 1, 0)
@@ -217,12 +238,13 @@ class Goodput:
         if outcome.slots in self._seen_widths:
             self._verify_times.add(outcome.slots, outcome.verify_seconds)
         self._seen_widths.add(outcome.slots)
-        drafted = outcome.slots - 1 if self._log_odds else outcome.k
-        if drafted and self._drafted_last_step:  # after a plain step the drafter also reads the tokens that it missed
+        drafted = outcome.looked or (outcome.slots - 1 if self._log_odds else outcome.k)
+        # after a plain step a drafter that is no lookup also reads the tokens that it missed
+        if drafted and (outcome.looked or self._drafted_last_step):
             self._draft_times.add(drafted, outcome.draft_seconds)
         self._drafted_last_step = drafted > 0
         for levels, accepted in outcome.rows:
-            self.acceptance.add(levels, accepted)
+            self.count(levels, accepted)
         if outcome.rows and self._log_odds and len(self._log_odds[0]) == len(outcome.rows):
             for row, (levels, accepted) in enumerate(outcome.rows):
                 for level, log_odds in enumerate(self._log_odds[: min(accepted + 1, levels)]):
@@ -235,11 +257,19 @@ class Goodput:
         if self._num_steps < MEASUREMENTS or self._num_steps % PLAN_STEPS == 0:
             self._plans.clear()
 
+    def count(self, drafted: int, accepted: int) -> None:
+        """Add a draft of one row: its levels, and those of them that the text has."""
+        self.acceptance.add(drafted, accepted)
+        if drafted and self._looks_up:
+            self.copying = accepted == drafted
+
     def _make_plan(self, depth: int, nodes: int) -> DepthPlan:
         rates = self.acceptance.rates(depth)
         tokens, seconds = expected_tokens(rates), self._seconds(depth, nodes)
         thresholds = self._thresholds(rates, seconds) if self._token_by_token else [0.0] * depth
-        plan = self._plans[depth, nodes] = DepthPlan(rates, tokens, seconds, best_length(tokens, seconds), thresholds)
+        plan = self._plans[depth, nodes, self.copying] = DepthPlan(
+            rates, tokens, seconds, best_length(tokens, seconds), thresholds
+        )
         return plan
 
     def _thresholds(self, rates: list[float], seconds: list[float]) -> list[float]:
@@ -287,7 +317,7 @@ class Adaptive(Wrapper, method="adaptive"):
     def __init__(self, target: Target, model: object = None, options: AdaptiveOptions | None = None) -> None:
         options = options or self.Options()
         super().__init__(load_drafter(options.drafter, target, model))
-        self.policy = Goodput(target.pass_ms)
+        self.policy = Goodput(target.pass_ms, self.drafters[0].looks_up)
         self._device = target.device
         self._row_counts: list[tuple[int, int]] | None = None  # of the last draft, until its times arrive
 
@@ -296,6 +326,8 @@ class Adaptive(Wrapper, method="adaptive"):
         self.policy.start()
         self._empty_draft = Draft.empty(batch, self._device)
         self._draft: Draft | None = None  # None until the prompt has been observed
+        self._unverified: dict[int, tuple[list[int], int]] = {}  # row -> draft of a lookup, tokens that the text has
+        self._looked = 0
 
     def capture_graphs(self, budget: Budget) -> None:
         """Capture every length, because the policy measures the time of each."""
@@ -311,22 +343,40 @@ class Adaptive(Wrapper, method="adaptive"):
         """
         depth = min(budget.depth, budget.nodes)
         self._k = k = self.policy.choose(depth, budget.nodes)
-        draft = self._empty_draft
+        draft, self._looked = self._empty_draft, 0
         if k:
             draft = super().propose(Budget(k, budget.nodes * k // depth, self.policy.should_stop))
-        drafted = draft.nodes if self.policy.stops else k
-        self._draft = replace(draft, notes={**draft.notes, **self.policy.notes, "k": drafted})
+            self._unverified.clear()
+        elif depth and self.drafters[0].looks_up and not self._unverified:
+            drafted = super().propose(budget).tokens.tolist()
+            self._unverified = {row: ([t for t in ids if t != ABSENT], 0) for row, ids in enumerate(drafted)}
+            self._looked = depth
+        used = draft.nodes if self.policy.stops else k
+        self._draft = replace(draft, notes={**draft.notes, **self.policy.notes, "k": used})
         return self._draft
 
     def observe(self, progress: Progress) -> None:
         if self._draft is not None:
             self._row_counts = acceptance_per_row(self._draft, self._k, progress)
         super().observe(progress)
+        if self._unverified:
+            self._compare(progress.output_ids())
+
+    def _compare(self, outputs: list[list[int]]) -> None:
+        """Compare drafts that were not verified with what the target wrote instead."""
+        for row, (draft, known) in [*self._unverified.items()]:
+            known += sum(takewhile(bool, map(eq, draft[known:], outputs[row])))
+            if outputs[row] and known - self._unverified[row][1] == len(outputs[row]):
+                self._unverified[row], self.policy.copying = (draft, known), True
+            else:
+                del self._unverified[row]
+                self.policy.count(len(draft), known)
 
     def on_step_timed(self, ms: Mapping[str, float]) -> None:
         super().on_step_timed(ms)
         if self._draft is not None and self._row_counts is not None:
             verifying = sum(ms.get(lap, 0.0) for lap in ("verify", "accept", "commit"))
             slots, drafting = self._draft.nodes + 1, ms.get("draft", 0.0)
-            self.policy.learn(StepOutcome(self._k, slots, self._row_counts, drafting / 1000.0, verifying / 1000.0))
+            times = drafting / 1000.0, verifying / 1000.0
+            self.policy.learn(StepOutcome(self._k, slots, self._row_counts, *times, self._looked))
             self._row_counts = None

@@ -53,6 +53,7 @@ class NGramOptions(BaseOptions):
 
 
 class NGram(Method, method="ngram"):
+    looks_up = True
     summary = "Drafts what followed the last occurrence of the current words; free, and useful where text repeats."
 
     Options = NGramOptions

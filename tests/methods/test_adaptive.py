@@ -1,4 +1,6 @@
 import random
+from itertools import takewhile
+from operator import eq
 
 import pytest
 import torch
@@ -191,6 +193,32 @@ def test_short_rows_count_their_drafts_only(monkeypatch):
     drafter.observe(Progress(torch.zeros(3, 3).long(), torch.zeros(3, 3).long(), [3, 1, 0]))
     drafter.on_step_timed({"draft": 1.0, "verify": 2.0})
     assert (outcomes[0].rows, outcomes[0].slots) == ([(2, 2), (0, 0)], 3)
+
+
+@pytest.mark.parametrize("lookup", ["ngram", "suffix"])
+def test_a_lookup_drafts_again_as_soon_as_the_text_is_copied(monkeypatch, lookup):
+    """A pass over k + 1 tokens costs 1 + k / 2, and most matches of random text are wrong."""
+    curve = {n: 0.5 + 0.5 * n for n in range(1, 17)}
+    monkeypatch.setattr(ToyTarget, "pass_ms", curve)
+    drafter, dice = load_drafter("adaptive", ToyTarget(16), drafter=lookup), random.Random(5)
+    prompt = [dice.randrange(16) for _ in range(200)]
+    fresh = [dice.randrange(16) for _ in range(100)]
+    verified = {}
+    for name, text in (("fresh", fresh), ("copied", prompt[20:120])):
+        drafter.start(1, Sampling(), torch.Generator())
+        drafter.observe(Progress(torch.tensor([prompt[:-1]]), torch.tensor([prompt[1:]]), [len(prompt) - 1]))
+        done, verified[name] = 1, [0, 0]
+        while done < len(text):
+            draft = drafter.propose(Budget(7, 7)).tokens[0].tolist()
+            same = sum(takewhile(bool, map(eq, draft, text[done:])))
+            step = text[done - 1 : done + same + 1]
+            drafter.observe(Progress(torch.tensor([step[:-1]]), torch.tensor([step[1:]]), [len(step) - 1]))
+            drafter.on_step_timed({"draft": 0.001, "verify": curve[len(draft) + 1]})
+            done += len(step) - 1
+            verified[name] = [verified[name][0] + len(draft), verified[name][1] + same]
+    assert verified["fresh"][0] < 15
+    drafted, accepted = verified["copied"]
+    assert drafted < accepted + 5 and accepted > 35  # 17 and 19 if it only learns from drafts that are verified
 
 
 def test_the_model_goes_to_the_wrapped_drafter(tiny_llama):
