@@ -96,15 +96,14 @@ class AcceptanceEstimator:
     level above.
     """
 
+    copying = False
+
     def __init__(self) -> None:
         self._hits = [PRIOR * PRIOR_WEIGHT]
         self._tries = [PRIOR_WEIGHT]
 
     def start(self) -> None:
-        """Begin another text: earlier ones count for at most START_WEIGHT observations."""
-        for level, tries in enumerate(self._tries):
-            share = min(1.0, START_WEIGHT / tries)
-            self._hits[level], self._tries[level] = share * self._hits[level], share * tries
+        """Begin another text."""
 
     def add(self, drafted: int, accepted: int) -> None:
         """Add one row of one step: drafted and accepted levels."""
@@ -117,6 +116,12 @@ class AcceptanceEstimator:
             hits[level] = DECAY * hits[level] + (level < accepted)
             tries[level] = DECAY * tries[level] + 1.0
 
+    def forget(self, weight: float) -> None:
+        """Let all observations together count for at most `weight`."""
+        for level, tries in enumerate(self._tries):
+            share = min(1.0, weight / tries)
+            self._hits[level], self._tries[level] = share * self._hits[level], share * tries
+
     def rates(self, depth: int) -> list[float]:
         """Return the acceptance rates of levels 1 to `depth`."""
         rate, rates = self._hits[0] / self._tries[0], []
@@ -125,6 +130,57 @@ class AcceptanceEstimator:
                 rate = (self._hits[level] + PRIOR_WEIGHT * rate) / (self._tries[level] + PRIOR_WEIGHT)
             rates.append(rate)
         return rates
+
+
+class LookupAcceptance(AcceptanceEstimator):
+    """Acceptance of a lookup, which is right where a text is copied and hardly elsewhere: after a draft that was right,
+    apart from that after others.
+
+    A draft that is not verified counts, too, as soon as the text shows how much of it was right. copying: the last
+    draft was right so far; of several rows, the last one that drafted.
+    """
+
+    def __init__(self) -> None:
+        self._parts = {copying: AcceptanceEstimator() for copying in (False, True)}
+        self._unverified: dict[int, tuple[list[int], int]] = {}  # row -> draft, tokens of it that the text has
+
+    def start(self) -> None:
+        self.copying = False
+        self._unverified.clear()
+        for part in self._parts.values():
+            part.forget(START_WEIGHT)
+
+    def add(self, drafted: int, accepted: int) -> None:
+        self._parts[self.copying].add(drafted, accepted)
+        if drafted:
+            self.copying = accepted == drafted
+
+    def rates(self, depth: int) -> list[float]:
+        return self._parts[self.copying].rates(depth)
+
+    @property
+    def watches(self) -> bool:
+        """Return True while a draft that is not verified is compared with the text."""
+        return bool(self._unverified)
+
+    def watch(self, draft: Draft) -> None:
+        """Compare a draft that is not verified with the text."""
+        rows = draft.tokens.tolist() if draft.nodes else []
+        self._unverified = {row: ([token for token in ids if token != ABSENT], 0) for row, ids in enumerate(rows)}
+
+    def drop(self) -> None:
+        """End the comparison, because another draft is verified."""
+        self._unverified.clear()
+
+    def observe(self, outputs: list[list[int]]) -> None:
+        """Add the next tokens of the text."""
+        for row, (draft, before) in [*self._unverified.items()]:
+            known = before + sum(takewhile(bool, map(eq, draft[before:], outputs[row])))
+            if outputs[row] and known - before == len(outputs[row]):
+                self._unverified[row], self.copying = (draft, known), True
+            else:
+                del self._unverified[row]
+                self.add(len(draft), known)
 
 
 class AcceptancePredictor:
@@ -171,17 +227,17 @@ class DepthPlan:
 class Goodput:
     """Maximises expected tokens per second. Starts with plain steps, then one draft token, to measure the costs."""
 
-    def __init__(self, pass_ms: Mapping[int, float] = MappingProxyType({}), looks_up: bool = False) -> None:
-        """pass_ms: see `Target`; empty: unknown. looks_up: see `Method`."""
+    def __init__(
+        self, pass_ms: Mapping[int, float] = MappingProxyType({}), acceptance: AcceptanceEstimator | None = None
+    ) -> None:
+        """pass_ms: see `Target`; empty: unknown."""
         self.notes: dict[str, float] = {}
-        self.copying = False  # the last draft of a lookup was right so far
-        self._looks_up = looks_up
-        self._acceptance = {copying: AcceptanceEstimator() for copying in (False, True)}
+        self.acceptance = acceptance or AcceptanceEstimator()
         self.predictor = AcceptancePredictor()
         self._token_by_token = False  # whether the drafter calls `should_stop`
         self._log_odds: list[list[float]] = []  # of the current draft, by level and row
         self._path_probs: list[float] = []  # per row: probability that the whole draft so far is accepted
-        self._plans: dict[tuple[int, int, bool], DepthPlan] = {}  # by budget and `copying`
+        self._plans: dict[tuple[int, int, bool], DepthPlan] = {}  # by budget and `acceptance.copying`
         self._plan = DepthPlan([], [1.0], [0.0], 0, [])
         self._num_steps = 0
         self._recent_tokens, self._recent_seconds = 0.0, 0.0  # of recent steps, per row
@@ -195,19 +251,12 @@ class Goodput:
 
     def start(self) -> None:
         """Begin a new generation."""
-        self._drafted_last_step = self.copying = False
-        if self._looks_up:
-            for acceptance in self._acceptance.values():
-                acceptance.start()
-
-    @property
-    def acceptance(self) -> AcceptanceEstimator:
-        """Return the acceptance of the next draft."""
-        return self._acceptance[self.copying]
+        self._drafted_last_step = False
+        self.acceptance.start()
 
     def choose(self, depth: int, nodes: int) -> int:
         """Return the draft depth, 0 to `depth`, where `nodes` is the node budget at full depth."""
-        self._plan = plan = self._plans.get((depth, nodes, self.copying)) or self._make_plan(depth, nodes)
+        self._plan = plan = self._plans.get((depth, nodes, self.acceptance.copying)) or self._make_plan(depth, nodes)
         if self._plain_steps_left or len(self._draft_times) == 1:
             k = 0 if self._plain_steps_left else min(depth, 1)
             self._plain_steps_left = max(self._plain_steps_left - 1, 0)
@@ -244,7 +293,7 @@ class Goodput:
             self._draft_times.add(drafted, outcome.draft_seconds)
         self._drafted_last_step = drafted > 0
         for levels, accepted in outcome.rows:
-            self.count(levels, accepted)
+            self.acceptance.add(levels, accepted)
         if outcome.rows and self._log_odds and len(self._log_odds[0]) == len(outcome.rows):
             for row, (levels, accepted) in enumerate(outcome.rows):
                 for level, log_odds in enumerate(self._log_odds[: min(accepted + 1, levels)]):
@@ -257,17 +306,11 @@ class Goodput:
         if self._num_steps < MEASUREMENTS or self._num_steps % PLAN_STEPS == 0:
             self._plans.clear()
 
-    def count(self, drafted: int, accepted: int) -> None:
-        """Add a draft of one row: its levels, and those of them that the text has."""
-        self.acceptance.add(drafted, accepted)
-        if drafted and self._looks_up:
-            self.copying = accepted == drafted
-
     def _make_plan(self, depth: int, nodes: int) -> DepthPlan:
         rates = self.acceptance.rates(depth)
         tokens, seconds = expected_tokens(rates), self._seconds(depth, nodes)
         thresholds = self._thresholds(rates, seconds) if self._token_by_token else [0.0] * depth
-        plan = self._plans[depth, nodes, self.copying] = DepthPlan(
+        plan = self._plans[depth, nodes, self.acceptance.copying] = DepthPlan(
             rates, tokens, seconds, best_length(tokens, seconds), thresholds
         )
         return plan
@@ -317,7 +360,8 @@ class Adaptive(Wrapper, method="adaptive"):
     def __init__(self, target: Target, model: object = None, options: AdaptiveOptions | None = None) -> None:
         options = options or self.Options()
         super().__init__(load_drafter(options.drafter, target, model))
-        self.policy = Goodput(target.pass_ms, self.drafters[0].looks_up)
+        self._lookup = LookupAcceptance() if self.drafters[0].looks_up else None
+        self.policy = Goodput(target.pass_ms, self._lookup)
         self._device = target.device
         self._row_counts: list[tuple[int, int]] | None = None  # of the last draft, until its times arrive
 
@@ -326,7 +370,6 @@ class Adaptive(Wrapper, method="adaptive"):
         self.policy.start()
         self._empty_draft = Draft.empty(batch, self._device)
         self._draft: Draft | None = None  # None until the prompt has been observed
-        self._unverified: dict[int, tuple[list[int], int]] = {}  # row -> draft of a lookup, tokens that the text has
         self._looked = 0
 
     def capture_graphs(self, budget: Budget) -> None:
@@ -346,10 +389,10 @@ class Adaptive(Wrapper, method="adaptive"):
         draft, self._looked = self._empty_draft, 0
         if k:
             draft = super().propose(Budget(k, budget.nodes * k // depth, self.policy.should_stop))
-            self._unverified.clear()
-        elif depth and self.drafters[0].looks_up and not self._unverified:
-            drafted = super().propose(budget).tokens.tolist()
-            self._unverified = {row: ([t for t in ids if t != ABSENT], 0) for row, ids in enumerate(drafted)}
+            if self._lookup:
+                self._lookup.drop()
+        elif self._lookup and depth and not self._lookup.watches:
+            self._lookup.watch(super().propose(budget))
             self._looked = depth
         used = draft.nodes if self.policy.stops else k
         self._draft = replace(draft, notes={**draft.notes, **self.policy.notes, "k": used})
@@ -359,18 +402,8 @@ class Adaptive(Wrapper, method="adaptive"):
         if self._draft is not None:
             self._row_counts = acceptance_per_row(self._draft, self._k, progress)
         super().observe(progress)
-        if self._unverified:
-            self._compare(progress.output_ids())
-
-    def _compare(self, outputs: list[list[int]]) -> None:
-        """Compare drafts that were not verified with what the target wrote instead."""
-        for row, (draft, known) in [*self._unverified.items()]:
-            known += sum(takewhile(bool, map(eq, draft[known:], outputs[row])))
-            if outputs[row] and known - self._unverified[row][1] == len(outputs[row]):
-                self._unverified[row], self.policy.copying = (draft, known), True
-            else:
-                del self._unverified[row]
-                self.policy.count(len(draft), known)
+        if self._lookup:
+            self._lookup.observe(progress.output_ids())
 
     def on_step_timed(self, ms: Mapping[str, float]) -> None:
         super().on_step_timed(ms)

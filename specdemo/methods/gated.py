@@ -2,8 +2,8 @@
 
 Each step compares expected tokens per second. Those of the lookup are the mean accepted length at its measured
 acceptance, divided by the time of looking and of a target pass over the match; those of the other drafter are the mean
-of its recent steps, drafting included. Edits and code repeat long parts of the prompt, which a lookup drafts without
-cost; the drafter drafts the rest.
+of its recent steps, drafting included. A match that is not used is compared with the text all the same. Edits and code
+repeat long parts of the prompt, which a lookup drafts without cost; the drafter drafts the rest.
 
 The choice depends on measured times. The output is exact with every choice.
 """
@@ -19,7 +19,7 @@ from specdemo.core.sampling import Sampling
 from specdemo.core.speedup import best_length, expected_tokens
 from specdemo.core.tree import ABSENT, Draft
 from specdemo.methods import BaseOptions, load_drafter, setting, wrappable
-from specdemo.methods.adaptive import DECAY, EXPLORE_INTERVAL, AcceptanceEstimator, LatencyTable
+from specdemo.methods.adaptive import DECAY, LatencyTable, LookupAcceptance
 from specdemo.methods.wrapper import Wrapper, acceptance_per_row
 
 FIRST_STEPS = 3  # of the other drafter, before the two are compared; until then it drafts where the lookup just failed
@@ -46,10 +46,10 @@ class Gated(Wrapper, method="gated"):
 
     def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
         super().start(batch, sampling, rng)
-        self._acceptance = AcceptanceEstimator()  # of the lookup
+        self._acceptance = LookupAcceptance()
         self._verify_times = LatencyTable({}, self._curve)
         self._lookup_times = LatencyTable({})  # of drafting with the lookup
-        self._steps = self._skipped = 0  # steps of the drafter; matches not used since the last one that was
+        self._steps = 0  # of the drafter
         self._failed = False  # the last draft of the lookup was rejected, and the drafter has not drafted since
         self._tokens = self._seconds = 0.0  # of recent steps of the drafter, per row
         self._draft: Draft | None = None  # None until the prompt has been observed
@@ -62,6 +62,10 @@ class Gated(Wrapper, method="gated"):
         if self._most and not length:
             budget = replace(budget, depth=min(budget.depth, self._most), nodes=min(budget.nodes, self._most))
         self._route, self._depth = (LOOKUP, length) if length else (DRAFTER, budget.depth)
+        if length:
+            self._acceptance.drop()
+        elif not self._acceptance.watches:
+            self._acceptance.watch(match)
         draft = _first(match, length) if length else super().propose(budget)
         self._draft = replace(draft, notes={**draft.notes, "route": self._route})
         return self._draft
@@ -69,6 +73,7 @@ class Gated(Wrapper, method="gated"):
     def observe(self, progress: Progress) -> None:
         if self._draft is not None:
             self._rows = acceptance_per_row(self._draft, self._depth, progress)
+            self._acceptance.observe(progress.output_ids())
         super().observe(progress)
 
     def on_step_timed(self, ms: Mapping[str, float]) -> None:
@@ -96,15 +101,9 @@ class Gated(Wrapper, method="gated"):
         (looking,) = self._lookup_times.estimates([1])
         seconds = [looking + verifying for verifying in self._verify_times.estimates(range(1, match.nodes + 2))]
         length = max(best_length(tokens, seconds), 1) if len(self._verify_times) else match.nodes
-        self._skipped += 1
         if self._steps < FIRST_STEPS:
-            pays = not self._failed
-        else:
-            pays = tokens[length] * self._seconds > self._tokens * seconds[length]
-        if pays or self._skipped == EXPLORE_INTERVAL:
-            self._skipped = 0
-            return length
-        return 0
+            return 0 if self._failed else length
+        return length if tokens[length] * self._seconds > self._tokens * seconds[length] else 0
 
 
 def _first(chain: Draft, length: int) -> Draft:

@@ -54,9 +54,9 @@ def test_most_accepted_drafter_is_selected(folders, first, others, best, tiny_ll
     assert set(routes[2 * count :]) == {best}
 
 
-@pytest.mark.parametrize("right, least, most", [("lookup", 30, 30), ("drafter", 4, 8)])
-def test_a_lookup_drafts_while_it_gives_more_tokens_per_second(right, least, most):
-    """Of 30 steps. A lookup that loses takes turns with the drafter at first, then has every eighth match."""
+@pytest.mark.parametrize("right, lookups", [("lookup", 30), ("drafter", 3)])
+def test_a_lookup_drafts_while_it_gives_more_tokens_per_second(right, lookups):
+    """Of 30 steps. A lookup that loses takes turns with the drafter at first, then its drafts are only compared with the text."""
     target = ToyTarget(16, seed=1)
     prompt, config = torch.tensor([[3, 1, 4, 1, 5]]), GenerationConfig(200, budget=Budget(3, 3), stop_token_ids=())
     (answer,) = rows_of([*generate(target, load_drafter("none", target), prompt, config)])
@@ -65,7 +65,7 @@ def test_a_lookup_drafts_while_it_gives_more_tokens_per_second(right, least, mos
     events = list(generate(target, drafter, prompt, config, stopwatch=Watch()))
     routes = [int(e.notes["route"]) for e in events[1:31]]
     assert routes[0]
-    assert least <= sum(routes) <= most
+    assert sum(routes) == lookups
     assert all(len(e.drafted[0]) <= (3 if e.notes["route"] else 2) for e in events[1:])
     assert rows_of(events) == [answer]
 
