@@ -33,6 +33,8 @@ from specdemo.servers import lane as servers
 from specdemo.servers.address import check_listed, host, machine
 from specdemo.servers.engines import draft_request
 
+WARM_UP_PROMPT = 64  # most tokens of a prompt that a CPU reads before a run
+
 StopCheck = Callable[[], bool]
 Events = Generator[StepEvent, None, None]
 ChatMessage = dict[str, str]  # role and content
@@ -128,7 +130,7 @@ class LocalLane(RunningLane):
 
     def prepare(self, cancelled: StopCheck) -> bool:
         try:
-            warm_up(*self._inputs(), self._accept, cancelled)
+            warm_up(*self._warm_up_inputs(), self._accept, cancelled)
             self.discard_turn()
             return self._add_notes()
         except Exception as error:  # the timed run raises it again and notes it in the trace
@@ -176,6 +178,16 @@ class LocalLane(RunningLane):
             raise RuntimeError(self._models.failure)
         prompt = torch.tensor([self.trace.prompt_ids], device=self.target.device)
         return self.target, self._models.drafter, prompt, self._config
+
+    def _warm_up_inputs(self) -> tuple[Target, Method, Tensor, GenerationConfig]:
+        """Return the arguments of `generate` with the end of a long prompt only, because a CPU reads it for as long as
+        the run itself does. A chat reads all of it, so that what it keeps stays."""
+        target, drafter, prompt, config = self._inputs()
+        left_out = prompt.shape[1] - WARM_UP_PROMPT
+        if left_out > 0 and target.device.type == "cpu" and not any(one.length for one in self._models.prefix_cached):
+            prompt = prompt[:, left_out:]
+            config = replace(config, max_new_tokens=config.max_new_tokens + left_out)  # reserves as much memory
+        return target, drafter, prompt, config
 
     def _record(self, event: StepEvent) -> None:
         trace = self.trace

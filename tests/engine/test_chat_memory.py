@@ -10,6 +10,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from specdemo.engine.comparison import Comparison, Lane
+from specdemo.engine.lanes import WARM_UP_PROMPT
 from specdemo.engine.messages import Started, StepRow
 from specdemo.engine.session import Session, follow_up
 from specdemo.models.prefix_reuse import PrefixCachedTarget
@@ -114,12 +115,14 @@ def test_next_turns_equal_runs_without_prefix_cache(session, without, chatty):
 
 
 def test_target_and_draft_model_read_only_new_tokens(session, chatty, monkeypatch):
-    comparison = spec(chatty, LANES[:1])
-    again = follow_up(comparison, session.run(comparison), "The dog saw a ball")
+    comparison = spec(chatty, LANES[:1], prompt="Once upon a time, a dog ran. " * 20)
     read = tokens_read(monkeypatch)
-    trace = session.run(again)
-    prompt_length = len(trace.lanes[0].prompt_ids)
-    assert len(read) == 6 and max(read) < 12 < prompt_length  # three models, each in the warm-up and in the race
+    before = session.run(comparison)
+    prompt_length = len(before.lanes[0].prompt_ids)
+    assert len(read) == 6 and max(read[:3]) <= WARM_UP_PROMPT < prompt_length - 1 <= min(read[3:])
+    read.clear()
+    session.run(follow_up(comparison, before, "The dog saw a ball"))
+    assert len(read) == 6 and max(read) < 12  # three models, each in the warm-up and in the race
     assert sorted(read[:3]) == sorted(read[3:])
 
 
