@@ -56,7 +56,7 @@ def test_most_accepted_drafter_is_selected(folders, first, others, best, tiny_ll
 
 @pytest.mark.parametrize("right, lookups", [("lookup", 30), ("drafter", 3)])
 def test_a_lookup_drafts_while_it_gives_more_tokens_per_second(right, lookups):
-    """Of 30 steps. A lookup that loses takes turns with the drafter at first, then its drafts are only compared with the text."""
+    """Of 30 steps. A lookup that loses takes turns with the drafter at first; then it is compared with the text."""
     target = ToyTarget(16, seed=1)
     prompt, config = torch.tensor([[3, 1, 4, 1, 5]]), GenerationConfig(200, budget=Budget(3, 3), stop_token_ids=())
     (answer,) = rows_of([*generate(target, load_drafter("none", target), prompt, config)])
