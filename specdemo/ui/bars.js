@@ -62,7 +62,7 @@ function commonTime(lanes, times) {
 
 function leadingLane(lanes, now, first) {
   const started = lanes.filter((lane) => lane.soFar.tokens);
-  if (started.length < 2) return undefined;
+  if (started.length < 2 || (!first && !comparable(started))) return undefined;
   return first ?? started.toSorted((a, b) => tokensAt(b, now) - tokensAt(a, now))[0];
 }
 

@@ -18,7 +18,7 @@ function resultAt(source, lanes) {
   const complete = source.end && lanes.every((lane) => lane.next >= lane.lines.length);
   if (complete && source.end.headline) return source.end.headline;
   const ratio = (lane) => lane.soFar.tokens_per_s / lanes[0].soFar.tokens_per_s;
-  const best = lanes.slice(1).filter((lane) => isNumber(ratio(lane))).toSorted((a, b) => ratio(b) - ratio(a))[0];
+  const best = lanes.slice(1).filter((lane) => isNumber(ratio(lane)) && (complete || comparable(lanes))).toSorted((a, b) => ratio(b) - ratio(a))[0];
   return { tone: "", caption: best ? `${best.name} is ${ratio(best).toFixed(2)}× as fast as plain decoding so far` : "" };
 }
 

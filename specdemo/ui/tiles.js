@@ -20,10 +20,12 @@ const PARTS = {
   "per-pass": ({ steps }) => steps && `${steps} pass${steps === 1 ? "" : "es"}`,
   experts: (n, { notes }) => isNumber(n.experts_touched) && notes.experts_in_all && `of ${notes.experts_in_all}`,
 };
-const MIN_COMPARED = 8; // tokens of every lane before the line of the result names a speed-up
+const MIN_COMPARED = 8; // tokens of every lane from which they are compared: the first few steps say little
 const SPEED_TONES = { faster: ["▲ ", "gain"], slower: ["▼ ", "bad"] };
 
 const numbers = (lane) => ({ ...lane.soFar, ...lane.summary });
+
+const comparable = (lanes) => lanes.every(({ soFar }) => soFar.tokens >= MIN_COMPARED);
 
 // A piece of text from a server may hold several tokens. Their number is known at the end, if at all.
 const countsPieces = (lane) => lane.remote && !isNumber(lane.summary?.tokens);
@@ -34,7 +36,7 @@ const samePrompt = (lane, baseline) => JSON.stringify(lane.messages ?? []) === J
 function speedup(lane) {
   if (!samePrompt(lane, run.lanes[0])) return null;
   if (lane.comparison) return lane.comparison.speedup;
-  if ([lane, run.lanes[0]].some(countsPieces)) return null;
+  if ([lane, run.lanes[0]].some(countsPieces) || !(run.done || comparable(run.lanes))) return null;
   const [laneSpeed, baselineSpeed] = [numbers(lane).tokens_per_s, numbers(run.lanes[0]).tokens_per_s];
   return laneSpeed && baselineSpeed ? laneSpeed / baselineSpeed : null;
 }
@@ -42,7 +44,6 @@ function speedup(lane) {
 /** Returns the lane with the greatest speed-up at the current time; undefined if no speed-up is known.
  * @returns {Lane | undefined} */
 function leader() {
-  if (!run.done && run.lanes.some((lane) => !(numbers(lane).tokens >= MIN_COMPARED))) return undefined; // a ratio of the first few steps says little
   const known = run.lanes.slice(1).filter((lane) => isNumber(speedup(lane)));
   return known.sort((a, b) => speedup(b) - speedup(a))[0];
 }

@@ -57,6 +57,13 @@ test("plain decoding can lead, and among several lanes the lead names the other 
   assert.deepEqual(states(100, lanes).map(({ lead }) => lead), ["25 tokens ahead of Draft model", "", ""]);
 });
 
+test("no lane leads in the first few tokens", () => {
+  const early = [lane(0, 10, 100, 40), lane(1, 20, 100, 40)];
+  assert.deepEqual(states(40, early).map(({ lead }) => lead), ["", ""]);
+  const short = [lane(0, 10, 4, 60, "stop"), lane(1, 15, 4, 60, "stop")];
+  assert.deepEqual(states(60, short).map(({ lead }) => lead), ["0.02 s ahead", ""]);
+});
+
 test("a lane that ran earlier is compared at the clock of the lane that runs", () => {
   const [first, second] = states(50, [lane(0, 4, 100, 400), lane(1, 2, 100, 50)]);
   assert.deepEqual([first.first, first.lead, second.lead], [false, "", "13 tokens ahead"]);

@@ -19,9 +19,10 @@ test("a lane at a time has the numbers and the end of that time", () => {
   assert.deepEqual([end.soFar.tokens, end.finish, plain(end.summary), end.next], [2, "length", { tokens: 2 }, 3]);
 });
 
-test("the result is marked as preliminary until every lane has ended", () => {
-  const at = (clock) => resultAt(source, source.lanes.map((one) => laneAt(one, clock)));
-  assert.equal(at(0).caption, "");
+test("the result is marked as preliminary until every lane has ended, and missing in the first few tokens", () => {
+  const longer = source.lanes.map((one) => ({ ...one, lines: one.lines.map((line) => ({ ...line, so_far: line.so_far && { ...line.so_far, tokens: 8 * line.so_far.tokens } })) }));
+  const at = (clock, lanes = longer) => resultAt(source, lanes.map((one) => laneAt(one, clock)));
+  assert.deepEqual([at(0).caption, at(10, source.lanes).caption], ["", ""]);
   assert.equal(at(10).caption, "Draft model is 2.00× as fast as plain decoding so far");
   assert.equal(at(20).caption, headline.caption);
 });

@@ -73,6 +73,13 @@ test("a stopped run without a headline of the server has none either", () => {
   assert.deepEqual(plain(headline()), { tone: "", text: "Draft model is 2.16× as fast as plain decoding so far" });
 });
 
+test("the first few tokens of a lane have no speed-up, in the headline and in the tile", () => {
+  const at = (tokens, done = false) => of({ lanes: race(100, 86).map((one) => ({ ...one, soFar: { ...one.soFar, tokens } })), done, end: null });
+  assert.deepEqual([at(4).headline().text, at(4).speedTile({ lane: race(100, 86)[1] })[0]], ["No result yet", "–"]);
+  assert.deepEqual(plain(at(8).speedTile({ lane: race(100, 86)[1] }))[0], "0.86×");
+  assert.equal(plain(at(4, true).speedTile({ lane: race(100, 86)[1] }))[0], "0.86×"); // a text of four tokens
+});
+
 test("at the start there is no result", () => {
   const { headline } = of({ lanes: race(undefined, undefined, undefined), done: false, end: { headline: { lane: 1, tone: "gain" } } });
   assert.deepEqual(plain(headline()), { tone: "", text: "No result yet" });
