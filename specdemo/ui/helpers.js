@@ -61,10 +61,12 @@ const drawValue = (show) => {
   watch("value", read);
   read();
 };
+// Returns a sentence as nodes: the parts between backticks are code.
+const coded = (text) => sentence(text).split(/`(.+?)`/).map((part, i) => (i % 2 ? make("code", "", part) : part));
 // Shows an error as a sentence; hides the last one without a text.
 const showAlert = (text) => {
   $(".sd-alert").hidden = !text;
-  $(".sd-alert").textContent = sentence(text);
+  $(".sd-alert").replaceChildren(...coded(text));
 };
 const hideMessages = () => {
   showAlert("");
@@ -73,7 +75,7 @@ const hideMessages = () => {
 };
 const addNote = (text) => {
   $(".sd-notes").hidden = false;
-  $(".sd-notes").append(make("li", "", sentence(text)));
+  $(".sd-notes").append(make("li", "", ...coded(text)));
 };
 const reducedMotion = () => matchMedia("(prefers-reduced-motion: reduce)").matches;
 const isNumber = (x) => typeof x === "number" && isFinite(x);

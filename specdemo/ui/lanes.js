@@ -115,7 +115,7 @@ const machine = ({ device, threads, dtype, clock }) => [device, threads && `${th
 
 function laneNote(lane, text) {
   lane.view.note.hidden = false;
-  lane.view.note.textContent = sentence(text);
+  lane.view.note.replaceChildren(...coded(text));
 }
 
 function pill(lane, text, tone = "") {

@@ -72,7 +72,7 @@ function shown(line) {
   $(".sd-numbers .sd-table").replaceChildren(table(line));
   hintAtScrolling();
   $(".sd-remarks").hidden = !line.remarks.length;
-  $(".sd-remarks").replaceChildren(...line.remarks.map((text) => make("li", "", text)));
+  $(".sd-remarks").replaceChildren(...line.remarks.map((text) => make("li", "", ...coded(text))));
   if (!line.partial) setStatus(`${line.state ?? (line.recorded ? "Recorded result" : "Done")}. ${sentence(line.verdict)}`);
 }
 

@@ -1,7 +1,7 @@
 // Draws one diagnosis (JSON, see why.py) into why.html. Loaded after helpers.js. All text comes from a visitor's output.
 
 function list(selector, lines, empty) {
-  $(selector).replaceChildren(...(lines.length ? lines : [empty]).map((line) => make("li", "", line)));
+  $(selector).replaceChildren(...(lines.length ? lines : [empty]).map((line) => make("li", "", ...coded(line))));
 }
 
 function show(diagnosis) {

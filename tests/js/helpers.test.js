@@ -1,6 +1,6 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { load } from "./load.js";
+import { load, plain } from "./load.js";
 
 const { reader, visible, percent, fixed, timeLeft } = load(["helpers"], "reader, visible, percent, fixed, timeLeft");
 
@@ -32,6 +32,14 @@ test("a different first line starts a new log, and a shorter log is ignored", ()
 test("invisible characters are shown as symbols", () => {
   assert.equal(visible(" a\n"), "·a⏎");
   assert.equal(visible(""), "∅");
+});
+
+test("parts of a sentence between backticks are code, and nothing else is", () => {
+  const createElement = (tag) => ({ tag, children: [], append(...added) { this.children.push(...added); } });
+  const { coded } = load(["helpers"], "coded", { document: { createElement } });
+  const drawn = (text) => plain(coded(text)).map((part) => (typeof part === "string" ? part : { [part.tag]: part.children[0] }));
+  assert.deepEqual(drawn("start it with `specdemo ui`, or `a`"), ["Start it with ", { code: "specdemo ui" }, ", or ", { code: "a" }, ""]);
+  for (const text of ["", "A ` alone", "<b>A</b>", "``"]) assert.deepEqual(drawn(text), [text]);
 });
 
 test("missing numbers are shown as a dash", () => {
