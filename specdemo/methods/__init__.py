@@ -15,7 +15,7 @@ from specdemo.core.settings import BaseOptions as BaseOptions
 from specdemo.core.settings import Setting, parse, settings, to_values
 from specdemo.core.settings import setting as setting
 from specdemo.core.signals import SIGNAL_EXIT_CODE
-from specdemo.core.suggest import suggest
+from specdemo.core.suggest import program, suggest
 from specdemo.methods.facts import FACTS
 from specdemo.methods.facts import Facts as Facts
 
@@ -129,7 +129,7 @@ def check_model(name: str, options: Mapping[str, object] | None, model: object) 
     """Raise ValueError when a model is missing, or given to a method that takes none."""
     needs_model = method(model_method(name, options)).needs_model
     if needs_model and model is None:
-        raise ValueError(f"method {name!r} needs a model; name a draft model, e.g. 'stories-draft-wide'")
+        raise ValueError(f"method {name!r} needs a model; `{program()} drafters TARGET` lists those of your target")
     if not needs_model and model is not None:
         raise ValueError(f"method {name!r} takes no model; leave it out")
 

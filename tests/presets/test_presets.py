@@ -82,7 +82,13 @@ def test_changes_reach_the_lanes_they_are_for():
             "option 'min_n' (2) must not exceed 'max_n' (1)",
         ),
         ({"options": {"max_n": 3}}, "unknown option 'max_n' of method 'draft_model'; choose one of p_min"),
-        ({"model": None}, "method 'draft_model' needs a model; name a draft model, e.g. 'stories-draft-wide'"),
+        *(
+            (
+                {"method": name, "model": None},
+                f"method {name!r} needs a model; `python -m specdemo drafters TARGET` lists those of your target",
+            )
+            for name in ("draft_model", "eagle", "cascade")
+        ),
         ({"method": "ngram", "model": "x"}, "method 'ngram' takes no model; leave it out"),
         ({"lanes": []}, "lanes must have 1 to 3 entries"),
         ({"lanes": BASE.lanes * 4}, "lanes must have 1 to 3 entries"),
