@@ -32,8 +32,8 @@ def pass_rows(environment: Mapping[str, object]) -> list[tuple[str, str]]:
     known = {name: str(value)[:LONGEST_WORD] for name, value in environment.items() if value}
     rows = [(title, known[name]) for name, title in _WORDS.items() if name in known]
     if curve := curve_of(environment):
-        wider = ", ".join(f"{n}: {ms / curve[1]:.2f}" for n, ms in sorted(curve.items()) if n > 1)
-        rows.append(("Passes", f"one token {curve[1]:.1f} ms; several tokens, in passes over one: {wider}"))
+        wider = [f"{n} tokens {ms / curve[1]:.2f}×" for n, ms in sorted(curve.items()) if n > 1]
+        rows.append(("Passes", ", ".join([f"1 token {curve[1]:.1f} ms", *wider])))
     share, bandwidth = environment.get("bandwidth_share"), environment.get("bandwidth_gb_per_s")
     if isinstance(share, int | float) and isinstance(bandwidth, int | float):
         rows.append(("Memory", f"one token uses {100.0 * share:.0f} % of the {bandwidth:.1f} GB/s measured here"))

@@ -13,7 +13,6 @@ from specdemo.core.headline import SO_FAR, headline, price_words, settled
 from specdemo.core.passes import SAME_BITS, curve_of, pass_rows
 from specdemo.core.rules import draws_by_position
 from specdemo.core.speedup import interpolate
-from specdemo.core.suggest import program
 from specdemo.core.trace import ComparisonRow, LaneTrace, RunTrace, estimates
 from specdemo.engine.messages import Finished, LaneDone, Note, Restarted, RunMessage, Started, StepRow
 from specdemo.methods import MODEL_OPTIONS
@@ -207,19 +206,14 @@ def _card(trace: RunTrace) -> list[tuple[str, str]]:
     target, speed = str(trace.config.get("target")), trace.lanes[0].summary.get("tokens_per_s")
     if target in EMBEDDED or trace.lanes[0].remote or not speed:
         return []
-    name, drafters = (
-        shown_name(target),
-        [f"{one.drafter} ({one.size})".removesuffix(" (unknown)") for one in published_drafters(target)],
-    )
-    rows = [("This model", name), ("Plain decoding", f"{speed:.0f} tokens/s")]
+    rows = [("This model", shown_name(target)), ("Plain decoding", f"{speed:.0f} tokens/s")]
     if curve := curve_of(trace.environment):
         cost = interpolate(curve, sorted(curve), CARD_TOKENS) / curve[1]
         rows.append((f"A pass over {CARD_TOKENS} tokens", f"costs as much as {cost:.1f} plain tokens"))
-    rows.append(
-        ("Draft models for it", ", ".join(drafters[:SHOWN]) or "none is known; suffix and n-gram lookup need none")
-    )
-    rows += [("It can draft for", ", ".join(larger[:SHOWN])) for larger in drafts_for(target).values()][:1]
-    return [*rows, ("What pays", f"{program()} tune {name} finds out in about two minutes")]
+    known = published_drafters(target)[:SHOWN]
+    drafters = [f"{one.drafter} ({one.size})".removesuffix(" (unknown)") for one in known]
+    rows.append(("Drafters for it", ", ".join(drafters) or "none is known; suffix and n-gram lookup need none"))
+    return rows + [("It can draft for", ", ".join(larger[:SHOWN])) for larger in drafts_for(target).values()][:1]
 
 
 def _headline(trace: RunTrace, times: str) -> dict[str, object] | None:

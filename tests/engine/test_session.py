@@ -77,7 +77,7 @@ def test_default_draft_length_follows_the_measured_passes(runner, monkeypatch, l
     assert trace.lanes[1].options["k"] == k and ("k" in trace.lanes[1].defaults) is chosen
     assert trace.environment["pass_ms"] == {str(slots): ms for slots, ms in IN_FOURS.items()}
     details = dict(view(Started(trace))["lanes"][1]["details"])
-    assert details["Passes"].startswith("one token 10.0 ms; ") and "4: 1.20, 5: 2.00" in details["Passes"]
+    assert details["Passes"].startswith("1 token 10.0 ms, ") and "4 tokens 1.20×, 5 tokens 2.00×" in details["Passes"]
     assert ("Draft length" in details) is chosen and details["CPU threads"] == "1" and details["Weights"] == "float32"
     assert runner.with_chosen_lengths(spec(lane, max_new_tokens=9)).lanes[0].k == k  # as a link to what ran
     runner.target().pass_ms.clear()
