@@ -21,37 +21,37 @@ HERE = Path(__file__).parent
 HOW = tuple(f"{name}.js" for name in "helpers chart tree pending_tokens slow_motion maths how".split())
 _RACE = "helpers player chart tree lanes bars pending_tokens slow_motion tiles panels inspector transport"
 RACE = tuple(f"{name}.js" for name in [*_RACE.split(), "result_image", "race"])
-RESULTS = {  # view -> words of result.html: before a run, of the progress bar, of the table, and below the table
-    "sweep": {
-        "@ready": "Ready. Press Run, or open a result.",
-        "@progress": "Progress of the sweep",
-        "@table": "Numbers of the sweep",
-        "@below": "tokens/s excludes prefill. Speed-up: tokens/s divided by that of plain decoding, over all repeats; "
+RESULTS = {  # view -> its button, what it runs, the lines of its table, and the words below the table in result.html
+    "sweep": (
+        "Run",
+        "sweep",
+        "sweep",
+        "tokens/s excludes prefill. Speed-up: tokens/s divided by that of plain decoding, over all repeats; "
         "below 1 is slower. Brackets: 95 % interval, with three or more repeats.",
-    },
-    "losslessness": {
-        "@ready": "Ready. Press Test, or open a result.",
-        "@progress": "Progress of the test",
-        "@table": "Numbers of the test",
-        "@below": "Position 1 is sampled at prefill without speculation, so the test starts at position 2. p is "
+    ),
+    "losslessness": (
+        "Test",
+        "test",
+        "test",
+        "Position 1 is sampled at prefill without speculation, so the test starts at position 2. p is "
         "the probability of a difference at least this large between two samples of the same distribution. The test "
         "reports a difference only if p is below 0.001 divided by the number of positions (Bonferroni). A test can "
         "find a difference; it cannot prove that there is none.",
-    },
-    "tune": {
-        "@ready": "Ready. Press Run, or open a result.",
-        "@progress": "Progress of the measurement",
-        "@table": "Numbers of the settings",
-        "@below": "Speed-up: tokens/s divided by that of plain decoding in the same run, geometric mean over prompts. "
+    ),
+    "tune": (
+        "Run",
+        "measurement",
+        "settings",
+        "Speed-up: tokens/s divided by that of plain decoding in the same run, geometric mean over prompts. "
         "Brackets: 95 % interval, which contains differences between prompts. Settings with few prompts left early.",
-    },
-    "server-check": {
-        "@ready": "Ready. Press Check, or open a result.",
-        "@progress": "Progress of the check",
-        "@table": "Numbers of the check",
-        "@below": "Only the first difference of each text counts. Margin: difference of the log-probabilities of the "
+    ),
+    "server-check": (
+        "Check",
+        "check",
+        "check",
+        "Only the first difference of each text counts. Margin: difference of the log-probabilities of the "
         "two tokens at that place, by the reference. Below 0.3 nats rounding may have decided.",
-    },
+    ),
 }
 SCRIPTS: dict[str, bytes] = {}  # path -> script that a view loads when its tab is opened first
 COMMENT = re.compile(r"^[ \t]*(?://[^\n]*|/\*\*(?:(?!\*/).)*\*/)\n|^[ \t]+", re.MULTILINE | re.DOTALL)
@@ -77,7 +77,7 @@ def text(name: str) -> str:
 def markup(name: str, view: str = "") -> str:
     """Return the text of a skeleton, with the tiles of the results or the words of a view in `RESULTS`."""
     found = text(name).replace("@tiles", tiles())
-    for mark, words in RESULTS.get(view, {}).items():
+    for mark, words in zip(("@button", "@work", "@rows", "@below"), RESULTS.get(view, ()), strict=False):
         found = found.replace(mark, words)
     return found
 

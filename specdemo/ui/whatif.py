@@ -3,7 +3,7 @@ output. Needs no torch: every answer takes milliseconds, and predictions are com
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from gradio.components import Component
 from specdemo.analysis.acceptance import Acceptance, of_lane, of_lengths
 from specdemo.analysis.diagnose import Diagnosis, diagnose
 from specdemo.analysis.observation import Observation
-from specdemo.analysis.predict import ASSUMED, BATCHES, Prediction, Row, predict, predicted, published
+from specdemo.analysis.predict import ASSUMED, BATCHES, Prediction, Row, predict, published
 from specdemo.analysis.profiles import profile, profiles
 from specdemo.analysis.readers import READERS, read_output, read_output_file
 from specdemo.analysis.work import known, method_in, shape
@@ -22,11 +22,10 @@ from specdemo.core.atomic_io import json_text
 from specdemo.core.estimate import Estimate
 from specdemo.core.passes import measured_passes
 from specdemo.core.safe_io import PUBLIC_FILE_BYTES
-from specdemo.core.shapes import Shape
 from specdemo.core.trace import RunTrace, estimates
 from specdemo.engine.comparison import MAX_K
 from specdemo.methods import BASELINE
-from specdemo.methods.facts import PREDICTED, Drafting
+from specdemo.methods.facts import PREDICTED
 from specdemo.presets.files import DEFAULT, allowed_models, load_presets
 from specdemo.presets.link import OWN as OWN_MODEL
 from specdemo.presets.link import shown_name
@@ -39,7 +38,6 @@ from specdemo.ui.views import predictable
 
 ELSEWHERE = "h100-sxm"  # machine for "Estimate on an H100"
 CONTEXTS = {256: "256", 1024: "1k", 4096: "4k", 16384: "16k", 65536: "64k"}
-SIZES = {0.25: "1/4", 0.5: "1/2", 1.0: "1×", 2.0: "2×"}
 LOAD = {"batch": 1, "context": 1024}  # of a first visit
 PUBLISHED = "published"  # start of a first visit: EAGLE-3 on an 8B model, a published result
 USUAL_K = 5  # of a lane whose draft length is measured when it runs
@@ -168,7 +166,7 @@ def predict_for(start: Start, values: Values) -> Prediction:
         raise ValueError(f"unknown target {str(values['target'])[:60]!r}; choose one from the list")
     same = values["draft"] == SAME
     name, _, model = str(values["draft"]).partition(":")
-    prediction = predict(
+    return predict(
         values["target"],
         device=values["machine"],
         method=start.method if same else name,
@@ -181,21 +179,6 @@ def predict_for(start: Start, values: Values) -> Prediction:
         options=start.options if same else {},
         passes=start.passes if values["target"] == start.target else {},
     )
-    if values["size"] == 1.0:
-        return prediction
-    draft = _resized(prediction.scenario.draft, float(values["size"]))
-    return predicted(replace(prediction.scenario, draft=draft), notes=prediction.notes)
-
-
-def _resized(draft: Drafting, times: float) -> Drafting:
-    """Return the draft with layers scaled by `times`; its vocabulary stays."""
-
-    def resized(shape: Shape | None) -> Shape | None:
-        if shape is None:
-            return None
-        return replace(shape, dense=int(shape.dense * times), expert=int(shape.expert * times))
-
-    return replace(draft, first=resized(draft.first), further=resized(draft.further), own=resized(draft.own))
 
 
 def to_view(start: Start, p: Prediction, k: int) -> dict[str, object]:
@@ -312,7 +295,7 @@ class Questions:
             return update | {"view": _refused(str(error))}
         if start == values["state"]:
             return update | self.answer(request, values)
-        filled = {"draft": SAME, "kept": SAME, "size": 1.0, "k": start.k, "target": start.target}
+        filled = {"draft": SAME, "kept": SAME, "k": start.k, "target": start.target}
         filled["rate"] = round(sum(start.acceptance.rates) / len(start.acceptance.rates), 2)
         answer = self.answer(request, values | filled | {"state": start})
         target = gr.update(value=start.target, choices=model_choices(_targets(start.target)))
@@ -413,19 +396,12 @@ def _other() -> dict[str, Component]:
         targets = model_choices(_targets(first))
         target = gr.Dropdown(targets, value=first, label="Target", elem_id="whatif-target", min_width=220)
         draft = gr.Dropdown(_drafts(), value=SAME, label="Drafter", elem_id="draft", min_width=220)
-        size = _chips([(words, times) for times, words in SIZES.items()], 1.0, "Drafter size", "size")
         acceptance_choice = _chips(ACCEPTANCE, SAME, "Acceptance", "acceptance-source")
         rate = gr.Slider(  # the style sheet shows it with "custom rate"
             0.05, 0.98, ASSUMED, step=0.01, label="Acceptance rate", info="per position, after accepted ones",
             elem_id="rate", min_width=220,
         )  # fmt: skip
-    return {
-        "target": target,
-        "draft": draft,
-        "size": size,
-        "kept": acceptance_choice,
-        "rate": rate,
-    }
+    return {"target": target, "draft": draft, "kept": acceptance_choice, "rate": rate}
 
 
 def _chips(
