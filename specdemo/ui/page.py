@@ -217,7 +217,9 @@ def theme() -> gr.themes.Base:
     blue = "#eef7fd #d8ebf8 #b5d9f1 #8cc4ea #3f9ad4 #0072b2 #00669f #005889 #00466d #003755 #002438".split()
     hue = gr.themes.Color(*blue)
     base = gr.themes.Default(primary_hue=hue, neutral_hue="slate", font=FONTS, font_mono=MONO, radius_size="md")
-    return base.set(body_text_color_subdued="*neutral_500", slider_color_dark="*primary_400", layout_gap="*spacing_xl")
+    boxes = {"checkbox_border_color": "*neutral_500", "checkbox_border_color_dark": "*neutral_400"}
+    colours = {"body_text_color_subdued": "*neutral_500", "slider_color_dark": "*primary_400", **boxes}
+    return base.set(**colours, layout_gap="*spacing_xl")
 
 
 def serve(

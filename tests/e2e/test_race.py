@@ -439,6 +439,9 @@ MARKS = """marks => marks.map(mark => {
 })"""
 
 
+LINES = "all => all.map(e => Math.round(e.clientHeight / (1.3 * parseFloat(getComputedStyle(e).fontSize))))"
+
+
 def test_a_real_model_gives_a_true_sentence_about_itself_and_its_lanes_read_like_the_baseline(chromium, smollm2_gguf):
     """One short run of SmolLM2 in a chat: first-run card, verdicts, the place where a lossy lane leaves the baseline's
     text, rejected tokens, and nothing moves."""
@@ -448,6 +451,7 @@ def test_a_real_model_gives_a_true_sentence_about_itself_and_its_lanes_read_like
         expect(page.locator(".sd-headline")).to_have_text(re.compile("^Ready. Press Run"))
         expect(page.locator(".sd-playback")).to_be_hidden()  # nothing to play yet
         expect(page.locator(".sd-summary")).to_contain_text("24 tokens")
+        assert page.locator(".sd-summary").evaluate("e => e.scrollWidth <= e.clientWidth")  # nothing is cut off
         run(page)
         plain, suffix, lossy = (lane_text(page, lane) for lane in range(3))
         verdicts = page.locator("[data-tile=output] .sd-row b").all_text_contents()
@@ -473,3 +477,7 @@ def test_a_real_model_gives_a_true_sentence_about_itself_and_its_lanes_read_like
             "absolute0"
         }  # the text reads as the baseline's
         assert page.evaluate("shifts.reduce((a, b) => a + b, 0)") < 0.1
+        page.set_viewport_size({"width": 1024, "height": 800})
+        edit(page)
+        expect(page.locator("#option-remember-1")).to_be_visible()  # of suffix decoding: a sentence, not a word a line
+        assert max(page.locator("#drawer .info-text").evaluate_all(LINES)) <= 3
