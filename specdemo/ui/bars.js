@@ -62,8 +62,8 @@ function commonTime(lanes, times) {
 
 function leadingLane(lanes, now, first) {
   const started = lanes.filter((lane) => lane.soFar.tokens);
-  if (started.length < 2 || (!first && !comparable(started))) return undefined;
-  return first ?? started.toSorted((a, b) => tokensAt(b, now) - tokensAt(a, now))[0];
+  if (started.length < 2) return undefined;
+  return first ?? started.filter((lane) => lane.soFar.tokens >= MIN_COMPARED).toSorted((a, b) => tokensAt(b, now) - tokensAt(a, now))[0];
 }
 
 // Returns the lead over plain decoding, or over the next lane if plain decoding leads: in tokens, at the end in seconds.
