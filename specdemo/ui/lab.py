@@ -1,4 +1,4 @@
-"""The Lab tab: train a head for the shipped target, watch its loss, race it; compare drafts; test losslessness;
+"""The Lab tab: train a head for the target of the page, watch its loss, race it; compare drafts; test losslessness;
 check servers.
 
 The losslessness test is a suite with the visitor's sampling settings and is shown as a sweep is. `trainer` returns what
@@ -48,7 +48,11 @@ OFF = (
 )
 
 
-FOLDER = "start the page with --target and the folder that the file was made from"
+def off() -> str:
+    """Return why no head can be trained on this page; empty if one can."""
+    target = page_preset().target
+    of_file = f"{shown_name(target)} is a GGUF file: to train, start the page with the folder that it was made from"
+    return OFF if limits.public() else of_file if is_gguf(target) else ""
 
 
 def trainer() -> ModuleType:
@@ -66,11 +70,9 @@ class Training(Job):
 
     def __init__(self, recipe: str, minutes: float) -> None:
         """Raises ValueError with one line if training is not possible."""
-        if limits.public():
-            raise ValueError(OFF)
+        if reason := off():
+            raise ValueError(reason)
         trains, target = trainer(), page_preset().target
-        if is_gguf(target):
-            raise ValueError(f"{shown_name(target)} is a GGUF file, and heads are trained on a folder; {FOLDER}")
         self.method: str = trains.head_recipe(recipe).method
         minutes = min(max(minutes, MINUTES[0]), MINUTES[1])
         out = RUNS / f"{recipe}-{datetime.now():%Y%m%d-%H%M%S}"
@@ -150,8 +152,8 @@ def draw(page: gr.Blocks, form: Controls, tab: gr.Tab, store: Store) -> None:
 
 def _draw_training(page: gr.Blocks, form: Controls, tab: gr.Tab, store: Store) -> None:
     lab = Lab("training", store)
-    able = not limits.public()
-    words = assets.text("lab.md") + ("" if able else f"\n\n**{OFF}**")
+    able = not off()
+    words = assets.text("lab.md").replace("@target", shown_name(page_preset().target)) + f"\n\n{off()}"
     assets.heading("train", words, elem_id="lab-about")
     with gr.Row(elem_id="lab-controls"):
         recipe = gr.Dropdown([], label="Head", elem_id="recipe", scale=3, min_width=240)

@@ -478,6 +478,13 @@ def test_a_real_model_gives_a_true_sentence_about_itself_and_its_lanes_read_like
         }  # the text reads as the baseline's
         assert page.evaluate("shifts.reduce((a, b) => a + b, 0)") < 0.1
         page.set_viewport_size({"width": 1024, "height": 800})
+        for tab, place in (("Tune", "#tune-target"), ("Sweep", "#sweep-preset"), ("What if", "#whatif-start")):
+            page.get_by_role("tab", name=tab).click()  # every tab is about this model
+            expect(page.locator(f"{place} input")).to_have_value(re.compile("smollm2-135m-instruct-q4_1"))
+        page.get_by_role("tab", name="Lab").click()
+        expect(page.locator("#lab-about")).to_contain_text("smollm2-135m-instruct-q4_1.gguf is a GGUF file")
+        expect(page.locator("#train")).to_be_disabled()
+        page.get_by_role("tab", name="Race").click()
         edit(page)
         expect(page.locator("#option-remember-1")).to_be_visible()  # of suffix decoding: a sentence, not a word a line
         assert max(page.locator("#drawer .info-text").evaluate_all(LINES)) <= 3
