@@ -69,9 +69,7 @@ class Method(Drafter):
     config_marks: ClassVar[tuple[str, ...]] = ()  # lower-case strings that only configs of its drafters contain
     needs_model: ClassVar[bool] = False
     exact: ClassVar[bool] = True  # False: output is not the target's even under a lossless rule
-    looks_up: ClassVar[bool] = (
-        False  # True: copies from texts at hardly any cost, so drafts may be made and not verified
-    )
+    looks_up: ClassVar[bool] = False  # True: copies from texts at hardly any cost; a draft need not be verified
     learns: ClassVar[bool] = False  # True: improves with use, so a session reuses it in the next run
     Options: ClassVar[type[BaseOptions]] = NoOptions
     # keys of config.json that it understands; empty, as for a subclass that sets none: they are not checked
