@@ -319,7 +319,7 @@ function finish() {
 
 // Draws facts about the model, and a button that opens the tab with the search for its best method.
 function drawCard(facts) {
-  const search = tab("tune") ? clickable("sd-find", "Which method pays? Find out in 2 minutes →", () => tab("tune").click()) : "";
+  const search = tab("tune") ? clickable("sd-find", "What pays? Find out in 2 minutes →", () => tab("tune").click()) : "";
   $(".sd-card").replaceChildren(factList(facts), search);
   $(".sd-card").hidden = !facts.length;
 }

@@ -13,6 +13,7 @@ from specdemo.analysis.lanes import break_even, prediction
 from specdemo.core.passes import SAME_BITS
 from specdemo.core.tally import summarise
 from specdemo.core.trace import compare, estimates, from_json, to_json
+from specdemo.presets.pair import TASKS
 from specdemo.ui.assets import TITLE
 from tests.e2e.conftest import NEXT_FRAME, SHIFTS, choose_example, edit, expect_example, visitors
 from tests.processes import served
@@ -450,6 +451,9 @@ def test_a_real_model_gives_a_true_sentence_about_itself_and_its_lanes_read_like
         page = visit(link, before=lambda page: page.add_init_script(SHIFTS), viewport={"width": 390, "height": 844})
         expect(page.locator(".sd-headline")).to_have_text(re.compile("^Ready. Press Run"))
         expect(page.locator(".sd-playback")).to_be_hidden()  # nothing to play yet
+        expect(page.locator("#prompt textarea")).to_have_value(re.compile("^Correct the spelling"))
+        assert page.locator(".sd-lane h3").all_inner_texts()[:2] == ["Baseline", "Suffix decoding"]
+        assert page.locator("#tasks button").all_inner_texts() == [*TASKS]
         expect(page.locator(".sd-summary")).to_contain_text("24 tokens")
         assert page.locator(".sd-summary").evaluate("e => e.scrollWidth <= e.clientWidth")  # nothing is cut off
         run(page)
@@ -477,6 +481,12 @@ def test_a_real_model_gives_a_true_sentence_about_itself_and_its_lanes_read_like
             "absolute0"
         }  # the text reads as the baseline's
         assert page.evaluate("shifts.reduce((a, b) => a + b, 0)") < 0.1
+        page.locator("#message textarea").fill("Now say it in one sentence.")
+        page.locator("#continue").click()
+        expect(page.locator(".sd-text .sd-fold").first).to_be_visible()  # the earlier messages
+        expect(page.locator("#view .sd-status")).to_have_text(re.compile("^Finished"))
+        turns = [page.locator(f'[data-lane="{lane}"].sd-text .sd-turn').all_text_contents() for lane in range(3)]
+        assert turns[0] == turns[1] == turns[2] and plain in turns[0][1]  # every lane continues the baseline's answer
         page.set_viewport_size({"width": 1024, "height": 800})
         for tab, place in (("Tune", "#tune-target"), ("Sweep", "#sweep-preset"), ("What if", "#whatif-start")):
             page.get_by_role("tab", name=tab).click()  # every tab is about this model
@@ -486,5 +496,10 @@ def test_a_real_model_gives_a_true_sentence_about_itself_and_its_lanes_read_like
         expect(page.locator("#train")).to_be_disabled()
         page.get_by_role("tab", name="Race").click()
         edit(page)
+        assert page.locator("#basics .block:visible").count() <= 6
+        page.locator("#method-2 input").click()
+        grey = page.get_by_role("option", name=re.compile("^Layer skip — not here: .*GGUF"))
+        assert grey.evaluate("option => getComputedStyle(option).pointerEvents") == "none"
+        page.keyboard.press("Escape")
         expect(page.locator("#option-remember-1")).to_be_visible()  # of suffix decoding: a sentence, not a word a line
         assert max(page.locator("#drawer .info-text").evaluate_all(LINES)) <= 3
