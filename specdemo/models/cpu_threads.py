@@ -25,7 +25,7 @@ MANY_CORES = 1 << 10
 SLOT_COST = 0.03  # expected cost of a further slot in passes over one, where it is not measured
 SLOW_PASSES = 3  # passes in a row that must be slow
 SLOW_RATIO = 1.5  # their time, relative to the median of the passes before
-SLOW_FROM_START = 2.0  # or relative to the measured time: half the threads would not be slower then
+SLOW_FROM_START = 3.0  # or relative to the measured time: long texts and slow phases of a shared host cost up to 2
 
 
 @contextmanager
