@@ -22,7 +22,6 @@ from specdemo.models.errors import Cancelled
 from specdemo.models.pass_cost import checking_note, measure_passes, pass_ratio
 from specdemo.models.text import encode
 from specdemo.presets.files import Preset
-from specdemo.presets.pair import LOOKUPS
 from specdemo.presets.serve import Program, Served, served
 from specdemo.servers.address import host
 from specdemo.servers.process import free_port
@@ -88,7 +87,7 @@ class Racer:
         found = self._named({name: lanes for name, lanes in candidates.items() if lanes})
         for name, lane in self.lanes.items():
             chain = lane.k and not getattr(lane.parsed, "nodes", 0)
-            if chain and (lane.method in LOOKUPS or lane.options.get("drafter") in LOOKUPS):
+            if chain and method(str(lane.options.get("drafter", lane.method))).looks_up:
                 self._replayed[name] = build_drafter(lane.method, self._session.target(), lane.model, lane.parsed)
         return found
 
