@@ -53,7 +53,7 @@ class StepOutcome:
     rows: Sequence[tuple[int, int]]  # per row: drafted levels, accepted levels
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
-    looked: int = 0  # levels that a lookup drafted and that were not verified
+    unverified: int = 0  # levels that a lookup drafted and that were not verified
 
 
 class LatencyTable:
@@ -289,9 +289,9 @@ class Goodput:
         if outcome.slots in self._seen_widths:
             self._verify_times.add(outcome.slots, outcome.verify_seconds)
         self._seen_widths.add(outcome.slots)
-        drafted = outcome.looked or (outcome.slots - 1 if self._log_odds else outcome.k)
+        drafted = outcome.unverified or (outcome.slots - 1 if self._log_odds else outcome.k)
         # after a plain step a drafter that is no lookup also reads the tokens that it missed
-        if drafted and (outcome.looked or self._drafted_last_step):
+        if drafted and (outcome.unverified or self._drafted_last_step):
             self._draft_times.add(drafted, outcome.draft_seconds)
         self._drafted_last_step = drafted > 0
         for levels, accepted in outcome.rows:
@@ -372,7 +372,7 @@ class Adaptive(Wrapper, method="adaptive"):
         self.policy.start()
         self._empty_draft = Draft.empty(batch, self._device)
         self._draft: Draft | None = None  # None until the prompt has been observed
-        self._looked = 0
+        self._unverified = 0
 
     def capture_graphs(self, budget: Budget) -> None:
         """Capture every length, because the policy measures the time of each."""
@@ -388,14 +388,14 @@ class Adaptive(Wrapper, method="adaptive"):
         """
         depth = min(budget.depth, budget.nodes)
         self._k = k = self.policy.choose(depth, budget.nodes)
-        draft, self._looked = self._empty_draft, 0
+        draft, self._unverified = self._empty_draft, 0
         if k:
             draft = super().propose(Budget(k, budget.nodes * k // depth, self.policy.should_stop))
             if self._lookup:
                 self._lookup.drop()
         elif self._lookup and depth and not self._lookup.watches:
             self._lookup.watch(super().propose(budget))
-            self._looked = depth
+            self._unverified = depth
         used = draft.nodes if self.policy.stops else k
         self._draft = replace(draft, notes={**draft.notes, **self.policy.notes, "k": used})
         return self._draft
@@ -413,5 +413,5 @@ class Adaptive(Wrapper, method="adaptive"):
             verifying = sum(ms.get(lap, 0.0) for lap in ("verify", "accept", "commit"))
             slots, drafting = self._draft.nodes + 1, ms.get("draft", 0.0)
             times = drafting / 1000.0, verifying / 1000.0
-            self.policy.learn(StepOutcome(self._k, slots, self._row_counts, *times, self._looked))
+            self.policy.learn(StepOutcome(self._k, slots, self._row_counts, *times, self._unverified))
             self._row_counts = None
