@@ -19,10 +19,11 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import DynamicCache, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from recipes.cards import write_head_card
-from recipes.job import Job
-from specdemo.kv.cache import cache_argument
+from recipes.job import Job, side_by_side
+from specdemo.kv.cache import SlabCache, cache_argument
 from specdemo.methods.heads.eagle import DECAY, Eagle, EagleHead
 from specdemo.methods.heads.formats.eagle import EagleConvention
 from specdemo.methods.heads.runtime import training_columns, unrolled_mask
@@ -40,6 +41,7 @@ ROLES = ("", "assistant", "user")
 TEMPERATURES = (0.0, 0.0, 0.6, 0.8, 1.0)  # of a row's answers; questions are sampled at 1
 LEAST_PROBABILITY = 0.05  # of a sampled token, relative to the most likely one
 DRAFT_VOCAB, STEPS, HARD, DROPOUT = 8192, 3, 0.5, 0.1
+BLOCK = 32  # columns by which the cache grows
 HELD_OUT, ROWS = 24, 8  # rows for validation, and per update
 LEAST_DISTINCT = 0.45  # share of different sequences of four tokens; rows with fewer repeat themselves
 
@@ -69,19 +71,49 @@ def beginnings(tokenizer: Any, rows: int, rng: random.Random) -> list[list[int]]
     return found
 
 
+def grouped_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: object,
+    *,
+    scaling: float,
+    columns: int,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """Return the attention of one query per row [B, heads, 1, D] over the first columns of key and value [B, H, T, D].
+
+    Keys and values are read once for all heads of a group.
+    """
+    groups = query.flatten(0, 1).view(key.shape[0] * key.shape[1], -1, key.shape[-1])
+    scores = torch.bmm(groups, key.flatten(0, 1).mT).float() * scaling
+    scores[..., columns:] = -torch.inf
+    read = torch.bmm(scores.softmax(-1).to(value.dtype), value.flatten(0, 1))
+    return read.view(len(query), 1, *query.shape[1::2]), None
+
+
+ALL_ATTENTION_FUNCTIONS.register("grouped", grouped_attention)
+
+
 @torch.no_grad()
 def write_dialogues(
     model: PreTrainedModel, texts: Sequence[list[int]], template: Template, length: int, taps: Sequence[int], seed: int
 ) -> dict[str, Tensor]:
-    """Continue the rows to `length` tokens and return the columns of a shard."""
+    """Continue the rows to `length` tokens with `grouped_attention` and return the columns of a shard."""
+    model.set_attn_implementation("grouped")
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     given, role = [list(row) for row in texts], ["user"] * len(texts)
     answers = [rng.choice(TEMPERATURES) for _ in texts]
     temperature = torch.ones(len(texts), 1)
-    named: dict[str, Any] = {cache_argument(model.forward): DynamicCache(config=model.config)}
+    cache = SlabCache(model.config.num_hidden_layers, len(texts), BLOCK, model.device)
+    cache.cursor.full_read = True  # whole blocks: a product would copy a part of them
+    named: dict[str, Any] = {cache_argument(model.forward): cache}
     tokens, roles, states = [torch.tensor([row.pop(0) for row in given])], list[Tensor](), list[Tensor]()
     while True:
-        read = model(tokens[-1][:, None], output_hidden_states=True, **named)
+        cache.reserve(-(-len(tokens) // BLOCK) * BLOCK)
+        read = model(tokens[-1][:, None], output_hidden_states=True, columns=len(tokens), **named)
+        cache.cursor.longest += 1
         states.append(torch.cat([read.hidden_states[tap][:, 0] for tap in taps], -1))
         if len(tokens) == length:
             break
@@ -107,9 +139,9 @@ def sample(logits: Tensor, temperature: Tensor, generator: torch.Generator) -> T
     return torch.searchsorted(probs, places)[:, 0].clamp_max(logits.shape[-1] - 1)
 
 
-def read_dialogues(job: Job, target: HFTarget) -> list[Tensor]:
-    """Return tokens, roles and states of the dialogues in `job.cache`, without later rows that repeat themselves; write
-    the missing shards.
+def read_dialogues(job: Job, target: HFTarget) -> list[Batch]:
+    """Return the dialogues in `job.cache` as rows (tokens, roles, states), mapped from their files, without later ones
+    that repeat themselves; write the missing shards.
     """
     plan, tokenizer = job.recipe.plan, target.tokenizer
     model, template = fast_copy(target.model), template_of(tokenizer)
@@ -120,9 +152,14 @@ def read_dialogues(job: Job, target: HFTarget) -> list[Tensor]:
             texts = beginnings(tokenizer, plan.rows_per_shard, random.Random(seed))
             write_shard(name, write_dialogues(model, texts, template, plan.context, (*plan.taps, -1), seed))
     shards = [load_file(name) for name in names]
-    columns = [torch.cat([shard[name] for shard in shards]) for name in ("tokens", "roles", "states")]
-    chosen = torch.tensor([i for i, row in enumerate(columns[0]) if i < HELD_OUT or varied(row)])
-    return [column[chosen] for column in columns]
+    columns = ([row for shard in shards for row in shard[name]] for name in ("tokens", "roles", "states"))
+    return [row for i, row in enumerate(zip(*columns, strict=True)) if i < HELD_OUT or varied(row[0])]
+
+
+def batch_of(rows: Sequence[Batch]) -> Batch:
+    """Return the columns of rows."""
+    tokens, roles, states = (torch.stack(column) for column in zip(*rows, strict=True))
+    return tokens.long(), roles, states
 
 
 def varied(tokens: Tensor) -> bool:
@@ -132,9 +169,9 @@ def varied(tokens: Tensor) -> bool:
     return len(set(parts)) > LEAST_DISTINCT * len(parts)
 
 
-def frequent_tokens(tokens: Tensor, roles: Tensor, vocab_size: int) -> Tensor:
+def frequent_tokens(rows: Sequence[Batch], vocab_size: int) -> Tensor:
     """Return the draft vocabulary [W]: the tokens that the target wrote most often, then the lowest ids."""
-    counts = Counter(tokens[:, 1:][roles > 0].tolist())
+    counts = Counter(token for tokens, roles, _ in rows for token in tokens[1:][roles > 0].tolist())
     order = dict.fromkeys([token for token, _ in counts.most_common()] + [*range(vocab_size)])
     return torch.tensor(sorted([*order][:DRAFT_VOCAB]))
 
@@ -176,12 +213,12 @@ class DialogueLoss:
 
     def measure(self, tokens: Tensor, roles: Tensor, states: Tensor) -> dict[str, float]:
         """Return the loss and the agreement of each step with the target's most likely token, in answers."""
-        loss, best = self.steps(tokens, roles, states, 0.0)
+        loss, logits = self.steps(tokens, roles, states, 0.0)
         expected = self.of_target(states, self.all_rows).argmax(-1)
         found = {"held_out_loss": float(loss)}
-        for step, drafted in enumerate(best, start=1):
+        for step, drafted in enumerate(logits, start=1):
             counted = roles[:, step:] == ROLES.index("assistant")
-            hits = self.ids[drafted] == expected[:, step:]
+            hits = self.ids[drafted.argmax(-1)] == expected[:, step:]
             found[f"agree_{step}"] = float(hits[counted].float().mean())
         return found
 
@@ -190,12 +227,12 @@ class DialogueLoss:
         return F.linear(states[:, :-1, -self.size :].to(rows.dtype), rows)
 
     def steps(self, tokens: Tensor, roles: Tensor, states: Tensor, dropout: float) -> tuple[Tensor, list[Tensor]]:
-        """Return the loss, and per step i the most likely draft ids [R, T - 1 - i]."""
+        """Return the loss, and per step i the logits of the draft [R, T - 2 - i, W]."""
         count = tokens.shape[1] - 2
         labels = self.of_target(states, self.rows).float().softmax(-1)
-        hard = F.one_hot(labels.argmax(-1), len(self.ids))
-        labels = labels.lerp(hard.float(), HARD)
-        columns, cache, best, total = torch.arange(count), DynamicCache(), [], torch.zeros(())
+        likeliest = labels.argmax(-1, keepdim=True)
+        labels.mul_(1.0 - HARD).scatter_add_(-1, likeliest, labels.new_tensor(HARD).expand(likeliest.shape))
+        columns, cache, drafted, total = torch.arange(count), DynamicCache(), [], torch.zeros(())
         with autocast(self.device):
             embedded = F.dropout(self.head.embed(tokens[:, 1 : count + 1]), dropout)
             features = self.head.features(F.dropout(states[:, :count, : -self.size].float(), dropout))
@@ -207,9 +244,9 @@ class DialogueLoss:
                 logits = F.linear(self.norm(out), self.rows)
             wrote = roles[:, step + 1 :] > 0
             total = total + DECAY**step * F.cross_entropy(logits[wrote].float(), labels[:, step + 1 :][wrote])
-            best.append(logits.argmax(-1))
+            drafted.append(logits)
             features = self.head.feedback_features(out)[:, :-1]
-        return total, best
+        return total, drafted
 
 
 def train_dialogues(job: Job) -> None:
@@ -217,25 +254,27 @@ def train_dialogues(job: Job) -> None:
     make_folder(job.out)
     target = load_target(job.target, "float32", str(job.device), None, kernels="transformers")
     assert isinstance(target, HFTarget)
-    tokens, roles, states = read_dialogues(job, target)
-    tokens = tokens.long()
-    ids = frequent_tokens(tokens[HELD_OUT:], roles[HELD_OUT:], target.vocab_size)
+    rows = read_dialogues(job, target)
+    held_out, rows = batch_of(rows[:HELD_OUT]), rows[HELD_OUT:]
+    ids = frequent_tokens(rows, target.vocab_size)
     head = nn.Module.float(untrained_head(target, ids, job.recipe.plan.taps)).requires_grad_(True)
     lessons = DialogueLoss(head, target, ids)
 
     def batches(progress: float, step: int) -> Batch:
-        per_epoch = max(1, (len(tokens) - HELD_OUT) // ROWS)
-        order = torch.randperm(len(tokens) - HELD_OUT, generator=torch.Generator().manual_seed(step // per_epoch))
-        rows = HELD_OUT + order[step % per_epoch * ROWS :][:ROWS]
-        return tokens[rows], roles[rows], states[rows]
+        per_epoch = max(1, len(rows) // ROWS)
+        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(step // per_epoch))
+        return batch_of([rows[i] for i in order[step % per_epoch * ROWS :][:ROWS]])
 
-    held_out = tokens[:HELD_OUT], roles[:HELD_OUT], states[:HELD_OUT]
     evaluate = partial(evaluate_rows, held_out, ROWS, lessons.measure)
-    options: dict[str, Any] = {"micro_tokens": ROWS // 2 * tokens.shape[1], "vocab_size": target.vocab_size}
+    options: dict[str, Any] = {"micro_tokens": ROWS // 2 * job.recipe.plan.context, "vocab_size": target.vocab_size}
     options["schedule"] = Schedule(job.minutes, muon=0.01, adamw=0.002, warmup_steps=10, decay_from=0.3)
-    history = job.run(head, batches, lessons.loss, evaluate, **options)
+    with side_by_side(job) as pool:
+        history = job.run(head, batches, lessons.loss, evaluate, pool=pool, **options)
     Eagle(target, nn.Module.to(head, torch.bfloat16)).save(job.out, HUB_ID)
     facts = {"recipe": job.recipe.name, "minutes": job.minutes, "target": job.recipe.text, "threads": job.threads}
-    numbers = {"parameters": sum(p.numel() for p in head.parameters()), "dialogue_tokens": int((roles > 0).sum())}
+    numbers = {
+        "parameters": sum(p.numel() for p in head.parameters()),
+        "dialogue_tokens": sum(int((roles > 0).sum()) for _, roles, _ in rows),
+    }
     write_provenance(job.out, history, **facts, **numbers, hardware=device_name(job.device))
     write_head_card(job.out, "EAGLE-3", job.recipe.text, job.recipe)
