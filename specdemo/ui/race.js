@@ -313,13 +313,13 @@ function finish() {
   markOutdated();
   if (run.userRun && !run.recorded) publishRun();
   $(".sd-estimate").hidden = !run.lanes.some((lane) => lane.predictable && numbers(lane).drafted);
-  drawCard(run.end.card ?? []);
+  drawCard(run.end.card ?? [], run.end.found);
   showPlayback();
 }
 
-// Draws facts about the model, and a button that opens the tab with the search for its best method.
-function drawCard(facts) {
-  const search = tab("tune") ? clickable("sd-find", "What pays? Find out in 2 minutes →", () => tab("tune").click()) : "";
+// Draws facts about the model, and a button that opens what a search for its best method has found, or else the tab with the search.
+function drawCard(facts, found) {
+  const search = found ? clickable("sd-find", "Race what was found →", () => toRace("open", found)) : clickable("sd-find", "What pays? Find out in 2 minutes →", () => tab("tune").click());
   $(".sd-card").replaceChildren(factList(facts), search);
   $(".sd-card").hidden = !facts.length;
 }

@@ -29,13 +29,8 @@ def begin(values: Values, last: Sweeping | None) -> Sweeping:
         raise ValueError(
             f"model {target[:80]!r} is not on this page's list; start the page with --target and this model"
         )
-    given = {
-        "target": target,
-        "dtype": base.dtype,
-        "work": ",".join(values["work"] or ()),
-        "minutes": values["minutes"],
-    }
-    tune = Tune.build(given)
+    work = ",".join(values["work"] or ())
+    tune = Tune.build({"target": target, "dtype": base.dtype, "work": work, "minutes": values["minutes"]})
     admit(Sweep().changed(preset=base.id, repeats=1, new_tokens=tune.new_tokens))
     if tune.minutes > _most_minutes():
         raise ValueError(f"this page measures for {_most_minutes():.0f} minutes at most, not {tune.minutes:.0f}")

@@ -7,6 +7,7 @@ run from a longer one. `reference.md` documents the lines for API users.
 from dataclasses import asdict, dataclass
 
 from specdemo.analysis.lanes import break_even, prediction
+from specdemo.bench.tune import last_found
 from specdemo.core.definitions import by_key
 from specdemo.core.estimate import Estimate
 from specdemo.core.headline import SO_FAR, headline, price_words, settled
@@ -18,7 +19,7 @@ from specdemo.engine.messages import Finished, LaneDone, Note, Restarted, RunMes
 from specdemo.methods import MODEL_OPTIONS
 from specdemo.methods.facts import PREDICTED
 from specdemo.models.gguf_files import is_gguf
-from specdemo.presets.drafters import drafts_for, published_drafters
+from specdemo.presets.drafters import RULES, drafts_for, published_drafters
 from specdemo.presets.files import EMBEDDED, load_presets
 from specdemo.presets.link import OWN, shown_name
 from specdemo.presets.pair import kind_of_work
@@ -68,7 +69,7 @@ def view(message: Shown) -> dict[str, object]:
             return {"type": "restart", "lane": lane}
         case Finished(trace):
             end = {"type": "end", "finish": finish(trace), "comparison": _comparison(trace)}
-            return end | {"headline": _headline(trace, "×"), "card": _card(trace)}
+            return end | {"headline": _headline(trace, "×"), **_card(trace)}
         case Note(text, lane):
             return {"type": "note", "lane": lane, "text": text}
         case Loading(share, text):
@@ -201,19 +202,22 @@ def _parting(baseline: LaneTrace, lane: LaneTrace, row: ComparisonRow) -> str:
     return f"{gap}, {'accepted by the lossy rule' if not lane.exact else 'more than rounding explains'}"
 
 
-def _card(trace: RunTrace) -> list[tuple[str, str]]:
-    """Return facts about the target of a run on this machine; none about the shipped models."""
+def _card(trace: RunTrace) -> dict[str, object]:
+    """Return facts about the target of a run on this machine, `card`, and the query of a link to what the last `tune`
+    found for it, `found`; empty for the shipped models."""
     target, speed = str(trace.config.get("target")), trace.lanes[0].summary.get("tokens_per_s")
     if target in EMBEDDED or trace.lanes[0].remote or not speed:
-        return []
+        return {}
     rows = [("This model", shown_name(target)), ("Plain decoding", f"{speed:.0f} tokens/s")]
     if curve := curve_of(trace.environment):
         cost = interpolate(curve, sorted(curve), CARD_TOKENS) / curve[1]
         rows.append((f"A pass over {CARD_TOKENS} tokens", f"costs as much as {cost:.1f} plain tokens"))
     known = published_drafters(target)[:SHOWN]
     drafters = [f"{one.drafter} ({one.size})".removesuffix(" (unknown)") for one in known]
-    rows.append(("Drafters for it", ", ".join(drafters) or "none is known; suffix and n-gram lookup need none"))
-    return rows + [("It can draft for", ", ".join(larger[:SHOWN])) for larger in drafts_for(target).values()][:1]
+    rows.append(("Drafters for it", ", ".join(drafters) or f"none is known; it would be {RULES[0]}"))
+    rows += [("It can draft for", ", ".join(larger[:SHOWN])) for larger in drafts_for(target).values()][:1]
+    found, query = last_found(target, trace.environment.get("device")) or ("", "")
+    return {"card": [*rows, ("Found here", found)] if found else rows, "found": query}
 
 
 def _headline(trace: RunTrace, times: str) -> dict[str, object] | None:

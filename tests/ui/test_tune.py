@@ -1,13 +1,17 @@
 """The tab Tune without a browser."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from specdemo.bench.result import read_result
 from specdemo.bench.tune import Tune
+from specdemo.engine.messages import Finished
 from specdemo.ui.sweep import Sweeps
 from specdemo.ui.tune import begin
+from specdemo.ui.views import view
+from tests.traces import hostile_trace
 from tests.ui.stand_ins import VISITOR, lines, played, tuned
 
 VALUES = {"target": "code", "work": [], "minutes": 2.0}
@@ -54,3 +58,32 @@ def test_a_public_page_measures_models_at_hand_only(monkeypatch):
         begin(VALUES | {"target": "google/gemma-3-27b-it", "minutes": 1.0}, None)
     with pytest.raises(ValueError, match="1 minutes at most"):
         begin(VALUES, None)
+
+
+def test_the_card_of_a_model_repeats_what_tune_found_last_for_this_file_on_this_machine(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    model = tmp_path / "mine"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    trace = hostile_trace()
+    trace = replace(trace, config=trace.config | {"target": str(model)})
+
+    def card():
+        end = view(Finished(trace))
+        return dict(end["card"]), end["found"]
+
+    facts, query = card()
+    assert "Found here" not in facts and not query
+    assert facts["Drafters for it"].startswith("none is known; it would be a draft model of the same family")
+    for other in ({"prompt_file": model / "config.json"}, {"target": "stories"}, {"engine": "vllm"}):
+        Tune.build({"target": str(model), **other})._keep(tuned())
+    assert card() == (facts, query)  # found on servers, with a user's prompts, or for another model
+    Tune.build({"target": str(model)})._keep(tuned())
+    assert card() == (facts, query)  # found on another machine
+    here = {"device": trace.environment["device"], "date": "2026-11-21"}
+    Tune.build({"target": str(model)})._keep(replace(tuned(), environment=here))
+    facts, query = card()
+    assert facts["Found here"] == "For mixed work use ngram, k=7: 1.31x as fast as plain decoding. (tune, 2026-11-21)"
+    assert query == "preset=embedded-ngram&method=ngram&k=7"
+    (model / "config.json").write_text('{"another": "model"}')
+    assert not card()[1]
