@@ -447,11 +447,6 @@ def wire(
     return ended
 
 
-def at_end(event: Any) -> tuple[Callable[..., object], Callable[..., object]]:
-    """Return the events after the end of an event: of its success and of its failure, which `then` leaves out."""
-    return event.success, event.failure
-
-
 def named(
     event: Callable[..., object],
     function: Callable[[gr.Request, Values], Any],

@@ -1,7 +1,7 @@
 """Models that the page offers: targets, the drafters that fit a target, and heads trained on the page."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from html import escape
 from pathlib import Path
@@ -48,14 +48,19 @@ def page_preset() -> Preset:
 
 
 def check_models(chosen: Preset, allow_any_model: bool) -> Preset:
-    """Return the preset. Raises ValueError if it names a model that is not embedded, in a preset, or trained on this
+    """Return the preset. Raises ValueError if it names a model that the page does not offer."""
+    check_names(chosen.models, allow_any_model)
+    return chosen
+
+
+def check_names(names: Iterable[str], allow_any_model: bool) -> None:
+    """Raise ValueError for a model that is not embedded, in a preset, published, on this machine or trained on this
     page.
     """
     allowed = {*allowed_models(load_presets()), *TRAINED, *on_this_machine(), *_published()}
-    foreign = [] if allow_any_model else [name for name in chosen.models if name not in allowed]
+    foreign = [] if allow_any_model else [name for name in names if name not in allowed]
     if foreign:
         raise ValueError(f"model {foreign[0][:80]!r} is not on this page's list; start the page with --allow-any-model")
-    return chosen
 
 
 def pairs(target: str) -> "tuple[DrafterFit, ...]":

@@ -13,7 +13,6 @@ import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, closing
 from functools import partial
-from typing import Any
 from urllib.parse import urlsplit
 
 from specdemo.presets import limits
@@ -35,7 +34,7 @@ from specdemo.presets.files import DEFAULT, Preset, preset
 from specdemo.presets.recorded import recorded
 from specdemo.ui import assets, controls, lab, security, space, sweep, tune, whatif
 from specdemo.ui.controls import Controls, wire_share
-from specdemo.ui.job import ENGINE, QUIET, Start, Store, at_end, named, stop_all, wire
+from specdemo.ui.job import ENGINE, QUIET, Start, Store, named, stop_all, wire
 from specdemo.ui.model_menus import live
 from specdemo.ui.race import Log, Visits, replayed, run
 from specdemo.ui.setup import changed
@@ -137,12 +136,12 @@ def _show_what_is_chosen(page: gr.Blocks, visits: Visits, form: Controls, view: 
     given = {"asked": requested, **form.inputs, **form.drawn}
     restored = named(linked.success, visits.restore, given, shown, **QUIET)
     form.offer(restored.then)
-    ends: list[Callable[..., object]] = [linked.failure, *at_end(restored)]
+    ends: list[Callable[..., object]] = [linked.failure, restored.success, restored.failure]
     for event in opened:
         form.describe(event.then)
         form.offer(event.then)
-        ends += at_end(event)
-    for after in ends:  # Run waits for it
+        ends += (event.success, event.failure)
+    for after in ends:  # of success and of failure, which `then` leaves out; Run waits for it
         after(None, None, None, js=assets.text("link_applied.js"), **QUIET)
 
 
@@ -193,12 +192,8 @@ def _how_tab() -> None:
 
 def _first_steps() -> list[str]:
     trace = recorded(DEFAULT)
-    lines = replayed(trace).text.splitlines() if trace else []
-    return [line for line in lines if _is_early(json.loads(line))]
-
-
-def _is_early(message: dict[str, Any]) -> bool:
-    return bool(message["type"] == "start" or message.get("index", math.inf) <= FIGURE_STEPS)
+    lines = {line: json.loads(line) for line in replayed(trace).text.splitlines()} if trace else {}
+    return [line for line, of in lines.items() if of["type"] == "start" or of.get("index", math.inf) <= FIGURE_STEPS]
 
 
 def _gain_by_batch() -> dict[str, object] | None:

@@ -26,14 +26,15 @@ from specdemo.core.trace import RunTrace, estimates
 from specdemo.engine.comparison import MAX_K
 from specdemo.methods import BASELINE
 from specdemo.methods.facts import PREDICTED
-from specdemo.presets.files import DEFAULT, allowed_models, load_presets
+from specdemo.presets.files import DEFAULT, load_presets
 from specdemo.presets.link import OWN as OWN_MODEL
 from specdemo.presets.link import shown_name
 from specdemo.presets.recorded import is_recorded, recorded
 from specdemo.ui import assets
 from specdemo.ui.controls import unfolding
 from specdemo.ui.job import QUIET, Values, named
-from specdemo.ui.model_menus import TRAINED, model_choices, page_preset
+from specdemo.ui.model_menus import check_names, model_choices, page_preset
+from specdemo.ui.setup import integer
 from specdemo.ui.views import predictable
 
 ELSEWHERE = "h100-sxm"  # machine for "Estimate on an H100"
@@ -74,9 +75,7 @@ def start_of(trace: RunTrace, index: int, words: str, allow_any_model: bool = Fa
     """
     lane, config = trace.lanes[index], trace.config
     target, model = str(config.get("target")), lane.options.get("model")
-    for name in (target, model):
-        if name is not None and not (allow_any_model or name in _listed()):
-            raise ValueError(f"model {str(name)[:80]!r} is not on this page's list; start it with --allow-any-model")
+    check_names({str(name) for name in (target, model) if name} - {*known()}, allow_any_model)
     if lane.method not in PREDICTED:
         raise ValueError(f"{lane.name} chooses drafts at run time and cannot be predicted; choose another run")
     acceptance = of_lane(lane)
@@ -93,10 +92,6 @@ def start_of(trace: RunTrace, index: int, words: str, allow_any_model: bool = Fa
         speedup=estimates(trace)[index - 1],
         passes=measured_passes(trace, target),
     )
-
-
-def _listed() -> set[str]:
-    return {*allowed_models(load_presets()), *TRAINED, *known()}
 
 
 @lru_cache
@@ -162,8 +157,7 @@ def _start(id: str) -> Start:
 
 def predict_for(start: Start, values: Values) -> Prediction:
     """Return the prediction for the values of the controls. Raises ValueError with one line."""
-    if values["target"] not in {start.target, *_listed()}:
-        raise ValueError(f"unknown target {str(values['target'])[:60]!r}; choose one from the list")
+    check_names({str(values["target"])} - {start.target, *known()}, False)
     same = values["draft"] == SAME
     name, _, model = str(values["draft"]).partition(":")
     return predict(
@@ -429,7 +423,7 @@ def diagnose_output(_: gr.Request, values: Values) -> Values:
     """Return the diagnosis of the visitor's output. A visitor's mistake is shown as one line."""
     try:
         observation = _observation(values)
-        given = {"k": _whole(values["k"]), "plain_tokens_per_s": values["plain"] or None}
+        given = {"k": integer("k", values["k"]) if values["k"] else None, "plain_tokens_per_s": values["plain"] or None}
         return {"view": json_text(diagnosis_view(diagnose(observation.changed(**given))))}
     except ValueError as error:
         return {"view": json_text({"error": str(error)})}
@@ -446,15 +440,6 @@ def _observation(values: Values) -> Observation:
         return read_output_file(str(file), PUBLIC_FILE_BYTES)
     except ValueError as error:
         raise ValueError(str(error).replace(str(file), Path(str(file)).name)) from None
-
-
-def _whole(value: object) -> int | None:
-    """Return a draft length; None if the field is empty. Raises ValueError for a fraction."""
-    if not isinstance(value, int | float) or not value:
-        return None
-    if value != int(value) or not 1 <= value <= 1024:
-        raise ValueError(f"k must be a whole number from 1 to 1024, not {value:g}")
-    return int(value)
 
 
 def _why_card() -> None:
