@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy
 
+from specdemo.core.signals import defer_signals
 from specdemo.models.errors import Cancelled
 from specdemo.models.llamacpp import BATCH_TOKENS, LlamaCppModel, library, open_context
 from specdemo.models.llamacpp_layers import Handle, Llama, Values, layer_functions
@@ -125,15 +126,19 @@ class LlamaCppContext:
         BATCH_TOKENS tokens.
         """
         text = Inputs.of_text(tokens, position, sequence)
-        abort = self._llama.ggml_abort_callback(lambda _: cancelled())
-        self._llama.llama_set_abort_callback(self._handle, abort, None)
-        try:
-            parts = [
-                self._decode(text.part(begin), taps, OUTPUT_TAP not in taps, cancelled)
-                for begin in range(0, len(tokens), BATCH_TOKENS)
-            ]
-        finally:
-            self._llama.llama_set_abort_callback(self._handle, self._llama.ggml_abort_callback(), None)
+        with defer_signals() as received:  # ctypes would drop what a signal raises in the callback
+            abort = self._llama.ggml_abort_callback(lambda _: bool(received) or cancelled())
+            self._llama.llama_set_abort_callback(self._handle, abort, None)
+            try:
+                parts = [
+                    self._decode(text.part(begin), taps, OUTPUT_TAP not in taps, cancelled)
+                    for begin in range(0, len(tokens), BATCH_TOKENS)
+                ]
+            except Cancelled:
+                if not received:  # else the signal takes effect below
+                    raise
+            finally:
+                self._llama.llama_set_abort_callback(self._handle, self._llama.ggml_abort_callback(), None)
         return parts[-1][0][-1:], _joined(parts, taps)
 
     def append(self, tokens: list[int], position: int, sequence: int) -> Values:

@@ -2,7 +2,9 @@
 
 import ctypes
 import re
+import signal
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -476,8 +478,8 @@ def recorded_calls(monkeypatch, name):
 
 
 @pytest.mark.parametrize("name", ["none", "draft_model"])
-@pytest.mark.parametrize(("polls", "decodes"), [(1, 1), (30, 2)])
-def test_generation_stops_while_the_prompt_is_read(name, polls, decodes, long_context, monkeypatch):
+@pytest.mark.parametrize(("polls", "decodes", "ctrl_c"), [(1, 1, False), (30, 2, False), (30, 2, True)])
+def test_generation_stops_while_the_prompt_is_read(name, polls, decodes, ctrl_c, long_context, monkeypatch):
     _, path, prompt = long_context
     target = load_target(path)
     drafter = load_drafter(name, target, path if name == "draft_model" else None)
@@ -486,7 +488,13 @@ def test_generation_stops_while_the_prompt_is_read(name, polls, decodes, long_co
     answers = iter([False] * polls)
     with monkeypatch.context() as patch:
         calls = recorded_calls(patch, "llama_decode")
-        assert list(generate(target, drafter, prompt, config, cancelled=lambda: next(answers, True))) == []
+
+        def cancelled():
+            ends = next(answers, True)
+            return ends and (not ctrl_c or bool(signal.raise_signal(signal.SIGINT)))
+
+        with pytest.raises(KeyboardInterrupt) if ctrl_c else nullcontext():
+            assert list(generate(target, drafter, prompt, config, cancelled=cancelled)) == []
     assert len(calls) <= decodes and target.length == []
     assert output(target, drafter, prompt, config) == expected
 
