@@ -128,7 +128,8 @@ def bench_report(result: Result) -> str:
     where = ", ".join(filter(None, (environment["device"], threads, environment["dtype"])))
     title = f"{result.suite} | {where} | {conditions(result)}"
     last = [best(result), noisy(result)]
-    return "\n".join([title, "", table(names, rows), "", *result.remarks, *(sentence(text) for text in last if text)])
+    measured = [table(names, rows), ""] if rows else []
+    return "\n".join([title, "", *measured, *result.remarks, *(sentence(text) for text in last if text)])
 
 
 def markdown(result: Result) -> str:

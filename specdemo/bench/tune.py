@@ -162,7 +162,7 @@ class Tune(Decoding):
         least = (drafters + 2 * kinds) * self.new_tokens * token_ms / MOST_GAIN / 60_000.0
         if least > self.minutes:
             raise ValueError(
-                f"no time: the first races of {drafters} drafters and {kinds} kinds of work take {least:.1f} minutes; "
+                f"no time: the first races of {drafters} drafters and {kinds} kinds of work take {least:.2g} minutes; "
                 "give more minutes, fewer kinds of work or fewer new tokens"
             )
 
@@ -209,11 +209,11 @@ def last_found(target: str, device: object) -> tuple[str, str] | None:
 
 
 def best_rows(result: Result) -> Result:
-    """Return a result with the best row of every category, where its rows have places; others unchanged."""
-    rows = [
-        {n: v for n, v in row.items() if n not in ("place", RACE)} for row in result.rows if row.get("place", 1) == 1
-    ]
-    return replace(result, rows=rows)
+    """Return a result of `tune` with the best row of every category; others unchanged."""
+    if result.suite != Tune.name:
+        return result
+    best = [row for row in result.rows if row.get("place", 1) == 1]
+    return replace(result, rows=[{n: v for n, v in row.items() if n not in ("place", RACE)} for row in best])
 
 
 def _row(work: KindOfWork, name: str, lane: Lane, place: int) -> Row:
@@ -247,7 +247,7 @@ def _pays(work: KindOfWork) -> bool:
 
 def _recommendation(search: Search, best: str) -> list[str]:
     if not any(work.ranked() for work in search.works):
-        return ["Nothing could be measured: every answer was too short; give other prompts."]
+        return ["Nothing could be measured: every answer was too short; give other prompts or more new tokens."]
     if not best:
         return ["No candidate was measured on every kind of work; give it more minutes."]
     speed = search.mixed(best)
