@@ -254,7 +254,7 @@ def _recommendation(search: Search, best: str) -> list[str]:
     paying = [work.name for work in search.works if work.ranked() and _pays(work)]
     if speed.label == "faster":
         return [f"For mixed work use {best}: {speed.format()} as fast as plain decoding."]
-    if speed.low is None and speed.value > 1.0:
+    if speed.low is None and (speed.value > 1.0 or not all(work.decided for work in search.works)):
         return [f"Undecided for mixed work: the best so far is {best} with {speed.format()}; give it more minutes."]
     only = f"; speculation pays for {', '.join(paying)}, see the table" if paying else ""
     slow = f"no candidate is clearly faster, the best is {best} with {speed.format()}"

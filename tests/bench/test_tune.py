@@ -19,7 +19,7 @@ from specdemo.bench.candidates import (
 )
 from specdemo.bench.result import Result, read_result, to_json
 from specdemo.bench.search import Sample, Search
-from specdemo.bench.tune import OWN, Tune, _confirmed
+from specdemo.bench.tune import OWN, Tune, _confirmed, _recommendation
 from specdemo.engine.comparison import Lane
 from specdemo.engine.cost import CostModel
 from specdemo.models.shipped import embedded_folder
@@ -205,6 +205,9 @@ def test_ends_early_where_nothing_pays():
     search = world.search(10_000.0)
     assert all(work.speed(work.ranked()[0]).high < 1.0 for work in search.works)
     assert world.races <= 5 * len(KINDS)
+    assert _recommendation(search, search.leader())[0].startswith("For mixed work decode plainly: no candidate")
+    search = SimulatedMachine(STEEP, 0, hit=0.2).search(10.0)
+    assert _recommendation(search, search.leader())[0].startswith("Undecided for mixed work: the best so far is")
 
 
 @pytest.mark.parametrize("after", [1, 4, 9])
