@@ -145,6 +145,8 @@ def test_settings_reach_the_run(tmp_path, capsys):
         ),
         (["train", "medusa", "--minutes", "inf"], "minutes must be positive, not inf"),
         (["train", "stories-target", "--corpus", "none"], "no corpus folder none: name a folder of *.txt files"),
+        (["train", "medusa", "--corpus", "tests/js"], "no corpus folder tests/js: name a folder of *.txt files"),
+        (["train", "medusa", "--target", "x.gguf"], "x.gguf is a GGUF file, which cannot be trained on; name the "),
     ],
 )
 def test_bad_input_is_one_line_with_the_fix(capsys, arguments, line):

@@ -147,7 +147,7 @@ def load_model(
     for a checkpoint in bfloat16 whose passes are faster than in float32; else float32.
     device: auto or a name (core/suggest.py). quantization: 4bit, 8bit. kernels: auto (models/fused.py) or transformers
     (unmodified layers, which can be trained and saved). progress: may raise to stop. llamacpp: settings of GGUF models,
-    for which dtype, device, quantization and kernels have no effect.
+    for which dtype, device and quantization have no effect.
 
     A model that does not fit on one GPU is spread over all GPUs and main memory. Raises ValueError with one line that
     says how to fix it.
@@ -156,6 +156,8 @@ def load_model(
         raise ValueError(f"unknown kernels {kernels!r}; {suggest(kernels, KERNELS)}")
     report = progress or no_progress
     if is_gguf(name):
+        if kernels == "transformers":
+            raise ValueError(f"{name} is a GGUF file, which cannot be trained on; name the folder it was made from")
         return _load_gguf(name, report, llamacpp)
     torch_device, precision = resolve_placement(dtype, device, quantization)
     report(0.0, f"looking for {name}")

@@ -319,8 +319,8 @@ class Corpus:
 
 
 def check_corpus(folder: Path) -> None:
-    """Raise ValueError, one line, if the folder does not exist."""
-    if not folder.is_dir():
+    """Raise ValueError, one line, if the folder has no text."""
+    if not any(folder.glob("*.txt")):
         raise ValueError(f"no corpus folder {folder}: name a folder of *.txt files with --corpus")
 
 
