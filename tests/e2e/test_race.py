@@ -22,7 +22,7 @@ from tests.ui.stand_ins import chat_trace
 
 
 def wait_for_text(page, words):
-    expect(page.locator(".sd-status")).to_have_text(re.compile(words))
+    expect(page.locator("#view .sd-status")).to_have_text(re.compile(words))
 
 
 def run(page, status="^Finished"):
@@ -440,13 +440,14 @@ MARKS = """marks => marks.map(mark => {
 })"""
 
 
+ENDS = "bars => bars.map(bar => [Number(bar.ariaValueNow), bar.ariaValueText.includes('finished first')])"
 LINES = "all => all.map(e => Math.round(e.clientHeight / (1.3 * parseFloat(getComputedStyle(e).fontSize))))"
 
 
 def test_a_real_model_gives_a_true_sentence_about_itself_and_its_lanes_read_like_the_baseline(chromium, smollm2_gguf):
-    """One short run of SmolLM2 in a chat: first-run card, verdicts, the place where a lossy lane leaves the baseline's
-    text, rejected tokens, and nothing moves."""
-    link = "?preset=your-models&max_new_tokens=24&k=4&k2=4&acceptance2=fly"  # a lossy lane
+    """Short runs of SmolLM2 in a chat: first-run card, verdicts, the place where a lossy lane leaves the baseline's
+    text, rejected tokens, and nothing moves; a second turn, texts of different lengths, and one that repeats itself."""
+    link = "?preset=your-models&max_new_tokens=24&k=7&k2=4&acceptance2=fly"  # a lossy lane
     with served("--target", smollm2_gguf) as (_, address), visitors(chromium, address) as visit:
         page = visit(link, before=lambda page: page.add_init_script(SHIFTS), viewport={"width": 390, "height": 844})
         expect(page.locator(".sd-headline")).to_have_text(re.compile("^Ready. Press Run"))
@@ -473,6 +474,8 @@ def test_a_real_model_gives_a_true_sentence_about_itself_and_its_lanes_read_like
             "fastest|faster|No clear difference" if max(gains) >= 1 else "No clear difference|Plain decoding is faster"
         )
         assert re.search(won, sentence)
+        assert ("in all with the prompt" in sentence) != ("No clear difference" in sentence)
+        expect(page.locator(".sd-passes").first).to_contain_text("flash attention")  # without it more texts differ
         words = r"smollm2-135m-instruct-q4_1.gguf.*\d tokens/s.*\d plain tokens.*HuggingFaceTB/SmolLM2-1.7B-Instruct"
         expect(page.locator(".sd-card")).to_contain_text(re.compile(words, re.S))
         assert str(Path(smollm2_gguf).parent) not in page.locator("body").inner_text()
@@ -503,3 +506,15 @@ def test_a_real_model_gives_a_true_sentence_about_itself_and_its_lanes_read_like
         page.keyboard.press("Escape")
         expect(page.locator("#option-remember-1")).to_be_visible()  # of suffix decoding: a sentence, not a word a line
         assert max(page.locator("#drawer .info-text").evaluate_all(LINES)) <= 3
+        page.locator("#prompt textarea").fill("What is the capital of France?")
+        for menu in ("#method-1 input", "#target input"):  # closed without a choice, and Run at once
+            page.locator(menu).click()
+            page.keyboard.press("Escape")
+        page.locator("#run").click()
+        expect(page.locator(".sd-result").nth(2)).to_have_text(re.compile("^stopped after"))
+        wait_for_text(page, "^Finished")
+        ends = page.locator(".sd-race [role=progressbar]").evaluate_all(ENDS)
+        assert ends[2][0] < ends[0][0] == ends[1][0] and not any(flag for _, flag in ends)  # not the same work
+        page.locator("#max_new_tokens input[type=number]").fill("64")
+        page.locator("#prompt textarea").fill("Count:" + 16 * " 1")
+        run(page, "the text repeats itself, so this gain is not typical")
