@@ -88,7 +88,7 @@ def build(start: str = DEFAULT, allow_any_model: bool = False) -> gr.Blocks:
 
 def _race_tab(page: gr.Blocks, visits: Visits, first: Preset, allow_any_model: bool) -> Controls:
     form = controls.draw(first, allow_any_model)
-    view = assets.view("view.html", *assets.RACE, elem_id="view")
+    view = assets.view("view.html", *assets.RACE, elem_id="view", lanes=len(first.lanes))
     with view, gr.Row(visible=False, elem_id="follow-row") as row:
         message = gr.Textbox(
             label="Next message",

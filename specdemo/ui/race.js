@@ -370,7 +370,7 @@ function repaint() {
 
 function empty() {
   readLog("");
-  idle({ lanes: ["Speculative"] });
+  idle({ lanes: Array(props.lanes).fill("Speculative") }); // as many as will be shown
 }
 
 function idle(line) {
