@@ -68,7 +68,7 @@ def build(start: str = DEFAULT, allow_any_model: bool = False) -> gr.Blocks:
                     "Estimate on an H100", elem_id="estimate"
                 )  # clicked by the button below the results, in race.js
             with gr.Tab("Tune", id="tune"):
-                tune.draw(store)
+                tune.draw(form, store)
             with gr.Tab("Sweep", id="sweep") as tab:
                 sweep.draw(page, tab, store)
             with gr.Tab("What if", id="what-if") as tab:

@@ -13,7 +13,8 @@ from specdemo.presets.files import load_presets
 from specdemo.presets.link import shown_name
 from specdemo.presets.pair import work_prompts
 from specdemo.ui import assets, space
-from specdemo.ui.job import Store, Values
+from specdemo.ui.controls import Controls
+from specdemo.ui.job import QUIET, Store, Values, named
 from specdemo.ui.model_menus import live, page_preset, targets
 from specdemo.ui.sweep import Sweeping, Sweeps, admit, draw_result
 
@@ -49,8 +50,8 @@ def _most_minutes() -> float:
     return LONGEST * space.turn_s() / 60.0
 
 
-def draw(store: Store) -> None:
-    """Create the tab, inside the current Blocks."""
+def draw(form: Controls, store: Store) -> None:
+    """Create the tab, inside the current Blocks. Its model follows that of the race."""
     gr.Markdown(assets.text("tune.md"), elem_id="tune-about")
     at_hand = limits.at_hand() if limits.public() else load_presets().values()
     models = [name for name in targets() if any(one.target == name for one in at_hand)]
@@ -74,10 +75,12 @@ def draw(store: Store) -> None:
                 min_width=260,
             ),
             "minutes": gr.Slider(
-                0.5, most, min(5.0, most), step=0.5, label="Minutes", elem_id="tune-minutes", scale=3, min_width=170
+                0.5, most, min(2.0, most), step=0.5, label="Minutes", elem_id="tune-minutes", scale=3, min_width=170
             ),
         }
         with gr.Column(scale=2, min_width=180):
             run = gr.Button("Run", variant="primary", size="lg", elem_id="tune-run")
             stop = gr.Button("Stop", interactive=False, elem_id="tune-stop")
+    raced, shown = {"target": form.parts["target"]}, {"target": inputs["target"]}
+    named(raced["target"].change, lambda _, values: values if values["target"] in models else {}, raced, shown, **QUIET)
     draw_result(Sweeps("tune", store), "tune", begin, inputs, run, stop)
