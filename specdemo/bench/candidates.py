@@ -20,7 +20,7 @@ from specdemo.models.local_models import LocalModel, local_models, matching_draf
 from specdemo.models.sources import cached_folder, resolve
 from specdemo.presets.drafters import base_name, published_drafters
 from specdemo.presets.files import EMBEDDED, Preset, load_presets
-from specdemo.presets.link import OWN, linked_name, to_query, without_folders
+from specdemo.presets.link import OWN, linked_name, short_name, to_query, without_folders
 from specdemo.presets.pair import LOOKUPS, drafter_method
 from specdemo.presets.serve import served
 from specdemo.servers.engines import ENGINES, READERS
@@ -68,7 +68,7 @@ def drafters(target: str, drafts: Sequence[str], download: bool) -> dict[str, La
     found: dict[str, Lane] = {}
     for lane in [*named, *_found(target, download)]:
         options = "".join(f", {name}={value}" for name, value in lane.options.items())
-        found.setdefault(f"{lane.method}{f' {_short(lane.model)}' if lane.model else ''}{options}", lane)
+        found.setdefault(f"{lane.method}{f' {short_name(lane.model)}' if lane.model else ''}{options}", lane)
     return found
 
 
@@ -139,10 +139,6 @@ def _is_here(model: str) -> bool:
     return False
 
 
-def _short(model: str) -> str:
-    return model.rstrip("/").rpartition("/")[2].partition("@")[0]
-
-
 def race_link(target: str, lane: Lane, prompt: str) -> str:
     """Return the query of a link to the race of a lane, from a preset of the target or else the page's own models. It
     leaves out a prompt that is too long."""
@@ -190,7 +186,7 @@ def settings_to_copy(chosen: Preset, engine: str = "") -> list[str]:
         return lines
     for reader in READERS.values():
         if lane.k and lane.method in reader.drafts_with:
-            fields = reader.draft_request(_short(lane.model or ""), lane.k)
+            fields = reader.draft_request(short_name(lane.model or ""), lane.k)
             how = f"{fields} in the request; " if fields else ""
             lines.append(f"{reader.title}: {how}{reader.draft_length_setting(lane.k)}")
     if lane.method in GENERATE and not is_gguf(target):

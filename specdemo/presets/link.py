@@ -123,6 +123,11 @@ def shown_name(model: str) -> str:
     return re.split(r"[/\\]", model.rstrip("/\\"))[-1] if local else model
 
 
+def short_name(model: object) -> str:
+    """Return a model's name without organisation, folders and revision."""
+    return shown_name(str(model)).partition("@")[0].rpartition("/")[2]
+
+
 def without_folders(text: str, models: Iterable[str]) -> str:
     """Return JSON in which models in files have no folders, which may contain the name of a user."""
     for model in sorted(models, key=len, reverse=True):

@@ -8,9 +8,9 @@ from specdemo.core.outputs import check_output
 from specdemo.core.suggest import program
 from specdemo.core.trace import RunTrace
 from specdemo.engine.comparison import Lane
-from specdemo.models.gguf_files import check_files, fetch_parts, is_gguf, local_header
+from specdemo.models.gguf_files import SUFFIX, check_files, fetch_parts, is_gguf, local_header
 from specdemo.presets.files import DEFAULT, EMBEDDED, Preset, load_presets, preset, read_yaml
-from specdemo.presets.link import OWN
+from specdemo.presets.link import OWN, short_name
 
 LOOKUPS = ("suffix", "ngram")  # methods that need no draft model
 COPIED = 7  # draft length of LOOKUPS: where a text is copied, long drafts are accepted
@@ -52,8 +52,8 @@ def pair(target: str, draft: str | None = None, **settings: object) -> Preset:
     lookups = [Lane(method=name, k=COPIED if corrects else 0) for name in LOOKUPS]
     lanes = [Lane(method=method, model=draft)] if draft else lookups
     chat = _has_chat_template(target)
-    title = f"{_short(target)} with {_short(draft) if draft else 'suffix and n-gram lookup'}"
-    about = {"id": OWN, "title": title[:80], "chip": "Your models", "description": "", "chat": chat}
+    title = f"{short_name(target)} with {short_name(draft) if draft else 'suffix and n-gram lookup'}"
+    about = {"id": OWN, "title": title.replace(SUFFIX, "")[:80], "chip": "Your models", "description": "", "chat": chat}
     start = preset(DEFAULT).with_changes(target=target, lanes=[lane.model_dump() for lane in lanes], **settings)
     prompt = start.prompt if chat is False else QUESTION
     if corrects:
@@ -175,7 +175,3 @@ def _has_chat_template(target: str) -> bool | None:
         return has_chat_template(target)
     header = local_header(target)
     return None if header is None else "tokenizer.chat_template" in header.metadata
-
-
-def _short(name: str) -> str:
-    return name.rstrip("/").rpartition("/")[2].removesuffix(".gguf")

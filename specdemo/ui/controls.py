@@ -179,7 +179,7 @@ class Controls:
         given = {"target": self.parts["target"], "method": lane["method"], "options": lane[part]}
         given |= {"option": gr.State(option.name), "default": gr.State(option.default), "value": control}
         shown = {"options": lane[part]} if of_rule else {name: lane[name] for name in ("model", "train", "options")}
-        self.describe(named(control.change, _set_rule if of_rule else _set, given, shown, **QUIET).then)
+        self.describe(named(control.change, _set, given, shown, **QUIET).then)
 
 
 def address(query: str) -> str:
@@ -398,16 +398,12 @@ def _task(name: str, _: gr.Request, values: Values) -> Values:
 
 
 def _set(_: gr.Request, values: Values) -> Values:
-    """Return the lane's options with one of them changed, and its model if that decides which method reads it."""
+    """Return the options of the lane's method, or of its acceptance rule, with one of them changed, and its model if
+    that decides which method reads it."""
     options, changed = values["options"], _changed(values)
     before, after = (model_reader(values["method"], given) for given in (options, changed))
     fitted = {} if before == after else _fit_model(values["target"], values["method"], changed)
     return {"options": changed, **fitted}
-
-
-def _set_rule(_: gr.Request, values: Values) -> Values:
-    """Return the options of the lane's acceptance rule with one of them changed."""
-    return {"options": _changed(values)}
 
 
 def _changed(values: Values) -> Values:

@@ -59,7 +59,8 @@ class Hosts:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         host = Headers(scope=scope).get("host", "") if scope["type"] == "http" else LOOPBACK[0]
-        if canonical(host) in {*self._names, canonical(_local(scope))}:
+        address, _ = scope.get("server") or ("", None)  # of this machine, that the request came in on
+        if canonical(host) in {*self._names, canonical(str(address))}:
             await self._app(scope, receive, send)
             return
         line = f"this page does not answer to the host {host[:100]!r}; start it with --allow-host NAME to allow a name"
@@ -131,12 +132,6 @@ def _is_address(host: str) -> bool:
     with suppress(ValueError):
         return bool(ip_address(host))
     return False
-
-
-def _local(scope: Scope) -> str:
-    """Return the address of this machine that a request came in on."""
-    server = scope.get("server") or ("", None)
-    return str(server[0])
 
 
 class RejectedRequest(Exception):

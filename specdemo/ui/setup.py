@@ -22,7 +22,7 @@ from specdemo.models.shipped import embedded_folder
 from specdemo.presets import limits
 from specdemo.presets.files import EMBEDDED, Preset, load_presets, preset
 from specdemo.presets.limits import LIMITS
-from specdemo.presets.link import to_query
+from specdemo.presets.link import short_name, to_query
 from specdemo.presets.runnable import nearest_runnable, why_not
 from specdemo.ui.job import Values
 from specdemo.ui.model_menus import DRAFTING, cannot_run, check_models, default_draft, live
@@ -198,7 +198,7 @@ def _lane_obstacle(values: Values) -> str:
             return f"{reason}; choose another method."
         if needs_model(name, options) and not values[f"model-{n}"]:
             how = "name one under Drafter (a page started with --allow-any-model takes a file, folder or hub id)"
-            return f"{method(name).title} needs a drafter for {_short(values['target'])}; {how}."
+            return f"{method(name).title} needs a drafter for {short_name(values['target'])}; {how}."
     return ""
 
 
@@ -208,7 +208,7 @@ def summary(values: Values, lanes: Sequence[str]) -> str:
     lengths = ", ".join("measured" if k == "0" else k for k in ks)
     chat = "chat template" if values["chat"] == CHAT else ""
     sampling = [settings(Comparison)[name].summary(values[name]) for name in SAMPLING]
-    models = f"{_short(values['target'])} + {', '.join(lanes)}"
+    models = f"{short_name(values['target'])} + {', '.join(lanes)}"
     return " · ".join(filter(None, (models, f"k {lengths}", chat, *sampling)))
 
 
@@ -217,7 +217,7 @@ def lane_words(name: str, title: str, model: str | None) -> str:
     if model is None or name != DRAFTING[0]:
         return title
     layers = _layers(model)
-    return f"{layers}-layer draft" if layers else f"{_short(model)} draft"
+    return f"{layers}-layer draft" if layers else f"{short_name(model)} draft"
 
 
 @lru_cache
@@ -226,10 +226,6 @@ def _layers(model: str) -> int | None:
     config = json.loads(file.read_bytes()) if model in EMBEDDED and file.is_file() else {}
     layers: int | None = config.get("num_hidden_layers")
     return layers
-
-
-def _short(model: str) -> str:
-    return str(model).partition("@")[0].rpartition("/")[2]
 
 
 def _query(values: Values) -> str | None:
