@@ -9,7 +9,7 @@ from gradio_client import Client
 from gradio_client.exceptions import AppError
 from playwright.sync_api import expect
 
-from tests.e2e.conftest import edit, expect_example
+from tests.e2e.conftest import choose_example, edit, expect_example
 
 
 def wait_for_text(page, words):
@@ -89,6 +89,8 @@ def test_which_method_fits_stopped_and_done(visit_gated, gates):
     expect(page.get_by_role("tab", name="Race", exact=True)).to_have_attribute("aria-selected", "true")
     expect(page).to_have_url(re.compile(r"\?preset=embedded-ngram&method=ngram&k=3$"))
     expect_example(page, "Custom (from Prompt lookup)")
+    choose_example(page, "Code")
+    expect(page.locator("#tune-target input")).to_have_value("code")  # the model of the race
 
 
 def test_every_suite_has_its_own_charts(visit_gated):
