@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from recipes.corpus import train_tokenizer
 from specdemo.__main__ import main
-from specdemo.methods.pairs import check_pair, check_pairs
+from specdemo.methods.pairs import check_pair, check_pairs, outline
 from specdemo.models.load import load_meta_target
 from specdemo.models.shipped import embedded_folder
 from specdemo.models.sources import resolve
@@ -162,6 +162,7 @@ def test_files_of_llama_cpp_are_compared_by_their_vocabularies(smollm2_gguf, smo
     assert main(["doctor", smollm2_gguf, smollm2_folder]) == main(["doctor", smollm2_folder, smollm2_gguf]) == 0
     assert capsys.readouterr().out.count("same tokenizer") == 2
     assert check_pair(load_meta_target(smollm2_folder), "smollm2-eagle-3").fits
+    assert check_pair(outline(smollm2_gguf), "smollm2-eagle-3").fits
     assert ("eagle", "smollm2-eagle-3") in known_drafters(smollm2_folder)  # it ships with a preset of another name
 
 

@@ -52,8 +52,9 @@ class Network(nn.Module):
 
 
 def move_to_target(head: Module, target: Target) -> Module:
-    """Freeze the head and move it to the target's device and dtype."""
-    return nn.Module.to(head, target.device, target.dtype).requires_grad_(False).eval()
+    """Freeze the head and move it to the target's device and dtype; an outline without weights stays one."""
+    device = "meta" if any(weight.is_meta for weight in head.parameters()) else target.device
+    return nn.Module.to(head, device, target.dtype).requires_grad_(False).eval()
 
 
 ROWS, COLUMNS = 8, 48  # of the sampled text
