@@ -267,6 +267,7 @@ def test_a_byte_model_and_its_heads_can_be_loaded_and_raced(tmp_path, monkeypatc
 
 
 def test_a_byte_model_begins_from_scratch(tmp_path):
+    (tmp_path / "train.txt").write_text("Once.", encoding="utf-8")
     with pytest.raises(ValueError, match="recipe 'stories-bytes' starts from scratch; omit --start"):
         train("stories-bytes", tmp_path, tmp_path / "out", start="stories")
     assert not (tmp_path / "out").exists()
