@@ -27,7 +27,7 @@ def race_report(trace: RunTrace) -> str:
     """Return the report of a comparison: conditions, a row per lane, and an explanation of every speed-up."""
     plain, *lanes = [(lane, summarise(lane)) for lane in trace.lanes]
     speeds = estimates(trace)
-    rows = [_race_row(*plain, Estimate(1.0), NONE)]
+    rows = [_race_row(*plain, Estimate(1.0) if plain[1]["tokens_per_s"] else None, NONE)]
     for index, (measured, speed) in enumerate(zip(lanes, speeds, strict=True)):
         output = str(trace.comparison[index].get("verdict", NONE)) if index < len(trace.comparison) else NONE
         rows.append(_race_row(*measured, speed, output))

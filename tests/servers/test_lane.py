@@ -337,6 +337,7 @@ def test_a_redirect_is_not_followed(good):
 def test_a_server_that_is_not_there_or_not_known(good):
     trace = run(spec(good.address, DEAD), good.address, DEAD)
     assert trace.lanes[1].note == "127.0.0.1:9 cannot be reached; start the server or correct its address"
+    assert race_report(trace).count("1.00x") == 1 and "1.00x" not in race_report(run(spec(DEAD, DEAD), DEAD))
     with completion_server(GOOD, models=("a", "b")) as several:
         note = run(spec(good.address, several.address), good.address, several.address).lanes[1].note
     assert "it serves a, b; choose one with served_model" in note
