@@ -486,6 +486,7 @@ def test_why_needs_no_torch_and_reads_standard_input():
         (["no-such-file"], "cannot read no-such-file"),
         (["-", "--baseline", "-"], "standard input can be read once"),
         (["--k", "2", "--length", "5"], "outputs 1 to k + 1 tokens, not 5"),
+        (["--k", "2", "--length", "2", "--batch", "-2"], "batch size must be from 0 to 1e+09, not -2.0"),
         (["--k", "2", "--length", "2", "--thinking", "maybe"], "unknown thinking mode 'maybe'"),
     ],
 )

@@ -88,7 +88,8 @@ class Observation:
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, int | float) and not (isfinite(value) and 0.0 <= value <= LARGEST):
-                raise ValueError(f"{field.name} must be from 0 to {LARGEST:g}, not {value}")
+                name = NUMBERS.get(field.name, field.name.replace("_", " "))
+                raise ValueError(f"{name} must be from 0 to {LARGEST:g}, not {value}")
         for name in ("tokens_per_s", "plain_tokens_per_s"):
             if getattr(self, name) == 0.0:
                 raise ValueError(f"{name} must be more than 0")
