@@ -102,7 +102,7 @@ def check_drafters(target: str, drafter: str | None) -> int:
     from specdemo.models.gguf_files import is_gguf
 
     if is_gguf(target) and drafter is None:
-        print(f"{_verification(target)}\n{published(target)}")
+        print(f"{_verification(target)}\n\nPublished drafters:\n{published(target)}")
         return 0
     from specdemo.methods.pairs import check_pair, check_pairs, outline
     from specdemo.models.sources import resolve

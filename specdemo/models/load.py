@@ -247,7 +247,8 @@ def local_tokenizer(name: str) -> PreTrainedTokenizerBase | None:
 def _meta_target(name: str, folder: str) -> HFTarget:
     """Return the target of a config without weights. Raises ValueError with one line, also if the config does not match
     the size of the files."""
-    read_config(Path(folder))
+    if not read_config(Path(folder)):
+        raise ValueError(f"{name} has no config.json; it is not a Hugging Face model folder")
     with load_errors(name), _exclusive_build():
         auto_class, config = _auto_class(name, folder)
         with torch.device("meta"):

@@ -115,6 +115,8 @@ def test_a_folder_without_safetensors_is_refused(folder, tmp_path):
 
 def test_non_models_are_rejected(folder, tmp_path):
     assert "has no config.json" in refused(str(tmp_path))
+    with pytest.raises(ValueError, match="has no config.json"):
+        load_meta_target(str(tmp_path))
     assert refused(str(tmp_path / "nothing")) == f"the folder {tmp_path / 'nothing'} does not exist"
     assert "the folder ./nothing does not exist" in refused("./nothing")
     assert "is a file; use the folder" in refused(str(folder / "config.json"))
