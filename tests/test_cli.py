@@ -253,7 +253,7 @@ def test_methods_name_their_options_with_range_and_help(capsys):
 def test_doctor_lists_the_machine(capsys):
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
-    lines = "torch|transformers|gradio|device|chromium|embedded models|embedded heads|cpu (auto)|passes|verification"
+    lines = "torch|transformers|gradio|device|embedded models|embedded heads|cpu (auto)|passes|verification"
     for line in lines.split("|"):
         assert f"\n{line}" in out
     models, heads = (next(ln for ln in out.splitlines() if ln.startswith(f"embedded {kind}")) for kind in ("m", "h"))

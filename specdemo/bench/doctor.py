@@ -5,7 +5,6 @@ Versions are printed before anything imports torch, which may be broken.
 
 import os
 import platform
-import shutil
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING
 from specdemo import __version__
 from specdemo.bench.report import table
 from specdemo.methods import PLUG_INS, detect_head, unusable
-from specdemo.presets.files import EMBEDDED, FOLDER
+from specdemo.presets.files import EMBEDDED
 
 if TYPE_CHECKING:
     from specdemo.core.protocol import Target
@@ -32,8 +31,6 @@ def check_machine() -> int:
     reasons = unusable()
     for name in PLUG_INS:
         print(f"{'plug-in':<18}{reasons.get(name, name)}")
-    if (FOLDER.parent / "recipes").is_dir():
-        print(f"{'chromium':<18}{_chromium() or 'none (needed only for tests of the page)'}")
 
     from specdemo.engine.session import environment
     from specdemo.models.devices import DEVICE_KINDS, best_device
@@ -64,11 +61,6 @@ def _version(name: str) -> str:
         return "not installed"
 
 
-def _chromium() -> str | None:
-    names = ("chromium", "chromium-browser", "google-chrome")
-    return os.environ.get("SPECDEMO_CHROMIUM") or next(filter(None, map(shutil.which, names)), None)
-
-
 def _passes(target: "Target") -> str:
     """Measure the passes of a target."""
     from specdemo.core.passes import pass_rows
@@ -92,8 +84,7 @@ def _verification(name: str) -> str:
             absent = str(error)
         if absent:
             return f"{'not tried':<18}{absent}"
-    target = load_target(name)
-    return _passes(target)
+    return _passes(load_target(name))
 
 
 def check_drafters(target: str, drafter: str | None) -> int:

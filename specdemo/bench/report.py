@@ -127,9 +127,8 @@ def bench_report(result: Result) -> str:
     threads = environment["threads"] and f"{environment['threads']} thread(s)"
     where = ", ".join(filter(None, (environment["device"], threads, environment["dtype"])))
     title = f"{result.suite} | {where} | {conditions(result)}"
-    last = [best(result), noisy(result)]
-    measured = [table(names, rows), ""] if rows else []
-    return "\n".join([title, "", *measured, *result.remarks, *(sentence(text) for text in last if text)])
+    last = map(sentence, filter(None, (best(result), noisy(result))))
+    return "\n".join([title, "", *([table(names, rows), ""] if rows else []), *result.remarks, *last])
 
 
 def markdown(result: Result) -> str:

@@ -63,22 +63,14 @@ class TeacherSplit:
     source: str  # sha256 of the corpus, or the model that generated the text
 
 
-def check_layers(target: Target) -> None:
-    """Raise ValueError for a target with fused layers, whose hidden states transformers cannot return."""
-    if target.kernels != "transformers":
-        raise ValueError(f"{target.name} runs on fused layers; load it with kernels='transformers'")
-
-
 def iter_dataset(
     target: Target, cache: Path, plan: Plan, corpus: Path | None = None
 ) -> Generator[float, None, TeacherSplit]:
     """Write the missing shards of the target's cache and load it; yield the fraction done, return the data.
 
     A cache with additional taps is accepted, and so is a complete one of another text, such as a draft model's. Raises
-    ValueError if the cache belongs to another target or lacks taps, and for a target with fused layers, whose hidden
-    states transformers cannot return.
+    ValueError if the cache belongs to another target or lacks taps.
     """
-    check_layers(target)
     model, context = target.model, min(plan.context, target.max_length)
     plan = replace(plan, context=context, sample_length=min(plan.sample_length, context))
     first = target.stop_token_ids[0] if target.stop_token_ids else 0

@@ -14,7 +14,7 @@ from torch import nn
 from specdemo.core.protocol import Target
 from specdemo.training.collect import Plan, TeacherData, continue_texts, fast_copy, record_target
 from specdemo.training.fit import Schedule, TrainHistory, TrainRun, optimizers
-from specdemo.training.heads import HELD_OUT_ROWS, check_layers, columns, training_loss
+from specdemo.training.heads import HELD_OUT_ROWS, columns, training_loss
 from specdemo.training.losses import Trainable
 
 COLLECTING = 0.5  # largest share of the minutes
@@ -68,9 +68,10 @@ class Shares:
 def measure_costs(drafter: Trainable, target: Target, plan: Plan, clock: Clock = time.perf_counter) -> Costs:
     """Measure what collecting and training on this target cost. The head stays as it is.
 
-    Raises ValueError for a target with fused layers.
+    Raises ValueError for a target with fused layers, whose hidden states transformers cannot return.
     """
-    check_layers(target)
+    if target.kernels != "transformers":
+        raise ValueError(f"{target.name} runs on fused layers; load it with kernels='transformers'")
 
     def seconds(run: Callable[[], object]) -> float:
         run()  # warms up
