@@ -12,7 +12,7 @@ import zipfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
-from os import environ
+from os import environ, walk
 from pathlib import Path
 from typing import Any
 
@@ -120,11 +120,12 @@ def follow(command: Sequence[str], folder: Path, report: Callable[[int], object]
 
 
 def _size(folder: Path) -> int:
-    """Return the bytes of the files in a folder in which a program works."""
+    """Return the bytes of the files in a folder in which a program works, which may remove files and folders."""
     size = 0
-    for path in folder.rglob("*"):
-        with suppress(FileNotFoundError):
-            size += path.stat().st_size if path.is_file() else 0
+    for root, _, names in walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):
+                size += Path(root, name).stat().st_size
     return size
 
 
