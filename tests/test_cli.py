@@ -296,6 +296,7 @@ def test_ui_hands_its_options_to_the_page(monkeypatch):
 def test_draft_learns_from_the_target_of_its_corpus(monkeypatch, tmp_path, recipe, target):
     jobs = []
     monkeypatch.setitem(MAKERS, RECIPES[recipe].make, jobs.append)
+    (tmp_path / "train.txt").write_text("Once.", encoding="utf-8")
     assert main(["train", recipe, "--corpus", str(tmp_path), "--out", str(tmp_path / "out")]) == 0
     assert [Path(job.target).name for job in jobs] == [target]
 
