@@ -1,9 +1,9 @@
 """Search for the fastest candidate of every kind of work with few runs. Needs no torch.
 
-The kinds take turns, one prompt after the other. On every prompt the candidates that may still be the fastest run, each
-against plain decoding; the better a candidate is known, the nearer to the best it must be. Others are predicted where
-that is possible: a prediction is scaled by the candidate's own runs, so that candidates are compared over the same
-prompts. The speed-up that is reported, a geometric mean over prompts, counts runs only; its interval contains the
+The kinds take turns, one prompt after the other. On every prompt the best candidate so far runs with those that may be
+even faster, each against plain decoding; the less is known of a candidate, the faster it may be. Others are predicted
+where that is possible: a prediction is scaled by the candidate's own runs, so that candidates are compared over the
+same prompts. The speed-up that is reported, a geometric mean over prompts, counts runs only; its interval contains the
 differences between texts.
 
 On servers, where a candidate takes long to start, one runs after the other: each on the same prompts, one of every kind
@@ -21,8 +21,8 @@ from specdemo.core.estimate import Estimate, over_repeats, t_quantile
 from specdemo.engine.cost import CostModel
 from specdemo.models.errors import Cancelled
 
-NEAR, DOUBT = 0.95, 0.3  # least speed of a candidate in a race, in that of the best: NEAR - DOUBT / number of prompts
-LEAST, MOST = 2, 3  # candidates in a race
+NEAR, DOUBT = 0.95, 0.3  # known speed of a candidate, in what it may be at most: NEAR - DOUBT / number of prompts
+RIVALS = 2  # candidates in a race besides the best ones
 ENOUGH = 4  # races of a kind, if it has so few prompts, and runs of its best candidate
 
 
@@ -94,9 +94,9 @@ class KindOfWork:
         )
         return [speed / others[n] for n, speed in own.items() if n in others]
 
-    def near(self, name: str, value: float, best: float) -> bool:
-        """Return True if a speed-up of a candidate is near enough to the best one for what is known of it."""
-        return value >= (NEAR - DOUBT / max(len(self.samples.get(name, {})), 1)) * best
+    def most(self, name: str, value: float) -> float:
+        """Return what the speed-up of a candidate may be at most: the less is known of it, the more."""
+        return value / (NEAR - DOUBT / max(len(self.samples.get(name, {})), 1))
 
     @property
     def decided(self) -> bool:
@@ -227,7 +227,7 @@ class Search:
                     break
 
     def _hopeful(self, work: KindOfWork, name: str) -> bool:
-        return work.near(name, work.value(name), max([1.0, *map(work.value, work.samples)]))
+        return work.most(name, work.value(name)) >= max([1.0, *map(work.value, work.samples)])
 
     def _round(self, work: KindOfWork) -> bool:
         """Race on the next prompt of a kind; return False if it is decided or there is no time. At the end, the fastest
@@ -252,17 +252,17 @@ class Search:
         work.rounds = max(work.rounds, number + 1)
 
     def _contenders(self, work: KindOfWork) -> list[str]:
-        """Return what should race on the next prompt of a kind, the fastest so far first: what may be the fastest, also
-        by the other kinds before it was tried, and the best one for mixed work."""
+        """Return what should race on the next prompt of a kind: the best so far, also by the other kinds before it was
+        tried, those that may be even faster, and the best one for mixed work."""
         if self._only is not None:
             return [*self._only[work.name]] if work.rounds < len(work.prompts) else []
         if work.decided:
             return []
         values = {name: work.value(name) or self._mean(name) for name in self._names if name not in work.failed}
-        ranked = sorted(filter(values.__getitem__, values), key=values.__getitem__, reverse=True)
-        if not ranked:
+        known = [*filter(values.__getitem__, values)]
+        if not known:
             return [family[-1] for family in self.families.values() if family[-1] not in work.failed]
-        best = max(values[ranked[0]], 1.0)
-        near = [name for name in ranked if work.near(name, values[name], best)]
+        best = max(known, key=values.__getitem__)
+        rivals = sorted(known, key=lambda name: work.most(name, values[name]), reverse=True)
         mixed = [name for name in [self.leader(ran=False)] if name in values]
-        return [*dict.fromkeys([*ranked[:LEAST], *near[:MOST], *mixed])]
+        return [*dict.fromkeys([best, *rivals[:RIVALS], *mixed])]
