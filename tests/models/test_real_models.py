@@ -100,7 +100,7 @@ def test_embeddings_of_a_gguf_model_are_scaled_as_its_first_layer_reads_them(gem
 
 
 def test_output_of_a_folder_is_that_of_transformers(smollm2_folder, folder_target):
-    target = load_target(smollm2_folder, kernels="transformers")
+    target = load_target(smollm2_folder, dtype="float32", kernels="transformers")
     prompt = torch.tensor([encode(target.tokenizer, [{"role": "user", "content": CHATS[2]}], 200)])
     expected = target.model.generate(prompt, max_new_tokens=16, do_sample=False)[0, prompt.shape[1] :].tolist()
     for name in ("none", "ngram", "suffix", "layer_skip"):
