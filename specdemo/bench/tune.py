@@ -101,7 +101,7 @@ class Tune(Decoding):
     def run(self, report: Report, cancelled: Stop) -> Result:
         from specdemo.bench.candidates import drafters
 
-        with closing(self._racer(cancelled)) as racer:
+        with closing(self.racer(cancelled)) as racer:
             racer.load(report)
             offered = {} if self.servers else drafters(self.target, self.drafts, self.download)
             found = racer.usable(offered, self.drafts, report)
@@ -140,7 +140,7 @@ class Tune(Decoding):
             file.parent.mkdir(parents=True, exist_ok=True)
             write_result(shareable(result, [self.target, *self.drafts]), file)
 
-    def _racer(self, cancelled: Stop) -> "Racer":
+    def racer(self, cancelled: Stop) -> "Racer":
         """Return what races the candidates. Raises ValueError, one line, for an unusable model or engine."""
         from specdemo.bench.racer import Racer, ServerRacer
         from specdemo.presets.serve import Program

@@ -373,7 +373,7 @@ def test_tunes_an_embedded_model_and_shows_the_stored_result(tmp_path, capsys):
 
 @pytest.mark.parametrize(("exact", "expected"), [(False, [True, False, True]), (True, [True] * 3)])
 def test_why_texts_part_is_examined_once_for_each_candidate_where_rounding_may_differ(exact, expected, monkeypatch):
-    racer = Tune.build({"target": "code", "new_tokens": 8})._racer(lambda: False)
+    racer = Tune.build({"target": "code", "new_tokens": 8}).racer(lambda: False)
     racer.load(lambda *_: None)
     racer.usable({"ngram": Lane(method="ngram")}, [], lambda *_: None)
     racer._target = SimpleNamespace(same_bits=exact)
