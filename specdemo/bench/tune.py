@@ -250,15 +250,16 @@ def _recommendation(search: Search, best: str) -> list[str]:
         return ["Nothing could be measured: every answer was too short; give other prompts or more new tokens."]
     if not best:
         return ["No candidate was measured on every kind of work; give it more minutes."]
-    speed = search.mixed(best)
+    speed, kinds = search.mixed(best), [work.name for work in search.works]
+    what = "mixed work" if len(kinds) > 1 else kinds[0]
     paying = [work.name for work in search.works if work.ranked() and _pays(work)]
     if speed.label == "faster":
-        return [f"For mixed work use {best}: {speed.format()} as fast as plain decoding."]
+        return [f"For {what} use {best}: {speed.format()} as fast as plain decoding."]
     if speed.low is None and (speed.value > 1.0 or not all(work.decided for work in search.works)):
-        return [f"Undecided for mixed work: the best so far is {best} with {speed.format()}; give it more minutes."]
+        return [f"Undecided for {what}: the best so far is {best} with {speed.format()}; give it more minutes."]
     only = f"; speculation pays for {', '.join(paying)}, see the table" if paying else ""
     slow = f"no candidate is clearly faster, the best is {best} with {speed.format()}"
-    return [f"For mixed work decode plainly: {slow}{only}."]
+    return [f"For {what} decode plainly: {slow}{only}."]
 
 
 def _why_not(work: KindOfWork, racer: "Racer") -> str:

@@ -1,6 +1,7 @@
 """Search of `tune` with simulated costs and a simulated clock, its candidates, and one run on an embedded model."""
 
 import json
+import re
 from random import Random
 from types import SimpleNamespace
 
@@ -362,7 +363,9 @@ def test_tunes_an_embedded_model_and_shows_the_stored_result(tmp_path, capsys):
     options = ["--work", "code edit", "--new-tokens", "24", "--minutes", "0.1", "--out", str(out)]
     assert main(["tune", "code", *options]) == 0
     printed = capsys.readouterr().out
-    assert "mixed work" in printed  # on a busy machine it may be undecided
+    assert re.search(
+        "(For|Undecided for) code edit", printed
+    )  # one kind of work is not mixed; it may be undecided on a busy machine
     assert ("Here: " in printed) == ("--target code --method" in printed)
     result = read_result(out)
     assert {row["category"] for row in result.rows} == {"code edit", "mixed"}
