@@ -1,5 +1,6 @@
 """Result of a suite, and its file."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -10,6 +11,7 @@ from pydantic.dataclasses import dataclass as checked
 
 from specdemo.core.atomic_io import finite, json_text, write_text
 from specdemo.core.estimate import Estimate, fastest
+from specdemo.core.headline import listed
 from specdemo.core.safe_io import FILE_BYTES, JsonObject, check_size, gc_paused, read_limited
 from specdemo.presets.files import FOLDER
 
@@ -153,12 +155,12 @@ def best(result: Result) -> str:
     if speeds[top].label != "faster":
         return "nothing was clearly faster than plain decoding."
     if tied:
-        names = " and ".join(_place(rows[index], result.axis) for index in (top, *tied))
+        names = _places([rows[index] for index in sorted([top, *tied])], result.axis)
         value = speeds[top].value
         return f"no clear difference between the fastest, {names}: about {value:.2f}x plain decoding."
     speed = speeds[top]
     interval = f" ({speed.interval()})" if speed.interval() else ""
-    return f"fastest: {_place(rows[top], result.axis)}, {speed.value:.2f}x plain decoding{interval}."
+    return f"fastest: {_places([rows[top]], result.axis)}, {speed.value:.2f}x plain decoding{interval}."
 
 
 def intervals(result: Result) -> bool:
@@ -174,7 +176,7 @@ def noisy(result: Result) -> str:
     first = rows[0]
     return (
         f"Noisy machine, run again: a second run may not confirm {len(rows)} of {len(result.rows)} rows, such as "
-        f"{_place(first, result.axis)}: {'; '.join(first['speed-up'].reasons)}."
+        f"{_places([first], result.axis)}: {'; '.join(first['speed-up'].reasons)}."
     )
 
 
@@ -183,5 +185,12 @@ def is_baseline(speed: Estimate) -> bool:
     return {speed.value, speed.low, speed.high} <= {1.0, None}
 
 
-def _place(row: dict[str, object], axis: str | None) -> str:
-    return str(row.get("lane")) if axis in (None, "lane") else f"{row.get('lane')} at {axis} = {row.get(axis)}"
+def _places(rows: Sequence[Row], axis: str | None) -> str:
+    """Name rows by their lanes and the points of each on the axis."""
+    axis = axis or "lane"
+    points: dict[str, list[str]] = {}
+    for row in rows:
+        points.setdefault(str(row.get("lane")), []).append(str(row.get(axis)))
+    if axis == "lane":
+        return listed([*points])
+    return listed([f"{lane} at {axis} = {listed(values)}" for lane, values in points.items()])

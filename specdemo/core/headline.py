@@ -82,8 +82,8 @@ def price_words(row: Mapping[str, object]) -> str:
 
 def _so_far(trace: RunTrace, speeds: Speeds, times: str) -> Headline:
     best = max(speeds, key=lambda index: speeds[index].value)
-    listed = _and([_with_speed(trace, index, speeds, times) for index in speeds])
-    sentence = f"No verdict, because not all lanes finished; {SO_FAR}: {listed}."
+    lanes = listed([_with_speed(trace, index, speeds, times) for index in speeds])
+    sentence = f"No verdict, because not all lanes finished; {SO_FAR}: {lanes}."
     value = f"{speeds[best].value:.2f}{times}"
     return Headline(best, "", f"{_name(trace, best)} is {value} as fast as {PLAIN} {SO_FAR}", sentence)
 
@@ -95,7 +95,7 @@ def _verdict(trace: RunTrace, speeds: Speeds, times: str) -> Headline:
     output = _output(trace, speeds)
     looping = f"; {LOOPS}" if speeds[best].label == "faster" and loops(trace.lanes[0].token_ids) else ""
     if tied:
-        result = f"No clear difference between {_and([_with_speed(trace, i, speeds, times) for i in (first, *tied)])}"
+        result = f"No clear difference between {listed([_with_speed(trace, i, speeds, times) for i in (first, *tied)])}"
         if all(index and speeds[index].label == "faster" for index in (first, *tied)):
             result += f"; {'all' if len(tied) > 1 else 'both'} are faster than {PLAIN}"
         return _result(best, "", (result, "", looping), output)
@@ -161,6 +161,7 @@ def _output(trace: RunTrace, speeds: Speeds) -> str:
     return ", ".join(f"{_name(trace, index)} {verdict}" for index, verdict in verdicts.items())
 
 
-def _and(words: Sequence[str]) -> str:
+def listed(words: Sequence[str]) -> str:
+    """Return `a, b and c`."""
     *most, last = words
     return f"{', '.join(most)} and {last}" if most else last

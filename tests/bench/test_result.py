@@ -62,6 +62,18 @@ def sped(repeats=3, **speeds):
             sped(a=Estimate(2.0, 1.9, 2.1), b=Estimate(1.9, 1.8, 2.0)),
             "no clear difference between the fastest, a and b:",
         ),
+        (
+            Result(
+                "k",
+                3,
+                {},
+                {},
+                [{"lane": "a", "k": k, "speed-up": Estimate(2.0 - k / 100, 1.9, 2.1)} for k in (5, 4, 6)],
+                [],
+                "k",
+            ),
+            "no clear difference between the fastest, a at k = 5, 4 and 6: about 1.96x plain decoding.",
+        ),
         (sped(a=Estimate(1.02, 0.9, 1.1), b=Estimate(0.9, 0.8, 1.0)), "nothing was clearly faster"),
         (sped(1, a=Estimate(7.5), b=Estimate(1.5)), "measured 1 time; 3 repeats are needed to find the best."),
         (sped(a=Estimate(1.0, 1.0, 1.0)), ""),
