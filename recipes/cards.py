@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from recipes.llama import load
 from specdemo.core.atomic_io import write_text
+from specdemo.core.suggest import counted
 from specdemo.training.collect import continue_texts
 
 if TYPE_CHECKING:
@@ -84,7 +85,11 @@ def _write(folder: Path, recipe: str, world: str, method: str, **texts: object) 
     facts = {"recipe": recipe, **json.loads((folder / "provenance.json").read_text(encoding="utf-8"))}
     own = (folder / "ATTRIBUTION.md").exists()
     attribution = "[ATTRIBUTION.md](ATTRIBUTION.md)" if own else f"the ATTRIBUTION.md of `{world}`"
-    texts |= {"data": TEXTS["data"][world].format(attribution=attribution), "licence": TEXTS["licence"]}
+    texts |= {
+        "data": TEXTS["data"][world].format(attribution=attribution),
+        "licence": TEXTS["licence"],
+        "counted": counted,
+    }
     card = folder / "MODEL_CARD.md"
     write_text(card, TEMPLATE.render(facts | {"curve": curve(facts["evaluations"]), "method": method, **texts}))
     return card

@@ -17,6 +17,7 @@ from specdemo.bench.base import Progress
 from specdemo.bench.random_models import DRAFTS, random_model
 from specdemo.bench.report import table
 from specdemo.core.protocol import Budget, GenerationConfig, Target
+from specdemo.core.suggest import counted
 from specdemo.engine.loop import generate
 from specdemo.methods import BASELINE, load_drafter
 from specdemo.methods.heads.eagle import Eagle
@@ -148,7 +149,7 @@ def basics(device: torch.device, command: str) -> Profile:
     bandwidth = max(copy_bandwidth(device), read_bandwidth(device, pick_dtype("auto", device)))
     found = {
         "name": slug(title),
-        "title": title if device.type != "cpu" else f"{title}, {torch.get_num_threads()} thread(s)",
+        "title": title if device.type != "cpu" else f"{title}, {counted(torch.get_num_threads(), 'thread')}",
         "kind": "cpu" if device.type == "cpu" else "gpu",
         "memory_gb": figure(device_kind(device).total(device), 1e9),
         "bandwidth_gb_per_s": figure(bandwidth, 1e9),

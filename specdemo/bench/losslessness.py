@@ -19,6 +19,7 @@ from specdemo.bench.result import DRAFTED, PLAIN, TOKEN, Result, Row
 from specdemo.bench.sweeps import tokenizer
 from specdemo.core.protocol import GenerationConfig, Target
 from specdemo.core.rules import accept_rule
+from specdemo.core.suggest import counted
 from specdemo.engine.loop import generate
 from specdemo.engine.session import Session, environment
 from specdemo.methods import BASELINE, build_drafter, load_drafter, method
@@ -210,5 +211,5 @@ def _same_tokens(suite: OfPreset, chosen: Preset, report: Report, cancelled: Sto
     counts = Counter(str(row["output"]) for row in rows)
     summary = ", ".join(f"{count} {word}" for word, count in counts.items())
     config = {"target": chosen.target, "temperature": 0.0, "k": spec.lanes[0].budget.depth, "prompts": len(rows)}
-    remark = f"Greedy, {len(rows)} prompts: {summary}."
+    remark = f"Greedy, {counted(len(rows), 'prompt')}: {summary}."
     return Result("losslessness", len(rows), config, environment(runner.target()), rows, [remark, *remarks])

@@ -8,7 +8,7 @@ from specdemo.analysis.predict import Prediction
 from specdemo.bench.result import ALL, Result, Row, best, intervals, is_baseline, noisy
 from specdemo.core.estimate import Estimate
 from specdemo.core.headline import headline, price_words, settled
-from specdemo.core.suggest import program
+from specdemo.core.suggest import counted, program
 from specdemo.core.tally import summarise
 from specdemo.core.trace import LaneTrace, RunTrace, estimates
 
@@ -110,7 +110,7 @@ def _conditions(trace: RunTrace) -> str:
         trace.preset,
         f"target {_target(trace)}",
         str(environment.get("dtype", "?")),
-        str(environment.get("device", "?")) + (f", {threads} thread{'s' * (threads != 1)}" if threads else ""),
+        str(environment.get("device", "?")) + (f", {counted(threads, 'thread')}" if threads else ""),
         "greedy" if not temperature else f"temperature {temperature}",
         trace.schedule,
         str(environment.get("clock", "wall time")),
@@ -124,7 +124,7 @@ def bench_report(result: Result) -> str:
     names = list(dict.fromkeys(name for row in result.rows for name in row))
     rows = [[_cell(row.get(name)) for name in names] for row in result.rows]
     environment = result.environment
-    threads = environment["threads"] and f"{environment['threads']} thread(s)"
+    threads = environment["threads"] and counted(environment["threads"], "thread")
     where = ", ".join(filter(None, (environment["device"], threads, environment["dtype"])))
     title = f"{result.suite} | {where} | {conditions(result)}"
     last = map(sentence, filter(None, (best(result), noisy(result))))
@@ -140,7 +140,7 @@ def markdown(result: Result) -> str:
     counts_text = [f"{result.config[name]} {name.replace('_', ' ')}" for name in counts if name in result.config]
     parts = [
         str(where["device"]),
-        f"{where['threads']} thread{'s' * (where['threads'] != 1)}" if where.get("threads") else None,
+        counted(where["threads"], "thread") if where.get("threads") else None,
         str(where["dtype"]),
         f"torch {versions['torch']}" if "torch" in versions else None,
         where.get("date"),
@@ -173,9 +173,10 @@ def _in_markdown(row: Row) -> str:
 
 def conditions(result: Result) -> str:
     """Return the number of repeats, the clock, and the meaning of the brackets."""
-    repeats = f"{result.repeats} repeat{'s' * (result.repeats != 1)}"
     clock = result.environment.get("clock")
-    return ", ".join(filter(None, [repeats, clock, "95 % intervals" if intervals(result) else ""]))
+    return ", ".join(
+        filter(None, [counted(result.repeats, "repeat"), clock, "95 % intervals" if intervals(result) else ""])
+    )
 
 
 def sentence(text: str) -> str:

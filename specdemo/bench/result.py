@@ -13,6 +13,7 @@ from specdemo.core.atomic_io import finite, json_text, write_text
 from specdemo.core.estimate import Estimate, fastest
 from specdemo.core.headline import listed
 from specdemo.core.safe_io import FILE_BYTES, JsonObject, check_size, gc_paused, read_limited
+from specdemo.core.suggest import counted
 from specdemo.presets.files import FOLDER
 
 SCHEMA = 1
@@ -146,8 +147,7 @@ def best(result: Result) -> str:
     if not rows:
         return ""
     if result.repeats < THOROUGH and not intervals(result):
-        times = f"measured {result.repeats} time{'s' * (result.repeats > 1)}"
-        return f"{times}; {THOROUGH} repeats are needed to find the best."
+        return f"measured {counted(result.repeats, 'time')}; {THOROUGH} repeats are needed to find the best."
     speeds: list[Estimate] = [row["speed-up"] for row in rows]
     if all(speed.low is None for speed in speeds):
         return "measured before 95 % intervals were; run it again to find the best."

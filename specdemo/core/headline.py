@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from specdemo.core.estimate import Estimate, fastest
+from specdemo.core.suggest import counted
 from specdemo.core.trace import LaneTrace, RunTrace, estimates, run_timings, same_prompt
 
 PLAIN = "plain decoding"
@@ -74,7 +75,7 @@ def price_words(row: Mapping[str, object]) -> str:
     changed, likelihood, plain = (
         row.get(name) for name in ("tokens_changed", "log_likelihood", "baseline_log_likelihood")
     )
-    words = [f"{changed} token{'' if changed == 1 else 's'} changed"] if isinstance(changed, int) else []
+    words = [f"{counted(changed, 'token')} changed"] if isinstance(changed, int) else []
     if isinstance(likelihood, int | float) and isinstance(plain, int | float):
         words.append(f"log-likelihood {likelihood:.2f} per token, baseline {plain:.2f}")
     return "; ".join(words)

@@ -1,4 +1,4 @@
-"""Parts of one-line error messages: suggestions and short values."""
+"""Parts of one-line messages: suggestions, counts and short values."""
 
 import sys
 from collections.abc import Iterable
@@ -19,6 +19,11 @@ def suggest(name: str, choices: Iterable[str], heads: Iterable[str] = ()) -> str
     if len(names) > MAX_LISTED:
         names = [*names[: MAX_LISTED // 2], f"... ({len(names)} in total)"]
     return f"choose one of {', '.join(names)}" if names else "none is available"
+
+
+def counted(number: object, noun: str) -> str:
+    """Return a number with its noun: `1 thread`, `2 threads`."""
+    return f"{number:,}".removesuffix(".0") + f" {noun}{'' if number == 1 else 's'}"
 
 
 def short_repr(value: object) -> str:

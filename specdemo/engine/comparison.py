@@ -15,7 +15,7 @@ from specdemo.core.generation import DTYPES, Sampling, Thinking, dtype_name
 from specdemo.core.rules import DEFAULT_RULE, RULES, accept_rule, rules_help
 from specdemo.core.settings import BaseOptions, Setting, Settings, changed_values, setting, to_values
 from specdemo.core.speedup import DEFAULT_LENGTH
-from specdemo.core.suggest import DEVICES, program, short_repr, suggest
+from specdemo.core.suggest import DEVICES, counted, program, short_repr, suggest
 from specdemo.methods import BASELINE, METHODS, MODEL_OPTIONS, check_model, parse_options
 from specdemo.servers.address import address
 
@@ -253,7 +253,7 @@ class Comparison(Settings):
         1,
         label="Max new tokens",
         info="per lane",
-        brief=lambda n: f"{n} token{'' if n == 1 else 's'}",
+        brief=lambda n: counted(n, "token"),
     )
     schedule: Annotated[
         Literal["race", "sequential"],

@@ -17,6 +17,7 @@ from specdemo.core.coupled import Coupled
 from specdemo.core.host_copy import to_device
 from specdemo.core.protocol import Budget, Drafter, Forward, GenerationConfig, Progress, Target
 from specdemo.core.sampling import PositionNoise, to_probs
+from specdemo.core.suggest import counted
 from specdemo.core.trace import StepEvent
 from specdemo.core.tree import ABSENT, Draft, chain_parents, clamp_ids, depths, first_branch, is_chain, validate_ids
 from specdemo.engine.clock import Stopwatch, stopwatch_for
@@ -217,8 +218,7 @@ def _check(target: Target, prompt_ids: Tensor, config: GenerationConfig) -> None
         raise ValueError("the prompt is empty; write at least one word")
     rows, limit = len(prompt_ids), target.capabilities.batch
     if rows > limit:
-        texts = "1 text" if limit == 1 else f"{limit} texts"
-        raise ValueError(f"{target.name} decodes {texts} at a time, not {rows}; choose a smaller batch size")
+        raise ValueError(f"{target.name} decodes {counted(limit, 'text')} at a time, not {rows}; lower the batch size")
     if not 0 <= int(prompt_ids.min()) <= int(prompt_ids.max()) < target.vocab_size:
         raise ValueError(
             f"prompt_ids must be 0 to {target.vocab_size - 1}; encode the text with the target's tokenizer"

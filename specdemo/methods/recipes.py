@@ -14,7 +14,7 @@ from pathlib import Path
 from specdemo.core.outputs import check_output_folder
 from specdemo.core.protocol import Target
 from specdemo.core.safe_io import JsonObject
-from specdemo.core.suggest import suggest
+from specdemo.core.suggest import counted, suggest
 from specdemo.methods import method, usable
 from specdemo.methods.base import Head, Recipe
 from specdemo.methods.draft_model import DraftModel
@@ -131,7 +131,7 @@ def train_head_recipe(
         shares = share_minutes(name, drafter, loaded, minutes, folder, out, corpus)
         make_folder(out)
         if shares.steps:
-            logger.warning("%g minutes: %s", minutes, shares)
+            logger.warning("%s: %s", counted(minutes, "minute"), shares)
         dataset = build_dataset(loaded, folder, shares.plan, corpus)
         training = _left(shares, minutes, started)
         rates, every = START_RATES if start else 1.0, shares.evaluate_every
@@ -157,7 +157,7 @@ def train_live(
     started = time.monotonic()
     with one_thread(loaded.device):
         shares = share_minutes(name, drafter, loaded, minutes, out / CACHE, out)
-        yield {"note": f"{minutes:g} minutes: {shares}"}
+        yield {"note": f"{counted(minutes, 'minute')}: {shares}"}
         collection = iter_dataset(loaded, out / CACHE, shares.plan)
         while True:
             try:
@@ -213,7 +213,7 @@ def share_minutes(
             return Shares(plan, max(0.0, left))
         needed = ceil((short.needed + 60.0 * minutes - left) / 30.0) / 2
         raise ValueError(
-            f"{minutes:g} minutes are too few to train {name} on {target.name}: {short}; --minutes {needed:g} is enough"
+            f"--minutes {minutes:g} is too short for {name} on {target.name}: {short}; --minutes {needed:g} is enough"
         ) from None
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from specdemo.core.atomic_io import atomic_folder, finite, json_text, write_text
 from specdemo.core.safe_io import FILE_BYTES, TOO_LARGE, is_out_of_memory, read_limited
 from specdemo.core.shapes import Config
+from specdemo.core.suggest import counted
 from specdemo.models.memory import headers
 from specdemo.models.sources import (
     MASK_FILE,
@@ -158,7 +159,7 @@ def training_note(source: str) -> str:
         return ""
     if steps > FEW_STEPS:
         return ""
-    return f"This head was trained for {steps} step{'s' * (steps != 1)} ({seconds:.0f} s)."
+    return f"This head was trained for {counted(steps, 'step')} ({seconds:.0f} s)."
 
 
 def check_finite(name: str, tensors: Iterable[tuple[str, Tensor]]) -> None:

@@ -21,7 +21,7 @@ from pydantic import Field
 from specdemo.core.atomic_io import json_text
 from specdemo.core.safe_io import read_text
 from specdemo.core.settings import Settings, settings
-from specdemo.core.suggest import short_repr, suggest
+from specdemo.core.suggest import counted, short_repr, suggest
 from specdemo.engine.comparison import Comparison, Lane, Name, validate_method_name
 from specdemo.methods import model_method
 from specdemo.models import packaged
@@ -124,7 +124,8 @@ class Preset(Comparison, About):
         Raises ValueError for more servers than that.
         """
         if len(servers) > len(self.lanes) + 1:
-            raise ValueError(f"{len(servers)} servers for {len(self.lanes)} lanes and the baseline; give fewer")
+            places = counted(len(self.lanes), "lane")
+            raise ValueError(f"{len(servers)} servers for {places} and the baseline; give fewer")
         first = list(servers[: -len(self.lanes)])
         named = dict(zip(range(len(self.lanes)), servers[len(first) :], strict=False))
         if not servers:
@@ -144,7 +145,8 @@ class Preset(Comparison, About):
             return
         order = "the baseline's first, then one per lane" if self.server else "one per lane, in order"
         line = " ".join(f"--server {server}" for server in [*named, *["http://HOST:PORT"] * len(missing)])
-        raise ValueError(f"{self.id} needs {len(servers)} servers, {order}; {len(missing)} missing, give {line}")
+        needed = counted(len(servers), "server")
+        raise ValueError(f"{self.id} needs {needed}, {order}; {len(missing)} missing, give {line}")
 
 
 def _change_lanes(lanes: list[Lane], changes: dict[str, object], target: object) -> list[dict[str, object]]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from specdemo.core.suggest import counted
 from specdemo.methods import BASELINE, CAPABILITY_USES, METHODS, method, usable
 from specdemo.models.gguf_files import CAPABILITIES, is_gguf
 from specdemo.presets import limits
@@ -81,7 +82,7 @@ def published(target: str) -> str:
     entries = [entry.row() for entry in published_drafters(target) if entry.source.startswith("https://")]
     rows = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in entry.values())}</tr>" for entry in entries)
     names = "".join(f"<th>{name}</th>" for name in HEADER)
-    head = f"{len(entries)} published drafter{'s' if len(entries) > 1 else ''} for {escape(shown_name(target))}"
+    head = f"{counted(len(entries), 'published drafter')} for {escape(shown_name(target))}"
     return f"<details><summary>{head}</summary><table><tr>{names}</tr>{rows}</table></details>" if entries else ""
 
 

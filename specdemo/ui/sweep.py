@@ -20,6 +20,7 @@ from specdemo.bench.result import Result, Row, best, is_baseline, noisy, read_re
 from specdemo.bench.suites import Sweep, swept
 from specdemo.core.atomic_io import finite
 from specdemo.core.estimate import Estimate
+from specdemo.core.suggest import counted
 from specdemo.presets import limits
 from specdemo.presets.files import load_presets, preset
 from specdemo.presets.link import is_sweep
@@ -173,7 +174,7 @@ def result_line(result: Result, recorded: bool, partial: bool = False) -> str:
     remarks = [*result.remarks, *filter(None, [noisy(result)])]
     payload: dict[str, object] = {"axis": result.axis, "rows": rows, "remarks": remarks, "verdict": verdict}
     where = [str(result.environment[name]) for name in ("device", "date") if result.environment.get(name)]
-    repeats = f"{result.repeats} repeat{'s' * (result.repeats != 1)}"
+    repeats = counted(result.repeats, "repeat")
     payload |= {"where": where, "conditions": " · ".join([repeats, *_conditions(result.config)])}
     with suppress(ValueError):  # a suite without speed-ups has only its table
         payload["chart"] = finite(chart(result))

@@ -92,7 +92,7 @@ def test_a_row_per_lane_with_medians_and_quartiles(result):
 
 def test_the_report_and_the_file_name_the_machine(result, tmp_path):
     text = bench_report(result)
-    assert text.startswith(f"k | {result.environment['device']}, 1 thread(s), float32 | 2 repeats")
+    assert text.startswith(f"k | {result.environment['device']}, 1 thread, float32 | 2 repeats")
     write_result(result, tmp_path / "r.json")
     stored = json.loads((tmp_path / "r.json").read_text(encoding="utf-8"))
     assert (stored["schema"], stored["suite"], stored["repeats"]) == (1, "k", 2)
@@ -363,7 +363,7 @@ def with_coin(monkeypatch):
 
 def test_a_suite_in_the_list_is_in_the_command_line_the_page_and_its_links(with_coin, capsys):
     assert main(["bench", "coin", "--repeats", "2", "--dtype", "bf16"]) == 0
-    assert capsys.readouterr().out.startswith("coin | a thumb, 1 thread(s), copper | 2 repeats")
+    assert capsys.readouterr().out.startswith("coin | a thumb, 1 thread, copper | 2 repeats")
     assert main(["bench", "coin", "--gpus", "2"]) == 2
     assert "No such option: --gpus" in capsys.readouterr().err
     assert registry.swept()["coin"].title == "Coin"

@@ -165,5 +165,5 @@ def test_a_head_of_layers_that_are_not_returned_is_rejected():
 
 def test_a_batch_beyond_the_target_is_rejected():
     target = UncachedTarget()
-    with pytest.raises(ValueError, match="uncached decodes 1 text at a time, not 2; choose a smaller batch size"):
+    with pytest.raises(ValueError, match="uncached decodes 1 text at a time, not 2; lower the batch size"):
         list(generate(target, load_drafter("ngram", target), PROMPT.repeat(2, 1), GenerationConfig(4)))

@@ -147,7 +147,7 @@ def test_bad_input_is_one_line(
 
 def test_existing_file_at_the_output_folder_is_named(corpus: Path, tmp_path: Path) -> None:
     (tmp_path / "out").touch()
-    with pytest.raises(ValueError, match="cannot make the folder .*out: File exists; name another with --out"):
+    with pytest.raises(ValueError, match="cannot make the folder .*out: Not a directory; name another with --out"):
         train("stories-target", corpus, tmp_path / "out")
 
 
@@ -228,7 +228,7 @@ def test_a_target_of_code_is_deepened_and_drafted_for(tmp_path: Path, monkeypatc
     facts = json.loads((target / "provenance.json").read_text(encoding="utf-8"))
     assert [(seed["name"], seed["layers"]) for seed in facts["seeds"]] == [("seed", 1), ("copying", 1)]
     assert all(seed["tokens"] > 0 for seed in facts["seeds"]) and facts["start"] == "copying"
-    assert "earlier part: copying, 1 layer(s)" in (target / "MODEL_CARD.md").read_text(encoding="utf-8")
+    assert "earlier part: copying, 1 layer," in (target / "MODEL_CARD.md").read_text(encoding="utf-8")
     draft = train("code-draft", tmp_path / "code", tmp_path / "draft", target=str(target))
     assert "~~~python\ndef read_config" in (draft / "MODEL_CARD.md").read_text(encoding="utf-8")
 

@@ -258,7 +258,7 @@ def test_all_parts_fit_into_the_minutes(costs, minutes, generated, collected):
 def test_too_few_minutes_name_what_would_fit_and_what_is_needed(tmp_path):
     target = HFTarget(build("llama"), name="tiny")
     drafter = untrained_drafter(HEAD_RECIPES["medusa"], target)
-    pattern = r"^0\.001 minutes are too few to train medusa on tiny: only [\d,]+ tokens of text and \d+ training steps "
+    pattern = r"^--minutes 0\.001 is too short for medusa on tiny: only [\d,]+ tokens of text and \d+ training steps "
     with pytest.raises(ValueError, match=pattern + r"would fit, and 50 steps are needed; --minutes [\d.]+ is enough$"):
         share_minutes("medusa", drafter, target, 0.001, tmp_path / "cache", tmp_path)
     (tmp_path / "checkpoint.pt").touch()  # of a run that goes on
