@@ -212,6 +212,11 @@ def test_number_formatting():
         (timed(STEADY), timed(DRAFTING, waited_ms=61.1), ["CPU contention: this lane waited for 31 % of its time"]),
         (timed(STEADY, waited_ms=60.0), timed(DRAFTING), ["CPU contention: the baseline waited for 25 % of its time"]),
         (timed([(0, 3.0), (0, 7.0)] * 30), timed(DRAFTING), [f"baseline step time varied by 80 %, {OTHER_PROGRAMS}"]),
+        (
+            timed([(0, 3.0), (0, 7.0)] * 30, waited_ms=0.0),  # of one thread
+            timed(DRAFTING),
+            ["baseline step time varied by 80 %, as when other programs use the memory; close those"],
+        ),
         (timed(slower_from(STEADY, 0.7, 1.3)), timed(DRAFTING), ["the baseline became 30 % slower during the run"]),
         (timed(STEADY), timed([(4, 2.0)] * 20), ["implausible timing: a speculative step cost only 0.67 plain tokens"]),
     ],
