@@ -149,7 +149,9 @@ def _read_header(path: Path, size: int, changed_ns: int) -> Header:
         try:
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
                 return _Reader(content).header()
-        except (struct.error, ValueError, KeyError, IndexError, OverflowError, UnicodeDecodeError) as error:
+        except struct.error:
+            raise ValueError(f"{path} is truncated: its header ends after {size:,} bytes; download it again") from None
+        except (ValueError, KeyError, IndexError, OverflowError, UnicodeDecodeError) as error:
             reason = str(error).partition("\n")[0]
             raise ValueError(f"{path} cannot be read as GGUF ({reason}); fetch it again") from None
 
@@ -210,7 +212,7 @@ class _Reader:
         begin = self._position + 8
         self._position = begin + self._number("Q")
         if self._position > len(self._content):
-            raise ValueError("the header is cut short")
+            raise struct.error("the string continues after the end")
         return bytes(self._content[begin : self._position])
 
     def _value(self, kind: int, key: str) -> object:
