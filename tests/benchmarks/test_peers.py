@@ -155,7 +155,7 @@ def test_llama_cpp_writes_what_transformers_writes(pair):
 def test_without_its_packages_or_in_half_precision_llama_cpp_does_not_take_part(pair, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(llamacpp, "find_spec", lambda name: None)
-        with pytest.raises(ValueError, match="pip install xllamacpp gguf"):
+        with pytest.raises(ValueError, match="needs xllamacpp and gguf; pip install xllamacpp gguf"):
             LlamaCpp(pair.target)
     pytest.importorskip("xllamacpp", reason="llama.cpp's own loop is not installed: pip install xllamacpp")
     with pytest.raises(ValueError, match="needs a Llama in float32 on a CPU"):
