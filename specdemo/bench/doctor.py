@@ -72,44 +72,54 @@ def _passes(target: "Target") -> str:
     return "\n".join(f"{title.lower():<18}{words}" for title, words in rows)
 
 
-def _verification(name: str) -> str:
-    """Load a model of this machine, and measure the verification on it. Raises ValueError if it does not run."""
-    from specdemo.models.gguf_files import is_gguf, local_header
-    from specdemo.models.load import load_target
+def _absence(name: str) -> str:
+    """Return why a GGUF model of a store or the hub is not tried; empty if it is on this machine."""
+    from specdemo.models.gguf_files import SUFFIX, is_gguf, local_header
+    from specdemo.models.packaged import SMOLLM2_GGUF
 
-    if is_gguf(name) and not Path(name).expanduser().exists():
-        try:
-            absent = "" if local_header(name) else "it is not on this machine"
-        except ValueError as error:
-            absent = str(error)
-        if absent:
-            return f"{'not tried':<18}{absent}"
-    return _passes(load_target(name))
+    path = name.lower().endswith(SUFFIX) and name != SMOLLM2_GGUF
+    if path or not is_gguf(name) or Path(name).expanduser().exists():
+        return ""
+    try:
+        return "" if local_header(name) else "it is not on this machine"
+    except ValueError as error:
+        return str(error)
 
 
 def check_drafters(target: str, drafter: str | None) -> int:
     """Print which drafters fit a target, and why others do not; the verification of a target on this machine. drafter:
     check only this one, and run it if it is a head. Return the exit code, 2 if it does not fit."""
-    from specdemo.models.gguf_files import is_gguf
-
-    if is_gguf(target) and drafter is None:
-        print(f"{_verification(target)}\n\nPublished drafters:\n{published(target)}")
-        return 0
+    from specdemo.bench.candidates import drafters
+    from specdemo.methods import model_method
     from specdemo.methods.pairs import check_pair, check_pairs, outline
+    from specdemo.models.gguf_files import is_gguf
+    from specdemo.models.load import load_target
     from specdemo.models.sources import resolve
     from specdemo.presets.files import known_drafters, thinking_remarks
 
+    if drafter is None and (absent := _absence(target)):
+        print(f"{'not tried':<18}{absent}\n\nPublished drafters:\n{published(target)}")
+        return 0
     described = outline(target)
-    known = known_drafters(target)
-    found = [check_pair(described, drafter)] if drafter else check_pairs(described, known)
+    if described.tokenizer is None:
+        print(f"{target} has no tokenizer, so it does not run; put its tokenizer.json into the same folder\n")
+    lanes = [] if drafter else drafters(target, (), download=False).values()
+    known = [(model_method(lane.method, lane.options), lane.model) for lane in lanes if lane.model]
+    found = [check_pair(described, drafter)] if drafter else check_pairs(described, [*known, *known_drafters(target)])
+    left_out = () if drafter or target in EMBEDDED else EMBEDDED
+    found = [pair for pair in found if pair.fits or pair.drafter not in left_out]
     fits = {True: "fits", False: "no", None: "unknown"}
-    print(table(("drafter", "method", "fits", "why"), [(p.drafter, p.method, fits[p.fits], p.reason) for p in found]))
+    rows = [("none", lane.method, "fits", "needs no drafter") for lane in lanes if not lane.model]
+    rows += [(p.drafter, p.method, fits[p.fits], p.reason) for p in found]
+    print(table(("drafter", "method", "fits", "why"), rows))
+    is_here = Path(resolve(target)).exists()
     if drafter is None:
-        here = f"\n{_verification(target)}\n" if Path(resolve(target)).is_dir() else ""
-        print(f"{here}\nPublished drafters:\n{published(target)}")
+        if is_gguf(target) or is_here:
+            print(f"\n{_passes(described if is_gguf(target) else load_target(target))}")
+        print(f"\nPublished drafters:\n{published(target)}")
     for remark in thinking_remarks(target, [pair.drafter for pair in found if pair.fits], described):
         print(remark)
-    if drafter and found[0].fits and detect_head(drafter) and Path(resolve(target)).exists():
+    if drafter and found[0].fits and detect_head(drafter) and is_here:
         from specdemo.bench.quality import quality
         from specdemo.engine.comparison import Lane
 

@@ -4,13 +4,15 @@ import re
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from specdemo.core.safe_io import read_json
 from specdemo.core.settings import Settings
 from specdemo.core.suggest import program
 from specdemo.models.gguf_files import OLLAMA, is_gguf, quantisation_in
 from specdemo.models.gguf_header import read_header
 from specdemo.models.packaged import DOWNLOADS, HUB_ID
+from specdemo.models.shipped import embedded_folder
 from specdemo.presets.files import load_presets, read_yaml
 from specdemo.presets.recorded import is_recorded, recorded
 
@@ -37,7 +39,7 @@ class PublishedDrafter(Settings):
     """A drafter of the catalogue.
 
     gb: size of its files. computed: what gb was computed from, if not measured. engines: overrides those of its kind.
-    thinking: whether its training answers contain thinking.
+    thinking: whether its training answers contain thinking. trained: on what, if that is known instead.
     """
 
     target: str
@@ -49,6 +51,7 @@ class PublishedDrafter(Settings):
     licence: str = UNKNOWN
     engines: str = ""
     thinking: Literal["with", "without"] | None = None
+    trained: str = ""
     acceptance: str = ""
 
     @property
@@ -84,7 +87,7 @@ class PublishedDrafter(Settings):
             self.about.format,
             self.licence,
             self.runs_in,
-            f"{self.thinking} thinking" if self.thinking else UNKNOWN,
+            f"{self.thinking} thinking" if self.thinking else self.trained or UNKNOWN,
             self.acceptance or UNKNOWN,
             self.source,
         )
@@ -165,9 +168,18 @@ def _of_presets(target: str) -> Iterator[PublishedDrafter]:
             continue
         for place, lane in enumerate(preset.lanes, start=1):
             if lane.model and (kind := _kind(lane.method, lane.model)):
-                words = _recorded(preset.id, place)
-                source = f"preset {preset.id}"
-                yield PublishedDrafter(target=target, drafter=lane.model, kind=kind, acceptance=words, source=source)
+                about = {"acceptance": _recorded(preset.id, place), "source": f"preset {preset.id}"}
+                yield PublishedDrafter(target=target, drafter=lane.model, kind=kind, **_shipped(lane.model) | about)
+
+
+def _shipped(name: str) -> dict[str, Any]:
+    """Return size, licence and training of an embedded drafter; nothing for any other."""
+    provenance = embedded_folder() / name / "provenance.json"
+    if not provenance.is_file():
+        return {}
+    size = sum(file.stat().st_size for file in provenance.parent.glob("*.safetensors"))
+    trained = f"on {read_json(provenance)['tokens'] / 1e6:.1f} million tokens"
+    return {"gb": round(size / 1e9, 3), "licence": "Apache 2.0", "trained": trained}
 
 
 def _kind(method: str, drafter: str) -> str:

@@ -140,7 +140,7 @@ def test_hub_drafters_are_recognised_by_their_header(stories, monkeypatch, tmp_p
     assert "download it to inspect them" in pairs[2].reason
 
 
-def test_the_command_line_prints_a_table(narrow, capsys):
+def test_the_command_line_prints_a_table(narrow, tmp_path, capsys):
     assert main(["doctor", "stories", "stories-medusa"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].split()[:3] == ["stories-medusa", "medusa", "fits"]
@@ -151,7 +151,12 @@ def test_the_command_line_prints_a_table(narrow, capsys):
     assert main(["doctor", narrow, "stories-medusa"]) == 2
     assert "no  stories-medusa is for hidden size 256 and vocabulary 2048" in capsys.readouterr().out
     assert main(["doctor", narrow]) == 0
-    assert len(capsys.readouterr().out.splitlines()) > 8
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 8
+    assert not [line for line in lines if "stories-bytes-heads" in line]  # it is for another of the shipped models
+    save(tmp_path, None, 512)
+    assert main(["doctor", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.startswith(f"{tmp_path} has no tokenizer, so it does not run; put its tokenizer.js")
     assert main(["doctor", "storys"]) == 2
     assert "did you mean 'stories'" in capsys.readouterr().err
 
@@ -161,6 +166,9 @@ def test_files_of_llama_cpp_are_compared_by_their_vocabularies(smollm2_gguf, smo
     assert "shares 94 % of the target's tokens, 18 % of its own; another tokenizer" in capsys.readouterr().out
     assert main(["doctor", smollm2_gguf, smollm2_folder]) == main(["doctor", smollm2_folder, smollm2_gguf]) == 0
     assert capsys.readouterr().out.count("same tokenizer") == 2
+    assert main(["doctor", smollm2_gguf]) == 0
+    rows = [line.split()[:3] for line in capsys.readouterr().out.splitlines()]
+    assert ["none", "ngram", "fits"] in rows and ["smollm2-eagle-3", "eagle", "fits"] in rows
     assert check_pair(load_meta_target(smollm2_folder), "smollm2-eagle-3").fits
     assert check_pair(outline(smollm2_gguf), "smollm2-eagle-3").fits
     assert ("eagle", "smollm2-eagle-3") in known_drafters(smollm2_folder)  # it ships with a preset of another name

@@ -182,6 +182,7 @@ def test_files_on_which_llamacpp_aborts(key, number, stories, tmp_path, capsys, 
     monkeypatch.setattr(llamacpp_trial, "subprocess", None)
     assert main(["doctor", str(stories)]) == 0
     out = capsys.readouterr().out
-    assert re.match(r"engine +llama.cpp.*\ncpu threads +\d+\nweights +F32\nlogits +passes .* round", out)
+    assert re.search(r"\nnone +ngram +fits +needs no drafter\n", out)
+    assert re.search(r"\n\nengine +llama.cpp.*\ncpu threads +\d+\nweights +F32\nlogits +passes .* round", out)
     passes = r"\npasses +1 token [\d.]+ ms, .*4 tokens \d\.\d\d×, .*\nverification +checking 4 tokens costs"
     assert re.search(passes, out)
