@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from specdemo.core.atomic_io import check_writable, write_text
 from specdemo.core.safe_io import FILE_BYTES, check_size, gc_paused, read_limited
@@ -37,7 +38,16 @@ def check_output(path: str | Path, force: bool = False) -> None:
 
 
 def check_output_folder(folder: Path, force: bool = False) -> None:
-    """Raise ValueError unless `folder` is new, empty or was made by `train` or `bench`. force: accept any."""
+    """Raise ValueError unless `folder` can be made and is new, empty or was made by `train` or `bench`.
+
+    force: accept any that can be made.
+    """
+    nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    try:
+        with TemporaryDirectory(dir=nearest):
+            pass
+    except OSError as error:
+        raise ValueError(f"cannot make the folder {folder}: {error.strerror}; name another with --out") from None
     if force or not folder.is_dir() or not any(folder.iterdir()) or (folder / MARKER).is_file():
         return
     keys = [_keys(folder / name) for name in ("provenance.json", "results.json")]

@@ -312,12 +312,9 @@ def check_minutes(minutes: float) -> float:
 
 
 def make_folder(out: Path) -> None:
-    """Create and mark the folder of a run. Raises ValueError with one line if that fails."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        mark_folder(out)
-    except OSError as error:
-        raise ValueError(f"cannot make the folder {out}: {error.strerror}; name another with --out") from None
+    """Create and mark the folder of a run."""
+    out.mkdir(parents=True, exist_ok=True)
+    mark_folder(out)
 
 
 def remove_intermediate(out: Path) -> None:
