@@ -592,8 +592,11 @@ def drafters(
 ) -> None:
     """List the published drafters of a target. Shows size, format, licence, engines and acceptance; for an unknown
     target, the rules for choosing one."""
+    from specdemo.models.gguf_files import SUFFIX, local_header
     from specdemo.presets.drafters import published_drafters
 
+    if target.lower().endswith(SUFFIX):
+        local_header(target)  # raises ValueError for a file that does not exist
     if as_json:
         print(json_text([entry.row() for entry in published_drafters(target)], indent=1))
     else:

@@ -116,11 +116,19 @@ def test_settings_reach_the_run(tmp_path, capsys):
         (["ui", "--port", "99999"], "argument --port: '99999' is not from 1 to 65535; see --help"),
         (["run", "embedded-draft", "--model=--port"], "the model must not begin with -; name a model or its folder"),
         (["ui", "--prt", "1"], "unrecognized arguments: --prt 1; see --help"),
+        on_linux("cannot make the folder /proc/x: No such file or directory;", "train", "medusa", "--out", "/proc/x"),
+        on_linux("cannot make the folder /proc/x: No such file or directory;", "bench", "gpu", "--out", "/proc/x"),
+        (["drafters", "none.gguf"], "the file none.gguf does not exist"),
+        (["doctor", "none.gguf"], "the file none.gguf does not exist"),
         (["replay", "none.json"], "cannot read none.json: No such file or directory; record a trace with"),
         on_linux("cannot read /: Is a directory; record a trace with", "replay", "/"),
         (["bench", "metods"], "unknown suite 'metods'; did you mean 'methods'?"),
         (["bench", "k", "--repeats", "0"], "repeats must be 1 or more, not 0"),
         (["bench", "k", "--k", "8-1"], "--k takes a draft length from 1 to 16, or a range like 1-8, not '8-1'"),
+        (
+            ["bench", "k", "--target", "x"],
+            "bench k has no --target: it measures presets (--preset); `python -m specdemo tune x` finds what pays for",
+        ),
         (["bench", "race-fairness", "--k", "3"], "No such option: --k"),
         (
             ["bench", "gpu", "--minutes", "-1"],
@@ -210,8 +218,16 @@ def test_lists_and_help_import_nothing_slow():
         "print({'torch', 'transformers', 'gradio'} & set(sys.modules), file=sys.stderr)"
     )
     commands = ["presets --json", "--help", "bench k --help", "bench --help"]
-    done = subprocess.run([sys.executable, "-c", code, *commands], capture_output=True, text=True, check=True)
-    assert '"id": "embedded-draft"' in done.stdout and done.stdout.count("Usage: ") == 3 and done.stderr == "set()\n"
+    refused = {
+        "bench load": "bench load compares results; give --plain FILE and --speculative FILE",
+        "check-server http://a http://b --prompt-file none": "cannot read none: No such file or directory; choose ",
+        "check-server http://a": "one server is checked against the local engine, which needs the model; add --target",
+    }
+    done = subprocess.run([sys.executable, "-c", code, *commands, *refused], capture_output=True, text=True, check=True)
+    assert '"id": "embedded-draft"' in done.stdout and done.stdout.count("Usage: ") == 3
+    *lines, loaded = done.stderr.splitlines()
+    assert loaded == "set()" and len(lines) == len(refused)
+    assert all(line.startswith(f"specdemo: {words}") for line, words in zip(lines, refused.values(), strict=True))
 
 
 def test_presets_are_listed_as_json(capsys):
@@ -335,7 +351,9 @@ def test_help_of_a_suite_lists_its_own_options(capsys, suite):
 
 
 def test_a_suite_may_come_after_its_options(capsys):
-    assert refusal(capsys, "bench", "--markdown", "--k", "0", "k").startswith("draft lengths must be from 1 to 16")
+    assert refusal(capsys, "bench", "--markdown", "--k", "0", "k").startswith(
+        "draft lengths must be from 1 to 16 (0 is "
+    )
     assert refusal(capsys, "bench", "--prompt=k", "--repeats", "0", "k") == "repeats must be 1 or more, not 0"
     assert refusal(capsys, "bench").startswith("no suite given; choose one of k, methods")
 

@@ -45,7 +45,7 @@ class Axis:
 
 def _ks(value: Sequence[int]) -> Sequence[int]:
     if not (any(value) and all(0 <= k <= LIMITS.k for k in value)):
-        raise ValueError(f"draft lengths must be from 1 to {LIMITS.k}, not {list(value)[:20]}")
+        raise ValueError(f"draft lengths must be from 1 to {LIMITS.k} (0 is always measured), not {list(value)[:20]}")
     return value
 
 
@@ -88,7 +88,7 @@ Ks = Annotated[
     BeforeValidator(_ranges),
     AfterValidator(_ks),
     PlainSerializer(list, when_used="json"),
-    Setting("Draft lengths, for example 4, 1-8 or 0,1,3.", metavar="K", flag="--k"),
+    Setting("Draft lengths, for example 4, 1-8 or 1,3,8.", metavar="K", flag="--k"),
 ]
 
 

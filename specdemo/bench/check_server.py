@@ -116,8 +116,6 @@ class ServerCheck(Decoding):
     device: Annotated[str, Setting(f"Device of the local engine: {DEVICES}.")] = "auto"
 
     def run(self, report: Report, cancelled: Stop) -> Result:
-        from specdemo.engine.session import environment
-
         texts = self._texts()
         sides: list[Side] = [self._reference(), RemoteSide(self.server, self.target, self.served_model, cancelled)]
         rows: list[Row] = []
@@ -128,6 +126,8 @@ class ServerCheck(Decoding):
             rows.append(compare(sides[0], sides[1], prompt, self.new_tokens, self.margin))
         if not rows:
             raise ValueError("stopped before the first prompt was complete, so nothing was checked")
+        from specdemo.engine.session import environment  # imports torch
+
         config = self.config(self.target or "unknown") | {"prompts": len(rows)}
         remark = verdict(rows, self.margin, *(side.name for side in sides))
         options = [] if all(row["output"] == IDENTICAL for row in rows) else same_bits_options()

@@ -15,7 +15,7 @@ from specdemo.bench.base import Report, SoFar
 from specdemo.bench.suites import known_suite, suite, suites, takes
 from specdemo.core.outputs import check_output, check_output_folder
 from specdemo.core.settings import Setting, declared_by, setting, settings
-from specdemo.core.suggest import suggest
+from specdemo.core.suggest import program, suggest
 
 AS_JSON = setting(False, "Print JSON.", flag="--json")
 FORCE = setting(False, "Overwrite a file or folder that specdemo did not write.")
@@ -117,8 +117,12 @@ def _subcommand(name: str) -> TyperCommand:
         force: bool = FORCE,
         as_json: bool = setting(False, "Print the numbers as JSON.", flag="--json"),
         markdown: bool = setting(False, "Print the lanes as a Markdown table."),
+        target: str | None = setting(None, "", command={"hidden": True}),
         **given: object,
     ) -> None:
+        if target:
+            answer = f"`{program()} tune {target}` finds what pays for any model"
+            raise ValueError(f"bench {name} has no --target: it measures presets (--preset); {answer}")
         _run(name, out, html, force, as_json, markdown, **given)
 
     command.__doc__ = cls.__doc__
@@ -140,7 +144,6 @@ def _run(
     from specdemo.bench.report import bench_report
     from specdemo.bench.report import markdown as as_markdown
     from specdemo.bench.result import to_json, write_result
-    from specdemo.engine.loop import never_cancelled
 
     for path in (out, html):
         if path is not None:
@@ -148,7 +151,7 @@ def _run(
     if isinstance(folder := getattr(chosen, "folder", None), Path):
         check_output_folder(folder, force)
     with progress_bar(1.0, "{l_bar}{bar}| {elapsed}") as bar:
-        result = chosen.run(reports_to(bar), never_cancelled)
+        result = chosen.run(reports_to(bar), lambda: False)
     if out is not None:
         write_result(result, out)
     print(to_json(result) if as_json else as_markdown(result) if markdown else bench_report(result))
