@@ -45,7 +45,7 @@ class Axis:
 
 def _ks(value: Sequence[int]) -> Sequence[int]:
     if not (any(value) and all(0 <= k <= LIMITS.k for k in value)):
-        raise ValueError(f"draft lengths must be from 1 to {LIMITS.k} (0 is always measured), not {list(value)[:20]}")
+        raise ValueError(f"draft lengths must be from 1 to {LIMITS.k}, not {list(value)[:20]}; 0 is always measured")
     return value
 
 
