@@ -286,11 +286,14 @@ def chat_messages(spec: Comparison, template: bool) -> list[ChatMessage]:
 
 
 def lane_name(lane: Lane) -> str:
-    """Return the lane's name, or its method's title and model."""
+    """Return the lane's name, or its method's title and model or, without one, the method that drafts for it."""
     if lane.name:
         return lane.name
     title: str = method(lane.method).title
-    return title if lane.model is None else f"{title} ({lane.model.partition('@')[0].rpartition('/')[2]})"
+    if lane.model is not None:
+        return f"{title} ({lane.model.partition('@')[0].rpartition('/')[2]})"
+    inner = lane.options.get("drafter")
+    return f"{title} ({method(inner).title})" if isinstance(inner, str) else title
 
 
 def _grammar(spec: Comparison, target: Target, tokenizer: PreTrainedTokenizerBase) -> Grammar | None:

@@ -13,7 +13,11 @@ from specdemo.presets.files import DEFAULT, EMBEDDED, Preset, load_presets, pres
 from specdemo.presets.link import OWN, short_name
 
 LOOKUPS = ("suffix", "ngram")  # methods that need no draft model
-COPIED = 7  # draft length of LOOKUPS: where a text is copied, long drafts are accepted
+COPIED = 7  # draft length for a text that is corrected: where it is copied, long drafts are accepted
+CORRECTING = (  # an adaptive lane loses little where nothing is copied
+    Lane(method="suffix", k=COPIED),
+    Lane(method="adaptive", k=COPIED, options={"drafter": "ngram"}),
+)
 QUESTION = "Explain to a ten-year-old why the sky is blue, in six sentences."
 TASKS = {  # name -> kind of work, whose first prompt it is, and the prompt's end for a model without a chat template
     "Correct": ("edit", "Corrected text:"),
@@ -41,7 +45,7 @@ def add_pair(target: str, draft: str | None = None, **settings: object) -> Prese
 def pair(target: str, draft: str | None = None, **settings: object) -> Preset:
     """Return the comparison of two models. Reads headers and configs, no weights.
 
-    draft: a draft model or a head; None: a lane for each of LOOKUPS. settings: other settings of the comparison.
+    draft: a draft model or a head; None: lookups. settings: other settings of the comparison.
     Raises ValueError, one line, for a model that cannot be read or does not fit into memory, and for a drafter that
     does not fit the target.
     """
@@ -49,7 +53,7 @@ def pair(target: str, draft: str | None = None, **settings: object) -> Preset:
 
     method = drafter_method(target, draft)
     corrects = draft is None and target not in EMBEDDED
-    lookups = [Lane(method=name, k=COPIED if corrects else 0) for name in LOOKUPS]
+    lookups = CORRECTING if corrects else [Lane(method=name) for name in LOOKUPS]
     lanes = [Lane(method=method, model=draft)] if draft else lookups
     chat = _has_chat_template(target)
     title = f"{short_name(target)} with {short_name(draft) if draft else 'suffix and n-gram lookup'}"
