@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 TEXTS: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 SETTINGS: dict[str, Any] = {"undefined": StrictUndefined, "trim_blocks": True, "keep_trailing_newline": True}
 TEMPLATE = Environment(loader=FileSystemLoader(Path(__file__).parent), **SETTINGS).get_template("card.md.jinja")
+TEMPLATE.globals["counted"] = counted
 SAMPLE_TOKENS = 140
 CURVE_ROWS = 12
 BARS = "▁▂▃▄▅▆▇█"
@@ -85,11 +86,7 @@ def _write(folder: Path, recipe: str, world: str, method: str, **texts: object) 
     facts = {"recipe": recipe, **json.loads((folder / "provenance.json").read_text(encoding="utf-8"))}
     own = (folder / "ATTRIBUTION.md").exists()
     attribution = "[ATTRIBUTION.md](ATTRIBUTION.md)" if own else f"the ATTRIBUTION.md of `{world}`"
-    texts |= {
-        "data": TEXTS["data"][world].format(attribution=attribution),
-        "licence": TEXTS["licence"],
-        "counted": counted,
-    }
+    texts |= {"data": TEXTS["data"][world].format(attribution=attribution), "licence": TEXTS["licence"]}
     card = folder / "MODEL_CARD.md"
     write_text(card, TEMPLATE.render(facts | {"curve": curve(facts["evaluations"]), "method": method, **texts}))
     return card

@@ -23,6 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from recipes.cards import write_head_card
 from recipes.job import Job, side_by_side
+from specdemo.core.outputs import make_folder
 from specdemo.kv.cache import SlabCache, cache_argument
 from specdemo.methods.heads.eagle import DECAY, Eagle, EagleHead
 from specdemo.methods.heads.formats.eagle import EagleConvention
@@ -33,7 +34,7 @@ from specdemo.models.machine import device_name, matmul_dtype
 from specdemo.models.packaged import HUB_ID
 from specdemo.models.target import HFTarget
 from specdemo.training.collect import autocast, fast_copy, write_shard
-from specdemo.training.fit import Batch, Schedule, make_folder, write_provenance
+from specdemo.training.fit import Batch, Schedule, write_provenance
 from specdemo.training.heads import evaluate_rows
 
 KINDS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))

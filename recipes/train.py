@@ -32,7 +32,7 @@ from recipes.llama import (
     to_depth,
 )
 from specdemo.core.atomic_io import atomic_path
-from specdemo.core.outputs import check_output_folder
+from specdemo.core.outputs import check_output_folder, make_folder
 from specdemo.core.protocol import Progress
 from specdemo.core.suggest import suggest
 from specdemo.methods.base import Recipe as HeadRecipe
@@ -56,7 +56,7 @@ from specdemo.training.collect import (
     windows,
     with_progress,
 )
-from specdemo.training.fit import Batch, Batches, Schedule, TrainHistory, check_minutes, make_folder, write_provenance
+from specdemo.training.fit import Batch, Batches, Schedule, TrainHistory, check_minutes, write_provenance
 from specdemo.training.heads import evaluate_rows
 from specdemo.training.losses import Trainable
 

@@ -55,8 +55,9 @@ def check_output_folder(folder: Path, force: bool = False) -> None:
         raise ValueError(f"{folder} is not empty and was not made by specdemo; name another with --out or add --force")
 
 
-def mark_folder(folder: Path) -> None:
-    """Mark an empty folder, so that a killed training run may continue in it."""
+def make_folder(folder: Path) -> None:
+    """Make the folder of a training run. An empty one is marked, so that a killed run may continue in it."""
+    folder.mkdir(parents=True, exist_ok=True)
     if not any(folder.iterdir()):
         write_text(folder / MARKER, "")
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from math import ceil
 from pathlib import Path
 
-from specdemo.core.outputs import check_output_folder
+from specdemo.core.outputs import check_output_folder, make_folder
 from specdemo.core.protocol import Target
 from specdemo.core.safe_io import JsonObject
 from specdemo.core.suggest import counted, suggest
@@ -27,7 +27,6 @@ from specdemo.training.fit import (
     CHECKPOINT,
     TrainStep,
     check_minutes,
-    make_folder,
     remove_intermediate,
     run_with_progress,
 )
@@ -118,28 +117,25 @@ def train_head_recipe(
         check_corpus(corpus)
     out = out or Path("runs") / name
     check_output_folder(out, force)
-    loaded = (
-        target
-        if isinstance(target, Target)
-        else load_target(target, "auto", device, quantization, kernels="transformers")
-    )
-    drafter = trained_drafter(recipe.method, loaded, start) if start else untrained_drafter(recipe, loaded)
+    if not isinstance(target, Target):
+        target = load_target(target, "auto", device, quantization, kernels="transformers")
+    drafter = trained_drafter(recipe.method, target, start) if start else untrained_drafter(recipe, target)
     drafter.objective = objective or drafter.objective
     facts = asdict(drafter.objective) | ({"start": Path(start).name} if start else {})
     started, folder = time.monotonic(), cache or out / CACHE
-    with one_thread(loaded.device):
-        shares = share_minutes(name, drafter, loaded, minutes, folder, out, corpus)
+    with one_thread(target.device):
+        shares = share_minutes(name, drafter, target, minutes, folder, out, corpus)
         make_folder(out)
         if shares.steps:
             logger.warning("%s: %s", counted(minutes, "minute"), shares)
-        dataset = build_dataset(loaded, folder, shares.plan, corpus)
+        dataset = build_dataset(target, folder, shares.plan, corpus)
         training = _left(shares, minutes, started)
         rates, every = START_RATES if start else 1.0, shares.evaluate_every
         steps = train_head(
-            drafter, loaded, dataset, out, training, shares.batch_tokens, rates=rates, evaluate_every=every
+            drafter, target, dataset, out, training, shares.batch_tokens, rates=rates, evaluate_every=every
         )
         history = run_with_progress(steps, training, name)
-        save_head(drafter, loaded, out, history, dataset, recipe=name, minutes=minutes, **facts)
+        save_head(drafter, target, out, history, dataset, recipe=name, minutes=minutes, **facts)
     if history.seconds >= 60.0 * training:
         remove_intermediate(out)
     return out

@@ -157,9 +157,7 @@ def training_note(source: str) -> str:
         steps, seconds = int(facts["step"]), float(facts["seconds"])
     except (KeyError, TypeError, ValueError):
         return ""
-    if steps > FEW_STEPS:
-        return ""
-    return f"This head was trained for {counted(steps, 'step')} ({seconds:.0f} s)."
+    return f"This head was trained for {counted(steps, 'step')} ({seconds:.0f} s)." if steps <= FEW_STEPS else ""
 
 
 def check_finite(name: str, tensors: Iterable[tuple[str, Tensor]]) -> None:

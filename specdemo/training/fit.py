@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from specdemo.core.atomic_io import atomic_path, finite, json_text, write_text
-from specdemo.core.outputs import MARKER, mark_folder
+from specdemo.core.outputs import MARKER
 from specdemo.core.signals import defer_signals
 from specdemo.models.machine import commit, matmul_dtype, versions
 
@@ -309,12 +309,6 @@ def check_minutes(minutes: float) -> float:
     if not 0.0 < minutes <= MAX_MINUTES:
         raise ValueError(f"minutes must be positive, not {minutes:g}; {MAX_MINUTES:,} at most")
     return minutes
-
-
-def make_folder(out: Path) -> None:
-    """Create and mark the folder of a run."""
-    out.mkdir(parents=True, exist_ok=True)
-    mark_folder(out)
 
 
 def remove_intermediate(out: Path) -> None:

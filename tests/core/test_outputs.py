@@ -8,7 +8,7 @@ from specdemo.__main__ import main
 from specdemo.analysis.profiles import profile, write_profile
 from specdemo.bench.plot import write_page
 from specdemo.bench.result import Result, write_result
-from specdemo.core.outputs import MARKER, check_output, check_output_folder, mark_folder
+from specdemo.core.outputs import MARKER, check_output, check_output_folder, make_folder
 from specdemo.presets.recorded import save_trace
 from specdemo.training.fit import TrainHistory, write_provenance
 from tests.traces import hostile_trace
@@ -105,17 +105,17 @@ def test_a_training_folder_continues_and_any_other_needs_force(tmp_path):
     for folder in (own, finished, other):
         folder.mkdir()
         check_output_folder(folder)
-    mark_folder(own)
+    make_folder(own)
     (own / "tokenizer.json").write_text("{}")
     (own / "checkpoint.pt").write_bytes(b"")
     check_output_folder(own)
-    mark_folder(finished)
+    make_folder(finished)
     write_provenance(finished, TrainHistory())
     assert not (finished / MARKER).exists()
     check_output_folder(finished)
     (other / "config.json").write_text("{}")
     (other / "provenance.json").write_text('{"author": "me"}')
-    mark_folder(other)
+    make_folder(other)
     with pytest.raises(ValueError, match="other is not empty and was not made by specdemo; name another with --out"):
         check_output_folder(other)
     check_output_folder(other, force=True)
