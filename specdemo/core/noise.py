@@ -56,10 +56,8 @@ def _unstable_baseline(plain: Runs) -> Iterator[str]:
         return
     spread = median(_spread(times) for times in step_times)
     if spread > MAX_SPREAD:
-        cause = "threads wait for other programs; close those, or set fewer threads than cores"
-        if waited_share(plain) is not None:  # the time is that of one thread
-            cause = "other programs use the memory; close those"
-        yield f"baseline step time varied by {100.0 * spread:.0f} %, as when {cause}"
+        fewer = "" if waited_share(plain) is not None else ", or set fewer threads than cores"  # known of one thread
+        yield f"baseline step time varied by {100.0 * spread:.0f} %, as when other programs run; close those{fewer}"
     change = median(_change(times[: len(times) // 3], times[-(len(times) // 3) :]) for times in step_times)
     if abs(change) > MAX_DRIFT:
         yield f"the baseline became {100.0 * abs(change):.0f} % {'slower' if change > 0 else 'faster'} during the run"

@@ -42,7 +42,7 @@ def test_students_t(freedom, t):
     assert t_quantile(freedom) == pytest.approx(t, rel=2e-3)
 
 
-OTHER_PROGRAMS = "as when threads wait for other programs; close those, or set fewer threads than cores"
+OTHER_PROGRAMS = "as when other programs run; close those, or set fewer threads than cores"
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_number_formatting():
         (
             timed([(0, 3.0), (0, 7.0)] * 30, waited_ms=0.0),  # of one thread
             timed(DRAFTING),
-            ["baseline step time varied by 80 %, as when other programs use the memory; close those"],
+            ["baseline step time varied by 80 %, as when other programs run; close those"],
         ),
         (timed(slower_from(STEADY, 0.7, 1.3)), timed(DRAFTING), ["the baseline became 30 % slower during the run"]),
         (timed(STEADY), timed([(4, 2.0)] * 20), ["implausible timing: a speculative step cost only 0.67 plain tokens"]),
