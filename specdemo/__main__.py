@@ -15,30 +15,35 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import typer
-from typer.core import TyperCommand
-from typer.exceptions import TyperException
+INTERRUPTED = 130  # exit code after Ctrl-C, as in a shell
 
-from specdemo import __version__
-from specdemo.bench.check_server import ServerCheck
-from specdemo.bench.command import AS_JSON, FORCE, More, add_command, bench, progress_bar, reports_to
-from specdemo.bench.result import Result, read_result, to_json, write_result
-from specdemo.bench.tune import Tune, best_rows
-from specdemo.core.atomic_io import json_text
-from specdemo.core.outputs import check_output
-from specdemo.core.rules import RULES, rule_options
-from specdemo.core.safe_io import is_out_of_memory, read_text
-from specdemo.core.settings import setting, settings
-from specdemo.core.signals import sigterm_as_exit
-from specdemo.core.suggest import DEVICES, program, suggest
-from specdemo.engine.comparison import Comparison, Lane
-from specdemo.methods import method, method_options, unusable, usable
-from specdemo.presets.files import FOLDER, Preset, load_presets, of_checkout, preset
-from specdemo.presets.limits import LIMITS
-from specdemo.servers.address import address, allow
-from specdemo.servers.engines import DEFAULT as DEFAULT_ENGINE
-from specdemo.servers.engines import engine_names
-from specdemo.ui.app import MACHINE, ui
+try:  # these imports take a second
+    import typer
+    from typer.core import TyperCommand
+    from typer.exceptions import TyperException
+
+    from specdemo import __version__
+    from specdemo.bench.check_server import ServerCheck
+    from specdemo.bench.command import AS_JSON, FORCE, More, add_command, bench, progress_bar, reports_to
+    from specdemo.bench.result import Result, read_result, to_json, write_result
+    from specdemo.bench.tune import Tune, best_rows
+    from specdemo.core.atomic_io import json_text
+    from specdemo.core.outputs import check_output
+    from specdemo.core.rules import RULES, rule_options
+    from specdemo.core.safe_io import is_out_of_memory, read_text
+    from specdemo.core.settings import setting, settings
+    from specdemo.core.signals import sigterm_as_exit
+    from specdemo.core.suggest import DEVICES, program, suggest
+    from specdemo.engine.comparison import Comparison, Lane
+    from specdemo.methods import method, method_options, unusable, usable
+    from specdemo.presets.files import FOLDER, Preset, load_presets, of_checkout, preset
+    from specdemo.presets.limits import LIMITS
+    from specdemo.servers.address import address, allow
+    from specdemo.servers.engines import DEFAULT as DEFAULT_ENGINE
+    from specdemo.servers.engines import engine_names
+    from specdemo.ui.app import MACHINE, ui
+except KeyboardInterrupt:
+    sys.exit(INTERRUPTED)
 
 if TYPE_CHECKING:
     from specdemo.analysis.observation import Observation
@@ -58,7 +63,6 @@ CHECKOUT = (FOLDER.parent / "recipes").is_dir()
 CODE_CORPUS = "; the recipes of code collect their own" if CHECKOUT else ""
 CODE_TARGET = ", or code for code-draft" if CHECKOUT else ""
 HIDDEN = {"hidden": not CHECKOUT}
-INTERRUPTED = 130  # exit code after Ctrl-C, as in a shell
 Work = Callable[..., object]
 GPUS = setting(1, "Number of GPUs per server.", 1, 1024)
 COMMAND = setting(None, "Path of the engine's program, if it is not on PATH.")
@@ -637,12 +641,9 @@ def _numbers(name: str, text: str | None, kind: Callable[[str], Number]) -> list
 
 
 def _options(pairs: list[str] | None, flag: str = "--option") -> dict[str, str] | None:
-    if not pairs:
-        return None
-    for pair in pairs:
-        if "=" not in pair:
-            raise ValueError(f"{flag} takes name=value, not {pair!r}")
-    return dict(pair.split("=", 1) for pair in pairs)
+    if wrong := [pair for pair in pairs or () if "=" not in pair]:
+        raise ValueError(f"{flag} takes name=value, not {wrong[0]!r}")
+    return dict(pair.split("=", 1) for pair in pairs) if pairs else None
 
 
 def _race(spec: Comparison) -> "RunTrace":

@@ -107,6 +107,25 @@ def test_a_run_ends_and_leaves_the_old_trace(started, number, tmp_path):
     assert number != INT or run.text.endswith("specdemo: interrupted\r\n")
 
 
+CTRL_C_AT_AN_IMPORT = """
+import signal
+import sys
+
+class Interrupt:
+    def find_spec(self, name, path, target=None):
+        if name == "specdemo.bench.tune":
+            signal.raise_signal(signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupt())
+import specdemo.__main__
+"""
+
+
+def test_ctrl_c_during_the_imports_is_quiet(started):
+    importing = started("-c", CTRL_C_AT_AN_IMPORT)
+    assert (importing.end(), importing.text) == (CODES[INT], "")
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """Save a tiny target and a small dataset of its text, and return both folders."""
