@@ -35,9 +35,7 @@ class LlamaCpp:
     def __init__(self, model: PreTrainedModel) -> None:
         """Convert and load the model. Raises ValueError, one line, if llama.cpp cannot take part."""
         if missing := [name for name in PACKAGES if find_spec(name) is None]:
-            raise ValueError(
-                f"llama.cpp is left out: its own loop needs {' and '.join(missing)}; pip install {' '.join(missing)}"
-            )
+            raise ValueError(f"llama.cpp's own loop needs {' and '.join(missing)}; pip install {' '.join(missing)}")
         library = import_module("xllamacpp")
         settings = library.CommonParams()
         settings.load_mode = library.llama_load_mode.LLAMA_LOAD_MODE_NONE  # loads the complete file, which is deleted

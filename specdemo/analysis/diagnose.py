@@ -25,7 +25,7 @@ from specdemo.core.atomic_io import finite, json_text
 from specdemo.core.estimate import Estimate
 from specdemo.core.noise import MIN_STEP_COST
 from specdemo.core.speedup import break_even_rate
-from specdemo.core.suggest import program
+from specdemo.core.suggest import counted, program
 from specdemo.engine.cost import MAX_K, CostModel, DraftLengthAdvice
 from specdemo.presets.drafters import RULES, base_name, published_drafters
 from specdemo.servers.engines import engines
@@ -602,7 +602,7 @@ def _notes(one: Observation, best_k: int, others: Sequence[_Fit]) -> Iterator[st
             yield f"k = {k} may pay nevertheless, if the cost grows with k more than estimated."
     drafts = one.steps and max(round(one.steps * (one.drafting_share or 1.0)), 1)
     if drafts and drafts < FEW_STEPS:
-        yield f"Only {drafts} {'step' if drafts == one.steps else 'draft'}{'s' * (drafts > 1)}: read a longer run."
+        yield f"Only {counted(drafts, 'step' if drafts == one.steps else 'draft')}: read a longer run."
     if one.verified_in_part:
         yield "The engine does not report which draft tokens it verified: all others count as not accepted."
     if one.k and one.per_draft < EARLY * one.k and not one.combined:
@@ -624,7 +624,7 @@ def _recommendations(found: Diagnosis) -> Iterator[str]:
     if found.hopeless:
         yield _setting(one, 0, "Turn speculation off")
     elif any(cause.name == "draft length" for cause in found.causes):
-        yield _setting(one, best_k, f"Draft {best_k} token{'s' * (best_k > 1)} per step")
+        yield _setting(one, best_k, f"Draft {counted(best_k, 'token')} per step")
     if cause is not None and cause.advice:
         yield cause.advice
     if cause is not None and cause.name == "batch size":

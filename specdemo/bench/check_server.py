@@ -212,11 +212,11 @@ class LocalSide(Side):
     name = "the local engine"
 
     def __init__(self, target: str, dtype: str, device: str) -> None:
+        from specdemo.bench.sweeps import tokenizer
         from specdemo.methods.pairs import load_target
 
         self.model: Target = load_target(target, dtype, device)
-        if self.model.tokenizer is None:
-            raise ValueError(f"{target} has no tokenizer; put its tokenizer.json into the same folder")
+        tokenizer(self.model)  # raises ValueError if it has none
 
     def answer(self, prompt: str, tokens: int) -> GreedyAnswer:
         import torch

@@ -123,7 +123,28 @@ def _subcommand(name: str) -> TyperCommand:
         if target:
             answer = f"`{program()} tune {target}` finds what pays for any model"
             raise ValueError(f"bench {name} has no --target: it measures presets (--preset); {answer}")
-        _run(name, out, html, force, as_json, markdown, **given)
+        if takes(name, "folder"):  # the suite writes while it measures
+            given, out = given | ({"folder": out} if out else {}), None
+        chosen = suite(name, **given)
+
+        from specdemo.bench.report import bench_report
+        from specdemo.bench.report import markdown as as_markdown
+        from specdemo.bench.result import to_json, write_result
+
+        for path in (out, html):
+            if path is not None:
+                check_output(path, force)
+        if isinstance(folder := getattr(chosen, "folder", None), Path):
+            check_output_folder(folder, force)
+        with progress_bar(1.0, "{l_bar}{bar}| {elapsed}") as bar:
+            result = chosen.run(reports_to(bar), lambda: False)
+        if out is not None:
+            write_result(result, out)
+        print(to_json(result) if as_json else as_markdown(result) if markdown else bench_report(result))
+        if html is not None:
+            from specdemo.bench.plot import write_page
+
+            write_page(result, html)
 
     command.__doc__ = cls.__doc__
     names = [name for name in settings(cls) if name != "folder"]
@@ -132,33 +153,6 @@ def _subcommand(name: str) -> TyperCommand:
     made = get_command(app)
     assert isinstance(made, TyperCommand)
     return made
-
-
-def _run(
-    name: str, out: Path | None, html: Path | None, force: bool, as_json: bool, markdown: bool, **given: object
-) -> None:
-    if takes(name, "folder"):  # the suite writes while it measures
-        given, out = given | ({"folder": out} if out else {}), None
-    chosen = suite(name, **given)
-
-    from specdemo.bench.report import bench_report
-    from specdemo.bench.report import markdown as as_markdown
-    from specdemo.bench.result import to_json, write_result
-
-    for path in (out, html):
-        if path is not None:
-            check_output(path, force)
-    if isinstance(folder := getattr(chosen, "folder", None), Path):
-        check_output_folder(folder, force)
-    with progress_bar(1.0, "{l_bar}{bar}| {elapsed}") as bar:
-        result = chosen.run(reports_to(bar), lambda: False)
-    if out is not None:
-        write_result(result, out)
-    print(to_json(result) if as_json else as_markdown(result) if markdown else bench_report(result))
-    if html is not None:
-        from specdemo.bench.plot import write_page
-
-        write_page(result, html)
 
 
 def progress_bar(total: float, form: str) -> "tqdm[NoReturn]":

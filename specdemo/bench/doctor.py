@@ -135,9 +135,8 @@ def published(target: str) -> str:
     from specdemo.presets.drafters import HEADER, RULES, drafts_for, published_drafters
 
     rows = [tuple(entry.row().values()) for entry in published_drafters(target)]
-    lines = [table(HEADER, rows)] if rows else [f"No drafter of {target} is in the catalogue. Rules for choosing one:"]
-    lines += [] if rows else [f"- {rule}" for rule in RULES]
+    rules = [f"No drafter of {target} is in the catalogue. Rules for choosing one:", *(f"- {rule}" for rule in RULES)]
+    lines = [table(HEADER, rows)] if rows else rules
     lines += [f"As a drafter: {name} drafts for {', '.join(larger)}" for name, larger in drafts_for(target).items()]
-    models = local_models()
-    here = [row["drafts"] for row in model_rows(models) if row["model"] == target and row["drafts"]]
+    here = [row["drafts"] for row in model_rows(local_models()) if row["model"] == target and row["drafts"]]
     return "\n".join([*lines, *(f"On this machine: {drafts}" for drafts in here)])

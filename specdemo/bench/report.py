@@ -56,9 +56,8 @@ def texts(trace: RunTrace) -> str:
     groups: dict[str, list[str]] = {}
     for lane in trace.lanes:
         groups.setdefault(lane.text, []).append(lane.name)
-    prompt = (
-        f"{trace.prompt.rstrip()}\n\n" if trace.lanes[0].messages else trace.prompt
-    )  # a message, or a text to continue
+    # a message, or a text to continue
+    prompt = f"{trace.prompt.rstrip()}\n\n" if trace.lanes[0].messages else trace.prompt
     return visible("\n\n".join(f"[{', '.join(names)}]\n{prompt}{text}" for text, names in groups.items()))
 
 
@@ -136,8 +135,8 @@ def markdown(result: Result) -> str:
     first, if every row has them, else all columns."""
     where = result.environment
     versions = where.get("versions", {})
-    counts = ("prompts", "new_tokens")
-    counts_text = [f"{result.config[name]} {name.replace('_', ' ')}" for name in counts if name in result.config]
+    counts = {"prompts": "prompt", "new_tokens": "new token"}
+    counts_text = [counted(result.config[name], noun) for name, noun in counts.items() if name in result.config]
     parts = [
         str(where["device"]),
         counted(where["threads"], "thread") if where.get("threads") else None,
@@ -173,10 +172,8 @@ def _in_markdown(row: Row) -> str:
 
 def conditions(result: Result) -> str:
     """Return the number of repeats, the clock, and the meaning of the brackets."""
-    clock = result.environment.get("clock")
-    return ", ".join(
-        filter(None, [counted(result.repeats, "repeat"), clock, "95 % intervals" if intervals(result) else ""])
-    )
+    repeats, clock = counted(result.repeats, "repeat"), result.environment.get("clock")
+    return ", ".join(filter(None, [repeats, clock, "95 % intervals" if intervals(result) else ""]))
 
 
 def sentence(text: str) -> str:
@@ -216,12 +213,9 @@ def what_if_report(predictions: Sequence[Prediction]) -> str:
     lines += ["", _loads(predictions)]
     if len(predictions) == 1:
         lines += ["", _lengths(predictions[0])]
-    unmeasured = {one.scenario.device.profile.title for one in predictions if not one.scenario.device.profile.passes}
-    if unmeasured:
-        lines += [
-            "",
-            f"From the datasheet only: {', '.join(sorted(unmeasured))}; `{program()} profile` measures a machine.",
-        ]
+    profiles = [one.scenario.device.profile for one in predictions]
+    if unmeasured := ", ".join(sorted({profile.title for profile in profiles if not profile.passes})):
+        lines += ["", f"From the datasheet only: {unmeasured}; `{program()} profile` measures a machine."]
     return "\n".join(lines)
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from specdemo.core.safe_io import check_regular
+from specdemo.models.errors import first_line
 
 MAX_ENTRIES = 1 << 22  # of an array in a header; the largest vocabularies have 300,000 tokens
 SHORT_ARRAY = 4096  # longest array of numbers to read
@@ -152,8 +153,7 @@ def _read_header(path: Path, size: int, changed_ns: int) -> Header:
         except struct.error:
             raise ValueError(f"{path} is truncated: its header ends after {size:,} bytes; download it again") from None
         except (ValueError, KeyError, IndexError, OverflowError, UnicodeDecodeError) as error:
-            reason = str(error).partition("\n")[0]
-            raise ValueError(f"{path} cannot be read as GGUF ({reason}); fetch it again") from None
+            raise ValueError(f"{path} cannot be read as GGUF ({first_line(error)}); fetch it again") from None
 
 
 class _Reader:

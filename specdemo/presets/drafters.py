@@ -80,17 +80,9 @@ class PublishedDrafter(Settings):
 
     def row(self) -> dict[str, str]:
         """Return the entry as a row of HEADER."""
-        values = (
-            self.drafter,
-            self.kind,
-            self.size,
-            self.about.format,
-            self.licence,
-            self.runs_in,
-            f"{self.thinking} thinking" if self.thinking else self.trained or UNKNOWN,
-            self.acceptance or UNKNOWN,
-            self.source,
-        )
+        trained = f"{self.thinking} thinking" if self.thinking else self.trained or UNKNOWN
+        files = (self.size, self.about.format, self.licence, self.runs_in)
+        values = (self.drafter, self.kind, *files, trained, self.acceptance or UNKNOWN, self.source)
         return dict(zip(HEADER, values, strict=True))
 
 
