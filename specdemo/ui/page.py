@@ -20,7 +20,6 @@ from specdemo.ui import space
 
 os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
 os.environ.setdefault("GRADIO_ANALYTICS_MAX_EVENTS", "100")  # summarised after every event
-os.environ["FORWARDED_ALLOW_IPS"] = ""  # uvicorn would believe X-Forwarded-For of any local peer
 if limits.public() and not space.zero_gpu():
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # visitors must not trigger downloads on a public machine
 

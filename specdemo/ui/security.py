@@ -14,7 +14,7 @@ import traceback
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
-from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
+from ipaddress import ip_address, ip_network
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ import gradio as gr
 from fastapi import FastAPI
 from python_multipart.multipart import parse_options_header
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.requests import HTTPConnection
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -47,7 +46,6 @@ LONGEST = 300  # characters of a logged message
 PACKAGE = Path(__file__).parents[1]
 
 logger = logging.getLogger(__name__)
-_proxies: list[IPv4Network | IPv6Network] = []
 
 
 class Hosts:
@@ -95,43 +93,20 @@ def canonical(host: str) -> str:
 
 
 def trust_proxies(addresses: Iterable[str]) -> None:
-    """Trust the X-Forwarded-For header of these proxies, given as addresses or networks; without any, of a Space's own.
+    """Let the server read a visitor's address from the X-Forwarded-For header of these proxies, given as addresses or
+    networks; without any, of a Space's own. Call it before the server starts.
 
     Raises ValueError for an invalid address.
     """
     listed = [part for given in addresses for part in given.split(",")]
     try:
-        networks = [ip_network(address.strip(), strict=False) for address in listed]
+        networks = [str(ip_network(address.strip(), strict=False)) for address in listed]
     except ValueError as error:
         example = "the address or network of a proxy, such as 127.0.0.1 or 10.0.0.0/8"
         raise ValueError(f"--behind-proxy takes {example}: {str(error)[:200]}") from None
-    platform = [ip_network(network) for network in PLATFORM] if os.environ.get("SPACE_ID") else []
-    _proxies[:] = networks or platform
-
-
-def address(request: HTTPConnection) -> str:
-    """Return the address of the visitor who sent a request.
-
-    Without a trusted proxy it is the peer's. A trusted proxy appends the address that it received the request from to
-    X-Forwarded-For; the visitor may have invented the earlier ones.
-    """
-    seen = canonical(request.client.host) if request.client else ""
-    hops = ",".join(request.headers.getlist("x-forwarded-for")).split(",")
-    for hop in map(canonical, reversed(hops)):
-        if not (_is_proxy(seen) and _is_address(hop)):
-            break
-        seen = hop
-    return seen
-
-
-def _is_proxy(host: str) -> bool:
-    return _is_address(host) and any(ip_address(host) in network for network in _proxies)
-
-
-def _is_address(host: str) -> bool:
-    with suppress(ValueError):
-        return bool(ip_address(host))
-    return False
+    platform = PLATFORM if os.environ.get("SPACE_ID") else ()
+    # uvicorn would believe any local peer by default
+    os.environ["FORWARDED_ALLOW_IPS"] = ",".join(networks or platform)
 
 
 class RejectedRequest(Exception):
@@ -167,7 +142,7 @@ class Guard:
             raise RejectedRequest(403, "requests from other sites are not allowed")
         upload = scope["path"].rstrip("/").endswith("/upload")
         if upload:
-            self._count(address(HTTPConnection(scope)))
+            self._count(scope["client"])
         body = await _body(receive, self._most + ENVELOPE if upload else REQUEST_BYTES)
         if upload:
             _check_upload(headers, body)
@@ -178,8 +153,8 @@ class Guard:
 
         return again
 
-    def _count(self, visitor: str) -> None:
-        now = time.monotonic()
+    def _count(self, client: tuple[str, int] | None) -> None:
+        now, visitor = time.monotonic(), client[0] if client else ""
         while self._uploads and self._uploads[0][0] < now - WINDOW_S:
             self._uploads.popleft()
         if len(self._uploads) >= ALL_UPLOADS or sum(who == visitor for _, who in self._uploads) >= UPLOADS:

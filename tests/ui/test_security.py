@@ -1,22 +1,21 @@
 """The host names that the page accepts, and the address of a visitor."""
 
 import asyncio
-from types import SimpleNamespace
 
 import pytest
-from starlette.datastructures import Headers
+import uvicorn
 from starlette.responses import PlainTextResponse
 
 from specdemo.__main__ import main
 from specdemo.ui import page, security
-from specdemo.ui.security import Hosts, address, canonical, own_names, trust_proxies
+from specdemo.ui.security import Hosts, canonical, own_names, trust_proxies
 
 
 @pytest.fixture(autouse=True)
 def at_home(monkeypatch):
     for name in ("SPACE_ID", "SPACE_HOST"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(security, "_proxies", [])
+    monkeypatch.setenv("FORWARDED_ALLOW_IPS", "")
     monkeypatch.setattr(security.socket, "gethostname", lambda: "Box.lan")
 
 
@@ -105,8 +104,17 @@ def test_a_wrong_option_is_refused_in_one_line(capsys, option, line):
 
 
 def visitor(hops, peer="10.0.0.1"):
-    headers = Headers(raw=[(b"x-forwarded-for", line.encode()) for line in hops])
-    return address(SimpleNamespace(headers=headers, client=SimpleNamespace(host=peer)))
+    """Return the address that the server takes for the visitor's."""
+    seen = []
+
+    async def app(scope, receive, send):
+        seen.append(scope["client"][0])
+
+    headers = [(b"x-forwarded-for", line.encode()) for line in hops]
+    config = uvicorn.Config(app)
+    config.load()
+    asyncio.run(config.loaded_app({"type": "http", "headers": headers, "client": (peer, 1)}, None, None))
+    return seen[0]
 
 
 @pytest.mark.parametrize(
@@ -118,8 +126,6 @@ def visitor(hops, peer="10.0.0.1"):
         (["1.1.1.1", "8.8.8.8"], "8.8.8.8"),  # a proxy may add a header instead
         (["8.8.8.8, 10.3.0.9"], "8.8.8.8"),
         (["8.8.8.8:1234"], "8.8.8.8"),
-        (["nonsense"], "10.0.0.1"),
-        (["8.8.8.8, nonsense"], "10.0.0.1"),
     ],
 )
 def test_the_address_is_what_the_outermost_trusted_proxy_saw(monkeypatch, hops, where):
@@ -135,7 +141,7 @@ def test_the_address_is_what_the_outermost_trusted_proxy_saw(monkeypatch, hops, 
 
 def test_only_declared_proxies_are_believed():
     trust_proxies(["127.0.0.1, 192.168.0.0/16"])
-    assert visitor(["8.8.8.8"], peer="127.0.0.1") == visitor(["8.8.8.8"], peer="::ffff:192.168.3.4") == "8.8.8.8"
+    assert visitor(["8.8.8.8"], peer="127.0.0.1") == visitor(["8.8.8.8"], peer="192.168.3.4") == "8.8.8.8"
     assert visitor(["10.1.1.1"], peer="127.0.0.1") == "10.1.1.1"
     assert visitor(["8.8.8.8"], peer="10.0.0.1") == "10.0.0.1"
 
