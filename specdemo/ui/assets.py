@@ -21,38 +21,6 @@ HERE = Path(__file__).parent
 HOW = tuple(f"{name}.js" for name in "helpers chart tree pending_tokens slow_motion maths how".split())
 _RACE = "helpers player chart tree lanes bars pending_tokens slow_motion tiles panels inspector transport"
 RACE = tuple(f"{name}.js" for name in [*_RACE.split(), "result_image", "race"])
-RESULTS = {  # view -> its button, what it runs, the lines of its table, and the words below the table in result.html
-    "sweep": (
-        "Run",
-        "sweep",
-        "sweep",
-        "tokens/s excludes prefill. Speed-up: tokens/s divided by that of plain decoding, over all repeats; "
-        "below 1 is slower. Brackets: 95 % interval, with three or more repeats.",
-    ),
-    "losslessness": (
-        "Test",
-        "test",
-        "test",
-        "Position 1 is sampled at prefill without speculation, so the test starts at position 2. p is "
-        "the probability of a difference at least this large between two samples of the same distribution. The test "
-        "reports a difference only if p is below 0.001 divided by the number of positions (Bonferroni). A test can "
-        "find a difference; it cannot prove that there is none.",
-    ),
-    "tune": (
-        "Run",
-        "measurement",
-        "settings",
-        "Speed-up: tokens/s divided by that of plain decoding in the same run, geometric mean over prompts. "
-        "Brackets: 95 % interval, which contains differences between prompts. Settings with few prompts left early.",
-    ),
-    "server-check": (
-        "Check",
-        "check",
-        "check",
-        "Only the first difference of each text counts. Margin: difference of the log-probabilities of the "
-        "two tokens at that place, by the reference. Below 0.3 nats rounding may have decided.",
-    ),
-}
 SCRIPTS: dict[str, bytes] = {}  # path -> script that a view loads when its tab is opened first
 COMMENT = re.compile(r"^[ \t]*(?://[^\n]*|/\*\*(?:(?!\*/).)*\*/)\n|^[ \t]+", re.MULTILINE | re.DOTALL)
 LOADER = """fetch("PATH").then((answer) => answer.text())
@@ -75,11 +43,9 @@ def text(name: str) -> str:
 
 
 def markup(name: str, view: str = "") -> str:
-    """Return the text of a skeleton, with the tiles of the results or the words of a view in `RESULTS`."""
+    """Return the text of a skeleton, with the tiles of the results or the explanation of a view's result."""
     found = text(name).replace("@tiles", tiles())
-    for mark, words in zip(("@button", "@work", "@rows", "@below"), RESULTS.get(view, ()), strict=False):
-        found = found.replace(mark, words)
-    return found
+    return found.replace("@below", text(f"result_{view}.html")) if "@below" in found else found
 
 
 def reference() -> str:
