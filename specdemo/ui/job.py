@@ -14,7 +14,6 @@ import math
 import secrets
 import threading
 import time
-import zlib
 from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -43,7 +42,7 @@ FLUSH_S = 1 / 15
 GRACE_S = 0.4  # Stop waits this long for the current step of a run
 STOPPING_S = 30.0  # the longest wait for the end of stopped work
 LOST_S = 60.0  # a page that lost its connection can come back to its run within this time
-BUDGET = 16_000_000  # bytes of all stored jobs
+BUDGET = 64_000_000  # bytes of all stored jobs
 ENTRY = 4_000  # bytes of a job without its texts
 
 Messages = list[Any]  # their types depend on the kind of job
@@ -71,23 +70,6 @@ def opening(**fields: object) -> str:
 def refusal(error: Exception) -> str:
     """Return a text that says why there is no job."""
     return opening() + to_line(view(Failed(str(error))))
-
-
-class Packed:
-    """A compressed text."""
-
-    def __init__(self, text: str) -> None:
-        self._bytes = zlib.compress(text.encode(), level=1)
-
-    @property
-    def size(self) -> int:
-        """Return the size in bytes."""
-        return len(self._bytes)
-
-    @property
-    def text(self) -> str:
-        """Return the original text."""
-        return zlib.decompress(self._bytes).decode()
 
 
 class Worker:

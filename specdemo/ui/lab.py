@@ -32,7 +32,6 @@ from specdemo.ui import assets
 from specdemo.ui.controls import Controls, draw_setting, fill
 from specdemo.ui.job import QUIET, Job, Jobs, Store, Values, named, opening, to_line, wire
 from specdemo.ui.model_menus import TRAINED, live, page_preset
-from specdemo.ui.setup import integer
 from specdemo.ui.sweep import Sweeping, Sweeps, draw_result
 from specdemo.ui.views import view
 
@@ -192,8 +191,8 @@ def begin(values: Values, last: Sweeping | None) -> Sweeping:
     if not base.embedded:
         raise ValueError(f"losslessness is tested only with the shipped models, not with {base.target[:80]}")
     chosen = limits.admit(base.with_changes(**{name: values[name] for name in ("acceptance", "temperature", "top_p")}))
-    draws = integer("continuations", values["draws"])
-    if not ROWS <= draws <= most_draws():
+    draws = values["draws"]
+    if not (isinstance(draws, int) and ROWS <= draws <= most_draws()):
         raise ValueError(f"continuations must be {ROWS} to {most_draws()} on this page, not {draws}")
     title = f"Losslessness, {chosen.id}"
     return Sweeping.measuring(title, suite("losslessness", preset=chosen, repeats=draws // ROWS).run, last)
@@ -230,8 +229,7 @@ def begin_check(values: Values, last: Sweeping | None) -> Sweeping:
     live()
     base = preset(values["preset"])
     servers = {"server": values["server"], "reference": values["reference"] or None}
-    counts = {"prompts": integer("prompts", values["prompts"])}
-    check = ServerCheck.build({**servers, **counts, "target": base.target, "dtype": base.dtype})
+    check = ServerCheck.build({**servers, "prompts": values["prompts"], "target": base.target, "dtype": base.dtype})
     return Sweeping.measuring(f"Server {host(check.server)}", check.run, last)
 
 

@@ -16,7 +16,7 @@ from specdemo.presets.recorded import recorded
 from specdemo.presets.runnable import why_not
 from specdemo.ui import space
 from specdemo.ui.controls import address, fill, fill_untouched
-from specdemo.ui.job import ENTRY, GRACE_S, LOST_S, Job, Jobs, Packed, Store, Values, Work, opening, to_line
+from specdemo.ui.job import ENTRY, GRACE_S, LOST_S, Job, Jobs, Store, Values, Work, opening, to_line
 from specdemo.ui.model_menus import live
 from specdemo.ui.setup import from_values, key, to_values
 from specdemo.ui.views import Failed, Shown, StandIn, models_of, summary, view
@@ -44,7 +44,7 @@ class Log(Job):
     ) -> None:
         super().__init__(opening(recorded=recorded, still=still, **({"key": key} if key else {})), work)
         self.unread_s = LOST_S
-        self._trace: Packed | None = before._trace if before else None
+        self._trace: str = before._trace if before else ""  # as JSON
         self.recorded, self.still, self.key, self.spec = recorded, still, key, spec
         self.started = self.finished = self.is_chat = False
         self._models = {spec.target, *(name for lane in spec.lanes for name in lane.models)} if spec else set()
@@ -54,7 +54,7 @@ class Log(Job):
     @property
     def trace(self) -> RunTrace | None:
         """Return the trace of the finished run."""
-        return from_json(self._trace.text) if self._trace else None
+        return from_json(self._trace) if self._trace else None
 
     @property
     def shared_trace(self) -> RunTrace | None:
@@ -64,7 +64,7 @@ class Log(Job):
 
     @property
     def size(self) -> int:
-        return ENTRY if self.still else super().size + (self._trace.size if self._trace else 0)
+        return ENTRY if self.still else super().size + len(self._trace)
 
     @property
     def own(self) -> bool:
@@ -85,11 +85,11 @@ class Log(Job):
             self.text += without_folders(to_line(view(message)), self._models)
             match message:
                 case Started():
-                    self.started, self._trace = True, None
+                    self.started, self._trace = True, ""
                 case Failed(text):
                     self.failure = text
                 case Finished(trace):
-                    self._trace, self.finished = Packed(to_json(trace)), True
+                    self._trace, self.finished = to_json(trace), True
                     self.is_chat = not self.recorded and bool(trace.lanes[0].messages)
         return self.text
 

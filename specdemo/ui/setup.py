@@ -14,7 +14,7 @@ import gradio as gr
 
 from specdemo.core.atomic_io import json_text
 from specdemo.core.rules import rule_options
-from specdemo.core.settings import Setting, Settings, linked, settings
+from specdemo.core.settings import Setting, linked, settings
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.methods import method, method_options, model_method
 from specdemo.models import packaged
@@ -77,11 +77,11 @@ def from_values(values: Values, allow_any_model: bool = False) -> Preset:
     """Return the comparison that the controls describe. Raises ValueError with one line."""
     live()
     base = preset(values["preset"])
-    changes = _counts(Comparison, {name: values[name] for name in COMPARISON_FIELDS})
+    changes = {name: values[name] for name in COMPARISON_FIELDS}
     usual = base.chat if changes["target"] == base.target else None
     chat = changes["chat"]
     changes["chat"] = usual if chat == prompt_format(changes["target"], usual) else chat == CHAT
-    lanes = [{name: values[f"{name}-{n}"] for name in LANE} for n in NUMBERS[: int(values["count"])]]
+    lanes = [{name: values[f"{name}-{n}"] for name in LANE} for n in NUMBERS[: values["count"]]]
     changes["lanes"] = [_lane_config(lane, base.lanes[i : i + 1]) for i, lane in enumerate(lanes)]
     return limits.admit(check_models(base.with_changes(**changes), allow_any_model))
 
@@ -105,21 +105,8 @@ def needs_model(name: str, options: Mapping[str, object]) -> bool:
 
 
 def known_options(known: Iterable[Setting], options: Mapping[str, object]) -> dict[str, object]:
-    """Return the options that a method or an acceptance rule has, with integers as such."""
-    given = [(one, options[one.name]) for one in known if one.name in options]
-    return {one.name: integer(one.name, value) if one.type is int else value for one, value in given}
-
-
-def integer(name: str, value: object) -> int:
-    """Convert a slider's value, which a browser may send as 4.0, to an integer. Raises ValueError with one line."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not float(value).is_integer():
-        raise ValueError(f"{name} must be a whole number, not {value!r}")
-    return int(value)
-
-
-def _counts(of: type[Settings], values: Values) -> Values:
-    """Return the values of a comparison or a lane, with integers as such."""
-    return {name: integer(name, value) if settings(of)[name].type is int else value for name, value in values.items()}
+    """Return the options that a method or an acceptance rule has."""
+    return {one.name: options[one.name] for one in known if one.name in options}
 
 
 def padded(chosen: Preset) -> list[Lane | None]:
@@ -134,7 +121,7 @@ def _lane_config(lane: Values, named: Sequence[Lane]) -> Values:
     name, server = str(lane["method"]), lane["server"]
     options = known_options(method_options(name), lane["options"])
     model = (lane["model"] or None) if needs_model(name, options) else None
-    return _counts(Lane, lane) | {
+    return lane | {
         "model": model,
         "options": options,
         "acceptance_options": known_options(rule_options(lane["acceptance"]), lane["acceptance_options"]),
@@ -156,7 +143,7 @@ def plain_title(name: str) -> str:
 
 def key(values: Values) -> str:
     """Return a key that is equal for equal comparisons, independent of the preset they came from."""
-    count = int(values["count"])
+    count = values["count"]
     fields = [name for name in NAMES if name not in ("preset", "count")]
     relevant = {name: values[name] for name in fields if int(name.partition("-")[2] or 0) <= count}
     plain = {k: float(v) if isinstance(v, int | float) else v or None for k, v in relevant.items()}
@@ -167,7 +154,7 @@ def show_setup(_: gr.Request, values: Values) -> Values:
     """Return the row of the setup and the description of the settings."""
     live()
     lanes = []
-    for n in NUMBERS[: int(values["count"])]:
+    for n in NUMBERS[: values["count"]]:
         name = str(values[f"method-{n}"])
         model = values[f"model-{n}"] if needs_model(name, values[f"options-{n}"]) else None
         lanes.append(lane_words(name, str(method(name).title), model))
@@ -192,7 +179,7 @@ def row_data(values: Values, summary: str, query: str | None = None, of_lane: st
 
 def _lane_obstacle(values: Values) -> str:
     """Return why a visible lane cannot run on the target, or which model it lacks; empty if all can run."""
-    for n in NUMBERS[: int(values["count"])]:
+    for n in NUMBERS[: values["count"]]:
         name, options = str(values[f"method-{n}"]), values[f"options-{n}"]
         if reason := cannot_run(name, values["target"]):
             return f"{reason}; choose another method."
@@ -204,7 +191,7 @@ def _lane_obstacle(values: Values) -> str:
 
 def summary(values: Values, lanes: Sequence[str]) -> str:
     """Return the settings in one line: target, lanes, draft lengths, sampling."""
-    ks = dict.fromkeys(str(values[f"k-{n}"]).removesuffix(".0") for n in NUMBERS[: len(lanes)])
+    ks = dict.fromkeys(str(values[f"k-{n}"]) for n in NUMBERS[: len(lanes)])
     lengths = ", ".join("measured" if k == "0" else k for k in ks)
     chat = "chat template" if values["chat"] == CHAT else ""
     sampling = [settings(Comparison)[name].summary(values[name]) for name in SAMPLING]

@@ -31,7 +31,6 @@ from specdemo.ui.job import (
     QUIET,
     Job,
     Jobs,
-    Packed,
     Store,
     Values,
     Work,
@@ -42,7 +41,6 @@ from specdemo.ui.job import (
     wire,
 )
 from specdemo.ui.model_menus import live, page_preset
-from specdemo.ui.setup import integer
 from specdemo.ui.views import Loading, view
 
 USUAL = ("auto", "here", 0.0, 1.0)  # values of options that need no mention
@@ -53,8 +51,6 @@ OFF = (
     "or start the page on your own machine with `python -m specdemo ui`"
 )
 
-PART = r"""[^\s/\\"'~:](?:[^/\\"'\n]*[^\s/\\"'~:])?[/\\]"""  # a folder's name, and the slash after it
-FOLDERS = re.compile(rf"""(?<![\w:/\\.~-])(?:[A-Za-z]:|~|\.{{1,2}})?[/\\](?:{PART})+(?=[^\s/\\"'])""")
 PARTIAL = 0.04  # share of a sweep between two results so far
 Measure = Callable[[Report, Stop], Result]
 
@@ -69,7 +65,7 @@ class Sweeping(Job):
     def __init__(self, text: str, before: "Sweeping | None" = None, work: Work | None = None) -> None:
         super().__init__(opening() + text, work)
         self.unread_s = LOST_S
-        self.file: tuple[str, Packed] | None = before.file if before else None
+        self.file: tuple[str, str] | None = before.file if before else None
         self._last_progress: tuple[int, str] | None = None
         self._stopping = False
 
@@ -86,7 +82,7 @@ class Sweeping(Job):
 
     @property
     def size(self) -> int:
-        return super().size + (self.file[1].size if self.file else 0)
+        return super().size + (len(self.file[1]) if self.file else 0)
 
     def request_stop(self) -> str:
         self._stopping = True
@@ -104,7 +100,7 @@ class Sweeping(Job):
 
     def conclude(self, result: Result, recorded: bool) -> None:
         """Show the result and offer it as a file."""
-        self.file = f"specdemo-{result.suite}.json", Packed(to_json(result))
+        self.file = f"specdemo-{result.suite}.json", to_json(result)
         self.text += result_line(readable(result), recorded)
 
     def _emit(self, line: Values) -> None:
@@ -142,15 +138,6 @@ def _lane_names(ids: Iterable[str]) -> dict[str, str]:
         times = sum(other.partition(" #")[0] == name for other in names.values())
         names[id] = f"{name} #{times + 1}" if times else name
     return names
-
-
-def without_paths(value: Any) -> Any:
-    """Return a value in which files have no folders, as in results of earlier versions."""
-    if isinstance(value, str):
-        return FOLDERS.sub("", value)
-    if isinstance(value, Mapping):
-        return {name: without_paths(part) for name, part in value.items()}
-    return [*map(without_paths, value)] if isinstance(value, list) else value
 
 
 def every_few_percent(report: Callable[..., None]) -> Report:
@@ -216,8 +203,7 @@ class Sweeps(Jobs[Sweeping]):
             result = read_result(Path(values["file"]), space.bounds())
         except ValueError as error:
             return {"view": refusal(error)}
-        bare = {part: without_paths(getattr(result, part)) for part in ("config", "rows", "remarks")}
-        return self._show(request, replace(result, **bare))
+        return self._show(request, result)
 
     def recorded(self, request: gr.Request, values: Values) -> Values:
         """Return the recorded result of a suite, if the visitor sees none; a link asks for a run."""
@@ -239,14 +225,13 @@ class Sweeps(Jobs[Sweeping]):
         last = self.last(request)
         if last is None or last.file is None:
             raise gr.Error("no result to save yet; press Run first", print_exception=False)
-        name, packed = last.file
-        return {"name": name, "text": packed.text}
+        name, text = last.file
+        return {"name": name, "text": text}
 
 
 def from_values(values: Values) -> Sweep:
     """Return the sweep that the controls describe. Raises ValueError with one line."""
-    counts = {name: integer(name, values[name]) for name in ("repeats", "new_tokens")}
-    return Sweep().changed(**values | counts)
+    return Sweep().changed(**values)
 
 
 def admit(sweep: Sweep) -> Sweep:

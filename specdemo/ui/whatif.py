@@ -34,7 +34,6 @@ from specdemo.ui import assets
 from specdemo.ui.controls import unfolding
 from specdemo.ui.job import QUIET, Values, named
 from specdemo.ui.model_menus import check_names, model_choices, page_preset
-from specdemo.ui.setup import integer
 from specdemo.ui.views import predictable
 
 ELSEWHERE = "h100-sxm"  # machine for "Estimate on an H100"
@@ -423,7 +422,9 @@ def diagnose_output(_: gr.Request, values: Values) -> Values:
     """Return the diagnosis of the visitor's output. A visitor's mistake is shown as one line."""
     try:
         observation = _observation(values)
-        given = {"k": integer("k", values["k"]) if values["k"] else None, "plain_tokens_per_s": values["plain"] or None}
+        if values["k"] and not isinstance(values["k"], int):
+            raise ValueError(f"the draft length must be a whole number, not {values['k']}")
+        given = {"k": values["k"] or None, "plain_tokens_per_s": values["plain"] or None}
         return {"view": json_text(diagnosis_view(diagnose(observation.changed(**given))))}
     except ValueError as error:
         return {"view": json_text({"error": str(error)})}

