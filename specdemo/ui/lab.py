@@ -1,5 +1,4 @@
-"""The Lab tab: train a head for the target of the page, watch its loss, race it; compare drafts; test losslessness;
-check servers.
+"""The Lab tab: train a head for the target of the page, watch its loss, race it; compare drafts; test losslessness.
 
 The losslessness test is a suite with the visitor's sampling settings and is shown as a sweep is. `trainer` returns what
 trains: specdemo.methods.recipes, or a stand-in. Its `train_live` yields dicts with seconds, of_seconds, step, tokens,
@@ -18,16 +17,14 @@ from typing import Any, ClassVar
 import gradio as gr
 
 from specdemo.bench.base import ROWS
-from specdemo.bench.check_server import COUNT, ServerCheck
 from specdemo.bench.suites import suite
 from specdemo.core.rules import DEFAULT_RULE
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.models.gguf_files import is_gguf
 from specdemo.models.shipped import embedded_folder
 from specdemo.presets import limits
-from specdemo.presets.files import DEFAULT, load_presets, preset
+from specdemo.presets.files import load_presets, preset
 from specdemo.presets.link import shown_name
-from specdemo.servers.address import host, listed
 from specdemo.ui import assets
 from specdemo.ui.controls import Controls, draw_setting, fill
 from specdemo.ui.job import QUIET, Job, Jobs, Store, Values, named, opening, to_line, wire
@@ -39,7 +36,6 @@ MINUTES = (0.5, 30.0)
 RUNS = Path("runs")
 DRAWS = 1024  # maximum of a losslessness test
 START = "embedded-sampling"
-CHECKED_PROMPTS = 200  # maximum of the slider
 POINTS = 500  # maximum of a loss curve, without evaluations
 OFF = (
     "Training is disabled on this public page, because it would block the shared machine for minutes. "
@@ -144,9 +140,6 @@ def draw(page: gr.Blocks, form: Controls, tab: gr.Tab, store: Store) -> None:
         _draw_training(page, form, tab, store)
     with gr.Column(elem_classes="card"):
         _draw_losslessness(tab, store)
-    if listed() and not limits.public():
-        with gr.Column(elem_classes="card"):
-            _draw_server_check(store)
 
 
 def _draw_training(page: gr.Blocks, form: Controls, tab: gr.Tab, store: Store) -> None:
@@ -222,34 +215,3 @@ def _draw_losslessness(tab: gr.Tab, store: Store) -> None:
     tests = Sweeps("losslessness", store)
     parts = draw_result(tests, "losslessness", begin, inputs, run, stop)
     named(tab.select, lambda request, _: tests.recorded(request, {"sweep": "losslessness"}), {}, parts, **QUIET)
-
-
-def begin_check(values: Values, last: Sweeping | None) -> Sweeping:
-    """Return the check of a server that the controls describe. Raises ValueError with one line."""
-    live()
-    base = preset(values["preset"])
-    servers = {"server": values["server"], "reference": values["reference"] or None}
-    check = ServerCheck.build({**servers, "prompts": values["prompts"], "target": base.target, "dtype": base.dtype})
-    return Sweeping.measuring(f"Server {host(check.server)}", check.run, last)
-
-
-def _draw_server_check(store: Store) -> None:
-    assets.heading("lossless", assets.text("server-check.md"), elem_id="server-check-about")
-    names = [(host(server), server) for server in listed()]
-    presets = [(p.title, p.id) for p in load_presets().values()]
-    with gr.Row(elem_id="server-check-controls"):
-        size: Values = {"scale": 2, "min_width": 190}
-        inputs: dict[str, object] = {
-            "server": gr.Dropdown(names, value=names[-1][1], label="Server to check", elem_id="checked", **size),
-            "reference": gr.Dropdown(
-                [("this machine", ""), *names], value="", label="Reference", elem_id="reference", **size
-            ),
-            "preset": gr.Dropdown(
-                presets, value=DEFAULT, label="Preset: target", elem_id="checked-preset", scale=3, min_width=330
-            ),
-            "prompts": gr.Slider(1, CHECKED_PROMPTS, COUNT, step=1, label="Prompts", elem_id="checked-prompts", **size),
-        }
-        with gr.Column(scale=2, min_width=180):
-            run = gr.Button("Check", variant="primary", size="lg", elem_id="server-check-run")
-            stop = gr.Button("Stop", interactive=False, elem_id="server-check-stop")
-    draw_result(Sweeps("server-check", store), "server-check", begin_check, inputs, run, stop)

@@ -1,7 +1,7 @@
 // Title of the browser tab: a run in progress, or the result of the Race tab, and the name of the other tabs.
 
 const APP = document.title;
-const stops = "#stop, #sweep-stop, #stop-training, #losslessness-stop, #server-check-stop";
+const stops = "#stop, #sweep-stop, #stop-training, #losslessness-stop";
 
 /** Returns the title from the name of the tab, whether something runs, and the speed-up of the visible race, such as "1.80×". */
 function pageTitle(tab, running, speedup) {

@@ -13,14 +13,11 @@ from specdemo.bench import suites
 from specdemo.bench.result import read_result, recorded_suite, write_result
 from specdemo.bench.suites import Sweep
 from specdemo.presets.files import preset
-from specdemo.servers import address
 from specdemo.ui import sweep
 from specdemo.ui.lab import begin as begin_test
-from specdemo.ui.lab import begin_check
 from specdemo.ui.race import Visits
 from specdemo.ui.sweep import Sweeps, begin, restore, result_line
 from specdemo.ui.views import Loading
-from tests.completion_server import completion_server, piece
 from tests.ui.stand_ins import VISITOR, lines, played, swept, sync
 
 VALUES = {"sweep": "k", "preset": "embedded-draft", "repeats": 3, "new_tokens": 96}
@@ -265,32 +262,3 @@ def test_limits_of_a_test_hold_for_any_request(bench, at, value, message):
 def test_a_public_page_tests_less(bench, monkeypatch):
     monkeypatch.setenv("SPECDEMO_PUBLIC", "1")
     assert "continuations must be 256 to 768 on this page, not 1024" in last_test(TEST | {"draws": 1024})
-
-
-CHECK = {"server": "", "reference": "", "preset": "embedded-draft", "prompts": 2}
-
-
-def test_a_listed_server_is_checked(monkeypatch):
-    monkeypatch.setattr(address, "_added", {})
-    with completion_server([piece("a", total=1), piece(" b", total=2, finish="stop")]) as server:
-        values = CHECK | {"server": server.address, "reference": server.address}
-        refused = lines(list(played(Sweeps("server-check"), begin_check, VISITOR, values))[-1]["view"])
-        assert refused[-1]["type"] == "error" and "is not allowed" in refused[-1]["text"]
-        address.allow([server.address])
-        shown = lines(list(played(Sweeps("server-check"), begin_check, VISITOR, values))[-1]["view"])
-    assert shown[-1]["type"] == "result" and [row["output"] for row in shown[-1]["rows"]] == ["identical"] * 2
-    assert shown[-1]["remarks"][0].startswith("No difference found")
-
-
-@pytest.mark.parametrize(
-    ("at", "value", "message"),
-    [
-        ("server", "ftp://x", "server must have the form"),
-        ("prompts", 10_001, "prompts must be"),
-        ("preset", "x", "unknown"),
-    ],
-)
-def test_a_check_has_valid_settings(at, value, message):
-    values = CHECK | {"server": "http://a:1", at: value}
-    text = list(played(Sweeps("server-check"), begin_check, VISITOR, values))[-1]["view"]
-    assert lines(text)[-1]["type"] == "error" and message in lines(text)[-1]["text"]
