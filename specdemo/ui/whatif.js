@@ -4,7 +4,7 @@ const times = (x) => `${fixed(x, 2)}×`;
 const speedTone = { faster: ["▲ faster", "gain"], slower: ["▼ slower", "bad"] };
 const duration = (ms) => (ms < 1 ? `${fixed(1000 * ms, 0)} µs` : `${fixed(ms, ms < 10 ? 2 : 1)} ms`);
 const rounded = (x) => Number(x.toPrecision(3)).toLocaleString("en");
-const line = (points) => ({ series: 1, points: points.map(([x, [value]]) => [x, value]), band: points.filter(([, [, low]]) => isNumber(low)).map(([x, [, low, high]]) => [x, low, high]) });
+const line = (points) => ({ series: 1, points: points.map(([x, { value }]) => [x, value]), band: points.filter(([, { low }]) => isNumber(low)).map(([x, { low, high }]) => [x, low, high]) });
 
 function fill(name, big, small = "", below = "", tone = "") {
   const tile = $(`[data-tile="${name}"]`);
@@ -30,39 +30,41 @@ function show(prediction) {
   $(".sd-facts").textContent = [prediction.where, prediction.from, ...prediction.notes].join(" · ");
 }
 
-function drawTiles({ plain, best, recorded, word, interval, memory_gb, room_gb }, row) {
+function drawTiles({ plain_tokens_per_s, best_k, recorded_k, word, interval, memory_gb, room_gb }, row) {
   const [arrow, tone] = speedTone[word] ?? ["no clear difference", ""];
-  fill("speedup", times(row.speedup[0]), [interval, arrow].filter(Boolean).join(", "), "", tone);
-  fill("rate", rounded(row.tokens_per_s[0]), "of the whole batch", `plain decoding: ${rounded(plain.tokens_per_s)}`);
-  fill("per-pass", fixed(row.tokens, 2));
-  fill("best", best ? `k = ${best}` : "off", best ? " " : "plain decoding is faster", best && recorded && best > recorded ? `extrapolated beyond k = ${recorded}` : "on this machine at this load");
+  fill("speedup", times(row.speedup.value), [interval, arrow].filter(Boolean).join(", "), "", tone);
+  fill("rate", rounded(row.tokens_per_s.value), "of the whole batch", `plain decoding: ${rounded(plain_tokens_per_s.value)}`);
+  fill("per-pass", fixed(row.tokens.value, 2));
+  fill("best", best_k ? `k = ${best_k}` : "off", best_k ? " " : "plain decoding is faster", best_k && recorded_k && best_k > recorded_k ? `extrapolated beyond k = ${recorded_k}` : "on this machine at this load");
   fill("memory", `${rounded(memory_gb)} GB`, `of ${rounded(room_gb)}${memory_gb > room_gb ? ": too large" : ""}`, "", memory_gb > room_gb ? "bad" : "");
 }
 
-function drawOverK({ rows, at, measured }, row) {
+function drawOverK({ rows, at, known }, row) {
   const points = rows.map(({ k, speedup }) => [k, speedup]);
-  const dots = [{ x: at.k, y: row.speedup[0], name: times(row.speedup[0]) }];
-  if (measured) dots.push({ x: measured.k, y: measured.speedup, name: `${measured.source} ${times(measured.speedup)}` });
-  const label = `Speed-up by draft length${measured ? `, ${dots[1].name} with k = ${measured.k}` : ""}: ${rows.map(({ k, speedup }) => `${k}: ${times(speedup[0])}`).join(", ")}`;
+  const dots = [{ x: at.k, y: row.speedup.value, name: times(row.speedup.value) }];
+  if (known) dots.push({ x: known.k, y: known.speedup, name: `${known.source} ${times(known.speedup)}` });
+  const label = `Speed-up by draft length${known ? `, ${dots[1].name} with k = ${known.k}` : ""}: ${rows.map(({ k, speedup }) => `${k}: ${times(speedup.value)}`).join(", ")}`;
   plot($(".sd-over-k"), { lines: [line(points)], dots, unit: "draft length k", suffix: "×", level: 1, label, wide: 16 });
 }
 
 function drawOverBatch({ loads, at }) {
   const points = loads.map(({ batch, speedup }) => [batch, speedup]);
   const here = loads.find(({ batch }) => batch === at.batch);
-  const dots = here ? [{ x: here.batch, y: here.speedup[0], name: `${times(here.speedup[0])} ${here.k ? `k = ${here.k}` : "off"}` }] : [];
-  const batches = loads.map(({ batch, k, speedup, fits }) => `${batch}: ${times(speedup[0])} ${k ? `with k = ${k}` : "at best"}${fits ? "" : ", too large for its memory"}`);
+  const dots = here ? [{ x: here.batch, y: here.speedup.value, name: `${times(here.speedup.value)} ${here.k ? `k = ${here.k}` : "off"}` }] : [];
+  const batches = loads.map(({ batch, k, speedup, fits }) => `${batch}: ${times(speedup.value)} ${k ? `with k = ${k}` : "at best"}${fits ? "" : ", too large for its memory"}`);
   plot($(".sd-over-batch"), { lines: [line(points)], dots, unit: "batch size", suffix: "×", level: 1, label: `Speed-up by batch size: ${batches.join("; ")}`, doubling: true });
 }
 
-function drawSteps({ plain }, row) {
-  const all = [["Plain, per token", plain.parts, 1], [`k = ${row.k}, per token`, row.ms, row.tokens]];
-  const each = all.map(([, ms, tokens]) => sum(Object.values(ms)) / tokens);
+const partsOf = ({ draft_ms, verify_ms, other_ms }) => [["draft", draft_ms], ["verify", verify_ms], ["other", other_ms]];
+
+function drawSteps({ plain_parts }, row) {
+  const all = [["Plain, per token", partsOf(plain_parts), 1], [`k = ${row.k}, per token`, partsOf(row), row.tokens.value]];
+  const each = all.map(([, parts, tokens]) => sum(parts.map(([, ms]) => ms)) / tokens);
   $(".sd-times").replaceChildren(
-    ...all.map(([name, ms, tokens], i) => {
+    ...all.map(([name, parts, tokens], i) => {
       const box = make("div", "sd-split");
-      const parts = Object.entries(ms).map(([part, length]) => [part, length / tokens, duration(length / tokens)]);
-      box.append(make("span", "sd-row-label", name), splitTrack(parts, Math.max(...each)), make("span", "sd-ms", duration(each[i])));
+      const track = parts.map(([part, ms]) => [part, ms / tokens, duration(ms / tokens)]);
+      box.append(make("span", "sd-row-label", name), splitTrack(track, Math.max(...each)), make("span", "sd-ms", duration(each[i])));
       return box;
     })
   );
@@ -70,9 +72,9 @@ function drawSteps({ plain }, row) {
 
 function numbers({ rows }) {
   const names = ["k", "speed-up", "95 % interval", "tokens/s", "mean accepted length", "draft", "verification", "bottleneck"];
-  const cells = ({ k, speedup: [value, low, high], tokens_per_s, tokens, ms, limit }) => {
+  const cells = ({ k, speedup: { value, low, high }, tokens_per_s, tokens, draft_ms, verify_ms, limit }) => {
     const interval = isNumber(low) ? `${fixed(low, 2)} to ${fixed(high, 2)}` : "–";
-    return [String(k), times(value), interval, rounded(tokens_per_s[0]), fixed(tokens, 2), duration(ms.draft), duration(ms.verify), limit];
+    return [String(k), times(value), interval, rounded(tokens_per_s.value), fixed(tokens.value, 2), duration(draft_ms), duration(verify_ms), limit];
   };
   return tableOf(names, rows.map(cells));
 }

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
+from typing import Any
 
 import gradio as gr
-from gradio.components import Component
 
 from specdemo.analysis.acceptance import Acceptance, of_lane, of_lengths
 from specdemo.analysis.diagnose import Diagnosis, diagnose
@@ -175,28 +175,22 @@ def predict_for(start: Start, values: Values) -> Prediction:
 
 
 def to_view(start: Start, p: Prediction, k: int) -> dict[str, object]:
-    """Return the data of the view."""
+    """Return the data of the view: the prediction, the chosen draft length, and what is known of the start."""
     row = min(p.rows, key=lambda row: abs(row.k - k))
     where = p.scenario.device.profile
     source = f"measured {where.measured.date}" if where.measured else "from its spec sheet"
     verify = row.verify_ms / row.v
-    parts = {"draft": 0.0, "verify": verify, "other": p.plain_ms - verify}
-    return {
+    return p.as_dict() | {
+        "target": shown_name(p.scenario.target.name),
         "at": {"k": row.k, "batch": p.scenario.batch},
-        "rows": [_row(row) for row in p.rows],
-        "loads": [{"batch": g.batch, "k": g.k, "speedup": _three(g.speedup), "fits": g.fits} for g in p.loads],
-        "plain": {"parts": parts, "tokens_per_s": p.plain_tokens_per_s.value},
-        "memory_gb": p.memory_gb,
+        "plain_parts": {"draft_ms": 0.0, "verify_ms": verify, "other_ms": p.plain_ms - verify},
         "room_gb": where.memory_gb.value,
-        "best": p.best_k,
-        "recorded": p.scenario.acceptance.longest,
         "word": row.speedup.label,
         "interval": row.speedup.interval(),
         "sentence": " ".join(filter(None, [sentence(p, row), _outside(start, p)])),
         "where": f"{where.title} · {p.scenario.device.dtype} · {source}",
-        "measured": {"k": start.k, "speedup": start.speedup.value, "source": start.source} if start.speedup else None,
+        "known": {"k": start.k, "speedup": start.speedup.value, "source": start.source} if start.speedup else None,
         "from": start.words,
-        "notes": list(p.notes),
     }
 
 
@@ -226,16 +220,6 @@ def sentence(p: Prediction, row: Row) -> str:
     if p.too_large:
         words.append(p.too_large)
     return " ".join(words)
-
-
-def _row(row: Row) -> dict[str, object]:
-    parts = {"draft": row.draft_ms, "verify": row.verify_ms, "other": row.other_ms}
-    speeds = {"speedup": _three(row.speedup), "tokens_per_s": _three(row.tokens_per_s)}
-    return {"k": row.k, "tokens": row.tokens.value, "ms": parts, "limit": row.limit, **speeds}
-
-
-def _three(number: Estimate) -> list[float | None]:
-    return [number.value, number.low, number.high]
 
 
 class Questions:
@@ -341,29 +325,22 @@ def _drafts() -> list[tuple[str, str]]:
 def draw(tab: gr.Tab, estimate_button: gr.Button, questions: Questions) -> None:
     """Create the tab, inside the current Blocks. ask: the button that starts from the visible run."""
     gr.Markdown(assets.text("whatif.md"), elem_id="whatif-about")
-    given: dict[str, Component] = {"state": gr.State(), **_where(), **_other()}
+    given: dict[str, Any] = {"state": gr.State(), **_where(), **_other()}
     view = assets.view("whatif.html", "helpers.js", "chart.js", "whatif.js", elem_id="whatif", later=True)
     _why_card()
     parts = {**given, "view": view}
     named(tab.select, questions.open, given, parts, **QUIET)
-    named(_changed(given["start"]), questions.begin, given, parts, **QUIET)
+    named(given["start"].input, questions.begin, given, parts, **QUIET)
     event = named(estimate_button.click, questions.start_from_race, given, parts, **QUIET)
     event.then(None, None, None, js=assets.to_tab("what-if"), **QUIET)
     stored = ("state", "start")
-    changes = [_changed(part) for name, part in given.items() if name not in stored]
+    # not `change`: updates by the server would predict again
+    changes = [part.input for name, part in given.items() if name not in stored]
     shown = {name: parts[name] for name in ("dtype", "view")}
     named(partial(gr.on, changes, trigger_mode="always_last"), questions.answer, given, shown, **QUIET)
 
 
-def _changed(part: Component) -> Callable[..., object]:
-    """Return the event of a visitor's change. Updates by the server do not trigger it, because they would predict
-    again.
-    """
-    assert isinstance(part, gr.Dropdown | gr.Radio | gr.Slider)
-    return part.input
-
-
-def _where() -> dict[str, Component]:
+def _where() -> dict[str, object]:
     machines = [(where.title, name) for name, where in profiles().items()]
     contexts = [(words, tokens) for tokens, words in CONTEXTS.items()]
     k = published_start().k
@@ -382,7 +359,7 @@ def _where() -> dict[str, Component]:
     return {"start": start, "machine": machine, "dtype": dtype, "batch": batch, "context": context, "k": length}
 
 
-def _other() -> dict[str, Component]:
+def _other() -> dict[str, object]:
     first = published_start().target
     unfolding("Other target or drafter", "whatif-draft")
     with gr.Column(elem_id="whatif-draft", elem_classes="unfolded"), gr.Row():

@@ -55,8 +55,8 @@ def test_every_recorded_race_of_a_known_method_can_be_started_from():
     for id in recorded_starts():
         start = recorded_start(id)
         view = shown(questions().begin(VISITOR, VALUES | {"start": id}))
-        assert view["from"].endswith(load_presets()[id].title) and view["measured"]["k"] == start.k
-        assert all(low <= value <= high for value, low, high in (row["speedup"] for row in view["rows"]))
+        assert view["from"].endswith(load_presets()[id].title) and view["known"]["k"] == start.k
+        assert all(s["low"] <= s["value"] <= s["high"] for s in (row["speedup"] for row in view["rows"]))
 
 
 def test_the_run_on_show_comes_first_and_fills_the_controls(race):
@@ -79,7 +79,7 @@ def test_the_models_of_the_page_come_first_and_a_gguf_file_is_read_from_its_head
     updates = questions().open(VISITOR, VALUES | {"start": PUBLISHED})
     view = shown(updates)
     assert updates["start"]["value"] == OWN and updates["target"]["value"] == str(smollm2_gguf)
-    assert view["from"].startswith("Your model: smollm2") and "assumed" in view["from"] and view["measured"] is None
+    assert view["from"].startswith("Your model: smollm2") and "assumed" in view["from"] and view["known"] is None
     assert view["at"]["k"] == 7 and view["memory_gb"] < 0.2  # the weights have 5.8 bits
     assert str(Path(smollm2_gguf).parent) not in json.dumps([view, updates["target"]["choices"][0][0]])
 
@@ -91,8 +91,8 @@ def test_a_first_visit_starts_from_a_published_pair_of_real_models(race, monkeyp
         view = shown(updates)
         assert updates["start"]["value"] == whatif.PUBLISHED and updates["target"]["value"].startswith("meta-llama/")
         assert "Llama-3.1-8B" in view["from"] and "https://" in view["from"]
-        assert view["measured"] == {"k": 4, "speedup": 1.746, "source": "published"} and view["recorded"] == 7
-        assert [round(row["tokens"], 2) for row in view["rows"][1:7]] == [2.36, 2.79, 3.08, 3.32, 3.46, 3.54]
+        assert view["known"] == {"k": 4, "speedup": 1.746, "source": "published"} and view["recorded_k"] == 7
+        assert [round(row["tokens"]["value"], 2) for row in view["rows"][1:7]] == [2.36, 2.79, 3.08, 3.32, 3.46, 3.54]
         labels = [words for words, _ in updates["start"]["choices"]]
         assert ("Run shown in Race: " in labels[0]) == (len(labels) > 1 + len(recorded_starts()))
 
@@ -125,14 +125,14 @@ def test_unpredictable_lane_is_one_line(race, monkeypatch):
 
 def test_every_control_changes_the_answer():
     base = changed()
-    gain = base["rows"][3]["speedup"][0]
+    gain = base["rows"][3]["speedup"]["value"]
     assert changed(k=2)["at"]["k"] == 2 and changed(k=2)["rows"] == base["rows"]
-    assert changed(machine="t4", dtype="float16")["plain"] != base["plain"]
+    assert changed(machine="t4", dtype="float16")["plain_ms"] != base["plain_ms"]
     assert changed(batch=32)["at"]["batch"] == 32
     assert changed(context=65536)["memory_gb"] > base["memory_gb"]
-    assert changed(kept="own", rate=0.98)["rows"][3]["speedup"][0] > gain
-    assert changed(kept="own", rate=0.05)["best"] == 0
-    assert changed(draft="ngram")["rows"][3]["ms"]["draft"] < base["rows"][3]["ms"]["draft"]
+    assert changed(kept="own", rate=0.98)["rows"][3]["speedup"]["value"] > gain
+    assert changed(kept="own", rate=0.05)["best_k"] == 0
+    assert changed(draft="ngram")["rows"][3]["draft_ms"] < base["rows"][3]["draft_ms"]
     large = changed(target="llama-8b", draft="eagle")
     assert large["memory_gb"] > 15 and large["where"] == "NVIDIA H100 SXM · bfloat16 · from its spec sheet"
 
@@ -143,7 +143,7 @@ def test_a_tree_is_predicted_at_every_depth_up_to_its_own():
     views = [shown(questions().answer(VISITOR, VALUES | {"state": updates["state"], "k": k})) for k in (1, 2, 5)]
     assert [view["at"]["k"] for view in views] == [1, 2, 2]
     first, second = views[0]["rows"]
-    assert first["tokens"] < second["tokens"] and first["ms"]["verify"] <= second["ms"]["verify"]
+    assert first["tokens"]["value"] < second["tokens"]["value"] and first["verify_ms"] <= second["verify_ms"]
     assert views[0]["sentence"] != views[1]["sentence"]
 
 
@@ -175,10 +175,10 @@ def test_sentence_names_bottleneck_and_better_k():
 
 def test_longer_drafts_than_in_the_run_are_marked_as_extrapolated():
     view = changed(k=12)
-    assert view["recorded"] == 4
+    assert view["recorded_k"] == 4
     assert "k = 12 is extrapolated: the run recorded k = 4. Record a run with k = 12 to check it." in view["sentence"]
-    assert ("extrapolated" in changed(k=3)["sentence"]) == (view["best"] > 4)
-    assert changed(kept="own", rate=0.8, k=12)["recorded"] is None
+    assert ("extrapolated" in changed(k=3)["sentence"]) == (view["best_k"] > 4)
+    assert changed(kept="own", rate=0.8, k=12)["recorded_k"] is None
     assert "extrapolated" not in changed(kept="own", rate=0.8, k=12)["sentence"]
 
 
