@@ -102,11 +102,8 @@ class Controls:
         target, count = {"target": parts["target"]}, {"count": parts["count"]}
         retargeted = parts["target"].input
         named(retargeted, lambda _, values: _updates(_chat_looks(values["target"], None)), target, chat, **QUIET)
-        lanes = {f"{name}-{n}": parts[f"{name}-{n}"] for n in NUMBERS for name in ("method", "options")}
-        redrawn = {f"{name}-{n}": parts[f"{name}-{n}"] for n in NUMBERS for name in ("model", "train")}
-        shown = redrawn | {"unfit": parts["unfit"]}
-        shown |= {f"method-{n}": parts[f"method-{n}"] for n in NUMBERS}
-        named(retargeted, _refit, target | lanes, shown, **QUIET)
+        shown = {"unfit": parts["unfit"], **self._of_lanes("method", "model", "train")}
+        named(retargeted, _refit, target | self._of_lanes("method", "options"), shown, **QUIET)
         for n in NUMBERS:
             parts[f"train-{n}"].click(None, None, None, js=assets.to_tab("lab"), **QUIET)
         for name in TASKS:
@@ -133,15 +130,17 @@ class Controls:
         It is not part of `fill`: with new choices a method's new value would reach the browser after `drawn`, and the
         options of the old method would be drawn.
         """
-        lanes = {f"{name}-{n}": self.parts[f"{name}-{n}"] for n in NUMBERS for name in ("method", "options", "model")}
-        shown = {f"{name}-{n}": self.parts[f"{name}-{n}"] for n in NUMBERS for name in ("method", "model")}
-        given = {"target": self.parts["target"], **lanes}
+        given = {"target": self.parts["target"], **self._of_lanes("method", "options", "model")}
+        shown = self._of_lanes("method", "model")
         named(after, lambda _, values: offer_models(values) | titles(None, values), given, shown, **QUIET)
 
     def describe(self, event: Callable[..., object]) -> None:
         """Connect an event to the description of the setup."""
         shown = {name: self.parts[name] for name in ("setup", "about")}
         named(event, setup.show_setup, self.inputs, shown, trigger_mode="always_last", **QUIET)
+
+    def _of_lanes(self, *names: str) -> Parts:
+        return {f"{name}-{n}": self.parts[f"{name}-{n}"] for n in NUMBERS for name in names}
 
     def _of_lane(self, n: int) -> Parts:
         names = ("method", "model", "train", "options", "acceptance", "acceptance_options", "drawn")
