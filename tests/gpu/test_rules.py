@@ -112,7 +112,7 @@ def test_sampled_texts_repeat_with_their_seed(world, name):
 @pytest.mark.parametrize("name", ["ngram", "draft_model", "eagle", "adaptive"])
 def test_nothing_is_recorded_while_the_clock_runs(world, name, monkeypatch):
     # One warm-up step: all shapes of later steps must be captured in advance.
-    monkeypatch.setattr("specdemo.engine.loop.TOKENS", 3)
+    monkeypatch.setattr("specdemo.engine.loop.WARM_UP_TOKENS", 3)
     target = fused_target()
     made = drafter(name, target)
     config = GenerationConfig(40, budget=Budget(6, 6), stop_token_ids=())
