@@ -7,7 +7,7 @@ from math import exp
 import pytest
 import torch
 
-from specdemo.core.protocol import Budget, Progress
+from specdemo.core.protocol import Budget
 from specdemo.core.sampling import Sampling, to_probs
 from specdemo.methods import BUILT_IN, detect_method, load_drafter, method
 from specdemo.methods.heads.medusa import Medusa, published_shape
@@ -105,7 +105,7 @@ def in_every_commit(case, *values, when):
         for case in CASES
         for run, mode, often in [
             ("eager", "sampled", True),
-            ("graphs", "greedy", True),
+            ("graphs", "greedy", case not in WITH_TREES),  # the others record trees in every commit
             ("packed", "greedy", False),
             ("eager", "greedy", False),
             ("graphs", "sampled", False),
@@ -182,6 +182,7 @@ def test_saved_file_drafts_the_same(case, tmp_path):
         torch.testing.assert_close(draft.probs, same.probs, atol=1e-5, rtol=1e-3)
 
 
+@pytest.mark.parametrize("case", ONE_EACH, indirect=True)
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
 def test_a_file_with_a_number_that_is_not_finite_is_refused(case, tmp_path, wrong):
     source = folder_with(tmp_path, case.tensors, case.config, case.file)
@@ -205,20 +206,28 @@ def weights(name, head, steps):
     return [decay ** (i + first) for i in range(steps)]
 
 
-@pytest.mark.parametrize("hard", [False, True])
-def test_the_loss_is_that_of_the_reference(case, head, hard):
+@pytest.mark.parametrize(
+    ("case", "labels"),
+    [
+        in_every_commit(case, labels, when=labels == "probabilities" or case in ONE_EACH)
+        for case in CASES
+        for labels in ("probabilities", "tokens")
+    ],
+    indirect=["case"],
+)
+def test_the_loss_is_that_of_the_reference(case, head, labels):
     """Every step of training reads what the same draft token reads."""
     if not case.trains:
         pytest.skip("is not trained")
     target, drafter = case.target, load_drafter(case.method, case.target, head)
-    batch = batch_of(target, tuple({*drafter.taps, -1}), texts(2, 14 if case.method == "dflash" else 8, seed=8))
-    given = Progress(batch.inputs, batch.outputs, batch.lengths, batch.hidden, None if hard else batch.probs)
-    loss, metrics = drafter.loss(given)
+    tokens, taps = texts(2, 14 if case.method == "dflash" else 8, seed=8), tuple({*drafter.taps, -1})
+    batch = batch_of(target, taps, tokens, probs=labels == "probabilities")
+    loss, metrics = drafter.loss(batch)
     reference, total = case.reference(head), 0.0
-    labels = torch.nn.functional.one_hot(batch.outputs, batch.probs.shape[-1]).float() if hard else batch.probs
+    one_hot = torch.nn.functional.one_hot(batch.outputs, target.vocab_size).float()
     for i, weight in enumerate(weights(case.method, head, len(metrics))):
         losses, right = [], []
-        for row, p in enumerate(labels):
+        for row, p in enumerate(one_hot if batch.probs is None else batch.probs):
             text = [*batch.inputs[row, :1].tolist(), *batch.outputs[row].tolist()]
             every = range(1, len(text) - 1 - i)
             for root in drafter._anchors(batch.inputs)[row].tolist() if case.method == "dflash" else every:
@@ -290,15 +299,12 @@ def test_sampled_text_is_drawn_from_the_target(name, sizes, options):
     check_sampling(load_drafter(name, target, fresh(name, target, sizes), **options), target)
 
 
-@pytest.mark.parametrize("learned", ["probabilities", "tokens", "lk"])
 @pytest.mark.parametrize(("name", "sizes", "metrics"), every(TRAINED))
-def test_training_lowers_the_loss(target, name, sizes, metrics, learned):
+def test_training_lowers_another_loss(target, name, sizes, metrics):
+    """Training on the default loss is part of the test of greedy output above."""
     drafter = load_drafter(name, target, fresh(name, target, sizes))
     batch = example(target, *drafter.taps)
-    if learned == "lk":
-        drafter.objective = Objective("lk-lambda", "dpace")
-    if learned == "tokens":
-        batch = Progress(batch.inputs, batch.outputs, batch.lengths, batch.hidden)
+    drafter.objective = Objective("lk-lambda", "dpace")
     before = drafter.loss(batch)[1]
     losses, after = train(drafter, batch, 30)
     assert losses[-1] < 0.8 * losses[0]
