@@ -33,14 +33,14 @@ def check_method(name: str) -> None:
 
 
 def output_matches_baseline(name: str) -> None:
-    """Greedy and sampled output equals plain decoding for every draft length, in every row of a batch."""
+    """Greedy and sampled output equals plain decoding for short and long drafts, in every row of a batch."""
     if not method(name).exact:
         return
     target, prompts = ToyTarget(VOCABULARY, seed=1), torch.cat([PROMPT, PROMPT.flip(1)])
     for sampling in (Sampling(), Sampling(0.9, top_k=9, top_p=0.95)):
-        expected = output_tokens(target, load_drafter(BASELINE, target), GenerationConfig(40, sampling), prompts)
-        for k in (1, 2, 5, 12):
-            config = GenerationConfig(40, sampling, Budget(k, k))
+        expected = output_tokens(target, load_drafter(BASELINE, target), GenerationConfig(24, sampling), prompts)
+        for k in (1, 4, 12):
+            config = GenerationConfig(24, sampling, Budget(k, k))
             assert output_tokens(target, make_drafter(name, target), config, prompts) == expected
 
 
