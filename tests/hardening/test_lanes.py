@@ -14,7 +14,7 @@ from specdemo.core.sampling import Sampling
 from specdemo.core.trace import from_json, to_json
 from specdemo.core.tree import Draft
 from specdemo.core.typical import Typical
-from specdemo.engine import verdict
+from specdemo.engine import loop, verdict
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.engine.loop import generate
 from specdemo.engine.messages import LaneDone, Note, StepRow
@@ -141,7 +141,7 @@ def test_a_drafter_that_raises(runner, baseline_ids, caches, monkeypatch, call):
 def test_a_drafter_that_raises_late_keeps_what_it_wrote(runner, baseline_ids, caches, monkeypatch):
     calls = count()
     with monkeypatch.context() as broken:
-        break_method(broken, NGram, "observe", KeyError("late"), lambda *args: next(calls) > 15)
+        break_method(broken, NGram, "observe", KeyError("late"), lambda *args: next(calls) > loop.WARM_UP_TOKENS + 3)
         trace = runner.run(spec())
     assert failed_alone(trace, baseline_ids, "KeyError: 'late'") and len(trace.lanes[1].token_ids) > 1
     assert next_run_works(runner, caches, baseline_ids)
