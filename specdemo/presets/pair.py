@@ -9,6 +9,7 @@ from specdemo.core.suggest import program
 from specdemo.core.trace import RunTrace
 from specdemo.engine.comparison import Lane
 from specdemo.models.gguf_files import SUFFIX, check_files, fetch_parts, is_gguf, local_header
+from specdemo.models.packaged import DOWNLOADS
 from specdemo.presets.files import DEFAULT, EMBEDDED, Preset, load_presets, preset, read_yaml
 from specdemo.presets.link import OWN, short_name
 
@@ -91,6 +92,8 @@ def comparison(preset_id: str | None, changes: Mapping[str, object]) -> Preset:
     changes = dict(changes)
     target, drafter = changes.get("target"), changes.get("model")
     if preset_id is not None:
+        if "/" in preset_id or is_gguf(preset_id) or preset_id in (*EMBEDDED, *DOWNLOADS):
+            raise ValueError(f"{preset_id} is a model, not a preset; name it as the target (--target)")
         start = preset(preset_id)
         chosen = start.with_changes(**changes)
         written = "prompt" in changes or chosen.target == start.target or _has_chat_template(start.target) is not False
