@@ -113,3 +113,6 @@ def test_rules_for_unknown_targets(command, capsys):
     assert main([command, "ollama:unknown:7b"]) == 0
     out = capsys.readouterr().out
     assert "No drafter of ollama:unknown:7b is in the catalogue" in out and "10 to 20 times smaller" in out
+    assert "Targets of the catalogue" not in out
+    assert main(["drafters", "olmoe"]) == 0
+    assert "\nTargets of the catalogue with this name: allenai/OLMoE-1B-7B-0125-Instruct\n" in capsys.readouterr().out
