@@ -112,6 +112,8 @@ def test_settings_reach_the_run(tmp_path, capsys):
         (["run", "embedded-draft", "--prompt", "word " * 600], "the prompt has "),
         (["run", "embedded-draft", "--promt", "x"], "No such option: --promt"),
         (["run"], "Missing argument 'PRESET'."),
+        (["run", "smollm2"], "smollm2 is a model, not a preset; name it as the target (--target)"),
+        (["run", "./model.gguf"], "./model.gguf is a model, not a preset; name it as the target (--target)"),
         (["rum"], "No such command 'rum'."),
         (["ui", "--port", "99999"], "argument --port: '99999' is not from 1 to 65535; see --help"),
         (["run", "embedded-draft", "--model=--port"], "the model must not begin with -; name a model or its folder"),
@@ -120,6 +122,7 @@ def test_settings_reach_the_run(tmp_path, capsys):
         on_linux("cannot make the folder /proc/x: No such file or directory;", "bench", "gpu", "--out", "/proc/x"),
         (["drafters", "none.gguf"], "the file none.gguf does not exist"),
         (["doctor", "none.gguf"], "the file none.gguf does not exist"),
+        (["why", "none.log"], "cannot read none.log: No such file or directory; choose the output of an engine"),
         (["replay", "none.json"], "cannot read none.json: No such file or directory; record a trace with"),
         on_linux("cannot read /: Is a directory; record a trace with", "replay", "/"),
         (["bench", "metods"], "unknown suite 'metods'; did you mean 'methods'?"),
@@ -127,7 +130,7 @@ def test_settings_reach_the_run(tmp_path, capsys):
         (["bench", "k", "--k", "8-1"], "--k takes a draft length from 1 to 16, or a range like 1-8, not '8-1'"),
         (
             ["bench", "k", "--target", "x"],
-            "bench k has no --target: it measures presets (--preset); `python -m specdemo tune x` finds what pays for",
+            "bench k measures presets (--preset); `python -m specdemo tune x` finds what pays for any model",
         ),
         (["bench", "race-fairness", "--k", "3"], "No such option: --k"),
         (

@@ -121,8 +121,8 @@ def _subcommand(name: str) -> TyperCommand:
         **given: object,
     ) -> None:
         if target:
-            answer = f"`{program()} tune {target}` finds what pays for any model"
-            raise ValueError(f"bench {name} has no --target: it measures presets (--preset); {answer}")
+            tune = f"`{program()} tune {target}` finds what pays for any model"
+            raise ValueError(f"bench {name} measures presets (--preset); {tune}")
         if takes(name, "folder"):  # the suite writes while it measures
             given, out = given | ({"folder": out} if out else {}), None
         chosen = suite(name, **given)

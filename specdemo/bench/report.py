@@ -221,20 +221,11 @@ def what_if_report(predictions: Sequence[Prediction]) -> str:
 
 def _lengths(one: Prediction) -> str:
     header = ["k", "tokens a pass", "c", "v", "step ms", "tokens/s", "speed-up", "95 %", "limited by"]
-    rows = [
-        [
-            str(row.k),
-            f"{row.tokens.value:.2f}",
-            f"{row.c:.3f}",
-            f"{row.v:.3f}",
-            f"{row.step_ms:.2f}",
-            f"{row.tokens_per_s.value:.0f}",
-            f"{row.speedup.value:.2f}x",
-            row.speedup.interval(),
-            row.limit,
-        ]
-        for row in one.rows
-    ]
+    rows = []
+    for row in one.rows:
+        costs = f"{row.c:.3f}", f"{row.v:.3f}", f"{row.step_ms:.2f}"
+        speed = f"{row.tokens_per_s.value:.0f}", f"{row.speedup.value:.2f}x", row.speedup.interval()
+        rows.append([str(row.k), f"{row.tokens.value:.2f}", *costs, *speed, row.limit])
     return table(header, rows)
 
 

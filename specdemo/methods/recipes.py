@@ -14,7 +14,7 @@ from pathlib import Path
 from specdemo.core.outputs import check_output_folder, make_folder
 from specdemo.core.protocol import Target
 from specdemo.core.safe_io import JsonObject
-from specdemo.core.suggest import counted, suggest
+from specdemo.core.suggest import counted, program, suggest
 from specdemo.methods import method, usable
 from specdemo.methods.base import Head, Recipe
 from specdemo.methods.draft_model import DraftModel
@@ -221,4 +221,4 @@ def _left(shares: Shares, minutes: float, started: float) -> float:
 def race_command(name: str, target: str, folder: Path) -> str:
     """Return the command that races a trained head against plain decoding."""
     words = ["run", "embedded-draft", "--target", target, "--method", head_recipe(name).method, "--model", str(folder)]
-    return f"python -m specdemo {shlex.join(words)}"
+    return f"{program()} {shlex.join(words)}"

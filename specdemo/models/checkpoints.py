@@ -149,13 +149,10 @@ def write_checkpoint(folder: Path, config: Mapping[str, object], tensors: Mappin
 
 def training_note(source: str) -> str:
     """Return a sentence about a head that `train` wrote and trained for FEW_STEPS at most; "" for any other."""
-    file = Path(source) / "provenance.json"
-    if not file.is_file():
-        return ""
     try:
-        facts = json.loads(read_limited(file, FILE_BYTES))
+        facts = json.loads(read_limited(Path(source) / "provenance.json", FILE_BYTES))
         steps, seconds = int(facts["step"]), float(facts["seconds"])
-    except (KeyError, TypeError, ValueError):
+    except (OSError, KeyError, TypeError, ValueError):
         return ""
     return f"This head was trained for {counted(steps, 'step')} ({seconds:.0f} s)." if steps <= FEW_STEPS else ""
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from specdemo.core.protocol import Target
+from specdemo.core.suggest import counted
 from specdemo.training.collect import Plan, TeacherData, continue_texts, fast_copy, record_target
 from specdemo.training.fit import Schedule, TrainHistory, TrainRun, optimizers
 from specdemo.training.heads import HELD_OUT_ROWS, columns, training_loss
@@ -61,7 +62,7 @@ class Shares:
 
     def __str__(self) -> str:
         tokens = self.plan.context * (self.plan.text_rows + self.plan.sampled_rows)
-        return f"{tokens:,} tokens of text and {self.steps:,} training steps"
+        return f"{tokens:,} tokens of text and {counted(self.steps, 'training step')}"
 
 
 @torch.random.fork_rng(devices=[])

@@ -36,16 +36,18 @@ def read_output(text: str, limits: int = FILE_BYTES) -> Observation:
 
 def read_output_file(path: str | Path, limits: int = FILE_BYTES) -> Observation:
     """Return what a file contains. Raises ValueError, one line with the file's name."""
+    text = _text(path, limits)
     try:
-        return read_output(_text(path, limits), limits)
+        return read_output(text, limits)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 
 
 def read_json_output(path: str | Path, limits: int = FILE_BYTES) -> object:
     """Return the value of a JSON file, None for another file. Raises ValueError, one line with the file's name."""
+    text = _text(path, limits)
     try:
-        return Output(_text(path, limits), limits).json
+        return Output(text, limits).json
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 
