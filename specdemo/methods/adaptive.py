@@ -60,10 +60,12 @@ class LatencyTable:
     """Seconds by size: the median of recent measurements. Between measured sizes it follows a curve."""
 
     def __init__(self, initial: Mapping[int, float], curve: Mapping[int, float] = MappingProxyType({})) -> None:
-        """curve: size -> time, of which only the shape counts; empty: a line."""
+        """curve: size -> milliseconds, of which only the shape counts as soon as something is measured; empty: a
+        line."""
         self._recent = {size: deque([seconds], MEASUREMENTS) for size, seconds in initial.items()}
         self._median = dict(initial)  # in units of the curve
         self._sizes = sorted(initial)
+        self._unit = 0.001 if curve else 0.0
         self._curve = dict(curve) or {0: 1.0}  # a copy, because a later run may measure again
         self._curve_sizes = sorted(self._curve)
 
@@ -82,7 +84,9 @@ class LatencyTable:
         self._median[size] = sorted(recent)[(len(recent) - 1) // 2]
 
     def estimates(self, sizes: Iterable[int]) -> list[float]:
-        """Return the seconds of each size; 0 before the first measurement."""
+        """Return the seconds of each size; before the first measurement those of the curve, 0 without one."""
+        if not self._sizes:
+            return [self._unit * self._shape(size) for size in sizes]
         return [interpolate(self._median, self._sizes, size) * self._shape(size) for size in sizes]
 
     def _shape(self, size: int) -> float:
@@ -227,7 +231,8 @@ class DepthPlan:
 
 
 class Goodput:
-    """Maximises expected tokens per second. Starts with plain steps, then one draft token, to measure the costs."""
+    """Maximises expected tokens per second. Starts with plain steps, then one draft token, to measure the costs. A
+    lookup drafts in hardly any time, so the costs of passes are enough to begin with."""
 
     def __init__(
         self, pass_ms: Mapping[int, float] = MappingProxyType({}), acceptance: AcceptanceEstimator | None = None
@@ -246,6 +251,7 @@ class Goodput:
         self._draft_times = LatencyTable({0: 0.0})
         self._verify_times = LatencyTable({}, pass_ms)
         self._seen_widths: set[int] = set()  # the first pass of a width includes one-time work and is not measured
+        self._costs_known = bool(pass_ms) and isinstance(acceptance, LookupAcceptance)
         self._plain_steps_left = PLAIN_STEPS
         self._drafted_last_step = False
         self._steps_since_explored = 0
@@ -259,7 +265,7 @@ class Goodput:
     def choose(self, depth: int, nodes: int) -> int:
         """Return the draft depth, 0 to `depth`, where `nodes` is the node budget at full depth."""
         self._plan = plan = self._plans.get((depth, nodes, self.acceptance.copying)) or self._make_plan(depth, nodes)
-        if self._plain_steps_left or len(self._draft_times) == 1:
+        if not self._costs_known and (self._plain_steps_left or len(self._draft_times) == 1):
             k = 0 if self._plain_steps_left else min(depth, 1)
             self._plain_steps_left = max(self._plain_steps_left - 1, 0)
         else:

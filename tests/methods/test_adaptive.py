@@ -14,6 +14,7 @@ from specdemo.methods.adaptive import (
     AcceptanceEstimator,
     Goodput,
     LatencyTable,
+    LookupAcceptance,
     StepOutcome,
 )
 from specdemo.models.toy import ToyTarget
@@ -83,6 +84,9 @@ def test_goodput_calibrates_and_persists_between_generations():
     assert policy.choose(8, 8) > 2
     assert policy.notes["alpha"] == pytest.approx(alpha, abs=0.05) and policy.notes["predicted"] > 1.5
     assert [Goodput().choose(depth, depth) for depth in (0, 8)] == [0, 0]
+    cheap, dear = ({n: first + n * more for n in (1, 2, 4, 8)} for first, more in ((10.0, 0.1), (0.0, 10.0)))
+    assert [Goodput(pass_ms).choose(7, 7) for pass_ms in (cheap, dear)] == [0, 0]
+    assert [Goodput(pass_ms, LookupAcceptance()).choose(7, 7) for pass_ms in (cheap, dear)] == [7, 0]
 
 
 def speed_with_informative_confidence(requested, steps=3000):
@@ -145,6 +149,7 @@ def test_costs_are_medians_and_lines_between():
 
 def test_costs_between_measurements_follow_the_curve():
     costs = LatencyTable({}, {1: 10.0, 4: 12.0, 5: 20.0, 8: 22.0})
+    assert costs.estimates([1, 5]) == pytest.approx([0.010, 0.020])  # nothing is measured yet
     costs.add(1, 0.1)
     assert costs.estimates([4, 5, 8]) == pytest.approx([0.12, 0.2, 0.22])
     costs.add(8, 0.33)
