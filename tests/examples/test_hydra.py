@@ -124,6 +124,7 @@ assert main(["run", "embedded-medusa", "--method", "hydra", "--model", sys.argv[
 """
 
 
+@pytest.mark.release
 def test_installed_package_runs_like_a_builtin_method(tmp_path):
     stories = load_target("stories")
     Hydra(stories, Hydra.fresh(stories)).save(tmp_path / "head", "stories")
