@@ -4,20 +4,21 @@ Exit codes: 0 success; 1 a lane failed; 2 bad input, with one line on stderr tha
 Ctrl-C and SIGTERM. Commands that need torch import it themselves.
 """
 
-import shutil
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
-from functools import partial
-from io import TextIOWrapper
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
 
 INTERRUPTED = 130  # exit code after Ctrl-C, as in a shell
 
 try:  # these imports take a second
+    import shutil
+    from collections import Counter
+    from collections.abc import Callable, Iterator, Sequence
+    from contextlib import ExitStack, contextmanager
+    from dataclasses import asdict
+    from functools import partial
+    from io import TextIOWrapper
+    from pathlib import Path
+    from typing import TYPE_CHECKING, Any, TypeVar
+
     import typer
     from typer.core import TyperCommand
     from typer.exceptions import TyperException
