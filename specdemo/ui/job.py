@@ -39,7 +39,6 @@ QUIET: dict[str, Any] = {
 ENGINE: dict[str, object] = {"concurrency_id": "engine", "concurrency_limit": 1}  # calls that run one at a time
 QUEUED = QUIET | ENGINE | {"queue": True}
 FLUSH_S = 1 / 15
-GRACE_S = 0.4  # Stop waits this long for the current step of a run
 STOPPING_S = 30.0  # the longest wait for the end of stopped work
 LOST_S = 60.0  # a page that lost its connection can come back to its run within this time
 BUDGET = 64_000_000  # bytes of all stored jobs
@@ -160,7 +159,8 @@ def stop_all() -> None:
 class Job(ABC):
     """Work that a visitor started, and the text that shows it. Without work it has ended."""
 
-    STOPPING: ClassVar[Values] = {"type": "stopping"}  # the line after Stop was pressed
+    STOPPING: ClassVar[Values] = {"type": "stopping"}  # the line after Stop was pressed; empty: none
+    grace_s: ClassVar[float] = STOPPING_S  # Stop waits this long for the current step
     unread_s = 0.0  # the work goes on for this time without a reader
     at_work: ClassVar["Job | None"] = None  # the last one that began
 
@@ -236,17 +236,21 @@ class Job(ABC):
     def request_stop(self) -> str:
         """Return the text with a last line that says what happens now; `stop` waits for that."""
         with self._lock:
-            self.text += to_line(self.STOPPING)
+            self.text += to_line(self.STOPPING) if self.STOPPING else ""
             return self.text
 
     def stop(self) -> str:
         """End the work and return the text, with the last messages if they arrive in time."""
         self.stopped = True
-        self.cancel(STOPPING_S)
+        self.cancel(self.grace_s)
         self.read()
-        self.text += to_line({"type": "stopped"})
+        self.text += self.stopped_line()
         self.ended = True
         return self.text
+
+    def stopped_line(self) -> str:
+        """Return the last line of stopped work."""
+        return to_line({"type": "stopped"})
 
     def extra_updates(self) -> Values:
         """Return updates of the components next to the text."""

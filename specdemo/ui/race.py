@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache, partial
+from typing import ClassVar
 
 import gradio as gr
 
@@ -16,7 +17,7 @@ from specdemo.presets.recorded import recorded
 from specdemo.presets.runnable import why_not
 from specdemo.ui import space
 from specdemo.ui.controls import address, fill, fill_untouched
-from specdemo.ui.job import ENTRY, GRACE_S, LOST_S, Job, Jobs, Store, Values, Work, opening, to_line
+from specdemo.ui.job import ENTRY, LOST_S, Job, Jobs, Store, Values, Work, opening, to_line
 from specdemo.ui.model_menus import live
 from specdemo.ui.setup import from_values, key, to_values
 from specdemo.ui.views import Failed, Shown, StandIn, models_of, summary, view
@@ -32,6 +33,9 @@ class Log(Job):
     the run was not made for this log. `still`: it is shown finished and moves only when it is replayed. `key`: of the
     settings that led to it. `spec`: the comparison that runs.
     """
+
+    STOPPING: ClassVar[Values] = {}  # its steps are short
+    grace_s = 0.4
 
     def __init__(
         self,
@@ -100,18 +104,8 @@ class Log(Job):
             raise ValueError(self.failure or "the run did not finish; try again")
         return summary(trace)
 
-    def request_stop(self) -> str:
-        return self.text  # `stop` is fast
-
-    def stop(self) -> str:
-        """End the run and the log, with the last messages of the engine if they arrive in time."""
-        self.stopped = True
-        self.cancel(GRACE_S)
-        self.read()
-        if not self.finished:
-            self.text += to_line({"type": "end", "finish": "cancelled", "comparison": []})
-        self.ended = True
-        return self.text
+    def stopped_line(self) -> str:
+        return "" if self.finished else to_line({"type": "end", "finish": "cancelled", "comparison": []})
 
 
 def run(spec: Comparison, before: Log | None = None, key: str = "") -> Log:

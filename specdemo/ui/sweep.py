@@ -67,7 +67,6 @@ class Sweeping(Job):
         self.unread_s = LOST_S
         self.file: tuple[str, str] | None = before.file if before else None
         self._last_progress: tuple[int, str] | None = None
-        self._stopping = False
 
     @classmethod
     def measuring(cls, name: str, measure: Measure, before: "Sweeping | None" = None) -> "Sweeping":
@@ -83,10 +82,6 @@ class Sweeping(Job):
     @property
     def size(self) -> int:
         return super().size + (len(self.file[1]) if self.file else 0)
-
-    def request_stop(self) -> str:
-        self._stopping = True
-        return super().request_stop()
 
     def add(self, messages: Iterable[Any]) -> str:
         for message in messages:
@@ -106,7 +101,7 @@ class Sweeping(Job):
     def _emit(self, line: Values) -> None:
         """Emit visible progress. Nothing is emitted at the end of a stopped sweep."""
         progress = (int(100 * line["share"]), line["text"]) if line["type"] == "loading" else None
-        if (progress and progress == self._last_progress) or (self._stopping and line["type"] == "error"):
+        if (progress and progress == self._last_progress) or (self.stopped and line["type"] == "error"):
             return
         self._last_progress = progress
         self.text += to_line(line)
