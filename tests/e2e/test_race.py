@@ -446,7 +446,7 @@ LINES = "all => all.map(e => Math.round(e.clientHeight / (1.3 * parseFloat(getCo
 
 def test_a_real_model_gives_a_true_sentence_about_itself_and_its_lanes_read_like_the_baseline(chromium, smollm2_gguf):
     """Short runs of SmolLM2 in a chat: first-run card, verdicts, the place where a lossy lane leaves the baseline's
-    text, rejected tokens, and nothing moves; a second turn, and texts of different lengths."""
+    text, rejected tokens, and nothing moves; a second turn, texts of different lengths, and one that repeats itself."""
     link = "?preset=your-models&max_new_tokens=24&k=7&method2=ngram&k2=4&acceptance2=fly"  # a lossy lane
     with served("--target", smollm2_gguf) as (_, address), visitors(chromium, address) as visit:
         page = visit(link, before=lambda page: page.add_init_script(SHIFTS), viewport={"width": 390, "height": 844})
@@ -515,3 +515,6 @@ def test_a_real_model_gives_a_true_sentence_about_itself_and_its_lanes_read_like
         wait_for_text(page, "^Finished")
         ends = page.locator(".sd-race [role=progressbar]").evaluate_all(ENDS)
         assert ends[2][0] < ends[0][0] == ends[1][0] and not any(flag for _, flag in ends)  # not the same work
+        page.locator("#max_new_tokens input[type=number]").fill("64")
+        page.locator("#prompt textarea").fill("Count:" + 16 * " 1")
+        run(page, "the text repeats itself, so this gain is not typical")

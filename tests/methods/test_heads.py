@@ -7,7 +7,7 @@ from math import exp
 import pytest
 import torch
 
-from specdemo.core.protocol import Budget
+from specdemo.core.protocol import Budget, Progress
 from specdemo.core.sampling import Sampling, to_probs
 from specdemo.methods import BUILT_IN, detect_method, load_drafter, method
 from specdemo.methods.heads.medusa import Medusa, published_shape
@@ -299,12 +299,15 @@ def test_sampled_text_is_drawn_from_the_target(name, sizes, options):
     check_sampling(load_drafter(name, target, fresh(name, target, sizes), **options), target)
 
 
+@pytest.mark.parametrize("learned", ["probabilities", "tokens", "lk"])
 @pytest.mark.parametrize(("name", "sizes", "metrics"), every(TRAINED))
-def test_training_lowers_another_loss(target, name, sizes, metrics):
-    """Training on the default loss is part of the test of greedy output above."""
+def test_training_lowers_the_loss(target, name, sizes, metrics, learned):
     drafter = load_drafter(name, target, fresh(name, target, sizes))
     batch = example(target, *drafter.taps)
-    drafter.objective = Objective("lk-lambda", "dpace")
+    if learned == "lk":
+        drafter.objective = Objective("lk-lambda", "dpace")
+    if learned == "tokens":
+        batch = Progress(batch.inputs, batch.outputs, batch.lengths, batch.hidden)
     before = drafter.loss(batch)[1]
     losses, after = train(drafter, batch, 30)
     assert losses[-1] < 0.8 * losses[0]
