@@ -18,7 +18,7 @@ from specdemo.bench.result import Result, Row, read_result, write_result
 from specdemo.bench.search import KindOfWork, Search, over_kinds
 from specdemo.core.outputs import cache_folder
 from specdemo.core.settings import Setting
-from specdemo.core.suggest import suggest
+from specdemo.core.suggest import counted, suggest
 from specdemo.core.tally import ratio
 from specdemo.engine.comparison import Lane, Model
 from specdemo.models.gguf_files import is_gguf
@@ -269,7 +269,7 @@ def _why_not(work: KindOfWork, racer: "Racer") -> str:
     assert speed is not None
     accepted, needed = numbers["acceptance_rate"], break_even(numbers, speed)
     if speed.low is None:
-        measured = f"{name} gives {speed.format()} on {len(work.runs(name))} prompt(s)"
+        measured = f"{name} gives {speed.format()} on {counted(len(work.runs(name)), 'prompt')}"
         return f"{work.name}: undecided, {measured}; give it more minutes."
     words = [f"{work.name}: not worth it, {name} gives {speed.format()}"]
     if speed.value >= SMALLEST_GAIN:
