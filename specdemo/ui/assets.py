@@ -1,10 +1,14 @@
-"""Files of the page, markup, scripts and style, and how the server sends them, with the project's preview card."""
+"""Files of the page, markup, scripts and style, and how the server sends them: with the project's preview card,
+compressed.
+"""
 
+import gzip
 import re
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import brotli  # Gradio needs it, too
 import gradio as gr
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
@@ -24,7 +28,9 @@ LOADER = """fetch("PATH").then((answer) => answer.text())
   .catch(() => element.append("This tab could not be loaded. Reload the page."));"""
 
 CARD = re.compile(rb'\s*<meta\s+(?:property|name)="(?:og|twitter):[^>]*>')  # Gradio's own preview card
+PAGE, JSON = "text/html", "application/json"
 FOREVER = "max-age=31536000, immutable"
+SMALL = 1000  # bytes that are not worth compressing
 TITLE = "specdemo: speculative decoding, side by side"
 DESCRIPTION = (
     "Compare plain and speculative decoding side by side: every draft token, its acceptance, and the speed-up."
@@ -118,36 +124,54 @@ def carded(page: bytes) -> bytes:
 
 
 class Answers:
-    """ASGI middleware that inserts the preview card into a page and sends the scripts of views."""
+    """ASGI middleware that buffers a page, to insert the preview card and to compress it, as it does with JSON. Gradio
+    compresses files only.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        script = SCRIPTS.get(scope.get("path", ""))
-        if scope["type"] == "http" and script is not None:
-            headers = {"Content-Type": "text/javascript", "Cache-Control": FOREVER}
-            await Response(script, headers=headers)(scope, receive, send)
-            return
-        page_start: list[Message] = []  # first message of a response with HTML
+        page_start: list[Message] = []  # first message of a response with HTML or JSON
         body = b""
 
         async def send_page(message: Message) -> None:
             nonlocal body
-            if message["type"] == "http.response.start" and _is_page(message):
+            if message["type"] == "http.response.start" and _kind(message) in (PAGE, JSON):
                 page_start.append(message)
             elif not page_start:
                 await send(message)
             else:
                 body += message.get("body", b"")
                 if not message.get("more_body"):
-                    page = carded(body)
-                    MutableHeaders(scope=page_start[0])["Content-Length"] = str(len(page))
+                    headers = MutableHeaders(scope=page_start[0])
+                    page = carded(body) if _kind(page_start[0]) == PAGE else body
+                    page = compressed(page, scope, headers)
                     await send(page_start[0])
                     await send({"type": "http.response.body", "body": page})
 
-        await self._app(scope, receive, send_page)
+        script = SCRIPTS.get(scope.get("path", ""))
+        if scope["type"] == "http" and script is not None:
+            headers = MutableHeaders({"Content-Type": "text/javascript", "Cache-Control": FOREVER})
+            await Response(compressed(script, scope, headers), headers=headers)(scope, receive, send)
+        else:
+            await self._app(scope, receive, send_page)
 
 
-def _is_page(start: Message) -> bool:
-    return Headers(raw=start["headers"]).get("content-type", "").startswith("text/html")
+def compressed(body: bytes, scope: Scope, headers: MutableHeaders) -> bytes:
+    """Return the body of an answer, compressed if the browser accepts that and it saves something, and set the headers
+    that depend on it.
+    """
+    accepted = re.findall(r"\w+", Headers(scope=scope).get("accept-encoding", ""))
+    if len(body) > SMALL and "br" in accepted:  # browsers accept it from this machine and over HTTPS
+        quality = 5 if headers.get("content-type", "").startswith(JSON) else 9  # a page is sent once per visit
+        body, headers["Content-Encoding"] = brotli.compress(body, quality=quality), "br"
+    elif len(body) > SMALL and "gzip" in accepted:
+        body, headers["Content-Encoding"] = gzip.compress(body, 6), "gzip"
+    headers.add_vary_header("Accept-Encoding")
+    headers["Content-Length"] = str(len(body))
+    return body
+
+
+def _kind(start: Message) -> str:
+    return Headers(raw=start["headers"]).get("content-type", "").partition(";")[0]

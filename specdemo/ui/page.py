@@ -26,7 +26,6 @@ if limits.public() and not space.zero_gpu():
 
 import gradio as gr
 from starlette.middleware import Middleware
-from starlette.middleware.gzip import GZipMiddleware
 
 from specdemo.bench.result import recorded_suite
 from specdemo.core.atomic_io import json_text
@@ -41,7 +40,6 @@ from specdemo.ui.setup import changed
 
 PLACES = 200  # waiting calls
 UPDATE_S = 1.0  # between two messages about their places
-SMALL = 1000  # bytes that are not worth compressing
 FIGURE_STEPS = 14  # of the recorded race in "How it works"
 SESSIONS = 64  # sessions whose components Gradio stores, 0.3 MB each
 FONTS = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "Helvetica Neue", "Arial", "sans-serif"]
@@ -239,8 +237,7 @@ def serve(
     page = build(start, allow_any_model)
     if space.zero_gpu():  # models must be in place before the first call; the first one shown is loaded last
         live().preload([*(p for p in limits.at_hand() if p.id != preset(start).id), preset(start)])
-    compressed = partial(GZipMiddleware, minimum_size=SMALL, compresslevel=6)  # Gradio compresses files only
-    outer = security.outermost(security.quiet, compressed, partial(security.Hosts, names=names), security.guarded)
+    outer = security.outermost(security.quiet, partial(security.Hosts, names=names), security.guarded)
     layers = [Middleware(assets.Answers), Middleware(security.Guard, space.bounds())]
     page.launch(
         server_name=host,
