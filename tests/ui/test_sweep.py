@@ -78,8 +78,9 @@ def test_lanes_have_names_of_models_and_are_sorted_by_speed():
 
 
 def test_conditions_and_remarks_have_no_internals():
-    result = shown("batch")
-    assert result["conditions"].startswith(f"3 repeats · preset {preset('embedded-draft').title} · target stories · ")
+    result, repeats = shown("batch"), recorded_suite("batch").repeats
+    title = preset("embedded-draft").title
+    assert result["conditions"].startswith(f"{repeats} repeats · preset {title} · target stories · ")
     remarks = shown("k")["remarks"]
     assert len(remarks) == len({*remarks})
 
