@@ -576,8 +576,8 @@ def methods(as_json: bool = AS_JSON) -> None:
 
 @_command()
 def models(as_json: bool = AS_JSON) -> None:
-    """List the models on this machine. Searches the stores of LM Studio, Ollama, llama.cpp and Hugging Face, with size,
-    quantisation, and the draft models that match each."""
+    """List the models on this machine. Searches specdemo's downloads and the stores of LM Studio, Ollama, llama.cpp and
+    Hugging Face, with size, quantisation, and the draft models that match each."""
     from specdemo.bench.report import table
     from specdemo.models.local_models import local_models, model_rows
 

@@ -5,6 +5,7 @@ Versions are printed before anything imports torch, which may be broken.
 
 import os
 import platform
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 from specdemo import __version__
 from specdemo.bench.report import table
 from specdemo.methods import PLUG_INS, detect_head, unusable
+from specdemo.presets.drafters import UNKNOWN
 from specdemo.presets.files import EMBEDDED
 
 if TYPE_CHECKING:
@@ -132,13 +134,22 @@ def check_drafters(target: str, drafter: str | None) -> int:
 def published(target: str) -> str:
     """Return the published drafters of a target, and models on this machine that match it, as text."""
     from specdemo.models.local_models import local_models, model_rows
-    from specdemo.presets.drafters import HEADER, RULES, all_published, base_name, drafts_for, published_drafters
+    from specdemo.presets.drafters import RULES, all_published, base_name, drafts_for, published_drafters
 
-    rows = [tuple(entry.row().values()) for entry in published_drafters(target)]
+    rows = [_entry(entry.row()) for entry in published_drafters(target)]
     rules = [f"No drafter of {target} is in the catalogue. Rules for choosing one:", *(f"- {rule}" for rule in RULES)]
-    lines = [table(HEADER, rows)] if rows else rules
+    lines = rows or rules
     alike = {entry.target: 0 for entry in all_published() if base_name(target) in base_name(entry.target)}
     lines += [f"Targets of the catalogue with this name: {', '.join(alike)}"] if alike and not rows else []
     lines += [f"As a drafter: {name} drafts for {', '.join(larger)}" for name, larger in drafts_for(target).items()]
-    here = [row["drafts"] for row in model_rows(local_models()) if row["model"] == target and row["drafts"]]
+    here = [row["drafts"] for row in model_rows(local_models(target)) if row["model"] == target and row["drafts"]]
     return "\n".join([*lines, *(f"On this machine: {drafts}" for drafts in here)])
+
+
+def _entry(row: Mapping[str, str]) -> str:
+    """Format a published drafter: its name, and below it what is known."""
+    words = {"size": "size {}", "licence": "licence {}", "trained": "trained {}"}
+    known = [words.get(name, "{}").format(row[name]) for name in ("kind", "size", "format", "licence", "trained")]
+    facts = ", ".join(fact for fact in known if not fact.endswith(UNKNOWN))
+    lines = [row["drafter"], f"{facts}; {row['engines']}", row["accepted"], row["source"]]
+    return "\n  ".join(line for line in lines if line != UNKNOWN)

@@ -1,4 +1,5 @@
-"""Language models on this machine, in the stores of LM Studio, Ollama, llama.cpp and Hugging Face."""
+"""Language models on this machine: those that specdemo downloaded, in the stores of LM Studio, Ollama, llama.cpp and
+Hugging Face, and next to a GGUF file."""
 
 import hashlib
 import math
@@ -13,9 +14,11 @@ from pathlib import Path
 from huggingface_hub import constants
 
 from specdemo.core.safe_io import read_json
+from specdemo.models import packaged
 from specdemo.models.gguf_files import (
     OLLAMA,
     all_parts,
+    is_gguf,
     is_language_model,
     models_in,
     name_on_hub,
@@ -68,11 +71,17 @@ class LocalModel:
         return _vocabulary(file, file.stat().st_mtime_ns) if file.is_file() else ""
 
 
-def local_models() -> list[LocalModel]:
-    """Return all language models in known stores, by store and name, and damaged files. Reads headers."""
-    stores = (_lm_studio, _ollama, _llamacpp, _hugging_face)
+def local_models(target: str = "") -> list[LocalModel]:
+    """Return all language models in known stores, by store and name, and damaged files. Reads headers.
+
+    target: of a GGUF file, also itself and the models in its folder.
+    """
+    beside = [*_beside(target)]
+    stores = (_downloaded, _lm_studio, _ollama, _llamacpp, _hugging_face)
     found = {model.name: model for store in stores for model in store()}
-    return sorted(found.values(), key=lambda model: (model.store, model.name))
+    known = {model.path.resolve() for model in beside}
+    others = [model for model in found.values() if model.path.resolve() not in known]
+    return sorted([*beside, *others], key=lambda model: (model.store, model.name))
 
 
 def matching_drafts(target: LocalModel, models: Iterable[LocalModel]) -> list[tuple[LocalModel, float]]:
@@ -107,6 +116,21 @@ def model_rows(models: Sequence[LocalModel]) -> list[dict[str, str]]:
         size = size_text(model.bytes)
         rows.append({"model": model.name, "store": model.store, "size": size, "weights": kind, "drafts": matching})
     return rows
+
+
+def _beside(target: str) -> Iterator[LocalModel]:
+    file = Path(target).expanduser()
+    if is_gguf(target) and file.is_file():
+        yield from (
+            _of_file(path, "its folder", str(Path(target).with_name(path.name))) for path in models_in(file.parent)
+        )
+
+
+def _downloaded() -> Iterator[LocalModel]:
+    for name in packaged.DOWNLOADS:
+        if made := packaged.local(name):
+            files = made.glob("*.safetensors") if made.is_dir() else [made]
+            yield LocalModel(name, "specdemo", made, sum(file.stat().st_size for file in files))
 
 
 def _lm_studio() -> Iterator[LocalModel]:

@@ -157,15 +157,15 @@ def _model_label(name: str) -> str:
 
 
 def on_this_machine() -> "dict[str, LocalModel]":
-    """Return the models in the stores of other programs, by name; none on a public page."""
-    return {} if limits.public() else _stored_models()
+    """Return the models on this machine, by name, with those next to the page's own; none on a public page."""
+    return {} if limits.public() else _stored_models(page_preset().target)
 
 
 @lru_cache(maxsize=1)
-def _stored_models() -> "dict[str, LocalModel]":
+def _stored_models(target: str) -> "dict[str, LocalModel]":
     from specdemo.models.local_models import local_models
 
-    return {model.name: model for model in local_models()}
+    return {model.name: model for model in local_models(target)}
 
 
 def _paired(target: str) -> list[str]:

@@ -6,6 +6,8 @@ import struct
 import pytest
 
 from specdemo.__main__ import main
+from specdemo.bench.candidates import drafters
+from specdemo.models import packaged
 from specdemo.models.gguf_files import fetch_parts
 from specdemo.models.local_models import local_models, matching_drafts
 from tests.models.test_gguf_files import gguf
@@ -69,6 +71,25 @@ def test_models_of_every_store(home):
     drafts = matching_drafts(found[str(studio)], found.values())
     assert [(draft.name, round(ratio)) for draft, ratio in drafts] == [("ollama:tiny:1b", 10), ("org/small", 154)]
     assert not matching_drafts(found["ollama:tiny:1b"], found.values())[1:]
+
+
+def test_models_next_to_a_file_and_those_that_specdemo_downloaded(home, monkeypatch, tmp_path):
+    small = home("mine/small.gguf", gguf(tokens=TOKENS))
+    home("mine/sub/other.gguf", gguf(tokens=TOKENS))
+    big = home("mine/big.gguf", gguf(tokens=TOKENS, rows=64_000))
+    assert local_models() == []
+    found = {model.name: model for model in local_models(str(big))}
+    assert [*found] == [str(big), str(small)] and {model.store for model in found.values()} == {"its folder"}
+    assert [draft.name for draft, _ in matching_drafts(found[str(big)], found.values())] == [str(small)]
+    monkeypatch.chdir(tmp_path)  # names are as the user writes them; a file in a store is listed once
+    monkeypatch.setenv("LLAMA_CACHE", str(tmp_path / "mine"))
+    assert [model.name for model in local_models("mine/big.gguf")] == ["mine/big.gguf", "mine/small.gguf"]
+    lanes = drafters("mine/big.gguf", (), download=False)
+    assert [lane.model for lane in lanes.values() if lane.model] == ["mine/small.gguf"]
+    made = home("packages/smollm2-135m-instruct-q4_1.gguf", gguf(tokens=TOKENS))
+    monkeypatch.setattr(packaged, "cache", lambda: made.parent)
+    (one,) = [model for model in local_models() if model.store == "specdemo"]
+    assert (one.name, one.path, one.bytes) == ("smollm2.gguf", made, made.stat().st_size)
 
 
 def test_a_name_loads_the_file_that_is_listed_under_it(home, monkeypatch):

@@ -114,5 +114,11 @@ def test_rules_for_unknown_targets(command, capsys):
     out = capsys.readouterr().out
     assert "No drafter of ollama:unknown:7b is in the catalogue" in out and "10 to 20 times smaller" in out
     assert "Targets of the catalogue" not in out
+    assert main(["drafters", "Qwen/Qwen3-8B"]) == 0
+    found = capsys.readouterr().out
+    assert (
+        "z-lab/Qwen3-8B-DFlash-b16\n  DFlash, size 2.1 GB, safetensors, licence MIT, trained without thinking;" in found
+    )
+    assert "unknown" not in found and max(map(len, found.splitlines())) <= 140
     assert main(["drafters", "olmoe"]) == 0
     assert "\nTargets of the catalogue with this name: allenai/OLMoE-1B-7B-0125-Instruct\n" in capsys.readouterr().out

@@ -52,7 +52,7 @@ def test_models_on_this_machine_are_offered_on_private_pages(tmp_path, monkeypat
         path = tmp_path / f"{name}.gguf"
         path.write_bytes(gguf(rows=rows))
         stored[str(path)] = LocalModel(str(path), "LM Studio", path, 5 * 10**9)
-    monkeypatch.setattr(model_menus, "_stored_models", lambda: stored)
+    monkeypatch.setattr(model_menus, "_stored_models", lambda target: stored)
     model_menus._pairs.cache_clear()
     big, small = stored
     assert model_menus.model_choices([big, "stories"]) == [
