@@ -171,8 +171,9 @@ def _in_markdown(row: Row) -> str:
 
 
 def conditions(result: Result) -> str:
-    """Return the number of repeats, the clock, and the meaning of the brackets."""
-    repeats, clock = counted(result.repeats, "repeat"), result.environment.get("clock")
+    """Return the repeats, none where rows count prompts, the clock, and the meaning of the brackets."""
+    repeats = "" if any("prompts" in row for row in result.rows) else counted(result.repeats, "repeat")
+    clock = result.environment.get("clock")
     return ", ".join(filter(None, [repeats, clock, "95 % intervals" if intervals(result) else ""]))
 
 

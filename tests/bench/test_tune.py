@@ -367,6 +367,7 @@ def test_tunes_an_embedded_model_and_shows_the_stored_result(tmp_path, capsys):
         "(For|Undecided for) code edit", printed
     )  # one kind of work is not mixed; it may be undecided on a busy machine
     assert ("Here: " in printed) == ("--target code --method" in printed)
+    assert "repeat" not in printed.splitlines()[0]  # the rows count prompts
     result = read_result(out)
     assert {row["category"] for row in result.rows} == {"code edit", "mixed"}
     assert main(["replay", str(out)]) == 0
