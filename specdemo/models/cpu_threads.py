@@ -30,8 +30,11 @@ SLOW_FROM_START = 3.0  # or relative to the measured time: long texts and slow p
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Set the number of torch's threads inside the block."""
+    """Set the number of torch's threads inside the block, if it is another one: that takes as long as a small step."""
     before = torch.get_num_threads()
+    if before == count:
+        yield
+        return
     torch.set_num_threads(count)
     try:
         yield

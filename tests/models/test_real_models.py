@@ -1,6 +1,7 @@
 """Exactness on real models: llama.cpp's own greedy loop, transformers' `generate`, and every method against plain
 decoding."""
 
+import re
 from itertools import pairwise
 
 import pytest
@@ -11,6 +12,7 @@ from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.core.sampling import Sampling
 from specdemo.engine.loop import generate
 from specdemo.methods import load_drafter
+from specdemo.methods.recipes import HEAD_RECIPES, share_minutes, untrained_drafter
 from specdemo.models.cpu_plan import CpuSettings
 from specdemo.models.load import load_model, load_target
 from specdemo.models.prefix_reuse import with_prefix_cache
@@ -138,6 +140,16 @@ TASKS = {  # kind of text -> prompts, each with the next message of the chat
 }
 WORDS = "sky sea tree river bread clock train garden letter".split()
 CHAINS = ("ngram", 3), ("ngram", 8), ("suffix", 5), ("suffix", 16)
+
+
+def test_a_training_that_would_not_end_in_time_names_the_minutes_that_it_needs(smollm2_folder, tmp_path):
+    target = load_target(smollm2_folder, dtype="float32", kernels="transformers")
+    drafter = untrained_drafter(HEAD_RECIPES["medusa"], target)
+    too_short = r"^--minutes 0\.1 is too short for medusa on \S+: only [\d,]+ tokens of text and \d+ training steps"
+    with pytest.raises(ValueError, match=too_short) as error:
+        share_minutes("medusa", drafter, target, 0.1, tmp_path / "cache", tmp_path)
+    assert float(re.search(r"--minutes ([\d.]+) is enough$", str(error.value))[1]) > 0.1
+    assert not (tmp_path / "cache").exists()  # nothing was collected before
 
 
 def chats(count):
