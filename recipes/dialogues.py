@@ -44,6 +44,7 @@ LEAST_PROBABILITY = 0.05  # of a sampled token, relative to the most likely one
 DRAFT_VOCAB, STEPS, HARD, DROPOUT = 8192, 3, 0.5, 0.1
 BLOCK = 32  # columns by which the cache grows
 HELD_OUT, ROWS = 24, 8  # rows for validation, and per update
+LATER = 100_000  # epochs of a run that goes on have other orders
 LEAST_DISTINCT = 0.45  # share of different sequences of four tokens; rows with fewer repeat themselves
 
 
@@ -199,6 +200,21 @@ def untrained_head(target: HFTarget, ids: Tensor, taps: Sequence[int]) -> EagleH
     return head
 
 
+def first_head(
+    target: HFTarget, rows: Sequence[Batch], taps: Sequence[int], start: str | None
+) -> tuple[EagleHead, Tensor]:
+    """Return the head to train, and its draft vocabulary [W]. start: a trained one, which gives both."""
+    if start is None:
+        ids = frequent_tokens(rows, target.vocab_size)
+        return untrained_head(target, ids, taps), ids
+    trained = Eagle.load_trainable(start, target)
+    known, weights = trained.draft_vocab.ids, trained.state_dict()
+    assert known is not None
+    head = untrained_head(target, known, taps)
+    head.load_state_dict({name: weights[name] for name in head.state_dict()})
+    return head, known
+
+
 class DialogueLoss:
     """Batches and loss of a head. Columns: tokens [R, T], roles [R, T - 1], states [R, T, (taps + 1) H]."""
 
@@ -251,28 +267,31 @@ class DialogueLoss:
 
 
 def train_dialogues(job: Job) -> None:
-    """Let the target write dialogues, then train an EAGLE-3 head on the states that it had."""
+    """Let the target write dialogues, then train an EAGLE-3 head on the states that it had, or go on with one."""
     make_folder(job.out)
     target = load_target(job.target, "float32", str(job.device), None, kernels="transformers")
     assert isinstance(target, HFTarget)
     rows = read_dialogues(job, target)
     held_out, rows = batch_of(rows[:HELD_OUT]), rows[HELD_OUT:]
-    ids = frequent_tokens(rows, target.vocab_size)
-    head = nn.Module.float(untrained_head(target, ids, job.recipe.plan.taps)).requires_grad_(True)
+    first, ids = first_head(target, rows, job.recipe.plan.taps, job.start)
+    head = nn.Module.float(first).requires_grad_(True)
     lessons = DialogueLoss(head, target, ids)
+    order, rates = (LATER, job.recipe.rates_later) if job.start else (0, 1.0)
 
     def batches(progress: float, step: int) -> Batch:
         per_epoch = max(1, len(rows) // ROWS)
-        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(step // per_epoch))
-        return batch_of([rows[i] for i in order[step % per_epoch * ROWS :][:ROWS]])
+        shuffled = torch.randperm(len(rows), generator=torch.Generator().manual_seed(order + step // per_epoch))
+        return batch_of([rows[i] for i in shuffled[step % per_epoch * ROWS :][:ROWS]])
 
     evaluate = partial(evaluate_rows, held_out, ROWS, lessons.measure)
     options: dict[str, Any] = {"micro_tokens": ROWS // 2 * job.recipe.plan.context, "vocab_size": target.vocab_size}
-    options["schedule"] = Schedule(job.minutes, muon=0.01, adamw=0.002, warmup_steps=10, decay_from=0.3)
+    schedule = Schedule(job.minutes, muon=0.01, adamw=0.002, warmup_steps=10, decay_from=0.3)
+    options["schedule"] = schedule.scaled(rates)
     with side_by_side(job) as pool:
         history = job.run(head, batches, lessons.loss, evaluate, pool=pool, **options)
     Eagle(target, nn.Module.to(head, torch.bfloat16)).save(job.out, HUB_ID)
     facts = {"recipe": job.recipe.name, "minutes": job.minutes, "target": job.recipe.text, "threads": job.threads}
+    facts |= {"start": Path(job.start).name} if job.start else {}
     numbers = {
         "parameters": sum(p.numel() for p in head.parameters()),
         "dialogue_tokens": sum(int((roles > 0).sum()) for _, roles, _ in rows),

@@ -75,6 +75,18 @@ def test_a_head_learns_from_dialogues_and_loads_without_output_rows(model, tmp_p
     torch.testing.assert_close(loaded.logits(state), target.lm_head(head.norm(state))[:, ids])
 
 
+def test_a_run_goes_on_with_the_weights_and_the_draft_vocabulary_of_a_trained_head(model, tmp_path):
+    target, taps = HFTarget(model), list(TAPS)
+    trained = untrained_head(target, torch.arange(1, 24, 2), taps)
+    torch.nn.init.normal_(trained.fc.weight)
+    Eagle(target, trained).save(tmp_path, "tiny")
+    rows = [(torch.zeros(8), torch.zeros(7), torch.zeros(8, 1))]  # no token of these decides the vocabulary
+    head, ids = dialogues.first_head(target, rows, taps, str(tmp_path))
+    assert ids.tolist() == [*range(1, 24, 2)] and head.lm_head is None
+    for name, weight in trained.state_dict().items():
+        torch.testing.assert_close(head.state_dict()[name], weight)
+
+
 def test_rows_that_repeat_themselves_are_left_out():
     rng = random.Random(0)
     assert varied(torch.tensor([rng.randrange(99) for _ in range(80)]))
