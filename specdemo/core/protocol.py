@@ -25,6 +25,9 @@ ReadFunction = Callable[[Tensor | None], Tensor]
 DraftFunction = Callable[..., Tensors]  # (read or `SharedKV`, depth, *extra) -> draft tokens [B, depth], other tensors
 
 
+Enough = Callable[[list[float]], bool]
+
+
 @dataclass(frozen=True, slots=True)
 class Budget:
     """Upper limits of one draft: levels below the root, and nodes in all.
@@ -35,7 +38,7 @@ class Budget:
 
     depth: int = 5
     nodes: int = 5
-    enough: Callable[[list[float]], bool] | None = None
+    enough: Enough | None = None
 
     def __post_init__(self) -> None:
         if self.depth < 0 or self.nodes < 0:

@@ -5,7 +5,6 @@ Sampled drafts carry the q they were drawn from; greedy ones are one-hot. A draf
 through a `VocabBridge`.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
 
@@ -14,7 +13,7 @@ from torch import Generator, Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specdemo.core.host_copy import AsyncHostCopy, padded, to_device
-from specdemo.core.protocol import Budget, DraftPlan, Progress, Target
+from specdemo.core.protocol import Budget, DraftPlan, Enough, Progress, Target
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import ABSENT, Draft, chain_parents
 from specdemo.methods import detect_head, require_method
@@ -197,19 +196,17 @@ class DraftModel(Method, method="draft_model"):
             return Draft.empty(len(self._history), self.model.device)
         return self._draft(depth, budget.enough)
 
-    def _draft(self, depth: int, should_stop: Callable[[list[float]], bool] | None = None) -> Draft:
+    def _draft(self, depth: int, enough: Enough | None = None) -> Draft:
         if self._bridge and self._draft_as_text:
             return self._draft_text(self._bridge, depth)
         missing = self._crop_to_common()
         if not self._bridge:
-            draft = self._draft_graphed(missing, depth) or self._draft_greedy(missing, depth, should_stop)
+            draft = self._draft_graphed(missing, depth) or self._draft_greedy(missing, depth, enough)
             if draft is not None:
                 return draft
-        builder = ChainBuilder(self.sampler, self._draft_vocab)
+        builder = ChainBuilder(self.sampler, self._draft_vocab, enough)
         builder.append(self._shared_logits(self._catch_up(missing)[:, None]))
-        builder.extend(
-            lambda tokens: self._shared_logits(self._decode_step(self._to_draft_ids(tokens))), depth, should_stop
-        )
+        builder.extend(lambda tokens: self._shared_logits(self._decode_step(self._to_draft_ids(tokens))), depth)
         self._pending_draft = AsyncHostCopy(self._to_draft_ids(builder.tokens[:, :-1]))
         return builder.build()
 
@@ -239,11 +236,9 @@ class DraftModel(Method, method="draft_model"):
             self._pending_draft = AsyncHostCopy(draft.tokens[:, : depth - 1])
         return draft
 
-    def _draft_greedy(
-        self, missing: list[list[int]], depth: int, should_stop: Callable[[list[float]], bool] | None
-    ) -> Draft | None:
+    def _draft_greedy(self, missing: list[list[int]], depth: int, enough: Enough | None) -> Draft | None:
         """Draft a greedy chain in one call of the model; None if that is not possible."""
-        if self.sampler.active_rng or should_stop or len(missing) > 1 or len(missing[0]) > MAX_CATCH_UP:
+        if self.sampler.active_rng or enough or len(missing) > 1 or len(missing[0]) > MAX_CATCH_UP:
             return None
         drafted = self.model.draft_greedy(missing[0], depth, self._draft_vocab.size)
         if drafted is None:

@@ -56,14 +56,14 @@ class LayerSkip(Method, method="layer_skip"):
         depth = min(budget.depth, budget.nodes)
         if depth < 1:
             return Draft.empty(len(self._roots), self._device)
-        target, chain, builder = self._target, self._roots, ChainBuilder(self.sampler)
+        target, chain, builder = self._target, self._roots, ChainBuilder(self.sampler, enough=budget.enough)
         if target.uses_cuda_graphs:
             kind = "layers", self.exit_layer, self.sampler.kind
             plan = DraftPlan(kind, depth, room=1, layers=self.exit_layer)
             draft = run_chain_graph(target, chain, [1] * len(chain), plan, self.sampler)
             if draft is not None:
                 return draft
-        while len(builder) < depth:
+        while len(builder) < depth and not builder.ended:
             logits = target.early_exit_logits(chain, self.exit_layer)
             chain = torch.cat([chain, builder.append(logits[:, None])], 1)
         return builder.build()

@@ -13,7 +13,6 @@ from specdemo.engine.loop import generate
 from specdemo.methods import METHODS, load_drafter, method
 from specdemo.methods.base import Head
 from specdemo.methods.confident import Confident
-from specdemo.methods.heads.eagle import Eagle
 from specdemo.methods.online import MIN_COLUMNS, WINDOW
 from specdemo.models.target import HFTarget
 from specdemo.models.toy import ToyTarget
@@ -100,9 +99,11 @@ def test_a_draft_ends_before_an_unlikely_token(name, p_min, monkeypatch):
     assert kinds >= {(True, True), (True, False)}
 
 
-def test_a_head_drafts_no_further_than_a_token_of_which_no_row_is_sure():
+@pytest.mark.parametrize("name", ["eagle", "mtp", "mlp_speculator", "layer_skip", "draft_model"])
+def test_a_chain_is_drafted_no_further_than_a_token_of_which_no_row_is_sure(name):
     target = ToyTarget(16, seed=4)
-    drafter = Confident(load_drafter("eagle", target, Eagle.fresh(target), draft="chain"), 1.0)
+    options = {"draft": "chain"} if name in ("eagle", "mlp_speculator") else {}
+    drafter = Confident(testing.make_drafter(name, target, **options), 1.0)
     _, events = output_and_events(target, drafter, PROMPTS[:1] % 16, tokens=20, k=4, stop_token_ids=())
     assert [event.notes["unverified"] for event in events[1:-2]] == [1.0] * 17
 

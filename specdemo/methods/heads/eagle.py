@@ -238,14 +238,13 @@ class Eagle(Head[EagleHead], method="eagle"):
         self.runtime.observe(progress.lengths, progress.outputs, hidden)
 
     def propose(self, budget: Budget) -> Draft:
-        self._enough = budget.enough
         depth = min(budget.depth, budget.nodes)
         if depth < 1:
             return Draft.empty(self.runtime.rows, self.device)
         if self.head.mask_hidden is not None:
             return self.runtime.draft(self._draft_parallel, depth, self.sampler, max_columns=depth)
         if self.options.draft == "chain":
-            return self.runtime.draft(self._chain, depth, self.sampler, max_columns=depth)
+            return self.runtime.draft(self._chain, depth, self.sampler, max_columns=depth, enough=budget.enough)
         columns = depth * self.options.top_k
         return self.runtime.draft(self._tree, depth, self.sampler, nodes=budget.nodes, max_columns=columns)
 
@@ -286,7 +285,7 @@ class Eagle(Head[EagleHead], method="eagle"):
 
     def _chain(self, draft: DraftPass) -> Draft:
         states, logits = self._root_logits(draft)
-        builder = ChainBuilder(draft.sampler, self.head.draft_vocab)
+        builder = ChainBuilder(draft.sampler, self.head.draft_vocab, draft.enough)
 
         def decode_step(tokens: Tensor) -> Tensor:
             nonlocal states
@@ -296,7 +295,7 @@ class Eagle(Head[EagleHead], method="eagle"):
             return logits[:, 0]
 
         builder.append(logits[:, None])
-        builder.extend(decode_step, draft.depth, None if draft.captured else self._enough)
+        builder.extend(decode_step, draft.depth)
         return builder.build()
 
     def _draft_parallel(self, draft: DraftPass) -> Draft:

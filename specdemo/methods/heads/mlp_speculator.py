@@ -186,14 +186,14 @@ class MLPSpeculator(Head[Speculator], method="mlp_speculator"):
             return Draft.empty(len(self._root), self._root.device)
         inputs = self._hidden, self._root
         if self.options.draft == "chain":
-            return self.runtime.draft(self._chain, depth, self.sampler, *inputs)
+            return self.runtime.draft(self._chain, depth, self.sampler, *inputs, enough=budget.enough)
         return self.runtime.draft(self._tree, depth, self.sampler, *inputs, nodes=budget.nodes)
 
     def _chain(self, draft: DraftPass, hidden: Tensor, token: Tensor) -> Draft:
         state = self.head.initial_state(hidden)
-        builder = ChainBuilder(draft.sampler, self._draft_vocab)
-        for step in range(draft.depth):
-            state, logits = self.head(state, token, step)
+        builder = ChainBuilder(draft.sampler, self._draft_vocab, draft.enough)
+        while len(builder) < draft.depth and not builder.ended:
+            state, logits = self.head(state, token, len(builder))
             token = builder.append(logits[:, None])[:, 0]
         return builder.build()
 

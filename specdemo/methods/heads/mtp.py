@@ -246,10 +246,10 @@ class MTP(Head[MTPHeads], method="mtp"):
             depth = min(depth, len(head))
         if depth < 1:
             return Draft.empty(self.runtime.rows, self.device)
-        return self.runtime.draft(self._draft, depth, self.sampler, max_columns=depth)
+        return self.runtime.draft(self._draft, depth, self.sampler, max_columns=depth, enough=budget.enough)
 
     def _draft(self, draft: DraftPass) -> Draft:
-        head, builder, columns = self.head, ChainBuilder(draft.sampler), draft.columns
+        head, builder, columns = self.head, ChainBuilder(draft.sampler, enough=draft.enough), draft.columns
         assert columns is not None  # the last columns are always pending
         if isinstance(head, SequentialModules):
             self._draft_sequential(head, draft, columns, builder)
@@ -267,11 +267,11 @@ class MTP(Head[MTPHeads], method="mtp"):
         next_tokens = F.pad(tokens, (0, len(head)))
         for i in range(len(head)):
             state, hidden = columns.run(partial(head.step, i), hidden, next_tokens[:, i : i + width])
-            if len(builder) < depth:
+            if len(builder) < depth and not builder.ended:
                 sampled = builder.append(head.logits(columns.last(state)))
                 next_tokens[rows, ends + 1 + i] = sampled[:, 0]
         hidden = columns.last(hidden)
-        while self._single_module and len(builder) < depth:
+        while self._single_module and len(builder) < depth and not builder.ended:
             state, hidden = draft.chain().run(partial(head.step, 0), hidden, sampled)
             sampled = builder.append(head.logits(state))
 

@@ -7,7 +7,7 @@ draft runs eagerly or as a CUDA graph.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from specdemo.core.host_copy import padded, to_device
-from specdemo.core.protocol import UNLIMITED, Progress, Target, Tensors
+from specdemo.core.protocol import UNLIMITED, Enough, Progress, Target, Tensors
 from specdemo.core.tree import Draft
 from specdemo.kv.cache import SlabCache
 from specdemo.kv.graphs import GRAPH_SPARE_COLUMNS, GraphCache
@@ -52,7 +52,7 @@ class DraftPass:
     """One draft of a head. nodes: size of the tree; 0: a chain.
 
     columns: the pending columns, whose observed tensors [B, S, ..] are `inputs`; None: there are none, or the head has
-    no KV cache.
+    no KV cache. enough: see `Budget`; None in a CUDA graph.
     """
 
     depth: int
@@ -61,6 +61,7 @@ class DraftPass:
     provisional: ProvisionalColumns | None = None
     columns: Columns | None = None
     inputs: Tensors = ()
+    enough: Enough | None = None
 
     @property
     def captured(self) -> bool:
@@ -148,6 +149,7 @@ class HeadRuntime:
         nodes: int = 0,
         draws: int | None = None,
         max_columns: int = 0,
+        enough: Enough | None = None,
     ) -> Draft:
         """Run `draft_fn(draft_pass, *inputs)` as a CUDA graph if possible, else eagerly.
 
@@ -163,7 +165,7 @@ class HeadRuntime:
             outputs = self._replay(draft_fn, depth, nodes, sampler, inputs, draws, max_columns)
             if outputs is not None:
                 return unflatten_draft(outputs, depth)
-        return draft_fn(self.read_pending(depth, sampler, nodes), *inputs)
+        return draft_fn(replace(self.read_pending(depth, sampler, nodes), enough=enough), *inputs)
 
     def read_pending(self, depth: int, sampler: TokenSampler, nodes: int = 0) -> DraftPass:
         """Drop the draft columns and return an eager draft pass with the pending columns, which the caller must run."""

@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 from torch import Generator, Tensor
 
-from specdemo.core.protocol import Budget, DraftPlan, ReadFunction, Target, Tensors
+from specdemo.core.protocol import Budget, DraftPlan, Enough, ReadFunction, Target, Tensors
 from specdemo.core.sampling import PositionNoise, Sampling, argmax, draw_with_noise, exponential_noise, to_probs
 from specdemo.core.tree import Draft, chain_parents
 
@@ -133,10 +133,10 @@ class TokenSampler:
 
 
 class ChainBuilder:
-    """Builds a chain, one or several tokens at a time. vocab: None for the target's vocabulary."""
+    """Builds a chain, some tokens at a time. vocab: None for the target's vocabulary. enough: see `Budget`."""
 
-    def __init__(self, sampler: TokenSampler, vocab: "DraftVocab | None" = None) -> None:
-        self._sampler, self._vocab = sampler, vocab
+    def __init__(self, sampler: TokenSampler, vocab: "DraftVocab | None" = None, enough: Enough | None = None) -> None:
+        self._sampler, self._vocab, self._enough = sampler, vocab, enough
         self._distributions: list[Tensor] = []
         self._tokens: list[Tensor] = []
 
@@ -155,19 +155,16 @@ class ChainBuilder:
         self._tokens.append(self._sampler.sample(self._distributions[-1], first))
         return self._tokens[-1]
 
-    def extend(
-        self,
-        decode_step: Callable[[Tensor], Tensor],
-        depth: int,
-        should_stop: Callable[[list[float]], bool] | None = None,
-    ) -> None:
-        """Decode until the chain has `depth` tokens or `should_stop` returns True.
+    @property
+    def ended(self) -> bool:
+        """Return True if the chain has enough tokens."""
+        if self._enough is None or not self._distributions:
+            return False
+        return self._enough(self._sampler.top_prob(self._distributions[-1].select(1, -1)))
 
-        decode_step: last tokens [B, 1] -> logits [B, V]. should_stop: as in `Budget`.
-        """
-        for _ in range(len(self), depth):
-            if should_stop and should_stop(self._sampler.top_prob(self._distributions[-1].select(1, -1))):
-                break
+    def extend(self, decode_step: Callable[[Tensor], Tensor], depth: int) -> None:
+        """Decode until the chain has `depth` or enough tokens. decode_step: last tokens [B, 1] -> logits [B, V]."""
+        while len(self) < depth and not self.ended:
             self.append(decode_step(self._tokens[-1])[:, None])
 
     def build(self) -> Draft:
