@@ -6,9 +6,10 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import lru_cache, partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,10 @@ SM_CLOCK = 1  # NVML_CLOCK_SM
 THROTTLE_REASONS = {0x04: "its power limit", 0x08: "the hardware", 0x20: "heat", 0x40: "heat", 0x80: "its power supply"}
 CLOCK_TOLERANCE = 0.05  # relative change of the clock
 THREADS = "/proc/self/task"
-_schedules: dict[str, int] = {}  # thread -> its open file, since opening takes most of the time of reading
+ALL_S, COMPUTES = (
+    0.25,
+    0.1,
+)  # seconds between two readings of all threads; share of them in which one that computes runs
 
 
 def uses_thread_time(device: torch.device) -> bool:
@@ -36,21 +40,53 @@ def clock(device: torch.device, wall_time: bool = False) -> Callable[[], float]:
     return time.thread_time if uses_thread_time(device) and not wall_time else partial(now, device)
 
 
-def thread_times() -> dict[str, tuple[float, float]]:
-    """Return the threads of this process with the milliseconds that each ran, and that it waited for a core although it
-    could run. Empty where the system does not count them: they are those of Linux's scheduler."""
-    times = {}
-    with suppress(OSError), os.scandir(THREADS) as threads:
-        names = [thread.name for thread in threads]
-        for gone in _schedules.keys() - names:
-            os.close(_schedules.pop(gone))
+class ThreadTimes:
+    """Reads the times of the threads of this process.
+
+    A page has dozens of threads, and a reading before and after every step is part of a lane's time: with all of them
+    it took so long that llama.cpp's other thread fell asleep. So all are read now and then, and in between those that
+    compute.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._files: dict[str, int] = {}  # thread -> its open file, since opening takes most of the time of reading
+        self._all: dict[str, tuple[float, float]] = {}  # the last reading of all threads
+        self._read_all = -inf  # time of that reading
+        self._computing: list[str] = []
+
+    def __call__(self) -> dict[str, tuple[float, float]]:
+        """Return threads with the milliseconds that each ran, and that it waited for a core although it could run.
+
+        Those that compute are among them. Empty where the system does not count that: it is Linux's scheduler's.
+        """
+        passed = self._now() - self._read_all
+        if passed < ALL_S:
+            return self._read(self._computing)
+        with suppress(OSError):
+            names = [thread.name for thread in Path(THREADS).iterdir()]
+            for gone in self._files.keys() - names:
+                os.close(self._files.pop(gone))
+            before, self._all = self._all, self._read(names)
+            least = COMPUTES * 1000.0 * passed if passed < 2 * ALL_S else -inf  # else nothing is known of this time
+            self._computing = [
+                name for name, (ran, _) in self._all.items() if ran - before.get(name, (0.0,))[0] >= least
+            ]
+            self._read_all = self._now()
+        return self._all
+
+    def _read(self, names: Iterable[str]) -> dict[str, tuple[float, float]]:
+        times = {}
         for name in names:
             with suppress(OSError, ValueError):  # it may have ended
-                if name not in _schedules:
-                    _schedules[name] = os.open(f"{THREADS}/{name}/schedstat", os.O_RDONLY)
-                ran, waited, _ = os.pread(_schedules[name], 64, 0).split()
+                if name not in self._files:
+                    self._files[name] = os.open(f"{THREADS}/{name}/schedstat", os.O_RDONLY)
+                ran, waited, _ = os.pread(self._files[name], 64, 0).split()
                 times[name] = int(ran) / 1e6, int(waited) / 1e6
-    return times
+        return times
+
+
+thread_times = ThreadTimes()
 
 
 def device_name(device: torch.device) -> str:

@@ -10,7 +10,8 @@ import torch
 from specdemo.core.trace import StepEvent
 from specdemo.engine.clock import CpuStopwatch, clock_name, stopwatch_for
 from specdemo.engine.messages import race, sequential
-from specdemo.models.machine import thread_times
+from specdemo.models import machine
+from specdemo.models.machine import ThreadTimes, thread_times
 
 
 def lane(name, durations, log=None):
@@ -119,6 +120,20 @@ def test_the_system_counts_how_long_a_thread_waits():
         return
     ran, waited = thread_times()[str(threading.get_native_id())]
     assert ran > 0.0 and waited >= 0.0
+
+
+def test_threads_that_do_not_compute_are_read_now_and_then(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "THREADS", str(tmp_path))
+    clock = iter([0.0, 0.0, 0.1, 0.3, 0.3, 0.4, 9.0, 9.0, 9.1])  # of every call, and after all threads were read
+    files = {name: tmp_path / name / "schedstat" for name in ("page", "engine")}
+    for file in files.values():
+        file.parent.mkdir()
+        file.write_text("1000000 2000000 3\n")
+    read = ThreadTimes(lambda: next(clock))
+    assert read() == read() == {"page": (1.0, 2.0), "engine": (1.0, 2.0)}  # which ones compute is not known yet
+    files["engine"].write_text("90000000 2000000 4\n")
+    assert read() == {"page": (1.0, 2.0), "engine": (90.0, 2.0)} and read() == {"engine": (90.0, 2.0)}
+    assert len(read()) == len(read()) == 2  # after a pause
 
 
 def test_lanes_on_a_cpu_are_timed_by_their_own_thread_if_it_is_the_only_one():
