@@ -5,7 +5,7 @@
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -139,11 +139,12 @@ class Session:
             if local_target:  # a capture may have failed in the warm-up
                 trace.environment["kernels"] = local_target.kernels
             gpu = GpuClock(local_target.device if local_target else torch.device("cpu"))
-            for run in range(1, spec.repeats):
-                yield Note(f"run {run} of {spec.repeats} is not shown; the results pool all runs")
-                _repeat(spec.schedule, lanes, cancelled)
-            for group in _groups(lanes):
-                yield from _play(group, trace, cancelled)
+            with step_threads(local_target) if local_target else nullcontext():  # every step finds them set
+                for run in range(1, spec.repeats):
+                    yield Note(f"run {run} of {spec.repeats} is not shown; the results pool all runs")
+                    _repeat(spec.schedule, lanes, cancelled)
+                for group in _groups(lanes):
+                    yield from _play(group, trace, cancelled)
             if local_target and local_target.threads < used:
                 trace.notes.append(
                     f"other programs use the processor: all lanes went back from {used} threads to "
