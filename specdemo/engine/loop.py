@@ -128,8 +128,7 @@ def _steps(
             shown = target_scores if noise else forward
             waited = {} if watch.waited_ms is None else {"waited_ms": watch.waited_ms}
             notes = {**draft.notes, **_expert_notes(forward, tokens, target.num_experts), **waited}
-            noted = replace(draft, notes=notes)
-            yield _event(index, noted, nodes, result, emitted, shown, ms, watch.wall_ms)
+            yield _event(index, draft, notes, nodes, result, emitted, shown, ms, watch.wall_ms)
     finally:
         try:
             target.release()
@@ -280,6 +279,7 @@ def _prefill_event(watch: Stopwatch, emitted: list[list[int]]) -> StepEvent:
 def _event(
     index: int,
     draft: Draft,
+    notes: dict[str, float],
     nodes: tuple[list[list[int]], list[list[int]]],
     result: AcceptResult,
     emitted: list[list[int]],
@@ -302,7 +302,7 @@ def _event(
     draft_probs: list[list[float | None]] = [[None] * len(t) for t in tokens]
     if draft.confidence is not None:
         draft_probs = _rounded(draft.confidence, tokens)
-    notes = {name: float(value) for name, value in draft.notes.items()}
+    notes = {name: float(value) for name, value in notes.items()}
     if result.changed is not None:
         notes["changed"] = float(sum(result.changed))
     path = [p or [0] for p in result.path]
