@@ -8,10 +8,12 @@ of a target pass over k + 1 slots. Speed-up is tokens per time, relative to plai
 from bisect import bisect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
+from math import comb
 from operator import mul
 from typing import Any
 
 USUAL_RATE = 0.7  # acceptance rate that a draft length is chosen for before any is measured
+USUAL_DECAY = 0.2  # that of a further child of a slot, relative to the one before
 USUAL_LENGTHS = (1, 2, 3, 4, 5, 6, 7)  # draft lengths to choose from
 DEFAULT_LENGTH = 4  # where the cost of passes is unknown
 MIN_TRIALS = 4  # with fewer trials a rate or a mean is not used
@@ -80,6 +82,30 @@ def usual_length(pass_ms: Mapping[int, float], draft_ms: Callable[[int], float])
     times = [interpolate(pass_ms, sizes, k + 1) + draft_ms(k) for k in USUAL_LENGTHS]
     best = best_length(expected_tokens([USUAL_RATE] * len(times))[1:], times)
     return USUAL_LENGTHS[best] if pass_ms else DEFAULT_LENGTH
+
+
+def usual_tree(
+    pass_ms: Mapping[int, float], draft_ms: Callable[[int], float], most: int, depth: int = 0
+) -> tuple[int, int]:
+    """Return depth and nodes of the tree with the most expected tokens per time, no wider than a measured pass.
+
+    The children of a slot are expected to be accepted at USUAL_RATE, USUAL_DECAY of it, and so on. most: nodes. depth:
+    fixed; 0: chosen. For the other arguments see `usual_length`.
+    """
+    sizes = sorted(pass_ms)
+    most = max(min(most, sizes[-1] - 1), 1)
+    gains: dict[tuple[int, int], float] = {}
+    for k in (depth,) if depth else USUAL_LENGTHS:
+        probs = [
+            USUAL_RATE**level * USUAL_DECAY**ranks
+            for level in range(1, k + 1)
+            for ranks in range(most)
+            for _ in range(min(comb(ranks + level - 1, ranks), most))  # so many nodes have these ranks in all
+        ]
+        tokens = accumulate(sorted(probs, reverse=True)[:most], initial=1.0)
+        times = (interpolate(pass_ms, sizes, nodes + 1) + draft_ms(k) for nodes in range(most + 1))
+        gains |= {(k, nodes): n / time for nodes, (n, time) in enumerate(zip(tokens, times, strict=True)) if nodes}
+    return max(gains, key=gains.__getitem__)
 
 
 def break_even_rate(step_cost: float, drafted: float) -> float:

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from specdemo.core.protocol import Budget, GenerationConfig, Grammar, Target
 from specdemo.core.rules import DEFAULT_RULE, RULES
 from specdemo.core.settings import BaseOptions, to_values
-from specdemo.core.speedup import DEFAULT_LENGTH, USUAL_LENGTHS, usual_length
+from specdemo.core.speedup import DEFAULT_LENGTH, USUAL_LENGTHS, usual_length, usual_tree
 from specdemo.core.tally import summarise
 from specdemo.core.trace import LaneTrace, StepEvent
 from specdemo.core.tree import ABSENT
@@ -106,7 +106,7 @@ class LocalLane(RunningLane):
         if lane.acceptance != DEFAULT_RULE or spec.temperature:  # at temperature 0 all lossless rules are one
             trace_options |= {"acceptance": lane.acceptance}
             trace_options |= {f"acceptance.{name}": value for name, value in of_rule.items()}
-        unset = [name for name in options if name not in lane.options]
+        unset = [name for name in options if name not in spec.all_lanes[index].options]
         unset += ["k"] if lane.k != spec.all_lanes[index].k else []
         unset += [f"acceptance.{name}" for name in of_rule if name not in lane.acceptance_options]
         trace = LaneTrace(
@@ -304,18 +304,27 @@ def _grammar(spec: Comparison, target: Target, tokenizer: PreTrainedTokenizerBas
 
 
 def _with_length(lane: Lane, models: LaneModels) -> Lane:
-    """Return the lane with a draft length, chosen from the measured costs of the target's passes where it has none.
+    """Return the lane with a draft length, and on a CPU a tree with a number of nodes, chosen from the measured costs
+    of the target's passes where it has none.
 
     Drafting is expected to take the time of the target's passes per byte of the weights that it reads.
     """
+    target, drafter, nodes = models.target, models.drafter, getattr(lane.parsed, "nodes", 0)
+    grows = nodes and "nodes" not in lane.options and getattr(lane.parsed, "draft", "") == "tree"
+    share = target.pass_ms.get(1, 0.0) / max(target.pass_bytes or target.weight_bytes, 1)
+
+    def draft_ms(k: int) -> float:
+        return share * drafter.read_bytes(k)
+
+    if grows and target.pass_ms and target.device.type == "cpu":
+        k, nodes = usual_tree(target.pass_ms, draft_ms, nodes, lane.k)
+        return lane.changed(k=k, options={**lane.options, "nodes": nodes})
     if lane.k or lane.method == BASELINE:
         return lane
-    target, drafter = models.target, models.drafter
-    share = target.pass_ms.get(1, 0.0) / max(target.pass_bytes or target.weight_bytes, 1)
-    k = usual_length(target.pass_ms, lambda k: share * drafter.read_bytes(k))
+    k = usual_length(target.pass_ms, draft_ms)
     if drafter.chooses_length:
         k = USUAL_LENGTHS[-1]
-    elif getattr(lane.parsed, "nodes", 0):  # a pass over a tree has the width of the tree
+    elif nodes and getattr(lane.parsed, "draft", "") != "chain":  # a pass over a tree has the width of the tree
         k = DEFAULT_LENGTH
     return lane.model_copy(update={"k": max(k, ceil(getattr(lane.parsed, "length", 0.0)) - 1)})
 

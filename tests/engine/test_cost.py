@@ -18,6 +18,7 @@ from specdemo.core.speedup import (
     pooled_rate,
     predicted_speedup,
     usual_length,
+    usual_tree,
 )
 from specdemo.core.trace import StepEvent
 from specdemo.engine.cost import CostModel, fit_cost_model
@@ -149,6 +150,20 @@ FLAT = {1: 40.1, 5: 41.7, 9: 42.5}  # bfloat16 with AMX
 def test_usual_length_follows_the_measured_costs(pass_ms, draft_ms, length):
     assert usual_length(pass_ms, lambda k: k * draft_ms) == length
     assert usual_length({}, lambda k: k * draft_ms) == DEFAULT_LENGTH
+
+
+@pytest.mark.parametrize(
+    "pass_ms, draft_ms, depth, tree",
+    [
+        (FLAT, 1.0, 0, (5, 8)),
+        (FLAT, 9.0, 0, (3, 8)),
+        (FLAT, 1.0, 2, (2, 8)),
+        (IN_FOURS, 1.0, 0, (3, 3)),
+        (ROW_BY_ROW, 1.0, 0, (2, 2)),
+    ],
+)
+def test_a_tree_has_the_size_that_the_measured_costs_allow(pass_ms, draft_ms, depth, tree):
+    assert usual_tree(pass_ms, lambda k: k * draft_ms, 24, depth) == tree
 
 
 def test_unknown_times_are_not_chosen():

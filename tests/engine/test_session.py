@@ -84,6 +84,24 @@ def test_default_draft_length_follows_the_measured_passes(runner, monkeypatch, l
     assert measured_passes(trace, "stories") == IN_FOURS and not measured_passes(trace, "code")
 
 
+@pytest.mark.parametrize(
+    "lane, k, nodes",
+    [
+        (Lane(method="eagle", model="stories-eagle-3"), 2, 3),
+        (Lane(method="eagle", model="stories-eagle-3", k=2), 2, 3),
+        (Lane(method="eagle", model="stories-eagle-3", options={"nodes": 9}), 4, 9),
+        (Lane(method="eagle", model="stories-eagle-3", options={"draft": "chain"}), 3, None),
+    ],
+)
+def test_a_tree_has_as_many_nodes_as_the_measured_passes_allow(runner, monkeypatch, lane, k, nodes):
+    monkeypatch.setattr(session_module, "measure_passes", lambda target: target.pass_ms.update(IN_FOURS))
+    trace = runner.run(spec(lane, max_new_tokens=12))
+    drafted = max(len(event.drafted[0]) for event in trace.lanes[1].events)
+    assert trace.lanes[1].options["k"] == k and drafted == (nodes or k)
+    assert ("nodes" in trace.lanes[1].defaults) is ("nodes" not in lane.options)
+    runner.target().pass_ms.clear()
+
+
 def test_numbers_follow_from_the_events(trace):
     for lane in trace.lanes:
         steps = lane.events[1:]

@@ -326,7 +326,7 @@ def grow_tree(root_log_probs: Tensor, expand: Expand, budget: Budget, top_k: int
     batch, vocabulary = root_log_probs.shape
     if budget.depth < 1 or budget.nodes < 1:
         return Draft.empty(batch, root_log_probs.device)
-    width = min(top_k, vocabulary)
+    width = min(top_k, budget.nodes, vocabulary)  # wider levels add no node to the best ones
     scores, tokens = root_log_probs.topk(width)  # the frontier: [B, K]
     frontier = torch.arange(width, device=root_log_probs.device).expand(batch, -1)  # indices into all nodes
     all_scores, all_tokens, all_log_probs = [scores], [tokens], [scores]
