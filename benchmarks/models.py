@@ -38,11 +38,12 @@ if TYPE_CHECKING:
     from benchmarks import Models
 
 RESULTS = "results.json"
-PLAIN, NGRAM, SUFFIX, HEAD, SKIP = "plain", "n-gram", "suffix", "EAGLE-3", "layer skip"
+PLAIN, NGRAM, SUFFIX, HEAD, TREE, SKIP = "plain", "n-gram", "suffix", "EAGLE-3", "EAGLE-3 tree", "layer skip"
 LANES = {
     NGRAM: Lane(method="ngram"),
     SUFFIX: Lane(method="suffix"),
     HEAD: Lane(method="eagle", model="smollm2-eagle-3", k=2, options={"draft": "chain"}),  # as in smollm2-chat
+    TREE: Lane(method="eagle", model="smollm2-eagle-3", k=3, options={"nodes": 5}),
     SKIP: Lane(method="layer_skip", k=2),
 }
 GENERATE, PROMPT_LOOKUP, EARLY_EXIT = (f"transformers: {how}" for how in ("plain", "prompt lookup", "early exit"))
@@ -77,7 +78,7 @@ class Subject:
 
 
 SUBJECTS = {
-    "SmolLM2 135M Instruct, bfloat16": Subject(SMOLLM2, (NGRAM, SUFFIX, HEAD, SKIP), "bfloat16"),
+    "SmolLM2 135M Instruct, bfloat16": Subject(SMOLLM2, (NGRAM, SUFFIX, HEAD, TREE, SKIP), "bfloat16"),
     "SmolLM2 135M Instruct, Q4_1": Subject(SMOLLM2_GGUF, (NGRAM, SUFFIX, HEAD)),
     "SmolLM2 135M Instruct, Q4_K_M": Subject("smollm2-q4_k_m.gguf", (NGRAM, SUFFIX, HEAD), file_type=15),
     "SmolLM2 135M Instruct, Q8_0": Subject("smollm2-q8_0.gguf", (NGRAM, SUFFIX, HEAD), file_type=7),
