@@ -92,7 +92,7 @@ def test_recorded_acceptance_of_embedded_drafters():
     (wide,) = [entry for entry in published_drafters("stories") if entry.drafter == "stories-draft-wide"]
     assert wide.acceptance.endswith("tokens per step in the recorded run") and wide.source == "preset embedded-draft"
     (head,) = [entry.row() for entry in published_drafters("smollm2") if entry.drafter == "smollm2-eagle-3"]
-    assert [head[name] for name in ("size", "licence", "trained")] == ["0.01 GB", "Apache 2.0", "on 1.6 million tokens"]
+    assert [head[name] for name in ("size", "licence", "trained")] == ["0.01 GB", "Apache 2.0", "on 3.8 million tokens"]
 
 
 @pytest.mark.parametrize("name", ["small.gguf", "SmolLM2-135M-Instruct.Q4_1.gguf"])

@@ -171,7 +171,13 @@ class EagleOptions(DraftOptions):
         "samples",
         choices=("tree", "chain"),
     )
-    nodes: int = setting(24, "nodes of the draft tree", low=1, high=128, step=1)
+    nodes: int = setting(
+        24,
+        "nodes of the draft tree; on a CPU, if it is left out, as many as the target's passes allow",
+        low=1,
+        high=128,
+        step=1,
+    )
     top_k: int = setting(8, "nodes expanded per level, and children of each", low=1, high=32, step=1)
 
 
