@@ -23,9 +23,7 @@ Run = Callable[[], Tensors]
 GraphCapture = Callable[[Run], Run]  # function -> its replay, which writes to the same memory
 ReadFunction = Callable[[Tensor | None], Tensor]
 DraftFunction = Callable[..., Tensors]  # (read or `SharedKV`, depth, *extra) -> draft tokens [B, depth], other tensors
-
-
-Enough = Callable[[list[float]], bool]
+Enough = Callable[[list[float]], bool]  # highest probability in every row -> whether to end the draft
 
 
 @dataclass(frozen=True, slots=True)
