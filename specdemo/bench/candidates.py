@@ -77,8 +77,7 @@ def with_lengths(name: str, lane: Lane, pass_ms: Mapping[int, float]) -> list[La
     plain decoding of all that it can accept. pass_ms: empty on servers."""
     chooses, wraps = method(lane.method).chooses_length, lane.method in wrappable("adaptive")
     nodes = getattr(lane.parsed, "nodes", 0)
-    fitted = "nodes" not in lane.options and getattr(lane.parsed, "draft", "") == "tree"  # to the costs of passes
-    if nodes and pass_ms and not fitted and getattr(lane.parsed, "draft", "tree") != "chain":
+    if nodes and pass_ms and not lane.chooses_nodes and getattr(lane.parsed, "draft", "tree") != "chain":
         plain_passes = interpolate(pass_ms, sorted(pass_ms), nodes + 1) / pass_ms[1]
         if lane.budget.depth + 1 < plain_passes:
             return []

@@ -141,6 +141,12 @@ class Lane(Settings):
         k = self.k or (DEFAULT_LENGTH if self.method != BASELINE else 0)
         return Budget(k, max(k, getattr(self.parsed, "nodes", 0)))
 
+    @property
+    def chooses_nodes(self) -> bool:
+        """Return whether the lane drafts a tree whose number of nodes is not set."""
+        tree = getattr(self.parsed, "draft", "") == "tree" and getattr(self.parsed, "nodes", 0) > 0
+        return tree and "nodes" not in self.options
+
     @cached_property
     def parsed(self) -> BaseOptions:
         """Return the `Options` of the method. Raises ValueError with one line if it rejects these or the model."""

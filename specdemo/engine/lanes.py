@@ -310,13 +310,12 @@ def _with_length(lane: Lane, models: LaneModels) -> Lane:
     Drafting is expected to take the time of the target's passes per byte of the weights that it reads.
     """
     target, drafter, nodes = models.target, models.drafter, getattr(lane.parsed, "nodes", 0)
-    grows = nodes and "nodes" not in lane.options and getattr(lane.parsed, "draft", "") == "tree"
     share = target.pass_ms.get(1, 0.0) / max(target.pass_bytes or target.weight_bytes, 1)
 
     def draft_ms(k: int) -> float:
         return share * drafter.read_bytes(k)
 
-    if grows and target.pass_ms and target.device.type == "cpu":
+    if lane.chooses_nodes and target.pass_ms and target.device.type == "cpu":
         k, nodes = usual_tree(target.pass_ms, draft_ms, nodes, lane.k)
         return lane.changed(k=k, options={**lane.options, "nodes": nodes})
     if lane.k or lane.method == BASELINE:
