@@ -116,8 +116,11 @@ class Lab(Jobs[Training]):
     """Trainings of all visitors."""
 
     def recorded(self, request: gr.Request, values: Values) -> Values:
-        """Show the training of the recipe's shipped head until the visitor trains one."""
-        shown = shipped_training(values["recipe"])
+        """Show the training of the recipe's shipped head until the visitor trains one.
+
+        The tab may be opened before the menu of recipes is there; then it shows the first one.
+        """
+        shown = shipped_training(values["recipe"] or next(iter(trainer().recipes())))
         return {} if self.last(request) else {"view": shown}
 
     def race_head(self, request: gr.Request, values: Values) -> Values:

@@ -112,5 +112,7 @@ def test_until_a_visitor_trains_the_shipped_head_shows_how_it_learned(trainer):
     agreed = [line["agree_1"] for line in seen if line["type"] == "tick"]
     assert len(agreed) == 18 and agreed[-1] > agreed[0]
     assert visits.recorded(VISITOR, {"recipe": "parrot"}) == {"view": ""}  # there is no recording
+    (opening, *_) = lines(visits.recorded(VISITOR, {"recipe": None})["view"])  # the tab was opened before its menu
+    assert opening["recipe"] == next(iter(lab.trainer().recipes()))
     list(played(visits, train, VISITOR, REQUEST))
     assert visits.recorded(VISITOR, {"recipe": "eagle-3"}) == {}
