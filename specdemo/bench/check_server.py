@@ -138,7 +138,7 @@ class ServerCheck(Decoding):
         if self.prompt_file is None:
             count = self.prompts or COUNT
             return [*TEXTS[:count], *openings(count - len(TEXTS))]
-        texts = [question.text for question in read_questions(self.prompt_file)]
+        texts = [text for texts in read_questions(self.prompt_file).values() for text in texts]
         if self.prompts and self.prompts > len(texts):
             raise ValueError(f"{self.prompt_file} has {len(texts)} prompts, not {self.prompts}; lower --prompts")
         return texts[: self.prompts]

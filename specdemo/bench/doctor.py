@@ -91,12 +91,12 @@ def _absence(name: str) -> str:
 def check_drafters(target: str, drafter: str | None) -> int:
     """Print which drafters fit a target, and why others do not; the verification of a target on this machine. drafter:
     check only this one, and run it if it is a head. Return the exit code, 2 if it does not fit."""
-    from specdemo.bench.candidates import drafters
     from specdemo.methods import model_method
     from specdemo.methods.pairs import check_pair, check_pairs, outline
     from specdemo.models.gguf_files import is_gguf
     from specdemo.models.load import load_target
     from specdemo.models.sources import resolve
+    from specdemo.presets.at_hand import drafters
     from specdemo.presets.files import known_drafters, thinking_remarks
 
     if drafter is None and (absent := _absence(target)):

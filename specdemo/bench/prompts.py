@@ -1,7 +1,7 @@
 """Prompts of the suites: built-in ones for the embedded models, and those of a file."""
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from specdemo.core.safe_io import read_text
@@ -51,6 +51,10 @@ EDITS = (
     "            continue\n        counts[word] = counts.get(word, 0) + 1\n    return counts\n\n\n"
     "# Use 20 instead of 10.\n",
 )
+OWN: Mapping[str, Mapping[str, Sequence[str]]] = {  # of models that were trained on one kind of text
+    "stories": {"story": PROMPTS},
+    "code": {"code": CODE, "code edit": EDITS},
+}
 # the lengths are coprime, so that each combination of words occurs once
 NAMES = "Anna Ben Lily Max Mia Sam Tom".split()
 ANIMALS = "bear bird cat cow dog duck fish fox frog horse mouse".split()
@@ -67,29 +71,26 @@ def openings(count: int) -> list[str]:
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class Question:
-    text: str
-    category: str = ""
-
-
-def read_questions(path: Path) -> list[Question]:
-    """Read prompts: from a `.jsonl` file the first turns of Spec-Bench's question_id, category, turns; else one per
-    line. Raises ValueError with one line.
+def read_questions(path: Path) -> dict[str, list[str]]:
+    """Read prompts by category: from a `.jsonl` file the first turns of Spec-Bench's question_id, category, turns; else
+    one per line, in the category that the file is named after. Raises ValueError with one line.
     """
     hint = "choose a question.jsonl, or a file with one prompt per line"
     lines = read_text(path, FILE_BYTES, hint).splitlines()
     of_bench = path.suffix == ".jsonl"
     numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
-    questions = [_question(path, number, line) if of_bench else Question(line) for number, line in numbered]
-    if not questions:
+    if not numbered:
         raise ValueError(f"{path} contains no prompts; write one per line")
-    if len(questions) > MOST:
-        raise ValueError(f"{path} contains {len(questions)} prompts; the limit is {MOST}")
-    return questions
+    if len(numbered) > MOST:
+        raise ValueError(f"{path} contains {len(numbered)} prompts; the limit is {MOST}")
+    found: dict[str, list[str]] = {}
+    for number, line in numbered:
+        category, text = _question(path, number, line) if of_bench else (path.stem[:80], line)
+        found.setdefault(category, []).append(text)
+    return found
 
 
-def _question(path: Path, number: int, line: str) -> Question:
+def _question(path: Path, number: int, line: str) -> tuple[str, str]:
     try:
         read = json.loads(line)
         text, category = read["turns"][0], read["category"]
@@ -100,4 +101,4 @@ def _question(path: Path, number: int, line: str) -> Question:
         raise ValueError(f"{path}, line {number}: not a question; it has the form {form}")
     if len(text) > LONGEST:
         raise ValueError(f"{path}, line {number}: a question of {len(text):,} characters; the limit is {LONGEST:,}")
-    return Question(text, category.strip()[:80])
+    return category.strip()[:80], text

@@ -7,8 +7,8 @@ import torch
 from specdemo.analysis.diagnose import diagnose
 from specdemo.analysis.observation import Observation
 from specdemo.analysis.predict import published
+from specdemo.bench.prompts import OWN
 from specdemo.bench.report import table
-from specdemo.bench.tune import OWN
 from specdemo.core.protocol import GenerationConfig, Target
 from specdemo.core.tally import Tally
 from specdemo.engine.comparison import Lane

@@ -4,9 +4,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 
 from specdemo.bench.base import Report, Stop
-from specdemo.bench.candidates import not_here, race_link, settings_to_copy, with_lengths
+from specdemo.bench.candidates import race_link, settings_to_copy, with_lengths
 from specdemo.bench.replay import replayed_speed
 from specdemo.bench.report import sentence
 from specdemo.bench.search import Sample
@@ -20,7 +21,7 @@ from specdemo.engine.session import Session, environment
 from specdemo.methods import BASELINE, build_drafter, method
 from specdemo.models.errors import Cancelled
 from specdemo.models.pass_cost import checking_note, measure_passes, pass_ratio
-from specdemo.models.text import encode
+from specdemo.presets.at_hand import not_here
 from specdemo.presets.files import Preset
 from specdemo.presets.serve import Program, Served, served
 from specdemo.servers.address import host
@@ -28,8 +29,8 @@ from specdemo.servers.process import free_port
 
 CURVES = 3  # measurements of the costs of passes, because another program may take the cores during one
 LEAST_TOKENS = 8  # a shorter answer says little about speed
-TEMPLATE = 64  # tokens that a chat template may add to a prompt
 DIFFERENT = ("differs", "text differs")  # verdicts
+PROMPTS = "some prompts"  # in the notes on what is left out
 TOO_WIDE = "a pass over its tree takes longer than plain decoding of all that it can accept"
 
 
@@ -53,7 +54,7 @@ class Racer:
         self._families: dict[str, list[str]] = {}
         self._replayed: dict[str, Drafter] = {}  # candidate -> a drafter that makes no passes
         self._target: Target | None = None
-        self._differs, self._worked = 0, False
+        self._differs = 0
         self._explained: set[str] = set()  # candidates whose text was compared with that of plain decoding
         self._ticked = 0.0
 
@@ -96,26 +97,10 @@ class Racer:
         self._families = {name: [lane.name for lane in lanes] for name, lanes in found.items()}
         return self._families
 
-    def fitting(self, kinds: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-        """Return the prompts that leave room for an answer, on servers all. Raises ValueError if there are none."""
-        if self._target is None:
-            return {kind: [*texts] for kind, texts in kinds.items()}
-        tokenizer = self._session.models.tokenizer
-        room = self._target.max_length - self._spec.max_new_tokens - TEMPLATE
-        if tokenizer is None:
-            raise ValueError(f"{self._spec.target} has no tokenizer; put its tokenizer.json into the same folder")
-        fit = {kind: [t for t in texts if len(encode(tokenizer, t, 1 << 30)) <= room] for kind, texts in kinds.items()}
-        if missing := sum(map(len, kinds.values())) - sum(map(len, fit.values())):
-            self._notes[f"{missing} prompts"] = f"too long for the model, which reads {self._target.max_length} tokens"
-        if not any(fit.values()):
-            raise ValueError("every prompt is too long for the model; give shorter ones or fewer --new-tokens")
-        return {kind: texts for kind, texts in fit.items() if texts}
-
     def measure(self, prompt: str, names: Sequence[str]) -> Mapping[str, Sample]:
         """Race candidates against plain decoding on a prompt; return those that worked and predictions of others, none
-        for a short answer.
-
-        Raises Cancelled if it was stopped, and ValueError if plain decoding failed on the first prompt.
+        for a short answer, a prompt that is too long, or where plain decoding failed. Raises Cancelled if it was
+        stopped.
         """
         # what learns keeps its place, because a session knows by that what it has learned
         names = sorted(names, key=lambda name: not method(self.lanes[name].method).learns)
@@ -124,20 +109,16 @@ class Racer:
         exact = self._target is not None and self._target.same_bits
         self._session.explains = exact or not self._explained.issuperset(names)
         self._explained.update(names)
-        trace = self._session.run(self._spec.model_copy(update={"prompt": prompt, "lanes": lanes}), self._stop)
+        try:
+            trace = self._session.run(self._spec.model_copy(update={"prompt": prompt, "lanes": lanes}), self._stop)
+        except ValueError as error:
+            self._notes[PROMPTS] = str(error)
+            return {}
         if self._cancelled():
             raise Cancelled("stopped")
-        plain = trace.lanes[0]
-        if plain.finish == "error":
-            if not self._worked:
-                raise ValueError(f"plain decoding failed: {plain.note}")
-            self._notes[f"prompt {prompt[:40]!r}"] = str(plain.note)
-            return {}
-        self._worked = True
-        for name, lane in zip(names, trace.lanes[1:], strict=True):
-            if lane.finish == "error":
-                self._notes[name] = str(lane.note)
-        if len(plain.token_ids) < LEAST_TOKENS:
+        plain, ran = trace.lanes[0], zip([PROMPTS, *names], trace.lanes, strict=True)
+        self._notes |= {name: str(lane.note) for name, lane in ran if lane.finish == "error"}
+        if plain.finish == "error" or len(plain.token_ids) < LEAST_TOKENS:
             return {}
         found = {name: self._sample(trace, place) for place, name in enumerate(names, start=1)}
         seen = {name: sample for name, sample in found.items() if sample}
@@ -151,7 +132,7 @@ class Racer:
         the longest drafts of the same drafter in this race."""
         for name, drafter in self._replayed.items():
             k, most = self.lanes[name].k, self._spec.max_new_tokens
-            yield name, replayed_speed(drafter, k, trace.lanes[0], most, self.pass_ratio)
+            yield name, replayed_speed(drafter, k, trace.lanes[0], most, partial(pass_ratio, self.pass_ms))
         chooses = {name: method(lane.method).chooses_length for name, lane in self.lanes.items()}
         for family in self._families.values():
             own = next((n for n in reversed(family) if n in seen and seen[n].costs and not chooses[n]), "")
@@ -187,9 +168,10 @@ class Racer:
         """Return the facts about machine and model."""
         return environment(self._target)
 
-    def pass_ratio(self, slots: int) -> float:
-        """Return the time of a pass over so many tokens, in that of one over a single token."""
-        return pass_ratio(self.pass_ms, slots)
+    @property
+    def failure(self) -> str:
+        """Return why the last prompt failed that did; empty if none did."""
+        return self._notes.get(PROMPTS, "")
 
     def remarks(self) -> list[str]:
         """Return how passes run here, what was left out and why, and whether a text differed."""

@@ -25,7 +25,8 @@ def replayed_speed(
     plain: greedy decoding of at most `new_tokens`. pass_ratio: slots -> time of a pass in that of one over one token.
     """
     text, done = plain.token_ids, 1
-    plain_ms, pass_ms = (fmean(values or [0.0]) for values in _times(plain))
+    steps = [(step_ms(step), step.ms.get("verify", 0.0)) for step in plain.events[1:]] or [(0.0, 0.0)]
+    plain_ms, pass_ms = map(fmean, zip(*steps, strict=True))
     drafter.start(1, Sampling(), Generator())
     drafter.observe(_progress(plain.prompt_ids, [*plain.prompt_ids[1:], *text[:1]]))
     total = 0.0
@@ -42,12 +43,6 @@ def replayed_speed(
         total += drafting + verifying + plain_ms - pass_ms
         done += len(step) - 1
     return plain_ms * (len(text) - 1) / total if total else 0.0
-
-
-def _times(plain: LaneTrace) -> tuple[list[float], list[float]]:
-    """Return the milliseconds of every step of a lane, and of its passes."""
-    steps = plain.events[1:]
-    return [*map(step_ms, steps)], [step.ms.get("verify", 0.0) for step in steps]
 
 
 def _progress(inputs: list[int], outputs: list[int]) -> Progress:

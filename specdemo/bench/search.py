@@ -11,13 +11,12 @@ after the other, until its share of the time is over or it is clearly behind in 
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import exp, log, sqrt
-from statistics import fmean, geometric_mean
+from statistics import geometric_mean
 from typing import Any
 
-from specdemo.core.estimate import Estimate, over_repeats, t_quantile
+from specdemo.core.estimate import Estimate, over_kinds, over_repeats
 from specdemo.engine.cost import CostModel
 from specdemo.models.errors import Cancelled
 
@@ -40,18 +39,6 @@ class Sample:
 # prompt, candidates -> those that worked, and predictions
 Measure = Callable[[str, Sequence[str]], Mapping[str, Sample]]
 Progress = Callable[[float, str], None]
-
-
-def over_kinds(groups: Iterable[Sequence[float]]) -> Estimate:
-    """Return the geometric mean over kinds of the means over their prompts. The interval takes the spread within a kind
-    as equal in all of them, so that few prompts of each are enough. groups: positive values of each kind."""
-    logs = [[*map(log, values)] for values in groups]
-    value, freedom = round(exp(fmean(map(fmean, logs))), 4), sum(map(len, logs)) - len(logs)
-    if freedom < max(len(logs), 2):
-        return Estimate(value)
-    spread = sum((one - fmean(kind)) ** 2 for kind in logs for one in kind) / freedom
-    half = t_quantile(freedom) * sqrt(spread * sum(1 / len(kind) for kind in logs)) / len(logs)
-    return Estimate(value, round(value * exp(-half), 4), round(value * exp(half), 4))
 
 
 @dataclass(slots=True)
@@ -89,10 +76,9 @@ class KindOfWork:
 
     def ratios(self, name: str, other: str) -> list[float]:
         """Return the speeds of a candidate in those of another one, on the prompts that both ran on."""
-        own, others = (
-            {n: one.speed for n, one in self.samples.get(of, {}).items() if one.speed} for of in (name, other)
-        )
-        return [speed / others[n] for n, speed in own.items() if n in others]
+        own, others = self.samples.get(name, {}), self.samples.get(other, {})
+        both = [(own[n].speed, others[n].speed) for n in own if n in others]
+        return [speed / of_other for speed, of_other in both if speed and of_other]
 
     def most(self, name: str, value: float) -> float:
         """Return what the speed-up of a candidate may be at most: the less is known of it, the more."""
@@ -109,52 +95,53 @@ class KindOfWork:
         return self.rounds >= most * (1 + again)
 
 
+@dataclass(slots=True)
 class Search:
-    """Measures until time is up, every kind is decided, or the user stops it."""
+    """Measures until time is up, every kind is decided, or the user stops it.
 
-    def __init__(
-        self,
-        works: Mapping[str, Sequence[str]],
-        families: Mapping[str, Sequence[str]],
-        measure: Measure,
-        seconds: float,
-        report: Progress = lambda share, what: None,
-        now: Callable[[], float] = time.monotonic,
-        serve: Callable[[str], bool] | None = None,
-        only: Mapping[str, Sequence[str]] | None = None,
-    ) -> None:
-        """families: drafter -> its candidates, of which the last one runs first. measure: runs candidates on a prompt,
-        each against plain decoding, and predicts others. serve: makes a candidate ready, where they run one after the
-        other; False if that failed. Its time does not count. only: kind -> the candidates that run once on every
-        prompt; None: those that may be the fastest."""
-        self._scales: dict[str, float] = {}
-        self.works = [KindOfWork(name, prompts, scales=self._scales) for name, prompts in works.items()]
-        self.families, self.stopped = families, False
-        self._names = [name for family in families.values() for name in family]
-        self._measure, self._report, self._now, self._serve = measure, report, now, serve
-        self._start, self._seconds = now(), seconds
-        self._only, self._doing = only, ""
+    prompts: by kind of work. families: drafter -> its candidates, of which the last one runs first. measure: runs
+    candidates on a prompt, each against plain decoding, and predicts others. serve: makes a candidate ready, where they
+    run one after the other; False if that failed. Its time does not count. only: kind -> the candidates that run once
+    on every prompt; None: those that may be the fastest.
+    """
+
+    prompts: Mapping[str, Sequence[str]]
+    families: Mapping[str, Sequence[str]]
+    measure: Measure
+    seconds: float
+    report: Progress = lambda share, what: None
+    now: Callable[[], float] = time.monotonic
+    serve: Callable[[str], bool] | None = None
+    only: Mapping[str, Sequence[str]] | None = None
+    works: list[KindOfWork] = field(init=False)
+    stopped: bool = False
+    _scales: dict[str, float] = field(default_factory=dict)
+    _names: list[str] = field(init=False)
+    _start: float = field(init=False)
+    _doing: str = ""
+
+    def __post_init__(self) -> None:
+        self.works = [KindOfWork(name, texts, scales=self._scales) for name, texts in self.prompts.items()]
+        self._names, self._start = [name for family in self.families.values() for name in family], self.now()
 
     def run(self) -> None:
         """Search. Ctrl-C ends it early. Raises ValueError if that was before the first race was complete."""
         try:
-            if self._serve:
+            if self.serve:
                 self._one_by_one()
             else:
                 while sum(map(self._round, self.works)):
                     pass
         except (KeyboardInterrupt, Cancelled):
             self.stopped = True
-        if self.stopped and self._only is None and not any(work.samples for work in self.works):
+        if self.stopped and self.only is None and not any(work.samples for work in self.works):
             raise ValueError("stopped before the first run was complete, so nothing was measured")
 
     def progress(self, loading: str = "") -> None:
         """Report what runs or is loaded, the best candidate so far, and the time that is left."""
-        used, best = self._now() - self._start, self.leader()
+        used, best = self.now() - self._start, self.leader()
         known = f", best so far {best} {self.mixed(best).value:.2f}x" if best else ""
-        self._report(
-            min(used / self._seconds, 1.0), f"{loading or self._doing}{known}, {max(self.rest, 0.0):.0f} s left"
-        )
+        self.report(min(used / self.seconds, 1.0), f"{loading or self._doing}{known}, {max(self.rest, 0.0):.0f} s left")
 
     def leader(self, ran: bool = True) -> str:
         """Return the candidate with the highest speed-up over all kinds together, empty before the first race. ran: of
@@ -179,7 +166,7 @@ class Search:
     @property
     def rest(self) -> float:
         """Return the seconds that are left."""
-        return self._start + self._seconds - self._now()
+        return self._start + self.seconds - self.now()
 
     def confirm(self, held: Mapping[str, Sequence[str]], seconds: float) -> "Search":
         """Return a search that runs the two best of each kind on other prompts. held: kind -> prompts.
@@ -188,7 +175,7 @@ class Search:
         best = {name: work.ranked()[:2] for name, work in works.items()}
         prompts, families = {name: held[name] for name in best}, {one: [one] for pair in best.values() for one in pair}
         rest = seconds + max(self.rest, 0.0)
-        again = Search(prompts, families, self._measure, rest, self._report, self._now, self._serve, best)
+        again = Search(prompts, families, self.measure, rest, self.report, self.now, self.serve, best)
         for work in again.works:
             work.seconds = works[work.name].seconds
         return again
@@ -197,17 +184,17 @@ class Search:
         """Run candidates on a prompt, and note how long it took."""
         self._doing = f"{work.name}, {names[0] if len(names) == 1 else f'{len(names)} candidates'}"
         self.progress()
-        begin = self._now()
-        found = self._measure(prompt, names)
-        work.seconds = (self._now() - begin) / (len(names) + 1)
+        begin = self.now()
+        found = self.measure(prompt, names)
+        work.seconds = (self.now() - begin) / (len(names) + 1)
         return found
 
     def _ready(self, name: str) -> bool:
         """Serve a candidate, in time that does not count; return False if that failed."""
-        assert self._serve
-        begin = self._now()
-        ready = self._serve(name)
-        self._seconds += self._now() - begin
+        assert self.serve
+        begin = self.now()
+        ready = self.serve(name)
+        self.seconds += self.now() - begin
         return ready
 
     def _one_by_one(self) -> None:
@@ -216,14 +203,14 @@ class Search:
         for place, name in enumerate(self._names):
             if not self._ready(name):
                 continue
-            end = self._now() + max(self.rest, 0.0) / (len(self._names) - place)
+            end = self.now() + max(self.rest, 0.0) / (len(self._names) - place)
             for number in range(most):
                 for work in self.works:
-                    runs = self._only is None or name in self._only[work.name]
-                    if runs and self._now() < end and number < len(work.prompts):
+                    runs = self.only is None or name in self.only[work.name]
+                    if runs and self.now() < end and number < len(work.prompts):
                         self._keep(work, number, self.race(work, work.prompts[number], [name]))
                 hopeful = any(self._hopeful(work, name) for work in self.works)
-                if not (self._only or hopeful) and len(self._names) > 1:
+                if not (self.only or hopeful) and len(self._names) > 1:
                     break
 
     def _hopeful(self, work: KindOfWork, name: str) -> bool:
@@ -234,28 +221,26 @@ class Search:
         candidates use the time that is left."""
         fit = int(self.rest / max(work.seconds, 1e-3)) - 1
         names = self._contenders(work)
-        if fit < (len(names) if self._only else 1) or not names:
+        if fit < (len(names) if self.only else 1) or not names:
             return False
         names = names[:fit]
         found = self.race(work, work.prompts[work.rounds % len(work.prompts)], names)
-        if found:
-            work.failed |= {*names} - {*found}
+        work.failed |= {*names} - {*found} if found else set()
         self._keep(work, work.rounds, found)
         return True
 
     def _keep(self, work: KindOfWork, number: int, found: Mapping[str, Sample]) -> None:
         for name, sample in found.items():
             work.samples.setdefault(name, {})[number] = sample
-            runs = [run for each in self.works for run in each.runs(name) if run.predicted]
-            if runs:
+            if runs := [run for each in self.works for run in each.runs(name) if run.predicted]:
                 self._scales[name] = geometric_mean(run.speed / run.predicted for run in runs)
         work.rounds = max(work.rounds, number + 1)
 
     def _contenders(self, work: KindOfWork) -> list[str]:
         """Return what should race on the next prompt of a kind: the best so far, also by the other kinds before it was
         tried, those that may be even faster, and the best one for mixed work."""
-        if self._only is not None:
-            return [*self._only[work.name]] if work.rounds < len(work.prompts) else []
+        if self.only is not None:
+            return [*self.only[work.name]] if work.rounds < len(work.prompts) else []
         if work.decided:
             return []
         values = {name: work.value(name) or self._mean(name) for name in self._names if name not in work.failed}

@@ -1,6 +1,6 @@
 """Suite `tune`: the speculation that pays for a model on this machine, by kind of work."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -10,15 +10,15 @@ from urllib.parse import quote
 
 from pydantic import AfterValidator, Field, PlainSerializer, model_validator
 
-from specdemo.analysis.diagnose import SMALLEST_GAIN, accepted_clause
-from specdemo.analysis.lanes import break_even
+from specdemo.analysis.lanes import explain
 from specdemo.bench.base import Decoding, File, NewTokens, Report, Stop
-from specdemo.bench.prompts import CODE, EDITS, PROMPTS, read_questions
+from specdemo.bench.prompts import OWN, read_questions
 from specdemo.bench.result import Result, Row, read_result, write_result
-from specdemo.bench.search import KindOfWork, Search, over_kinds
+from specdemo.bench.search import KindOfWork, Search
+from specdemo.core.estimate import over_kinds
 from specdemo.core.outputs import cache_folder
 from specdemo.core.settings import Setting
-from specdemo.core.suggest import counted, suggest
+from specdemo.core.suggest import suggest
 from specdemo.core.tally import ratio
 from specdemo.engine.comparison import Lane, Model
 from specdemo.models.gguf_files import is_gguf
@@ -31,17 +31,12 @@ from specdemo.servers.engines import engine_names
 if TYPE_CHECKING:
     from specdemo.bench.racer import Racer
 
-OWN: Mapping[str, Mapping[str, Sequence[str]]] = {  # of models that were trained on one kind of text
-    "stories": {"story": PROMPTS},
-    "code": {"code": CODE, "code edit": EDITS},
-}
 RACE = "race"  # column of a row's race as the query of a link
 MIXED = "mixed"  # category of all kinds together
 CONTEXT = 4096  # most tokens of a lane of a GGUF model, because every candidate has a cache of its own
 CONFIRMED = 3  # prompts per kind that only --confirm uses
 MOST_GAIN = 2.0  # speed-up of all lanes together with which the shortest possible time is computed
 CONFIRM_SHARE = 0.25  # of the time
-DEAR = 0.05  # passes of drafting per step that the explanation names
 EQUAL = 0.03  # difference of two speeds that does not matter
 
 
@@ -91,7 +86,7 @@ class Tune(Decoding):
         """Return the prompts by kind of work. Raises ValueError, one line, for an unknown kind and an unusable file."""
         known = OWN.get(self.target) or work_prompts()
         if self.prompt_file is not None:
-            known = _of_file(self.prompt_file)
+            known = read_questions(self.prompt_file)
         chosen = list(filter(None, self.work.split(",")))
         for name in chosen:
             if name not in known:
@@ -99,16 +94,15 @@ class Tune(Decoding):
         return {name: [*texts] for name, texts in known.items() if name in (chosen or known)}
 
     def run(self, report: Report, cancelled: Stop) -> Result:
-        from specdemo.bench.candidates import drafters
+        from specdemo.presets.at_hand import drafters
 
         with closing(self.racer(cancelled)) as racer:
             racer.load(report)
             offered = {} if self.servers else drafters(self.target, self.drafts, self.download)
             found = racer.usable(offered, self.drafts, report)
-            kinds = racer.fitting(self.kinds())
-            held = {
-                name: texts[-CONFIRMED:] for name, texts in kinds.items() if self.confirm and len(texts) > CONFIRMED
-            }
+            kinds = self.kinds()
+            rich = [name for name, texts in kinds.items() if self.confirm and len(texts) > CONFIRMED]
+            held = {name: kinds[name][-CONFIRMED:] for name in rich}
             used = {name: texts[: -CONFIRMED if name in held else None] for name, texts in kinds.items()}
             seconds = 60.0 * self.minutes * (1.0 - CONFIRM_SHARE * bool(held))
             self._check_time(len(found), len(kinds), racer.pass_ms.get(1, 0.0))
@@ -119,6 +113,8 @@ class Tune(Decoding):
             search = Search(used, found, racer.measure, seconds, progress, serve=racer.serve)
             racer.tick = search.progress
             search.run()
+            if racer.failure and not any(work.samples for work in search.works):
+                raise ValueError(racer.failure)
             again = search.confirm(held, 60.0 * self.minutes - seconds)
             if not search.stopped:
                 racer.tick = again.progress
@@ -176,7 +172,7 @@ class Tune(Decoding):
         if best := search.leader():
             k = racer.lanes[best].k or None
             rows.append({"lane": best, "category": MIXED, "k": k, "speed-up": search.mixed(best), "place": 1})
-        remarks = [*_recommendation(search, best), *(_why_not(work, racer) for work in works if not _pays(work))]
+        remarks = [*_recommendation(search, best), *(_why_not(work) for work in works if not _pays(work))]
         remarks += [*confirmed, *racer.remarks(), *(["Stopped early."] if search.stopped else [])]
         if unseen := [work.name for work in search.works if not work.ranked()]:
             remarks.append(f"No time for: {', '.join(unseen)}.")
@@ -217,13 +213,12 @@ def best_rows(result: Result) -> Result:
 
 
 def _row(work: KindOfWork, name: str, lane: Lane, place: int) -> Row:
-    runs, speed = work.runs(name), work.speed(name)
-    numbers = _totals(work, name)
+    runs, numbers = work.runs(name), _totals(work, name)
     return {
         "category": work.name,
         "lane": name,
         "k": lane.k or None,
-        "speed-up": speed,
+        "speed-up": work.speed(name),
         "tokens/s": round(fmean(run.numbers["tokens_per_s"] or 0.0 for run in runs), 2),
         "accepted": numbers["acceptance_rate"],
         "tokens/pass": numbers["tokens_per_step"],
@@ -247,7 +242,7 @@ def _pays(work: KindOfWork) -> bool:
 
 def _recommendation(search: Search, best: str) -> list[str]:
     if not any(work.ranked() for work in search.works):
-        return ["Nothing could be measured: every answer was too short; give other prompts or more new tokens."]
+        return ["Nothing could be measured: every answer failed or was too short; give other prompts or more tokens."]
     if not best:
         return ["No candidate was measured on every kind of work; give it more minutes."]
     speed, kinds = search.mixed(best), [work.name for work in search.works]
@@ -262,30 +257,12 @@ def _recommendation(search: Search, best: str) -> list[str]:
     return [f"For {what} decode plainly: {slow}{only}."]
 
 
-def _why_not(work: KindOfWork, racer: "Racer") -> str:
-    """Explain why nothing pays for a kind of work: acceptance, the acceptance that breaks even, and its causes."""
+def _why_not(work: KindOfWork) -> str:
+    """Explain why nothing pays for a kind of work: what a step costs and yields, the acceptance that breaks even."""
     name = work.ranked()[0]
     speed, numbers = work.speed(name), _totals(work, name)
-    assert speed is not None
-    accepted, needed = numbers["acceptance_rate"], break_even(numbers, speed)
-    if speed.low is None:
-        measured = f"{name} gives {speed.format()} on {counted(len(work.runs(name)), 'prompt')}"
-        return f"{work.name}: undecided, {measured}; give it more minutes."
-    words = [f"{work.name}: not worth it, {name} gives {speed.format()}"]
-    if speed.value >= SMALLEST_GAIN:
-        words = [f"{work.name}: no clear difference, {name} gives {speed.format()}"]
-    if not numbers["steps"] and accepted is None:
-        return f"{words[0]}; the server does not report its drafts."
-    if accepted is None or not numbers["accepted"]:
-        return f"{words[0]}, because it hardly finds anything to draft."
-    words.append(accepted_clause(accepted, needed))
-    slots = 1 + round(numbers["drafted"] / max(numbers["steps"], 1))
-    if slots > 1 and racer.pass_ms:
-        words.append(f"a pass over {slots} tokens costs {racer.pass_ratio(slots):.2f} passes over one")
-    costs = [run.costs for run in work.runs(name) if run.costs]
-    drafting = fmean(one.drafting_ms(one.k) / one.plain_ms for one in costs) if costs else 0.0
-    words += [f"drafting costs {drafting:.2f} passes a step"] if drafting >= DEAR else []
-    return "; ".join(words) + "."
+    start = "not worth it, the best is" if speed and speed.low else "undecided, give more minutes; the best so far is"
+    return f"{work.name}: {start} {name}. {explain(numbers, speed)}"
 
 
 def _confirmed(search: Search, again: Search) -> Iterator[str]:
@@ -294,16 +271,15 @@ def _confirmed(search: Search, again: Search) -> Iterator[str]:
     speeds, ratios = list[list[float]](), list[list[float]]()
     for work in again.works:
         first, second = ranked[work.name][:2]
-        if not (both := work.ratios(first, second)):
+        if both := work.ratios(first, second):
+            speeds.append([run.speed for run in work.runs(first)])
+            ratios.append(both)
+            yield (
+                f"{work.name}: on {len(both)} other prompts {first} is {geometric_mean(speeds[-1]):.2f}x as fast as "
+                f"plain decoding and {geometric_mean(both):.2f}x as fast as {second}."
+            )
+        else:
             yield f"{work.name}: not confirmed, because there was no time; give it more minutes."
-            continue
-        speeds.append([run.speed for run in work.runs(first)])
-        ratios.append(both)
-        ahead = sum(one > 1.0 for one in both)
-        yield (
-            f"{work.name}: on {len(both)} other prompts {first} is {geometric_mean(speeds[-1]):.2f}x as fast as plain "
-            f"decoding and {geometric_mean(both):.2f}x as fast as {second}, ahead on {ahead}."
-        )
     if speeds:
         order = over_kinds(ratios)
         words = "both are about equally fast" if abs(order.value - 1.0) < EQUAL else "the order is open"
@@ -312,10 +288,3 @@ def _confirmed(search: Search, again: Search) -> Iterator[str]:
             f"On {sum(map(len, ratios))} other prompts together the best are {over_kinds(speeds).format()} as fast as "
             f"plain decoding and {order.format()} as fast as the second ones; {words}."
         )
-
-
-def _of_file(path: Path) -> Mapping[str, Sequence[str]]:
-    found: dict[str, list[str]] = {}
-    for question in read_questions(path):
-        found.setdefault(question.category or path.stem[:80], []).append(question.text)
-    return found

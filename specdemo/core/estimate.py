@@ -15,7 +15,7 @@ count as they are, without an interval.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import exp, inf, log, pi, sqrt, tan
@@ -186,6 +186,18 @@ def over_repeats(values: Sequence[float]) -> Estimate:
     estimate = _from_log_interval(exp(fmean(logs)), t_quantile(len(logs) - 1) * stdev(logs) / sqrt(len(logs)))
     low, high = (None if end is None else round(end, 4) for end in (estimate.low, estimate.high))
     return Estimate(round(estimate.value, 4), low, high)
+
+
+def over_kinds(groups: Iterable[Sequence[float]]) -> Estimate:
+    """Return the geometric mean over kinds of the means over their prompts. The interval takes the spread within a kind
+    as equal in all of them, so that few prompts of each are enough. groups: positive values of each kind."""
+    logs = [[*map(log, values)] for values in groups]
+    value, freedom = round(exp(fmean(map(fmean, logs))), 4), sum(map(len, logs)) - len(logs)
+    if freedom < max(len(logs), 2):
+        return Estimate(value)
+    spread = sum((one - fmean(kind)) ** 2 for kind in logs for one in kind) / freedom
+    half = t_quantile(freedom) * sqrt(spread * sum(1 / len(kind) for kind in logs)) / len(logs)
+    return Estimate(value, round(value * exp(-half), 4), round(value * exp(half), 4))
 
 
 def fastest(speeds: Sequence[Estimate]) -> list[int]:

@@ -13,6 +13,8 @@ from operator import mul
 from typing import Any
 
 USUAL_RATE = 0.7  # acceptance rate that a draft length is chosen for before any is measured
+RATES = [n / 20 for n in range(1, 20)]  # acceptance rates that draft lengths to try are chosen for
+NEAR = 0.97  # share of the best speed at such a rate that is enough
 USUAL_DECAY = 0.2  # that of a further child of a slot, relative to the one before
 USUAL_LENGTHS = (1, 2, 3, 4, 5, 6, 7)  # draft lengths to choose from
 DEFAULT_LENGTH = 4  # where the cost of passes is unknown
@@ -82,6 +84,27 @@ def usual_length(pass_ms: Mapping[int, float], draft_ms: Callable[[int], float])
     times = [interpolate(pass_ms, sizes, k + 1) + draft_ms(k) for k in USUAL_LENGTHS]
     best = best_length(expected_tokens([USUAL_RATE] * len(times))[1:], times)
     return USUAL_LENGTHS[best] if pass_ms else DEFAULT_LENGTH
+
+
+def draft_lengths(pass_ms: Mapping[int, float], draft: float, longest: int) -> list[int]:
+    """Return the fewest draft lengths of which one is near the best at every acceptance rate, sorted; [1] if no length
+    is faster than plain decoding at any rate.
+
+    pass_ms: slots -> time of a pass. draft: time to draft a token, in passes. longest: the first length that is too
+    long.
+    """
+    sizes = sorted(pass_ms)
+    speeds = {}
+    for k in range(1, longest):
+        step = interpolate(pass_ms, sizes, k + 1) / pass_ms[1] + draft * k
+        speeds[k] = [expected_tokens([rate] * k)[k] / step for rate in RATES]
+    best = [max(column) for column in zip(*speeds.values(), strict=True)]
+    near = {k: {i for i, speed in enumerate(row) if speed >= NEAR * best[i]} for k, row in speeds.items()}
+    rest, chosen = {i for i, speed in enumerate(best) if speed > 1.0}, list[int]()
+    while rest:
+        chosen.append(max(near, key=lambda k: (len(near[k] & rest), -k)))
+        rest -= near[chosen[-1]]
+    return sorted(chosen) or [1]
 
 
 def usual_tree(

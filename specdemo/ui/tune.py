@@ -55,24 +55,13 @@ def draw(form: Controls, store: Store) -> None:
     gr.Markdown(assets.text("tune.md"), elem_id="tune-about")
     at_hand = limits.at_hand() if limits.public() else load_presets().values()
     models = [name for name in targets() if any(one.target == name for one in at_hand)]
-    most = _most_minutes()
+    choices, most = [(shown_name(name), name) for name in models], _most_minutes()
+    wide: Values = {"scale": 4, "min_width": 260}
     with gr.Row(elem_id="tune-controls"):
         inputs: dict[str, object] = {
-            "target": gr.Dropdown(
-                [(shown_name(name), name) for name in models],
-                value=page_preset().target,
-                label="Model",
-                elem_id="tune-target",
-                scale=4,
-                min_width=260,
-            ),
+            "target": gr.Dropdown(choices, value=page_preset().target, label="Model", elem_id="tune-target", **wide),
             "work": gr.Dropdown(
-                [*work_prompts()],
-                multiselect=True,
-                label="Kinds of work; all if empty",
-                elem_id="tune-work",
-                scale=4,
-                min_width=260,
+                [*work_prompts()], multiselect=True, label="Kinds of work; all if empty", elem_id="tune-work", **wide
             ),
             "minutes": gr.Slider(
                 0.5, most, min(2.0, most), step=0.5, label="Minutes", elem_id="tune-minutes", scale=3, min_width=170

@@ -8,22 +8,16 @@ from types import SimpleNamespace
 import pytest
 
 from specdemo.__main__ import main
-from specdemo.bench.candidates import (
-    SURE,
-    draft_lengths,
-    drafters,
-    not_here,
-    race_link,
-    settings_to_copy,
-    shareable,
-    with_lengths,
-)
+from specdemo.bench.candidates import SURE, race_link, settings_to_copy, shareable, with_lengths
+from specdemo.bench.prompts import OWN
 from specdemo.bench.result import Result, read_result, to_json
 from specdemo.bench.search import Sample, Search
-from specdemo.bench.tune import OWN, Tune, _confirmed, _recommendation
+from specdemo.bench.tune import Tune, _confirmed, _recommendation
+from specdemo.core.speedup import draft_lengths
 from specdemo.engine.comparison import Lane
 from specdemo.engine.cost import CostModel
 from specdemo.models.shipped import embedded_folder
+from specdemo.presets.at_hand import drafters, not_here
 from specdemo.presets.drafters import published_drafters
 from specdemo.presets.files import load_presets
 from specdemo.presets.link import from_query
@@ -44,7 +38,7 @@ class SimulatedMachine:
 
     def __init__(self, curve, seed, hit=1.0):
         self.rng, self.curve, self.now, self.races = Random(seed), curve, 0.0, 0
-        self.families = {f: [f"{f}, k={k}" for k in draft_lengths(curve)] for f in ("ngram", "suffix", "head")}
+        self.families = {f: [f"{f}, k={k}" for k in draft_lengths(curve, 0.0, 16)] for f in ("ngram", "suffix", "head")}
         self.lengths = {n: int(n.partition("=")[2]) for names in self.families.values() for n in names}
         self.rates = {(kind, f): hit * self.rng.uniform(0.1, 0.95) for kind in KINDS for f in self.families}
 
@@ -266,7 +260,7 @@ def test_a_candidate_that_fails_leaves():
     ("curve", "draft", "expected"), [(FOURS, 0.0, {3}), (FOURS, 0.1, {3}), (FLAT, 0.0, {14}), (STEEP, 0.0, {1})]
 )
 def test_draft_lengths_follow_the_curve_of_costs(curve, draft, expected):
-    found = draft_lengths(curve, draft)
+    found = draft_lengths(curve, draft, 16)
     assert expected <= {*found}
     assert len(found) <= 5
     if curve is FOURS:
@@ -389,6 +383,14 @@ def test_why_texts_part_is_examined_once_for_each_candidate_where_rounding_may_d
         found = racer.measure("def find(text):", names)
         assert all(one.predicted and not one.speed for one in found.values()) and not {*names} & {*found}
     assert seen == expected
+    assert racer.measure("a " * 2000, [last]) == {} and "the limit is" in racer.failure
+
+
+def test_a_file_of_prompts_that_do_not_fit_gets_one_line(tmp_path, capsys):
+    path = tmp_path / "long.txt"
+    path.write_text("a " * 2000)
+    assert main(["tune", "code", "--prompts", str(path)]) == 2
+    assert re.fullmatch("specdemo: the prompt has .* tokens, the limit is .*\n", capsys.readouterr().err)
 
 
 def prompts_of(folder, count):

@@ -6,10 +6,10 @@ import struct
 import pytest
 
 from specdemo.__main__ import main
-from specdemo.bench.candidates import drafters
 from specdemo.models import packaged
 from specdemo.models.gguf_files import fetch_parts
 from specdemo.models.local_models import local_models, matching_drafts
+from specdemo.presets.at_hand import drafters
 from tests.models.test_gguf_files import gguf
 
 TOKENS = ("a", "b", "c")

@@ -1,0 +1,69 @@
+"""Drafters of a target that are on this machine, as `tune` and `doctor` try them."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from specdemo.core.rules import DEFAULT_RULE
+from specdemo.engine.comparison import Lane
+from specdemo.methods import BASELINE, SYNTHETIC, method
+from specdemo.methods.facts import FACTS
+from specdemo.models.gguf_files import is_gguf, local_header
+from specdemo.models.local_models import local_models, matching_drafts
+from specdemo.models.sources import cached_folder, resolve
+from specdemo.presets.drafters import base_name, published_drafters
+from specdemo.presets.files import load_presets
+from specdemo.presets.link import short_name
+from specdemo.presets.pair import LOOKUPS, drafter_method
+
+
+def drafters(target: str, drafts: Sequence[str], download: bool) -> dict[str, Lane]:
+    """Return the lanes to try, named, without draft lengths. Raises ValueError, one line, for a named drafter that does
+    not fit."""
+    named = [Lane(method=drafter_method(target, draft), model=draft) for draft in drafts]
+    found: dict[str, Lane] = {}
+    for lane in [*named, *_found(target, download)]:
+        options = "".join(f", {name}={value}" for name, value in lane.options.items())
+        found.setdefault(f"{lane.method}{f' {short_name(lane.model)}' if lane.model else ''}{options}", lane)
+    return found
+
+
+def _found(target: str, download: bool) -> Iterator[Lane]:
+    """Yield lookups, the lanes of presets with this target, drafters of the catalogue, and matching models here."""
+    own_name = base_name(target)
+    yield from (Lane(method=name) for name in LOOKUPS)
+    for preset in load_presets().values():
+        if base_name(preset.target) == own_name and not preset.temperature and not preset.grammar:
+            for lane in preset.lanes:
+                if _comparable(lane) and all(download or _is_here(model) for model in lane.models):
+                    yield lane if getattr(lane.parsed, "nodes", 0) else lane.model_copy(update={"k": 0})
+    for entry in published_drafters(target):
+        if entry.method and (download or _is_here(entry.drafter)):
+            yield Lane(method=entry.method, model=entry.drafter)
+    for name, facts in FACTS.items():
+        if any(word in own_name for word in facts.targets):
+            yield Lane(method=name)
+    models, path = local_models(target), Path(resolve(target)).expanduser()
+    own = next((model for model in models if target == model.name or path == model.path), None)
+    yield from (
+        Lane(method="draft_model", model=draft.name) for draft, _ in (matching_drafts(own, models) if own else ())
+    )
+
+
+def not_here(target: str) -> list[str]:
+    """Return the published drafters of a target that are not on this machine."""
+    return [entry.drafter for entry in published_drafters(target) if entry.method and not _is_here(entry.drafter)]
+
+
+def _comparable(lane: Lane) -> bool:
+    """Return whether a short race on this machine can judge a preset's lane."""
+    cls = method(lane.method)
+    return cls.exact and not cls.learns and lane.method not in (BASELINE, SYNTHETIC) and lane.acceptance == DEFAULT_RULE
+
+
+def _is_here(model: str) -> bool:
+    with suppress(ValueError):
+        if Path(resolve(model)).expanduser().exists():
+            return True
+        return local_header(model) is not None if is_gguf(model) else cached_folder(model).is_dir()
+    return False
