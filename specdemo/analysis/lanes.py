@@ -61,10 +61,17 @@ def explain(lane: Summary, speed: Estimate | None, times: str = "x") -> str:
         return "Too few tokens for an explanation."
     cost = round(lane["tokens_per_step"] / speed.value, 2)
     sentence = (
-        f"{_opening(speed, times)}: a step takes as long as plain decoding of {cost:.2f} tokens and yields "
-        f"{lane['tokens_per_step']:.2f} tokens"
+        f"{_opening(speed, times)}: a step takes as long as plain decoding of {cost:.2f} tokens{_drafting(lane, cost)} "
+        f"and yields {lane['tokens_per_step']:.2f} tokens"
     )
     return f"{sentence}; {_accepted(lane, speed) or 'nothing was drafted'}."
+
+
+def _drafting(lane: Summary, cost: float) -> str:
+    """Return drafting's part of the cost of a step, if it is known and there is any."""
+    draft, *others = (lane.get(f"ms_{part}") or 0.0 for part in ("draft", "verify", "other"))
+    part = cost * draft / (draft + sum(others)) if draft else 0.0
+    return f" ({part:.2f} of them for drafting)" if part >= 0.01 else ""
 
 
 def _opening(speed: Estimate, times: str) -> str:

@@ -229,7 +229,7 @@ def _row(work: KindOfWork, name: str, lane: Lane, place: int) -> Row:
 
 def _totals(work: KindOfWork, name: str) -> dict[str, Any]:
     """Return counts and rates of a candidate over its runs, named as in the summary of a lane."""
-    counts = ("tokens", "steps", "drafted", "accepted")
+    counts = ("tokens", "steps", "drafted", "accepted", "ms_draft", "ms_verify", "ms_other")
     total = {count: sum(run.numbers[count] or 0 for run in work.runs(name)) for count in counts}
     rates = {"acceptance_rate": ratio(total["accepted"], total["drafted"])}
     return total | rates | {"tokens_per_step": ratio(total["tokens"], total["steps"])}
