@@ -71,7 +71,7 @@ class KindOfWork:
 
     def ranked(self) -> list[str]:
         """Return the measured candidates, the fastest first; those that are known on few of the prompts last."""
-        few = {name for name, known in self.samples.items() if 2 * len(known) < self.rounds}
+        few = {name for name, known in self.samples.items() if 2 * len(known) < max(map(len, self.samples.values()))}
         return sorted(filter(self.runs, self.samples), key=lambda name: (name in few, -self.value(name)))
 
     def ratios(self, name: str, other: str) -> list[float]:

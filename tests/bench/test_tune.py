@@ -246,6 +246,20 @@ def test_predictions_are_scaled_by_runs_and_cover_the_prompts_that_a_candidate_d
     assert work.ranked() == ["b", "a"] and work.ratios("b", "a") == [4.0 / 3.0]
 
 
+def test_prompts_that_fail_do_not_put_a_slow_candidate_first_that_is_predicted_on_all_others():
+    fast, slow = {"fast": Sample(2.0)}, {"slow": Sample(0.0, predicted=1.1)}
+    races = [{"fast": Sample(2.0), "slow": Sample(1.1, predicted=1.1)}, {}, {}, {}, slow, fast | slow]
+
+    def measure(prompt, names):
+        if not races:
+            raise KeyboardInterrupt
+        return races.pop(0)
+
+    search = Search({"own": PROMPTS}, {"x": ["fast"], "y": ["slow"]}, measure, 9.0)
+    search.run()
+    assert search.works[0].ranked()[0] == search.leader() == "fast"
+
+
 def test_a_candidate_that_fails_leaves():
     world = SimulatedMachine(FLAT, 0)
     broken = max(world.lengths, key=lambda name: (name.startswith("ngram"), world.lengths[name]))
