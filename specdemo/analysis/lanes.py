@@ -57,8 +57,10 @@ def _predict_lane(plain: LaneTrace, lane: LaneTrace, speed: Estimate | None, tim
 
 def explain(lane: Summary, speed: Estimate | None, times: str = "x") -> str:
     """Explain a lane's speed-up in one sentence, from its summary (core.tally.summarise)."""
-    if speed is None or not lane["steps"]:
+    if speed is None or not (lane["steps"] or lane.get("tokens")):
         return "Too few tokens for an explanation."
+    if not lane["steps"]:  # only a server does not tell them
+        return f"{_opening(speed, times)}; {_accepted(lane, speed) or 'the server does not report its drafts'}."
     cost = round(lane["tokens_per_step"] / speed.value, 2)
     sentence = (
         f"{_opening(speed, times)}: a step takes as long as plain decoding of {cost:.2f} tokens{_drafting(lane, cost)} "

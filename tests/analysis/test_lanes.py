@@ -87,6 +87,13 @@ def test_faster_and_slower_only_where_the_interval_leaves_out_one(speed, words):
     assert explain(lane, speed).startswith(f"{words}: ")
 
 
+def test_a_lane_without_steps_has_no_report_of_its_drafts_or_too_few_tokens():
+    lane = {"tokens_per_step": None, "steps": 0, "tokens": 40}
+    found = "No clear difference (1.05x); the server does not report its drafts."
+    assert explain(lane, Estimate(1.05)) == found
+    assert explain(lane | {"tokens": 0}, Estimate(1.05)) == "Too few tokens for an explanation."
+
+
 def test_hopeless_lane_gets_advice_to_turn_off():
     (entry,) = prediction(trace(("lane", simulated(random.Random(4), [0.05] * 4, 4, 200, c=3.0))))
     assert entry["best_k"] == 0
