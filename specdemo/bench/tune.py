@@ -174,8 +174,8 @@ class Tune(Decoding):
             rows.append({"lane": best, "category": MIXED, "k": k, "speed-up": search.mixed(best), "place": 1})
         remarks = [*_recommendation(search, best), *(_why_not(work) for work in works if not _pays(work))]
         remarks += [*confirmed, *racer.remarks(), *(["Stopped early."] if search.stopped else [])]
-        if unseen := [work.name for work in search.works if not work.ranked()]:
-            remarks.append(f"No time for: {', '.join(unseen)}.")
+        unseen = {one.name: "no usable answer" if one.rounds else "no time" for one in search.works if not one.ranked()}
+        remarks += [f"Not measured: {name}, {why}." for name, why in [*unseen.items()][:9]]
         if not any(map(_pays, works)) and (missing := racer.missing(self.target)):
             remarks.append(f"Published drafters that are not here: {', '.join(missing[:4])}; download one to try it.")
         paying = sorted((work for work in works if _pays(work)), key=lambda work: work.value(work.ranked()[0]))
@@ -279,7 +279,7 @@ def _confirmed(search: Search, again: Search) -> Iterator[str]:
                 f"plain decoding and {geometric_mean(both):.2f}x as fast as {second}."
             )
         else:
-            yield f"{work.name}: not confirmed, because there was no time; give it more minutes."
+            yield f"{work.name}: not confirmed: {'no other prompt worked' if work.rounds else 'there was no time'}."
     if speeds:
         order = over_kinds(ratios)
         words = "both are about equally fast" if abs(order.value - 1.0) < EQUAL else "the order is open"

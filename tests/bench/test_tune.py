@@ -31,6 +31,8 @@ FOURS = {1: 10.0, 2: 9.6, 3: 10.9, 4: 12.0, 5: 16.7, 6: 18.3, 7: 19.9, 8: 19.3, 
 STEEP = {1: 10.0, 2: 19.0, 3: 28.0, 4: 37.0, 8: 73.0}
 KINDS = ("chat", "summary", "edit", "code", "json", "translate")
 PROMPTS = [f"prompt {n}" for n in range(8)]
+NUMBERS = {"tokens_per_s": 9.0, "tokens": 96, "steps": 48, "drafted": 96, "accepted": 48}
+NUMBERS |= {"ms_draft": 1.0, "ms_verify": 9.0, "ms_other": 0.0}
 
 
 class SimulatedMachine:
@@ -405,6 +407,28 @@ def test_a_file_of_prompts_that_do_not_fit_gets_one_line(tmp_path, capsys):
     path.write_text("a " * 2000)
     assert main(["tune", "code", "--prompts", str(path)]) == 2
     assert re.fullmatch("specdemo: the prompt has .* tokens, the limit is .*\n", capsys.readouterr().err)
+
+
+def test_what_was_not_measured_or_confirmed_is_named_with_the_reason():
+    """The kind `bad` has unusable prompts only; so are those of `own` that --confirm uses; time ends before `late`."""
+
+    def measure(prompt, names):
+        clock[0] += 1.0
+        return {} if prompt.startswith("bad") else {name: Sample(1.0, NUMBERS) for name in names}
+
+    clock, lanes = [0.0], {name: Lane(method="ngram", name=name) for name in "ab"}
+    works = {"own": ["good"], "bad": ["bad 0"], "late": ["good"]}
+    search = Search(works, {"x": ["a"], "y": ["b"]}, measure, 2.0, now=lambda: clock[0])
+    search.run()
+    again = search.confirm({"own": ["bad 1"]}, 9.0)
+    again.run()
+    confirmed = [*_confirmed(search, again)]
+    assert confirmed == ["own: not confirmed: no other prompt worked."]
+    idle = SimpleNamespace(lanes=lanes, link=lambda *_: "", environment=dict, remarks=list, missing=lambda _: [])
+    remarks = Tune.build({"target": "code"})._result(search, idle, confirmed).remarks
+    assert remarks[-2:] == ["Not measured: bad, no usable answer.", "Not measured: late, no time."]
+    (late,) = _confirmed(search, search.confirm({"own": ["good"]}, 0.0))
+    assert late == "own: not confirmed: there was no time."
 
 
 def prompts_of(folder, count):
