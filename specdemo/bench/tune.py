@@ -261,7 +261,7 @@ def _why_not(work: KindOfWork) -> str:
     """Explain why nothing pays for a kind of work: what a step costs and yields, the acceptance that breaks even."""
     name = work.ranked()[0]
     speed, numbers = work.speed(name), _totals(work, name)
-    start = "not worth it, the best is" if speed and speed.low else "undecided, give more minutes; the best so far is"
+    start = "no clear gain, the best is" if speed and speed.low else "undecided, give more minutes; the best so far is"
     return f"{work.name}: {start} {name}. {explain(numbers, speed)}"
 
 
