@@ -209,8 +209,9 @@ class Search:
                     runs = self.only is None or name in self.only[work.name]
                     if runs and self.now() < end and number < len(work.prompts):
                         self._keep(work, number, self.race(work, work.prompts[number], [name]))
-                hopeful = any(self._hopeful(work, name) for work in self.works)
-                if not (self.only or hopeful) and len(self._names) > 1:
+                # prompts that failed, such as too long ones, say nothing of a candidate
+                hopeful = [self._hopeful(work, name) for work in self.works if name in work.samples]
+                if hopeful and not (self.only or any(hopeful)) and len(self._names) > 1:
                     break
 
     def _hopeful(self, work: KindOfWork, name: str) -> bool:

@@ -185,6 +185,12 @@ def test_a_candidate_whose_server_fails_is_left_out_and_a_slow_one_ends_early():
     assert world.races < len(PROMPTS) * len(KINDS) * (len(world.names) - 1)
 
 
+def test_on_servers_a_first_prompt_that_fails_does_not_end_a_candidate():
+    world = SimulatedServers(FLAT, 0)
+    search = world.search(600.0, lambda text, names: {} if text[-1] == "0" else world.measure(text, names), world.serve)
+    assert all({*work.samples} == {*world.names} for work in search.works)
+
+
 def test_an_interrupt_while_a_server_starts_keeps_what_is_known():
     world = SimulatedServers(FLAT, 0)
 
