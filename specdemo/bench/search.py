@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from statistics import geometric_mean
 from typing import Any
 
-from specdemo.core.estimate import Estimate, over_kinds, over_repeats
+from specdemo.core.estimate import Estimate, over_kinds
 from specdemo.engine.cost import CostModel
 from specdemo.models.errors import Cancelled
 
@@ -61,7 +61,7 @@ class KindOfWork:
     def speed(self, name: str) -> Estimate | None:
         """Return the measured speed-up of a candidate; None if it did not run."""
         runs = self.runs(name)
-        return over_repeats([run.speed for run in runs]) if runs else None
+        return over_kinds([[run.speed for run in runs]]) if runs else None
 
     def value(self, name: str) -> float:
         """Return the speed-up of a candidate over all prompts where it is measured or predicted; 0 if unknown."""

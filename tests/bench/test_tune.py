@@ -268,6 +268,20 @@ def test_prompts_that_fail_do_not_put_a_slow_candidate_first_that_is_predicted_o
     assert search.works[0].ranked()[0] == search.leader() == "fast"
 
 
+@pytest.mark.parametrize(("speeds", "mean"), [([1.0, 4.0], 2.0), ([1.0, 1.2, 1.44], 1.2)])
+def test_the_speed_up_of_one_kind_of_work_is_that_of_all_work(speeds, mean):
+    rest = [*speeds]
+
+    def measure(prompt, names):
+        if not rest:
+            raise KeyboardInterrupt
+        return {"a": Sample(rest.pop())}
+
+    search = Search({"own": PROMPTS}, {"x": ["a"]}, measure, 9.0)
+    search.run()
+    assert search.works[0].speed("a") == search.mixed("a") and search.mixed("a").value == pytest.approx(mean)
+
+
 def test_a_candidate_that_fails_leaves():
     world = SimulatedMachine(FLAT, 0)
     broken = max(world.lengths, key=lambda name: (name.startswith("ngram"), world.lengths[name]))
