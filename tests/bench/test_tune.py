@@ -254,6 +254,21 @@ def test_predictions_are_scaled_by_runs_and_cover_the_prompts_that_a_candidate_d
     assert work.ranked() == ["b", "a"] and work.ratios("b", "a") == [4.0 / 3.0]
 
 
+def test_prompts_that_fail_do_not_end_a_kind_before_its_answer_is_known():
+    now, speeds = [0.0], Random(0)
+
+    def measure(prompt, names):
+        now[0] += 1.0
+        return {} if prompt == "long" else {"a": Sample(speeds.uniform(1.0, 3.0))}
+
+    search = Search({"own": ["long", "long", "fits", "long"]}, {"x": ["a"]}, measure, 1000.0, now=lambda: now[0])
+    search.run()
+    assert len(search.works[0].runs("a")) == 4 and now[0] < 20.0
+    search = Search({"own": ["long"] * 3}, {"x": ["a"]}, measure, 1000.0, now=lambda: now[0])
+    search.run()
+    assert not search.leader() and now[0] < 40.0
+
+
 def test_prompts_that_fail_do_not_put_a_slow_candidate_first_that_is_predicted_on_all_others():
     fast, slow = {"fast": Sample(2.0)}, {"slow": Sample(0.0, predicted=1.1)}
     races = [{"fast": Sample(2.0), "slow": Sample(1.1, predicted=1.1)}, {}, {}, {}, slow, fast | slow]
