@@ -127,7 +127,7 @@ def bench_report(result: Result) -> str:
     where = ", ".join(filter(None, (environment["device"], threads, environment["dtype"])))
     title = f"{result.suite} | {where} | {conditions(result)}"
     last = map(sentence, filter(None, (best(result), noisy(result))))
-    return "\n".join([title, "", *([table(names, rows), ""] if rows else []), *result.remarks, *last])
+    return "\n".join([title, "", *([table(names, rows), ""] if rows else []), *map(visible, result.remarks), *last])
 
 
 def markdown(result: Result) -> str:

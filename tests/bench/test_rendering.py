@@ -70,6 +70,8 @@ def test_a_result_is_rendered_in_every_form(name, monkeypatch, tmp_path, capsys)
     assert len(table) >= 3 and len({line.replace("\\|", "").count("|") for line in table}) == 1
     assert json.loads(to_json(result), parse_constant=no_constant)["suite"] == name
     assert bench_report(replace(result, rows=[], remarks=["too short"])).endswith("\n\ntoo short")
+    # a kind of work is named by a file of prompts
+    assert "\x1b" not in bench_report(replace(result, remarks=["For \x1b[31mmine decode plainly."]))
     write_result(result, tmp_path / "result.json")
     assert main(["replay", str(tmp_path / "result.json")]) == 0 and capsys.readouterr().out == "\n".join([*report, ""])
     write_page(result, tmp_path / "page.html")
