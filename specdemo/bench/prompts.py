@@ -94,6 +94,7 @@ def _question(path: Path, number: int, line: str) -> tuple[str, str]:
     try:
         read = json.loads(line)
         text, category = read["turns"][0], read["category"]
+        f"{text}{category}".encode()  # half of a surrogate pair is no text
     except (ValueError, KeyError, IndexError, TypeError, RecursionError):
         text = category = None
     if not isinstance(text, str) or not isinstance(category, str) or not text.strip() or not category.strip():

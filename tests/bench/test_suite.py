@@ -118,6 +118,7 @@ def test_sweep_shows_predictions_next_to_measurements(swept):
         ("", "contains no prompts"),
         ("{", "line 1: not a question; it has the form "),
         ('{"category": "a", "turns": []}', "line 1: not a question"),
+        ('{"category": "a", "turns": ["half of a pair: \\ud800"]}', "line 1: not a question"),
         ('{"category": 1, "turns": ["x"]}', "line 1: not a question"),
         ('{"category": "a", "turns": ["x"]}\n7', "line 2: not a question"),
     ],
