@@ -8,7 +8,7 @@ after the final norm.
 
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ from specdemo.core.outputs import make_folder
 from specdemo.kv.cache import SlabCache, cache_argument
 from specdemo.methods.heads.eagle import DECAY, Eagle, EagleHead
 from specdemo.methods.heads.formats.eagle import EagleConvention
+from specdemo.methods.heads.mlp_speculator import MLPSpeculator, Speculator
 from specdemo.methods.heads.runtime import training_columns, unrolled_mask
 from specdemo.methods.pairs import load_target
 from specdemo.models.layers import Rotary, llama_config_like
@@ -46,6 +47,8 @@ BLOCK = 32  # columns by which the cache grows
 HELD_OUT, ROWS = 24, 8  # rows for validation, and per update
 LATER = 100_000  # epochs of a run that goes on have other orders
 LEAST_DISTINCT = 0.45  # share of different sequences of four tokens; rows with fewer repeat themselves
+
+Drafted = Callable[[Tensor, Tensor, float], Iterator[Tensor]]
 
 
 class Template(NamedTuple):
@@ -200,29 +203,16 @@ def untrained_head(target: HFTarget, ids: Tensor, taps: Sequence[int]) -> EagleH
     return head
 
 
-def first_head(
-    target: HFTarget, rows: Sequence[Batch], taps: Sequence[int], start: str | None
-) -> tuple[EagleHead, Tensor]:
-    """Return the head to train, and its draft vocabulary [W]. start: a trained one, which gives both."""
-    if start is None:
-        ids = frequent_tokens(rows, target.vocab_size)
-        return untrained_head(target, ids, taps), ids
-    trained = Eagle.load_trainable(start, target)
-    known, weights = trained.draft_vocab.ids, trained.state_dict()
-    assert known is not None
-    head = untrained_head(target, known, taps)
-    head.load_state_dict({name: weights[name] for name in head.state_dict()})
-    return head, known
-
-
 class DialogueLoss:
-    """Batches and loss of a head. Columns: tokens [R, T], roles [R, T - 1], states [R, T, (taps + 1) H]."""
+    """Loss of a head. Columns: tokens [R, T], roles [R, T - 1], states [R, T, (taps + 1) H].
 
-    def __init__(self, head: EagleHead, target: HFTarget, ids: Tensor) -> None:
-        self.head, self.ids, self.size, self.device = head, ids, target.hidden_size, target.device
+    drafted(tokens, states, dropout) yields the logits of STEPS unrolled steps, of step i [R, T - 2 - i, W].
+    """
+
+    def __init__(self, drafted: Drafted, target: HFTarget, ids: Tensor) -> None:
+        self.drafted, self.ids, self.size = drafted, ids, target.hidden_size
         self.all_rows = target.lm_head.get_parameter("weight").detach().to(matmul_dtype(target.device))
-        self.rows, self.norm = self.all_rows[ids], head.norm or nn.Identity()
-        self.angles = Rotary.of_config(head.config, target.device)
+        self.rows = self.all_rows[ids]
 
     def loss(self, tokens: Tensor, roles: Tensor, states: Tensor) -> Tensor:
         """Return the loss over STEPS unrolled steps."""
@@ -244,38 +234,117 @@ class DialogueLoss:
         return F.linear(states[:, :-1, -self.size :].to(rows.dtype), rows)
 
     def steps(self, tokens: Tensor, roles: Tensor, states: Tensor, dropout: float) -> tuple[Tensor, list[Tensor]]:
-        """Return the loss, and per step i the logits of the draft [R, T - 2 - i, W]."""
-        count = tokens.shape[1] - 2
+        """Return the loss, and the logits of every step."""
         labels = self.of_target(states, self.rows).float().softmax(-1)
         likeliest = labels.argmax(-1, keepdim=True)
         labels.mul_(1.0 - HARD).scatter_add_(-1, likeliest, labels.new_tensor(HARD).expand(likeliest.shape))
-        columns, cache, drafted, total = torch.arange(count), DynamicCache(), [], torch.zeros(())
-        with autocast(self.device):
-            embedded = F.dropout(self.head.embed(tokens[:, 1 : count + 1]), dropout)
-            features = self.head.features(F.dropout(states[:, :count, : -self.size].float(), dropout))
-        for step in range(STEPS):
-            mask = unrolled_mask(columns, step) if step else None
-            new = training_columns(columns[None, step:], self.angles, count, mask, cache)
-            with autocast(self.device):
-                out = self.head(embedded[:, step:], features, new)
-                logits = F.linear(self.norm(out), self.rows)
+        total, found = torch.zeros(()), []
+        for step, logits in enumerate(self.drafted(tokens, states, dropout)):
             wrote = roles[:, step + 1 :] > 0
             total = total + DECAY**step * F.cross_entropy(logits[wrote].float(), labels[:, step + 1 :][wrote])
-            drafted.append(logits)
-            features = self.head.feedback_features(out)[:, :-1]
-        return total, drafted
+            found.append(logits)
+        return total, found
 
 
-def train_dialogues(job: Job) -> None:
-    """Let the target write dialogues, then train an EAGLE-3 head on the states that it had, or go on with one."""
+def eagle_steps(head: EagleHead, target: HFTarget, ids: Tensor) -> Drafted:
+    """Return the unrolled steps of an EAGLE-3 head (its training-time test)."""
+    rows, norm = target.lm_head.get_parameter("weight").detach()[ids], head.norm or nn.Identity()
+    angles, device, size = Rotary.of_config(head.config, target.device), target.device, target.hidden_size
+
+    def drafted(tokens: Tensor, states: Tensor, dropout: float) -> Iterator[Tensor]:
+        count = tokens.shape[1] - 2
+        columns, cache = torch.arange(count), DynamicCache()
+        with autocast(device):
+            embedded = F.dropout(head.embed(tokens[:, 1 : count + 1]), dropout)
+            features = head.features(F.dropout(states[:, :count, :-size].float(), dropout))
+        for step in range(STEPS):
+            mask = unrolled_mask(columns, step) if step else None
+            new = training_columns(columns[None, step:], angles, count, mask, cache)
+            with autocast(device):
+                out = head(embedded[:, step:], features, new)
+                logits = F.linear(norm(out), rows)
+            yield logits
+            features = head.feedback_features(out)[:, :-1]
+
+    return drafted
+
+
+def speculator_steps(head: Speculator, target: HFTarget) -> Drafted:
+    """Return the teacher-forced steps of an MLPSpeculator."""
+    device, size = target.device, target.hidden_size
+
+    def drafted(tokens: Tensor, states: Tensor, dropout: float) -> Iterator[Tensor]:
+        count = tokens.shape[1] - 2
+        state = head.initial_state(F.dropout(states[:, :count, -size:].float(), dropout))
+        for step in range(STEPS):
+            with autocast(device):
+                state, logits = head(state[:, : count - step], tokens[:, step + 1 : count + 1], step)
+            yield logits
+
+    return drafted
+
+
+class Student(NamedTuple):
+    """A head in training."""
+
+    head: nn.Module
+    ids: Tensor  # [W]: its draft vocabulary
+    drafted: Drafted
+    drafter: Callable[[], Eagle | MLPSpeculator]  # with the trained head in bfloat16
+
+
+def eagle(job: Job, target: HFTarget, rows: Sequence[Batch]) -> Student:
+    """Return an EAGLE-3 head: a new one, or `job.start`, whose draft vocabulary it keeps."""
+    taps, weights = job.recipe.plan.taps, {}
+    if job.start is None:
+        ids = frequent_tokens(rows, target.vocab_size)
+    else:
+        trained = Eagle.load_trainable(job.start, target)
+        assert trained.draft_vocab.ids is not None
+        ids, weights = trained.draft_vocab.ids, trained.state_dict()
+    head = untrained_head(target, ids, taps)
+    if weights:
+        head.load_state_dict({name: weights[name] for name in head.state_dict()})
+    return Student(head, ids, eagle_steps(head, target, ids), lambda: Eagle(target, nn.Module.to(head, torch.bfloat16)))
+
+
+def speculator(job: Job, target: HFTarget, rows: Sequence[Batch]) -> Student:
+    """Return a new MLPSpeculator with output rows only for its draft vocabulary."""
+    if job.start:
+        raise ValueError(f"recipe {job.recipe.name!r} starts from scratch; omit --start")
+    ids = frequent_tokens(rows, target.vocab_size)
+    head = MLPSpeculator.fresh(target, STEPS, job.recipe.shape["inner_dim"])
+    output = nn.Linear(head.inner_dim, len(ids), bias=False)
+    with torch.no_grad():  # the main directions of the target's output rows
+        centred = target.lm_head.get_parameter("weight").float()
+        centred = centred - centred.mean(0)
+        found = centred @ torch.linalg.eigh(centred.T @ centred).eigenvectors[:, -head.inner_dim :]
+        found *= head.inner_dim**-0.5 / found.std()
+        head.emb[0].get_parameter("weight").copy_(found)
+        output.weight.copy_(found[ids])
+    head.head = nn.ModuleList([output] * STEPS)
+
+    def drafter() -> MLPSpeculator:
+        every = nn.Linear(head.inner_dim, target.vocab_size, bias=False)
+        with torch.no_grad():
+            every.weight.copy_(output.weight.amin(0) - 1.0)  # states after GELU are hardly ever negative
+            every.weight[ids] = output.weight
+        head.head = nn.ModuleList([every] * STEPS)
+        return MLPSpeculator(target, nn.Module.to(head, torch.bfloat16))
+
+    return Student(head, ids, speculator_steps(head, target), drafter)
+
+
+def train_dialogues(job: Job, student: Callable[[Job, HFTarget, Sequence[Batch]], Student]) -> None:
+    """Let the target write dialogues, then train a head on the states that it had."""
     make_folder(job.out)
     target = load_target(job.target, "float32", str(job.device), None, kernels="transformers")
     assert isinstance(target, HFTarget)
     rows = read_dialogues(job, target)
     held_out, rows = batch_of(rows[:HELD_OUT]), rows[HELD_OUT:]
-    first, ids = first_head(target, rows, job.recipe.plan.taps, job.start)
+    first, ids, drafted, drafter = student(job, target, rows)
     head = nn.Module.float(first).requires_grad_(True)
-    lessons = DialogueLoss(head, target, ids)
+    lessons = DialogueLoss(drafted, target, ids)
     order, rates = (LATER, job.recipe.rates_later) if job.start else (0, 1.0)
 
     def batches(progress: float, step: int) -> Batch:
@@ -284,17 +353,28 @@ def train_dialogues(job: Job) -> None:
         return batch_of([rows[i] for i in shuffled[step % per_epoch * ROWS :][:ROWS]])
 
     evaluate = partial(evaluate_rows, held_out, ROWS, lessons.measure)
-    options: dict[str, Any] = {"micro_tokens": ROWS // 2 * job.recipe.plan.context, "vocab_size": target.vocab_size}
-    schedule = Schedule(job.minutes, muon=0.01, adamw=0.002, warmup_steps=10, decay_from=0.3)
+    options: dict[str, Any] = {"micro_tokens": ROWS // 2 * job.recipe.plan.context, "vocab_size": DRAFT_VOCAB}
+    schedule = Schedule(job.minutes, muon=0.01, adamw=job.recipe.adamw, warmup_steps=10, decay_from=0.3)
     options["schedule"] = schedule.scaled(rates)
     with side_by_side(job) as pool:
         history = job.run(head, batches, lessons.loss, evaluate, pool=pool, **options)
-    Eagle(target, nn.Module.to(head, torch.bfloat16)).save(job.out, HUB_ID)
+    trained = drafter()
+    trained.save(job.out, HUB_ID)
     facts = {"recipe": job.recipe.name, "minutes": job.minutes, "target": job.recipe.text, "threads": job.threads}
     facts |= {"start": Path(job.start).name} if job.start else {}
     numbers = {
-        "parameters": sum(p.numel() for p in head.parameters()),
+        "parameters": sum(p.numel() for p in trained.head.parameters()),
         "dialogue_tokens": sum(int((roles > 0).sum()) for _, roles, _ in rows),
     }
     write_provenance(job.out, history, **facts, **numbers, hardware=device_name(job.device))
-    write_head_card(job.out, "EAGLE-3", job.recipe.text, job.recipe)
+    write_head_card(job.out, trained.title, job.recipe.text, job.recipe)
+
+
+def train_eagle(job: Job) -> None:
+    """Train an EAGLE-3 head on dialogues, or go on with one."""
+    train_dialogues(job, eagle)
+
+
+def train_speculator(job: Job) -> None:
+    """Train an MLPSpeculator on dialogues."""
+    train_dialogues(job, speculator)

@@ -55,6 +55,7 @@ class Recipe:
     parts: int = 1  # per epoch
     dropout: float = 0.0
     later_batch: int = 8192  # tokens, of a run that goes on, on a CPU
+    adamw: float = 0.002  # learning rate of norms, embeddings and output rows of a head
     rates_later: float = 0.5  # factor of the learning rates in a run that goes on
 
     def epochs(self, documents: list[str], tokenizer: Tokenizer, later: bool = False) -> Epochs:

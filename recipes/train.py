@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from recipes.cards import write_attribution, write_head_card
 from recipes.code_corpus import collect_code
 from recipes.corpus import GPT2_WORDS, GrowingWindows, Lessons, byte_tokenizer, train_tokenizer, validation_rows
-from recipes.dialogues import train_dialogues
+from recipes.dialogues import train_eagle, train_speculator
 from recipes.job import RECIPES, Job, side_by_side
 from recipes.llama import (
     agreement,
@@ -293,7 +293,7 @@ def train_jointly(
     return job.run(module, in_turn, both, lambda: evaluate_rows((valid,), rows, measured), vocab_size=size)
 
 
-MAKES = train_target, train_deepened, train_draft, train_other, train_bytes, train_dialogues
+MAKES = train_target, train_deepened, train_draft, train_other, train_bytes, train_eagle, train_speculator
 MAKERS = {make.__name__: make for make in MAKES}
 
 

@@ -1,4 +1,5 @@
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -6,6 +7,7 @@ import torch
 from recipes import dialogues
 from recipes.dialogues import DialogueLoss, Template, untrained_head, varied, write_dialogues
 from specdemo.methods.heads.eagle import Eagle
+from specdemo.methods.heads.mlp_speculator import MLPSpeculator
 from specdemo.models.target import HFTarget
 from specdemo.training import collect
 
@@ -45,43 +47,72 @@ def test_the_states_are_those_of_the_finished_rows(model):
     torch.testing.assert_close(columns["states"].float(), expected, atol=0.02, rtol=0.02)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # of matrix products, by the instructions of the CPU
-def test_a_head_learns_from_dialogues_and_loads_without_output_rows(model, tmp_path, monkeypatch, dtype):
+def job(start=None, **shape):
+    return SimpleNamespace(start=start, recipe=SimpleNamespace(plan=SimpleNamespace(taps=TAPS), shape=shape, name="x"))
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16])  # of matrix products, by the instructions of the CPU
+def learned(request, model, monkeypatch):
+    """Return a function that trains a head on dialogues, and returns its drafter and its draft vocabulary."""
     for module in (dialogues, collect):
-        monkeypatch.setattr(module, "matmul_dtype", lambda device: dtype)
+        monkeypatch.setattr(module, "matmul_dtype", lambda device: request.param)
     monkeypatch.setattr(dialogues, "DROPOUT", 0.0)
     torch.manual_seed(0)
-    target, columns = HFTarget(model), written(model, taps=TAPS)
-    ids = torch.tensor([*range(0, 24, 2), 5])
-    ids = ids.sort().values
-    head = untrained_head(target, ids, TAPS).float().requires_grad_(True)
-    lessons = DialogueLoss(head, target, ids)
+    ids = torch.tensor([*range(0, 24, 2), 5]).sort().values
+    monkeypatch.setattr(dialogues, "frequent_tokens", lambda rows, vocab_size: ids)
+    columns = written(model, taps=TAPS)
     batch = columns["tokens"].long(), columns["roles"], columns["states"]
-    optimizer = torch.optim.Adam(head.parameters(), 0.02)
-    losses = []
-    for _ in range(60):
-        loss = lessons.loss(*batch)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.9 * losses[0]
-    with torch.no_grad():
-        assert 0.0 <= lessons.measure(*batch)["agree_1"] <= 1.0
-    Eagle(target, head.eval().requires_grad_(False)).save(tmp_path, "tiny")
+
+    def learn(student, target):
+        first, ids, drafted, drafter = student
+        head = first.float().requires_grad_(True)
+        lessons = DialogueLoss(drafted, target, ids)
+        optimizer = torch.optim.Adam(head.parameters(), 0.02)
+        losses = []
+        for _ in range(60):
+            loss = lessons.loss(*batch)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        assert losses[-1] < 0.9 * losses[0]
+        with torch.no_grad():
+            assert 0.0 <= lessons.measure(*batch)["agree_1"] <= 1.0
+        return drafter(), ids
+
+    return learn
+
+
+def test_a_head_learns_from_dialogues_and_loads_without_output_rows(model, tmp_path, learned):
+    target = HFTarget(model)
+    drafter, ids = learned(dialogues.eagle(job(), target, []), target)
+    drafter.save(tmp_path, "tiny")
     loaded = Eagle.load_trainable(str(tmp_path), target)
     torch.testing.assert_close(loaded.lm_head.weight, target.lm_head.weight[ids])
     state = torch.randn(1, target.hidden_size)
-    torch.testing.assert_close(loaded.logits(state), target.lm_head(head.norm(state))[:, ids])
+    torch.testing.assert_close(loaded.logits(state), target.lm_head(loaded.norm(state))[:, ids])
+
+
+def test_a_speculator_learns_from_dialogues_and_drafts_only_from_its_vocabulary(model, tmp_path, learned):
+    target = HFTarget(model)
+    drafter, ids = learned(dialogues.speculator(job(inner_dim=16), target, []), target)
+    drafter.save(tmp_path, "tiny")
+    loaded = MLPSpeculator.load_trainable(str(tmp_path), target)
+    assert loaded.head[0].weight.shape == (24, 16)
+    state = loaded.initial_state(torch.randn(50, target.hidden_size))
+    for step, token in enumerate(torch.randint(24, (3, 50))):
+        state, logits = loaded(state, token, step)
+        assert set(logits.argmax(-1).tolist()) <= {*ids.tolist()}
+    with pytest.raises(ValueError, match="starts from scratch; omit --start"):
+        dialogues.speculator(job(str(tmp_path)), target, [])
 
 
 def test_a_run_goes_on_with_the_weights_and_the_draft_vocabulary_of_a_trained_head(model, tmp_path):
-    target, taps = HFTarget(model), list(TAPS)
-    trained = untrained_head(target, torch.arange(1, 24, 2), taps)
+    target = HFTarget(model)
+    trained = untrained_head(target, torch.arange(1, 24, 2), TAPS)
     torch.nn.init.normal_(trained.fc.weight)
     Eagle(target, trained).save(tmp_path, "tiny")
-    rows = [(torch.zeros(8), torch.zeros(7), torch.zeros(8, 1))]  # no token of these decides the vocabulary
-    head, ids = dialogues.first_head(target, rows, taps, str(tmp_path))
+    head, ids, *_ = dialogues.eagle(job(str(tmp_path)), target, [])  # no row decides the vocabulary
     assert ids.tolist() == [*range(1, 24, 2)] and head.lm_head is None
     for name, weight in trained.state_dict().items():
         torch.testing.assert_close(head.state_dict()[name], weight)
