@@ -39,11 +39,13 @@ if TYPE_CHECKING:
 
 RESULTS = "results.json"
 PLAIN, NGRAM, SUFFIX, HEAD, TREE, SKIP = "plain", "n-gram", "suffix", "EAGLE-3", "EAGLE-3 tree", "layer skip"
+MLP = "MLPSpeculator"
 LANES = {
     NGRAM: Lane(method="ngram"),
     SUFFIX: Lane(method="suffix"),
     HEAD: Lane(method="eagle", model="smollm2-eagle-3", k=2, options={"draft": "chain"}),  # as in smollm2-chat
     TREE: Lane(method="eagle", model="smollm2-eagle-3", k=3, options={"nodes": 5}),
+    MLP: Lane(method="mlp_speculator", model="smollm2-mlp-speculator", k=3),
     SKIP: Lane(method="layer_skip", k=2),
 }
 GENERATE, PROMPT_LOOKUP, EARLY_EXIT = (f"transformers: {how}" for how in ("plain", "prompt lookup", "early exit"))
@@ -78,7 +80,7 @@ class Subject:
 
 
 SUBJECTS = {
-    "SmolLM2 135M Instruct, bfloat16": Subject(SMOLLM2, (NGRAM, SUFFIX, HEAD, TREE, SKIP), "bfloat16"),
+    "SmolLM2 135M Instruct, bfloat16": Subject(SMOLLM2, (NGRAM, SUFFIX, HEAD, TREE, MLP, SKIP), "bfloat16"),
     "SmolLM2 135M Instruct, Q4_1": Subject(SMOLLM2_GGUF, (NGRAM, SUFFIX, HEAD)),
     "SmolLM2 135M Instruct, Q4_K_M": Subject("smollm2-q4_k_m.gguf", (NGRAM, SUFFIX, HEAD), file_type=15),
     "SmolLM2 135M Instruct, Q8_0": Subject("smollm2-q8_0.gguf", (NGRAM, SUFFIX, HEAD), file_type=7),

@@ -51,6 +51,7 @@ EMBEDDED = (
     "code-draft",
     "code-eagle-1",
     "smollm2-eagle-3",
+    "smollm2-mlp-speculator",
 )
 
 YAML_BYTES = 1_000_000

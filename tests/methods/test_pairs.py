@@ -20,6 +20,7 @@ from specdemo.presets.files import EMBEDDED, known_drafters, preset, thinking_re
 from tests.models.fake_hub import serve
 
 BYTES = ("stories-bytes", "stories-bytes-heads")  # a separate target and its heads
+OF_SMOLLM2 = {"smollm2-eagle-3": "eagle", "smollm2-mlp-speculator": "mlp_speculator"}
 
 
 @pytest.fixture(scope="module")
@@ -48,13 +49,13 @@ def test_all_that_ships_fits_its_target(stories):
     assert {pair.drafter for pair in pairs if not pair.fits} == {
         "stories-bytes-heads",
         "code-eagle-1",
-        "smollm2-eagle-3",
+        *OF_SMOLLM2,
     }
     # The reader of the file is not given.
     assert all(
         check_pair(stories, name).fits
         for name in EMBEDDED
-        if name not in (*BYTES, "code", "code-eagle-1", "smollm2-eagle-3")
+        if name not in (*BYTES, "code", "code-eagle-1", *OF_SMOLLM2)
     )
     assert "hidden size 128" in check_pair(stories, "stories-bytes-heads").reason
     assert check_pair(load_meta_target("stories-bytes"), "stories-bytes-heads").fits
@@ -68,8 +69,8 @@ def test_mismatched_head_reports_the_reason(narrow):
     assert fits == {"stories-draft-wide", "stories-draft-deep", "stories-draft-other", "code-draft"}
     assert [pair.fits for pair in pairs] == sorted((pair.fits for pair in pairs), reverse=True)
     reasons = [pair.reason for pair in pairs if not pair.fits]
-    assert len(reasons) == 9 and not any("\n" in reason for reason in reasons)
-    assert sum("128" in reason for reason in reasons) == 8
+    assert len(reasons) == 10 and not any("\n" in reason for reason in reasons)
+    assert sum("128" in reason for reason in reasons) == 9
     assert "stories-bytes-heads is for vocabulary 257, the target has 2048; choose the target stories-bytes" in reasons
 
 
@@ -168,10 +169,12 @@ def test_files_of_llama_cpp_are_compared_by_their_vocabularies(smollm2_gguf, smo
     assert capsys.readouterr().out.count("same tokenizer") == 2
     assert main(["doctor", smollm2_gguf]) == 0
     rows = [line.split()[:3] for line in capsys.readouterr().out.splitlines()]
-    assert ["none", "ngram", "fits"] in rows and ["smollm2-eagle-3", "eagle", "fits"] in rows
-    assert check_pair(load_meta_target(smollm2_folder), "smollm2-eagle-3").fits
-    assert check_pair(outline(smollm2_gguf), "smollm2-eagle-3").fits
-    assert ("eagle", "smollm2-eagle-3") in known_drafters(smollm2_folder)  # it ships with a preset of another name
+    assert ["none", "ngram", "fits"] in rows
+    for head, method in OF_SMOLLM2.items():
+        assert [head, method, "fits"] in rows
+        assert check_pair(load_meta_target(smollm2_folder), head).fits
+        assert check_pair(outline(smollm2_gguf), head).fits
+        assert (method, head) in known_drafters(smollm2_folder)  # it ships with a preset of another name
 
 
 def test_what_is_wrong_with_a_head_is_named(tmp_path, capsys):

@@ -109,25 +109,31 @@ def test_output_of_a_folder_is_that_of_transformers(smollm2_folder, folder_targe
         assert written(folder_target, name, prompt, 16) == expected, name
 
 
-def accepted_length(target, prompts, drafter):
+def accepted_length(target, prompts, method, head, options):
     """Return the answers of plain decoding and of a chain of three, and the tokens per pass of the chain."""
-    config, answers, passes = GenerationConfig(20, budget=Budget(3, 3)), {"none": [], "eagle": []}, 0
-    for name, options in (("none", {}), ("eagle", {"model": drafter, "draft": "chain"})):
+    config, answers, passes = GenerationConfig(20, budget=Budget(3, 3)), {"none": [], method: []}, 0
+    for name, given in (("none", {}), (method, {"model": head} | options)):
         for prompt in prompts:
-            events = list(generate(target, load_drafter(name, target, **options), prompt, config))
+            events = list(generate(target, load_drafter(name, target, **given), prompt, config))
             answers[name].append([token for event in events for token in event.emitted[0]])
-            passes += len(events) if name == "eagle" else 0
-    return answers["none"], answers["eagle"], sum(map(len, answers["eagle"])) / passes
+            passes += len(events) if name == method else 0
+    return answers["none"], answers[method], sum(map(len, answers[method])) / passes
 
 
+HEADS = ("eagle", "smollm2-eagle-3", {"draft": "chain"}), ("mlp_speculator", "smollm2-mlp-speculator", {})
+
+
+@pytest.mark.parametrize("head", HEADS, ids=lambda head: head[1])
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.release)])
-def test_the_shipped_head_drafts_for_pytorch_and_for_the_gguf_file(smollm2_folder, folder_target, gguf_target, dtype):
+def test_the_shipped_heads_draft_for_pytorch_and_for_the_gguf_file(
+    smollm2_folder, folder_target, gguf_target, dtype, head
+):
     target = folder_target if dtype == "float32" else load_target(smollm2_folder, dtype=dtype)
     chats = [[{"role": "user", "content": chat}] for chat in CHATS[1:]]
     prompts = [torch.tensor([encode(folder_target.tokenizer, chat, 200)]) for chat in chats]
-    plain, drafted, length = accepted_length(target, prompts, "smollm2-eagle-3")
+    plain, drafted, length = accepted_length(target, prompts, *head)
     assert length > 1.2 and (drafted == plain or not target.same_bits)
-    plain, drafted, other = accepted_length(gguf_target, prompts, "smollm2-eagle-3")
+    plain, drafted, other = accepted_length(gguf_target, prompts, *head)
     assert sum(map(list.__eq__, plain, drafted)) >= len(prompts) - 1  # the others: near-ties
     assert other / length == pytest.approx(1.0, abs=0.05)
 
