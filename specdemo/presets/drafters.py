@@ -109,8 +109,8 @@ def published_drafters(target: str) -> list[PublishedDrafter]:
     listed = [entry for entry in all_published() if base_name(entry.target) == base_name(target)]
     known = {_repository(entry.drafter) for entry in listed}
     own = [entry for entry in _of_presets(target) if _repository(entry.drafter) not in known]
-    others = {entry.drafter: entry for entry in reversed(own)}
-    return sorted([*listed, *others.values()], key=lambda entry: is_gguf(entry.drafter) != is_gguf(target))
+    others = {entry.drafter: entry for entry in reversed(own)}  # the first preset of a drafter counts
+    return sorted([*listed, *reversed(others.values())], key=lambda entry: is_gguf(entry.drafter) != is_gguf(target))
 
 
 def drafts_for(model: str) -> dict[str, list[str]]:
