@@ -248,8 +248,9 @@ class DialogueLoss:
 
 def eagle_steps(head: EagleHead, target: HFTarget, ids: Tensor) -> Drafted:
     """Return the unrolled steps of an EAGLE-3 head (its training-time test)."""
-    rows, norm = target.lm_head.get_parameter("weight").detach()[ids], head.norm or nn.Identity()
     angles, device, size = Rotary.of_config(head.config, target.device), target.device, target.hidden_size
+    rows = target.lm_head.get_parameter("weight").detach()[ids].to(matmul_dtype(device))
+    norm = head.norm or nn.Identity()
 
     def drafted(tokens: Tensor, states: Tensor, dropout: float) -> Iterator[Tensor]:
         count = tokens.shape[1] - 2

@@ -53,9 +53,7 @@ def test_all_that_ships_fits_its_target(stories):
     }
     # The reader of the file is not given.
     assert all(
-        check_pair(stories, name).fits
-        for name in EMBEDDED
-        if name not in (*BYTES, "code", "code-eagle-1", *OF_SMOLLM2)
+        check_pair(stories, name).fits for name in EMBEDDED if name not in (*BYTES, "code", "code-eagle-1", *OF_SMOLLM2)
     )
     assert "hidden size 128" in check_pair(stories, "stories-bytes-heads").reason
     assert check_pair(load_meta_target("stories-bytes"), "stories-bytes-heads").fits
