@@ -30,7 +30,7 @@ from specdemo.servers.process import free_port
 CURVES = 3  # measurements of the costs of passes, because another program may take the cores during one
 LEAST_TOKENS = 8  # a shorter answer says little about speed
 DIFFERENT = ("differs", "text differs")  # verdicts
-PROMPTS = "some prompts"  # in the notes on what is left out
+SOME_PROMPTS = "some prompts"  # in the notes on what is left out
 TOO_WIDE = "a pass over its tree takes longer than plain decoding of all that it can accept"
 
 
@@ -112,11 +112,11 @@ class Racer:
         try:
             trace = self._session.run(self._spec.model_copy(update={"prompt": prompt, "lanes": lanes}), self._stop)
         except ValueError as error:
-            self._notes[PROMPTS] = str(error)
+            self._notes[SOME_PROMPTS] = str(error)
             return {}
         if self._cancelled():
             raise Cancelled("stopped")
-        plain, ran = trace.lanes[0], zip([PROMPTS, *names], trace.lanes, strict=True)
+        plain, ran = trace.lanes[0], zip([SOME_PROMPTS, *names], trace.lanes, strict=True)
         self._notes |= {name: str(lane.note) for name, lane in ran if lane.finish == "error"}
         if plain.finish == "error" or len(plain.token_ids) < LEAST_TOKENS:
             return {}
@@ -171,7 +171,7 @@ class Racer:
     @property
     def failure(self) -> str:
         """Return why the last prompt failed that did; empty if none did."""
-        return self._notes.get(PROMPTS, "")
+        return self._notes.get(SOME_PROMPTS, "")
 
     def remarks(self) -> list[str]:
         """Return how passes run here, what was left out and why, and whether a text differed."""

@@ -101,8 +101,8 @@ class Tune(Decoding):
             offered = {} if self.servers else drafters(self.target, self.drafts, self.download)
             found = racer.usable(offered, self.drafts, report)
             kinds = self.kinds()
-            rich = [name for name, texts in kinds.items() if self.confirm and len(texts) > CONFIRMED]
-            held = {name: kinds[name][-CONFIRMED:] for name in rich}
+            enough = [name for name, texts in kinds.items() if self.confirm and len(texts) > CONFIRMED]
+            held = {name: kinds[name][-CONFIRMED:] for name in enough}
             used = {name: texts[: -CONFIRMED if name in held else None] for name, texts in kinds.items()}
             seconds = 60.0 * self.minutes * (1.0 - CONFIRM_SHARE * bool(held))
             self._check_time(len(found), len(kinds), racer.pass_ms.get(1, 0.0))
