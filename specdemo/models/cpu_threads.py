@@ -10,7 +10,6 @@ import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from math import inf
 from pathlib import Path
 from statistics import median
 
@@ -22,7 +21,6 @@ from specdemo.core.speedup import interpolate
 
 BUSY_CORES = 4  # from this number on, one core is left to the page, the browser and other programs
 MANY_CORES = 1 << 10
-SLOT_COST = 0.03  # expected cost of a further slot in passes over one, where it is not measured
 SLOW_PASSES = 3  # passes in a row that must be slow
 SLOW_RATIO = 1.5  # their time, relative to the median of the passes before
 SLOW_FROM_START = 3.0  # or relative to the measured time: long texts and slow phases of a shared host cost up to 2
@@ -132,18 +130,19 @@ class ThreadLimit:
     def record(self, ms: float, slots: int, used: int, pass_ms: Mapping[int, float]) -> bool:
         """Record a pass with `used` threads. Return True if the limit fell, so that the next passes use fewer.
 
-        pass_ms: slots -> time of a pass of this target (a GGUF file may pay several passes for a wide one); empty: not
-        measured.
+        pass_ms: slots -> time of a pass of this target (a GGUF file may pay several passes for a wide one). Empty: not
+        measured, as outside races. Passes over other numbers of slots, or of another target, would look slow then, so
+        none counts.
         """
-        if used < 2:
+        if used < 2 or not pass_ms:
             return False
         sizes = sorted(pass_ms)
         one, expected = (interpolate(pass_ms, sizes, n) for n in (1, slots))
-        self._costs.append(ms * one / expected if expected else ms / (1.0 + SLOT_COST * (slots - 1)))
+        self._costs.append(ms * one / expected)
         last, before = list(self._costs)[-SLOW_PASSES:], list(self._costs)[:-SLOW_PASSES]
-        slow = SLOW_RATIO * median(before) if len(before) >= SLOW_PASSES else inf
-        if one:  # a disturbance that lasts from the first pass on is in all passes before
-            slow = min(slow, SLOW_FROM_START * one)
+        slow = SLOW_FROM_START * one  # a disturbance that lasts from the first pass on is in all passes before
+        if len(before) >= SLOW_PASSES:
+            slow = min(slow, SLOW_RATIO * median(before))
         if len(last) < SLOW_PASSES or min(last) < slow:
             return False
         self.threads = max(n for n in (*thread_counts(), 1) if n < used)

@@ -191,13 +191,14 @@ def test_threads_respect_the_affinity_and_the_quota(monkeypatch, tmp_path):
 
 def test_slow_passes_lower_the_threads_of_all_lanes(monkeypatch):
     monkeypatch.setattr(cpu_threads, "thread_counts", lambda: (1, 2, 4))
-    limit = ThreadLimit()
-    assert not any(limit.record(10.0 + 0.1 * n, 1 + n % 5, 4, {}) for n in range(20))
-    assert not limit.record(90.0, 1, 4, {})  # one slow pass is an accident
-    assert not any(limit.record(10.0, 1, 4, {}) for _ in range(5))
-    assert [limit.record(30.0, 1, 4, {}) for _ in range(3)] == [False, False, True]
+    limit, flat = ThreadLimit(), {1: 10.0, 5: 10.0}
+    assert not any(limit.record(10.0 + 0.1 * n, 1 + n % 5, 4, flat) for n in range(20))
+    assert not limit.record(90.0, 1, 4, flat)  # one slow pass is an accident
+    assert not any(limit.record(10.0, 1, 4, flat) for _ in range(5))
+    assert [limit.record(20.0, 1, 4, flat) for _ in range(3)] == [False, False, True]
     assert limit.threads == 2
-    assert not any(limit.record(30.0, 1, 1, {}) for _ in range(9))
+    assert not any(limit.record(30.0, 1, 1, flat) for _ in range(9))
+    assert not any(limit.record(10.0 + 90.0 * (n > 5), 1, 4, {}) for n in range(9))  # another target, not measured
     limit.start_run()
     assert limit.threads > 4
 
