@@ -1,25 +1,17 @@
-"""Readers of engines' outputs by kind. Each is a file in this package and a line in CLASSES."""
+"""Readers of engines' outputs by kind. Each is a class in this package and an entry of READERS."""
 
 from pathlib import Path
-from pkgutil import resolve_name
 
 from specdemo.analysis.observation import Observation
+from specdemo.analysis.readers.answers import PrometheusText, ServerAnswer
 from specdemo.analysis.readers.base import Output, OutputReader
+from specdemo.analysis.readers.benchmarks import AIPerf, BenchServe, GuideLLM, ServingTable
+from specdemo.analysis.readers.logs import LlamaCppLog, SGLangLog, SGLangServerInfo, VLLMLog
 from specdemo.core.safe_io import FILE_BYTES, read_bytes
 
-CLASSES = (
-    "specdemo.analysis.readers.benchmarks:BenchServe",
-    "specdemo.analysis.readers.benchmarks:ServingTable",
-    "specdemo.analysis.readers.logs:SGLangServerInfo",
-    "specdemo.analysis.readers.benchmarks:GuideLLM",
-    "specdemo.analysis.readers.benchmarks:AIPerf",
-    "specdemo.analysis.readers.answers:ServerAnswer",
-    "specdemo.analysis.readers.logs:VLLMLog",
-    "specdemo.analysis.readers.logs:SGLangLog",
-    "specdemo.analysis.readers.logs:LlamaCppLog",
-    "specdemo.analysis.readers.answers:PrometheusText",
-)
-READERS: list[OutputReader] = [resolve_name(path)() for path in CLASSES]
+# the first that knows an output reads it
+READERS: list[OutputReader] = [BenchServe(), ServingTable(), SGLangServerInfo(), GuideLLM(), AIPerf(), ServerAnswer()]
+READERS += [VLLMLog(), SGLangLog(), LlamaCppLog(), PrometheusText()]
 
 
 def read_output(text: str, limits: int = FILE_BYTES) -> Observation:

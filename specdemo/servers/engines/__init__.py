@@ -1,29 +1,21 @@
 """The engines by name."""
 
 from collections.abc import Mapping
-from pkgutil import resolve_name
 
 from specdemo.core.suggest import suggest
 from specdemo.servers.counters import ServerStats, parse
 from specdemo.servers.engines.base import ReportingEngine, ServingEngine
+from specdemo.servers.engines.llama_server import LlamaServer
+from specdemo.servers.engines.mlx import MLXLM, MLXVLM
+from specdemo.servers.engines.reporting import FastDeploy, LMStudio, Ollama, OpenAI, RapidMLX, TensorRTLLM
+from specdemo.servers.engines.sglang import SGLang
+from specdemo.servers.engines.vllm import VLLM
 
 DEFAULT = "vllm"
-CLASSES = (
-    "specdemo.servers.engines.vllm:VLLM",
-    "specdemo.servers.engines.sglang:SGLang",
-    "specdemo.servers.engines.llama_server:LlamaServer",
-    "specdemo.servers.engines.mlx:MLXLM",
-    "specdemo.servers.engines.mlx:MLXVLM",
-    "specdemo.servers.engines.reporting:LMStudio",
-    "specdemo.servers.engines.reporting:Ollama",
-    "specdemo.servers.engines.reporting:TensorRTLLM",
-    "specdemo.servers.engines.reporting:RapidMLX",
-    "specdemo.servers.engines.reporting:FastDeploy",
-    "specdemo.servers.engines.reporting:OpenAI",
-)
-_ALL: list[ReportingEngine] = [resolve_name(path)() for path in CLASSES]
-ENGINES = {engine.name: engine for engine in _ALL if isinstance(engine, ServingEngine)}  # that specdemo can start
-READERS = {engine.name: engine for engine in _ALL if not isinstance(engine, ServingEngine)}
+STARTED = VLLM(), SGLang(), LlamaServer(), MLXLM(), MLXVLM()  # engines that specdemo can start
+OTHERS = LMStudio(), Ollama(), TensorRTLLM(), RapidMLX(), FastDeploy(), OpenAI()
+ENGINES: dict[str, ServingEngine] = {engine.name: engine for engine in STARTED}
+READERS: dict[str, ReportingEngine] = {engine.name: engine for engine in OTHERS}
 
 
 def serving_engine(name: str) -> ServingEngine:
