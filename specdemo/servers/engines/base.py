@@ -56,6 +56,8 @@ class ReportingEngine(ABC):
     drafts_with: ClassVar[frozenset[str]] = frozenset()  # methods of an engine that specdemo does not start
     counts_unverified: ClassVar[frozenset[str]] = frozenset()  # methods whose unverified tokens count as draft tokens
     full_draft_cache: ClassVar[str] = ""  # flags that keep the KV cache of the drafter in 16 bits
+    # how a user writes k draft tokens, with {k} or {block} for k + 1, and how to turn speculation off
+    draft_length: ClassVar[tuple[str, str]] = ("", "")
 
     def draft_request(self, model: str, k: int) -> dict[str, object]:
         """Return the fields of a request that drafts with a model; empty if the server decides at its start."""
@@ -64,7 +66,7 @@ class ReportingEngine(ABC):
     def draft_length_setting(self, k: int, method: str = "", drafter: str = "") -> str:
         """Return the flags that make the engine draft k tokens, as a user writes them, or for k = 0 how to turn
         speculation off; an empty text if they are unknown."""
-        return ""
+        return self.draft_length[not k].format(k=k, block=k + 1)
 
     def statistics(self, old: Samples, new: Samples) -> ServerStats | None:
         """Return the statistics between two readings of the metrics, None if they are not of this engine."""

@@ -108,6 +108,7 @@ class LlamaServer(ServingEngine):
     methods: ClassVar = {**DRAFTERS, "synthetic": _synthetic}
     p_min = "--spec-draft-p-min"
     full_draft_cache = "-ctkd f16 -ctvd f16"
+    draft_length = f"{LENGTH} {{k}}", f"omit {TYPE} and --spec-draft-model (in older versions -md)"
     metrics = draft_names(DRAFTS) | {GENERATED}
     request: ClassVar = {"timings_per_token": True}
     generated, running = GENERATED, "llamacpp:requests_processing"
@@ -116,9 +117,6 @@ class LlamaServer(ServingEngine):
         source = _source(config.target, "-m", "-hf")
         own = ["--alias", config.target, "--metrics", "--no-cache-prompt", "--parallel", "1"]
         return [*source, *own, *address_flags(config)[-4:]]
-
-    def draft_length_setting(self, k: int, method: str = "", drafter: str = "") -> str:
-        return f"{LENGTH} {k}" if k else f"omit {TYPE} and --spec-draft-model (in older versions -md)"
 
     def probe(self, path: str) -> Installed | None:
         return _probe(path)

@@ -8,18 +8,18 @@ from specdemo.servers.counters import ServerStats, answer_stats, counts, reporte
 from specdemo.servers.engines.base import ServerConfig, ServingEngine, UnsupportedByEngine, address_flags, model_path
 
 
-def _start(config: ServerConfig) -> Flags:
-    """Return the flags for model, host and port. Raises UnsupportedByEngine for GGUF files."""
-    if config.target.lower().endswith(".gguf"):
-        raise UnsupportedByEngine("MLX runs models in the format of Hugging Face, not GGUF files")
-    return ["--model", model_path(config.target), *address_flags(config)[-4:]]
+class _MLX(ServingEngine):
+    def start(self, config: ServerConfig) -> Flags:
+        if config.target.lower().endswith(".gguf"):
+            raise UnsupportedByEngine("MLX runs models in the format of Hugging Face, not GGUF files")
+        return ["--model", model_path(config.target), *address_flags(config)[-4:]]
 
 
 def _draft_model(model: str | None, k: int, options: MethodOptions) -> Flags:
     return ["--draft-model", str(model), "--num-draft-tokens", str(k)]
 
 
-class MLXLM(ServingEngine):
+class MLXLM(_MLX):
     """mlx-lm's server. It batches no requests with a draft model, and its answers report no drafts."""
 
     name = "mlx-lm"
@@ -28,15 +28,10 @@ class MLXLM(ServingEngine):
     install = "pip install mlx-lm (macOS; on Linux mlx-lm 'mlx[cpu]')"
     methods: ClassVar = {"draft_model": _draft_model}
     unsupported = "mlx-lm drafts with a draft model only"
+    draft_length = "--num-draft-tokens {k}", "omit --draft-model"
 
     def served_name(self, target: str) -> str | None:
         return "default_model"  # the one of the command line; any other name is loaded from the hub
-
-    def start(self, config: ServerConfig) -> Flags:
-        return _start(config)
-
-    def draft_length_setting(self, k: int, method: str = "", drafter: str = "") -> str:
-        return f"--num-draft-tokens {k}" if k else "omit --draft-model"
 
     def draft_request(self, model: str, k: int) -> dict[str, object]:
         return {"draft_model": model, "num_draft_tokens": k}
@@ -51,13 +46,14 @@ def _drafter(kind: str) -> EngineArgs:
     return flags
 
 
-class MLXVLM(ServingEngine):
+class MLXVLM(_MLX):
     """mlx-vlm's server, which also serves models without vision."""
 
     name = "mlx-vlm"
     title = "mlx-vlm"
     program = "mlx_vlm.server"
     install = "pip install mlx-vlm (macOS)"
+    draft_length = "--draft-block-size {block}", "omit --draft-model"
     methods: ClassVar = {
         "eagle": _drafter("eagle3"),
         "mtp": _drafter("mtp"),
@@ -67,12 +63,6 @@ class MLXVLM(ServingEngine):
 
     def served_name(self, target: str) -> str | None:
         return model_path(target)  # another name would be loaded in its place
-
-    def start(self, config: ServerConfig) -> Flags:
-        return _start(config)
-
-    def draft_length_setting(self, k: int, method: str = "", drafter: str = "") -> str:
-        return f"--draft-block-size {k + 1}" if k else "omit --draft-model"
 
     def acceptance(self, chunk: Mapping[str, object]) -> ServerStats | None:
         timings = reported(chunk, "timings")

@@ -15,9 +15,7 @@ class LMStudio(ReportingEngine):
     name = "lmstudio"
     title = "LM Studio"
     drafts_with: ClassVar = frozenset({"draft_model"})
-
-    def draft_length_setting(self, k: int, method: str = "", drafter: str = "") -> str:
-        return f"Max Draft Size {k} in the settings of the model" if k else "set no draft model"
+    draft_length = "Max Draft Size {k} in the settings of the model", "set no draft model"
 
     def draft_request(self, model: str, k: int) -> dict[str, object]:
         return {"draft_model": model}
@@ -37,9 +35,7 @@ class Ollama(ReportingEngine):
     name = "ollama"
     title = "Ollama"
     drafts_with: ClassVar = frozenset({"mtp", "dflash"})
-
-    def draft_length_setting(self, k: int, method: str = "", drafter: str = "") -> str:
-        return f"DRAFT with the drafter in the Modelfile, and draft_num_predict {k}" if k else "draft_num_predict 0"
+    draft_length = "DRAFT with the drafter in the Modelfile, and draft_num_predict {k}", "draft_num_predict 0"
 
 
 class TensorRTLLM(ReportingEngine):
@@ -51,9 +47,7 @@ class TensorRTLLM(ReportingEngine):
     generated, running = "trtllm_generation_tokens", "trtllm_num_requests_running"
     metrics = frozenset({drafted, accepted, generated})
     metrics_path = "/prometheus/metrics"
-
-    def draft_length_setting(self, k: int, method: str = "", drafter: str = "") -> str:
-        return f"max_draft_len: {k} in speculative_config" if k else "omit speculative_config"
+    draft_length = "max_draft_len: {k} in speculative_config", "omit speculative_config"
 
     def statistics(self, old: Samples, new: Samples) -> ServerStats | None:
         drafted, accepted = delta(old, new, self.drafted), delta(old, new, self.accepted)

@@ -9,16 +9,7 @@ from typing import ClassVar
 
 from specdemo.core.trace import Counter
 from specdemo.methods import EngineArgs, Flags, MethodOptions
-from specdemo.servers.counters import (
-    Samples,
-    ServerStats,
-    answer_stats,
-    counts,
-    delta,
-    gauge,
-    listed_counts,
-    reported,
-)
+from specdemo.servers.counters import Samples, ServerStats, answer_stats, counts, delta, gauge, listed_counts, reported
 from specdemo.servers.engines.base import (
     GPU_ONLY,
     ServerConfig,
