@@ -60,8 +60,8 @@ class Device:
     def ms(self, of: Work) -> float:
         """Return the milliseconds of one pass."""
         costs, gpu = self.costs, self.profile.kind == "gpu"
-        read = (of.weight_bytes + of.kv_bytes) / (1e6 * self.profile.bandwidth_gb_per_s.value * costs.bandwidth)
-        multiplied = (of.flop + of.kv_flop) / (1e9 * self.peak * costs.compute)
+        read = of.bytes / (1e6 * self.profile.bandwidth_gb_per_s.value * costs.bandwidth)
+        multiplied = of.flop / (1e9 * self.peak * costs.compute)
         started = 1e-3 * of.operations * costs.operation_us
         worked = max(read, multiplied) if gpu else read + multiplied
         return max(worked, started) if gpu and self.engine == "eager" else worked + started

@@ -21,16 +21,11 @@ MOST_TRIED = 64  # longest draft length to try if the drafter's config contains 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Work of a pass: bytes, operations and launches."""
+    """Work of a pass."""
 
-    weight_bytes: float
-    flop: float  # of the matrix products
-    kv_bytes: float  # of keys, values and states
-    kv_flop: float  # of attention
-    written: float  # new cache entries
-    rows: float  # input tokens
-    operations: float
-    layers: int
+    bytes: float  # read: weights, keys, values and states
+    flop: float  # of matrix products and attention
+    operations: float  # launched
 
 
 def work(
@@ -46,13 +41,10 @@ def work(
     head = shape.head * shape.head_width(dtype_bytes) if output_rows else 0.0
     weights = (shape.dense + expert * shape.touched(rows)) * width + head
     flop = 2.0 * rows * (shape.dense + expert * shape.chosen) + 2.0 * output_rows * shape.head
-    attending = 0.0
     for memory in shape.memory:
         seen = min(context, memory.window) if memory.window else context
-        attending += rows * memory.layers * (memory.operations * seen + 2.0 * memory.state)
-    kv_bytes = batch * shape.kv_bytes(context, dtype_bytes)
-    written = rows * sum(memory.layers * memory.numbers for memory in shape.memory)
-    return Work(weights, flop, kv_bytes, attending, written, rows, shape.operations, shape.layers)
+        flop += rows * memory.layers * (memory.operations * seen + 2.0 * memory.state)
+    return Work(weights + batch * shape.kv_bytes(context, dtype_bytes), flop, shape.operations)
 
 
 @lru_cache(maxsize=1)

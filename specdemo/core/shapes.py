@@ -9,20 +9,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from specdemo.core.suggest import suggest
+from specdemo.core.suggest import short_repr, suggest
 
 CHAIN = 12  # operations of a dense layer with fused projections
 EXPERTS = 6  # extra operations of a layer with experts
 ENDS = 6  # operations before the first layer and after the last
 PLAIN_MLP = ("opt", "gpt2", "gptj", "gpt_neox", "bloom", "falcon", "phi")  # two matrices where others have three
 # bits per weight, including group scales
-STORED = {
-    "gptq": 4.25,
-    "awq": 4.25,
-    "mxfp4": 4.25,
-    "fp8": 8.0,
-    "fbgemm_fp8": 8.0,
-}
+STORED = {"gptq": 4.25, "awq": 4.25, "mxfp4": 4.25, "fp8": 8.0, "fbgemm_fp8": 8.0}
 # bits per weight of bitsandbytes, including its share of the scales (4 bits: double quantisation)
 QUANTIZED_BITS = {"4bit": 4.13, "8bit": 8.03}
 HEADROOM = 1.1  # memory factor for activations, buffers and fragmentation
@@ -131,14 +125,8 @@ def number(config: Config, *names: str, default: int | None = None, low: int = 0
         raise KeyError(name)
     integer = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
     if not integer or not low <= value <= LARGEST:
-        raise ValueError(f"{name} must be a whole number from {low} to {LARGEST:,}, not {_shortened(value)}")
+        raise ValueError(f"{name} must be a whole number from {low} to {LARGEST:,}, not {short_repr(value)}")
     return int(value)
-
-
-def _shortened(value: object) -> str:
-    """Return a value for a message. Python refuses to print an integer of more than 4300 digits."""
-    huge = isinstance(value, int) and value.bit_length() > 64
-    return "a larger number" if huge else f"{value!r:.40}"
 
 
 def _shape(outer_config: Config, config: Config, name: str, bits: float | None) -> Shape:
