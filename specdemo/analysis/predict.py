@@ -7,6 +7,7 @@ compare with.
 """
 
 import json
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache
@@ -193,20 +194,14 @@ class Prediction:
             "per_million": self.per_million(self.best.tokens_per_s.value),
             "sentence": self.sentence,
             "notes": list(self.notes),
-            "rows": [{name: _formatted(getattr(row, name)) for name in ROW} for row in self.rows],
-            "loads": [{name: _formatted(getattr(load, name)) for name in LOAD} for load in self.loads],
+            "rows": [*map(_formatted, self.rows)],
+            "loads": [*map(_formatted, self.loads)],
         }
-
-
-ROW = tuple(field.name for field in fields(Row))
-LOAD = tuple(field.name for field in fields(Gain))
 
 
 def _formatted(value: object) -> object:
-    if isinstance(value, Estimate):
-        return {
-            name: _formatted(part) for name, part in (("value", value.value), ("low", value.low), ("high", value.high))
-        }
+    if isinstance(value, Row | Gain | Estimate):
+        return {one.name: _formatted(getattr(value, one.name)) for one in fields(value) if one.name != "reasons"}
     return round(value, 4) if isinstance(value, float) else value
 
 
@@ -383,13 +378,7 @@ def _break_even_batch(scenario: Scenario, lengths: Sequence[int]) -> int | None:
         return _fastest(replace(scenario, batch=batch), (0, *lengths)) > 0
 
     last = next((batch for batch in BATCHES if not gains(batch)), None)
-    if last is None or last == 1:
-        return last
-    low, high = last // 2, last
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if gains(middle) else (low, middle)
-    return high
+    return last and bisect_left(range(last + 1), True, last // 2 + 1, key=lambda batch: not gains(batch))
 
 
 def _memory_gb(scenario: Scenario) -> float:

@@ -5,7 +5,7 @@ which rounding decides; a large one is a bug. Reading the class needs no torch.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise, takewhile
 from math import comb
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Self
 
 from pydantic import BeforeValidator, Field
 
+from specdemo.analysis.acceptance import solve
 from specdemo.bench.base import Decoding, File, Report, Stop
 from specdemo.bench.prompts import CODE, COPYING, EDITS, PROMPTS, openings, read_questions
 from specdemo.bench.result import Result, Row
@@ -336,15 +337,6 @@ def share_interval(hits: int, count: int) -> tuple[float, float]:
     def at_most(share: float, most: int) -> float:
         return sum(comb(count, n) * share**n * (1.0 - share) ** (count - n) for n in range(most + 1))
 
-    low = 0.0 if not hits else _bisect(lambda share: 1.0 - at_most(share, hits - 1) < tail)
-    high = 1.0 if hits == count else _bisect(lambda share: at_most(share, hits) > tail)
+    low = 0.0 if not hits else solve(lambda share: 1.0 - at_most(share, hits - 1), tail)
+    high = 1.0 if hits == count else solve(lambda share: -at_most(share, hits), -tail)
     return low, high
-
-
-def _bisect(below: Callable[[float], bool]) -> float:
-    """Return the place in [0, 1] where `below` turns from True to False."""
-    low, high = 0.0, 1.0
-    for _ in range(50):
-        middle = (low + high) / 2.0
-        low, high = (middle, high) if below(middle) else (low, middle)
-    return low
