@@ -47,7 +47,7 @@ def _predict_lane(plain: LaneTrace, lane: LaneTrace, speed: Estimate | None, tim
         k = requested_k if isinstance(requested_k, int) else 0
         advice = None if outside or speed is None else DraftLengthAdvice.of(plain.events, lane.events, k)
         if advice is not None and speed is not None and numbers["drafted"]:
-            found = diagnose(_observation(numbers, speed, lane.method, max(k, advice.costs.k)), advice)
+            found = diagnose(observation_of(numbers, lane.method, max(k, advice.costs.k), speed), advice)
             sentence = verdict(found, times, _opening(speed, times))
             costs, best = advice.costs, found.best_k or 0
             speedups = round(costs.speedup(costs.k), 4), round(costs.speedup(best), 4)
@@ -80,13 +80,14 @@ def _opening(speed: Estimate, times: str) -> str:
     return f"{speed.label.capitalize()} ({speed.format(times)})"
 
 
-def _observation(lane: Summary, speed: Estimate, method: str, k: int) -> Observation:
+def observation_of(lane: Summary, method: str, k: int, speed: Estimate | None = None) -> Observation:
+    """Return the facts in the summary of a lane that drafts k tokens with a method."""
     return Observation(
         method=method,
         k=k,
         accepted_length=lane["tokens_per_step"],
         acceptance_rate=lane["acceptance_rate"],
-        drafted_per_step=lane["drafted"] / lane["steps"],
+        drafted_per_step=lane["drafted"] / max(lane["steps"], 1),
         steps=lane["steps"],
         speedup=speed,
     )

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 
 from specdemo.analysis.diagnose import diagnose
-from specdemo.analysis.observation import Observation
+from specdemo.analysis.lanes import Summary, observation_of
 from specdemo.analysis.predict import published
 from specdemo.bench.prompts import OWN
 from specdemo.bench.report import table
@@ -64,14 +64,9 @@ def _cells(tally: Tally) -> list[str]:
 
 def _fault(lane: Lane, total: Tally) -> str:
     """Return what acceptance shows to be wrong; empty for nothing."""
-    numbers = total.numbers()
-    found = {
-        "accepted_length": numbers["tokens_per_step"],
-        "acceptance_rate": numbers["acceptance_rate"],
-        "by_position": tuple(share or 0.0 for share in numbers["accept_by_position"]),  # type: ignore[union-attr]
-        "drafted_per_step": total.drafted / max(total.steps, 1),
-    }
-    one = Observation(method=lane.method, k=K, steps=total.steps, **found)  # type: ignore[arg-type]
+    numbers: Summary = total.numbers()
+    reached = tuple(share or 0.0 for share in numbers["accept_by_position"])
+    one = observation_of(numbers, lane.method, K).changed(by_position=reached)
     causes = [cause for cause in diagnose(one).causes if cause.name in FAULTS]
     return "".join(f"{cause.title}: {cause.evidence}. {cause.advice}" for cause in causes[:1])
 
