@@ -51,10 +51,8 @@ MENDED = (*FAULTS, "draft cache")  # what is changed before anything else is jud
 # A drafter that guesses only frequent tokens still has 1 to 3 % accepted at the first position (the recorded runs with
 # noise on all weights have 1.3 %), and the worst trained ones above 10 %. 200 tokens tell 2 % from 0 with certainty.
 BROKEN_RATE, BROKEN_TOKENS = 0.02, 200.0  # accepted tokens per draft; draft tokens
-WORKING_RATE, CLIFF_TRIALS = (
-    0.3,
-    50.0,
-)  # conditional acceptance before a position at which none is; drafts that reach it
+# conditional acceptance before a position at which none is; drafts that reach it
+WORKING_RATE, CLIFF_TRIALS = 0.3, 50.0
 FEW_DRAFTS, HARDLY_ANY = 0.5, 0.05  # share of the steps with a draft
 THRESHOLD = 0.5  # confidence at which drafts end, if it is unknown
 

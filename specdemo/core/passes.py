@@ -40,10 +40,4 @@ def pass_rows(environment: Mapping[str, object]) -> list[tuple[str, str]]:
     return rows
 
 
-_WORDS = {
-    "kernels": "Engine",
-    "threads": "CPU threads",
-    "dtype": "Weights",
-    "layout": "Layout",
-    "exactness": "Logits",
-}
+_WORDS = {"kernels": "Engine", "threads": "CPU threads", "dtype": "Weights", "layout": "Layout", "exactness": "Logits"}

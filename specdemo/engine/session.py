@@ -37,18 +37,7 @@ Spec = TypeVar("Spec", bound=Comparison)
 
 MOST_LENGTHS = 100
 RUN_SECONDS = 0.5  # for the choice of threads at the start of a run
-TRACE_CONFIG = {
-    "target",
-    "max_new_tokens",
-    "seed",
-    "dtype",
-    "device",
-    "quantization",
-    "chat",
-    "system",
-    "thinking",
-    "grammar",
-}
+TRACE_CONFIG = {*"target max_new_tokens seed dtype device quantization chat system thinking grammar".split()}
 
 
 class Session:

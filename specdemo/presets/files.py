@@ -34,24 +34,10 @@ if TYPE_CHECKING:  # imports torch
 INSTALLED = Path(__file__).parent / "installed"  # location of the presets in a wheel
 FOLDER = INSTALLED if INSTALLED.is_dir() else Path(__file__).parents[2] / "presets"
 DEFAULT = "embedded-draft"
-EMBEDDED = (
-    "stories",
-    "stories-draft-wide",
-    "stories-draft-deep",
-    "stories-draft-other",
-    "stories-medusa",
-    "stories-mlp-speculator",
-    "stories-eagle-1",
-    "stories-eagle-3",
-    "stories-mtp",
-    "stories-dflash",
-    "stories-bytes",
-    "stories-bytes-heads",
-    "code",
-    "code-draft",
-    "code-eagle-1",
-    "smollm2-eagle-3",
-    "smollm2-mlp-speculator",
+EMBEDDED = tuple(
+    "stories stories-draft-wide stories-draft-deep stories-draft-other stories-medusa stories-mlp-speculator "
+    "stories-eagle-1 stories-eagle-3 stories-mtp stories-dflash stories-bytes stories-bytes-heads "
+    "code code-draft code-eagle-1 smollm2-eagle-3 smollm2-mlp-speculator".split()
 )
 
 YAML_BYTES = 1_000_000
