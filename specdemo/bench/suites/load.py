@@ -13,6 +13,7 @@ from typing import Annotated
 
 from pydantic import Field, PlainSerializer
 
+from specdemo.analysis.observation import Observation
 from specdemo.analysis.readers import read_json_output
 from specdemo.analysis.readers.base import number, objects, text_of
 from specdemo.analysis.readers.benchmarks import BenchServe, GuideLLM
@@ -30,17 +31,14 @@ COMPARED = f"Speed-up: {LATENCY} without speculation divided by that with it, at
 @dataclass(frozen=True, slots=True)
 class LoadPoint:
     """Result at one load. load: concurrent requests or requests per second, as in `unit`. per_token: ms.
-    error: half of its 95 % interval, relative to it; None if the file has no spread. k: None if unknown."""
+    error: half of its 95 % interval, relative to it; None if the file has no spread."""
 
     load: float
     unit: str
     per_token: float
     error: float | None
     tokens_per_s: float
-    k: int | None
-    accepted_length: float | None
-    target: str
-    random_prompts: bool
+    run: Observation
 
 
 class Load(Suite):
@@ -64,9 +62,9 @@ class Load(Suite):
         rows += [_row(_lane(one, file), one, plain.get((one.unit, one.load))) for file, one in drafting]
         rows.sort(key=lambda row: (row["unit"], row["load"], row["k"] or 0))
         everything = [*plain.values(), *(one for _, one in drafting)]
-        environment = {"device": ", ".join({one.target: 0 for one in everything}), "threads": None, "dtype": ""}
+        environment = {"device": ", ".join({one.run.target: 0 for one in everything}), "threads": None, "dtype": ""}
         remarks = [*_verdicts(rows), *_warnings(everything), COMPARED]
-        return Result(self.name, 1, self.config(everything[0].target), environment, rows, remarks, self.axis.column)
+        return Result(self.name, 1, self.config(everything[0].run.target), environment, rows, remarks, self.axis.column)
 
 
 def load_points(file: Path) -> list[LoadPoint]:
@@ -80,7 +78,7 @@ def load_points(file: Path) -> list[LoadPoint]:
 
 def _plain_points(file: Path) -> list[LoadPoint]:
     points = load_points(file)
-    if any(one.accepted_length for one in points):
+    if any(one.run.accepted_length for one in points):
         raise ValueError(f"{file} was measured with speculation; give one without it as --plain")
     return points
 
@@ -100,9 +98,7 @@ def _serve_points(data: object) -> Iterator[LoadPoint]:
     deviation = None if None in spread else (spread[0] or 0.0) / length + (spread[1] or 0.0)
     error = _error(deviation, per_token, number(data.get("completed")))
     load, unit = (rate, "requests/s") if rate else (most or 0.0, "concurrent")
-    yield LoadPoint(
-        load, unit, per_token, error, speed, found.k, found.accepted_length, found.target, bool(found.random_prompts)
-    )
+    yield LoadPoint(load, unit, per_token, error, speed, found)
 
 
 def _guidellm_points(data: object) -> Iterator[LoadPoint]:
@@ -124,10 +120,7 @@ def _guidellm_points(data: object) -> Iterator[LoadPoint]:
         concurrency = number(below(benchmark, "metrics", "request_concurrency", "successful", "mean")) or most or 1.0
         error = _error(deviation, seconds, count)
         load, unit = (rate, "requests/s") if rate else (most or 0.0, "concurrent")
-        yield LoadPoint(
-            load, unit, per_token, error, 1000.0 * concurrency / per_token, found.k, found.accepted_length,
-            found.target, bool(found.random_prompts),
-        )  # fmt: skip
+        yield LoadPoint(load, unit, per_token, error, 1000.0 * concurrency / per_token, found)
 
 
 def _error(deviation: float | None, mean: float, count: float | None) -> float | None:
@@ -138,19 +131,19 @@ def _error(deviation: float | None, mean: float, count: float | None) -> float |
 
 
 def _lane(one: LoadPoint, file: Path) -> str:
-    return f"k = {one.k}" if one.k else file.name
+    return f"k = {one.run.k}" if one.run.k else file.name
 
 
 def _row(lane: str, one: LoadPoint, plain: LoadPoint | None) -> Row:
     return {
         "lane": lane,
-        "k": 0 if one is plain else one.k,
+        "k": 0 if one is plain else one.run.k,
         "load": one.load,
         "unit": one.unit,
         "tokens/s": Estimate(one.tokens_per_s),
         LATENCY: _with_error(one.per_token, one.error),
         "speed-up": None if plain is None else _speedup(one, plain),
-        "tokens/pass": one.accepted_length,
+        "tokens/pass": one.run.accepted_length,
     }
 
 
@@ -190,8 +183,8 @@ def _verdict(lanes: Sequence[Row]) -> str:
 
 
 def _warnings(points: Sequence[LoadPoint]) -> Iterator[str]:
-    targets = [*dict.fromkeys(one.target for one in points if one.target)]
+    targets = [*dict.fromkeys(one.run.target for one in points if one.run.target)]
     if len(targets) > 1:
         yield f"The results are of different models: {', '.join(targets)}."
-    if any(one.random_prompts for one in points):
+    if any(one.run.random_prompts for one in points):
         yield "Random prompts: their acceptance says nothing about real ones."
