@@ -255,8 +255,7 @@ class ServerLane(RunningLane):
         return ServerLane(*self._made_from)
 
     def _events(self, cancelled: StopCheck) -> Events:
-        for event, _ in self._stream.events(cancelled):
-            yield event
+        yield from self._stream.events(cancelled)
         self.restarts = self._stream.has_steps
 
 

@@ -37,28 +37,22 @@ def served(preset: Comparison, engine: str, gpus: int = 1) -> Iterator[Served]:
     for place, lane in enumerate((plain, *preset.lanes)):
         server = lane.server or f"http://127.0.0.1:{FIRST_PORT + place}"
         name = f"lane {place}: {lane.method}" if place else "baseline"
-        yield _served(chosen, name, _config(preset, lane, server, gpus))
-
-
-def _config(preset: Comparison, lane: Lane, server: str, gpus: int) -> ServerConfig:
-    return ServerConfig(
-        target=preset.target,
-        address=server,
-        dtype=preset.dtype,
-        quantization=preset.quantization,
-        gpus=gpus,
-        method=lane.method,
-        model=None if lane.model == preset.target else lane.model,  # None: heads inside the target
-        k=lane.budget.depth,
-        options=to_values(lane.parsed),
-    )
-
-
-def _served(engine: ServingEngine, name: str, config: ServerConfig) -> Served:
-    try:
-        return Served(name, config.address, engine.command(config), note=engine.note(config))
-    except UnsupportedByEngine as reason:
-        return Served(name, config.address, [], str(reason))
+        config = ServerConfig(
+            target=preset.target,
+            address=server,
+            dtype=preset.dtype,
+            quantization=preset.quantization,
+            gpus=gpus,
+            method=lane.method,
+            model=None if lane.model == preset.target else lane.model,  # None: heads inside the target
+            k=lane.budget.depth,
+            options=to_values(lane.parsed),
+        )
+        try:
+            found = Served(name, server, chosen.command(config), note=chosen.note(config))
+        except UnsupportedByEngine as reason:
+            found = Served(name, server, [], str(reason))
+        yield found
 
 
 def serve_commands(preset: Preset, engine: str, gpus: int = 1) -> list[str]:

@@ -21,7 +21,7 @@ import httpx
 from pydantic import BaseModel, Field, ValidationError
 
 from specdemo.core.generation import Thinking, template_arguments
-from specdemo.core.trace import MAX_TEXT, LaneTrace, Remote
+from specdemo.core.trace import MAX_TEXT, LaneTrace, Remote, StepEvent
 from specdemo.servers import client
 from specdemo.servers.address import check_listed, host
 from specdemo.servers.client import Client, StatusError, connected
@@ -82,8 +82,8 @@ class RemoteLane:
         self.token_alternatives: list[Alternatives] = []  # of each token of a chat
         self.trace.remote = self._remote = Remote(host(self.server), self.model or "", "")
 
-    def events(self, cancelled: Callable[[], bool]) -> Iterator[Piece]:
-        """Yield every event with the text it added. Raises only RuntimeError, one line, if the server fails or takes
+    def events(self, cancelled: Callable[[], bool]) -> Iterator[StepEvent]:
+        """Yield every event. Raises only RuntimeError, one line, if the server fails or takes
         too long; text that has arrived stays in the trace.
         """
         self.trace.finish = "cancelled"
@@ -97,7 +97,7 @@ class RemoteLane:
                 self.trace.token_ids += ids
                 self.trace.pieces += [*[""] * (len(ids) - 1), text]
                 self.trace.text += text
-                yield event, text
+                yield event
                 if cut:
                     self._note(f"cut off at {MAX_TEXT:,} characters, the limit of a trace")
                     self.trace.finish = "length"
