@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from html import escape
 from pathlib import Path
+from string import Template
 from typing import Any
 
 from specdemo.bench.base import Axis
@@ -27,33 +28,7 @@ KINDS = ("text", "thinking")  # axes whose values are words
 BASELINE = "plain decoding"
 SPEED: Chart = {"suffix": "×", "digits": 2, "level": 1.0, "baseline": BASELINE}
 UI = Path(__file__).parents[1] / "ui"  # scripts and style of the charts
-PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width">
-<title>{title}</title>
-<style>
-:root {{ --body-text-color: #1f2733; --block-background-fill: #fff; --border-color-primary: #d9dfe7 }}
-.dark {{ --body-text-color: #e6ebf2; --block-background-fill: #1b2430; --border-color-primary: #3a4657 }}
-{style}
-body {{ font: 1rem/1.5 system-ui, sans-serif; margin: 1.5rem }}
-body {{ color: var(--body-text-color); background: var(--sd-card) }}
-pre {{ overflow-x: auto }} h2 {{ font-size: 1rem }} .sd-figure {{ max-width: 75rem; height: 400px }}
-</style>
-</head>
-<body>
-<h1>{title}</h1>
-{content}
-<script>
-if (matchMedia("(prefers-color-scheme: dark)").matches) document.body.classList.add("dark");
-{script}
-const options = {options};
-if (options) plot(document.getElementById("chart"), options);
-</script>
-</body>
-</html>
-"""
+PAGE = Path(__file__).with_name("page.html")
 
 
 def chart(result: Result) -> Chart:
@@ -228,4 +203,5 @@ def write_page(result: Result, out: Path) -> None:
     script = "\n".join((UI / name).read_text(encoding="utf-8") for name in ("helpers.js", "chart.js"))
     style = (UI / "chart.css").read_text(encoding="utf-8")
     title = escape(f"specdemo bench {result.suite}")
-    write_text(out, PAGE.format(title=title, style=style, content=content, script=script, options=options))
+    page = Template(PAGE.read_text(encoding="utf-8"))
+    write_text(out, page.substitute(title=title, style=style, content=content, script=script, options=options))
