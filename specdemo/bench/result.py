@@ -6,13 +6,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, FailFast, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, FailFast, Field, TypeAdapter
 from pydantic.dataclasses import dataclass as checked
 
 from specdemo.core.atomic_io import finite, json_text, write_text
 from specdemo.core.estimate import Estimate, fastest
 from specdemo.core.headline import listed
-from specdemo.core.safe_io import FILE_BYTES, JsonObject, check_size, gc_paused, read_limited
+from specdemo.core.safe_io import FILE_BYTES, JsonObject, read_limited, validated
 from specdemo.core.suggest import counted
 from specdemo.presets.files import FOLDER
 
@@ -113,15 +113,7 @@ def recorded_suite(suite: str) -> Result | None:
 
 
 def _parsed(content: str | bytes, bounds: int) -> Result:
-    content = content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content
-    check_size(content, bounds, "a result")
-    try:
-        with gc_paused():
-            stored = _adapter.validate_json(content)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        where = " ".join(".".join(map(str, first["loc"])).split())
-        raise ValueError(f"not a specdemo result: {where[:100] or 'the file'}: {first['msg']}") from None
+    stored = validated(_adapter, content, bounds, "result")
     if stored.axis is not None and not any(stored.axis in row for row in stored.rows):
         raise ValueError(f"not a specdemo result: no row has its axis {stored.axis[:40]!r}")
     rows = [{name: _cell(value) for name, value in row.items()} for row in stored.rows]

@@ -9,9 +9,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
-from typing import Any, Final
+from typing import Any, Final, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
 
 JsonObject = dict[str, Any]
+Value = TypeVar("Value")
 FILE_BYTES: Final = 16_000_000
 PUBLIC_FILE_BYTES: Final = 2_000_000  # of a public page, where parsing blocks the requests of others
 CONFIG_BYTES: Final = 64_000_000  # twice the largest public tokenizer or weight index
@@ -28,6 +31,28 @@ def check_size(text: bytes, limit: int, what: str) -> None:
     """Raise ValueError, one line, for a text of more bytes."""
     if len(text) > limit:
         raise ValueError(f"{what} may hold {limit / 1e6:g} MB at most")
+
+
+def validated(adapter: TypeAdapter[Value], text: str | bytes, limit: int, kind: str) -> Value:
+    """Return a checked value from untrusted JSON of schema 1. kind: trace or result. Raises ValueError, one line."""
+    text = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
+    check_size(text, limit, f"a {kind}")
+    try:
+        with gc_paused():
+            return adapter.validate_json(text)
+    except ValidationError as error:
+        raise ValueError(_reason(error, kind)) from None
+
+
+def _reason(error: ValidationError, kind: str) -> str:
+    if error.error_count() > 1000:  # listing millions of errors would take gigabytes
+        return f"not a specdemo {kind}: {error.error_count():,} fields are wrong"
+    errors = error.errors(include_url=False, include_context=False)
+    schema = next((e for e in errors if e["loc"] == ("schema",)), None)
+    if schema:
+        return f"this {kind} has schema {schema['input']!r:.20}; this version reads schema 1"
+    location = " ".join(".".join(map(str, errors[0]["loc"])).split())  # a key may hold line breaks
+    return f"not a specdemo {kind}: {location[:100] or 'the file'}: {errors[0]['msg']}"
 
 
 @contextmanager

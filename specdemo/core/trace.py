@@ -10,14 +10,13 @@ from itertools import chain, pairwise
 from math import isfinite
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BeforeValidator, ConfigDict, FailFast, Field, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, ConfigDict, FailFast, Field, TypeAdapter
 from pydantic.dataclasses import dataclass as checked
 
 from specdemo.core import noise
 from specdemo.core.estimate import Estimate, Runs, RunTiming, speedup
-from specdemo.core.safe_io import FILE_BYTES, check_size, gc_paused
+from specdemo.core.safe_io import FILE_BYTES, validated
 
-SCHEMA: Final = 1
 LISTS: Final = ("accept_histogram", "accept_by_position")  # the entries of a summary that are lists
 MAX_TEXT = 50_000  # characters of a lane on a server; a public page can open a trace with three such lanes
 UNREPORTED: Final = -2  # id of a draft token that a server counts but does not name
@@ -191,7 +190,7 @@ class RunTrace:
     comparison: Annotated[list[_Compared], _FAST, _SHORT] = field(default_factory=list)
     prompt: str = ""
     vocabulary: dict[str, str] = field(default_factory=dict)
-    schema: Literal[1] = SCHEMA
+    schema: Literal[1] = 1
     notes: _Reasons = field(default_factory=list)  # remarks on the run, one sentence each
 
     def _repr_markdown_(self) -> str:
@@ -209,23 +208,15 @@ def to_json(trace: RunTrace, indent: int | None = None, limits: int = FILE_BYTES
     """Write a trace that `from_json` can read. A trace that exceeds the limits is written without indentation and, if
     needed, without probabilities: `draft_probs`, `target_probs` and `top` are then empty."""
     text = _adapter.dump_json(trace, indent=indent)
-    if indent is not None and not _fits(text, limits):
+    if indent is not None and len(text) > limits:
         text = _adapter.dump_json(trace)
-    if not _fits(text, limits):
+    if len(text) > limits:
         lanes = [
             replace(ln, events=without_probabilities(ln.events), repeats=[*map(without_probabilities, ln.repeats)])
             for ln in trace.lanes
         ]
         text = _adapter.dump_json(replace(trace, lanes=lanes))
     return text.decode()
-
-
-def _fits(text: bytes, limits: int) -> bool:
-    try:
-        check_size(text, limits, "a trace")
-    except ValueError:
-        return False
-    return True
 
 
 def without_probabilities(events: Iterable[StepEvent]) -> list[StepEvent]:
@@ -243,13 +234,7 @@ def _with_probabilities(event: StepEvent) -> StepEvent:
 
 def from_json(text: str | bytes, limits: int = FILE_BYTES) -> RunTrace:
     """Parse and validate a trace. Raises ValueError with one line."""
-    text = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
-    check_size(text, limits, "a trace")
-    try:
-        with gc_paused():
-            trace = _adapter.validate_json(text)
-    except ValidationError as error:
-        raise ValueError(_reason(error)) from None
+    trace = validated(_adapter, text, limits, "trace")
     if not trace.lanes:
         raise ValueError("not a specdemo trace: it has no lanes")
     if len({len(lane.repeats) for lane in trace.lanes}) > 1:
@@ -286,17 +271,6 @@ def _correct_comparison(trace: RunTrace) -> None:
         value = row.get("speedup")
         if "speedup_low" not in row and isinstance(value, int | float):
             row.update(_interval_fields(trace.lanes[0], lane, value, trace.schedule))
-
-
-def _reason(error: ValidationError) -> str:
-    if error.error_count() > 1000:  # listing millions of errors would take gigabytes
-        return f"not a specdemo trace: {error.error_count():,} fields are wrong"
-    errors = error.errors(include_url=False, include_context=False)
-    schema = next((e for e in errors if e["loc"] == ("schema",)), None)
-    if schema:
-        return f"this trace has schema {schema['input']!r:.20}; this version reads schema {SCHEMA}"
-    location = " ".join(".".join(map(str, errors[0]["loc"])).split())  # a key may hold line breaks
-    return f"not a specdemo trace: {location[:100] or 'the file'}: {errors[0]['msg']}"
 
 
 def _problems(lane: LaneTrace) -> Iterator[str]:
