@@ -5,9 +5,9 @@ shows a table that is redrawn, other outputs one line per reading. No request fo
 import asyncio
 import os
 from collections import deque
-from collections.abc import AsyncGenerator
-from contextlib import aclosing, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
+from itertools import count
 from statistics import fmean
 from time import monotonic
 from typing import NamedTuple
@@ -125,19 +125,6 @@ class Watch:
         return found.sentence
 
 
-async def watched(watch: Watch, every_s: float, key: str | None) -> AsyncGenerator[Watch, None]:
-    """Read the metrics every `every_s` seconds, and yield the watch after each reading. key: of the server.
-
-    Raises ValueError as `read` does.
-    """
-    async with connected(watch.server, key) as client:
-        while True:
-            began = monotonic()
-            await read(watch, client)
-            yield watch
-            await asyncio.sleep(max(0.0, every_s - (monotonic() - began)))
-
-
 async def read(watch: Watch, client: Client) -> None:
     """Read the metrics once. Raises ValueError, one line, if the server has none; a later reading that fails is left
     out."""
@@ -162,17 +149,18 @@ def show_live(watch: Watch, every_s: float, readings: int, as_json: bool) -> Non
     drawn = Live(console=console, auto_refresh=False) if console.is_terminal and not as_json else None
 
     async def follow() -> None:
-        async with aclosing(watched(watch, every_s, os.environ.get(KEY))) as updates:
-            count = 0
-            async for _ in updates:
-                count += 1
+        async with connected(watch.server, os.environ.get(KEY)) as client:
+            for number in count(1):
+                began = monotonic()
+                await read(watch, client)
                 if drawn is not None:
                     drawn.update(Group(table(watch), watch.sentence()), refresh=True)
-                elif watch.rows and count > 1:
+                elif watch.rows and number > 1:
                     row = watch.rows[-1]
                     print(json_text(finite(row)) if as_json else line(row), flush=True)
-                if count == readings:
+                if number == readings:
                     return
+                await asyncio.sleep(max(0.0, every_s - (monotonic() - began)))
 
     with drawn or nullcontext(), suppress(KeyboardInterrupt):  # Ctrl-C is the usual end
         asyncio.run(follow())
