@@ -75,6 +75,7 @@ class OutputTotals:
     seconds: float = 0.0
     speeds: list[float] = field(default_factory=list)  # of equal intervals
     batches: list[float] = field(default_factory=list)
+    k: int = 0  # longest draft length of a request; 0: unknown
 
     def add(
         self,

@@ -136,19 +136,17 @@ class GuideLLM(OutputReader):
         latency = number(below(first, "metrics", "inter_token_latency_ms", "successful", "mean"))
         concurrency = number(below(first, "metrics", "request_concurrency", "successful", "mean"))
         totals = OutputTotals(speeds=[1000.0 / latency] if latency else [], batches=[concurrency or 0.0])
-        k = 0
         for request in objects(below(first, "requests", "successful")):
             drafts = next(found_below(request, "speculative_decoding"), {})
             tokens = number(request.get("output_tokens"))
             after_first = max(tokens - 1.0, 0.0) if tokens else None
-            k = max(k, count(drafts.get("num_spec_tokens")) or 0)
             _add_drafts(totals, drafts, after_first)
         prompts = str(below(data, "args", "data"))[:2000]
         return Observation(
             engine="vllm" if totals.steps else "",
             source=self.title,
             target=text_of(below(data, "args", "model")) or text_of(below(first, "config", "backend", "model")),
-            k=k or None,
+            k=totals.k or None,
             random_prompts=True if "prompt_tokens" in prompts else None,  # synthetic data
             **totals.values(),
         )
@@ -163,7 +161,7 @@ class AIPerf(OutputReader):
     title = "AIPerf profile_export.jsonl"
 
     def read(self, output: Output) -> Observation | None:
-        totals, engine, k, found = OutputTotals(), "", 0, False
+        totals, engine, found = OutputTotals(), "", False
         for line in output.text.splitlines():
             record = output.parse(line) if line.startswith("{") and RECORD in line else None
             if not isinstance(record, Mapping) or not {"metadata", "metrics"} <= record.keys():
@@ -176,11 +174,10 @@ class AIPerf(OutputReader):
             drafts = record.get("spec_decode_acceptance")
             if isinstance(drafts, Mapping):
                 engine = text_of(drafts.get("engine")) or engine
-                k = max(k, count(drafts.get("num_spec_tokens")) or 0)
                 _add_drafts(totals, drafts, after_first)
         if not found:
             return None
-        return Observation(engine=engine, source=self.title, k=k or None, **totals.values())
+        return Observation(engine=engine, source=self.title, k=totals.k or None, **totals.values())
 
 
 def _metric(record: Mapping[object, object], name: str) -> float | None:
@@ -189,6 +186,7 @@ def _metric(record: Mapping[object, object], name: str) -> float | None:
 
 def _add_drafts(totals: OutputTotals, drafts: Mapping[str, object], tokens: float | None) -> None:
     """Add the drafts of a request: their histogram, a list or an object by number of accepted tokens, else totals."""
+    totals.k = max(totals.k, count(drafts.get("num_spec_tokens")) or 0)
     bars, drafted = drafts.get("acceptance_histogram"), number(drafts.get("num_draft_tokens")) or 0.0
     accepted, steps = number(drafts.get("num_accepted_draft_tokens")), number(drafts.get("num_spec_steps"))
     if isinstance(bars, Mapping):
