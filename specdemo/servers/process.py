@@ -125,10 +125,7 @@ class Server:
         """Wait until the server answers; return the seconds. Raises ValueError, one line, with the end of its log."""
         start = time.monotonic()
         while (seconds := time.monotonic() - start) < LOADING_S:
-            if self.process.poll() is not None:
-                raise ValueError(
-                    f"{self.program} exited while loading: {' / '.join(self._tail()) or 'its log is empty'}"
-                )
+            self.check_runs()
             if _answers(self.address):
                 return seconds
             report(f"{seconds:.0f} s: {_shortened(next(reversed(self._tail()), 'starting'))}")

@@ -106,7 +106,7 @@ def test_sglang_is_looked_up_in_the_python_on_the_path(code, monkeypatch, tmp_pa
 def test_an_engine_that_does_not_start_is_quoted(engine, monkeypatch, capsys):
     monkeypatch.setenv("BROKEN", "1")
     assert main(["run", "embedded-draft", "--engine", "vllm", "--command", str(engine)]) == 2
-    assert capsys.readouterr().err.endswith("exited while loading: no such architecture\n")
+    assert capsys.readouterr().err.endswith("exited; the end of its log: no such architecture\n")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no such signals")
