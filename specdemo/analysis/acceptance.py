@@ -206,14 +206,14 @@ def solve(rising: Callable[[float], float], value: float) -> float:
     return high
 
 
-def of_lengths(lengths: Mapping[int, float], rates: Sequence[float] = ()) -> Acceptance:
+def of_lengths(lengths: Mapping[int, float]) -> Acceptance:
     """Return the acceptance of runs of one drafter at several draft lengths, from their mean accepted lengths by k.
 
-    rates: conditional acceptance rates by position, if known. Otherwise the mean accepted length grows from k - 1 to k
-    by the probability that all k draft tokens are accepted; positions without a length of their own share one rate.
+    The mean accepted length grows from k - 1 to k by the probability that all k draft tokens are accepted; positions
+    without a length of their own share one rate.
     """
-    found, before, reached, tokens = list(rates), 0, 1.0, 1.0
-    for k, length in sorted(lengths.items()) if not rates else ():
+    found, before, reached, tokens = list[float](), 0, 1.0, 1.0
+    for k, length in sorted(lengths.items()):
         gap = k - before
         gained = (length - tokens) / reached if reached else 0.0
         found += from_mean(1.0 + min(max(gained, 0.0), gap), gap).rates

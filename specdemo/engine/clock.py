@@ -9,7 +9,6 @@ the cores are marked where the system counts that (Linux).
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Protocol
 
 import torch
 
@@ -20,24 +19,12 @@ WAITED_SHARE = 0.05  # of a step's time, from which on the step is marked; in qu
 ThreadTimes = Mapping[str, tuple[float, float]]  # thread -> milliseconds that it ran and that it waited
 
 
-class Stopwatch(Protocol):
-    """Protocol of a stopwatch."""
-
-    wall_ms: float | None  # wall time of the last step; None if it is not comparable
-    waited_ms: float | None  # time that the last step lost because other programs took the cores, if it is marked
-
-    def start(self) -> None:
-        """Start a step."""
-
-    def lap(self, name: str) -> None:
-        """Record the time since the last lap as `name`; laps of one name add up."""
-
-    def read(self) -> dict[str, float]:
-        """End the step. Return milliseconds per name, in the order of the laps."""
-
-
 class CpuStopwatch:
-    """Stopwatch on CPU clocks."""
+    """Stopwatch on CPU clocks.
+
+    wall_ms: wall time of the last step; None if it is not comparable. waited_ms: time that the last step lost because
+    other programs took the cores, if it is marked.
+    """
 
     def __init__(
         self,
@@ -55,17 +42,20 @@ class CpuStopwatch:
         self._ms: dict[str, float] = {}
 
     def start(self) -> None:
+        """Start a step."""
         self._ms = {}
         self._before = self._threads() if self._threads else {}
         self._wall_start = self._wall() if self._wall else 0.0
         self._last = self._now()
 
     def lap(self, name: str) -> None:
+        """Record the time since the last lap as `name`; laps of one name add up."""
         now = self._now()
         self._ms[name] = self._ms.get(name, 0.0) + (now - self._last) * 1000.0
         self._last = now
 
     def read(self) -> dict[str, float]:
+        """End the step. Return milliseconds per name, in the order of the laps."""
         if self._wall:
             self.wall_ms = round((self._wall() - self._wall_start) * 1000.0, 4)
         if self._threads:
@@ -115,6 +105,9 @@ class CudaStopwatch:
         for name, before, after in zip(self._names, self._events, self._events[1:], strict=False):
             ms[name] = ms.get(name, 0.0) + before.elapsed_time(after)
         return {name: round(value, 4) for name, value in ms.items()}
+
+
+Stopwatch = CpuStopwatch | CudaStopwatch
 
 
 def stopwatch_for(device: torch.device, wall_time: bool = False) -> Stopwatch:
