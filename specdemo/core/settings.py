@@ -107,6 +107,7 @@ def setting(
     metadata = {
         "strict": True,
         "json_schema_extra": lambda schema: schema.update(setting=declared),
+        "setting": declared,
         "ge": low,
         "le": high,
     }
@@ -119,9 +120,8 @@ def setting(
 
 def declared_by(default: Any) -> Setting:
     """Return the declaration of which `setting` made a default."""
-    schema: dict[str, Setting] = {}
-    default.metadata["json_schema_extra"](schema)
-    return schema["setting"]
+    declared: Setting = default.metadata["setting"]
+    return declared
 
 
 class BaseOptions(BaseModel):
