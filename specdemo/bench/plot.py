@@ -55,15 +55,6 @@ def chart(result: Result) -> Chart:
     return _labelled(head, SPEED | drawn)
 
 
-def _complete(result: Result, over: str, estimates: Sequence[str], what: str) -> list[Row]:
-    """Return the rows with a lane, a number `over` and these estimates. Raises ValueError if there are none."""
-    rows = [row for row in result.rows if isinstance(row.get("lane"), str) and _is_number(row.get(over))]
-    rows = [row for row in rows if all(isinstance(row.get(name), Estimate) for name in estimates)]
-    if not rows:
-        raise ValueError(f"suite {result.suite} has no {what}; there is nothing to draw")
-    return rows
-
-
 def _labelled(title: str, drawn: Chart) -> Chart:
     """Add the title, and a description for screen readers: the numbers are in a table below the chart."""
     parts = [line["name"] for line in drawn.get("lines", ())] + [group["name"] for group in drawn.get("groups", ())]
@@ -130,7 +121,10 @@ def _bar(row: Row, series: int) -> Chart:
 def _frontier(result: Result) -> Chart:
     """Return one curve per lane over the loads: further left is lower latency, further up is higher throughput."""
     over = result.axis or ""
-    rows = _complete(result, over, ("tokens/s", LATENCY, "speed-up"), "load points")
+    rows = [row for row in result.rows if isinstance(row.get("lane"), str) and _is_number(row.get(over))]
+    rows = [row for row in rows if all(isinstance(row.get(n), Estimate) for n in ("tokens/s", LATENCY, "speed-up"))]
+    if not rows:
+        raise ValueError(f"suite {result.suite} has no load points; there is nothing to draw")
     lines = []
     for number, lane in enumerate(_lanes(rows), start=SERIES - 1):
         own = [row for row in rows if row["lane"] == lane]

@@ -250,10 +250,7 @@ class _Link:
             f"rule{suffix}.", of_rule, lambda texts: accept_rule(lane.acceptance, {**lane.acceptance_options, **texts})
         )
         lane = lane.model_copy(
-            update={
-                "options": {**lane.options, **options},
-                "acceptance_options": {**lane.acceptance_options, **rule},
-            }
+            update={"options": {**lane.options, **options}, "acceptance_options": {**lane.acceptance_options, **rule}}
         )
         try:
             return lane if lane == reference else lane.validated()
