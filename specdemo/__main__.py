@@ -26,7 +26,7 @@ try:  # these imports take a second
     from specdemo import __version__
     from specdemo.bench.check_server import ServerCheck
     from specdemo.bench.command import AS_JSON, FORCE, More, add_command, bench, progress_bar, reports_to
-    from specdemo.bench.result import Result, read_result, to_json, write_result
+    from specdemo.bench.result import read_result, to_json, write_result
     from specdemo.bench.tune import Tune, best_rows
     from specdemo.core.atomic_io import json_text
     from specdemo.core.outputs import check_output
@@ -177,8 +177,7 @@ def run(
 
     from specdemo.presets.recorded import save_trace
 
-    if out is not None:
-        check_output(out, force)
+    check_output(out, force)
     if engine and server:
         raise ValueError("--engine and --server exclude each other; give one of them")
     with ExitStack() as running:
@@ -194,6 +193,7 @@ def run(
 @_command()
 def replay(trace: Path = _argument("TRACE", "A trace that `run --out` or the page wrote.")) -> None:
     """Print a stored run or result again. Reads traces, and results of `bench` and `tune`; needs no model."""
+    from specdemo.bench.report import bench_report
     from specdemo.presets.recorded import load_trace
 
     try:
@@ -202,7 +202,7 @@ def replay(trace: Path = _argument("TRACE", "A trace that `run --out` or the pag
         if not trace.is_file():
             raise
         try:
-            _show_tuned(read_result(trace))
+            print(bench_report(best_rows(read_result(trace))))
         except ValueError as other:
             raise ValueError(f"{trace}: {other}; {str(error).removeprefix(f'{trace}: ')}") from None
 
@@ -218,8 +218,9 @@ def tune(
     """Find the speculation that pays for a model. Races drafting methods and draft lengths on this machine or on an
     engine's servers, on prompts of six kinds of work, and prints the best with the settings to copy. Ctrl-C prints what
     is known."""
-    if out is not None:
-        check_output(out, force)
+    from specdemo.bench.report import bench_report
+
+    check_output(out, force)
     chosen = Tune.build({"target": target, **given})
     with progress_bar(1.0, "{l_bar}{bar}| {elapsed}") as bar:
         result = chosen.run(reports_to(bar), lambda: False)
@@ -227,7 +228,7 @@ def tune(
         from specdemo.bench.candidates import shareable
 
         write_result(shareable(result, (target, *chosen.drafts)), out)
-    print(to_json(result)) if as_json else _show_tuned(result)
+    print(to_json(result) if as_json else bench_report(best_rows(result)))
 
 
 @_command({ServerCheck: [name for name in settings(ServerCheck) if name != "repeats"]})
@@ -243,7 +244,6 @@ def check_server(
     rounding."""
     from specdemo.bench.check_server import LOSSLESS, without_identical
     from specdemo.bench.report import bench_report
-    from specdemo.bench.result import to_json
 
     if len(servers) > 2:
         raise ValueError(f"check-server takes one or two addresses, not {len(servers)}")
@@ -290,8 +290,7 @@ def profile(
     from specdemo.analysis.profiles import write_profile
     from specdemo.bench.device import measure_profile, profile_report
 
-    if out is not None:
-        check_output(out, force)
+    check_output(out, force)
     with progress_bar(1.0, "{l_bar}{bar}| {elapsed}") as bar:
         measured = measure_profile(device, name, reports_to(bar))
     print(measured.model_dump_json(indent=1, exclude_none=True) if as_json else profile_report(measured))
@@ -671,12 +670,6 @@ def _show(trace: "RunTrace") -> None:
     from specdemo.bench.report import race_report, texts
 
     print(texts(trace), race_report(trace), sep="\n\n")
-
-
-def _show_tuned(result: Result) -> None:
-    from specdemo.bench.report import bench_report
-
-    print(bench_report(best_rows(result)))
 
 
 def _method(name: str) -> dict[str, object]:

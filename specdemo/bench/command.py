@@ -132,8 +132,7 @@ def _subcommand(name: str) -> TyperCommand:
         from specdemo.bench.result import to_json, write_result
 
         for path in (out, html):
-            if path is not None:
-                check_output(path, force)
+            check_output(path, force)
         if isinstance(folder := getattr(chosen, "folder", None), Path):
             check_output_folder(folder, force)
         with progress_bar(1.0, "{l_bar}{bar}| {elapsed}") as bar:

@@ -24,11 +24,13 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or system or "~/.cache").expanduser() / "specdemo"
 
 
-def check_output(path: str | Path, force: bool = False) -> None:
-    """Raise ValueError unless `path` can be written and is new, empty or written by specdemo.
+def check_output(path: str | Path | None, force: bool = False) -> None:
+    """Raise ValueError unless `path` can be written and is new, empty or written by specdemo. None: nothing is written.
 
     force: overwrite any file.
     """
+    if path is None:
+        return
     path = Path(path)
     check_writable(path)
     if force or not path.is_file() or not path.stat().st_size:

@@ -126,8 +126,7 @@ def run(
 
     changes = overrides if prompt is None else {**overrides, "prompt": prompt}
     spec = comparison(preset_id, changes)
-    if out is not None:
-        check_output(out, force)
+    check_output(out, force)
     trace = session().run(spec)
     if out is not None:
         save_trace(trace, out)
