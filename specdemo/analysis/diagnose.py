@@ -16,6 +16,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from math import ceil, inf, sqrt
+from pathlib import Path
+from typing import Any
 
 from specdemo.analysis.costs import cost_model, ratios, step_costs, target_shape
 from specdemo.analysis.observation import TOLERANCE, Observation, complete
@@ -28,6 +30,7 @@ from specdemo.core.speedup import break_even_rate
 from specdemo.core.suggest import counted, program
 from specdemo.engine.cost import MAX_K, CostModel, DraftLengthAdvice
 from specdemo.presets.drafters import RULES, base_name, published_drafters
+from specdemo.presets.files import read_yaml
 from specdemo.servers.engines import engines
 
 # A healthy step. Acceptance: the default of predictions. Drafting: a draft model of a tenth of the target's size, as
@@ -56,24 +59,20 @@ WORKING_RATE, CLIFF_TRIALS = 0.3, 50.0
 FEW_DRAFTS, HARDLY_ANY = 0.5, 0.05  # share of the steps with a draft
 THRESHOLD = 0.5  # confidence at which drafts end, if it is unknown
 
-REPEATS = "Use it for text that repeats its prompt, such as edits and summaries"
-LOOKUPS = "A lookup drafts only where the text repeats itself."
-TITLES: dict[str, tuple[str, str]] = {  # as a cause and as the bottleneck of a fast run
-    "acceptance": ("the acceptance rate is too low for the cost of the draft", "the acceptance rate"),
-    "thinking": ("the drafter was trained for the other thinking mode", "the thinking mode"),
-    "random prompts": ("the prompts are random tokens, which no drafter predicts", "random prompts"),
-    "broken drafter": ("almost no draft token is accepted, as if the drafter were broken", "a broken drafter"),
-    "draft cache": ("the KV cache of the drafter is quantised", "the quantised KV cache of the drafter"),
-    "few drafts": ("most steps have no draft", "steps without a draft"),
-    "later positions": ("no draft token is accepted after the first few positions", "the later draft positions"),
-    "confidence threshold": ("drafts end early", "drafts that end early"),
-    "drafting": ("drafting is too slow", "drafting"),
-    "verification": ("verifying several tokens costs much more than one", "the wider pass"),
-    "batch size": ("the batch is too large for speculation", "the batch size"),
-    "experts": ("verification reads more experts", "the experts of the wider pass"),
-    "overhead": ("overhead of the engine in every step", "engine overhead"),
-    "memory": ("weights or caches do not fit into the device's memory", "memory"),
-}
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """Words for a cause, see causes.yaml."""
+
+    title: str
+    bottleneck: str
+    evidence: str
+    advice: str
+    lookup: str = ""
+
+
+_TEXTS: Any = read_yaml(Path(__file__).with_name("causes.yaml"))
+WORDS = {name: Words(**texts) for name, texts in _TEXTS.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +222,7 @@ def _order(causes: Iterable[Cause], fit: "_Fit") -> list[Cause]:
 
     found = sorted(causes, key=rank)
     named = ("draft length", *COUNTED, *FAULTS)
-    return [one if not pays or one.name in named else replace(one, title=TITLES[one.name][1]) for one in found]
+    return [one if not pays or one.name in named else replace(one, title=WORDS[one.name].bottleneck) for one in found]
 
 
 def _measured(observation: Observation, model: CostModel) -> "_Fit":
@@ -273,8 +272,10 @@ class _Fit:
         for name, fixed in self._fixed():
             factor = fixed.speedup(_best_drafting(fixed, longest)) / (as_it_is if name == "later positions" else best)
             if name in (*FAULTS, "later positions") or factor >= SMALLEST_GAIN or self._hardly_drafts(name):
-                title = self._title(name)
-                yield Cause(name, title, max(factor, 1.0), self._evidence(name), self._advice(name))
+                words, facts = WORDS[name], self._facts()
+                advice = words.lookup if words.lookup and self.observation.looks_up else words.advice
+                texts = (text.format(**facts) for text in (words.evidence, advice))
+                yield Cause(name, self._title(name), max(factor, 1.0), *texts)
 
     def _hardly_drafts(self, name: str) -> bool:
         return name == "few drafts" and self.model.reach_rates[0] < HARDLY_ANY
@@ -289,7 +290,7 @@ class _Fit:
             return "the confidence threshold ends drafts early"
         if name == "acceptance" and (one.accepted_length or 1.0) <= self.speed:
             return "too few draft tokens are accepted"
-        return TITLES[name][0]
+        return WORDS[name].title
 
     def _fixed(self) -> Iterator[tuple[str, CostModel]]:
         """Yield the cost model with one part replaced by that of a healthy step, by cause."""
@@ -384,92 +385,47 @@ class _Fit:
             "draft length", title, gain, f"k = {best_k} is predicted to be {gain:.2f}x as fast as k = {length}", ""
         )
 
-    def _evidence(self, name: str) -> str:
+    def _facts(self) -> dict[str, object]:
+        """Return the numbers and words in the evidence and the advice for the causes."""
         one, cost, k = self.observation, self.cost, self.model.k
-        rate = 100.0 * (one.acceptance_rate or 0.0)
-        batch = one.batch_size or 1.0
-        accepted = f"{rate:.0f} % of the draft tokens were accepted"
+        share, batch = self.model.reach_rates[0], one.batch_size or 1.0
+        rate, drafted = one.acceptance_rate or 0.0, one.draft_tokens or 0.0
         slots = 1.0 + (one.drafted_per_step or float(k))
-        full = abs(slots - k - 1.0) < 0.05 * k
-        wide = f"a pass over {f'{k + 1}' if full else f'{slots:.1f}'} tokens costs {cost.verify:.2f} plain steps"
-        evidence: dict[str, str] = {
-            "acceptance": accepted,
-            "thinking": f"{accepted}, with {_mode(one.thinking)} and a drafter trained {_mode(one.trained_thinking)}",
-            "random prompts": f"{accepted} after random prompts",
-            "broken drafter": f"{_tokens_accepted(one)}; even a poor drafter guesses the most frequent tokens",
-            "draft cache": f"{accepted}, and the cache is {one.draft_cache}",
-            "few drafts": self._shares(),
-            "later positions": f"{percent(self._conditional(self._cliff))} accepted at position {self._cliff}, "
-            f"{percent(self._conditional(self._cliff + 1))} at the next one",
-            "confidence threshold": f"{one.per_draft:.1f} of k = {one.k} tokens on average, and {accepted}",
-            "drafting": f"a draft token costs {cost.draft:.2f} plain steps",
-            "verification": wide,
-            "batch size": f"{wide} at batch size {batch:.3g}, where it verifies {batch * slots:.0f} tokens",
-            "experts": f"{wide}, and it reads {self._expert_cost(k):.1f} times the weights of one token",
-            "overhead": f"{cost.overhead:.2f} plain steps per step are neither drafting nor verification",
-            "memory": "weights or caches are read from main memory or disk",
+        width = f"{k + 1}" if abs(slots - k - 1.0) < 0.05 * k else f"{slots:.1f}"
+        drafts = f"{round(share * one.steps):,} of {one.steps:,} steps had a draft" if one.steps else ""
+        cache = next((engine.full_draft_cache for engine in engines() if engine.name == one.engine), "")
+        return {
+            "one": one,
+            "cost": cost,
+            "accepted": f"{100.0 * rate:.0f} % of the draft tokens were accepted",
+            "tokens_accepted": f"{round(drafted * rate):,} of {round(drafted):,} draft tokens were accepted",
+            "mode": _mode(one.thinking),
+            "trained_mode": _mode(one.trained_thinking),
+            "out": "" if one.trained_thinking else "out",
+            "drafts": drafts or "steps with a draft",
+            "share": percent(share),
+            "draft_tokens": (one.drafted_per_step or 0.0) / share,
+            "cliff": self._cliff,
+            "at_cliff": percent(self._conditional(self._cliff)),
+            "after_cliff": percent(self._conditional(self._cliff + 1)),
+            "wide": f"a pass over {width} tokens costs {cost.verify:.2f} plain steps",
+            "batch": batch,
+            "verified": batch * slots,
+            "read": self._expert_cost(k),
+            "full_cache": f" ({cache})" if cache else "",
+            "p_min": f" ({one.threshold:g} now)" if one.threshold else ", if the engine has one",
+            "smaller": RULES[0],
         }
-        return evidence[name]
 
     def _conditional(self, position: int) -> float:
         """Return the acceptance at a position, counted from 1, among the drafts that reach it."""
         reach = ratios(self.model.reach_rates)
         return self.model.alpha[position - 1] / reach[position - 1] if 0 < position <= len(reach) else 0.0
 
-    def _shares(self) -> str:
-        """Return the number of drafts and their length."""
-        one, share = self.observation, self.model.reach_rates[0]
-        drafts = (
-            f"{round(share * one.steps):,} of {one.steps:,} steps had a draft" if one.steps else "steps with a draft"
-        )
-        return f"{drafts} ({percent(share)}), of {(one.drafted_per_step or 0.0) / share:.1f} tokens each"
-
-    def _advice(self, name: str) -> str:
-        lookup = self.observation.looks_up
-        advice: dict[str, str] = {
-            "acceptance": f"{REPEATS}, or use a head or draft model."
-            if lookup
-            else "Use a drafter that was trained for exactly this target, chat template and kind of text.",
-            "broken drafter": "Check the drafter: weights that its file lacks, such as lm_head.weight; its conversion; "
-            "and that it was made for this target, with these hidden layers and positions.",
-            "draft cache": f"Keep it in 16 bits{_full_cache(self.observation)}: some drafters lose half of their "
-            "accepted tokens with it, or all.",
-            "few drafts": f"{REPEATS}, allow shorter n-grams, or use a head or draft model."
-            if lookup
-            else f"Check what skips drafts: a confidence threshold, a minimum length, the batch size. {LOOKUPS}",
-            "later positions": "Check the drafter after that position: the number of its heads or layers, its hidden "
-            "states and its positions.",
-            "confidence threshold": f"Lower the confidence threshold{_p_min(self.observation)}, and measure again.",
-            "thinking": f"Ask with{'out' * (not self.observation.trained_thinking)} thinking, or use another drafter.",
-            "random prompts": "Measure with real prompts, such as SPEED-Bench or Spec-Bench.",
-            "drafting": f"Use {RULES[0]}, or a head; check that the drafter runs on the same device as the target.",
-            "verification": "Use fewer draft tokens, or an engine with kernels for passes over a few tokens.",
-            "batch size": "Use fewer draft tokens at large batches, or none.",
-            "experts": "Use few draft tokens: every one of them reads further experts.",
-            "overhead": "Check that both models run in CUDA graphs, without synchronisation per draft token, on one "
-            "device; update the engine.",
-            "memory": "Use a smaller target or drafter, more quantisation or a shorter context, so that all fits.",
-        }
-        return advice[name]
-
-
-def _full_cache(one: Observation) -> str:
-    setting = next((engine.full_draft_cache for engine in engines() if engine.name == one.engine), "")
-    return f" ({setting})" if setting else ""
-
-
-def _p_min(one: Observation) -> str:
-    return f" ({one.threshold:g} now)" if one.threshold else ", if the engine has one"
-
 
 def percent(share: float) -> str:
     """Return a share in percent, with a digit below 10 %."""
     return f"{100.0 * share:.0f} %" if share >= 0.1 or not share else f"{100.0 * share:.1f} %"
-
-
-def _tokens_accepted(one: Observation) -> str:
-    drafted = one.draft_tokens or 0.0
-    return f"{round(drafted * (one.acceptance_rate or 0.0)):,} of {round(drafted):,} draft tokens were accepted"
 
 
 def _mode(thinking: bool | None) -> str:
@@ -508,7 +464,7 @@ def verdict(found: Diagnosis, times: str = "x", opening: str = "") -> str:
         parts.append(accepted_clause(one.acceptance_rate, found.break_even))
     if found.implausible:
         return "; ".join([*parts, "impossible, so the two speeds are of different prompts or load"]) + "."
-    limits = [TITLES[cause.name][1] for cause in found.causes if cause.name != "draft length"]
+    limits = [WORDS[cause.name].bottleneck for cause in found.causes if cause.name != "draft length"]
     if found.step_cost <= 1.0:
         parts.append("no extra cost over plain decoding")
     if found.cause is not None and (not found.healthy or found.cause.name != "draft length"):
