@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import exp, inf, log, pi, sqrt, tan
-from random import Random
 from statistics import NormalDist, fmean, stdev
 
 SHARED_BLOCKS = 8  # per run of interleaved lanes
@@ -30,7 +29,6 @@ MIN_RUNS = 3  # minimum for an interval if runs have fewer steps
 INCONCLUSIVE = "no clear difference"
 COLD_CACHE_COST = 0.05  # largest relative cost of cold caches, for a thread that waited almost all the time
 CONFIDENCE = 0.95
-RESAMPLES = 2000  # of a bootstrap interval
 MAX_HALF_WIDTH = 5.0  # half width of ln S above which there is no interval
 
 
@@ -108,18 +106,6 @@ class RunTiming:
 
 
 Runs = Sequence[RunTiming]
-
-
-def bootstrap(statistic: Callable[[Sequence[int]], float], count: int) -> Estimate:
-    """Return a statistic of `count` samples with a 95 % percentile bootstrap interval (Efron 1979).
-
-    statistic: takes the indices of the drawn samples. The draws have a fixed seed.
-    """
-    rng, samples = Random(0), range(count)
-    drawn = sorted(statistic(rng.choices(samples, k=count)) for _ in range(RESAMPLES))
-    tail = (1.0 - CONFIDENCE) / 2.0
-    low, high = drawn[round(tail * RESAMPLES)], drawn[round((1.0 - tail) * RESAMPLES) - 1]
-    return Estimate(round(statistic(samples), 4), round(low, 4), round(high, 4))
 
 
 def rate(runs: Runs) -> Estimate | None:

@@ -14,7 +14,6 @@ from specdemo.core.definitions import DEFINITIONS, by_key, table
 from specdemo.core.estimate import (
     Estimate,
     RunTiming,
-    bootstrap,
     fastest,
     over_repeats,
     rate,
@@ -240,13 +239,3 @@ def test_every_number_of_a_summary_and_of_a_comparison_is_defined():
     known = {*by_key(), "lane"}
     assert {*summarise(lane)} <= known and {*compare(lane, lane, True)} <= known
     assert all(f"| {name} | " in table() for name in DEFINITIONS)
-
-
-def test_bootstrap_interval_covers_the_mean_of_most_samples():
-    rng, covered = random.Random(3), 0
-    for _ in range(100):
-        drawn = [rng.gauss(2.0, 1.0) for _ in range(30)]
-        found = bootstrap(lambda chosen, drawn=drawn: fmean(drawn[i] for i in chosen), len(drawn))
-        assert found.value == pytest.approx(fmean(drawn), abs=1e-4) and found.low < found.value < found.high
-        covered += found.low <= 2.0 <= found.high
-    assert 88 <= covered <= 99
