@@ -369,13 +369,3 @@ def train_dialogues(job: Job, student: Callable[[Job, HFTarget, Sequence[Batch]]
     }
     write_provenance(job.out, history, **facts, **numbers, hardware=device_name(job.device))
     write_head_card(job.out, trained.title, job.recipe.text, job.recipe)
-
-
-def train_eagle(job: Job) -> None:
-    """Train an EAGLE-3 head on dialogues, or go on with one."""
-    train_dialogues(job, eagle)
-
-
-def train_speculator(job: Job) -> None:
-    """Train an MLPSpeculator on dialogues."""
-    train_dialogues(job, speculator)

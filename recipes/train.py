@@ -7,6 +7,7 @@ its last checkpoint if it is started again with the same folder.
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from recipes.cards import write_attribution, write_head_card
 from recipes.code_corpus import collect_code
 from recipes.corpus import GPT2_WORDS, GrowingWindows, Lessons, byte_tokenizer, train_tokenizer, validation_rows
-from recipes.dialogues import train_eagle, train_speculator
+from recipes.dialogues import eagle, speculator, train_dialogues
 from recipes.job import RECIPES, Job, side_by_side
 from recipes.llama import (
     agreement,
@@ -293,8 +294,10 @@ def train_jointly(
     return job.run(module, in_turn, both, lambda: evaluate_rows((valid,), rows, measured), vocab_size=size)
 
 
-MAKES = train_target, train_deepened, train_draft, train_other, train_bytes, train_eagle, train_speculator
-MAKERS = {make.__name__: make for make in MAKES}
+MAKERS: dict[str, Callable[[Job], object]] = {
+    make.__name__: make for make in (train_target, train_deepened, train_draft, train_other, train_bytes)
+}
+MAKERS |= {f"train_{head.__name__}": partial(train_dialogues, student=head) for head in (eagle, speculator)}
 
 
 def train(
