@@ -187,10 +187,9 @@ def measure_profile(device: str = "auto", name: str | None = None, report: Progr
             model = DRAFTS.get(model, "")
         starts = _parts(report, len(targets) * (len(batches) + 3 + len(STEP_KS)))  # upper limit
         known = []
-        for of, target in targets.items():
-            known.append(passes_of(of, target, passes(target, widths, batches, starts=starts)))
-        for of, target in targets.items():
-            known.append(passes_of(of, target, passes(target, (5,), (1, 8), FAR, starts=starts), context=FAR))
+        for slots, rows, context in (widths, batches, CONTEXT), ((5,), (1, 8), FAR):
+            for of, target in targets.items():
+                known.append(passes_of(of, target, passes(target, slots, rows, context, starts), context))
         steps = [*step_times(targets, starts)]
     more = {"passes": known, "steps": steps, "name": name or found.name}
     return Profile.model_validate(found.model_dump() | more)

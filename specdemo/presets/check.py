@@ -56,12 +56,9 @@ def answers(presets: Iterable[Preset]) -> Iterator[CheckResult]:
 def _query_hub(name: str, users: list[Preset]) -> CheckResult:
     try:
         info = model_info(name.partition(":")[0])
+        found = gguf_on_hub(name) if is_gguf(name) else select_files(name, info, PICKLED)
     except Unreachable:
         raise ValueError(f"{constants.ENDPOINT} cannot be reached; try again later") from None
-    except ValueError as error:
-        return CheckResult(name, f"presets {_ids(users)}", (str(error),))
-    try:
-        found = gguf_on_hub(name) if is_gguf(name) else select_files(name, info, PICKLED)
     except ValueError as error:
         return CheckResult(name, f"presets {_ids(users)}", (str(error),))
     size = sum(found.files[file] for file in found.weights)
