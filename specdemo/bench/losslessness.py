@@ -7,6 +7,7 @@ position. Greedy: a comparison of the tokens, prompt by prompt.
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -118,11 +119,7 @@ def _same_distribution(suite: Losslessness, chosen: Preset, report: Report, canc
         samples = []
         for number, way in enumerate(ways.values()):
             seed = chosen.seed + len(ways) * repeat + number
-
-            def report_progress(number: int = number) -> None:
-                tick(number / len(ways))
-
-            samples.append(drawn(target, way, prompt, seed, report_progress))
+            samples.append(drawn(target, way, prompt, seed, partial(tick, number / len(ways))))
         every.append(samples)
         report((repeat + 1) / suite.repeats, f"repeat {repeat + 1} of {suite.repeats}", lambda: conclude(every, []))
         return samples

@@ -9,7 +9,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from ssl import SSLContext
 
 import httpx
 
@@ -109,10 +108,7 @@ async def connected(server: str, key: str | None) -> AsyncIterator[Client]:
         yield Client(server, http)
 
 
-@lru_cache
-def _ssl_context() -> SSLContext:
-    """Return the context of all connections; httpx takes 20 ms to create one."""
-    return httpx.create_ssl_context()
+_ssl_context = lru_cache(httpx.create_ssl_context)  # of all connections; httpx takes 20 ms to create one
 
 
 async def _bounded(answer: httpx.Response, most: int) -> AsyncGenerator[tuple[bytes, float], None]:

@@ -35,13 +35,9 @@ def read_output_file(path: str | Path, limits: int = FILE_BYTES) -> Observation:
         raise ValueError(f"{path}: {error}") from None
 
 
-def read_json_output(path: str | Path, limits: int = FILE_BYTES) -> object:
-    """Return the value of a JSON file, None for another file. Raises ValueError, one line with the file's name."""
-    text = _text(path, limits)
-    try:
-        return Output(text, limits).json
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+def read_json_output(path: str | Path) -> object:
+    """Return the value of a JSON file, None for another file. Raises ValueError with one line."""
+    return Output(_text(path, FILE_BYTES), FILE_BYTES).json
 
 
 def _text(path: str | Path, limits: int) -> str:
