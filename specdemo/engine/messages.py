@@ -5,8 +5,9 @@ Lanes step in an order that depends on their clocks: a clock is the device time 
 not affect each other's.
 """
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, repeat
 
 from specdemo.core.tally import Numbers, Tally, running_numbers
@@ -72,6 +73,7 @@ class Finished:
     trace: RunTrace
 
 
+Ordered = Generator[tuple[int, StepEvent], None, None]  # steps with the indices of their lanes
 RunMessage = Started | StepRow | Restarted | Note | LaneDone | Finished
 
 
@@ -134,8 +136,11 @@ def replay(trace: RunTrace) -> Iterator[RunMessage]:
     yield Finished(trace)
 
 
-def race(lanes: Sequence[Iterator[StepEvent]]) -> Generator[tuple[int, StepEvent], None, None]:
-    """Run in virtual time: the lane with the smallest clock steps next, ties go to the first."""
+def race(lanes: Sequence[Iterator[StepEvent]], interleaved: bool = True) -> Ordered:
+    """Run in virtual time: the lane with the smallest clock steps next, ties go to the first.
+
+    interleaved: False stops the clocks, so that one lane runs after the other.
+    """
     clocks = [0.0] * len(lanes)
     running = set(range(len(lanes)))
     try:
@@ -145,26 +150,13 @@ def race(lanes: Sequence[Iterator[StepEvent]]) -> Generator[tuple[int, StepEvent
             if event is None:
                 running.remove(lane)
             else:
-                clocks[lane] += step_ms(event)
+                clocks[lane] += step_ms(event) if interleaved else 0.0
                 yield lane, event
     finally:
-        _close(lanes)
+        for steps in lanes:
+            if isinstance(steps, Generator):
+                steps.close()
 
 
-def sequential(lanes: Sequence[Iterator[StepEvent]]) -> Generator[tuple[int, StepEvent], None, None]:
-    """Run one lane after the other."""
-    try:
-        for index, lane in enumerate(lanes):
-            for event in lane:
-                yield index, event
-    finally:
-        _close(lanes)
-
-
-SCHEDULES = {"race": race, "sequential": sequential}
-
-
-def _close(lanes: Sequence[Iterator[StepEvent]]) -> None:
-    for lane in lanes:
-        if isinstance(lane, Generator):
-            lane.close()
+sequential = partial(race, interleaved=False)
+SCHEDULES: Mapping[str, Callable[..., Ordered]] = {"race": race, "sequential": sequential}
