@@ -4,7 +4,6 @@ Where two answers part, the reference names the log-probabilities of both next t
 which rounding decides; a large one is a bug. Reading the class needs no torch.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise, takewhile
@@ -73,23 +72,6 @@ class GreedyAnswer:
         return "".join(self.pieces)
 
 
-class Side(ABC):
-    """One of the two sides of a check. model: None on a server."""
-
-    name: str
-    model: "Target | None" = None
-
-    @abstractmethod
-    def answer(self, prompt: str, tokens: int) -> GreedyAnswer:
-        """Return the greedy answer. Raises ValueError with one line."""
-
-    @abstractmethod
-    def next_tokens(self, prompt: str, text: str, tokens: int) -> LogProbs:
-        """Return the most likely tokens after `text`, the start of the answer of at most `tokens` tokens to the prompt;
-        empty if they are unknown.
-        """
-
-
 class ServerCheck(Decoding):
     """Check of a server. server: it is checked. reference: a server of the same model without speculation; None: the
     local engine.
@@ -144,7 +126,7 @@ class ServerCheck(Decoding):
             raise ValueError(f"{self.prompt_file} has {len(texts)} prompts, not {self.prompts}; lower --prompts")
         return texts[: self.prompts]
 
-    def _reference(self) -> Side:
+    def _reference(self) -> "Side":
         if self.reference is not None:
             return RemoteSide(self.reference, self.target, self.served_model)
         if self.target is None:
@@ -152,8 +134,10 @@ class ServerCheck(Decoding):
         return LocalSide(self.target, self.dtype, self.device)
 
 
-class RemoteSide(Side):
-    """A server."""
+class RemoteSide:
+    """A server. Both sides have a name, a model if they run it themselves, and two methods."""
+
+    model = None
 
     def __init__(self, server: str, target: str | None, model: str | None, cancelled: Stop = lambda: False) -> None:
         self.name = host(server)
@@ -161,6 +145,7 @@ class RemoteSide(Side):
         self._forms: Sequence[Form] = ("completions", "chat/completions")
 
     def answer(self, prompt: str, tokens: int) -> GreedyAnswer:
+        """Return the greedy answer. Raises ValueError with one line."""
         lane = self._request(prompt, tokens, self._forms)
         assert lane.trace.remote is not None
         if lane.trace.remote.endpoint == "/v1/chat/completions":
@@ -168,6 +153,9 @@ class RemoteSide(Side):
         return GreedyAnswer.without_leading_space(lane.trace.pieces, lane.trace.finish, lane.trace.token_ids)
 
     def next_tokens(self, prompt: str, text: str, tokens: int) -> LogProbs:
+        """Return the most likely tokens after `text`, the start of the answer of at most `tokens` tokens to the prompt;
+        empty if they are unknown.
+        """
         try:
             if "completions" in self._forms:
                 return self._request(prompt + text, 1, ("completions",), ALTERNATIVES).next_tokens
@@ -207,7 +195,7 @@ def after(text: str, alternatives: Sequence[tuple[str, LogProbs]]) -> LogProbs:
     return {}
 
 
-class LocalSide(Side):
+class LocalSide:
     """Plain decoding on this machine."""
 
     name = "the local engine"
@@ -248,6 +236,9 @@ class LocalSide(Side):
         best = logits.log_softmax(-1).topk(ALTERNATIVES)
         texts = [token_text(self.model.tokenizer, token) for token in best.indices.tolist()]
         return dict(zip(texts, best.values.tolist(), strict=True))
+
+
+Side = RemoteSide | LocalSide
 
 
 def compare(reference: Side, server: Side, prompt: str, tokens: int, most: float) -> Row:
