@@ -104,13 +104,14 @@ def from_query(
     chosen = start or next(iter(presets.values()))
     if preset_id is not None and preset_id in presets:
         chosen = presets[preset_id]
-    elif preset_id is not None and not (preset_id == OWN and link.names("target")):
+    elif preset_id is not None and not (preset_id == OWN and "target" in link.values):
         link.refuse("preset", preset_id, f"unknown preset; {suggest(preset_id[:60], presets)}")
     base = chosen
     link.foreign = ELSEWHERE.format(linked_name(base.target)) if preset_id == OWN else FOREIGN
     chosen = link.change(chosen, linked(Comparison))
-    if link.refused("target"):
-        link.drop("model")  # drafts for the refused target; one note is enough
+    if "target" in link.refused:
+        # models draft for the refused target; one note is enough
+        link.values = {key: text for key, text in link.values.items() if key.rstrip("0123456789") != "model"}
     lanes = [link.lane(_reference(base, index), _suffix(index)) for index in range(link.lanes(len(base.lanes)))]
     if lanes != base.lanes:
         chosen = chosen.model_copy(update={"lanes": lanes})
@@ -184,28 +185,18 @@ class _Link:
         self, values: dict[str, str], notes: list[str], models: Mapping[str, str], any_model: bool = False
     ) -> None:
         """models: those that the page has, by the name that links have for them."""
-        self._values = values
+        self.values = values
         self._notes = notes
         self._models = models
         self._any = any_model
-        self._refused: set[str] = set()
+        self.refused: set[str] = set()
         self.foreign = FOREIGN  # reason to refuse a model
 
     def take(self, key: str) -> str | None:
-        return self._values.pop(key, None)
-
-    def names(self, key: str) -> bool:
-        return key in self._values
-
-    def drop(self, name: str) -> None:
-        """Forget a setting of every lane."""
-        self._values = {key: text for key, text in self._values.items() if key.rstrip("0123456789") != name}
-
-    def refused(self, key: str) -> bool:
-        return key in self._refused
+        return self.values.pop(key, None)
 
     def refuse(self, key: str, text: str, why: object) -> None:
-        self._refused.add(key)
+        self.refused.add(key)
         self._notes.append(f"ignored {key}={short_repr(text)} from the link: {why}")
 
     def change(self, one: Linkable, names: Iterable[str], suffix: str = "") -> Linkable:
@@ -242,7 +233,7 @@ class _Link:
     def lane(self, reference: Lane, suffix: str) -> Lane:
         texts = self._prefixed(f"option{suffix}.")
         of_rule = self._prefixed(f"rule{suffix}.")
-        if self._values.get("method" + suffix) == reference.method:
+        if self.values.get("method" + suffix) == reference.method:
             self.take("method" + suffix)
         lane = self.change(reference, ("method", *_OF_LANE), suffix)
         options = self._valid_options(f"option{suffix}.", texts, lambda texts: self._check_options(lane, texts))
@@ -260,8 +251,8 @@ class _Link:
 
     def _prefixed(self, start: str) -> dict[str, str]:
         """Take the values whose key begins with `start`, by the rest of their key."""
-        keys = [key for key in self._values if key.startswith(start)][:_OPTIONS]
-        return {key.removeprefix(start): self._values.pop(key) for key in keys}
+        keys = [key for key in self.values if key.startswith(start)][:_OPTIONS]
+        return {key.removeprefix(start): self.values.pop(key) for key in keys}
 
     def _valid_options(
         self, start: str, texts: Mapping[str, str], check: Callable[[Mapping[str, str]], object]
@@ -303,7 +294,7 @@ class _Link:
         return from_text(kind, text) if text or kind is str else None  # as `_text` writes None
 
     def all_notes(self) -> list[str]:
-        unknown = [key for key in self._values if not _of_gradio(key)]
+        unknown = [key for key in self.values if not _of_gradio(key)]
         notes = [*self._notes, *(f"ignored unknown setting {short_repr(key)} from the link" for key in unknown)]
         rest = len(notes) - _NOTES
         return notes if rest <= 0 else [*notes[:_NOTES], f"and {rest} more settings of the link were ignored"]
