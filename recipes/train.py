@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from recipes.cards import write_attribution, write_head_card
 from recipes.code_corpus import collect_code
 from recipes.corpus import GPT2_WORDS, GrowingWindows, Lessons, byte_tokenizer, train_tokenizer, validation_rows
-from recipes.dialogues import eagle, speculator, train_dialogues
+from recipes.dialogues import LATER, eagle, speculator, train_dialogues
 from recipes.job import RECIPES, Job, side_by_side
 from recipes.llama import (
     agreement,
@@ -95,9 +95,8 @@ def train_on(job: Job, corpus: Corpus) -> TrainHistory:
     valid = validation_rows(corpus, tokenizer, long + 1).to(job.device)
     tokens_per_batch = job.batch_tokens(recipe.later_batch) if start else job.batch_tokens()
     epochs = recipe.epochs(corpus.train, tokenizer, bool(start))
-    batches = GrowingWindows(epochs, tokens_per_batch, job.device, short, long)
-    if start:  # use another order and other copies
-        batches.first_epoch = 100_000
+    first_epoch = LATER if start else 0  # another order and other copies
+    batches = GrowingWindows(epochs, tokens_per_batch, job.device, short, long, first_epoch)
     drop_out(model, recipe.dropout)
 
     def lesson(progress: float, step: int) -> Batch:
