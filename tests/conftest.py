@@ -94,17 +94,10 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_collection_finish(session):
     if "torch" in sys.modules and not session.config.getoption("--all"):
+        from tests.processes import measure_briefly
+
         measure_briefly()
     freeze()
-
-
-def measure_briefly():
-    """Shorten what precedes a run: the curve of pass costs of a new model, and the warm-up of each lane."""
-    from specdemo.engine import loop
-    from specdemo.models import pass_cost
-
-    pass_cost.CURVE_SECONDS = 0.0  # two rounds instead of seven
-    loop.WARM_UP_TOKENS = 4
 
 
 @pytest.hookimpl(wrapper=True)

@@ -22,6 +22,24 @@ loaded = [name for name in sys.modules if name.partition(".")[0] in absent]
 sys.modules |= dict.fromkeys([*absent, *loaded])  # None: an import raises ModuleNotFoundError
 """
 
+PAGE = """
+import sys
+from specdemo.__main__ import main
+from tests.processes import measure_briefly
+
+measure_briefly()
+sys.exit(main(["ui", *sys.argv[1:]]))
+"""
+
+
+def measure_briefly():
+    """Shorten what precedes a run: the curve of pass costs of a new model, and the warm-up of each lane."""
+    from specdemo.engine import loop
+    from specdemo.models import pass_cost
+
+    pass_cost.CURVE_SECONDS = 0.0  # two rounds instead of seven
+    loop.WARM_UP_TOKENS = 4
+
 
 def block(*packages):
     """Return code after which packages cannot be imported, even if the process has imported them before."""
@@ -60,8 +78,8 @@ def run(*command, timeout=300, **settings):
 
 @contextmanager
 def served(*options, log=None, **environment):
-    """Start `python app.py` on a free port and yield the process and the page's address. log: a file for its stderr."""
-    command = ("app.py", "--port", free_port(), *options)
+    """Start the page on a free port and yield its process and its address. log: a file for its stderr."""
+    command = ("-c", PAGE, "--port", free_port(), *options)
     with start(*command, env=os.environ | environment, stdout=subprocess.PIPE, stderr=log, text=True) as page:
         try:
             yield page, page.stdout.readline().split()[-1]

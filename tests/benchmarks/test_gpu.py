@@ -21,6 +21,8 @@ CPU = torch.device("cpu")
 WITHOUT_A_PAGE = f"""
 {processes.block("gradio", "gradio_client")}
 from specdemo.__main__ import main
+from tests.processes import measure_briefly
+measure_briefly()
 code = main(sys.argv[1:])
 print("page:", sorted(m for m in sys.modules if m.startswith("specdemo.ui")))
 sys.exit(code)

@@ -22,6 +22,7 @@ from specdemo.bench.result import read_result, write_result
 from specdemo.bench.suites import suite
 from specdemo.core.protocol import Budget
 from specdemo.engine.loop import never_cancelled
+from specdemo.presets.pair import work_prompts
 
 
 def silent(share, what):
@@ -66,8 +67,8 @@ def test_times_start_with_the_first_token_and_short_answers_do_not_count(monkeyp
 
 def test_a_call_continues_with_the_missing_kinds_of_work(smollm2_gguf, tmp_path, monkeypatch):
     pytest.importorskip("llama_cpp")
-    short = {key: ["Describe birds.", "Describe rain.", "Describe bread."] for key in models.work_prompts()}
-    monkeypatch.setattr(models, "work_prompts", lambda: short)
+    monkeypatch.setattr(models, "work_prompts", lambda: {key: ["Describe birds."] for key in work_prompts()})
+    monkeypatch.setattr(models, "WARM_UP_TOKENS", 2)
     settings = {"folder": tmp_path, "prompts": 3, "new_tokens": 14, "models": "Q4_1", "work": "chat"}
     chosen = suite("models", **settings)
     result = chosen.run(silent, never_cancelled)
