@@ -30,14 +30,24 @@ def registered_hydra():
 
 def install_bigram(folder):
     """Install the page's package with pip into a folder inside `folder`, and return that folder."""
-    source = folder / "page"
+    return install(write_bigram(folder / "page"), folder)
+
+
+def write_bigram(source):
+    """Write the page's package into a new folder, as importable as if it were installed, and return the folder."""
     source.mkdir()
     page = PAGE.read_text(encoding="utf-8")
     blocks = re.findall(r"`(\w+\.(?:py|toml))`[^\n]*:\n\n```\w+\n(.*?)```", page, re.DOTALL)
     assert [name for name, _ in blocks] == ["bigram.py", "pyproject.toml"]
     for name, text in blocks:
         (source / name).write_text(text, encoding="utf-8")
-    return install(source, folder)
+    project = tomllib.loads((source / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    info = source / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Name: {project['name']}\nVersion: {project['version']}\n", encoding="utf-8")
+    ((name, place),) = project["entry-points"]["specdemo.methods"].items()
+    (info / "entry_points.txt").write_text(f"[specdemo.methods]\n{name} = {place}\n", encoding="utf-8")
+    return source
 
 
 def install(package, folder):

@@ -1,19 +1,20 @@
 """The real page in Chromium. All tests share one browser; every visitor has its own browser context."""
 
-import multiprocessing
 import os
 import re
 import shutil
+import threading
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from playwright.sync_api import expect, sync_playwright
 
 from specdemo.core.trace import to_json
 from specdemo.servers.process import free_port
-from tests.e2e.gated import Gates, serve_gated
-from tests.processes import served
+from tests.e2e.gated import GATES, Manager
+from tests.processes import served, start
 from tests.traces import hostile_trace
 from tests.ui.stand_ins import chat_trace, remote_trace, tree_trace
 
@@ -30,7 +31,7 @@ PATIENCE_MS = 120_000  # the page shares a busy core with its browser
 expect.set_options(timeout=PATIENCE_MS)
 
 
-@pytest.fixture(scope="module")  # its event loop runs until it ends, and tests of other files start their own
+@pytest.fixture(scope="package")  # its event loop runs until it ends, and tests of other folders start their own
 def chromium():
     names = (
         os.environ.get("SPECDEMO_CHROMIUM"),
@@ -95,6 +96,15 @@ def show_in_real_time(page):
     page.locator('[name=sd-pace][value="1"]').evaluate("pace => pace.click()")
 
 
+def lane_text(page, lane):
+    """Return the text of a lane as the model wrote it."""
+    return page.evaluate(
+        """lane => [...document.querySelectorAll(`[data-lane="${lane}"] span[data-kind]`)]
+           .filter(s => !["rejected", "prompt"].includes(s.dataset.kind)).map(s => s.textContent).join("")""",
+        lane,
+    )
+
+
 def edit(page):
     """Open the controls of the settings, with those under Advanced."""
     if not page.locator("#drawer").is_visible():
@@ -140,15 +150,12 @@ trace_file, tree_file, chat_file, remote_file = map(stored, (hostile_trace, tree
 @pytest.fixture(scope="session")
 def gated_server():
     """Run the page on the stand-in engine of gated.py in a separate process."""
-    spawn = multiprocessing.get_context("spawn")
-    gates = Gates(spawn.Event(), spawn.Semaphore(0), spawn.Semaphore(0), spawn.Event(), spawn.Event())
-    port = free_port()
-    server = spawn.Process(target=serve_gated, args=(port, gates), daemon=True)
-    server.start()
-    assert gates.up.wait(120)
-    yield f"http://127.0.0.1:{port}/", gates
-    server.terminate()
-    server.join()
+    port, gates = free_port(), Manager(("127.0.0.1", 0), b"gates").get_server()
+    threading.Thread(target=gates.serve_forever, daemon=True).start()
+    with start("-m", "tests.e2e.gated", port, gates.address[1]) as server:
+        assert GATES["up"].wait(120)
+        yield f"http://127.0.0.1:{port}/", SimpleNamespace(**GATES)
+        server.terminate()
 
 
 @pytest.fixture
@@ -157,7 +164,7 @@ def gates(gated_server):
     gates.open.clear()
     gates.warm.set()
     for counted in (gates.started, gates.stopped):
-        while counted.acquire(block=False):  # left over from earlier tests
+        while counted.acquire(blocking=False):  # left over from earlier tests
             pass
     yield gates
     gates.open.set()

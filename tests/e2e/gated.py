@@ -2,9 +2,10 @@
 stand-ins for training and benchmarks.
 """
 
-import multiprocessing.synchronize
+import sys
 import threading
-from dataclasses import dataclass
+from multiprocessing.managers import AcquirerProxy, BaseManager, EventProxy
+from types import SimpleNamespace
 
 import gradio as gr
 
@@ -15,16 +16,18 @@ from specdemo.ui import lab, live, page, race
 from tests.traces import hostile_trace
 from tests.ui.stand_ins import Bench, Trainer, tuned
 
+# `started` and `stopped` count runs. While `warm` is cleared, links are not read yet, as if torch were being imported.
+GATES = {name: threading.Event() for name in ("open", "up", "warm")}
+GATES |= {name: threading.Semaphore(0) for name in ("started", "stopped")}
 
-@dataclass
-class Gates:
-    """Events and counters shared with the test's process. started and stopped count runs."""
 
-    open: multiprocessing.synchronize.Event
-    started: multiprocessing.synchronize.Semaphore
-    stopped: multiprocessing.synchronize.Semaphore
-    up: multiprocessing.synchronize.Event
-    warm: multiprocessing.synchronize.Event  # cleared: links are not read yet, as if torch were still being imported
+class Manager(BaseManager):
+    """Shares the gates of the test's process with the page's."""
+
+
+for name, gate in GATES.items():
+    proxy = EventProxy if isinstance(gate, threading.Event) else AcquirerProxy
+    Manager.register(name, lambda gate=gate: gate, proxy)
 
 
 class Gated:
@@ -101,3 +104,10 @@ def serve_gated(port, gates):
     server = page.serve(port=port, block=False)
     gates.up.set()
     server.block_thread()
+
+
+if __name__ == "__main__":
+    port, of_test = map(int, sys.argv[1:])
+    manager = Manager(("127.0.0.1", of_test), b"gates")
+    manager.connect()
+    serve_gated(port, SimpleNamespace(**{name: getattr(manager, name)() for name in GATES}))

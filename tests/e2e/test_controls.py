@@ -25,8 +25,16 @@ def settings(page):
     return {place: page.locator(place).input_value() for place in places}
 
 
-def test_a_link_restores_every_setting(visit):
-    page = visit()
+def test_a_hostile_link_is_refused_with_notes_and_a_link_restores_every_setting(visit):
+    page = visit("?preset=../../etc&k=9999&target=evil/model&onload=<img src=x onerror=alert(1)>&temperature=nan")
+    expect(page.locator(".sd-notes li")).to_have_count(5)
+    expect(page.locator(".sd-notes")).to_contain_text("9999")
+    assert page.locator(".sd-notes img").count() == 0
+    # the page would clear the notes to rejoin a run
+    assert page.evaluate("sessionStorage.getItem('specdemo.race')") is None
+    expect(page.locator("#k-1 input[type=number]")).to_have_value("4")
+    expect(page.locator("#target input")).to_have_value("stories")
+
     edit(page)
     choose_example(page, "Prompt lookup")
     expect(page.locator("#about")).to_contain_text("Prompt lookup where text repeats")
@@ -66,7 +74,9 @@ def test_a_link_restores_every_setting(visit):
     expect(other.locator(".sd-notes")).to_be_hidden()
 
 
-def test_a_preset_that_cannot_run_here_has_a_reason_and_a_replacement(visit_gated, gates):
+def test_a_preset_that_cannot_run_here_has_a_replacement_and_run_can_be_pressed_again_after_a_failed_event(
+    visit_gated, gates
+):
     gates.open.set()
     page = visit_gated()
     choose_example(page, "Qwen3 8B with Qwen3 0.6B")
@@ -81,18 +91,17 @@ def test_a_preset_that_cannot_run_here_has_a_reason_and_a_replacement(visit_gate
     expect(page.locator(".sd-obstacle")).to_be_hidden()
     expect(page.locator("#run")).to_be_enabled()
     expect_example(page, title)
+    assert gates.started.acquire(timeout=60)
+    expect(page.locator("[id^=option-]").first).to_be_attached()  # drawing waits in the queue, too
 
-
-def test_a_hostile_link_is_refused_with_notes(visit):
-    page = visit("?preset=../../etc&k=9999&target=evil/model&onload=<img src=x onerror=alert(1)>&temperature=nan")
-    notes = page.locator(".sd-notes li")
-    expect(notes).to_have_count(5)
-    expect(page.locator(".sd-notes")).to_contain_text("9999")
-    assert page.locator(".sd-notes img").count() == 0
-    # the page would clear the notes to rejoin a run
-    assert page.evaluate("sessionStorage.getItem('specdemo.race')") is None
-    expect(page.locator("#k-1 input[type=number]")).to_have_value("4")
-    expect(page.locator("#target input")).to_have_value("stories")
+    page.route("**/queue/join*", lambda route: route.fulfill(status=500, body="{}"))
+    page.locator("#run").click()
+    expect(page.locator(".toast-body")).not_to_have_count(0)
+    expect(page.locator("#run")).to_be_enabled()
+    page.unroute("**/queue/join*")
+    page.locator("#run").click()
+    assert gates.started.acquire(timeout=60)
+    expect(page.locator("#view .sd-status")).to_have_text(re.compile("^Finished"))
 
 
 def test_a_link_to_how_it_works_adds_no_history_and_races_a_family_of_drafters(visit_gated, gates):
@@ -115,18 +124,3 @@ def test_a_link_to_how_it_works_adds_no_history_and_races_a_family_of_drafters(v
     gates.open.clear()  # the run goes on until the test has seen it
     page.get_by_role("button", name="Race it: Draft model").click()  # it is selected already
     expect(page.locator("#stop")).to_be_enabled()
-
-
-def test_run_can_be_pressed_again_after_a_failed_event(visit_gated, gates):
-    gates.open.set()
-    page = visit_gated()
-    expect(page.locator("#view .sd-status")).to_have_text(re.compile("^Recorded"))
-    expect(page.locator("[id^=option-]").first).to_be_attached()  # drawing waits in the queue, too
-
-    page.route("**/queue/join*", lambda route: route.fulfill(status=500, body="{}"))
-    page.locator("#run").click()
-    expect(page.locator(".toast-body")).not_to_have_count(0)
-    expect(page.locator("#run")).to_be_enabled()
-    page.unroute("**/queue/join*")
-    page.locator("#run").click()
-    expect(page.locator("#view .sd-status")).to_have_text(re.compile("^Finished"))

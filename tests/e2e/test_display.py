@@ -307,6 +307,23 @@ def test_the_faster_lane_fills_its_bar_first(display):
     assert [mark.get_attribute("hidden") for mark in display.locate(".sd-late")] == [None, None, ""]
 
 
+ENDS = "bars => bars.map(bar => [Number(bar.ariaValueNow), bar.ariaValueText.includes('finished first')])"
+
+
+def test_no_lane_is_first_whose_text_is_shorter(display):
+    trace = race()
+    short = trace.lanes[2]
+    short.events = short.events[:4]
+    short.token_ids = [token for event in short.events for token in event.emitted[0]]
+    short.pieces = short.pieces[: len(short.token_ids)]
+    short.text = "".join(short.pieces)
+    display.show(Log().add(replay(trace)))
+    display.wait(8000)
+    assert display.read(".sd-result b")[2] == f"stopped after {len(short.token_ids)} tokens"
+    plain, slow, fast = display.evaluate(f"({ENDS})([...document.querySelectorAll('.sd-race [role=progressbar]')])")
+    assert fast[0] < plain[0] == slow[0] and not any(first for _, first in (plain, slow, fast))
+
+
 VISUAL_ORDER = """lane => [
     ...document.querySelectorAll(`[data-lane="${lane}"] span[data-kind]:not([data-kind="prompt"])`)
   ].map((node) => [node.textContent, node.getBoundingClientRect().left]).sort((a, b) => a[1] - b[1])

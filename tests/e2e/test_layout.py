@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import expect
 
-from tests.e2e.conftest import NEXT_FRAME, SHIFTS, choose_example, edit, show_in_real_time
+from tests.e2e.conftest import NEXT_FRAME, SHIFTS, choose_example, edit, lane_text, show_in_real_time
+from tests.traces import HOSTILE
 
 SIZES = [(1920, 1080), (1280, 900), (1024, 768), (820, 1180), (390, 844), (360, 740)]
 AXE = Path(__file__).parents[1] / "js/node_modules/axe-core/axe.min.js"
@@ -70,11 +71,32 @@ def wait_for_text(page, words):
     expect(page.locator(".sd-status").first).to_have_text(re.compile(words))
 
 
-def test_nothing_is_clipped_covered_or_small(visit, pytestconfig):
+RING = """() => { const at = document.activeElement;
+  const ringed = [at, at.closest("label"), at.closest(".input-container")].filter(Boolean);
+  return [...new Set(ringed.map((e) => getComputedStyle(e)).filter((s) => s.outlineStyle !== "none")
+    .map((s) => s.outlineWidth))]; }"""
+
+
+def test_the_focus_has_one_ring_the_title_names_the_result_and_nothing_is_clipped_covered_or_small(visit, pytestconfig):
     """In every other size, and in all sizes before a release."""
     sizes = SIZES if pytestconfig.getoption("--all") else SIZES[1::2]
     page = visit()
     wait_for_text(page, "^Recorded")
+    seen = set()
+    page.locator("[role=tab]").first.focus()
+    for _ in range(11):
+        page.keyboard.press("Tab")
+        where = "document.activeElement.closest('#prompt-row, .sd-playback, .sd-pace')"
+        seen.add(page.evaluate(f"{where}?.id || {where}?.className"))
+        # a style that is about to change is read once more
+        page.wait_for_function(f"() => JSON.stringify(({RING})()) === '[\"2px\"]'")
+    assert {"prompt-row", "sd-playback", "sd-pace"} <= seen
+    expect(page).to_have_title(re.compile(r"^\d\.\d× as fast - specdemo"))
+    page.get_by_role("tab", name="Lab").click()
+    expect(page).to_have_title(re.compile("^Lab - specdemo"))
+    assert page.locator("#prompt textarea").get_attribute("dir") == "auto"
+
+    page.get_by_role("tab", name="Race").click()
     page.locator(".sd-edit").click()
     for (width, height), tab in product(
         sizes, ("Race", "Tune", "Sweep", "What if", "Lab", "How it works", "Reference")
@@ -87,10 +109,11 @@ def test_nothing_is_clipped_covered_or_small(visit, pytestconfig):
 
 
 @pytest.mark.parametrize(("width", "height", "lines"), [(1280, 900, 180), (390, 844, 60)])
-def test_a_small_page_shows_the_race_on_its_first_screen_and_nothing_moves(visit, width, height, lines):
+def test_a_small_page_shows_the_race_on_its_first_screen_and_nothing_moves(visit_gated, gates, width, height, lines):
     """Neither while the page loads nor when the race starts."""
+    gates.open.set()
     listen = {"before": lambda page: page.add_init_script(SHIFTS)}
-    page = visit(playback=True, viewport={"width": width, "height": height}, **listen)
+    page = visit_gated(playback=True, viewport={"width": width, "height": height}, **listen)
     wait_for_text(page, "^Recorded")
     assert page.evaluate("shifts.reduce((a, b) => a + b, 0)") < 0.05  # "good" is below 0.1
     assert width == 390 or page.locator(".sd-race").bounding_box()["y"] < 290  # the prompt is above it
@@ -127,8 +150,11 @@ def test_stop_a_run_a_step_and_an_inspection_by_keyboard(visit_gated, gates):
     page.keyboard.press("Enter")
     assert gates.started.acquire(timeout=60)
     expect(page.locator("#stop")).to_be_focused()
+    expect(page.locator("#run")).to_be_disabled()
     page.keyboard.press("Escape")
     wait_for_text(page, "^Stopped")
+    expect(page.locator(".sd-pill").first).to_have_text(re.compile("stopped"))
+    expect(page.locator("#stop")).to_be_disabled()
     expect(page.locator("#run")).to_be_focused()
     expect(page.locator("#run")).to_be_enabled()
     assert gates.stopped.acquire(timeout=60)
@@ -136,6 +162,7 @@ def test_stop_a_run_a_step_and_an_inspection_by_keyboard(visit_gated, gates):
     gates.open.set()
     page.keyboard.press("Control+Enter")
     wait_for_text(page, "^Finished")
+    assert lane_text(page, 0) == "".join(HOSTILE)
     expect(page.locator("#run")).to_be_focused()
     page.locator(".sd-pause").focus()
     for _ in range(2):
@@ -151,11 +178,18 @@ def test_stop_a_run_a_step_and_an_inspection_by_keyboard(visit_gated, gates):
     wait_for_text(page, "^Finished")
 
 
-def test_run_waits_for_what_a_link_asks_for_and_an_outdated_result_names_its_settings(visit_gated, gates):
+CLICK_RUN = """new MutationObserver((_, observer) => {
+  const run = document.getElementById("run");
+  if (run) (observer.disconnect(), run.click());
+}).observe(document, { childList: true, subtree: true });"""
+
+
+def test_run_pressed_at_once_waits_for_what_a_link_asks_for_and_an_outdated_result_names_its_settings(
+    visit_gated, gates
+):
     gates.open.set()
     gates.warm.clear()
-    page = visit_gated("?preset=embedded-draft&k=7")
-    page.locator("#run").click()
+    page = visit_gated("?preset=embedded-draft&k=7", before=lambda page: page.add_init_script(CLICK_RUN))
     wait_for_text(page, "^Reading the link")
     gates.warm.set()
     wait_for_text(page, "^(Running|Run complete|Finished)")
@@ -183,21 +217,29 @@ def test_a_first_visit_plays_the_recorded_race_once(visit_gated):
 
 
 @pytest.mark.skipif(not AXE.exists(), reason="npm ci --prefix tests/js brings it")
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_axe_finds_nothing(visit, theme):
-    page = visit(f"?__theme={theme}", playback=True)
+def test_axe_finds_nothing_in_both_themes(visit_gated, gates):
+    gates.open.set()
+    page = visit_gated("?__theme=dark", playback=True)
     wait_for_text(page, "^Recorded")
-    tile = page.evaluate("getComputedStyle(document.querySelector('.sd-tile')).backgroundColor")
-    assert (sum(map(int, re.findall(r"\d+", tile)[:3])) < 200) == (theme == "dark")
     page.evaluate(AXE.read_text(encoding="utf-8") + "; null")
 
-    rules = "" if theme == "light" else "runOnly: ['color-contrast', 'link-in-text-block'],"  # the rules on colours
+    def brightness():
+        tile = page.evaluate("getComputedStyle(document.querySelector('.sd-tile')).backgroundColor")
+        return sum(map(int, re.findall(r"\d+", tile)[:3]))
 
     def violations():
-        page.evaluate("document.getAnimations().forEach(one => one instanceof CSSTransition && one.finish())")
-        found = page.evaluate(f"axe.run(document, {{ {rules} resultTypes: ['violations'] }}).then(r => r.violations)")
-        return [f"{rule['id']}: {[node['html'][:120] for node in rule['nodes'][:3]]}" for rule in found]
+        found = []
+        colours = "runOnly: ['color-contrast', 'link-in-text-block'],"
+        for theme, rules in (("dark", colours), ("light", "")):
+            page.evaluate(f"document.body.classList.toggle('dark', {str(theme == 'dark').lower()})")
+            page.evaluate("document.getAnimations().forEach(one => one instanceof CSSTransition && one.finish())")
+            broken = f"axe.run(document, {{ {rules} resultTypes: ['violations'] }}).then(r => r.violations)"
+            for rule in page.evaluate(broken):
+                found.append(f"{theme}, {rule['id']}: {[node['html'][:120] for node in rule['nodes'][:3]]}")
+        return found
 
+    assert brightness() < 200
+    assert violations() == [] and brightness() > 600
     for tab in ("Tune", "Sweep", "What if", "Lab", "How it works", "Reference", "Race"):
         page.get_by_role("tab", name=tab).click()
         assert violations() == [], tab
@@ -216,27 +258,3 @@ def test_axe_finds_nothing(visit, theme):
     choose_example(page, "Qwen3 8B with Qwen3 0.6B")
     expect(page.locator(".sd-obstacle")).to_be_visible()
     assert violations() == []
-
-
-RING = """() => { const at = document.activeElement;
-  const ringed = [at, at.closest("label"), at.closest(".input-container")].filter(Boolean);
-  return [...new Set(ringed.map((e) => getComputedStyle(e)).filter((s) => s.outlineStyle !== "none")
-    .map((s) => s.outlineWidth))]; }"""
-
-
-def test_the_focus_has_one_ring_and_the_title_names_the_result(visit):
-    page = visit()
-    expect(page.locator("#view .sd-status")).to_have_text(re.compile("^Recorded"))
-    seen = set()
-    page.locator("[role=tab]").first.focus()
-    for _ in range(11):
-        page.keyboard.press("Tab")
-        where = "document.activeElement.closest('#prompt-row, .sd-playback, .sd-pace')"
-        seen.add(page.evaluate(f"{where}?.id || {where}?.className"))
-        # a style that is about to change is read once more
-        page.wait_for_function(f"() => JSON.stringify(({RING})()) === '[\"2px\"]'")
-    assert {"prompt-row", "sd-playback", "sd-pace"} <= seen
-    expect(page).to_have_title(re.compile(r"^\d\.\d× as fast - specdemo"))
-    page.get_by_role("tab", name="Lab").click()
-    expect(page).to_have_title(re.compile("^Lab - specdemo"))
-    assert page.locator("#prompt textarea").get_attribute("dir") == "auto"

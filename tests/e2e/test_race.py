@@ -15,7 +15,16 @@ from specdemo.core.tally import summarise
 from specdemo.core.trace import compare, estimates, from_json, to_json
 from specdemo.presets.pair import TASKS
 from specdemo.ui.assets import TITLE
-from tests.e2e.conftest import NEXT_FRAME, SHIFTS, choose_example, edit, expect_example, visitors
+from tests.e2e.conftest import (
+    NEXT_FRAME,
+    SHIFTS,
+    choose_example,
+    edit,
+    expect_example,
+    lane_text,
+    show_in_real_time,
+    visitors,
+)
 from tests.processes import served
 from tests.traces import HOSTILE, PROMPT, hostile_trace
 from tests.ui.stand_ins import chat_trace
@@ -30,14 +39,6 @@ def run(page, status="^Finished"):
     page.locator("#run").click()
     wait_for_text(page, status)
     expect(page.locator("#run")).to_be_enabled()
-
-
-def lane_text(page, lane):
-    return page.evaluate(
-        """lane => [...document.querySelectorAll(`[data-lane="${lane}"] span[data-kind]`)]
-           .filter(s => !["rejected", "prompt"].includes(s.dataset.kind)).map(s => s.textContent).join("")""",
-        lane,
-    )
 
 
 def value(page, metric, lane):
@@ -76,6 +77,8 @@ def replayed(shared_page):
     def opened(path, width=1280, height=900):
         shared_page.set_viewport_size({"width": width, "height": height})
         shared_page.keyboard.press("Escape")  # closes the inspector of the test before
+        shared_page.locator(".sd-rejected").uncheck()
+        show_in_real_time(shared_page)
         shared_page.evaluate(NEXT_FRAME)
         shared_page.evaluate("document.querySelector('#view .sd-status').textContent = ''")
         open_file(shared_page, path)
@@ -202,10 +205,8 @@ def test_hostile_text_stays_text(replayed, trace_file):
     expect(page.get_by_role("img", name=name)).to_be_visible()
 
 
-def test_rejected_drafts_fade_and_return_steps_are_inspected_and_the_run_replayed(visit, trace_file):
-    page = visit()
-    open_file(page, trace_file)
-    wait_for_text(page, "^Replayed")
+def test_rejected_drafts_fade_and_return_steps_are_inspected_and_the_run_replayed(replayed, trace_file):
+    page = replayed(trace_file)
     rejected = page.locator('[data-lane="1"] [data-kind="rejected"]').first
     assert rejected.get_attribute("data-more") == "+1"
     shown = "node => getComputedStyle(node).opacity"
@@ -217,6 +218,10 @@ def test_rejected_drafts_fade_and_return_steps_are_inspected_and_the_run_replaye
     assert rejected.evaluate(shown) == "0"
     page.locator(".sd-rejected").check()
     assert rejected.evaluate(shown) == "1"
+    copied = page.evaluate(
+        "getSelection().selectAllChildren(document.querySelector('[data-lane=\"1\"].sd-text')), `${getSelection()}`"
+    )
+    assert HOSTILE[0] in copied and "wrong" not in copied  # a copy is the model's text
     page.locator('[data-lane="1"].sd-text').focus()
     page.keyboard.press("Home")
     page.keyboard.press("ArrowRight")
@@ -233,11 +238,22 @@ def test_rejected_drafts_fade_and_return_steps_are_inspected_and_the_run_replaye
     assert lane_text(page, 1) == "".join(HOSTILE)
 
 
-def test_lossy_lane_has_its_badge_everywhere(visit, tmp_path):
-    page = visit("?preset=embedded-sampling&max_new_tokens=12&acceptance=fly&rule.window=2")
+def test_bad_input_keeps_a_hostile_prompt_which_is_shown_as_it_is_and_a_lossy_lane_has_its_badge_everywhere(visit):
+    page = visit("?preset=embedded-sampling&max_new_tokens=12&acceptance=fly&rule.window=2&seed=7")
     expect(page.locator("#acceptance-1 input")).to_have_value(re.compile("lossy"))
     expect(page.locator("#rule-window-1 input[type=number]")).to_have_value("2")
+    edit(page)
+    expect(page.locator("#seed input")).to_have_value("7")
+    page.locator("#prompt textarea").fill(PROMPT)
+    page.locator("#seed input").fill("-5")
+    page.locator("#run").click()
+    expect(page.locator(".sd-alert")).to_have_text("Seed must be 0 or more, not -5")
+    expect(page.locator("#run")).to_be_enabled()
+    expect(page.locator("#prompt textarea")).to_have_value(PROMPT)
+    page.locator("#seed input").fill("5")
+    expect(page.locator(".sd-alert")).to_be_hidden()
     run(page, "lossy")
+    expect(page.locator('[data-lane="0"] [data-kind="prompt"]')).to_have_text(PROMPT)
     for place in (".sd-lane h3", '[data-tile="speedup"]', ".sd-name"):
         expect(page.locator(f"{place} .sd-lossy")).to_have_text("lossy")
     expect(page.locator('[data-tile="output"] b')).to_have_text("⚠ lossy")
@@ -312,7 +328,7 @@ def test_on_a_phone_the_selected_token_is_visible_above_the_inspector(replayed, 
     page.locator(".sd-edit").click()
 
 
-def test_a_tree_is_drawn_and_walked_by_keyboard(replayed, tree_file):
+def test_a_tree_is_drawn_and_walked_by_keyboard_and_drafter_notes_are_plotted(replayed, tree_file, trace_file):
     page = replayed(tree_file, 390, 800)
     page.locator('[data-lane="1"].sd-text').focus()
     page.keyboard.press("End")
@@ -341,57 +357,25 @@ def test_a_tree_is_drawn_and_walked_by_keyboard(replayed, tree_file):
     page.keyboard.press("Home")
     expect(page.locator(".sd-node-label")).to_contain_text("root")
 
-
-def test_drafter_notes_are_plotted(replayed, tree_file, trace_file):
-    page = replayed(tree_file)
     figures = page.locator(".sd-drafter-notes figure")
     expect(figures).to_have_count(2)
     expect(figures.first).to_contain_text("Draft length know 2 · estimated acceptance 75 % · predicted 1.50×")
     expect(figures.last).to_contain_text("now 60 % · 4 updates · 16.0 ms of training · training loss 1.250")
     expect(figures.first.locator("[role=img]").last).to_have_attribute("aria-label", re.compile("over 4 steps, now 2$"))
     expect(page.locator(".sd-times small").filter(has_text="training")).to_contain_text("including 16.0 ms of training")
-    open_file(page, trace_file)
+    replayed(trace_file)
     expect(page.locator(".sd-drafter-notes")).to_be_hidden()
 
 
-def test_copy_from_lane_is_the_model_text(replayed, trace_file):
-    page = replayed(trace_file)
-    page.locator(".sd-rejected").check()
-    expect(page.locator('[data-lane="1"] [data-kind="rejected"]').first).to_be_visible()
-    copied = page.evaluate(
-        "getSelection().selectAllChildren(document.querySelector('[data-lane=\"1\"].sd-text')), `${getSelection()}`"
-    )
-    assert HOSTILE[0] in copied and "wrong" not in copied
-
-
-def test_a_trace_opened_from_the_lower_end_of_the_page_is_in_sight(visit, tmp_path):
+def test_a_trace_opened_from_the_lower_end_of_the_page_is_in_sight(replayed, trace_file, tmp_path):
     path = tmp_path / "code.json"
     path.write_text(to_json(replace(hostile_trace(), prompt="def add(a, b):\n    return")), encoding="utf-8")
-    page = visit(viewport={"width": 390, "height": 844})
-    wait_for_text(page, "^(Playing|Recorded)")
-    page.locator("#open-trace").scroll_into_view_if_needed()
-    open_file(page, path)
-    wait_for_text(page, "^Replayed")
+    replayed(trace_file, 390, 844).locator("#open-trace").scroll_into_view_if_needed()
+    page = replayed(path, 390, 844)
     expect(page.locator(".sd-lanes")).to_be_in_viewport()
     lane = page.locator('[data-lane="1"].sd-code')
     inner, outer = lane.locator(".sd-baseline-mark").last.bounding_box(), lane.bounding_box()
     assert outer["x"] <= inner["x"] and inner["x"] + inner["width"] <= outer["x"] + outer["width"]
-
-
-def test_a_hostile_prompt_is_shown_as_it_is_and_bad_input_keeps_it(visit):
-    page = visit("?preset=embedded-draft&max_new_tokens=24&k=3&seed=7")
-    edit(page)
-    expect(page.locator("#seed input")).to_have_value("7")
-    page.locator("#prompt textarea").fill(PROMPT)
-    page.locator("#seed input").fill("-5")
-    page.locator("#run").click()
-    expect(page.locator(".sd-alert")).to_have_text("Seed must be 0 or more, not -5")
-    expect(page.locator("#run")).to_be_enabled()
-    expect(page.locator("#prompt textarea")).to_have_value(PROMPT)
-    page.locator("#seed input").fill("5")
-    expect(page.locator(".sd-alert")).to_be_hidden()
-    run(page)
-    expect(page.locator('[data-lane="0"] [data-kind="prompt"]')).to_have_text(PROMPT)
 
 
 def test_a_first_visit_shows_the_recorded_race_of_the_preset(visit):
@@ -441,13 +425,13 @@ MARKS = """marks => marks.map(mark => {
 })"""
 
 
-ENDS = "bars => bars.map(bar => [Number(bar.ariaValueNow), bar.ariaValueText.includes('finished first')])"
 LINES = "all => all.map(e => Math.round(e.clientHeight / (1.3 * parseFloat(getComputedStyle(e).fontSize))))"
 
 
 def test_a_real_model_gives_a_true_sentence_about_itself_and_its_lanes_read_like_the_baseline(chromium, smollm2_gguf):
-    """Short runs of SmolLM2 in a chat: first-run card, verdicts, the place where a lossy lane leaves the baseline's
-    text, rejected tokens, and nothing moves; a second turn, texts of different lengths, and one that repeats itself."""
+    """A short run of SmolLM2 in a chat: first-run card, verdicts, the place where a lossy lane leaves the baseline's
+    text, rejected tokens, and nothing moves. Every tab is about this model.
+    """
     link = "?preset=your-models&max_new_tokens=24&k=7&method2=ngram&k2=4&acceptance2=fly"  # a lossy lane
     with served("--target", smollm2_gguf) as (_, address), visitors(chromium, address) as visit:
         page = visit(link, before=lambda page: page.add_init_script(SHIFTS), viewport={"width": 390, "height": 844})
@@ -485,15 +469,10 @@ def test_a_real_model_gives_a_true_sentence_about_itself_and_its_lanes_read_like
             "absolute0"
         }  # the text reads as the baseline's
         assert page.evaluate("shifts.reduce((a, b) => a + b, 0)") < 0.1
-        page.locator("#message textarea").fill("Now say it in one sentence.")
-        page.locator("#continue").click()
-        expect(page.locator(".sd-text .sd-fold").first).to_be_visible()  # the earlier messages
-        expect(page.locator("#view .sd-status")).to_have_text(re.compile("^Finished"))
-        turns = [page.locator(f'[data-lane="{lane}"].sd-text .sd-turn').all_text_contents() for lane in range(3)]
-        assert turns[0] == turns[1] == turns[2] and plain in turns[0][1]  # every lane continues the baseline's answer
+        expect(page.locator("#continue")).to_be_visible()
         page.set_viewport_size({"width": 1024, "height": 800})
         for tab, place in (("Tune", "#tune-target"), ("Sweep", "#sweep-preset"), ("What if", "#whatif-start")):
-            page.get_by_role("tab", name=tab).click()  # every tab is about this model
+            page.get_by_role("tab", name=tab).click()
             expect(page.locator(f"{place} input")).to_have_value(re.compile("smollm2-135m-instruct-q4_1"))
         page.get_by_role("tab", name="Lab").click()
         expect(page.locator("#lab-about")).to_contain_text("smollm2-135m-instruct-q4_1.gguf is a GGUF file")
@@ -507,15 +486,3 @@ def test_a_real_model_gives_a_true_sentence_about_itself_and_its_lanes_read_like
         page.keyboard.press("Escape")
         expect(page.locator("#option-remember-1")).to_be_visible()  # of suffix decoding: a sentence, not a word a line
         assert max(page.locator("#drawer .info-text").evaluate_all(LINES)) <= 3
-        page.locator("#prompt textarea").fill("What is the capital of France?")
-        for menu in ("#method-1 input", "#target input"):  # closed without a choice, and Run at once
-            page.locator(menu).click()
-            page.keyboard.press("Escape")
-        page.locator("#run").click()
-        expect(page.locator(".sd-result").nth(2)).to_have_text(re.compile("^stopped after"))
-        wait_for_text(page, "^Finished")
-        ends = page.locator(".sd-race [role=progressbar]").evaluate_all(ENDS)
-        assert ends[2][0] < ends[0][0] == ends[1][0] and not any(flag for _, flag in ends)  # not the same work
-        page.locator("#max_new_tokens input[type=number]").fill("64")
-        page.locator("#prompt textarea").fill("Count:" + 16 * " 1")
-        run(page, "the text repeats itself, so this gain is not typical")

@@ -13,7 +13,7 @@ from tests.completion_server import completion_server, piece
 from tests.e2e.conftest import NEXT_FRAME, edit
 from tests.e2e.test_controls import choose
 from tests.e2e.test_layout import CONTROLS, OVERFLOWING, SMALL, wait_for_text
-from tests.plug_in import install_bigram
+from tests.plug_in import write_bigram
 from tests.processes import served
 
 
@@ -35,7 +35,7 @@ def server():
 @pytest.fixture(scope="module")
 def address(server, tmp_path_factory):
     """Start a page with a server, a method of another package, and models from any folder."""
-    site = install_bigram(tmp_path_factory.mktemp("package"))
+    site = write_bigram(tmp_path_factory.mktemp("package") / "page")
     with served("--server", server.address, "--allow-any-model", PYTHONPATH=str(site)) as (_, address):
         yield address
 
@@ -85,12 +85,13 @@ def test_the_next_message_is_answered_below_the_bar(visit, tmp_path):
         assert bar["y"] + bar["height"] <= page.locator("#follow-row").bounding_box()["y"]
         assert page.evaluate("document.documentElement.scrollWidth") == width
         assert [page.evaluate(rule) for rule in (CONTROLS, SMALL, OVERFLOWING)] == [[], [], []]
-    first = page.locator('[data-lane="1"] .sd-answer').inner_text()
+    first = page.locator('[data-lane="0"] .sd-answer').text_content()
     page.locator("#message textarea, #message input").fill("Why <b>so</b>?")
     page.locator("#continue").click()
     for lane in (0, 1):
         box = page.locator(f'[data-lane="{lane}"].sd-text')
         expect(box.locator(".sd-turn").last).to_have_text("userWhy <b>so</b>?")
         expect(box.locator("summary").first).to_have_text("2 earlier messages")
+        assert first in box.text_content()  # every lane continues the baseline's answer
     wait_for_text(page, "^Finished")
-    assert page.locator('[data-lane="1"] .sd-answer').inner_text() != first
+    assert page.locator('[data-lane="0"] .sd-answer').text_content() != first

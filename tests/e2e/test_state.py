@@ -120,9 +120,13 @@ def run_and_cut(page, gates, connection):
     expect(page.locator(".toast-body")).to_have_count(1)
 
 
-def test_a_lost_connection_keeps_the_settings_and_the_run(chromium, gates, connection):
+def test_a_lost_connection_keeps_the_settings_and_the_run_and_a_restarted_server_the_settings(
+    chromium, address, gates, connection
+):
     with visitors(chromium, connection.address) as visit:
-        page = visit("?preset=embedded-ngram&k=5")
+        page = visit("?preset=embedded-ngram&k=5#lab")
+        expect(tab(page)).to_have_text("Lab")
+        page.get_by_role("tab", name="Race").click()
         expect_example(page, "Custom (from Prompt lookup)")
         run_and_cut(page, gates, connection)
         connection.restore()
@@ -135,7 +139,15 @@ def test_a_lost_connection_keeps_the_settings_and_the_run(chromium, gates, conne
         status(page, "^Finished")
         assert HOSTILE[-1].strip() in page.locator('[data-lane="1"].sd-text').text_content()
         expect(page.locator("#run")).to_be_enabled()
-        assert not gates.stopped.acquire(block=False)  # the run was never cancelled
+        assert not gates.stopped.acquire(blocking=False)  # the run was never cancelled
+
+        gates.open.clear()
+        run_and_cut(page, gates, connection)
+        connection.restore(address)  # another process, which knows nothing of the run
+        page.wait_for_function("() => !window.before")
+        expect_example(page, "Custom (from Prompt lookup)")
+        status(page, "^Ready")
+        expect(page.locator("#run")).to_be_enabled()
 
 
 def test_a_reloaded_page_can_stop_its_run(chromium, gated_server, gates):
@@ -170,81 +182,24 @@ def test_a_reloaded_page_rejoins_its_sweep(chromium, gated_server, gates):
         expect(progress).to_have_text(re.compile("^Ready"))
 
 
-def test_a_restarted_server_keeps_the_settings(chromium, address, gates, connection):
-    with visitors(chromium, connection.address) as visit:
-        page = visit("?preset=embedded-ngram&k=5#lab")
-        expect(tab(page)).to_have_text("Lab")
-        page.get_by_role("tab", name="Race").click()
-        run_and_cut(page, gates, connection)
-        connection.restore(address)  # another process, which knows nothing of the run
-        page.wait_for_function("() => !window.before")
-        expect_example(page, "Custom (from Prompt lookup)")
-        status(page, "^Ready")
-        expect(page.locator("#run")).to_be_enabled()
-
-
-CLICK_RUN = """new MutationObserver((_, observer) => {
-  const run = document.getElementById("run");
-  if (run) (observer.disconnect(), run.click());
-}).observe(document, { childList: true, subtree: true });"""
-
-
-def test_run_pressed_before_the_page_is_ready_is_not_lost(visit_gated, gates):
-    gates.open.set()
-    page = visit_gated("?preset=embedded-draft&k=7", before=lambda page: page.add_init_script(CLICK_RUN))
-    status(page, "^Finished")
-    expect(page.locator(".sd-outdated-label")).to_be_hidden()  # it ran with the settings of the address
-
-
-def wait_for_text(page, words):
-    expect(page.locator(".sd-status")).to_have_text(re.compile(words))
-
-
-def begin(page, gates):
-    page.locator("#run").click()
-    expect(page.locator("#stop")).to_be_enabled()
-    assert gates.started.acquire(timeout=60)
-
-
-def test_stop_and_run_again(visit_gated, gates):
-    page = visit_gated()
-    begin(page, gates)
-    wait_for_text(page, "^Running")
-    expect(page.locator("#run")).to_be_disabled()
-    page.locator("#stop").click()
-    wait_for_text(page, "^Stopped")
-    expect(page.locator(".sd-pill").first).to_have_text(re.compile("stopped"))
-    expect(page.locator("#stop")).to_be_disabled()
-    expect(page.locator("#run")).to_be_enabled()
-    assert gates.stopped.acquire(timeout=60)
-
-    gates.open.set()
-    page.locator("#run").click()
-    wait_for_text(page, "^Finished")
-    expect(page.locator("#run")).to_be_enabled()
-    text = page.evaluate(
-        "[...document.querySelectorAll('[data-lane=\"0\"] [data-kind=target]')].map(s => s.textContent).join('')"
-    )
-    assert text == "".join(HOSTILE)
-
-
 def test_a_second_visitor_waits_in_line_stops_alone_and_gets_the_engine_when_the_first_one_leaves(visit_gated, gates):
     first, second = visit_gated(), visit_gated()
-    begin(first, gates)
+    first.locator("#run").click()
+    assert gates.started.acquire(timeout=60)
     second.locator("#run").click()
-    wait_for_text(second, "^Waiting: place 1 of 1 in line")
+    status(second, "^Waiting: place 1 of 1 in line")
     second.locator("#share").click()  # events without a model do not queue
     expect(second.locator("#link")).to_be_visible()
     second.locator("#stop").click()
     expect(second.locator("#run")).to_be_enabled()
     expect(second.locator("#stop")).to_be_disabled()
-    wait_for_text(second, "^Stopped before the first token")
-    wait_for_text(first, "^Running")
+    status(second, "^Stopped before the first token")
+    status(first, "^Running")
     second.locator("#run").click()
-    wait_for_text(second, "^Waiting: ")
+    status(second, "^Waiting: ")
     first.close()
     assert gates.stopped.acquire(timeout=60)
     assert gates.started.acquire(timeout=60)
-    wait_for_text(second, "^Running")
+    status(second, "^Running")
     gates.open.set()
-    wait_for_text(second, "^Finished")
+    status(second, "^Finished")

@@ -78,11 +78,18 @@ def test_by_keyboard_alone(visit):
     expect(page.locator("#whatif tbody tr")).to_have_count(16)
 
 
-def test_with_all_sections_open_nothing_is_clipped_or_small(visit):
-    page = visit()
-    wait_for_text(page, "^Recorded")
+def test_pasted_output_of_an_engine_gets_a_diagnosis_and_with_all_sections_open_nothing_is_clipped_or_small(visit):
+    page = visit("?preset=embedded-draft")
     page.get_by_role("tab", name="What if").click()
     expect(gain(page)).not_to_be_empty()
+    page.locator("#why-card-toggle").click()
+    page.locator("#why-output textarea").fill((SAMPLES / "llamacpp-long.log").read_text(encoding="utf-8"))
+    page.locator("#why-plain input").fill("222.8")
+    page.locator("#why-run").click()
+    expect(page.locator(".sd-diagnosed")).to_contain_text("main cause: k = 27 is too large")
+    expect(page.locator(".sd-changes")).to_contain_text("--spec-draft-n-max 3")
+    expect(page.locator("#why .sd-table")).to_contain_text("break-even 36 %")
+
     page.locator("#whatif-draft-toggle").click()
     expect(page.locator("#rate")).to_be_hidden()
     page.get_by_label("custom rate").check(force=True)
@@ -94,18 +101,6 @@ def test_with_all_sections_open_nothing_is_clipped_or_small(visit):
         assert page.evaluate("document.documentElement.scrollWidth") == width
         assert [page.evaluate(rule) for rule in (SMALL, CONTROLS)] == [[], []], width
 
-
-def test_pasted_output_of_an_engine_gets_a_diagnosis(visit):
-    page = visit("?preset=embedded-draft")
-    page.get_by_role("tab", name="What if").click()
-    expect(gain(page)).not_to_be_empty()
-    page.locator("#why-card-toggle").click()
-    page.locator("#why-output textarea").fill((SAMPLES / "llamacpp-long.log").read_text(encoding="utf-8"))
-    page.locator("#why-plain input").fill("222.8")
-    page.locator("#why-run").click()
-    expect(page.locator(".sd-diagnosed")).to_contain_text("main cause: k = 27 is too large")
-    expect(page.locator(".sd-changes")).to_contain_text("--spec-draft-n-max 3")
-    expect(page.locator("#why .sd-table")).to_contain_text("break-even 36 %")
     page.locator("#why-output textarea").fill("<img src=x onerror=alert(1)>")
     page.locator("#why-run").click()
     expect(page.locator("#why .sd-alert")).to_contain_text("of no known kind")
