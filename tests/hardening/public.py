@@ -9,11 +9,11 @@ import httpx
 
 @contextmanager
 def visitors(page):
-    """Yield a function that opens the page as a new visitor."""
-    opened = []
+    """Yield a function that opens the page as a new visitor. All get the page's configuration, read once."""
+    config, opened = httpx.get(f"{page}config", timeout=300.0).json(), []
 
     def visit(address=None):
-        opened.append(Caller(page, address))
+        opened.append(Caller(page, config, address))
         return opened[-1]
 
     yield visit
@@ -24,10 +24,10 @@ def visitors(page):
 class Caller:
     """A visitor with its own session. address: its address in X-Forwarded-For."""
 
-    def __init__(self, page, address=None):
+    def __init__(self, page, config, address=None):
         headers = {"X-Forwarded-For": address} if address else {}
         self.client = httpx.Client(base_url=page, headers=headers, timeout=300.0)
-        self.config = self.client.get("config").json()
+        self.config = config
         self.session = secrets.token_hex(6)
 
     def fn(self, event, elem_id=None):

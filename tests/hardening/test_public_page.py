@@ -1,4 +1,4 @@
-"""A public page: rejected requests, response headers, and the order of visitors' turns."""
+"""A public page: rejected requests and uploads, response headers, and the order of visitors' turns."""
 
 import json
 import re
@@ -6,21 +6,24 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 from types import SimpleNamespace
 
+import httpx
 import pytest
 
+from specdemo.core.safe_io import PUBLIC_FILE_BYTES
 from specdemo.presets import limits
 from specdemo.presets.files import preset
 from specdemo.ui import live
 from specdemo.ui.race import Visits
-from specdemo.ui.security import policy
+from specdemo.ui.security import UPLOADS, policy
 from specdemo.ui.setup import changed, from_values, to_values
 from tests.hardening.public import visitors
 from tests.processes import served
 
-CLASS = 12, pytest.param(30, marks=pytest.mark.release)
+CLASS = 6, pytest.param(30, marks=pytest.mark.release)
 
 
 PUBLIC = {"SPECDEMO_PUBLIC": "1", "HF_HUB_OFFLINE": "1", "SPECDEMO_BEHIND_PROXY": "127.0.0.1"}
+PUBLIC["SPECDEMO_ALLOW_HOST"] = "demo.example.org other.example.org"
 
 
 @pytest.fixture(scope="module")
@@ -30,12 +33,24 @@ def log(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def page(log):
-    with log.open("w") as file, served(log=file, **PUBLIC) as (_, address):
+def folder(tmp_path_factory):
+    """Return the folder for Gradio's uploads."""
+    return tmp_path_factory.mktemp("uploads")
+
+
+@pytest.fixture(scope="module")
+def page(log, folder):
+    with log.open("w") as file, served(log=file, GRADIO_TEMP_DIR=str(folder), **PUBLIC) as (_, address):
         yield address
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
+def public_page(page):
+    with httpx.Client(base_url=page, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
 def visit(page):
     with visitors(page) as opened:
         yield opened
@@ -232,3 +247,89 @@ def test_a_run_that_is_stopped_before_it_reaches_the_queue_does_not_begin(visit)
     messages = caller.call(caller.after(pressed), [])
     assert ends(messages)["success"] and '"start"' not in text_of(messages)
     assert '"finish":"done"' in text_of(caller.press("run", max_new_tokens=32))
+
+
+# Uploads by untrusted visitors
+
+
+def upload(page, content=b"{}", name="files", **headers):
+    return page.post("/gradio_api/upload", files={name: ("t.json", content, "application/json")}, headers=headers)
+
+
+def on_disk(folder):
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def test_a_file_comes_in(public_page, folder):
+    own = str(public_page.base_url).rstrip("/")
+    for headers in ({}, {"Origin": own}, {"Origin": own, "Sec-Fetch-Site": "same-origin"}):
+        assert upload(public_page, b" " * PUBLIC_FILE_BYTES, **headers).status_code == 200
+    forwarded = {"Origin": "https://me-demo.hf.space", "X-Forwarded-Host": "me-demo.hf.space"}
+    assert upload(public_page, b" " * PUBLIC_FILE_BYTES, **forwarded).status_code == 200
+    assert [path.name for path in on_disk(folder)] == ["t.json"]
+
+
+@pytest.mark.parametrize("headers", [
+    {"Origin": "http://evil.example"},
+    {"Origin": "null"},
+    {"Origin": "http://127.0.0.1:1"},
+    {"Origin": "http://evil.example", "X-Forwarded-Host": "evil.example", "Sec-Fetch-Site": "cross-site"},
+])  # fmt: skip
+def test_another_sites_page_can_send_nothing(public_page, folder, headers):
+    before = on_disk(folder)
+    assert upload(public_page, b"foreign", **headers).status_code == 403
+    assert public_page.post("/gradio_api/queue/join", json={}, headers=headers).status_code == 403
+    assert on_disk(folder) == before
+
+
+@pytest.mark.parametrize("method, path", [("GET", "/"), ("OPTIONS", "/config"), ("POST", "/gradio_api/queue/join")])
+def test_a_foreign_host_gets_one_line(public_page, method, path):
+    headers = {"Host": "evil.example", "Origin": "http://evil.example", "Sec-Fetch-Site": "same-origin"}
+    answer = public_page.request(method, path, headers=headers)
+    assert answer.status_code == 403 and answer.headers["x-content-type-options"] == "nosniff"
+    assert "'evil.example'" in answer.text and "--allow-host" in answer.text and "\n" not in answer.text
+
+
+@pytest.mark.parametrize(
+    "host", ["localhost:1", "127.0.0.1", "[::1]:7860", "demo.example.org", "OTHER.example.org:443"]
+)
+def test_own_and_allowed_hosts_are_answered(public_page, host):
+    assert public_page.get("/config", headers={"Host": host}).status_code == 200
+
+
+HEAD = b'--b\r\nContent-Disposition: form-data; name="files"; filename="a"\r\n'
+PART = HEAD + b"\r\nx\r\n"
+
+
+@pytest.mark.parametrize("status, body", [
+    (400, PART * 2 + b"--b--\r\n"),
+    (400, PART),
+    (400, PART.replace(b'"files"', b'"other"') + b"--b--\r\n"),
+    (400, PART.replace(b'"a"', b'"a"; name="other"') + b"--b--\r\n"),
+    (400, HEAD + b'Content-Disposition: form-data; name="other"; filename="b"\r\n\r\nx\r\n--b--\r\n'),
+    (400, b""),
+    (413, HEAD + b"\r\n" + b"x" * (PUBLIC_FILE_BYTES + 5000) + b"\r\n--b--\r\n"),
+], ids=["two", "unfinished", "unnamed", "renamed", "redisposed", "empty", "large"])  # fmt: skip
+def test_rejected_uploads_leave_nothing_on_disk(public_page, folder, status, body):
+    before = on_disk(folder)
+    sent = public_page.post(
+        "/gradio_api/upload", content=body, headers={"Content-Type": "multipart/form-data; boundary=b"}
+    )
+    assert sent.status_code == status and "\n" not in sent.text
+    assert on_disk(folder) == before
+
+
+@pytest.mark.parametrize("body, line", [
+    (b'"' + b"x" * 2_000_000 + b'"', "requests are limited to 1 MB"),
+])  # fmt: skip
+def test_request_limits_apply_before_parsing(public_page, body, line):
+    sent = public_page.post("/gradio_api/queue/join", content=body, headers={"Content-Type": "application/json"})
+    assert sent.status_code == 413 and line in sent.text
+
+
+def test_a_visitor_opens_so_many_files_and_no_more(public_page):
+    visitor, other = {"X-Forwarded-For": "8.8.8.8"}, {"X-Forwarded-For": "8.8.8.9"}
+    statuses = [upload(public_page, **visitor).status_code for _ in range(UPLOADS + 1)]
+    assert statuses == [200] * UPLOADS + [429] and "wait 10 minutes" in upload(public_page, **visitor).text
+    assert upload(public_page, **other).status_code == 200
+    assert public_page.get("/").status_code == 200

@@ -154,7 +154,9 @@ KINDS = [
     Kind("answer", "a-byte-at-a-time", lambda: drip(head() + b"data: ", b" "), "took longer than 1.04 seconds", SOON),
     Kind("answer", "comments-without-end", lambda: drip(head(), b": ping\n\n"), "took longer than", SOON),
     Kind("answer", "a-flood-of-comments", lambda: (head(), *repeat(b": ping\n\n" * 500, 900)), "2,016,000 bytes"),
-    Kind("answer", "a-flood-of-nothing", lambda: (head(), *repeat(events({}) * 500, 900)), "2,016,000 bytes"),
+    Kind(
+        "answer", "a-flood-of-nothing", lambda: (head(), *repeat(events({"id": "x" * 900}) * 9, 900)), "2,016,000 bytes"
+    ),
     Kind("answer", "a-line-without-end", lambda: (head(), *repeat(NUL, 5000)), "a line of more than 1,000,000 bytes"),
     Kind("answer", "many-tiny-pieces", [head(), events(*repeat(piece("."), 5000))], MORE),
     faulty_chunk("no-json", b"{oops", UNUSABLE),

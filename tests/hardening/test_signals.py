@@ -96,7 +96,7 @@ def test_the_page_ends_and_frees_its_port(started, number):
     assert bound(port) == port
 
 
-@pytest.mark.parametrize("number", [pytest.param(KILL, marks=pytest.mark.release), TERM, INT])
+@pytest.mark.parametrize("number", [pytest.param(KILL, marks=pytest.mark.release), INT])
 def test_a_run_ends_and_leaves_the_old_trace(started, number, tmp_path):
     out = tmp_path / "trace.json"
     out.write_text("old", encoding="utf-8")
