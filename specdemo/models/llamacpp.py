@@ -9,7 +9,7 @@ import weakref
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from importlib import import_module
 from pathlib import Path
 
@@ -205,7 +205,7 @@ class LlamaCppModel:
         """Return the number of CPU threads of a pass."""
         return min(self.threads, thread_limit.threads)
 
-    @property
+    @cached_property
     def stop_token_ids(self) -> tuple[int, ...]:
         """Return all tokens that end a text."""
         llama = library()

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -259,8 +260,11 @@ def test_too_few_minutes_name_what_would_fit_and_what_is_needed(tmp_path):
     target = HFTarget(build("llama"), name="tiny")
     drafter = untrained_drafter(HEAD_RECIPES["medusa"], target)
     pattern = r"^--minutes 0\.001 is too short for medusa on tiny: only [\d,]+ tokens of text and \d+ training steps "
-    with pytest.raises(ValueError, match=pattern + r"would fit, and 50 steps are needed; --minutes [\d.]+ is enough$"):
+    pattern += r"would fit, and 50 steps are needed; --minutes ([\d.]+) is enough$"
+    with pytest.raises(ValueError, match=pattern) as error:
         share_minutes("medusa", drafter, target, 0.001, tmp_path / "cache", tmp_path)
+    assert float(re.search(pattern, str(error.value))[1]) > 0.001
+    assert not (tmp_path / "cache").exists()  # nothing was collected before
     (tmp_path / "checkpoint.pt").touch()  # of a run that goes on
     assert share_minutes("medusa", drafter, target, 0.001, tmp_path / "cache", tmp_path).seconds == 0.0
 
