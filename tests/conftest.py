@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: two threads are very slow next to other programs
+os.environ["OMP_WAIT_POLICY"] = "passive"  # where a test needs two, those that wait leave the core to others
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
 

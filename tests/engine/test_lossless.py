@@ -238,7 +238,7 @@ def stories():
 def test_everything_that_ships(stories, lane, thin):
     drafter = load_drafter(lane.method, stories, lane.model, **lane.options)
     nodes = lane.options.get("nodes", 0)
-    for index, prompts in enumerate(thin(story_prompts(), 6)):
+    for index, prompts in enumerate(thin(story_prompts(), 8)):
         k = 1 + 2 * index % 7
         assert decode(stories, drafter, prompts, 16, k, max(k, nodes)) == story_answer(prompts), f"prompts {prompts}"
 

@@ -19,17 +19,17 @@ from specdemo.methods.confident import Confident
 from specdemo.models.toy import ToyTarget
 
 VOCABULARY = 5
-DRAWS = 12_000
+DRAWS = 6_000
 BATCH = 3_000
 PROMPT = [3, 1, 4, 1, 3, 1]
 
 
-def joint(target, drafter, rule, tokens, draws=DRAWS):
+def joint(target, drafter, rule, tokens):
     """Return counts of the first `tokens` new tokens over all draws, coded as one number in base V."""
     counts = torch.zeros(VOCABULARY**tokens, dtype=torch.int64)
     powers = VOCABULARY ** torch.arange(tokens)
     prompt = torch.tensor([PROMPT] * BATCH)
-    for seed in range(draws // BATCH):
+    for seed in range(DRAWS // BATCH):
         config = GenerationConfig(tokens, Sampling(1.0), Budget(2, 6), seed, stop_token_ids=())
         rows = [[] for _ in range(BATCH)]
         for event in generate(target, drafter, prompt, config, accept=accept_rule(rule)):

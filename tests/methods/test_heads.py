@@ -2,6 +2,7 @@
 
 import json
 import re
+from itertools import islice
 from math import exp
 
 import pytest
@@ -176,7 +177,7 @@ def test_saved_file_drafts_the_same(case, tmp_path):
     assert detect_method(open_checkpoint(str(tmp_path / "saved"))) == case.method
     again = load_drafter(case.method, case.target, str(tmp_path / "saved"), **options)
     assert not any(p.requires_grad for p in again.head.parameters())
-    steps = [list(ragged_steps(case.target, each, Budget(6, 6), Sampling(1.0))) for each in (drafter, again)]
+    steps = [list(islice(ragged_steps(case.target, each, Budget(6, 6), Sampling(1.0)), 2)) for each in (drafter, again)]
     for (_, draft), (_, same) in zip(*steps, strict=True):
         assert torch.equal(draft.tokens, same.tokens)
         torch.testing.assert_close(draft.probs, same.probs, atol=1e-5, rtol=1e-3)

@@ -18,6 +18,7 @@ from specdemo.training.losses import Objective
 from specdemo.training.shares import Shares
 from tests.training.test_fit import ticking
 
+FEW = Plan(text_rows=4, sampled_rows=2, rows_per_shard=4, context=32, sample_length=16, taps=(2, 6, 9, 10, -1))
 PLAN = Plan(text_rows=24, sampled_rows=8, rows_per_shard=24, context=48, sample_length=24, taps=(2, 6, 9, 10, -1))
 SHORT = {"minutes": 0.5, "rates": 6.0}  # ends within the warm-up of the learning rates
 
@@ -60,7 +61,7 @@ def test_training_makes_a_head_guess_better(name, target, cache, tmp_path):
 
 
 def test_training_continues_from_a_trained_head_with_another_loss(target, tmp_path, monkeypatch):
-    monkeypatch.setattr("specdemo.methods.recipes.share_minutes", lambda *_: Shares(PLAN, 1e-3, 96, 1))
+    monkeypatch.setattr("specdemo.methods.recipes.share_minutes", lambda *_: Shares(FEW, 1e-3, 96, 1))
     options = {"objective": Objective("lk-alpha", "dpace"), "start": "stories-dflash"}
     folder = train_head_recipe("dflash", tmp_path, 1e-5, target, **options)
     assert not list(tmp_path.glob("ca*")) and not list(tmp_path.glob("checkpoint*"))
@@ -94,13 +95,13 @@ def test_a_draft_model_is_trained_saved_and_loaded_like_a_head(target, cache, tm
 
 def test_page_receives_every_step_and_the_folder(target, tmp_path, monkeypatch):
     monkeypatch.setattr("specdemo.methods.recipes.load_target", lambda name, kernels: target)
-    monkeypatch.setattr("specdemo.methods.recipes.share_minutes", lambda *_: Shares(PLAN, 1800.0, 96, 9))
+    monkeypatch.setattr("specdemo.methods.recipes.share_minutes", lambda *_: Shares(FEW, 1800.0, 96, 9))
     messages = []
     for message in train_live("medusa", 30.0, tmp_path, cancelled=lambda: len(messages) > 6):
         messages.append(message)
     steps = [message for message in messages if "step" in message]
     assert [message["step"] for message in steps] == list(range(len(steps)))
-    assert messages[0] == {"note": "30 minutes: 1,536 tokens of text and 9 training steps"}
+    assert messages[0] == {"note": "30 minutes: 192 tokens of text and 9 training steps"}
     assert 1700.0 < steps[-1]["of_seconds"] < 1800.0 and steps[-1]["loss"] > 0.0
     assert messages[-1] == {"done": True, "folder": str(tmp_path)}
     assert not list(tmp_path.glob("ca*")) and not list(tmp_path.glob("checkpoint*"))

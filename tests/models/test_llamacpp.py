@@ -156,12 +156,12 @@ def test_last_hidden_state_is_the_input_of_lm_head(target, reference):
     ],
 )
 def test_heads_draft_as_for_a_pytorch_target(name, head, target, reference):
-    prompt, config = ids_of(reference, TEXTS[0]), GenerationConfig(48, budget=Budget(4, 12))
+    prompt, config = ids_of(reference, TEXTS[0]), GenerationConfig(24, budget=Budget(4, 12))
     expected = list(generate(reference, load_drafter(name, reference, head), prompt, config))
     events = list(generate(target, load_drafter(name, target, head), prompt, config))
     assert [event.drafted for event in events] == [event.drafted for event in expected]
     assert [event.emitted for event in events] == [event.emitted for event in expected]
-    assert len(events) < 40
+    assert len(events) < 20
 
 
 @pytest.mark.parametrize("nodes", [1, 5])
@@ -281,7 +281,7 @@ def test_damaged_weights_are_one_line(files, tmp_path):
 def test_settings_apply_to_target_and_draft_model(files):
     target, draft = str(files / "stories.gguf"), str(files / "stories-draft-wide.gguf")
     settings = {"threads": 2, "context": 300, "cache_type": "q8_0"}
-    trace = specdemo.run("embedded-draft", target=target, model=draft, max_new_tokens=16, **settings)
+    trace = specdemo.run("embedded-draft", target=target, model=draft, max_new_tokens=4, **settings)
     environment = trace.environment
     assert (environment["threads"], environment["clock"]) == (2, "wall time")
     assert "q8_0 KV cache, flash attention" in environment["kernels"]
@@ -363,8 +363,8 @@ def test_page_of_two_gguf_files(files, monkeypatch):
 
 @pytest.fixture(scope="module")
 def openings(reference, request):
-    """Return 20 prompts of 12 tokens, before a release 200, from random places of a sampled text."""
-    count = 200 if request.config.getoption("--all") else 20
+    """Return 8 prompts of 12 tokens, before a release 200, from random places of a sampled text."""
+    count = 200 if request.config.getoption("--all") else 8
     generator = torch.Generator().manual_seed(11)
     prompt = reference.tokenizer("Once upon a time", return_tensors="pt").input_ids
     torch.manual_seed(3)
@@ -417,7 +417,7 @@ def test_greedy_output_of_many_prompts(name, target, reference, files, openings,
 def test_sampled_tokens_have_the_distribution_of_the_target(name, target, reference, files):
     """Chi-square over pairs of new tokens: their most likely values, the others pooled."""
     draws, rows = 600, 60
-    prompt = ids_of(reference, TEXTS[1])[:, :6].repeat(rows, 1)
+    prompt = ids_of(reference, TEXTS[1])[:, :2].repeat(rows, 1)
     sampling = Sampling(temperature=1.0, top_k=3)
     counts = Counter()
     for seed in range(draws // rows):
@@ -591,7 +591,9 @@ def test_grammar(grammar, pattern, files):
     assert re.fullmatch(pattern or grammar, trace.lanes[1].text)
 
 
-@pytest.mark.parametrize(("quantisation", "file_type"), [("Q8_0", 7), ("Q4_K_M", 15)])
+@pytest.mark.parametrize(
+    ("quantisation", "file_type"), [("Q8_0", 7), pytest.param("Q4_K_M", 15, marks=pytest.mark.release)]
+)
 def test_quantised_weights(quantisation, file_type, files, tmp_path):
     """Lossless with quantised weights: all lanes of a run agree."""
     paths = [tmp_path / name for name in ("stories.gguf", "stories-draft-wide.gguf")]
