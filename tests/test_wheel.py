@@ -17,10 +17,11 @@ from tests import processes
 from tests.overlays import others
 
 ROOT = Path(__file__).parents[1]
-USE = """
-import sys
+WITH_PAGE = """
+for name in [name for name in sys.modules if sys.modules[name] is None]:
+    del sys.modules[name]
+sys.modules |= before
 from types import SimpleNamespace
-from specdemo.__main__ import main
 from specdemo.analysis.profiles import profiles
 from specdemo.ui.page import build, preset
 from specdemo.ui.race import Visits
@@ -32,7 +33,6 @@ assert '"recorded":true' in Visits(preset("embedded-draft"), False).first(visito
 assert main(["bench", "peers", "--pair", "8m"]) == 2
 assert main(["train", "stories-target", "--corpus", "."]) == 2
 assert "h100-sxm" in profiles()
-sys.exit(main(["run", "embedded-draft", "--max-new-tokens", "4"]))
 """
 
 
@@ -78,16 +78,6 @@ def test_the_wheel_holds_every_file_of_the_package_and_the_presets_and_nothing_e
     assert {"specdemo/py.typed", "specdemo/ui/style.css", "specdemo/ui/lanes.js"} <= contents
 
 
-def test_an_installed_copy_works_in_an_empty_folder(installed, tmp_path):
-    done = processes.run("-c", USE, cwd=tmp_path, env=installed)
-    assert done.returncode == 0, done.stderr
-    assert '"id": "qwen3-8b"' in done.stdout and "Draft model (stories-draft-wide)" in done.stdout
-    suite, recipe = done.stderr.splitlines()[:2]
-    assert suite.startswith("specdemo: suite 'peers' measures specdemo itself and needs a checkout of specdemo")
-    assert recipe.startswith("specdemo: unknown recipe 'stories-target': those of the embedded models need a checkout")
-    assert not list(tmp_path.iterdir())
-
-
 WITHOUT_PAGE = """
 import specdemo
 from specdemo.__main__ import main
@@ -106,10 +96,12 @@ assert main(["run", "embedded-draft", "--quantization", "4bit"]) == 2
 """
 
 
-def test_without_the_page_only_the_page_is_missing(installed, tmp_path):
+def test_an_installed_copy_works_in_an_empty_folder_and_without_the_page_only_the_page_is_missing(installed, tmp_path):
     absent = processes.block("gradio", "gradio_client", "pandas", "bitsandbytes")
-    done = processes.run("-c", absent + WITHOUT_PAGE, cwd=tmp_path, env=installed)
+    code = ("import sys", "before = dict(sys.modules)", absent, WITHOUT_PAGE, WITH_PAGE)
+    done = processes.run("-c", "\n".join(code), cwd=tmp_path, env=installed)
     assert done.returncode == 0, done.stderr
+    assert '"id": "qwen3-8b"' in done.stdout and "Draft model (stories-draft-wide)" in done.stdout
     assert {path.name for path in tmp_path.iterdir()} == {"t.json", "k.html"}
     for missing in (
         "stories-target",
@@ -121,10 +113,13 @@ def test_without_the_page_only_the_page_is_missing(installed, tmp_path):
         "race-fairness",
     ):
         assert missing not in done.stdout
-    assert done.stderr.splitlines() == [
+    *refused, suite, recipe = done.stderr.splitlines()
+    assert refused == [
         'specdemo: this needs gradio; run: pip install "specdemo[page]"',
         "specdemo: quantization '4bit' needs bitsandbytes; run: pip install bitsandbytes accelerate",
     ]
+    assert suite.startswith("specdemo: suite 'peers' measures specdemo itself and needs a checkout of specdemo")
+    assert recipe.startswith("specdemo: unknown recipe 'stories-target': those of the embedded models need a checkout")
 
 
 def test_the_metadata_describe_the_package(wheel):
