@@ -163,7 +163,7 @@ def test_a_drafter_that_cannot_be_built(runner, baseline_ids, caches, monkeypatc
         runner.run(spec())
 
 
-@pytest.mark.parametrize("error", [KeyError("gone"), MemoryError(), RuntimeError("no kernel")])
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("no kernel")])
 def test_a_target_that_raises(runner, baseline_ids, caches, monkeypatch, error):
     with monkeypatch.context() as broken:
         break_method(broken, HFTarget, "forward", error, lambda self, tokens, *more: tokens.shape[1] == 3)
@@ -258,11 +258,10 @@ def test_both_are_released_even_if_the_first_fails(monkeypatch):
     assert released
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
-def test_process_exit_ends_the_run(runner, baseline_ids, caches, monkeypatch, error):
+def test_process_exit_ends_the_run(runner, baseline_ids, caches, monkeypatch):
     with monkeypatch.context() as broken:
-        break_method(broken, NGram, "propose", error)
-        with pytest.raises(error):
+        break_method(broken, NGram, "propose", KeyboardInterrupt)
+        with pytest.raises(KeyboardInterrupt):
             runner.run(spec())
     assert next_run_works(runner, caches, baseline_ids)
 

@@ -38,16 +38,6 @@ sys.exit("torch" in sys.modules or '"type":"end"' not in shown)
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 
 
-@pytest.mark.parametrize(("given", "line"), [
-    (["--preset", "embeded-draft"], "unknown preset 'embeded-draft'; did you mean 'embedded-draft'?"),
-    (["--port", "99999"], "argument --port: '99999' is not from 1 to 65535; see --help"),
-    (["--prt", "1"], "unrecognized arguments: --prt 1; see --help"),
-])  # fmt: skip
-def test_bad_input_is_one_line_and_exit_code_2(given, line):
-    done = run("app.py", *given)
-    assert (done.returncode, done.stderr) == (2, f"error: {line}\n")
-
-
 def test_a_link_to_the_page_shows_the_projects_card_and_not_gradios():
     page = b"""<head><meta property="og:title" content="Gradio" />
     <meta

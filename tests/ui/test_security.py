@@ -95,6 +95,7 @@ def test_a_space_answers_to_its_host_and_an_operator_may_allow_more(monkeypatch)
     [
         ("--allow-host=http://demo", "--allow-host takes a host name such as demo.example.org, not 'http://demo'"),
         ("--behind-proxy=nginx", "--behind-proxy takes the address or network of a proxy, such as 127.0.0.1"),
+        ("--preset=embeded-draft", "unknown preset 'embeded-draft'; did you mean 'embedded-draft'?"),
     ],
 )
 def test_a_wrong_option_is_refused_in_one_line(capsys, option, line):
