@@ -96,6 +96,11 @@ def show_in_real_time(page):
     page.locator('[name=sd-pace][value="1"]').evaluate("pace => pace.click()")
 
 
+def wait_for_text(page, words):
+    """Wait for the status of the race. words: a regular expression."""
+    expect(page.locator("#view .sd-status")).to_have_text(re.compile(words))
+
+
 def lane_text(page, lane):
     """Return the text of a lane as the model wrote it."""
     return page.evaluate(

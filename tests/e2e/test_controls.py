@@ -4,7 +4,7 @@ import re
 
 from playwright.sync_api import expect
 
-from tests.e2e.conftest import choose_example, edit, expect_example
+from tests.e2e.conftest import choose_example, edit, expect_example, wait_for_text
 
 
 def set_number(page, elem_id, value):
@@ -87,7 +87,7 @@ def test_a_preset_that_cannot_run_here_has_a_replacement_and_run_can_be_pressed_
     instead = page.get_by_role("button", name=re.compile("^Run instead: "))
     title = instead.inner_text().removeprefix("Run instead: ")
     instead.click()
-    expect(page.locator("#view .sd-status")).to_have_text(re.compile("^Finished"))
+    wait_for_text(page, "^Finished")
     expect(page.locator(".sd-obstacle")).to_be_hidden()
     expect(page.locator("#run")).to_be_enabled()
     expect_example(page, title)
@@ -101,7 +101,7 @@ def test_a_preset_that_cannot_run_here_has_a_replacement_and_run_can_be_pressed_
     page.unroute("**/queue/join*")
     page.locator("#run").click()
     assert gates.started.acquire(timeout=60)
-    expect(page.locator("#view .sd-status")).to_have_text(re.compile("^Finished"))
+    wait_for_text(page, "^Finished")
 
 
 def test_a_link_to_how_it_works_adds_no_history_and_races_a_family_of_drafters(visit_gated, gates):
@@ -118,7 +118,7 @@ def test_a_link_to_how_it_works_adds_no_history_and_races_a_family_of_drafters(v
         page.get_by_role("button", name=f"Race it: {family}").click()
         expect(page.get_by_role("tab", name="Race")).to_have_attribute("aria-selected", "true")
         expect_example(page, title)
-        expect(page.locator("#view .sd-status")).to_have_text(re.compile("^Finished"))
+        wait_for_text(page, "^Finished")
         expect(page.locator("#run")).to_be_enabled()
         page.get_by_role("tab", name="How it works").click()
     gates.open.clear()  # the run goes on until the test has seen it

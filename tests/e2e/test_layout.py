@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import expect
 
-from tests.e2e.conftest import NEXT_FRAME, SHIFTS, choose_example, edit, lane_text, show_in_real_time
+from tests.e2e.conftest import NEXT_FRAME, SHIFTS, choose_example, edit, lane_text, show_in_real_time, wait_for_text
 from tests.traces import HOSTILE
 
 SIZES = [(1920, 1080), (1280, 900), (1024, 768), (820, 1180), (390, 844), (360, 740)]
@@ -65,10 +65,6 @@ TARGETS = """() => {
     .filter(({ r }) => r.width > 2 && (r.width < 23.5 || r.height < 23.5))
     .map(({ name, r }) => `${name} ${r.width}x${r.height}`);
 }"""
-
-
-def wait_for_text(page, words):
-    expect(page.locator(".sd-status").first).to_have_text(re.compile(words))
 
 
 RING = """() => { const at = document.activeElement;
@@ -138,9 +134,36 @@ def test_a_small_page_shows_the_race_on_its_first_screen_and_nothing_moves(visit
     assert page.locator("#run").bounding_box()["y"] < 20  # the bar stays
 
 
-def test_stop_a_run_a_step_and_an_inspection_by_keyboard(visit_gated, gates):
-    page = visit_gated()
-    wait_for_text(page, "^Recorded")
+CLICK_RUN = """new MutationObserver((_, observer) => {
+  const run = document.getElementById("run");
+  if (run) (observer.disconnect(), run.click());
+}).observe(document, { childList: true, subtree: true });"""
+
+
+def test_run_pressed_at_once_waits_for_the_link_an_outdated_result_is_marked_and_the_keyboard_is_enough(
+    visit_gated, gates
+):
+    gates.open.set()
+    gates.warm.clear()
+    page = visit_gated("?preset=embedded-draft&k=7", before=lambda page: page.add_init_script(CLICK_RUN))
+    wait_for_text(page, "^Reading the link")
+    gates.warm.set()
+    wait_for_text(page, "^(Running|Run complete|Finished)")
+    expect(page.locator("#k-1 input[type=number]")).to_have_value("7")
+    wait_for_text(page, "^Finished")
+    expect(page.locator(".sd-outdated-label")).to_be_hidden()  # the run matches the link's settings
+    edit(page)
+    prompt = page.locator("#prompt textarea").input_value()
+    page.locator("#prompt textarea").fill("Another prompt")
+    expect(page.locator(".sd-outdated-label")).to_have_text(
+        re.compile("^Result of earlier settings: Speculative <em>lane</em>")
+    )
+    page.locator("#prompt textarea").fill(prompt)
+    expect(page.locator(".sd-outdated-label")).to_be_hidden()
+
+    page.locator(".sd-edit").click()
+    gates.open.clear()
+    assert gates.started.acquire(timeout=60)  # the run before
     page.locator("h1").click()
     focused = []
     while "run" not in focused and len(focused) < 9:
@@ -176,34 +199,6 @@ def test_stop_a_run_a_step_and_an_inspection_by_keyboard(visit_gated, gates):
     expect(page.locator(".sd-inspector")).to_be_hidden()
     page.locator(".sd-replay").press("Enter")
     wait_for_text(page, "^Finished")
-
-
-CLICK_RUN = """new MutationObserver((_, observer) => {
-  const run = document.getElementById("run");
-  if (run) (observer.disconnect(), run.click());
-}).observe(document, { childList: true, subtree: true });"""
-
-
-def test_run_pressed_at_once_waits_for_what_a_link_asks_for_and_an_outdated_result_names_its_settings(
-    visit_gated, gates
-):
-    gates.open.set()
-    gates.warm.clear()
-    page = visit_gated("?preset=embedded-draft&k=7", before=lambda page: page.add_init_script(CLICK_RUN))
-    wait_for_text(page, "^Reading the link")
-    gates.warm.set()
-    wait_for_text(page, "^(Running|Run complete|Finished)")
-    expect(page.locator("#k-1 input[type=number]")).to_have_value("7")
-    wait_for_text(page, "^Finished")
-    expect(page.locator(".sd-outdated-label")).to_be_hidden()  # the run matches the link's settings
-    edit(page)
-    prompt = page.locator("#prompt textarea").input_value()
-    page.locator("#prompt textarea").fill("Another prompt")
-    expect(page.locator(".sd-outdated-label")).to_have_text(
-        re.compile("^Result of earlier settings: Speculative <em>lane</em>")
-    )
-    page.locator("#prompt textarea").fill(prompt)
-    expect(page.locator(".sd-outdated-label")).to_be_hidden()
 
 
 def test_a_first_visit_plays_the_recorded_race_once(visit_gated):

@@ -24,14 +24,11 @@ from tests.e2e.conftest import (
     lane_text,
     show_in_real_time,
     visitors,
+    wait_for_text,
 )
 from tests.processes import served
 from tests.traces import HOSTILE, PROMPT, hostile_trace
 from tests.ui.stand_ins import chat_trace
-
-
-def wait_for_text(page, words):
-    expect(page.locator("#view .sd-status")).to_have_text(re.compile(words))
 
 
 def run(page, status="^Finished"):

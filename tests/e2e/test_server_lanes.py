@@ -10,9 +10,9 @@ from playwright.sync_api import expect
 
 from specdemo.models.shipped import embedded_folder
 from tests.completion_server import completion_server, piece
-from tests.e2e.conftest import NEXT_FRAME, edit
+from tests.e2e.conftest import NEXT_FRAME, edit, wait_for_text
 from tests.e2e.test_controls import choose
-from tests.e2e.test_layout import CONTROLS, OVERFLOWING, SMALL, wait_for_text
+from tests.e2e.test_layout import CONTROLS, OVERFLOWING, SMALL
 from tests.plug_in import write_bigram
 from tests.processes import served
 

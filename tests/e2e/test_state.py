@@ -10,7 +10,7 @@ from contextlib import suppress
 import pytest
 from playwright.sync_api import expect
 
-from tests.e2e.conftest import choose_example, edit, expect_example, show_in_real_time, visitors
+from tests.e2e.conftest import choose_example, edit, expect_example, show_in_real_time, visitors, wait_for_text
 from tests.traces import HOSTILE
 
 ARABIC = "مرحبا بالعالم & more"
@@ -26,7 +26,7 @@ def prompt(page):
 
 def test_tab_preset_edits_and_prompt_survive_back_and_reload(visit_gated):
     page = visit_gated()
-    expect(page.locator("#view .sd-status")).to_have_text(re.compile("^Recorded"))
+    wait_for_text(page, "^Recorded")
     start = page.url
     choose_example(page, "Prompt lookup")
     expect(page.locator(".sd-summary")).to_have_text("stories + Prompt lookup · k 8 · greedy · 96 tokens")
@@ -107,14 +107,10 @@ def connection(gated_server):
     return Connection(gated_server[0])
 
 
-def status(page, words):
-    expect(page.locator("#view .sd-status")).to_have_text(re.compile(words))
-
-
 def run_and_cut(page, gates, connection):
     page.locator("#run").click()
     assert gates.started.acquire(timeout=60)
-    status(page, "^Running")
+    wait_for_text(page, "^Running")
     page.evaluate("window.before = true")
     connection.cut()
     expect(page.locator(".toast-body")).to_have_count(1)
@@ -131,12 +127,12 @@ def test_a_lost_connection_keeps_the_settings_and_the_run_and_a_restarted_server
         run_and_cut(page, gates, connection)
         connection.restore()
         page.wait_for_function("() => !window.before")  # Gradio reloads the page
-        status(page, "^Running")
+        wait_for_text(page, "^Running")
         expect_example(page, "Custom (from Prompt lookup)")
         expect(page.locator("#stop")).to_be_enabled()
         show_in_real_time(page)
         gates.open.set()
-        status(page, "^Finished")
+        wait_for_text(page, "^Finished")
         assert HOSTILE[-1].strip() in page.locator('[data-lane="1"].sd-text').text_content()
         expect(page.locator("#run")).to_be_enabled()
         assert not gates.stopped.acquire(blocking=False)  # the run was never cancelled
@@ -146,24 +142,24 @@ def test_a_lost_connection_keeps_the_settings_and_the_run_and_a_restarted_server
         connection.restore(address)  # another process, which knows nothing of the run
         page.wait_for_function("() => !window.before")
         expect_example(page, "Custom (from Prompt lookup)")
-        status(page, "^Ready")
+        wait_for_text(page, "^Ready")
         expect(page.locator("#run")).to_be_enabled()
 
 
 def test_a_reloaded_page_can_stop_its_run(chromium, gated_server, gates):
     with visitors(chromium, gated_server[0]) as visit:
         page = visit()
-        status(page, "^Recorded")
+        wait_for_text(page, "^Recorded")
         page.locator("#run").click()
         assert gates.started.acquire(timeout=60)
-        status(page, "^Running")
+        wait_for_text(page, "^Running")
         page.reload()
-        status(page, "^Running")
+        wait_for_text(page, "^Running")
         page.locator("#stop:enabled").click()
-        status(page, "^Stopped")
+        wait_for_text(page, "^Stopped")
         assert gates.stopped.acquire(timeout=60)
         page.reload()
-        status(page, "^Recorded")  # there is nothing to rejoin
+        wait_for_text(page, "^Recorded")  # there is nothing to rejoin
 
 
 def test_a_reloaded_page_rejoins_its_sweep(chromium, gated_server, gates):
@@ -187,19 +183,19 @@ def test_a_second_visitor_waits_in_line_stops_alone_and_gets_the_engine_when_the
     first.locator("#run").click()
     assert gates.started.acquire(timeout=60)
     second.locator("#run").click()
-    status(second, "^Waiting: place 1 of 1 in line")
+    wait_for_text(second, "^Waiting: place 1 of 1 in line")
     second.locator("#share").click()  # events without a model do not queue
     expect(second.locator("#link")).to_be_visible()
     second.locator("#stop").click()
     expect(second.locator("#run")).to_be_enabled()
     expect(second.locator("#stop")).to_be_disabled()
-    status(second, "^Stopped before the first token")
-    status(first, "^Running")
+    wait_for_text(second, "^Stopped before the first token")
+    wait_for_text(first, "^Running")
     second.locator("#run").click()
-    status(second, "^Waiting: ")
+    wait_for_text(second, "^Waiting: ")
     first.close()
     assert gates.stopped.acquire(timeout=60)
     assert gates.started.acquire(timeout=60)
-    status(second, "^Running")
+    wait_for_text(second, "^Running")
     gates.open.set()
-    status(second, "^Finished")
+    wait_for_text(second, "^Finished")

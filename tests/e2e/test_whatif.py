@@ -5,14 +5,10 @@ from pathlib import Path
 
 from playwright.sync_api import expect
 
-from tests.e2e.conftest import NEXT_FRAME
+from tests.e2e.conftest import NEXT_FRAME, wait_for_text
 from tests.e2e.test_layout import CONTROLS, SMALL
 
 SAMPLES = Path(__file__).parents[1] / "analysis" / "samples"
-
-
-def wait_for_text(page, words):
-    expect(page.locator(".sd-status").first).to_have_text(re.compile(words))
 
 
 def gain(page):
