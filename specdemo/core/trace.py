@@ -270,7 +270,8 @@ def _correct_comparison(trace: RunTrace) -> None:
             continue
         value = row.get("speedup")
         if "speedup_low" not in row and isinstance(value, int | float):
-            row.update(_interval_fields(trace.lanes[0], lane, value, trace.schedule))
+            speed = estimate_speedup(trace.lanes[0], lane, trace.schedule)
+            row.update(_interval_fields(speed, value / speed.value if speed else 1.0))
 
 
 def _problems(lane: LaneTrace) -> Iterator[str]:
@@ -399,37 +400,22 @@ def compare(
     first = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
     if first is None and len(a) != len(b):
         first = min(len(a), len(b))
-    value = _speed_ratio(baseline, lane)
+    speed = estimate_speedup(baseline, lane, schedule)
     return {
         "lane": lane.name,
-        "speedup": value,
-        **_interval_fields(baseline, lane, value, schedule),
+        "speedup": round(speed.value, 4) if speed else None,
+        **_interval_fields(speed),
         "identical": first is None if greedy else None,
         "first_divergence": first if greedy and ids_known else None,
         "divergence_margin": margin if greedy else None,
     }
 
 
-def _speed_ratio(baseline: LaneTrace, lane: LaneTrace) -> float | None:
-    """Return the speed-up. The summary of a local lane has no speed that includes the prefill, as a lane on a server
-    needs, and those of two lanes may leave out disturbed steps in one of them only."""
-    remote = (baseline.remote is None) != (lane.remote is None)
-    runs = run_timings(baseline, remote), run_timings(lane, remote)
-    if remote or any(run.disturbed for one in runs for run in one):
-        estimate = speedup(*runs, shared=False)
-        return round(estimate.value, 4) if estimate else None
-    lane_speed, baseline_speed = (_number(one.summary.get("tokens_per_s")) for one in (lane, baseline))
-    return round(lane_speed / baseline_speed, 4) if lane_speed and baseline_speed else None
-
-
-def _interval_fields(baseline: LaneTrace, lane: LaneTrace, value: float | None, schedule: str) -> ComparisonRow:
-    estimate = None if value is None else estimate_speedup(baseline, lane, schedule)
-    if value is None or estimate is None:
-        return {"speedup_low": None, "speedup_high": None, "noisy": False, "reasons": []}
-    low, high = (
-        None if end is None else round(value * end / estimate.value, 4) for end in (estimate.low, estimate.high)
-    )
-    return {"speedup_low": low, "speedup_high": high, "noisy": estimate.noisy, "reasons": [*estimate.reasons]}
+def _interval_fields(speed: Estimate | None, scale: float = 1.0) -> ComparisonRow:
+    ends = (speed.low, speed.high) if speed else (None, None)
+    low, high = (None if end is None else round(scale * end, 4) for end in ends)
+    reasons = [*speed.reasons] if speed else []
+    return {"speedup_low": low, "speedup_high": high, "noisy": bool(reasons), "reasons": reasons}
 
 
 def estimate_speedup(baseline: LaneTrace, lane: LaneTrace, schedule: str) -> Estimate | None:

@@ -135,8 +135,9 @@ def lanes_of(own, other, finish="length"):
     lanes = [
         LaneTrace(n, "none", {}, True, [1], ids, finish=f) for n, ids, f in (("a", own, "length"), ("b", other, finish))
     ]
-    for one, speed in zip(lanes, (100.0, 250.0), strict=True):
-        one.summary = {"tokens_per_s": speed}
+    for one, tokens in zip(lanes, (1, 5), strict=True):  # 100 and 250 tokens/s
+        ms = {"verify": 10.0 if one is lanes[0] else 20.0}
+        one.events = [prefill(1), StepEvent(1, [[]], [[]], [[0]], [[2] * tokens], [[]], [[]], ms)]
     return lanes
 
 
@@ -171,7 +172,7 @@ def test_comparison_under_sampling_ignores_tokens():
 
 def test_compare_without_speeds():
     a, b = lanes_of([1], [1])
-    a.summary = {"tokens_per_s": None}
+    a.events = a.events[:1]  # nothing after the prefill
     assert compare(a, b, greedy=True)["speedup"] is None
 
 
