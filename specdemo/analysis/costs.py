@@ -60,20 +60,22 @@ def ratios(reach: Sequence[float]) -> list[float]:
     return [b / a if a else 0.0 for a, b in zip((1.0, *reach), reach, strict=False)]
 
 
+def _known_name(name: str) -> str:
+    """Return the well-known model that a name means; empty if there is none."""
+    names = {base_name(one): one for one in known() if "/" in one}
+    return names.get(base_name(name), "") if name else ""
+
+
 def target_shape(observation: Observation) -> Shape:
     """Return the shape of the target if it is well known, else that of a typical model of its kind."""
-    names = {base_name(name): name for name in known() if "/" in name}
-    name = names.get(base_name(observation.target)) if observation.target else None
-    return shape(name or (EXPERTS if observation.moe else DENSE))
+    return shape(_known_name(observation.target) or (EXPERTS if observation.moe else DENSE))
 
 
 def expected_cost(observation: Observation, k: int, batch: float = 1.0) -> StepCost:
     """Return the cost that the roofline expects for the models of an observation."""
     target = target_shape(observation)
     method = observation.kind if observation.kind in PREDICTED else "eagle"
-    names = {base_name(name): name for name in known() if "/" in name}
-    drafter = names.get(base_name(observation.drafter), "") if observation.drafter else ""
-    return _expected(target, method, drafter, min(k, 64), max(round(batch), 1))
+    return _expected(target, method, _known_name(observation.drafter), min(k, 64), max(round(batch), 1))
 
 
 @lru_cache(maxsize=256)

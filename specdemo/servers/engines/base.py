@@ -90,11 +90,6 @@ class ServingEngine(ReportingEngine):
     quantization: ClassVar[Mapping[str, Flags]] = {}  # kinds of quantization while loading, and their flags
     environment: ClassVar[Mapping[str, str]] = {"DO_NOT_TRACK": "1"}  # defaults of environment variables
 
-    def check_installed(self) -> None:
-        """Raise ValueError, with the command that installs it, if the engine is not installed."""
-        if not self.is_installed():
-            raise ValueError(f"{self.title} is not installed; run: {self.install}")
-
     def is_installed(self) -> bool:
         """Return whether the default program can run the engine."""
         return shutil.which(self.program) is not None
@@ -104,8 +99,8 @@ class ServingEngine(ReportingEngine):
 
         Raises ValueError, with the command that installs the engine, if there is no such program.
         """
-        if command is None:
-            self.check_installed()
+        if command is None and not self.is_installed():
+            raise ValueError(f"{self.title} is not installed; run: {self.install}")
         path = shutil.which(command or self.program)
         if path is None:
             raise ValueError(
