@@ -261,22 +261,24 @@ def test_sampled_text_is_one_text_with_coupling_only_also_in_the_next_turn(runne
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-@pytest.mark.parametrize("rule", ["typical", "fly", "speculative_cascade"])
-def test_the_price_of_a_lossy_rule_is_measured(runner, rule, temperature):
-    drafted = Lane(method="draft_model", model="stories-draft-wide", acceptance=rule, k=5)
-    trace = runner.run(spec(drafted, temperature=temperature, max_new_tokens=24))
-    row, lane = trace.comparison[0], trace.lanes[1]
-    assert lane.exact is False and lane.options["acceptance"] == rule and row["verdict"] == "lossy"
-    assert row["tokens_changed"] == sum(event.notes["changed"] for event in lane.events if "changed" in event.notes)
-    assert row["log_likelihood"] < 0 and row["baseline_log_likelihood"] < 0
-    texts = (trace.lanes[0].token_ids, lane.token_ids)
-    parts = next((i for i, (a, b) in enumerate(zip(*texts, strict=True)) if a != b), None)
-    assert row["identical"] is None or parts is None
-    assert row["first_divergence"] == (None if temperature else parts)  # sampled texts differ anyway
-    assert (row["divergence_margin"] or 0.0) > 0.0 or row["first_divergence"] is None
-    if rule == "typical" and not temperature:
-        assert row["tokens_changed"] == 0 and row["log_likelihood"] == row["baseline_log_likelihood"]
-    assert "per token, baseline" in race_report(trace) and "per token" in summary(trace)["comparison"][0]["price"]
+def test_the_price_of_a_lossy_rule_is_measured(runner, temperature):
+    rules = ["typical", "fly", "speculative_cascade"]
+    drafted = [Lane(method="draft_model", model="stories-draft-wide", acceptance=rule, k=5) for rule in rules]
+    trace = runner.run(spec(*drafted, temperature=temperature, max_new_tokens=24))
+    shown = summary(trace)["comparison"]
+    for rule, row, lane, shown_row in zip(rules, trace.comparison, trace.lanes[1:], shown, strict=True):
+        assert lane.exact is False and lane.options["acceptance"] == rule and row["verdict"] == "lossy"
+        assert row["tokens_changed"] == sum(event.notes["changed"] for event in lane.events if "changed" in event.notes)
+        assert row["log_likelihood"] < 0 and row["baseline_log_likelihood"] < 0
+        texts = (trace.lanes[0].token_ids, lane.token_ids)
+        parts = next((i for i, (a, b) in enumerate(zip(*texts, strict=True)) if a != b), None)
+        assert row["identical"] is None or parts is None
+        assert row["first_divergence"] == (None if temperature else parts)  # sampled texts differ anyway
+        assert (row["divergence_margin"] or 0.0) > 0.0 or row["first_divergence"] is None
+        if rule == "typical" and not temperature:
+            assert row["tokens_changed"] == 0 and row["log_likelihood"] == row["baseline_log_likelihood"]
+        assert "per token" in shown_row["price"]
+    assert race_report(trace).count("per token, baseline") == 3
 
 
 def test_the_log_likelihood_is_that_of_one_forward_pass(runner):
@@ -356,15 +358,21 @@ def short(tmp_path_factory):
     return str(folder)
 
 
-@pytest.mark.parametrize("name", ["draft_model", "adaptive", "online", "router", "cascade"])
-def test_what_a_lane_has_to_say_is_in_the_trace_and_all_that_is_made_from_it(runner, short, name):
-    lanes = [Lane(method=name, model=short, k=3)]
-    if name not in ("online", "cascade"):  # these need the target's vocabulary
-        lanes.append(Lane(method=name, model="stories-draft-other", k=3))
+@pytest.mark.parametrize(
+    ("names", "other"),
+    [
+        (("draft_model", "adaptive", "router"), False),
+        (("draft_model", "adaptive", "router"), True),
+        (("online", "cascade"), False),  # these need the target's vocabulary
+    ],
+)
+def test_what_a_lane_has_to_say_is_in_the_trace_and_all_that_is_made_from_it(runner, short, names, other):
+    words = "has another tokenizer" if other else "reads at most 24 tokens"
+    lanes = [Lane(method=name, model="stories-draft-other" if other else short, k=3) for name in names]
     messages = list(runner.stream(spec(*lanes, max_new_tokens=24)))
     trace = from_json(to_json(messages[-1].trace))
     report, shown = race_report(trace), summary(trace)
-    for index, words in enumerate(["reads at most 24 tokens", "has another tokenizer"][: len(lanes)], start=1):
+    for index in range(1, len(trace.lanes)):
         note = trace.lanes[index].note
         assert words in note and f"Note: {note}." in report and shown["lanes"][index]["note"] == note
         assert Note(note, index) in messages

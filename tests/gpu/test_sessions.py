@@ -16,7 +16,7 @@ from specdemo.kv.graphs import graph_bytes
 from specdemo.presets.files import load_presets
 from tests.gpu.device import pretended
 
-TOKENS = 20
+TOKENS = 12
 
 
 @pytest.fixture

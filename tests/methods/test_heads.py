@@ -105,11 +105,11 @@ def in_every_commit(case, *values, when):
         in_every_commit(case, run, mode, when=often or case in ONE_EACH)
         for case in CASES
         for run, mode, often in [
-            ("eager", "sampled", True),
-            ("graphs", "greedy", case not in WITH_TREES),  # the others record trees in every commit
+            ("eager", "sampled", case in WITH_TREES),  # which record trees in every commit
+            ("graphs", "sampled", case not in WITH_TREES),
             ("packed", "greedy", False),
             ("eager", "greedy", False),
-            ("graphs", "sampled", False),
+            ("graphs", "greedy", False),
         ]
     ],
     indirect=["case", "run"],

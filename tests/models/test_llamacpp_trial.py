@@ -167,7 +167,7 @@ def with_number(content, key, number):
     ("key", "number"),
     [
         (b"llama.block_count", struct.pack("<I", 0)),
-        (b"llama.attention.layer_norm_rms_epsilon", struct.pack("<f", -1.0)),
+        pytest.param(b"llama.attention.layer_norm_rms_epsilon", struct.pack("<f", -1.0), marks=pytest.mark.release),
     ],
 )
 def test_files_on_which_llamacpp_aborts(key, number, stories, tmp_path, capsys, monkeypatch):

@@ -110,7 +110,7 @@ def test_an_engine_that_does_not_start_is_quoted(engine, monkeypatch, capsys):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no such signals")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_no_server_outlives_the_command_that_started_it(engine, number):
     with start(*SERVE, engine, stdout=PIPE, text=True) as serving:
         assert serving.stdout.readline().startswith("python -m specdemo run embedded-draft --server http://127.0.0.1:")
@@ -121,11 +121,10 @@ def test_no_server_outlives_the_command_that_started_it(engine, number):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no such signals")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_serve_ends_all_servers_when_one_of_them_ends(engine, number):
+def test_serve_ends_all_servers_when_one_of_them_ends(engine):
     with start(*SERVE, engine, stdout=PIPE, stderr=PIPE, text=True) as serving:
         assert serving.stdout.readline().startswith("python -m specdemo run embedded-draft")
-        psutil.Process(started(engine)[1]["pid"]).send_signal(number)
+        psutil.Process(started(engine)[1]["pid"]).kill()
         assert serving.wait(60) == 2
         assert f"{engine} at 127.0.0.1:" in serving.stderr.read()
     assert gone(engine)
