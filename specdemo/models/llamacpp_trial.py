@@ -24,7 +24,6 @@ from typing import NamedTuple
 
 from specdemo.core.atomic_io import json_text, write_text
 from specdemo.core.outputs import cache_folder
-from specdemo.core.safe_io import read_json
 from specdemo.models.llamacpp_layers import layer_inputs_agree
 
 REBUILD = 'CMAKE_ARGS="-DGGML_NATIVE=OFF" pip install --force-reinstall --no-cache-dir llama-cpp-python'
@@ -45,9 +44,8 @@ NO_MEMORY = ("SIGKILL", "SIGTERM")  # from outside, mostly for want of memory
 REASON = re.compile(r"GGML_ASSERT.*|what\(\):.*")  # in the log
 
 Progress = Callable[[float, str], None]  # may raise to stop
-Survivals = dict[str, dict[str, str]]  # library and settings -> file -> its size and time
-_survivals: Survivals = {}
-_ends: dict[tuple[str, ...], str] = {}  # library and settings, file, its size and time -> how the child ended
+# library and settings, file, its size and time -> how the child ended; empty: it survived
+_ends: dict[tuple[str, str, str], str] = {}
 
 
 class Trial(NamedTuple):
@@ -64,25 +62,26 @@ class Trial(NamedTuple):
 def check_llamacpp(trial: Trial, parts: Sequence[Path] = (), report: Progress | None = None) -> None:
     """Raise ValueError, one line, if llama.cpp ends the process that runs it.
 
-    Survivals are remembered in a file, crashes only in this process, so that a mended machine is tried again. parts:
+    Survivals are remembered in files, crashes only in this process, so that a mended machine is tried again. parts:
     all files of the model. report: called while the child runs.
     """
-    library = _identity(trial)
+    library, name = _identity(trial), sha256(trial.file.encode()).hexdigest()
     stamp = " ".join(f"{info.st_size} {info.st_mtime_ns}" for info in (part.stat() for part in parts))
-    known = _survivals.setdefault(library, {}) | _read().get(library, {})
-    if not library or known.get(trial.file) == stamp:
+    known = _survivals(library)
+    if not library or known.get(name) == stamp:
         return
-    key = (library, trial.file, stamp)
-    end = _ends.get(key) or _run(trial, report)
-    if not end:
-        for survived in (library, _identity(trial._replace(layer_inputs=False))):
-            _survivals.setdefault(survived, {})[trial.file] = stamp
-        _write()
-        return
+    key = library, name, stamp
+    end = _ends[key] if key in _ends else _run(trial, report)
     signal_name = end.partition(":")[0]
     if signal_name not in NO_MEMORY:
         _ends[key] = end
-    raise ValueError(f"{_subject(trial)} ended with {end}; {_advice(signal_name, any(known.keys() - {trial.file}))}")
+    if end:
+        raise ValueError(f"{_subject(trial)} ended with {end}; {_advice(signal_name, any(known.keys() - {name}))}")
+    for survived in (library, _identity(trial._replace(layer_inputs=False))):
+        _ends[survived, name, stamp] = ""
+        with suppress(OSError, ValueError, RuntimeError):
+            trials_folder(survived).mkdir(parents=True, exist_ok=True)
+            write_text(trials_folder(survived) / name, stamp)
 
 
 def _subject(trial: Trial) -> str:
@@ -164,30 +163,16 @@ def _end(status: int, log: str) -> str:
     return ": ".join([name, *REASON.findall(log)[:1]])[:300] if name else ""
 
 
-def cache_file() -> Path:
-    """Return the file of remembered results."""
-    return cache_folder() / "llamacpp-trials.json"
+def trials_folder(library: str) -> Path:
+    """Return the folder that remembers survivals: one file for each file that the library has survived."""
+    return cache_folder() / "llamacpp-trials" / library
 
 
-def _read() -> Survivals:
-    """Return the remembered survivals; none if they cannot be read."""
-    try:
-        stored = read_json(cache_file())
-        return {name: {str(file): str(stamp) for file, stamp in files.items()} for name, files in stored.items()}
-    except (OSError, ValueError, RuntimeError, AttributeError):
-        return {}
-
-
-def _write() -> None:
-    """Remember survivals, without those of files that are gone, if the folder can be written."""
-    known = _read()
-    merged = {name: known.get(name, {}) | _survivals.get(name, {}) for name in known.keys() | _survivals.keys()}
-    kept = {
-        n: {file: stamp for file, stamp in of.items() if not file or Path(file).exists()} for n, of in merged.items()
-    }
+def _survivals(library: str) -> dict[str, str]:
+    """Return the hash of each file that the library has survived, with its size and time; none if unreadable."""
     with suppress(OSError, ValueError, RuntimeError):
-        cache_file().parent.mkdir(parents=True, exist_ok=True)
-        write_text(cache_file(), json_text({name: files for name, files in kept.items() if files}))
+        return {file.name: file.read_text(encoding="utf-8") for file in trials_folder(library).iterdir()}
+    return {}
 
 
 def try_out() -> None:
