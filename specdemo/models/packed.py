@@ -7,7 +7,7 @@ from copy import copy, deepcopy
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from timeit import timeit
-from typing import Any, Protocol, TypeGuard, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -92,24 +92,22 @@ class PackedLinear(nn.Module):
         return make_linear(self._blocks.to_dense(), None if self._bias is None else self._bias.clone())
 
 
-class PackedHead(nn.Module):
+class PackedHead(PackedLinear):
     """Output head with packed weights that also keeps its plain `weight`, which embedding and heads may share."""
 
     def __init__(self, linear: nn.Linear, plain_rows: int = 0) -> None:
-        super().__init__()
+        super().__init__(linear, plain_rows)
         self.weight, self.bias = linear.weight, linear.bias
-        self._packed = (PackedLinear(linear, plain_rows),)  # in a tuple, so that it is not registered as a submodule
 
     @property
     def bytes(self) -> int:
         """Return the size of the packed copy, without `weight`."""
-        return self._packed[0].bytes - (self.weight.nbytes if self._packed[0].plain_rows else 0)
+        return super().bytes - (self.weight.nbytes if self.plain_rows else 0)
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad):
             return F.linear(x, self.weight, self.bias)  # training needs gradients
-        product: Tensor = self._packed[0](x)
-        return product
+        return super().forward(x)
 
     def __deepcopy__(self, memo: dict[int, object]) -> nn.Linear:
         return make_linear(deepcopy(self.weight, memo), deepcopy(self.bias, memo))
@@ -158,19 +156,7 @@ class FastRMSNorm(nn.Module):
         return original
 
 
-class Experts(Protocol):
-    """Protocol of transformers' experts of a layer, with the weights of all in one tensor."""
-
-    num_experts: int
-    has_gate: bool
-    has_post_expert_norm: bool
-    is_transposed: bool
-    _parameters: dict[str, nn.Parameter | None]
-    act_fn: Callable[[Tensor], Tensor]
-    post_expert_norm: Callable[[Tensor], Tensor]
-
-    def _apply_gate(self, inner: Tensor) -> Tensor:
-        """Return the gated activation."""
+Experts = Any  # transformers' experts of a layer, with the weights of all in one tensor, see `has_experts`
 
 
 class PackedExperts(nn.Module):
@@ -228,7 +214,7 @@ class PackedExperts(nn.Module):
 FASTER = (PackedLinear, PackedExperts, FastRMSNorm)
 
 
-def has_experts(module: nn.Module) -> TypeGuard[Experts]:
+def has_experts(module: Experts) -> bool:
     """Return whether a module has the interface of `Experts`."""
     named = all(hasattr(module, name) for name in ("num_experts", "has_gate", "is_transposed", "_apply_gate"))
     return named and getattr(getattr(module, "down_proj", None), "ndim", 0) == 3
@@ -299,12 +285,12 @@ def dtype_of(module: nn.Module) -> torch.dtype:
 
 def packed_bytes(model: nn.Module) -> int:
     """Return the size of packed weights, which are not among the model's parameters."""
-    return sum(m.bytes for m in model.modules() if isinstance(m, PackedLinear | PackedHead))
+    return sum(m.bytes for m in model.modules() if isinstance(m, PackedLinear))
 
 
 def linear_bytes(model: nn.Module) -> int:
     """Return the size of the weights of all linear layers and the head, without second copies in another layout."""
-    layers = (m for m in model.modules() if isinstance(m, nn.Linear | PackedLinear | PackedHead))
+    layers = (m for m in model.modules() if isinstance(m, nn.Linear | PackedLinear))
     return sum(
         m.out_features * m.in_features * m.dtype.itemsize if isinstance(m, PackedLinear) else m.weight.nbytes
         for m in layers
