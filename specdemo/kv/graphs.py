@@ -233,25 +233,18 @@ class GraphCache:
         those of a longer text, for which a new graph must agree with an eager pass too.
         """
         key = kind, size
-        graph = self._graphs.get(key) or self._capture(key, run, inputs, shapes, probe)
+        graph = self._graphs.get(key) or self._capture(key, partial(self._checked_graph, run, inputs, shapes, probe))
         if graph is None:
             return None
         graph.fill(inputs)
         return graph.replay()
 
-    def _capture(
-        self,
-        key: tuple[Hashable, int],
-        run: Callable[..., Tensors],
-        inputs: Sequence[Tensor],
-        shapes: Shapes,
-        probe: Probe | None,
-    ) -> _CapturedGraph | None:
-        """Capture a graph. Disable graphs if its results differ from the eager ones."""
+    def _capture(self, key: tuple[Hashable, int], make: Callable[[], _CapturedGraph | None]) -> _CapturedGraph | None:
+        """Store a new graph. Disable graphs if its results differ from the eager ones (`make` returns None)."""
         if key in self._too_large:
             return None
         try:
-            graph = self._checked_graph(run, inputs, shapes, probe)
+            graph = make()
             if graph is not None:
                 self._graphs[key] = graph
                 return graph
