@@ -10,9 +10,7 @@ import os
 import platform
 import re
 import signal
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from hashlib import sha256
@@ -25,10 +23,10 @@ from typing import NamedTuple
 from specdemo.core.atomic_io import json_text, write_text
 from specdemo.core.outputs import cache_folder
 from specdemo.models.llamacpp_layers import layer_inputs_agree
+from specdemo.models.packaged import follow
 
 REBUILD = 'CMAKE_ARGS="-DGGML_NATIVE=OFF" pip install --force-reinstall --no-cache-dir llama-cpp-python'
 CPU = Path("/proc/cpuinfo")
-POLL_S = 0.2
 CELLS = 256
 WIDTHS = (5, 1)  # tokens of the batches
 WINDOWS = {0xC0000005: "SIGSEGV", 0xC000001D: "SIGILL", 3: "SIGABRT"}  # exit codes there
@@ -125,32 +123,14 @@ def _processor() -> str:
 
 def _run(trial: Trial, report: Progress | None) -> str:
     """Return the signal that ended the child, with the reason if llama.cpp gave one; empty if it survived."""
-    root = str(Path(__file__).parents[2])
-    paths = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH", ""))))
-    environment = os.environ | {"PYTHONPATH": paths, "GGML_NO_BACKTRACE": "1"}
-    code = f"from {__name__} import try_out; try_out()"
-    with tempfile.TemporaryFile() as log:
-        child = subprocess.Popen(
-            [sys.executable, "-P", "-c", code, json_text(trial)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=log,
-            env=environment,
-        )
-        try:
-            while True:
-                if report is not None:
-                    report(0.0, f"trying llama.cpp with {Path(trial.file).name} in another process, for the first time")
-                try:
-                    status = child.wait(POLL_S)
-                    break
-                except subprocess.TimeoutExpired:
-                    continue
-        finally:
-            child.kill()
-            child.wait()
-        log.seek(0)
-        return _end(status, log.read().decode(errors="replace"))
+    paths = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", ""))))
+    command = [sys.executable, "-P", "-c", f"from {__name__} import try_out; try_out()", json_text(trial)]
+
+    def trying() -> None:
+        if report is not None:
+            report(0.0, f"trying llama.cpp with {Path(trial.file).name} in another process, for the first time")
+
+    return _end(*follow(command, trying, PYTHONPATH=paths, GGML_NO_BACKTRACE="1"))
 
 
 def _end(status: int, log: str) -> str:

