@@ -1,8 +1,8 @@
 """Tokenizer of a GGUF file, by llama.cpp, with the methods of a transformers tokenizer that specdemo uses."""
 
 import ctypes
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -50,26 +50,13 @@ class GGUFTokenizer:
         self, ids: Sequence[int], skip_special_tokens: bool = False, clean_up_tokenization_spaces: bool = False
     ) -> str:
         """Return the text of token ids. Incomplete characters become U+FFFD."""
-        tokens = (ctypes.c_int32 * len(ids))(*ids)
-        room = 64 + 16 * len(ids)
-        while True:
-            buffer = ctypes.create_string_buffer(room)
-            size = self._llama.llama_detokenize(
-                self._vocab, tokens, len(ids), buffer, room, skip_special_tokens, not skip_special_tokens
-            )
-            if size >= 0:
-                return buffer.raw[:size].decode("utf-8", "replace")
-            room = -size
+        tokens, flags = (ctypes.c_int32 * len(ids))(*ids), (skip_special_tokens, not skip_special_tokens)
+        write = partial(self._llama.llama_detokenize, self._vocab, tokens, len(ids))
+        return _written(lambda *buffer: write(*buffer, *flags), 64 + 16 * len(ids)).decode("utf-8", "replace")
 
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes that a token writes; of a control token its text, of an unused one none."""
-        room = 64
-        while True:
-            buffer = ctypes.create_string_buffer(room)
-            size = int(self._llama.llama_token_to_piece(self._vocab, token, buffer, room, 0, True))
-            if size >= 0:
-                return buffer.raw[:size]
-            room = -size
+        return _written(lambda *buffer: self._llama.llama_token_to_piece(self._vocab, token, *buffer, 0, True), 64)
 
     def get_vocab(self) -> dict[str, int]:
         """Return token -> id."""
@@ -111,6 +98,16 @@ class GGUFTokenizer:
     def _text(self, token: int) -> str:
         text: bytes = self._llama.llama_vocab_get_text(self._vocab, token)
         return text.decode("utf-8", "replace")
+
+
+def _written(write: Callable[..., int], room: int) -> bytes:
+    """Return what `write(buffer, room)` writes, in a larger buffer if it returns -(room that it needs)."""
+    while True:
+        buffer = ctypes.create_string_buffer(room)
+        size = write(buffer, room)
+        if size >= 0:
+            return buffer.raw[:size]
+        room = -size
 
 
 class _ForGrammars:
