@@ -193,6 +193,13 @@ class Target(MemoryOwner, ABC):
     def release(self) -> None:
         """Free the history."""
 
+    def check_length(self, length: int) -> None:
+        """Raise ValueError if a history of this length exceeds the context."""
+        if length > self.max_length:
+            raise ValueError(
+                f"the context of {self.name} is {self.max_length} tokens, not {length}; shorten the prompt"
+            )
+
     @property
     def kernels(self) -> str:
         """Return the implementation of the layers in words."""
@@ -325,6 +332,11 @@ class Progress:
             return self.probs
         rows = torch.arange(len(self.slots), device=self.slots.device)[:, None]
         return self.forward.logits[rows, self.slots].float().softmax(-1)
+
+    def labels(self) -> Tensor:
+        """Return what a head learns: `target_probs`, or without them the outputs [B, A]."""
+        probs = self.target_probs()
+        return self.outputs if probs is None else probs
 
 
 class Drafter(MemoryOwner, ABC):

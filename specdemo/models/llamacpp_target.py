@@ -157,7 +157,7 @@ class LlamaCppTarget(Target):
     def start(self, tokens: Tensor, taps: tuple[int, ...] = (), reserve: int = 0) -> Forward:
         """Raises ValueError if the tokens exceed the model's context, and Cancelled if the generation is stopped."""
         rows, columns = tokens.shape
-        self._check_length(columns)
+        self.check_length(columns)
         self._reserve(rows * (columns + (reserve or SPARE_CELLS)) + SPARE_CELLS)
         self._rows = [_Row() for _ in range(rows)]
         parts = [self._read_text(row, ids, taps) for row, ids in enumerate(tokens.tolist())]
@@ -166,7 +166,7 @@ class LlamaCppTarget(Target):
 
     def extend(self, ids: list[int]) -> Forward:
         """Read a text of a single row, of which the history has the start."""
-        self._check_length(len(ids))
+        self.check_length(len(ids))
         logits, _ = self._read_text(0, ids, ())
         return Forward(torch.from_numpy(logits[None]))
 
@@ -202,7 +202,7 @@ class LlamaCppTarget(Target):
             probs.append(1.0 / float(numpy.exp(logits - logits[best]).sum()))
             drafted.append(best)
             unread = [best]
-        self._check_length(row.length)
+        self.check_length(row.length)
         return drafted, probs
 
     def _chain_inputs(self, tokens: Tensor) -> Inputs:
@@ -254,7 +254,7 @@ class LlamaCppTarget(Target):
                 context.remove(number, row.length)
             row.tokens = []
         self._drop_branches()
-        self._check_length(max(self.length))
+        self.check_length(max(self.length))
 
     def crop(self, lengths: list[int]) -> None:
         context = self._open_context()
@@ -268,10 +268,6 @@ class LlamaCppTarget(Target):
         self._rows = []
         if self._context is not None:
             self._context.clear()
-
-    def _check_length(self, length: int) -> None:
-        if length > self.max_length:
-            raise ValueError(f"{self.name} holds {self.max_length} tokens, not {length}; shorten the prompt")
 
     def _drop_provisional(self) -> None:
         for number, row in enumerate(self._rows):

@@ -130,7 +130,7 @@ class PrefixCachedTarget(HFTarget):
         return self._require_history().max_crop(int(same.sum()))
 
     def _extend(self, text: TextState, tokens: Tensor, taps: tuple[int, ...], reserve: int) -> Forward:
-        self._check_length(tokens.shape[1])
+        self.check_length(tokens.shape[1])
         self.crop([self.cached_tokens])
         forward = self._require_history().extend(tokens[:, self.cached_tokens :], taps, reserve)
         cached_hidden = text.cut(self.cached_tokens).hidden

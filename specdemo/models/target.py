@@ -191,7 +191,7 @@ class HFTarget(Target):
     @torch.no_grad()
     def start(self, tokens: Tensor, taps: tuple[int, ...] = (), reserve: int = 0) -> Forward:
         """Raises ValueError if the tokens exceed the model's context."""
-        self._check_length(tokens.shape[1])
+        self.check_length(tokens.shape[1])
         self._history = None  # before the next one is allocated
         spare = GRAPH_SPARE_COLUMNS if self.uses_cuda_graphs else SPARE_COLUMNS
         self._history = self._new_history(tokens.shape[0], tokens.shape[1] + (reserve or spare))
@@ -247,7 +247,7 @@ class HFTarget(Target):
         """Raises ValueError if the history would exceed the model's context."""
         history = self._require_history()
         history.commit(path)
-        self._check_length(max(history.lengths))
+        self.check_length(max(history.lengths))
 
     def crop(self, lengths: list[int]) -> None:
         self._require_history().crop(lengths)
@@ -260,12 +260,6 @@ class HFTarget(Target):
         if self._history is None:
             raise ValueError("there is no history; call start() with the prompt first")
         return self._history
-
-    def _check_length(self, length: int) -> None:
-        if length > self.max_length:
-            raise ValueError(
-                f"the context of {self.name} is {self.max_length} tokens, not {length}; shorten the prompt"
-            )
 
     def _new_history(self, rows: int, columns: int) -> History:
         if not self.capabilities.layers:

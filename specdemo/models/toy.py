@@ -94,10 +94,7 @@ class ToyTarget(Target):
     def commit(self, path: list[list[int]]) -> None:
         for history, slots, accepted in zip(self._history, self._slots.tolist(), path, strict=True):
             history += [slots[slot] for slot in accepted]
-            if len(history) > self.max_length:
-                raise ValueError(
-                    f"the context of {self.name} is {self.max_length} tokens, not {len(history)}; shorten the prompt"
-                )
+            self.check_length(len(history))
 
     def crop(self, lengths: list[int]) -> None:
         for history, length in zip(self._history, lengths, strict=True):
