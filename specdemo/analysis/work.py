@@ -89,7 +89,7 @@ def config_of(name: str) -> Config:
         return gguf_config(header)
 
     try:
-        return read_config(config_folder(name), "config.json", "params.json")
+        return read_config(config_folder(name))
     except ValueError as error:
         near = suggest(name[:60], known())
         raise ValueError(f"{error}; {near}" if near.startswith("did") else str(error)) from None

@@ -12,6 +12,7 @@ from specdemo.engine.comparison import Comparison, Lane
 from specdemo.kv.graphs import graph_bytes
 from specdemo.methods import BASELINE, method, model_method
 from specdemo.methods.pairs import load_model
+from specdemo.models.checkpoints import PICKLED
 from specdemo.models.cpu_plan import CpuSettings
 from specdemo.models.devices import best_device, device_kind
 from specdemo.models.errors import checkpoint_errors
@@ -30,7 +31,6 @@ from specdemo.models.memory import (
 )
 from specdemo.models.sources import LoadProgress, locate, no_progress
 
-ANY_WEIGHTS = ("*.pt", "*.bin", "*.pth")  # formats of published speculators without safetensors
 NOTHING = Footprint(0, 0)
 
 Key = tuple[str, ...]  # method that reads it, name, then the key of its target or the settings it was loaded with
@@ -168,7 +168,7 @@ def _local_drafters(spec: Comparison) -> dict[Key, Lane]:
 def _footprint(name: str, precision: Precision, spec: Comparison, progress: LoadProgress) -> Footprint:
     if is_gguf(name):
         return gguf_footprint(name, _llamacpp(spec))
-    return estimate_footprint(locate(name, ANY_WEIGHTS, progress), precision)
+    return estimate_footprint(locate(name, PICKLED, progress), precision)
 
 
 def _llamacpp(spec: Comparison) -> LlamaCppSettings:

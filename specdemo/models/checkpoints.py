@@ -6,14 +6,14 @@ Weights are safetensors. Families that publish nothing else (Medusa-1, MLPSpecul
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
 import torch
 from huggingface_hub import save_torch_state_dict
-from safetensors.torch import load_file
+from safetensors import safe_open
 from torch import Tensor
 
 from specdemo.core.atomic_io import atomic_folder, finite, json_text, write_text
@@ -32,13 +32,20 @@ from specdemo.models.sources import (
     remote_headers,
 )
 
-PICKLED = ("*.pt", "*.bin")
+PICKLED = ("*.pt", "*.bin", "*.pth")  # patterns of published heads without safetensors
 SHARD = "9MB"
 MAX_NUMBER = 2048  # limit of the numbers in tensor names (layers, heads, experts)
 FEW_STEPS = 500  # of training; low acceptance may come from that
 MAX_TABLE = 1 << 24  # most integers in a table of a checkpoint opened without weights
 MASK_TOKEN = "mask_embedding.token"  # tensor name of the mask token's id
 SHARDS = "model*.safetensors*"  # names of the files that `write_checkpoint` writes
+
+
+Wanted = Callable[[str], bool]  # name of a tensor -> whether to read it
+
+
+def _every(name: str) -> bool:
+    return True
 
 
 @dataclass(frozen=True)
@@ -64,8 +71,8 @@ class Checkpoint:
         return any(str(value) in values for value in (entry if isinstance(entry, list) else [entry]))
 
 
-def open_checkpoint(source: str, progress: LoadProgress = no_progress) -> Checkpoint:
-    """Open a folder, an embedded name or a hub id.
+def open_checkpoint(source: str, progress: LoadProgress = no_progress, wanted: Wanted = _every) -> Checkpoint:
+    """Open a folder, an embedded name or a hub id, with the tensors that are wanted.
 
     Raises ValueError, one line, if there is no checkpoint, if a file is damaged, or if it would run code.
     """
@@ -77,10 +84,10 @@ def open_checkpoint(source: str, progress: LoadProgress = no_progress) -> Checkp
     tensors: dict[str, Tensor] = {}
     for done, file in enumerate(files):
         progress(done / len(files), f"reading {file.name}")
-        loaded = _load_file(file)
+        loaded = _load_file(file, wanted)
         if not isinstance(loaded, Mapping) or not all(isinstance(t, Tensor) for t in loaded.values()):
             raise ValueError(f"{file} contains objects other than tensors; convert it to safetensors")
-        tensors |= loaded
+        tensors |= {name: tensor for name, tensor in loaded.items() if wanted(name)}
     return Checkpoint(source, read_config(folder), tensors | _mask_token_tensors(folder), tuple(f.name for f in files))
 
 
@@ -113,9 +120,12 @@ def _placeholder(shape: Sequence[int], stored: str) -> Tensor:
     return torch.empty(list(shape), device="meta")
 
 
-def _load_file(file: Path) -> object:
+def _load_file(file: Path, wanted: Wanted = _every) -> object:
     try:
-        return load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
+        if file.suffix == ".safetensors":
+            with safe_open(file, "pt") as reader:
+                return {name: reader.get_tensor(name) for name in reader.keys() if wanted(name)}  # noqa: SIM118
+        return torch.load(file, "cpu", weights_only=True, mmap=file.suffix == ".pth")  # of a complete model
     except Exception as error:  # a damaged pickle raises anything
         wrong = TOO_LARGE if is_out_of_memory(error) else "is damaged or not plain weights; fetch it again"
         raise ValueError(f"{file} {wrong}") from None

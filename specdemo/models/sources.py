@@ -32,6 +32,7 @@ LoadProgress = Callable[[float, str], None]  # fraction done 0..1, current activ
 
 MASK_FILE = "mask_embedding.pt"  # embedding of a drafter's mask token
 CONFIG_FILES = ("*.json", "*.txt", "*.model", "*.jinja", MASK_FILE)  # config, tokenizer, chat template
+CONFIGS = ("config.json", "adapter_config.json", "params.json")  # of models, of adapters, and Meta's
 SAFETENSORS = "*.safetensors"
 WEIGHT_SUFFIXES = (".safetensors", ".pt", ".bin", ".pth")
 LEFT_BY_TRAINERS = ("training_args.*", "optimizer.*", "scheduler.*", "rng_state*", "trainer_state.*")
@@ -244,14 +245,12 @@ def check_folder(folder: Path, name: str) -> Path:
     return folder
 
 
-def read_config(folder: Path, *names: str) -> JsonObject:
-    """Read config.json or that of an adapter, or the first existing file of `names`; empty if there is none.
+def read_config(folder: Path) -> JsonObject:
+    """Read the first existing file of CONFIGS; empty if there is none.
 
     Raises ValueError if it is not a JSON object or contains a size that no model has.
     """
-    config_file = next(
-        (path for path in map(folder.joinpath, names or ("config.json", "adapter_config.json")) if path.is_file()), None
-    )
+    config_file = next((path for path in map(folder.joinpath, CONFIGS) if path.is_file()), None)
     config = read_json(config_file) if config_file else {}
     problem = next(_oversized(config), None)
     if problem:

@@ -220,7 +220,7 @@ def scaled():
 
 def test_z_lab_without_a_list_of_layers(target, tmp_path):
     model = DFlash.load(write(tmp_path, changed(ZLAB, target_layer_ids=None), drafter_tensors()), target)
-    assert model.design.taps == spread_taps(3, 2) == (1, 2)
+    assert model.convention.taps == spread_taps(3, 2) == (1, 2)
     assert spread_taps(36, 5) == (2, 10, 18, 26, 34)  # Qwen3-8B
     assert spread_taps(16, 5) == (2, 5, 8, 11, 14)  # LFM2.5-1.2B
     assert spread_taps(3, 1) == (2,)
@@ -324,8 +324,8 @@ def test_saved_xpress_keeps_its_passes_and_its_shortlist(target, tmp_path):
     model = DFlash.load(source, target)
     load_drafter("dflash", target, model).save(tmp_path / "saved", "tiny")
     again = DFlash.load(str(tmp_path / "saved"), target)
-    assert (again.design.passes, again.design.shortlist) == (0, 9)
-    assert replace(again.design, body=model.design.body) == model.design
+    assert (again.convention.passes, again.convention.shortlist) == (0, 9)
+    assert replace(again.convention, body=model.convention.body) == model.convention
 
 
 @pytest.mark.parametrize("passes", [0, 1, 6])
@@ -334,7 +334,7 @@ def test_xpress_samples_are_drawn_from_the_target(passes):
     target = ToyTarget(5, seed=6)
     fresh = DFlash.fresh(target, block_size=4)
     tensors = {f"xpress_head.{name}": t for name, t in xpress_tensors(block_size=4, vocabulary=5, hidden=8).items()}
-    head = DFlashDraftModel(replace(fresh.design, passes=passes), tensors)
+    head = DFlashDraftModel(replace(fresh.convention, passes=passes), tensors)
     head.load_state_dict(fresh.state_dict() | tensors)
     check_sampling(load_drafter("dflash", target, head.requires_grad_(False)), target)
 
@@ -677,7 +677,7 @@ def test_missing_config_is_detected_by_trial(target, tmp_path, from_anchor, taps
     """The drafter was trained with one convention and saved without it."""
     torch.manual_seed(0)
     head = DFlash.fresh(target, layers=1, block_size=4, taps=taps)
-    head.design = replace(head.design, from_anchor=from_anchor)
+    head.convention = replace(head.convention, from_anchor=from_anchor)
     drafter = load_drafter("dflash", target, head)
     train(drafter, sample_target_text(target, taps), 60)
     folder = tmp_path / "drafter"
@@ -687,7 +687,7 @@ def test_missing_config_is_detected_by_trial(target, tmp_path, from_anchor, taps
     config["dflash_config"].pop("sample_from_anchor", None)
     (folder / "config.json").write_text(json.dumps(config))
     found = DFlash.load(str(folder), target)
-    assert (found.design.from_anchor, found.design.taps) == (from_anchor, taps)
+    assert (found.convention.from_anchor, found.convention.taps) == (from_anchor, taps)
     assert "The file does not specify it" in load_drafter("dflash", target, found).note
 
 
@@ -732,9 +732,9 @@ def test_fresh_mask_token_never_occurs_in_text(target):
             return 50
 
     padded = HFTarget(target.model, Tokenizer(), "padded")
-    assert DFlash.fresh(padded).design.mask_token_id == 50
-    assert DFlash.fresh(target).design.mask_token_id == target.stop_token_ids[0] == 2
-    assert DFlash.fresh(ToyTarget()).design.mask_token_id == 0
+    assert DFlash.fresh(padded).convention.mask_token_id == 50
+    assert DFlash.fresh(target).convention.mask_token_id == target.stop_token_ids[0] == 2
+    assert DFlash.fresh(ToyTarget()).convention.mask_token_id == 0
 
 
 def test_half_precision_drafts_and_a_full_one_learns():

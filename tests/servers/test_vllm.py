@@ -159,9 +159,8 @@ def drafter(case, program, target, monkeypatch):
     if case.lane.method == "dflash":
         if not program.installed.gpus:
             one_norm(made.head)
-        made.head.use_convention(
-            replace(made.head.design, block_size=case.lane.k + 1)
-        )  # vLLM's blocks are as wide as requested
+        # vLLM's blocks are as wide as requested
+        made.head.convention = replace(made.head.convention, block_size=case.lane.k + 1)
     return made
 
 

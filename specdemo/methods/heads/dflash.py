@@ -266,7 +266,7 @@ class DFlashDraftModel(Network):
 
     def __init__(self, design: Design, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()
-        self.design = design
+        self.convention: Design = design
         size, eps, has_draft_vocab = design.body.hidden_size, design.body.rms_norm_eps, "d2t" in tensors
         draft_vocab_size = len(tensors["d2t"]) if has_draft_vocab else design.vocab_size
         self.fc = nn.Linear(len(design.taps) * size, size, bias=False)
@@ -284,9 +284,6 @@ class DFlashDraftModel(Network):
         self.domino = Domino(design, tensors) if "domino.prefix_gru.weight_ih_l0" in tensors else None
         self.xpress_head = XPress(design, draft_vocab_size, tensors) if files.XPRESS in tensors else None
         self.mask_embedding = nn.Parameter(torch.zeros(size)) if "mask_embedding" in tensors else None
-
-    def use_convention(self, convention: Design) -> None:
-        self.design = convention
 
     @property
     def stage(self) -> Stage | None:
@@ -315,7 +312,7 @@ class DFlashDraftModel(Network):
         """Scatter logits of the draft vocabulary to the target's."""
         if not isinstance(self.d2t, Tensor):
             return logits
-        return DraftVocab(d2t_to_ids(self.d2t), self.design.vocab_size).to_target_vocab(logits)
+        return DraftVocab(d2t_to_ids(self.d2t), self.convention.vocab_size).to_target_vocab(logits)
 
 
 class DFlashOptions(DraftOptions):
@@ -355,7 +352,7 @@ class DFlash(Head[DFlashDraftModel], method="dflash"):
     def __init__(self, target: Target, model: DFlashDraftModel | str, options: DFlashOptions | None = None) -> None:
         super().__init__(target, model, options)
         head = self.head
-        self.taps = head.design.taps
+        self.taps = head.convention.taps
         self._target = target
         # the raw weight, because the embedding modules of some models scale their output
         self._embedding = target.embed.get_parameter("weight")
@@ -367,7 +364,7 @@ class DFlash(Head[DFlashDraftModel], method="dflash"):
         return self.weight_bytes  # one pass drafts all tokens
 
     def new_runtime(self, target: Target) -> HeadRuntime:
-        self._angles = Rotary.of_config(self.head.design.body, target.device)
+        self._angles = Rotary.of_config(self.head.convention.body, target.device)
         return HeadRuntime(target, self.head.dtype, len(self.head.layers), self._angles)  # caches the context only
 
     @classmethod
@@ -413,7 +410,7 @@ class DFlash(Head[DFlashDraftModel], method="dflash"):
         self._before_root = last_columns(progress, progress.inputs)
 
     def propose(self, budget: Budget) -> Draft:
-        design = self.head.design
+        design = self.head.convention
         depth = min(budget.depth, budget.nodes, design.num_drafts)
         if depth < 1:
             return Draft.empty(len(self._root), self._root.device)
@@ -423,7 +420,7 @@ class DFlash(Head[DFlashDraftModel], method="dflash"):
         )
 
     def _draft_block(self, draft: DraftPass, root: Tensor, before_root: Tensor) -> Draft:
-        design, stage = self.head.design, self.head.stage
+        design, stage = self.head.convention, self.head.stage
         if draft.columns is not None:
             draft.columns.run(self.head.cache_context, *draft.inputs)
         tokens = root.new_full((len(root), design.block_size), design.mask_token_id)
@@ -492,7 +489,7 @@ class DFlash(Head[DFlashDraftModel], method="dflash"):
         """Loss to the target's distribution (or the text) in blocks at random anchors, slot i weighted by
         exp(-i / gamma) or by D-PACE. In eval mode the anchors are evenly spaced.
         """
-        design, columns = self.head.design, batch.inputs.shape[1]
+        design, columns = self.head.convention, batch.inputs.shape[1]
         anchors = self._anchors(batch.inputs)
         block, stage = self._block_states(batch, anchors), self.head.stage
         # [B, N, D]: whose outputs
@@ -505,8 +502,7 @@ class DFlash(Head[DFlashDraftModel], method="dflash"):
             states = states[:, :, design.first_slot :]
             logits = stage_logits(stage, batch.inputs[rows, label_columns], states, logits, memory)
         logits = self.head.to_target_vocab(logits)
-        probs = batch.target_probs()
-        labels = batch.outputs[rows, label_columns] if probs is None else probs[rows, label_columns]
+        labels = batch.labels()[rows, label_columns]
         valid = in_range.flatten(0, 1)
         losses, confidence = self.objective.token_losses(logits.flatten(0, 1), labels.flatten(0, 1), valid)
         if self.objective.weights == "dpace":
@@ -522,15 +518,15 @@ class DFlash(Head[DFlashDraftModel], method="dflash"):
     def _anchors(self, inputs: Tensor) -> Tensor:
         """Choose distinct anchor columns [B, N], so that the blocks have about as many slots as there are columns."""
         rows, columns = inputs.shape
-        places = max(1, columns - self.head.design.num_drafts)  # so that blocks end within the row
-        number = min(places, max(1, columns // self.head.design.block_size))
+        places = max(1, columns - self.head.convention.num_drafts)  # so that blocks end within the row
+        number = min(places, max(1, columns // self.head.convention.block_size))
         if self.head.training:
             return 1 + torch.rand(rows, places).argsort(1)[:, :number].to(inputs.device)
         return 1 + (torch.arange(number, device=inputs.device) * places // number).expand(rows, -1)
 
     def _block_states(self, batch: Progress, anchors: Tensor) -> Tensor:
         """Return the states [B, N, S, H] of blocks at anchors [B, N]. A block sees the context before its anchor."""
-        design, (rows, columns) = self.head.design, batch.inputs.shape
+        design, (rows, columns) = self.head.convention, batch.inputs.shape
         positions = (anchors[..., None] + torch.arange(design.block_size, device=anchors.device)).flatten(1)
         end, cache = columns + design.block_size, DynamicCache()
         context = torch.arange(columns, device=anchors.device)[None]
@@ -545,11 +541,11 @@ class DFlash(Head[DFlashDraftModel], method="dflash"):
     def save(self, folder: Path, target_name: str) -> None:
         tensors = self.head.state_dict()
         write_checkpoint(
-            folder, files.to_config(self.head.design, tensors, target_name, self._target.num_layers), tensors
+            folder, files.to_config(self.head.convention, tensors, target_name, self._target.num_layers), tensors
         )
 
     def _embed(self, tokens: Tensor) -> Tensor:
-        design, mask_embedding = self.head.design, self.head.mask_embedding
+        design, mask_embedding = self.head.convention, self.head.mask_embedding
         tokens_in_range = tokens.clamp_max(len(self._embedding) - 1)
         rows = F.embedding(tokens_in_range, self._embedding).to(self.head.dtype)
         if mask_embedding is not None:
@@ -558,7 +554,7 @@ class DFlash(Head[DFlashDraftModel], method="dflash"):
 
     def _logits(self, states: Tensor) -> Tensor:
         """Return fp32 logits of states [..., H] over the draft vocabulary, before the final stage."""
-        design, lm_head = self.head.design, self.head.lm_head
+        design, lm_head = self.head.convention, self.head.lm_head
         states = states.contiguous()  # the matrix product is several times slower on a strided view
         logits: Tensor = self._target.lm_head(states.to(self._embedding.dtype)) if lm_head is None else lm_head(states)
         logits = logits.float() * design.output_multiplier

@@ -108,10 +108,7 @@ class EagleHead(Network):
         self.register_buffer("d2t", d2t)
         self._target_modules = target.embed, target.lm_head  # a tuple, so that they are not registered
         self._lm_head_dtype = target.dtype
-        self.convention = convention
-
-    def use_convention(self, convention: EagleConvention) -> None:
-        self.convention = convention
+        self.convention: EagleConvention = convention
 
     def fuse(self) -> "EagleHead":
         for layer in self._layers:
@@ -331,8 +328,7 @@ class Eagle(Head[EagleHead], method="eagle"):
     def _training_steps(self, batch: Progress) -> Iterator[StepLosses]:
         head, columns_per_row = self.head, batch.outputs.shape[1] - 1
         eagle1 = head.convention.eagle1
-        probs = batch.target_probs()
-        labels = batch.outputs if probs is None else probs
+        labels = batch.labels()
         embedded = head.embed(batch.outputs[:, :columns_per_row])
         features = head.features(self.target_features(batch, head.convention.taps))[:, :columns_per_row]
         columns = torch.arange(columns_per_row, device=labels.device)

@@ -21,19 +21,17 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 
-from specdemo.core.protocol import Budget, DraftPlan, Progress, SharedKV, Target, Tensors
-from specdemo.core.sampling import Sampling
+from specdemo.core.protocol import Progress, SharedKV, Target
 from specdemo.core.shapes import Config
-from specdemo.core.tree import Draft
 from specdemo.kv.masks import Rope
 from specdemo.methods import require_method
-from specdemo.methods.base import DraftOptions, Head
 from specdemo.methods.heads.formats import LAYER_KEYS, check_target
-from specdemo.methods.heads.network import Network, move_to_target
+from specdemo.methods.heads.network import Network, untrained
 from specdemo.methods.heads.runtime import last_columns
-from specdemo.methods.heads.sampler import ChainBuilder, flatten_draft, unflatten_draft
+from specdemo.methods.heads.sampler import ChainBuilder
+from specdemo.methods.heads.trunk import KVHead
 from specdemo.models.checkpoints import Checkpoint, write_checkpoint
 from specdemo.models.layers import MLP, attend
 from specdemo.models.operations import apply_rope
@@ -162,7 +160,7 @@ class Assistant(Network):
         return other.expand(*x.shape[:-1], self.vocab_size).scatter(-1, ids, selected)
 
 
-class Gemma4Assistant(Head[Assistant], method="gemma4_assistant"):
+class Gemma4Assistant(KVHead[Assistant], method="gemma4_assistant"):
     summary = "A few small layers that attend to the target's KV cache draft from its last hidden state."
     requires: ClassVar = frozenset({"hidden_states", "shared_kv"})
     taps = (-1,)
@@ -178,20 +176,14 @@ class Gemma4Assistant(Head[Assistant], method="gemma4_assistant"):
         tensors = dict(checkpoint.tensors)
         name, config = checkpoint.name, checkpoint.config
         check_config(name, config)
-        head_dims = _head_dims(name, config["text_config"], target, tensors)
         check_target(checkpoint, hidden_size=(config["backbone_hidden_size"], target.hidden_size))
         check_target(checkpoint, vocabulary=(config["text_config"]["vocab_size"], target.vocab_size))
-        _check_cache(name, config["text_config"]["num_attention_heads"], head_dims, target)
+        head_dims = _head_dims(name, config["text_config"], target, tensors)
         with torch.device("meta"):
             head = Assistant(config, head_dims)
         if "lm_head.weight" in tensors:  # tied
             tensors = {"model.embed_tokens.weight": tensors.pop("lm_head.weight")} | tensors
         return head.load_tensors(tensors, checkpoint, target, HINT)
-
-    def __init__(self, target: Target, model: Assistant | str, options: DraftOptions | None = None) -> None:
-        super().__init__(target, model, options)
-        self._target = target
-        self._hidden = self._roots = torch.empty(0)
 
     @classmethod
     def fresh(cls, target: Target, layers: int = 4, centroids: int = 0) -> Assistant:
@@ -230,43 +222,18 @@ class Gemma4Assistant(Head[Assistant], method="gemma4_assistant"):
             "text_config": text,
         }
         head = Assistant(config, {kind: head_dim for kind, (_, head_dim) in target.kv_shapes.items()})
-        for parameter in head.parameters():
-            if parameter.ndim > 1:
-                nn.init.normal_(parameter, std=size**-0.5)
-        return move_to_target(head, target)
-
-    def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
-        super().start(batch, sampling, rng)
-        self._hidden = self._roots = torch.empty(0)
-
-    def release(self) -> None:
-        super().release()
-        self._hidden = self._roots = torch.empty(0)
+        return untrained(head, target, size**-0.5)
 
     def observe(self, progress: Progress) -> None:
-        self._hidden = last_columns(progress, self.target_features(progress))[:, None]
-        self._roots = last_columns(progress, progress.outputs)[:, None]
+        super().observe(progress)
+        self._last += (last_columns(progress, self.target_features(progress))[:, None],)
 
-    def propose(self, budget: Budget) -> Draft:
-        depth, rows = min(budget.depth, budget.nodes), len(self._roots)
-        if depth < 1:
-            return Draft.empty(rows, self.device)
-        noise = self.sampler.predraw_noise(rows, depth, self._target.vocab_size, self.device)
-        plan = DraftPlan((self.head, self.sampler.kind), depth, room=0)  # another assistant may use this target
-        outputs = self._target.draft_from_kv(self._draft, (self._roots, self._hidden, *noise), plan)
-        return unflatten_draft(outputs, depth)
-
-    def _draft(self, kv: SharedKV, depth: int, tokens: Tensor, hidden: Tensor, *noise: Tensor) -> Tensors:
-        head, builder = self.head, ChainBuilder(self.sampler.with_noise(noise))
+    def draft_tokens(self, kv: SharedKV, depth: int, builder: ChainBuilder, roots: Tensor, *inputs: Tensor) -> None:
+        head, tokens, (hidden,) = self.head, roots, inputs
         rope = head.rope(kv.positions)
         for _ in range(depth):
             logits, hidden = head.step(self._target.embed(tokens).to(hidden.dtype), hidden, kv, rope)
             tokens = builder.append(logits)
-        return flatten_draft(builder.build())
-
-    @property
-    def graph_note(self) -> str:
-        return ""  # the draft runs in the target's graphs, whose note is the target's
 
     def save(self, folder: Path, target_name: str) -> None:
         head = self.head
@@ -296,9 +263,9 @@ def check_config(name: str, config: Config) -> None:
 
 
 def _head_dims(name: str, text: Config, target: Target, tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return the size of an attention head by kind of layer. Raises ValueError if the target has no such layers, and
-    for unsupported rotary embeddings."""
-    head_dims = {}
+    """Return the size of an attention head by kind of layer. Raises ValueError if the target's KV cache has no such
+    layers or does not fit, and for unsupported rotary embeddings."""
+    head_dims, heads = {}, text["num_attention_heads"]
     for index, kind in enumerate(text["layer_types"]):
         norm = f"model.layers.{index}.self_attn.q_norm.weight"
         if kind not in target.kv_shapes:
@@ -308,20 +275,15 @@ def _head_dims(name: str, text: Config, target: Target, tensors: Mapping[str, Te
             )
         if norm not in tensors:
             raise ValueError(f"{name} has no tensor {norm}; {HINT}")
-        head_dims[kind] = len(tensors[norm])
+        size = head_dims[kind] = len(tensors[norm])
         _check_rope(name, kind, text["rope_parameters"].get(kind))
-    return head_dims
-
-
-def _check_cache(name: str, heads: int, head_dims: Mapping[str, int], target: Target) -> None:
-    """Raise ValueError if the heads of the target's KV cache do not fit."""
-    for kind, size in head_dims.items():
         kv_heads, target_size = target.kv_shapes[kind]
         if target_size != size or heads % kv_heads:
             raise ValueError(
                 f"{name} has {heads} heads of size {size} in {kind} layers, the target's cache has {kv_heads} "
                 f"of size {target_size}; choose the target it was trained for"
             )
+    return head_dims
 
 
 def _check_rope(name: str, kind: str, parameters: object) -> None:

@@ -299,8 +299,7 @@ class Medusa(Head[TokenHeads], method="medusa"):
 
     def _training_steps(self, batch: Progress) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield per head i its logits [B, A - 1 - i, V] and the target's probabilities, or else tokens."""
-        probs = batch.target_probs()
-        labels = batch.outputs if probs is None else probs
+        labels = batch.labels()
         states = self._head_inputs(self.target_features(batch))
         for i in range(min(len(self.head), states.shape[1] - 1)):
             yield self._head_logits(states, batch.outputs, i).float(), labels[:, i + 1 :]

@@ -29,7 +29,7 @@ from specdemo.core.tree import Draft
 from specdemo.methods import require_method, setting
 from specdemo.methods.base import DraftOptions, Head, Recipe
 from specdemo.methods.heads.formats import check_target
-from specdemo.methods.heads.network import Network, move_to_target
+from specdemo.methods.heads.network import Network, untrained
 from specdemo.methods.heads.runtime import DraftPass, last_columns
 from specdemo.methods.heads.sampler import ChainBuilder, DraftVocab, prune_tree
 from specdemo.models.checkpoints import Checkpoint, write_checkpoint
@@ -172,10 +172,7 @@ class MLPSpeculator(Head[Speculator], method="mlp_speculator"):
         """Return an untrained speculator. inner_dim: 0 for the hidden size."""
         inner = inner_dim or target.hidden_size
         network = Speculator(target.hidden_size, inner, target.vocab_size, n_predict, tie_weights, scale_input)
-        for parameter in network.parameters():
-            if parameter.ndim > 1:  # `ratio` assumes this scale
-                nn.init.normal_(parameter, std=inner**-0.5)
-        return move_to_target(network, target)
+        return untrained(network, target, inner**-0.5)  # `ratio` assumes this scale
 
     def observe(self, progress: Progress) -> None:
         self._hidden, self._root = last_columns(progress, progress.hidden[-1]), last_columns(progress, progress.outputs)

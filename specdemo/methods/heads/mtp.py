@@ -35,10 +35,10 @@ from specdemo.kv.masks import Columns, Rope
 from specdemo.methods.base import DraftOptions, Head, Recipe
 from specdemo.methods.heads.formats import mtp as files
 from specdemo.methods.heads.formats.mtp import MTPConvention
-from specdemo.methods.heads.network import Network, move_to_target
+from specdemo.methods.heads.network import Network, untrained
 from specdemo.methods.heads.runtime import DraftPass, HeadRuntime, training_columns, unrolled_mask
 from specdemo.methods.heads.sampler import ChainBuilder
-from specdemo.models.checkpoints import Checkpoint, write_checkpoint
+from specdemo.models.checkpoints import Checkpoint, open_checkpoint, write_checkpoint
 from specdemo.models.fused import fuse_layer, layer_class
 from specdemo.models.layers import DecoderLayer, Rotary, llama_config_like
 from specdemo.models.sources import LoadProgress
@@ -118,7 +118,7 @@ class SequentialModules(MTPHeads):
         super().__init__(target, config, [MTPModule(config, norm, layer(config, i)) for i in range(modules)])
         self._rotary = (rotary,)  # in a tuple, so that it is not registered as a submodule
         self._cache_argument = cache_argument(layer.forward)
-        self.convention = MTPConvention()
+        self.convention: MTPConvention = MTPConvention()
 
     @property
     def step_weights(self) -> tuple[float, ...]:
@@ -142,9 +142,6 @@ class SequentialModules(MTPHeads):
         )
         state = module.norm(unnormed)
         return state, state if self.convention.normed_output else unnormed
-
-    def use_convention(self, convention: MTPConvention) -> None:
-        self.convention = convention
 
     def fuse(self) -> "SequentialModules":
         module: Any
@@ -195,7 +192,7 @@ class MTP(Head[MTPHeads], method="mtp"):
 
     @classmethod
     def open(cls, source: str, target: Target, progress: LoadProgress) -> Checkpoint:
-        return files.open_heads(source, target, progress)
+        return open_checkpoint(source, progress, partial(files.is_head_tensor, target=target))
 
     @classmethod
     def read(cls, checkpoint: Checkpoint, target: Target) -> MTPHeads:
@@ -232,10 +229,7 @@ class MTP(Head[MTPHeads], method="mtp"):
         if kind not in ("deepseek", "parallel"):
             raise ValueError(f"unknown kind {kind!r} of multi-token prediction; choose deepseek or parallel")
         network: MTPHeads = SequentialModules(target, modules) if kind == "deepseek" else ParallelHeads(target, modules)
-        for parameter in network.parameters():
-            if parameter.ndim > 1:
-                nn.init.normal_(parameter, std=target.hidden_size**-0.5)
-        return move_to_target(network, target)
+        return untrained(network, target, target.hidden_size**-0.5)
 
     def observe(self, progress: Progress) -> None:
         self.runtime.observe(progress.lengths, self.target_features(progress), progress.outputs)
@@ -289,8 +283,7 @@ class MTP(Head[MTPHeads], method="mtp"):
         The steps of a single module are unrolled as in a draft: each sees the observed columns of the first step and
         its own ancestors.
         """
-        probs = batch.target_probs()
-        labels = batch.outputs if probs is None else probs
+        labels = batch.labels()
         hidden = self.target_features(batch)[:, :-1]
         columns = torch.arange(hidden.shape[1], device=hidden.device)
         cache = DynamicCache() if self._single_module else None

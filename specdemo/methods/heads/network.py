@@ -19,15 +19,13 @@ class Network(nn.Module):
     """The network of a head. An ambiguous checkpoint has several `conventions`, the most likely first."""
 
     note = ""  # the selected convention, and why
+    convention: Any = None  # the one in use
     conventions: tuple[object, ...] = ()
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the weights."""
         return dtype_of(self)
-
-    def use_convention(self, convention: Any) -> None:
-        """Switch to one of `conventions`."""
 
     def fuse(self) -> Self:
         """Fuse and pack the weights for inference. Training afterwards needs a deep copy."""
@@ -57,6 +55,14 @@ def move_to_target(head: Module, target: Target) -> Module:
     return nn.Module.to(head, device, target.dtype).requires_grad_(False).eval()
 
 
+def untrained(head: Module, target: Target, std: float) -> Module:
+    """Draw the matrices of a head from a normal distribution, and move it to the target's device and dtype."""
+    for parameter in head.parameters():
+        if parameter.ndim > 1:
+            nn.init.normal_(parameter, std=std)
+    return move_to_target(head, target)
+
+
 ROWS, COLUMNS = 8, 48  # of the sampled text
 MARGIN = 0.02  # smaller differences in agreement may be noise
 
@@ -69,18 +75,18 @@ def select_convention(head: Network, target: Target, make_drafter: Callable[[], 
     """
     taps: set[int] = set()
     for convention in head.conventions:
-        head.use_convention(convention)
+        head.convention = convention
         taps.update(make_drafter().taps)
     text, scores = sample_target_text(target, tuple(taps)), []
     for convention in head.conventions:
-        head.use_convention(convention)
+        head.convention = convention
         drafter = make_drafter()
         assert isinstance(drafter, Trainable)
         metrics = drafter.loss(text)[1]
         scores.append(sum(metrics.values()) / len(metrics))
     best = max(range(len(scores)), key=scores.__getitem__)
     chosen = head.conventions[best if scores[best] >= scores[0] + MARGIN else 0]
-    head.use_convention(chosen)
+    head.convention = chosen
     shares = "; ".join(f"{100 * share:.0f} % with {name}" for share, name in zip(scores, head.conventions, strict=True))
     head.note = f"Convention: {chosen}. The file does not specify it; agreement on a short text was {shares}."
 

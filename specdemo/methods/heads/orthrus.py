@@ -14,18 +14,17 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from specdemo.core.protocol import Budget, SharedKV, Target
 from specdemo.core.shapes import Config
 from specdemo.methods import require_method
 from specdemo.methods.heads.formats import LAYER_KEYS, check_target, count_numbered, rename_tensors
-from specdemo.methods.heads.network import Network, move_to_target
+from specdemo.methods.heads.network import Network, untrained
 from specdemo.methods.heads.trunk import LayerHead
-from specdemo.models.checkpoints import Checkpoint, write_checkpoint
+from specdemo.models.checkpoints import Checkpoint, open_checkpoint, write_checkpoint
 from specdemo.models.layers import Attention, llama_config_like, signed_sin
-from specdemo.models.sources import LoadProgress, fetch_folder, locate, read_config
+from specdemo.models.sources import LoadProgress
 
 DIFFUSION = "_diff."  # in the names of the tensors of the second view
 BOTH_WAYS = 0, False  # kind of attention: no window, not causal
@@ -62,11 +61,7 @@ class Orthrus(LayerHead[DiffusionView], method="orthrus"):
 
     @classmethod
     def open(cls, source: str, target: Target, progress: LoadProgress) -> Checkpoint:
-        folder, tensors = fetch_folder(locate(source), progress), dict[str, Tensor]()
-        for file in sorted(folder.glob("*.safetensors")):
-            with safe_open(file, "pt") as reader:
-                tensors |= {name: reader.get_tensor(name) for name in reader.keys() if DIFFUSION in name}  # noqa: SIM118
-        return Checkpoint(source, read_config(folder), tensors)
+        return open_checkpoint(source, progress, lambda name: DIFFUSION in name)
 
     @classmethod
     def read(cls, checkpoint: Checkpoint, target: Target) -> DiffusionView:
@@ -87,10 +82,7 @@ class Orthrus(LayerHead[DiffusionView], method="orthrus"):
         """Return an untrained view, whose mask token is the last of the vocabulary."""
         normed = ("self_attn.q_norm.weight",) if target.layer_config.get("model_type") == "qwen3" else ()
         head = DiffusionView(target, {"block_size": block_size, "mask_token_id": target.vocab_size - 1}, normed)
-        for parameter in head.parameters():
-            if parameter.ndim > 1:
-                nn.init.normal_(parameter, std=target.hidden_size**-0.5)
-        return move_to_target(head, target)
+        return untrained(head, target, target.hidden_size**-0.5)
 
     def longest(self, budget: Budget) -> int:
         return min(super().longest(budget), self.head.block_size - 1)

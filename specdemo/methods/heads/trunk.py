@@ -83,43 +83,62 @@ class Trunk:
         return out
 
 
-class LayerHead(Head[Net]):
+class KVHead(Head[Net]):
+    """A head without a KV cache whose draft attends to the target's, in one CUDA graph if possible."""
+
+    def __init__(self, target: Target, model: Net | str, options: Any = None) -> None:
+        super().__init__(target, model, options)
+        self._target, self._last = target, ()
+
+    _target: Target
+    _last: Tensors  # of every row: the root [B, 1], and what else `draft_tokens` reads
+
+    @abstractmethod
+    def draft_tokens(self, kv: SharedKV, depth: int, builder: ChainBuilder, roots: Tensor, *inputs: Tensor) -> None:
+        """Append `depth` tokens after the roots [B, 1]."""
+
+    def longest(self, budget: Budget) -> int:
+        """Return the draft length for a budget."""
+        return min(budget.depth, budget.nodes)
+
+    def observe(self, progress: Progress) -> None:
+        self._last = (last_columns(progress, progress.outputs)[:, None],)
+
+    def propose(self, budget: Budget) -> Draft:
+        depth, rows = self.longest(budget), self.runtime.rows
+        if depth < 1:
+            return Draft.empty(rows, self.device)
+        noise = self.sampler.predraw_noise(rows, depth, self._target.vocab_size, self.device)
+        plan = DraftPlan((self.head, self.sampler.kind), depth, room=0)  # another head may use this target
+        inputs = len(self._last)
+
+        def write(kv: SharedKV, depth: int, *extra: Tensor) -> Tensors:
+            builder = ChainBuilder(self.sampler.with_noise(extra[inputs:]))
+            self.draft_tokens(kv, depth, builder, *extra[:inputs])
+            return flatten_draft(builder.build())
+
+        return unflatten_draft(self._target.draft_from_kv(write, (*self._last, *noise), plan), depth)
+
+    @property
+    def graph_note(self) -> str:
+        return ""  # the draft runs in the target's graphs, whose note is the target's
+
+
+class LayerHead(KVHead[Net]):
     """A head that drafts a block with the layers of its target, in one pass on their KV cache."""
 
     requires: ClassVar = frozenset({"layers", "shared_kv"})
 
     def __init__(self, target: Target, model: Net | str, options: Any = None) -> None:
         super().__init__(target, model, options)
-        self._target, self._trunk = target, Trunk(target, self.title)
-        self._roots = torch.empty(0, dtype=torch.int64)
+        self._trunk = Trunk(target, self.title)
 
     @abstractmethod
     def states(self, kv: SharedKV, depth: int, roots: Tensor) -> Tensor:
         """Return the last layer's states [B, depth, H] of a block after the roots [B, 1]."""
 
-    def longest(self, budget: Budget) -> int:
-        """Return the draft length for a budget."""
-        return min(budget.depth, budget.nodes)
-
     def read_bytes(self, k: int) -> int:
         return self.weight_bytes + (self._target.pass_bytes or self._target.weight_bytes)  # one pass drafts all tokens
 
-    def observe(self, progress: Progress) -> None:
-        self._roots = last_columns(progress, progress.outputs)[:, None]
-
-    def propose(self, budget: Budget) -> Draft:
-        depth, rows = self.longest(budget), len(self._roots)
-        if depth < 1:
-            return Draft.empty(rows, self.device)
-        noise = self.sampler.predraw_noise(rows, depth, self._target.vocab_size, self.device)
-        plan = DraftPlan((self.head, self.sampler.kind), depth, room=0)
-        return unflatten_draft(self._target.draft_from_kv(self._draft, (self._roots, *noise), plan), depth)
-
-    def _draft(self, kv: SharedKV, depth: int, roots: Tensor, *noise: Tensor) -> Tensors:
-        builder = ChainBuilder(self.sampler.with_noise(noise))
+    def draft_tokens(self, kv: SharedKV, depth: int, builder: ChainBuilder, roots: Tensor, *inputs: Tensor) -> None:
         builder.append(self._trunk.logits(self.states(kv, depth, roots)))
-        return flatten_draft(builder.build())
-
-    @property
-    def graph_note(self) -> str:
-        return ""  # the draft runs in the target's graphs, whose note is the target's

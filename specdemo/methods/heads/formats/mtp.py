@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from transformers import LlamaConfig, PretrainedConfig
 
@@ -25,7 +24,6 @@ from specdemo.core.protocol import Target
 from specdemo.core.safe_io import JsonObject
 from specdemo.methods.heads.formats import check_target, count_numbered
 from specdemo.models.checkpoints import Checkpoint, check_weights
-from specdemo.models.sources import LoadProgress, fetch_folder, locate, read_config
 
 Tensors = dict[str, Tensor]
 
@@ -74,7 +72,7 @@ class MTPConvention:
 
 def select_heads(checkpoint: Checkpoint, target: Target) -> Checkpoint:
     """Drop the tensors that do not belong to heads. Raises ValueError if none remain."""
-    tensors = {name: tensor for name, tensor in checkpoint.tensors.items() if _is_head_tensor(name, target)}
+    tensors = {name: tensor for name, tensor in checkpoint.tensors.items() if is_head_tensor(name, target)}
     if not tensors:
         raise ValueError(
             f"{checkpoint.name} has no multi-token prediction for {target.num_layers} layers; copies of a model often "
@@ -85,20 +83,8 @@ def select_heads(checkpoint: Checkpoint, target: Target) -> Checkpoint:
     return selected
 
 
-def open_heads(source: str, target: Target, progress: LoadProgress) -> Checkpoint:
-    """Read the config and the tensors of the heads; skip all other tensors."""
-    folder = fetch_folder(locate(source, ("*.pth",)), progress)
-    tensors: Tensors = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, "pt") as reader:
-            tensors |= {name: reader.get_tensor(name) for name in reader.keys() if _is_head_tensor(name, target)}  # noqa: SIM118
-    for file in sorted(folder.glob("*.pth")):
-        stored = torch.load(file, "cpu", weights_only=True, mmap=True)
-        tensors |= {name: tensor for name, tensor in stored.items() if _is_head_tensor(name, target)}
-    return Checkpoint(source, read_config(folder, "params.json", "config.json"), tensors)
-
-
-def _is_head_tensor(name: str, target: Target) -> bool:
+def is_head_tensor(name: str, target: Target) -> bool:
+    """Return whether a tensor of the target's files or of others belongs to heads."""
     numbered = NUMBERED.fullmatch(name)
     if numbered:
         return int(numbered[1]) >= target.num_layers
