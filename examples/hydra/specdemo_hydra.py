@@ -11,7 +11,7 @@ tensors as safetensors. In Hydra++ dropout modules shift the numbers in the name
 """
 
 import re
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -31,7 +31,7 @@ from specdemo.methods import require_method
 from specdemo.methods.base import Recipe
 from specdemo.methods.facts import HEAD_OPERATIONS, Drafting, Sizes
 from specdemo.methods.heads.formats import check_target, count_numbered
-from specdemo.methods.heads.medusa import SAME_SHAPE_HINT, DraftedNodes, Medusa, MedusaOptions, TokenHeads
+from specdemo.methods.heads.medusa import SAME_SHAPE_HINT, DraftedNodes, Medusa, MedusaOptions, Nodes, TokenHeads
 from specdemo.methods.heads.network import move_to_target
 from specdemo.methods.heads.runtime import HeadRuntime, last_columns, training_columns
 from specdemo.methods.heads.sampler import TokenSampler, TreeShape
@@ -103,10 +103,7 @@ class HydraHeads(TokenHeads):
 class Level(NamedTuple):
     """Index tensors of one tree level. M of its N nodes have children."""
 
-    positions: Tensor  # [N] parent path of a node
-    ranks: Tensor  # [N]
-    is_last: Tensor  # [N] True for the last child of its parent
-    width: int
+    nodes: Nodes  # positions: of the parent path
     continuing: Tensor  # [M] nodes with children
 
 
@@ -122,7 +119,8 @@ def _levels(shape: TreeShape, device: torch.device) -> tuple[Level, ...]:
         position_tensor, rank_tensor, continuing_tensor, is_last_tensor = (
             torch.tensor(i, dtype=torch.int64, device=device) for i in indices
         )
-        levels.append(Level(position_tensor, rank_tensor, is_last_tensor.bool(), 1 + max(ranks), continuing_tensor))
+        nodes_of_level = Nodes(position_tensor, rank_tensor, is_last_tensor.bool(), 1 + max(ranks))
+        levels.append(Level(nodes_of_level, continuing_tensor))
         path_slots = [nodes[i] + 1 for i in continuing]
     return tuple(levels)
 
@@ -131,7 +129,6 @@ class Hydra(Medusa):
     title = "Hydra"
     summary = "Medusa heads in sequence: each head also reads the tokens drafted by the heads before it."
     head: HydraHeads
-    _root: Tensor  # [B]
     recipes: ClassVar = {"hydra": Recipe("Hydra, 4 heads", {"heads": 4})}
     decay: ClassVar[float] = 1.0
     config_marks: ClassVar = ("hydra",)
@@ -199,10 +196,9 @@ class Hydra(Medusa):
         return network
 
     def observe(self, progress: Progress) -> None:
-        self._root = last_columns(progress, progress.outputs)
-        if self._prefix_runtime is None:
-            super().observe(progress)
-        else:
+        super().observe(progress)
+        self._inputs += (last_columns(progress, progress.outputs),)
+        if self._prefix_runtime is not None:
             self._prefix_runtime.observe(progress.lengths, self.target_features(progress))
 
     def propose(self, budget: Budget) -> Draft:
@@ -210,7 +206,8 @@ class Hydra(Medusa):
         if self._prefix_runtime is not None and prefix is not None:
             pending = self._prefix_runtime.read_pending(0, self.sampler)
             if pending.columns is not None:
-                self._hidden = pending.columns.last(pending.columns.run(prefix, *pending.inputs))[:, 0]
+                hidden = pending.columns.last(pending.columns.run(prefix, *pending.inputs))[:, 0]
+                self._inputs = hidden, self._inputs[1]
         return super().propose(budget)
 
     def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
@@ -232,20 +229,15 @@ class Hydra(Medusa):
     def history_bytes(self) -> int:
         return 0 if self._prefix_runtime is None else self._prefix_runtime.bytes
 
-    def _draft_inputs(self) -> tuple[Tensor, ...]:
-        return self._hidden, self._root
-
     def _fill_shape(self, sampler: TokenSampler, shape: TreeShape, hidden: Tensor, *more: Tensor) -> DraftedNodes:
         (root,) = more
         paths = torch.cat([hidden, self._embed(root)], -1)[:, None]
         drafted_levels: list[DraftedNodes] = []
         for head, level in enumerate(_levels(shape, paths.device)):
             distribution = sampler.draft_distribution(self.head(paths, head), head, levels=1)
-            drafted_levels.append(
-                self._select_tokens(sampler, distribution, level.positions, level.ranks, level.is_last, level.width)
-            )
+            drafted_levels.append(self._select_tokens(sampler, distribution, level.nodes))
             tokens = drafted_levels[-1][0][:, level.continuing]
-            paths = torch.cat([paths[:, level.positions[level.continuing]], self._embed(tokens)], -1)
+            paths = torch.cat([paths[:, level.nodes.positions[level.continuing]], self._embed(tokens)], -1)
         drafted, confidence, probs = zip(*drafted_levels, strict=True)
         return torch.cat(drafted, 1), torch.cat(confidence, 1), torch.cat(probs, 1) if sampler.independent else None
 
@@ -253,19 +245,16 @@ class Hydra(Medusa):
         embedded: Tensor = self._target.embed(tokens)
         return embedded.to(self.head.dtype)
 
-    def _head_inputs(self, hidden: Tensor) -> Tensor:
-        prefix, width = self.head.prefix_embeding_layer, hidden.shape[1]
-        if prefix is None:
-            return hidden
-        columns = training_columns(torch.arange(width, device=hidden.device)[None], self._angles, width)
-        states: Tensor = prefix(hidden, columns)
-        return states
-
-    def _head_logits(self, states: Tensor, outputs: Tensor, head: int) -> Tensor:
-        columns = outputs.shape[1] - 1 - head
-        read = [self._embed(outputs[:, i : i + columns]) for i in range(head + 1)]
-        logits: Tensor = self.head(torch.cat([states[:, :columns], *read], -1), head)
-        return logits
+    def _training_logits(self, batch: Progress) -> Iterator[Tensor]:
+        states, prefix = self.target_features(batch), self.head.prefix_embeding_layer
+        width = states.shape[1]
+        if prefix is not None:
+            positions = torch.arange(width, device=states.device)[None]
+            states = prefix(states, training_columns(positions, self._angles, width))
+        for head in range(min(len(self.head), width - 1)):
+            columns = width - 1 - head
+            read = [self._embed(batch.outputs[:, i : i + columns]) for i in range(head + 1)]
+            yield self.head(torch.cat([states[:, :columns], *read], -1), head)
 
     def save(self, folder: Path, target_name: str) -> None:
         heads = self.head

@@ -120,15 +120,20 @@ def _given(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) ->
 
 def _check_history(name: str, model: PreTrainedModel) -> None:
     """Raise ValueError, one line, unless a target on the model continues its history correctly."""
-    try:
+    kind = model.config.model_type
+    with _failing(f"{name} cannot run here: a {kind} model does not continue a text from specdemo's cache"):
         HFTarget(model, name=name).check_history()
+
+
+@contextmanager
+def _failing(what: str) -> Iterator[None]:
+    """Translate errors of a model inside the block. what: the start of the message."""
+    try:
+        yield
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        raise ValueError(
-            f"{name} cannot run here: a {model.config.model_type} model does not continue a text from specdemo's cache "
-            f"({first_line(error)[:200]}); choose another model"
-        ) from error
+        raise ValueError(f"{what} ({first_line(error)[:200]}); choose another model") from error
 
 
 def load_model(
@@ -370,23 +375,18 @@ def check_model(name: str, model: PreTrainedModel) -> None:
     """Raise ValueError unless a forward pass of the model works, and its logits do not depend on later tokens."""
     embed: Any = model.get_input_embeddings()
     if model.get_output_embeddings() is None:
-        kind = type(model).__name__
-        raise ValueError(f"{name} has no language-model head ({kind}); load it with AutoModelForCausalLM")
+        raise ValueError(
+            f"{name} has no language-model head ({type(model).__name__}); load it with AutoModelForCausalLM"
+        )
     device = embed.weight.device
     tokens = torch.tensor([[1, 2], [1, 3]], device="cpu" if device.type == "meta" else device)
-    try:
+    kind = model.config.model_type
+    with _failing(f"{name} cannot generate: transformers fails in a forward pass of this {kind} model"):
         logits = model(tokens % embed.weight.shape[0]).logits.float()
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        raise ValueError(
-            f"{name} cannot generate: transformers fails in a forward pass of this {model.config.model_type} model "
-            f"({first_line(error)[:200]}); choose another model"
-        ) from error
     first, second = (logits[0] - logits[1]).abs().amax(-1).tolist()
     exact = model.dtype == torch.float32 and not getattr(model, "is_quantized", False)
     if first > (LEAK if exact else LEAK_LOW_PRECISION) * second:
-        raise _encoder(name, model.config.model_type)
+        raise _encoder(name, kind)
 
 
 def _encoder(name: str, kind: str) -> ValueError:

@@ -83,7 +83,7 @@ class Runner:
         }
         if positions is not None:
             arguments["position_ids"] = positions
-        with self._tapped(taps) as hidden, self._chosen_experts(last or layers is not None) as chosen:
+        with self._watched(taps, experts=not last and layers is None) as (hidden, chosen):
             output = model(tokens, **arguments)
         states = {tap: hidden[tap].to(self.device) for tap in taps}
         return Forward(self._logits(output, last), states, self._stacked(chosen, tokens.shape))
@@ -110,15 +110,19 @@ class Runner:
         return logits if logits.device == self.device else logits.to(self.device)
 
     @contextmanager
-    def _tapped(self, taps: tuple[int, ...]) -> Iterator[dict[int, Tensor]]:
-        """Collect tap -> hidden state while the model runs. Removes its hooks afterwards."""
+    def _watched(self, taps: tuple[int, ...], experts: bool) -> Iterator[tuple[dict[int, Tensor], list[Tensor]]]:
+        """Collect tap -> hidden state while the model runs, and expert indices [B S, K] of every layer."""
         hidden: dict[int, Tensor] = {}
+        chosen: list[Tensor] = []
 
         def read_input(module: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
             hidden[0] = inputs[0] if inputs else named["hidden_states"]
 
         def read_output(tap: int, module: nn.Module, inputs: object, output: Tensor | tuple[Tensor, ...]) -> None:
             hidden[tap] = output if isinstance(output, Tensor) else output[0]
+
+        def read_indices(module: nn.Module, inputs: tuple[object, ...]) -> None:
+            chosen.extend(x for x in inputs[1:] if isinstance(x, Tensor) and not x.is_floating_point())
 
         with ExitStack() as hooks:
             for tap in taps:
@@ -128,20 +132,9 @@ class Runner:
                     module = self._decoder if tap == -1 else self._layers[tap - 1]
                     hook = module.register_forward_hook(partial(read_output, tap))
                 hooks.enter_context(hook)
-            yield hidden
-
-    @contextmanager
-    def _chosen_experts(self, skip: bool) -> Iterator[list[Tensor]]:
-        """Collect the expert indices [B S, K] of every layer while the model runs. Removes its hooks afterwards."""
-        chosen: list[Tensor] = []
-
-        def read_indices(module: nn.Module, inputs: tuple[object, ...]) -> None:
-            chosen.extend(x for x in inputs[1:] if isinstance(x, Tensor) and not x.is_floating_point())
-
-        with ExitStack() as hooks:
-            for module in () if skip else self.experts:
+            for module in self.experts if experts else ():
                 hooks.enter_context(module.register_forward_pre_hook(read_indices))
-            yield chosen
+            yield hidden, chosen
 
     def _stacked(self, chosen: list[Tensor], shape: torch.Size) -> Tensor | None:
         """Return the expert indices as [B, S, L, K]. None if a layer does not show its choice."""

@@ -14,13 +14,13 @@ from collections.abc import Iterator
 from functools import lru_cache, partial
 from itertools import count
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
-from specdemo.core.protocol import Budget, Progress, Target
+from specdemo.core.protocol import Budget, Progress, Target, Tensors
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import Draft
 from specdemo.methods import require_method, setting
@@ -77,13 +77,22 @@ def published_shape(name: str) -> TreeShape:
 _optimal_shape = lru_cache(maxsize=64)(optimal_shape)
 
 
+class Nodes(NamedTuple):
+    """N nodes of a tree whose tokens are selected together."""
+
+    positions: Tensor  # [N] of their draft distributions
+    ranks: Tensor  # [N]
+    is_last: Tensor  # [N] True for the last child of its parent
+    width: int  # above all ranks
+
+
 @lru_cache(maxsize=64)
-def _shape_tensors(shape: TreeShape, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return parents, levels from 0, ranks and last-child flags of a shape, each [N]."""
+def _shape_tensors(shape: TreeShape, device: torch.device) -> tuple[Tensor, Nodes]:
+    """Return the parents [N] of a shape, and its nodes, whose positions are levels from 0."""
     parents, levels, ranks, is_last = torch.tensor(
         (shape.parents, shape.levels, shape.ranks, shape.last_children), device=device
     )
-    return parents, levels - 1, ranks, is_last.bool()
+    return parents, Nodes(levels - 1, ranks, is_last.bool(), shape.width)
 
 
 class TokenHeads(Network):
@@ -193,7 +202,7 @@ class Medusa(Head[TokenHeads], method="medusa"):
         return network.load_tensors(tensors, checkpoint, target, SAME_SHAPE_HINT)
 
     options: MedusaOptions
-    _hidden: Tensor  # [B, H] of the last column of every row
+    _inputs: Tensors  # of the heads: h [B, H] of the last column of every row
 
     @classmethod
     def fresh(cls, target: Target, heads: int = 4, layers: int = 1) -> TokenHeads:
@@ -215,19 +224,15 @@ class Medusa(Head[TokenHeads], method="medusa"):
             self.sampler = TokenSampler(sampling)
 
     def observe(self, progress: Progress) -> None:
-        self._hidden = last_columns(progress, self.target_features(progress))
+        self._inputs = (last_columns(progress, self.target_features(progress)),)
 
     def propose(self, budget: Budget) -> Draft:
         shape = self._tree_shape(budget)
         if not shape.parents:
-            return Draft.empty(len(self._hidden), self._hidden.device)
+            return Draft.empty(self.runtime.rows, self.device)
         nodes, draft_fn = self.options.nodes and budget.nodes, partial(self._draft_shape, shape)
-        inputs, draws = self._draft_inputs(), len(shape.parents) if self.sampler.independent else shape.depth
-        return self.runtime.draft(draft_fn, shape.depth, self.sampler, *inputs, nodes=nodes, draws=draws)
-
-    def _draft_inputs(self) -> tuple[Tensor, ...]:
-        """Return the inputs of the heads, from the last column of every row."""
-        return (self._hidden,)
+        draws = len(shape.parents) if self.sampler.independent else shape.depth
+        return self.runtime.draft(draft_fn, shape.depth, self.sampler, *self._inputs, nodes=nodes, draws=draws)
 
     def _draft_shape(self, shape: TreeShape, draft: DraftPass, *inputs: Tensor) -> Draft:
         shape = shape if self.options.nodes else chain(draft.depth)
@@ -246,25 +251,17 @@ class Medusa(Head[TokenHeads], method="medusa"):
         return _optimal_shape(tuple(ranks[: self.head.vocab_size] for ranks in rates[:depth]), budget.nodes)
 
     def _fill_shape(self, sampler: TokenSampler, shape: TreeShape, hidden: Tensor, *more: Tensor) -> DraftedNodes:
-        _, positions, ranks, is_last = _shape_tensors(shape, hidden.device)
         logits = torch.stack([self.head(hidden, i) for i in range(shape.depth)], 1)
-        return self._select_tokens(sampler, sampler.draft_distribution(logits), positions, ranks, is_last, shape.width)
+        nodes = _shape_tensors(shape, hidden.device)[1]
+        return self._select_tokens(sampler, sampler.draft_distribution(logits), nodes)
 
-    def _select_tokens(
-        self,
-        sampler: TokenSampler,
-        distribution: Tensor,
-        positions: Tensor,
-        ranks: Tensor,
-        is_last: Tensor,
-        width: int,
-    ) -> DraftedNodes:
-        """Select the tokens of N nodes from draft distributions [B, P, V]. positions, ranks and is_last [N];
-        width > all ranks.
+    def _select_tokens(self, sampler: TokenSampler, distribution: Tensor, nodes: Nodes) -> DraftedNodes:
+        """Select the tokens of N nodes from draft distributions [B, P, V].
 
         When sampling, the children of a slot are its most likely tokens, except the last child, which is sampled from
         the rest of q (the greedy drafts of Hu et al. 2502.18779).
         """
+        positions, ranks, is_last, width = nodes
         if not sampler.independent:
             top_probs, ranked = sampler.probs(distribution).topk(width)
             return ranked[:, positions, ranks], top_probs[:, positions, ranks], None
@@ -300,18 +297,14 @@ class Medusa(Head[TokenHeads], method="medusa"):
     def _training_steps(self, batch: Progress) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield per head i its logits [B, A - 1 - i, V] and the target's probabilities, or else tokens."""
         labels = batch.labels()
-        states = self._head_inputs(self.target_features(batch))
-        for i in range(min(len(self.head), states.shape[1] - 1)):
-            yield self._head_logits(states, batch.outputs, i).float(), labels[:, i + 1 :]
+        for i, logits in enumerate(self._training_logits(batch)):
+            yield logits.float(), labels[:, i + 1 :]
 
-    def _head_inputs(self, hidden: Tensor) -> Tensor:
-        """Return the head inputs [B, A, H] for training."""
-        return hidden
-
-    def _head_logits(self, states: Tensor, outputs: Tensor, head: int) -> Tensor:
-        """Return logits [B, A - 1 - head, V] of the columns whose label is in the batch."""
-        logits: Tensor = self.head(states[:, : -1 - head], head)
-        return logits
+    def _training_logits(self, batch: Progress) -> Iterator[Tensor]:
+        """Yield per head i the logits [B, A - 1 - i, V] of the columns whose label is in the batch."""
+        hidden = self.target_features(batch)
+        for i in range(min(len(self.head), hidden.shape[1] - 1)):
+            yield self.head(hidden[:, : -1 - i], i)
 
     def save(self, folder: Path, target_name: str) -> None:
         heads = self.head
