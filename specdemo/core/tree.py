@@ -105,6 +105,17 @@ def is_chain(parents: Tensor) -> bool:
     return bool((parents == torch.arange(parents.shape[1], device=parents.device)).all())
 
 
+def select_nodes(draft: Draft, index: Tensor) -> Draft:
+    """Return the nodes at index [B, M]. It ascends and includes the parents of its nodes."""
+    slots = index.new_zeros(len(index), draft.nodes + 1)
+    slots.scatter_(1, index + 1, torch.arange(1, index.shape[1] + 1, device=index.device).expand_as(index))
+    parents, probs = slots.gather(1, draft.parents.gather(1, index)), draft.probs
+    if probs is not None:
+        probs = probs.gather(1, index[..., None].expand(-1, -1, probs.shape[-1]))
+    confidence = None if draft.confidence is None else draft.confidence.gather(1, index)
+    return replace(draft, tokens=draft.tokens.gather(1, index), parents=parents, probs=probs, confidence=confidence)
+
+
 def first_branch(draft: Draft) -> Draft:
     """Return the path of first children as a chain, for a target that cannot verify trees."""
     picked: list[list[int]] = []
@@ -118,9 +129,6 @@ def first_branch(draft: Draft) -> Draft:
     index = padded(picked, draft.tokens.device, 0)
     lengths = torch.tensor([[len(branch)] for branch in picked], device=index.device)
     real = torch.arange(index.shape[1], device=index.device) < lengths
-    tokens_ = draft.tokens.gather(1, index).masked_fill(~real, ABSENT)
-    probs = draft.probs
-    if probs is not None:
-        probs = probs.gather(1, index[..., None].expand(-1, -1, probs.shape[-1]))
-    confidence = None if draft.confidence is None else draft.confidence.gather(1, index)
-    return replace(Draft.chain(tokens_, probs, confidence), notes=draft.notes)
+    nodes = select_nodes(draft, index)
+    chain = Draft.chain(nodes.tokens.masked_fill(~real, ABSENT), nodes.probs, nodes.confidence)
+    return replace(chain, notes=draft.notes)

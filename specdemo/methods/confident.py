@@ -7,10 +7,9 @@ so that rejection sampling stays exact.
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from specdemo.core.protocol import Budget
-from specdemo.core.tree import ABSENT, Draft, is_chain
+from specdemo.core.tree import ABSENT, Draft, chain_parents, is_chain, select_nodes
 from specdemo.methods.base import Method
 from specdemo.methods.wrapper import Wrapper
 
@@ -46,17 +45,8 @@ def confident(draft: Draft, p_min: float) -> Draft:
             reached[:, node + 1] &= reached.gather(1, draft.parents[:, node : node + 1])[:, 0]
         kept = reached[:, 1:]
     notes = {**draft.notes, "unverified": float((present & ~kept).sum()) / len(kept)}
-    return replace(_columns(draft, kept), notes=notes)
-
-
-def _columns(draft: Draft, kept: Tensor) -> Draft:
-    """Return the nodes that are kept [B, N] in some row."""
-    index = kept.any(0).nonzero()[:, 0]
-    tokens = draft.tokens.masked_fill(~kept, ABSENT)[:, index]
-    probs = None if draft.probs is None else draft.probs[:, index]
-    confidence = None if draft.confidence is None else draft.confidence[:, index]
+    index = kept.any(0).nonzero()[:, 0].expand(len(kept), -1)  # nodes that are kept in some row
+    chosen = select_nodes(replace(draft, tokens=draft.tokens.masked_fill(~kept, ABSENT), notes=notes), index)
     if is_chain(draft.parents):
-        return replace(Draft.chain(tokens, probs, confidence), ranking=draft.ranking)
-    slots = torch.zeros(draft.nodes + 1, dtype=torch.int64, device=tokens.device)
-    slots[index + 1] = torch.arange(1, len(index) + 1, device=tokens.device)
-    return replace(draft, tokens=tokens, parents=slots[draft.parents[:, index]], probs=probs, confidence=confidence)
+        chosen = replace(chosen, parents=chain_parents(*chosen.tokens.shape, index.device))
+    return chosen

@@ -364,15 +364,14 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """Gated MLP."""
 
-    def __init__(self, config: Any, names: TensorNames) -> None:
+    def __init__(self, size: int, inner: int, activation: str, names: TensorNames = ()) -> None:
         super().__init__()
-        inner, size = config.intermediate_size, config.hidden_size
         self.gate_proj = linear(size, inner, "mlp.gate_proj", names)
         self.up_proj = linear(size, inner, "mlp.up_proj", names)
         self.gate_up: nn.Module | None = None  # replaces the two after `fuse`
         self.down_proj = linear(inner, size, "mlp.down_proj", names)
-        self.act_fn = ACT2FN[config.hidden_act]
-        self._silu = config.hidden_act == "silu"
+        self.act_fn = ACT2FN[activation]
+        self._silu = activation == "silu"
 
     def forward(self, x: Tensor) -> Tensor:
         gate_up = self.gate_up
@@ -400,7 +399,7 @@ class DecoderLayer(nn.Module):
         self.input_layernorm: nn.Module = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Attention(config, index, names, inputs, kind)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config, names)
+        self.mlp = MLP(config.hidden_size, config.intermediate_size, config.hidden_act, names)
 
     def forward(self, x: Tensor, columns: Columns) -> Tensor:
         """x [B, S, D] -> [B, S, D]"""

@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
 from typing import ClassVar, cast
 
 import torch
@@ -210,7 +209,7 @@ class XPress(Stage):
         self.down_h, self.down_g = nn.Linear(size, rank, bias=False), nn.Linear(size, rank, bias=False)
         self.in_proj = nn.Linear(3 * rank, rank, bias=False)
         self.mix = nn.ParameterDict({"L": torch.zeros(rank, design.block_size, design.block_size)})
-        self.mlp = MLP(SimpleNamespace(hidden_size=rank, intermediate_size=inner, hidden_act="silu"), ())
+        self.mlp = MLP(rank, inner, "silu")
         self.w2 = nn.Linear(rank, vocab_size, bias=False)
 
     def prepare(self, block: Tensor, previous: Tensor) -> StageOutput:

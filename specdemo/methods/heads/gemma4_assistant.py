@@ -17,7 +17,6 @@ tokens only.
 
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -92,8 +91,7 @@ class AssistantLayer(nn.Module):
         self.self_attn = QueryAttention(text, head_dim)
         self.post_attention_layernorm = RMSNorm(size, eps)
         self.pre_feedforward_layernorm = RMSNorm(size, eps)
-        sizes = SimpleNamespace(hidden_size=size, intermediate_size=inner, hidden_act=ACTIVATION)
-        self.mlp = MLP(sizes, ())
+        self.mlp = MLP(size, inner, ACTIVATION)
         self.post_feedforward_layernorm = RMSNorm(size, eps)
         self.register_buffer("layer_scalar", torch.ones(1))
 

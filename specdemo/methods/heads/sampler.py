@@ -15,7 +15,7 @@ from torch import Generator, Tensor
 
 from specdemo.core.protocol import Budget, DraftPlan, Enough, ReadFunction, Target, Tensors
 from specdemo.core.sampling import PositionNoise, Sampling, argmax, draw_with_noise, exponential_noise, to_probs
-from specdemo.core.tree import Draft, chain_parents
+from specdemo.core.tree import Draft, chain_parents, select_nodes
 
 MASKED_LOGIT = -1e4  # logit of a token outside the draft vocabulary; finite, so that losses stay finite
 
@@ -354,7 +354,4 @@ def prune_tree(tokens: Tensor, parents: Tensor, scores: Tensor, confidence: Tens
     """Keep the `nodes` best nodes of a tree [B, N]. A parent slot must not score lower than its children."""
     # a stable sort prefers the earlier of two equal scores, so a parent is kept before its child
     best = torch.argsort(scores, dim=1, descending=True, stable=True)[:, :nodes].sort(1).values
-    slots = torch.zeros(len(tokens), tokens.shape[1] + 1, dtype=torch.int64, device=tokens.device)
-    slots.scatter_(1, best + 1, torch.arange(1, best.shape[1] + 1, device=tokens.device).expand_as(best))
-    new_parents = slots.gather(1, parents.gather(1, best))
-    return Draft(tokens.gather(1, best), new_parents, confidence=confidence.gather(1, best))
+    return select_nodes(Draft(tokens, parents, confidence=confidence), best)
