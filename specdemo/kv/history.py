@@ -7,7 +7,7 @@ B rows, S slots, T prompt tokens.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -20,17 +20,6 @@ from specdemo.kv.store import KVStore, ProvisionalColumns
 ForwardFunction = Callable[..., Forward]  # one call of the model, see `models.runner.Runner`
 
 
-class CapturableForward(Protocol):
-    """Protocol of a forward pass that can run in a CUDA graph."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Forward:
-        """Run one forward pass, see `models.runner.Runner`."""
-
-    @property
-    def for_capture(self) -> ForwardFunction:
-        """Return the function to capture."""
-
-
 class KVHistory:
     """History of a model of attention layers, in a `KVStore`.
 
@@ -38,10 +27,8 @@ class KVHistory:
     several a dict of masks.
     """
 
-    def __init__(
-        self, store: KVStore, run: CapturableForward, windows: Mapping[str, int], reads_lengths: bool = False
-    ) -> None:
-        """reads_lengths: the model accepts a `ChainMask`."""
+    def __init__(self, store: KVStore, run: Any, windows: Mapping[str, int], reads_lengths: bool = False) -> None:
+        """run: see `models.runner.Runner`. reads_lengths: the model accepts a `ChainMask`."""
         self.store, self._run, self._windows, self._reads_lengths = store, run, windows, reads_lengths
 
     @property
@@ -64,7 +51,7 @@ class KVHistory:
         store.reserve(length + slots + reserve)
         columns = store.provisional().chain(slots)
         mask = self._masks(columns) if length else None
-        forward = self._run(tokens, columns.cache, columns.positions.expand(rows, -1), mask, taps, last=True)
+        forward: Forward = self._run(tokens, columns.cache, columns.positions.expand(rows, -1), mask, taps, last=True)
         store.lengths = [length + slots] * rows
         return forward
 

@@ -27,10 +27,6 @@ from specdemo.models.sources import LoadProgress, no_progress
 from specdemo.training.losses import Objective
 
 
-class NoOptions(BaseOptions):
-    """Options of a method that has none."""
-
-
 class DraftOptions(BaseOptions):
     """Options of every method whose drafter gives its tokens probabilities."""
 
@@ -71,7 +67,7 @@ class Method(Drafter):
     exact: ClassVar[bool] = True  # False: output is not the target's even under a lossless rule
     looks_up: ClassVar[bool] = False  # True: copies from texts at hardly any cost; a draft need not be verified
     learns: ClassVar[bool] = False  # True: improves with use, so a session reuses it in the next run
-    Options: ClassVar[type[BaseOptions]] = NoOptions
+    Options: ClassVar[type[BaseOptions]] = BaseOptions
     # keys of config.json that it understands; empty, as for a subclass that sets none: they are not checked
     config_keys: ClassVar[frozenset[str]] = frozenset()
     serves: ClassVar[Mapping[str, EngineArgs]] = {}  # engine -> its server arguments for this method
@@ -111,7 +107,7 @@ class Method(Drafter):
 class NoDraft(Method, method="none"):
     summary = "One token per target pass; the baseline of every comparison."
 
-    def __init__(self, target: Target, model: object = None, options: NoOptions | None = None) -> None:
+    def __init__(self, target: Target, model: object = None, options: BaseOptions | None = None) -> None:
         self._device = target.device
 
     def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
