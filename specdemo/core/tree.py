@@ -113,7 +113,7 @@ def select_nodes(draft: Draft, index: Tensor) -> Draft:
     if probs is not None:
         probs = probs.gather(1, index[..., None].expand(-1, -1, probs.shape[-1]))
     confidence = None if draft.confidence is None else draft.confidence.gather(1, index)
-    return replace(draft, tokens=draft.tokens.gather(1, index), parents=parents, probs=probs, confidence=confidence)
+    return Draft(draft.tokens.gather(1, index), parents, probs, confidence, draft.notes, draft.ranking)
 
 
 def first_branch(draft: Draft) -> Draft:

@@ -18,11 +18,12 @@ from specdemo.core.accept import Lossless
 from specdemo.core.coupled import Coupled
 from specdemo.core.host_copy import AsyncHostCopy, padded, to_device
 from specdemo.core.protocol import Budget, Progress, Target
-from specdemo.core.sampling import PositionNoise, Sampling, draw, to_probs
+from specdemo.core.sampling import Sampling, to_probs
 from specdemo.core.tree import ABSENT, Draft, chain_parents, first_branch, is_chain
 from specdemo.methods import load_drafter, setting, wrappable
 from specdemo.methods.base import DraftOptions
 from specdemo.methods.draft_model import MAX_CATCH_UP, DraftModel
+from specdemo.methods.heads.sampler import ChainBuilder
 from specdemo.methods.wrapper import Wrapper
 from specdemo.models.checkpoints import Checkpoint
 
@@ -72,38 +73,23 @@ class Cascade(DraftModel, method="cascade"):
         logits = self._read_guess(missing, guess, guessed)
         rule = Coupled() if self.sampler.coupled else Lossless()
         result = rule(guess, to_probs(logits, self.sampler.sampling), self.sampler.active_rng)
-        self.model.commit([list(range(len(m) + len(p) - 1)) for m, p in zip(missing, result.path, strict=True)])
-        tokens, row_logits = [], []
-        row_results = zip(
-            result.path,
-            guessed,
-            result.next_token.tolist() if result.output_tokens is None else result.output_tokens,
-            strict=True,
-        )
-        for row, (path, guess_ids, next_ids) in enumerate(row_results):
-            accepted = guess_ids[: len(path) - 1]
-            tokens.append([*accepted, next_ids[-1] if isinstance(next_ids, list) else next_ids])
-            row_logits.append([*logits[row, : len(path)]])
-            self._cached_ids[row] = self._history[row] + accepted
-            self._common_lengths[row] = len(self._history[row])
-        return self._draft_rest_graphed(tokens[0], logits, depth) or self._draft_rest_eager(tokens, row_logits, depth)
-
-    def _draft_rest_graphed(self, tokens: list[int], logits: Tensor, depth: int) -> Draft | None:
-        """Draft the tokens after `tokens` as a CUDA graph. Only for one row; None if there is no graph.
-
-        logits [1, 1 + G, V]: those from which `tokens` were drawn.
-        """
-        start = self.sampler.make_draft(
-            to_device([tokens], logits.device),
-            self.sampler.draft_distribution(logits[:, : len(tokens)]),
-            self._draft_vocab,
-        )
-        if len(tokens) >= depth or len(logits) > 1:
-            return replace(start, notes={"passes": 1}) if len(logits) == 1 else None
-        rest = self._draft_graphed([tokens[-1:]], depth - len(tokens), first=len(tokens))
+        rows = zip(result.path, guessed, result.next_token.tolist(), strict=True)
+        outputs = result.output_tokens or [[*ids[: len(path) - 1], token] for path, ids, token in rows]
+        shortest = min(map(len, outputs))  # a row with more accepted tokens needs as many passes as the others
+        outputs = [row[:shortest] for row in outputs]
+        self.model.commit([list(range(len(m) + shortest - 1)) for m in missing])
+        self._mark_cached()
+        builder, first = ChainBuilder(self.sampler), to_device(outputs, logits.device)
+        builder.add(first, self.sampler.draft_distribution(logits[:, :shortest]))
+        rest = None
+        if shortest < depth:
+            rest = self._draft_graphed([row[-1:] for row in outputs], depth - shortest, first=shortest)
         if rest is None:
-            return None
-        self._pending_draft = AsyncHostCopy(torch.cat([start.tokens[:, -1:], rest.tokens[:, :-1]], 1))
+            builder.extend(lambda tokens: self._pad_to_target_vocab(self._decode_step(tokens)), depth)
+            self._pending_draft = AsyncHostCopy(builder.tokens[:, :-1])
+            return replace(builder.build(), notes={"passes": 1 + len(builder) - shortest})
+        self._pending_draft = AsyncHostCopy(torch.cat([first, rest.tokens[:, :-1]], 1))
+        start = builder.build()
         both = [(start.tokens, rest.tokens), (start.probs, rest.probs), (start.confidence, rest.confidence)]
         drafted, probs, confidence = (None if b is None or a is None else torch.cat([a, b], 1) for a, b in both)
         assert drafted is not None
@@ -114,16 +100,6 @@ class Cascade(DraftModel, method="cascade"):
         super()._draft(depth)
         self.model.capture_graphs(MAX_CATCH_UP + depth)
         self._inner.capture_graphs(budget)
-
-    def _draft_rest_eager(self, tokens: list[list[int]], row_logits: list[list[Tensor]], depth: int) -> Draft:
-        """Extend every row to `depth` tokens, one pass per token."""
-        passes = 1
-        while min(map(len, tokens)) < depth:
-            self._extend_rows(tokens, row_logits, depth)
-            passes += 1
-        logits = torch.stack([torch.stack(row) for row in row_logits])
-        draft = self.sampler.make_draft(to_device(tokens, logits.device), self.sampler.draft_distribution(logits))
-        return replace(draft, notes={"passes": passes})
 
     def _read_guess(self, missing: list[list[int]], guess: Draft, guessed: list[list[int]]) -> Tensor:
         """Read the missing tokens and the guess; return logits [B, 1 + G, V] of the root and every guessed token."""
@@ -136,23 +112,6 @@ class Cascade(DraftModel, method="cascade"):
         roots = to_device([[len(m) - 1] for m in missing], logits.device)
         columns = (roots + torch.arange(1 + guess.nodes, device=logits.device)).clamp_max(tokens.shape[1] - 1)
         return self._pad_to_target_vocab(logits[rows, columns])
-
-    def _extend_rows(self, tokens: list[list[int]], row_logits: list[list[Tensor]], depth: int) -> None:
-        unfinished = [len(row) < depth for row in tokens]
-        last_ids = [row[-1] if active else ABSENT for row, active in zip(tokens, unfinished, strict=True)]
-        inputs = to_device(last_ids, self.model.device)[:, None]
-        logits = self._pad_to_target_vocab(self.model.forward(inputs, inputs.new_empty(len(last_ids), 0)).logits[:, -1])
-        self.model.commit([[0] if active else [] for active in unfinished])
-        probs, rng = to_probs(logits, self.sampler.sampling), self.sampler.active_rng
-        if isinstance(rng, PositionNoise):
-            places = [len(row) for row in tokens]
-            probs, rng = probs / rng.ahead(max(places) + 1)[range(len(places)), places], None
-        sampled = draw(probs, rng).tolist()
-        for row, active in enumerate(unfinished):
-            if active:
-                self._cached_ids[row].append(last_ids[row])
-                tokens[row].append(sampled[row])
-                row_logits[row].append(logits[row])
 
     def _pad_to_target_vocab(self, logits: Tensor) -> Tensor:
         """Resize logits to the target's vocabulary; extra entries of either model are padding."""

@@ -11,7 +11,7 @@ import platform
 import re
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from hashlib import sha256
 from importlib import import_module
@@ -23,7 +23,7 @@ from typing import NamedTuple
 from specdemo.core.atomic_io import json_text, write_text
 from specdemo.core.outputs import cache_folder
 from specdemo.models.llamacpp_layers import layer_inputs_agree
-from specdemo.models.packaged import follow
+from specdemo.models.packaged import LoadProgress, follow
 
 REBUILD = 'CMAKE_ARGS="-DGGML_NATIVE=OFF" pip install --force-reinstall --no-cache-dir llama-cpp-python'
 CPU = Path("/proc/cpuinfo")
@@ -41,7 +41,6 @@ NO_MEMORY = ("SIGKILL", "SIGTERM")  # from outside, mostly for want of memory
 
 REASON = re.compile(r"GGML_ASSERT.*|what\(\):.*")  # in the log
 
-Progress = Callable[[float, str], None]  # may raise to stop
 # library and settings, file, its size and time -> how the child ended; empty: it survived
 _ends: dict[tuple[str, str, str], str] = {}
 
@@ -57,7 +56,7 @@ class Trial(NamedTuple):
     layer_inputs: bool = False
 
 
-def check_llamacpp(trial: Trial, parts: Sequence[Path] = (), report: Progress | None = None) -> None:
+def check_llamacpp(trial: Trial, parts: Sequence[Path] = (), report: LoadProgress | None = None) -> None:
     """Raise ValueError, one line, if llama.cpp ends the process that runs it.
 
     Survivals are remembered in files, crashes only in this process, so that a mended machine is tried again. parts:
@@ -121,7 +120,7 @@ def _processor() -> str:
     return "\n".join(line for line in lines if line.startswith(("model name", "flags", "Features", "CPU ")))
 
 
-def _run(trial: Trial, report: Progress | None) -> str:
+def _run(trial: Trial, report: LoadProgress | None) -> str:
     """Return the signal that ended the child, with the reason if llama.cpp gave one; empty if it survived."""
     paths = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", ""))))
     command = [sys.executable, "-P", "-c", f"from {__name__} import try_out; try_out()", json_text(trial)]

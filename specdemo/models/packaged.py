@@ -34,7 +34,7 @@ DOWNLOADS = {
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
-Report = Callable[[float, str], object]  # fraction done 0..1, current activity
+LoadProgress = Callable[[float, str], None]  # fraction done 0..1, current activity; may raise to stop loading
 
 
 def cache() -> Path:
@@ -48,7 +48,7 @@ def local(name: str) -> Path | None:
     return made if made is not None and made.exists() else None
 
 
-def fetch_file(report: Report) -> Path:
+def fetch_file(report: LoadProgress) -> Path:
     """Return the GGUF file, after a download if it is not here. Raises ValueError, one line."""
     file = cache() / FILE
     if not file.is_file():
@@ -57,7 +57,7 @@ def fetch_file(report: Report) -> Path:
     return file
 
 
-def fetch_folder(report: Report) -> Path:
+def fetch_folder(report: LoadProgress) -> Path:
     """Return the same weights as a transformers folder in float32, made from the file if it is not here.
 
     Raises ValueError, one line.

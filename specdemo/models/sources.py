@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass
@@ -26,9 +26,9 @@ from tqdm.auto import tqdm
 from specdemo.core.safe_io import CONFIG_BYTES, JsonObject, check_regular, read_json
 from specdemo.models import packaged
 from specdemo.models.errors import Cancelled, Unreachable, hub_errors, load_errors
+from specdemo.models.packaged import POLL_S
+from specdemo.models.packaged import LoadProgress as LoadProgress
 from specdemo.models.shipped import check_embedded, embedded_folder
-
-LoadProgress = Callable[[float, str], None]  # fraction done 0..1, current activity; may raise to stop loading
 
 MASK_FILE = "mask_embedding.pt"  # embedding of a drafter's mask token
 CONFIG_FILES = ("*.json", "*.txt", "*.model", "*.jinja", MASK_FILE)  # config, tokenizer, chat template
@@ -36,7 +36,6 @@ CONFIGS = ("config.json", "adapter_config.json", "params.json")  # of models, of
 SAFETENSORS = "*.safetensors"
 WEIGHT_SUFFIXES = (".safetensors", ".pt", ".bin", ".pth")
 LEFT_BY_TRAINERS = ("training_args.*", "optimizer.*", "scheduler.*", "rng_state*", "trainer_state.*")
-POLL_S = 0.2
 SPARE_DISK = 500_000_000  # bytes to leave free
 NO_GGUF = (
     "GGUF, which can only decode; name one file as the target or the draft model of a run (pip install "

@@ -151,9 +151,14 @@ class ChainBuilder:
     def append(self, logits: Tensor) -> Tensor:
         """Draw tokens [B, n] from logits [B, n, W]."""
         first = len(self)
-        self._distributions.append(self._sampler.draft_distribution(logits, first, self._vocab))
-        self._tokens.append(self._sampler.sample(self._distributions[-1], first))
+        distribution = self._sampler.draft_distribution(logits, first, self._vocab)
+        self.add(self._sampler.sample(distribution, first), distribution)
         return self._tokens[-1]
+
+    def add(self, tokens: Tensor, distribution: Tensor) -> None:
+        """Append tokens [B, n] that were drawn from draft distributions [B, n, W]."""
+        self._tokens.append(tokens)
+        self._distributions.append(distribution)
 
     @property
     def ended(self) -> bool:
@@ -165,7 +170,7 @@ class ChainBuilder:
     def extend(self, decode_step: Callable[[Tensor], Tensor], depth: int) -> None:
         """Decode until the chain has `depth` or enough tokens. decode_step: last tokens [B, 1] -> logits [B, V]."""
         while len(self) < depth and not self.ended:
-            self.append(decode_step(self._tokens[-1])[:, None])
+            self.append(decode_step(self._tokens[-1][:, -1:])[:, None])
 
     def build(self) -> Draft:
         """Return the draft."""

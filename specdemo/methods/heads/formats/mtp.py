@@ -52,6 +52,7 @@ META = {
     "attention_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
 }
+ROTATED = {"self_attn.q_proj", "self_attn.k_proj"}
 UNNORMED_OUTPUT_FAMILIES = ("glm", "step", "ernie", "pangu")  # substrings of model_type
 NORMED_INPUT_KEY, NORMED_OUTPUT_KEY = "mtp_reads_normed", "mtp_hands_on_normed"  # config keys written by this project
 
@@ -170,21 +171,21 @@ def count_parallel_heads(checkpoint: Checkpoint, target: Target) -> int:
 
 def read_parallel(checkpoint: Checkpoint, config: LlamaConfig) -> Tensors:
     """Return the tensors of parallel heads under the names of a Llama layer."""
-    tensors: Tensors = {}
-    for name, tensor in checkpoint.tensors.items():
-        _, index, part = name.removesuffix(".weight").split(".", 2)
-        part = META.get(part, part)
-        tensors[f"layers.{index}.{part}.weight"] = _permute_rope(part, tensor, (int(config.head_dim or 0) // 2, 2))
-    return tensors
+    return _convert(checkpoint.tensors, "layers", META, (int(config.head_dim or 0) // 2, 2))
 
 
-def _permute_rope(part: str, weight: Tensor, pairs: tuple[int, int]) -> Tensor:
-    """Permute the rows of q_proj and k_proj between the RoPE layouts of Meta, pairs (E / 2, 2), and transformers, pairs
-    (2, E / 2). Other weights are unchanged.
+def _convert(tensors: Tensors, prefix: str, names: Mapping[str, str], pairs: tuple[int, int]) -> Tensors:
+    """Rename the tensors of parallel heads. Permute the rows of q_proj and k_proj between the RoPE layouts of Meta,
+    pairs (E / 2, 2), and transformers, pairs (2, E / 2).
     """
-    if not part.endswith(("q_proj", "k_proj")):
-        return weight
-    return weight.view(-1, *pairs, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+    converted: Tensors = {}
+    for name, tensor in tensors.items():
+        _, index, part = name.removesuffix(".weight").split(".", 2)
+        new = names.get(part, part)
+        if ROTATED & {part, new}:
+            tensor = tensor.view(-1, *pairs, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape)
+        converted[f"{prefix}.{index}.{new}.weight"] = tensor
+    return converted
 
 
 def sequential_to_checkpoint(
@@ -213,12 +214,8 @@ def parallel_to_checkpoint(
     tensors: Tensors, heads: int, config: LlamaConfig, layers: int, target_name: str
 ) -> tuple[JsonObject, Tensors]:
     """Return params.json, also used as config.json, and tensors under Meta's names. layers: of the target."""
-    names, named = {hf_name: meta_name for meta_name, hf_name in META.items()}, {}
-    for name, tensor in tensors.items():
-        _, index, part = name.removesuffix(".weight").split(".", 2)
-        named[f"extra_heads.{index}.{names[part]}.weight"] = _permute_rope(
-            part, tensor, (2, int(config.head_dim or 0) // 2)
-        )
+    names = {hf_name: meta_name for meta_name, hf_name in META.items()}
+    named = _convert(tensors, "extra_heads", names, (2, int(config.head_dim or 0) // 2))
     params = {
         "dim": config.hidden_size,
         "n_layers": layers + heads,
