@@ -73,22 +73,27 @@ class Cascade(DraftModel, method="cascade"):
         logits = self._read_guess(missing, guess, guessed)
         rule = Coupled() if self.sampler.coupled else Lossless()
         result = rule(guess, to_probs(logits, self.sampler.sampling), self.sampler.active_rng)
-        rows = zip(result.path, guessed, result.next_token.tolist(), strict=True)
-        outputs = result.output_tokens or [[*ids[: len(path) - 1], token] for path, ids, token in rows]
+        outputs = result.output_tokens
+        if outputs is None:
+            rows = zip(result.path, guessed, result.next_token.tolist(), strict=True)
+            outputs = [[*ids[: len(path) - 1], token] for path, ids, token in rows]
         shortest = min(map(len, outputs))  # a row with more accepted tokens needs as many passes as the others
         outputs = [row[:shortest] for row in outputs]
         self.model.commit([list(range(len(m) + shortest - 1)) for m in missing])
-        self._mark_cached()
         builder, first = ChainBuilder(self.sampler), to_device(outputs, logits.device)
         builder.add(first, self.sampler.draft_distribution(logits[:, :shortest]))
         rest = None
         if shortest < depth:
             rest = self._draft_graphed([row[-1:] for row in outputs], depth - shortest, first=shortest)
+        self._mark_cached()
+        for cached, row in zip(self._cached_ids, outputs, strict=True):
+            cached += row[:-1]
         if rest is None:
             builder.extend(lambda tokens: self._pad_to_target_vocab(self._decode_step(tokens)), depth)
-            self._pending_draft = AsyncHostCopy(builder.tokens[:, :-1])
+            if shortest < depth:
+                self._pending_draft = AsyncHostCopy(builder.tokens[:, shortest - 1 : -1])
             return replace(builder.build(), notes={"passes": 1 + len(builder) - shortest})
-        self._pending_draft = AsyncHostCopy(torch.cat([first, rest.tokens[:, :-1]], 1))
+        self._pending_draft = AsyncHostCopy(torch.cat([first[:, -1:], rest.tokens[:, :-1]], 1))
         start = builder.build()
         both = [(start.tokens, rest.tokens), (start.probs, rest.probs), (start.confidence, rest.confidence)]
         drafted, probs, confidence = (None if b is None or a is None else torch.cat([a, b], 1) for a, b in both)
