@@ -37,13 +37,14 @@ class PrefixCachedTarget(HFTarget):
     """
 
     _cached_text: TextState | None = None  # set between `release` and `start`
-    _segments: list[TextState] | None = None  # one per commit; set between `start` and `release`, for a single row
+    # one per commit, after the length before it; set between `start` and `release`, for a single row
+    _segments: list[tuple[int, TextState]] | None = None
     _last_forward: TextState | None = None  # all slots, [1, S]
 
     @property
     def history_bytes(self) -> int:
         """Return the size of the cache and of the stored hidden states."""
-        cached = self._cached_text or (self._segments[0] if self._segments else None)
+        cached = self._cached_text or (self._segments[0][1] if self._segments else None)
         if cached is None:
             return super().history_bytes
         return super().history_bytes + self.length[0] * sum(h[:, :1].nbytes for h in cached.hidden.values())
@@ -57,7 +58,7 @@ class PrefixCachedTarget(HFTarget):
             forward = super().start(tokens, taps, reserve)
         else:
             forward = self._extend(text, tokens, taps, reserve)
-        self._segments = [TextState(tokens, dict(forward.hidden))] if len(tokens) == 1 else None
+        self._segments = [(0, TextState(tokens, dict(forward.hidden)))] if len(tokens) == 1 else None
         return forward
 
     def forward(self, tokens: Tensor, parents: Tensor, taps: tuple[int, ...] = ()) -> Forward:
@@ -66,32 +67,23 @@ class PrefixCachedTarget(HFTarget):
         return forward
 
     def commit(self, path: list[list[int]]) -> None:
+        before = self.length
         super().commit(path)
         if self._segments is not None and self._last_forward is not None:
             tokens, hidden = self._last_forward
             (slots,) = path
             if len(slots) < tokens.shape[1]:
                 tokens, hidden = tokens[:, slots], {tap: h[:, slots] for tap, h in hidden.items()}
-            self._segments.append(TextState(tokens, hidden))
-
-    def crop(self, lengths: list[int]) -> None:
-        before = self.length
-        super().crop(lengths)
-        surplus = before[0] - lengths[0]
-        while self._segments is not None and surplus > 0:
-            last = self._segments.pop()
-            count = last.tokens.shape[1]
-            if count > surplus or not self._segments:
-                self._segments.append(last.cut(max(count - surplus, 0)))
-            surplus -= count
+            self._segments.append((before[0], TextState(tokens, hidden)))
 
     def draft(
         self, tokens: Tensor, counts: list[int], write: DraftFunction, extra: Tensors, plan: DraftPlan
     ) -> Tensors | None:
+        before = self.length
         outputs = super().draft(tokens, counts, write, extra, plan)
         if outputs is not None and plan.commits and self._segments is not None:
             read = torch.cat([tokens[:, : counts[0]], outputs[0][:, : plan.depth - 1]], 1)
-            self._segments.append(TextState(read, {}))
+            self._segments.append((before[0], TextState(read, {})))
         return outputs
 
     def release(self) -> None:
@@ -100,7 +92,7 @@ class PrefixCachedTarget(HFTarget):
         if segments is not None:
             self._require_history().drop_snapshots(self.cached_tokens)
             with suppress(torch.OutOfMemoryError):  # a finished text must not fail because it cannot be cached
-                self._cached_text = _joined(segments)
+                self._cached_text = _joined(segments, self.length[0])
         if self._cached_text is None:
             super().release()
 
@@ -212,8 +204,15 @@ def prefix_cached(*models: object) -> list[PrefixCachedTarget | PrefixCachedLlam
     return [model for model in models if isinstance(model, PrefixCachedTarget | PrefixCachedLlamaCpp)]
 
 
-def _joined(segments: list[TextState]) -> TextState:
-    """Concatenate the segments, with the hidden states that all of them have."""
-    taps = set(segments[0].hidden).intersection(*(segment.hidden for segment in segments))
-    tokens = torch.cat([segment.tokens for segment in segments], 1)
-    return TextState(tokens, {tap: torch.cat([segment.hidden[tap] for segment in segments], 1) for tap in taps})
+def _joined(segments: list[tuple[int, TextState]], length: int) -> TextState:
+    """Return the text of `length` tokens, with the hidden states that all of its segments have. Where the text was
+    cropped, later segments replace earlier ones.
+    """
+    parts: list[TextState] = []
+    for start, segment in reversed(segments):
+        if start < length or not start:
+            parts.insert(0, segment.cut(length - start))
+            length = start
+    taps = set(parts[0].hidden).intersection(*(part.hidden for part in parts))
+    tokens = torch.cat([part.tokens for part in parts], 1)
+    return TextState(tokens, {tap: torch.cat([part.hidden[tap] for part in parts], 1) for tap in taps})
