@@ -31,7 +31,7 @@ from specdemo.methods import require_method
 from specdemo.methods.base import Recipe
 from specdemo.methods.facts import HEAD_OPERATIONS, Drafting, Sizes
 from specdemo.methods.heads.formats import check_target, count_numbered
-from specdemo.methods.heads.medusa import SAME_SHAPE_HINT, DraftedNodes, Medusa, MedusaOptions, Nodes, TokenHeads
+from specdemo.methods.heads.medusa import SAME_SHAPE_HINT, DraftedNodes, LevelNodes, Medusa, MedusaOptions, TokenHeads
 from specdemo.methods.heads.network import move_to_target
 from specdemo.methods.heads.runtime import HeadRuntime, last_columns, training_columns
 from specdemo.methods.heads.sampler import TokenSampler, TreeShape
@@ -103,7 +103,7 @@ class HydraHeads(TokenHeads):
 class Level(NamedTuple):
     """Index tensors of one tree level. M of its N nodes have children."""
 
-    nodes: Nodes  # positions: of the parent path
+    nodes: LevelNodes  # positions: of the parent path
     continuing: Tensor  # [M] nodes with children
 
 
@@ -119,7 +119,7 @@ def _levels(shape: TreeShape, device: torch.device) -> tuple[Level, ...]:
         position_tensor, rank_tensor, continuing_tensor, is_last_tensor = (
             torch.tensor(i, dtype=torch.int64, device=device) for i in indices
         )
-        nodes_of_level = Nodes(position_tensor, rank_tensor, is_last_tensor.bool(), 1 + max(ranks))
+        nodes_of_level = LevelNodes(position_tensor, rank_tensor, is_last_tensor.bool(), 1 + max(ranks))
         levels.append(Level(nodes_of_level, continuing_tensor))
         path_slots = [nodes[i] + 1 for i in continuing]
     return tuple(levels)

@@ -77,7 +77,7 @@ def published_shape(name: str) -> TreeShape:
 _optimal_shape = lru_cache(maxsize=64)(optimal_shape)
 
 
-class Nodes(NamedTuple):
+class LevelNodes(NamedTuple):
     """N nodes of a tree whose tokens are selected together."""
 
     positions: Tensor  # [N] of their draft distributions
@@ -87,12 +87,12 @@ class Nodes(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def _shape_tensors(shape: TreeShape, device: torch.device) -> tuple[Tensor, Nodes]:
+def _shape_tensors(shape: TreeShape, device: torch.device) -> tuple[Tensor, LevelNodes]:
     """Return the parents [N] of a shape, and its nodes, whose positions are levels from 0."""
     parents, levels, ranks, is_last = torch.tensor(
         (shape.parents, shape.levels, shape.ranks, shape.last_children), device=device
     )
-    return parents, Nodes(levels - 1, ranks, is_last.bool(), shape.width)
+    return parents, LevelNodes(levels - 1, ranks, is_last.bool(), shape.width)
 
 
 class TokenHeads(Network):
@@ -255,7 +255,7 @@ class Medusa(Head[TokenHeads], method="medusa"):
         nodes = _shape_tensors(shape, hidden.device)[1]
         return self._select_tokens(sampler, sampler.draft_distribution(logits), nodes)
 
-    def _select_tokens(self, sampler: TokenSampler, distribution: Tensor, nodes: Nodes) -> DraftedNodes:
+    def _select_tokens(self, sampler: TokenSampler, distribution: Tensor, nodes: LevelNodes) -> DraftedNodes:
         """Select the tokens of N nodes from draft distributions [B, P, V].
 
         When sampling, the children of a slot are its most likely tokens, except the last child, which is sampled from
