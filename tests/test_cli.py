@@ -185,9 +185,9 @@ def test_a_malformed_trace_is_one_line(capsys, tmp_path, content):
     path = tmp_path / "bad.json"
     path.write_bytes(content)
     line = refusal(capsys, "replay", str(path))
-    assert line.startswith(f"{path}: not a specdemo result") and line.endswith(
-        "record it again with python -m specdemo run PRESET --out FILE"
-    )
+    why = "this result has schema 2; this version reads schema 1" if b"schema" in content else "not a specdemo result"
+    assert line.startswith(f"{path}: {why}")
+    assert line.endswith("record it again with python -m specdemo run PRESET --out FILE")
     assert "a specdemo trace" in line or "this trace has schema" in line
 
 

@@ -48,7 +48,7 @@ def _reason(error: ValidationError, kind: str) -> str:
     if error.error_count() > 1000:  # listing millions of errors would take gigabytes
         return f"not a specdemo {kind}: {error.error_count():,} fields are wrong"
     errors = error.errors(include_url=False, include_context=False)
-    schema = next((e for e in errors if e["loc"] == ("schema",)), None)
+    schema = next((e for e in errors if e["loc"] == ("schema",) and e["type"] == "literal_error"), None)
     if schema:
         return f"this {kind} has schema {schema['input']!r:.20}; this version reads schema 1"
     location = " ".join(".".join(map(str, errors[0]["loc"])).split())  # a key may hold line breaks
