@@ -136,7 +136,7 @@ def decode(target, drafter, prompts, n, k, nodes=0, sampling=None):
 @pytest.fixture(scope="module")
 def thin(pytestconfig):
     """Return a function that keeps the batches which this run decodes, one in `step` of them."""
-    return lambda batches, step=3: batches[:: 1 if pytestconfig.getoption("--all") else step]
+    return lambda batches, step=4: batches[:: 1 if pytestconfig.getoption("--all") else step]
 
 
 @pytest.mark.parametrize("architecture", MODELS)

@@ -201,7 +201,7 @@ def differing_chains(target, messages, temperature, tokens, chains=CHAINS):
 def test_chains_write_the_text_of_plain_decoding_bit_for_bit_in_all_turns(folder_target):
     if not folder_target.same_bits:
         pytest.skip("this CPU has no packed products in float32")
-    for chat, temperature, chain in ((chats(1)[1], 0.0, CHAINS[3]), (chats(1)[3], 0.8, CHAINS[0])):
+    for chat, temperature, chain in ((chats(1)[1], 0.0, CHAINS[3]), (chats(1)[3][:1], 0.8, CHAINS[0])):
         assert differing_chains(folder_target, chat, temperature, 16, [chain]) == []
 
 
