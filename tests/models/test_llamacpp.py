@@ -480,7 +480,8 @@ def recorded_calls(monkeypatch, name):
 @pytest.mark.parametrize("name", ["none", "draft_model"])
 @pytest.mark.parametrize(("polls", "decodes", "ctrl_c"), [(1, 1, False), (30, 2, False), (30, 2, True)])
 def test_generation_stops_while_the_prompt_is_read(name, polls, decodes, ctrl_c, long_context, monkeypatch):
-    _, path, prompt = long_context
+    monkeypatch.setattr(llamacpp_context, "BATCH_TOKENS", 64)
+    path, prompt = long_context[1], long_context[2][:, :250]
     target = load_target(path)
     drafter = load_drafter(name, target, path if name == "draft_model" else None)
     config = GenerationConfig(4, budget=Budget(2, 2), stop_token_ids=())
