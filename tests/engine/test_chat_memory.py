@@ -54,14 +54,13 @@ def session(runner):
     return runner
 
 
-@pytest.fixture(scope="module")
-def without():
-    """Return a function that runs a comparison in a session without the previous turn."""
-    other = Session()
+@pytest.fixture
+def without(runner):
+    """Return a function that runs a comparison without the previous turn."""
 
     def run(comparison):
-        other.state.forget_chat()
-        return other.run(comparison)
+        runner.state.forget_chat()
+        return runner.run(comparison)
 
     return run
 

@@ -115,7 +115,7 @@ def test_the_passes_of_the_lane_are_repeated_as_they_were():
 )
 def test_the_margin_of_a_sampled_token_is_the_change_that_makes_it_the_drawn_one(sampling):
     rng = torch.Generator().manual_seed(1)
-    for position in range(12):
+    for position in range(6):
         noise = PositionNoise(3, 1, position, 12, torch.device("cpu")).ahead(1)[0, 0]
         logits = 3.0 * torch.rand(12, generator=rng)
         drawn = int(draw_with_noise(to_probs(logits, sampling), noise))
