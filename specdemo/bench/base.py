@@ -12,7 +12,7 @@ from specdemo.bench.result import Result
 from specdemo.core.generation import DTYPES, dtype_name
 from specdemo.core.settings import Setting, Settings
 from specdemo.core.suggest import DEVICES
-from specdemo.presets.files import DEFAULT
+from specdemo.presets.files import DEFAULT, Preset
 from specdemo.presets.limits import LIMITS
 
 Progress = Callable[[float, str], None]  # fraction done 0..1, current activity
@@ -114,6 +114,14 @@ class Suite(Settings):
             "temperature": 0.0,
             **self.model_dump(mode="json", exclude={"repeats"}, exclude_none=True),
         }
+
+
+class OfPreset(Suite):
+    """Suite of one comparison on a device."""
+
+    preset: Annotated[str | Preset, PRESET] = DEFAULT
+    device: Device = "auto"
+    dtype: Dtype = "auto"
 
 
 class Decoding(Suite):

@@ -13,11 +13,10 @@ from typing import TypeVar
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from specdemo.bench.base import ROWS, Report, Stop
+from specdemo.bench.base import ROWS, OfPreset, Report, Stop
 from specdemo.bench.measure import Tick, Way, repeated, run_complete
 from specdemo.bench.prompts import PROMPTS
 from specdemo.bench.result import DRAFTED, PLAIN, TOKEN, Result, Row
-from specdemo.bench.suites.counts import Losslessness
 from specdemo.bench.sweeps import tokenizer
 from specdemo.core.protocol import GenerationConfig, Target
 from specdemo.core.rules import accept_rule
@@ -82,7 +81,7 @@ def drawn(target: Target, way: Way, prompt: Sequence[int], seed: int, tick: Call
     return rows
 
 
-def losslessness(suite: Losslessness, report: Report, cancelled: Stop) -> Result:
+def losslessness(suite: OfPreset, report: Report, cancelled: Stop) -> Result:
     """Run the test for the preset's temperature. A repeat has ROWS continuations; greedy decoding has no repeats.
 
     Raises ValueError with one line.
@@ -96,7 +95,7 @@ def losslessness(suite: Losslessness, report: Report, cancelled: Stop) -> Result
     return _same_distribution(suite, chosen, report, cancelled)
 
 
-def _same_distribution(suite: Losslessness, chosen: Preset, report: Report, cancelled: Stop) -> Result:
+def _same_distribution(suite: OfPreset, chosen: Preset, report: Report, cancelled: Stop) -> Result:
     lane = chosen.lanes[0]
     target = load_target(chosen.target, suite.dtype, suite.device, chosen.quantization)
     tokens = PLACES[-1] + 1  # one more, so that a draft can reach the last position
@@ -190,7 +189,7 @@ def _histogram(tokenizer: PreTrainedTokenizerBase, place: int, counts: Sequence[
     return rows
 
 
-def _same_tokens(suite: Losslessness, chosen: Preset, report: Report, cancelled: Stop) -> Result:
+def _same_tokens(suite: OfPreset, chosen: Preset, report: Report, cancelled: Stop) -> Result:
     """Compare plain and speculative decoding of every prompt, one after the other, token by token."""
     runner = Session()
     first = chosen.with_changes(lanes=[chosen.lanes[0].model_dump()], max_new_tokens=GREEDY_TOKENS)

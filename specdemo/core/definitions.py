@@ -1,12 +1,11 @@
-"""Definitions of all measured numbers, in definitions.yaml; the page, the documentation and the API show this table.
+"""Definitions of all measured numbers, in definitions.toml; the page, the documentation and the API show this table.
 Needs no torch.
 """
 
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
-
-import yaml
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +34,7 @@ def _read(keys: list[str], text: str, tile: dict[str, Any] | None = None) -> Def
     return Definition(tuple(keys), text, Tile(**tile) if tile else None)
 
 
-_ENTRIES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+_ENTRIES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 DEFINITIONS: dict[str, Definition] = {name: _read(**entry) for name, entry in _ENTRIES.items()}
 
 
