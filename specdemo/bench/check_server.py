@@ -208,6 +208,7 @@ class LocalSide:
         tokenizer(self.model)  # raises ValueError if it has none
 
     def answer(self, prompt: str, tokens: int) -> GreedyAnswer:
+        """Return the greedy answer. Raises ValueError with one line."""
         import torch
 
         from specdemo.core.protocol import GenerationConfig
@@ -225,6 +226,7 @@ class LocalSide:
         return GreedyAnswer.without_leading_space([*pieces, last + text.flush()], finish, output)
 
     def next_tokens(self, prompt: str, text: str, tokens: int) -> LogProbs:
+        """Return the most likely tokens after `text`, the start of an answer to the prompt."""
         import torch
 
         from specdemo.models.text import encode, token_text

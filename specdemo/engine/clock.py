@@ -96,10 +96,12 @@ class CudaStopwatch:
         self._record()
 
     def lap(self, name: str) -> None:
+        """Record an event at the end of a lap."""
         self._names.append(name)
         self._record()
 
     def read(self) -> dict[str, float]:
+        """Wait for the last event. Return milliseconds per name, in the order of the laps."""
         self._events[-1].synchronize()
         ms: dict[str, float] = {}
         for name, before, after in zip(self._names, self._events, self._events[1:], strict=False):
