@@ -31,7 +31,7 @@ PATIENCE_MS = 120_000  # the page shares a busy core with its browser
 expect.set_options(timeout=PATIENCE_MS)
 
 
-@pytest.fixture(scope="package")  # its event loop runs until it ends, and tests of other folders start their own
+@pytest.fixture(scope="module")  # its event loop runs until it ends, and tests of other files start their own
 def chromium():
     names = (
         os.environ.get("SPECDEMO_CHROMIUM"),

@@ -16,7 +16,7 @@ def gain(page):
 
 
 def test_from_a_finished_race_to_an_h100(visit):
-    page = visit("?preset=embedded-draft&max_new_tokens=60")
+    page = visit("?preset=embedded-draft&max_new_tokens=32")
     expect(page.locator(".sd-estimate")).to_be_hidden()
     page.locator("#run").click()
     wait_for_text(page, "^Finished")
