@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import cache
 from itertools import islice
 from math import exp
 
@@ -11,6 +12,7 @@ import torch
 from specdemo.core.protocol import Budget, Progress
 from specdemo.core.sampling import Sampling, to_probs
 from specdemo.methods import BUILT_IN, detect_method, load_drafter, method
+from specdemo.methods.heads import network
 from specdemo.methods.heads.medusa import Medusa, published_shape
 from specdemo.models import packed
 from specdemo.models.checkpoints import open_checkpoint
@@ -58,6 +60,14 @@ TREES = {
 @pytest.fixture(scope="module", autouse=True)
 def plug_in():
     with registered_hydra():
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def sampled_once():
+    """Sample the text that decides between conventions once per target, not for every file."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(network, "sample_target_text", cache(network.sample_target_text))
         yield
 
 

@@ -88,21 +88,30 @@ class MtpReference(Reference):
 
     def __init__(self, target, head, *modules):
         super().__init__(target, {})
-        self.modules, self.convention, self.tap = modules, head.convention, head.tap
+        self.modules, self.convention, self.tap, self.runs = modules, head.convention, head.tap, {}
 
     def logits(self, text, drafted):
-        hidden, tokens, normed = self.hidden(text, self.tap), [*text[1:], *drafted], self.convention.normed_output
+        if len(self.modules) == 1:
+            return self.target.lm_head(self.run(tuple(text), tuple(drafted))[1][1][-1])
+        hidden, tokens = self.hidden(text, self.tap), [*text[1:], *drafted]
         width = len(hidden)
-        if len(self.modules) > 1:
-            for i, module in enumerate(self.modules[: len(drafted) + 1]):
-                states = module.states(module.joined(tokens[i : i + width], hidden))
-                hidden = states[normed]
-            return self.target.lm_head(states[1][-1])
-        (module,) = self.modules
-        inputs = module.joined(tokens[:width], hidden)
-        for token in drafted:
-            inputs = torch.cat([inputs, module.joined([token], module.states(inputs)[normed][-1:])])
-        return self.target.lm_head(module.states(inputs)[1][-1])
+        for i, module in enumerate(self.modules[: len(drafted) + 1]):
+            states = module.states(module.joined(tokens[i : i + width], hidden))
+            hidden = states[self.convention.normed_output]
+        return self.target.lm_head(states[1][-1])
+
+    def run(self, text, drafted):
+        """Return the inputs [A, H] of the single module, and its states."""
+        if (text, drafted) not in self.runs:
+            (module,) = self.modules
+            if drafted:
+                inputs, states = self.run(text, drafted[:-1])
+                following = module.joined(drafted[-1:], states[self.convention.normed_output][-1:])
+                inputs = torch.cat([inputs, following])
+            else:
+                inputs = module.joined(text[1:], self.hidden(text, self.tap))
+            self.runs[text, drafted] = inputs, module.states(inputs)
+        return self.runs[text, drafted]
 
 
 # Module names by family, prefix of the decoder layer, prefix of the rest
