@@ -29,7 +29,7 @@ from specdemo.ui.race import Visits
 assert main(["presets", "--json"]) == 0
 build()
 visitor = SimpleNamespace(session_hash="a", query_params={})
-assert '"recorded":true' in Visits(preset("embedded-draft"), False).first(visitor)
+assert '"recorded":true' in Visits(preset("embedded-draft"), False).open_link(visitor, {})["view"]
 assert main(["bench", "peers", "--pair", "8m"]) == 2
 assert main(["train", "stories-target", "--corpus", "."]) == 2
 assert "h100-sxm" in profiles()

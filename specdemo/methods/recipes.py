@@ -144,8 +144,8 @@ def train_head_recipe(
 def train_live(
     name: str, minutes: float, out: Path, cancelled: Callable[[], bool], target: str = "stories"
 ) -> Iterator[JsonObject]:
-    """Train a head and yield events: notes while text is generated, `progress_event` at every step, finally `done` and
-    the folder. A cancelled run saves the head trained so far; nothing if training has not started.
+    """Train a head and yield events, each with a `type`: notes while text is generated, `progress_event` at every step,
+    finally `done` with the folder. A cancelled run saves the head trained so far; nothing if training has not started.
     """
     recipe, minutes = head_recipe(name), check_minutes(minutes)
     loaded = load_target(target, kernels="transformers")
@@ -153,7 +153,7 @@ def train_live(
     started = time.monotonic()
     with one_thread(loaded.device):
         shares = share_minutes(name, drafter, loaded, minutes, out / CACHE, out)
-        yield {"note": f"{counted(minutes, 'minute')}: {shares}"}
+        yield {"type": "note", "text": f"{counted(minutes, 'minute')}: {shares}"}
         collection = iter_dataset(loaded, out / CACHE, shares.plan)
         while True:
             try:
@@ -161,7 +161,7 @@ def train_live(
             except StopIteration as end:
                 dataset: TeacherSplit = end.value
                 break
-            yield {"note": f"{loaded.name} is generating training text: {share:.0%}"}
+            yield {"type": "note", "text": f"{loaded.name} is generating training text: {share:.0%}"}
             if cancelled():
                 return
         last, training = None, _left(shares, minutes, started)
@@ -173,14 +173,14 @@ def train_live(
         if last is not None:
             save_head(drafter, loaded, out, last.history, dataset, recipe=name, minutes=minutes)
             remove_intermediate(out)
-            yield {"done": True, "folder": str(out)}
+            yield {"type": "done", "folder": str(out)}
 
 
 def progress_event(now: TrainStep, minutes: float) -> JsonObject:
     """Return the event of one step: seconds, of_seconds, step, tokens, loss and, if available, the evaluation."""
     history = now.history
     event = {"seconds": history.seconds, "of_seconds": 60.0 * minutes, "step": history.step, "tokens": history.tokens}
-    return event | {"loss": now.loss} | (now.evaluation or {})
+    return {"type": "tick"} | event | {"loss": now.loss} | (now.evaluation or {})
 
 
 def share_minutes(

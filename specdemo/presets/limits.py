@@ -28,11 +28,11 @@ class Limits:
     k: int = MAX_K
     lanes: int = MAX_LANES + 1
     prompt: int = MAX_PROMPT_CHARACTERS
-    sweep_repeats: int = 10
+    repeats: int = 10
 
 
 LIMITS = Limits()
-PUBLIC = Limits(max_new_tokens=256, k=10, lanes=3, prompt=4000, sweep_repeats=3)
+PUBLIC = Limits(max_new_tokens=256, k=10, lanes=3, prompt=4000, repeats=3)
 
 
 def here() -> Limits:
@@ -65,7 +65,7 @@ def admit(chosen: Preset) -> Preset:
         "new tokens": (chosen.max_new_tokens, PUBLIC.max_new_tokens),
         "lanes": (len(chosen.lanes) + 1, PUBLIC.lanes),
         "prompt characters": (len(chosen.prompt) + len(chosen.system), PUBLIC.prompt),
-        "runs to pool": (chosen.repeats, PUBLIC.sweep_repeats),
+        "repeats": (chosen.repeats, PUBLIC.repeats),
         "draft tokens": (max(lane.k for lane in chosen.lanes), PUBLIC.k),
         "draft tree nodes": (max(int(lane.options.get("nodes", 0)) for lane in chosen.lanes), NODES),
     }

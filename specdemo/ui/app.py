@@ -28,10 +28,7 @@ def ui(
         None, "Server that lanes may run on, as in SPECDEMO_SERVERS; repeatable.", metavar="URL"
     ),
     allow_host: list[str] | None = setting(
-        None,
-        "Additional host name of the page; repeatable.",
-        metavar="NAME",
-        command={"envvar": "SPECDEMO_ALLOW_HOST"},
+        None, "Additional host name of the page; repeatable.", metavar="NAME", command={"envvar": "SPECDEMO_ALLOW_HOST"}
     ),
     behind_proxy: list[str] | None = setting(
         None,

@@ -1,6 +1,4 @@
-"""Files of the page, markup, scripts and style, and how the server sends them: with the project's preview card,
-compressed.
-"""
+"""Files of the page: markup with the project's preview card, scripts and style."""
 
 import gzip
 import re
@@ -11,30 +9,28 @@ from typing import Any
 import brotli  # Gradio needs it, too
 import gradio as gr
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Scope, Send
 
 from specdemo.core.atomic_io import json_text
-from specdemo.core.definitions import DEFINITIONS, table
+from specdemo.core.definitions import DEFINITIONS, Tile, table
 
 HERE = Path(__file__).parent
 HOW = tuple(f"{name}.js" for name in "helpers chart tree pending_tokens slow_motion maths how".split())
 _RACE = "helpers player chart tree lanes bars pending_tokens slow_motion tiles panels inspector transport"
 RACE = tuple(f"{name}.js" for name in [*_RACE.split(), "result_image", "race"])
-SCRIPTS: dict[str, bytes] = {}  # path -> script that a view loads when its tab is opened first
+SCRIPTS: dict[str, bytes] = {}  # name -> script that a view loads when its tab is opened first
 COMMENT = re.compile(r"^[ \t]*(?://[^\n]*|/\*\*(?:(?!\*/).)*\*/)\n|^[ \t]+", re.MULTILINE | re.DOTALL)
-LOADER = """fetch("PATH").then((answer) => answer.text())
+LOADER = """fetch("scripts/NAME").then((answer) => answer.text())
   .then((script) => new Function("element", "props", "watch", script)(element, props, watch))
   .catch(() => element.append("This tab could not be loaded. Reload the page."));"""
 
 CARD = re.compile(rb'\s*<meta\s+(?:property|name)="(?:og|twitter):[^>]*>')  # Gradio's own preview card
-PAGE, JSON = "text/html", "application/json"
+PAGE, SMALL = "text/html", 1000  # bytes that are not worth compressing
+QUALITY = {PAGE: 9, "application/json": 5}  # of brotli; a page is sent once per visit
 FOREVER = "max-age=31536000, immutable"
-SMALL = 1000  # bytes that are not worth compressing
 TITLE = "specdemo: speculative decoding, side by side"
-DESCRIPTION = (
-    "Compare plain and speculative decoding side by side: every draft token, its acceptance, and the speed-up."
-)
 
 
 def text(name: str) -> str:
@@ -58,20 +54,17 @@ def reference() -> str:
 
 def tiles() -> str:
     """Return the tiles of the results as HTML, in the order of the definitions, and a fold with more of them."""
-    parts: list[str] = []
-    folded: list[str] = []
-    for definition in DEFINITIONS.values():
-        if tile := definition.tile:
-            number = f' data-key="{definition.keys[0]}" data-format="{tile.format}"' if tile.format else ""
-            number += " data-baseline" if tile.baseline else ""
-            number += " data-optional hidden" if tile.optional else ""
-            head = f'<div class="sd-tile{"" if parts else " sd-main-tile"}" data-tile="{tile.id}"{number}>'
-            (folded if tile.more else parts).append(
-                f'{head}<h2>{tile.title}</h2><div class="sd-rows"></div><p>{tile.text}</p></div>'
-            )
-    more = f'<summary>More numbers</summary><div class="sd-tiles">{"".join(folded)}</div>'
-    shown = f'<section class="sd-tiles" aria-label="Results">{"".join(parts)}</section>'
-    return f'{shown}<details class="sd-fold">{more}</details>'
+    known = [(one.keys[0], one.tile) for one in DEFINITIONS.values() if one.tile]
+    shown, more = ("".join(_tile(*one) for one in known if one[1].more == folded) for folded in (False, True))
+    fold = f'<summary>More numbers</summary><div class="sd-tiles">{more}</div>'
+    return f'<section class="sd-tiles" aria-label="Results">{shown}</section><details class="sd-fold">{fold}</details>'
+
+
+def _tile(key: str, tile: Tile) -> str:
+    number = f' data-key="{key}" data-format="{tile.format}"' if tile.format else ""
+    flags = " data-baseline" * tile.baseline + " data-optional hidden" * tile.optional
+    words = f'<h2>{tile.title}</h2><div class="sd-rows"></div><p>{tile.text}</p>'
+    return f'<div class="sd-tile" data-tile="{tile.id}"{number}{flags}>{words}</div>'
 
 
 def to_tab(tab_id: str) -> str:
@@ -99,73 +92,46 @@ def view(skeleton: str, *scripts: str, elem_id: str, value: str = "", later: boo
     if later:
         constant = f"props = {{ value: {json_text(value)} }};\n" if value else ""
         content = (constant + script).encode()
-        path = f"scripts/{elem_id}-{sha256(content).hexdigest()[:12]}.js"
-        SCRIPTS[f"/{path}"] = content
-        script, value = LOADER.replace("PATH", path), ""
-    drawn: gr.HTML = gr.HTML(
-        value,
-        html_template=markup(skeleton, elem_id),
-        js_on_load=script,
-        elem_id=elem_id,
-        apply_default_css=False,
-        **props,
-    )
+        name = f"{elem_id}-{sha256(content).hexdigest()[:12]}.js"
+        SCRIPTS[name] = content
+        script, value = LOADER.replace("NAME", name), ""
+    props |= {"html_template": markup(skeleton, elem_id), "js_on_load": script, "apply_default_css": False}
+    drawn: gr.HTML = gr.HTML(value, elem_id=elem_id, **props)
     return drawn
 
 
 def carded(page: bytes) -> bytes:
-    """Return the page with this project's preview card instead of Gradio's."""
-    words = {"type": "website", "title": TITLE, "description": DESCRIPTION}
-    card = "".join(f'<meta property="og:{name}" content="{text}">' for name, text in words.items())
-    more = f'<meta name="description" content="{DESCRIPTION}"><meta name="twitter:card" content="summary">'
-    icon = '<link rel="icon" href="favicon.ico" type="image/svg+xml">'
-    style = f"<style>{text('loading.css')}</style>"
-    return CARD.sub(b"", page).replace(b"</head>", f"{card}{more}{icon}{style}</head>".encode(), 1)
+    """Return the page with this project's preview card instead of Gradio's, and with its first style."""
+    card = text("card.html").replace("@title", TITLE)
+    return CARD.sub(b"", page).replace(b"</head>", f"{card}<style>{text('loading.css')}</style></head>".encode(), 1)
 
 
-class Answers:
-    """ASGI middleware that buffers a page, to insert the preview card and to compress it, as it does with JSON. Gradio
-    compresses files only.
-    """
+def whole(scope: Scope, send: Send) -> Send:
+    """Return what sends an answer: pages with the card, and pages and JSON compressed. Gradio compresses files only."""
+    start: list[Message] = []  # first message of a page or of JSON
+    body = bytearray()
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        page_start: list[Message] = []  # first message of a response with HTML or JSON
-        body = b""
-
-        async def send_page(message: Message) -> None:
-            nonlocal body
-            if message["type"] == "http.response.start" and _kind(message) in (PAGE, JSON):
-                page_start.append(message)
-            elif not page_start:
-                await send(message)
-            else:
-                body += message.get("body", b"")
-                if not message.get("more_body"):
-                    headers = MutableHeaders(scope=page_start[0])
-                    page = carded(body) if _kind(page_start[0]) == PAGE else body
-                    page = compressed(page, scope, headers)
-                    await send(page_start[0])
-                    await send({"type": "http.response.body", "body": page})
-
-        script = SCRIPTS.get(scope.get("path", ""))
-        if scope["type"] == "http" and script is not None:
-            headers = MutableHeaders({"Content-Type": "text/javascript", "Cache-Control": FOREVER})
-            await Response(compressed(script, scope, headers), headers=headers)(scope, receive, send)
+    async def send_whole(message: Message) -> None:
+        if message["type"] == "http.response.start" and _kind(MutableHeaders(scope=message)) in QUALITY:
+            start.append(message)
+        elif not start:
+            await send(message)
         else:
-            await self._app(scope, receive, send_page)
+            body.extend(message.get("body", b""))
+            if not message.get("more_body"):
+                content = compressed(bytes(body), scope, MutableHeaders(scope=start[0]))
+                await send(start[0])
+                await send({"type": "http.response.body", "body": content})
+
+    return send_whole
 
 
 def compressed(body: bytes, scope: Scope, headers: MutableHeaders) -> bytes:
-    """Return the body of an answer, compressed if the browser accepts that and it saves something, and set the headers
-    that depend on it.
-    """
-    accepted = re.findall(r"\w+", Headers(scope=scope).get("accept-encoding", ""))
+    """Return the body of an answer, compressed if the browser accepts that, and set the headers that depend on it."""
+    kind, accepted = _kind(headers), re.findall(r"\w+", Headers(scope=scope).get("accept-encoding", ""))
+    body = carded(body) if kind == PAGE else body
     if len(body) > SMALL and "br" in accepted:  # browsers accept it from this machine and over HTTPS
-        quality = 5 if headers.get("content-type", "").startswith(JSON) else 9  # a page is sent once per visit
-        body, headers["Content-Encoding"] = brotli.compress(body, quality=quality), "br"
+        body, headers["Content-Encoding"] = brotli.compress(body, quality=QUALITY[kind]), "br"
     elif len(body) > SMALL and "gzip" in accepted:
         body, headers["Content-Encoding"] = gzip.compress(body, 6), "gzip"
     headers.add_vary_header("Accept-Encoding")
@@ -173,5 +139,13 @@ def compressed(body: bytes, scope: Scope, headers: MutableHeaders) -> bytes:
     return body
 
 
-def _kind(start: Message) -> str:
-    return Headers(raw=start["headers"]).get("content-type", "").partition(";")[0]
+def _kind(headers: Headers) -> str:
+    return headers.get("content-type", "").partition(";")[0]
+
+
+def script(request: Request) -> Response:
+    """Answer with a script that a view loads when its tab is opened first."""
+    content = SCRIPTS.get(request.path_params["name"])
+    if content is None:
+        return Response(status_code=404)
+    return Response(content, media_type="text/javascript", headers={"Cache-Control": FOREVER})

@@ -25,21 +25,18 @@ from specdemo.ui import assets, setup
 from specdemo.ui.job import QUIET, Parts, Values, named
 from specdemo.ui.model_menus import (
     DRAFTING,
-    cannot_run,
     default_draft,
     fitting_models,
     live,
     method_choices,
     model_choices,
     on_this_machine,
-    page_preset,
     published,
     targets,
     unfit,
 )
 from specdemo.ui.setup import (
     CHAT,
-    LANE,
     LANES,
     NAMES,
     NUMBERS,
@@ -78,7 +75,7 @@ class Controls:
     parts: Parts
 
     @property
-    def inputs(self) -> dict[str, object]:
+    def inputs(self) -> Parts:
         """Return the controls that `from_values` reads."""
         return {name: self.parts[name] for name in NAMES}
 
@@ -88,24 +85,16 @@ class Controls:
         return {name: self.parts[name] for name in DRAWN}
 
     @property
-    def edits(self) -> list[object]:
-        """Return the events of a visitor who changes the comparison. Options are drawn later and have none here."""
-        stored = ("preset", "count", "options", "acceptance_options")
-        seen = [name for name in self.inputs if name.partition("-")[0] not in stored]
-        buttons = [self.parts[name].click for name in ("add", "remove", *(f"task-{name}" for name in TASKS))]
-        return [self.parts["setup"].submit, *(self.parts[name].input for name in seen), *buttons]
+    def changes(self) -> list[Any]:
+        """Return the events of a changed comparison. Options are drawn later and have none here."""
+        return [part.change for part in self.inputs.values() if not isinstance(part, gr.State)]
 
     def wire(self, page: gr.Blocks) -> None:
         """Connect the events: lanes are added and removed, and each lane shows the controls of its method."""
         parts = self.parts
-        chat = {name: parts[name] for name in ("chat", "system", "gguf", "tasks")}
         target, count = {"target": parts["target"]}, {"count": parts["count"]}
-        retargeted = parts["target"].input
-        named(retargeted, lambda _, values: _updates(_chat_looks(values["target"], None)), target, chat, **QUIET)
-        shown = {"unfit": parts["unfit"], **self._of_lanes("method", "model", "train")}
-        named(retargeted, _refit, target | self._of_lanes("method", "options"), shown, **QUIET)
-        for n in NUMBERS:
-            parts[f"train-{n}"].click(None, None, None, js=assets.to_tab("lab"), **QUIET)
+        given = target | self._of_lanes("method", "options")
+        self.offer(named(parts["target"].input, _refit, given, parts, **QUIET).then)
         for name in TASKS:
             given, shown_task = {"chat": parts["chat"]}, {"prompt": parts["prompt"]}
             named(parts[f"task-{name}"].click, partial(_task, name), given, shown_task, **QUIET)
@@ -114,8 +103,7 @@ class Controls:
             self.describe(named(pressed, partial(_count_on, more), count | self.drawn, parts, **QUIET).then)
         page.load(None, js=assets.text("accessibility.js"), **QUIET)
         page.load(None, js=f"() => {{ {assets.text('page_title.js')} }}", **QUIET)
-        self.describe(named(page.load, titles, target, parts, **QUIET).then)
-        self.describe(partial(gr.on, [parts[name].change for name in NAMES if not isinstance(parts[name], gr.State)]))
+        self.describe(partial(gr.on, self.changes))
         for n in NUMBERS:
             given = target | {name: parts[f"{name}-{n}"] for name in ("method", "drawn")}
             named(parts[f"method-{n}"].input, _switch, given, self._of_lane(n), **QUIET)
@@ -132,7 +120,7 @@ class Controls:
         """
         given = {"target": self.parts["target"], **self._of_lanes("method", "options", "model")}
         shown = self._of_lanes("method", "model")
-        named(after, lambda _, values: offer_models(values) | titles(None, values), given, shown, **QUIET)
+        named(after, offer, given, shown, **QUIET)
 
     def describe(self, event: Callable[..., object]) -> None:
         """Connect an event to the description of the setup."""
@@ -143,42 +131,37 @@ class Controls:
         return {f"{name}-{n}": self.parts[f"{name}-{n}"] for n in NUMBERS for name in names}
 
     def _of_lane(self, n: int) -> Parts:
-        names = ("method", "model", "train", "options", "acceptance", "acceptance_options", "drawn")
+        names = ("method", "model", "options", "acceptance", "acceptance_options", "drawn")
         return {name: self.parts[f"{name}-{n}"] for name in names}
 
     def _draw_options(self, page: gr.Blocks, n: int) -> None:
         """Create the row of controls that follows the lane's method."""
         lane = self._of_lane(n)
 
-        def draw_options(
-            count: int, name: str, options: dict[str, object], rule: str, of_rule: dict[str, object]
-        ) -> None:
+        def draw_options(count: int, name: str, options: Values, rule: str, of_rule: Values) -> None:
             if n > count:
                 return  # drawn when the lane is added
             live()
             with gr.Row(elem_classes="options"):
                 for option in method_options(name):
-                    self._draw_option(n, option, options, "options")
+                    self._draw_option(n, option, options, "option", lane["options"])
                 for option in rule_options(rule):
-                    self._draw_option(n, option, of_rule, "acceptance_options")
+                    self._draw_option(n, option, of_rule, "rule", lane["acceptance_options"])
 
         follow = [page.load, lane["drawn"].change]
         names = ("method", "options", "acceptance", "acceptance_options")
         inputs = [self.parts["count"], *(lane[name] for name in names)]
         gr.render(inputs, triggers=follow, show_progress="hidden", **ONE_AT_A_TIME)(draw_options)
 
-    def _draw_option(self, n: int, option: Setting, options: Mapping[str, object], part: str) -> None:
-        """Create the control of one option and its event. part: the lane's control that has the values."""
-        lane = self._of_lane(n)
-        of_rule = part == "acceptance_options"
-        elem_id = f"{'rule' if of_rule else 'option'}-{option.name}-{n}"
-        words = {"label": option.name, "info": option.help, "elem_id": elem_id}
-        value = options.get(option.name, option.default)
+    def _draw_option(self, n: int, option: Setting, values: Mapping[str, object], of: str, stored: object) -> None:
+        """Create the control of one option of the method or rule, and its event. stored: has all values."""
+        words = {"label": option.name, "info": option.help, "elem_id": f"{of}-{option.name}-{n}"}
+        value = values.get(option.name, option.default)
         control = _draw_control(option, value, gr.Dropdown, **words, interactive=True)
-        given = {"target": self.parts["target"], "method": lane["method"], "options": lane[part]}
-        given |= {"option": gr.State(option.name), "default": gr.State(option.default), "value": control}
-        shown = {"options": lane[part]} if of_rule else {name: lane[name] for name in ("model", "train", "options")}
-        self.describe(named(control.change, _set, given, shown, **QUIET).then)
+        method = self.parts[f"method-{n}"]
+        given = {"target": self.parts["target"], "method": method, "options": stored, "value": control}
+        shown = {"options": stored, "model": self.parts[f"model-{n}"]}
+        self.describe(named(control.change, partial(_set, option), given, shown, **QUIET).then)
 
 
 def address(query: str) -> str:
@@ -200,14 +183,19 @@ def wire_share(button: gr.Button, share: Callable[[Values], str], inputs: dict[s
     shared.then(None, link, link, js=assets.text("share.js"), **QUIET)
 
 
+def wire_save(button: gr.Button, save: Callable[[gr.Request], dict[str, str]]) -> None:
+    """Let the button save a file, of which `save` returns the name and the text."""
+    file = gr.JSON(visible=False)
+    button.click(save, None, file, **QUIET).success(None, file, None, js=assets.text("save.js"), **QUIET)
+
+
 def component_props(chosen: Preset) -> dict[str, Values]:
     """Return the properties of every control of `Controls.parts` for a comparison."""
     shown: dict[str, Values] = {name: {"value": value} for name, value in to_values(chosen).items()}
     for n, lane in zip(NUMBERS, padded(chosen), strict=True):
         model = shown[f"model-{n}"]
-        model["choices"] = model_choices([model["value"]])  # `offer_models` adds the others, which needs torch
+        model["choices"] = model_choices([model["value"]])  # `offer` adds the others, which needs torch
         model["visible"] = lane is None or lane.model is not None
-        shown[f"train-{n}"] = {"visible": False}
         shown[f"server-{n}"]["choices"] = _servers(lane.server if lane else None)
     shown["more"] = {"value": None}
     shown |= {"about": {"value": setup.about(load_presets()[chosen.id])}, "unfit": {"value": published(chosen.target)}}
@@ -220,69 +208,42 @@ def _updates(shown: Mapping[str, Values]) -> Values:
 
 def fill(chosen: Preset, drawn: Mapping[str, int]) -> Values:
     """Return updates of `Controls.parts` that show this comparison."""
-    updates = _updates(component_props(chosen)) | {name: drawn[name] + 1 for name in DRAWN}
-    for name, menu in offer_models(to_values(chosen)).items():
-        updates[name] |= menu
-    return updates
+    return _updates(component_props(chosen)) | {name: drawn[name] + 1 for name in DRAWN}
 
 
-def fill_untouched(chosen: Preset, start: Preset, now: Values) -> Values:
-    """Return the updates of `fill` without those of controls that the visitor has changed since the page showed
-    `start`. A lane is updated as a whole.
-
-    now: the values of `Controls.inputs` and `Controls.drawn`.
+def offer(_: gr.Request | None, values: Values) -> Values:
+    """Return the updates of every lane's lists: the methods, and the models that fit the lane's method and the target,
+    with its own.
     """
-    touched = {name for name, value in to_values(start).items() if now[name] != value}
-    if "preset" in touched:
-        return {}
-    for n in NUMBERS:
-        lane = {f"{name}-{n}" for name in LANE}
-        if lane & touched:
-            touched |= lane | {f"drawn-{n}"}  # do not replace its options
-    if "count" in touched:
-        touched |= {*_lane_looks(1)}
-    return {name: update for name, update in fill(chosen, now).items() if name not in touched}
-
-
-def offer_models(values: Values) -> Values:
-    """Return the updates of every lane's list of models: those that fit its method and the target, and its own."""
     live()
-    updates: Values = {}
+    updates, methods = {}, method_choices(values["target"])
     for n in NUMBERS:
-        name, options = values[f"method-{n}"], values[f"options-{n}"]
-        fitting = fitting_models(values["target"], model_reader(name, options))
-        updates[f"model-{n}"] = gr.update(choices=model_choices([*fitting, values[f"model-{n}"]]))
+        reads = model_reader(values[f"method-{n}"], values[f"options-{n}"])
+        models = [*fitting_models(values["target"], reads), values[f"model-{n}"]]
+        updates[f"method-{n}"] = gr.update(choices=methods)
+        updates[f"model-{n}"] = gr.update(choices=model_choices(models))
     return updates
-
-
-def titles(_: gr.Request | None, values: Values) -> Values:
-    """Return the updates that set the methods' titles in every lane."""
-    live()
-    choices = method_choices(values["target"])
-    return {f"method-{n}": gr.update(choices=choices) for n in NUMBERS}
 
 
 def draw(start: Preset, allow_any_model: bool) -> Controls:
     """Create all controls, inside the current Blocks, showing `start`."""
     shown = component_props(start)
     parts: Parts = {name: gr.State(**shown[name]) for name in ("preset", "count")}
-    most = limits.here().prompt
-    size: Values = {"lines": 2, "max_lines": 4, "max_length": most, "show_label": False}
+    size: Values = {"lines": 2, "max_lines": 4, "max_length": limits.here().prompt, "show_label": False}
     with gr.Row(elem_id="prompt-row"):
         parts["prompt"] = gr.Textbox(**shown["prompt"], **size, label="Prompt", elem_id="prompt")
         parts["run"] = gr.Button("Run", variant="primary", elem_id="run", min_width=70)
         parts["stop"] = gr.Button("Stop", interactive=False, elem_id="stop", min_width=70)
     with gr.Row(**shown["tasks"], elem_id="tasks") as parts["tasks"]:
         parts |= {f"task-{name}": gr.Button(name, size="sm", elem_classes="task") for name in TASKS}
-    lanes = [setup.lane_words(lane.method, plain_title(lane.method), lane.model) for lane in start.lanes]
-    value = setup.row_data(to_values(start), setup.summary(to_values(start), lanes))
+    value = setup.row_data(to_values(start), setup.summary(to_values(start)))
     scripts = ("helpers.js", "address.js", "setup.js")
     parts["setup"] = assets.view("setup.html", *scripts, elem_id="setup", value=value, examples=setup.menus()[0])
     with gr.Column(elem_id="drawer"):
         parts["about"] = gr.HTML(**shown["about"], elem_id="about")
         with gr.Row(elem_id="basics"):
-            look = {**shown["target"], "choices": model_choices([start.target, *targets(), *on_this_machine()])}
-            parts["target"] = _model_choice("Target model (all lanes)", look, "target", allow_any_model)
+            target = {**shown["target"], "choices": model_choices([start.target, *targets(), *on_this_machine()])}
+            parts["target"] = _model_choice("Target model (all lanes)", target, "target", allow_any_model)
             parts |= _draw_method(1, shown, allow_any_model) | _draw_settings(shown, BASIC)
         unfolding("Advanced", "advanced")
         with gr.Column(elem_id="advanced", elem_classes="unfolded"):
@@ -290,6 +251,11 @@ def draw(start: Preset, allow_any_model: bool) -> Controls:
             parts["more"] = gr.Dropdown(more, **shown["more"], label="More presets", elem_id="more", visible=bool(more))
             parts |= _draw_advanced(shown, allow_any_model)
     return Controls(parts)
+
+
+def look(label: str, elem_id: str, scale: int | None = None, min_width: int = 160) -> Values:
+    """Return the label and the place of a control."""
+    return {"label": label, "elem_id": elem_id, "scale": scale, "min_width": min_width}
 
 
 def unfolding(words: str, elem_id: str) -> None:
@@ -335,19 +301,16 @@ def _draw_settings(shown: Mapping[str, Values], names: Sequence[str]) -> Parts:
 def _draw_method(n: int, shown: Mapping[str, Values], allow_any_model: bool) -> Parts:
     """Create the controls of a lane's method, model and draft length."""
     names = [(plain_title(name), name) for name in DRAFTING]
-    method: Values = {"label": "Method", "min_width": 150, "elem_id": f"method-{n}"}
-    train: Values = {"size": "sm", "elem_id": f"train-{n}"}
     return {
-        f"method-{n}": gr.Dropdown(names, **shown[f"method-{n}"], **method),
+        f"method-{n}": gr.Dropdown(names, **shown[f"method-{n}"], **look("Method", f"method-{n}", min_width=150)),
         f"model-{n}": _model_choice("Drafter", shown[f"model-{n}"], f"model-{n}", allow_any_model),
-        f"train-{n}": gr.Button("No trained head yet. Train one", **shown[f"train-{n}"], **train),
         f"k-{n}": draw_setting(Lane, "k", **shown[f"k-{n}"], elem_id=f"k-{n}"),
     }
 
 
 def _draw_lane(n: int, shown: Mapping[str, Values]) -> Parts:
     """Create the other controls of a lane."""
-    server: Values = {"label": "Runs on", "min_width": 150, "elem_id": f"server-{n}"}
+    server = look("Runs on", f"server-{n}", min_width=150)
     labelled = [name for name, setting in settings(Lane).items() if setting.label and name != "k"]
     return {
         **{f"{name}-{n}": draw_setting(Lane, name, **shown[f"{name}-{n}"], elem_id=f"{name}-{n}") for name in labelled},
@@ -359,9 +322,10 @@ def _draw_lane(n: int, shown: Mapping[str, Values]) -> Parts:
     }
 
 
-def _model_choice(label: str, look: Values, elem_id: str, allow_any_model: bool) -> gr.Dropdown:
-    words: Values = {"label": label, "info": "of the list, or a file, folder or hub id" if allow_any_model else None}
-    return gr.Dropdown(**look, **words, allow_custom_value=allow_any_model, min_width=190, elem_id=elem_id)
+def _model_choice(label: str, shown: Values, elem_id: str, allow_any_model: bool) -> gr.Dropdown:
+    info = "of the list, or a file, folder or hub id" if allow_any_model else None
+    place = look(label, elem_id, min_width=190)
+    return gr.Dropdown(**shown, **place, info=info, allow_custom_value=allow_any_model)
 
 
 def _servers(chosen: str | None) -> list[tuple[str, str]]:
@@ -396,20 +360,18 @@ def _task(name: str, _: gr.Request, values: Values) -> Values:
     return {"prompt": task(name, values["chat"] == CHAT)}
 
 
-def _set(_: gr.Request, values: Values) -> Values:
-    """Return the options of the lane's method, or of its acceptance rule, with one of them changed, and its model if
-    that decides which method reads it."""
-    options, changed = values["options"], _changed(values)
+def _set(option: Setting, _: gr.Request | None, values: Values) -> Values:
+    """Return the options of the lane's method or rule with one of them changed, and the lane's model if that decides
+    which method reads it.
+
+    One at its default is left out: Gradio reports a change too when a control takes the place of another method's.
+    """
+    options = values["options"]
+    changed = {name: value for name, value in options.items() if name != option.name}
+    changed |= {} if values["value"] == option.default else {option.name: values["value"]}
     before, after = (model_reader(values["method"], given) for given in (options, changed))
-    fitted = {} if before == after else _fit_model(values["target"], values["method"], changed)
-    return {"options": changed, **fitted}
-
-
-def _changed(values: Values) -> Values:
-    """Return the options with one of them changed. One at its default is left out: Gradio reports a change too when a
-    control takes the place of another method's."""
-    others = {name: value for name, value in values["options"].items() if name != values["option"]}
-    return others if values["value"] == values["default"] else {**others, values["option"]: values["value"]}
+    model = {} if before == after else {"model": _fit_model(values["target"], values["method"], changed)}
+    return {"options": changed, **model}
 
 
 def _switch_rule(_: gr.Request, values: Values) -> Values:
@@ -417,41 +379,31 @@ def _switch_rule(_: gr.Request, values: Values) -> Values:
     return {"acceptance_options": {}, "drawn": values["drawn"] + 1}
 
 
-def _refit(_: gr.Request, values: Values) -> Values:
-    """Return every lane's model after the visitor has chosen another target."""
-    updates: Values = {"unfit": unfit(values["target"]), **titles(None, values)}
-    for n in NUMBERS:
-        fitted = _fit_model(values["target"], values[f"method-{n}"], values[f"options-{n}"])
-        updates |= {f"{name}-{n}": update for name, update in fitted.items()}
-    return updates
+def _refit(_: gr.Request | None, values: Values) -> Values:
+    """Return what follows another target: every lane's model, and the controls of the prompt's format."""
+    live()
+    target = values["target"]
+    models = {f"model-{n}": _fit_model(target, values[f"method-{n}"], values[f"options-{n}"]) for n in NUMBERS}
+    return {"unfit": unfit(target), **models, **_updates(_chat_looks(target, None))}
 
 
 def _switch(_: gr.Request, values: Values) -> Values:
     """Return a lane's model, options and `drawn` after the visitor has chosen another method."""
     live()
-    return {**_fit_model(values["target"], values["method"], {}), "options": {}, "drawn": values["drawn"] + 1}
+    model = _fit_model(values["target"], values["method"], {})
+    return {"model": model, "options": {}, "drawn": values["drawn"] + 1}
 
 
-def _fit_model(target: str, name: str, options: Mapping[str, object]) -> Values:
-    """Return the drafters that fit, with the first one selected. If there is none, the field is empty; a head for the
-    target of the Lab can be trained.
-    """
+def _fit_model(target: str, name: str, options: Mapping[str, object]) -> Any:
+    """Return the update of a lane's drafters: those that fit, of which the first is selected; maybe none."""
     needed = needs_model(name, options)
-    fitting = fitting_models(target, model_reader(name, options)) if needed else []
-    none = needed and not fitting
-    value = fitting[0] if fitting else None if none else default_draft(target)
-    choices = model_choices([value, *fitting]) if value else []
-    trainable = none and target == page_preset().target and not is_gguf(target) and not cannot_run(name, target)
-    return {
-        "model": gr.update(visible=needed and not trainable, value=value, choices=choices),
-        "train": gr.update(visible=trainable),
-    }
+    fitting = fitting_models(target, model_reader(name, options)) if needed else [default_draft(target)]
+    return gr.update(visible=needed, value=next(iter(fitting), None), choices=model_choices(fitting))
 
 
 def _chat_looks(target: str, chat: bool | None, system: str = "") -> dict[str, Values]:
     able = target not in EMBEDDED
-    info = "A user message, or a text to continue"
-    info = info if able else "This model has no chat template; it continues your text"
+    info = "A user message, or a text to continue" if able else "A text to continue; there is no chat template"
     return {
         "chat": {"value": prompt_format(target, chat), "interactive": able, "info": info},
         "system": {"value": system, "visible": able},

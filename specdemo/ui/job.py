@@ -16,13 +16,12 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterable, Iterator, Sequence
 from functools import partial
 from inspect import isasyncgenfunction
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
 import gradio as gr
-from gradio_client.utils import is_file_obj_with_meta
 
 from specdemo.core.atomic_io import json_text
 from specdemo.engine.messages import Note
@@ -37,6 +36,7 @@ QUIET: dict[str, Any] = {
     "show_progress": "hidden", "api_visibility": "private", "preprocess": False, "queue": False,
 }  # fmt: skip
 ENGINE: dict[str, object] = {"concurrency_id": "engine", "concurrency_limit": 1}  # calls that run one at a time
+UPLOADED = QUIET | {"preprocess": True}  # by a file, whose place Gradio checks
 QUEUED = QUIET | ENGINE | {"queue": True}
 FLUSH_S = 1 / 15
 STOPPING_S = 30.0  # the longest wait for the end of stopped work
@@ -47,6 +47,7 @@ ENTRY = 4_000  # bytes of a job without its texts
 Messages = list[Any]  # their types depend on the kind of job
 Values = dict[str, Any]  # values or updates of controls, by name
 Parts = dict[str, Any]  # controls by name
+Handler = Callable[[gr.Request, Values], Any]  # of an event: values -> updates
 Work = Callable[[Callable[[], bool], Callable[..., None]], Iterator[object]]
 
 
@@ -99,11 +100,7 @@ class Worker:
 
     def messages(self) -> Messages:
         """Return the messages since the last call."""
-        new = []
-        with contextlib.suppress(IndexError):  # two threads may read at the same time
-            while True:
-                new.append(self._messages.popleft())
-        return new
+        return [self._messages.popleft() for _ in range(len(self._messages))]
 
     def batches(self) -> Generator[Messages, None, None]:
         """Yield new messages 15 times a second, often none. Closing the iterator ends the work."""
@@ -156,19 +153,19 @@ def stop_all() -> None:
         worker.end(STOPPING_S)
 
 
-class Job(ABC):
+class Job(Worker, ABC):
     """Work that a visitor started, and the text that shows it. Without work it has ended."""
 
     STOPPING: ClassVar[Values] = {"type": "stopping"}  # the line after Stop was pressed; empty: none
-    grace_s: ClassVar[float] = STOPPING_S  # Stop waits this long for the current step
+    grace_s: ClassVar[float] = STOPPING_S  # after Stop the current step may take this long
     unread_s = 0.0  # the work goes on for this time without a reader
     at_work: ClassVar["Job | None"] = None  # the last one that began
 
     def __init__(self, text: str, work: Work | None = None, limit_s: float | None = None) -> None:
+        super().__init__(work or (lambda *_: iter(())), limit_s)
         self.text = text
-        self._worker = Worker(work, limit_s) if work else None
         self.ended = work is None  # True once the text has its last line
-        self.stopped = False
+        self.stopped, self._until = False, math.inf  # stopped work has ended then, or when its step is over
         self._readers = 0
         self._lock = threading.Lock()
 
@@ -176,11 +173,6 @@ class Job(ABC):
     def size(self) -> int:
         """Return the approximate size in bytes."""
         return ENTRY + len(self.text)
-
-    @property
-    def worked(self) -> bool:
-        """Return whether the job has work, as opposed to a stored text."""
-        return self._worker is not None
 
     @property
     def run(self) -> str:
@@ -211,42 +203,33 @@ class Job(ABC):
     def _begin(self) -> None:
         other, Job.at_work = Job.at_work, self
         if other is not None and other is not self:
-            other.cancel(STOPPING_S)  # the queue runs one call at a time, so its page is gone
-        if self._worker:
-            self._worker.start()
+            other.end(STOPPING_S)  # the queue runs one call at a time, so its page is gone
+        self.start()
 
     def _end_unread(self) -> None:
         if not self._readers:
-            self.cancel(0.0)
+            self.end(0.0)
 
     def read(self) -> str:
-        """Return the text, with what the work has yielded by now."""
+        """Return the text, with what the work has yielded by now. Stopped work has ended when its step is over, or
+        after `grace_s`.
+        """
         with self._lock:
-            if self._worker and not self.ended:
-                last = not self._worker.alive
-                self.add(self._worker.messages())
+            if not self.ended:
+                last = not self.alive or time.monotonic() > self._until
+                self.add(self.messages())
+                if last and self.stopped:
+                    self.text += self.stopped_line()
                 self.ended = last
             return self.text
 
-    def cancel(self, grace_s: float) -> None:
-        """End the work, and wait at most this long for its current step."""
-        if self._worker:
-            self._worker.end(grace_s)
-
-    def request_stop(self) -> str:
-        """Return the text with a last line that says what happens now; `stop` waits for that."""
-        with self._lock:
-            self.text += to_line(self.STOPPING) if self.STOPPING else ""
-            return self.text
-
     def stop(self) -> str:
-        """End the work and return the text, with the last messages if they arrive in time."""
-        self.stopped = True
-        self.cancel(self.grace_s)
-        self.read()
-        self.text += self.stopped_line()
-        self.ended = True
-        return self.text
+        """Ask the work to end, and return the text with a line that says what happens now."""
+        with self._lock:
+            self.stopped, self._until = True, time.monotonic() + self.grace_s
+            self.text += to_line(self.STOPPING) if self.STOPPING else ""
+        self.end(0.0)
+        return self.read()
 
     def stopped_line(self) -> str:
         """Return the last line of stopped work."""
@@ -337,7 +320,7 @@ class Jobs(Generic[Kind]):
         """Return the run that a page followed before it lost its connection or was reloaded."""
         return cast(Kind | None, self._store.find(self.name, str(values["run"])))
 
-    async def follow(self, request: gr.Request) -> AsyncGenerator[Values, None]:
+    async def follow(self, request: gr.Request, *_: Values) -> AsyncGenerator[Values, None]:
         """Yield the updates of the visitor's latest job; nothing if the page has its whole text already."""
         job = self.last(request)
         if job is None or job.ended:
@@ -346,23 +329,12 @@ class Jobs(Generic[Kind]):
             async for text in texts:
                 self.last(request)  # update its size in the store
                 yield {"view": text, **job.extra_updates()}
-        if not job.stopped:  # `stop` still needs the text
-            job.final_updates()
-
-    def request_stop(self, request: gr.Request) -> Values:
-        """Ask the job to end at its next step."""
-        job = self.last(request)
-        return {} if job is None or job.ended else {"view": job.request_stop()}
+        job.final_updates()
 
     def stop(self, request: gr.Request) -> Values:
-        """End the job now and return what there is to show. A job that ended while Stop was pressed may not have been
-        delivered.
-        """
+        """Ask the job to end at its next step; `follow` yields its end, unless it waits in the queue."""
         job = self.last(request)
-        if job is None or job.ended:
-            return job.final_updates() if job and job.worked and job.text else {}
-        text = job.stop()
-        return {**job.final_updates(), "view": text}
+        return {} if job is None or job.ended else {"view": job.stop(), **job.extra_updates()}
 
     def _key(self, request: gr.Request) -> tuple[str, str]:
         return str(request.session_hash), self.name
@@ -374,12 +346,7 @@ Start = tuple[Sequence[object], Begin, Parts]
 
 
 def wire(
-    jobs: Jobs[Any],
-    starts: Sequence[Start],
-    parts: Mapping[str, object],
-    stop: gr.Button,
-    off: Sequence[object],
-    first: str | None = None,
+    jobs: Jobs[Any], starts: Sequence[Start], parts: Parts, stop: gr.Button, off: Sequence[object], first: str = ""
 ) -> list[Any]:
     """Connect Run and Stop of a tab, and a hidden button, `NAME-rejoin`, that a script clicks to rejoin a run; return
     the events at which a job of each start has ended.
@@ -403,22 +370,16 @@ def wire(
             return {"view": refusal(error)}
         return {"view": jobs.keep(request, job).text, **switch(not job.ended)} if job else {}
 
-    async def follow(request: gr.Request, _: Values) -> AsyncIterator[Values]:
-        async with contextlib.aclosing(jobs.follow(request)) as shown:
-            async for updates in shown:
-                yield updates
-        yield switch(False)
-
-    def end(request: gr.Request, _: Values) -> Values:
-        return {**jobs.stop(request), **switch(False)}
-
     def on_stop(request: gr.Request, _: Values) -> Values:
-        return {**jobs.request_stop(request), "stop": gr.update(interactive=False)}
+        updates, job = jobs.stop(request), jobs.last(request)
+        running = job is not None and not job.ended
+        return updates | ({"stop": gr.update(interactive=False)} if running else switch(False))
 
     def started(on: Any, start: Begin, given: Parts) -> object:
         begun = named(on, partial(begin, start), given, everything, trigger_mode="once", **QUIET)
-        event = named(begun.success, follow, {}, everything, **turn)
-        named(event.failure, lambda *_: switch(False), {}, switched, **QUIET)
+        event = named(begun.success, jobs.follow, {}, everything, **turn)
+        for after in (event.success, event.failure):
+            named(after, lambda *_: switch(False), {}, switched, **QUIET)
         return event
 
     ended = []
@@ -428,18 +389,12 @@ def wire(
     again, run = gr.Button("Rejoin", elem_id=f"{jobs.name}-rejoin", elem_classes="sd-rejoin"), gr.JSON(visible=False)
     found = again.click(None, None, run, js=f"() => sessionStorage.getItem('specdemo.{jobs.name}') ?? ''", **QUIET)
     ended.append(started(found.then, jobs.rejoin, {"run": run}))
-    stopped = named(stop.click, on_stop, {}, everything, cancels=ended, **QUIET)
-    named(stopped.then, end, {}, everything, **QUIET)
+    named(stop.click, on_stop, {}, everything, **QUIET)
     return ended
 
 
 def named(
-    event: Callable[..., object],
-    function: Callable[[gr.Request, Values], Any],
-    given: Mapping[str, object],
-    shown: Mapping[str, object],
-    data: str = "",
-    **settings: object,
+    event: Callable[..., object], function: Handler, given: Parts, shown: Parts, data: str = "", **settings: object
 ) -> Any:
     """Wire an event to a function from named values of controls to named updates; {} changes nothing. data: the name
     of the event's data among the values.
@@ -449,7 +404,7 @@ def named(
         return {shown[name]: update for name, update in updates.items()} or gr.skip()
 
     def read(values: dict[object, object]) -> Values:
-        return {name: _path(values[control]) for name, control in given.items()}
+        return {name: values[control] for name, control in given.items()}
 
     def handle(values: dict[object, object], request: gr.Request) -> object:
         return placed(function(request, read(values)))
@@ -464,8 +419,3 @@ def named(
 
     chosen = handle_data if data else stream if isasyncgenfunction(function) else handle
     return event(chosen, {*given.values()}, [*shown.values()], **settings)
-
-
-def _path(value: object) -> object:
-    """Return the path of an uploaded file, whose place Gradio has checked; any other value as it is."""
-    return value["path"] if isinstance(value, dict) and is_file_obj_with_meta(value) else value

@@ -1,14 +1,14 @@
 """The Lab tab: train a head for the target of the page, watch its loss, race it; compare drafts; test losslessness.
 
 The losslessness test is a suite with the visitor's sampling settings and is shown as a sweep is. `trainer` returns what
-trains: specdemo.methods.recipes, or a stand-in. Its `train_live` yields dicts with seconds, of_seconds, step, tokens,
-loss and agree_1, agree_2, ... as they become known, or with a note, and finally one with done and folder. Training runs
+trains: specdemo.methods.recipes, or a stand-in. Its `train_live` yields lines of the log: `tick` with seconds,
+of_seconds, step, tokens, loss and agree_1, agree_2, ... as they become known, `note`, and finally `done`. Training runs
 on the engine: races and trainings wait for each other in one queue.
 """
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
 from types import ModuleType
@@ -26,21 +26,16 @@ from specdemo.presets import limits
 from specdemo.presets.files import load_presets, preset
 from specdemo.presets.link import shown_name
 from specdemo.ui import assets
-from specdemo.ui.controls import Controls, draw_setting, fill
-from specdemo.ui.job import QUIET, Job, Jobs, Store, Values, named, opening, to_line, wire
+from specdemo.ui.controls import Controls, draw_setting, fill, look
+from specdemo.ui.job import QUIET, Job, Jobs, Parts, Store, Values, named, opening, to_line, wire
 from specdemo.ui.model_menus import TRAINED, live, page_preset
-from specdemo.ui.sweep import Sweeping, Sweeps, draw_result
+from specdemo.ui.sweep import Sweeping, Sweeps, draw_result, preset_menu
 from specdemo.ui.views import view
 
 MINUTES = (0.5, 30.0)
-RUNS = Path("runs")
 DRAWS = 1024  # maximum of a losslessness test
-START = "embedded-sampling"
 POINTS = 500  # maximum of a loss curve, without evaluations
-OFF = (
-    "Training is disabled on this public page, because it would block the shared machine for minutes. "
-    "To train on your own machine, start the page with `python -m specdemo ui`."
-)
+OFF = f"Training is disabled on this public page, because it takes minutes; {limits.HOME}."
 
 
 def off() -> str:
@@ -70,7 +65,7 @@ class Training(Job):
         trains, target = trainer(), page_preset().target
         self.method: str = trains.head_recipe(recipe).method
         minutes = min(max(minutes, MINUTES[0]), MINUTES[1])
-        out = RUNS / f"{recipe}-{datetime.now():%Y%m%d-%H%M%S}"
+        out = Path("runs") / f"{recipe}-{datetime.now():%Y%m%d-%H%M%S}"
         work = live().with_engine_lock(lambda cancelled, _: trains.train_live(recipe, minutes, out, cancelled, target))
         super().__init__(opening(recipe=recipe), work, math.inf)
         self.folder: str | None = None
@@ -78,17 +73,15 @@ class Training(Job):
 
     def add(self, messages: Iterable[Any]) -> str:
         for message in messages:
-            if not isinstance(message, dict):
-                self.text += to_line(view(message))
-            elif message.get("done"):
-                self.folder = message["folder"]
+            line: Values = message if isinstance(message, dict) else view(message)
+            if line["type"] == "done":
+                self.folder = line["folder"]
                 TRAINED.append(self.folder)
-                self.text += to_line({"type": "done", "folder": self.folder})
-            elif "note" in message:
-                self.text += to_line({"type": "note", "text": message["note"]})
-            elif "agree_1" in message or message["seconds"] >= self._due:
-                self._due = message["seconds"] + message["of_seconds"] / POINTS
-                self.text += to_line({"type": "tick", **message})
+            elif line["type"] == "tick":
+                if line["seconds"] < self._due and "agree_1" not in line:
+                    continue
+                self._due = line["seconds"] + line["of_seconds"] / POINTS
+            self.text += to_line(line)
         return self.text
 
     def extra_updates(self) -> Values:
@@ -127,14 +120,9 @@ class Lab(Jobs[Training]):
         """Return the updates of the race controls, with the new head in lane 1."""
         training = self.last(request)
         if training is None or training.folder is None:
-            raise gr.Error("no trained head yet; train one first", print_exception=False)
-        return race_with(training.method, training.folder, values)
-
-
-def race_with(method: str, folder: str, drawn: Mapping[str, int]) -> Values:
-    """Return updates of `Controls.parts`: the first preset, with this head as its only lane."""
-    lane = Lane(method=method, model=folder)
-    return fill(page_preset().with_changes(lanes=[lane.model_dump()]), drawn)
+            raise gr.Error("no trained head yet; train one first")
+        lane = Lane(method=training.method, model=training.folder)
+        return fill(page_preset().with_changes(lanes=[lane.model_dump()]), values)
 
 
 def draw(page: gr.Blocks, form: Controls, tab: gr.Tab, store: Store) -> None:
@@ -151,10 +139,8 @@ def _draw_training(page: gr.Blocks, form: Controls, tab: gr.Tab, store: Store) -
     words = assets.text("lab.md").replace("@target", shown_name(page_preset().target)) + f"\n\n{off()}"
     assets.heading("train", words, elem_id="lab-about")
     with gr.Row(elem_id="lab-controls"):
-        recipe = gr.Dropdown([], label="Head", elem_id="recipe", scale=3, min_width=240)
-        minutes = gr.Slider(
-            *MINUTES, 2, step=0.5, label="Minutes", elem_id="minutes", scale=3, min_width=240, interactive=able
-        )
+        recipe = gr.Dropdown([], **look("Head", "recipe", 3, 240))
+        minutes = gr.Slider(*MINUTES, 2, step=0.5, interactive=able, **look("Minutes", "minutes", 3, 240))
         with gr.Column(scale=2, min_width=180):
             start = gr.Button("Train", variant="primary", size="lg", elem_id="train", interactive=able)
             stop = gr.Button("Stop and save", interactive=False, elem_id="stop-training")
@@ -163,6 +149,7 @@ def _draw_training(page: gr.Blocks, form: Controls, tab: gr.Tab, store: Store) -
     given = {"recipe": recipe, "minutes": minutes}
     wire(lab, [([start.click], train, given)], {"view": view, "race": race}, stop, [start])
     raced = named(race.click, lab.race_head, form.drawn, form.parts, **QUIET)
+    form.offer(raced.then)
     to_race = raced.then(None, None, None, js=assets.to_tab("race"), **QUIET)
     to_race.then(None, None, None, js="() => document.getElementById('run').click()", **QUIET)
     page.load(_recipes, None, recipe, **QUIET)
@@ -177,7 +164,7 @@ def _recipes() -> object:
 
 def most_draws() -> int:
     """Return the maximum number of draws that this host allows."""
-    return ROWS * limits.here().sweep_repeats
+    return ROWS * limits.here().repeats
 
 
 def begin(values: Values, last: Sweeping | None) -> Sweeping:
@@ -190,31 +177,24 @@ def begin(values: Values, last: Sweeping | None) -> Sweeping:
     draws = values["draws"]
     if not (isinstance(draws, int) and ROWS <= draws <= most_draws()):
         raise ValueError(f"continuations must be {ROWS} to {most_draws()} on this page, not {draws}")
-    title = f"Losslessness, {chosen.id}"
-    return Sweeping.measuring(title, suite("losslessness", preset=chosen, repeats=draws // ROWS).run, last)
+    test = suite("losslessness", preset=chosen, repeats=draws // ROWS)
+    return Sweeping.measuring(f"Losslessness, {chosen.id}", test.run, last)
 
 
 def _draw_losslessness(tab: gr.Tab, store: Store) -> None:
     assets.heading("lossless", assets.text("losslessness.md"), elem_id="losslessness-about")
-    presets = [(p.title, p.id) for p in load_presets().values() if p.embedded]
-    with gr.Row(elem_id="losslessness-controls"):
-        heat: Values = {"scale": 2, "min_width": 230}
-        draws: Values = {"label": "Continuations", "info": "per kind of decoding", "elem_id": "continuations"}
-        most = most_draws()
-        inputs: dict[str, object] = {
-            "preset": gr.Dropdown(
-                presets, value=START, label="Preset: target and lane", elem_id="tested", scale=3, min_width=330
-            ),
-            "acceptance": draw_setting(
-                Lane, "acceptance", DEFAULT_RULE, elem_id="tested-acceptance", scale=2, min_width=190
-            ),
+    heat: Values = {"scale": 2, "min_width": 230}
+    draws = look("Continuations", "continuations", 2, 230) | {"info": "per kind of decoding"}
+    rule: Values = {"elem_id": "tested-acceptance", "scale": 2, "min_width": 190}
+    tested, most = [p for p in load_presets().values() if p.embedded], most_draws()
+    with gr.Row(elem_id="losslessness-controls") as row:
+        inputs: Parts = {
+            "preset": preset_menu(tested, "embedded-sampling", "tested", 3, 330),
+            "acceptance": draw_setting(Lane, "acceptance", DEFAULT_RULE, **rule),
             "temperature": draw_setting(Comparison, "temperature", 0.8, **heat),
             "top_p": draw_setting(Comparison, "top_p", 1, **heat),
-            "draws": gr.Slider(ROWS, most, min(DRAWS, most), step=ROWS, **draws, **heat),
+            "draws": gr.Slider(ROWS, most, min(DRAWS, most), step=ROWS, **draws),
         }
-        with gr.Column(scale=2, min_width=180):
-            run = gr.Button("Test", variant="primary", size="lg", elem_id="losslessness-run")
-            stop = gr.Button("Stop", interactive=False, elem_id="losslessness-stop")
     tests = Sweeps("losslessness", store)
-    parts = draw_result(tests, "losslessness", begin, inputs, run, stop)
-    named(tab.select, lambda request, _: tests.recorded(request, {"sweep": "losslessness"}), {}, parts, **QUIET)
+    parts, _ = draw_result(tests, row, "Test", begin, inputs)
+    named(tab.select, lambda request, _: tests.recorded(request, {"sweep": tests.name}), {}, parts, **QUIET)

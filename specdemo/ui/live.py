@@ -51,13 +51,10 @@ def run(spec: Comparison, cancelled: Callable[[], bool], report: Callable[..., N
             started = started or isinstance(message, Started)
             yield failed(message.text) if isinstance(message, Failed) else message
     except Exception as error:
-        if not ELSEWHERE:
-            yield failed(reason(error))
-            return
-        # an error of the GPU scheduler; those of the engine are messages
-        words = getattr(error, "message", None) or str(error) or type(error).__name__
-        lacking = f"{'the GPU was taken away' if started else 'no GPU for this run'}: {words}"
-        yield failed(lacking)
+        if ELSEWHERE:  # an error of the GPU scheduler; those of the engine are messages
+            words = getattr(error, "message", None) or str(error) or type(error).__name__
+            lacking = f"{'the GPU was taken away' if started else 'no GPU for this run'}: {words}"
+        yield failed(lacking if ELSEWHERE else reason(error))
 
 
 def _stream(spec: Comparison, cancelled: Callable[[], bool], report: Callable[..., None]) -> Iterator[Shown]:

@@ -92,9 +92,9 @@ def _pairs(target: str, trained: tuple[str, ...]) -> "tuple[DrafterFit, ...]":
     from specdemo.models.load import load_meta_target
     from specdemo.models.local_models import matching_drafts
 
-    known, paired = known_drafters(target), {*_paired(target)}
+    known = known_drafters(target)
     candidates = [*known, *((entry.method, entry.drafter) for entry in published_drafters(target))]
-    paired |= _published()
+    paired = {lane.model for p in load_presets().values() if p.target == target for lane in p.lanes} | _published()
     listed = tuple(DrafterFit(model, name, None, "") for name, model in dict.fromkeys(candidates) if model in paired)
     local = on_this_machine()
     if target in local and is_gguf(target):
@@ -118,8 +118,7 @@ def unfit(target: str) -> str:
     """Return the drafters that are not offered for a target, with reasons, as a fold."""
     reasons = {pair.drafter: pair.reason for pair in pairs(target) if pair.fits is False}
     items = "".join(f"<li><b>{escape(shown_name(name))}</b> {escape(reason)}</li>" for name, reason in reasons.items())
-    count = f"{len(reasons)} drafter{'s are' if len(reasons) > 1 else ' is'}"
-    head = f"{count} incompatible with {escape(shown_name(target))}"
+    head = f"{counted(len(reasons), 'incompatible drafter')} for {escape(shown_name(target))}"
     fold = f"<details><summary>{head}</summary><ul>{items}</ul></details>" if reasons else ""
     return fold + published(target)
 
@@ -166,11 +165,6 @@ def _stored_models(target: str) -> "dict[str, LocalModel]":
     from specdemo.models.local_models import local_models
 
     return {model.name: model for model in local_models(target)}
-
-
-def _paired(target: str) -> list[str]:
-    lanes = [lane for p in load_presets().values() if p.target == target for lane in p.lanes]
-    return list(dict.fromkeys(str(lane.model) for lane in lanes if lane.model))
 
 
 def targets() -> list[str]:

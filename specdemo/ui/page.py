@@ -10,7 +10,7 @@ import json
 import math
 import os
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, closing
 from functools import partial
 from urllib.parse import urlsplit
@@ -25,17 +25,17 @@ if limits.public() and not space.zero_gpu():
 
 
 import gradio as gr
-from starlette.middleware import Middleware
+from starlette.routing import Route
 
 from specdemo.bench.result import recorded_suite
 from specdemo.core.atomic_io import json_text
 from specdemo.presets.files import DEFAULT, Preset, preset
 from specdemo.presets.recorded import recorded
 from specdemo.ui import assets, controls, lab, security, space, sweep, tune, whatif
-from specdemo.ui.controls import Controls, wire_share
-from specdemo.ui.job import ENGINE, QUIET, Start, Store, named, stop_all, wire
+from specdemo.ui.controls import Controls, look, wire_save, wire_share
+from specdemo.ui.job import ENGINE, QUIET, UPLOADED, Start, Store, named, stop_all, wire
 from specdemo.ui.model_menus import live
-from specdemo.ui.race import Log, Visits, replayed, run
+from specdemo.ui.race import Log, Visits, replayed
 from specdemo.ui.setup import changed
 
 PLACES = 200  # waiting calls
@@ -55,17 +55,16 @@ def build(start: str = DEFAULT, allow_any_model: bool = False) -> gr.Blocks:
     first = limits.fit(preset(start))
     store = Store()
     visits = Visits(first, allow_any_model, store)
-    kept = int(security.WINDOW_S)  # seconds that uploads are kept
-    page = security.Page(title=assets.TITLE, analytics_enabled=False, delete_cache=(kept // 2, kept))
+    cache = security.WINDOW_S // 2, security.WINDOW_S
+    page = security.Page(title=assets.TITLE, analytics_enabled=False, delete_cache=cache)
     with page:
         gr.HTML(assets.text("title.html"), elem_id="title")
         # "menu" hides tabs that fit whenever it measures them before the page has its width
         with gr.Tabs(overflow_behavior="wrap"):
             with gr.Tab("Race", id="race"):
                 form = _race_tab(page, visits, first, allow_any_model)
-                estimate_button = gr.Button(
-                    "Estimate on an H100", elem_id="estimate"
-                )  # clicked by the button below the results, in race.js
+                # clicked by the button below the results, in race.js
+                estimate_button = gr.Button("Estimate on an H100", elem_id="estimate")
             with gr.Tab("Tune", id="tune"):
                 tune.draw(form, store)
             with gr.Tab("Sweep", id="sweep") as tab:
@@ -89,19 +88,12 @@ def _race_tab(page: gr.Blocks, visits: Visits, first: Preset, allow_any_model: b
     form = controls.draw(first, allow_any_model)
     view = assets.view("view.html", *assets.RACE, elem_id="view", lanes=len(first.lanes))
     with view, gr.Row(visible=False, elem_id="follow-row") as row:
-        message = gr.Textbox(
-            label="Next message",
-            placeholder="Next message to all lanes",
-            max_length=limits.here().prompt,
-            elem_id="message",
-            scale=5,
-        )
+        most, hint = limits.here().prompt, "Next message to all lanes"
+        message = gr.Textbox(max_length=most, placeholder=hint, **look("Next message", "message", 5))
         again = gr.Button("Continue", variant="primary", elem_id="continue", min_width=180)
     with gr.Row(elem_id="exports"):
         share = gr.Button("Share", size="sm", elem_id="share")
-        save, file = gr.Button("Save trace", size="sm", elem_id="save-json"), gr.JSON(visible=False)
-        saved = save.click(visits.save, None, file, **QUIET)
-        saved.success(None, file, None, js=assets.text("save.js"), **QUIET)
+        wire_save(gr.Button("Save trace", size="sm", elem_id="save-json"), visits.save)
         opened = gr.UploadButton("Open a trace", file_types=[".json"], size="sm", elem_id="open-trace")
     link = gr.Textbox(label="Link to this comparison", visible=False, buttons=["copy"], elem_id="link")
     repeat = gr.Button("Repeat", elem_id="repeat")  # clicked by the badge of a noisy run, in tiles.js
@@ -117,31 +109,24 @@ def _race_tab(page: gr.Blocks, visits: Visits, first: Preset, allow_any_model: b
     for racing in wire(visits, starts, {"view": view}, form.parts["stop"], actions, script):
         named(racing.success, visits.offer, inputs, {"row": row, **inputs}, **QUIET)
     wire_share(share, visits.share, form.inputs, link)
-    gr.on(form.edits, lambda: gr.update(visible=False), None, link, trigger_mode="once", **QUIET)
-    named(opened.upload, visits.open, {"file": opened}, {"view": view}, **QUIET)
+    edits = [*form.changes, form.parts["add"].click, form.parts["remove"].click]
+    gr.on(edits, lambda: gr.update(visible=False), None, link, trigger_mode="once", **QUIET)
+    named(opened.upload, visits.open, {"file": opened}, {"view": view}, **UPLOADED)
     _show_what_is_chosen(page, visits, form, view)
     return form
 
 
 def _show_what_is_chosen(page: gr.Blocks, visits: Visits, form: Controls, view: gr.HTML) -> None:
     """Connect the events that show the recorded race of a preset, or the comparison of a link."""
-    page.load(visits.first, None, view, **QUIET)
     shown = {**form.parts, "view": view}
+    linked = named(page.load, visits.open_link, form.drawn, shown, **QUIET)
     chosen = named(form.parts["setup"].submit, visits.open_query, form.drawn, shown, data="query", **QUIET)
     more = {"query": form.parts["more"], **form.drawn}
-    opened = [chosen, named(form.parts["more"].input, visits.open_query, more, shown, **QUIET)]
-    requested = gr.State()
-    linked = page.load(visits.read_link, None, requested, **QUIET)
-    given = {"asked": requested, **form.inputs, **form.drawn}
-    restored = named(linked.success, visits.restore, given, shown, **QUIET)
-    form.offer(restored.then)
-    ends: list[Callable[..., object]] = [linked.failure, restored.success, restored.failure]
-    for event in opened:
+    for event in (linked, chosen, named(form.parts["more"].input, visits.open_query, more, shown, **QUIET)):
         form.describe(event.then)
         form.offer(event.then)
-        ends += (event.success, event.failure)
-    for after in ends:  # of success and of failure, which `then` leaves out; Run waits for it
-        after(None, None, None, js=assets.text("link_applied.js"), **QUIET)
+        for after in (event.success, event.failure):  # which `then` leaves out; Run waits for it
+            after(None, None, None, js=assets.text("link_applied.js"), **QUIET)
 
 
 def _endpoints(allow_any_model: bool) -> None:
@@ -149,11 +134,9 @@ def _endpoints(allow_any_model: bool) -> None:
 
     def changed_run(preset_id: str, overrides: dict[str, object] | None) -> Log:
         try:
-            log = run(changed(preset_id, overrides, allow_any_model))
+            return Log(spec=changed(preset_id, overrides, allow_any_model))
         except ValueError as error:
-            raise gr.Error(str(error), print_exception=False) from None
-        log.unread_s = 0.0  # nothing rejoins it
-        return log
+            raise gr.Error(str(error)) from None
 
     async def race(preset_id: str = DEFAULT, overrides: dict[str, object] | None = None) -> AsyncIterator[str]:
         """Run a comparison and stream it. Every output is the complete log so far: one JSON object per line.
@@ -177,7 +160,7 @@ def _endpoints(allow_any_model: bool) -> None:
         try:
             return log.result()
         except ValueError as error:
-            raise gr.Error(str(error), print_exception=False) from None
+            raise gr.Error(str(error)) from None
 
     gr.api(race, api_name="race", **ENGINE)
     gr.api(compare, api_name="compare", **ENGINE)
@@ -195,12 +178,10 @@ def _first_steps() -> list[str]:
     return [line for line, of in lines.items() if of["type"] == "start" or of.get("index", math.inf) <= FIGURE_STEPS]
 
 
-def _gain_by_batch() -> dict[str, object] | None:
+def _gain_by_batch() -> dict[str, object]:
     result = recorded_suite("batch")
-    if result is None:
-        return None
-    drafting = [row for row in result.rows if row["accepted"] is not None]
-    points = [[row["batch"], row["speed-up"].value] for row in drafting]
+    assert result is not None
+    points = [[row["batch"], row["speed-up"].value] for row in result.rows if row["accepted"] is not None]
     return {"points": points, "where": result.environment.get("device", "")}
 
 
@@ -212,8 +193,8 @@ def theme() -> gr.themes.Base:
     hue = gr.themes.Color(*blue)
     base = gr.themes.Default(primary_hue=hue, neutral_hue="slate", font=FONTS, font_mono=MONO, radius_size="md")
     boxes = {"checkbox_border_color": "*neutral_500", "checkbox_border_color_dark": "*neutral_400"}
-    colours = {"body_text_color_subdued": "*neutral_500", "slider_color_dark": "*primary_400", **boxes}
-    return base.set(**colours, layout_gap="*spacing_xl")
+    texts = {"body_text_color_subdued": "*neutral_500", "slider_color_dark": "*primary_400"}
+    return base.set(**boxes, **texts, layout_gap="*spacing_xl")
 
 
 def serve(
@@ -237,8 +218,7 @@ def serve(
     page = build(start, allow_any_model)
     if space.zero_gpu():  # models must be in place before the first call; the first one shown is loaded last
         live().preload([*(p for p in limits.at_hand() if p.id != preset(start).id), preset(start)])
-    outer = security.outermost(security.quiet, partial(security.Hosts, names=names), security.guarded)
-    layers = [Middleware(assets.Answers), Middleware(security.Guard, space.bounds())]
+    lifespan = security.outermost(partial(security.Door, names=names, most=space.bounds()))
     page.launch(
         server_name=host,
         server_port=port,
@@ -251,7 +231,7 @@ def serve(
         max_file_size=space.bounds() + security.ENVELOPE,  # the limit of the guard, which leaves nothing on disk
         state_session_capacity=SESSIONS,
         max_threads=2 * PLACES,  # calls in progress, nearly all of which wait in line without a thread
-        app_kwargs={"middleware": layers, "lifespan": outer},
+        app_kwargs={"routes": [Route("/scripts/{name}", assets.script)], "lifespan": lifespan},
         theme=theme(),
         css_paths=[assets.HERE / "chart.css", assets.HERE / "style.css"],
         favicon_path=assets.HERE / "favicon.svg",
@@ -273,13 +253,11 @@ def serve(
 
 def _accept_link(link: str | None, names: set[str]) -> None:
     """Let the page answer to the host of its public link, and print the link."""
-    if link is None:
-        print(
-            "there is no public link, because Gradio's servers cannot be reached; allow connections to them", flush=True
-        )
-        return
-    names.add(security.canonical(urlsplit(link).netloc))
-    print(f"specdemo is shared on {link}; everyone who has this link can use this machine for races", flush=True)
+    words = "there is no public link, because Gradio's servers cannot be reached; allow connections to them"
+    if link is not None:
+        names.add(security.canonical(urlsplit(link).netloc))
+        words = f"specdemo is shared on {link}; everyone who has this link can use this machine for races"
+    print(words, flush=True)
 
 
 def _warm(chosen: Preset) -> None:

@@ -1,8 +1,8 @@
 """The Race tab: the logs of runs (views.py), and the events of its visitors."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import lru_cache, partial
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import gradio as gr
 
@@ -16,8 +16,8 @@ from specdemo.presets.link import from_query, is_link, is_sweep, to_query, witho
 from specdemo.presets.recorded import recorded
 from specdemo.presets.runnable import why_not
 from specdemo.ui import space
-from specdemo.ui.controls import address, fill, fill_untouched
-from specdemo.ui.job import ENTRY, LOST_S, Job, Jobs, Store, Values, Work, opening, to_line
+from specdemo.ui.controls import address, fill
+from specdemo.ui.job import ENTRY, LOST_S, Job, Jobs, Store, Values, opening, refusal, to_line
 from specdemo.ui.model_menus import live
 from specdemo.ui.setup import from_values, key, to_values
 from specdemo.ui.views import Failed, Shown, StandIn, models_of, summary, view
@@ -37,19 +37,14 @@ class Log(Job):
     STOPPING: ClassVar[Values] = {}  # its steps are short
     grace_s = 0.4
 
-    def __init__(
-        self,
-        recorded: bool = False,
-        before: "Log | None" = None,
-        still: bool = False,
-        key: str = "",
-        spec: Comparison | None = None,
-        work: Work | None = None,
-    ) -> None:
-        super().__init__(opening(recorded=recorded, still=still, **({"key": key} if key else {})), work)
+    def __init__(self, before: Self | None = None, key: str = "", spec: Comparison | None = None, **kind: bool) -> None:
+        """kind: `recorded` and `still`, False by default."""
+        work = partial(live().run, spec) if spec else None
+        super().__init__(opening(**kind, **({"key": key} if key else {})), work)
+        self.recorded, self.still = kind.get("recorded", False), kind.get("still", False)
         self.unread_s = LOST_S
         self._trace: str = before._trace if before else ""  # as JSON
-        self.recorded, self.still, self.key, self.spec = recorded, still, key, spec
+        self.key, self.spec = key, spec
         self.started = self.finished = self.is_chat = False
         self._models = {spec.target, *(name for lane in spec.lanes for name in lane.models)} if spec else set()
         self._own_before = before is not None and before.own
@@ -108,20 +103,9 @@ class Log(Job):
         return "" if self.finished else to_line({"type": "end", "finish": "cancelled", "comparison": []})
 
 
-def run(spec: Comparison, before: Log | None = None, key: str = "") -> Log:
-    """Return the job of a run."""
-    return Log(before=before, key=key, spec=spec, work=partial(live().run, spec))
-
-
-def waiting(lanes: Sequence[str], obstacle: str = "") -> str:
-    """Return a log with the names of the lanes and the reason why they cannot run here."""
-    return Log(still=True).text + to_line({"type": "idle", "lanes": list(lanes), "obstacle": obstacle})
-
-
 def notes(texts: Iterable[str]) -> str:
-    """Return a log with notes only; empty without any."""
-    texts = list(texts)
-    return Log(recorded=True).add(Note(text) for text in texts) if texts else ""  # no run that a reload could rejoin
+    """Return a log with notes only."""
+    return Log(recorded=True).add(map(Note, texts))  # no run that a reload could rejoin
 
 
 def replayed(trace: RunTrace, still: bool = False, key: str = "") -> Log:
@@ -132,13 +116,11 @@ def replayed(trace: RunTrace, still: bool = False, key: str = "") -> Log:
 
 
 def open_trace(path: str, bounds: int = FILE_BYTES) -> Log:
-    """Return a stored run as a log, or a log with the reason why the file cannot be read."""
+    """Return a stored run as a log. Raises ValueError with one line if the file cannot be read."""
     try:
         return replayed(from_json(read_limited(path, bounds), bounds))
     except ValueError as error:
-        log = Log()
-        log.add([Failed(f"{error}; open a trace that specdemo saved")])
-        return log
+        raise ValueError(f"{error}; open a trace that specdemo saved") from None
 
 
 class Visits(Jobs[Log]):
@@ -156,7 +138,7 @@ class Visits(Jobs[Log]):
         chosen = from_values(values, self._any)
         question = live().question(chosen)
         if not question or (last is not None and last.failure == question):  # asked before: pressed again
-            return run(chosen, last, key(values))
+            return Log(before=last, key=key(values), spec=chosen)
         log = Log(before=last)
         log.add([Failed(question)])
         return log
@@ -165,7 +147,7 @@ class Visits(Jobs[Log]):
         """Return the job that repeats the visible run three times and pools the runs."""
         if last is None or last.spec is None:
             raise ValueError("no run to repeat; press Run first")
-        return run(last.spec.model_copy(update={"repeats": POOLED}), last, last.key)
+        return Log(before=last, key=last.key, spec=last.spec.model_copy(update={"repeats": POOLED}))
 
     def next_turn(self, values: Values, last: Log | None) -> Log:
         """Return the job of the chat's next turn."""
@@ -173,26 +155,21 @@ class Visits(Jobs[Log]):
             raise ValueError("no chat to continue; press Run first")
         base = limits.fit(preset(last.spec.id))
         message = limits.admit(base.with_changes(prompt=values["message"])).prompt
-        return run(live().follow_up(last.spec, last.trace, message), last)
+        return Log(before=last, spec=live().follow_up(last.spec, last.trace, message))
 
     def offer(self, request: gr.Request, values: Values) -> Values:
         """Show the follow-up prompt if the visible run is a chat of this page; empty after its message is answered."""
         log = self.last(request)
         shown: Values = {"row": gr.update(visible=log is not None and log.is_chat)}
-        if log is None or log.spec is None or not log.finished or log.spec.prompt != values["message"]:
-            return shown
-        return shown | {"message": ""}
+        answered = log and log.finished and log.spec and log.spec.prompt == values["message"]
+        return shown | {"message": ""} if answered else shown
 
     def open(self, request: gr.Request, values: Values) -> Values:
         """Return the log of a stored run, or a log with the reason why the file cannot be read."""
-        log = open_trace(values["file"], space.bounds())
-        if log.finished:
-            self.keep(request, log)
-        return log.final_updates()
-
-    def first(self, request: gr.Request) -> object:
-        """Return the initial view: the recorded race of the preset, unless a link was opened."""
-        return gr.skip() if is_link(request.query_params) else self.select(request, self._start.id)
+        try:
+            return self.keep(request, open_trace(values["file"], space.bounds())).final_updates()
+        except ValueError as error:
+            return {"view": refusal(error)}
 
     def select(self, request: gr.Request, preset_id: str | None) -> object:
         """Return the recorded race of the chosen preset, or else its empty lanes, if no other run is visible."""
@@ -216,7 +193,7 @@ class Visits(Jobs[Log]):
         log = self.last(request)
         trace = log.shared_trace if log else None
         if trace is None:
-            raise gr.Error(_nothing_to_save(log), print_exception=False)
+            raise gr.Error("no finished run to save; press Run, or Stop to keep the steps so far")
         return {"name": f"specdemo-{trace.preset}.json", "text": to_json(trace, 1, space.bounds())}
 
     def share(self, values: Values) -> str:
@@ -224,29 +201,26 @@ class Visits(Jobs[Log]):
         chosen = live().session().with_chosen_lengths(from_values(values, self._any))
         return address(to_query(chosen, preset(chosen.id)))
 
-    def read_link(self, request: gr.Request) -> tuple[Preset, list[str]] | None:
-        """Return the comparison of the page's address, and notes on what was ignored."""
-        if not is_link(request.query_params) or is_sweep(request.query_params):
-            return None
-        return self._read_query(request.query_params)
-
-    def restore(self, request: gr.Request, values: Values) -> Values:
-        """Return the controls of the page's address, except those that the visitor has changed by now, and a log.
+    def open_link(self, request: gr.Request, values: Values) -> Values:
+        """Return the controls and a log for the page's address, without one the recorded race of the page's preset.
         Nothing runs.
         """
-        if values["asked"] is None:
-            return {}
-        chosen, refused = values["asked"]
-        return fill_untouched(chosen, self._start, values) | {"view": self._show(request, chosen, refused)}
+        query = request.query_params
+        if not is_link(query):
+            return {"view": self.select(request, self._start.id)}
+        return {} if is_sweep(query) else self.open_query(request, values | {"query": query})
 
     def open_query(self, request: gr.Request, values: Values) -> Values:
-        """Return the controls and a log for the query of another address, after a visitor has chosen a preset or gone
+        """Return the controls, and a log with notes on what was ignored, the recorded race of an unchanged preset, or
+        empty lanes. The query is that of a link, or of another address after a visitor has chosen a preset or gone
         back.
         """
-        chosen, refused = self._read_query(str(values["query"]))
-        return fill(chosen, values) | {"view": self._show(request, chosen, refused)}
+        chosen, refused = self.read_query(values["query"])
+        unchanged = chosen == limits.fit(preset(chosen.id))
+        shown = notes(refused) if refused else self.select(request, chosen.id) if unchanged else _lanes(chosen)
+        return fill(chosen, values) | {"view": shown}
 
-    def _read_query(self, query: Mapping[str, object] | str) -> tuple[Preset, list[str]]:
+    def read_query(self, query: Mapping[str, object] | str) -> tuple[Preset, list[str]]:
         """Return the comparison of a query, and notes on what was ignored. On a cold server this takes seconds."""
         live()
         chosen, refused = from_query(query, load_presets(), self._any, self._start)
@@ -256,25 +230,13 @@ class Visits(Jobs[Log]):
             refused.append(limits.PRIVATE if limits.shares(chosen) else more)
         return fitting, refused
 
-    def _show(self, request: gr.Request, chosen: Preset, refused: Sequence[str]) -> object:
-        """Return a log: the notes on what was ignored, the recorded race of an unchanged preset, or empty lanes."""
-        if refused:
-            return notes(refused)
-        return self.select(request, chosen.id) if chosen == limits.fit(preset(chosen.id)) else _lanes(chosen)
-
-
-def _nothing_to_save(log: Log | None) -> str:
-    if log is None or not log.started:
-        return "no run to save yet; press Run first"
-    if log.failure:
-        return "the run failed, so there is nothing to save; press Run again"
-    return "the run has not finished; press Stop to save the steps so far"
-
 
 def _lanes(chosen: Preset) -> str:
+    """Return a log with the names of the lanes, and the reason why they cannot run here."""
     full = preset(chosen.id)
     obstacle = why_not(full) if chosen.target == full.target else ""
-    return waiting([live().lane_name(lane) for lane in chosen.lanes], obstacle)
+    lanes = [live().lane_name(lane) for lane in chosen.lanes]
+    return Log(still=True).text + to_line({"type": "idle", "lanes": lanes, "obstacle": obstacle})
 
 
 @lru_cache

@@ -22,21 +22,22 @@ import gradio as gr
 from fastapi import FastAPI
 from python_multipart.multipart import parse_options_header
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specdemo.bench.report import visible
 from specdemo.presets import limits
+from specdemo.ui import assets
 
 REQUEST_BYTES = 1_000_000  # JSON from the page and its API
 ENVELOPE = 4_096  # bytes around the file in the body of an upload
-WINDOW_S = 600.0  # uploads are counted over this time and deleted after it
+WINDOW_S = 600  # uploads are counted over this time and deleted after it
 UPLOADS, ALL_UPLOADS = 60, 300  # per address, which a class may share; in total
 FILE = (
     rb'--%b\r\nContent-Disposition: form-data; name="files"; filename="[^"\r\n]*"\r\n(Content-Type:[^\r\n]*\r\n)?\r\n'
 )
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
-WILDCARDS = ("0.0.0.0", "::")
 HOST = re.compile(r"(\[[^\[\]]+\]|[a-z0-9._-]+?)\.?(:\d*)?")  # Host header in lower case
 PLATFORM = (  # addresses of the proxies of a Space
     "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "::1/128", "fc00::/7",
@@ -48,21 +49,78 @@ PACKAGE = Path(__file__).parents[1]
 logger = logging.getLogger(__name__)
 
 
-class Hosts:
-    """ASGI middleware that rejects requests for other host names."""
+class Door:
+    """ASGI middleware around the whole server.
 
-    def __init__(self, app: ASGIApp, names: Collection[str]) -> None:
+    It rejects requests for other host names, writes from other sites' pages, and bodies that are too large or that
+    Gradio would keep on disk forever. It adds security headers to answers, removes Gradio's that let other origins
+    read them, and logs failed requests without a traceback. names: own host names. most: maximum size of an upload in
+    bytes.
+    """
+
+    def __init__(self, app: ASGIApp, names: Collection[str], most: int) -> None:
         self._app = app
         self._names = names
+        self._most = most
+        self._uploads: deque[tuple[float, str]] = deque()  # time and address
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        host = Headers(scope=scope).get("host", "") if scope["type"] == "http" else LOOPBACK[0]
-        address, _ = scope.get("server") or ("", None)  # of this machine, that the request came in on
-        if canonical(host) in {*self._names, canonical(str(address))}:
+        if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        line = f"this page does not answer to the host {host[:100]!r}; start it with --allow-host NAME to allow a name"
-        await PlainTextResponse(line, 403)(scope, receive, send)
+        started = False
+
+        send_whole = assets.whole(scope, send)
+
+        async def answer(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                _secure(MutableHeaders(scope=message))
+            await send_whole(message)
+
+        try:
+            await self._app(scope, await self._admitted(scope, receive), answer)
+        except HTTPException as refused:
+            await PlainTextResponse(refused.detail, refused.status_code)(scope, receive, answer)
+        except ClientDisconnect:
+            return
+        except Exception as error:  # starlette raises it again after it has answered with status 500
+            if not started:
+                raise
+            log_failure(f"{scope['method']} {scope['path']}", error)
+
+    async def _admitted(self, scope: Scope, receive: Receive) -> Receive:
+        """Return what receives the checked request. Raises HTTPException with one line."""
+        headers = Headers(scope=scope)
+        host, address = headers.get("host", ""), scope["server"][0]  # that the request came in on
+        if canonical(host) not in {*self._names, canonical(str(address))}:
+            how = "start it with --allow-host NAME to allow a name"
+            raise HTTPException(403, f"this page does not answer to the host {host[:100]!r}; {how}")
+        if scope["method"] in ("GET", "HEAD", "OPTIONS"):
+            return receive
+        if not same_origin(headers):
+            raise HTTPException(403, "requests from other sites are not allowed")
+        upload = scope["path"].rstrip("/").endswith("/upload")
+        if upload:
+            self._count(scope["client"])
+        body = await _body(Request(scope, receive), self._most + ENVELOPE if upload else REQUEST_BYTES)
+        if upload:
+            _check_upload(headers, body)
+        messages: Iterator[Message] = iter([{"type": "http.request", "body": body, "more_body": False}])
+
+        async def again() -> Message:
+            return next(messages, None) or await receive()
+
+        return again
+
+    def _count(self, client: tuple[str, int] | None) -> None:
+        now, visitor = time.monotonic(), client[0] if client else ""
+        while self._uploads and self._uploads[0][0] < now - WINDOW_S:
+            self._uploads.popleft()
+        if len(self._uploads) >= ALL_UPLOADS or sum(who == visitor for _, who in self._uploads) >= UPLOADS:
+            raise HTTPException(429, f"too many files were opened; wait {WINDOW_S / 60:.0f} minutes")
+        self._uploads.append((now, visitor))
 
 
 def own_names(bound: str, allowed: Iterable[str] = ()) -> set[str]:
@@ -71,8 +129,8 @@ def own_names(bound: str, allowed: Iterable[str] = ()) -> set[str]:
     They are those of this machine, that of the Space, and `allowed`. The address that a connection came in on is always
     accepted, so it is not listed. Raises ValueError for an invalid name.
     """
-    names = {*LOOPBACK, bound, *os.environ.get("SPACE_HOST", "").split(",")}
-    if bound in WILDCARDS:
+    names = {"localhost", "127.0.0.1", "::1", bound, *os.environ.get("SPACE_HOST", "").split(",")}
+    if bound in ("0.0.0.0", "::"):  # all addresses of this machine
         machine = socket.gethostname()
         short = machine.partition(".")[0]
         names |= {machine, short, f"{short}.local"}
@@ -109,59 +167,6 @@ def trust_proxies(addresses: Iterable[str]) -> None:
     os.environ["FORWARDED_ALLOW_IPS"] = ",".join(networks or platform)
 
 
-class RejectedRequest(Exception):
-    """A rejected request. status: HTTP status code. The message is one line."""
-
-    def __init__(self, status: int, text: str) -> None:
-        super().__init__(text)
-        self.status = status
-
-
-class Guard:
-    """ASGI middleware that rejects writes from other sites' pages, and bodies that are too large or that
-    Gradio would keep on disk forever. most: maximum size of an upload in bytes.
-    """
-
-    def __init__(self, app: ASGIApp, most: int) -> None:
-        self._app = app
-        self._most = most
-        self._uploads: deque[tuple[float, str]] = deque()  # time and address
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] not in ("GET", "HEAD", "OPTIONS"):
-            try:
-                receive = await self._admitted(scope, receive)
-            except RejectedRequest as refused:
-                await PlainTextResponse(str(refused), refused.status)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
-
-    async def _admitted(self, scope: Scope, receive: Receive) -> Receive:
-        headers = Headers(scope=scope)
-        if not same_origin(headers):
-            raise RejectedRequest(403, "requests from other sites are not allowed")
-        upload = scope["path"].rstrip("/").endswith("/upload")
-        if upload:
-            self._count(scope["client"])
-        body = await _body(receive, self._most + ENVELOPE if upload else REQUEST_BYTES)
-        if upload:
-            _check_upload(headers, body)
-        messages: Iterator[Message] = iter([{"type": "http.request", "body": body, "more_body": False}])
-
-        async def again() -> Message:
-            return next(messages, None) or await receive()
-
-        return again
-
-    def _count(self, client: tuple[str, int] | None) -> None:
-        now, visitor = time.monotonic(), client[0] if client else ""
-        while self._uploads and self._uploads[0][0] < now - WINDOW_S:
-            self._uploads.popleft()
-        if len(self._uploads) >= ALL_UPLOADS or sum(who == visitor for _, who in self._uploads) >= UPLOADS:
-            raise RejectedRequest(429, f"too many files were opened; wait {WINDOW_S / 60:.0f} minutes")
-        self._uploads.append((now, visitor))
-
-
 def same_origin(headers: Headers) -> bool:
     """Return whether the request does not come from another site's page. Clients other than browsers send no origin."""
     origin = headers.get("origin")
@@ -172,16 +177,12 @@ def same_origin(headers: Headers) -> bool:
     return origin is None or (within and origin.partition("://")[2] in own)
 
 
-async def _body(receive: Receive, most: int) -> bytes:
-    body, more = bytearray(), True
-    while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise RejectedRequest(400, "the request was interrupted")
-        body += message.get("body", b"")
+async def _body(request: Request, most: int) -> bytes:
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
         if len(body) > most:
-            raise RejectedRequest(413, f"requests are limited to {most / 1e6:.3g} MB")
-        more = message.get("more_body", False)
+            raise HTTPException(413, f"requests are limited to {most / 1e6:.3g} MB")
     return bytes(body)
 
 
@@ -190,11 +191,11 @@ def _check_upload(headers: Headers, body: bytes) -> None:
     kind, options = parse_options_header(headers.get("content-type"))
     boundary = options.get(b"boundary")
     if kind != b"multipart/form-data" or not boundary:
-        raise RejectedRequest(400, "send the file as multipart/form-data")
+        raise HTTPException(400, "send the file as multipart/form-data")
     mark = b"--" + boundary
     complete = re.match(FILE % re.escape(boundary), body, re.IGNORECASE) and body.rstrip(b"\r\n").endswith(mark + b"--")
     if not complete or body.count(mark) != 2:
-        raise RejectedRequest(400, "send one complete file, as `files`")
+        raise HTTPException(400, "send one complete file, as `files`")
 
 
 def policy() -> str:
@@ -209,36 +210,25 @@ def policy() -> str:
     )
 
 
-def guarded(app: ASGIApp) -> ASGIApp:
-    """Return the server app with security headers, and without Gradio's that let other origins read its answers."""
-
-    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_with_headers(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                headers = MutableHeaders(scope=message)
-                for name in [name for name in headers if name.startswith("access-control-")]:
-                    del headers[name]
-                headers["Content-Security-Policy"] = policy()
-                headers["X-Content-Type-Options"] = "nosniff"
-                headers["Referrer-Policy"] = "no-referrer"
-            await send(message)
-
-        await app(scope, receive, send_with_headers)
-
-    return serve
+def _secure(headers: MutableHeaders) -> None:
+    """Add the security headers of an answer, and remove Gradio's that let other origins read it."""
+    for name in [name for name in headers if name.startswith("access-control-")]:
+        del headers[name]
+    headers["Content-Security-Policy"] = policy()
+    headers["X-Content-Type-Options"] = "nosniff"
+    headers["Referrer-Policy"] = "no-referrer"
 
 
-def outermost(*layers: Callable[[ASGIApp], ASGIApp]) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
-    """Return a lifespan that puts layers around the whole server, the last one outermost.
+def outermost(layer: Callable[[ASGIApp], ASGIApp]) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
+    """Return a lifespan that puts a layer around the whole server.
 
-    Gradio puts its own layers around those that it is given, so these are added when the server starts.
+    Gradio puts its own layers around those that it is given, so this one is added when the server starts.
     """
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         assert app.middleware_stack is not None
-        for layer in layers:
-            app.middleware_stack = layer(app.middleware_stack)
+        app.middleware_stack = layer(app.middleware_stack)
         yield
 
     return lifespan
@@ -250,37 +240,14 @@ class Page(gr.Blocks):
     async def process_api(self, block_fn: Any, *args: Any, **settings: Any) -> dict[str, object]:
         """Run a call. Raises gr.Error, which Gradio does not print."""
         try:
-            answer: dict[str, object] = await super().process_api(block_fn, *args, **settings)
+            return await super().process_api(block_fn, *args, **settings)
+        except gr.Error as error:
+            error.print_exception = False
+            raise
         except Exception as error:
-            if not isinstance(error, gr.Error) or error.print_exception:
-                log_failure(f"call of {getattr(block_fn, 'name', block_fn)}", error)
-            if isinstance(error, gr.Error):
-                error.print_exception = False
-                raise
+            log_failure(f"call of {getattr(block_fn, 'name', block_fn)}", error)
             message = "the call failed; see the log of the server"
             raise gr.Error(message, visible=False, print_exception=False) from error
-        return answer
-
-
-def quiet(app: ASGIApp) -> ASGIApp:
-    """Return the server app, without tracebacks of failed requests."""
-
-    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
-        started = False
-
-        async def note_start(message: Message) -> None:
-            nonlocal started
-            started = True
-            await send(message)
-
-        try:
-            await app(scope, receive, note_start)
-        except Exception as error:  # starlette raises it again after it has answered with status 500
-            if scope["type"] != "http" or not started:
-                raise
-            log_failure(f"{scope['method']} {scope['path']}", error)
-
-    return serve
 
 
 def log_failure(what: str, error: Exception) -> None:

@@ -4,9 +4,7 @@ Names of a lane's values end in its number: "k-2". Hidden lanes have values too.
 visitor's first event, so that the page is drawn without it.
 """
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import sha256
 from html import escape
 
@@ -18,7 +16,7 @@ from specdemo.core.settings import Setting, linked, settings
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.methods import method, method_options, model_method
 from specdemo.models import packaged
-from specdemo.models.shipped import embedded_folder
+from specdemo.models.gguf_files import is_gguf
 from specdemo.presets import limits
 from specdemo.presets.files import EMBEDDED, Preset, load_presets, preset
 from specdemo.presets.limits import LIMITS
@@ -52,11 +50,8 @@ def _needs(chosen: Preset) -> str:
 
 def to_values(chosen: Preset) -> Values:
     """Return the values of `Controls.inputs`."""
-    values = {
-        "preset": chosen.id,
-        "count": len(chosen.lanes),
-        **{name: getattr(chosen, name) for name in COMPARISON_FIELDS},
-    }
+    values: Values = {"preset": chosen.id, "count": len(chosen.lanes)}
+    values |= {name: getattr(chosen, name) for name in COMPARISON_FIELDS}
     values["chat"] = prompt_format(chosen.target, chosen.chat)
     for n, lane in zip(NUMBERS, padded(chosen), strict=True):
         shown = lane or _added_lane(chosen)
@@ -153,12 +148,7 @@ def key(values: Values) -> str:
 def show_setup(_: gr.Request, values: Values) -> Values:
     """Return the row of the setup and the description of the settings."""
     live()
-    lanes = []
-    for n in NUMBERS[: values["count"]]:
-        name = str(values[f"method-{n}"])
-        model = values[f"model-{n}"] if needs_model(name, values[f"options-{n}"]) else None
-        lanes.append(lane_words(name, str(method(name).title), model))
-    line = summary(values, lanes)
+    line = summary(values, lambda name: str(method(name).title))
     return {"setup": row_data(values, line, _query(values), _lane_obstacle(values)), "about": described(values, line)}
 
 
@@ -185,34 +175,24 @@ def _lane_obstacle(values: Values) -> str:
             return f"{reason}; choose another method."
         if needs_model(name, options) and not values[f"model-{n}"]:
             how = "name one under Drafter (a page started with --allow-any-model takes a file, folder or hub id)"
+            how += "" if is_gguf(values["target"]) or limits.public() else ", or train one in the Lab"
             return f"{method(name).title} needs a drafter for {short_name(values['target'])}; {how}."
     return ""
 
 
-def summary(values: Values, lanes: Sequence[str]) -> str:
-    """Return the settings in one line: target, lanes, draft lengths, sampling."""
-    ks = dict.fromkeys(str(values[f"k-{n}"]) for n in NUMBERS[: len(lanes)])
+def summary(values: Values, title: Callable[[str], str] = plain_title) -> str:
+    """Return the settings in one line: target, lanes, draft lengths, sampling. title: of a method."""
+    shown = NUMBERS[: values["count"]]
+    named = [(values[f"method-{n}"], short_name(values[f"model-{n}"] or "")) for n in shown]
+    target = short_name(values["target"])
+    lanes = [
+        draft.removeprefix(f"{target}-") if draft and name == DRAFTING[0] else title(name) for name, draft in named
+    ]
+    ks = dict.fromkeys(str(values[f"k-{n}"]) for n in shown)
     lengths = ", ".join("measured" if k == "0" else k for k in ks)
     chat = "chat template" if values["chat"] == CHAT else ""
     sampling = [settings(Comparison)[name].summary(values[name]) for name in SAMPLING]
-    models = f"{short_name(values['target'])} + {', '.join(lanes)}"
-    return " · ".join(filter(None, (models, f"k {lengths}", chat, *sampling)))
-
-
-def lane_words(name: str, title: str, model: str | None) -> str:
-    """Return a lane in the summary: its method, or the size or name of a draft model."""
-    if model is None or name != DRAFTING[0]:
-        return title
-    layers = _layers(model)
-    return f"{layers}-layer draft" if layers else f"{short_name(model)} draft"
-
-
-@lru_cache
-def _layers(model: str) -> int | None:
-    file = embedded_folder() / model / "config.json"
-    config = json.loads(file.read_bytes()) if model in EMBEDDED and file.is_file() else {}
-    layers: int | None = config.get("num_hidden_layers")
-    return layers
+    return " · ".join(filter(None, (f"{target} + {', '.join(lanes)}", f"k {lengths}", chat, *sampling)))
 
 
 def _query(values: Values) -> str | None:

@@ -6,15 +6,16 @@ components.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import gradio as gr
 
 from specdemo.bench.base import Report, SoFar, Stop
+from specdemo.bench.candidates import shareable
 from specdemo.bench.plot import BARS, chart
 from specdemo.bench.result import Result, Row, best, is_baseline, noisy, read_result, recorded_suite, to_json
 from specdemo.bench.suites import Sweep, swept
@@ -22,18 +23,19 @@ from specdemo.core.atomic_io import finite
 from specdemo.core.estimate import Estimate
 from specdemo.core.suggest import counted
 from specdemo.presets import limits
-from specdemo.presets.files import load_presets, preset
+from specdemo.presets.files import Preset, load_presets, preset
 from specdemo.presets.link import is_sweep
 from specdemo.ui import assets, space
-from specdemo.ui.controls import address, wire_share
+from specdemo.ui.controls import address, look, wire_save, wire_share
 from specdemo.ui.job import (
     LOST_S,
     QUIET,
+    UPLOADED,
     Job,
     Jobs,
+    Parts,
     Store,
     Values,
-    Work,
     named,
     opening,
     refusal,
@@ -46,13 +48,9 @@ from specdemo.ui.views import Loading, view
 USUAL = ("auto", "here", 0.0, 1.0)  # values of options that need no mention
 CONDITIONS = {"new_tokens": "max new tokens", "draws": "continuations"}
 IF_LINKED = f"() => {{ if (new URLSearchParams(location.search).has('sweep')) ({assets.to_tab('sweep')})(); }}"
-OFF = (
-    "this Space gets a GPU only for seconds, and a sweep takes minutes; open a saved result, "
-    "or start the page on your own machine with `python -m specdemo ui`"
-)
+OFF = f"this Space gets a GPU only for seconds, and a sweep takes minutes; {limits.HOME}"
 
 PARTIAL = 0.04  # share of a sweep between two results so far
-Measure = Callable[[Report, Stop], Result]
 
 
 class Sweeping(Job):
@@ -61,15 +59,13 @@ class Sweeping(Job):
     """
 
     stands_in = False  # a recorded result, shown until the visitor has one
-
-    def __init__(self, text: str, before: "Sweeping | None" = None, work: Work | None = None) -> None:
-        super().__init__(opening() + text, work)
-        self.unread_s = LOST_S
-        self.file: tuple[str, str] | None = before.file if before else None
-        self._last_progress: tuple[int, str] | None = None
+    models: Sequence[str] = ()  # named without their folders
+    unread_s = LOST_S
+    file: tuple[str, str] | None = None
+    _last_progress: tuple[int, str] | None = None
 
     @classmethod
-    def measuring(cls, name: str, measure: Measure, before: "Sweeping | None" = None) -> "Sweeping":
+    def measuring(cls, name: str, measure: Callable[[Report, Stop], Result], before: Self | None = None) -> Self:
         """Raises ValueError with one line if no sweep can run."""
         if live().ELSEWHERE:
             raise ValueError(OFF)
@@ -77,7 +73,9 @@ class Sweeping(Job):
         def work(cancelled: Stop, report: Callable[..., None]) -> Iterator[Result]:
             yield measure(every_few_percent(report), cancelled)
 
-        return cls(to_line({"type": "start", "name": name}), before, live().with_engine_lock(work))
+        sweeping = cls(opening() + to_line({"type": "start", "name": name}), live().with_engine_lock(work))
+        sweeping.file = before.file if before else None
+        return sweeping
 
     @property
     def size(self) -> int:
@@ -86,12 +84,15 @@ class Sweeping(Job):
     def add(self, messages: Iterable[Any]) -> str:
         for message in messages:
             if isinstance(message, Result):
-                self.conclude(message, recorded=False)
+                self.conclude(self._shared(message), recorded=False)
                 continue
             self._emit(view(message))
             if isinstance(message, Loading) and isinstance(message.so_far, Result):
-                self.text += result_line(readable(message.so_far), recorded=False, partial=True)
+                self.text += result_line(readable(self._shared(message.so_far)), recorded=False, partial=True)
         return self.text
+
+    def _shared(self, result: Result) -> Result:
+        return shareable(result, self.models) if self.models else result
 
     def conclude(self, result: Result, recorded: bool) -> None:
         """Show the result and offer it as a file."""
@@ -137,14 +138,13 @@ def _lane_names(ids: Iterable[str]) -> dict[str, str]:
 
 def every_few_percent(report: Callable[..., None]) -> Report:
     """Return a callback that passes on the progress, and a result so far each time that another PARTIAL is done."""
-    shown = 0.0
+    due = 0.0
 
     def watched(share: float, what: str, so_far: SoFar | None = None, /) -> None:
-        nonlocal shown
-        if so_far is None or (shown and share < shown + PARTIAL):
-            return report(share, what)
-        shown = share
-        return report(share, what, so_far())
+        nonlocal due
+        shown = so_far() if so_far and share >= due else None
+        due = share + PARTIAL if shown else due
+        report(share, what, shown)
 
     return watched
 
@@ -156,20 +156,19 @@ def result_line(result: Result, recorded: bool, partial: bool = False) -> str:
     remarks = [*result.remarks, *filter(None, [noisy(result)])]
     payload: dict[str, object] = {"axis": result.axis, "rows": rows, "remarks": remarks, "verdict": verdict}
     where = [str(result.environment[name]) for name in ("device", "date") if result.environment.get(name)]
-    repeats = counted(result.repeats, "repeat")
-    payload |= {"where": where, "conditions": " · ".join([repeats, *_conditions(result.config)])}
+    payload |= {"where": where, "conditions": " · ".join(_conditions(result))}
     with suppress(ValueError):  # a suite without speed-ups has only its table
         payload["chart"] = finite(chart(result))
     return to_line({"type": "result", "recorded": recorded, "partial": partial, **payload})
 
 
-def _conditions(config: Mapping[str, object]) -> list[str]:
-    """Return the options of a result that tell results apart."""
-    options = {name: value for name, value in config.items() if isinstance(value, str | int | float)}
+def _conditions(result: Result) -> list[str]:
+    """Return the repeats and the options of a result that tell results apart."""
+    options = {name: value for name, value in result.config.items() if isinstance(value, str | int | float)}
     chosen = {name: value for name, value in options.items() if not isinstance(value, bool) and value not in USUAL}
     known = load_presets().get(str(chosen.pop("preset", "")))
     words = [f"{CONDITIONS.get(name, name.replace('_', ' '))} {value}" for name, value in chosen.items()]
-    return [*([f"preset {known.title}"] if known else []), *words]
+    return [counted(result.repeats, "repeat"), *([f"preset {known.title}"] if known else []), *words]
 
 
 def _cell(value: object) -> object:
@@ -182,7 +181,7 @@ def _cell(value: object) -> object:
 def begin(values: Values, last: Sweeping | None) -> Sweeping:
     """Return the sweep that the controls describe. Raises ValueError with one line."""
     live()  # imports torch under its lock, before the methods of a preset are checked
-    sweep = admit(from_values(values))
+    sweep = admit(Sweep().changed(**values))
     return Sweeping.measuring(f"{swept()[sweep.sweep].title}, {sweep.preset}", sweep.suite().run, last)
 
 
@@ -195,10 +194,9 @@ class Sweeps(Jobs[Sweeping]):
     def open(self, request: gr.Request, values: Values) -> Values:
         """Return a stored result, or the reason why the file cannot be read."""
         try:
-            result = read_result(Path(values["file"]), space.bounds())
+            return self._show(request, read_result(Path(values["file"]), space.bounds()))
         except ValueError as error:
             return {"view": refusal(error)}
-        return self._show(request, result)
 
     def recorded(self, request: gr.Request, values: Values) -> Values:
         """Return the recorded result of a suite, if the visitor sees none; a link asks for a run."""
@@ -209,7 +207,7 @@ class Sweeps(Jobs[Sweeping]):
         return self._show(request, result, stands_in=True)
 
     def _show(self, request: gr.Request, result: Result, stands_in: bool = False) -> Values:
-        shown = Sweeping("")
+        shown = Sweeping(opening())
         shown.conclude(result, recorded=True)
         shown.stands_in = stands_in
         self.keep(request, shown)
@@ -219,33 +217,23 @@ class Sweeps(Jobs[Sweeping]):
         """Return the file name and the text of the visible result."""
         last = self.last(request)
         if last is None or last.file is None:
-            raise gr.Error("no result to save yet; press Run first", print_exception=False)
+            raise gr.Error("no result to save yet; press Run first")
         name, text = last.file
         return {"name": name, "text": text}
 
 
-def from_values(values: Values) -> Sweep:
-    """Return the sweep that the controls describe. Raises ValueError with one line."""
-    return Sweep().changed(**values)
-
-
 def admit(sweep: Sweep) -> Sweep:
     """Return the sweep. Raises ValueError on a public page if it is too large."""
-    limits.admit(limits.fit(preset(sweep.preset)).with_changes(max_new_tokens=sweep.new_tokens))
-    most = limits.here().sweep_repeats
-    if sweep.repeats > most:
-        raise ValueError(
-            f"this public page allows at most {most} repeats of a sweep, not {sweep.repeats}; {limits.HOME}"
-        )
-    reason = live().no_gpu(preset(sweep.preset)) if limits.public() else ""
-    if reason:
+    chosen = limits.fit(preset(sweep.preset))
+    limits.admit(chosen.with_changes(max_new_tokens=sweep.new_tokens, repeats=sweep.repeats))
+    if limits.public() and (reason := live().no_gpu(chosen)):
         raise ValueError(f"{reason}; {limits.HOME}")
     return sweep
 
 
 def share(values: Values) -> str:
     """Return the link to a sweep. Raises ValueError with one line."""
-    return address(from_values(values).to_query())
+    return address(Sweep().changed(**values).to_query())
 
 
 def restore(request: gr.Request, _: Values) -> Values:
@@ -259,39 +247,23 @@ def restore(request: gr.Request, _: Values) -> Values:
 
 def draw(page: gr.Blocks, tab: gr.Tab, store: Store) -> None:
     """Create the tab, inside the current Blocks."""
-    start = Sweep()
+    start, most = Sweep(), limits.here()
     gr.Markdown(assets.text("sweep.md"), elem_id="sweep-about")
     names = [(suite.title, id) for id, suite in swept().items()]
-    presets = [(p.title, p.id) for p in load_presets().values()]
-    chosen = gr.Radio(
-        names, value=start.sweep, label="What to sweep", elem_id="suite", elem_classes="chips", container=False
-    )
+    chips: Values = {"elem_id": "suite", "elem_classes": "chips", "container": False}
+    chosen = gr.Radio(names, value=start.sweep, label="What to sweep", **chips)
     question = gr.Markdown(swept()[start.sweep].question, elem_id="question")
-    with gr.Row(elem_id="sweep-controls"):
-        on = gr.Dropdown(
-            presets,
-            value=page_preset().id,
-            label="Preset: target and lane",
-            elem_id="sweep-preset",
-            scale=6,
-            min_width=300,
-        )
-        inputs: dict[str, object] = {"sweep": chosen, "preset": on}
-        for name, words, low, high in (
-            ("repeats", "Repeats", 1, limits.here().sweep_repeats),
-            ("new_tokens", "Max new tokens", 8, limits.here().max_new_tokens),
-        ):
-            at = min(getattr(start, name), high)
-            size: Values = {"elem_id": name.replace("_", "-"), "scale": 3, "min_width": 170}
-            inputs[name] = gr.Slider(low, high, at, step=1, label=words, **size)
-        with gr.Column(scale=2, min_width=180):
-            run = gr.Button("Run", variant="primary", size="lg", elem_id="sweep-run")
-            with gr.Row():
-                stop = gr.Button("Stop", interactive=False, elem_id="sweep-stop", min_width=70)
-                shared = gr.Button("Share", elem_id="sweep-share", min_width=70)
-    link = gr.Textbox(label="Link to this sweep", visible=False, buttons=["copy"], elem_id="sweep-link")
+    inputs: Parts = {"sweep": chosen}
+    with gr.Row(elem_id="sweep-controls") as row:
+        inputs["preset"] = preset_menu(load_presets().values(), page_preset().id, "sweep-preset", 6, 300)
+        inputs["repeats"] = gr.Slider(1, most.repeats, start.repeats, step=1, **look("Repeats", "repeats", 3, 170))
+        length = look("Max new tokens", "new-tokens", 3, 170)
+        inputs["new_tokens"] = gr.Slider(8, most.max_new_tokens, start.new_tokens, step=1, **length)
     sweeps = Sweeps("sweep", store)
-    parts = draw_result(sweeps, "sweep", begin, inputs, run, stop)
+    parts, exports = draw_result(sweeps, row, "Run", begin, inputs)
+    with exports:
+        shared = gr.Button("Share", size="sm", elem_id="sweep-share")
+    link = gr.Textbox(label="Link to this sweep", visible=False, buttons=["copy"], elem_id="sweep-link")
     for shown in (tab.select, chosen.change):
         named(shown, sweeps.recorded, {"sweep": chosen}, parts, **QUIET)
     chosen.change(lambda suite: swept()[suite].question, chosen, question, **QUIET)
@@ -300,20 +272,27 @@ def draw(page: gr.Blocks, tab: gr.Tab, store: Store) -> None:
     page.load(None, None, None, js=IF_LINKED, **QUIET)
 
 
-def draw_result(
-    sweeps: Sweeps, name: str, begin: Begin, inputs: dict[str, object], run: gr.Button, stop: gr.Button
-) -> Values:
-    """Create the `view` of a result below its controls, and the buttons to save and open one.
+def preset_menu(presets: Iterable[Preset], value: str, elem_id: str, scale: int, min_width: int) -> gr.Dropdown:
+    """Create a menu of presets."""
+    place = look("Preset: target and lane", elem_id, scale, min_width)
+    return gr.Dropdown([(p.title, p.id) for p in presets], value=value, **place)
 
-    name: of the view, and prefix of the ids.
+
+def draw_result(sweeps: Sweeps, row: gr.Row, words: str, begin: Begin, inputs: Parts) -> tuple[Parts, gr.Row]:
+    """Create Run and Stop in a row of controls, the `view` of the result, and the row of buttons to save and open one.
+
+    words: of Run.
     """
+    name = sweeps.name
+    with row, gr.Column(scale=2, min_width=180):
+        run = gr.Button(words, variant="primary", size="lg", elem_id=f"{name}-run")
+        stop = gr.Button("Stop", interactive=False, elem_id=f"{name}-stop")
     view = assets.view("result.html", "helpers.js", "chart.js", "sweep.js", elem_id=name, later=True, name=name)
-    with gr.Row(elem_id=f"{name}-exports", elem_classes="result-exports"):
+    with gr.Row(elem_id=f"{name}-exports", elem_classes="result-exports") as exports:
         save = gr.Button("Save result (JSON)", size="sm", elem_id=f"{name}-save")
         opened = gr.UploadButton("Open a result", file_types=[".json"], size="sm", elem_id=f"{name}-open")
     parts = {"view": view}
     wire(sweeps, [([run.click], begin, inputs)], parts, stop, [run, opened])
-    named(opened.upload, sweeps.open, {"file": opened}, parts, **QUIET)
-    file = gr.JSON(visible=False)
-    save.click(sweeps.save, None, file, **QUIET).success(None, file, None, js=assets.text("save.js"), **QUIET)
-    return parts
+    named(opened.upload, sweeps.open, {"file": opened}, parts, **UPLOADED)
+    wire_save(save, sweeps.save)
+    return parts, exports

@@ -63,8 +63,7 @@ def view(message: Shown) -> dict[str, object]:
         case StepRow():
             return {"type": "step", **asdict(message)}
         case LaneDone(lane, trace):
-            done = {"type": "done", "lane": lane, "finish": trace.finish, "note": trace.note, "summary": trace.summary}
-            return done | {"remote": _remote(trace)}
+            return {"type": "done", "lane": lane, "remote": _remote(trace)} | _named(trace, "finish", "note", "summary")
         case Restarted(lane):
             return {"type": "restart", "lane": lane}
         case Finished(trace):
@@ -86,20 +85,18 @@ def finish(trace: RunTrace) -> str:
 
 def summary(trace: RunTrace) -> dict[str, object]:
     """Return the run without its steps, as `/compare` returns it."""
-    return {
-        "preset": trace.preset,
-        "schedule": trace.schedule,
-        "config": trace.config,
-        "environment": trace.environment,
+    return _named(trace, "preset", "schedule", "config", "environment", "notes") | {
         "finish": finish(trace),
-        "notes": trace.notes,
-        "lanes": [
-            _lane(lane) | {"finish": lane.finish, "text": lane.text, "summary": lane.summary} for lane in trace.lanes
-        ],
+        "lanes": [_lane(lane) | _named(lane, "finish", "text", "summary") for lane in trace.lanes],
         "comparison": _comparison(trace),
         "headline": _headline(trace, "x"),
         "definitions": by_key(),
     }
+
+
+def _named(of: object, *names: str) -> dict[str, object]:
+    """Return attributes by name."""
+    return {name: getattr(of, name) for name in names}
 
 
 def models_of(trace: RunTrace) -> set[str]:
@@ -110,21 +107,18 @@ def models_of(trace: RunTrace) -> set[str]:
 
 
 def _start(trace: RunTrace) -> dict[str, object]:
-    return {
+    lanes = [
+        _lane(lane) | {"predictable": predictable(trace, lane), "details": _details(trace, lane)}
+        for lane in trace.lanes
+    ]
+    return _named(trace, "preset", "schedule", "environment", "prompt") | {
         "type": "start",
-        "preset": trace.preset,
-        "schedule": trace.schedule,
         "greedy": trace.config.get("temperature", 0.0) == 0.0,
         "limit": trace.config.get("max_new_tokens"),
         "target": trace.config.get("target"),
         "work": kind_of_work(trace.preset, trace.prompt),
-        "environment": trace.environment,
         "same_bits": trace.environment.get("exactness") == SAME_BITS,
-        "prompt": trace.prompt,
-        "lanes": [
-            _lane(lane) | {"predictable": predictable(trace, lane), "details": _details(trace, lane)}
-            for lane in trace.lanes
-        ],
+        "lanes": lanes,
     }
 
 
@@ -149,15 +143,13 @@ def predictable(trace: RunTrace, lane: LaneTrace) -> bool:
 
 
 def _lane(lane: LaneTrace) -> dict[str, object]:
-    own = {name: getattr(lane, name) for name in ("name", "method", "options", "defaults", "exact", "note", "messages")}
+    own = _named(lane, "name", "method", "options", "defaults", "exact", "note", "messages")
     return own | {"remote": _remote(lane)}
 
 
 def _remote(lane: LaneTrace) -> dict[str, object] | None:
     """Return the server of a lane and the source of its numbers; None for a local lane."""
-    if lane.remote is None:
-        return None
-    return {name: getattr(lane.remote, name) for name in ("server", "model", "endpoint", "source")}
+    return _named(lane.remote, "server", "model", "endpoint", "source") if lane.remote else None
 
 
 def _comparison(trace: RunTrace) -> list[dict[str, object]]:
@@ -189,11 +181,9 @@ def _parting(baseline: LaneTrace, lane: LaneTrace, row: ComparisonRow) -> str:
     if not isinstance(index, int):
         return ""
     pieces = [one.pieces[index][:30] if index < len(one.pieces) else "" for one in (baseline, lane)]
-    words = [piece.strip() for piece in pieces] if pieces[0].strip() != pieces[1].strip() else pieces
-    tokens = [
-        f"“{word}”" if word else "a line break" if piece else "the end"
-        for word, piece in zip(words, pieces, strict=True)
-    ]
+    alike = pieces[0].strip() == pieces[1].strip()
+    words = [(piece if alike else piece.strip(), piece) for piece in pieces]
+    tokens = [f"“{word}”" if word else "a line break" if piece else "the end" for word, piece in words]
     if not isinstance(margin, int | float):
         return " or ".join(tokens)
     gap = f"{margin:.2g} between {' and '.join(tokens)}"

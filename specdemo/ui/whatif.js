@@ -1,7 +1,7 @@
 // Draws one prediction (JSON, see whatif.py) into whatif.html. Loaded after helpers.js and chart.js.
 
 const times = (x) => `${fixed(x, 2)}×`;
-const speedTone = { faster: ["▲ faster", "gain"], slower: ["▼ slower", "bad"] };
+const interval = ({ low, high }) => (isNumber(low) ? `${fixed(low, 2)} to ${fixed(high, 2)}` : "–");
 const duration = (ms) => (ms < 1 ? `${fixed(1000 * ms, 0)} µs` : `${fixed(ms, ms < 10 ? 2 : 1)} ms`);
 const rounded = (x) => Number(x.toPrecision(3)).toLocaleString("en");
 const line = (points) => ({ series: 1, points: points.map(([x, { value }]) => [x, value]), band: points.filter(([, { low }]) => isNumber(low)).map(([x, { low, high }]) => [x, low, high]) });
@@ -30,9 +30,10 @@ function show(prediction) {
   $(".sd-facts").textContent = [prediction.where, prediction.from, ...prediction.notes].join(" · ");
 }
 
-function drawTiles({ plain_tokens_per_s, best_k, recorded_k, word, interval, memory_gb, room_gb }, row) {
-  const [arrow, tone] = speedTone[word] ?? ["no clear difference", ""];
-  fill("speedup", times(row.speedup.value), [interval, arrow].filter(Boolean).join(", "), "", tone);
+function drawTiles({ plain_tokens_per_s, best_k, recorded_k, memory_gb, room_gb }, row) {
+  const { value, low, high } = row.speedup;
+  const [word, tone] = low > 1 ? ["▲ faster", "gain"] : high < 1 ? ["▼ slower", "bad"] : ["no clear difference", ""];
+  fill("speedup", times(value), `${interval(row.speedup)}, ${word}`, "", tone);
   fill("rate", rounded(row.tokens_per_s.value), "of the whole batch", `plain decoding: ${rounded(plain_tokens_per_s.value)}`);
   fill("per-pass", fixed(row.tokens.value, 2));
   fill("best", best_k ? `k = ${best_k}` : "off", best_k ? " " : "plain decoding is faster", best_k && recorded_k && best_k > recorded_k ? `extrapolated beyond k = ${recorded_k}` : "on this machine at this load");
@@ -57,8 +58,10 @@ function drawOverBatch({ loads, at }) {
 
 const partsOf = ({ draft_ms, verify_ms, other_ms }) => [["draft", draft_ms], ["verify", verify_ms], ["other", other_ms]];
 
-function drawSteps({ plain_parts }, row) {
-  const all = [["Plain, per token", partsOf(plain_parts), 1], [`k = ${row.k}, per token`, partsOf(row), row.tokens.value]];
+function drawSteps({ plain_ms }, row) {
+  const verify_ms = row.verify_ms / row.v; // of a plain step
+  const plain = { draft_ms: 0, verify_ms, other_ms: plain_ms - verify_ms };
+  const all = [["Plain, per token", partsOf(plain), 1], [`k = ${row.k}, per token`, partsOf(row), row.tokens.value]];
   const each = all.map(([, parts, tokens]) => sum(parts.map(([, ms]) => ms)) / tokens);
   $(".sd-times").replaceChildren(
     ...all.map(([name, parts, tokens], i) => {
@@ -72,10 +75,8 @@ function drawSteps({ plain_parts }, row) {
 
 function numbers({ rows }) {
   const names = ["k", "speed-up", "95 % interval", "tokens/s", "mean accepted length", "draft", "verification", "bottleneck"];
-  const cells = ({ k, speedup: { value, low, high }, tokens_per_s, tokens, draft_ms, verify_ms, limit }) => {
-    const interval = isNumber(low) ? `${fixed(low, 2)} to ${fixed(high, 2)}` : "–";
-    return [String(k), times(value), interval, rounded(tokens_per_s.value), fixed(tokens.value, 2), duration(draft_ms), duration(verify_ms), limit];
-  };
+  const cells = ({ k, speedup, tokens_per_s, tokens, draft_ms, verify_ms, limit }) =>
+    [String(k), times(speedup.value), interval(speedup), rounded(tokens_per_s.value), fixed(tokens.value, 2), duration(draft_ms), duration(verify_ms), limit];
   return tableOf(names, rows.map(cells));
 }
 

@@ -57,7 +57,7 @@ def test_a_hostile_link_is_refused_with_notes_and_a_link_restores_every_setting(
     set_number(page, "temperature", 0.7)
     set_number(page, "seed", 11)
     set_number(page, "max_new_tokens", 40)
-    line = "stories + Prompt lookup, 4-layer draft · k 7, 9 · temperature 0.7 · seed 11 · 40 tokens"
+    line = "stories + Prompt lookup, draft-deep · k 7, 9 · temperature 0.7 · seed 11 · 40 tokens"
     expect(page.locator(".sd-summary")).to_have_text(line)
     page.locator("#prompt textarea").fill("A <b> & ${x} {{y}} 日本 👩‍👧\n\ttab")
     page.locator("#share").click()

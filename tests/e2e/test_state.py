@@ -53,7 +53,7 @@ def test_tab_preset_edits_and_prompt_survive_back_and_reload(visit_gated):
 
     page.go_back()
     expect_example(page, "Draft model")
-    expect(page.locator(".sd-summary")).to_have_text("stories + 1-layer draft · k 4 · greedy · 160 tokens")
+    expect(page.locator(".sd-summary")).to_have_text("stories + draft-wide · k 4 · greedy · 160 tokens")
     page.go_forward()
     expect(prompt(page)).to_have_value(ARABIC)
     choose_example(page, "Prompt lookup")  # restores the changed example

@@ -77,13 +77,12 @@ def test_exceeded_limit_is_one_line_that_names_it(kind, tmp_path):
     text, line = TOO_MUCH[kind]()
     path = tmp_path / "trace.json"
     path.write_bytes(text)
-    for reader, source in ((from_json, text), (load_trace, path), (read_result, text)):
+    for reader, source in ((from_json, text), (load_trace, path), (read_result, text), (open_trace, path)):
         with pytest.raises(ValueError) as refused:
             reader(source)
         message = str(refused.value)
         assert "\n" not in message and len(message) < 300 + len(str(path)) * 2
         assert line in message or reader is read_result
-    assert line in open_trace(str(path)).text
 
 
 PUBLIC_WORST = {

@@ -101,9 +101,9 @@ def test_page_receives_every_step_and_the_folder(target, tmp_path, monkeypatch):
         messages.append(message)
     steps = [message for message in messages if "step" in message]
     assert [message["step"] for message in steps] == list(range(len(steps)))
-    assert messages[0] == {"note": "30 minutes: 192 tokens of text and 9 training steps"}
+    assert messages[0] == {"type": "note", "text": "30 minutes: 192 tokens of text and 9 training steps"}
     assert 1700.0 < steps[-1]["of_seconds"] < 1800.0 and steps[-1]["loss"] > 0.0
-    assert messages[-1] == {"done": True, "folder": str(tmp_path)}
+    assert messages[-1] == {"type": "done", "folder": str(tmp_path)}
     assert not list(tmp_path.glob("ca*")) and not list(tmp_path.glob("checkpoint*"))
     assert load_drafter("medusa", target, str(tmp_path))
 

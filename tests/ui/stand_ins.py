@@ -79,15 +79,16 @@ class Trainer:
         self.started, self.minutes = True, minutes
         if self.fails:
             raise ValueError("no text to learn from")
-        yield {"note": "stories is writing the text that the head will learn from"}
+        yield {"type": "note", "text": "stories is writing the text that the head will learn from"}
         of = 60.0 * minutes
         for step in range(4):
             measured = {"agree_1": 0.1 * step, "agree_2": 0.05 * step, "loss": 3.0 / step if step else math.nan}
-            yield {"seconds": of * step / 3, "of_seconds": of, "step": step, "tokens": 512 * step} | measured
+            at = {"seconds": of * step / 3, "of_seconds": of, "step": step, "tokens": 512 * step}
+            yield {"type": "tick"} | at | measured
         while self.endless and not cancelled():
             threading.Event().wait(0.01)
         self.stopped = self.endless
-        yield {"done": True, "folder": str(out)}
+        yield {"type": "done", "folder": str(out)}
 
 
 ENVIRONMENT = {

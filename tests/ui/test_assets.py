@@ -7,7 +7,6 @@ from pathlib import Path
 import brotli
 import pytest
 from starlette.applications import Starlette
-from starlette.middleware import Middleware
 from starlette.responses import HTMLResponse, JSONResponse
 from starlette.routing import Route
 from starlette.testclient import TestClient
@@ -42,6 +41,15 @@ def test_no_template_literal_spans_lines():
             assert line.count("`") % 2 == 0, (path.name, line)
 
 
+def test_a_link_to_the_page_shows_the_projects_card_and_not_gradios():
+    page = b"""<head><meta property="og:title" content="Gradio" />
+    <meta
+        name="twitter:image" content="https://elsewhere" /><title>x</title></head>"""
+    carded = assets.carded(page).decode()
+    assert "Gradio" not in carded and "elsewhere" not in carded and "<title>x</title>" in carded
+    assert f'<meta property="og:title" content="{assets.TITLE}">' in carded and 'rel="icon"' in carded
+
+
 LONG = "x" * 2000
 
 
@@ -56,8 +64,12 @@ def client():
     def short(_):
         return JSONResponse({})
 
-    routes = [Route(f"/{route.__name__}", route) for route in (page, answer, short)]
-    return TestClient(Starlette(routes=routes, middleware=[Middleware(assets.Answers)]))
+    app = Starlette(routes=[Route(f"/{route.__name__}", route) for route in (page, answer, short)])
+
+    async def served(scope, receive, send):
+        await app(scope, receive, assets.whole(scope, send))
+
+    return TestClient(served)
 
 
 def fetch(client, path, accepted):

@@ -1,22 +1,18 @@
 """Properties and updates of the controls."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
-from specdemo.methods import model_method
+from specdemo.methods import method_options, model_method
 from specdemo.presets.files import load_presets, preset
 from specdemo.ui import controls, model_menus, setup
-from specdemo.ui.controls import fill, fill_untouched
-from specdemo.ui.setup import LANE, from_values, to_values
+from specdemo.ui.controls import fill
+from specdemo.ui.setup import from_values, to_values
 
 DRAWN = dict.fromkeys(controls.DRAWN, 0)
 REQUEST = preset("embedded-three-lanes").with_changes(k=9, temperature=0.5)
-
-
-def untouched(now):
-    updates = fill_untouched(REQUEST, preset("embedded-draft"), now | DRAWN)
-    return updates, {*fill(REQUEST, DRAWN)} - {*updates}  # the rest is unchanged
 
 
 def test_another_method_starts_with_its_own_options():
@@ -27,48 +23,28 @@ def test_another_method_starts_with_its_own_options():
 
 
 def test_wrapped_method_decides_whether_a_model_is_shown():
-    lane = {"target": "stories", "method": "adaptive", "options": {}, "option": "drafter", "default": "draft_model"}
-    changed = controls._set(None, lane | {"value": "ngram"})
+    lane, drafter = {"target": "stories", "method": "adaptive", "options": {}}, method_options("adaptive")[0]
+    assert (drafter.name, drafter.default) == ("drafter", "draft_model")
+    changed = controls._set(drafter, None, lane | {"value": "ngram"})
     assert changed["options"] == {"drafter": "ngram"} and changed["model"]["visible"] is False
-    back = controls._set(None, lane | {"options": {"drafter": "ngram", "x": 1}, "value": "draft_model"})
+    back = controls._set(drafter, None, lane | {"options": {"drafter": "ngram", "x": 1}, "value": "draft_model"})
     assert back["options"] == {"x": 1} and back["model"]["visible"]  # an option at its default is left out
-    assert "model" not in controls._set(None, lane | {"option": "k_max", "value": 9})
+    assert "model" not in controls._set(replace(drafter, name="k_max"), None, lane | {"value": 9})
 
 
-def test_link_fills_an_untouched_page():
-    updates, left = untouched(to_values(preset("embedded-draft")))
+def test_a_link_fills_every_control():
+    updates = fill(REQUEST, DRAWN)
     assert updates["temperature"]["value"] == 0.5 and updates["k-2"]["value"] == 9
-    assert not left
+    assert [updates[name] for name in DRAWN] == [1] * setup.LANES
 
 
-def test_edits_made_before_the_link_was_read_stay():
-    now = to_values(preset("embedded-draft"))
-    now["prompt"], now["k-1"] = "mine", 2
-    updates, left = untouched(now)
-    assert left == {"prompt", "drawn-1", *(f"{name}-1" for name in LANE)}
-    assert updates["temperature"]["value"] == 0.5 and updates["k-2"]["value"] == 9
-    assert (updates["drawn-2"], updates["drawn-3"]) == (1, 1)
-
-
-def test_preset_selected_before_the_link_stays_complete():
-    assert untouched(to_values(preset("embedded-ngram")))[0] == {}
-
-
-def test_lanes_added_before_the_link_was_read_stay():
-    now = to_values(preset("embedded-draft"))
-    now["count"] = 3
-    assert untouched(now)[1] == {"count", "add", "remove", "lane-1", "lane-2", "lane-3"}
-
-
-def test_another_target_takes_another_drafter_or_offers_to_train_one():
+def test_another_target_takes_another_drafter_or_none():
     lanes = {f"method-{n}": "mtp" for n in setup.NUMBERS} | {f"options-{n}": {} for n in setup.NUMBERS}
     fitted = controls._refit(None, lanes | {"target": "stories-bytes", "method-2": "dflash"})
     assert fitted["model-1"]["value"] == "stories-bytes-heads" and fitted["model-1"]["visible"]
-    assert not fitted["train-1"]["visible"] and not fitted["train-2"]["visible"]  # the Lab trains heads of stories
     assert fitted["model-2"]["visible"] and fitted["model-2"]["value"] is None
-    for target, trains in (("stories", True), ("code", False)):
-        shown = controls._fit_model(target, "gemma4_assistant", {})
-        assert (shown["train"]["visible"], shown["model"]["visible"]) == (trains, not trains)
+    shown = controls._fit_model("stories", "gemma4_assistant", {})
+    assert shown["visible"] and shown["value"] is None
     assert "<b>stories-draft-wide</b> another tokenizer" in fitted["unfit"]
 
 
@@ -86,7 +62,7 @@ def test_another_target_takes_another_drafter_or_offers_to_train_one():
 )
 def test_a_method_that_cannot_run_on_a_target_says_why_before_run(method, reason):
     values = to_values(preset("embedded-draft")) | {"target": "/models/model.gguf", "method-1": method}
-    values |= {"model-1": controls._fit_model(values["target"], method, {})["model"]["value"], "options-1": {}}
+    values |= {"model-1": controls._fit_model(values["target"], method, {})["value"], "options-1": {}}
     shown = json.loads(setup.show_setup(None, values)["setup"])["obstacle"]
     assert shown.startswith(reason) if reason else not shown
     label = {name: title for title, name in model_menus.method_choices(values["target"])}[method]
@@ -96,15 +72,13 @@ def test_a_method_that_cannot_run_on_a_target_says_why_before_run(method, reason
 @pytest.mark.parametrize("name", list(load_presets()))
 def test_a_lane_offers_the_models_of_its_method_alone(name):
     values = to_values(preset(name))
-    before = controls.offer_models(values)
+    before = controls.offer(None, values)
     for n in setup.NUMBERS:
         offered = [model for _, model in before[f"model-{n}"]["choices"]]
         reads = model_method(values[f"method-{n}"], values[f"options-{n}"])
         fitting = {pair.drafter for pair in model_menus.pairs(values["target"]) if pair.method == reads}
         assert {*offered} <= fitting | {values[f"model-{n}"]}
-        assert fill(preset(name), dict.fromkeys(controls.DRAWN, 0))[f"model-{n}"]["choices"] == [
-            (m, m) for m in offered
-        ]
+        assert (values[f"method-{n}"] in dict(map(reversed, before[f"method-{n}"]["choices"]))) != (reads == "none")
 
 
 def test_lanes_are_added_and_removed_within_limits():

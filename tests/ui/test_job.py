@@ -1,6 +1,7 @@
 """Jobs of visitors: run, follow, cancel, rejoin; their storage."""
 
 import asyncio
+import threading
 import time
 from types import SimpleNamespace
 
@@ -70,16 +71,28 @@ def test_text_is_stored_until_delivered():
     shown = list(played(jobs, begin("begun ", lambda *_: iter(["a ", "b"])), visitor("a"), {}))
     job = jobs.last(visitor("a"))
     assert shown[-1]["view"] == "begun a b" and job.ended and job.text == ""
-    assert jobs.request_stop(visitor("a")) == jobs.stop(visitor("a")) == {}
+    assert jobs.stop(visitor("a")) == {}
 
 
-def test_stop_delivers_the_end_of_a_job_that_has_just_ended():
+def test_stop_ends_the_work_and_its_reader_gets_the_end():
     jobs = Jobs("race")
-    shown = played(jobs, begin("begun ", lambda *_: iter("a")), visitor("a"), {})
-    while not jobs.last(visitor("a")) or not jobs.last(visitor("a")).ended:
-        next(shown)
-    shown.close()  # Stop cancels the event of Run, whose last text may be lost
-    assert jobs.stop(visitor("a")) == {"view": "begun a"} and jobs.stop(visitor("a")) == {}
+    shown = played(jobs, begin("", endless), visitor("a"), {})
+    while "begun" not in next(shown)["view"]:
+        pass
+    texts = [update["view"] for update in (jobs.stop(visitor("a")), *shown)]
+    assert texts[0].startswith('begun{"type":"stopping"}\n') and jobs.stop(visitor("a")) == {}
+    assert texts[-1].endswith(' and ended{"type":"stopped"}\n')
+
+
+def test_work_that_does_not_stop_is_left_behind(monkeypatch):
+    gate = threading.Event()
+    monkeypatch.setattr(Text, "grace_s", 0.0)
+    jobs = Jobs("race")
+    shown = played(jobs, begin("begun", lambda *_: iter([gate.wait(60) and ""])), visitor("a"), {})
+    next(shown)
+    jobs.stop(visitor("a"))
+    assert [*shown] or jobs.last(visitor("a")).ended
+    gate.set()
 
 
 def test_stop_changes_no_stored_text():
@@ -161,7 +174,7 @@ def test_job_that_was_stopped_in_the_queue_does_not_begin():
         await page.read()
         return stopped, page.texts
 
-    assert asyncio.run(main()) == ('{"run":"a"}\n{"type":"stopped"}\n', [])
+    assert asyncio.run(main()) == ('{"run":"a"}\n{"type":"stopping"}\n{"type":"stopped"}\n', [])
 
 
 def test_lost_page_rejoins_its_run():
@@ -169,20 +182,18 @@ def test_lost_page_rejoins_its_run():
         jobs = Jobs("race")
         page = await Page(jobs, "a").open()
         await page.close()
-        await until(lambda: page.job._worker.alive)  # it goes on
+        await until(lambda: page.job.alive)  # it goes on
         assert jobs.rejoin({"run": "unknown"}, None) is jobs.rejoin({"run": ""}, None) is None
         again = visitor("b")
         jobs.keep(again, jobs.rejoin({"run": "a"}, None))
-        texts = [shown["view"] async for shown in follow_and_stop(jobs, again)]
-        return texts[0], jobs.stop(again)["view"]
-
-    async def follow_and_stop(jobs, who):
-        async for shown in jobs.follow(who):
-            yield shown
-            return
+        texts = []
+        async for shown in jobs.follow(again):
+            texts.append(shown["view"])
+            texts += [jobs.stop(again)["view"]] if len(texts) == 1 else []
+        return texts[0], texts[-1]
 
     first, last = asyncio.run(main())
-    assert first.endswith("begun") and last == '{"run":"a"}\nbegun and ended{"type":"stopped"}\n'
+    assert first.endswith("begun") and last.endswith(' and ended{"type":"stopped"}\n')
 
 
 @pytest.mark.parametrize("unread_s", [0.0, 60.0])
@@ -192,7 +203,7 @@ def test_lost_run_ends_before_the_next_one_begins(unread_s):
         lost = await Page(jobs, "a", unread_s=unread_s).open()
         await lost.close()
         alive = []
-        await Page(jobs, "b", lambda *_: alive.append(lost.job._worker.alive) or iter("b")).read()
+        await Page(jobs, "b", lambda *_: alive.append(lost.job.alive) or iter("b")).read()
         return alive, lost.job.read()
 
     assert asyncio.run(main()) == ([False], '{"run":"a"}\nbegun and ended')
@@ -202,6 +213,6 @@ def test_lost_run_ends_after_its_time():
     async def main():
         page = await Page(Jobs("race"), "a", unread_s=0.001).open()
         await page.close()
-        await until(lambda: not page.job._worker.alive)
+        await until(lambda: not page.job.alive)
 
     asyncio.run(main())

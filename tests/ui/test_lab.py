@@ -7,7 +7,7 @@ import pytest
 
 from specdemo.presets.files import preset
 from specdemo.ui import controls, lab, model_menus
-from specdemo.ui.lab import Lab, Training, race_with, train
+from specdemo.ui.lab import Lab, Training, train
 from tests.ui.stand_ins import VISITOR, Trainer, lines, played, sync
 
 REQUEST = {"recipe": "medusa", "minutes": 1.0}
@@ -43,7 +43,7 @@ def test_training_is_a_growing_text(trainer):
 
 def test_curve_has_one_line_per_point(trainer):
     training = Training("medusa", 1.0)
-    steps = [{"seconds": 0.001 * i, "of_seconds": 60.0, "step": i, "loss": 1.0} for i in range(1000)]
+    steps = [{"type": "tick", "seconds": 0.001 * i, "of_seconds": 60.0, "step": i, "loss": 1.0} for i in range(1000)]
     training.add([*steps, {**steps[-1], "agree_1": 0.5}])
     points = [line for line in lines(training.text) if line["type"] == "tick"]
     assert len(points) == 1000 * 0.001 * lab.POINTS // 60 + 2 and points[-1]["agree_1"] == 0.5
@@ -55,9 +55,9 @@ def test_stop_saves_the_partly_trained_head(trainer):
     while '"step":1' not in (update := next(shown))["view"]:
         pass
     assert update["race"]["interactive"] is False
-    assert "the partly trained head will be saved" in visits.request_stop(VISITOR)["view"]
-    shown.close()
-    update = visits.stop(VISITOR)
+    updates = [visits.stop(VISITOR), *shown]
+    assert "the partly trained head will be saved" in updates[0]["view"]
+    update = updates[-1]
     assert [line["type"] for line in lines(update["view"])][-2:] == ["done", "stopped"]
     assert update["race"]["interactive"] is True
 
@@ -69,7 +69,7 @@ def test_closing_the_tab_stops_training(trainer):
     while '"step":1' not in next(texts):
         pass
     texts.close()
-    training.cancel(10.0)
+    training.end(10.0)
     assert trainer.stopped
 
 
@@ -97,11 +97,14 @@ def test_minutes_have_limits(trainer):
     assert trainer.minutes == 30.0
 
 
-def test_the_new_head_takes_lane_one(monkeypatch):
-    monkeypatch.setattr(model_menus, "TRAINED", ["runs/draft-1"])
-    updates = race_with("draft_model", "runs/draft-1", dict.fromkeys(controls.DRAWN, 0))
+def test_the_new_head_takes_lane_one(trainer, monkeypatch):
+    visits = Lab("training")
+    list(played(visits, train, VISITOR, REQUEST))
+    [folder] = lab.TRAINED
+    monkeypatch.setattr(model_menus, "TRAINED", [folder])
+    updates = visits.race_head(VISITOR, dict.fromkeys(controls.DRAWN, 0))
     model = updates["model-1"]
-    assert model["value"] == "runs/draft-1" and model["visible"] and ("draft-1", "runs/draft-1") in model["choices"]
+    assert model["value"] == folder and model["visible"] and (folder.partition("/")[2], folder) in model["choices"]
     assert updates["preset"]["value"] == preset("embedded-draft").id
 
 

@@ -13,9 +13,9 @@ from specdemo.core.safe_io import FILE_BYTES
 from specdemo.core.trace import from_json, to_json
 from specdemo.engine.messages import replay
 from specdemo.presets.files import preset
-from specdemo.ui import assets, live
+from specdemo.ui import live
 from specdemo.ui.controls import DRAWN
-from specdemo.ui.race import Log, Visits, notes, open_trace
+from specdemo.ui.race import Log, Visits, open_trace
 from specdemo.ui.setup import key, to_values
 from specdemo.ui.views import Loading
 from tests.processes import run
@@ -32,19 +32,10 @@ from specdemo.ui import page
 drawn = [(f.queue, f.concurrency_id, f.concurrency_limit) for f in page.build().fns.values() if f.renderable]
 assert drawn == [(True, "options", 1)] * 3, drawn
 visitor = SimpleNamespace(session_hash="a", request=None, query_params={})
-shown = page.Visits(page.preset("embedded-draft"), False).first(visitor)
+shown = page.Visits(page.preset("embedded-draft"), False).open_link(visitor, {})["view"]
 sys.exit("torch" in sys.modules or '"type":"end"' not in shown)
 """
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
-
-
-def test_a_link_to_the_page_shows_the_projects_card_and_not_gradios():
-    page = b"""<head><meta property="og:title" content="Gradio" />
-    <meta
-        name="twitter:image" content="https://elsewhere" /><title>x</title></head>"""
-    carded = assets.carded(page).decode()
-    assert "Gradio" not in carded and "elsewhere" not in carded and "<title>x</title>" in carded
-    assert f'<meta property="og:title" content="{assets.TITLE}">' in carded and 'rel="icon"' in carded
 
 
 def test_no_folder_of_this_machine_leaves_the_page():
@@ -113,12 +104,13 @@ def test_a_trace_file_opens(tmp_path):
 def test_non_traces_are_rejected_in_one_line(tmp_path, content, message):
     path = tmp_path / "trace.json"
     path.write_bytes(content)
-    _, error = open_trace(str(path)).text.splitlines()
+    visits = Visits(preset("embedded-draft"), False)
+    _, error = visits.open(SimpleNamespace(session_hash="a"), {"file": str(path)})["view"].splitlines()
     assert '"type":"error"' in error and message in error
 
 
 def test_a_stopped_log_ends_even_when_its_engine_is_elsewhere():
-    assert '"finish":"cancelled"' in Log().stop()
+    assert '"finish":"cancelled"' in Log(spec=preset("embedded-draft")).stop()
 
 
 class Session:
@@ -145,7 +137,7 @@ def test_a_run_that_fails_while_loading_leaves_the_one_on_show_exportable(monkey
     before = visits.save(visitor)
     assert "no such file" in list(played(visits, visits.race, visitor, values))[-1]["view"]
     if late:  # the run had started, so it replaces the previous one
-        with pytest.raises(gr.Error, match="the run failed, so there is nothing to save"):
+        with pytest.raises(gr.Error, match="no finished run to save"):
             visits.save(visitor)
     else:
         assert visits.save(visitor) == before
@@ -158,7 +150,7 @@ def test_unstarted_run_does_not_block_presets(monkeypatch, before, shown):
     session.runs = 1 - before
     monkeypatch.setattr(live, "session", lambda: session)
     visits, values = Visits(preset("embedded-draft"), False), to_values(preset("embedded-draft"))
-    visits.first(visitor)
+    visits.open_link(visitor, {})
     for _ in range(before + 1):
         last = list(played(visits, visits.race, visitor, values))[-1]["view"]
     assert "no such file" in last
@@ -171,14 +163,10 @@ def test_a_run_is_saved_once_it_has_ended():
     log = Log()
     visits.keep(visitor, log)
     log.add(list(replay(hostile_trace()))[:3])
-    with pytest.raises(gr.Error, match="has not finished; press Stop"):
+    with pytest.raises(gr.Error, match="no finished run to save; press Run, or Stop"):
         visits.save(visitor)
     log.add(list(replay(hostile_trace()))[3:])
     assert visits.save(visitor)["name"] == "specdemo-embedded-draft.json"
-
-
-def test_no_notes_give_an_empty_log():
-    assert notes([]) == "" and notes(["a"]).count("\n") == 2
 
 
 def test_a_visitor_sees_recorded_races_until_there_is_one_of_their_own(monkeypatch):
@@ -187,12 +175,12 @@ def test_a_visitor_sees_recorded_races_until_there_is_one_of_their_own(monkeypat
         Visits(preset("embedded-draft"), False),
         SimpleNamespace(session_hash="a", request=None, query_params={}),
     )
-    first, other = visits.first(visitor), visits.select(visitor, "embedded-ngram")
+    first, other = visits.open_link(visitor, {})["view"], visits.select(visitor, "embedded-ngram")
     assert '"still":true' in first.partition("\n")[0] and first != other
     assert visits.save(visitor)["name"] == "specdemo-embedded-ngram.json"
     lanes = visits.select(visitor, "embedded-dflash")  # there is no recording
     assert json.loads(lanes.splitlines()[1]) == {"type": "idle", "lanes": ["DFlash (stories-dflash)"], "obstacle": ""}
-    with pytest.raises(gr.Error, match="no run to save"):  # the run is no longer shown
+    with pytest.raises(gr.Error, match="no finished run to save"):  # the run is no longer shown
         visits.save(visitor)
     list(played(visits, visits.race, visitor, to_values(preset("embedded-draft"))))
     assert visits.select(visitor, "embedded-ngram") == gr.skip()
@@ -205,19 +193,17 @@ def test_link_shows_only_a_matching_recorded_race(query, shown):
     visitor = SimpleNamespace(
         session_hash="a", request=None, query_params=dict(pair.split("=") for pair in query.split("&"))
     )
-    assert visits.first(visitor) == gr.skip()
-    now = {"asked": visits.read_link(visitor), **to_values(start), **dict.fromkeys(DRAWN, 0)}
-    assert ('"preset":"embedded-ngram"' in visits.restore(visitor, now)["view"]) is shown
+    opened = visits.open_link(visitor, dict.fromkeys(DRAWN, 0))
+    assert ('"preset":"embedded-ngram"' in opened["view"]) is shown
+    assert opened["preset"]["value"] == "embedded-ngram" and opened["drawn-1"] == 1
 
 
 def test_a_page_keeps_its_preset_under_an_address_that_names_none():
     visits = Visits(preset("embedded-ngram"), False)
     visitor = SimpleNamespace(session_hash="a", request=None, query_params={"__theme": "dark", "view": "api"})
-    assert '"preset":"embedded-ngram"' in visits.first(visitor)
-    assert visits.read_link(visitor) is None
+    assert '"preset":"embedded-ngram"' in visits.open_link(visitor, {})["view"]
     visitor.query_params = {"__theme": "dark", "seed": "5"}
-    assert visits.first(visitor) == gr.skip()
-    assert visits.read_link(visitor) == (preset("embedded-ngram").with_changes(seed=5), [])
+    assert visits.read_query(visitor.query_params) == (preset("embedded-ngram").with_changes(seed=5), [])
 
 
 class ChatSession:

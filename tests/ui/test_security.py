@@ -8,7 +8,7 @@ from starlette.responses import PlainTextResponse
 
 from specdemo.__main__ import main
 from specdemo.ui import page, security
-from specdemo.ui.security import Hosts, canonical, own_names, trust_proxies
+from specdemo.ui.security import Door, canonical, own_names, trust_proxies
 
 
 @pytest.fixture(autouse=True)
@@ -50,8 +50,8 @@ def status(names, host, local="127.0.0.1"):
         sent.append(message)
 
     headers = [] if host is None else [(b"host", host.encode())]
-    scope = {"type": "http", "headers": headers, "server": (local, 7860)}
-    asyncio.run(Hosts(PlainTextResponse("the page"), names)(scope, None, send))
+    scope = {"type": "http", "method": "GET", "headers": headers, "server": (local, 7860)}
+    asyncio.run(Door(PlainTextResponse("the page"), names, most=0)(scope, None, send))
     return sent[0]["status"]
 
 

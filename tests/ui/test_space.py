@@ -26,20 +26,20 @@ import json, os, sys
 import torch
 from specdemo.presets.files import preset
 from specdemo.ui import live
-from specdemo.ui.race import run
+from specdemo.ui.race import Log
 from tests.ui.stand_ins import sync
 
 chosen = preset("embedded-draft").with_changes(max_new_tokens=12)
 live.preload([chosen])
 assert live.ELSEWHERE and not torch.cuda.is_initialized()
-done, stopped, refused = run(chosen), run(chosen.with_changes(max_new_tokens=400)), run(chosen)
+done, stopped, refused = (Log(spec=one) for one in (chosen, chosen.with_changes(max_new_tokens=400), chosen))
 outputs = list(sync(done.follow()))
 
 running = sync(stopped.follow())
 while '"step"' not in next(running):
     pass
-running.close()
 stopped.stop()
+list(running)
 
 os.environ["REFUSED"] = "You have exceeded your GPU quota (13s requested vs. 0s left)"
 list(sync(refused.follow()))
@@ -116,7 +116,7 @@ def test_a_public_page_runs_listed_models_and_short_runs(public, monkeypatch, ch
     [
         ({"preset": "llama-3.1-8b"}, "is not available on this public page"),
         ({"new_tokens": 512}, "256 new tokens at most, not 512"),
-        ({"repeats": 4}, "at most 3 repeats of a sweep, not 4"),
+        ({"repeats": 4}, "3 repeats at most, not 4"),
     ],
 )
 def test_a_public_page_sweeps_listed_models_and_few_repeats(public, monkeypatch, changes, line):
@@ -139,7 +139,7 @@ def test_a_link_never_runs_anything_and_is_cut_to_what_is_public(public, monkeyp
     monkeypatch.setattr(live, "session", None)
     query = {"preset": "embedded-draft", "max_new_tokens": "1024", "run": "1", "go": "1"}
     request = SimpleNamespace(session_hash="a", query_params=query)
-    chosen, refused = public.read_link(request)
+    chosen, refused = public.read_query(request.query_params)
     assert chosen.max_new_tokens == limits.PUBLIC.max_new_tokens
     assert [note.partition(";")[0] for note in refused] == [
         "ignored unknown setting 'run' from the link",

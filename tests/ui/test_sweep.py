@@ -109,10 +109,9 @@ def test_stop_keeps_the_finished_repeats(bench):
     texts = played(sweeps, begin, VISITOR, VALUES)
     while "repeat 3" not in next(texts)["view"]:
         pass
-    assert lines(sweeps.request_stop(VISITOR)["view"])[-1]["type"] == "stopping"
-    texts.close()
-    stopped = sweeps.stop(VISITOR)
-    text = stopped["view"]
+    updates = [sweeps.stop(VISITOR), *texts]
+    assert '"stopping"' in updates[0]["view"]
+    text = updates[-1]["view"]
     assert [line["type"] for line in lines(text)][-2:] == ["result", "stopped"]
     assert lines(text)[-2]["remarks"] == ["Stopped after 1 of 3 repeats."] and lines(text)[-2]["chart"]
 
@@ -121,17 +120,14 @@ def test_stop_before_the_first_repeat_is_no_error(bench):
     sweeps, bench.endless, bench.finished = Sweeps("sweep"), True, 0
     texts = played(sweeps, begin, VISITOR, VALUES)
     next(texts)
-    sweeps.request_stop(VISITOR)
-    texts.close()
-    stopped = sweeps.stop(VISITOR)
-    text = stopped["view"]
+    text = [sweeps.stop(VISITOR), *texts][-1]["view"]
     assert "error" not in text and lines(text)[-1]["type"] == "stopped" and '"result"' not in text
 
 
 def test_stop_while_waiting_for_the_engine(bench):
     sweeps = Sweeps("sweep")
     list(played(sweeps, begin, VISITOR, VALUES))
-    assert sweeps.request_stop(VISITOR) == sweeps.stop(VISITOR) == {}  # the previous sweep has ended
+    assert sweeps.stop(VISITOR) == {}  # the previous sweep has ended
 
 
 @pytest.mark.parametrize(
@@ -209,7 +205,7 @@ def test_a_link_fills_the_controls_and_runs_nothing(bench):
 
 def test_race_and_sweep_links_are_independent():
     assert restore(visit("preset=embedded-draft&k=7"), {}) == {}
-    assert Visits(preset("embedded-draft"), False).read_link(visit("sweep=k&repeats=2")) is None
+    assert Visits(preset("embedded-draft"), False).open_link(visit("sweep=k&repeats=2"), {}) == {}
 
 
 def test_a_hostile_link_leaves_notes():

@@ -70,7 +70,7 @@ class Sweep(Linked):
 
     sweep: Annotated[str, AfterValidator(_swept), Setting()] = "k"
     preset: Annotated[str, AfterValidator(lambda id: preset(id).id), Setting()] = DEFAULT
-    repeats: int = setting(3, "", 1, LIMITS.sweep_repeats)
+    repeats: int = setting(3, "", 1, LIMITS.repeats)
     new_tokens: int = setting(96, "", 8, LIMITS.max_new_tokens)
 
     def suite(self) -> Suite:
