@@ -271,7 +271,7 @@ def _correct_comparison(trace: RunTrace) -> None:
         value = row.get("speedup")
         if "speedup_low" not in row and isinstance(value, int | float):
             speed = estimate_speedup(trace.lanes[0], lane, trace.schedule)
-            row.update(_interval_fields(speed, value / speed.value if speed else 1.0))
+            row.update(_interval_fields(speed, value))
 
 
 def _problems(lane: LaneTrace) -> Iterator[str]:
@@ -401,21 +401,22 @@ def compare(
     if first is None and len(a) != len(b):
         first = min(len(a), len(b))
     speed = estimate_speedup(baseline, lane, schedule)
+    value = round(speed.value, 4) if speed else None
     return {
         "lane": lane.name,
-        "speedup": round(speed.value, 4) if speed else None,
-        **_interval_fields(speed),
+        "speedup": value,
+        **_interval_fields(speed, value),
         "identical": first is None if greedy else None,
         "first_divergence": first if greedy and ids_known else None,
         "divergence_margin": margin if greedy else None,
     }
 
 
-def _interval_fields(speed: Estimate | None, scale: float = 1.0) -> ComparisonRow:
-    ends = (speed.low, speed.high) if speed else (None, None)
-    low, high = (None if end is None else round(scale * end, 4) for end in ends)
-    reasons = [*speed.reasons] if speed else []
-    return {"speedup_low": low, "speedup_high": high, "noisy": bool(reasons), "reasons": reasons}
+def _interval_fields(speed: Estimate | None, value: float | None) -> ComparisonRow:
+    if value is None or speed is None:
+        return {"speedup_low": None, "speedup_high": None, "noisy": False, "reasons": []}
+    low, high = (None if end is None else round(value * end / speed.value, 4) for end in (speed.low, speed.high))
+    return {"speedup_low": low, "speedup_high": high, "noisy": speed.noisy, "reasons": [*speed.reasons]}
 
 
 def estimate_speedup(baseline: LaneTrace, lane: LaneTrace, schedule: str) -> Estimate | None:
