@@ -422,20 +422,20 @@ MARKS = """marks => marks.map(mark => {
 })"""
 
 
+ENDS = "bars => bars.map(bar => [Number(bar.ariaValueNow), bar.ariaValueText.includes('finished first')])"
 LINES = "all => all.map(e => Math.round(e.clientHeight / (1.3 * parseFloat(getComputedStyle(e).fontSize))))"
 
 
 def test_a_real_model_gives_a_true_sentence_about_itself_and_its_lanes_read_like_the_baseline(chromium, smollm2_gguf):
-    """A short run of SmolLM2 in a chat: first-run card, verdicts, the place where a lossy lane leaves the baseline's
-    text, rejected tokens, and nothing moves. Every tab is about this model.
-    """
+    """Short runs of SmolLM2 in a chat: first-run card, verdicts, the place where a lossy lane leaves the baseline's
+    text, rejected tokens, and nothing moves; a second turn, texts of different lengths, and one that repeats itself."""
     link = "?preset=your-models&max_new_tokens=24&k=7&method2=ngram&k2=4&acceptance2=fly"  # a lossy lane
     with served("--target", smollm2_gguf) as (_, address), visitors(chromium, address) as visit:
         page = visit(link, before=lambda page: page.add_init_script(SHIFTS), viewport={"width": 390, "height": 844})
         expect(page.locator(".sd-headline")).to_have_text(re.compile("^Ready. Press Run"))
         expect(page.locator(".sd-playback")).to_be_hidden()  # nothing to play yet
         expect(page.locator("#prompt textarea")).to_have_value(re.compile("^Correct the spelling"))
-        assert page.locator(".sd-lane h3").all_inner_texts()[:2] == ["Baseline", "Suffix decoding"]
+        expect(page.locator(".sd-lane h3")).to_have_text(["Baseline", "Suffix decoding", re.compile("^Prompt lookup")])
         assert page.locator("#tasks button").all_inner_texts() == [*TASKS]
         expect(page.locator(".sd-summary")).to_contain_text("24 tokens")
         assert page.locator(".sd-summary").evaluate("e => e.scrollWidth <= e.clientWidth")  # nothing is cut off
@@ -466,10 +466,15 @@ def test_a_real_model_gives_a_true_sentence_about_itself_and_its_lanes_read_like
             "absolute0"
         }  # the text reads as the baseline's
         assert page.evaluate("shifts.reduce((a, b) => a + b, 0)") < 0.1
-        expect(page.locator("#continue")).to_be_visible()
+        page.locator("#message textarea").fill("Now say it in one sentence.")
+        page.locator("#continue").click()
+        expect(page.locator(".sd-text .sd-fold").first).to_be_visible()  # the earlier messages
+        expect(page.locator("#view .sd-status")).to_have_text(re.compile("^Finished"))
+        turns = [page.locator(f'[data-lane="{lane}"].sd-text .sd-turn').all_text_contents() for lane in range(3)]
+        assert turns[0] == turns[1] == turns[2] and plain in turns[0][1]  # every lane continues the baseline's answer
         page.set_viewport_size({"width": 1024, "height": 800})
         for tab, place in (("Tune", "#tune-target"), ("Sweep", "#sweep-preset"), ("What if", "#whatif-start")):
-            page.get_by_role("tab", name=tab).click()
+            page.get_by_role("tab", name=tab).click()  # every tab is about this model
             expect(page.locator(f"{place} input")).to_have_value(re.compile("smollm2-135m-instruct-q4_1"))
         page.get_by_role("tab", name="Lab").click()
         expect(page.locator("#lab-about")).to_contain_text("smollm2-135m-instruct-q4_1.gguf is a GGUF file")
@@ -483,3 +488,15 @@ def test_a_real_model_gives_a_true_sentence_about_itself_and_its_lanes_read_like
         page.keyboard.press("Escape")
         expect(page.locator("#option-remember-1")).to_be_visible()  # of suffix decoding: a sentence, not a word a line
         assert max(page.locator("#drawer .info-text").evaluate_all(LINES)) <= 3
+        page.locator("#prompt textarea").fill("What is the capital of France?")
+        for menu in ("#method-1 input", "#target input"):  # closed without a choice, and Run at once
+            page.locator(menu).click()
+            page.keyboard.press("Escape")
+        page.locator("#run").click()
+        expect(page.locator(".sd-result").nth(2)).to_have_text(re.compile("^stopped after"))
+        wait_for_text(page, "^Finished")
+        ends = page.locator(".sd-race [role=progressbar]").evaluate_all(ENDS)
+        assert ends[2][0] < ends[0][0] == ends[1][0] and not any(flag for _, flag in ends)  # not the same work
+        page.locator("#max_new_tokens input[type=number]").fill("64")
+        page.locator("#prompt textarea").fill("Count:" + 16 * " 1")
+        run(page, "the text repeats itself, so this gain is not typical")
