@@ -10,8 +10,7 @@ from specdemo.engine import comparison
 from specdemo.engine.comparison import Comparison, Lane, Settings
 from specdemo.presets.drafters import all_published
 from specdemo.presets.files import Preset, load_presets, preset
-from specdemo.ui.race import Visits
-from specdemo.ui.race import run as start_run
+from specdemo.ui.race import Log, Visits
 from specdemo.ui.setup import changed, to_values
 from tests.ui.stand_ins import sync
 
@@ -28,7 +27,7 @@ def on_the_page(values=None):
 
 
 def over_the_api():
-    assert finished(start_run(changed(ID, {"max_new_tokens": 4}, False)))
+    assert finished(Log(spec=changed(ID, {"max_new_tokens": 4}, False)))
 
 
 RUNS = {
