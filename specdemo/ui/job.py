@@ -59,17 +59,17 @@ def to_line(fields: dict[str, object]) -> str:
     return json_text(known, ensure_ascii=False, separators=(",", ":")) + "\n"
 
 
-def opening(**fields: object) -> str:
-    """Return the first line of a log, which is different for each log.
+def opening(key: str = "", **fields: object) -> str:
+    """Return the first line of a log, which is different for each log. key: of the settings that led to it.
 
     recorded: the run plays when the log arrives, unless it is `still`; then it waits for the visitor.
     """
-    return to_line({"type": "run", "run": secrets.token_hex(6), "recorded": False, "still": False, **fields})
+    return to_line({"type": "run", "run": secrets.token_hex(6), "key": key, "recorded": False, "still": False, **fields})
 
 
-def refusal(error: Exception) -> str:
-    """Return a text that says why there is no job."""
-    return opening() + to_line(view(Failed(str(error))))
+def refusal(error: Exception, key: str = "") -> str:
+    """Return a text that says why there is no job. key: of the settings that are refused."""
+    return opening(key) + to_line(view(Failed(str(error))))
 
 
 class Worker:
@@ -307,6 +307,10 @@ class Jobs(Generic[Kind]):
         self.name = name
         self._store = Store() if store is None else store
 
+    def key(self, values: Values) -> str:
+        """Return the key of the settings of a start, if the view compares it."""
+        return ""
+
     def last(self, request: gr.Request) -> Kind | None:
         """Return the visitor's latest job."""
         return cast(Kind | None, self._store.get(self._key(request)))
@@ -367,7 +371,7 @@ def wire(
         try:
             job = start(values, jobs.last(request))
         except ValueError as error:
-            return {"view": refusal(error)}
+            return {"view": refusal(error, jobs.key(values))}
         return {"view": jobs.keep(request, job).text, **switch(not job.ended)} if job else {}
 
     def on_stop(request: gr.Request, _: Values) -> Values:

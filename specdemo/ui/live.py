@@ -81,9 +81,8 @@ def _play(spec: Comparison) -> Generator[Messages, None, None]:
 
 def no_gpu(spec: Comparison) -> str:
     """Return why an external model may be too large for this machine; "" if there is a GPU."""
-    if spec.target in EMBEDDED or spec.all_remote or best_device().type != "cpu":
-        return ""
-    return f"{spec.target} needs a GPU and this machine has none"
+    needless = spec.target in EMBEDDED or spec.all_remote or best_device().type != "cpu"
+    return "" if needless else f"{spec.target} needs a GPU and this machine has none"
 
 
 def _stand_in(spec: Comparison) -> RunTrace | None:

@@ -104,9 +104,8 @@ def _race_tab(page: gr.Blocks, visits: Visits, first: Preset, allow_any_model: b
         ([again.click, message.submit], visits.next_turn, inputs),
         ([repeat.click], visits.repeat, {}),
     ]
-    actions = [run, opened, again, repeat]
     script = assets.text("wait_for_link.js")
-    for racing in wire(visits, starts, {"view": view}, form.parts["stop"], actions, script):
+    for racing in wire(visits, starts, {"view": view}, form.parts["stop"], [run, opened, again, repeat], script):
         named(racing.success, visits.offer, inputs, {"row": row, **inputs}, **QUIET)
     wire_share(share, visits.share, form.inputs, link)
     edits = [*form.changes, form.parts["add"].click, form.parts["remove"].click]

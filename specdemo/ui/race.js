@@ -129,7 +129,7 @@ const failedSettings = { key: "" };
 
 function failed(line) {
   forgetRun();
-  failedSettings.key = settingsKey();
+  failedSettings.key = (nextRun ?? run).key || settingsKey();
   showAlert(line.text);
   scrollIntoViewport($(".sd-alert"), "nearest");
   $(".sd-loading").hidden = true;
@@ -392,7 +392,8 @@ document.addEventListener("specdemo:edit", closeInspector); // on a phone it wou
 wireTransport();
 document.addEventListener("specdemo:settings", () => {
   markOutdated();
-  if (settingsKey() !== failedSettings.key) $(".sd-alert").hidden = true; // the rejected settings were changed
+  // until the rejected settings are changed; those before them may be described only now
+  $(".sd-alert").hidden = settingsKey() !== failedSettings.key || !$(".sd-alert").textContent;
 });
 for (const input of element.querySelectorAll("[name=sd-pace]")) {
   input.addEventListener("change", () => player.playing || run.userRun ? player.play() : drawTransport());

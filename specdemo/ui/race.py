@@ -40,7 +40,7 @@ class Log(Job):
     def __init__(self, before: Self | None = None, key: str = "", spec: Comparison | None = None, **kind: bool) -> None:
         """kind: `recorded` and `still`, False by default."""
         work = partial(live().run, spec) if spec else None
-        super().__init__(opening(**kind, **({"key": key} if key else {})), work)
+        super().__init__(opening(key, **kind), work)
         self.recorded, self.still = kind.get("recorded", False), kind.get("still", False)
         self.unread_s = LOST_S
         self._trace: str = before._trace if before else ""  # as JSON
@@ -70,8 +70,7 @@ class Log(Job):
         """Return whether the visitor requested what is shown, a run or a file, as opposed to a preset's recorded
         race.
         """
-        begins = self.started or not (self.failure or self.stopped)
-        return not self.still and (begins or self._own_before)
+        return not self.still and (self.started or not (self.failure or self.stopped) or self._own_before)
 
     def add(self, messages: Iterable[Shown | StandIn]) -> str:
         for message in messages:
@@ -130,6 +129,9 @@ class Visits(Jobs[Log]):
         super().__init__("race", store)
         self._start = start
         self._any = allow_any_model
+
+    def key(self, values: Values) -> str:
+        return key(values) if "count" in values else ""
 
     def race(self, values: Values, last: Log | None) -> Log:
         """Return the job of a run, or a log that asks for a download first. Raises ValueError with one line, as do the

@@ -249,9 +249,8 @@ def draw(page: gr.Blocks, tab: gr.Tab, store: Store) -> None:
     """Create the tab, inside the current Blocks."""
     start, most = Sweep(), limits.here()
     gr.Markdown(assets.text("sweep.md"), elem_id="sweep-about")
-    names = [(suite.title, id) for id, suite in swept().items()]
-    chips: Values = {"elem_id": "suite", "elem_classes": "chips", "container": False}
-    chosen = gr.Radio(names, value=start.sweep, label="What to sweep", **chips)
+    chips: Values = {"label": "What to sweep", "elem_id": "suite", "elem_classes": "chips", "container": False}
+    chosen = gr.Radio([(one.title, id) for id, one in swept().items()], value=start.sweep, **chips)
     question = gr.Markdown(swept()[start.sweep].question, elem_id="question")
     inputs: Parts = {"sweep": chosen}
     with gr.Row(elem_id="sweep-controls") as row:

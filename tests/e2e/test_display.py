@@ -28,6 +28,17 @@ class Display:
     def show(self, log):
         self._page.evaluate("log => { props.value = log; read(); }", log)
 
+    def describe(self, key):
+        """Show settings in the row of the setup, which the page does some time after each change."""
+        self._page.evaluate(
+            """key => {
+                 document.getElementById("setup")?.remove();
+                 document.body.insertAdjacentHTML("beforeend", `<i id=setup><b data-key=${key}></b></i>`);
+                 document.dispatchEvent(new CustomEvent("specdemo:settings"));
+               }""",
+            key,
+        )
+
     def pace(self, value):
         self._page.locator(f'[name=sd-pace][value="{value}"]').check()
 
@@ -402,6 +413,15 @@ def test_a_refusal_leaves_the_run_on_show_going(display, refused):
     display.wait(3000)
     assert text_before != display.text(0) == "".join(HOSTILE)
     assert all(words.startswith("done") for words in display.read(".sd-pill"))
+
+
+def test_a_refusal_stays_until_the_settings_that_it_is_about_are_changed(display):
+    display.show(refusal(ValueError("no"), "refused"))
+    shown = []
+    for key in ("before", "refused", "next"):
+        display.describe(key)
+        shown.append(display.read(".sd-alert:not([hidden])"))
+    assert shown == [[], ["No"], []]
 
 
 def test_before_the_first_result_its_place_says_what_happens(display):
