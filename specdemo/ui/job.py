@@ -59,12 +59,12 @@ def to_line(fields: dict[str, object]) -> str:
     return json_text(known, ensure_ascii=False, separators=(",", ":")) + "\n"
 
 
-def opening(key: str = "", **fields: object) -> str:
+def opening(key: str = "", **more: object) -> str:
     """Return the first line of a log, which is different for each log. key: of the settings that led to it.
 
     recorded: the run plays when the log arrives, unless it is `still`; then it waits for the visitor.
     """
-    return to_line({"type": "run", "run": secrets.token_hex(6), "key": key, "recorded": False, "still": False, **fields})
+    return to_line({"type": "run", "run": secrets.token_hex(6), "key": key, "recorded": False, "still": False, **more})
 
 
 def refusal(error: Exception, key: str = "") -> str:
