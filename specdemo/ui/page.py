@@ -30,6 +30,7 @@ from starlette.routing import Route
 from specdemo.bench.result import recorded_suite
 from specdemo.core.atomic_io import json_text
 from specdemo.presets.files import DEFAULT, Preset, preset
+from specdemo.presets.pair import TASKS
 from specdemo.presets.recorded import recorded
 from specdemo.ui import assets, controls, lab, security, space, sweep, tune, whatif
 from specdemo.ui.controls import Controls, look, wire_save, wire_share
@@ -98,7 +99,7 @@ def _race_tab(page: gr.Blocks, visits: Visits, first: Preset, allow_any_model: b
     link = gr.Textbox(label="Link to this comparison", visible=False, buttons=["copy"], elem_id="link")
     repeat = gr.Button("Repeat", elem_id="repeat")  # clicked by the badge of a noisy run, in tiles.js
     form.wire(page)
-    run, inputs = form.parts["run"], {"message": message}
+    run, chosen, inputs = form.parts["run"], form.parts["setup"].submit, {"message": message}
     starts: list[Start] = [
         ([run.click], visits.race, form.inputs),
         ([again.click, message.submit], visits.next_turn, inputs),
@@ -108,8 +109,10 @@ def _race_tab(page: gr.Blocks, visits: Visits, first: Preset, allow_any_model: b
     for racing in wire(visits, starts, {"view": view}, form.parts["stop"], [run, opened, again, repeat], script):
         named(racing.success, visits.offer, inputs, {"row": row, **inputs}, **QUIET)
     wire_share(share, visits.share, form.inputs, link)
-    edits = [*form.changes, form.parts["add"].click, form.parts["remove"].click]
-    gr.on(edits, lambda: gr.update(visible=False), None, link, trigger_mode="once", **QUIET)
+    # those of a visitor: values that an event sets arrive later, maybe after Share was pressed
+    edits = [part.input for part in form.inputs.values() if not isinstance(part, gr.State)]
+    edits += [form.parts[name].click for name in ("add", "remove", *(f"task-{task}" for task in TASKS))]
+    gr.on([*edits, chosen], lambda: gr.update(visible=False), None, link, trigger_mode="once", **QUIET)
     named(opened.upload, visits.open, {"file": opened}, {"view": view}, **UPLOADED)
     _show_what_is_chosen(page, visits, form, view)
     return form

@@ -131,9 +131,8 @@ def own_names(bound: str, allowed: Iterable[str] = ()) -> set[str]:
     """
     names = {"localhost", "127.0.0.1", "::1", bound, *os.environ.get("SPACE_HOST", "").split(",")}
     if bound in ("0.0.0.0", "::"):  # all addresses of this machine
-        machine = socket.gethostname()
-        short = machine.partition(".")[0]
-        names |= {machine, short, f"{short}.local"}
+        short = socket.gethostname().partition(".")[0]
+        names |= {socket.gethostname(), short, f"{short}.local"}
     for name in allowed:
         if not canonical(name):
             raise ValueError(f"--allow-host takes a host name such as demo.example.org, not {name!r:.100}")
