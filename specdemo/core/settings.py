@@ -40,14 +40,14 @@ class Setting:
     label: str = ""
     info: str = ""
     step: float | None = None
-    words: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    words: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
     brief: Callable[[object], str] | None = None
     metavar: str | None = None
     flag: str | None = None
-    command: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    command: Mapping[str, object] = dataclasses.field(default_factory=dict, hash=False)
     name: str = ""
     type: type = str
-    default: Any = None
+    default: Any = dataclasses.field(default=None, hash=False)
     low: float | None = None
     high: float | None = None
     choices: tuple[str, ...] = ()
