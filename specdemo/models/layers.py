@@ -118,7 +118,7 @@ def attend(
     if mask is not None and mask.shape[2] == slots:
         mask = fold_mask(mask, group)
     out = F.scaled_dot_product_attention(folded, key, value, mask, scale=scaling)
-    return out.view(rows, heads, slots, size).transpose(1, 2)
+    return out.reshape(rows, heads, slots, size).transpose(1, 2)  # kernels of GPUs return other strides
 
 
 def folds(device: torch.device, group: int, slots: int) -> bool:

@@ -569,7 +569,8 @@ def _attention_kernels(kernel, query, mask):
 
 def _attention(func, kernel, query, key, *args, **kwargs):
     _read_columns(kernel, key.shape[0] * key.shape[2])
-    return func(query, key, *args, **kwargs)
+    out = func(query, key, *args, **kwargs)
+    return out if kernel == "math" else out.transpose(1, 2).contiguous().transpose(1, 2)  # [B, S, H, E] in memory
 
 
 def _read_columns(kernel, number):
@@ -633,6 +634,8 @@ def _one_device(name, tensors):
 
 
 class Stream:
+    __slots__ = ("device", "index", "key")  # weak references to torch's outlive it and crash, see pytorch #183403
+
     def __init__(self, device=None, priority=0, index=None):
         self.device = torch.device("cuda", the.current) if device is None else _indexed(device)
         if index is None:
@@ -938,7 +941,7 @@ def pretended(devices=1):
         stack.enter_context(patch.multiple(torch._C, **pools))
         stack.enter_context(patch.dict(os.environ, one_thread))
         # A target of another world may still exist, and its streams would count as used on this one's devices.
-        stack.enter_context(patch("specdemo.kv.graphs._used_streams", weakref.WeakSet()))
+        stack.enter_context(patch("specdemo.kv.graphs._owners", weakref.WeakSet()))
         stack.callback(chain_parents.cache_clear)
         stack.enter_context(patch.object(torch, "Generator", Generator))
         # its class exists already, with torch's own generator as its base
