@@ -40,7 +40,9 @@ Decoder = TypeVar("Decoder", bound=Callable[..., object])
 Shapes = Sequence[Sequence[int]]
 Probe = Callable[[], tuple[Callable[..., Tensors], Sequence[Tensor]]]  # returns an eager function and its inputs
 
-_used_streams: weakref.WeakSet[torch.cuda.Stream] = weakref.WeakSet()  # streams of captures, and of their living graphs
+# Owners of captures and living graphs, for their streams. Streams themselves must not be weakly referenced: torch
+# 2.11 frees them without clearing these references, and the process crashes later (pytorch #183403).
+_owners: weakref.WeakSet["CudaGraphs"] = weakref.WeakSet()
 
 
 def capture_for(device: torch.device) -> GraphCapture | None:
@@ -87,12 +89,13 @@ class CudaGraphs:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream: torch.cuda.Stream | None = None
+        self.stream: torch.cuda.Stream | None = None
         self._last_graph: Callable[[], torch.cuda.CUDAGraph | None] = lambda: None
 
     def __call__(self, run: Run) -> Run:
         with torch.cuda.device(self._device):
-            stream = self._stream = self._stream or _free_stream()
+            stream = self.stream = self.stream or _free_stream()
+            _owners.add(self)
             stream.wait_stream(torch.cuda.current_stream())
             try:
                 with torch.cuda.stream(stream):
@@ -127,10 +130,10 @@ class CudaGraphs:
 
 def _free_stream() -> torch.cuda.Stream:
     """Return a stream of the current device without graphs. Raise RuntimeError if there is none."""
+    used = [owner.stream for owner in _owners]
     for priority, _ in product(PRIORITIES, range(STREAMS)):
         stream = torch.cuda.Stream(priority=priority)
-        if stream not in _used_streams:
-            _used_streams.add(stream)
+        if stream not in used:
             return stream
     raise RuntimeError("every CUDA stream of the device has CUDA graphs of another model")
 
