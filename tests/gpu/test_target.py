@@ -82,9 +82,13 @@ def test_with_bit_exact_a_pass_of_every_width_is_one_of_sixteen_slots(monkeypatc
     before, target = HFTarget(made).capabilities.trees, HFTarget(made)
     assert plan_passes(target, CpuSettings()) == ()
     assert not target.same_bits
-    assert plan_passes(target, CpuSettings(bit_exact="on")) == ()
+    notes = plan_passes(target, CpuSettings(bit_exact="on"))
     target = HFTarget(made)
     assert before
+    assert target.same_bits is (notes == ())
+    if target.num_experts and not target.same_bits:  # an expert gets other rows at another width, whatever the padding
+        assert target.capabilities.trees
+        return
     assert target.same_bits
     assert not target.capabilities.trees  # they are cut to chains
     text = texts(1, 40).cuda()
