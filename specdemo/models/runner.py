@@ -50,10 +50,15 @@ class Runner:
         self.experts = [module for name, module in model.named_modules() if name.endswith(".experts")]
         self._truncated_models: dict[int, nn.Module] = {}  # number of layers -> model that ends after them
 
-    @cached_property
+    @property
     def for_capture(self) -> Callable[..., Forward]:
         """Return the callable to capture in a CUDA graph; its decoder may go through torch.compile."""
-        return partial(self, decoder=compiled(self.fused.__call__)) if self.fused else self
+        return partial(self, decoder=self._captured_decoder) if self.fused else self
+
+    @cached_property
+    def _captured_decoder(self) -> Decoder:
+        assert self.fused is not None
+        return compiled(self.fused.__call__)
 
     def __call__(
         self,
