@@ -248,7 +248,7 @@ def attention(lab: Lab) -> Found:
                 "products": partial(_attention_by_products, query, key, value, mask),
             }
             if lab.device.type == "cuda":
-                kernels["flash by length"] = _flash_by_length(query, key, value, slots)
+                kernels["tree"] = _tree_kernel(query, key, value, slots)
             times = {f"{name} us": _microseconds(run, lab.device) for name, run in kernels.items()}
             found.rows.append({"columns": columns, "slots": slots, **times})
     return found
@@ -259,16 +259,12 @@ def _attention_by_products(query: Tensor, key: Tensor, value: Tensor, mask: Tens
     return torch.softmax(scores, -1, dtype=torch.float32).to(query.dtype) @ value
 
 
-def _flash_by_length(query: Tensor, key: Tensor, value: Tensor, slots: int) -> Callable[[], Tensor]:
-    """Return PyTorch's flash kernel, which reads as many columns as a tensor says."""
-    heads, columns = query.reshape(HEADS, slots, SIZE).transpose(0, 1), key.shape[2]
-    ends, key_ends, length = (
-        torch.tensor(numbers, dtype=torch.int32, device=query.device)
-        for numbers in ([0, slots], [0, columns], [columns])
-    )
-    arguments = heads, key[0].transpose(0, 1), value[0].transpose(0, 1), ends, key_ends, slots, columns, 0.0, slots > 1
-    run = partial(torch.ops.aten._flash_attention_forward, *arguments, False, seqused_k=length)
-    return lambda: run()[0]
+def _tree_kernel(query: Tensor, key: Tensor, value: Tensor, slots: int) -> Callable[[], Tensor]:
+    """Return our kernel, which reads as many columns as a tensor says."""
+    heads = query.view(1, HEADS, slots, SIZE)
+    ends = torch.tensor([key.shape[2] - slots], device=query.device)
+    chain = torch.ones(1, slots, slots, dtype=torch.bool, device=query.device).tril()
+    return partial(torch.ops.specdemo.tree_attention, heads, key, value, ends, chain, SIZE**-0.5)
 
 
 def _microseconds(run: Callable[[], Tensor], device: torch.device, calls: int = 20) -> float | str:

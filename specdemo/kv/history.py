@@ -28,7 +28,7 @@ class KVHistory:
     """
 
     def __init__(self, store: KVStore, run: Any, windows: Mapping[str, int], reads_lengths: bool = False) -> None:
-        """run: see `models.runner.Runner`. reads_lengths: the model accepts a `ChainMask`."""
+        """run: see `models.runner.Runner`. reads_lengths: the model accepts a `TreeMask`."""
         self.store, self._run, self._windows, self._reads_lengths = store, run, windows, reads_lengths
 
     @property

@@ -22,37 +22,11 @@ ALIGNMENT = 16  # elements; with other row strides the GPU kernels copy the mask
 
 
 @dataclass(frozen=True)
-class ChainMask:
-    """Mask of consecutive columns at positions [B, S] over keys [W], of which each sees all up to itself.
-
-    Kernels that read lengths from a tensor need no matrix, and read visible columns only.
-    """
-
-    positions: Tensor
-    keys: Tensor
-    dtype: torch.dtype
-
-    @cached_property
-    def matrix(self) -> Tensor:
-        """The additive mask [B, 1, S, W]."""
-        return chain_mask(self.positions, self.keys, (0, True), self.dtype)
-
-    @cached_property
-    def lengths(self) -> Tensor:
-        """Number of columns that the last column sees, [B] int32."""
-        return (self.positions[:, -1] + 1).int()
-
-    @cached_property
-    def bounds(self) -> tuple[Tensor, Tensor]:
-        """Row boundaries of queries and of keys if the rows are concatenated, [B + 1] int32 each."""
-        rows, slots = self.positions.shape
-        index = self.keys[: rows + 1].int()
-        return index * slots, index * len(self.keys)
-
-
-@dataclass(frozen=True)
 class TreeMask:
-    """Mask [B, 1, S, W] of slots of a tree, see `tree_mask`. A kernel for trees needs no matrix."""
+    """Mask [B, 1, S, W] of the slots of a tree or chain, see `tree_mask`.
+
+    A kernel that reads lengths and ancestors from tensors needs no matrix, and reads visible columns only.
+    """
 
     ends: Tensor
     ancestors: Tensor
@@ -65,7 +39,7 @@ class TreeMask:
         return tree_mask(self.ends, self.ancestors, self.keys, self.dtype)
 
 
-AttentionMask = Tensor | ChainMask | TreeMask | None | dict[str, Tensor | None]  # a dict has one mask per layer kind
+AttentionMask = Tensor | TreeMask | None | dict[str, Tensor | None]  # a dict has one mask per layer kind
 
 
 def ancestry(parents: Tensor) -> Tensor:
@@ -149,7 +123,7 @@ def aligned(mask: Tensor) -> Tensor:
 
 AttentionKind = tuple[int, bool]  # window in positions (0: full), and whether a column sees only earlier ones
 FULL: AttentionKind = (0, True)
-Mask = Tensor | ChainMask | TreeMask
+Mask = Tensor | TreeMask
 Rope = tuple[Tensor, Tensor]  # cos, and sin with its first half negated, [B or 1, S, 1, E]
 NO_ROPE: Rope = (torch.empty(0), torch.empty(0))
 Result = TypeVar("Result")
@@ -185,7 +159,7 @@ class Columns:
         None: no mask is needed, except a causal one if S = W.
         """
         mask = self.visible(kind)
-        return mask.matrix if isinstance(mask, ChainMask | TreeMask) else mask
+        return mask.matrix if isinstance(mask, TreeMask) else mask
 
     def visible(self, kind: AttentionKind = FULL) -> Mask | None:
         """Return the mask, without a matrix where lengths are enough."""

@@ -24,7 +24,6 @@ from specdemo.kv.masks import (
     NO_ROPE,
     Angles,
     AttentionKind,
-    ChainMask,
     Columns,
     Mask,
     TreeMask,
@@ -285,7 +284,8 @@ class ProvisionalColumns:
             if longest is not None and not windowed and (not causal or (width in (1, total) and not place.hidden)):
                 return None
             if self.captured and causal and not windowed:
-                return ChainMask(positions, place.keys, store.dtype)
+                order = store.positions[:width]
+                return TreeMask(place.start[:, 0], (order <= order[:, None])[None], place.keys, store.dtype)
             return chain_mask(positions, place.keys, kind, store.dtype)
 
         end = len(store.positions) if self.captured else total - place.hidden

@@ -6,9 +6,7 @@ be one product, queries and keys are rotated together, and the keys of grouped q
 B rows, S columns, W columns of keys, H heads, K key/value heads, D hidden size, E size of an attention head.
 """
 
-import os
 from collections.abc import Container, Iterable, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -21,12 +19,10 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specdemo.core.protocol import Target
 from specdemo.kv.cache import SlabCache
-from specdemo.kv.graphs import TOLERANCE
-from specdemo.kv.masks import FULL, AttentionKind, ChainMask, Columns, Mask, Rope, TreeMask, additive
+from specdemo.kv.masks import FULL, AttentionKind, Columns, Mask, Rope, TreeMask, additive
 from specdemo.models.operations import JointRope, apply_rope, use_kernel
 from specdemo.models.packed import RMSNorm, concat_linears
 
-PROBE_COLUMNS = 64
 FOLDED_ROWS = 32
 TensorNames = Container[str]  # names of the tensors in a checkpoint, such as self_attn.q_proj.bias
 
@@ -95,16 +91,12 @@ def attend(
 ) -> Tensor:
     """Compute attention of query [B, H, S, E] over key and value [B, K, W, E]; return [B, S, H, E].
 
-    mask is [B or 1, 1 or H, 1 or S, W], folded (see `fold_mask`), or a `ChainMask`. With one mask for all heads, the
+    mask is [B or 1, 1 or H, 1 or S, W], folded (see `fold_mask`), or a `TreeMask`. With one mask for all heads, the
     queries of a group become rows of one head: its keys are read once, and some GPUs have no fast kernel for grouped
     queries with a mask.
     """
     rows, heads, slots, size = query.shape
     group = heads // key.shape[1]
-    if isinstance(mask, ChainMask):
-        if reads_lengths(query.device, query.dtype, heads, key.shape[1], size):
-            return attend_visible(query, key, value, mask, scaling)
-        mask = mask.matrix
     if isinstance(mask, TreeMask):
         if reads_trees(query, key, value):
             return attend_tree(query, key, value, mask, scaling)
@@ -118,7 +110,8 @@ def attend(
     if mask is not None and mask.shape[2] == slots:
         mask = fold_mask(mask, group)
     out = F.scaled_dot_product_attention(folded, key, value, mask, scale=scaling)
-    return out.reshape(rows, heads, slots, size).transpose(1, 2)  # kernels of GPUs return other strides
+    # kernels of GPUs return [B, G S, K, E] in memory, which makes one copy necessary
+    return out.view(rows, -1, group, slots, size).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
 def folds(device: torch.device, group: int, slots: int) -> bool:
@@ -134,16 +127,11 @@ def fold_mask(mask: Tensor, group: int) -> Tensor:
 
 def shared_mask(mask: Mask | None, attention: "Attention", x: Tensor) -> Mask | None:
     """Return the form of a mask that all layers like `attention` can use for x [B, S, D] without work of their own."""
-    heads, kv_heads, size = attention.heads, attention.kv_heads, attention.head_dim
-    if isinstance(mask, ChainMask):
-        if reads_lengths(x.device, x.dtype, heads, kv_heads, size):
-            return mask
-        mask = mask.matrix
     if isinstance(mask, TreeMask):
         if use_kernel("tree_attention", x):
             return mask
         mask = mask.matrix
-    return None if mask is None else fold_mask(mask, heads // kv_heads)
+    return None if mask is None else fold_mask(mask, attention.heads // attention.kv_heads)
 
 
 def shared_rope(rope: Rope, layers: Sequence["DecoderLayer"], cache: Cache, x: Tensor) -> Rope | JointRope:
@@ -165,20 +153,6 @@ def shared_rope(rope: Rope, layers: Sequence["DecoderLayer"], cache: Cache, x: T
     return JointRope.of_heads(rope, first.heads, first.kv_heads, weights) if joint else rope
 
 
-def attend_visible(query: Tensor, key: Tensor, value: Tensor, mask: ChainMask, scaling: float | None = None) -> Tensor:
-    """Compute attention as `attend` does, with a kernel that reads visible columns only (FlashAttention, 2307.08691).
-
-    A masked kernel reads all columns of the cache, so its time grows with the capacity.
-    """
-    slots = query.shape[2]
-    packed = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]  # [B S, H, E], [B W, K, E] twice
-    out: Tensor = torch.ops.aten._flash_attention_forward(
-        *packed, *mask.bounds, slots, key.shape[2], 0.0, slots > 1, False, scale=scaling, seqused_k=mask.lengths
-    )[0]
-    rows_of_slots: Tensor = out.unflatten(0, (-1, slots))
-    return rows_of_slots
-
-
 def reads_trees(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Return whether `attend_tree` works for these tensors."""
     same = key.stride() == value.stride() and query.dtype == key.dtype == value.dtype and query.stride(-1) == 1
@@ -192,24 +166,6 @@ def attend_tree(query: Tensor, key: Tensor, value: Tensor, mask: TreeMask, scali
         query, key, value, mask.ends.contiguous(), mask.ancestors.contiguous(), scale
     )
     return out
-
-
-@lru_cache
-def reads_lengths(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, size: int) -> bool:
-    """Return whether `attend_visible` works for attention of these sizes. Compared with the masked kernel once."""
-    if device.type != "cuda" or dtype == torch.float32 or os.environ.get("SPECDEMO_FLASH") == "0":
-        return False
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(2, heads, 3, size), (2, kv_heads, PROBE_COLUMNS, size), (2, kv_heads, PROBE_COLUMNS, size)]
-    query, key, value = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
-    positions = torch.tensor([[4, 5, 6], [40, 41, 42]]).to(device)
-    mask = ChainMask(positions, torch.arange(PROBE_COLUMNS, device=device), dtype)
-    try:
-        visible = attend_visible(query, key, value, mask)
-    except (RuntimeError, AttributeError, TypeError):  # no such kernel in this build or for this GPU
-        return False
-    expected = attend(query, key, value, mask.matrix, False)
-    return bool((visible - expected).abs().max() <= TOLERANCE[dtype] * expected.abs().max())
 
 
 def add_norm(norm: nn.Module, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -283,7 +239,7 @@ class Attention(nn.Module):
             q, k, v = by_kernel or self._write(qkv, rope, cache)
         causal = mask is None and self.kind[1] and x.shape[1] > 1
         if self.attention_sink_bias is not None:
-            matrix = mask.matrix if isinstance(mask, ChainMask | TreeMask) else mask
+            matrix = mask.matrix if isinstance(mask, TreeMask) else mask
             k, v, mask, causal = *self._add_sink(k, v, matrix, causal, x.shape[1]), False
         out: Tensor = self.o_proj(attend(q, k, v, mask, causal, self.scaling).flatten(2))
         return out

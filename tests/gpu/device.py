@@ -193,7 +193,6 @@ class World:
         self.recorded = []  # weak references to every graph
         self.refuse = None  # an error for the first operation of the next captures
         self.capability = (9, 0)
-        self.flash_dtypes = {torch.bfloat16, torch.float16}
         self.underway = []  # pools of captures that the allocator still serves
         self.silent = 0
         self.capturing = None
@@ -584,32 +583,12 @@ def _fixed(func, name):
         return lambda x, bins=100, *_: torch.bincount(x.long(), minlength=int(bins)).to(x.dtype)
     if name == "tree_attention":
         return partial(_tree_attention, func)
-    return flash_attention if name == "_flash_attention_forward" else func
+    return func
 
 
 def _tree_attention(func, query, keys, values, ends, ancestors, scale):
     _read_columns("tree", int(ends.sum()) + len(ends) * ancestors.shape[2])
     return func(query, keys, values, ends, ancestors, scale)
-
-
-def flash_attention(
-    query, key, value, bounds, key_bounds, max_q, max_k, dropout, causal, debug, *, seqused_k, scale=None
-):
-    """Compute attention of concatenated rows [B S, H, E] over the first `seqused_k` [B] columns of each row."""
-    if query.dtype not in the.flash_dtypes or the.capability < (8, 0):
-        raise RuntimeError("FlashAttention only supports fp16 and bf16 on Ampere GPUs or newer")
-    if query.shape[-1] % 8 or query.shape[-1] > 256:
-        raise RuntimeError("FlashAttention needs a head size that is a multiple of 8, and 256 at most")
-    parts = []
-    for row, used in enumerate(seqused_k.tolist()):
-        q = query[bounds[row] : bounds[row + 1]].transpose(0, 1)
-        k, v = (x[key_bounds[row] : key_bounds[row] + used].transpose(0, 1) for x in (key, value))
-        mask = torch.ones(q.shape[1], used, dtype=torch.bool).tril(used - q.shape[1]) if causal else None
-        out = nn.functional.scaled_dot_product_attention(q[None], k[None], v[None], mask, scale=scale, enable_gqa=True)
-        parts.append(out[0].transpose(0, 1))
-        _read_columns("flash by length", used)
-    nothing = query.new_empty(0)
-    return torch.cat(parts), nothing, nothing, nothing, nothing
 
 
 def _here(x):
