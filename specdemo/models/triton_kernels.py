@@ -13,8 +13,9 @@ from torch import Tensor
 
 ELEMENTS_PER_WARP = 512
 SILU_BLOCK = 1024
-TREE_ROWS, TREE_COLUMNS = 64, 64  # tile of queries and keys in `tree_attention`
-COLUMNS_PER_SPLIT, MAX_SPLITS = 256, 32
+TREE_ROWS, TREE_COLUMNS = 64, 32  # largest tile of queries, and tile of keys in `tree_attention`
+SPLIT_COLUMNS, MAX_SPLITS = 64, 64  # fewest columns of a program, and most programs per tile of queries
+COMBINED = 16  # splits that are combined at once
 
 
 def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -78,13 +79,15 @@ def tree_attention(
 
     query [B, H, S, E]. keys and values [B, K, C, E], with equal strides. ends [B]: number of committed columns, which
     every slot sees. ancestors [B or 1, S, P] bool: which of the P columns after them a slot sees. Both are contiguous.
-    The columns are split over programs, whose results are combined by their log-sum-exp (FlashDecoding).
+    The columns are split over programs, whose results are combined by their log-sum-exp (FlashDecoding). Where they
+    are split depends on the capacity alone, so that a query adds in the same order at every length and width.
     """
     rows, heads, slots, size = query.shape
     kv_heads, capacity = keys.shape[1:3]
     queries = heads // kv_heads * slots  # per key/value head
     tile = min(max(triton.next_power_of_2(queries), 16), TREE_ROWS)
-    splits = min(max(capacity // COLUMNS_PER_SPLIT, 1), MAX_SPLITS)
+    part = SPLIT_COLUMNS * triton.next_power_of_2(triton.cdiv(capacity, SPLIT_COLUMNS * MAX_SPLITS))
+    splits = triton.cdiv(capacity, part)
     partial = query.new_empty(rows * kv_heads * queries, splits, size, dtype=torch.float32)
     largest, total = partial.new_empty(2, *partial.shape[:2]).unbind()
     out = query.new_empty(rows, slots, heads, size)
@@ -92,7 +95,7 @@ def tree_attention(
     with _on(query.device):
         _tree_attention[(rows * kv_heads, triton.cdiv(queries, tile), splits)](
             *(query, keys, values, ends, ancestors, partial, largest, total, scale),
-            *(slots, ancestors.shape[2], ancestors.stride(0) if len(ancestors) > 1 else 0, queries),
+            *(slots, ancestors.shape[2], ancestors.stride(0) if len(ancestors) > 1 else 0, queries, part),
             *(*query.stride()[:3], *keys.stride()[:3]),
             KV_HEADS=kv_heads,
             SIZE=size,
@@ -104,7 +107,7 @@ def tree_attention(
         _combine[(rows * kv_heads * queries,)](
             *(partial, largest, total, out, slots, heads, size),
             SPLITS=splits,
-            SPLIT_BLOCK=triton.next_power_of_2(splits),
+            CHUNK=COMBINED,
             BLOCK=block,
             num_warps=1,
         )
@@ -216,6 +219,7 @@ def _tree_attention(  # type: ignore[no-untyped-def]
     provisional,
     ancestor_row,
     queries,
+    part,
     query_row,
     query_head,
     query_slot,
@@ -241,7 +245,6 @@ def _tree_attention(  # type: ignore[no-untyped-def]
     q = tl.load(source, mask=real[:, None] & inside[None, :], other=0.0)
     end = tl.load(ends + row).to(tl.int32)
     visible_columns = end + provisional
-    part = tl.cdiv(visible_columns, SPLITS * COLUMNS) * COLUMNS
     start = tl.program_id(2) * part
     highest = tl.full((ROWS,), -1e30, tl.float32)
     weight = tl.zeros((ROWS,), tl.float32)
@@ -284,19 +287,28 @@ def _combine(  # type: ignore[no-untyped-def]
     heads,
     size,
     SPLITS: tl.constexpr,
-    SPLIT_BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Combine the parts of one query. `partial` has the order row, head, slot; `out` the order row, slot, head."""
     index = tl.program_id(0)
-    split = tl.arange(0, SPLIT_BLOCK)
     dims = tl.arange(0, BLOCK)
-    used, inside = split < SPLITS, dims < size
-    highest = tl.load(largest + index * SPLITS + split, mask=used, other=-1e30)
-    factor = tl.exp(highest - tl.max(highest, 0))
-    weight = tl.sum(factor * tl.load(total + index * SPLITS + split, mask=used, other=0.0), 0)
-    place = partial + (index * SPLITS + split)[:, None] * size + dims[None, :]
-    parts = tl.load(place, mask=used[:, None] & inside[None, :], other=0.0)
-    result = tl.sum(parts * factor[:, None], 0) / weight
+    inside = dims < size
+    highest = tl.full((CHUNK,), -1e30, tl.float32)
+    for first in range(0, SPLITS, CHUNK):
+        split = first + tl.arange(0, CHUNK)
+        highest = tl.maximum(highest, tl.load(largest + index * SPLITS + split, mask=split < SPLITS, other=-1e30))
+    top = tl.max(highest, 0)
+    weight = tl.zeros((CHUNK,), tl.float32)
+    result = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, SPLITS, CHUNK):
+        split = first + tl.arange(0, CHUNK)
+        used = split < SPLITS
+        factor = tl.exp(tl.load(largest + index * SPLITS + split, mask=used, other=-1e30) - top)
+        weight += factor * tl.load(total + index * SPLITS + split, mask=used, other=0.0)
+        place = partial + (index * SPLITS + split)[:, None] * size + dims[None, :]
+        parts = tl.load(place, mask=used[:, None] & inside[None, :], other=0.0)
+        result += tl.sum(parts * factor[:, None], 0)
+    result = result / tl.sum(weight, 0)
     row, head, slot = index // (heads * slots), index // slots % heads, index % slots
     tl.store(out + ((row * slots + slot) * heads + head) * size + dims, result.to(out.dtype.element_ty), mask=inside)
