@@ -15,7 +15,7 @@ from specdemo.core.sampling import PositionNoise, Sampling, to_probs
 from specdemo.core.trace import LaneTrace, RunTrace, StepEvent, compare, same_prompt
 from specdemo.core.tree import chain_parents
 from specdemo.models.cpu_threads import step_threads
-from specdemo.models.pass_cost import VERIFY_TOKENS, Pass, passes_noise, rounding_noise
+from specdemo.models.pass_cost import GPU_SLOTS, VERIFY_TOKENS, Pass, passes_noise, rounding_noise
 
 CHUNK = 16  # tokens per pass that reads a finished text, as many slots as a long draft
 PASSES = 16  # of a lane before a difference that are repeated
@@ -52,7 +52,7 @@ def compare_outputs(trace: RunTrace, target: Target | None, noise: Sequence[str]
             row["verdict"] = _remote_verdict(baseline, lane, row["identical"])
         elif index is None:
             row["verdict"] = "identical" if one_text else "same distribution"
-            row["bit_for_bit"] = one_text and target is not None and target.same_bits and _has_chains(lane)
+            row["bit_for_bit"] = one_text and target is not None and _same_bits(target, lane)
         elif not explains:
             row["verdict"] = "unknown"
         else:
@@ -64,9 +64,12 @@ def compare_outputs(trace: RunTrace, target: Target | None, noise: Sequence[str]
         trace.comparison.append(row)
 
 
-def _has_chains(lane: LaneTrace) -> bool:
-    """Return True if no draft of a lane branched: passes over trees may round differently."""
-    return all(parents == [*range(len(parents))] for event in lane.events for parents in event.parents)
+def _same_bits(target: Target, lane: LaneTrace) -> bool:
+    """Return True if all passes of a lane give the same bits as plain decoding. Passes over trees, and over more than
+    GPU_SLOTS slots on a GPU, may round differently."""
+    drafts = [parents for event in lane.events for parents in event.parents]
+    narrow = target.device.type == "cpu" or all(len(parents) < GPU_SLOTS for parents in drafts)
+    return target.same_bits and narrow and all(parents == [*range(len(parents))] for parents in drafts)
 
 
 def _margin(logits: Tensor, chosen: Sequence[int], sampling: Sampling, seed: int, position: int) -> float:
@@ -160,7 +163,7 @@ def _divergence(
     by half a unit. A larger gap is a bug, and so is any gap where the passes are chains of the same bits.
     """
     margin, logits = _gap(target, baseline, lane, index, margin_of)
-    if target.same_bits and _has_chains(lane):
+    if _same_bits(target, lane):
         return margin, False
     text = torch.tensor([baseline.prompt_ids + baseline.token_ids], device=target.device)
     end = len(baseline.prompt_ids) + index
