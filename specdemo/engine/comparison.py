@@ -195,7 +195,7 @@ class Comparison(Settings):
     bit_exact: Annotated[
         Literal["auto", "on", "off"],
         Setting(
-            "The same bits in passes of every width: auto (where it hardly costs), on or off.",
+            "One kernel for passes of every width: auto (on a CPU, where it hardly costs), on (a GPU too) or off.",
             link=False,
         ),
     ] = "auto"

@@ -11,7 +11,6 @@ from timeit import repeat
 import torch
 from torch import Tensor
 
-from specdemo.core.deployment import zero_gpu
 from specdemo.core.passes import ROUNDED, SAME_BITS
 from specdemo.core.protocol import Target
 from specdemo.core.speedup import interpolate
@@ -48,9 +47,9 @@ COMPARED = (  # docs/measurements.md
 READ_BYTES = 1 << 28  # more than most caches
 PADDING_ROUNDS = 8
 
-GPU_SLOTS = 16  # most slots of passes with the same bits on a GPU; so many cost about what one costs
-_shapes: dict[object, PassShape | None] = {}  # kind of model -> shape, so that all copies of a model agree
-MIN_LAYERS = 2  # that are compared on a CPU
+GPU_SLOTS = 16  # slots of every pass where `bit_exact` is on: they cost what one costs there; wider ones round differently
+_shapes: dict[object, PassShape] = {}  # kind of model -> shape, so that all copies of a model agree
+MIN_LAYERS = 2  # that are compared
 Clock = Callable[[], float]  # seconds
 Pass = tuple[Tensor, Tensor, list[int]]  # tokens [1, S], parents [1, S - 1], path from the root
 
@@ -197,45 +196,36 @@ def plan_passes(target: HFTarget, settings: CpuSettings) -> tuple[str, ...]:
     plan, notes, on_cpu = cpu_plan(target.model), [], target.device.type == "cpu"
     if on_cpu:
         fastest_threads(target, settings.counts)
-    required = settings.bit_exact == "on"
-    # before ZeroGPU attaches a GPU, there are no kernels to compare
-    if required or (settings.bit_exact == "auto" and (on_cpu or (target.uses_cuda_graphs and not zero_gpu()))):
-        shape = one_kernel_shape(target, required)
-        plan.shape, plan.same_bits = shape or PassShape(), shape is not None
-        plan.chains = plan.same_bits and required
-        if required and not plan.same_bits:
+    if settings.bit_exact == "on" or (on_cpu and settings.bit_exact == "auto"):
+        plan.shape = one_kernel_shape(target, required=settings.bit_exact == "on")
+        plan.same_bits = plan.shape != PassShape()
+        plan.chains = plan.same_bits and settings.bit_exact == "on"
+        if settings.bit_exact == "on" and not plan.same_bits:
             notes.append("bit_exact is on, but this model's passes of different widths still round differently here")
     return tuple(notes)
 
 
 @torch.no_grad()
-def one_kernel_shape(target: HFTarget, required: bool) -> PassShape | None:
-    """Return the shape of passes that makes the logits of every width the same bits, on a GPU of up to GPU_SLOTS slots;
-    None if there is none, or unless required, if it makes a one-token pass slower than PADDING_LIMIT allows."""
+def one_kernel_shape(target: HFTarget, required: bool) -> PassShape:
+    """Return the shape of passes that makes the logits of every width the same bits, the ordinary shape if there is
+    none, or unless required, if it makes a one-token pass slower than PADDING_LIMIT allows."""
     plan, config = cpu_plan(target.model), target.layer_config
     on_cpu = target.device.type == "cpu"
     if not target.capabilities.trees or (on_cpu and plan.layout.rows < PADDED_ROWS):
-        return None
+        return PassShape()
     key = type(target.model), str(sorted(config.items(), key=str)), target.dtype, plan.threads, required, target.device
     if key not in _shapes:
-        _shapes[key] = None
-        for shape in _shapes_to_try(target, required):
-            plan.shape = shape
-            with step_threads(target):
-                same = has_same_bits(target)
-            if same and (required or not on_cpu or padding_cost(target, shape) <= PADDING_LIMIT):
-                _shapes[key] = shape
-                break
-        target.release_graphs()
+        sizes = tuple({size for _, size in target.kv_shapes.values()})
+        shape = pass_shape(target.dtype, sizes) if on_cpu else PassShape(GPU_SLOTS)
+        kinds = list(config.get("layer_types") or ["all"])
+        some = max(MIN_LAYERS, *(1 + kinds.index(kind) for kind in kinds)) if on_cpu else target.num_layers
+        layers = min(target.num_layers, some)
+        plan.shape = shape
+        with step_threads(target):
+            same = has_same_bits(target, layers)
+        fast = required or padding_cost(target, shape) <= PADDING_LIMIT
+        _shapes[key] = shape if same and fast else PassShape()
     return _shapes[key]
-
-
-def _shapes_to_try(target: HFTarget, required: bool) -> list[PassShape]:
-    """Return shapes of passes that may have the same bits at every width. Kernels of a GPU may have them without
-    padding."""
-    if target.device.type == "cpu":
-        return [pass_shape(target.dtype, tuple({size for _, size in target.kv_shapes.values()}))]
-    return [PassShape()] + [PassShape(GPU_SLOTS)] * required
 
 
 def padding_cost(model: HFTarget, shape: PassShape) -> float:
@@ -255,26 +245,22 @@ def padding_cost(model: HFTarget, shape: PassShape) -> float:
 
 
 @torch.no_grad()
-def has_same_bits(target: HFTarget) -> bool:
-    """Return whether a slot of a chain gets the same bits in passes of the `SAME_WIDTHS`, after texts that end before
-    and after a block of keys. A CPU runs the first layers of each kind, a GPU all of them, as CUDA graphs."""
-    on_cpu, kinds = target.device.type == "cpu", list(target.layer_config.get("layer_types") or ["all"])
-    some = max(MIN_LAYERS, *(1 + kinds.index(kind) for kind in kinds))
-    layers = min(target.num_layers, some) if on_cpu else target.num_layers
-    widths = SAME_WIDTHS if on_cpu else (*SAME_WIDTHS, GPU_SLOTS)
-    starts = [start for start in SAME_STARTS if start + max(widths) <= target.max_length]
-    count = max(starts, default=0) + max(widths)
+def has_same_bits(target: HFTarget, layers: int) -> bool:
+    """Return whether the first `layers` layers and the head give a slot of a chain the same bits in passes of the
+    `SAME_WIDTHS`, after texts that end before and after a block of keys."""
+    starts = [start for start in SAME_STARTS if start + max(SAME_WIDTHS) <= target.max_length]
+    count = max(starts, default=0) + max(SAME_WIDTHS)
     tokens = 7 * torch.arange(1, count + 1, device=target.device)[None] % target.vocab_size
     for start in starts:
         history = target.first_layers(layers)
-        history.extend(tokens[:, :start], (), reserve=max(widths))
-        text = tokens[:, start : start + max(widths)]
+        history.extend(tokens[:, :start], (), reserve=max(SAME_WIDTHS))
+        text = tokens[:, start : start + max(SAME_WIDTHS)]
         single = []
         for token in text.split(1, 1):
             single.append(history.forward(token, token[:, 1:], ()).logits)
             history.commit([[0]])
         expected = torch.cat(single, 1)
-        for width in widths:
+        for width in SAME_WIDTHS:
             history.crop([start])
             output = history.forward(text[:, :width], chain_parents(1, width - 1, text.device), ()).logits
             if not torch.equal(output, expected[:, :width]):

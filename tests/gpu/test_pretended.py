@@ -16,8 +16,8 @@ from tests.gpu.test_graphs import (  # noqa: F401
 from tests.gpu.test_target import (  # noqa: F401
     test_a_chain_is_verified_without_waiting_for_the_device,
     test_every_path_of_a_tree,
-    test_passes_of_every_width_have_the_same_bits,
     test_ragged_rows,
+    test_with_bit_exact_a_pass_of_every_width_is_one_of_sixteen_slots,
 )
 from tests.models.tiny import TREES
 

@@ -75,18 +75,22 @@ def test_release_gives_the_memory_back():
     assert torch.cuda.memory_allocated() == before
 
 
-@pytest.mark.parametrize("bit_exact", ["auto", "on"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_passes_of_every_width_have_the_same_bits(monkeypatch, name, dtype, bit_exact):
+def test_with_bit_exact_a_pass_of_every_width_is_one_of_sixteen_slots(monkeypatch, name, dtype):
     monkeypatch.setattr(pass_cost, "_shapes", {})
     made = build(name).to("cuda", dtype)
-    notes, target = plan_passes(HFTarget(made), CpuSettings(bit_exact=bit_exact)), HFTarget(made)
-    assert target.same_bits or bit_exact == "auto" or notes
-    assert target.capabilities.trees is not (target.same_bits and bit_exact == "on")  # they are cut to chains
-    if not target.same_bits:
-        # experts get other rows at another width, whatever the padding
-        assert bit_exact == "auto" or target.num_experts
+    before, target = HFTarget(made).capabilities.trees, HFTarget(made)
+    assert plan_passes(target, CpuSettings()) == ()
+    assert not target.same_bits
+    notes = plan_passes(target, CpuSettings(bit_exact="on"))
+    target = HFTarget(made)
+    assert before
+    assert target.same_bits is (notes == ())
+    if target.num_experts and not target.same_bits:  # an expert gets other rows at another width, whatever the padding
+        assert target.capabilities.trees
         return
+    assert target.same_bits
+    assert not target.capabilities.trees  # they are cut to chains
     text = texts(1, 96).cuda()
     for start in (13, 60):  # before and across the end of the columns that one program reads
         target.start(text[:, :start], reserve=24)

@@ -128,7 +128,7 @@ def test_a_product_that_depends_on_the_width_is_noticed(monkeypatch, dtype):
 
     monkeypatch.setattr(PackedLinear, "forward", by_width)
     assert {width for _, width in differing(target, (60, 126))} >= {9, 17}
-    assert not pass_cost.has_same_bits(target)
+    assert not pass_cost.has_same_bits(target, 2)
     monkeypatch.setattr(pass_cost, "_shapes", {})
     assert plan_passes(target, CpuSettings(bit_exact="on"))[0].startswith("bit_exact is on, but")
     assert not target.same_bits
