@@ -183,7 +183,12 @@ class Mps(DeviceKind):
 EVENTS, SYNCHRONISING = "events", "synchronising"
 HALF = ("bfloat16", "float16", "float32")
 DEVICE_KINDS: dict[str, DeviceKind] = {  # the best first
-    "cuda": Cuda("NVIDIA or AMD GPU", EVENTS, HALF, "flash, efficient or math", cuda_graphs=True, separate_memory=True),
+    "cuda": Cuda(
+        *("NVIDIA or AMD GPU", EVENTS, HALF, "flash, efficient or math"),
+        cuda_graphs=True,
+        separate_memory=True,
+        tested=not torch.version.hip,
+    ),
     "xpu": Discrete("Intel GPU", SYNCHRONISING, HALF, "flash, oneDNN or math", separate_memory=True, module=torch.xpu),
     "mps": Mps("Apple GPU", SYNCHRONISING, HALF, "Metal", quantised=False),
     "cpu": DeviceKind(tested=True),
