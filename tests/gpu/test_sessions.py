@@ -45,6 +45,7 @@ def test_a_race_records_nothing_and_leaves_nothing(world, name):
         assert world.recorded
         assert recorded == 0
         assert world.alive == 0
+        assert world.memory.allocated < 10_000  # the session took its models along
         assert [len(lane.token_ids) for lane in trace.lanes] == [TOKENS, TOKENS]
         assert [row["verdict"] for row in trace.comparison] == ["identical"]
         assert trace.environment["kernels"] == "fused, graphs"
