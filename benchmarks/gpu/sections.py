@@ -117,18 +117,18 @@ def sections(lab: Lab, plan: str = "all") -> dict[str, Section]:
         "tests": Section("GPU tests", 120, tests),
         "failed-capture": Section("A failed capture", 20, failed_capture),
         "attention": Section("Attention of one layer", 25, attention),
-        f"contexts-{lab.main}": Section(f"Forward passes by context, {lab.main}", 60, contexts),
+        f"contexts-{lab.main}": Section(f"Forward passes by context, {lab.main}", 25, contexts),
         f"plain-{shapes[0]}": Section(f"Plain decoding, {shapes[0]}", 60, partial(plain, shapes[0])),
         f"widths-{lab.main}": Section(f"v(n, batch) and c, {lab.main}", 90, widths),
     }
     for label, drafting in METHODS.items():
         table[f"method-{lab.main}-{slug(label)}"] = Section(
-            f"Step of {label}, {lab.main}", 15, partial(step, label, drafting)
+            f"Step of {label}, {lab.main}", 8, partial(step, label, drafting)
         )
     table |= {
-        "peers": Section("Beside transformers", 150, peers),
+        "peers": Section("Beside transformers", 70, peers),
         "overhead": Section("Step overhead over replays", 120, overhead),
-        "presets": Section("The embedded presets", 90, presets),
+        "presets": Section("The embedded presets", 60, presets),
         "memory": Section("Memory over 50 runs", 60, memory),
     }
     if not lab.small:  # on a CPU `bench race-fairness` measures it
