@@ -170,16 +170,6 @@ class SlabCache(Cache):
             return None
         return slab.keys, slab.values, cursor.columns
 
-    def joint_scatter_target(self, layer: int) -> tuple[Tensor, Tensor] | None:
-        """Return keys and values of a layer as one tensor [2, B, H, capacity, D], and the columns [B, 1, S, 1].
-
-        None outside `scatter_writes`, and if the layers differ in shape.
-        """
-        cursor = self.cursor
-        if self._block is None or not cursor.full_read or cursor.columns is None:
-            return None
-        return self._block[2 * layer : 2 * layer + 2], cursor.columns
-
     def gather_accepted(self, path: list[list[int]]) -> None:
         """Move the accepted slots of the last forward pass to the end of the history."""
         cursor = self.cursor

@@ -23,7 +23,7 @@ from specdemo.kv.graphs import TOLERANCE
 from specdemo.kv.masks import Mask
 from specdemo.models.cpu_plan import pack_model
 from specdemo.models.devices import device_map_summary
-from specdemo.models.layers import DecoderLayer, Rotary, add_norm, shared_mask, shared_rope, signed_sin
+from specdemo.models.layers import DecoderLayer, Rotary, add_norm, shared_mask, signed_sin
 from specdemo.models.packed import (
     KNOWN_NORMS,
     FastRMSNorm,
@@ -103,8 +103,7 @@ class FusedDecoder:
         layers: run only the first `layers` layers.
         """
         x = self._embed(tokens)
-        angles = self._rotary(positions, cache.cursor.capacity + positions.shape[1])
-        rope = shared_rope(angles, self._layers[:layers], cache, x)
+        rope = self._rotary(positions, cache.cursor.capacity + positions.shape[1])
         mask = shared_mask(mask, self._layers[0].self_attn, x)
         hidden = {0: x} if 0 in taps else {}
         delta: Tensor | None = None

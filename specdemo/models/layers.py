@@ -6,7 +6,7 @@ be one product, queries and keys are rotated together, and the keys of grouped q
 B rows, S columns, W columns of keys, H heads, K key/value heads, D hidden size, E size of an attention head.
 """
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from specdemo.core.protocol import Target
 from specdemo.kv.cache import SlabCache
 from specdemo.kv.masks import FULL, AttentionKind, Columns, Mask, Rope, TreeMask, additive
-from specdemo.models.operations import JointRope, apply_rope, use_kernel
+from specdemo.models.operations import apply_rope, use_kernel
 from specdemo.models.packed import RMSNorm, concat_linears
 
 FOLDED_ROWS = 32
@@ -134,25 +134,6 @@ def shared_mask(mask: Mask | None, attention: "Attention", x: Tensor) -> Mask | 
     return None if mask is None else fold_mask(mask, attention.heads // attention.kv_heads)
 
 
-def shared_rope(rope: Rope, layers: Sequence["DecoderLayer"], cache: Cache, x: Tensor) -> Rope | JointRope:
-    """Return the form of `rope` with which these layers need the fewest operations for x [B, S, D].
-
-    It is joint in a captured pass, except where a Triton kernel or torch.compile combines more.
-    """
-    if not isinstance(cache, SlabCache) or not cache.cursor.full_read or torch.compiler.is_compiling():
-        return rope
-    attentions = [layer.self_attn for layer in layers]
-    first, norms = attentions[0], [(attention.q_norm, attention.k_norm) for attention in attentions]
-    pairs = [(q, k) for q, k in norms if isinstance(q, RMSNorm) and isinstance(k, RMSNorm) and q.eps == k.eps]
-    weights = [(q.weight, k.weight) for q, k in pairs]
-    same_dtype = {x.dtype, *(tensor.dtype for pair in (rope, *weights) for tensor in pair)} == {x.dtype}
-    known_norms = len(pairs) == len(norms) or norms == [(None, None)] * len(norms)
-    if not (same_dtype and known_norms) or use_kernel("norm_rope_write", x):
-        return rope
-    joint = cache.joint_scatter_target(first.index) is not None
-    return JointRope.of_heads(rope, first.heads, first.kv_heads, weights) if joint else rope
-
-
 def reads_trees(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Return whether `attend_tree` works for these tensors."""
     same = key.stride() == value.stride() and query.dtype == key.dtype == value.dtype and query.stride(-1) == 1
@@ -228,15 +209,12 @@ class Attention(nn.Module):
         sink = "self_attn.attention_sink_bias" in names
         self.attention_sink_bias = nn.Parameter(torch.zeros(self.heads)) if sink else None
 
-    def forward(self, x: Tensor, rope: Rope | JointRope, mask: Mask | None, cache: Cache | None) -> Tensor:
+    def forward(self, x: Tensor, rope: Rope, mask: Mask | None, cache: Cache | None) -> Tensor:
         """x [B, S, D or inputs] -> [B, S, D]. mask: see `attend`."""
         qkv = self.qkv(x) if self.qkv else torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
         qkv = self._split_heads(qkv)
-        if isinstance(rope, JointRope):
-            q, k, v = self._write_jointly(qkv, rope, cache)
-        else:
-            by_kernel = self._write_by_kernel(qkv, rope, cache) if qkv.is_cuda else None
-            q, k, v = by_kernel or self._write(qkv, rope, cache)
+        by_kernel = self._write_by_kernel(qkv, rope, cache) if qkv.is_cuda else None
+        q, k, v = by_kernel or self._write(qkv, rope, cache)
         causal = mask is None and self.kind[1] and x.shape[1] > 1
         if self.attention_sink_bias is not None:
             matrix = mask.matrix if isinstance(mask, TreeMask) else mask
@@ -256,18 +234,6 @@ class Attention(nn.Module):
         q, k = apply_rope(qk, rope).transpose(1, 2).split([self.heads, self.kv_heads], 1)
         v = v.transpose(1, 2)
         return (q, k, v) if cache is None else (q, *cache.update(k, v, self.index))
-
-    def _write_jointly(self, qkv: Tensor, rope: JointRope, cache: Cache | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Do what `_write` does with fewer operations, in a captured pass. Overwrites qkv."""
-        target = cache.joint_scatter_target(self.index) if isinstance(cache, SlabCache) else None
-        assert target is not None
-        slabs, columns = target
-        if self.q_norm is not None:
-            rope.norm(qkv, self.index, self.q_norm.eps)
-        q, kv = apply_rope(qkv, (rope.cos, rope.sin)).split([self.heads, 2 * self.kv_heads], 2)
-        kv = kv.unflatten(2, (2, -1)).permute(2, 0, 3, 1, 4)  # [2, B, K, S, E]
-        slabs.scatter_(3, columns.expand_as(kv), kv)
-        return q.transpose(1, 2), slabs[0], slabs[1]
 
     def _write_by_kernel(self, qkv: Tensor, rope: Rope, cache: Cache | None) -> tuple[Tensor, Tensor, Tensor] | None:
         """Do what `_write` does by one kernel, in a captured pass. Return None where this is impossible."""
@@ -367,7 +333,7 @@ class DecoderLayer(nn.Module):
         return x + delta
 
     def run_residual(
-        self, x: Tensor, delta: Tensor | None, rope: Rope | JointRope, mask: Mask | None, cache: Cache | None
+        self, x: Tensor, delta: Tensor | None, rope: Rope, mask: Mask | None, cache: Cache | None
     ) -> tuple[Tensor, Tensor]:
         """Run the layer on x + delta [B, S, D]; return two tensors whose sum is the result.
 

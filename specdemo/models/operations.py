@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from importlib.util import find_spec
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,32 +32,6 @@ _library.define(
 _library.define(
     "tree_attention(Tensor query, Tensor keys, Tensor values, Tensor ends, Tensor ancestors, float scale) -> Tensor"
 )
-
-
-class JointRope(NamedTuple):
-    """Rotary embeddings and norm weights of all heads of a pass: one operation serves queries, keys and values.
-
-    The angle of values is 0, so that rotated keys and values are in one tensor, and one operation writes both.
-    """
-
-    cos: Tensor  # [B or 1, S, H + 2 K, E]
-    sin: Tensor
-    weights: tuple[Tensor, ...]  # per layer: of queries and keys [H + K, E]; empty: no norms
-
-    @classmethod
-    def of_heads(cls, rope: Rope, heads: int, kv_heads: int, norms: Sequence[tuple[Tensor, Tensor]]) -> "JointRope":
-        """Return the joint form of cos and sin. norms: weights of queries and keys per layer, [E] each."""
-        rotated, size = heads + kv_heads, rope[0].shape[-1]
-        angles = (x.expand(-1, -1, rotated, -1) for x in rope)
-        cos, sin = (F.pad(x, (0, 0, 0, kv_heads), value=at_zero) for x, at_zero in zip(angles, (1.0, 0.0), strict=True))
-        rows = [weight.expand(n, -1) for pair in norms for weight, n in zip(pair, (heads, kv_heads), strict=True)]
-        return cls(cos, sin, torch.cat(rows).view(-1, rotated, size).unbind(0) if rows else ())
-
-    def norm(self, qkv: Tensor, layer: int, eps: float | None) -> None:
-        """Normalise queries and keys of qkv [B, S, H + 2 K, E] in place."""
-        weight = self.weights[layer]
-        normed = F.rms_norm(qkv, qkv.shape[-1:], None, eps)[:, :, : len(weight)]
-        torch.mul(normed, weight, out=qkv[:, :, : len(weight)])
 
 
 def apply_rope(x: Tensor, rope: Rope) -> Tensor:
