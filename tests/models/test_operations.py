@@ -102,6 +102,32 @@ def test_a_kernel_returns_and_writes_what_plain_operations_do(number, dtype, mea
     assert measured[f"{number} {dtype}"] <= limit, CASES[number]
 
 
+def widths_that_differ():
+    """Return lengths and slots at which attention has other bits than for the slot alone, or in a larger cache."""
+    from specdemo.models.triton_kernels import tree_attention
+
+    def attend(slots, length, capacity):
+        ends, chain = torch.tensor([length], device=DEVICE), torch.ones(1, slots.shape[1], slots.shape[1]).bool().tril()
+        columns = [slab[:, :capacity].transpose(1, 2) for slab in slabs]
+        return tree_attention(slots.transpose(1, 2), *columns, ends, chain.to(DEVICE), 0.25)
+
+    generator = torch.Generator().manual_seed(2)
+    query, *slabs = (torch.randn(1, n, 4, 16, generator=generator).to(DEVICE, torch.float16) for n in (9, 900, 900))
+    found = []
+    for length in (60, 64, 127, 200):
+        together = attend(query, length, 640)
+        for slot, alone in enumerate(query.split(1, 1)):
+            single, larger = (attend(alone, length + slot, capacity) for capacity in (640, 900))
+            if not torch.equal(single[:, 0], together[:, slot]) or not torch.equal(single, larger):
+                found.append((length, slot))
+    return found
+
+
+@needs_triton
+def test_a_slot_has_the_same_bits_at_every_width_and_capacity():
+    assert run_here("widths_that_differ", interpret=DEVICE.type == "cpu") == []
+
+
 def compiled_kernels():
     """Return the sizes of the machine code of all kernels."""
     from triton.backends.compiler import GPUTarget
@@ -110,8 +136,8 @@ def compiled_kernels():
     from specdemo.models import triton_kernels
 
     sizes = {"BLOCK": 128, "HEADS": 32, "KV_HEADS": 8, "SIZE": 96, "NORMED": True}
-    sizes |= {"ROWS": 64, "COLUMNS": 64, "SPLITS": 32, "SPLIT_BLOCK": 32}
-    numbers = "size slots heads length provisional queries ancestor_row angle_row angle_slot".split()
+    sizes |= {"ROWS": 64, "COLUMNS": 32, "SPLITS": 35, "CHUNK": 16}
+    numbers = "size slots heads length provisional queries part ancestor_row angle_row angle_slot".split()
     numbers += "query_row query_head query_slot slab_row slab_head slab_column".split()
     others = {**dict.fromkeys(numbers, "i32"), "eps": "fp32", "scale": "fp32", "write_to": "*i64", "ends": "*i64"}
     others |= {**dict.fromkeys(["partial", "largest"], "*fp32"), "ancestors": "*i1"}
