@@ -47,9 +47,7 @@ COMPARED = (  # docs/measurements.md
 READ_BYTES = 1 << 28  # more than most caches
 PADDING_ROUNDS = 8
 
-GPU_SLOTS = (
-    16  # slots of every pass where `bit_exact` is on: they cost what one costs there; wider ones round differently
-)
+GPU_SLOTS = 16  # slots of passes where `bit_exact` is on: they cost about what one costs; wider ones round differently
 _shapes: dict[object, PassShape] = {}  # kind of model -> shape, so that all copies of a model agree
 MIN_LAYERS = 2  # that are compared
 Clock = Callable[[], float]  # seconds
