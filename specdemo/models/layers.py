@@ -110,6 +110,8 @@ def attend(
     if mask is not None and mask.shape[2] == slots:
         mask = fold_mask(mask, group)
     out = F.scaled_dot_product_attention(folded, key, value, mask, scale=scaling)
+    if out.is_contiguous():
+        return out.view(rows, heads, slots, size).transpose(1, 2)
     # kernels of GPUs return [B, G S, K, E] in memory, which makes one copy necessary
     return out.view(rows, -1, group, slots, size).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
