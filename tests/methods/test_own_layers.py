@@ -134,6 +134,8 @@ CASES = {
     [
         ("UNO", {"use_dora": True}, "has use_dora, which is not supported"),
         ("UNO", {"bias": "all"}, "has bias, which is not supported"),
+        ("UNO", {"r": 0}, "has r 0 in its config, not a number above 0"),
+        ("UNO", {"lora_alpha": "x"}, "has lora_alpha 'x' in its config"),
         ("Orthrus", {"mask_token_id": None}, "has no mask_token_id of its target"),
         ("Orthrus", {"hidden_size": 64}, "is for hidden size 64, the target has 32"),
     ],

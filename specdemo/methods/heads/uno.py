@@ -96,6 +96,9 @@ class Uno(LayerHead[Adapter], method="uno"):
         unknown = next((key for key in ELSEWHERE if config.get(key)), None)
         if unknown or config.get("bias", "none") != "none":
             raise ValueError(f"{checkpoint.name} has {unknown or 'bias'}, which is not supported; {HINT}")
+        for key in ("r", "lora_alpha"):
+            if not isinstance(number := config.get(key), int | float) or number <= 0:
+                raise ValueError(f"{checkpoint.name} has {key} {number!r} in its config, not a number above 0; {HINT}")
         tensors = rename_tensors(checkpoint.tensors, {rf"^{PREFIX}": ""})
         check_target(checkpoint, layers=(count_numbered(tensors, r"layers\.(\d+)\."), target.num_layers))
         with torch.device("meta"):
