@@ -66,7 +66,8 @@ def explain(lane: Summary, speed: Estimate | None, times: str = "x") -> str:
         f"{_opening(speed, times)}: a step takes as long as plain decoding of {cost:.2f} tokens{_drafting(lane, cost)} "
         f"and yields {lane['tokens_per_step']:.2f} tokens"
     )
-    return f"{sentence}; {_accepted(lane, speed) or 'nothing was drafted'}."
+    nothing = f"nothing was {'verified' if lane.get('unverified') else 'drafted'}"
+    return f"{sentence}; {_accepted(lane, speed) or nothing}."
 
 
 def _drafting(lane: Summary, cost: float) -> str:

@@ -94,6 +94,14 @@ def test_a_lane_without_steps_has_no_report_of_its_drafts_or_too_few_tokens():
     assert explain(lane | {"tokens": 0}, Estimate(1.05)) == "Too few tokens for an explanation."
 
 
+def test_a_lane_whose_drafts_were_all_left_out_has_drafted():
+    steps = [chain(i, 0, 0, 1.0, 1.0) for i in range(1, 9)]
+    left_out = [replace(step, notes={"unverified": 1.0}) for step in steps]
+    for lane, words in ((steps, "nothing was drafted."), (left_out, "nothing was verified.")):
+        (entry,) = prediction(trace(("lane", [prefill(), *lane])))
+        assert entry["sentence"].endswith(words)
+
+
 def test_hopeless_lane_gets_advice_to_turn_off():
     (entry,) = prediction(trace(("lane", simulated(random.Random(4), [0.05] * 4, 4, 200, c=3.0))))
     assert entry["best_k"] == 0
