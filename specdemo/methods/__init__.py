@@ -35,7 +35,7 @@ SYNTHETIC = "synthetic"  # wraps others and is not wrapped: its drafts are judge
 
 CAPABILITY_USES = {  # a capability that a method may require (core/protocol.py), in words
     "hidden_states": "reads the target's hidden states",
-    "layers": "runs only the first layers of the target",
+    "layers": "runs layers of the target by themselves",
     "shared_kv": "reads the target's KV cache",
     "trees": "drafts trees",
 }

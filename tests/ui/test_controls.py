@@ -51,7 +51,7 @@ def test_another_target_takes_another_drafter_or_none():
 @pytest.mark.parametrize(
     ("method", "reason"),
     [
-        ("layer_skip", "Layer skip runs only the first layers of the target, which GGUF files do not support"),
+        ("layer_skip", "Layer skip runs layers of the target by themselves, which GGUF files do not support"),
         ("gemma4_assistant", "Gemma 4 assistant reads the target's KV cache, which GGUF files do not support"),
         ("medusa", "Medusa needs a drafter for model.gguf; name one under Drafter"),
         ("draft_model", "Draft model needs a drafter for model.gguf"),
