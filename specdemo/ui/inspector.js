@@ -96,7 +96,7 @@ function inspect() {
   const parts = Object.entries(line.ms).map(([name, ms]) => `${name} ${milliseconds(ms)}`);
   const drafted = line.fates.filter(Boolean).length;
   const accepted = line.fates.filter((outcome) => outcome === "accepted").length;
-  const what = !line.path.length ? "a piece as it arrived, draft tokens unknown" : run.selected.step ? (drafted ? `${accepted}/${drafted} accepted` : "nothing drafted") : prefill(line);
+  const what = !line.path.length ? "a piece as it arrived, draft tokens unknown" : run.selected.step ? (drafted ? `${accepted}/${drafted} accepted` : `nothing ${line.notes?.unverified ? "verified" : "drafted"}`) : prefill(line);
   $(".sd-step").replaceChildren(
     laneNumber(lane),
     ` Step ${run.selected.step}/${lane.steps.length - 1} · ${what} · ${milliseconds(sum(Object.values(line.ms)))} ms (${parts.join(", ")})`

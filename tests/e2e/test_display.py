@@ -235,6 +235,18 @@ def test_a_mixture_of_experts_shows_the_experts_that_a_pass_used(display):
     assert display.read('[data-tile="experts"]:not([hidden]) h2') == []
 
 
+@pytest.mark.parametrize(("left_out", "words"), [(0.0, "nothing drafted"), (2.0, "nothing verified")])
+def test_a_step_whose_draft_was_left_out_verified_nothing(display, left_out, words):
+    trace = hostile_trace()
+    lane = trace.lanes[0]
+    lane.events = [replace(event, notes={"unverified": left_out}) if event.index else event for event in lane.events]
+    display.show(Log().add(replay(trace)))
+    display.wait(8000)
+    display.click('[data-lane="0"] [data-kind]:last-child')
+    [heading] = display.read(".sd-step")
+    assert words in heading
+
+
 def test_arrow_keys_step_through_tokens(display):
     display.show(Log().add(replay(hostile_trace())))
     display.wait(8000)
