@@ -77,7 +77,7 @@ def _of_file(source: str | None, target: Target) -> Iterator[str]:
         return
     checkpoint = open_checkpoint(source)
     config = {**checkpoint.config, **(checkpoint.config.get("transformer_layer_config") or {})}
-    for name in LENGTHS:
+    for name in LENGTHS if config.get("use_sliding_window", True) else LENGTHS[:1]:
         if isinstance(length := config.get(name), int) and 0 < length < target.max_length:
             yield f"{name} is {length}, and the target reads {target.max_length}: later drafts may be worse."
     shared = {"embed_tokens.weight": target.embed, "lm_head.weight": target.lm_head}

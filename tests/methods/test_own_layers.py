@@ -137,6 +137,7 @@ CASES = {
         ("UNO", {"r": 0}, "has r 0 in its config, not a number above 0"),
         ("UNO", {"lora_alpha": "x"}, "has lora_alpha 'x' in its config"),
         ("Orthrus", {"mask_token_id": None}, "has no mask_token_id of its target"),
+        ("Orthrus", {"block_size": 1}, "has block_size 1 in its config, not a number above 1"),
         ("Orthrus", {"hidden_size": 64}, "is for hidden size 64, the target has 32"),
     ],
 )

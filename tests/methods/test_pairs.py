@@ -185,11 +185,13 @@ def test_what_is_wrong_with_a_head_is_named(tmp_path, capsys, monkeypatch):
     tensors = load_file(file)
     save_file(tensors | {"lm_heads.1.weight": torch.zeros_like(tensors["lm_heads.1.weight"])}, file)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 64}), encoding="utf-8")
+    config |= {"max_position_embeddings": 64, "sliding_window": 32, "use_sliding_window": False}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     assert main(["doctor", "stories", str(folder)]) == 0
     shown = capsys.readouterr().out
     assert "no draft token after position 1 is accepted: 4" in shown
     assert "max_position_embeddings is 64, and the target reads 512: later drafts may be worse." in shown
+    assert "sliding_window" not in shown
     assert "lm_heads.1.weight is zero everywhere, as if it had not been trained." in shown
 
 

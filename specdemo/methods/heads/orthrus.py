@@ -72,6 +72,8 @@ class Orthrus(LayerHead[DiffusionView], method="orthrus"):
         check_target(checkpoint, layers=(count_numbered(tensors, r"layers\.(\d+)\."), target.num_layers))
         if not isinstance(mask, int) or not 0 <= mask < target.vocab_size:
             raise ValueError(f"{checkpoint.name} has no mask_token_id of its target in config.json; fetch it again")
+        if not isinstance(size := config.get("block_size", BLOCK), int) or size < 2:
+            raise ValueError(f"{checkpoint.name} has block_size {size!r} in its config, not a number above 1")
         names = {re.sub(r"^layers\.0\.", "self_attn.", name) for name in tensors}
         with torch.device("meta"):
             head = DiffusionView(target, config, names)
