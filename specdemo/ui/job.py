@@ -218,8 +218,7 @@ class Job(Worker, ABC):
             if not self.ended:
                 last = not self.alive or time.monotonic() > self._until
                 self.add(self.messages())
-                if last and self.stopped:
-                    self.text += self.stopped_line()
+                self.text += self.stopped_line() if last and self.stopped else ""
                 self.ended = last
             return self.text
 
@@ -328,6 +327,7 @@ class Jobs(Generic[Kind]):
         """Yield the updates of the visitor's latest job; nothing if the page has its whole text already."""
         job = self.last(request)
         if job is None or job.ended:
+            yield {}  # Gradio empties the outputs of a generator without values
             return
         async with contextlib.aclosing(job.follow()) as texts:
             async for text in texts:

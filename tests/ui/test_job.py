@@ -10,7 +10,7 @@ import pytest
 from specdemo.engine.messages import Note
 from specdemo.ui import space
 from specdemo.ui.job import ENTRY, Job, Jobs, Store, Worker, stop_all
-from tests.ui.stand_ins import played
+from tests.ui.stand_ins import played, sync
 
 
 class Text(Job):
@@ -155,7 +155,7 @@ class Page:
 
     async def read(self):
         async for shown in self.jobs.follow(self.visitor):
-            self.texts.append(shown["view"])
+            self.texts += shown.values()
 
     async def open(self):
         self.task = asyncio.create_task(self.read())
@@ -216,3 +216,12 @@ def test_lost_run_ends_after_its_time():
         await until(lambda: not page.job.alive)
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_to_follow_no_job_changes_nothing_on_the_page(ended):
+    """After a refusal Run follows the last job, if any; without an update Gradio would empty the page's view."""
+    jobs, visitor = Jobs("race"), SimpleNamespace(session_hash="a")
+    if ended:
+        jobs.keep(visitor, Text("before", None))
+    assert list(sync(jobs.follow(visitor))) == [{}]
