@@ -27,9 +27,9 @@ class KVHistory:
     several a dict of masks.
     """
 
-    def __init__(self, store: KVStore, run: Any, windows: Mapping[str, int], reads_lengths: bool = False) -> None:
-        """run: see `models.runner.Runner`. reads_lengths: the model accepts a `TreeMask`."""
-        self.store, self._run, self._windows, self._reads_lengths = store, run, windows, reads_lengths
+    def __init__(self, store: KVStore, run: Any, windows: Mapping[str, int], takes_tree_masks: bool = False) -> None:
+        """run: see `models.runner.Runner`. takes_tree_masks: the model accepts a `TreeMask`."""
+        self.store, self._run, self._windows, self._takes_tree_masks = store, run, windows, takes_tree_masks
 
     @property
     def lengths(self) -> list[int]:
@@ -166,7 +166,7 @@ class KVHistory:
         """Return the mask, or the masks by layer kind if there are several."""
         if len(self._windows) == 1:
             kind = next(iter(self._windows.values())), True
-            return columns.visible(kind) if self._reads_lengths else columns.mask(kind)
+            return columns.visible(kind) if self._takes_tree_masks else columns.mask(kind)
         return {kind: columns.mask((window, True)) for kind, window in self._windows.items()}
 
 

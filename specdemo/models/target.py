@@ -266,13 +266,13 @@ class HFTarget(Target):
             return SnapshotHistory(self._run, self._config, self._multi_token, self.device)
         self._store.shape = cpu_plan(self.model).shape
         self._store.start(rows, columns + (WIDTHS[-1] if self.uses_cuda_graphs else 0))  # room for padding slots
-        return KVHistory(self._store, self._run, self._windows, reads_lengths=self._run.fused is not None)
+        return KVHistory(self._store, self._run, self._windows, takes_tree_masks=self._run.fused is not None)
 
     def first_layers(self, count: int) -> History:
         """Return an empty history of the model's first `count` layers and its head, for checks. Requires `trees`."""
         run: Any = self._run if count == self.num_layers else partial(self._run, layers=count)
         self._new_history(1, 0)
-        return KVHistory(self._store, run, self._windows, reads_lengths=self._run.fused is not None)
+        return KVHistory(self._store, run, self._windows, takes_tree_masks=self._run.fused is not None)
 
     @cached_property
     def _multi_token(self) -> bool:
