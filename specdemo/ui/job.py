@@ -324,7 +324,7 @@ class Jobs(Generic[Kind]):
         return cast(Kind | None, self._store.find(self.name, str(values["run"])))
 
     async def follow(self, request: gr.Request, *_: Values) -> AsyncGenerator[Values, None]:
-        """Yield the updates of the visitor's latest job; nothing if the page has its whole text already."""
+        """Yield the updates of the visitor's latest job; an empty one if the page has its whole text already."""
         job = self.last(request)
         if job is None or job.ended:
             yield {}  # Gradio empties the outputs of a generator without values
