@@ -30,6 +30,7 @@ from specdemo.ui.model_menus import (
     live,
     method_choices,
     model_choices,
+    not_offered,
     on_this_machine,
     published,
     targets,
@@ -52,6 +53,7 @@ from specdemo.ui.setup import (
 )
 
 DRAWN = tuple(f"drawn-{n}" for n in NUMBERS)
+LAST = ("last-method", "last-acceptance")
 HERE = ("this machine", "")
 # Gradio adds the events of drawn options to a dict, which it iterates when it draws others at the same time
 ONE_AT_A_TIME: Values = {"concurrency_id": "options", "concurrency_limit": 1}
@@ -69,10 +71,12 @@ class Controls:
     preset: id of the selected preset. setup: the row of setup.js. run, stop: its buttons. count: number of lanes shown.
     options: name -> value for those that differ from their default. server: where a lane runs; hidden unless the
     operator listed servers or allowed engines. drawn: incremented when a lane's option controls must be drawn again;
-    hidden.
+    hidden. last-MENU: the choice that the other controls were fitted to, because a menu reports an input also when it
+    is left without a choice.
     """
 
     parts: Parts
+    allow_any_model: bool = False
 
     @property
     def inputs(self) -> Parts:
@@ -93,8 +97,9 @@ class Controls:
         """Connect the events: lanes are added and removed, and each lane shows the controls of its method."""
         parts = self.parts
         target, count = {"target": parts["target"]}, {"count": parts["count"]}
-        given = target | self._of_lanes("method", "options")
-        self.offer(named(parts["target"].input, _refit, given, parts, **QUIET).then)
+        given = {name: parts[name] for name in ("target", "last-target")} | self._of_lanes("method", "options")
+        refit = partial(_refit, allow_any_model=self.allow_any_model)
+        self.offer(named(parts["target"].input, refit, given, parts, **QUIET).then)
         for name in TASKS:
             given, shown_task = {"chat": parts["chat"]}, {"prompt": parts["prompt"]}
             named(parts[f"task-{name}"].click, partial(_task, name), given, shown_task, **QUIET)
@@ -105,10 +110,9 @@ class Controls:
         page.load(None, js=f"() => {{ {assets.text('page_title.js')} }}", **QUIET)
         self.describe(partial(gr.on, self.changes))
         for n in NUMBERS:
-            given = target | {name: parts[f"{name}-{n}"] for name in ("method", "drawn")}
-            named(parts[f"method-{n}"].input, _switch, given, self._of_lane(n), **QUIET)
-            rule = {"drawn": parts[f"drawn-{n}"], "acceptance_options": parts[f"acceptance_options-{n}"]}
-            named(parts[f"acceptance-{n}"].input, _switch_rule, {"drawn": rule["drawn"]}, rule, **QUIET)
+            lane = self._of_lane(n)
+            named(parts[f"method-{n}"].input, _switch, target | lane, lane, **QUIET)
+            named(parts[f"acceptance-{n}"].input, _switch_rule, lane, lane, **QUIET)
             with parts[f"lane-{n}"]:
                 self._draw_options(page, n)
 
@@ -120,18 +124,19 @@ class Controls:
         """
         given = {"target": self.parts["target"], **self._of_lanes("method", "options", "model")}
         shown = self._of_lanes("method", "model")
-        named(after, offer, given, shown, **QUIET)
+        named(after, partial(offer, allow_any_model=self.allow_any_model), given, shown, **QUIET)
 
     def describe(self, event: Callable[..., object]) -> None:
         """Connect an event to the description of the setup."""
         shown = {name: self.parts[name] for name in ("setup", "about")}
-        named(event, setup.show_setup, self.inputs, shown, trigger_mode="always_last", **QUIET)
+        show = partial(setup.show_setup, allow_any_model=self.allow_any_model)
+        named(event, show, self.inputs, shown, trigger_mode="always_last", **QUIET)
 
     def _of_lanes(self, *names: str) -> Parts:
         return {f"{name}-{n}": self.parts[f"{name}-{n}"] for n in NUMBERS for name in names}
 
     def _of_lane(self, n: int) -> Parts:
-        names = ("method", "model", "options", "acceptance", "acceptance_options", "drawn")
+        names = ("method", "model", "options", "acceptance", "acceptance_options", "drawn", *LAST)
         return {name: self.parts[f"{name}-{n}"] for name in names}
 
     def _draw_options(self, page: gr.Blocks, n: int) -> None:
@@ -191,7 +196,9 @@ def wire_save(button: gr.Button, save: Callable[[gr.Request], dict[str, str]]) -
 
 def component_props(chosen: Preset) -> dict[str, Values]:
     """Return the properties of every control of `Controls.parts` for a comparison."""
-    shown: dict[str, Values] = {name: {"value": value} for name, value in to_values(chosen).items()}
+    values = to_values(chosen)
+    values |= {f"last-{name}": values[name] for n in NUMBERS for name in ("target", f"method-{n}", f"acceptance-{n}")}
+    shown: dict[str, Values] = {name: {"value": value} for name, value in values.items()}
     for n, lane in zip(NUMBERS, padded(chosen), strict=True):
         model = shown[f"model-{n}"]
         model["choices"] = model_choices([model["value"]])  # `offer` adds the others, which needs torch
@@ -211,11 +218,13 @@ def fill(chosen: Preset, drawn: Mapping[str, int]) -> Values:
     return _updates(component_props(chosen)) | {name: drawn[name] + 1 for name in DRAWN}
 
 
-def offer(_: gr.Request | None, values: Values) -> Values:
+def offer(_: gr.Request | None, values: Values, allow_any_model: bool = False) -> Values:
     """Return the updates of every lane's lists: the methods, and the models that fit the lane's method and the target,
-    with its own.
+    with its own. Nothing changes for a target that the page does not offer.
     """
     live()
+    if not_offered([values["target"]], allow_any_model):
+        return {}
     updates, methods = {}, method_choices(values["target"])
     for n in NUMBERS:
         reads = model_reader(values[f"method-{n}"], values[f"options-{n}"])
@@ -228,7 +237,8 @@ def offer(_: gr.Request | None, values: Values) -> Values:
 def draw(start: Preset, allow_any_model: bool) -> Controls:
     """Create all controls, inside the current Blocks, showing `start`."""
     shown = component_props(start)
-    parts: Parts = {name: gr.State(**shown[name]) for name in ("preset", "count")}
+    menus = (f"{name}-{n}" for name in LAST for n in NUMBERS)
+    parts: Parts = {name: gr.State(**shown[name]) for name in ("preset", "count", "last-target", *menus)}
     size: Values = {"lines": 2, "max_lines": 4, "max_length": limits.here().prompt, "show_label": False}
     with gr.Row(elem_id="prompt-row"):
         parts["prompt"] = gr.Textbox(**shown["prompt"], **size, label="Prompt", elem_id="prompt")
@@ -250,7 +260,7 @@ def draw(start: Preset, allow_any_model: bool) -> Controls:
             more = [(title, f"preset={id}") for title, id in setup.menus()[1]]
             parts["more"] = gr.Dropdown(more, **shown["more"], label="More presets", elem_id="more", visible=bool(more))
             parts |= _draw_advanced(shown, allow_any_model)
-    return Controls(parts)
+    return Controls(parts, allow_any_model)
 
 
 def look(label: str, elem_id: str, scale: int | None = None, min_width: int = 160) -> Values:
@@ -325,7 +335,8 @@ def _draw_lane(n: int, shown: Mapping[str, Values]) -> Parts:
 def _model_choice(label: str, shown: Values, elem_id: str, allow_any_model: bool) -> gr.Dropdown:
     info = "of the list, or a file, folder or hub id" if allow_any_model else None
     place = look(label, elem_id, min_width=190)
-    return gr.Dropdown(**shown, **place, info=info, allow_custom_value=allow_any_model)
+    # without custom values a text that is not in the list stays on show, and Run races the choice before it
+    return gr.Dropdown(**shown, **place, info=info, allow_custom_value=True)
 
 
 def _servers(chosen: str | None) -> list[tuple[str, str]]:
@@ -374,24 +385,33 @@ def _set(option: Setting, _: gr.Request | None, values: Values) -> Values:
     return {"options": changed, **model}
 
 
-def _switch_rule(_: gr.Request, values: Values) -> Values:
+def _switch_rule(_: gr.Request | None, values: Values) -> Values:
     """Return the rule's options and `drawn` after the visitor has chosen another acceptance rule."""
-    return {"acceptance_options": {}, "drawn": values["drawn"] + 1}
+    rule = values["acceptance"]
+    other = {"acceptance_options": {}, "drawn": values["drawn"] + 1, "last-acceptance": rule}
+    return {} if rule == values["last-acceptance"] else other
 
 
-def _refit(_: gr.Request | None, values: Values) -> Values:
-    """Return what follows another target: every lane's model, and the controls of the prompt's format."""
+def _refit(_: gr.Request | None, values: Values, allow_any_model: bool = False) -> Values:
+    """Return what follows another target: every lane's model, and the controls of the prompt's format. Nothing follows
+    one that the page does not offer: `show_setup` says so.
+    """
     live()
     target = values["target"]
+    if target == values["last-target"] or not_offered([target], allow_any_model):
+        return {}
     models = {f"model-{n}": _fit_model(target, values[f"method-{n}"], values[f"options-{n}"]) for n in NUMBERS}
-    return {"unfit": unfit(target), **models, **_updates(_chat_looks(target, None))}
+    return {"unfit": unfit(target), **models, **_updates(_chat_looks(target, None)), "last-target": target}
 
 
 def _switch(_: gr.Request, values: Values) -> Values:
     """Return a lane's model, options and `drawn` after the visitor has chosen another method."""
     live()
-    model = _fit_model(values["target"], values["method"], {})
-    return {"model": model, "options": {}, "drawn": values["drawn"] + 1}
+    name = values["method"]
+    if name == values["last-method"]:
+        return {}
+    model = _fit_model(values["target"], name, {})
+    return {"model": model, "options": {}, "drawn": values["drawn"] + 1, "last-method": name}
 
 
 def _fit_model(target: str, name: str, options: Mapping[str, object]) -> Any:

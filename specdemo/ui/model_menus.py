@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 DRAFTING = [name for name in METHODS if name != BASELINE]
 GREY = " — not here: "  # before the reason of an entry that style.css greys
+LONGEST = 200  # characters of a model's name in a message
 TRAINED: list[str] = []  # folders of heads that visitors of this process have trained
 
 
@@ -58,10 +59,18 @@ def check_names(names: Iterable[str], allow_any_model: bool) -> None:
     """Raise ValueError for a model that is not embedded, in a preset, published, on this machine or trained on this
     page.
     """
+    if reason := not_offered(names, allow_any_model):
+        raise ValueError(reason)
+
+
+def not_offered(names: Iterable[str], allow_any_model: bool) -> str:
+    """Return why the page does not accept one of these models; empty if it accepts all."""
     allowed = {*allowed_models(load_presets()), *TRAINED, *on_this_machine(), *_published()}
     foreign = [] if allow_any_model else [name for name in names if name not in allowed]
-    if foreign:
-        raise ValueError(f"model {foreign[0][:80]!r} is not on this page's list; start the page with --allow-any-model")
+    if not foreign:
+        return ""
+    how = "start the page with --target and its name, or with --allow-any-model"
+    return f"model {foreign[0][:LONGEST]!r} is not on this page's list; {limits.HOME if limits.public() else how}"
 
 
 def pairs(target: str) -> "tuple[DrafterFit, ...]":
@@ -100,7 +109,7 @@ def _pairs(target: str, trained: tuple[str, ...]) -> "tuple[DrafterFit, ...]":
     if target in local and is_gguf(target):
         matching = (model.name for model, _ in matching_drafts(local[target], local.values()))
         return (*listed, *(DrafterFit(name, "draft_model", True, "same vocabulary") for name in matching))
-    if target in targets() and target not in EMBEDDED:
+    if target not in EMBEDDED and (limits.public() or target in targets()):
         return listed
     try:
         return tuple(check_pairs(load_meta_target(target), [*known, *((None, folder) for folder in trained)]))

@@ -10,6 +10,7 @@ from html import escape
 
 import gradio as gr
 
+from specdemo.bench.report import sentence
 from specdemo.core.atomic_io import json_text
 from specdemo.core.rules import rule_options
 from specdemo.core.settings import Setting, linked, settings
@@ -23,7 +24,7 @@ from specdemo.presets.limits import LIMITS
 from specdemo.presets.link import short_name, to_query
 from specdemo.presets.runnable import nearest_runnable, why_not
 from specdemo.ui.job import Values
-from specdemo.ui.model_menus import DRAFTING, cannot_run, check_models, default_draft, live
+from specdemo.ui.model_menus import DRAFTING, cannot_run, check_models, default_draft, live, not_offered
 
 LANES = LIMITS.lanes - 1
 NUMBERS = range(1, LANES + 1)
@@ -145,11 +146,12 @@ def key(values: Values) -> str:
     return sha256(json_text(plain, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def show_setup(_: gr.Request, values: Values) -> Values:
+def show_setup(_: gr.Request | None, values: Values, allow_any_model: bool = True) -> Values:
     """Return the row of the setup and the description of the settings."""
     live()
     line = summary(values, lambda name: str(method(name).title))
-    return {"setup": row_data(values, line, _query(values), _lane_obstacle(values)), "about": described(values, line)}
+    obstacle = _lane_obstacle(values, allow_any_model)
+    return {"setup": row_data(values, line, _query(values), obstacle), "about": described(values, line)}
 
 
 def row_data(values: Values, summary: str, query: str | None = None, of_lane: str = "") -> str:
@@ -167,8 +169,13 @@ def row_data(values: Values, summary: str, query: str | None = None, of_lane: st
     return json_text(data | {"obstacle": obstacle, "instead": instead and [instead.id, instead.chip or instead.title]})
 
 
-def _lane_obstacle(values: Values) -> str:
-    """Return why a visible lane cannot run on the target, or which model it lacks; empty if all can run."""
+def _lane_obstacle(values: Values, allow_any_model: bool) -> str:
+    """Return which model the page does not accept, why a visible lane cannot run on the target, or which model it
+    lacks; empty if all can run."""
+    shown = [n for n in NUMBERS[: values["count"]] if needs_model(values[f"method-{n}"], values[f"options-{n}"])]
+    named = [values["target"], *filter(None, (values[f"model-{n}"] for n in shown))]
+    if reason := not_offered(named, allow_any_model):
+        return f"{sentence(reason)}."
     for n in NUMBERS[: values["count"]]:
         name, options = str(values[f"method-{n}"]), values[f"options-{n}"]
         if reason := cannot_run(name, values["target"]):

@@ -16,10 +16,32 @@ REQUEST = preset("embedded-three-lanes").with_changes(k=9, temperature=0.5)
 
 
 def test_another_method_starts_with_its_own_options():
-    switched = controls._switch(None, {"target": "stories", "method": "ngram", "drawn": 3})
+    lane = {"target": "stories", "last-method": "eagle", "drawn": 3}
+    switched = controls._switch(None, lane | {"method": "ngram"})
     assert switched["options"] == {} and switched["drawn"] == 4 and switched["model"]["visible"] is False
-    model = controls._switch(None, {"target": "stories", "method": "draft_model", "drawn": 0})["model"]
+    model = controls._switch(None, lane | {"method": "draft_model"})["model"]
     assert model["visible"] is True and model["value"] == "stories-draft-wide"
+
+
+def test_a_menu_that_is_left_without_a_choice_changes_nothing():
+    """Gradio reports an input whenever a menu loses the focus."""
+    values = {name: look["value"] for name, look in controls.component_props(REQUEST).items() if "value" in look}
+    lane = {name: values.get(f"{name}-1", 0) for name in ("method", "acceptance", "drawn", *controls.LAST)}
+    assert controls._refit(None, values) == {}
+    assert controls._switch(None, lane) == controls._switch_rule(None, lane) == {}
+    other = controls._switch_rule(None, lane | {"acceptance": "typical"})
+    assert other == {"acceptance_options": {}, "drawn": 1, "last-acceptance": "typical"}
+
+
+def test_a_target_that_the_page_does_not_offer_is_refused_at_its_menu_and_leaves_the_lanes_alone(monkeypatch):
+    monkeypatch.setattr(model_menus, "pairs", None)  # nothing is read
+    missing = "/home/ann/" + 5 * "deep/" + "does-not-exist.gguf"
+    values = to_values(REQUEST) | {"target": missing, "last-target": "stories"}
+    assert controls._refit(None, values) == controls.offer(None, values) == {}
+    obstacle = json.loads(setup.show_setup(None, values, allow_any_model=False)["setup"])["obstacle"]
+    assert obstacle.startswith(f"Model '{missing}' is not on this page's list; start the page with --target")
+    values = to_values(REQUEST) | {"model-2": missing}
+    assert missing in json.loads(setup.show_setup(None, values, allow_any_model=False)["setup"])["obstacle"]
 
 
 def test_wrapped_method_decides_whether_a_model_is_shown():
@@ -40,7 +62,8 @@ def test_a_link_fills_every_control():
 
 def test_another_target_takes_another_drafter_or_none():
     lanes = {f"method-{n}": "mtp" for n in setup.NUMBERS} | {f"options-{n}": {} for n in setup.NUMBERS}
-    fitted = controls._refit(None, lanes | {"target": "stories-bytes", "method-2": "dflash"})
+    lanes |= {"last-target": "stories", "method-2": "dflash"}
+    fitted = controls._refit(None, lanes | {"target": "stories-bytes"})
     assert fitted["model-1"]["value"] == "stories-bytes-heads" and fitted["model-1"]["visible"]
     assert fitted["model-2"]["visible"] and fitted["model-2"]["value"] is None
     shown = controls._fit_model("stories", "gemma4_assistant", {})
