@@ -38,7 +38,9 @@ QUIET: dict[str, Any] = {
 ENGINE: dict[str, object] = {"concurrency_id": "engine", "concurrency_limit": 1}  # calls that run one at a time
 UPLOADED = QUIET | {"preprocess": True}  # by a file, whose place Gradio checks
 QUEUED = QUIET | ENGINE | {"queue": True}
-FLUSH_S = 1 / 15
+FLUSH_S, SLOW_FLUSH_S = 1 / 15, 1 / 4  # between two texts; where lines come slowly
+LINES, LINES_S = 20, 1.6  # this many lines in more time than this: slowly, which is every step over 0.1 s
+SILENT_S = 5.0  # a text is yielded again after this time, because Gradio notices a closed page only then
 STOPPING_S = 30.0  # the longest wait for the end of stopped work
 LOST_S = 60.0  # a page that lost its connection can come back to its run within this time
 BUDGET = 64_000_000  # bytes of all stored jobs
@@ -184,15 +186,24 @@ class Job(Worker, ABC):
         """Return the text extended by new messages."""
 
     async def follow(self) -> AsyncGenerator[str, None]:
-        """Begin the work and yield the growing text, 15 times a second. Without a reader the work ends after
-        `unread_s`, or as soon as another job begins.
+        """Begin the work and yield the growing text as it changes: every message takes CPU time from the measurement,
+        here and in the browser. Without a reader the work ends after `unread_s`, or as soon as another job begins.
         """
         self._readers += 1
         try:
+        shown, last, lines = -1, 0.0, deque[float](maxlen=LINES)
             await asyncio.to_thread(self._begin)
             while not self.ended:
-                yield await asyncio.to_thread(self.read)
-                await asyncio.sleep(0.0 if self.ended else FLUSH_S)
+                text, now = await asyncio.to_thread(self.read), time.monotonic()
+                lines.extend([now] * text.count("\n", max(shown, 0)))
+                pause = FLUSH_S
+                if len(text) != shown or now - last > SILENT_S:
+                    shown, last = len(text), now
+                    yield text
+                    pause = FLUSH_S if len(lines) == LINES and now - lines[0] < LINES_S else SLOW_FLUSH_S
+                await asyncio.sleep(0.0 if self.ended else pause)
+            if len(self.text) > shown >= 0:  # Stop, or another reader, has read the end
+                yield self.text
         finally:
             self._readers -= 1
             if self.unread_s:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from specdemo.engine.messages import Note
-from specdemo.ui import space
+from specdemo.ui import job, space
 from specdemo.ui.job import ENTRY, Job, Jobs, Store, Worker, stop_all
 from tests.ui.stand_ins import played, sync
 
@@ -165,6 +165,36 @@ class Page:
     async def close(self):
         self.task.cancel()
         await asyncio.wait([self.task])
+
+
+@pytest.mark.parametrize(
+    ("step_s", "most", "least"), [(0.15, 4.0, 3.0), (0.11, 4.0, 3.0), (0.02, 15.0, 12.0), (60.0, 0.25, 0.1)]
+)
+def test_a_page_gets_the_text_when_it_has_changed_and_four_times_a_second_if_steps_are_slow(
+    monkeypatch, step_s, most, least
+):
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+
+    async def sleep(seconds):
+        clock.now += seconds
+
+    async def at_once(function):
+        return function()
+
+    class Steps(Text):
+        def read(self):
+            self.text = "line\n" * int(clock.now / step_s)
+            self.ended = clock.now > 21.0
+            return self.text
+
+    async def main():
+        return [clock.now async for _ in Steps("", endless).follow()]
+
+    there = SimpleNamespace(sleep=sleep, to_thread=at_once, get_running_loop=asyncio.get_running_loop)
+    monkeypatch.setattr(job, "asyncio", there)
+    monkeypatch.setattr(job, "time", clock)
+    late = [now for now in asyncio.run(main()) if 1.0 < now <= 21.0]
+    assert least <= len(late) / 20.0 <= most
 
 
 def test_job_that_was_stopped_in_the_queue_does_not_begin():
