@@ -8,6 +8,7 @@ not. A lane's server counts only if the operator of the page that opens the link
 import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from difflib import get_close_matches
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
@@ -17,7 +18,7 @@ from urllib.parse import parse_qsl, urlencode
 from specdemo.core.atomic_io import json_text
 from specdemo.core.rules import accept_rule, rule_options
 from specdemo.core.settings import Settings, from_text, linked, settings
-from specdemo.core.suggest import short_repr, suggest
+from specdemo.core.suggest import short_repr
 from specdemo.engine.comparison import Comparison, Lane, validate_method_name
 from specdemo.methods import method_options, parse_options
 from specdemo.models.gguf_files import SUFFIX
@@ -105,7 +106,9 @@ def from_query(
     if preset_id is not None and preset_id in presets:
         chosen = presets[preset_id]
     elif preset_id is not None and not (preset_id == OWN and "target" in link.values):
-        link.refuse("preset", preset_id, f"unknown preset; {suggest(preset_id[:60], presets)}")
+        near = get_close_matches(preset_id[:60], presets, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else "choose one in the menu"
+        link.refuse("preset", preset_id, f"unknown preset; {hint}")
     base = chosen
     link.foreign = ELSEWHERE.format(linked_name(base.target)) if preset_id == OWN else FOREIGN
     chosen = link.change(chosen, linked(Comparison))

@@ -102,9 +102,12 @@ class Log(Job):
         return "" if self.finished else to_line({"type": "end", "finish": "cancelled", "comparison": []})
 
 
-def notes(texts: Iterable[str]) -> str:
-    """Return a log with notes only."""
-    return Log(recorded=True).add(map(Note, texts))  # no run that a reload could rejoin
+def with_notes(text: object, notes: Iterable[str]) -> object:
+    """Return a log with notes before its run; one with notes only in place of an update that changes nothing."""
+    log = text if isinstance(text, str) else opening(recorded=True)  # no run that a reload could rejoin
+    first, end, rest = log.partition("\n")
+    added = "".join(to_line(view(Note(note))) for note in notes)
+    return f"{first}{end}{added}{rest}" if added else text
 
 
 def replayed(trace: RunTrace, still: bool = False, key: str = "") -> Log:
@@ -212,15 +215,17 @@ class Visits(Jobs[Log]):
             return {"view": self.select(request, self._start.id)}
         return {} if is_sweep(query) else self.open_query(request, values | {"query": query})
 
+        if values["query"] is None:
+            return {}
     def open_query(self, request: gr.Request, values: Values) -> Values:
         """Return the controls, and a log with notes on what was ignored, the recorded race of an unchanged preset, or
         empty lanes. The query is that of a link, or of another address after a visitor has chosen a preset or gone
-        back.
+        back; None of a menu that is left without a choice.
         """
         chosen, refused = self.read_query(values["query"])
         unchanged = chosen == limits.fit(preset(chosen.id))
-        shown = notes(refused) if refused else self.select(request, chosen.id) if unchanged else _lanes(chosen)
-        return fill(chosen, values) | {"view": shown}
+        shown = self.select(request, chosen.id) if unchanged else _lanes(chosen)
+        return fill(chosen, values) | {"view": with_notes(shown, refused)}
 
     def read_query(self, query: Mapping[str, object] | str) -> tuple[Preset, list[str]]:
         """Return the comparison of a query, and notes on what was ignored. On a cold server this takes seconds."""

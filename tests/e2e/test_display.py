@@ -10,7 +10,7 @@ from specdemo.core.trace import compare
 from specdemo.engine.messages import replay
 from specdemo.ui import assets
 from specdemo.ui.job import refusal, to_line
-from specdemo.ui.race import Log, notes, replayed
+from specdemo.ui.race import Log, replayed, with_notes
 from specdemo.ui.views import Failed, Loading, view
 from tests.traces import HOSTILE, WRONG, hostile_trace
 
@@ -414,7 +414,7 @@ def test_a_trace_that_is_opened_replaces_the_verdict_of_the_run_before(display):
     assert display.read(".sd-status")[0].startswith("Replayed. Speculative <em>lane</em> is 1.33× as fast")
 
 
-@pytest.mark.parametrize("refused", [refusal(ValueError("no")), notes(["no"])], ids=["error", "note"])
+@pytest.mark.parametrize("refused", [refusal(ValueError("no")), with_notes(None, ["no"])], ids=["error", "note"])
 def test_a_refusal_leaves_the_run_on_show_going(display, refused):
     display.pace("0.0625")
     display.show(Log().add(replay(hostile_trace())))

@@ -169,7 +169,7 @@ def test_prompt_too_long_for_a_link_is_reported():
 @pytest.mark.parametrize(
     ("query", "note"),
     [
-        ({"preset": "nope"}, "ignored preset='nope' from the link: unknown preset; choose one of embedded-draft, "),
+        ({"preset": "nope"}, "ignored preset='nope' from the link: unknown preset; choose one in the menu"),
         ({"preset": "embedded-ngrm"}, "ignored preset='embedded-ngrm' from the link: unknown preset; did you mean"),
         ({"preset": "x" * 100_000}, "ignored preset='xxxx"),
         ({"k": "9999"}, "ignored k='9999' from the link: k must be 16 or less, not 9999"),

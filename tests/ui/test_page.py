@@ -20,7 +20,7 @@ from specdemo.ui.setup import key, to_values
 from specdemo.ui.views import Loading
 from tests.processes import run
 from tests.traces import hostile_trace
-from tests.ui.stand_ins import played
+from tests.ui.stand_ins import lines, played
 
 
 def test_the_page_is_drawn_before_torch_is_imported_and_options_of_lanes_one_at_a_time():
@@ -186,8 +186,16 @@ def test_a_visitor_sees_recorded_races_until_there_is_one_of_their_own(monkeypat
     assert visits.select(visitor, "embedded-ngram") == gr.skip()
 
 
-@pytest.mark.parametrize(("query", "shown"), [("preset=embedded-ngram", True), ("preset=embedded-ngram&k=3", False)])
-def test_link_shows_only_a_matching_recorded_race(query, shown):
+@pytest.mark.parametrize(
+    ("query", "shown", "notes"),
+    [
+        ("preset=embedded-ngram", True, 0),
+        ("preset=embedded-ngram&k=3", False, 0),
+        ("preset=embedded-ngram&k=99", True, 1),  # ignored
+        ("preset=embedded-ngram&k=99&seed=3", False, 1),
+    ],
+)
+def test_link_shows_only_a_matching_recorded_race(query, shown, notes):
     start = preset("embedded-draft")
     visits = Visits(start, False)
     visitor = SimpleNamespace(
@@ -195,7 +203,14 @@ def test_link_shows_only_a_matching_recorded_race(query, shown):
     )
     opened = visits.open_link(visitor, dict.fromkeys(DRAWN, 0))
     assert ('"preset":"embedded-ngram"' in opened["view"]) is shown
+    first, *following = lines(opened["view"])
+    assert first["type"] == "run" and [line["type"] for line in following[:2]].count("note") == notes
     assert opened["preset"]["value"] == "embedded-ngram" and opened["drawn-1"] == 1
+
+
+def test_the_menu_of_all_presets_left_without_a_choice_changes_nothing():
+    visits, visitor = Visits(preset("embedded-draft"), False), SimpleNamespace(session_hash="a", request=None)
+    assert visits.open_query(visitor, {"query": None}) == {}
 
 
 def test_a_page_keeps_its_preset_under_an_address_that_names_none():
