@@ -51,6 +51,8 @@ def _reason(error: ValidationError, kind: str) -> str:
     schema = next((e for e in errors if e["loc"] == ("schema",) and e["type"] == "literal_error"), None)
     if schema:
         return f"this {kind} has schema {schema['input']!r:.20}; this version reads schema 1"
+    if errors[0]["type"] == "json_invalid" and "recursion" not in errors[0]["msg"]:
+        return f"not a specdemo {kind}: its content is not JSON, or only a part of it"
     location = " ".join(".".join(map(str, errors[0]["loc"])).split())  # a key may hold line breaks
     return f"not a specdemo {kind}: {location[:100] or 'the file'}: {errors[0]['msg']}"
 

@@ -69,9 +69,10 @@ def opening(key: str = "", **more: object) -> str:
     return to_line({"type": "run", "run": secrets.token_hex(6), "key": key, "recorded": False, "still": False, **more})
 
 
-def refusal(error: Exception, key: str = "") -> str:
-    """Return a text that says why there is no job. key: of the settings that are refused."""
-    return opening(key) + to_line(view(Failed(str(error))))
+def refusal(error: Exception, key: str = "", **more: object) -> str:
+    """Return a text that says why there is no job. key: of the settings that are refused. file: True for a file that
+    cannot be opened."""
+    return opening(key) + to_line(view(Failed(str(error))) | more)
 
 
 class Worker:
@@ -190,8 +191,8 @@ class Job(Worker, ABC):
         here and in the browser. Without a reader the work ends after `unread_s`, or as soon as another job begins.
         """
         self._readers += 1
-        try:
         shown, last, lines = -1, 0.0, deque[float](maxlen=LINES)
+        try:
             await asyncio.to_thread(self._begin)
             while not self.ended:
                 text, now = await asyncio.to_thread(self.read), time.monotonic()

@@ -174,7 +174,7 @@ class Visits(Jobs[Log]):
         try:
             return self.keep(request, open_trace(values["file"], space.bounds())).final_updates()
         except ValueError as error:
-            return {"view": refusal(error)}
+            return {"view": refusal(error, file=True)}
 
     def select(self, request: gr.Request, preset_id: str | None) -> object:
         """Return the recorded race of the chosen preset, or else its empty lanes, if no other run is visible."""

@@ -45,7 +45,7 @@ function stopped() {
 
 function failed(line) {
   showAlert(line.text);
-  ended("Run not started.");
+  ended(line.file ? "File not opened." : begun ? "The measurement failed." : "Run not started.");
 }
 
 function ended(status) {

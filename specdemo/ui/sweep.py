@@ -196,7 +196,7 @@ class Sweeps(Jobs[Sweeping]):
         try:
             return self._show(request, read_result(Path(values["file"]), space.bounds()))
         except ValueError as error:
-            return {"view": refusal(error)}
+            return {"view": refusal(error, file=True)}
 
     def recorded(self, request: gr.Request, values: Values) -> Values:
         """Return the recorded result of a suite, if the visitor sees none; a link asks for a run."""

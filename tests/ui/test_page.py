@@ -94,7 +94,7 @@ def test_a_trace_file_opens(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "not a specdemo trace"),
+        (b"", "not a specdemo trace: its content is not JSON, or only a part of it; open a trace that specdemo saved"),
         (b"\xff\xfe\x00", "not a specdemo trace"),
         (b'{"schema": 99}', "reads schema 1"),
         (b"[" * 100_000, "not a specdemo trace"),
@@ -106,7 +106,7 @@ def test_non_traces_are_rejected_in_one_line(tmp_path, content, message):
     path.write_bytes(content)
     visits = Visits(preset("embedded-draft"), False)
     _, error = visits.open(SimpleNamespace(session_hash="a"), {"file": str(path)})["view"].splitlines()
-    assert '"type":"error"' in error and message in error
+    assert '"type":"error"' in error and message in error and json.loads(error)["file"]
 
 
 def test_a_stopped_log_ends_even_when_its_engine_is_elsewhere():
