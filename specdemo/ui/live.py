@@ -4,7 +4,6 @@ import contextlib
 from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import partial
 
-from specdemo.core.trace import RunTrace
 from specdemo.engine.comparison import Comparison
 from specdemo.engine.lanes import lane_name
 from specdemo.engine.messages import Started
@@ -15,10 +14,9 @@ from specdemo.models.gguf_files import missing_bytes
 from specdemo.models.sources import size_text
 from specdemo.presets import limits
 from specdemo.presets.files import EMBEDDED, Preset
-from specdemo.presets.recorded import recorded
 from specdemo.ui import space
 from specdemo.ui.job import Messages, Work, Worker, reason
-from specdemo.ui.views import Failed, Shown, StandIn
+from specdemo.ui.views import Failed, Shown
 
 __all__ = ["follow_up", "lane_name", "no_gpu", "preload", "question", "run", "session", "with_engine_lock"]
 
@@ -35,26 +33,20 @@ def with_engine_lock(work: Work) -> Work:
     return alone
 
 
-def run(spec: Comparison, cancelled: Callable[[], bool], report: Callable[..., None]) -> Iterator[Shown | StandIn]:
-    """Yield the messages of a run. If it gets no GPU, yield the recorded run of its preset instead, if there is one."""
-    lacking, started = no_gpu(spec), False
-
-    def failed(why: str) -> Failed | StandIn:
-        trace = _stand_in(spec) if lacking and not started else None
-        return StandIn(why, trace) if trace else Failed(why)
-
-    if lacking and limits.public():  # trying anyway would block a shared machine
-        yield failed(lacking)
+def run(spec: Comparison, cancelled: Callable[[], bool], report: Callable[..., None]) -> Iterator[Shown]:
+    """Yield the messages of a run, or why there is none."""
+    started = False
+    if limits.public() and (lacking := no_gpu(spec)):  # trying anyway would block a shared machine
+        yield Failed(lacking)
         return
     try:
         for message in _on_borrowed_gpu(spec, cancelled) if ELSEWHERE else _stream(spec, cancelled, report):
             started = started or isinstance(message, Started)
-            yield failed(message.text) if isinstance(message, Failed) else message
+            yield message
     except Exception as error:
-        if ELSEWHERE:  # an error of the GPU scheduler; those of the engine are messages
-            words = getattr(error, "message", None) or str(error) or type(error).__name__
-            lacking = f"{'the GPU was taken away' if started else 'no GPU for this run'}: {words}"
-        yield failed(lacking if ELSEWHERE else reason(error))
+        words = getattr(error, "message", None) or str(error) or type(error).__name__
+        scheduler = f"{'the GPU was taken away' if started else 'no GPU for this run'}: {words}"
+        yield Failed(scheduler if ELSEWHERE else reason(error))  # those of the engine are messages there
 
 
 def _stream(spec: Comparison, cancelled: Callable[[], bool], report: Callable[..., None]) -> Iterator[Shown]:
@@ -83,12 +75,6 @@ def no_gpu(spec: Comparison) -> str:
     """Return why an external model may be too large for this machine; "" if there is a GPU."""
     needless = spec.target in EMBEDDED or spec.all_remote or best_device().type != "cpu"
     return "" if needless else f"{spec.target} needs a GPU and this machine has none"
-
-
-def _stand_in(spec: Comparison) -> RunTrace | None:
-    """Return the recorded run of the preset, unless the comparison has another target or is the next turn of a chat."""
-    trace = recorded(spec.id)
-    return trace if trace and trace.config.get("target") == spec.target and not spec.history else None
 
 
 def question(spec: Preset) -> str:

@@ -34,6 +34,9 @@ function receive(line) {
 
 function opened(line) {
   nextRun = line;
+  failure = "";
+  markOutdated();
+  $(".sd-alert").after($(".sd-notes")); // those of a link
   if (!line.still && !line.recorded) unfinished.keep(line.run);
 }
 
@@ -71,7 +74,7 @@ function started(line) {
   run = { id: nextRun.run, recorded: nextRun.recorded, still: nextRun.still, userRun: !nextRun.still, key: nextRun.key, start: line, end: null };
   nextRun = null;
   $(".sd-transport").removeAttribute("data-idle");
-  $(".sd-conclusions").before($(".sd-notes")); // above the lanes, notes of a run would move them
+  if ($(".sd-notes").hidden) $(".sd-conclusions").before($(".sd-notes")); // above the lanes, notes of a run would move them
   run.lanes = line.lanes.map((lane, index) => ({ ...lane, index, ...initialStream(), over: false }));
   showRun(shouldAutoplay());
 }
@@ -98,6 +101,7 @@ function ended(line) {
 function neverStarted(text) {
   nextRun.over = true;
   setStatus(text);
+  markOutdated();
   showHint(READY);
 }
 
@@ -126,6 +130,7 @@ function loading(line) {
 
 const settingsKey = () => /** @type {HTMLElement | null} */ (document.querySelector("#setup [data-key]"))?.dataset.key;
 const failedSettings = { key: "" };
+let failure = ""; // reason why the last run did not start
 
 function failed(line) {
   forgetRun();
@@ -133,7 +138,10 @@ function failed(line) {
   showAlert(line.text);
   scrollIntoViewport($(".sd-alert"), "nearest");
   $(".sd-loading").hidden = true;
-  if (nextRun) return neverStarted("Run not started.");
+  if (nextRun) {
+    failure = line.file ? "" : line.text;
+    return neverStarted(line.file ? "File not opened." : "Run not started.");
+  }
   run.end ??= { finish: "failed", comparison: [] };
   player.advance(Infinity);
 }
@@ -340,14 +348,18 @@ function result() {
 
 const resultSentence = () => (run.end.headline ? ` ${run.end.headline.sentence}` : "");
 
-// Greys out a result of other settings and names those settings.
+// Greys out a result of other settings, or of another run than the one that failed, and says whose it is.
 function markOutdated() {
   const current = settingsKey();
   const outdated = Boolean(run.done && run.key && current && current !== run.key);
-  for (const part of element.querySelectorAll(".sd-stage, .sd-headline")) part.toggleAttribute("data-outdated", outdated);
-  $(".sd-badge").hidden = outdated || !run.start.lanes.length;
-  $(".sd-outdated-label").hidden = !outdated;
-  $(".sd-outdated-label").textContent = `Result of earlier settings: ${drafters(run.lanes)}`;
+  run.failure = $(".sd-alert").hidden ? "" : failure;
+  const failed = Boolean(run.failure && run.start.lanes.length);
+  const whose = failed && run.still ? "Recording of another machine" : outdated ? `Result of earlier settings: ${drafters(run.lanes)}` : "Result of the run before";
+  $(".sd-headline").toggleAttribute("data-outdated", outdated && !failed);
+  for (const part of element.querySelectorAll(".sd-stage")) part.toggleAttribute("data-outdated", outdated || failed);
+  $(".sd-badge").hidden = outdated || failed || !run.start.lanes.length;
+  $(".sd-outdated-label").hidden = !outdated && !failed;
+  $(".sd-outdated-label").textContent = whose;
 }
 
 let painting = 0;
@@ -391,9 +403,10 @@ element.addEventListener("click", onClick);
 document.addEventListener("specdemo:edit", closeInspector); // on a phone it would cover the controls
 wireTransport();
 document.addEventListener("specdemo:settings", () => {
-  markOutdated();
   // until the rejected settings are changed; those before them may be described only now
   $(".sd-alert").hidden = settingsKey() !== failedSettings.key || !$(".sd-alert").textContent;
+  markOutdated();
+  paint();
 });
 for (const input of element.querySelectorAll("[name=sd-pace]")) {
   input.addEventListener("change", () => player.playing || run.userRun ? player.play() : drawTransport());

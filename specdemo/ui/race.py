@@ -20,10 +20,9 @@ from specdemo.ui.controls import address, fill
 from specdemo.ui.job import ENTRY, LOST_S, Job, Jobs, Store, Values, opening, refusal, to_line
 from specdemo.ui.model_menus import live
 from specdemo.ui.setup import from_values, key, to_values
-from specdemo.ui.views import Failed, Shown, StandIn, models_of, summary, view
+from specdemo.ui.views import Failed, Shown, models_of, summary, view
 
 POOLED = 3  # runs of "Repeat"
-INSTEAD = "Showing the recorded run of this preset instead, with the preset's settings."
 
 
 class Log(Job):
@@ -72,12 +71,8 @@ class Log(Job):
         """
         return not self.still and (self.started or not (self.failure or self.stopped) or self._own_before)
 
-    def add(self, messages: Iterable[Shown | StandIn]) -> str:
+    def add(self, messages: Iterable[Shown]) -> str:
         for message in messages:
-            if isinstance(message, StandIn):
-                self.text, self.recorded, self.failure = opening(recorded=True), True, message.reason
-                self.add([Note(f"{message.reason.rstrip('.')}. {INSTEAD}"), *replay(message.trace)])
-                continue
             if isinstance(message, Started):
                 self._models = models_of(message.trace)
             self.text += without_folders(to_line(view(message)), self._models)
@@ -215,13 +210,13 @@ class Visits(Jobs[Log]):
             return {"view": self.select(request, self._start.id)}
         return {} if is_sweep(query) else self.open_query(request, values | {"query": query})
 
-        if values["query"] is None:
-            return {}
     def open_query(self, request: gr.Request, values: Values) -> Values:
         """Return the controls, and a log with notes on what was ignored, the recorded race of an unchanged preset, or
         empty lanes. The query is that of a link, or of another address after a visitor has chosen a preset or gone
         back; None of a menu that is left without a choice.
         """
+        if values["query"] is None:
+            return {}
         chosen, refused = self.read_query(values["query"])
         unchanged = chosen == limits.fit(preset(chosen.id))
         shown = self.select(request, chosen.id) if unchanged else _lanes(chosen)

@@ -44,14 +44,6 @@ class Failed:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class StandIn:
-    """A recorded run that is shown in place of one that could not start, and the reason."""
-
-    reason: str
-    trace: RunTrace
-
-
 Shown = RunMessage | Loading | Failed
 
 

@@ -440,7 +440,7 @@ def test_before_the_first_result_its_place_says_what_happens(display):
     ready = display.read(".sd-headline")
     assert ready[0].startswith("Ready. Press Run")
     assert display.read(".sd-pill") == ["idle"] * 2
-    for last, words in ((None, ["Running. The result appears here."]), (Failed("no"), ready)):
+    for last, words in ((None, ["Running. The result appears here."]), (Failed("no; try"), ["Not run here: no"])):
         display.show(Log().add(filter(None, [Loading(0.5, "loading a model"), last])))
         display.wait(100)
         assert display.read(".sd-headline") == words

@@ -73,6 +73,12 @@ test("a stopped run without a headline of the server has none either", () => {
   assert.deepEqual(plain(headline()), { tone: "", text: "Draft model is 2.16× as fast as plain decoding so far" });
 });
 
+test("a run that could not start is the headline, whatever result is on show", () => {
+  const end = { finish: "done", headline: { lane: 1, tone: "gain", caption: "Draft model is 1.45× as fast" } };
+  const { headline } = of({ lanes: race(100, 145), done: true, end, failure: "no GPU here; choose another model" });
+  assert.deepEqual(plain(headline()), { tone: "bad", text: "Not run here: no GPU here" });
+});
+
 test("the first few tokens of a lane have no speed-up, in the headline and in the tile", () => {
   const at = (tokens, done = false) => of({ lanes: race(100, 86).map((one) => ({ ...one, soFar: { ...one.soFar, tokens } })), done, end: null });
   assert.deepEqual([at(4).headline().text, at(4).speedTile({ lane: race(100, 86)[1] })[0]], ["No result yet", "–"]);
