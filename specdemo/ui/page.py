@@ -235,6 +235,7 @@ def serve(
         max_threads=2 * PLACES,  # calls in progress, nearly all of which wait in line without a thread
         app_kwargs={"routes": [Route("/scripts/{name}", assets.script)], "lifespan": lifespan},
         theme=theme(),
+        _frontend=False,  # no question to its own address, to which a busy machine answers too late
         css_paths=[assets.HERE / "chart.css", assets.HERE / "style.css"],
         favicon_path=assets.HERE / "favicon.svg",
     )

@@ -13,12 +13,13 @@ from specdemo.core.safe_io import FILE_BYTES
 from specdemo.core.trace import from_json, to_json
 from specdemo.engine.messages import replay
 from specdemo.presets.files import preset
+from specdemo.servers.process import free_port
 from specdemo.ui import live
 from specdemo.ui.controls import DRAWN
 from specdemo.ui.race import Log, Visits, open_trace
 from specdemo.ui.setup import key, to_values
 from specdemo.ui.views import Loading
-from tests.processes import run
+from tests.processes import run, start
 from tests.traces import hostile_trace
 from tests.ui.stand_ins import lines, played
 
@@ -70,6 +71,23 @@ def test_a_port_that_is_taken_is_named():
         done = run("app.py", "--port", port)
     line = f"error: port {port} of 127.0.0.1 is not available; choose another with --port or --host"
     assert (done.returncode, done.stderr.strip()) == (2, line)
+
+
+def test_a_page_whose_first_answer_is_late_starts():
+    """Gradio asks its own address once, for three seconds, which a busy machine needs to draw the page."""
+    code = """
+import runpy
+import httpx
+
+def late(*_, **settings):
+    raise httpx.ReadTimeout("timed out")
+
+httpx.head = late
+runpy.run_path("app.py", run_name="__main__")
+"""
+    with start("-c", code, "--port", free_port(), stdout=subprocess.PIPE, text=True) as page:
+        assert page.stdout.readline().startswith("specdemo is on http://127.0.0.1:")
+        page.terminate()
 
 
 def test_a_link_holds_what_differs(monkeypatch):
