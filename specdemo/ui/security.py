@@ -1,5 +1,5 @@
-"""Security of the page: own host names, trusted proxies, same origin, size limits of requests, headers of answers, and
-one line in the log for a failed call, where Gradio and the server print a traceback.
+"""Security of the page: own host names and paths, trusted proxies, same origin, size limits of requests, headers of
+answers, and one line in the log for a failed call, where Gradio and the server print a traceback.
 
 If a page accepted every host name, any site could read it: the site points its own name at this machine, and a
 visitor's browser takes the page for a part of the site (DNS rebinding).
@@ -39,6 +39,12 @@ FILE = (
     rb'--%b\r\nContent-Disposition: form-data; name="files"; filename="[^"\r\n]*"\r\n(Content-Type:[^\r\n]*\r\n)?\r\n'
 )
 HOST = re.compile(r"(\[[^\[\]]+\]|[a-z0-9._-]+?)\.?(:\d*)?")  # Host header in lower case
+# Gradio has more paths: a monitor, an editor, a stream that reports changed code, a proxy, files, stored sessions.
+PATH = re.compile(
+    r"/(config/?|favicon\.ico|manifest\.json|robots\.txt|theme\.css|pwa_icon(/\d+)?|(assets|scripts|static|svelte)/.*|"
+    r"gradio_api/(startup-events|app_id/?|info/?|openapi\.json|theme\.css|(heartbeat|run|api|call)/.*|"
+    r"queue/(join|data)|cancel|reset/?|upload|upload_progress))?"
+)
 PLATFORM = (  # addresses of the proxies of a Space
     "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "::1/128", "fc00::/7",
 )  # fmt: skip
@@ -52,10 +58,10 @@ logger = logging.getLogger(__name__)
 class Door:
     """ASGI middleware around the whole server.
 
-    It rejects requests for other host names, writes from other sites' pages, and bodies that are too large or that
-    Gradio would keep on disk forever. It adds security headers to answers, removes Gradio's that let other origins
-    read them, and logs failed requests without a traceback. names: own host names. most: maximum size of an upload in
-    bytes.
+    It rejects requests for other host names and other paths, writes from other sites' pages, and bodies that are too
+    large or that Gradio would keep on disk forever. It adds security headers to answers, removes Gradio's that let
+    other origins read them, and logs failed requests without a traceback. names: own host names. most: maximum size of
+    an upload in bytes.
     """
 
     def __init__(self, app: ASGIApp, names: Collection[str], most: int) -> None:
@@ -97,6 +103,8 @@ class Door:
         if canonical(host) not in {*self._names, canonical(str(address))}:
             how = "start it with --allow-host NAME to allow a name"
             raise HTTPException(403, f"this page does not answer to the host {host[:100]!r}; {how}")
+        if not PATH.fullmatch(scope["path"].removeprefix(scope.get("root_path", ""))):
+            raise HTTPException(404, "this page has no such path")
         if scope["method"] in ("GET", "HEAD", "OPTIONS"):
             return receive
         if not same_origin(headers):

@@ -203,6 +203,18 @@ def test_other_origins_cannot_read_answers(visit, host):
         assert not [name for name in answer.headers if name.startswith("access-control-")]
 
 
+@pytest.mark.parametrize("method, path", [
+    ("GET", "monitoring"), ("GET", "monitoring/summary"), ("GET", "monitoring/key"), ("GET", "gradio_api/dev/reload"),
+    ("GET", "gradio_api/vibe-code/"), ("GET", "gradio_api/runs"), ("GET", "gradio_api/run-history/records"),
+    ("GET", "gradio_api/deep_link?session_hash=a"), ("GET", "gradio_api/proxy=https://huggingface.co/"),
+    ("GET", "gradio_api/file=/etc/passwd"), ("GET", "gradio_api/token"), ("GET", "openapi.json"), ("GET", "logout"),
+    ("POST", "gradio_api/component_server"), ("POST", "gradio_api/process_recording"), ("POST", "login"),
+])  # fmt: skip
+def test_no_other_route_of_gradio_is_open(visit, method, path):
+    answer = visit().client.request(method, path, json={} if method == "POST" else None, timeout=60.0)
+    assert answer.status_code == 404 and answer.text == "this page has no such path"
+
+
 # Turns
 
 
