@@ -5,12 +5,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from math import inf
 
-from specdemo.bench.base import Report, Stop
+from specdemo.bench.base import Progress, Stop
 from specdemo.bench.candidates import race_link, settings_to_copy, with_lengths
 from specdemo.bench.replay import replayed_speed
 from specdemo.bench.report import sentence
-from specdemo.bench.search import Sample
+from specdemo.bench.search import Sample, Search
 from specdemo.core.passes import pass_rows
 from specdemo.core.protocol import Drafter, Target
 from specdemo.core.tally import summarise
@@ -36,8 +37,9 @@ TOO_WIDE = "a pass over its tree takes longer than plain decoding of all that it
 
 class Racer:
     """Runs candidates, and collects what the user should know of them. tick: called about every second of a race, and
-    with a text while a server starts. pass_ms: slots -> time of a pass of the target; empty on servers. serve: makes a
-    candidate ready, where only one is at a time; returns False if that failed.
+    with a text while a model loads or a server starts. rest: returns the seconds that are left. pass_ms: slots -> time
+    of a pass of the target; empty on servers. serve: makes a candidate ready, where only one is at a time; returns
+    False if that failed.
     """
 
     serve: Callable[[str], bool] | None = None
@@ -49,6 +51,7 @@ class Racer:
         self.lanes: dict[str, Lane] = {}
         self.pass_ms: Mapping[int, float] = {}
         self.tick: Callable[..., None] = lambda what="": None
+        self.rest: Callable[[], float] = lambda: inf
         self._session, self._spec, self._cancelled = Session(), spec, cancelled
         self._notes: dict[str, str] = {}  # candidate -> why it is left out
         self._families: dict[str, list[str]] = {}
@@ -58,9 +61,15 @@ class Racer:
         self._explained: set[str] = set()  # candidates whose text was compared with that of plain decoding
         self._ticked = 0.0
 
-    def load(self, report: Report) -> None:
-        """Load the target, and keep the threads that were chosen for it. Raises ValueError with one line."""
-        self._session.load(self._spec, lambda share, what: report(0.0, what))
+    def follow(self, search: Search) -> None:
+        """Report the progress of a search, and keep to its time."""
+        self.tick, self.rest = search.progress, lambda: search.rest
+
+    def load(self, report: Progress) -> None:
+        """Load the target, and keep the threads that were chosen for it. Raises ValueError with one line, and Cancelled
+        if it was stopped, as `usable` does."""
+        self.tick = lambda what="": report(0.0, what)
+        self._session.load(self._spec, lambda _, what: self._loading(what))
         self._target = target = self._session.target()
         self.pass_ms = target.pass_ms
         self._spec = self._spec.model_copy(update={"threads": target.threads})
@@ -68,15 +77,23 @@ class Racer:
     def close(self) -> None:
         """End what was started for the races."""
 
-    def usable(self, drafters: Mapping[str, Lane], named: Sequence[str], report: Report) -> dict[str, list[str]]:
+    def _loading(self, what: str) -> None:
+        if self._cancelled():
+            raise Cancelled("stopped")
+        self.tick(what)
+
+    def usable(self, drafters: Mapping[str, Lane], named: Sequence[str]) -> dict[str, list[str]]:
         """Load every drafter, and measure the costs of passes in between; return the names of the candidates of those
         that fit. Raises ValueError for a named one that does not."""
         fit = {}
         for turn, (name, lane) in enumerate(drafters.items(), start=1):
-            report(0.0, f"loading {name}")
+            self._loading(f"loading {name}")
             try:
-                self._session.load(self._spec.model_copy(update={"lanes": [lane]}))
+                lanes = self._spec.model_copy(update={"lanes": [lane]})
+                self._session.load(lanes, lambda _, what: self._loading(what))
                 fit[name] = lane
+            except Cancelled:
+                raise
             except ValueError as error:
                 if lane.model in named:
                     raise
@@ -99,9 +116,11 @@ class Racer:
 
     def measure(self, prompt: str, names: Sequence[str]) -> Mapping[str, Sample]:
         """Race candidates against plain decoding on a prompt; return those that worked and predictions of others, none
-        for a short answer, a prompt that is too long, or where plain decoding failed. Raises Cancelled if it was
-        stopped.
+        for a short answer, a prompt that is too long, or where plain decoding failed. The answers end where the time
+        ends or the user stops, and count as far as they came. Raises Cancelled if it was stopped before.
         """
+        if self._cancelled():
+            raise Cancelled("stopped")
         # what learns keeps its place, because a session knows by that what it has learned
         names = sorted(names, key=lambda name: not method(self.lanes[name].method).learns)
         lanes = [self._lane(name) for name in names]
@@ -111,11 +130,11 @@ class Racer:
         self._explained.update(names)
         try:
             trace = self._session.run(self._spec.model_copy(update={"prompt": prompt, "lanes": lanes}), self._stop)
+        except Cancelled:
+            return {}
         except ValueError as error:
             self._notes[SOME_PROMPTS] = str(error)
             return {}
-        if self._cancelled():
-            raise Cancelled("stopped")
         plain, ran = trace.lanes[0], zip([SOME_PROMPTS, *names], trace.lanes, strict=True)
         self._notes |= {name: str(lane.note) for name, lane in ran if lane.finish == "error"}
         if plain.finish == "error" or len(plain.token_ids) < LEAST_TOKENS:
@@ -152,12 +171,15 @@ class Racer:
         if (now := time.monotonic()) - self._ticked > 1.0:
             self._ticked = now
             self.tick()
-        return self._cancelled()
+        over = self._cancelled() or self.rest() <= 0.0
+        self._session.explains &= not over  # reading the texts again takes seconds
+        return over
 
     def _sample(self, trace: RunTrace, place: int) -> Sample | None:
         plain, lane = trace.lanes[0], trace.lanes[place]
         speed = trace.comparison[place - 1]["speedup"]
-        if lane.finish == "error" or not isinstance(speed, float) or not speed:
+        short = lane.finish == "cancelled" and len(lane.token_ids) < LEAST_TOKENS
+        if lane.finish == "error" or short or not isinstance(speed, float) or not speed:
             return None
         self._differs += trace.comparison[place - 1]["verdict"] in DIFFERENT
         k = lane.options.get("k")
@@ -208,7 +230,7 @@ class ServerRacer(Racer):
         self.serve = self._start if program else lambda name: True
         self.engine = program.engine.name if program else ""
 
-    def load(self, report: Report) -> None:
+    def load(self, report: Progress) -> None:
         self.tick = lambda what="": report(0.0, what)
         address = self._servers[0] if self._servers else f"http://127.0.0.1:{free_port()}"
         self._spec = self._spec.changed(server=address)
@@ -220,7 +242,7 @@ class ServerRacer(Racer):
         self._candidate.close()
         self._plain.close()
 
-    def usable(self, drafters: Mapping[str, Lane], named: Sequence[str], report: Report) -> dict[str, list[str]]:
+    def usable(self, drafters: Mapping[str, Lane], named: Sequence[str]) -> dict[str, list[str]]:
         if self._program is None:  # their methods are unknown
             model = self._spec.served_model
             names = {f"server {host(one)}": one for one in self._servers[1:]}
@@ -259,11 +281,6 @@ class ServerRacer(Racer):
             self._notes[name] = f"its server does not start: {str(error).rpartition(' / ')[2]}"  # the end of its log
             return False
         return True
-
-    def _loading(self, what: str) -> None:
-        if self._cancelled():
-            raise Cancelled("stopped")
-        self.tick(what)
 
     def _lane(self, name: str) -> Lane:
         return self._running if self._program else self.lanes[name]

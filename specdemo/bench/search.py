@@ -126,7 +126,7 @@ class Search:
         self._names, self._start = [name for family in self.families.values() for name in family], self.now()
 
     def run(self) -> None:
-        """Search. Ctrl-C ends it early. Raises ValueError if that was before the first race was complete."""
+        """Search. Ctrl-C ends it early."""
         try:
             if self.serve:
                 self._one_by_one()
@@ -135,8 +135,6 @@ class Search:
                     pass
         except (KeyboardInterrupt, Cancelled):
             self.stopped = True
-        if self.stopped and self.only is None and not any(work.samples for work in self.works):
-            raise ValueError("stopped before the first run was complete, so nothing was measured")
 
     def progress(self, loading: str = "") -> None:
         """Report what runs or is loaded, the best candidate so far, and the time that is left."""

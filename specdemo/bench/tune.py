@@ -21,6 +21,7 @@ from specdemo.core.settings import Setting
 from specdemo.core.suggest import suggest
 from specdemo.core.tally import ratio
 from specdemo.engine.comparison import Lane, Model
+from specdemo.models.errors import Cancelled
 from specdemo.models.gguf_files import is_gguf
 from specdemo.presets.files import DEFAULT, EMBEDDED, preset
 from specdemo.presets.link import linked_name, shown_name
@@ -97,33 +98,47 @@ class Tune(Decoding):
         from specdemo.presets.at_hand import drafters
 
         with closing(self.racer(cancelled)) as racer:
-            racer.load(report)
-            offered = {} if self.servers else drafters(self.target, self.drafts, self.download)
-            found = racer.usable(offered, self.drafts, report)
+            search = Search({}, {}, racer.measure, 0.0)  # nothing can race yet
+
+            def progress(share: float, what: str) -> None:
+                report(share, what, lambda: self._result(search, racer, [], running=True))
+
+            try:
+                racer.load(progress)
+                offered = {} if self.servers else drafters(self.target, self.drafts, self.download)
+                found = racer.usable(offered, self.drafts)
+            except (KeyboardInterrupt, Cancelled):
+                return self._stopped(search, racer)
             kinds = self.kinds()
             enough = [name for name, texts in kinds.items() if self.confirm and len(texts) > CONFIRMED]
             held = {name: kinds[name][-CONFIRMED:] for name in enough}
             used = {name: texts[: -CONFIRMED if name in held else None] for name, texts in kinds.items()}
             seconds = 60.0 * self.minutes * (1.0 - CONFIRM_SHARE * bool(held))
             self._check_time(len(found), len(kinds), racer.pass_ms.get(1, 0.0))
-
-            def progress(share: float, what: str) -> None:
-                report(share, what, lambda: self._result(search, racer, []))
-
             search = Search(used, found, racer.measure, seconds, progress, serve=racer.serve)
-            racer.tick = search.progress
+            racer.follow(search)
             search.run()
-            if racer.failure and not any(work.samples for work in search.works):
-                raise ValueError(racer.failure)
+            if not any(work.samples for work in search.works):
+                if search.stopped:
+                    return self._stopped(search, racer)
+                if racer.failure:
+                    raise ValueError(racer.failure)
             again = search.confirm(held, 60.0 * self.minutes - seconds)
             if not search.stopped:
-                racer.tick = again.progress
+                racer.follow(again)
                 again.run()
                 search.stopped = again.stopped
             result = self._result(search, racer, [*_confirmed(search, again)])
             if result.rows and not search.stopped:
                 self._keep(result)
             return result
+
+    def _stopped(self, search: Search, racer: "Racer") -> Result:
+        """Return the costs of passes, which are known before the first answer. Raises ValueError if they are not."""
+        if not racer.pass_ms:
+            raise ValueError("stopped before the first run was complete, so nothing was measured")
+        search.stopped = True
+        return self._result(search, racer, [])
 
     def _keep(self, result: Result) -> None:
         """Store the last result of a model on this machine, for the page; none of servers or of a user's prompts."""
@@ -162,7 +177,8 @@ class Tune(Decoding):
                 "give more minutes, fewer kinds of work or fewer new tokens"
             )
 
-    def _result(self, search: Search, racer: "Racer", confirmed: list[str]) -> Result:
+    def _result(self, search: Search, racer: "Racer", confirmed: list[str], running: bool = False) -> Result:
+        """Return what is measured. running: without a verdict, because the next races may change it."""
         works = [work for work in search.works if work.ranked()]
         rows = [
             _row(work, name, racer.lanes[name], place) | {RACE: racer.link(name, work.prompts[0])}
@@ -172,9 +188,14 @@ class Tune(Decoding):
         if best := search.leader():
             k = racer.lanes[best].k or None
             rows.append({"lane": best, "category": MIXED, "k": k, "speed-up": search.mixed(best), "place": 1})
+        if running:
+            known = f"Best so far: {best} with {search.mixed(best).format()}." if best else "No answer is measured yet."
+            remarks = [known, *racer.remarks()]
+            return Result(self.name, 1, self.config(self.target), racer.environment(), rows, remarks)
         remarks = [*_recommendation(search, best), *(_why_not(work) for work in works if not _pays(work))]
         remarks += [*confirmed, *racer.remarks(), *(["Stopped early."] if search.stopped else [])]
-        unseen = {one.name: "no usable answer" if one.rounds else "no time" for one in search.works if not one.ranked()}
+        late = "stopped before it" if search.stopped else "no time"
+        unseen = {one.name: "no usable answer" if one.rounds else late for one in search.works if not one.ranked()}
         remarks += [f"Not measured: {name}, {why}." for name, why in [*unseen.items()][:9]]
         if not any(map(_pays, works)) and (missing := racer.missing(self.target)):
             remarks.append(f"Published drafters that are not here: {', '.join(missing[:4])}; download one to try it.")
@@ -241,7 +262,11 @@ def _pays(work: KindOfWork) -> bool:
 
 
 def _recommendation(search: Search, best: str) -> list[str]:
+    if search.stopped and not any(work.ranked() for work in search.works):
+        return ["Stopped before an answer was measured; the costs of passes are known."]
     if not any(work.ranked() for work in search.works):
+        if search.rest <= 0.0:
+            return ["The time was too short for an answer of each candidate; give it more minutes."]
         return ["Nothing could be measured: every answer failed or was too short; give other prompts or more tokens."]
     if not best:
         return ["No candidate was measured on every kind of work; give it more minutes."]

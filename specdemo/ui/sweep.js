@@ -4,18 +4,12 @@
 const SHARE_COLUMNS = ["plain", "speculative"];
 const COLUMN_LABELS = { time: "time (s)", running: "running requests", place: "position", accepted: "acceptance rate", "tokens/pass": "mean accepted length" };
 
-let hasResult = false; // this log has a result
 let begun = 0; // time of the first progress
 let run = ""; // id of this log
 const unfinished = unfinishedRun(props.name);
 
-const readLog = reader(clear, (line) => actions[line.type]?.(line));
+const readLog = reader(hideMessages, (line) => actions[line.type]?.(line));
 const actions = { run: (line) => (run = line.run), start: started, loading, result: shown, stopped, error: failed, note: ({ text }) => addNote(text), stopping: () => setStatus("Stopping after the current step.") };
-
-function clear() {
-  hasResult = false;
-  hideMessages();
-}
 
 function started(line) {
   unfinished.keep(run);
@@ -36,11 +30,12 @@ function loading(line) {
   $(".sd-loading").value = line.share;
   begun ||= performance.now();
   const left = timeLeft(performance.now() - begun, line.share);
-  setStatus([`${percent(line.share)} done: ${line.text}.`, left && `${sentence(left)}.`].filter(Boolean).join(" "));
+  const done = line.share ? `${percent(line.share)} done: ${line.text}.` : `${sentence(line.text)}.`;
+  setStatus([done, left && !/ left$/.test(line.text) && `${sentence(left)}.`].filter(Boolean).join(" "));
 }
 
 function stopped() {
-  ended(hasResult ? "Stopped. The table holds the finished repeats." : "Stopped before the first repeat was finished.");
+  ended($(".sd-numbers").hidden ? "Stopped before anything was measured." : "Stopped. The table holds what was measured.");
 }
 
 function failed(line) {
@@ -51,12 +46,10 @@ function failed(line) {
 function ended(status) {
   unfinished.forget(run);
   setBusy(false);
-  if (!hasResult) hideResult();
   setStatus(status);
 }
 
 function shown(line) {
-  hasResult ||= !line.partial;
   if (!line.partial) unfinished.forget(run);
   setBusy(line.partial);
   $(".sd-badge").hidden = !line.recorded;

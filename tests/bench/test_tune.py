@@ -2,6 +2,7 @@
 
 import json
 import re
+from itertools import count
 from random import Random
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ from specdemo.bench.tune import Tune, _confirmed, _recommendation
 from specdemo.core.speedup import draft_lengths
 from specdemo.engine.comparison import Lane
 from specdemo.engine.cost import CostModel
+from specdemo.models.errors import Cancelled
 from specdemo.models.shipped import embedded_folder
 from specdemo.presets.at_hand import drafters, not_here
 from specdemo.presets.drafters import published_drafters
@@ -232,8 +234,8 @@ def test_an_interrupt_of_the_first_run_and_short_answers_leave_nothing():
     def interrupted(prompt, names):
         raise KeyboardInterrupt
 
-    with pytest.raises(ValueError, match="nothing was measured"):
-        SimulatedMachine(FLAT, 0).search(300.0, interrupted)
+    search = SimulatedMachine(FLAT, 0).search(300.0, interrupted)
+    assert search.stopped and not search.leader()
     assert not SimulatedMachine(FLAT, 0).search(300.0, lambda prompt, names: {}).leader()
 
 
@@ -405,7 +407,7 @@ def test_bad_input_gets_one_line(options, reason, capsys):
 
 def test_tunes_an_embedded_model_and_shows_the_stored_result(tmp_path, capsys):
     out = tmp_path / "tuned.json"
-    options = ["--work", "code edit", "--new-tokens", "16", "--minutes", "0.04", "--out", str(out)]
+    options = ["--work", "code edit", "--new-tokens", "16", "--minutes", "0.2", "--out", str(out)]
     assert main(["tune", "code", *options]) == 0
     printed = capsys.readouterr().out
     assert re.search(
@@ -423,7 +425,7 @@ def test_tunes_an_embedded_model_and_shows_the_stored_result(tmp_path, capsys):
 def test_why_texts_part_is_examined_once_for_each_candidate_where_rounding_may_differ(monkeypatch):
     racer = Tune.build({"target": "code", "new_tokens": 8}).racer(lambda: False)
     racer.load(lambda *_: None)
-    racer.usable({"ngram": Lane(method="ngram")}, [], lambda *_: None)
+    racer.usable({"ngram": Lane(method="ngram")}, [])
     seen = []
     monkeypatch.setattr("specdemo.engine.session.compare_outputs", lambda trace, *how: seen.append(how[-1]))
     monkeypatch.setattr(racer, "_sample", lambda trace, place: None)
@@ -436,6 +438,39 @@ def test_why_texts_part_is_examined_once_for_each_candidate_where_rounding_may_d
             assert all(one.predicted and not one.speed for one in found.values()) and not {*names} & {*found}
         assert seen == expected
     assert racer.measure("a " * 2000, [last]) == {} and "the limit is" in racer.failure
+
+
+@pytest.mark.parametrize("ends", ["time", "stop"])
+def test_an_answer_ends_in_time_and_at_a_stop_and_counts_as_far_as_it_came(ends):
+    checks = count()
+    racer = Tune.build({"target": "code", "new_tokens": 400}).racer(lambda: ends == "stop" and next(checks) > 40)
+    racer.load(lambda *_: None)
+    (name, *_) = racer.usable({"ngram": Lane(method="ngram")}, [])["ngram"]
+    checks = count()  # of the race alone
+    if ends == "time":
+        racer.rest = lambda: 40 - next(checks)
+    found = racer.measure("def find(text):", [name])
+    assert found[name].speed and 8 <= found[name].numbers["tokens"] < 400
+    assert not racer._session.explains  # which reads the texts again
+    if ends == "stop":
+        with pytest.raises(Cancelled):
+            racer.measure("def find(text):", [name])
+
+
+@pytest.mark.parametrize("last", ["loading", "story"])
+def test_a_stop_before_the_first_answer_keeps_the_costs_of_passes_and_no_run_in_progress_has_a_verdict(last):
+    seen, partial = [""], []
+
+    def report(share, what, so_far):
+        seen.append(what)
+        partial.append(so_far())
+
+    tune = Tune.build({"target": "stories"})
+    result = tune.run(report, lambda: seen[-1].startswith(last) and "Passes" in str(partial[-1]))
+    assert result.rows == [] and result.remarks[0].startswith("Stopped before an answer was measured")
+    assert "Passes: 1 token " in result.remarks[1] and "no time" not in str(result.remarks)
+    for running in partial:
+        assert running.remarks[0] == "No answer is measured yet." and "Not measured" not in str(running.remarks)
 
 
 def test_a_file_of_prompts_that_do_not_fit_gets_one_line(tmp_path, capsys):
