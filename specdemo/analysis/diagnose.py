@@ -31,7 +31,7 @@ from specdemo.core.suggest import counted, program
 from specdemo.engine.cost import MAX_K, CostModel, DraftLengthAdvice
 from specdemo.presets.drafters import RULES, base_name, published_drafters
 from specdemo.presets.files import read_yaml
-from specdemo.servers.engines import engines
+from specdemo.servers.engines import ENGINES, engines
 
 # A healthy step. Acceptance: the default of predictions. Drafting: a draft model of a tenth of the target's size, as
 # the rules for choosing one demand; heads are cheaper. Verification: reading the weights dominates, so a token adds
@@ -58,6 +58,8 @@ BROKEN_RATE, BROKEN_TOKENS = 0.02, 200.0  # accepted tokens per draft; draft tok
 WORKING_RATE, CLIFF_TRIALS = 0.3, 50.0
 FEW_DRAFTS, HARDLY_ANY = 0.5, 0.05  # share of the steps with a draft
 THRESHOLD = 0.5  # confidence at which drafts end, if it is unknown
+# Drafts for which a threshold is named: users of llama.cpp end long ones at 0.6 to 0.75 (issues 24508 and 25792).
+LONG_DRAFT, MOSTLY_REJECTED, USUAL_P_MIN = 8.0, 0.5, 0.75  # tokens; acceptance rate; confidence
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +175,8 @@ def diagnose(given: Observation, advice: DraftLengthAdvice | None = None) -> Dia
     `missing` and has no causes.
     """
     observation = complete(given)
+    if observation.drafting_share == 0.0:
+        return Diagnosis(observation, _never_drafted(observation), recommendations=(_of_drafts(observation),))
     if observation.accepted_length is None or not observation.k:
         return Diagnosis(observation, _unknown(observation))
     if advice:
@@ -537,6 +541,21 @@ def _unknown(one: Observation) -> str:
     )
 
 
+def _never_drafted(one: Observation) -> str:
+    speed = f"{speed_phrase(one.speedup)}: s" if one.speedup else "S"
+    method, steps = (
+        (f" ({one.method})" if one.method else ""),
+        (f" in {counted(one.steps, 'step')}" if one.steps else ""),
+    )
+    return f"{speed}peculation is on{method} and never drafted{steps}, so this is plain decoding that looks for drafts."
+
+
+def _of_drafts(one: Observation) -> str:
+    """Return what to change where most or all steps have no draft."""
+    words = WORDS["few drafts"]
+    return words.lookup if one.looks_up and not one.combined else words.advice
+
+
 def least_k(length: float) -> int:
     """Return the smallest draft length with which a step can output so many tokens."""
     return max(ceil(length - 1.0 - TOLERANCE), 1)
@@ -557,6 +576,8 @@ def _notes(one: Observation, best_k: int, others: Sequence[_Fit]) -> Iterator[st
     drafts = one.steps and max(round(one.steps * (one.drafting_share or 1.0)), 1)
     if drafts and drafts < FEW_STEPS:
         yield f"Only {counted(drafts, 'step' if drafts == one.steps else 'draft')}: read a longer run."
+    if one.k_inferred:
+        yield f"k = {one.k} is the mean length of the drafts; some may be longer, so give k if you know it."
     if one.verified_in_part:
         yield "The engine does not report which draft tokens it verified: all others count as not accepted."
     if one.k and one.per_draft < EARLY * one.k and not one.combined:
@@ -577,8 +598,11 @@ def _recommendations(found: Diagnosis) -> Iterator[str]:
         return
     if found.hopeless:
         yield _setting(one, 0, "Turn speculation off")
-    elif any(cause.name == "draft length" for cause in found.causes):
+    other_length = not found.hopeless and any(cause.name == "draft length" for cause in found.causes)
+    if other_length:
         yield _setting(one, best_k, f"Draft {counted(best_k, 'token')} per step")
+    if found.hopeless or cause is not None:
+        yield from _shorter_drafts(one, best_k if other_length else 0)
     if cause is not None and cause.advice:
         yield cause.advice
     if cause is not None and cause.name == "batch size":
@@ -593,6 +617,21 @@ def _setting(one: Observation, k: int, words: str) -> str:
     settings = [(engine.title, engine.draft_length_setting(k, one.method, one.drafter)) for engine in chosen]
     known = [f"{title}: {flags}" for title, flags in settings if flags]
     return f"{words} ({'; '.join(known)})." if known else f"{words}."
+
+
+def _shorter_drafts(one: Observation, k: int) -> Iterator[str]:
+    """Yield what ends long drafts early, most of whose tokens are rejected. A lookup has no confidence. k: recommended
+    draft length, 0 if there is none."""
+    p_min = engine.p_min if (engine := ENGINES.get(one.engine)) else ""
+    if not engine or not p_min or one.per_draft < LONG_DRAFT or (one.acceptance_rate or 0.0) >= MOSTLY_REJECTED:
+        return
+    if not one.looks_up or one.combined:
+        now = f"{one.threshold or 0.0:g} now"
+        yield f"A confidence threshold ends drafts where the drafter is unsure ({p_min} {USUAL_P_MIN:g}, {now})."
+        return
+    hits = ((one.accepted_length or 1.0) - 1.0) / (one.drafting_share or 1.0)
+    flags = engine.draft_length_setting(k or ceil(hits - TOLERANCE) + 1, one.method)
+    yield f"Shorter drafts waste less ({flags}); {p_min} acts on draft models and heads only."
 
 
 def _schedule(one: Observation, k: int) -> Iterator[str]:

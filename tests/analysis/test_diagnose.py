@@ -140,6 +140,29 @@ def test_off_is_recommended_with_the_flag_of_the_engine(engine, off):
     assert found.best_k == 0 and off in found.recommendations[0]
 
 
+RARE = {"accepted_length": 1.05, "drafting_share": 0.01, "acceptance_rate": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"method": "draft_model"}, "unsure (--spec-draft-p-min 0.75, 0 now)"),
+        ({"method": "draft_model", "threshold": 0.1}, "unsure (--spec-draft-p-min 0.75, 0.1 now)"),
+        ({"method": "draft-mtp and ngram-mod"}, "unsure (--spec-draft-p-min 0.75, 0 now)"),
+        ({"method": "ngram-mod"}, "(--spec-ngram-mod-n-max 4 --spec-ngram-mod-n-min 1); --spec-draft-p-min acts on"),
+        ({"method": "ngram-simple"}, "(--spec-ngram-simple-size-m 4); --spec-draft-p-min acts on draft models"),
+        (RARE | {"method": "ngram-mod"}, "(--spec-ngram-mod-n-max 6 --spec-ngram-mod-n-min 1); "),
+        ({"method": "draft_model", "acceptance_rate": 0.6}, ""),
+        ({"method": "draft_model", "k": 4, "accepted_length": 1.3}, ""),
+        ({"method": "draft_model", "engine": "vllm"}, ""),
+    ],
+)
+def test_long_drafts_that_are_mostly_rejected_hear_of_what_ends_them(changes, words):
+    run = {"k": 64, "accepted_length": 5.0, "engine": "llama-server", "tokens_per_s": 30.0} | changes
+    advice = [text for text in diagnose(observation(**run)).recommendations if "p-min" in text]
+    assert len(advice) == bool(words) and all(words in text for text in advice)
+
+
 def test_unknown_engine_gets_the_flags_of_several():
     (first, *_) = diagnose(measured(overhead=8.0)).recommendations
     assert all(name in first for name in ("vLLM", "SGLang", "llama-server"))

@@ -118,6 +118,12 @@ class LlamaServer(ServingEngine):
         own = ["--alias", config.target, "--metrics", "--no-cache-prompt", "--parallel", "1"]
         return [*source, *own, *address_flags(config)[-4:]]
 
+    def draft_length_setting(self, k: int, method: str = "", drafter: str = "") -> str:
+        """Lookups have lengths of their own. That of ngram-mod drops drafts below a least length, 48 by default."""
+        if k and "ngram-mod" in method:
+            return f"--spec-ngram-mod-n-max {k} --spec-ngram-mod-n-min 1"
+        return f"--spec-ngram-simple-size-m {k}" if k and "ngram-simple" in method else super().draft_length_setting(k)
+
     def probe(self, path: str) -> Installed | None:
         return _probe(path)
 
