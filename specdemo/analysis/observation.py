@@ -38,13 +38,14 @@ class Observation:
     """Facts about one run. None and empty values are unknown.
 
     engine: a name in `specdemo.servers.engines`. method: in words of the engine or of specdemo. k: draft length, or
-    depth of the tree. accepted_length: mean accepted length, tokens output per target pass including the correction or
-    bonus token. acceptance_rate: accepted / drafted tokens. by_position: share of the steps that accepted the draft
-    tokens up to each position (unconditional). drafted_per_step: mean number of draft tokens over all steps; below k if
-    drafts end early or some steps have none, above it for trees. drafting_share: share of the steps with a draft; None:
-    unknown, all are taken to have one. threshold: confidence below which a draft ends. draft_cost: time to draft one
-    token; verify_cost: time of the verification pass; overhead: rest of a step; all in units of a plain decoding step.
-    draft_token_ms: time to draft one token.
+    depth of the tree; k_inferred: k is the mean length of the drafts, some of which may be longer. accepted_length:
+    mean accepted length, tokens output per target pass including the correction or bonus token. acceptance_rate:
+    accepted / drafted tokens. by_position: share of the steps that accepted the draft tokens up to each position
+    (unconditional). drafted_per_step: mean number of draft tokens over all steps; below k if drafts end early or some
+    steps have none, above it for trees. drafting_share: share of the steps with a draft; None: unknown, all are taken
+    to have one; 0: speculation is on and never drafted. threshold: confidence below which a draft ends. draft_cost:
+    time to draft one token; verify_cost: time of the verification pass; overhead: rest of a step; all in units of a
+    plain decoding step. draft_token_ms: time to draft one token.
     tokens_per_s and plain_tokens_per_s: with and without speculation, both over the same number of requests at a time.
     batch_size: mean number of requests per step. thinking: mode of the requests; trained_thinking: of the drafter's
     training answers. moe: the target is a mixture of experts. random_prompts: the prompts are random tokens.
@@ -61,6 +62,7 @@ class Observation:
     target: str = ""
     drafter: str = ""
     k: int | None = None
+    k_inferred: bool | None = None
     accepted_length: float | None = None
     acceptance_rate: float | None = None
     by_position: tuple[float, ...] = ()
@@ -134,7 +136,7 @@ class Observation:
     def changed(self, **values: object) -> Self:
         """Return the observation with other values; None and empty texts change nothing."""
         known: dict[str, Any] = {name: value for name, value in values.items() if value not in (None, "")}
-        return replace(self, **known)
+        return replace(self, **known | ({"k_inferred": None} if "k" in known else {}))
 
     def merged(self, plain: Self) -> Self:
         """Return the observation with the speed of a run without speculation on the same machine and load. Raises
@@ -164,7 +166,7 @@ def complete(given: Observation) -> Observation:
     """Return the observation with the values that follow from others. Raises ValueError, one line, if they contradict
     each other."""
     k, share = given.k or len(given.by_position) or None, given.drafting_share or 1.0
-    length = given.accepted_length
+    length, inferred = given.accepted_length, given.k_inferred
     if length is None and given.by_position:
         length = 1.0 + sum(given.by_position)
     drafted, rate = given.drafted_per_step, given.acceptance_rate
@@ -173,6 +175,7 @@ def complete(given: Observation) -> Observation:
     if drafted is None:
         drafted = (length - 1.0) / rate if length is not None and rate else k and share * k
     if k is None and drafted and length is not None:
+        inferred = True
         k = max(round(drafted / share), ceil((length - 1.0) / share - TOLERANCE), 1)
     if length is not None:
         _check_length(length, k)
@@ -184,6 +187,7 @@ def complete(given: Observation) -> Observation:
     return replace(
         given,
         k=k,
+        k_inferred=inferred,
         accepted_length=length,
         acceptance_rate=rate,
         drafted_per_step=drafted,

@@ -266,11 +266,13 @@ def numbers(found: Diagnosis) -> Iterator[tuple[str, str, str]]:
     if one.method:
         yield "method", one.method, ""
     if one.accepted_length is not None and (one.k or one.accepted_length > 1.0):
-        most = f"of at most {one.k + 1}, k = {one.k}" if one.k else f"k is {least_k(one.accepted_length)} or more"
+        most = f"k is {one.k or least_k(one.accepted_length)} or more"
+        most = f"of at most {one.k + 1}, k = {one.k}" if one.k and not one.k_inferred else most
         yield "mean accepted length", f"{one.accepted_length:.2f}", most
     if one.drafting_share is not None and one.drafting_share < NEARLY_ALL:
-        drafts = f"{one.drafting_share * one.steps:,.0f} of {one.steps:,}, " if one.steps else ""
-        yield "steps with a draft", percent(one.drafting_share), f"{drafts}{one.per_draft:.1f} tokens each"
+        drafts = [f"{one.drafting_share * one.steps:,.0f} of {one.steps:,}"] if one.steps else []
+        drafts += [f"{one.per_draft:.1f} tokens each"] if one.drafting_share else []
+        yield "steps with a draft", percent(one.drafting_share), ", ".join(drafts)
     if one.acceptance_rate is not None:
         yield "acceptance rate", f"{100.0 * one.acceptance_rate:.0f} %", _break_even(found.break_even)
     if one.tokens_per_s:

@@ -7,6 +7,7 @@ import pytest
 
 from specdemo.analysis.diagnose import diagnose
 from specdemo.analysis.readers import READERS, read_output, read_output_file
+from specdemo.bench.report import why_report
 
 SAMPLES = Path(__file__).parent / "samples"
 SMALL = 200_000
@@ -40,6 +41,14 @@ EXPECTED = {
     "llamacpp-combined.log": {"method": "draft-mtp and ngram-mod", "k": 15, "steps": 300, "draft_token_ms": 1.3058},
     "llamacpp-early.log": {"k": 64, "steps": 24, "acceptance_rate": 0.0635},
     "llamacpp-dead.log": {"k": 3, "steps": 899, "accepted_length": 1.0},
+    "llama-speculative.txt": {
+        "k": 5,
+        "steps": 147,
+        "accepted_length": 4.578,
+        "acceptance_rate": 0.7205,
+        "tokens_per_s": 55.473,
+        "draft_token_ms": 3.6,
+    },
     "llamacpp-rates.log": {"tokens_per_s": 250.0},
     "vllm-ngram.prom": {"steps": 884, "accepted_length": 1.0181, "tokens_per_s": 100.0},
     "sglang-lines.log": {"k": None, "accepted_length": 2.9},
@@ -109,6 +118,68 @@ def test_log_with_server_arguments_gives_the_draft_length():
     found = read_output(arguments + (SAMPLES / "sglang.log").read_text(encoding="utf-8"))
     assert (found.k, found.drafted_per_step, found.offloaded) == (3, 3.0, True)
     assert (found.target, found.drafter, found.method) == ("org/m", "org/d", "EAGLE3")
+
+
+DEBUG = """\
+0.01.0 D slot launch_slot_: id  0 | task 0 | launching slot : {"id":0,"params":{"n_predict":900,"n_keep":0}}
+srv  params_from_: n_predict = 900 exceeds server configuration, setting to 512
+curl localhost:8080/completion -d '{"prompt":"x","n_predict":900}'
+"""
+
+
+@pytest.mark.parametrize("name", [name for name in EXPECTED if name.startswith("llamacpp-") and name.endswith("log")])
+def test_lines_about_n_predict_do_not_hide_a_log_of_llamacpp(name):
+    text = (SAMPLES / name).read_text(encoding="utf-8")
+    assert read_output(DEBUG + text) == read_output(text)
+
+
+NGRAM = "spec common_specu: adding speculative implementation 'ngram-mod'\nspec common_specu: - n_match=24, n_max=64\n"
+OLD_NGRAM = "common_speculative_impl_ngram_mod: - n_match=24, n_max=64, n_min=48\n"
+OLD_MTP = "common_speculative_impl_draft_mtp: - n_max=3, n_min=0, p_min=0.00, n_embd=5120\n"
+COMMAND = "llama-server --spec-type ngram-mod,draft-mtp --spec-draft-n-max 3 --spec-ngram-mod-n-max 64\n"
+BOTH = "ngram-mod and draft-mtp"
+
+
+@pytest.mark.parametrize(
+    ("start", "sample", "method", "k"),
+    [
+        (OLD_NGRAM + OLD_MTP, "llamacpp-rates.log", BOTH, 64),
+        (OLD_MTP + OLD_NGRAM, "llamacpp-rates.log", "draft-mtp and ngram-mod", 64),
+        (COMMAND, "llamacpp-rates.log", BOTH, 64),
+        (
+            "spec common_specu: - n_match=24, n_max=64\n- n_max=3, n_min=0\n",
+            "llamacpp-rates.log",
+            "ngram-mod and draft model",
+            64,
+        ),
+        (NGRAM, "llamacpp-rates.log", "ngram-mod", 64),
+        (OLD_NGRAM + OLD_MTP, "llamacpp-dead.log", "draft-mtp", 3),  # only one of them drafted
+        (OLD_NGRAM + OLD_MTP, "llamacpp-combined.log", "draft-mtp and ngram-mod", 64),
+        ("- size_n=12, size_m=48, min_hits=1\n", "llamacpp-dead.log", "draft-mtp", 48),
+        ("", "llamacpp-rates.log", "", None),
+    ],
+)
+def test_the_draft_length_is_that_of_the_kinds_that_drafted(start, sample, method, k):
+    found = read_output(start + (SAMPLES / sample).read_text(encoding="utf-8"))
+    assert (found.method, found.k, found.k_inferred) == (method, k, None)
+
+
+@pytest.mark.parametrize("name", ["llamacpp-ngram.log", "lmstudio.log"])
+def test_a_draft_length_that_no_output_contains_is_called_inferred(name):
+    found = diagnose(read_output_file(SAMPLES / name))
+    k = found.observation.k
+    assert found.observation.k_inferred and any(note.startswith(f"k = {k} is the mean length") for note in found.notes)
+    assert f" k is {k} or more" in why_report(found) and "of at most" not in why_report(found)
+    assert not diagnose(read_output_file(SAMPLES / name).changed(k=64)).observation.k_inferred
+
+
+@pytest.mark.parametrize("start", [NGRAM, OLD_MTP, COMMAND, "srv load_model: loading draft model 'd.gguf'\n"])
+def test_speculation_that_never_drafted_is_no_baseline(start):
+    text = (SAMPLES / "llamacpp-rates.log").read_text(encoding="utf-8")
+    found = diagnose(read_output(start + text).changed(plain_tokens_per_s=300.0))
+    assert found.sentence.startswith("Slower (0.83x): speculation is on (") == ("loading" not in start)
+    assert "never drafted in 998 steps" in found.sentence and len(found.recommendations) == 1
+    assert "0 of 998" in why_report(found) and "plain decoding; use it" not in found.sentence
 
 
 SPECULATION = "non-default args: {'speculative_config': {'method': 'eagle3', %s}}\n"

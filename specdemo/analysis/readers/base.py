@@ -76,6 +76,7 @@ class OutputTotals:
     speeds: list[float] = field(default_factory=list)  # of equal intervals
     batches: list[float] = field(default_factory=list)
     k: int = 0  # longest draft length of a request; 0: unknown
+    drafts_nothing: bool = False  # although speculation is on
 
     def add(
         self,
@@ -121,6 +122,8 @@ class OutputTotals:
                 "drafting_share": self.drafting_steps / self.steps if self.drafting_steps else None,
                 "by_position": tuple(count / self.steps for count in self.positions),
             }
+        if self.steps and self.drafts_nothing:
+            values |= {"drafted_per_step": 0.0, "drafting_share": 0.0}
         return values
 
 
