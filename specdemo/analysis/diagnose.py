@@ -21,6 +21,7 @@ from typing import Any
 
 from specdemo.analysis.costs import cost_model, ratios, step_costs, target_shape
 from specdemo.analysis.observation import TOLERANCE, Observation, complete
+from specdemo.analysis.parts import BROKEN_RATE, BROKEN_TOKENS, WORKING_RATE
 from specdemo.analysis.predict import ASSUMED
 from specdemo.analysis.roofline import StepCost
 from specdemo.core.atomic_io import finite, json_text
@@ -48,14 +49,11 @@ EXAMPLES = 4  # engines whose flags are shown if the engine is unknown
 FEW_STEPS = 50  # below, the mean accepted length is uncertain by more than 10 %
 EARLY = 0.75  # share of k below which drafts end early
 # Known from the output, not inferred from costs. Faults make the other numbers meaningless.
-FAULTS = ("random prompts", "thinking", "broken drafter", "memory")
+STOPPED = "stopped drafter"
+FAULTS = ("random prompts", "thinking", "broken drafter", STOPPED, "memory")
 COUNTED = ("few drafts", "later positions")
 MENDED = (*FAULTS, "draft cache")  # what is changed before anything else is judged
-# A drafter that guesses only frequent tokens still has 1 to 3 % accepted at the first position (the recorded runs with
-# noise on all weights have 1.3 %), and the worst trained ones above 10 %. 200 tokens tell 2 % from 0 with certainty.
-BROKEN_RATE, BROKEN_TOKENS = 0.02, 200.0  # accepted tokens per draft; draft tokens
-# conditional acceptance before a position at which none is; drafts that reach it
-WORKING_RATE, CLIFF_TRIALS = 0.3, 50.0
+CLIFF_TRIALS = 50.0  # drafts that reach a position at which none is accepted
 FEW_DRAFTS, HARDLY_ANY = 0.5, 0.05  # share of the steps with a draft
 THRESHOLD = 0.5  # confidence at which drafts end, if it is unknown
 # Drafts for which a threshold is named: users of llama.cpp end long ones at 0.6 to 0.75 (issues 24508 and 25792).
@@ -141,6 +139,11 @@ class Diagnosis:
         return not self.measured and self.step_cost is not None and self.step_cost < MIN_STEP_COST
 
     @property
+    def short(self) -> bool:
+        """Return whether the run has too few steps to tell its speed."""
+        return 0 < (self.observation.steps or 0) < FEW_STEPS
+
+    @property
     def hopeless(self) -> bool:
         """Return whether plain decoding is the fastest choice: no draft length is predicted to beat it, and the run
         did not."""
@@ -176,9 +179,10 @@ def diagnose(given: Observation, advice: DraftLengthAdvice | None = None) -> Dia
     """
     observation = complete(given)
     if observation.drafting_share == 0.0:
-        return Diagnosis(observation, _never_drafted(observation), recommendations=(_of_drafts(observation),))
+        change = _of_drafts(observation)
+        return Diagnosis(observation, _never_drafted(observation), recommendations=(change,), notes=observation.notes)
     if observation.accepted_length is None or not observation.k:
-        return Diagnosis(observation, _unknown(observation))
+        return Diagnosis(observation, _unknown(observation), notes=tuple(_reading_notes(observation)))
     if advice:
         fits = [_measured(observation, advice.costs)]
     else:
@@ -272,6 +276,8 @@ class _Fit:
         clear = gain.label == "faster" if self.recorded else gain.value >= SMALLEST_GAIN
         if best_k and best_k != self.model.k and clear:
             yield self._of_length(best_k, gain.value)
+        if self.observation.stopped:
+            yield self._of_stopped_drafter()
         best, as_it_is = self.model.speedup(_best_drafting(self.model, longest)), self.model.speedup(self.model.k)
         for name, fixed in self._fixed():
             factor = fixed.speedup(_best_drafting(fixed, longest)) / (as_it_is if name == "later positions" else best)
@@ -389,6 +395,18 @@ class _Fit:
             "draft length", title, gain, f"k = {best_k} is predicted to be {gain:.2f}x as fast as k = {length}", ""
         )
 
+    def _of_stopped_drafter(self) -> Cause:
+        """Return the cause of parts of the run in which the drafter does not work; it is measured by the others."""
+        one, words = self.observation, WORDS[STOPPED]
+        assert one.contrast is not None
+        gain = one.contrast.other_length / (one.accepted_length or 1.0)
+        if one.tokens_per_s and one.contrast.other_tokens_per_s:
+            gain = one.contrast.other_tokens_per_s / one.tokens_per_s
+        title, evidence = (
+            text.format(where=one.contrast.where, there=_there(one)) for text in (words.title, words.evidence)
+        )
+        return Cause(STOPPED, title, max(gain, 1.0), evidence, words.advice)
+
     def _facts(self) -> dict[str, object]:
         """Return the numbers and words in the evidence and the advice for the causes."""
         one, cost, k = self.observation, self.cost, self.model.k
@@ -425,6 +443,26 @@ class _Fit:
         """Return the acceptance at a position, counted from 1, among the drafts that reach it."""
         reach = ratios(self.model.reach_rates)
         return self.model.alpha[position - 1] / reach[position - 1] if 0 < position <= len(reach) else 0.0
+
+
+def _there(one: Observation) -> str:
+    """Return what was counted in the parts of a run in which far fewer draft tokens are accepted."""
+    part = one.contrast
+    assert part is not None
+    words = (
+        f"{part.accepted:,} of {part.drafted:,} draft tokens were accepted there, {percent(part.other_rate)} otherwise"
+    )
+    if part.tokens_per_s is None or part.other_tokens_per_s is None:
+        return words
+    there, otherwise = (
+        _relative(speed, one.plain_tokens_per_s) for speed in (part.tokens_per_s, part.other_tokens_per_s)
+    )
+    return f"{words}; {there} there, {otherwise} otherwise"
+
+
+def _relative(tokens_per_s: float, plain: float | None) -> str:
+    speed = f"{tokens_per_s:.4g} tokens/s"
+    return f"{speed} ({_label(Estimate(tokens_per_s / plain))}, {tokens_per_s / plain:.2f}x)" if plain else speed
 
 
 def percent(share: float) -> str:
@@ -467,7 +505,8 @@ def verdict(found: Diagnosis, times: str = "x", opening: str = "") -> str:
     if one.acceptance_rate is not None:
         parts.append(accepted_clause(one.acceptance_rate, found.break_even))
     if found.implausible:
-        return "; ".join([*parts, "impossible, so the two speeds are of different prompts or load"]) + "."
+        reason = "so read a longer run" if found.short else "so the two speeds are of different prompts or load"
+        return "; ".join([*parts, f"impossible, {reason}"]) + "."
     limits = [WORDS[cause.name].bottleneck for cause in found.causes if cause.name != "draft length"]
     if found.step_cost <= 1.0:
         parts.append("no extra cost over plain decoding")
@@ -561,7 +600,18 @@ def least_k(length: float) -> int:
     return max(ceil(length - 1.0 - TOLERANCE), 1)
 
 
+def _reading_notes(one: Observation) -> Iterator[str]:
+    """Yield what the output itself does not say, and parts of it whose mean says little."""
+    yield from one.notes
+    if one.contrast:
+        where = one.contrast.where
+        yield f"{where[0].upper()}{where[1:]}, {_there(one)}: the other numbers are means of parts that differ."
+
+
 def _notes(one: Observation, best_k: int, others: Sequence[_Fit]) -> Iterator[str]:
+    yield from one.notes if one.stopped else _reading_notes(one)
+    if one.stopped:
+        yield "The numbers are means of parts that differ."
     if one.speedup is None:
         unknown = "with" if one.plain_tokens_per_s else "without"
         yield f"The speed {unknown} speculation is unknown, so costs are those expected on an H100; measure it too."
@@ -590,6 +640,9 @@ def _recommendations(found: Diagnosis) -> Iterator[str]:
     if cause is not None and cause.name in MENDED:
         yield f"{cause.advice} Then measure again."
         return
+    if found.implausible and found.short:
+        yield "Read a longer run, with and without speculation: no step with a draft is faster than a plain one."
+        return
     if found.implausible:
         yield (
             "Measure both speeds again with the same prompts and load, both of one request or both of all requests: "
@@ -609,6 +662,9 @@ def _recommendations(found: Diagnosis) -> Iterator[str]:
         yield from _schedule(one, best_k or 1)
     if cause is not None and cause.name in ("acceptance", "drafting"):
         yield from _other_drafters(one)
+    slowest = one.contrast.tokens_per_s if one.contrast else None
+    if slowest and one.contrast and one.plain_tokens_per_s and slowest * SMALLEST_GAIN <= one.plain_tokens_per_s:
+        yield f"Check what differs {one.contrast.where}: it is slower than plain decoding there."
 
 
 def _setting(one: Observation, k: int, words: str) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from math import ceil, isfinite
 from typing import Any, Self
 
+from specdemo.analysis.parts import LONGEST, Contrast
 from specdemo.core.estimate import Estimate
 from specdemo.core.safe_io import JsonObject
 from specdemo.methods.facts import PREDICTED, method_of, no_passes
@@ -15,7 +16,6 @@ from specdemo.presets.drafters import all_published, base_name
 from specdemo.servers.counters import ServerStats
 
 LARGEST = 1e9  # of any number; rates and tokens/s are far below
-LONGEST = 1024  # draft tokens per step
 TOLERANCE = 0.02  # of a rate or length that an engine printed with two digits
 NUMBERS = {  # what a missing value is called
     "k": "draft length k",
@@ -51,7 +51,8 @@ class Observation:
     training answers. moe: the target is a mixture of experts. random_prompts: the prompts are random tokens.
     offloaded: weights or caches are read from main memory or disk, or requests are swapped out. draft_cache: type of
     the drafter's KV cache if it is quantised. verified_in_part: the engine verifies a confident part of each draft and
-    counts the rest as not accepted.
+    counts the rest as not accepted. contrast: parts of the run in which far fewer tokens are accepted. notes: what the
+    numbers leave out, in sentences.
 
     Raises ValueError, one line, for a number out of range.
     """
@@ -85,6 +86,8 @@ class Observation:
     offloaded: bool | None = None
     draft_cache: str = ""
     verified_in_part: bool | None = None
+    contrast: Contrast | None = None
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -116,6 +119,11 @@ class Observation:
     def combined(self) -> bool:
         """Return whether several methods draft, each with a draft length of its own."""
         return COMBINED in self.method
+
+    @property
+    def stopped(self) -> bool:
+        """Return whether a drafter with a model does not work in parts of the run. A lookup drafts by chance."""
+        return self.contrast is not None and self.contrast.broken and not self.looks_up
 
     @property
     def per_draft(self) -> float:

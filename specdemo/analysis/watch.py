@@ -18,6 +18,8 @@ from rich.table import Table
 
 from specdemo.analysis.diagnose import Diagnosis, diagnose
 from specdemo.analysis.observation import Observation, values_of
+from specdemo.analysis.parts import Part, contrast
+from specdemo.analysis.readers.answers import never_drafted
 from specdemo.core.atomic_io import finite, json_text
 from specdemo.servers.client import Client, connected
 from specdemo.servers.counters import Samples, ServerStats, delta, gauge, parse
@@ -61,6 +63,7 @@ class Watch:
     _tokens: float = 0.0
     _busy_s: float = 0.0  # time between readings in which tokens were generated
     _running: list[float] = field(default_factory=list)
+    _parts: list[Part] = field(default_factory=list)
 
     def add(self, at: float, text: str) -> None:
         """Take a reading of the metrics. Raises ValueError, one line, for metrics of no known engine."""
@@ -73,6 +76,7 @@ class Watch:
         if last is None or delta(last.samples, reading.samples, self.engine.generated) is None:  # it has restarted
             self._first, self._tokens, self._busy_s = reading, 0.0, 0.0
             self._running.clear()
+            self._parts.clear()
         else:
             self.rows.append(self._row(last, reading))
         self._last = reading
@@ -87,6 +91,12 @@ class Watch:
             self._tokens, self._busy_s = self._tokens + tokens, self._busy_s + seconds
             self._running += [running] if running else []
         speed = round(tokens / seconds, 1) if seconds > 0 else None
+        length = stats.counters.get("tokens_per_step")
+        if length:
+            steps = tokens / length
+            drafted, accepted = stats.counters.get("drafted") or steps, stats.counters.get("accepted")
+            drafts = stats.drafting_steps or steps
+            self._parts.append(Part(drafted, tokens - steps if accepted is None else accepted, drafts, speed))
         row: Row = {"time": round(new.at - self._first.at, 1), "tokens/s": speed, "running": running or 0.0}
         row |= {"accepted": stats.counters.get("acceptance_rate"), "tokens/pass": stats.counters.get("tokens_per_step")}
         shown = enumerate(stats.accept_by_position[:POSITIONS], start=1)
@@ -96,11 +106,13 @@ class Watch:
         """Return what all readings together show; None if nothing was drafted."""
         if self._first is None or self._last is None or self.engine is None or not self._tokens:
             return None
+        texts = self._first.text, self._last.text
         return Observation(
             engine=self.engine.name,
             source=f"metrics of {self.server}",
             k=self.k,
-            **values_of(stats_between(self._first.text, self._last.text)),
+            **values_of(stats_between(*texts)) | never_drafted(*texts),
+            contrast=contrast(self._parts, "reading"),
             batch_size=fmean(self._running) if self._running else None,
             tokens_per_s=self._tokens / self._busy_s if self._busy_s else None,
             plain_tokens_per_s=self.plain_tokens_per_s,
@@ -172,7 +184,7 @@ def _conclude(watch: Watch, console: Console, as_json: bool) -> None:
     if as_json:
         print(json_text({"server": watch.server, "diagnosis": found and found.as_dict()}))
         return
-    lines = [watch.sentence(), *((*found.limits(), *found.recommendations) if found else ())]
+    lines = [watch.sentence(), *((*found.limits(), *found.recommendations, *found.notes) if found else ())]
     console.print("\n".join(lines), soft_wrap=True)
 
 

@@ -1,5 +1,6 @@
 """Readers of engines' outputs: real samples (samples/README.md has their sources), and hostile input."""
 
+import json
 from dataclasses import fields
 from pathlib import Path
 
@@ -41,6 +42,7 @@ EXPECTED = {
     "llamacpp-combined.log": {"method": "draft-mtp and ngram-mod", "k": 15, "steps": 300, "draft_token_ms": 1.3058},
     "llamacpp-early.log": {"k": 64, "steps": 24, "acceptance_rate": 0.0635},
     "llamacpp-dead.log": {"k": 3, "steps": 899, "accepted_length": 1.0},
+    "sglang-finish.log": {"k": 3, "steps": 120, "accepted_length": 2.4917, "tokens_per_s": 100.0},
     "llama-speculative.txt": {
         "k": 5,
         "steps": 147,
@@ -180,6 +182,162 @@ def test_speculation_that_never_drafted_is_no_baseline(start):
     assert found.sentence.startswith("Slower (0.83x): speculation is on (") == ("loading" not in start)
     assert "never drafted in 998 steps" in found.sentence and len(found.recommendations) == 1
     assert "0 of 998" in why_report(found) and "plain decoding; use it" not in found.sentence
+
+
+def vllm_line(clock, engine, speed, running=4):
+    """Return a line about throughput as vLLM logs it. engine: what precedes the numbers."""
+    load = f"Avg prompt throughput: 9.0 tokens/s, Avg generation throughput: {speed} tokens/s, Running: {running} reqs"
+    return f"(APIServer pid=7) INFO 09-01 {clock} [loggers.py:259] {engine}: {load}, Waiting: 0 reqs\n"
+
+
+def sglang_line(clock, engine, speed, running=4, length=2.5):
+    load = f"#running-req: {running}, accept len: {length}, gen throughput (token/s): {speed}, #queue-req: 0"
+    return f"[2026-08-13 {clock} {engine} TP0] Decode batch, {load}\n"
+
+
+LINES = {"vllm": (vllm_line, "Engine 000", "Engine 001"), "sglang": (sglang_line, "DP0", "DP1")}
+AT = [f"10:00:{second:02}" for second in range(0, 60, 10)]
+LATER = [f"10:00:{second:02}" for second in range(1, 60, 10)]
+
+
+@pytest.mark.parametrize("kind", LINES)
+@pytest.mark.parametrize(
+    ("first", "second", "speed"),
+    [
+        ([(at, 100.0) for at in AT], [(at, 80.0) for at in AT], 180.0),
+        ([(at, 100.0) for at in AT], [(at, 80.0) for at in LATER], 180.0),
+        ([(at, 100.0) for at in AT[:3]], [(at, 80.0) for at in AT[3:]], 90.0),  # they take turns
+        ([(at, 100.0) for at in AT], [], 100.0),
+        ([("23:59:55", 100.0), ("00:00:05", 100.0)], [("23:59:55", 80.0), ("00:00:05", 80.0)], 180.0),
+        ([("", 100.0), ("", 100.0)], [("", 80.0), ("", 80.0)], 180.0),  # without times
+    ],
+)
+def test_the_engines_of_a_server_are_added_at_each_moment(kind, first, second, speed):
+    line, *names = LINES[kind]
+    both = zip(names, (first, second), strict=True)
+    lines = [(at, name, of_engine) for name, series in both for at, of_engine in series]
+    lines.sort(key=lambda one: one[0] and (one[0] < "12", one[0]))  # from evening to morning
+    found = read_output("".join(line(*one) for one in lines))
+    # the first of three or more lines of SGLang has the time of the prefill in it and does not count
+    assert found.tokens_per_s == pytest.approx(speed, rel=0.03)
+    assert found.batch_size == 4.0 and found.notes == ()
+
+
+def test_lines_of_several_intervals_are_averaged_before_they_are_added():
+    """One engine logs twice as often as the other."""
+    text = "".join(sglang_line(f"10:00:{s:02}", "DP0", 100.0) for s in range(0, 60, 2))
+    found = read_output(text + "".join(sglang_line(f"10:00:{s:02}", "DP1", 80.0) for s in range(0, 60, 4)))
+    assert found.tokens_per_s == pytest.approx(180.0, rel=0.03)
+
+
+def test_lengths_of_engines_are_weighted_by_their_passes():
+    text = sglang_line(AT[0], "DP0", 100.0, 6, 3.0) + sglang_line(AT[0], "DP1", 50.0, 2, 2.0)
+    assert read_output(text).accepted_length == pytest.approx(2.75)
+    states = [{"last_gen_throughput": 90.0, "avg_spec_accept_length": 3.0}, {"last_gen_throughput": 20.0}]
+    states[1]["avg_spec_accept_length"] = 2.0
+    found = read_output(json.dumps({"internal_states": states, "dp_size": 2, "speculative_num_steps": 3}))
+    assert (found.tokens_per_s, found.accepted_length, found.notes) == (110.0, pytest.approx(2.75), ())
+
+
+def test_aggregated_lines_are_a_run_and_a_baseline():
+    text = vllm_line(AT[0], "2 Engines Aggregated", 160.0, 8)
+    found = read_output(f"non-default args: {{'data_parallel_size': 2}}\n{text}")
+    assert (found.engine, found.tokens_per_s, found.batch_size, found.notes) == ("vllm", 160.0, 4.0, ())
+
+
+def test_gauges_of_engines_are_added_and_those_of_its_processes_are_not():
+    name, values = "sglang:gen_throughput", {(0, 0): 100, (1, 0): 100, (0, 1): 80}
+    text = "".join(f'{name}{{tp_rank="{tp}",dp_rank="{dp}"}} {value}\n' for (tp, dp), value in values.items())
+    assert read_output(text + "sglang:spec_accept_length 2.5\n").tokens_per_s == 180.0
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("non-default args: {'data_parallel_size': 4}\n" + vllm_line(AT[0], "Engine 000", 9.0), "has 4 engines and"),
+        ("server_args=ServerArgs(dp_size=2)\n" + sglang_line(AT[0], "", 9.0), "has 2 engines and the output tells 1"),
+        ('{"internal_states": [{"last_gen_throughput": 9.0}], "dp_size": 2}', "has 2 engines and the output tells 1"),
+        ("".join(vllm_line(at, "Engine 000", 9.0) * 2 for at in AT), "nothing tells them apart"),
+    ],
+)
+def test_engines_that_cannot_be_told_apart_are_named(text, words):
+    found = read_output(text)
+    assert len(found.notes) == 1 and words in found.notes[0]
+    assert found.notes[0] in diagnose(found).notes and found.notes[0] in diagnose(found.changed(k=3)).notes
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "with config: speculative_config=SpeculativeConfig(method='ngram')\n" + vllm_line(AT[0], "Engine 000", 9.0),
+        "vllm:generation_tokens_total 900\nvllm:spec_decode_num_drafts_total 0\n",
+    ],
+)
+def test_speculation_of_vllm_that_never_drafted_is_no_baseline(text):
+    assert "peculation is on" in diagnose(read_output(text)).sentence
+
+
+OLLAMA = '{"model":"m","done":true,"prompt_eval_duration":9,"eval_count":298,"eval_duration":4000000000}\n'
+META = '{"meta_info": {"id": "a", "completion_tokens": 301, %s"e2e_latency": 3.0}}'
+PROPOSED = '"spec_num_correct_drafts": 180, "spec_num_proposed_drafts": 360, "spec_verify_ct": 120, '
+
+
+@pytest.mark.parametrize(
+    ("text", "speed", "length"),
+    [
+        (OLLAMA, 74.5, None),
+        ('{"model":"m","response":"x","done":false}\n' + OLLAMA, 74.5, None),  # its stream
+        (META % "", 301 / 3, None),
+        (META % PROPOSED, 301 / 3, 2.5),
+        (META % '"spec_verify_ct": 150, ', 301 / 3, 2.0),
+        ("[" + META % PROPOSED + ", " + META.replace('"a"', '"b"') % PROPOSED + "]", 301 / 3, 2.5),
+        ("\n".join(f"data: {META % PROPOSED}".replace("301", n) for n in ("90", "200", "301")), 301 / 3, 2.5),
+        (META.replace('"', "'") % "", 301 / 3, None),  # of a log
+    ],
+)
+def test_answers_with_a_speed_are_a_run_or_a_baseline(text, speed, length):
+    found = read_output(text)
+    assert found.tokens_per_s == pytest.approx(speed)
+    assert found.accepted_length == (length and pytest.approx(length))
+
+
+def answer(tokens, **timings):
+    timings |= {"predicted_n": tokens, "predicted_per_second": 40.0}
+    return json.dumps({"usage": {"completion_tokens": tokens}, "timings": timings})
+
+
+MLX, LLAMA = {"draft_kind": "mtp"}, {}
+
+
+@pytest.mark.parametrize(
+    ("kind", "tokens", "counts", "length", "rate", "note"),
+    [
+        (MLX, 2, (7, 6, 1), 1.0, 0.0, "Of 6 accepted draft tokens 0 are in the text"),
+        (MLX, 111, (90, 81, 30), 110 / 30, 80 / 90, "Of 81 accepted draft tokens 80 are in the text"),
+        (MLX, 111, (90, 80, 30), 110 / 30, 80 / 90, ""),
+        (LLAMA, 3, (48, 48, None), None, None, "Its text of 3 tokens cannot hold 48 accepted draft tokens"),
+        (LLAMA, 1, (3, 3, None), None, None, "Its text of 1 tokens cannot hold 3 accepted draft tokens"),
+        (LLAMA, 900, (90, 80, None), 899 / 819, 80 / 90, ""),
+    ],
+)
+def test_draft_tokens_past_the_end_of_an_answer_do_not_count(kind, tokens, counts, length, rate, note):
+    drafted, accepted, rounds = counts
+    found = read_output(answer(tokens, draft_n=drafted, draft_n_accepted=accepted, draft_rounds=rounds, **kind))
+    assert found.accepted_length == (length and pytest.approx(length, abs=1e-3))
+    assert found.acceptance_rate == (pytest.approx(rate, abs=1e-3) if rate is not None else None)
+    assert [text.startswith(note) for text in found.notes] == [True] * bool(note)
+
+
+def test_short_answers_of_a_log_do_not_make_its_drafts_longer():
+    """Ten answers of 20 tokens from two drafts of 15 each, whose last accepted tokens are past the end."""
+    line = "slot print_timing: id 0 | task 0 | "
+    text = f"{line} eval time = 200.0 ms / 20 tokens (10.00 ms per token, 100.00 tokens per second)\n"
+    text += f"{line}draft acceptance = 0.90 ( 28 accepted / 30 generated), mean len = 15.00\n"
+    found = read_output(text * 10)
+    assert (found.accepted_length, found.steps) == (pytest.approx(9.5), 20)
+    assert found.notes == (
+        "Of 280 accepted draft tokens 170 are in the text; the others are after the end of an answer and do not count.",
+    )
 
 
 SPECULATION = "non-default args: {'speculative_config': {'method': 'eagle3', %s}}\n"

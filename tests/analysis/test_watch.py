@@ -45,6 +45,29 @@ def test_rows_are_differences_and_the_observation_covers_all_readings():
     assert watch.sentence() == watch.diagnosis().sentence
 
 
+def test_a_drafter_that_stops_between_two_readings_is_named():
+    watch = Watch("http://a:1", plain_tokens_per_s=100.0)
+    for reading in range(7):
+        works, counts = min(reading, 3), dict.fromkeys(("drafts", "drafted", "accepted", "first", "second"), 0)
+        counts |= {"drafts": 300 * reading, "drafted": 600 * reading, "accepted": 300 * works}
+        counts |= {"first": 200 * works, "second": 100 * works}
+        watch.add(5.0 * reading, VLLM.format(running=1, tokens=300 * reading + 300 * works, **counts))
+    found = watch.diagnosis()
+    assert found.cause.title == "since reading 4 of 6, almost no draft token is accepted"
+    assert "0 of 1,800 draft tokens" in found.cause.evidence and "(slower, 0.60x) there" in found.cause.evidence
+    watch.add(50.0, vllm(3))  # a new server has none of the readings
+    watch.add(55.0, vllm(300))
+    assert watch.observation().contrast is None
+
+
+def test_speculation_that_never_drafts_is_named():
+    watch = Watch("http://a:1")
+    for at in (0.0, 5.0):
+        counts = dict.fromkeys(("drafts", "drafted", "accepted", "first", "second"), 0)
+        watch.add(at, VLLM.format(running=1, tokens=100 + 60 * at, **counts))
+    assert watch.sentence().startswith("Speculation is on and never drafted")
+
+
 @pytest.mark.parametrize(
     ("text", "engine", "row"),
     [

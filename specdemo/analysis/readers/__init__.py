@@ -7,12 +7,12 @@ from specdemo.analysis.readers.answers import PrometheusText, ServerAnswer
 from specdemo.analysis.readers.base import Output, OutputReader
 from specdemo.analysis.readers.benchmarks import AIPerf, BenchServe, GuideLLM, ServingTable
 from specdemo.analysis.readers.llama_cpp import LlamaCppLog, LlamaSpeculative
-from specdemo.analysis.readers.logs import SGLangLog, SGLangServerInfo, VLLMLog
+from specdemo.analysis.readers.logs import SGLangLog, SGLangRequests, SGLangServerInfo, VLLMLog
 from specdemo.core.safe_io import FILE_BYTES, read_bytes
 
 # the first that knows an output reads it
 READERS: list[OutputReader] = [BenchServe(), ServingTable(), SGLangServerInfo(), GuideLLM(), AIPerf(), ServerAnswer()]
-READERS += [VLLMLog(), SGLangLog(), LlamaSpeculative(), LlamaCppLog(), PrometheusText()]
+READERS += [VLLMLog(), SGLangLog(), SGLangRequests(), LlamaSpeculative(), LlamaCppLog(), PrometheusText()]
 
 
 def read_output(text: str, limits: int = FILE_BYTES) -> Observation:

@@ -2,12 +2,14 @@
 count from the start of the server, and JSON of one request with the statistics of its drafts (servers/engines/).
 """
 
+from collections import defaultdict
 from collections.abc import Mapping
+from math import inf
 
 from specdemo.analysis.observation import Observation, values_of
-from specdemo.analysis.readers.base import Output, OutputReader, count, number, text_of
+from specdemo.analysis.readers.base import Output, OutputReader, count, find_last, number, text_of, within
 from specdemo.core.safe_io import JsonObject
-from specdemo.servers.counters import Samples, below, delta, gauge, parse
+from specdemo.servers.counters import FIRST_TOKENS, Samples, ServerStats, below, delta, gauge, parse
 from specdemo.servers.engines import engines
 
 GAUGES: Mapping[str, Mapping[str, str]] = {  # engine -> field of an Observation -> name of the gauge
@@ -49,14 +51,34 @@ class PrometheusText(OutputReader):
             drafting = stats is not None and bool(stats.counters)
             if drafting or samples:
                 values: JsonObject = {field: gauge(samples, name) for field, name in names.items()}
-                values |= {"tokens_per_s": speed} if speed else {}
-                values |= values_of(stats) if stats else {}
+                total = _over_engines(output.text, GAUGES[engine.name].get("tokens_per_s", ""))
+                values |= {"tokens_per_s": speed or total} if speed or total else {}
+                values |= values_of(stats) if stats else never_drafted("", output.text)
                 k = len(values.get("by_position", ())) or None
                 found = Observation(engine=engine.name, source=f"{self.title}, {engine.title}", k=k, **values)
                 if drafting:
                     return found
                 plain = found
         return plain
+
+
+def _over_engines(text: str, name: str) -> float | None:
+    """Return the sum of a gauge over the engines of a server, whose processes report the same value."""
+    ranks = defaultdict[str, list[str]](list)
+    for line in text.splitlines():
+        if name and line.startswith(name):
+            ranks[find_last(r'[{,] {0,9}dp_rank="([0-9]{1,5})"', line)].append(line)
+    return sum(gauge(parse("\n".join(lines), {name}), name) or 0.0 for lines in ranks.values()) or None
+
+
+def never_drafted(old: str, new: str) -> JsonObject:
+    """Return the fields of an Observation for a vLLM server that drafted nothing between two readings although
+    speculation is on, as only then it has these counters; empty for others."""
+    names = {"vllm:spec_decode_num_drafts", "vllm:generation_tokens"}
+    before, after = parse(old, names), parse(new, names)
+    drafts, tokens = (delta(before, after, name) for name in sorted(names, reverse=True))
+    never = drafts == 0.0 and tokens
+    return {"accepted_length": 1.0, "drafted_per_step": 0.0, "drafting_share": 0.0} if never else {}
 
 
 def _mean_speed(samples: Samples) -> float | None:
@@ -67,11 +89,13 @@ def _mean_speed(samples: Samples) -> float | None:
     return requests / seconds if seconds and requests else None
 
 
+EVAL = "eval_duration"  # in ns, in Ollama's answers
 PREDICTION = "Generated prediction: {"  # in the log of LM Studio
 
 
 class ServerAnswer(OutputReader):
-    """Answer of vLLM, SGLang, llama.cpp, LM Studio since 0.3.10, mlx-vlm, FastDeploy or an OpenAI-like gateway."""
+    """Answer of vLLM, SGLang, llama.cpp, LM Studio since 0.3.10, mlx-vlm, FastDeploy, Ollama (also its stream) or an
+    OpenAI-like gateway."""
 
     title = "answer of a server, JSON"
 
@@ -79,7 +103,9 @@ class ServerAnswer(OutputReader):
         data = output.json
         if PREDICTION in output.text and not data:
             data = _last_prediction(output)
-        if not isinstance(data, Mapping) or not {"usage", "stats", "timings", "metrics", "sglext"} & data.keys():
+        if EVAL in output.text and not data:
+            data = output.parse([*output.lines(EVAL)][-1])
+        if not isinstance(data, Mapping) or not {"usage", "stats", "timings", "metrics", "sglext", EVAL} & data.keys():
             return None
         one = Observation(source=self.title, target=text_of(data.get("model")), tokens_per_s=_speed(data))
         chunk = {str(name): value for name, value in data.items()}
@@ -87,7 +113,7 @@ class ServerAnswer(OutputReader):
             stats = engine.acceptance(chunk)
             if stats is None or "accepted" not in stats.counters:
                 continue
-            tokens, drafter = _tokens(data), text_of(below(data, "stats", "draft_model"))
+            drafter, kind = text_of(below(data, "stats", "draft_model")), text_of(below(data, "timings", "draft_kind"))
             counters, steps = stats.counters, stats.counters.get("steps")
             drafted = (counters.get("drafted") or 0) + (counters.get("unverified") or 0)
             k = count(below(data, "metrics", "speculative_decoding", "num_spec_tokens"))
@@ -95,12 +121,33 @@ class ServerAnswer(OutputReader):
                 engine=engine.name,
                 source=f"{self.title}, {engine.title}",
                 drafter=drafter,
-                method="draft_model" if drafter else text_of(below(data, "timings", "draft_kind")),
+                method="draft_model" if drafter else kind,
                 k=k or (round(drafted / steps) if steps and counters.get("unverified") else None),
                 batch_size=1.0,
-                **values_of(stats.over_all_passes(max(tokens - 1.0, 0.0) if tokens else None)),
+                **_values(stats, _tokens(data), FIRST_TOKENS if not kind else 0.0),
             )
         return one if one.tokens_per_s else None
+
+
+def _values(stats: ServerStats, tokens: float | None, share: float) -> JsonObject:
+    """Return the fields of an Observation in the statistics of an answer, without the tokens past its end.
+
+    share: of the text, by which accepted tokens may exceed it. mlx-vlm counts every draft in full and documents that
+    its mean accepted length is that of the text (pull request 2324).
+    """
+    accepted = stats.counters.get("accepted") or 0.0
+    after_first = max(tokens - 1.0, 0.0) if tokens else None
+    whole = after_first is not None and stats.drafting_steps is None and accepted >= after_first
+    if not stats.is_possible(after_first) or (whole and accepted):
+        words = f"Its text of {tokens:,.0f} tokens cannot hold {accepted:,.0f} accepted draft tokens"
+        return {"notes": (f"{words} and one of the target per step, so these counts are left out.",)}
+    stats = stats.over_all_passes(after_first)
+    values, steps = values_of(stats), stats.counters.get("steps")
+    kept, notes = within(after_first, accepted, steps or 0.0, share)
+    if notes:
+        drafted = stats.counters.get("drafted") or inf
+        values |= {"accepted_length": 1.0 + kept / (steps or inf), "acceptance_rate": kept / drafted, "notes": notes}
+    return values
 
 
 def _last_prediction(output: Output) -> object:
@@ -116,4 +163,5 @@ def _tokens(data: Mapping[str, object]) -> float | None:
 
 def _speed(data: Mapping[str, object]) -> float | None:
     found = number(below(data, "stats", "tokens_per_second")) or number(below(data, "timings", "predicted_per_second"))
-    return found or None
+    tokens, ns = number(data.get("eval_count")), number(data.get(EVAL))
+    return found or (1e9 * tokens / ns if tokens and ns else None) or None

@@ -5,19 +5,25 @@
 import json
 import re
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import isfinite
-from typing import ClassVar, TypeVar
+from itertools import pairwise, zip_longest
+from math import inf, isfinite
+from statistics import fmean, median
+from typing import ClassVar, NamedTuple, TypeVar
 
-from specdemo.analysis.observation import LONGEST, Observation
+from specdemo.analysis.observation import Observation
+from specdemo.analysis.parts import LONGEST, Part, contrast
 from specdemo.core.safe_io import JsonObject, check_size
-from specdemo.servers.counters import all_passes
+from specdemo.servers.counters import FIRST_TOKENS, all_passes
 
 LONGEST_LINE = 20_000  # characters of a log line that are read
+PREFIX = 300  # characters of a log line before its numbers: process, time, file
 ValueT = TypeVar("ValueT", float, int)
 IN_PART = re.compile(r"enable_adaptive_verification\W{1,6}[Tt]rue\b")  # of vLLM's speculative config
 UNQUANTISED = ("auto", "f16", "f32", "bf16", "float", "bfloat")  # beginnings of types of KV caches
+CLOCK, DAY = re.compile(r"\b([0-9]{2}):([0-9]{2}):([0-9]{2})\b"), 86400.0
 _NUMBER = r"([0-9]{1,15}(?:\.[0-9]{0,12})?)"
 
 
@@ -40,15 +46,15 @@ class Output:
         except (ValueError, RecursionError):
             return None
 
-    def lines(self, mark: str) -> Iterator[str]:
-        """Yield the lines that contain a mark, each up to LONGEST_LINE characters after it."""
-        start = self.text.find(mark)
-        while start >= 0:
+    def lines(self, *marks: str) -> Iterator[str]:
+        """Yield the lines that contain one of the marks, each up to LONGEST_LINE characters after the first one."""
+        pattern, end = re.compile("|".join(map(re.escape, marks))), 0
+        while match := pattern.search(self.text, end):
+            start = match.start()
             begin = self.text.rfind("\n", max(start - LONGEST_LINE, 0), start) + 1
             end = self.text.find("\n", start)
             end = len(self.text) if end < 0 else end
             yield self.text[begin or max(start - LONGEST_LINE, 0) : min(end, start + LONGEST_LINE)]
-            start = self.text.find(mark, end)
 
 
 class OutputReader(ABC):
@@ -77,6 +83,10 @@ class OutputTotals:
     batches: list[float] = field(default_factory=list)
     k: int = 0  # longest draft length of a request; 0: unknown
     drafts_nothing: bool = False  # although speculation is on
+    parts: list[Part] = field(default_factory=list)
+    noun: str = "request"  # what a part is
+    text: float | None = 0.0  # tokens that the steps output; None: unknown
+    notes: list[str] = field(default_factory=list)
 
     def add(
         self,
@@ -85,16 +95,20 @@ class OutputTotals:
         drafting_steps: float,
         positions: Sequence[float] = (),
         tokens: float | None = None,
+        tokens_per_s: float | None = None,
+        place: str = "",
     ) -> None:
         """Add a part. positions: shares of its steps with a draft. tokens: output after the first of each request;
-        None: unknown, so that every step is taken to have had a draft."""
+        None: unknown, so that every step is taken to have had a draft. place: where it ran."""
+        self.text = None if self.text is None or tokens is None else self.text + tokens
+        self.parts.append(Part(drafted, accepted, drafting_steps, tokens_per_s, place))
         self.steps += drafting_steps if tokens is None else all_passes(tokens, accepted, drafting_steps)
         self.drafting_steps += drafting_steps
         self.drafted += drafted
         self.accepted += accepted
         self.positions += [0.0] * (len(positions[:LONGEST]) - len(self.positions))
-        for place, share in enumerate(positions[:LONGEST]):
-            self.positions[place] += share * drafting_steps
+        for position, share in enumerate(positions[:LONGEST]):
+            self.positions[position] += share * drafting_steps
 
     def add_histogram(self, bars: Sequence[float], drafted: float, tokens: float | None = None) -> None:
         """Add a part from the number of steps with a draft that accepted 0, 1, .. draft tokens. tokens: as in `add`."""
@@ -112,19 +126,89 @@ class OutputTotals:
         """Return the fields of an Observation that the sums give."""
         speed = self.tokens / self.seconds if self.seconds else mean(self.speeds)
         values: JsonObject = {"tokens_per_s": speed, "batch_size": mean(self.batches)}
+        accepted, note = within(self.text, self.accepted, self.steps)
+        values |= {"contrast": contrast(self.parts, self.noun), "notes": (*self.notes, *note)}
         if self.drafted:
-            values["acceptance_rate"] = self.accepted / self.drafted
+            values["acceptance_rate"] = accepted / self.drafted
         if self.steps:
             values |= {
                 "steps": round(self.steps),
-                "accepted_length": 1.0 + self.accepted / self.steps,
+                "accepted_length": 1.0 + accepted / self.steps,
                 "drafted_per_step": self.drafted / self.steps if self.drafted else None,
                 "drafting_share": self.drafting_steps / self.steps if self.drafting_steps else None,
                 "by_position": tuple(count / self.steps for count in self.positions),
             }
-        if self.steps and self.drafts_nothing:
-            values |= {"drafted_per_step": 0.0, "drafting_share": 0.0}
+        if self.drafts_nothing:
+            values |= {"accepted_length": 1.0, "drafted_per_step": 0.0, "drafting_share": 0.0}
         return values
+
+
+def within(
+    tokens: float | None, accepted: float, steps: float, share: float = FIRST_TOKENS
+) -> tuple[float, tuple[str, ...]]:
+    """Return the accepted tokens that a text of so many tokens holds, with a note if the others are more than a share.
+
+    The last draft of an answer goes on after its end. Of long answers that is little, and engines count it.
+    """
+    beyond = accepted + steps - tokens if tokens and steps else 0.0
+    if beyond <= share * (tokens or 0.0):
+        return accepted, ()
+    kept = max(accepted - beyond, 0.0)
+    words = f"Of {accepted:,.0f} accepted draft tokens {kept:,.0f} are in the text; the others are after the end"
+    return kept, (f"{words} of an answer and do not count.",)
+
+
+class EngineLoad(NamedTuple):
+    """Speed of an engine since its last line in a log. at: seconds of a clock, None if the line has no time."""
+
+    engine: str
+    at: float | None
+    tokens_per_s: float
+    running: float
+
+
+def loads_of(lines: Iterable[str], engine: re.Pattern[str], speed: str, running: str) -> list[EngineLoad]:
+    """Return what lines say about engines. engine: finds the parts of its name at the beginning of a line. speed,
+    running: what precedes the numbers."""
+    loads, day = list[EngineLoad](), 0.0
+    for line in lines:
+        clock = CLOCK.search(line)
+        at = None if clock is None else day + 3600.0 * int(clock[1]) + 60.0 * int(clock[2]) + int(clock[3])
+        if at is not None and loads and (loads[-1].at or 0.0) - at > DAY / 2:
+            day, at = day + DAY, at + DAY
+        numbers = (find_number(text, line) or 0.0 for text in (speed, running))
+        loads.append(EngineLoad(" ".join(engine.findall(line[:PREFIX])), at, *numbers))
+    return loads
+
+
+def speeds_of_all(loads: Sequence[EngineLoad]) -> list[float]:
+    """Return the tokens/s of all engines together, by moments.
+
+    A moment is as long as an engine usually waits between two lines: every engine at work has a line in it, and engines
+    that take turns are in different moments. Without times, a moment has the next line of every engine.
+    """
+    engines = defaultdict[str, list[EngineLoad]](list)
+    for load in loads:
+        engines[load.engine].append(load)
+    if len(engines) < 2:
+        return [load.tokens_per_s for load in loads]
+    times = {name: [load.at for load in lines if load.at is not None] for name, lines in engines.items()}
+    if sum(map(len, times.values())) < len(loads):
+        rows = zip_longest(*engines.values())
+        return [sum(load.tokens_per_s for load in row if load) for row in rows]
+    gaps = [[b - a for a, b in pairwise(at) if b > a] for at in times.values()]
+    moment, first = max((median(waits) for waits in gaps if waits), default=inf), min(map(min, times.values()))
+    speeds = defaultdict[int, dict[str, list[float]]](lambda: defaultdict(list))
+    for load in loads:
+        speeds[int(((load.at or 0.0) - first) / moment + 0.5)][load.engine].append(load.tokens_per_s)
+    return [sum(map(fmean, of_engines.values())) for of_engines in speeds.values()]
+
+
+def untold_engines(settings: str, told: int) -> tuple[str, ...]:
+    """Return a note if an output does not tell all engines of a server apart. settings: their number, if known."""
+    if not settings.isdecimal() or int(settings) <= max(told, 1):
+        return ()
+    return (f"The server has {settings} engines and the output tells {told} apart: tokens/s may be of a part of them.",)
 
 
 def number(value: object) -> float | None:

@@ -44,20 +44,23 @@ class LlamaCppLog(OutputReader):
         text = output.text
         if "eval time =" not in text or "tokens per second)" not in text:
             return None
-        totals, positions, requests = OutputTotals(batches=[1.0]), 0, 0
-        for line in output.lines("draft acceptance"):
-            positions = max(positions, _add_request(totals, line))
+        totals, positions, requests, speeds = OutputTotals(batches=[1.0]), 0, 0, dict[str, float]()
+        for line in output.lines(" eval time =", "draft acceptance"):
+            slot = find_last(r"\bid {1,4}([0-9]{1,4}) \|", line)
+            if "draft acceptance" in line:
+                positions = max(positions, _add_request(totals, line, speeds.get(slot), slot))
+            elif (speed := SPEED.search(line)) and "prompt eval" not in line:
+                requests += 1
+                totals.add_time(find_number("ms /", line), find_number("eval time =", line))
+                speeds[slot] = float(speed[1])
         kinds, started = _kinds(output), _started(text)
         totals.drafting_steps = totals.drafting_steps or sum(kind.drafts for kind in kinds.values())
         totals.positions = totals.positions or _positions([*kinds.values()], totals.drafting_steps)
-        for line in output.lines(" eval time ="):
-            if SPEED.search(line) and "prompt eval" not in line:
-                requests += 1
-                totals.add_time(find_number("ms /", line), find_number("eval time =", line))
-        totals.steps = all_passes(totals.tokens - requests, totals.accepted, totals.drafting_steps)
+        totals.text = totals.tokens - requests
+        totals.steps = all_passes(totals.text, totals.accepted, totals.drafting_steps)
         drafter = find_last(r"loading draft model '([^'\n]{1,200})'", text)
         names = [*kinds] or [*started] or _flagged(text)
-        totals.drafts_nothing = bool(names or drafter) and not totals.drafted
+        totals.drafts_nothing = bool(totals.tokens and (names or drafter)) and not totals.drafted
         k = _length(names, started, [int(length) for length in FLAG.findall(text)]) or positions
         return Observation(
             engine="llama-server",
@@ -136,7 +139,7 @@ class LlamaSpeculative(OutputReader):
         )
 
 
-def _add_request(totals: OutputTotals, line: str) -> int:
+def _add_request(totals: OutputTotals, line: str, tokens_per_s: float | None, slot: str) -> int:
     """Add the acceptance of one request; return its number of positions."""
     match, positions = ACCEPTED.search(line), POSITIONS.search(line)
     length = find_number("mean acceptance length =", line) or find_number("mean len =", line)
@@ -145,7 +148,8 @@ def _add_request(totals: OutputTotals, line: str) -> int:
     accepted, drafted = float(match[1]), float(match[2])
     shares = numbers_in(positions[1]) if positions else []
     drafting = accepted / (length - 1.0) if length and length > 1.0 else drafted / len(shares) if shares else 0.0
-    totals.add(drafted, accepted, drafting, shares)
+    place = f"slot {slot}" if slot else ""
+    totals.add(drafted, accepted, drafting, shares, tokens_per_s=tokens_per_s, place=place)
     return len(shares)
 
 

@@ -1,32 +1,44 @@
 """Logs of servers.
 
 vLLM: v1/spec_decode/metrics.py (lines with "SpecDecoding metrics"), v1/metrics/loggers.py (throughput). SGLang:
-scheduler_metrics_mixin.py (lines with "Decode batch") and its /server_info.
+scheduler_metrics_mixin.py (lines with "Decode batch"), tokenizer_manager.py (`meta_info`) and its /server_info.
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any
 
 from specdemo.analysis.observation import Observation
+from specdemo.analysis.parts import contrast
 from specdemo.analysis.readers.base import (
     IN_PART,
+    LONGEST_LINE,
+    EngineLoad,
     Output,
     OutputReader,
     OutputTotals,
     find_last,
     find_number,
+    loads_of,
     mean,
     number,
     numbers_in,
     objects,
     quantised,
+    speeds_of_all,
     text_of,
+    untold_engines,
 )
 from specdemo.servers.counters import FIRST_TOKENS, all_passes
 
 VLLM_MARK = "SpecDecoding metrics:"
 LOAD = "Avg generation throughput:"
+VLLM_ENGINE = re.compile(r"\bpid=[0-9]{1,10}\b|\bEngine [0-9]{1,5}\b|\b[0-9]{1,5} Engines Aggregated\b")
 ROUNDING = 0.006  # of a length that is printed with two digits
+VLLM_ENGINES = r"\bdata_parallel_size'?[=:] {0,2}([0-9]{1,5})\b"
 RATES = re.compile(r"Per-position acceptance rate: ([0-9., ]{1,8000})")
 
 
@@ -36,34 +48,49 @@ class VLLMLog(OutputReader):
     title = "vLLM log"
 
     def read(self, output: Output) -> Observation | None:
-        if VLLM_MARK not in output.text and not ("Engine 0" in output.text and LOAD in output.text):
+        if VLLM_MARK not in output.text and not ("Avg prompt throughput:" in output.text and LOAD in output.text):
             return None
-        totals, preemptions = OutputTotals(), 0
+        loads = loads_of(output.lines(LOAD), VLLM_ENGINE, LOAD, "Running:")
         drafting = [*output.lines(VLLM_MARK)]
-        for line in drafting:
-            _add_drafts(totals, line)
-        for line in output.lines(LOAD):
-            totals.speeds.append(find_number(LOAD, line) or 0.0)
-            totals.batches.append(find_number("Running:", line) or 0.0)
-            preemptions += "Preemptions:" in line
-        _count_all_passes(totals, drafting)
+        totals = OutputTotals(
+            speeds=speeds_of_all(loads), batches=[load.running / _aggregated(load) for load in loads], noun="reading"
+        )
+        _add_readings(totals, output, loads)
+        _count_all_passes(totals, drafting, [load.tokens_per_s for load in loads])
         given, arguments = ("".join(output.lines(mark)) for mark in ("speculative_config=", "non-default args:"))
         config = find_last(r"'speculative_config': (\{[^{}]{0,4000}\})", arguments)
         cache = find_last(r"'kv_cache_dtype': '(\w{1,40})'", config) or find_last(r"kv_cache_dtype=(\w{1,40})", given)
+        method = find_last(r"speculative_config=SpeculativeConfig\(method='([\w-]{1,60})'", given)
+        told = max([len({load.engine for load in loads}), *map(_aggregated, loads)])
+        totals.notes += _mixed(loads) or untold_engines(find_last(VLLM_ENGINES, given + arguments), told)
+        totals.drafts_nothing = bool(method) and any(totals.speeds) and not drafting
         return Observation(
             engine="vllm",
             source=self.title,
-            method=find_last(r"speculative_config=SpeculativeConfig\(method='([\w-]{1,60})'", given),
+            method=method,
             drafter=find_last(r"SpeculativeConfig\([^()]{0,200}?model='([^']{1,200})'", given),
             target=find_last(r"with config: model='([^']{1,200})'", given),
-            offloaded=True if preemptions > len(totals.speeds) / 2 else None,
+            offloaded=True if sum("Preemptions:" in line for line in output.lines(LOAD)) > len(loads) / 2 else None,
             draft_cache=quantised(cache),
             verified_in_part=True if IN_PART.search(config) else None,
             **totals.values(),
         )
 
 
-def _count_all_passes(totals: OutputTotals, drafting: Sequence[str]) -> None:
+def _aggregated(load: EngineLoad) -> int:
+    """Return the number of engines in a line, 1 if it is of one engine."""
+    return int(find_last(r"([0-9]{1,5}) Engines Aggregated", load.engine) or 1) or 1
+
+
+def _mixed(loads: Sequence[EngineLoad]) -> tuple[str, ...]:
+    """Return a note if lines of several servers are mixed: an engine does not log twice in a second."""
+    at_once = sum(a.at is not None and (a.engine, a.at) == (b.engine, b.at) for a, b in pairwise(loads))
+    if at_once <= len(loads) / 4:
+        return ()
+    return ("Lines of several servers are mixed and nothing tells them apart, so their tokens/s are not added.",)
+
+
+def _count_all_passes(totals: OutputTotals, drafting: Sequence[str], speeds: Sequence[float]) -> None:
     """Count the passes without a draft from the throughput. A line about drafts covers the time since the last one, so
     the shortest of these times is that of a line about throughput.
 
@@ -72,13 +99,25 @@ def _count_all_passes(totals: OutputTotals, drafting: Sequence[str]) -> None:
     """
     rates = [(find_number("Drafted:", line), find_number("Drafted throughput:", line)) for line in drafting]
     seconds = [drafted / rate for drafted, rate in rates if drafted and rate]
-    if seconds and len(totals.speeds) >= len(drafting):
-        tokens = sum(totals.speeds) * min(seconds)
+    if seconds and len(speeds) >= len(drafting):
+        tokens = sum(speeds) * min(seconds)
         if tokens > (1.0 + FIRST_TOKENS) * (totals.drafting_steps + totals.accepted):
             totals.steps = all_passes(tokens, totals.accepted, totals.drafting_steps)
 
 
-def _add_drafts(totals: OutputTotals, line: str) -> None:
+def _add_readings(totals: OutputTotals, output: Output, loads: Sequence[EngineLoad]) -> None:
+    """Add the drafts of all readings. The line about them follows that about the throughput of the same engine."""
+    several, waiting, load = len({load.engine for load in loads}) > 1, iter(loads), None
+    for line in output.lines(LOAD, VLLM_MARK):
+        if VLLM_MARK not in line:
+            load = next(waiting)
+        elif load is None or several:
+            _add_drafts(totals, line, None, find_last(r"(Engine [0-9]{1,5})", load.engine if load else ""))
+        else:
+            _add_drafts(totals, line, load.tokens_per_s)
+
+
+def _add_drafts(totals: OutputTotals, line: str, tokens_per_s: float | None, place: str = "") -> None:
     accepted, drafted = find_number(", Accepted:", line), find_number("Drafted:", line)
     length = find_number("Mean acceptance length:", line)
     match = RATES.search(line)
@@ -89,18 +128,18 @@ def _add_drafts(totals: OutputTotals, line: str) -> None:
     if accepted and length > 1.0 and (not steps or abs(1.0 + accepted / steps - length) > ROUNDING):
         steps = accepted / (length - 1.0)  # drafts that end early
     if steps:
-        totals.add(drafted, accepted, steps, rates)
+        totals.add(drafted, accepted, steps, rates, tokens_per_s=tokens_per_s, place=place)
 
 
 SGLANG_MARK = "Decode batch"
+SGLANG_ENGINE = re.compile(r"\bDP[0-9]{1,5}\b")
+INTERVAL = 40  # passes between two lines, the default of decode_log_interval
 
 
-def _sglang(
-    source: str, value: Callable[[str], str], lengths: Iterable[float], speed: float | None, batch: float | None = None
-) -> Observation:
+def _sglang(source: str, value: Callable[[str], str], measured: Mapping[str, Any]) -> Observation:
     """Return what SGLang's settings and measurements say. value: of a setting, an empty text if it is unknown."""
-    steps, tokens = (value(f"speculative_num_{name}") for name in ("steps", "draft_tokens"))
-    offload = value("cpu_offload_gb")
+    steps, offload = value("speculative_num_steps"), value("cpu_offload_gb")
+    values = {"drafted_per_step": _drafted(value)} | {name: one for name, one in measured.items() if one is not None}
     return Observation(
         engine="sglang",
         source=source,
@@ -108,13 +147,21 @@ def _sglang(
         drafter=value("speculative_draft_model_path"),
         target=value("model_path"),
         k=int(steps) or None if steps.isdecimal() else None,
-        drafted_per_step=float(tokens) - 1.0 if tokens.isdecimal() and int(tokens) > 1 else None,
-        accepted_length=mean(lengths),
         offloaded=bool(offload.strip("0.")) if offload else None,
         draft_cache=quantised(value("speculative_draft_kv_cache_dtype") or value("kv_cache_dtype")),
-        tokens_per_s=speed,
-        batch_size=batch,
+        **values,
     )
+
+
+def _drafted(value: Callable[[str], str]) -> float | None:
+    """Return the draft tokens of a step, which are the verified ones without the root."""
+    tokens = value("speculative_num_draft_tokens")
+    return float(tokens) - 1.0 if tokens.isdecimal() and int(tokens) > 1 else None
+
+
+def _setting(given: str, name: str) -> str:
+    """Return a setting in a log's `server_args=ServerArgs(..)`, an empty text without it."""
+    return find_last(rf"\b{name}='?((?!None\b)[^',()\s]{{1,200}})", given)
 
 
 class SGLangLog(OutputReader):
@@ -125,22 +172,45 @@ class SGLangLog(OutputReader):
     def read(self, output: Output) -> Observation | None:
         if SGLANG_MARK not in output.text or "gen throughput" not in output.text:
             return None
-        given = "".join(output.lines("server_args="))
-
-        def value(name: str) -> str:
-            return find_last(rf"\b{name}='?((?!None\b)[^',()\s]{{1,200}})", given)
-
+        value = partial(_setting, "".join(output.lines("server_args=")))
         lines = [*output.lines(SGLANG_MARK)]
-        lengths, batches, speeds = (
-            [find_number(name, line) or 0.0 for line in lines]
-            for name in ("accept len:", "#running-req:", "gen throughput (token/s):")
-        )
-        after_prefill = speeds[1:] if len(speeds) > 2 else speeds
-        return _sglang(self.title, value, lengths, mean(after_prefill), mean(batches))
+        loads = loads_of(lines, SGLANG_ENGINE, "gen throughput (token/s):", "#running-req:")
+        engines = {load.engine for load in loads}
+        totals = OutputTotals(noun="reading")
+        for line, load in zip(lines, loads, strict=True):
+            _add_passes(totals, find_number("accept len:", line) or 0.0, load, value, len(engines) > 1)
+        measured = {
+            "accepted_length": 1.0 + totals.accepted / totals.steps if totals.steps else None,
+            "contrast": contrast(totals.parts, totals.noun),
+            "tokens_per_s": mean(speeds_of_all(_after_prefill(loads))),
+            "batch_size": mean(load.running for load in loads),
+            "notes": untold_engines(value("dp_size"), len(engines)),
+        }
+        return _sglang(self.title, value, measured)
+
+
+def _add_passes(
+    totals: OutputTotals, length: float, load: EngineLoad, value: Callable[[str], str], several: bool
+) -> None:
+    """Add the passes of a line: always the same number, over all running requests. several: there are other engines."""
+    interval = value("decode_log_interval")
+    passes = (float(interval) if interval.isdecimal() else INTERVAL) * (load.running or 1.0)
+    drafted, accepted = (_drafted(value) or 1.0) * passes, (length - 1.0) * passes
+    if length >= 1.0 and several:
+        totals.add(drafted, accepted, passes, place=load.engine)
+    elif length >= 1.0:
+        totals.add(drafted, accepted, passes, tokens_per_s=load.tokens_per_s)
+
+
+def _after_prefill(loads: Sequence[EngineLoad]) -> list[EngineLoad]:
+    """Return the lines without the first of each engine that has more than two: its time includes the prefill."""
+    counts = Counter(load.engine for load in loads)
+    first = {load.engine: index for index, load in reversed([*enumerate(loads)])}
+    return [load for index, load in enumerate(loads) if counts[load.engine] < 3 or first[load.engine] != index]
 
 
 class SGLangServerInfo(OutputReader):
-    """Answer of SGLang's /server_info or /get_server_info."""
+    """Answer of SGLang's /server_info or /get_server_info, with the state of every engine."""
 
     title = "SGLang server info"
 
@@ -156,4 +226,57 @@ class SGLangServerInfo(OutputReader):
         def value(name: str) -> str:
             return "" if data.get(name) is None else text_of(str(data[name])[:200])
 
-        return _sglang(self.title, value, lengths, mean(speeds))
+        pairs = [(length, speed) for length, speed in zip(lengths, speeds, strict=True) if length and speed]
+        passes = sum(speed / length for length, speed in pairs)
+        measured = {
+            "accepted_length": sum(speed for _, speed in pairs) / passes if passes else mean(lengths),
+            "tokens_per_s": sum(speeds) or None,
+            "notes": untold_engines(value("dp_size"), len(speeds)),
+        }
+        return _sglang(self.title, value, measured)
+
+
+META = re.compile(r"['\"]meta_info['\"]: {0,4}\{")
+REQUEST = r"^ {0,9}['\"]id['\"]: {0,4}['\"]([^'\"]{1,80})['\"]"
+OUTPUT, PASSES, SECONDS = "completion_tokens", "spec_verify_ct", "e2e_latency"
+ACCEPTED = "spec_num_correct_drafts", "spec_accept_token_num"  # names of newer and older versions
+PROPOSED = "spec_num_proposed_drafts", "spec_draft_token_num"
+
+
+class SGLangRequests(OutputReader):
+    """Statistics of finished requests: `meta_info` in answers of SGLang's /generate, and in the lines `Finish:` of a
+    log with --log-requests. Without drafts they are a baseline."""
+
+    title = "SGLang requests (meta_info)"
+
+    def read(self, output: Output) -> Observation | None:
+        requests = dict[str, str]()  # the last answer of a stream has the numbers of all
+        for match in META.finditer(output.text):
+            text = output.text[match.end() : match.end() + LONGEST_LINE]
+            text = text.partition("meta_info")[0]
+            if SECONDS in text and OUTPUT in text:
+                requests[find_last(REQUEST, text) or text] = text
+        if not requests:
+            return None
+        value, totals = partial(_setting, "".join(output.lines("server_args="))), OutputTotals()
+        for text in requests.values():
+            _add_request(totals, text, value)
+        totals.notes.append("Tokens/s are of whole requests, with their prompts.")
+        return _sglang(self.title, value, totals.values())
+
+
+def _add_request(totals: OutputTotals, text: str, value: Callable[[str], str]) -> None:
+    """Add the statistics of a request. Without a count of accepted tokens, they are those of the text."""
+    tokens, passes, seconds = (_field(text, name) or 0.0 for name in (OUTPUT, PASSES, SECONDS))
+    totals.add_time(tokens, 1000.0 * seconds)
+    if passes:
+        after_first = max(tokens - 1.0, 0.0)
+        accepted, drafted = _field(text, *ACCEPTED), _field(text, *PROPOSED) or passes * (_drafted(value) or 0.0)
+        accepted = max(after_first - passes, 0.0) if accepted is None else accepted
+        totals.add(drafted, accepted, passes, (), after_first, tokens / seconds if seconds else None)
+
+
+def _field(text: str, *names: str) -> float | None:
+    """Return the number of the first name that a JSON or Python text has."""
+    found = (find_number(f"{name}{quote}:", text) for name in names for quote in "'\"")
+    return next((number for number in found if number is not None), None)
