@@ -21,6 +21,7 @@ LINE_BYTES = 1_000_000  # longest line of a stream; it may contain the ids of a 
 SPARE_BYTES = 2_000_000  # of a response, in addition to its token events
 EVENT_BYTES = 4_000  # average size of a token's event
 REFUSAL_BYTES = 4_000
+DONE = object()  # the event [DONE]
 
 
 class StatusError(Exception):
@@ -61,23 +62,28 @@ class Client:
     ) -> AsyncGenerator[tuple[object, float], None]:
         """Yield the JSON of every event of an answer and its arrival time in seconds of `time.perf_counter`.
 
+        The event [DONE] is `DONE`, and a line `error` is an object with this field. Events without content, which keep
+        a connection alive, are left out.
         The answer may have at most `tokens` tokens. Raises as `read` does.
         """
         async with self._answer("POST", path, question) as answer:
             parts = _bounded(answer, SPARE_BYTES + tokens * EVENT_BYTES)
-            received = False
+            received, other = False, b""
             async for line, arrived in _lines(parts):
                 name, _, value = line.partition(b":")
-                if name != b"data":
+                data = value.strip()
+                if name not in (b"data", b"error") or data in (b"", b"null"):
+                    other += line[: REFUSAL_BYTES - len(other)]
                     continue
-                if value.strip() == b"[DONE]":
-                    await _drain(parts)
-                    return
-                yield json.loads(value.decode()), arrived
                 received = True
+                if data == b"[DONE]":
+                    await _drain(parts)
+                    yield DONE, arrived
+                    return
+                yield {"error": _json_or_text(data)} if name == b"error" else json.loads(data.decode()), arrived
             kind = answer.headers.get("content-type", "no content type")
             if not received and "text/event-stream" not in kind:
-                raise ValueError(f"it sent {kind} instead of an event stream")
+                raise ValueError(f"it sent {kind} instead of an event stream: {other.decode(errors='replace')}")
 
     @asynccontextmanager
     async def _answer(
@@ -122,6 +128,13 @@ async def _bounded(answer: httpx.Response, most: int) -> AsyncGenerator[tuple[by
         if seen > most:
             raise ValueError(f"it sent more than {most:,} bytes")
         yield part, arrived
+
+
+def _json_or_text(data: bytes) -> object:
+    try:
+        return json.loads(data)
+    except ValueError:
+        return data.decode(errors="replace")
 
 
 async def _lines(parts: AsyncIterator[tuple[bytes, float]]) -> AsyncGenerator[tuple[bytes, float], None]:

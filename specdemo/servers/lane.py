@@ -27,7 +27,7 @@ from specdemo.servers.address import check_listed, host
 from specdemo.servers.client import Client, StatusError, connected
 from specdemo.servers.counters import ServerStats
 from specdemo.servers.engines import counts_unverified, metrics_paths, request_fields, stats_between
-from specdemo.servers.stream import Alternatives, Piece, Span, StreamParser, step_events, token_pieces
+from specdemo.servers.stream import Alternatives, Finish, Piece, Span, StreamParser, step_events, token_pieces
 
 if TYPE_CHECKING:
     from specdemo.core.protocol import GenerationConfig
@@ -74,7 +74,7 @@ class RemoteLane:
 
     def __post_init__(self) -> None:
         self.server = check_listed(self.server)
-        self._finish: Literal["stop", "length"] | None = None
+        self._finish: Finish | None = None
         self._spans: list[Span] | None = []
         self.has_steps = False
         self.alternatives = 0  # number of most likely tokens to request
@@ -173,6 +173,8 @@ class RemoteLane:
         self._update(accept_histogram=stats.accept_histogram, times=parser.times or counted.times)
         self._spans, self._finish, self.next_tokens = parser.spans(), parser.finish, parser.next_tokens
         self.token_alternatives = parser.alternatives
+        if parser.finish_note:
+            self._note(_printable(parser.finish_note, key))
 
     async def _served(self, http: Client) -> str:
         try:
@@ -309,14 +311,19 @@ def _in_background(
         thread.join(client.CONNECT_S)
 
 
+def _printable(words: str, key: str | None) -> str:
+    """Return a server's words as one short printable line, without the key, which a server may repeat."""
+    words = words.replace(key, "***") if key else words
+    return " ".join("".join(c if c.isprintable() else " " for c in words[:1000]).split())[:300]
+
+
 def _reason(error: Exception, where: str, key: str | None, pieces: int) -> str:
-    """Format an error as one printable line, without the key, which a server may repeat."""
+    """Format an error as one printable line."""
     words = str(error)
     if isinstance(error, ValidationError):
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         words = f"{'.'.join(map(str, first['loc'])) or 'an event'}: {first['msg']}"
-    words = words.replace(key, "***") if key else words
-    words = " ".join("".join(c if c.isprintable() else " " for c in words[:1000]).split())[:300]
+    words = _printable(words, key)
     if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
         return f"{where} cannot be reached; start the server or correct its address"
     if isinstance(error, httpx.TimeoutException):

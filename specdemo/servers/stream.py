@@ -5,20 +5,22 @@ A piece is what arrived at one time; a step is one pass of the target. The first
 that are invalid, negative or implausibly large count as not reported. Invalid or excessive text ends the answer.
 """
 
+import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from itertools import accumulate
 from math import isfinite
 from typing import Annotated, Literal
 
+import httpx
 from pydantic import BaseModel, Field
 
 from specdemo.core.trace import UNREPORTED, StepEvent
 from specdemo.core.trace import Span as Clock
-from specdemo.servers.client import Client
-from specdemo.servers.counters import IF_VALID, Count, Drafts, ServerStats
+from specdemo.servers.client import DONE, Client
+from specdemo.servers.counters import IF_VALID, Count, Drafts, ServerStats, below
 from specdemo.servers.engines import acceptance
 
 
@@ -165,6 +167,15 @@ def _event(index: int, emitted: list[int], span: Span, ms: dict[str, float]) -> 
 
 TOKEN_CHARS = 64  # average length of a token's text
 SPARE_CHARS = 4_000
+END_S = 2.0  # timeout for the counts of an answer after its finish reason
+
+Finish = Literal["stop", "length"]
+FINISH: Mapping[str, Finish | None] = {  # of OpenAI, TGI, koboldcpp, Anthropic; None: the text goes on
+    **dict.fromkeys(("", "null", "none"), None),
+    **dict.fromkeys(("stop", "eos", "eos_token", "stop_token", "stop_sequence", "end_turn"), "stop"),
+    **dict.fromkeys(("length", "max_tokens", "max_length"), "length"),
+}
+INTERRUPTED = ("abort", "canceled", "cancelled", "content_filter", "error")  # reasons of an incomplete text
 
 Piece = tuple[StepEvent, str]
 Alternatives = tuple[str, dict[str, float]]  # a token, and the log-probabilities of the most likely ones in its place
@@ -227,7 +238,6 @@ class _Usage(BaseModel):
 class _Chunk(BaseModel):
     choices: Annotated[list[_Choice], Field(max_length=1)] | None = None
     usage: Annotated[_Usage | None, IF_VALID] = None
-    error: object = None
 
 
 class StreamParser:
@@ -243,7 +253,8 @@ class StreamParser:
         self.tokens = 0  # as counted by the server; one per piece if it sends no counts
         self.counted = False  # every piece so far came with its number of tokens
         self.reported_tokens: int | None = None  # tokens of the text so far, as counted by the server
-        self.finish: Literal["stop", "length"] | None = None
+        self.finish: Finish | None = None
+        self.finish_note = ""  # what is unusual about the end of the text, in the server's words
         self.drafted: ServerStats | None = None
         self.times: dict[Clock, float] = {}  # as measured by the server
         self.next_tokens: dict[str, float] = {}  # most likely first tokens and their log-probabilities
@@ -256,14 +267,36 @@ class StreamParser:
         self.started_at = self._last = time.perf_counter()
 
     async def read_stream(self, http: Client, path: str, question: dict[str, object]) -> None:
-        """Read a complete response. Raises the errors of `Client.events` and `feed`, and ConnectionError if it ends
-        early.
+        """Read a complete response: up to [DONE] or the end of the connection, and END_S after a finish reason.
+
+        Raises the errors of `Client.events` and `feed`, and ConnectionError if it ends early.
         """
         self.begin()
-        async with aclosing(http.events(path, question, self._limit)) as events:
-            async for chunk, arrived in events:
-                self.feed(chunk, arrived)
+        done = False
+        try:
+            async with aclosing(http.events(path, question, self._limit)) as events:
+                while not done:
+                    async with asyncio.timeout(END_S if self.finish else None):
+                        event, arrived = await anext(events)
+                    done = event is DONE
+                    if not done:
+                        self.feed(event, arrived)
+        except StopAsyncIteration:
+            pass
+        except (TimeoutError, httpx.TransportError):
+            if self.finish is None:
+                raise
         if self.finish is None:
+            self._end_without_reason(done)
+
+    def _end_without_reason(self, done: bool) -> None:
+        """Find out how a text ended without a known finish reason. done: the server sent [DONE]."""
+        if self.finish_note:
+            self.finish = "stop"
+        elif done and self.pieces:
+            self.finish = "length" if max(self.tokens, self.reported_tokens or 0) == self._limit else "stop"
+            self.finish_note = "its server gave no reason for the end of the text"
+        else:
             raise ConnectionError("the response ended early")
 
     def feed(self, event: object, arrived: float) -> None:
@@ -271,8 +304,8 @@ class StreamParser:
         more text or tokens than requested.
         """
         chunk = _Chunk.model_validate(event)
-        if chunk.error:
-            raise ValueError(chunk.error.get("message", "") if isinstance(chunk.error, dict) else str(chunk.error))
+        if error := below(event, "error") or (below(event, "object") == "error" and event):
+            raise ValueError(str(below(error, "message") or error))
         stats = acceptance(event) if isinstance(event, dict) else ServerStats()
         grown = self._grown(chunk.usage.completion_tokens if chunk.usage else None)
         for choice in chunk.choices or []:
@@ -319,11 +352,14 @@ class StreamParser:
         self.pieces += 1
 
     def _end(self, reason: str | None) -> None:
-        if reason is None:
-            return
-        if reason not in ("stop", "length"):
+        word = (reason or "").strip().lower()
+        if word in INTERRUPTED:
             raise ValueError(f"it ended the text early: {reason}")
-        self.finish = "stop" if reason == "stop" else "length"
+        self.finish = FINISH.get(word) or self.finish
+        if word not in FINISH:
+            self.finish_note = f"its server ended the text for an unknown reason: {reason}"
+        elif self.finish:
+            self.finish_note = ""
 
     def _count(self, tokens: int, stats: ServerStats) -> None:
         self._sizes.append(tokens)

@@ -14,7 +14,7 @@ import pytest
 from specdemo.core.trace import MAX_DEPTH, from_json, to_json
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.engine.session import Session
-from specdemo.servers import address, client, lane
+from specdemo.servers import address, client, lane, stream
 from specdemo.servers.counters import ServerStats
 from specdemo.servers.engines import stats_between
 from tests.completion_server import Broken, completion_server, events, head, piece
@@ -128,7 +128,12 @@ KINDS = [
     Kind("warm-up", "a-refusal-with-escapes", [head(status=400), b"\x1b]0;\xff\n\x1b[2J"], "answered Error code: 400"),
     Kind("warm-up", "nothing-but-good-manners", [head(), DONE], "closed the connection after 0 pieces"),
     Kind("answer", "a-page", [head("text/html"), b"<html>"], f"{UNUSABLE}it sent text/html instead of an event stream"),
-    Kind("answer", "all-at-once", [head("application/json"), b'{"choices": []}'], "it sent application/json instead"),
+    Kind(
+        "answer",
+        "all-at-once",
+        [head("application/json"), b'{"error":\n"no such page"}'],
+        'it sent application/json instead of an event stream: {"error":"no such page"}',
+    ),
     Kind("answer", "empty", [head()], "closed the connection after 0 pieces"),
     Kind("answer", "a-bomb", [head(Content_Encoding="gzip"), BOMB], "it sent a compressed response"),
     Kind(
@@ -150,7 +155,9 @@ KINDS = [
         "closed the connection after",
     ),
     Kind("answer", "silent", [head(), events(GOOD[0]), Broken("quiet")], "sent nothing for 0.3 seconds", QUICK),
-    Kind("answer", "silent-at-its-end", [head(), events(*GOOD), Broken("quiet")], "sent nothing", QUICK),
+    Kind("answer", "silent-at-its-end", [head(), events(*GOOD), Broken("quiet")], limits={"end": 0.05}),
+    Kind("answer", "comments-at-its-end", lambda: drip(head() + events(*GOOD), b": ping\n\n"), limits={"end": 0.05}),
+    Kind("answer", "cut-off-at-its-end", [head(Content_Length=9999), events(*GOOD), Broken("close")]),
     Kind("answer", "a-byte-at-a-time", lambda: drip(head() + b"data: ", b" "), "took longer than 1.04 seconds", SOON),
     Kind("answer", "comments-without-end", lambda: drip(head(), b": ping\n\n"), "took longer than", SOON),
     Kind("answer", "a-flood-of-comments", lambda: (head(), *repeat(b": ping\n\n" * 500, 900)), "2,016,000 bytes"),
@@ -165,8 +172,10 @@ KINDS = [
     faulty_chunk("a-number-of-5000-digits", b'{"usage": %s}' % HUGE, UNUSABLE),
     faulty_chunk("a-list", [1, 2], "an event: Input should be a valid dictionary"),
     faulty_chunk("a-text", "x", "an event: Input should be a valid dictionary"),
-    faulty_chunk("null", None, "an event: Input should be a valid dictionary"),
     faulty_chunk("an-error", {"error": {"message": "\x1b[2Jout of\nmemory\ud800"}}, f"{UNUSABLE}[2Jout of memory"),
+    faulty_chunk(
+        "an-error-without-a-field", {"object": "error", "message": "out of memory"}, "response: out of memory"
+    ),
     faulty_chunk("an-error-of-another-shape", {"error": [["x"]]}, f"{UNUSABLE}[['x']]"),
     faulty_chunk("a-dict-of-choices", {"choices": {"0": 1}}, "choices: Input should be a valid list"),
     faulty_chunk("two-choices", {"choices": choice()["choices"] * 2}, "choices: List should have at most 1 item"),
@@ -176,10 +185,18 @@ KINDS = [
     faulty_chunk(
         "a-list-for-a-reason", choice(finish_reason=["stop"]), "choices.0.finish_reason: Input should be a valid str"
     ),
-    faulty_chunk("an-unknown-reason", choice(finish_reason="x" * 9000), "it ended the text early: xxx"),
+    faulty_chunk("a-reason-of-an-incomplete-text", choice(finish_reason="abort"), "it ended the text early: abort"),
     faulty_chunk("a-piece-of-900-kb", choice(text="x" * 900_000), f"it sent more text than fits into {TOKENS} tokens"),
     faulty_chunk("a-billion-tokens", choice() | {"usage": {"completion_tokens": 10**9}}, MORE),
     faulty_chunk("100000-ids", choice(token_ids=[5] * 100_000), MORE),
+    Kind(
+        "answer", "an-error-line", [head(), b'error: {"code":400,"message":"context exceeded"}\n\n'], "context exceeded"
+    ),
+    Kind(
+        "answer", "an-error-line-without-json", [head(), b"error: context exceeded\n\n"], "response: context exceeded"
+    ),
+    slow_limits("empty-events", piece("Once"), b"null", b"", ended()),
+    slow_limits("an-endless-reason", piece("Once"), ended() | choice(text=" upon a time.", finish_reason="x" * 9000)),
     slow_limits("usage-a-text", piece("Once"), ended(usage="3"), **UNCOUNTED),
     slow_limits("usage-below-zero", piece("Once"), ended(usage={"completion_tokens": -3}), **UNCOUNTED),
     slow_limits("usage-a-truth", piece("Once"), ended(usage={"completion_tokens": True}), **UNCOUNTED),
@@ -246,7 +263,7 @@ def race(session, baseline, server):
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind.stage}-{kind.name}")
 def test_faulty_server_fails_only_its_lane(kind, session, monkeypatch):
-    for place, name in ((client, "silence"), (lane, "token"), (client, "metrics")):
+    for place, name in ((client, "silence"), (lane, "token"), (client, "metrics"), (stream, "end")):
         if name in kind.limits:
             monkeypatch.setattr(place, f"{name.upper()}_S", kind.limits[name])
     with serving(kind) as bad:
@@ -256,7 +273,7 @@ def test_faulty_server_fails_only_its_lane(kind, session, monkeypatch):
     if kind.why is None:
         assert (there.finish, there.text) == ("stop", kind.text), there.note
         assert kind.known.items() <= there.summary.items() and not there.remote.counters
-        assert set(there.token_ids) == {-1}
+        assert set(there.token_ids) == {-1} and len(there.note or "") < 500
     else:
         assert there.finish == "error" and kind.why in there.note, there.note
         assert there.note.isprintable() and len(there.note) < 500

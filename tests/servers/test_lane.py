@@ -18,7 +18,7 @@ from specdemo.servers.address import LISTED, address, allow, listed
 from specdemo.servers.engines import stats_between
 from specdemo.servers.process import free_port
 from specdemo.servers.stream import StreamParser
-from tests.completion_server import Broken, completion_server, piece
+from tests.completion_server import Broken, completion_server, events, head, piece
 from tests.processes import start
 
 WORDS = ["Once", " upon", " a time", "."]
@@ -259,6 +259,37 @@ def test_counts_that_the_text_cannot_have_are_unknown(drafted, accepted, known):
         known,
     )
     assert ("more than its text can hold" in (lane.note or "")) is not known
+
+
+NO_REASON = "its server gave no reason for the end of the text"
+
+
+@pytest.mark.parametrize(
+    ("reasons", "finish", "note"),
+    [
+        (("", "", "stop"), "stop", None),  # Ollama
+        (("", "", ""), "stop", NO_REASON),  # GenieX
+        ((None, None, None), "stop", NO_REASON),
+        (("", "", "", ""), "length", NO_REASON),
+        (("null", "null", "length"), "length", None),  # koboldcpp
+        ((None, None, "eos_token"), "stop", None),  # TGI
+        ((None, None, "stop_sequence"), "stop", None),
+        ((None, None, "EOS"), "stop", None),
+        ((None, None, "end_turn"), "stop", None),
+        ((None, None, "max_tokens"), "length", None),
+        (("busy", "busy", "repetition hush"), "stop", "for an unknown reason: repetition ***"),
+        (("busy", "busy", "stop"), "stop", None),
+    ],
+)
+def test_what_ends_an_answer(monkeypatch, reasons, finish, note):
+    monkeypatch.setenv(remote.KEY, "hush")
+    words = [*WORDS[: len(reasons) - 1], "."]
+    chunks = [piece(word, finish=reason) for word, reason in zip(words, reasons, strict=True)]
+    raw = [head(), events(*chunks, b"[DONE]")]
+    with completion_server([], faults={"warm-up": lambda: raw, "answer": lambda: raw}) as server:
+        lane = run(spec(server.address, server.address, max_new_tokens=4), server.address).lanes[1]
+    assert (lane.text, lane.finish) == ("".join(words), finish)
+    assert lane.note is note is None or note in lane.note
 
 
 def test_thinking_is_an_argument_of_the_servers_template(good):
