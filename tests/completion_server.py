@@ -6,7 +6,9 @@ import struct
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import chain
 
+from specdemo.servers import client
 from specdemo.servers.lane import WARM_UP
 
 
@@ -46,6 +48,17 @@ def events(*chunks):
     return b"".join(b"data: %s\n\n" % (x if isinstance(x, bytes) else json.dumps(x).encode()) for x in chunks)
 
 
+def record_pauses(monkeypatch):
+    """Let no client pause between two requests; return the list of the pauses that it would make, in s."""
+    pauses = []
+
+    async def record(seconds):
+        pauses.append(seconds)
+
+    monkeypatch.setattr(client, "pause", record)
+    return pauses
+
+
 class CompletionHandler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
@@ -64,9 +77,9 @@ class CompletionHandler(BaseHTTPRequestHandler):
         server = self.server
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         server.requests.append((self.path, body, self.headers))
-        status, message = server.refusal(self.path, body)
+        status, message, *headers = server.refusal(self.path, body)
         if status != 200:
-            return self.answer(status, json.dumps(message).encode(), {"Location": server.elsewhere})
+            return self.answer(status, json.dumps(message).encode(), {"Location": server.elsewhere}, *headers)
         warm_up = WARM_UP in (body.get("prompt"), body.get("messages", [{}])[0].get("content"))
         if self.misbehaves("warm-up" if warm_up else "answer"):
             return None
@@ -86,9 +99,9 @@ class CompletionHandler(BaseHTTPRequestHandler):
             self.wfile.write(chunk)
         return True
 
-    def answer(self, status, content, headers=None):
+    def answer(self, status, content, *headers):
         self.send_response(status)
-        for name, value in {"Content-Length": str(len(content)), **(headers or {})}.items():
+        for name, value in chain({"Content-Length": str(len(content))}.items(), *(more.items() for more in headers)):
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(content)
@@ -122,7 +135,7 @@ class CompletionHandler(BaseHTTPRequestHandler):
 def completion_server(pieces, metrics=(), models=("m",), refusal=lambda path, body: (200, None), faults=()):
     """Serve `pieces` to every request except warm-ups, and the next of `metrics` to every reading.
 
-    pieces: may be a function of the request's body.
+    pieces: may be a function of the request's body. refusal: returns status, message and, optionally, headers.
     faults: raw replacements of whole responses. Maps models, warm-up, answer or metrics to a function that yields the
     parts, possibly without end.
     """

@@ -4,16 +4,19 @@ followed. Callers limit the total time; the client limits the time without data.
 
 import asyncio
 import json
+import re
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import count
+from typing import TypeVar
 
 import httpx
 
 CONNECT_S = 5.0
-SILENCE_S = 60.0  # timeout for the next bytes; a server may load its model before the first
+SILENCE_S = 60.0  # timeout for the next bytes, and for a server that refuses requests; it may load its model
 DRAIN_S = 0.1
 METRICS_S = 3.0
 METRICS_BYTES = 4_000_000
@@ -24,8 +27,47 @@ REFUSAL_BYTES = 4_000
 DONE = object()  # the event [DONE]
 
 
+# longest wait in s until a server takes a request. A server that loads its model, a gateway without one and one with
+# too many requests refuse for now (408, 425, 429, 502 to 504); what fails inside (500) mostly fails again.
+PATIENCE_S = {500: 3.0, **dict.fromkeys((408, 425, 429, 502, 503, 504), SILENCE_S)}
+PAUSE_S = 8.0  # longest pause between two requests, unless the server asks for a longer one
+pause = asyncio.sleep  # tests replace it
+
+Answer = TypeVar("Answer")
+
+
 class StatusError(Exception):
-    """A response with another status than 200. The message contains untrusted text of the server."""
+    """A response with another status than 200. The message contains untrusted text of the server.
+
+    asked_s: pause that the server asks for, 0 for none. patience_s: how long to repeat the request, 0 if the server
+    refuses it for good.
+    """
+
+    def __init__(self, status: int, text: str, retry_after: str = "") -> None:
+        super().__init__(f"Error code: {status} - {text}")
+        self.status, self.patience_s = status, PATIENCE_S.get(status, 0.0)
+        self.asked_s = float(retry_after) if re.fullmatch(r"[0-9]{1,9}", retry_after) else 0.0
+
+
+@dataclass(slots=True)
+class Patience:
+    """Repeats requests that a server refuses for now. waited_s: in total. status: of the last refusal."""
+
+    waited_s: float = 0.0
+    status: int = 0
+
+    async def answer(self, request: Callable[[], Awaitable[Answer]]) -> Answer:
+        """Return the answer to a request. Raises StatusError if the server refuses it for good or for too long."""
+        for tries in count():
+            try:
+                return await request()
+            except StatusError as error:
+                seconds = max(error.asked_s or min(2.0**tries, PAUSE_S), 1.0)
+                if self.waited_s + seconds > error.patience_s:
+                    raise
+                self.waited_s, self.status = self.waited_s + seconds, error.status
+            await pause(seconds)
+        raise AssertionError
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +140,8 @@ class Client:
                 body += part
                 if len(body) > REFUSAL_BYTES:
                     break
-            raise StatusError(f"Error code: {answer.status_code} - {body[:REFUSAL_BYTES].decode(errors='replace')}")
+            text = body[:REFUSAL_BYTES].decode(errors="replace")
+            raise StatusError(answer.status_code, text, answer.headers.get("retry-after", ""))
 
 
 @asynccontextmanager

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import product
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
@@ -24,7 +25,7 @@ from specdemo.core.generation import Thinking, template_arguments
 from specdemo.core.trace import MAX_TEXT, LaneTrace, Remote, StepEvent
 from specdemo.servers import client
 from specdemo.servers.address import check_listed, host
-from specdemo.servers.client import Client, StatusError, connected
+from specdemo.servers.client import Client, Patience, StatusError, connected
 from specdemo.servers.counters import ServerStats
 from specdemo.servers.engines import counts_unverified, metrics_paths, request_fields, stats_between
 from specdemo.servers.stream import Alternatives, Finish, Piece, Span, StreamParser, step_events, token_pieces
@@ -76,6 +77,7 @@ class RemoteLane:
         self.server = check_listed(self.server)
         self._finish: Finish | None = None
         self._spans: list[Span] | None = []
+        self._patience = Patience()
         self.has_steps = False
         self.alternatives = 0  # number of most likely tokens to request
         self.next_tokens: dict[str, float] = {}  # most likely first tokens and their log-probabilities
@@ -90,7 +92,7 @@ class RemoteLane:
         limit = self.config.max_new_tokens
         seconds = client.SILENCE_S + limit * TOKEN_S
         try:
-            for event, text in _in_background(self._talk, cancelled, seconds):
+            for event, text in _in_background(self._talk, cancelled, lambda: seconds + self._patience.waited_s):
                 ids, room = event.emitted[0], MAX_TEXT - len(self.trace.text)
                 text, cut = text[:room], len(text) > room
                 self.trace.events.append(event)
@@ -153,7 +155,8 @@ class RemoteLane:
                 form, standard = await self._warm_up(http)
                 self._update(endpoint=f"/v1/{form}")
                 before = await http.metrics(metrics_paths())
-                await parser.read_stream(http, f"/v1/{form}", self._request(form, standard, self.prompt, limit))
+                request = self._request(form, standard, self.prompt, limit)
+                await self._patience.answer(lambda: parser.read_stream(http, f"/v1/{form}", request))
                 counted = stats_between(before, await http.metrics(metrics_paths()))
         except Exception as error:
             raise RuntimeError(_reason(error, host(self.server), key, parser.pieces)) from None
@@ -175,10 +178,12 @@ class RemoteLane:
         self.token_alternatives = parser.alternatives
         if parser.finish_note:
             self._note(_printable(parser.finish_note, key))
+        if self._patience.waited_s:
+            self._note(f"its server was not ready for {self._patience.waited_s:g} s (status {self._patience.status})")
 
     async def _served(self, http: Client) -> str:
         try:
-            listed = await http.read("/v1/models", MODELS_BYTES)
+            listed = await self._patience.answer(lambda: http.read("/v1/models", MODELS_BYTES))
         except StatusError:  # the server does not list its models
             return self.target
         models = _ModelList.model_validate_json(listed).data
@@ -192,7 +197,7 @@ class RemoteLane:
         """Send a short request that is not measured, and find a form of request that the server accepts.
 
         Returns the form, and whether only standard settings are accepted. Raises the first error if all forms are
-        rejected.
+        rejected, or if the server takes no request for now.
         """
         # if both are off, a request without them is equivalent
         sampling = self.config.sampling
@@ -200,8 +205,11 @@ class RemoteLane:
         refusal: StatusError | None = None
         for form, standard in product(self.forms, (False, True) if droppable else (False,)):
             try:
-                await self._try_form(http, form, standard, retry=refusal is not None)
+                retry = refusal is not None
+                await self._patience.answer(partial(self._try_form, http, form, standard, retry))
             except StatusError as error:
+                if error.patience_s:
+                    raise
                 refusal = refusal or error
                 continue
             if standard:
@@ -270,11 +278,13 @@ Item = TypeVar("Item")
 
 
 def _in_background(
-    work: Callable[[Callable[[Item], None]], Awaitable[None]], cancelled: Callable[[], bool], seconds: float
+    work: Callable[[Callable[[Item], None]], Awaitable[None]],
+    cancelled: Callable[[], bool],
+    seconds: Callable[[], float],
 ) -> Iterator[Item]:
     """Yield the items of `work` as they arrive, so that neither arrival times nor stopping depend on the reader.
 
-    Raises its errors, and TimeoutError if it is not finished after `seconds`.
+    Raises its errors, and TimeoutError if it is not finished after `seconds`, which may grow.
     """
     queue: SimpleQueue[Any] = SimpleQueue()
     over = object()
@@ -291,14 +301,14 @@ def _in_background(
         queue.put(over)
 
     thread = threading.Thread(target=lambda: asyncio.run(watched()), daemon=True, name="remote lane")
-    deadline = time.monotonic() + seconds
+    began = time.monotonic()
     thread.start()
     try:
         while not cancelled():
             try:
                 item = queue.get(timeout=POLL_S)
             except Empty:
-                if time.monotonic() > deadline:
+                if time.monotonic() > began + seconds():
                     raise TimeoutError from None
                 continue
             if item is over:
@@ -329,7 +339,8 @@ def _reason(error: Exception, where: str, key: str | None, pieces: int) -> str:
     if isinstance(error, httpx.TimeoutException):
         return f"{where} sent nothing for {client.SILENCE_S:g} seconds"
     if isinstance(error, StatusError):
-        return f"{where} answered {words}"
+        later = f"; try again in {error.asked_s:g} seconds" if error.asked_s else "; try again later"
+        return f"{where} answered {words}{later if error.patience_s else ''}"
     if isinstance(error, ValueError | RecursionError):
         return f"{where} sent an invalid response: {words}"
     return f"{where} closed the connection after {pieces} pieces of text"

@@ -17,7 +17,7 @@ from specdemo.engine.session import Session
 from specdemo.servers import address, client, lane, stream
 from specdemo.servers.counters import ServerStats
 from specdemo.servers.engines import stats_between
-from tests.completion_server import Broken, completion_server, events, head, piece
+from tests.completion_server import Broken, completion_server, events, head, piece, record_pauses
 
 TOKENS = 4
 GOOD = [piece("Once", total=1), piece(" upon", total=2), piece(" a time.", total=3, finish="stop")]
@@ -233,6 +233,7 @@ KINDS = [
 def limits(monkeypatch):
     monkeypatch.setattr(address, "_added", {})
     monkeypatch.delenv(lane.KEY, raising=False)
+    record_pauses(monkeypatch)
 
 
 @pytest.fixture(scope="module")

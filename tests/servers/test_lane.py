@@ -1,6 +1,7 @@
 """Lanes on servers: `transformers serve`, and scripted servers for faults."""
 
 import subprocess
+from itertools import count
 
 import pytest
 
@@ -18,7 +19,7 @@ from specdemo.servers.address import LISTED, address, allow, listed
 from specdemo.servers.engines import stats_between
 from specdemo.servers.process import free_port
 from specdemo.servers.stream import StreamParser
-from tests.completion_server import Broken, completion_server, events, head, piece
+from tests.completion_server import Broken, completion_server, events, head, piece, record_pauses
 from tests.processes import start
 
 WORDS = ["Once", " upon", " a time", "."]
@@ -55,6 +56,11 @@ def spec(*servers, **changes):
     lanes = [Lane(method="ngram", k=2, server=server, name=f"Lane {i}") for i, server in enumerate(rest, start=1)]
     settings = {"id": "test", "target": "stories", "prompt": "Say it", "max_new_tokens": 16}
     return Comparison(lanes=lanes, server=first, **{**settings, **changes})
+
+
+@pytest.fixture(autouse=True)
+def pauses(monkeypatch):
+    return record_pauses(monkeypatch)
 
 
 @pytest.fixture(autouse=True)
@@ -355,6 +361,49 @@ def test_error_does_not_contain_the_key(good, monkeypatch, status):
         assert bad.requests[0][2]["Authorization"] == "Bearer hush-hush"
     assert trace.lanes[1].finish == "error" and f"answered Error code: {status}" in trace.lanes[1].note
     assert "hush" not in to_json(trace)
+
+
+def not_ready(status, requests, headers=None):
+    """Return the refusal of a server that refuses these requests, which are numbered from 0."""
+    numbers = count()
+    return lambda path, body: (status, {}, headers or {}) if next(numbers) in requests else (200, None)
+
+
+@pytest.mark.parametrize(
+    ("status", "requests", "headers", "seconds"),
+    [
+        *((status, (0, 1), {}, [1.0, 2.0]) for status in (408, 425, 429, 500, 502, 503, 504)),
+        (503, range(6), {}, [1.0, 2.0, 4.0, 8.0, 8.0, 8.0]),
+        (429, (0,), {"Retry-After": "7"}, [7.0]),
+        (429, (0,), {"Retry-After": "0"}, [1.0]),
+        (429, (0,), {"Retry-After": "Wed, 21 Oct 2026 07:28:00 GMT"}, [1.0]),
+        (429, (0, 2), {}, [1.0, 1.0]),  # also of the request that is measured
+    ],
+)
+def test_a_server_that_is_not_ready_is_asked_again_in_the_same_form(good, pauses, status, requests, headers, seconds):
+    with completion_server(GOOD, refusal=not_ready(status, requests, headers)) as server:
+        lane = run(spec(good.address, server.address, chat=False), good.address, server.address).lanes[1]
+        assert {path for path, _, _ in server.requests} == {"/v1/completions"}
+        assert all("top_k" in body for _, body, _ in server.requests)
+    assert (lane.text, lane.finish, pauses) == ("Once upon a time.", "length", seconds)
+    assert f"its server was not ready for {sum(seconds):g} s (status {status})" in lane.note
+    assert "only" not in lane.note
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "waited_s", "end"),
+    [
+        (503, {}, 55, "Error code: 503 - {}; try again later"),
+        (500, {}, 3, "Error code: 500 - {}; try again later"),
+        (429, {"Retry-After": "3600"}, 0, "Error code: 429 - {}; try again in 3600 seconds"),
+        (501, {"Retry-After": "1"}, 0, "Error code: 501 - {}"),
+    ],
+)
+def test_a_server_that_does_not_become_ready_ends_its_lane(good, pauses, status, headers, waited_s, end):
+    with completion_server(GOOD, refusal=lambda path, body: (status, {}, headers)) as server:
+        lane = run(spec(good.address, server.address), good.address, server.address).lanes[1]
+        assert ({path for path, _, _ in server.requests} == {"/v1/completions"}) == (status != 501)
+    assert lane.finish == "error" and lane.note.endswith(end) and sum(pauses) == waited_s
 
 
 def test_a_redirect_is_not_followed(good):
