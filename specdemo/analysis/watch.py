@@ -12,6 +12,7 @@ from statistics import fmean
 from time import monotonic
 from typing import NamedTuple
 
+import httpx
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
@@ -21,7 +22,7 @@ from specdemo.analysis.observation import Observation, values_of
 from specdemo.analysis.parts import Part, contrast
 from specdemo.analysis.readers.answers import never_drafted
 from specdemo.core.atomic_io import finite, json_text
-from specdemo.servers.client import Client, connected
+from specdemo.servers.client import METRICS_BYTES, METRICS_S, Client, Patience, StatusError, connected
 from specdemo.servers.counters import Samples, ServerStats, delta, gauge, parse
 from specdemo.servers.engines import engines, metrics_paths, stats_between
 from specdemo.servers.engines.base import ReportingEngine
@@ -138,13 +139,27 @@ class Watch:
 
 
 async def read(watch: Watch, client: Client) -> None:
-    """Read the metrics once. Raises ValueError, one line, if the server has none; a later reading that fails is left
-    out."""
+    """Read the metrics once. Raises ValueError, one line, if the server has none or does not become ready; a later
+    reading that fails is left out."""
     at, text = monotonic(), await client.metrics(metrics_paths())
+    if text is None and watch.engine is None:
+        await _until_ready(watch.server, client)
+        at, text = monotonic(), await client.metrics(metrics_paths())
     if text is not None:
         watch.add(at, text)
     elif watch.engine is None:
         raise ValueError(f"{watch.server} does not answer, or has no metrics; {HOW}")
+
+
+async def _until_ready(server: str, client: Client) -> None:
+    """Wait while a server loads its model. Raises ValueError, one line, if it takes too long."""
+    try:
+        await Patience().answer(lambda: asyncio.wait_for(client.read(metrics_paths()[0], METRICS_BYTES), METRICS_S))
+    except StatusError as error:
+        if error.patience_s:
+            raise ValueError(f"{server} is not ready (status {error.status}); try again later") from None
+    except (httpx.TransportError, TimeoutError, ValueError):
+        pass  # the next reading tells
 
 
 SHOWN = 12  # rows of the table

@@ -8,7 +8,7 @@ import pytest
 from specdemo.__main__ import main
 from specdemo.analysis import watch as module
 from specdemo.analysis.watch import Watch
-from tests.completion_server import completion_server
+from tests.completion_server import completion_server, head, record_pauses
 
 VLLM = """\
 # TYPE vllm:num_requests_running gauge
@@ -135,6 +135,18 @@ def test_the_command_prints_json(monkeypatch, capsys):
         assert main(["watch", server.address, "--every", "0.2", "--readings", "2", "--json"]) == 0
     row, end = map(json.loads, capsys.readouterr().out.splitlines())
     assert row["accepted"] == 0.5 and end["diagnosis"]["observation"]["engine"] == "vllm"
+
+
+def test_a_server_that_loads_its_model_is_read_once_it_is_ready(monkeypatch, capsys):
+    pauses = record_pauses(monkeypatch)
+    loading, *ready = [head(status=503)], *([head("text/plain"), vllm(n).encode()] for n in (300, 300, 600))
+    answers = iter([loading, loading, *ready])
+    with completion_server([], faults={"metrics": lambda: next(answers)}) as server:
+        assert main(["watch", server.address, "--every", "0.2", "--readings", "2"]) == 0
+    assert "mean accepted length: 2.00" in capsys.readouterr().out and pauses == [1.0]
+    with completion_server([], faults={"metrics": lambda: [head(status=503)]}) as server:
+        assert main(["watch", server.address, "--readings", "1"]) == 2
+    assert capsys.readouterr().err.endswith("is not ready (status 503); try again later\n")
 
 
 def test_a_server_without_metrics_is_one_line(capsys):
