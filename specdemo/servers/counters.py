@@ -59,9 +59,10 @@ class ServerStats:
     drafting_steps: int | None = None
     running: bool = False
 
-    def over_all_passes(self, tokens: float | None) -> "ServerStats":
+    def over_all_passes(self, tokens: float | None, one_answer: bool = False) -> "ServerStats":
         """Return the statistics over all target passes. tokens: output tokens after the first of each request, None if
-        unknown. `accept_by_position` stays a share of the steps with a draft."""
+        unknown. one_answer: of one request, whose last step counts with the tokens that its text holds.
+        `accept_by_position` stays a share of the steps with a draft."""
         accepted = self.counters.get("accepted")
         if tokens is None or accepted is None:
             return self
@@ -71,9 +72,22 @@ class ServerStats:
         bars = [*self.accept_histogram]
         if bars and self.drafting_steps is not None:
             bars[0] += passes - self.drafting_steps
-        counters = self.counters | {"steps": passes, "tokens_per_step": round(1 + accepted / passes, 4)}
-        source = self.source.partition(";")[0] + "; 1 + accepted tokens / passes, with those that had no draft"
+        length, formula = 1 + accepted / passes, "1 + accepted tokens / passes"
+        if one_answer:
+            length, formula = max(tokens / passes, 1.0), "tokens after the first / passes"
+        counters = self.counters | {"steps": passes, "tokens_per_step": round(length, 4)}
+        source = f"{self.source.partition(';')[0]}; {formula}, with those that had no draft"
         return replace(self, counters=counters, accept_histogram=bars, source=source)
+
+    def within(self, tokens: float | None) -> "ServerStats":
+        """Return the statistics with at most the accepted tokens that an answer of so many tokens after the first can
+        hold: every step but the last outputs a token of its own. None: unknown."""
+        counters, drafted = self.counters, self.counters.get("drafted")
+        accepted, steps = counters.get("accepted") or 0.0, self.drafting_steps or 1
+        most = accepted if tokens is None else max(tokens - (steps - 1), 0)
+        if accepted <= most or not drafted:
+            return self
+        return replace(self, counters=counters | {"accepted": most, "acceptance_rate": round(most / drafted, 4)})
 
     def is_possible(self, tokens: float | None) -> bool:
         """Return False if an answer of so many tokens after the first cannot have these counts. The last draft may go

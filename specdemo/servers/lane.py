@@ -78,6 +78,7 @@ class RemoteLane:
         self._finish: Finish | None = None
         self._spans: list[Span] | None = []
         self._patience = Patience()
+        self._past_end = 0  # accepted draft tokens after the end of the text
         self.has_steps = False
         self.alternatives = 0  # number of most likely tokens to request
         self.next_tokens: dict[str, float] = {}  # most likely first tokens and their log-probabilities
@@ -110,6 +111,9 @@ class RemoteLane:
         if not cancelled() and self._finish:
             self.trace.finish = self._finish
             self._replace_pieces()
+            if self._past_end and not self.trace.steps_known:
+                what = f"its server counted {self._past_end} accepted draft tokens past the end of its text"
+                self._note(f"{what}; the totals leave them out")
 
     def _replace_pieces(self) -> None:
         """Replace the pieces by steps, if the server reports these."""
@@ -169,7 +173,9 @@ class RemoteLane:
             if not stats.is_possible(tokens):
                 stats, parser.drafted = ServerStats(), None
                 self._note("its server's draft counts are more than its text can hold, so they are not shown")
-            stats = stats.over_all_passes(tokens)
+            past_end = stats.counters.get("accepted") or 0.0
+            stats = stats.within(tokens).over_all_passes(tokens, one_answer=True)
+            self._past_end = round(past_end - (stats.counters.get("accepted") or 0.0))
         if stats.counters.get("drafted") and counts_unverified(self.trace.method):
             self._note("its server counts all draft tokens: those after the accepted ones were rejected or unverified")
         self._update(counters=stats.counters, accept_by_position=stats.accept_by_position, source=stats.source)

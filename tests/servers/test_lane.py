@@ -253,18 +253,31 @@ def test_passes_without_a_draft_count(stats, histogram):
     assert remote.accept_histogram == histogram and "with those that had no draft" in remote.source
 
 
-@pytest.mark.parametrize(("drafted", "accepted", "known"), [(8, 2, True), (70, 66, True), (900, 700, False)])
-def test_counts_that_the_text_cannot_have_are_unknown(drafted, accepted, known):
-    timings = {"draft_n": drafted, "draft_n_accepted": accepted}
-    pieces = [piece(word, [at], total=at) for at, word in enumerate("abc", 1)]
-    pieces.append(piece("d", [4], total=4, finish="stop", timings=timings))
+MLX_VLM = {"draft_kind": "dflash", "draft_rounds": 1, "draft_n": 7, "draft_n_accepted": 6}  # pull request 2324
+SUMMARY = {"num_spec_steps": 4, "num_draft_tokens": 60, "num_accepted_draft_tokens": 30}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "stats", "past_end", "accepted", "rate", "steps", "tokens_a_pass"),
+    [
+        (4, {"timings": {"draft_n": 8, "draft_n_accepted": 2}}, 0, 2, 0.25, 1, 3.0),
+        (4, {"timings": {"draft_n": 48, "draft_n_accepted": 48}}, 45, 3, 0.0625, None, None),
+        (4, {"timings": {"draft_n": 70, "draft_n_accepted": 66}}, 63, 3, 0.0429, None, None),
+        (4, {"timings": {"draft_n": 900, "draft_n_accepted": 700}}, 0, None, None, None, None),
+        (2, {"timings": MLX_VLM}, 5, 1, 0.1429, 1, 1.0),  # (predicted_n - 1) / draft_rounds
+        (16, {"metrics": {"speculative_decoding": SUMMARY}}, 18, 12, 0.2, 4, 3.75),
+    ],
+)
+def test_accepted_tokens_past_the_end_of_the_text_do_not_count(
+    tokens, stats, past_end, accepted, rate, steps, tokens_a_pass
+):
+    pieces = [*[piece("a", [7], total=at) for at in range(1, tokens)], piece("b", [8], tokens, "stop", **stats)]
     with completion_server(pieces) as server:
         lane = run(spec(server.address, server.address), server.address).lanes[1]
-    assert (lane.remote.counters.get("drafted"), lane.summary["acceptance_rate"] is not None) == (
-        drafted if known else None,
-        known,
-    )
-    assert ("more than its text can hold" in (lane.note or "")) is not known
+    names = ("accepted", "acceptance_rate", "steps", "tokens_per_step")
+    assert [lane.summary[name] for name in names] == [accepted, rate, steps, tokens_a_pass]
+    assert (f"counted {past_end} accepted draft tokens past the end of its text" in (lane.note or "")) == (past_end > 0)
+    assert ("more than its text can hold" in (lane.note or "")) == (accepted is None)
 
 
 NO_REASON = "its server gave no reason for the end of the text"
