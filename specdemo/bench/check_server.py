@@ -71,6 +71,12 @@ class GreedyAnswer:
         """Return the complete text."""
         return "".join(self.pieces)
 
+    def after(self, tokens: int, common: str) -> str:
+        """Return the text after so many tokens, which have the text `common`: of the next token if it is known."""
+        text = self.text[len(common) :] if self.text.startswith(common) else "".join(self.pieces[tokens:])
+        piece = "".join(self.pieces[tokens : tokens + 1]) if self.ids else ""
+        return piece if piece and text.startswith(piece) else text
+
 
 class ServerCheck(Decoding):
     """Check of a server. server: it is checked. reference: a server of the same model without speculation; None: the
@@ -247,20 +253,29 @@ def compare(reference: Side, server: Side, prompt: str, tokens: int, most: float
     """Return the row of a prompt: where the answers part, the margin there in nats, and what it means."""
     first, second = reference.answer(prompt, tokens), server.answer(prompt, tokens)
     row: Row = {"prompt": prompt[:40], "tokens": len(first.pieces), "parts at": None, "margin": None}
-    same_text = first.text == second.text
-    if same_text and (first.ids == second.ids or not (first.ids and second.ids)):
+    if same_tokens(first, second):
         return row | {"output": IDENTICAL}
-    at = common_ids(first, second) if same_text else common_pieces(first, second)
+    at = common_ids(first, second) if first.ids and second.ids else common_pieces(first, second)
     common = "".join(first.pieces[:at])
-    if same_text:  # by other tokens
-        rests = ["".join(answer.pieces[at : at + 1]) for answer in (first, second)]
-    else:
-        rests = [answer.text[len(common) :] for answer in (first, second)]
+    rests = [answer.after(at, common) for answer in (first, second)]
     likely = reference.next_tokens(prompt, (first.lead if common else "") + common, tokens)
     margin = margin_between(likely if common else {token.lstrip(): p for token, p in likely.items()}, *rests)
     output = UNEXPLAINED if margin is None else TIE if margin <= most else DIFFERS
     texts = {"reference": rests[0][:20], "server": rests[1][:20]}
     return row | {"parts at": at, "margin": margin, "output": output, **texts}
+
+
+def same_tokens(first: GreedyAnswer, second: GreedyAnswer) -> bool:
+    """Return whether two answers have the same tokens; the same text if the tokens of one are unknown.
+
+    Text need not be the same: one server sends U+FFFD for half a character, another holds it back. Of two answers with
+    the same text, one may end with a stop token.
+    """
+    if not (first.ids and second.ids):
+        return first.text == second.text
+    shorter, longer = sorted((first.ids, second.ids), key=len)
+    stopped = first.finish == second.finish == "stop" and first.text == second.text
+    return shorter == longer[: len(shorter)] and len(longer) - len(shorter) <= stopped
 
 
 def common_ids(first: GreedyAnswer, second: GreedyAnswer) -> int:
@@ -278,21 +293,19 @@ def margin_between(tokens: LogProbs, first: str, second: str) -> float | None:
     """Return the difference of the log-probabilities of the tokens with which two texts continue.
 
     A token that is not among the most likely ones counts as the least likely of them. An empty text continues with a
-    token of another text than all, such as the end of the answer. None: unknown.
+    token of another text than all, such as the end of the answer. None: unknown, also if both texts start with the same
+    token.
     """
-    found = [_log_prob(tokens, text) for text in (first, second)]
-    if not tokens or found[0] is None:
+    one, other = (_next_token(tokens, text) for text in (first, second))
+    if one is None or one == other:
         return None
-    least = min(tokens.values())
-    return round(abs(found[0] - (least if found[1] is None else found[1])), 4)
+    return round(abs(tokens[one] - (min(tokens.values()) if other is None else tokens[other])), 4)
 
 
-def _log_prob(tokens: LogProbs, text: str) -> float | None:
-    if text:
-        fitting = [token for token in tokens if token and text.startswith(token)]
-        return tokens[max(fitting, key=len)] if fitting else None
-    ends = [value for token, value in tokens.items() if not token.strip() or (token[:1] == "<" and token[-1:] == ">")]
-    return max(ends, default=None)
+def _next_token(tokens: LogProbs, text: str) -> str | None:
+    fitting = [token for token in tokens if token and text.startswith(token)]
+    ends = [token for token in tokens if not token.strip() or (token[:1] == "<" and token[-1:] == ">")]
+    return max(fitting, key=len, default=None) if text else max(ends, key=tokens.__getitem__, default=None)
 
 
 def without_identical(result: Result) -> Result:

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import accumulate
 from math import inf
 
 import pytest
@@ -27,13 +28,14 @@ from specdemo.bench.prompts import openings
 from specdemo.bench.result import Result
 from specdemo.servers import address
 from specdemo.servers.stream import StreamParser
-from tests.completion_server import completion_server, piece
+from tests.completion_server import completion_server, piece, record_pauses
 
 LENGTH = 200
 
 
 @pytest.fixture(autouse=True)
 def unlisted(monkeypatch):
+    record_pauses(monkeypatch)
     monkeypatch.setattr(address, "_added", {})
 
 
@@ -167,21 +169,27 @@ def test_a_near_tie_passes_and_an_unknown_margin_does_not(capsys):
             ]
 
 
+def of_tokens(*pairs, likely=None):
+    """Serve pieces of a text with their token ids. likely: log-probabilities of the next token."""
+
+    def pieces(body):
+        ends = accumulate(len(ids) for _, ids in pairs)
+        found = [piece(text, ids, total=end) for (text, ids), end in zip(pairs, ends, strict=True)][
+            : body["max_tokens"]
+        ]
+        found[-1]["choices"][0]["finish_reason"] = "stop"
+        if "logprobs" in body:
+            found[0]["choices"][0]["logprobs"] = {"tokens": [], "top_logprobs": [likely]}
+        return found
+
+    return completion_server(pieces)
+
+
 def test_other_tokens_of_the_same_text_are_found(capsys):
     """Greedy decoding has one sequence of tokens; a server that splits a word otherwise is not lossless."""
-
-    def serving(*pairs):
-        def pieces(body):
-            found = [piece(text, [token], total=at) for at, (text, token) in enumerate(pairs, 1)][: body["max_tokens"]]
-            found[-1]["choices"][0]["finish_reason"] = "stop"
-            if "logprobs" in body:
-                found[0]["choices"][0]["logprobs"] = {"tokens": [], "top_logprobs": [{" re": -0.5, " r": -3.0}]}
-            return found
-
-        return completion_server(pieces)
-
-    whole, split = [(" a", 1), (" re", 2), ("turn", 3)], [(" a", 1), (" r", 4), ("eturn", 5)]
-    with serving(*whole) as plain, serving(*whole, ("", 0)) as same, serving(*split) as other:
+    whole, split = [(" a", [1]), (" re", [2]), ("turn", [3])], [(" a", [1]), (" r", [4]), ("eturn", [5])]
+    likely = {" re": -0.5, " r": -3.0}
+    with of_tokens(*whole, likely=likely) as plain, of_tokens(*whole, ("", [0])) as same, of_tokens(*split) as other:
         assert checked(capsys, plain.address, same.address, "--prompts", "1")[0] == 0  # the stop token may be sent
         code, result = checked(capsys, plain.address, other.address, "--prompts", "1")
     assert code == 1
@@ -192,6 +200,22 @@ def test_other_tokens_of_the_same_text_are_found(capsys):
     assert [option.partition(":")[0] for option in options] == ["vLLM", "SGLang"]
     assert "VLLM_BATCH_INVARIANT=1" in options[0] and "--enable-deterministic-inference" in options[1]
     assert "without penalties, logit bias" in limits
+
+
+def test_the_same_tokens_are_identical_whatever_their_text(capsys):
+    """One server holds half a character back, another sends U+FFFD, and a third sends several tokens at a time."""
+    held = [(" a", [1]), ("", [2]), ("é", [3]), (" b", [4]), ("", [0])]
+    halves = [(" a", [1]), ("\ufffd", [2]), ("\ufffd", [3]), (" b", [4])]
+    together = [(" a", [1]), ("é b", [2, 3, 4, 0])]
+    with of_tokens(*held) as plain, of_tokens(*halves) as other, of_tokens(*together) as drafting:
+        for servers in ((plain, other), (other, plain), (plain, drafting), (drafting, plain)):
+            code, result = checked(capsys, *(server.address for server in servers), "--prompts", "1")
+            assert (code, result["rows"][0]["output"]) == (0, IDENTICAL)
+    changed = [*halves[:3], (" c", [5])]
+    with of_tokens(*held, likely={" b": -0.5, " c": -3.0}) as plain, of_tokens(*changed) as wrong:
+        row = checked(capsys, plain.address, wrong.address, "--prompts", "1")[1]["rows"][0]
+    assert (row["output"], row["parts at"], row["margin"]) == (DIFFERS, 3, 2.5)
+    assert (row["reference"], row["server"]) == (" b", " c")
 
 
 def test_identical_servers_pass_every_time(capsys):
@@ -254,6 +278,7 @@ def test_the_answers_part_at_a_piece():
         (" she", " zebra", 5.0),  # less likely than all that are listed
         (" she", "", 4.0),  # the end of the answer
         (" zebra", " she", None),
+        (" she", " sheep", None),  # the tokens that differ are not known
     ],
 )
 def test_margins(first, second, margin):
