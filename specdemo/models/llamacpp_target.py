@@ -4,11 +4,14 @@ B rows, T tokens, N draft nodes, S = N + 1 slots, V vocabulary, H hidden size.
 
 Row b of a batch is sequence b of one unified KV cache. In a tree every further leaf of a row gets a sequence of its
 own that shares the row's history, and a node belongs to the sequences of all leaves below it. A pass is provisional:
-its cells are removed by the next `forward`, or `commit` keeps those of the accepted path.
+its cells are removed by the next `forward`, or `commit` keeps those of the accepted path, and keeps their order: the
+text is then that of plain decoding.
 """
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import takewhile
+from operator import eq
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +60,8 @@ class LlamaCppTarget(Target):
         self.weights, self.tokenizer, self.name, self.notes = model, tokenizer, name or model.path, notes
         self.vocab_size, self.hidden_size, self.num_layers = model.vocab_size, model.hidden_size, model.num_layers
         self.max_length, self.stop_token_ids = model.max_length, model.stop_token_ids
-        self._sequences = int(library().llama_max_parallel_sequences())
-        self.capabilities = Capabilities(hidden_states=model.taps, batch=self._sequences // 4)
+        self._sequences = int(library().llama_max_parallel_sequences()) - 1  # for branches; the last one is spare
+        self.capabilities = Capabilities(hidden_states=model.taps, batch=(self._sequences + 1) // 4)
         self._rows: list[_Row] = []
         self._branches = range(0)  # sequences of further leaves of the last pass
         self._context: LlamaCppContext | None = None
@@ -244,7 +247,14 @@ class LlamaCppTarget(Target):
     def commit(self, path: list[list[int]]) -> None:
         """Raises ValueError if the history would exceed the model's context."""
         context = self._open_context()
+        tails: list[tuple[int, int]] = []  # accepted tokens in cells behind freed ones
+        gap = False
         for number, (row, slots) in enumerate(zip(self._rows, path, strict=True)):
+            present = [slot for slot, token in enumerate(row.tokens) if token != ABSENT]
+            in_order = 0 if gap else sum(takewhile(bool, map(eq, slots, present)))
+            if in_order < len(slots):
+                tails.append((number, row.length + in_order))
+            gap |= in_order < len(present)
             leaf = row.leaf_of[slots[-1]] if row.leaf_of and slots else number
             if leaf != number:  # the row continues with the branch of the accepted path
                 context.remove(number, row.length)
@@ -254,6 +264,8 @@ class LlamaCppTarget(Target):
                 context.remove(number, row.length)
             row.tokens = []
         self._drop_branches()
+        if tails:
+            context.move_down(tails, self._sequences)
         self.check_length(max(self.length))
 
     def crop(self, lengths: list[int]) -> None:
@@ -286,7 +298,7 @@ class LlamaCppTarget(Target):
         """Provide an empty context with room for `cells` tokens."""
         if self._context is None or self._context.cells < cells:
             self._context = None  # before the next one is allocated
-            self._context = LlamaCppContext(self.weights, -(-cells // ROUNDED) * ROUNDED, self._sequences)
+            self._context = LlamaCppContext(self.weights, -(-cells // ROUNDED) * ROUNDED, self._sequences + 1)
         self._context.clear()
 
     def _open_context(self) -> LlamaCppContext:

@@ -125,6 +125,28 @@ def test_committed_branch_is_continued(target, reference):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("parents", "tokens", "path", "like"),
+    [
+        ([[0, 0, 2]], [[433, 5, 452, 259]], [[0, 2, 3]], [[433, 452, 259, 5]]),  # a sibling that is not the first
+        ([[0, 1, 2]] * 2, [[433, 5, 6, 7], [433, 452, 259, 402]], [[0], [0, 1, 2, 3]], [[433, 452, 259, 402]] * 2),
+    ],
+)
+def test_logits_after_a_commit_are_bit_for_bit_those_after_a_chain(parents, tokens, path, like, files):
+    """Attention sums in the order of the cells, which must be that of the text."""
+    target = load_model(str(files / "stories.gguf"), llamacpp=LlamaCppSettings(cache_type="f16")).target()
+    prompt = torch.tensor([target.tokenizer.encode(TEXTS[0])]).repeat(len(tokens), 1)
+    chain = [[*range(len(path[-1]))]] * len(tokens)
+    outputs = []
+    for ids, tree, slots in ((tokens, parents, path), (like, [[0, 1, 2]] * len(tokens), chain)):
+        target.start(prompt)
+        target.forward(torch.tensor(ids), torch.tensor(tree))
+        target.commit(slots)
+        following = torch.tensor([[402, 12]] * len(ids))
+        outputs.append(target.forward(following, chain_parents(len(ids), 1, CPU)).logits[-1])
+    assert torch.equal(*outputs)
+
+
 def test_rows_are_independent(target, reference):
     prompts = [ids_of(reference, text)[:, :8] for text in TEXTS]
     width = min(prompt.shape[1] for prompt in prompts)

@@ -157,6 +157,16 @@ def test_the_shipped_heads_draft_for_pytorch_and_for_the_gguf_file(
     assert other / length == pytest.approx(1.0, abs=0.05)
 
 
+def test_trees_on_a_gguf_file_write_the_text_of_plain_decoding(gguf_target):
+    prompts = [
+        torch.tensor([encode(gguf_target.tokenizer, [{"role": "user", "content": chat}], 200)]) for chat in CHATS
+    ]
+    trees = [generated(gguf_target, prompt, "eagle", 20, Budget(4, 12), model="smollm2-eagle-3") for prompt in prompts]
+    plain = plain_answers(gguf_target, tuple(tuple(prompt[0].tolist()) for prompt in prompts))
+    assert [text for text, _ in trees] == plain  # 3 of 15 while later tokens filled freed cells
+    assert sum(passes for _, passes in trees) < 20 * len(prompts)
+
+
 TASKS = {  # kind of text -> prompts, each with the next message of the chat
     "chat": "Explain to a child why {0} matters.|Now tell it as a short story about {1}.",
     "edit": "Correct the spelling: the {0} are big and it have a {1} on the rigt side.|Repeat it with {1} in front.",
