@@ -4,7 +4,6 @@ B rows, V vocabulary.
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
 from hashlib import blake2b
 from typing import Self
 
@@ -16,7 +15,9 @@ from specdemo.core.host_copy import to_device
 
 MANY_SCORES = 32_768
 BITS = (1 << 31) - 1  # of a hash; int32 without the sign, because torch shifts it arithmetically
-MULTIPLIERS = 0x2C1B3C6D, 0x297A2D39  # of the hash lowbias32 (C. Wellons, 2018); odd, so that no two tokens collide
+# (shift, multiplier) of the finaliser lowbias32 (C. Wellons, hash-prospector; constants of its issue 19)
+FINALISER = (16, 0x21F0AAAD), (15, 0x735A2D97)
+UNIT = (1.0 - 2.0**-24) / (BITS + 1)  # exact in float32; no uniform number rounds to 1, whose noise is infinite
 BLOCK = 1 << 15  # numbers that one call computes at least, because small calls cost as much
 
 
@@ -77,9 +78,10 @@ class PositionNoise(Generator):
     """Exponential noise that depends on seed, row, position in the text and token id only.
 
     It is the same for every drafter, width of a pass and number of draws so far, and on every device up to the last
-    bit of the logarithm. Row, seed and position choose a random bijection of the 31-bit integers (multiply, xor and
-    shift), which gives every token its own uniform number. As a generator it draws numbers in sequence, for code that
-    needs no positions.
+    bit of the logarithm. Row, seed and position choose a random bijection of the 31-bit integers (xor and multiply,
+    then a finaliser), which gives every token its own uniform number. Token ids enter as they are: they differ in low
+    bits, which the products spread, whereas hashed ids may differ in the highest bit alone. As a generator it draws
+    numbers in sequence, for code that needs no positions.
     """
 
     def __new__(cls, seed: int, rows: int, position: int, vocab_size: int, device: torch.device) -> Self:
@@ -90,7 +92,7 @@ class PositionNoise(Generator):
         self._seed, self._positions, self._ids = (
             self.manual_seed(seed).initial_seed(),
             [position] * rows,
-            _mixed_ids(vocab_size, device),
+            torch.arange(vocab_size, dtype=torch.int32, device=device),
         )
         self._known = torch.empty(rows, 0, vocab_size, device=device)  # of the next positions
 
@@ -110,24 +112,15 @@ class PositionNoise(Generator):
 
     def _compute(self, offsets: range) -> Tensor:
         keys = [[self._key(row, position + i) for i in offsets] for row, position in enumerate(self._positions)]
-        adder, factor = to_device(keys, self._ids.device, torch.int32).unbind(-1)
-        hashed = (self._ids ^ adder[..., None]).mul_(factor[..., None]).bitwise_and_(BITS)
-        hashed ^= hashed >> 15
-        uniform = hashed.mul_(MULTIPLIERS[0]).bitwise_and_(BITS).float().add_(0.5).mul_(-1.0 / (BITS + 1))
-        return uniform.log1p_().neg_()
+        mask, factor = to_device(keys, self._ids.device, torch.int32).unbind(-1)
+        hashed = (self._ids ^ mask[..., None]).mul_(factor[..., None]).bitwise_and_(BITS)
+        for shift, multiplier in FINALISER:
+            hashed ^= hashed >> shift
+            hashed.mul_(multiplier).bitwise_and_(BITS)
+        return hashed.float().add_(0.5).mul_(-UNIT).log1p_().neg_()
 
     def _key(self, row: int, position: int) -> tuple[int, int]:
         """Return a random number and a random odd number of 31 bits."""
         digest = blake2b(f"{self._seed} {row} {position}".encode(), digest_size=8).digest()
         number = int.from_bytes(digest)
         return number & BITS, number >> 32 & BITS | 1
-
-
-@lru_cache(maxsize=8)
-def _mixed_ids(vocab_size: int, device: torch.device) -> Tensor:
-    """Return a hash [V] int32 of every token id."""
-    ids = torch.arange(vocab_size, device=device)
-    for multiplier in MULTIPLIERS:
-        ids = ids * multiplier & BITS
-        ids ^= ids >> 15
-    return ids.int()

@@ -1,5 +1,7 @@
 """`to_probs` against the processors of transformers, and `draw` against its distribution."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,7 +14,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from specdemo.core.sampling import PositionNoise, Sampling, argmax, draw, draw_with_noise, to_probs
+from specdemo.core.sampling import FINALISER, PositionNoise, Sampling, argmax, draw, draw_with_noise, to_probs
 
 VOCABULARY = 50
 
@@ -107,6 +109,33 @@ def test_noise_depends_on_seed_row_position_and_token_only():
     assert torch.equal(noise_of(position=7).ahead(7), noise[:, 2:])
     assert torch.equal(noise_of(size=20).ahead(9), noise[..., :20])
     assert len(torch.cat([noise, noise_of(seed=2).ahead(9)]).unique()) > 0.999 * 2 * noise.numel()
+
+
+def test_noise_is_finite_and_independent_for_tokens_that_differ_in_any_bit(fits):
+    """Ids 39,402 and 24,640 differ only in the highest bit of a hash."""
+    places, end, noise = 40, 2_000, noise_of(1, 0, size=49_152)
+    pairs = torch.tensor([(39_402, 24_640), *((12_345, 12_345 ^ 1 << bit) for bit in range(16))])
+    gaps = []
+    for _ in range(0, end, places):
+        ahead = noise.ahead(places)[0]
+        assert ahead.amin() > 0.0 and ahead.amax() < 17.0  # one that is infinite lets tokens of probability 0 win
+        first, second = torch.exp(-ahead[:, pairs]).unbind(-1)
+        gaps.append((first - second) % 1.0)
+        noise.advance([places])
+    for bins in (4, 16):
+        counts = (torch.cat(gaps) * bins).long().clamp_max(bins - 1)
+        assert all(fits(counts[:, pair], torch.full((bins,), 1.0 / bins)) for pair in range(len(pairs)))
+
+
+def test_noise_is_that_of_whole_numbers_without_overflow():
+    """A device that multiplies 64-bit integers gives the same noise as one that keeps the low 32 bits."""
+    noise = noise_of(1, 0)
+    mask, factor = noise._key(0, 0)
+    for token, e in enumerate(noise.ahead(1)[0, 0].double().tolist()):
+        hashed = (token ^ mask) * factor % 2**31
+        for shift, multiplier in FINALISER:
+            hashed = (hashed ^ hashed >> shift) * multiplier % 2**31
+        assert e == pytest.approx(-math.log1p(-(hashed + 0.5) / 2**31), rel=1e-6)
 
 
 def test_draw_without_noise_is_the_argmax():
