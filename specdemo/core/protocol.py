@@ -349,6 +349,7 @@ class Drafter(MemoryOwner, ABC):
     taps: tuple[int, ...] = ()  # hidden states of the target that it reads, see `Forward`
     chooses_length: ClassVar[bool] = False  # True: k is only the limit of the lengths that it chooses
     note: str = ""  # one sentence for the user, such as a convention it had to detect
+    name: str = ""  # of its model or file; empty if it has none
 
     @abstractmethod
     def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:

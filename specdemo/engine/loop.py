@@ -7,6 +7,7 @@ B rows, N draft nodes, S = N + 1 slots, A accepted columns, V vocabulary.
 from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import replace
+from math import isfinite
 
 import torch
 from torch import Tensor
@@ -128,7 +129,8 @@ def _steps(
             shown = target_scores if noise else forward
             waited = {} if watch.waited_ms is None else {"waited_ms": watch.waited_ms}
             notes = {**draft.notes, **_expert_notes(forward, tokens, target.num_experts), **waited}
-            yield _event(index, draft, notes, nodes, result, emitted, shown, ms, watch.wall_ms)
+            names = drafter.name or "the drafter", target.name or "the target"
+            yield _event(index, draft, names, notes, nodes, result, emitted, shown, ms, watch.wall_ms)
     finally:
         try:
             target.release()
@@ -279,6 +281,7 @@ def _prefill_event(watch: Stopwatch, emitted: list[list[int]]) -> StepEvent:
 def _event(
     index: int,
     draft: Draft,
+    names: tuple[str, str],
     notes: dict[str, float],
     nodes: tuple[list[list[int]], list[list[int]]],
     result: AcceptResult,
@@ -290,18 +293,19 @@ def _event(
     """Create the event with the probabilities for the inspector: those used by the rule when sampling, the softmax when
     greedy, where the rule needs the argmax only.
 
-    nodes: the draft's tokens and parents on the host.
+    names: of drafter and target. nodes: the draft's tokens and parents on the host. Raises ValueError for logits that
+    are not finite.
     """
     tokens, parents = nodes
     if draft.nodes:
         p = target_scores.logits.float().softmax(-1) if isinstance(target_scores, Forward) else target_scores
-        target_probs = _rounded(token_probs(p, draft.parents, draft.tokens), tokens)
+        target_probs = _rounded(token_probs(p, draft.parents, draft.tokens), tokens, names[1])
         top = _top_tokens(p[0, result.path[0]], emitted[0])
     else:
         target_probs, top = [[] for _ in tokens], []
     draft_probs: list[list[float | None]] = [[None] * len(t) for t in tokens]
     if draft.confidence is not None:
-        draft_probs = _rounded(draft.confidence, tokens)
+        draft_probs = _rounded(draft.confidence, tokens, names[0])
     notes = {name: float(value) for name, value in notes.items()}
     if result.changed is not None:
         notes["changed"] = float(sum(result.changed))
@@ -310,11 +314,17 @@ def _event(
     return StepEvent(index, tokens, parents, path, emitted, *probs, ms, notes, wall_ms, top, [*draft.forced])
 
 
-def _rounded(probs: Tensor, tokens: list[list[int]]) -> list[list[float | None]]:
-    return [
+def _rounded(probs: Tensor, tokens: list[list[int]], name: str) -> list[list[float | None]]:
+    rows = [
         [round(p, 4) if t != ABSENT else None for p, t in zip(ps, ts, strict=True)]
         for ps, ts in zip(probs.tolist(), tokens, strict=True)
     ]
+    if not all(isfinite(p) for row in rows for p in row if p is not None):
+        raise ValueError(
+            f"the logits of {name} are not finite: its weights, or numbers in its config, are too large; choose "
+            "another file, or float32 where it runs in float16"
+        )
+    return rows
 
 
 def _top_tokens(probs: Tensor, emitted: list[int]) -> list[list[tuple[int, float]]]:

@@ -140,7 +140,7 @@ class Head(Method, Generic[Net]):
     def __init__(self, target: Target, model: Net | str, options: Any = None) -> None:
         self.head = self.load(model, target) if isinstance(model, str) else model
         self.options = options or self.Options()
-        self.note = self.head.note
+        self.name, self.note = self.head.name, self.head.note
         self.sampler = TokenSampler()
         self.device = target.device
         self.runtime = self.new_runtime(target)
@@ -164,6 +164,7 @@ class Head(Method, Generic[Net]):
         checkpoint = cls.open(source, target, progress or no_progress)
         check_finite(checkpoint.name, checkpoint.tensors.items())
         head = cls.read(checkpoint, target)
+        head.name = checkpoint.name
         if len(head.conventions) > 1:
             (progress or no_progress)(0.9, f"detecting the convention of {source}")
             select_convention(head, target, lambda: cls(target, head))

@@ -36,7 +36,7 @@ def confident(draft: Draft, p_min: float) -> Draft:
     if sure is None or not draft.nodes:
         return draft
     present = draft.tokens != ABSENT
-    kept = present & (sure >= p_min)
+    kept = present & ~(sure < p_min)  # one that is not a number stays, so that the loop reports it
     if is_chain(draft.parents):
         kept = kept.int().cumprod(1).bool()
     else:

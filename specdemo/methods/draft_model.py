@@ -71,7 +71,7 @@ class DraftModel(Method, method="draft_model"):
 
     def __init__(self, target: Target, model: object, options: DraftOptions | None = None) -> None:
         self.model = _to_target(model, target)
-        self.parts = (self.model,)
+        self.parts, self.name = (self.model,), self.model.name
         self.head: nn.Module = self.model.model  # training updates the whole draft model
         self._bridge: VocabBridge | None = None
         self._draft_as_text = False

@@ -26,6 +26,7 @@ class Wrapper(Method):
     def __init__(self, *drafters: Method) -> None:
         self.drafters = self.parts = drafters
         self.taps = tuple(dict.fromkeys(tap for drafter in drafters for tap in drafter.taps))
+        self.name = next((drafter.name for drafter in drafters if drafter.name), "")
         self.note = "; ".join(dict.fromkeys(drafter.note for drafter in drafters if drafter.note))
 
     def read_bytes(self, k: int) -> int:

@@ -6,7 +6,7 @@ Weights are safetensors. Families that publish nothing else (Medusa-1, MLPSpecul
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -19,7 +19,7 @@ from torch import Tensor
 from specdemo.core.atomic_io import atomic_folder, finite, json_text, write_text
 from specdemo.core.safe_io import FILE_BYTES, TOO_LARGE, is_out_of_memory, read_limited
 from specdemo.core.shapes import Config
-from specdemo.core.suggest import counted
+from specdemo.core.suggest import counted, short_repr
 from specdemo.models.memory import headers
 from specdemo.models.sources import (
     MASK_FILE,
@@ -37,6 +37,8 @@ SHARD = "9MB"
 MAX_NUMBER = 2048  # limit of the numbers in tensor names (layers, heads, experts)
 FEW_STEPS = 500  # of training; low acceptance may come from that
 MAX_TABLE = 1 << 24  # most integers in a table of a checkpoint opened without weights
+LARGEST = torch.finfo(torch.float32).max
+UNBOUNDED = "time_step_limit"  # of Mamba layers in a target that contains its head: up to infinity
 MASK_TOKEN = "mask_embedding.token"  # tensor name of the mask token's id
 SHARDS = "model*.safetensors*"  # names of the files that `write_checkpoint` writes
 
@@ -178,7 +180,13 @@ def check_finite(name: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
 
 def check_weights(checkpoint: Checkpoint) -> None:
     """Raise ValueError unless the weights are floating point, have plausible layer numbers, and belong to a supported
-    kind of layer."""
+    kind of layer, and the numbers of the config are finite in 32 bits."""
+    for key, number in _numbers(checkpoint.config):
+        if not abs(number) <= LARGEST and key != UNBOUNDED:
+            raise ValueError(
+                f"{checkpoint.name} has {key} {short_repr(number)} in its config, not a finite number of 32 bits; "
+                "fetch it again or choose another head"
+            )
     if checkpoint.has(".layer_scalar") and not checkpoint.has("pre_projection."):  # an assistant has its own reader
         raise ValueError(
             f"{checkpoint.name} uses Gemma 4 layers, which are not supported; choose a drafter with Qwen3 layers"
@@ -189,3 +197,15 @@ def check_weights(checkpoint: Checkpoint) -> None:
             raise ValueError(f"{checkpoint.name} stores {name} as {kind}; choose a head that is not quantised")
         if any(len(number) > 4 or int(number) >= MAX_NUMBER for number in re.findall(r"\d+", name)):
             raise ValueError(f"{checkpoint.name} has {name[:80]}, a number above {MAX_NUMBER}; choose another head")
+
+
+def _numbers(value: object, key: str = "") -> Iterator[tuple[str, float]]:
+    """Yield the numbers of a config with their keys."""
+    if isinstance(value, int | float):
+        yield key, value
+    elif isinstance(value, Mapping):
+        for name, entry in value.items():
+            yield from _numbers(entry, name)
+    elif isinstance(value, list):
+        for entry in value:
+            yield from _numbers(entry, key)

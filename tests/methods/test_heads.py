@@ -9,11 +9,13 @@ from math import exp
 import pytest
 import torch
 
-from specdemo.core.protocol import Budget, Progress
+from specdemo.core.protocol import Budget, GenerationConfig, Progress
 from specdemo.core.sampling import Sampling, to_probs
+from specdemo.engine.loop import generate
 from specdemo.methods import BUILT_IN, detect_method, load_drafter, method
 from specdemo.methods.heads import network
 from specdemo.methods.heads.medusa import Medusa, published_shape
+from specdemo.methods.pairs import check_pair
 from specdemo.models import packed
 from specdemo.models.checkpoints import open_checkpoint
 from specdemo.models.sources import no_progress
@@ -204,6 +206,42 @@ def test_a_file_with_a_number_that_is_not_finite_is_refused(case, tmp_path, wron
     source = folder_with(tmp_path, case.tensors | {name: damaged}, case.config, case.file)
     with pytest.raises(ValueError, match=f" has NaN or infinity in {re.escape(name)}; fetch it again"):
         load_drafter(case.method, case.target, source)
+
+
+@pytest.mark.parametrize("case", ONE_EACH, indirect=True)
+@pytest.mark.parametrize("changes", [{"scale": float("nan")}, {"text_config": {"scales": [1.0, float("inf")]}}])
+def test_a_config_with_a_number_that_is_not_finite_is_refused(case, tmp_path, changes):
+    source = folder_with(tmp_path, case.tensors, case.config | changes, case.file)
+    with pytest.raises(ValueError, match=f"^{re.escape(source)} has scales? (nan|inf) in its config, not a finite"):
+        load_drafter(case.method, case.target, source)
+    assert not check_pair(case.target, source).fits
+
+
+@pytest.mark.parametrize("number", [1e308, 10**400, -(10**400)])
+def test_a_number_of_a_config_that_32_bits_cannot_hold_is_refused(tmp_path, number):
+    case = test_own_layers.CASES["UNO"]()
+    source = folder_with(tmp_path, case.tensors, case.config | {"lora_alpha": number})
+    with pytest.raises(ValueError, match="has lora_alpha .+ in its config, not a finite number"):
+        load_drafter(case.method, case.target, source)
+
+
+def test_infinity_stays_where_a_target_with_its_own_head_states_it(tmp_path):
+    case = test_mtp.CASES["mtp-deepseek-llama"]()
+    source = folder_with(tmp_path, case.tensors, case.config | {"time_step_limit": [0.0, float("inf")]})
+    assert check_pair(case.target, source).fits
+
+
+@pytest.mark.parametrize("options", [{}, {"p_min": 0.3}], ids=str)
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", ["UNO", "medusa-vllm", "dspark-rnn", "eagle"])
+def test_weights_whose_logits_overflow_end_in_one_line_with_the_file(tmp_path, name, sampling, options):
+    case = next(make for case, make in CASES.items() if case.startswith(name))()
+    large = {n: t * 1e30 if t.is_floating_point() and t.ndim > 1 else t for n, t in case.tensors.items()}
+    source = folder_with(tmp_path, large, case.config, case.file)
+    drafter = load_drafter(case.method, case.target, source, **options)
+    config = GenerationConfig(8, sampling, Budget(4, 8), stop_token_ids=())
+    with pytest.raises(ValueError, match=f"^the logits of {re.escape(source)} are not finite: .+float16$"):
+        list(generate(case.target, drafter, texts(1, 4), config))
 
 
 def weights(name, head, steps):

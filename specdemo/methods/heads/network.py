@@ -18,6 +18,7 @@ Module = TypeVar("Module", bound=nn.Module)
 class Network(nn.Module):
     """The network of a head. An ambiguous checkpoint has several `conventions`, the most likely first."""
 
+    name = ""  # of the checkpoint that it was read from
     note = ""  # the selected convention, and why
     convention: Any = None  # the one in use
     conventions: tuple[object, ...] = ()
