@@ -22,8 +22,6 @@ from specdemo.ui.model_menus import live
 from specdemo.ui.setup import from_values, key, to_values
 from specdemo.ui.views import Failed, Shown, models_of, summary, view
 
-POOLED = 3  # runs of "Repeat"
-
 
 class Log(Job):
     """The text of a run.
@@ -144,10 +142,13 @@ class Visits(Jobs[Log]):
         return log
 
     def repeat(self, _: Values, last: Log | None) -> Log:
-        """Return the job that repeats the visible run three times and pools the runs."""
+        """Return the job that repeats the visible run and pools the runs. Raises ValueError if it does not fit into a
+        visitor's GPU time.
+        """
         if last is None or last.spec is None:
             raise ValueError("no run to repeat; press Run first")
-        return Log(before=last, key=last.key, spec=last.spec.model_copy(update={"repeats": POOLED}))
+        repeated = last.spec.model_copy(update={"repeats": space.pooled_runs(last.spec)})
+        return Log(before=last, key=last.key, spec=repeated)
 
     def next_turn(self, values: Values, last: Log | None) -> Log:
         """Return the job of the chat's next turn."""

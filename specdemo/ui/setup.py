@@ -5,6 +5,7 @@ visitor's first event, so that the page is drawn without it.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from hashlib import sha256
 from html import escape
 
@@ -23,6 +24,7 @@ from specdemo.presets.files import EMBEDDED, Preset, load_presets, preset
 from specdemo.presets.limits import LIMITS
 from specdemo.presets.link import short_name, to_query
 from specdemo.presets.runnable import nearest_runnable, why_not
+from specdemo.ui import space
 from specdemo.ui.job import Values
 from specdemo.ui.model_menus import DRAFTING, cannot_run, check_models, default_draft, live, not_offered
 
@@ -151,7 +153,15 @@ def show_setup(_: gr.Request | None, values: Values, allow_any_model: bool = Tru
     live()
     line = summary(values, lambda name: str(method(name).title))
     obstacle = _lane_obstacle(values, allow_any_model)
-    return {"setup": row_data(values, line, _query(values), obstacle), "about": described(values, line)}
+    about = " ".join(filter(None, (described(values, line), _gpu_time(values))))
+    return {"setup": row_data(values, line, _query(values), obstacle), "about": about}
+
+
+def _gpu_time(values: Values) -> str:
+    """Return how much of a visitor's GPU time the run may take; empty for settings that are not valid."""
+    with suppress(TypeError, ValueError):
+        return space.gpu_time(from_values(values)) if space.zero_gpu() else ""
+    return ""
 
 
 def row_data(values: Values, summary: str, query: str | None = None, of_lane: str = "") -> str:
