@@ -587,7 +587,8 @@ def models(as_json: bool = AS_JSON) -> None:
         print("no models in the stores of LM Studio, Ollama, llama.cpp and Hugging Face")
     else:
         print(table(("model", "store", "size", "weights", "drafts"), [tuple(map(str, row.values())) for row in rows]))
-        print(f"\nRace two of them: {program()} ui --target MODEL --draft DRAFT")
+        print(f"\nWhy a model has no draft model: {program()} doctor MODEL")
+        print(f"Race two of them: {program()} ui --target MODEL --draft DRAFT")
 
 
 @_command()

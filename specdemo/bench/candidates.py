@@ -113,6 +113,7 @@ def settings_to_copy(chosen: Preset, engine: str = "") -> list[str]:
 def shareable(result: Result, models: Iterable[str]) -> Result:
     """Return a result that names models in files without their folders. models: of the result, besides those in stores
     of this machine."""
-    names = {*models, *EMBEDDED, *(model.name for model in local_models())}
+    names = {*models, *EMBEDDED}
+    names |= {model.name for name in ("", *names) for model in local_models(name)}
     paths = {str(Path(resolve(name)).expanduser()) for name in names}
     return read_result(without_folders(to_json(result), names | paths))

@@ -133,7 +133,7 @@ def check_drafters(target: str, drafter: str | None) -> int:
 
 def published(target: str) -> str:
     """Return the published drafters of a target, and models on this machine that match it, as text."""
-    from specdemo.models.local_models import local_models, model_rows
+    from specdemo.models.local_models import drafts_of
     from specdemo.presets.drafters import RULES, all_published, base_name, drafts_for, published_drafters
 
     rows = [_entry(entry.row()) for entry in published_drafters(target)]
@@ -142,8 +142,7 @@ def published(target: str) -> str:
     alike = {entry.target: 0 for entry in all_published() if base_name(target) in base_name(entry.target)}
     lines += [f"Targets of the catalogue with this name: {', '.join(alike)}"] if alike and not rows else []
     lines += [f"As a drafter: {name} drafts for {', '.join(larger)}" for name, larger in drafts_for(target).items()]
-    here = [row["drafts"] for row in model_rows(local_models(target)) if row["model"] == target and row["drafts"]]
-    return "\n".join([*lines, *(f"On this machine: {drafts}" for drafts in here)])
+    return "\n".join([*lines, *([f"On this machine: {here}"] if (here := str(drafts_of(target))) else [])])
 
 
 def _entry(row: Mapping[str, str]) -> str:

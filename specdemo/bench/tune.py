@@ -23,6 +23,7 @@ from specdemo.core.tally import ratio
 from specdemo.engine.comparison import Lane, Model
 from specdemo.models.errors import Cancelled
 from specdemo.models.gguf_files import is_gguf
+from specdemo.models.local_models import drafts_of
 from specdemo.presets.files import DEFAULT, EMBEDDED, preset
 from specdemo.presets.link import linked_name, shown_name
 from specdemo.presets.pair import LOOKUPS, pair, work_prompts
@@ -199,6 +200,8 @@ class Tune(Decoding):
         remarks += [f"Not measured: {name}, {why}." for name, why in [*unseen.items()][:9]]
         if not any(map(_pays, works)) and (missing := racer.missing(self.target)):
             remarks.append(f"Published drafters that are not here: {', '.join(missing[:4])}; download one to try it.")
+        if not self.servers and (here := drafts_of(self.target)).reasons and not here.ratios:
+            remarks.append(f"On this machine: {here}.")
         paying = sorted((work for work in works if _pays(work)), key=lambda work: work.value(work.ranked()[0]))
         if best and search.mixed(best).label == "faster":
             remarks += racer.settings(best)

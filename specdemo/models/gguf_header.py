@@ -29,6 +29,7 @@ NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "
 STRING, ARRAY = 8, 9
 MAX_DIMENSIONS = 4  # of a tensor, GGML_MAX_DIMS
 EMBEDDINGS, OUTPUT = "token_embd.weight", "output.weight"
+LAYER_EMBEDDINGS = "per_layer_token_embd.weight"
 RANK = 4  # pooling type of a model that scores texts, LLAMA_POOLING_TYPE_RANK
 DRAFT = "llama-server -m MODEL.gguf --spec-type {} --spec-draft-model FILE"
 HEADS = {  # words in the architecture of a head for another model -> its name, and what runs it
@@ -132,6 +133,24 @@ def other_kind(parts: Sequence[Header]) -> tuple[str, str] | None:
     if any(name.startswith("blk.") for name in names) and not any(name.startswith("blk.0.") for name in names):
         return HEADS["mtp"]
     return None if EMBEDDINGS in names else PART
+
+
+def token_bytes(parts: Mapping[Path, Header]) -> int:
+    """Return the bytes of weights that a pass over one token reads. parts: the files of a model, the first one first.
+
+    Of embeddings it reads one row, unless they are the output matrix too, and of experts those of a token.
+    """
+    header = next(iter(parts.values()))
+    experts = header.number("expert_count")
+    share = header.number("expert_used_count") / experts if experts else 1.0
+    unread = {LAYER_EMBEDDINGS} | ({EMBEDDINGS} if any(OUTPUT in part.tensors for part in parts.values()) else set())
+    total = 0.0
+    for path, part in parts.items():
+        places = sorted((place, name) for name, (_, _, place) in part.tensors.items())
+        ends = [*(place for place, _ in places[1:]), path.stat().st_size]
+        for (place, name), end in zip(places, ends, strict=True):
+            total += 0 if name in unread else (end - place) * (share if "_exps." in name else 1.0)
+    return int(total)
 
 
 def read_header(path: Path) -> Header:

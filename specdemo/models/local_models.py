@@ -6,7 +6,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -14,6 +14,7 @@ from pathlib import Path
 from huggingface_hub import constants
 
 from specdemo.core.safe_io import read_json
+from specdemo.core.shapes import shape_of
 from specdemo.models import packaged
 from specdemo.models.gguf_files import (
     OLLAMA,
@@ -27,15 +28,14 @@ from specdemo.models.gguf_files import (
     part_names,
     quantisation_in,
 )
-from specdemo.models.gguf_header import read_header
-from specdemo.models.sources import size_text
+from specdemo.models.gguf_header import read_header, token_bytes
+from specdemo.models.sources import resolve, size_text
 
-BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 GENERATES = re.compile(
     "^(?!.*(Assistant|Eagle|DFlash|Medusa|Speculator|Draft)).*(CausalLM|LMHeadModel|ConditionalGeneration)$"
 )
-LEAST_RATIO = 3  # a larger draft model is rarely worth its time
-BEST_RATIO = 15  # the middle of the recommended 10 to 20
+LEAST_RATIO = 3.0  # below it a draft model pays only where many of its tokens are accepted
+BEST_RATIO = 15.0  # the middle of the recommended 10 to 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +56,16 @@ class LocalModel:
         return str(config.get("dtype") or config.get("torch_dtype") or "")
 
     @property
-    def weights(self) -> int:
-        """Return the number of weights; of a transformers model an estimate."""
-        if self.path.is_dir():
-            return self.bytes // BYTES.get(self.quantisation, 2)
-        return sum(read_header(part).weights for part in all_parts(self.path))
+    def token_bytes(self) -> int:
+        """Return the bytes of weights that a pass over one token reads; of a transformers model an estimate."""
+        if not self.path.is_dir():
+            return token_bytes({part: read_header(part) for part in all_parts(self.path)})
+        try:
+            shape = shape_of(read_json(self.path / "config.json"))
+        except ValueError:  # the config states no sizes
+            return self.bytes
+        unread = shape.embedding + shape.expert * (shape.experts - shape.chosen) * shape.expert_layers
+        return int(self.bytes * (1.0 - unread / shape.parameters))
 
     @property
     def vocabulary(self) -> str:
@@ -84,37 +89,73 @@ def local_models(target: str = "") -> list[LocalModel]:
     return sorted([*beside, *others], key=lambda model: (model.store, model.name))
 
 
-def matching_drafts(target: LocalModel, models: Iterable[LocalModel]) -> list[tuple[LocalModel, float]]:
-    """Return the draft models for a target and how many times smaller they are, the best size first.
+@dataclass(frozen=True, slots=True)
+class LocalDrafts:
+    """Draft models for a target. ratios: how many times fewer bytes a draft model reads per token, the best size
+    first. reasons: why the other models are none, by name."""
 
-    They have the same vocabulary, and so no model of unknown vocabulary has any.
+    ratios: Mapping[str, float]
+    reasons: Mapping[str, str]
+
+    def __str__(self) -> str:
+        """Return the draft models in words or, without any, what was considered."""
+        if self.ratios or not self.reasons:
+            return ", ".join(f"{name} ({size_words(ratio)})" for name, ratio in self.ratios.items())
+        alike: dict[str, list[str]] = {}
+        for name, reason in self.reasons.items():
+            alike.setdefault(reason, []).append(name)
+        return "; ".join(["no draft model", *(f"{reason}: {', '.join(names)}" for reason, names in alike.items())])
+
+
+def size_words(ratio: float) -> str:
+    """Return how much smaller a draft model is, with a warning if it is not much.
+
+    A draft token costs 1 / ratio of a pass at least, so one that is accepted less often does not pay.
     """
-    try:
-        vocabulary, weights = target.vocabulary, target.weights
-    except ValueError:
-        return []
-    found = []
-    for model in models if vocabulary else ():
-        try:
-            if model.vocabulary == vocabulary and weights >= LEAST_RATIO * model.weights > 0:
-                found.append((model, weights / model.weights))
-        except ValueError:  # a damaged file
+    words = f"{ratio:.1f}x smaller".replace(".0x", "x")
+    return words if ratio >= LEAST_RATIO else f"{words}, pays if over {100.0 / ratio:.0f} % of its tokens are accepted"
+
+
+def drafts_of(target: str) -> LocalDrafts:
+    """Return the draft models on this machine for a target, which is also on it, else none."""
+    models, path = local_models(target), Path(resolve(target)).expanduser()
+    own = next((model for model in models if target == model.name or path == model.path), None)
+    return matching_drafts(own, models) if own else LocalDrafts({}, {})
+
+
+def matching_drafts(target: LocalModel, models: Iterable[LocalModel]) -> LocalDrafts:
+    """Return the draft models for a target: smaller ones of the same vocabulary, so none where that is unknown."""
+    ratios, reasons = {}, {}
+    for model in models:
+        if model.path == target.path:
             continue
-    return sorted(found, key=lambda pair: abs(math.log(pair[1] / BEST_RATIO)))
+        try:
+            own, other = target.vocabulary, model.vocabulary
+            ratio = target.token_bytes / max(model.token_bytes, 1)
+        except ValueError:
+            reasons[model.name] = "damaged"
+            continue
+        if not own or own != other:
+            reasons[model.name] = "another vocabulary" if own and other else "unknown vocabulary"
+        elif ratio <= 1.0:
+            reasons[model.name] = "not smaller"
+        else:
+            ratios[model.name] = ratio
+    best = sorted(ratios, key=lambda name: abs(math.log(ratios[name] / BEST_RATIO)))
+    return LocalDrafts({name: ratios[name] for name in best}, reasons)
 
 
 def model_rows(models: Sequence[LocalModel]) -> list[dict[str, str]]:
-    """Return a table of models: name, store, size, type of the weights, and up to three draft models."""
+    """Return a table of models: name, store, size, type of the weights, and draft models, the best size first."""
     rows = []
     for model in models:
-        drafts = matching_drafts(model, models)[:3]
+        drafts = matching_drafts(model, models)
         try:
             kind = model.quantisation or "?"
         except ValueError:
             kind = "damaged"
-        matching = ", ".join(f"{draft.name} ({ratio:.0f}x smaller)" for draft, ratio in drafts)
-        size = size_text(model.bytes)
-        rows.append({"model": model.name, "store": model.store, "size": size, "weights": kind, "drafts": matching})
+        words, size = str(drafts) if drafts.ratios else "", size_text(model.bytes)
+        rows.append({"model": model.name, "store": model.store, "size": size, "weights": kind, "drafts": words})
     return rows
 
 

@@ -9,7 +9,7 @@ from specdemo.engine.comparison import Lane
 from specdemo.methods import BASELINE, SYNTHETIC, method
 from specdemo.methods.facts import FACTS
 from specdemo.models.gguf_files import is_gguf, local_header
-from specdemo.models.local_models import local_models, matching_drafts
+from specdemo.models.local_models import drafts_of
 from specdemo.models.sources import cached_folder, resolve
 from specdemo.presets.drafters import base_name, published_drafters
 from specdemo.presets.files import load_presets
@@ -43,11 +43,7 @@ def _found(target: str, download: bool) -> Iterator[Lane]:
     for name, facts in FACTS.items():
         if any(word in own_name for word in facts.targets):
             yield Lane(method=name)
-    models, path = local_models(target), Path(resolve(target)).expanduser()
-    own = next((model for model in models if target == model.name or path == model.path), None)
-    yield from (
-        Lane(method="draft_model", model=draft.name) for draft, _ in (matching_drafts(own, models) if own else ())
-    )
+    yield from (Lane(method="draft_model", model=name) for name in drafts_of(target).ratios)
 
 
 def not_here(target: str) -> list[str]:

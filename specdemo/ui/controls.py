@@ -230,7 +230,7 @@ def offer(_: gr.Request | None, values: Values, allow_any_model: bool = False) -
         reads = model_reader(values[f"method-{n}"], values[f"options-{n}"])
         models = [*fitting_models(values["target"], reads), values[f"model-{n}"]]
         updates[f"method-{n}"] = gr.update(choices=methods)
-        updates[f"model-{n}"] = gr.update(choices=model_choices(models))
+        updates[f"model-{n}"] = gr.update(choices=model_choices(models, values["target"]))
     return updates
 
 
@@ -418,7 +418,7 @@ def _fit_model(target: str, name: str, options: Mapping[str, object]) -> Any:
     """Return the update of a lane's drafters: those that fit, of which the first is selected; maybe none."""
     needed = needs_model(name, options)
     fitting = fitting_models(target, model_reader(name, options)) if needed else [default_draft(target)]
-    return gr.update(visible=needed, value=next(iter(fitting), None), choices=model_choices(fitting))
+    return gr.update(visible=needed, value=next(iter(fitting), None), choices=model_choices(fitting, target))
 
 
 def _chat_looks(target: str, chat: bool | None, system: str = "") -> dict[str, Values]:

@@ -99,7 +99,7 @@ def published(target: str) -> str:
 def _pairs(target: str, trained: tuple[str, ...]) -> "tuple[DrafterFit, ...]":
     from specdemo.methods.pairs import DrafterFit, check_pairs
     from specdemo.models.load import load_meta_target
-    from specdemo.models.local_models import matching_drafts
+    from specdemo.models.local_models import matching_drafts, size_words
 
     known = known_drafters(target)
     candidates = [*known, *((entry.method, entry.drafter) for entry in published_drafters(target))]
@@ -107,8 +107,10 @@ def _pairs(target: str, trained: tuple[str, ...]) -> "tuple[DrafterFit, ...]":
     listed = tuple(DrafterFit(model, name, None, "") for name, model in dict.fromkeys(candidates) if model in paired)
     local = on_this_machine()
     if target in local and is_gguf(target):
-        matching = (model.name for model, _ in matching_drafts(local[target], local.values()))
-        return (*listed, *(DrafterFit(name, "draft_model", True, "same vocabulary") for name in matching))
+        drafts = matching_drafts(local[target], local.values())
+        fits = [DrafterFit(name, "draft_model", True, size_words(ratio)) for name, ratio in drafts.ratios.items()]
+        others = [DrafterFit(name, "draft_model", False, reason) for name, reason in drafts.reasons.items()]
+        return (*listed, *fits, *(others if not fits else ()))
     if target not in EMBEDDED and (limits.public() or target in targets()):
         return listed
     try:
@@ -152,9 +154,14 @@ def default_draft(target: str) -> str:
     return str(best[1].model)
 
 
-def model_choices(names: Sequence[str]) -> list[tuple[str, str]]:
-    """Return labels and values of the models to choose from."""
-    return [(_model_label(name), name) for name in dict.fromkeys(names)]
+def model_choices(names: Sequence[str], target: str = "") -> list[tuple[str, str]]:
+    """Return labels and values of the models to choose from. target: of drafters on this machine, whose labels then
+    state how much smaller they are."""
+    local = on_this_machine() if target else {}
+    sizes = {pair.drafter: f", {pair.reason}" for pair in pairs(target) if pair.fits} if target in local else {}
+    return [
+        (_model_label(name) + (sizes.get(name, "") if name in local else ""), name) for name in dict.fromkeys(names)
+    ]
 
 
 def _model_label(name: str) -> str:

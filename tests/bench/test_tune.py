@@ -18,6 +18,7 @@ from specdemo.core.speedup import draft_lengths
 from specdemo.engine.comparison import Lane
 from specdemo.engine.cost import CostModel
 from specdemo.models.errors import Cancelled
+from specdemo.models.local_models import LocalDrafts
 from specdemo.models.shipped import embedded_folder
 from specdemo.presets.at_hand import drafters, not_here
 from specdemo.presets.drafters import published_drafters
@@ -480,7 +481,7 @@ def test_a_file_of_prompts_that_do_not_fit_gets_one_line(tmp_path, capsys):
     assert re.fullmatch("specdemo: the prompt has .* tokens, the limit is .*\n", capsys.readouterr().err)
 
 
-def test_what_was_not_measured_or_confirmed_is_named_with_the_reason():
+def test_what_was_not_measured_or_confirmed_is_named_with_the_reason(monkeypatch):
     """The kind `bad` has unusable prompts only; so are those of `own` that --confirm uses; time ends before `late`."""
 
     def measure(prompt, names):
@@ -498,6 +499,9 @@ def test_what_was_not_measured_or_confirmed_is_named_with_the_reason():
     idle = SimpleNamespace(lanes=lanes, link=lambda *_: "", environment=dict, remarks=list, missing=lambda _: [])
     remarks = Tune.build({"target": "code"})._result(search, idle, confirmed).remarks
     assert remarks[-2:] == ["Not measured: bad, no usable answer.", "Not measured: late, no time."]
+    monkeypatch.setattr("specdemo.bench.tune.drafts_of", lambda target: LocalDrafts({}, {f"{target}.gguf": "damaged"}))
+    remarks = Tune.build({"target": "code"})._result(search, idle, confirmed).remarks
+    assert remarks[-1] == "On this machine: no draft model; damaged: code.gguf."
     (late,) = _confirmed(search, search.confirm({"own": ["good"]}, 0.0))
     assert late == "own: not confirmed: there was no time."
 

@@ -6,11 +6,14 @@ import struct
 import pytest
 
 from specdemo.__main__ import main
+from specdemo.bench.candidates import shareable
+from specdemo.bench.doctor import published
+from specdemo.bench.result import Result, to_json
 from specdemo.models import packaged
 from specdemo.models.gguf_files import fetch_parts
-from specdemo.models.local_models import local_models, matching_drafts
+from specdemo.models.local_models import drafts_of, local_models, matching_drafts, size_words
 from specdemo.presets.at_hand import drafters
-from tests.models.test_gguf_files import gguf
+from tests.models.test_gguf_files import gguf, text
 
 TOKENS = ("a", "b", "c")
 
@@ -67,10 +70,15 @@ def test_models_of_every_store(home):
         "ollama:tiny:1b": "Ollama",
         str(cached): "llama.cpp",
     }
-    assert found[str(cached)].bytes == 2 * cached.stat().st_size and found[str(cached)].weights == 2 * 32 * 64
+    assert found[str(cached)].bytes == 2 * cached.stat().st_size and found[str(cached)].token_bytes == 2 * 4 * 32 * 64
     drafts = matching_drafts(found[str(studio)], found.values())
-    assert [(draft.name, round(ratio)) for draft, ratio in drafts] == [("ollama:tiny:1b", 10), ("org/small", 154)]
-    assert not matching_drafts(found["ollama:tiny:1b"], found.values())[1:]
+    assert {name: round(ratio) for name, ratio in drafts.ratios.items()} == {"ollama:tiny:1b": 10, "org/small": 308}
+    assert drafts.reasons == {"org/r-GGUF:Q8_0": "another vocabulary", str(cached): "another vocabulary"}
+    assert [*matching_drafts(found["ollama:tiny:1b"], found.values()).ratios] == ["org/small"]
+    none = matching_drafts(found["org/small"], found.values())
+    assert str(none) == (
+        f"no draft model; another vocabulary: org/r-GGUF:Q8_0, {cached}; not smaller: {studio}, ollama:tiny:1b"
+    )
 
 
 def test_models_next_to_a_file_and_those_that_specdemo_downloaded(home, monkeypatch, tmp_path):
@@ -80,7 +88,7 @@ def test_models_next_to_a_file_and_those_that_specdemo_downloaded(home, monkeypa
     assert local_models() == []
     found = {model.name: model for model in local_models(str(big))}
     assert [*found] == [str(big), str(small)] and {model.store for model in found.values()} == {"its folder"}
-    assert [draft.name for draft, _ in matching_drafts(found[str(big)], found.values())] == [str(small)]
+    assert [*matching_drafts(found[str(big)], found.values()).ratios] == [str(small)]
     monkeypatch.chdir(tmp_path)  # names are as the user writes them; a file in a store is listed once
     monkeypatch.setenv("LLAMA_CACHE", str(tmp_path / "mine"))
     assert [model.name for model in local_models("mine/big.gguf")] == ["mine/big.gguf", "mine/small.gguf"]
@@ -123,6 +131,69 @@ def test_command_prints_drafts_and_damaged_files(home, capsys):
     assert main(["models"]) == 0
     out = capsys.readouterr().out
     assert str(big) in out and "Q4_K_M" in out and "ui --target MODEL --draft DRAFT" in out
+
+
+MATRICES = {"token_embd.weight": 600, "blk.0.ffn_down.weight": 40}  # name -> rows of 32 numbers of 4 bytes
+
+
+def matrices(changes, **more):
+    """Return a file with several matrices."""
+    sizes = MATRICES | changes
+    head = gguf(tokens=TOKENS, rows=0, tensor="only", **more).rpartition(text("only"))[0]
+    content, place = head.replace(struct.pack("<IQ", 3, 1), struct.pack("<IQ", 3, len(sizes)), 1), 0
+    for name, rows in sizes.items():
+        content += text(name) + struct.pack("<IQQIQ", 2, 32, rows, 0, place)
+        place += 128 * rows
+    return content + bytes(-len(content) % 32) + bytes(place)
+
+
+@pytest.mark.parametrize(
+    ("changes", "more", "rows"),
+    [
+        ({}, {}, 640),  # tied: the embeddings are the output matrix
+        ({"output.weight": 600}, {}, 640),  # a copy of the embeddings
+        ({"per_layer_token_embd.weight": 900}, {}, 640),
+        ({"blk.0.ffn_up_exps.weight": 800}, {"_ALL___expert_count": 8, "_ALL___expert_used_count": 2}, 840),
+    ],
+)
+def test_a_pass_reads_tied_matrices_once_and_the_experts_of_a_token(home, changes, more, rows):
+    (model,) = local_models(str(home("mine/model.gguf", matrices(changes, **more))))
+    assert model.token_bytes == 128 * rows
+
+
+def test_a_transformers_model_reads_what_its_config_states(home):
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    for name, tied in (("tied", True), ("untied", False)):
+        transformers_model(home, 100, name, **sizes, vocab_size=80, tie_word_embeddings=tied, model_type="llama")
+    tied, untied = local_models()
+    assert tied.token_bytes == tied.bytes and untied.token_bytes == int(untied.bytes * (1.0 - 640 / 1920))
+
+
+def test_a_smaller_model_is_offered_at_any_ratio_and_a_low_one_warns(home, capsys, monkeypatch):
+    assert [size_words(ratio) for ratio in (1.25, 2.72, 3.0, 14.96)] == [
+        "1.2x smaller, pays if over 80 % of its tokens are accepted",
+        "2.7x smaller, pays if over 37 % of its tokens are accepted",
+        "3x smaller",
+        "15x smaller",
+    ]
+    sizes = {"big": 1000, "near": 900, "half": 450, "tenth": 100, "same": 1000}
+    files = {name: home(f"mine/{name}.gguf", gguf(tokens=TOKENS, rows=rows)) for name, rows in sizes.items()}
+    other = home("mine/other.gguf", gguf(tokens=("x",), rows=9))
+    bad = home("mine/bad.gguf", b"GGUF")
+    big = str(files["big"])
+    drafts = drafts_of(big)
+    assert [*drafts.ratios] == [str(files[name]) for name in ("tenth", "half", "near")]
+    assert drafts.reasons == {str(files["same"]): "not smaller", str(other): "another vocabulary", str(bad): "damaged"}
+    lanes = drafters(big, (), download=False)
+    assert [lane.model for lane in lanes.values() if lane.model] == [*drafts.ratios]
+    assert published(big).splitlines()[-1].endswith("(1.1x smaller, pays if over 90 % of its tokens are accepted)")
+    assert published(str(other)).splitlines()[-1].startswith(f"On this machine: no draft model; damaged: {bad}; ")
+    assert drafts_of("org/elsewhere").reasons == {}
+    result = Result("tune", 1, {}, {}, [], [f"On this machine: {drafts_of(str(other))}."])
+    assert str(other.parent) not in to_json(shareable(result, [str(other)]))
+    monkeypatch.setenv("LLAMA_CACHE", str(other.parent))
+    assert main(["models", "--json"]) == 0
+    assert {row["model"]: row["drafts"] for row in json.loads(capsys.readouterr().out)}[big] == str(drafts)
 
 
 def test_no_models(home, capsys):

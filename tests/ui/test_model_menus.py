@@ -62,6 +62,8 @@ def test_models_on_this_machine_are_offered_on_private_pages(tmp_path, monkeypat
     assert model_menus.fitting_models(big, "draft_model") == [small] and not model_menus.fitting_models(
         small, "draft_model"
     )
+    assert model_menus.model_choices([small], big) == [("On this machine: small.gguf, 5.0 GB, 10x smaller", small)]
+    assert "not smaller" in model_menus.unfit(small) and not model_menus.unfit(big)
     changed = to_values(preset("embedded-draft")) | {"target": big, "model-1": small}
     assert from_values(changed).models == (big, small)
     assert controls._chat_looks(big, None)["gguf"]["visible"]
