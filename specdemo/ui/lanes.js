@@ -178,7 +178,7 @@ function markParting({ outputNodes, view, container }, { index, comparison }) {
   reveal(view.text, mark);
 }
 
-function drawDone(lane, line) {
+function drawDone(lane, line, container) {
   lane.finish = line.finish;
   lane.summary = line.summary;
   if (lane.remote) {
@@ -186,6 +186,7 @@ function drawDone(lane, line) {
     lane.view.card.querySelector(".sd-remote").textContent = remoteLabel(lane.remote, stepsKnown(lane));
   }
   if (line.note) laneNote(lane, line.note);
+  if (line.finish === "length") container.append(make("em", "sd-cut", `Cut at ${run.start.limit ?? line.summary.tokens} tokens`));
   const seconds = `${((lane.soFar.clock_ms ?? 0) / 1000).toFixed(2)} s`;
   const done = [`done in ${seconds}`, "good"];
   pill(lane, ...({ stop: done, length: done, cancelled: [`stopped at ${seconds}`, "fair"], error: ["failed", "bad"] }[line.finish] ?? [""]));

@@ -163,7 +163,7 @@ function show(lane, lines) {
   const text = document.createDocumentFragment();
   lane.pending?.remove();
   for (const line of lines) {
-    if (line.type !== "step") drawDone(lane, line);
+    if (line.type !== "step") drawDone(lane, line, text);
     else {
       drawStep(lane, line, text);
       addChartPoints(lane, line);

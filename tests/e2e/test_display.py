@@ -427,6 +427,30 @@ def test_a_refusal_leaves_the_run_on_show_going(display, refused):
     assert all(words.startswith("done") for words in display.read(".sd-pill"))
 
 
+def test_a_recording_stands_for_no_run_that_failed(display):
+    label, grey = ".sd-outdated-label:not([hidden])", ".sd-stage[data-outdated]"
+    display.show(replayed(hostile_trace(), still=True).text)
+    display.wait(3000)
+    assert display.read(".sd-badge")[0].startswith("Recorded run") and not display.read(grey)
+    display.show(Log().add([Loading(0.5, "loading a model"), Failed("no GPU here; choose another model")]))
+    display.wait(100)
+    assert display.read(".sd-alert") == ["No GPU here; choose another model"]
+    assert display.read(".sd-headline") == ["Not run here: no GPU here"] and display.read(".sd-headline b") == []
+    assert display.read(label) == ["Recording of another machine"] and len(display.read(grey)) == 2
+    display.show(Log().add(replay(hostile_trace())))
+    display.wait(3000)
+    assert "1.33×" in display.read(".sd-headline")[0] and not display.read(f"{label}, {grey}")
+
+
+@pytest.mark.parametrize(("finish", "marks"), [("length", 2), ("stop", 0), ("cancelled", 0)])
+def test_an_answer_that_its_limit_cut_says_so(display, finish, marks):
+    trace = race(finish)
+    trace.config["max_new_tokens"] = len(HOSTILE)
+    display.show(Log().add(replay(trace)))
+    display.wait(3000)
+    assert display.read(".sd-cut") == [f"Cut at {len(HOSTILE)} tokens"] * marks
+
+
 def test_a_refusal_stays_until_the_settings_that_it_is_about_are_changed(display):
     display.show(refusal(ValueError("no"), "refused"))
     shown = []
