@@ -50,7 +50,7 @@ function leader() {
 
 /** Returns the line of the result: the server's for a finished run (core/headline.py), before that the speed-up of the fastest lane. */
 function headline() {
-  if (run.failure) return { tone: "bad", text: `Not run here: ${run.failure.split("; ")[0]}` };
+  if (run.failure) return { tone: "bad", text: `Not run here: ${run.failure.replace(/^.* cannot run here: /, "").split(/; | \(/)[0]}` };
   const result = run.done ? run.end.headline : null;
   if (result) return { tone: result.tone, text: result.caption };
   const lane = leader();

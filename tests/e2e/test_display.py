@@ -429,6 +429,7 @@ def test_a_refusal_leaves_the_run_on_show_going(display, refused):
 
 def test_a_recording_stands_for_no_run_that_failed(display):
     label, grey = ".sd-outdated-label:not([hidden])", ".sd-stage[data-outdated]"
+    display.pace("1")
     display.show(replayed(hostile_trace(), still=True).text)
     display.wait(3000)
     assert display.read(".sd-badge")[0].startswith("Recorded run") and not display.read(grey)
@@ -446,6 +447,7 @@ def test_a_recording_stands_for_no_run_that_failed(display):
 def test_an_answer_that_its_limit_cut_says_so(display, finish, marks):
     trace = race(finish)
     trace.config["max_new_tokens"] = len(HOSTILE)
+    display.pace("1")
     display.show(Log().add(replay(trace)))
     display.wait(3000)
     assert display.read(".sd-cut") == [f"Cut at {len(HOSTILE)} tokens"] * marks
