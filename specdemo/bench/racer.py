@@ -77,10 +77,11 @@ class Racer:
     def close(self) -> None:
         """End what was started for the races."""
 
-    def _loading(self, what: str) -> None:
+    def _loading(self, what: str, share: float = 0.0, part: str = "") -> None:
+        """Report what is loaded or started, and the share of it that is done."""
         if self._cancelled():
             raise Cancelled("stopped")
-        self.tick(what)
+        self.tick(f"{what}, {100.0 * share:.0f} %" if part else what)
 
     def usable(self, drafters: Mapping[str, Lane], named: Sequence[str]) -> dict[str, list[str]]:
         """Load every drafter, and measure the costs of passes in between; return the names of the candidates of those
@@ -90,7 +91,7 @@ class Racer:
             self._loading(f"loading {name}")
             try:
                 lanes = self._spec.model_copy(update={"lanes": [lane]})
-                self._session.load(lanes, lambda _, what: self._loading(what))
+                self._session.load(lanes, partial(self._loading, f"loading {name}"))
                 fit[name] = lane
             except Cancelled:
                 raise

@@ -194,9 +194,10 @@ class Tune(Decoding):
             remarks = [known, *racer.remarks()]
             return Result(self.name, 1, self.config(self.target), racer.environment(), rows, remarks)
         remarks = [*_recommendation(search, best), *(_why_not(work) for work in works if not _pays(work))]
-        remarks += [*confirmed, *racer.remarks(), *(["Stopped early."] if search.stopped else [])]
-        late = "stopped before it" if search.stopped else "no time"
-        unseen = {one.name: "no usable answer" if one.rounds else late for one in search.works if not one.ranked()}
+        remarks += [*confirmed, *racer.remarks(), *(["Stopped early."] if search.stopped and works else [])]
+        unseen = {one.name: "no usable answer" if one.rounds else "no time" for one in search.works if not one.ranked()}
+        if search.stopped:
+            unseen = dict.fromkeys(unseen if works else (), "stopped before it")
         remarks += [f"Not measured: {name}, {why}." for name, why in [*unseen.items()][:9]]
         if not any(map(_pays, works)) and (missing := racer.missing(self.target)):
             remarks.append(f"Published drafters that are not here: {', '.join(missing[:4])}; download one to try it.")

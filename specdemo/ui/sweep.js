@@ -35,7 +35,7 @@ function loading(line) {
 }
 
 function stopped() {
-  ended($(".sd-numbers").hidden ? "Stopped before anything was measured." : "Stopped. The table holds what was measured.");
+  ended($(".sd-numbers").hidden ? "Stopped before anything was measured." : "Stopped. Below is what was measured.");
 }
 
 function failed(line) {
@@ -61,6 +61,7 @@ function shown(line) {
   }
   showHeat(line);
   $(".sd-numbers").hidden = false;
+  $(".sd-numbers .sd-h").textContent = line.rows.length ? "Table" : "So far";
   $(".sd-conditions").textContent = line.conditions;
   $(".sd-numbers .sd-table").replaceChildren(table(line));
   hintAtScrolling();

@@ -45,7 +45,7 @@ from specdemo.ui.job import (
 from specdemo.ui.model_menus import live, page_preset
 from specdemo.ui.views import Loading, view
 
-USUAL = ("auto", "here", 0.0, 1.0)  # values of options that need no mention
+USUAL = ("auto", "here", "", 0.0, 1.0)  # values of options that need no mention
 CONDITIONS = {"new_tokens": "max new tokens", "draws": "continuations"}
 IF_LINKED = f"() => {{ if (new URLSearchParams(location.search).has('sweep')) ({assets.to_tab('sweep')})(); }}"
 OFF = f"this Space gets a GPU only for seconds, and a sweep takes minutes; {limits.HOME}"

@@ -408,7 +408,7 @@ def test_bad_input_gets_one_line(options, reason, capsys):
 
 def test_tunes_an_embedded_model_and_shows_the_stored_result(tmp_path, capsys):
     out = tmp_path / "tuned.json"
-    options = ["--work", "code edit", "--new-tokens", "16", "--minutes", "0.1", "--out", str(out)]
+    options = ["--work", "code edit", "--new-tokens", "16", "--minutes", "0.2", "--out", str(out)]
     assert main(["tune", "code", *options]) == 0
     printed = capsys.readouterr().out
     assert re.search(

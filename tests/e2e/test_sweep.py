@@ -29,7 +29,7 @@ def test_run_stop_save_open_share(visit_gated, gates, tmp_path):
     expect(page.locator("#sweep-run")).to_be_disabled()
     expect(page.locator("#sweep .sd-numbers")).to_be_hidden()
     page.locator("#sweep-stop").click()
-    wait_for_text(page, r"^Stopped\. The table holds what was measured\.")
+    wait_for_text(page, r"^Stopped\. Below is what was measured\.")
     assert gates.stopped.acquire(timeout=60)
     expect(page.locator("#sweep .sd-remarks")).to_have_text("Stopped after 1 of 2 repeats.")
     names = page.locator("#sweep .sd-chart .sd-line-name")
