@@ -80,7 +80,7 @@ def check_pair(target: Target, drafter: str, method_name: str | None = None) -> 
     try:
         if checkpoint is not None and issubclass(cls, Head):
             with checkpoint_errors(drafter):
-                cls.read(checkpoint, target)
+                reason = "; ".join(filter(None, (reason, cls.read(checkpoint, target).note)))
         elif draft is not None:
             reason = _tokenizer_fit(target, draft, issubclass(cls, DraftModel) and cls.cross_vocabulary)
             if draft.max_length < target.max_length:

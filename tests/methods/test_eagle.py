@@ -23,6 +23,7 @@ from tests.methods.heads import (
     randoms,
     rms_norm,
     target_of,
+    without,
 )
 from tests.models.tiny import VOCABULARY
 
@@ -368,6 +369,14 @@ def test_specforge_feedback_convention_is_detected(target, tmp_path):
 def test_target_layer_windows_do_not_apply_to_heads(target, tmp_path):
     config = {**LAYER, "draft_vocab_size": WORDS, "layer_types": ["sliding_attention"] * 3, "sliding_window": 4}
     assert Eagle.load(folder_with(tmp_path, eagle3(), config), target).windows == (0,)
+
+
+def test_a_head_without_lm_head_uses_the_targets_unless_it_has_a_draft_vocabulary(target, tmp_path):
+    tensors = without(without(eagle3(), "lm_head"), "d2t")
+    head = Eagle.load(folder_with(tmp_path / "whole", tensors, LAYER), target)
+    assert head.lm_head is None and head.note.startswith("It has no lm_head.weight, so it uses the target's.")
+    with pytest.raises(ValueError, match="has a draft vocabulary but no tensor d2t; fetch it again"):
+        Eagle.load(folder_with(tmp_path / "cut", tensors, LAYER | {"draft_vocab_size": WORDS}), target)
 
 
 def test_eagle_1_of_speculators_is_named(target, tmp_path):

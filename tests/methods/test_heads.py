@@ -244,6 +244,29 @@ def test_weights_whose_logits_overflow_end_in_one_line_with_the_file(tmp_path, n
         list(generate(case.target, drafter, texts(1, 4), config))
 
 
+OF_CONFIG = {  # name of a case -> what its config states, and the sentence about it
+    "medusa-vllm": ({"num_heads": 5, "num_hidden_layers": 3}, "num_heads 5 (the file has 3), num_hidden_layers 3"),
+    "eagle-official": ({"num_hidden_layers": 2, "head_dim": 512}, "num_hidden_layers 2 (the file has 1), head_dim 512"),
+    "mtp-deepseek-llama": ({"num_nextn_predict_layers": 2}, "num_nextn_predict_layers 2 (the file has 1)"),
+    "mtp-parallel": ({"n_future_tokens": 9}, "n_future_tokens 9 (the file has"),
+    "dflash-z-lab": (
+        {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 2},
+        "num_hidden_layers 3 (the file has 2)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OF_CONFIG, indirect=True)
+def test_the_file_decides_where_its_config_states_other_sizes(case, head, request, tmp_path):
+    changes, words = OF_CONFIG[request.node.callspec.params["case"]]
+    assert "Its config states" not in head.note
+    source = folder_with(tmp_path, case.tensors, case.config | changes, case.file)
+    other = method(case.method).load(source, case.target)
+    assert other.note.startswith(f"Its config states {words}") and "; the file decides." in other.note
+    assert {n: t.shape for n, t in other.state_dict().items()} == {n: t.shape for n, t in head.state_dict().items()}
+    assert words in check_pair(case.target, source).reason
+
+
 def weights(name, head, steps):
     """Return the weights of the draft positions in the loss."""
     if name == "mtp":

@@ -345,7 +345,7 @@ class DFlash(Head[DFlashDraftModel], method="dflash"):
         tensors, designs = files.read_designs(checkpoint, target)
         with torch.device("meta"):
             head = DFlashDraftModel(designs[0], tensors)
-        head.conventions = designs
+        head.conventions, head.note = designs, files.remarks(checkpoint.config, designs[0])
         return head.load_tensors(tensors, checkpoint, target, HINT)
 
     def __init__(self, target: Target, model: DFlashDraftModel | str, options: DFlashOptions | None = None) -> None:

@@ -203,7 +203,7 @@ class Eagle(Head[EagleHead], method="eagle"):
         tensors, config, conventions = files.read_conventions(checkpoint, target)
         with torch.device("meta"):
             head = EagleHead(target, config, conventions[0], tensors, tensors.get("d2t"))
-        head.conventions = conventions
+        head.conventions, head.note = conventions, files.remarks(checkpoint, tensors, config, conventions[0])
         return head.load_tensors(tensors, checkpoint, target, "choose a head of Llama layers")
 
     def __init__(self, target: Target, model: EagleHead | str, options: EagleOptions | None = None) -> None:

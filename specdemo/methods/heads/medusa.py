@@ -25,7 +25,7 @@ from specdemo.core.sampling import Sampling
 from specdemo.core.tree import Draft
 from specdemo.methods import require_method, setting
 from specdemo.methods.base import DraftOptions, Head, Recipe
-from specdemo.methods.heads.formats import LAYER_KEYS, check_target, count_numbered, rename_tensors
+from specdemo.methods.heads.formats import LAYER_KEYS, check_target, contradiction, count_numbered, rename_tensors
 from specdemo.methods.heads.network import Network, move_to_target
 from specdemo.methods.heads.runtime import DraftPass, last_columns
 from specdemo.methods.heads.sampler import DraftVocab, TokenSampler, TreeShape, chain, clip_shape, optimal_shape
@@ -199,6 +199,10 @@ class Medusa(Head[TokenHeads], method="medusa"):
         with torch.device("meta"):
             network = MedusaHeads(size, vocab_size, heads, layers, bias, token_map)
         network.rates = network.rates_from_config(checkpoint, "medusa_rank_rates")
+        sizes = {"num_heads": heads, "medusa_num_heads": heads, "medusa_num_layers": layers}
+        if checkpoint.config_has("model_type", "medusa"):  # else those of a complete model
+            sizes["num_hidden_layers"] = layers
+        network.note = contradiction(checkpoint.config, **sizes)
         return network.load_tensors(tensors, checkpoint, target, SAME_SHAPE_HINT)
 
     options: MedusaOptions

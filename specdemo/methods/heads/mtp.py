@@ -33,6 +33,7 @@ from specdemo.core.tree import Draft
 from specdemo.kv.cache import cache_argument
 from specdemo.kv.masks import Columns, Rope
 from specdemo.methods.base import DraftOptions, Head, Recipe
+from specdemo.methods.heads.formats import contradiction
 from specdemo.methods.heads.formats import mtp as files
 from specdemo.methods.heads.formats.mtp import MTPConvention
 from specdemo.methods.heads.network import Network, untrained
@@ -202,11 +203,14 @@ class MTP(Head[MTPHeads], method="mtp"):
             count = files.count_parallel_heads(checkpoint, target)
             with torch.device("meta"):
                 parallel = ParallelHeads(target, count)
+            parallel.note = contradiction(checkpoint.config, n_future_tokens=count + 1)
             return parallel.load_tensors(files.read_parallel(checkpoint, parallel.config), checkpoint, target, hint)
         tensors, count, conventions = files.read_sequential(checkpoint, target)
         with torch.device("meta"):
             network = SequentialModules(target, count)
         network.conventions, network.convention = conventions, conventions[0]
+        stated = {**checkpoint.config, **(checkpoint.config.get("text_config") or {})}
+        network.note = contradiction(stated, **dict.fromkeys(files.COUNT_KEYS, count))
         return network.load_tensors(tensors, checkpoint, target, hint)
 
     def __init__(self, target: Target, model: MTPHeads | str, options: DraftOptions | None = None) -> None:

@@ -19,7 +19,7 @@ class Network(nn.Module):
     """The network of a head. An ambiguous checkpoint has several `conventions`, the most likely first."""
 
     name = ""  # of the checkpoint that it was read from
-    note = ""  # the selected convention, and why
+    note = ""  # what its config states otherwise, the selected convention, and why
     convention: Any = None  # the one in use
     conventions: tuple[object, ...] = ()
 
@@ -89,7 +89,8 @@ def select_convention(head: Network, target: Target, make_drafter: Callable[[], 
     chosen = head.conventions[best if scores[best] >= scores[0] + MARGIN else 0]
     head.convention = chosen
     shares = "; ".join(f"{100 * share:.0f} % with {name}" for share, name in zip(scores, head.conventions, strict=True))
-    head.note = f"Convention: {chosen}. The file does not specify it; agreement on a short text was {shares}."
+    found = f"Convention: {chosen}. The file does not specify it; agreement on a short text was {shares}."
+    head.note = " ".join(filter(None, (head.note, found)))
 
 
 def sample_target_text(target: Target, taps: tuple[int, ...]) -> Progress:

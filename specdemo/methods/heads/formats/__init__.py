@@ -28,6 +28,15 @@ def count_numbered(names: Iterable[str], pattern: str | re.Pattern[str]) -> int:
     return 1 + max((int(match[1]) for match in matches if match), default=-1)
 
 
+def contradiction(config: Config, **sizes: int) -> str:
+    """Return a sentence about sizes of a file that its config states otherwise; empty without any. The file decides,
+    because published configs are often copies."""
+    stated = {key: number for key, number in config.items() if key in sizes and isinstance(number, int)}
+    wrong = [key for key, number in stated.items() if number != sizes[key]]
+    words = ", ".join(f"{key} {stated[key]} (the file has {sizes[key]})" for key in wrong)
+    return f"Its config states {words}; the file decides." if wrong else ""
+
+
 def d2t_to_ids(d2t: Tensor) -> Tensor:
     """Convert offsets [W] to target ids [W]."""
     return torch.arange(len(d2t), device=d2t.device) + d2t

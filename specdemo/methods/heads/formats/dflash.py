@@ -28,7 +28,7 @@ from specdemo.core.protocol import Target
 from specdemo.core.safe_io import JsonObject
 from specdemo.core.shapes import Config
 from specdemo.kv.masks import AttentionKind
-from specdemo.methods.heads.formats import LAYER_KEYS, MASK_KEYS, check_target
+from specdemo.methods.heads.formats import LAYER_KEYS, MASK_KEYS, check_target, contradiction, count_numbered
 from specdemo.models.checkpoints import MASK_TOKEN, Checkpoint
 
 Tensors = Mapping[str, Tensor]
@@ -114,6 +114,14 @@ def read_designs(checkpoint: Checkpoint, target: Target) -> tuple[Tensors, tuple
     own_head = "d2t" in tensors
     tensors = {n: t for n, t in tensors.items() if not n.startswith(UNUSED) or (own_head and n == "lm_head.weight")}
     _check(checkpoint, config, tensors, target)
+    layers, kinds = count_numbered(tensors, r"layers\.(\d+)\."), config.get("layer_types")
+    if kinds and len(kinds) == layers:
+        config = {**config, "num_hidden_layers": layers}
+    elif kinds and len(kinds) != config["num_hidden_layers"]:
+        raise ValueError(
+            f"the config of {name} states {len(kinds)} layer_types and num_hidden_layers "
+            f"{config['num_hidden_layers']}, its file has {layers} layers; fetch config and weights of one revision"
+        )
     tensors.pop(MASK_TOKEN, None)
     names = config.get("speculators_model_type"), config.get("projector_type"), *(config.get("architectures") or ())
     family = " ".join(map(str, names)).lower()
@@ -138,6 +146,11 @@ def read_designs(checkpoint: Checkpoint, target: Target) -> tuple[Tensors, tuple
         return tensors, (design,)
     tap_options = [taps for shift in (0, 1) if min(taps := tuple(tap - shift for tap in design.taps)) >= 0]
     return tensors, tuple(replace(design, taps=t, from_anchor=a) for t in tap_options for a in (False, True))
+
+
+def remarks(config: Config, design: Design) -> str:
+    """Return a sentence about the number of layers if the config states another one than the file has."""
+    return contradiction(_flatten_config(config), num_hidden_layers=design.body.num_hidden_layers)
 
 
 def to_config(design: Design, tensors: Tensors, target_name: str, target_layers: int) -> JsonObject:

@@ -25,6 +25,7 @@ from specdemo.methods.heads.formats import (
     MASK_KEYS,
     base_model,
     check_target,
+    contradiction,
     count_numbered,
     d2t_to_ids,
     rename_tensors,
@@ -39,6 +40,7 @@ KEYS = LAYER_KEYS | frozenset(
     "eagle_aux_hidden_state_layer_ids fc_norm mask_token_id norm_before_fc norm_before_residual norm_output "
     "target_hidden_size target_layer_ids use_aux_hidden_state".split()
 )
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_key_value_heads", "head_dim")
 COPIED_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings", "rms_norm_eps")
 WRITTEN_KEYS = (
     "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
@@ -82,7 +84,7 @@ def read_conventions(
     """Return tensors, layer config and possible conventions. Raises ValueError if the checkpoint is unsupported or made
     for another target.
     """
-    stored = {n: t for n, t in checkpoint.tensors.items() if not SKIPPED.match(n)}
+    stored, size = {n: t for n, t in checkpoint.tensors.items() if not SKIPPED.match(n)}, target.vocab_size
     tensors = rename_tensors(stored, {r"^midlayer\.": FIRST_LAYER})
     if "fusion_fc.weight" in tensors:
         raise ValueError(f"{checkpoint.name} is EAGLE-1 in speculators' format, not supported; choose its EAGLE-3")
@@ -98,6 +100,8 @@ def read_conventions(
         conventions = _eagle3(checkpoint.config, target)
         if "d2t" in tensors and "lm_head.weight" not in tensors:  # rows of the target's lm_head, see `without_lm_head`
             tensors["lm_head.weight"] = target.lm_head.get_parameter("weight")[d2t_to_ids(tensors["d2t"])]
+        elif "lm_head.weight" not in tensors and checkpoint.config.get("draft_vocab_size", size) != size:
+            raise ValueError(f"{checkpoint.name} has a draft vocabulary but no tensor d2t; fetch it again")
     else:  # EAGLE-1: its embedding and lm_head are copies of the target's
         tensors = {n: t for n, t in tensors.items() if not n.startswith(("embed_tokens.", "lm_head."))}
         conventions = EagleConvention((-1,)), EagleConvention((-1,), feature_first=True)
@@ -211,6 +215,18 @@ def _layer_config(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], vocab_s
         head_dim=head_dim,
         **{key: config[key] for key in COPIED_KEYS if config.get(key) is not None},
     )
+
+
+def remarks(
+    checkpoint: Checkpoint, tensors: Mapping[str, Tensor], config: LlamaConfig, convention: EagleConvention
+) -> str:
+    """Return what the user should know of a file: sizes that its config states otherwise, and a missing lm_head."""
+    sizes = {key: getattr(config, key) for key in SIZES}
+    if "d2t" in tensors:
+        sizes["draft_vocab_size"] = len(tensors["d2t"])
+    own_head = convention.eagle1 or "lm_head.weight" in tensors
+    lacking = "" if own_head else "It has no lm_head.weight, so it uses the target's."
+    return " ".join(filter(None, (contradiction({**checkpoint.config, **_layer(checkpoint)}, **sizes), lacking)))
 
 
 def to_checkpoint(

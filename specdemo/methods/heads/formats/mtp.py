@@ -32,6 +32,7 @@ MIMO = re.compile(r"(?:model\.)?mtp_layers\.(\d+)\.(.+)")
 QWEN = re.compile(r"(?:model\.)?mtp\.(?:layers\.(\d+)\.)?(.+)")
 PARALLEL = re.compile(r"extra_heads\.(\d+)\.(.+)")
 EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+COUNT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")  # of modules
 COPIES = ("embed_tokens.", "shared_head.head.", "rotary_emb.", "self_attn.rotary_emb.")
 
 # part of a module -> its names in files, of which `save` writes the first; all else belongs to the decoder layer
