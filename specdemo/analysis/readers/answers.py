@@ -104,7 +104,7 @@ class ServerAnswer(OutputReader):
         if PREDICTION in output.text and not data:
             data = _last_prediction(output)
         if EVAL in output.text and not data:
-            data = output.parse([*output.lines(EVAL)][-1])
+            data = output.parse(output.text.rstrip().rpartition("\n")[2])  # the end of a stream
         if not isinstance(data, Mapping) or not {"usage", "stats", "timings", "metrics", "sglext", EVAL} & data.keys():
             return None
         one = Observation(source=self.title, target=text_of(data.get("model")), tokens_per_s=_speed(data))

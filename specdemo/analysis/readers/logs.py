@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Any
 
 from specdemo.analysis.observation import Observation
@@ -133,7 +133,7 @@ def _add_drafts(totals: OutputTotals, line: str, tokens_per_s: float | None, pla
 
 SGLANG_MARK = "Decode batch"
 SGLANG_ENGINE = re.compile(r"\bDP[0-9]{1,5}\b")
-INTERVAL = 40  # passes between two lines, the default of decode_log_interval
+INTERVAL = 40.0  # passes between two lines, the default of decode_log_interval
 
 
 def _sglang(source: str, value: Callable[[str], str], measured: Mapping[str, Any]) -> Observation:
@@ -175,10 +175,14 @@ class SGLangLog(OutputReader):
         value = partial(_setting, "".join(output.lines("server_args=")))
         lines = [*output.lines(SGLANG_MARK)]
         loads = loads_of(lines, SGLANG_ENGINE, "gen throughput (token/s):", "#running-req:")
-        engines = {load.engine for load in loads}
+        engines, interval = {load.engine for load in loads}, value("decode_log_interval")
+        passes, per_draft = float(interval) if interval.isdecimal() else INTERVAL, _drafted(value) or 1.0
         totals = OutputTotals(noun="reading")
         for line, load in zip(lines, loads, strict=True):
-            _add_passes(totals, find_number("accept len:", line) or 0.0, load, value, len(engines) > 1)
+            length, rows = find_number("accept len:", line) or 0.0, passes * (load.running or 1.0)
+            if length >= 1.0:
+                alone = {"tokens_per_s": load.tokens_per_s} if len(engines) == 1 else {"place": load.engine}
+                totals.add(per_draft * rows, (length - 1.0) * rows, rows, **alone)
         measured = {
             "accepted_length": 1.0 + totals.accepted / totals.steps if totals.steps else None,
             "contrast": contrast(totals.parts, totals.noun),
@@ -187,19 +191,6 @@ class SGLangLog(OutputReader):
             "notes": untold_engines(value("dp_size"), len(engines)),
         }
         return _sglang(self.title, value, measured)
-
-
-def _add_passes(
-    totals: OutputTotals, length: float, load: EngineLoad, value: Callable[[str], str], several: bool
-) -> None:
-    """Add the passes of a line: always the same number, over all running requests. several: there are other engines."""
-    interval = value("decode_log_interval")
-    passes = (float(interval) if interval.isdecimal() else INTERVAL) * (load.running or 1.0)
-    drafted, accepted = (_drafted(value) or 1.0) * passes, (length - 1.0) * passes
-    if length >= 1.0 and several:
-        totals.add(drafted, accepted, passes, place=load.engine)
-    elif length >= 1.0:
-        totals.add(drafted, accepted, passes, tokens_per_s=load.tokens_per_s)
 
 
 def _after_prefill(loads: Sequence[EngineLoad]) -> list[EngineLoad]:
@@ -251,27 +242,28 @@ class SGLangRequests(OutputReader):
 
     def read(self, output: Output) -> Observation | None:
         requests = dict[str, str]()  # the last answer of a stream has the numbers of all
-        for match in META.finditer(output.text):
-            text = output.text[match.end() : match.end() + LONGEST_LINE]
-            text = text.partition("meta_info")[0]
+        matches = [*META.finditer(output.text)]
+        for match, after in zip_longest(matches, [one.start() for one in matches[1:]]):
+            text = output.text[match.end() : min(match.end() + LONGEST_LINE, after or len(output.text))]
             if SECONDS in text and OUTPUT in text:
                 requests[find_last(REQUEST, text) or text] = text
         if not requests:
             return None
         value, totals = partial(_setting, "".join(output.lines("server_args="))), OutputTotals()
+        per_draft = _drafted(value) or 0.0
         for text in requests.values():
-            _add_request(totals, text, value)
+            _add_request(totals, text, per_draft)
         totals.notes.append("Tokens/s are of whole requests, with their prompts.")
         return _sglang(self.title, value, totals.values())
 
 
-def _add_request(totals: OutputTotals, text: str, value: Callable[[str], str]) -> None:
+def _add_request(totals: OutputTotals, text: str, per_draft: float) -> None:
     """Add the statistics of a request. Without a count of accepted tokens, they are those of the text."""
     tokens, passes, seconds = (_field(text, name) or 0.0 for name in (OUTPUT, PASSES, SECONDS))
     totals.add_time(tokens, 1000.0 * seconds)
     if passes:
         after_first = max(tokens - 1.0, 0.0)
-        accepted, drafted = _field(text, *ACCEPTED), _field(text, *PROPOSED) or passes * (_drafted(value) or 0.0)
+        accepted, drafted = _field(text, *ACCEPTED), _field(text, *PROPOSED) or passes * per_draft
         accepted = max(after_first - passes, 0.0) if accepted is None else accepted
         totals.add(drafted, accepted, passes, (), after_first, tokens / seconds if seconds else None)
 
