@@ -5,7 +5,7 @@ Each layer is compared with the original before it is used; only the order of ad
 B rows, S slots, D head size, V vocabulary.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -119,26 +119,29 @@ class FusedDecoder:
 
 
 @torch.no_grad()
-def fuse_layers(model: PreTrainedModel, layout: Layout | None = None) -> None:
-    """Replace layers, matrices and norms by faster equivalents, in place. layout: of packed weights; None: the fastest.
+def fuse_layers(model: PreTrainedModel, layout: Layout | None = None, text: Sequence[int] = ()) -> str:
+    """Replace layers, matrices and norms by faster equivalents, in place. Return a sentence on what could not be
+    replaced, "" without one.
+
+    layout: of packed weights; None: the fastest. text: token ids of a text, see `pack_model`.
 
     Models spread over several devices stay as they are. So do quantised models on a CPU: only on a GPU do their many
     small operations dominate.
     """
     quantised = getattr(model, "hf_quantizer", None) is not None and model.device.type != "cuda"
     if quantised or device_map_summary(model):
-        return
+        return ""
     decoder: Layer = model.get_decoder()
     layers = getattr(decoder, "layers", None)
     if isinstance(layers, nn.ModuleList) and any(type(layer) in KNOWN_LAYERS for layer in layers):
         call = _first_call(decoder, layers[0])
         for index, layer in enumerate(layers):
             layers[index] = fuse_layer(layer, decoder.rotary_emb, call)
-    if model.device.type == "cpu":
-        pack_model(model, layout)
+    note = pack_model(model, layout, text) if model.device.type == "cpu" else ""
     for parameter in model.parameters():  # a tensor that is still mapped keeps the whole file in memory
         if parameter.device.type == "cpu":
             parameter.data = parameter.data.clone()
+    return note
 
 
 @torch.no_grad()

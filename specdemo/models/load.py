@@ -29,10 +29,13 @@ from transformers.models.auto.modeling_auto import (
 
 from specdemo.core.deployment import zero_gpu
 from specdemo.core.protocol import Target
+from specdemo.core.rounding import difference, spacing
 from specdemo.core.safe_io import is_out_of_memory
+from specdemo.core.shapes import HEADROOM
 from specdemo.core.suggest import suggest
+from specdemo.models.auto_dtype import faster_precision
 from specdemo.models.checkpoints import check_finite
-from specdemo.models.cpu_plan import MEASURED, CpuSettings
+from specdemo.models.cpu_plan import MEASURED, PROBE_TOKENS, CpuSettings
 from specdemo.models.cpu_threads import one_thread, thread_counts, threads
 from specdemo.models.devices import device_kind
 from specdemo.models.errors import first_line, load_errors, tokenizer_errors
@@ -46,10 +49,11 @@ from specdemo.models.memory import (
     check_config_size,
     check_memory,
     estimate_footprint,
+    free_bytes,
     resolve_placement,
     stored_dtype,
 )
-from specdemo.models.packed import SAMPLE_BYTES, bfloat16_pays
+from specdemo.models.packed import SAMPLE_BYTES
 from specdemo.models.pass_cost import fastest_threads, plan_passes
 from specdemo.models.shipped import is_embedded
 from specdemo.models.sources import (
@@ -63,14 +67,12 @@ from specdemo.models.sources import (
     resolve,
 )
 from specdemo.models.target import HFTarget
+from specdemo.models.text import sample_tokens
 
 AutoClass = type[_BaseAutoModelClass]
 _building = threading.RLock()
 KERNELS = ("auto", "transformers")
-# How much a token may change the logits before it, as a share of how much it changes its own. In a causal model only
-# rounding changes them. Encoders with random weights of scale 0.2 reach 0.3 to 2, of scale 0.02 0.004 to 0.01.
-LEAK = 2e-3  # in float32
-LEAK_LOW_PRECISION = 0.1
+SHARED_TOKENS = 4  # of two texts with other endings, with which look-ahead is noticed
 
 
 @dataclass
@@ -113,16 +115,17 @@ def _given(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) ->
     name = str(model.config.name_or_path) or type(model).__name__
     check_config(name, model.config)
     with one_thread(model.device):
-        check_model(name, model.eval())
-        _check_history(name, model)
-    return HFTarget(model, tokenizer)
+        check_model(name, model.eval(), tokenizer)
+        note = _check_history(name, model, tokenizer)
+    return HFTarget(model, tokenizer, notes=(note,) if note else ())
 
 
-def _check_history(name: str, model: PreTrainedModel) -> None:
-    """Raise ValueError, one line, unless a target on the model continues its history correctly."""
+def _check_history(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> str:
+    """Return the sentence of `HFTarget.check_history`. Raises ValueError, one line, for a model without a usable
+    cache."""
     kind = model.config.model_type
     with _failing(f"{name} cannot run here: a {kind} model does not continue a text from specdemo's cache"):
-        HFTarget(model, name=name).check_history()
+        return HFTarget(model, tokenizer, name).check_history()
 
 
 @contextmanager
@@ -148,8 +151,8 @@ def load_model(
 ) -> LoadedModel:
     """Load a model and its tokenizer.
 
-    dtype: auto, float32, bfloat16, float16 (or fp32, bf16, fp16). auto is bfloat16 on a GPU, and on a CPU
-    for a checkpoint in bfloat16 whose passes are faster than in float32; else float32.
+    dtype: auto, float32, bfloat16, float16 (or fp32, bf16, fp16). auto is bfloat16 on a GPU. On a CPU it is float32,
+    and for a checkpoint in bfloat16 the faster of both (models/auto_dtype.py).
     device: auto or a name (core/suggest.py). quantization: 4bit, 8bit. kernels: auto (models/fused.py) or transformers
     (unmodified layers, which can be trained and saved). progress: may raise to stop. llamacpp: settings of GGUF models,
     for which dtype, device and quantization have no effect.
@@ -167,18 +170,25 @@ def load_model(
     torch_device, precision = resolve_placement(dtype, device, quantization)
     report(0.0, f"looking for {name}")
     source = locate(name, report=report)
-    footprint = estimate_footprint(source, precision)
-    large = footprint.weights > SAMPLE_BYTES  # smaller ones fit into a cache, where the measurement does not apply
-    on_cpu = dtype == "auto" and torch_device.type == "cpu"
-    if on_cpu and large and stored_dtype(source) == torch.bfloat16 and bfloat16_pays():
-        precision = replace(precision, dtype=torch.bfloat16)
-    spread = check_memory(name, footprint.weights, torch_device, precision)
+    needed = estimate_footprint(source, precision).weights
+    chooses = dtype == "auto" and torch_device.type == "cpu" and not precision.bits
+    # smaller ones fit into a cache, where the measurement does not apply
+    chooses = chooses and needed > SAMPLE_BYTES and stored_dtype(source) == torch.bfloat16
+    if chooses and HEADROOM * needed > free_bytes(torch_device)[0]:
+        chooses, precision = False, replace(precision, dtype=torch.bfloat16)
+        needed = estimate_footprint(source, precision).weights
+    spread = check_memory(name, needed, torch_device, precision)
     folder = str(check_folder(fetch_folder(source, report), name))
+    notes = []
+    if chooses:
+        report(0.58, f"measuring float32 and bfloat16 of {name}")
+        precision, why = faster_precision(Path(folder), precision, padded=cpu.bit_exact == "on")
+        notes.append(why)
     if not is_embedded(folder):
         _meta_target(name, folder)
     report(0.6, f"reading {name}")
     with _exclusive_build():
-        loaded = _read(name, folder, torch_device, precision, spread, kernels, cpu)
+        loaded = _read(name, folder, torch_device, precision, spread, kernels, cpu, notes)
     report(1.0, f"{name} is ready")
     return loaded
 
@@ -203,7 +213,9 @@ def _read(
     spread: bool,
     kernels: str,
     cpu: CpuSettings,
+    notes: list[str],
 ) -> LoadedModel:
+    """notes: sentences for the user so far."""
     with load_errors(name):
         tokenizer = _tokenizer(folder)
         loaded = _auto_class(name, folder)[0].from_pretrained(
@@ -224,12 +236,15 @@ def _read(
     model.requires_grad_(False)
     on_cpu = torch_device.type == "cpu"
     with threads(max(cpu.counts)) if on_cpu else nullcontext():
-        check_model(name, model)
+        check_model(name, model, tokenizer)
         if kernels == "auto":
-            fuse_layers(model, cpu.layout)
-        _check_history(name, model)
+            embeddings: Any = model.get_input_embeddings()
+            text = sample_tokens(tokenizer, PROBE_TOKENS, embeddings.weight.shape[0])
+            notes.append(fuse_layers(model, cpu.layout, text))
+        notes.append(_check_history(name, model, tokenizer))
     device_kind(torch_device).empty_cache()  # the original matrices, which were concatenated
-    return LoadedModel(model, tokenizer, name, plan_passes(HFTarget(model), cpu))
+    notes = [*notes, *plan_passes(HFTarget(model), cpu)]
+    return LoadedModel(model, tokenizer, name, tuple(filter(None, notes)))
 
 
 def load_meta_target(name: str) -> HFTarget:
@@ -371,21 +386,24 @@ def check_class(name: str, config: PreTrainedConfig) -> None:
 
 
 @torch.no_grad()
-def check_model(name: str, model: PreTrainedModel) -> None:
-    """Raise ValueError unless a forward pass of the model works, and its logits do not depend on later tokens."""
+def check_model(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+    """Raise ValueError unless a forward pass of the model works, and its logits do not depend on later tokens by more
+    than rounding."""
     embed: Any = model.get_input_embeddings()
     if model.get_output_embeddings() is None:
         raise ValueError(
             f"{name} has no language-model head ({type(model).__name__}); load it with AutoModelForCausalLM"
         )
     device = embed.weight.device
-    tokens = torch.tensor([[1, 2], [1, 3]], device="cpu" if device.type == "meta" else device)
+    ids = sample_tokens(tokenizer, 3 * SHARED_TOKENS, embed.weight.shape[0])
+    shared, first, second = (ids[n : n + SHARED_TOKENS] for n in range(0, len(ids), SHARED_TOKENS))
+    texts = torch.tensor([shared + first, shared + second], device="cpu" if device.type == "meta" else device)
     kind = model.config.model_type
     with _failing(f"{name} cannot generate: transformers fails in a forward pass of this {kind} model"):
-        logits = model(tokens % embed.weight.shape[0]).logits.float()
-    first, second = (logits[0] - logits[1]).abs().amax(-1).tolist()
-    exact = model.dtype == torch.float32 and not getattr(model, "is_quantized", False)
-    if first > (LEAK if exact else LEAK_LOW_PRECISION) * second:
+        both, alone = (model(rows).logits[:, :SHARED_TOKENS].float() for rows in (texts, texts[:1]))
+    eps = spacing(model.dtype, bool(getattr(model, "is_quantized", False)))
+    layers = int(model.config.get_text_config(decoder=True).num_hidden_layers)
+    if not difference(both[0], both[1], [(both[0], alone[0])], eps, layers).is_rounding:
         raise _encoder(name, kind)
 
 

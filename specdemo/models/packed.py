@@ -92,6 +92,15 @@ class PackedLinear(nn.Module):
         return make_linear(self._blocks.to_dense(), None if self._bias is None else self._bias.clone())
 
 
+def packs(linear: nn.Linear) -> bool:
+    """Return whether this torch has packed products in the dtype of a layer on this processor."""
+    try:
+        PackedLinear(linear)
+    except (AttributeError, RuntimeError, NotImplementedError):  # private operations of torch may be missing or differ
+        return False
+    return True
+
+
 class PackedHead(PackedLinear):
     """Output head with packed weights that also keeps its plain `weight`, which embedding and heads may share."""
 
@@ -383,9 +392,8 @@ def choose_layout(linears: Sequence[nn.Linear], free_bytes: int = 0) -> Layout:
 
 
 def _measured_layout(linears: Sequence[nn.Linear], copies: bool) -> Layout:
-    try:
-        seconds = _layout_seconds(_sample(linears))
-    except (AttributeError, RuntimeError, NotImplementedError):  # private operations of torch may be missing or differ
+    seconds = layout_seconds(_sample(linears))
+    if ("packed", 1) not in seconds:
         return PLAIN
     wide = seconds["packed", WIDE_ROWS]
     one = {
@@ -417,10 +425,9 @@ def bfloat16_pays() -> bool:
     for dtype in (torch.float32, torch.bfloat16):
         linears = [make_linear(torch.zeros(2048, 1024, dtype=dtype), None) for _ in range(12)]
         with threads(1):
-            try:
-                times = _layout_seconds(linears)
-            except (AttributeError, RuntimeError, NotImplementedError):
-                return False
+            times = layout_seconds(linears)
+        if ("packed", 1) not in times:
+            return False
         one = min(times["plain", 1], times["packed", 1], times["packed", PADDED_ROWS])
         seconds[dtype] = one + min(times["plain", WIDE_ROWS], times["packed", WIDE_ROWS])
     return seconds[torch.bfloat16] < seconds[torch.float32]
@@ -438,9 +445,12 @@ def _sample(linears: Sequence[nn.Linear]) -> list[nn.Linear]:
     return chosen
 
 
-def _layout_seconds(linears: Sequence[nn.Linear]) -> dict[tuple[str, int], float]:
-    """Return kind of layout and number of rows -> seconds of one product with every layer, the best of three."""
-    kinds = {"plain": linears, "packed": [PackedLinear(linear) for linear in linears]}
+def layout_seconds(linears: Sequence[nn.Linear]) -> dict[tuple[str, int], float]:
+    """Return kind of layout and number of rows -> seconds of one product with every layer, the best of ROUNDS; without
+    packed products where torch has none."""
+    kinds: dict[str, Sequence[nn.Module]] = {"plain": linears}
+    if packs(linears[0]):
+        kinds["packed"] = [PackedLinear(linear) for linear in linears]
     dtype = linears[0].weight.dtype
     inputs = {
         (rows, size): torch.ones(1, rows, size, dtype=dtype)
@@ -453,6 +463,7 @@ def _layout_seconds(linears: Sequence[nn.Linear]) -> dict[tuple[str, int], float
             layer(inputs[rows, linear.in_features])
 
     runs = [("plain", 1), ("plain", WIDE_ROWS), ("packed", 1), ("packed", PADDED_ROWS), ("packed", WIDE_ROWS)]
+    runs = [run for run in runs if run[0] in kinds]
     best = dict.fromkeys(runs, float("inf"))
     for _ in range(ROUNDS):
         for run in runs:

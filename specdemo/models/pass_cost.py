@@ -13,6 +13,7 @@ from torch import Tensor
 
 from specdemo.core.passes import ROUNDED, SAME_BITS
 from specdemo.core.protocol import Target
+from specdemo.core.rounding import gap_change
 from specdemo.core.speedup import interpolate
 from specdemo.core.tree import chain_parents
 from specdemo.kv.store import PassShape
@@ -26,7 +27,6 @@ VERIFY_TOKENS = 5
 MAX_LENGTH_SPREAD = 4
 REPEATS = 6  # interleaved repeats of one measurement
 NOISE_TOKENS = 48  # tokens over which rounding is measured
-LIKELY = 8  # tokens of a position whose logits are compared
 THREAD_SECONDS = 1.0
 THREAD_CONTEXT = 16
 EQUAL_TIMES = 1.1  # a further thread must gain more, because other programs disturb several threads
@@ -293,9 +293,7 @@ def passes_noise(target: Target, tokens: Tensor, passes: Sequence[Pass]) -> floa
     text = torch.cat([slots[:, path] for slots, _, path in passes], 1)
     # one-token passes first, because the CUDA graph of a wide pass would serve single tokens too
     single = _logits(target, tokens, [(token, token[:, 1:], [0]) for token in text.split(1, 1)])
-    likely = single.topk(min(LIKELY, single.shape[-1])).indices
-    change = (single - _logits(target, tokens, passes)).gather(-1, likely)
-    return float((change.amax(-1) - change.amin(-1)).max())
+    return gap_change(single[0], _logits(target, tokens, passes)[0])
 
 
 def _logits(target: Target, tokens: Tensor, passes: Sequence[Pass]) -> Tensor:

@@ -1,6 +1,7 @@
 """Conversion of prompts to token ids, and of token ids to text in pieces that always add up to the text."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -8,6 +9,10 @@ from transformers import PreTrainedTokenizerBase
 from specdemo.core.generation import Thinking, template_arguments
 from specdemo.models.errors import first_line, tokenizer_errors
 
+SENTENCE = (
+    "The weather was fine, so the whole family walked along the river to the old bridge and had lunch under the trees."
+)
+SPREAD = 7  # step between token ids where there is no tokenizer; the first ids are often special tokens
 UNFINISHED = "\ufffd"  # shown by decoders for an incomplete character
 # Prompt tokens decoded with the first piece, because some tokenizers drop a leading space at the start. More than 6, so
 # that the window holds a complete character even if it starts and ends inside one of 4 bytes.
@@ -70,6 +75,19 @@ def _apply_template(tokenizer: PreTrainedTokenizerBase, chat: list[dict[str, str
     if len(text) > MAX_TEMPLATE_OUTPUT:
         raise ValueError(f"the model's chat template generates {len(text):,} characters; choose another model")
     return text
+
+
+def sample_tokens(tokenizer: PreTrainedTokenizerBase | None, count: int, vocab_size: int) -> list[int]:
+    """Return `count` token ids of a sentence; spread ids without a tokenizer.
+
+    For checks: on a text a model is sure of its next tokens. On ids that form none rounding decides.
+    """
+    ids: list[int] = []
+    if tokenizer is not None:
+        with suppress(Exception):  # a tokenizer that fails is no reason to refuse the model
+            ids = list(tokenizer(SENTENCE, verbose=False)["input_ids"])
+    ids += [SPREAD * n for n in range(1, count + 1)]
+    return [token % vocab_size for token in ids[:count]]
 
 
 class Detokenizer:

@@ -16,6 +16,7 @@ from transformers import (
 )
 
 from specdemo.core.tree import chain_parents
+from specdemo.models import cpu_plan as cpu_plan_module
 from specdemo.models import cpu_threads, pass_cost
 from specdemo.models.cpu_plan import CpuPlan, CpuSettings, cpu_plan, key_tails
 from specdemo.models.cpu_threads import ThreadLimit, thread_counts, threads, usable_cores
@@ -149,6 +150,21 @@ def test_bit_exact_off_leaves_passes_alone(monkeypatch):
     assert cpu_plan(made) == CpuPlan(layout=PADDED, threads=target.threads)
     with pytest.raises(ValueError, match="unknown bit_exact 'yes'; choose one of auto, on, off"):
         CpuSettings(bit_exact="yes")
+
+
+def test_products_that_cannot_be_packed_or_differ_are_left_out_with_a_note(monkeypatch):
+    plain, forward = model("llama-3x64", torch.float32), PackedLinear.forward
+    monkeypatch.setattr(PackedLinear, "forward", lambda self, x: 1.1 * forward(self, x))
+    note = fuse_layers(plain, PADDED)
+    assert note.startswith("packed products move ") and note.endswith(" of a token, so they are not used")
+    assert not any(isinstance(part, PackedLinear) for part in plain.modules()) and cpu_plan(plain).layout == Layout()
+    monkeypatch.setattr(cpu_plan_module, "packs", lambda linear: False)
+    absent = "this processor has no packed products in {}, so its passes use plain ones{}"
+    assert fuse_layers(plain, PADDED) == absent.format("float32", "")
+    half = fuse_layers(model("llama-3x64", torch.bfloat16), PADDED)
+    assert half == absent.format("bfloat16", "; choose dtype float32")
+    target = HFTarget(plain)
+    assert plan_passes(target, CpuSettings(bit_exact="on"))[0].startswith("bit_exact is on, but")
 
 
 def test_bit_exact_costs_at_most_a_little_by_default(monkeypatch):

@@ -200,7 +200,7 @@ SECONDS = {("plain", 1): 1.0, ("plain", 5): 4.0, ("packed", 1): 1.2, ("packed", 
     ],
 )
 def test_the_layout_is_the_best_for_one_row_then_for_several(monkeypatch, changes, copies, layout):
-    monkeypatch.setattr(module, "_layout_seconds", lambda linears: SECONDS | changes)
+    monkeypatch.setattr(module, "layout_seconds", lambda linears: SECONDS | changes)
     assert module._measured_layout([torch.nn.Linear(8, 8)], copies) == layout
 
 

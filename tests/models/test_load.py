@@ -22,8 +22,9 @@ from transformers import (
 from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.engine.loop import generate
 from specdemo.methods import load_drafter
-from specdemo.models import load, memory, sources
+from specdemo.models import auto_dtype, load, memory, sources
 from specdemo.models.checkpoints import open_checkpoint, open_meta_checkpoint
+from specdemo.models.cpu_plan import CpuSettings
 from specdemo.models.devices import device_map_summary
 from specdemo.models.load import LoadedModel, load_meta_target, load_model, load_target
 from specdemo.models.memory import Precision, estimate_footprint
@@ -364,17 +365,41 @@ def test_weights_are_read_straight_to_a_device_with_its_own_memory(monkeypatch):
     assert device_map("cuda") is None  # the GPU is attached later
 
 
+PLAIN_ONLY = {("plain", 1): 1.0, ("plain", 5): 4.0}
+BOTH = PLAIN_ONLY | {("packed", 1): 1.2, ("packed", 4): 1.0, ("packed", 5): 1.1}
+HALF = {("plain", 1): 0.5, ("plain", 5): 3.0}  # of a processor that emulates bfloat16
+
+
 @pytest.mark.parametrize(
-    ("pays", "stored", "expected"),
-    [(True, "bfloat16", "bfloat16"), (False, "bfloat16", "float32"), (True, "float32", "float32")],
+    ("seconds", "stored", "bit_exact", "expected"),
+    [
+        ((BOTH, HALF), "bfloat16", "auto", "bfloat16"),  # plain decoding decides, although five tokens cost more
+        ((BOTH, HALF), "bfloat16", "on", "float32"),  # bfloat16 has no packed products here
+        ((HALF, PLAIN_ONLY), "bfloat16", "auto", "float32"),
+        ((BOTH, HALF), "float32", "auto", "float32"),
+    ],
 )
-def test_auto_is_the_dtype_of_the_checkpoint_where_its_passes_are_faster(
-    folder, tmp_path, monkeypatch, pays, stored, expected
+def test_auto_is_the_dtype_whose_plain_decoding_is_faster(
+    folder, tmp_path, monkeypatch, seconds, stored, bit_exact, expected
 ):
-    monkeypatch.setattr(load, "bfloat16_pays", lambda: pays)
+    times = dict(zip(auto_dtype.DTYPES, seconds, strict=True))
+    monkeypatch.setattr(auto_dtype, "layout_seconds", lambda linears: times[linears[0].weight.dtype])
+    monkeypatch.setattr(auto_dtype, "LEAST_SIZE", 1)
     monkeypatch.setattr(load, "SAMPLE_BYTES", 0)
     copied = shutil.copytree(folder, tmp_path / "model")
     config = json.loads((copied / "config.json").read_text())
     (copied / "config.json").write_text(json.dumps({**config, "dtype": stored}))
-    assert load_target(str(copied), device="cpu").dtype == getattr(torch, expected)
+    loaded = load_model(str(copied), device="cpu", cpu=CpuSettings(bit_exact=bit_exact))
+    assert loaded.model.dtype == getattr(torch, expected)
+    why = [note for note in loaded.notes if note.startswith("dtype auto is ")]
+    assert len(why) == (stored == "bfloat16") and all(note.startswith(f"dtype auto is {expected}: ") for note in why)
     assert load_target(str(copied), "float32", "cpu").dtype == torch.float32
+
+
+def test_auto_is_bfloat16_where_float32_does_not_fit(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(load, "SAMPLE_BYTES", 0)
+    copied = shutil.copytree(folder, tmp_path / "model")
+    config = json.loads((copied / "config.json").read_text())
+    (copied / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    monkeypatch.setattr(load, "free_bytes", lambda device: [1])
+    assert load_target(str(copied), device="cpu").dtype == torch.bfloat16
