@@ -55,6 +55,12 @@ PART = ("a part of a model, without its token embeddings", "the program that mad
 ENCODER = ("an encoder", "llama-server -m FILE --embedding")
 ENCODERS = re.compile("bert|^t5|embed(ding)?$")  # in names of architectures
 ALIGNMENT, FILE_TYPE, TOKENS = "general.alignment", "general.file_type", "tokenizer.ggml.tokens"
+DELTA, DELTA_INTERVAL = ("qwen35", "qwen35moe", "qwen3next"), 4  # attention in every fourth layer
+NO_ATTENTION = ("mamba", "mamba2")
+ROLLBACK = 8  # draft tokens that a context takes back at once; each needs memory for a state
+TAKEN_BACK = frozenset(  # architectures whose recurrent layers llama.cpp can take back, llm_arch_supports_rs_rollback
+    "lfm2 lfm2moe qwen35 qwen35moe qwen4exp nemotron_h nemotron_h_moe deepseek4 kimi-k3 glm5-next bailingmoe3".split()
+)
 SIZES = (  # of an architecture
     "context_length block_count embedding_length attention.head_count attention.head_count_kv attention.key_length "
     "attention.value_length pooling_type"
@@ -101,13 +107,42 @@ class Header:
         value = self.metadata.get(f"{self.architecture}.{key}", default)
         return int(max(value, default=default) if isinstance(value, list) else value)
 
+    @property
+    def _layers(self) -> list[int]:
+        """Return the number of key/value heads of each layer; 0 without attention."""
+        count = self.number("block_count") - self.number("nextn_predict_layers")
+        stated = self.metadata.get(f"{self.architecture}.attention.head_count_kv")
+        if isinstance(stated, list):
+            return [int(heads) for heads in stated[:count]]
+        heads = self.number("attention.head_count_kv", self.number("attention.head_count", 1))
+        every = self.number("full_attention_interval", DELTA_INTERVAL if self.architecture in DELTA else 1)
+        if self.architecture in NO_ATTENTION:
+            return [0] * count
+        return [heads * ((number + 1) % max(every, 1) == 0) for number in range(count)]
+
     def cache_bytes(self, bytes_per_number: float) -> int:
         """Return the size of the keys and values of one token."""
-        heads = self.number("attention.head_count", 1)
-        usual = self.number("embedding_length") // max(heads, 1)
+        usual = self.number("embedding_length") // max(self.number("attention.head_count", 1), 1)
         sizes = self.number("attention.key_length", usual) + self.number("attention.value_length", usual)
-        numbers = self.number("block_count") * self.number("attention.head_count_kv", heads) * sizes
-        return int(numbers * bytes_per_number)
+        return int(sum(self._layers) * sizes * bytes_per_number)
+
+    @property
+    def lane_bytes(self) -> int:
+        """Return the size of the recurrent states of a lane with one text, those to take tokens back included."""
+        return self.state_bytes * (1 + ROLLBACK * (self.architecture in TAKEN_BACK))
+
+    @property
+    def state_bytes(self) -> int:
+        """Return the size of the recurrent state of one text; 0 for a model without recurrent layers."""
+        inner, state = self.number("ssm.inner_size"), self.number("ssm.state_size")
+        convolved = inner + 2 * self.number("ssm.group_count") * state
+        numbers = (self.number("ssm.conv_kernel", 1) - 1) * convolved + state * inner
+        numbers += (self.number("shortconv.l_cache", 1) - 1) * self.number("embedding_length")
+        hidden = self.metadata.get(f"{self.architecture}.feed_forward_length")  # layers without attention may be these
+        widths = hidden if isinstance(hidden, list) and inner else [0] * len(self._layers)
+        everywhere = self.architecture == "falcon-h1"
+        layers = sum(everywhere or not (heads or width) for heads, width in zip(self._layers, widths, strict=False))
+        return 4 * layers * numbers
 
 
 def other_kind(parts: Sequence[Header]) -> tuple[str, str] | None:

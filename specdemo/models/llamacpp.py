@@ -20,10 +20,10 @@ from torch import Tensor
 from specdemo.models.cpu_threads import thread_counts, thread_limit
 from specdemo.models.errors import first_line
 from specdemo.models.gguf_files import all_parts
-from specdemo.models.gguf_header import Header, read_header
+from specdemo.models.gguf_header import ROLLBACK, Header, read_header
 from specdemo.models.llamacpp_layers import Handle, Llama, layer_functions
 from specdemo.models.llamacpp_trial import Trial, check_llamacpp
-from specdemo.models.sources import LoadProgress, no_progress
+from specdemo.models.sources import LoadProgress, no_progress, size_text
 
 PACKAGE = "llama_cpp"
 INSTALL = "pip install llama-cpp-python gguf"
@@ -117,21 +117,24 @@ class LlamaCppModel:
         self.threads = self.given.threads or max(thread_counts())  # see `LlamaCppTarget.threads`
         self.handle, self.gpu_layers = self._load(progress)
         weakref.finalize(self, llama.llama_model_free, self.handle)
-        if llama.llama_model_is_recurrent(self.handle) or llama.llama_model_is_hybrid(self.handle):
-            raise ValueError(f"{path} has recurrent layers, which cannot take draft tokens back; choose another model")
+        self.recurrent = bool(llama.llama_model_is_recurrent(self.handle) or llama.llama_model_is_hybrid(self.handle))
         if llama.llama_model_has_encoder(self.handle) or not llama.llama_model_has_decoder(self.handle):
             raise ValueError(f"{path} does not continue text; choose a language model with a decoder only")
-        context, flash = open_context(self.handle, self.settings, PROBE_CELLS, 1)
+        self.vocab = llama.llama_model_get_vocab(self.handle)
+        context, flash = open_context(self.handle, self.settings, PROBE_CELLS, 1, ROLLBACK * self.recurrent)
         if not context:
             architecture = read_header(Path(path)).architecture
             raise ValueError(
                 f"llama.cpp cannot open a context of {path} (architecture {architecture}) by itself; update "
                 "llama-cpp-python, or choose another file"
             )
+        self.rollback = int(llama.llama_n_rs_seq(context)) if self.recurrent else 0
+        self.output_tap = not self.recurrent or _keeps_logits(context, int(llama.llama_vocab_n_tokens(self.vocab)))
         llama.llama_free(context)
-        self.notes = () if flash == self.settings.flash_attention else (NO_FLASH,)
+        self.state_bytes = read_header(Path(path)).state_bytes
+        self.notes: tuple[str, ...] = () if flash == self.settings.flash_attention else (NO_FLASH,)
+        self.notes += (_recurrent_note(self.rollback, self.state_bytes),) if self.recurrent else ()
         self.settings = replace(self.settings, flash_attention=flash)
-        self.vocab = llama.llama_model_get_vocab(self.handle)
         self.vocab_size = int(llama.llama_vocab_n_tokens(self.vocab))
         self.hidden_size = int(llama.llama_model_n_embd(self.handle))
         self.num_layers = int(llama.llama_model_n_layer(self.handle))
@@ -164,7 +167,9 @@ class LlamaCppModel:
 
     def _try_out(self, layers: list[int], progress: LoadProgress) -> bool:
         """Try the file in another process; return True if the inputs of its layers can be read."""
-        trial = Trial(PACKAGE, str(Path(self.path).resolve()), layers, self.settings.flash_attention)
+        file = Path(self.path).resolve()
+        rollback = ROLLBACK if read_header(file).state_bytes else 0
+        trial = Trial(PACKAGE, str(file), layers, self.settings.flash_attention, rollback=rollback)
         parts = all_parts(Path(self.path))
         if layer_functions(library()):
             with suppress(ValueError):
@@ -198,7 +203,7 @@ class LlamaCppModel:
     @property
     def taps(self) -> frozenset[int]:
         """Return the taps that a pass can return, see `core.protocol.Forward`."""
-        return frozenset(range(-1, self.num_layers if self.layer_inputs else 0))
+        return frozenset(range(-int(self.output_tap), self.num_layers if self.layer_inputs else 0))
 
     @property
     def used_threads(self) -> int:
@@ -212,22 +217,51 @@ class LlamaCppModel:
         return tuple(t for t in range(self.vocab_size) if llama.llama_vocab_is_eog(self.vocab, t))
 
 
-def open_context(handle: Handle, settings: LlamaCppSettings, cells: int, sequences: int) -> tuple[Handle, bool]:
+def open_context(
+    handle: Handle, settings: LlamaCppSettings, cells: int, sequences: int, rollback: int = 0
+) -> tuple[Handle, bool]:
     """Return a context of a model, None if llama.cpp refuses it, and True if it uses flash attention.
 
-    cells: size of the KV cache in tokens. sequences: most sequences that share it.
+    cells: size of the KV cache in tokens. sequences: most sequences that share it. rollback: tokens that recurrent
+    layers can take back, each at the cost of a state per sequence.
     """
     llama = library()
     parameters = llama.llama_context_default_params()
     parameters.n_ctx, parameters.n_batch, parameters.n_ubatch = cells, BATCH_TOKENS, BATCH_TOKENS
     parameters.n_threads = parameters.n_threads_batch = settings.threads or max(thread_counts())
-    parameters.n_seq_max, parameters.kv_unified = sequences, True
+    parameters.n_seq_max, parameters.kv_unified, parameters.n_rs_seq = sequences, True, rollback
     parameters.type_k = parameters.type_v = CACHE_TYPES[settings.cache_type]
     off, auto = llama.LLAMA_FLASH_ATTN_TYPE_DISABLED, llama.LLAMA_FLASH_ATTN_TYPE_AUTO
     parameters.flash_attn_type = auto if settings.flash_attention else off  # auto: on where the device supports it
     _log.clear()
     context = llama.llama_init_from_model(handle, parameters)
     return context, settings.flash_attention and not any(map(FLASH_OFF.search, _log))
+
+
+def _keeps_logits(context: Handle, vocabulary: int) -> bool:
+    """Return True if a context returns logits beside the input of lm_head; llama.cpp's lfm2 does not."""
+    llama = library()
+    logits: list[numpy.ndarray] = []
+    for embeddings in (False, True):
+        llama.llama_memory_clear(llama.llama_get_memory(context), True)
+        llama.llama_set_embeddings(context, embeddings)
+        llama.llama_decode(context, llama.llama_batch_get_one((llama.llama_token * 1)(), 1))
+        logits.append(numpy.ctypeslib.as_array(llama.llama_get_logits(context), (vocabulary,)).copy())
+    return bool(abs(logits[0] - logits[1]).max() <= 1e-2 * logits[0].std())
+
+
+def _recurrent_note(rollback: int, state_bytes: int) -> str:
+    """Return what drafts cost on a model with recurrent layers."""
+    if rollback:
+        kept = size_text((1 + rollback) * state_bytes)
+        return (
+            f"recurrent layers: drafts are chains, and llama.cpp takes up to {rollback} draft tokens back, from {kept} "
+            "of states per lane; longer drafts cost a copy of the state, and a second pass after a rejection"
+        )
+    return (
+        "recurrent layers from which llama.cpp cannot take draft tokens back: drafts are chains, each starts with a "
+        f"copy of {size_text(state_bytes)}, and a rejection costs a second pass"
+    )
 
 
 def part_with(path: str, name: str) -> Path | None:

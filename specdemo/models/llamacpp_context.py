@@ -20,6 +20,7 @@ ABORTED = 2  # status of llama_decode
 ALL_POSITIONS = -1
 OUTPUT_TAP = -1  # the input of lm_head; tap n is the input of layer n, see `core.protocol.Forward`
 Taps = tuple[int, ...]
+RECURRENT_ONLY = 1  # LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
 State = ctypes.Array[ctypes.c_uint8]  # a sequence as llama.cpp stores it
 Outputs = tuple[Values, dict[int, Values]]  # logits, and states by tap
 
@@ -96,10 +97,11 @@ class LlamaCppContext:
     """KV cache of llama.cpp for one history, with its input and output buffers."""
 
     def __init__(self, model: LlamaCppModel, cells: int, sequences: int) -> None:
-        """cells: size of the KV cache in tokens. sequences: most sequences that share it."""
+        """cells: size of the KV cache in tokens. sequences: most sequences that share it, each with its own recurrent
+        state."""
         llama = self._llama = library()
-        self._model, self.cells = model, cells
-        self._handle, _ = open_context(model.handle, model.settings, cells, sequences)
+        self._model, self.cells, self.sequences = model, cells, sequences
+        self._handle, _ = open_context(model.handle, model.settings, cells, sequences, model.rollback)
         if not self._handle:
             raise ValueError(f"llama.cpp cannot allocate a context of {cells} tokens; use a shorter context")
         weakref.finalize(self, _free, llama, self._handle, model)
@@ -186,9 +188,24 @@ class LlamaCppContext:
             return self._llama.llama_get_embeddings(self._handle)
         return self._layers.read(self._handle, tap)
 
-    def remove(self, sequence: int, begin: int) -> None:
-        """Remove the cells of a sequence from position `begin` on."""
-        self._llama.llama_memory_seq_rm(self._memory, sequence, begin, ALL_POSITIONS)
+    def remove(self, sequence: int, begin: int) -> bool:
+        """Remove the cells of a sequence from position `begin` on. Return False, and change nothing, if a recurrent
+        state cannot be taken back so far."""
+        return bool(self._llama.llama_memory_seq_rm(self._memory, sequence, begin, ALL_POSITIONS))
+
+    def save(self, sequence: int, flags: int = 0) -> State:
+        """Return a copy of a sequence: its cells and recurrent state, with RECURRENT_ONLY the state alone."""
+        size = self._llama.llama_state_seq_get_size_ext(self._handle, sequence, flags)
+        state: State = (ctypes.c_uint8 * size)()
+        self._llama.llama_state_seq_get_data_ext(self._handle, state, size, sequence, flags)
+        return state
+
+    def restore(self, sequence: int, state: State, flags: int = 0) -> None:
+        """Replace a sequence by a copy of `save`, whose cells take the first free ones; with RECURRENT_ONLY its
+        recurrent state alone."""
+        size = len(state)
+        if self._llama.llama_state_seq_set_data_ext(self._handle, state, size, sequence, flags) != size:
+            raise ValueError(f"llama.cpp cannot restore {self._model.path}; choose plain decoding")
 
     def copy_sequence(self, source: int, destination: int, begin: int = ALL_POSITIONS) -> None:
         """Let `destination` share all cells of `source`, or those from position `begin` on."""
@@ -210,18 +227,6 @@ class LlamaCppContext:
             self.restore(spare, state)
             self.copy_sequence(spare, sequence)
             self.remove(spare, 0)
-
-    def save(self, sequence: int) -> State:
-        """Return a copy of the cells of a sequence."""
-        size = self._llama.llama_state_seq_get_size(self._handle, sequence)
-        state: State = (ctypes.c_uint8 * size)()
-        self._llama.llama_state_seq_get_data(self._handle, state, size, sequence)
-        return state
-
-    def restore(self, sequence: int, state: State) -> None:
-        """Replace the cells of a sequence by a copy of `save`, in the first free cells."""
-        if self._llama.llama_state_seq_set_data(self._handle, state, len(state), sequence) != len(state):
-            raise ValueError(f"llama.cpp cannot copy tokens of {self._model.path}; choose drafts without trees")
 
     def clear(self) -> None:
         """Remove all cells."""

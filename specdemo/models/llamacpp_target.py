@@ -27,6 +27,7 @@ from specdemo.models.gguf_header import EMBEDDINGS, OUTPUT, read_header
 from specdemo.models.llamacpp import LlamaCppModel, LlamaCppSettings, library, part_with, read_matrix
 from specdemo.models.llamacpp_context import Inputs, LlamaCppContext, Outputs
 from specdemo.models.llamacpp_layers import Values
+from specdemo.models.llamacpp_recurrent import RecurrentHistory
 
 SPARE_CELLS = 256  # free cells of the KV cache where no reserve is given
 RMS_EPSILON = 1e-5  # of files without one
@@ -36,6 +37,7 @@ LAYER_SIZES = {
     "num_key_value_heads": "attention.head_count_kv",
     "head_dim": "attention.key_length",
 }
+RECURRENT_ROWS = 16  # most rows with recurrent layers, whose states take memory
 ROUNDED = 256  # llama.cpp rounds the size of a context up to a multiple of this
 
 
@@ -61,10 +63,12 @@ class LlamaCppTarget(Target):
         self.vocab_size, self.hidden_size, self.num_layers = model.vocab_size, model.hidden_size, model.num_layers
         self.max_length, self.stop_token_ids = model.max_length, model.stop_token_ids
         self._sequences = int(library().llama_max_parallel_sequences()) - 1  # for branches; the last one is spare
-        self.capabilities = Capabilities(hidden_states=model.taps, batch=(self._sequences + 1) // 4)
+        batch = RECURRENT_ROWS if model.recurrent else (self._sequences + 1) // 4
+        self.capabilities = Capabilities(trees=not model.recurrent, hidden_states=model.taps, batch=batch)
         self._rows: list[_Row] = []
         self._branches = range(0)  # sequences of further leaves of the last pass
         self._context: LlamaCppContext | None = None
+        self._recurrent: RecurrentHistory | None = None  # of the rows of a model with recurrent layers
 
     @cached_property
     def embed(self) -> nn.Module:  # type: ignore[override]
@@ -146,7 +150,9 @@ class LlamaCppTarget(Target):
 
     @property
     def history_bytes(self) -> int:
-        return self.capacity * self.weights.token_bytes
+        weights, copies = self.weights, self._recurrent.bytes if self._recurrent else 0
+        states = self._context.sequences * (1 + weights.rollback) * weights.state_bytes if self._context else 0
+        return self.capacity * weights.token_bytes + copies + states
 
     @property
     def capacity(self) -> int:
@@ -161,8 +167,10 @@ class LlamaCppTarget(Target):
         """Raises ValueError if the tokens exceed the model's context, and Cancelled if the generation is stopped."""
         rows, columns = tokens.shape
         self.check_length(columns)
-        self._reserve(rows * (columns + (reserve or SPARE_CELLS)) + SPARE_CELLS)
+        self._reserve(rows * (columns + (reserve or SPARE_CELLS)) + SPARE_CELLS, rows)
         self._rows = [_Row() for _ in range(rows)]
+        if self.weights.recurrent:
+            self._recurrent = RecurrentHistory(self._open_context(), rows, self.weights.rollback)
         parts = [self._read_text(row, ids, taps) for row, ids in enumerate(tokens.tolist())]
         logits = torch.from_numpy(numpy.stack([logits for logits, _ in parts]))
         return Forward(logits, {tap: torch.from_numpy(numpy.stack([of[tap] for _, of in parts])) for tap in taps})
@@ -179,19 +187,27 @@ class LlamaCppTarget(Target):
         Return the last logits [1, V] and the states of the taps [T, H] of the tokens that were read.
         """
         start = self._rows[row].length
-        outputs = self._open_context().read_text(ids[start:], start, row, taps, pass_cancelled())
+        if self._recurrent:
+            outputs = self._recurrent.read_text(row, ids, taps)
+        else:
+            outputs = self._open_context().read_text(ids[start:], start, row, taps, pass_cancelled())
         self._rows[row].length = len(ids)
         return outputs
 
     def forward(self, tokens: Tensor, parents: Tensor, taps: tuple[int, ...] = ()) -> Forward:
         """Raises ValueError for trees with too many leaves."""
         self._drop_provisional()
-        inputs = self._chain_inputs(tokens) if is_chain(parents) else self._tree_inputs(tokens, parents)
-        logits, states = self._open_context().decode(inputs, taps)
+        if self._recurrent:
+            for row, ids in zip(self._rows, tokens.tolist(), strict=True):
+                row.tokens = ids
+            logits, states = self._recurrent.forward(tokens, taps)
+        else:
+            inputs = self._chain_inputs(tokens) if is_chain(parents) else self._tree_inputs(tokens, parents)
+            logits, states = self._open_context().decode(inputs, taps)
         return Forward(_by_slot(logits, tokens), {tap: _by_slot(of, tokens) for tap, of in states.items()})
 
     def draft_greedy(self, tokens: list[int], depth: int, vocab_size: int) -> tuple[list[int], list[float]] | None:
-        if len(self._rows) != 1:
+        if len(self._rows) != 1 or self._recurrent:
             return None
         self._drop_provisional()
         context, (row,) = self._open_context(), self._rows
@@ -247,12 +263,14 @@ class LlamaCppTarget(Target):
     def commit(self, path: list[list[int]]) -> None:
         """Raises ValueError if the history would exceed the model's context."""
         context = self._open_context()
+        if self._recurrent:
+            self._recurrent.commit(path)
         tails: list[tuple[int, int]] = []  # accepted tokens in cells behind freed ones
         gap = False
         for number, (row, slots) in enumerate(zip(self._rows, path, strict=True)):
             present = [slot for slot, token in enumerate(row.tokens) if token != ABSENT]
             in_order = 0 if gap else sum(takewhile(bool, map(eq, slots, present)))
-            if in_order < len(slots):
+            if in_order < len(slots) and not self._recurrent:
                 tails.append((number, row.length + in_order))
             gap |= in_order < len(present)
             leaf = row.leaf_of[slots[-1]] if row.leaf_of and slots else number
@@ -260,7 +278,7 @@ class LlamaCppTarget(Target):
                 context.remove(number, row.length)
                 context.copy_sequence(leaf, number)
             row.length += len(slots)
-            if len(slots) < len(row.tokens):
+            if len(slots) < len(row.tokens) and not self._recurrent:
                 context.remove(number, row.length)
             row.tokens = []
         self._drop_branches()
@@ -271,21 +289,28 @@ class LlamaCppTarget(Target):
     def crop(self, lengths: list[int]) -> None:
         context = self._open_context()
         self._drop_provisional()
+        if self._recurrent:
+            self._recurrent.crop(lengths)
         for number, (row, length) in enumerate(zip(self._rows, lengths, strict=True)):
             if length < row.length:
-                context.remove(number, length)
+                if not self._recurrent:
+                    context.remove(number, length)
                 row.length = length
 
+    def max_crop(self, length: int) -> int:
+        """Return the largest number of tokens, at most `length`, that `crop` shortens a single row to at no cost."""
+        return self._recurrent.max_crop(length) if self._recurrent else length
+
     def release(self) -> None:
-        self._rows = []
+        self._rows, self._recurrent = [], None
         if self._context is not None:
             self._context.clear()
 
     def _drop_provisional(self) -> None:
         for number, row in enumerate(self._rows):
-            if row.tokens:
+            if row.tokens and not self._recurrent:  # which may use the pass again
                 self._open_context().remove(number, row.length)
-                row.tokens = []
+            row.tokens = []
         self._drop_branches()
 
     def _drop_branches(self) -> None:
@@ -294,11 +319,13 @@ class LlamaCppTarget(Target):
                 self._open_context().remove(sequence, 0)
             self._branches = range(0)
 
-    def _reserve(self, cells: int) -> None:
-        """Provide an empty context with room for `cells` tokens."""
-        if self._context is None or self._context.cells < cells:
-            self._context = None  # before the next one is allocated
-            self._context = LlamaCppContext(self.weights, -(-cells // ROUNDED) * ROUNDED, self._sequences + 1)
+    def _reserve(self, cells: int, rows: int) -> None:
+        """Provide an empty context with room for `cells` tokens; with recurrent layers for as many sequences as rows,
+        because each has its own states."""
+        sequences = rows if self.weights.recurrent else self._sequences + 1
+        if self._context is None or self._context.cells < cells or self._context.sequences != sequences:
+            self._context = self._recurrent = None  # before the next one is allocated
+            self._context = LlamaCppContext(self.weights, -(-cells // ROUNDED) * ROUNDED, sequences)
         self._context.clear()
 
     def _open_context(self) -> LlamaCppContext:

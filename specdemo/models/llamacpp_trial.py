@@ -47,13 +47,14 @@ _ends: dict[tuple[str, str, str], str] = {}
 
 class Trial(NamedTuple):
     """Input of the child. file: empty to try the library alone. layers: numbers of GPU layers to try, most first.
-    layer_inputs: the child aborts where they cannot be read."""
+    layer_inputs: the child aborts where they cannot be read. rollback: tokens that recurrent layers can take back."""
 
     package: str
     file: str = ""
     layers: Sequence[int] = ()
     flash: bool = False
     layer_inputs: bool = False
+    rollback: int = 0
 
 
 def check_llamacpp(trial: Trial, parts: Sequence[Path] = (), report: LoadProgress | None = None) -> None:
@@ -107,7 +108,7 @@ def _identity(trial: Trial) -> str:
     except PackageNotFoundError:
         release = ""
     described = [str(origin), release, *(f"{file.stat().st_size} {file.stat().st_mtime_ns}" for file in files)]
-    text = json_text([*described, _processor(), list(trial.layers), trial.flash, trial.layer_inputs])
+    text = json_text([*described, _processor(), list(trial.layers), *trial[3:]])
     return sha256(text.encode()).hexdigest()
 
 
@@ -169,6 +170,7 @@ def try_out() -> None:
         return
     parameters = llama.llama_context_default_params()
     parameters.n_ctx, parameters.flash_attn_type = CELLS, int(-trial.flash)  # -1: where the device supports it
+    parameters.n_rs_seq = trial.rollback
     context = llama.llama_init_from_model(model, parameters)
     for width in WIDTHS if context else ():
         llama.llama_decode(context, llama.llama_batch_get_one((llama.llama_token * width)(), width))

@@ -268,7 +268,7 @@ def gguf_footprint(name: str, settings: LlamaCppSettings) -> Footprint:
     if header is None:
         return Footprint(stored_bytes(name), 0)
     per_token = header.cache_bytes(CACHE_BYTES[cache_type_of(header, settings.cache_type)])
-    return Footprint(stored_bytes(name), per_token, OUTPUTS * header.tokens * 4)
+    return Footprint(stored_bytes(name), per_token, OUTPUTS * header.tokens * 4 + header.lane_bytes)
 
 
 def free_memory() -> int:

@@ -144,6 +144,7 @@ class PrefixCachedLlamaCpp(LlamaCppTarget):
         self.cached_tokens = 0 if taps or not self._text else sum(takewhile(bool, map(eq, self._text, ids[:-1])))
         if self.capacity < len(ids) + max(reserve, SPARE_CELLS):
             self.cached_tokens = 0
+        self.cached_tokens = self.max_crop(self.cached_tokens) if self.cached_tokens else 0
         self._text, text = None, self._text  # if reading fails, there is nothing to continue
         if text and self.cached_tokens:
             self.crop([self.cached_tokens])
