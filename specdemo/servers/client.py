@@ -49,6 +49,10 @@ class StatusError(Exception):
         self.asked_s = float(retry_after) if re.fullmatch(r"[0-9]{1,9}", retry_after) else 0.0
 
 
+class ReportedError(Exception):
+    """An error that a server reports within an answer, in its own untrusted words."""
+
+
 @dataclass(slots=True)
 class Patience:
     """Repeats requests that a server refuses for now. waited_s: in total. status: of the last refusal."""

@@ -25,7 +25,7 @@ from specdemo.core.generation import Thinking, template_arguments
 from specdemo.core.trace import MAX_TEXT, LaneTrace, Remote, StepEvent
 from specdemo.servers import client
 from specdemo.servers.address import check_listed, host
-from specdemo.servers.client import Client, Patience, StatusError, connected
+from specdemo.servers.client import Client, Patience, ReportedError, StatusError, connected
 from specdemo.servers.counters import ServerStats
 from specdemo.servers.engines import counts_unverified, metrics_paths, request_fields, stats_between
 from specdemo.servers.stream import Alternatives, Finish, Piece, Span, StreamParser, step_events, token_pieces
@@ -347,6 +347,8 @@ def _reason(error: Exception, where: str, key: str | None, pieces: int) -> str:
     if isinstance(error, StatusError):
         later = f"; try again in {error.asked_s:g} seconds" if error.asked_s else "; try again later"
         return f"{where} answered {words}{later if error.patience_s else ''}"
+    if isinstance(error, ReportedError):
+        return f"{where} reports an error: {words}"
     if isinstance(error, ValueError | RecursionError):
         return f"{where} sent an invalid response: {words}"
     return f"{where} closed the connection after {pieces} pieces of text"

@@ -19,7 +19,7 @@ from pydantic import BaseModel, Field
 
 from specdemo.core.trace import UNREPORTED, StepEvent
 from specdemo.core.trace import Span as Clock
-from specdemo.servers.client import DONE, Client
+from specdemo.servers.client import DONE, Client, ReportedError
 from specdemo.servers.counters import IF_VALID, Count, Drafts, ServerStats, below
 from specdemo.servers.engines import acceptance
 
@@ -300,12 +300,12 @@ class StreamParser:
             raise ConnectionError("the response ended early")
 
     def feed(self, event: object, arrived: float) -> None:
-        """Process a chunk. arrived: its time on `time.perf_counter`. Raises ValueError for an invalid chunk, and for
-        more text or tokens than requested.
+        """Process a chunk. arrived: its time on `time.perf_counter`. Raises ReportedError for an error of the server,
+        and ValueError for an invalid chunk and for more text or tokens than requested.
         """
         chunk = _Chunk.model_validate(event)
         if error := below(event, "error") or (below(event, "object") == "error" and event):
-            raise ValueError(str(below(error, "message") or error))
+            raise ReportedError(str(below(error, "message") or error))
         stats = acceptance(event) if isinstance(event, dict) else ServerStats()
         grown = self._grown(chunk.usage.completion_tokens if chunk.usage else None)
         for choice in chunk.choices or []:

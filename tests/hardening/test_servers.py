@@ -94,7 +94,7 @@ def in_chunks_of_one(body):
 
 
 HEAVY = {"endless", "a-bomb", "a-line-without-end", "a-piece-of-900-kb", "100000-ids", "deep", "a-million-names"}
-UNUSABLE = "sent an invalid response: "
+UNUSABLE, REPORTED = "sent an invalid response: ", "reports an error: "
 MORE = f"{UNUSABLE}it sent more than the {TOKENS} requested tokens"
 UNKNOWN = {"acceptance_rate": None}
 UNCOUNTED = {"tokens": None, "tokens_per_s": None}
@@ -172,11 +172,11 @@ KINDS = [
     faulty_chunk("a-number-of-5000-digits", b'{"usage": %s}' % HUGE, UNUSABLE),
     faulty_chunk("a-list", [1, 2], "an event: Input should be a valid dictionary"),
     faulty_chunk("a-text", "x", "an event: Input should be a valid dictionary"),
-    faulty_chunk("an-error", {"error": {"message": "\x1b[2Jout of\nmemory\ud800"}}, f"{UNUSABLE}[2Jout of memory"),
+    faulty_chunk("an-error", {"error": {"message": "\x1b[2Jout of\nmemory\ud800"}}, f"{REPORTED}[2Jout of memory"),
     faulty_chunk(
-        "an-error-without-a-field", {"object": "error", "message": "out of memory"}, "response: out of memory"
+        "an-error-without-a-field", {"object": "error", "message": "out of memory"}, f"{REPORTED}out of memory"
     ),
-    faulty_chunk("an-error-of-another-shape", {"error": [["x"]]}, f"{UNUSABLE}[['x']]"),
+    faulty_chunk("an-error-of-another-shape", {"error": [["x"]]}, f"{REPORTED}[['x']]"),
     faulty_chunk("a-dict-of-choices", {"choices": {"0": 1}}, "choices: Input should be a valid list"),
     faulty_chunk("two-choices", {"choices": choice()["choices"] * 2}, "choices: List should have at most 1 item"),
     faulty_chunk("a-number-for-a-choice", {"choices": [3]}, "choices.0: Input should be a valid dictionary"),
@@ -193,7 +193,7 @@ KINDS = [
         "answer", "an-error-line", [head(), b'error: {"code":400,"message":"context exceeded"}\n\n'], "context exceeded"
     ),
     Kind(
-        "answer", "an-error-line-without-json", [head(), b"error: context exceeded\n\n"], "response: context exceeded"
+        "answer", "an-error-line-without-json", [head(), b"error: context exceeded\n\n"], f"{REPORTED}context exceeded"
     ),
     slow_limits("empty-events", piece("Once"), b"null", b"", ended()),
     slow_limits("an-endless-reason", piece("Once"), ended() | choice(text=" upon a time.", finish_reason="x" * 9000)),
