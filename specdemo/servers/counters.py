@@ -59,9 +59,9 @@ class ServerStats:
     drafting_steps: int | None = None
     running: bool = False
 
-    def over_all_passes(self, tokens: float | None, one_answer: bool = False) -> "ServerStats":
+    def over_all_passes(self, tokens: float | None, of_text: bool = False) -> "ServerStats":
         """Return the statistics over all target passes. tokens: output tokens after the first of each request, None if
-        unknown. one_answer: of one request, whose last step counts with the tokens that its text holds.
+        unknown. of_text: the last step of an answer counts with the tokens that its text holds.
         `accept_by_position` stays a share of the steps with a draft."""
         accepted = self.counters.get("accepted")
         if tokens is None or accepted is None:
@@ -73,7 +73,7 @@ class ServerStats:
         if bars and self.drafting_steps is not None:
             bars[0] += passes - self.drafting_steps
         length, formula = 1 + accepted / passes, "1 + accepted tokens / passes"
-        if one_answer:
+        if of_text:
             length, formula = max(tokens / passes, 1.0), "tokens after the first / passes"
         counters = self.counters | {"steps": passes, "tokens_per_step": round(length, 4)}
         source = f"{self.source.partition(';')[0]}; {formula}, with those that had no draft"
@@ -160,7 +160,11 @@ def draft_counters(
     shares = [None if n is None or n > drafts else round(n / drafts, 4) for n in accepted_at]
     source = f"{title}'s counters over the run: accepted / drafted tokens; 1 + accepted tokens / drafts"
     tokens = _tokens_after_first(old, new, generated, requests, int(drafts + accepted))
-    stats = replace(stats, accept_by_position=shares, source=source).over_all_passes(tokens)
+    stats = replace(stats, accept_by_position=shares, source=source)
+    if tokens is not None and drafts + accepted > (1.0 + FIRST_TOKENS) * tokens:  # many drafts end after their answer
+        stats = stats.within(tokens).over_all_passes(tokens, of_text=True)
+    else:
+        stats = stats.over_all_passes(tokens)
     return replace(stats, source=f"{stats.source}; requests of other users are included")
 
 

@@ -174,7 +174,7 @@ class RemoteLane:
                 stats, parser.drafted = ServerStats(), None
                 self._note("its server's draft counts are more than its text can hold, so they are not shown")
             past_end = stats.counters.get("accepted") or 0.0
-            stats = stats.within(tokens).over_all_passes(tokens, one_answer=True)
+            stats = stats.within(tokens).over_all_passes(tokens, of_text=True)
             self._past_end = round(past_end - (stats.counters.get("accepted") or 0.0))
         if stats.counters.get("drafted") and counts_unverified(self.trace.method):
             self._note("its server counts all draft tokens: those after the accepted ones were rejected or unverified")

@@ -312,9 +312,9 @@ MLX, LLAMA = {"draft_kind": "mtp"}, {}
 @pytest.mark.parametrize(
     ("kind", "tokens", "counts", "length", "rate", "note"),
     [
-        (MLX, 2, (7, 6, 1), 1.0, 0.0, "Of 6 accepted draft tokens 0 are in the text"),
-        (MLX, 111, (90, 81, 30), 110 / 30, 80 / 90, "Of 81 accepted draft tokens 80 are in the text"),
-        (MLX, 111, (90, 80, 30), 110 / 30, 80 / 90, ""),
+        (MLX, 2, (7, 6, 1), 1.0, 1 / 7, "Of 6 accepted draft tokens 1 are in the text"),
+        (MLX, 111, (90, 81, 30), 110 / 30, 81 / 90, ""),  # the last step has no token of its own
+        (MLX, 111, (120, 88, 30), 110 / 30, 81 / 120, "Of 88 accepted draft tokens 81 are in the text"),
         (LLAMA, 3, (48, 48, None), None, None, "Its text of 3 tokens cannot hold 48 accepted draft tokens"),
         (LLAMA, 1, (3, 3, None), None, None, "Its text of 1 tokens cannot hold 3 accepted draft tokens"),
         (LLAMA, 900, (90, 80, None), 899 / 819, 80 / 90, ""),
@@ -326,6 +326,22 @@ def test_draft_tokens_past_the_end_of_an_answer_do_not_count(kind, tokens, count
     assert found.accepted_length == (length and pytest.approx(length, abs=1e-3))
     assert found.acceptance_rate == (pytest.approx(rate, abs=1e-3) if rate is not None else None)
     assert [text.startswith(note) for text in found.notes] == [True] * bool(note)
+
+
+def test_the_metrics_of_short_answers_do_not_make_drafts_longer():
+    """Ten answers of 20 tokens from two drafts of 15 each."""
+    names = {"num_drafts": 20, "num_draft_tokens": 300, "num_accepted_tokens": 280}
+    text = "".join(f"vllm:spec_decode_{name}_total {value}\n" for name, value in names.items())
+    text += "vllm:generation_tokens_total 200\nvllm:time_to_first_token_seconds_count 10\n"
+    found = read_output(text)
+    assert (found.accepted_length, found.steps) == (9.5, 20)
+
+
+def test_a_request_whose_speed_is_cut_off_counts_with_its_drafts():
+    text = (SAMPLES / "llamacpp-rates.log").read_text(encoding="utf-8")
+    line = "slot print_timing: id 0 | task 0 | draft acceptance = 0.7 (600 accepted / 860 generated), mean len = 3.00\n"
+    found = read_output(line + text + line)
+    assert (found.steps, found.accepted_length, found.notes) == (300 + 99 + 300, pytest.approx(1 + 1200 / 699), ())
 
 
 def test_short_answers_of_a_log_do_not_make_its_drafts_longer():

@@ -4,10 +4,9 @@ count from the start of the server, and JSON of one request with the statistics 
 
 from collections import defaultdict
 from collections.abc import Mapping
-from math import inf
 
 from specdemo.analysis.observation import Observation, values_of
-from specdemo.analysis.readers.base import Output, OutputReader, count, find_last, number, text_of, within
+from specdemo.analysis.readers.base import Output, OutputReader, count, find_last, number, past_end, text_of
 from specdemo.core.safe_io import JsonObject
 from specdemo.servers.counters import FIRST_TOKENS, Samples, ServerStats, below, delta, gauge, parse
 from specdemo.servers.engines import engines
@@ -141,13 +140,13 @@ def _values(stats: ServerStats, tokens: float | None, share: float) -> JsonObjec
     if not stats.is_possible(after_first) or (whole and accepted):
         words = f"Its text of {tokens:,.0f} tokens cannot hold {accepted:,.0f} accepted draft tokens"
         return {"notes": (f"{words} and one of the target per step, so these counts are left out.",)}
-    stats = stats.over_all_passes(after_first)
-    values, steps = values_of(stats), stats.counters.get("steps")
-    kept, notes = within(after_first, accepted, steps or 0.0, share)
-    if notes:
-        drafted = stats.counters.get("drafted") or inf
-        values |= {"accepted_length": 1.0 + kept / (steps or inf), "acceptance_rate": kept / drafted, "notes": notes}
-    return values
+    held, notes = stats.within(after_first), tuple[str, ...]()
+    kept = held.counters.get("accepted") or 0.0
+    if kept < accepted:
+        notes = (past_end(accepted, kept),)
+    passes = held.over_all_passes(after_first).counters.get("steps") or 0.0
+    of_text = after_first is not None and kept + passes > (1.0 + share) * after_first
+    return {**values_of(held.over_all_passes(after_first, of_text=of_text)), "notes": notes}
 
 
 def _last_prediction(output: Output) -> object:

@@ -85,7 +85,8 @@ class OutputTotals:
     drafts_nothing: bool = False  # although speculation is on
     parts: list[Part] = field(default_factory=list)
     noun: str = "request"  # what a part is
-    text: float | None = 0.0  # tokens that the steps output; None: unknown
+    text: float = 0.0  # tokens after the first of each request, where they are known
+    beyond: float = 0.0  # accepted tokens that are more than these
     notes: list[str] = field(default_factory=list)
 
     def add(
@@ -100,9 +101,11 @@ class OutputTotals:
     ) -> None:
         """Add a part. positions: shares of its steps with a draft. tokens: output after the first of each request;
         None: unknown, so that every step is taken to have had a draft. place: where it ran."""
-        self.text = None if self.text is None or tokens is None else self.text + tokens
         self.parts.append(Part(drafted, accepted, drafting_steps, tokens_per_s, place))
-        self.steps += drafting_steps if tokens is None else all_passes(tokens, accepted, drafting_steps)
+        passes = drafting_steps if tokens is None else all_passes(tokens, accepted, drafting_steps)
+        if tokens is not None:
+            self.text, self.beyond = self.text + tokens, self.beyond + max(accepted + passes - tokens, 0.0)
+        self.steps += passes
         self.drafting_steps += drafting_steps
         self.drafted += drafted
         self.accepted += accepted
@@ -126,8 +129,11 @@ class OutputTotals:
         """Return the fields of an Observation that the sums give."""
         speed = self.tokens / self.seconds if self.seconds else mean(self.speeds)
         values: JsonObject = {"tokens_per_s": speed, "batch_size": mean(self.batches)}
-        accepted, note = within(self.text, self.accepted, self.steps)
-        values |= {"contrast": contrast(self.parts, self.noun), "notes": (*self.notes, *note)}
+        accepted, notes = self.accepted, [*self.notes]
+        if self.beyond > FIRST_TOKENS * self.text:  # of long answers that is little, and engines count it
+            accepted = max(accepted - self.beyond, 0.0)
+            notes.append(past_end(self.accepted, accepted))
+        values |= {"contrast": contrast(self.parts, self.noun), "notes": tuple(notes)}
         if self.drafted:
             values["acceptance_rate"] = accepted / self.drafted
         if self.steps:
@@ -143,19 +149,11 @@ class OutputTotals:
         return values
 
 
-def within(
-    tokens: float | None, accepted: float, steps: float, share: float = FIRST_TOKENS
-) -> tuple[float, tuple[str, ...]]:
-    """Return the accepted tokens that a text of so many tokens holds, with a note if the others are more than a share.
-
-    The last draft of an answer goes on after its end. Of long answers that is little, and engines count it.
-    """
-    beyond = accepted + steps - tokens if tokens and steps else 0.0
-    if beyond <= share * (tokens or 0.0):
-        return accepted, ()
-    kept = max(accepted - beyond, 0.0)
+def past_end(accepted: float, kept: float) -> str:
+    """Return a note about accepted draft tokens of which a text holds only some: the last draft of an answer goes on
+    after its end."""
     words = f"Of {accepted:,.0f} accepted draft tokens {kept:,.0f} are in the text; the others are after the end"
-    return kept, (f"{words} of an answer and do not count.",)
+    return f"{words} of an answer and do not count."
 
 
 class EngineLoad(NamedTuple):

@@ -18,7 +18,6 @@ from specdemo.analysis.readers.base import (
     numbers_in,
     quantised,
 )
-from specdemo.servers.counters import all_passes
 
 ACCEPTED = re.compile(r"\( {0,12}([0-9]{1,12}) accepted */ *([0-9]{1,12}) generated\)")
 POSITIONS = re.compile(r"rate per position = \(([0-9., ]{1,8000})\)")
@@ -44,20 +43,23 @@ class LlamaCppLog(OutputReader):
         text = output.text
         if "eval time =" not in text or "tokens per second)" not in text:
             return None
-        totals, positions, requests, speeds = OutputTotals(batches=[1.0]), 0, 0, dict[str, float]()
+        totals, positions = OutputTotals(batches=[1.0]), 0
+        waiting = dict[str, tuple[float, float]]()  # output tokens and tokens/s of a slot's request
         for line in output.lines(" eval time =", "draft acceptance"):
-            slot = find_last(r"\bid {1,4}([0-9]{1,4}) \|", line)
+            slot, speed = find_last(r"\bid {1,4}([0-9]{1,4}) \|", line), SPEED.search(line)
             if "draft acceptance" in line:
-                positions = max(positions, _add_request(totals, line, speeds.get(slot), slot))
-            elif (speed := SPEED.search(line)) and "prompt eval" not in line:
-                requests += 1
-                totals.add_time(find_number("ms /", line), find_number("eval time =", line))
-                speeds[slot] = float(speed[1])
+                positions = max(positions, _add_request(totals, line, slot, *waiting.pop(slot, (0.0, 0.0))))
+            elif speed and "prompt eval" not in line:
+                _add_plain(totals, waiting.pop(slot, (0.0, 0.0))[0])
+                tokens = find_number("ms /", line) or 0.0
+                totals.add_time(tokens, find_number("eval time =", line))
+                waiting[slot] = tokens, float(speed[1])
+        for tokens, _ in waiting.values():
+            _add_plain(totals, tokens)
         kinds, started = _kinds(output), _started(text)
         totals.drafting_steps = totals.drafting_steps or sum(kind.drafts for kind in kinds.values())
+        totals.steps = max(totals.steps, totals.drafting_steps)
         totals.positions = totals.positions or _positions([*kinds.values()], totals.drafting_steps)
-        totals.text = totals.tokens - requests
-        totals.steps = all_passes(totals.text, totals.accepted, totals.drafting_steps)
         drafter = find_last(r"loading draft model '([^'\n]{1,200})'", text)
         names = [*kinds] or [*started] or _flagged(text)
         totals.drafts_nothing = bool(totals.tokens and (names or drafter)) and not totals.drafted
@@ -139,8 +141,8 @@ class LlamaSpeculative(OutputReader):
         )
 
 
-def _add_request(totals: OutputTotals, line: str, tokens_per_s: float | None, slot: str) -> int:
-    """Add the acceptance of one request; return its number of positions."""
+def _add_request(totals: OutputTotals, line: str, slot: str, tokens: float, tokens_per_s: float) -> int:
+    """Add the acceptance of one request; return its number of positions. tokens: 0 if they are unknown."""
     match, positions = ACCEPTED.search(line), POSITIONS.search(line)
     length = find_number("mean acceptance length =", line) or find_number("mean len =", line)
     if not match:
@@ -148,9 +150,14 @@ def _add_request(totals: OutputTotals, line: str, tokens_per_s: float | None, sl
     accepted, drafted = float(match[1]), float(match[2])
     shares = numbers_in(positions[1]) if positions else []
     drafting = accepted / (length - 1.0) if length and length > 1.0 else drafted / len(shares) if shares else 0.0
-    place = f"slot {slot}" if slot else ""
-    totals.add(drafted, accepted, drafting, shares, tokens_per_s=tokens_per_s, place=place)
+    after_first, place = max(tokens - 1.0, 0.0) if tokens else None, f"slot {slot}" if slot else ""
+    totals.add(drafted, accepted, drafting, shares, after_first, tokens_per_s or None, place)
     return len(shares)
+
+
+def _add_plain(totals: OutputTotals, tokens: float) -> None:
+    """Add the passes of a request without drafts."""
+    totals.steps += max(tokens - 1.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
