@@ -77,8 +77,8 @@ def needed_s(spec: Comparison) -> float:
     from specdemo.engine.session import session  # needs torch
 
     weights = sum(size for _, size in session().loaded())
-    lanes = sum(map(_step_ms, [spec] * len(spec.all_lanes), spec.all_lanes)) * spec.max_new_tokens / 1000.0
-    warm = 0.0 if spec.target in EMBEDDED else LANE_START_S * len(spec.all_lanes)
+    lanes = sum(_step_ms(spec, lane) for lane in spec.all_lanes) * spec.max_new_tokens / 1000.0
+    warm = 0.0 if spec.target in EMBEDDED else LANE_START_S * len(spec.all_lanes)  # EMBEDDED_MS includes it
     return FORK_S + weights / BYTES_PER_S + CURVE_S + warm + spec.repeats * lanes + BACK_S
 
 

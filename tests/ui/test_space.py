@@ -143,6 +143,8 @@ def test_the_page_says_before_a_run_what_it_asks_for(zero_gpu):
         return setup.show_setup(None, setup.to_values(spec))["about"].partition("A run asks ")[2]
 
     assert line(large()) == "for 46 s of GPU time; a day has 120 s without an account, so a repeat makes 2 runs."
+    documented = " ".join(Path("docs/deploy.md").read_text(encoding="utf-8").split())
+    assert "A race of Qwen3 8B with two drafters and 256 tokens asks for 46 s, " in documented
     slow = large(lanes=[lane.model_copy(update={"k": 10}) for lane in 2 * large().lanes[:1]])
     assert line(slow).endswith("so a repeat does not fit.")
     with pytest.raises(ValueError, match="a repeat does not fit into 120 s of GPU time"):
