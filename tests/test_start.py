@@ -17,6 +17,7 @@ from specdemo.servers.process import free_port
 ROOT = SPACE.parents[1]
 PAGE = "python3 -m venv .venv && .venv/bin/pip install -r requirements.txt && .venv/bin/python app.py"
 TESTS = "bash tests/run"
+MAKE = "has_environment || make_environment"  # the first line of tests/run that does something
 SECONDS = 1800  # for packages and a build of llama.cpp that pip's cache does not have
 
 # As Python does: it completes an environment, but not one whose Python is a link to nowhere, and a broken pip counts.
@@ -52,14 +53,15 @@ def test_readme_begins_with_two_commands_and_contributing_with_the_same():
 
 @pytest.fixture
 def checkout(tmp_path):
-    """A folder with the part of tests/run that makes .venv, and commands that stand in for Python, apt-get and id."""
-    script = (ROOT / "tests/run").read_text(encoding="utf-8").partition("\ninstall_requirements\n")[0]
+    """A folder with the functions of tests/run, and commands that stand in for Python, apt-get, id and npm."""
+    script = (ROOT / "tests/run").read_text(encoding="utf-8").partition(f"\n{MAKE}\n")[0]
     programs = {
-        "tests/run": script,
+        "functions": script.replace('cd "$(dirname "$0")/.."', ""),
         "environment": OF_ENVIRONMENT,
         "bin/python3": PYTHON,
         "bin/apt-get": "#!/usr/bin/env bash\necho $* >>apt\ntouch ensurepip\n",
         "bin/id": "#!/usr/bin/env bash\necho ${ID:-0}\n",
+        "bin/npm": "#!/usr/bin/env bash\nexit 1\n",
     }
     for name, text in programs.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -69,10 +71,12 @@ def checkout(tmp_path):
     return tmp_path
 
 
-def run(checkout, **environment):
+def run(checkout, command=MAKE, **environment):
     path = os.pathsep.join([str(checkout / "bin"), os.environ["PATH"]])
-    settings = {name: value for name, value in os.environ.items() if name != "PYTHON"} | {"PATH": path} | environment
-    return subprocess.run(["bash", "tests/run"], cwd=checkout, env=settings, capture_output=True, text=True)
+    settings = {name: value for name, value in os.environ.items() if name not in ("PYTHON", "CI")}
+    script = f"source functions\n{command}\necho done"
+    settings |= {"PATH": path} | environment
+    return subprocess.run(["bash", "-c", script], cwd=checkout, env=settings, capture_output=True, text=True)
 
 
 def half_made(checkout, pip="", python=True):
@@ -110,13 +114,20 @@ def test_root_gets_the_package_that_makes_environments_and_others_are_told(check
     assert "install -y -qq python3-venv" in (checkout / "apt").read_text()
 
 
+def test_packages_that_npm_cannot_install_stop_no_tests_but_those_of_ci(checkout):
+    done = run(checkout, "install_script_checks")
+    assert done.stdout == "done\n" and "npm cannot install what checks the page's scripts" in done.stderr
+    assert run(checkout, "install_script_checks", CI="1").returncode == 1
+
+
 @pytest.mark.release
 def test_both_commands_work_in_a_fresh_clone(tmp_path):
     clone, home = tmp_path / "clone", tmp_path / "home"
     home.mkdir()
     subprocess.run(["git", "clone", "-q", ROOT, clone], check=True)
     cache = subprocess.run([sys.executable, "-m", "pip", "cache", "dir"], capture_output=True, text=True, check=True)
-    kept = {name: value for name, value in os.environ.items() if name.startswith(("PIP_", "LANG", "SSL_", "npm_"))}
+    ours = ("PYTHON", "PYTEST", "VIRTUAL_ENV", "HF_", "SPECDEMO_", "GRADIO_", "OMP_", "XDG_", "CI")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     port = free_port()
     environment = {
         **kept,
