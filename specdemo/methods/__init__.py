@@ -137,10 +137,15 @@ def check_model(name: str, options: Mapping[str, object] | None, model: object) 
 def load_drafter(name: str, target: "Target", model: object = None, **options: object) -> "Method":
     """Build the drafter `name` for `target`.
 
-    model: path, id or loaded module for methods that need one. Raises ValueError when the name or an option is
-    unknown, when a model is missing, or when the drafter does not fit the target.
+    model: path, id or loaded module for methods that need one; None for "mtp" on a GGUF target: the layer in its file.
+    Raises ValueError when the name or an option is unknown, when a model is missing, or when the drafter does not fit
+    the target.
     """
     parsed = parse_options(name, options)
+    from specdemo.models.gguf_files import is_gguf
+
+    if model is None and model_method(name, options) == "mtp" and is_gguf(target.name):
+        model = target.name  # whose file may have a prediction layer
     check_model(name, to_values(parsed), model)
     return build_drafter(name, target, model, parsed)
 

@@ -63,11 +63,22 @@ class DrafterFit:
     reason: str
 
 
+def _prediction_fit(target: Target, drafter: str) -> DrafterFit:
+    """Check a GGUF file with a prediction layer."""
+    try:
+        method("mtp").load(drafter, target)
+    except ValueError as error:
+        return DrafterFit(drafter, "mtp", False, str(error))
+    return DrafterFit(drafter, "mtp", True, "prediction layer of this model")
+
+
 def check_pair(target: Target, drafter: str, method_name: str | None = None) -> DrafterFit:
     """Check one drafter. target: may be an outline without weights. method_name: None detects it from the files.
 
     Raises ValueError when the drafter's files cannot be opened.
     """
+    if method_name == "mtp" and is_gguf(drafter):
+        return _prediction_fit(target, drafter)
     checkpoint = None if is_gguf(drafter) else open_meta_checkpoint(drafter)  # a head in GGUF is no file of ours
     try:
         with checkpoint_errors(drafter):

@@ -37,7 +37,10 @@ HEADS = {  # words in the architecture of a head for another model -> its name, 
     "dflash": ("a DFlash head of another model", DRAFT.format("draft-dflash")),
     "dspark": ("a DSpark head of another model", DRAFT.format("draft-dspark")),
     "assistant": ("an assistant head of another model", DRAFT.format("draft-mtp")),
-    "mtp": ("a multi-token prediction head of another model", DRAFT.format("draft-mtp")),
+    "mtp": (
+        "a multi-token prediction head of another model",
+        f"specdemo run --target MODEL.gguf --model FILE, or {DRAFT.format('draft-mtp')}",
+    ),
 }
 OF_TARGET = ("target_layers", "extract_layers", "target_hidden_size")  # entries of other heads
 TYPES = {  # general.type
@@ -63,7 +66,8 @@ TAKEN_BACK = frozenset(  # architectures whose recurrent layers llama.cpp can ta
 )
 SIZES = (  # of an architecture
     "context_length block_count embedding_length attention.head_count attention.head_count_kv attention.key_length "
-    "attention.value_length pooling_type"
+    "attention.value_length pooling_type nextn_predict_layers full_attention_interval ssm.conv_kernel ssm.inner_size "
+    "ssm.state_size ssm.group_count shortconv.l_cache"
 ).split()
 
 
@@ -125,6 +129,12 @@ class Header:
         usual = self.number("embedding_length") // max(self.number("attention.head_count", 1), 1)
         sizes = self.number("attention.key_length", usual) + self.number("attention.value_length", usual)
         return int(sum(self._layers) * sizes * bytes_per_number)
+
+    @property
+    def prediction_layer(self) -> str:
+        """Return the start of the names of the tensors of the first prediction layer; empty if the file states none."""
+        count = self.number("nextn_predict_layers")
+        return f"blk.{self.number('block_count') - count}.nextn." if count else ""
 
     @property
     def lane_bytes(self) -> int:

@@ -21,13 +21,15 @@ from specdemo.models.cpu_threads import thread_counts, thread_limit
 from specdemo.models.errors import first_line
 from specdemo.models.gguf_files import all_parts
 from specdemo.models.gguf_header import ROLLBACK, Header, read_header
-from specdemo.models.llamacpp_layers import Handle, Llama, layer_functions
+from specdemo.models.llamacpp_layers import Handle, Llama, layer_functions, state_functions
 from specdemo.models.llamacpp_trial import Trial, check_llamacpp
 from specdemo.models.sources import LoadProgress, no_progress, size_text
 
 PACKAGE = "llama_cpp"
 INSTALL = "pip install llama-cpp-python gguf"
 BATCH_TOKENS = 512  # tokens per call of llama.cpp; a longer prompt takes several
+OTHER_STATES = ("mimo2", "step35", "deepseek4")  # whose prediction layers read other states than those before lm_head
+PREDICTION_TENSORS = ("eh_proj", "enorm", "hnorm")  # without these llama.cpp ends the process
 PROBE_CELLS = 256  # of the context that is opened to learn what a model supports
 FLASH_OFF = re.compile("flash.att.*(disabled|forcing off)", re.IGNORECASE)  # in the log
 NO_FLASH = (
@@ -157,7 +159,7 @@ class LlamaCppModel:
             layers = [every * share // 4 for share in (4, 3, 2, 1, 0)] if chosen < 0 else [min(chosen, every)]
         self.layer_inputs = self._try_out(layers, progress)
         for count in layers:
-            handle = self._try(count, progress)
+            handle = load_handle(self.path, count, self.prediction, progress)
             if handle:
                 return handle, count
         raise ValueError(
@@ -166,39 +168,26 @@ class LlamaCppModel:
         )
 
     def _try_out(self, layers: list[int], progress: LoadProgress) -> bool:
-        """Try the file in another process; return True if the inputs of its layers can be read."""
+        """Try the file in another process; return True if the inputs of its layers can be read. Sets `prediction`:
+        whether it has a prediction layer that runs."""
         file = Path(self.path).resolve()
         rollback = ROLLBACK if read_header(file).state_bytes else 0
         trial = Trial(PACKAGE, str(file), layers, self.settings.flash_attention, rollback=rollback)
         parts = all_parts(Path(self.path))
-        if layer_functions(library()):
-            with suppress(ValueError):
-                check_llamacpp(trial._replace(layer_inputs=True), parts, progress)
-                return True
+        with_inputs = (True, False) if layer_functions(library()) else (False,)
+        runs = [False]
+        with suppress(ValueError):
+            runs = [True, False] if prediction_layer(self.path) else runs
+        for self.prediction in runs:
+            for layer_inputs in with_inputs:
+                each = trial._replace(layer_inputs=layer_inputs, prediction="also" if self.prediction else "")
+                if each == trial:
+                    break
+                with suppress(ValueError):
+                    check_llamacpp(each, parts, progress)
+                    return layer_inputs
         check_llamacpp(trial, parts, progress)
         return False
-
-    def _try(self, gpu_layers: int, progress: LoadProgress) -> Handle:
-        """Return the handle; None if llama.cpp cannot load the file. Raises the errors of `progress`."""
-        llama, stopped = library(), []
-
-        def report(share: float, _: object) -> bool:
-            try:
-                progress(share, f"reading {Path(self.path).name}, {share:.0%}")
-            except Exception as error:  # must not pass through llama.cpp
-                stopped.append(error)
-            return not stopped
-
-        parameters = llama.llama_model_default_params()
-        parameters.n_gpu_layers = gpu_layers
-        callback = llama.llama_progress_callback(report)
-        parameters.progress_callback = callback
-        handle = llama.llama_model_load_from_file(self.path.encode(), parameters)
-        if stopped:
-            if handle:
-                llama.llama_model_free(handle)
-            raise stopped[0]
-        return handle
 
     @property
     def taps(self) -> frozenset[int]:
@@ -217,13 +206,66 @@ class LlamaCppModel:
         return tuple(t for t in range(self.vocab_size) if llama.llama_vocab_is_eog(self.vocab, t))
 
 
+def load_handle(path: str, gpu_layers: int, prediction: bool, progress: LoadProgress) -> Handle:
+    """Return the weights of a file, with its prediction layer or without; None if llama.cpp cannot load it.
+
+    Raises the errors of `progress`.
+    """
+    llama, stopped = library(), []
+
+    def report(share: float, _: object) -> bool:
+        try:
+            progress(share, f"reading {Path(path).name}, {share:.0%}")
+        except Exception as error:  # must not pass through llama.cpp
+            stopped.append(error)
+        return not stopped
+
+    parameters = llama.llama_model_default_params()
+    parameters.n_gpu_layers, parameters.load_mtp = gpu_layers, prediction
+    callback = llama.llama_progress_callback(report)
+    parameters.progress_callback = callback
+    handle = llama.llama_model_load_from_file(path.encode(), parameters)
+    if stopped:
+        if handle:
+            llama.llama_model_free(handle)
+        raise stopped[0]
+    return handle
+
+
+def prediction_layer(path: str) -> str:
+    """Return the start of the names of a file's prediction layer, with which llama.cpp can draft.
+
+    Raises ValueError, one line, for a file without one, and for one at which llama.cpp would end the process.
+    """
+    header, name = read_header(Path(path)), Path(path).name
+    layer, count = header.prediction_layer, header.number("nextn_predict_layers")
+    fix = "download a file of the same model with MTP in its name, or an mtp-*.gguf"
+    if not layer:
+        raise ValueError(f"{name} has no prediction layer (blk.N.nextn.*); {fix}")
+    server = "llama-server runs it with --spec-type draft-mtp"
+    if count > 1 or header.architecture in OTHER_STATES:
+        what = f"{count} prediction layers" if count > 1 else f"a prediction layer of {header.architecture}"
+        raise ValueError(f"{name} has {what}, which specdemo cannot run; {server}")
+    lacking = [tensor for tensor in PREDICTION_TENSORS if part_with(path, f"{layer}{tensor}.weight") is None]
+    if lacking:
+        raise ValueError(f"{name} states a prediction layer and lacks {layer}{lacking[0]}.weight; {fix}")
+    if state_functions(library()) is None or not hasattr(library(), "LLAMA_CONTEXT_TYPE_MTP"):
+        raise ValueError(f"this llama.cpp has no prediction layers; update it: {INSTALL}")
+    return layer
+
+
 def open_context(
-    handle: Handle, settings: LlamaCppSettings, cells: int, sequences: int, rollback: int = 0
+    handle: Handle,
+    settings: LlamaCppSettings,
+    cells: int,
+    sequences: int,
+    rollback: int = 0,
+    prediction: bool = False,
 ) -> tuple[Handle, bool]:
     """Return a context of a model, None if llama.cpp refuses it, and True if it uses flash attention.
 
     cells: size of the KV cache in tokens. sequences: most sequences that share it. rollback: tokens that recurrent
-    layers can take back, each at the cost of a state per sequence.
+    layers can take back, each at the cost of a state per sequence. prediction: for the prediction layer.
     """
     llama = library()
     parameters = llama.llama_context_default_params()
@@ -231,6 +273,8 @@ def open_context(
     parameters.n_threads = parameters.n_threads_batch = settings.threads or max(thread_counts())
     parameters.n_seq_max, parameters.kv_unified, parameters.n_rs_seq = sequences, True, rollback
     parameters.type_k = parameters.type_v = CACHE_TYPES[settings.cache_type]
+    if prediction:
+        parameters.ctx_type = llama.LLAMA_CONTEXT_TYPE_MTP
     off, auto = llama.LLAMA_FLASH_ATTN_TYPE_DISABLED, llama.LLAMA_FLASH_ATTN_TYPE_AUTO
     parameters.flash_attn_type = auto if settings.flash_attention else off  # auto: on where the device supports it
     _log.clear()

@@ -7,7 +7,7 @@ import ctypes
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy
 
@@ -46,24 +46,31 @@ class Inputs(NamedTuple):
 class _InputBuffers:
     """Memory of a `llama_batch`, as numpy arrays."""
 
-    def __init__(self, llama: Llama, sequences: int) -> None:
+    def __init__(self, llama: Llama, sequences: int, width: int = 0) -> None:
+        """width: of states that come with the tokens; 0: none."""
         self._tokens, self._positions, self._sequence_counts = numpy.zeros((3, BATCH_TOKENS), numpy.int32)
         self._sequences = numpy.zeros((BATCH_TOKENS, sequences), numpy.int32)
         self._outputs = numpy.zeros(BATCH_TOKENS, numpy.int8)
+        self.states = numpy.zeros((BATCH_TOKENS, width), numpy.float32)
         rows = numpy.arange(BATCH_TOKENS, dtype=numpy.uintp) * self._sequences.strides[0]
         self._sequence_rows = rows + self._sequences.ctypes.data  # llama.cpp reads one pointer per token
         self.batch = llama.llama_batch()
-        for name, values in (
+        arrays: list[tuple[str, Any]] = [
             ("token", self._tokens),
             ("pos", self._positions),
             ("n_seq_id", self._sequence_counts),
             ("seq_id", self._sequence_rows),
             ("logits", self._outputs),
-        ):
+            *([("embd", self.states)] if width else []),
+        ]
+        for name, values in arrays:
             setattr(self.batch, name, ctypes.cast(values.ctypes.data, type(getattr(self.batch, name))))
 
-    def write(self, inputs: Inputs, last_only: bool) -> int:
-        """Write at most BATCH_TOKENS entries; return the number of outputs."""
+    def write(self, inputs: Inputs, outputs: bool | Sequence[bool]) -> int:
+        """Write at most BATCH_TOKENS entries; return the number of outputs.
+
+        outputs: whether a token has logits; the last one has.
+        """
         count = len(inputs.tokens)
         self.batch.n_tokens = count
         self._tokens[:count] = inputs.tokens
@@ -71,12 +78,12 @@ class _InputBuffers:
         for index, sequences in enumerate(inputs.sequences):
             self._sequence_counts[index] = len(sequences)
             self._sequences[index, : len(sequences)] = sequences
-        self._outputs[:count] = not last_only
+        self._outputs[:count] = outputs
         self._outputs[count - 1] = True
-        return 1 if last_only else count
+        return int(self._outputs[:count].sum())
 
 
-class _OutputBuffer:
+class OutputBuffer:
     """Matrix that llama.cpp writes at an address that may change from call to call."""
 
     def __init__(self, columns: int) -> None:
@@ -96,19 +103,21 @@ class _OutputBuffer:
 class LlamaCppContext:
     """KV cache of llama.cpp for one history, with its input and output buffers."""
 
-    def __init__(self, model: LlamaCppModel, cells: int, sequences: int) -> None:
+    def __init__(self, model: LlamaCppModel, cells: int, sequences: int, layer: Any = None) -> None:
         """cells: size of the KV cache in tokens. sequences: most sequences that share it, each with its own recurrent
-        state."""
+        state. layer: a prediction layer with weights of its own or the model's; None: the model."""
         llama = self._llama = library()
         self._model, self.cells, self.sequences = model, cells, sequences
-        self._handle, _ = open_context(model.handle, model.settings, cells, sequences, model.rollback)
+        rollback = 0 if layer else model.rollback
+        handle = (layer or model).handle
+        self._handle, _ = open_context(handle, model.settings, cells, sequences, rollback, layer is not None)
         if not self._handle:
             raise ValueError(f"llama.cpp cannot allocate a context of {cells} tokens; use a shorter context")
-        weakref.finalize(self, _free, llama, self._handle, model)
+        weakref.finalize(self, _free, llama, self._handle, layer or model)
         self._memory = llama.llama_get_memory(self._handle)
-        self._inputs = _InputBuffers(llama, sequences)
-        self._logits = _OutputBuffer(model.vocab_size)
-        self._states = defaultdict[int, _OutputBuffer](lambda: _OutputBuffer(model.hidden_size))  # tap -> its states
+        self._inputs = _InputBuffers(llama, sequences, model.hidden_size if layer else 0)
+        self._logits = OutputBuffer(model.vocab_size)
+        self._states = defaultdict[int, OutputBuffer](lambda: OutputBuffer(model.hidden_size))  # tap -> its states
         self._layers = layer_functions(llama)
         self._taps: frozenset[int] = frozenset()  # that llama.cpp returns at present
         self._threads = 0
@@ -157,19 +166,24 @@ class LlamaCppContext:
         """
         if cancelled is not None and cancelled():
             raise Cancelled("stopped")
-        llama = self._llama
         self._select(frozenset(taps))
+        outputs = self._run(inputs, not last_only)
+        logits = self._logits.read(self._llama.llama_get_logits(self._handle), outputs)
+        return logits, {tap: self._states[tap].read(self._pointer(tap), len(inputs.tokens)) for tap in taps}
+
+    def _run(self, inputs: Inputs, outputs: bool | Sequence[bool]) -> int:
+        """Run at most BATCH_TOKENS tokens; return the number of outputs."""
+        llama = self._llama
         if self._model.used_threads != self._threads:
             self._threads = self._model.used_threads
             llama.llama_set_n_threads(self._handle, self._threads, self._threads)
-        outputs = self._inputs.write(inputs, last_only)
+        count = self._inputs.write(inputs, outputs)
         status = llama.llama_decode(self._handle, self._inputs.batch)
         if status == ABORTED:
             raise Cancelled("stopped")
         if status:
             raise ValueError(f"llama.cpp cannot decode (status {status}); use a shorter context or a smaller draft")
-        logits = self._logits.read(llama.llama_get_logits(self._handle), outputs)
-        return logits, {tap: self._states[tap].read(self._pointer(tap), len(inputs.tokens)) for tap in taps}
+        return count
 
     def _select(self, taps: frozenset[int]) -> None:
         """Let llama.cpp return the states of the taps, and no others. Raises ValueError for taps that it lacks."""
@@ -238,6 +252,6 @@ def _joined(parts: Sequence[Outputs], taps: Taps) -> dict[int, Values]:
     return {tap: numpy.concatenate([states[tap] for _, states in parts]) for tap in taps}
 
 
-def _free(llama: Llama, handle: Handle, model: LlamaCppModel) -> None:
+def _free(llama: Llama, handle: Handle, weights: object) -> None:
     """Free a context before its model, which the argument keeps alive until here."""
     llama.llama_free(handle)

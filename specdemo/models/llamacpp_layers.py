@@ -21,12 +21,29 @@ READ = (
     "_Z30llama_get_embeddings_layer_inpP13llama_contextj",
     "?llama_get_embeddings_layer_inp@@YAPEAMPEAUllama_context@@I@Z",
 )
+KEEP_STATES = (  # of prediction layers; with True, False: of all tokens
+    "llama_set_embeddings_nextn",
+    "_Z26llama_set_embeddings_nextnP13llama_contextbb",
+    "?llama_set_embeddings_nextn@@YAXPEAUllama_context@@_N1@Z",
+)
+READ_STATES = (
+    "llama_get_embeddings_nextn",
+    "_Z26llama_get_embeddings_nextnP13llama_context",
+    "?llama_get_embeddings_nextn@@YAPEAMPEAUllama_context@@@Z",
+)
 TOKENS = (1, 2, 1, 2)  # of the check
 SAME = 0.98  # least cosine of one state in passes of different width; 8-bit activations give 0.9998
 
 Llama = Any  # the module `llama_cpp`
 Handle = Any  # a pointer of llama.cpp
 Values = NDArray[numpy.float32]
+
+
+class StateFunctions(NamedTuple):
+    """Functions of libllama for the context of a prediction layer."""
+
+    keep: Callable[[Handle, bool, bool], None]
+    read: Callable[[Handle], Handle]  # a pointer to its states [T, H], without copying
 
 
 class LayerFunctions(NamedTuple):
@@ -38,13 +55,41 @@ class LayerFunctions(NamedTuple):
 
 def layer_functions(llama: Llama) -> LayerFunctions | None:
     """Return the functions of the module `llama_cpp`; None if its library has none."""
-    library = getattr(getattr(llama, "llama_cpp", llama), "_lib", None)
-    keep, read = (next((f for name in names if (f := getattr(library, name, None))), None) for names in (KEEP, READ))
+    keep, read = _exported(llama, KEEP), _exported(llama, READ)
     if keep is None or read is None:
         return None
     keep.argtypes, keep.restype = [ctypes.c_void_p, ctypes.c_uint32, ctypes.c_bool], None
     read.argtypes, read.restype = [ctypes.c_void_p, ctypes.c_uint32], ctypes.POINTER(ctypes.c_float)
     return LayerFunctions(keep, read)
+
+
+def state_functions(llama: Llama) -> StateFunctions | None:
+    """Return the functions of the module `llama_cpp`; None if its library has none."""
+    keep, read = _exported(llama, KEEP_STATES), _exported(llama, READ_STATES)
+    if keep is None or read is None:
+        return None
+    keep.argtypes, keep.restype = [ctypes.c_void_p, ctypes.c_bool, ctypes.c_bool], None
+    read.argtypes, read.restype = [ctypes.c_void_p], ctypes.POINTER(ctypes.c_float)
+    return StateFunctions(keep, read)
+
+
+def _exported(llama: Llama, names: Sequence[str]) -> Any:
+    """Return the function of libllama with one of the names; None if there is none."""
+    library = getattr(getattr(llama, "llama_cpp", llama), "_lib", None)
+    return next((function for name in names if (function := getattr(library, name, None))), None)
+
+
+def prediction_runs(llama: Llama, model: Handle, context: Handle) -> bool:
+    """Return True if the context of a prediction layer reads pairs of a token and a state. May end the process."""
+    functions = state_functions(llama)
+    if functions is None or not context:
+        return False
+    functions.keep(context, True, False)
+    states = numpy.zeros((1, int(llama.llama_model_n_embd(model))), numpy.float32)
+    ids = (llama.llama_token * 1)()
+    batch = llama.llama_batch_get_one(ids, 1)
+    batch.embd = ctypes.cast(states.ctypes.data, type(batch.embd))
+    return not llama.llama_decode(context, batch) and bool(functions.read(context))
 
 
 def layer_inputs_agree(llama: Llama, model: Handle, context: Handle) -> bool:

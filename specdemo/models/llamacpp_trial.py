@@ -18,11 +18,11 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from specdemo.core.atomic_io import json_text, write_text
 from specdemo.core.outputs import cache_folder
-from specdemo.models.llamacpp_layers import layer_inputs_agree
+from specdemo.models.llamacpp_layers import layer_inputs_agree, prediction_runs
 from specdemo.models.packaged import LoadProgress, follow
 
 REBUILD = 'CMAKE_ARGS="-DGGML_NATIVE=OFF" pip install --force-reinstall --no-cache-dir llama-cpp-python'
@@ -47,7 +47,8 @@ _ends: dict[tuple[str, str, str], str] = {}
 
 class Trial(NamedTuple):
     """Input of the child. file: empty to try the library alone. layers: numbers of GPU layers to try, most first.
-    layer_inputs: the child aborts where they cannot be read. rollback: tokens that recurrent layers can take back."""
+    layer_inputs: the child aborts where they cannot be read. rollback: tokens that recurrent layers can take back.
+    prediction: also read with the prediction layer; only: the file has nothing else."""
 
     package: str
     file: str = ""
@@ -55,6 +56,7 @@ class Trial(NamedTuple):
     flash: bool = False
     layer_inputs: bool = False
     rollback: int = 0
+    prediction: Literal["", "also", "only"] = ""
 
 
 def check_llamacpp(trial: Trial, parts: Sequence[Path] = (), report: LoadProgress | None = None) -> None:
@@ -164,18 +166,22 @@ def try_out() -> None:
     model = None
     for count in trial.layers:
         parameters = llama.llama_model_default_params()
-        parameters.n_gpu_layers = count
+        parameters.n_gpu_layers, parameters.load_mtp = count, bool(trial.prediction)
         model = model or llama.llama_model_load_from_file(trial.file.encode(), parameters)
     if not model:
         return
     parameters = llama.llama_context_default_params()
     parameters.n_ctx, parameters.flash_attn_type = CELLS, int(-trial.flash)  # -1: where the device supports it
     parameters.n_rs_seq = trial.rollback
-    context = llama.llama_init_from_model(model, parameters)
+    context = None if trial.prediction == "only" else llama.llama_init_from_model(model, parameters)
     for width in WIDTHS if context else ():
         llama.llama_decode(context, llama.llama_batch_get_one((llama.llama_token * width)(), width))
     if context and trial.layer_inputs and not layer_inputs_agree(llama, model, context):
         os.abort()
+    if trial.prediction:
+        parameters.ctx_type, parameters.n_rs_seq = llama.LLAMA_CONTEXT_TYPE_MTP, 0
+        if not prediction_runs(llama, model, llama.llama_init_from_model(model, parameters)):
+            os.abort()
     os._exit(0)  # without freeing it
 
 

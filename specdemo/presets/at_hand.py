@@ -14,7 +14,7 @@ from specdemo.models.sources import cached_folder, resolve
 from specdemo.presets.drafters import base_name, published_drafters
 from specdemo.presets.files import load_presets
 from specdemo.presets.link import short_name
-from specdemo.presets.pair import LOOKUPS, drafter_method
+from specdemo.presets.pair import LOOKUPS, drafter_method, has_prediction_layer
 
 
 def drafters(target: str, drafts: Sequence[str], download: bool) -> dict[str, Lane]:
@@ -32,6 +32,8 @@ def _found(target: str, download: bool) -> Iterator[Lane]:
     """Yield lookups, the lanes of presets with this target, drafters of the catalogue, and matching models here."""
     own_name = base_name(target)
     yield from (Lane(method=name) for name in LOOKUPS)
+    if has_prediction_layer(target):
+        yield Lane(method="mtp", model=target)
     for preset in load_presets().values():
         if base_name(preset.target) == own_name and not preset.temperature and not preset.grammar:
             for lane in preset.lanes:

@@ -1,6 +1,7 @@
 """The comparison that a user names: a preset with changes, or a target and a drafter as a preset of this process."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
@@ -19,6 +20,7 @@ CORRECTING = (  # an adaptive lane loses little where nothing is copied
     Lane(method="suffix", k=COPIED),
     Lane(method="adaptive", k=COPIED, options={"drafter": "ngram"}),
 )
+OWN_LENGTH = 3  # draft length of a prediction layer, trained for the next token
 QUESTION = "Explain to a ten-year-old why the sky is blue, in six sentences."
 TASKS = {  # name -> kind of work, whose first prompt it is, and the prompt's end for a model without a chat template
     "Correct": ("edit", "Corrected text:"),
@@ -54,7 +56,8 @@ def pair(target: str, draft: str | None = None, **settings: object) -> Preset:
 
     method = drafter_method(target, draft)
     corrects = draft is None and target not in EMBEDDED
-    lookups = CORRECTING if corrects else [Lane(method=name) for name in LOOKUPS]
+    lookups = [*CORRECTING] if corrects else [Lane(method=name) for name in LOOKUPS]
+    lookups += [Lane(method="mtp", model=target, k=OWN_LENGTH)] if has_prediction_layer(target) else []
     lanes = [Lane(method=method, model=draft)] if draft else lookups
     chat = _has_chat_template(target)
     title = f"{short_name(target)} with {short_name(draft) if draft else 'suffix and n-gram lookup'}"
@@ -103,6 +106,8 @@ def comparison(preset_id: str | None, changes: Mapping[str, object]) -> Preset:
         raise ValueError(
             f"Missing argument 'PRESET'. `{program()} presets` lists them; or name a model: --target MODEL"
         )
+    if changes.get("method") == "mtp" and drafter is None and is_gguf(target):
+        changes["model"] = target
     if isinstance(drafter, str) and "method" not in changes:
         return add_pair(target, drafter).with_changes(**{name: it for name, it in changes.items() if name != "model"})
     return add_pair(target).with_changes(**changes)
@@ -137,9 +142,12 @@ def drafter_method(target: str, draft: str | None) -> str:
     """Return the method of the drafter. Raises ValueError if one of the models is unusable, or they do not fit."""
     from specdemo.methods.pairs import check_pair, outline
 
-    for name in filter(None, (target, draft)):
+    layer = draft is not None and is_gguf(draft) and has_prediction_layer(draft, alone=draft != target)
+    for name in filter(None, (target, None if layer else draft)):
         if is_gguf(name):
             _check_gguf(name)
+    if layer and is_gguf(target):
+        return "mtp"
     if is_gguf(target):
         return "ngram" if draft is None else _method_of(draft)
     described = outline(target)
@@ -149,6 +157,14 @@ def drafter_method(target: str, draft: str | None) -> str:
     if not pair.fits:
         raise ValueError(f"{draft} does not fit {target}: {pair.reason}")
     return pair.method
+
+
+def has_prediction_layer(name: str, alone: bool = False) -> bool:
+    """Return True for a GGUF file on this machine that states a prediction layer. alone: and has nothing else."""
+    with suppress(ValueError):
+        if is_gguf(name) and (header := local_header(name)) and header.prediction_layer:
+            return not alone or not any(tensor.startswith("blk.0.") for tensor in header.tensors)
+    return False
 
 
 def _check_gguf(name: str) -> None:

@@ -32,17 +32,22 @@ from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.tree import Draft
 from specdemo.kv.cache import cache_argument
 from specdemo.kv.masks import Columns, Rope
+from specdemo.methods import check_capabilities
 from specdemo.methods.base import DraftOptions, Head, Recipe
 from specdemo.methods.heads.formats import contradiction
 from specdemo.methods.heads.formats import mtp as files
 from specdemo.methods.heads.formats.mtp import MTPConvention
 from specdemo.methods.heads.network import Network, untrained
+from specdemo.methods.heads.nextn import NextN
 from specdemo.methods.heads.runtime import DraftPass, HeadRuntime, training_columns, unrolled_mask
 from specdemo.methods.heads.sampler import ChainBuilder
 from specdemo.models.checkpoints import Checkpoint, open_checkpoint, write_checkpoint
 from specdemo.models.fused import fuse_layer, layer_class
+from specdemo.models.gguf_files import is_gguf
 from specdemo.models.layers import DecoderLayer, Rotary, llama_config_like
-from specdemo.models.sources import LoadProgress
+from specdemo.models.llamacpp_prediction import PredictionLayer
+from specdemo.models.llamacpp_target import LlamaCppTarget
+from specdemo.models.sources import LoadProgress, no_progress
 from specdemo.training.losses import StepLosses
 
 NORM_AND_ROPE = ("rms_norm_eps", "rope_parameters")
@@ -183,6 +188,22 @@ class ParallelHeads(MTPHeads):
 class MTP(Head[MTPHeads], method="mtp"):
     summary = "Layers trained together with the target draft from its last hidden state, one token after the other."
     recipes: ClassVar = {"mtp": Recipe("Multi-token prediction, 1 module", {})}
+
+    def __new__(cls, target: Target, model: object, options: DraftOptions | None = None) -> Any:
+        """Return the drafter of a prediction layer in a GGUF file, or else one of heads in PyTorch."""
+        if isinstance(model, str) and is_gguf(model):
+            model = cls.load(model, target)
+        return NextN(target, model, options) if isinstance(model, PredictionLayer) else super().__new__(cls)
+
+    @classmethod
+    def load(cls, source: str, target: Target, progress: LoadProgress | None = None) -> Any:
+        """Load heads, or for a GGUF target a GGUF file with a prediction layer: its own, or `mtp-*.gguf`."""
+        if not is_gguf(source):
+            return super().load(source, target, progress)
+        if not isinstance(target, LlamaCppTarget):
+            raise ValueError(f"{source} drafts for GGUF targets only; choose the model in safetensors")
+        check_capabilities(cls, target)
+        return PredictionLayer(source, target.weights, progress or no_progress)
 
     @classmethod
     def recognises(cls, checkpoint: Checkpoint) -> bool:
