@@ -45,7 +45,7 @@ from specdemo.models.devices import capability, device_kind, device_map_summary
 from specdemo.models.fused import fused_decoder, kernels, missing_kernels
 from specdemo.models.packed import linear_bytes, packed_bytes
 from specdemo.models.runner import Runner
-from specdemo.models.text import sample_tokens
+from specdemo.models.text import end_of_turn, sample_tokens
 
 NO_LENGTH_LIMIT = 1 << 20  # positions, for models without a limit in their config
 HISTORY_ENDS = (6, 7, 11, 16)  # tokens of a text at which a stored history is checked
@@ -68,7 +68,7 @@ class HFTarget(Target):
 
         Raises ValueError for a model whose forward takes no cache.
         """
-        self.model, self.tokenizer, self.notes = model.eval(), tokenizer, notes
+        self.model, self.tokenizer = model.eval(), tokenizer
         self.name = name or str(model.config.name_or_path) or str(model.config.model_type)
         config = model.config.get_text_config(decoder=True)
         self.embed: nn.Module = model.get_input_embeddings()
@@ -79,7 +79,8 @@ class HFTarget(Target):
         self.hidden_size, self.num_layers = int(config.hidden_size), int(config.num_hidden_layers)
         self.max_length = int(getattr(config, "max_position_embeddings", None) or NO_LENGTH_LIMIT)
         self.dtype = model.dtype
-        self.stop_token_ids = _stop_tokens(model, tokenizer)
+        self.stop_token_ids, stop_notes = _stop_tokens(model, tokenizer)
+        self.notes = tuple(dict.fromkeys((*notes, *stop_notes)))
         self._config = config
         self._run = self.runner(model, self.num_layers, self.name)
         self.num_experts = int(getattr(self._run.experts[0], "num_experts", 0)) if self._run.experts else 0
@@ -379,10 +380,21 @@ def _windows(model: PreTrainedModel, config: PreTrainedConfig) -> dict[str, int]
     return {kind: window if kind == "sliding_attention" else 0 for kind in sorted(kinds)}
 
 
-def _stop_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
-    generation = getattr(model, "generation_config", None)
+def _stop_tokens(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Return the ids at which a text ends, and a note where the end of a turn is not among those that the model
+    states."""
+    generation, stated = getattr(model, "generation_config", None), ()
     for source in (generation, model.config, tokenizer):
         ids = getattr(source, "eos_token_id", None)
         if ids is not None:
-            return tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)
-    return ()
+            stated = tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)
+            break
+    end = None if tokenizer is None else end_of_turn(tokenizer)
+    if tokenizer is None or end is None or end in stated:
+        return stated, ()
+    word, *others = tokenizer.convert_ids_to_tokens([end, *stated])
+    names = " and ".join(others) or "no stop token"
+    note = f"texts also end at {word}, where the chat template ends a turn; the model's files name {names}"
+    return (*stated, end), (note,)

@@ -90,6 +90,21 @@ def sample_tokens(tokenizer: PreTrainedTokenizerBase | None, count: int, vocab_s
     return [token % vocab_size for token in ids[:count]]
 
 
+def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Return the special token with which the chat template ends an answer; None without one."""
+    if not tokenizer.chat_template:
+        return None
+    answer = "Hello"
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": answer}]
+    try:
+        text = str(tokenizer.apply_chat_template(chat, tokenize=False))
+        first = next(iter(tokenizer(text.rpartition(answer)[2], add_special_tokens=False)["input_ids"]), None)
+    except Exception:  # a template is a program
+        return None
+    token = tokenizer.added_tokens_decoder.get(first)
+    return first if token is not None and token.special else None
+
+
 class Detokenizer:
     """Incremental decoder. Bytes of an unfinished character give "" until a later token completes it.
 

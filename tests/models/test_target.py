@@ -6,6 +6,9 @@ import weakref
 
 import pytest
 import torch
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -13,6 +16,7 @@ from transformers import (
     MixtralForCausalLM,
     OlmoeConfig,
     OlmoeForCausalLM,
+    PreTrainedTokenizerFast,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
     RecurrentGemmaConfig,
@@ -279,6 +283,36 @@ def test_target_properties():
     assert target.stop_token_ids == (2, 5) and target.capabilities.trees
     assert target.embed is model.get_input_embeddings() and target.lm_head is model.get_output_embeddings()
     assert target.weight_bytes == 4 * sum(p.numel() for p in model.parameters())
+
+
+TURNS = "{% for m in messages %}<s>{{ m.role }} {{ m.content }}<turn>\n{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "stated", "ids"),
+    [
+        (TURNS, 1, (1, 3)),
+        (TURNS, [1, 3], (1, 3)),
+        (TURNS, None, (1, 3)),  # stated by the config
+        (None, 1, (1,)),  # a text to complete
+        ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", 1, (1,)),
+        ("{{ raise_exception('no system prompt') }}", 1, (1,)),
+    ],
+)
+def test_a_text_also_ends_where_the_chat_template_ends_a_turn(template, stated, ids):
+    """Copies of chat models state only the token that ends a text."""
+    model, words = build("llama"), {"<unk>": 0, "<end>": 1, "<s>": 2, "<turn>": 3, "Hello": 4}
+    base = Tokenizer(WordLevel(words, unk_token="<unk>"))
+    base.pre_tokenizer = WhitespaceSplit()
+    base.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in [*words][:4]])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=base, unk_token="<unk>", eos_token="<end>")
+    tokenizer.chat_template = template
+    model.generation_config.eos_token_id, model.config.eos_token_id = stated, 1
+    target = HFTarget(model, tokenizer, notes=("a note",))
+    note = "texts also end at <turn>, where the chat template ends a turn; the model's files name <end>"
+    assert target.stop_token_ids == ids
+    assert target.notes == (("a note", note) if ids == (1, 3) and stated != [1, 3] else ("a note",))
+    assert HFTarget(model, tokenizer, notes=target.notes).notes == target.notes
 
 
 def test_a_padded_head_counts_its_rows():
