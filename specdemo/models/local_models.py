@@ -113,7 +113,8 @@ def size_words(ratio: float) -> str:
     A draft token costs 1 / ratio of a pass at least, so one that is accepted less often does not pay.
     """
     words = f"{ratio:.1f}x smaller".replace(".0x", "x")
-    return words if ratio >= LEAST_RATIO else f"{words}, pays if over {100.0 / ratio:.0f} % of its tokens are accepted"
+    warning = f", pays only if over {100.0 / ratio:.0f} % of its tokens are accepted"
+    return words if ratio >= LEAST_RATIO else words + warning
 
 
 def drafts_of(target: str) -> LocalDrafts:

@@ -171,8 +171,8 @@ def test_a_transformers_model_reads_what_its_config_states(home):
 
 def test_a_smaller_model_is_offered_at_any_ratio_and_a_low_one_warns(home, capsys, monkeypatch):
     assert [size_words(ratio) for ratio in (1.25, 2.72, 3.0, 14.96)] == [
-        "1.2x smaller, pays if over 80 % of its tokens are accepted",
-        "2.7x smaller, pays if over 37 % of its tokens are accepted",
+        "1.2x smaller, pays only if over 80 % of its tokens are accepted",
+        "2.7x smaller, pays only if over 37 % of its tokens are accepted",
         "3x smaller",
         "15x smaller",
     ]
@@ -186,7 +186,7 @@ def test_a_smaller_model_is_offered_at_any_ratio_and_a_low_one_warns(home, capsy
     assert drafts.reasons == {str(files["same"]): "not smaller", str(other): "another vocabulary", str(bad): "damaged"}
     lanes = drafters(big, (), download=False)
     assert [lane.model for lane in lanes.values() if lane.model] == [*drafts.ratios]
-    assert published(big).splitlines()[-1].endswith("(1.1x smaller, pays if over 90 % of its tokens are accepted)")
+    assert published(big).splitlines()[-1].endswith("(1.1x smaller, pays only if over 90 % of its tokens are accepted)")
     assert published(str(other)).splitlines()[-1].startswith(f"On this machine: no draft model; damaged: {bad}; ")
     assert drafts_of("org/elsewhere").reasons == {}
     result = Result("tune", 1, {}, {}, [], [f"On this machine: {drafts_of(str(other))}."])
