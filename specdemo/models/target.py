@@ -394,7 +394,7 @@ def _stop_tokens(
     end = None if tokenizer is None else end_of_turn(tokenizer)
     if tokenizer is None or end is None or end in stated:
         return stated, ()
-    word, *others = tokenizer.convert_ids_to_tokens([end, *stated])
+    word, *others = (str(tokenizer.convert_ids_to_tokens(token)) for token in (end, *stated))
     names = " and ".join(others) or "no stop token"
     note = f"texts also end at {word}, where the chat template ends a turn; the model's files name {names}"
     return (*stated, end), (note,)

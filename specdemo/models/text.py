@@ -98,7 +98,7 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
     chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": answer}]
     try:
         text = str(tokenizer.apply_chat_template(chat, tokenize=False))
-        first = next(iter(tokenizer(text.rpartition(answer)[2], add_special_tokens=False)["input_ids"]), None)
+        first = next(iter(tokenizer(text.rpartition(answer)[2], add_special_tokens=False)["input_ids"]), -1)
     except Exception:  # a template is a program
         return None
     token = tokenizer.added_tokens_decoder.get(first)
