@@ -153,6 +153,8 @@ def test_ratios_of_several_runs_are_pooled_and_not_averaged():
     plain = [timed([(0, 10.0)] * 10, 10), timed([(0, 30.0)] * 10, 10)]
     lane = [timed([(0, 10.0)] * 10, 10), timed([(0, 10.0)] * 10, 10)]
     assert speedup(plain, lane, True).value == pytest.approx(2.0)  # of runs 1 and 3: 400 ms / 200 ms
+    lane[1] = timed([(0, 20.0)] * 10, 10)
+    assert speedup(plain, lane, True).value == pytest.approx(4 / 3)  # of runs 1 and 1.5, whose mean is 1.25
 
 
 @pytest.mark.parametrize("ms", [0.0, 5e-324, 1e308, 1.7e308])

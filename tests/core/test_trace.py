@@ -107,6 +107,11 @@ def test_draft_tokens_after_the_stop_token_are_not_accepted():
     assert token_kinds(stopped) == ["accepted"]
 
 
+def test_steps_in_which_a_row_of_a_batch_had_finished_are_not_counted():
+    summary = summarise(lane([*CHAIN, *(step(i, [], [], [0], []) for i in (5, 6))]))
+    assert (summary["steps"], summary["tokens_per_step"]) == (4, 2.0)
+
+
 def test_gaps_between_their_neighbours():
     events = [prefill(1), *(step(i, [], [], [0], [i], verify=10.0 * i) for i in range(1, 5))]
     summary = summarise(lane(events))

@@ -140,6 +140,17 @@ def test_a_stop_token_inside_an_accepted_run_ends_the_text_there():
         assert len(token_kinds(events[-1])) == len(events[-1].emitted[0])
 
 
+def test_a_stop_token_ends_the_text_at_every_place_of_an_accepted_draft():
+    free = plain(ToyTarget(16, seed=5))
+    places = [place for place, token in enumerate(free) if free.index(token) == place and place]
+    assert max(places) > 5
+    for place in places:
+        target = ToyTarget(16, seed=5, stop_token_ids=(free[place],))
+        for k in (place, place + 1, place + 4):  # it is the last token of the step, or is followed by others
+            events = generate(target, Oracle(free), PROMPT, GenerationConfig(30, budget=Budget(k, k)))
+            assert tokens(events) == free[: place + 1]
+
+
 def test_stop_tokens_can_be_overruled():
     free = plain(ToyTarget(16, seed=5))
     target = ToyTarget(16, seed=5, stop_token_ids=(free[3],))
@@ -169,6 +180,55 @@ def test_taps_arrive_at_the_drafter(target):
     list(generate(target, drafter, PROMPT, GenerationConfig(12)))
     for progress in drafter.progress:
         assert progress.hidden[-1].shape[:2] == progress.inputs.shape
+
+
+class Reader(Drafter):
+    """A drafter of the plain continuation whose tokens become wrong at another place in every row, as a chain or, with
+    a wrong sibling in front, as a tree. It records the hidden states that it observes."""
+
+    taps = (1, -1)
+
+    def __init__(self, answer, rows, tree):
+        self.answer, self.tree, self.at = answer, tree, [0] * rows
+        self.read = {tap: [[] for _ in range(rows)] for tap in self.taps}
+
+    def start(self, batch, sampling, rng):
+        pass
+
+    def propose(self, budget):
+        depth = min(budget.depth, 4)
+        if not depth:
+            return Draft.empty(len(self.at), torch.device("cpu"))
+        right = torch.tensor([(self.answer[at : at + depth] + [0] * depth)[:depth] for at in self.at])
+        accepted = torch.tensor([(row + at) % 4 for row, at in enumerate(self.at)])[:, None]
+        drafted = (right + (torch.arange(depth) >= accepted).long()) % 16
+        if not self.tree:
+            return Draft.chain(drafted)
+        parents = torch.tensor([[0, 0, *range(2, depth + 1)]]).expand(len(drafted), -1)
+        return Draft(torch.cat([(drafted[:, :1] + 2) % 16, drafted], 1), parents)
+
+    def observe(self, progress):
+        for row, length in enumerate(progress.lengths):
+            self.at[row] += 1 if not self.at[row] else length
+            for tap in self.taps:
+                assert progress.hidden[tap].shape[:2] == progress.inputs.shape
+                self.read[tap][row].append(progress.hidden[tap][row, :length])
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("tree", [False, True])
+def test_the_hidden_states_of_rejected_slots_and_padding_do_not_reach_the_drafter(rows, tree):
+    target, reference = ToyTarget(16, seed=5, order=3), ToyTarget(16, seed=5, order=3)
+    answer = plain(target)
+    drafter = Reader(answer, rows, tree)
+    config = GenerationConfig(18, budget=Budget(4, 5))
+    events = list(generate(target, drafter, PROMPT.expand(rows, -1), config))
+    assert {len(path) for event in events for path in event.path} >= {1, 2, 3, 4}
+    whole = reference.start(torch.tensor([[*PROMPT[0].tolist(), *answer]]), drafter.taps).hidden
+    for tap, texts in drafter.read.items():
+        for parts in texts:
+            read = torch.cat(parts)
+            assert len(read) > 18 and torch.equal(read, whole[tap][0, : len(read)])
 
 
 def test_cancel_takes_effect_before_the_next_step(target):
