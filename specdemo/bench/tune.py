@@ -198,7 +198,8 @@ class Tune(Decoding):
         unseen = {one.name: "no usable answer" if one.rounds else "no time" for one in search.works if not one.ranked()}
         if search.stopped:
             unseen = dict.fromkeys(unseen if works else (), "stopped before it")
-        remarks += [f"Not measured: {name}, {why}." for name, why in [*unseen.items()][:9]]
+        reasons = {why: [name for name in unseen if unseen[name] == why] for why in unseen.values()}
+        remarks += [f"Not measured: {', '.join(names[:9])}, {why}." for why, names in reasons.items()]
         if not any(map(_pays, works)) and (missing := racer.missing(self.target)):
             remarks.append(f"Published drafters that are not here: {', '.join(missing[:4])}; download one to try it.")
         if not self.servers and (here := drafts_of(self.target)).reasons and not here.ratios:
@@ -274,7 +275,7 @@ def _recommendation(search: Search, best: str) -> list[str]:
         return ["Nothing could be measured: every answer failed or was too short; give other prompts or more tokens."]
     if not best:
         return ["No candidate was measured on every kind of work; give it more minutes."]
-    speed, kinds = search.mixed(best), [work.name for work in search.works]
+    speed, kinds = search.mixed(best), [work.name for work in search.works if work.ranked()]
     what = "mixed work" if len(kinds) > 1 else kinds[0]
     paying = [work.name for work in search.works if work.ranked() and _pays(work)]
     if speed.label == "faster":
