@@ -86,3 +86,9 @@ def test_published_drafters_of_a_target_are_offered(monkeypatch):
     monkeypatch.setenv("SPECDEMO_PUBLIC", "1")
     with pytest.raises(ValueError, match="is not on this page's list"):
         from_values(to_values(chosen))
+
+
+def test_a_public_page_reads_no_model_that_a_visitor_names(monkeypatch):
+    monkeypatch.setenv("SPECDEMO_PUBLIC", "1")
+    monkeypatch.setattr("specdemo.models.load.load_meta_target", None)
+    assert model_menus.fitting_models("/etc", "draft_model") == []
