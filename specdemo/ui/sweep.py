@@ -137,13 +137,15 @@ def _lane_names(ids: Iterable[str]) -> dict[str, str]:
 
 
 def every_few_percent(report: Callable[..., None]) -> Report:
-    """Return a callback that passes on the progress, and a result so far each time that another PARTIAL is done."""
-    due = 0.0
+    """Return a callback that passes on the progress, and a result so far each time that another PARTIAL is done, or
+    that loading the models has added to it."""
+    due, last = 0.0, None
 
     def watched(share: float, what: str, so_far: SoFar | None = None, /) -> None:
-        nonlocal due
-        shown = so_far() if so_far and share >= due else None
-        due = share + PARTIAL if shown else due
+        nonlocal due, last
+        now = so_far() if so_far and (share >= due or not share) else None
+        due = share + PARTIAL if now else due
+        shown, last = (now if now != last else None), now or last
         report(share, what, shown)
 
     return watched

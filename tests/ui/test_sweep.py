@@ -93,14 +93,17 @@ def test_too_frequent_progress_is_dropped(bench):
 
 def test_the_points_measured_so_far_are_shown_every_few_percent(bench):
     def measure(report, cancelled):
+        for repeats in (1, 1, 2):
+            report(0.0, "loading", lambda repeats=repeats: swept(repeats=repeats))
         for percent in range(1, 101):
-            report(percent / 100, "k = 4", lambda: swept(repeats=1))
+            report(percent / 100, "k = 4", lambda percent=percent: swept(repeats=percent))
         return swept()
 
     sweeping = sweep.Sweeping.measuring("Draft length k", measure)
     *_, text = sync(sweeping.follow())
     *parts, result = [line for line in lines(text) if line["type"] == "result"]
-    assert 20 <= len(parts) <= 25 and all(part["partial"] and part["chart"]["lines"] for part in parts)
+    assert 22 <= len(parts) <= 27 and all(part["partial"] and part["chart"]["lines"] for part in parts)
+    assert [part["conditions"].partition(" · ")[0] for part in parts[:2]] == ["1 repeat", "2 repeats"]  # while loading
     assert not result["partial"] and not parts[0]["recorded"]
 
 
