@@ -17,7 +17,8 @@ from hypothesis import settings
 # Starts of the ids of tests that need a browser, other processes or long computations; all others are marked `fast`
 SLOW = tuple(
     """
-    models/test_real_models benchmarks e2e hardening examples test_changes test_wheel test_deploy methods/test_plug_ins
+    models/test_real_models models/test_instruction_sets benchmarks e2e hardening examples test_changes test_wheel
+    test_deploy methods/test_plug_ins
     models/test_llamacpp recipes/test_train engine/test_lossless engine/test_chat_memory methods/test_heads
     methods/test_recipes methods/test_exact_sampling methods/test_vocabularies methods/test_layer_skip gpu
     bench/test_device bench/test_rendering recipes/test_corpus servers/test_engines servers/test_lane

@@ -125,6 +125,25 @@ def test_output_of_a_folder_is_that_of_transformers(smollm2_folder, folder_targe
         assert generated(folder_target, prompt, name, 16, Budget(4, 12))[0] == expected, name
 
 
+ALONE = "ngram suffix lookahead layer_skip".split()  # methods without a model
+WITH_EAGLE = "router adaptive gated".split()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_every_method_writes_the_text_of_plain_decoding_in_every_dtype(smollm2_folder, dtype):
+    lanes = [{"method": name, "k": 3} for name in ALONE]
+    lanes += [{"method": name, "model": model, "k": 2, "options": options} for name, model, options in HEADS]
+    lanes += [{"method": name, "model": HEADS[0][1], "options": {"drafter": "eagle"}} for name in WITH_EAGLE]
+    lanes += [{"method": name, "model": smollm2_folder, "k": 1} for name in ("draft_model", "cascade")]
+    lanes = lanes[3:6] if dtype == "float16" else lanes  # a CPU computes it slowly
+    session, changes = Session(), {"target": smollm2_folder, "dtype": dtype, "chat": True, "threads": 1}
+    for first in range(0, len(lanes), 3):
+        changes |= {"lanes": lanes[first : first + 3], "prompt": CHATS[2], "max_new_tokens": 8}
+        trace = session.run(preset("embedded-ngram").with_changes(**changes))
+        check_verdicts(trace)
+        assert not [note for note in trace.notes if note.startswith(("passes after", "packed products"))]
+
+
 @cache
 def plain_answers(target, prompts):
     return [generated(target, torch.tensor([prompt]), "none", 20, Budget(3, 3))[0] for prompt in prompts]
