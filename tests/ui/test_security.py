@@ -43,14 +43,14 @@ def test_a_host_is_compared_without_its_port(host, name):
     assert canonical(host) == name
 
 
-def status(names, host, local="127.0.0.1"):
+def status(names, host, local="127.0.0.1", path="/", root=""):
     sent = []
 
     async def send(message):
         sent.append(message)
 
     headers = [] if host is None else [(b"host", host.encode())]
-    scope = {"type": "http", "method": "GET", "headers": headers, "server": (local, 7860)}
+    scope = {"type": "http", "method": "GET", "headers": headers, "server": (local, 7860), "path": path, "root_path": root}
     asyncio.run(Door(PlainTextResponse("the page"), names, most=0)(scope, None, send))
     return sent[0]["status"]
 
@@ -74,6 +74,13 @@ def status(names, host, local="127.0.0.1"):
 )
 def test_a_page_answers_to_its_own_names(bound, host, expected):
     assert status(own_names(bound), host) == expected
+
+
+@pytest.mark.parametrize("root", ["", "/demo"])
+def test_a_page_has_its_own_paths_only(root):
+    paths = ("/", "/config", "/gradio_api/queue/join", "/monitoring", "/gradio_api/dev/reload", "/configs", "/assets")
+    found = [status(own_names("127.0.0.1"), "localhost", path=root + path, root=root) for path in paths]
+    assert found == [200, 200, 200, 404, 404, 404, 404]
 
 
 def test_a_page_answers_to_the_address_that_a_connection_came_in_on():
