@@ -114,16 +114,18 @@ def write_random(path: Path, architecture: str, shape: Mapping[str, Any], seed: 
     return tensors
 
 
-def write_tensors(path: Path, architecture: str, shape: Mapping[str, Any], tensors: Tensors) -> None:
-    """Write a file with a vocabulary of VOCABULARY tokens."""
+def write_tensors(
+    path: Path, architecture: str, shape: Mapping[str, Any], tensors: Mapping[str, Any], size: int = VOCABULARY
+) -> None:
+    """Write a file with a vocabulary of `size` tokens."""
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in shape.items():
         kinds = {list: writer.add_array, bool: writer.add_bool, float: writer.add_float32, int: writer.add_uint32}
         kinds[type(value)](f"{architecture}.{key}", value)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list([f"t{number}" for number in range(VOCABULARY)])
-    writer.add_token_types([1] * VOCABULARY)
+    writer.add_token_list([f"t{number}" for number in range(size)])
+    writer.add_token_types([1] * size)
     writer.add_token_merges(["t1 t2"])
     writer.add_eos_token_id(0)
     for name, values in tensors.items():

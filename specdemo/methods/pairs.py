@@ -63,13 +63,14 @@ class DrafterFit:
     reason: str
 
 
-def _prediction_fit(target: Target, drafter: str) -> DrafterFit:
-    """Check a GGUF file with a prediction layer."""
+def _gguf_head_fit(target: Target, drafter: str, name: str) -> DrafterFit:
+    """Check a GGUF file with a prediction layer or an EAGLE-3 head."""
     try:
-        method("mtp").load(drafter, target)
+        with checkpoint_errors(drafter):
+            method(name).load(drafter, target)
     except ValueError as error:
-        return DrafterFit(drafter, "mtp", False, str(error))
-    return DrafterFit(drafter, "mtp", True, "prediction layer of this model")
+        return DrafterFit(drafter, name, False, str(error))
+    return DrafterFit(drafter, name, True, "prediction layer of this model" if name == "mtp" else "head of this model")
 
 
 def check_pair(target: Target, drafter: str, method_name: str | None = None) -> DrafterFit:
@@ -77,8 +78,8 @@ def check_pair(target: Target, drafter: str, method_name: str | None = None) -> 
 
     Raises ValueError when the drafter's files cannot be opened.
     """
-    if method_name == "mtp" and is_gguf(drafter):
-        return _prediction_fit(target, drafter)
+    if method_name in ("mtp", "eagle") and is_gguf(drafter):
+        return _gguf_head_fit(target, drafter, method_name)
     checkpoint = None if is_gguf(drafter) else open_meta_checkpoint(drafter)  # a head in GGUF is no file of ours
     try:
         with checkpoint_errors(drafter):

@@ -33,7 +33,10 @@ LAYER_EMBEDDINGS = "per_layer_token_embd.weight"
 RANK = 4  # pooling type of a model that scores texts, LLAMA_POOLING_TYPE_RANK
 DRAFT = "llama-server -m MODEL.gguf --spec-type {} --spec-draft-model FILE"
 HEADS = {  # words in the architecture of a head for another model -> its name, and what runs it
-    "eagle": ("an EAGLE head of another model", DRAFT.format("draft-eagle3")),
+    "eagle": (
+        "an EAGLE head of another model",
+        f"specdemo run --target MODEL.gguf --model FILE, or {DRAFT.format('draft-eagle3')}",
+    ),
     "dflash": ("a DFlash head of another model", DRAFT.format("draft-dflash")),
     "dspark": ("a DSpark head of another model", DRAFT.format("draft-dspark")),
     "assistant": ("an assistant head of another model", DRAFT.format("draft-mtp")),

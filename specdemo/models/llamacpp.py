@@ -38,6 +38,7 @@ NO_FLASH = (
 )
 _callbacks: list[object] = []  # llama.cpp keeps pointers to them
 _log: deque[str] = deque(maxlen=64)  # the last lines of llama.cpp about flash attention
+INT64 = 27  # a tensor type, GGML_TYPE_I64
 CACHE_TYPES = {"f32": 0, "f16": 1, "q8_0": 8}  # ggml.h
 CACHE_BYTES = {"f32": 4, "f16": 2, "q8_0": 34 / 32}
 MAX_CONTEXT = 1 << 20  # tokens, for a file that states no context length
@@ -313,14 +314,16 @@ def part_with(path: str, name: str) -> Path | None:
     return next((part for part in all_parts(Path(path)) if name in read_header(part).tensors), None)
 
 
-def read_matrix(path: str, name: str) -> Tensor:
-    """Return the named matrix of a model in fp32."""
+def read_tensor(path: str, name: str) -> Tensor:
+    """Return the named tensor of a model, in fp32 unless it holds integers of 64 bits."""
     part = part_with(path, name)
     if part is None:
         raise ValueError(f"{path} has no {name}; choose another GGUF file")
-    kind, (rows, columns), place = read_header(part).tensors[name]
+    kind, shape, place = read_header(part).tensors[name]
+    if kind == INT64:
+        return torch.from_numpy(numpy.array(numpy.memmap(part, numpy.int64, "r", place, shape)))
     gguf = import_module("gguf")
     numbers, size = gguf.GGML_QUANT_SIZES[kind]
-    data = numpy.memmap(part, numpy.uint8, "r", place, (rows, columns // numbers * size))
+    data = numpy.memmap(part, numpy.uint8, "r", place, (*shape[:-1], shape[-1] // numbers * size))
     values = import_module("gguf.quants").dequantize(data, gguf.GGMLQuantizationType(kind))
     return torch.from_numpy(numpy.array(values, dtype=numpy.float32))

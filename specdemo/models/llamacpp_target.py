@@ -24,7 +24,7 @@ from specdemo.core.tree import ABSENT, is_chain
 from specdemo.models.errors import pass_cancelled
 from specdemo.models.gguf_files import ROPE_BASE
 from specdemo.models.gguf_header import EMBEDDINGS, OUTPUT, read_header
-from specdemo.models.llamacpp import LlamaCppModel, LlamaCppSettings, library, part_with, read_matrix
+from specdemo.models.llamacpp import LlamaCppModel, LlamaCppSettings, library, part_with, read_tensor
 from specdemo.models.llamacpp_context import Inputs, LlamaCppContext, Outputs
 from specdemo.models.llamacpp_layers import Values
 from specdemo.models.llamacpp_recurrent import RecurrentHistory
@@ -72,7 +72,7 @@ class LlamaCppTarget(Target):
 
     @cached_property
     def embed(self) -> nn.Module:  # type: ignore[override]
-        weight = self._output if self._is_tied else read_matrix(self.weights.path, EMBEDDINGS)
+        weight = self._output if self._is_tied else read_tensor(self.weights.path, EMBEDDINGS)
         scale = self._embedding_scale()
         embedding: nn.Module = nn.Embedding.from_pretrained(weight if scale == 1.0 else weight * scale)
         return embedding
@@ -83,7 +83,7 @@ class LlamaCppTarget(Target):
 
     @cached_property
     def _output(self) -> Tensor:
-        return read_matrix(self.weights.path, EMBEDDINGS if self._is_tied else OUTPUT)
+        return read_tensor(self.weights.path, EMBEDDINGS if self._is_tied else OUTPUT)
 
     def _embedding_scale(self) -> float:
         """Return the factor of the embeddings that the first layer reads: Gemma's is not in the file."""

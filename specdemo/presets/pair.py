@@ -10,6 +10,7 @@ from specdemo.core.suggest import program
 from specdemo.core.trace import RunTrace
 from specdemo.engine.comparison import Lane
 from specdemo.models.gguf_files import SUFFIX, check_files, fetch_parts, is_gguf, local_header
+from specdemo.models.gguf_header import Header
 from specdemo.models.packaged import DOWNLOADS
 from specdemo.presets.files import DEFAULT, EMBEDDED, Preset, load_presets, preset, read_yaml
 from specdemo.presets.link import OWN, short_name
@@ -142,12 +143,12 @@ def drafter_method(target: str, draft: str | None) -> str:
     """Return the method of the drafter. Raises ValueError if one of the models is unusable, or they do not fit."""
     from specdemo.methods.pairs import check_pair, outline
 
-    layer = draft is not None and is_gguf(draft) and has_prediction_layer(draft, alone=draft != target)
-    for name in filter(None, (target, None if layer else draft)):
+    head = gguf_head(draft, target) if draft and is_gguf(draft) else ""
+    for name in filter(None, (target, None if head else draft)):
         if is_gguf(name):
             _check_gguf(name)
-    if layer and is_gguf(target):
-        return "mtp"
+    if head:
+        return head
     if is_gguf(target):
         return "ngram" if draft is None else _method_of(draft)
     described = outline(target)
@@ -159,12 +160,27 @@ def drafter_method(target: str, draft: str | None) -> str:
     return pair.method
 
 
-def has_prediction_layer(name: str, alone: bool = False) -> bool:
-    """Return True for a GGUF file on this machine that states a prediction layer. alone: and has nothing else."""
+def has_prediction_layer(name: str) -> bool:
+    """Return True for a GGUF file on this machine that states a prediction layer."""
+    return bool(is_gguf(name) and (header := _header_here(name)) and header.prediction_layer)
+
+
+def gguf_head(name: str, target: str) -> str:
+    """Return the method that reads a GGUF file as a head: of an EAGLE-3 head, and of a prediction layer that is alone
+    or the target's own; empty for a model and for a file that is not here."""
+    header = _header_here(name)
+    if header is None:
+        return ""
+    if header.architecture == "eagle3":
+        return "eagle"
+    alone = not any(tensor.startswith("blk.0.") for tensor in header.tensors)
+    return "mtp" if header.prediction_layer and (alone or name == target) else ""
+
+
+def _header_here(name: str) -> Header | None:
     with suppress(ValueError):
-        if is_gguf(name) and (header := local_header(name)) and header.prediction_layer:
-            return not alone or not any(tensor.startswith("blk.0.") for tensor in header.tensors)
-    return False
+        return local_header(name)
+    return None
 
 
 def _check_gguf(name: str) -> None:

@@ -104,7 +104,7 @@ def test_layer_states_of_a_gguf_model_are_those_of_transformers(gguf_target, fol
 
 def test_embeddings_of_a_gguf_model_are_scaled_as_its_first_layer_reads_them(gemma, monkeypatch):
     target, ids = gemma[0], torch.tensor([[1, 2, 3]])
-    monkeypatch.setattr(llamacpp_target, "read_matrix", lambda path, name: torch.rand(4, 640))  # the whole takes long
+    monkeypatch.setattr(llamacpp_target, "read_tensor", lambda path, name: torch.rand(4, 640))  # the whole takes long
     torch.testing.assert_close(target.embed(ids), target.lm_head.weight[ids] * 640**0.5)  # of transformers' Gemma 3
     with pytest.raises(ValueError, match=r"does not return the inputs of layers \[0\] of this model"):
         target.start(ids, (0,))  # llama.cpp 0.3.36 has them for some architectures only

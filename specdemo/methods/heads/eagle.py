@@ -33,12 +33,15 @@ from specdemo.methods.base import DraftOptions, Head, Recipe
 from specdemo.methods.heads.formats import d2t_to_ids
 from specdemo.methods.heads.formats import eagle as files
 from specdemo.methods.heads.formats.eagle import EagleConvention, default_taps
+from specdemo.methods.heads.formats.gguf import open_eagle
 from specdemo.methods.heads.network import Network, move_to_target
 from specdemo.methods.heads.runtime import DraftPass, HeadRuntime, training_columns, unrolled_mask
 from specdemo.methods.heads.sampler import ChainBuilder, DraftVocab, grow_tree
 from specdemo.models.checkpoints import Checkpoint, write_checkpoint
+from specdemo.models.gguf_files import is_gguf
 from specdemo.models.layers import DecoderLayer, Rotary, linear, llama_config_like, strip_prefix
 from specdemo.models.packed import RMSNorm
+from specdemo.models.sources import LoadProgress
 from specdemo.training.losses import StepLosses, argmax_targets
 
 UNROLLED_STEPS = 4  # steps of EAGLE-3's training-time test
@@ -196,6 +199,10 @@ class Eagle(Head[EagleHead], method="eagle"):
         if family:
             return family in ("eagle", "eagle3", "peagle")
         return checkpoint.has("midlayer.") or "fc.weight" in checkpoint.tensors
+
+    @classmethod
+    def open(cls, source: str, target: Target, progress: LoadProgress) -> Checkpoint:
+        return open_eagle(source, progress) if is_gguf(source) else super().open(source, target, progress)
 
     @classmethod
     def read(cls, checkpoint: Checkpoint, target: Target) -> EagleHead:
