@@ -123,9 +123,13 @@ def _given(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) ->
 def _check_history(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> str:
     """Return the sentence of `HFTarget.check_history`. Raises ValueError, one line, for a model without a usable
     cache."""
-    kind = model.config.model_type
-    with _failing(f"{name} cannot run here: a {kind} model does not continue a text from specdemo's cache"):
-        return HFTarget(model, tokenizer, name).check_history()
+    start = f"{name} cannot run here: a {model.config.model_type} model"
+    with _failing(f"{start} uses its cache in a way that specdemo's cache does not support"):
+        try:
+            return HFTarget(model, tokenizer, name).check_history()
+        except ValueError as error:
+            wrong = error
+    raise ValueError(f"{start} does not continue a text from specdemo's cache ({wrong}); choose another model")
 
 
 @contextmanager

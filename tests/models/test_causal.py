@@ -123,7 +123,7 @@ def test_a_model_that_reads_its_cache_in_its_own_way_is_refused(tmp_path, name):
     model.save_pretrained(tmp_path)
     for given in (model, str(tmp_path)):
         line = line_of(load_target, given)
-        assert "cannot run here: a dory model does not continue a text from specdemo's cache (" in line
+        assert "cannot run here: a dory model uses its cache in a way that specdemo's cache does not support (" in line
 
 
 def test_a_target_whose_layers_forget_is_refused(monkeypatch):
