@@ -561,6 +561,11 @@ def test_next_turn_reads_new_tokens_only(target):
     cached.release()
     cached.discard_turn()
     assert cached.length == [half + 1]
+    other = text.clone()  # equal tokens after the first different one are not part of the prefix
+    other[0, half - 3] += 1
+    logits = cached.start(other, reserve=100).logits
+    assert cached.cached_tokens == half - 3
+    torch.testing.assert_close(logits, target.start(other).logits, rtol=1e-3, atol=1e-3)
     assert cached.start(text[:, 2:], reserve=100) and cached.cached_tokens == 0
     cached.forget()
     assert cached.history_bytes >= 0 and not cached.length
