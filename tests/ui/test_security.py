@@ -50,7 +50,8 @@ def status(names, host, local="127.0.0.1", path="/", root=""):
         sent.append(message)
 
     headers = [] if host is None else [(b"host", host.encode())]
-    scope = {"type": "http", "method": "GET", "headers": headers, "server": (local, 7860), "path": path, "root_path": root}
+    scope = {"type": "http", "method": "GET", "headers": headers, "server": (local, 7860)}
+    scope |= {"path": path, "root_path": root}
     asyncio.run(Door(PlainTextResponse("the page"), names, most=0)(scope, None, send))
     return sent[0]["status"]
 
