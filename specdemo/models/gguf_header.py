@@ -63,6 +63,7 @@ ENCODERS = re.compile("bert|^t5|embed(ding)?$")  # in names of architectures
 ALIGNMENT, FILE_TYPE, TOKENS = "general.alignment", "general.file_type", "tokenizer.ggml.tokens"
 DELTA, DELTA_INTERVAL = ("qwen35", "qwen35moe", "qwen3next"), 4  # attention in every fourth layer
 NO_ATTENTION = ("mamba", "mamba2")
+COPIES = 3  # of the state of a text: at the ends of two prompts, and a newer one
 ROLLBACK = 8  # draft tokens that a context takes back at once; each needs memory for a state
 TAKEN_BACK = frozenset(  # architectures whose recurrent layers llama.cpp can take back, llm_arch_supports_rs_rollback
     "lfm2 lfm2moe qwen35 qwen35moe qwen4exp nemotron_h nemotron_h_moe deepseek4 kimi-k3 glm5-next bailingmoe3".split()
@@ -117,12 +118,13 @@ class Header:
     @property
     def _layers(self) -> list[int]:
         """Return the number of key/value heads of each layer; 0 without attention."""
-        count = self.number("block_count") - self.number("nextn_predict_layers")
+        count = 1 if self.prediction_only else self.number("block_count") - self.number("nextn_predict_layers")
         stated = self.metadata.get(f"{self.architecture}.attention.head_count_kv")
         if isinstance(stated, list):
-            return [int(heads) for heads in stated[:count]]
+            return [int(heads) for heads in (stated[-1:] if self.prediction_only else stated[:count])]
         heads = self.number("attention.head_count_kv", self.number("attention.head_count", 1))
         every = self.number("full_attention_interval", DELTA_INTERVAL if self.architecture in DELTA else 1)
+        every = 1 if self.prediction_only else every
         if self.architecture in NO_ATTENTION:
             return [0] * count
         return [heads * ((number + 1) % max(every, 1) == 0) for number in range(count)]
@@ -140,9 +142,14 @@ class Header:
         return f"blk.{self.number('block_count') - count}.nextn." if count else ""
 
     @property
+    def prediction_only(self) -> bool:
+        """Return True for a file that holds a prediction layer without the layers of its model."""
+        return bool(self.prediction_layer) and not any(name.startswith("blk.0.") for name in self.tensors)
+
+    @property
     def lane_bytes(self) -> int:
-        """Return the size of the recurrent states of a lane with one text, those to take tokens back included."""
-        return self.state_bytes * (1 + ROLLBACK * (self.architecture in TAKEN_BACK))
+        """Return the size of the recurrent states of a lane with one text, also to take tokens back, and of copies."""
+        return self.state_bytes * (1 + ROLLBACK * (self.architecture in TAKEN_BACK) + COPIES)
 
     @property
     def state_bytes(self) -> int:

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from specdemo.core.tree import ABSENT
 from specdemo.models.errors import pass_cancelled
+from specdemo.models.gguf_header import COPIES
 from specdemo.models.llamacpp import BATCH_TOKENS
 from specdemo.models.llamacpp_context import RECURRENT_ONLY, Inputs, LlamaCppContext, Outputs, State, Taps
 
-PROMPTS = 2  # copies at the ends of prompts: of the last one, and of the one before, to drop a turn of a chat
+PROMPTS = COPIES - 1  # copies at the ends of prompts: of the last one, and of the one before, to drop a turn of a chat
 
 
 @dataclass(slots=True)

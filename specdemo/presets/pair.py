@@ -173,8 +173,7 @@ def gguf_head(name: str, target: str) -> str:
         return ""
     if header.architecture == "eagle3":
         return "eagle"
-    alone = not any(tensor.startswith("blk.0.") for tensor in header.tensors)
-    return "mtp" if header.prediction_layer and (alone or name == target) else ""
+    return "mtp" if header.prediction_layer and (header.prediction_only or name == target) else ""
 
 
 def _header_here(name: str) -> Header | None:

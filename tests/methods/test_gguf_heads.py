@@ -20,6 +20,7 @@ from specdemo.models.checkpoints import open_checkpoint
 from specdemo.models.llamacpp import library
 from specdemo.models.llamacpp_layers import state_functions
 from specdemo.models.load import load_model, load_target
+from specdemo.models.memory import gguf_footprint
 from specdemo.presets.pair import pair
 from tests.gguf_export import GGUFVocab, write_gguf
 from tests.gguf_random import write_tensors
@@ -159,6 +160,8 @@ def test_it_is_chosen_by_its_header_and_other_files_are_one_line(target, folder,
     path = str(folder / "eagle3.gguf")
     assert [(lane.method, lane.model) for lane in pair(target.name, path).lanes] == [("eagle", path)]
     assert check_pair(target, path, "eagle").fits
+    weights = sum(tensor.numel() for tensor in open_checkpoint(HEAD).tensors.values())
+    assert gguf_footprint(path, target.settings).weights == 4 * weights
     write_head(tmp_path / "bad.gguf", open_checkpoint(HEAD), without=("fc",))
     with pytest.raises(ValueError, match="lacks fc.weight; choose an EAGLE head"):
         load_drafter("eagle", target, str(tmp_path / "bad.gguf"))

@@ -15,6 +15,7 @@ from specdemo.methods.pairs import check_pair
 from specdemo.models.llamacpp_context import Inputs
 from specdemo.models.llamacpp_prediction import PredictionContext, PredictionLayer
 from specdemo.models.load import load_target
+from specdemo.models.memory import gguf_footprint
 from specdemo.presets.at_hand import drafters
 from specdemo.presets.pair import pair
 from specdemo.presets.serve import served
@@ -181,6 +182,8 @@ def test_a_file_of_its_own_drafts_the_same_and_one_of_another_model_is_rejected(
         for model in (None, str(path))
     )
     assert own == separate
+    footprint = gguf_footprint(str(path), target.settings)
+    assert (footprint.per_token, footprint.per_lane) == (KV_HEADS * 2 * HEAD * 4, 256 * VOCABULARY * 4)  # one layer
     write_random(folder / "other.gguf", "qwen35", {**shape, "block_count": 9})
     with pytest.raises(ValueError, match=r"is the prediction layer of another model: block_count 9, not 5; choose"):
         load_drafter("mtp", target, str(folder / "other.gguf"))

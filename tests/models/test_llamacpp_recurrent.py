@@ -14,7 +14,7 @@ from specdemo.core.sampling import Sampling
 from specdemo.core.tree import Draft, chain_parents
 from specdemo.engine.loop import generate
 from specdemo.methods import load_drafter
-from specdemo.models.gguf_header import TAKEN_BACK, read_header
+from specdemo.models.gguf_header import COPIES, TAKEN_BACK, read_header
 from specdemo.models.llamacpp import CACHE_BYTES
 from specdemo.models.llamacpp_context import RECURRENT_ONLY, LlamaCppContext
 from specdemo.models.llamacpp_recurrent import RecurrentHistory
@@ -217,7 +217,7 @@ def test_memory_of_states_and_of_keys_and_values_is_that_of_llamacpp(architectur
     cache = header.cache_bytes(CACHE_BYTES[target.weights.settings.cache_type])
     assert 100 * cache == pytest.approx(everything - header.state_bytes, rel=0.1, abs=2000)
     buffers = gguf_footprint(target.weights.path, target.settings).per_lane
-    assert buffers - 256 * VOCABULARY * 4 == header.state_bytes * (1 + target.weights.rollback)
+    assert buffers - 256 * VOCABULARY * 4 == header.state_bytes * (1 + target.weights.rollback + COPIES)
 
 
 def test_lfm2_offers_no_tap_at_which_llamacpp_returns_no_logits(target_of):
