@@ -31,13 +31,14 @@ ZERO_GPU = """
 import json, os, sys
 import torch
 from specdemo.presets.files import preset
-from specdemo.ui import live
+from specdemo.ui import live, space
 from specdemo.ui.race import Log
 from tests.processes import measure_briefly
 from tests.ui.stand_ins import sync
 
 measure_briefly()
-chosen = preset("embedded-draft").with_changes(max_new_tokens=60)
+space.FORK_S = 30.0  # so that a slow machine reaches the end
+chosen = preset("embedded-draft").with_changes(max_new_tokens=12)
 live.preload([chosen])
 assert live.ELSEWHERE and not torch.cuda.is_initialized()
 done, stopped, refused = (Log(spec=one) for one in (chosen, chosen.with_changes(max_new_tokens=400), chosen))
@@ -72,7 +73,7 @@ def test_zero_gpu_runs_in_a_forked_process():
         "models ready"
     ]  # loaded before the fork
     assert lines(stopped)[-1] == {"type": "end", "finish": "cancelled", "comparison": []}
-    reason = "no GPU for this run: You have exceeded your GPU quota (9s requested vs. 8s left)"
+    reason = "no GPU for this run: You have exceeded your GPU quota (34s requested vs. 8s left)"
     assert lines(refused)[1:] == [{"type": "error", "text": reason}] and compared == reason
 
 
