@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from threading import Timer
 
 import httpx
@@ -136,18 +137,17 @@ def test_both_commands_work_in_a_fresh_clone(tmp_path):
         "PIP_CACHE_DIR": cache.stdout.strip(),  # for time
         "GRADIO_SERVER_PORT": str(port),
     }
-    page = subprocess.Popen(
-        ["bash", "-c", PAGE], cwd=clone, env=environment, start_new_session=True, stdout=subprocess.PIPE, text=True
-    )
-    end = Timer(SECONDS, os.killpg, (page.pid, signal.SIGKILL))
-    end.start()
-    try:
-        assert any(f"specdemo is on http://127.0.0.1:{port}" in line for line in page.stdout)
-        assert "specdemo" in httpx.get(f"http://127.0.0.1:{port}").text
-    finally:
-        end.cancel()
-        os.killpg(page.pid, signal.SIGTERM)
-        page.wait(60)
+    settings = {"cwd": clone, "env": environment, "start_new_session": True, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(["bash", "-c", PAGE], **settings) as page:
+        end = Timer(SECONDS, os.killpg, (page.pid, signal.SIGKILL))
+        end.start()
+        try:
+            assert any(f"specdemo is on http://127.0.0.1:{port}" in line for line in page.stdout)
+            assert "specdemo" in httpx.get(f"http://127.0.0.1:{port}").text
+        finally:
+            end.cancel()
+            with suppress(ProcessLookupError):
+                os.killpg(page.pid, signal.SIGTERM)
     for package in clone.glob(".venv/lib/python3*/site-packages/pip*"):
         shutil.rmtree(package)  # as after an interruption
     tested = subprocess.run(
