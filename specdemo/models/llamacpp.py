@@ -132,14 +132,15 @@ class LlamaCppModel:
                 "llama-cpp-python, or choose another file"
             )
         self.rollback = int(llama.llama_n_rs_seq(context)) if self.recurrent else 0
-        self.output_tap = not self.recurrent or _keeps_logits(context, int(llama.llama_vocab_n_tokens(self.vocab)))
+        self.vocab_size = int(llama.llama_vocab_n_tokens(self.vocab))
+        self.hidden_size = int(llama.llama_model_n_embd(self.handle))
+        self.output_tap = not self.recurrent or _keeps_logits(context, self.vocab_size)
+        self.states_alone = self.prediction and _returns_states_alone(context, self.hidden_size)
         llama.llama_free(context)
         self.state_bytes = read_header(Path(path)).state_bytes
         self.notes: tuple[str, ...] = () if flash == self.settings.flash_attention else (NO_FLASH,)
         self.notes += (_recurrent_note(self.rollback, self.state_bytes),) if self.recurrent else ()
         self.settings = replace(self.settings, flash_attention=flash)
-        self.vocab_size = int(llama.llama_vocab_n_tokens(self.vocab))
-        self.hidden_size = int(llama.llama_model_n_embd(self.handle))
         self.num_layers = int(llama.llama_model_n_layer(self.handle))
         self.max_length = self.settings.context
         self.weight_bytes = int(llama.llama_model_size(self.handle))
@@ -293,6 +294,24 @@ def _keeps_logits(context: Handle, vocabulary: int) -> bool:
         llama.llama_decode(context, llama.llama_batch_get_one((llama.llama_token * 1)(), 1))
         logits.append(numpy.ctypeslib.as_array(llama.llama_get_logits(context), (vocabulary,)).copy())
     return bool(abs(logits[0] - logits[1]).max() <= 1e-2 * logits[0].std())
+
+
+def _returns_states_alone(context: Handle, width: int) -> bool:
+    """Return True if a context returns the input of lm_head for tokens without logits too, as for prediction layers: a
+    prompt then needs no logits, which take 0.5 GB for 512 tokens of a vocabulary of 250,000."""
+    llama, functions = library(), state_functions(library())
+    assert functions is not None  # checked by `prediction_layer`
+    states = []
+    for alone in (False, True):
+        llama.llama_memory_clear(llama.llama_get_memory(context), True)
+        llama.llama_set_embeddings(context, not alone)
+        functions.keep(context, alone, False)
+        llama.llama_decode(context, llama.llama_batch_get_one((llama.llama_token * 3)(1, 2, 3), 3))
+        pointer = functions.read(context) if alone else llama.llama_get_embeddings_ith(context, 2)
+        if not pointer:
+            return False
+        states.append(numpy.ctypeslib.as_array(pointer, (3 if alone else 1, width))[-1].copy())
+    return bool(abs(states[0] - states[1]).max() <= 1e-3 * states[0].std())
 
 
 def _recurrent_note(rollback: int, state_bytes: int) -> str:

@@ -14,7 +14,7 @@ import numpy
 from specdemo.core.signals import defer_signals
 from specdemo.models.errors import Cancelled
 from specdemo.models.llamacpp import BATCH_TOKENS, LlamaCppModel, library, open_context
-from specdemo.models.llamacpp_layers import Handle, Llama, Values, layer_functions
+from specdemo.models.llamacpp_layers import Handle, Llama, Values, layer_functions, state_functions
 
 ABORTED = 2  # status of llama_decode
 ALL_POSITIONS = -1
@@ -119,6 +119,7 @@ class LlamaCppContext:
         self._logits = OutputBuffer(model.vocab_size)
         self._states = defaultdict[int, OutputBuffer](lambda: OutputBuffer(model.hidden_size))  # tap -> its states
         self._layers = layer_functions(llama)
+        self._next: Any = state_functions(llama)
         self._taps: frozenset[int] = frozenset()  # that llama.cpp returns at present
         self._threads = 0
 
@@ -143,7 +144,7 @@ class LlamaCppContext:
             self._llama.llama_set_abort_callback(self._handle, abort, None)
             try:
                 parts = [
-                    self._decode(text.part(begin), taps, OUTPUT_TAP not in taps, cancelled)
+                    self._decode(text.part(begin), taps, OUTPUT_TAP not in taps or self._model.states_alone, cancelled)
                     for begin in range(0, len(tokens), BATCH_TOKENS)
                 ]
             except Cancelled:
@@ -162,7 +163,7 @@ class LlamaCppContext:
     ) -> Outputs:
         """Run at most BATCH_TOKENS tokens; return the logits [O, V] and the states of the taps [T, H].
 
-        The states of OUTPUT_TAP need outputs of all tokens.
+        The states of OUTPUT_TAP need outputs of all tokens, unless the model returns them alone.
         """
         if cancelled is not None and cancelled():
             raise Cancelled("stopped")
@@ -190,7 +191,9 @@ class LlamaCppContext:
         if missing := sorted(taps - self._model.taps):
             raise ValueError(f"this build of llama.cpp does not return the inputs of layers {missing} of this model")
         for tap in taps ^ self._taps:
-            if tap == OUTPUT_TAP:
+            if tap == OUTPUT_TAP and self._model.states_alone:
+                self._next.keep(self._handle, tap in taps, False)
+            elif tap == OUTPUT_TAP:
                 self._llama.llama_set_embeddings(self._handle, tap in taps)
             elif self._layers:
                 self._layers.keep(self._handle, tap, tap in taps)
@@ -198,6 +201,8 @@ class LlamaCppContext:
 
     def _pointer(self, tap: int) -> Handle:
         """Return where llama.cpp has the states of a tap."""
+        if tap == OUTPUT_TAP and self._model.states_alone:
+            return self._next.read(self._handle)
         if tap == OUTPUT_TAP or not self._layers:
             return self._llama.llama_get_embeddings(self._handle)
         return self._layers.read(self._handle, tap)

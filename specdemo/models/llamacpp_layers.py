@@ -21,7 +21,7 @@ READ = (
     "_Z30llama_get_embeddings_layer_inpP13llama_contextj",
     "?llama_get_embeddings_layer_inp@@YAPEAMPEAUllama_context@@I@Z",
 )
-KEEP_STATES = (  # of prediction layers; with True, False: of all tokens
+KEEP_STATES = (  # of prediction layers; True, False: of all tokens
     "llama_set_embeddings_nextn",
     "_Z26llama_set_embeddings_nextnP13llama_contextbb",
     "?llama_set_embeddings_nextn@@YAXPEAUllama_context@@_N1@Z",
@@ -84,7 +84,7 @@ def prediction_runs(llama: Llama, model: Handle, context: Handle) -> bool:
     functions = state_functions(llama)
     if functions is None or not context:
         return False
-    functions.keep(context, True, False)
+    functions.keep(context, True, False)  # of all tokens
     states = numpy.zeros((1, int(llama.llama_model_n_embd(model))), numpy.float32)
     ids = (llama.llama_token * 1)()
     batch = llama.llama_batch_get_one(ids, 1)

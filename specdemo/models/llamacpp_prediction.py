@@ -3,16 +3,13 @@
 A layer is in the model's own file or, with embeddings and lm_head, in a file of its own (`mtp-*.gguf`). Position p of
 its context holds a pair: token p, and the target's state before lm_head (tap -1) after token p - 1.
 
-T pairs of a call, O outputs (pairs with logits), V vocabulary, H hidden size.
+T pairs of a call, V vocabulary, H hidden size.
 """
 
 import weakref
-from collections.abc import Sequence
 from importlib import import_module
 from math import prod
 from pathlib import Path
-
-import numpy
 
 from specdemo.models.gguf_files import check_file, fetch_parts
 from specdemo.models.gguf_header import read_header
@@ -72,15 +69,21 @@ class PredictionContext(LlamaCppContext):
         super().__init__(layer.model, cells, rows, layer)
         functions = state_functions(library())
         assert functions is not None  # checked by `prediction_layer`
-        # of all tokens: of those with logits alone, llama.cpp would return the states of others (qwen35)
-        functions.keep(self._handle, True, False)
-        self._read_states, self._own_states = functions.read, OutputBuffer(layer.model.hidden_size)
+        self._keep_states, self._read_states = functions
+        self._own_states = OutputBuffer(layer.model.hidden_size)
 
-    def read(self, inputs: Inputs, states: Values, outputs: Sequence[bool]) -> tuple[Values, Values]:
-        """Read at most BATCH_TOKENS pairs of tokens and states [T, H]; return the logits [O, V] and the layer's own
-        states [O, H] of those in `outputs`."""
+    def read(self, inputs: Inputs, states: Values) -> tuple[Values, Values]:
+        """Read at most BATCH_TOKENS pairs of tokens and states [T, H]; return logits [T, V] and the layer's own states
+        [T, H]."""
+        self._keep_states(self._handle, True, False)
         self._inputs.states[: len(states)] = states
-        count = self._run(inputs, outputs)
-        own = self._own_states.read(self._read_states(self._handle), len(states))[numpy.asarray(outputs)]
-        logits = self._logits.read(self._llama.llama_get_logits(self._handle), count)
-        return logits, own
+        # without logits of some tokens, llama.cpp returns the states of others, or ends the process, per architecture
+        count = self._run(inputs, True)
+        own = self._own_states.read(self._read_states(self._handle), count)
+        return self._logits.read(self._llama.llama_get_logits(self._handle), count), own
+
+    def skip(self, inputs: Inputs, states: Values) -> None:
+        """Read pairs of a prompt, for later ones."""
+        self._keep_states(self._handle, False, False)
+        self._inputs.states[: len(states)] = states
+        self._run(inputs, False)

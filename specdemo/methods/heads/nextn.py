@@ -3,6 +3,7 @@
 B rows, A columns, V vocabulary, H hidden size. A pair is a token and the target's state after the token before it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -19,6 +20,8 @@ from specdemo.models.llamacpp import BATCH_TOKENS
 from specdemo.models.llamacpp_context import OUTPUT_TAP, Inputs
 from specdemo.models.llamacpp_layers import Values
 from specdemo.models.llamacpp_prediction import PredictionContext, PredictionLayer
+
+AT_ONCE = 16  # pairs of a row that a draft begins with; a prompt has more
 
 
 @dataclass(slots=True)
@@ -71,8 +74,9 @@ class NextN(Method, method="mtp"):
         for number, (row, tokens) in enumerate(zip(self._rows, progress.output_ids(), strict=True)):
             row.tokens += tokens
             row.states += [*hidden[number, : len(tokens)]]
-        while max(len(row.tokens) for row in self._rows) * len(self._rows) > BATCH_TOKENS:
-            self._read([min(len(row.tokens) - 1, BATCH_TOKENS // len(self._rows)) for row in self._rows])
+        most = BATCH_TOKENS // len(self._rows)
+        while any(len(row.tokens) > min(AT_ONCE, most) for row in self._rows):
+            self._open_context().skip(*self._unread([min(len(row.tokens) - 1, most) for row in self._rows]))
 
     def propose(self, budget: Budget) -> Draft:
         depth = min(budget.depth, budget.nodes)
@@ -81,31 +85,30 @@ class NextN(Method, method="mtp"):
         builder = ChainBuilder(self.sampler, enough=budget.enough)
         ends = [row.read + len(row.tokens) for row in self._rows]
         kept = [(row.tokens[-1], row.states[-1]) for row in self._rows]
-        logits, states = self._read([len(row.tokens) for row in self._rows])
+        last = numpy.cumsum([len(row.tokens) for row in self._rows]) - 1
+        logits, states = (each[last] for each in self._open_context().read(*self._unread()))
         for row, (token, state) in zip(self._rows, kept, strict=True):
             row.read, row.tokens, row.states = row.read - 1, [token], [state]
         tokens = builder.append(torch.from_numpy(logits)[:, None])
         while len(builder) < depth and not builder.ended:
             ends = [end + 1 for end in ends]
             inputs = Inputs(tokens[:, 0].tolist(), ends, [(number,) for number in range(len(ends))])
-            logits, states = self._open_context().read(inputs, states, [True] * len(ends))
+            logits, states = self._open_context().read(inputs, states)
             tokens = builder.append(torch.from_numpy(logits)[:, None])
         return builder.build()
 
-    def _read(self, counts: list[int]) -> tuple[Values, Values]:
-        """Read pairs of every row in place of the last draft; return the last logits [B, V] and states [B, H]."""
-        context, columns, last = self._open_context(), [], []
-        for number, (row, count) in enumerate(zip(self._rows, counts, strict=True)):
-            context.remove(number, row.read + 1)
-            text = Inputs.of_text(row.tokens[:count], row.read + 1, number)
-            columns.append(text)
-            last += [False] * (count - 1) + [True] * (count > 0)
+    def _unread(self, counts: Sequence[int] | None = None) -> tuple[Inputs, Values]:
+        """Return pairs of every row that the layer is to read next, in place of its last draft. counts: None: all."""
+        columns, states = [], []
+        for number, row in enumerate(self._rows):
+            count = len(row.tokens) if counts is None else counts[number]
+            self._open_context().remove(number, row.read + 1)
+            columns.append(Inputs.of_text(row.tokens[:count], row.read + 1, number))
+            states += row.states[:count]
             row.read += count
-        inputs = Inputs(*([x for part in column for x in part] for column in zip(*columns, strict=True)))
-        states = [state for row, count in zip(self._rows, counts, strict=True) for state in row.states[:count]]
-        for row, count in zip(self._rows, counts, strict=True):
             del row.tokens[:count], row.states[:count]
-        return context.read(inputs, numpy.stack(states), last)
+        inputs = Inputs(*([x for part in column for x in part] for column in zip(*columns, strict=True)))
+        return inputs, numpy.stack(states)
 
     def _open_context(self) -> PredictionContext:
         """Return a context with as much room as the target's."""
