@@ -26,6 +26,7 @@ from specdemo.models.cpu_threads import step_threads, thread_limit
 from specdemo.models.errors import Cancelled, cancel_passes_if
 
 WARM_UP_TOKENS = 12
+WARM_UP_STEPS, WARM_UP_MS = 2, 2000.0  # a slow model warms up for no more steps once they have taken this time
 TOP_TOKENS = 3  # of the target, per accepted slot, for the inspector
 
 
@@ -355,14 +356,15 @@ def warm_up(
 ) -> None:
     """Run the first tokens of the lane's text, to execute every code path and allocate every buffer. With CUDA graphs,
     also capture those that later steps may need."""
-    generated = 0
+    generated, ms = 0, 0.0
     config = replace(config, stop_token_ids=())
     with closing(generate(target, drafter, prompt_ids, config, accept=accept, cancelled=cancelled)) as run:
         for event in run:
             if not event.index and target.uses_cuda_graphs:
                 _capture_graphs(target, drafter, config.budget)
             generated += len(event.emitted[0])
-            if generated >= WARM_UP_TOKENS:
+            ms += sum(event.ms.values())
+            if generated >= WARM_UP_TOKENS or (event.index >= WARM_UP_STEPS and ms > WARM_UP_MS):
                 break
 
 

@@ -9,6 +9,7 @@ from specdemo.core.protocol import Budget, Drafter, GenerationConfig
 from specdemo.core.sampling import Sampling
 from specdemo.core.trace import token_kinds
 from specdemo.core.tree import Draft
+from specdemo.engine import loop
 from specdemo.engine.loop import generate
 from specdemo.methods import load_drafter
 from specdemo.models.toy import ToyTarget
@@ -237,6 +238,15 @@ def test_cancel_takes_effect_before_the_next_step(target):
     for event in generate(target, Oracle(plain(target)), PROMPT, config, cancelled=lambda: len(seen) >= 3):
         seen.append(event)
     assert len(seen) == 3
+
+
+@pytest.mark.parametrize(("limit_ms", "steps"), [(1e9, 5), (0.0, 2)])
+def test_a_slow_model_warms_up_for_few_steps(target, monkeypatch, limit_ms, steps):
+    monkeypatch.setattr(loop, "WARM_UP_TOKENS", 6)
+    monkeypatch.setattr(loop, "WARM_UP_MS", limit_ms)
+    drafter = Oracle([])
+    loop.warm_up(target, drafter, PROMPT, GenerationConfig(30, budget=Budget(2, 2)))
+    assert len(drafter.budgets) == steps
 
 
 def test_memory_is_released_however_it_ends(target, monkeypatch):
