@@ -121,11 +121,13 @@ class RecurrentHistory:
         return rejected <= min(self._rollback, last) and self._context.remove(number, len(row.text) + accepted)
 
     def crop(self, lengths: Sequence[int]) -> None:
-        """Shorten every row to its first lengths[b] tokens, and keep a copy there: the next crop of a draft model is
-        to a little more."""
+        """Shorten every row to its first lengths[b] tokens, without the last pass, and keep a copy there: the next crop
+        of a draft model is to a little more."""
         for number, (row, length) in enumerate(zip(self._rows, lengths, strict=True)):
-            if length < len(row.text):
-                self._return_to(number, length)
+            shorter = length < len(row.text)
+            if shorter or row.provisional:
+                self._return_to(number, min(length, len(row.text)))
+            if shorter:
                 del row.text[length:]
                 row.latest = length, self._context.save(number, RECURRENT_ONLY)
 

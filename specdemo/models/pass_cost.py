@@ -81,15 +81,18 @@ def pass_times(
     times: dict[int, list[float]] = {width: [] for width in widths}
     with step_threads(target):
         target.start(prompt, reserve=max(widths) + MAX_LENGTH_SPREAD)
+        lengths = [context] * rows
         if ragged:
-            _seconds(target, MAX_LENGTH_SPREAD, rows, now)
-            target.commit([list(range(1 + row % MAX_LENGTH_SPREAD)) for row in range(rows)])
+            _seconds(target, MAX_LENGTH_SPREAD, lengths, now)
+            more = [1 + row % MAX_LENGTH_SPREAD for row in range(rows)]
+            target.commit([list(range(count)) for count in more])
+            lengths = [context + count for count in more]
         end = time.perf_counter() + limit_s
         for number in range(repeats + 1):
             if number > 1 and time.perf_counter() > end:
                 break
             for width, measured in times.items():
-                seconds = _seconds(target, width, rows, now)
+                seconds = _seconds(target, width, lengths, now)
                 if number:  # the first round warms up
                     measured.append(1000.0 * seconds)
         target.release()
@@ -183,7 +186,7 @@ def fastest_threads(target: Target, counts: Sequence[int], seconds: float = THRE
             for count, measured in times.items():
                 target.threads = count
                 with step_threads(target):
-                    passes = [_seconds(target, width, 1, time.perf_counter) for width in (1, 1, VERIFY_TOKENS)]
+                    passes = [_seconds(target, width, [context], time.perf_counter) for width in (1, 1, VERIFY_TOKENS)]
                 measured.append(sum(passes[1:]))  # the first one wakes the threads
         target.release()
     target.threads = fastest()
@@ -268,7 +271,10 @@ def has_same_bits(target: HFTarget, layers: int) -> bool:
     return bool(starts)
 
 
-def _seconds(target: Target, width: int, rows: int, now: Clock) -> float:
+def _seconds(target: Target, width: int, lengths: list[int], now: Clock) -> float:
+    """Return the time of a pass after texts of these lengths, without that of undoing the last one."""
+    rows = len(lengths)
+    target.crop(lengths)
     tokens = (torch.arange(width, device=target.device) % target.vocab_size).repeat(rows, 1)
     begin = now()
     target.forward(tokens, chain_parents(rows, width - 1, target.device))

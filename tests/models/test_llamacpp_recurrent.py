@@ -20,6 +20,7 @@ from specdemo.models.llamacpp_context import RECURRENT_ONLY, LlamaCppContext
 from specdemo.models.llamacpp_recurrent import RecurrentHistory
 from specdemo.models.load import load_target
 from specdemo.models.memory import gguf_footprint
+from specdemo.models.pass_cost import pass_times
 from specdemo.models.prefix_reuse import with_prefix_cache
 from tests.gguf_random import SHAPES, VOCABULARY, shape_of, write_random
 
@@ -188,6 +189,22 @@ def test_repeated_passes_and_crops_continue_the_same_text(architecture, target_o
     outputs = (first, references[0]), (again, references[1]), (same, references[1]), (longer, references[4])
     for one, other in (*outputs, (middle, references[2]), (before, references[3])):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+
+
+def test_passes_are_measured_although_they_are_repeated(target_of, monkeypatch):
+    """Every measured pass reads its tokens, and returns to the text before its time begins."""
+    target, read, timed = target_of("qwen35"), [], []
+    decode, restore = LlamaCppContext.decode, LlamaCppContext.restore
+    monkeypatch.setattr(LlamaCppContext, "decode", lambda *given: read.append(len(given[1].tokens)) or decode(*given))
+    monkeypatch.setattr(LlamaCppContext, "restore", lambda *given: timed.append(len(times)) or restore(*given))
+    times = []
+
+    def now():
+        times.append(0)
+        return len(times)
+
+    pass_times(target, (1, 4), 3, now=now)
+    assert read == [1, 4] * 4 and {count % 2 for count in timed} == {0}
 
 
 @pytest.mark.parametrize("architecture", ["qwen35", "mamba2"])
