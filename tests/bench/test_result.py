@@ -105,7 +105,7 @@ OLD = [("Baseline", [1.0] * 3), ("medusa", [1.0574, 1.0558, 1.3662]), ("eagle", 
     [
         ("none.json", "cannot read 'none.json': No such file or directory"),
         ("a\0b", "cannot read "),
-        (b"[]", "not a specdemo result: its content is not JSON, or only a part of it"),
+        (b"[]", "not a specdemo result: the file: "),
         (b"\xff", "not a specdemo result: its content is not JSON, or only a part of it"),
         (stored(schema=2), "this result has schema 2; this version reads schema 1"),
         (stored(repeats=0), "not a specdemo result: repeats: "),
