@@ -129,13 +129,13 @@ def tiny_llama():
 
 def real_model(name):
     """Return the path of a real model, which `python -m tests.real_models` makes; skip the test without it."""
-    from tests.real_models import cache
+    from tests.real_models import cache, command
 
     path = cache() / name
     if name.endswith(".gguf"):
         pytest.importorskip("llama_cpp", reason="llama.cpp is not installed; tests/run installs it")
     if not path.exists():
-        pytest.skip(f"no real model {path}; python -m tests.real_models makes it, with a network")
+        pytest.skip(f"no real model {path}; {command(name)} makes it, with a network")
     return str(path)
 
 
@@ -155,3 +155,15 @@ def smollm2_folder():
 def gemma_gguf():
     """Return the path of Gemma 3 270M as GGUF in Q4_K_M."""
     return real_model("gemma-3-270m-q4_k_m.gguf")
+
+
+@pytest.fixture(scope="session")
+def small_qwen_gguf():
+    """Return the path of Qwen2.5-Coder 0.5B Instruct as GGUF in Q4_K_M."""
+    return real_model("qwen2.5-coder-0.5b-instruct-q4_k_m.gguf")
+
+
+@pytest.fixture(scope="session")
+def qwen_gguf():
+    """Return the path of Qwen2.5-Coder 1.5B Instruct as GGUF in Q4_K_M, which is made on request."""
+    return real_model("qwen2.5-coder-1.5b-instruct-q4_k_m.gguf")

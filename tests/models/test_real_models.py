@@ -7,6 +7,7 @@ from itertools import islice, pairwise
 import pytest
 import torch
 
+from specdemo.__main__ import main
 from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.core.sampling import Sampling
 from specdemo.engine.loop import generate
@@ -15,9 +16,14 @@ from specdemo.methods import load_drafter, method, model_method
 from specdemo.models import llamacpp_target
 from specdemo.models.cpu_plan import CpuSettings
 from specdemo.models.load import load_model, load_target
+from specdemo.models.local_models import drafts_of
 from specdemo.models.prefix_reuse import with_prefix_cache
 from specdemo.models.text import encode
-from specdemo.presets.files import preset
+from specdemo.presets.at_hand import drafters
+from specdemo.presets.files import load_presets, preset
+from specdemo.presets.link import OWN
+from specdemo.presets.pair import pair
+from specdemo.ui.model_menus import fitting_models
 
 CHATS = [
     "Explain to a ten-year-old why the sky is blue, in six sentences.",
@@ -32,11 +38,11 @@ def folder_target(smollm2_folder):
     return load_model(smollm2_folder, "float32", cpu=CpuSettings(1, "on")).target()
 
 
-def raced(path, chat, methods, draft):
+def raced(path, chat, methods, draft, tokens=16):
     """Return the target of a GGUF file, and the trace of methods on it. draft: GGUF file of the draft model."""
     models = {name: draft if method(model_method(name)).needs_model else None for name in methods}
     lanes = [{"method": name, "model": model, "k": 4} for name, model in models.items()]
-    changes = {"target": path, "lanes": lanes, "prompt": CHATS[2], "chat": chat, "max_new_tokens": 16, "threads": 1}
+    changes = {"target": path, "lanes": lanes, "prompt": CHATS[2], "chat": chat, "max_new_tokens": tokens, "threads": 1}
     session = Session()
     trace = session.run(preset("embedded-ngram").with_changes(**changes))
     return session.target(), trace
@@ -53,6 +59,16 @@ def gemma(gemma_gguf, smollm2_gguf):
 
 
 @pytest.fixture(scope="module")
+def small_qwen(small_qwen_gguf):
+    return raced(small_qwen_gguf, True, ("ngram", "suffix", "draft_model"), small_qwen_gguf, 10)
+
+
+@pytest.fixture(scope="module")
+def qwen(qwen_gguf, small_qwen_gguf):
+    return raced(qwen_gguf, True, ("draft_model",), small_qwen_gguf, 10)
+
+
+@pytest.fixture(scope="module")
 def gguf_target(smollm2):
     return smollm2[0]
 
@@ -64,7 +80,7 @@ def check_verdicts(trace):
     assert sum(lane.summary["accepted"] for lane in trace.lanes[1:]) > 0
 
 
-@pytest.mark.parametrize("fixture", ["smollm2", "gemma"])
+@pytest.mark.parametrize("fixture", ["smollm2", "gemma", "small_qwen", "qwen"])
 def test_the_text_of_a_gguf_file_is_that_of_llamacpps_own_loop_with_and_without_drafts(fixture, request):
     from llama_cpp import Llama
 
@@ -77,6 +93,17 @@ def test_the_text_of_a_gguf_file_is_that_of_llamacpps_own_loop_with_and_without_
     assert own.tokenize(CHATS[2].encode()) == target.tokenizer.encode(CHATS[2])
     assert list(islice(own.generate(plain.prompt_ids, temp=0.0), len(plain.token_ids))) == plain.token_ids
     own.close()
+
+
+def test_the_smaller_model_beside_a_file_is_offered_as_its_draft_model(qwen_gguf, small_qwen_gguf, monkeypatch, capsys):
+    drafts = drafts_of(qwen_gguf)
+    assert [*drafts.ratios] == [small_qwen_gguf] and 2.0 < drafts.ratios[small_qwen_gguf] < 3.0
+    lanes = drafters(qwen_gguf, (), download=False).values()  # of `doctor` and `tune`
+    assert [lane.model for lane in lanes if lane.method == "draft_model"] == [small_qwen_gguf]
+    assert main(["drafters", qwen_gguf]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"On this machine: {drafts}"
+    monkeypatch.setitem(load_presets(), OWN, pair(qwen_gguf))  # the page of `--target`
+    assert fitting_models(qwen_gguf, "draft_model")[0] == small_qwen_gguf
 
 
 @pytest.mark.release
