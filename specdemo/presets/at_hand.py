@@ -11,8 +11,7 @@ from specdemo.methods.facts import FACTS
 from specdemo.models.gguf_files import is_gguf, local_header
 from specdemo.models.local_models import drafts_of
 from specdemo.models.sources import cached_folder, resolve
-from specdemo.presets.drafters import base_name, published_drafters
-from specdemo.presets.files import load_presets
+from specdemo.presets.drafters import base_name, lanes_for, published_drafters
 from specdemo.presets.link import short_name
 from specdemo.presets.pair import LOOKUPS, drafter_method, has_prediction_layer
 
@@ -34,9 +33,9 @@ def _found(target: str, download: bool) -> Iterator[Lane]:
     yield from (Lane(method=name) for name in LOOKUPS)
     if has_prediction_layer(target):
         yield Lane(method="mtp", model=target)
-    for preset in load_presets().values():
-        if base_name(preset.target) == own_name and not preset.temperature and not preset.grammar:
-            for lane in preset.lanes:
+    for preset, lanes in lanes_for(target):
+        if not preset.temperature and not preset.grammar:
+            for lane in lanes:
                 if _comparable(lane) and all(download or _is_here(model) for model in lane.models):
                     yield lane if getattr(lane.parsed, "nodes", 0) else lane.model_copy(update={"k": 0})
     for entry in published_drafters(target):

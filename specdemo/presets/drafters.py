@@ -9,11 +9,12 @@ from typing import Any, Literal
 from specdemo.core.safe_io import read_json
 from specdemo.core.settings import Settings
 from specdemo.core.suggest import program
+from specdemo.engine.comparison import Lane
 from specdemo.models.gguf_files import OLLAMA, is_gguf, quantisation_in
 from specdemo.models.gguf_header import read_header
 from specdemo.models.packaged import DOWNLOADS, HUB_ID
 from specdemo.models.shipped import embedded_folder
-from specdemo.presets.files import load_presets, read_yaml
+from specdemo.presets.files import Preset, load_presets, read_yaml
 from specdemo.presets.recorded import is_recorded, recorded
 
 CATALOGUE = Path(__file__).with_name("drafters.yaml")
@@ -153,12 +154,19 @@ def base_name(name: str) -> str:
     )
 
 
+def lanes_for(target: str) -> Iterator[tuple[Preset, list[Lane]]]:
+    """Yield the presets for a model, by its base name, with their lanes. A layer in a GGUF file is that of `target`."""
+    for preset in load_presets().values():
+        if base_name(preset.target) == base_name(target):
+            file = preset.target if is_gguf(preset.target) else ""
+            layer = {"model": target}
+            yield preset, [lane.model_copy(update=layer) if lane.model == file else lane for lane in preset.lanes]
+
+
 def _of_presets(target: str) -> Iterator[PublishedDrafter]:
     """Yield the drafters that presets pair with a target, with the acceptance of the recorded run."""
-    for preset in load_presets().values():
-        if base_name(preset.target) != base_name(target):
-            continue
-        for place, lane in enumerate(preset.lanes, start=1):
+    for preset, lanes in lanes_for(target):
+        for place, lane in enumerate(lanes, start=1):
             if lane.model and (kind := _kind(lane.method, lane.model)):
                 about = {"acceptance": _recorded(preset.id, place), "source": f"preset {preset.id}"}
                 yield PublishedDrafter(target=target, drafter=lane.model, kind=kind, **_shipped(lane.model) | about)

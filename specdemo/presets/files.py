@@ -58,7 +58,7 @@ class About(Settings):
     work: str = ""  # kind of work that the prompt asks for
     # for presets whose models are downloaded
     # memory that is sufficient, of a GPU unless it is RAM
-    group: Literal["8 GB RAM", "16 GB RAM", "16 GB", "24 GB", "80 GB"] | None = None
+    group: Literal["8 GB RAM", "16 GB RAM", "32 GB RAM", "16 GB", "24 GB", "80 GB"] | None = None
     memory_gb: float | None = Field(None, gt=0.0)  # estimate for weights and KV caches
     gated: bool = False  # the hub requires a login and an accepted licence
     licence: str = ""  # of the target

@@ -17,6 +17,7 @@ from specdemo.models.llamacpp_prediction import PredictionContext, PredictionLay
 from specdemo.models.load import load_target
 from specdemo.models.memory import gguf_footprint
 from specdemo.presets.at_hand import drafters
+from specdemo.presets.files import preset
 from specdemo.presets.pair import pair
 from specdemo.presets.serve import served
 from tests.gguf_random import (
@@ -31,6 +32,7 @@ from tests.gguf_random import (
     write_random,
     write_tensors,
 )
+from tests.models.fake_hub import serve
 
 LAYER = "blk.4."
 
@@ -231,3 +233,20 @@ def test_it_is_offered_and_served(target):
     assert (fit.method, fit.fits, fit.reason) == ("mtp", True, "prediction layer of this model")
     command = [*served(pair(path), "llama-server")][-1].command
     assert command[command.index("--spec-type") + 1] == "draft-mtp" and "--spec-draft-model" not in command
+
+
+def test_a_preset_drafts_with_the_layer_in_the_file_of_its_target(folder, tensors, monkeypatch, tmp_path):
+    file, larger = "Qwen3.6-27B-Q4_K_M.gguf", "unsloth/Qwen3.6-27B-MTP-GGUF:UD-Q4_K_XL"
+    content = (folder / "qwen35.gguf").read_bytes()
+    repository = {"Qwen3.6-27B-UD-Q4_K_XL.gguf": b"", "mmproj-BF16.gguf": b"", file: content}
+    chosen = preset("gguf-qwen3.6-27b-mtp-q4-k-m")
+    config = GenerationConfig(40, budget=Budget(4, 4), stop_token_ids=())
+    with serve({"unsloth/Qwen3.6-27B-MTP-GGUF": repository}, monkeypatch, tmp_path) as hub:
+        target = load_target(chosen.target)
+        lane = chosen.lanes[0]
+        plain, _ = output(target, load_drafter("none", target), prompts(1, 30), config)
+        drafted, passes = output(target, load_drafter(lane.method, target, lane.model), prompts(1, 30), config)
+    assert drafted == plain and passes < 36
+    assert {name for name, _ in hub.requests} == {file}
+    lanes = drafters(larger, [], download=True).values()
+    assert [lane.model for lane in lanes if lane.method == "mtp"] == [larger]  # and no other quantisation

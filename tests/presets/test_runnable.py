@@ -14,7 +14,7 @@ NONE, SMALL, LARGE = Machine(0, False), Machine(16, False), Machine(85, True, 12
 
 
 def test_there_are_pairs_for_every_card():
-    groups = ["8 GB RAM", "16 GB RAM", "16 GB", "24 GB", "80 GB"]
+    groups = ["8 GB RAM", "16 GB RAM", "32 GB RAM", "16 GB", "24 GB", "80 GB"]
     assert list(dict.fromkeys(p.group for p in DOWNLOADED)) == groups
     assert all(len([p for p in DOWNLOADED if p.group == g]) >= 5 for g in groups)
     families = {"Qwen/Qwen3", "meta-llama/", "openai/gpt-oss", "google/gemma", "lmsys/vicuna"}
@@ -40,8 +40,9 @@ def test_unrunnable_preset_reports_the_reason():
 
 
 def test_presets_without_a_gpu():
-    laptop = Machine(0, False, 16, True)
-    assert [p.id for p in DOWNLOADED if not why_not(p, laptop)] == [p.id for p in DOWNLOADED if p.group.endswith("RAM")]
+    for ram, groups in ((16, ("8 GB RAM", "16 GB RAM")), (32, ("8 GB RAM", "16 GB RAM", "32 GB RAM"))):
+        able = [p.id for p in DOWNLOADED if not why_not(p, Machine(0, False, ram, True))]
+        assert able == [p.id for p in DOWNLOADED if p.group in groups]
     eight = PRESETS["gguf-qwen3-8b-q8-0"]
     assert eight.models == ("Qwen/Qwen3-8B-GGUF:Q8_0", "unsloth/Qwen3-0.6B-GGUF:Q8_0")
     assert why_not(eight, Machine(0, False, 8, True)) == "it needs about 11 GB of memory, and this machine has 8"
