@@ -115,7 +115,12 @@ def write_random(path: Path, architecture: str, shape: Mapping[str, Any], seed: 
 
 
 def write_tensors(
-    path: Path, architecture: str, shape: Mapping[str, Any], tensors: Mapping[str, Any], size: int = VOCABULARY
+    path: Path,
+    architecture: str,
+    shape: Mapping[str, Any],
+    tensors: Mapping[str, Any],
+    size: int = VOCABULARY,
+    mask: int | None = None,
 ) -> None:
     """Write a file with a vocabulary of `size` tokens."""
     writer = gguf.GGUFWriter(path, architecture)
@@ -128,6 +133,8 @@ def write_tensors(
     writer.add_token_types([1] * size)
     writer.add_token_merges(["t1 t2"])
     writer.add_eos_token_id(0)
+    if mask is not None:
+        writer.add_mask_token_id(mask)
     for name, values in tensors.items():
         writer.add_tensor(name, values)
     for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):

@@ -78,7 +78,7 @@ def check_pair(target: Target, drafter: str, method_name: str | None = None) -> 
 
     Raises ValueError when the drafter's files cannot be opened.
     """
-    if method_name in ("mtp", "eagle") and is_gguf(drafter):
+    if method_name in ("mtp", "eagle", "dflash") and is_gguf(drafter):
         return _gguf_head_fit(target, drafter, method_name)
     checkpoint = None if is_gguf(drafter) else open_meta_checkpoint(drafter)  # a head in GGUF is no file of ours
     try:

@@ -37,7 +37,10 @@ HEADS = {  # words in the architecture of a head for another model -> its name, 
         "an EAGLE head of another model",
         f"specdemo run --target MODEL.gguf --model FILE, or {DRAFT.format('draft-eagle3')}",
     ),
-    "dflash": ("a DFlash head of another model", DRAFT.format("draft-dflash")),
+    "dflash": (
+        "a DFlash head of another model",
+        f"specdemo run --target MODEL.gguf --model FILE, or {DRAFT.format('draft-dflash')}",
+    ),
     "dspark": ("a DSpark head of another model", DRAFT.format("draft-dspark")),
     "assistant": ("an assistant head of another model", DRAFT.format("draft-mtp")),
     "mtp": (

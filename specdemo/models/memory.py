@@ -267,7 +267,7 @@ def gguf_footprint(name: str, settings: LlamaCppSettings) -> Footprint:
     header = local_header(name)
     if header is None:
         return Footprint(stored_bytes(name), 0)
-    if header.architecture == "eagle3":  # runs in PyTorch, in fp32
+    if header.architecture in ("eagle3", "dflash"):  # runs in PyTorch, in fp32
         return Footprint(4 * header.weights, 0)
     per_token = header.cache_bytes(CACHE_BYTES[cache_type_of(header, settings.cache_type)])
     return Footprint(stored_bytes(name), per_token, OUTPUTS * header.tokens * 4 + header.lane_bytes)

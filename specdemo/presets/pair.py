@@ -21,6 +21,7 @@ CORRECTING = (  # an adaptive lane loses little where nothing is copied
     Lane(method="suffix", k=COPIED),
     Lane(method="adaptive", k=COPIED, options={"drafter": "ngram"}),
 )
+HEADS_READ = {"eagle3": "eagle", "dflash": "dflash"}  # architecture of a GGUF file -> the method that reads it
 OWN_LENGTH = 3  # draft length of a prediction layer, trained for the next token
 QUESTION = "Explain to a ten-year-old why the sky is blue, in six sentences."
 TASKS = {  # name -> kind of work, whose first prompt it is, and the prompt's end for a model without a chat template
@@ -166,13 +167,13 @@ def has_prediction_layer(name: str) -> bool:
 
 
 def gguf_head(name: str, target: str) -> str:
-    """Return the method that reads a GGUF file as a head: of an EAGLE-3 head, and of a prediction layer that is alone
-    or the target's own; empty for a model and for a file that is not here."""
+    """Return the method that reads a GGUF file as a head: of EAGLE-3 and DFlash, and of a prediction layer that is
+    alone or the target's own; empty for a model and for a file that is not here."""
     header = _header_here(name)
     if header is None:
         return ""
-    if header.architecture == "eagle3":
-        return "eagle"
+    if header.architecture in HEADS_READ:
+        return HEADS_READ[header.architecture]
     return "mtp" if header.prediction_layer and (header.prediction_only or name == target) else ""
 
 

@@ -32,12 +32,15 @@ from specdemo.methods.base import DraftOptions, Head, Recipe
 from specdemo.methods.heads.formats import d2t_to_ids, rename_tensors
 from specdemo.methods.heads.formats import dflash as files
 from specdemo.methods.heads.formats.dflash import Design, spread_taps
+from specdemo.methods.heads.formats.gguf import open_head
 from specdemo.methods.heads.network import Network, move_to_target
 from specdemo.methods.heads.runtime import DraftPass, HeadRuntime, last_columns, training_columns
 from specdemo.methods.heads.sampler import MASKED_LOGIT, ChainBuilder, DraftVocab, TokenSampler, grow_tree
 from specdemo.models.checkpoints import Checkpoint, write_checkpoint
+from specdemo.models.gguf_files import is_gguf
 from specdemo.models.layers import MLP, DecoderLayer, Rotary
 from specdemo.models.packed import RMSNorm
+from specdemo.models.sources import LoadProgress
 from specdemo.training.losses import argmax_targets, dpace_weights
 
 NUM_TAPS = 3
@@ -337,6 +340,10 @@ class DFlash(Head[DFlashDraftModel], method="dflash"):
         by_class = any(part in str(name) for name in config.get("architectures") or () for part in CLASSES)
         by_names = {"hidden_norm.weight", "fc.weight", "norm.weight"} <= names
         return "dflash_config" in config or by_class or by_names or checkpoint.has("encoder.output_norm_enc.")
+
+    @classmethod
+    def open(cls, source: str, target: Target, progress: LoadProgress) -> Checkpoint:
+        return open_head(source, "dflash", progress) if is_gguf(source) else super().open(source, target, progress)
 
     @classmethod
     def read(cls, checkpoint: Checkpoint, target: Target) -> DFlashDraftModel:

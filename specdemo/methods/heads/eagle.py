@@ -33,7 +33,7 @@ from specdemo.methods.base import DraftOptions, Head, Recipe
 from specdemo.methods.heads.formats import d2t_to_ids
 from specdemo.methods.heads.formats import eagle as files
 from specdemo.methods.heads.formats.eagle import EagleConvention, default_taps
-from specdemo.methods.heads.formats.gguf import open_eagle
+from specdemo.methods.heads.formats.gguf import open_head
 from specdemo.methods.heads.network import Network, move_to_target
 from specdemo.methods.heads.runtime import DraftPass, HeadRuntime, training_columns, unrolled_mask
 from specdemo.methods.heads.sampler import ChainBuilder, DraftVocab, grow_tree
@@ -202,7 +202,7 @@ class Eagle(Head[EagleHead], method="eagle"):
 
     @classmethod
     def open(cls, source: str, target: Target, progress: LoadProgress) -> Checkpoint:
-        return open_eagle(source, progress) if is_gguf(source) else super().open(source, target, progress)
+        return open_head(source, "eagle3", progress) if is_gguf(source) else super().open(source, target, progress)
 
     @classmethod
     def read(cls, checkpoint: Checkpoint, target: Target) -> EagleHead:
