@@ -20,6 +20,7 @@ from specdemo.models.gguf_header import COPIES
 from specdemo.models.llamacpp import BATCH_TOKENS
 from specdemo.models.llamacpp_context import RECURRENT_ONLY, Inputs, LlamaCppContext, Outputs, State, Taps
 
+UNKNOWN = [ABSENT]  # provisional tokens of a row whose state is not that after its text
 PROMPTS = COPIES - 1  # copies at the ends of prompts: of the last one, and of the one before, to drop a turn of a chat
 
 
@@ -63,8 +64,7 @@ class RecurrentHistory:
         row = self._rows[number]
         if row.provisional:
             self._return_to(number, len(row.text))
-        start = len(row.text)
-        outputs = self._context.read_text(ids[start:], start, number, taps, pass_cancelled())
+        outputs = self._read(number, ids[len(row.text) :], len(row.text), taps)
         row.text = list(ids)
         row.prompts = [*row.prompts, (len(ids), self._context.save(number, RECURRENT_ONLY))][-PROMPTS:]
         return outputs
@@ -109,7 +109,7 @@ class RecurrentHistory:
             accepted = row.provisional[: len(slots)]
             if len(accepted) < len(row.provisional) and not self._take_back(number, len(accepted)):
                 self._return_to(number, len(row.text))
-                self._context.read_text(accepted, len(row.text), number, (), pass_cancelled())
+                self._read(number, accepted, len(row.text))
             row.text += accepted
             row.provisional, row.outputs = [], None
 
@@ -136,12 +136,21 @@ class RecurrentHistory:
         row = self._rows[number]
         row.prompts = [copy for copy in row.prompts if copy[0] <= length]
         row.latest = row.latest if row.latest and row.latest[0] <= length else None
+        row.provisional, row.outputs = UNKNOWN, None
         start = 0
         if row.copies:
             start, state = row.copies[-1]
             self._context.restore(number, state, RECURRENT_ONLY)
         if not self._context.remove(number, start):
             raise ValueError(f"llama.cpp cannot return to token {start}; choose plain decoding")
-        row.provisional, row.outputs = [], None
         if start < length:
-            self._context.read_text(row.text[start:length], start, number, (), pass_cancelled())
+            self._read(number, row.text[start:length], start)
+        row.provisional = []
+
+    def _read(self, number: int, ids: list[int], position: int, taps: Taps = ()) -> Outputs:
+        """Read tokens of a row. If the user stops it, the row returns to a copy before it continues."""
+        row = self._rows[number]
+        row.provisional, row.outputs = UNKNOWN, None
+        outputs = self._context.read_text(ids, position, number, taps, pass_cancelled())
+        row.provisional = []
+        return outputs

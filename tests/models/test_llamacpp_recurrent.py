@@ -14,6 +14,7 @@ from specdemo.core.sampling import Sampling
 from specdemo.core.tree import Draft, chain_parents
 from specdemo.engine.loop import generate
 from specdemo.methods import load_drafter
+from specdemo.models.errors import Cancelled
 from specdemo.models.gguf_header import COPIES, TAKEN_BACK, read_header
 from specdemo.models.llamacpp import CACHE_BYTES
 from specdemo.models.llamacpp_context import RECURRENT_ONLY, LlamaCppContext
@@ -235,6 +236,27 @@ def test_memory_of_states_and_of_keys_and_values_is_that_of_llamacpp(architectur
     assert 100 * cache == pytest.approx(everything - header.state_bytes, rel=0.1, abs=2000)
     buffers = gguf_footprint(target.weights.path, target.settings).per_lane
     assert buffers - 256 * VOCABULARY * 4 == header.state_bytes * (1 + target.weights.rollback + COPIES)
+
+
+def test_a_stop_while_accepted_tokens_are_read_again_leaves_no_wrong_state(target_of, monkeypatch):
+    target, prompt, config = with_prefix_cache(target_of("qwen3next")), prompts(1, 40), config_of(MODES[0], 4, 40)
+    plain = output(target_of("qwen3next"), load_drafter("none", target), prompt, config)
+    read, calls = LlamaCppContext.read_text, []
+
+    def stopped(context, tokens, position, *rest):
+        calls.append(position)
+        if len(calls) == 5:  # the first one reads the prompt
+            context.append(tokens[:1], position, 0)
+            raise Cancelled("stopped")
+        return read(context, tokens, position, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LlamaCppContext, "read_text", stopped)
+        (begun,) = output(target, Planted(plain), prompt, config)
+    assert 0 < len(begun) < 40 and begun == plain[0][: len(begun)]
+    following = torch.cat([prompt, torch.tensor([[*begun, 7]])], 1)
+    expected = output(target_of("qwen3next"), load_drafter("none", target), following, config)
+    assert output(target, load_drafter("ngram", target), following, config) == expected and target.cached_tokens
 
 
 def test_lfm2_offers_no_tap_at_which_llamacpp_returns_no_logits(target_of):
