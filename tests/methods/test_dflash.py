@@ -733,6 +733,8 @@ def test_rows_shorter_than_a_block_are_trained_on(target):
 
 def test_fresh_mask_token_never_occurs_in_text(target):
     class Tokenizer:
+        chat_template = None
+
         def __len__(self):
             return 50
 
