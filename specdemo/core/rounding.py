@@ -60,9 +60,9 @@ def difference(
     """
     best = logits.argmax(-1)
     lower = (expected.amax(-1) - expected.gather(-1, best[:, None])[:, 0]).float()
-    limit = max(
-        eps * layers**0.5 * float(expected.abs().max()), BEYOND * max((gap_change(*pair) for pair in own), default=0.0)
-    )
+    # the median, because the best logits may be near 0; not the largest, because a model may mask tokens with -1e4
+    size = max(expected.topk(min(LIKELY, expected.shape[-1])).values.abs().max(), expected.abs().median())
+    limit = max(eps * layers**0.5 * float(size), BEYOND * max((gap_change(*pair) for pair in own), default=0.0))
     wrong = (lower > limit).nonzero()[:, 0].tolist()
     return Difference(moved_share(expected, logits), gap_change(expected, logits), limit, wrong)
 

@@ -38,3 +38,12 @@ def test_the_spacing_of_the_numbers_is_the_least_limit():
     result = difference(LOGITS, moved(0.7), [], 2**-3, 4)
     assert result.limit == 1.0 and result.is_rounding
     assert 0.0 < result.moved < 1.0
+
+
+@pytest.mark.parametrize("mask", [-1e4, torch.finfo(torch.float32).min, float("-inf")])
+def test_masked_tokens_do_not_raise_the_limit(mask):
+    expected = torch.arange(20.0)[None]
+    other = expected.flip(-1).masked_fill(expected < 9, mask)
+    expected = expected.masked_fill(expected < 9, mask)
+    result = difference(expected, other, [], 1e-4, 4)
+    assert result.limit < 0.01 and result.wrong == [0] and not result.is_rounding
