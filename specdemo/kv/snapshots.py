@@ -154,6 +154,8 @@ def supports_multi_token(run: ForwardFunction, config: PreTrainedConfig, text: T
     ValueError for a model that cannot continue its cache after another text was read.
     """
     start = text.shape[1] // 2
+    if not start:
+        return False
     expected = run(text, DynamicCache(config=config)).logits[0].float()
     shorter = run(text[:, :-1], DynamicCache(config=config)).logits[0].float()
 

@@ -5,6 +5,7 @@ faster dtype of plain decoding may be the slower one of verification; dtype `aut
 """
 
 from dataclasses import replace
+from math import isinf
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from specdemo.models.cpu_threads import threads
 from specdemo.models.memory import Precision
 from specdemo.models.packed import PADDED_ROWS, SAMPLE_BYTES, WIDE_ROWS, layout_seconds, make_linear
 
+MATRIX_BYTES = SAMPLE_BYTES // 4  # of a matrix in float32 that are measured
 LEAST_SIZE = 64  # inputs and outputs of a matrix that is measured
 DTYPES = torch.float32, torch.bfloat16
 
@@ -22,7 +24,7 @@ DTYPES = torch.float32, torch.bfloat16
 def faster_precision(folder: Path, precision: Precision, padded: bool) -> tuple[Precision, str]:
     """Return the precision in which plain decoding of a model is faster on this CPU, and a sentence that says why.
 
-    padded: only packed products with PADDED_ROWS rows count, as `bit_exact` needs them.
+    padded: only packed products with PADDED_ROWS rows count, as `bit_exact` needs them, if this CPU has any.
     """
     matrices = _sample(folder)
     if not matrices:
@@ -36,6 +38,12 @@ def faster_precision(folder: Path, precision: Precision, padded: bool) -> tuple[
         wide[dtype] = min(s for (_, count), s in seconds.items() if count == WIDE_ROWS)
     fast, slow = sorted(DTYPES, key=one.__getitem__)
     names = [str(dtype).removeprefix("torch.") for dtype in (fast, slow)]
+    if isinf(one[fast]):
+        return faster_precision(folder, precision, padded=False)
+    if isinf(one[slow]):
+        return replace(precision, dtype=fast), (
+            f"dtype auto is {names[0]}: bit_exact is on, and this CPU has no packed products in {names[1]}"
+        )
     why = (
         f"dtype auto is {names[0]}: on this CPU its matrix products for one token take about "
         f"{one[fast] / one[slow]:.1f} of the time in {names[1]}, for {WIDE_ROWS} tokens {wide[fast] / wide[slow]:.1f}"
@@ -50,10 +58,12 @@ def _sample(folder: Path) -> list[Tensor]:
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as opened:
             for name in opened.keys():  # noqa: SIM118 - not a mapping
-                shape = opened.get_slice(name).get_shape()
+                stored = opened.get_slice(name)
+                shape = stored.get_shape()
                 if len(shape) != 2 or min(shape) < LEAST_SIZE or "embed" in name:
                     continue
-                matrices.append(opened.get_tensor(name).float())
+                # a part of a large head, whose name may be the first, so that layers are measured too
+                matrices.append(stored[: max(LEAST_SIZE, MATRIX_BYTES // (4 * shape[1]))].float())
                 size += matrices[-1].nbytes
                 if size > SAMPLE_BYTES:
                     return matrices

@@ -121,7 +121,7 @@ def pack_model(model: PreTrainedModel, layout: Layout | None = None, text: Seque
         result = difference(expected, packed, [(expected[:-1], own)], spacing(model.dtype), layers)
         same = result.is_rounding
         if not same:
-            note = f"packed products move {result.moved:.0%} of the probability of a token, so they are not used"
+            note = f"packed products move {100 * result.moved:.2g}% of the probability of a token, so they are not used"
     except Exception:  # a layer of this family reads its weights itself
         same = False
     if not same:

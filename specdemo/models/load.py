@@ -176,14 +176,15 @@ def load_model(
     source = locate(name, report=report)
     needed = estimate_footprint(source, precision).weights
     chooses = dtype == "auto" and torch_device.type == "cpu" and not precision.bits
+    notes = []
     # smaller ones fit into a cache, where the measurement does not apply
     chooses = chooses and needed > SAMPLE_BYTES and stored_dtype(source) == torch.bfloat16
     if chooses and HEADROOM * needed > free_bytes(torch_device)[0]:
         chooses, precision = False, replace(precision, dtype=torch.bfloat16)
         needed = estimate_footprint(source, precision).weights
+        notes.append("dtype auto is bfloat16: in float32 the model does not fit into the free memory")
     spread = check_memory(name, needed, torch_device, precision)
     folder = str(check_folder(fetch_folder(source, report), name))
-    notes = []
     if chooses:
         report(0.58, f"measuring float32 and bfloat16 of {name}")
         precision, why = faster_precision(Path(folder), precision, padded=cpu.bit_exact == "on")
@@ -399,14 +400,22 @@ def check_model(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenize
             f"{name} has no language-model head ({type(model).__name__}); load it with AutoModelForCausalLM"
         )
     device = embed.weight.device
-    ids = sample_tokens(tokenizer, 3 * SHARED_TOKENS, embed.weight.shape[0])
-    shared, first, second = (ids[n : n + SHARED_TOKENS] for n in range(0, len(ids), SHARED_TOKENS))
-    texts = torch.tensor([shared + first, shared + second], device="cpu" if device.type == "meta" else device)
+    config, vocab_size = model.config.get_text_config(decoder=True), embed.weight.shape[0]
+    limit = getattr(config, "max_position_embeddings", None) or 2 * SHARED_TOKENS
+    text = torch.tensor(sample_tokens(tokenizer, min(2 * SHARED_TOKENS, limit), vocab_size))
+    shared = (len(text) + 1) // 2
+    other = torch.cat([text[:shared], (text[shared:] + 1) % vocab_size])
+    texts = torch.stack([text, other]).to("cpu" if device.type == "meta" else device)
     kind = model.config.model_type
     with _failing(f"{name} cannot generate: transformers fails in a forward pass of this {kind} model"):
-        both, alone = (model(rows).logits[:, :SHARED_TOKENS].float() for rows in (texts, texts[:1]))
+        both, alone = (model(rows).logits[:, :shared].float() for rows in (texts, texts[:1]))
+    if both.isnan().any() or both.isposinf().any():
+        dtype = str(model.dtype).removeprefix("torch.")
+        raise ValueError(
+            f"{name} cannot generate: its logits in {dtype} are NaN or infinite; choose another dtype or model"
+        )
     eps = spacing(model.dtype, bool(getattr(model, "is_quantized", False)))
-    layers = int(model.config.get_text_config(decoder=True).num_hidden_layers)
+    layers = int(config.num_hidden_layers)
     if not difference(both[0], both[1], [(both[0], alone[0])], eps, layers).is_rounding:
         raise _encoder(name, kind)
 

@@ -129,8 +129,8 @@ def resolve_placement(
 def stored_dtype(source: Path | Repository) -> torch.dtype | None:
     """Return the dtype that the config of a model states; None if it states none."""
     config = read_config(fetch_config(source) if isinstance(source, Repository) else source)
-    config = config.get("text_config") or config
-    name = str(config.get("dtype") or config.get("torch_dtype") or "")
+    parts = (config.get("text_config") or {}, config)  # multimodal models may state it for all their parts at once
+    name = next((str(dtype) for part in parts for key in ("dtype", "torch_dtype") if (dtype := part.get(key))), "")
     return getattr(torch, name.removeprefix("torch."), None) if name else None
 
 

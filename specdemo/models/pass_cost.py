@@ -177,8 +177,8 @@ def fastest_threads(target: Target, counts: Sequence[int], seconds: float = THRE
         costs = {count: min(measured, default=0.0) for count, measured in times.items()}
         return next(count for count in counts if costs[count] <= EQUAL_TIMES * min(costs.values()))
 
-    if len(counts) > 1:
-        context = max(1, min(THREAD_CONTEXT, target.max_length - VERIFY_TOKENS))
+    if len(counts) > 1 and target.max_length > VERIFY_TOKENS:
+        context = min(THREAD_CONTEXT, target.max_length - VERIFY_TOKENS)
         prompt = torch.arange(1, context + 1, device=target.device)[None] % target.vocab_size
         target.start(prompt, reserve=VERIFY_TOKENS)
         while rounds < 1 or (rounds < 2 and fastest() != before) or (time.perf_counter() < end and rounds < REPEATS):
@@ -226,8 +226,8 @@ def one_kernel_shape(target: HFTarget, required: bool) -> PassShape:
         plan.shape = shape
         with step_threads(target):
             same = has_same_bits(target, layers)
-        fast = required or padding_cost(target, shape) <= PADDING_LIMIT
-        _shapes[key] = shape if same and fast else PassShape()
+        suitable = same and (required or padding_cost(target, shape) <= PADDING_LIMIT)
+        _shapes[key] = shape if suitable else PassShape()
     return _shapes[key]
 
 

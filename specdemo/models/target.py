@@ -273,8 +273,8 @@ class HFTarget(Target):
         if result.is_rounding:
             return ""
         return (
-            f"passes after a stored text move {result.moved:.0%} of the probability of a token, "
-            f"transformers' own passes of other widths {moved_share(expected, own):.0%}"
+            f"passes after a stored text move {100 * result.moved:.2g}% of the probability of a token, "
+            f"transformers' own passes of other widths {100 * moved_share(expected, own):.2g}%"
         )
 
     def sample_text(self, count: int) -> Tensor:

@@ -13,6 +13,7 @@ SENTENCE = (
     "The weather was fine, so the whole family walked along the river to the old bridge and had lunch under the trees."
 )
 SPREAD = 7  # step between token ids where there is no tokenizer; the first ids are often special tokens
+LEAST_KINDS = 3  # different ids of a text; where almost all are the unknown word, a lost history makes no difference
 UNFINISHED = "\ufffd"  # shown by decoders for an incomplete character
 # Prompt tokens decoded with the first piece, because some tokenizers drop a leading space at the start. More than 6, so
 # that the window holds a complete character even if it starts and ends inside one of 4 bytes.
@@ -85,8 +86,11 @@ def sample_tokens(tokenizer: PreTrainedTokenizerBase | None, count: int, vocab_s
     ids: list[int] = []
     if tokenizer is not None:
         with suppress(Exception):  # a tokenizer that fails is no reason to refuse the model
-            ids = list(tokenizer(SENTENCE, verbose=False)["input_ids"])
-    ids += [SPREAD * n for n in range(1, count + 1)]
+            ids = [*map(int, tokenizer(SENTENCE, verbose=False)["input_ids"])]
+    if len({*ids}) < LEAST_KINDS:
+        ids = []
+    step = SPREAD if vocab_size % SPREAD else SPREAD + 1
+    ids += [step * n for n in range(1, count + 1)]
     return [token % vocab_size for token in ids[:count]]
 
 

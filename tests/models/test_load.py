@@ -396,10 +396,42 @@ def test_auto_is_the_dtype_whose_plain_decoding_is_faster(
     assert load_target(str(copied), "float32", "cpu").dtype == torch.float32
 
 
+@pytest.mark.parametrize(
+    ("seconds", "expected", "why"),
+    [
+        ((BOTH, HALF), "float32", "dtype auto is float32: bit_exact is on, and this CPU has no packed products in bf"),
+        ((PLAIN_ONLY, HALF), "bfloat16", "about 0.5 of the time in float32, for 5 tokens 0.8"),
+    ],
+)
+def test_auto_names_packed_products_that_are_absent(folder, monkeypatch, seconds, expected, why):
+    times = dict(zip(auto_dtype.DTYPES, seconds, strict=True))
+    monkeypatch.setattr(auto_dtype, "layout_seconds", lambda linears: times[linears[0].weight.dtype])
+    monkeypatch.setattr(auto_dtype, "LEAST_SIZE", 1)
+    precision, sentence = auto_dtype.faster_precision(Path(folder), Precision(torch.float32), padded=True)
+    assert precision.dtype == getattr(torch, expected) and why.replace("in bf", "in bfloat16") in sentence
+
+
+def test_a_large_head_is_measured_in_part_only(tmp_path, monkeypatch):
+    monkeypatch.setattr(auto_dtype, "SAMPLE_BYTES", 4 * 128 * 128)
+    monkeypatch.setattr(auto_dtype, "MATRIX_BYTES", 128 * 128)
+    names = ["lm_head.weight", "model.layers.0.up.weight", "model.layers.1.up.weight"]
+    save_file({name: torch.zeros(1000, 64) for name in names}, tmp_path / "model.safetensors")
+    assert [tuple(matrix.shape) for matrix in auto_dtype._sample(tmp_path)] == [(64, 64)] * 3
+
+
+@pytest.mark.parametrize("config", [{"torch_dtype": "bfloat16", "text_config": {"vocab_size": 9}},
+                                    {"dtype": "float32", "text_config": {"dtype": "torch.bfloat16"}}])  # fmt: skip
+def test_the_stored_dtype_may_be_stated_for_all_parts_of_a_model(tmp_path, config):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert memory.stored_dtype(tmp_path) == torch.bfloat16
+
+
 def test_auto_is_bfloat16_where_float32_does_not_fit(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(load, "SAMPLE_BYTES", 0)
     copied = shutil.copytree(folder, tmp_path / "model")
     config = json.loads((copied / "config.json").read_text())
     (copied / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
     monkeypatch.setattr(load, "free_bytes", lambda device: [1])
-    assert load_target(str(copied), device="cpu").dtype == torch.bfloat16
+    target = load_target(str(copied), device="cpu")
+    assert target.dtype == torch.bfloat16
+    assert "dtype auto is bfloat16: in float32 the model does not fit into the free memory" in target.notes

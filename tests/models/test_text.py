@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from specdemo.models.text import Detokenizer, encode, token_text
+from specdemo.models.text import Detokenizer, encode, sample_tokens, token_text
 
 TEXTS = ["Once upon a time there was a dog. " * 4, "def f(x):\n    return x\n" * 4]
 HARD = "naïve café — 日本語のテキスト 🙂👩‍👩‍👧‍👦 Ω≈ç√ \t\n  end"
@@ -169,3 +169,22 @@ def test_encode_refuses_what_cannot_be_continued(tokenizer):
         encode(tokenizer, "A dog.", length - 1)
     with pytest.raises(ValueError, match="max_new_tokens fills the model's context; reduce it"):
         encode(tokenizer, "A dog.", -7)
+
+
+@pytest.mark.parametrize(
+    ("ids", "expected"),
+    [
+        ([5, 6, 90, 5], [5, 6, 29, 5, 7, 14]),
+        ([], [7, 14, 21, 28, 35, 42]),
+        ([0] * 9, [7, 14, 21, 28, 35, 42]),  # nothing but the unknown word
+        ([None, 3, 4, 5], [7, 14, 21, 28, 35, 42]),
+        ([[3, 4, 5]], [7, 14, 21, 28, 35, 42]),
+    ],
+)
+def test_texts_for_checks_come_from_any_tokenizer(ids, expected):
+    assert sample_tokens(lambda *_, **__: {"input_ids": ids}, 6, 61) == expected
+
+
+@pytest.mark.parametrize("size", range(2, 22))
+def test_texts_for_checks_have_different_tokens_in_small_vocabularies(size):
+    assert len({*sample_tokens(None, 16, size)}) >= min(size, 2)
