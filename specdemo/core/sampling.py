@@ -110,6 +110,11 @@ class PositionNoise(Generator):
         self._positions = [position + n for position, n in zip(self._positions, lengths, strict=True)]
         self._known = self._known[:, lengths[0] if len({*lengths}) == 1 else self._known.shape[1] :]
 
+    def __reduce__(self) -> tuple[object, ...]:  # type: ignore[override]  # torch rebuilds generators only
+        # torch would copy a plain generator, without seed and positions
+        shape = len(self._positions), 0, len(self._ids)
+        return _restore, (self._seed, *shape, self.device, self._positions, self.get_state())
+
     def _compute(self, offsets: range) -> Tensor:
         keys = [[self._key(row, position + i) for i in offsets] for row, position in enumerate(self._positions)]
         mask, factor = to_device(keys, self._ids.device, torch.int32).unbind(-1)
@@ -124,3 +129,13 @@ class PositionNoise(Generator):
         digest = blake2b(f"{self._seed} {row} {position}".encode(), digest_size=8).digest()
         number = int.from_bytes(digest)
         return number & BITS, number >> 32 & BITS | 1
+
+
+def _restore(
+    seed: int, rows: int, start: int, vocab_size: int, device: torch.device, lengths: list[int], state: Tensor
+) -> PositionNoise:
+    """Return a copy of a noise. lengths: positions of its rows, after `start`. state: of the generator."""
+    noise = PositionNoise(seed, rows, start, vocab_size, device)
+    noise.advance(lengths)
+    noise.set_state(state)
+    return noise

@@ -1,6 +1,8 @@
 """`to_probs` against the processors of transformers, and `draw` against its distribution."""
 
+import copy
 import math
+import pickle
 
 import pytest
 import torch
@@ -109,6 +111,17 @@ def test_noise_depends_on_seed_row_position_and_token_only():
     assert torch.equal(noise_of(position=7).ahead(7), noise[:, 2:])
     assert torch.equal(noise_of(size=20).ahead(9), noise[..., :20])
     assert len(torch.cat([noise, noise_of(seed=2).ahead(9)]).unique()) > 0.999 * 2 * noise.numel()
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda noise: pickle.loads(pickle.dumps(noise))])
+def test_a_copied_noise_is_the_same(copied):
+    noise = noise_of(2)
+    noise.ahead(3)
+    noise.advance([1, 4])
+    torch.rand(3, generator=noise)
+    twin = copied(noise)
+    assert torch.equal(twin.ahead(5), noise.ahead(5))
+    assert torch.equal(torch.rand(3, generator=twin), torch.rand(3, generator=noise))
 
 
 def test_noise_is_finite_and_independent_for_tokens_that_differ_in_any_bit(fits):
