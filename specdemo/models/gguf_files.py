@@ -232,7 +232,7 @@ def gguf_on_hub(name: str) -> Repository:
     else:
         siblings = model_info(repository).siblings or []
         files = {f.rfilename: f.size or 0 for f in siblings if f.rfilename.lower().endswith(SUFFIX)}
-    candidates, checked = _candidates(repository, list(files))
+    candidates, checked = _candidates(repository, list(files), quantisation)
     chosen = _choose(name, candidates, quantisation, checked)
     absent = [part for part in part_names(chosen) if part not in files]
     if absent:
@@ -240,15 +240,15 @@ def gguf_on_hub(name: str) -> Repository:
     return Repository(repository, {part: files[part] for part in part_names(chosen)}, {})
 
 
-def _candidates(repository: str, files: Sequence[str]) -> tuple[list[str], list[str]]:
+def _candidates(repository: str, files: Sequence[str], word: str) -> tuple[list[str], list[str]]:
     """Return the files that may be the model, and those of them that are on this machine, which come first and whose
-    headers are those of language models."""
+    headers are those of language models. word: a quantisation, or the name of a file, which may be a head."""
     checked, remote = [], []
     for file in _first_parts(files):
         found = try_to_load_from_cache(*split(repository)[:1], file, revision=split(repository)[1])
         if not isinstance(found, str):
             remote.append(file)
-        elif is_language_model(Path(found)):
+        elif is_language_model(Path(found)) or PurePath(file).stem == word:
             checked.append(file)
     return checked + remote, checked
 

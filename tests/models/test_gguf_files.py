@@ -354,6 +354,7 @@ def test_quantisation_of_a_repository(monkeypatch, tmp_path):
         assert eight.name == "model-Q8_0.gguf" and local_header("org/m-GGUF:Q8_0").quantisation == "Q8_0"
         assert [path.name for path in fetch_parts("org/m-GGUF")] == ["model-Q4_K_M.gguf"]
         (head,) = fetch_parts("org/m-GGUF:another-Q8_0")  # the name does not tell
+        assert fetch_parts("org/m-GGUF:another-Q8_0") == (head,)  # its header does
         with pytest.raises(ValueError, match="another is an assistant head .*, not a language model"):
             check_files([head], "another")
         assert fetch_parts("org/m-GGUF:Q8_0") == (eight,)
