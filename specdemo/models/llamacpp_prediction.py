@@ -12,7 +12,7 @@ from math import prod
 from pathlib import Path
 
 from specdemo.models.gguf_files import check_file, fetch_parts
-from specdemo.models.gguf_header import read_header
+from specdemo.models.gguf_header import Header, read_header
 from specdemo.models.llamacpp import (
     CACHE_BYTES,
     PACKAGE,
@@ -36,8 +36,9 @@ class PredictionLayer:
         self.path, self.model = str(parts[0]), model
         header, target = check_file(parts[0], source), read_header(Path(model.path))
         layer = prediction_layer(self.path)
-        sizes = [("vocabulary", header.tokens, target.tokens)]
-        sizes += [(key, header.number(key), target.number(key)) for key in ("embedding_length", "block_count")]
+        width = "embedding_length"
+        sizes = [("vocabulary", header.tokens, target.tokens), (width, header.number(width), target.number(width))]
+        sizes += [("layers before it", _layers_before(header), _layers_before(target))]
         if other := next((f"{key} {one}, not {two}" for key, one, two in sizes if one and one != two), ""):
             raise ValueError(f"{source} is the prediction layer of another model: {other}; choose that of {model.path}")
         self.handle = model.handle
@@ -87,3 +88,8 @@ class PredictionContext(LlamaCppContext):
         self._keep_states(self._handle, False, False)
         self._inputs.states[: len(states)] = states
         self._run(inputs, False)
+
+
+def _layers_before(header: Header) -> int:
+    """Return the layers of a model without those for prediction, which are in `block_count` of a file that has them."""
+    return header.number("block_count") - header.number("nextn_predict_layers")

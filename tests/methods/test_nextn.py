@@ -189,15 +189,18 @@ def test_a_file_of_its_own_drafts_the_same_and_one_of_another_model_is_rejected(
     path, shape = folder / "mtp-qwen35.gguf", shape_of("qwen35", prediction=True)
     write_tensors(path, "qwen35", shape, alone)
     config = GenerationConfig(40, budget=Budget(4, 4), stop_token_ids=())
-    own, separate = (
-        [event.drafted for event in generate(target, load_drafter("mtp", target, model), prompts(2, 30), config)]
-        for model in (None, str(path))
+    body = {name: values for name, values in tensors.items() if not name.startswith(LAYER)}
+    write_tensors(folder / "body.gguf", "qwen35", shape_of("qwen35"), body)
+    without = load_target(str(folder / "body.gguf"))
+    own, separate, added = (
+        [event.drafted for event in generate(model, load_drafter("mtp", model, layer), prompts(2, 30), config)]
+        for model, layer in ((target, None), (target, str(path)), (without, str(path)))
     )
-    assert own == separate
+    assert own == separate == added
     footprint = gguf_footprint(str(path), target.settings)
     assert (footprint.per_token, footprint.per_lane) == (KV_HEADS * 2 * HEAD * 4, 256 * VOCABULARY * 4)  # one layer
     write_random(folder / "other.gguf", "qwen35", {**shape, "block_count": 9})
-    with pytest.raises(ValueError, match=r"is the prediction layer of another model: block_count 9, not 5; choose"):
+    with pytest.raises(ValueError, match=r"the prediction layer of another model: layers before it 8, not 4; choose"):
         load_drafter("mtp", target, str(folder / "other.gguf"))
 
 
