@@ -169,7 +169,7 @@ class Job(Worker, ABC):
         self.text = text
         self.ended = work is None  # True once the text has its last line
         self.stopped, self._until = False, math.inf  # stopped work has ended then, or when its step is over
-        self._readers = 0
+        self._readers, self._page = 0, 0  # _page: number of the page that reads; an earlier one was closed
         self._lock = threading.Lock()
 
     @property
@@ -191,10 +191,11 @@ class Job(Worker, ABC):
         here and in the browser. Without a reader the work ends after `unread_s`, or as soon as another job begins.
         """
         self._readers += 1
+        page = self._page
         shown, last, lines = -1, 0.0, deque[float](maxlen=LINES)
         try:
             await asyncio.to_thread(self._begin)
-            while not self.ended:
+            while not self.ended and page == self._page:
                 text, now = await asyncio.to_thread(self.read), time.monotonic()
                 lines.extend([now] * text.count("\n", max(shown, 0)))
                 pause = FLUSH_S
@@ -203,7 +204,7 @@ class Job(Worker, ABC):
                     yield text
                     pause = FLUSH_S if len(lines) == LINES and now - lines[0] < LINES_S else SLOW_FLUSH_S
                 await asyncio.sleep(0.0 if self.ended else pause)
-            if len(self.text) > shown >= 0:  # Stop, or another reader, has read the end
+            if len(self.text) > shown >= 0 and page == self._page:  # Stop, or another reader, has read the end
                 yield self.text
         finally:
             self._readers -= 1
@@ -211,6 +212,10 @@ class Job(Worker, ABC):
                 asyncio.get_running_loop().call_later(self.unread_s, self._end_unread)
             else:
                 self._end_unread()
+
+    def change_page(self) -> None:
+        """End the readers of earlier pages. Gradio notices that a page is closed only when a text is sent to it."""
+        self._page += 1
 
     def _begin(self) -> None:
         other, Job.at_work = Job.at_work, self
@@ -333,7 +338,10 @@ class Jobs(Generic[Kind]):
 
     def rejoin(self, values: Values, _: Kind | None) -> Kind | None:
         """Return the run that a page followed before it lost its connection or was reloaded."""
-        return cast(Kind | None, self._store.find(self.name, str(values["run"])))
+        job = cast(Kind | None, self._store.find(self.name, str(values["run"])))
+        if job is not None:
+            job.change_page()
+        return job
 
     async def follow(self, request: gr.Request, *_: Values) -> AsyncGenerator[Values, None]:
         """Yield the updates of the visitor's latest job; an empty one if the page has its whole text already."""

@@ -101,7 +101,7 @@ def test_race_fairness_reports_both_clocks():
 
 def test_a_stalled_drafter_waits_and_then_drafts():
     class EchoDrafter:
-        taps, note = (-1,), ""
+        taps, note, name = (-1,), "", ""
 
         def propose(self, budget):
             return budget

@@ -226,6 +226,20 @@ def test_lost_page_rejoins_its_run():
     assert first.endswith("begun") and last.endswith(' and ended{"type":"stopped"}\n')
 
 
+def test_a_page_that_rejoins_a_run_ends_the_reader_of_the_page_before():
+    """Until a text is sent Gradio does not notice that a page was closed, and the next reader waits in the queue."""
+
+    async def main():
+        jobs = Jobs("race")
+        page = await Page(jobs, "a").open()
+        jobs.rejoin({"run": "a"}, None)
+        await asyncio.wait_for(page.task, 10.0)
+        return page.job.alive, page.job.stop()
+
+    alive, text = asyncio.run(main())
+    assert alive and '{"type":"stopping"}' in text
+
+
 @pytest.mark.parametrize("unread_s", [0.0, 60.0])
 def test_lost_run_ends_before_the_next_one_begins(unread_s):
     async def main():
