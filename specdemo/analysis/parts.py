@@ -69,9 +69,9 @@ def contrast(parts: Sequence[Part], noun: str) -> Contrast | None:
     """Return the parts with at most `MUCH` of the others' accepted tokens per draft, None without such parts. Those in
     which the drafter does not work precede others, then those that explain most of the difference between all parts.
     noun: name of a part."""
-    known = [part for part in parts if part.drafted]
+    drafting = [part for part in parts if part.drafted]
     choice, largest = None, (False, 0.0)
-    for where, members, group, others in _groups(known, noun):
+    for where, members, group, others in _groups(drafting, noun):
         if min(group.drafted, others.drafted) >= BROKEN_TOKENS and others.rate >= WORKING_RATE:
             explained = group.drafted * others.drafted * (others.rate - group.rate) ** 2
             rank = (group.rate <= BROKEN_RATE, round(explained, 3))
@@ -81,7 +81,7 @@ def contrast(parts: Sequence[Part], noun: str) -> Contrast | None:
         return None
     where, members, group, others = choice
     speeds = list[float](), list[float]()
-    for index, part in enumerate(known):
+    for index, part in enumerate(drafting):
         if part.tokens_per_s:
             speeds[index in members].append(part.tokens_per_s)
     there, here = (fmean(values) if all(speeds) else None for values in speeds)

@@ -202,11 +202,13 @@ def speeds_of_all(loads: Sequence[EngineLoad]) -> list[float]:
     return [sum(map(fmean, of_engines.values())) for of_engines in speeds.values()]
 
 
-def untold_engines(settings: str, told: int) -> tuple[str, ...]:
+def hidden_engines(settings: str, visible: int) -> tuple[str, ...]:
     """Return a note if an output does not tell all engines of a server apart. settings: their number, if known."""
-    if not settings.isdecimal() or int(settings) <= max(told, 1):
+    if not settings.isdecimal() or int(settings) <= max(visible, 1):
         return ()
-    return (f"The server has {settings} engines and the output tells {told} apart: tokens/s may be of a part of them.",)
+    return (
+        f"The server has {settings} engines and the output tells {visible} apart: tokens/s may be of a part of them.",
+    )
 
 
 def number(value: object) -> float | None:

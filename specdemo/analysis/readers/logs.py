@@ -22,6 +22,7 @@ from specdemo.analysis.readers.base import (
     OutputTotals,
     find_last,
     find_number,
+    hidden_engines,
     loads_of,
     mean,
     number,
@@ -30,7 +31,6 @@ from specdemo.analysis.readers.base import (
     quantised,
     speeds_of_all,
     text_of,
-    untold_engines,
 )
 from specdemo.servers.counters import FIRST_TOKENS, all_passes
 
@@ -61,8 +61,8 @@ class VLLMLog(OutputReader):
         config = find_last(r"'speculative_config': (\{[^{}]{0,4000}\})", arguments)
         cache = find_last(r"'kv_cache_dtype': '(\w{1,40})'", config) or find_last(r"kv_cache_dtype=(\w{1,40})", given)
         method = find_last(r"speculative_config=SpeculativeConfig\(method='([\w-]{1,60})'", given)
-        told = max([len({load.engine for load in loads}), *map(_aggregated, loads)])
-        totals.notes += _mixed(loads) or untold_engines(find_last(VLLM_ENGINES, given + arguments), told)
+        visible = max([len({load.engine for load in loads}), *map(_aggregated, loads)])
+        totals.notes += _mixed(loads) or hidden_engines(find_last(VLLM_ENGINES, given + arguments), visible)
         totals.drafts_nothing = bool(method) and any(totals.speeds) and not drafting
         return Observation(
             engine="vllm",
@@ -188,7 +188,7 @@ class SGLangLog(OutputReader):
             "contrast": contrast(totals.parts, totals.noun),
             "tokens_per_s": mean(speeds_of_all(_after_prefill(loads))),
             "batch_size": mean(load.running for load in loads),
-            "notes": untold_engines(value("dp_size"), len(engines)),
+            "notes": hidden_engines(value("dp_size"), len(engines)),
         }
         return _sglang(self.title, value, measured)
 
@@ -222,7 +222,7 @@ class SGLangServerInfo(OutputReader):
         measured = {
             "accepted_length": sum(speed for _, speed in pairs) / passes if passes else mean(lengths),
             "tokens_per_s": sum(speeds) or None,
-            "notes": untold_engines(value("dp_size"), len(speeds)),
+            "notes": hidden_engines(value("dp_size"), len(speeds)),
         }
         return _sglang(self.title, value, measured)
 
