@@ -1,4 +1,4 @@
-"""The changes in CONTRIBUTING.md: each touches as many files as the table says, and works.
+"""The changes in docs/extend.md: each touches as many files as the table says, and works.
 
 All diffs are applied to one copy of the repository, and the checks run there in one process.
 """
@@ -9,7 +9,7 @@ import re
 import subprocess
 from itertools import chain
 from pathlib import Path
-from shutil import copy, copytree, ignore_patterns
+from shutil import copytree, ignore_patterns
 from unittest.mock import patch
 
 import pytest
@@ -17,9 +17,9 @@ import pytest
 from tests.processes import run
 
 ROOT = Path(__file__).parents[1]
-GUIDE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+GUIDE = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
 FILES = {name: int(count) for name, count in re.findall(r"^\| ([A-Z][^|]*) \| (\d+)", GUIDE, re.MULTILINE)}
-SECTIONS = dict(re.findall(r"^### ([^\n]*)\n(.*?)(?=^###|\Z)", GUIDE, re.MULTILINE | re.DOTALL))
+SECTIONS = dict(re.findall(r"^## ([^\n]*)\n(.*?)(?=^## |\Z)", GUIDE, re.MULTILINE | re.DOTALL))
 FOUND = {name: re.findall(r"```diff\n(.*?)```", text, re.DOTALL) for name, text in SECTIONS.items()}
 DIFFS = {name: diffs for name, diffs in FOUND.items() if diffs}
 LEFT_OUT = ignore_patterns("__pycache__", "embedded", "node_modules", "*.png", "*.gif")
@@ -198,7 +198,6 @@ def failed(tmp_path_factory):
     changed = tmp_path_factory.mktemp("changes")
     for folder in ("specdemo", "presets", "docs", "examples", "tests"):
         copytree(ROOT / folder, changed / folder, ignore=LEFT_OUT)
-    copy(ROOT / "CONTRIBUTING.md", changed)
     for diff in chain.from_iterable(DIFFS.values()):
         applied = subprocess.run(["git", "apply", "-"], input=diff.encode(), cwd=changed, capture_output=True)
         assert not applied.returncode, f"{applied.stderr.decode()}\n{diff}"

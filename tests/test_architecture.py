@@ -1,0 +1,84 @@
+"""Limits that keep the project small enough to read: the reading path of docs/architecture.md, and the documents.
+
+A commit that needs more than a limit removes something, or changes the limit on purpose.
+"""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PATH_FILES, PATH_LINES = 40, 6000
+WORDS = {"CONTRIBUTING.md": 1000, "docs/architecture.md": 1200}
+DOCUMENTED = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
+
+
+def read(name):
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def lines_of(node):
+    return set(range(node.lineno, node.end_lineno + 1))
+
+
+def code_lines(path):
+    """Return the number of lines of a file without blank lines, comments, docstrings and imports."""
+    text = path.read_text(encoding="utf-8")
+    left_out = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            left_out |= lines_of(node)
+        elif isinstance(node, DOCUMENTED) and ast.get_docstring(node) is not None:
+            left_out |= lines_of(node.body[0])
+    lines = enumerate(map(str.strip, text.splitlines()), start=1)
+    return sum(bool(line) and not line.startswith("#") and number not in left_out for number, line in lines)
+
+
+def reading_path():
+    """Return the numbers and the files of the path in docs/architecture.md."""
+    section = read("docs/architecture.md").partition("\n## Reading path\n")[2].partition("\n## ")[0]
+    return re.findall(r"^(\d+)\. `([^`]+)`", section, re.MULTILINE)
+
+
+def test_code_lines_are_those_that_do_something(tmp_path):
+    file = tmp_path / "file.py"
+    file.write_text('"""A module.\n\nMore."""\n\nimport os\nfrom a import (\n    b,\n)\n\n# y\nx = """\n\n1"""  # z\n')
+    assert code_lines(file) == 2
+
+
+def test_the_reading_path_is_short_and_exists():
+    numbers, files = zip(*reading_path(), strict=True)
+    assert [*map(int, numbers)] == [*range(1, len(files) + 1)] and len({*files}) == len(files) <= PATH_FILES
+    assert sum(code_lines(ROOT / file) for file in files) <= PATH_LINES
+
+
+def test_files_that_the_architecture_names_exist():
+    for name in re.findall(r"`([\w/]+\.(?:py|js|css))`", read("docs/architecture.md")):
+        assert any((folder / name).is_file() for folder in (ROOT, ROOT / "specdemo")), name
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_a_document_is_short(name):
+    assert len(read(name).split()) <= WORDS[name]
+
+
+def broken_links():
+    """Yield the links between documents that lead to no file or no heading."""
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]:
+        for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text(encoding="utf-8")):
+            file, _, heading = link.partition("#")
+            aim = page.parent / file if file else page
+            titles = re.findall(r"^#+ (.*)", aim.read_text(encoding="utf-8"), re.MULTILINE) if heading else []
+            if not aim.exists() or (heading and heading not in map(anchor, titles)):
+                yield f"{page.name}: {link}"
+
+
+def anchor(title):
+    """Return the name that GitHub gives a heading."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
+def test_links_between_documents_lead_somewhere():
+    assert [*broken_links()] == []
