@@ -23,8 +23,9 @@ UNREPORTED: Final = -2  # id of a draft token that a server counts but does not 
 MAX_DEPTH = 1024  # entries of a list in a summary; the page draws every one
 
 Finish = Literal["stop", "length", "cancelled", "error"]
-Kind = Literal["target", "accepted", "forced", "corrected", "bonus", "unknown"]
-Fate = Literal["accepted", "rejected", "not reached"]
+# of a draft token: accepted, forced (accepted, and drafted by a grammar), rejected, not reached; of the token that the
+# target adds: corrected, bonus, or target where nothing was drafted; unknown: of a server that does not tell its steps
+Outcome = Literal["accepted", "forced", "rejected", "not reached", "corrected", "bonus", "target", "unknown"]
 Span = Literal["ttft_ms", "decode_ms"]
 Counter = Literal["steps", "drafted", "accepted", "unverified", "acceptance_rate", "tokens_per_step"]
 LARGEST: Final = (1 << 63) - 1  # largest valid integer: the largest seed; larger ones could overflow a float
@@ -83,51 +84,45 @@ def is_drafted(token: int) -> bool:
     return token >= 0 or token == UNREPORTED
 
 
-def token_kinds(event: StepEvent, row: int = 0) -> list[Kind]:
-    """Return the kind of each emitted token of a row: accepted draft tokens, `forced` if the grammar drafted them, then
-    one token from the target.
-
-    That token is `bonus` if the draft ended with the path, `corrected` if all draft tokens after the path were
-    rejected, and `target` if nothing was drafted. Tokens of a server are `unknown` if its steps are.
-    """
-    if not event.path[row]:
-        return ["unknown"] * len(event.emitted[row])
-    drafted = [
-        (n + 1, p) for n, (t, p) in enumerate(zip(event.drafted[row], event.parents[row], strict=True)) if is_drafted(t)
-    ]
-    path = event.path[row]
-    if not drafted:
-        last: Kind = "target"
-    elif any(parent == path[-1] for _, parent in drafted):
-        last = "corrected"
-    else:
-        last = "bonus"
-    forced = set(event.forced[row]) if event.forced else set()
-    accepted: list[Kind] = ["forced" if slot in forced else "accepted" for slot in path[1:]]
-    return [*accepted, last][: len(event.emitted[row])]
-
-
-def fates(event: StepEvent) -> list[Fate | None]:
-    """Return the outcome of every draft token of row 0; None for absent ones.
+def draft_outcomes(event: StepEvent, row: int = 0) -> list[Outcome | None]:
+    """Return the outcome of every draft token of a row; None for absent ones.
 
     Siblings are tried in order until one is accepted. Later siblings, nodes below a rejected one and nodes after the
     end of the text are not verified.
     """
-    emitted = len(event.emitted[0])
-    path = event.path[0][: emitted + 1]
-    ended = emitted < len(event.path[0])  # with the last accepted token, whose children were not tried
+    emitted = len(event.emitted[row])
+    path = event.path[row][: emitted + 1]
+    ended = emitted < len(event.path[row])  # with the last accepted token, whose children were not tried
     tried = path[:-1] if ended else path
+    forced = event.forced[row] if event.forced else []
     served: set[int] = set()  # accepted slots with an accepted child
-    verdicts: list[Fate | None] = []
-    for slot, (token, parent) in enumerate(zip(event.drafted[0], event.parents[0], strict=True), start=1):
+    outcomes: list[Outcome | None] = []
+    for slot, (token, parent) in enumerate(zip(event.drafted[row], event.parents[row], strict=True), start=1):
         if not is_drafted(token):
-            verdicts.append(None)
+            outcomes.append(None)
         elif slot in path:
-            verdicts.append("accepted")
+            outcomes.append("forced" if slot in forced else "accepted")
             served.add(parent)
         else:
-            verdicts.append("rejected" if parent in tried and parent not in served else "not reached")
-    return verdicts
+            outcomes.append("rejected" if parent in tried and parent not in served else "not reached")
+    return outcomes
+
+
+def output_outcomes(event: StepEvent, row: int = 0) -> list[Outcome]:
+    """Return the outcome of every emitted token of a row: those of the accepted draft tokens, then that of the token
+    from the target.
+
+    That is `bonus` if the draft ended with the path, `corrected` if all draft tokens after the path were rejected, and
+    `target` if nothing was drafted.
+    """
+    path, emitted = event.path[row], len(event.emitted[row])
+    if not path:
+        return ["unknown"] * emitted
+    drafts = draft_outcomes(event, row)
+    parents = {up for up, outcome in zip(event.parents[row], drafts, strict=True) if outcome}
+    last: Outcome = "target" if not parents else "corrected" if path[-1] in parents else "bonus"
+    accepted = [outcome for slot in path[1:] if (outcome := drafts[slot - 1])]
+    return [*accepted, last][:emitted]
 
 
 @checked(frozen=True, slots=True, config=_strict)

@@ -11,7 +11,7 @@ from functools import partial
 from itertools import chain, repeat
 
 from specdemo.core.tally import Numbers, Tally, running_numbers
-from specdemo.core.trace import Fate, Kind, LaneTrace, RunTrace, StepEvent, fates, step_ms, token_kinds
+from specdemo.core.trace import LaneTrace, Outcome, RunTrace, StepEvent, draft_outcomes, output_outcomes, step_ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +29,12 @@ class StepRow:
     index: int
     ms: dict[str, float]
     wall_ms: float | None
-    kinds: list[Kind]  # of each emitted token
+    output_outcomes: list[Outcome]
     text: list[str]  # that each emitted token added
     drafted: list[str]  # text of each draft token
-    fates: list[Fate | None]
+    draft_outcomes: list[Outcome | None]  # None: absent
     parents: list[int]
     path: list[int]
-    forced: list[int]
     draft_probs: list[float | None]
     target_probs: list[float | None]
     top: list[list[tuple[str, float, bool]]]  # as in the event: text, probability, True for the output token
@@ -101,13 +100,12 @@ class LaneSteps:
             index=event.index,
             ms=event.ms,
             wall_ms=event.wall_ms,
-            kinds=token_kinds(event),
+            output_outcomes=output_outcomes(event),
             text=lane.pieces[start : self._emitted],
             drafted=[names.get(str(token), "") for token in event.drafted[0]],
-            fates=fates(event),
+            draft_outcomes=draft_outcomes(event),
             parents=event.parents[0],
             path=event.path[0],
-            forced=event.forced[0] if event.forced else [],
             draft_probs=event.draft_probs[0],
             target_probs=event.target_probs[0],
             top=[

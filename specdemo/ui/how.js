@@ -39,12 +39,12 @@ function stepsFigure() {
   let [at, timer, playing] = [0, 0, false];
 
   const outputUpTo = (lane, upTo) => lanes[lane].slice(0, upTo + 1).flatMap((line, step) => {
-    const nodes = line.kinds.map((kind, i) => token(line.text[i] ?? "", kind, step === upTo && step > 0));
+    const nodes = line.output_outcomes.map((outcome, i) => token(line.text[i] ?? "", outcome, step === upTo && step > 0));
     const rejected = firstRejected(line);
-    if (rejected >= 0 && line.kinds.at(-1) === "corrected") nodes.splice(-1, 0, token(visible(line.drafted[rejected] ?? ""), "rejected"));
+    if (rejected >= 0 && line.output_outcomes.at(-1) === "corrected") nodes.splice(-1, 0, token(visible(line.drafted[rejected] ?? ""), "rejected"));
     return nodes;
   });
-  const token = (text, kind, fresh) => withData(make(kind === "rejected" ? "del" : "span", fresh ? "sd-fresh" : "", text), { sample: kind });
+  const token = (text, outcome, fresh) => withData(make(outcome === "rejected" ? "del" : "span", fresh ? "sd-fresh" : "", text), { sample: outcome });
   function show(caption = "") {
     pages.forEach((page, lane) => {
       const prompt = make("span", "sd-prompt", start.prompt.split(" ").slice(-9).join(" "));

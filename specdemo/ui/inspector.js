@@ -94,8 +94,8 @@ function inspect() {
   const lane = run.lanes[run.selected.lane];
   const line = lane.steps[run.selected.step];
   const parts = Object.entries(line.ms).map(([name, ms]) => `${name} ${milliseconds(ms)}`);
-  const drafted = line.fates.filter(Boolean).length;
-  const accepted = line.fates.filter((outcome) => outcome === "accepted").length;
+  const drafted = line.draft_outcomes.filter(Boolean).length;
+  const accepted = line.draft_outcomes.filter(isAccepted).length;
   const what = !line.path.length ? "a piece as it arrived, draft tokens unknown" : run.selected.step ? (drafted ? `${accepted}/${drafted} accepted` : `nothing ${line.notes?.unverified ? "verified" : "drafted"}`) : prefill(line);
   $(".sd-step").replaceChildren(
     laneNumber(lane),
@@ -138,19 +138,18 @@ const COLUMNS = [["#", ""], ["token", ""], ["draft q", "probability by the draft
 // Returns the draft tokens of a chain and the target's token as a table. selected: position of an output token to mark.
 function stepTable(line, selected = -1) {
   const top = line.top ?? []; // for each slot of the path; traces of earlier versions have none
-  const rows = line.fates.flatMap((outcome, i) => {
+  const rows = line.draft_outcomes.flatMap((outcome, i) => {
     if (!outcome) return [];
     const p = outcome === "not reached" ? null : line.target_probs[i]; // after a rejection the target's p belongs to another text
-    const shown = displayedOutcome(line, i);
-    const cells = tokenCells(i + 1, line.drafted[i], line.draft_probs[i], p, OUTCOME_LABELS[shown], top[i]);
-    return [{ cells, outcome: shown, current: outcome === "accepted" && i === selected }];
+    const cells = tokenCells(i + 1, line.drafted[i], line.draft_probs[i], p, OUTCOME_LABELS[outcome], top[i]);
+    return [{ cells, outcome, current: isAccepted(outcome) && i === selected }];
   });
-  const [targetKind, last] = [line.kinds.at(-1), line.kinds.length - 1];
-  if (targetKind && targetKind !== "accepted" && targetKind !== "forced") {
+  const last = line.output_outcomes.at(-1);
+  if (last && !isAccepted(last)) {
     const p = top.at(-1)?.find(([, , isOutput]) => isOutput)?.[1];
-    const entries = line.fates[top.length - 1] ? null : top.at(-1); // else listed at the rejected token
-    const cells = tokenCells("→", line.text.at(-1), null, p, TARGET_TOKEN_LABELS[targetKind], entries);
-    rows.push({ cells, outcome: targetKind, current: last === selected });
+    const entries = line.draft_outcomes[top.length - 1] ? null : top.at(-1); // else listed at the rejected token
+    const cells = tokenCells("→", line.text.at(-1), null, p, TARGET_TOKEN_LABELS[last], entries);
+    rows.push({ cells, outcome: last, current: selected === line.output_outcomes.length - 1 });
   }
   const columns = COLUMNS.slice(0, top.length ? undefined : -1);
   const table = tableOf(columns.map(([name]) => name), rows.map(({ cells }) => cells.slice(0, columns.length)));

@@ -1,4 +1,4 @@
-// The lanes: a card with the text of each, coloured by the kind of its tokens.
+// The lanes: a card with the text of each, coloured by the outcome of its tokens.
 
 // A prompt that is code keeps its lines and indentation.
 const CODE = /^\s*(async def|def|class|import|from \S+ import|function|#include)\b.*[\w:{(]/m;
@@ -123,6 +123,7 @@ function pill(lane, text, tone = "") {
   lane.view.state.dataset.tone = tone;
 }
 
+// kind: the outcome of a token, or "prompt".
 function span(text, kind, step) {
   const node = withData(make(kind === "rejected" ? "del" : "span"), step >= 0 ? { kind, step } : { kind });
   if (kind === "rejected") node.ariaHidden = "true";
@@ -132,9 +133,9 @@ function span(text, kind, step) {
 
 function drawStep(lane, line, container) {
   const at = lane.steps.push(line) - 1;
-  line.kinds.forEach((kind, i) => {
-    if (kind === "corrected") for (const node of rejectedDraft(line, at)) placeToken(lane, node, container);
-    const token = span(line.text[i] ?? "", kind, at);
+  line.output_outcomes.forEach((outcome, i) => {
+    if (outcome === "corrected") for (const node of rejectedDraft(line, at)) placeToken(lane, node, container);
+    const token = span(line.text[i] ?? "", outcome, at);
     lane.outputNodes.push(token);
     placeToken(lane, token, container);
   });
@@ -163,7 +164,7 @@ function rejectedDraft(line, step) {
   const text = line.drafted[first] ?? "";
   if (SPECIAL.test(text)) return []; // a rejected end of the text is no word of it
   const node = span(text.includes("\n") && !text.trim() ? "⏎" : visible(text), "rejected", step); // without the indentation of the next line
-  const more = line.fates.filter((outcome) => outcome === "rejected" || outcome === "not reached").length - 1;
+  const more = line.draft_outcomes.filter((outcome) => outcome === "rejected" || outcome === "not reached").length - 1;
   if (more) node.dataset.more = `+${more}`;
   return [node];
 }

@@ -6,7 +6,7 @@ const SLOW_STEP_MS = 1100; // duration of a single step on request
 
 /** Returns the draft tokens of a step to display, in order. Of a tree: the accepted path and the rejected token at its end. */
 function displayedDrafts(line) {
-  const all = line.fates.map((outcome, i) => ({ text: line.drafted[i] ?? "", outcome, parent: line.parents[i], slot: i + 1 })).filter(({ outcome }) => outcome);
+  const all = line.draft_outcomes.map((outcome, i) => ({ text: line.drafted[i] ?? "", outcome, parent: line.parents[i], slot: i + 1 })).filter(({ outcome }) => outcome);
   if (!isTree(line)) return all;
   const end = line.path.at(-1);
   return all.filter(({ slot, parent, outcome }) => line.path.includes(slot) || (outcome === "rejected" && parent === end)).slice(0, line.path.length);
@@ -34,7 +34,7 @@ function pendingTokens(line, ms) {
     const position = nodes.length > 1 ? i / (nodes.length - 1) : 0;
     return withTimes(node, { appear: (sweep * i) / nodes.length, sweep: sweep + ((outcomeAt - sweep) / 2) * position });
   });
-  const last = line.kinds.at(-1);
+  const last = line.output_outcomes.at(-1);
   const token = (last === "corrected" || last === "bonus") && withData(make("samp", "sd-pending-target", line.text.at(-1)), { sample: last });
   const box = Object.assign(make("samp", "sd-pending", ...drafts, token), { ariaHidden: "true" });
   return withTimes(box, { pass: (outcomeAt - sweep) / 2, change: Math.min(160, ms / 8), outcome: outcomeAt, target });
@@ -43,13 +43,13 @@ function pendingTokens(line, ms) {
 /** Returns one sentence about the result of a step. */
 function describeStep(line) {
   const quoted = (text) => `“${(text ?? "").trim() || visible(text ?? "")}”`;
-  const [targetKind, last] = [line.kinds.at(-1), line.text.at(-1)];
-  const accepted = line.kinds.filter((kind) => kind === "accepted" || kind === "forced").length;
-  const drafts = line.fates.filter(Boolean).length;
-  const yielded = `${line.kinds.length} token${line.kinds.length === 1 ? "" : "s"} from one pass`;
+  const [outcome, last] = [line.output_outcomes.at(-1), line.text.at(-1)];
+  const accepted = line.output_outcomes.filter(isAccepted).length;
+  const drafts = line.draft_outcomes.filter(Boolean).length;
+  const yielded = `${line.output_outcomes.length} token${line.output_outcomes.length === 1 ? "" : "s"} from one pass`;
   const rejected = firstRejected(line);
   if (line.notes?.by_chance) return `Synthetic acceptance: ${accepted} of ${drafts} draft tokens accepted at random, ${yielded}.`;
-  if (targetKind === "bonus") return `All draft tokens${isTree(line) ? " on the path" : ""} were accepted, so the pass also gave the bonus token ${quoted(last)}: ${yielded}.`;
-  if (targetKind !== "corrected" || rejected < 0) return `${sentence(yielded)}.`;
+  if (outcome === "bonus") return `All draft tokens${isTree(line) ? " on the path" : ""} were accepted, so the pass also gave the bonus token ${quoted(last)}: ${yielded}.`;
+  if (outcome !== "corrected" || rejected < 0) return `${sentence(yielded)}.`;
   return `${accepted ? `${accepted} draft token${accepted === 1 ? "" : "s"} accepted; then the` : "The"} target chose ${quoted(last)} and not ${quoted(line.drafted[rejected])}: ${yielded}.`;
 }

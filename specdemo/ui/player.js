@@ -161,7 +161,7 @@ class Player {
   nextStep() {
     const pace = this.does.pace();
     if (pace === "auto" || pace >= 1) return Infinity;
-    const open = this.run.lanes.filter(({ next, lines }) => lines[next + 1]?.fates?.some(Boolean));
+    const open = this.run.lanes.filter(({ next, lines }) => lines[next + 1]?.draft_outcomes?.some(Boolean));
     const limits = open.map((lane) => [lane.next, lane.next + 1].map((i) => this.due(lane, lane.lines[i])));
     return Math.min(Infinity, ...limits.map(([due, following]) => Math.max(due, following - 0.001)));
   }

@@ -9,8 +9,8 @@ const MODIFIERS = ["Shift", "Control", "Alt", "Meta", "CapsLock"];
  * rejects the next, else one that rejects, else the first that drafts; -1 if none does.
  * @param {Line[]} lines @param {number} start */
 function exampleStep(lines, start = 1) {
-  const rank = (line) => (line.kinds.at(-1) !== "corrected" ? 1 : line.kinds.length > 1 ? 3 : 2);
-  const ranks = lines.slice(start, start + EXAMPLE_WITHIN).map((line) => (line.fates?.some(Boolean) ? rank(line) : 0));
+  const rank = (line) => (line.output_outcomes.at(-1) !== "corrected" ? 1 : line.output_outcomes.length > 1 ? 3 : 2);
+  const ranks = lines.slice(start, start + EXAMPLE_WITHIN).map((line) => (line.draft_outcomes?.some(Boolean) ? rank(line) : 0));
   const best = ranks.findIndex((one) => one && one === Math.max(...ranks));
   return best < 0 ? -1 : start + best;
 }
@@ -31,7 +31,7 @@ function slowScene(line, before) {
   const drafts = displayedDrafts(line);
   const checked = drafts.filter(({ outcome }) => outcome !== "not reached").length;
   const times = moments(drafts.length, checked);
-  const last = line.kinds.at(-1);
+  const last = line.output_outcomes.at(-1);
   const cards = make("div", "sd-cards");
   const word = (text = "") => visible(text.trim() || text);
   const card = (text, outcome, appear, check = appear) => {

@@ -11,13 +11,12 @@ const ROW_GAP = 7;
 const OUTPUT_OUTCOMES = ["root", "accepted", "forced", "corrected", "bonus"];
 const SIGNS = { root: "○", accepted: "✓", forced: "»", rejected: "✗", "not reached": "·", corrected: "↺", bonus: "★" };
 
-// Returns the outcome of a draft token for display: an accepted token that the grammar drafted is "forced".
-const displayedOutcome = (line, i) => (line.fates[i] === "accepted" && line.forced?.includes(i + 1) ? "forced" : line.fates[i]);
+const isAccepted = (outcome) => outcome === "accepted" || outcome === "forced";
 
 // Returns the index of the rejected draft token at the end of the path, which the target corrects; -1 if there is none.
-const firstRejected = (line) => line.fates.findIndex((outcome, i) => outcome === "rejected" && line.parents[i] === line.path.at(-1));
+const firstRejected = (line) => line.draft_outcomes.findIndex((outcome, i) => outcome === "rejected" && line.parents[i] === line.path.at(-1));
 
-const isTree = (line) => line.fates.some((outcome, i) => outcome && line.parents[i] !== i);
+const isTree = (line) => line.draft_outcomes.some((outcome, i) => outcome && line.parents[i] !== i);
 
 // Returns the nodes in reading order, each with depth, row, parent and children.
 function layOut(line, root) {
@@ -27,14 +26,14 @@ function layOut(line, root) {
     parent.children.push(Object.assign(node, { parent, children: [], rank: parent.children.length + 1 }));
     return node;
   };
-  line.fates.forEach((outcome, i) => {
+  line.draft_outcomes.forEach((outcome, i) => {
     const parent = outcome && slots[line.parents[i]];
     const p = outcome === "not reached" ? null : line.target_probs[i];
-    slots.push(parent && attach({ text: line.drafted[i], outcome: displayedOutcome(line, i), q: line.draft_probs[i], p }, parent));
+    slots.push(parent && attach({ text: line.drafted[i], outcome, q: line.draft_probs[i], p }, parent));
   });
-  const [targetKind, end] = [line.kinds.at(-1), slots[line.path.at(-1)]];
-  if (targetKind !== "accepted" && targetKind !== "forced") {
-    attach({ text: line.text.at(-1), outcome: targetKind }, end);
+  const [last, end] = [line.output_outcomes.at(-1), slots[line.path.at(-1)]];
+  if (!isAccepted(last)) {
+    attach({ text: line.text.at(-1), outcome: last }, end);
     end.children.unshift(end.children.pop());
   }
   const ordered = [];

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from specdemo.core.definitions import by_key
 from specdemo.core.tally import Tally, summarise
-from specdemo.core.trace import LaneTrace, RunTrace, StepEvent, compare, from_json, to_json, token_kinds
+from specdemo.core.trace import LaneTrace, RunTrace, StepEvent, compare, from_json, output_outcomes, to_json
 from tests.traces import hostile_trace
 
 
@@ -56,20 +56,20 @@ def run():
 
 
 def test_kinds():
-    assert token_kinds(CHAIN[0]) == ["target"]
-    assert token_kinds(CHAIN[1]) == ["accepted", "accepted", "accepted", "bonus"]
-    assert token_kinds(CHAIN[2]) == ["accepted", "corrected"]
-    assert token_kinds(CHAIN[3]) == ["corrected"]
-    assert token_kinds(CHAIN[4]) == ["target"]
-    assert token_kinds(TREE[1]) == ["accepted", "accepted", "corrected"]
-    assert token_kinds(TREE[2]) == ["accepted", "bonus"]
+    assert output_outcomes(CHAIN[0]) == ["target"]
+    assert output_outcomes(CHAIN[1]) == ["accepted", "accepted", "accepted", "bonus"]
+    assert output_outcomes(CHAIN[2]) == ["accepted", "corrected"]
+    assert output_outcomes(CHAIN[3]) == ["corrected"]
+    assert output_outcomes(CHAIN[4]) == ["target"]
+    assert output_outcomes(TREE[1]) == ["accepted", "accepted", "corrected"]
+    assert output_outcomes(TREE[2]) == ["accepted", "bonus"]
 
 
 def test_kinds_of_a_row_that_drafted_less_or_was_cut():
-    assert token_kinds(step(1, [2, -1], [0, 1], [0, 1], [2, 9])) == ["accepted", "bonus"]
-    assert token_kinds(step(1, [-1, -1], [0, 1], [0], [9])) == ["target"]
-    assert token_kinds(step(1, [2, 3], [0, 1], [0, 1, 2], [2])) == ["accepted"]
-    assert token_kinds(step(1, [], [], [0], [])) == []
+    assert output_outcomes(step(1, [2, -1], [0, 1], [0, 1], [2, 9])) == ["accepted", "bonus"]
+    assert output_outcomes(step(1, [-1, -1], [0, 1], [0], [9])) == ["target"]
+    assert output_outcomes(step(1, [2, 3], [0, 1], [0, 1, 2], [2])) == ["accepted"]
+    assert output_outcomes(step(1, [], [], [0], [])) == []
 
 
 def test_summary_of_a_chain():
@@ -104,7 +104,7 @@ def test_draft_tokens_after_the_stop_token_are_not_accepted():
     stopped = step(1, [2, 3, 4], [0, 1, 2], [0, 1, 2, 3], [2], verify=6.0)
     summary = summarise(lane([prefill(1), stopped]))
     assert (summary["accepted"], summary["drafted"], summary["accept_histogram"]) == (1, 3, [0, 1, 0, 0])
-    assert token_kinds(stopped) == ["accepted"]
+    assert output_outcomes(stopped) == ["accepted"]
 
 
 def test_steps_in_which_a_row_of_a_batch_had_finished_are_not_counted():
@@ -337,7 +337,7 @@ def test_a_mutated_trace_is_usable_or_refused_in_one_line(place, action, value):
         compare(trace.lanes[0], one, greedy=True)
         for event in one.events:
             for row, emitted in enumerate(event.emitted):
-                assert len(token_kinds(event, row)) == len(emitted)
+                assert len(output_outcomes(event, row)) == len(emitted)
     assert from_json(to_json(trace)) == trace
 
 

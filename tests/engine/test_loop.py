@@ -7,7 +7,7 @@ import torch
 
 from specdemo.core.protocol import Budget, Drafter, GenerationConfig
 from specdemo.core.sampling import Sampling
-from specdemo.core.trace import token_kinds
+from specdemo.core.trace import output_outcomes
 from specdemo.core.tree import Draft
 from specdemo.engine import loop
 from specdemo.engine.loop import generate
@@ -83,7 +83,7 @@ def test_perfect_draft_is_fully_accepted(target):
     events = list(generate(target, Oracle(answer), PROMPT, GenerationConfig(30, budget=Budget(4, 4))))
     assert tokens(events) == answer
     assert [len(e.emitted[0]) for e in events[:6]] == [1, 5, 5, 5, 5, 5]
-    assert token_kinds(events[1]) == ["accepted"] * 4 + ["bonus"]
+    assert output_outcomes(events[1]) == ["accepted"] * 4 + ["bonus"]
 
 
 def test_a_refused_draft_is_corrected(target):
@@ -91,7 +91,7 @@ def test_a_refused_draft_is_corrected(target):
     drafter = Oracle(answer, wrong=lambda position: position % 3 == 0)
     events = list(generate(target, drafter, PROMPT, GenerationConfig(30, budget=Budget(4, 4))))
     assert tokens(events) == answer
-    assert "corrected" in {k for e in events for k in token_kinds(e)}
+    assert "corrected" in {k for e in events for k in output_outcomes(e)}
 
 
 def test_an_event_has_the_most_likely_tokens_of_the_target(target):
@@ -138,7 +138,7 @@ def test_a_stop_token_inside_an_accepted_run_ends_the_text_there():
     for k in (1, 3, 6, 12):
         events = list(generate(target, Oracle(free), PROMPT, GenerationConfig(30, budget=Budget(k, k))))
         assert tokens(events) == free[: first + 1]
-        assert len(token_kinds(events[-1])) == len(events[-1].emitted[0])
+        assert len(output_outcomes(events[-1])) == len(events[-1].emitted[0])
 
 
 def test_a_stop_token_ends_the_text_at_every_place_of_an_accepted_draft():

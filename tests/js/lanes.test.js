@@ -18,14 +18,14 @@ test("a lane on a server names the model that the server reports", () => {
 });
 
 test("a rejected newline is one mark without the indentation after it, and further discarded tokens are counted", () => {
-  const line = { drafted: ["\n        ", "self", "."], parents: [0, 1, 2], fates: ["rejected", "not reached", "not reached"], path: [0] };
+  const line = { drafted: ["\n        ", "self", "."], parents: [0, 1, 2], draft_outcomes: ["rejected", "not reached", "not reached"], path: [0] };
   const [node] = rejectedDraft(line, 3);
   assert.deepEqual([node.tag, node.textContent, node.dataset.kind, node.dataset.more, node.dataset.step], ["del", "⏎", "rejected", "+2", 3]);
-  assert.equal(rejectedDraft({ ...line, fates: ["accepted", "accepted", "accepted"], path: [0, 1, 2, 3] }).length, 0);
+  assert.equal(rejectedDraft({ ...line, draft_outcomes: ["accepted", "accepted", "accepted"], path: [0, 1, 2, 3] }).length, 0);
 });
 
 test("a rejected special token leaves no mark", () => {
-  const drawn = (text) => rejectedDraft({ drafted: [text], parents: [0], fates: ["rejected"], path: [0] }, 0).length;
+  const drawn = (text) => rejectedDraft({ drafted: [text], parents: [0], draft_outcomes: ["rejected"], path: [0] }, 0).length;
   for (const text of ["<|im_end|>", "<|endoftext|>", "</s>", "<end_of_turn>"]) assert.equal(drawn(text), 0, text);
   for (const text of ["<b>", " <|", "<", "||"]) assert.equal(drawn(text), 1, text);
 });

@@ -5,12 +5,12 @@ import { load, plain } from "./load.js";
 const { displayedDrafts, describeStep, isShown, phases } = load(["helpers", "tree", "pending_tokens"], "displayedDrafts, describeStep, isShown, phases");
 
 const chain = {
-  drafted: [" a", " b", " c"], parents: [0, 1, 2], fates: ["accepted", "rejected", "not reached"],
-  path: [0, 1], kinds: ["accepted", "corrected"], text: [" a", " x"],
+  drafted: [" a", " b", " c"], parents: [0, 1, 2], draft_outcomes: ["accepted", "rejected", "not reached"],
+  path: [0, 1], output_outcomes: ["accepted", "corrected"], text: [" a", " x"],
 };
 const tree = {
-  drafted: ["a", "b", "c", ""], parents: [0, 0, 1, 2], fates: ["accepted", "rejected", "rejected", null],
-  path: [0, 1], kinds: ["accepted", "corrected"], text: ["a", "x"],
+  drafted: ["a", "b", "c", ""], parents: [0, 0, 1, 2], draft_outcomes: ["accepted", "rejected", "rejected", null],
+  path: [0, 1], output_outcomes: ["accepted", "corrected"], text: ["a", "x"],
 };
 
 test("a chain shows all draft tokens, a tree its accepted path and the rejected token at its end", () => {
@@ -20,7 +20,7 @@ test("a chain shows all draft tokens, a tree its accepted path and the rejected 
 
 test("a step is described in one sentence", () => {
   assert.equal(describeStep(chain), "1 draft token accepted; then the target chose “x” and not “b”: 2 tokens from one pass.");
-  const bonus = { ...chain, fates: ["accepted", "accepted", "accepted"], kinds: ["accepted", "accepted", "accepted", "bonus"], text: [" a", " b", " c", " d"] };
+  const bonus = { ...chain, draft_outcomes: ["accepted", "accepted", "accepted"], output_outcomes: ["accepted", "accepted", "accepted", "bonus"], text: [" a", " b", " c", " d"] };
   assert.equal(describeStep({ ...bonus, notes: { by_chance: 1 } }), "Synthetic acceptance: 3 of 3 draft tokens accepted at random, 4 tokens from one pass.");
   assert.match(describeStep(bonus), /gave the bonus token “d”: 4 tokens from one pass\.$/);
 });

@@ -178,8 +178,8 @@ test("a step that takes a while is told of as it begins, once", () => {
 
 /** Steps of which every one drafts tokens, each with `tokens` tokens and of `ms` milliseconds. */
 function drafting(player, lane, count, ms, tokens = 4) {
-  player.receive(lane, { type: "step", so_far: { clock_ms: 9, tokens: 1 }, fates: [] });
-  for (let i = 1; i <= count; i += 1) player.receive(lane, { type: "step", so_far: { clock_ms: 9 + i * ms, tokens: 1 + i * tokens }, fates: ["accepted"] });
+  player.receive(lane, { type: "step", so_far: { clock_ms: 9, tokens: 1 }, draft_outcomes: [] });
+  for (let i = 1; i <= count; i += 1) player.receive(lane, { type: "step", so_far: { clock_ms: 9 + i * ms, tokens: 1 + i * tokens }, draft_outcomes: ["accepted"] });
   player.receive(lane, { type: "done" });
 }
 

@@ -5,10 +5,10 @@ import { load, plain } from "./load.js";
 const scripts = ["helpers", "player", "tree", "lanes", "bars", "pending_tokens", "tiles", "result_image"];
 const { animatedWebP, breakLines, laneAt, piecesAt, provenance, resultAt, subject } = load(scripts, "animatedWebP, breakLines, laneAt, piecesAt, provenance, resultAt, subject");
 
-const step = (at, tokens, text, more = {}) => ({ type: "step", at, so_far: { tokens, clock_ms: at, tokens_per_s: (1000 * tokens) / at }, text, kinds: text.map(() => "target"), ...more });
+const step = (at, tokens, text, more = {}) => ({ type: "step", at, so_far: { tokens, clock_ms: at, tokens_per_s: (1000 * tokens) / at }, text, output_outcomes: text.map(() => "target"), ...more });
 const lane = (index, each) => ({
   index, name: ["Baseline", "Draft model"][index], options: { k: 2 }, summary: { tokens: 2 },
-  lines: [step(each, 1, ["a"]), step(2 * each, 2, [" b"], { fates: ["rejected", "not reached"], drafted: [" x", " y"], parents: [0, 1], path: [0] }), { type: "done", at: 2 * each, finish: "length" }],
+  lines: [step(each, 1, ["a"]), step(2 * each, 2, [" b"], { draft_outcomes: ["rejected", "not reached"], drafted: [" x", " y"], parents: [0, 1], path: [0] }), { type: "done", at: 2 * each, finish: "length" }],
 });
 const headline = { tone: "gain", caption: "Draft model is 2.00× as fast as plain decoding" };
 const source = { start: { prompt: "Once upon", target: "stories", environment: { device: "CPU", threads: 2, dtype: "float32", date: "2026-11-22T10:00" } }, end: { headline }, lanes: [lane(0, 10), lane(1, 5)] };

@@ -4,11 +4,11 @@ import { load, plain } from "./load.js";
 
 const { exampleStep, moments } = load(["helpers", "tree", "pending_tokens", "slow_motion"], "exampleStep, moments");
 
-const prefill = { fates: [], kinds: ["target"] };
-const plainStep = { kinds: ["target"] };
-const allAccepted = { fates: ["accepted", "accepted"], kinds: ["accepted", "accepted", "bonus"] };
-const noneAccepted = { fates: ["rejected", "not reached"], kinds: ["corrected"] };
-const someAccepted = { fates: ["accepted", "rejected"], kinds: ["accepted", "corrected"] };
+const prefill = { draft_outcomes: [], output_outcomes: ["target"] };
+const plainStep = { output_outcomes: ["target"] };
+const allAccepted = { draft_outcomes: ["accepted", "accepted"], output_outcomes: ["accepted", "accepted", "bonus"] };
+const noneAccepted = { draft_outcomes: ["rejected", "not reached"], output_outcomes: ["corrected"] };
+const someAccepted = { draft_outcomes: ["accepted", "rejected"], output_outcomes: ["accepted", "corrected"] };
 
 test("the example is an early step that accepts and rejects, else one that rejects, else the first that drafts", () => {
   const chosen = (...lines) => exampleStep([prefill, ...lines]);

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoTokenizer
 
 from specdemo.__main__ import main
-from specdemo.core.trace import from_json, to_json, token_kinds
+from specdemo.core.trace import from_json, output_outcomes, to_json
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.engine.messages import StepRow, replay
 from specdemo.engine.session import Session
@@ -68,7 +68,7 @@ def test_every_method_writes_the_greedy_text_of_the_mask(runner, lanes):
     assert set(value) == {"name", "animal"} and value["animal"] in ("dog", "cat") and len(value["name"]) <= 8
     assert all(lane.finish == "stop" for lane in trace.lanes) and trace.config["grammar"] == SCHEMA
     for lane in trace.lanes[1:]:
-        assert any("forced" in token_kinds(event) for event in lane.events)
+        assert any("forced" in output_outcomes(event) for event in lane.events)
         assert len(lane.events) < len(trace.lanes[0].events)
 
 
@@ -77,9 +77,10 @@ def test_forced_tokens_are_in_the_trace_and_the_page(runner):
     stored = from_json(to_json(trace))
     assert stored == trace
     steps = [view(message) for message in replay(stored) if isinstance(message, StepRow) and message.lane == 1]
-    kinds = [kind for step in steps for kind in step["kinds"]]
-    assert kinds.count("forced") > 8
-    marked = [step["drafted"][slot - 1] for step in steps for slot in step["forced"]]
+    outcomes = [outcome for step in steps for outcome in step["output_outcomes"]]
+    assert outcomes.count("forced") > 8
+    drafts = [pair for step in steps for pair in zip(step["drafted"], step["draft_outcomes"], strict=True)]
+    marked = [text for text, outcome in drafts if outcome == "forced"]
     assert "animal" in "".join(marked)
     stored.lanes[1].events[1].forced[0].append(99)
     with pytest.raises(ValueError, match="step 1 is inconsistent"):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from specdemo.bench.suites import Sweep
 from specdemo.core.rules import DEFAULT_RULE
-from specdemo.core.trace import compare, from_json, to_json, token_kinds
+from specdemo.core.trace import compare, from_json, output_outcomes, to_json
 from specdemo.engine.comparison import Lane, Settings
 from specdemo.methods import method_options
 from specdemo.presets import link
@@ -365,7 +365,7 @@ def test_a_trace_opens_and_keeps_its_keys():
     trace = from_json(text)
     baseline, lane = trace.lanes
     assert lane.token_ids == baseline.token_ids and lane.method == "medusa" and lane.summary["accepted"] > 0
-    assert {"accepted", "corrected"} & {kind for event in lane.events for kind in token_kinds(event)}
+    assert {"accepted", "corrected"} & {kind for event in lane.events for kind in output_outcomes(event)}
     assert compare(baseline, lane, greedy=True, schedule=trace.schedule)["identical"] is True
     before, after = json.loads(text), json.loads(to_json(trace))
     assert before.keys() <= after.keys()

@@ -8,7 +8,7 @@ import pytest
 from specdemo.bench.report import race_report
 from specdemo.core.safe_io import PUBLIC_FILE_BYTES
 from specdemo.core.tally import summarise
-from specdemo.core.trace import MAX_TEXT, LaneTrace, Remote, compare, from_json, to_json, token_kinds
+from specdemo.core.trace import MAX_TEXT, LaneTrace, Remote, compare, from_json, output_outcomes, to_json
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.engine.messages import Finished, LaneDone, Restarted, StepRow, replay
 from specdemo.engine.session import Session
@@ -100,7 +100,9 @@ def test_the_text_of_a_real_server_is_the_baselines(real):
     assert lane.text == baseline.text and lane.finish == baseline.finish == "length"
     assert trace.comparison[0]["verdict"] == "same text" and trace.comparison[0]["identical"] is True
     assert lane.summary["tokens"] == 40 and lane.summary["tokens_per_s"] > 0 and lane.summary["ttft_ms"] > 0
-    assert lane.summary["acceptance_rate"] is None and {k for e in lane.events for k in token_kinds(e)} == {"unknown"}
+    assert lane.summary["acceptance_rate"] is None and {k for e in lane.events for k in output_outcomes(e)} == {
+        "unknown"
+    }
     assert lane.remote.endpoint == "/v1/completions" and "accepts only standard settings" in lane.note
     assert "its software differs from the baseline's" in lane.note and baseline.note is None
     assert from_json(to_json(trace)) == trace
@@ -556,7 +558,7 @@ def test_reported_steps_are_shown_like_those_of_a_local_lane(drafting, stream):
     trace = served(drafting, stream)
     lane = trace.lanes[1]
     assert (lane.text, lane.pieces) == (drafting.text, drafting.pieces) and lane.note is None
-    assert [token_kinds(e) for e in lane.events] == [token_kinds(e) for e in drafting.events]
+    assert [output_outcomes(e) for e in lane.events] == [output_outcomes(e) for e in drafting.events]
     assert [len(e.drafted[0]) for e in lane.events] == [len(e.drafted[0]) for e in drafting.events]
     same = "steps drafted accepted acceptance_rate tokens_per_step accept_histogram accept_by_position tokens".split()
     assert {name: lane.summary[name] for name in same} == {name: drafting.summary[name] for name in same}
@@ -573,7 +575,7 @@ def test_the_steps_replace_the_pieces_that_were_shown(drafting):
         messages = [m for m in Session().stream(given) if getattr(m, "lane", None) == 1]
     at = messages.index(Restarted(1))
     pieces, steps = messages[:at], [m for m in messages[at:] if isinstance(m, StepRow)]
-    assert {k for m in pieces for k in m.kinds} == {"unknown"} and isinstance(messages[-1], LaneDone)
+    assert {k for m in pieces for k in m.output_outcomes} == {"unknown"} and isinstance(messages[-1], LaneDone)
     assert "".join(t for m in steps for t in m.text) == "".join(t for m in pieces for t in m.text) == drafting.text
     assert pieces[-1].so_far["steps"] is None and steps[-1].so_far["steps"] == drafting.summary["steps"]
 
@@ -586,7 +588,7 @@ def test_counts_that_do_not_fit_the_text_are_shown_as_totals(drafting):
         return [*pieces, last]
 
     lane = served(drafting, wrong).lanes[1]
-    assert {k for e in lane.events for k in token_kinds(e)} == {"unknown"} and "do not fit its text" in lane.note
+    assert {k for e in lane.events for k in output_outcomes(e)} == {"unknown"} and "do not fit its text" in lane.note
     assert lane.summary["acceptance_rate"] == drafting.summary["acceptance_rate"]
     assert sum(lane.summary["accept_histogram"]) == lane.summary["steps"] == drafting.summary["steps"]
     assert "vLLM's count" in lane.remote.source
@@ -594,7 +596,7 @@ def test_counts_that_do_not_fit_the_text_are_shown_as_totals(drafting):
 
 def test_without_the_targets_tokenizer_steps_of_several_tokens_are_grey(drafting):
     lane = served(drafting, as_vllm, target="some/model").lanes[1]
-    assert {k for e in lane.events for k in token_kinds(e) if len(e.emitted[0]) > 1} == {"unknown"}
+    assert {k for e in lane.events for k in output_outcomes(e) if len(e.emitted[0]) > 1} == {"unknown"}
     assert "grey tokens" in lane.note and lane.summary["accepted"] == drafting.summary["accepted"]
     assert not lane.steps_known and any(e.path[0] for e in lane.events)
 

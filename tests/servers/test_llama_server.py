@@ -12,7 +12,7 @@ from importlib.util import find_spec
 import pytest
 
 from specdemo.__main__ import main
-from specdemo.core.trace import from_json, token_kinds
+from specdemo.core.trace import from_json, output_outcomes
 from specdemo.models.load import load_model
 from specdemo.presets.files import preset
 from specdemo.presets.serve import Program, on_free_ports, serve_commands, served
@@ -164,7 +164,7 @@ def test_a_lane_on_llama_server_is_coloured(name, files, tmp_path, float32):
     if name == "embedded-draft":
         local = run(tmp_path, name)[1]
         assert lane.text == local.text
-        steps = [[token_kinds(event) for event in one.events[:-1]] for one in (lane, local)]
+        steps = [[output_outcomes(event) for event in one.events[:-1]] for one in (lane, local)]
         assert steps[0] == steps[1]
 
 

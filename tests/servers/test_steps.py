@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from specdemo.core.trace import UNREPORTED, StepEvent, token_kinds
+from specdemo.core.trace import UNREPORTED, StepEvent, output_outcomes
 from specdemo.servers.stream import Span, spans_by_drafts, spans_by_totals, step_events, token_pieces
 
 UNKNOWN = Span(1, None)
@@ -75,7 +75,7 @@ def test_a_step_takes_the_time_until_its_last_token():
     assert [event.ms for event in merged] == [{"prefill": 10.0}, {"stream": 10.0}, {"stream": 0.0}, {"stream": 10.0}]
     single = step_events(pieces(*[1] * 7), spans, [True] * 7)
     assert [sum(event.ms.values()) for event in single] == [10.0, 30.0, 10.0, 20.0]
-    assert [token_kinds(event) for event in single] == [
+    assert [output_outcomes(event) for event in single] == [
         ["target"],
         ["accepted", "accepted", "corrected"],
         ["corrected"],
@@ -92,5 +92,5 @@ def test_tokens_without_a_text_of_their_own_are_grey():
     texts, known = token_pieces(events, ["a", " b c d", " other"], decode)
     assert texts == ["a", " b", " c", " d", "", " other"] and known == [True] * 4 + [False] * 2
     steps = step_events(events, [Span(1), Span(3, 4, 2), Span(2, 4, 1)], known)
-    assert [token_kinds(event)[-1] for event in steps] == ["target", "corrected", "unknown"]
+    assert [output_outcomes(event)[-1] for event in steps] == ["target", "corrected", "unknown"]
     assert token_pieces(events, ["a", "b", "c"], lambda ids: [])[1] == [True] + [False] * 5

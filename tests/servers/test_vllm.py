@@ -25,7 +25,7 @@ from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.core.rules import accept_rule
 from specdemo.core.sampling import Sampling
 from specdemo.core.tally import StepCounts
-from specdemo.core.trace import token_kinds
+from specdemo.core.trace import output_outcomes
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.engine.loop import generate
 from specdemo.engine.session import Session
@@ -196,7 +196,7 @@ def test_a_lane_on_vllm_is_coloured_like_a_local_one(name, program, monkeypatch)
             _, local, remote = Session().run(Comparison(prompt=prompt, lanes=lanes, **settings)).lanes
             assert remote.token_ids == local.token_ids and remote.pieces == local.pieces and remote.steps_known
             # the last step is cut differently
-            kinds = [[token_kinds(event) for event in lane.events[:-1]] for lane in (local, remote)]
+            kinds = [[output_outcomes(event) for event in lane.events[:-1]] for lane in (local, remote)]
             assert kinds[0] == kinds[1]
             # the package does not draft beyond the requested tokens
             drafted = [[len(event.drafted[0]) for event in lane.events[:-1]] for lane in (local, remote)]

@@ -1,11 +1,12 @@
-"""Messages as lines, fates of draft tokens."""
+"""Messages as lines, outcomes of draft tokens."""
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
-from specdemo.core.trace import StepEvent, fates, from_json, to_json
+from specdemo.core.trace import StepEvent, draft_outcomes, from_json, output_outcomes, to_json
 from specdemo.engine.messages import Finished, Note, replay
 from specdemo.ui.job import to_line
 from specdemo.ui.race import Log, replayed
@@ -42,7 +43,7 @@ def test_server_lane_shows_only_reported_values():
     lines = [json.loads(line) for line in replayed(trace).text.splitlines()]
     assert lines[1]["lanes"][0]["remote"] is None and lines[1]["lanes"][1]["remote"]["server"] == "<b>host</b>:8000"
     steps = [line for line in lines if line["type"] == "step" and line["lane"] == 1]
-    assert {kind for line in steps for kind in line["kinds"]} == {"unknown"}
+    assert {outcome for line in steps for outcome in line["output_outcomes"]} == {"unknown"}
     assert "".join(text for line in steps for text in line["text"]) == "".join(HOSTILE)
     assert (
         "requests of other users are included"
@@ -63,7 +64,7 @@ def test_the_text_of_a_lane_is_the_text_of_its_steps(lines):
     for lane in (0, 1):
         steps = [line for line in lines if line["type"] == "step" and line["lane"] == lane]
         assert "".join(text for line in steps for text in line["text"]) == "".join(HOSTILE)
-        assert all(len(line["kinds"]) == len(line["text"]) for line in steps)
+        assert all(len(line["output_outcomes"]) == len(line["text"]) for line in steps)
 
 
 def test_every_line_is_one_line():
@@ -84,12 +85,18 @@ def test_every_line_is_one_line():
         ([5, 6], [0, 0], [0], ["rejected", "rejected"]),
     ],
 )
-def test_fates(drafted, parents, path, expected):
-    assert fates(step(drafted, parents, path, [9] * len(path))) == expected
+def test_outcomes_of_draft_tokens(drafted, parents, path, expected):
+    assert draft_outcomes(step(drafted, parents, path, [9] * len(path))) == expected
 
 
 def test_tokens_after_the_end_are_not_verified():
-    assert fates(step([5, 6, 7], [0, 1, 2], [0, 1, 2, 3], [5])) == ["accepted", "not reached", "not reached"]
+    assert draft_outcomes(step([5, 6, 7], [0, 1, 2], [0, 1, 2, 3], [5])) == ["accepted", "not reached", "not reached"]
+
+
+def test_accepted_tokens_that_a_grammar_drafted_are_forced():
+    event = replace(step([5, 6, 7], [0, 1, 2], [0, 1, 2], [5, 6, 9]), forced=[[1, 3]])
+    assert draft_outcomes(event) == ["forced", "accepted", "rejected"]
+    assert output_outcomes(event) == ["forced", "accepted", "corrected"]
 
 
 def test_small_messages():
