@@ -287,8 +287,8 @@ def profile(
 ) -> None:
     """Measure this machine for `predict`. Takes a few minutes; measures memory bandwidth, matrix products, kernel
     launches, and forward passes by number of tokens and batch size."""
-    from specdemo.analysis.profiles import write_profile
     from specdemo.bench.device import measure_profile, profile_report
+    from specdemo.costs.profiles import write_profile
 
     check_output(out, force)
     with progress_bar(1.0, "{l_bar}{bar}| {elapsed}") as bar:
@@ -324,8 +324,8 @@ def predict(
     """Predict the speed-up on another machine. Reports every draft length and batch size, with an interval and the
     bottleneck; needs no torch."""
     from specdemo.analysis.predict import predict as foresee
-    from specdemo.analysis.roofline import known_engine as engine_of
     from specdemo.bench.report import what_if_report
+    from specdemo.costs.roofline import known_engine as engine_of
 
     rates = _numbers("acceptance", acceptance, float)
     drafted = partial(foresee, target, method=method, model=model, trace=trace, acceptance=rates, nodes=nodes)

@@ -22,7 +22,7 @@ for name in [name for name in sys.modules if sys.modules[name] is None]:
     del sys.modules[name]
 sys.modules |= before
 from types import SimpleNamespace
-from specdemo.analysis.profiles import profiles
+from specdemo.costs.profiles import profiles
 from specdemo.ui.page import build, preset
 from specdemo.ui.race import Visits
 

@@ -13,7 +13,7 @@ import torch
 from torch import Generator, Tensor
 from transformers import PreTrainedModel
 
-from specdemo.analysis.work import shape
+from specdemo.analysis.configs import shape
 from specdemo.bench.device import copy_bandwidth, fast, read_bandwidth
 from specdemo.bench.random_models import random_model
 from specdemo.core.accept import AcceptResult, Lossless

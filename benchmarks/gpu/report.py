@@ -6,9 +6,9 @@ from typing import Any
 
 from benchmarks.gpu.lab import Lab
 from benchmarks.gpu.sections import COMMAND, PLAIN
-from specdemo.analysis.profiles import Figure, Profile, write_profile
 from specdemo.bench.device import measured, slug
 from specdemo.core.atomic_io import write_text
+from specdemo.costs.profiles import Figure, Profile, write_profile
 
 NO_GPU = "Not a GPU measurement: a trial with tiny models on a CPU."
 RESULTS = "results.json"

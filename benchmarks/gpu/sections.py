@@ -22,13 +22,13 @@ from benchmarks.floor import floor
 from benchmarks.gpu.lab import Absent, Found, Lab, Steps, measure_steps, name_of
 from benchmarks.pairs import SIZES, Pair, Size, make_pair, random_pair
 from benchmarks.peers import compete, read_bytes
-from specdemo.analysis.profiles import MeasuredStep
 from specdemo.bench.device import BATCHES, CONTEXT, WIDTHS, basics, best_seconds, fast, passes, passes_of, slug
 from specdemo.bench.random_models import DRAFTS, random_model
 from specdemo.bench.result import Result
 from specdemo.core.estimate import Estimate
 from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.core.sampling import Sampling
+from specdemo.costs.profiles import MeasuredStep
 from specdemo.engine.comparison import Lane
 from specdemo.engine.loop import never_cancelled
 from specdemo.engine.session import Session

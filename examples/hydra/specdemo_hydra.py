@@ -24,12 +24,12 @@ from transformers import LlamaConfig
 
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling
-from specdemo.core.shapes import Config, Shape, number
 from specdemo.core.tree import Draft
+from specdemo.costs.drafting import HEAD_OPERATIONS, Drafting, Sizes
+from specdemo.costs.shapes import Config, Shape, number
 from specdemo.kv.masks import Columns
 from specdemo.methods import require_method
 from specdemo.methods.base import Recipe
-from specdemo.methods.facts import HEAD_OPERATIONS, Drafting, Sizes
 from specdemo.methods.heads.formats import check_target, count_numbered
 from specdemo.methods.heads.medusa import SAME_SHAPE_HINT, DraftedNodes, LevelNodes, Medusa, MedusaOptions, TokenHeads
 from specdemo.methods.heads.network import move_to_target

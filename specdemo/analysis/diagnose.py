@@ -19,17 +19,17 @@ from math import ceil, inf, sqrt
 from pathlib import Path
 from typing import Any
 
-from specdemo.analysis.costs import cost_model, ratios, step_costs, target_shape
+from specdemo.analysis.attribution import cost_model, ratios, step_costs, target_shape
 from specdemo.analysis.observation import TOLERANCE, Observation, complete
 from specdemo.analysis.parts import BROKEN_RATE, BROKEN_TOKENS, WORKING_RATE
 from specdemo.analysis.predict import ASSUMED
-from specdemo.analysis.roofline import StepCost
 from specdemo.core.atomic_io import finite, json_text
 from specdemo.core.estimate import Estimate
 from specdemo.core.noise import MIN_STEP_COST
-from specdemo.core.speedup import break_even_rate
 from specdemo.core.suggest import counted, program
-from specdemo.engine.cost import MAX_K, CostModel, DraftLengthAdvice
+from specdemo.costs.roofline import StepCost
+from specdemo.costs.speedup import break_even_rate
+from specdemo.costs.step import MAX_K, CostModel, DraftLengthAdvice
 from specdemo.presets.drafters import RULES, base_name, published_drafters
 from specdemo.presets.files import read_yaml
 from specdemo.servers.engines import ENGINES, engines

@@ -7,10 +7,10 @@ from typing import Any
 from specdemo.analysis.diagnose import accepted_clause, diagnose, verdict
 from specdemo.analysis.observation import Observation
 from specdemo.core.estimate import Estimate
-from specdemo.core.speedup import break_even_rate
 from specdemo.core.tally import summarise
 from specdemo.core.trace import LaneTrace, RunTrace, estimates
-from specdemo.engine.cost import DraftLengthAdvice
+from specdemo.costs.speedup import break_even_rate
+from specdemo.costs.step import DraftLengthAdvice
 
 Summary = Mapping[str, Any]  # of core.tally.summarise
 

@@ -11,7 +11,8 @@ from typing import Any, Self
 from specdemo.analysis.parts import LONGEST, Contrast
 from specdemo.core.estimate import Estimate
 from specdemo.core.safe_io import JsonObject
-from specdemo.methods.facts import PREDICTED, method_of, no_passes
+from specdemo.costs.drafting import no_passes
+from specdemo.methods.facts import PREDICTED, method_of
 from specdemo.presets.drafters import all_published, base_name
 from specdemo.servers.counters import ServerStats
 

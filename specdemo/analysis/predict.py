@@ -15,17 +15,19 @@ from math import exp, hypot, log
 from pathlib import Path
 from typing import Literal
 
-from specdemo.analysis.acceptance import Acceptance, drafting_lane, of_lane
-from specdemo.analysis.profiles import Profile, profile
-from specdemo.analysis.roofline import BYTES, Device, Engine, StepCost, device_of, step_cost
-from specdemo.analysis.work import config_of, drafting, method_in, shape
+from specdemo.analysis.configs import config_of, drafting, method_in, shape
 from specdemo.core.estimate import Estimate
 from specdemo.core.generation import dtype_name
-from specdemo.core.passes import measured_passes
-from specdemo.core.shapes import HEADROOM, Shape
-from specdemo.core.speedup import best_length, interpolate, predicted_speedup
-from specdemo.core.trace import LaneTrace
-from specdemo.methods.facts import Drafting
+from specdemo.core.suggest import program
+from specdemo.core.trace import LaneTrace, RunTrace
+from specdemo.costs.acceptance import Acceptance, of_lane
+from specdemo.costs.drafting import Drafting
+from specdemo.costs.passes import measured_passes
+from specdemo.costs.profiles import Profile, profile
+from specdemo.costs.roofline import BYTES, Device, Engine, StepCost, device_of, step_cost
+from specdemo.costs.shapes import HEADROOM, Shape
+from specdemo.costs.speedup import best_length, interpolate, predicted_speedup
+from specdemo.presets.recorded import load_trace
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 MOST_EXPENSIVE = 1e9  # highest price per hour, in any currency
@@ -229,7 +231,7 @@ def predict(
     target: a folder, an embedded name, a hub id, or a `Shape`. model: the drafter or its config; None: a typical head
     for the target. method: detected from the model's config by default. device: a name in `specdemo/profiles`, a file
     of `specdemo profile --out`, or a `Profile`. acceptance: conditional acceptance rates by position, or the result of
-    `acceptance.of_lane`. trace: a stored run; acceptance, method and model default to its first speculative lane.
+    `costs.acceptance.of_lane`. trace: a stored run; acceptance, method and model default to its first speculative lane.
     nodes: of a draft tree. engine: recorded (CUDA graphs) or eager. price: hourly price of the machine.
     passes: slots -> time of a pass on a CPU, by default as the trace measured it on this target; on a CPU its shape
     replaces the roofline's. Raises ValueError, one line with the nearest match, for unknown names.
@@ -238,7 +240,7 @@ def predict(
     dtype = dtype_name(dtype) or ("float32" if where.kind == "cpu" else "bfloat16")
     of = target if isinstance(target, Shape) else shape(target, quantization)
     if trace is not None:
-        recorded, lane = drafting_lane(trace)
+        recorded, lane = _drafting_lane(trace)
         passes = passes or measured_passes(recorded, target)
         method, model = method or lane.method, model or _model_of(lane, method)
         acceptance = acceptance or of_lane(lane)
@@ -266,6 +268,15 @@ def predict(
             "their intervals span from no further draft token accepted to all of them."
         )
     return predicted(scenario, ks, tuple(notes))
+
+
+def _drafting_lane(path: str | Path) -> tuple[RunTrace, LaneTrace]:
+    """Return a stored run and its first lane that drafts. Raises ValueError with one line."""
+    trace = load_trace(path)
+    for lane in trace.lanes:
+        if lane.method != "none":
+            return trace, lane
+    raise ValueError(f"{path} has no lane that drafts; record one with {program()} run PRESET --out FILE")
 
 
 def _model_of(lane: LaneTrace, method: str) -> str | None:

@@ -9,11 +9,11 @@ from pathlib import Path
 from urllib.parse import urlencode
 
 from specdemo.bench.result import Result, read_result, to_json
-from specdemo.core.speedup import draft_lengths, interpolate
 from specdemo.core.suggest import program
+from specdemo.costs.drafting import LONGEST
+from specdemo.costs.speedup import draft_lengths, interpolate
 from specdemo.engine.comparison import Lane
 from specdemo.methods import method, wrappable
-from specdemo.methods.facts import LONGEST
 from specdemo.models.gguf_files import is_gguf
 from specdemo.models.local_models import local_models
 from specdemo.models.sources import resolve

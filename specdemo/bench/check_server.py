@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Self
 
 from pydantic import BeforeValidator, Field
 
-from specdemo.analysis.acceptance import solve
 from specdemo.bench.base import Decoding, File, Report, Stop
 from specdemo.bench.prompts import CODE, COPYING, EDITS, PROMPTS, openings, read_questions
 from specdemo.bench.result import Result, Row
@@ -20,6 +19,7 @@ from specdemo.core.generation import dtype_name
 from specdemo.core.settings import Setting, setting
 from specdemo.core.suggest import DEVICES
 from specdemo.core.trace import LaneTrace
+from specdemo.costs.acceptance import solve
 from specdemo.engine.comparison import Model, Server
 from specdemo.methods import BASELINE
 from specdemo.servers.address import host

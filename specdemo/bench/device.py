@@ -12,12 +12,12 @@ from statistics import fmean
 import torch
 from transformers import PreTrainedModel
 
-from specdemo.analysis.profiles import NAME, Figure, MeasuredStep, Passes, Profile, Provenance
 from specdemo.bench.base import Progress
 from specdemo.bench.random_models import DRAFTS, random_model
 from specdemo.bench.report import table
 from specdemo.core.protocol import Budget, GenerationConfig, Target
 from specdemo.core.suggest import counted
+from specdemo.costs.profiles import NAME, Figure, MeasuredStep, Passes, Profile, Provenance
 from specdemo.engine.loop import generate
 from specdemo.methods import BASELINE, load_drafter
 from specdemo.methods.heads.eagle import Eagle

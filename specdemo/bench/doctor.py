@@ -65,7 +65,7 @@ def _version(name: str) -> str:
 
 def _passes(target: "Target") -> str:
     """Measure the passes of a target."""
-    from specdemo.core.passes import pass_rows
+    from specdemo.costs.passes import pass_rows
     from specdemo.engine.session import environment
     from specdemo.models.pass_cost import checking_note, measure_passes
 

@@ -12,12 +12,12 @@ from specdemo.bench.candidates import race_link, settings_to_copy, with_lengths
 from specdemo.bench.replay import replayed_speed
 from specdemo.bench.report import sentence
 from specdemo.bench.search import Sample, Search
-from specdemo.core.passes import pass_rows
 from specdemo.core.protocol import Drafter, Target
 from specdemo.core.tally import summarise
 from specdemo.core.trace import RunTrace
+from specdemo.costs.passes import pass_rows
+from specdemo.costs.step import fit_cost_model
 from specdemo.engine.comparison import Lane
-from specdemo.engine.cost import fit_cost_model
 from specdemo.engine.session import Session, environment
 from specdemo.methods import BASELINE, build_drafter, method
 from specdemo.models.errors import Cancelled

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers import GenerationConfig as HFGenerationConfig
 
-from specdemo.analysis.work import config_of
+from specdemo.analysis.configs import config_of
 
 STD = 0.02
 CONTEXT = 40_960  # positions

@@ -17,7 +17,7 @@ from statistics import geometric_mean
 from typing import Any
 
 from specdemo.core.estimate import Estimate, over_kinds
-from specdemo.engine.cost import CostModel
+from specdemo.costs.step import CostModel
 from specdemo.models.errors import Cancelled
 
 NEAR, DOUBT = 0.95, 0.3  # known speed of a candidate, in what it may be at most: NEAR - DOUBT / number of prompts

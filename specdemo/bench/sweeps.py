@@ -14,8 +14,8 @@ from specdemo.bench.result import Result, Row
 from specdemo.core.accept import Lossless
 from specdemo.core.protocol import GenerationConfig, Target
 from specdemo.core.sampling import Sampling
+from specdemo.costs.step import WIDTHS, fit_cost_model
 from specdemo.engine.comparison import Comparison, Lane
-from specdemo.engine.cost import WIDTHS, fit_cost_model
 from specdemo.engine.session import Session, environment
 from specdemo.methods import BASELINE, build_drafter, load_drafter
 from specdemo.methods.pairs import load_target

@@ -17,10 +17,10 @@ from transformers import PreTrainedTokenizerBase
 from specdemo.core.protocol import Budget, GenerationConfig, Grammar, Target
 from specdemo.core.rules import DEFAULT_RULE, RULES
 from specdemo.core.settings import BaseOptions, to_values
-from specdemo.core.speedup import DEFAULT_LENGTH, USUAL_LENGTHS, usual_length, usual_tree
 from specdemo.core.tally import summarise
 from specdemo.core.trace import LaneTrace, StepEvent
 from specdemo.core.tree import ABSENT
+from specdemo.costs.speedup import DEFAULT_LENGTH, USUAL_LENGTHS, usual_length, usual_tree
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.engine.loop import generate, warm_up
 from specdemo.engine.session_state import LaneModels, clear_traceback, reason

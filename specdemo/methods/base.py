@@ -14,10 +14,11 @@ from torch import Generator, Tensor
 
 from specdemo.core.protocol import Budget, Drafter, Progress, Target
 from specdemo.core.sampling import Sampling
-from specdemo.core.shapes import Config, Shape
 from specdemo.core.tree import Draft
+from specdemo.costs.drafting import Drafting, Sizes
+from specdemo.costs.shapes import Config, Shape
 from specdemo.methods import BaseOptions, EngineArgs, check_capabilities, setting
-from specdemo.methods.facts import FACTS, Drafting, Facts, Sizes
+from specdemo.methods.facts import FACTS, Facts
 from specdemo.methods.heads.network import Network, select_convention
 from specdemo.methods.heads.runtime import HeadRuntime
 from specdemo.methods.heads.sampler import TokenSampler

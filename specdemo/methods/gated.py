@@ -16,8 +16,8 @@ from torch import Generator
 
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling
-from specdemo.core.speedup import best_length, expected_tokens
 from specdemo.core.tree import ABSENT, Draft
+from specdemo.costs.speedup import best_length, expected_tokens
 from specdemo.methods import BaseOptions, load_drafter, setting, wrappable
 from specdemo.methods.adaptive import DECAY, LatencyTable, LookupAcceptance
 from specdemo.methods.wrapper import Wrapper, acceptance_per_row

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from specdemo.core.atomic_io import atomic_folder, finite, json_text, write_text
 from specdemo.core.safe_io import FILE_BYTES, TOO_LARGE, is_out_of_memory, read_limited
-from specdemo.core.shapes import Config
 from specdemo.core.suggest import counted, short_repr
+from specdemo.costs.shapes import Config
 from specdemo.models.memory import headers
 from specdemo.models.sources import (
     MASK_FILE,

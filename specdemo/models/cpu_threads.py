@@ -17,7 +17,7 @@ import psutil
 import torch
 
 from specdemo.core.protocol import Target
-from specdemo.core.speedup import interpolate
+from specdemo.costs.speedup import interpolate
 
 BUSY_CORES = 4  # from this number on, one core is left to the page, the browser and other programs
 MANY_CORES = 1 << 10

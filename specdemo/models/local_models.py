@@ -14,7 +14,7 @@ from pathlib import Path
 from huggingface_hub import constants
 
 from specdemo.core.safe_io import read_json
-from specdemo.core.shapes import shape_of
+from specdemo.costs.shapes import shape_of
 from specdemo.models import packaged
 from specdemo.models.gguf_files import (
     OLLAMA,

@@ -1,7 +1,7 @@
 """Precision and memory of models before they are loaded or downloaded, and the free memory.
 
 Weights are counted from the headers of safetensors files or from the hub's metadata; keys and values from the config.
-Both leave out overheads; compare them with free memory divided by `core.shapes.HEADROOM`.
+Both leave out overheads; compare them with free memory divided by `costs.shapes.HEADROOM`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,8 +15,8 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
 from specdemo.core.safe_io import TOO_LARGE
-from specdemo.core.shapes import HEADROOM, QUANTIZED_BITS, Config, ConfigReader
 from specdemo.core.suggest import suggest
+from specdemo.costs.shapes import HEADROOM, QUANTIZED_BITS, Config, ConfigReader
 from specdemo.models.devices import DEVICE_KINDS, best_device, device_kind, pick_device, pick_dtype
 from specdemo.models.gguf_files import local_header, stored_bytes
 from specdemo.models.llamacpp import CACHE_BYTES, LlamaCppSettings, cache_type_of, library

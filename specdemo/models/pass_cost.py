@@ -11,11 +11,11 @@ from timeit import repeat
 import torch
 from torch import Tensor
 
-from specdemo.core.passes import ROUNDED, SAME_BITS
 from specdemo.core.protocol import Target
 from specdemo.core.rounding import gap_change
-from specdemo.core.speedup import interpolate
 from specdemo.core.tree import chain_parents
+from specdemo.costs.passes import ROUNDED, SAME_BITS
+from specdemo.costs.speedup import interpolate
 from specdemo.kv.store import PassShape
 from specdemo.models.cpu_plan import CpuSettings, cpu_plan, pass_shape
 from specdemo.models.cpu_threads import step_threads, threads

@@ -12,12 +12,12 @@ from typing import TypeVar
 
 import psutil
 
-from specdemo.analysis.acceptance import Acceptance
-from specdemo.analysis.profiles import profile
-from specdemo.analysis.roofline import device_of, step_cost
-from specdemo.analysis.work import config_of, drafting, shape
+from specdemo.analysis.configs import config_of, drafting, shape
 from specdemo.core.deployment import zero_gpu as zero_gpu
 from specdemo.core.safe_io import FILE_BYTES, PUBLIC_FILE_BYTES
+from specdemo.costs.acceptance import Acceptance
+from specdemo.costs.profiles import profile
+from specdemo.costs.roofline import device_of, step_cost
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.methods import BASELINE, facts_of
 from specdemo.presets import limits

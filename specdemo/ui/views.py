@@ -11,10 +11,10 @@ from specdemo.bench.tune import last_found
 from specdemo.core.definitions import by_key
 from specdemo.core.estimate import Estimate
 from specdemo.core.headline import SO_FAR, headline, price_words, settled
-from specdemo.core.passes import SAME_BITS, curve_of, pass_rows
 from specdemo.core.rules import draws_by_position
-from specdemo.core.speedup import interpolate
 from specdemo.core.trace import ComparisonRow, LaneTrace, RunTrace, estimates
+from specdemo.costs.passes import SAME_BITS, curve_of, pass_rows
+from specdemo.costs.speedup import interpolate
 from specdemo.engine.messages import Finished, LaneDone, Note, Restarted, RunMessage, Started, StepRow
 from specdemo.methods import MODEL_OPTIONS
 from specdemo.methods.facts import PREDICTED

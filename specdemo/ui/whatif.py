@@ -10,19 +10,20 @@ from typing import Any
 
 import gradio as gr
 
-from specdemo.analysis.acceptance import Acceptance, of_lane, of_lengths
+from specdemo.analysis.configs import method_in, shape
 from specdemo.analysis.diagnose import Diagnosis, diagnose
 from specdemo.analysis.observation import Observation
 from specdemo.analysis.predict import ASSUMED, BATCHES, Prediction, Row, predict, published
-from specdemo.analysis.profiles import profile, profiles
 from specdemo.analysis.readers import READERS, read_output, read_output_file
-from specdemo.analysis.work import known, method_in, shape
 from specdemo.bench.report import changes, numbers
 from specdemo.core.atomic_io import json_text
 from specdemo.core.estimate import Estimate
-from specdemo.core.passes import measured_passes
 from specdemo.core.safe_io import PUBLIC_FILE_BYTES
 from specdemo.core.trace import RunTrace, estimates
+from specdemo.costs.acceptance import Acceptance, of_lane, of_lengths
+from specdemo.costs.passes import measured_passes
+from specdemo.costs.profiles import profile, profiles
+from specdemo.costs.shapes import known
 from specdemo.engine.comparison import MAX_K
 from specdemo.methods import BASELINE
 from specdemo.methods.facts import PREDICTED

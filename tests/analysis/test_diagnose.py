@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from specdemo.analysis.costs import step_costs
+from specdemo.analysis.attribution import step_costs
 from specdemo.analysis.diagnose import diagnose
 from specdemo.analysis.observation import Observation, complete
 from specdemo.core.estimate import Estimate

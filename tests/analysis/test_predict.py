@@ -10,12 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdemo.__main__ import main
-from specdemo.analysis.acceptance import from_mean, of_lengths, of_passes
+from specdemo.analysis.configs import drafting, shape
 from specdemo.analysis.predict import predict, predicted, published
-from specdemo.analysis.profiles import Figure, MeasuredStep, Passes, profile, profiles
-from specdemo.analysis.roofline import device_of, step_cost
-from specdemo.analysis.work import drafting, known, shape, work
-from specdemo.methods.facts import PREDICTED, Drafting
+from specdemo.costs.acceptance import from_mean, of_lengths, of_passes
+from specdemo.costs.drafting import Drafting
+from specdemo.costs.profiles import Figure, MeasuredStep, Passes, profile, profiles
+from specdemo.costs.roofline import device_of, step_cost, work
+from specdemo.costs.shapes import known
+from specdemo.methods.facts import PREDICTED
 from specdemo.presets.files import FOLDER
 
 H100 = profile("h100-sxm")

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from specdemo.analysis.profiles import profile
-from specdemo.analysis.work import shape
+from specdemo.analysis.configs import shape
 from specdemo.bench import device
 from specdemo.bench.device import basics, passes, passes_of, step_times
 from specdemo.bench.random_models import random_model
+from specdemo.costs.profiles import profile
 from specdemo.models.target import HFTarget
 
 CPU = torch.device("cpu")

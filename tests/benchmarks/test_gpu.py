@@ -10,10 +10,10 @@ from benchmarks.gpu import run
 from benchmarks.gpu.lab import Absent, Found, Lab, Synthetic, measure_steps
 from benchmarks.gpu.sections import METHODS, PLANS, Section, plain, sections
 from specdemo.analysis.predict import predict
-from specdemo.analysis.profiles import read_profile
 from specdemo.core.accept import Lossless
 from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.core.tree import ABSENT, Draft
+from specdemo.costs.profiles import read_profile
 from specdemo.methods import load_drafter
 from tests import processes
 

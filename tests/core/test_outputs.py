@@ -5,10 +5,10 @@ import json
 import pytest
 
 from specdemo.__main__ import main
-from specdemo.analysis.profiles import profile, write_profile
 from specdemo.bench.plot import write_page
 from specdemo.bench.result import Result, write_result
 from specdemo.core.outputs import MARKER, check_output, check_output_folder, make_folder
+from specdemo.costs.profiles import profile, write_profile
 from specdemo.presets.recorded import save_trace
 from specdemo.training.fit import TrainHistory, write_provenance
 from tests.traces import hostile_trace

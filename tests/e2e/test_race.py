@@ -10,9 +10,9 @@ from PIL import Image, ImageSequence
 from playwright.sync_api import expect
 
 from specdemo.analysis.lanes import break_even, prediction
-from specdemo.core.passes import SAME_BITS
 from specdemo.core.tally import summarise
 from specdemo.core.trace import compare, estimates, from_json, to_json
+from specdemo.costs.passes import SAME_BITS
 from specdemo.presets.pair import TASKS
 from specdemo.ui.assets import TITLE
 from tests.e2e.conftest import (

@@ -14,8 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from recipes.corpus import train_tokenizer
 from specdemo.bench.report import race_report
-from specdemo.core.passes import measured_passes
 from specdemo.core.trace import from_json, to_json
+from specdemo.costs.passes import measured_passes
 from specdemo.engine import clock, model_cache
 from specdemo.engine import session as session_module
 from specdemo.engine.comparison import Comparison, Lane

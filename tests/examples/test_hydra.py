@@ -9,9 +9,9 @@ import torch
 from torch.nn import functional as F
 from transformers import LlamaModel
 
-from specdemo.analysis.acceptance import from_mean
+from specdemo.analysis.configs import method_in
 from specdemo.analysis.predict import predict
-from specdemo.analysis.work import method_in
+from specdemo.costs.acceptance import from_mean
 from specdemo.methods import load_drafter
 from specdemo.methods.pairs import load_target
 from specdemo.models.target import HFTarget

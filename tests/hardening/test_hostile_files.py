@@ -20,13 +20,12 @@ from transformers import PreTrainedTokenizerFast
 
 from specdemo.__main__ import main
 from specdemo.analysis.predict import predict
-from specdemo.analysis.profiles import Profile
-from specdemo.analysis.work import known
 from specdemo.bench.prompts import read_questions
 from specdemo.bench.result import read_result
 from specdemo.core.protocol import GenerationConfig
 from specdemo.core.safe_io import CONFIG_BYTES, read_json, read_text
-from specdemo.core.shapes import shape_of
+from specdemo.costs.profiles import Profile
+from specdemo.costs.shapes import known, shape_of
 from specdemo.methods import load_drafter
 from specdemo.methods.facts import PREDICTED
 from specdemo.methods.pairs import check_pair

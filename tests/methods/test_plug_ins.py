@@ -193,8 +193,8 @@ def test_options_of_a_plug_in_may_be_a_dataclass(plug_in):
 
 
 PREDICTED = """
-from specdemo.core.shapes import number, with_layers
-from specdemo.methods.facts import Drafting
+from specdemo.costs.shapes import number, with_layers
+from specdemo.costs.drafting import Drafting
 from specdemo.methods.ngram import NGram
 
 class Parrot(NGram):

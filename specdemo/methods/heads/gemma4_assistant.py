@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from specdemo.core.protocol import Progress, SharedKV, Target
-from specdemo.core.shapes import Config
+from specdemo.costs.shapes import Config
 from specdemo.kv.masks import Rope
 from specdemo.methods import require_method
 from specdemo.methods.heads.formats import LAYER_KEYS, check_target

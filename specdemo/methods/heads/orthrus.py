@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from specdemo.core.protocol import Budget, SharedKV, Target
-from specdemo.core.shapes import Config
+from specdemo.costs.shapes import Config
 from specdemo.methods import require_method
 from specdemo.methods.heads.formats import LAYER_KEYS, check_target, count_numbered, rename_tensors
 from specdemo.methods.heads.network import Network, untrained

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from specdemo.core.shapes import Config
+from specdemo.costs.shapes import Config
 from specdemo.models.checkpoints import Checkpoint
 
 MASK_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")  # as vLLM looks for it

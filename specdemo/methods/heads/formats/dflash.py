@@ -26,7 +26,7 @@ from transformers import Qwen3Config
 
 from specdemo.core.protocol import Target
 from specdemo.core.safe_io import JsonObject
-from specdemo.core.shapes import Config
+from specdemo.costs.shapes import Config
 from specdemo.kv.masks import AttentionKind
 from specdemo.methods.heads.formats import LAYER_KEYS, MASK_KEYS, check_target, contradiction, count_numbered
 from specdemo.models.checkpoints import MASK_TOKEN, Checkpoint

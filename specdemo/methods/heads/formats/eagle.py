@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from specdemo.core.protocol import Target
-from specdemo.core.shapes import Config
+from specdemo.costs.shapes import Config
 from specdemo.methods.heads.formats import (
     LAYER_KEYS,
     MASK_KEYS,

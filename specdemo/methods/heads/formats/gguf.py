@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from specdemo.core.shapes import Config
+from specdemo.costs.shapes import Config
 from specdemo.methods.heads.formats.eagle import LAYER_IDS
 from specdemo.models.checkpoints import Checkpoint
 from specdemo.models.gguf_files import check_file, fetch_parts

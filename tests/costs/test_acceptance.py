@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdemo.analysis.acceptance import Acceptance, of_lane, of_passes, replayed
 from specdemo.core.trace import Remote, from_json
+from specdemo.costs.acceptance import Acceptance, of_lane, of_passes, replayed
 from specdemo.presets.files import FOLDER
 
 guesses = st.lists(st.booleans(), min_size=1, max_size=60)

@@ -5,8 +5,11 @@ per-row cache: keys and values, a compressed latent, or a state of fixed size. C
 size in bytes depends on the storage format.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from specdemo.core.suggest import short_repr, suggest
@@ -25,6 +28,8 @@ LARGEST = 1 << 24  # upper limit of every size of a model
 MOST_BITS = 64
 # What reading a config.json raises if a value has another type than expected or sizes contradict each other.
 UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, ArithmeticError)
+
+KNOWN = Path(__file__).with_name("known.json")
 
 Config = Mapping[str, Any]
 
@@ -93,6 +98,13 @@ class Shape:
         """Return the bytes of the cache of one row."""
         kv_numbers = (m.layers * (m.numbers * (min(context, m.window) if m.window else context)) for m in self.memory)
         return sum(kv_numbers) * dtype_bytes + sum(m.layers * m.state for m in self.memory) * 4.0
+
+
+@lru_cache(maxsize=1)
+def known() -> dict[str, Config]:
+    """Return the sizes in configs of well-known models by hub id."""
+    found: dict[str, Config] = json.loads(KNOWN.read_text(encoding="utf-8"))
+    return found
 
 
 def shape_of(config: Config, name: str = "", quantization: str | None = None) -> Shape:

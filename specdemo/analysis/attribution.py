@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from dataclasses import astuple
 from functools import lru_cache
 
-from specdemo.analysis.acceptance import Acceptance, solve
+from specdemo.analysis.configs import drafting, shape
 from specdemo.analysis.observation import Observation
 from specdemo.analysis.predict import ASSUMED
-from specdemo.analysis.profiles import profile
-from specdemo.analysis.roofline import StepCost, device_of, step_cost
-from specdemo.analysis.work import drafting, known, shape
-from specdemo.core.shapes import Shape
-from specdemo.engine.cost import CostModel
+from specdemo.costs.acceptance import Acceptance, solve
+from specdemo.costs.profiles import profile
+from specdemo.costs.roofline import StepCost, device_of, step_cost
+from specdemo.costs.shapes import Shape, known
+from specdemo.costs.step import CostModel
 from specdemo.methods.facts import PREDICTED
 from specdemo.presets.drafters import base_name
 

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, DeepseekV3Config
 
 from specdemo.__main__ import main
-from specdemo.analysis.profiles import Profile, profile, profiles, read_profile, write_profile
-from specdemo.analysis.work import drafting, gguf_config, known, method_in, shape, work
-from specdemo.core.shapes import shape_of
+from specdemo.analysis.configs import drafting, gguf_config, method_in, shape
+from specdemo.costs.profiles import Profile, profile, profiles, read_profile, write_profile
+from specdemo.costs.roofline import work
+from specdemo.costs.shapes import known, shape_of
 from specdemo.methods import facts_of, method
 from specdemo.methods.facts import FACTS, PREDICTED, method_of
 from specdemo.models.gguf_header import Header

@@ -13,20 +13,48 @@ from math import log
 from statistics import median
 from typing import Literal, get_args
 
-from specdemo.analysis.acceptance import Acceptance, from_mean
-from specdemo.analysis.profiles import MeasuredStep, Profile
-from specdemo.analysis.work import Work, drafting, known, shape, work
-from specdemo.core.shapes import Shape
 from specdemo.core.suggest import suggest
-from specdemo.methods.facts import Drafting
+from specdemo.costs.acceptance import Acceptance, from_mean
+from specdemo.costs.drafting import Drafting, draft_model, eagle, no_passes
+from specdemo.costs.profiles import MeasuredStep, Profile
+from specdemo.costs.shapes import Shape, known, shape_of
 
 Engine = Literal["recorded", "eager"]
 
 BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "fp8": 1.0}
 BRANCHES = 10  # nodes per level that are expanded, in a tree that grows by levels
-FITTED = ("draft_model", "eagle")  # methods whose sizes are known from a profile
+# methods whose sizes are known from a profile
+FITTED = {"none": no_passes, "draft_model": draft_model, "eagle": eagle}
 FACTORS = (1.5, 1.1, 1.02)  # by which the fit changes a term
 ROUNDS = 100  # maximum of the fit
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Work of a pass."""
+
+    bytes: float  # read: weights, keys, values and states
+    flop: float  # of matrix products and attention
+    operations: float  # launched
+
+
+def work(
+    shape: Shape, tokens: float, batch: float, context: int, dtype_bytes: float, heads: float | None = None
+) -> Work:
+    """Return the work of a pass over `tokens` of each of `batch` rows after `context` tokens.
+
+    heads: tokens of each row for which the output head runs; None: all.
+    """
+    rows, output_rows = tokens * batch, (tokens if heads is None else heads) * batch
+    expert = shape.expert * shape.expert_layers
+    width = shape.width(dtype_bytes)
+    head = shape.head * shape.head_width(dtype_bytes) if output_rows else 0.0
+    weights = (shape.dense + expert * shape.touched(rows)) * width + head
+    flop = 2.0 * rows * (shape.dense + expert * shape.chosen) + 2.0 * output_rows * shape.head
+    for memory in shape.memory:
+        seen = min(context, memory.window) if memory.window else context
+        flop += rows * memory.layers * (memory.operations * seen + 2.0 * memory.state)
+    return Work(weights + batch * shape.kv_bytes(context, dtype_bytes), flop, shape.operations)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,9 +171,16 @@ def device_of(profile: Profile, dtype: str, engine: Engine) -> Device:
 
 def _measured_passes(profile: Profile, dtype: str) -> Iterator[tuple[Work, float]]:
     for passes in (one for one in profile.passes if one.dtype == dtype):
-        of = shape(passes.model)
+        of = _measured_shape(passes.model)
         for batch, row in passes.ms.items():
             yield from ((work(of, n, batch, passes.context, BYTES[dtype]), ms) for n, ms in row.items())
+
+
+def _measured_shape(name: str) -> Shape:
+    """Return the shape of a model that a profile names. Raises ValueError with one line."""
+    if name not in known():
+        raise ValueError(f"unknown model {name[:60]!r} in a profile; {suggest(name[:60], known())}")
+    return shape_of(known()[name], name)
 
 
 def _fitted(device: Device, passes: Sequence[tuple[Work, float]]) -> Device:
@@ -182,8 +217,8 @@ def _is_usable(one: MeasuredStep) -> bool:
 
 def _rest(one: MeasuredStep, device: Device) -> float:
     """Return the milliseconds of a measured step that its passes do not explain."""
-    target = shape(one.model)
-    draft = drafting(one.method if one.k else "none", target, known()[one.draft] if one.draft else None, {})
+    target = _measured_shape(one.model)
+    draft = FITTED[one.method if one.k else "none"](target, known()[one.draft] if one.draft else {}, {})
     acceptance = from_mean(1.0 + min(one.kept, one.k), one.k) if one.k else Acceptance((0.0,))
     step = step_cost(device, target, draft, acceptance, one.k, one.batch, one.context)
     return sum(one.ms.values()) - one.k * step.draft - step.verify

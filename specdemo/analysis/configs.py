@@ -1,57 +1,19 @@
-"""Shapes of models and drafters by name, and the work of their forward passes: bytes read, operations, launches."""
+"""Configs and shapes of models by name, and the drafting passes of methods by name."""
 
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import lru_cache
-from pathlib import Path
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from specdemo.core.shapes import UNREADABLE, Config, Shape, shape_of
 from specdemo.core.suggest import suggest
+from specdemo.costs.drafting import Drafting
+from specdemo.costs.shapes import UNREADABLE, Config, Shape, known, shape_of
 from specdemo.methods import METHODS, facts_of, usable
-from specdemo.methods.facts import FACTS, PREDICTED, Drafting
+from specdemo.methods.facts import FACTS, PREDICTED
 
 if TYPE_CHECKING:
     from specdemo.models.gguf_header import Header
 
-KNOWN = Path(__file__).with_name("known.json")
 MOST_TRIED = 64  # longest draft length to try if the drafter's config contains one
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """Work of a pass."""
-
-    bytes: float  # read: weights, keys, values and states
-    flop: float  # of matrix products and attention
-    operations: float  # launched
-
-
-def work(
-    shape: Shape, tokens: float, batch: float, context: int, dtype_bytes: float, heads: float | None = None
-) -> Work:
-    """Return the work of a pass over `tokens` of each of `batch` rows after `context` tokens.
-
-    heads: tokens of each row for which the output head runs; None: all.
-    """
-    rows, output_rows = tokens * batch, (tokens if heads is None else heads) * batch
-    expert = shape.expert * shape.expert_layers
-    width = shape.width(dtype_bytes)
-    head = shape.head * shape.head_width(dtype_bytes) if output_rows else 0.0
-    weights = (shape.dense + expert * shape.touched(rows)) * width + head
-    flop = 2.0 * rows * (shape.dense + expert * shape.chosen) + 2.0 * output_rows * shape.head
-    for memory in shape.memory:
-        seen = min(context, memory.window) if memory.window else context
-        flop += rows * memory.layers * (memory.operations * seen + 2.0 * memory.state)
-    return Work(weights + batch * shape.kv_bytes(context, dtype_bytes), flop, shape.operations)
-
-
-@lru_cache(maxsize=1)
-def known() -> dict[str, Config]:
-    """Return the sizes in configs of well-known models by hub id."""
-    found: dict[str, Config] = json.loads(KNOWN.read_text(encoding="utf-8"))
-    return found
 
 
 def shape(name: str, quantization: str | None = None) -> Shape:

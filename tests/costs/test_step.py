@@ -6,10 +6,11 @@ import random
 import pytest
 import torch
 
-from specdemo.analysis.acceptance import Acceptance, of_passes
 from specdemo.analysis.predict import predict
 from specdemo.core.protocol import Budget, GenerationConfig
-from specdemo.core.speedup import (
+from specdemo.core.trace import StepEvent
+from specdemo.costs.acceptance import Acceptance, of_passes
+from specdemo.costs.speedup import (
     DEFAULT_LENGTH,
     best_length,
     expected_tokens,
@@ -20,8 +21,7 @@ from specdemo.core.speedup import (
     usual_length,
     usual_tree,
 )
-from specdemo.core.trace import StepEvent
-from specdemo.engine.cost import CostModel, fit_cost_model
+from specdemo.costs.step import CostModel, fit_cost_model
 from specdemo.engine.loop import generate
 from specdemo.methods import load_drafter
 from specdemo.methods.adaptive import Goodput, StepOutcome

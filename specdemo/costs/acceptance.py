@@ -14,15 +14,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod, sqrt
 from operator import itemgetter
-from pathlib import Path
 from statistics import fmean, variance
 
 from specdemo.core.estimate import Estimate, t_quantile
-from specdemo.core.speedup import expected_tokens, measured_rates, pooled_rate, reach_probabilities
-from specdemo.core.suggest import program
 from specdemo.core.tally import StepCounts, node_depths
-from specdemo.core.trace import LaneTrace, RunTrace, StepEvent
-from specdemo.presets.recorded import load_trace
+from specdemo.core.trace import LaneTrace, StepEvent
+from specdemo.costs.speedup import expected_tokens, measured_rates, pooled_rate, reach_probabilities
 
 LONGEST = 64
 BISECTIONS = 50
@@ -242,15 +239,6 @@ def _widths(event: StepEvent, row: int) -> tuple[int, ...]:
     """Return the number of nodes at each depth of a row's draft tree."""
     counts = Counter(node_depths(event, row))
     return tuple(counts[depth] for depth in range(1, max(counts) + 1))
-
-
-def drafting_lane(path: str | Path) -> tuple[RunTrace, LaneTrace]:
-    """Return a stored run and its first lane that drafts. Raises ValueError with one line."""
-    trace = load_trace(path)
-    for lane in trace.lanes:
-        if lane.method != "none":
-            return trace, lane
-    raise ValueError(f"{path} has no lane that drafts; record one with {program()} run PRESET --out FILE")
 
 
 def _mean(values: Sequence[float]) -> Estimate:

@@ -13,7 +13,9 @@ from math import isfinite
 from statistics import fmean, linear_regression, pstdev
 
 from specdemo.core.estimate import Estimate, t_quantile
-from specdemo.core.speedup import (
+from specdemo.core.tally import StepCounts
+from specdemo.core.trace import StepEvent, step_ms
+from specdemo.costs.speedup import (
     MIN_TRIALS,
     best_length,
     expected_tokens,
@@ -21,8 +23,6 @@ from specdemo.core.speedup import (
     measured_rates,
     predicted_speedup,
 )
-from specdemo.core.tally import StepCounts
-from specdemo.core.trace import StepEvent, step_ms
 
 MAX_K = 16  # largest draft length to consider
 JACKKNIFE_PARTS = 8  # parts of a run, left out one at a time for the jackknife interval
