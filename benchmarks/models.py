@@ -9,7 +9,9 @@ import ctypes
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from importlib import import_module
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -32,14 +34,14 @@ from specdemo.models.machine import versions
 from specdemo.models.packaged import HUB_ID, SMOLLM2, SMOLLM2_GGUF, cache, fetch_file, local
 from specdemo.models.text import encode
 from specdemo.presets.pair import work_prompts
-from tests.real_models import GEMMA
+from tests.real_models import GEMMA, QWEN, QWEN_SMALL, command
 
 if TYPE_CHECKING:
     from benchmarks import Models
 
 RESULTS = "results.json"
 PLAIN, NGRAM, SUFFIX, HEAD, TREE, SKIP = "plain", "n-gram", "suffix", "EAGLE-3", "EAGLE-3 tree", "layer skip"
-MLP = "MLPSpeculator"
+MLP, DRAFT, GATED = "MLPSpeculator", "draft model", "gated"
 LANES = {
     NGRAM: Lane(method="ngram"),
     SUFFIX: Lane(method="suffix"),
@@ -47,10 +49,18 @@ LANES = {
     TREE: Lane(method="eagle", model="smollm2-eagle-3", k=3, options={"nodes": 5}),
     MLP: Lane(method="mlp_speculator", model="smollm2-mlp-speculator", k=3),
     SKIP: Lane(method="layer_skip", k=2),
+    DRAFT: Lane(method="draft_model", model=str(cache() / QWEN_SMALL)),
+    GATED: Lane(method="gated", model=str(cache() / QWEN_SMALL)),
 }
 GENERATE, PROMPT_LOOKUP, EARLY_EXIT = (f"transformers: {how}" for how in ("plain", "prompt lookup", "early exit"))
 LLAMA, LLAMA_NGRAM = "llama.cpp: plain", "llama.cpp: n-gram"
-SAME = {PLAIN: (GENERATE, LLAMA), NGRAM: (PROMPT_LOOKUP, LLAMA_NGRAM), SKIP: (EARLY_EXIT,)}  # the peers of a lane
+SERVER, SERVER_DRAFT = "llama-server: plain", "llama-server: draft model"
+SAME = {  # the peers of a lane
+    PLAIN: (GENERATE, LLAMA),
+    NGRAM: (PROMPT_LOOKUP, LLAMA_NGRAM),
+    SKIP: (EARLY_EXIT,),
+    DRAFT: (SERVER_DRAFT,),
+}
 ONCE = {SKIP: "chat", EARLY_EXIT: "chat"}  # this model was not trained for it, so one kind of work says enough
 CPU_LOOKUP = 2  # draft length that llama-cpp-python recommends on a CPU
 LEAST_TOKENS = LOOKUP + 2  # a shorter answer may come in a single pass
@@ -69,12 +79,17 @@ class Subject:
     dtype: str = "auto"
     file_type: int | None = None
 
+    @property
+    def missing(self) -> bool:
+        """Return True if a file is not here that no call of this benchmark makes."""
+        return self.target == QWEN and not all((cache() / name).is_file() for name in (QWEN, QWEN_SMALL))
+
     def file(self) -> Path | None:
         """Return the GGUF file; None for a model in PyTorch."""
         if self.dtype != "auto":
             return None
-        if self.target == GEMMA:
-            return cache() / GEMMA
+        if self.target in (GEMMA, QWEN):
+            return cache() / self.target
         source = fetch_file(lambda share, what: None)
         return source if self.file_type is None else quantise(source, cache() / self.target, self.file_type)
 
@@ -85,6 +100,7 @@ SUBJECTS = {
     "SmolLM2 135M Instruct, Q4_K_M": Subject("smollm2-q4_k_m.gguf", (NGRAM, SUFFIX, HEAD), file_type=15),
     "SmolLM2 135M Instruct, Q8_0": Subject("smollm2-q8_0.gguf", (NGRAM, SUFFIX, HEAD), file_type=7),
     "Gemma 3 270M, Q4_K_M": Subject(GEMMA, (NGRAM, SUFFIX)),
+    "Qwen2.5 Coder 1.5B with its 0.5B, Q4_K_M": Subject(QWEN, (DRAFT, NGRAM, SUFFIX, GATED)),
 }
 
 
@@ -120,6 +136,41 @@ class LlamaLoop:
             yield [token]
             if count == new_tokens or token in self._stop:
                 return
+
+
+class LlamaServer:
+    """Greedy decoding by llama-server inside this process (package xllamacpp), plain or with a draft model, with the
+    server's own draft length."""
+
+    def __init__(self, file: Path, target: Target, draft: Path | None) -> None:
+        """The threads are those of `target`."""
+        library = import_module("xllamacpp")
+        settings = library.CommonParams()
+        settings.model.path, settings.n_ctx, settings.n_parallel = str(file), CONTEXT, 1
+        settings.n_gpu_layers, settings.verbosity = 0, -1
+        threads = target.threads or torch.get_num_threads()
+        settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = threads
+        if draft:
+            speculative = settings.speculative
+            speculative.types = [library.common_speculative_type.COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE]
+            speculative.draft.mparams.path = str(draft)
+            speculative.draft.cpuparams.n_threads = speculative.draft.cpuparams_batch.n_threads = threads
+        self._server, self._tokenizer = library.Server(settings), target.tokenizer
+
+    def __call__(self, prompt: Tensor, new_tokens: int) -> list[Part]:
+        """Return the pieces of the text as they come. They are text, so the ids are those of the tokenizer."""
+        times, texts = [], []
+
+        def receive(piece: Mapping[str, Any]) -> bool:
+            if text := piece["choices"][0]["text"]:
+                times.append(time.perf_counter())
+                texts.append(text)
+            return False
+
+        body = {"prompt": prompt[0].tolist(), "n_predict": new_tokens, "temperature": 0, "stream": True}
+        self._server.handle_completions({**body, "cache_prompt": False}, receive)
+        ids = self._tokenizer.encode("".join(texts), add_special_tokens=False)
+        return [*zip(times[:-1], ([token] for token in ids), strict=False), (times[-1], ids[len(times) - 1 :])]
 
 
 class Streamer(list[Part]):
@@ -181,6 +232,9 @@ def cast_of(suite: "Models", of: Subject, prompt: str) -> tuple[Session, dict[st
         engines[lane.name] = OwnEngine(target, drafter, lane.budget, stop)
     if file := of.file():
         peers = {name: loop(LlamaLoop(file, target, k)) for name, k in ((LLAMA, 0), (LLAMA_NGRAM, CPU_LOOKUP))}
+        if DRAFT in of.lanes and find_spec("xllamacpp"):
+            drafts = {SERVER: None, SERVER_DRAFT: cache() / QWEN_SMALL}
+            peers |= {name: LlamaServer(file, target, draft) for name, draft in drafts.items()}
     else:
         peers = transformers_peers(of.dtype)
     return session, engines, peers
@@ -198,7 +252,8 @@ def measure(suite: "Models", report: Report, cancelled: Stop) -> Result:
     if done.config != settings or done.environment["commit"] != environment(None)["commit"]:
         raise ValueError(f"{file} has results of another commit or of other settings; choose another --out")
     known = {(row["model"], row["category"]) for row in done.rows}
-    missing = [(n, k) for n in SUBJECTS if suite.models in n for k in kinds if (n, k) not in known]
+    subjects = [name for name, subject in SUBJECTS.items() if suite.models in name and not subject.missing]
+    missing = [(n, k) for n in subjects for k in kinds if (n, k) not in known]
     name = ""
     for count, (model, kind) in enumerate(missing):
         if cancelled() or time.monotonic() - begin > 60.0 * suite.minutes:
@@ -217,7 +272,8 @@ def measure(suite: "Models", report: Report, cancelled: Stop) -> Result:
         about["versions"] = versions() | {"llama-cpp-python": version("llama_cpp_python")}
         done = replace(done, environment=about, rows=every)
         write_result(done, file)
-    return done
+    absent = [name for name, subject in SUBJECTS.items() if suite.models in name and subject.missing]
+    return replace(done, remarks=[f"{name} is left out; {command(QWEN)} makes it" for name in absent])
 
 
 def _prompt(tokenizer: Any, text: str) -> Tensor:

@@ -111,3 +111,10 @@ def test_a_stalled_drafter_waits_and_then_drafts():
     assert stalled.taps == (-1,)
     assert stalled.propose(Budget(2, 2)) == Budget(2, 2)
     assert next(times) == 5.0  # it polled until one second had passed
+
+
+def test_models_that_are_not_here_are_left_out_with_the_command_that_makes_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(models, "cache", lambda: tmp_path)
+    monkeypatch.setattr(models, "cast_of", pytest.fail)
+    result = suite("models", folder=tmp_path, models="Qwen2.5").run(silent, never_cancelled)
+    assert result.rows == [] and "SPECDEMO_LARGE_MODELS=1 python -m tests.real_models" in result.remarks[0]
