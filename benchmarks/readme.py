@@ -1,49 +1,53 @@
-"""Write a table of the README from a result, and keep the result below presets/recorded:
+"""Write what the documents show of a result, and keep the result below presets/recorded.
 
-`python -m specdemo bench methods --repeats 12 --out result.json && python -m benchmarks.readme result.json`, also a
-sweep of the page, and `python -m specdemo bench models && python -m benchmarks.readme runs/models/results.json`.
+`python -m specdemo bench models && python -m benchmarks.readme runs/models/results.json` draws the README's chart;
+`python -m specdemo bench methods --repeats 12 --out result.json && python -m benchmarks.readme result.json` writes the
+table of methods in docs/measurements.md, also a sweep of the page.
 """
 
 import re
 import sys
-from itertools import groupby
 from pathlib import Path
 from textwrap import fill
 
+from benchmarks.chart import chart
 from specdemo.bench.report import markdown
-from specdemo.bench.result import THOROUGH, Result, Row, is_baseline, noisy, read_result, write_result
+from specdemo.bench.result import THOROUGH, Result, noisy, read_result, write_result
 from specdemo.core.atomic_io import write_text
-from specdemo.core.estimate import Estimate
 
 ROOT = Path(__file__).parents[1]
 COMMANDS = {
     "methods": f"bench methods --repeats {THOROUGH} --out result.json",
     "models": "bench models --out runs/models",
 }
+PAGES = {"methods": "docs/measurements.md", "models": "README.md"}
+CHART = "docs/speed-ups.svg"
 PLACE = "(<!-- bench {suite} -->\n).*?(\n<!-- end of bench {suite} -->)"
 WIDTH = 120
 
 
 def record(source: str | Path, root: Path = ROOT) -> Result:
-    """Write the result to the README and to the recorded suites below `root`, and return it.
+    """Write the result to its page, to the chart and to the recorded suites below `root`, and return it.
 
     Raises ValueError with one line for a result that cannot stand there, before anything is written.
     """
     result = read_result(source)
     _check(result)
-    readme = root / "README.md"
-    text = readme.read_text(encoding="utf-8")
+    page = root / PAGES[result.suite]
+    text = page.read_text(encoding="utf-8")
     place = re.compile(PLACE.format(suite=result.suite), re.DOTALL)
     if not place.search(text):
         marks = f"<!-- bench {result.suite} --> and <!-- end of bench {result.suite} -->"
-        raise ValueError(f"{readme} has no place for the table; add {marks}")
+        raise ValueError(f"{page} has no place for the result; add {marks}")
     write_result(result, root / "presets" / "recorded" / "suites" / f"{result.suite}.json")
-    write_text(readme, place.sub(lambda found: found[1] + section(result) + found[2], text))
+    write_text(page, place.sub(lambda place: place[1] + section(result) + place[2], text))
+    if result.suite == "models":
+        write_text(root / CHART, chart(result))
     return result
 
 
 def section(result: Result) -> str:
-    """Return what the README shows of a result."""
+    """Return what the page of a result shows of it."""
     return _models(result) if result.suite == "models" else _methods(result)
 
 
@@ -65,35 +69,14 @@ def _methods(result: Result) -> str:
 
 
 def _models(result: Result) -> str:
-    """Return the conditions and a table of lanes by kind of work: tokens/s of plain decoding, the others' speed-up."""
-    cells: dict[tuple[str, str], dict[str, Row]] = {}
-    for row in result.rows:
-        cells.setdefault((row["model"], row["lane"]), {})[row["category"]] = row
-    kinds = list(dict.fromkeys(row["category"] for row in result.rows))
-    lines = [f"| model, lane | {' | '.join(kinds)} | over its peer |", "|---" * (len(kinds) + 2) + "|"]
-    for model, lanes in groupby(cells, key=lambda name: name[0]):
-        threads = sorted({str(row["threads"]) for row in result.rows if row["model"] == model})
-        lines.append(f"| **{model}, threads: {' or '.join(threads)}** |" + " |" * (len(kinds) + 1))
-        for lane in lanes:
-            of = cells[lane]
-            speeds = [_speed(of[kind]) if kind in of else "" for kind in kinds]
-            peer = [row["over its peer"] for row in of.values() if row["over its peer"]]
-            lines.append(f"| {lane[1]} | {' | '.join(speeds)} | {_range(peer)} |")
+    """Return the chart and the conditions of the measurement."""
+    models = ", ".join(dict.fromkeys(row["model"] for row in result.rows))
     where, versions = result.environment, result.environment["versions"]
     parts = [where["device"], *(f"{name} {number}" for name, number in versions.items()), where["date"]]
     parts += [f"commit `{where['commit'][:7]}`", f"{result.config['prompts']} prompts per kind of work"]
     parts += [f"{result.config['new_tokens']} new tokens", "wall time, 95 % intervals over the prompts"]
-    return fill(", ".join(parts) + ".", WIDTH, break_on_hyphens=False) + "\n\n" + "\n".join(lines)
-
-
-def _speed(row: Row) -> str:
-    return f"{row['tokens/s'].format('', 0)} /s" if is_baseline(row["speed-up"]) else row["speed-up"].format()
-
-
-def _range(ratios: list[Estimate]) -> str:
-    """Return the least and the greatest of some ratios, a single one with its interval."""
-    values = [each.value for each in ratios]
-    return ratios[0].format() if len(ratios) == 1 else f"{min(values):.2f}x to {max(values):.2f}x" if ratios else ""
+    picture = f"![Speed-up over plain decoding by kind of work, with 95 % intervals: {models}]({CHART})"
+    return f"{picture}\n\n{fill(', '.join(parts) + '.', WIDTH, break_on_hyphens=False)}"
 
 
 def main(arguments: list[str]) -> int:
@@ -105,7 +88,7 @@ def main(arguments: list[str]) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print("\n".join(filter(None, ["Wrote README.md and the recorded result.", noisy(result)])))
+    print("\n".join(filter(None, [f"Wrote {PAGES[result.suite]} and the recorded result.", noisy(result)])))
     return 0
 
 

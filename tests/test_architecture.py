@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PATH_FILES, PATH_LINES = 40, 6000
-WORDS = {"CONTRIBUTING.md": 1000, "docs/architecture.md": 1200}
+WORDS = {"README.md": 1500, "CONTRIBUTING.md": 1000, "docs/architecture.md": 1200, "docs/measurements.md": 7000}
 DOCUMENTED = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
 
 

@@ -16,8 +16,8 @@ NONE = "-"
 RACE = (
     "lane", "tokens", "tokens/s", "speed-up", "accepted", "break-even", "tokens/pass", "TTFT ms", "waited", "output",
 )  # fmt: skip
-# columns of the README's table besides the acceptance rate, which may be missing
-README = ("lane", "tokens/s", "speed-up", "tokens/pass")
+# columns of the table in docs/measurements.md besides the acceptance rate, which may be missing
+LANE_COLUMNS = ("lane", "tokens/s", "speed-up", "tokens/pass")
 POSITIONS = 16  # positions of which the acceptance is shown
 NEARLY_ALL = 0.98  # share of steps with a draft; the last step of a request often has none
 NOTHING = "Nothing has to change."
@@ -131,8 +131,8 @@ def bench_report(result: Result) -> str:
 
 
 def markdown(result: Result) -> str:
-    """Return the result as a Markdown table after the conditions of the measurement: the README's columns, fastest lane
-    first, if every row has them, else all columns."""
+    """Return the result as a Markdown table after the conditions of the measurement: LANE_COLUMNS, fastest lane first,
+    if every row has them, else all columns."""
     where = result.environment
     versions = where.get("versions", {})
     counts = {"prompts": "prompt", "new_tokens": "new token"}
@@ -153,7 +153,7 @@ def markdown(result: Result) -> str:
 
 def _markdown_table(result: Result) -> list[str]:
     rows = [row for row in result.rows if row.get("category", ALL) == ALL]
-    complete = all(row.get(name) is not None for row in rows for name in README)
+    complete = all(row.get(name) is not None for row in rows for name in LANE_COLUMNS)
     if complete and len({row["lane"] for row in rows}) == len(rows):
         rows = sorted(rows, key=lambda row: -row["speed-up"].value)
         head = "| lane | tokens/s | speed-up | acceptance rate | mean accepted length |"
