@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PATH_FILES, PATH_LINES = 40, 6000
 WORDS = {"README.md": 1500, "CONTRIBUTING.md": 1000, "docs/architecture.md": 1200, "docs/measurements.md": 7000}
+VERSION_WORDS = 1500  # of the newest version in CHANGELOG.md
 DOCUMENTED = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
 
 
@@ -62,6 +63,10 @@ def test_files_that_the_architecture_names_exist():
 @pytest.mark.parametrize("name", WORDS)
 def test_a_document_is_short(name):
     assert len(read(name).split()) <= WORDS[name]
+
+
+def test_the_newest_version_in_the_changelog_is_short():
+    assert len(read("CHANGELOG.md").split("\n## ")[1].split()) <= VERSION_WORDS
 
 
 def broken_links():
