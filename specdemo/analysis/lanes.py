@@ -8,7 +8,7 @@ from specdemo.analysis.diagnose import accepted_clause, diagnose, verdict
 from specdemo.analysis.observation import Observation
 from specdemo.core.estimate import Estimate
 from specdemo.core.tally import summarise
-from specdemo.core.trace import LaneTrace, RunTrace, estimates
+from specdemo.core.trace import LaneTrace, RunTrace, estimates, whole_requests
 from specdemo.costs.speedup import break_even_rate
 from specdemo.costs.step import DraftLengthAdvice
 
@@ -36,16 +36,16 @@ def break_even(lane: Summary, speed: Estimate | None) -> float | None:
 
 
 def _predict_lane(plain: LaneTrace, lane: LaneTrace, speed: Estimate | None, times: str) -> dict[str, object]:
-    numbers, outside = summarise(lane), bool(plain.remote or lane.remote)
-    sentence = _remote_sentence(speed, numbers, times) if outside and speed else explain(numbers, speed, times)
+    numbers, requests = summarise(lane), whole_requests(plain, lane)
+    sentence = _request_sentence(speed, numbers, times) if requests and speed else explain(numbers, speed, times)
     sentence += _server_times(plain) + _server_times(lane)
-    if lane.remote and lane.remote.source:
-        sentence += f" {lane.remote.source}."
+    if lane.service.source:
+        sentence += f" {lane.service.source}."
     predicted: dict[str, object] = dict.fromkeys(("predicted_speedup", "best_k", "best_speedup"))
     requested_k = lane.options.get("k")
     with suppress(ArithmeticError, ValueError):  # a stored trace may contain any times
         k = requested_k if isinstance(requested_k, int) else 0
-        advice = None if outside or speed is None else DraftLengthAdvice.of(plain.events, lane.events, k)
+        advice = None if requests or speed is None else DraftLengthAdvice.of(plain.events, lane.events, k)
         if advice is not None and speed is not None and numbers["drafted"]:
             found = diagnose(observation_of(numbers, lane.method, max(k, advice.costs.k), speed), advice)
             sentence = verdict(found, times, _opening(speed, times))
@@ -100,8 +100,8 @@ def _accepted(lane: Summary, speed: Estimate) -> str:
     return "" if rate is None else accepted_clause(rate, needed)
 
 
-def _remote_sentence(speed: Estimate, lane: Summary, times: str) -> str:
-    """Return the sentence for a lane on a server, whose time cannot be split."""
+def _request_sentence(speed: Estimate, lane: Summary, times: str) -> str:
+    """Return the sentence for lanes of which requests were timed, whose time cannot be split."""
     length = lane["tokens_per_step"]
     opening = f"{_opening(speed, times)}: whole requests, timed by the client"
     yielded = "" if length is None else f"mean accepted length {length:.2f}"
@@ -110,7 +110,7 @@ def _remote_sentence(speed: Estimate, lane: Summary, times: str) -> str:
 
 def _server_times(lane: LaneTrace) -> str:
     """Return the server's own times of the last request, if it sends them."""
-    times = lane.remote.times if lane.remote else {}
+    times = lane.service.times
     if len(times) < 2:
         return ""
     first, decoding = times["ttft_ms"], times["decode_ms"]

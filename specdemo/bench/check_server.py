@@ -153,8 +153,7 @@ class RemoteSide:
     def answer(self, prompt: str, tokens: int) -> GreedyAnswer:
         """Return the greedy answer. Raises ValueError with one line."""
         lane = self._request(prompt, tokens, self._forms)
-        assert lane.trace.remote is not None
-        if lane.trace.remote.endpoint == "/v1/chat/completions":
+        if lane.trace.service.endpoint == "/v1/chat/completions":
             self._forms = ("chat/completions",)
         return GreedyAnswer.without_leading_space(lane.trace.pieces, lane.trace.finish, lane.trace.token_ids)
 

@@ -89,14 +89,14 @@ def _why(lane: LaneTrace, sentence: str) -> str:
 
 def _servers(trace: RunTrace) -> list[str]:
     """Return a line with the model that each server reports; no line without servers that answered."""
-    remotes = [(one.name, one.remote) for one in trace.lanes if one.remote and one.remote.model]
-    served = [f"{name}: {remote.model} at {remote.server}" for name, remote in remotes]
+    services = [(lane.name, lane.service) for lane in trace.lanes if lane.service.model]
+    served = [f"{name}: {service.model} at {service.server}" for name, service in services]
     return [f"served models | {' | '.join(served)}"] if served else []
 
 
 def _target(trace: RunTrace) -> str:
     """Return the name of the target; where all lanes ran on servers, the names that the servers report."""
-    reported = [lane.remote.model for lane in trace.lanes if lane.remote and lane.remote.model]
+    reported = [lane.service.model for lane in trace.lanes if lane.service.model]
     names = dict.fromkeys(reported) if len(reported) == len(trace.lanes) else [trace.config.get("target", "?")]
     return " and ".join(map(str, names))
 

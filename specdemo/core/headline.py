@@ -7,7 +7,7 @@ from typing import Literal
 
 from specdemo.core.estimate import Estimate, fastest
 from specdemo.core.suggest import counted
-from specdemo.core.trace import LaneTrace, RunTrace, estimates, run_timings, same_prompt
+from specdemo.core.trace import LaneTrace, RunTrace, estimates, run_timings, same_prompt, whole_requests
 
 PLAIN = "plain decoding"
 MIN_PROMPT_SHARE = 0.10  # share of a lane's time in its prompt from which the speed-up in all is reported too
@@ -118,7 +118,7 @@ def _in_all(baseline: LaneTrace, lane: LaneTrace) -> float | None:
     """
     kept = {one.events[0].notes.get("kept", 0.0) if one.events else 0.0 for one in (baseline, lane)}
     tokens, drafted_tokens = (sum(run.tokens for run in run_timings(one)) for one in (baseline, lane))
-    if len(kept) > 1 or baseline.remote or lane.remote or not drafted_tokens:
+    if len(kept) > 1 or whole_requests(baseline, lane) or not drafted_tokens:
         return None
     timed = [run_timings(one, include_prefill=True) for one in (baseline, lane)]
     prompts = [sum(run.first_ms for run in runs) for runs in timed]

@@ -10,14 +10,12 @@ from statistics import quantiles
 from typing import Self
 
 from specdemo.core.estimate import rate, waited_share
-from specdemo.core.trace import LaneTrace, Number, StepEvent, is_drafted, run_timings, step_ms
+from specdemo.core.trace import LaneTrace, Number, StepEvent, Timing, is_drafted, run_timings, step_ms
 
 WINDOW = 16  # tokens that the recent rate covers
-UNMEASURED_REMOTELY = "ms_draft ms_verify ms_other peak_memory_bytes".split()  # unknown for a lane on a server
-UNKNOWN_REMOTELY = [  # unknown as well if its steps are
-    *"steps drafted accepted acceptance_rate tokens_per_step accept_histogram accept_by_position".split(),
-    *UNMEASURED_REMOTELY,
-]
+UNMEASURED = "ms_draft ms_verify ms_other peak_memory_bytes".split()  # unknown where requests are timed
+# unknown where the steps are
+UNCOUNTED = "steps drafted accepted acceptance_rate tokens_per_step accept_histogram accept_by_position".split()
 
 Numbers = dict[str, Number | list[Number]]
 
@@ -77,7 +75,7 @@ class Tally:
     reached: list[int] = field(default_factory=list)  # [i] steps that drafted at depth i + 1
     experts: float = 0.0  # per layer, summed over the steps that report them
     expert_steps: int = 0
-    pieces: int = 0  # events of a server whose step is unknown
+    pieces: int = 0  # events whose step is unknown
     gaps: list[float] = field(default_factory=list)  # time of a step, divided equally among its tokens
     _past: list[tuple[float, int]] = field(default_factory=list)  # clock and tokens after each step
 
@@ -174,14 +172,14 @@ class Tally:
 
 
 def summarise(lane: LaneTrace, peak_memory_bytes: int = 0) -> Numbers:
-    """Return the numbers of row 0 of a lane, as defined in `core.definitions`. None: unknown, as most numbers of a
-    remote lane are.
+    """Return the numbers of row 0 of a lane, as defined in `core.definitions`. None: unknown.
 
     If the lane was repeated, its speed and waiting time cover all runs, the other numbers the last run.
     """
     tally = Tally.of(lane.events)
     numbers = {**tally.numbers(), **tally.latencies(), "peak_memory_bytes": peak_memory_bytes}
-    return (numbers if lane.remote is None else _remote_numbers(tally, numbers, lane)) | _speed(lane)
+    counted = {} if lane.steps_known else _server_counts(lane)
+    return numbers | _unknown(tally, lane.timing) | counted | _speed(lane)
 
 
 def _speed(lane: LaneTrace) -> Numbers:
@@ -193,34 +191,31 @@ def _speed(lane: LaneTrace) -> Numbers:
     return {**speeds, "waited_share": waited_share(runs)}
 
 
-def running_numbers(tally: Tally, remote: bool) -> Numbers:
-    """Return the numbers of a running lane: `numbers`, its clock and its recent speed. On a server whose steps are
-    unknown, a token is a piece of text."""
-    numbers = tally.numbers() | dict.fromkeys(_unknown(tally) if remote else ())
-    if remote:
+def running_numbers(tally: Tally, timing: Timing) -> Numbers:
+    """Return the numbers of a running lane: `numbers`, its clock and its recent speed. Where the steps are unknown, a
+    token is a piece of text."""
+    numbers = tally.numbers() | _unknown(tally, timing)
+    if timing == "requests":
         numbers["tokens_per_s"] = ratio(tally.first + tally.tokens, tally.clock_ms / 1000.0)
     clocks = {"clock_ms": tally.clock_ms, "ms_train": tally.train_ms, "recent": tally.recent_tokens_per_s}
     return numbers | {name: None if ms is None else round(ms, 3) for name, ms in clocks.items()}
 
 
-def _unknown(tally: Tally) -> list[str]:
-    return UNKNOWN_REMOTELY if tally.pieces else UNMEASURED_REMOTELY
+def _unknown(tally: Tally, timing: Timing) -> Numbers:
+    """Return None for every number that nobody measured or counted."""
+    return dict.fromkeys([*(UNMEASURED if timing == "requests" else ()), *(UNCOUNTED if tally.pieces else ())])
 
 
-def _remote_numbers(tally: Tally, numbers: Numbers, lane: LaneTrace) -> Numbers:
-    """Return the observable numbers of a lane on a server. If its steps are unknown, the server's own counters fill in,
-    and gaps between tokens are unknown if pieces come without token counts."""
-    assert lane.remote is not None
-    numbers = numbers | dict.fromkeys(_unknown(tally))
-    if lane.events and lane.steps_known:
-        return numbers
+def _server_counts(lane: LaneTrace) -> Numbers:
+    """Return the numbers that a server tells of a lane whose steps are unknown. Gaps between tokens are unknown if
+    pieces come without token counts."""
+    service = lane.service
     return {
-        **numbers,
-        **dict.fromkeys(() if lane.remote.counted else ("itl_ms_p50", "itl_ms_p95")),
-        "tokens": len(lane.token_ids) if lane.remote.counted else lane.remote.tokens,
-        "accept_histogram": lane.remote.accept_histogram,
-        "accept_by_position": lane.remote.accept_by_position,
-        **{str(name): value for name, value in lane.remote.counters.items()},
+        **dict.fromkeys(() if service.counted else ("itl_ms_p50", "itl_ms_p95")),
+        "tokens": len(lane.token_ids) if service.counted else service.tokens,
+        "accept_histogram": service.accept_histogram,
+        "accept_by_position": service.accept_by_position,
+        **{str(name): value for name, value in service.counters.items()},
     }
 
 

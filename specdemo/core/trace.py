@@ -26,6 +26,7 @@ Finish = Literal["stop", "length", "cancelled", "error"]
 # of a draft token: accepted, forced (accepted, and drafted by a grammar), rejected, not reached; of the token that the
 # target adds: corrected, bonus, or target where nothing was drafted; unknown: of a server that does not tell its steps
 Outcome = Literal["accepted", "forced", "rejected", "not reached", "corrected", "bonus", "target", "unknown"]
+Timing = Literal["steps", "requests"]
 Span = Literal["ttft_ms", "decode_ms"]
 Counter = Literal["steps", "drafted", "accepted", "unverified", "acceptance_rate", "tokens_per_step"]
 LARGEST: Final = (1 << 63) - 1  # largest valid integer: the largest seed; larger ones could overflow a float
@@ -57,7 +58,7 @@ _Compared = Annotated[dict[str, Number | bool | str | _Reasons], _SMALL]
 class StepEvent:
     """One target pass over B rows. The first event is the prefill: nothing drafted, one token emitted.
 
-    An event of a server (LaneTrace.remote) whose steps are unknown is a piece of text as it arrived. Its path is empty.
+    An event of a lane whose steps are unknown is a piece of text as it arrived. Its path is empty.
     """
 
     index: Int
@@ -127,7 +128,7 @@ def output_outcomes(event: StepEvent, row: int = 0) -> list[Outcome]:
 
 @checked(frozen=True, slots=True, config=_strict)
 class Remote:
-    """Server of a lane, and its own figures, used where its steps are unknown. Times are wall times of arrival."""
+    """Server of a lane, and its own figures, which count where the steps are unknown."""
 
     server: str  # host:port
     model: str  # name of the model on the server
@@ -141,12 +142,15 @@ class Remote:
     accept_histogram: Annotated[list[Number], _FAST] = field(default_factory=list)
 
 
+_HERE: Final = Remote("", "", "", counted=True)  # the service of a lane that this program decoded
+
+
 @checked(slots=True, config=_strict)
 class LaneTrace:
     """One lane of a run. `pieces[i]` is the text that token i added, so `"".join(pieces) == text`.
 
-    The token_ids of a remote lane are -1 if the server did not send them. Its prompt_ids and options are empty, and its
-    method is the one that the server was meant to run.
+    The prompt_ids and options of a lane on a server are empty, its token_ids are -1 if the server did not send them,
+    and its method is the one that the server was meant to run.
     """
 
     name: str
@@ -162,15 +166,28 @@ class LaneTrace:
     pieces: Annotated[list[str], _FAST] = field(default_factory=list)
     note: str | None = None  # why the lane failed, differs from its settings, or drafts less than they allow
     messages: Annotated[list[dict[str, str]], _FAST] = field(default_factory=list)  # chat so far; empty for plain text
-    remote: Remote | None = None  # None: decoded locally
+    remote: Remote | None = None  # None: decoded by this program; see `service`
     # runs before, without probabilities
     repeats: Annotated[list[Annotated[list[StepEvent], _FAST]], _SHORT] = field(default_factory=list)
     defaults: Annotated[list[str], _FAST, _SHORT] = field(default_factory=list)  # options left at their default
 
     @property
     def steps_known(self) -> bool:
-        """Return whether it is known of every token whether it was drafted."""
-        return all(any(event.path) for event in self.events)
+        """Return whether it is known of every token whether it was drafted. Of a server without events it is not."""
+        return all(any(event.path) for event in self.events) and bool(self.events or self.timing == "steps")
+
+    @property
+    def timing(self) -> Timing:
+        """Return what was timed: steps, by the device's clock, or requests with their prompt, by the arrival of text.
+
+        The time of a request cannot be split.
+        """
+        return "steps" if self.remote is None else "requests"
+
+    @property
+    def service(self) -> Remote:
+        """Return the server with its figures; without a name, times and counters where this program decoded."""
+        return self.remote or _HERE
 
 
 @checked(slots=True, config=_strict)
@@ -272,7 +289,7 @@ def _correct_comparison(trace: RunTrace) -> None:
 def _problems(lane: LaneTrace) -> Iterator[str]:
     """Yield inconsistencies that types cannot express."""
     for event in chain(lane.events, *lane.repeats):
-        if not _is_consistent(_with_probabilities(event), lane.remote is not None):
+        if not _is_consistent(_with_probabilities(event), lane.timing):
             yield f"step {event.index} is inconsistent"
     if [t for e in lane.events for t in e.emitted[0]] != lane.token_ids:
         yield "token_ids differ from the emitted tokens of its events"
@@ -282,21 +299,20 @@ def _problems(lane: LaneTrace) -> Iterator[str]:
     wrong = [name for name in lane.summary if (name in lists) != (name in LISTS)]
     wrong += [name for name, value in lane.options.items() if isinstance(value, list | dict)]
     yield from (f"{name!r:.60} has a value of the wrong type" for name in wrong)
-    if lane.remote:
-        lists["remote.accept_by_position"] = lane.remote.accept_by_position
-        lists["remote.accept_histogram"] = lane.remote.accept_histogram
+    lists["remote.accept_by_position"] = lane.service.accept_by_position
+    lists["remote.accept_histogram"] = lane.service.accept_histogram
     yield from (f"{n!r} has more than {MAX_DEPTH:,} entries" for n, value in lists.items() if len(value) > MAX_DEPTH)
 
 
-def _is_consistent(event: StepEvent, remote: bool) -> bool:
+def _is_consistent(event: StepEvent, timing: Timing) -> bool:
     """Return True if rows and columns have equal sizes, parents come first, and the path goes from parent to child.
 
-    The draft and the path of a remote event are empty if its step is unknown.
+    The draft and the path of a piece of a request are empty if its step is unknown.
     """
     per_node = (event.drafted, event.parents, event.draft_probs, event.target_probs)
     if not event.path or {len(event.path)} != {len(field) for field in (*per_node, event.emitted)}:
         return False
-    if remote and not any(event.path):
+    if timing == "requests" and not any(event.path):
         return not event.top and not any(cells for rows in per_node for cells in rows)
     if event.top and len(event.top) != len(event.path[0]):
         return False
@@ -321,31 +337,28 @@ def _is_consistent(event: StepEvent, remote: bool) -> bool:
 
 
 def run_timings(lane: LaneTrace, include_prefill: bool = False) -> Runs:
-    """Return the timing of every run of a lane, without the prefill unless `include_prefill`. Lanes on a server always
-    include it."""
-    return [
-        _run_timing(lane, events, include_prefill or lane.remote is not None) for events in (*lane.repeats, lane.events)
-    ]
+    """Return the timing of every run of a lane, without the prefill unless `include_prefill`. Requests always include
+    it."""
+    include_prefill |= lane.timing == "requests"
+    return [_run_timing(lane, events, include_prefill) for events in (*lane.repeats, lane.events)]
 
 
 def _run_timing(lane: LaneTrace, events: Sequence[StepEvent], include_prefill: bool) -> RunTiming:
-    run = decode_timing(events, lane.remote is not None)
+    run = decode_timing(events, lane.timing)
     if not include_prefill or not events:
         return run
-    tokens = run.tokens + len(events[0].emitted[0])
-    if lane.remote and not lane.remote.counted:
-        tokens = lane.remote.tokens or 0
+    tokens = run.tokens + len(events[0].emitted[0]) if lane.service.counted else lane.service.tokens or 0
     return replace(run, tokens=tokens, first_ms=step_ms(events[0]))
 
 
-def decode_timing(events: Sequence[StepEvent], remote: bool = False) -> RunTiming:
-    """Return the decode time of all rows together, without the prefill. remote: on a server, where sizes are in
-    tokens."""
+def decode_timing(events: Sequence[StepEvent], timing: Timing = "steps") -> RunTiming:
+    """Return the decode time of all rows together, without the prefill. The size of a step is its draft tokens, that of
+    a piece of a request its tokens."""
     steps, waited_ms = [], []
     disturbed = frozenset(index for index, event in enumerate(events[1:]) if "waited_ms" in event.notes)
     for event in events[1:]:
         drafted = sum(is_drafted(token) for row in event.drafted for token in row)
-        steps.append((len(event.emitted[0]) if remote else drafted, step_ms(event)))
+        steps.append((len(event.emitted[0]) if timing == "requests" else drafted, step_ms(event)))
         if event.wall_ms is not None:
             waited_ms.append(event.wall_ms - step_ms(event))
     tokens = sum(len(row) for event in events[1:] for row in event.emitted)
@@ -360,8 +373,13 @@ def step_ms(event: StepEvent) -> float:
 def same_prompt(baseline: LaneTrace, lane: LaneTrace) -> bool:
     """Return True if two lanes read one prompt, so that their times and texts can be compared. The lanes of a chat in
     traces of specdemo 3 continue their own answers."""
-    ids_known = baseline.remote is None and lane.remote is None
+    ids_known = not whole_requests(baseline, lane)
     return baseline.messages == lane.messages and (not ids_known or baseline.prompt_ids == lane.prompt_ids)
+
+
+def whole_requests(*lanes: LaneTrace) -> bool:
+    """Return whether requests were timed in any of the lanes, so that all are compared with their prompts."""
+    return any(lane.timing == "requests" for lane in lanes)
 
 
 def _not_compared() -> ComparisonRow:
@@ -418,15 +436,15 @@ def estimate_speedup(baseline: LaneTrace, lane: LaneTrace, schedule: str) -> Est
     """Estimate the speed-up from the steps, with the reasons to measure it again. None: unknown, or two prompts."""
     if not same_prompt(baseline, lane):
         return None
-    remote = baseline.remote is not None or lane.remote is not None
-    runs = run_timings(baseline, remote), run_timings(lane, remote)
-    estimate = speedup(*runs, shared=schedule == "race" and not remote)
+    requests = whole_requests(baseline, lane)
+    runs = run_timings(baseline, requests), run_timings(lane, requests)
+    estimate = speedup(*runs, shared=schedule == "race" and not requests)
     if estimate is None:
         return None
-    if not remote:
+    if not requests:
         return replace(estimate, reasons=noise.reasons(*runs, estimate))
     named_lanes = (("the baseline", baseline), ("this lane", lane))
-    servers = [(name, run_timings(one), one.remote.times.values()) for name, one in named_lanes if one.remote]
+    servers = [(name, run_timings(one), one.service.times.values()) for name, one in named_lanes if whole_requests(one)]
     server_reasons = (why for server in servers for why in noise.server_warnings(*server))
     return replace(estimate, reasons=(*server_reasons, *noise.wide_interval(estimate)))
 

@@ -220,8 +220,8 @@ def of_lengths(lengths: Mapping[int, float]) -> Acceptance:
 
 def of_lane(lane: LaneTrace) -> Acceptance:
     """Return the acceptance of a lane of a trace over all its rows. Raises ValueError if it is unknown."""
-    if lane.remote is not None and not (lane.events and lane.steps_known):
-        rates = [rate for rate in lane.remote.accept_by_position if rate]
+    if not lane.steps_known:
+        rates = [rate for rate in lane.service.accept_by_position if rate]
         if not rates:
             raise ValueError(f"lane {lane.name!r} ran on a server that reports no accepted tokens; pass --acceptance")
         conditional = tuple(min(b / a, 1.0) for a, b in zip([1.0, *rates], rates, strict=False))

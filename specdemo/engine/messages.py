@@ -113,7 +113,7 @@ class LaneSteps:
                 for row, output in zip(event.top, outputs, strict=False)
             ],
             notes=event.notes,
-            so_far=running_numbers(self._tally, lane.remote is not None),
+            so_far=running_numbers(self._tally, lane.timing),
         )
 
 

@@ -143,7 +143,7 @@ class Session:
             slowed = gpu.reasons()
             if slowed:
                 trace.environment["noise"] = slowed
-            served = {lane.remote.server: lane.remote.model for lane in trace.lanes if lane.remote}
+            served = {lane.service.server: lane.service.model for lane in trace.lanes if lane.service.server}
             trace.environment |= {"served_models": served} if served else {}
             compare_outputs(trace, self.models.target() if local_target else None, slowed, self.explains)
             self.state.end_run(spec, trace)

@@ -12,7 +12,7 @@ from torch import Tensor
 from specdemo.core.protocol import Target
 from specdemo.core.rules import draws_by_position
 from specdemo.core.sampling import PositionNoise, Sampling, to_probs
-from specdemo.core.trace import LaneTrace, RunTrace, StepEvent, compare, same_prompt
+from specdemo.core.trace import LaneTrace, RunTrace, StepEvent, compare, same_prompt, whole_requests
 from specdemo.core.tree import chain_parents
 from specdemo.models.cpu_threads import step_threads
 from specdemo.models.pass_cost import GPU_SLOTS, VERIFY_TOKENS, Pass, passes_noise, rounding_noise
@@ -40,26 +40,28 @@ def compare_outputs(trace: RunTrace, target: Target | None, noise: Sequence[str]
         if row["speedup"] and noise:
             row |= {"noisy": True, "reasons": [*row["reasons"], *noise]}
         index = row["first_divergence"]
+        served = whole_requests(baseline, lane)
+        reader = None if served else target  # a server does not tell the ids of its prompt
         if "error" in (baseline.finish, lane.finish) or not same_prompt(baseline, lane):
             row |= {"identical": None, "first_divergence": None, "verdict": "unknown"}
         elif not lane.exact:
             row |= {"verdict": "lossy", "identical": row["identical"] or None}  # it need not be identical
-            row |= _price(trace, lane, target)
-            if index is not None and target is not None and not lane.remote:
-                with suppress(Exception), step_threads(target):  # for example out of memory
-                    row["divergence_margin"], _ = _gap(target, baseline, lane, index, margin_of)
-        elif baseline.remote or lane.remote:
-            row["verdict"] = _remote_verdict(baseline, lane, row["identical"])
+            row |= _price(trace, lane, reader)
+            if index is not None and reader is not None:
+                with suppress(Exception), step_threads(reader):  # for example out of memory
+                    row["divergence_margin"], _ = _gap(reader, baseline, lane, index, margin_of)
+        elif served:
+            row["verdict"] = _text_verdict(baseline, lane, row["identical"])
         elif index is None:
             row["verdict"] = "identical" if one_text else "same distribution"
-            row["bit_for_bit"] = one_text and target is not None and _same_bits(target, lane)
+            row["bit_for_bit"] = one_text and reader is not None and _same_bits(reader, lane)
         elif not explains:
             row["verdict"] = "unknown"
         else:
-            assert target is not None
+            assert reader is not None
             row["verdict"] = "unknown"
-            with suppress(Exception), step_threads(target):  # for example out of memory
-                row["divergence_margin"], rounding = _divergence(target, baseline, lane, index, margin_of)
+            with suppress(Exception), step_threads(reader):  # for example out of memory
+                row["divergence_margin"], rounding = _divergence(reader, baseline, lane, index, margin_of)
                 row["verdict"] = "rounding" if rounding else "differs"
         trace.comparison.append(row)
 
@@ -97,7 +99,7 @@ def _price(trace: RunTrace, lane: LaneTrace, target: Target | None) -> dict[str,
     changed = [event.notes["changed"] for event in lane.events if "changed" in event.notes]
     if changed:
         price["tokens_changed"] = round(sum(changed))
-    if target is None or lane.remote or trace.lanes[0].remote:
+    if target is None:
         return price
     with suppress(Exception), step_threads(target):  # for example out of memory
         for name, one in (("log_likelihood", lane), ("baseline_log_likelihood", trace.lanes[0])):
@@ -128,7 +130,7 @@ def log_likelihood(target: Target, prompt_ids: Sequence[int], token_ids: Sequenc
     return total / len(token_ids)
 
 
-def _remote_verdict(baseline: LaneTrace, lane: LaneTrace, same: bool | None) -> str:
+def _text_verdict(baseline: LaneTrace, lane: LaneTrace, same: bool | None) -> str:
     """Return the verdict if a server wrote one of the texts. Its sampling rule, and why a text differs, are unknown."""
     if same is None or not lane.text:
         return "unknown"

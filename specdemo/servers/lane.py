@@ -83,7 +83,7 @@ class RemoteLane:
         self.alternatives = 0  # number of most likely tokens to request
         self.next_tokens: dict[str, float] = {}  # most likely first tokens and their log-probabilities
         self.token_alternatives: list[Alternatives] = []  # of each token of a chat
-        self.trace.remote = self._remote = Remote(host(self.server), self.model or "", "")
+        self.trace.remote = Remote(host(self.server), self.model or "", "")
 
     def events(self, cancelled: Callable[[], bool]) -> Iterator[StepEvent]:
         """Yield every event. Raises only RuntimeError, one line, if the server fails or takes
@@ -144,7 +144,7 @@ class RemoteLane:
         return lambda ids: []
 
     def _update(self, **known: Any) -> None:
-        self.trace.remote = self._remote = replace(self._remote, **known)
+        self.trace.remote = replace(self.trace.service, **known)
 
     def _note(self, text: str) -> None:
         self.trace.note = f"{self.trace.note}; {text}" if self.trace.note else text
@@ -247,7 +247,7 @@ class RemoteLane:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         put: dict[str, object] = {"prompt": prompt} if form == "completions" else {"messages": messages}
         request: dict[str, object] = {
-            "model": self._remote.model,
+            "model": self.trace.service.model,
             "max_tokens": limit,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,

@@ -81,7 +81,7 @@ function leadText(lanes, leader, now, ended) {
 /** Returns the progress of a lane in words. */
 function progress(lane, { tokens, length }, lanes) {
   if (countsPieces(lane)) return `${tokens} pieces`;
-  if (lane.remote) return `${numbers(lane).tokens ?? 0} tokens`;
+  if (lane.timing === "requests") return `${numbers(lane).tokens ?? 0} tokens`;
   const texts = new Set(lanes.filter(isFinished).map((other) => other.soFar.tokens));
   if (lane.finish === "stop" && texts.size > 1) return `stopped after ${tokens} tokens`;
   return length ? `${tokens} of ${length} tokens` : `${tokens} tokens`; // no length before the first run
@@ -140,7 +140,7 @@ function setText(node, text) {
 
 // Marks the position in a lane's text that plain decoding has reached. When the lane has finished, the mark gets a label.
 function drawBaselineMark(lane, now) {
-  if (lane.remote || run.lanes[0].remote) return;
+  if ([lane, run.lanes[0]].some(({ timing }) => timing === "requests")) return;
   const count = tokensAt(run.lanes[0], now);
   const label = isFinished(lane) ? "baseline had reached this point" : "";
   if (lane.baselineMark?.count === count && lane.baselineMark.node.textContent === label) return;

@@ -103,7 +103,7 @@ function startThinking(lane, nodes) {
 }
 
 function laneOptions(lane) {
-  if (lane.remote) return "";
+  if (lane.timing === "requests") return "";
   if (!lane.index) return "one token per forward pass";
   const { model, ...rest } = lane.options || {};
   const set = Object.entries(rest).filter(([name]) => name === "k" || !lane.defaults?.includes(name));

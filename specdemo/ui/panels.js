@@ -36,14 +36,14 @@ function drawHistogram() {
   const rates = n.accept_by_position || [];
   const list = rates.map((rate, i) => unbroken(`${i + 1}:\u00a0${percent(rate)}`)).join("  ");
   const box = $(".sd-histogram");
-  if (lane.remote && !n.accept_histogram?.length) {
+  if (lane.timing === "requests" && !n.accept_histogram?.length) {
     const reported = rates.length ? [`Acceptance rate at position ${list}, reported by its server. ${lane.remote.source}.`] : [];
     return paragraphs(box, ["The accepted tokens per step are unknown.", ...reported]);
   }
   if (!lane.index) return paragraphs(box, ["The baseline has no drafter."]);
   if (!n.drafted) return paragraphs(box, [`Nothing was drafted${run.done ? "" : " yet"}.`]);
   if (!$(".sd-accepted-chart")) box.replaceChildren(make("div", "sd-accepted-chart"), make("p", "sd-small sd-rates"));
-  $(".sd-rates").textContent = `Acceptance rate at position ${list}${lane.remote && !stepsKnown(lane) ? `. ${lane.remote.source}` : ""}`;
+  $(".sd-rates").textContent = `Acceptance rate at position ${list}${lane.timing === "requests" && !stepsKnown(lane) ? `. ${lane.remote.source}` : ""}`;
   const label = n.accept_histogram.map((count, accepted) => `${count} steps accepted ${accepted}`).join(", ");
   plot($(".sd-accepted-chart"), { bars: n.accept_histogram, label, series: lane.index });
 }
@@ -72,10 +72,10 @@ function drawTimes() {
     const total = sum(split[i]);
     const parts = ["draft", "verify", "other"].map((name, j) => [name, split[i][j], `${milliseconds(split[i][j])} ms`]);
     const training = lane.soFar.ms_train ? ` including ${milliseconds(lane.soFar.ms_train)} ms of training` : "";
-    const share = lane.index && !lane.remote && total ? `${percent(split[i][0] / total)} draft${training}` : "";
+    const share = lane.index && lane.timing !== "requests" && total ? `${percent(split[i][0] / total)} draft${training}` : "";
     const waitedShare = numbers(lane).waited_share;
     const details = [share, isNumber(waitedShare) && `CPU contention ${percent(waitedShare)}`].filter(Boolean).join(", ");
-    const time = make("span", "sd-ms", lane.remote ? "unknown" : total ? `${(total / 1000).toFixed(2)} s` : "–");
+    const time = make("span", "sd-ms", lane.timing === "requests" ? "unknown" : total ? `${(total / 1000).toFixed(2)} s` : "–");
     return make("div", "sd-split", laneNumber(lane), splitTrack(parts, longest), time, make("small", "", details));
   };
   $(".sd-times").replaceChildren(...run.lanes.map(row));

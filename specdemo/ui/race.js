@@ -175,7 +175,7 @@ function show(lane, lines) {
 }
 
 function begin(lane, line, ms) {
-  if (lane.index && !lane.remote && isShown(pace(), ms) && displayedDrafts(line).length) showPending(lane, line, ms);
+  if (lane.index && lane.timing !== "requests" && isShown(pace(), ms) && displayedDrafts(line).length) showPending(lane, line, ms);
 }
 
 let film = null; // the slow motion on show; undefined after it, because it is shown once
@@ -183,7 +183,7 @@ let film = null; // the slow motion on show; undefined after it, because it is s
 /** Returns the slow motion of the first playback and the device time at which it begins. Not while lanes are measured: it takes CPU time. */
 function scene() {
   if (film !== null || !run.end || pace() !== "auto") return null;
-  const steps = run.lanes.slice(1).filter(({ remote }) => !remote).map((lane) => ({ lane, index: exampleStep(lane.lines, Math.max(1, lane.next)) }));
+  const steps = run.lanes.slice(1).filter(({ timing }) => timing !== "requests").map((lane) => ({ lane, index: exampleStep(lane.lines, Math.max(1, lane.next)) }));
   const examples = steps.filter(({ index }) => index > 0).map(({ lane, index }) => ({ lane, line: lane.lines[index], at: player.due(lane, lane.lines[index - 1]) }));
   const first = examples.toSorted((a, b) => a.at - b.at)[0];
   return first ? { at: first.at, show: () => showFilm(first.lane, first.line) } : null;

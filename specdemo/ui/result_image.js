@@ -47,7 +47,7 @@ function piecesAt(source, lane, clock, displayMs) {
   const pieces = (prompt.match(/\s*\S+|\s+/g) ?? []).map((text) => ({ text, kind: "prompt" }));
   for (const line of lane.lines.slice(0, lane.next)) (line.text ?? []).forEach((text, i) => pieces.push({ text, kind: line.output_outcomes[i] }));
   const [before, step] = [lane.lines[lane.next - 1], lane.lines[lane.next]];
-  if (!before || step?.type !== "step" || lane.remote || displayMs(before.at, step.at) < MIN_STEP_MS) return pieces;
+  if (!before || step?.type !== "step" || lane.timing === "requests" || displayMs(before.at, step.at) < MIN_STEP_MS) return pieces;
   const decided = (clock - before.at) / (step.at - before.at) >= 0.65;
   return [...pieces, ...displayedDrafts(step).map(({ text, outcome }) => ({ text: text.replace(/\n/g, "⏎"), kind: decided ? outcome : "pending" }))];
 }

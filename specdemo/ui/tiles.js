@@ -28,7 +28,7 @@ const numbers = (lane) => ({ ...lane.soFar, ...lane.summary });
 const comparable = (lanes) => lanes.every(({ soFar }) => soFar.tokens >= MIN_COMPARED);
 
 // A piece of text from a server may hold several tokens. Their number is known at the end, if at all.
-const countsPieces = (lane) => lane.remote && !isNumber(lane.summary?.tokens);
+const countsPieces = ({ timing, summary }) => timing === "requests" && !isNumber(summary?.tokens);
 
 // Returns whether a lane answers the baseline's prompt. In chats of older versions every lane continued its own answers.
 const samePrompt = (lane, baseline) => JSON.stringify(lane.messages ?? []) === JSON.stringify(baseline.messages ?? []);
@@ -73,11 +73,12 @@ function drawNumbers() {
 }
 
 /** @param {any} lane */
-function laneNumbers({ view, remote, summary }, n) {
+function laneNumbers(lane, n) {
+  const { view } = lane;
   view.number.textContent = fixed(n.tokens_per_s, n.tokens_per_s < 100 ? 1 : 0);
   view.number.dataset.value = n.tokens_per_s ?? "";
   view.number.title = isNumber(n.tokens_per_s_low) ? `95 % interval: ${fixed(n.tokens_per_s_low, 1)} to ${fixed(n.tokens_per_s_high, 1)}` : "";
-  view.unit.textContent = countsPieces({ remote, summary }) ? "pieces/s" : "tok/s";
+  view.unit.textContent = countsPieces(lane) ? "pieces/s" : "tok/s";
 }
 
 function drawTile(name, lanes, several, cells) {
@@ -93,7 +94,7 @@ function drawTile(name, lanes, several, cells) {
 }
 
 // Returns the source of a number that may come from a server's counters.
-const sourceLabel = (lane, value) => (lane.remote && isNumber(value) ? "from the server's metrics" : lane.remote ? "unknown" : "");
+const sourceLabel = ({ timing }, value) => (timing !== "requests" ? "" : isNumber(value) ? "from the server's metrics" : "unknown");
 
 // Returns the acceptance rate below which the draft of a finished lane loses on this machine.
 function breakEven({ comparison }) {

@@ -12,7 +12,7 @@ from specdemo.core.definitions import by_key
 from specdemo.core.estimate import Estimate
 from specdemo.core.headline import SO_FAR, headline, price_words, settled
 from specdemo.core.rules import draws_by_position
-from specdemo.core.trace import ComparisonRow, LaneTrace, RunTrace, estimates
+from specdemo.core.trace import ComparisonRow, LaneTrace, RunTrace, estimates, whole_requests
 from specdemo.costs.passes import SAME_BITS, curve_of, pass_rows
 from specdemo.costs.speedup import interpolate
 from specdemo.engine.messages import Finished, LaneDone, Note, Restarted, RunMessage, Started, StepRow
@@ -115,8 +115,9 @@ def _start(trace: RunTrace) -> dict[str, object]:
 
 
 def _details(trace: RunTrace, lane: LaneTrace) -> list[tuple[str, str]]:
-    """Return facts about a local lane: its draft length, its random numbers, and how the target's passes run."""
-    if lane.remote:
+    """Return facts about a lane: its draft length, its random numbers, and how the target's passes run. Of a server
+    they are unknown."""
+    if lane.timing == "requests":
         return []
     rows = pass_rows(trace.environment)
     if "k" in lane.defaults:
@@ -129,18 +130,18 @@ def _details(trace: RunTrace, lane: LaneTrace) -> list[tuple[str, str]]:
 def predictable(trace: RunTrace, lane: LaneTrace) -> bool:
     """Return whether the What if tab can estimate the lane: its method has a cost, its models a config.json, or are
     the GGUF files of this page."""
-    known = lane.exact and lane.remote is None and lane.method in PREDICTED
+    known = lane.exact and lane.timing == "steps" and lane.method in PREDICTED
     files = [name for name in models_of(trace) if is_gguf(name)]
     return known and (not files or (OWN in load_presets() and {*files} <= {*load_presets()[OWN].models}))
 
 
 def _lane(lane: LaneTrace) -> dict[str, object]:
-    own = _named(lane, "name", "method", "options", "defaults", "exact", "note", "messages")
+    own = _named(lane, "name", "method", "options", "defaults", "exact", "note", "messages", "timing")
     return own | {"remote": _remote(lane)}
 
 
 def _remote(lane: LaneTrace) -> dict[str, object] | None:
-    """Return the server of a lane and the source of its numbers; None for a local lane."""
+    """Return the server of a lane and the source of its numbers; None where this program decoded."""
     return _named(lane.remote, "server", "model", "endpoint", "source") if lane.remote else None
 
 
@@ -188,7 +189,7 @@ def _card(trace: RunTrace) -> dict[str, object]:
     """Return facts about the target of a run on this machine, `card`, and the query of a link to what the last `tune`
     found for it, `found`; empty for the shipped models."""
     target, speed = str(trace.config.get("target")), trace.lanes[0].summary.get("tokens_per_s")
-    if target in EMBEDDED or trace.lanes[0].remote or not speed:
+    if target in EMBEDDED or whole_requests(trace.lanes[0]) or not speed:
         return {}
     rows = [("This model", shown_name(target)), ("Plain decoding", f"{speed:.0f} tokens/s")]
     if curve := curve_of(trace.environment):

@@ -27,7 +27,7 @@ test("lanes with different prompts have no speed-up", () => {
 });
 
 test("pieces of a server are compared with nothing before their tokens are known", () => {
-  const run = { lanes: [lane(10), lane(25, { remote: { server: "a:1" } })] };
+  const run = { lanes: [lane(10), lane(25, { timing: "requests" })] };
   const { speedup } = of(run);
   assert.equal(speedup(run.lanes[1]), null);
   run.lanes[1].summary = { tokens: 20, tokens_per_s: 30 };
@@ -107,9 +107,9 @@ test("a tile shows its number in its format, with its parts or its source", () =
   assert.deepEqual(cells("per-pass", "tokens_per_step", "decimal", { tokens_per_step: 1, steps: 1 }), ["1.00", "1 pass", "", 1]);
   assert.deepEqual(cells("memory", "peak_memory_bytes", "bytes", { peak_memory_bytes: 46.2e6 }), ["46.2 MB", "", "", 46.2e6]);
   assert.deepEqual(cells("rejected", "rejected", "count", { rejected: 11 }), ["11", "", "", 11]);
-  const remote = { remote: { server: "a:1" } };
-  assert.deepEqual(cells("acceptance", "acceptance_rate", "percent", { acceptance_rate: 0.5, drafted: null }, remote).slice(0, 2), ["50 %", "from the server's metrics"]);
-  assert.deepEqual(cells("acceptance", "acceptance_rate", "percent", { acceptance_rate: null, drafted: null }, remote).slice(0, 2), ["–", "unknown"]);
+  const served = { timing: "requests" };
+  assert.deepEqual(cells("acceptance", "acceptance_rate", "percent", { acceptance_rate: 0.5, drafted: null }, served).slice(0, 2), ["50 %", "from the server's metrics"]);
+  assert.deepEqual(cells("acceptance", "acceptance_rate", "percent", { acceptance_rate: null, drafted: null }, served).slice(0, 2), ["–", "unknown"]);
 });
 
 test("the acceptance rate of a finished lane is shown with the rate that would break even", () => {
