@@ -1,4 +1,5 @@
-"""The result of a whole comparison in one sentence, for the page, the command line and the API. Needs no torch."""
+"""The result of a comparison in words, for the page, the command line and the API: the headline, and of each lane how
+its text compares with the baseline's. Needs no torch."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -81,6 +82,30 @@ def price_words(row: Mapping[str, object]) -> str:
     return "; ".join(words)
 
 
+def parting_words(baseline: LaneTrace, lane: LaneTrace, row: Mapping[str, object]) -> str:
+    """Return the two tokens where the texts part, and the gap between them in words; empty if they do not part."""
+    index, margin = row.get("first_divergence"), row.get("divergence_margin")
+    if not isinstance(index, int):
+        return ""
+    pieces = [one.pieces[index][:30] if index < len(one.pieces) else "" for one in (baseline, lane)]
+    alike = pieces[0].strip() == pieces[1].strip()
+    words = [(piece if alike else piece.strip(), piece) for piece in pieces]
+    tokens = [f"“{word}”" if word else "a line break" if piece else "the end" for word, piece in words]
+    if not isinstance(margin, int | float):
+        return " or ".join(tokens)
+    gap = f"{margin:.2g} between {' and '.join(tokens)}"
+    if row.get("verdict") == "rounding":
+        return f"a near-tie: {gap}"
+    return f"{gap}, {'accepted by the lossy rule' if not lane.exact else 'more than rounding explains'}"
+
+
+def output_words(row: Mapping[str, object]) -> str:
+    """Return how a lane's text compares with the baseline's, from its row of `comparison`; empty if it was not
+    compared."""
+    verdict = str(row.get("verdict", ""))
+    return BIT_FOR_BIT if row.get("bit_for_bit") is True else WORDS.get(verdict, verdict)
+
+
 def _so_far(trace: RunTrace, speeds: Speeds, times: str) -> Headline:
     best = max(speeds, key=lambda index: speeds[index].value)
     lanes = listed([_with_speed(trace, index, speeds, times) for index in speeds])
@@ -154,9 +179,7 @@ def _name(trace: RunTrace, index: int) -> str:
 def _output(trace: RunTrace, speeds: Speeds) -> str:
     """Return how the texts of the lanes compare with the baseline's; empty if they were not compared."""
     rows = enumerate(trace.comparison, start=1)
-    verdicts = {index: str(row["verdict"]) for index, row in rows if index in speeds and "verdict" in row}
-    exact = {index for index, row in enumerate(trace.comparison, start=1) if row.get("bit_for_bit") is True}
-    verdicts = {index: BIT_FOR_BIT if index in exact else WORDS.get(v, v) for index, v in verdicts.items()}
+    verdicts = {index: output_words(row) for index, row in rows if index in speeds and "verdict" in row}
     if len({*verdicts.values()}) < 2:
         return "".join({*verdicts.values()})
     return ", ".join(f"{_name(trace, index)} {verdict}" for index, verdict in verdicts.items())

@@ -10,7 +10,7 @@ from specdemo.analysis.lanes import break_even, prediction
 from specdemo.bench.tune import last_found
 from specdemo.core.definitions import by_key
 from specdemo.core.estimate import Estimate
-from specdemo.core.headline import SO_FAR, headline, price_words, settled
+from specdemo.core.headline import SO_FAR, headline, parting_words, price_words, settled
 from specdemo.core.rules import draws_by_position
 from specdemo.core.trace import ComparisonRow, LaneTrace, RunTrace, estimates, whole_requests
 from specdemo.costs.passes import SAME_BITS, curve_of, pass_rows
@@ -161,28 +161,11 @@ def _texts(trace: RunTrace, lane: LaneTrace, row: ComparisonRow, speed: Estimate
     texts: dict[str, object] = {"interval": speed.interval(), "word": speed.label} if speed else {}
     if price := price_words(row):
         texts["price"] = price
-    if parting := _parting(trace.lanes[0], lane, row):
+    if parting := parting_words(trace.lanes[0], lane, row):
         texts["parting"] = parting
     texts |= {"why": why} if settled(trace, lane) else {"word": SO_FAR, "why": ""}
     rate = break_even(lane.summary, speed)
     return texts | {"break_even": None if rate is None else round(rate, 4)}
-
-
-def _parting(baseline: LaneTrace, lane: LaneTrace, row: ComparisonRow) -> str:
-    """Return the two tokens where the texts part, and the gap between them in words; empty if they do not part."""
-    index, margin = row.get("first_divergence"), row.get("divergence_margin")
-    if not isinstance(index, int):
-        return ""
-    pieces = [one.pieces[index][:30] if index < len(one.pieces) else "" for one in (baseline, lane)]
-    alike = pieces[0].strip() == pieces[1].strip()
-    words = [(piece if alike else piece.strip(), piece) for piece in pieces]
-    tokens = [f"“{word}”" if word else "a line break" if piece else "the end" for word, piece in words]
-    if not isinstance(margin, int | float):
-        return " or ".join(tokens)
-    gap = f"{margin:.2g} between {' and '.join(tokens)}"
-    if row.get("verdict") == "rounding":
-        return f"a near-tie: {gap}"
-    return f"{gap}, {'accepted by the lossy rule' if not lane.exact else 'more than rounding explains'}"
 
 
 def _card(trace: RunTrace) -> dict[str, object]:
