@@ -11,7 +11,7 @@ import torch
 from specdemo.core.protocol import Budget
 from specdemo.core.tree import ABSENT, Draft, chain_parents, is_chain, select_nodes
 from specdemo.methods.base import Method
-from specdemo.methods.wrapper import Wrapper
+from specdemo.methods.wrapper import Choice, Wrapper
 
 
 class Confident(Wrapper):
@@ -21,13 +21,17 @@ class Confident(Wrapper):
         super().__init__(drafter)
         self._p_min = p_min
 
-    def propose(self, budget: Budget) -> Draft:
-        """Draft until no row is sure of its last token. Notes: unverified, the tokens per row that were left out."""
+    def choose(self, budget: Budget) -> Choice:
+        """Draft until no row is sure of its last token."""
 
         def unsure(top_probs: list[float]) -> bool:
             return max(top_probs) < self._p_min or bool(budget.enough and budget.enough(top_probs))
 
-        return confident(super().propose(replace(budget, enough=unsure)), self._p_min)
+        return Choice(0, replace(budget, enough=unsure))
+
+    def propose(self, budget: Budget) -> Draft:
+        """Draft without the tokens below `p_min`. Notes: unverified, their number per row."""
+        return confident(super().propose(budget), self._p_min)
 
 
 def confident(draft: Draft, p_min: float) -> Draft:

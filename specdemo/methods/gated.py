@@ -8,7 +8,6 @@ repeat long parts of the prompt, which a lookup drafts without cost; the drafter
 The choice depends on measured times. The output is exact with every choice.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 from statistics import mean
 
@@ -19,8 +18,8 @@ from specdemo.core.sampling import Sampling
 from specdemo.core.tree import ABSENT, Draft
 from specdemo.costs.speedup import best_length, expected_tokens
 from specdemo.methods import BaseOptions, load_drafter, setting, wrappable
-from specdemo.methods.adaptive import DECAY, LatencyTable, LookupAcceptance
-from specdemo.methods.wrapper import Wrapper, acceptance_per_row
+from specdemo.methods.measurements import DECAY, LatencyTable, LookupAcceptance, StepOutcome
+from specdemo.methods.wrapper import Choice, Wrapper
 
 FIRST_STEPS = 3  # of the other drafter, before the two are compared; until then it drafts where the lookup just failed
 DRAFTER, LOOKUP = range(2)
@@ -52,46 +51,37 @@ class Gated(Wrapper, method="gated"):
         self._steps = 0  # of the drafter
         self._failed = False  # the last draft of the lookup was rejected, and the drafter has not drafted since
         self._tokens = self._seconds = 0.0  # of recent steps of the drafter, per row
-        self._draft: Draft | None = None  # None until the prompt has been observed
-        self._rows: list[tuple[int, int]] = []  # drafted and accepted levels of the last step, by row
 
-    def propose(self, budget: Budget) -> Draft:
+    def choose(self, budget: Budget) -> Choice:
         """Draft with the lookup or with the drafter. Notes: route, 1 for the lookup."""
         match = self.drafters[LOOKUP].propose(budget)
-        length = self._length(match) if match.nodes else 0
-        if self._most and not length:
-            budget = replace(budget, depth=min(budget.depth, self._most), nodes=min(budget.nodes, self._most))
-        self._route, self._depth = (LOOKUP, length) if length else (DRAFTER, budget.depth)
-        if length:
+        if length := self._length(match) if match.nodes else 0:
             self._acceptance.drop()
-        elif not self._acceptance.watches:
+            first = _first(match, length)
+            return Choice(LOOKUP, replace(budget, depth=length), first, notes={"route": LOOKUP})
+        if not self._acceptance.watches:
             self._acceptance.watch(match)
-        draft = _first(match, length) if length else super().propose(budget)
-        self._draft = replace(draft, notes={**draft.notes, "route": self._route})
-        return self._draft
+        if self._most:
+            budget = replace(budget, depth=min(budget.depth, self._most), nodes=min(budget.nodes, self._most))
+        return Choice(DRAFTER, budget, notes={"route": DRAFTER})
 
     def observe(self, progress: Progress) -> None:
-        if self._draft is not None:
-            self._rows = acceptance_per_row(self._draft, self._depth, progress)
-            self._acceptance.observe(progress.output_ids())
         super().observe(progress)
+        self._acceptance.observe(progress.output_ids())
 
-    def on_step_timed(self, ms: Mapping[str, float]) -> None:
-        super().on_step_timed(ms)
-        if self._draft is None or not self._rows:
+    def learn(self, outcome: StepOutcome) -> None:
+        if not outcome.rows:
             return
-        seconds = sum(ms.values()) / 1000.0
-        drafting = ms.get("draft", 0.0) / 1000.0
-        self._verify_times.add(self._draft.nodes + 1, seconds - drafting)
-        if self._route == LOOKUP:
-            self._lookup_times.add(1, drafting)
-            self._failed = not any(accepted for _, accepted in self._rows)
-            for drafted, accepted in self._rows:
+        self._verify_times.add(outcome.slots, outcome.seconds - outcome.draft_seconds)
+        if outcome.drafter == LOOKUP:
+            self._lookup_times.add(1, outcome.draft_seconds)
+            self._failed = not any(accepted for _, accepted in outcome.rows)
+            for drafted, accepted in outcome.rows:
                 self._acceptance.add(drafted, accepted)
         else:
             self._steps, self._failed = self._steps + 1, False
-            self._tokens = DECAY * self._tokens + 1.0 + mean(accepted for _, accepted in self._rows)
-            self._seconds = DECAY * self._seconds + seconds
+            self._tokens = DECAY * self._tokens + 1.0 + mean(accepted for _, accepted in outcome.rows)
+            self._seconds = DECAY * self._seconds + outcome.seconds
 
     def _length(self, match: Draft) -> int:
         """Return how many tokens of a match to draft; 0: the drafter is expected to be faster, or no match is."""

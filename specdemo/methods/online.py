@@ -19,7 +19,8 @@ from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import Draft
 from specdemo.methods import BaseOptions, load_drafter, method, model_method, setting, wrappable
-from specdemo.methods.wrapper import Wrapper, acceptance_per_row
+from specdemo.methods.measurements import acceptance_per_row
+from specdemo.methods.wrapper import Wrapper
 from specdemo.models.load import LoadedModel
 from specdemo.training.losses import Trainable
 
@@ -96,7 +97,7 @@ class Online(Wrapper, method="online"):
         self._store(progress)
         if self._draft is None:
             return
-        for drafted, accepted in acceptance_per_row(self._draft, self._depth, progress):
+        for drafted, accepted in acceptance_per_row(self._draft, self._depth, progress.lengths):
             self._drafted = DECAY * self._drafted + drafted
             self._accepted = DECAY * self._accepted + accepted
         self._steps += 1

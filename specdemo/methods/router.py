@@ -4,15 +4,16 @@ Every drafter is tried for a few steps; then the one with the most accepted toke
 generation. All rows of a batch use the same drafter.
 """
 
-from dataclasses import replace
+from collections.abc import Sequence
 
 from torch import Generator
 
-from specdemo.core.protocol import Budget, Progress, Target
+from specdemo.core.protocol import Budget, Target
 from specdemo.core.sampling import Sampling
-from specdemo.core.tree import Draft
 from specdemo.methods import METHODS, BaseOptions, load_drafter, setting, wrappable
-from specdemo.methods.wrapper import Wrapper
+from specdemo.methods.base import Method
+from specdemo.methods.measurements import StepOutcome
+from specdemo.methods.wrapper import Choice, Wrapper
 
 
 class RouterOptions(BaseOptions):
@@ -40,23 +41,25 @@ class Router(Wrapper, method="router"):
 
     def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
         super().start(batch, sampling, rng)
-        self._steps = -1  # -1 until the prompt has been observed
-        self._route = 0
+        self._steps = 0
         self._accepted = [0] * len(self.drafters)  # accepted tokens per drafter
 
-    def propose(self, budget: Budget) -> Draft:
-        """Draft with the current drafter. Notes: route, its index; 0 is the lane's model."""
-        draft = self.drafters[self._route].propose(budget)
-        return replace(draft, notes={**draft.notes, "route": self._route})
-
-    def observe(self, progress: Progress) -> None:
+    @property
+    def _best(self) -> int | None:
+        """Return the index of the drafter with the most accepted tokens; None during the trials."""
         trials = self._trial * len(self.drafters)
-        if self._steps < trials:
-            super().observe(progress)
-            if self._steps >= 0:
-                self._accepted[self._route] += sum(progress.lengths) - sum(length > 0 for length in progress.lengths)
-            self._steps += 1
-            done = self._steps == trials
-            self._route = self._accepted.index(max(self._accepted)) if done else self._steps // self._trial
-        else:
-            self.drafters[self._route].observe(progress)
+        return None if self._steps < trials else self._accepted.index(max(self._accepted))
+
+    def choose(self, budget: Budget) -> Choice:
+        """Draft with the drafter on trial, then with the best. Notes: route, its index; 0 is the lane's model."""
+        route = self._steps // self._trial if self._best is None else self._best
+        return Choice(route, budget, notes={"route": route})
+
+    @property
+    def readers(self) -> Sequence[Method]:
+        """Return all drafters during the trials, then the best."""
+        return self.drafters if self._best is None else [self.drafters[self._best]]
+
+    def learn(self, outcome: StepOutcome) -> None:
+        self._steps += 1
+        self._accepted[outcome.drafter] += sum(accepted for _, accepted in outcome.rows)

@@ -1,33 +1,52 @@
-"""Base class of methods that wrap other drafters. The lane's model belongs to the wrapped drafter."""
+"""Base class of methods that wrap other drafters. The lane's model belongs to the first wrapped drafter.
 
-from collections.abc import Mapping
+At every step `choose` says who drafts and how long, from what earlier steps measured. Methods differ in this function,
+and in what they `learn` from a step.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from torch import Generator
 
 from specdemo.core.protocol import Budget, Progress
 from specdemo.core.sampling import Sampling
-from specdemo.core.tree import ABSENT, Draft
+from specdemo.core.tree import Draft
 from specdemo.methods.base import Method
+from specdemo.methods.measurements import StepOutcome, acceptance_per_row
 
 
-def acceptance_per_row(draft: Draft, depth: int, progress: Progress) -> list[tuple[int, int]]:
-    """Return (drafted levels, accepted levels) of the last draft for every unfinished row."""
-    drafted = [draft.nodes] * len(progress.lengths)
-    if len(drafted) > 1 and draft.nodes:
-        drafted = (draft.tokens != ABSENT).sum(1).tolist()
-    lengths = zip(drafted, progress.lengths, strict=True)
-    # forced tokens of a grammar may follow the draft
-    return [(min(d, depth), min(length - 1, min(d, depth))) for d, length in lengths if length]
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Who drafts at a step, and how long."""
+
+    drafter: int  # index of the wrapped drafter
+    budget: Budget
+    draft: Draft | None = None  # its draft, if there is one already
+    unverified: int = 0  # levels of another draft that is compared with the text instead
+    notes: Mapping[str, float] = field(default_factory=dict)
 
 
 class Wrapper(Method):
-    """Forwards all calls to the wrapped drafters; the first one drafts."""
+    """Forwards all calls to the wrapped drafters; the first one drafts unless `choose` says something else."""
 
     def __init__(self, *drafters: Method) -> None:
         self.drafters = self.parts = drafters
         self.taps = tuple(dict.fromkeys(tap for drafter in drafters for tap in drafter.taps))
         self.name = next((drafter.name for drafter in drafters if drafter.name), "")
         self.note = "; ".join(dict.fromkeys(drafter.note for drafter in drafters if drafter.note))
+
+    def choose(self, budget: Budget) -> Choice:
+        """Return who drafts at this step, and how long."""
+        return Choice(0, budget)
+
+    def learn(self, outcome: StepOutcome) -> None:
+        """Read the measurements of a step that `choose` planned."""
+
+    @property
+    def readers(self) -> Sequence[Method]:
+        """Return the drafters that read the text."""
+        return self.drafters
 
     def read_bytes(self, k: int) -> int:
         return self.drafters[0].read_bytes(k)
@@ -48,17 +67,30 @@ class Wrapper(Method):
     def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
         for drafter in self.drafters:
             drafter.start(batch, sampling, rng)
+        self._planned: tuple[Choice, Draft] | None = None  # None: nothing was drafted since the last measurement
+        self._lengths: Sequence[int] = ()
 
     def propose(self, budget: Budget) -> Draft:
-        return self.drafters[0].propose(budget)
+        choice = self.choose(budget)
+        draft = self.drafters[choice.drafter].propose(choice.budget) if choice.draft is None else choice.draft
+        self._planned = choice, draft
+        return replace(draft, notes={**draft.notes, **choice.notes})
 
     def observe(self, progress: Progress) -> None:
-        for drafter in self.drafters:
+        for drafter in self.readers:
             drafter.observe(progress)
+        self._lengths = progress.lengths
 
     def on_step_timed(self, ms: Mapping[str, float]) -> None:
         for drafter in self.drafters:
             drafter.on_step_timed(ms)
+        if self._planned is not None:
+            (choice, draft), self._planned = self._planned, None
+            k = choice.budget.depth
+            rows = acceptance_per_row(draft, k, self._lengths)
+            drafting, verifying = ms.get("draft", 0.0), sum(ms.get(lap, 0.0) for lap in ("verify", "accept", "commit"))
+            times = drafting / 1000.0, verifying / 1000.0, sum(ms.values()) / 1000.0
+            self.learn(StepOutcome(k, draft.nodes + 1, rows, *times, choice.drafter, choice.unverified))
 
     def release(self) -> None:
         for drafter in self.drafters:

@@ -24,7 +24,8 @@ from specdemo.costs.speedup import (
 from specdemo.costs.step import CostModel, fit_cost_model
 from specdemo.engine.loop import generate
 from specdemo.methods import load_drafter
-from specdemo.methods.adaptive import Goodput, StepOutcome
+from specdemo.methods.adaptive import Goodput
+from specdemo.methods.measurements import StepOutcome
 from specdemo.models.pass_cost import median_times, pass_times
 from specdemo.models.toy import ToyTarget
 from tests.simulated_runs import chain, plain_run, prefill, simulated, speed

@@ -10,13 +10,8 @@ from specdemo.core.sampling import Sampling
 from specdemo.core.tree import ABSENT
 from specdemo.engine.loop import generate
 from specdemo.methods import load_drafter
-from specdemo.methods.adaptive import (
-    AcceptanceEstimator,
-    Goodput,
-    LatencyTable,
-    LookupAcceptance,
-    StepOutcome,
-)
+from specdemo.methods.adaptive import Goodput
+from specdemo.methods.measurements import AcceptanceEstimator, LatencyTable, LookupAcceptance, StepOutcome
 from specdemo.models.toy import ToyTarget
 
 ROWS = torch.randint(3, 61, (3, 9), generator=torch.Generator().manual_seed(3))
