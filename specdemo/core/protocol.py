@@ -42,6 +42,11 @@ class Budget:
         if self.depth < 0 or self.nodes < 0:
             raise ValueError(f"depth and nodes must be 0 or more, not {self.depth} and {self.nodes}")
 
+    @property
+    def chain(self) -> int:
+        """Return the length of the longest chain."""
+        return min(self.depth, self.nodes)
+
 
 class GrammarState(Protocol):
     """Protocol of a grammar's state after some output tokens. V vocabulary."""

@@ -370,7 +370,7 @@ def warm_up(
 
 @torch.no_grad()
 def _capture_graphs(target: Target, drafter: Drafter, budget: Budget) -> None:
-    if min(budget.depth, budget.nodes):
+    if budget.chain:
         drafter.capture_graphs(budget)
     target.capture_graphs(budget.depth + 1, drafter.taps)
     if budget.nodes > budget.depth:

@@ -206,14 +206,14 @@ class Adaptive(Wrapper, method="adaptive"):
 
     def capture_graphs(self, budget: Budget) -> None:
         """Capture every length, because the policy measures the time of each."""
-        depth = min(budget.depth, budget.nodes)
+        depth = budget.chain
         for k in range(1, depth):
             self.drafters[0].propose(Budget(k, budget.nodes * k // depth))
         super().capture_graphs(budget)
 
     def choose(self, budget: Budget) -> Choice:
         """Draft with the k of the policy. A match of a lookup that is not worth a pass is compared with the text."""
-        depth, unverified = min(budget.depth, budget.nodes), 0
+        depth, unverified = budget.chain, 0
         if k := self.policy.choose(depth, budget.nodes):
             if self._lookup:
                 self._lookup.drop()

@@ -101,7 +101,7 @@ class Cascade(DraftModel, method="cascade"):
         return replace(Draft.chain(drafted, probs, confidence), notes={"passes": 2})
 
     def capture_graphs(self, budget: Budget) -> None:
-        depth = min(budget.depth, budget.nodes)
+        depth = budget.chain
         super()._draft(depth)
         self.model.capture_graphs(MAX_CATCH_UP + depth)
         self._inner.capture_graphs(budget)

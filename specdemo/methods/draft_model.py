@@ -191,7 +191,7 @@ class DraftModel(Method, method="draft_model"):
 
     def propose(self, budget: Budget) -> Draft:
         longest = max(map(len, self._history))
-        depth = min(budget.depth, budget.nodes, self.model.max_length - longest)
+        depth = min(budget.chain, self.model.max_length - longest)
         if depth < 1 or not self._cached_ids[0]:  # the text is longer than the draft model's context
             return Draft.empty(len(self._history), self.model.device)
         return self._draft(depth, budget.enough)
@@ -211,7 +211,7 @@ class DraftModel(Method, method="draft_model"):
         return builder.build()
 
     def capture_graphs(self, budget: Budget) -> None:
-        depth = min(budget.depth, budget.nodes)
+        depth = budget.chain
         if self._bridge or not self._cached_ids[0] or max(map(len, self._history)) + depth > self.model.max_length:
             return
         for room in (USUALLY_MISSING, MAX_CATCH_UP):

@@ -53,7 +53,7 @@ class LayerSkip(Method, method="layer_skip"):
         self._roots = last_columns(progress, progress.outputs)[:, None]  # drafts of finished rows are ignored
 
     def propose(self, budget: Budget) -> Draft:
-        depth = min(budget.depth, budget.nodes)
+        depth = budget.chain
         if depth < 1:
             return Draft.empty(len(self._roots), self._device)
         target, chain, builder = self._target, self._roots, ChainBuilder(self.sampler, enough=budget.enough)

@@ -102,7 +102,7 @@ class Lookahead(Method, method="lookahead"):
                     row.advance(argmax_ids[b], self._height, self._options.guesses)
 
     def propose(self, budget: Budget) -> Draft:
-        if min(budget.depth, budget.nodes) < 1:
+        if budget.chain < 1:
             self._nodes = -1  # no window in this draft
             return Draft.empty(len(self._rows), self._device)
         trees = [self._build_tree(row, budget) for row in self._rows]

@@ -75,5 +75,5 @@ class NGram(Method, method="ngram"):
             row.extend(new_ids)
 
     def propose(self, budget: Budget) -> Draft:
-        continuations = [row.continuation(min(budget.depth, budget.nodes)) for row in self._rows]
+        continuations = [row.continuation(budget.chain) for row in self._rows]
         return Draft.chain(padded(continuations, self._device, ABSENT))

@@ -97,7 +97,7 @@ class Synthetic(Wrapper, method="synthetic"):
 
     def propose(self, budget: Budget) -> Draft:
         """Draft a chain. Notes: by_chance = 1, to mark the steps in a trace."""
-        draft = self._copy_prompt(min(budget.depth, budget.nodes)) if self._is_free else super().propose(budget)
+        draft = self._copy_prompt(budget.chain) if self._is_free else super().propose(budget)
         chain = draft if is_chain(draft.parents) else first_branch(draft)
         return replace(chain, notes={**draft.notes, "by_chance": 1.0})
 

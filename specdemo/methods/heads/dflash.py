@@ -417,7 +417,7 @@ class DFlash(Head[DFlashDraftModel], method="dflash"):
 
     def propose(self, budget: Budget) -> Draft:
         design = self.head.convention
-        depth = min(budget.depth, budget.nodes, design.num_drafts)
+        depth = min(budget.chain, design.num_drafts)
         if depth < 1:
             return Draft.empty(len(self._root), self._root.device)
         inputs, nodes = (self._root, self._before_root), budget.nodes if self.options.nodes else 0

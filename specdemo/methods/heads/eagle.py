@@ -248,7 +248,7 @@ class Eagle(Head[EagleHead], method="eagle"):
         self.runtime.observe(progress.lengths, progress.outputs, hidden)
 
     def propose(self, budget: Budget) -> Draft:
-        depth = min(budget.depth, budget.nodes)
+        depth = budget.chain
         if depth < 1:
             return Draft.empty(self.runtime.rows, self.device)
         if self.head.mask_hidden is not None:

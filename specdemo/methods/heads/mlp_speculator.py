@@ -178,7 +178,7 @@ class MLPSpeculator(Head[Speculator], method="mlp_speculator"):
         self._hidden, self._root = last_columns(progress, progress.hidden[-1]), last_columns(progress, progress.outputs)
 
     def propose(self, budget: Budget) -> Draft:
-        depth = min(budget.depth, budget.nodes, len(self.head))
+        depth = min(budget.chain, len(self.head))
         if depth < 1:
             return Draft.empty(len(self._root), self._root.device)
         inputs = self._hidden, self._root

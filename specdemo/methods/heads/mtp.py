@@ -260,7 +260,7 @@ class MTP(Head[MTPHeads], method="mtp"):
         self.runtime.observe(progress.lengths, self.target_features(progress), progress.outputs)
 
     def propose(self, budget: Budget) -> Draft:
-        head, depth = self.head, min(budget.depth, budget.nodes)
+        head, depth = self.head, budget.chain
         if not self._single_module:
             depth = min(depth, len(head))
         if depth < 1:

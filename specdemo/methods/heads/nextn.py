@@ -79,7 +79,7 @@ class NextN(Method, method="mtp"):
             self._open_context().skip(*self._unread([min(len(row.tokens) - 1, most) for row in self._rows]))
 
     def propose(self, budget: Budget) -> Draft:
-        depth = min(budget.depth, budget.nodes)
+        depth = budget.chain
         if depth < 1:
             return Draft.empty(len(self._rows), self._target.device)
         builder = ChainBuilder(self.sampler, enough=budget.enough)

@@ -99,7 +99,7 @@ class KVHead(Head[Net]):
 
     def longest(self, budget: Budget) -> int:
         """Return the draft length for a budget."""
-        return min(budget.depth, budget.nodes)
+        return budget.chain
 
     def observe(self, progress: Progress) -> None:
         self._last = (last_columns(progress, progress.outputs)[:, None],)
