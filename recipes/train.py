@@ -36,7 +36,7 @@ from specdemo.core.atomic_io import atomic_path
 from specdemo.core.outputs import check_output_folder, make_folder
 from specdemo.core.protocol import Progress
 from specdemo.core.suggest import suggest
-from specdemo.methods.base import Recipe as HeadRecipe
+from specdemo.methods.heads.head import Recipe as HeadRecipe
 from specdemo.methods.recipes import HEAD_RECIPES, untrained_drafter
 from specdemo.models import cpu_threads
 from specdemo.models.devices import pick_device

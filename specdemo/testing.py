@@ -17,7 +17,8 @@ from specdemo.core.trace import StepEvent
 from specdemo.core.tree import ABSENT, depths
 from specdemo.engine.loop import generate
 from specdemo.methods import BASELINE, load_drafter, method, method_options, model_method, parse_options, reads
-from specdemo.methods.base import Head, Method
+from specdemo.methods.base import Method
+from specdemo.methods.heads.head import Head
 from specdemo.models.checkpoints import open_checkpoint
 from specdemo.models.toy import ToyTarget
 from specdemo.training.losses import Trainable

@@ -110,6 +110,12 @@ def test_nothing_heavy_is_imported_early(first):
     assert done.stdout.strip() == "set()"
 
 
+def test_a_lookup_needs_neither_heads_nor_a_kv_store():
+    code = "import specdemo.methods.ngram, sys; print({'specdemo.kv', 'specdemo.methods.heads'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
 def test_the_version_is_the_one_of_the_package():
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert project["version"] == specdemo.__version__

@@ -35,7 +35,7 @@ from specdemo.engine.session import Session
 from specdemo.engine.session_state import clear_traceback, reason
 from specdemo.kv.graphs import capture_for
 from specdemo.methods import BASELINE, load_drafter, method
-from specdemo.methods.base import Head
+from specdemo.methods.heads.head import Head
 from specdemo.models.cpu_threads import one_thread
 from specdemo.models.devices import device_kind
 from specdemo.models.machine import device_name, versions

@@ -29,8 +29,8 @@ from specdemo.costs.drafting import HEAD_OPERATIONS, Drafting, Sizes
 from specdemo.costs.shapes import Config, Shape, number
 from specdemo.kv.masks import Columns
 from specdemo.methods import require_method
-from specdemo.methods.base import Recipe
 from specdemo.methods.heads.formats import check_target, count_numbered
+from specdemo.methods.heads.head import Recipe
 from specdemo.methods.heads.medusa import SAME_SHAPE_HINT, DraftedNodes, LevelNodes, Medusa, MedusaOptions, TokenHeads
 from specdemo.methods.heads.network import move_to_target
 from specdemo.methods.heads.runtime import HeadRuntime, last_columns, training_columns

@@ -11,8 +11,8 @@ from typing import ParamSpec, TypeVar
 
 from specdemo.core.protocol import Target
 from specdemo.methods import detect_head, detect_method, method
-from specdemo.methods.base import Head
 from specdemo.methods.draft_model import DraftModel, tokenizer_difference
+from specdemo.methods.heads.head import Head
 from specdemo.methods.vocabularies import VocabBridge
 from specdemo.models import load
 from specdemo.models.checkpoints import open_meta_checkpoint

@@ -16,8 +16,8 @@ from specdemo.core.protocol import Target
 from specdemo.core.safe_io import JsonObject
 from specdemo.core.suggest import counted, program, suggest
 from specdemo.methods import method, usable
-from specdemo.methods.base import Head, Recipe
 from specdemo.methods.draft_model import DraftModel
+from specdemo.methods.heads.head import Head, Recipe
 from specdemo.methods.pairs import load_target
 from specdemo.models.cpu_threads import one_thread
 from specdemo.models.errors import checkpoint_errors

@@ -11,8 +11,8 @@ from specdemo.core.sampling import Sampling
 from specdemo.core.tree import ABSENT
 from specdemo.engine.loop import generate
 from specdemo.methods import METHODS, load_drafter, method
-from specdemo.methods.base import Head
 from specdemo.methods.confident import Confident
+from specdemo.methods.heads.head import Head
 from specdemo.methods.online import MIN_COLUMNS, WINDOW
 from specdemo.models.target import HFTarget
 from specdemo.models.toy import ToyTarget

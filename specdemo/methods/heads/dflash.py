@@ -28,11 +28,12 @@ from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.tree import Draft
 from specdemo.kv.masks import AttentionKind, Columns
 from specdemo.methods import require_method, setting
-from specdemo.methods.base import DraftOptions, Head, Recipe
+from specdemo.methods.base import DraftOptions
 from specdemo.methods.heads.formats import d2t_to_ids, rename_tensors
 from specdemo.methods.heads.formats import dflash as files
 from specdemo.methods.heads.formats.dflash import Design, spread_taps
 from specdemo.methods.heads.formats.gguf import open_head
+from specdemo.methods.heads.head import Head, Recipe
 from specdemo.methods.heads.network import Network, move_to_target
 from specdemo.methods.heads.runtime import DraftPass, HeadRuntime, last_columns, training_columns
 from specdemo.methods.heads.sampler import MASKED_LOGIT, ChainBuilder, DraftVocab, TokenSampler, grow_tree

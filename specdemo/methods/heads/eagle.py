@@ -29,11 +29,12 @@ from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.tree import Draft
 from specdemo.kv.masks import Columns
 from specdemo.methods import require_method, setting
-from specdemo.methods.base import DraftOptions, Head, Recipe
+from specdemo.methods.base import DraftOptions
 from specdemo.methods.heads.formats import d2t_to_ids
 from specdemo.methods.heads.formats import eagle as files
 from specdemo.methods.heads.formats.eagle import EagleConvention, default_taps
 from specdemo.methods.heads.formats.gguf import open_head
+from specdemo.methods.heads.head import Head, Recipe
 from specdemo.methods.heads.network import Network, move_to_target
 from specdemo.methods.heads.runtime import DraftPass, HeadRuntime, training_columns, unrolled_mask
 from specdemo.methods.heads.sampler import ChainBuilder, DraftVocab, grow_tree

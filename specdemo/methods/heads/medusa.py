@@ -24,8 +24,9 @@ from specdemo.core.protocol import Budget, Progress, Target, Tensors
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import Draft
 from specdemo.methods import require_method, setting
-from specdemo.methods.base import DraftOptions, Head, Recipe
+from specdemo.methods.base import DraftOptions
 from specdemo.methods.heads.formats import LAYER_KEYS, check_target, contradiction, count_numbered, rename_tensors
+from specdemo.methods.heads.head import Head, Recipe
 from specdemo.methods.heads.network import Network, move_to_target
 from specdemo.methods.heads.runtime import DraftPass, last_columns
 from specdemo.methods.heads.sampler import DraftVocab, TokenSampler, TreeShape, chain, clip_shape, optimal_shape

@@ -27,8 +27,9 @@ from torch.nn import functional as F
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.tree import Draft
 from specdemo.methods import require_method, setting
-from specdemo.methods.base import DraftOptions, Head, Recipe
+from specdemo.methods.base import DraftOptions
 from specdemo.methods.heads.formats import check_target
+from specdemo.methods.heads.head import Head, Recipe
 from specdemo.methods.heads.network import Network, untrained
 from specdemo.methods.heads.runtime import DraftPass, last_columns
 from specdemo.methods.heads.sampler import ChainBuilder, DraftVocab, prune_tree

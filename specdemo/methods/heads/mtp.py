@@ -33,10 +33,11 @@ from specdemo.core.tree import Draft
 from specdemo.kv.cache import cache_argument
 from specdemo.kv.masks import Columns, Rope
 from specdemo.methods import check_capabilities
-from specdemo.methods.base import DraftOptions, Head, Recipe
+from specdemo.methods.base import DraftOptions
 from specdemo.methods.heads.formats import contradiction
 from specdemo.methods.heads.formats import mtp as files
 from specdemo.methods.heads.formats.mtp import MTPConvention
+from specdemo.methods.heads.head import Head, Recipe
 from specdemo.methods.heads.network import Network, untrained
 from specdemo.methods.heads.nextn import NextN
 from specdemo.methods.heads.runtime import DraftPass, HeadRuntime, training_columns, unrolled_mask

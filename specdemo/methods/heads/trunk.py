@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from specdemo.core.protocol import Budget, DraftPlan, Progress, SharedKV, Target, Tensors
 from specdemo.core.tree import Draft
 from specdemo.kv.masks import additive, aligned
-from specdemo.methods.base import Head, Net
+from specdemo.methods.heads.head import Head, Net
 from specdemo.methods.heads.runtime import last_columns
 from specdemo.methods.heads.sampler import ChainBuilder, flatten_draft, unflatten_draft
 from specdemo.models.fused import FIXED_ROPE, KNOWN_LAYERS, layer_class
