@@ -27,24 +27,6 @@ SLOW = tuple(
     """.split()
 )
 
-# Starts of the ids of tests of the simulated GPU in every commit; its other tests precede a release
-SMOKE = tuple(
-    f"gpu/{name}"
-    for name in (
-        "test_counts.py::test_a_step_starts_few_operations_and_hardly_waits[plain]",
-        "test_counts.py::test_a_step_starts_few_operations_and_hardly_waits[draft_model k=5]",
-        "test_counts.py::test_a_step_starts_few_operations_and_hardly_waits[dflash block=16]",
-        "test_counts.py::test_operations_of_a_captured_pass[6-False-True-340]",
-        "test_pretended.py::test_a_recorded_draft_is_the_draft[eagle]",
-        "test_pretended.py::test_every_path_of_a_tree[qwen3-dtype0]",
-        "test_pretended.py::test_with_bit_exact_a_pass_of_every_width_is_one_of_sixteen_slots[qwen3-dtype1]",
-        "test_rules.py::test_failed_capture_restores_the_state",
-        "test_rules.py::test_memory_does_not_grow_from_text_to_text[eagle]",
-        "test_rules.py::test_triton_kernels_give_the_same_text[draft_model-3]",
-        "test_sessions.py::test_a_race_records_nothing_and_leaves_nothing[embedded-draft]",
-    )
-)
-
 settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.load_profile("fixed")
 
@@ -78,8 +60,6 @@ def pytest_collection_modifyitems(config, items):
         name = item.nodeid.removeprefix("tests/")
         if not name.startswith(SLOW):
             item.add_marker("fast")
-        if name.startswith("gpu/") and not item.get_closest_marker("gpu") and not name.startswith(SMOKE):
-            item.add_marker("release")
     if not config.getoption("--all"):
         release = [item for item in items if item.get_closest_marker("release")]
         config.hook.pytest_deselected(items=release)

@@ -1,6 +1,7 @@
 """CUDA graphs against eager execution, on a GPU."""
 
 import gc
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from specdemo.kv.graphs import ENVIRONMENT_VARIABLE
 from specdemo.methods import load_drafter
 from specdemo.methods.heads.dflash import DFlash
 from specdemo.methods.heads.eagle import Eagle
+from specdemo.methods.heads.gemma4_assistant import Gemma4Assistant
 from specdemo.methods.heads.medusa import Medusa
 from specdemo.methods.heads.mlp_speculator import MLPSpeculator
 from specdemo.methods.heads.mtp import MTP
@@ -70,8 +72,18 @@ def test_replay_equals_eager_pass(dtype, without_graphs):
     torch.testing.assert_close(outputs[1].logits, outputs[0].logits, rtol=0, atol=tolerance)
 
 
+def p_eagle_head(target):
+    """Return an EAGLE head that drafts all tokens in one pass."""
+    head = Eagle.fresh(target, draft_vocab=40)
+    head.mask_hidden = torch.nn.Parameter(torch.randn_like(head.fc.weight[0]))
+    head.convention = replace(head.convention, mask=3)
+    return head
+
+
 HEADS = {
     "eagle": lambda target: Eagle.fresh(target, draft_vocab=40),
+    "p-eagle": p_eagle_head,
+    "gemma4_assistant": Gemma4Assistant.fresh,
     "mtp": MTP.fresh,
     "dflash": lambda target: DFlash.fresh(target, layers=2, block_size=6),
     "medusa": lambda target: Medusa.fresh(target, heads=3),
@@ -81,12 +93,12 @@ HEADS = {
 }
 
 
-def make_drafter_for(name, target):
+def make_drafter_for(name, target, **options):
     """Return a drafter for the target, always with the same weights."""
     torch.manual_seed(3)
     if name in HEADS:
-        return load_drafter(name, target, HEADS[name](target).fuse())
-    return load_drafter(name, target, fused_target("llama") if name == "draft_model" else None)
+        return load_drafter(name.removeprefix("p-"), target, HEADS[name](target).fuse(), **options)
+    return load_drafter(name, target, fused_target("llama") if name in ("draft_model", "cascade") else None, **options)
 
 
 @pytest.mark.parametrize("name", [*HEADS, "draft_model", "layer_skip"])

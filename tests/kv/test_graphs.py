@@ -8,7 +8,7 @@ import torch
 from specdemo.core.tree import chain_parents
 from specdemo.kv import graphs as module
 from specdemo.kv.cache import cache_argument
-from specdemo.kv.graphs import WIDTHS
+from specdemo.kv.graphs import WIDTHS, covering_widths
 from specdemo.models import packed
 from specdemo.models.fused import fuse_layers
 from specdemo.models.target import HFTarget
@@ -94,6 +94,14 @@ def test_shorter_passes_use_a_recording_that_is_there():
     target.forward(texts(1, 1), chain(1, 0), TAPS)
     target.forward(texts(1, 2), chain(1, 1), TAPS)
     assert recorder.recorded == 3  # with these taps, for one slot and for two
+
+
+def test_every_width_has_a_recording_that_is_not_much_wider():
+    assert covering_widths(1) == [1]
+    assert covering_widths(6) == [1, 6]
+    assert covering_widths(33) == [1, 8, 24, 48]
+    for slots in range(1, 65):
+        assert any(slots <= width <= 2 * slots + 6 for width in covering_widths(64))
 
 
 def test_passes_wider_than_the_widest_run_as_they_are():

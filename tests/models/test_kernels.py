@@ -1,7 +1,7 @@
 """Fused and packed layers against the layers they replace."""
 
 import copy
-from functools import wraps
+from functools import partial, wraps
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from transformers import LlamaModel, Qwen2Config, Qwen2ForCausalLM
 
 from specdemo.core.tree import chain_parents
 from specdemo.models import packed as module
-from specdemo.models.fused import FusedLayer, fuse_layers, fused_decoder, kernels
+from specdemo.models.fused import FusedLayer, fuse_layer, fuse_layers, fused_decoder, kernels
 from specdemo.models.layers import attend
 from specdemo.models.load import load_model
 from specdemo.models.packed import FastRMSNorm, PackedLinear, RMSNorm, dtype_of, pack, packed_bytes
@@ -134,6 +134,24 @@ def test_angles_that_follow_the_length_of_the_text_are_left_to_transformers():
     assert fused_decoder(model) is not None
     model.model.rotary_emb.rope_type = "dynamic"
     assert fused_decoder(model) is None
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantised_layers_are_fused_as_they_are(bits):
+    nn = pytest.importorskip("bitsandbytes").nn
+    linear = {4: partial(nn.Linear4bit, quant_type="nf4"), 8: partial(nn.Linear8bitLt, has_fp16_weights=False)}[bits]
+    packed = {4: partial(nn.Params4bit, quant_type="nf4"), 8: partial(nn.Int8Params, has_fp16_weights=False)}[bits]
+    model = build("llama")
+    layer = model.model.layers[0]
+    for part in (layer.self_attn, layer.mlp):
+        for name, plain in list(part.named_children()):
+            if type(plain) is torch.nn.Linear:
+                made = linear(plain.in_features, plain.out_features, bias=False)
+                made.weight = packed(plain.weight.data, requires_grad=False)
+                setattr(part, name, made.to("cpu"))  # packing happens on the CPU
+    made = fuse_layer(layer.requires_grad_(False), model.model.rotary_emb)
+    assert type(made).__name__ == "FusedLayer"
+    assert len(made.self_attn.qkv.layers) == 3
 
 
 def test_models_of_another_build_stay_as_they_are():
