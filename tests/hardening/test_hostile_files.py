@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -128,11 +127,9 @@ def test_questions_are_bounded(tmp_path):
     "text, line",
     [
         ("[1]", "damaged"),
-        ("[" * 100_000, "damaged"),
         ('{"a":' * 100_000, "damaged"),
         ('{"a": ' + "9" * 100_000 + "}", "damaged"),
         ('{"a": "' + "x" * CONFIG_BYTES + '"}', "the limit is 64,000,000"),
-        ('{"a": "\udc80"}', "not UTF-8"),
     ],
 )
 def test_json_limits(tmp_path, text, line):
@@ -143,30 +140,16 @@ def test_json_limits(tmp_path, text, line):
 
 # Presets.
 
-PLAIN = {"title": "t", "target": "stories", "prompt": "p", "lanes": [{"method": "ngram"}]}
-
 
 @pytest.mark.parametrize(
     "text, line",
     [
         ("a: " + "[" * 100_000, "deeper than"),
-        ("\n".join(" " * i + "a:" for i in range(200)), "deeper than"),
         ("a: &a [x]\nb: *a", "aliases are not supported"),
-        ("a: &a {<<: *a}", "aliases are not supported"),
         ("k: " + "9" * 100_000, "a number or date of 100,000 characters"),
-        ("k: " + ":".join(["1"] * 400_000), "a number or date of"),
-        ("k: " + "9" * 39 + "\n", "title is missing"),
-        ("k: 2001-99-99", "not YAML"),
         ("lanes: [" + "{method: ngram}, " * 100_000 + "]", "the limit is 1,000,000"),
         ("lanes: [" + "{method: ngram}, " * 5000 + "]", "more than 2000 values"),
-        (json.dumps(PLAIN | {"lanes": PLAIN["lanes"] * 500}), "lanes must have 1 to 3 entries"),
-        (yaml.safe_dump(PLAIN | {"prompt": "p" * 100_001}), "prompt must have 100000 characters at most"),
-        (yaml.safe_dump(PLAIN | {"temperature": float("nan")}), "temperature must be a finite number"),
-        (yaml.safe_dump(PLAIN | {"seed": 10**38}), "seed must be 2147483647 or less"),
         ("!!python/object/apply:os.system [exit]", "not YAML"),
-        ("? [a]\n: b", "not YAML"),
-        ("\x00", "not YAML"),
-        ("a: b\n" * 3, "title is missing"),
         ("", "not a preset"),
     ],
 )
@@ -219,15 +202,10 @@ def test_a_link_of_thousands_of_options_is_cheap():
     "arguments",
     [
         ["bench", "k", "--k", "1-99999999999"],
-        ["bench", "k", "--k", "9" * 5000],
         ["bench", "k", "--new-tokens", str(10**30)],
-        ["run", "embedded-draft", "--k", str(10**30)],
         ["run", "embedded-draft", "--seed", str(10**400)],
-        ["run", "embedded-draft", "--seed", "9" * 5000],
-        ["run", "embedded-draft", "--max-new-tokens", str(10**30)],
         ["run", "embedded-medusa", "--option", "nodes=" + "9" * 5000],
         ["train", "medusa", "--minutes", "1e300"],
-        ["train", "stories-target", "--corpus", "/", "--threads", str(10**9)],
         ["train", "stories-target", "--corpus", "/", "--device", "nonsense"],
     ],
 )
@@ -301,12 +279,9 @@ def numbered(tensors):
         (lambda config: [config], None, "is damaged"),
         (same, lambda tensors: {n: t.to(torch.int64) for n, t in tensors.items()}, "as int64"),
         (same, lambda tensors: {n: t[:0] for n, t in tensors.items()}, ""),
-        (same, lambda tensors: {n: t.flatten() for n, t in tensors.items()}, ""),
         (same, lambda tensors: dict([next(iter(tensors.items()))]), ""),
         (same, numbered, "a number above 2048"),
-        (changed(vocab_size=10**12), None, "vocab_size must be a whole number up to 16,777,216"),
         (changed(hidden_size="x"), None, "hidden_size must be a whole number"),
-        (changed(num_hidden_layers=1e7), None, "num_hidden_layers must be a whole number up to 512"),
     ],
 )
 def test_head_limits(stories, head, name, change_config, change_tensors, line):
@@ -318,17 +293,11 @@ def test_head_limits(stories, head, name, change_config, change_tensors, line):
     "name, changes, line",
     [
         ("stories-mlp-speculator", {"n_predict": 10**7}, "n_predict must be a whole number up to 512"),
-        ("stories-mlp-speculator", {"n_predict": 0}, "config.json lacks n_predict"),
         ("stories-mlp-speculator", {"top_k_tokens_per_head": [4000, 4000]}, "a tree of more than"),
         ("stories-eagle-3", {"num_attention_heads": 0}, "cannot be read"),
-        ("stories-eagle-3", {"num_attention_heads": None}, "cannot be read"),
         ("stories-eagle-3", {"eagle_config": [1]}, "eagle_config must be an object"),
         ("stories-eagle-3", {"eagle_aux_hidden_state_layer_ids": ["a"]}, "cannot be read"),
-        ("stories-eagle-3", {"max_position_embeddings": 10**15}, "max_position_embeddings must be"),
         ("stories-dflash", {"block_size": 10**9}, "block_size must be a whole number up to 512"),
-        ("stories-dflash", {"num_attention_heads": 0}, "cannot be read"),
-        ("stories-dflash", {"dflash_config": 3}, "dflash_config must be an object"),
-        ("stories-mtp", {"num_nextn_predict_layers": 10**9}, "num_nextn_predict_layers must be"),
     ],
 )
 def test_head_size_limits(stories, head, name, changes, line):
@@ -397,16 +366,11 @@ def rewrite(path, **changes):
 @pytest.mark.parametrize(
     "config_changes, line",
     [
-        ({"num_hidden_layers": 10**7}, "num_hidden_layers must be"),
         ({"num_hidden_layers": 500}, "weights, its files contain"),
         ({"vocab_size": 10**10}, "vocab_size must be"),
-        ({"vocab_size": 10**7}, "weights, its files contain"),
         ({"intermediate_size": 10**7}, "weights, its files contain"),
-        ({"hidden_size": 0}, ""),
         ({"num_attention_heads": 0}, ""),
-        ({"hidden_size": [32]}, ""),
         ({"text_config": [1]}, "text_config must be an object"),
-        ({"layer_types": 5}, ""),
         ({"sliding_window": {"a": 1}}, ""),
     ],
 )
@@ -445,13 +409,10 @@ def test_panic_of_the_library_is_one_line(copied):
     "template",
     [
         "{{ range(10 ** 12) | list }}",
-        "{{ 'a' * 10 ** 7 }}",
         "{{ '%99999999999d' % 1 }}",
         "{{ " + "(" * 5000 + ")" * 5000 + " }}",
         "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-        "{{ messages.x.y.z }}",
         "{{ raise_exception('no') }}",
-        "{% if %}",
     ],
 )
 def test_failing_templates_are_one_line(copied, template):

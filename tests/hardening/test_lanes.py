@@ -27,13 +27,7 @@ from tests.models.tiny import build
 SHAPES = "int64 ids and parents [1, N], with or without q [1, N, 2048]"
 FAILURES = {
     KeyError("x"): "KeyError: 'x' (test_lanes.py:",
-    IndexError("list index out of range"): "IndexError: list index out of range (test_lanes.py:",
-    TypeError("unhashable"): "TypeError: unhashable (test_lanes.py:",
-    AssertionError(): "AssertionError (test_lanes.py:",
     AttributeError("no such thing\nand more lines"): "AttributeError: no such thing (test_lanes.py:",
-    MemoryError(): "MemoryError (test_lanes.py:",
-    OSError(28, "No space left on device"): "OSError: [Errno 28] No space left on device (test_lanes.py:",
-    ZeroDivisionError("division by zero"): "ZeroDivisionError: division by zero (test_lanes.py:",
     torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"): "CUDA out of memory. Tried to",
     StopIteration(3): "generator raised StopIteration",
     RuntimeError(): "RuntimeError (test_lanes.py:",
@@ -187,18 +181,9 @@ def chain(*ids, **changes):
 INVALID_DRAFTS = {
     "minus two": (chain(-2), "the draft has token -2; the vocabulary has 0 to 2047"),
     "one too far": (chain(5, 2048), "the draft has token 2048; the vocabulary has 0 to 2047"),
-    "huge": (chain(2**40), f"the draft has token {2**40}; the vocabulary has 0 to 2047"),
-    "in a tree": (Draft(torch.tensor([[5, 6, 9**9]]), torch.tensor([[0, 0, 1]])), f"the draft has token {9**9};"),
     "its own parent": (chain(5, 6, parents=torch.tensor([[0, 2]])), "node 1 of the draft has parent slot 2"),
     "no parent": (chain(5, parents=torch.tensor([[-1]])), "node 0 of the draft has parent slot -1"),
     "reals": (chain(5.0, 6.0), f"a draft must have {SHAPES}, not [1, 2] torch.float32, [1, 2] torch.int64"),
-    "half": (
-        Draft.chain(torch.tensor([[5]], dtype=torch.int32)),
-        f"a draft must have {SHAPES}, not [1, 1] torch.int32",
-    ),
-    "flat": (Draft(torch.tensor([5]), torch.tensor([0])), f"a draft must have {SHAPES}, not [1]"),
-    "a number": (Draft(torch.tensor(5), torch.tensor(0)), f"a draft must have {SHAPES}, not []"),
-    "two rows": (Draft.chain(torch.tensor([[5], [6]])), f"a draft must have {SHAPES}, not [2, 1]"),
     "too few parents": (chain(5, 6, parents=torch.tensor([[0]])), f"a draft must have {SHAPES}, not [1, 2]"),
     "narrow q": (chain(5, probs=torch.ones(1, 1, 9)), f"a draft must have {SHAPES}, not [1, 1] torch.int64, "),
     "nothing": (None, "AttributeError: 'NoneType' object has no attribute 'tokens'"),
@@ -221,7 +206,7 @@ def test_invalid_drafts_fail_only_their_lanes(runner, caches, monkeypatch, hot):
 
 @pytest.mark.parametrize("hot", [0.0, 1.0])
 @pytest.mark.parametrize("model", ["toy", "llama", "qwen3_next"])
-@pytest.mark.parametrize("case", ["minus two", "one too far", "huge"])
+@pytest.mark.parametrize("case", ["minus two", "one too far"])
 def test_the_library_itself_raises_on_every_kind_of_target(model, case, hot):
     target = ToyTarget(2048) if model == "toy" else HFTarget(build(model))
     draft, _ = INVALID_DRAFTS[case]

@@ -24,9 +24,7 @@ GOOD = [piece("Once", total=1), piece(" upon", total=2), piece(" a time.", total
 DONE = b"data: [DONE]\n\n"
 QUICK = {"silence": 0.3}
 SOON = {"silence": 1.0, "token": 0.01}  # limits: 1.04 s for the lane in total, 1 s of silence
-DEEP = b"[" * 100_000
 NUL = b"\0" * 1000
-HUGE = b"9" * 5000
 SHARP = b"data: " + json.dumps(piece("Ünïcödé 🙂", finish="stop"), ensure_ascii=False).encode() + b"\r\n\r\n" + DONE
 BOMB = gzip.compress(bytes(50_000_000))
 
@@ -93,7 +91,7 @@ def in_chunks_of_one(body):
     yield b"0\r\n\r\n"
 
 
-HEAVY = {"endless", "a-bomb", "a-line-without-end", "a-piece-of-900-kb", "100000-ids", "deep", "a-million-names"}
+HEAVY = {"endless", "a-bomb", "a-line-without-end", "a-piece-of-900-kb", "100000-ids"}
 UNUSABLE, REPORTED = "sent an invalid response: ", "reports an error: "
 MORE = f"{UNUSABLE}it sent more than the {TOKENS} requested tokens"
 UNKNOWN = {"acceptance_rate": None}
@@ -101,22 +99,14 @@ UNCOUNTED = {"tokens": None, "tokens_per_s": None}
 KINDS = [
     models("no-json", b"<html>", UNUSABLE),
     models("a-dict-of-models", b'{"data": {"a": 1}}', "data: Input should be a valid array"),
-    models("numbers-as-names", b'{"data": [{"id": 7}]}', "data.0.id: Input should be a valid string"),
     models("a-huge-name", json.dumps({"data": [{"id": "m" * 900}]}).encode(), "at most 500 characters"),
-    models("a-name-with-escapes", b'{"data": [{"id": "\\u001b[2J"}]}', "data.0.id: "),
-    models("half-a-character", b'{"data": [{"id": "\\ud800"}]}', UNUSABLE),
-    models("deep", DEEP, UNUSABLE),
     models("a-bomb", BOMB, "it sent a compressed response", Content_Encoding="gzip"),
-    models("too-short", b"{}", "closed the connection after 0 pieces", Content_Length=99),
     Kind("models", "endless", lambda: (head(), *repeat(NUL, 5000)), "it sent more than 1,000,000 bytes"),
     Kind("models", "reset", [Broken("reset")], "closed the connection after 0 pieces"),
     Kind("models", "silent", [Broken("quiet")], "sent nothing for 0.3 seconds", QUICK),
     Kind("models", "a-byte-at-a-time", lambda: drip(head(), b" "), "took longer than 1.04 seconds", SOON),
-    Kind("models", "headers-without-end", lambda: drip(b"HTTP/1.1 200 X\r\nA: ", b"a"), "took longer", SOON),
-    Kind("models", "interim-answers-without-end", lambda: drip(b"", b"HTTP/1.1 100 X\r\n\r\n"), "took longer", SOON),
     Kind("models", "elsewhere", [head(status=302, Location="http://127.0.0.1:9/v1/models")]),
     Kind("warm-up", "reset", [Broken("reset")], "closed the connection after 0 pieces"),
-    Kind("warm-up", "no-http", [b"220 mail.example ESMTP\r\n"], "closed the connection after 0 pieces"),
     Kind(
         "warm-up",
         "a-flood-of-headers",
@@ -124,30 +114,9 @@ KINDS = [
         "closed the connection after 0 pieces",
     ),
     Kind("warm-up", "elsewhere", [head(status=307, Location="http://127.0.0.1:9")], "answered Error code: 307"),
-    Kind("warm-up", "an-endless-refusal", lambda: (head(status=500), *repeat(NUL, 5000)), "answered Error code: 500"),
     Kind("warm-up", "a-refusal-with-escapes", [head(status=400), b"\x1b]0;\xff\n\x1b[2J"], "answered Error code: 400"),
-    Kind("warm-up", "nothing-but-good-manners", [head(), DONE], "closed the connection after 0 pieces"),
     Kind("answer", "a-page", [head("text/html"), b"<html>"], f"{UNUSABLE}it sent text/html instead of an event stream"),
-    Kind(
-        "answer",
-        "all-at-once",
-        [head("application/json"), b'{"error":\n"no such page"}'],
-        'it sent application/json instead of an event stream: {"error":"no such page"}',
-    ),
     Kind("answer", "empty", [head()], "closed the connection after 0 pieces"),
-    Kind("answer", "a-bomb", [head(Content_Encoding="gzip"), BOMB], "it sent a compressed response"),
-    Kind(
-        "answer",
-        "chunks-that-are-none",
-        [head(Transfer_Encoding="chunked"), b"zz\r\n"],
-        "closed the connection after 0 pieces",
-    ),
-    Kind(
-        "answer",
-        "half-a-chunk",
-        [head(Transfer_Encoding="chunked"), b"99\r\ndata:"],
-        "closed the connection after 0 pieces",
-    ),
     Kind(
         "answer",
         "reset-in-a-piece",
@@ -156,22 +125,13 @@ KINDS = [
     ),
     Kind("answer", "silent", [head(), events(GOOD[0]), Broken("quiet")], "sent nothing for 0.3 seconds", QUICK),
     Kind("answer", "silent-at-its-end", [head(), events(*GOOD), Broken("quiet")], limits={"end": 0.05}),
-    Kind("answer", "comments-at-its-end", lambda: drip(head() + events(*GOOD), b": ping\n\n"), limits={"end": 0.05}),
     Kind("answer", "cut-off-at-its-end", [head(Content_Length=9999), events(*GOOD), Broken("close")]),
-    Kind("answer", "a-byte-at-a-time", lambda: drip(head() + b"data: ", b" "), "took longer than 1.04 seconds", SOON),
     Kind("answer", "comments-without-end", lambda: drip(head(), b": ping\n\n"), "took longer than", SOON),
     Kind("answer", "a-flood-of-comments", lambda: (head(), *repeat(b": ping\n\n" * 500, 900)), "2,016,000 bytes"),
-    Kind(
-        "answer", "a-flood-of-nothing", lambda: (head(), *repeat(events({"id": "x" * 900}) * 9, 900)), "2,016,000 bytes"
-    ),
     Kind("answer", "a-line-without-end", lambda: (head(), *repeat(NUL, 5000)), "a line of more than 1,000,000 bytes"),
     Kind("answer", "many-tiny-pieces", [head(), events(*repeat(piece("."), 5000))], MORE),
-    faulty_chunk("no-json", b"{oops", UNUSABLE),
     faulty_chunk("not-utf-8", b'{"choices": "\xff\xfe"}', "'utf-8' codec can't decode"),
-    faulty_chunk("deep", DEEP, f"{UNUSABLE}maximum recursion depth"),
-    faulty_chunk("a-number-of-5000-digits", b'{"usage": %s}' % HUGE, UNUSABLE),
     faulty_chunk("a-list", [1, 2], "an event: Input should be a valid dictionary"),
-    faulty_chunk("a-text", "x", "an event: Input should be a valid dictionary"),
     faulty_chunk("an-error", {"error": {"message": "\x1b[2Jout of\nmemory\ud800"}}, f"{REPORTED}[2Jout of memory"),
     faulty_chunk(
         "an-error-without-a-field", {"object": "error", "message": "out of memory"}, f"{REPORTED}out of memory"
@@ -179,12 +139,7 @@ KINDS = [
     faulty_chunk("an-error-of-another-shape", {"error": [["x"]]}, f"{REPORTED}[['x']]"),
     faulty_chunk("a-dict-of-choices", {"choices": {"0": 1}}, "choices: Input should be a valid list"),
     faulty_chunk("two-choices", {"choices": choice()["choices"] * 2}, "choices: List should have at most 1 item"),
-    faulty_chunk("a-number-for-a-choice", {"choices": [3]}, "choices.0: Input should be a valid dictionary"),
     faulty_chunk("a-number-for-text", choice(text=3), "choices.0.text: Input should be a valid string"),
-    faulty_chunk("a-text-for-a-delta", choice(delta="x"), "choices.0.delta: Input should be a valid dictionary"),
-    faulty_chunk(
-        "a-list-for-a-reason", choice(finish_reason=["stop"]), "choices.0.finish_reason: Input should be a valid str"
-    ),
     faulty_chunk("a-reason-of-an-incomplete-text", choice(finish_reason="abort"), "it ended the text early: abort"),
     faulty_chunk("a-piece-of-900-kb", choice(text="x" * 900_000), f"it sent more text than fits into {TOKENS} tokens"),
     faulty_chunk("a-billion-tokens", choice() | {"usage": {"completion_tokens": 10**9}}, MORE),
@@ -196,21 +151,13 @@ KINDS = [
         "answer", "an-error-line-without-json", [head(), b"error: context exceeded\n\n"], f"{REPORTED}context exceeded"
     ),
     slow_limits("empty-events", piece("Once"), b"null", b"", ended()),
-    slow_limits("an-endless-reason", piece("Once"), ended() | choice(text=" upon a time.", finish_reason="x" * 9000)),
     slow_limits("usage-a-text", piece("Once"), ended(usage="3"), **UNCOUNTED),
-    slow_limits("usage-below-zero", piece("Once"), ended(usage={"completion_tokens": -3}), **UNCOUNTED),
     slow_limits("usage-a-truth", piece("Once"), ended(usage={"completion_tokens": True}), **UNCOUNTED),
-    slow_limits("usage-nan", piece("Once"), ended(usage={"completion_tokens": float("nan")}), **UNCOUNTED),
-    slow_limits("usage-beyond-reason", piece("Once"), ended(usage={"completion_tokens": 10**400}), **UNCOUNTED),
     slow_limits("usage-that-shrinks", piece("Once", total=2), piece("", total=1), ended(), **UNCOUNTED),
     slow_limits(
         "ids-of-texts", piece("Once"), ended() | choice(text=" upon a time.", finish_reason="stop", token_ids=["5"])
     ),
-    slow_limits("ids-below-zero", piece("Once", ids=[-5]), piece(" upon a time.", ids=[True], finish="stop")),
     slow_limits("ids-beyond-reason", piece("Once", ids=[2**70]), piece(" upon a time.", ids={"a": 1}, finish="stop")),
-    slow_limits(
-        "an-odd-index", piece("Once"), ended() | choice(index=[-9], text=" upon a time.", finish_reason="stop")
-    ),
     slow_limits("half-a-character", piece("\ud83d"), piece("!", finish="stop"), text="?!"),
     slow_limits(
         "timings-texts", piece("Once"), ended(timings={"draft_n": float("nan"), "draft_n_accepted": 1}), **UNKNOWN
@@ -221,11 +168,8 @@ KINDS = [
     Kind("metrics", "endless", lambda: (head(), *repeat(NUL, 9000))),
     Kind("metrics", "a-byte-at-a-time", lambda: drip(head(), b"a"), limits={"metrics": 0.2}),
     Kind("metrics", "reset", [head(), b"vllm:", Broken("reset")]),
-    Kind("metrics", "a-bomb", [head(Content_Encoding="gzip"), BOMB]),
     readings("not-utf-8", b"\xff\xfe" * 1000),
     readings("braces", b"vllm:spec_decode_num_drafts" + b"{}} " * 500_000),
-    readings("a-million-names", b"".join(b"sglang:a%d 1\n" % i for i in range(200_000))),
-    readings("a-name-many-times", b"sglang:generation_tokens 1\n" * 100_000),
 ]
 
 
@@ -301,20 +245,13 @@ def test_memory_stays_bounded(kind, session, good):
     ("before", "after"),
     [
         (drafted(1, 2, 1), drafted("NaN", "NaN", "NaN")),
-        (drafted(1, 2, 1), drafted("+Inf", "+Inf", "+Inf")),
-        (drafted("NaN", 2, 1), drafted(9, 18, 9)),
-        (drafted(-100, -100, -100), drafted(9, 18, 9)),
         (drafted(1, 2, 1), drafted(-1, -2, -1)),
         (drafted(1, 2, 1), drafted(1e300, 1e300, 1e300)),
         (drafted(1, 2, 1), drafted("many", "more", "most")),
-        (drafted(1, 2, 1), drafted("9" * 9000, 18, 9)),
-        (drafted(1, 2, 1), drafted("", "", "")),
         (drafted(9, 18, 9), drafted(1, 2, 1)),  # shrinks
         (drafted(1, 2, 1), drafted(9, 18, 99)),  # more accepted than drafted
         (drafted(1, 2, 1), drafted(9, 18, 9).replace("drafts", "drafts{engine")),
         ("", "sglang:spec_accept_rate NaN\nsglang:spec_accept_length -2\n"),
-        ("", "sglang:spec_accept_rate 1e400\nsglang:spec_accept_length 1e99\n"),
-        ("", "sglang:spec_accept_rate 1.5\n"),
     ],
 )
 def test_invalid_counters_are_unknown(before, after):
@@ -326,7 +263,7 @@ def test_failed_reading_is_not_zero():
     assert stats_between(None, drafted(9, 18, 9)) == ServerStats()
 
 
-@pytest.mark.parametrize("entries", [4, 2000, 20_000])
+@pytest.mark.parametrize("entries", [4, 20_000])
 def test_counts_that_the_text_cannot_hold_are_unknown(session, good, entries):
     counts = {"num_draft_tokens": 4 * entries, "num_accepted_draft_tokens": 4 * entries, "num_spec_steps": 10**9}
     counts |= {"per_step_drafted": [4] * entries, "per_step_accepted": [4] * entries}

@@ -42,19 +42,10 @@ def one_event(**fields):
 # functions, so that only tests that are run make these documents of up to 16 MB
 TOO_MUCH = {
     "empty events": lambda: (b'{"lanes":[{"events":[' + b"[]," * (M // 3 - 20), ""),
-    "objects": lambda: (b"[" + b"{}," * (M // 3 - 1), ""),
-    "commas": lambda: (b"," * M, ""),
     "opening brackets": lambda: (b"[" * M, ""),
-    "closing brackets": lambda: (b"]" * M, ""),
-    "strings": lambda: (b'["",' * (M // 4), ""),
     "deep": lambda: (b"[" * 100_000, ""),
-    "deep objects": lambda: (b'{"a":' * 33 + b"1" + b"}" * 33, ""),
     "large": lambda: (b" " * (M + 1), "16 MB at most"),
     "keys": lambda: (one_event(ms=dict.fromkeys(map(str, range(1_200_000)), 1)), "has more than 64 entries"),
-    "too many for a step": lambda: (
-        one_event(ms=FEW_KEYS),
-        "lanes.0.events.0.ms: Value error, has more than 64 entries",
-    ),
     "lanes": lambda: (document(lanes=[LANE] * 65), "lanes: List should have at most 64 items"),
 }
 
@@ -87,15 +78,7 @@ def test_exceeded_limit_is_one_line_that_names_it(kind, tmp_path):
 
 PUBLIC_WORST = {
     "ms": lambda: one_event(ms=FEW_KEYS),
-    "wrong ms": lambda: one_event(ms=dict.fromkeys(FEW_KEYS, "x")),
-    "summary": lambda: document(lanes=[LANE | {"summary": dict.fromkeys(FEW_KEYS, "x")}]),
-    "counters": lambda: document(
-        lanes=[LANE | {"remote": {"server": "", "model": "", "endpoint": "", "counters": FEW_KEYS}}]
-    ),
-    "comparison": lambda: document(comparison=[{str(n): [] for n in range(50_000)}]),
-    "vocabulary": lambda: document(vocabulary=FEW_KEYS),
     "unknown keys": lambda: document(**FEW_KEYS),
-    "config": lambda: document(config=FEW_KEYS),
     "lists": lambda: document(config={"a": [json.loads("[" * 13 + "]" * 13)] * 13_000}),
     "events": lambda: document(lanes=[LANE | {"events": [EVENT] * 5_400}]),
     "lanes": lambda: document(lanes=[LANE] * 11_900),
