@@ -95,12 +95,7 @@ def test_settings_reach_the_run(tmp_path, capsys):
     ("arguments", "line"),
     [
         (["run", "embeded-draft"], "unknown preset 'embeded-draft'; did you mean 'embedded-draft'?"),
-        (
-            ["run", "embedded-ngram", "--option", "max=3"],
-            "unknown option 'max' of method 'ngram'; did you mean 'max_n'?",
-        ),
         (["run", "embedded-ngram", "--option", "max_n"], "--option takes name=value, not 'max_n'"),
-        (["run", "embedded-draft", "--k", "-1"], "k must be 0 or more, not -1"),
         (["run", "embedded-draft", "--k", "five"], "Invalid value for '--k': Input should be a valid integer"),
         (["run", "embedded-draft", "--prompt", "a", "--prompt-file", "b"], "--prompt and --prompt-file exclude each"),
         (["run", "embedded-draft", "--prompt-file", "none.txt"], "cannot read none.txt: No such file or directory;"),
@@ -108,24 +103,16 @@ def test_settings_reach_the_run(tmp_path, capsys):
         on_linux(
             "cannot write /proc/x.json: No such file or directory;", "run", "embedded-draft", "--out", "/proc/x.json"
         ),
-        (["run", "embedded-draft", "--prompt", "word " * 600], "the prompt has "),
         (["run", "embedded-draft", "--promt", "x"], "No such option: --promt"),
         (["run"], "Missing argument 'PRESET'."),
         (["run", "smollm2"], "smollm2 is a model, not a preset; name it as the target (--target)"),
-        (["run", "./model.gguf"], "./model.gguf is a model, not a preset; name it as the target (--target)"),
         (["rum"], "No such command 'rum'."),
         (["ui", "--port", "99999"], "argument --port: '99999' is not from 1 to 65535; see --help"),
         (["run", "embedded-draft", "--model=--port"], "the model must not begin with -; name a model or its folder"),
         (["ui", "--prt", "1"], "unrecognized arguments: --prt 1; see --help"),
-        on_linux("cannot make the folder /proc/x: No such file or directory;", "train", "medusa", "--out", "/proc/x"),
-        on_linux("cannot make the folder /proc/x: No such file or directory;", "bench", "gpu", "--out", "/proc/x"),
-        (["drafters", "none.gguf"], "the file none.gguf does not exist"),
         (["doctor", "none.gguf"], "the file none.gguf does not exist"),
         (["why", "none.log"], "cannot read none.log: No such file or directory; choose the output of an engine"),
         (["replay", "none.json"], "cannot read none.json: No such file or directory; record a trace with"),
-        on_linux("cannot read /: Is a directory; record a trace with", "replay", "/"),
-        (["bench", "metods"], "unknown suite 'metods'; did you mean 'methods'?"),
-        (["bench", "k", "--repeats", "0"], "repeats must be 1 or more, not 0"),
         (["bench", "k", "--k", "8-1"], "--k takes a draft length from 1 to 16, or a range like 1-8, not '8-1'"),
         (
             ["bench", "k", "--target", "x"],
@@ -133,29 +120,15 @@ def test_settings_reach_the_run(tmp_path, capsys):
         ),
         (["bench", "race-fairness", "--k", "3"], "No such option: --k"),
         (
-            ["bench", "gpu", "--minutes", "-1"],
-            "minutes must be 0.0 or more, not -1.0",
-        ),
-        (["bench", "gpu", "--device", "xpu"], "this machine has no device 'xpu'; use device 'auto'"),
-        (
             ["profile", "--name", "My Card"],
             "the name of a profile must have only lower-case letters, digits, - and ., not 'My Card'",
         ),
-        (["bench", "k", "--preset", "embeded-draft"], "unknown preset 'embeded-draft'; did you mean 'embedded-draft'?"),
-        (["bench", "peers", "--pair", "98mm"], "unknown pair '98mm'; did you mean '98m'?"),
-        (["bench", "peers", "--pair", "8m", "--dtype", "fp8"], "unknown dtype 'fp8'; "),
-        (["tune", "code", "--prompts", "none.jsonl"], "cannot read none.jsonl: No such file or directory;"),
-        (["bench", "k", "--html", "none/x.html"], "the folder none does not exist; create it first"),
         (["train", "nothing", "--corpus", "none"], "unknown recipe 'nothing'; choose one of medusa, "),
-        (["train", "medusa", "--loss", "lk"], "unknown loss 'lk'; choose one of cross-entropy, argmax, tv, "),
-        (["train", "medusa", "--weights", "d-pace"], "unknown weights 'd-pace'; did you mean 'dpace'?"),
         (
             ["train", "stories-bytes", "--weights", "dpace"],
             "--loss and --weights are for heads; choose one of ",
         ),
-        (["train", "medusa", "--minutes", "inf"], "minutes must be positive, not inf"),
         (["train", "stories-target", "--corpus", "none"], "no corpus folder none: name a folder of *.txt files"),
-        (["train", "medusa", "--corpus", "tests/js"], "no corpus folder tests/js: name a folder of *.txt files"),
         (["train", "medusa", "--target", "x.gguf"], "x.gguf is a GGUF file, which cannot be trained on; name the "),
     ],
 )
@@ -180,7 +153,7 @@ def test_full_model_given_as_head_is_named(capsys):
     assert refusal(capsys, "run", "embedded-eagle-1", "--model", "stories-medusa") == line
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b'{"schema": 2}', b'{"lanes": [{"x": 1}]}'])
+@pytest.mark.parametrize("content", [b"{", b'{"schema": 2}'])
 def test_a_malformed_trace_is_one_line(capsys, tmp_path, content):
     path = tmp_path / "bad.json"
     path.write_bytes(content)
@@ -189,13 +162,6 @@ def test_a_malformed_trace_is_one_line(capsys, tmp_path, content):
     assert line.startswith(f"{path}: {why}")
     assert line.endswith("record it again with python -m specdemo run PRESET --out FILE")
     assert "a specdemo trace" in line or "this trace has schema" in line
-
-
-def test_a_trace_without_lanes_is_one_line(capsys, tmp_path):
-    path = tmp_path / "empty.json"
-    run = {"preset": "x", "config": {}, "environment": {}, "schedule": "race", "lanes": []}
-    path.write_text(json.dumps(run), encoding="utf-8")
-    assert refusal(capsys, "replay", str(path)).startswith(f"{path}: ")
 
 
 def test_the_process_itself_exits_with_2_and_one_line():
@@ -478,18 +444,6 @@ def test_why_changes_nothing_about_a_run_that_is_fast(capsys):
     assert "Nothing has to change" not in output(capsys, "why", "--length", "2")
 
 
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ("--engine=vlm", "unknown engine 'vlm'; did you mean 'vllm'?"),
-        ("--method=eagel", "unknown drafting method 'eagel'; did you mean 'eagle'?"),
-        ("--baseline=-", "standard input"),
-    ],
-)
-def test_why_refuses_names_that_it_would_ignore(capsys, option, message):
-    assert message in refusal(capsys, "why", "-", "--k", "4", option)
-
-
 def test_why_takes_four_numbers_and_prints_json(capsys):
     numbers = "--k 4 --length 2.05 --without 100 --with 52 --engine vllm --json".split()
     found = json.loads(output(capsys, "why", *numbers))
@@ -513,8 +467,8 @@ def test_why_needs_no_torch_and_reads_standard_input():
         (["no-such-file"], "cannot read no-such-file"),
         (["-", "--baseline", "-"], "standard input can be read once"),
         (["--k", "2", "--length", "5"], "outputs 1 to k + 1 tokens, not 5"),
-        (["--k", "2", "--length", "2", "--batch", "-2"], "batch size must be from 0 to 1e+09, not -2.0"),
-        (["--k", "2", "--length", "2", "--thinking", "maybe"], "unknown thinking mode 'maybe'"),
+        (["-", "--k", "4", "--engine=vlm"], "unknown engine 'vlm'; did you mean 'vllm'?"),
+        (["-", "--k", "4", "--method=eagel"], "unknown drafting method 'eagel'; did you mean 'eagle'?"),
     ],
 )
 def test_why_refuses_in_one_line(capsys, arguments, line):

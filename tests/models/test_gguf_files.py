@@ -111,21 +111,14 @@ def with_entry(key, kind, value, dimensions=1):
     [
         (b"", "is not a GGUF file; fetch it again"),
         (with_entry("general.alignment", 4, bytes(4)), "general.alignment is not a whole number"),
-        (with_entry("general.alignment", 9, struct.pack("<IQI", 4, 1, 32)), "general.alignment is not a whole number"),
         (with_entry("general.file_type", 9, struct.pack("<IQI", 4, 1, 0)), "general.file_type is not a whole number"),
         (with_entry("llama.block_count", 8, text("two")), "llama.block_count is not a whole number"),
         (with_entry("llama.block_count", 6, struct.pack("<f", float("inf"))), "llama.block_count is not a whole"),
-        (with_entry("llama.attention.head_count", 5, struct.pack("<i", -4)), "head_count is not a whole number"),
         (with_entry("", 4, bytes(4)), r"cannot be read as GGUF \(a key is empty\)"),
-        (with_entry("a", 4, bytes(4), dimensions=200_000), "a tensor has 200000 dimensions"),
-        (b"GGML" + bytes(100), "is not a GGUF file; fetch it again"),
-        (b"GGUF\3\0", "is truncated: its header ends after 6 bytes; download it again"),
         (gguf(version=1), "cannot be read as GGUF"),
         (gguf()[:150], "is truncated: its header ends after 150 bytes; download it again"),
-        (b"GGUF" + struct.pack("<IQQ", 3, 1 << 60, 0), "cannot be read as GGUF"),
         (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1 << 62), "its header ends after 32 bytes"),
         (b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + text("a") + struct.pack("<IIQ", 9, 8, 1 << 40), "cannot be read"),
-        (b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + text("a") + struct.pack("<I", 99), "cannot be read as GGUF"),
     ],
 )
 def test_damaged_files_are_one_line(file, content, message):
@@ -158,13 +151,10 @@ def test_pipe_is_rejected(tmp_path):
     ("name", "expected"),
     [
         ("Qwen/Qwen3-8B-GGUF:Q4_K_M", True),
-        ("Qwen/Qwen3-8B-GGUF", True),
         ("Qwen/Qwen3-8B-GGUF@main:Q8_0", True),
         ("ollama:qwen3:1.7b", True),
         ("anything.GGUF", True),
         ("Qwen/Qwen3-8B", False),
-        ("Qwen/Qwen3-8B@main", False),
-        ("stories", False),
         ("https://example.com:80/x", False),
     ],
 )
@@ -260,9 +250,7 @@ def test_parts_of_a_split_model_are_judged_together(tmp_path):
         ("lab/Big-GGUF", ["Big-eagle3-Q8_0.gguf", "Big-Q8_0.gguf"], "Q8_0", "Big-Q8_0.gguf"),
         ("lab/Big-GGUF", ["Big-DFlash-Q8_0.gguf", "x_mmproj.gguf", "Big.gguf"], "", "Big.gguf"),
         ("lab/Big-GGUF", ["Big-Q8_0.gguf", "Big-v2-Q8_0.gguf"], "Big-v2-Q8_0", "Big-v2-Q8_0.gguf"),
-        ("lab/Big-MTP-GGUF", ["mmproj-BF16.gguf", "Big-MTP-BF16.gguf"], "BF16", "Big-MTP-BF16.gguf"),
         ("lab/heads", ["Big-eagle3-Q8_0.gguf"], "", "Big-eagle3-Q8_0.gguf"),  # its header is checked after the download
-        ("lab/Beagle-GGUF", ["Beagle-Q8_0.gguf"], "Q8_0", "Beagle-Q8_0.gguf"),
     ],
 )
 def test_files_of_other_kinds_are_not_chosen(repository, files, word, expected):
@@ -321,9 +309,7 @@ def test_model_of_ollama(ollama, path, name):
     [
         ("ollama:absent:1b", "ollama:absent:1b is not in .*; run: ollama pull absent:1b"),
         ("ollama:../../x", "is not in"),
-        ("ollama:..:..", "is not in"),
         ("ollama:a b", "is not a name of Ollama"),
-        ("ollama:", "is not a name of Ollama"),
         ("ollama:cloud", "has no GGUF weights"),
         ("ollama:escape", "has no GGUF weights"),
     ],
@@ -382,9 +368,7 @@ def test_public_pages_load_no_gguf_models(variable, monkeypatch, file):
     [
         ("Qwen3-8B-Q4_K_M.gguf", "Q4_K_M"),
         ("model-UD-Q4_K_XL.gguf", "Q4_K_XL"),
-        ("x-iq4_nl-00001-of-00002.gguf", "IQ4_NL"),
         ("ggml-model-f16.gguf", "F16"),
-        ("x.BF16.gguf", "BF16"),
         ("qwen3.gguf", ""),
     ],
 )
