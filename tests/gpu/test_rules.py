@@ -39,7 +39,12 @@ def text_of(target, drafter=None, rows=1, sampling=None):
     return [[t for event in events for t in event.emitted[row]] for row in range(rows)]
 
 
-@pytest.mark.parametrize("name", ["draft_model", "eagle", "dflash", "lookahead"])
+def slow(*names):
+    """Return parameters of tests that run before a release."""
+    return [pytest.param(name, marks=pytest.mark.release) for name in names]
+
+
+@pytest.mark.parametrize("name", ["eagle", *slow("draft_model", "dflash", "lookahead")])
 def test_sampled_texts_repeat_with_their_seed_and_memory_does_not_grow(world, name):
     target = fused_target("llama")
     drafter = make_drafter_for(name, target)
@@ -53,7 +58,7 @@ def test_sampled_texts_repeat_with_their_seed_and_memory_does_not_grow(world, na
     assert target.note == drafter.graph_note == ""
 
 
-@pytest.mark.parametrize("name", ["draft_model", "eagle", "layer_skip", "mtp"])
+@pytest.mark.parametrize("name", ["draft_model", *slow("eagle", "layer_skip", "mtp")])
 def test_second_proposal_after_the_same_text_is_equal(world, name):
     """A shorter draft, for which there is no graph, must be equal too."""
     target = fused_target("llama")
@@ -83,7 +88,7 @@ def test_a_draft_model_reads_two_slots_after_a_draft_and_more_after_a_pause(worl
     assert len(world.recorded) == before == 2
 
 
-@pytest.mark.parametrize("name", ["none", "draft_model", "eagle", "medusa", "layer_skip"])
+@pytest.mark.parametrize("name", ["none", "eagle", *slow("draft_model", "medusa", "layer_skip")])
 def test_failed_capture_restores_the_state(world, name):
     """torch leaves the thread on the capture's stream and its allocator in the capture."""
     plain = text_of(fused_target("llama"))
@@ -169,8 +174,8 @@ def test_numbers_cross_without_a_wait_and_return_with_one(world):
     assert world.syncs == 1
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("method", ["none", "draft_model", "eagle"])
+@pytest.mark.parametrize("rows", [3, *slow(1)])
+@pytest.mark.parametrize("method", ["draft_model", *slow("none", "eagle")])
 def test_triton_kernels_give_the_same_text(method, rows, world, monkeypatch):
     seen = []
     for used in (True, False):
