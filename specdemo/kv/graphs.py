@@ -13,7 +13,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -27,16 +26,13 @@ WARM_UPS = 3  # eager passes before a capture, in which libraries choose kernels
 # estimate for a vocabulary of 152,000: a cuBLAS workspace of 32 MiB on the GPUs with the largest ones, the logits of
 # every width, the noise of a draft, and temporary tensors
 BYTES_PER_OWNER = 128 << 20
-# environment variable: 0 disables graphs, compile applies torch.compile before the capture
-ENVIRONMENT_VARIABLE = "SPECDEMO_GRAPHS"
+ENVIRONMENT_VARIABLE = "SPECDEMO_GRAPHS"  # 0 disables graphs
 # torch has this many streams per device and priority; torch.cuda.Stream() returns them in turn
 STREAMS, PRIORITIES = 32, (0, -1, -2, -3)
-RECOMPILE_LIMIT = 64  # one per width and set of taps; torch's default limit of 8 would fall back to eager passes
 
 # largest difference between equivalent kernels, relative to the largest output
 TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 4e-2, torch.float16: 5e-3}
 
-Decoder = TypeVar("Decoder", bound=Callable[..., object])
 Shapes = Sequence[Sequence[int]]
 Probe = Callable[[], tuple[Callable[..., Tensors], Sequence[Tensor]]]  # returns an eager function and its inputs
 
@@ -53,16 +49,6 @@ def capture_for(device: torch.device) -> GraphCapture | None:
 def graph_bytes(device: torch.device, owners: int) -> int:
     """Return the expected memory of the graphs of `owners` owners."""
     return owners * BYTES_PER_OWNER if capture_for(device) else 0
-
-
-def compiled(decoder: Decoder) -> Decoder:
-    """Pass the decoder through torch.compile if the environment variable requests it. The first pass of each width then
-    takes about a minute."""
-    if os.environ.get(ENVIRONMENT_VARIABLE) != "compile":
-        return decoder
-    config = torch._dynamo.config  # there is no public name
-    config.recompile_limit = max(config.recompile_limit, RECOMPILE_LIMIT)
-    return cast(Decoder, torch.compile(decoder, dynamic=False))
 
 
 def covering_widths(slots: int) -> list[int]:

@@ -75,7 +75,7 @@ class KVHistory:
 
         def run(provisional: ProvisionalColumns, tokens: Tensor, parents: Tensor | None = None) -> Tensors:
             columns = provisional.chain(width) if parents is None else provisional.tree(parents)
-            forward = self._forward(self._run.for_capture, columns, tokens, taps)
+            forward = self._forward(self._run, columns, tokens, taps)
             experts = () if forward.experts is None else (forward.experts,)
             return forward.logits, *(forward.hidden[tap] for tap in taps), *experts
 

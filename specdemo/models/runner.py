@@ -5,7 +5,7 @@ B rows, S slots, V vocabulary.
 """
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from copy import copy
 from functools import cached_property, partial
@@ -18,11 +18,8 @@ from transformers.cache_utils import Cache
 
 from specdemo.core.protocol import Forward
 from specdemo.kv.cache import cache_argument
-from specdemo.kv.graphs import compiled
 from specdemo.kv.masks import AttentionMask
 from specdemo.models.fused import FusedDecoder
-
-Decoder = Callable[..., tuple[Tensor, dict[int, Tensor]]]
 
 
 class Runner:
@@ -50,16 +47,6 @@ class Runner:
         self.experts = [module for name, module in model.named_modules() if name.endswith(".experts")]
         self._truncated_models: dict[int, nn.Module] = {}  # number of layers -> model that ends after them
 
-    @property
-    def for_capture(self) -> Callable[..., Forward]:
-        """Return the callable to capture in a CUDA graph; its decoder may go through torch.compile."""
-        return partial(self, decoder=self._captured_decoder) if self.fused else self
-
-    @cached_property
-    def _captured_decoder(self) -> Decoder:
-        assert self.fused is not None
-        return compiled(self.fused.__call__)
-
     def __call__(
         self,
         tokens: Tensor,
@@ -69,16 +56,11 @@ class Runner:
         taps: tuple[int, ...] = (),
         last: bool = False,
         layers: int | None = None,
-        decoder: Decoder | None = None,
     ) -> Forward:
-        """Run one forward pass.
-
-        layers: run only the first `layers` layers. decoder: replaces the fused decoder.
-        """
-        decoder = decoder or self.fused
-        if decoder is not None:
+        """Run one forward pass. layers: run only the first `layers` layers."""
+        if self.fused is not None:
             assert positions is not None and not isinstance(mask, dict)
-            return Forward(*decoder(tokens, cache, positions, mask, taps, last, layers))
+            return Forward(*self.fused(tokens, cache, positions, mask, taps, last, layers))
         model = self.model if layers is None else self._truncated_model(layers)
         arguments: dict[str, object] = {
             self._cache_argument: cache,

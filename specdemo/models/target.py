@@ -233,7 +233,7 @@ class HFTarget(Target):
         history = self._history
         if not isinstance(history, KVHistory) or tokens.shape[1] > plan.room:
             return None
-        run = partial(self._run.for_capture, layers=plan.layers or None)
+        run = partial(self._run, layers=plan.layers or None)
         return history.draft(run, tokens, counts, write, extra, plan)
 
     @torch.no_grad()
