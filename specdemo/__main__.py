@@ -257,7 +257,7 @@ def check_server(
 
 @_command()
 def watch(
-    server: str = _argument("URL", "Address of a vLLM, SGLang, llama.cpp or TensorRT-LLM."),
+    server: str = _argument("URL", "Address of a vLLM, SGLang or llama.cpp server."),
     every: float = setting(5.0, "Time between readings.", 0.2, 3600, metavar="SECONDS"),
     plain: float | None = setting(
         None, "Speed of the server without speculation, at the same load.", 0.001, flag="--without", metavar="TOKENS/S"

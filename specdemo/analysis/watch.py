@@ -22,9 +22,9 @@ from specdemo.analysis.observation import Observation, values_of
 from specdemo.analysis.parts import Part, contrast
 from specdemo.analysis.readers.answers import never_drafted
 from specdemo.core.atomic_io import finite, json_text
-from specdemo.servers.client import METRICS_BYTES, METRICS_S, Client, Patience, StatusError, connected
+from specdemo.servers.client import METRICS_BYTES, METRICS_PATH, METRICS_S, Client, Patience, StatusError, connected
 from specdemo.servers.counters import Samples, ServerStats, delta, gauge, parse
-from specdemo.servers.engines import engines, metrics_paths, stats_between
+from specdemo.servers.engines import engines, stats_between
 from specdemo.servers.engines.base import ReportingEngine
 from specdemo.servers.lane import KEY
 
@@ -141,10 +141,10 @@ class Watch:
 async def read(watch: Watch, client: Client) -> None:
     """Read the metrics once. Raises ValueError, one line, if the server has none or does not become ready; a later
     reading that fails is left out."""
-    at, text = monotonic(), await client.metrics(metrics_paths())
+    at, text = monotonic(), await client.metrics()
     if text is None and watch.engine is None:
         await _until_ready(watch.server, client)
-        at, text = monotonic(), await client.metrics(metrics_paths())
+        at, text = monotonic(), await client.metrics()
     if text is not None:
         watch.add(at, text)
     elif watch.engine is None:
@@ -154,7 +154,7 @@ async def read(watch: Watch, client: Client) -> None:
 async def _until_ready(server: str, client: Client) -> None:
     """Wait while a server loads its model. Raises ValueError, one line, if it takes too long."""
     try:
-        await Patience().answer(lambda: asyncio.wait_for(client.read(metrics_paths()[0], METRICS_BYTES), METRICS_S))
+        await Patience().answer(lambda: asyncio.wait_for(client.read(METRICS_PATH, METRICS_BYTES), METRICS_S))
     except StatusError as error:
         if error.patience_s:
             raise ValueError(f"{server} is not ready (status {error.status}); try again later") from None

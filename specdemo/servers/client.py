@@ -6,7 +6,7 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,6 +18,7 @@ import httpx
 CONNECT_S = 5.0
 SILENCE_S = 60.0  # timeout for the next bytes, and for a server that refuses requests; it may load its model
 DRAIN_S = 0.1
+METRICS_PATH = "/metrics"
 METRICS_S = 3.0
 METRICS_BYTES = 4_000_000
 LINE_BYTES = 1_000_000  # longest line of a stream; it may contain the ids of a long prompt
@@ -94,14 +95,12 @@ class Client:
         async with self._answer("GET", path) as answer:
             return b"".join([part async for part, _ in _bounded(answer, most)])
 
-    async def metrics(self, paths: Iterable[str]) -> str | None:
-        """Return the metrics of all paths; None if there are none, or if they are too long or too slow."""
-        texts = []
-        for path in paths:
-            with suppress(Exception):  # without metrics the counters are unknown
-                async with asyncio.timeout(METRICS_S):
-                    texts.append((await self.read(path, METRICS_BYTES)).decode(errors="replace"))
-        return "\n".join(texts) if texts else None
+    async def metrics(self) -> str | None:
+        """Return the metrics; None if there are none, or if they are too long or too slow."""
+        with suppress(Exception):  # without metrics the counters are unknown
+            async with asyncio.timeout(METRICS_S):
+                return (await self.read(METRICS_PATH, METRICS_BYTES)).decode(errors="replace")
+        return None
 
     async def events(
         self, path: str, question: dict[str, object], tokens: int

@@ -27,7 +27,7 @@ from specdemo.servers import client
 from specdemo.servers.address import check_listed, host
 from specdemo.servers.client import Client, Patience, ReportedError, StatusError, connected
 from specdemo.servers.counters import ServerStats
-from specdemo.servers.engines import counts_unverified, metrics_paths, request_fields, stats_between
+from specdemo.servers.engines import counts_unverified, request_fields, stats_between
 from specdemo.servers.stream import Alternatives, Finish, Piece, Span, StreamParser, step_events, token_pieces
 
 if TYPE_CHECKING:
@@ -158,10 +158,10 @@ class RemoteLane:
                 self._update(model=self.model or await self._served(http))
                 form, standard = await self._warm_up(http)
                 self._update(endpoint=f"/v1/{form}")
-                before = await http.metrics(metrics_paths())
+                before = await http.metrics()
                 request = self._request(form, standard, self.prompt, limit)
                 await self._patience.answer(lambda: parser.read_stream(http, f"/v1/{form}", request))
-                counted = stats_between(before, await http.metrics(metrics_paths()))
+                counted = stats_between(before, await http.metrics())
         except Exception as error:
             raise RuntimeError(_reason(error, host(self.server), key, parser.pieces)) from None
         finally:

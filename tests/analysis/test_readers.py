@@ -62,7 +62,6 @@ EXPECTED = {
     "guidellm.json": {"k": 7, "steps": 12, "accepted_length": 6.583, "batch_size": 4.0},
     "vllm.prom": {"k": 2, "accepted_length": 2.1866, "batch_size": 8.0, "tokens_per_s": 50.0},
     "sglang.prom": {"accepted_length": 1.67, "tokens_per_s": 183.1, "batch_size": 3.0},
-    "trtllm.prom": {"engine": "tensorrt-llm", "accepted_length": 3.25, "acceptance_rate": 0.5625},
 }
 
 

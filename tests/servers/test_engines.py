@@ -189,24 +189,6 @@ REPORTS = {
         TOTALS,
         [],
     ),
-    # FastDeploy: tests/e2e, the baseline of its n-gram test
-    "FastDeploy": (
-        {
-            "choices": [
-                {
-                    "speculate_metrics": {
-                        "accepted_tokens": 100,
-                        "rejected_tokens": 314,
-                        "accept_ratio": 0.31,
-                        "average_accept_length": 1.4492753623188406,
-                        "accepted_tokens_per_head": [69, 13, 9, 3, 3, 3],
-                    }
-                }
-            ]
-        },
-        {"drafted": 345, "accepted": 31, "acceptance_rate": 0.0899, "steps": 69, "tokens_per_step": 1.4493},
-        [56, 4, 6, 0, 0, 3],
-    ),
     # OpenAI's API reference, "completion_tokens_details"
     "the server": (
         {"usage": {"completion_tokens_details": {"accepted_prediction_tokens": 10, "rejected_prediction_tokens": 119}}},
@@ -289,19 +271,3 @@ def test_steps_that_contradict_the_totals_are_left_out():
     for field, value in ("accepted", [0] * 43), ("accepted", [3] * 42), ("drafted", [1] * 43), ("drafted", None):
         path = ("metrics", "speculative_decoding", f"per_step_{field}")
         assert acceptance(changed(chunk, path, value)).drafts is None
-
-
-# TensorRT-LLM: tensorrt_llm/metrics/collector.py. Rapid-MLX: vllm_mlx/routes/metrics.py.
-TRT = "".join(
-    f'trtllm_spec_decode_num_{what}_tokens_total{{{{model_name="m"}}}} {{}}\n' for what in ("draft", "accepted")
-)
-RAPID = 'rapid_mlx_spec_decode_attempts_total{{family="qwen3.5"}} {}\nrapid_mlx_spec_decode_accepts_total {}\n'
-
-
-def test_counters_of_engines_that_specdemo_does_not_start():
-    stats = stats_between(TRT.format(100, 50), TRT.format(180, 110))
-    assert stats.counters == {"drafted": 80, "accepted": 60, "acceptance_rate": 0.75} and "TensorRT-LLM" in stats.source
-    assert "other users" in stats.source and stats_between(TRT.format(9, 9), TRT.format(1, 1)) == ServerStats()
-    stats = stats_between(RAPID.format(10, 5), RAPID.format(50, 35))
-    assert stats.counters == {"acceptance_rate": 0.75} and "Rapid-MLX" in stats.source
-    assert stats_between(RAPID.format(1, 1), RAPID.format(2, 9)) == ServerStats()

@@ -1,4 +1,4 @@
-"""Answers of servers: Prometheus text of vLLM, SGLang, TensorRT-LLM and llama.cpp (servers/counters.py), whose numbers
+"""Answers of servers: Prometheus text of vLLM, SGLang and llama.cpp (servers/counters.py), whose numbers
 count from the start of the server, and JSON of one request with the statistics of its drafts (servers/engines/).
 """
 
@@ -14,10 +14,6 @@ from specdemo.servers.engines import engines
 GAUGES: Mapping[str, Mapping[str, str]] = {  # engine -> field of an Observation -> name of the gauge
     "vllm": {},
     "sglang": {"tokens_per_s": "sglang:gen_throughput"},
-    "tensorrt-llm": {
-        "accepted_length": "trtllm_spec_decode_acceptance_length",
-        "batch_size": "trtllm_num_generation_requests",
-    },
     "llama-server": {"tokens_per_s": "llamacpp:predicted_tokens_seconds"},
 }
 # counters of finished requests: the second over the first is the mean speed of a request; the fourth without the fifth,
@@ -93,8 +89,8 @@ PREDICTION = "Generated prediction: {"  # in the log of LM Studio
 
 
 class ServerAnswer(OutputReader):
-    """Answer of vLLM, SGLang, llama.cpp, LM Studio since 0.3.10, mlx-vlm, FastDeploy, Ollama (also its stream) or an
-    OpenAI-like gateway."""
+    """Answer of vLLM, SGLang, llama.cpp, LM Studio since 0.3.10, mlx-vlm, Ollama (also its stream) or an OpenAI-like
+    gateway."""
 
     title = "answer of a server, JSON"
 

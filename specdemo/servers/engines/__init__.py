@@ -7,13 +7,13 @@ from specdemo.servers.counters import ServerStats, parse
 from specdemo.servers.engines.base import ReportingEngine, ServingEngine
 from specdemo.servers.engines.llama_server import LlamaServer
 from specdemo.servers.engines.mlx import MLXLM, MLXVLM
-from specdemo.servers.engines.reporting import FastDeploy, LMStudio, Ollama, OpenAI, RapidMLX, TensorRTLLM
+from specdemo.servers.engines.reporting import LMStudio, Ollama, OpenAI
 from specdemo.servers.engines.sglang import SGLang
 from specdemo.servers.engines.vllm import VLLM
 
 DEFAULT = "vllm"
 STARTED = VLLM(), SGLang(), LlamaServer(), MLXLM(), MLXVLM()  # engines that specdemo can start
-OTHERS = LMStudio(), Ollama(), TensorRTLLM(), RapidMLX(), FastDeploy(), OpenAI()
+OTHERS = LMStudio(), Ollama(), OpenAI()
 ENGINES: dict[str, ServingEngine] = {engine.name: engine for engine in STARTED}
 READERS: dict[str, ReportingEngine] = {engine.name: engine for engine in OTHERS}
 
@@ -39,11 +39,6 @@ def same_bits_options() -> list[str]:
 def engines() -> list[ReportingEngine]:
     """Return all engines whose answers can be read."""
     return [*ENGINES.values(), *READERS.values()]
-
-
-def metrics_paths() -> list[str]:
-    """Return the paths at which engines export their metrics."""
-    return [*dict.fromkeys(engine.metrics_path for engine in engines())]
 
 
 def request_fields() -> dict[str, object]:

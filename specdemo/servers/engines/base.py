@@ -50,7 +50,6 @@ class ReportingEngine(ABC):
     title: ClassVar[str]
     request: ClassVar[Mapping[str, object]] = {}  # fields of a request that make the answer report its drafts
     metrics: ClassVar[frozenset[str]] = frozenset()  # names in the metrics that `statistics` reads, without _total
-    metrics_path: ClassVar[str] = "/metrics"
     generated: ClassVar[str] = ""  # name of the counter of output tokens, without _total
     running: ClassVar[str] = ""  # name of the gauge of requests that are being decoded
     drafts_with: ClassVar[frozenset[str]] = frozenset()  # methods of an engine that specdemo does not start
