@@ -13,7 +13,6 @@ try:  # these imports take a second
     from collections import Counter
     from collections.abc import Callable, Iterator, Sequence
     from contextlib import ExitStack, contextmanager
-    from dataclasses import asdict
     from functools import partial
     from io import TextIOWrapper
     from pathlib import Path
@@ -464,19 +463,14 @@ def train(
 
 
 @_command()
-def presets(
-    as_json: bool = AS_JSON,
-    check: bool = setting(False, "Compare the presets with their models on the hub; downloads no weights."),
-) -> int:
+def presets(as_json: bool = AS_JSON) -> None:
     """List the comparisons that are ready to run."""
-    if check:
-        return _check_presets(as_json)
     listed = [
         {"id": p.id, "title": p.title, "embedded": p.embedded, "methods": p.methods} for p in load_presets().values()
     ]
     if as_json:
         print(json_text(listed, indent=1))
-        return 0
+        return
     from specdemo.bench.report import table
     from specdemo.presets.runnable import nearest_runnable, why_not
 
@@ -487,24 +481,6 @@ def presets(
         print("\nPresets that this machine cannot run, and the most similar one that it can:")
         rows = [(id, nearest_runnable(preset(id)).id, why) for id, why in reasons.items() if why]
         print(table(("preset", "nearest", "reason"), rows))
-    return 0
-
-
-def _check_presets(as_json: bool) -> int:
-    """Print one line per repository and per wrong preset; return 1 if anything is wrong."""
-    from specdemo.presets.check import answers
-
-    found = []
-    for answer in answers(load_presets().values()):
-        found.append(answer)
-        if not as_json:
-            print(answer, flush=True)
-    wrong = sum(bool(answer.wrong) for answer in found)
-    if as_json:
-        print(json_text([asdict(answer) for answer in found], indent=1))
-    else:
-        print(f"{wrong} of {len(found)} are wrong" if wrong else f"all {len(found)} are as the presets state")
-    return int(wrong > 0)
 
 
 @_command()

@@ -1,10 +1,12 @@
-"""Check of the presets against the hub, without downloading weights.
+"""Check of the presets against the hub, without downloading weights: `PYTHONPATH=. python .github/check_presets.py`.
 
 Every repository must exist at its revision, with a config and weights. Its gating and licence must be as stated in the
-presets, and a preset's weights must fit into the memory that it states.
+presets, and a preset's weights must fit into the memory that it states. Exit codes: 1 if something is wrong, 2 if the
+hub cannot be asked.
 """
 
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -15,7 +17,7 @@ from specdemo.models.errors import Unreachable
 from specdemo.models.gguf_files import gguf_on_hub, is_gguf
 from specdemo.models.packaged import SMOLLM2_GGUF
 from specdemo.models.sources import Repository, model_info, select_files
-from specdemo.presets.files import EMBEDDED, Preset
+from specdemo.presets.files import EMBEDDED, Preset, load_presets
 
 UNNAMED = ("other", "unknown")  # the hub's names for an unknown licence
 
@@ -117,3 +119,22 @@ def _same_licence(licence: str, words: str) -> bool:
 
 def _ids(presets: Iterable[Preset]) -> str:
     return ", ".join(preset.id for preset in presets)
+
+
+def main() -> int:
+    """Print one line per repository and per wrong preset; return the exit code."""
+    found = []
+    try:
+        for answer in answers(load_presets().values()):
+            found.append(answer)
+            print(answer, flush=True)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    wrong = sum(bool(answer.wrong) for answer in found)
+    print(f"{wrong} of {len(found)} are wrong" if wrong else f"all {len(found)} are as the presets state")
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
