@@ -126,8 +126,7 @@ class DraftPlan(NamedTuple):
 class SharedKV(NamedTuple):
     """Committed keys and values of a target, for a drafter that attends to them."""
 
-    # kind of layer (see `kv_shapes`), or number of a layer -> keys and values [B, K, W, E]
-    layers: Mapping[str, tuple[Tensor, Tensor]]
+    layers: Mapping[str, tuple[Tensor, Tensor]]  # kind of layer (see `kv_shapes`) -> keys and values [B, K, W, E]
     positions: Tensor  # [B, 1] number of committed tokens, which is the position of the root
     mask: Callable[[int], Tensor | None]  # n -> additive mask [B, 1, 1, W] of the last n tokens (0: all); None: all W
 
@@ -283,8 +282,8 @@ class Target(MemoryOwner, ABC):
     def draft_from_kv(self, write: DraftFunction, extra: Tensors, plan: DraftPlan) -> Tensors:
         """Run `write(kv, depth, *extra)`, a draft of at least `plan.depth` tokens, as a CUDA graph if possible.
 
-        kv: a `SharedKV` with all layers by number, and for every kind the last layer that has a cache. Copy the result
-        before the next pass. Requires the capability `shared_kv`.
+        kv: a `SharedKV` with, for every kind of layer, the last layer that has a cache. Copy the result before the next
+        pass. Requires the capability `shared_kv`.
         """
         raise NotImplementedError
 

@@ -129,13 +129,6 @@ def gemma4_assistant(target: Shape, config: Config, options: Sizes) -> Drafting:
     return Drafting(one, one, own=replace(one, head=table * hidden))
 
 
-def own_layers(target: Shape, config: Config, options: Sizes) -> Drafting:
-    """A pass of the target over the block, with further attention (Orthrus) or an adapter, which is smaller (UNO)."""
-    dense = target.layers * ConfigReader(target.layer).attention
-    own = replace(target, dense=dense, head=0, embedding=0)
-    return Drafting(target, block=True, own=own, longest=number(config, "block_size", default=LONGEST + 1) - 1)
-
-
 def layer_skip(target: Shape, config: Config, options: Sizes) -> Drafting:
     """Passes of the target's first layers and its head."""
     layers = options.get("exit_layer") or max(1, round(target.layers / 3))

@@ -60,8 +60,6 @@ FACTS = {
         ("gemma4_assistant", "gemma4_unified_assistant"),
         ("assistant",),
     ),
-    "orthrus": Facts("heads.orthrus:Orthrus", "Orthrus", drafting.own_layers, ("orthrus",)),
-    "uno": Facts("heads.uno:Uno", "UNO", drafting.own_layers, ("peft_type",)),
     "lookahead": Facts("lookahead:Lookahead", "Lookahead decoding", drafting.no_passes),
     "layer_skip": Facts("layer_skip:LayerSkip", "Layer skip", drafting.layer_skip, targets=("layerskip",)),
     "adaptive": Facts("adaptive:Adaptive", "Adaptive length"),

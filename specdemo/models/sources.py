@@ -32,7 +32,7 @@ from specdemo.models.shipped import check_embedded, embedded_folder
 
 MASK_FILE = "mask_embedding.pt"  # embedding of a drafter's mask token
 CONFIG_FILES = ("*.json", "*.txt", "*.model", "*.jinja", MASK_FILE)  # config, tokenizer, chat template
-CONFIGS = ("config.json", "adapter_config.json", "params.json")  # of models, of adapters, and Meta's
+CONFIGS = ("config.json", "params.json")  # of models, and Meta's
 SAFETENSORS = "*.safetensors"
 WEIGHT_SUFFIXES = (".safetensors", ".pt", ".bin", ".pth")
 LEFT_BY_TRAINERS = ("training_args.*", "optimizer.*", "scheduler.*", "rng_state*", "trainer_state.*")

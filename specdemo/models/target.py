@@ -241,8 +241,7 @@ class HFTarget(Target):
         history = self._require_history()
         if not isinstance(history, KVHistory):
             raise ValueError(f"{self.name} cannot share its KV cache, which is not of attention layers only")
-        numbered = {str(n): n for n in range(1 + max(self._kv_layers.values()))}
-        return history.draft_from_kv(self._kv_layers | numbered, write, extra, plan)
+        return history.draft_from_kv(self._kv_layers, write, extra, plan)
 
     @torch.no_grad()
     def check_history(self) -> str:

@@ -88,8 +88,7 @@ class ToyTarget(Target):
         def mask(window: int) -> Tensor:
             return chain_mask(lengths - 1, columns, (window, True), self.dtype)
 
-        names = [*self.kv_shapes, *map(str, range(self.num_layers))]
-        return write(SharedKV(dict.fromkeys(names, (states, states)), lengths, mask), plan.depth, *extra)
+        return write(SharedKV(dict.fromkeys(self.kv_shapes, (states, states)), lengths, mask), plan.depth, *extra)
 
     def commit(self, path: list[list[int]]) -> None:
         for history, slots, accepted in zip(self._history, self._slots.tolist(), path, strict=True):

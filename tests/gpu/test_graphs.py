@@ -16,8 +16,6 @@ from specdemo.methods.heads.gemma4_assistant import Gemma4Assistant
 from specdemo.methods.heads.medusa import Medusa
 from specdemo.methods.heads.mlp_speculator import MLPSpeculator
 from specdemo.methods.heads.mtp import MTP
-from specdemo.methods.heads.orthrus import Orthrus
-from specdemo.methods.heads.uno import Uno
 from specdemo.models.fused import fuse_layers
 from specdemo.models.target import HFTarget
 from tests.gpu.device import no_synchronisation
@@ -88,8 +86,6 @@ HEADS = {
     "dflash": lambda target: DFlash.fresh(target, layers=2, block_size=6),
     "medusa": lambda target: Medusa.fresh(target, heads=3),
     "mlp_speculator": lambda target: MLPSpeculator.fresh(target, n_predict=3),
-    "orthrus": Orthrus.fresh,
-    "uno": Uno.fresh,
 }
 
 

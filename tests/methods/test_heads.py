@@ -24,7 +24,7 @@ from specdemo.models.toy import ToyTarget
 from specdemo.training.losses import Objective
 from tests.examples import test_hydra
 from tests.generation import train
-from tests.methods import test_dflash, test_eagle, test_medusa, test_mlp_speculator, test_mtp, test_own_layers
+from tests.methods import test_dflash, test_eagle, test_medusa, test_mlp_speculator, test_mtp
 from tests.methods.heads import (
     batch_of,
     check_greedy,
@@ -45,7 +45,6 @@ FILES = {
     "mlp_speculator": test_mlp_speculator.CASES,
     "mtp": test_mtp.CASES,
     "dflash": test_dflash.CASES,
-    "own layers": test_own_layers.CASES,
 }
 CASES = {name: case for cases in FILES.values() for name, case in cases.items()}
 ONE_EACH = [next(iter(cases)) for cases in FILES.values()]
@@ -219,9 +218,9 @@ def test_a_config_with_a_number_that_is_not_finite_is_refused(case, tmp_path, ch
 
 @pytest.mark.parametrize("number", [1e308, 10**400, -(10**400)])
 def test_a_number_of_a_config_that_32_bits_cannot_hold_is_refused(tmp_path, number):
-    case = test_own_layers.CASES["UNO"]()
-    source = folder_with(tmp_path, case.tensors, case.config | {"lora_alpha": number})
-    with pytest.raises(ValueError, match="has lora_alpha .+ in its config, not a finite number"):
+    case = test_medusa.CASES["medusa-vllm"]()
+    source = folder_with(tmp_path, case.tensors, case.config | {"scale": number})
+    with pytest.raises(ValueError, match="has scale .+ in its config, not a finite number"):
         load_drafter(case.method, case.target, source)
 
 
@@ -233,7 +232,7 @@ def test_infinity_stays_where_a_target_with_its_own_head_states_it(tmp_path):
 
 @pytest.mark.parametrize("options", [{}, {"p_min": 0.3}], ids=str)
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("name", ["UNO", "medusa-vllm", "dspark-rnn", "eagle"])
+@pytest.mark.parametrize("name", ["medusa-vllm", "dspark-rnn", "eagle"])
 def test_weights_whose_logits_overflow_end_in_one_line_with_the_file(tmp_path, name, sampling, options):
     case = next(make for case, make in CASES.items() if case.startswith(name))()
     large = {n: t * 1e30 if t.is_floating_point() and t.ndim > 1 else t for n, t in case.tensors.items()}
@@ -331,8 +330,6 @@ SAMPLING = {
     "mlp_speculator": [({}, {"draft": draft, "nodes": 6}) for draft in ("chain", "tree")],
     "mtp": [({"modules": 2}, {}), ({"modules": 3, "kind": "parallel"}, {})],
     "gemma4_assistant": [({}, {}), ({"centroids": 5}, {})],
-    "orthrus": [({}, {})],
-    "uno": [({}, {})],
 }
 TRAINED = {  # sizes of a new head, number of its metrics
     "medusa": [({"heads": 3}, 3)],

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specdemo.__main__ import main
 from specdemo.bench.suites import Sweep
 from specdemo.core.rules import DEFAULT_RULE
 from specdemo.core.trace import compare, from_json, output_outcomes, to_json
@@ -355,6 +356,18 @@ def test_a_trace_opens_and_keeps_its_keys():
         assert old.keys() <= new.keys() and old["summary"].keys() <= new["summary"].keys()
         assert old["token_ids"] == new["token_ids"] and len(old["events"]) == len(new["events"])
     assert before["comparison"][0].keys() <= after["comparison"][0].keys()
+
+
+@pytest.mark.parametrize("method", ["orthrus", "uno"])
+def test_a_method_that_was_removed_is_one_line_and_its_traces_open(method, tmp_path, capsys):
+    text = (FOLDER / "trace.json").read_text(encoding="utf-8").replace('"method":"medusa"', f'"method":"{method}"')
+    assert from_json(text).lanes[1].method == method
+    (tmp_path / "trace.json").write_text(text, encoding="utf-8")
+    assert main(["replay", str(tmp_path / "trace.json")]) == 0
+    assert "Medusa (stories-medusa)" in capsys.readouterr().out
+    changed, (note,) = from_query({"method": method}, PRESETS)
+    assert note.startswith(f"ignored method={method!r} from the link: unknown method {method!r}; choose one of")
+    assert changed == BASE
 
 
 @pytest.mark.parametrize("base", LINKS)

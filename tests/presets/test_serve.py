@@ -14,7 +14,7 @@ from specdemo.servers.engines.base import Installed
 
 BASE = preset("two-servers")
 VLLM = {"draft_model", "ngram", "suffix", "medusa", "mtp", "eagle", "dflash", "gemma4_assistant", "adaptive"}
-SGLANG = {"draft_model", "ngram", "mtp", "eagle", "dflash", "gemma4_assistant", "uno"}
+SGLANG = {"draft_model", "ngram", "mtp", "eagle", "dflash", "gemma4_assistant"}
 
 
 def lane(**settings):
@@ -147,7 +147,7 @@ def test_a_pinned_model_is_served_at_its_revision():
 
 
 def test_unsupported_server_feature_is_one_line():
-    models = {name: {"model": "some/drafter"} for name in ("draft_model", "medusa", "mlp_speculator", "orthrus", "uno")}
+    models = {name: {"model": "some/drafter"} for name in ("draft_model", "medusa", "mlp_speculator")}
     models |= {
         name: {"model": "some/drafter"} for name in ("mtp", "eagle", "dflash", "gemma4_assistant", "adaptive", "online")
     }

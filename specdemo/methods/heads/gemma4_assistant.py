@@ -22,15 +22,17 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from specdemo.core.protocol import Progress, SharedKV, Target
+from specdemo.core.protocol import Budget, DraftPlan, Progress, SharedKV, Target, Tensors
+from specdemo.core.tree import Draft
 from specdemo.costs.shapes import Config
 from specdemo.kv.masks import Rope
 from specdemo.methods import require_method
+from specdemo.methods.base import DraftOptions
 from specdemo.methods.heads.formats import LAYER_KEYS, check_target
+from specdemo.methods.heads.head import Head
 from specdemo.methods.heads.network import Network, untrained
 from specdemo.methods.heads.runtime import last_columns
-from specdemo.methods.heads.sampler import ChainBuilder
-from specdemo.methods.heads.trunk import KVHead
+from specdemo.methods.heads.sampler import ChainBuilder, flatten_draft, unflatten_draft
 from specdemo.models.checkpoints import Checkpoint, write_checkpoint
 from specdemo.models.layers import MLP, attend
 from specdemo.models.operations import apply_rope
@@ -158,11 +160,16 @@ class Assistant(Network):
         return other.expand(*x.shape[:-1], self.vocab_size).scatter(-1, ids, selected)
 
 
-class Gemma4Assistant(KVHead[Assistant], method="gemma4_assistant"):
+class Gemma4Assistant(Head[Assistant], method="gemma4_assistant"):
     summary = "A few small layers that attend to the target's KV cache draft from its last hidden state."
     requires: ClassVar = frozenset({"hidden_states", "shared_kv"})
     taps = (-1,)
     config_keys = LAYER_KEYS | frozenset(READ).union(REQUIRED)
+
+    def __init__(self, target: Target, model: Assistant | str, options: DraftOptions | None = None) -> None:
+        super().__init__(target, model, options)
+        self._target = target
+        self._last: Tensors = ()  # of every row: the root [B, 1] and the target's state [B, 1, H]
 
     @classmethod
     def recognises(cls, checkpoint: Checkpoint) -> bool:
@@ -222,16 +229,31 @@ class Gemma4Assistant(KVHead[Assistant], method="gemma4_assistant"):
         head = Assistant(config, {kind: head_dim for kind, (_, head_dim) in target.kv_shapes.items()})
         return untrained(head, target, size**-0.5)
 
-    def observe(self, progress: Progress) -> None:
-        super().observe(progress)
-        self._last += (last_columns(progress, self.target_features(progress))[:, None],)
+    @property
+    def graph_note(self) -> str:
+        return ""  # the draft runs in the target's graphs, whose note is the target's
 
-    def draft_tokens(self, kv: SharedKV, depth: int, builder: ChainBuilder, roots: Tensor, *inputs: Tensor) -> None:
-        head, tokens, (hidden,) = self.head, roots, inputs
-        rope = head.rope(kv.positions)
-        for _ in range(depth):
-            logits, hidden = head.step(self._target.embed(tokens).to(hidden.dtype), hidden, kv, rope)
-            tokens = builder.append(logits)
+    def observe(self, progress: Progress) -> None:
+        columns = progress.outputs, self.target_features(progress)
+        self._last = tuple(last_columns(progress, column)[:, None] for column in columns)
+
+    def propose(self, budget: Budget) -> Draft:
+        depth, rows = budget.chain, self.runtime.rows
+        if depth < 1:
+            return Draft.empty(rows, self.device)
+        noise = self.sampler.predraw_noise(rows, depth, self._target.vocab_size, self.device)
+        plan = DraftPlan((self.head, self.sampler.kind), depth, room=0)  # another head may use this target
+
+        def write(kv: SharedKV, depth: int, tokens: Tensor, hidden: Tensor, *noise: Tensor) -> Tensors:
+            builder = ChainBuilder(self.sampler.with_noise(noise))
+            rope = self.head.rope(kv.positions)
+            for _ in range(depth):
+                embedding = self._target.embed(tokens).to(hidden.dtype)
+                logits, hidden = self.head.step(embedding, hidden, kv, rope)
+                tokens = builder.append(logits)
+            return flatten_draft(builder.build())
+
+        return unflatten_draft(self._target.draft_from_kv(write, (*self._last, *noise), plan), depth)
 
     def save(self, folder: Path, target_name: str) -> None:
         head = self.head

@@ -64,11 +64,6 @@ def _dflash(model: str | None, k: int, options: MethodOptions) -> Flags:
     return speculative_flags("DFLASH", model, num_draft_tokens=k + 1)
 
 
-def _uno(model: str | None, k: int, options: MethodOptions) -> Flags:
-    """Return the flags of a chain whose first token is the target's own."""
-    return [ALGORITHM, "UNO", "--uno-lora-path", str(model), "--speculative-num-draft-tokens", str(k)]
-
-
 def _unverified(found: Mapping[str, object], drafted: int, accepted: int, steps: int) -> int:
     """Return the draft tokens that DSpark's schedule left out of the verification; 0 if they are not reported. Its
     histogram has the steps by the tokens that they verified, the root included."""
@@ -93,7 +88,6 @@ class SGLang(ServingEngine):
         "eagle": _eagle,
         "dflash": _dflash,
         "gemma4_assistant": chain("NEXTN"),  # SGLang switches to FROZEN_KV_MTP for an assistant
-        "uno": _uno,
     }
     parallel = "--tp-size"
     full_draft_cache = "--speculative-draft-kv-cache-dtype bfloat16"
