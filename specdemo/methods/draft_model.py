@@ -19,7 +19,7 @@ from specdemo.core.tree import ABSENT, Draft, chain_parents
 from specdemo.methods import detect_head, require_method
 from specdemo.methods.base import DraftOptions, Method
 from specdemo.methods.heads.sampler import ChainBuilder, DraftVocab, TokenSampler, run_chain_graph
-from specdemo.methods.vocabularies import MIN_SHARED_MASS, RowText, VocabBridge, real_tokens
+from specdemo.methods.vocabularies import RowText, VocabBridge, real_tokens
 from specdemo.models.checkpoints import Checkpoint, open_meta_checkpoint, write_checkpoint
 from specdemo.models.load import Incomplete, LoadedModel, load_model, load_target
 from specdemo.models.sources import LoadProgress
@@ -29,7 +29,6 @@ USUALLY_MISSING = 2  # tokens: after a draft the correction token, or the last d
 MAX_CATCH_UP = (
     8  # largest number of missing tokens that a CUDA graph reads; more are missing after steps without a draft
 )
-PARTIAL_WORD_TOKENS = 2  # extra tokens to finish a partial word
 # texts that tokenizers with the same vocabulary may still split differently
 PROBES = (
     "Once upon a time, there was a little girl named Lily.",
@@ -74,7 +73,6 @@ class DraftModel(Method, method="draft_model"):
         self.parts, self.name = (self.model,), self.model.name
         self.head: nn.Module = self.model.model  # training updates the whole draft model
         self._bridge: VocabBridge | None = None
-        self._draft_as_text = False
         difference = tokenizer_difference(target, self.model)
         if difference:
             self._set_up_bridge(target, difference)
@@ -84,19 +82,21 @@ class DraftModel(Method, method="draft_model"):
         self.sampler = TokenSampler()
 
     def _set_up_bridge(self, target: Target, difference: str) -> None:
-        """Draft the shared tokens if both models give them most of their probability, else draft text."""
+        """Draft the tokens that both vocabularies have. Raises ValueError where there are none."""
         if not self.cross_vocabulary:
             raise ValueError(
                 f"{self.model.name} has another tokenizer than {target.name}: {difference}; choose a draft model of "
                 "the same family"
             )
         self._bridge = VocabBridge(target, self.model)
+        if not self._bridge.target_overlap:
+            raise ValueError(
+                f"{self.model.name} shares no token with {target.name}; choose a draft model of the same family"
+            )
         target_mass, draft_mass = self._bridge.shared_mass(target, self.model)
-        self._draft_as_text = min(target_mass, draft_mass) < MIN_SHARED_MASS
-        approach = "drafts text, which is tokenized again" if self._draft_as_text else "drafts only the shared tokens"
         overlap = self._bridge.target_overlap
         self.note = (
-            f"The draft model has another tokenizer and {approach}. "
+            "The draft model has another tokenizer and drafts only the shared tokens. "
             f"{100 * overlap:.0f} % of the target's tokens are shared; they hold {100 * target_mass:.0f} % of the "
             f"target's probability and {100 * draft_mass:.0f} % of the draft model's. One of the same family drafts "
             f"more. Difference: {difference}."
@@ -118,8 +118,6 @@ class DraftModel(Method, method="draft_model"):
         self._common_lengths = [0] * batch  # length of the common prefix of both, as far as known
         self._pending_draft: AsyncHostCopy | None = None  # [B, N - 1] draft tokens that are in the cache
         self._row_texts = [RowText(self._bridge.draft_tokens) for _ in range(batch)] if self._bridge else []
-        self._roots = [0] * batch  # the target's ids of the roots; with a bridge only
-        self._partial_words = [b""] * batch  # unfinished last word, which the draft completes
 
     def release(self) -> None:
         self.model.release()
@@ -153,11 +151,6 @@ class DraftModel(Method, method="draft_model"):
             )
             self._history[row] = text.extend(new_bytes)
             self._common_lengths[row] = min(self._common_lengths[row], len(text.ids))
-            self._roots[row] = new_ids[-1] if new_ids else self._roots[row]
-            if self._draft_as_text and bridge.may_end_inside_word(self._roots[row]):
-                self._history[row], self._partial_words[row] = text.split_last_word()
-            else:
-                self._partial_words[row] = b""
         shortest = min(map(len, self._history)) - 1
         if is_prompt and 0 < shortest < self.model.max_length:
             self._cached_ids = [ids[:shortest] for ids in self._history]
@@ -197,8 +190,6 @@ class DraftModel(Method, method="draft_model"):
         return self._draft(depth, budget.enough)
 
     def _draft(self, depth: int, enough: Enough | None = None) -> Draft:
-        if self._bridge and self._draft_as_text:
-            return self._draft_text(self._bridge, depth)
         missing = self._crop_to_common()
         if not self._bridge:
             draft = self._draft_graphed(missing, depth) or self._draft_greedy(missing, depth, enough)
@@ -258,38 +249,6 @@ class DraftModel(Method, method="draft_model"):
 
     def _to_draft_ids(self, tokens: Tensor) -> Tensor:
         return self._bridge.draft_ids[tokens] if self._bridge else tokens
-
-    def _draft_text(self, bridge: VocabBridge, depth: int) -> Draft:
-        """Draft greedy text until it gives `depth` target tokens in every row.
-
-        A partial last word is drafted again from its start, because tokenizers encode whole words. Spaces at the end
-        are left out: they belong to the next word.
-        """
-        logits, partial_words, steps = self._catch_up(self._crop_to_common()), self._partial_words.copy(), []
-        max_steps = min(depth + PARTIAL_WORD_TOKENS, self.model.max_length - max(map(len, self._history)))
-        while True:
-            steps.append(self._continue_words(bridge, logits, partial_words))
-            rows = torch.cat(steps, 1).tolist()
-            texts = [
-                bridge.draft_tokens.decode(row)[len(word) :].rstrip(b" ")
-                for row, word in zip(rows, self._partial_words, strict=True)
-            ]
-            drafted = [bridge.to_target_ids(root, text)[:depth] for root, text in zip(self._roots, texts, strict=True)]
-            if len(steps) >= max_steps or min(map(len, drafted)) >= depth:
-                break
-            logits = self._decode_step(steps[-1])
-        self._pending_draft = AsyncHostCopy(torch.cat(steps, 1)[:, :-1])
-        return Draft.chain(padded(drafted, self.model.device, ABSENT))
-
-    def _continue_words(self, bridge: VocabBridge, logits: Tensor, partial_words: list[bytes]) -> Tensor:
-        """Return the most likely tokens [B, 1] that continue the partial words, and remove their bytes from these."""
-        best = bridge.real_draft_ids[logits[:, bridge.real_draft_ids].argmax(-1, keepdim=True)]
-        for row, word in enumerate(partial_words):
-            ids = bridge.draft_tokens.prefix_matches(word) if word else []
-            if ids:
-                best[row, 0] = ids[int(logits[row, ids].argmax())]
-                partial_words[row] = word[len(bridge.draft_tokens.bytes_of[int(best[row, 0])]) :]
-        return best
 
     def _crop_to_common(self) -> list[list[int]]:
         """Crop the cache to the common prefix; return the tokens to read per row, the root last."""

@@ -1,14 +1,12 @@
 """Draft models with another vocabulary than the target's (Timor et al. 2502.05202).
 
-There are two modes. Tokens: the draft model's distribution is restricted to tokens with the same bytes in both
-vocabularies and renormalised. This is a valid q over the target's tokens, so sampling stays exact. Text: the draft
-model's text is tokenized again by the target's tokenizer; such drafts are one-hot, which is exact as well. In both
-modes the draft model reads the target's text in its own tokenization. W tokens are shared.
+The draft model's distribution is restricted to tokens with the same bytes in both vocabularies and renormalised. This
+is a valid q over the target's tokens, so sampling stays exact. The draft model reads the target's text in its own
+tokenization. W tokens are shared.
 """
 
 import json
 import re
-from bisect import bisect_left
 from codecs import IncrementalDecoder, getincrementaldecoder
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,7 +20,6 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from specdemo.core.protocol import Target
 from specdemo.core.tree import chain_parents
 
-MIN_SHARED_MASS = 0.8  # probability of the shared tokens, in both models, that selects mode tokens
 MIN_TAIL, MAX_TAIL = 24, 96  # characters at the end of a text that are tokenized again: least, most
 SAMPLE_TEXT = (
     "Once upon a time, there was a little girl who lived near the sea. Every day, she and her friends asked: why?"
@@ -60,18 +57,6 @@ class TokenBytes:
         """Bytes -> the lowest id with these bytes; as in an encoding, <0x39> only where no other token is spelled 9."""
         ids = sorted(self.bytes_of, key=lambda i: (i in self._byte_tokens, i), reverse=True)
         return {self.bytes_of[i]: i for i in ids}
-
-    @cached_property
-    def _sorted(self) -> tuple[list[bytes], list[int]]:
-        pairs = sorted(self.id_of.items())
-        return [spelling for spelling, _ in pairs], [i for _, i in pairs]
-
-    def prefix_matches(self, prefix: bytes) -> list[int]:
-        """Return the tokens that start with `prefix`, and those that are a prefix of it."""
-        spellings, ids = self._sorted
-        longer = ids[bisect_left(spellings, prefix) : bisect_left(spellings, prefix + b"\xff" * 8)]
-        shorter = (self.id_of.get(prefix[:n]) for n in range(1, len(prefix)))
-        return longer + [i for i in shorter if i is not None]
 
     def encode_continuation(self, text: str) -> list[int]:
         """Encode a text that continues another one. A newline in front keeps tokenizers from adding a space."""
@@ -116,13 +101,6 @@ class RowText:
             self.tail = self.tail[split:]
         return self.ids + self._encode(self.tail)
 
-    def split_last_word(self) -> tuple[list[int], bytes]:
-        """Return the ids of the text without its last word, and the word. A text of one word is not split."""
-        split = self.tail.rfind(" ")
-        if split <= 0:
-            return self.ids + self._encode(self.tail), b""
-        return self.ids + self._encode(self.tail[:split]), self.tail[split:].encode()
-
     def _encode(self, text: str) -> list[int]:
         return self.tokens.encode_continuation(text) if self.ids else self.tokens.encode_from_start(text)
 
@@ -147,7 +125,6 @@ class VocabBridge:
             pairs[target_eos] = draft_eos  # EOS tokens are equivalent even if their bytes differ
         ids = torch.tensor(sorted(pairs.items()), dtype=torch.int64, device=target.device).view(-1, 2)
         self.target_ids, self.draft_ids = ids.T.contiguous()  # [W] each: ids in the target, ids in the draft model
-        self.real_draft_ids = torch.tensor(list(self.draft_tokens.bytes_of), device=target.device)  # without padding
         self.target_overlap, self.draft_overlap = (
             len(shared) / len(side.bytes_of) for side in (self.target_tokens, self.draft_tokens)
         )
@@ -155,19 +132,6 @@ class VocabBridge:
     def shared_mass(self, target: Target, draft: Target) -> tuple[float, float]:
         """Return the mean probability of the shared tokens in the target and in the draft model, on SAMPLE_TEXT."""
         return _mass_on(target, self.target_tokens, self.target_ids), _mass_on(draft, self.draft_tokens, self.draft_ids)
-
-    def may_end_inside_word(self, root: int) -> bool:
-        """Return True if a text that ends with this target token may end inside a word."""
-        ending = self.target_tokens.bytes_of.get(root, b"")
-        return ending == b" " or ending[:1].isalpha()
-
-    def to_target_ids(self, root: int, text_bytes: bytes) -> list[int]:
-        """Encode draft bytes that follow the target token `root` as target tokens."""
-        text = text_bytes.decode("utf-8", "ignore")
-        text = text.rstrip(" ") or text  # a space belongs to the token of the word after it
-        root_text = self.target_tokens.bytes_of.get(root, b"").decode("utf-8", "ignore")
-        combined = self.target_tokens.encode_continuation(root_text + text)
-        return combined[1:] if combined[:1] == [root] else self.target_tokens.encode_continuation(text)
 
 
 def _mass_on(model: Target, token_bytes: TokenBytes, ids: Tensor) -> float:
