@@ -47,7 +47,6 @@ class Recipe:
     limits: str = ""
     threads: int | None = None  # on a CPU; None: one per core
     plan: Plan = Plan()
-    backwards: bool = False
     vocab_size: int = VOCAB_SIZE
     windows: Sequence[int] = (256, 512)  # tokens, at first and after 70 % of the time
     windows_later: Sequence[int] = (512, 512)  # of a run that goes on

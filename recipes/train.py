@@ -227,7 +227,7 @@ def record(
         stream = job.recipe.epochs(corpus.train, tokenizer, later=True).stream(0, plan.context)
         openings = [e.ids for e in tokenizer.encode_batch(corpus.train[:: 1 + len(corpus.train) // OPENINGS])]
         text = windows(stream, plan.context)
-        shares = build_cache(target, text, openings, job.cache, plan, job.recipe.backwards)
+        shares = build_cache(target, text, openings, job.cache, plan)
         with_progress(shares, f"cache {job.cache.name}")
     return [load_cache(job.cache, [kind]) for kind in kinds]
 
@@ -315,9 +315,9 @@ def train(
     """Run a recipe and return its folder. Raises ValueError, one line, if something is missing.
 
     `minutes` counts training only. A draft first completes the target's cache in `cache` (default: `cache` next to
-    `out`). Drafts of one target share it: if started at the same time, they also share the work. `target` is a folder,
-    an embedded name or a hub id, and so is `start`, a trained model to continue from. `threads`: number of CPU threads;
-    a small draft is fastest with one. `compile` runs the target through `torch.compile`, which needs a C++ compiler.
+    `out`). Drafts of one target share it, one after the other. `target` is a folder, an embedded name or a hub id, and
+    so is `start`, a trained model to continue from. `threads`: number of CPU threads; a small draft is fastest with
+    one. `compile` runs the target through `torch.compile`, which needs a C++ compiler.
     """
     if recipe not in RECIPES:
         raise ValueError(f"unknown recipe {recipe!r}; {suggest(recipe, [*HEAD_RECIPES, *RECIPES])}")

@@ -4,8 +4,7 @@ The cache is a folder of shards `text-000.safetensors`, `samples-000.safetensors
 and, for every position, the target's K most probable next tokens: `tokens` [R, T] int32, `indices` [R, T, K] int32,
 `probs` [R, T, K] float16, largest first; with `taps`, also the hidden states `tap.N` [R, T, H] float16 (numbered as in
 core.protocol). Shards are written atomically, so a killed process loses one shard at most; a damaged shard is written
-again. Without a corpus the target generates the text, shard by shard. Two processes that start at different ends
-(`backwards`) share the work without communication.
+again. Without a corpus the target generates the text, shard by shard.
 
 A corpus is a folder of `*.txt` files with documents separated by `<|endoftext|>`; files with `valid` in their name are
 for validation.
@@ -207,7 +206,6 @@ def build_cache(
     stories: list[list[int]],
     folder: Path,
     plan: Plan,
-    backwards: bool = False,
 ) -> Generator[float, None, None]:
     """Write the missing shards in `folder`: rows of text [R, context], and samples prompted with `stories` (token ids).
     Yield the fraction done after every shard.
@@ -235,7 +233,7 @@ def build_cache(
 
     kinds = {"text": texts, "samples": samples}
     names = _label(folder)["shards"]
-    for done, name in enumerate(names[::-1] if backwards else names, start=1):
+    for done, name in enumerate(names, start=1):
         shard = folder / f"{name}.safetensors"
         if not is_valid_shard(shard):
             kind, number = name.split("-")

@@ -81,16 +81,11 @@ def test_sampled_rows_begin_like_stories(model: LlamaForCausalLM) -> None:
     assert all(tuple(r) in openings for r in rows.view(-1, 16)[:, :8].tolist())
 
 
-def test_a_cache_is_completed_from_both_ends_and_never_made_twice(
-    model: LlamaForCausalLM, text: Tensor, tmp_path: Path
-) -> None:
-    both, one = tmp_path / "both", tmp_path / "one"
+def test_a_cache_is_completed_and_never_made_twice(model: LlamaForCausalLM, text: Tensor, tmp_path: Path) -> None:
+    one = tmp_path / "one"
     collect(model, text, STORIES, one, PLAN)
-    collect(model, text, STORIES, both, PLAN, backwards=True)
     assert [p.stem for p in sorted(one.glob("*.safetensors"))] == sorted(shards(PLAN, len(text)))
-    recorded, other = load_cache(one), load_cache(both)
-    assert torch.equal(recorded.tokens, other.tokens) and torch.equal(recorded.indices, other.indices)
-    assert torch.equal(recorded.tokens[:10].long(), text[:10])
+    assert torch.equal(load_cache(one).tokens[:10].long(), text[:10])
 
     lost = one / "text-001.safetensors"
     assert is_complete(one)
