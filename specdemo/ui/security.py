@@ -12,7 +12,7 @@ import socket
 import time
 import traceback
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from ipaddress import ip_address, ip_network
 from pathlib import Path
@@ -20,9 +20,9 @@ from typing import Any
 
 import gradio as gr
 from fastapi import FastAPI
-from python_multipart.multipart import parse_options_header
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers, MutableHeaders, UploadFile
 from starlette.exceptions import HTTPException
+from starlette.formparsers import MultiPartException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -35,9 +35,6 @@ REQUEST_BYTES = 1_000_000  # JSON from the page and its API
 ENVELOPE = 4_096  # bytes around the file in the body of an upload
 WINDOW_S = 600  # uploads are counted over this time and deleted after it
 UPLOADS, ALL_UPLOADS = 60, 300  # per address, which a class may share; in total
-FILE = (
-    rb'--%b\r\nContent-Disposition: form-data; name="files"; filename="[^"\r\n]*"\r\n(Content-Type:[^\r\n]*\r\n)?\r\n'
-)
 HOST = re.compile(r"(\[[^\[\]]+\]|[a-z0-9._-]+?)\.?(:\d*)?")  # Host header in lower case
 # Gradio has more paths: a monitor, an editor, a stream that reports changed code, a proxy, files, stored sessions.
 PATH = re.compile(
@@ -114,13 +111,8 @@ class Door:
             self._count(scope["client"])
         body = await _body(Request(scope, receive), self._most + ENVELOPE if upload else REQUEST_BYTES)
         if upload:
-            _check_upload(headers, body)
-        messages: Iterator[Message] = iter([{"type": "http.request", "body": body, "more_body": False}])
-
-        async def again() -> Message:
-            return next(messages, None) or await receive()
-
-        return again
+            await _check_upload(Request(scope, _replay(body, receive)))
+        return _replay(body, receive)
 
     def _count(self, client: tuple[str, int] | None) -> None:
         now, visitor = time.monotonic(), client[0] if client else ""
@@ -193,15 +185,25 @@ async def _body(request: Request, most: int) -> bytes:
     return bytes(body)
 
 
-def _check_upload(headers: Headers, body: bytes) -> None:
-    """Check that the body is one complete file. Gradio would leave parts of anything else on disk."""
-    kind, options = parse_options_header(headers.get("content-type"))
-    boundary = options.get(b"boundary")
-    if kind != b"multipart/form-data" or not boundary:
-        raise HTTPException(400, "send the file as multipart/form-data")
-    mark = b"--" + boundary
-    complete = re.match(FILE % re.escape(boundary), body, re.IGNORECASE) and body.rstrip(b"\r\n").endswith(mark + b"--")
-    if not complete or body.count(mark) != 2:
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """Return what receives a body that was read, and what follows it."""
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def again() -> Message:
+        return messages.pop() if messages else await receive()
+
+    return again
+
+
+async def _check_upload(request: Request) -> None:
+    """Check that the body is one complete file. Gradio, whose parser is a copy of Starlette's, would leave parts of
+    anything else on disk."""
+    try:
+        async with request.form(max_files=1, max_fields=0) as form:
+            names = [name for name, part in form.multi_items() if isinstance(part, UploadFile)]
+    except (MultiPartException, HTTPException):
+        names = []
+    if names != ["files"]:
         raise HTTPException(400, "send one complete file, as `files`")
 
 
