@@ -208,7 +208,7 @@ def detect_method(checkpoint: "Checkpoint") -> str:
 
 def require_method(checkpoint: "Checkpoint", name: str) -> None:
     """Raise ValueError if the checkpoint is for another method than `name`, and name that method; also for weights and
-    config keys that the method does not support."""
+    values of the config that no method supports."""
     if not reads(name, checkpoint):
         detected = detect_method(checkpoint)
         if detected == "draft_model":
@@ -220,12 +220,12 @@ def require_method(checkpoint: "Checkpoint", name: str) -> None:
             f"{checkpoint.name} is a head for method {detected!r}, not {other}; choose method {detected!r}"
         )
     if name != "draft_model":
-        from specdemo.methods.heads.formats import check_keys
+        from specdemo.methods.heads.formats import check_values
         from specdemo.models.checkpoints import check_weights
 
         check_weights(checkpoint)
-        if known := vars(method(name)).get("config_keys"):  # a subclass reads files of its own
-            check_keys(checkpoint, known)
+        if vars(method(name)).get("config_keys"):  # a subclass reads files of its own
+            check_values(checkpoint)
 
 
 def reads(name: str, checkpoint: "Checkpoint") -> bool:

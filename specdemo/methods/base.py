@@ -50,7 +50,7 @@ class Method(Drafter):
     looks_up: ClassVar[bool] = False  # True: copies from texts at hardly any cost; a draft need not be verified
     learns: ClassVar[bool] = False  # True: improves with use, so a session reuses it in the next run
     Options: ClassVar[type[BaseOptions]] = BaseOptions
-    # keys of config.json that it understands; empty, as for a subclass that sets none: they are not checked
+    # keys of config.json that it reads; empty, as for a subclass that sets none: others are not named
     config_keys: ClassVar[frozenset[str]] = frozenset()
     serves: ClassVar[Mapping[str, EngineArgs]] = {}  # engine -> its server arguments for this method
 

@@ -59,7 +59,8 @@ REQUIRED = {
 }
 READ = (
     "attention_k_eq_v backbone_hidden_size centroid_intermediate_top_k final_logit_softcapping global_head_dim "
-    "num_global_key_value_heads num_kv_shared_layers use_ordered_embeddings vocab_size_per_layer_input per_layer_config"
+    "num_centroids num_global_key_value_heads num_kv_shared_layers use_ordered_embeddings "
+    "vocab_size_per_layer_input per_layer_config"
 ).split()
 HINT = "fetch the assistant again"
 

@@ -16,6 +16,7 @@ from specdemo.core.protocol import Progress, Target
 from specdemo.core.sampling import Sampling
 from specdemo.methods import BaseOptions, check_capabilities
 from specdemo.methods.base import DraftOptions, Method
+from specdemo.methods.heads.formats import unread_keys
 from specdemo.methods.heads.network import Network, select_convention
 from specdemo.methods.heads.runtime import HeadRuntime
 from specdemo.methods.heads.sampler import TokenSampler
@@ -79,6 +80,8 @@ class Head(Method, Generic[Net]):
         check_finite(checkpoint.name, checkpoint.tensors.items())
         head = cls.read(checkpoint, target)
         head.name = checkpoint.name
+        if known := vars(cls).get("config_keys"):  # a subclass reads files of its own
+            head.note = " ".join(filter(None, (head.note, unread_keys(checkpoint, known))))
         if len(head.conventions) > 1:
             (progress or no_progress)(0.9, f"detecting the convention of {source}")
             select_convention(head, target, lambda: cls(target, head))

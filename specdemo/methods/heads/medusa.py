@@ -172,7 +172,7 @@ class Medusa(Head[TokenHeads], method="medusa"):
     taps: tuple[int, ...] = (-1,)
     config_keys = LAYER_KEYS | {
         *("medusa_choices", "medusa_fc_bias", "medusa_hidden_size", "medusa_num_heads", "medusa_num_layers"),
-        *("medusa_rank_rates", "num_heads", "original_lm_head"),
+        *("medusa_rank_rates", "num_heads", "original_lm_head", "truncated_vocab_size"),
     }
     recipes: ClassVar = {"medusa": Recipe("Medusa, 4 heads", {"heads": 4})}
     decay: ClassVar[float] = 0.8  # weight of a head in the loss, relative to the head before it

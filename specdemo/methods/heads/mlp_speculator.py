@@ -122,7 +122,9 @@ class MLPSpeculatorOptions(DraftOptions):
 class MLPSpeculator(Head[Speculator], method="mlp_speculator"):
     summary = "A small recurrent network drafts from the target's last hidden state and its own last token."
     taps: tuple[int, ...] = (-1,)
-    config_keys = frozenset({"scale_input", "top_k_tokens_per_head"})
+    config_keys = frozenset(
+        "emb_dim inner_dim n_candidates n_predict scale_input tie_weights top_k_tokens_per_head".split()
+    )
     recipes: ClassVar = {"mlp-speculator": Recipe("MLPSpeculator, 4 tokens", {"n_predict": 4})}
 
     Options = MLPSpeculatorOptions

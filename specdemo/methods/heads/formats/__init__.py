@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
+from transformers import LlamaConfig
 
 from specdemo.costs.shapes import Config
 from specdemo.models.checkpoints import Checkpoint
@@ -63,16 +64,6 @@ def check_target(checkpoint: Checkpoint, **sizes: tuple[object, object]) -> None
 
 
 PARTS = ("transformer_layer_config", "dflash_config", "eagle_config", "text_config")  # nested configs of heads
-ARCHITECTURE = re.compile(
-    "act$|activation|adapter|anchor|attention|attn|bias|block|capping|causal|clamp|conv|embed|experts|factor|fuse|fusion|"
-    "gate|gated|head|hidden|jacobi|kernel|layer|logit|markov|mask|memory|mixer|mlp|moe|multiplier|norm|passes|position|"
-    "proj|rank|refine|residual|rope|rotary|scale|scaling|selector|shift|sink|slot|softcap|swa|topk|top_k|window"
-)
-HARMLESS = re.compile(  # of training, of other models, and of how the authors' code runs
-    "accept|anchors|backend|base_model|compile|confidence|consistency|cross_attention|dataset|decay|dpace|dropout|eval_|"
-    "feed_forward|freeze|gamma|implementation|init|loss|max_valid|num_labels|num_target|output_attentions|"
-    "output_hidden_states|requires_grad|schedule|speculative|target_model|teacher|tie_|train|valid_mask|verifier"
-)
 # understood by every reader of decoder layers, decided by the tensors, or without effect in the layers that they build
 LAYER_KEYS = frozenset(
     """add_full_attention_sink_bias add_swa_attention_sink_bias attention_bias attention_head_dim attention_mode
@@ -81,6 +72,17 @@ LAYER_KEYS = frozenset(
     num_hidden_layers num_key_value_heads original_max_position_embeddings qk_norm qkv_bias rms_norm_eps
     rope_parameters rope_scaling rope_theta sliding_window use_qk_norm use_sliding_window""".split()
 )
+
+# keys of transformers' classes, of how a file was made, and of its target, which are without effect in the layers
+COMMON_KEYS = frozenset(
+    [
+        *MASK_KEYS,
+        *LlamaConfig().to_dict(),
+        *"auto_map base_model_name_or_path dropout draft_vocab_size num_anchors num_target_layers".split(),
+        *"speculators_model_type speculators_version target_model_type torch_dtype".split(),
+    ]
+)
+NAMED = 5  # unread keys in a sentence
 
 # values that every reader implements; others are not supported
 USUAL_VALUES = {
@@ -96,19 +98,22 @@ USUAL_VALUES = {
 }
 
 
-def check_keys(checkpoint: Checkpoint, known: Collection[str]) -> None:
-    """Raise ValueError that names the first unknown key which could change the forward pass. known: what is read."""
+def check_values(checkpoint: Checkpoint) -> None:
+    """Raise ValueError that names the first of `USUAL_VALUES` that is another."""
     for key, value in _entries(checkpoint.config):
-        if key in USUAL_VALUES:
-            if value is not None and value != USUAL_VALUES[key]:
-                raise ValueError(
-                    f"{checkpoint.name} has {key} {value!r:.60}, which is not supported; choose a drafter without it"
-                )
-        elif key not in known and ARCHITECTURE.search(key) and not HARMLESS.search(key) and not _is_off(key, value):
+        if key in USUAL_VALUES and value not in (None, USUAL_VALUES[key]):
             raise ValueError(
-                f"{checkpoint.name} has {key} {value!r:.60} in its config, which is not supported and could change the "
-                "forward pass; choose another drafter, or remove the key if it has no effect"
+                f"{checkpoint.name} has {key} {value!r:.60}, which is not supported; choose a drafter without it"
             )
+
+
+def unread_keys(checkpoint: Checkpoint, known: Collection[str]) -> str:
+    """Return a sentence about keys that no reader knows; empty without any. The target verifies every draft, so a key
+    that changes the layers makes drafts worse. known: keys that the method reads."""
+    used = {key for key, value in _entries(checkpoint.config) if value and key.isidentifier()}
+    keys = sorted(used - COMMON_KEYS - USUAL_VALUES.keys() - {*known})
+    names = ", ".join(key[:60] for key in keys[:NAMED]) + ", ..." * (len(keys) > NAMED)
+    return f"Its config has keys that are not read: {names}. If one changes the layers, drafts are worse." * bool(keys)
 
 
 def _entries(config: Config) -> Iterator[tuple[str, object]]:
@@ -117,9 +122,3 @@ def _entries(config: Config) -> Iterator[tuple[str, object]]:
             yield from _entries(value)
         elif not isinstance(value, Mapping):
             yield key, value
-
-
-def _is_off(key: str, value: object) -> bool:
-    """Return whether a value means that the feature is not used."""
-    neutral = ("scale" in key or "scaling" in key or "factor" in key or "multiplier" in key) and value == 1
-    return neutral or not value

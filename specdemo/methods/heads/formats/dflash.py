@@ -61,7 +61,7 @@ TAP_OFFSETS = {
 KNOWN_FAMILIES = ("dflash", "dspark", "domino", "museglimmer", "xpress")  # families with a documented slot convention
 KEYS = LAYER_KEYS | frozenset(
     """aux_hidden_state_layer_ids block_size causal causal_head conv_group_size conv_kernel_size
-    dspark_noise_token_id dspark_target_layer_ids eagle_aux_hidden_state_layer_ids final_logit_softcapping
+    dspark_target_layer_ids emb_dim eagle_aux_hidden_state_layer_ids final_logit_softcapping
     gru_hidden_dim has_own_lm_head input_embedding_scale is_causal layer_ids markov_head_type markov_rank
     mask_token_id output_multiplier projector_type pure_draft_prefix_len sample_from_anchor selector_rank
     selector_top_k shift_label sliding_window_non_causal swa_window_size target_hidden_size target_layer_ids
