@@ -41,9 +41,6 @@ EMBEDDED = tuple(
 )
 
 YAML_BYTES = 1_000_000
-YAML_VALUES = 2000
-YAML_DEPTH = 16
-NUMBER = 40  # characters of a value other than text; YAML takes very long to parse longer numbers
 
 _OF_LANES = [name for name, declared in settings(Lane).items() if declared.help]
 SETTINGS = (*settings(Comparison), "lanes", *_OF_LANES)
@@ -176,37 +173,13 @@ def require(extra: str, *modules: str) -> None:
         raise ValueError(f"this needs {' and '.join(missing)}; run: pip install {command}")
 
 
-class _Bounded(yaml.SafeLoader):
-    """YAML loader without aliases, with limits on the number of values, their depth, and the length of numbers."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self._values = self._depth = 0
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        self._values, self._depth = self._values + 1, self._depth + 1
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError("aliases are not supported; repeat the value")
-        if self._values > YAML_VALUES or self._depth > YAML_DEPTH:
-            raise yaml.YAMLError(f"more than {YAML_VALUES} values, or deeper than {YAML_DEPTH}; make it smaller")
-        node = super().compose_node(parent, index)
-        if isinstance(node, yaml.ScalarNode) and not node.tag.endswith(":str") and len(node.value) > NUMBER:
-            raise yaml.YAMLError(f"a number or date of {len(node.value):,} characters; make it shorter")
-        self._depth -= 1
-        return node
-
-
 def read_yaml(path: Path) -> object:
-    """Read a YAML file. Raises ValueError, one line with the file's name."""
-    text, loader = read_text(path, YAML_BYTES), None
+    """Read a YAML file of the project. Raises ValueError, one line with the file's name."""
+    text = read_text(path, YAML_BYTES)
     try:
-        loader = _Bounded(text)
-        return loader.get_single_data()
-    except (yaml.YAMLError, ValueError, OverflowError) as error:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(f"{path.name} is not YAML: {str(error).partition(chr(10))[0]}") from None
-    finally:
-        if loader is not None:
-            loader.dispose()
 
 
 def read_presets(path: Path) -> list[Preset]:

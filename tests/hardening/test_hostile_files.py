@@ -144,11 +144,9 @@ def test_json_limits(tmp_path, text, line):
 @pytest.mark.parametrize(
     "text, line",
     [
-        ("a: " + "[" * 100_000, "deeper than"),
-        ("a: &a [x]\nb: *a", "aliases are not supported"),
-        ("k: " + "9" * 100_000, "a number or date of 100,000 characters"),
+        ("a: " + "[" * 100_000, "not YAML"),
+        ("k: " + "9" * 100_000, "not YAML"),
         ("lanes: [" + "{method: ngram}, " * 100_000 + "]", "the limit is 1,000,000"),
-        ("lanes: [" + "{method: ngram}, " * 5000 + "]", "more than 2000 values"),
         ("!!python/object/apply:os.system [exit]", "not YAML"),
         ("", "not a preset"),
     ],
