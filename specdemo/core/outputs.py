@@ -1,13 +1,12 @@
 """Output paths: checks before the work starts, so that no file of the user is overwritten, and the cache."""
 
-import json
 import os
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from specdemo.core.atomic_io import check_writable, write_text
-from specdemo.core.safe_io import FILE_BYTES, check_size, gc_paused, read_limited
+from specdemo.core.safe_io import FILE_BYTES, read_json
 
 TRACE, RESULT = {"preset", "schedule", "lanes"}, {"suite", "repeats", "rows"}
 PROFILE = {"kind", "bandwidth_gb_per_s", "compute_tflop_per_s"}
@@ -70,14 +69,8 @@ def _is_page(path: Path) -> bool:
 
 
 def _keys(path: Path) -> set[str]:
-    """Return the keys of a JSON object; none for a missing or any other file, or for one beyond the bounds of a
-    trace."""
+    """Return the keys of a JSON object; none for a missing or any other file, or for one larger than a trace."""
     try:
-        text = read_limited(path, FILE_BYTES)
-        if text.lstrip()[:1] != b"{":
-            return set()
-        check_size(text, FILE_BYTES, str(path))
-        with gc_paused():
-            return set(json.loads(text))
-    except (OSError, ValueError, RecursionError):
+        return set(read_json(path, FILE_BYTES))
+    except ValueError:
         return set()
