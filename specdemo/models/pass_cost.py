@@ -40,10 +40,7 @@ CHECKED = 4  # tokens of the sentence about their cost
 COSTLY = 1.5  # cost of checking them, in passes, from which the sentence about a file compares types
 COSTLY_IN_HALF = 1.2  # above it a model in half precision is compared with float32
 BEST_TYPE = "Q4_K_M"
-COMPARED = (  # docs/measurements.md
-    "type and processor decide: in Q4_K_M instead of Q4_1, SmolLM2 135M needed 1.2 instead of 1.9 passes on a Xeon "
-    "with AMX and 2.0 instead of 2.4 on an AMD EPYC, so compare files with `doctor FILE`"
-)
+COMPARED = "type and processor decide, so compare files with `doctor FILE`"
 READ_BYTES = 1 << 28  # more than most caches
 PADDING_ROUNDS = 8
 

@@ -39,9 +39,8 @@ LEFT_BY_TRAINERS = ("training_args.*", "optimizer.*", "scheduler.*", "rng_state*
 SPARE_DISK = 500_000_000  # bytes to leave free
 NO_GGUF = (
     "GGUF, which can only decode; name one file as the target or the draft model of a run (pip install "
-    "llama-cpp-python gguf), run it with --engine llama-server, or serve it with llama.cpp (llama-server -m FILE.gguf "
-    "--port 8080), LM Studio or Ollama and pass the address with --server; for anything else choose the original model "
-    "with safetensors weights"
+    "llama-cpp-python gguf), serve it and pass the address with --server, or choose the original model with "
+    "safetensors weights"
 )
 
 MAX_SIZE = 1 << 24

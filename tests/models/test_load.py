@@ -134,7 +134,7 @@ def test_a_gguf_file_or_a_folder_of_them_is_answered_with_what_works(folder, tmp
             read(str(name))
         line = str(caught.value)
         assert line.startswith(f"{name} ") and "GGUF, which can only decode" in line and "\n" not in line
-        for way in ("--engine llama-server", "llama-server -m", "LM Studio", "Ollama", "--server", "safetensors"):
+        for way in ("pip install llama-cpp-python gguf", "--server", "safetensors"):
             assert way in line
 
 

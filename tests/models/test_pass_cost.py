@@ -21,7 +21,7 @@ class Quantised(ToyTarget):
 @pytest.mark.parametrize(
     "precision, ms, words",
     [
-        ("Q4_1", (10.0, 13.0, 16.0, 19.0), ("costs 1.9 passes in Q4_1;", "1.2 instead of 1.9 passes on a Xeon")),
+        ("Q4_1", (10.0, 13.0, 16.0, 19.0), ("costs 1.9 passes in Q4_1;", "compare files with `doctor FILE`")),
         ("Q4_K_M", (10.0, 13.0, 16.0, 19.0), ("costs 1.9 passes in Q4_K_M",)),
         ("Q8_0", (10.0, 10.5, 11.0, 12.0), ("costs 1.2 passes in Q8_0",)),
         ("Q4_1", (), ()),
@@ -30,7 +30,7 @@ class Quantised(ToyTarget):
 def test_note_about_the_cost_of_four_tokens(precision, ms, words):
     note = checking_note(Quantised(precision, *ms))
     assert all(word in note for word in words) and bool(note) is bool(words)
-    assert ("SmolLM2 135M" in note) is (len(words) > 1)  # measured elsewhere, so its source is named
+    assert ("doctor FILE" in note) is (len(words) > 1)
 
 
 @pytest.mark.parametrize(
