@@ -28,8 +28,7 @@ from specdemo.core.estimate import Estimate
 from specdemo.core.noise import MIN_STEP_COST
 from specdemo.core.suggest import counted, program
 from specdemo.costs.roofline import StepCost
-from specdemo.costs.speedup import break_even_rate
-from specdemo.costs.step import MAX_K, CostModel, DraftLengthAdvice
+from specdemo.costs.step import MAX_K, CostModel, DraftLengthAdvice, break_even_rate
 from specdemo.presets.drafters import RULES, base_name, published_drafters
 from specdemo.presets.files import read_yaml
 from specdemo.servers.engines import ENGINES, engines

@@ -9,8 +9,7 @@ from specdemo.analysis.observation import Observation
 from specdemo.core.estimate import Estimate
 from specdemo.core.tally import summarise
 from specdemo.core.trace import LaneTrace, RunTrace, estimates, whole_requests
-from specdemo.costs.speedup import break_even_rate
-from specdemo.costs.step import DraftLengthAdvice
+from specdemo.costs.step import DraftLengthAdvice, break_even_rate
 
 Summary = Mapping[str, Any]  # of core.tally.summarise
 

@@ -22,11 +22,12 @@ from specdemo.core.suggest import program
 from specdemo.core.trace import LaneTrace, RunTrace
 from specdemo.costs.acceptance import Acceptance, of_lane
 from specdemo.costs.drafting import Drafting
-from specdemo.costs.passes import measured_passes
+from specdemo.costs.lengths import best_length
+from specdemo.costs.passes import measured_passes, pass_ratio
 from specdemo.costs.profiles import Profile, profile
 from specdemo.costs.roofline import BYTES, Device, Engine, StepCost, device_of, step_cost
 from specdemo.costs.shapes import HEADROOM, Shape
-from specdemo.costs.speedup import best_length, interpolate, predicted_speedup
+from specdemo.costs.step import predicted_speedup
 from specdemo.presets.recorded import load_trace
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -59,8 +60,7 @@ class Scenario:
         found = step_cost(self.device, self.target, self.draft, self.acceptance, k, self.batch, self.context, nodes)
         if not (k and self.passes) or self.batch > 1 or nodes:
             return found
-        v = interpolate(self.passes, sorted(self.passes), k + 1) / self.passes[1]
-        return replace(found, verify=v * self.cost(0).verify)
+        return replace(found, verify=pass_ratio(self.passes, k + 1) * self.cost(0).verify)
 
     def step_ms(self, k: int) -> float:
         """Return the time of a step with k draft tokens."""

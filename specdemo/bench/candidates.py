@@ -11,7 +11,8 @@ from urllib.parse import urlencode
 from specdemo.bench.result import Result, read_result, to_json
 from specdemo.core.suggest import program
 from specdemo.costs.drafting import LONGEST
-from specdemo.costs.speedup import draft_lengths, interpolate
+from specdemo.costs.lengths import draft_lengths
+from specdemo.costs.passes import pass_ratio
 from specdemo.engine.comparison import Lane
 from specdemo.methods import method, wrappable
 from specdemo.models.gguf_files import is_gguf
@@ -41,10 +42,9 @@ def with_lengths(name: str, lane: Lane, pass_ms: Mapping[int, float]) -> list[La
     plain decoding of all that it can accept. pass_ms: empty on servers."""
     chooses, wraps = method(lane.method).chooses_length, lane.method in wrappable("adaptive")
     nodes = getattr(lane.parsed, "nodes", 0)
-    if nodes and pass_ms and not lane.chooses_nodes and getattr(lane.parsed, "draft", "tree") != "chain":
-        plain_passes = interpolate(pass_ms, sorted(pass_ms), nodes + 1) / pass_ms[1]
-        if lane.budget.depth + 1 < plain_passes:
-            return []
+    fixed_tree = nodes and not lane.chooses_nodes and getattr(lane.parsed, "draft", "tree") != "chain"
+    if fixed_tree and pass_ms and lane.budget.depth + 1 < pass_ratio(pass_ms, nodes + 1):
+        return []
     if nodes or (chooses and not wraps):
         return [lane.model_copy(update={"name": name})]
     ks = draft_lengths(pass_ms, DRAFT_COST if lane.model else 0.0, LONGEST) if pass_ms else ON_SERVERS

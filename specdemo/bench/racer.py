@@ -15,13 +15,13 @@ from specdemo.bench.search import Sample, Search
 from specdemo.core.protocol import Drafter, Target
 from specdemo.core.tally import summarise
 from specdemo.core.trace import RunTrace
-from specdemo.costs.passes import pass_rows
+from specdemo.costs.passes import pass_ratio, pass_rows
 from specdemo.costs.step import fit_cost_model
 from specdemo.engine.comparison import Lane
 from specdemo.engine.session import Session, environment
 from specdemo.methods import BASELINE, build_drafter, method
 from specdemo.models.errors import Cancelled
-from specdemo.models.pass_cost import checking_note, measure_passes, pass_ratio
+from specdemo.models.pass_cost import checking_note, measure_passes
 from specdemo.presets.at_hand import not_here
 from specdemo.presets.files import Preset
 from specdemo.presets.serve import Program, Served, served

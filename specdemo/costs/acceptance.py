@@ -12,16 +12,17 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate, pairwise
 from math import prod, sqrt
-from operator import itemgetter
+from operator import itemgetter, mul
 from statistics import fmean, variance
 
 from specdemo.core.estimate import Estimate, t_quantile
 from specdemo.core.tally import StepCounts, node_depths
 from specdemo.core.trace import LaneTrace, StepEvent
-from specdemo.costs.speedup import expected_tokens, measured_rates, pooled_rate, reach_probabilities
 
 LONGEST = 64
+MIN_TRIALS = 4  # with fewer trials a rate or a mean is not used
 BISECTIONS = 50
 BLOCKS = 8  # per run, for the interval of a mean
 # Beyond the recorded positions the conditional acceptance starts at the smaller of two rates, that of the last position
@@ -31,6 +32,32 @@ BLOCKS = 8  # per run, for the interval of a mean
 DECAY = 0.97
 
 PassCounts = tuple[int, int]  # accepted and drafted tokens of a pass
+
+
+def reach_probabilities(rates: Iterable[float]) -> list[float]:
+    """Return the probability that at least 1, 2, .. draft tokens are accepted."""
+    return list(accumulate(rates, mul))
+
+
+def expected_tokens(rates: Iterable[float]) -> list[float]:
+    """Return the mean accepted length for k = 0, 1, .. draft tokens, including the correction or bonus token."""
+    return list(accumulate(accumulate(rates, mul), initial=1.0))
+
+
+def measured_rates(accepted: Iterable[int], depth: int) -> tuple[list[float], float]:
+    """Return the acceptance rates of the positions with enough trials, and the rate of all `depth` positions pooled.
+
+    accepted: number of accepted draft tokens per step.
+    """
+    counts = list(accepted)
+    reached = [sum(n >= position for n in counts) for position in range(depth + 1)]
+    rates = [hits / tries for tries, hits in pairwise(reached) if tries >= MIN_TRIALS]
+    return rates, pooled_rate(reached)
+
+
+def pooled_rate(reached: Sequence[float]) -> float:
+    """Return the acceptance rate of all positions together. reached: steps, or their share, by accepted tokens."""
+    return sum(reached[1:]) / (sum(reached[:-1]) or 1.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,9 @@
-"""How the passes of a run's target run on its machine, in words: for the page, `doctor` and reports. Needs no torch.
+"""Curve of pass costs: milliseconds of a target's pass by its slots, and how its passes run on its machine, in words.
 
-The facts are in the `environment` of a trace (models/pass_cost.py). They may come from a stranger's file.
+models/pass_cost.py measures the curve. A trace has it in its `environment`, which may come from a stranger's file.
 """
 
+from bisect import bisect
 from collections.abc import Mapping
 
 from specdemo.core.trace import RunTrace
@@ -11,6 +12,29 @@ SAME_BITS = "the same bits in passes of every width, for chains"
 ROUNDED = "passes of different widths round differently"
 MAX_MS = 1e9  # of a measured pass
 LONGEST_WORD = 100  # characters
+
+
+def interpolate(values: Mapping[int, float], size: float) -> float:
+    """Return the value at a size, interpolated linearly between measured ones.
+
+    Below the smallest size the value is constant; above the largest it is extrapolated with the last slope, but never
+    downwards. 0 without any value.
+    """
+    if size in values:
+        return values[int(size)]
+    sizes = sorted(values)
+    index = bisect(sizes, size)
+    if not index or len(sizes) == 1:
+        return values[sizes[0]] if sizes else 0.0
+    extrapolate = index == len(sizes)
+    low, high = sizes[-2:] if extrapolate else sizes[index - 1 : index + 1]
+    slope = (values[high] - values[low]) / (high - low)
+    return values[high] + (max(slope, 0.0) if extrapolate else slope) * (size - high)
+
+
+def pass_ratio(pass_ms: Mapping[int, float], slots: float) -> float:
+    """Return the time of a pass over `slots` tokens, in that of one over a single token."""
+    return interpolate(pass_ms, slots) / max(pass_ms[1], 1e-6)
 
 
 def curve_of(environment: Mapping[str, object]) -> dict[int, float]:

@@ -24,7 +24,7 @@ Engine = Literal["recorded", "eager"]
 BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "fp8": 1.0}
 BRANCHES = 10  # nodes per level that are expanded, in a tree that grows by levels
 # methods whose sizes are known from a profile
-FITTED = {"none": no_passes, "draft_model": draft_model, "eagle": eagle}
+FITTED = {"draft_model": draft_model, "eagle": eagle}
 FACTORS = (1.5, 1.1, 1.02)  # by which the fit changes a term
 ROUNDS = 100  # maximum of the fit
 
@@ -218,7 +218,8 @@ def _is_usable(one: MeasuredStep) -> bool:
 def _rest(one: MeasuredStep, device: Device) -> float:
     """Return the milliseconds of a measured step that its passes do not explain."""
     target = _measured_shape(one.model)
-    draft = FITTED[one.method if one.k else "none"](target, known()[one.draft] if one.draft else {}, {})
+    passes = FITTED[one.method] if one.k else no_passes
+    draft = passes(target, known()[one.draft] if one.draft else {}, {})
     acceptance = from_mean(1.0 + min(one.kept, one.k), one.k) if one.k else Acceptance((0.0,))
     step = step_cost(device, target, draft, acceptance, one.k, one.batch, one.context)
     return sum(one.ms.values()) - one.k * step.draft - step.verify

@@ -15,20 +15,28 @@ from statistics import fmean, linear_regression, pstdev
 from specdemo.core.estimate import Estimate, t_quantile
 from specdemo.core.tally import StepCounts
 from specdemo.core.trace import StepEvent, step_ms
-from specdemo.costs.speedup import (
-    MIN_TRIALS,
-    best_length,
-    expected_tokens,
-    interpolate,
-    measured_rates,
-    predicted_speedup,
-)
+from specdemo.costs.acceptance import MIN_TRIALS, expected_tokens, measured_rates
+from specdemo.costs.lengths import best_length
+from specdemo.costs.passes import interpolate
 
 MAX_K = 16  # largest draft length to consider
 JACKKNIFE_PARTS = 8  # parts of a run, left out one at a time for the jackknife interval
 WIDTHS = (1, 2, 3, 5, 9, 17)
 
 EventRuns = Sequence[Sequence[StepEvent]]  # events of one or several runs of a lane, with prefill
+
+
+def predicted_speedup(tokens: float, time: float, plain_time: float) -> float:
+    """Return the speed-up of a step that outputs `tokens` in `time` over plain steps of `plain_time`."""
+    return tokens * plain_time / time
+
+
+def break_even_rate(step_cost: float, drafted: float) -> float:
+    """Return the acceptance rate, accepted / drafted tokens, below which drafting is slower than plain decoding.
+
+    step_cost: time of a step in plain steps; drafted: draft tokens per step. Above 1: no rate is high enough.
+    """
+    return max(step_cost - 1.0, 0.0) / drafted if drafted else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +90,7 @@ class CostModel:
     def v(self, slots: float) -> float:
         """Return the time of a pass over so many slots, interpolated between the measured widths, in units of
         pass_ms."""
-        return interpolate(self.verify, sorted(self.verify), slots)
+        return interpolate(self.verify, slots)
 
     def with_probe(self, ms: Mapping[int, float]) -> "CostModel":
         """Return a copy with v from isolated passes, slots -> milliseconds.

@@ -15,7 +15,7 @@ from specdemo.core.generation import DTYPES, Sampling, Thinking, dtype_name
 from specdemo.core.rules import DEFAULT_RULE, RULES, accept_rule, rules_help
 from specdemo.core.settings import BaseOptions, Setting, Settings, changed_values, setting, to_values
 from specdemo.core.suggest import DEVICES, counted, program, short_repr, suggest
-from specdemo.costs.speedup import DEFAULT_LENGTH
+from specdemo.costs.lengths import DEFAULT_LENGTH
 from specdemo.methods import BASELINE, METHODS, MODEL_OPTIONS, check_model, parse_options
 from specdemo.servers.address import address
 

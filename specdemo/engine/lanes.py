@@ -20,7 +20,7 @@ from specdemo.core.settings import BaseOptions, to_values
 from specdemo.core.tally import summarise
 from specdemo.core.trace import LaneTrace, StepEvent
 from specdemo.core.tree import ABSENT
-from specdemo.costs.speedup import DEFAULT_LENGTH, USUAL_LENGTHS, usual_length, usual_tree
+from specdemo.costs.lengths import DEFAULT_LENGTH, USUAL_LENGTHS, usual_length, usual_tree
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.engine.loop import generate, warm_up
 from specdemo.engine.session_state import LaneModels, clear_traceback, reason

@@ -25,7 +25,9 @@ from torch import Generator
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import Draft
-from specdemo.costs.speedup import best_length, expected_tokens, predicted_speedup
+from specdemo.costs.acceptance import expected_tokens
+from specdemo.costs.lengths import best_length
+from specdemo.costs.step import predicted_speedup
 from specdemo.methods import BaseOptions, load_drafter, setting, wrappable
 from specdemo.methods.measurements import (
     DECAY,

@@ -1,7 +1,6 @@
 """Measurements of a lane's steps, from which wrappers choose who drafts and how long: times by size, and acceptance by
 level. They are estimates of the next step, so that recent steps count most."""
 
-from bisect import bisect
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from operator import eq
 from types import MappingProxyType
 
 from specdemo.core.tree import ABSENT, Draft
-from specdemo.costs.speedup import interpolate
+from specdemo.costs.passes import interpolate
 
 PRIOR, PRIOR_WEIGHT = 0.7, 2.0  # prior acceptance rate, and its weight in observations
 START_WEIGHT = 5.0  # of a lookup's earlier texts, in observations, because texts differ
@@ -54,33 +53,28 @@ class LatencyTable:
         line."""
         self._recent = {size: deque([seconds], MEASUREMENTS) for size, seconds in initial.items()}
         self._median = dict(initial)  # in units of the curve
-        self._sizes = sorted(initial)
         self._unit = 0.001 if curve else 0.0
         self._curve = dict(curve) or {0: 1.0}  # a copy, because a later run may measure again
-        self._curve_sizes = sorted(self._curve)
 
     def __len__(self) -> int:
-        return len(self._sizes)
+        return len(self._median)
 
     def add(self, size: int, seconds: float) -> None:
         """Add a measurement."""
         seconds /= self._shape(size)
-        if size not in self._recent:
-            self._recent[size] = deque(maxlen=MEASUREMENTS)
-            self._sizes.insert(bisect(self._sizes, size), size)
-        recent = self._recent[size]
+        recent = self._recent.setdefault(size, deque(maxlen=MEASUREMENTS))
         recent.append(seconds)
         # the lower median, because noise only adds time
         self._median[size] = sorted(recent)[(len(recent) - 1) // 2]
 
     def estimates(self, sizes: Iterable[int]) -> list[float]:
         """Return the seconds of each size; before the first measurement those of the curve, 0 without one."""
-        if not self._sizes:
+        if not self._median:
             return [self._unit * self._shape(size) for size in sizes]
-        return [interpolate(self._median, self._sizes, size) * self._shape(size) for size in sizes]
+        return [interpolate(self._median, size) * self._shape(size) for size in sizes]
 
     def _shape(self, size: int) -> float:
-        return interpolate(self._curve, self._curve_sizes, size)
+        return interpolate(self._curve, size)
 
 
 class AcceptanceEstimator:

@@ -17,7 +17,7 @@ import psutil
 import torch
 
 from specdemo.core.protocol import Target
-from specdemo.costs.speedup import interpolate
+from specdemo.costs.passes import interpolate
 
 BUSY_CORES = 4  # from this number on, one core is left to the page, the browser and other programs
 MANY_CORES = 1 << 10
@@ -136,8 +136,7 @@ class ThreadLimit:
         """
         if used < 2 or not pass_ms:
             return False
-        sizes = sorted(pass_ms)
-        one, expected = (interpolate(pass_ms, sizes, n) for n in (1, slots))
+        one, expected = (interpolate(pass_ms, n) for n in (1, slots))
         self._costs.append(ms * one / expected)
         last, before = list(self._costs)[-SLOW_PASSES:], list(self._costs)[:-SLOW_PASSES]
         slow = SLOW_FROM_START * one  # a disturbance that lasts from the first pass on is in all passes before

@@ -14,8 +14,7 @@ from torch import Tensor
 from specdemo.core.protocol import Target
 from specdemo.core.rounding import gap_change
 from specdemo.core.tree import chain_parents
-from specdemo.costs.passes import ROUNDED, SAME_BITS
-from specdemo.costs.speedup import interpolate
+from specdemo.costs.passes import ROUNDED, SAME_BITS, pass_ratio
 from specdemo.kv.store import PassShape
 from specdemo.models.cpu_plan import CpuSettings, cpu_plan, pass_shape
 from specdemo.models.cpu_threads import step_threads, threads
@@ -113,11 +112,6 @@ def measure_passes(target: Target, again: bool = False) -> dict[int, float]:
     measured = {n: round(plain * ratio, 4) for n, ratio in ratios.items()}
     target.pass_ms.update({n: min(ms, target.pass_ms.get(n, ms)) for n, ms in measured.items()})
     return target.pass_ms
-
-
-def pass_ratio(pass_ms: Mapping[int, float], slots: int) -> float:
-    """Return the time of a pass over `slots` tokens, in that of one over a single token."""
-    return interpolate(pass_ms, sorted(pass_ms), slots) / max(pass_ms[1], 1e-6)
 
 
 def checking_note(target: Target) -> str:

@@ -13,8 +13,7 @@ from specdemo.core.estimate import Estimate
 from specdemo.core.headline import SO_FAR, headline, parting_words, price_words, settled
 from specdemo.core.rules import draws_by_position
 from specdemo.core.trace import ComparisonRow, LaneTrace, RunTrace, estimates, whole_requests
-from specdemo.costs.passes import SAME_BITS, curve_of, pass_rows
-from specdemo.costs.speedup import interpolate
+from specdemo.costs.passes import SAME_BITS, curve_of, pass_ratio, pass_rows
 from specdemo.engine.messages import Finished, LaneDone, Note, Restarted, RunMessage, Started, StepRow
 from specdemo.methods import MODEL_OPTIONS
 from specdemo.methods.facts import PREDICTED
@@ -176,7 +175,7 @@ def _card(trace: RunTrace) -> dict[str, object]:
         return {}
     rows = [("This model", shown_name(target)), ("Plain decoding", f"{speed:.0f} tokens/s")]
     if curve := curve_of(trace.environment):
-        cost = interpolate(curve, sorted(curve), CARD_TOKENS) / curve[1]
+        cost = pass_ratio(curve, CARD_TOKENS)
         rows.append((f"A pass over {CARD_TOKENS} tokens", f"costs as much as {cost:.1f} plain tokens"))
     known = published_drafters(target)[:SHOWN]
     drafters = [f"{one.drafter} ({one.size})".removesuffix(" (unknown)") for one in known]

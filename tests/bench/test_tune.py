@@ -14,7 +14,7 @@ from specdemo.bench.prompts import OWN
 from specdemo.bench.result import Result, read_result, to_json
 from specdemo.bench.search import Sample, Search
 from specdemo.bench.tune import Tune, _confirmed, _recommendation
-from specdemo.costs.speedup import draft_lengths
+from specdemo.costs.lengths import draft_lengths
 from specdemo.costs.step import CostModel
 from specdemo.engine.comparison import Lane
 from specdemo.models.errors import Cancelled

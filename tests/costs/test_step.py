@@ -9,19 +9,10 @@ import torch
 from specdemo.analysis.predict import predict
 from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.core.trace import StepEvent
-from specdemo.costs.acceptance import Acceptance, of_passes
-from specdemo.costs.speedup import (
-    DEFAULT_LENGTH,
-    best_length,
-    expected_tokens,
-    interpolate,
-    measured_rates,
-    pooled_rate,
-    predicted_speedup,
-    usual_length,
-    usual_tree,
-)
-from specdemo.costs.step import CostModel, fit_cost_model
+from specdemo.costs.acceptance import Acceptance, expected_tokens, measured_rates, of_passes, pooled_rate
+from specdemo.costs.lengths import DEFAULT_LENGTH, best_length, usual_length, usual_tree
+from specdemo.costs.passes import interpolate
+from specdemo.costs.step import CostModel, fit_cost_model, predicted_speedup
 from specdemo.engine.loop import generate
 from specdemo.methods import load_drafter
 from specdemo.methods.adaptive import Goodput
@@ -175,12 +166,9 @@ def test_unknown_times_are_not_chosen():
 
 def test_values_lie_on_lines_between_the_measured_sizes():
     rising = {1: 1.0, 3: 1.4, 5: 1.5}
-    sizes = sorted(rising)
-    assert [interpolate(rising, sizes, n) for n in (0.5, 1, 2, 2.5, 4, 7)] == pytest.approx(
-        [1.0, 1.0, 1.2, 1.3, 1.45, 1.6]
-    )
-    assert interpolate({1: 1.0, 3: 1.4, 5: 1.2}, sizes, 9) == 1.2
-    assert interpolate({4: 2.0}, [4], 9) == 2.0 and interpolate({}, [], 3) == 0.0
+    assert [interpolate(rising, n) for n in (0.5, 1, 2, 2.5, 4, 7)] == pytest.approx([1.0, 1.0, 1.2, 1.3, 1.45, 1.6])
+    assert interpolate({1: 1.0, 3: 1.4, 5: 1.2}, 9) == 1.2
+    assert interpolate({4: 2.0}, 9) == 2.0 and interpolate({}, 3) == 0.0
 
 
 def test_rates_of_positions_with_enough_trials():

@@ -8,7 +8,7 @@ from specdemo import testing
 from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.core.sampling import Sampling
 from specdemo.core.tally import StepCounts
-from specdemo.costs.speedup import expected_tokens
+from specdemo.costs.acceptance import expected_tokens
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.engine.loop import generate
 from specdemo.engine.session import Session

@@ -1,16 +1,16 @@
-"""Formulas of the cost model, shared by advice after a run, adaptive draft lengths and predictions.
+"""Choice of draft lengths: the most expected tokens per time, from the costs of passes.
 
 A step with k draft tokens outputs 1 + a1 + a1 a2 + ... tokens, where a is the acceptance rate of a position after
 accepted ones (Leviathan et al., 2211.17192, equation 1, with one rate per position). Its time is that of drafting and
-of a target pass over k + 1 slots. Speed-up is tokens per time, relative to plain decoding.
+of a target pass over k + 1 slots.
 """
 
-from bisect import bisect
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Callable, Iterable, Mapping
+from itertools import accumulate
 from math import comb
-from operator import mul
-from typing import Any
+
+from specdemo.costs.acceptance import expected_tokens
+from specdemo.costs.passes import interpolate, pass_ratio
 
 USUAL_RATE = 0.7  # acceptance rate that a draft length is chosen for before any is measured
 RATES = [n / 20 for n in range(1, 20)]  # acceptance rates that draft lengths to try are chosen for
@@ -18,55 +18,6 @@ NEAR = 0.97  # share of the best speed at such a rate that is enough
 USUAL_DECAY = 0.2  # that of a further child of a slot, relative to the one before
 USUAL_LENGTHS = (1, 2, 3, 4, 5, 6, 7)  # draft lengths to choose from
 DEFAULT_LENGTH = 4  # where the cost of passes is unknown
-MIN_TRIALS = 4  # with fewer trials a rate or a mean is not used
-
-
-def reach_probabilities(rates: Iterable[float]) -> list[float]:
-    """Return the probability that at least 1, 2, .. draft tokens are accepted."""
-    return list(accumulate(rates, mul))
-
-
-def expected_tokens(rates: Iterable[float]) -> list[float]:
-    """Return the mean accepted length for k = 0, 1, .. draft tokens, including the correction or bonus token."""
-    return list(accumulate(accumulate(rates, mul), initial=1.0))
-
-
-def measured_rates(accepted: Iterable[int], depth: int) -> tuple[list[float], float]:
-    """Return the acceptance rates of the positions with enough trials, and the rate of all `depth` positions pooled.
-
-    accepted: number of accepted draft tokens per step.
-    """
-    counts = list(accepted)
-    reached = [sum(n >= position for n in counts) for position in range(depth + 1)]
-    rates = [hits / tries for tries, hits in pairwise(reached) if tries >= MIN_TRIALS]
-    return rates, pooled_rate(reached)
-
-
-def pooled_rate(reached: Sequence[float]) -> float:
-    """Return the acceptance rate of all positions together. reached: steps, or their share, by accepted tokens."""
-    return sum(reached[1:]) / (sum(reached[:-1]) or 1.0)
-
-
-def interpolate(values: Mapping[Any, float], sizes: Sequence[int], size: float) -> float:
-    """Return the value at a size, interpolated linearly between measured ones.
-
-    sizes: the sorted keys of `values`. Below the smallest size the value is constant; above the largest it is
-    extrapolated with the last slope, but never downwards. 0 without any value.
-    """
-    if size in values:
-        return values[size]
-    index = bisect(sizes, size)
-    if not index or len(sizes) == 1:
-        return values[sizes[0]] if sizes else 0.0
-    extrapolate = index == len(sizes)
-    low, high = sizes[-2:] if extrapolate else sizes[index - 1 : index + 1]
-    slope = (values[high] - values[low]) / (high - low)
-    return values[high] + (max(slope, 0.0) if extrapolate else slope) * (size - high)
-
-
-def predicted_speedup(tokens: float, time: float, plain_time: float) -> float:
-    """Return the speed-up of a step that outputs `tokens` in `time` over plain steps of `plain_time`."""
-    return tokens * plain_time / time
 
 
 def best_length(tokens: Iterable[float], times: Iterable[float]) -> int:
@@ -80,8 +31,7 @@ def usual_length(pass_ms: Mapping[int, float], draft_ms: Callable[[int], float])
 
     pass_ms: slots -> time of a pass; empty: unknown. draft_ms: draft length -> time of drafting.
     """
-    sizes = sorted(pass_ms)
-    times = [interpolate(pass_ms, sizes, k + 1) + draft_ms(k) for k in USUAL_LENGTHS]
+    times = [interpolate(pass_ms, k + 1) + draft_ms(k) for k in USUAL_LENGTHS]
     best = best_length(expected_tokens([USUAL_RATE] * len(times))[1:], times)
     return USUAL_LENGTHS[best] if pass_ms else DEFAULT_LENGTH
 
@@ -93,10 +43,9 @@ def draft_lengths(pass_ms: Mapping[int, float], draft: float, longest: int) -> l
     pass_ms: slots -> time of a pass. draft: time to draft a token, in passes. longest: the first length that is too
     long.
     """
-    sizes = sorted(pass_ms)
     speeds = {}
     for k in range(1, longest):
-        step = interpolate(pass_ms, sizes, k + 1) / pass_ms[1] + draft * k
+        step = pass_ratio(pass_ms, k + 1) + draft * k
         speeds[k] = [expected_tokens([rate] * k)[k] / step for rate in RATES]
     best = [max(column) for column in zip(*speeds.values(), strict=True)]
     near = {k: {i for i, speed in enumerate(row) if speed >= NEAR * best[i]} for k, row in speeds.items()}
@@ -115,8 +64,7 @@ def usual_tree(
     The children of a slot are expected to be accepted at USUAL_RATE, USUAL_DECAY of it, and so on. most: nodes. depth:
     fixed; 0: chosen. For the other arguments see `usual_length`.
     """
-    sizes = sorted(pass_ms)
-    most = max(min(most, sizes[-1] - 1), 1)
+    most = max(min(most, max(pass_ms) - 1), 1)
     gains: dict[tuple[int, int], float] = {}
     for k in (depth,) if depth else USUAL_LENGTHS:
         probs = [
@@ -126,14 +74,6 @@ def usual_tree(
             for _ in range(min(comb(ranks + level - 1, ranks), most))  # so many nodes have these ranks in all
         ]
         tokens = accumulate(sorted(probs, reverse=True)[:most], initial=1.0)
-        times = (interpolate(pass_ms, sizes, nodes + 1) + draft_ms(k) for nodes in range(most + 1))
+        times = (interpolate(pass_ms, nodes + 1) + draft_ms(k) for nodes in range(most + 1))
         gains |= {(k, nodes): n / time for nodes, (n, time) in enumerate(zip(tokens, times, strict=True)) if nodes}
     return max(gains, key=gains.__getitem__)
-
-
-def break_even_rate(step_cost: float, drafted: float) -> float:
-    """Return the acceptance rate, accepted / drafted tokens, below which drafting is slower than plain decoding.
-
-    step_cost: time of a step in plain steps; drafted: draft tokens per step. Above 1: no rate is high enough.
-    """
-    return max(step_cost - 1.0, 0.0) / drafted if drafted else 0.0
