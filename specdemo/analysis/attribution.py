@@ -14,9 +14,9 @@ from specdemo.analysis.observation import Observation
 from specdemo.analysis.predict import ASSUMED
 from specdemo.costs.acceptance import Acceptance, solve
 from specdemo.costs.profiles import profile
-from specdemo.costs.roofline import StepCost, device_of, step_cost
+from specdemo.costs.roofline import device_of, step_cost
 from specdemo.costs.shapes import Shape, known
-from specdemo.costs.step import CostModel
+from specdemo.costs.step import CostModel, StepCost
 from specdemo.methods.facts import PREDICTED
 from specdemo.presets.drafters import base_name
 
@@ -24,6 +24,7 @@ DEVICE, DTYPE, CONTEXT = "h100-sxm", "bfloat16", 1024
 DENSE, EXPERTS, SMALL = "meta-llama/Llama-3.1-8B-Instruct", "Qwen/Qwen3-30B-A3B", "meta-llama/Llama-3.2-1B-Instruct"
 # A draft token costs at most a plain step, as if the target were its own drafter; further costs are not drafting.
 SLOWEST_DRAFT = 1.0
+MOST_DRAFTED = 64  # tokens of a draft whose cost is expected
 PARTS = ("drafting", "verification", "overhead")
 
 
@@ -75,7 +76,7 @@ def expected_cost(observation: Observation, k: int, batch: float = 1.0) -> StepC
     """Return the cost that the roofline expects for the models of an observation."""
     target = target_shape(observation)
     method = observation.kind if observation.kind in PREDICTED else "eagle"
-    return _expected(target, method, _known_name(observation.drafter), min(k, 64), max(round(batch), 1))
+    return _expected(target, method, _known_name(observation.drafter), min(k, MOST_DRAFTED), max(round(batch), 1))
 
 
 @lru_cache(maxsize=256)
@@ -84,9 +85,8 @@ def _expected(target: Shape, method: str, drafter: str, k: int, batch: int) -> S
     draft = drafting(method, target, config, {})
     device, acceptance = device_of(profile(DEVICE), DTYPE, "recorded"), Acceptance((ASSUMED,))
     plain, step = (step_cost(device, target, draft, acceptance, length, batch, CONTEXT) for length in (0, k))
-    plain_ms = plain.total(0)
-    overhead = max(step.overhead - plain.overhead, 0.0) / plain_ms
-    return StepCost(step.draft / plain_ms, step.verify / plain.verify, overhead)
+    overhead = max(step.overhead - plain.overhead, 0.0) / plain.total
+    return StepCost(step.drafting / plain.total, step.verify / plain.verify, overhead)
 
 
 def step_costs(observation: Observation) -> list[StepCost]:
@@ -96,20 +96,21 @@ def step_costs(observation: Observation) -> list[StepCost]:
     """
     drafted, share = observation.drafted_per_step or 1.0, observation.drafting_share or 1.0
     depth = min(observation.per_draft, observation.k or observation.per_draft)
-    one = expected_cost(observation, max(round(depth), 1), observation.batch_size or 1.0)
-    expected = StepCost(
-        one.draft * depth / observation.per_draft, 1.0 + share * (one.verify - 1.0), share * one.overhead
-    )
-    measured = (observation.draft_cost, observation.verify_cost, observation.overhead)
+    k = max(round(depth), 1)
+    one = expected_cost(observation, k, observation.batch_size or 1.0)
+    drafting = one.drafting / min(k, MOST_DRAFTED) * depth / observation.per_draft * drafted
+    expected = StepCost(drafting, 1.0 + share * (one.verify - 1.0), share * one.overhead)
+    measured_drafting = None if observation.draft_cost is None else observation.draft_cost * drafted
+    measured = (measured_drafting, observation.verify_cost, observation.overhead)
     known_parts = [part for part, value in zip(PARTS, measured, strict=True) if value is not None]
     start = StepCost(*(e if m is None else m for m, e in zip(measured, astuple(expected), strict=True)))
     speed, length = observation.speedup, observation.accepted_length
     unknown = [part for part in PARTS if part not in known_parts]
     if speed is None or length is None or not unknown:
         return [start]
-    excess = length / speed.value - start.total(drafted)
+    excess = length / speed.value - start.total
     if excess <= 0.0:
-        return [_reduced(start, unknown, excess, drafted)]
+        return [_reduced(start, unknown, excess)]
     order = [part for part in _likely(observation) if part in unknown]
     orders = [order, *([part] for part in order)]
     found = [_raised(start, parts, excess, drafted) for parts in orders]
@@ -127,14 +128,14 @@ def _likely(observation: Observation) -> Sequence[str]:
     return PARTS if slow_draft else ("verification", "overhead")
 
 
-def _reduced(cost: StepCost, unknown: Sequence[str], excess: float, drafted: float) -> StepCost:
+def _reduced(cost: StepCost, unknown: Sequence[str], excess: float) -> StepCost:
     """Return the cost with its unknown parts reduced to the measured total. A pass costs at least one plain step."""
-    drafting = cost.draft * drafted if "drafting" in unknown else 0.0
+    drafting = cost.drafting if "drafting" in unknown else 0.0
     wider = cost.verify - 1.0 if "verification" in unknown else 0.0
     rest = cost.overhead if "overhead" in unknown else 0.0
     share = max(1.0 + excess / (drafting + wider + rest), 0.0) if drafting + wider + rest else 1.0
     return StepCost(
-        cost.draft * (share if drafting else 1.0),
+        cost.drafting * (share if drafting else 1.0),
         1.0 + (cost.verify - 1.0) * (share if wider else 1.0),
         cost.overhead * (share if rest else 1.0),
     )
@@ -146,7 +147,7 @@ def _raised(cost: StepCost, parts: Sequence[str], excess: float, drafted: float)
     k + 1 tokens cost at most as much as k + 1 passes.
     """
     limits = {
-        "drafting": max(SLOWEST_DRAFT - cost.draft, 0.0) * drafted,
+        "drafting": max(SLOWEST_DRAFT * drafted - cost.drafting, 0.0),
         "verification": max(drafted + 1.0 - cost.verify, 0.0),
     }
     added = dict.fromkeys(PARTS, 0.0)
@@ -154,7 +155,7 @@ def _raised(cost: StepCost, parts: Sequence[str], excess: float, drafted: float)
         added[part] = excess if part == parts[-1] else min(excess, limits[part])
         excess -= added[part]
     return StepCost(
-        cost.draft + added["drafting"] / drafted, cost.verify + added["verification"], cost.overhead + added["overhead"]
+        cost.drafting + added["drafting"], cost.verify + added["verification"], cost.overhead + added["overhead"]
     )
 
 
@@ -171,7 +172,7 @@ def cost_model(cost: StepCost, observation: Observation) -> CostModel:
         plain_ms=1.0,
         pass_ms=1.0,
         verify={1: 1.0, widest + 1: 1.0 + (cost.verify - 1.0) * widest / drafted},
-        draft_ms=cost.draft,
+        draft_ms=cost.drafting / drafted,
         draft_step_ms=0.0,
         other_ms=cost.overhead,
         alpha=accepted_rates(observation),

@@ -12,7 +12,7 @@ inferred: steps without a draft, and positions after which nothing is accepted. 
 decoding, the draft length comes next, because nothing else is wrong then.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from math import ceil, inf, sqrt
@@ -27,8 +27,7 @@ from specdemo.core.atomic_io import finite, json_text
 from specdemo.core.estimate import Estimate
 from specdemo.core.noise import MIN_STEP_COST
 from specdemo.core.suggest import counted, program
-from specdemo.costs.roofline import StepCost
-from specdemo.costs.step import MAX_K, CostModel, DraftLengthAdvice, break_even_rate
+from specdemo.costs.step import MAX_K, CostModel, DraftLengthAdvice, StepCost, break_even_rate
 from specdemo.presets.drafters import RULES, base_name, published_drafters
 from specdemo.presets.files import read_yaml
 from specdemo.servers.engines import ENGINES, engines
@@ -38,7 +37,7 @@ from specdemo.servers.engines import ENGINES, engines
 # about its own FLOPs, 2 % of a step on GPUs at batch size 1. Overhead: sampling and bookkeeping of vLLM and SGLang
 # take about a tenth of a step of an 8B model.
 HEALTHY_RATE = ASSUMED
-HEALTHY = StepCost(draft=0.1, verify=0.02, overhead=0.1)  # verify: per draft token, in addition to 1
+HEALTHY_DRAFT, HEALTHY_SLOT, HEALTHY_OVERHEAD = 0.1, 0.02, 0.1  # plain steps per draft token, its slot, and step
 # Smaller factors are within the repeatability of such measurements: engines' logs cover seconds, and speeds of two
 # servers on one machine vary by a few percent.
 SMALLEST_GAIN = 1.05
@@ -92,10 +91,11 @@ class Diagnosis:
 
     observation: completed with the values that follow from others. step_cost: time of a step in plain steps.
     break_even: acceptance rate (accepted / drafted) below which this draft loses on this machine; above 1: it always
-    loses. costs: parts of the step in plain steps, `measured` or estimated. best_k: fastest draft length, 0 for off;
-    speed_at_best: the speed-up with it; gain: the factor over the present draft length. Their intervals cover the ways
-    in which the cost may be split, or the sampling error if all times were recorded. causes: most important first.
-    sentence: the verdict. recommendations: what to change, with the engine's flags.
+    loses. costs: plain steps of `draft` (a draft token), `verify` and `overhead`, `measured` or estimated. best_k:
+    fastest draft length, 0 for off; speed_at_best: the speed-up with it; gain: the factor over the present draft
+    length. Their intervals cover the ways in which the cost may be split, or the sampling error if all times were
+    recorded. causes: most important first. sentence: the verdict. recommendations: what to change, with the engine's
+    flags.
     """
 
     observation: Observation
@@ -104,7 +104,7 @@ class Diagnosis:
     recommendations: tuple[str, ...] = ()
     step_cost: float | None = None
     break_even: float | None = None
-    costs: StepCost | None = None
+    costs: Mapping[str, float] | None = None
     measured: bool = False
     best_k: int | None = None
     speed_at_best: Estimate | None = None
@@ -196,7 +196,7 @@ def diagnose(given: Observation, advice: DraftLengthAdvice | None = None) -> Dia
     best_speed = _range([fit.model.speedup(best_k) for fit in fits])
     causes = tuple(_order(first.causes(longest, best_k, gain), first))
     drafted = observation.drafted_per_step or float(observation.k)
-    speed, expected_cost = observation.speedup, first.model.step_ms(first.model.k)
+    speed, expected_cost = observation.speedup, first.model.cost(first.model.k).total
     step_cost = expected_cost if speed is None else observation.accepted_length / speed.value
     found = Diagnosis(
         observation=observation,
@@ -204,7 +204,7 @@ def diagnose(given: Observation, advice: DraftLengthAdvice | None = None) -> Dia
         causes=causes,
         step_cost=step_cost,
         break_even=break_even_rate(step_cost, drafted),
-        costs=first.cost,
+        costs={"draft": first.draft_cost, "verify": first.cost.verify, "overhead": first.cost.overhead},
         measured=certain,
         best_k=best_k,
         speed_at_best=best_speed,
@@ -237,9 +237,9 @@ def _measured(observation: Observation, model: CostModel) -> "_Fit":
     unit, k = model.plain_ms, model.k
     times = ("plain_ms", "pass_ms", "draft_ms", "draft_step_ms", "other_ms")
     in_steps = replace(model, **{name: getattr(model, name) / unit for name in times})
-    verify = 1.0 + in_steps.verify_ms(k) - in_steps.pass_ms
-    overhead = max(in_steps.other_ms - (1.0 - in_steps.pass_ms), 0.0)
-    cost = StepCost(in_steps.drafting_ms(k) / max(in_steps.drafted(k), 1.0), verify, overhead)
+    step = in_steps.cost(k)
+    overhead = max(step.overhead - (1.0 - in_steps.pass_ms), 0.0)
+    cost = StepCost(step.drafting, 1.0 + step.verify - in_steps.pass_ms, overhead)
     return _Fit(observation, cost, in_steps, recorded=True)
 
 
@@ -251,6 +251,12 @@ class _Fit:
     cost: StepCost
     model: CostModel
     recorded: bool = False  # the events of all steps were recorded
+
+    @property
+    def draft_cost(self) -> float:
+        """Return the cost of a draft token."""
+        drafted = max(self.model.drafted(self.model.k), 1.0) if self.recorded else self.observation.drafted_per_step
+        return self.cost.drafting / (drafted or 1.0)
 
     @property
     def speed(self) -> float:
@@ -316,10 +322,10 @@ class _Fit:
             yield "later positions", replace(model, alpha=alpha)
         if self._ends_early:
             yield "confidence threshold", self._without_threshold(reach)
-        yield "drafting", replace(model, draft_ms=min(self.cost.draft, HEALTHY.draft), draft_step_ms=0.0)
-        flat = {n: min(v, 1.0 + HEALTHY.verify * (n - 1)) for n, v in model.verify.items()}
+        yield "drafting", replace(model, draft_ms=min(self.draft_cost, HEALTHY_DRAFT), draft_step_ms=0.0)
+        flat = {n: min(v, 1.0 + HEALTHY_SLOT * (n - 1)) for n, v in model.verify.items()}
         yield self._of_verification(k), replace(model, verify=flat)
-        other = model.other_ms - self.cost.overhead + min(self.cost.overhead, HEALTHY.overhead)
+        other = model.other_ms - self.cost.overhead + min(self.cost.overhead, HEALTHY_OVERHEAD)
         yield "memory" if self.observation.offloaded else "overhead", replace(model, other_ms=other)
 
     @property
@@ -418,6 +424,7 @@ class _Fit:
         return {
             "one": one,
             "cost": cost,
+            "draft_cost": self.draft_cost,
             "accepted": f"{100.0 * rate:.0f} % of the draft tokens were accepted",
             "tokens_accepted": f"{round(drafted * rate):,} of {round(drafted):,} draft tokens were accepted",
             "mode": _mode(one.thinking),

@@ -25,9 +25,9 @@ from specdemo.costs.drafting import Drafting
 from specdemo.costs.lengths import best_length
 from specdemo.costs.passes import measured_passes, pass_ratio
 from specdemo.costs.profiles import Profile, profile
-from specdemo.costs.roofline import BYTES, Device, Engine, StepCost, device_of, step_cost
+from specdemo.costs.roofline import BYTES, Device, Engine, device_of, step_cost
 from specdemo.costs.shapes import HEADROOM, Shape
-from specdemo.costs.step import predicted_speedup
+from specdemo.costs.step import StepCost, predicted_speedup
 from specdemo.presets.recorded import load_trace
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -61,10 +61,6 @@ class Scenario:
         if not (k and self.passes) or self.batch > 1 or nodes:
             return found
         return replace(found, verify=pass_ratio(self.passes, k + 1) * self.cost(0).verify)
-
-    def step_ms(self, k: int) -> float:
-        """Return the time of a step with k draft tokens."""
-        return self.cost(k).total(k)
 
     def nodes_at(self, depth: int) -> int:
         """Return the size of the draft tree up to a depth; 0: a chain."""
@@ -291,7 +287,7 @@ def predicted(scenario: Scenario, ks: Sequence[int] = (), notes: tuple[str, ...]
     rows = tuple(_row(scenario, k) for k in lengths)
     memory = _memory_gb(scenario)
     room = scenario.device.profile.memory_gb.value
-    plain = scenario.step_ms(0)
+    plain = scenario.cost(0).total
     value = 1e3 * scenario.batch / plain
     return Prediction(
         scenario=scenario,
@@ -329,18 +325,17 @@ def _lengths(scenario: Scenario) -> tuple[int, ...]:
 
 def _row(scenario: Scenario, k: int) -> Row:
     plain, step, tokens = scenario.cost(0), scenario.cost(k), scenario.acceptance.tokens(k)
-    plain_ms, step_ms = plain.total(0), step.total(k)
-    gain, rate = predicted_speedup(tokens.value, step_ms, plain_ms), 1e3 * scenario.batch * tokens.value / step_ms
+    gain = predicted_speedup(tokens.value, step.total, plain.total)
     return Row(
         k=k,
         tokens=tokens,
-        draft_ms=k * step.draft,
+        draft_ms=step.drafting,
         verify_ms=step.verify,
         other_ms=step.overhead,
-        c=step.draft / plain_ms,
+        c=step.drafting / max(k, 1) / plain.total,
         v=step.verify / plain.verify,
         speedup=_about(gain, tokens),
-        tokens_per_s=_about(rate, tokens),
+        tokens_per_s=_about(1e3 * scenario.batch * tokens.value / step.total, tokens),
         limit=_limit(k, tokens.value, step, plain),
         extrapolated=scenario.acceptance.extrapolates(k),
     )
@@ -357,11 +352,11 @@ def _about(value: float, tokens: Estimate) -> Estimate:
 
 def _limit(k: int, tokens: float, step: StepCost, plain: StepCost) -> str:
     """Name the part that would gain most if it were free, or acceptance if it were perfect."""
-    all_ms = step.total(k)
+    total = step.total
     gains = {
-        "drafting": all_ms / (all_ms - k * step.draft),
-        "the wider pass": all_ms / (all_ms - max(step.verify - plain.verify, 0.0)),
-        "engine overhead": all_ms / (all_ms - max(step.overhead - plain.overhead, 0.0)),
+        "drafting": total / (total - step.drafting),
+        "the wider pass": total / (total - max(step.verify - plain.verify, 0.0)),
+        "engine overhead": total / (total - max(step.overhead - plain.overhead, 0.0)),
         "the acceptance rate": (k + 1.0) / tokens,
     }
     return max(gains, key=gains.__getitem__)
@@ -370,14 +365,14 @@ def _limit(k: int, tokens: float, step: StepCost, plain: StepCost) -> str:
 def _fastest(scenario: Scenario, lengths: Sequence[int]) -> int:
     """Return the draft length with the most tokens per time; 0: plain decoding."""
     tokens = (scenario.acceptance.tokens(k).value if k else 1.0 for k in lengths)
-    return lengths[best_length(tokens, map(scenario.step_ms, lengths))]
+    return lengths[best_length(tokens, (scenario.cost(k).total for k in lengths))]
 
 
 def _load(scenario: Scenario, lengths: Sequence[int]) -> Gain:
     best = _fastest(scenario, lengths)
     row, memory = _row(scenario, best), _memory_gb(scenario)
     off = row.speedup.value <= 1.0
-    rate = 1e3 * scenario.batch / scenario.step_ms(0) if off else row.tokens_per_s.value
+    rate = 1e3 * scenario.batch / scenario.cost(0).total if off else row.tokens_per_s.value
     fits = memory <= scenario.device.profile.memory_gb.value
     return Gain(scenario.batch, 0 if off else best, row.speedup, rate, memory, fits)
 

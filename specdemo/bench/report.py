@@ -282,9 +282,9 @@ def numbers(found: Diagnosis) -> Iterator[tuple[str, str, str]]:
         yield "accepted by position", ", ".join(f"{100.0 * share:.0f} %" for share in one.by_position[:POSITIONS]), ""
     if found.costs is not None:
         unit = "plain steps, " + ("measured" if found.measured else "estimated")
-        yield "a draft token", f"{found.costs.draft:.2f}", unit
-        yield "verification", f"{found.costs.verify:.2f}", unit
-        yield "overhead per step", f"{found.costs.overhead:.2f}", unit
+        yield "a draft token", f"{found.costs['draft']:.2f}", unit
+        yield "verification", f"{found.costs['verify']:.2f}", unit
+        yield "overhead per step", f"{found.costs['overhead']:.2f}", unit
 
 
 def changes(found: Diagnosis) -> list[str]:

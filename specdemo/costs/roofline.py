@@ -18,6 +18,7 @@ from specdemo.costs.acceptance import Acceptance, from_mean
 from specdemo.costs.drafting import Drafting, draft_model, eagle, no_passes
 from specdemo.costs.profiles import MeasuredStep, Profile
 from specdemo.costs.shapes import Shape, known, shape_of
+from specdemo.costs.step import StepCost
 
 Engine = Literal["recorded", "eager"]
 
@@ -106,19 +107,6 @@ class Device:
         return replace(self, costs=replace(self.costs, **terms))
 
 
-@dataclass(frozen=True, slots=True)
-class StepCost:
-    """Cost of a step in milliseconds, or in plain steps. draft: per draft token."""
-
-    draft: float
-    verify: float
-    overhead: float
-
-    def total(self, k: float) -> float:
-        """Return the cost of a step that drafts k tokens."""
-        return k * self.draft + self.verify + self.overhead
-
-
 def step_cost(
     device: Device,
     target: Shape,
@@ -133,7 +121,7 @@ def step_cost(
     passes = _drafts(draft, acceptance, k, batch, context, BYTES[device.dtype], nodes) if k else []
     verify = device.ms(work(target, (nodes or k) + 1 if k else 1, batch, context, BYTES[device.dtype]))
     drafting = sum(count * device.ms(of) for of, count in passes)
-    return StepCost(drafting / max(k, 1), verify, device.costs.step_ms + device.costs.draft_ms * (k > 0))
+    return StepCost(drafting, verify, device.costs.step_ms + device.costs.draft_ms * (k > 0))
 
 
 def _drafts(
@@ -222,4 +210,4 @@ def _rest(one: MeasuredStep, device: Device) -> float:
     draft = passes(target, known()[one.draft] if one.draft else {}, {})
     acceptance = from_mean(1.0 + min(one.kept, one.k), one.k) if one.k else Acceptance((0.0,))
     step = step_cost(device, target, draft, acceptance, one.k, one.batch, one.context)
-    return sum(one.ms.values()) - one.k * step.draft - step.verify
+    return sum(one.ms.values()) - step.drafting - step.verify

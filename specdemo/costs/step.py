@@ -1,4 +1,4 @@
-"""Cost model: explains the speed of a lane and predicts the fastest draft length.
+"""Cost of a step, and the cost model, which explains the speed of a lane and predicts the fastest draft length.
 
 c: time to draft one token, v(n): time of a target pass over n slots, both relative to a one-token pass; alpha:
 probability that a draft token is accepted if its parent is. A step with k draft tokens outputs 1 + a1 + a1 a2 + ...
@@ -40,9 +40,23 @@ def break_even_rate(step_cost: float, drafted: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
+class StepCost:
+    """Cost of a step, in milliseconds or in plain steps: drafting, the target's pass over root and draft, the rest."""
+
+    drafting: float
+    verify: float
+    overhead: float
+
+    @property
+    def total(self) -> float:
+        """Return the cost of the whole step."""
+        return self.drafting + self.verify + self.overhead
+
+
+@dataclass(frozen=True, slots=True)
 class CostModel:
-    """Time and yield of a step, times in milliseconds. Positions start at 1; the last entry of a list applies to all
-    later positions."""
+    """Cost and yield of a step by draft length, times in milliseconds. Positions start at 1; the last entry of a list
+    applies to all later positions."""
 
     plain_ms: float  # a step of plain decoding
     pass_ms: float  # its target pass, over one slot
@@ -63,29 +77,23 @@ class CostModel:
         """Return the mean number of draft tokens per step."""
         return sum(_extended(self.reach_rates, k)) if self.tree_nodes is None else self.tree_nodes
 
-    def verify_ms(self, k: int) -> float:
-        """Return the time of the target's pass over root and draft."""
+    def cost(self, k: int) -> StepCost:
+        """Return the mean cost of a step with draft length k; 0: no draft."""
+        drafting = self.draft_step_ms + self.draft_ms * self.drafted(k) if k else 0.0
         if self.tree_nodes is not None:
-            return self.pass_ms * self.v(self.tree_nodes + 1.0)
+            return StepCost(drafting, self.pass_ms * self.v(self.tree_nodes + 1.0), self.other_ms)
         reach = [1.0, *_extended(self.reach_rates, k), 0.0]
-        return self.pass_ms * sum((reach[n] - reach[n + 1]) * self.v(n + 1.0) for n in range(k + 1))
-
-    def drafting_ms(self, k: int) -> float:
-        """Return the time to draft k tokens."""
-        return self.draft_step_ms + self.draft_ms * self.drafted(k) if k else 0.0
-
-    def step_ms(self, k: int) -> float:
-        """Return the time of a step with draft length k."""
-        return self.drafting_ms(k) + self.verify_ms(k) + self.other_ms
+        v = sum((reach[n] - reach[n + 1]) * self.v(n + 1.0) for n in range(k + 1))
+        return StepCost(drafting, self.pass_ms * v, self.other_ms)
 
     def speedup(self, k: int) -> float:
         """Return the speed-up over plain decoding; k = 0 means off. A tree is known at its measured depth only."""
-        return predicted_speedup(self.tokens(k), self.step_ms(k), self.plain_ms) if k else 1.0
+        return predicted_speedup(self.tokens(k), self.cost(k).total, self.plain_ms) if k else 1.0
 
     def best_k(self, longest: int = MAX_K) -> int:
         """Return the draft length with the highest predicted speed-up, 0 for off. For a tree: its depth or 0."""
         ks = [*range(longest + 1)] if self.tree_nodes is None else [0, self.k]
-        return ks[best_length(map(self.tokens, ks), (self.step_ms(k) if k else self.plain_ms for k in ks))]
+        return ks[best_length(map(self.tokens, ks), (self.cost(k).total if k else self.plain_ms for k in ks))]
 
     def v(self, slots: float) -> float:
         """Return the time of a pass over so many slots, interpolated between the measured widths, in units of

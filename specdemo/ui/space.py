@@ -125,7 +125,7 @@ def _step_ms(spec: Comparison, lane: Lane) -> float:
     draft = drafting(method, target, config_of(lane.model) if lane.model else None, {})
     device, nodes = device_of(profile(GPU), "bfloat16", "recorded"), int(lane.options.get("nodes", 0))
     cost = step_cost(device, target, draft, Acceptance((0.0,)), k, 1, CONTEXT, nodes)
-    return max(cost.total(k) / SHARE, EMBEDDED_MS)
+    return max(cost.total / SHARE, EMBEDDED_MS)
 
 
 def _factor() -> float:

@@ -146,7 +146,7 @@ def test_drafting_time_in_a_log_settles_what_is_slow():
     """The same run with the drafting time of a log at a higher level."""
     own = replace(CASES["recorded, target as its own draft"][0], draft_token_ms=1000.0 / 219.22)
     found = diagnose(own)
-    assert "drafting" in {cause.name for cause in found.causes[:2]} and found.costs.draft == pytest.approx(
+    assert "drafting" in {cause.name for cause in found.causes[:2]} and found.costs["draft"] == pytest.approx(
         1.0, rel=0.01
     )
 

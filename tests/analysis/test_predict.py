@@ -144,7 +144,7 @@ def test_measured_passes_and_steps_correct_the_constants():
     for k, method in ((0, "none"), (3, "draft_model")):
         draft = drafting(method, shape("llama-7m"), known()["llama-1m"] if k else None, {})
         step = step_cost(truth, shape("llama-7m"), draft, from_mean(2.0, max(k, 1)), k, 1, 80)
-        laps = {"draft": k * step.draft, "verify": step.verify, "commit": step.overhead}
+        laps = {"draft": step.drafting, "verify": step.verify, "commit": step.overhead}
         more = {"draft": "llama-1m"} if k else {}
         steps.append(
             MeasuredStep(model="llama-7m", method=method, dtype="float32", k=k, ms=laps, drafted=k, kept=k / 3, **more)

@@ -31,7 +31,7 @@ def test_a_step_by_hand():
     one = costs(verify={1: 1.0, 3: 1.4}, draft_step_ms=0.5, other_ms=0.3, alpha=[0.8, 0.5])
     assert one.tokens(2) == pytest.approx(1.0 + 0.8 + 0.4)
     assert one.tokens(3) == pytest.approx(1.0 + 0.8 + 0.4 + 0.2)
-    assert one.step_ms(2) == pytest.approx(0.5 + 2.0 + 14.0 + 0.3)
+    assert one.cost(2).total == pytest.approx(0.5 + 2.0 + 14.0 + 0.3)
     assert one.speedup(2) == pytest.approx(2.2 * 10.0 / 16.8)
     assert one.speedup(0) == 1.0
 
@@ -44,14 +44,14 @@ def test_off_is_best_without_acceptance_or_with_costly_drafts():
 def test_drafter_that_often_drafts_nothing_pays_only_for_its_drafts():
     one = costs(verify={1: 1.0, 3: 1.4}, reach_rates=[0.5, 0.25])
     assert one.drafted(2) == 0.75
-    assert one.verify_ms(2) == pytest.approx(10.0 * (0.5 * 1.0 + 0.25 * 1.2 + 0.25 * 1.4))
+    assert one.cost(2).verify == pytest.approx(10.0 * (0.5 * 1.0 + 0.25 * 1.2 + 0.25 * 1.4))
 
 
 def test_the_costs_of_a_simulated_run_are_found_again():
     found = fit_cost_model([plain_run()], [simulated(random.Random(0), [0.8, 0.6, 0.5], 3)])
     assert found.alpha[:3] == pytest.approx([0.8, 0.6, 0.5], abs=0.04)
     assert found.verify == pytest.approx({1: 1.0, 4: 1.4})
-    assert found.step_ms(3) == pytest.approx(0.5 + 3.0 + 14.0 + 0.25)
+    assert found.cost(3).total == pytest.approx(0.5 + 3.0 + 14.0 + 0.25)
     assert found.other_ms == pytest.approx(0.25)
     assert (found.k, found.tree_nodes) == (3, None)
 
@@ -190,7 +190,7 @@ def test_advice_adaptive_lengths_and_predictions_agree(rates):
     plan = policy._make_plan(4, 4)
     assert plan.tokens == pytest.approx([model.tokens(k) for k in range(5)])
     assert plan.tokens == pytest.approx([Acceptance(tuple(rates)).expected(k) for k in range(5)])
-    assert plan.seconds == pytest.approx([model.step_ms(k) for k in range(5)])
+    assert plan.seconds == pytest.approx([model.cost(k).total for k in range(5)])
     assert plan.best == model.best_k(4)
     found = predict("llama-8b", method="eagle", acceptance=rates, device="l4")
     tokens, times = ([1.0, *(r.tokens.value for r in found.rows)], [found.plain_ms, *(r.step_ms for r in found.rows)])
