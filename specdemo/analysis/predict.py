@@ -23,10 +23,11 @@ from specdemo.core.trace import LaneTrace, RunTrace
 from specdemo.costs.acceptance import Acceptance, of_lane
 from specdemo.costs.drafting import Drafting
 from specdemo.costs.lengths import best_length
+from specdemo.costs.memory import HEADROOM, footprint_of
 from specdemo.costs.passes import measured_passes, pass_ratio
 from specdemo.costs.profiles import Profile, profile
 from specdemo.costs.roofline import BYTES, Device, Engine, device_of, step_cost
-from specdemo.costs.shapes import HEADROOM, Shape
+from specdemo.costs.shapes import Shape
 from specdemo.costs.step import StepCost, predicted_speedup
 from specdemo.presets.recorded import load_trace
 
@@ -390,9 +391,8 @@ def _break_even_batch(scenario: Scenario, lengths: Sequence[int]) -> int | None:
 def _memory_gb(scenario: Scenario) -> float:
     """Return the memory for the weights and KV caches of target and drafter."""
     size, own = BYTES[scenario.device.dtype], scenario.draft.own
-    shapes = [scenario.target, *([own] if own else [])]
-    weights = sum(one.weight_bytes(size) for one in shapes)
-    return HEADROOM * (weights + scenario.batch * sum(one.kv_bytes(scenario.context, size) for one in shapes)) / 1e9
+    footprints = [footprint_of(model, scenario.context, size) for model in (scenario.target, own) if model]
+    return HEADROOM * sum(model.bytes(scenario.context, scenario.batch) for model in footprints) / 1e9
 
 
 PUBLISHED = Path(__file__).with_name("published.json")

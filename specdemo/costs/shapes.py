@@ -22,7 +22,6 @@ PLAIN_MLP = ("opt", "gpt2", "gptj", "gpt_neox", "bloom", "falcon", "phi")  # two
 STORED = {"gptq": 4.25, "awq": 4.25, "mxfp4": 4.25, "fp8": 8.0, "fbgemm_fp8": 8.0}
 # bits per weight of bitsandbytes, including its share of the scales (4 bits: double quantisation)
 QUANTIZED_BITS = {"4bit": 4.13, "8bit": 8.03}
-HEADROOM = 1.1  # memory factor for activations, buffers and fragmentation
 
 LARGEST = 1 << 24  # upper limit of every size of a model
 MOST_BITS = 64
@@ -222,6 +221,12 @@ class ConfigReader:
         return rank and rank + self._number("qk_rope_head_dim")
 
     @property
+    def kv_numbers(self) -> int:
+        """Return the cache entries per token of a layer with keys and values, which transformers stores instead of a
+        latent, too."""
+        return 2 * self.kv_heads * self.head_dim
+
+    @property
     def attention(self) -> int:
         """Return the weights of attention in one layer."""
         if not self.latent:
@@ -292,7 +297,7 @@ class ConfigReader:
         pattern = self._number("sliding_window_pattern", default=0)
         if window and pattern and not sliding:
             sliding = self.layers - self.layers // pattern
-        numbers = self.latent or 2 * self.kv_heads * self.head_dim
+        numbers = self.latent or self.kv_numbers
         operations = 2 * self.heads * (2 * self.latent if self.latent else 2 * self.head_dim)
         keys, values = self._linear_sizes()
         heads = self._number("linear_num_key_heads", default=1)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from specdemo.core.protocol import Target
+from specdemo.costs.memory import Footprint
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.kv.graphs import graph_bytes
 from specdemo.methods import BASELINE, method, model_method
@@ -19,7 +20,6 @@ from specdemo.models.errors import checkpoint_errors
 from specdemo.models.gguf_files import is_gguf
 from specdemo.models.llamacpp import LlamaCppSettings
 from specdemo.models.memory import (
-    Footprint,
     Needs,
     Precision,
     check_memory,

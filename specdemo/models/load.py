@@ -32,7 +32,7 @@ from specdemo.core.protocol import Target
 from specdemo.core.rounding import difference, spacing
 from specdemo.core.safe_io import is_out_of_memory
 from specdemo.core.suggest import suggest
-from specdemo.costs.shapes import HEADROOM
+from specdemo.costs.memory import HEADROOM
 from specdemo.models.auto_dtype import faster_precision
 from specdemo.models.checkpoints import check_finite
 from specdemo.models.cpu_plan import MEASURED, PROBE_TOKENS, CpuSettings

@@ -1,7 +1,7 @@
 """Precision and memory of models before they are loaded or downloaded, and the free memory.
 
 Weights are counted from the headers of safetensors files or from the hub's metadata; keys and values from the config.
-Both leave out overheads; compare them with free memory divided by `costs.shapes.HEADROOM`.
+Both leave out overheads; compare them with free memory divided by `costs.memory.HEADROOM`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 
 from specdemo.core.safe_io import TOO_LARGE
 from specdemo.core.suggest import suggest
-from specdemo.costs.shapes import HEADROOM, QUANTIZED_BITS, Config, ConfigReader
+from specdemo.costs.memory import HEADROOM, Footprint
+from specdemo.costs.shapes import QUANTIZED_BITS, Config, ConfigReader
 from specdemo.models.devices import DEVICE_KINDS, best_device, device_kind, pick_device, pick_dtype
 from specdemo.models.gguf_files import local_header, stored_bytes
 from specdemo.models.llamacpp import CACHE_BYTES, LlamaCppSettings, cache_type_of, library
@@ -54,15 +55,6 @@ class Precision:
 
 
 @dataclass(frozen=True, slots=True)
-class Footprint:
-    """Memory of a model in bytes."""
-
-    weights: int
-    per_token: int  # keys and values per token of a lane
-    per_lane: int = 0  # buffers of a lane
-
-
-@dataclass(frozen=True, slots=True)
 class Needs:
     """Memory of a target and its drafters in bytes.
 
@@ -88,12 +80,13 @@ class Needs:
     @property
     def buffers(self) -> int:
         """Return the size of the buffers of all contexts."""
-        return self.lanes * self.target.per_lane + sum(drafter.per_lane for drafter in self.drafters)
+        return self.lanes * self.target.per_text + sum(drafter.per_text for drafter in self.drafters)
 
     @property
     def bytes(self) -> int:
         """Return the size of weights, caches and buffers."""
-        return self.weights + self.tokens * self.per_token + self.buffers
+        drafters = sum(drafter.bytes(self.tokens) for drafter in self.drafters)
+        return self.target.bytes(self.tokens, self.lanes) + drafters
 
     def check_llamacpp(self, free: int) -> None:
         """Raise ValueError if they do not fit, with a context that fits or the advice to choose smaller weights."""
@@ -256,7 +249,7 @@ def _per_token(config: Config, precision: Precision) -> int:
         sizes = ConfigReader(config)
     except KeyError:
         return 0
-    return 2 * sizes.attention_layers * sizes.kv_heads * sizes.head_dim * precision.dtype.itemsize
+    return sizes.attention_layers * sizes.kv_numbers * precision.dtype.itemsize
 
 
 def gguf_footprint(name: str, settings: LlamaCppSettings) -> Footprint:

@@ -198,7 +198,7 @@ def test_a_file_of_its_own_drafts_the_same_and_one_of_another_model_is_rejected(
     )
     assert own == separate == added
     footprint = gguf_footprint(str(path), target.settings)
-    assert (footprint.per_token, footprint.per_lane) == (KV_HEADS * 2 * HEAD * 4, 256 * VOCABULARY * 4)  # one layer
+    assert (footprint.per_token, footprint.per_text) == (KV_HEADS * 2 * HEAD * 4, 256 * VOCABULARY * 4)  # one layer
     write_random(folder / "other.gguf", "qwen35", {**shape, "block_count": 9})
     with pytest.raises(ValueError, match=r"the prediction layer of another model: layers before it 8, not 4; choose"):
         load_drafter("mtp", target, str(folder / "other.gguf"))

@@ -6,6 +6,7 @@ import struct
 
 import pytest
 
+from specdemo.costs.memory import Footprint
 from specdemo.models import llamacpp
 from specdemo.models.gguf_files import (
     _choose,
@@ -20,7 +21,7 @@ from specdemo.models.gguf_files import (
 )
 from specdemo.models.gguf_header import read_header
 from specdemo.models.llamacpp import LlamaCppSettings, library
-from specdemo.models.memory import Footprint, Needs, gguf_footprint
+from specdemo.models.memory import Needs, gguf_footprint
 from tests.models.fake_hub import serve
 
 TOKENS = ("a", "b", "[PAD2]", "[PAD3]")
@@ -398,7 +399,7 @@ def test_advice_is_a_context_if_the_weights_fit():
 def test_buffers_of_every_lane_are_part_of_the_memory(tmp_path):
     (tmp_path / "model.gguf").write_bytes(gguf(tokens=[f"t{number}" for number in range(1000)]))
     footprint = gguf_footprint(str(tmp_path / "model.gguf"), LlamaCppSettings())
-    assert footprint.per_lane == 256 * 1000 * 4
+    assert footprint.per_text == 256 * 1000 * 4
     needs = Needs("big", Footprint(GB, 100_000, GB // 10), [Footprint(GB, 0, GB // 5)], 1000, 3)
     assert needs.buffers == GB // 2
     needs.check_llamacpp(int(3.1 * GB))
