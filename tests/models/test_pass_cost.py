@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from specdemo.models import pass_cost
 from specdemo.models.pass_cost import checking_note, costly_in_half, measure_passes, pass_facts
+from specdemo.models.target import HFTarget
 from specdemo.models.toy import ToyTarget
 
 
@@ -66,6 +68,19 @@ def test_passes_are_measured_once_and_recorded():
     )
     assert pass_facts(target)["pass_ms"] == {str(slots): ms for slots, ms in curve.items()}
     assert pass_facts(target)["exactness"] == "passes of different widths round differently"
+
+
+@pytest.mark.parametrize("positions, widths", [(1, []), (2, [1]), (3, [1, 2])])
+def test_passes_of_models_with_few_positions_are_measured_as_far_as_they_go(monkeypatch, positions, widths):
+    monkeypatch.setattr(pass_cost, "CURVE_WIDTHS", (1, 2, 3))
+    sizes = {"n_positions": positions, "n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": 11}
+    target = HFTarget(GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=2)).eval())
+    assert list(measure_passes(target)) == widths
+
+
+def test_long_passes_are_not_measured_again(monkeypatch):
+    monkeypatch.setattr(pass_cost, "pass_times", None)
+    assert measure_passes(Quantised("Q4_1", 160.0, 170.0), again=True) == {1: 160.0, 2: 170.0}
 
 
 @pytest.mark.parametrize("busy", [[{8: 40.0}], [{1: 25.0, 8: 40.0}, {}], [{}, {1: 25.0, 8: 40.0}]])
