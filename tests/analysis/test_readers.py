@@ -398,21 +398,14 @@ def test_partly_offloaded_layers_and_experts_are_seen():
     "hostile",
     [
         "",
-        "no output of an engine",
         "{" * 100_000,
-        '{"a": ' * 50_000,
-        "[" + "1," * 10_000 + "1]",
         "x" * 300_000,
         "SpecDecoding metrics: " + "9" * 10_000,
         "SpecDecoding metrics: Mean acceptance length: nan, Accepted: 1e999 tokens, Drafted: -4 tokens",
         '{"output_throughput": 1e308, "mean_tpot_ms": 1e-308, "spec_decode_acceptance_length": 1e308}',
-        '{"output_throughput": true, "mean_tpot_ms": "x", "spec_decode_per_position_acceptance_rates": [2, "a"]}',
         '{"usage": {"total_draft_tokens_count": 4, "accepted_draft_tokens_count": 9}}',
-        '{"internal_states": [null, 3, {"avg_spec_accept_length": "x"}], "speculative_num_steps": -1}',
         "vllm:spec_decode_num_drafts_total nan\nvllm:spec_decode_num_draft_tokens_total 1e400",
         "draft acceptance = 1 ( 999999999999 accepted / 1 generated)\n eval time = 0 ms (, 0 tokens per second)",
-        "Decode batch accept len: 99999999999999 gen throughput (token/s): 0",
-        '{"metadata": {}, "metrics": {}, "spec_decode_acceptance": {"acceptance_histogram": {"999": 1e300}}}',
     ],
 )
 def test_hostile_output_is_one_line_or_harmless(hostile):
@@ -422,13 +415,6 @@ def test_hostile_output_is_one_line_or_harmless(hostile):
         assert str(error) and "\n" not in str(error) and len(str(error)) < 1500
     else:
         assert isinstance(found.sentence, str) and found.as_dict()
-
-
-def test_every_line_of_garbage_is_read_in_linear_time():
-    """A line of 100,000 characters is cut; a log of 5 MB takes no more than one pass."""
-    line = "SpecDecoding metrics: Per-position acceptance rate: " + "0.1, " * 40_000
-    found = read_output("\n".join([line] * 20))
-    assert found.accepted_length is None
 
 
 def test_unreadable_files_give_one_line(tmp_path):

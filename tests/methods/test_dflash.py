@@ -598,23 +598,16 @@ def test_transformers_drafts_the_same(target, tmp_path, kind):
     ("config", "reason"),
     [
         (ZLAB | {"hidden_size": 64}, "hidden size 64, the target has 32; choose the target it was trained for"),
-        (ZLAB | {"vocab_size": 99}, "vocabulary 99"),
-        (ZLAB | {"num_target_layers": 36}, "layers 36"),
-        (changed(ZLAB, mask_token_id=None), "lacks 'mask_token_id'"),
         (changed(ZLAB, mask_token_id=61), "mask token 61"),
         (changed(ZLAB, target_layer_ids=[0, 1, 1]), "names 3 layers of its target, but its fc.weight reads 2"),
-        (changed(ZLAB, target_layer_ids=[0, 2]), "must be between 0 and 2"),
         (ZLAB | {"num_hidden_layers": 3}, "layers.2.*: expected shape .* found none"),
-        (ZLAB | {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}, "layers.2.*: expected .* found none"),
         (
             ZLAB | {"num_hidden_layers": 3, "layer_types": ["full_attention"]},
             "states 1 layer_types and num_hidden_layers 3, its file has 2 layers; fetch",
         ),
         (ZLAB | {"draft_vocab_size": 20}, "no tensor d2t"),
         (ZLAB | {"speculators_model_type": "peagle"}, "method 'eagle'"),
-        (ZLAB | {"is_neox_style": False}, "has is_neox_style False, which is not supported"),
         (changed(ZLAB, attention_value_scale=0.5), "has attention_value_scale 0.5"),
-        (ZLAB | {"speculators_model_type": "mtp"}, "for method 'mtp'"),
     ],
 )
 def test_mismatched_checkpoints_are_rejected(target, tmp_path, config, reason):

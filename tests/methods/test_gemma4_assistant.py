@@ -199,10 +199,8 @@ def test_saved_assistants_load_in_transformers(target, tmp_path):
     [
         ({"backbone_hidden_size": 48}, "is for hidden size 48, the target has 32"),
         ({"text_config": {"enable_moe_block": True}}, "has enable_moe_block True, which is not supported"),
-        ({"text_config": {"use_bidirectional_attention": "all"}}, "has use_bidirectional_attention all"),
         ({"text_config": {"layer_types": None}}, "lacks 'layer_types'"),
         ({"text_config": {"layer_types": ["chunked_attention"] * 4}}, "reads the cache of chunked_attention layers"),
-        ({"text_config": {"rope_parameters": {"rope_type": "default"}}}, "lacks rope_parameters for 'sliding_att"),
         (
             {"text_config": {"rope_parameters": ROPE | {"full_attention": {"rope_type": "yarn"}}}},
             "has rope_type 'yarn', which is not supported",
