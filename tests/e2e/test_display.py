@@ -121,28 +121,6 @@ def race(finish="stop"):
     return replace(trace, comparison=rows)
 
 
-def slow_start(prefill_ms=60_000.0):
-    """Return a run whose lanes need a minute until the first token and milliseconds per token after it."""
-    trace = hostile_trace()
-    for lane in trace.lanes:
-        lane.events[0].ms["prefill"] = prefill_ms
-    return trace
-
-
-def test_a_slower_pace_goes_on_from_what_is_shown(display):
-    log, messages = Log(), list(replay(slow_start()))
-    display.show(log.add(messages[:5]))
-    for pace in ("0.0625", "1", "0.0625"):
-        display.pace(pace)
-        display.wait(100)
-    display.show(log.add(messages[5:]))
-    display.wait(100)
-    assert display.text(0) != "".join(HOSTILE)
-    display.wait(3000)
-    assert [display.text(lane) for lane in (0, 1)] == ["".join(HOSTILE)] * 2
-    assert display.read(".sd-status")[0].startswith("Finished.")
-
-
 def test_both_texts_are_marked_where_they_part(display):
     trace = race()
     trace.comparison[1] |= {"verdict": "rounding", "first_divergence": 4, "divergence_margin": 0.02}
@@ -158,19 +136,6 @@ def test_both_texts_are_marked_where_they_part(display):
         display.click(".sd-replay")
         display.wait(100)
         assert not display.locate(".sd-parting")
-
-
-def test_the_winner_is_named_in_the_bar_and_in_the_status(display):
-    display.show(Log().add(replay(race())))
-    display.wait(8000)
-    fast = race().comparison[1]["speedup"]
-    (line,) = display.read(".sd-headline")
-    assert line.startswith(f"Fast is fastest: {fast:.2f}× as fast as plain decoding (") and line.endswith(
-        ", output identical"
-    )
-    assert display.read(".sd-headline b") == [f"{fast:.2f}×"]
-    assert display.read(".sd-status")[0].startswith(f"Finished. Fast is fastest: {fast:.2f}× as fast as plain decoding")
-    assert display.tones() == {"gain", "good"}
 
 
 def test_results_follow_the_playhead(display):
@@ -216,46 +181,19 @@ def test_the_inspector_lists_the_most_likely_tokens_of_the_target(display):
     assert display.read(".sd-table tr[aria-current] th") == ["→"]
 
 
-def test_a_mixture_of_experts_shows_the_experts_that_a_pass_used(display):
+def test_a_step_names_what_it_left_out_and_the_experts_that_it_used(display):
     trace = hostile_trace()
-    lane = trace.lanes[1]
     notes = {"experts": 12.5, "experts_per_token": 2.0, "experts_in_all": 64.0}
-    lane.events = [replace(event, notes=notes) if event.index else event for event in lane.events]
-    lane.summary = summarise(lane)
+    for lane, more in zip(trace.lanes, ({"unverified": 2.0}, notes), strict=True):
+        lane.events = [replace(event, notes=more) if event.index else event for event in lane.events]
+        lane.summary = summarise(lane)
     display.show(Log().add(replay(trace)))
     display.wait(8000)
     assert display.read('[data-tile="experts"] b') == ["–", "12.50"]
-    assert display.read('[data-tile="experts"] small')[1] == "of 64"
-    assert display.read('[data-tile="experts"]:not([hidden]) h2') == ["Experts touched"]
     display.click('[data-lane="1"] [data-kind="corrected"]')
-    [sentence] = display.read(".sd-step-summary")
-    assert sentence.endswith("This pass used 12.5 of 64 experts per layer; one token uses 2.")
-    display.show(Log().add(replay(hostile_trace())))
-    display.wait(8000)
-    assert display.read('[data-tile="experts"]:not([hidden]) h2') == []
-
-
-@pytest.mark.parametrize(("left_out", "words"), [(0.0, "nothing drafted"), (2.0, "nothing verified")])
-def test_a_step_whose_draft_was_left_out_verified_nothing(display, left_out, words):
-    trace = hostile_trace()
-    lane = trace.lanes[0]
-    lane.events = [replace(event, notes={"unverified": left_out}) if event.index else event for event in lane.events]
-    display.show(Log().add(replay(trace)))
-    display.wait(8000)
+    assert display.read(".sd-step-summary")[0].endswith("used 12.5 of 64 experts per layer; one token uses 2.")
     display.click('[data-lane="0"] [data-kind]:last-child')
-    [heading] = display.read(".sd-step")
-    assert words in heading
-
-
-def test_arrow_keys_step_through_tokens(display):
-    display.show(Log().add(replay(hostile_trace())))
-    display.wait(8000)
-    seen = []
-    for key in ("Home", "ArrowRight", "ArrowRight", "ArrowRight", "ArrowLeft"):
-        display.press('[data-lane="1"].sd-text', key)
-        seen.append((display.read(".sd-step")[0].split(" · ")[0], display.read(".sd-selected-token")[0]))
-    steps = ["Step 0/7", "Step 1/7", "Step 1/7", "Step 2/7", "Step 1/7"]
-    assert [(f"1 {step}", HOSTILE[token]) for step, token in zip(steps, (0, 1, 2, 3, 2), strict=True)] == seen
+    assert "nothing verified" in display.read(".sd-step")[0]
 
 
 PLACES = (
@@ -281,7 +219,7 @@ def test_the_first_playback_shows_a_step_in_slow_motion_once(display):
     assert display.locate(".sd-slow") == [] and len(display.text(1)) > len(HOSTILE[0])
 
 
-@pytest.mark.parametrize("end", ["Escape", "x", "Tab", ".sd-skip", ".sd-legend"])
+@pytest.mark.parametrize("end", ["x", ".sd-skip"])
 def test_any_key_or_press_ends_the_slow_motion(display, end):
     display.show(Log().add(replay(hostile_trace())))
     display.wait(500)
@@ -330,23 +268,6 @@ def test_the_faster_lane_fills_its_bar_first(display):
     assert [mark.get_attribute("hidden") for mark in display.locate(".sd-late")] == [None, None, ""]
 
 
-ENDS = "bars => bars.map(bar => [Number(bar.ariaValueNow), bar.ariaValueText.includes('finished first')])"
-
-
-def test_no_lane_is_first_whose_text_is_shorter(display):
-    trace = race()
-    short = trace.lanes[2]
-    short.events = short.events[:4]
-    short.token_ids = [token for event in short.events for token in event.emitted[0]]
-    short.pieces = short.pieces[: len(short.token_ids)]
-    short.text = "".join(short.pieces)
-    display.show(Log().add(replay(trace)))
-    display.wait(8000)
-    assert display.read(".sd-result b")[2] == f"stopped after {len(short.token_ids)} tokens"
-    plain, slow, fast = display.evaluate(f"({ENDS})([...document.querySelectorAll('.sd-race [role=progressbar]')])")
-    assert fast[0] < plain[0] == slow[0] and not any(first for _, first in (plain, slow, fast))
-
-
 VISUAL_ORDER = """lane => [
     ...document.querySelectorAll(`[data-lane="${lane}"] span[data-kind]:not([data-kind="prompt"])`)
   ].map((node) => [node.textContent, node.getBoundingClientRect().left]).sort((a, b) => a[1] - b[1])
@@ -381,37 +302,15 @@ def test_noise_is_reported_once(display):
     assert shared == "All noisy lanes: the baseline waited."
 
 
-def test_a_stopped_run_has_no_verdict(display):
-    display.show(Log().add(replay(race("cancelled"))))
-    display.wait(100)
-    assert display.read(".sd-status")[0].startswith(
-        "Stopped. No verdict, because not all lanes finished; so far: Slow ("
-    )
-    assert re.fullmatch(r"Fast is \d\.\d\d× as fast as plain decoding so far", display.read(".sd-headline")[0])
-    assert display.read('[data-tile="output"] b') == ["identical"] * 2 and display.tones() == set()
-    assert display.read('[data-tile="output"] small') == ["so far"] * 2
-    assert not any("faster" in words for words in display.read(".sd-stage, .sd-transport"))
-
-
-@pytest.mark.parametrize("first", [0, 1])
-def test_stop_message_hides_no_numbers(display, first):
+def test_stop_message_hides_no_numbers_and_a_stopped_run_has_no_verdict(display):
     messages = list(replay(race("cancelled")))
-    log, ends = Log().add(messages[:-1]), [to_line(view(messages[-1])), to_line(STOPPED)]
-    display.show(log + ends[first])
-    display.show(log + ends[first] + ends[1 - first])
+    log = Log().add(messages[:-1]) + to_line(STOPPED)
+    display.show(log)
+    display.show(log + to_line(view(messages[-1])))
     display.wait(100)
     assert display.read(".sd-status")[0].startswith("Stopped. No verdict")
-    assert display.read('[data-tile="output"] b') == ["identical"] * 2
-
-
-def test_a_trace_that_is_opened_replaces_the_verdict_of_the_run_before(display):
-    display.show(Log().add(replay(race())))
-    display.wait(3000)
-    display.pace("0.0625")
-    display.show(replayed(hostile_trace()).text)
-    assert display.read(".sd-status") == ["Replaying at 1/16 speed."]
-    display.wait(3000)
-    assert display.read(".sd-status")[0].startswith("Replayed. Speculative <em>lane</em> is 1.33× as fast")
+    assert display.read('[data-tile="output"] b') == ["identical"] * 2 and display.tones() == set()
+    assert not any("faster" in words for words in display.read(".sd-stage, .sd-transport"))
 
 
 @pytest.mark.parametrize("refused", [refusal(ValueError("no")), with_notes(None, ["no"])], ids=["error", "note"])
@@ -443,7 +342,7 @@ def test_a_recording_stands_for_no_run_that_failed(display):
     assert "1.33×" in display.read(".sd-headline")[0] and not display.read(f"{label}, {grey}")
 
 
-@pytest.mark.parametrize(("finish", "marks"), [("length", 2), ("stop", 0), ("cancelled", 0)])
+@pytest.mark.parametrize(("finish", "marks"), [("length", 2), ("cancelled", 0)])
 def test_an_answer_that_its_limit_cut_says_so(display, finish, marks):
     trace = race(finish)
     trace.config["max_new_tokens"] = len(HOSTILE)
@@ -463,9 +362,7 @@ def test_a_refusal_stays_until_the_settings_that_it_is_about_are_changed(display
 
 
 def test_before_the_first_result_its_place_says_what_happens(display):
-    ready = display.read(".sd-headline")
-    assert ready[0].startswith("Ready. Press Run")
-    assert display.read(".sd-pill") == ["idle"] * 2
+    assert display.read(".sd-headline")[0].startswith("Ready. Press Run")
     for last, words in ((None, ["Running. The result appears here."]), (Failed("no; try"), ["Not run here: no"])):
         display.show(Log().add(filter(None, [Loading(0.5, "loading a model"), last])))
         display.wait(100)

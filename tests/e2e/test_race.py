@@ -275,19 +275,12 @@ def test_forced_tokens_have_a_kind_of_their_own(visit):
 def test_unreported_server_values_are_unknown(replayed, remote_file):
     page = replayed(remote_file)
     assert lane_text(page, 1) == "".join(HOSTILE)
-    badge = page.locator(".sd-remote")
-    expect(badge).to_have_text("remote: m at <b>host</b>:8000, draft tokens unknown")
-    kinds = "[...new Set([...document.querySelectorAll('[data-lane=\"1\"] span[data-kind]')].map(s => s.dataset.kind))]"
-    assert set(page.evaluate(kinds)) == {"prompt", "unknown"}
+    expect(page.locator(".sd-remote")).to_have_text("remote: m at <b>host</b>:8000, draft tokens unknown")
     token = page.locator('[data-lane="1"] [data-kind="unknown"]').last
     assert token.evaluate("e => getComputedStyle(e).backgroundColor") == "rgba(0, 0, 0, 0)"
-    assert value(page, "acceptance", 1) == "0.45" and value(page, "per-pass", 1) == "2.5"
     expect(page.locator('[data-tile="acceptance"]')).to_contain_text("9 of 20")
     expect(page.locator('[data-tile="output"] b')).to_have_text("✓ same text")
-    expect(page.locator(".sd-explanations")).to_contain_text("requests of other users are included")
     expect(page.locator(".sd-histogram")).to_contain_text("The accepted tokens per step are unknown.")
-    expect(page.locator('.sd-race-row[data-series="1"]')).to_contain_text(f"{len(HOSTILE)} tokens")
-    expect(page.locator(".sd-times")).to_contain_text("unknown")
     token.click()
     expect(page.locator(".sd-step")).to_contain_text("draft tokens unknown")
 

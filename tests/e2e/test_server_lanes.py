@@ -1,18 +1,13 @@
 """Lanes on servers, of plug-ins and of chats, on pages of their own."""
 
-import json
 import re
-import shutil
-from urllib.parse import quote
 
 import pytest
 from playwright.sync_api import expect
 
-from specdemo.models.shipped import embedded_folder
 from tests.completion_server import completion_server, piece
-from tests.e2e.conftest import NEXT_FRAME, edit, wait_for_text
+from tests.e2e.conftest import edit
 from tests.e2e.test_controls import choose
-from tests.e2e.test_layout import CONTROLS, OVERFLOWING, SMALL
 from tests.plug_in import write_bigram
 from tests.processes import served
 
@@ -63,36 +58,3 @@ def test_a_method_of_another_package_races(visit):
     expect(page.get_by_role("img", name="Throughput of Baseline, Bigrams")).to_be_visible()
     page.locator(".sd-edit").click()
     expect(page.locator("#option-longest-1 input[type=number]")).to_have_value("3")
-
-
-TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
-
-
-def test_the_next_message_is_answered_below_the_bar(visit, tmp_path):
-    folder = tmp_path / "chat"
-    shutil.copytree(embedded_folder() / "stories", folder)
-    written = folder / "tokenizer_config.json"
-    written.write_text(json.dumps({**json.loads(written.read_text()), "chat_template": TEMPLATE}))
-    query = f"?preset=embedded-ngram&target={quote(str(folder))}&max_new_tokens=24&prompt=A+fox."
-    page = visit(query + "&chat=true")
-    page.locator("#run:enabled").click()
-    wait_for_text(page, "^Finished")
-    expect(page.locator("#continue")).to_be_visible()
-    for width, height in ((1280, 900), (390, 844)):
-        page.set_viewport_size({"width": width, "height": height})
-        page.evaluate(NEXT_FRAME)
-        bar = page.locator(".sd-pace").bounding_box()
-        assert bar["y"] + bar["height"] <= page.locator("#follow-row").bounding_box()["y"]
-        assert page.evaluate("document.documentElement.scrollWidth") == width
-        assert [page.evaluate(rule) for rule in (CONTROLS, SMALL, OVERFLOWING)] == [[], [], []]
-    first, cut, _ = page.locator('[data-lane="0"] .sd-answer').text_content().partition("Cut at 24 tokens")
-    assert cut
-    page.locator("#message textarea, #message input").fill("Why <b>so</b>?")
-    page.locator("#continue").click()
-    for lane in (0, 1):
-        box = page.locator(f'[data-lane="{lane}"].sd-text')
-        expect(box.locator(".sd-turn").last).to_have_text("userWhy <b>so</b>?")
-        expect(box.locator("summary").first).to_have_text("2 earlier messages")
-        assert first in box.text_content()  # every lane continues the baseline's answer
-    wait_for_text(page, "^Finished")
-    assert page.locator('[data-lane="0"] .sd-answer').text_content() != first

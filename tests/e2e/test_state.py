@@ -162,22 +162,6 @@ def test_a_reloaded_page_can_stop_its_run(chromium, gated_server, gates):
         wait_for_text(page, "^Recorded")  # there is nothing to rejoin
 
 
-def test_a_reloaded_page_rejoins_its_sweep(chromium, gated_server, gates):
-    with visitors(chromium, gated_server[0]) as visit:
-        page = visit("?sweep=k")
-        page.locator("#sweep-run").click()
-        progress = page.locator("#sweep .sd-status")
-        expect(progress).to_have_text(re.compile("^67 % done"))
-        page.reload()
-        expect(tab(page)).to_have_text("Sweep")
-        expect(progress).to_have_text(re.compile("^67 % done"))
-        page.locator("#sweep-stop:enabled").click()
-        expect(progress).to_have_text(re.compile("^Stopped"))
-        assert gates.stopped.acquire(timeout=60)
-        page.reload()
-        expect(progress).to_have_text(re.compile("^Ready"))
-
-
 def test_a_second_visitor_waits_in_line_stops_alone_and_gets_the_engine_when_the_first_one_leaves(visit_gated, gates):
     first, second = visit_gated(), visit_gated()
     first.locator("#run").click()

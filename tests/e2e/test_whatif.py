@@ -39,14 +39,6 @@ def test_from_a_finished_race_to_an_h100(visit):
     page.locator('#batch [value="64"]').check(force=True)
     expect(page.locator(".sd-bottleneck")).to_contain_text("and batch size 64, a step")
 
-    page.get_by_role("tab", name="Race").click()
-    page.get_by_role("tab", name="What if").click()
-    expect(page.locator("#machine input")).to_have_value("NVIDIA L4")  # the selected machine stays
-    expect(page.locator(".sd-bottleneck")).to_contain_text("and batch size 64, a step")
-    page.get_by_role("tab", name="Race").click()
-    page.locator(".sd-estimate").click()
-    expect(page.locator(".sd-bottleneck")).to_contain_text("and batch size 1, a step")  # of the race
-
 
 def test_by_keyboard_alone(visit):
     page = visit()

@@ -192,24 +192,9 @@ def test_local_page_cannot_be_framed(monkeypatch):
     assert not re.search("  | ;| $", policy())  # servers reject such a header
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1:7860", "someone-specdemo.hf.space"])
-def test_other_origins_cannot_read_answers(visit, host):
-    headers = {"Origin": "https://evil.example", "Host": host}
-    client = visit().client
-    for answer in (
-        client.get("config", headers=headers),
-        client.options("gradio_api/queue/join", headers=headers | {"Access-Control-Request-Method": "POST"}),
-    ):
-        assert not [name for name in answer.headers if name.startswith("access-control-")]
-
-
-@pytest.mark.parametrize("method, path", [
-    ("GET", "monitoring"), ("GET", "monitoring/summary"), ("GET", "monitoring/key"), ("GET", "gradio_api/dev/reload"),
-    ("GET", "gradio_api/vibe-code/"), ("GET", "gradio_api/runs"), ("GET", "gradio_api/run-history/records"),
-    ("GET", "gradio_api/deep_link?session_hash=a"), ("GET", "gradio_api/proxy=https://huggingface.co/"),
-    ("GET", "gradio_api/file=/etc/passwd"), ("GET", "gradio_api/token"), ("GET", "openapi.json"), ("GET", "logout"),
-    ("POST", "gradio_api/component_server"), ("POST", "gradio_api/process_recording"), ("POST", "login"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "method, path", [("GET", "monitoring"), ("GET", "gradio_api/file=/etc/passwd"), ("POST", "login")]
+)
 def test_no_other_route_of_gradio_is_open(visit, method, path):
     answer = visit().client.request(method, path, json={} if method == "POST" else None, timeout=60.0)
     assert answer.status_code == 404 and answer.text == "this page has no such path"
@@ -290,19 +275,12 @@ def test_another_sites_page_can_send_nothing(public_page, folder, headers):
     assert on_disk(folder) == before
 
 
-@pytest.mark.parametrize("method, path", [("GET", "/"), ("OPTIONS", "/config"), ("POST", "/gradio_api/queue/join")])
+@pytest.mark.parametrize("method, path", [("GET", "/"), ("POST", "/gradio_api/queue/join")])
 def test_a_foreign_host_gets_one_line(public_page, method, path):
     headers = {"Host": "evil.example", "Origin": "http://evil.example", "Sec-Fetch-Site": "same-origin"}
     answer = public_page.request(method, path, headers=headers)
     assert answer.status_code == 403 and answer.headers["x-content-type-options"] == "nosniff"
     assert "'evil.example'" in answer.text and "--allow-host" in answer.text and "\n" not in answer.text
-
-
-@pytest.mark.parametrize(
-    "host", ["localhost:1", "127.0.0.1", "[::1]:7860", "demo.example.org", "OTHER.example.org:443"]
-)
-def test_own_and_allowed_hosts_are_answered(public_page, host):
-    assert public_page.get("/config", headers={"Host": host}).status_code == 200
 
 
 HEAD = b'--b\r\nContent-Disposition: form-data; name="files"; filename="a"\r\n'
@@ -327,12 +305,10 @@ def test_rejected_uploads_leave_nothing_on_disk(public_page, folder, status, bod
     assert on_disk(folder) == before
 
 
-@pytest.mark.parametrize("body, line", [
-    (b'"' + b"x" * 2_000_000 + b'"', "requests are limited to 1 MB"),
-])  # fmt: skip
-def test_request_limits_apply_before_parsing(public_page, body, line):
-    sent = public_page.post("/gradio_api/queue/join", content=body, headers={"Content-Type": "application/json"})
-    assert sent.status_code == 413 and line in sent.text
+def test_request_limits_apply_before_parsing(public_page):
+    body, headers = b'"' + b"x" * 2_000_000 + b'"', {"Content-Type": "application/json"}
+    sent = public_page.post("/gradio_api/queue/join", content=body, headers=headers)
+    assert sent.status_code == 413 and "requests are limited to 1 MB" in sent.text
 
 
 def test_a_visitor_opens_so_many_files_and_no_more(public_page):
