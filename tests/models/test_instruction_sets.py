@@ -13,14 +13,14 @@ import torch
 
 TESTS = Path(__file__).parents[1]
 SETS = {"AVX2": ("avx2", "AVX2"), "DEFAULT": ("default", "SSE41")}  # name in torch -> ATEN_CPU_CAPABILITY, oneDNN
-FILES = (
-    "models/test_causal.py models/test_cpu_plan.py models/test_kernels.py models/test_load.py "
-    "models/test_real_models.py models/test_target.py engine/test_verdict.py engine/test_lossless.py"
-).split()
+FILES = "models/test_kernels.py models/test_load.py models/test_real_models.py".split()
+FILES += "engine/test_verdict.py engine/test_lossless.py".split()
+OTHERS = "models/test_causal.py models/test_cpu_plan.py models/test_target.py".split()  # before a release
+RELEASE = pytest.mark.release
 
 
-@pytest.mark.parametrize("file", FILES)
-@pytest.mark.parametrize("name", ["AVX2", pytest.param("DEFAULT", marks=pytest.mark.release)])
+@pytest.mark.parametrize("file", [*FILES, *(pytest.param(file, marks=RELEASE) for file in OTHERS)])
+@pytest.mark.parametrize("name", ["AVX2", pytest.param("DEFAULT", marks=RELEASE)])
 def test_models_load_and_write_their_text_with_another_instruction_set(name, file):
     if torch.backends.cpu.get_cpu_capability() in (name, "DEFAULT"):
         pytest.skip("this machine has no other instruction set" if name == "DEFAULT" else "all tests run with it here")
