@@ -386,16 +386,11 @@ def test_prompts_of_a_file_replace_the_built_in_ones(tmp_path):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ([], "Missing argument"),
-        (["no-such-model"], "no-such-model"),
         (["code", "--draft", "stories-medusa"], "does not fit"),
         (["code", "--work", "poetry"], "unknown kind of work 'poetry'"),
-        (["code", "--minutes", "0"], "minutes must be above 0"),
         (["code", "--minutes", "0.001"], "no time"),
-        (["code", "--engine", "vlm"], "unknown engine 'vlm'; did you mean 'vllm'?"),
         (["code", "--engine", "vllm", "--command", "/nowhere/vllm"], "there is no program /nowhere/vllm"),
         (["code", "--server", "http://127.0.0.1:1"], "--server is needed twice"),
-        (["code", *["--server", "http://127.0.0.1:1"] * 2], "127.0.0.1:1 cannot be reached"),
         (["code", "--engine", "vllm", *["--server", "127.0.0.1:1"] * 2], "exclude each other"),
     ],
 )

@@ -128,10 +128,7 @@ def test_drafts_learn_from_a_complete_recording_of_other_text(corpus: Path, tmp_
     ("arguments", "message"),
     [
         ({"recipe": "stories-draft-huge"}, "unknown recipe"),
-        ({"corpus": Path("nowhere")}, "no corpus folder nowhere"),
-        ({"minutes": 0.0}, "minutes must be positive"),
         ({"minutes": float("nan")}, "minutes must be positive"),
-        ({"minutes": float("inf")}, "minutes must be positive"),
         ({"target": "./missing"}, "no trained model at"),
     ],
 )

@@ -140,11 +140,7 @@ def test_stop_while_waiting_for_the_engine(bench):
             ("elephant", "embedded-draft", 3, 96),
             "sweep must be " + ", ".join(map(repr, [*suites.swept()][:-1])) + f" or {[*suites.swept()][-1]!r}",
         ),
-        (("k", "evil/model", 3, 96), "unknown preset 'evil/model'"),
         (("k", "embedded-draft", 11, 96), "repeats must be 10 or less, not 11"),
-        (("k", "embedded-draft", 2.5, 96), "repeats must be a whole number"),
-        (("k", "embedded-draft", 3, 100_000), "new_tokens must be 1024 or less"),
-        (("k", "embedded-draft", None, 96), "repeats must be a whole number"),
     ],
 )
 def test_limits_hold_for_any_request(bench, values, message):
@@ -245,12 +241,7 @@ def test_the_visitors_sampling_and_rule_are_tested(bench):
     [
         ("preset", "evil/model", "unknown preset"),
         ("preset", "qwen3-8b", "only with the shipped models"),
-        ("acceptance", "elephant", "acceptance must be"),
-        ("temperature", 99.0, "temperature must be 5.0 or less"),
-        ("temperature", None, "temperature"),
-        ("top_p", 0.0, "top_p must be above 0"),
         ("draws", 100_000, "continuations must be 256 to 2560 on this page"),
-        ("draws", 0, "continuations must be 256 to 2560 on this page"),
         ("draws", 300.5, "continuations must be 256 to 2560 on this page"),
     ],
 )

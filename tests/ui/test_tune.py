@@ -41,9 +41,7 @@ def test_the_table_grows_and_the_result_is_a_file(monkeypatch):
     ("values", "reason"),
     [
         ({"target": "some/model"}, "not on this page's list"),
-        ({"work": ["chat"]}, "unknown kind of work 'chat'"),
         ({"minutes": 500.0}, "15 minutes at most"),
-        ({"minutes": "soon"}, "minutes"),
     ],
 )
 def test_refusals_have_one_line(values, reason):
