@@ -21,6 +21,7 @@ from benchmarks.models import (
 from specdemo.bench.result import read_result, write_result
 from specdemo.bench.suites import suite
 from specdemo.core.protocol import Budget
+from specdemo.core.tree import Draft
 from specdemo.engine.loop import never_cancelled
 from specdemo.presets.pair import work_prompts
 
@@ -104,12 +105,12 @@ def test_a_stalled_drafter_waits_and_then_drafts():
         taps, note, name = (-1,), "", ""
 
         def propose(self, budget):
-            return budget
+            return Draft.chain(torch.full((1, budget.depth), 7))
 
     times = iter([0.0, 0.3, 0.9, 1.1, 5.0])
     stalled = Stalled(EchoDrafter(), 1000.0, lambda: next(times))
     assert stalled.taps == (-1,)
-    assert stalled.propose(Budget(2, 2)) == Budget(2, 2)
+    assert stalled.propose(Budget(2, 2)).tokens.tolist() == [[7, 7]]
     assert next(times) == 5.0  # it polled until one second had passed
 
 
