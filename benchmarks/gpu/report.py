@@ -12,7 +12,7 @@ from specdemo.costs.profiles import Figure, Profile, write_profile
 
 NO_GPU = "Not a GPU measurement: a trial with tiny models on a CPU."
 RESULTS = "results.json"
-LONGEST = 40  # largest number of rows of a table on the page; the JSON has all
+MAX_ROWS = 40  # largest number of rows of a table on the page; the JSON has all
 
 StoredSection = Mapping[str, Any]
 Row = dict[str, Any]
@@ -90,9 +90,9 @@ def _remarks(found: Mapping[str, StoredSection]) -> list[str]:
 def _table(rows: list[Row]) -> str:
     names = list(dict.fromkeys(name for row in rows for name in row))
     names = [name for name in names if any(row.get(name) not in (None, "") for row in rows)]
-    lines = [names, ["---"] * len(names), *([_cell(row.get(name)) for name in names] for row in rows[:LONGEST])]
+    lines = [names, ["---"] * len(names), *([_cell(row.get(name)) for name in names] for row in rows[:MAX_ROWS])]
     text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return text if len(rows) <= LONGEST else f"{text}\n\n{len(rows) - LONGEST} more rows are in {RESULTS}."
+    return text if len(rows) <= MAX_ROWS else f"{text}\n\n{len(rows) - MAX_ROWS} more rows are in {RESULTS}."
 
 
 def _cell(value: Any) -> str:

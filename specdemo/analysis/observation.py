@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from math import ceil, isfinite
 from typing import Any, Self
 
-from specdemo.analysis.parts import LONGEST, Contrast
+from specdemo.analysis.parts import MAX_DRAFTED, Contrast
 from specdemo.core.estimate import Estimate
 from specdemo.core.safe_io import JsonObject
 from specdemo.costs.drafting import no_passes
@@ -103,8 +103,8 @@ class Observation:
         rates = [*self.by_position, *(share for share in shares if share is not None)]
         if not all(isfinite(rate) and 0.0 <= rate <= 1.0 + TOLERANCE for rate in rates):
             raise ValueError("acceptance rates must be from 0 to 1")
-        if (self.k or 0) > LONGEST or len(self.by_position) > LONGEST:
-            raise ValueError(f"k must be at most {LONGEST}")
+        if (self.k or 0) > MAX_DRAFTED or len(self.by_position) > MAX_DRAFTED:
+            raise ValueError(f"k must be at most {MAX_DRAFTED}")
 
     @property
     def kind(self) -> str:

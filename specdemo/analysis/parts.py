@@ -15,7 +15,7 @@ from typing import NamedTuple, Self
 BROKEN_RATE, BROKEN_TOKENS = 0.02, 200.0  # accepted tokens per draft; draft tokens
 WORKING_RATE = 0.3  # accepted tokens per draft
 MUCH = 0.5  # ratio of the accepted tokens per draft in some parts to that in the others
-LONGEST = 1024  # draft tokens per step
+MAX_DRAFTED = 1024  # draft tokens per step
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Part:
     @property
     def rate(self) -> float:
         """Return the accepted tokens per draft, or per draft token if the drafts were not counted."""
-        return self.accepted / (self.drafts if self.drafts * LONGEST >= self.drafted else self.drafted)
+        return self.accepted / (self.drafts if self.drafts * MAX_DRAFTED >= self.drafted else self.drafted)
 
 
 class Contrast(NamedTuple):

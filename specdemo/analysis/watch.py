@@ -28,7 +28,7 @@ from specdemo.servers.engines import engines, stats_between
 from specdemo.servers.engines.base import ReportingEngine
 from specdemo.servers.lane import KEY
 
-LONGEST = 720  # readings that are shown; an hour of one every five seconds
+MAX_READINGS = 720  # readings that are shown; an hour of one every five seconds
 HOW = "llama-server needs --metrics and SGLang --enable-metrics"
 POSITIONS = 4  # of the acceptance by position that are shown
 Row = dict[str, float | None]
@@ -49,7 +49,7 @@ class Watch:
 
     server: address. plain_tokens_per_s: of the same server and load without speculation, None if unknown. k: draft
     length, None if unknown; vLLM's and llama.cpp's metrics give it. rows: one per
-    pair of readings, the last LONGEST: time in s since the first reading, tokens/s, running (requests at a time),
+    pair of readings, the last MAX_READINGS: time in s since the first reading, tokens/s, running (requests at a time),
     accepted (rate), tokens/pass and `accepted at N` (share of the steps that accepted the draft tokens up to N). A
     value is None if the engine does not report it, or if nothing was generated in between.
     """
@@ -57,7 +57,7 @@ class Watch:
     server: str
     plain_tokens_per_s: float | None = None
     k: int | None = None
-    rows: deque[Row] = field(default_factory=lambda: deque(maxlen=LONGEST))
+    rows: deque[Row] = field(default_factory=lambda: deque(maxlen=MAX_READINGS))
     engine: ReportingEngine | None = None
     _first: Reading | None = None
     _last: Reading | None = None

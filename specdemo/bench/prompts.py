@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from specdemo.core.safe_io import read_text
+from specdemo.engine.comparison import MAX_PROMPT_CHARACTERS
 from specdemo.presets.files import read_yaml
 
 MOST = 10_000  # prompts of a file
 FILE_BYTES = 16_000_000
-LONGEST = 100_000  # characters of a prompt
 
 _TEXTS: Any = read_yaml(Path(__file__).with_suffix(".yaml"))
 PROMPTS, COPYING, CODE, EDITS = (tuple[str, ...](_TEXTS[kind]) for kind in ("stories", "copying", "code", "edits"))
@@ -63,6 +63,8 @@ def _question(path: Path, number: int, line: str) -> tuple[str, str]:
     if not isinstance(text, str) or not isinstance(category, str) or not text.strip() or not category.strip():
         form = '{"question_id": 1, "category": "...", "turns": ["..."]}'
         raise ValueError(f"{path}, line {number}: not a question; it has the form {form}")
-    if len(text) > LONGEST:
-        raise ValueError(f"{path}, line {number}: a question of {len(text):,} characters; the limit is {LONGEST:,}")
+    if len(text) > MAX_PROMPT_CHARACTERS:
+        raise ValueError(
+            f"{path}, line {number}: a question of {len(text):,} characters; the limit is {MAX_PROMPT_CHARACTERS:,}"
+        )
     return category.strip()[:80], text

@@ -21,7 +21,7 @@ from specdemo.core.estimate import Estimate, t_quantile
 from specdemo.core.tally import StepCounts, node_depths
 from specdemo.core.trace import LaneTrace, StepEvent
 
-LONGEST = 64
+MAX_RATES = 64
 MIN_TRIALS = 4  # with fewer trials a rate or a mean is not used
 BISECTIONS = 50
 BLOCKS = 8  # per run, for the interval of a mean
@@ -78,8 +78,8 @@ class Acceptance:
     lengths: tuple[tuple[int, float], ...] = ()  # k and its mean accepted length, where a run at that k measured it
 
     def __post_init__(self) -> None:
-        if not self.rates or len(self.rates) > LONGEST or not all(0.0 <= rate <= 1.0 for rate in self.rates):
-            raise ValueError(f"acceptance needs 1 to {LONGEST} numbers between 0 and 1, one per position")
+        if not self.rates or len(self.rates) > MAX_RATES or not all(0.0 <= rate <= 1.0 for rate in self.rates):
+            raise ValueError(f"acceptance needs 1 to {MAX_RATES} numbers between 0 and 1, one per position")
 
     @property
     def nodes(self) -> int:
@@ -210,7 +210,7 @@ def of_passes(passes: Iterable[PassCounts], exact: bool = False, widths: tuple[i
     counts = [kept for kept, drafted in known if drafted == deepest] or [kept for kept, _ in known]
     rates, _ = measured_rates(counts, deepest)
     known_rates = rates or [fmean(n > 0 for n in counts)]
-    return Acceptance(tuple(known_rates[:LONGEST]), () if widths else known, exact, widths[:LONGEST])
+    return Acceptance(tuple(known_rates[:MAX_RATES]), () if widths else known, exact, widths[:MAX_RATES])
 
 
 def from_mean(tokens: float, k: int) -> Acceptance:

@@ -26,7 +26,7 @@ from specdemo.presets.files import EMBEDDED, Preset, allowed_models
 from specdemo.presets.limits import LIMITS
 from specdemo.servers.address import check_listed
 
-LONGEST = 20_000  # characters of a query string
+MAX_QUERY = 20_000  # characters of a query string
 LONGEST_TEXT = 2000  # characters
 _OF_LANE = [name for name in linked(Lane) if name not in ("method", "options", "acceptance_options")]  # own syntax
 _NOTES = 6
@@ -313,8 +313,8 @@ def _pairs(query: Mapping[str, object] | str) -> tuple[dict[str, str], list[str]
     values: dict[str, str] = {}
     notes: list[str] = []
     if isinstance(query, str):
-        if len(query) > LONGEST:
-            return {}, [f"ignored the link: it has {len(query)} characters; the limit is {LONGEST}"]
+        if len(query) > MAX_QUERY:
+            return {}, [f"ignored the link: it has {len(query)} characters; the limit is {MAX_QUERY}"]
         items: Iterable[tuple[object, object]] = parse_qsl(query.removeprefix("?"), keep_blank_values=True)
     else:
         multi_items = getattr(query, "multi_items", query.items)  # starlette's QueryParams keeps every value

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 DRAFTING = [name for name in METHODS if name != BASELINE]
 GREY = " — not here: "  # before the reason of an entry that style.css greys
-LONGEST = 200  # characters of a model's name in a message
+MAX_NAME = 200  # characters of a model's name in a message
 TRAINED: list[str] = []  # folders of heads that visitors of this process have trained
 
 
@@ -70,7 +70,7 @@ def not_offered(names: Iterable[str], allow_any_model: bool) -> str:
     if not foreign:
         return ""
     how = "start the page with --target and its name, or with --allow-any-model"
-    return f"model {foreign[0][:LONGEST]!r} is not on this page's list; {limits.HOME if limits.public() else how}"
+    return f"model {foreign[0][:MAX_NAME]!r} is not on this page's list; {limits.HOME if limits.public() else how}"
 
 
 def pairs(target: str) -> "tuple[DrafterFit, ...]":

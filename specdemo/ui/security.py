@@ -47,7 +47,7 @@ PLATFORM = (  # addresses of the proxies of a Space
     "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "::1/128", "fc00::/7",
 )  # fmt: skip
 
-LONGEST = 300  # characters of a logged message
+MAX_MESSAGE = 300  # characters of a logged message
 PACKAGE = Path(__file__).parents[1]
 
 logger = logging.getLogger(__name__)
@@ -264,5 +264,5 @@ def log_failure(what: str, error: Exception) -> None:
     own = (frame for frame in frames if PACKAGE in Path(frame.filename).parents and frame.filename != __file__)
     place = next(own, frames[0])
     line = " ".join(f"{what} failed: {type(error).__name__}: {error}".split())
-    logger.warning("%s (%s:%s)", visible(line)[:LONGEST], Path(place.filename).name, place.lineno)
+    logger.warning("%s (%s:%s)", visible(line)[:MAX_MESSAGE], Path(place.filename).name, place.lineno)
     logger.debug("its traceback", exc_info=error)

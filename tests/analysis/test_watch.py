@@ -99,9 +99,9 @@ def test_a_restarted_server_starts_again():
 
 def test_only_the_last_readings_are_stored(monkeypatch):
     watch = Watch("http://a:1")
-    for at in range(module.LONGEST + 3):
+    for at in range(module.MAX_READINGS + 3):
         watch.add(float(at), vllm(3 * at))
-    assert len(watch.rows) == module.LONGEST and watch.rows[-1]["time"] == module.LONGEST + 2
+    assert len(watch.rows) == module.MAX_READINGS and watch.rows[-1]["time"] == module.MAX_READINGS + 2
 
 
 @pytest.mark.parametrize("bad", ["NaN", "-5", "1e400", "none", "9" * 400])

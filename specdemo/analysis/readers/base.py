@@ -14,7 +14,7 @@ from statistics import fmean, median
 from typing import ClassVar, NamedTuple, TypeVar
 
 from specdemo.analysis.observation import Observation
-from specdemo.analysis.parts import LONGEST, Part, contrast
+from specdemo.analysis.parts import MAX_DRAFTED, Part, contrast
 from specdemo.core.safe_io import JsonObject, check_size
 from specdemo.servers.counters import FIRST_TOKENS, all_passes
 
@@ -109,14 +109,14 @@ class OutputTotals:
         self.drafting_steps += drafting_steps
         self.drafted += drafted
         self.accepted += accepted
-        self.positions += [0.0] * (len(positions[:LONGEST]) - len(self.positions))
-        for position, share in enumerate(positions[:LONGEST]):
+        self.positions += [0.0] * (len(positions[:MAX_DRAFTED]) - len(self.positions))
+        for position, share in enumerate(positions[:MAX_DRAFTED]):
             self.positions[position] += share * drafting_steps
 
     def add_histogram(self, bars: Sequence[float], drafted: float, tokens: float | None = None) -> None:
         """Add a part from the number of steps with a draft that accepted 0, 1, .. draft tokens. tokens: as in `add`."""
         steps = sum(bars)
-        shares = [sum(bars[place:]) / steps for place in range(1, len(bars[: LONGEST + 1]))] if steps else []
+        shares = [sum(bars[place:]) / steps for place in range(1, len(bars[: MAX_DRAFTED + 1]))] if steps else []
         self.add(drafted, sum(n * count for n, count in enumerate(bars)), steps, shares, tokens)
 
     def add_time(self, tokens: float | None, ms: float | None) -> None:
@@ -249,8 +249,8 @@ def find_last(pattern: str, text: str) -> str:
 
 
 def numbers_in(text: str) -> list[float]:
-    """Return the numbers of a list with commas, up to LONGEST."""
-    return [float(found) for found in re.findall(_NUMBER, text)[:LONGEST]]
+    """Return the numbers of a list with commas, up to MAX_DRAFTED."""
+    return [float(found) for found in re.findall(_NUMBER, text)[:MAX_DRAFTED]]
 
 
 def mean(values: Iterable[float]) -> float | None:
