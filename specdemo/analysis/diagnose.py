@@ -27,7 +27,8 @@ from specdemo.core.atomic_io import finite, json_text
 from specdemo.core.estimate import Estimate
 from specdemo.core.noise import MIN_STEP_COST
 from specdemo.core.suggest import counted, program
-from specdemo.costs.step import MAX_K, CostModel, DraftLengthAdvice, StepCost, break_even_rate
+from specdemo.costs.lengths import MAX_K
+from specdemo.costs.step import CostModel, DraftLengthAdvice, StepCost, break_even_rate
 from specdemo.presets.drafters import RULES, base_name, published_drafters
 from specdemo.presets.files import read_yaml
 from specdemo.servers.engines import ENGINES, engines

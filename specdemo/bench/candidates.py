@@ -10,8 +10,7 @@ from urllib.parse import urlencode
 
 from specdemo.bench.result import Result, read_result, to_json
 from specdemo.core.suggest import program
-from specdemo.costs.drafting import LONGEST
-from specdemo.costs.lengths import draft_lengths
+from specdemo.costs.lengths import MAX_K, draft_lengths
 from specdemo.costs.passes import pass_ratio
 from specdemo.engine.comparison import Lane
 from specdemo.methods import method, wrappable
@@ -47,7 +46,7 @@ def with_lengths(name: str, lane: Lane, pass_ms: Mapping[int, float]) -> list[La
         return []
     if nodes or (chooses and not wraps):
         return [lane.model_copy(update={"name": name})]
-    ks = draft_lengths(pass_ms, DRAFT_COST if lane.model else 0.0, LONGEST) if pass_ms else ON_SERVERS
+    ks = draft_lengths(pass_ms, DRAFT_COST if lane.model else 0.0, MAX_K) if pass_ms else ON_SERVERS
     lanes = [lane.model_copy(update={"name": f"{name}, k={k}", "k": k}) for k in (ks[-1:] if chooses else ks)]
     if lane.options or not wraps or not pass_ms:
         return lanes

@@ -5,6 +5,7 @@ they are typical values of the method for a target of this shape.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from specdemo.costs.lengths import MAX_K
 from specdemo.costs.shapes import CHAIN, ENDS, Config, ConfigReader, Shape, number, shape_of, with_layers
 
 HEAD_OPERATIONS = 8  # of a head without attention, and before and after the layers of a pass
@@ -12,7 +13,6 @@ EAGLE_VOCABULARY = 32000  # vocabulary of a typical EAGLE-3 head on a target wit
 TAPS = 3
 DFLASH_LAYERS, DFLASH_TAPS, DFLASH_BLOCK = 5, 5, 16
 ASSISTANT_LAYERS, ASSISTANT_SIZE = 4, 256
-LONGEST = 16  # longest draft length to try
 
 Sizes = Mapping[str, int]
 
@@ -30,7 +30,7 @@ class Drafting:
     block: bool = False
     reads_all: bool = False  # the first pass reads all tokens of the last step, not only the last one
     own: Shape | None = None
-    longest: int = LONGEST  # largest draft length
+    longest: int = MAX_K  # largest draft length
     method: str = "none"
 
 

@@ -17,6 +17,7 @@ RATES = [n / 20 for n in range(1, 20)]  # acceptance rates that draft lengths to
 NEAR = 0.97  # share of the best speed at such a rate that is enough
 USUAL_DECAY = 0.2  # that of a further child of a slot, relative to the one before
 USUAL_LENGTHS = (1, 2, 3, 4, 5, 6, 7)  # draft lengths to choose from
+MAX_K = 16  # largest draft length that is set, tried or predicted
 DEFAULT_LENGTH = 4  # where the cost of passes is unknown
 
 

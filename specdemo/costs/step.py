@@ -16,10 +16,9 @@ from specdemo.core.estimate import Estimate, t_quantile
 from specdemo.core.tally import StepCounts
 from specdemo.core.trace import StepEvent, step_ms
 from specdemo.costs.acceptance import MIN_TRIALS, expected_tokens, measured_rates
-from specdemo.costs.lengths import best_length
+from specdemo.costs.lengths import MAX_K, best_length
 from specdemo.costs.passes import interpolate
 
-MAX_K = 16  # largest draft length to consider
 JACKKNIFE_PARTS = 8  # parts of a run, left out one at a time for the jackknife interval
 WIDTHS = (1, 2, 3, 5, 9, 17)
 

@@ -15,7 +15,7 @@ from specdemo.core.generation import DTYPES, Sampling, Thinking, dtype_name
 from specdemo.core.rules import DEFAULT_RULE, RULES, accept_rule, rules_help
 from specdemo.core.settings import BaseOptions, Setting, Settings, changed_values, setting, to_values
 from specdemo.core.suggest import DEVICES, counted, program, short_repr, suggest
-from specdemo.costs.lengths import DEFAULT_LENGTH
+from specdemo.costs.lengths import DEFAULT_LENGTH, MAX_K
 from specdemo.methods import BASELINE, METHODS, MODEL_OPTIONS, check_model, parse_options
 from specdemo.servers.address import address
 
@@ -29,7 +29,6 @@ if TYPE_CHECKING:  # these import torch
     from specdemo.core.protocol import Budget
 
 MAX_LANES = 3  # without the baseline
-MAX_K = 16  # tokens
 MAX_NEW_TOKENS = 1024
 MAX_PROMPT_CHARACTERS = 100_000  # characters
 MAX_REPEATS = 20

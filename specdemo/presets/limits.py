@@ -10,7 +10,8 @@ from functools import lru_cache
 import yaml
 
 from specdemo.core.deployment import public as public
-from specdemo.engine.comparison import MAX_K, MAX_LANES, MAX_NEW_TOKENS, MAX_PROMPT_CHARACTERS
+from specdemo.costs.lengths import MAX_K
+from specdemo.engine.comparison import MAX_LANES, MAX_NEW_TOKENS, MAX_PROMPT_CHARACTERS
 from specdemo.presets.files import EMBEDDED, FOLDER, Preset, load_presets
 
 SPACE = FOLDER.parent / "docs" / "space.yaml"

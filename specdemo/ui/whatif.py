@@ -21,10 +21,10 @@ from specdemo.core.estimate import Estimate
 from specdemo.core.safe_io import PUBLIC_FILE_BYTES
 from specdemo.core.trace import RunTrace, estimates
 from specdemo.costs.acceptance import Acceptance, of_lane, of_lengths
+from specdemo.costs.lengths import MAX_K
 from specdemo.costs.passes import measured_passes
 from specdemo.costs.profiles import profile, profiles
 from specdemo.costs.shapes import known
-from specdemo.engine.comparison import MAX_K
 from specdemo.methods import BASELINE
 from specdemo.methods.facts import PREDICTED
 from specdemo.presets.files import load_presets
