@@ -22,7 +22,7 @@ from benchmarks.floor import floor
 from benchmarks.gpu.lab import Absent, Found, Lab, Steps, measure_steps, name_of
 from benchmarks.pairs import SIZES, Pair, Size, make_pair, random_pair
 from benchmarks.peers import compete, read_bytes
-from specdemo.bench.device import BATCHES, CONTEXT, WIDTHS, basics, best_seconds, fast, passes, passes_of, slug
+from specdemo.bench.device import BATCHES, CONTEXT, GPU_WIDTHS, basics, best_seconds, fast, passes, passes_of, slug
 from specdemo.bench.random_models import DRAFTS, random_model
 from specdemo.bench.result import Result
 from specdemo.core.estimate import Estimate
@@ -339,7 +339,7 @@ def _plain(name: str, lab: Lab, dtype: torch.dtype, bits: int | None) -> dict[st
 def widths(lab: Lab) -> Found:
     """Measure forward passes of the target and its draft model for all widths and batch sizes."""
     found = Found()
-    slots, batches = ((1, 2, 4), (1, 2)) if lab.small else (WIDTHS, BATCHES)
+    slots, batches = ((1, 2, 4), (1, 2)) if lab.small else (GPU_WIDTHS, BATCHES)
     for name in dict.fromkeys((lab.main, shape_of_draft(lab))):
         target = lab.target(name, lab.dtype())
         ms = passes(target, slots if name == lab.main else (1, 2), batches)

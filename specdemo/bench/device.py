@@ -32,7 +32,7 @@ from specdemo.models.target import HFTarget
 
 REPEATS = 8
 LAUNCHES = 500
-WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
+GPU_WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 CPU_WIDTHS, CPU_BATCHES = (1, 2, 3, 5, 9, 17), (1, 2, 4, 8, 16)  # of `specdemo profile`
 CONTEXT, FAR = 64, 256
@@ -102,7 +102,7 @@ def link_bandwidth(device: torch.device) -> float | None:
 
 def passes(
     target: Target,
-    widths: Sequence[int] = WIDTHS,
+    widths: Sequence[int] = GPU_WIDTHS,
     batches: Sequence[int] = BATCHES,
     context: int = CONTEXT,
     starts: Callable[[str], None] | None = None,
@@ -176,7 +176,7 @@ def measure_profile(device: str = "auto", name: str | None = None, report: Progr
     if name is not None and not re.fullmatch(NAME, name):
         raise ValueError(f"the name of a profile must have only lower-case letters, digits, - and ., not {name!r}")
     model, widths, batches = (
-        ("llama-100m", CPU_WIDTHS, CPU_BATCHES) if where.type == "cpu" else ("llama-1b", WIDTHS, BATCHES)
+        ("llama-100m", CPU_WIDTHS, CPU_BATCHES) if where.type == "cpu" else ("llama-1b", GPU_WIDTHS, BATCHES)
     )
     with one_thread(where):
         report(0.0, "memory and matrix products")

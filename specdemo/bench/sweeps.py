@@ -14,7 +14,7 @@ from specdemo.bench.result import Result, Row
 from specdemo.core.accept import Lossless
 from specdemo.core.protocol import GenerationConfig, Target
 from specdemo.core.sampling import Sampling
-from specdemo.costs.step import WIDTHS, fit_cost_model
+from specdemo.costs.step import fit_cost_model
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.engine.session import Session, environment
 from specdemo.methods import BASELINE, build_drafter, load_drafter
@@ -24,6 +24,7 @@ from specdemo.models.pass_cost import median_times, pass_times
 from specdemo.presets.files import Preset, load_presets, preset
 
 PROBES = 15  # repeats per width, to measure v
+PROBE_WIDTHS = (1, 2, 3, 5, 9, 17)  # slots of passes that are timed apart from lanes
 
 
 def shipped_lanes(target: str = "stories") -> tuple[Lane, ...]:
@@ -103,7 +104,7 @@ def _predict(target: Target, seen: Compared, own: int, rows: list[Row]) -> Itera
     if costs is None:
         return
     costs = costs.with_probe(
-        median_times(pass_times(target, sorted({*WIDTHS, *(row["k"] + 1 for row in rows)}), PROBES))
+        median_times(pass_times(target, sorted({*PROBE_WIDTHS, *(row["k"] + 1 for row in rows)}), PROBES))
     )
     off = {}
     for row in rows[1:] if costs.tree_nodes is None else [rows[own]]:

@@ -20,7 +20,6 @@ from specdemo.costs.lengths import MAX_K, best_length
 from specdemo.costs.passes import interpolate
 
 JACKKNIFE_PARTS = 8  # parts of a run, left out one at a time for the jackknife interval
-WIDTHS = (1, 2, 3, 5, 9, 17)
 
 EventRuns = Sequence[Sequence[StepEvent]]  # events of one or several runs of a lane, with prefill
 

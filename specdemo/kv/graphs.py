@@ -19,7 +19,7 @@ from torch import Tensor
 
 from specdemo.core.protocol import GraphCapture, Run, Tensors
 
-WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)  # slots per captured pass; wider passes run eagerly
+GRAPH_WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)  # slots per captured pass; wider passes run eagerly
 COLUMN_MULTIPLE = 64  # the capacity of a captured cache is a multiple of this, so that mask rows are aligned
 GRAPH_SPARE_COLUMNS = 512  # default number of free columns; a cache that grows needs new graphs
 WARM_UPS = 3  # eager passes before a capture, in which libraries choose kernels and allocate memory
@@ -52,11 +52,11 @@ def graph_bytes(device: torch.device, owners: int) -> int:
 
 
 def covering_widths(slots: int) -> list[int]:
-    """Return the fewest of `WIDTHS` that cover all passes of up to `slots` slots without much padding."""
-    largest = next((w for w in WIDTHS if w >= slots), WIDTHS[-1])
+    """Return the fewest of `GRAPH_WIDTHS` that cover all passes of up to `slots` slots without much padding."""
+    largest = next((w for w in GRAPH_WIDTHS if w >= slots), GRAPH_WIDTHS[-1])
     widths = [1]
     while widths[-1] < largest:
-        widths.append(max(w for w in WIDTHS if w <= min(_max_padded_width(widths[-1] + 1), largest)))
+        widths.append(max(w for w in GRAPH_WIDTHS if w <= min(_max_padded_width(widths[-1] + 1), largest)))
     return widths
 
 
@@ -190,7 +190,7 @@ class GraphCache:
         if not self.enabled:
             return None
         widths = (w for w in self._sizes(kind) if slots <= w <= _max_padded_width(slots))
-        return min(widths, default=next((w for w in WIDTHS if w >= slots), None))
+        return min(widths, default=next((w for w in GRAPH_WIDTHS if w >= slots), None))
 
     def depth(self, kind: Hashable, min_depth: int, cut: bool) -> int | None:
         """Return the draft depth of the graph to use: an existing, deeper one if the result can be `cut`. None: run

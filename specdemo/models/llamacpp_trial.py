@@ -28,7 +28,7 @@ from specdemo.models.packaged import LoadProgress, follow
 REBUILD = 'CMAKE_ARGS="-DGGML_NATIVE=OFF" pip install --force-reinstall --no-cache-dir llama-cpp-python'
 CPU = Path("/proc/cpuinfo")
 CELLS = 256
-WIDTHS = (5, 1)  # tokens of the batches
+BATCH_TOKENS = (5, 1)  # tokens of the batches
 WINDOWS = {0xC0000005: "SIGSEGV", 0xC000001D: "SIGILL", 3: "SIGABRT"}  # exit codes there
 CAUSES = {
     "SIGILL": "the library was probably built for another CPU",
@@ -174,7 +174,7 @@ def try_out() -> None:
     parameters.n_ctx, parameters.flash_attn_type = CELLS, int(-trial.flash)  # -1: where the device supports it
     parameters.n_rs_seq = trial.rollback
     context = None if trial.prediction == "only" else llama.llama_init_from_model(model, parameters)
-    for width in WIDTHS if context else ():
+    for width in BATCH_TOKENS if context else ():
         llama.llama_decode(context, llama.llama_batch_get_one((llama.llama_token * width)(), width))
     if context and trial.layer_inputs and not layer_inputs_agree(llama, model, context):
         os.abort()

@@ -29,7 +29,7 @@ from specdemo.core.protocol import (
 from specdemo.core.rounding import difference, moved_share, spacing
 from specdemo.core.tree import chain_parents
 from specdemo.kv.cache import SlabCache
-from specdemo.kv.graphs import GRAPH_SPARE_COLUMNS, WIDTHS, capture_for, covering_widths
+from specdemo.kv.graphs import GRAPH_SPARE_COLUMNS, GRAPH_WIDTHS, capture_for, covering_widths
 from specdemo.kv.history import KVHistory
 from specdemo.kv.snapshots import (
     MULTI_TOKEN_TEXT,
@@ -313,7 +313,7 @@ class HFTarget(Target):
         if not self.capabilities.layers:
             return SnapshotHistory(self._run, self._config, self._multi_token, self.device)
         self._store.shape = cpu_plan(self.model).shape
-        self._store.start(rows, columns + (WIDTHS[-1] if self.uses_cuda_graphs else 0))  # room for padding slots
+        self._store.start(rows, columns + (GRAPH_WIDTHS[-1] if self.uses_cuda_graphs else 0))  # room for padding slots
         return KVHistory(self._store, self._run, self._windows, takes_tree_masks=self._run.fused is not None)
 
     def first_layers(self, count: int) -> History:

@@ -50,7 +50,7 @@ SHORT = {"new_tokens": 12, "prompts": ["Once upon a time"]}
 def quick():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sweeps, "PROBES", 1)
-        patch.setattr(sweeps, "WIDTHS", (1,))
+        patch.setattr(sweeps, "PROBE_WIDTHS", (1,))
         yield
 
 

@@ -8,7 +8,7 @@ import torch
 from specdemo.core.tree import chain_parents
 from specdemo.kv import graphs as module
 from specdemo.kv.cache import cache_argument
-from specdemo.kv.graphs import WIDTHS, covering_widths
+from specdemo.kv.graphs import GRAPH_WIDTHS, covering_widths
 from specdemo.models import packed
 from specdemo.models.fused import fuse_layers
 from specdemo.models.target import HFTarget
@@ -67,7 +67,7 @@ def test_a_text_after_another_needs_no_recording():
 
 
 def test_growing_the_cache_captures_again(monkeypatch):
-    monkeypatch.setattr("specdemo.models.target.WIDTHS", (2,))  # slots reserved for padding
+    monkeypatch.setattr("specdemo.models.target.GRAPH_WIDTHS", (2,))  # slots reserved for padding
     recorder = Replayed()
     plain, target = fast(), fast(recorder=recorder)
     for step in range(40):
@@ -107,7 +107,7 @@ def test_every_width_has_a_recording_that_is_not_much_wider():
 def test_passes_wider_than_the_widest_run_as_they_are():
     recorder = Replayed()
     plain, target = fast(), fast(recorder=recorder)
-    slots = WIDTHS[-1] + 1
+    slots = GRAPH_WIDTHS[-1] + 1
     outputs = []
     for each in (plain, target):
         each.start(texts(1, 9))

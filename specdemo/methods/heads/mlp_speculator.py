@@ -36,7 +36,7 @@ from specdemo.methods.heads.sampler import ChainBuilder, DraftVocab, prune_tree
 from specdemo.models.checkpoints import Checkpoint, write_checkpoint
 
 EPSILON = 1e-6
-WIDTHS = (4, 3, 2, 2)  # tokens per step of the published trees; 1 at every further step
+TREE_WIDTHS = (4, 3, 2, 2)  # tokens per step of the published trees; 1 at every further step
 CANDIDATES = 5  # paths that the authors' engine verifies
 HINT = "fetch the speculator again"
 VOCAB_MULTIPLE = 512  # vocabularies are padded to a multiple of at most this
@@ -70,7 +70,7 @@ class Speculator(Network):
         super().__init__()
         self.hidden_size, self.inner_dim, self.vocab_size = hidden_size, inner_dim, vocab_size
         self.n_predict, self.tie_weights, self.scale_input = n_predict, tie_weights, scale_input
-        self.widths = (*widths, *WIDTHS[len(widths) :], *[1] * n_predict)[:n_predict]
+        self.widths = (*widths, *TREE_WIDTHS[len(widths) :], *[1] * n_predict)[:n_predict]
         num_distinct = 1 if tie_weights else n_predict
         copies = n_predict // num_distinct
         first = nn.Linear(hidden_size, inner_dim, bias=False)
