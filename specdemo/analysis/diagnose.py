@@ -25,8 +25,8 @@ from specdemo.analysis.parts import BROKEN_RATE, BROKEN_TOKENS, WORKING_RATE
 from specdemo.analysis.predict import ASSUMED
 from specdemo.core.atomic_io import finite, json_text
 from specdemo.core.estimate import Estimate
-from specdemo.core.noise import MIN_STEP_COST
 from specdemo.core.suggest import counted, program
+from specdemo.core.timing_spread import MIN_STEP_COST
 from specdemo.costs.lengths import MAX_K
 from specdemo.costs.step import CostModel, DraftLengthAdvice, StepCost, break_even_rate
 from specdemo.presets.drafters import RULES, base_name, published_drafters

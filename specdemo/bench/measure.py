@@ -17,7 +17,7 @@ from torch import Tensor
 from specdemo.bench.base import Progress, Stop
 from specdemo.bench.report import sentence
 from specdemo.bench.result import THOROUGH
-from specdemo.core import noise
+from specdemo.core import timing_spread
 from specdemo.core.accept import AcceptRule
 from specdemo.core.estimate import Estimate, RunTiming, over_repeats, rate, speedup, waited_share
 from specdemo.core.protocol import GenerationConfig, Target
@@ -111,7 +111,7 @@ def tally_row(
     own_runs, plain_runs = _runs(own), _runs(plain)
     speed = Estimate(1.0, 1.0, 1.0) if own is plain else speedup(plain_runs, own_runs, shared=False)
     if speed and own is not plain:
-        speed = replace(speed, reasons=(*noise.reasons(plain_runs, own_runs, speed), *islice(machine, MACHINE)))
+        speed = replace(speed, reasons=(*timing_spread.reasons(plain_runs, own_runs, speed), *islice(machine, MACHINE)))
     return {
         "lane": lane,
         **where,
@@ -160,7 +160,7 @@ class Compared:
 
     def rows(self, where: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
         """Return one row per lane. where[i]: columns of lane i."""
-        machine = dict.fromkeys(reason for trace in self.every for reason in _noise(trace))
+        machine = dict.fromkeys(reason for trace in self.every for reason in _machine_reasons(trace))
         plain, rows = self._totals(0), []
         for lane, columns in enumerate(where):
             own = self._totals(lane) if lane else plain
@@ -209,7 +209,7 @@ def compare_lanes(
     return Compared(*repeated(repeats, report, cancelled, once))
 
 
-def _noise(trace: RunTrace) -> list[str]:
+def _machine_reasons(trace: RunTrace) -> list[str]:
     """Return what the machine's own sensors found wrong during a run."""
     found = trace.environment.get("noise", [])
     return [str(reason) for reason in found] if isinstance(found, list) else []

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BeforeValidator, ConfigDict, FailFast, Field, TypeAdapter
 from pydantic.dataclasses import dataclass as checked
 
-from specdemo.core import noise
+from specdemo.core import timing_spread
 from specdemo.core.estimate import Estimate, Runs, RunTiming, speedup
 from specdemo.core.safe_io import FILE_BYTES, validated
 
@@ -442,11 +442,11 @@ def estimate_speedup(baseline: LaneTrace, lane: LaneTrace, schedule: str) -> Est
     if estimate is None:
         return None
     if not requests:
-        return replace(estimate, reasons=noise.reasons(*runs, estimate))
+        return replace(estimate, reasons=timing_spread.reasons(*runs, estimate))
     named_lanes = (("the baseline", baseline), ("this lane", lane))
     servers = [(name, run_timings(one), one.service.times.values()) for name, one in named_lanes if whole_requests(one)]
-    server_reasons = (why for server in servers for why in noise.server_warnings(*server))
-    return replace(estimate, reasons=(*server_reasons, *noise.wide_interval(estimate)))
+    server_reasons = (why for server in servers for why in timing_spread.server_warnings(*server))
+    return replace(estimate, reasons=(*server_reasons, *timing_spread.wide_interval(estimate)))
 
 
 def _tokens_per_s(lane: LaneTrace) -> str:

@@ -15,7 +15,7 @@ from specdemo.core.sampling import PositionNoise, Sampling, to_probs
 from specdemo.core.trace import LaneTrace, RunTrace, StepEvent, compare, same_prompt, whole_requests
 from specdemo.core.tree import chain_parents
 from specdemo.models.cpu_threads import step_threads
-from specdemo.models.pass_cost import GPU_SLOTS, VERIFY_TOKENS, Pass, passes_noise, rounding_noise
+from specdemo.models.pass_cost import GPU_SLOTS, VERIFY_TOKENS, Pass, chain_rounding, pass_rounding
 
 CHUNK = 16  # tokens per pass that reads a finished text, as many slots as a long draft
 PASSES = 16  # of a lane before a difference that are repeated
@@ -23,11 +23,13 @@ AFTER = 16  # tokens after a difference over which rounding is measured too
 MAX_TOLERANCE = 1.0  # of logits, a factor e of the probability: passes that differ by more are wrong, not rounded
 
 
-def compare_outputs(trace: RunTrace, target: Target | None, noise: Sequence[str] = (), explains: bool = True) -> None:
+def compare_outputs(
+    trace: RunTrace, target: Target | None, disturbances: Sequence[str] = (), explains: bool = True
+) -> None:
     """Fill in `comparison`.
 
     target: the baseline's target, which reads a text again where two lanes diverge; None: the baseline ran on a server.
-    noise: reasons why the times of the run may not be repeatable. explains: examine why two texts diverge;
+    disturbances: reasons why the times of the run may not be repeatable. explains: examine why two texts diverge;
     otherwise the verdict is unknown.
     """
     config: Mapping[str, Any] = trace.config
@@ -37,8 +39,8 @@ def compare_outputs(trace: RunTrace, target: Target | None, noise: Sequence[str]
     for lane in trace.lanes[1:]:
         one_text = sampling.greedy or (draws_by_position(baseline.options) and draws_by_position(lane.options))
         row = compare(baseline, lane, one_text, schedule=trace.schedule)
-        if row["speedup"] and noise:
-            row |= {"noisy": True, "reasons": [*row["reasons"], *noise]}
+        if row["speedup"] and disturbances:
+            row |= {"noisy": True, "reasons": [*row["reasons"], *disturbances]}
         index = row["first_divergence"]
         served = whole_requests(baseline, lane)
         reader = None if served else target  # a server does not tell the ids of its prompt
@@ -171,11 +173,11 @@ def _divergence(
     end = len(baseline.prompt_ids) + index
     units = torch.finfo(target.dtype).eps * abs(float(logits.max()))
     width = 1 + max((len(event.drafted[0]) for event in lane.events), default=VERIFY_TOKENS - 1)
-    noise = rounding_noise(target, text[:, : end + AFTER], width)
+    rounding = chain_rounding(target, text[:, : end + AFTER], width)
     start, passes = _passes_before(lane, lane.events, index, target.device)
     if passes:
-        noise = max(noise, passes_noise(target, text[:, : len(baseline.prompt_ids) + start], passes))
-    tolerance = max(1e-4, 2.0 * units, min(1.5 * noise, MAX_TOLERANCE))
+        rounding = max(rounding, pass_rounding(target, text[:, : len(baseline.prompt_ids) + start], passes))
+    tolerance = max(1e-4, 2.0 * units, min(1.5 * rounding, MAX_TOLERANCE))
     return margin, margin <= tolerance
 
 

@@ -25,7 +25,7 @@ from specdemo.models.target import HFTarget
 VERIFY_TOKENS = 5
 MAX_LENGTH_SPREAD = 4
 REPEATS = 6  # interleaved repeats of one measurement
-NOISE_TOKENS = 48  # tokens over which rounding is measured
+ROUNDING_TOKENS = 48  # tokens over which rounding is measured
 THREAD_SECONDS = 1.0
 THREAD_CONTEXT = 16
 EQUAL_TIMES = 1.1  # a further thread must gain more, because other programs disturb several threads
@@ -274,19 +274,19 @@ def _seconds(target: Target, width: int, lengths: list[int], now: Clock) -> floa
     return now() - begin
 
 
-def rounding_noise(target: Target, tokens: Tensor, slots: int = VERIFY_TOKENS) -> float:
-    """Return the `passes_noise` of passes over chains of `slots` tokens, about the last NOISE_TOKENS of tokens [1, T].
-    0.0 for a text of one token."""
+def chain_rounding(target: Target, tokens: Tensor, slots: int = VERIFY_TOKENS) -> float:
+    """Return the `pass_rounding` of passes over chains of `slots` tokens, about the last ROUNDING_TOKENS of tokens
+    [1, T]. 0.0 for a text of one token."""
     slots = min(slots, tokens.shape[1] - 1)
     if slots < 2:
         return 0.0
-    count = slots * min(max(NOISE_TOKENS // slots, 1), (tokens.shape[1] - 1) // slots)
+    count = slots * min(max(ROUNDING_TOKENS // slots, 1), (tokens.shape[1] - 1) // slots)
     parents = chain_parents(1, slots - 1, tokens.device)
     chains = [(chain, parents, [*range(slots)]) for chain in tokens[:, -count:].split(slots, 1)]
-    return passes_noise(target, tokens[:, :-count], chains)
+    return pass_rounding(target, tokens[:, :-count], chains)
 
 
-def passes_noise(target: Target, tokens: Tensor, passes: Sequence[Pass]) -> float:
+def pass_rounding(target: Target, tokens: Tensor, passes: Sequence[Pass]) -> float:
     """Return the largest change of the gap between two likely tokens from one-token passes to `passes` over the same
     text, after tokens [1, T]. Kernels for other widths, and caches in another order, add in another order."""
     text = torch.cat([slots[:, path] for slots, _, path in passes], 1)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdemo.core import noise
+from specdemo.core import timing_spread
 from specdemo.core.definitions import DEFINITIONS, by_key, table
 from specdemo.core.estimate import (
     Estimate,
@@ -138,7 +138,7 @@ def test_a_lane_that_was_disturbed_all_the_time_has_no_interval():
     plain, lane, _ = disturbed_lanes(1, "race", 1.0, 0.0, 99.0)
     seen = speedup([plain], [lane], True)
     assert seen.low is None and rate([lane]).low is None
-    reasons = noise.reasons([plain], [lane], seen)
+    reasons = timing_spread.reasons([plain], [lane], seen)
     assert "CPU contention: other programs took the cores in 100 % of the steps of this lane" in reasons
 
 
@@ -223,13 +223,15 @@ def test_number_formatting():
     ],
 )
 def test_noise_is_named(plain, lane, reasons):
-    found = noise.reasons([plain], [lane], Estimate(speedup([plain], [lane], True).value))
+    found = timing_spread.reasons([plain], [lane], Estimate(speedup([plain], [lane], True).value))
     assert [*found] == reasons
 
 
 def test_a_wide_interval_is_named():
-    assert [*noise.wide_interval(Estimate(2.0, 1.5, 2.5))] == ["wide interval, 1.50 to 2.50"]
-    assert not [*noise.wide_interval(Estimate(2.0, 1.9, 2.1))] and not [*noise.wide_interval(Estimate(2.0))]
+    assert [*timing_spread.wide_interval(Estimate(2.0, 1.5, 2.5))] == ["wide interval, 1.50 to 2.50"]
+    assert not [*timing_spread.wide_interval(Estimate(2.0, 1.9, 2.1))] and not [
+        *timing_spread.wide_interval(Estimate(2.0))
+    ]
 
 
 def test_every_number_of_a_summary_and_of_a_comparison_is_defined():

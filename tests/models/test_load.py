@@ -28,7 +28,7 @@ from specdemo.models.cpu_plan import CpuSettings
 from specdemo.models.devices import device_map_summary
 from specdemo.models.load import LoadedModel, load_meta_target, load_model, load_target
 from specdemo.models.memory import Precision, estimate_footprint
-from specdemo.models.pass_cost import rounding_noise
+from specdemo.models.pass_cost import chain_rounding
 from specdemo.models.sources import resolve
 from specdemo.models.target import HFTarget
 from tests.models.test_text import byte_level
@@ -253,13 +253,13 @@ def test_one_thread_at_a_time_builds_a_model(folder, monkeypatch):
     assert not overlapped and all(isinstance(one, LoadedModel) for one in loaded)
 
 
-def test_rounding_noise_is_that_of_the_precision():
+def test_chain_rounding_is_that_of_the_precision():
     tokens = torch.arange(1, 40)[None]
     noise = {}
     for dtype in (torch.float32, torch.bfloat16):
         model = LlamaForCausalLM.from_pretrained(resolve("stories-draft-deep"), dtype=dtype)
-        noise[dtype] = rounding_noise(HFTarget(model), tokens)
-        assert rounding_noise(HFTarget(model), tokens[:, :2]) == 0.0  # no pass of two tokens fits after the first
+        noise[dtype] = chain_rounding(HFTarget(model), tokens)
+        assert chain_rounding(HFTarget(model), tokens[:, :2]) == 0.0  # no pass of two tokens fits after the first
     assert 0.0 < noise[torch.float32] < 1e-4 and noise[torch.bfloat16] < 0.5
 
 
