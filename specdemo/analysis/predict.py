@@ -186,7 +186,7 @@ class Prediction:
             "plain_tokens_per_s": _formatted(self.plain_tokens_per_s),
             "best_k": self.best_k,
             "recorded_k": scenario.acceptance.longest,
-            "dies": self.break_even_batch,
+            "break_even_batch": self.break_even_batch,
             "memory_gb": round(self.memory_gb, 3),
             "fits": self.fits,
             "plain_per_million": self.per_million(self.plain_tokens_per_s.value),
