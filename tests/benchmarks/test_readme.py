@@ -168,7 +168,7 @@ def test_the_chart_has_a_dot_and_an_interval_per_lane_that_ran_all_kinds():
         assert x == line_x and y == pytest.approx((bottom + top) / 2, abs=0.11) and bottom > top
     assert dots[0][1] == dots[2][1] < dots[1][1] == dots[3][1]
     words = [text.text for text in drawn(MODELS, "text")]
-    assert words[:5] == ["n-gram", "other engine: plain", "chat", "code", "A & B"]
+    assert words[:5] == ["n-gram", "engine: plain", "chat", "code", "A & B"]
 
 
 def test_the_readme_has_the_chart_and_its_conditions(tmp_path):
