@@ -1,5 +1,4 @@
-"""Device kinds, one row each in DEVICE_KINDS: timing, memory, dtypes, attention kernels and CUDA graphs. All other code
-asks here and does not compare device names."""
+"""Device kinds, one row each in DEVICE_KINDS: timing, memory, dtypes, attention kernels and CUDA graphs."""
 
 import time
 from collections.abc import Sequence
