@@ -1,15 +1,17 @@
 """Files of the page: markup with the project's preview card, scripts and style."""
 
+import gzip
 import re
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import brotli  # Gradio needs it, too
 import gradio as gr
-from starlette.datastructures import MutableHeaders
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Scope, Send
 
 from specdemo.core.atomic_io import json_text
 from specdemo.core.definitions import DEFINITIONS, Tile, table
@@ -25,6 +27,8 @@ LOADER = """fetch("scripts/NAME").then((answer) => answer.text())
   .catch(() => element.append("This tab could not be loaded. Reload the page."));"""
 
 CARD = re.compile(rb'\s*<meta\s+(?:property|name)="(?:og|twitter):[^>]*>')  # Gradio's own preview card
+PAGE, SMALL = "text/html", 1000  # bytes that are not worth compressing
+QUALITY = {PAGE: 9, "application/json": 5}  # of brotli; a page is sent once per visit
 FOREVER = "max-age=31536000, immutable"
 TITLE = "specdemo: speculative decoding, side by side"
 
@@ -102,32 +106,41 @@ def carded(page: bytes) -> bytes:
     return CARD.sub(b"", page).replace(b"</head>", f"{card}<style>{text('loading.css')}</style></head>".encode(), 1)
 
 
-def with_card(app: ASGIApp) -> ASGIApp:
-    """Return the app with the card in its pages."""
+def whole(scope: Scope, send: Send) -> Send:
+    """Return what sends an answer: pages with the card, and pages and JSON compressed. Gradio compresses files only."""
+    start: list[Message] = []  # first message of a page or of JSON
+    body = bytearray()
 
-    async def served(scope: Scope, receive: Receive, send: Send) -> None:
-        start: list[Message] = []  # first message of a page, whose length the card changes
-        body = bytearray()
-
-        async def send_page(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                kind = MutableHeaders(scope=message).get("content-type", "")
-                if kind.startswith("text/html"):
-                    start.append(message)
-                    return
-            if not start:
-                await send(message)
-                return
+    async def send_whole(message: Message) -> None:
+        if message["type"] == "http.response.start" and _kind(MutableHeaders(scope=message)) in QUALITY:
+            start.append(message)
+        elif not start:
+            await send(message)
+        else:
             body.extend(message.get("body", b""))
             if not message.get("more_body"):
-                page = carded(bytes(body))
-                MutableHeaders(scope=start[0])["Content-Length"] = str(len(page))
+                content = compressed(bytes(body), scope, MutableHeaders(scope=start[0]))
                 await send(start[0])
-                await send({"type": "http.response.body", "body": page})
+                await send({"type": "http.response.body", "body": content})
 
-        await app(scope, receive, send_page)
+    return send_whole
 
-    return served
+
+def compressed(body: bytes, scope: Scope, headers: MutableHeaders) -> bytes:
+    """Return the body of an answer, compressed if the browser accepts that, and set the headers that depend on it."""
+    kind, accepted = _kind(headers), re.findall(r"\w+", Headers(scope=scope).get("accept-encoding", ""))
+    body = carded(body) if kind == PAGE else body
+    if len(body) > SMALL and "br" in accepted:  # browsers accept it from this machine and over HTTPS
+        body, headers["Content-Encoding"] = brotli.compress(body, quality=QUALITY[kind]), "br"
+    elif len(body) > SMALL and "gzip" in accepted:
+        body, headers["Content-Encoding"] = gzip.compress(body, 6), "gzip"
+    headers.add_vary_header("Accept-Encoding")
+    headers["Content-Length"] = str(len(body))
+    return body
+
+
+def _kind(headers: Headers) -> str:
+    return headers.get("content-type", "").partition(";")[0]
 
 
 def script(request: Request) -> Response:

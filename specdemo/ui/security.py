@@ -23,7 +23,6 @@ from fastapi import FastAPI
 from starlette.datastructures import Headers, MutableHeaders, UploadFile
 from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException
-from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -63,7 +62,7 @@ class Door:
     """
 
     def __init__(self, app: ASGIApp, names: Collection[str], most: int) -> None:
-        self._app = GZipMiddleware(assets.with_card(app))  # Gradio compresses files only
+        self._app = app
         self._names = names
         self._most = most
         self._uploads: deque[tuple[float, str]] = deque()  # time and address
@@ -74,12 +73,14 @@ class Door:
             return
         started = False
 
+        send_whole = assets.whole(scope, send)
+
         async def answer(message: Message) -> None:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
                 _secure(MutableHeaders(scope=message))
-            await send(message)
+            await send_whole(message)
 
         try:
             await self._app(scope, await self._admitted(scope, receive), answer)

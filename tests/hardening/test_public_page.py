@@ -176,7 +176,7 @@ def test_headers(visit):
 
 def test_answers_are_compressed_and_scripts_of_tabs_are_cached(visit):
     client = visit().client
-    assert client.get("config").headers["content-encoding"] == "gzip" and client.get("config").json()["components"]
+    assert client.get("config").headers["content-encoding"] == "br" and client.get("config").json()["components"]
     (path,) = re.findall(r"scripts/whatif-\w+\.js", client.get("").text)
     script = client.get(path)
     assert script.headers["content-encoding"] == "br" and "immutable" in script.headers["cache-control"]
