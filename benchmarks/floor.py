@@ -17,23 +17,14 @@ from specdemo.bench.base import Report
 from specdemo.bench.measure import Tick, repeated
 from specdemo.bench.result import Result
 from specdemo.core.estimate import Estimate, over_repeats
-from specdemo.core.protocol import (
-    Budget,
-    Drafter,
-    Forward,
-    GenerationConfig,
-    GraphCapture,
-    Progress,
-    Run,
-    Target,
-    Tensors,
-)
+from specdemo.core.protocol import Budget, Drafter, Forward, GenerationConfig, Progress, Target
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import Draft
 from specdemo.engine.clock import stopwatch_for
 from specdemo.engine.loop import generate
 from specdemo.engine.session import environment
 from specdemo.kv.graphs import capture_for
+from specdemo.kv.shared import GraphCapture, Run, Tensors
 from specdemo.methods import BASELINE, load_drafter
 from specdemo.models.fused import fuse_layers
 from specdemo.models.runner import Runner

@@ -291,7 +291,7 @@ def contexts(lab: Lab) -> Found:
             if ms is None:
                 found.remarks.append(f"{name}: {context} tokens do not fit into memory.")
                 break
-            row = {"shape": name, "context": context, "layers": target.kernels, "note": target.note}
+            row = {"shape": name, "context": context, "layers": target.facts.kernels, "note": target.note}
             found.rows += [row | {"slots": slots, "ms": round(value, 4)} for slots, value in ms.items()]
             target.release_graphs()
     return found
@@ -325,7 +325,7 @@ def _plain(name: str, lab: Lab, dtype: torch.dtype, bits: int | None) -> dict[st
     return {
         "shape": name,
         "precision": f"{bits}bit" if bits else name_of(dtype),
-        "layers": target.kernels,
+        "layers": target.facts.kernels,
         "tokens/s": round(steps.tokens_per_s, 1),
         "ms/token": round(steps.step_ms, 4),
         "by the wall": round(steps.wall_ms, 4),
@@ -347,7 +347,7 @@ def widths(lab: Lab) -> Found:
         found.rows += [
             {
                 "shape": name,
-                "layers": target.kernels,
+                "layers": target.facts.kernels,
                 "batch": batch,
                 "slots": n,
                 "ms": value,

@@ -273,7 +273,7 @@ def passes_of(model: str, target: HFTarget, ms: Milliseconds, context: int = CON
     """Convert milliseconds by batch size and width to the form of a profile."""
     rounded = {batch: {slots: round(value, 4) for slots, value in row.items()} for batch, row in ms.items()}
     dtype = str(target.dtype).removeprefix("torch.")
-    return Passes(model=model, dtype=dtype, kernels=target.kernels, context=context, ms=rounded)
+    return Passes(model=model, dtype=dtype, kernels=target.facts.kernels, context=context, ms=rounded)
 
 
 def _bytes(device: torch.device) -> int:

@@ -126,7 +126,7 @@ class Racer:
         names = sorted(names, key=lambda name: not method(self.lanes[name].method).learns)
         lanes = [self._lane(name) for name in names]
         # where rounding may differ, the reason costs as much as the race
-        exact = self._target is not None and self._target.same_bits
+        exact = self._target is not None and self._target.facts.same_bits
         self._session.explains = exact or not self._explained.issuperset(names)
         self._explained.update(names)
         try:

@@ -4,10 +4,10 @@ B rows, T tokens, N draft nodes, S = N + 1 slots, A accepted columns, V vocabula
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Generator, Tensor, nn
@@ -18,11 +18,6 @@ from specdemo.core.tree import Draft
 
 UNLIMITED = 1 << 30
 
-Tensors = tuple[Tensor, ...]
-Run = Callable[[], Tensors]
-GraphCapture = Callable[[Run], Run]  # function -> its replay, which writes to the same memory
-ReadFunction = Callable[[Tensor | None], Tensor]
-DraftFunction = Callable[..., Tensors]  # (read or `SharedKV`, depth, *extra) -> draft tokens [B, depth], other tensors
 Enough = Callable[[list[float]], bool]  # highest probability in every row -> whether to end the draft
 
 
@@ -107,28 +102,10 @@ class Capabilities:
 
     trees: bool = True  # False: the loop sends chains only
     hidden_states: frozenset[int] | Literal["all"] = frozenset()  # taps that a pass can return, see `Forward`
-    layers: bool = False  # its first layers can run without the others: `early_exit_logits`
-    shared_kv: bool = False  # a drafter may attend to its KV cache: `draft_from_kv`, `early_exit_logits`
-    cuda_graphs: bool = False  # passes can run as CUDA graphs: `new_graph_capture`
+    layers: bool = False  # its first layers can run without the others, see kv/shared.py
+    shared_kv: bool = False  # a drafter may attend to its KV cache, see kv/shared.py
+    cuda_graphs: bool = False  # passes can run as CUDA graphs
     batch: int = 1  # maximum batch size
-
-
-class DraftPlan(NamedTuple):
-    """A draft that runs as one CUDA graph."""
-
-    kind: Hashable  # graphs of one kind differ in depth only
-    depth: int  # draft tokens needed; the graph may produce more
-    room: int  # most input tokens
-    layers: int = 0  # number of layers to run; 0: all
-    commits: bool = False  # commit the input tokens and all draft tokens but the last
-
-
-class SharedKV(NamedTuple):
-    """Committed keys and values of a target, for a drafter that attends to them."""
-
-    layers: Mapping[str, tuple[Tensor, Tensor]]  # kind of layer (see `kv_shapes`) -> keys and values [B, K, W, E]
-    positions: Tensor  # [B, 1] number of committed tokens, which is the position of the root
-    mask: Callable[[int], Tensor | None]  # n -> additive mask [B, 1, 1, W] of the last n tokens (0: all); None: all W
 
 
 class MemoryOwner:
@@ -150,6 +127,20 @@ class MemoryOwner:
         """Free captured CUDA graphs. They are captured again when needed."""
         for part in self.parts:
             part.release_graphs()
+
+
+@dataclass(frozen=True, slots=True)
+class TargetFacts:
+    """Facts about a target's passes."""
+
+    precision: str  # type of most weights in words
+    kernels: str = ""  # implementation of the layers in words
+    layout: str = ""  # layout of the weights in words; empty: there is only one
+    pass_bytes: int = 0  # bytes of weights that a pass over one token reads; 0: unknown
+    wall_time: bool = False  # passes use other threads too, so that the CPU time of the calling one does not suffice
+    same_bits: bool = (
+        False  # the logits of a chain's slot are the same bits in passes of every width, as checked at load
+    )
 
 
 class Target(MemoryOwner, ABC):
@@ -197,22 +188,17 @@ class Target(MemoryOwner, ABC):
     def release(self) -> None:
         """Free the history."""
 
+    @property
+    def facts(self) -> TargetFacts:
+        """Return what a comparison states about the passes."""
+        return TargetFacts(str(self.dtype).removeprefix("torch."))
+
     def check_length(self, length: int) -> None:
         """Raise ValueError if a history of this length exceeds the context."""
         if length > self.max_length:
             raise ValueError(
                 f"the context of {self.name} is {self.max_length} tokens, not {length}; shorten the prompt"
             )
-
-    @property
-    def kernels(self) -> str:
-        """Return the implementation of the layers in words."""
-        return ""
-
-    @property
-    def precision(self) -> str:
-        """Return the type of most weights in words."""
-        return str(self.dtype).removeprefix("torch.")
 
     @property
     def threads(self) -> int:
@@ -230,27 +216,6 @@ class Target(MemoryOwner, ABC):
         return {}
 
     @property
-    def layout(self) -> str:
-        """Return the layout of the weights in words; empty: there is only one."""
-        return ""
-
-    @property
-    def pass_bytes(self) -> int:
-        """Return the bytes of weights that a pass over one token reads; 0 if unknown."""
-        return 0
-
-    @property
-    def wall_time(self) -> bool:
-        """Return True if passes do not run in the calling thread alone, so that its CPU time does not measure them."""
-        return False
-
-    @property
-    def same_bits(self) -> bool:
-        """Return True if the logits of a chain's slot are the same bits in passes of every width. Checked when the
-        model is loaded."""
-        return False
-
-    @property
     def note(self) -> str:
         """Return why passes are slower than intended; empty if they are not."""
         return ""
@@ -260,49 +225,11 @@ class Target(MemoryOwner, ABC):
         """Return the number of tokens that the history can hold without a new allocation; 0 if unknown."""
         return 0
 
-    @property
-    def uses_cuda_graphs(self) -> bool:
-        """Return True if passes run as CUDA graphs."""
-        return False
-
-    def new_graph_capture(self) -> GraphCapture | None:
-        """Return a function that captures CUDA graphs for one drafter. None: no graphs on this device."""
-        return None
-
-    def capture_graphs(self, slots: int, taps: tuple[int, ...] = (), tree: bool = False) -> None:
-        """Capture the CUDA graphs for all drafts of fewer than `slots` nodes."""
-
-    def early_exit_logits(self, chain: Tensor, layers: int) -> Tensor:
-        """Return logits [B, V] after chain [B, n] as if the model ended after `layers` layers.
-
-        Reads the last token only; the earlier ones were read by previous calls. Requires `layers` and `shared_kv`.
-        """
-        raise NotImplementedError
-
-    def draft_from_kv(self, write: DraftFunction, extra: Tensors, plan: DraftPlan) -> Tensors:
-        """Run `write(kv, depth, *extra)`, a draft of at least `plan.depth` tokens, as a CUDA graph if possible.
-
-        kv: a `SharedKV` with, for every kind of layer, the last layer that has a cache. Copy the result before the next
-        pass. Requires the capability `shared_kv`.
-        """
-        raise NotImplementedError
-
     def draft_greedy(self, tokens: list[int], depth: int, vocab_size: int) -> tuple[list[int], list[float]] | None:
         """Append tokens to the history of a single row, and all but the last of `depth` greedy tokens after them.
 
         Return the greedy tokens, chosen from the first vocab_size ids, and their probabilities. None if there is no
         fast way; nothing was read then.
-        """
-        return None
-
-    def draft(
-        self, tokens: Tensor, counts: list[int], write: DraftFunction, extra: Tensors, plan: DraftPlan
-    ) -> Tensors | None:
-        """Run `write(read, depth, *extra)`, a draft of at least `plan.depth` tokens, as one CUDA graph.
-
-        `read(None)` returns the logits [B, V] after tokens [B, m], of which counts[b] are real; `read(drafted)` returns
-        those after [B, 1] further tokens. Copy the result before the next pass. Return None if it cannot be captured;
-        nothing was read then.
         """
         return None
 

@@ -113,7 +113,7 @@ Stopwatch = CpuStopwatch | CudaStopwatch
 
 
 def stopwatch_for(device: torch.device, wall_time: bool = False) -> Stopwatch:
-    """Return the stopwatch of a device. wall_time: passes run outside the calling thread, see `Target.wall_time`."""
+    """Return the stopwatch of a device. wall_time: passes run outside the calling thread, see `TargetFacts`."""
     timing = device_kind(device).timing
     if timing == EVENTS:
         return CudaStopwatch(device)

@@ -309,7 +309,7 @@ def _with_length(lane: Lane, models: LaneModels) -> Lane:
     Drafting is expected to take the time of the target's passes per byte of the weights that it reads.
     """
     target, drafter, nodes = models.target, models.drafter, getattr(lane.parsed, "nodes", 0)
-    share = target.pass_ms.get(1, 0.0) / max(target.pass_bytes or target.weight_bytes, 1)
+    share = target.pass_ms.get(1, 0.0) / max(target.facts.pass_bytes or target.weight_bytes, 1)
 
     def draft_ms(k: int) -> float:
         return share * drafter.read_bytes(k)

@@ -22,6 +22,7 @@ from specdemo.core.suggest import counted
 from specdemo.core.trace import StepEvent
 from specdemo.core.tree import ABSENT, Draft, chain_parents, clamp_ids, depths, first_branch, is_chain, validate_ids
 from specdemo.engine.clock import Stopwatch, stopwatch_for
+from specdemo.kv.shared import SharedTarget, graph_target
 from specdemo.models.cpu_threads import step_threads, thread_limit
 from specdemo.models.errors import Cancelled, cancel_passes_if
 
@@ -57,7 +58,7 @@ def generate(
     _check(target, prompt_ids, config)
     if config.grammar is not None:
         target, drafter = constrained(target, drafter, config.grammar, config.max_new_tokens)
-    watch = stopwatch or stopwatch_for(prompt_ids.device, target.wall_time)
+    watch = stopwatch or stopwatch_for(prompt_ids.device, target.facts.wall_time)
     with closing(_steps(target, drafter, prompt_ids, config, accept or Coupled(), watch, cancelled)) as steps:
         while True:
             try:
@@ -360,8 +361,8 @@ def warm_up(
     config = replace(config, stop_token_ids=())
     with closing(generate(target, drafter, prompt_ids, config, accept=accept, cancelled=cancelled)) as run:
         for event in run:
-            if not event.index and target.uses_cuda_graphs:
-                _capture_graphs(target, drafter, config.budget)
+            if not event.index and (captured := graph_target(target)):
+                _capture_graphs(captured, drafter, config.budget)
             generated += len(event.emitted[0])
             ms += sum(event.ms.values())
             if generated >= WARM_UP_TOKENS or (event.index >= WARM_UP_STEPS and ms > WARM_UP_MS):
@@ -369,7 +370,7 @@ def warm_up(
 
 
 @torch.no_grad()
-def _capture_graphs(target: Target, drafter: Drafter, budget: Budget) -> None:
+def _capture_graphs(target: SharedTarget, drafter: Drafter, budget: Budget) -> None:
     if budget.chain:
         drafter.capture_graphs(budget)
     target.capture_graphs(budget.depth + 1, drafter.taps)

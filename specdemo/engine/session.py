@@ -126,7 +126,7 @@ class Session:
                 if lane.prepare(cancelled) and lane.trace.note:
                     yield Note(lane.trace.note, index)
             if local_target:  # a capture may have failed in the warm-up
-                trace.environment["kernels"] = local_target.kernels
+                trace.environment["kernels"] = local_target.facts.kernels
             gpu = GpuClock(local_target.device if local_target else torch.device("cpu"))
             with step_threads(local_target) if local_target else nullcontext():  # every step finds them set
                 for run in range(1, spec.repeats):
@@ -259,10 +259,10 @@ def environment(target: Target | None) -> dict[str, object]:
     return {
         "device": device_name(target.device) if target else "servers",
         "threads": threads,
-        "dtype": target.precision if target else "unknown precision",
-        "kernels": target.kernels if target else "unknown",
+        "dtype": target.facts.precision if target else "unknown precision",
+        "kernels": target.facts.kernels if target else "unknown",
         **(pass_facts(target) if target else {}),
-        "clock": clock_name(target.device, target.wall_time) if target else "wall time",
+        "clock": clock_name(target.device, target.facts.wall_time) if target else "wall time",
         "versions": versions(),
         "commit": commit(),
         "date": datetime.now(UTC).date().isoformat(),

@@ -73,7 +73,7 @@ def _same_bits(target: Target, lane: LaneTrace) -> bool:
     GPU_SLOTS slots on a GPU, may round differently."""
     drafts = [parents for event in lane.events for parents in event.parents]
     narrow = target.device.type == "cpu" or all(len(parents) < GPU_SLOTS for parents in drafts)
-    return target.same_bits and narrow and all(parents == [*range(len(parents))] for parents in drafts)
+    return target.facts.same_bits and narrow and all(parents == [*range(len(parents))] for parents in drafts)
 
 
 def _margin(logits: Tensor, chosen: Sequence[int], sampling: Sampling, seed: int, position: int) -> float:

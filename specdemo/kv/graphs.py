@@ -17,7 +17,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from specdemo.core.protocol import GraphCapture, Run, Tensors
+from specdemo.kv.shared import GraphCapture, Run, Tensors
 
 GRAPH_WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)  # slots per captured pass; wider passes run eagerly
 COLUMN_MULTIPLE = 64  # the capacity of a captured cache is a multiple of this, so that mask rows are aligned

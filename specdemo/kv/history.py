@@ -12,9 +12,10 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
-from specdemo.core.protocol import DraftFunction, DraftPlan, Forward, Tensors
+from specdemo.core.protocol import Forward
 from specdemo.core.tree import chain_parents
 from specdemo.kv.masks import AttentionMask, Columns
+from specdemo.kv.shared import DraftFunction, DraftPlan, Tensors
 from specdemo.kv.store import KVStore, ProvisionalColumns
 
 ForwardFunction = Callable[..., Forward]  # one call of the model, see `models.runner.Runner`

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specdemo.core.host_copy import pinned, to_device
-from specdemo.core.protocol import UNLIMITED, GraphCapture, SharedKV, Tensors
+from specdemo.core.protocol import UNLIMITED
 from specdemo.core.tree import chain_parents
 from specdemo.kv.cache import Cursor, SlabCache
 from specdemo.kv.graphs import COLUMN_MULTIPLE, GraphCache
@@ -32,6 +32,7 @@ from specdemo.kv.masks import (
     tree_mask,
     tree_shape,
 )
+from specdemo.kv.shared import GraphCapture, SharedKV, Tensors
 
 SPARE_COLUMNS = 64  # free columns where no reserve is given
 KEY_SPLIT = 512  # keys that torch's attention kernel for CPUs reads at once

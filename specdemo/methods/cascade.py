@@ -20,6 +20,7 @@ from specdemo.core.host_copy import AsyncHostCopy, padded, to_device
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling, to_probs
 from specdemo.core.tree import ABSENT, Draft, chain_parents, first_branch, is_chain
+from specdemo.kv.shared import graph_target
 from specdemo.methods import load_drafter, setting, wrappable
 from specdemo.methods.base import DraftOptions
 from specdemo.methods.draft_model import MAX_CATCH_UP, DraftModel
@@ -103,7 +104,8 @@ class Cascade(DraftModel, method="cascade"):
     def capture_graphs(self, budget: Budget) -> None:
         depth = budget.chain
         super()._draft(depth)
-        self.model.capture_graphs(MAX_CATCH_UP + depth)
+        if model := graph_target(self.model):
+            model.capture_graphs(MAX_CATCH_UP + depth)
         self._inner.capture_graphs(budget)
 
     def _read_guess(self, missing: list[list[int]], guess: Draft, guessed: list[list[int]]) -> Tensor:

@@ -13,9 +13,10 @@ from torch import Generator, Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specdemo.core.host_copy import AsyncHostCopy, padded, to_device
-from specdemo.core.protocol import Budget, DraftPlan, Enough, Progress, Target
+from specdemo.core.protocol import Budget, Enough, Progress, Target
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import ABSENT, Draft, chain_parents
+from specdemo.kv.shared import DraftPlan, graph_target
 from specdemo.methods import detect_head, require_method
 from specdemo.methods.base import DraftOptions, Method
 from specdemo.methods.heads.sampler import ChainBuilder, DraftVocab, TokenSampler, run_chain_graph
@@ -131,7 +132,7 @@ class DraftModel(Method, method="draft_model"):
             self._history = [[*i, o[-1]] for i, o in zip(inputs, progress.output_ids(), strict=True)]
             if progress.inputs.shape[1] < self.model.max_length:
                 # the target's capacity, because growing the cache would capture the CUDA graphs again
-                capacity = self._target.capacity if self.model.uses_cuda_graphs else 0
+                capacity = self._target.capacity if graph_target(self.model) else 0
                 room = capacity - progress.inputs.shape[1]
                 self.model.start(progress.inputs, reserve=room + MAX_CATCH_UP if room > 0 else 0)
                 self._cached_ids = inputs
@@ -216,12 +217,13 @@ class DraftModel(Method, method="draft_model"):
         """Draft by one CUDA graph replay; None if graphs are disabled or too many tokens are missing. first: number of
         draft tokens before."""
         longest = max(map(len, missing))
-        if not self.model.uses_cuda_graphs or longest > MAX_CATCH_UP:
+        model = graph_target(self.model)
+        if model is None or longest > MAX_CATCH_UP:
             return None
         room = min_room if longest <= min_room else MAX_CATCH_UP
         plan = DraftPlan(("chain", self.sampler.kind, room), depth, room, commits=True)
         tokens, counts = padded(missing, self.model.device, ABSENT), [len(m) for m in missing]
-        draft = run_chain_graph(self.model, tokens, counts, plan, self.sampler, self._draft_vocab, first)
+        draft = run_chain_graph(model, tokens, counts, plan, self.sampler, self._draft_vocab, first)
         if draft is not None:
             self._mark_cached()
             self._pending_draft = AsyncHostCopy(draft.tokens[:, : depth - 1])

@@ -11,9 +11,10 @@ from typing import ClassVar
 import torch
 from torch import Generator
 
-from specdemo.core.protocol import Budget, DraftPlan, Progress, Target
+from specdemo.core.protocol import Budget, Progress
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import Draft
+from specdemo.kv.shared import DraftPlan, SharedTarget, graph_target
 from specdemo.methods import setting
 from specdemo.methods.base import DraftOptions, Method
 from specdemo.methods.heads.runtime import last_columns
@@ -30,7 +31,7 @@ class LayerSkip(Method, method="layer_skip"):
 
     Options = LayerSkipOptions
 
-    def __init__(self, target: Target, model: object = None, options: LayerSkipOptions | None = None) -> None:
+    def __init__(self, target: SharedTarget, model: object = None, options: LayerSkipOptions | None = None) -> None:
         """Raises ValueError for a target that has too few layers."""
         name = target.name or "the target"
         self.exit_layer = (options or self.Options()).exit_layer or max(1, round(target.num_layers / 3))
@@ -44,7 +45,8 @@ class LayerSkip(Method, method="layer_skip"):
         self.sampler = TokenSampler()
 
     def read_bytes(self, k: int) -> int:
-        return k * (self._target.pass_bytes or self._target.weight_bytes) * self.exit_layer // self._target.num_layers
+        one_pass = self._target.facts.pass_bytes or self._target.weight_bytes
+        return k * one_pass * self.exit_layer // self._target.num_layers
 
     def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
         self.sampler = TokenSampler(sampling, rng)
@@ -57,7 +59,7 @@ class LayerSkip(Method, method="layer_skip"):
         if depth < 1:
             return Draft.empty(len(self._roots), self._device)
         target, chain, builder = self._target, self._roots, ChainBuilder(self.sampler, enough=budget.enough)
-        if target.uses_cuda_graphs:
+        if graph_target(target):
             kind = "layers", self.exit_layer, self.sampler.kind
             plan = DraftPlan(kind, depth, room=1, layers=self.exit_layer)
             draft = run_chain_graph(target, chain, [1] * len(chain), plan, self.sampler)

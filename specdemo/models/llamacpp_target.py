@@ -19,7 +19,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from specdemo.core.protocol import Capabilities, Forward, Target
+from specdemo.core.protocol import Capabilities, Forward, Target, TargetFacts
 from specdemo.core.tree import ABSENT, is_chain
 from specdemo.models.errors import pass_cancelled
 from specdemo.models.gguf_files import ROPE_BASE
@@ -109,20 +109,22 @@ class LlamaCppTarget(Target):
         return sizes | {"rms_norm_eps": float(epsilon), "rope_parameters": rope}
 
     @property
-    def kernels(self) -> str:
-        settings = self.weights.settings
-        words = [f"{settings.cache_type} KV cache", *(["flash attention"] if settings.flash_attention else [])]
-        words += [f"{self.weights.gpu_layers} layers on the GPU"] if self.weights.gpu_layers else []
-        return ", ".join(["llama.cpp", self.weights.description, *words])
+    def facts(self) -> TargetFacts:
+        model, settings = self.weights, self.weights.settings
+        words = ["llama.cpp", model.description, f"{settings.cache_type} KV cache"]
+        words += ["flash attention"] if settings.flash_attention else []
+        words += [f"{model.gpu_layers} layers on the GPU"] if model.gpu_layers else []
+        return TargetFacts(
+            precision=read_header(Path(model.path)).quantisation or "unknown precision",
+            kernels=", ".join(words),
+            pass_bytes=model.weight_bytes,
+            wall_time=model.gpu_layers > 0 or model.threads > 1,
+        )
 
     @property
     def settings(self) -> LlamaCppSettings:
         """Return the settings that the model was loaded with, without the automatic choices for its file."""
         return self.weights.given
-
-    @property
-    def precision(self) -> str:
-        return read_header(Path(self.weights.path)).quantisation or "unknown precision"
 
     @property
     def threads(self) -> int:
@@ -133,20 +135,12 @@ class LlamaCppTarget(Target):
         self.weights.threads = count
 
     @property
-    def wall_time(self) -> bool:
-        return self.weights.gpu_layers > 0 or self.weights.threads > 1
-
-    @property
     def weight_bytes(self) -> int:
         return self.weights.weight_bytes
 
     @property
     def pass_ms(self) -> dict[int, float]:
         return self.weights.pass_ms
-
-    @property
-    def pass_bytes(self) -> int:
-        return self.weights.weight_bytes
 
     @property
     def history_bytes(self) -> int:

@@ -28,8 +28,8 @@ COMPUTES = 0.1  # share of that time in which a thread that computes runs
 
 
 def uses_thread_time(device: torch.device) -> bool:
-    """Return True if all work on a device runs in the calling thread, unless a target has several (`Target.wall_time`).
-    The CPU time of that thread then measures it."""
+    """Return True if all work on a device runs in the calling thread, unless a target has several (`TargetFacts`). The
+    CPU time of that thread then measures it."""
     return device.type == "cpu" and sys.platform != "win32"
 
 

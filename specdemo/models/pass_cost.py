@@ -71,7 +71,7 @@ def pass_times(
     ragged: the texts have different lengths, up to `MAX_LENGTH_SPREAD` tokens more. now: the clock; None: that of
     lanes. limit_s: seconds after which no further repeat starts.
     """
-    now = now or clock(target.device, target.wall_time)
+    now = now or clock(target.device, target.facts.wall_time)
     context = max(1, min(context, target.max_length - max(widths) - MAX_LENGTH_SPREAD))
     prompt = (torch.arange(1, context + 1, device=target.device) % target.vocab_size).repeat(rows, 1)
     times: dict[int, list[float]] = {width: [] for width in widths}
@@ -121,10 +121,10 @@ def checking_note(target: Target) -> str:
     if not target.pass_ms:
         return ""
     cost = pass_ratio(target.pass_ms, CHECKED)
-    note = f"checking {CHECKED} tokens costs {cost:.1f} passes in {target.precision}"
+    note = f"checking {CHECKED} tokens costs {cost:.1f} passes in {target.facts.precision}"
     if costly_in_half(target):
         return f"{note}, so speculation gains less; compare with dtype float32"
-    compares = target.model is None and cost >= COSTLY and target.precision != BEST_TYPE
+    compares = target.model is None and cost >= COSTLY and target.facts.precision != BEST_TYPE
     return f"{note}; {COMPARED}" if compares else note
 
 
@@ -146,14 +146,15 @@ def read_gb_per_s(count: int) -> float:
 def pass_facts(target: Target) -> dict[str, object]:
     """Return how the passes of a target run, for a trace: layout, exactness, `pass_ms`, and on a CPU the bandwidth of
     its memory and the share of it that a pass over one token uses."""
-    facts: dict[str, object] = {"layout": target.layout} if target.layout else {}
-    facts["exactness"] = SAME_BITS if target.same_bits else ROUNDED
+    passes = target.facts
+    facts: dict[str, object] = {"layout": passes.layout} if passes.layout else {}
+    facts["exactness"] = SAME_BITS if passes.same_bits else ROUNDED
     if target.pass_ms:
         facts["pass_ms"] = {str(width): ms for width, ms in target.pass_ms.items()}
-    if target.pass_ms and target.threads and target.pass_bytes >= READ_BYTES // 4:
+    if target.pass_ms and target.threads and passes.pass_bytes >= READ_BYTES // 4:
         bandwidth = read_gb_per_s(target.threads)
         facts["bandwidth_gb_per_s"] = round(bandwidth, 2)
-        facts["bandwidth_share"] = round(target.pass_bytes / target.pass_ms[1] / 1e6 / bandwidth, 4)
+        facts["bandwidth_share"] = round(passes.pass_bytes / target.pass_ms[1] / 1e6 / bandwidth, 4)
     return facts
 
 

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specdemo.core.protocol import DraftFunction, DraftPlan, Forward, Tensors
+from specdemo.core.protocol import Forward
+from specdemo.kv.shared import DraftFunction, DraftPlan, Tensors
 from specdemo.models.llamacpp_target import SPARE_CELLS, LlamaCppTarget
 from specdemo.models.load import LoadedModel
 from specdemo.models.target import HFTarget

@@ -16,21 +16,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from specdemo.core.protocol import (
-    UNLIMITED,
-    Capabilities,
-    DraftFunction,
-    DraftPlan,
-    Forward,
-    GraphCapture,
-    Target,
-    Tensors,
-)
+from specdemo.core.protocol import UNLIMITED, Capabilities, Forward, TargetFacts
 from specdemo.core.rounding import difference, moved_share, spacing
 from specdemo.core.tree import chain_parents
 from specdemo.kv.cache import SlabCache
 from specdemo.kv.graphs import GRAPH_SPARE_COLUMNS, GRAPH_WIDTHS, capture_for, covering_widths
 from specdemo.kv.history import KVHistory
+from specdemo.kv.shared import DraftFunction, DraftPlan, GraphCapture, SharedTarget, Tensors
 from specdemo.kv.snapshots import (
     MULTI_TOKEN_TEXT,
     SINGLE_TOKENS,
@@ -53,7 +45,7 @@ MASKED_ATTENTION = ("sdpa", "eager")  # implementations that accept any mask
 COLUMN_WINDOW_MODELS = ("gpt_neo",)  # model types that count windows in cache columns and ignore position_ids
 
 
-class HFTarget(Target):
+class HFTarget(SharedTarget):
     """Target with one history on a shared model. Several targets may share a model if they take turns."""
 
     def __init__(
@@ -140,10 +132,21 @@ class HFTarget(Target):
         return {kind: _kv_shape(self._config, index) for kind, index in self._kv_layers.items()}
 
     @property
-    def kernels(self) -> str:
-        """Return the kind of layers in words: transformers or fused, packed, with graphs."""
-        more = {"one kernel for every width": self.same_bits, "graphs": self.uses_cuda_graphs}
-        return ", ".join([kernels(self.model), *(words for words, true in more.items() if true)])
+    def facts(self) -> TargetFacts:
+        plan, on_cpu = cpu_plan(self.model), self.device.type == "cpu"
+        words = {"one kernel for every width": plan.same_bits, "graphs": self.uses_cuda_graphs}
+        return TargetFacts(
+            precision=str(self.dtype).removeprefix("torch."),
+            kernels=", ".join([kernels(self.model), *(word for word, applies in words.items() if applies)]),
+            layout=str(plan.layout) if on_cpu else "",
+            pass_bytes=self._pass_bytes,
+            wall_time=plan.threads > 1,  # the clock of a run stays the same where the threads fall
+            same_bits=plan.same_bits,
+        )
+
+    @cached_property
+    def _pass_bytes(self) -> int:
+        return 0 if self.num_experts else linear_bytes(self.model)
 
     @property
     def note(self) -> str:
@@ -161,24 +164,8 @@ class HFTarget(Target):
         cpu_plan(self.model).threads = count
 
     @property
-    def wall_time(self) -> bool:
-        return cpu_plan(self.model).threads > 1  # the clock of a run stays the same where the threads fall
-
-    @property
     def pass_ms(self) -> dict[int, float]:
         return cpu_plan(self.model).pass_ms
-
-    @property
-    def layout(self) -> str:
-        return str(cpu_plan(self.model).layout) if self.device.type == "cpu" else ""
-
-    @cached_property
-    def pass_bytes(self) -> int:
-        return 0 if self.num_experts else linear_bytes(self.model)
-
-    @property
-    def same_bits(self) -> bool:
-        return cpu_plan(self.model).same_bits
 
     @property
     def uses_cuda_graphs(self) -> bool:

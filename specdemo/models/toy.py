@@ -6,14 +6,15 @@ B rows, T prompt tokens, N draft nodes, S = N + 1 slots, V vocabulary, H hidden,
 import torch
 from torch import Tensor, nn
 
-from specdemo.core.protocol import UNLIMITED, Capabilities, DraftFunction, DraftPlan, Forward, SharedKV, Target, Tensors
+from specdemo.core.protocol import UNLIMITED, Capabilities, Forward
 from specdemo.kv.masks import chain_mask
+from specdemo.kv.shared import DraftFunction, DraftPlan, SharedKV, SharedTarget, Tensors
 
 TABLE_ROWS = 4096
 PEAKEDNESS = 1.5
 
 
-class ToyTarget(Target):
+class ToyTarget(SharedTarget):
     """Target on the CPU, with trees, ragged batches, taps and crop. Equal seeds give equal models.
 
     A context shorter than `order` is padded with token 0 in front.

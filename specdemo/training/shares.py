@@ -71,7 +71,7 @@ def measure_costs(drafter: Trainable, target: Target, plan: Plan, clock: Clock =
 
     Raises ValueError for a target with fused layers, whose hidden states transformers cannot return.
     """
-    if target.kernels != "transformers":
+    if target.facts.kernels != "transformers":
         raise ValueError(f"{target.name} runs on fused layers; load it with kernels='transformers'")
 
     def seconds(run: Callable[[], object]) -> float:

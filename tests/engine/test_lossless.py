@@ -218,7 +218,7 @@ def test_recurrent_hybrid_and_windowed_targets(architecture):
     fused = copy.deepcopy(model)
     fuse_layers(fused)
     target, draft = HFTarget(fused), HFTarget(copy.deepcopy(fused))
-    assert target.kernels.startswith("fused" if architecture in (*CALLED, "mistral") else "transformers")
+    assert target.facts.kernels.startswith("fused" if architecture in (*CALLED, "mistral") else "transformers")
     prompt = texts(1, 13)
     settings = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None}
     expected = model.generate(prompt, attention_mask=torch.ones_like(prompt), **settings)[0, 13:].tolist()

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from specdemo.core.protocol import TargetFacts
 from specdemo.core.sampling import PositionNoise, Sampling, draw_with_noise, to_probs
 from specdemo.core.trace import LaneTrace, RunTrace, StepEvent
 from specdemo.core.tree import is_chain
@@ -17,7 +18,7 @@ from specdemo.engine.verdict import MAX_TOLERANCE, _margin, compare_outputs
 class Rounding:
     """Target with the same logits at every position, plus an error of the second token in passes of `wide` tokens."""
 
-    threads, model, same_bits = 0, None, False
+    threads, model, facts = 0, None, TargetFacts("float32")
 
     device, wide = torch.device("cpu"), 5
 
@@ -78,7 +79,7 @@ def test_the_tolerance_is_the_difference_between_the_passes_of_the_two_lanes(err
 def test_a_difference_where_chains_are_the_same_bits_is_a_bug():
     target = Rounding([5.0, 4.9, 4.9, 0.0], 0.2)
     assert judged(target, 2)["verdict"] == "rounding"
-    target.same_bits = True  # no near-tie is looked for, though these passes round
+    target.facts = TargetFacts("float32", same_bits=True)  # no near-tie is looked for, though these passes round
     row = judged(target, 2)
     assert (row["verdict"], row["divergence_margin"]) == ("differs", pytest.approx(0.1, abs=1e-4))
 
@@ -165,7 +166,7 @@ def test_only_chains_on_a_target_with_the_same_bits_are_bit_for_bit(monkeypatch)
     )
     trace, target = session.run(spec), session.models.target()
     for same_bits in (True, False):
-        monkeypatch.setattr(type(target), "same_bits", same_bits)
+        monkeypatch.setattr(type(target), "facts", TargetFacts("float32", same_bits=same_bits))
         compared = replace(trace, comparison=[])
         compare_outputs(compared, target)
         assert [row["verdict"] for row in compared.comparison] == ["identical"] * 2

@@ -233,5 +233,5 @@ def test_the_pretended_device_keeps_the_rules(ones):
 
 def test_models_are_placed_where_tensors_are_only_emulated(world):
     """To C++, ZeroGPU tensors are CPU tensors before a GPU is attached: `.to(like)` would read the wrong device."""
-    assert "fused" in fused_target("llama").kernels
+    assert "fused" in fused_target("llama").facts.kernels
     assert OnDevice(torch.ones(1)).device.type == "cuda"

@@ -81,7 +81,7 @@ session = Session()
 for name, preset in load_presets().items():
     if preset.embedded:
         session.place_models(preset)
-        print(name, session.target().device, session.target().kernels)
+        print(name, session.target().device, session.target().facts.kernels)
 """
 
 

@@ -81,15 +81,16 @@ def test_with_bit_exact_a_pass_of_every_width_is_one_of_sixteen_slots(monkeypatc
     made = build(name).to("cuda", dtype)
     before, target = HFTarget(made).capabilities.trees, HFTarget(made)
     assert plan_passes(target, CpuSettings()) == ()
-    assert not target.same_bits
+    assert not target.facts.same_bits
     notes = plan_passes(target, CpuSettings(bit_exact="on"))
     target = HFTarget(made)
     assert before
-    assert target.same_bits is (notes == ())
-    if target.num_experts and not target.same_bits:  # an expert gets other rows at another width, whatever the padding
+    assert target.facts.same_bits is (notes == ())
+    # an expert gets other rows at another width, whatever the padding
+    if target.num_experts and not target.facts.same_bits:
         assert target.capabilities.trees
         return
-    assert target.same_bits
+    assert target.facts.same_bits
     assert not target.capabilities.trees  # they are cut to chains
     text = texts(1, 96).cuda()
     for start in (13, 60):  # before and across the end of the columns that one program reads

@@ -34,7 +34,7 @@ def chain(rows, nodes):
 def test_replays_equal_eager_for_trees_chains_and_ragged_rows(name, rows):
     recorder = Replayed()
     plain, recorded = fast(name), fast(name, recorder)
-    assert recorded.kernels == plain.kernels + ", graphs"
+    assert recorded.facts.kernels == plain.facts.kernels + ", graphs"
     lengths = []
     for step, slots in enumerate((9, 7, 1, 4, 7, 10)):
         forwards = []
@@ -132,7 +132,7 @@ def test_failed_capture_falls_back_to_eager_with_a_note(recorder, reason):
             outputs.append(each.forward(texts(1, 5), chain(1, 4)).logits)
         torch.testing.assert_close(outputs[1], outputs[0])
     assert reason in target.note
-    assert target.kernels == plain.kernels
+    assert target.facts.kernels == plain.facts.kernels
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -150,7 +150,7 @@ def test_models_of_transformers_own_layers_and_with_windows_are_recorded_too(nam
         torch.testing.assert_close(outputs[1].logits, outputs[0].logits, rtol=1e-4, atol=5e-4)
         torch.testing.assert_close(outputs[1].hidden[1], outputs[0].hidden[1], rtol=1e-4, atol=5e-4)
     assert target.note == ""
-    assert target.kernels == "transformers, graphs"
+    assert target.facts.kernels == "transformers, graphs"
 
 
 def test_stateful_model_is_not_captured():
@@ -159,7 +159,7 @@ def test_stateful_model_is_not_captured():
     target.start(texts(1, 9))
     target.forward(texts(1, 5), chain(1, 4))
     assert recorder.recorded == 0
-    assert "graphs" not in target.kernels
+    assert "graphs" not in target.facts.kernels
     assert target.note == "its cache cannot be rewritten in place, so every operation is launched separately"
 
 

@@ -61,7 +61,7 @@ def exact_target(monkeypatch, name, dtype):
         (),
         *((n,) for n in plan_passes(target, CpuSettings(bit_exact="on"))),
     )
-    assert target.same_bits
+    assert target.facts.same_bits
     return target
 
 
@@ -119,7 +119,7 @@ def test_a_product_that_depends_on_the_width_is_noticed(monkeypatch, dtype):
     assert not pass_cost.has_same_bits(target, 2)
     monkeypatch.setattr(pass_cost, "_shapes", {})
     assert plan_passes(target, CpuSettings(bit_exact="on"))[0].startswith("bit_exact is on, but")
-    assert not target.same_bits
+    assert not target.facts.same_bits
 
 
 def test_other_numbers_of_keys_would_add_in_another_order():
@@ -133,7 +133,7 @@ def test_bit_exact_off_leaves_passes_alone(monkeypatch):
     fuse_layers(made)
     target = HFTarget(made)
     plan_passes(target, CpuSettings(bit_exact="off"))
-    assert not target.same_bits
+    assert not target.facts.same_bits
     assert cpu_plan(made) == CpuPlan(layout=PADDED, threads=target.threads)
     with pytest.raises(ValueError, match="unknown bit_exact 'yes'; choose one of auto, on, off"):
         CpuSettings(bit_exact="yes")

@@ -47,7 +47,7 @@ def test_fused_layers_equal_originals_for_prompts_trees_and_ragged_rows(name, ro
     expected = HFTarget(copy.deepcopy(model))
     fuse_layers(model)
     fused = HFTarget(model)
-    assert fused.kernels == {"packed": "fused, packed", "plain": "fused"}[packing]
+    assert fused.facts.kernels == {"packed": "fused, packed", "plain": "fused"}[packing]
     taps = (0, 2, 3, -1)
     for step, tokens in enumerate((texts(rows, 9), texts(rows, 7, 1), texts(rows, 1, 2))):
         forwards = []

@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from specdemo.core.protocol import TargetFacts
 from specdemo.models import pass_cost
 from specdemo.models.pass_cost import checking_note, costly_in_half, measure_passes, pass_facts
 from specdemo.models.target import HFTarget
@@ -13,11 +14,11 @@ from specdemo.models.toy import ToyTarget
 class Quantised(ToyTarget):
     """A target with a scripted curve of pass costs."""
 
-    precision, pass_ms = "Q4_1", {}
+    facts, pass_ms = TargetFacts("Q4_1"), {}
 
     def __init__(self, precision, *ms):
         super().__init__()
-        self.precision, self.pass_ms = precision, dict(enumerate(ms, start=1))
+        self.facts, self.pass_ms = TargetFacts(precision), dict(enumerate(ms, start=1))
 
 
 @pytest.mark.parametrize(

@@ -197,7 +197,7 @@ def test_the_shipped_heads_draft_for_pytorch_and_for_the_gguf_file(
     chats = [[{"role": "user", "content": chat}] for chat in CHATS[1:]]
     prompts = tuple(tuple(encode(folder_target.tokenizer, chat, 200)) for chat in chats)
     equal, length = accepted_length(target, prompts, *head)
-    assert length > 1.2 and (equal == len(prompts) or not target.same_bits)
+    assert length > 1.2 and (equal == len(prompts) or not target.facts.same_bits)
     equal, other = accepted_length(gguf_target, prompts, *head)
     assert equal >= len(prompts) - 1  # the others: near-ties
     assert other / length == pytest.approx(1.0, abs=0.05)
@@ -256,7 +256,7 @@ def differing_chains(target, messages, temperature, tokens, chains=CHAINS):
 
 def exact_target(folder, dtype):
     target = load_model(folder, dtype, cpu=CpuSettings(1, "on")).target()
-    if not target.same_bits:
+    if not target.facts.same_bits:
         pytest.skip(f"this CPU has no packed products in {dtype}")
     return target
 

@@ -22,10 +22,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from specdemo.core.protocol import Budget, DraftPlan, Progress, SharedKV, Target, Tensors
+from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.tree import Draft
 from specdemo.costs.shapes import Config
 from specdemo.kv.masks import Rope
+from specdemo.kv.shared import DraftPlan, SharedKV, SharedTarget, Tensors
 from specdemo.methods import require_method
 from specdemo.methods.base import DraftOptions
 from specdemo.methods.heads.formats import LAYER_KEYS, check_target
@@ -167,7 +168,7 @@ class Gemma4Assistant(Head[Assistant], method="gemma4_assistant"):
     taps = (-1,)
     config_keys = LAYER_KEYS | frozenset(READ).union(REQUIRED)
 
-    def __init__(self, target: Target, model: Assistant | str, options: DraftOptions | None = None) -> None:
+    def __init__(self, target: SharedTarget, model: Assistant | str, options: DraftOptions | None = None) -> None:
         super().__init__(target, model, options)
         self._target = target
         self._last: Tensors = ()  # of every row: the root [B, 1] and the target's state [B, 1, H]

@@ -16,11 +16,12 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from specdemo.core.host_copy import padded, to_device
-from specdemo.core.protocol import UNLIMITED, Enough, Progress, Target, Tensors
+from specdemo.core.protocol import UNLIMITED, Enough, Progress, Target
 from specdemo.core.tree import Draft
 from specdemo.kv.cache import SlabCache
 from specdemo.kv.graphs import GRAPH_SPARE_COLUMNS, GraphCache
 from specdemo.kv.masks import FULL, Angles, AttentionKind, Columns
+from specdemo.kv.shared import Tensors, capture_of
 from specdemo.kv.store import KVStore, ProvisionalColumns
 from specdemo.methods.heads.sampler import TokenSampler, flatten_draft, unflatten_draft
 
@@ -93,7 +94,7 @@ class HeadRuntime:
     ) -> None:
         """layers: of the head's KV cache; 0: it has none. limit: number of positions, see `KVStore`. reread: the last
         columns of every row, which stay pending and are read again by the next draft."""
-        self._device, self._vocab_size, capture = target.device, target.vocab_size, target.new_graph_capture()
+        self._device, self._vocab_size, capture = target.device, target.vocab_size, capture_of(target)
         self._reread = reread
         self._store: KVStore | None = None
         if layers:

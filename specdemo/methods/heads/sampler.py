@@ -13,9 +13,10 @@ from functools import lru_cache
 import torch
 from torch import Generator, Tensor
 
-from specdemo.core.protocol import Budget, DraftPlan, Enough, ReadFunction, Target, Tensors
+from specdemo.core.protocol import Budget, Enough
 from specdemo.core.sampling import PositionNoise, Sampling, argmax, draw_with_noise, exponential_noise, to_probs
 from specdemo.core.tree import Draft, chain_parents, select_nodes
+from specdemo.kv.shared import DraftPlan, ReadFunction, SharedTarget, Tensors
 
 MASKED_LOGIT = -1e4  # logit of a token outside the draft vocabulary; finite, so that losses stay finite
 
@@ -197,7 +198,7 @@ class DraftVocab:
 
 
 def run_chain_graph(
-    model: Target,
+    model: SharedTarget,
     tokens: Tensor,
     counts: list[int],
     plan: DraftPlan,
