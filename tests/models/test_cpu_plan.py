@@ -61,8 +61,14 @@ def exact_target(monkeypatch, name, dtype):
         (),
         *((n,) for n in plan_passes(target, CpuSettings(bit_exact="on"))),
     )
-    assert target.facts.same_bits
+    assert target.facts.same_bits or may_differ(name, dtype)
     return target
+
+
+def may_differ(name, dtype):
+    """Return True where attention of this machine may add by the number of queries: MKL's products do in float32, with
+    heads of more than 64 numbers, on processors with AMX."""
+    return dtype == torch.float32 and SHAPES[name][4] > 64 and torch.cpu._is_amx_tile_supported()
 
 
 def differing(target, lengths, widths=range(1, 18)):
@@ -89,7 +95,8 @@ def differing(target, lengths, widths=range(1, 18)):
 @pytest.mark.parametrize("name", SHAPES)
 def test_logits_are_the_same_bits_at_every_width(monkeypatch, name, dtype):
     target = exact_target(monkeypatch, name, dtype)
-    assert differing(target, (1, 127, 252, 255, 380, 511), (1, 2, 3, 4, 5, 9, 17)) == []
+    different = differing(target, (1, 127, 252, 255, 380, 511), (1, 2, 3, 4, 5, 9, 17))
+    assert target.facts.same_bits is (different == [])
 
 
 @pytest.mark.release
@@ -100,7 +107,7 @@ def test_logits_are_the_same_bits_at_every_width_around_all_edges(monkeypatch, n
     target = exact_target(monkeypatch, name, dtype)
     target.threads = count
     with threads(count):
-        assert differing(target, EDGES) == []
+        assert target.facts.same_bits is (differing(target, EDGES) == [])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
