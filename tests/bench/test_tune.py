@@ -14,6 +14,7 @@ from specdemo.bench.prompts import OWN
 from specdemo.bench.result import Result, read_result, to_json
 from specdemo.bench.search import Sample, Search
 from specdemo.bench.tune import Tune, _confirmed, _recommendation
+from specdemo.core.protocol import TargetFacts
 from specdemo.costs.lengths import draft_lengths
 from specdemo.costs.step import CostModel
 from specdemo.engine.comparison import Lane
@@ -427,7 +428,7 @@ def test_why_texts_part_is_examined_once_for_each_candidate_where_rounding_may_d
     monkeypatch.setattr(racer, "_sample", lambda trace, place: None)
     first, *_, last = racer.lanes
     for exact, expected in ((False, [True, False, True]), (True, [True] * 3)):
-        racer._target = SimpleNamespace(same_bits=exact)
+        racer._target = SimpleNamespace(facts=TargetFacts("float32", same_bits=exact))
         seen.clear()
         for names in ([last], [last], [last, first]):
             found = racer.measure("def find(text):", names)
