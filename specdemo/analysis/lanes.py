@@ -1,17 +1,45 @@
-"""Predictions and sentences about the lanes of a run, from the same diagnosis as for other engines. Needs no torch."""
+"""Results of the lanes of a run in numbers and words, from the same diagnosis as for other engines. Needs no torch."""
 
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
+from itertools import chain, repeat
 from typing import Any
 
 from specdemo.analysis.diagnose import accepted_clause, diagnose, verdict
 from specdemo.analysis.observation import Observation
 from specdemo.core.estimate import Estimate
+from specdemo.core.headline import SO_FAR, settled
 from specdemo.core.tally import summarise
-from specdemo.core.trace import LaneTrace, RunTrace, estimates, whole_requests
+from specdemo.core.trace import ComparisonRow, LaneTrace, RunTrace, estimates, whole_requests
 from specdemo.costs.step import DraftLengthAdvice, break_even_rate
 
 Summary = Mapping[str, Any]  # of core.tally.summarise
+
+
+@dataclass(frozen=True, slots=True)
+class LaneResult:
+    """Result of a speculative lane, which the page and the command line show.
+
+    row: its row of `comparison`; empty if the trace has none. word: of the speed-up, or "so far" for a lane that cannot
+    be compared, whose `why` is empty then.
+    """
+
+    lane: LaneTrace
+    row: ComparisonRow
+    speed: Estimate | None
+    word: str
+    why: str
+
+
+def results(trace: RunTrace, times: str = "x") -> list[LaneResult]:
+    """Return the result of every speculative lane. times: the unit of a speed-up in a sentence."""
+    rows = chain(trace.comparison, repeat(ComparisonRow()))
+    lanes = []
+    for lane, row, speed, entry in zip(trace.lanes[1:], rows, estimates(trace), prediction(trace, times), strict=False):
+        word, why = (speed.label if speed else "", entry["sentence"]) if settled(trace, lane) else (SO_FAR, "")
+        lanes.append(LaneResult(lane, row, speed, word, why))
+    return lanes
 
 
 def prediction(trace: RunTrace, times: str = "x") -> list[dict[str, Any]]:

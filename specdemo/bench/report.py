@@ -3,14 +3,14 @@
 from collections.abc import Iterator, Sequence
 
 from specdemo.analysis.diagnose import SMALLEST_RATE, Diagnosis, least_k, percent
-from specdemo.analysis.lanes import Summary, break_even, prediction
+from specdemo.analysis.lanes import Summary, break_even, results
 from specdemo.analysis.predict import Prediction
 from specdemo.bench.result import ALL, Result, Row, best, intervals, is_baseline, noisy
 from specdemo.core.estimate import Estimate
-from specdemo.core.headline import headline, price_words, settled
+from specdemo.core.headline import headline, price_words
 from specdemo.core.suggest import counted, program
 from specdemo.core.tally import summarise
-from specdemo.core.trace import LaneTrace, RunTrace, estimates
+from specdemo.core.trace import LaneTrace, RunTrace
 
 NONE = "-"
 RACE = (
@@ -25,25 +25,23 @@ NOTHING = "Nothing has to change."
 
 def race_report(trace: RunTrace) -> str:
     """Return the report of a comparison: conditions, a row per lane, and an explanation of every speed-up."""
-    plain, *lanes = [(lane, summarise(lane)) for lane in trace.lanes]
-    speeds = estimates(trace)
-    rows = [_race_row(*plain, Estimate(1.0) if plain[1]["tokens_per_s"] else None, NONE)]
-    for index, (measured, speed) in enumerate(zip(lanes, speeds, strict=True)):
-        output = str(trace.comparison[index].get("verdict", NONE)) if index < len(trace.comparison) else NONE
-        rows.append(_race_row(*measured, speed, output))
+    plain, lanes = trace.lanes[0], results(trace)
+    numbers = summarise(plain)
+    rows = [_race_row(plain, numbers, Estimate(1.0) if numbers["tokens_per_s"] else None, NONE)]
+    rows += [_race_row(one.lane, summarise(one.lane), one.speed, str(one.row.get("verdict", NONE))) for one in lanes]
     result = headline(trace)
     sentences = [result.sentence] if result else []
-    if why := _why(plain[0], ""):
-        sentences.append(f"{plain[0].name}: {why}")
-    for index, (one, predicted) in enumerate(zip(trace.lanes[1:], prediction(trace), strict=True)):
-        if why := _why(one, predicted["sentence"] if settled(trace, one) else ""):
-            sentences.append(f"{one.name}: {why}")
-        if price := price_words(trace.comparison[index] if index < len(trace.comparison) else {}):
-            sentences.append(f"{one.name}: lossy, {price}.")
+    if why := _why(plain, ""):
+        sentences.append(f"{plain.name}: {why}")
+    for one in lanes:
+        if why := _why(one.lane, one.why):
+            sentences.append(f"{one.lane.name}: {why}")
+        if price := price_words(one.row):
+            sentences.append(f"{one.lane.name}: lossy, {price}.")
     noisy = [
-        f"Noisy machine, run again ({lane.name}): {'; '.join(speed.reasons)}."
-        for (lane, _), speed in zip(lanes, speeds, strict=True)
-        if speed and speed.noisy
+        f"Noisy machine, run again ({one.lane.name}): {'; '.join(one.speed.reasons)}."
+        for one in lanes
+        if one.speed and one.speed.noisy
     ]
     notes = [f"Note: {note}." for note in trace.notes]
     return visible(

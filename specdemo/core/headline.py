@@ -85,7 +85,7 @@ def price_words(row: Mapping[str, object]) -> str:
 def parting_words(baseline: LaneTrace, lane: LaneTrace, row: Mapping[str, object]) -> str:
     """Return the two tokens where the texts part, and the gap between them in words; empty if they do not part."""
     index, margin = row.get("first_divergence"), row.get("divergence_margin")
-    if not isinstance(index, int):
+    if not isinstance(index, int) or index < 0:  # a stored trace may contain any number
         return ""
     pieces = [one.pieces[index][:30] if index < len(one.pieces) else "" for one in (baseline, lane)]
     alike = pieces[0].strip() == pieces[1].strip()

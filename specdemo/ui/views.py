@@ -6,13 +6,12 @@ run from a longer one. `reference.md` documents the lines for API users.
 
 from dataclasses import asdict, dataclass
 
-from specdemo.analysis.lanes import break_even, prediction
+from specdemo.analysis.lanes import LaneResult, break_even, results
 from specdemo.bench.tune import last_found
 from specdemo.core.definitions import by_key
-from specdemo.core.estimate import Estimate
-from specdemo.core.headline import SO_FAR, headline, parting_words, price_words, settled
+from specdemo.core.headline import headline, parting_words, price_words
 from specdemo.core.rules import draws_by_position
-from specdemo.core.trace import ComparisonRow, LaneTrace, RunTrace, estimates, whole_requests
+from specdemo.core.trace import LaneTrace, RunTrace, whole_requests
 from specdemo.costs.passes import SAME_BITS, curve_of, pass_ratio, pass_rows
 from specdemo.engine.messages import Finished, LaneDone, Note, Restarted, RunMessage, Started, StepRow
 from specdemo.methods import MODEL_OPTIONS
@@ -146,25 +145,17 @@ def _remote(lane: LaneTrace) -> dict[str, object] | None:
 
 def _comparison(trace: RunTrace) -> list[dict[str, object]]:
     """Return the rows with `break_even` and texts: `interval`, `word`, `why` the lane is faster or slower, `price` of a
-    lossy rule.
-
-    For a lane that cannot be compared, `word` is "so far" and `why` is empty.
-    """
-    if not trace.comparison:
-        return []
-    rows = zip(trace.lanes[1:], trace.comparison, estimates(trace), prediction(trace, "×"), strict=False)
-    return [row | _texts(trace, lane, row, speed, why["sentence"]) for lane, row, speed, why in rows]
+    lossy rule, and the tokens where the texts part, `parting`; unknown ones are left out."""
+    return [result.row | _texts(trace, result) for result in results(trace, "×")[: len(trace.comparison)]]
 
 
-def _texts(trace: RunTrace, lane: LaneTrace, row: ComparisonRow, speed: Estimate | None, why: str) -> dict[str, object]:
-    texts: dict[str, object] = {"interval": speed.interval(), "word": speed.label} if speed else {}
-    if price := price_words(row):
-        texts["price"] = price
-    if parting := parting_words(trace.lanes[0], lane, row):
-        texts["parting"] = parting
-    texts |= {"why": why} if settled(trace, lane) else {"word": SO_FAR, "why": ""}
-    rate = break_even(lane.summary, speed)
-    return texts | {"break_even": None if rate is None else round(rate, 4)}
+def _texts(trace: RunTrace, result: LaneResult) -> dict[str, object]:
+    interval = {"interval": result.speed.interval()} if result.speed else {}
+    parting = parting_words(trace.lanes[0], result.lane, result.row)
+    texts = {"word": result.word, "price": price_words(result.row), "parting": parting}
+    rate = break_even(result.lane.summary, result.speed)
+    end = {"why": result.why, "break_even": None if rate is None else round(rate, 4)}
+    return {**interval, **{name: text for name, text in texts.items() if text}, **end}
 
 
 def _card(trace: RunTrace) -> dict[str, object]:
