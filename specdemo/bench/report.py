@@ -28,20 +28,22 @@ def race_report(trace: RunTrace) -> str:
     plain, lanes = trace.lanes[0], results(trace)
     numbers = summarise(plain)
     rows = [_race_row(plain, numbers, Estimate(1.0) if numbers["tokens_per_s"] else None, NONE)]
-    rows += [_race_row(one.lane, summarise(one.lane), one.speed, str(one.row.get("verdict", NONE))) for one in lanes]
-    result = headline(trace)
-    sentences = [result.sentence] if result else []
+    for result in lanes:
+        verdict = str(result.row.get("verdict", NONE))
+        rows.append(_race_row(result.lane, summarise(result.lane), result.speed, verdict))
+    winner = headline(trace)
+    sentences = [winner.sentence] if winner else []
     if why := _why(plain, ""):
         sentences.append(f"{plain.name}: {why}")
-    for one in lanes:
-        if why := _why(one.lane, one.why):
-            sentences.append(f"{one.lane.name}: {why}")
-        if price := price_words(one.row):
-            sentences.append(f"{one.lane.name}: lossy, {price}.")
+    for result in lanes:
+        if why := _why(result.lane, result.why):
+            sentences.append(f"{result.lane.name}: {why}")
+        if price := price_words(result.row):
+            sentences.append(f"{result.lane.name}: lossy, {price}.")
     noisy = [
-        f"Noisy machine, run again ({one.lane.name}): {'; '.join(one.speed.reasons)}."
-        for one in lanes
-        if one.speed and one.speed.noisy
+        f"Noisy machine, run again ({result.lane.name}): {'; '.join(result.speed.reasons)}."
+        for result in lanes
+        if result.speed and result.speed.noisy
     ]
     notes = [f"Note: {note}." for note in trace.notes]
     return visible(

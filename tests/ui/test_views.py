@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from specdemo.__main__ import main
 from specdemo.core.trace import StepEvent, draft_outcomes, from_json, output_outcomes, to_json
 from specdemo.engine.messages import Finished, Note, replay
 from specdemo.ui.job import to_line
@@ -190,3 +191,13 @@ def test_where_texts_part_both_tokens_and_their_gap_are_named(row, pieces, words
     trace.lanes[1].pieces[0:] = [] if pieces is None else [pieces]
     trace.comparison[0] |= {"first_divergence": 0} | row
     assert view(Finished(trace))["comparison"][0].get("parting") == words
+
+
+def test_a_stored_trace_that_parts_before_its_start_is_shown_without_tokens(tmp_path, capsys):
+    trace = hostile_trace()
+    trace.comparison[0] |= {"verdict": "differs", "first_divergence": -len(HOSTILE) - 1}
+    stored = tmp_path / "trace.json"
+    stored.write_text(to_json(trace))
+    row = json.loads(replayed(from_json(stored.read_text())).text.splitlines()[-1])["comparison"][0]
+    assert row["verdict"] == "differs" and "parting" not in row
+    assert main(["replay", str(stored)]) == 0 and "differs" in capsys.readouterr().out
