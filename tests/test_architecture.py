@@ -18,7 +18,7 @@ WORDS = {"README.md": 1500, "CONTRIBUTING.md": 1000, "docs/architecture.md": 120
 VERSION_WORDS = 1500  # of the newest version in CHANGELOG.md
 FOLDERS = {  # code lines. They only fall: the design allows 22,300 in all
     "": 580,
-    "analysis": 2170,
+    "analysis": 2169,
     "bench": 2680,
     "core": 2250,
     "costs": 900,

@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, repeat
 from typing import Any
 
-from specdemo.analysis.diagnose import accepted_clause, diagnose, verdict
+from specdemo.analysis.diagnose import Diagnosis, accepted_clause, diagnose, verdict
 from specdemo.analysis.observation import Observation
 from specdemo.core.estimate import Estimate
 from specdemo.core.headline import SO_FAR, settled
@@ -22,34 +22,23 @@ class LaneResult:
     """Result of a speculative lane, which the page and the command line show.
 
     row: its row of `comparison`; empty if the trace has none. word: of the speed-up, or "so far" for a lane that cannot
-    be compared, whose `why` is empty then.
+    be compared, whose `why` is empty then. why: the explanation of the speed-up. diagnosis: None if too little was
+    decoded, and for a lane of whole requests.
     """
 
     lane: LaneTrace
     row: ComparisonRow
     speed: Estimate | None
-    word: str
-    why: str
+    word: str = SO_FAR
+    why: str = ""
+    diagnosis: Diagnosis | None = None
 
 
 def results(trace: RunTrace, times: str = "x") -> list[LaneResult]:
     """Return the result of every speculative lane. times: the unit of a speed-up in a sentence."""
     rows = chain(trace.comparison, repeat(ComparisonRow()))
-    lanes = []
-    for lane, row, speed, entry in zip(trace.lanes[1:], rows, estimates(trace), prediction(trace, times), strict=False):
-        word, why = (speed.label if speed else "", entry["sentence"]) if settled(trace, lane) else (SO_FAR, "")
-        lanes.append(LaneResult(lane, row, speed, word, why))
-    return lanes
-
-
-def prediction(trace: RunTrace, times: str = "x") -> list[dict[str, Any]]:
-    """Return one entry per speculative lane: lane, predicted_speedup (as it ran), best_k (0: off), best_speedup,
-    sentence.
-
-    The numbers are None if too little was decoded. times: the unit of a speed-up in the sentence.
-    """
-    lanes = zip(trace.lanes[1:], estimates(trace), strict=True)
-    return [_predict_lane(trace.lanes[0], lane, speed, times) for lane, speed in lanes]
+    lanes = [LaneResult(*parts) for parts in zip(trace.lanes[1:], rows, estimates(trace), strict=False)]
+    return [_explained(trace.lanes[0], lane, times) if settled(trace, lane.lane) else lane for lane in lanes]
 
 
 def break_even(lane: Summary, speed: Estimate | None) -> float | None:
@@ -62,24 +51,20 @@ def break_even(lane: Summary, speed: Estimate | None) -> float | None:
     return break_even_rate(length / speed.value, drafted / steps)
 
 
-def _predict_lane(plain: LaneTrace, lane: LaneTrace, speed: Estimate | None, times: str) -> dict[str, object]:
-    numbers, requests = summarise(lane), whole_requests(plain, lane)
-    sentence = _request_sentence(speed, numbers, times) if requests and speed else explain(numbers, speed, times)
-    sentence += _server_times(plain) + _server_times(lane)
-    if lane.service.source:
-        sentence += f" {lane.service.source}."
-    predicted: dict[str, object] = dict.fromkeys(("predicted_speedup", "best_k", "best_speedup"))
-    requested_k = lane.options.get("k")
+def _explained(plain: LaneTrace, result: LaneResult, times: str) -> LaneResult:
+    """Return the result with its explanation."""
+    lane, speed, numbers = result.lane, result.speed, summarise(result.lane)
+    word, requests, k = speed.label if speed else "", whole_requests(plain, lane), lane.options.get("k")
     with suppress(ArithmeticError, ValueError):  # a stored trace may contain any times
-        k = requested_k if isinstance(requested_k, int) else 0
+        k = k if isinstance(k, int) else 0
         advice = None if requests or speed is None else DraftLengthAdvice.of(plain.events, lane.events, k)
         if advice is not None and speed is not None and numbers["drafted"]:
-            found = diagnose(observation_of(numbers, lane.method, max(k, advice.costs.k), speed), advice)
-            sentence = verdict(found, times, _opening(speed, times))
-            costs, best = advice.costs, found.best_k or 0
-            speedups = round(costs.speedup(costs.k), 4), round(costs.speedup(best), 4)
-            predicted = {"predicted_speedup": speedups[0], "best_k": best, "best_speedup": speedups[1]}
-    return {"lane": lane.name, **predicted, "sentence": sentence}
+            diagnosis = diagnose(observation_of(numbers, lane.method, max(k, advice.costs.k), speed), advice)
+            why = verdict(diagnosis, times, _opening(speed, times))
+            return replace(result, word=word, why=why, diagnosis=diagnosis)
+    why = _request_sentence(speed, numbers, times) if requests and speed else explain(numbers, speed, times)
+    why += _server_times(plain) + _server_times(lane) + (f" {lane.service.source}." if lane.service.source else "")
+    return replace(result, word=word, why=why)
 
 
 def explain(lane: Summary, speed: Estimate | None, times: str = "x") -> str:

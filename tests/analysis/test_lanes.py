@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from specdemo.analysis.diagnose import SMALLEST_GAIN, diagnose
-from specdemo.analysis.lanes import break_even, explain, prediction
+from specdemo.analysis.lanes import break_even, explain, results
 from specdemo.analysis.observation import Observation
 from specdemo.analysis.readers import read_output, read_output_file
 from specdemo.bench.report import NOTHING, changes, why_report
@@ -19,30 +19,24 @@ from tests.simulated_runs import chain, prefill, simulated, speed, trace
 
 
 def test_no_events_give_no_prediction():
-    empty = prediction(trace(("stopped", [prefill()])))
-    assert empty == [
-        {
-            "lane": "stopped",
-            "predicted_speedup": None,
-            "best_k": None,
-            "best_speedup": None,
-            "sentence": "Too few tokens for an explanation.",
-        }
-    ]
+    (entry,) = results(trace(("stopped", [prefill()])))
+    assert (entry.lane.name, entry.diagnosis) == ("stopped", None)
+    assert entry.why == "Too few tokens for an explanation."
 
 
 @pytest.mark.parametrize("ms", [0.0, 5e-324, 1.7e308])
 def test_impossible_times_are_handled(ms):
     lane = [prefill(), *(chain(i, 3, 1, ms, ms) for i in range(1, 9))]
-    (entry,) = prediction(trace(("lane", lane), options={"k": 10**9}))
-    assert isinstance(entry["sentence"], str)
+    (entry,) = results(trace(("lane", lane), options={"k": 10**9}))
+    assert isinstance(entry.why, str)
 
 
 def test_the_prediction_of_a_run_agrees_with_its_own_measurement():
     lane = simulated(random.Random(2), [0.7] * 4, 4, 400)
-    (entry,) = prediction(trace(("lane", lane)))
-    assert entry["predicted_speedup"] == pytest.approx(speed(lane) * 10.0, rel=0.02)
-    assert entry["best_speedup"] >= entry["predicted_speedup"]
+    (entry,) = results(trace(("lane", lane)))
+    predicted = entry.diagnosis.speed_at_best.value / entry.diagnosis.gain.value  # as it ran
+    assert predicted == pytest.approx(speed(lane) * 10.0, rel=0.02)
+    assert entry.diagnosis.gain.value >= 1.0
 
 
 @pytest.mark.parametrize(
@@ -58,19 +52,16 @@ def test_the_prediction_of_a_run_agrees_with_its_own_measurement():
     ],
 )
 def test_main_cause_is_named(changes, word):
-    (entry,) = prediction(trace(("lane", simulated(random.Random(3), k=4, steps=200, **changes))))
-    assert f"; main cause: {word}; " in entry["sentence"]
+    (entry,) = results(trace(("lane", simulated(random.Random(3), k=4, steps=200, **changes))))
+    assert f"; main cause: {word}; " in entry.why
 
 
 def test_a_step_that_costs_less_than_a_plain_token_has_no_extra_time():
     quick = simulated(random.Random(3), [0.3] * 4, 4, 200, v=lambda n: 8.0, c=0.1, fixed=0.0, other=0.1)
-    (entry,) = prediction(trace(("lane", quick)))
-    assert (
-        entry["sentence"].startswith("Faster (")
-        and ": a step takes as long as plain decoding of 0." in entry["sentence"]
-    )
-    assert "; no extra cost over plain decoding; no other k is predicted" in entry["sentence"]
-    assert "main cause" not in entry["sentence"]
+    (entry,) = results(trace(("lane", quick)))
+    assert entry.why.startswith("Faster (") and ": a step takes as long as plain decoding of 0." in entry.why
+    assert "; no extra cost over plain decoding; no other k is predicted" in entry.why
+    assert "main cause" not in entry.why
 
 
 @pytest.mark.parametrize(
@@ -98,15 +89,15 @@ def test_a_lane_whose_drafts_were_all_left_out_has_drafted():
     steps = [chain(i, 0, 0, 1.0, 1.0) for i in range(1, 9)]
     left_out = [replace(step, notes={"unverified": 1.0}) for step in steps]
     for lane, words in ((steps, "nothing was drafted."), (left_out, "nothing was verified.")):
-        (entry,) = prediction(trace(("lane", [prefill(), *lane])))
-        assert entry["sentence"].endswith(words)
+        (entry,) = results(trace(("lane", [prefill(), *lane])))
+        assert entry.why.endswith(words)
 
 
 def test_a_better_length_is_named():
     lane = simulated(random.Random(5), [0.8] * 8, 8, 400, c=3.0, fixed=0.0)
-    (entry,) = prediction(trace(("lane", lane), options={"k": 8}))
-    assert 0 < entry["best_k"] < 8
-    assert f"; k = {entry['best_k']} is predicted to be faster than k = 8 (1.26x, " in entry["sentence"]
+    (entry,) = results(trace(("lane", lane), options={"k": 8}))
+    assert 0 < entry.diagnosis.best_k < 8
+    assert f"; k = {entry.diagnosis.best_k} is predicted to be faster than k = 8 (1.26x, " in entry.why
 
 
 def test_summaries_alone_give_the_measured_half():
@@ -119,11 +110,12 @@ def test_summaries_alone_give_the_measured_half():
 def test_other_k_is_advised_only_if_significant():
     """One more token would be faster for both lanes, but only the long lane has enough steps for certainty."""
     few, many = (
-        prediction(trace(("lane", simulated(random.Random(4), [0.8] * 8, 2, steps)), options={"k": 2}))[0]
+        results(trace(("lane", simulated(random.Random(4), [0.8] * 8, 2, steps)), options={"k": 2}))[0]
         for steps in (20, 2500)
     )
-    assert many["best_k"] > 2 and f"; k = {many['best_k']} is predicted to be faster than k = 2 (" in many["sentence"]
-    assert few["best_k"] != 2 and few["sentence"].endswith("no other k is predicted to be clearly faster than k = 2.")
+    assert many.diagnosis.best_k > 2
+    assert f"; k = {many.diagnosis.best_k} is predicted to be faster than k = 2 (" in many.why
+    assert few.diagnosis.best_k != 2 and few.why.endswith("no other k is predicted to be clearly faster than k = 2.")
 
 
 def test_the_break_even_rate_is_the_rate_of_a_lane_as_fast_as_plain_decoding():
