@@ -32,13 +32,9 @@ from specdemo.models.errors import Cancelled
 from specdemo.models.machine import GpuClock
 
 T = TypeVar("T")
-Tick = Callable[[float], None]  # takes the fraction of a repeat that is done; raises Stopped
+Tick = Callable[[float], None]  # takes the fraction of a repeat that is done; raises Cancelled
 Show = Callable[[Callable[[], T]], None]  # takes a function that returns the measurements so far
 MACHINE = 3  # maximum number of noise reasons from the machine; they contain clock rates, which differ between runs
-
-
-class Stopped(Exception):
-    """Raised when the user cancels a suite."""
 
 
 def repeated(
@@ -54,12 +50,12 @@ def repeated(
 
             def tick(share: float, repeat: int = repeat) -> None:
                 if cancelled():
-                    raise Stopped
+                    raise Cancelled("stopped")
                 report((repeat + share) / count, f"{noun} {repeat + 1} of {count}")
 
             tick(0.0)
             done.append(once(repeat, tick))
-    except (Stopped, Cancelled):
+    except Cancelled:
         if not done:
             raise ValueError(f"stopped before the first {noun} was complete, so nothing was measured") from None
         return done, [f"stopped after {len(done)} of {count} {noun}s"]
