@@ -228,7 +228,7 @@ def cast_of(suite: "Models", of: Subject, prompt: str) -> tuple[Session, dict[st
     stop = target.stop_token_ids
     engines = {PLAIN: OwnEngine(target, load_drafter(BASELINE, target), Budget(0, 0), stop)}
     for lane in session.with_chosen_lengths(spec).lanes:
-        drafter = build_drafter(lane.method, target, session.models.drafter(lane, spec), lane.parsed)
+        drafter = build_drafter(lane.method, target, session.drafter(lane, spec), lane.parsed)
         engines[lane.name] = OwnEngine(target, drafter, lane.budget, stop)
     if file := of.file():
         peers = {name: loop(LlamaLoop(file, target, k)) for name, k in ((LLAMA, 0), (LLAMA_NGRAM, CPU_LOOKUP))}
@@ -262,7 +262,7 @@ def measure(suite: "Models", report: Report, cancelled: Stop) -> Result:
         report(count / len(missing), f"{model}, {kind}")
         if name != model:
             (session, engines, peers), name = cast_of(suite, SUBJECTS[model], kinds[kind][0]), model
-        target, tokenizer = engines[PLAIN].target, session.models.tokenizer
+        target, tokenizer = engines[PLAIN].target, session.tokenizer
         prompts = [_prompt(tokenizer, text) for text in kinds[kind]]
         left_out = {each for each, only in ONCE.items() if only != kind}
         thread_limit.start_run()  # the number of threads with which every text starts

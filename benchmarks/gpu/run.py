@@ -18,7 +18,7 @@ from specdemo.bench.base import Report
 from specdemo.bench.result import Result
 from specdemo.core.atomic_io import finite, json_text, write_text
 from specdemo.core.safe_io import FILE_BYTES, read_json
-from specdemo.engine.session_state import clear_traceback, reason
+from specdemo.engine.lanes import clear_traceback, reason
 from specdemo.models.devices import pick_device
 from specdemo.models.machine import device_name, versions
 

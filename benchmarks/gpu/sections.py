@@ -30,9 +30,9 @@ from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.core.sampling import Sampling
 from specdemo.costs.profiles import MeasuredStep
 from specdemo.engine.comparison import Lane
+from specdemo.engine.lanes import clear_traceback, reason
 from specdemo.engine.loop import never_cancelled
 from specdemo.engine.session import Session
-from specdemo.engine.session_state import clear_traceback, reason
 from specdemo.kv.graphs import capture_for
 from specdemo.methods import BASELINE, load_drafter, method
 from specdemo.methods.heads.head import Head

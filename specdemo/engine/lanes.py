@@ -7,8 +7,10 @@ line in its trace; the other lanes continue.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import ceil
+from pathlib import Path
+from traceback import walk_tb
 
 import torch
 from torch import Tensor
@@ -23,21 +25,68 @@ from specdemo.core.tree import ABSENT
 from specdemo.costs.lengths import DEFAULT_LENGTH, USUAL_LENGTHS, usual_length, usual_tree
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.engine.loop import generate, warm_up
-from specdemo.engine.session_state import LaneModels, clear_traceback, reason
-from specdemo.methods import BASELINE, method
+from specdemo.methods import BASELINE, build_drafter, load_drafter, method
 from specdemo.methods.base import Method
 from specdemo.models.devices import device_kind
 from specdemo.models.grammar import compile_grammar
+from specdemo.models.prefix_reuse import PrefixCachedLlamaCpp, PrefixCachedTarget, prefix_cached
 from specdemo.models.text import Detokenizer, encode, token_text
 from specdemo.servers import lane as servers
 from specdemo.servers.address import check_listed, host, machine
 from specdemo.servers.engines import draft_request
 
 WARM_UP_PROMPT = 64  # most tokens of a prompt that a CPU reads before a run
+MAX_LENGTH = 500  # characters of a reason
 
 StopCheck = Callable[[], bool]
 Events = Generator[StepEvent, None, None]
 ChatMessage = dict[str, str]  # role and content
+
+
+def reason(error: Exception) -> str:
+    """Return one line: the message if it is meant for users, else with the error's type and location."""
+    line = str(error).strip().partition("\n")[0][:MAX_LENGTH].encode("utf-8", "replace").decode()
+    if line and isinstance(error, RuntimeError | ValueError):
+        return line
+    *_, (frame, number) = walk_tb(error.__traceback__)
+    text = f"{type(error).__name__}: {line}" if line else type(error).__name__
+    return f"{text} ({Path(frame.f_code.co_filename).name}:{number})"
+
+
+def clear_traceback(error: BaseException | None) -> None:
+    """Clear the traceback, so that its frames and their KV caches can be freed."""
+    while error is not None and error.__traceback__ is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
+
+
+@dataclass(frozen=True, slots=True)
+class LaneModels:
+    """Target with its own history and its drafter. model: the drafter's model. failure: why the drafter could not be
+    built; it is plain decoding then."""
+
+    target: Target
+    model: object
+    drafter: Method
+    failure: str = ""
+
+    @property
+    def prefix_cached(self) -> list[PrefixCachedTarget | PrefixCachedLlamaCpp]:
+        """Return the models that cache a text between turns."""
+        return prefix_cached(self.target, self.model)
+
+
+def build_lane_models(lane: Lane, target: Target, model: object) -> LaneModels:
+    """Build the drafter. Only ValueError is raised, because it has advice for the user; other errors fail the lane and
+    not the run."""
+    try:
+        return LaneModels(target, model, build_drafter(lane.method, target, model, lane.parsed))
+    except ValueError:
+        raise
+    except Exception as error:
+        failure = reason(error)
+        clear_traceback(error)
+        return LaneModels(target, model, load_drafter(BASELINE, target), failure)
 
 
 class RunningLane(ABC):

@@ -3,78 +3,135 @@
 `Session.stream` yields the messages of messages.py, as `replay` does for a stored run.
 """
 
+import gc
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, nullcontext
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import lru_cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from specdemo.core.protocol import Target
+from specdemo.core.settings import to_values
 from specdemo.core.trace import UNREPORTED, RunTrace, without_probabilities
+from specdemo.costs.memory import Footprint
 from specdemo.engine.clock import clock_name
 from specdemo.engine.comparison import Comparison, Lane
-from specdemo.engine.lanes import LocalLane, RunningLane, ServerLane, chat_messages
+from specdemo.engine.lanes import LaneModels, LocalLane, RunningLane, ServerLane, build_lane_models, chat_messages
 from specdemo.engine.loop import never_cancelled
 from specdemo.engine.messages import SCHEDULES, Finished, LaneDone, LaneSteps, Note, Restarted, RunMessage, opened
-from specdemo.engine.model_cache import ModelCache, target_key
-from specdemo.engine.session_state import SessionState
 from specdemo.engine.verdict import compare_outputs
-from specdemo.methods import method
+from specdemo.kv.graphs import graph_bytes
+from specdemo.methods import BASELINE, method, model_method
+from specdemo.methods.pairs import load_model
+from specdemo.models.checkpoints import PICKLED
+from specdemo.models.cpu_plan import CpuSettings
 from specdemo.models.cpu_threads import step_threads, thread_counts, thread_limit
-from specdemo.models.devices import device_map_summary
-from specdemo.models.errors import Cancelled
+from specdemo.models.devices import best_device, device_kind, device_map_summary
+from specdemo.models.errors import Cancelled, checkpoint_errors
 from specdemo.models.gguf_files import has_chat_template, is_gguf
+from specdemo.models.llamacpp import LlamaCppSettings
 from specdemo.models.machine import GpuClock, commit, device_name, versions
+from specdemo.models.memory import (
+    Needs,
+    Precision,
+    check_memory,
+    estimate_footprint,
+    free_bytes,
+    free_memory,
+    gguf_footprint,
+    resolve_placement,
+)
 from specdemo.models.pass_cost import checking_note, costly_in_half, fastest_threads, measure_passes, pass_facts
-from specdemo.models.sources import LoadProgress, no_progress
+from specdemo.models.prefix_reuse import prefix_cached, with_prefix_cache
+from specdemo.models.sources import LoadProgress, locate, no_progress
 from specdemo.servers.address import check_listed
 
 Spec = TypeVar("Spec", bound=Comparison)
+ModelKey = tuple[str, ...]  # method that reads it, name, then the key of its target or the settings it was loaded with
+LaneKey = tuple[object, ...]  # key of the drafter's model, index of the lane, method and options
 
 MOST_LENGTHS = 100
 RUN_SECONDS = 0.5  # for the choice of threads at the start of a run
 TRACE_CONFIG = {*"target max_new_tokens seed dtype device quantization chat system thinking grammar".split()}
+NOTHING = Footprint(0, 0)
+
+
+@dataclass(slots=True)
+class _Loaded:
+    """A loaded model. model: a LoadedModel for a target, the result of its method's `load` for a drafter."""
+
+    model: Any
+    bytes: int
 
 
 class Session:
-    """Runs comparisons on the models of its cache. Other callers wait for `lock`."""
+    """Runs comparisons, and keeps what they loaded: models, drafters that learn, and the caches of the chat so far.
+
+    When memory is short, the least recently used model is dropped, a target with its drafters. The chat is dropped by
+    the first run that is not its next turn. Other callers wait for `lock`.
+    """
 
     def __init__(self, budget_bytes: int | None = None) -> None:
-        """budget_bytes: see ModelCache."""
+        """budget_bytes: limit for all loaded models, including unused ones; None: half of the free memory."""
         self.lock = threading.Lock()
-        self.models = ModelCache(budget_bytes)
-        self.state = SessionState()
         self.explains = True  # False: runs do not examine why two texts diverge, which reads them again
+        self._budget = budget_bytes
+        self._models: dict[ModelKey, _Loaded] = {}  # least recently used first, a target after its drafters
+        self._target: ModelKey = ()
         self._lengths: dict[tuple[str, ...], int] = {}  # target and lane without draft length -> the one it got
+        self._learners: dict[LaneKey, LaneModels] = {}  # one per lane
+        self._chat: dict[LaneKey, tuple[Target, object]] = {}  # a lane's target, and the model of its drafter
+        self._last_turn: Comparison | None = None  # last turn of the chat
 
     def loaded(self) -> list[tuple[str, int]]:
-        """Return name and bytes of every loaded model, the most recently used first, and of state from earlier runs."""
-        return [*self.models.loaded(), *self.state.memory_use()]
+        """Return name and bytes of every loaded model, the most recently used first, and of the chat so far."""
+        models = [(key[1], loaded.bytes) for key, loaded in reversed(list(self._models.items()))]
+        chat = sum(part.history_bytes for parts in list(self._chat.values()) for part in prefix_cached(*parts))
+        return [*models, *([("the chat so far", chat)] if chat else [])]
+
+    def target(self) -> Target:
+        """Return the target of the last comparison, with its own history on the shared weights."""
+        target: Target = self._models[self._target].model.target()
+        return target
+
+    @property
+    def tokenizer(self) -> Any:
+        """Return the target's tokenizer; None if it has none."""
+        return self._models[self._target].model.tokenizer
+
+    def drafter(self, lane: Lane, spec: Comparison) -> object:
+        """Return the model that the lane's method loaded; None if it needs none."""
+        return None if lane.model is None else self._models[_drafter_key(lane, spec)].model
 
     def unload(self) -> None:
         """Drop all models; waits for a current run."""
         with self.lock:
-            self.state.forget()
-            self.models.forget()
+            self._forget_chat()
+            self._learners.clear()
+            self._drop({*self._models})
 
     def forget_learned(self) -> None:
         """Drop what drafters learned in earlier runs; waits for a current run."""
         with self.lock:
-            self.state.learners.clear()
+            self._learners.clear()
+
+    def check_room(self, spec: Comparison) -> None:
+        """Raise ValueError if the models of a comparison do not fit into memory. Reads no weights."""
+        self._make_room(spec, _local_drafters(spec), no_progress)
 
     def load(self, spec: Comparison, progress: LoadProgress = no_progress) -> None:
         """Load the models of a comparison and build every lane once.
 
         Raises ValueError with one line that says how to fix it.
         """
-        with self.lock, self.state.run_scope():
+        with self.lock, self._run_scope():
             self._load(spec, progress)
             if not spec.all_remote:
-                measure_passes(self.models.target())
+                measure_passes(self.target())
             self._lanes(spec)
 
     def place_models(self, spec: Comparison) -> None:
@@ -105,7 +162,7 @@ class Session:
                 raise Cancelled(f"stopped while {what}; the next run reuses complete files")
             progress(share, what)
 
-        with self.lock, self.state.run_scope():
+        with self.lock, self._run_scope():
             self._load(spec, report)
             used = 0 if spec.all_remote else self._prepare_target(spec)
             lanes = self._lanes(spec)
@@ -145,13 +202,9 @@ class Session:
                 trace.environment["noise"] = slowed
             served = {lane.service.server: lane.service.model for lane in trace.lanes if lane.service.server}
             trace.environment |= {"served_models": served} if served else {}
-            compare_outputs(trace, self.models.target() if local_target else None, slowed, self.explains)
-            self.state.end_run(spec, trace)
+            compare_outputs(trace, self.target() if local_target else None, slowed, self.explains)
+            self._end_run(spec, trace)
             yield Finished(trace)
-
-    def target(self) -> Target:
-        """Return the target of the last comparison, with its own history."""
-        return self.models.target()
 
     def with_chosen_lengths(self, spec: Spec) -> Spec:
         """Return the comparison with the draft lengths that its lanes got in earlier runs."""
@@ -171,7 +224,7 @@ class Session:
         """Choose the threads of all lanes by a few passes, because other programs may use the processor now, and
         measure the costs of passes with them. Return the number of threads, 0 on another device."""
         thread_limit.start_run()
-        target = self.models.target()
+        target = self.target()
         used = before = target.threads
         if before:
             used = fastest_threads(target, (spec.threads,) if spec.threads else thread_counts(), RUN_SECONDS)
@@ -180,8 +233,25 @@ class Session:
         measure_passes(target)
         return used
 
+    @contextmanager
+    def _run_scope(self) -> Iterator[None]:
+        """Drop the caches of a run afterwards, unless it was a turn of a chat that can continue."""
+        try:
+            yield
+        finally:
+            if self._last_turn is None:
+                self._forget_chat()
+            for models in self._learners.values():  # keep what they learned, drop the CUDA graphs of this run
+                models.target.release_graphs()
+                models.drafter.release_graphs()
+
     def _load(self, spec: Comparison, progress: LoadProgress) -> None:
-        self.state.prepare(spec)
+        """Check the comparison, drop the state of another one, and load the models."""
+        if not _is_next_turn(self._last_turn, spec):
+            self._forget_chat()
+        if not spec.all_remote:
+            present = {_drafter_key(lane, spec) for lane in spec.lanes}
+            self._learners = {key: models for key, models in self._learners.items() if key[0] in present}
         if spec.grammar.strip():
             _check_grammar(spec)
         for lane in spec.all_lanes:
@@ -189,34 +259,193 @@ class Session:
                 check_listed(lane.server)
             _ = lane.parsed  # rejects unusable options before models are loaded
         if not spec.all_remote:
-            self.models.load(spec, progress)
+            self._load_models(spec, progress)
+
+    def _load_models(self, spec: Comparison, progress: LoadProgress) -> None:
+        """Load the models of the local lanes, and drop others if memory is short."""
+        target, lanes = _target_key(spec), _local_drafters(spec)
+        bytes_of = self._make_room(spec, lanes, progress)
+        total = 1 + len(lanes)
+        if target not in self._models:
+            report = _scaled(progress, 0, total)
+            loaded = load_model(
+                spec.target,
+                spec.dtype,
+                _device(spec),
+                spec.quantization,
+                report,
+                llamacpp=_llamacpp(spec),
+                cpu=CpuSettings(spec.threads, spec.bit_exact),
+            )
+            self._models[target] = _Loaded(loaded, bytes_of[target])
+        self._target = target
+        for done, (key, lane) in enumerate(lanes.items(), start=1):
+            if key not in self._models:
+                loader = method(model_method(lane.method, lane.options))
+                report = _scaled(progress, done, total)
+                report(0.0, f"loading {lane.model}")
+                with checkpoint_errors(str(lane.model)):
+                    self._models[key] = _Loaded(loader.load(str(lane.model), self.target(), report), bytes_of[key])
+        for key in (*lanes, target):  # now the most recently used
+            self._models[key] = self._models.pop(key)
+        progress(1.0, "models ready")
+
+    def _make_room(
+        self, spec: Comparison, lanes: Mapping[ModelKey, Lane], progress: LoadProgress
+    ) -> dict[ModelKey, int]:
+        """Drop models until those to be loaded fit; return the bytes of each.
+
+        Raises ValueError, before any download, if they do not fit even into empty memory.
+        """
+        target = _target_key(spec)
+        missing = {key: str(lane.model) for key, lane in lanes.items() if key not in self._models}
+        if target not in self._models:
+            missing[target] = spec.target
+        if not missing:
+            return {}
+        progress(0.0, f"looking for {', '.join(missing.values())}")
+        device, precision = resolve_placement(spec.dtype, _device(spec), spec.quantization)
+        unquantised = Precision(precision.dtype)  # drafters and heads are not quantised
+        # heads inside the target's own checkpoint need no extra memory
+        new = {key: name for key, name in missing.items() if key == target or name != spec.target}
+        sizes = {
+            key: _footprint(name, precision if key == target else unquantised, spec, progress)
+            for key, name in new.items()
+        }
+        tokens, num_lanes = len(spec.prompt) // 2 + spec.max_new_tokens, 1 + len(spec.lanes)  # 2 characters per token
+        first = sizes.get(target, NOTHING)
+        drafters = [size for key, size in sizes.items() if key != target]
+        names = " with ".join([new[key] for key in reversed(new)])
+        needs = Needs(names, first, drafters, tokens, num_lanes)
+        needed = needs.bytes + graph_bytes(device, 2 * num_lanes)  # target and drafter of every lane
+        self._evict(needed, device, {target, *lanes})
+        if is_gguf(spec.target):
+            needs.check_llamacpp(free_memory())
+            progress(0.0, f"loading {needs.describe()}")
+        else:
+            check_memory(names, needed, device, precision)
+        return {key: sizes.get(key, NOTHING).weights for key in missing}
+
+    def _evict(self, needed: int, device: torch.device, required: Set[ModelKey]) -> None:
+        """Drop the least recently used models, except the required ones, until the budget has room for `needed`
+        bytes."""
+        budget = (sum(free_bytes(device)) + self._used_bytes()) // 2 if self._budget is None else self._budget
+        for key in [key for key in self._models if key not in required]:
+            if self._used_bytes() + needed <= budget:
+                break
+            self._drop({key})
+
+    def _used_bytes(self) -> int:
+        return sum(loaded.bytes for loaded in self._models.values())
+
+    def _drop(self, keys: Set[ModelKey]) -> None:
+        """Drop models, targets with their drafters."""
+        self._models = {key: loaded for key, loaded in self._models.items() if keys.isdisjoint((key, key[2:]))}
+        if best_device().type != "cpu":
+            gc.collect()  # models with hooks of accelerate are in reference cycles
+            device_kind(best_device()).empty_cache()
 
     def _lanes(self, spec: Comparison) -> Sequence[RunningLane]:
-        self.state.begin_run()
+        self._last_turn = None  # a run that does not end leaves no chat
         if not spec.prompt.strip():
             raise ValueError("the prompt is empty; write at least one word")
         if spec.all_remote:
             template = has_chat_template(spec.target)
             return [ServerLane(spec, index, template) for index in range(len(spec.all_lanes))]
-        tokenizer = self.models.tokenizer
+        tokenizer = self.tokenizer
         if tokenizer is None:
             raise ValueError(f"{spec.target} has no tokenizer; put its tokenizer.json into the same folder")
         chats = bool(tokenizer.chat_template)
 
         def local_lane(index: int) -> LocalLane:
-            lane = spec.all_lanes[index]
             chat = bool(chat_messages(spec, chats))
-            models = self.state.lane_models(
-                spec, index, chat, lambda: (self.models.target(), self.models.drafter(lane, spec))
-            )
-            return LocalLane(spec, index, models, tokenizer)
+            return LocalLane(spec, index, self._lane_models(spec, index, chat), tokenizer)
 
         servers = enumerate(lane.server for lane in spec.all_lanes)
         return [ServerLane(spec, index, chats) if server else local_lane(index) for index, server in servers]
 
+    def _lane_models(self, spec: Comparison, index: int, chat: bool) -> LaneModels:
+        """Return the models of a lane: loaded ones, unless they cache the chat or the drafter keeps what it learns.
+
+        Raises ValueError for a drafter that does not fit.
+        """
+        lane = spec.all_lanes[index]
+        key = _drafter_key(lane, spec), index, lane.method, *to_values(lane.parsed).items()
+        models = self._learners.get(key)
+        if models is None:
+            if key in self._chat:
+                target, model = self._chat[key]
+            else:
+                target, model = self.target(), self.drafter(lane, spec)
+                if chat:
+                    target, model = with_prefix_cache(target), with_prefix_cache(model)
+            models = build_lane_models(lane, target, model)
+        if method(lane.method).learns:
+            self._learners = {k: other for k, other in self._learners.items() if k[1] != index} | {key: models}
+        if models.prefix_cached:
+            self._chat[key] = models.target, models.model
+        return models
+
+    def _end_run(self, spec: Comparison, trace: RunTrace) -> None:
+        """Store the turn; drop what a failed lane has learned."""
+        failed = {index for index, lane in enumerate(trace.lanes) if lane.finish == "error"}
+        self._learners = {key: models for key, models in self._learners.items() if key[1] not in failed}
+        if all(lane.messages and lane.finish in ("stop", "length") for lane in trace.lanes):
+            self._last_turn = spec
+
+    def _forget_chat(self) -> None:
+        """Drop the chat's keys and values; keep the models."""
+        for models in self._chat.values():
+            for cached_target in prefix_cached(*models):
+                cached_target.forget()
+        self._chat.clear()
+        self._last_turn = None
+
+
+def _is_next_turn(last_turn: Comparison | None, spec: Comparison) -> bool:
+    """Return True if the comparison is the last turn's with another message. The messages themselves are compared
+    later, token by token."""
+    changes = {"prompt": spec.prompt, "history": spec.history}
+    return last_turn is not None and bool(spec.history) and last_turn.model_copy(update=changes) == spec
+
+
+def _local_drafters(spec: Comparison) -> dict[ModelKey, Lane]:
+    lanes = (lane for lane in spec.lanes if lane.model is not None and lane.server is None)
+    return {_drafter_key(lane, spec): lane for lane in lanes}
+
+
+def _footprint(name: str, precision: Precision, spec: Comparison, progress: LoadProgress) -> Footprint:
+    if is_gguf(name):
+        return gguf_footprint(name, _llamacpp(spec))
+    return estimate_footprint(locate(name, PICKLED, progress), precision)
+
+
+def _llamacpp(spec: Comparison) -> LlamaCppSettings:
+    """Return the settings of GGUF models. Raises ValueError for a combination that llama.cpp does not support."""
+    return LlamaCppSettings(spec.gpu_layers, spec.threads, spec.context, spec.cache_type, spec.flash_attention)
+
+
+def _target_key(spec: Comparison) -> ModelKey:
+    """Return the key of a comparison's target."""
+    settings = str(_llamacpp(spec)) if is_gguf(spec.target) else spec.bit_exact
+    return BASELINE, spec.target, _device(spec), spec.dtype, str(spec.quantization), settings
+
+
+def _drafter_key(lane: Lane, spec: Comparison) -> ModelKey:
+    """Return the key of a drafter; a head belongs to the target it was loaded for."""
+    return model_method(lane.method, lane.options), str(lane.model), *_target_key(spec)
+
+
+def _device(spec: Comparison) -> str:
+    return best_device().type if spec.device == "auto" else spec.device
+
+
+def _scaled(progress: LoadProgress, done: int, total: int) -> LoadProgress:
+    return lambda share, what: progress((done + share) / total, what)
+
 
 def _length_key(spec: Comparison, lane: Lane) -> tuple[str, ...]:
-    return *target_key(spec), lane.model_dump_json(exclude={"name"})
+    return *_target_key(spec), lane.model_dump_json(exclude={"name"})
 
 
 def _check_grammar(spec: Comparison) -> None:

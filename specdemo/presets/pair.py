@@ -54,7 +54,7 @@ def pair(target: str, draft: str | None = None, **settings: object) -> Preset:
     Raises ValueError, one line, for a model that cannot be read or does not fit into memory, and for a drafter that
     does not fit the target.
     """
-    from specdemo.engine.model_cache import ModelCache  # imports torch
+    from specdemo.engine.session import Session  # imports torch
 
     method = drafter_method(target, draft)
     corrects = draft is None and target not in EMBEDDED
@@ -69,7 +69,7 @@ def pair(target: str, draft: str | None = None, **settings: object) -> Preset:
     if corrects:
         prompt = task("Correct", chat is not False)
     chosen = start.changed(**about, prompt=prompt)
-    ModelCache().check_room(chosen)
+    Session().check_room(chosen)
     return chosen
 
 

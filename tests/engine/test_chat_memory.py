@@ -50,7 +50,7 @@ def runner():
 @pytest.fixture
 def session(runner):
     """Yield a session that may have loaded models but remembers no chat."""
-    runner.state.forget_chat()
+    runner._forget_chat()
     return runner
 
 
@@ -59,7 +59,7 @@ def without(runner):
     """Return a function that runs a comparison without the previous turn."""
 
     def run(comparison):
-        runner.state.forget_chat()
+        runner._forget_chat()
         return runner.run(comparison)
 
     return run
@@ -140,8 +140,8 @@ def test_cached_prefix_counts_as_memory_and_is_freed(session, chatty):
     comparison = spec(chatty, LANES[:2])
     trace = session.run(comparison)
     *models, (name, size) = session.loaded()
-    assert name == "the chat so far" and size > 0 and models == session.models.loaded()
-    slabs = [weakref.ref(target._history.store.cache.slabs[0].keys) for target, _ in session.state.chat_models.values()]
+    assert name == "the chat so far" and size > 0 and chatty in dict(models)
+    slabs = [weakref.ref(target._history.store.cache.slabs[0].keys) for target, _ in session._chat.values()]
     again = follow_up(comparison, trace, "The dog saw a ball")
     session.unload()
     gc.collect()
@@ -155,12 +155,12 @@ def test_another_comparison_ends_the_chat(session, chatty, other):
     again = follow_up(comparison, session.run(comparison), "The dog saw a ball")
     if other == "text":
         session.run(spec(chatty, chat=False, max_new_tokens=2))
-        assert session.loaded() == session.models.loaded()
+        assert "the chat so far" not in dict(session.loaded())
     elif other == "chat":
         session.run(spec(chatty, max_new_tokens=2))
     else:
         getattr(session, other)(spec("stories"))
-        assert not session.state.chat_models
+        assert not session._chat
     assert session_state(session.run(again)) == [0, 0]
 
 
@@ -168,14 +168,14 @@ def test_a_run_that_was_stopped_leaves_nothing(session, chatty):
     comparison = spec(chatty)
     again = follow_up(comparison, session.run(comparison), "The dog saw a ball")
     for message in (run := session.stream(again)):
-        assert session.state.chat_models
+        assert session._chat
         if isinstance(message, StepRow):
             run.close()
-    assert not session.state.chat_models and session.loaded() == session.models.loaded()
+    assert not session._chat and "the chat so far" not in dict(session.loaded())
     stop = [False, False, False, False, True]
     for _ in session.stream(comparison, cancelled=lambda: stop.pop(0) if len(stop) > 1 else True):
         pass
-    assert not session.state.chat_models
+    assert not session._chat
 
 
 def test_a_comparison_that_cannot_be_loaded_leaves_the_chat_as_it_was(session, chatty):
@@ -191,13 +191,13 @@ def test_learning_drafter_continues_too(session, chatty):
     again = follow_up(comparison, session.run(comparison), "The dog saw a ball")
     assert min(session_state(session.run(again))) > 0
     session.run(spec(chatty, comparison.lanes, chat=False))
-    (pair,) = session.state.learners.values()
+    (pair,) = session._learners.values()
     assert isinstance(pair.target, PrefixCachedTarget) and pair.target.history_bytes == 0
-    assert not session.state.chat_models
+    assert not session._chat
 
 
 def test_plain_text_prompts_are_not_cached(session, chatty):
     for message in session.stream(spec(chatty, chat=False, max_new_tokens=4)):
         if isinstance(message, Started):
-            assert not session.state.chat_models
-    assert [type(session.target())] == [HFTarget] and not session.state.chat_models
+            assert not session._chat
+    assert [type(session.target())] == [HFTarget] and not session._chat

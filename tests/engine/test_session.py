@@ -16,7 +16,7 @@ from recipes.corpus import train_tokenizer
 from specdemo.bench.report import race_report
 from specdemo.core.trace import from_json, to_json
 from specdemo.costs.passes import measured_passes
-from specdemo.engine import clock, model_cache
+from specdemo.engine import clock
 from specdemo.engine import session as session_module
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.engine.messages import Finished, LaneDone, Note, Started, StepRow, replay
@@ -212,7 +212,7 @@ def test_trace_names_the_machine(trace):
 def test_a_trace_survives_its_file_and_replays_without_models(trace, monkeypatch):
     again = from_json(to_json(trace))
     assert again == trace
-    monkeypatch.setattr(model_cache, "load_model", None)
+    monkeypatch.setattr(session_module, "load_model", None)
     messages = list(replay(again))
     assert isinstance(messages[0], Started) and isinstance(messages[-1], Finished)
     for index, lane in enumerate(trace.lanes):
@@ -398,7 +398,7 @@ def test_online_drafter_persists_between_runs():
         first = notes[0]["updates"]
     assert first > 0  # the second run continues where the first one ended
     keeper.run(spec(Lane(method="ngram"), max_new_tokens=4))
-    assert not keeper.state.learners
+    assert not keeper._learners
 
 
 THINKING = (

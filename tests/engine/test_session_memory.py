@@ -8,7 +8,6 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from specdemo.engine import model_cache
 from specdemo.engine import session as engine
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.engine.messages import Note
@@ -56,17 +55,14 @@ def resident():
 
 def test_models_stay_until_others_need_the_room(folders):
     a, b, c = folders
-    one = model_cache.estimate_footprint(Path(a), model_cache.Precision(torch.float32)).weights
+    one = engine.estimate_footprint(Path(a), engine.Precision(torch.float32)).weights
     session = Session(budget_bytes=int(2.5 * one))
     session.load(spec(a))
-    first = weakref.ref(session.models._models[session.models._target].model.model)
+    first = weakref.ref(session._models[session._target].model.model)
     session.load(spec(b))
     assert names(session) == ["model-1", "model-0"]
     session.load(spec(a))
-    assert (
-        names(session) == ["model-0", "model-1"]
-        and first() is session.models._models[session.models._target].model.model
-    )
+    assert names(session) == ["model-0", "model-1"] and first() is session._models[session._target].model.model
     session.load(spec(c))  # b is the least recently used
     assert names(session) == ["model-2", "model-0"]
     assert all(size == one for _, size in session.loaded())
@@ -77,12 +73,12 @@ def test_unloading_a_target_unloads_its_drafters(folders):
     session = Session(budget_bytes=1)
     session.load(spec(a, Lane(method="online", model=b, options={"drafter": "draft_model"})))
     assert names(session) == ["model-0", "model-1"]
-    references = [weakref.ref(loaded.model.model) for loaded in session.models._models.values()]
+    references = [weakref.ref(loaded.model.model) for loaded in session._models.values()]
     session.load(spec(c))
     assert names(session) == ["model-2"]
     assert [ref() for ref in references] == [None, None]
     session.unload()
-    assert session.loaded() == [] and not session.state.learners
+    assert session.loaded() == [] and not session._learners
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads Linux's count of memory")
@@ -92,7 +88,7 @@ def test_switches_leak_no_memory(folders):
     for switch in range(26):
         draft = Lane(method="ngram") if switch % 5 else Lane(method="draft_model", model=folders[(switch + 1) % 3], k=2)
         session.load(spec(folders[switch % 3], draft))
-        seen += [weakref.ref(loaded.model.model) for loaded in session.models._models.values()]
+        seen += [weakref.ref(loaded.model.model) for loaded in session._models.values()]
         if switch == 5:
             before = resident()
     assert resident() - before < 10 * MEGABYTES  # 20 switches load about 95 MB
@@ -102,9 +98,9 @@ def test_switches_leak_no_memory(folders):
 
 def test_models_that_do_not_fit_together_are_rejected_before_loading(folders, monkeypatch):
     a, b, _ = folders
-    need = model_cache.estimate_footprint(Path(a), model_cache.Precision(torch.float32)).weights
+    need = engine.estimate_footprint(Path(a), engine.Precision(torch.float32)).weights
     monkeypatch.setattr("specdemo.models.memory.free_bytes", lambda where: [int(1.5 * need)])
-    monkeypatch.setattr(model_cache, "load_model", None)
+    monkeypatch.setattr(engine, "load_model", None)
     with pytest.raises(ValueError, match=f"^{a} with {b} needs about 7.2 MB in float32, .* smaller model$"):
         Session().load(spec(a, Lane(method="draft_model", model=b)))
 

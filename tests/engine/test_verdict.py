@@ -154,7 +154,7 @@ def test_a_planted_wrong_token_of_sampled_text_is_a_bug():
     for index in (0, 7, 23):
         planted = [*lane.token_ids[:index], lane.token_ids[index] ^ 1, *lane.token_ids[index + 1 :]]
         wrong = replace(trace, lanes=[baseline, replace(lane, token_ids=planted)], comparison=[])
-        compare_outputs(wrong, session.models.target())
+        compare_outputs(wrong, session.target())
         assert (wrong.comparison[0]["verdict"], wrong.comparison[0]["first_divergence"]) == ("differs", index)
 
 
@@ -164,7 +164,7 @@ def test_only_chains_on_a_target_with_the_same_bits_are_bit_for_bit(monkeypatch)
     spec = Comparison.build(
         {"id": "x", "target": "stories", "prompt": "A dog ran", "max_new_tokens": 24, "lanes": lanes}
     )
-    trace, target = session.run(spec), session.models.target()
+    trace, target = session.run(spec), session.target()
     for same_bits in (True, False):
         monkeypatch.setattr(type(target), "facts", TargetFacts("float32", same_bits=same_bits))
         compared = replace(trace, comparison=[])
@@ -180,7 +180,7 @@ def test_a_planted_wrong_token_is_a_bug(dtype):
     spec = Comparison.build(
         {"id": "x", "target": "stories", "prompt": "A dog ran", "dtype": dtype, "max_new_tokens": 30, "lanes": lanes}
     )
-    trace, target = session.run(spec), session.models.target()
+    trace, target = session.run(spec), session.target()
     baseline, lane = trace.lanes
     text = torch.tensor([baseline.prompt_ids + baseline.token_ids])
     for index in (1, 29):

@@ -256,10 +256,10 @@ def test_a_lane_keeps_one_learner_and_none_that_failed(monkeypatch):
     for every in (3, 2):
         lane = Lane(method="online", model="stories-draft-deep", k=2, options={"every": every})
         session.run(spec(lane))
-        assert len(session.state.learners) == 1
-    assert session.run(spec(lane)).lanes[1].finish == "length" and session.state.learners
-    break_method(monkeypatch, type(next(iter(session.state.learners.values())).drafter), "_update", KeyError("loss"))
-    assert session.run(spec(lane)).lanes[1].finish == "error" and not session.state.learners
+        assert len(session._learners) == 1
+    assert session.run(spec(lane)).lanes[1].finish == "length" and session._learners
+    break_method(monkeypatch, type(next(iter(session._learners.values())).drafter), "_update", KeyError("loss"))
+    assert session.run(spec(lane)).lanes[1].finish == "error" and not session._learners
 
 
 def test_a_text_that_cannot_be_read_again_leaves_the_verdict_open(runner, monkeypatch):

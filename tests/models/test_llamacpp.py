@@ -21,7 +21,6 @@ from specdemo.core.sampling import Sampling, to_probs
 from specdemo.core.tree import ABSENT, chain_parents
 from specdemo.engine.comparison import Comparison
 from specdemo.engine.loop import generate
-from specdemo.engine.model_cache import ModelCache
 from specdemo.engine.session import Session, follow_up, session
 from specdemo.engine.verdict import compare_outputs
 from specdemo.methods import load_drafter, method, model_method
@@ -340,13 +339,13 @@ def test_memory_is_shown_before_loading_and_too_little_is_one_line(files, monkey
         target=str(files / "stories.gguf"), model=str(files / "stories-draft-wide.gguf"), max_new_tokens=16
     )
     seen = []
-    ModelCache().load(spec, lambda share, what: seen.append(what))
+    Session().load(spec, lambda share, what: seen.append(what))
     shown = next(what for what in seen if "KV cache" in what)
     assert re.match(r"loading [\d.]+ MB of weights and [\d.]+ MB of KV cache for \d+ tokens; the drafter takes", shown)
     assert shown in seen[: seen.index(next(what for what in seen if what.startswith("reading")))]
-    monkeypatch.setattr("specdemo.engine.model_cache.free_memory", lambda: 1_000_000)
+    monkeypatch.setattr("specdemo.engine.session.free_memory", lambda: 1_000_000)
     with pytest.raises(ValueError, match="this machine has 1.0 MB free; choose a smaller quantisation such as Q4_K_M"):
-        ModelCache().load(spec)
+        Session().load(spec)
 
 
 @pytest.mark.parametrize("flash_attention", [True, pytest.param(False, marks=pytest.mark.release)])
@@ -357,7 +356,7 @@ def test_a_planted_wrong_token_is_a_bug(files, flash_attention):
     trace = runner.run(Comparison.build({**settings, "target": str(files / "stories.gguf"), "lanes": lanes}))
     assert trace.comparison[0]["verdict"] in ("identical", "rounding")
     baseline, lane = trace.lanes
-    target = runner.models.target()
+    target = runner.target()
     text = torch.tensor([baseline.prompt_ids + baseline.token_ids])
     for index in (0, 9, 23):
         with torch.no_grad():

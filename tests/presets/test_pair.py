@@ -54,7 +54,7 @@ def test_bad_names_are_one_line_before_the_server_starts(served, capsys, options
 
 def test_too_little_memory_is_one_line_before_the_server_starts(served, capsys, monkeypatch):
     monkeypatch.setattr("specdemo.models.memory.free_bytes", lambda device: [1_000_000])
-    monkeypatch.setattr("specdemo.engine.model_cache.free_bytes", lambda device: [1_000_000])
+    monkeypatch.setattr("specdemo.engine.session.free_bytes", lambda device: [1_000_000])
     assert main(["ui", "--target", "stories", "--device", "cpu"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "stories needs about" in line and "free on cpu; choose" in line and not served
