@@ -23,9 +23,9 @@ from specdemo.core.tree import Draft
 from specdemo.engine.clock import stopwatch_for
 from specdemo.engine.loop import generate
 from specdemo.engine.session import environment
-from specdemo.kv.graphs import capture_for
 from specdemo.kv.shared import GraphCapture, Run, Tensors
 from specdemo.methods import BASELINE, load_drafter
+from specdemo.models.devices import capture_for
 from specdemo.models.fused import fuse_layers
 from specdemo.models.runner import Runner
 from specdemo.models.target import HFTarget

@@ -33,11 +33,10 @@ from specdemo.engine.comparison import Lane
 from specdemo.engine.lanes import clear_traceback, reason
 from specdemo.engine.loop import never_cancelled
 from specdemo.engine.session import Session
-from specdemo.kv.graphs import capture_for
 from specdemo.methods import BASELINE, load_drafter, method
 from specdemo.methods.heads.head import Head
 from specdemo.models.cpu_threads import one_thread
-from specdemo.models.devices import device_kind
+from specdemo.models.devices import capture_for, device_kind
 from specdemo.models.machine import device_name, versions
 from specdemo.models.target import HFTarget
 from specdemo.presets.files import load_presets

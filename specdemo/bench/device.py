@@ -74,7 +74,7 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     """Return operations per second of a large square matrix product. The entries differ, because equal bits save
     power.
     """
-    size = 512 if device.type == "cpu" else 8192
+    size = 512 if device_kind(device).host else 8192
     matrix = torch.empty(size, size, device=device).normal_().to(dtype)
     return 2.0 * size**3 / best_seconds(lambda: matrix @ matrix, device)
 
@@ -149,8 +149,8 @@ def basics(device: torch.device, command: str) -> Profile:
     bandwidth = max(copy_bandwidth(device), read_bandwidth(device, pick_dtype("auto", device)))
     found = {
         "name": slug(title),
-        "title": title if device.type != "cpu" else f"{title}, {counted(torch.get_num_threads(), 'thread')}",
-        "kind": "cpu" if device.type == "cpu" else "gpu",
+        "title": f"{title}, {counted(torch.get_num_threads(), 'thread')}" if device_kind(device).host else title,
+        "kind": "cpu" if device_kind(device).host else "gpu",
         "memory_gb": figure(device_kind(device).total(device), 1e9),
         "bandwidth_gb_per_s": figure(bandwidth, 1e9),
         "compute_tflop_per_s": {
@@ -176,7 +176,7 @@ def measure_profile(device: str = "auto", name: str | None = None, report: Progr
     if name is not None and not re.fullmatch(NAME, name):
         raise ValueError(f"the name of a profile must have only lower-case letters, digits, - and ., not {name!r}")
     model, widths, batches = (
-        ("llama-100m", CPU_WIDTHS, CPU_BATCHES) if where.type == "cpu" else ("llama-1b", GPU_WIDTHS, BATCHES)
+        ("llama-100m", CPU_WIDTHS, CPU_BATCHES) if device_kind(where).host else ("llama-1b", GPU_WIDTHS, BATCHES)
     )
     with one_thread(where):
         report(0.0, "memory and matrix products")
@@ -278,5 +278,5 @@ def passes_of(model: str, target: HFTarget, ms: Milliseconds, context: int = CON
 
 def _bytes(device: torch.device) -> int:
     """Return a size that exceeds all caches; on a GPU at most a sixteenth of the free memory."""
-    size = 1 << 27 if device.type == "cpu" else 1 << 32
+    size = 1 << 27 if device_kind(device).host else 1 << 32
     return min(size, device_kind(device).free(device) // 16)

@@ -57,7 +57,7 @@ def random_model(name: str, device: torch.device, dtype: torch.dtype, bits: int 
 def _fill(model: nn.Module, device: torch.device) -> None:
     for name, module in model.named_modules():
         for own, parameter in list(module.named_parameters(recurse=False)):
-            if parameter.device.type == "meta":
+            if parameter.is_meta:
                 drawn = _drawn(parameter, device, f"{name}.{own}")
                 module.register_parameter(own, nn.Parameter(drawn, requires_grad=False))
 

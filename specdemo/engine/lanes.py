@@ -233,7 +233,8 @@ class LocalLane(RunningLane):
         the run itself does. A chat reads all of it, so that what it keeps stays."""
         target, drafter, prompt, config = self._inputs()
         left_out = prompt.shape[1] - WARM_UP_PROMPT
-        if left_out > 0 and target.device.type == "cpu" and not any(one.length for one in self._models.prefix_cached):
+        chat = any(one.length for one in self._models.prefix_cached)
+        if left_out > 0 and device_kind(target.device).host and not chat:
             prompt = prompt[:, left_out:]
             config = replace(config, max_new_tokens=config.max_new_tokens + left_out)  # reserves as much memory
         return target, drafter, prompt, config
@@ -363,7 +364,7 @@ def _with_length(lane: Lane, models: LaneModels) -> Lane:
     def draft_ms(k: int) -> float:
         return share * drafter.read_bytes(k)
 
-    if lane.chooses_nodes and target.pass_ms and target.device.type == "cpu":
+    if lane.chooses_nodes and target.pass_ms and device_kind(target.device).host:
         k, nodes = usual_tree(target.pass_ms, draft_ms, nodes, lane.k)
         return lane.changed(k=k, options={**lane.options, "nodes": nodes})
     if lane.k or lane.method == BASELINE:

@@ -24,13 +24,12 @@ from specdemo.engine.lanes import LaneModels, LocalLane, RunningLane, ServerLane
 from specdemo.engine.loop import never_cancelled
 from specdemo.engine.messages import SCHEDULES, Finished, LaneDone, LaneSteps, Note, Restarted, RunMessage, opened
 from specdemo.engine.verdict import compare_outputs
-from specdemo.kv.graphs import graph_bytes
 from specdemo.methods import BASELINE, method, model_method
 from specdemo.methods.pairs import load_model
 from specdemo.models.checkpoints import PICKLED
 from specdemo.models.cpu_plan import CpuSettings
 from specdemo.models.cpu_threads import step_threads, thread_counts, thread_limit
-from specdemo.models.devices import best_device, device_kind, device_map_summary
+from specdemo.models.devices import best_device, device_kind, device_map_summary, graph_bytes
 from specdemo.models.errors import Cancelled, checkpoint_errors
 from specdemo.models.gguf_files import has_chat_template, is_gguf
 from specdemo.models.llamacpp import LlamaCppSettings
@@ -341,7 +340,7 @@ class Session:
     def _drop(self, keys: Set[ModelKey]) -> None:
         """Drop models, targets with their drafters."""
         self._models = {key: loaded for key, loaded in self._models.items() if keys.isdisjoint((key, key[2:]))}
-        if best_device().type != "cpu":
+        if not device_kind(best_device()).host:
             gc.collect()  # models with hooks of accelerate are in reference cycles
             device_kind(best_device()).empty_cache()
 
@@ -482,7 +481,7 @@ def environment(target: Target | None) -> dict[str, object]:
     """Return the facts about machine and software of a run. Without a target every lane ran on a server, and little is
     known."""
     threads = None
-    if target is not None and target.device.type == "cpu":
+    if target is not None and device_kind(target.device).host:
         with step_threads(target):
             threads = target.threads or torch.get_num_threads()
     return {

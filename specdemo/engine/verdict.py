@@ -15,7 +15,8 @@ from specdemo.core.sampling import PositionNoise, Sampling, to_probs
 from specdemo.core.trace import LaneTrace, RunTrace, StepEvent, compare, same_prompt, whole_requests
 from specdemo.core.tree import chain_parents
 from specdemo.models.cpu_threads import step_threads
-from specdemo.models.pass_cost import GPU_SLOTS, VERIFY_TOKENS, Pass, chain_rounding, pass_rounding
+from specdemo.models.devices import device_kind
+from specdemo.models.pass_cost import VERIFY_TOKENS, Pass, chain_rounding, pass_rounding
 
 CHUNK = 16  # tokens per pass that reads a finished text, as many slots as a long draft
 PASSES = 16  # of a lane before a difference that are repeated
@@ -70,9 +71,10 @@ def compare_outputs(
 
 def _same_bits(target: Target, lane: LaneTrace) -> bool:
     """Return True if all passes of a lane give the same bits as plain decoding. Passes over trees, and over more than
-    GPU_SLOTS slots on a GPU, may round differently."""
+    `DeviceKind.exact_slots` slots, may round differently."""
     drafts = [parents for event in lane.events for parents in event.parents]
-    narrow = target.device.type == "cpu" or all(len(parents) < GPU_SLOTS for parents in drafts)
+    most = device_kind(target.device).exact_slots
+    narrow = all(len(parents) < most for parents in drafts)
     return target.facts.same_bits and narrow and all(parents == [*range(len(parents))] for parents in drafts)
 
 

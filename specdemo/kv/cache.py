@@ -28,8 +28,8 @@ def cache_argument(forward: Callable[..., object]) -> str:
 class Cursor:
     """Write position of the next forward pass, shared by all layers of a cache."""
 
-    def __init__(self, rows: int, capacity: int, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, rows: int, capacity: int, device: torch.device, row_sequences: bool) -> None:
+        self.device, self.row_sequences = device, row_sequences
         self.lengths = [0] * rows
         self.capacity = capacity
         self.longest = 0
@@ -96,16 +96,25 @@ class SlabLayer(CacheLayerMixin):
 
     def _slab(self, like: Tensor) -> Tensor:
         rows, heads, _, size = like.shape
-        return _new_slab(like, rows, heads, self.cursor.capacity, size)
+        return _new_slab(like, self.cursor, rows, heads, size)
 
 
 class SlabCache(Cache):
     """KV cache of a model of attention layers, passed under the name of `cache_argument`."""
 
-    def __init__(self, layers: int, rows: int, capacity: int, device: torch.device, same_shape: bool = False) -> None:
+    def __init__(
+        self,
+        layers: int,
+        rows: int,
+        capacity: int,
+        device: torch.device,
+        same_shape: bool = False,
+        row_sequences: bool = False,
+    ) -> None:
         """same_shape: keys and values have one shape in all layers. They share one tensor, so that a commit moves them
-        in one operation."""
-        self.cursor = Cursor(rows, capacity, device)
+        in one operation. row_sequences: the columns of a row are contiguous, for kernels that read them as one
+        sequence."""
+        self.cursor = Cursor(rows, capacity, device, row_sequences)
         self.slabs = [SlabLayer(self.cursor) for _ in range(layers)]
         self._same_shape = same_shape
         self._block: Tensor | None = None  # [2 * layers, B, H, capacity, D]
@@ -122,7 +131,7 @@ class SlabCache(Cache):
         """Allocate one block for all layers, with the shape of states [B, H, S, D], and copy the old block into it."""
         old_block = self._block
         rows, heads, _, size = like.shape
-        self._block = _new_slab(like, 2 * len(self.slabs), rows, heads, self.cursor.capacity, size)
+        self._block = _new_slab(like, self.cursor, 2 * len(self.slabs), rows, heads, size)
         if old_block is not None:
             self._block.narrow(3, 0, old_block.shape[3]).copy_(old_block)
         for layer, keys, values in zip(self.slabs, self._block[::2], self._block[1::2], strict=True):
@@ -204,15 +213,13 @@ class SlabCache(Cache):
         cursor.row_lengths = None if min(lengths) == cursor.longest else to_device(lengths, cursor.device)
 
 
-def _new_slab(like: Tensor, *shape: int) -> Tensor:
-    """Allocate zeros of shape [.., H, capacity, D]; attention multiplies masked columns by 0, and 0 * NaN is NaN.
-
-    On a GPU the columns of a row are contiguous, so that its kernels can read the rows as one sequence.
-    """
-    if like.device.type != "cuda":
-        return like.new_zeros(shape)
-    *outer, heads, capacity, size = shape
-    return like.new_zeros(*outer, capacity, heads, size).transpose(-2, -3)
+def _new_slab(like: Tensor, cursor: Cursor, *shape: int) -> Tensor:
+    """Allocate zeros [.., H, capacity, D] for shape [.., H, D]. Attention multiplies masked columns by 0, and 0 * NaN
+    is NaN."""
+    *outer, heads, size = shape
+    if cursor.row_sequences:
+        return like.new_zeros(*outer, cursor.capacity, heads, size).transpose(-2, -3)
+    return like.new_zeros(*outer, heads, cursor.capacity, size)
 
 
 def _move(slabs: Tensor, source: Tensor, target: Tensor) -> None:

@@ -6,7 +6,6 @@ buffers, and everything that differs between replays, such as the length of a te
 captures a function of tensors: a target pass or a complete draft.
 """
 
-import os
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
@@ -39,16 +38,6 @@ Probe = Callable[[], tuple[Callable[..., Tensors], Sequence[Tensor]]]  # returns
 # Owners of captures and living graphs, for their streams. Streams themselves must not be weakly referenced: torch
 # 2.11 frees them without clearing these references, and the process crashes later (pytorch #183403).
 _owners: weakref.WeakSet["CudaGraphs"] = weakref.WeakSet()
-
-
-def capture_for(device: torch.device) -> GraphCapture | None:
-    """Return the capture function of a device; None: no graphs."""
-    return CudaGraphs(device) if device.type == "cuda" and os.environ.get(ENVIRONMENT_VARIABLE) != "0" else None
-
-
-def graph_bytes(device: torch.device, owners: int) -> int:
-    """Return the expected memory of the graphs of `owners` owners."""
-    return owners * BYTES_PER_OWNER if capture_for(device) else 0
 
 
 def covering_widths(slots: int) -> list[int]:
@@ -245,8 +234,7 @@ class GraphCache:
             self.disabled_reason = f"CUDA graph capture failed ({reason})"
         if self.disabled_reason:
             self.clear()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()  # memory left by an out-of-memory error
+        torch.cuda.empty_cache()  # memory left by an out-of-memory error
         return None
 
     def _checked_graph(

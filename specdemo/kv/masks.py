@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from specdemo.core.host_copy import on_host
 from specdemo.kv.cache import SlabCache
 
 ALIGNMENT = 16  # elements; with other row strides the GPU kernels copy the mask in every layer
@@ -59,7 +60,7 @@ def ancestry(parents: Tensor) -> Tensor:
 def tree_shape(parents: Tensor) -> tuple[Tensor, Tensor]:
     """Return which slots a slot sees, bool [B, S, S], and depths [B, S], from parents [B, N]. A CPU keeps recent
     trees."""
-    if parents.device.type == "cpu":
+    if on_host(parents.device):
         return _known_shape(tuple(map(tuple, parents.tolist())))
     ancestors = ancestry(parents)
     return ancestors > 0, ancestors.sum(-1).long() - 1
@@ -114,7 +115,7 @@ def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
 
 def aligned(mask: Tensor) -> Tensor:
     """Align the row stride of a mask on a GPU, as the memory-efficient attention kernels require."""
-    if mask.device.type == "cpu":
+    if on_host(mask.device):
         return mask
     width = mask.shape[-1]
     buffer = mask.new_empty(*mask.shape[:-1], -(-width // ALIGNMENT) * ALIGNMENT)

@@ -172,7 +172,7 @@ def training_note(source: str) -> str:
 def check_finite(name: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Raise ValueError if one of the named tensors contains NaN or infinity."""
     for part, tensor in tensors:
-        if tensor.is_floating_point() and tensor.numel() and tensor.device.type != "meta":
+        if tensor.is_floating_point() and tensor.numel() and not tensor.is_meta:
             numbers = tensor.detach() if tensor.element_size() > 1 else tensor.detach().float()  # no kernels for 8 bits
             if not torch.isfinite(torch.stack(torch.aminmax(numbers))).all():
                 raise ValueError(f"{name} has NaN or infinity in {part}; fetch it again or choose another revision")

@@ -18,6 +18,7 @@ import torch
 
 from specdemo.core.protocol import Target
 from specdemo.costs.passes import interpolate
+from specdemo.models.devices import device_kind
 
 BUSY_CORES = 4  # from this number on, one core is left to the page, the browser and other programs
 MANY_CORES = 1 << 10
@@ -42,13 +43,13 @@ def threads(count: int) -> Iterator[None]:
 
 def one_thread(device: torch.device) -> AbstractContextManager[None]:
     """Set one thread on a CPU, unless OMP_NUM_THREADS is set."""
-    return threads(1) if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ else nullcontext()
+    return threads(1) if device_kind(device).host and "OMP_NUM_THREADS" not in os.environ else nullcontext()
 
 
 def step_threads(target: Target) -> AbstractContextManager[None]:
     """Set torch's threads for a step of a target: its own number if torch computes it, else one."""
     own = target.threads if target.model is not None else 0
-    return threads(own) if own and target.device.type == "cpu" else one_thread(target.device)
+    return threads(own) if own and device_kind(target.device).host else one_thread(target.device)
 
 
 def thread_counts() -> tuple[int, ...]:

@@ -1,5 +1,7 @@
-"""Device kinds, one row each in DEVICE_KINDS: timing, memory, dtypes, attention kernels and CUDA graphs."""
+"""Device kinds, one row each in DEVICE_KINDS. Other code asks a row for what it needs to know of a device: timing,
+memory, dtypes, attention kernels, CUDA graphs."""
 
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,11 +10,15 @@ from types import ModuleType
 
 import psutil
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from specdemo.core.generation import SHORT, dtype_name
+from specdemo.core.protocol import UNLIMITED
 from specdemo.core.suggest import DEVICES, suggest
+from specdemo.kv.graphs import BYTES_PER_OWNER, ENVIRONMENT_VARIABLE, CudaGraphs
+from specdemo.kv.shared import GraphCapture
 
+EXACT_SLOTS = 16  # of a GPU: passes over up to so many slots cost about what one costs; wider ones round differently
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -21,11 +27,16 @@ class DeviceKind:
     """A device kind; the defaults are those of a CPU. Sizes are in bytes, for the device in the argument."""
 
     title: str = "CPU"
+    host: bool = True  # the processor itself: passes run in threads of this process, on its memory
     timing: str = "wall clock"  # how the parts of a step are timed
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")  # the first is dtype `auto`
     attention: str = "flash or math"  # kernels of scaled dot product attention
     quantised: bool = True  # bitsandbytes has kernels for it
     cuda_graphs: bool = False  # forward passes run as CUDA graphs
+    triton: bool = False  # runs kernels that Triton compiled
+    nvml: bool = False  # NVIDIA's library may know its clock
+    row_sequences: bool = False  # its attention kernels read the keys of a row, of all heads, as one sequence
+    exact_slots: int = UNLIMITED  # the widest pass that may give the same bits as one over a single token
     separate_memory: bool = False  # has its own memory; main memory can hold layers that do not fit
     tested: bool = False  # on hardware
 
@@ -85,6 +96,8 @@ class DeviceKind:
 class Discrete(DeviceKind):
     """A GPU for which torch has a module like torch.cuda."""
 
+    separate_memory: bool = True
+    exact_slots: int = EXACT_SLOTS
     module: ModuleType = torch.cuda
 
     def count(self) -> int:
@@ -119,8 +132,14 @@ class Discrete(DeviceKind):
         torch.backends.cuda.enable_cudnn_sdp(False)
 
 
+@dataclass(frozen=True, slots=True)
 class Cuda(Discrete):
     """An NVIDIA or AMD GPU."""
+
+    cuda_graphs: bool = True
+    triton: bool = True
+    nvml: bool = True
+    row_sequences: bool = True
 
     def problem(self, device: torch.device) -> str:
         architectures = torch.cuda.get_arch_list()
@@ -182,14 +201,9 @@ class Mps(DeviceKind):
 EVENTS, SYNCHRONISING = "events", "synchronising"
 HALF = ("bfloat16", "float16", "float32")
 DEVICE_KINDS: dict[str, DeviceKind] = {  # the best first
-    "cuda": Cuda(
-        *("NVIDIA or AMD GPU", EVENTS, HALF, "flash, efficient or math"),
-        cuda_graphs=True,
-        separate_memory=True,
-        tested=not torch.version.hip,
-    ),
-    "xpu": Discrete("Intel GPU", SYNCHRONISING, HALF, "flash, oneDNN or math", separate_memory=True, module=torch.xpu),
-    "mps": Mps("Apple GPU", SYNCHRONISING, HALF, "Metal", quantised=False),
+    "cuda": Cuda("NVIDIA or AMD GPU", False, EVENTS, HALF, "flash, efficient or math", tested=not torch.version.hip),
+    "xpu": Discrete("Intel GPU", False, SYNCHRONISING, HALF, "flash, oneDNN or math", module=torch.xpu),
+    "mps": Mps("Apple GPU", False, SYNCHRONISING, HALF, "Metal", quantised=False, exact_slots=EXACT_SLOTS),
     "cpu": DeviceKind(tested=True),
 }
 
@@ -197,6 +211,35 @@ DEVICE_KINDS: dict[str, DeviceKind] = {  # the best first
 def device_kind(device: torch.device) -> DeviceKind:
     """Return the row of a device; an unknown kind is treated as a CPU."""
     return DEVICE_KINDS.get(device.type, DEVICE_KINDS["cpu"])
+
+
+def same_kind(device: torch.device) -> list[torch.device]:
+    """Return the device, or without a number all devices of its kind that have numbers."""
+    row = device_kind(device)
+    if device.index is not None or not row.separate_memory:
+        return [device]
+    return [torch.device(device.type, index) for index in range(max(row.count(), 1))]
+
+
+def capture_for(device: torch.device) -> GraphCapture | None:
+    """Return the capture function of a device; None: no graphs."""
+    enabled = device_kind(device).cuda_graphs and os.environ.get(ENVIRONMENT_VARIABLE) != "0"
+    return CudaGraphs(device) if enabled else None
+
+
+def graph_bytes(device: torch.device, owners: int) -> int:
+    """Return the expected memory of the graphs of `owners` owners."""
+    return owners * BYTES_PER_OWNER if capture_for(device) else 0
+
+
+def runs_triton(x: Tensor) -> bool:
+    """Return True if kernels that Triton compiled can read a tensor. Asked in every layer of every pass."""
+    return x.is_cuda
+
+
+def mixed_precision(device: torch.device, dtype: torch.dtype) -> torch.autocast:
+    """Return a context in which matrix products run in `dtype`."""
+    return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
 
 
 def best_device() -> torch.device:

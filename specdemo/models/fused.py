@@ -22,7 +22,7 @@ from specdemo.kv.cache import cache_argument
 from specdemo.kv.graphs import TOLERANCE
 from specdemo.kv.masks import Mask
 from specdemo.models.cpu_plan import pack_model
-from specdemo.models.devices import device_map_summary
+from specdemo.models.devices import device_kind, device_map_summary
 from specdemo.models.layers import DecoderLayer, Rotary, add_norm, shared_mask, signed_sin
 from specdemo.models.packed import (
     KNOWN_NORMS,
@@ -128,7 +128,7 @@ def fuse_layers(model: PreTrainedModel, layout: Layout | None = None, text: Sequ
     Models spread over several devices stay as they are. So do quantised models on a CPU: only on a GPU do their many
     small operations dominate.
     """
-    quantised = getattr(model, "hf_quantizer", None) is not None and model.device.type != "cuda"
+    quantised = getattr(model, "hf_quantizer", None) is not None and not device_kind(model.device).triton
     if quantised or device_map_summary(model):
         return ""
     decoder: Layer = model.get_decoder()
@@ -137,9 +137,9 @@ def fuse_layers(model: PreTrainedModel, layout: Layout | None = None, text: Sequ
         call = _first_call(decoder, layers[0])
         for index, layer in enumerate(layers):
             layers[index] = fuse_layer(layer, decoder.rotary_emb, call)
-    note = pack_model(model, layout, text) if model.device.type == "cpu" else ""
+    note = pack_model(model, layout, text) if device_kind(model.device).host else ""
     for parameter in model.parameters():  # a tensor that is still mapped keeps the whole file in memory
-        if parameter.device.type == "cpu":
+        if device_kind(parameter.device).host:
             parameter.data = parameter.data.clone()
     return note
 
@@ -173,7 +173,7 @@ def kernels(model: PreTrainedModel) -> str:
 def missing_kernels(config: object, device: torch.device) -> str:
     """Return a clause that names the kernels this model lacks on this device; empty if none."""
     linear = "linear_attention" in (getattr(config, "layer_types", None) or ())
-    if device.type != "cuda" or not linear or find_spec("fla"):
+    if not device_kind(device).triton or not linear or find_spec("fla"):
         return ""
     return "linear attention runs without specialised kernels; for more speed run: pip install flash-linear-attention"
 

@@ -20,6 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from specdemo.core.protocol import Target
 from specdemo.kv.cache import SlabCache
 from specdemo.kv.masks import FULL, AttentionKind, Columns, Mask, Rope, TreeMask, additive
+from specdemo.models.devices import device_kind, runs_triton
 from specdemo.models.operations import apply_rope, use_kernel
 from specdemo.models.packed import RMSNorm, concat_linears
 
@@ -119,7 +120,7 @@ def attend(
 def folds(device: torch.device, group: int, slots: int) -> bool:
     """Return whether the queries of a group of heads should become rows of one head. torch's kernel for CPUs takes rows
     by FOLDED_ROWS; with more of them it adds in another order."""
-    return group > 1 and (device.type != "cpu" or group * slots <= FOLDED_ROWS)
+    return group > 1 and (not device_kind(device).host or group * slots <= FOLDED_ROWS)
 
 
 def fold_mask(mask: Tensor, group: int) -> Tensor:
@@ -155,7 +156,7 @@ def add_norm(norm: nn.Module, x: Tensor, delta: Tensor | None) -> tuple[Tensor, 
     """Return x + delta and its norm, for x and delta [B, S, D]. delta None: zero."""
     if delta is None:
         return x, norm(x)
-    if x.is_cuda and _fits_kernel(norm, x, delta):
+    if runs_triton(x) and _fits_kernel(norm, x, delta):
         assert isinstance(norm, RMSNorm)
         x, normed = torch.ops.specdemo.add_rms_norm(x.contiguous(), delta.contiguous(), norm.weight, norm.eps)
         return x, normed
@@ -215,7 +216,7 @@ class Attention(nn.Module):
         """x [B, S, D or inputs] -> [B, S, D]. mask: see `attend`."""
         qkv = self.qkv(x) if self.qkv else torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
         qkv = self._split_heads(qkv)
-        by_kernel = self._write_by_kernel(qkv, rope, cache) if qkv.is_cuda else None
+        by_kernel = self._write_by_kernel(qkv, rope, cache) if runs_triton(qkv) else None
         q, k, v = by_kernel or self._write(qkv, rope, cache)
         causal = mask is None and self.kind[1] and x.shape[1] > 1
         if self.attention_sink_bias is not None:
@@ -299,7 +300,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate_up = self.gate_up
-        if gate_up and x.is_cuda and self._silu and use_kernel("silu_mul", x):
+        if gate_up and self._silu and use_kernel("silu_mul", x):
             product: Tensor = self.down_proj(torch.ops.specdemo.silu_mul(gate_up(x)))
             return product
         gate, up = gate_up(x).chunk(2, -1) if gate_up else (self.gate_proj(x), self.up_proj(x))

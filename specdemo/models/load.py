@@ -37,7 +37,7 @@ from specdemo.models.auto_dtype import faster_precision
 from specdemo.models.checkpoints import check_finite
 from specdemo.models.cpu_plan import MEASURED, PROBE_TOKENS, CpuSettings
 from specdemo.models.cpu_threads import one_thread, thread_counts, threads
-from specdemo.models.devices import device_kind
+from specdemo.models.devices import device_kind, same_kind
 from specdemo.models.errors import first_line, load_errors, tokenizer_errors
 from specdemo.models.fused import fuse_layers
 from specdemo.models.gguf_files import check_files, fetch_parts, is_gguf
@@ -175,7 +175,7 @@ def load_model(
     report(0.0, f"looking for {name}")
     source = locate(name, report=report)
     needed = estimate_footprint(source, precision).weights
-    chooses = dtype == "auto" and torch_device.type == "cpu" and not precision.bits
+    chooses = dtype == "auto" and precision.dtype == torch.float32 and not precision.bits
     notes = []
     # smaller ones fit into a cache, where the measurement does not apply
     chooses = chooses and needed > SAMPLE_BYTES and stored_dtype(source) == torch.bfloat16
@@ -234,13 +234,12 @@ def _read(
         )
     model, info = loaded
     _check_weights(name, model, info["missing_keys"])
-    if precision.bits == 4 and torch_device.type == "cpu":
+    if precision.bits == 4 and device_kind(torch_device).host:
         _check_four_bits(model, name)
     if not precision.bits and not spread:
         nn.Module.to(model, torch_device)
     model.requires_grad_(False)
-    on_cpu = torch_device.type == "cpu"
-    with threads(max(cpu.counts)) if on_cpu else nullcontext():
+    with threads(max(cpu.counts)) if device_kind(torch_device).host else nullcontext():
         check_model(name, model, tokenizer)
         if kernels == "auto":
             embeddings: Any = model.get_input_embeddings()
@@ -337,7 +336,7 @@ def _exclusive_build() -> Iterator[None]:
 
 def _placement_kwargs(device: torch.device, precision: Precision, spread: bool) -> dict[str, object]:
     """Return the arguments of transformers' `from_pretrained` for devices and bitsandbytes."""
-    where = torch.device(device.type, 0) if device.index is None and device.type != "cpu" else device
+    where = same_kind(device)[0]
     # straight to the device, without a copy of all weights in main memory; ZeroGPU has no device yet
     direct = bool(precision.bits) or (device_kind(device).separate_memory and not zero_gpu())
     kwargs: dict[str, object] = {"device_map": "auto" if spread else {"": where}} if spread or direct else {}
@@ -405,7 +404,7 @@ def check_model(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenize
     text = torch.tensor(sample_tokens(tokenizer, min(2 * SHARED_TOKENS, limit), vocab_size))
     shared = (len(text) + 1) // 2
     other = torch.cat([text[:shared], (text[shared:] + 1) % vocab_size])
-    texts = torch.stack([text, other]).to("cpu" if device.type == "meta" else device)
+    texts = torch.stack([text, other]).to("cpu" if embed.weight.is_meta else device)
     kind = model.config.model_type
     with _failing(f"{name} cannot generate: transformers fails in a forward pass of this {kind} model"):
         both, alone = (model(rows).logits[:, :shared].float() for rows in (texts, texts[:1]))

@@ -30,7 +30,7 @@ COMPUTES = 0.1  # share of that time in which a thread that computes runs
 def uses_thread_time(device: torch.device) -> bool:
     """Return True if all work on a device runs in the calling thread, unless a target has several (`TargetFacts`). The
     CPU time of that thread then measures it."""
-    return device.type == "cpu" and sys.platform != "win32"
+    return device_kind(device).host and sys.platform != "win32"
 
 
 def clock(device: torch.device, wall_time: bool = False) -> Callable[[], float]:
@@ -105,7 +105,7 @@ class GpuClock:
     computes."""
 
     def __init__(self, device: torch.device) -> None:
-        self._handle = _handle(device) if device.type == "cuda" else None
+        self._handle = _handle(device) if device_kind(device).nvml else None
         self._before = self._mhz()
 
     def reasons(self) -> list[str]:
@@ -138,7 +138,7 @@ def commit() -> str | None:
 def matmul_dtype(device: torch.device) -> torch.dtype:
     """Return the fastest dtype of matrix products for training: bfloat16 on a GPU and on a CPU with bf16
     instructions."""
-    return torch.bfloat16 if device.type != "cpu" or bfloat16_pays() else torch.float32
+    return torch.bfloat16 if not device_kind(device).host or bfloat16_pays() else torch.float32
 
 
 @lru_cache(maxsize=1)

@@ -18,7 +18,7 @@ from specdemo.core.safe_io import TOO_LARGE
 from specdemo.core.suggest import suggest
 from specdemo.costs.memory import HEADROOM, Footprint
 from specdemo.costs.shapes import QUANTIZED_BITS, Config, ConfigReader
-from specdemo.models.devices import DEVICE_KINDS, best_device, device_kind, pick_device, pick_dtype
+from specdemo.models.devices import DEVICE_KINDS, best_device, device_kind, pick_device, pick_dtype, same_kind
 from specdemo.models.gguf_files import local_header, stored_bytes
 from specdemo.models.llamacpp import CACHE_BYTES, LlamaCppSettings, cache_type_of, library
 from specdemo.models.sources import Repository, fetch_config, read_config, size_text
@@ -135,7 +135,7 @@ def _quantized_bits(quantization: str | None, device: torch.device) -> int | Non
     if find_spec("bitsandbytes") is None or find_spec("accelerate") is None:
         raise ValueError(f"quantization {quantization!r} needs bitsandbytes; run: pip install bitsandbytes accelerate")
     if not device_kind(device).quantised:
-        raise ValueError(f"bitsandbytes has no kernels for {device.type}; omit quantization {quantization!r}")
+        raise ValueError(f"bitsandbytes has no kernels for {device}; omit quantization {quantization!r}")
     return BITS[quantization]
 
 
@@ -200,11 +200,7 @@ def headers(files: list[Path]) -> Iterator[tuple[str, list[int], str]]:
 
 def free_bytes(device: torch.device) -> list[int]:
     """Return the free memory of the device, then of other devices of its kind that a model may be spread over."""
-    row = device_kind(device)
-    if not row.separate_memory:
-        return [row.free(device)]
-    indices = range(row.count()) if device.index is None else [device.index]
-    return [row.free(torch.device(device.type, index)) for index in indices]
+    return [*map(device_kind(device).free, same_kind(device))]
 
 
 def check_memory(name: str, needed: int, device: torch.device, precision: Precision) -> bool:

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from specdemo.kv.graphs import TOLERANCE
 from specdemo.kv.masks import Rope, tree_mask
+from specdemo.models.devices import device_kind, runs_triton
 
 # environment variable: 0 disables all kernels; otherwise the kernels to use, such as `add_rms_norm,silu_mul`
 TRITON_VARIABLE = "SPECDEMO_TRITON"
@@ -42,7 +43,7 @@ def apply_rope(x: Tensor, rope: Rope) -> Tensor:
 
 def use_kernel(name: str, x: Tensor) -> bool:
     """Return whether operation `name` should replace plain operations on tensors like x."""
-    if not x.is_cuda or torch.is_grad_enabled() or torch.compiler.is_compiling():
+    if not runs_triton(x) or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
     return works(name, x.device, x.dtype)
 
@@ -51,7 +52,7 @@ def use_kernel(name: str, x: Tensor) -> bool:
 def works(name: str, device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether a kernel is enabled and returns on this device what plain operations return. Compared once."""
     enabled = os.environ.get(TRITON_VARIABLE)
-    if device.type != "cuda" or not find_spec("triton"):
+    if not device_kind(device).triton or not find_spec("triton"):
         return False
     if enabled is not None and name not in enabled.split(","):
         return False

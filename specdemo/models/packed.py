@@ -18,6 +18,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from specdemo.models.cpu_threads import threads
+from specdemo.models.devices import device_kind, runs_triton
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -321,12 +322,12 @@ def fast_norm(norm: Any) -> Any:
     weight = getattr(norm, "weight", None)
     if not isinstance(weight, Tensor) or weight.ndim != 1 or type(norm) is FastRMSNorm:
         return norm
-    if weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16):
+    if device_kind(weight.device).host and not weight.is_meta and weight.dtype in (torch.float32, torch.bfloat16):
         eps = _eps(norm)
         factor = norm_factor(norm, eps)
         return norm if factor is None else FastRMSNorm(norm, factor, eps)
     # the original runs as eight kernels on a GPU and rounds to 16 bits between them; one kernel rounds once
-    known = type(norm) in (RMSNorm, *KNOWN_NORMS) and (weight.device.type == "cuda" or weight.dtype == torch.float32)
+    known = type(norm) in (RMSNorm, *KNOWN_NORMS) and (runs_triton(weight) or weight.dtype == torch.float32)
     return RMSNorm.like(norm) if known else norm
 
 
@@ -380,7 +381,7 @@ def choose_layout(linears: Sequence[nn.Linear], free_bytes: int = 0) -> Layout:
     """
     weights = [linear.weight for linear in linears]
     size = sum(weight.nbytes for weight in weights)
-    if size < LEAST_BYTES or weights[0].device.type != "cpu" or not torch.backends.mkldnn.is_available():
+    if size < LEAST_BYTES or not device_kind(weights[0].device).host or not torch.backends.mkldnn.is_available():
         return PLAIN
     if len({weight.dtype for weight in weights}) > 1 or weights[0].dtype not in (torch.float32, torch.bfloat16):
         return PLAIN

@@ -18,6 +18,7 @@ from specdemo.costs.passes import ROUNDED, SAME_BITS, pass_ratio
 from specdemo.kv.store import PassShape
 from specdemo.models.cpu_plan import CpuSettings, cpu_plan, pass_shape
 from specdemo.models.cpu_threads import step_threads, threads
+from specdemo.models.devices import device_kind
 from specdemo.models.machine import clock
 from specdemo.models.packed import PADDED_ROWS, PADDING_LIMIT
 from specdemo.models.target import HFTarget
@@ -43,7 +44,6 @@ COMPARED = "type and processor decide, so compare files with `doctor FILE`"
 READ_BYTES = 1 << 28  # more than most caches
 PADDING_ROUNDS = 8
 
-GPU_SLOTS = 16  # slots of passes where `bit_exact` is on: they cost about what one costs; wider ones round differently
 _shapes: dict[object, PassShape] = {}  # kind of model -> shape, so that all copies of a model agree
 MIN_LAYERS = 2  # that are compared
 Clock = Callable[[], float]  # seconds
@@ -190,7 +190,7 @@ def fastest_threads(target: Target, counts: Sequence[int], seconds: float = THRE
 def plan_passes(target: HFTarget, settings: CpuSettings) -> tuple[str, ...]:
     """Choose the shape of a model's passes, and on a CPU their threads. Return what a user should know, one sentence
     each."""
-    plan, notes, on_cpu = cpu_plan(target.model), [], target.device.type == "cpu"
+    plan, notes, on_cpu = cpu_plan(target.model), [], device_kind(target.device).host
     if on_cpu:
         fastest_threads(target, settings.counts)
     if settings.bit_exact == "on" or (on_cpu and settings.bit_exact == "auto"):
@@ -207,13 +207,13 @@ def one_kernel_shape(target: HFTarget, required: bool) -> PassShape:
     """Return the shape of passes that makes the logits of every width the same bits, the ordinary shape if there is
     none, or unless required, if it makes a one-token pass slower than PADDING_LIMIT allows."""
     plan, config = cpu_plan(target.model), target.layer_config
-    on_cpu = target.device.type == "cpu"
+    on_cpu = device_kind(target.device).host
     if not target.capabilities.trees or (on_cpu and plan.layout.rows < PADDED_ROWS):
         return PassShape()
     key = type(target.model), str(sorted(config.items(), key=str)), target.dtype, plan.threads, required, target.device
     if key not in _shapes:
         sizes = tuple({size for _, size in target.kv_shapes.values()})
-        shape = pass_shape(target.dtype, sizes) if on_cpu else PassShape(GPU_SLOTS)
+        shape = pass_shape(target.dtype, sizes) if on_cpu else PassShape(device_kind(target.device).exact_slots)
         kinds = list(config.get("layer_types") or ["all"])
         some = max(MIN_LAYERS, *(1 + kinds.index(kind) for kind in kinds)) if on_cpu else target.num_layers
         layers = min(target.num_layers, some)
@@ -245,7 +245,7 @@ def padding_cost(model: HFTarget, shape: PassShape) -> float:
 def has_same_bits(target: HFTarget, layers: int) -> bool:
     """Return whether the first `layers` layers and the head give a slot of a chain the same bits in passes of the
     `SAME_WIDTHS`, after texts that end before and after a block of keys."""
-    widths = [width for width in SAME_WIDTHS if width <= GPU_SLOTS or target.device.type == "cpu"]
+    widths = [width for width in SAME_WIDTHS if width <= device_kind(target.device).exact_slots]
     starts = [start for start in SAME_STARTS if start + max(widths) <= target.max_length]
     count = max(starts, default=0) + max(widths)
     tokens = 7 * torch.arange(1, count + 1, device=target.device)[None] % target.vocab_size

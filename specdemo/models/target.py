@@ -20,7 +20,7 @@ from specdemo.core.protocol import UNLIMITED, Capabilities, Forward, TargetFacts
 from specdemo.core.rounding import difference, moved_share, spacing
 from specdemo.core.tree import chain_parents
 from specdemo.kv.cache import SlabCache
-from specdemo.kv.graphs import GRAPH_SPARE_COLUMNS, GRAPH_WIDTHS, capture_for, covering_widths
+from specdemo.kv.graphs import GRAPH_SPARE_COLUMNS, GRAPH_WIDTHS, covering_widths
 from specdemo.kv.history import KVHistory
 from specdemo.kv.shared import DraftFunction, DraftPlan, GraphCapture, SharedTarget, Tensors
 from specdemo.kv.snapshots import (
@@ -33,7 +33,7 @@ from specdemo.kv.snapshots import (
 from specdemo.kv.store import SPARE_COLUMNS, KVStore
 from specdemo.models.cpu_plan import cpu_plan
 from specdemo.models.cpu_threads import thread_limit
-from specdemo.models.devices import capability, device_kind, device_map_summary
+from specdemo.models.devices import capability, capture_for, device_kind, device_map_summary
 from specdemo.models.fused import fused_decoder, kernels, missing_kernels
 from specdemo.models.packed import linear_bytes, packed_bytes
 from specdemo.models.runner import Runner
@@ -133,7 +133,7 @@ class HFTarget(SharedTarget):
 
     @property
     def facts(self) -> TargetFacts:
-        plan, on_cpu = cpu_plan(self.model), self.device.type == "cpu"
+        plan, on_cpu = cpu_plan(self.model), device_kind(self.device).host
         words = {"one kernel for every width": plan.same_bits, "graphs": self.uses_cuda_graphs}
         return TargetFacts(
             precision=str(self.dtype).removeprefix("torch."),
@@ -157,7 +157,7 @@ class HFTarget(SharedTarget):
 
     @property
     def threads(self) -> int:
-        return min(cpu_plan(self.model).threads, thread_limit.threads) if self.device.type == "cpu" else 0
+        return min(cpu_plan(self.model).threads, thread_limit.threads) if device_kind(self.device).host else 0
 
     @threads.setter
     def threads(self, count: int) -> None:
@@ -318,7 +318,8 @@ class HFTarget(SharedTarget):
 def _new_cache(run: Runner, config: PreTrainedConfig, rows: int, columns: int) -> SlabCache:
     # a function, because a method would make the target refer to itself, and its memory wait for the garbage collector
     layers = len(DynamicCache(config=config).layers)
-    return SlabCache(layers, rows, columns, run.device, same_shape=run.fused is not None)
+    sequences = device_kind(run.device).row_sequences
+    return SlabCache(layers, rows, columns, run.device, same_shape=run.fused is not None, row_sequences=sequences)
 
 
 def _kv_layers(config: PreTrainedConfig) -> dict[str, int]:
@@ -340,7 +341,7 @@ def _experts_wait(model: PreTrainedModel, device: torch.device) -> bool:
 
     torch's grouped product copies the group sizes to the host, except in bfloat16 on Hopper and data-centre Blackwell.
     """
-    if device.type != "cuda" or not any(name.endswith(".experts") for name, _ in model.named_modules()):
+    if not device_kind(device).cuda_graphs or not any(name.endswith(".experts") for name, _ in model.named_modules()):
         return False
     implementation = getattr(model.config.get_text_config(decoder=True), "_experts_implementation", None)
     if implementation == "grouped_mm":

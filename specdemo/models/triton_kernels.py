@@ -4,8 +4,6 @@ All kernels compute in float32 and round to the dtype of the tensors where the p
 differ by the order of additions only. B rows, S slots, H query heads, K key/value heads, E size of a head, D features.
 """
 
-from contextlib import AbstractContextManager, nullcontext
-
 import torch
 import triton
 import triton.language as tl
@@ -24,7 +22,7 @@ def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[
     size = x.shape[-1]
     block = triton.next_power_of_2(size)
     warps = min(max(block // ELEMENTS_PER_WARP, 1), 16)
-    with _on(x.device):
+    with torch.cuda.device_of(x):
         _add_rms_norm[(x.numel() // size,)](x, delta, weight, total, normed, size, eps, BLOCK=block, num_warps=warps)
     return total, normed
 
@@ -32,7 +30,7 @@ def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[
 def silu_mul(gate_up: Tensor) -> Tensor:
     """Return SiLU(gate) * up, for contiguous gate_up [.., 2 D] -> [.., D]."""
     out = gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
-    with _on(out.device):
+    with torch.cuda.device_of(out):
         _silu_mul[(triton.cdiv(out.numel(), SILU_BLOCK),)](gate_up, out, out.shape[-1], out.numel(), BLOCK=SILU_BLOCK)
     return out
 
@@ -57,7 +55,7 @@ def norm_rope_write(
     kv_heads = keys.shape[1]
     query = qkv.new_empty(rows, slots, heads - 2 * kv_heads, size)
     row_stride = cos.stride(0) if len(cos) > 1 else 0
-    with _on(qkv.device):
+    with torch.cuda.device_of(qkv):
         _norm_rope_write[(rows * slots, heads)](
             *(qkv, qkv if q_weight is None else q_weight, qkv if k_weight is None else k_weight),
             *(cos, sin, columns, query, keys, values, eps, slots, row_stride, cos.stride(1)),
@@ -92,7 +90,7 @@ def tree_attention(
     largest, total = partial.new_empty(2, *partial.shape[:2]).unbind()
     out = query.new_empty(rows, slots, heads, size)
     block = max(triton.next_power_of_2(size), 16)
-    with _on(query.device):
+    with torch.cuda.device_of(query):
         _tree_attention[(rows * kv_heads, triton.cdiv(queries, tile), splits)](
             *(query, keys, values, ends, ancestors, partial, largest, total, scale),
             *(slots, ancestors.shape[2], ancestors.stride(0) if len(ancestors) > 1 else 0, queries, part),
@@ -112,11 +110,6 @@ def tree_attention(
             num_warps=1,
         )
     return out
-
-
-def _on(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context in which Triton launches on `device`. The interpreter also runs on a CPU."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @triton.jit  # type: ignore[untyped-decorator]

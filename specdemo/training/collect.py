@@ -31,6 +31,7 @@ from transformers import DynamicCache, PreTrainedModel
 from specdemo.core.atomic_io import atomic_path, json_text, write_text
 from specdemo.core.safe_io import JsonObject, read_text
 from specdemo.kv.cache import cache_argument
+from specdemo.models.devices import mixed_precision
 from specdemo.models.machine import matmul_dtype
 
 Result = TypeVar("Result")
@@ -56,8 +57,7 @@ class Plan:
 
 def autocast(device: torch.device) -> torch.autocast:
     """Run matrix products in the fastest dtype of the device."""
-    dtype = matmul_dtype(device)
-    return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+    return mixed_precision(device, matmul_dtype(device))
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from specdemo.core.protocol import Progress, Target
+from specdemo.models.devices import device_kind
 from specdemo.models.machine import device_name
 from specdemo.training.collect import (
     Plan,
@@ -149,7 +150,7 @@ def to_progress(batch: Batch, taps: Sequence[int], target: Target) -> Progress:
 
 def max_batch_tokens(target: Target) -> int:
     """Return the most tokens of a training step."""
-    return 4096 if target.device.type == "cpu" else 32768
+    return 4096 if device_kind(target.device).host else 32768
 
 
 def training_loss(drafter: Trainable, target: Target) -> Loss:
@@ -177,7 +178,7 @@ def train_head(
 
     rates: factor of the learning rates. evaluate_every: least seconds between evaluations.
     """
-    large = target.device.type != "cpu"
+    large = not device_kind(target.device).host
     context = data.text.tokens.shape[1]
     tokens = batch_tokens or max_batch_tokens(target)
     micro = max(context, (64 * MAX_DENSE if large else MAX_DENSE) // target.vocab_size)

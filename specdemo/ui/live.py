@@ -9,7 +9,7 @@ from specdemo.engine.lanes import lane_name
 from specdemo.engine.messages import Started
 from specdemo.engine.session import follow_up, session
 from specdemo.models.checkpoints import PICKLED
-from specdemo.models.devices import best_device
+from specdemo.models.devices import best_device, device_kind
 from specdemo.models.gguf_files import missing_bytes
 from specdemo.models.sources import size_text
 from specdemo.presets import limits
@@ -73,7 +73,7 @@ def _play(spec: Comparison) -> Generator[Messages, None, None]:
 
 def no_gpu(spec: Comparison) -> str:
     """Return why an external model may be too large for this machine; "" if there is a GPU."""
-    needless = spec.target in EMBEDDED or spec.all_remote or best_device().type != "cpu"
+    needless = spec.target in EMBEDDED or spec.all_remote or not device_kind(best_device()).host
     return "" if needless else f"{spec.target} needs a GPU and this machine has none"
 
 

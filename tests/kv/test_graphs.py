@@ -163,13 +163,6 @@ def test_stateful_model_is_not_captured():
     assert target.note == "its cache cannot be rewritten in place, so every operation is launched separately"
 
 
-@pytest.mark.parametrize("switch", ["0", "1"])
-def test_graphs_are_for_gpus_and_can_be_switched_off(monkeypatch, switch):
-    monkeypatch.setenv(module.ENVIRONMENT_VARIABLE, switch)
-    assert module.capture_for(torch.device("cpu")) is None
-    assert (module.capture_for(torch.device("cuda")) is None) == (switch == "0")
-
-
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # warnings of torch's compiler about torch
 @pytest.mark.release

@@ -10,9 +10,17 @@ import torch
 from specdemo.engine import lanes
 from specdemo.engine.clock import CpuStopwatch, stopwatch_for
 from specdemo.engine.session import Session
-from specdemo.kv.graphs import capture_for
+from specdemo.kv.graphs import ENVIRONMENT_VARIABLE
 from specdemo.models import devices, load, machine, memory
-from specdemo.models.devices import DEVICE_KINDS, DeviceKind, best_device, device_kind, pick_device, pick_dtype
+from specdemo.models.devices import (
+    DEVICE_KINDS,
+    DeviceKind,
+    best_device,
+    capture_for,
+    device_kind,
+    pick_device,
+    pick_dtype,
+)
 from specdemo.models.fused import missing_kernels
 from specdemo.models.machine import GpuClock
 from specdemo.models.memory import Precision, check_memory, estimate_footprint, free_bytes, resolve_placement
@@ -54,6 +62,7 @@ def pretend(monkeypatch):
         known = DEVICE_KINDS[name]
         row = {
             "title": known.title,
+            "host": known.host,
             "timing": known.timing,
             "dtypes": known.dtypes,
             "quantised": known.quantised,
@@ -82,6 +91,13 @@ def test_dedicated_gpu_precedes_one_that_shares_memory(pretend):
     for name in ("mps", "xpu", "cuda"):
         pretend(name)
         assert best_device().type == name
+
+
+@pytest.mark.parametrize("switch", ["0", "1"])
+def test_graphs_are_for_gpus_and_can_be_switched_off(monkeypatch, switch):
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, switch)
+    assert capture_for(torch.device("cpu")) is None
+    assert (capture_for(torch.device("cuda")) is None) == (switch == "0")
 
 
 @pytest.mark.parametrize("name", ["mps", "xpu"])

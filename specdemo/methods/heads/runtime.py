@@ -24,6 +24,7 @@ from specdemo.kv.masks import FULL, Angles, AttentionKind, Columns
 from specdemo.kv.shared import Tensors, capture_of
 from specdemo.kv.store import KVStore, ProvisionalColumns
 from specdemo.methods.heads.sampler import TokenSampler, flatten_draft, unflatten_draft
+from specdemo.models.devices import device_kind
 
 MAX_PENDING = 24  # columns that a CUDA graph reads at most; more are pending after a prompt or steps without a draft
 Pending = tuple[list[int], Tensors]  # number of real columns per row, and the columns [B, A, ..]
@@ -98,10 +99,11 @@ class HeadRuntime:
         self._reread = reread
         self._store: KVStore | None = None
         if layers:
+            sequences = device_kind(target.device).row_sequences
             self._store = KVStore(
                 target.device,
                 dtype,
-                lambda rows, columns: SlabCache(layers, rows, columns, target.device),
+                lambda rows, columns: SlabCache(layers, rows, columns, target.device, row_sequences=sequences),
                 capture,
                 angles=angles,
                 limit=limit,
