@@ -14,10 +14,11 @@ from huggingface_hub import ModelInfo, constants
 
 from specdemo.models.checkpoints import PICKLED
 from specdemo.models.errors import Unreachable
-from specdemo.models.gguf_files import gguf_on_hub, is_gguf
+from specdemo.models.gguf_files import gguf_on_hub
 from specdemo.models.packaged import SMOLLM2_GGUF
+from specdemo.models.ref import ModelRef
 from specdemo.models.sources import Repository, model_info, select_files
-from specdemo.presets.files import EMBEDDED, Preset, load_presets
+from specdemo.presets.files import Preset, load_presets
 
 UNNAMED = ("other", "unknown")  # the hub's names for an unknown licence
 
@@ -42,10 +43,10 @@ def answers(presets: Iterable[Preset]) -> Iterator[CheckResult]:
     """
     if constants.HF_HUB_OFFLINE:
         raise ValueError("HF_HUB_OFFLINE is set, but the check needs the hub; unset it")
-    users: dict[str, list[Preset]] = {}
+    users: dict[ModelRef, list[Preset]] = {}
     for preset in presets:
         for model in dict.fromkeys(preset.models):
-            if model not in (*EMBEDDED, SMOLLM2_GGUF):
+            if not model.embedded and model != SMOLLM2_GGUF:
                 users.setdefault(model, []).append(preset)
     sizes: dict[str, int] = {}
     for name, those in users.items():
@@ -55,10 +56,10 @@ def answers(presets: Iterable[Preset]) -> Iterator[CheckResult]:
     yield from _cramped({preset.id: preset for those in users.values() for preset in those}, sizes)
 
 
-def _query_hub(name: str, users: list[Preset]) -> CheckResult:
+def _query_hub(name: ModelRef, users: list[Preset]) -> CheckResult:
     try:
-        info = model_info(name.partition(":")[0])
-        found = gguf_on_hub(name) if is_gguf(name) else select_files(name, info, PICKLED)
+        info = model_info(name)
+        found = gguf_on_hub(name) if name.gguf else select_files(name, info, PICKLED)
     except Unreachable:
         raise ValueError(f"{constants.ENDPOINT} cannot be reached; try again later") from None
     except ValueError as error:
@@ -72,7 +73,7 @@ def _query_hub(name: str, users: list[Preset]) -> CheckResult:
 
 
 def _files(found: Repository) -> Iterator[str]:
-    if "config.json" not in found.files and not all(map(is_gguf, found.files)):
+    if "config.json" not in found.files and not all(ModelRef(file).is_gguf_file for file in found.files):
         yield "has no config.json"
     if not found.weights:
         yield "has no weights"

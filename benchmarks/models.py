@@ -32,6 +32,7 @@ from specdemo.models.cpu_threads import thread_limit
 from specdemo.models.llamacpp import library
 from specdemo.models.machine import versions
 from specdemo.models.packaged import HUB_ID, SMOLLM2, SMOLLM2_GGUF, cache, fetch_file, local
+from specdemo.models.ref import ModelRef
 from specdemo.models.text import encode
 from specdemo.presets.pair import work_prompts
 from tests.real_models import GEMMA, QWEN, QWEN_SMALL, command
@@ -42,15 +43,17 @@ if TYPE_CHECKING:
 RESULTS = "results.json"
 PLAIN, NGRAM, SUFFIX, HEAD, TREE, SKIP = "plain", "n-gram", "suffix", "EAGLE-3", "EAGLE-3 tree", "layer skip"
 MLP, DRAFT, GATED = "MLPSpeculator", "draft model", "gated"
+EAGLE, SPECULATOR = ModelRef("smollm2-eagle-3"), ModelRef("smollm2-mlp-speculator")
+SMALL_QWEN = ModelRef(cache() / QWEN_SMALL)
 LANES = {
     NGRAM: Lane(method="ngram"),
     SUFFIX: Lane(method="suffix"),
-    HEAD: Lane(method="eagle", model="smollm2-eagle-3", k=2, options={"draft": "chain"}),  # as in smollm2-chat
-    TREE: Lane(method="eagle", model="smollm2-eagle-3", k=3, options={"nodes": 5}),
-    MLP: Lane(method="mlp_speculator", model="smollm2-mlp-speculator", k=3),
+    HEAD: Lane(method="eagle", model=EAGLE, k=2, options={"draft": "chain"}),  # as in smollm2-chat
+    TREE: Lane(method="eagle", model=EAGLE, k=3, options={"nodes": 5}),
+    MLP: Lane(method="mlp_speculator", model=SPECULATOR, k=3),
     SKIP: Lane(method="layer_skip", k=2),
-    DRAFT: Lane(method="draft_model", model=str(cache() / QWEN_SMALL)),
-    GATED: Lane(method="gated", model=str(cache() / QWEN_SMALL)),
+    DRAFT: Lane(method="draft_model", model=SMALL_QWEN),
+    GATED: Lane(method="gated", model=SMALL_QWEN),
 }
 GENERATE, PROMPT_LOOKUP, EARLY_EXIT = (f"transformers: {how}" for how in ("plain", "prompt lookup", "early exit"))
 LLAMA, LLAMA_NGRAM = "llama.cpp: plain", "llama.cpp: n-gram"

@@ -41,7 +41,7 @@ from specdemo.methods.recipes import HEAD_RECIPES, untrained_drafter
 from specdemo.models import cpu_threads
 from specdemo.models.devices import pick_device
 from specdemo.models.packaged import SMOLLM2
-from specdemo.models.sources import resolve
+from specdemo.models.ref import ModelRef
 from specdemo.models.target import HFTarget
 from specdemo.training.collect import (
     END,
@@ -332,7 +332,8 @@ def train(
     else:
         check_corpus(corpus)
     count = threads or chosen.threads or os.cpu_count() or 1
-    places = resolve(target or chosen.text), cache or out.parent / "cache", resolve(start) if start else None
+    source, begin = ModelRef(target or chosen.text).location, ModelRef(start).location if start else None
+    places = source, cache or out.parent / "cache", begin
     job = Job(chosen, corpus, out, minutes, pick_device(device), *places, count, compile, force)
     with cpu_threads.threads(count):
         MAKERS[chosen.make](job)

@@ -36,6 +36,7 @@ try:  # these imports take a second
     from specdemo.core.suggest import DEVICES, program, suggest
     from specdemo.engine.comparison import Comparison, Lane
     from specdemo.methods import method, method_options, unusable, usable
+    from specdemo.models.ref import ModelRef
     from specdemo.presets.files import FOLDER, Preset, load_presets, of_checkout, preset
     from specdemo.presets.limits import LIMITS
     from specdemo.servers.address import address, allow
@@ -226,7 +227,7 @@ def tune(
     if out is not None:
         from specdemo.bench.candidates import shareable
 
-        write_result(shareable(result, (target, *chosen.drafts)), out)
+        write_result(shareable(result, (chosen.target, *chosen.drafts)), out)
     print(to_json(result) if as_json else bench_report(best_rows(result)))
 
 
@@ -573,17 +574,18 @@ def drafters(
 ) -> None:
     """List the published drafters of a target. Shows size, format, licence, engines and acceptance; for an unknown
     target, the rules for choosing one."""
-    from specdemo.models.gguf_files import SUFFIX, local_header
+    from specdemo.models.gguf_files import local_header
     from specdemo.presets.drafters import published_drafters
 
-    if target.lower().endswith(SUFFIX):
-        local_header(target)  # raises ValueError for a file that does not exist
+    model = ModelRef(target)
+    if model.is_gguf_file:
+        local_header(model)  # raises ValueError for a file that does not exist
     if as_json:
-        print(json_text([entry.row() for entry in published_drafters(target)], indent=1))
+        print(json_text([entry.row() for entry in published_drafters(model)], indent=1))
     else:
         from specdemo.bench.doctor import published
 
-        print(published(target))
+        print(published(model))
 
 
 @_command()
@@ -595,7 +597,9 @@ def doctor(
     verification. With one: which drafters fit it, and why others do not."""
     from specdemo.bench.doctor import check_drafters, check_machine
 
-    return check_machine() if target is None else check_drafters(target, drafter)
+    if target is None:
+        return check_machine()
+    return check_drafters(ModelRef(target), ModelRef(drafter) if drafter else None)
 
 
 def _prompt(text: str | None, file: Path | None) -> str | None:

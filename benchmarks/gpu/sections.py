@@ -38,6 +38,7 @@ from specdemo.methods.heads.head import Head
 from specdemo.models.cpu_threads import one_thread
 from specdemo.models.devices import capture_for, device_kind
 from specdemo.models.machine import device_name, versions
+from specdemo.models.ref import ModelRef
 from specdemo.models.target import HFTarget
 from specdemo.presets.files import load_presets
 
@@ -72,7 +73,7 @@ class Drafting:
 
     @property
     def lane(self) -> Lane:
-        model = "random weights" if self.draft or self.fresh is not None else None
+        model = ModelRef("random weights") if self.draft or self.fresh is not None else None
         return Lane(method=self.method, model=model, k=self.k, options=dict(self.options or {}))
 
 

@@ -18,7 +18,7 @@ from specdemo.costs.roofline import device_of, step_cost
 from specdemo.costs.shapes import Shape, known
 from specdemo.costs.step import CostModel, StepCost
 from specdemo.methods.facts import PREDICTED
-from specdemo.presets.drafters import base_name
+from specdemo.models.ref import ModelRef
 
 DEVICE, DTYPE, CONTEXT = "h100-sxm", "bfloat16", 1024
 DENSE, EXPERTS, SMALL = "meta-llama/Llama-3.1-8B-Instruct", "Qwen/Qwen3-30B-A3B", "meta-llama/Llama-3.2-1B-Instruct"
@@ -63,8 +63,8 @@ def ratios(reach: Sequence[float]) -> list[float]:
 
 def _known_name(name: str) -> str:
     """Return the well-known model that a name means; empty if there is none."""
-    names = {base_name(one): one for one in known() if "/" in one}
-    return names.get(base_name(name), "") if name else ""
+    names = {ModelRef(one).base_name: one for one in known() if "/" in one}
+    return names.get(ModelRef(name).base_name, "") if name else ""
 
 
 def target_shape(observation: Observation) -> Shape:

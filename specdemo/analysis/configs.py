@@ -9,6 +9,7 @@ from specdemo.costs.drafting import Drafting
 from specdemo.costs.shapes import UNREADABLE, Config, Shape, known, shape_of
 from specdemo.methods import METHODS, facts_of, usable
 from specdemo.methods.facts import FACTS, PREDICTED
+from specdemo.models.ref import ModelRef
 
 if TYPE_CHECKING:
     from specdemo.models.gguf_header import Header
@@ -34,24 +35,27 @@ def _reject_head(name: str) -> None:
     if name in embedded_heads():
         from specdemo.methods import detect_head
 
-        raise ValueError(f"{name} is a head for method {detect_head(name)!r}; choose a complete model as the target")
+        raise ValueError(
+            f"{name} is a head for method {detect_head(ModelRef(name))!r}; choose a complete model as the target"
+        )
 
 
 def config_of(name: str) -> Config:
     """Return the config.json of a model; well-known ones need no network. Raises ValueError with one line."""
     if name in known():
         return known()[name]
-    from specdemo.models.gguf_files import is_gguf, local_header
+    from specdemo.models.gguf_files import local_header
     from specdemo.models.sources import config_folder, read_config
 
-    if is_gguf(name):
-        header = local_header(name)
+    ref = ModelRef(name)
+    if ref.gguf:
+        header = local_header(ref)
         if header is None:
             raise ValueError(f"{name} is not on this machine, so its sizes are unknown; run it once, which fetches it")
         return gguf_config(header)
 
     try:
-        return read_config(config_folder(name))
+        return read_config(config_folder(ref))
     except ValueError as error:
         near = suggest(name[:60], known())
         raise ValueError(f"{error}; {near}" if near.startswith("did") else str(error)) from None

@@ -29,7 +29,8 @@ from specdemo.core.suggest import counted, program
 from specdemo.core.timing_spread import MIN_STEP_COST
 from specdemo.costs.lengths import MAX_K
 from specdemo.costs.step import CostModel, DraftLengthAdvice, StepCost, break_even_rate
-from specdemo.presets.drafters import RULES, base_name, published_drafters
+from specdemo.models.ref import ModelRef
+from specdemo.presets.drafters import RULES, published_drafters
 from specdemo.presets.files import read_yaml
 from specdemo.servers.engines import ENGINES, engines
 
@@ -707,7 +708,8 @@ def _schedule(one: Observation, k: int) -> Iterator[str]:
 
 
 def _other_drafters(one: Observation) -> Iterator[str]:
-    others = [d for d in published_drafters(one.target) if base_name(d.drafter) != base_name(one.drafter)]
+    target, own = ModelRef(one.target), ModelRef(one.drafter)
+    others = [d for d in published_drafters(target) if d.drafter.base_name != own.base_name]
     if one.target and others:
         names = ", ".join(dict.fromkeys(drafter.drafter for drafter in others[:4]))
         yield f"Published drafters of this target: {names} (`{program()} drafters {one.target}`)."

@@ -13,7 +13,8 @@ from specdemo.core.estimate import Estimate
 from specdemo.core.safe_io import JsonObject
 from specdemo.costs.drafting import no_passes
 from specdemo.methods.facts import PREDICTED, method_of
-from specdemo.presets.drafters import all_published, base_name
+from specdemo.models.ref import ModelRef
+from specdemo.presets.drafters import all_published
 from specdemo.servers.counters import ServerStats
 
 LARGEST = 1e9  # of any number; rates and tokens/s are far below
@@ -225,5 +226,6 @@ def _training(given: Observation) -> bool | None:
     """Return from the catalogue whether a drafter was trained on answers with thinking."""
     if not given.drafter:
         return None
-    modes = {one.thinking for one in all_published() if base_name(one.drafter) == base_name(given.drafter)}
+    own = ModelRef(given.drafter).base_name
+    modes = {one.thinking for one in all_published() if one.drafter.base_name == own}
     return {("with",): True, ("without",): False}.get(tuple(filter(None, modes)))  # type: ignore[arg-type]

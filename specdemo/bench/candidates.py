@@ -5,7 +5,6 @@ here and in other engines.
 import shlex
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from pathlib import Path
 from urllib.parse import urlencode
 
 from specdemo.bench.result import Result, read_result, to_json
@@ -14,11 +13,11 @@ from specdemo.costs.lengths import MAX_K, draft_lengths
 from specdemo.costs.passes import pass_ratio
 from specdemo.engine.comparison import Lane
 from specdemo.methods import method, wrappable
-from specdemo.models.gguf_files import is_gguf
 from specdemo.models.local_models import local_models
-from specdemo.models.sources import resolve
-from specdemo.presets.files import EMBEDDED, Preset, load_presets
-from specdemo.presets.link import OWN, linked_name, short_name, to_query, without_folders
+from specdemo.models.ref import ModelRef
+from specdemo.models.shipped import EMBEDDED
+from specdemo.presets.files import Preset, load_presets
+from specdemo.presets.link import OWN, to_query, without_folders
 from specdemo.presets.serve import served
 from specdemo.servers.engines import ENGINES, READERS
 
@@ -59,7 +58,7 @@ def with_lengths(name: str, lane: Lane, pass_ms: Mapping[int, float]) -> list[La
     return [adaptive, lanes[-1].changed(**sure), *lanes]
 
 
-def race_link(target: str, lane: Lane, prompt: str) -> str:
+def race_link(target: ModelRef, lane: Lane, prompt: str) -> str:
     """Return the query of a link to the race of a lane, from a preset of the target or else the page's own models. It
     leaves out a prompt that is too long."""
     base = next((one for one in load_presets().values() if one.target == target), None)
@@ -73,10 +72,10 @@ def race_link(target: str, lane: Lane, prompt: str) -> str:
     return to_query(chosen, base)
 
 
-def _of_own(target: str, lane: Lane) -> dict[str, object]:
+def _of_own(target: ModelRef, lane: Lane) -> dict[str, object]:
     """Return the parts of a link to a lane of a page that was started with the target."""
-    of_link: dict[str, object] = {"preset": OWN, "target": linked_name(target), "method": lane.method, "k": lane.k}
-    of_link |= {"model": linked_name(lane.model)} if lane.model else {}
+    of_link: dict[str, object] = {"preset": OWN, "target": target.link_name, "method": lane.method, "k": lane.k}
+    of_link |= {"model": lane.model.link_name} if lane.model else {}
     return of_link | {f"option.{name}": value for name, value in lane.options.items()}
 
 
@@ -101,18 +100,18 @@ def settings_to_copy(chosen: Preset, engine: str = "") -> list[str]:
         return lines
     for reader in READERS.values():
         if lane.k and lane.method in reader.drafts_with:
-            fields = reader.draft_request(short_name(lane.model or ""), lane.k)
+            fields = reader.draft_request(lane.model.short_label if lane.model else "", lane.k)
             how = f"{fields} in the request; " if fields else ""
             lines.append(f"{reader.title}: {how}{reader.draft_length_setting(lane.k)}")
-    if lane.method in GENERATE and not is_gguf(target):
+    if lane.method in GENERATE and not target.gguf:
         lines.append(f"transformers: model.generate(**inputs, {GENERATE[lane.method](lane)})")
     return lines
 
 
-def shareable(result: Result, models: Iterable[str]) -> Result:
+def shareable(result: Result, models: Iterable[ModelRef]) -> Result:
     """Return a result that names models in files without their folders. models: of the result, besides those in stores
     of this machine."""
-    names = {*models, *EMBEDDED}
-    names |= {model.name for name in ("", *names) for model in local_models(name)}
-    paths = {str(Path(resolve(name)).expanduser()) for name in names}
+    names = {*models, *map(ModelRef, EMBEDDED)}
+    names |= {model.name for name in (None, *names) for model in local_models(name)}
+    paths = {ModelRef(name.path) for name in names if name.path}
     return read_result(without_folders(to_json(result), names | paths))

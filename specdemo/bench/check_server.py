@@ -22,6 +22,7 @@ from specdemo.core.trace import LaneTrace
 from specdemo.costs.acceptance import solve
 from specdemo.engine.comparison import Model, Server
 from specdemo.methods import BASELINE
+from specdemo.models.ref import ModelRef
 from specdemo.servers.address import host
 from specdemo.servers.engines import same_bits_options
 
@@ -147,7 +148,7 @@ class RemoteSide:
 
     def __init__(self, server: str, target: str | None, model: str | None, cancelled: Stop = lambda: False) -> None:
         self.name = host(server)
-        self._server, self._target, self._model, self._cancelled = server, target or "", model, cancelled
+        self._server, self._target, self._model, self._cancelled = server, ModelRef(target or ""), model, cancelled
         self._forms: Sequence[Form] = ("completions", "chat/completions")
 
     def answer(self, prompt: str, tokens: int) -> GreedyAnswer:

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 from specdemo import __version__
 from specdemo.bench.report import table
 from specdemo.methods import PLUG_INS, detect_head, unusable
+from specdemo.models.ref import ModelRef
+from specdemo.models.shipped import EMBEDDED
 from specdemo.presets.drafters import UNKNOWN
-from specdemo.presets.files import EMBEDDED
 
 if TYPE_CHECKING:
     from specdemo.core.protocol import Target
@@ -37,14 +38,14 @@ def check_machine() -> int:
     from specdemo.engine.session import environment
     from specdemo.models.devices import DEVICE_KINDS, best_device
     from specdemo.models.load import load_target
-    from specdemo.models.sources import resolve
 
-    missing = [name for name in EMBEDDED if not Path(resolve(name)).is_dir()]
+    embedded = [*map(ModelRef, EMBEDDED)]
+    missing = [name for name in embedded if not (name.path and name.path.is_dir())]
     if missing:
         print(f"{'embedded models':<18}missing: {', '.join(missing)}")
         return 1
-    heads = {name: head for name in EMBEDDED if (head := detect_head(name))}
-    print(f"{'embedded models':<18}{', '.join(name for name in EMBEDDED if name not in heads)}")
+    heads = {name: head for name in embedded if (head := detect_head(name))}
+    print(f"{'embedded models':<18}{', '.join(name for name in embedded if name not in heads)}")
     print(f"{'embedded heads':<18}{', '.join(f'{name} ({head})' for name, head in heads.items())}")
     stories = load_target("stories")
     print(f"{'device':<18}{environment(stories)['device']}")
@@ -74,13 +75,12 @@ def _passes(target: "Target") -> str:
     return "\n".join(f"{title.lower():<18}{words}" for title, words in rows)
 
 
-def _absence(name: str) -> str:
+def _absence(name: ModelRef) -> str:
     """Return why a GGUF model of a store or the hub is not tried; empty if it is on this machine."""
-    from specdemo.models.gguf_files import SUFFIX, is_gguf, local_header
+    from specdemo.models.gguf_files import local_header
     from specdemo.models.packaged import SMOLLM2_GGUF
 
-    path = name.lower().endswith(SUFFIX) and name != SMOLLM2_GGUF
-    if path or not is_gguf(name) or Path(name).expanduser().exists():
+    if (name.is_gguf_file and name != SMOLLM2_GGUF) or not name.gguf or Path(name).expanduser().exists():
         return ""
     try:
         return "" if local_header(name) else "it is not on this machine"
@@ -88,14 +88,12 @@ def _absence(name: str) -> str:
         return str(error)
 
 
-def check_drafters(target: str, drafter: str | None) -> int:
+def check_drafters(target: ModelRef, drafter: ModelRef | None) -> int:
     """Print which drafters fit a target, and why others do not; the verification of a target on this machine. drafter:
     check only this one, and run it if it is a head. Return the exit code, 2 if it does not fit."""
     from specdemo.methods import model_method
     from specdemo.methods.pairs import check_pair, check_pairs, outline
-    from specdemo.models.gguf_files import is_gguf
     from specdemo.models.load import load_target
-    from specdemo.models.sources import resolve
     from specdemo.presets.at_hand import drafters
     from specdemo.presets.files import known_drafters, thinking_remarks
 
@@ -108,16 +106,17 @@ def check_drafters(target: str, drafter: str | None) -> int:
     lanes = [] if drafter else drafters(target, (), download=False).values()
     known = [(model_method(lane.method, lane.options), lane.model) for lane in lanes if lane.model]
     found = [check_pair(described, drafter)] if drafter else check_pairs(described, [*known, *known_drafters(target)])
-    left_out = () if drafter or target in EMBEDDED else EMBEDDED
-    found = [pair for pair in found if pair.fits or pair.drafter not in left_out]
+    named = bool(drafter or target.embedded)
+    found = [pair for pair in found if pair.fits or named or not pair.drafter.embedded]
     fits = {True: "fits", False: "no", None: "unknown"}
     rows = [("none", lane.method, "fits", "needs no drafter") for lane in lanes if not lane.model]
     rows += [(p.drafter, p.method, fits[p.fits], p.reason) for p in found]
     print(table(("drafter", "method", "fits", "why"), rows))
-    is_here = Path(resolve(target)).exists()
+    path = target.path
+    is_here = path is not None and path.exists()
     if drafter is None:
-        if is_gguf(target) or is_here:
-            print(f"\n{_passes(described if is_gguf(target) else load_target(target))}")
+        if target.gguf or is_here:
+            print(f"\n{_passes(described if target.gguf else load_target(target))}")
         print(f"\nPublished drafters:\n{published(target)}")
     for remark in thinking_remarks(target, [pair.drafter for pair in found if pair.fits], described):
         print(remark)
@@ -131,15 +130,15 @@ def check_drafters(target: str, drafter: str | None) -> int:
     return 2 if drafter and not found[0].fits else 0
 
 
-def published(target: str) -> str:
+def published(target: ModelRef) -> str:
     """Return the published drafters of a target, and models on this machine that match it, as text."""
     from specdemo.models.local_models import drafts_of
-    from specdemo.presets.drafters import RULES, all_published, base_name, drafts_for, published_drafters
+    from specdemo.presets.drafters import RULES, all_published, drafts_for, published_drafters
 
     rows = [_entry(entry.row()) for entry in published_drafters(target)]
     rules = [f"No drafter of {target} is in the catalogue. Rules for choosing one:", *(f"- {rule}" for rule in RULES)]
     lines = rows or rules
-    alike = {entry.target: 0 for entry in all_published() if base_name(target) in base_name(entry.target)}
+    alike = {entry.target: 0 for entry in all_published() if target.base_name in entry.target.base_name}
     lines += [f"Targets of the catalogue with this name: {', '.join(alike)}"] if alike and not rows else []
     lines += [f"As a drafter: {name} drafts for {', '.join(larger)}" for name, larger in drafts_for(target).items()]
     return "\n".join([*lines, *([f"On this machine: {here}"] if (here := str(drafts_of(target))) else [])])

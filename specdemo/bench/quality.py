@@ -16,9 +16,8 @@ from specdemo.engine.loop import generate
 from specdemo.methods import build_drafter
 from specdemo.methods.pairs import load_target
 from specdemo.models.checkpoints import open_checkpoint
-from specdemo.models.gguf_files import is_gguf
+from specdemo.models.ref import ModelRef
 from specdemo.models.text import encode
-from specdemo.presets.drafters import base_name
 from specdemo.presets.pair import work_prompts
 
 K, NEW_TOKENS = 4, 64
@@ -27,7 +26,7 @@ FAULTS = ("broken drafter", "later positions")  # causes that acceptance alone s
 LENGTHS = ("max_position_embeddings", "sliding_window")
 
 
-def quality(name: str, lane: Lane) -> Iterator[str]:
+def quality(name: ModelRef, lane: Lane) -> Iterator[str]:
     """Run a drafter on a few texts of every kind of work, greedy and untimed; yield a table, then remarks.
 
     Raises ValueError, one line, if the target or the drafter cannot be loaded.
@@ -71,9 +70,9 @@ def _fault(lane: Lane, total: Tally) -> str:
     return "".join(f"{cause.title}: {cause.evidence}. {cause.advice}" for cause in causes[:1])
 
 
-def _of_file(source: str | None, target: Target) -> Iterator[str]:
+def _of_file(source: ModelRef | None, target: Target) -> Iterator[str]:
     """Yield what is unusual in the files of a head: weights that are zero or the target's own, and a short context."""
-    if source is None or is_gguf(source):
+    if source is None or source.gguf:
         return
     checkpoint = open_checkpoint(source)
     config = {**checkpoint.config, **(checkpoint.config.get("transformer_layer_config") or {})}
@@ -89,9 +88,9 @@ def _of_file(source: str | None, target: Target) -> Iterator[str]:
             yield f"{name} is the target's own; without it the file is {tensor.nbytes / 1e6:.0f} MB smaller."
 
 
-def _published(name: str, lane: Lane) -> Iterator[str]:
+def _published(name: ModelRef, lane: Lane) -> Iterator[str]:
     """Yield published mean accepted lengths of the method with this target."""
     for one in published():
-        if base_name(one.target) == base_name(name) and one.method == lane.method:
+        if ModelRef(one.target).base_name == name.base_name and one.method == lane.method:
             tree = f" and a tree of {one.nodes}" if one.nodes else ""
             yield f"Published: {one.tokens:.2f} tokens a pass with k = {one.k}{tree} ({one.what}, {one.source})."

@@ -22,10 +22,9 @@ from specdemo.core.suggest import suggest
 from specdemo.core.tally import ratio
 from specdemo.engine.comparison import Lane, Model
 from specdemo.models.errors import Cancelled
-from specdemo.models.gguf_files import is_gguf
 from specdemo.models.local_models import drafts_of
-from specdemo.presets.files import DEFAULT, EMBEDDED, preset
-from specdemo.presets.link import linked_name, shown_name
+from specdemo.models.ref import ModelRef
+from specdemo.presets.files import DEFAULT, preset
 from specdemo.presets.pair import LOOKUPS, pair, work_prompts
 from specdemo.servers.address import address, allow
 from specdemo.servers.engines import engine_names
@@ -47,9 +46,9 @@ class Tune(Decoding):
 
     name = "tune"
     title = "Which method fits?"
-    target: Annotated[Model, PlainSerializer(shown_name, when_used="json")]
+    target: Annotated[Model, PlainSerializer(lambda name: name.label, when_used="json")]
     drafts: Annotated[
-        Annotated[Sequence[str], PlainSerializer(lambda names: [*map(shown_name, names)], when_used="json")],
+        Annotated[Sequence[Model], PlainSerializer(lambda names: [name.label for name in names], when_used="json")],
         Setting("Drafter to try besides those found; repeatable.", metavar="MODEL", flag="--draft"),
     ] = ()
     work: Annotated[
@@ -145,7 +144,7 @@ class Tune(Decoding):
         """Store the last result of a model on this machine, for the page; none of servers or of a user's prompts."""
         from specdemo.bench.candidates import shareable
 
-        if self.engine or self.servers or self.prompt_file or self.target in EMBEDDED:
+        if self.engine or self.servers or self.prompt_file or self.target.embedded:
             return
         with suppress(OSError, ValueError, RuntimeError):
             file = _kept(self.target)
@@ -160,7 +159,7 @@ class Tune(Decoding):
         self.kinds()  # raises before anything is loaded
         new: dict[str, object] = {"id": self.name, "max_new_tokens": self.new_tokens, "temperature": 0.0}
         if not (self.servers or self.engine):
-            context = {"context": CONTEXT} if is_gguf(self.target) else {}
+            context = {"context": CONTEXT} if self.target.gguf else {}
             base = pair(self.target, device=self.device, dtype=self.dtype)
             return Racer(base.changed(**new, **context), cancelled)
         allow(self.servers)
@@ -213,11 +212,11 @@ class Tune(Decoding):
         return Result(self.name, repeats, self.config(self.target), racer.environment(), rows, remarks, None)
 
 
-def _kept(target: str) -> Path:
-    return cache_folder() / "tuned" / f"{quote(linked_name(target), safe='@')}.json"
+def _kept(target: ModelRef) -> Path:
+    return cache_folder() / "tuned" / f"{quote(target.link_name, safe='@')}.json"
 
 
-def last_found(target: str, device: object) -> tuple[str, str] | None:
+def last_found(target: ModelRef, device: object) -> tuple[str, str] | None:
     """Return what the last `tune` of a model found on this machine, with its date, and the query of a link to its race;
     None if there is none. device: name of this machine's, as in results."""
     with suppress(ValueError, RuntimeError):  # no file, or no home

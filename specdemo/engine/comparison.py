@@ -17,12 +17,8 @@ from specdemo.core.settings import BaseOptions, Setting, Settings, changed_value
 from specdemo.core.suggest import DEVICES, counted, program, short_repr, suggest
 from specdemo.costs.lengths import DEFAULT_LENGTH, MAX_K
 from specdemo.methods import BASELINE, METHODS, MODEL_OPTIONS, check_model, parse_options
+from specdemo.models.ref import ModelRef
 from specdemo.servers.address import address
-
-if TYPE_CHECKING:
-    RuleName = str
-else:
-    RuleName = Literal[tuple(RULES)]
 
 if TYPE_CHECKING:  # these import torch
     from specdemo.core.accept import AcceptRule
@@ -45,10 +41,10 @@ def _printable(text: str, allowed: str = "\t\n\r") -> str:
 _label = partial(_printable, allowed="")
 
 
-def _model(name: str) -> str:
+def _model(name: str) -> ModelRef:
     if name.startswith("-"):  # on the command line of a server it would be an option
         raise ValueError("must not begin with -; name a model or its folder")
-    return _label(name)
+    return ModelRef(_label(name))
 
 
 def _non_empty(text: str) -> str:
@@ -77,10 +73,17 @@ def _thinking(value: object) -> object:
 
 Server = Annotated[str, Field(max_length=300), AfterValidator(address)]
 Name = Annotated[str, Field(max_length=80), AfterValidator(_label)]
-Model = Annotated[str, Field(min_length=1, max_length=300), AfterValidator(_model)]
 Text = Annotated[str, Field(max_length=MAX_PROMPT_CHARACTERS), AfterValidator(_printable)]
 Options = dict[str, int | float | bool | str]
 Messages = tuple[Mapping[str, str], ...]  # each with role and content
+
+
+if TYPE_CHECKING:
+    RuleName = str
+    Model = ModelRef
+else:
+    RuleName = Literal[tuple(RULES)]
+    Model = Annotated[str, Field(min_length=1, max_length=300), AfterValidator(_model)]
 
 
 def _gguf(default: object, words: str, label: str, low: float | None = None, high: float | None = None) -> Any:
@@ -124,12 +127,12 @@ class Lane(Settings):
     served_model: Model | None = None
 
     @property
-    def models(self) -> tuple[str, ...]:
+    def models(self) -> tuple[ModelRef, ...]:
         """Return all models that the lane names, including those in its options."""
         option_models = [
             name.strip() for option in MODEL_OPTIONS for name in str(self.options.get(option, "")).split(",")
         ]
-        return tuple(name for name in (self.model, *option_models) if name and name not in METHODS)
+        return tuple(ModelRef(name) for name in (self.model, *option_models) if name and name not in METHODS)
 
     @property
     def budget(self) -> "Budget":

@@ -340,7 +340,7 @@ def lane_name(lane: Lane) -> str:
         return lane.name
     title: str = method(lane.method).title
     if lane.model is not None:
-        return f"{title} ({lane.model.partition('@')[0].rpartition('/')[2]})"
+        return f"{title} ({lane.model.short_label})"
     inner = lane.options.get("drafter")
     return f"{title} ({method(inner).title})" if isinstance(inner, str) else title
 

@@ -31,7 +31,7 @@ from specdemo.models.cpu_plan import CpuSettings
 from specdemo.models.cpu_threads import step_threads, thread_counts, thread_limit
 from specdemo.models.devices import best_device, device_kind, device_map_summary, graph_bytes
 from specdemo.models.errors import Cancelled, checkpoint_errors
-from specdemo.models.gguf_files import has_chat_template, is_gguf
+from specdemo.models.gguf_files import has_chat_template
 from specdemo.models.llamacpp import LlamaCppSettings
 from specdemo.models.machine import GpuClock, commit, device_name, versions
 from specdemo.models.memory import (
@@ -46,6 +46,7 @@ from specdemo.models.memory import (
 )
 from specdemo.models.pass_cost import checking_note, costly_in_half, fastest_threads, measure_passes, pass_facts
 from specdemo.models.prefix_reuse import prefix_cached, with_prefix_cache
+from specdemo.models.ref import ModelRef
 from specdemo.models.sources import LoadProgress, locate, no_progress
 from specdemo.servers.address import check_listed
 
@@ -297,7 +298,7 @@ class Session:
         Raises ValueError, before any download, if they do not fit even into empty memory.
         """
         target = _target_key(spec)
-        missing = {key: str(lane.model) for key, lane in lanes.items() if key not in self._models}
+        missing = {key: lane.model for key, lane in lanes.items() if lane.model and key not in self._models}
         if target not in self._models:
             missing[target] = spec.target
         if not missing:
@@ -318,7 +319,7 @@ class Session:
         needs = Needs(names, first, drafters, tokens, num_lanes)
         needed = needs.bytes + graph_bytes(device, 2 * num_lanes)  # target and drafter of every lane
         self._evict(needed, device, {target, *lanes})
-        if is_gguf(spec.target):
+        if spec.target.gguf:
             needs.check_llamacpp(free_memory())
             progress(0.0, f"loading {needs.describe()}")
         else:
@@ -349,7 +350,7 @@ class Session:
         if not spec.prompt.strip():
             raise ValueError("the prompt is empty; write at least one word")
         if spec.all_remote:
-            template = has_chat_template(spec.target)
+            template = has_chat_template(spec.target) if spec.target.path else None
             return [ServerLane(spec, index, template) for index in range(len(spec.all_lanes))]
         tokenizer = self.tokenizer
         if tokenizer is None:
@@ -413,8 +414,8 @@ def _local_drafters(spec: Comparison) -> dict[ModelKey, Lane]:
     return {_drafter_key(lane, spec): lane for lane in lanes}
 
 
-def _footprint(name: str, precision: Precision, spec: Comparison, progress: LoadProgress) -> Footprint:
-    if is_gguf(name):
+def _footprint(name: ModelRef, precision: Precision, spec: Comparison, progress: LoadProgress) -> Footprint:
+    if name.gguf:
         return gguf_footprint(name, _llamacpp(spec))
     return estimate_footprint(locate(name, PICKLED, progress), precision)
 
@@ -426,7 +427,7 @@ def _llamacpp(spec: Comparison) -> LlamaCppSettings:
 
 def _target_key(spec: Comparison) -> ModelKey:
     """Return the key of a comparison's target."""
-    settings = str(_llamacpp(spec)) if is_gguf(spec.target) else spec.bit_exact
+    settings = str(_llamacpp(spec)) if spec.target.gguf else spec.bit_exact
     return BASELINE, spec.target, _device(spec), spec.dtype, str(spec.quantization), settings
 
 
@@ -500,7 +501,7 @@ def environment(target: Target | None) -> dict[str, object]:
 def _notes(spec: Comparison, target: Target) -> list[str]:
     """Return what a reader should know of a run on this target."""
     spread = device_map_summary(target.model)
-    cost = [checking_note(target)] if is_gguf(spec.target) or costly_in_half(target) else []
+    cost = [checking_note(target)] if spec.target.gguf or costly_in_half(target) else []
     return [*([f"{spec.target} does not fit into one device: {spread}"] if spread else []), *target.notes, *cost]
 
 

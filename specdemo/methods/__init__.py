@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import cache
 from importlib.metadata import entry_points
-from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ from specdemo.core.signals import SIGNAL_EXIT_CODE
 from specdemo.core.suggest import program, suggest
 from specdemo.methods.facts import FACTS
 from specdemo.methods.facts import Facts as Facts
+from specdemo.models.ref import ModelRef
 
 if TYPE_CHECKING:
     from specdemo.core.protocol import Target
@@ -142,9 +142,7 @@ def load_drafter(name: str, target: "Target", model: object = None, **options: o
     the target.
     """
     parsed = parse_options(name, options)
-    from specdemo.models.gguf_files import is_gguf
-
-    if model is None and model_method(name, options) == "mtp" and is_gguf(target.name):
+    if model is None and model_method(name, options) == "mtp" and ModelRef(target.name).gguf:
         model = target.name  # whose file may have a prediction layer
     check_model(name, to_values(parsed), model)
     return build_drafter(name, target, model, parsed)
@@ -243,16 +241,17 @@ def reads(name: str, checkpoint: "Checkpoint") -> bool:
     return (related or found in PLUG_INS) and chosen.recognises(checkpoint)
 
 
-def detect_head(source: str) -> str | None:
+def detect_head(source: ModelRef) -> str | None:
     """Return the method of the head in a folder; None for complete models, names that are not on this machine, and
     anything else.
     """
     from specdemo.models.checkpoints import open_meta_checkpoint
     from specdemo.models.errors import checkpoint_errors
-    from specdemo.models.sources import cached_folder, resolve
+    from specdemo.models.sources import cached_folder
 
+    path = source.path
     try:
-        folder = Path(resolve(source)) if Path(resolve(source)).is_dir() else cached_folder(source)
+        folder = path if path and path.is_dir() else cached_folder(source)
         with checkpoint_errors(source):
             detected = detect_method(open_meta_checkpoint(str(folder)))
     except ValueError:

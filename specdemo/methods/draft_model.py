@@ -23,6 +23,7 @@ from specdemo.methods.heads.sampler import ChainBuilder, DraftVocab, TokenSample
 from specdemo.methods.vocabularies import RowText, VocabBridge, real_tokens
 from specdemo.models.checkpoints import Checkpoint, open_meta_checkpoint, write_checkpoint
 from specdemo.models.load import Incomplete, LoadedModel, load_model, load_target
+from specdemo.models.ref import ModelRef
 from specdemo.models.sources import LoadProgress
 from specdemo.training.losses import Objective
 
@@ -60,7 +61,7 @@ class DraftModel(Method, method="draft_model"):
             settings = getattr(target, "settings", None)  # of GGUF models
             return load_model(source, "auto", str(target.device), progress=progress, llamacpp=settings)
         except ValueError as error:
-            if isinstance(error, Incomplete) or detect_head(source):
+            if isinstance(error, Incomplete) or detect_head(ModelRef(source)):
                 require_method(open_meta_checkpoint(source), "draft_model")  # the error names the method of a head
             raise
 

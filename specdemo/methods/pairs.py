@@ -17,7 +17,7 @@ from specdemo.methods.vocabularies import VocabBridge
 from specdemo.models import load
 from specdemo.models.checkpoints import open_meta_checkpoint
 from specdemo.models.errors import checkpoint_errors
-from specdemo.models.gguf_files import is_gguf
+from specdemo.models.ref import ModelRef
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -32,7 +32,7 @@ def name_head_in_error(loader: Callable[P, T]) -> Callable[P, T]:
             return loader(*args, **kwargs)
         except ValueError:
             name = next(iter((*args, *kwargs.values())))
-            head = detect_head(name) if isinstance(name, str) else None
+            head = detect_head(ModelRef(name)) if isinstance(name, str) else None
             if head is None:
                 raise
             raise ValueError(f"{name} is a head for method {head!r}; choose a complete model as the target") from None
@@ -45,9 +45,9 @@ load_model = name_head_in_error(load.load_model)
 
 
 @name_head_in_error
-def outline(name: str) -> Target:
+def outline(name: ModelRef) -> Target:
     """Return a model without its weights; a GGUF file, which llama.cpp maps into memory, as it is."""
-    return load.load_target(name) if is_gguf(name) else load.load_meta_target(name)
+    return load.load_target(name) if name.gguf else load.load_meta_target(name)
 
 
 LEAST_OVERLAP = 0.1  # share of the target's tokens below which almost no draft is accepted
@@ -57,13 +57,13 @@ LEAST_OVERLAP = 0.1  # share of the target's tokens below which almost no draft 
 class DrafterFit:
     """Result of one check. fits: None if the drafter's files could not be opened."""
 
-    drafter: str
+    drafter: ModelRef
     method: str
     fits: bool | None
     reason: str
 
 
-def _gguf_head_fit(target: Target, drafter: str, name: str) -> DrafterFit:
+def _gguf_head_fit(target: Target, drafter: ModelRef, name: str) -> DrafterFit:
     """Check a GGUF file with a prediction layer or an EAGLE-3 head."""
     try:
         with checkpoint_errors(drafter):
@@ -73,14 +73,14 @@ def _gguf_head_fit(target: Target, drafter: str, name: str) -> DrafterFit:
     return DrafterFit(drafter, name, True, "prediction layer of this model" if name == "mtp" else "head of this model")
 
 
-def check_pair(target: Target, drafter: str, method_name: str | None = None) -> DrafterFit:
+def check_pair(target: Target, drafter: ModelRef, method_name: str | None = None) -> DrafterFit:
     """Check one drafter. target: may be an outline without weights. method_name: None detects it from the files.
 
     Raises ValueError when the drafter's files cannot be opened.
     """
-    if method_name in ("mtp", "eagle", "dflash") and is_gguf(drafter):
+    if method_name in ("mtp", "eagle", "dflash") and drafter.gguf:
         return _gguf_head_fit(target, drafter, method_name)
-    checkpoint = None if is_gguf(drafter) else open_meta_checkpoint(drafter)  # a head in GGUF is no file of ours
+    checkpoint = None if drafter.gguf else open_meta_checkpoint(drafter)  # a head in GGUF is no file of ours
     try:
         with checkpoint_errors(drafter):
             name = "draft_model" if checkpoint is None else method_name or detect_method(checkpoint)
@@ -125,7 +125,7 @@ def _tokenizer_fit(target: Target, draft: Target, cross_vocabulary: bool) -> str
     return f"same tokenizer; vocabulary {draft.vocab_size}, the target's is {target.vocab_size}, the rest is padding"
 
 
-def check_pairs(target: Target, candidates: Iterable[tuple[str | None, str]]) -> list[DrafterFit]:
+def check_pairs(target: Target, candidates: Iterable[tuple[str | None, ModelRef]]) -> list[DrafterFit]:
     """Check candidates (method, drafter); without a method, that of the drafter's files is used.
 
     Sorted: those that fit, those that do not, those that could not be opened.

@@ -21,6 +21,7 @@ from specdemo.core.safe_io import FILE_BYTES, TOO_LARGE, is_out_of_memory, read_
 from specdemo.core.suggest import counted, short_repr
 from specdemo.costs.shapes import Config
 from specdemo.models.memory import headers
+from specdemo.models.ref import ModelRef
 from specdemo.models.sources import (
     MASK_FILE,
     LoadProgress,
@@ -78,7 +79,7 @@ def open_checkpoint(source: str, progress: LoadProgress = no_progress, wanted: W
 
     Raises ValueError, one line, if there is no checkpoint, if a file is damaged, or if it would run code.
     """
-    folder = fetch_folder(locate(source, PICKLED), progress)
+    folder = fetch_folder(locate(ModelRef(source), PICKLED), progress)
     pickled = (f for kind in PICKLED for f in folder.glob(kind) if f.name != MASK_FILE)
     files = sorted(folder.glob("*.safetensors")) or sorted(pickled)
     if not files:
@@ -99,7 +100,7 @@ def open_meta_checkpoint(source: str) -> Checkpoint:
     Integer tables are zeros. Raises ValueError, one line, also for a repository with pickled weights, which have no
     headers and must be downloaded first.
     """
-    location = locate(source, PICKLED)
+    location = locate(ModelRef(source), PICKLED)
     if isinstance(location, Path):
         folder, files = location, sorted(location.glob("*.safetensors"))
         if not files:

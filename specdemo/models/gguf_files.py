@@ -1,4 +1,5 @@
-"""GGUF files: names, headers, and checks before llama.cpp loads a file. Needs neither llama.cpp nor torch.
+"""GGUF files: the files that a name states, headers, and checks before llama.cpp loads a file. Needs neither llama.cpp
+nor torch.
 
 A name is a file (`model.gguf`), a folder of one model as LM Studio stores it, `ollama:MODEL[:TAG]`, or
 `organisation/repository[@revision]:QUANTISATION` on the hub. A split model is named by any of its parts.
@@ -8,6 +9,7 @@ import json
 import os
 import re
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from pathlib import Path, PurePath
 
 from huggingface_hub import constants, try_to_load_from_cache
@@ -17,39 +19,19 @@ from specdemo.core.safe_io import read_text
 from specdemo.models import packaged, sources
 from specdemo.models.errors import Unreachable
 from specdemo.models.gguf_header import Header, other_kind, read_header
-from specdemo.models.sources import (
-    LoadProgress,
-    Repository,
-    cached_folder,
-    fetch_folder,
-    model_info,
-    no_progress,
-    split,
-)
+from specdemo.models.ref import HUB_GGUF, OLLAMA, SUFFIX, ModelRef, quantisation_in
+from specdemo.models.sources import LoadProgress, Repository, cached_folder, fetch_folder, model_info, no_progress
 
 ROPE_BASE = 10_000.0  # default of models without one in their config
-SUFFIX = ".gguf"
-OLLAMA = "ollama:"
 CAPABILITIES = frozenset({"hidden_states"})  # of a target that llama.cpp runs (core/protocol.py)
 DEFAULT_QUANTISATION = "Q4_K_M"  # as in llama.cpp
 MANIFEST_BYTES = 1_000_000
 SPLIT = re.compile(r"(.*-)(\d{5})(-of-)(\d{5})(\.gguf)", re.IGNORECASE)
-HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?:[\w.-]+")
 OLLAMA_NAME = re.compile(r"(?:[\w.-]+/){0,3}[\w.-]+(?::[\w.-]+)?")
 OTHER = re.compile(r"(?<![a-z])(mmproj|imatrix|mtp|eagle|dflash|dspark|assistant|lora|adapter)(?![a-z])")  # in names
 
 
-def is_gguf(name: str) -> bool:
-    """Return whether a name is that of a GGUF model. Uses no network."""
-    if name.lower().endswith(SUFFIX) or name.startswith(OLLAMA):
-        return True
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        return any(folder.glob("*.gguf")) and not (folder / "config.json").is_file()
-    return bool(HUB_NAME.fullmatch(name)) or (name.partition("@")[0].lower().endswith("-gguf") and name.count("/") == 1)
-
-
-def fetch_parts(name: str, report: LoadProgress = no_progress) -> tuple[Path, ...]:
+def fetch_parts(name: ModelRef, report: LoadProgress = no_progress) -> tuple[Path, ...]:
     """Return the files of a model, its first part first, after a download if it is on the hub.
 
     Raises ValueError, one line, if there is no such model or a part is missing. Public pages load no GGUF model.
@@ -65,7 +47,7 @@ def fetch_parts(name: str, report: LoadProgress = no_progress) -> tuple[Path, ..
     return all_parts(source)
 
 
-def stored_bytes(name: str) -> int:
+def stored_bytes(name: ModelRef) -> int:
     """Return the size of a model's files without downloading them. Raises ValueError as `fetch_parts` does."""
     if name == packaged.SMOLLM2_GGUF:
         return packaged.BYTES
@@ -74,7 +56,7 @@ def stored_bytes(name: str) -> int:
     return sum(sizes)
 
 
-def missing_bytes(name: str, pickled: Sequence[str] = ()) -> int:
+def missing_bytes(name: ModelRef, pickled: Sequence[str] = ()) -> int:
     """Return the size of what loading a model, GGUF or not, downloads first; 0 for one on this machine. Asks the hub.
 
     pickled: as for `sources.locate`. Raises ValueError, one line, if there is no such model.
@@ -84,11 +66,8 @@ def missing_bytes(name: str, pickled: Sequence[str] = ()) -> int:
     if name == packaged.SMOLLM2_GGUF:
         return packaged.BYTES
     try:
-        found = (
-            _find(name)
-            if is_gguf(name)
-            else sources.locate(packaged.HUB_ID if name == packaged.SMOLLM2 else name, pickled)
-        )
+        on_hub = ModelRef(packaged.HUB_ID) if name == packaged.SMOLLM2 else name
+        found = _find(name) if name.gguf else sources.locate(on_hub, pickled)
     except Unreachable:
         if name == packaged.SMOLLM2:
             return packaged.BYTES
@@ -96,7 +75,7 @@ def missing_bytes(name: str, pickled: Sequence[str] = ()) -> int:
     return found.missing_bytes() if isinstance(found, Repository) else 0
 
 
-def local_header(name: str) -> Header | None:
+def local_header(name: ModelRef) -> Header | None:
     """Return the header of a model; None if it is not on this machine. Raises ValueError as `fetch_parts` does."""
     if name == packaged.SMOLLM2_GGUF and packaged.local(name) is None:
         return None
@@ -108,25 +87,28 @@ def local_header(name: str) -> Header | None:
     return read_header(all_parts(source)[0])
 
 
-def has_chat_template(name: str) -> bool | None:
-    """Return True if a model on this machine, a GGUF file or another, has a chat template; None if it is not here."""
-    file = packaged.local(name) or Path(name).expanduser()
-    if not name.lower().endswith(SUFFIX):
-        return sources.has_chat_template(name)
-    return "tokenizer.chat_template" in read_header(file).metadata if file.is_file() else None
+def has_chat_template(name: ModelRef) -> bool | None:
+    """Return whether a model has a chat template; None if it is damaged or not on this machine. May ask the hub for the
+    files of a GGUF repository."""
+    if not name.gguf:
+        return sources.has_chat_template(name.path) if name.path else None
+    with suppress(ValueError):
+        header = local_header(name)
+        return None if header is None else "tokenizer.chat_template" in header.metadata
+    return None
 
 
-def _find(name: str) -> Path | Repository:
+def _find(name: ModelRef) -> Path | Repository:
     """Return a file of the model, or the files to download. Raises ValueError if there is none."""
     if name.startswith(OLLAMA):
         return ollama_blob(name.removeprefix(OLLAMA))
-    path = packaged.local(name) or Path(name).expanduser()
-    if name.lower().endswith(SUFFIX) and not path.is_dir():
-        if not path.is_file():
+    path = name.path
+    if path is not None and path.is_dir():
+        return _only_model(path)
+    if name.is_gguf_file:
+        if path is None or not path.is_file():
             raise ValueError(f"the file {name} does not exist")
         return path
-    if path.is_dir():
-        return _only_model(path)
     return gguf_on_hub(name)
 
 
@@ -223,9 +205,9 @@ def _model_digest(manifest: Path) -> str:
         raise ValueError(f"{manifest} is not a manifest of Ollama; pull the model again") from None
 
 
-def gguf_on_hub(name: str) -> Repository:
+def gguf_on_hub(name: ModelRef) -> Repository:
     """Return the files of a quantisation in a repository. Raises ValueError if the repository has no such files."""
-    repository, _, quantisation = name.partition(":")
+    repository, quantisation = ModelRef(name.partition(":")[0]), name.quantisation
     if constants.HF_HUB_OFFLINE:
         folder = cached_folder(repository)
         files = {str(f.relative_to(folder)): f.stat().st_size for f in sorted(folder.rglob("*.gguf"))}
@@ -240,12 +222,12 @@ def gguf_on_hub(name: str) -> Repository:
     return Repository(repository, {part: files[part] for part in part_names(chosen)}, {})
 
 
-def _candidates(repository: str, files: Sequence[str], word: str) -> tuple[list[str], list[str]]:
+def _candidates(repository: ModelRef, files: Sequence[str], word: str) -> tuple[list[str], list[str]]:
     """Return the files that may be the model, and those of them that are on this machine, which come first and whose
     headers are those of language models. word: a quantisation, or the name of a file, which may be a head."""
     checked, remote = [], []
     for file in _first_parts(files):
-        found = try_to_load_from_cache(*split(repository)[:1], file, revision=split(repository)[1])
+        found = try_to_load_from_cache(repository.repository, file, revision=repository.revision)
         if not isinstance(found, str):
             remote.append(file)
         elif is_language_model(Path(found)) or PurePath(file).stem == word:
@@ -278,13 +260,7 @@ def name_on_hub(repository: str, file: str, files: Sequence[str]) -> str:
     else by its own name; empty if there is none."""
     words = [word for word in (quantisation_in(file), PurePath(file).stem) if word]
     names = (f"{repository}:{word}" for word in words if _choose(repository, files, word, files) == file)
-    return next(filter(HUB_NAME.fullmatch, names), "")
-
-
-def quantisation_in(file: str) -> str:
-    """Return the quantisation in a file's name, such as Q4_K_M; empty if there is none."""
-    found = re.search(r"(?<![A-Z0-9])(?:UD-)?(I?Q\d\w*|TQ\d_0|MXFP4\w*|B?F16|F32)(?![A-Z0-9])", file.upper())
-    return found[1].partition("-")[0] if found else ""
+    return next(filter(HUB_GGUF.fullmatch, names), "")
 
 
 def check_files(parts: Sequence[Path], name: str) -> Header:

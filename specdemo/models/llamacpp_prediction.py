@@ -24,13 +24,14 @@ from specdemo.models.llamacpp import (
 from specdemo.models.llamacpp_context import Inputs, LlamaCppContext, OutputBuffer
 from specdemo.models.llamacpp_layers import Values, state_functions
 from specdemo.models.llamacpp_trial import Trial, check_llamacpp
+from specdemo.models.ref import ModelRef
 from specdemo.models.sources import LoadProgress, no_progress
 
 
 class PredictionLayer:
     """Weights of a prediction layer for a model. handle: of the model itself, if the layer is in its file."""
 
-    def __init__(self, source: str, model: LlamaCppModel, progress: LoadProgress = no_progress) -> None:
+    def __init__(self, source: ModelRef, model: LlamaCppModel, progress: LoadProgress = no_progress) -> None:
         """Raises ValueError, one line, for a file without a layer, and for one of another model."""
         parts = fetch_parts(source, progress)
         self.path, self.model = str(parts[0]), model

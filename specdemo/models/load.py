@@ -40,7 +40,7 @@ from specdemo.models.cpu_threads import one_thread, thread_counts, threads
 from specdemo.models.devices import device_kind, same_kind
 from specdemo.models.errors import first_line, load_errors, tokenizer_errors
 from specdemo.models.fused import fuse_layers
-from specdemo.models.gguf_files import check_files, fetch_parts, is_gguf
+from specdemo.models.gguf_files import check_files, fetch_parts
 from specdemo.models.gguf_tokenizer import GGUFTokenizer
 from specdemo.models.llamacpp import LlamaCppModel, LlamaCppSettings
 from specdemo.models.llamacpp_target import LlamaCppTarget
@@ -55,6 +55,7 @@ from specdemo.models.memory import (
 )
 from specdemo.models.packed import SAMPLE_BYTES
 from specdemo.models.pass_cost import fastest_threads, plan_passes
+from specdemo.models.ref import ModelRef
 from specdemo.models.shipped import is_embedded
 from specdemo.models.sources import (
     LoadProgress,
@@ -64,7 +65,6 @@ from specdemo.models.sources import (
     locate,
     no_progress,
     read_config,
-    resolve,
 )
 from specdemo.models.target import HFTarget
 from specdemo.models.text import sample_tokens
@@ -166,14 +166,14 @@ def load_model(
     """
     if kernels not in KERNELS:
         raise ValueError(f"unknown kernels {kernels!r}; {suggest(kernels, KERNELS)}")
-    report = progress or no_progress
-    if is_gguf(name):
+    report, ref = progress or no_progress, ModelRef(name)
+    if ref.gguf:
         if kernels == "transformers":
             raise ValueError(f"{name} is a GGUF file, which cannot be trained on; name the folder it was made from")
-        return _load_gguf(name, report, llamacpp)
+        return _load_gguf(ref, report, llamacpp)
     torch_device, precision = resolve_placement(dtype, device, quantization)
     report(0.0, f"looking for {name}")
-    source = locate(name, report=report)
+    source = locate(ref, report=report)
     needed = estimate_footprint(source, precision).weights
     chooses = dtype == "auto" and precision.dtype == torch.float32 and not precision.bits
     notes = []
@@ -198,7 +198,7 @@ def load_model(
     return loaded
 
 
-def _load_gguf(name: str, report: LoadProgress, settings: LlamaCppSettings | None) -> LoadedModel:
+def _load_gguf(name: ModelRef, report: LoadProgress, settings: LlamaCppSettings | None) -> LoadedModel:
     report(0.0, f"looking for {name}")
     parts = fetch_parts(name, report)
     check_files(parts, name)
@@ -256,16 +256,16 @@ def load_meta_target(name: str) -> HFTarget:
 
     Raises ValueError with one line.
     """
-    folder = str(config_folder(name))
+    folder = str(config_folder(ModelRef(name)))
     model = _meta_target(name, folder).model
     with load_errors(name), _exclusive_build():
         return HFTarget(model, _tokenizer(folder), name)
 
 
-def local_tokenizer(name: str) -> PreTrainedTokenizerBase | None:
+def local_tokenizer(name: ModelRef) -> PreTrainedTokenizerBase | None:
     """Return the tokenizer of a model, None if this machine has none. Raises ValueError with one line."""
     with load_errors(name):
-        return _tokenizer(resolve(name))
+        return _tokenizer(name.location)
 
 
 def _meta_target(name: str, folder: str) -> HFTarget:

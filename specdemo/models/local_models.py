@@ -17,19 +17,17 @@ from specdemo.core.safe_io import read_json
 from specdemo.costs.shapes import shape_of
 from specdemo.models import packaged
 from specdemo.models.gguf_files import (
-    OLLAMA,
     all_parts,
-    is_gguf,
     is_language_model,
     models_in,
     name_on_hub,
     ollama_blob,
     ollama_folder,
     part_names,
-    quantisation_in,
 )
 from specdemo.models.gguf_header import read_header, token_bytes
-from specdemo.models.sources import resolve, size_text
+from specdemo.models.ref import OLLAMA, ModelRef, quantisation_in
+from specdemo.models.sources import size_text
 
 GENERATES = re.compile(
     "^(?!.*(Assistant|Eagle|DFlash|Medusa|Speculator|Draft)).*(CausalLM|LMHeadModel|ConditionalGeneration)$"
@@ -42,7 +40,7 @@ BEST_RATIO = 15.0  # the middle of the recommended 10 to 20
 class LocalModel:
     """A model on this machine. path: a GGUF file, or the folder of a transformers model."""
 
-    name: str  # as `--target` takes it
+    name: ModelRef  # as `--target` takes it
     store: str
     path: Path
     bytes: int
@@ -76,12 +74,12 @@ class LocalModel:
         return _vocabulary(file, file.stat().st_mtime_ns) if file.is_file() else ""
 
 
-def local_models(target: str = "") -> list[LocalModel]:
+def local_models(target: ModelRef | None = None) -> list[LocalModel]:
     """Return all language models in known stores, by store and name, and damaged files. Reads headers.
 
-    target: of a GGUF file, also itself and the models in its folder.
+    target: if a GGUF file, also itself and the models in its folder.
     """
-    beside = [*_beside(target)]
+    beside = [*_beside(target)] if target else []
     stores = (_downloaded, _lm_studio, _ollama, _llamacpp, _hugging_face)
     found = {model.name: model for store in stores for model in store()}
     known = {model.path.resolve() for model in beside}
@@ -94,8 +92,8 @@ class LocalDrafts:
     """Draft models for a target. ratios: how many times fewer bytes a draft model reads per token, the best size
     first. reasons: why the other models are none, by name."""
 
-    ratios: Mapping[str, float]
-    reasons: Mapping[str, str]
+    ratios: Mapping[ModelRef, float]
+    reasons: Mapping[ModelRef, str]
 
     def __str__(self) -> str:
         """Return the draft models in words or, without any, what was considered."""
@@ -117,16 +115,17 @@ def size_words(ratio: float) -> str:
     return words if ratio >= LEAST_RATIO else words + warning
 
 
-def drafts_of(target: str) -> LocalDrafts:
+def drafts_of(target: ModelRef) -> LocalDrafts:
     """Return the draft models on this machine for a target, which is also on it, else none."""
-    models, path = local_models(target), Path(resolve(target)).expanduser()
-    own = next((model for model in models if target == model.name or path == model.path), None)
+    models = local_models(target)
+    own = next((model for model in models if target == model.name or target.path == model.path), None)
     return matching_drafts(own, models) if own else LocalDrafts({}, {})
 
 
 def matching_drafts(target: LocalModel, models: Iterable[LocalModel]) -> LocalDrafts:
     """Return the draft models for a target: smaller ones of the same vocabulary, so none where that is unknown."""
-    ratios, reasons = {}, {}
+    ratios: dict[ModelRef, float] = {}
+    reasons: dict[ModelRef, str] = {}
     for model in models:
         if model.path == target.path:
             continue
@@ -160,9 +159,9 @@ def model_rows(models: Sequence[LocalModel]) -> list[dict[str, str]]:
     return rows
 
 
-def _beside(target: str) -> Iterator[LocalModel]:
+def _beside(target: ModelRef) -> Iterator[LocalModel]:
     file = Path(target).expanduser()
-    if is_gguf(target) and file.is_file():
+    if target.gguf and file.is_file():
         yield from (
             _of_file(path, "its folder", str(Path(target).with_name(path.name))) for path in models_in(file.parent)
         )
@@ -172,7 +171,7 @@ def _downloaded() -> Iterator[LocalModel]:
     for name in packaged.DOWNLOADS:
         if made := packaged.local(name):
             files = made.glob("*.safetensors") if made.is_dir() else [made]
-            yield LocalModel(name, "specdemo", made, sum(file.stat().st_size for file in files))
+            yield LocalModel(ModelRef(name), "specdemo", made, sum(file.stat().st_size for file in files))
 
 
 def _lm_studio() -> Iterator[LocalModel]:
@@ -189,7 +188,7 @@ def _llamacpp() -> Iterator[LocalModel]:
 
 def _of_file(path: Path, store: str, name: str = "") -> LocalModel:
     parts = [path.with_name(part) for part in part_names(path.name)]
-    return LocalModel(name or str(path), store, path, sum(part.stat().st_size for part in parts if part.is_file()))
+    return LocalModel(ModelRef(name or path), store, path, sum(part.stat().st_size for part in parts if part.is_file()))
 
 
 def _ollama() -> Iterator[LocalModel]:
@@ -217,7 +216,7 @@ def _hugging_face() -> Iterator[LocalModel]:
         weights = [file for file in folder.glob("*.safetensors") if file.is_file()]
         has_tokenizer = (folder / "tokenizer.json").is_file()  # heads have none
         if weights and has_tokenizer and (folder / "config.json").is_file() and _generates(folder):
-            yield LocalModel(name, "Hugging Face", folder, sum(file.stat().st_size for file in weights))
+            yield LocalModel(ModelRef(name), "Hugging Face", folder, sum(file.stat().st_size for file in weights))
         files = {path.relative_to(folder).as_posix(): path for path in _gguf_below(folder)}
         for file, path in files.items():
             yield _of_file(path, "Hugging Face", name_on_hub(name, file, list(files)) or str(path))

@@ -21,6 +21,7 @@ from specdemo.costs.shapes import QUANTIZED_BITS, Config, ConfigReader
 from specdemo.models.devices import DEVICE_KINDS, best_device, device_kind, pick_device, pick_dtype, same_kind
 from specdemo.models.gguf_files import local_header, stored_bytes
 from specdemo.models.llamacpp import CACHE_BYTES, LlamaCppSettings, cache_type_of, library
+from specdemo.models.ref import ModelRef
 from specdemo.models.sources import Repository, fetch_config, read_config, size_text
 
 STORED_BITS = {"I64": 64, "I32": 32, "I16": 16, "I8": 8, "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F4": 4}
@@ -248,7 +249,7 @@ def _per_token(config: Config, precision: Precision) -> int:
     return sizes.attention_layers * sizes.kv_numbers * precision.dtype.itemsize
 
 
-def gguf_footprint(name: str, settings: LlamaCppSettings) -> Footprint:
+def gguf_footprint(name: ModelRef, settings: LlamaCppSettings) -> Footprint:
     """Return the memory of a model's weights, of its KV cache per token and of its buffers: 0 before the download.
 
     Raises ValueError for another kind of file.

@@ -6,6 +6,11 @@ from functools import lru_cache
 from pathlib import Path
 
 SUMS = "SHA256SUMS"
+EMBEDDED = tuple(
+    "stories stories-draft-wide stories-draft-deep stories-draft-other stories-medusa stories-mlp-speculator "
+    "stories-eagle-1 stories-eagle-3 stories-mtp stories-dflash stories-bytes stories-bytes-heads "
+    "code code-draft code-eagle-1 smollm2-eagle-3 smollm2-mlp-speculator".split()
+)
 
 
 def embedded_folder() -> Path:

@@ -5,7 +5,6 @@ model needs are downloaded. An interrupted download resumes; complete files are 
 local cache is used. Folders never use the network.
 """
 
-import os
 import re
 import shutil
 import time
@@ -28,7 +27,8 @@ from specdemo.models import packaged
 from specdemo.models.errors import Cancelled, Unreachable, hub_errors, load_errors
 from specdemo.models.packaged import POLL_S
 from specdemo.models.packaged import LoadProgress as LoadProgress
-from specdemo.models.shipped import check_embedded, embedded_folder
+from specdemo.models.ref import ModelRef
+from specdemo.models.shipped import check_embedded
 
 MASK_FILE = "mask_embedding.pt"  # embedding of a drafter's mask token
 CONFIG_FILES = ("*.json", "*.txt", "*.model", "*.jinja", MASK_FILE)  # config, tokenizer, chat template
@@ -65,7 +65,7 @@ NESTED = ("text_config", "transformer_layer_config", "eagle_config", "dflash_con
 class Repository:
     """Files of a repository that a model needs, at its top level."""
 
-    name: str
+    name: ModelRef
     files: Mapping[str, int]  # bytes
     numbers: Mapping[str, int]  # stored dtype -> number of weights; empty if unknown
 
@@ -76,7 +76,7 @@ class Repository:
 
     def missing_bytes(self) -> int:
         """Return the size of the files that are not in the local cache."""
-        repository, revision = split(self.name)
+        repository, revision = self.name.repository, self.name.revision
         return sum(
             size
             for file, size in self.files.items()
@@ -88,75 +88,45 @@ def no_progress(share: float, what: str) -> None:
     """Ignore progress."""
 
 
-def split(name: str) -> tuple[str, str | None]:
-    """Split `organisation/model@revision`, or a short name; None: the main branch."""
-    repository, _, revision = (packaged.HUB_ID if name == packaged.SMOLLM2 else name).partition("@")
-    return repository, revision or None
-
-
-def resolve(name: str) -> str:
-    """Return the folder of an embedded name, the folder or file of a model from a package that is here, an expanded
-    path, or an unchanged name of the hub."""
-    made = packaged.local(name)
-    if made is not None and not (name == packaged.SMOLLM2 and _is_cached(name)):
-        return str(made)
-    folder = embedded_folder() / name
-    if re.fullmatch(r"[\w.-]+", name) and (folder / "config.json").is_file():
-        return str(folder)
-    return str(Path(name).expanduser()) if _is_path(name) else name
-
-
-def locate(name: str, pickled: Sequence[str] = (), report: LoadProgress = no_progress) -> Path | Repository:
+def locate(name: ModelRef, pickled: Sequence[str] = (), report: LoadProgress = no_progress) -> Path | Repository:
     """Return the folder of a model, or the hub's metadata of its repository. Raises ValueError, one line.
 
     Downloads no weights, except those of `smollm2` from its package where the hub cannot be reached.
 
     pickled: patterns of weights to accept where there are no safetensors.
     """
-    path = resolve(name)
-    folder = Path(path)
     if not name.strip():
         raise ValueError("the model name is empty; use a folder, a Hugging Face id or an embedded model")
-    if name.lower().endswith(".gguf"):
+    if name.is_gguf_file:
         raise ValueError(f"{name} is {NO_GGUF}")
-    if folder.is_file():
-        raise ValueError(f"{name} is a file; use the folder that contains it")
-    if folder.is_dir():
+    if (folder := name.path) is not None:
+        if folder.is_file():
+            raise ValueError(f"{name} is a file; use the folder that contains it")
+        if not folder.is_dir():
+            raise ValueError(f"the folder {name} does not exist")
         return _check_files(name, folder)
-    if _is_path(name):
-        raise ValueError(f"the folder {name} does not exist")
-    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?", path):
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?", name):
         raise ValueError(f"{name!r} is neither a folder nor a Hugging Face id (organisation/model, or with @revision)")
-    if constants.HF_HUB_OFFLINE:
-        return cached_folder(path)
-    if name == packaged.SMOLLM2 and _is_cached(name):
+    if constants.HF_HUB_OFFLINE or (name == packaged.SMOLLM2 and name.is_cached):
         return cached_folder(name)
     try:
-        return _check_repository(name, model_info(path), pickled)
+        return _check_repository(name, model_info(name), pickled)
     except Unreachable:
         if name != packaged.SMOLLM2:
             raise
         return packaged.fetch_folder(report)
 
 
-def _is_cached(name: str) -> bool:
-    """Return True if a repository with weights in one file is in the local cache."""
-    repository, revision = split(name)
-    files = ("config.json", "tokenizer.json", "model.safetensors")
-    return all(isinstance(try_to_load_from_cache(repository, file, revision=revision), str) for file in files)
-
-
-def model_info(name: str) -> ModelInfo:
+def model_info(name: ModelRef) -> ModelInfo:
     """Fetch the hub's metadata of a repository and its files.
 
     Raises ValueError, one line, if it is missing, gated or cannot be read, and Unreachable if the hub does not answer.
     """
-    repository, revision = split(name)
     with hub_errors(name):
-        return HfApi().model_info(repository, revision=revision, files_metadata=True)
+        return HfApi().model_info(name.repository, revision=name.revision, files_metadata=True)
 
 
-def select_files(name: str, info: ModelInfo, pickled: Sequence[str] = ()) -> Repository:
+def select_files(name: ModelRef, info: ModelInfo, pickled: Sequence[str] = ()) -> Repository:
     """Select the files of a repository that a model needs. pickled: patterns of weights to accept without
     safetensors."""
     top = {f.rfilename: f.size or 0 for f in info.siblings or [] if "/" not in f.rfilename}
@@ -196,12 +166,12 @@ def fetch_config(source: Path | Repository) -> Path:
     return Download(source.name).run([file for file in source.files if file not in source.weights])
 
 
-def config_folder(name: str) -> Path:
+def config_folder(name: ModelRef) -> Path:
     """Return the folder with the config and the tokenizer of a model."""
     return fetch_config(locate(name))
 
 
-def cached_folder(name: str) -> Path:
+def cached_folder(name: ModelRef) -> Path:
     """Return the folder of an earlier download. Raises ValueError, one line, if there is none."""
     # a single file: with a pattern, the client treats a folder that lacks any match as incomplete
     return Download(name).run(["config.json"], local=True)
@@ -209,17 +179,16 @@ def cached_folder(name: str) -> Path:
 
 def remote_headers(repo: Repository) -> Iterator[tuple[str, list[int], str]]:
     """Yield name, shape and stored dtype of every tensor. Downloads only the headers of its safetensors."""
-    repository, revision = split(repo.name)
+    name = repo.name
     for file in repo.weights:
-        with hub_errors(repo.name):
-            header = HfApi().parse_safetensors_file_metadata(repository, file, revision=revision)
-        for name, tensor in header.tensors.items():
-            yield name, list(tensor.shape), str(tensor.dtype)
+        with hub_errors(name):
+            header = HfApi().parse_safetensors_file_metadata(name.repository, file, revision=name.revision)
+        for key, tensor in header.tensors.items():
+            yield key, list(tensor.shape), str(tensor.dtype)
 
 
-def has_chat_template(name: str) -> bool | None:
-    """Return True if a local model has a chat template; None if the model is not local."""
-    folder = Path(resolve(name))
+def has_chat_template(folder: Path) -> bool | None:
+    """Return whether a model's folder has a chat template; None if it is no folder of a model."""
     if not (folder / "config.json").is_file():
         return None
     settings = folder / "tokenizer_config.json"
@@ -259,7 +228,7 @@ def read_config(folder: Path) -> JsonObject:
 class Download:
     """Download of files of one repository, with a progress line. The client's threads count, another thread reads."""
 
-    def __init__(self, name: str, total: int = 0) -> None:
+    def __init__(self, name: ModelRef, total: int = 0) -> None:
         """total: bytes to download; 0: too few to report."""
         self.name, self.total, self.done, self.stopped = name, total, 0, False
         self._begin = time.monotonic()
@@ -269,9 +238,8 @@ class Download:
 
         The client runs in a thread, so that `report` is called, and can stop it, while the network is silent.
         """
-        repository, revision = split(self.name)
-        pool = ThreadPoolExecutor(1, "download")
-        download = partial(snapshot_download, repository, revision=revision, local_files_only=local)
+        pool, name = ThreadPoolExecutor(1, "download"), self.name
+        download = partial(snapshot_download, name.repository, revision=name.revision, local_files_only=local)
         running = pool.submit(download, allow_patterns=files, tqdm_class=self.bar())
         try:
             with hub_errors(self.name):
@@ -322,11 +290,6 @@ class Download:
         return f"{text}, {speed / 1e6:.1f} MB/s, {left} left"
 
 
-def _is_path(name: str) -> bool:
-    several = split(name)[0].count("/") > 1
-    return name.startswith((".", "/", "~")) or os.sep * 2 in name or several or Path(name).exists()
-
-
 def _check_files(name: str, folder: Path) -> Path:
     """Return the folder. Raises ValueError if its only weights are GGUF, or if one of its files is not a regular file
     or is too large."""
@@ -338,9 +301,9 @@ def _check_files(name: str, folder: Path) -> Path:
     return folder
 
 
-def _check_repository(name: str, info: ModelInfo, pickled: Sequence[str]) -> Repository:
+def _check_repository(name: ModelRef, info: ModelInfo, pickled: Sequence[str]) -> Repository:
     _check_not_gguf(name, [file.rfilename for file in info.siblings or []])
-    repository = select_files(resolve(name), info, pickled)
+    repository = select_files(name, info, pickled)
     if not pickled and "config.json" not in repository.files:
         raise ValueError(f"{name} has no config.json; it is not a transformers model")
     if not repository.weights:

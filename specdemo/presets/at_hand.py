@@ -2,34 +2,33 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from pathlib import Path
 
 from specdemo.core.rules import DEFAULT_RULE
 from specdemo.engine.comparison import Lane
 from specdemo.methods import BASELINE, SYNTHETIC, method
 from specdemo.methods.facts import FACTS
-from specdemo.models.gguf_files import is_gguf, local_header
+from specdemo.models.gguf_files import local_header
 from specdemo.models.local_models import drafts_of
-from specdemo.models.sources import cached_folder, resolve
-from specdemo.presets.drafters import base_name, lanes_for, published_drafters
-from specdemo.presets.link import short_name
+from specdemo.models.ref import ModelRef
+from specdemo.models.sources import cached_folder
+from specdemo.presets.drafters import lanes_for, published_drafters
 from specdemo.presets.pair import LOOKUPS, drafter_method, has_prediction_layer
 
 
-def drafters(target: str, drafts: Sequence[str], download: bool) -> dict[str, Lane]:
+def drafters(target: ModelRef, drafts: Sequence[ModelRef], download: bool) -> dict[str, Lane]:
     """Return the lanes to try, named, without draft lengths. Raises ValueError, one line, for a named drafter that does
     not fit."""
     named = [Lane(method=drafter_method(target, draft), model=draft) for draft in drafts]
     found: dict[str, Lane] = {}
     for lane in [*named, *_found(target, download)]:
         options = "".join(f", {name}={value}" for name, value in lane.options.items())
-        found.setdefault(f"{lane.method}{f' {short_name(lane.model)}' if lane.model else ''}{options}", lane)
+        found.setdefault(f"{lane.method}{f' {lane.model.short_label}' if lane.model else ''}{options}", lane)
     return found
 
 
-def _found(target: str, download: bool) -> Iterator[Lane]:
+def _found(target: ModelRef, download: bool) -> Iterator[Lane]:
     """Yield lookups, the lanes of presets with this target, drafters of the catalogue, and matching models here."""
-    own_name = base_name(target)
+    own_name = target.base_name
     yield from (Lane(method=name) for name in LOOKUPS)
     if has_prediction_layer(target):
         yield Lane(method="mtp", model=target)
@@ -47,7 +46,7 @@ def _found(target: str, download: bool) -> Iterator[Lane]:
     yield from (Lane(method="draft_model", model=name) for name in drafts_of(target).ratios)
 
 
-def not_here(target: str) -> list[str]:
+def not_here(target: ModelRef) -> list[ModelRef]:
     """Return the published drafters of a target that are not on this machine."""
     return [entry.drafter for entry in published_drafters(target) if entry.method and not _is_here(entry.drafter)]
 
@@ -58,9 +57,10 @@ def _comparable(lane: Lane) -> bool:
     return cls.exact and not cls.learns and lane.method not in (BASELINE, SYNTHETIC) and lane.acceptance == DEFAULT_RULE
 
 
-def _is_here(model: str) -> bool:
+def _is_here(model: ModelRef) -> bool:
+    path = model.path
     with suppress(ValueError):
-        if Path(resolve(model)).expanduser().exists():
+        if path and path.exists():
             return True
-        return local_header(model) is not None if is_gguf(model) else cached_folder(model).is_dir()
+        return local_header(model) is not None if model.gguf else cached_folder(model).is_dir()
     return False

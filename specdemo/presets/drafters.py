@@ -9,10 +9,9 @@ from typing import Any, Literal
 from specdemo.core.safe_io import read_json
 from specdemo.core.settings import Settings
 from specdemo.core.suggest import program
-from specdemo.engine.comparison import Lane
-from specdemo.models.gguf_files import OLLAMA, is_gguf, quantisation_in
+from specdemo.engine.comparison import Lane, Model
 from specdemo.models.gguf_header import read_header
-from specdemo.models.packaged import DOWNLOADS, HUB_ID
+from specdemo.models.ref import ModelRef
 from specdemo.models.shipped import embedded_folder
 from specdemo.presets.files import Preset, load_presets, read_yaml
 from specdemo.presets.recorded import is_recorded, recorded
@@ -43,8 +42,8 @@ class PublishedDrafter(Settings):
     thinking: whether its training answers contain thinking. trained: on what, if that is known instead.
     """
 
-    target: str
-    drafter: str
+    target: Model
+    drafter: Model
     kind: str
     source: str
     gb: float | None = None
@@ -101,69 +100,48 @@ def all_published() -> list[PublishedDrafter]:
     return _catalogue()[1]
 
 
-def published_drafters(target: str) -> list[PublishedDrafter]:
+def published_drafters(target: ModelRef) -> list[PublishedDrafter]:
     """Return the drafters of a target: those of the catalogue, then those of presets with their recorded acceptance.
 
     The target is compared by its base name, so that files, quantisations and names of Ollama find their model. GGUF
     drafters come first for a GGUF target.
     """
-    listed = [entry for entry in all_published() if base_name(entry.target) == base_name(target)]
-    known = {_repository(entry.drafter) for entry in listed}
-    own = [entry for entry in _of_presets(target) if _repository(entry.drafter) not in known]
+    listed = [entry for entry in all_published() if entry.target.base_name == target.base_name]
+    known = {entry.drafter.repository for entry in listed}
+    own = [entry for entry in _of_presets(target) if entry.drafter.repository not in known]
     others = {entry.drafter: entry for entry in reversed(own)}  # the first preset of a drafter counts
-    return sorted([*listed, *reversed(others.values())], key=lambda entry: is_gguf(entry.drafter) != is_gguf(target))
+    return sorted([*listed, *reversed(others.values())], key=lambda entry: entry.drafter.gguf != target.gguf)
 
 
-def drafts_for(model: str) -> dict[str, list[str]]:
+def drafts_for(model: ModelRef) -> dict[str, list[str]]:
     """Return the drafters of the catalogue that are this model, with their targets.
 
     A GGUF file is known by its name, and by the names in its header, which may lack the training of a variant.
     """
-    names, variants = {base_name(model)}, ""
-    if is_gguf(model) and (file := Path(model).expanduser()).is_file():
+    names, variants = {model.base_name}, ""
+    if model.gguf and (file := Path(model).expanduser()).is_file():
         stated = read_header(file).metadata
         title, *parts = (str(stated.get(f"general.{key}", "")) for key in ("name", "basename", "size_label"))
-        names |= {base_name(name.replace(" ", "-")) for name in (title, "-".join(parts)) if name.strip("-")}
+        names |= {ModelRef(name.replace(" ", "-")).base_name for name in (title, "-".join(parts)) if name.strip("-")}
         variants = "-(instruct|it)$"
     found: dict[str, list[str]] = {}
     for entry in all_published():
-        name = base_name(entry.drafter)
+        name = entry.drafter.base_name
         if entry.drafter != entry.target and {name, re.sub(variants, "", name)} & names:
-            found.setdefault(_repository(entry.drafter), []).append(entry.target)
+            found.setdefault(entry.drafter.repository, []).append(entry.target)
     return found
 
 
-def _repository(name: str) -> str:
-    """Return a name on the hub without revision and quantisation."""
-    return name.partition("@")[0].partition(":")[0]
-
-
-def base_name(name: str) -> str:
-    """Return the name of a model without organisation, revision, quantisation and format, in lower case."""
-    name = HUB_ID if name in DOWNLOADS else name
-    if name.startswith(OLLAMA):
-        return name.removeprefix(OLLAMA).rpartition("/")[2].replace(":", "-").lower()
-    last = name.rstrip("/").rpartition("/")[2].partition("@")[0].partition(":")[0].lower().removesuffix(".gguf")
-    quantisation = quantisation_in(last).lower()
-    return (
-        re.sub(r"-\d{5}-of-\d{5}$", "", last)
-        .removesuffix("-gguf")
-        .removesuffix(quantisation)
-        .rstrip("-._")
-        .removesuffix("-ud")
-    )
-
-
-def lanes_for(target: str) -> Iterator[tuple[Preset, list[Lane]]]:
+def lanes_for(target: ModelRef) -> Iterator[tuple[Preset, list[Lane]]]:
     """Yield the presets for a model, by its base name, with their lanes. A layer in a GGUF file is that of `target`."""
     for preset in load_presets().values():
-        if base_name(preset.target) == base_name(target):
-            file = preset.target if is_gguf(preset.target) else ""
+        if preset.target.base_name == target.base_name:
+            file = preset.target if preset.target.gguf else ""
             layer = {"model": target}
             yield preset, [lane.model_copy(update=layer) if lane.model == file else lane for lane in preset.lanes]
 
 
-def _of_presets(target: str) -> Iterator[PublishedDrafter]:
+def _of_presets(target: ModelRef) -> Iterator[PublishedDrafter]:
     """Yield the drafters that presets pair with a target, with the acceptance of the recorded run."""
     for preset, lanes in lanes_for(target):
         for place, lane in enumerate(lanes, start=1):
@@ -182,12 +160,12 @@ def _shipped(name: str) -> dict[str, Any]:
     return {"gb": round(size / 1e9, 3), "licence": "Apache 2.0", "trained": trained}
 
 
-def _kind(method: str, drafter: str) -> str:
+def _kind(method: str, drafter: ModelRef) -> str:
     """Return the kind of a preset's drafter: the first of its method and format, but EAGLE-1 where its name is that.
     Empty for methods that are not in the catalogue."""
     if "eagle-1" in drafter.lower():
         return "EAGLE-1"
-    read, gguf = {name: kind for name, kind in _catalogue()[0].items() if kind.method == method}, is_gguf(drafter)
+    read, gguf = {name: kind for name, kind in _catalogue()[0].items() if kind.method == method}, drafter.gguf
     return next((name for name, kind in read.items() if (kind.format == "GGUF") == gguf), "")
 
 

@@ -25,6 +25,8 @@ from specdemo.core.suggest import counted, short_repr, suggest
 from specdemo.engine.comparison import Comparison, Lane, Name, validate_method_name
 from specdemo.methods import model_method
 from specdemo.models import packaged
+from specdemo.models.ref import ModelRef
+from specdemo.models.shipped import EMBEDDED
 from specdemo.servers.address import listed
 from specdemo.servers.engines import ENGINES
 
@@ -34,11 +36,6 @@ if TYPE_CHECKING:  # imports torch
 INSTALLED = Path(__file__).parent / "installed"  # location of the presets in a wheel
 FOLDER = INSTALLED if INSTALLED.is_dir() else Path(__file__).parents[2] / "presets"
 DEFAULT = "embedded-draft"
-EMBEDDED = tuple(
-    "stories stories-draft-wide stories-draft-deep stories-draft-other stories-medusa stories-mlp-speculator "
-    "stories-eagle-1 stories-eagle-3 stories-mtp stories-dflash stories-bytes stories-bytes-heads "
-    "code code-draft code-eagle-1 smollm2-eagle-3 smollm2-mlp-speculator".split()
-)
 
 YAML_BYTES = 1_000_000
 
@@ -65,19 +62,19 @@ class Preset(Comparison, About):
     """A comparison that is ready to run."""
 
     @property
-    def models(self) -> tuple[str, ...]:
+    def models(self) -> tuple[ModelRef, ...]:
         """Return all models, the target first."""
         return self.target, *(model for lane in self.lanes for model in lane.models)
 
     @property
     def embedded(self) -> bool:
         """Return True if only embedded models are used, so that nothing is downloaded."""
-        return all(model in EMBEDDED for model in self.models)
+        return all(model.embedded for model in self.models)
 
     @property
     def here(self) -> bool:
         """Return True if all models are embedded or were made earlier from a package."""
-        return all(model in EMBEDDED or packaged.local(model) for model in self.models)
+        return all(model.embedded or packaged.local(model) for model in self.models)
 
     @property
     def methods(self) -> list[str]:
@@ -236,35 +233,33 @@ def preset(id: str) -> Preset:
     return presets[id]
 
 
-def allowed_models(presets: Mapping[str, Preset]) -> tuple[str, ...]:
+def allowed_models(presets: Mapping[str, Preset]) -> tuple[ModelRef, ...]:
     """Return the models that a visitor may choose: embedded models and those of the presets."""
-    return tuple(dict.fromkeys([*EMBEDDED, *(model for p in presets.values() for model in p.models)]))
+    embedded = map(ModelRef, EMBEDDED)
+    return tuple(dict.fromkeys([*embedded, *(model for p in presets.values() for model in p.models)]))
 
 
-def thinking_remarks(target: str, drafters: Sequence[str], known: "Target") -> list[str]:
+def thinking_remarks(target: ModelRef, drafters: Sequence[ModelRef], known: "Target") -> list[str]:
     """Return one line per drafter that presets run with thinking on or off, and one if the target can think."""
     from specdemo.models.text import has_thinking_modes
 
-    chosen = [p for p in load_presets().values() if _unrevised(p.target) == _unrevised(target)]
-    modes = {_unrevised(lane.model or ""): p for p in chosen if p.thinking != "default" for lane in p.lanes}
+    chosen = [p for p in load_presets().values() if p.target.repository == target.repository]
+    lanes = [(p, lane) for p in chosen if p.thinking != "default" for lane in p.lanes]
+    modes = {lane.model.repository: p for p, lane in lanes if lane.model}
     remarks = [
         f"thinking: preset {p.id} runs {name} with --thinking {p.thinking}; acceptance may drop in the other mode"
         for name in drafters
-        if (p := modes.get(_unrevised(name)))
+        if (p := modes.get(name.repository))
     ]
     if known.tokenizer is not None and has_thinking_modes(known.tokenizer):
         remarks.append("thinking: the target can think; bench thinking compares the acceptance in both modes")
     return remarks
 
 
-def _unrevised(name: str) -> str:
-    return name.partition("@")[0]
-
-
-def known_drafters(target: str) -> list[tuple[str, str]]:
+def known_drafters(target: ModelRef) -> list[tuple[str, ModelRef]]:
     """Return (method, drafter) of all embedded drafters, and of the hub's drafters that presets use with this
     target.
     """
     lanes = [(p, lane) for p in load_presets().values() for lane in p.lanes]
-    known = [lane for p, lane in lanes if lane.model and (lane.model in EMBEDDED or p.target == target)]
-    return [(model_method(lane.method, lane.options), str(lane.model)) for lane in known]
+    known = [lane for p, lane in lanes if lane.model and (lane.model.embedded or p.target == target)]
+    return [(model_method(lane.method, lane.options), lane.model) for lane in known if lane.model]

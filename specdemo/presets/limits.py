@@ -12,7 +12,7 @@ import yaml
 from specdemo.core.deployment import public as public
 from specdemo.costs.lengths import MAX_K
 from specdemo.engine.comparison import MAX_LANES, MAX_NEW_TOKENS, MAX_PROMPT_CHARACTERS
-from specdemo.presets.files import EMBEDDED, FOLDER, Preset, load_presets
+from specdemo.presets.files import FOLDER, Preset, load_presets
 
 SPACE = FOLDER.parent / "docs" / "space.yaml"
 NODES = 64  # largest draft tree; a public page can open the trace of the longest run with it
@@ -50,14 +50,14 @@ def preloaded() -> tuple[str, ...]:
 
 def at_hand() -> list[Preset]:
     """Return the presets whose models are all on this machine."""
-    return [p for p in load_presets().values() if {*p.models} <= {*EMBEDDED, *preloaded()}]
+    return [p for p in load_presets().values() if all(model.embedded or model in preloaded() for model in p.models)]
 
 
 def admit(chosen: Preset) -> Preset:
     """Return the comparison. Raises ValueError on a public page if it exceeds the limits."""
     if not public():
         return chosen
-    far = next((model for model in chosen.models if model not in (*EMBEDDED, *preloaded())), None)
+    far = next((model for model in chosen.models if not (model.embedded or model in preloaded())), None)
     if far is not None:
         raise ValueError(f"{far} is not available on this public page; {HOME}")
     if shares(chosen):

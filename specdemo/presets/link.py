@@ -9,9 +9,6 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from difflib import get_close_matches
-from functools import lru_cache
-from hashlib import sha256
-from pathlib import Path
 from typing import Self, TypeVar
 from urllib.parse import parse_qsl, urlencode
 
@@ -21,8 +18,8 @@ from specdemo.core.settings import Settings, from_text, linked, settings
 from specdemo.core.suggest import short_repr
 from specdemo.engine.comparison import Comparison, Lane, validate_method_name
 from specdemo.methods import method_options, parse_options
-from specdemo.models.gguf_files import SUFFIX
-from specdemo.presets.files import EMBEDDED, Preset, allowed_models
+from specdemo.models.ref import ModelRef
+from specdemo.presets.files import Preset, allowed_models
 from specdemo.presets.limits import LIMITS
 from specdemo.servers.address import check_listed
 
@@ -38,8 +35,6 @@ ANOTHER = (
     "this page has another file of that name ({}); to race the model of the link, start the page with --target and it"
 )
 HASHED = re.compile(r"(.+)@([0-9a-f]{12})")  # name of a model in files, and its hash
-WEIGHTS = ("*.gguf", "*.safetensors", "*.bin", "config.json")  # files of a model's folder that its hash covers
-SAMPLES, SAMPLE_BYTES = 16, 1 << 16  # of each file; reading all of a large model takes a minute
 
 
 Linkable = TypeVar("Linkable", bound=Settings)
@@ -69,13 +64,13 @@ def to_query(preset: Preset, base: Preset) -> str:
     own = base.id == OWN
     changed = _difference(*(one.model_dump(include={*linked(Comparison)}) for one in (preset, base)))
     if own or "target" in changed:
-        changed["target"] = linked_name(preset.target)
+        changed["target"] = preset.target.link_name
     if len(preset.lanes) != len(base.lanes):
         changed["lanes"] = len(preset.lanes)
     for index, lane in enumerate(preset.lanes):
         of_lane = _lane_difference(lane, _reference(base, index))
         if lane.model and (own or "model" in of_lane):
-            of_lane["model"] = linked_name(lane.model)
+            of_lane["model"] = lane.model.link_name
         changed |= {_in_lane(name, _suffix(index)): value for name, value in of_lane.items()}
     texts = {name: _text(value) for name, value in changed.items()}
     for name, text in texts.items():
@@ -99,7 +94,7 @@ def from_query(
     preset unless `allow_any_model`. start: what a link without a preset changes; None: the first preset.
     """
     models = allowed_models(presets)
-    known = {name_of(model): model for name_of in (shown_name, linked_name) for model in models}
+    known = {model.label: model for model in models} | {model.link_name: model for model in models}
     link = _Link(*_pairs(query), known, allow_any_model)
     preset_id = link.take("preset")
     chosen = start or next(iter(presets.values()))
@@ -110,7 +105,7 @@ def from_query(
         hint = f"did you mean {near[0]!r}?" if near else "choose one in the menu"
         link.refuse("preset", preset_id, f"unknown preset; {hint}")
     base = chosen
-    link.foreign = ELSEWHERE.format(linked_name(base.target)) if preset_id == OWN else FOREIGN
+    link.foreign = ELSEWHERE.format(base.target.link_name) if preset_id == OWN else FOREIGN
     chosen = link.change(chosen, linked(Comparison))
     if "target" in link.refused:
         # models draft for the refused target; one note is enough
@@ -121,54 +116,14 @@ def from_query(
     return chosen, link.all_notes()
 
 
-def shown_name(model: str) -> str:
-    """Return a model's name without the folders of this machine; other names as they are."""
-    local = model.startswith(("/", "~", ".")) or "\\" in model or model.endswith(SUFFIX) or Path(model).exists()
-    return re.split(r"[/\\]", model.rstrip("/\\"))[-1] if local else model
-
-
-def short_name(model: object) -> str:
-    """Return a model's name without organisation, folders and revision."""
-    return shown_name(str(model)).partition("@")[0].rpartition("/")[2]
-
-
-def without_folders(text: str, models: Iterable[str]) -> str:
+def without_folders(text: str, models: Iterable[ModelRef]) -> str:
     """Return JSON in which models in files have no folders, which may contain the name of a user."""
     for model in sorted(models, key=len, reverse=True):
-        shown = shown_name(model)
+        name, label = str(model), model.label
         for _ in range(2):  # as JSON, and as JSON in JSON, such as a flag of vLLM
-            model, shown = json_text(model)[1:-1], json_text(shown)[1:-1]
-            text = text.replace(model, shown)
+            name, label = json_text(name)[1:-1], json_text(label)[1:-1]
+            text = text.replace(name, label)
     return text
-
-
-def linked_name(model: str) -> str:
-    """Return a name in links; that of a model in files without folders, with its hash: `mine.gguf@1a2b3c4d5e6f`."""
-    found = model_hash(model)
-    return f"{shown_name(model)}@{found}" if found else shown_name(model)
-
-
-def model_hash(model: str) -> str:
-    """Return 12 hex digits that identify the content of a model's files: the start of the SHA-256 of every file's size
-    and of samples of it. Empty for a model that is not named by its file or folder.
-    """
-    path = Path(model).expanduser()
-    if model in EMBEDDED or not path.exists():
-        return ""
-    files = sorted(file for mark in WEIGHTS for file in path.glob(mark)) if path.is_dir() else [path]
-    return _hash_of(tuple((file, file.stat().st_size, file.stat().st_mtime_ns) for file in files))
-
-
-@lru_cache(maxsize=64)
-def _hash_of(files: tuple[tuple[Path, int, int], ...]) -> str:
-    digest = sha256()
-    for file, size, _ in files:
-        digest.update(b"%d:" % size)
-        with file.open("rb") as opened:
-            for i in range(SAMPLES):
-                opened.seek(i * max(0, size - SAMPLE_BYTES) // (SAMPLES - 1))
-                digest.update(opened.read(SAMPLE_BYTES))
-    return digest.hexdigest()[:12]
 
 
 def is_link(query: Mapping[str, object]) -> bool:
@@ -185,7 +140,7 @@ class _Link:
     """The values of a link, taken one by one. Every unusable value adds a note."""
 
     def __init__(
-        self, values: dict[str, str], notes: list[str], models: Mapping[str, str], any_model: bool = False
+        self, values: dict[str, str], notes: list[str], models: Mapping[str, ModelRef], any_model: bool = False
     ) -> None:
         """models: those that the page has, by the name that links have for them."""
         self.values = values
@@ -287,7 +242,7 @@ class _Link:
                 return self._models[text]
             hashed = HASHED.fullmatch(text)
             if hashed and hashed[1] in self._models:
-                raise ValueError(ANOTHER.format(linked_name(self._models[hashed[1]])))
+                raise ValueError(ANOTHER.format(self._models[hashed[1]].link_name))
             if hashed or not self._any:
                 raise ValueError(self.foreign)
         if kind is str and len(text) > LONGEST_TEXT:

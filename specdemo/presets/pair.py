@@ -9,11 +9,12 @@ from specdemo.core.outputs import check_output
 from specdemo.core.suggest import program
 from specdemo.core.trace import RunTrace
 from specdemo.engine.comparison import Lane
-from specdemo.models.gguf_files import SUFFIX, check_files, fetch_parts, is_gguf, local_header
+from specdemo.models.gguf_files import check_files, fetch_parts, has_chat_template, local_header
 from specdemo.models.gguf_header import Header
 from specdemo.models.packaged import DOWNLOADS
-from specdemo.presets.files import DEFAULT, EMBEDDED, Preset, load_presets, preset, read_yaml
-from specdemo.presets.link import OWN, short_name
+from specdemo.models.ref import SUFFIX, ModelRef
+from specdemo.presets.files import DEFAULT, Preset, load_presets, preset, read_yaml
+from specdemo.presets.link import OWN
 
 LOOKUPS = ("suffix", "ngram")  # methods that need no draft model
 COPIED = 7  # draft length for a text that is corrected: where it is copied, long drafts are accepted
@@ -41,13 +42,13 @@ def work_prompts() -> Mapping[str, list[str]]:
     return found | {"chat": [QUESTION, *found["chat"]]}
 
 
-def add_pair(target: str, draft: str | None = None, **settings: object) -> Preset:
+def add_pair(target: ModelRef, draft: ModelRef | None = None, **settings: object) -> Preset:
     """Add the comparison of `pair` to the presets and return it."""
     load_presets()[OWN] = chosen = pair(target, draft, **settings)
     return chosen
 
 
-def pair(target: str, draft: str | None = None, **settings: object) -> Preset:
+def pair(target: ModelRef, draft: ModelRef | None = None, **settings: object) -> Preset:
     """Return the comparison of two models. Reads headers and configs, no weights.
 
     draft: a draft model or a head; None: lookups. settings: other settings of the comparison.
@@ -57,12 +58,12 @@ def pair(target: str, draft: str | None = None, **settings: object) -> Preset:
     from specdemo.engine.session import Session  # imports torch
 
     method = drafter_method(target, draft)
-    corrects = draft is None and target not in EMBEDDED
+    corrects = draft is None and not target.embedded
     lookups = [*CORRECTING] if corrects else [Lane(method=name) for name in LOOKUPS]
     lookups += [Lane(method="mtp", model=target, k=OWN_LENGTH)] if has_prediction_layer(target) else []
     lanes = [Lane(method=method, model=draft)] if draft else lookups
-    chat = _has_chat_template(target)
-    title = f"{short_name(target)} with {short_name(draft) if draft else 'suffix and n-gram lookup'}"
+    chat = has_chat_template(target)
+    title = f"{target.short_label} with {draft.short_label if draft else 'suffix and n-gram lookup'}"
     about = {"id": OWN, "title": title.replace(SUFFIX, "")[:80], "chip": "Your models", "description": "", "chat": chat}
     start = preset(DEFAULT).with_changes(target=target, lanes=[lane.model_dump() for lane in lanes], **settings)
     prompt = start.prompt if chat is False else QUESTION
@@ -97,22 +98,25 @@ def comparison(preset_id: str | None, changes: Mapping[str, object]) -> Preset:
     changes = dict(changes)
     target, drafter = changes.get("target"), changes.get("model")
     if preset_id is not None:
-        if "/" in preset_id or is_gguf(preset_id) or preset_id in (*EMBEDDED, *DOWNLOADS):
+        name = ModelRef(preset_id)
+        if "/" in name or name.gguf or name.embedded or name in DOWNLOADS:
             raise ValueError(f"{preset_id} is a model, not a preset; name it as the target (--target)")
         start = preset(preset_id)
         chosen = start.with_changes(**changes)
-        written = "prompt" in changes or chosen.target == start.target or _has_chat_template(start.target) is not False
-        chats = chosen.chat is not False and _has_chat_template(chosen.target)
+        written = "prompt" in changes or chosen.target == start.target or has_chat_template(start.target) is not False
+        chats = chosen.chat is not False and has_chat_template(chosen.target)
         return chosen.changed(prompt=QUESTION) if chats and not written else chosen
     if not isinstance(target, str):
         raise ValueError(
             f"Missing argument 'PRESET'. `{program()} presets` lists them; or name a model: --target MODEL"
         )
-    if changes.get("method") == "mtp" and drafter is None and is_gguf(target):
+    named = ModelRef(target)
+    if changes.get("method") == "mtp" and drafter is None and named.gguf:
         changes["model"] = target
     if isinstance(drafter, str) and "method" not in changes:
-        return add_pair(target, drafter).with_changes(**{name: it for name, it in changes.items() if name != "model"})
-    return add_pair(target).with_changes(**changes)
+        others = {name: it for name, it in changes.items() if name != "model"}
+        return add_pair(named, ModelRef(drafter)).with_changes(**others)
+    return add_pair(named).with_changes(**changes)
 
 
 def run(
@@ -140,20 +144,20 @@ def run(
     return trace
 
 
-def drafter_method(target: str, draft: str | None) -> str:
+def drafter_method(target: ModelRef, draft: ModelRef | None) -> str:
     """Return the method of the drafter. Raises ValueError if one of the models is unusable, or they do not fit."""
     from specdemo.methods.pairs import check_pair, outline
 
-    head = gguf_head(draft, target) if draft and is_gguf(draft) else ""
+    head = gguf_head(draft, target) if draft and draft.gguf else ""
     for name in filter(None, (target, None if head else draft)):
-        if is_gguf(name):
+        if name.gguf:
             _check_gguf(name)
     if head:
         return head
-    if is_gguf(target):
+    if target.gguf:
         return "ngram" if draft is None else _method_of(draft)
     described = outline(target)
-    if draft is None or is_gguf(draft):
+    if draft is None or draft.gguf:
         return "draft_model" if draft else "ngram"
     pair = check_pair(described, draft)
     if not pair.fits:
@@ -161,12 +165,12 @@ def drafter_method(target: str, draft: str | None) -> str:
     return pair.method
 
 
-def has_prediction_layer(name: str) -> bool:
+def has_prediction_layer(name: ModelRef) -> bool:
     """Return True for a GGUF file on this machine that states a prediction layer."""
-    return bool(is_gguf(name) and (header := _header_here(name)) and header.prediction_layer)
+    return bool(name.gguf and (header := _header_here(name)) and header.prediction_layer)
 
 
-def gguf_head(name: str, target: str) -> str:
+def gguf_head(name: ModelRef, target: ModelRef) -> str:
     """Return the method that reads a GGUF file as a head: of EAGLE-3 and DFlash, and of a prediction layer that is
     alone or the target's own; empty for a model and for a file that is not here."""
     header = _header_here(name)
@@ -177,13 +181,13 @@ def gguf_head(name: str, target: str) -> str:
     return "mtp" if header.prediction_layer and (header.prediction_only or name == target) else ""
 
 
-def _header_here(name: str) -> Header | None:
+def _header_here(name: ModelRef) -> Header | None:
     with suppress(ValueError):
         return local_header(name)
     return None
 
 
-def _check_gguf(name: str) -> None:
+def _check_gguf(name: ModelRef) -> None:
     """Check a GGUF model without loading it. Its files are checked if they are on this machine."""
     from specdemo.models.llamacpp import library
 
@@ -193,23 +197,13 @@ def _check_gguf(name: str) -> None:
         check_files(fetch_parts(name), name)
 
 
-def _method_of(draft: str) -> str:
+def _method_of(draft: ModelRef) -> str:
     """Return the method that reads a drafter for a GGUF target. Raises ValueError if it cannot be read."""
     from specdemo.methods import detect_method
     from specdemo.models.checkpoints import open_meta_checkpoint
     from specdemo.models.errors import checkpoint_errors
 
-    if is_gguf(draft):
+    if draft.gguf:
         return "draft_model"
     with checkpoint_errors(draft):
         return detect_method(open_meta_checkpoint(draft))
-
-
-def _has_chat_template(target: str) -> bool | None:
-    """Return whether the target has a chat template; None if it is not on this machine."""
-    from specdemo.models.sources import has_chat_template
-
-    if not is_gguf(target):
-        return has_chat_template(target)
-    header = local_header(target)
-    return None if header is None else "tokenizer.chat_template" in header.metadata

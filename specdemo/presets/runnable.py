@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
 
-from specdemo.models.gguf_files import is_gguf
 from specdemo.presets.files import Preset, load_presets
 
 
@@ -47,16 +46,14 @@ def why_not(preset: Preset, machine: Machine | None = None) -> str:
     if machine.gpu_gb < preset.memory_gb:
         return f"it needs about {preset.memory_gb:g} GB of GPU memory, and this machine has {machine.gpu_gb:.0f}"
     if preset.gated and not machine.logged_in:
-        return (
-            f"{preset.target.partition('@')[0]} is gated: accept its licence on huggingface.co, then run hf auth login"
-        )
+        return f"{preset.target.repository} is gated: accept its licence on huggingface.co, then run hf auth login"
     return ""
 
 
 def _why_not_without_gpu(preset: Preset, memory_gb: float, machine: Machine) -> str:
     if machine.ram_gb < memory_gb:
         return f"it needs about {memory_gb:g} GB of memory, and this machine has {machine.ram_gb:.0f}"
-    if is_gguf(preset.target) and not machine.llamacpp:
+    if preset.target.gguf and not machine.llamacpp:
         return "it needs llama.cpp: pip install llama-cpp-python gguf"
     return ""
 

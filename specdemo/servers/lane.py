@@ -23,6 +23,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from specdemo.core.generation import Thinking, template_arguments
 from specdemo.core.trace import MAX_TEXT, LaneTrace, Remote, StepEvent
+from specdemo.models.ref import ModelRef
 from specdemo.servers import client
 from specdemo.servers.address import check_listed, host
 from specdemo.servers.client import Client, Patience, ReportedError, StatusError, connected
@@ -66,7 +67,7 @@ class RemoteLane:
     trace: LaneTrace
     server: str
     model: str | None
-    target: str
+    target: ModelRef
     prompt: Text
     config: "GenerationConfig"
     forms: Sequence[Form]

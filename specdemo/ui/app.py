@@ -8,6 +8,7 @@ import typer
 
 from specdemo.core.settings import setting, settings
 from specdemo.engine.comparison import Comparison
+from specdemo.models.ref import ModelRef
 from specdemo.presets.files import DEFAULT, require
 from specdemo.presets.limits import public
 from specdemo.servers.address import allow
@@ -74,4 +75,4 @@ def _start(chosen: str | None, target: str | None, draft: str | None, given: Map
         raise ValueError("--preset and --target exclude each other; give one of them")
     from specdemo.presets.pair import add_pair  # needs torch
 
-    return add_pair(target, draft, **given).id
+    return add_pair(ModelRef(target), ModelRef(draft) if draft else None, **given).id

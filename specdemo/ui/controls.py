@@ -16,9 +16,9 @@ from specdemo.core.rules import rule_options
 from specdemo.core.settings import Setting, Settings, settings
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.methods import method_options
-from specdemo.models.gguf_files import is_gguf
+from specdemo.models.ref import ModelRef
 from specdemo.presets import limits
-from specdemo.presets.files import EMBEDDED, Preset, load_presets
+from specdemo.presets.files import Preset, load_presets
 from specdemo.presets.pair import TASKS, task
 from specdemo.servers.address import host, listed
 from specdemo.ui import assets, setup
@@ -225,12 +225,13 @@ def offer(_: gr.Request | None, values: Values, allow_any_model: bool = False) -
     live()
     if not_offered([values["target"]], allow_any_model):
         return {}
-    updates, methods = {}, method_choices(values["target"])
+    target = ModelRef(values["target"])
+    updates, methods = {}, method_choices(target)
     for n in NUMBERS:
         reads = model_reader(values[f"method-{n}"], values[f"options-{n}"])
-        models = [*fitting_models(values["target"], reads), values[f"model-{n}"]]
+        models = [*fitting_models(target, reads), values[f"model-{n}"]]
         updates[f"method-{n}"] = gr.update(choices=methods)
-        updates[f"model-{n}"] = gr.update(choices=model_choices(models, values["target"]))
+        updates[f"model-{n}"] = gr.update(choices=model_choices(models, target))
     return updates
 
 
@@ -381,7 +382,7 @@ def _set(option: Setting, _: gr.Request | None, values: Values) -> Values:
     changed = {name: value for name, value in options.items() if name != option.name}
     changed |= {} if values["value"] == option.default else {option.name: values["value"]}
     before, after = (model_reader(values["method"], given) for given in (options, changed))
-    model = {} if before == after else {"model": _fit_model(values["target"], values["method"], changed)}
+    model = {} if before == after else {"model": _fit_model(ModelRef(values["target"]), values["method"], changed)}
     return {"options": changed, **model}
 
 
@@ -397,7 +398,7 @@ def _refit(_: gr.Request | None, values: Values, allow_any_model: bool = False) 
     one that the page does not offer: `show_setup` says so.
     """
     live()
-    target = values["target"]
+    target = ModelRef(values["target"])
     if target == values["last-target"] or not_offered([target], allow_any_model):
         return {}
     models = {f"model-{n}": _fit_model(target, values[f"method-{n}"], values[f"options-{n}"]) for n in NUMBERS}
@@ -410,24 +411,24 @@ def _switch(_: gr.Request, values: Values) -> Values:
     name = values["method"]
     if name == values["last-method"]:
         return {}
-    model = _fit_model(values["target"], name, {})
+    model = _fit_model(ModelRef(values["target"]), name, {})
     return {"model": model, "options": {}, "drawn": values["drawn"] + 1, "last-method": name}
 
 
-def _fit_model(target: str, name: str, options: Mapping[str, object]) -> Any:
+def _fit_model(target: ModelRef, name: str, options: Mapping[str, object]) -> Any:
     """Return the update of a lane's drafters: those that fit, of which the first is selected; maybe none."""
     needed = needs_model(name, options)
     fitting = fitting_models(target, model_reader(name, options)) if needed else [default_draft(target)]
     return gr.update(visible=needed, value=next(iter(fitting), None), choices=model_choices(fitting, target))
 
 
-def _chat_looks(target: str, chat: bool | None, system: str = "") -> dict[str, Values]:
-    able = target not in EMBEDDED
+def _chat_looks(target: ModelRef, chat: bool | None, system: str = "") -> dict[str, Values]:
+    able = not target.embedded
     info = "A user message, or a text to continue" if able else "A text to continue; there is no chat template"
     return {
         "chat": {"value": prompt_format(target, chat), "interactive": able, "info": info},
         "system": {"value": system, "visible": able},
-        "gguf": {"visible": is_gguf(target) and not limits.public()},
+        "gguf": {"visible": target.gguf and not limits.public()},
         "tasks": {"visible": able},
     }
 

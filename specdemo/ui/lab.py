@@ -20,11 +20,10 @@ from specdemo.bench.base import ROWS
 from specdemo.bench.suites import suite
 from specdemo.core.rules import DEFAULT_RULE
 from specdemo.engine.comparison import Comparison, Lane
-from specdemo.models.gguf_files import is_gguf
+from specdemo.models.ref import ModelRef
 from specdemo.models.shipped import embedded_folder
 from specdemo.presets import limits
 from specdemo.presets.files import load_presets, preset
-from specdemo.presets.link import shown_name
 from specdemo.ui import assets
 from specdemo.ui.controls import Controls, draw_setting, fill, look
 from specdemo.ui.job import QUIET, Job, Jobs, Parts, Store, Values, named, opening, to_line, wire
@@ -41,8 +40,8 @@ OFF = f"Training is disabled on this public page, because it takes minutes; {lim
 def off() -> str:
     """Return why no head can be trained on this page; empty if one can."""
     target = page_preset().target
-    of_file = f"{shown_name(target)} is a GGUF file: to train, start the page with the folder that it was made from"
-    return OFF if limits.public() else of_file if is_gguf(target) else ""
+    of_file = f"{target.label} is a GGUF file: to train, start the page with the folder that it was made from"
+    return OFF if limits.public() else of_file if target.gguf else ""
 
 
 def trainer() -> ModuleType:
@@ -76,7 +75,7 @@ class Training(Job):
             line: Values = message if isinstance(message, dict) else view(message)
             if line["type"] == "done":
                 self.folder = line["folder"]
-                TRAINED.append(self.folder)
+                TRAINED.append(ModelRef(self.folder))
             elif line["type"] == "tick":
                 if line["seconds"] < self._due and "agree_1" not in line:
                     continue
@@ -121,7 +120,7 @@ class Lab(Jobs[Training]):
         training = self.last(request)
         if training is None or training.folder is None:
             raise gr.Error("no trained head yet; train one first")
-        lane = Lane(method=training.method, model=training.folder)
+        lane = Lane(method=training.method, model=ModelRef(training.folder))
         return fill(page_preset().with_changes(lanes=[lane.model_dump()]), values)
 
 
@@ -136,7 +135,7 @@ def draw(page: gr.Blocks, form: Controls, tab: gr.Tab, store: Store) -> None:
 def _draw_training(page: gr.Blocks, form: Controls, tab: gr.Tab, store: Store) -> None:
     lab = Lab("training", store)
     able = not off()
-    words = assets.text("lab.md").replace("@target", shown_name(page_preset().target)) + f"\n\n{off()}"
+    words = assets.text("lab.md").replace("@target", page_preset().target.label) + f"\n\n{off()}"
     assets.heading("train", words, elem_id="lab-about")
     with gr.Row(elem_id="lab-controls"):
         recipe = gr.Dropdown([], **look("Head", "recipe", 3, 240))

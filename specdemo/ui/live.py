@@ -13,7 +13,7 @@ from specdemo.models.devices import best_device, device_kind
 from specdemo.models.gguf_files import missing_bytes
 from specdemo.models.sources import size_text
 from specdemo.presets import limits
-from specdemo.presets.files import EMBEDDED, Preset
+from specdemo.presets.files import Preset
 from specdemo.ui import space
 from specdemo.ui.job import Messages, Work, Worker, reason
 from specdemo.ui.views import Failed, Shown
@@ -73,7 +73,7 @@ def _play(spec: Comparison) -> Generator[Messages, None, None]:
 
 def no_gpu(spec: Comparison) -> str:
     """Return why an external model may be too large for this machine; "" if there is a GPU."""
-    needless = spec.target in EMBEDDED or spec.all_remote or not device_kind(best_device()).host
+    needless = spec.target.embedded or spec.all_remote or not device_kind(best_device()).host
     return "" if needless else f"{spec.target} needs a GPU and this machine has none"
 
 

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 
 from specdemo.core.suggest import counted
 from specdemo.methods import BASELINE, CAPABILITY_USES, METHODS, method, usable
-from specdemo.models.gguf_files import CAPABILITIES, is_gguf
+from specdemo.models.gguf_files import CAPABILITIES
+from specdemo.models.ref import ModelRef
 from specdemo.presets import limits
 from specdemo.presets.drafters import HEADER, all_published, published_drafters
-from specdemo.presets.files import DEFAULT, EMBEDDED, Preset, allowed_models, known_drafters, load_presets, preset
-from specdemo.presets.link import OWN, shown_name
+from specdemo.presets.files import DEFAULT, Preset, allowed_models, known_drafters, load_presets, preset
+from specdemo.presets.link import OWN
 
 if TYPE_CHECKING:
     from specdemo.methods.pairs import DrafterFit
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 DRAFTING = [name for name in METHODS if name != BASELINE]
 GREY = " — not here: "  # before the reason of an entry that style.css greys
 MAX_NAME = 200  # characters of a model's name in a message
-TRAINED: list[str] = []  # folders of heads that visitors of this process have trained
+TRAINED: list[ModelRef] = []  # folders of heads that visitors of this process have trained
 
 
 _importing = threading.Lock()
@@ -73,7 +74,7 @@ def not_offered(names: Iterable[str], allow_any_model: bool) -> str:
     return f"model {foreign[0][:MAX_NAME]!r} is not on this page's list; {limits.HOME if limits.public() else how}"
 
 
-def pairs(target: str) -> "tuple[DrafterFit, ...]":
+def pairs(target: ModelRef) -> "tuple[DrafterFit, ...]":
     """Return the drafters that are known to fit a target or not, including the heads that visitors have trained.
 
     Drafters of a preset's target on the hub are those that presets pair with it: nothing is downloaded to list them.
@@ -81,22 +82,22 @@ def pairs(target: str) -> "tuple[DrafterFit, ...]":
     return _pairs(target, tuple(TRAINED))
 
 
-def _published() -> set[str]:
+def _published() -> set[ModelRef]:
     """Return the published drafters that specdemo reads; none on a public page."""
     return set() if limits.public() else {entry.drafter for entry in all_published() if entry.method}
 
 
-def published(target: str) -> str:
+def published(target: ModelRef) -> str:
     """Return the published drafters of a target as a fold; empty if there are none."""
     entries = [entry.row() for entry in published_drafters(target) if entry.source.startswith("https://")]
     rows = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in entry.values())}</tr>" for entry in entries)
     names = "".join(f"<th>{name}</th>" for name in HEADER)
-    head = f"{counted(len(entries), 'published drafter')} for {escape(shown_name(target))}"
+    head = f"{counted(len(entries), 'published drafter')} for {escape(target.label)}"
     return f"<details><summary>{head}</summary><table><tr>{names}</tr>{rows}</table></details>" if entries else ""
 
 
 @lru_cache
-def _pairs(target: str, trained: tuple[str, ...]) -> "tuple[DrafterFit, ...]":
+def _pairs(target: ModelRef, trained: tuple[ModelRef, ...]) -> "tuple[DrafterFit, ...]":
     from specdemo.methods.pairs import DrafterFit, check_pairs
     from specdemo.models.load import load_meta_target
     from specdemo.models.local_models import matching_drafts, size_words
@@ -106,12 +107,12 @@ def _pairs(target: str, trained: tuple[str, ...]) -> "tuple[DrafterFit, ...]":
     paired = {lane.model for p in load_presets().values() if p.target == target for lane in p.lanes} | _published()
     listed = tuple(DrafterFit(model, name, None, "") for name, model in dict.fromkeys(candidates) if model in paired)
     local = on_this_machine()
-    if target in local and is_gguf(target):
+    if target in local and target.gguf:
         drafts = matching_drafts(local[target], local.values())
         fits = [DrafterFit(name, "draft_model", True, size_words(ratio)) for name, ratio in drafts.ratios.items()]
         others = [DrafterFit(name, "draft_model", False, reason) for name, reason in drafts.reasons.items()]
         return (*listed, *fits, *(others if not fits else ()))
-    if target not in EMBEDDED and (limits.public() or target in targets()):
+    if not target.embedded and (limits.public() or target in targets()):
         return listed
     try:
         return tuple(check_pairs(load_meta_target(target), [*known, *((None, folder) for folder in trained)]))
@@ -119,70 +120,71 @@ def _pairs(target: str, trained: tuple[str, ...]) -> "tuple[DrafterFit, ...]":
         return listed
 
 
-def fitting_models(target: str, reads: str) -> list[str]:
+def fitting_models(target: ModelRef, reads: str) -> list[ModelRef]:
     """Return the models that this method can use with the target; those that a preset pairs with it come first."""
     fitting = [pair.drafter for pair in pairs(target) if pair.method == reads and pair.fits is not False]
     return sorted(fitting, key=lambda name: name != default_draft(target))
 
 
-def unfit(target: str) -> str:
+def unfit(target: ModelRef) -> str:
     """Return the drafters that are not offered for a target, with reasons, as a fold."""
     reasons = {pair.drafter: pair.reason for pair in pairs(target) if pair.fits is False}
-    items = "".join(f"<li><b>{escape(shown_name(name))}</b> {escape(reason)}</li>" for name, reason in reasons.items())
-    head = f"{counted(len(reasons), 'incompatible drafter')} for {escape(shown_name(target))}"
+    items = "".join(f"<li><b>{escape(name.label)}</b> {escape(reason)}</li>" for name, reason in reasons.items())
+    head = f"{counted(len(reasons), 'incompatible drafter')} for {escape(target.label)}"
     fold = f"<details><summary>{head}</summary><ul>{items}</ul></details>" if reasons else ""
     return fold + published(target)
 
 
-def cannot_run(name: str, target: str) -> str:
+def cannot_run(name: str, target: ModelRef) -> str:
     """Return why a method cannot run on a GGUF target; empty if it can, or if the target is of another kind."""
-    lacking = sorted(method(name).requires - CAPABILITIES) if is_gguf(target) else []
+    lacking = sorted(method(name).requires - CAPABILITIES) if target.gguf else []
     return f"{method(name).title} {CAPABILITY_USES[lacking[0]]}, which GGUF files do not support" if lacking else ""
 
 
-def method_choices(target: str) -> list[tuple[str, str]]:
+def method_choices(target: ModelRef) -> list[tuple[str, str]]:
     """Return labels and names of the methods, last those that cannot run on the target, which are grey."""
     marks = {name: GREY + cannot_run(name, target) if cannot_run(name, target) else "" for name in usable()}
     names = sorted((name for name in marks if name != BASELINE), key=lambda name: bool(marks[name]))
     return [(f"{method(name).title}{marks[name]}", name) for name in names]
 
 
-def default_draft(target: str) -> str:
+def default_draft(target: ModelRef) -> ModelRef:
     """Return the draft model that a preset pairs with this target, or else another drafter of it, or else the first."""
-    lanes = [(p.target, lane) for p in load_presets().values() for lane in p.lanes if lane.model]
-    best = min(lanes, key=lambda pair: (pair[0] != target, pair[1].method != DRAFTING[0]))
-    return str(best[1].model)
+    lanes = [(p.target, lane.method, lane.model) for p in load_presets().values() for lane in p.lanes if lane.model]
+    return min(lanes, key=lambda lane: (lane[0] != target, lane[1] != DRAFTING[0]))[2]
 
 
-def model_choices(names: Sequence[str], target: str = "") -> list[tuple[str, str]]:
+def model_choices(names: Sequence[str], target: ModelRef | None = None) -> list[tuple[str, str]]:
     """Return labels and values of the models to choose from. target: of drafters on this machine, whose labels then
     state how much smaller they are."""
     local = on_this_machine() if target else {}
-    sizes = {pair.drafter: f", {pair.reason}" for pair in pairs(target) if pair.fits} if target in local else {}
+    known = pairs(target) if target and target in local else ()
+    sizes = {pair.drafter: f", {pair.reason}" for pair in known if pair.fits}
     return [
-        (_model_label(name) + (sizes.get(name, "") if name in local else ""), name) for name in dict.fromkeys(names)
+        (_model_label(name) + (sizes.get(name, "") if name in local else ""), name)
+        for name in dict.fromkeys(map(ModelRef, names))
     ]
 
 
-def _model_label(name: str) -> str:
+def _model_label(name: ModelRef) -> str:
     """Return the name without folders; of a model on this machine also the size."""
     local = on_this_machine().get(name)
-    short = Path(name).name if name in TRAINED else shown_name(name)
+    short = Path(name).name if name in TRAINED else name.label
     return f"On this machine: {short}, {local.bytes / 1e9:.1f} GB" if local else short
 
 
-def on_this_machine() -> "dict[str, LocalModel]":
+def on_this_machine() -> "dict[ModelRef, LocalModel]":
     """Return the models on this machine, by name, with those next to the page's own; none on a public page."""
     return {} if limits.public() else _stored_models(page_preset().target)
 
 
 @lru_cache(maxsize=1)
-def _stored_models(target: str) -> "dict[str, LocalModel]":
+def _stored_models(target: ModelRef) -> "dict[ModelRef, LocalModel]":
     from specdemo.models.local_models import local_models
 
     return {model.name: model for model in local_models(target)}
 
 
-def targets() -> list[str]:
+def targets() -> list[ModelRef]:
     """Return the targets of all presets."""
     return list(dict.fromkeys(p.target for p in load_presets().values()))

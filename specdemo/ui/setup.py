@@ -18,11 +18,11 @@ from specdemo.core.settings import Setting, linked, settings
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.methods import method, method_options, model_method
 from specdemo.models import packaged
-from specdemo.models.gguf_files import is_gguf
+from specdemo.models.ref import ModelRef
 from specdemo.presets import limits
-from specdemo.presets.files import EMBEDDED, Preset, load_presets, preset
+from specdemo.presets.files import Preset, load_presets, preset
 from specdemo.presets.limits import LIMITS
-from specdemo.presets.link import short_name, to_query
+from specdemo.presets.link import to_query
 from specdemo.presets.runnable import nearest_runnable, why_not
 from specdemo.ui import space
 from specdemo.ui.job import Values
@@ -78,7 +78,7 @@ def from_values(values: Values, allow_any_model: bool = False) -> Preset:
     changes = {name: values[name] for name in COMPARISON_FIELDS}
     usual = base.chat if changes["target"] == base.target else None
     chat = changes["chat"]
-    changes["chat"] = usual if chat == prompt_format(changes["target"], usual) else chat == CHAT
+    changes["chat"] = usual if chat == prompt_format(ModelRef(changes["target"]), usual) else chat == CHAT
     lanes = [{name: values[f"{name}-{n}"] for name in LANE} for n in NUMBERS[: values["count"]]]
     changes["lanes"] = [_lane_config(lane, base.lanes[i : i + 1]) for i, lane in enumerate(lanes)]
     return limits.admit(check_models(base.with_changes(**changes), allow_any_model))
@@ -129,9 +129,9 @@ def _lane_config(lane: Values, named: Sequence[Lane]) -> Values:
     }
 
 
-def prompt_format(target: str, chat: bool | None) -> str:
+def prompt_format(target: ModelRef, chat: bool | None) -> str:
     """Return the value shown for a preset's `chat`. Hub models are assumed to have a chat template."""
-    return CHAT if (target not in EMBEDDED if chat is None else chat) else TEXT
+    return CHAT if (not target.embedded if chat is None else chat) else TEXT
 
 
 def plain_title(name: str) -> str:
@@ -182,26 +182,27 @@ def row_data(values: Values, summary: str, query: str | None = None, of_lane: st
 def _lane_obstacle(values: Values, allow_any_model: bool) -> str:
     """Return which model the page does not accept, why a visible lane cannot run on the target, or which model it
     lacks; empty if all can run."""
+    target = ModelRef(values["target"])
     shown = [n for n in NUMBERS[: values["count"]] if needs_model(values[f"method-{n}"], values[f"options-{n}"])]
-    named = [values["target"], *filter(None, (values[f"model-{n}"] for n in shown))]
+    named = [target, *filter(None, (values[f"model-{n}"] for n in shown))]
     if reason := not_offered(named, allow_any_model):
         return f"{sentence(reason)}."
     for n in NUMBERS[: values["count"]]:
         name, options = str(values[f"method-{n}"]), values[f"options-{n}"]
-        if reason := cannot_run(name, values["target"]):
+        if reason := cannot_run(name, target):
             return f"{reason}; choose another method."
         if needs_model(name, options) and not values[f"model-{n}"]:
             how = "name one under Drafter (a page started with --allow-any-model takes a file, folder or hub id)"
-            how += "" if is_gguf(values["target"]) or limits.public() else ", or train one in the Lab"
-            return f"{method(name).title} needs a drafter for {short_name(values['target'])}; {how}."
+            how += "" if target.gguf or limits.public() else ", or train one in the Lab"
+            return f"{method(name).title} needs a drafter for {target.short_label}; {how}."
     return ""
 
 
 def summary(values: Values, title: Callable[[str], str] = plain_title) -> str:
     """Return the settings in one line: target, lanes, draft lengths, sampling. title: of a method."""
     shown = NUMBERS[: values["count"]]
-    named = [(values[f"method-{n}"], short_name(values[f"model-{n}"] or "")) for n in shown]
-    target = short_name(values["target"])
+    named = [(values[f"method-{n}"], ModelRef(values[f"model-{n}"] or "").short_label) for n in shown]
+    target = ModelRef(values["target"]).short_label
     lanes = [
         draft.removeprefix(f"{target}-") if draft and name == DRAFTING[0] else title(name) for name, draft in named
     ]

@@ -21,7 +21,6 @@ from specdemo.costs.roofline import device_of, step_cost
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.methods import BASELINE, facts_of
 from specdemo.presets import limits
-from specdemo.presets.files import EMBEDDED
 
 # docs/deploy.md has the source of every number
 GPU, SHARE = "rtx-pro-6000", 0.5  # of ZeroGPU, and the part of it that a call gets
@@ -78,7 +77,7 @@ def needed_s(spec: Comparison) -> float:
 
     weights = sum(size for _, size in session().loaded())
     lanes = sum(_step_ms(spec, lane) for lane in spec.all_lanes) * spec.max_new_tokens / 1000.0
-    warm = 0.0 if spec.target in EMBEDDED else LANE_START_S * len(spec.all_lanes)  # EMBEDDED_MS includes it
+    warm = 0.0 if spec.target.embedded else LANE_START_S * len(spec.all_lanes)  # EMBEDDED_MS includes it
     return FORK_S + weights / BYTES_PER_S + CURVE_S + warm + spec.repeats * lanes + BACK_S
 
 

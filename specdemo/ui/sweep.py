@@ -22,6 +22,7 @@ from specdemo.bench.suites import Sweep, swept
 from specdemo.core.atomic_io import finite
 from specdemo.core.estimate import Estimate
 from specdemo.core.suggest import counted
+from specdemo.models.ref import ModelRef
 from specdemo.presets import limits
 from specdemo.presets.files import Preset, load_presets, preset
 from specdemo.presets.link import is_sweep
@@ -59,7 +60,7 @@ class Sweeping(Job):
     """
 
     stands_in = False  # a recorded result, shown until the visitor has one
-    models: Sequence[str] = ()  # named without their folders
+    models: Sequence[ModelRef] = ()  # named without their folders
     unread_s = LOST_S
     file: tuple[str, str] | None = None
     _last_progress: tuple[int, str] | None = None

@@ -5,9 +5,9 @@ import gradio as gr
 
 from specdemo.bench.suites import Sweep
 from specdemo.bench.tune import Tune
+from specdemo.models.ref import ModelRef
 from specdemo.presets import limits
 from specdemo.presets.files import load_presets
-from specdemo.presets.link import shown_name
 from specdemo.presets.pair import work_prompts
 from specdemo.ui import assets, space
 from specdemo.ui.controls import Controls, look
@@ -19,7 +19,7 @@ from specdemo.ui.sweep import Sweeping, Sweeps, admit, draw_result
 def begin(values: Values, last: Sweeping | None) -> Sweeping:
     """Return the measurement that the controls describe. Raises ValueError with one line."""
     live()  # imports torch under its lock
-    target = str(values["target"])
+    target = ModelRef(values["target"])
     base = next((one for one in load_presets().values() if one.target == target), None)
     if base is None:
         raise ValueError(f"model {target[:80]!r} is not on this page's list; start the page with --target and its name")
@@ -29,7 +29,7 @@ def begin(values: Values, last: Sweeping | None) -> Sweeping:
     if tune.minutes > _most_minutes():
         raise ValueError(f"this page measures for {_most_minutes():.0f} minutes at most, not {tune.minutes:.0f}")
     tune.kinds()
-    sweeping = Sweeping.measuring(f"{tune.name}, {shown_name(target)}", tune.run, last)
+    sweeping = Sweeping.measuring(f"{tune.name}, {target.label}", tune.run, last)
     sweeping.models = [target]
     return sweeping
 
@@ -43,7 +43,7 @@ def draw(form: Controls, store: Store) -> None:
     gr.Markdown(assets.text("tune.md"), elem_id="tune-about")
     at_hand = limits.at_hand() if limits.public() else load_presets().values()
     models = [name for name in targets() if any(one.target == name for one in at_hand)]
-    choices, most = [(shown_name(name), name) for name in models], _most_minutes()
+    choices, most = [(name.label, name) for name in models], _most_minutes()
     work = look("Kinds of work; all if empty", "tune-work", 4, 260)
     with gr.Row(elem_id="tune-controls") as row:
         inputs: Parts = {

@@ -16,10 +16,10 @@ from specdemo.costs.passes import SAME_BITS, curve_of, pass_ratio, pass_rows
 from specdemo.engine.messages import Finished, LaneDone, Note, Restarted, RunMessage, Started, StepRow
 from specdemo.methods import MODEL_OPTIONS
 from specdemo.methods.facts import PREDICTED
-from specdemo.models.gguf_files import is_gguf
+from specdemo.models.ref import ModelRef
 from specdemo.presets.drafters import RULES, drafts_for, published_drafters
-from specdemo.presets.files import EMBEDDED, load_presets
-from specdemo.presets.link import OWN, shown_name
+from specdemo.presets.files import load_presets
+from specdemo.presets.link import OWN
 from specdemo.presets.pair import kind_of_work
 
 CARD_TOKENS = 5  # width of the pass whose cost the card of a model names
@@ -89,11 +89,11 @@ def _named(of: object, *names: str) -> dict[str, object]:
     return {name: getattr(of, name) for name in names}
 
 
-def models_of(trace: RunTrace) -> set[str]:
+def models_of(trace: RunTrace) -> set[ModelRef]:
     """Return the names of the models of a run."""
     in_options = (lane.options.get(option) for lane in trace.lanes for option in ("model", *MODEL_OPTIONS))
     listed = [trace.config.get("target"), *(name for names in in_options if names for name in str(names).split(","))]
-    return {name.strip() for name in listed if isinstance(name, str) and name.strip()}
+    return {ModelRef(name.strip()) for name in listed if isinstance(name, str) and name.strip()}
 
 
 def _start(trace: RunTrace) -> dict[str, object]:
@@ -129,7 +129,7 @@ def predictable(trace: RunTrace, lane: LaneTrace) -> bool:
     """Return whether the What if tab can estimate the lane: its method has a cost, its models a config.json, or are
     the GGUF files of this page."""
     known = lane.exact and lane.timing == "steps" and lane.method in PREDICTED
-    files = [name for name in models_of(trace) if is_gguf(name)]
+    files = [name for name in models_of(trace) if name.gguf]
     return known and (not files or (OWN in load_presets() and {*files} <= {*load_presets()[OWN].models}))
 
 
@@ -161,10 +161,10 @@ def _texts(trace: RunTrace, result: LaneResult) -> dict[str, object]:
 def _card(trace: RunTrace) -> dict[str, object]:
     """Return facts about the target of a run on this machine, `card`, and the query of a link to what the last `tune`
     found for it, `found`; empty for the shipped models."""
-    target, speed = str(trace.config.get("target")), trace.lanes[0].summary.get("tokens_per_s")
-    if target in EMBEDDED or whole_requests(trace.lanes[0]) or not speed:
+    target, speed = ModelRef(trace.config.get("target")), trace.lanes[0].summary.get("tokens_per_s")
+    if target.embedded or whole_requests(trace.lanes[0]) or not speed:
         return {}
-    rows = [("This model", shown_name(target)), ("Plain decoding", f"{speed:.0f} tokens/s")]
+    rows = [("This model", target.label), ("Plain decoding", f"{speed:.0f} tokens/s")]
     if curve := curve_of(trace.environment):
         cost = pass_ratio(curve, CARD_TOKENS)
         rows.append((f"A pass over {CARD_TOKENS} tokens", f"costs as much as {cost:.1f} plain tokens"))

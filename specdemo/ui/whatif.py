@@ -27,9 +27,9 @@ from specdemo.costs.profiles import profile, profiles
 from specdemo.costs.shapes import known
 from specdemo.methods import BASELINE
 from specdemo.methods.facts import PREDICTED
+from specdemo.models.ref import ModelRef
 from specdemo.presets.files import load_presets
 from specdemo.presets.link import OWN as OWN_MODEL
-from specdemo.presets.link import shown_name
 from specdemo.presets.recorded import is_recorded, recorded
 from specdemo.ui import assets
 from specdemo.ui.controls import look, unfolding
@@ -115,7 +115,7 @@ def own_start() -> Start:
     """Return the models that the page was started with, with an assumed acceptance."""
     chosen = page_preset()
     lane = next((lane for lane in chosen.lanes if lane.method in PREDICTED), chosen.lanes[0])
-    words = f"Your model: {shown_name(chosen.target)}, {lane.method}; acceptance assumed, as nothing ran yet"
+    words = f"Your model: {chosen.target.label}, {lane.method}; acceptance assumed, as nothing ran yet"
     given = {"method": lane.method, "model": lane.model, "quantization": chosen.quantization}
     return Start(words, chosen.target, lane.k or USUAL_K, Acceptance((ASSUMED,)), given)
 
@@ -123,7 +123,7 @@ def own_start() -> Start:
 def starts() -> Starts:
     """Return what predictions can start from besides the visible run. The first one is that of a first visit."""
     chosen = load_presets().get(OWN_MODEL)
-    own: Starts = {OWN_MODEL: (f"Your model: {shown_name(chosen.target)}", own_start)} if chosen else {}
+    own: Starts = {OWN_MODEL: (f"Your model: {chosen.target.label}", own_start)} if chosen else {}
     found = [p for p in load_presets().values() if p.lanes[0].method in PREDICTED and is_recorded(p.id)]
     runs: Starts = {p.id: (p.title, partial(recorded_start, p.id)) for p in found}
     return own | {PUBLISHED: (f"Published: {PAIR}", published_start)} | runs
@@ -148,7 +148,7 @@ def to_view(start: Start, p: Prediction, k: int) -> dict[str, object]:
     where = p.scenario.device.profile
     source = f"measured {where.measured.date}" if where.measured else "from its spec sheet"
     return p.as_dict() | {
-        "target": shown_name(p.scenario.target.name),
+        "target": ModelRef(p.scenario.target.name).label,
         "at": {"k": row.k, "batch": p.scenario.batch},
         "room_gb": where.memory_gb.value,
         "sentence": sentence(p, row),
@@ -218,7 +218,7 @@ class Questions:
         if shown is None:
             return starts(), False
         trace, own = shown
-        words = f"{'Your last run' if own else 'Run shown in Race'}: {shown_name(str(trace.config.get('target')))}"
+        words = f"{'Your last run' if own else 'Run shown in Race'}: {ModelRef(trace.config.get('target')).label}"
         lanes: Starts = {
             f"lane-{i}": (title := f"{words}, {lane.name}", partial(start_of, trace, i, title, self._any))
             for i, lane in enumerate(trace.lanes)

@@ -39,7 +39,7 @@ from specdemo.engine.comparison import Comparison, Lane
 from specdemo.engine.loop import never_cancelled
 from specdemo.engine.session import Session
 from specdemo.methods import load_drafter
-from specdemo.models.sources import resolve
+from specdemo.models.ref import ModelRef
 from specdemo.models.toy import ToyTarget
 from specdemo.presets.files import preset
 
@@ -398,7 +398,7 @@ THINKING = "{% for m in messages %}{{ m.content }}{% endfor %}{{ '' if enable_th
 def test_thinking_on_and_off_are_two_points(monkeypatch, tmp_path):
     with pytest.raises(ValueError, match="stories has no thinking mode; choose the preset of a model that can think"):
         run_suite("thinking", repeats=1, preset="embedded-ngram", **SHORT)
-    shutil.copytree(resolve("stories"), tmp_path / "chat")
+    shutil.copytree(ModelRef("stories").path, tmp_path / "chat")
     (tmp_path / "chat" / "chat_template.jinja").write_text(THINKING, encoding="utf-8")
     chosen = preset("embedded-ngram").with_changes(target=str(tmp_path / "chat"))
     monkeypatch.setattr("specdemo.bench.sweeps.preset", lambda name: chosen)

@@ -20,6 +20,7 @@ from specdemo.costs.step import CostModel
 from specdemo.engine.comparison import Lane
 from specdemo.models.errors import Cancelled
 from specdemo.models.local_models import LocalDrafts
+from specdemo.models.ref import ModelRef
 from specdemo.models.shipped import embedded_folder
 from specdemo.presets.at_hand import drafters, not_here
 from specdemo.presets.drafters import published_drafters
@@ -332,7 +333,7 @@ def test_a_tree_is_tried_unless_its_passes_cannot_pay(curve, draft, tried):
 
 
 def test_candidates_are_the_drafters_of_this_machine():
-    lanes = drafters("code", ["code-draft"], download=False)
+    lanes = drafters(ModelRef("code"), [ModelRef("code-draft")], download=False)
     found = {name: with_lengths(name, lane, FLAT) for name, lane in lanes.items()}
     assert {"ngram", "suffix", "draft_model code-draft", "eagle code-eagle-1"} <= {*found}
     names = [lane.name for lanes in found.values() for lane in lanes]
@@ -344,10 +345,10 @@ def test_candidates_are_the_drafters_of_this_machine():
 
 
 def test_published_drafters_are_candidates_where_they_are_here_or_may_be_downloaded():
-    here, all_of_them = (drafters("Qwen/Qwen3-1.7B", [], download) for download in (False, True))
+    here, all_of_them = (drafters(ModelRef("Qwen/Qwen3-1.7B"), [], download) for download in (False, True))
     assert {lane.method for lane in here.values()} == {*LOOKUPS}
-    published = {entry.drafter for entry in published_drafters("Qwen/Qwen3-1.7B") if entry.method}
-    assert {*not_here("Qwen/Qwen3-1.7B")} == published
+    published = {entry.drafter for entry in published_drafters(ModelRef("Qwen/Qwen3-1.7B")) if entry.method}
+    assert {*not_here(ModelRef("Qwen/Qwen3-1.7B"))} == published
     assert published and published <= {lane.model for lane in all_of_them.values()}
 
 
@@ -355,14 +356,14 @@ def test_published_drafters_are_candidates_where_they_are_here_or_may_be_downloa
     "target", ["smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct", "x/smollm2-135m-instruct-q4_1.gguf"]
 )
 def test_the_shipped_head_of_a_downloaded_model_is_found_by_every_name_of_the_model(target):
-    assert "smollm2-eagle-3" in {lane.model for lane in drafters(target, [], download=False).values()}
+    assert "smollm2-eagle-3" in {lane.model for lane in drafters(ModelRef(target), [], download=False).values()}
 
 
 @pytest.mark.parametrize(
     ("target", "tried"), [("facebook/layerskip-llama2-7B", True), ("x/layerskip-8b.gguf", True), ("x/llama", False)]
 )
 def test_layer_skip_is_tried_where_a_model_was_trained_for_it(target, tried):
-    assert ("layer_skip" in drafters(target, [], download=False)) is tried
+    assert ("layer_skip" in drafters(ModelRef(target), [], download=False)) is tried
 
 
 def test_the_built_in_prompts_cover_six_kinds_of_work():
@@ -551,11 +552,11 @@ def test_two_servers_are_compared(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("folder", ["/home/someone/models", "C:\\Users\\someone"])
 def test_a_shared_result_names_files_without_folders(folder):
-    model, draft = f"{folder}/target.gguf", f"{folder}/draft.gguf"
-    chosen = pair("code", "code-draft").with_changes(k=3)
+    model, draft = ModelRef(f"{folder}/target.gguf"), ModelRef(f"{folder}/draft.gguf")
+    chosen = pair(ModelRef("code"), ModelRef("code-draft")).with_changes(k=3)
     lane = chosen.lanes[0].model_copy(update={"model": draft})
     remarks = settings_to_copy(chosen.model_copy(update={"target": model, "lanes": [lane]}))
-    rows = [{"lane": "a", "race": race_link(model, lane, "p")}]
+    rows = [{"lane": "a", "race": race_link(ModelRef(model), lane, "p")}]
     config = Tune.build({"target": model, "drafts": [draft]}).config("x")
     shared = to_json(shareable(Result("tune", 1, config, {}, rows, [*remarks, f"Left out: {draft}."]), [model, draft]))
     assert "someone" not in shared and shared.count("target.gguf") > 3
@@ -563,30 +564,30 @@ def test_a_shared_result_names_files_without_folders(folder):
 
 
 def test_settings_to_copy_name_the_engines_that_have_the_method():
-    found = "\n".join(settings_to_copy(pair("code", "code-draft").with_changes(k=3)))
+    found = "\n".join(settings_to_copy(pair(ModelRef("code"), ModelRef("code-draft")).with_changes(k=3)))
     assert "run --target code --method draft_model --model code-draft --k 3" in found
     assert "preset=your-models&target=code&method=draft_model&k=3&model=code-draft" in found
     assert "vllm serve" in found
     assert "num_assistant_tokens=3" in found
     assert "'draft_model': 'code-draft'" in found
-    lookup = "\n".join(settings_to_copy(pair("code").with_changes(method="ngram", k=7)))
+    lookup = "\n".join(settings_to_copy(pair(ModelRef("code")).with_changes(method="ngram", k=7)))
     assert "prompt_lookup_num_tokens=7" in lookup
-    heads = "\n".join(settings_to_copy(pair("code").with_changes(method="mtp", model="some/mtp", k=2)))
+    heads = "\n".join(settings_to_copy(pair(ModelRef("code")).with_changes(method="mtp", model="some/mtp", k=2)))
     assert "Ollama: DRAFT with the drafter in the Modelfile, and draft_num_predict 2" in heads
     assert "LM Studio" not in heads
-    on_engine = settings_to_copy(pair("code").with_changes(method="ngram", k=7, dtype="float32"), "vllm")
+    on_engine = settings_to_copy(pair(ModelRef("code")).with_changes(method="ngram", k=7, dtype="float32"), "vllm")
     assert [line.partition(":")[0] for line in on_engine] == ["Here", "vLLM"]
     assert on_engine[0].endswith("--target code --method ngram --dtype float32 --k 7 --engine vllm")
-    only_here = settings_to_copy(pair("code").with_changes(method="lookahead", k=4))
+    only_here = settings_to_copy(pair(ModelRef("code")).with_changes(method="lookahead", k=4))
     assert [line.partition(":")[0] for line in only_here] == ["Here", "Page"]
 
 
 @pytest.mark.parametrize("target", ["code", "some/model"])
 @pytest.mark.parametrize("prompt", ["Write <b>.", "long " * 1000])
 def test_a_link_opens_the_race_of_a_candidate(target, prompt):
-    for name, lane in drafters("code", ["code-draft"], download=False).items():
+    for name, lane in drafters(ModelRef("code"), [ModelRef("code-draft")], download=False).items():
         for one in with_lengths(name, lane, FLAT):
-            query = race_link(target, one, prompt)
+            query = race_link(ModelRef(target), one, prompt)
             opened, notes = from_query(query, load_presets(), allow_any_model=True)
             assert (opened.target, notes) == (target, [])
             assert len(opened.lanes) == 1 and opened.lanes[0].parsed == one.parsed

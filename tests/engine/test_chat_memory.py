@@ -14,7 +14,7 @@ from specdemo.engine.lanes import WARM_UP_PROMPT
 from specdemo.engine.messages import Started, StepRow
 from specdemo.engine.session import Session, follow_up
 from specdemo.models.prefix_reuse import PrefixCachedTarget
-from specdemo.models.sources import resolve
+from specdemo.models.ref import ModelRef
 from specdemo.models.target import HFTarget
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
@@ -30,8 +30,8 @@ NGRAM = (Lane(method="ngram"),)
 
 
 def with_template(folder, template):
-    shutil.copytree(resolve("stories"), folder, dirs_exist_ok=True)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(resolve("stories"))
+    shutil.copytree(ModelRef("stories").path, folder, dirs_exist_ok=True)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(ModelRef("stories").path)
     tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
     return str(folder)

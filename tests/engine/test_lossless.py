@@ -30,7 +30,7 @@ from specdemo.engine.loop import generate
 from specdemo.methods import METHODS, load_drafter, method, model_method
 from specdemo.models.fused import fuse_layers
 from specdemo.models.load import load_target
-from specdemo.models.sources import resolve
+from specdemo.models.ref import ModelRef
 from specdemo.models.target import HFTarget
 from specdemo.models.text import encode
 from tests.generation import rows_of
@@ -267,8 +267,8 @@ def story_answer(prompts):
 
 
 def test_the_embedded_folders_are_plain_hugging_face_folders(stories):
-    tokenizer = AutoTokenizer.from_pretrained(resolve("stories"))
+    tokenizer = AutoTokenizer.from_pretrained(ModelRef("stories").path)
     text = "Once upon a time, naïve 🐉 dragons.\n\nThe end."
     assert tokenizer.decode(encode(stories.tokenizer, text, 99), skip_special_tokens=True) == text
-    model = LlamaForCausalLM.from_pretrained(resolve("stories-draft-wide"))
+    model = LlamaForCausalLM.from_pretrained(ModelRef("stories-draft-wide").path)
     assert model.config.num_hidden_layers == 1

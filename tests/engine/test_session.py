@@ -23,7 +23,7 @@ from specdemo.engine.messages import Finished, LaneDone, Note, Started, StepRow,
 from specdemo.engine.session import Session, follow_up
 from specdemo.engine.verdict import log_likelihood
 from specdemo.models.cpu_threads import usable_cores
-from specdemo.models.sources import resolve
+from specdemo.models.ref import ModelRef
 from specdemo.models.text import encode
 from specdemo.ui.views import summary, view
 
@@ -352,7 +352,7 @@ def test_cross_vocabulary_draft_reports_what_is_shared(runner, tmp_path):
 def short(tmp_path_factory):
     """Save a draft model of 24 positions and return its folder."""
     folder = tmp_path_factory.mktemp("models") / "short"
-    shutil.copytree(resolve("stories-draft-wide"), folder)
+    shutil.copytree(ModelRef("stories-draft-wide").path, folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 24}))
     return str(folder)
@@ -381,7 +381,7 @@ def test_what_a_lane_has_to_say_is_in_the_trace_and_all_that_is_made_from_it(run
 
 
 def test_a_padded_vocabulary_fits(runner, tmp_path):
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(resolve("stories"))
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(ModelRef("stories").path)
     folder = save_draft(tmp_path, tokenizer, 2048 + 64)
     trace = runner.run(spec(Lane(method="draft_model", model=folder, k=2), max_new_tokens=8))
     assert trace.comparison[0]["verdict"] == "identical"
@@ -411,13 +411,13 @@ TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[
 def chatty(tmp_path_factory):
     """Save a small random model with a chat template and return its folder."""
     folder = tmp_path_factory.mktemp("chatty")
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(resolve("stories"))
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(ModelRef("stories").path)
     tokenizer.chat_template = TEMPLATE
     return save_draft(folder, tokenizer, 2048)
 
 
 def test_thinking_reaches_the_template_of_every_lane(runner, tmp_path):
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(resolve("stories"))
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(ModelRef("stories").path)
     tokenizer.chat_template = THINKING
     folder = save_draft(tmp_path, tokenizer, 2048)
     chosen = spec(Lane(method="ngram"), target=folder, max_new_tokens=4)

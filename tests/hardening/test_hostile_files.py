@@ -30,6 +30,7 @@ from specdemo.methods.facts import PREDICTED
 from specdemo.methods.pairs import check_pair
 from specdemo.models.checkpoints import open_meta_checkpoint
 from specdemo.models.load import load_meta_target, load_target
+from specdemo.models.ref import ModelRef
 from specdemo.models.shipped import embedded_folder
 from specdemo.models.sources import read_config
 from specdemo.models.text import encode
@@ -315,7 +316,7 @@ def test_fuzzed_heads_are_read_or_rejected(stories, tmp_path_factory, name, data
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     with bounded():
         try:
-            assert check_pair(stories, str(folder)).reason
+            assert check_pair(stories, ModelRef(folder)).reason
         except ValueError as error:
             assert "\n" not in str(error) and len(str(error)) < 1000
 

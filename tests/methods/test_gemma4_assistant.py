@@ -16,6 +16,7 @@ from specdemo.methods import detect_method, load_drafter
 from specdemo.methods.heads.gemma4_assistant import Gemma4Assistant
 from specdemo.methods.pairs import check_pair
 from specdemo.models.checkpoints import open_checkpoint
+from specdemo.models.ref import ModelRef
 from specdemo.models.target import HFTarget
 from specdemo.models.toy import ToyTarget
 from tests.models.tiny import VOCABULARY, Replayed, build, texts
@@ -161,7 +162,7 @@ def test_assistants_of_one_target_have_graphs_of_their_own(target):
 def test_doctor_reads_the_headers_only(target, tmp_path):
     with torch.device("meta"):
         outline = HFTarget(type(target.model)(target.model.config))
-    fit = check_pair(outline, saved(official(VOCABULARY), tmp_path))
+    fit = check_pair(outline, ModelRef(saved(official(VOCABULARY), tmp_path)))
     assert (fit.method, fit.fits) == ("gemma4_assistant", True), fit.reason
 
 

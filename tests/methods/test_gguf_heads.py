@@ -21,6 +21,7 @@ from specdemo.models.llamacpp import library
 from specdemo.models.llamacpp_layers import state_functions
 from specdemo.models.load import load_model, load_target
 from specdemo.models.memory import gguf_footprint
+from specdemo.models.ref import ModelRef
 from specdemo.presets.pair import pair
 from tests.gguf_export import GGUFVocab, write_gguf
 from tests.gguf_random import write_tensors
@@ -189,10 +190,12 @@ def test_the_file_drafts_as_llamacpp(architecture, draft_vocabulary, target, fol
 def test_it_is_chosen_by_its_header_and_other_files_are_one_line(target, folder, tmp_path):
     for architecture, (method, head) in SHIPPED.items():
         path = str(folder / f"{architecture}.gguf")
-        assert [(lane.method, lane.model) for lane in pair(target.name, path).lanes] == [(method, path)]
-        assert check_pair(target, path, method).fits
+        assert [(lane.method, lane.model) for lane in pair(ModelRef(target.name), ModelRef(path)).lanes] == [
+            (method, path)
+        ]
+        assert check_pair(target, ModelRef(path), method).fits
         weights = sum(tensor.numel() for tensor in open_checkpoint(head).tensors.values())
-        assert gguf_footprint(path, target.settings).weights == 4 * weights
+        assert gguf_footprint(ModelRef(path), target.settings).weights == 4 * weights
     bad = tmp_path / "bad.gguf"
     write_head(bad, "eagle3", open_checkpoint("stories-eagle-3"), without=("fc",))
     with pytest.raises(ValueError, match="lacks fc.weight; choose an EAGLE head"):

@@ -18,6 +18,7 @@ from specdemo.methods.heads.medusa import Medusa, published_shape
 from specdemo.methods.pairs import check_pair
 from specdemo.models import packed
 from specdemo.models.checkpoints import open_checkpoint
+from specdemo.models.ref import ModelRef
 from specdemo.models.sources import no_progress
 from specdemo.models.target import HFTarget
 from specdemo.models.toy import ToyTarget
@@ -198,7 +199,7 @@ def test_saved_file_drafts_the_same(case, tmp_path):
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
 def test_a_file_with_a_number_that_is_not_finite_is_refused(case, tmp_path, wrong):
     source = folder_with(tmp_path, case.tensors, case.config, case.file)
-    read = method(case.method).open(source, case.target, no_progress).tensors
+    read = method(case.method).open(ModelRef(source), case.target, no_progress).tensors
     name = [name for name, tensor in read.items() if tensor.is_floating_point()][-1]
     damaged = case.tensors[name].clone(memory_format=torch.contiguous_format)
     damaged.view(-1)[-1] = wrong
@@ -213,7 +214,7 @@ def test_a_config_with_a_number_that_is_not_finite_is_refused(case, tmp_path, ch
     source = folder_with(tmp_path, case.tensors, case.config | changes, case.file)
     with pytest.raises(ValueError, match=f"^{re.escape(source)} has scales? (nan|inf) in its config, not a finite"):
         load_drafter(case.method, case.target, source)
-    assert not check_pair(case.target, source).fits
+    assert not check_pair(case.target, ModelRef(source)).fits
 
 
 @pytest.mark.parametrize("number", [1e308, 10**400, -(10**400)])
@@ -227,7 +228,7 @@ def test_a_number_of_a_config_that_32_bits_cannot_hold_is_refused(tmp_path, numb
 def test_infinity_stays_where_a_target_with_its_own_head_states_it(tmp_path):
     case = test_mtp.CASES["mtp-deepseek-llama"]()
     source = folder_with(tmp_path, case.tensors, case.config | {"time_step_limit": [0.0, float("inf")]})
-    assert check_pair(case.target, source).fits
+    assert check_pair(case.target, ModelRef(source)).fits
 
 
 @pytest.mark.parametrize("options", [{}, {"p_min": 0.3}], ids=str)
@@ -263,7 +264,7 @@ def test_the_file_decides_where_its_config_states_other_sizes(case, head, reques
     other = method(case.method).load(source, case.target)
     assert other.note.startswith(f"Its config states {words}") and "; the file decides." in other.note
     assert {n: t.shape for n, t in other.state_dict().items()} == {n: t.shape for n, t in head.state_dict().items()}
-    assert words in check_pair(case.target, source).reason
+    assert words in check_pair(case.target, ModelRef(source)).reason
 
 
 def weights(name, head, steps):

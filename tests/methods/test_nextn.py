@@ -16,6 +16,7 @@ from specdemo.models.llamacpp_context import Inputs
 from specdemo.models.llamacpp_prediction import PredictionContext, PredictionLayer
 from specdemo.models.load import load_target
 from specdemo.models.memory import gguf_footprint
+from specdemo.models.ref import ModelRef
 from specdemo.presets.at_hand import drafters
 from specdemo.presets.files import preset
 from specdemo.presets.pair import pair
@@ -118,7 +119,7 @@ def prompts(rows, length):
 
 def test_logits_and_states_are_those_of_numpy(target, tensors):
     context, reference = (
-        PredictionContext(PredictionLayer(target.name, target.weights), 256, 1),
+        PredictionContext(PredictionLayer(ModelRef(target.name), target.weights), 256, 1),
         PredictionReference(tensors),
     )
     tokens, states = prompts(1, 60)[0].tolist(), numpy.random.default_rng(2).standard_normal((60, WIDTH))
@@ -197,7 +198,7 @@ def test_a_file_of_its_own_drafts_the_same_and_one_of_another_model_is_rejected(
         for model, layer in ((target, None), (target, str(path)), (without, str(path)))
     )
     assert own == separate == added
-    footprint = gguf_footprint(str(path), target.settings)
+    footprint = gguf_footprint(ModelRef(path), target.settings)
     assert (footprint.per_token, footprint.per_text) == (KV_HEADS * 2 * HEAD * 4, 256 * VOCABULARY * 4)  # one layer
     write_random(folder / "other.gguf", "qwen35", {**shape, "block_count": 9})
     with pytest.raises(ValueError, match=r"the prediction layer of another model: layers before it 8, not 4; choose"):
@@ -230,11 +231,13 @@ def test_files_at_which_llamacpp_would_end_the_process_are_one_line(shape, lacks
 
 def test_it_is_offered_and_served(target):
     path = target.name
-    (lane,) = (lane for lane in pair(path).lanes if lane.method == "mtp")
-    assert lane.model == path and "mtp" in {each.method for each in drafters(path, [], download=False).values()}
-    fit = check_pair(target, path, "mtp")
+    (lane,) = (lane for lane in pair(ModelRef(path)).lanes if lane.method == "mtp")
+    assert lane.model == path and "mtp" in {
+        each.method for each in drafters(ModelRef(path), [], download=False).values()
+    }
+    fit = check_pair(target, ModelRef(path), "mtp")
     assert (fit.method, fit.fits, fit.reason) == ("mtp", True, "prediction layer of this model")
-    command = [*served(pair(path), "llama-server")][-1].command
+    command = [*served(pair(ModelRef(path)), "llama-server")][-1].command
     assert command[command.index("--spec-type") + 1] == "draft-mtp" and "--spec-draft-model" not in command
 
 
@@ -251,5 +254,5 @@ def test_a_preset_drafts_with_the_layer_in_the_file_of_its_target(folder, tensor
         drafted, passes = output(target, load_drafter(lane.method, target, lane.model), prompts(1, 30), config)
     assert drafted == plain and passes < 36
     assert {name for name, _ in hub.requests} == {file}
-    lanes = drafters(larger, [], download=True).values()
+    lanes = drafters(ModelRef(larger), [], download=True).values()
     assert [lane.model for lane in lanes if lane.method == "mtp"] == [larger]  # and no other quantisation

@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,9 +14,9 @@ from specdemo.__main__ import main
 from specdemo.bench import quality
 from specdemo.methods.pairs import check_pair, check_pairs, outline
 from specdemo.models.load import load_meta_target
-from specdemo.models.shipped import embedded_folder
-from specdemo.models.sources import resolve
-from specdemo.presets.files import EMBEDDED, known_drafters, preset, thinking_remarks
+from specdemo.models.ref import ModelRef
+from specdemo.models.shipped import EMBEDDED, embedded_folder
+from specdemo.presets.files import known_drafters, preset, thinking_remarks
 from tests.models.fake_hub import serve
 
 BYTES = ("stories-bytes", "stories-bytes-heads")  # a separate target and its heads
@@ -33,7 +32,7 @@ def stories():
 def narrow(tmp_path_factory):
     """Save a target with the same tokenizer and half the width, and return its folder."""
     folder = tmp_path_factory.mktemp("narrow")
-    save(folder, PreTrainedTokenizerFast.from_pretrained(resolve("stories")), 2048)
+    save(folder, PreTrainedTokenizerFast.from_pretrained(ModelRef("stories").path), 2048)
     return str(folder)
 
 
@@ -45,7 +44,7 @@ def save(folder, tokenizer, vocab_size):
 
 
 def test_all_that_ships_fits_its_target(stories):
-    pairs = check_pairs(stories, known_drafters("stories"))
+    pairs = check_pairs(stories, known_drafters(ModelRef("stories")))
     assert {pair.drafter for pair in pairs} == {*EMBEDDED} - {"stories", "stories-bytes", "code"}
     assert {pair.drafter for pair in pairs if not pair.fits} == {
         "stories-bytes-heads",
@@ -54,16 +53,20 @@ def test_all_that_ships_fits_its_target(stories):
     }
     # The reader of the file is not given.
     assert all(
-        check_pair(stories, name).fits for name in EMBEDDED if name not in (*BYTES, "code", "code-eagle-1", *OF_SMOLLM2)
+        check_pair(stories, ModelRef(name)).fits
+        for name in EMBEDDED
+        if name not in (*BYTES, "code", "code-eagle-1", *OF_SMOLLM2)
     )
-    assert "hidden size 128" in check_pair(stories, "stories-bytes-heads").reason
-    assert check_pair(load_meta_target("stories-bytes"), "stories-bytes-heads").fits
-    code = check_pair(load_meta_target("code"), "stories-mtp")  # the same width, and a config without a target
+    assert "hidden size 128" in check_pair(stories, ModelRef("stories-bytes-heads")).reason
+    assert check_pair(load_meta_target("stories-bytes"), ModelRef("stories-bytes-heads")).fits
+    code = check_pair(
+        load_meta_target("code"), ModelRef("stories-mtp")
+    )  # the same width, and a config without a target
     assert code.reason == "stories-mtp is for vocabulary 2048, the target has 4096; choose the target stories"
 
 
 def test_mismatched_head_reports_the_reason(narrow):
-    pairs = check_pairs(load_meta_target(narrow), known_drafters(narrow))
+    pairs = check_pairs(load_meta_target(narrow), known_drafters(ModelRef(narrow)))
     fits = {pair.drafter for pair in pairs if pair.fits}
     assert fits == {"stories-draft-wide", "stories-draft-deep", "stories-draft-other", "code-draft"}
     assert [pair.fits for pair in pairs] == sorted((pair.fits for pair in pairs), reverse=True)
@@ -74,64 +77,65 @@ def test_mismatched_head_reports_the_reason(narrow):
 
 
 def test_tokenizers_are_compared_by_vocabulary_and_by_what_they_do(stories, tmp_path):
-    shipped = PreTrainedTokenizerFast.from_pretrained(resolve("stories"))
+    shipped = PreTrainedTokenizerFast.from_pretrained(ModelRef("stories").path)
     save(tmp_path / "padded", shipped, 2048 + 64)
-    padded = check_pair(stories, str(tmp_path / "padded"))
+    padded = check_pair(stories, ModelRef(tmp_path / "padded"))
     assert padded.fits and padded.reason == "same tokenizer; vocabulary 2112, the target's is 2048, the rest is padding"
     save(tmp_path / "other", PreTrainedTokenizerFast(tokenizer_object=train_tokenizer(["other words"])), 2048)
-    other = check_pair(stories, str(tmp_path / "other"))
+    other = check_pair(stories, ModelRef(tmp_path / "other"))
     assert other.fits and re.match(
         r"shares \d+ % of the target's tokens, \d+ % of its own; another tokenizer: .* tokens differ",
         other.reason,
     )
-    nested = check_pair(stories, str(tmp_path / "other"), "cascade")
+    nested = check_pair(stories, ModelRef(tmp_path / "other"), "cascade")
     assert nested.fits is False and "choose a draft model of the same family" in nested.reason
     save(tmp_path / "merges", shipped, 2048)
     file = tmp_path / "merges" / "tokenizer.json"
     described = json.loads(file.read_text(encoding="utf-8"))
     described["model"]["merges"] = described["model"]["merges"][:40]
     file.write_text(json.dumps(described), encoding="utf-8")
-    pair = check_pair(stories, str(tmp_path / "merges"))
+    pair = check_pair(stories, ModelRef(tmp_path / "merges"))
     assert pair.reason.startswith(
         "shares 100 % of the target's tokens, 100 % of its own; another tokenizer: 'Once upon a time, there ' has"
     )
     save(tmp_path / "mute", None, 512)
-    assert "has a vocabulary of 512, stories one of 2048" in check_pair(stories, str(tmp_path / "mute")).reason
+    assert "has a vocabulary of 512, stories one of 2048" in check_pair(stories, ModelRef(tmp_path / "mute")).reason
 
 
 def test_positions_are_compared(stories, tmp_path):
     folder = tmp_path / "short"
-    shutil.copytree(resolve("stories-draft-wide"), folder)
+    shutil.copytree(ModelRef("stories-draft-wide").path, folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 96}))
-    pair = check_pair(stories, str(folder))
+    pair = check_pair(stories, ModelRef(folder))
     assert pair.fits and pair.reason.endswith("reads 96 tokens, the target 512: it drafts nothing after them")
-    assert "drafts nothing" not in check_pair(stories, "stories-draft-wide").reason
+    assert "drafts nothing" not in check_pair(stories, ModelRef("stories-draft-wide")).reason
 
 
 def test_the_format_is_checked_too(stories, tmp_path):
-    shutil.copytree(resolve("stories-eagle-3"), tmp_path / "head")
+    shutil.copytree(ModelRef("stories-eagle-3").path, tmp_path / "head")
     for file in (tmp_path / "head").glob("*.safetensors*"):
         file.unlink()
     tensors = {}
-    for file in sorted(Path(resolve("stories-eagle-3")).glob("*.safetensors")):
+    for file in sorted(ModelRef("stories-eagle-3").path.glob("*.safetensors")):
         tensors |= load_file(file)
     del tensors["fc.weight"]
     save_file(tensors, tmp_path / "head" / "model.safetensors")
-    pair = check_pair(stories, str(tmp_path / "head"))
+    pair = check_pair(stories, ModelRef(tmp_path / "head"))
     assert (pair.fits, pair.method) == (False, "eagle") and "lacks fc.weight" in pair.reason
     save_file({"a": torch.zeros(2)}, tmp_path / "head" / "model.safetensors")
-    assert "is no speculator known here" in check_pair(stories, str(tmp_path / "head"), None).reason
+    assert "is no speculator known here" in check_pair(stories, ModelRef(tmp_path / "head"), None).reason
 
 
 def test_hub_drafters_are_recognised_by_their_header(stories, monkeypatch, tmp_path):
-    files = {file.name: file.read_bytes() for file in Path(resolve("stories-eagle-3")).iterdir() if file.is_file()}
+    files = {file.name: file.read_bytes() for file in ModelRef("stories-eagle-3").path.iterdir() if file.is_file()}
     pickled = {"config.json": b"{}", "medusa_lm_head.pt": b"x"}
     with serve({"org/head": files, "org/pickled": pickled}, monkeypatch, tmp_path) as server:
-        assert check_pair(stories, "org/head").fits
+        assert check_pair(stories, ModelRef("org/head")).fits
         read = [(file, byte_range) for file, byte_range in server.requests if file.endswith(".safetensors")]
         assert read and all(byte_range for _, byte_range in read)
-        pairs = check_pairs(stories, [("medusa", "org/pickled"), ("eagle", "org/none"), ("eagle", "org/head")])
+        candidates = {"org/pickled": "medusa", "org/none": "eagle", "org/head": "eagle"}
+        pairs = check_pairs(stories, [(name, ModelRef(drafter)) for drafter, name in candidates.items()])
     assert [(pair.drafter, pair.fits) for pair in pairs] == [
         ("org/head", True),
         ("org/none", None),
@@ -163,17 +167,17 @@ def test_the_command_line_prints_a_table(narrow, tmp_path, capsys, monkeypatch):
 
 
 def test_files_of_llama_cpp_are_compared_by_their_vocabularies(smollm2_gguf, smollm2_folder, capsys):
-    file, folder = outline(smollm2_gguf), load_meta_target(smollm2_folder)
+    file, folder = outline(ModelRef(smollm2_gguf)), load_meta_target(smollm2_folder)
     for target, draft in ((file, smollm2_folder), (folder, smollm2_gguf)):
-        pair = check_pair(target, draft)
+        pair = check_pair(target, ModelRef(draft))
         assert pair.fits and "same tokenizer" in pair.reason
     assert main(["doctor", smollm2_gguf]) == 0
     rows = [line.split()[:3] for line in capsys.readouterr().out.splitlines()]
     assert ["none", "ngram", "fits"] in rows
     for head, method in OF_SMOLLM2.items():
         assert [head, method, "fits"] in rows
-        assert check_pair(folder, head).fits and check_pair(file, head).fits
-        assert (method, head) in known_drafters(smollm2_folder)  # it ships with a preset of another name
+        assert check_pair(folder, ModelRef(head)).fits and check_pair(file, ModelRef(head)).fits
+        assert (method, head) in known_drafters(ModelRef(smollm2_folder))  # it ships with a preset of another name
 
 
 def test_what_is_wrong_with_a_head_is_named(tmp_path, capsys, monkeypatch):
@@ -199,15 +203,15 @@ def test_head_with_a_damaged_config_does_not_fit(stories, tmp_path):
     shutil.copytree(embedded_folder() / "stories-medusa", tmp_path / "head")
     config = json.loads((tmp_path / "head" / "config.json").read_text(encoding="utf-8"))
     (tmp_path / "head" / "config.json").write_text(json.dumps(config | {"architectures": True}), encoding="utf-8")
-    pair = check_pair(stories, str(tmp_path / "head"))
+    pair = check_pair(stories, ModelRef(tmp_path / "head"))
     assert pair.fits is False and "cannot be read" in pair.reason
 
 
 def test_a_drafter_of_one_thinking_mode_is_named(stories, monkeypatch):
     known = preset("embedded-medusa").with_changes(thinking="off", lanes=[{"method": "medusa", "model": "org/head@1"}])
     monkeypatch.setattr("specdemo.presets.files.load_presets", lambda: {known.id: known})
-    (line,) = thinking_remarks("stories", ["org/head", "stories-eagle-1"], stories)
+    (line,) = thinking_remarks(ModelRef("stories"), [ModelRef("org/head"), ModelRef("stories-eagle-1")], stories)
     assert line.startswith("thinking: preset embedded-medusa runs org/head with --thinking off")
-    assert thinking_remarks("other", ["org/head"], stories) == []
+    assert thinking_remarks(ModelRef("other"), [ModelRef("org/head")], stories) == []
     monkeypatch.setattr(stories.tokenizer, "chat_template", "{{ 'on' if thinking else 'off' }}")
-    assert "bench thinking" in thinking_remarks("other", [], stories)[0]
+    assert "bench thinking" in thinking_remarks(ModelRef("other"), [], stories)[0]

@@ -14,7 +14,6 @@ from specdemo.models.gguf_files import (
     check_files,
     fetch_parts,
     has_chat_template,
-    is_gguf,
     local_header,
     models_in,
     quantisation_in,
@@ -22,6 +21,7 @@ from specdemo.models.gguf_files import (
 from specdemo.models.gguf_header import read_header
 from specdemo.models.llamacpp import LlamaCppSettings, library
 from specdemo.models.memory import Needs, gguf_footprint
+from specdemo.models.ref import ModelRef
 from tests.models.fake_hub import serve
 
 TOKENS = ("a", "b", "[PAD2]", "[PAD3]")
@@ -86,10 +86,13 @@ def test_header(file):
 
 
 def test_chat_template(file, tmp_path):
-    assert has_chat_template(str(file)) is False
+    assert has_chat_template(ModelRef(file)) is False
     file.write_bytes(gguf(tokenizer__chat_template="{{ messages }}"))
-    assert has_chat_template(str(file)) is True
-    assert has_chat_template(str(tmp_path / "absent.gguf")) is None and has_chat_template("stories") is False
+    assert has_chat_template(ModelRef(file)) is True
+    assert (
+        has_chat_template(ModelRef(tmp_path / "absent.gguf")) is None
+        and has_chat_template(ModelRef("stories")) is False
+    )
 
 
 def test_vocabularies_are_equal_without_padding(file, tmp_path):
@@ -145,30 +148,15 @@ def test_vocabulary_with_repeated_tokens(file):
 def test_pipe_is_rejected(tmp_path):
     os.mkfifo(tmp_path / "pipe.gguf")
     with pytest.raises(ValueError, match="does not exist"):
-        fetch_parts(str(tmp_path / "pipe.gguf"))
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("Qwen/Qwen3-8B-GGUF:Q4_K_M", True),
-        ("Qwen/Qwen3-8B-GGUF@main:Q8_0", True),
-        ("ollama:qwen3:1.7b", True),
-        ("anything.GGUF", True),
-        ("Qwen/Qwen3-8B", False),
-        ("https://example.com:80/x", False),
-    ],
-)
-def test_names(name, expected):
-    assert is_gguf(name) is expected
+        fetch_parts(ModelRef(tmp_path / "pipe.gguf"))
 
 
 def test_folder_of_one_model(tmp_path, file):
     (tmp_path / "extra.gguf").write_bytes(gguf(architecture="clip"))
-    assert is_gguf(str(tmp_path)) and fetch_parts(str(tmp_path)) == (file,)
+    assert ModelRef(tmp_path).gguf and fetch_parts(ModelRef(tmp_path)) == (file,)
     (tmp_path / "second.gguf").write_bytes(gguf())
     with pytest.raises(ValueError, match=r"has 2 GGUF models \(model.gguf, second.gguf\); name one of the files"):
-        fetch_parts(str(tmp_path))
+        fetch_parts(ModelRef(tmp_path))
 
 
 OTHERS = {  # file of another kind -> what it is, and a word of what runs it
@@ -211,12 +199,12 @@ def test_files_of_other_kinds_are_no_models(kind, tmp_path):
     ) as raised:
         check_files([path], "x.gguf")
     assert "\n" not in str(raised.value)
-    assert is_gguf(str(tmp_path)) and models_in(tmp_path) == []
+    assert ModelRef(tmp_path).gguf and models_in(tmp_path) == []
     with pytest.raises(
         ValueError,
         match=f"has no GGUF model: .*x.gguf is .*{name.split(' ')[-1] if '(' not in name else name.split(' ')[1]}",
     ):
-        fetch_parts(str(tmp_path))
+        fetch_parts(ModelRef(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -267,10 +255,10 @@ def test_split_model(tmp_path):
     parts = [tmp_path / f"big-0000{number}-of-00003.gguf" for number in (1, 2, 3)]
     for part in parts:
         part.write_bytes(gguf())
-    assert fetch_parts(str(tmp_path)) == fetch_parts(str(parts[1])) == tuple(parts)
+    assert fetch_parts(ModelRef(tmp_path)) == fetch_parts(ModelRef(parts[1])) == tuple(parts)
     parts[2].unlink()
     with pytest.raises(ValueError, match="lacks big-00003-of-00003.gguf, one of 3 parts; fetch the missing parts"):
-        fetch_parts(str(parts[0]))
+        fetch_parts(ModelRef(parts[0]))
 
 
 @pytest.fixture
@@ -301,8 +289,8 @@ def ollama(tmp_path, monkeypatch):
 )
 def test_model_of_ollama(ollama, path, name):
     ollama(path)
-    (blob,) = fetch_parts(name)
-    assert blob.name == "sha256-" + "a" * 64 and local_header(name).quantisation == "Q4_K_M"
+    (blob,) = fetch_parts(ModelRef(name))
+    assert blob.name == "sha256-" + "a" * 64 and local_header(ModelRef(name)).quantisation == "Q4_K_M"
 
 
 @pytest.mark.parametrize(
@@ -319,7 +307,7 @@ def test_unusable_model_of_ollama_is_one_line(ollama, name, message):
     ollama("registry.ollama.ai/library/cloud/latest", media_type="application/vnd.ollama.image.tensor")
     ollama("registry.ollama.ai/library/escape/latest", digest="sha256:../../../etc/passwd")
     with pytest.raises(ValueError, match=message):
-        fetch_parts(name)
+        fetch_parts(ModelRef(name))
 
 
 REPOSITORY = {
@@ -336,32 +324,32 @@ REPOSITORY = {
 
 def test_quantisation_of_a_repository(monkeypatch, tmp_path):
     with serve({"org/m-GGUF": REPOSITORY}, monkeypatch, tmp_path) as hub:
-        assert local_header("org/m-GGUF:q8_0") is None
-        (eight,) = fetch_parts("org/m-GGUF:q8_0")
-        assert eight.name == "model-Q8_0.gguf" and local_header("org/m-GGUF:Q8_0").quantisation == "Q8_0"
-        assert [path.name for path in fetch_parts("org/m-GGUF")] == ["model-Q4_K_M.gguf"]
-        (head,) = fetch_parts("org/m-GGUF:another-Q8_0")  # the name does not tell
-        assert fetch_parts("org/m-GGUF:another-Q8_0") == (head,)  # its header does
+        assert local_header(ModelRef("org/m-GGUF:q8_0")) is None
+        (eight,) = fetch_parts(ModelRef("org/m-GGUF:q8_0"))
+        assert eight.name == "model-Q8_0.gguf" and local_header(ModelRef("org/m-GGUF:Q8_0")).quantisation == "Q8_0"
+        assert [path.name for path in fetch_parts(ModelRef("org/m-GGUF"))] == ["model-Q4_K_M.gguf"]
+        (head,) = fetch_parts(ModelRef("org/m-GGUF:another-Q8_0"))  # the name does not tell
+        assert fetch_parts(ModelRef("org/m-GGUF:another-Q8_0")) == (head,)  # its header does
         with pytest.raises(ValueError, match="another is an assistant head .*, not a language model"):
             check_files([head], "another")
-        assert fetch_parts("org/m-GGUF:Q8_0") == (eight,)
-        assert [path.name[11:16] for path in fetch_parts("org/m-GGUF@v1:BF16")] == ["00001", "00002"]
+        assert fetch_parts(ModelRef("org/m-GGUF:Q8_0")) == (eight,)
+        assert [path.name[11:16] for path in fetch_parts(ModelRef("org/m-GGUF@v1:BF16"))] == ["00001", "00002"]
         assert "mmproj-F16.gguf" not in {file for file, _ in hub.requests}
         with pytest.raises(ValueError, match="org/m-GGUF has no Q6_K; choose one of model-Q8_0.gguf, "):
-            fetch_parts("org/m-GGUF:Q6_K")
+            fetch_parts(ModelRef("org/m-GGUF:Q6_K"))
         with pytest.raises(ValueError, match="org/m-GGUF lacks model-Q2_K-00002-of-00002.gguf"):
-            fetch_parts("org/m-GGUF:Q2_K")
+            fetch_parts(ModelRef("org/m-GGUF:Q2_K"))
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-        assert fetch_parts("org/m-GGUF:Q8_0") == (eight,)
+        assert fetch_parts(ModelRef("org/m-GGUF:Q8_0")) == (eight,)
         with pytest.raises(ValueError, match="has no Q5_K_M"):
-            fetch_parts("org/m-GGUF:Q5_K_M")
+            fetch_parts(ModelRef("org/m-GGUF:Q5_K_M"))
 
 
 @pytest.mark.parametrize("variable", ["SPECDEMO_PUBLIC", "SPACE_ID"])
 def test_public_pages_load_no_gguf_models(variable, monkeypatch, file):
     monkeypatch.setenv(variable, "1")
     with pytest.raises(ValueError, match="a public page loads no GGUF models"):
-        fetch_parts(str(file))
+        fetch_parts(ModelRef(file))
 
 
 @pytest.mark.parametrize(
@@ -398,7 +386,7 @@ def test_advice_is_a_context_if_the_weights_fit():
 
 def test_buffers_of_every_lane_are_part_of_the_memory(tmp_path):
     (tmp_path / "model.gguf").write_bytes(gguf(tokens=[f"t{number}" for number in range(1000)]))
-    footprint = gguf_footprint(str(tmp_path / "model.gguf"), LlamaCppSettings())
+    footprint = gguf_footprint(ModelRef(tmp_path / "model.gguf"), LlamaCppSettings())
     assert footprint.per_text == 256 * 1000 * 4
     needs = Needs("big", Footprint(GB, 100_000, GB // 10), [Footprint(GB, 0, GB // 5)], 1000, 3)
     assert needs.buffers == GB // 2

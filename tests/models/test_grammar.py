@@ -14,7 +14,7 @@ from specdemo.engine.messages import StepRow, replay
 from specdemo.engine.session import Session
 from specdemo.models import grammar
 from specdemo.models.grammar import compile_grammar
-from specdemo.models.sources import resolve
+from specdemo.models.ref import ModelRef
 from specdemo.presets.files import load_presets, preset
 from specdemo.presets.link import from_query, to_query
 from specdemo.ui.views import view
@@ -55,7 +55,7 @@ def runner():
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return AutoTokenizer.from_pretrained(resolve("stories"))
+    return AutoTokenizer.from_pretrained(ModelRef("stories").path)
 
 
 @pytest.mark.parametrize(

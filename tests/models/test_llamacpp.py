@@ -30,6 +30,7 @@ from specdemo.models.gguf_files import read_header
 from specdemo.models.llamacpp import LlamaCppSettings, library
 from specdemo.models.load import load_model, load_target
 from specdemo.models.prefix_reuse import with_prefix_cache
+from specdemo.models.ref import ModelRef
 from specdemo.models.text import encode
 from specdemo.presets.files import load_presets, preset
 from specdemo.presets.link import OWN
@@ -372,7 +373,7 @@ def test_a_planted_wrong_token_is_a_bug(files, flash_attention):
 
 def test_page_of_two_gguf_files(files, monkeypatch):
     monkeypatch.setitem(load_presets(), OWN, None)
-    chosen = add_pair(str(files / "stories.gguf"), str(files / "stories-draft-wide.gguf"))
+    chosen = add_pair(ModelRef(files / "stories.gguf"), ModelRef(files / "stories-draft-wide.gguf"))
     assert (chosen.title, chosen.chat) == ("stories with stories-draft-wide", False)
     values = to_values(chosen)
     assert from_values({**values, "threads": 2, "cache_type": "f16"}).threads == 2

@@ -23,6 +23,7 @@ from specdemo.models.load import load_target
 from specdemo.models.memory import gguf_footprint
 from specdemo.models.pass_cost import pass_times
 from specdemo.models.prefix_reuse import with_prefix_cache
+from specdemo.models.ref import ModelRef
 from tests.gguf_random import SHAPES, VOCABULARY, shape_of, write_random
 
 ARCHITECTURES = [name for name in SHAPES if name != "glm4moe"]  # which has attention only
@@ -234,7 +235,7 @@ def test_memory_of_states_and_of_keys_and_values_is_that_of_llamacpp(architectur
         assert header.state_bytes == pytest.approx(states, rel=0.05, abs=200)
     cache = header.cache_bytes(CACHE_BYTES[target.weights.settings.cache_type])
     assert 100 * cache == pytest.approx(everything - header.state_bytes, rel=0.1, abs=2000)
-    buffers = gguf_footprint(target.weights.path, target.settings).per_text
+    buffers = gguf_footprint(ModelRef(target.weights.path), target.settings).per_text
     assert buffers - 256 * VOCABULARY * 4 == header.state_bytes * (1 + target.weights.rollback + COPIES)
 
 

@@ -29,7 +29,7 @@ from specdemo.models.devices import device_map_summary
 from specdemo.models.load import LoadedModel, load_meta_target, load_model, load_target
 from specdemo.models.memory import Precision, estimate_footprint
 from specdemo.models.pass_cost import chain_rounding
-from specdemo.models.sources import resolve
+from specdemo.models.ref import ModelRef
 from specdemo.models.target import HFTarget
 from tests.models.test_text import byte_level
 from tests.models.tiny import SIZES, VOCABULARY, build, fresh, texts
@@ -86,8 +86,8 @@ def test_a_saved_folder_loads(folder):
 
 
 def test_embedded_models_have_short_names(folder, embedded):
-    assert resolve("tiny") == str(folder)
-    assert resolve("organisation/tiny") == "organisation/tiny"
+    assert ModelRef("tiny").path == folder
+    assert ModelRef("organisation/tiny").path is None
     assert load_target("tiny").name == "tiny"
 
 
@@ -257,7 +257,7 @@ def test_chain_rounding_is_that_of_the_precision():
     tokens = torch.arange(1, 40)[None]
     noise = {}
     for dtype in (torch.float32, torch.bfloat16):
-        model = LlamaForCausalLM.from_pretrained(resolve("stories-draft-deep"), dtype=dtype)
+        model = LlamaForCausalLM.from_pretrained(ModelRef("stories-draft-deep").path, dtype=dtype)
         noise[dtype] = chain_rounding(HFTarget(model), tokens)
         assert chain_rounding(HFTarget(model), tokens[:, :2]) == 0.0  # no pass of two tokens fits after the first
     assert 0.0 < noise[torch.float32] < 1e-4 and noise[torch.bfloat16] < 0.5

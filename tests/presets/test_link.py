@@ -15,10 +15,11 @@ from specdemo.core.rules import DEFAULT_RULE
 from specdemo.core.trace import compare, from_json, output_outcomes, to_json
 from specdemo.engine.comparison import Lane, Settings
 from specdemo.methods import method_options
+from specdemo.models.shipped import EMBEDDED
 from specdemo.presets import link
-from specdemo.presets.files import DEFAULT, EMBEDDED, Preset, allowed_models, load_presets, read_presets
+from specdemo.presets.files import DEFAULT, Preset, allowed_models, load_presets, read_presets
 from specdemo.presets.limits import LIMITS
-from specdemo.presets.link import ANOTHER, ELSEWHERE, FOREIGN, OWN, from_query, linked_name, model_hash, to_query
+from specdemo.presets.link import ANOTHER, ELSEWHERE, FOREIGN, OWN, from_query, to_query
 
 PRESETS = load_presets()
 BASE = PRESETS[DEFAULT]
@@ -132,10 +133,10 @@ def test_a_link_names_a_model_in_files_by_name_and_hash(tmp_path, name, allow_an
     ann, bob, eve = (own(tmp_path, str(tmp_path / folder / name)) for folder in ("ann", "bob", "eve"))
     query = to_query(ann[OWN], ann[OWN])
     assert query == to_query(bob[OWN], bob[OWN]) != to_query(eve[OWN], eve[OWN])
-    assert query == urlencode({"preset": OWN, "target": f"{name}@{model_hash(ann[OWN].target)}"})
+    assert query == urlencode({"preset": OWN, "target": f"{name}@{ann[OWN].target.content_hash}"})
     assert from_query(query, bob, allow_any) == (bob[OWN], [])
     chosen, (note,) = from_query(query, eve, allow_any)
-    assert chosen.target == eve[OWN].target and note.endswith(ANOTHER.format(linked_name(chosen.target)))
+    assert chosen.target == eve[OWN].target and note.endswith(ANOTHER.format(chosen.target.link_name))
     assert note.startswith(f"ignored target='{name}@") and str(tmp_path) not in note
     old = from_query({"preset": OWN, "target": name}, eve, allow_any)
     assert old == (eve[OWN], [])  # a link of an earlier version

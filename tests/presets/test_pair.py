@@ -4,6 +4,7 @@ import pytest
 
 import specdemo
 from specdemo.__main__ import main
+from specdemo.models.ref import ModelRef
 from specdemo.presets.files import load_presets
 from specdemo.presets.link import OWN
 from specdemo.presets.pair import QUESTION, TASKS, add_pair, comparison, kind_of_work, task, work_prompts
@@ -67,13 +68,13 @@ def test_public_page_names_no_models(served, capsys, monkeypatch):
 
 
 def test_chat_template_of_a_model_decides_the_prompt(monkeypatch):
-    assert add_pair("stories").prompt.startswith("Once upon a time")
-    monkeypatch.setattr("specdemo.presets.pair._has_chat_template", lambda target: True)
-    assert add_pair("stories").prompt.startswith("Explain")
+    assert add_pair(ModelRef("stories")).prompt.startswith("Once upon a time")
+    monkeypatch.setattr("specdemo.presets.pair.has_chat_template", lambda target: True)
+    assert add_pair(ModelRef("stories")).prompt.startswith("Explain")
 
 
 def test_a_prompt_to_continue_is_not_sent_as_a_message(monkeypatch):
-    monkeypatch.setattr("specdemo.presets.pair._has_chat_template", lambda target: target == "code")
+    monkeypatch.setattr("specdemo.presets.pair.has_chat_template", lambda target: target == "code")
     written = load_presets()["embedded-draft"].prompt
     assert comparison("embedded-draft", {"target": "code"}).prompt == QUESTION
     kept = (
@@ -90,7 +91,7 @@ def test_a_target_needs_no_preset(capsys):
     assert {"Prompt lookup", "Suffix decoding"} <= {line[:15].strip() for line in capsys.readouterr().out.splitlines()}
     trace = specdemo.run(target="stories", model="stories-draft-wide", k=2, max_new_tokens=4)
     assert [lane.method for lane in trace.lanes] == ["none", "draft_model"] and trace.lanes[1].options["k"] == 2
-    assert [lane.k for lane in add_pair("stories").lanes] == [0, 0]  # chosen from the measured passes
+    assert [lane.k for lane in add_pair(ModelRef("stories")).lanes] == [0, 0]  # chosen from the measured passes
     for changes, k in (({"target": "code"}, 0), ({"target": "code", "k": 6}, 6), ({"target": "stories"}, 4)):
         assert load_presets()["embedded-draft"].with_changes(**changes).lanes[0].k == k
     assert main(["run"]) == 2
@@ -104,7 +105,7 @@ def test_tasks_end_with_a_cue_where_there_is_no_chat_template():
 
 
 def test_the_kind_of_work_is_that_of_a_task_or_of_the_presets_own_prompt():
-    add_pair("code")
+    add_pair(ModelRef("code"))
     tasks = {task(name, chat): kind for name, (kind, _) in TASKS.items() for chat in (True, False)}
     assert {prompt: kind_of_work(OWN, prompt) for prompt in tasks} == tasks
     assert kind_of_work("embedded-code", load_presets()["embedded-code"].prompt) == "code"

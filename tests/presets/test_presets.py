@@ -10,8 +10,9 @@ from specdemo.bench.suites import suite
 from specdemo.core.rules import RULES
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.models.devices import pick_dtype
+from specdemo.models.shipped import EMBEDDED
 from specdemo.presets import recorded as module
-from specdemo.presets.files import DEFAULT, EMBEDDED, FOLDER, allowed_models, load_presets, preset, read_presets
+from specdemo.presets.files import DEFAULT, FOLDER, allowed_models, load_presets, preset, read_presets
 from specdemo.presets.link import LONGEST_TEXT
 from specdemo.presets.recorded import recorded
 from specdemo.ui.views import finish

@@ -12,7 +12,7 @@ from specdemo.core.trace import MAX_TEXT, LaneTrace, Remote, compare, from_json,
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.engine.messages import Finished, LaneDone, Restarted, StepRow, replay
 from specdemo.engine.session import Session
-from specdemo.models.sources import resolve
+from specdemo.models.ref import ModelRef
 from specdemo.servers import address as addresses
 from specdemo.servers import lane as remote
 from specdemo.servers.address import LISTED, address, allow, listed
@@ -81,7 +81,9 @@ def real():
     """Start `transformers serve` with the embedded model, as a user would."""
     port, serve = free_port(), "from transformers.cli.transformers import main; main()"
     options = f"--host 127.0.0.1 --port {port} --device cpu --dtype float32".split()
-    with start("-c", serve, "serve", resolve("stories"), *options, stderr=subprocess.PIPE, text=True) as server:
+    with start(
+        "-c", serve, "serve", str(ModelRef("stories").path), *options, stderr=subprocess.PIPE, text=True
+    ) as server:
         assert any("Uvicorn running" in line for line in server.stderr), "transformers serve did not start"
         yield f"http://127.0.0.1:{port}", server
         server.kill()
@@ -94,7 +96,7 @@ def run(given, *servers):
 
 def test_the_text_of_a_real_server_is_the_baselines(real):
     given = spec(None, real[0], prompt="Once upon a time, a dog", max_new_tokens=40)
-    given = given.changed(lanes=[given.lanes[0].changed(served_model=resolve("stories"))])
+    given = given.changed(lanes=[given.lanes[0].changed(served_model=str(ModelRef("stories").path))])
     trace = run(given, real[0])
     baseline, lane = trace.lanes
     assert lane.text == baseline.text and lane.finish == baseline.finish == "length"
@@ -111,7 +113,7 @@ def test_the_text_of_a_real_server_is_the_baselines(real):
 def test_a_real_server_killed_in_mid_run_fails_its_lane_alone(real, good):
     address, process = real
     given = spec(good.address, address, max_new_tokens=400)
-    given = given.changed(lanes=[given.lanes[0].changed(served_model=resolve("stories"))])
+    given = given.changed(lanes=[given.lanes[0].changed(served_model=str(ModelRef("stories").path))])
     allow([address, good.address])
     for message in Session().stream(given):
         if isinstance(message, StepRow) and message.lane == 1 and message.index == 3:

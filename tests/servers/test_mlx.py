@@ -9,7 +9,7 @@ import os
 import pytest
 
 from specdemo.__main__ import main
-from specdemo.models.sources import resolve
+from specdemo.models.ref import ModelRef
 from specdemo.presets.files import preset
 from specdemo.presets.serve import serve_commands
 from specdemo.servers.engines import ENGINES, draft_request
@@ -19,8 +19,8 @@ PROGRAM = os.environ.get("SPECDEMO_MLX_LM")
 
 def test_mlx_lm_has_draft_models_only():
     baseline, drafting = (line for line in serve_commands(preset("embedded-draft"), "mlx-lm") if line.startswith("mlx"))
-    assert baseline == f"mlx_lm.server --model {resolve('stories')} --host 127.0.0.1 --port 8000"
-    assert drafting.endswith(f"--port 8001 --draft-model {resolve('stories-draft-wide')} --num-draft-tokens 4")
+    assert baseline == f"mlx_lm.server --model {ModelRef('stories').path} --host 127.0.0.1 --port 8000"
+    assert drafting.endswith(f"--port 8001 --draft-model {ModelRef('stories-draft-wide').path} --num-draft-tokens 4")
     comments = serve_commands(preset("embedded-ngram"), "mlx-lm")
     assert comments[-1].endswith("not served, mlx-lm drafts with a draft model only")
     gguf = preset("embedded-draft").with_changes(target="a.gguf", model="b.gguf")
@@ -37,9 +37,9 @@ def test_mlx_vlm_names_the_kind_of_its_drafter():
 
 
 def test_requests_name_the_model_of_the_command_line():
-    assert ENGINES["mlx-lm"].served_name("stories") == "default_model"
-    assert ENGINES["mlx-vlm"].served_name("stories") == resolve("stories")
-    assert ENGINES["vllm"].served_name("stories") is None
+    assert ENGINES["mlx-lm"].served_name(ModelRef("stories")) == "default_model"
+    assert ENGINES["mlx-vlm"].served_name(ModelRef("stories")) == ModelRef("stories").location
+    assert ENGINES["vllm"].served_name(ModelRef("stories")) is None
 
 
 def test_a_draft_may_be_a_field_of_the_request():

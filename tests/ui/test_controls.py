@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from specdemo.methods import method_options, model_method
+from specdemo.models.ref import ModelRef
 from specdemo.presets.files import load_presets, preset
 from specdemo.ui import controls, model_menus, setup
 from specdemo.ui.controls import fill
@@ -66,7 +67,7 @@ def test_another_target_takes_another_drafter_or_none():
     fitted = controls._refit(None, lanes | {"target": "stories-bytes"})
     assert fitted["model-1"]["value"] == "stories-bytes-heads" and fitted["model-1"]["visible"]
     assert fitted["model-2"]["visible"] and fitted["model-2"]["value"] is None
-    shown = controls._fit_model("stories", "gemma4_assistant", {})
+    shown = controls._fit_model(ModelRef("stories"), "gemma4_assistant", {})
     assert shown["visible"] and shown["value"] is None
     assert "<b>stories-draft-wide</b> another tokenizer" in fitted["unfit"]
 
@@ -85,10 +86,10 @@ def test_another_target_takes_another_drafter_or_none():
 )
 def test_a_method_that_cannot_run_on_a_target_says_why_before_run(method, reason):
     values = to_values(preset("embedded-draft")) | {"target": "/models/model.gguf", "method-1": method}
-    values |= {"model-1": controls._fit_model(values["target"], method, {})["value"], "options-1": {}}
+    values |= {"model-1": controls._fit_model(ModelRef(values["target"]), method, {})["value"], "options-1": {}}
     shown = json.loads(setup.show_setup(None, values)["setup"])["obstacle"]
     assert shown.startswith(reason) if reason else not shown
-    label = {name: title for title, name in model_menus.method_choices(values["target"])}[method]
+    label = {name: title for title, name in model_menus.method_choices(ModelRef(values["target"]))}[method]
     assert ("do not support" in reason) == label.endswith(model_menus.GREY + reason)
 
 
@@ -99,7 +100,7 @@ def test_a_lane_offers_the_models_of_its_method_alone(name):
     for n in setup.NUMBERS:
         offered = [model for _, model in before[f"model-{n}"]["choices"]]
         reads = model_method(values[f"method-{n}"], values[f"options-{n}"])
-        fitting = {pair.drafter for pair in model_menus.pairs(values["target"]) if pair.method == reads}
+        fitting = {pair.drafter for pair in model_menus.pairs(ModelRef(values["target"])) if pair.method == reads}
         assert {*offered} <= fitting | {values[f"model-{n}"]}
         assert (values[f"method-{n}"] in dict(map(reversed, before[f"method-{n}"]["choices"]))) != (reads == "none")
 
@@ -118,7 +119,7 @@ def test_the_prompt_is_a_message_where_the_target_has_a_template():
     assert from_values(values).chat is False
     values["target"] = "stories"
     assert from_values(values).chat is None  # the model has no chat template
-    radio, system, _, tasks = controls._chat_looks("stories", None).values()
+    radio, system, _, tasks = controls._chat_looks(ModelRef("stories"), None).values()
     assert tasks == {"visible": False}  # they are messages
     assert radio["interactive"] is False and "no chat template" in radio["info"] and system["visible"] is False
     updates = fill(large.with_changes(chat=False, system="Be brief."), DRAWN)

@@ -3,6 +3,7 @@
 import pytest
 
 from specdemo.models.local_models import LocalModel
+from specdemo.models.ref import ModelRef
 from specdemo.models.shipped import embedded_folder
 from specdemo.presets.files import load_presets, preset
 from specdemo.ui import controls, model_menus
@@ -12,7 +13,7 @@ from tests.models.test_gguf_files import gguf
 
 def test_a_head_trained_on_the_page_may_race(monkeypatch):
     values = to_values(preset("embedded-draft")) | {"model-1": "runs/medusa-1"}
-    monkeypatch.setattr(model_menus, "TRAINED", ["runs/medusa-1"])
+    monkeypatch.setattr(model_menus, "TRAINED", [ModelRef("runs/medusa-1")])
     assert from_values(values).lanes[0].model == "runs/medusa-1"
     assert model_menus.model_choices(["runs/medusa-1"]) == [("medusa-1", "runs/medusa-1")]
 
@@ -27,22 +28,24 @@ def test_options_that_name_models_may_name_those_of_the_list():
 
 
 def test_a_draft_is_offered_that_fits():
-    assert model_menus.default_draft("stories") == "stories-draft-wide"
-    assert model_menus.default_draft("unheard/of")
+    assert model_menus.default_draft(ModelRef("stories")) == "stories-draft-wide"
+    assert model_menus.default_draft(ModelRef("unheard/of"))
     fitting = ["stories-draft-wide", "code-draft", "stories-draft-deep", "stories-draft-other"]
-    assert model_menus.fitting_models("stories", "draft_model") == fitting
-    assert "stories-draft-wide" in model_menus.fitting_models("stories-bytes", "draft_model")  # matched by text
+    assert model_menus.fitting_models(ModelRef("stories"), "draft_model") == fitting
+    assert "stories-draft-wide" in model_menus.fitting_models(
+        ModelRef("stories-bytes"), "draft_model"
+    )  # matched by text
     # Not available locally: the models that presets pair with it.
-    assert model_menus.fitting_models("Qwen/Qwen3-8B", "draft_model")
+    assert model_menus.fitting_models(ModelRef("Qwen/Qwen3-8B"), "draft_model")
     assert {*model_menus.targets()} == {p.target for p in load_presets().values()}
 
 
 def test_a_trained_head_is_offered_to_its_method_alone(monkeypatch):
     folder = str(embedded_folder() / "stories-medusa")
-    monkeypatch.setattr(model_menus, "TRAINED", [folder])
-    assert folder in model_menus.fitting_models("stories", "medusa")
-    assert folder not in model_menus.fitting_models("stories", "draft_model")
-    assert folder not in model_menus.fitting_models("code", "medusa")
+    monkeypatch.setattr(model_menus, "TRAINED", [ModelRef(folder)])
+    assert folder in model_menus.fitting_models(ModelRef("stories"), "medusa")
+    assert folder not in model_menus.fitting_models(ModelRef("stories"), "draft_model")
+    assert folder not in model_menus.fitting_models(ModelRef("code"), "medusa")
 
 
 def test_models_on_this_machine_are_offered_on_private_pages(tmp_path, monkeypatch):
@@ -51,7 +54,7 @@ def test_models_on_this_machine_are_offered_on_private_pages(tmp_path, monkeypat
     for name, rows in pair.items():
         path = tmp_path / f"{name}.gguf"
         path.write_bytes(gguf(rows=rows))
-        stored[str(path)] = LocalModel(str(path), "LM Studio", path, 5 * 10**9)
+        stored[str(path)] = LocalModel(ModelRef(path), "LM Studio", path, 5 * 10**9)
     monkeypatch.setattr(model_menus, "_stored_models", lambda target: stored)
     model_menus._pairs.cache_clear()
     big, small = stored
@@ -59,16 +62,16 @@ def test_models_on_this_machine_are_offered_on_private_pages(tmp_path, monkeypat
         ("On this machine: big-Q4_K_M.gguf, 5.0 GB", big),
         ("stories", "stories"),
     ]
-    assert model_menus.fitting_models(big, "draft_model") == [small] and not model_menus.fitting_models(
-        small, "draft_model"
+    assert model_menus.fitting_models(ModelRef(big), "draft_model") == [small] and not model_menus.fitting_models(
+        ModelRef(small), "draft_model"
     )
     assert model_menus.model_choices([small], big) == [("On this machine: small.gguf, 5.0 GB, 10x smaller", small)]
-    assert "not smaller" in model_menus.unfit(small) and not model_menus.unfit(big)
+    assert "not smaller" in model_menus.unfit(ModelRef(small)) and not model_menus.unfit(ModelRef(big))
     changed = to_values(preset("embedded-draft")) | {"target": big, "model-1": small}
     assert from_values(changed).models == (big, small)
-    assert controls._chat_looks(big, None)["gguf"]["visible"]
+    assert controls._chat_looks(ModelRef(big), None)["gguf"]["visible"]
     monkeypatch.setenv("SPECDEMO_PUBLIC", "1")
-    assert not controls._chat_looks(big, None)["gguf"]["visible"]
+    assert not controls._chat_looks(ModelRef(big), None)["gguf"]["visible"]
     assert model_menus.model_choices([big]) == [("big-Q4_K_M.gguf", big)]
     with pytest.raises(ValueError, match="is not on this page's list"):
         from_values(changed)
@@ -76,10 +79,10 @@ def test_models_on_this_machine_are_offered_on_private_pages(tmp_path, monkeypat
 
 def test_published_drafters_of_a_target_are_offered(monkeypatch):
     model_menus._pairs.cache_clear()
-    fitting = model_menus.fitting_models("Qwen/Qwen3-8B", "dflash")
+    fitting = model_menus.fitting_models(ModelRef("Qwen/Qwen3-8B"), "dflash")
     assert "deepseek-ai/dspark_qwen3_8b_block7" in fitting and "JetSpec/jetspec-qwen3-8b" in fitting
-    assert "published drafters for Qwen/Qwen3-8B" in model_menus.unfit("Qwen/Qwen3-8B")
-    assert "<img" not in model_menus.published("<img src=x>")
+    assert "published drafters for Qwen/Qwen3-8B" in model_menus.unfit(ModelRef("Qwen/Qwen3-8B"))
+    assert "<img" not in model_menus.published(ModelRef("<img src=x>"))
     lane = {"method": "dflash", "model": "deepseek-ai/dspark_qwen3_8b_block7"}
     chosen = preset("qwen3-8b").with_changes(lanes=[lane])
     assert from_values(to_values(chosen)).models == chosen.models
@@ -91,4 +94,4 @@ def test_published_drafters_of_a_target_are_offered(monkeypatch):
 def test_a_public_page_reads_no_model_that_a_visitor_names(monkeypatch):
     monkeypatch.setenv("SPECDEMO_PUBLIC", "1")
     monkeypatch.setattr("specdemo.models.load.load_meta_target", None)
-    assert model_menus.fitting_models("/etc", "draft_model") == []
+    assert model_menus.fitting_models(ModelRef("/etc"), "draft_model") == []

@@ -11,6 +11,7 @@ import pytest
 
 from specdemo.core.trace import from_json, to_json
 from specdemo.engine.messages import replay
+from specdemo.models.ref import ModelRef
 from specdemo.presets.files import preset
 from specdemo.servers.process import free_port
 from specdemo.ui import live
@@ -44,7 +45,7 @@ def test_no_folder_of_this_machine_leaves_the_page():
     trace.config["target"], trace.lanes[1].options["model"] = target, draft
     trace.lanes[1].options["drafts"] = "/Users/ann/other.gguf, ngram"
     trace.notes.append(f"{target} has no flash attention")
-    spec = preset("embedded-draft").model_copy(update={"target": target})
+    spec = preset("embedded-draft").model_copy(update={"target": ModelRef(target)})
     log, visits = Log(spec=spec), Visits(preset("embedded-draft"), False)
     visitor = SimpleNamespace(session_hash="a", request=None)
     log.add([Loading(0.5, f"loading {target}"), *replay(trace)])

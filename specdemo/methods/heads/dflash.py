@@ -38,9 +38,9 @@ from specdemo.methods.heads.network import Network, move_to_target
 from specdemo.methods.heads.runtime import DraftPass, HeadRuntime, last_columns, training_columns
 from specdemo.methods.heads.sampler import MASKED_LOGIT, ChainBuilder, DraftVocab, TokenSampler, grow_tree
 from specdemo.models.checkpoints import Checkpoint, write_checkpoint
-from specdemo.models.gguf_files import is_gguf
 from specdemo.models.layers import MLP, DecoderLayer, Rotary
 from specdemo.models.packed import RMSNorm
+from specdemo.models.ref import ModelRef
 from specdemo.models.sources import LoadProgress
 from specdemo.training.losses import argmax_targets, dpace_weights
 
@@ -343,8 +343,8 @@ class DFlash(Head[DFlashDraftModel], method="dflash"):
         return "dflash_config" in config or by_class or by_names or checkpoint.has("encoder.output_norm_enc.")
 
     @classmethod
-    def open(cls, source: str, target: Target, progress: LoadProgress) -> Checkpoint:
-        return open_head(source, "dflash", progress) if is_gguf(source) else super().open(source, target, progress)
+    def open(cls, source: ModelRef, target: Target, progress: LoadProgress) -> Checkpoint:
+        return open_head(source, "dflash", progress) if source.gguf else super().open(source, target, progress)
 
     @classmethod
     def read(cls, checkpoint: Checkpoint, target: Target) -> DFlashDraftModel:

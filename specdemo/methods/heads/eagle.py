@@ -39,9 +39,9 @@ from specdemo.methods.heads.network import Network, move_to_target
 from specdemo.methods.heads.runtime import DraftPass, HeadRuntime, training_columns, unrolled_mask
 from specdemo.methods.heads.sampler import ChainBuilder, DraftVocab, grow_tree
 from specdemo.models.checkpoints import Checkpoint, write_checkpoint
-from specdemo.models.gguf_files import is_gguf
 from specdemo.models.layers import DecoderLayer, Rotary, linear, llama_config_like, strip_prefix
 from specdemo.models.packed import RMSNorm
+from specdemo.models.ref import ModelRef
 from specdemo.models.sources import LoadProgress
 from specdemo.training.losses import StepLosses, argmax_targets
 
@@ -202,8 +202,8 @@ class Eagle(Head[EagleHead], method="eagle"):
         return checkpoint.has("midlayer.") or "fc.weight" in checkpoint.tensors
 
     @classmethod
-    def open(cls, source: str, target: Target, progress: LoadProgress) -> Checkpoint:
-        return open_head(source, "eagle3", progress) if is_gguf(source) else super().open(source, target, progress)
+    def open(cls, source: ModelRef, target: Target, progress: LoadProgress) -> Checkpoint:
+        return open_head(source, "eagle3", progress) if source.gguf else super().open(source, target, progress)
 
     @classmethod
     def read(cls, checkpoint: Checkpoint, target: Target) -> EagleHead:

@@ -22,6 +22,7 @@ from specdemo.methods.heads.runtime import HeadRuntime
 from specdemo.methods.heads.sampler import TokenSampler
 from specdemo.models.checkpoints import Checkpoint, check_finite, open_checkpoint, training_note
 from specdemo.models.packed import packed_bytes
+from specdemo.models.ref import ModelRef
 from specdemo.models.sources import LoadProgress, no_progress
 from specdemo.training.losses import Objective
 
@@ -76,7 +77,7 @@ class Head(Method, Generic[Net]):
         """Load a head as `load` does, with the separate weights that training needs. If its file allows several
         conventions, use the one that agrees best with the target."""
         check_capabilities(cls, target)
-        checkpoint = cls.open(source, target, progress or no_progress)
+        checkpoint = cls.open(ModelRef(source), target, progress or no_progress)
         check_finite(checkpoint.name, checkpoint.tensors.items())
         head = cls.read(checkpoint, target)
         head.name = checkpoint.name
@@ -88,7 +89,7 @@ class Head(Method, Generic[Net]):
         return head
 
     @classmethod
-    def open(cls, source: str, target: Target, progress: LoadProgress) -> Checkpoint:
+    def open(cls, source: ModelRef, target: Target, progress: LoadProgress) -> Checkpoint:
         """Open the files of `source` without reading the tensors. Raises ValueError when that is impossible."""
         return open_checkpoint(source, progress)
 

@@ -44,10 +44,10 @@ from specdemo.methods.heads.runtime import DraftPass, HeadRuntime, training_colu
 from specdemo.methods.heads.sampler import ChainBuilder
 from specdemo.models.checkpoints import Checkpoint, open_checkpoint, write_checkpoint
 from specdemo.models.fused import fuse_layer, layer_class
-from specdemo.models.gguf_files import is_gguf
 from specdemo.models.layers import DecoderLayer, Rotary, llama_config_like
 from specdemo.models.llamacpp_prediction import PredictionLayer
 from specdemo.models.llamacpp_target import LlamaCppTarget
+from specdemo.models.ref import ModelRef
 from specdemo.models.sources import LoadProgress, no_progress
 from specdemo.training.losses import StepLosses
 
@@ -192,19 +192,20 @@ class MTP(Head[MTPHeads], method="mtp"):
 
     def __new__(cls, target: Target, model: object, options: DraftOptions | None = None) -> Any:
         """Return the drafter of a prediction layer in a GGUF file, or else one of heads in PyTorch."""
-        if isinstance(model, str) and is_gguf(model):
+        if isinstance(model, str) and ModelRef(model).gguf:
             model = cls.load(model, target)
         return NextN(target, model, options) if isinstance(model, PredictionLayer) else super().__new__(cls)
 
     @classmethod
     def load(cls, source: str, target: Target, progress: LoadProgress | None = None) -> Any:
         """Load heads, or for a GGUF target a GGUF file with a prediction layer: its own, or `mtp-*.gguf`."""
-        if not is_gguf(source):
+        file = ModelRef(source)
+        if not file.gguf:
             return super().load(source, target, progress)
         if not isinstance(target, LlamaCppTarget):
             raise ValueError(f"{source} drafts for GGUF targets only; choose the model in safetensors")
         check_capabilities(cls, target)
-        return PredictionLayer(source, target.weights, progress or no_progress)
+        return PredictionLayer(file, target.weights, progress or no_progress)
 
     @classmethod
     def recognises(cls, checkpoint: Checkpoint) -> bool:
@@ -214,7 +215,7 @@ class MTP(Head[MTPHeads], method="mtp"):
         return checkpoint.has("mtp.", "mtp_layers.", "eh_proj") or "n_future_tokens" in checkpoint.config
 
     @classmethod
-    def open(cls, source: str, target: Target, progress: LoadProgress) -> Checkpoint:
+    def open(cls, source: ModelRef, target: Target, progress: LoadProgress) -> Checkpoint:
         return open_checkpoint(source, progress, partial(files.is_head_tensor, target=target))
 
     @classmethod

@@ -10,6 +10,7 @@ from typing import ClassVar
 from urllib.parse import urlsplit
 
 from specdemo.methods import BASELINE, EngineArgs, Flags, MethodOptions, method, method_options
+from specdemo.models.ref import ModelRef
 from specdemo.servers.counters import Samples, ServerStats
 
 GPU_ONLY = "on Linux with an NVIDIA GPU"
@@ -32,13 +33,13 @@ class Installed:
 class ServerConfig:
     """What a server runs: the target, and a method with its model. model: None if the target contains the heads."""
 
-    target: str
+    target: ModelRef
     address: str  # URL
     dtype: str
     quantization: str | None
     gpus: int
     method: str
-    model: str | None
+    model: ModelRef | None
     k: int
     options: MethodOptions
 
@@ -111,7 +112,7 @@ class ServingEngine(ReportingEngine):
         """Return facts about the program at `path`, None if they are unknown."""
         return None
 
-    def served_name(self, target: str) -> str | None:
+    def served_name(self, target: ModelRef) -> str | None:
         """Return the name of the target in requests; None: as the server lists it."""
         return None
 
@@ -137,7 +138,7 @@ class ServingEngine(ReportingEngine):
         flags = self.methods.get(config.method) or method(config.method).serves.get(self.name)
         if flags is None:
             raise UnsupportedByEngine(self.unsupported or f"{self.title} does not support this method")
-        model = config.model and model_path(config.model)
+        model = config.model.location if config.model else None
         if least := config.options.get("p_min"):
             if not self.p_min:
                 raise UnsupportedByEngine(f"{self.title} does not end drafts by probability; set p_min to 0")
@@ -162,13 +163,6 @@ class ServingEngine(ReportingEngine):
         return command, {}
 
 
-def model_path(name: str) -> str:
-    """Return the folder of an embedded model, whose name no server knows; other names without `~`."""
-    from specdemo.models.sources import resolve  # imports huggingface_hub
-
-    return resolve(name)
-
-
 def default_options(name: str) -> MethodOptions:
     """Return the options of a method with their defaults."""
     return {option.name: option.default for option in method_options(name)}
@@ -188,7 +182,7 @@ def split_revision(model: str) -> tuple[str, str]:
 def target_flags(config: ServerConfig, quantization: Mapping[str, Flags]) -> tuple[str, Flags]:
     """Return the path of the target, and the flags that vLLM and SGLang share: name, revision and quantization."""
     name, revision = split_revision(config.target)
-    path = model_path(name)
+    path = ModelRef(name).location
     flags = ["--served-model-name", config.target] if path != config.target else []
     flags += ["--revision", revision] if revision else []
     return path, [*flags, *quantization.get(config.quantization or "", [])]
@@ -197,5 +191,5 @@ def target_flags(config: ServerConfig, quantization: Mapping[str, Flags]) -> tup
 def address_flags(config: ServerConfig) -> Flags:
     """Return the flags for dtype and address. A GGUF file has its own dtype."""
     address = urlsplit(config.address)
-    dtype = [] if config.target.lower().endswith(".gguf") else ["--dtype", config.dtype]
+    dtype = [] if config.target.is_gguf_file else ["--dtype", config.dtype]
     return [*dtype, "--host", address.hostname or "127.0.0.1", "--port", str(address.port or 8000)]

@@ -14,6 +14,7 @@ from typing import ClassVar
 
 from specdemo.core.trace import Span
 from specdemo.methods import EngineArgs, Flags, MethodOptions
+from specdemo.models.ref import ModelRef
 from specdemo.servers.counters import (
     Samples,
     ServerStats,
@@ -43,12 +44,10 @@ HELP_S = 20.0  # timeout
 
 def _source(name: str, file: str, repository: str) -> Flags:
     """Return the flags of a GGUF file, or of a GGUF repository of the hub with or without `:quantization`."""
-    from specdemo.models.gguf_files import is_gguf  # imports huggingface_hub
-
-    path = Path(name).expanduser()
+    path, ref = Path(name).expanduser(), ModelRef(name)
     if path.is_file():
         return [file, str(path)]
-    if not is_gguf(name) or name.lower().endswith(".gguf"):
+    if not ref.gguf or ref.is_gguf_file:
         raise UnsupportedByEngine(f"llama-server runs GGUF files and repositories, and {name} is none of them")
     return [repository, name]
 

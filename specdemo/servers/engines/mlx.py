@@ -4,15 +4,16 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from specdemo.methods import EngineArgs, Flags, MethodOptions
+from specdemo.models.ref import ModelRef
 from specdemo.servers.counters import ServerStats, answer_stats, counts, reported
-from specdemo.servers.engines.base import ServerConfig, ServingEngine, UnsupportedByEngine, address_flags, model_path
+from specdemo.servers.engines.base import ServerConfig, ServingEngine, UnsupportedByEngine, address_flags
 
 
 class _MLX(ServingEngine):
     def start(self, config: ServerConfig) -> Flags:
-        if config.target.lower().endswith(".gguf"):
+        if config.target.is_gguf_file:
             raise UnsupportedByEngine("MLX runs models in the format of Hugging Face, not GGUF files")
-        return ["--model", model_path(config.target), *address_flags(config)[-4:]]
+        return ["--model", config.target.location, *address_flags(config)[-4:]]
 
 
 def _draft_model(model: str | None, k: int, options: MethodOptions) -> Flags:
@@ -30,7 +31,7 @@ class MLXLM(_MLX):
     unsupported = "mlx-lm drafts with a draft model only"
     draft_length = "--num-draft-tokens {k}", "omit --draft-model"
 
-    def served_name(self, target: str) -> str | None:
+    def served_name(self, target: ModelRef) -> str | None:
         return "default_model"  # the one of the command line; any other name is loaded from the hub
 
     def draft_request(self, model: str, k: int) -> dict[str, object]:
@@ -61,8 +62,8 @@ class MLXVLM(_MLX):
         "gemma4_assistant": _drafter("mtp"),
     }
 
-    def served_name(self, target: str) -> str | None:
-        return model_path(target)  # another name would be loaded in its place
+    def served_name(self, target: ModelRef) -> str | None:
+        return target.location  # another name would be loaded in its place
 
     def acceptance(self, chunk: Mapping[str, object]) -> ServerStats | None:
         timings = reported(chunk, "timings")

@@ -18,6 +18,7 @@ from specdemo.models.checkpoints import Checkpoint
 from specdemo.models.gguf_files import check_file, fetch_parts
 from specdemo.models.gguf_header import DRAFT, Header
 from specdemo.models.llamacpp import read_tensor
+from specdemo.models.ref import ModelRef
 from specdemo.models.sources import LoadProgress, no_progress
 
 OUTSIDE = {"fc": "fc", "output": "lm_head", "output_norm": "norm", "token_embd": "embed_tokens"}
@@ -49,7 +50,7 @@ UNREAD = (
 )
 
 
-def open_head(source: str, architecture: str, progress: LoadProgress = no_progress) -> Checkpoint:
+def open_head(source: ModelRef, architecture: str, progress: LoadProgress = no_progress) -> Checkpoint:
     """Open a head of an architecture; its weights are dequantised.
 
     Raises ValueError, one line, for another file, and for tensors and entries that are not read.

@@ -1,0 +1,160 @@
+"""References to models: names as settings, links and traces hold them, with what they name. Needs neither torch nor the
+client of the hub.
+"""
+
+import os
+import re
+from functools import lru_cache
+from hashlib import sha256
+from pathlib import Path
+
+from specdemo.models import packaged
+from specdemo.models.shipped import EMBEDDED, embedded_folder
+
+SUFFIX = ".gguf"
+OLLAMA = "ollama:"
+HUB_GGUF = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?:[\w.-]+")
+WEIGHTS = ("*.gguf", "*.safetensors", "*.bin", "config.json")  # files of a model's folder that its hash covers
+SAMPLES, SAMPLE_BYTES = 16, 1 << 16  # of each file; reading all of a large model takes a minute
+
+
+class ModelRef(str):
+    """Name of a model. It is text in JSON, links and traces; its properties say what it names, without the network.
+
+    Names are those of embedded models and of models from packages (models/packaged.py), folders, GGUF files,
+    `ollama:MODEL[:TAG]`, and on the hub `organisation/repository[@revision]` or, for GGUF,
+    `organisation/repository[@revision]:QUANTISATION`.
+    """
+
+    __slots__ = ()
+
+    @property
+    def embedded(self) -> bool:
+        """Return whether the package contains the model."""
+        return self in EMBEDDED
+
+    @property
+    def gguf(self) -> bool:
+        """Return whether the model is one of GGUF files."""
+        if self.is_gguf_file or self.startswith(OLLAMA):
+            return True
+        folder = Path(self).expanduser()
+        if folder.is_dir():
+            return any(folder.glob("*.gguf")) and not (folder / "config.json").is_file()
+        of_gguf = self.partition("@")[0].lower().endswith("-gguf") and self.count("/") == 1
+        return of_gguf or HUB_GGUF.fullmatch(self) is not None
+
+    @property
+    def is_gguf_file(self) -> bool:
+        """Return whether the name is that of one GGUF file, from a package or in a folder."""
+        return self.lower().endswith(SUFFIX)
+
+    @property
+    def path(self) -> Path | None:
+        """Return the folder or file that the name states, which need not exist; None for a name of the hub or of
+        Ollama, and for a model from a package that is not here."""
+        file = packaged.local(self)
+        if file is not None and not (self == packaged.SMOLLM2 and self.is_cached):
+            return file
+        folder = embedded_folder() / self
+        if re.fullmatch(r"[\w.-]+", self) and (folder / "config.json").is_file():
+            return folder
+        return Path(self).expanduser() if self.is_path else None
+
+    @property
+    def location(self) -> str:
+        """Return the folder or file that the name states, else the name."""
+        return str(self.path or self)
+
+    @property
+    def is_path(self) -> bool:
+        """Return whether the name is written as a path, or is that of an existing file or folder."""
+        several = self.repository.count("/") > 1
+        return self.startswith((".", "/", "~")) or os.sep * 2 in self or several or Path(self).exists()
+
+    @property
+    def is_cached(self) -> bool:
+        """Return whether the hub's cache has the repository's weights, if they are one file."""
+        from huggingface_hub import try_to_load_from_cache
+
+        files = ("config.json", "tokenizer.json", "model.safetensors")
+        cached = (try_to_load_from_cache(self.repository, file, revision=self.revision) for file in files)
+        return all(isinstance(file, str) for file in cached)
+
+    @property
+    def repository(self) -> str:
+        """Return the id on the hub, without revision and quantisation."""
+        name = packaged.HUB_ID if self == packaged.SMOLLM2 else self
+        return name.partition("@")[0].partition(":")[0]
+
+    @property
+    def revision(self) -> str | None:
+        """Return the branch, tag or commit on the hub; None: the main branch."""
+        return self.partition("@")[2].partition(":")[0] or None
+
+    @property
+    def quantisation(self) -> str:
+        """Return the word after the colon that chooses a file of a GGUF repository; empty if there is none."""
+        return self.partition(":")[2]
+
+    @property
+    def label(self) -> str:
+        """Return the name without the folders of this machine."""
+        marks = self.startswith(("/", "~", ".")) or "\\" in self or self.endswith(SUFFIX)
+        return re.split(r"[/\\]", self.rstrip("/\\"))[-1] if marks or Path(self).exists() else str(self)
+
+    @property
+    def short_label(self) -> str:
+        """Return the name without organisation, folders and revision."""
+        return self.label.partition("@")[0].rpartition("/")[2]
+
+    @property
+    def base_name(self) -> str:
+        """Return the name without organisation, revision, quantisation and format, in lower case: that of all files of
+        one model."""
+        if self.startswith(OLLAMA):
+            return self.removeprefix(OLLAMA).rpartition("/")[2].replace(":", "-").lower()
+        name = packaged.HUB_ID if self in packaged.DOWNLOADS else self
+        last = name.rstrip("/").rpartition("/")[2].partition("@")[0].partition(":")[0].lower().removesuffix(SUFFIX)
+        quantisation = quantisation_in(last).lower()
+        return (
+            re.sub(r"-\d{5}-of-\d{5}$", "", last)
+            .removesuffix("-gguf")
+            .removesuffix(quantisation)
+            .rstrip("-._")
+            .removesuffix("-ud")
+        )
+
+    @property
+    def link_name(self) -> str:
+        """Return the name in links; of a model in files without folders, with its hash: `mine.gguf@1a2b3c4d5e6f`."""
+        digits = self.content_hash
+        return f"{self.label}@{digits}" if digits else self.label
+
+    @property
+    def content_hash(self) -> str:
+        """Return 12 hex digits that identify the content of a model's files: the start of the SHA-256 of every file's
+        size and of samples of it. Empty for a model that is not named by its file or folder."""
+        path = Path(self).expanduser()
+        if self.embedded or not path.exists():
+            return ""
+        files = sorted(file for mark in WEIGHTS for file in path.glob(mark)) if path.is_dir() else [path]
+        return _hash_of(tuple((file, file.stat().st_size, file.stat().st_mtime_ns) for file in files))
+
+
+@lru_cache(maxsize=64)
+def _hash_of(files: tuple[tuple[Path, int, int], ...]) -> str:
+    digest = sha256()
+    for file, size, _ in files:
+        digest.update(b"%d:" % size)
+        with file.open("rb") as opened:
+            for i in range(SAMPLES):
+                opened.seek(i * max(0, size - SAMPLE_BYTES) // (SAMPLES - 1))
+                digest.update(opened.read(SAMPLE_BYTES))
+    return digest.hexdigest()[:12]
+
+
+def quantisation_in(file: str) -> str:
+    """Return the quantisation in a file's name, such as Q4_K_M; empty if there is none."""
+    found = re.search(r"(?<![A-Z0-9])(?:UD-)?(I?Q\d\w*|TQ\d_0|MXFP4\w*|B?F16|F32)(?![A-Z0-9])", file.upper())
+    return found[1].partition("-")[0] if found else ""
