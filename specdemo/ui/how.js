@@ -44,7 +44,7 @@ function stepsFigure() {
     if (rejected >= 0 && line.output_outcomes.at(-1) === "corrected") nodes.splice(-1, 0, token(visible(line.drafted[rejected] ?? ""), "rejected"));
     return nodes;
   });
-  const token = (text, outcome, fresh) => withData(make(outcome === "rejected" ? "del" : "span", fresh ? "sd-fresh" : "", text), { sample: outcome });
+  const token = (text, outcome, fresh) => withData(make(outcome === "rejected" ? "del" : "span", fresh ? "sd-fresh" : "", text), { outcome });
   function show(caption = "") {
     pages.forEach((page, lane) => {
       const prompt = make("span", "sd-prompt", start.prompt.split(" ").slice(-9).join(" "));

@@ -42,8 +42,8 @@ function laneCard(lane) {
 // Returns the prompt: a text to continue, or the last message of a chat after the earlier messages, which are folded.
 function promptNodes(lane) {
   const messages = lane.messages || [];
-  if (!messages.length) return [span(run.start.prompt, "prompt", -1)];
-  const turns = messages.map(({ role, content }) => withData(make("div", "sd-turn", make("b", "sd-role", role), span(content, "prompt", -1)), { role }));
+  if (!messages.length) return [make("span", "sd-prompt", run.start.prompt)];
+  const turns = messages.map(({ role, content }) => withData(make("div", "sd-turn", make("b", "sd-role", role), make("span", "sd-prompt", content)), { role }));
   const last = turns.pop();
   if (!turns.length) return [last];
   const history = fold(turns);
@@ -75,7 +75,7 @@ function fold(nodes) {
 // it folds everything before it.
 function placeToken(lane, node, container) {
   (lane.thinking?.body ?? container).append(node);
-  if (node.dataset.kind === "rejected") return lane.thinking ? 0 : lane.answerNodes.push(node);
+  if (node.dataset.outcome === "rejected") return lane.thinking ? 0 : lane.answerNodes.push(node);
   lane.recentText += node.textContent;
   if (lane.thinking) lane.thinking.tokens += 1;
   else lane.answerNodes.push(node);
@@ -93,7 +93,7 @@ function placeToken(lane, node, container) {
   lane.recentText = lane.recentText.slice(-20);
 }
 
-const emitted = (nodes) => nodes.filter((node) => node.dataset.kind !== "rejected");
+const emitted = (nodes) => nodes.filter((node) => node.dataset.outcome !== "rejected");
 const joined = (nodes) => emitted(nodes).map((node) => node.textContent).join("");
 
 function startThinking(lane, nodes) {
@@ -123,10 +123,9 @@ function pill(lane, text, tone = "") {
   lane.view.state.dataset.tone = tone;
 }
 
-// kind: the outcome of a token, or "prompt".
-function span(text, kind, step) {
-  const node = withData(make(kind === "rejected" ? "del" : "span"), step >= 0 ? { kind, step } : { kind });
-  if (kind === "rejected") node.ariaHidden = "true";
+function span(text, outcome, step) {
+  const node = withData(make(outcome === "rejected" ? "del" : "span"), { outcome, step });
+  if (outcome === "rejected") node.ariaHidden = "true";
   node.textContent = text;
   return node;
 }

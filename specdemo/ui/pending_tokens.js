@@ -35,7 +35,7 @@ function pendingTokens(line, ms) {
     return withTimes(node, { appear: (sweep * i) / nodes.length, sweep: sweep + ((outcomeAt - sweep) / 2) * position });
   });
   const last = line.output_outcomes.at(-1);
-  const token = (last === "corrected" || last === "bonus") && withData(make("samp", "sd-pending-target", line.text.at(-1)), { sample: last });
+  const token = (last === "corrected" || last === "bonus") && withData(make("samp", "sd-pending-target", line.text.at(-1)), { outcome: last });
   const box = Object.assign(make("samp", "sd-pending", ...drafts, token), { ariaHidden: "true" });
   return withTimes(box, { pass: (outcomeAt - sweep) / 2, change: Math.min(160, ms / 8), outcome: outcomeAt, target });
 }

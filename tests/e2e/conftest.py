@@ -104,8 +104,8 @@ def wait_for_text(page, words):
 def lane_text(page, lane):
     """Return the text of a lane as the model wrote it."""
     return page.evaluate(
-        """lane => [...document.querySelectorAll(`[data-lane="${lane}"] span[data-kind]`)]
-           .filter(s => !["rejected", "prompt"].includes(s.dataset.kind)).map(s => s.textContent).join("")""",
+        """lane => [...document.querySelectorAll(`[data-lane="${lane}"] span[data-outcome]`)]
+           .map(s => s.textContent).join("")""",
         lane,
     )
 

@@ -87,7 +87,7 @@ class Display:
         )
 
     def text(self, lane):
-        selector = f'[data-lane="{lane}"] span:not([data-kind="prompt"], [data-kind="rejected"])'
+        selector = f'[data-lane="{lane}"] span[data-outcome]'
         return "".join(self._page.locator(selector).all_text_contents())
 
 
@@ -173,7 +173,7 @@ def with_top_tokens():
 def test_the_inspector_lists_the_most_likely_tokens_of_the_target(display):
     display.show(Log().add(replay(with_top_tokens())))
     display.wait(8000)
-    display.click('[data-lane="1"] [data-kind="corrected"]')
+    display.click('[data-lane="1"] span[data-outcome="corrected"]')
     # accepted, rejected (with the tokens of its position), not reached, correction token
     assert display.read(".sd-table tbody td:nth-child(4)") == ["0.45", "0.10", "–", "0.63"]
     shown = [text.replace("\n", "") for text in display.read(".sd-table tbody td:nth-child(6)")]
@@ -190,9 +190,9 @@ def test_a_step_names_what_it_left_out_and_the_experts_that_it_used(display):
     display.show(Log().add(replay(trace)))
     display.wait(8000)
     assert display.read('[data-tile="experts"] b') == ["–", "12.50"]
-    display.click('[data-lane="1"] [data-kind="corrected"]')
+    display.click('[data-lane="1"] span[data-outcome="corrected"]')
     assert display.read(".sd-step-summary")[0].endswith("used 12.5 of 64 experts per layer; one token uses 2.")
-    display.click('[data-lane="0"] [data-kind]:last-child')
+    display.click('[data-lane="0"] span[data-outcome]:last-child')
     assert "nothing verified" in display.read(".sd-step")[0]
 
 
@@ -269,7 +269,7 @@ def test_the_faster_lane_fills_its_bar_first(display):
 
 
 VISUAL_ORDER = """lane => [
-    ...document.querySelectorAll(`[data-lane="${lane}"] span[data-kind]:not([data-kind="prompt"])`)
+    ...document.querySelectorAll(`[data-lane="${lane}"] span[data-outcome]`)
   ].map((node) => [node.textContent, node.getBoundingClientRect().left]).sort((a, b) => a[1] - b[1])
   .map(([text]) => text)"""
 

@@ -244,7 +244,7 @@ def test_axe_finds_nothing_in_both_themes(visit_gated, gates):
     assert violations() == []
     show_in_real_time(page)
     wait_for_text(page, "^Finished")
-    page.locator('[data-lane="1"] [data-kind="accepted"]').first.click()
+    page.locator('[data-lane="1"] span[data-outcome="accepted"]').first.click()
     assert violations() == []
     edit(page)
     page.locator("#prompt textarea").fill("Another prompt")

@@ -187,14 +187,15 @@ def test_hostile_text_stays_text(replayed, trace_file):
     page = replayed(trace_file)
     assert lane_text(page, 0) == lane_text(page, 1) == "".join(HOSTILE)
     for lane in (0, 1):
-        expect(page.locator(f'[data-lane="{lane}"] [data-kind="prompt"]')).to_have_text(PROMPT)
+        expect(page.locator(f'[data-lane="{lane}"] .sd-prompt')).to_have_text(PROMPT)
     assert page.locator("#view img, #view script, #view u, #view i").count() == 0
     assert page.title().endswith(f" - {TITLE}") and "owned" not in page.title()  # the result precedes it
-    kinds = page.locator("[data-lane] [data-kind]").evaluate_all("spans => spans.map(s => s.dataset.kind)")
-    assert set(kinds) == {"prompt", "target", "accepted", "rejected", "corrected", "bonus"}
+    tokens = "span[data-outcome], del[data-outcome]"
+    outcomes = page.locator("[data-lane]").locator(tokens).evaluate_all("all => all.map(s => s.dataset.outcome)")
+    assert set(outcomes) == {"target", "accepted", "rejected", "corrected", "bonus"}
     # External tests rely on these hooks.
     assert [page.locator(f'[data-lane="{lane}"]').count() for lane in (0, 1)] == [1, 1]
-    assert page.locator("[data-kind]").count() == len(kinds)
+    assert page.locator(tokens).count() == len(outcomes)
     expect(page.locator(".sd-badge")).to_have_text(
         "Recorded run · Abacus <b>9000</b> · 1 thread · float32 · 2026-11-20"
     )
@@ -204,7 +205,7 @@ def test_hostile_text_stays_text(replayed, trace_file):
 
 def test_rejected_drafts_fade_and_return_steps_are_inspected_and_the_run_replayed(replayed, trace_file):
     page = replayed(trace_file)
-    rejected = page.locator('[data-lane="1"] [data-kind="rejected"]').first
+    rejected = page.locator('[data-lane="1"] del[data-outcome="rejected"]').first
     assert rejected.get_attribute("data-more") == "+1"
     shown = "node => getComputedStyle(node).opacity"
     assert rejected.evaluate(shown) == "0"  # faded; what stays is a mark at the token after it
@@ -226,7 +227,7 @@ def test_rejected_drafts_fade_and_return_steps_are_inspected_and_the_run_replaye
     expect(page.locator(".sd-outcome")).to_have_text(
         ["✓ accepted", "✗ rejected", "· not reached", "↺ correction token"]
     )
-    page.locator('[data-lane="1"] [data-kind="bonus"]').first.click()
+    page.locator('[data-lane="1"] span[data-outcome="bonus"]').first.click()
     expect(page.locator(".sd-outcome").last).to_have_text("★ bonus token")
     page.get_by_role("radio", name="1/16").check(force=True)
     page.locator(".sd-replay").click()
@@ -250,7 +251,7 @@ def test_bad_input_keeps_a_hostile_prompt_which_is_shown_as_it_is_and_a_lossy_la
     page.locator("#seed input").fill("5")
     expect(page.locator(".sd-alert")).to_be_hidden()
     run(page, "lossy")
-    expect(page.locator('[data-lane="0"] [data-kind="prompt"]')).to_have_text(PROMPT)
+    expect(page.locator('[data-lane="0"] .sd-prompt')).to_have_text(PROMPT)
     for place in (".sd-lane h3", '[data-tile="speedup"]', ".sd-name"):
         expect(page.locator(f"{place} .sd-lossy")).to_have_text("lossy")
     expect(page.locator('[data-tile="output"] b')).to_have_text("⚠ lossy")
@@ -260,12 +261,12 @@ def test_bad_input_keeps_a_hostile_prompt_which_is_shown_as_it_is_and_a_lossy_la
     assert '"exact":false' in "".join(save(page).path().read_text(encoding="utf-8").split())
 
 
-def test_forced_tokens_have_a_kind_of_their_own(visit):
+def test_forced_tokens_have_an_outcome_of_their_own(visit):
     page = visit("?preset=embedded-grammar&max_new_tokens=24")
     expect(page.locator("#grammar textarea")).to_have_value(re.compile('^{"type": "object"'))
     expect(page.locator(".sd-forced-key")).to_be_hidden()
     run(page, "identical")
-    token = page.locator('[data-lane="1"] [data-kind="forced"]').first
+    token = page.locator('[data-lane="1"] span[data-outcome="forced"]').first
     expect(token).to_be_visible()
     expect(page.locator(".sd-forced-key")).to_be_visible()
     token.click()
@@ -276,7 +277,7 @@ def test_unreported_server_values_are_unknown(replayed, remote_file):
     page = replayed(remote_file)
     assert lane_text(page, 1) == "".join(HOSTILE)
     expect(page.locator(".sd-remote")).to_have_text("remote: m at <b>host</b>:8000, draft tokens unknown")
-    token = page.locator('[data-lane="1"] [data-kind="unknown"]').last
+    token = page.locator('[data-lane="1"] span[data-outcome="unknown"]').last
     assert token.evaluate("e => getComputedStyle(e).backgroundColor") == "rgba(0, 0, 0, 0)"
     expect(page.locator('[data-tile="acceptance"]')).to_contain_text("9 of 20")
     expect(page.locator('[data-tile="output"] b')).to_have_text("✓ same text")
@@ -306,7 +307,7 @@ def test_the_result_is_saved_as_an_image_and_as_a_loop_of_six_seconds(replayed, 
 
 def test_on_a_phone_the_selected_token_is_visible_above_the_inspector(replayed, trace_file):
     page = replayed(trace_file, 390, 844)
-    token = page.locator('[data-lane="1"] [data-kind="corrected"]').last
+    token = page.locator('[data-lane="1"] span[data-outcome="corrected"]').last
     token.click()
     expect(page.locator(".sd-inspector")).to_be_visible()
     box, sheet, bar = (
@@ -398,8 +399,8 @@ def test_a_chat_shows_its_turns_and_folds_what_is_thought(replayed, chat_file):
         box = page.locator(f'[data-lane="{lane}"].sd-text')
         expect(box.locator("summary")).to_have_text(["3 earlier messages", *heads])
         expect(box.locator(".sd-turn").last).to_have_text("userA piano!")
-        expect(box.locator('[data-kind="prompt"]').first).to_have_text("Be <b>brief</b>.")
-        expect(box.locator('[data-kind="prompt"]').first).to_be_hidden()
+        expect(box.locator(".sd-prompt").first).to_have_text("Be <b>brief</b>.")
+        expect(box.locator(".sd-prompt").first).to_be_hidden()
     page.locator('[data-lane="1"].sd-text').focus()
     page.keyboard.press("Home")
     expect(page.locator('[data-lane="1"] .sd-selected')).to_be_visible()  # the section with the step has opened
@@ -408,7 +409,7 @@ def test_a_chat_shows_its_turns_and_folds_what_is_thought(replayed, chat_file):
 
 MARKS = """marks => marks.map(mark => {
   const box = mark.closest('[data-lane]');
-  const tokens = [...box.querySelectorAll('span[data-kind]:not([data-kind=prompt])')];
+  const tokens = [...box.querySelectorAll('span[data-outcome]')];
   const before = tokens.filter(token => mark.compareDocumentPosition(token) & Node.DOCUMENT_POSITION_PRECEDING);
   const textOf = (some) => some.map(token => token.textContent).join('');
   return [box.dataset.lane, mark.textContent, textOf(before), textOf(tokens.slice(before.length, before.length + 1))];

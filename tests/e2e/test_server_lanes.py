@@ -42,9 +42,9 @@ def test_a_server_lane_is_coloured_at_the_end_of_its_answer(visit, server):
     page.locator("#run").click()
     expect(page.locator(".sd-status")).to_contain_text("Finished")
     text = page.locator('[data-lane="1"].sd-text')
-    expect(text.locator("[data-kind=accepted]")).to_have_text([" upon", " a"])
-    expect(text.locator("[data-kind=corrected]")).to_have_text([" time", ", <b>"])
-    expect(text.locator("[data-kind=target]")).to_have_text(["Once", " there"])
+    expect(text.locator("span[data-outcome=accepted]")).to_have_text([" upon", " a"])
+    expect(text.locator("span[data-outcome=corrected]")).to_have_text([" time", ", <b>"])
+    expect(text.locator("span[data-outcome=target]")).to_have_text(["Once", " there"])
     expect(text.locator("del")).to_have_text(["?", "?"])
     assert text.locator("del").first.get_attribute("data-more") == "+1"
     expect(page.locator(".sd-lane").nth(1).locator(".sd-remote")).not_to_contain_text("unknown")

@@ -20,7 +20,7 @@ test("a lane on a server names the model that the server reports", () => {
 test("a rejected newline is one mark without the indentation after it, and further discarded tokens are counted", () => {
   const line = { drafted: ["\n        ", "self", "."], parents: [0, 1, 2], draft_outcomes: ["rejected", "not reached", "not reached"], path: [0] };
   const [node] = rejectedDraft(line, 3);
-  assert.deepEqual([node.tag, node.textContent, node.dataset.kind, node.dataset.more, node.dataset.step], ["del", "⏎", "rejected", "+2", 3]);
+  assert.deepEqual([node.tag, node.textContent, node.dataset.outcome, node.dataset.more, node.dataset.step], ["del", "⏎", "rejected", "+2", 3]);
   assert.equal(rejectedDraft({ ...line, draft_outcomes: ["accepted", "accepted", "accepted"], path: [0, 1, 2, 3] }).length, 0);
 });
 
