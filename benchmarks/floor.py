@@ -23,7 +23,7 @@ from specdemo.core.tree import Draft
 from specdemo.engine.clock import stopwatch_for
 from specdemo.engine.loop import generate
 from specdemo.engine.session import environment
-from specdemo.kv.shared import GraphCapture, Run, Tensors
+from specdemo.kv.graphs import GraphCapture, Run, Tensors
 from specdemo.methods import BASELINE, load_drafter
 from specdemo.models.devices import capture_for
 from specdemo.models.fused import fuse_layers

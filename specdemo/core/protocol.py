@@ -102,8 +102,8 @@ class Capabilities:
 
     trees: bool = True  # False: the loop sends chains only
     hidden_states: frozenset[int] | Literal["all"] = frozenset()  # taps that a pass can return, see `Forward`
-    layers: bool = False  # its first layers can run without the others, see kv/shared.py
-    shared_kv: bool = False  # a drafter may attend to its KV cache, see kv/shared.py
+    layers: bool = False  # its first layers can run without the others, see models/shared.py
+    shared_kv: bool = False  # a drafter may attend to its KV cache, see models/shared.py
     cuda_graphs: bool = False  # passes can run as CUDA graphs
     batch: int = 1  # maximum batch size
 

@@ -5,6 +5,7 @@ models/pass_cost.py measures the curve. A trace has it in its `environment`, whi
 
 from bisect import bisect
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from specdemo.core.trace import RunTrace
 
@@ -12,6 +13,27 @@ SAME_BITS = "the same bits in passes of every width, for chains"
 ROUNDED = "passes of different widths round differently"
 MAX_MS = 1e9  # of a measured pass
 LONGEST_WORD = 100  # characters
+KEY_SPLIT = 512  # keys that torch's attention kernel for CPUs reads at once
+
+
+@dataclass(frozen=True, slots=True)
+class PassShape:
+    """Sizes of verification passes with which kernels add in one order, so that a slot's logits are the same bits in a
+    pass of every width (models/cpu_plan.py).
+
+    slots: fewest slots of a pass; shorter ones are padded. tails: numbers of keys that a pass may read beyond a
+    multiple of KEY_SPLIT, in ascending order; the mask hides those that follow the new ones. Empty: any number.
+    """
+
+    slots: int = 1
+    tails: tuple[int, ...] = ()
+
+    def columns(self, needed: int) -> int:
+        """Return the number of columns that a pass reads if it needs `needed`."""
+        if not self.tails:
+            return needed
+        splits, rest = divmod(needed - 1, KEY_SPLIT)
+        return splits * KEY_SPLIT + next(tail for tail in self.tails if tail > rest)
 
 
 def interpolate(values: Mapping[int, float], size: float) -> float:

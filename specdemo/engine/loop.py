@@ -22,9 +22,9 @@ from specdemo.core.suggest import counted
 from specdemo.core.trace import StepEvent
 from specdemo.core.tree import ABSENT, Draft, chain_parents, clamp_ids, depths, first_branch, is_chain, validate_ids
 from specdemo.engine.clock import Stopwatch, stopwatch_for
-from specdemo.kv.shared import SharedTarget, graph_target
 from specdemo.models.cpu_threads import step_threads, thread_limit
 from specdemo.models.errors import Cancelled, cancel_passes_if
+from specdemo.models.shared import SharedTarget, graph_target
 
 WARM_UP_TOKENS = 12
 WARM_UP_STEPS, WARM_UP_MS = 2, 2000.0  # a slow model warms up for no more steps once they have taken this time

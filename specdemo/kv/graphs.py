@@ -16,8 +16,6 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from specdemo.kv.shared import GraphCapture, Run, Tensors
-
 GRAPH_WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)  # slots per captured pass; wider passes run eagerly
 COLUMN_MULTIPLE = 64  # the capacity of a captured cache is a multiple of this, so that mask rows are aligned
 GRAPH_SPARE_COLUMNS = 512  # default number of free columns; a cache that grows needs new graphs
@@ -32,6 +30,9 @@ STREAMS, PRIORITIES = 32, (0, -1, -2, -3)
 # largest difference between equivalent kernels, relative to the largest output
 TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 4e-2, torch.float16: 5e-3}
 
+Tensors = tuple[Tensor, ...]
+Run = Callable[[], Tensors]
+GraphCapture = Callable[[Run], Run]  # function -> its replay, which writes to the same memory
 Shapes = Sequence[Sequence[int]]
 Probe = Callable[[], tuple[Callable[..., Tensors], Sequence[Tensor]]]  # returns an eager function and its inputs
 

@@ -6,7 +6,7 @@ can be moved. All other models need `kv.snapshots.SnapshotHistory`.
 B rows, S slots, T prompt tokens.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -14,10 +14,11 @@ from torch.nn import functional as F
 
 from specdemo.core.protocol import Forward
 from specdemo.core.tree import chain_parents
+from specdemo.kv.graphs import Tensors
 from specdemo.kv.masks import AttentionMask, Columns
-from specdemo.kv.shared import DraftFunction, DraftPlan, Tensors
 from specdemo.kv.store import KVStore, ProvisionalColumns
 
+Write = Callable[..., Tensors]  # see `models.shared.DraftFunction`
 ForwardFunction = Callable[..., Forward]  # one call of the model, see `models.runner.Runner`
 
 
@@ -94,13 +95,16 @@ class KVHistory:
         run: ForwardFunction,
         tokens: Tensor,
         counts: list[int],
-        write: DraftFunction,
+        write: Write,
         extra: Tensors,
-        plan: DraftPlan,
+        kind: Hashable,
+        least: int,
+        room: int,
+        commits: bool,
     ) -> Tensors | None:
-        """See `Target.draft`."""
+        """See `SharedTarget.draft` and `DraftPlan`. least: draft tokens needed."""
         store, rows = self.store, len(tokens)
-        depth = store.graphs.depth(plan.kind, plan.depth, cut=True)
+        depth = store.graphs.depth(kind, least, cut=True)
         if depth is None:
             return None
 
@@ -108,25 +112,29 @@ class KVHistory:
             def read(chain: Tensor | None) -> Tensor:
                 if chain is not None:
                     return self._forward(run, provisional.chain(), chain, ()).logits[:, -1]
-                columns = provisional.chain(plan.room, counts)
+                columns = provisional.chain(room, counts)
                 return columns.last(self._forward(run, columns, tokens, ()).logits)[:, 0]
 
             return write(read, depth, *extra)
 
-        shapes = [(rows, plan.room), *(x.shape for x in extra)]
-        outputs = store.run_captured(
-            plan.kind, depth, draft_pass, [counts], (tokens, *extra), shapes, columns=plan.room + depth
-        )
-        if outputs is not None and plan.commits:
-            store.lengths = [n + c + plan.depth - 1 for n, c in zip(store.lengths, counts, strict=True)]
+        shapes, columns = [(rows, room), *(x.shape for x in extra)], room + depth
+        outputs = store.run_captured(kind, depth, draft_pass, [counts], (tokens, *extra), shapes, columns=columns)
+        if outputs is not None and commits:
+            store.lengths = [n + c + least - 1 for n, c in zip(store.lengths, counts, strict=True)]
         return outputs
 
     def draft_from_kv(
-        self, layers: Mapping[str, int], write: DraftFunction, extra: Tensors, plan: DraftPlan
+        self,
+        layers: Mapping[str, int],
+        write: Write,
+        extra: Tensors,
+        kind: Hashable,
+        least: int,
+        room: int,
     ) -> Tensors:
-        """See `Target.draft_from_kv`. layers: kind of layer -> layer of the cache."""
+        """See `SharedTarget.draft_from_kv`. layers: kind of layer -> layer of the cache. least: draft tokens needed."""
         store = self.store
-        depth = store.graphs.depth(plan.kind, plan.depth, cut=True)
+        depth = store.graphs.depth(kind, least, cut=True)
         outputs = None
         if depth is not None:
 
@@ -134,8 +142,8 @@ class KVHistory:
                 return write(store.shared(layers, provisional.ends), depth, *extra)
 
             shapes = [x.shape for x in extra]
-            outputs = store.run_captured(plan.kind, depth, draft, [], extra, shapes, columns=plan.room)
-        return write(store.shared(layers), plan.depth, *extra) if outputs is None else outputs
+            outputs = store.run_captured(kind, depth, draft, [], extra, shapes, columns=room)
+        return write(store.shared(layers), least, *extra) if outputs is None else outputs
 
     def forward_after_draft(self, run: ForwardFunction, tokens: Tensor, columns: int) -> Forward:
         """Run another pass over tokens [B, 1] as if `columns` columns after the history were committed."""

@@ -7,10 +7,10 @@ slots follow in columns L_b..L_b+S-1, at positions L_b + depth. Windows count po
 from lengths on the device, so that a CUDA graph computes them again in every replay.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -128,11 +128,8 @@ Mask = Tensor | TreeMask
 Rope = tuple[Tensor, Tensor]  # cos, and sin with its first half negated, [B or 1, S, 1, E]
 NO_ROPE: Rope = (torch.empty(0), torch.empty(0))
 Result = TypeVar("Result")
-
-
-class Angles(Protocol):
-    def __call__(self, positions: Tensor, end: int, trailing: bool = False) -> Rope:
-        """Return cos and sin of positions [B or 1, S], all below `end`. trailing: they are end - S .. end - 1."""
+# (positions [B or 1, S], end, trailing) -> cos and sin. All positions are below `end`; trailing: end - S .. end - 1
+Angles = Callable[..., Rope]
 
 
 @dataclass(slots=True)
@@ -145,6 +142,8 @@ class Columns:
     rope: Rope = NO_ROPE  # rotary embeddings, unless the model computes its own
     last_real: Tensor | None = None  # [B] last column of each row that is not padding; None: the last one
     write_to: Tensor | None = None  # [B, S] columns of the cache to write to, inside a CUDA graph
+    # kind of layer (see `Target.kv_shapes`) -> keys and values [B, H, W, E] before them, for drafters that only read
+    committed: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     _masks: dict[AttentionKind, Mask | None] = field(default_factory=dict)
 
     def run(self, network: Callable[..., Result], *inputs: Tensor) -> Result:

@@ -7,7 +7,6 @@ they are committed or dropped. `ProvisionalColumns` places them.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from operator import add
 from typing import NamedTuple
 
@@ -18,8 +17,9 @@ from torch.nn import functional as F
 from specdemo.core.host_copy import pinned, to_device
 from specdemo.core.protocol import UNLIMITED
 from specdemo.core.tree import chain_parents
+from specdemo.costs.passes import PassShape
 from specdemo.kv.cache import Cursor, SlabCache
-from specdemo.kv.graphs import COLUMN_MULTIPLE, GraphCache
+from specdemo.kv.graphs import COLUMN_MULTIPLE, GraphCache, GraphCapture, Tensors
 from specdemo.kv.masks import (
     NO_ROPE,
     Angles,
@@ -32,30 +32,8 @@ from specdemo.kv.masks import (
     tree_mask,
     tree_shape,
 )
-from specdemo.kv.shared import GraphCapture, SharedKV, Tensors
 
 SPARE_COLUMNS = 64  # free columns where no reserve is given
-KEY_SPLIT = 512  # keys that torch's attention kernel for CPUs reads at once
-
-
-@dataclass(frozen=True, slots=True)
-class PassShape:
-    """Sizes of verification passes with which kernels add in one order, so that a slot's logits are the same bits in a
-    pass of every width (models/cpu_plan.py).
-
-    slots: fewest slots of a pass; shorter ones are padded. tails: numbers of keys that a pass may read beyond a
-    multiple of KEY_SPLIT, in ascending order; the mask hides those that follow the new ones. Empty: any number.
-    """
-
-    slots: int = 1
-    tails: tuple[int, ...] = ()
-
-    def columns(self, needed: int) -> int:
-        """Return the number of columns that a pass reads if it needs `needed`."""
-        if not self.tails:
-            return needed
-        splits, rest = divmod(needed - 1, KEY_SPLIT)
-        return splits * KEY_SPLIT + next(tail for tail in self.tails if tail > rest)
 
 
 class KVStore:
@@ -181,8 +159,8 @@ class KVStore:
             rope = cos.to(self.dtype), sin.to(self.dtype)
         return Columns(positions, make_mask, self.cache, rope, write_to=write_to)
 
-    def shared(self, layers: Mapping[str, int], ends: Tensor | None = None) -> SharedKV:
-        """Return the committed keys and values of some layers. layers: name -> layer of the cache.
+    def shared(self, layers: Mapping[str, int], ends: Tensor | None = None) -> Columns:
+        """Return the next column with the committed keys and values of some layers. layers: name -> layer of the cache.
 
         ends [B]: the lengths on the device, inside a CUDA graph, where all columns are read; None: those on the host.
         """
@@ -190,18 +168,18 @@ class KVStore:
         masked = ends is not None or min(self.lengths) < width
         positions = (to_device(self.lengths, self.device) if ends is None else ends)[:, None]
 
-        def mask(window: int) -> Tensor | None:
-            if not masked and not 0 < window < width:
+        def mask(kind: AttentionKind) -> Tensor | None:
+            if not masked and not 0 < kind[0] < width:
                 return None
-            return chain_mask(positions - 1, self.positions[:width], (window, True), self.dtype)
+            return chain_mask(positions - 1, self.positions[:width], kind, self.dtype)
 
-        def committed(slab: Tensor | None) -> Tensor:
+        def part(slab: Tensor | None) -> Tensor:
             assert slab is not None
             return slab.narrow(2, 0, width).to(self.device)
 
         slabs = {name: self.cache.slabs[index] for name, index in layers.items()}
-        pairs = {name: (committed(slab.keys), committed(slab.values)) for name, slab in slabs.items()}
-        return SharedKV(pairs, positions, mask)
+        pairs = {name: (part(slab.keys), part(slab.values)) for name, slab in slabs.items()}
+        return Columns(positions, mask, committed=pairs)
 
     def run_captured(
         self,

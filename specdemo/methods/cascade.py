@@ -20,13 +20,13 @@ from specdemo.core.host_copy import AsyncHostCopy, padded, to_device
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling, to_probs
 from specdemo.core.tree import ABSENT, Draft, chain_parents, first_branch, is_chain
-from specdemo.kv.shared import graph_target
 from specdemo.methods import load_drafter, setting, wrappable
 from specdemo.methods.base import DraftOptions
 from specdemo.methods.draft_model import MAX_CATCH_UP, DraftModel
 from specdemo.methods.heads.sampler import ChainBuilder
 from specdemo.methods.wrapper import Wrapper
 from specdemo.models.checkpoints import Checkpoint
+from specdemo.models.shared import graph_target
 
 
 class CascadeOptions(DraftOptions):

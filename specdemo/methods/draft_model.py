@@ -16,7 +16,6 @@ from specdemo.core.host_copy import AsyncHostCopy, padded, to_device
 from specdemo.core.protocol import Budget, Enough, Progress, Target
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import ABSENT, Draft, chain_parents
-from specdemo.kv.shared import DraftPlan, graph_target
 from specdemo.methods import detect_head, require_method
 from specdemo.methods.base import DraftOptions, Method
 from specdemo.methods.heads.sampler import ChainBuilder, DraftVocab, TokenSampler, run_chain_graph
@@ -24,6 +23,7 @@ from specdemo.methods.vocabularies import RowText, VocabBridge, real_tokens
 from specdemo.models.checkpoints import Checkpoint, open_meta_checkpoint, write_checkpoint
 from specdemo.models.load import Incomplete, LoadedModel, load_model, load_target
 from specdemo.models.ref import ModelRef
+from specdemo.models.shared import DraftPlan, graph_target
 from specdemo.models.sources import LoadProgress
 from specdemo.training.losses import Objective
 

@@ -14,11 +14,11 @@ from torch import Generator
 from specdemo.core.protocol import Budget, Progress
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import Draft
-from specdemo.kv.shared import DraftPlan, SharedTarget, graph_target
 from specdemo.methods import setting
 from specdemo.methods.base import DraftOptions, Method
 from specdemo.methods.heads.runtime import last_columns
 from specdemo.methods.heads.sampler import ChainBuilder, TokenSampler, run_chain_graph
+from specdemo.models.shared import DraftPlan, SharedTarget, graph_target
 
 
 class LayerSkipOptions(DraftOptions):

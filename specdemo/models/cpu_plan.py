@@ -19,8 +19,8 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from specdemo.core.rounding import difference, spacing
+from specdemo.costs.passes import KEY_SPLIT, PassShape
 from specdemo.kv.masks import additive
-from specdemo.kv.store import KEY_SPLIT, PassShape
 from specdemo.models.cpu_threads import thread_counts
 from specdemo.models.packed import (
     FASTER,

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from specdemo.core.generation import SHORT, dtype_name
 from specdemo.core.protocol import UNLIMITED
 from specdemo.core.suggest import DEVICES, suggest
-from specdemo.kv.graphs import BYTES_PER_OWNER, ENVIRONMENT_VARIABLE, CudaGraphs
-from specdemo.kv.shared import GraphCapture
+from specdemo.kv.graphs import BYTES_PER_OWNER, ENVIRONMENT_VARIABLE, CudaGraphs, GraphCapture
 
 EXACT_SLOTS = 16  # of a GPU: passes over up to so many slots cost about what one costs; wider ones round differently
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -14,8 +14,7 @@ from torch import Tensor
 from specdemo.core.protocol import Target
 from specdemo.core.rounding import gap_change
 from specdemo.core.tree import chain_parents
-from specdemo.costs.passes import ROUNDED, SAME_BITS, pass_ratio
-from specdemo.kv.store import PassShape
+from specdemo.costs.passes import ROUNDED, SAME_BITS, PassShape, pass_ratio
 from specdemo.models.cpu_plan import CpuSettings, cpu_plan, pass_shape
 from specdemo.models.cpu_threads import step_threads, threads
 from specdemo.models.devices import device_kind

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from specdemo.core.protocol import Forward
-from specdemo.kv.shared import DraftFunction, DraftPlan, Tensors
+from specdemo.kv.graphs import Tensors
 from specdemo.models.llamacpp_target import SPARE_CELLS, LlamaCppTarget
 from specdemo.models.load import LoadedModel
+from specdemo.models.shared import DraftFunction, DraftPlan
 from specdemo.models.target import HFTarget
 
 

@@ -20,9 +20,8 @@ from specdemo.core.protocol import UNLIMITED, Capabilities, Forward, TargetFacts
 from specdemo.core.rounding import difference, moved_share, spacing
 from specdemo.core.tree import chain_parents
 from specdemo.kv.cache import SlabCache
-from specdemo.kv.graphs import GRAPH_SPARE_COLUMNS, GRAPH_WIDTHS, covering_widths
+from specdemo.kv.graphs import GRAPH_SPARE_COLUMNS, GRAPH_WIDTHS, GraphCapture, Tensors, covering_widths
 from specdemo.kv.history import KVHistory
-from specdemo.kv.shared import DraftFunction, DraftPlan, GraphCapture, SharedTarget, Tensors
 from specdemo.kv.snapshots import (
     MULTI_TOKEN_TEXT,
     SINGLE_TOKENS,
@@ -37,6 +36,7 @@ from specdemo.models.devices import capability, capture_for, device_kind, device
 from specdemo.models.fused import fused_decoder, kernels, missing_kernels
 from specdemo.models.packed import linear_bytes, packed_bytes
 from specdemo.models.runner import Runner
+from specdemo.models.shared import DraftFunction, DraftPlan, SharedTarget
 from specdemo.models.text import end_of_turn, sample_tokens
 
 NO_LENGTH_LIMIT = 1 << 20  # positions, for models without a limit in their config
@@ -221,14 +221,14 @@ class HFTarget(SharedTarget):
         if not isinstance(history, KVHistory) or tokens.shape[1] > plan.room:
             return None
         run = partial(self._run, layers=plan.layers or None)
-        return history.draft(run, tokens, counts, write, extra, plan)
+        return history.draft(run, tokens, counts, write, extra, plan.kind, plan.depth, plan.room, plan.commits)
 
     @torch.no_grad()
     def draft_from_kv(self, write: DraftFunction, extra: Tensors, plan: DraftPlan) -> Tensors:
         history = self._require_history()
         if not isinstance(history, KVHistory):
             raise ValueError(f"{self.name} cannot share its KV cache, which is not of attention layers only")
-        return history.draft_from_kv(self._kv_layers, write, extra, plan)
+        return history.draft_from_kv(self._kv_layers, write, extra, plan.kind, plan.depth, plan.room)
 
     @torch.no_grad()
     def check_history(self) -> str:

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from specdemo.core.protocol import UNLIMITED, Capabilities, Forward
-from specdemo.kv.masks import chain_mask
-from specdemo.kv.shared import DraftFunction, DraftPlan, SharedKV, SharedTarget, Tensors
+from specdemo.kv.graphs import Tensors
+from specdemo.kv.masks import AttentionKind, Columns, chain_mask
+from specdemo.models.shared import DraftFunction, DraftPlan, SharedTarget
 
 TABLE_ROWS = 4096
 PEAKEDNESS = 1.5
@@ -86,10 +87,11 @@ class ToyTarget(SharedTarget):
         states = self.embed(torch.tensor(tokens))[:, None]
         columns = torch.arange(states.shape[2])
 
-        def mask(window: int) -> Tensor:
-            return chain_mask(lengths - 1, columns, (window, True), self.dtype)
+        def mask(kind: AttentionKind) -> Tensor:
+            return chain_mask(lengths - 1, columns, kind, self.dtype)
 
-        return write(SharedKV(dict.fromkeys(self.kv_shapes, (states, states)), lengths, mask), plan.depth, *extra)
+        committed = dict.fromkeys(self.kv_shapes, (states, states))
+        return write(Columns(lengths, mask, committed=committed), plan.depth, *extra)
 
     def commit(self, path: list[list[int]]) -> None:
         for history, slots, accepted in zip(self._history, self._slots.tolist(), path, strict=True):

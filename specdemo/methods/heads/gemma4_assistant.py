@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.tree import Draft
 from specdemo.costs.shapes import Config
-from specdemo.kv.masks import Rope
-from specdemo.kv.shared import DraftPlan, SharedKV, SharedTarget, Tensors
+from specdemo.kv.graphs import Tensors
+from specdemo.kv.masks import Columns, Rope
 from specdemo.methods import require_method
 from specdemo.methods.base import DraftOptions
 from specdemo.methods.heads.formats import LAYER_KEYS, check_target
@@ -38,6 +38,7 @@ from specdemo.models.checkpoints import Checkpoint, write_checkpoint
 from specdemo.models.layers import MLP, attend
 from specdemo.models.operations import apply_rope
 from specdemo.models.packed import RMSNorm
+from specdemo.models.shared import DraftPlan, SharedTarget
 
 MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 SLIDING = "sliding_attention"
@@ -77,7 +78,7 @@ class QueryAttention(nn.Module):
         self.o_proj = nn.Linear(self.heads * head_dim, size, bias=False)
 
     def forward(self, x: Tensor, rope: Rope, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-        """x [B, 1, D] -> [B, 1, D]. keys, values, mask: see `SharedKV`."""
+        """x [B, 1, D] -> [B, 1, D]. keys, values: committed, [B, H, W, E]. mask: [B, 1, 1, W] or None."""
         query = apply_rope(self.q_norm(self.q_proj(x).unflatten(-1, (self.heads, -1))), rope).transpose(1, 2)
         out: Tensor = self.o_proj(attend(query, keys, values, mask, False, 1.0).flatten(2))
         return out
@@ -139,13 +140,13 @@ class Assistant(Network):
         parameters = self.config["text_config"]["rope_parameters"]
         return {kind: _rope(positions, size, parameters[kind], self.dtype) for kind, size in self.head_dims.items()}
 
-    def step(self, embedding: Tensor, hidden: Tensor, kv: SharedKV, rope: Mapping[str, Rope]) -> tuple[Tensor, Tensor]:
+    def step(self, embedding: Tensor, hidden: Tensor, kv: Columns, rope: Mapping[str, Rope]) -> tuple[Tensor, Tensor]:
         """Read embedding and hidden state [B, 1, H]; return logits [B, 1, V] and the next hidden state [B, 1, H]."""
         x = self.pre_projection(torch.cat([embedding, hidden], -1))
         # transformers counts the window from the last committed token, inclusively
-        masks = {kind: kv.mask(self.window + 1 if kind == SLIDING else 0) for kind in rope}
+        masks = {kind: kv.mask((self.window + 1 if kind == SLIDING else 0, True)) for kind in rope}
         for layer, kind in zip(self.model.layers, self.kinds, strict=True):
-            x = layer(x, rope[kind], *kv.layers[kind], masks[kind])
+            x = layer(x, rope[kind], *kv.committed[kind], masks[kind])
         x = self.model.norm(x)
         return self.logits(x), self.post_projection(x)
 
@@ -246,7 +247,7 @@ class Gemma4Assistant(Head[Assistant], method="gemma4_assistant"):
         noise = self.sampler.predraw_noise(rows, depth, self._target.vocab_size, self.device)
         plan = DraftPlan((self.head, self.sampler.kind), depth, room=0)  # another head may use this target
 
-        def write(kv: SharedKV, depth: int, tokens: Tensor, hidden: Tensor, *noise: Tensor) -> Tensors:
+        def write(kv: Columns, depth: int, tokens: Tensor, hidden: Tensor, *noise: Tensor) -> Tensors:
             builder = ChainBuilder(self.sampler.with_noise(noise))
             rope = self.head.rope(kv.positions)
             for _ in range(depth):

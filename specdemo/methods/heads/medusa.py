@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import Draft
-from specdemo.kv.shared import Tensors
+from specdemo.kv.graphs import Tensors
 from specdemo.methods import require_method, setting
 from specdemo.methods.base import DraftOptions
 from specdemo.methods.heads.formats import LAYER_KEYS, check_target, contradiction, count_numbered, rename_tensors

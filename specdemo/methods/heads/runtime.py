@@ -19,12 +19,12 @@ from specdemo.core.host_copy import padded, to_device
 from specdemo.core.protocol import UNLIMITED, Enough, Progress, Target
 from specdemo.core.tree import Draft
 from specdemo.kv.cache import SlabCache
-from specdemo.kv.graphs import GRAPH_SPARE_COLUMNS, GraphCache
+from specdemo.kv.graphs import GRAPH_SPARE_COLUMNS, GraphCache, Tensors
 from specdemo.kv.masks import FULL, Angles, AttentionKind, Columns
-from specdemo.kv.shared import Tensors, capture_of
 from specdemo.kv.store import KVStore, ProvisionalColumns
 from specdemo.methods.heads.sampler import TokenSampler, flatten_draft, unflatten_draft
 from specdemo.models.devices import device_kind
+from specdemo.models.shared import capture_of
 
 MAX_PENDING = 24  # columns that a CUDA graph reads at most; more are pending after a prompt or steps without a draft
 Pending = tuple[list[int], Tensors]  # number of real columns per row, and the columns [B, A, ..]

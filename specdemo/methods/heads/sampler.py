@@ -16,7 +16,8 @@ from torch import Generator, Tensor
 from specdemo.core.protocol import Budget, Enough
 from specdemo.core.sampling import PositionNoise, Sampling, argmax, draw_with_noise, exponential_noise, to_probs
 from specdemo.core.tree import Draft, chain_parents, select_nodes
-from specdemo.kv.shared import DraftPlan, ReadFunction, SharedTarget, Tensors
+from specdemo.kv.graphs import Tensors
+from specdemo.models.shared import DraftPlan, ReadFunction, SharedTarget
 
 MASKED_LOGIT = -1e4  # logit of a token outside the draft vocabulary; finite, so that losses stay finite
 

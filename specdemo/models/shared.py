@@ -1,20 +1,18 @@
 """Drafting with a target's own layers, KV cache and CUDA graphs.
 
-B rows, n tokens, V vocabulary, K key/value heads, W columns of the cache, E size of a head.
+B rows, n tokens, V vocabulary.
 """
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
 from torch import Tensor
 
 from specdemo.core.protocol import Target
+from specdemo.kv.graphs import GraphCapture, Tensors
 
-Tensors = tuple[Tensor, ...]
-Run = Callable[[], Tensors]
-GraphCapture = Callable[[Run], Run]  # function -> its replay, which writes to the same memory
 ReadFunction = Callable[[Tensor | None], Tensor]
-DraftFunction = Callable[..., Tensors]  # (read or `SharedKV`, depth, *extra) -> draft tokens [B, depth], other tensors
+DraftFunction = Callable[..., Tensors]  # (read or `Columns`, depth, *extra) -> draft tokens [B, depth], other tensors
 
 
 class DraftPlan(NamedTuple):
@@ -25,14 +23,6 @@ class DraftPlan(NamedTuple):
     room: int  # most input tokens
     layers: int = 0  # number of layers to run; 0: all
     commits: bool = False  # commit the input tokens and all draft tokens but the last
-
-
-class SharedKV(NamedTuple):
-    """Committed keys and values of a target, for a drafter that attends to them."""
-
-    layers: Mapping[str, tuple[Tensor, Tensor]]  # kind of layer (see `kv_shapes`) -> keys and values [B, K, W, E]
-    positions: Tensor  # [B, 1] number of committed tokens, which is the position of the root
-    mask: Callable[[int], Tensor | None]  # n -> additive mask [B, 1, 1, W] of the last n tokens (0: all); None: all W
 
 
 class SharedTarget(Target):
@@ -60,8 +50,8 @@ class SharedTarget(Target):
     def draft_from_kv(self, write: DraftFunction, extra: Tensors, plan: DraftPlan) -> Tensors:
         """Run `write(kv, depth, *extra)`, a draft of at least `plan.depth` tokens, as a CUDA graph if possible.
 
-        kv: a `SharedKV` with, for every kind of layer, the last layer that has a cache. Copy the result before the next
-        pass. Requires the capability `shared_kv`.
+        kv: the root as `Columns`, with the committed keys and values of the last layer of every kind that has a cache.
+        Copy the result before the next pass. Requires the capability `shared_kv`.
         """
         raise NotImplementedError
 
