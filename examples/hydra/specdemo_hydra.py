@@ -27,7 +27,7 @@ from specdemo.core.sampling import Sampling
 from specdemo.core.tree import Draft
 from specdemo.costs.drafting import HEAD_OPERATIONS, Drafting, Sizes
 from specdemo.costs.shapes import Config, Shape, number
-from specdemo.kv.masks import Columns
+from specdemo.kv.masks import View
 from specdemo.methods import require_method
 from specdemo.methods.heads.formats import check_target, count_numbered
 from specdemo.methods.heads.head import Recipe
@@ -64,7 +64,7 @@ class Prefix(nn.Module):
         self.layers = nn.ModuleList([DecoderLayer(config, 0, names)])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, hidden: Tensor, columns: Columns) -> Tensor:
+    def forward(self, hidden: Tensor, columns: View) -> Tensor:
         """hidden [B, S, H] -> [B, S, H]"""
         states: Tensor = self.norm(self.layers[0](hidden, columns))
         return states

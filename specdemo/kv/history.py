@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from specdemo.core.protocol import Forward
 from specdemo.core.tree import chain_parents
 from specdemo.kv.graphs import Tensors
-from specdemo.kv.masks import AttentionMask, Columns
+from specdemo.kv.masks import AttentionMask, View
 from specdemo.kv.store import KVStore, ProvisionalColumns
 
 Write = Callable[..., Tensors]  # see `models.shared.DraftFunction`
@@ -150,7 +150,7 @@ class KVHistory:
         provisional = self.store.provisional([n + columns for n in self.lengths])
         return self._forward(run, provisional.chain(), tokens, ())
 
-    def _forward(self, run: ForwardFunction, columns: Columns, tokens: Tensor, taps: tuple[int, ...]) -> Forward:
+    def _forward(self, run: ForwardFunction, columns: View, tokens: Tensor, taps: tuple[int, ...]) -> Forward:
         positions = columns.positions.expand(len(tokens), -1)
         if tokens.numel() > 1:  # absent slots have no descendants, so no slot attends to them
             tokens = tokens.clamp_min(0)
@@ -171,7 +171,7 @@ class KVHistory:
     def drop_snapshots(self, length: int) -> None:
         """Do nothing, because this history has no snapshots."""
 
-    def _masks(self, columns: Columns) -> AttentionMask:
+    def _masks(self, columns: View) -> AttentionMask:
         """Return the mask, or the masks by layer kind if there are several."""
         if len(self._windows) == 1:
             kind = next(iter(self._windows.values())), True

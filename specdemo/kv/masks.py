@@ -133,8 +133,8 @@ Angles = Callable[..., Rope]
 
 
 @dataclass(slots=True)
-class Columns:
-    """New columns with positions and masks."""
+class View:
+    """Span of new columns, with their positions and masks."""
 
     positions: Tensor  # [B or 1, S]
     make_mask: Callable[[AttentionKind], Mask | None] | None = None

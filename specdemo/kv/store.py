@@ -24,9 +24,9 @@ from specdemo.kv.masks import (
     NO_ROPE,
     Angles,
     AttentionKind,
-    Columns,
     Mask,
     TreeMask,
+    View,
     additive,
     chain_mask,
     tree_mask,
@@ -149,7 +149,7 @@ class KVStore:
         *,
         write_to: Tensor | None = None,
         trailing: bool = False,
-    ) -> Columns:
+    ) -> View:
         """Create columns at positions [B or 1, S], all below `end`. trailing: they are end - S .. end - 1."""
         if end > self._limit:
             positions, end, trailing = positions.clamp_max(self._limit - 1), self._limit, False
@@ -157,9 +157,9 @@ class KVStore:
         if self._angles is not None:
             cos, sin = self._angles(positions, end, trailing)
             rope = cos.to(self.dtype), sin.to(self.dtype)
-        return Columns(positions, make_mask, self.cache, rope, write_to=write_to)
+        return View(positions, make_mask, self.cache, rope, write_to=write_to)
 
-    def shared(self, layers: Mapping[str, int], ends: Tensor | None = None) -> Columns:
+    def shared(self, layers: Mapping[str, int], ends: Tensor | None = None) -> View:
         """Return the next column with the committed keys and values of some layers. layers: name -> layer of the cache.
 
         ends [B]: the lengths on the device, inside a CUDA graph, where all columns are read; None: those on the host.
@@ -179,7 +179,7 @@ class KVStore:
 
         slabs = {name: self.cache.slabs[index] for name, index in layers.items()}
         pairs = {name: (part(slab.keys), part(slab.values)) for name, slab in slabs.items()}
-        return Columns(positions, mask, committed=pairs)
+        return View(positions, mask, committed=pairs)
 
     def run_captured(
         self,
@@ -244,7 +244,7 @@ class ProvisionalColumns:
         assert isinstance(self._ends, Tensor)
         return self._ends
 
-    def chain(self, width: int = 1, counts: list[int] | Tensor | None = None, *, rounded: bool = False) -> Columns:
+    def chain(self, width: int = 1, counts: list[int] | Tensor | None = None, *, rounded: bool = False) -> View:
         """Append `width` consecutive columns. Row b has counts[b] real ones, all if None; the rest is overwritten.
         rounded: read as many columns as `PassShape` says."""
         store, place = self._store, self._append(width, rounded)
@@ -275,7 +275,7 @@ class ProvisionalColumns:
             columns.last_real = to_device([max(count - 1, 0) for count in counts], positions.device)
         return columns
 
-    def tree(self, parents: Tensor) -> Columns:
+    def tree(self, parents: Tensor) -> View:
         """Return columns of a complete tree with parents [B, N] in S = N + 1 slots. Nothing may be appended to it."""
         store, slots = self._store, parents.shape[1] + 1
         if not self.captured and (slots < 3 or parents is chain_parents(*parents.shape, parents.device)):
@@ -289,7 +289,7 @@ class ProvisionalColumns:
         end = len(place.keys) - place.hidden
         return store.columns(place.start + depth, end, make_mask, write_to=place.write_to)
 
-    def level(self, parents: Tensor) -> Columns:
+    def level(self, parents: Tensor) -> View:
         """Append a tree level with parents [B, K]: indices in the previous level, 0 for the first level.
 
         A node sees the committed columns, as far back as the last of them sees at any depth, and its ancestors.

@@ -19,7 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specdemo.core.protocol import Target
 from specdemo.kv.cache import SlabCache
-from specdemo.kv.masks import FULL, AttentionKind, Columns, Mask, Rope, TreeMask, additive
+from specdemo.kv.masks import FULL, AttentionKind, Mask, Rope, TreeMask, View, additive
 from specdemo.models.devices import device_kind, runs_triton
 from specdemo.models.operations import apply_rope, use_kernel
 from specdemo.models.packed import RMSNorm, concat_linears
@@ -268,7 +268,7 @@ class Attention(nn.Module):
         wide_mask = torch.cat([mask.expand(*rows, -1), sink.expand(*rows, 1)], -1)
         return F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1)), wide_mask
 
-    def cache_keys_values(self, x: Tensor, columns: Columns) -> None:
+    def cache_keys_values(self, x: Tensor, columns: View) -> None:
         """Write the keys and values of x [B, S, D] to the cache, without attention."""
         assert columns.cache is not None
         k, v = self._split_heads(self.k_proj(x)), self._split_heads(self.v_proj(x))
@@ -326,7 +326,7 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config.hidden_size, config.intermediate_size, config.hidden_act, names)
 
-    def forward(self, x: Tensor, columns: Columns) -> Tensor:
+    def forward(self, x: Tensor, columns: View) -> Tensor:
         """x [B, S, D] -> [B, S, D]"""
         return self.run(x, columns.rope, columns.visible(self.self_attn.kind), columns.cache)
 
@@ -346,7 +346,7 @@ class DecoderLayer(nn.Module):
         x, normed = add_norm(self.post_attention_layernorm, x, self.self_attn(normed, rope, mask, cache))
         return x, self.mlp(normed)
 
-    def attention(self, x: Tensor, columns: Columns) -> Tensor:
+    def attention(self, x: Tensor, columns: View) -> Tensor:
         """Run attention alone on normed x [B, S, D or inputs] -> [B, S, D]."""
         out: Tensor = self.self_attn(x, columns.rope, columns.visible(self.self_attn.kind), columns.cache)
         return out

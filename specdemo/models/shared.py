@@ -12,7 +12,7 @@ from specdemo.core.protocol import Target
 from specdemo.kv.graphs import GraphCapture, Tensors
 
 ReadFunction = Callable[[Tensor | None], Tensor]
-DraftFunction = Callable[..., Tensors]  # (read or `Columns`, depth, *extra) -> draft tokens [B, depth], other tensors
+DraftFunction = Callable[..., Tensors]  # (read or `View`, depth, *extra) -> draft tokens [B, depth], other tensors
 
 
 class DraftPlan(NamedTuple):
@@ -50,7 +50,7 @@ class SharedTarget(Target):
     def draft_from_kv(self, write: DraftFunction, extra: Tensors, plan: DraftPlan) -> Tensors:
         """Run `write(kv, depth, *extra)`, a draft of at least `plan.depth` tokens, as a CUDA graph if possible.
 
-        kv: the root as `Columns`, with the committed keys and values of the last layer of every kind that has a cache.
+        kv: a `View` of the root, with the committed keys and values of the last layer of every kind that has a cache.
         Copy the result before the next pass. Requires the capability `shared_kv`.
         """
         raise NotImplementedError

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from specdemo.core.protocol import UNLIMITED, Capabilities, Forward
 from specdemo.kv.graphs import Tensors
-from specdemo.kv.masks import AttentionKind, Columns, chain_mask
+from specdemo.kv.masks import AttentionKind, View, chain_mask
 from specdemo.models.shared import DraftFunction, DraftPlan, SharedTarget
 
 TABLE_ROWS = 4096
@@ -91,7 +91,7 @@ class ToyTarget(SharedTarget):
             return chain_mask(lengths - 1, columns, kind, self.dtype)
 
         committed = dict.fromkeys(self.kv_shapes, (states, states))
-        return write(Columns(lengths, mask, committed=committed), plan.depth, *extra)
+        return write(View(lengths, mask, committed=committed), plan.depth, *extra)
 
     def commit(self, path: list[list[int]]) -> None:
         for history, slots, accepted in zip(self._history, self._slots.tolist(), path, strict=True):

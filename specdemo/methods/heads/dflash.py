@@ -26,7 +26,7 @@ from transformers import DynamicCache, Qwen3Config
 
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.tree import Draft
-from specdemo.kv.masks import AttentionKind, Columns
+from specdemo.kv.masks import AttentionKind, View
 from specdemo.methods import require_method, setting
 from specdemo.methods.base import DraftOptions
 from specdemo.methods.heads.formats import d2t_to_ids, rename_tensors
@@ -94,7 +94,7 @@ class BlockLayer(DecoderLayer):
         self.attention_conv = Convolution(body.hidden_size, design.block_size, span, groups) if span else None
         self.mlp_conv = Convolution(body.hidden_size, design.block_size, span, groups) if span else None
 
-    def forward(self, x: Tensor, columns: Columns) -> Tensor:
+    def forward(self, x: Tensor, columns: View) -> Tensor:
         """x [B, N S, H] -> [B, N S, H]"""
         if self.attention_conv is None or self.mlp_conv is None:
             return super().forward(x, columns)
@@ -298,13 +298,13 @@ class DFlashDraftModel(Network):
         states: Tensor = self.hidden_norm(self.fc(features))
         return states
 
-    def cache_context(self, features: Tensor, columns: Columns) -> None:
+    def cache_context(self, features: Tensor, columns: View) -> None:
         """Write the keys and values of target features [B, A, taps H] to the cache."""
         states = self.context(features)
         for layer in cast(list[BlockLayer], self.layers):
             layer.self_attn.cache_keys_values(states, columns)
 
-    def forward(self, x: Tensor, columns: Columns) -> Tensor:
+    def forward(self, x: Tensor, columns: View) -> Tensor:
         """x [B, N S, H] -> [B, N S, H]"""
         for layer in self.layers:
             x = layer(x, columns)
@@ -440,7 +440,7 @@ class DFlash(Head[DFlashDraftModel], method="dflash"):
             return self._tree(draft.sampler, root, states[:, slots], logits, memory, Budget(draft.depth, draft.nodes))
         return self._chain(draft.sampler, root, states[:, slots], logits, memory)
 
-    def _block(self, tokens: Tensor, columns: Columns) -> Tensor:
+    def _block(self, tokens: Tensor, columns: View) -> Tensor:
         states: Tensor = self.head(self._embed(tokens), columns)
         return states
 
@@ -541,7 +541,7 @@ class DFlash(Head[DFlashDraftModel], method="dflash"):
         tokens = torch.full_like(positions, design.mask_token_id)
         tokens[:, :: design.block_size] = batch.inputs.gather(1, anchors.clamp_max(columns - 1))
         masks = _training_masks(design, anchors, positions, columns)
-        block_columns = Columns(positions, masks.get, cache, self._angles(positions, end))
+        block_columns = View(positions, masks.get, cache, self._angles(positions, end))
         states: Tensor = self.head(self._embed(tokens), block_columns)
         return states.view(rows, -1, design.block_size, states.shape[-1])
 

@@ -27,7 +27,7 @@ from transformers import DynamicCache, LlamaConfig
 
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.tree import Draft
-from specdemo.kv.masks import Columns
+from specdemo.kv.masks import View
 from specdemo.methods import require_method, setting
 from specdemo.methods.base import DraftOptions
 from specdemo.methods.heads.formats import d2t_to_ids
@@ -62,7 +62,7 @@ class EagleLayer(DecoderLayer):
             self.input_layernorm = nn.Identity()
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps) if doubled else None
 
-    def forward_pair(self, state: Tensor, embedded: Tensor, norm_before_residual: bool, columns: Columns) -> Tensor:
+    def forward_pair(self, state: Tensor, embedded: Tensor, norm_before_residual: bool, columns: View) -> Tensor:
         """state [B, S, D] -> [B, S, D]. The first layer of EAGLE-3 also reads embedded [B, S, D]."""
         if self.hidden_norm is None:
             return self.forward(state, columns)
@@ -134,7 +134,7 @@ class EagleHead(Network):
         features: Tensor = self.fc(hidden if self.input_norm is None else self.input_norm(hidden))
         return features
 
-    def forward(self, embedded: Tensor, features: Tensor, columns: Columns) -> Tensor:
+    def forward(self, embedded: Tensor, features: Tensor, columns: View) -> Tensor:
         """embedded and features [B, S, D] -> states [B, S, D]"""
         state = features
         if self.convention.eagle1:
@@ -269,12 +269,12 @@ class Eagle(Head[EagleHead], method="eagle"):
             self._root = output
         return self._root
 
-    def _observed_states(self, tokens: Tensor, hidden: Tensor, columns: Columns) -> Tensor:
+    def _observed_states(self, tokens: Tensor, hidden: Tensor, columns: View) -> Tensor:
         """Read output tokens [B, S] with the target's hidden states [B, S, taps H] -> states [B, S, D]."""
         states: Tensor = self.head(self.head.embed(tokens), self.head.features(hidden), columns)
         return states
 
-    def _decode_step(self, tokens: Tensor, features: Tensor, columns: Columns) -> tuple[Tensor, Tensor]:
+    def _decode_step(self, tokens: Tensor, features: Tensor, columns: View) -> tuple[Tensor, Tensor]:
         """Read draft tokens [B, S] with features [B, S, D] -> feedback features [B, S, D], logits [B, S, W]."""
         states = self.head(self.head.embed(self.head.draft_vocab.to_target_ids(tokens)), features, columns)
         return self.head.feedback_features(states), self.head.logits(states)
@@ -318,7 +318,7 @@ class Eagle(Head[EagleHead], method="eagle"):
         builder.append(logits)
         return builder.build()
 
-    def _mask_logits(self, masks: Tensor, columns: Columns) -> Tensor:
+    def _mask_logits(self, masks: Tensor, columns: View) -> Tensor:
         """Run P-EAGLE on mask tokens [B, S] -> logits [B, S, W]."""
         head = self.head
         assert head.mask_hidden is not None

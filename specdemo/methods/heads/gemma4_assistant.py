@@ -26,7 +26,7 @@ from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.tree import Draft
 from specdemo.costs.shapes import Config
 from specdemo.kv.graphs import Tensors
-from specdemo.kv.masks import Columns, Rope
+from specdemo.kv.masks import Rope, View
 from specdemo.methods import require_method
 from specdemo.methods.base import DraftOptions
 from specdemo.methods.heads.formats import LAYER_KEYS, check_target
@@ -140,7 +140,7 @@ class Assistant(Network):
         parameters = self.config["text_config"]["rope_parameters"]
         return {kind: _rope(positions, size, parameters[kind], self.dtype) for kind, size in self.head_dims.items()}
 
-    def step(self, embedding: Tensor, hidden: Tensor, kv: Columns, rope: Mapping[str, Rope]) -> tuple[Tensor, Tensor]:
+    def step(self, embedding: Tensor, hidden: Tensor, kv: View, rope: Mapping[str, Rope]) -> tuple[Tensor, Tensor]:
         """Read embedding and hidden state [B, 1, H]; return logits [B, 1, V] and the next hidden state [B, 1, H]."""
         x = self.pre_projection(torch.cat([embedding, hidden], -1))
         # transformers counts the window from the last committed token, inclusively
@@ -247,7 +247,7 @@ class Gemma4Assistant(Head[Assistant], method="gemma4_assistant"):
         noise = self.sampler.predraw_noise(rows, depth, self._target.vocab_size, self.device)
         plan = DraftPlan((self.head, self.sampler.kind), depth, room=0)  # another head may use this target
 
-        def write(kv: Columns, depth: int, tokens: Tensor, hidden: Tensor, *noise: Tensor) -> Tensors:
+        def write(kv: View, depth: int, tokens: Tensor, hidden: Tensor, *noise: Tensor) -> Tensors:
             builder = ChainBuilder(self.sampler.with_noise(noise))
             rope = self.head.rope(kv.positions)
             for _ in range(depth):

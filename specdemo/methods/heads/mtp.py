@@ -31,7 +31,7 @@ from specdemo.core.atomic_io import finite, json_text, write_text
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.tree import Draft
 from specdemo.kv.cache import cache_argument
-from specdemo.kv.masks import Columns, Rope
+from specdemo.kv.masks import Rope, View
 from specdemo.methods import check_capabilities
 from specdemo.methods.base import DraftOptions
 from specdemo.methods.heads.formats import contradiction
@@ -89,7 +89,7 @@ class MTPHeads(Network):
         """The tap of the target that the heads read."""
         return self.target_layers - 1
 
-    def step(self, index: int, hidden: Tensor, tokens: Tensor, columns: Columns) -> tuple[Tensor, Tensor]:
+    def step(self, index: int, hidden: Tensor, tokens: Tensor, columns: View) -> tuple[Tensor, Tensor]:
         """Run step `index`: hidden [B, A, H], tokens [B, A] -> state [B, A, H], and the input of the next step."""
         raise NotImplementedError
 
@@ -135,7 +135,7 @@ class SequentialModules(MTPHeads):
     def tap(self) -> int:
         return -1 if self.convention.normed_input else self.target_layers
 
-    def step(self, index: int, hidden: Tensor, tokens: Tensor, columns: Columns) -> tuple[Tensor, Tensor]:
+    def step(self, index: int, hidden: Tensor, tokens: Tensor, columns: View) -> tuple[Tensor, Tensor]:
         module: Any = self.layers[index % len(self)]
         parts = [module.enorm(self.shared.embed(tokens).to(hidden.dtype)), module.hnorm(hidden)]
         joined = torch.cat(parts[::-1] if self.convention.hidden_first else parts, -1)
@@ -173,7 +173,7 @@ class ParallelHeads(MTPHeads):
     def angles(self, positions: Tensor, end: int, trailing: bool = False) -> Rope:
         return self._rotary(positions, end, trailing)
 
-    def last_states(self, heads: int, hidden: Tensor, columns: Columns) -> Tensor:
+    def last_states(self, heads: int, hidden: Tensor, columns: View) -> Tensor:
         """Return states [B, heads, H] of the first heads at the last column of every row.
 
         The keys and values of all heads are written to the cache.
@@ -182,7 +182,7 @@ class ParallelHeads(MTPHeads):
         normed: Tensor = self.shared.norm(states)
         return normed
 
-    def step(self, index: int, hidden: Tensor, tokens: Tensor, columns: Columns) -> tuple[Tensor, Tensor]:
+    def step(self, index: int, hidden: Tensor, tokens: Tensor, columns: View) -> tuple[Tensor, Tensor]:
         return self.shared.norm(self.layers[index](hidden, columns)), hidden
 
 
@@ -279,7 +279,7 @@ class MTP(Head[MTPHeads], method="mtp"):
         return builder.build()
 
     def _draft_sequential(
-        self, head: SequentialModules, draft: DraftPass, columns: Columns, builder: ChainBuilder
+        self, head: SequentialModules, draft: DraftPass, columns: View, builder: ChainBuilder
     ) -> None:
         """Read the pending columns with every module, then decode further steps."""
         (hidden, tokens), depth = draft.inputs, draft.depth

@@ -20,7 +20,7 @@ from specdemo.core.protocol import UNLIMITED, Enough, Progress, Target
 from specdemo.core.tree import Draft
 from specdemo.kv.cache import SlabCache
 from specdemo.kv.graphs import GRAPH_SPARE_COLUMNS, GraphCache, Tensors
-from specdemo.kv.masks import FULL, Angles, AttentionKind, Columns
+from specdemo.kv.masks import FULL, Angles, AttentionKind, View
 from specdemo.kv.store import KVStore, ProvisionalColumns
 from specdemo.methods.heads.sampler import TokenSampler, flatten_draft, unflatten_draft
 from specdemo.models.devices import device_kind
@@ -32,9 +32,9 @@ Pending = tuple[list[int], Tensors]  # number of real columns per row, and the c
 
 def training_columns(
     positions: Tensor, angles: Angles, end: int, mask: Tensor | None = None, cache: Cache | None = None
-) -> Columns:
+) -> View:
     """Return columns for training. Those in `cache`, if given, precede them."""
-    return Columns(positions, lambda kind: mask, cache, angles(positions, end))
+    return View(positions, lambda kind: mask, cache, angles(positions, end))
 
 
 def unrolled_mask(columns: Tensor, step: int, kind: AttentionKind = FULL) -> Tensor:
@@ -61,7 +61,7 @@ class DraftPass:
     nodes: int
     sampler: TokenSampler
     provisional: ProvisionalColumns | None = None
-    columns: Columns | None = None
+    columns: View | None = None
     inputs: Tensors = ()
     enough: Enough | None = None
 
@@ -70,12 +70,12 @@ class DraftPass:
         """Return True inside a CUDA graph, where computed tensors must not be kept."""
         return self.provisional is not None and self.provisional.captured
 
-    def chain(self, width: int = 1) -> Columns:
+    def chain(self, width: int = 1) -> View:
         """Append `width` consecutive draft columns."""
         assert self.provisional is not None
         return self.provisional.chain(width)
 
-    def level(self, parents: Tensor) -> Columns:
+    def level(self, parents: Tensor) -> View:
         """Append a tree level with parents [B, K], see `ProvisionalColumns.level`."""
         assert self.provisional is not None
         return self.provisional.level(parents)
