@@ -1,5 +1,5 @@
 """Messages of a run. `Session.stream` and `replay` yield the same ones, so a live run and a stored one are displayed by
-the same code. Needs no torch: a page shows a stored run before the engine is loaded.
+the same code. Needs no torch.
 
 Lanes step in an order that depends on their clocks: a clock is the device time of a lane's own steps, so that lanes do
 not affect each other's.

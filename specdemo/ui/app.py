@@ -1,18 +1,18 @@
 """The command `ui` and its options; app.py starts it too."""
 
+import gc
 from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
 import typer
 
+from specdemo.core.deployment import public, zero_gpu
 from specdemo.core.settings import setting, settings
 from specdemo.engine.comparison import Comparison
 from specdemo.models.ref import ModelRef
 from specdemo.presets.files import DEFAULT, require
-from specdemo.presets.limits import public
 from specdemo.servers.address import allow
-from specdemo.ui import space
 
 MACHINE = {Comparison: [name for name, declared in settings(Comparison).items() if not declared.link]}
 
@@ -46,9 +46,13 @@ def ui(
     if not (port.isdecimal() and 1 <= int(port) <= 65535):
         raise ValueError(f"argument --port: {port!r} is not from 1 to 65535; see --help")
     require("page", "gradio")
-    if space.zero_gpu():
+    if zero_gpu():
         import_module("spaces")  # has to come before torch
-    from specdemo.ui.page import serve
+    gc.disable()  # to collect among imported modules again and again takes a fifth of the start
+    from specdemo.ui.page import serve  # imports torch
+
+    gc.freeze()
+    gc.enable()
 
     allow(server or [])
     start = _start(preset, target, draft, given)

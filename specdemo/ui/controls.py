@@ -27,7 +27,6 @@ from specdemo.ui.model_menus import (
     DRAFTING,
     default_draft,
     fitting_models,
-    live,
     method_choices,
     model_choices,
     not_offered,
@@ -146,7 +145,6 @@ class Controls:
         def draw_options(count: int, name: str, options: Values, rule: str, of_rule: Values) -> None:
             if n > count:
                 return  # drawn when the lane is added
-            live()
             with gr.Row(elem_classes="options"):
                 for option in method_options(name):
                     self._draw_option(n, option, options, "option", lane["options"])
@@ -222,7 +220,6 @@ def offer(_: gr.Request | None, values: Values, allow_any_model: bool = False) -
     """Return the updates of every lane's lists: the methods, and the models that fit the lane's method and the target,
     with its own. Nothing changes for a target that the page does not offer.
     """
-    live()
     if not_offered([values["target"]], allow_any_model):
         return {}
     target = ModelRef(values["target"])
@@ -397,7 +394,6 @@ def _refit(_: gr.Request | None, values: Values, allow_any_model: bool = False) 
     """Return what follows another target: every lane's model, and the controls of the prompt's format. Nothing follows
     one that the page does not offer: `show_setup` says so.
     """
-    live()
     target = ModelRef(values["target"])
     if target == values["last-target"] or not_offered([target], allow_any_model):
         return {}
@@ -407,7 +403,6 @@ def _refit(_: gr.Request | None, values: Values, allow_any_model: bool = False) 
 
 def _switch(_: gr.Request, values: Values) -> Values:
     """Return a lane's model, options and `drawn` after the visitor has chosen another method."""
-    live()
     name = values["method"]
     if name == values["last-method"]:
         return {}

@@ -1,4 +1,4 @@
-"""Jobs: work that a visitor starts, follows, cancels and rejoins, for all tabs that run something. Needs no torch.
+"""Jobs: work that a visitor starts, follows, cancels and rejoins, for all tabs that run something.
 
 A job is created before its call waits in Gradio's queue, so bad input is refused at once. The queue runs one job at a
 time. The work has its own thread and never waits for a reader. Its messages collect in a list that the token limit
@@ -25,6 +25,7 @@ import gradio as gr
 
 from specdemo.core.atomic_io import json_text
 from specdemo.engine.messages import Note
+from specdemo.engine.session import session
 from specdemo.ui import space
 from specdemo.ui.views import Failed, Loading, view
 
@@ -144,6 +145,16 @@ def reason(error: Exception) -> str:
         return str(error)
     logger.error("the run failed", exc_info=error)
     return f"the run failed: {str(error).partition(chr(10))[0] or type(error).__name__}"
+
+
+def with_engine_lock(work: Work) -> Work:
+    """Return work that runs while no other work uses the engine."""
+
+    def alone(cancelled: Callable[[], bool], report: Callable[..., None]) -> Iterator[object]:
+        with session().lock:
+            yield from work(cancelled, report)
+
+    return alone
 
 
 def stop_all() -> None:

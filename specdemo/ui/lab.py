@@ -1,9 +1,8 @@
 """The Lab tab: train a head for the target of the page, watch its loss, race it; compare drafts; test losslessness.
 
-The losslessness test is a suite with the visitor's sampling settings and is shown as a sweep is. `trainer` returns what
-trains: specdemo.methods.recipes, or a stand-in. Its `train_live` yields lines of the log: `tick` with seconds,
-of_seconds, step, tokens, loss and agree_1, agree_2, ... as they become known, `note`, and finally `done`. Training runs
-on the engine: races and trainings wait for each other in one queue.
+The losslessness test is a suite with the visitor's sampling settings and is shown as a sweep is. `recipes.train_live`
+yields lines of the log: `tick` with seconds, of_seconds, step, tokens, loss and agree_1, agree_2, ... as they become
+known, `note`, and finally `done`. Training runs on the engine: races and trainings wait for each other in one queue.
 """
 
 import json
@@ -11,7 +10,6 @@ import math
 from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
-from types import ModuleType
 from typing import Any, ClassVar
 
 import gradio as gr
@@ -20,14 +18,15 @@ from specdemo.bench.base import ROWS
 from specdemo.bench.suites import suite
 from specdemo.core.rules import DEFAULT_RULE
 from specdemo.engine.comparison import Comparison, Lane
+from specdemo.methods import recipes
 from specdemo.models.ref import ModelRef
 from specdemo.models.shipped import embedded_folder
 from specdemo.presets import limits
 from specdemo.presets.files import load_presets, preset
 from specdemo.ui import assets
 from specdemo.ui.controls import Controls, draw_setting, fill, look
-from specdemo.ui.job import QUIET, Job, Jobs, Parts, Store, Values, named, opening, to_line, wire
-from specdemo.ui.model_menus import TRAINED, live, page_preset
+from specdemo.ui.job import QUIET, Job, Jobs, Parts, Store, Values, named, opening, to_line, wire, with_engine_lock
+from specdemo.ui.model_menus import TRAINED, page_preset
 from specdemo.ui.sweep import Sweeping, Sweeps, draw_result, preset_menu
 from specdemo.ui.views import view
 
@@ -44,14 +43,6 @@ def off() -> str:
     return OFF if limits.public() else of_file if target.gguf else ""
 
 
-def trainer() -> ModuleType:
-    """Return the module that trains. Imports torch."""
-    live()
-    from specdemo.methods import recipes
-
-    return recipes
-
-
 class Training(Job):
     """One training. `folder` is set once the head is written."""
 
@@ -61,11 +52,11 @@ class Training(Job):
         """Raises ValueError with one line if training is not possible."""
         if reason := off():
             raise ValueError(reason)
-        trains, target = trainer(), page_preset().target
-        self.method: str = trains.head_recipe(recipe).method
+        target = page_preset().target
+        self.method = recipes.head_recipe(recipe).method
         minutes = min(max(minutes, MINUTES[0]), MINUTES[1])
         out = Path("runs") / f"{recipe}-{datetime.now():%Y%m%d-%H%M%S}"
-        work = live().with_engine_lock(lambda cancelled, _: trains.train_live(recipe, minutes, out, cancelled, target))
+        work = with_engine_lock(lambda cancelled, _: recipes.train_live(recipe, minutes, out, cancelled, target))
         super().__init__(opening(recipe=recipe), work, math.inf)
         self.folder: str | None = None
         self._due = 0.0  # time of the next point of the loss curve, in seconds of training
@@ -112,7 +103,7 @@ class Lab(Jobs[Training]):
 
         The tab may be opened before the menu of recipes is there; then it shows the first one.
         """
-        shown = shipped_training(values["recipe"] or next(iter(trainer().recipes())))
+        shown = shipped_training(values["recipe"] or next(iter(recipes.recipes())))
         return {} if self.last(request) else {"view": shown}
 
     def race_head(self, request: gr.Request, values: Values) -> Values:
@@ -157,7 +148,7 @@ def _draw_training(page: gr.Blocks, form: Controls, tab: gr.Tab, store: Store) -
 
 
 def _recipes() -> object:
-    choices = [(title, name) for name, title in trainer().recipes().items()]
+    choices = [(title, name) for name, title in recipes.recipes().items()]
     return gr.update(choices=choices, value=choices[0][1])
 
 
@@ -168,7 +159,6 @@ def most_draws() -> int:
 
 def begin(values: Values, last: Sweeping | None) -> Sweeping:
     """Return the test that the controls describe. Raises ValueError with one line."""
-    live()  # imports torch under its lock, before the methods of a preset are checked
     base = limits.fit(preset(values["preset"]))
     if not base.embedded:
         raise ValueError(f"losslessness is tested only with the shipped models, not with {base.target[:80]}")

@@ -1,48 +1,26 @@
 """Models that the page offers: targets, the drafters that fit a target, and heads trained on the page."""
 
-import threading
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from html import escape
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING
 
 from specdemo.core.suggest import counted
 from specdemo.methods import BASELINE, CAPABILITY_USES, METHODS, method, usable
+from specdemo.methods.pairs import DrafterFit, check_pairs
 from specdemo.models.gguf_files import CAPABILITIES
+from specdemo.models.load import load_meta_target
+from specdemo.models.local_models import LocalModel, local_models, matching_drafts, size_words
 from specdemo.models.ref import ModelRef
 from specdemo.presets import limits
 from specdemo.presets.drafters import HEADER, all_published, published_drafters
 from specdemo.presets.files import DEFAULT, Preset, allowed_models, known_drafters, load_presets, preset
 from specdemo.presets.link import OWN
 
-if TYPE_CHECKING:
-    from specdemo.methods.pairs import DrafterFit
-    from specdemo.models.local_models import LocalModel
-
 DRAFTING = [name for name in METHODS if name != BASELINE]
 GREY = " — not here: "  # before the reason of an entry that style.css greys
 MAX_NAME = 200  # characters of a model's name in a message
 TRAINED: list[ModelRef] = []  # folders of heads that visitors of this process have trained
-
-
-_importing = threading.Lock()
-
-
-def live() -> ModuleType:
-    """Return specdemo.ui.live, which needs torch, after the modules of all usable methods were imported too.
-
-    A lock ensures that each module is imported once: the lazy modules of transformers break when two threads import
-    them at the same time, and visitors arrive while the engine is still being imported.
-    """
-    with _importing:
-        from specdemo.methods import method, usable
-        from specdemo.ui import live
-
-        for name in usable():
-            method(name)
-        return live
 
 
 def page_preset() -> Preset:
@@ -74,7 +52,7 @@ def not_offered(names: Iterable[str], allow_any_model: bool) -> str:
     return f"model {foreign[0][:MAX_NAME]!r} is not on this page's list; {limits.HOME if limits.public() else how}"
 
 
-def pairs(target: ModelRef) -> "tuple[DrafterFit, ...]":
+def pairs(target: ModelRef) -> tuple[DrafterFit, ...]:
     """Return the drafters that are known to fit a target or not, including the heads that visitors have trained.
 
     Drafters of a preset's target on the hub are those that presets pair with it: nothing is downloaded to list them.
@@ -97,11 +75,7 @@ def published(target: ModelRef) -> str:
 
 
 @lru_cache
-def _pairs(target: ModelRef, trained: tuple[ModelRef, ...]) -> "tuple[DrafterFit, ...]":
-    from specdemo.methods.pairs import DrafterFit, check_pairs
-    from specdemo.models.load import load_meta_target
-    from specdemo.models.local_models import matching_drafts, size_words
-
+def _pairs(target: ModelRef, trained: tuple[ModelRef, ...]) -> tuple[DrafterFit, ...]:
     known = known_drafters(target)
     candidates = [*known, *((entry.method, entry.drafter) for entry in published_drafters(target))]
     paired = {lane.model for p in load_presets().values() if p.target == target for lane in p.lanes} | _published()
@@ -180,7 +154,6 @@ def on_this_machine() -> "dict[ModelRef, LocalModel]":
 
 @lru_cache(maxsize=1)
 def _stored_models(target: ModelRef) -> "dict[ModelRef, LocalModel]":
-    from specdemo.models.local_models import local_models
 
     return {model.name: model for model in local_models(target)}
 

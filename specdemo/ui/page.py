@@ -1,7 +1,6 @@
 """The page: `build` creates it, `serve` starts its server.
 
-The view is one component whose value is an append-only log (views.py), drawn by race.js. Code that needs torch is
-imported through `model_menus.live`, so that the page appears before torch is loaded.
+The view is one component whose value is an append-only log (views.py), drawn by race.js.
 """
 
 import asyncio
@@ -10,17 +9,16 @@ import json
 import math
 import os
 import threading
-from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing, closing
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import aclosing, closing, suppress
 from functools import partial
 from urllib.parse import urlsplit
 
-from specdemo.presets import limits
-from specdemo.ui import space
+from specdemo.core.deployment import public, zero_gpu
 
 os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
 os.environ.setdefault("GRADIO_ANALYTICS_MAX_EVENTS", "100")  # summarised after every event
-if limits.public() and not space.zero_gpu():
+if public() and not zero_gpu():
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # visitors must not trigger downloads on a public machine
 
 
@@ -29,13 +27,15 @@ from starlette.routing import Route
 
 from specdemo.bench.result import recorded_suite
 from specdemo.core.atomic_io import json_text
+from specdemo.engine.session import session
+from specdemo.methods import method, usable
+from specdemo.presets import limits
 from specdemo.presets.files import DEFAULT, Preset, preset
 from specdemo.presets.pair import TASKS
 from specdemo.presets.recorded import recorded
 from specdemo.ui import assets, controls, lab, security, space, sweep, tune, whatif
 from specdemo.ui.controls import Controls, look, wire_save, wire_share
 from specdemo.ui.job import ENGINE, QUIET, UPLOADED, Start, Store, named, stop_all, wire
-from specdemo.ui.model_menus import live
 from specdemo.ui.race import Log, Visits, replayed
 from specdemo.ui.setup import changed
 
@@ -51,8 +51,10 @@ def build(start: str = DEFAULT, allow_any_model: bool = False) -> gr.Blocks:
     """Create the page with a preset selected. Raises ValueError for an unknown preset, and if a public page would
     accept any model.
     """
-    if allow_any_model and limits.public():
+    if allow_any_model and public():
         raise ValueError("a public page accepts only listed models; remove --allow-any-model")
+    for name in usable():  # now: the lazy modules of transformers break when threads of visitors import them together
+        method(name)
     first = limits.fit(preset(start))
     store = Store()
     visits = Visits(first, allow_any_model, store)
@@ -218,8 +220,8 @@ def serve(
     security.trust_proxies(proxies)
     names = security.own_names(host, allow_hosts)
     page = build(start, allow_any_model)
-    if space.zero_gpu():  # models must be in place before the first call; the first one shown is loaded last
-        live().preload([*(p for p in limits.at_hand() if p.id != preset(start).id), preset(start)])
+    if zero_gpu():  # models must be in place before the first call; the first one shown is loaded last
+        preload([*(p for p in limits.at_hand() if p.id != preset(start).id), preset(start)])
     lifespan = security.outermost(partial(security.Door, names=names, most=space.bounds()))
     page.launch(
         server_name=host,
@@ -242,7 +244,7 @@ def serve(
     print(f"specdemo is on {page.local_url}", flush=True)
     if share:
         _accept_link(page.share_url, names)
-    if not space.zero_gpu():
+    if not zero_gpu():
         # no daemon: torch's code, ended in the middle with the interpreter, aborts the process
         threading.Thread(target=_warm, args=(preset(start),), name="preload").start()
     if block:
@@ -263,9 +265,14 @@ def _accept_link(link: str | None, names: set[str]) -> None:
     print(words, flush=True)
 
 
+def preload(presets: Iterable[Preset]) -> None:
+    """Load the models while the visitor reads. Errors are shown when Run is pressed."""
+    for chosen in presets:
+        with suppress(Exception):
+            session().place_models(chosen)
+
+
 def _warm(chosen: Preset) -> None:
-    """Import the engine, and load the models if they are on this machine already."""
-    runs = live()
-    if chosen.embedded:
-        runs.preload([chosen])
+    """Load the models if they are on this machine already."""
+    preload([chosen] if chosen.embedded else [])
     gc.freeze()  # exclude the current objects, because collecting them would delay every visitor

@@ -1,6 +1,8 @@
-"""The Race tab: the logs of runs (views.py), and the events of its visitors."""
+"""The Race tab: the logs of runs (views.py), and the events of its visitors. A run is on the engine of this process, or
+of one that has a GPU for a limited time."""
 
-from collections.abc import Iterable, Mapping
+import contextlib
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from functools import lru_cache, partial
 from typing import ClassVar, Self
 
@@ -9,7 +11,12 @@ import gradio as gr
 from specdemo.core.safe_io import FILE_BYTES, read_limited
 from specdemo.core.trace import RunTrace, from_json, to_json
 from specdemo.engine.comparison import Comparison
+from specdemo.engine.lanes import lane_name
 from specdemo.engine.messages import Finished, Note, Started, replay
+from specdemo.engine.session import follow_up, session
+from specdemo.models.checkpoints import PICKLED
+from specdemo.models.gguf_files import missing_bytes
+from specdemo.models.sources import size_text
 from specdemo.presets import limits
 from specdemo.presets.files import DEFAULT, Preset, load_presets, preset
 from specdemo.presets.link import from_query, is_link, is_sweep, to_query, without_folders
@@ -17,10 +24,58 @@ from specdemo.presets.recorded import recorded
 from specdemo.presets.runnable import why_not
 from specdemo.ui import space
 from specdemo.ui.controls import address, fill
-from specdemo.ui.job import ENTRY, LOST_S, Job, Jobs, Store, Values, opening, refusal, to_line
-from specdemo.ui.model_menus import live
+from specdemo.ui.job import ENTRY, LOST_S, Job, Jobs, Messages, Store, Values, Worker, opening, reason, refusal, to_line
 from specdemo.ui.setup import from_values, key, to_values
 from specdemo.ui.views import Failed, Shown, models_of, summary, view
+
+
+def run(spec: Comparison, cancelled: Callable[[], bool], report: Callable[..., None]) -> Iterator[Shown]:
+    """Yield the messages of a run, or why there is none."""
+    started = False
+    if limits.public() and (lacking := space.no_gpu(spec)):  # trying anyway would block a shared machine
+        yield Failed(lacking)
+        return
+    try:
+        for message in _on_borrowed_gpu(spec, cancelled) if space.zero_gpu() else _stream(spec, cancelled, report):
+            started = started or isinstance(message, Started)
+            yield message
+    except Exception as error:
+        words = getattr(error, "message", None) or str(error) or type(error).__name__
+        scheduler = f"{'the GPU was taken away' if started else 'no GPU for this run'}: {words}"
+        yield Failed(scheduler if space.zero_gpu() else reason(error))  # those of the engine are messages there
+
+
+def _stream(spec: Comparison, cancelled: Callable[[], bool], report: Callable[..., None]) -> Iterator[Shown]:
+    if limits.public():
+        session().forget_learned()  # a draft that learned from one visitor's text must not be used for another
+    return session().stream(spec, cancelled, report)
+
+
+def _on_borrowed_gpu(spec: Comparison, cancelled: Callable[[], bool]) -> Iterator[Shown]:
+    with contextlib.closing(_play(spec)) as batches:
+        for batch in batches:
+            if cancelled():
+                return
+            yield from batch
+
+
+@space.on_zero_gpu(space.seconds)
+def _play(spec: Comparison) -> Generator[Messages, None, None]:
+    """Yield the new messages of a run 15 times a second."""
+    worker = Worker(partial(_stream, spec), space.left_s(spec))
+    with contextlib.closing(worker.batches()) as batches:
+        yield from batches
+
+
+def download_question(spec: Preset) -> str:
+    """Return what a run would download first, and how to agree; empty if nothing. Asks the hub for sizes."""
+    sizes = {}
+    for name in () if spec.all_remote or limits.public() else dict.fromkeys(spec.models):
+        with contextlib.suppress(ValueError):  # the run says why there is no such model
+            sizes[name] = missing_bytes(name, PICKLED)
+    absent = " and ".join(name for name, size in sizes.items() if size)
+    size = size_text(sum(sizes.values()))
+    return f"this run downloads {absent} first: {size}; press Run again to download and run" if absent else ""
 
 
 class Log(Job):
@@ -36,7 +91,7 @@ class Log(Job):
 
     def __init__(self, before: Self | None = None, key: str = "", spec: Comparison | None = None, **kind: bool) -> None:
         """kind: `recorded` and `still`, False by default."""
-        work = partial(live().run, spec) if spec else None
+        work = partial(run, spec) if spec else None
         super().__init__(opening(key, **kind), work)
         self.recorded, self.still = kind.get("recorded", False), kind.get("still", False)
         self.unread_s = LOST_S
@@ -134,7 +189,7 @@ class Visits(Jobs[Log]):
         next two functions, if there can be no run.
         """
         chosen = from_values(values, self._any)
-        question = live().question(chosen)
+        question = download_question(chosen)
         if not question or (last is not None and last.failure == question):  # asked before: pressed again
             return Log(before=last, key=key(values), spec=chosen)
         log = Log(before=last)
@@ -156,7 +211,7 @@ class Visits(Jobs[Log]):
             raise ValueError("no chat to continue; press Run first")
         base = limits.fit(preset(last.spec.id))
         message = limits.admit(base.with_changes(prompt=values["message"])).prompt
-        return Log(before=last, spec=live().follow_up(last.spec, last.trace, message))
+        return Log(before=last, spec=follow_up(last.spec, last.trace, message))
 
     def offer(self, request: gr.Request, values: Values) -> Values:
         """Show the follow-up prompt if the visible run is a chat of this page; empty after its message is answered."""
@@ -199,7 +254,7 @@ class Visits(Jobs[Log]):
 
     def share(self, values: Values) -> str:
         """Return the link that opens the comparison again. Raises ValueError with one line."""
-        chosen = live().session().with_chosen_lengths(from_values(values, self._any))
+        chosen = session().with_chosen_lengths(from_values(values, self._any))
         return address(to_query(chosen, preset(chosen.id)))
 
     def open_link(self, request: gr.Request, values: Values) -> Values:
@@ -224,8 +279,7 @@ class Visits(Jobs[Log]):
         return fill(chosen, values) | {"view": with_notes(shown, refused)}
 
     def read_query(self, query: Mapping[str, object] | str) -> tuple[Preset, list[str]]:
-        """Return the comparison of a query, and notes on what was ignored. On a cold server this takes seconds."""
-        live()
+        """Return the comparison of a query, and notes on what was ignored."""
         chosen, refused = from_query(query, load_presets(), self._any, self._start)
         fitting = limits.fit(chosen)
         if fitting != chosen and chosen != preset(chosen.id):
@@ -238,7 +292,7 @@ def _lanes(chosen: Preset) -> str:
     """Return a log with the names of the lanes, and the reason why they cannot run here."""
     full = preset(chosen.id)
     obstacle = why_not(full) if chosen.target == full.target else ""
-    lanes = [live().lane_name(lane) for lane in chosen.lanes]
+    lanes = [lane_name(lane) for lane in chosen.lanes]
     return Log(still=True).text + to_line({"type": "idle", "lanes": lanes, "obstacle": obstacle})
 
 

@@ -26,7 +26,7 @@ from specdemo.presets.link import to_query
 from specdemo.presets.runnable import nearest_runnable, why_not
 from specdemo.ui import space
 from specdemo.ui.job import Values
-from specdemo.ui.model_menus import DRAFTING, cannot_run, check_models, default_draft, live, not_offered
+from specdemo.ui.model_menus import DRAFTING, cannot_run, check_models, default_draft, not_offered
 
 LANES = LIMITS.lanes - 1
 NUMBERS = range(1, LANES + 1)
@@ -73,7 +73,6 @@ def _added_lane(chosen: Preset) -> Lane:
 
 def from_values(values: Values, allow_any_model: bool = False) -> Preset:
     """Return the comparison that the controls describe. Raises ValueError with one line."""
-    live()
     base = preset(values["preset"])
     changes = {name: values[name] for name in COMPARISON_FIELDS}
     usual = base.chat if changes["target"] == base.target else None
@@ -86,7 +85,6 @@ def from_values(values: Values, allow_any_model: bool = False) -> Preset:
 
 def changed(preset_id: str, overrides: dict[str, object] | None, allow_any_model: bool) -> Preset:
     """Return a preset with other settings, as requested by an API call. Raises ValueError with one line."""
-    live()
     if not isinstance(overrides or {}, Mapping):
         raise ValueError(f"overrides must be an object of settings, not {overrides!r:.40}")
     return limits.admit(check_models(limits.fit(preset(preset_id)).with_changes(**(overrides or {})), allow_any_model))
@@ -150,7 +148,6 @@ def key(values: Values) -> str:
 
 def show_setup(_: gr.Request | None, values: Values, allow_any_model: bool = True) -> Values:
     """Return the row of the setup and the description of the settings."""
-    live()
     line = summary(values, lambda name: str(method(name).title))
     obstacle = _lane_obstacle(values, allow_any_model)
     about = " ".join(filter(None, (described(values, line), _gpu_time(values))))

@@ -19,7 +19,9 @@ from specdemo.costs.acceptance import Acceptance
 from specdemo.costs.profiles import profile
 from specdemo.costs.roofline import device_of, step_cost
 from specdemo.engine.comparison import Comparison, Lane
+from specdemo.engine.session import session
 from specdemo.methods import BASELINE, facts_of
+from specdemo.models.devices import best_device, device_kind
 from specdemo.presets import limits
 
 # docs/deploy.md has the source of every number
@@ -39,6 +41,12 @@ Function = TypeVar("Function", bound=Callable[..., object])
 def turn_s() -> float:
     """Return the time limit of one run, sweep or test in seconds; a public machine is shared."""
     return 120.0 if limits.public() else 1800.0
+
+
+def no_gpu(spec: Comparison) -> str:
+    """Return why an external model may be too large for this machine; "" if there is a GPU."""
+    needless = spec.target.embedded or spec.all_remote or not device_kind(best_device()).host
+    return "" if needless else f"{spec.target} needs a GPU and this machine has none"
 
 
 def bounds() -> int:
@@ -73,8 +81,6 @@ def _asked_s(spec: Comparison) -> float:
 
 def needed_s(spec: Comparison) -> float:
     """Return the longest time that a run needs a GPU, from the process that gets it to the end of the last lane."""
-    from specdemo.engine.session import session  # needs torch
-
     weights = sum(size for _, size in session().loaded())
     lanes = sum(_step_ms(spec, lane) for lane in spec.all_lanes) * spec.max_new_tokens / 1000.0
     warm = 0.0 if spec.target.embedded else LANE_START_S * len(spec.all_lanes)  # EMBEDDED_MS includes it

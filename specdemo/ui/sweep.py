@@ -22,6 +22,7 @@ from specdemo.bench.suites import Sweep, swept
 from specdemo.core.atomic_io import finite
 from specdemo.core.estimate import Estimate
 from specdemo.core.suggest import counted
+from specdemo.engine.lanes import lane_name
 from specdemo.models.ref import ModelRef
 from specdemo.presets import limits
 from specdemo.presets.files import Preset, load_presets, preset
@@ -42,8 +43,9 @@ from specdemo.ui.job import (
     refusal,
     to_line,
     wire,
+    with_engine_lock,
 )
-from specdemo.ui.model_menus import live, page_preset
+from specdemo.ui.model_menus import page_preset
 from specdemo.ui.views import Loading, view
 
 USUAL = ("auto", "here", "", 0.0, 1.0)  # values of options that need no mention
@@ -68,13 +70,13 @@ class Sweeping(Job):
     @classmethod
     def measuring(cls, name: str, measure: Callable[[Report, Stop], Result], before: Self | None = None) -> Self:
         """Raises ValueError with one line if no sweep can run."""
-        if live().ELSEWHERE:
+        if space.zero_gpu():
             raise ValueError(OFF)
 
         def work(cancelled: Stop, report: Callable[..., None]) -> Iterator[Result]:
             yield measure(every_few_percent(report), cancelled)
 
-        sweeping = cls(opening() + to_line({"type": "start", "name": name}), live().with_engine_lock(work))
+        sweeping = cls(opening() + to_line({"type": "start", "name": name}), with_engine_lock(work))
         sweeping.file = before.file if before else None
         return sweeping
 
@@ -131,7 +133,7 @@ def _lane_names(ids: Iterable[str]) -> dict[str, str]:
     """Return the name of each preset's lane; a number tells two equal ones apart."""
     names: dict[str, str] = {}
     for id in dict.fromkeys(ids):
-        name = live().lane_name(load_presets()[id].lanes[0])
+        name = lane_name(load_presets()[id].lanes[0])
         times = sum(other.partition(" #")[0] == name for other in names.values())
         names[id] = f"{name} #{times + 1}" if times else name
     return names
@@ -183,7 +185,6 @@ def _cell(value: object) -> object:
 
 def begin(values: Values, last: Sweeping | None) -> Sweeping:
     """Return the sweep that the controls describe. Raises ValueError with one line."""
-    live()  # imports torch under its lock, before the methods of a preset are checked
     sweep = admit(Sweep().changed(**values))
     return Sweeping.measuring(f"{swept()[sweep.sweep].title}, {sweep.preset}", sweep.suite().run, last)
 
@@ -229,7 +230,7 @@ def admit(sweep: Sweep) -> Sweep:
     """Return the sweep. Raises ValueError on a public page if it is too large."""
     chosen = limits.fit(preset(sweep.preset))
     limits.admit(chosen.with_changes(max_new_tokens=sweep.new_tokens, repeats=sweep.repeats))
-    if limits.public() and (reason := live().no_gpu(chosen)):
+    if limits.public() and (reason := space.no_gpu(chosen)):
         raise ValueError(f"{reason}; {limits.HOME}")
     return sweep
 

@@ -12,13 +12,12 @@ from specdemo.presets.pair import work_prompts
 from specdemo.ui import assets, space
 from specdemo.ui.controls import Controls, look
 from specdemo.ui.job import QUIET, Parts, Store, Values, named
-from specdemo.ui.model_menus import live, page_preset, targets
+from specdemo.ui.model_menus import page_preset, targets
 from specdemo.ui.sweep import Sweeping, Sweeps, admit, draw_result
 
 
 def begin(values: Values, last: Sweeping | None) -> Sweeping:
     """Return the measurement that the controls describe. Raises ValueError with one line."""
-    live()  # imports torch under its lock
     target = ModelRef(values["target"])
     base = next((one for one in load_presets().values() if one.target == target), None)
     if base is None:

@@ -49,7 +49,7 @@ def test_every_section_runs_without_gradio(measured):
     assert {name: found.get("error") for name, found in kept.items() if found["state"] != "done"} == {}
     assert all(found["rows"] for name, found in kept.items() if name != "tests")
     assert kept["tests"]["remarks"] == ["by an earlier call"]
-    assert "page: ['specdemo.ui', 'specdemo.ui.app', 'specdemo.ui.space']" in printed  # only for the command's options
+    assert "page: ['specdemo.ui', 'specdemo.ui.app']" in printed  # only for the command's options
     assert printed.count("Not a GPU measurement") == 1
 
 

@@ -10,11 +10,11 @@ from types import SimpleNamespace
 from specdemo.bench import suites
 from specdemo.bench.tune import Tune
 from specdemo.engine.messages import Finished, replay
-from specdemo.ui import lab, live, page, race
+from specdemo.ui import job, lab, page, race
 from tests.traces import hostile_trace
 from tests.ui.stand_ins import Bench, Trainer, tuned
 
-# `started` and `stopped` count runs. While `warm` is cleared, links are not read yet, as if torch were being imported.
+# `started` and `stopped` count runs. While `warm` is cleared, links are not read yet, as on a busy machine.
 GATES = {name: threading.Event() for name in ("open", "up", "warm")}
 GATES |= {name: threading.Semaphore(0) for name in ("started", "stopped")}
 
@@ -94,8 +94,8 @@ def serve_gated(port, gates):
         gates.warm.wait(60)
         return open_link(self, request, values)
 
-    live.session = lambda: engine
-    lab.trainer = lambda: trainer
+    job.session = race.session = lambda: engine
+    lab.recipes = trainer
     suites.suite = lab.suite = GatedBench(gates)
     Tune.run = gated_tune(gates)
     race.Visits.open_link = open_when_warm

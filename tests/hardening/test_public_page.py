@@ -12,7 +12,7 @@ import pytest
 from specdemo.core.safe_io import PUBLIC_FILE_BYTES
 from specdemo.presets import limits
 from specdemo.presets.files import preset
-from specdemo.ui import live
+from specdemo.ui import race
 from specdemo.ui.race import Visits
 from specdemo.ui.security import UPLOADS, policy
 from specdemo.ui.setup import changed, from_values, to_values
@@ -156,8 +156,8 @@ def test_online_learning_is_reset_between_visitors(public, monkeypatch):
     engine = SimpleNamespace(
         forget_learned=lambda: outputs.append("forget_learned"), stream=lambda *_: outputs.append("run") or iter(())
     )
-    monkeypatch.setattr(live, "session", lambda: engine)
-    list(live.run(preset("embedded-draft"), lambda: False, print))
+    monkeypatch.setattr(race, "session", lambda: engine)
+    list(race.run(preset("embedded-draft"), lambda: False, print))
     assert outputs == ["forget_learned", "run"]
 
 

@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import pytest
 
+from specdemo.engine.session import session
 from specdemo.presets.files import preset
 from specdemo.ui import controls, lab, model_menus
 from specdemo.ui.lab import Lab, Training, train
@@ -16,7 +17,7 @@ REQUEST = {"recipe": "medusa", "minutes": 1.0}
 @pytest.fixture
 def trainer(monkeypatch):
     stand_in = Trainer()
-    monkeypatch.setattr(lab, "trainer", lambda: stand_in)
+    monkeypatch.setattr(lab, "recipes", stand_in)
     monkeypatch.setattr(lab, "TRAINED", [])
     monkeypatch.delenv("SPACE_ID", raising=False)
     return stand_in
@@ -27,7 +28,7 @@ def last(request):
 
 
 def test_stand_in_has_the_interface_of_the_lab():
-    real = lab.trainer()
+    real = lab.recipes
     assert all(callable(getattr(real, name)) for name in ("recipes", "head_recipe", "train_live"))
     assert all(real.head_recipe(name).method for name in real.recipes())
 
@@ -74,7 +75,7 @@ def test_closing_the_tab_stops_training(trainer):
 
 
 def test_engine_is_locked_during_training(trainer):
-    lock = lab.live().session().lock
+    lock = session().lock
     training = Training("medusa", 1.0)
     with lock:
         texts = sync(training.follow())
@@ -116,6 +117,6 @@ def test_until_a_visitor_trains_the_shipped_head_shows_how_it_learned(trainer):
     assert len(agreed) == 18 and agreed[-1] > agreed[0]
     assert visits.recorded(VISITOR, {"recipe": "parrot"}) == {"view": ""}  # there is no recording
     (opening, *_) = lines(visits.recorded(VISITOR, {"recipe": None})["view"])  # the tab was opened before its menu
-    assert opening["recipe"] == next(iter(lab.trainer().recipes()))
+    assert opening["recipe"] == next(iter(lab.recipes.recipes()))
     list(played(visits, train, VISITOR, REQUEST))
     assert visits.recorded(VISITOR, {"recipe": "eagle-3"}) == {}

@@ -15,11 +15,10 @@ import torch
 import yaml
 
 from specdemo.bench.suites import Sweep
-from specdemo.engine import session as session_module
 from specdemo.presets import limits
 from specdemo.presets.files import load_presets, preset
 from specdemo.presets.recorded import recorded
-from specdemo.ui import live, setup, space, sweep
+from specdemo.ui import race, setup, space, sweep
 from specdemo.ui.page import build
 from specdemo.ui.race import Log, Visits, replayed
 from specdemo.ui.setup import changed
@@ -31,7 +30,8 @@ ZERO_GPU = """
 import json, os, sys
 import torch
 from specdemo.presets.files import preset
-from specdemo.ui import live, space
+from specdemo.ui import space
+from specdemo.ui.page import preload
 from specdemo.ui.race import Log
 from tests.processes import measure_briefly
 from tests.ui.stand_ins import sync
@@ -39,8 +39,8 @@ from tests.ui.stand_ins import sync
 measure_briefly()
 space.FORK_S = 30.0  # so that a slow machine reaches the end
 chosen = preset("embedded-draft").with_changes(max_new_tokens=12)
-live.preload([chosen])
-assert live.ELSEWHERE and not torch.cuda.is_initialized()
+preload([chosen])
+assert space.zero_gpu() and not torch.cuda.is_initialized()
 done, stopped, refused = (Log(spec=one) for one in (chosen, chosen.with_changes(max_new_tokens=400), chosen))
 outputs = list(sync(done.follow()))
 
@@ -81,7 +81,7 @@ def test_no_quota_without_zero_gpu(monkeypatch):
     monkeypatch.syspath_prepend("tests/ui/zero_gpu")
     monkeypatch.delenv("SPACES_ZERO_GPU", raising=False)
     assert space.on_zero_gpu(lambda: 1)(build) is build
-    assert not space.zero_gpu() and not live.ELSEWHERE
+    assert not space.zero_gpu()
 
 
 @pytest.fixture(params=[("RTX PRO 6000 Blackwell Server Edition", 1.5), ("H200", 1.0)])
@@ -94,7 +94,7 @@ def zero_gpu(request, monkeypatch):
     monkeypatch.setattr(client.config, "get_config", client.config.get_config.__wrapped__)
     monkeypatch.setattr(client.utils, "self_cgroup_device_path", lambda: "/")
     weights = [("Qwen/Qwen3-8B", 16_400_000_000), ("Qwen/Qwen3-0.6B", 1_200_000_000), ("in 4 bits", 6_000_000_000)]
-    monkeypatch.setattr(session_module, "session", lambda: SimpleNamespace(loaded=lambda: weights))
+    monkeypatch.setattr(space, "session", lambda: SimpleNamespace(loaded=lambda: weights))
     return SimpleNamespace(client=client, factor=factor, scheduler=partial(Scheduler, client, monkeypatch))
 
 
@@ -219,7 +219,7 @@ def test_a_public_page_offers_every_preset_within_its_limits(public):
 
 
 def test_a_link_never_runs_anything_and_is_cut_to_what_is_public(public, monkeypatch):
-    monkeypatch.setattr(live, "session", None)
+    monkeypatch.setattr(race, "session", None)
     query = {"preset": "embedded-draft", "max_new_tokens": "1024", "run": "1", "go": "1"}
     request = SimpleNamespace(session_hash="a", query_params=query)
     chosen, refused = public.read_query(request.query_params)
@@ -232,9 +232,9 @@ def test_a_link_never_runs_anything_and_is_cut_to_what_is_public(public, monkeyp
 
 
 def test_a_public_page_without_a_gpu_says_why_there_is_no_run(public, monkeypatch):
-    monkeypatch.setattr(live, "best_device", lambda: torch.device("cpu"))
-    monkeypatch.setattr(live, "session", None)
-    text = Log().add(live.run(load_presets()["qwen3-8b"], lambda: False, print))
+    monkeypatch.setattr(space, "best_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(race, "session", None)
+    text = Log().add(race.run(load_presets()["qwen3-8b"], lambda: False, print))
     assert lines(text)[1:] == [{"type": "error", "text": "Qwen/Qwen3-8B needs a GPU and this machine has none"}]
 
 
@@ -245,12 +245,12 @@ class Engine:
 
 
 def test_no_recorded_run_stands_in_for_one_that_fails(monkeypatch):
-    monkeypatch.setattr(live, "best_device", lambda: torch.device("cpu"))
-    monkeypatch.setattr(live, "session", Engine)
+    monkeypatch.setattr(space, "best_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(race, "session", Engine)
     chosen = load_presets()["smollm2-chat"]
     assert recorded(chosen.id)
     log = Log(before=replayed(hostile_trace()))
-    first, error = lines(log.add(live.run(chosen, lambda: False, print)))
+    first, error = lines(log.add(race.run(chosen, lambda: False, print)))
     assert not first["recorded"] and error["type"] == "error" and "needs 18.0 GB" in error["text"]
     assert log.trace == hostile_trace()  # the chat can continue
 
