@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from specdemo.bench.base import Report
-from specdemo.bench.measure import Tick, repeated
+from specdemo.bench.base import Report, Tick
+from specdemo.bench.measure import repeated
 from specdemo.bench.prompts import PROMPTS
 from specdemo.bench.result import Result
 from specdemo.core.estimate import over_repeats

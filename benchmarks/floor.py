@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from benchmarks.pairs import Pair
-from specdemo.bench.base import Report
-from specdemo.bench.measure import Tick, repeated
+from specdemo.bench.base import Report, Tick
+from specdemo.bench.measure import repeated
 from specdemo.bench.result import Result
 from specdemo.core.estimate import Estimate, over_repeats
 from specdemo.core.protocol import Budget, Drafter, Forward, GenerationConfig, Progress, Target

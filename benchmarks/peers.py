@@ -20,8 +20,8 @@ from transformers.utils import logging
 from benchmarks.floor import Overhead, RecordingTarget, overhead, overhead_columns
 from benchmarks.llamacpp import LlamaCpp
 from benchmarks.pairs import Pair
-from specdemo.bench.base import Report
-from specdemo.bench.measure import Tick, repeated
+from specdemo.bench.base import Report, Tick
+from specdemo.bench.measure import repeated
 from specdemo.bench.result import Result
 from specdemo.core.estimate import Estimate, over_repeats
 from specdemo.core.protocol import Budget, Drafter, GenerationConfig, Target
@@ -119,7 +119,7 @@ def contest(
     prompts: Sequence[Tensor],
     new_tokens: int,
     repeat: int,
-    tick: Tick,
+    tick: Callable[[float], None],
     now: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Timed]:
     """Run every peer on every prompt once, in random order per repeat."""

@@ -33,6 +33,15 @@ class Report(Protocol):
         """
 
 
+class Tick(Protocol):
+    """Callback for the progress of one repeat of a suite."""
+
+    def __call__(self, share: float, so_far: SoFar | None = None, /) -> None:
+        """Take the fraction of the repeat that is done, and `so_far` as in `Report`. Raises Cancelled if the user has
+        stopped the suite.
+        """
+
+
 @dataclass(frozen=True, slots=True)
 class Axis:
     """Meaning of the points of a suite's curves: a column of its rows, its label and its unit."""

@@ -13,8 +13,8 @@ from typing import TypeVar
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from specdemo.bench.base import ROWS, OfPreset, Report, Stop
-from specdemo.bench.measure import Tick, Way, repeated, run_complete
+from specdemo.bench.base import ROWS, OfPreset, Report, Stop, Tick
+from specdemo.bench.measure import Way, repeated, run_complete
 from specdemo.bench.prompts import PROMPTS
 from specdemo.bench.result import DRAFTED, PLAIN, TOKEN, Result, Row
 from specdemo.bench.sweeps import tokenizer
@@ -120,7 +120,7 @@ def _same_distribution(suite: OfPreset, chosen: Preset, report: Report, cancelle
             seed = chosen.seed + len(ways) * repeat + number
             samples.append(drawn(target, way, prompt, seed, partial(tick, number / len(ways))))
         every.append(samples)
-        report((repeat + 1) / suite.repeats, f"repeat {repeat + 1} of {suite.repeats}", lambda: conclude(every, []))
+        tick(1.0, lambda: conclude(every, []))
         return samples
 
     def conclude(done: Sequence[Sequence[Sequence[list[int]]]], remarks: list[str]) -> Result:

@@ -14,9 +14,9 @@ from typing import Self, TypeVar
 import torch
 from torch import Tensor
 
-from specdemo.bench.base import Progress, Stop
+from specdemo.bench.base import Report, SoFar, Stop, Tick
 from specdemo.bench.report import sentence
-from specdemo.bench.result import THOROUGH
+from specdemo.bench.result import THOROUGH, Result, Row
 from specdemo.core import timing_spread
 from specdemo.core.accept import AcceptRule
 from specdemo.core.estimate import Estimate, RunTiming, over_repeats, rate, speedup, waited_share
@@ -32,13 +32,11 @@ from specdemo.models.errors import Cancelled
 from specdemo.models.machine import GpuClock
 
 T = TypeVar("T")
-Tick = Callable[[float], None]  # takes the fraction of a repeat that is done; raises Cancelled
-Show = Callable[[Callable[[], T]], None]  # takes a function that returns the measurements so far
 MACHINE = 3  # maximum number of noise reasons from the machine; they contain clock rates, which differ between runs
 
 
 def repeated(
-    count: int, report: Progress, cancelled: Stop, once: Callable[[int, Tick], T], noun: str = "repeat"
+    count: int, report: Report, cancelled: Stop, once: Callable[[int, Tick], T], noun: str = "repeat"
 ) -> tuple[list[T], list[str]]:
     """Call once(repeat, tick) `count` times; return the results, and a remark if stopped.
 
@@ -48,10 +46,10 @@ def repeated(
     try:
         for repeat in range(count):
 
-            def tick(share: float, repeat: int = repeat) -> None:
+            def tick(share: float, so_far: SoFar | None = None, /, repeat: int = repeat) -> None:
                 if cancelled():
                     raise Cancelled("stopped")
-                report((repeat + share) / count, f"{noun} {repeat + 1} of {count}")
+                report((repeat + share) / count, f"{noun} {repeat + 1} of {count}", so_far)
 
             tick(0.0)
             done.append(once(repeat, tick))
@@ -98,7 +96,7 @@ class Totals:
 
 def tally_row(
     lane: str, where: Mapping[str, object], own: Sequence[Totals], plain: Sequence[Totals], machine: Iterable[str] = ()
-) -> dict[str, object]:
+) -> Row:
     """Return the row of a lane from its tallies and those of plain decoding, one per repeat.
 
     where: the columns that identify the row. machine: why no time that was measured on the machine can be trusted.
@@ -154,7 +152,7 @@ class Compared:
         """Return the events of a lane by run."""
         return [trace.lanes[lane].events for trace in self.every]
 
-    def rows(self, where: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
+    def rows(self, where: Sequence[Mapping[str, object]]) -> list[Row]:
         """Return one row per lane. where[i]: columns of lane i."""
         machine = dict.fromkeys(reason for trace in self.every for reason in _machine_reasons(trace))
         plain, rows = self._totals(0), []
@@ -185,11 +183,12 @@ def compare_lanes(
     spec: Comparison,
     texts: Sequence[str],
     repeats: int,
-    report: Progress,
+    report: Report,
     cancelled: Stop,
-    show: "Show[Compared]" = lambda so_far: None,
+    result: Callable[[Compared], Result],
 ) -> Compared:
-    """Compare the lanes of `spec` with plain decoding, one after the other on every text, `repeats` times."""
+    """Compare the lanes of `spec` with plain decoding, one after the other on every text, `repeats` times. result:
+    returns the result of the runs so far."""
     every: list[list[RunTrace]] = []  # with the unfinished repeat
 
     def once(_repeat: int, tick: Tick) -> list[RunTrace]:
@@ -197,9 +196,8 @@ def compare_lanes(
         for number, text in enumerate(texts):
             tick(number / len(texts))
             trace = run_complete(runner, spec.model_copy(update={"prompt": text}), cancelled)
-            tick((number + 1) / len(texts))  # do not count an interrupted run
             every[-1].append(trace)
-            show(lambda: Compared(every, []))
+            tick((number + 1) / len(texts), lambda: result(Compared(every, [])))  # raises after an interrupted run
         return every[-1]
 
     return Compared(*repeated(repeats, report, cancelled, once))
@@ -246,18 +244,18 @@ def along(
     places: Sequence[Place],
     axis: str,
     repeats: int,
-    report: Progress,
+    report: Report,
     cancelled: Stop,
-    show: Show[list[dict[str, object]]] = lambda so_far: None,
-) -> tuple[list[dict[str, object]], list[str], int]:
+    result: Callable[[list[Row]], Result],
+) -> tuple[list[Row], list[str], int]:
     """Measure every lane at every sweep point, interleaved; return rows, remarks and finished repeats. The first lane
-    is plain decoding.
+    is plain decoding. result: returns the result of the rows so far.
     """
 
     machine: list[dict[str, None]] = [{} for _ in places]
     every: list[list[list[Totals]]] = []  # with the unfinished repeat
 
-    def rows(done: Sequence[Sequence[Sequence[Totals]]]) -> list[dict[str, object]]:
+    def rows(done: Sequence[Sequence[Sequence[Totals]]]) -> list[Row]:
         """Return a row per place and lane. done[repeat][place][lane]: totals of the measured places."""
         measured = [[tallies[number] for tallies in done if number < len(tallies)] for number in range(len(places))]
         return [
@@ -284,8 +282,7 @@ def along(
                     tick(number / len(places))
                     tally.add(list(run(prompt, config)))
             machine[number] |= dict.fromkeys(gpu.reasons() if gpu else ())
-            tick((number + 1) / len(places))  # the last run may have been interrupted
-            show(lambda: rows(every))
+            tick((number + 1) / len(places), lambda: result(rows(every)))  # raises after an interrupted run
         return tallies
 
     done, remarks = repeated(repeats, report, cancelled, once)
@@ -294,7 +291,7 @@ def along(
 
 def _place_row(
     name: str, where: Mapping[str, object], lane: int, done: Sequence[Sequence[Totals]], machine: Iterable[str]
-) -> dict[str, object]:
+) -> Row:
     """Return the row of a lane at a sweep point. done[repeat][lane]: totals at this point."""
     plain = [totals[0] for totals in done]
     own = [totals[lane] for totals in done] if lane else plain

@@ -1,7 +1,7 @@
 """Measuring code that several suites share: lanes at every draft length, as shipped, or along an axis."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from torch import Generator
 from transformers import PreTrainedTokenizerBase
@@ -35,27 +35,9 @@ def shipped_lanes(target: str = "stories") -> tuple[Lane, ...]:
     return tuple(p.lanes[0].model_copy(update={"name": p.id}) for p in chosen if len(p.lanes) == 1)
 
 
-@dataclass(slots=True)
-class Partial:
-    """Progress of a suite that also shows the rows measured so far."""
-
-    suite: Decoding
-    target: str
-    report: Report
-    axis: str
-    share: float = 0.0
-    what: str = ""
-
-    def __call__(self, share: float, what: str) -> None:
-        self.share, self.what = share, what
-        self.report(share, what)
-
-    def show(self, rows: Callable[[], list[dict[str, object]]]) -> None:
-        """Report a function that returns the result so far."""
-        self.report(self.share, self.what, lambda: self._result(rows()))
-
-    def _result(self, rows: list[dict[str, object]]) -> Result:
-        return Result(self.suite.name, self.suite.repeats, self.suite.config(self.target), {}, rows, [], self.axis)
+def so_far(suite: Decoding, target: str, rows: list[Row], axis: str) -> Result:
+    """Return the result of the rows that a running suite has measured."""
+    return Result(suite.name, suite.repeats, suite.config(target), {}, rows, [], axis)
 
 
 def every_k(suite: Laned, ks: Sequence[int], chosen: Preset, report: Report, cancelled: Stop) -> Result:
@@ -80,13 +62,12 @@ def compared(
 ) -> Result:
     """Compare lanes with plain decoding on the suite's prompts. where: columns of each, those of plain decoding first.
     own: the lane of every k whose run predicts the others; 0: none."""
-    runner, progress = Session(), Partial(suite, target, report, axis)
+    runner, spec = Session(), comparison(suite, target, lanes)
 
-    def show(so_far: Callable[[], Compared]) -> None:
-        progress.show(lambda: so_far().rows(where))
+    def result(seen: Compared) -> Result:
+        return so_far(suite, target, seen.rows(where), axis)
 
-    spec = comparison(suite, target, lanes)
-    seen = compare_lanes(runner, spec, suite.texts, suite.repeats, progress, cancelled, show)
+    seen = compare_lanes(runner, spec, suite.texts, suite.repeats, report, cancelled, result)
     rows = seen.rows(where)
     remarks = [*(_predict(runner.target(), seen, own, rows) if own else ()), *seen.remarks]
     rows = [{name: row.get(name) for name in COLUMNS if any(name in r for r in rows)} for row in rows]
@@ -125,12 +106,14 @@ def along_axis(
 ) -> Result:
     """Measure every lane at every point of the suite's axis."""
     assert suite.axis is not None
-    axis = suite.axis.column
-    progress = Partial(suite, preset(suite.preset).target, report, axis)
-    rows, remarks, done = along(target, lanes, places, axis, suite.repeats, progress, cancelled, progress.show)
-    config = suite.config(preset(suite.preset).target)
+    axis, name = suite.axis.column, preset(suite.preset).target
+
+    def result(rows: list[Row]) -> Result:
+        return so_far(suite, name, rows, axis)
+
+    rows, remarks, done = along(target, lanes, places, axis, suite.repeats, report, cancelled, result)
     notes = [f"{sentence(note)}." for note in target.notes]
-    return Result(suite.name, done, config, environment(target), rows, [*remarks, *notes], axis)
+    return Result(suite.name, done, suite.config(name), environment(target), rows, [*remarks, *notes], axis)
 
 
 class Likeliest(Wrapper):

@@ -180,7 +180,7 @@ def test_stopping_reaches_a_text_that_is_being_written():
     lanes = {"plain": Way(load_drafter("none", target), Lossless(), GenerationConfig(60, stop_token_ids=()))}
     place = Place(1, [torch.tensor([[1, 2, 3]])])
     with pytest.raises(ValueError, match="stopped before the first repeat"):
-        along(target, lanes, [place], "batch", 1, silent, lambda: len(passes) >= 30)
+        along(target, lanes, [place], "batch", 1, silent, lambda: len(passes) >= 30, list)
     assert len(passes) == 30
 
 
@@ -251,7 +251,11 @@ def test_places_of_an_axis_are_reported_one_by_one():
     target, seen = ToyTarget(64), []
     lanes = {"plain": Way(load_drafter("none", target), Lossless(), GenerationConfig(4, stop_token_ids=()))}
     places = [Place(n, [torch.tensor([[1, 2, 3]] * n)]) for n in (1, 2)]
-    rows, _, _ = along(target, lanes, places, "batch", 2, silent, never_cancelled, lambda so_far: seen.append(so_far()))
+
+    def report(share, what, so_far=None):
+        seen.extend([so_far()] if so_far else [])
+
+    rows, _, _ = along(target, lanes, places, "batch", 2, report, never_cancelled, list)
     assert [[row["batch"] for row in part] for part in seen] == [[1], [1, 2], [1, 2], [1, 2]]
     assert seen[-1] == rows
 
@@ -264,7 +268,9 @@ def test_a_noisy_machine_marks_every_place_on_an_axis(monkeypatch):
         "plain": Way(load_drafter("none", target), Lossless(), plain),
         "lookup": Way(load_drafter("ngram", target), Lossless(), replace(plain, budget=Budget(2, 2))),
     }
-    rows, _, _ = along(target, lanes, [Place(1, [torch.tensor([[1, 2, 3]])])], "batch", 1, silent, never_cancelled)
+    rows, _, _ = along(
+        target, lanes, [Place(1, [torch.tensor([[1, 2, 3]])])], "batch", 1, silent, never_cancelled, list
+    )
     assert [row["speed-up"].reasons[-1:] for row in rows] == [(), ("the GPU is throttled by heat",)]
 
 
@@ -280,11 +286,11 @@ def test_stopping_reaches_the_run_itself():
     )
     runner = Session()
 
-    def report(share, what):
+    def report(share, what, so_far):
         stop.append(share)
 
     with pytest.raises(ValueError, match="stopped before the first repeat"):
-        compare_lanes(runner, spec, ["Once upon a time"], 1, report, lambda: len(stop) > 1)
+        compare_lanes(runner, spec, ["Once upon a time"], 1, report, lambda: len(stop) > 1, list)
 
 
 def test_the_notes_of_a_run_are_remarks_of_the_suite():
@@ -295,7 +301,7 @@ def test_the_notes_of_a_run_are_remarks_of_the_suite():
             return trace
 
     spec = Comparison(id="bench", target="stories", prompt="-", lanes=[Lane(method="ngram", k=2)], max_new_tokens=4)
-    seen = compare_lanes(Noting(), spec, ["Once upon a time"], 1, silent, lambda: False)
+    seen = compare_lanes(Noting(), spec, ["Once upon a time"], 1, silent, lambda: False, list)
     assert seen.remarks[-1] == "Verifying 5 tokens takes 1.50 times as long as one token."
 
 

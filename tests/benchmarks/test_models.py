@@ -26,7 +26,7 @@ from specdemo.engine.loop import never_cancelled
 from specdemo.presets.pair import work_prompts
 
 
-def silent(share, what):
+def silent(share, what, so_far=None):
     assert 0.0 <= share < 1.0
 
 
@@ -94,7 +94,7 @@ def quick(monkeypatch):
 
 
 def test_race_fairness_reports_both_clocks():
-    result = RaceFairness(repeats=1).run(lambda share, what: None, never_cancelled)
+    result = RaceFairness(repeats=1).run(silent, never_cancelled)
     usual, stalled = result.rows
     assert stalled["the rival's ms/token"].value > usual["the rival's ms/token"].value
     assert result.remarks[0].startswith("The plain lane's own clock changed by ")

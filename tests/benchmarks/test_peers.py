@@ -23,7 +23,7 @@ TINY = Size(layers=4, hidden=64, feed_forward=96, heads=4, kv_heads=2, vocabular
 CPU = torch.device("cpu")
 
 
-def silent(share, what):
+def silent(share, what, so_far=None):
     assert 0.0 <= share <= 1.0
 
 
