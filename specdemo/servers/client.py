@@ -7,7 +7,7 @@ import json
 import re
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
@@ -86,12 +86,6 @@ class Client:
         """Return the complete response. Raises StatusError, httpx.TransportError, and ValueError for more than `most`
         bytes.
         """
-        try:
-            return await self._read(path, most)
-        except httpx.RemoteProtocolError:  # the server closed a kept-alive connection, as llama.cpp does
-            return await self._read(path, most)
-
-    async def _read(self, path: str, most: int) -> bytes:
         async with self._answer("GET", path) as answer:
             return b"".join([part async for part, _ in _bounded(answer, most)])
 
@@ -134,7 +128,12 @@ class Client:
     async def _answer(
         self, method: str, path: str, question: dict[str, object] | None = None
     ) -> AsyncIterator[httpx.Response]:
-        async with self.http.stream(method, self.server + path, json=question) as answer:
+        request = self.http.build_request(method, self.server + path, json=question)
+        try:
+            answer = await self.http.send(request, stream=True)
+        except (httpx.RemoteProtocolError, httpx.ReadError):  # the server has closed a connection that was kept
+            answer = await self.http.send(request, stream=True)
+        async with aclosing(answer):
             if answer.status_code == 200:
                 yield answer
                 return

@@ -212,8 +212,7 @@ class RemoteLane:
         refusal: StatusError | None = None
         for form, standard in product(self.forms, (False, True) if droppable else (False,)):
             try:
-                retry = refusal is not None
-                await self._patience.answer(partial(self._try_form, http, form, standard, retry))
+                await self._patience.answer(partial(self._try_form, http, form, standard))
             except StatusError as error:
                 if error.patience_s:
                     raise
@@ -227,18 +226,11 @@ class RemoteLane:
         assert refusal is not None
         raise refusal
 
-    async def _try_form(self, http: Client, form: Form, standard: bool, retry: bool) -> None:
-        """Send a short request. retry: once more if the connection fails, because a server may close it after it has
-        rejected a request.
-        """
+    async def _try_form(self, http: Client, form: Form, standard: bool) -> None:
+        """Send a short request."""
         limit = min(WARM_UP_TOKENS, self.config.max_new_tokens)
         request = self._request(form, standard, WARM_UP, limit)
-        try:
-            await StreamParser(lambda piece: None, limit).read_stream(http, f"/v1/{form}", request)
-        except httpx.TransportError as error:
-            if not retry or isinstance(error, httpx.TimeoutException):
-                raise
-            await self._try_form(http, form, standard, retry=False)
+        await StreamParser(lambda piece: None, limit).read_stream(http, f"/v1/{form}", request)
 
     def _request(self, form: Form, standard: bool, prompt: Text, limit: int) -> dict[str, object]:
         """Build the request. All settings are explicit, because servers may take defaults from the model's
