@@ -293,8 +293,7 @@ def test_draft_learns_from_the_target_of_its_corpus(monkeypatch, tmp_path, recip
     ],
 )
 def test_two_servers_are_needed(named, line, capsys, monkeypatch):
-    monkeypatch.setattr("specdemo.servers.address._added", {})
-    monkeypatch.delenv("SPECDEMO_SERVERS", raising=False)
+    monkeypatch.setenv("SPECDEMO_SERVERS", "")
     assert main(["run", "two-servers", *(part for server in named for part in ("--server", server))]) == 2
     error = capsys.readouterr().err
     assert error == f"specdemo: two-servers needs 2 servers, the baseline's first, then one per lane; {line}\n"

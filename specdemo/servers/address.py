@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from urllib.parse import urlsplit
 
 LISTED = "SPECDEMO_SERVERS"
-_added: dict[str, None] = {}  # an ordered set
 _started: set[str] = set()  # addresses of the servers that this process started
 
 
@@ -43,13 +42,13 @@ def machine(server: str | None) -> str:
 
 def listed() -> tuple[str, ...]:
     """Return the listed addresses. Raises ValueError if one of them is invalid."""
-    given = os.environ.get(LISTED, "").split(",")
-    return tuple(dict.fromkeys([*(_checked(text.strip()) for text in given if text.strip()), *_added]))
+    texts = map(str.strip, os.environ.get(LISTED, "").split(","))
+    return tuple(dict.fromkeys(_checked(text) for text in texts if text))
 
 
 def allow(servers: Iterable[str]) -> None:
-    """List these too, in this process. Raises ValueError when one is no address."""
-    _added.update(dict.fromkeys(map(_checked, servers)))
+    """List these too, in the environment of this process. Raises ValueError when one is no address."""
+    os.environ[LISTED] = ",".join([*listed(), *map(_checked, servers)])
 
 
 @contextmanager

@@ -36,7 +36,7 @@ LENGTH = 200
 @pytest.fixture(autouse=True)
 def unlisted(monkeypatch):
     record_pauses(monkeypatch)
-    monkeypatch.setattr(address, "_added", {})
+    monkeypatch.setenv(address.LISTED, "")
 
 
 def answering(changed=None, second=-4.0, logprobs="completion", chat=False, texts=TEXTS):

@@ -533,7 +533,7 @@ def test_an_engine_runs_its_candidates_one_after_the_other_on_the_same_prompts(t
 
 
 def test_two_servers_are_compared(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(address, "_added", {})
+    monkeypatch.setenv(address.LISTED, "")
     pieces = [piece(f"word{n} ", total=n + 1, finish="length" if n == 9 else None) for n in range(10)]
     with completion_server(pieces) as plain, completion_server(pieces) as other:
         servers = ["--server", plain.address, "--server", other.address]

@@ -175,7 +175,7 @@ KINDS = [
 
 @pytest.fixture(autouse=True)
 def limits(monkeypatch):
-    monkeypatch.setattr(address, "_added", {})
+    monkeypatch.setenv(address.LISTED, "")
     monkeypatch.delenv(lane.KEY, raising=False)
     record_pauses(monkeypatch)
 

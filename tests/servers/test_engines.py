@@ -24,8 +24,7 @@ from tests.servers.stand_in import gone, make, started
 @pytest.fixture
 def echo(monkeypatch):
     monkeypatch.setitem(ENGINES, "echo", Echo())
-    monkeypatch.setattr(address, "_added", {})
-    monkeypatch.delenv(address.LISTED, raising=False)
+    monkeypatch.setenv(address.LISTED, "")
 
 
 def metrics(drafts, drafted, accepted):
@@ -208,7 +207,7 @@ def test_an_answer_is_recognised_by_its_fields(name):
 
 
 def test_a_lane_whose_drafts_are_verified_in_part_says_so(monkeypatch):
-    monkeypatch.setattr(address, "_added", {})
+    monkeypatch.setenv(address.LISTED, "")
     counts = {"num_spec_steps": 1, "num_accepted_draft_tokens": 0, "num_draft_tokens": 3}
     pieces = [piece("a"), piece("b", finish="stop") | {"metrics": {"speculative_decoding": counts}}]
     with completion_server(pieces) as server:

@@ -13,7 +13,6 @@ from specdemo.engine.comparison import Comparison, Lane
 from specdemo.engine.messages import Finished, LaneDone, Restarted, StepRow, replay
 from specdemo.engine.session import Session
 from specdemo.models.ref import ModelRef
-from specdemo.servers import address as addresses
 from specdemo.servers import lane as remote
 from specdemo.servers.address import LISTED, address, allow, listed
 from specdemo.servers.engines import stats_between
@@ -66,7 +65,6 @@ def pauses(monkeypatch):
 @pytest.fixture(autouse=True)
 def unlisted(monkeypatch):
     monkeypatch.setenv(LISTED, "")
-    monkeypatch.setattr(addresses, "_added", {})
     monkeypatch.delenv(remote.KEY, raising=False)
 
 

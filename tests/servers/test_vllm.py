@@ -181,7 +181,7 @@ def test_output_and_accepted_drafts_equal_vllm(case, program, answers, target, m
 @pytest.mark.parametrize("name", ["draft model", "EAGLE-1", "EAGLE-3"])
 def test_a_lane_on_vllm_is_coloured_like_a_local_one(name, program, monkeypatch):
     case = CASES[name]
-    monkeypatch.setattr(addresses, "_added", {})
+    monkeypatch.setenv(addresses.LISTED, "")
     with serving(case, program, 1) as server:
         addresses.allow([server])
         lanes = [case.lane, case.lane.changed(server=server)]
@@ -205,7 +205,7 @@ def test_a_lane_on_vllm_is_coloured_like_a_local_one(name, program, monkeypatch)
 
 
 def test_a_vllm_that_drafts_is_lossless(program, monkeypatch, capsys):
-    monkeypatch.setattr(addresses, "_added", {})
+    monkeypatch.setenv(addresses.LISTED, "")
     with serving(CASES["EAGLE-3"], program, 0) as plain, serving(CASES["EAGLE-3"], program, 1) as drafting:
         assert main(["check-server", plain, drafting, "--prompts", "8", "--new-tokens", str(TOKENS), "--json"]) == 0
     assert {row["output"] for row in json.loads(capsys.readouterr().out)["rows"]} <= set(LOSSLESS)

@@ -128,7 +128,6 @@ def test_the_prompt_is_a_message_where_the_target_has_a_template():
 
 def test_a_lane_may_run_on_a_server_that_the_operator_listed(monkeypatch):
     values = to_values(preset("embedded-three-lanes"))
-    monkeypatch.setattr("specdemo.servers.address._added", {})
     monkeypatch.setenv("SPECDEMO_SERVERS", "gpu-box:8000")
     values["server-2"] = "http://gpu-box:8000"
     assert [lane.server for lane in from_values(values).lanes] == [None, "http://gpu-box:8000"]
