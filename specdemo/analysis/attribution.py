@@ -113,8 +113,8 @@ def step_costs(observation: Observation) -> list[StepCost]:
         return [_reduced(start, unknown, excess)]
     order = [part for part in _likely(observation) if part in unknown]
     orders = [order, *([part] for part in order)]
-    found = [_raised(start, parts, excess, drafted) for parts in orders]
-    return list(dict.fromkeys(found))
+    costs = [_raised(start, parts, excess, drafted) for parts in orders]
+    return list(dict.fromkeys(costs))
 
 
 def _likely(observation: Observation) -> Sequence[str]:

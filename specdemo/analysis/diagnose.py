@@ -167,9 +167,9 @@ class Diagnosis:
         values = asdict(self)
         observation = values.pop("observation")
         cause = self.cause.name if self.cause else None
-        found = finite(values | {"cause": cause, "missing": self.missing, "observation": observation})
-        assert isinstance(found, dict)
-        return found
+        content = finite(values | {"cause": cause, "missing": self.missing, "observation": observation})
+        assert isinstance(content, dict)
+        return content
 
 
 def diagnose(given: Observation, advice: DraftLengthAdvice | None = None) -> Diagnosis:
@@ -200,7 +200,7 @@ def diagnose(given: Observation, advice: DraftLengthAdvice | None = None) -> Dia
     drafted = observation.drafted_per_step or float(observation.k)
     speed, expected_cost = observation.speedup, first.model.cost(first.model.k).total
     step_cost = expected_cost if speed is None else observation.accepted_length / speed.value
-    found = Diagnosis(
+    diagnosis = Diagnosis(
         observation=observation,
         sentence="",
         causes=causes,
@@ -213,7 +213,7 @@ def diagnose(given: Observation, advice: DraftLengthAdvice | None = None) -> Dia
         gain=gain,
         notes=tuple(_notes(observation, best_k, others)),
     )
-    return replace(found, sentence=verdict(found), recommendations=tuple(_recommendations(found)))
+    return replace(diagnosis, sentence=verdict(diagnosis), recommendations=tuple(_recommendations(diagnosis)))
 
 
 def _range(values: Sequence[float]) -> Estimate:
@@ -229,9 +229,9 @@ def _order(causes: Iterable[Cause], fit: "_Fit") -> list[Cause]:
         first = cause.name in (("later positions", "draft length") if pays else COUNTED)
         return cause.name not in FAULTS, not first, -cause.gain
 
-    found = sorted(causes, key=rank)
+    ranking = sorted(causes, key=rank)
     named = ("draft length", *COUNTED, *FAULTS)
-    return [one if not pays or one.name in named else replace(one, title=WORDS[one.name].bottleneck) for one in found]
+    return [one if not pays or one.name in named else replace(one, title=WORDS[one.name].bottleneck) for one in ranking]
 
 
 def _measured(observation: Observation, model: CostModel) -> "_Fit":
@@ -501,36 +501,36 @@ def _label(speed: Estimate) -> str:
     return "faster" if speed.value >= SMALLEST_GAIN else "slower" if speed.value <= 1.0 / SMALLEST_GAIN else speed.label
 
 
-def verdict(found: Diagnosis, times: str = "x", opening: str = "") -> str:
+def verdict(diagnosis: Diagnosis, times: str = "x", opening: str = "") -> str:
     """Return the verdict in one sentence with its uncertainty. opening: replaces the words about the speed-up."""
-    one = found.observation
-    assert found.step_cost is not None
+    one = diagnosis.observation
+    assert diagnosis.step_cost is not None
     speed = one.speedup
-    start = opening or (speed_phrase(speed, times) if speed else _expected_phrase(found, times))
+    start = opening or (speed_phrase(speed, times) if speed else _expected_phrase(diagnosis, times))
     takes = "takes" if speed else "is expected to take"
-    cost = f"as long as plain decoding of {found.step_cost:.2f} tokens"
+    cost = f"as long as plain decoding of {diagnosis.step_cost:.2f} tokens"
     parts = [f"{start}: a step {takes} {cost} and yields {_length(one)} tokens"]
     if one.acceptance_rate is not None:
-        parts.append(accepted_clause(one.acceptance_rate, found.break_even))
-    if found.implausible:
-        reason = "so read a longer run" if found.short else "so the two speeds are of different prompts or load"
+        parts.append(accepted_clause(one.acceptance_rate, diagnosis.break_even))
+    if diagnosis.implausible:
+        reason = "so read a longer run" if diagnosis.short else "so the two speeds are of different prompts or load"
         return "; ".join([*parts, f"impossible, {reason}"]) + "."
-    limits = [WORDS[cause.name].bottleneck for cause in found.causes if cause.name != "draft length"]
-    if found.step_cost <= 1.0:
+    limits = [WORDS[cause.name].bottleneck for cause in diagnosis.causes if cause.name != "draft length"]
+    if diagnosis.step_cost <= 1.0:
         parts.append("no extra cost over plain decoding")
-    if found.cause is not None and (not found.healthy or found.cause.name != "draft length"):
-        certain = found.measured or found.cause.name in (*FAULTS, *COUNTED)
-        name = "fault" if found.healthy else "main cause" if certain else "likely main cause"
-        parts.append(f"{name}: {found.cause.title}")
-    elif found.step_cost > 1.0:
+    if diagnosis.cause is not None and (not diagnosis.healthy or diagnosis.cause.name != "draft length"):
+        certain = diagnosis.measured or diagnosis.cause.name in (*FAULTS, *COUNTED)
+        name = "fault" if diagnosis.healthy else "main cause" if certain else "likely main cause"
+        parts.append(f"{name}: {diagnosis.cause.title}")
+    elif diagnosis.step_cost > 1.0:
         parts.append(f"bottleneck: {limits[0]}" if limits else "no single bottleneck")
-    return "; ".join([*parts, _advice_clause(found, times)]) + "."
+    return "; ".join([*parts, _advice_clause(diagnosis, times)]) + "."
 
 
-def _expected_phrase(found: Diagnosis, times: str) -> str:
+def _expected_phrase(diagnosis: Diagnosis, times: str) -> str:
     """Return the opening of a run whose speed without speculation is unknown: `Expected to be faster (1.48x ..)`."""
-    assert found.expected_speed is not None
-    speed = Estimate(found.expected_speed)
+    assert diagnosis.expected_speed is not None
+    speed = Estimate(diagnosis.expected_speed)
     label = "about as fast" if _label(speed) == speed.label else _label(speed)
     return f"Expected to be {label} ({speed.format(times)} on an H100, not measured)"
 
@@ -556,15 +556,15 @@ def _length(one: Observation) -> str:
     return f"{one.accepted_length:.2f} ± {SURE * error:.2f}"
 
 
-def _advice_clause(found: Diagnosis, times: str) -> str:
-    one, gain = found.observation, found.gain
+def _advice_clause(diagnosis: Diagnosis, times: str) -> str:
+    one, gain = diagnosis.observation, diagnosis.gain
     assert gain is not None
-    if found.cause is not None and found.cause.name in MENDED:
+    if diagnosis.cause is not None and diagnosis.cause.name in MENDED:
         return "mend that first, then measure again"
-    if found.hopeless:
+    if diagnosis.hopeless:
         return "not worth it here: no draft length is predicted to beat plain decoding"
-    if any(cause.name == "draft length" for cause in found.causes):
-        return f"k = {found.best_k} is predicted to be faster than k = {one.k} ({gain.format(times)})"
+    if any(cause.name == "draft length" for cause in diagnosis.causes):
+        return f"k = {diagnosis.best_k} is predicted to be faster than k = {one.k} ({gain.format(times)})"
     if one.verified_in_part:
         return "the engine chooses how much of a draft it verifies, so no other k is predicted"
     if one.combined:
@@ -642,27 +642,27 @@ def _notes(one: Observation, best_k: int, others: Sequence[_Fit]) -> Iterator[st
         yield f"Drafts end early: {one.per_draft:.1f} of k = {one.k} tokens on average."
 
 
-def _recommendations(found: Diagnosis) -> Iterator[str]:
-    one, best_k, cause = found.observation, found.best_k, found.cause
+def _recommendations(diagnosis: Diagnosis) -> Iterator[str]:
+    one, best_k, cause = diagnosis.observation, diagnosis.best_k, diagnosis.cause
     assert best_k is not None
     if cause is not None and cause.name in MENDED:
         yield f"{cause.advice} Then measure again."
         return
-    if found.implausible and found.short:
+    if diagnosis.implausible and diagnosis.short:
         yield "Read a longer run, with and without speculation: no step with a draft is faster than a plain one."
         return
-    if found.implausible:
+    if diagnosis.implausible:
         yield (
             "Measure both speeds again with the same prompts and load, both of one request or both of all requests: "
             "no step with a draft is faster than a plain one."
         )
         return
-    if found.hopeless:
+    if diagnosis.hopeless:
         yield _setting(one, 0, "Turn speculation off")
-    other_length = not found.hopeless and any(cause.name == "draft length" for cause in found.causes)
+    other_length = not diagnosis.hopeless and any(cause.name == "draft length" for cause in diagnosis.causes)
     if other_length:
         yield _setting(one, best_k, f"Draft {counted(best_k, 'token')} per step")
-    if found.hopeless or cause is not None:
+    if diagnosis.hopeless or cause is not None:
         yield from _shorter_drafts(one, best_k if other_length else 0)
     if cause is not None and cause.advice:
         yield cause.advice

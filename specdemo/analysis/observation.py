@@ -191,9 +191,9 @@ def complete(given: Observation) -> Observation:
         _check_length(length, k)
         drafted = drafted and max(drafted, length - 1.0)
         rate = (length - 1.0) / drafted if rate is None and drafted else rate
-    found = given.speedup
-    if found is None and given.tokens_per_s and given.plain_tokens_per_s:
-        found = Estimate(given.tokens_per_s / given.plain_tokens_per_s)
+    speedup = given.speedup
+    if speedup is None and given.tokens_per_s and given.plain_tokens_per_s:
+        speedup = Estimate(given.tokens_per_s / given.plain_tokens_per_s)
     return replace(
         given,
         k=k,
@@ -201,7 +201,7 @@ def complete(given: Observation) -> Observation:
         accepted_length=length,
         acceptance_rate=rate,
         drafted_per_step=drafted,
-        speedup=found,
+        speedup=speedup,
         draft_cost=_draft_cost(given),
         trained_thinking=_training(given) if given.trained_thinking is None else given.trained_thinking,
     )

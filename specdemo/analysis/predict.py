@@ -58,10 +58,10 @@ class Scenario:
     def cost(self, k: int) -> StepCost:
         """Return the milliseconds of a step with k draft tokens; 0: plain decoding."""
         nodes = self.nodes_at(k)
-        found = step_cost(self.device, self.target, self.draft, self.acceptance, k, self.batch, self.context, nodes)
+        step = step_cost(self.device, self.target, self.draft, self.acceptance, k, self.batch, self.context, nodes)
         if not (k and self.passes) or self.batch > 1 or nodes:
-            return found
-        return replace(found, verify=pass_ratio(self.passes, k + 1) * self.cost(0).verify)
+            return step
+        return replace(step, verify=pass_ratio(self.passes, k + 1) * self.cost(0).verify)
 
     def nodes_at(self, depth: int) -> int:
         """Return the size of the draft tree up to a depth; 0: a chain."""

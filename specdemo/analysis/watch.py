@@ -131,11 +131,11 @@ class Watch:
         """Return the state in one sentence."""
         if self.engine is None:
             return f"Reading the metrics of {self.server}."
-        found = self.diagnosis()
-        if found is None or found.observation.accepted_length is None:
+        diagnosis = self.diagnosis()
+        if diagnosis is None or diagnosis.observation.accepted_length is None:
             idle = "no tokens yet" if not self._tokens else "the metrics contain no draft tokens"
             return f"{self.engine.title}: {idle}."
-        return found.sentence
+        return diagnosis.sentence
 
 
 async def read(watch: Watch, client: Client) -> None:
@@ -195,12 +195,12 @@ def show_live(watch: Watch, every_s: float, readings: int, as_json: bool) -> Non
 
 
 def _conclude(watch: Watch, console: Console, as_json: bool) -> None:
-    found = watch.diagnosis()
+    diagnosis = watch.diagnosis()
     if as_json:
-        print(json_text({"server": watch.server, "diagnosis": found and found.as_dict()}))
+        print(json_text({"server": watch.server, "diagnosis": diagnosis and diagnosis.as_dict()}))
         return
-    lines = [watch.sentence(), *((*found.limits(), *found.recommendations, *found.notes) if found else ())]
-    console.print("\n".join(lines), soft_wrap=True)
+    more = (*diagnosis.limits(), *diagnosis.recommendations, *diagnosis.notes) if diagnosis else ()
+    console.print("\n".join([watch.sentence(), *more]), soft_wrap=True)
 
 
 def table(watch: Watch) -> Table:

@@ -72,12 +72,12 @@ def _ranges(text: object) -> object:
     for part in text.split(","):
         first, _, last = part.partition("-")
         try:
-            found = range(int(first), int(last or first) + 1)
+            lengths = range(int(first), int(last or first) + 1)
         except ValueError:
-            found = range(0)
-        if not found or found[0] < 0 or found[-1] > LIMITS.k:
+            lengths = range(0)
+        if not lengths or lengths[0] < 0 or lengths[-1] > LIMITS.k:
             raise ValueError(f"--k takes a draft length from 1 to {LIMITS.k}, or a range like 1-8, not {part[:40]!r}")
-        ks += found
+        ks += lengths
     return ks
 
 

@@ -111,18 +111,18 @@ def passes(
 
     starts: called with the name of each batch size before it is measured.
     """
-    found: Milliseconds = {}
+    milliseconds: Milliseconds = {}
     for batch in batches:
         if starts:
             starts(f"passes, batch size {batch}")
         try:
             times = pass_times(target, sorted({1, *widths}), 5, batch, context)
-            found[batch] = {width: min(repeats) for width, repeats in times.items()}
+            milliseconds[batch] = {width: min(repeats) for width, repeats in times.items()}
         except torch.OutOfMemoryError:
             target.release()
             device_kind(target.device).empty_cache()
             break
-    return found
+    return milliseconds
 
 
 def fast(model: PreTrainedModel) -> HFTarget:
@@ -147,7 +147,7 @@ def basics(device: torch.device, command: str) -> Profile:
 
     title = device_name(device)
     bandwidth = max(copy_bandwidth(device), read_bandwidth(device, pick_dtype("auto", device)))
-    found = {
+    values = {
         "name": slug(title),
         "title": f"{title}, {counted(torch.get_num_threads(), 'thread')}" if device_kind(device).host else title,
         "kind": "cpu" if device_kind(device).host else "gpu",
@@ -161,7 +161,7 @@ def basics(device: torch.device, command: str) -> Profile:
         "link_gb_per_s": figure(link_bandwidth(device), 1e9),
         "measured": measured(command),
     }
-    return Profile.model_validate(found)
+    return Profile.model_validate(values)
 
 
 def slug(title: str) -> str:
@@ -180,7 +180,7 @@ def measure_profile(device: str = "auto", name: str | None = None, report: Progr
     )
     with one_thread(where):
         report(0.0, "memory and matrix products")
-        found = basics(where, COMMAND)
+        profile = basics(where, COMMAND)
         targets, dtype = {}, pick_dtype("auto", where)
         while model:  # models of different sizes separate the launch cost from the cost of reading weights
             targets[model] = fast(random_model(model, where, dtype))
@@ -191,8 +191,8 @@ def measure_profile(device: str = "auto", name: str | None = None, report: Progr
             for of, target in targets.items():
                 known.append(passes_of(of, target, passes(target, slots, rows, context, starts), context))
         steps = [*step_times(targets, starts)]
-    more = {"passes": known, "steps": steps, "name": name or found.name}
-    return Profile.model_validate(found.model_dump() | more)
+    more = {"passes": known, "steps": steps, "name": name or profile.name}
+    return Profile.model_validate(profile.model_dump() | more)
 
 
 def _parts(report: Progress, total: int) -> Callable[[str], None]:
@@ -232,8 +232,8 @@ def _lane_steps(
         rule = SyntheticAcceptance((ACCEPTANCE,), torch.Generator(target.device).manual_seed(0))
         drafter = load_drafter(method, target, model)
         prompt = torch.randint(1, target.vocab_size, (batch, CONTEXT), generator=torch.Generator().manual_seed(0))
-        found = list(generate(target, drafter, prompt.to(target.device), config, accept=rule if k else None))
-        events = [event for event in found if all(event.emitted)][2:-1]  # while no text has ended
+        steps = list(generate(target, drafter, prompt.to(target.device), config, accept=rule if k else None))
+        events = [event for event in steps if all(event.emitted)][2:-1]  # while no text has ended
         accepted = fmean(len(path) - 1 for event in events for path in event.path)
         yield MeasuredStep(
             model=name,

@@ -27,8 +27,8 @@ LIBRARIES = (
 
 def check_machine() -> int:
     """Print versions, devices and the cost of verification. Return the exit code."""
-    found = {name: _version(name) for name in LIBRARIES}
-    for name, value in {"specdemo": __version__, "python": platform.python_version(), **found}.items():
+    libraries = {name: _version(name) for name in LIBRARIES}
+    for name, value in {"specdemo": __version__, "python": platform.python_version(), **libraries}.items():
         print(f"{name:<18}{value}")
     print(f"{'cpu cores':<18}{os.cpu_count()}; the number of threads for decoding is measured")
     reasons = unusable()

@@ -199,10 +199,10 @@ def _same_tokens(suite: OfPreset, chosen: Preset, report: Report, cancelled: Sto
     def once(number: int, tick: Tick) -> dict[str, object]:
         trace = run_complete(runner, spec.model_copy(update={"prompt": prompts[number]}), cancelled)
         tick(0.0)  # do not count an interrupted run
-        found = trace.comparison[0]
-        same = found["first_divergence"]
+        row = trace.comparison[0]
+        same = row["first_divergence"]
         tokens = len(trace.lanes[0].token_ids)
-        return {"prompt": prompts[number][:40], "tokens": tokens, "parts at": same, "output": found["verdict"]}
+        return {"prompt": prompts[number][:40], "tokens": tokens, "parts at": same, "output": row["verdict"]}
 
     rows, remarks = repeated(len(prompts), report, cancelled, once, "prompt")
     counts = Counter(str(row["output"]) for row in rows)

@@ -205,8 +205,8 @@ def compare_lanes(
 
 def _machine_reasons(trace: RunTrace) -> list[str]:
     """Return what the machine's own sensors found wrong during a run."""
-    found = trace.environment.get("noise", [])
-    return [str(reason) for reason in found] if isinstance(found, list) else []
+    reasons = trace.environment.get("noise", [])
+    return [str(reason) for reason in reasons] if isinstance(reasons, list) else []
 
 
 def run_complete(runner: Session, spec: Comparison, cancelled: Stop) -> RunTrace:

@@ -109,7 +109,7 @@ def _groups(rows: list[Row], over: str) -> Chart:
     lanes = [[row for row in rows if row["lane"] == lane] for lane in _lanes(rows)]
     lanes.sort(key=lambda own: max(map(_value, own)), reverse=True)
     bars = [[_bar(row, 1 + kinds.index(row[over]) % SERIES) | {"name": row[over]} for row in own] for own in lanes]
-    return {"groups": [{"name": own[0]["lane"], "bars": found} for own, found in zip(lanes, bars, strict=True)]}
+    return {"groups": [{"name": own[0]["lane"], "bars": lane_bars} for own, lane_bars in zip(lanes, bars, strict=True)]}
 
 
 def _bar(row: Row, series: int) -> Chart:

@@ -46,11 +46,11 @@ def read_questions(path: Path) -> dict[str, list[str]]:
         raise ValueError(f"{path} contains no prompts; write one per line")
     if len(numbered) > MOST:
         raise ValueError(f"{path} contains {len(numbered)} prompts; the limit is {MOST}")
-    found: dict[str, list[str]] = {}
+    questions: dict[str, list[str]] = {}
     for number, line in numbered:
         category, text = _question(path, number, line) if of_bench else (path.stem[:80], line)
-        found.setdefault(category, []).append(text)
-    return found
+        questions.setdefault(category, []).append(text)
+    return questions
 
 
 def _question(path: Path, number: int, line: str) -> tuple[str, str]:

@@ -103,16 +103,16 @@ class Racer:
                 measure_passes(self._session.target(), again=True)
         candidates = {name: with_lengths(name, lane, self.pass_ms) for name, lane in fit.items()}
         self._notes |= {name: TOO_WIDE for name, lanes in candidates.items() if not lanes}
-        found = self._named({name: lanes for name, lanes in candidates.items() if lanes})
+        families = self._named({name: lanes for name, lanes in candidates.items() if lanes})
         for name, lane in self.lanes.items():
             chain = lane.k and not getattr(lane.parsed, "nodes", 0)
             if chain and method(str(lane.options.get("drafter", lane.method))).looks_up:
                 self._replayed[name] = build_drafter(lane.method, self._session.target(), lane.model, lane.parsed)
-        return found
+        return families
 
-    def _named(self, found: Mapping[str, Sequence[Lane]]) -> dict[str, list[str]]:
-        self.lanes = {lane.name: lane for lanes in found.values() for lane in lanes}
-        self._families = {name: [lane.name for lane in lanes] for name, lanes in found.items()}
+    def _named(self, families: Mapping[str, Sequence[Lane]]) -> dict[str, list[str]]:
+        self.lanes = {lane.name: lane for lanes in families.values() for lane in lanes}
+        self._families = {name: [lane.name for lane in lanes] for name, lanes in families.items()}
         return self._families
 
     def measure(self, prompt: str, names: Sequence[str]) -> Mapping[str, Sample]:
@@ -140,8 +140,8 @@ class Racer:
         self._notes |= {name: str(lane.note) for name, lane in ran if lane.finish == "error"}
         if plain.finish == "error" or len(plain.token_ids) < LEAST_TOKENS:
             return {}
-        found = {name: self._sample(trace, place) for place, name in enumerate(names, start=1)}
-        seen = {name: sample for name, sample in found.items() if sample}
+        samples = {name: self._sample(trace, place) for place, name in enumerate(names, start=1)}
+        seen = {name: sample for name, sample in samples.items() if sample}
         for name, predicted in self._predictions(trace, seen) if self.pass_ms else ():
             if predicted and (name in seen or name not in names):
                 seen[name] = replace(seen.get(name, Sample(0.0)), predicted=predicted)
@@ -249,16 +249,16 @@ class ServerRacer(Racer):
             names = {f"server {host(one)}": one for one in self._servers[1:]}
             lanes = [Lane(method=BASELINE, name=n, server=one, served_model=model) for n, one in names.items()]
             return self._named({lane.name: [lane] for lane in lanes})
-        found = {}
+        families = {}
         for name, lane in drafters.items():
             refusals = [(one, self._program.refusal(self._served(one))) for one in with_lengths(name, lane, {})]
             if lanes := [one for one, refusal in refusals if not refusal]:
-                found[name] = lanes
+                families[name] = lanes
                 continue
             self._notes[name] = refusals[-1][1]
             if lane.model in named:
                 raise ValueError(f"{name} does not run on {self._program.engine.title}: {self._notes[name]}")
-        return self._named(found)
+        return self._named(families)
 
     def environment(self) -> dict[str, object]:
         return environment(None) | ({"device": self._program.title} if self._program else {})

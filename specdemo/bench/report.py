@@ -248,19 +248,20 @@ def _load(one: Prediction, priced: bool) -> list[str]:
     return [*cells, *["" if cost is None else f"{cost:.3f}" for cost in costs], "" if one.fits else "does not fit"]
 
 
-def why_report(found: Diagnosis) -> str:
+def why_report(diagnosis: Diagnosis) -> str:
     """Return the verdict, the numbers, the causes in order, what to change, and what was missing."""
-    rows = [f"{name:<22}{value:<6}{remark}".rstrip() for name, value, remark in numbers(found)]
-    changed = changes(found)
-    parts = [[found.sentence], rows, found.limits()]
-    parts += [changed if changed == [NOTHING] else _titled("What to change", changed), [*found.notes]]
-    parts += [[f"Unknown, and would make this more certain: {', '.join(found.missing)}."] if found.missing else []]
+    rows = [f"{name:<22}{value:<6}{remark}".rstrip() for name, value, remark in numbers(diagnosis)]
+    changed = changes(diagnosis)
+    parts = [[diagnosis.sentence], rows, diagnosis.limits()]
+    parts += [changed if changed == [NOTHING] else _titled("What to change", changed), [*diagnosis.notes]]
+    missing = ", ".join(diagnosis.missing)
+    parts += [[f"Unknown, and would make this more certain: {missing}."]] if missing else []
     return visible("\n\n".join("\n".join(lines) for lines in parts if lines))
 
 
-def numbers(found: Diagnosis) -> Iterator[tuple[str, str, str]]:
+def numbers(diagnosis: Diagnosis) -> Iterator[tuple[str, str, str]]:
     """Yield the numbers of a diagnosis: name, value, and a remark that may be empty."""
-    one = found.observation
+    one = diagnosis.observation
     if one.source:
         yield "source", one.source, ""
     if one.method:
@@ -274,22 +275,22 @@ def numbers(found: Diagnosis) -> Iterator[tuple[str, str, str]]:
         drafts += [f"{one.per_draft:.1f} tokens each"] if one.drafting_share else []
         yield "steps with a draft", percent(one.drafting_share), ", ".join(drafts)
     if one.acceptance_rate is not None:
-        yield "acceptance rate", f"{100.0 * one.acceptance_rate:.0f} %", _break_even(found.break_even)
+        yield "acceptance rate", f"{100.0 * one.acceptance_rate:.0f} %", _break_even(diagnosis.break_even)
     if one.tokens_per_s:
         plain = one.plain_tokens_per_s
         yield "tokens/s", f"{one.tokens_per_s:.4g}", f"without speculation {plain:.4g}" if plain else ""
     if any(one.by_position):
         yield "accepted by position", ", ".join(f"{100.0 * share:.0f} %" for share in one.by_position[:POSITIONS]), ""
-    if found.costs is not None:
-        unit = "plain steps, " + ("measured" if found.measured else "estimated")
-        yield "a draft token", f"{found.costs['draft']:.2f}", unit
-        yield "verification", f"{found.costs['verify']:.2f}", unit
-        yield "overhead per step", f"{found.costs['overhead']:.2f}", unit
+    if diagnosis.costs is not None:
+        unit = "plain steps, " + ("measured" if diagnosis.measured else "estimated")
+        yield "a draft token", f"{diagnosis.costs['draft']:.2f}", unit
+        yield "verification", f"{diagnosis.costs['verify']:.2f}", unit
+        yield "overhead per step", f"{diagnosis.costs['overhead']:.2f}", unit
 
 
-def changes(found: Diagnosis) -> list[str]:
+def changes(diagnosis: Diagnosis) -> list[str]:
     """Return what to change, NOTHING for a run that is fast enough; empty without a diagnosis."""
-    return [*found.recommendations] or ([] if found.step_cost is None else [NOTHING])
+    return [*diagnosis.recommendations] or ([] if diagnosis.step_cost is None else [NOTHING])
 
 
 def _break_even(rate: float | None) -> str:

@@ -184,9 +184,9 @@ class Search:
         self._doing = f"{work.name}, {names[0] if len(names) == 1 else f'{len(names)} candidates'}"
         self.progress()
         begin = self.now()
-        found = self.measure(prompt, names)
+        samples = self.measure(prompt, names)
         work.seconds = (self.now() - begin) / (len(names) + 1)
-        return found
+        return samples
 
     def _ready(self, name: str) -> bool:
         """Serve a candidate, in time that does not count; return False if that failed."""
@@ -224,13 +224,13 @@ class Search:
         if fit < (len(names) if self.only else 1) or not names:
             return False
         names = names[:fit]
-        found = self.race(work, work.prompts[work.rounds % len(work.prompts)], names)
-        work.failed |= {*names} - {*found} if found else set()
-        self._keep(work, work.rounds, found)
+        samples = self.race(work, work.prompts[work.rounds % len(work.prompts)], names)
+        work.failed |= {*names} - {*samples} if samples else set()
+        self._keep(work, work.rounds, samples)
         return True
 
-    def _keep(self, work: KindOfWork, number: int, found: Mapping[str, Sample]) -> None:
-        for name, sample in found.items():
+    def _keep(self, work: KindOfWork, number: int, samples: Mapping[str, Sample]) -> None:
+        for name, sample in samples.items():
             work.samples.setdefault(name, {})[number] = sample
             if runs := [run for each in self.works for run in each.runs(name) if run.predicted]:
                 self._scales[name] = geometric_mean(run.speed / run.predicted for run in runs)

@@ -155,7 +155,7 @@ def room(target: Target, suite: Decoding) -> int:
 
 def tokenizer(target: Target) -> PreTrainedTokenizerBase:
     """Return the target's tokenizer. Raises ValueError with one line if it has none."""
-    found: PreTrainedTokenizerBase | None = target.tokenizer
-    if found is None:
+    text_tokenizer: PreTrainedTokenizerBase | None = target.tokenizer
+    if text_tokenizer is None:
         raise ValueError(f"{target.name} has no tokenizer; put its tokenizer.json into the same folder")
-    return found
+    return text_tokenizer

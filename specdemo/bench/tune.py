@@ -106,7 +106,7 @@ class Tune(Decoding):
             try:
                 racer.load(progress)
                 offered = {} if self.servers else drafters(self.target, self.drafts, self.download)
-                found = racer.usable(offered, self.drafts)
+                families = racer.usable(offered, self.drafts)
             except (KeyboardInterrupt, Cancelled):
                 return self._stopped(search, racer)
             kinds = self.kinds()
@@ -114,8 +114,8 @@ class Tune(Decoding):
             held = {name: kinds[name][-CONFIRMED:] for name in enough}
             used = {name: texts[: -CONFIRMED if name in held else None] for name, texts in kinds.items()}
             seconds = 60.0 * self.minutes * (1.0 - CONFIRM_SHARE * bool(held))
-            self._check_time(len(found), len(kinds), racer.pass_ms.get(1, 0.0))
-            search = Search(used, found, racer.measure, seconds, progress, serve=racer.serve)
+            self._check_time(len(families), len(kinds), racer.pass_ms.get(1, 0.0))
+            search = Search(used, families, racer.measure, seconds, progress, serve=racer.serve)
             racer.follow(search)
             search.run()
             if not any(work.samples for work in search.works):

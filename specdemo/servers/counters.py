@@ -186,8 +186,8 @@ def below(value: object, *keys: str) -> object:
 
 def reported(chunk: Mapping[str, object], *keys: str) -> Mapping[str, object]:
     """Return the fields below `keys` in a chunk of an answer, none if they are missing."""
-    found = below(chunk, *keys)
-    return found if isinstance(found, Mapping) else {}
+    content = below(chunk, *keys)
+    return content if isinstance(content, Mapping) else {}
 
 
 def counts(fields: Mapping[str, object], *names: str) -> list[int | None]:

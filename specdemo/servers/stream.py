@@ -209,8 +209,8 @@ class _LogProbs(BaseModel):
         """Return those of the first position, without impossible ones."""
         if self.content:
             return self.content[0].next_tokens
-        found: dict[str, float] = (self.top_logprobs or [None])[0] or {}
-        return {token: value for token, value in found.items() if isfinite(value)}
+        alternatives: dict[str, float] = (self.top_logprobs or [None])[0] or {}
+        return {token: value for token, value in alternatives.items() if isfinite(value)}
 
 
 class _Text(BaseModel):

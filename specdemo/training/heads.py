@@ -208,8 +208,8 @@ def train_head(
 def evaluate_rows(batch: Batch, rows: int, measure: Callable[..., dict[str, float]]) -> dict[str, float]:
     """Run `measure` on `rows` rows at a time; return the weighted mean of each number."""
     pieces = [*zip(*(column.split(rows) for column in batch), strict=True)]
-    found = [(len(piece[0]) / len(batch[0]), measure(*piece)) for piece in pieces]
-    return {name: round(sum(share * numbers[name] for share, numbers in found), 4) for name in found[0][1]}
+    results = [(len(piece[0]) / len(batch[0]), measure(*piece)) for piece in pieces]
+    return {name: round(sum(share * numbers[name] for share, numbers in results), 4) for name in results[0][1]}
 
 
 def save_head(

@@ -20,9 +20,9 @@ def read_output(text: str, limits: int = FILE_BYTES) -> Observation:
     output."""
     output = Output(text, limits)
     for reader in READERS:
-        found = reader.read(output)
-        if found is not None:
-            return found
+        observation = reader.read(output)
+        if observation is not None:
+            return observation
     known = "; ".join(reader.title for reader in READERS)
     raise ValueError(f"this output is of no known kind. It may be: {known}")
 

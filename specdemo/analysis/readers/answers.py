@@ -50,10 +50,10 @@ class PrometheusText(OutputReader):
                 values |= {"tokens_per_s": speed or total} if speed or total else {}
                 values |= values_of(stats) if stats else never_drafted("", output.text)
                 k = len(values.get("by_position", ())) or None
-                found = Observation(engine=engine.name, source=f"{self.title}, {engine.title}", k=k, **values)
+                observation = Observation(engine=engine.name, source=f"{self.title}, {engine.title}", k=k, **values)
                 if drafting:
-                    return found
-                plain = found
+                    return observation
+                plain = observation
         return plain
 
 
@@ -157,6 +157,6 @@ def _tokens(data: Mapping[str, object]) -> float | None:
 
 
 def _speed(data: Mapping[str, object]) -> float | None:
-    found = number(below(data, "stats", "tokens_per_second")) or number(below(data, "timings", "predicted_per_second"))
+    rate = number(below(data, "stats", "tokens_per_second")) or number(below(data, "timings", "predicted_per_second"))
     tokens, ns = number(data.get("eval_count")), number(data.get(EVAL))
-    return found or (1e9 * tokens / ns if tokens and ns else None) or None
+    return rate or (1e9 * tokens / ns if tokens and ns else None) or None

@@ -220,8 +220,8 @@ def number(value: object) -> float | None:
 
 def count(value: object) -> int | None:
     """Return a whole number of at least 0, None for anything else."""
-    found = number(value)
-    return int(found) if found is not None and found == int(found) else None
+    amount = number(value)
+    return int(amount) if amount is not None and amount == int(amount) else None
 
 
 def text_of(value: object) -> str:
@@ -250,7 +250,7 @@ def find_last(pattern: str, text: str) -> str:
 
 def numbers_in(text: str) -> list[float]:
     """Return the numbers of a list with commas, up to MAX_DRAFTED."""
-    return [float(found) for found in re.findall(_NUMBER, text)[:MAX_DRAFTED]]
+    return [float(digits) for digits in re.findall(_NUMBER, text)[:MAX_DRAFTED]]
 
 
 def mean(values: Iterable[float]) -> float | None:

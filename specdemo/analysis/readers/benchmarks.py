@@ -161,12 +161,12 @@ class AIPerf(OutputReader):
     title = "AIPerf profile_export.jsonl"
 
     def read(self, output: Output) -> Observation | None:
-        totals, engine, found = OutputTotals(), "", False
+        totals, engine, has_records = OutputTotals(), "", False
         for line in output.text.splitlines():
             record = output.parse(line) if line.startswith("{") and RECORD in line else None
             if not isinstance(record, Mapping) or not {"metadata", "metrics"} <= record.keys():
                 continue
-            found = True
+            has_records = True
             tokens = _metric(record, "output_sequence_length")
             after_first = max(tokens - 1.0, 0.0) if tokens else None
             speed = _metric(record, "output_token_throughput_per_user")
@@ -175,7 +175,7 @@ class AIPerf(OutputReader):
             if isinstance(drafts, Mapping):
                 engine = text_of(drafts.get("engine")) or engine
                 _add_drafts(totals, drafts, after_first)
-        if not found:
+        if not has_records:
             return None
         return Observation(engine=engine, source=self.title, k=totals.k or None, **totals.values())
 

@@ -270,5 +270,5 @@ def _add_request(totals: OutputTotals, text: str, per_draft: float) -> None:
 
 def _field(text: str, *names: str) -> float | None:
     """Return the number of the first name that a JSON or Python text has."""
-    found = (find_number(f"{name}{quote}:", text) for name in names for quote in "'\"")
-    return next((number for number in found if number is not None), None)
+    numbers = (find_number(f"{name}{quote}:", text) for name in names for quote in "'\"")
+    return next((number for number in numbers if number is not None), None)

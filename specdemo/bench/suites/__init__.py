@@ -30,8 +30,8 @@ def suites() -> dict[str, type[Suite]]:
 def _in_folder() -> list[type[Suite]]:
     modules = [import_module(f"{__name__}.{file.name}") for file in iter_modules(__path__)]
     classes = [value for module in modules for value in vars(module).values() if isinstance(value, type)]
-    found = {value for value in classes if issubclass(value, Suite) and value.__module__.startswith(f"{__name__}.")}
-    return sorted(found, key=lambda suite: (suite.order, suite.name))
+    members = {value for value in classes if issubclass(value, Suite) and value.__module__.startswith(f"{__name__}.")}
+    return sorted(members, key=lambda suite: (suite.order, suite.name))
 
 
 def known_suite(name: str) -> type[Suite]:

@@ -39,8 +39,8 @@ class Batch(Laned):
         for size in BATCHES:
             rows = [texts[i % len(texts)][-width:] for i in range(size)]
             places.append(Place(size, [torch.tensor(rows, device=target.device)]))
-        found = along_axis(self, target, lanes, places, report, cancelled)
-        return replace(found, remarks=[_gain(found.rows), *found.remarks])
+        result = along_axis(self, target, lanes, places, report, cancelled)
+        return replace(result, remarks=[_gain(result.rows), *result.remarks])
 
 
 def _gain(rows: list[Row]) -> str:
@@ -72,9 +72,9 @@ class PromptLength(Laned):
         text = encode(tokenizer(target), " ".join(self.texts), LIMITS.prompt)
         lengths = [n for n in LENGTHS if n <= room(target, self)]
         places = [Place(n, windows(text, n, TEXTS, target.device)) for n in lengths]
-        found = along_axis(self, target, lanes, places, report, cancelled)
+        result = along_axis(self, target, lanes, places, report, cancelled)
         remark = "The prompts are windows of the concatenated texts of the suite, repeated if necessary."
-        return replace(found, remarks=[remark, *found.remarks])
+        return replace(result, remarks=[remark, *result.remarks])
 
 
 class Temperature(Laned):

@@ -84,8 +84,8 @@ def _plain_points(file: Path) -> list[LoadPoint]:
 
 
 def _serve_points(data: object) -> Iterator[LoadPoint]:
-    found = BenchServe().observe(data)
-    if found is None or not isinstance(data, dict):
+    observation = BenchServe().observe(data)
+    if observation is None or not isinstance(data, dict):
         return
     rate, most = number(data.get("request_rate")), number(data.get("max_concurrency"))
     ttft, tpot = number(data.get("mean_ttft_ms")), number(data.get("mean_tpot_ms"))
@@ -98,12 +98,12 @@ def _serve_points(data: object) -> Iterator[LoadPoint]:
     deviation = None if None in spread else (spread[0] or 0.0) / length + (spread[1] or 0.0)
     error = _error(deviation, per_token, number(data.get("completed")))
     load, unit = (rate, "requests/s") if rate else (most or 0.0, "concurrent")
-    yield LoadPoint(load, unit, per_token, error, speed, found)
+    yield LoadPoint(load, unit, per_token, error, speed, observation)
 
 
 def _guidellm_points(data: object) -> Iterator[LoadPoint]:
     for benchmark in objects(below(data, "benchmarks")):
-        found = GuideLLM().observe(data, benchmark)
+        observation = GuideLLM().observe(data, benchmark)
         strategy = below(benchmark, "config", "strategy")
         rate = number(below(strategy, "rate"))
         most = number(below(strategy, "max_concurrency")) or number(below(strategy, "streams"))
@@ -120,7 +120,7 @@ def _guidellm_points(data: object) -> Iterator[LoadPoint]:
         concurrency = number(below(benchmark, "metrics", "request_concurrency", "successful", "mean")) or most or 1.0
         error = _error(deviation, seconds, count)
         load, unit = (rate, "requests/s") if rate else (most or 0.0, "concurrent")
-        yield LoadPoint(load, unit, per_token, error, 1000.0 * concurrency / per_token, found)
+        yield LoadPoint(load, unit, per_token, error, 1000.0 * concurrency / per_token, observation)
 
 
 def _error(deviation: float | None, mean: float, count: float | None) -> float | None:

@@ -62,11 +62,11 @@ def stats_between(before: str | None, after: str | None) -> ServerStats:
         return ServerStats()
     names = frozenset[str]().union(*(engine.metrics for engine in engines()))
     old, new = parse(before, names), parse(after, names)
-    found = (engine.statistics(old, new) for engine in engines())
-    return next((stats for stats in found if stats), ServerStats())
+    statistics = (engine.statistics(old, new) for engine in engines())
+    return next((stats for stats in statistics if stats), ServerStats())
 
 
 def acceptance(chunk: Mapping[str, object]) -> ServerStats:
     """Return the statistics of one answer from a chunk of its stream; empty if it has none."""
-    found = (engine.acceptance(chunk) for engine in engines())
-    return next((stats for stats in found if stats), ServerStats())
+    statistics = (engine.acceptance(chunk) for engine in engines())
+    return next((stats for stats in statistics if stats), ServerStats())

@@ -43,7 +43,7 @@ class OpenAI(ReportingEngine):
     title = "The server"
 
     def acceptance(self, chunk: Mapping[str, object]) -> ServerStats | None:
-        found = reported(chunk, "usage", "completion_tokens_details")
-        accepted, rejected = counts(found, "accepted_prediction_tokens", "rejected_prediction_tokens")
+        details = reported(chunk, "usage", "completion_tokens_details")
+        accepted, rejected = counts(details, "accepted_prediction_tokens", "rejected_prediction_tokens")
         drafted = None if accepted is None or rejected is None else accepted + rejected
         return answer_stats(self.title, drafted, accepted) if drafted else None

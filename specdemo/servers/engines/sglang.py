@@ -64,10 +64,10 @@ def _dflash(model: str | None, k: int, options: MethodOptions) -> Flags:
     return speculative_flags("DFLASH", model, num_draft_tokens=k + 1)
 
 
-def _unverified(found: Mapping[str, object], drafted: int, accepted: int, steps: int) -> int:
+def _unverified(details: Mapping[str, object], drafted: int, accepted: int, steps: int) -> int:
     """Return the draft tokens that DSpark's schedule left out of the verification; 0 if they are not reported. Its
     histogram has the steps by the tokens that they verified, the root included."""
-    caps = listed_counts(found, "spec_cap_lens_histogram") or []
+    caps = listed_counts(details, "spec_cap_lens_histogram") or []
     verified = sum(n * count for n, count in enumerate(caps)) - steps
     return drafted - verified if caps and sum(caps) == steps and accepted <= verified <= drafted else 0
 
@@ -140,9 +140,9 @@ class SGLang(ServingEngine):
 
     def acceptance(self, chunk: Mapping[str, object]) -> ServerStats | None:
         """Read the counts of srt/entrypoints/openai/protocol.py, `SpecTokensDetails`."""
-        found = reported(chunk, "sglext", "spec_tokens_details")
+        details = reported(chunk, "sglext", "spec_tokens_details")
         names = ("spec_num_proposed_drafts", "spec_num_correct_drafts", "spec_verify_ct")
-        drafted, accepted, steps = counts(found, *names)
-        unverified = _unverified(found, drafted or 0, accepted or 0, steps or 0)
-        verified, histogram = drafted and drafted - unverified, listed_counts(found, "spec_correct_drafts_histogram")
+        drafted, accepted, steps = counts(details, *names)
+        unverified = _unverified(details, drafted or 0, accepted or 0, steps or 0)
+        verified, histogram = drafted and drafted - unverified, listed_counts(details, "spec_correct_drafts_histogram")
         return answer_stats(self.title, verified, accepted, steps, histogram, unverified=unverified)

@@ -118,8 +118,8 @@ def _adaptive(model: str | None, k: int, options: MethodOptions) -> Flags:
 
 def _config(command: Sequence[str]) -> JsonObject:
     """Return the speculative config of a command, empty for plain decoding."""
-    found: JsonObject = json.loads(command[command.index(CONFIG) + 1]) if CONFIG in command else {}
-    return found
+    config: JsonObject = json.loads(command[command.index(CONFIG) + 1]) if CONFIG in command else {}
+    return config
 
 
 def _release(installed: Installed) -> tuple[int, ...]:
@@ -218,13 +218,13 @@ class VLLM(ServingEngine):
 
     def acceptance(self, chunk: Mapping[str, object]) -> ServerStats | None:
         """Read the last chunk (docs, "Per-Request Acceptance Metrics")."""
-        found = reported(chunk, "metrics", "speculative_decoding")
-        drafted, accepted, steps = counts(found, "num_draft_tokens", "num_accepted_draft_tokens", "num_spec_steps")
+        details = reported(chunk, "metrics", "speculative_decoding")
+        drafted, accepted, steps = counts(details, "num_draft_tokens", "num_accepted_draft_tokens", "num_spec_steps")
         drafts, names = None, ("per_step_drafted", "per_step_accepted")
-        by_step = [values for name in names if (values := listed_counts(found, name)) is not None]
+        by_step = [values for name in names if (values := listed_counts(details, name)) is not None]
         if len(by_step) == 2 and len(by_step[0]) == len(by_step[1]):
             drafts = list(zip(*by_step, strict=True))
-        histogram = listed_counts(found, "acceptance_histogram")
+        histogram = listed_counts(details, "acceptance_histogram")
         return answer_stats(self.title, drafted, accepted, steps, histogram, drafts)
 
 
