@@ -172,13 +172,13 @@ class Diagnosis:
         return content
 
 
-def diagnose(given: Observation, advice: DraftLengthAdvice | None = None) -> Diagnosis:
+def diagnose(observation: Observation, advice: DraftLengthAdvice | None = None) -> Diagnosis:
     """Diagnose a run. advice: its cost model and best draft length, if the events of all steps were recorded.
 
     Raises ValueError, one line, if the values contradict each other. A diagnosis with few values lists them in
     `missing` and has no causes.
     """
-    observation = complete(given)
+    observation = complete(observation)
     if observation.drafting_share == 0.0:
         change = _of_drafts(observation)
         return Diagnosis(observation, _never_drafted(observation), recommendations=(change,), notes=observation.notes)

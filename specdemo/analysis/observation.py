@@ -172,14 +172,14 @@ def values_of(stats: ServerStats) -> JsonObject:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def complete(given: Observation) -> Observation:
+def complete(run: Observation) -> Observation:
     """Return the observation with the values that follow from others. Raises ValueError, one line, if they contradict
     each other."""
-    k, share = given.k or len(given.by_position) or None, given.drafting_share or 1.0
-    length, inferred = given.accepted_length, given.k_inferred
-    if length is None and given.by_position:
-        length = 1.0 + sum(given.by_position)
-    drafted, rate = given.drafted_per_step, given.acceptance_rate
+    k, share = run.k or len(run.by_position) or None, run.drafting_share or 1.0
+    length, inferred = run.accepted_length, run.k_inferred
+    if length is None and run.by_position:
+        length = 1.0 + sum(run.by_position)
+    drafted, rate = run.drafted_per_step, run.acceptance_rate
     if length is None and rate is not None and (drafted or k):
         length = 1.0 + rate * (drafted or share * (k or 0))
     if drafted is None:
@@ -191,19 +191,19 @@ def complete(given: Observation) -> Observation:
         _check_length(length, k)
         drafted = drafted and max(drafted, length - 1.0)
         rate = (length - 1.0) / drafted if rate is None and drafted else rate
-    speedup = given.speedup
-    if speedup is None and given.tokens_per_s and given.plain_tokens_per_s:
-        speedup = Estimate(given.tokens_per_s / given.plain_tokens_per_s)
+    speedup = run.speedup
+    if speedup is None and run.tokens_per_s and run.plain_tokens_per_s:
+        speedup = Estimate(run.tokens_per_s / run.plain_tokens_per_s)
     return replace(
-        given,
+        run,
         k=k,
         k_inferred=inferred,
         accepted_length=length,
         acceptance_rate=rate,
         drafted_per_step=drafted,
         speedup=speedup,
-        draft_cost=_draft_cost(given),
-        trained_thinking=_training(given) if given.trained_thinking is None else given.trained_thinking,
+        draft_cost=_draft_cost(run),
+        trained_thinking=_training(run) if run.trained_thinking is None else run.trained_thinking,
     )
 
 
@@ -215,17 +215,17 @@ def _check_length(length: float, k: int | None) -> None:
         )
 
 
-def _draft_cost(given: Observation) -> float | None:
+def _draft_cost(run: Observation) -> float | None:
     """Return the time of a draft token in plain steps, which take 1 / (plain tokens/s) at batch size 1."""
-    if given.draft_cost is not None or given.draft_token_ms is None or given.plain_tokens_per_s is None:
-        return given.draft_cost
-    return given.draft_token_ms * given.plain_tokens_per_s / 1000.0 if (given.batch_size or 1.0) < 2.0 else None
+    if run.draft_cost is not None or run.draft_token_ms is None or run.plain_tokens_per_s is None:
+        return run.draft_cost
+    return run.draft_token_ms * run.plain_tokens_per_s / 1000.0 if (run.batch_size or 1.0) < 2.0 else None
 
 
-def _training(given: Observation) -> bool | None:
+def _training(run: Observation) -> bool | None:
     """Return from the catalogue whether a drafter was trained on answers with thinking."""
-    if not given.drafter:
+    if not run.drafter:
         return None
-    own = ModelRef(given.drafter).base_name
+    own = ModelRef(run.drafter).base_name
     modes = {one.thinking for one in all_published() if one.drafter.base_name == own}
     return {("with",): True, ("without",): False}.get(tuple(filter(None, modes)))  # type: ignore[arg-type]

@@ -27,7 +27,7 @@ def add_command(
 ) -> None:
     """Add a command whose options are the function's parameters, each declared by `setting`.
 
-    more: settings that the function takes as `**given`, if they are given. defaults: name theirs in the help.
+    more: settings that the function takes as `**options`, if they are given. defaults: name theirs in the help.
     """
     extra = [
         _option(name, declared.type | None, None, declared, _help(declared) if defaults else declared.help)
@@ -47,13 +47,13 @@ def add_command(
     app.command(**how)(command)
 
 
-def _parameter(given: Parameter) -> Parameter:
-    if given.default is Parameter.empty:  # the context
-        return given.replace(kind=Parameter.KEYWORD_ONLY)
-    declared = declared_by(given.default)
+def _parameter(parameter: Parameter) -> Parameter:
+    if parameter.default is Parameter.empty:  # the context
+        return parameter.replace(kind=Parameter.KEYWORD_ONLY)
+    declared = declared_by(parameter.default)
     default = Parameter.empty if declared.default is ... else declared.default
     bounds = {} if declared.low is None else {"min": declared.low, "max": declared.high}
-    return _option(given.name, given.annotation, default, declared, declared.help, **bounds)
+    return _option(parameter.name, parameter.annotation, default, declared, declared.help, **bounds)
 
 
 def _option(name: str, kind: object, default: object, declared: Setting, help: str, **how: Any) -> Parameter:
@@ -118,14 +118,14 @@ def _subcommand(name: str) -> TyperCommand:
         as_json: bool = setting(False, "Print the numbers as JSON.", flag="--json"),
         markdown: bool = setting(False, "Print the lanes as a Markdown table."),
         target: str | None = setting(None, "", command={"hidden": True}),
-        **given: object,
+        **options: object,
     ) -> None:
         if target:
             tune = f"`{program()} tune {target}` finds what pays for any model"
             raise ValueError(f"bench {name} measures presets (--preset); {tune}")
         if takes(name, "folder"):  # the suite writes while it measures
-            given, out = given | ({"folder": out} if out else {}), None
-        chosen = suite(name, **given)
+            options, out = options | ({"folder": out} if out else {}), None
+        chosen = suite(name, **options)
 
         from specdemo.bench.report import bench_report
         from specdemo.bench.report import markdown as as_markdown

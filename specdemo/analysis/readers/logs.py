@@ -57,19 +57,19 @@ class VLLMLog(OutputReader):
         )
         _add_readings(totals, output, loads)
         _count_all_passes(totals, drafting, [load.tokens_per_s for load in loads])
-        given, arguments = ("".join(output.lines(mark)) for mark in ("speculative_config=", "non-default args:"))
+        lines, arguments = ("".join(output.lines(mark)) for mark in ("speculative_config=", "non-default args:"))
         config = find_last(r"'speculative_config': (\{[^{}]{0,4000}\})", arguments)
-        cache = find_last(r"'kv_cache_dtype': '(\w{1,40})'", config) or find_last(r"kv_cache_dtype=(\w{1,40})", given)
-        method = find_last(r"speculative_config=SpeculativeConfig\(method='([\w-]{1,60})'", given)
+        cache = find_last(r"'kv_cache_dtype': '(\w{1,40})'", config) or find_last(r"kv_cache_dtype=(\w{1,40})", lines)
+        method = find_last(r"speculative_config=SpeculativeConfig\(method='([\w-]{1,60})'", lines)
         visible = max([len({load.engine for load in loads}), *map(_aggregated, loads)])
-        totals.notes += _mixed(loads) or hidden_engines(find_last(VLLM_ENGINES, given + arguments), visible)
+        totals.notes += _mixed(loads) or hidden_engines(find_last(VLLM_ENGINES, lines + arguments), visible)
         totals.drafts_nothing = bool(method) and any(totals.speeds) and not drafting
         return Observation(
             engine="vllm",
             source=self.title,
             method=method,
-            drafter=find_last(r"SpeculativeConfig\([^()]{0,200}?model='([^']{1,200})'", given),
-            target=find_last(r"with config: model='([^']{1,200})'", given),
+            drafter=find_last(r"SpeculativeConfig\([^()]{0,200}?model='([^']{1,200})'", lines),
+            target=find_last(r"with config: model='([^']{1,200})'", lines),
             offloaded=True if sum("Preemptions:" in line for line in output.lines(LOAD)) > len(loads) / 2 else None,
             draft_cache=quantised(cache),
             verified_in_part=True if IN_PART.search(config) else None,
@@ -159,9 +159,9 @@ def _drafted(value: Callable[[str], str]) -> float | None:
     return float(tokens) - 1.0 if tokens.isdecimal() and int(tokens) > 1 else None
 
 
-def _setting(given: str, name: str) -> str:
+def _setting(text: str, name: str) -> str:
     """Return a setting in a log's `server_args=ServerArgs(..)`, an empty text without it."""
-    return find_last(rf"\b{name}='?((?!None\b)[^',()\s]{{1,200}})", given)
+    return find_last(rf"\b{name}='?((?!None\b)[^',()\s]{{1,200}})", text)
 
 
 class SGLangLog(OutputReader):
