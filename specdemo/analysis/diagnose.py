@@ -581,8 +581,8 @@ def _unknown(one: Observation) -> str:
     if not one.k and one.accepted_length == 1.0:
         return "No diagnosis: this output is of plain decoding; use it as the baseline of a run with speculation."
     pronoun = "them" if len(needed) > 1 else "it"
-    known = one.accepted_length
-    read = f"; the mean accepted length of {known:.2f} needs a k of at least {least_k(known)}" if known else ""
+    length = one.accepted_length
+    read = f"; the mean accepted length of {length:.2f} needs a k of at least {least_k(length)}" if length else ""
     return (
         f"No diagnosis: {' and '.join(needed)} unknown{read}; give {pronoun} too, or read another output of the engine."
     )
@@ -679,8 +679,8 @@ def _setting(one: Observation, k: int, words: str) -> str:
     """Return the recommendation with the flags of the engine, or of some engines if it is unknown."""
     chosen = [engine for engine in engines() if engine.name == one.engine] or engines()[:EXAMPLES]
     settings = [(engine.title, engine.draft_length_setting(k, one.method, one.drafter)) for engine in chosen]
-    known = [f"{title}: {flags}" for title, flags in settings if flags]
-    return f"{words} ({'; '.join(known)})." if known else f"{words}."
+    flags_by_engine = [f"{title}: {flags}" for title, flags in settings if flags]
+    return f"{words} ({'; '.join(flags_by_engine)})." if flags_by_engine else f"{words}."
 
 
 def _shorter_drafts(one: Observation, k: int) -> Iterator[str]:

@@ -145,8 +145,8 @@ class Observation:
 
     def changed(self, **values: object) -> Self:
         """Return the observation with other values; None and empty texts change nothing."""
-        known: dict[str, Any] = {name: value for name, value in values.items() if value not in (None, "")}
-        return replace(self, **known | ({"k_inferred": None} if "k" in known else {}))
+        changes: dict[str, Any] = {name: value for name, value in values.items() if value not in (None, "")}
+        return replace(self, **changes | ({"k_inferred": None} if "k" in changes else {}))
 
     def merged(self, plain: Self) -> Self:
         """Return the observation with the speed of a run without speculation on the same machine and load. Raises

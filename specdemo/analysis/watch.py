@@ -72,8 +72,8 @@ class Watch:
         reading, last = Reading(at, text, parse(text, names)), self._last
         self.engine = next((engine for engine in engines() if (engine.generated, None) in reading.samples), None)
         if self.engine is None:
-            known = ", ".join(engine.title for engine in engines() if engine.generated)
-            raise ValueError(f"{self.server} has no metrics of {known}; {HOW}")
+            titles = ", ".join(engine.title for engine in engines() if engine.generated)
+            raise ValueError(f"{self.server} has no metrics of {titles}; {HOW}")
         if last is None or delta(last.samples, reading.samples, self.engine.generated) is None:  # it has restarted
             self._first, self._tokens, self._busy_s = reading, 0.0, 0.0
             self._running.clear()

@@ -62,10 +62,10 @@ class GreedyAnswer:
         lead = len(text) - len(text.lstrip())
         ends = [max(end - lead, 0) for end in accumulate(map(len, pieces))]
         parts = [text[lead:][start:end] for start, end in pairwise([0, *ends])]
-        known = () if -1 in ids else tuple(ids)
-        if finish == "stop" and known and not pieces[-1]:  # some servers leave out the stop token
-            known = known[:-1]
-        return cls(parts, finish, text[:lead], known)
+        tokens = () if -1 in ids else tuple(ids)
+        if finish == "stop" and tokens and not pieces[-1]:  # some servers leave out the stop token
+            tokens = tokens[:-1]
+        return cls(parts, finish, text[:lead], tokens)
 
     @property
     def text(self) -> str:

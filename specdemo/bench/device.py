@@ -186,12 +186,12 @@ def measure_profile(device: str = "auto", name: str | None = None, report: Progr
             targets[model] = fast(random_model(model, where, dtype))
             model = DRAFTS.get(model, "")
         starts = _parts(report, len(targets) * (len(batches) + 3 + len(STEP_KS)))  # upper limit
-        known = []
+        pass_tables = []
         for slots, rows, context in (widths, batches, CONTEXT), ((5,), (1, 8), FAR):
             for of, target in targets.items():
-                known.append(passes_of(of, target, passes(target, slots, rows, context, starts), context))
+                pass_tables.append(passes_of(of, target, passes(target, slots, rows, context, starts), context))
         steps = [*step_times(targets, starts)]
-    more = {"passes": known, "steps": steps, "name": name or profile.name}
+    more = {"passes": pass_tables, "steps": steps, "name": name or profile.name}
     return Profile.model_validate(profile.model_dump() | more)
 
 
@@ -255,15 +255,15 @@ def profile_report(profile: Profile) -> str:
     for name, value in profile:
         several = value if isinstance(value, dict) else {"": value}
         lines += [f"{name} {of}".ljust(34) + f"{one.value:g}" for of, one in several.items() if isinstance(one, Figure)]
-    for known in profile.passes:
-        header = ["batch", "ms", *(f"v({n})" for n in known.ms[1] if n > 1), ""]
+    for pass_table in profile.passes:
+        header = ["batch", "ms", *(f"v({n})" for n in pass_table.ms[1] if n > 1), ""]
         rows = [
-            [str(batch), f"{ms[1]:.3f}", *(f"{v:.2f}" for n, v in known.v(batch).items() if n > 1), ""]
-            for batch, ms in known.ms.items()
+            [str(batch), f"{ms[1]:.3f}", *(f"{v:.2f}" for n, v in pass_table.v(batch).items() if n > 1), ""]
+            for batch, ms in pass_table.ms.items()
         ]
         lines += [
             "",
-            f"{known.model}, {known.dtype}, {known.kernels}: a pass over n tokens per row",
+            f"{pass_table.model}, {pass_table.dtype}, {pass_table.kernels}: a pass over n tokens per row",
             table(header, rows),
         ]
     return "\n".join(lines)

@@ -169,8 +169,8 @@ class Compared:
         """Return remarks on the time that the lanes waited, on a stop, and the notes of the last run."""
         last = self.every[-1]
         waited = [waited_share(_runs(self._totals(lane))) for lane in range(len(last.lanes))]
-        known = [share for share in waited if share is not None]
-        contention = [f"CPU contention: {_percentages(known)} of the time of the lanes."] if known else []
+        shares = [share for share in waited if share is not None]
+        contention = [f"CPU contention: {_percentages(shares)} of the time of the lanes."] if shares else []
         return [*contention, *self.stopped, *(f"{sentence(note)}." for note in last.notes)]
 
     def _totals(self, lane: int) -> list[Totals]:

@@ -48,8 +48,8 @@ def chart(result: Result) -> Chart:
     rows = [row for row in rows if isinstance(row.get("lane"), str) and not _is_baseline(row["lane"], rows)]
     if not rows:
         raise ValueError(f"suite {result.suite} measures no speed-up; there is nothing to draw")
-    known = {suite.axis.column: suite.axis for suite in suites().values() if suite.axis}
-    along = known.get(over, Axis(over, over, over))
+    axes = {suite.axis.column: suite.axis for suite in suites().values() if suite.axis}
+    along = axes.get(over, Axis(over, over, over))
     head = "Speed-up by lane" if over == BARS else f"Speed-up over {along.title}"
     drawn = _bars(rows) if over == BARS else _groups(rows, over) if over in KINDS else _lines(rows, along)
     return _labelled(head, SPEED | drawn)
@@ -84,12 +84,12 @@ def line(name: str, number: int, points: Iterable[Sequence[object]], **more: obj
     colour.
     """
     pairs = [*points]
-    known = [(x, y) for x, y in pairs if isinstance(y, Estimate) and y.low is not None and y.high is not None]
+    intervals = [(x, y) for x, y in pairs if isinstance(y, Estimate) and y.low is not None and y.high is not None]
     return {
         "name": name,
         "series": 1 + number % SERIES,
         "points": [[x, y.value if isinstance(y, Estimate) else y] for x, y in pairs],
-        "band": [[x, y.low, y.high] for x, y in known],
+        "band": [[x, y.low, y.high] for x, y in intervals],
         "marks": True,
         **more,
     }
@@ -140,8 +140,8 @@ def _histograms(result: Result) -> Chart:
     """Return the tokens of both samples with two standard errors, at the position where they differ most."""
     places: dict[object, list[Row]] = {}
     for row in result.rows:
-        known = isinstance(row.get(TOKEN), str) and _is_number(row.get("place"))
-        if known and all(_is_share(row.get(name)) for name in (PLAIN, DRAFTED)):
+        has_place = isinstance(row.get(TOKEN), str) and _is_number(row.get("place"))
+        if has_place and all(_is_share(row.get(name)) for name in (PLAIN, DRAFTED)):
             places.setdefault(row["place"], []).append(row)
     differences = {place: sum(abs(row[PLAIN] - row[DRAFTED]) for row in rows) for place, rows in places.items()}
     place = max(differences, key=differences.__getitem__, default=None)

@@ -184,8 +184,8 @@ def sentence(text: str) -> str:
 
 def _cell(value: object) -> str:
     if isinstance(value, Estimate):
-        known = value.low is not None and value.high is not None
-        return f"{value.value:.4g}" + (f" [{value.low:.4g} {value.high:.4g}]" if known else "")
+        has_interval = value.low is not None and value.high is not None
+        return f"{value.value:.4g}" + (f" [{value.low:.4g} {value.high:.4g}]" if has_interval else "")
     if isinstance(value, float):
         return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
     return NONE if value is None else visible(str(value)).replace("\n", "\\n").replace("\t", "\\t")

@@ -117,8 +117,8 @@ def _parsed(content: str | bytes, bounds: int) -> Result:
     if stored.axis is not None and not any(stored.axis in row for row in stored.rows):
         raise ValueError(f"not a specdemo result: no row has its axis {stored.axis[:40]!r}")
     rows = [{name: _cell(value) for name, value in row.items()} for row in stored.rows]
-    known = (stored.suite, stored.repeats, stored.config, stored.environment, rows, stored.remarks, stored.axis)
-    return Result(*known)
+    fields = (stored.suite, stored.repeats, stored.config, stored.environment, rows, stored.remarks, stored.axis)
+    return Result(*fields)
 
 
 def _cell(value: object) -> object:

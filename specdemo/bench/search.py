@@ -66,12 +66,13 @@ class KindOfWork:
     def value(self, name: str) -> float:
         """Return the speed-up of a candidate over all prompts where it is measured or predicted; 0 if unknown."""
         scale = self.scales.get(name) or (geometric_mean(self.scales.values()) if self.scales else 1.0)
-        known = [one.speed or one.predicted * scale for one in self.samples.get(name, {}).values()]
-        return geometric_mean(known) if known else 0.0
+        speeds = [one.speed or one.predicted * scale for one in self.samples.get(name, {}).values()]
+        return geometric_mean(speeds) if speeds else 0.0
 
     def ranked(self) -> list[str]:
         """Return the measured candidates, the fastest first; those that are known on few of the prompts last."""
-        few = {name for name, known in self.samples.items() if 2 * len(known) < max(map(len, self.samples.values()))}
+        most = max(map(len, self.samples.values()), default=0)
+        few = {name for name, samples in self.samples.items() if 2 * len(samples) < most}
         return sorted(filter(self.runs, self.samples), key=lambda name: (name in few, -self.value(name)))
 
     def ratios(self, name: str, other: str) -> list[float]:
@@ -139,28 +140,28 @@ class Search:
     def progress(self, loading: str = "") -> None:
         """Report what runs or is loaded, the best candidate so far, and the time that is left."""
         used, best = self.now() - self._start, self.leader()
-        known = f", best so far {best} {self.mixed(best).value:.2f}x" if best else ""
-        self.report(min(used / self.seconds, 1.0), f"{loading or self._doing}{known}, {max(self.rest, 0.0):.0f} s left")
+        lead = f", best so far {best} {self.mixed(best).value:.2f}x" if best else ""
+        self.report(min(used / self.seconds, 1.0), f"{loading or self._doing}{lead}, {max(self.rest, 0.0):.0f} s left")
 
     def leader(self, ran: bool = True) -> str:
         """Return the candidate with the highest speed-up over all kinds together, empty before the first race. ran: of
         those that ran in all kinds, if any did."""
-        known = [work for work in self.works if work.samples]
-        names = [name for name in self._names if known and all(work.value(name) for work in known)]
-        ranks = {name: (ran and all(work.runs(name) for work in known), self._mean(name)) for name in names}
+        works = [work for work in self.works if work.samples]
+        names = [name for name in self._names if works and all(work.value(name) for work in works)]
+        ranks = {name: (ran and all(work.runs(name) for work in works), self._mean(name)) for name in names}
         return max(ranks, key=ranks.__getitem__, default="")
 
     def mixed(self, name: str) -> Estimate:
         """Return the speed-up of a candidate over all kinds: `over_kinds` of its runs, without interval where it is
         only predicted for one."""
-        known = [work for work in self.works if work.value(name)]
-        if all(work.runs(name) for work in known):
-            return over_kinds([run.speed for run in work.runs(name)] for work in known)
+        works = [work for work in self.works if work.value(name)]
+        if all(work.runs(name) for work in works):
+            return over_kinds([run.speed for run in work.runs(name)] for work in works)
         return Estimate(round(self._mean(name), 4))
 
     def _mean(self, name: str) -> float:
-        known = [value for work in self.works if (value := work.value(name))]
-        return geometric_mean(known) if known else 0.0
+        values = [value for work in self.works if (value := work.value(name))]
+        return geometric_mean(values) if values else 0.0
 
     @property
     def rest(self) -> float:
@@ -244,10 +245,10 @@ class Search:
         if work.decided:
             return []
         values = {name: work.value(name) or self._mean(name) for name in self._names if name not in work.failed}
-        known = [*filter(values.__getitem__, values)]
-        if not known:
+        candidates = [*filter(values.__getitem__, values)]
+        if not candidates:
             return [family[-1] for family in self.families.values() if family[-1] not in work.failed]
-        best = max(known, key=values.__getitem__)
-        rivals = sorted(known, key=lambda name: work.most(name, values[name]), reverse=True)
+        best = max(candidates, key=values.__getitem__)
+        rivals = sorted(candidates, key=lambda name: work.most(name, values[name]), reverse=True)
         mixed = [name for name in [self.leader(ran=False)] if name in values]
         return [*dict.fromkeys([best, *rivals[:RIVALS], *mixed])]

@@ -85,14 +85,14 @@ class Tune(Decoding):
 
     def kinds(self) -> dict[str, list[str]]:
         """Return the prompts by kind of work. Raises ValueError, one line, for an unknown kind and an unusable file."""
-        known = OWN.get(self.target) or work_prompts()
+        prompts = OWN.get(self.target) or work_prompts()
         if self.prompt_file is not None:
-            known = read_questions(self.prompt_file)
+            prompts = read_questions(self.prompt_file)
         chosen = list(filter(None, self.work.split(",")))
         for name in chosen:
-            if name not in known:
-                raise ValueError(f"unknown kind of work {name[:40]!r}; {suggest(name[:40], known)}")
-        return {name: [*texts] for name, texts in known.items() if name in (chosen or known)}
+            if name not in prompts:
+                raise ValueError(f"unknown kind of work {name[:40]!r}; {suggest(name[:40], prompts)}")
+        return {name: [*texts] for name, texts in prompts.items() if name in (chosen or prompts)}
 
     def run(self, report: Report, cancelled: Stop) -> Result:
         from specdemo.presets.at_hand import drafters
@@ -189,8 +189,8 @@ class Tune(Decoding):
             k = racer.lanes[best].k or None
             rows.append({"lane": best, "category": MIXED, "k": k, "speed-up": search.mixed(best), "place": 1})
         if running:
-            known = f"Best so far: {best} with {search.mixed(best).format()}." if best else "No answer is measured yet."
-            remarks = [known, *racer.remarks()]
+            lead = f"Best so far: {best} with {search.mixed(best).format()}." if best else "No answer is measured yet."
+            remarks = [lead, *racer.remarks()]
             return Result(self.name, 1, self.config(self.target), racer.environment(), rows, remarks)
         remarks = [*_recommendation(search, best), *(_why_not(work) for work in works if not _pays(work))]
         remarks += [*confirmed, *racer.remarks(), *(["Stopped early."] if search.stopped and works else [])]

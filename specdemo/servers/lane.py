@@ -126,8 +126,8 @@ class RemoteLane:
         for event in trace.events:
             start += len(event.emitted[0])
             texts.append(trace.pieces[start - 1])
-        trace.pieces, known = token_pieces(trace.events, texts, self._decoder())
-        trace.events, self.has_steps = step_events(trace.events, self._spans, known), True
+        trace.pieces, split = token_pieces(trace.events, texts, self._decoder())
+        trace.events, self.has_steps = step_events(trace.events, self._spans, split), True
         if not trace.steps_known:
             self._note("grey tokens: their text or their draft is not known token by token")
 
@@ -144,8 +144,8 @@ class RemoteLane:
             pass
         return lambda ids: []
 
-    def _update(self, **known: Any) -> None:
-        self.trace.remote = replace(self.trace.service, **known)
+    def _update(self, **values: Any) -> None:
+        self.trace.remote = replace(self.trace.service, **values)
 
     def _note(self, text: str) -> None:
         self.trace.note = f"{self.trace.note}; {text}" if self.trace.note else text

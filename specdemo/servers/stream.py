@@ -93,9 +93,9 @@ def _matched(
     """Yield the steps. In a run of single tokens it may be unknown which of them had a draft."""
     at = 0
     for many, few in zip(singles, drafts_in_run, strict=True):
-        known = [next(drafts) for _ in range(few)]
+        run = [next(drafts) for _ in range(few)]
         if few == many:
-            yield from (Span(1, *draft) for draft in known)
+            yield from (Span(1, *draft) for draft in run)
         else:
             yield from [Span(1, None if few else 0)] * many
         at += many
@@ -127,14 +127,14 @@ def token_pieces(
     texts add up.
     """
     pieces: list[str] = []
-    known: list[bool] = []
+    split: list[bool] = []
     for event, text in zip(events, texts, strict=True):
         ids = event.emitted[0]
         parts = decode(ids) if min(ids) >= 0 else []
         right = len(ids) == 1 or (len(parts) == len(ids) and "".join(parts) == text)
         pieces += parts if right and len(ids) > 1 else [*[""] * (len(ids) - 1), text]
-        known += [right] * len(ids)
-    return pieces, known
+        split += [right] * len(ids)
+    return pieces, split
 
 
 def step_events(events: Sequence[StepEvent], spans: Sequence[Span], split: Sequence[bool]) -> list[StepEvent]:
@@ -158,8 +158,8 @@ def step_events(events: Sequence[StepEvent], spans: Sequence[Span], split: Seque
 def _event(index: int, emitted: list[int], span: Span, ms: dict[str, float]) -> StepEvent:
     if span.drafted is None:
         return StepEvent(index, [[]], [[]], [[]], [emitted], [[]], [[]], ms)
-    known = [UNREPORTED if token < 0 else token for token in emitted[: span.accepted]]
-    drafted = known + [UNREPORTED] * (span.drafted - len(known))
+    ids = [UNREPORTED if token < 0 else token for token in emitted[: span.accepted]]
+    drafted = ids + [UNREPORTED] * (span.drafted - len(ids))
     path: list[int] = list(range(span.accepted + 1))
     unknown: list[list[float | None]] = [[None] * span.drafted]
     return StepEvent(index, [drafted], [list(range(span.drafted))], [path], [emitted], unknown, unknown, ms)

@@ -23,8 +23,8 @@ def read_output(text: str, limits: int = FILE_BYTES) -> Observation:
         observation = reader.read(output)
         if observation is not None:
             return observation
-    known = "; ".join(reader.title for reader in READERS)
-    raise ValueError(f"this output is of no known kind. It may be: {known}")
+    titles = "; ".join(reader.title for reader in READERS)
+    raise ValueError(f"this output is of no known kind. It may be: {titles}")
 
 
 def read_output_file(path: str | Path, limits: int = FILE_BYTES) -> Observation:

@@ -255,8 +255,8 @@ def numbers_in(text: str) -> list[float]:
 
 def mean(values: Iterable[float]) -> float | None:
     """Return the mean of the values above 0, None without any."""
-    known = [value for value in values if value > 0.0]
-    return sum(known) / len(known) if known else None
+    positive = [value for value in values if value > 0.0]
+    return sum(positive) / len(positive) if positive else None
 
 
 def quantised(kind: str) -> str:

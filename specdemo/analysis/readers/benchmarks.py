@@ -51,15 +51,15 @@ class BenchServe(OutputReader):
         if data.get("completed") == 0:
             raise ValueError("no request of this benchmark succeeded; check the server's log and measure again")
         shares = data.get("spec_decode_per_position_acceptance_rates")
-        known = [number(share) or 0.0 for share in shares] if isinstance(shares, list) else []
-        totals = _totals([number(data.get(name)) for name in NUMBERS], known)
+        rates = [number(share) or 0.0 for share in shares] if isinstance(shares, list) else []
+        totals = _totals([number(data.get(name)) for name in NUMBERS], rates)
         _add_gaps(totals, data)
         dataset = text_of(data.get("dataset_name")) or text_of(data.get("dataset"))
         return Observation(
             engine="vllm",
             source=self.title,
             target=text_of(data.get("model_id")),
-            k=len(known) or None,
+            k=len(rates) or None,
             **{"accepted_length": number(data.get("spec_decode_acceptance_length")), **totals.values()},
             random_prompts=dataset.startswith("random") if dataset else None,
         )

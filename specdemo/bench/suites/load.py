@@ -150,8 +150,8 @@ def _row(lane: str, one: LoadPoint, plain: LoadPoint | None) -> Row:
 def _speedup(one: LoadPoint, plain: LoadPoint) -> Estimate:
     if one is plain:
         return Estimate(1.0)
-    known = one.error is not None and plain.error is not None
-    return _with_error(plain.per_token / one.per_token, hypot(one.error or 0.0, plain.error or 0.0) if known else None)
+    error = None if one.error is None or plain.error is None else hypot(one.error, plain.error)
+    return _with_error(plain.per_token / one.per_token, error)
 
 
 def _with_error(value: float, error: float | None) -> Estimate:
@@ -168,14 +168,14 @@ def _verdicts(rows: Sequence[Row]) -> Iterator[str]:
 def _verdict(lanes: Sequence[Row]) -> str:
     if not lanes:
         return "unknown, no result with speculation"
-    known = [row for row in lanes if row["speed-up"] is not None]
-    if not known:
+    comparisons = [row for row in lanes if row["speed-up"] is not None]
+    if not comparisons:
         return "unknown, no result without speculation at this load"
-    best = max(known, key=lambda row: (row["speed-up"].label == "faster", row["speed-up"].value))
+    best = max(comparisons, key=lambda row: (row["speed-up"].label == "faster", row["speed-up"].value))
     speed, most = best["speed-up"], f"{best['lane']} is {best['speed-up'].format()}"
     if speed.label == "faster":
         return f"{best['lane']} pays, {speed.format()}"
-    if all(row["speed-up"].label == "slower" for row in known):
+    if all(row["speed-up"].label == "slower" for row in comparisons):
         return f"none pays, turn speculation off; {most}"
     if speed.low is None:
         return f"unknown, the results have no spread over requests; {most}"
