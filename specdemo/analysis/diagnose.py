@@ -350,8 +350,8 @@ class _Fit:
     def _ends_early(self) -> bool:
         """Return whether a drafter's drafts end well before k, although its tokens are accepted."""
         one = self.observation
-        chosen = self.recorded or one.looks_up or one.combined or (one.drafted_per_step or 0.0) > self.model.k
-        return not chosen and one.per_draft < EARLY * self.model.k
+        on_purpose = self.recorded or one.looks_up or one.combined or (one.drafted_per_step or 0.0) > self.model.k
+        return not on_purpose and one.per_draft < EARLY * self.model.k
 
     def _without_threshold(self, ratios_of_reach: Sequence[float]) -> CostModel:
         """Return the cost model of drafts that do not end early. The added tokens are those below the threshold; of a
@@ -677,8 +677,8 @@ def _recommendations(diagnosis: Diagnosis) -> Iterator[str]:
 
 def _setting(one: Observation, k: int, words: str) -> str:
     """Return the recommendation with the flags of the engine, or of some engines if it is unknown."""
-    chosen = [engine for engine in engines() if engine.name == one.engine] or engines()[:EXAMPLES]
-    settings = [(engine.title, engine.draft_length_setting(k, one.method, one.drafter)) for engine in chosen]
+    matches = [engine for engine in engines() if engine.name == one.engine] or engines()[:EXAMPLES]
+    settings = [(engine.title, engine.draft_length_setting(k, one.method, one.drafter)) for engine in matches]
     flags_by_engine = [f"{title}: {flags}" for title, flags in settings if flags]
     return f"{words} ({'; '.join(flags_by_engine)})." if flags_by_engine else f"{words}."
 

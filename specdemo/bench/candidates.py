@@ -65,11 +65,11 @@ def race_link(target: ModelRef, lane: Lane, prompt: str) -> str:
     if base is None:
         queries = [_of_own(target, lane) | more for more in ({"lanes": 1, "prompt": prompt}, {"lanes": 1})]
         return next(query for query in map(urlencode, queries) if len(query) <= LONGEST_CELL)
-    chosen = base.model_copy(update={"lanes": [lane.model_copy(update={"name": ""})], "temperature": 0.0})
+    preset = base.model_copy(update={"lanes": [lane.model_copy(update={"name": ""})], "temperature": 0.0})
     with suppress(ValueError):
-        if len(query := to_query(chosen.model_copy(update={"prompt": prompt}), base)) <= LONGEST_CELL:
+        if len(query := to_query(preset.model_copy(update={"prompt": prompt}), base)) <= LONGEST_CELL:
             return query
-    return to_query(chosen, base)
+    return to_query(preset, base)
 
 
 def _of_own(target: ModelRef, lane: Lane) -> dict[str, object]:
@@ -79,11 +79,11 @@ def _of_own(target: ModelRef, lane: Lane) -> dict[str, object]:
     return of_link | {f"option.{name}": value for name, value in lane.options.items()}
 
 
-def settings_to_copy(chosen: Preset, engine: str = "") -> list[str]:
+def settings_to_copy(preset: Preset, engine: str = "") -> list[str]:
     """Return how to run the only lane of a comparison: here, and in every engine that has its method. engine: only on
     this one."""
-    lane, target = chosen.lanes[0], chosen.target
-    dtype = "" if chosen.dtype == "auto" else chosen.dtype
+    lane, target = preset.lanes[0], preset.target
+    dtype = "" if preset.dtype == "auto" else preset.dtype
     named = {"target": target, "method": lane.method, "dtype": dtype, "model": lane.model, "k": lane.k or ""}
     options = [("option", f"{name}={value}") for name, value in lane.options.items()]
     flags = [*named.items(), *options, ("engine", engine)]
@@ -93,7 +93,7 @@ def settings_to_copy(chosen: Preset, engine: str = "") -> list[str]:
     if not engine:
         lines.append(f"Page: {PAGE}?{urlencode(_of_own(target, lane))} after `{program()} {start}`")
     for one in ENGINES.values() if not engine else [ENGINES[engine]]:
-        server = [*served(chosen, one.name)][1]
+        server = [*served(preset, one.name)][1]
         if server.command:
             lines.append(f"{one.title}: {shlex.join(server.command)}")
     if engine:

@@ -125,7 +125,7 @@ def _subcommand(name: str) -> TyperCommand:
             raise ValueError(f"bench {name} measures presets (--preset); {tune}")
         if takes(name, "folder"):  # the suite writes while it measures
             options, out = options | ({"folder": out} if out else {}), None
-        chosen = suite(name, **options)
+        measurement = suite(name, **options)
 
         from specdemo.bench.report import bench_report
         from specdemo.bench.report import markdown as as_markdown
@@ -133,10 +133,10 @@ def _subcommand(name: str) -> TyperCommand:
 
         for path in (out, html):
             check_output(path, force)
-        if isinstance(folder := getattr(chosen, "folder", None), Path):
+        if isinstance(folder := getattr(measurement, "folder", None), Path):
             check_output_folder(folder, force)
         with progress_bar(1.0, "{l_bar}{bar}| {elapsed}") as bar:
-            result = chosen.run(reports_to(bar), lambda: False)
+            result = measurement.run(reports_to(bar), lambda: False)
         if out is not None:
             write_result(result, out)
         print(to_json(result) if as_json else as_markdown(result) if markdown else bench_report(result))

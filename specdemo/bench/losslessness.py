@@ -86,20 +86,20 @@ def losslessness(suite: OfPreset, report: Report, cancelled: Stop) -> Result:
 
     Raises ValueError with one line.
     """
-    chosen = suite.preset if isinstance(suite.preset, Preset) else preset(suite.preset)
-    drafting = chosen.lanes[0].method
+    comparison = suite.preset if isinstance(suite.preset, Preset) else preset(suite.preset)
+    drafting = comparison.lanes[0].method
     if not method(drafting).exact:
         raise ValueError(f"method {drafting!r} is not exact; choose a preset whose first lane has an exact method")
-    if chosen.temperature == 0.0:
-        return _same_tokens(suite, chosen, report, cancelled)
-    return _same_distribution(suite, chosen, report, cancelled)
+    if comparison.temperature == 0.0:
+        return _same_tokens(suite, comparison, report, cancelled)
+    return _same_distribution(suite, comparison, report, cancelled)
 
 
-def _same_distribution(suite: OfPreset, chosen: Preset, report: Report, cancelled: Stop) -> Result:
-    lane = chosen.lanes[0]
-    target = load_target(chosen.target, suite.dtype, suite.device, chosen.quantization)
+def _same_distribution(suite: OfPreset, comparison: Preset, report: Report, cancelled: Stop) -> Result:
+    lane = comparison.lanes[0]
+    target = load_target(comparison.target, suite.dtype, suite.device, comparison.quantization)
     tokens = PLACES[-1] + 1  # one more, so that a draft can reach the last position
-    plain = GenerationConfig(tokens, chosen.sampling, stop_token_ids=())
+    plain = GenerationConfig(tokens, comparison.sampling, stop_token_ids=())
     rule = lane.accept_rule()
     ways = {
         PLAIN: Way(load_drafter(BASELINE, target), accept_rule("lossless"), plain),
@@ -107,7 +107,7 @@ def _same_distribution(suite: OfPreset, chosen: Preset, report: Report, cancelle
             build_drafter(lane.method, target, lane.model, lane.parsed), rule, replace(plain, budget=lane.budget)
         ),
     }
-    prompt = encode(tokenizer(target), chosen.prompt, target.max_length - tokens)
+    prompt = encode(tokenizer(target), comparison.prompt, target.max_length - tokens)
 
     every: list[list[list[list[int]]]] = []
 
@@ -117,7 +117,7 @@ def _same_distribution(suite: OfPreset, chosen: Preset, report: Report, cancelle
         """
         samples = []
         for number, way in enumerate(ways.values()):
-            seed = chosen.seed + len(ways) * repeat + number
+            seed = comparison.seed + len(ways) * repeat + number
             samples.append(drawn(target, way, prompt, seed, partial(tick, number / len(ways))))
         every.append(samples)
         tick(1.0, lambda: conclude(every, []))
@@ -126,15 +126,15 @@ def _same_distribution(suite: OfPreset, chosen: Preset, report: Report, cancelle
     def conclude(done: Sequence[Sequence[Sequence[list[int]]]], remarks: list[str]) -> Result:
         """Return the result of the finished repeats. done[repeat][way]: continuations."""
         samples = [[row for samples in done for row in samples[number]] for number in range(len(ways))]
-        sampling = {name: getattr(chosen, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+        sampling = {name: getattr(comparison, name) for name in ("temperature", "top_p", "top_k", "min_p")}
         config = {
-            "target": chosen.target,
+            "target": comparison.target,
             "lane": lane.name or lane.method.replace("_", " "),
             "k": lane.budget.depth,
             "acceptance": lane.acceptance,
             **sampling,
             "draws": len(samples[0]),
-            "prompt": chosen.prompt[:200],
+            "prompt": comparison.prompt[:200],
         }
         rows, findings = _compared(tokenizer(target), samples, rule.exact)
         return Result("losslessness", len(done), config, environment(target), rows, [*findings, *remarks], TOKEN)
@@ -189,12 +189,12 @@ def _histogram(tokenizer: PreTrainedTokenizerBase, place: int, counts: Sequence[
     return rows
 
 
-def _same_tokens(suite: OfPreset, chosen: Preset, report: Report, cancelled: Stop) -> Result:
+def _same_tokens(suite: OfPreset, comparison: Preset, report: Report, cancelled: Stop) -> Result:
     """Compare plain and speculative decoding of every prompt, one after the other, token by token."""
     runner = Session()
-    first = chosen.with_changes(lanes=[chosen.lanes[0].model_dump()], max_new_tokens=GREEDY_TOKENS)
+    first = comparison.with_changes(lanes=[comparison.lanes[0].model_dump()], max_new_tokens=GREEDY_TOKENS)
     spec = first.changed(schedule="sequential", device=suite.device, dtype=suite.dtype)
-    prompts = [chosen.prompt, *PROMPTS]
+    prompts = [comparison.prompt, *PROMPTS]
 
     def once(number: int, tick: Tick) -> dict[str, object]:
         trace = run_complete(runner, spec.model_copy(update={"prompt": prompts[number]}), cancelled)
@@ -207,6 +207,6 @@ def _same_tokens(suite: OfPreset, chosen: Preset, report: Report, cancelled: Sto
     rows, remarks = repeated(len(prompts), report, cancelled, once, "prompt")
     counts = Counter(str(row["output"]) for row in rows)
     summary = ", ".join(f"{count} {word}" for word, count in counts.items())
-    config = {"target": chosen.target, "temperature": 0.0, "k": spec.lanes[0].budget.depth, "prompts": len(rows)}
+    config = {"target": comparison.target, "temperature": 0.0, "k": spec.lanes[0].budget.depth, "prompts": len(rows)}
     remark = f"Greedy, {counted(len(rows), 'prompt')}: {summary}."
     return Result("losslessness", len(rows), config, environment(runner.target()), rows, [remark, *remarks])

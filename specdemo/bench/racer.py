@@ -213,8 +213,8 @@ class Racer:
     def settings(self, name: str) -> list[str]:
         """Return the settings to copy of a candidate; none for a server that runs already."""
         lane = self.lanes[name].model_copy(update={"name": ""})
-        chosen = self._spec.model_copy(update={"lanes": [lane]})
-        return [] if lane.server else settings_to_copy(chosen, self.engine)
+        preset = self._spec.model_copy(update={"lanes": [lane]})
+        return [] if lane.server else settings_to_copy(preset, self.engine)
 
 
 class ServerRacer(Racer):

@@ -29,10 +29,10 @@ PROBE_WIDTHS = (1, 2, 3, 5, 9, 17)  # slots of passes that are timed apart from 
 
 def shipped_lanes(target: str = "stories") -> tuple[Lane, ...]:
     """Return the first lanes of the embedded presets with one greedy lane, named after their preset."""
-    chosen = [
+    presets = [
         p for p in load_presets().values() if p.embedded and p.target == target and not p.temperature and not p.grammar
     ]
-    return tuple(p.lanes[0].model_copy(update={"name": p.id}) for p in chosen if len(p.lanes) == 1)
+    return tuple(p.lanes[0].model_copy(update={"name": p.id}) for p in presets if len(p.lanes) == 1)
 
 
 def so_far(suite: Decoding, target: str, rows: list[Row], axis: str) -> Result:
@@ -40,14 +40,14 @@ def so_far(suite: Decoding, target: str, rows: list[Row], axis: str) -> Result:
     return Result(suite.name, suite.repeats, suite.config(target), {}, rows, [], axis)
 
 
-def every_k(suite: Laned, ks: Sequence[int], chosen: Preset, report: Report, cancelled: Stop) -> Result:
+def every_k(suite: Laned, ks: Sequence[int], base: Preset, report: Report, cancelled: Stop) -> Result:
     """Measure the first lane of a preset at every k, and predict them from its run at one, its own k if possible."""
-    lane, ks = chosen.lanes[0], sorted({*ks} - {0})  # plain decoding is always measured
-    name = lane.name or chosen.id
+    lane, ks = base.lanes[0], sorted({*ks} - {0})  # plain decoding is always measured
+    name = lane.name or base.id
     lanes = tuple(lane.model_copy(update={"k": k, "name": f"{name}, k={k}"}) for k in ks)
     where = [{"lane": "Baseline", "k": 0}, *({"lane": name, "k": k} for k in ks)]
     own = 1 + (ks.index(lane.k) if lane.k in ks else len(ks) // 2)
-    return compared(suite, chosen.target, lanes, where, "k" if len(ks) > 1 else "lane", report, cancelled, own)
+    return compared(suite, base.target, lanes, where, "k" if len(ks) > 1 else "lane", report, cancelled, own)
 
 
 def compared(

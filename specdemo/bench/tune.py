@@ -88,11 +88,11 @@ class Tune(Decoding):
         prompts = OWN.get(self.target) or work_prompts()
         if self.prompt_file is not None:
             prompts = read_questions(self.prompt_file)
-        chosen = list(filter(None, self.work.split(",")))
-        for name in chosen:
+        names = list(filter(None, self.work.split(",")))
+        for name in names:
             if name not in prompts:
                 raise ValueError(f"unknown kind of work {name[:40]!r}; {suggest(name[:40], prompts)}")
-        return {name: [*texts] for name, texts in prompts.items() if name in (chosen or prompts)}
+        return {name: [*texts] for name, texts in prompts.items() if name in (names or prompts)}
 
     def run(self, report: Report, cancelled: Stop) -> Result:
         from specdemo.presets.at_hand import drafters

@@ -274,9 +274,9 @@ class TeacherData:
         hidden = {tap: change(h) for tap, h in self.hidden.items()}
         return TeacherData(change(self.tokens), change(self.indices), change(self.probs), hidden)
 
-    def select(self, chosen: Tensor) -> "TeacherData":
+    def select(self, rows: Tensor) -> "TeacherData":
         """Select rows."""
-        return self._map(lambda column: column[chosen])
+        return self._map(lambda column: column[rows])
 
     def batch(self, count: int, step: int) -> "TeacherData":
         """Return `count` rows for `step`: every row once per epoch, shuffled in each epoch."""
