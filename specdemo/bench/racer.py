@@ -141,13 +141,13 @@ class Racer:
         if plain.finish == "error" or len(plain.token_ids) < LEAST_TOKENS:
             return {}
         samples = {name: self._sample(trace, place) for place, name in enumerate(names, start=1)}
-        seen = {name: sample for name, sample in samples.items() if sample}
-        for name, predicted in self._predictions(trace, seen) if self.pass_ms else ():
-            if predicted and (name in seen or name not in names):
-                seen[name] = replace(seen.get(name, Sample(0.0)), predicted=predicted)
-        return seen
+        usable = {name: sample for name, sample in samples.items() if sample}
+        for name, predicted in self._predictions(trace, usable) if self.pass_ms else ():
+            if predicted and (name in usable or name not in names):
+                usable[name] = replace(usable.get(name, Sample(0.0)), predicted=predicted)
+        return usable
 
-    def _predictions(self, trace: RunTrace, seen: Mapping[str, Sample]) -> Iterator[tuple[str, float]]:
+    def _predictions(self, trace: RunTrace, samples: Mapping[str, Sample]) -> Iterator[tuple[str, float]]:
         """Yield candidates with their predicted speed-ups: of drafters without passes from the text, of others from
         the longest drafts of the same drafter in this race."""
         for name, drafter in self._replayed.items():
@@ -155,12 +155,12 @@ class Racer:
             yield name, replayed_speed(drafter, k, trace.lanes[0], most, partial(pass_ratio, self.pass_ms))
         chooses = {name: method(lane.method).chooses_length for name, lane in self.lanes.items()}
         for family in self._families.values():
-            own = next((n for n in reversed(family) if n in seen and seen[n].costs and not chooses[n]), "")
-            costs = seen[own].costs if own and own not in self._replayed else None
+            own = next((n for n in reversed(family) if n in samples and samples[n].costs and not chooses[n]), "")
+            costs = samples[own].costs if own and own not in self._replayed else None
             if costs is None or costs.tree_nodes is not None:
                 continue
             curve = costs.with_probe(self.pass_ms)
-            scale = seen[own].speed / curve.speedup(self.lanes[own].k)
+            scale = samples[own].speed / curve.speedup(self.lanes[own].k)
             speeds = {name: scale * curve.speedup(self.lanes[name].k) for name in family if not chooses[name]}
             # one that chooses its length does as well as the best length
             yield from ((name, speeds.get(name, max(speeds.values()))) for name in family if name != own)

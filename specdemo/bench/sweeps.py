@@ -64,24 +64,24 @@ def compared(
     own: the lane of every k whose run predicts the others; 0: none."""
     runner, spec = Session(), comparison(suite, target, lanes)
 
-    def result(seen: Compared) -> Result:
-        return so_far(suite, target, seen.rows(where), axis)
+    def result(comparisons: Compared) -> Result:
+        return so_far(suite, target, comparisons.rows(where), axis)
 
-    seen = compare_lanes(runner, spec, suite.texts, suite.repeats, report, cancelled, result)
-    rows = seen.rows(where)
-    remarks = [*(_predict(runner.target(), seen, own, rows) if own else ()), *seen.remarks]
+    comparisons = compare_lanes(runner, spec, suite.texts, suite.repeats, report, cancelled, result)
+    rows = comparisons.rows(where)
+    remarks = [*(_predict(runner.target(), comparisons, own, rows) if own else ()), *comparisons.remarks]
     rows = [{name: row.get(name) for name in COLUMNS if any(name in r for r in rows)} for row in rows]
-    where_ran = seen.every[-1].environment
-    return Result(suite.name, len(seen.traces), suite.config(target), where_ran, rows, remarks, axis)
+    where_ran = comparisons.every[-1].environment
+    return Result(suite.name, len(comparisons.traces), suite.config(target), where_ran, rows, remarks, axis)
 
 
 COLUMNS = ("lane", "k", "tokens/s", "speed-up", "predicted", "accepted", "tokens/pass", "output")
 
 
-def _predict(target: Target, seen: Compared, own: int, rows: list[Row]) -> Iterator[str]:
+def _predict(target: Target, comparisons: Compared, own: int, rows: list[Row]) -> Iterator[str]:
     """Write predictions into the rows; yield how far they are off."""
     k = rows[own]["k"]
-    costs = fit_cost_model(seen.events(0), seen.events(own), k)
+    costs = fit_cost_model(comparisons.events(0), comparisons.events(own), k)
     if costs is None:
         return
     costs = costs.with_probe(

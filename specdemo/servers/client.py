@@ -166,11 +166,11 @@ async def _bounded(answer: httpx.Response, most: int) -> AsyncGenerator[tuple[by
     """Yield the received bytes with their arrival times, before any processing."""
     if answer.headers.get("content-encoding", "identity") != "identity":
         raise ValueError("it sent a compressed response, which was not requested")
-    seen = 0
+    size = 0
     async for part in answer.aiter_raw():
         arrived = time.perf_counter()
-        seen += len(part)
-        if seen > most:
+        size += len(part)
+        if size > most:
             raise ValueError(f"it sent more than {most:,} bytes")
         yield part, arrived
 
