@@ -149,9 +149,9 @@ def _subcommand(name: str) -> TyperCommand:
     names = [name for name in settings(cls) if name != "folder"]
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
     add_command(app, command, {cls: names}, name=name, short_help=" ".join((cls.__doc__ or "").split()))
-    made = get_command(app)
-    assert isinstance(made, TyperCommand)
-    return made
+    subcommand = get_command(app)
+    assert isinstance(subcommand, TyperCommand)
+    return subcommand
 
 
 def progress_bar(total: float, form: str) -> "tqdm[NoReturn]":

@@ -50,8 +50,8 @@ def random_model(name: str, device: torch.device, dtype: torch.dtype, bits: int 
         decoder.rotary_emb = type(decoder.rotary_emb)(model.config)
     model.tie_weights()
     model.generation_config = HFGenerationConfig(pad_token_id=0)
-    made: PreTrainedModel = model.eval().requires_grad_(False)
-    return made
+    network: PreTrainedModel = model.eval().requires_grad_(False)
+    return network
 
 
 def _fill(model: nn.Module, device: torch.device) -> None:
@@ -64,27 +64,27 @@ def _fill(model: nn.Module, device: torch.device) -> None:
 
 def _drawn(like: Tensor, device: torch.device, name: str) -> Tensor:
     """Initialise matrices from a normal distribution and vectors with ones, as for norms."""
-    made = torch.empty(like.shape, dtype=like.dtype, device=device)
-    if made.ndim < 2:
-        return made.fill_(1.0)
+    tensor = torch.empty(like.shape, dtype=like.dtype, device=device)
+    if tensor.ndim < 2:
+        return tensor.fill_(1.0)
     rng = torch.Generator(device).manual_seed(crc32(name.encode()))
-    return made.normal_(0.0, STD, generator=rng)
+    return tensor.normal_(0.0, STD, generator=rng)
 
 
 def _quantised(linear: nn.Linear, weight: Tensor, bits: int, dtype: torch.dtype) -> nn.Module:
     bnb: Any = import_module("bitsandbytes.nn")  # partly untyped
 
     logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)  # it logs every product that casts
-    made: nn.Module
+    layer: nn.Module
     sizes = linear.in_features, linear.out_features
     with torch.device("meta"):
         if bits == 4:
-            made = bnb.Linear4bit(*sizes, bias=False, compute_dtype=dtype, quant_type="nf4")
+            layer = bnb.Linear4bit(*sizes, bias=False, compute_dtype=dtype, quant_type="nf4")
         else:
-            made = bnb.Linear8bitLt(*sizes, bias=False, has_fp16_weights=False, threshold=0.0)
+            layer = bnb.Linear8bitLt(*sizes, bias=False, has_fp16_weights=False, threshold=0.0)
     if bits == 4:
         packed = bnb.Params4bit(weight, requires_grad=False, quant_type="nf4", compress_statistics=True)
     else:  # only a move from main memory quantises
         packed = bnb.Int8Params(weight.cpu(), requires_grad=False, has_fp16_weights=False)
-    made.weight = packed.to(weight.device)
-    return made
+    layer.weight = packed.to(weight.device)
+    return layer
