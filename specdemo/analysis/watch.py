@@ -173,15 +173,15 @@ def show_live(watch: Watch, every_s: float, readings: int, as_json: bool) -> Non
     Raises ValueError, one line, if the server has no metrics.
     """
     console = Console(highlight=False, markup=False)
-    drawn = Live(console=console, auto_refresh=False) if console.is_terminal and not as_json else None
+    screen = Live(console=console, auto_refresh=False) if console.is_terminal and not as_json else None
 
     async def follow() -> None:
         async with connected(watch.server, os.environ.get(KEY)) as client:
             for number in count(1):
                 began = monotonic()
                 await read(watch, client)
-                if drawn is not None:
-                    drawn.update(Group(table(watch), watch.sentence()), refresh=True)
+                if screen is not None:
+                    screen.update(Group(table(watch), watch.sentence()), refresh=True)
                 elif watch.rows and number > 1:
                     row = watch.rows[-1]
                     print(json_text(finite(row)) if as_json else line(row), flush=True)
@@ -189,7 +189,7 @@ def show_live(watch: Watch, every_s: float, readings: int, as_json: bool) -> Non
                     return
                 await asyncio.sleep(max(0.0, every_s - (monotonic() - began)))
 
-    with drawn or nullcontext(), suppress(KeyboardInterrupt):  # Ctrl-C is the usual end
+    with screen or nullcontext(), suppress(KeyboardInterrupt):  # Ctrl-C is the usual end
         asyncio.run(follow())
     _conclude(watch, console, as_json)
 
@@ -207,13 +207,13 @@ def table(watch: Watch) -> Table:
     """Return the last readings as a table."""
     rows = [*watch.rows][-SHOWN:]
     title = f"{watch.engine.title} at {watch.server}" if watch.engine else watch.server
-    drawn = Table(title=title, title_justify="left")
+    rich_table = Table(title=title, title_justify="left")
     names = [*dict.fromkeys(name for row in rows for name in row)]
     for name in names:
-        drawn.add_column(TITLES.get(name, name), justify="right")
+        rich_table.add_column(TITLES.get(name, name), justify="right")
     for row in rows:
-        drawn.add_row(*(_cell(name, row.get(name)) for name in names))
-    return drawn
+        rich_table.add_row(*(_cell(name, row.get(name)) for name in names))
+    return rich_table
 
 
 def line(row: Row) -> str:

@@ -51,14 +51,14 @@ def chart(result: Result) -> Chart:
     axes = {suite.axis.column: suite.axis for suite in suites().values() if suite.axis}
     along = axes.get(over, Axis(over, over, over))
     head = "Speed-up by lane" if over == BARS else f"Speed-up over {along.title}"
-    drawn = _bars(rows) if over == BARS else _groups(rows, over) if over in KINDS else _lines(rows, along)
-    return _labelled(head, SPEED | drawn)
+    marks = _bars(rows) if over == BARS else _groups(rows, over) if over in KINDS else _lines(rows, along)
+    return _labelled(head, SPEED | marks)
 
 
-def _labelled(title: str, drawn: Chart) -> Chart:
+def _labelled(title: str, marks: Chart) -> Chart:
     """Add the title, and a description for screen readers: the numbers are in a table below the chart."""
-    parts = [line["name"] for line in drawn.get("lines", ())] + [group["name"] for group in drawn.get("groups", ())]
-    return {"title": title, "label": f"{title}: {', '.join(parts)}. The numbers are in the table.", **drawn}
+    parts = [line["name"] for line in marks.get("lines", ())] + [group["name"] for group in marks.get("groups", ())]
+    return {"title": title, "label": f"{title}: {', '.join(parts)}. The numbers are in the table.", **marks}
 
 
 def _is_baseline(lane: str, rows: list[Row]) -> bool:
@@ -191,9 +191,9 @@ def write_page(result: Result, out: Path) -> None:
     listed = "\n".join(f"<dt>{escape(name)}</dt><dd>{escape(str(value))}</dd>" for name, value in facts.items())
     content, options = f"<pre>{escape(bench_report(result))}</pre>\n<dl>\n{listed}\n</dl>", "null"
     with suppress(ValueError):
-        drawn = chart(result)
-        content = f'<h2>{escape(drawn["title"])}</h2>\n<div id="chart" class="sd-figure"></div>\n{content}'
-        options = json_text(finite(drawn)).replace("<", "\\u003c")  # no text of a result can end the script
+        picture = chart(result)
+        content = f'<h2>{escape(picture["title"])}</h2>\n<div id="chart" class="sd-figure"></div>\n{content}'
+        options = json_text(finite(picture)).replace("<", "\\u003c")  # no text of a result can end the script
     script = "\n".join((UI / name).read_text(encoding="utf-8") for name in ("helpers.js", "chart.js"))
     style = (UI / "chart.css").read_text(encoding="utf-8")
     title = escape(f"specdemo bench {result.suite}")

@@ -58,8 +58,8 @@ def _fill(model: nn.Module, device: torch.device) -> None:
     for name, module in model.named_modules():
         for own, parameter in list(module.named_parameters(recurse=False)):
             if parameter.is_meta:
-                drawn = _drawn(parameter, device, f"{name}.{own}")
-                module.register_parameter(own, nn.Parameter(drawn, requires_grad=False))
+                weights = _drawn(parameter, device, f"{name}.{own}")
+                module.register_parameter(own, nn.Parameter(weights, requires_grad=False))
 
 
 def _drawn(like: Tensor, device: torch.device, name: str) -> Tensor:

@@ -222,8 +222,8 @@ def last_found(target: ModelRef, device: object) -> tuple[str, str] | None:
     with suppress(ValueError, RuntimeError):  # no file, or no home
         result = read_result(_kept(target))
         leader = next((row["lane"] for row in result.rows if row.get("category") == MIXED), "")
-        raced = [row for row in result.rows if row.get(RACE)]
-        best = max(raced, key=lambda row: (row["lane"] == leader, row["speed-up"].value))
+        races = [row for row in result.rows if row.get(RACE)]
+        best = max(races, key=lambda row: (row["lane"] == leader, row["speed-up"].value))
         if result.environment.get("device") == device:
             return f"{result.remarks[0]} (tune, {result.environment['date']})", best[RACE]
     return None

@@ -90,8 +90,8 @@ def continue_texts(
     named = {cache_argument(model.forward): cache, "logits_to_keep": 1}
     while tokens.shape[1] < length:
         logits = model(input_ids=fresh, **named).logits[:, -1].float()
-        drawn = torch.multinomial(torch.softmax(logits / clamped, dim=-1), 1, generator=generator)
-        fresh = torch.where(greedy, logits.argmax(-1, keepdim=True), drawn)
+        draws = torch.multinomial(torch.softmax(logits / clamped, dim=-1), 1, generator=generator)
+        fresh = torch.where(greedy, logits.argmax(-1, keepdim=True), draws)
         tokens = torch.cat([tokens, fresh], dim=1)
     return tokens
 
@@ -106,11 +106,11 @@ def sampled_rows(model: PreTrainedModel, stories: list[list[int]], plan: Plan, n
     prompts = torch.tensor([openings[i % len(openings)] for i in range(count)])
     temperatures = torch.tensor([TEMPERATURES[i % len(TEMPERATURES)] for i in range(count)])
     generator = torch.Generator(model.device).manual_seed(number)
-    drawn = [
+    pieces = [
         continue_texts(model, p.to(model.device), plan.sample_length, t.to(model.device), generator)
         for p, t in zip(prompts.split(64), temperatures.split(64), strict=True)
     ]
-    return torch.cat(drawn).view(-1, plan.context).cpu()
+    return torch.cat(pieces).view(-1, plan.context).cpu()
 
 
 def generated_rows(model: PreTrainedModel, first: int, count: int, length: int, seed: int) -> Tensor:

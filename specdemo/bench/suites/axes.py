@@ -102,12 +102,12 @@ class Temperature(Laned):
         from specdemo.models.text import encode
 
         target, lanes = first_lane(self, self.preset)
-        (baseline, plain), (lane, drawn) = lanes.items()
+        (baseline, plain), (lane, sampled) = lanes.items()
         lanes = {
             baseline: plain,
-            f"{lane}, drawn": drawn,
-            f"{lane}, drawn, block": replace(drawn, accept=Block()),
-            f"{lane}, likeliest": replace(drawn, drafter=Likeliest(drawn.drafter)),
+            f"{lane}, drawn": sampled,
+            f"{lane}, drawn, block": replace(sampled, accept=Block()),
+            f"{lane}, likeliest": replace(sampled, drafter=Likeliest(sampled.drafter)),
         }
         texts = [encode(tokenizer(target), text, room(target, self)) for text in self.texts]
         prompts = [torch.tensor([ids], device=target.device) for ids in texts]
