@@ -63,7 +63,7 @@ def ratios(reach: Sequence[float]) -> list[float]:
 
 def _known_name(name: str) -> str:
     """Return the well-known model that a name means; empty if there is none."""
-    names = {ModelRef(one).base_name: one for one in known() if "/" in one}
+    names = {ModelRef(id).base_name: id for id in known() if "/" in id}
     return names.get(ModelRef(name).base_name, "") if name else ""
 
 
@@ -97,9 +97,9 @@ def step_costs(observation: Observation) -> list[StepCost]:
     drafted, share = observation.drafted_per_step or 1.0, observation.drafting_share or 1.0
     depth = min(observation.per_draft, observation.k or observation.per_draft)
     k = max(round(depth), 1)
-    one = expected_cost(observation, k, observation.batch_size or 1.0)
-    drafting = one.drafting / min(k, MOST_DRAFTED) * depth / observation.per_draft * drafted
-    expected = StepCost(drafting, 1.0 + share * (one.verify - 1.0), share * one.overhead)
+    expectation = expected_cost(observation, k, observation.batch_size or 1.0)
+    drafting = expectation.drafting / min(k, MOST_DRAFTED) * depth / observation.per_draft * drafted
+    expected = StepCost(drafting, 1.0 + share * (expectation.verify - 1.0), share * expectation.overhead)
     measured_drafting = None if observation.draft_cost is None else observation.draft_cost * drafted
     measured = (measured_drafting, observation.verify_cost, observation.overhead)
     known_parts = [part for part, value in zip(PARTS, measured, strict=True) if value is not None]

@@ -231,7 +231,7 @@ def _order(causes: Iterable[Cause], fit: "_Fit") -> list[Cause]:
 
     ranking = sorted(causes, key=rank)
     named = ("draft length", *COUNTED, *FAULTS)
-    return [one if not pays or one.name in named else replace(one, title=WORDS[one.name].bottleneck) for one in ranking]
+    return [c if not pays or c.name in named else replace(c, title=WORDS[c.name].bottleneck) for c in ranking]
 
 
 def _measured(observation: Observation, model: CostModel) -> "_Fit":
@@ -298,14 +298,14 @@ class _Fit:
         return name == "few drafts" and self.model.reach_rates[0] < HARDLY_ANY
 
     def _title(self, name: str) -> str:
-        one = self.observation
+        run = self.observation
         if name == "later positions":
             return f"no draft token after position {self._cliff} is accepted"
         if name == "few drafts" and self._hardly_drafts(name):
             return "hardly any step has a draft"
-        if name == "confidence threshold" and one.threshold:
+        if name == "confidence threshold" and run.threshold:
             return "the confidence threshold ends drafts early"
-        if name == "acceptance" and (one.accepted_length or 1.0) <= self.speed:
+        if name == "acceptance" and (run.accepted_length or 1.0) <= self.speed:
             return "too few draft tokens are accepted"
         return WORDS[name].title
 
@@ -333,10 +333,10 @@ class _Fit:
     @property
     def _cliff(self) -> int:
         """Return the last position at which drafts are accepted, if none is at the next one; else 0."""
-        one, reach = self.observation, ratios(self.model.reach_rates)
-        if self._ends_early or one.verified_in_part or not (self.recorded or any(one.by_position)):
+        run, reach = self.observation, ratios(self.model.reach_rates)
+        if self._ends_early or run.verified_in_part or not (self.recorded or any(run.by_position)):
             return 0
-        trials = float(one.steps or inf)
+        trials = float(run.steps or inf)
         for place, (rate, ratio) in enumerate(zip(self.model.alpha, reach, strict=False)):
             trials *= ratio
             if not ratio or trials < CLIFF_TRIALS:
@@ -349,9 +349,9 @@ class _Fit:
     @property
     def _ends_early(self) -> bool:
         """Return whether a drafter's drafts end well before k, although its tokens are accepted."""
-        one = self.observation
-        on_purpose = self.recorded or one.looks_up or one.combined or (one.drafted_per_step or 0.0) > self.model.k
-        return not on_purpose and one.per_draft < EARLY * self.model.k
+        run = self.observation
+        on_purpose = self.recorded or run.looks_up or run.combined or (run.drafted_per_step or 0.0) > self.model.k
+        return not on_purpose and run.per_draft < EARLY * self.model.k
 
     def _without_threshold(self, ratios_of_reach: Sequence[float]) -> CostModel:
         """Return the cost model of drafts that do not end early. The added tokens are those below the threshold; of a
@@ -365,25 +365,25 @@ class _Fit:
         return replace(model, alpha=alpha, reach_rates=[share] * model.k)
 
     def _of_acceptance(self) -> str:
-        one = self.observation
-        if one.random_prompts:
+        run = self.observation
+        if run.random_prompts:
             return "random prompts"
-        if one.draft_cache and not one.looks_up:
+        if run.draft_cache and not run.looks_up:
             return "draft cache"
-        drafts = self.model.reach_rates[0] if self.recorded else one.drafting_share or 1.0
-        hits = (one.accepted_length or 1.0) - 1.0
-        if (one.draft_tokens or 0.0) >= BROKEN_TOKENS and hits <= BROKEN_RATE * drafts and not one.looks_up:
+        drafts = self.model.reach_rates[0] if self.recorded else run.drafting_share or 1.0
+        hits = (run.accepted_length or 1.0) - 1.0
+        if (run.draft_tokens or 0.0) >= BROKEN_TOKENS and hits <= BROKEN_RATE * drafts and not run.looks_up:
             return "broken drafter"
-        other_mode = None not in (one.thinking, one.trained_thinking) and one.thinking != one.trained_thinking
+        other_mode = None not in (run.thinking, run.trained_thinking) and run.thinking != run.trained_thinking
         return "thinking" if other_mode else "acceptance"
 
     def _of_verification(self, k: int) -> str:
         """Return what makes the wider pass slow: experts, if reading them explains half of it, else a batch."""
-        one = self.observation
-        batch = one.batch_size or 1.0
-        if one.moe and (self._expert_cost(k) - 1.0 >= 0.5 * (self.cost.verify - 1.0) or batch < 2.0):
+        run = self.observation
+        batch = run.batch_size or 1.0
+        if run.moe and (self._expert_cost(k) - 1.0 >= 0.5 * (self.cost.verify - 1.0) or batch < 2.0):
             return "experts"
-        if one.offloaded:
+        if run.offloaded:
             return "memory"
         return "batch size" if batch >= 2.0 else "verification"
 
@@ -404,37 +404,37 @@ class _Fit:
 
     def _of_stopped_drafter(self) -> Cause:
         """Return the cause of parts of the run in which the drafter does not work; it is measured by the others."""
-        one, words = self.observation, WORDS[STOPPED]
-        assert one.contrast is not None
-        gain = one.contrast.other_length / (one.accepted_length or 1.0)
-        if one.tokens_per_s and one.contrast.other_tokens_per_s:
-            gain = one.contrast.other_tokens_per_s / one.tokens_per_s
+        run, words = self.observation, WORDS[STOPPED]
+        assert run.contrast is not None
+        gain = run.contrast.other_length / (run.accepted_length or 1.0)
+        if run.tokens_per_s and run.contrast.other_tokens_per_s:
+            gain = run.contrast.other_tokens_per_s / run.tokens_per_s
         title, evidence = (
-            text.format(where=one.contrast.where, there=_there(one)) for text in (words.title, words.evidence)
+            text.format(where=run.contrast.where, there=_there(run)) for text in (words.title, words.evidence)
         )
         return Cause(STOPPED, title, max(gain, 1.0), evidence, words.advice)
 
     def _facts(self) -> dict[str, object]:
         """Return the numbers and words in the evidence and the advice for the causes."""
-        one, cost, k = self.observation, self.cost, self.model.k
-        share, batch = self.model.reach_rates[0], one.batch_size or 1.0
-        rate, drafted = one.acceptance_rate or 0.0, one.draft_tokens or 0.0
-        slots = 1.0 + (one.drafted_per_step or float(k))
+        run, cost, k = self.observation, self.cost, self.model.k
+        share, batch = self.model.reach_rates[0], run.batch_size or 1.0
+        rate, drafted = run.acceptance_rate or 0.0, run.draft_tokens or 0.0
+        slots = 1.0 + (run.drafted_per_step or float(k))
         width = f"{k + 1}" if abs(slots - k - 1.0) < 0.05 * k else f"{slots:.1f}"
-        drafts = f"{round(share * one.steps):,} of {one.steps:,} steps had a draft" if one.steps else ""
-        cache = next((engine.full_draft_cache for engine in engines() if engine.name == one.engine), "")
+        drafts = f"{round(share * run.steps):,} of {run.steps:,} steps had a draft" if run.steps else ""
+        cache = next((engine.full_draft_cache for engine in engines() if engine.name == run.engine), "")
         return {
-            "one": one,
+            "run": run,
             "cost": cost,
             "draft_cost": self.draft_cost,
             "accepted": f"{100.0 * rate:.0f} % of the draft tokens were accepted",
             "tokens_accepted": f"{round(drafted * rate):,} of {round(drafted):,} draft tokens were accepted",
-            "mode": _mode(one.thinking),
-            "trained_mode": _mode(one.trained_thinking),
-            "out": "" if one.trained_thinking else "out",
+            "mode": _mode(run.thinking),
+            "trained_mode": _mode(run.trained_thinking),
+            "out": "" if run.trained_thinking else "out",
             "drafts": drafts or "steps with a draft",
             "share": percent(share),
-            "draft_tokens": (one.drafted_per_step or 0.0) / share,
+            "draft_tokens": (run.drafted_per_step or 0.0) / share,
             "cliff": self._cliff,
             "at_cliff": percent(self._conditional(self._cliff)),
             "after_cliff": percent(self._conditional(self._cliff + 1)),
@@ -443,7 +443,7 @@ class _Fit:
             "verified": batch * slots,
             "read": self._expert_cost(k),
             "full_cache": f" ({cache})" if cache else "",
-            "p_min": f" ({one.threshold:g} now)" if one.threshold else ", if the engine has one",
+            "p_min": f" ({run.threshold:g} now)" if run.threshold else ", if the engine has one",
             "smaller": RULES[0],
         }
 
@@ -453,9 +453,9 @@ class _Fit:
         return self.model.alpha[position - 1] / reach[position - 1] if 0 < position <= len(reach) else 0.0
 
 
-def _there(one: Observation) -> str:
+def _there(run: Observation) -> str:
     """Return what was counted in the parts of a run in which far fewer draft tokens are accepted."""
-    part = one.contrast
+    part = run.contrast
     assert part is not None
     words = (
         f"{part.accepted:,} of {part.drafted:,} draft tokens were accepted there, {percent(part.other_rate)} otherwise"
@@ -463,7 +463,7 @@ def _there(one: Observation) -> str:
     if part.tokens_per_s is None or part.other_tokens_per_s is None:
         return words
     there, otherwise = (
-        _relative(speed, one.plain_tokens_per_s) for speed in (part.tokens_per_s, part.other_tokens_per_s)
+        _relative(speed, run.plain_tokens_per_s) for speed in (part.tokens_per_s, part.other_tokens_per_s)
     )
     return f"{words}; {there} there, {otherwise} otherwise"
 
@@ -503,15 +503,15 @@ def _label(speed: Estimate) -> str:
 
 def verdict(diagnosis: Diagnosis, times: str = "x", opening: str = "") -> str:
     """Return the verdict in one sentence with its uncertainty. opening: replaces the words about the speed-up."""
-    one = diagnosis.observation
+    run = diagnosis.observation
     assert diagnosis.step_cost is not None
-    speed = one.speedup
+    speed = run.speedup
     start = opening or (speed_phrase(speed, times) if speed else _expected_phrase(diagnosis, times))
     takes = "takes" if speed else "is expected to take"
     cost = f"as long as plain decoding of {diagnosis.step_cost:.2f} tokens"
-    parts = [f"{start}: a step {takes} {cost} and yields {_length(one)} tokens"]
-    if one.acceptance_rate is not None:
-        parts.append(accepted_clause(one.acceptance_rate, diagnosis.break_even))
+    parts = [f"{start}: a step {takes} {cost} and yields {_length(run)} tokens"]
+    if run.acceptance_rate is not None:
+        parts.append(accepted_clause(run.acceptance_rate, diagnosis.break_even))
     if diagnosis.implausible:
         reason = "so read a longer run" if diagnosis.short else "so the two speeds are of different prompts or load"
         return "; ".join([*parts, f"impossible, {reason}"]) + "."
@@ -544,63 +544,63 @@ def accepted_clause(rate: float, break_even: float | None) -> str:
     return f"{accepted}, {needed}"
 
 
-def _length(one: Observation) -> str:
+def _length(run: Observation) -> str:
     """Return the mean accepted length with its sampling error, if the number of steps is known."""
-    assert one.accepted_length is not None
-    if not one.steps or not any(one.by_position):
-        return f"{one.accepted_length:.2f}"
-    shares = (1.0, *one.by_position, 0.0)
+    assert run.accepted_length is not None
+    if not run.steps or not any(run.by_position):
+        return f"{run.accepted_length:.2f}"
+    shares = (1.0, *run.by_position, 0.0)
     chances = [max(a - b, 0.0) for a, b in pairwise(shares)]
     mean = sum(n * chance for n, chance in enumerate(chances))
-    error = sqrt(sum((n - mean) ** 2 * chance for n, chance in enumerate(chances)) / one.steps)
-    return f"{one.accepted_length:.2f} ± {SURE * error:.2f}"
+    error = sqrt(sum((n - mean) ** 2 * chance for n, chance in enumerate(chances)) / run.steps)
+    return f"{run.accepted_length:.2f} ± {SURE * error:.2f}"
 
 
 def _advice_clause(diagnosis: Diagnosis, times: str) -> str:
-    one, gain = diagnosis.observation, diagnosis.gain
+    run, gain = diagnosis.observation, diagnosis.gain
     assert gain is not None
     if diagnosis.cause is not None and diagnosis.cause.name in MENDED:
         return "mend that first, then measure again"
     if diagnosis.hopeless:
         return "not worth it here: no draft length is predicted to beat plain decoding"
     if any(cause.name == "draft length" for cause in diagnosis.causes):
-        return f"k = {diagnosis.best_k} is predicted to be faster than k = {one.k} ({gain.format(times)})"
-    if one.verified_in_part:
+        return f"k = {diagnosis.best_k} is predicted to be faster than k = {run.k} ({gain.format(times)})"
+    if run.verified_in_part:
         return "the engine chooses how much of a draft it verifies, so no other k is predicted"
-    if one.combined:
+    if run.combined:
         return "each of its methods has a draft length of its own, so no other k is predicted"
-    return f"no other k is predicted to be clearly faster than k = {one.k}"
+    return f"no other k is predicted to be clearly faster than k = {run.k}"
 
 
-def _unknown(one: Observation) -> str:
+def _unknown(run: Observation) -> str:
     needed = [
         words
-        for value, words in ((one.accepted_length, "mean accepted length"), (one.k, "draft length k"))
+        for value, words in ((run.accepted_length, "mean accepted length"), (run.k, "draft length k"))
         if not value
     ]
-    if not one.k and one.accepted_length == 1.0:
+    if not run.k and run.accepted_length == 1.0:
         return "No diagnosis: this output is of plain decoding; use it as the baseline of a run with speculation."
     pronoun = "them" if len(needed) > 1 else "it"
-    length = one.accepted_length
+    length = run.accepted_length
     read = f"; the mean accepted length of {length:.2f} needs a k of at least {least_k(length)}" if length else ""
     return (
         f"No diagnosis: {' and '.join(needed)} unknown{read}; give {pronoun} too, or read another output of the engine."
     )
 
 
-def _never_drafted(one: Observation) -> str:
-    speed = f"{speed_phrase(one.speedup)}: s" if one.speedup else "S"
+def _never_drafted(run: Observation) -> str:
+    speed = f"{speed_phrase(run.speedup)}: s" if run.speedup else "S"
     method, steps = (
-        (f" ({one.method})" if one.method else ""),
-        (f" in {counted(one.steps, 'step')}" if one.steps else ""),
+        (f" ({run.method})" if run.method else ""),
+        (f" in {counted(run.steps, 'step')}" if run.steps else ""),
     )
     return f"{speed}peculation is on{method} and never drafted{steps}, so this is plain decoding that looks for drafts."
 
 
-def _of_drafts(one: Observation) -> str:
+def _of_drafts(run: Observation) -> str:
     """Return what to change where most or all steps have no draft."""
     words = WORDS["few drafts"]
-    return words.lookup if one.looks_up and not one.combined else words.advice
+    return words.lookup if run.looks_up and not run.combined else words.advice
 
 
 def least_k(length: float) -> int:
@@ -608,20 +608,20 @@ def least_k(length: float) -> int:
     return max(ceil(length - 1.0 - TOLERANCE), 1)
 
 
-def _reading_notes(one: Observation) -> Iterator[str]:
+def _reading_notes(run: Observation) -> Iterator[str]:
     """Yield what the output itself does not say, and parts of it whose mean says little."""
-    yield from one.notes
-    if one.contrast:
-        where = one.contrast.where
-        yield f"{where[0].upper()}{where[1:]}, {_there(one)}: the other numbers are means of parts that differ."
+    yield from run.notes
+    if run.contrast:
+        where = run.contrast.where
+        yield f"{where[0].upper()}{where[1:]}, {_there(run)}: the other numbers are means of parts that differ."
 
 
-def _notes(one: Observation, best_k: int, others: Sequence[_Fit]) -> Iterator[str]:
-    yield from one.notes if one.stopped else _reading_notes(one)
-    if one.stopped:
+def _notes(run: Observation, best_k: int, others: Sequence[_Fit]) -> Iterator[str]:
+    yield from run.notes if run.stopped else _reading_notes(run)
+    if run.stopped:
         yield "The numbers are means of parts that differ."
-    if one.speedup is None:
-        unknown = "with" if one.plain_tokens_per_s else "without"
+    if run.speedup is None:
+        unknown = "with" if run.plain_tokens_per_s else "without"
         yield f"The speed {unknown} speculation is unknown, so costs are those expected on an H100; measure it too."
     elif others:
         yield "Times of drafting and verification are unknown; their split is estimated from the models' sizes."
@@ -631,19 +631,19 @@ def _notes(one: Observation, best_k: int, others: Sequence[_Fit]) -> Iterator[st
         )
         if speed >= SMALLEST_GAIN:
             yield f"k = {k} may pay nevertheless, if the cost grows with k more than estimated."
-    drafts = one.steps and max(round(one.steps * (one.drafting_share or 1.0)), 1)
+    drafts = run.steps and max(round(run.steps * (run.drafting_share or 1.0)), 1)
     if drafts and drafts < FEW_STEPS:
-        yield f"Only {counted(drafts, 'step' if drafts == one.steps else 'draft')}: read a longer run."
-    if one.k_inferred:
-        yield f"k = {one.k} is the mean length of the drafts; some may be longer, so give k if you know it."
-    if one.verified_in_part:
+        yield f"Only {counted(drafts, 'step' if drafts == run.steps else 'draft')}: read a longer run."
+    if run.k_inferred:
+        yield f"k = {run.k} is the mean length of the drafts; some may be longer, so give k if you know it."
+    if run.verified_in_part:
         yield "The engine does not report which draft tokens it verified: all others count as not accepted."
-    if one.k and one.per_draft < EARLY * one.k and not one.combined:
-        yield f"Drafts end early: {one.per_draft:.1f} of k = {one.k} tokens on average."
+    if run.k and run.per_draft < EARLY * run.k and not run.combined:
+        yield f"Drafts end early: {run.per_draft:.1f} of k = {run.k} tokens on average."
 
 
 def _recommendations(diagnosis: Diagnosis) -> Iterator[str]:
-    one, best_k, cause = diagnosis.observation, diagnosis.best_k, diagnosis.cause
+    run, best_k, cause = diagnosis.observation, diagnosis.best_k, diagnosis.cause
     assert best_k is not None
     if cause is not None and cause.name in MENDED:
         yield f"{cause.advice} Then measure again."
@@ -658,58 +658,58 @@ def _recommendations(diagnosis: Diagnosis) -> Iterator[str]:
         )
         return
     if diagnosis.hopeless:
-        yield _setting(one, 0, "Turn speculation off")
+        yield _setting(run, 0, "Turn speculation off")
     other_length = not diagnosis.hopeless and any(cause.name == "draft length" for cause in diagnosis.causes)
     if other_length:
-        yield _setting(one, best_k, f"Draft {counted(best_k, 'token')} per step")
+        yield _setting(run, best_k, f"Draft {counted(best_k, 'token')} per step")
     if diagnosis.hopeless or cause is not None:
-        yield from _shorter_drafts(one, best_k if other_length else 0)
+        yield from _shorter_drafts(run, best_k if other_length else 0)
     if cause is not None and cause.advice:
         yield cause.advice
     if cause is not None and cause.name == "batch size":
-        yield from _schedule(one, best_k or 1)
+        yield from _schedule(run, best_k or 1)
     if cause is not None and cause.name in ("acceptance", "drafting"):
-        yield from _other_drafters(one)
-    slowest = one.contrast.tokens_per_s if one.contrast else None
-    if slowest and one.contrast and one.plain_tokens_per_s and slowest * SMALLEST_GAIN <= one.plain_tokens_per_s:
-        yield f"Check what differs {one.contrast.where}: it is slower than plain decoding there."
+        yield from _other_drafters(run)
+    slowest = run.contrast.tokens_per_s if run.contrast else None
+    if slowest and run.contrast and run.plain_tokens_per_s and slowest * SMALLEST_GAIN <= run.plain_tokens_per_s:
+        yield f"Check what differs {run.contrast.where}: it is slower than plain decoding there."
 
 
-def _setting(one: Observation, k: int, words: str) -> str:
+def _setting(run: Observation, k: int, words: str) -> str:
     """Return the recommendation with the flags of the engine, or of some engines if it is unknown."""
-    matches = [engine for engine in engines() if engine.name == one.engine] or engines()[:EXAMPLES]
-    settings = [(engine.title, engine.draft_length_setting(k, one.method, one.drafter)) for engine in matches]
+    matches = [engine for engine in engines() if engine.name == run.engine] or engines()[:EXAMPLES]
+    settings = [(engine.title, engine.draft_length_setting(k, run.method, run.drafter)) for engine in matches]
     flags_by_engine = [f"{title}: {flags}" for title, flags in settings if flags]
     return f"{words} ({'; '.join(flags_by_engine)})." if flags_by_engine else f"{words}."
 
 
-def _shorter_drafts(one: Observation, k: int) -> Iterator[str]:
+def _shorter_drafts(run: Observation, k: int) -> Iterator[str]:
     """Yield what ends long drafts early, most of whose tokens are rejected. A lookup has no confidence. k: recommended
     draft length, 0 if there is none."""
-    p_min = engine.p_min if (engine := ENGINES.get(one.engine)) else ""
-    if not engine or not p_min or one.per_draft < LONG_DRAFT or (one.acceptance_rate or 0.0) >= MOSTLY_REJECTED:
+    p_min = engine.p_min if (engine := ENGINES.get(run.engine)) else ""
+    if not engine or not p_min or run.per_draft < LONG_DRAFT or (run.acceptance_rate or 0.0) >= MOSTLY_REJECTED:
         return
-    if not one.looks_up or one.combined:
-        now = f"{one.threshold or 0.0:g} now"
+    if not run.looks_up or run.combined:
+        now = f"{run.threshold or 0.0:g} now"
         yield f"A confidence threshold ends drafts where the drafter is unsure ({p_min} {USUAL_P_MIN:g}, {now})."
         return
-    hits = ((one.accepted_length or 1.0) - 1.0) / (one.drafting_share or 1.0)
-    flags = engine.draft_length_setting(k or ceil(hits - TOLERANCE) + 1, one.method)
+    hits = ((run.accepted_length or 1.0) - 1.0) / (run.drafting_share or 1.0)
+    flags = engine.draft_length_setting(k or ceil(hits - TOLERANCE) + 1, run.method)
     yield f"Shorter drafts waste less ({flags}); {p_min} acts on draft models and heads only."
 
 
-def _schedule(one: Observation, k: int) -> Iterator[str]:
-    if one.engine in ("", "vllm") and one.batch_size:
-        half = max(int(one.batch_size) // 2, 1)
+def _schedule(run: Observation, k: int) -> Iterator[str]:
+    if run.engine in ("", "vllm") and run.batch_size:
+        half = max(int(run.batch_size) // 2, 1)
         schedule = json_text([[1, half, k], [half + 1, 512, 0]])
         yield f'vLLM can draft at small batches only: "num_speculative_tokens_per_batch_size": {schedule}.'
-        if not one.verified_in_part:
+        if not run.verified_in_part:
             yield 'It can also verify only what pays of each draft, on GPUs: "enable_adaptive_verification": true.'
 
 
-def _other_drafters(one: Observation) -> Iterator[str]:
-    target, own = ModelRef(one.target), ModelRef(one.drafter)
+def _other_drafters(run: Observation) -> Iterator[str]:
+    target, own = ModelRef(run.target), ModelRef(run.drafter)
     others = [d for d in published_drafters(target) if d.drafter.base_name != own.base_name]
-    if one.target and others:
+    if run.target and others:
         names = ", ".join(dict.fromkeys(drafter.drafter for drafter in others[:4]))
-        yield f"Published drafters of this target: {names} (`{program()} drafters {one.target}`)."
+        yield f"Published drafters of this target: {names} (`{program()} drafters {run.target}`)."

@@ -164,7 +164,7 @@ def values_of(stats: ServerStats) -> JsonObject:
         "accepted_length": counters.get("tokens_per_step"),
         # a rate without counts may include the bonus tokens
         "acceptance_rate": counters.get("acceptance_rate") if drafted else None,
-        "by_position": tuple((one or 0.0) * (share or 1.0) for one in stats.accept_by_position),
+        "by_position": tuple((rate or 0.0) * (share or 1.0) for rate in stats.accept_by_position),
         "drafted_per_step": drafted / steps if drafted and steps else None,
         "drafting_share": share,
         "steps": round(steps) if steps else None,
@@ -227,5 +227,5 @@ def _training(run: Observation) -> bool | None:
     if not run.drafter:
         return None
     own = ModelRef(run.drafter).base_name
-    modes = {one.thinking for one in all_published() if one.drafter.base_name == own}
+    modes = {entry.thinking for entry in all_published() if entry.drafter.base_name == own}
     return {("with",): True, ("without",): False}.get(tuple(filter(None, modes)))  # type: ignore[arg-type]

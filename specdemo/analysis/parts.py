@@ -102,8 +102,8 @@ def _groups(parts: Sequence[Part], noun: str) -> Iterator[tuple[str, Collection[
     for end, before in enumerate(sums[:-1], start=1):
         yield f"since {noun} {end + 1:,} of {count:,}", range(end, count), total - before, before
         yield f"until {noun} {end:,} of {count:,}", range(end), before, total - before
-    sets = {f"in {place}": {i for i, one in enumerate(parts) if one.place == place} for place in _places(parts)}
-    low = {i for i, one in enumerate(parts) if one.drafted >= BROKEN_TOKENS and one.rate <= MUCH * total.rate}
+    sets = {f"in {place}": {i for i, part in enumerate(parts) if part.place == place} for place in _places(parts)}
+    low = {i for i, part in enumerate(parts) if part.drafted >= BROKEN_TOKENS and part.rate <= MUCH * total.rate}
     for where, members in [*sets.items(), (f"in {len(low):,} of {count:,} {noun}s", low)]:
         if 0 < len(members) < count:
             group = reduce(add, (parts[index] for index in sorted(members)))

@@ -200,7 +200,7 @@ class Prediction:
 
 def _formatted(value: object) -> object:
     if isinstance(value, Row | Gain | Estimate):
-        return {one.name: _formatted(getattr(value, one.name)) for one in fields(value) if one.name != "reasons"}
+        return {f.name: _formatted(getattr(value, f.name)) for f in fields(value) if f.name != "reasons"}
     return round(value, 4) if isinstance(value, float) else value
 
 

@@ -61,7 +61,7 @@ def with_lengths(name: str, lane: Lane, pass_ms: Mapping[int, float]) -> list[La
 def race_link(target: ModelRef, lane: Lane, prompt: str) -> str:
     """Return the query of a link to the race of a lane, from a preset of the target or else the page's own models. It
     leaves out a prompt that is too long."""
-    base = next((one for one in load_presets().values() if one.target == target), None)
+    base = next((preset for preset in load_presets().values() if preset.target == target), None)
     if base is None:
         queries = [_of_own(target, lane) | more for more in ({"lanes": 1, "prompt": prompt}, {"lanes": 1})]
         return next(query for query in map(urlencode, queries) if len(query) <= LONGEST_CELL)
@@ -92,10 +92,10 @@ def settings_to_copy(preset: Preset, engine: str = "") -> list[str]:
     lines = [f"Here: {program()} {shlex.join(words)}"]
     if not engine:
         lines.append(f"Page: {PAGE}?{urlencode(_of_own(target, lane))} after `{program()} {start}`")
-    for one in ENGINES.values() if not engine else [ENGINES[engine]]:
-        server = [*served(preset, one.name)][1]
+    for server_engine in ENGINES.values() if not engine else [ENGINES[engine]]:
+        server = [*served(preset, server_engine.name)][1]
         if server.command:
-            lines.append(f"{one.title}: {shlex.join(server.command)}")
+            lines.append(f"{server_engine.title}: {shlex.join(server.command)}")
     if engine:
         return lines
     for reader in READERS.values():

@@ -296,10 +296,10 @@ def margin_between(tokens: LogProbs, first: str, second: str) -> float | None:
     token of another text than all, such as the end of the answer. None: unknown, also if both texts start with the same
     token.
     """
-    one, other = (_next_token(tokens, text) for text in (first, second))
-    if one is None or one == other:
+    token, other = (_next_token(tokens, text) for text in (first, second))
+    if token is None or token == other:
         return None
-    return round(abs(tokens[one] - (min(tokens.values()) if other is None else tokens[other])), 4)
+    return round(abs(tokens[token] - (min(tokens.values()) if other is None else tokens[other])), 4)
 
 
 def _next_token(tokens: LogProbs, text: str) -> str | None:

@@ -35,10 +35,10 @@ def add_command(
         for name in names
         if (declared := settings(of)[name]).help
     ]
-    own = [_parameter(one) for one in signature(function).parameters.values() if one.kind is not Parameter.VAR_KEYWORD]
+    own = [_parameter(p) for p in signature(function).parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
 
     def command(**values: object) -> object:
-        absent = {one.name for one in extra if values[one.name] is None}
+        absent = {p.name for p in extra if values[p.name] is None}
         return function(**{name: value for name, value in values.items() if name not in absent})
 
     command.__name__, command.__doc__ = function.__name__, function.__doc__

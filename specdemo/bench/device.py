@@ -254,7 +254,8 @@ def profile_report(profile: Profile) -> str:
     lines = [f"{profile.name}: {profile.title}"]
     for name, value in profile:
         several = value if isinstance(value, dict) else {"": value}
-        lines += [f"{name} {of}".ljust(34) + f"{one.value:g}" for of, one in several.items() if isinstance(one, Figure)]
+        figures = {of: part for of, part in several.items() if isinstance(part, Figure)}
+        lines += [f"{name} {of}".ljust(34) + f"{figure.value:g}" for of, figure in figures.items()]
     for pass_table in profile.passes:
         header = ["batch", "ms", *(f"v({n})" for n in pass_table.ms[1] if n > 1), ""]
         rows = [

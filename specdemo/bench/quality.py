@@ -65,8 +65,8 @@ def _fault(lane: Lane, total: Tally) -> str:
     """Return what acceptance shows to be wrong; empty for nothing."""
     numbers: Summary = total.numbers()
     reached = tuple(share or 0.0 for share in numbers["accept_by_position"])
-    one = observation_of(numbers, lane.method, K).changed(by_position=reached)
-    causes = [cause for cause in diagnose(one).causes if cause.name in FAULTS]
+    run = observation_of(numbers, lane.method, K).changed(by_position=reached)
+    causes = [cause for cause in diagnose(run).causes if cause.name in FAULTS]
     return "".join(f"{cause.title}: {cause.evidence}. {cause.advice}" for cause in causes[:1])
 
 
@@ -90,7 +90,7 @@ def _of_file(source: ModelRef | None, target: Target) -> Iterator[str]:
 
 def _published(name: ModelRef, lane: Lane) -> Iterator[str]:
     """Yield published mean accepted lengths of the method with this target."""
-    for one in published():
-        if ModelRef(one.target).base_name == name.base_name and one.method == lane.method:
-            tree = f" and a tree of {one.nodes}" if one.nodes else ""
-            yield f"Published: {one.tokens:.2f} tokens a pass with k = {one.k}{tree} ({one.what}, {one.source})."
+    for row in published():
+        if ModelRef(row.target).base_name == name.base_name and row.method == lane.method:
+            tree = f" and a tree of {row.nodes}" if row.nodes else ""
+            yield f"Published: {row.tokens:.2f} tokens a pass with k = {row.k}{tree} ({row.what}, {row.source})."

@@ -246,16 +246,17 @@ class ServerRacer(Racer):
     def usable(self, drafters: Mapping[str, Lane], named: Sequence[str]) -> dict[str, list[str]]:
         if self._program is None:  # their methods are unknown
             model = self._spec.served_model
-            names = {f"server {host(one)}": one for one in self._servers[1:]}
-            lanes = [Lane(method=BASELINE, name=n, server=one, served_model=model) for n, one in names.items()]
+            names = {f"server {host(server)}": server for server in self._servers[1:]}
+            lanes = [Lane(method=BASELINE, name=n, server=server, served_model=model) for n, server in names.items()]
             return self._named({lane.name: [lane] for lane in lanes})
         families = {}
         for name, lane in drafters.items():
-            refusals = [(one, self._program.refusal(self._served(one))) for one in with_lengths(name, lane, {})]
-            if lanes := [one for one, refusal in refusals if not refusal]:
+            candidates = with_lengths(name, lane, {})
+            refusals = [self._program.refusal(self._served(candidate)) for candidate in candidates]
+            if lanes := [lane for lane, refusal in zip(candidates, refusals, strict=True) if not refusal]:
                 families[name] = lanes
                 continue
-            self._notes[name] = refusals[-1][1]
+            self._notes[name] = refusals[-1]
             if lane.model in named:
                 raise ValueError(f"{name} does not run on {self._program.engine.title}: {self._notes[name]}")
         return self._named(families)

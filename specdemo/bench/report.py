@@ -209,21 +209,21 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 def what_if_report(predictions: Sequence[Prediction]) -> str:
     """Return all draft lengths for a single machine and batch size, or the best draft length for each of several."""
-    lines = [*dict.fromkeys(note for one in predictions for note in one.notes)]
-    lines += [one.sentence for one in predictions]
+    lines = [*dict.fromkeys(note for case in predictions for note in case.notes)]
+    lines += [case.sentence for case in predictions]
     lines += ["", _loads(predictions)]
     if len(predictions) == 1:
         lines += ["", _lengths(predictions[0])]
-    profiles = [one.scenario.device.profile for one in predictions]
+    profiles = [case.scenario.device.profile for case in predictions]
     if unmeasured := ", ".join(sorted({profile.title for profile in profiles if not profile.passes})):
         lines += ["", f"From the datasheet only: {unmeasured}; `{program()} profile` measures a machine."]
     return "\n".join(lines)
 
 
-def _lengths(one: Prediction) -> str:
+def _lengths(case: Prediction) -> str:
     header = ["k", "tokens a pass", "c", "v", "step ms", "tokens/s", "speed-up", "95 %", "limited by"]
     rows = []
-    for row in one.rows:
+    for row in case.rows:
         costs = f"{row.c:.3f}", f"{row.v:.3f}", f"{row.step_ms:.2f}"
         speed = f"{row.tokens_per_s.value:.0f}", f"{row.speedup.value:.2f}x", row.speedup.interval()
         rows.append([str(row.k), f"{row.tokens.value:.2f}", *costs, *speed, row.limit])
@@ -231,21 +231,21 @@ def _lengths(one: Prediction) -> str:
 
 
 def _loads(predictions: Sequence[Prediction]) -> str:
-    priced = any(one.scenario.price is not None for one in predictions)
+    priced = any(case.scenario.price is not None for case in predictions)
     header = ["device", "batch", "plain tokens/s", "best k", "tokens/s", "speed-up", "95 %", "memory GB"]
     header += ["a million", "plain"] * priced + [""]
-    return table(header, [_load(one, priced) for one in predictions])
+    return table(header, [_load(case, priced) for case in predictions])
 
 
-def _load(one: Prediction, priced: bool) -> list[str]:
-    best = one.best
-    rate = best.tokens_per_s if one.best_k else one.plain_tokens_per_s
-    speed = best.speedup if one.best_k else Estimate(1.0)
-    cells = [one.scenario.device.profile.name, str(one.scenario.batch), f"{one.plain_tokens_per_s.value:.0f}"]
-    cells += [str(one.best_k or "off"), f"{rate.value:.0f}", f"{speed.value:.2f}x", speed.interval()]
-    cells += [f"{one.memory_gb:.1f}"]
-    costs = [one.per_million(value.value) for value in (rate, one.plain_tokens_per_s)] if priced else []
-    return [*cells, *["" if cost is None else f"{cost:.3f}" for cost in costs], "" if one.fits else "does not fit"]
+def _load(case: Prediction, priced: bool) -> list[str]:
+    best = case.best
+    rate = best.tokens_per_s if case.best_k else case.plain_tokens_per_s
+    speed = best.speedup if case.best_k else Estimate(1.0)
+    cells = [case.scenario.device.profile.name, str(case.scenario.batch), f"{case.plain_tokens_per_s.value:.0f}"]
+    cells += [str(case.best_k or "off"), f"{rate.value:.0f}", f"{speed.value:.2f}x", speed.interval()]
+    cells += [f"{case.memory_gb:.1f}"]
+    costs = [case.per_million(value.value) for value in (rate, case.plain_tokens_per_s)] if priced else []
+    return [*cells, *["" if cost is None else f"{cost:.3f}" for cost in costs], "" if case.fits else "does not fit"]
 
 
 def why_report(diagnosis: Diagnosis) -> str:
@@ -261,26 +261,26 @@ def why_report(diagnosis: Diagnosis) -> str:
 
 def numbers(diagnosis: Diagnosis) -> Iterator[tuple[str, str, str]]:
     """Yield the numbers of a diagnosis: name, value, and a remark that may be empty."""
-    one = diagnosis.observation
-    if one.source:
-        yield "source", one.source, ""
-    if one.method:
-        yield "method", one.method, ""
-    if one.accepted_length is not None and (one.k or one.accepted_length > 1.0):
-        most = f"k is {one.k or least_k(one.accepted_length)} or more"
-        most = f"of at most {one.k + 1}, k = {one.k}" if one.k and not one.k_inferred else most
-        yield "mean accepted length", f"{one.accepted_length:.2f}", most
-    if one.drafting_share is not None and one.drafting_share < NEARLY_ALL:
-        drafts = [f"{one.drafting_share * one.steps:,.0f} of {one.steps:,}"] if one.steps else []
-        drafts += [f"{one.per_draft:.1f} tokens each"] if one.drafting_share else []
-        yield "steps with a draft", percent(one.drafting_share), ", ".join(drafts)
-    if one.acceptance_rate is not None:
-        yield "acceptance rate", f"{100.0 * one.acceptance_rate:.0f} %", _break_even(diagnosis.break_even)
-    if one.tokens_per_s:
-        plain = one.plain_tokens_per_s
-        yield "tokens/s", f"{one.tokens_per_s:.4g}", f"without speculation {plain:.4g}" if plain else ""
-    if any(one.by_position):
-        yield "accepted by position", ", ".join(f"{100.0 * share:.0f} %" for share in one.by_position[:POSITIONS]), ""
+    run = diagnosis.observation
+    if run.source:
+        yield "source", run.source, ""
+    if run.method:
+        yield "method", run.method, ""
+    if run.accepted_length is not None and (run.k or run.accepted_length > 1.0):
+        most = f"k is {run.k or least_k(run.accepted_length)} or more"
+        most = f"of at most {run.k + 1}, k = {run.k}" if run.k and not run.k_inferred else most
+        yield "mean accepted length", f"{run.accepted_length:.2f}", most
+    if run.drafting_share is not None and run.drafting_share < NEARLY_ALL:
+        drafts = [f"{run.drafting_share * run.steps:,.0f} of {run.steps:,}"] if run.steps else []
+        drafts += [f"{run.per_draft:.1f} tokens each"] if run.drafting_share else []
+        yield "steps with a draft", percent(run.drafting_share), ", ".join(drafts)
+    if run.acceptance_rate is not None:
+        yield "acceptance rate", f"{100.0 * run.acceptance_rate:.0f} %", _break_even(diagnosis.break_even)
+    if run.tokens_per_s:
+        plain = run.plain_tokens_per_s
+        yield "tokens/s", f"{run.tokens_per_s:.4g}", f"without speculation {plain:.4g}" if plain else ""
+    if any(run.by_position):
+        yield "accepted by position", ", ".join(f"{100.0 * share:.0f} %" for share in run.by_position[:POSITIONS]), ""
     if diagnosis.costs is not None:
         unit = "plain steps, " + ("measured" if diagnosis.measured else "estimated")
         yield "a draft token", f"{diagnosis.costs['draft']:.2f}", unit

@@ -66,7 +66,7 @@ class KindOfWork:
     def value(self, name: str) -> float:
         """Return the speed-up of a candidate over all prompts where it is measured or predicted; 0 if unknown."""
         scale = self.scales.get(name) or (geometric_mean(self.scales.values()) if self.scales else 1.0)
-        speeds = [one.speed or one.predicted * scale for one in self.samples.get(name, {}).values()]
+        speeds = [sample.speed or sample.predicted * scale for sample in self.samples.get(name, {}).values()]
         return geometric_mean(speeds) if speeds else 0.0
 
     def ranked(self) -> list[str]:
@@ -173,7 +173,7 @@ class Search:
         seconds: time besides what is left."""
         works = {work.name: work for work in self.works if len(work.ranked()) > 1 and work.name in held}
         best = {name: work.ranked()[:2] for name, work in works.items()}
-        prompts, families = {name: held[name] for name in best}, {one: [one] for pair in best.values() for one in pair}
+        prompts, families = {name: held[name] for name in best}, {n: [n] for pair in best.values() for n in pair}
         rest = seconds + max(self.rest, 0.0)
         again = Search(prompts, families, self.measure, rest, self.report, self.now, self.serve, best)
         for work in again.works:

@@ -194,7 +194,8 @@ class Tune(Decoding):
             return Result(self.name, 1, self.config(self.target), racer.environment(), rows, remarks)
         remarks = [*_recommendation(search, best), *(_why_not(work) for work in works if not _pays(work))]
         remarks += [*confirmed, *racer.remarks(), *(["Stopped early."] if search.stopped and works else [])]
-        unseen = {one.name: "no usable answer" if one.rounds else "no time" for one in search.works if not one.ranked()}
+        rest = [work for work in search.works if not work.ranked()]
+        unseen = {work.name: "no usable answer" if work.rounds else "no time" for work in rest}
         if search.stopped:
             unseen = dict.fromkeys(unseen if works else (), "stopped before it")
         reasons = {why: [name for name in unseen if unseen[name] == why] for why in unseen.values()}

@@ -38,8 +38,8 @@ class Headline:
 
 def settled(trace: RunTrace, lane: LaneTrace) -> bool:
     """Return whether a lane can be compared with the baseline: both finished and no lane was stopped."""
-    finished = all(one.finish in ("stop", "length") for one in (trace.lanes[0], lane))
-    return finished and not any(one.finish == "cancelled" for one in trace.lanes)
+    finished = all(side.finish in ("stop", "length") for side in (trace.lanes[0], lane))
+    return finished and not any(side.finish == "cancelled" for side in trace.lanes)
 
 
 def headline(trace: RunTrace, times: str = "x") -> Headline | None:
@@ -87,7 +87,7 @@ def parting_words(baseline: LaneTrace, lane: LaneTrace, row: Mapping[str, object
     index, margin = row.get("first_divergence"), row.get("divergence_margin")
     if not isinstance(index, int) or index < 0:  # a stored trace may contain any number
         return ""
-    pieces = [one.pieces[index][:30] if index < len(one.pieces) else "" for one in (baseline, lane)]
+    pieces = [side.pieces[index][:30] if index < len(side.pieces) else "" for side in (baseline, lane)]
     alike = pieces[0].strip() == pieces[1].strip()
     words = [(piece if alike else piece.strip(), piece) for piece in pieces]
     tokens = [f"“{word}”" if word else "a line break" if piece else "the end" for word, piece in words]
@@ -141,11 +141,11 @@ def _in_all(baseline: LaneTrace, lane: LaneTrace) -> float | None:
     """Return the speed-up of the baseline's number of tokens with the time of the prompt. None where that is small,
     where the speed-up contains it already, and where one lane had read more of the prompt in the last turn of a chat.
     """
-    kept = {one.events[0].notes.get("kept", 0.0) if one.events else 0.0 for one in (baseline, lane)}
-    tokens, drafted_tokens = (sum(run.tokens for run in run_timings(one)) for one in (baseline, lane))
+    kept = {side.events[0].notes.get("kept", 0.0) if side.events else 0.0 for side in (baseline, lane)}
+    tokens, drafted_tokens = (sum(run.tokens for run in run_timings(side)) for side in (baseline, lane))
     if len(kept) > 1 or whole_requests(baseline, lane) or not drafted_tokens:
         return None
-    timed = [run_timings(one, include_prefill=True) for one in (baseline, lane)]
+    timed = [run_timings(side, include_prefill=True) for side in (baseline, lane)]
     prompts = [sum(run.first_ms for run in runs) for runs in timed]
     steps = [sum(run.steps_ms for run in runs) for runs in timed]
     totals = [prompts[0] + steps[0], prompts[1] + steps[1] * tokens / drafted_tokens]

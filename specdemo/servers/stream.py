@@ -195,7 +195,7 @@ class _Position(BaseModel):
 
     @property
     def next_tokens(self) -> dict[str, float]:
-        return {one.token: one.logprob for one in self.top_logprobs if isfinite(one.logprob)}
+        return {token.token: token.logprob for token in self.top_logprobs if isfinite(token.logprob)}
 
 
 class _LogProbs(BaseModel):
@@ -315,8 +315,8 @@ class StreamParser:
                 self._count(len(ids) or grown or 1, stats)
             if choice.logprobs:
                 self.next_tokens = self.next_tokens or choice.logprobs.first
-                room = self._limit - len(self.alternatives)
-                self.alternatives += [(one.token, one.next_tokens) for one in (choice.logprobs.content or [])[:room]]
+                content = (choice.logprobs.content or [])[: self._limit - len(self.alternatives)]
+                self.alternatives += [(position.token, position.next_tokens) for position in content]
             self._end(choice.finish_reason)
         self.times = stats.times or self.times
         self.drafted = stats if stats.counters else self.drafted

@@ -102,7 +102,7 @@ class ServerAnswer(OutputReader):
             data = output.parse(output.text.rstrip().rpartition("\n")[2])  # the end of a stream
         if not isinstance(data, Mapping) or not {"usage", "stats", "timings", "metrics", "sglext", EVAL} & data.keys():
             return None
-        one = Observation(source=self.title, target=text_of(data.get("model")), tokens_per_s=_speed(data))
+        answer = Observation(source=self.title, target=text_of(data.get("model")), tokens_per_s=_speed(data))
         chunk = {str(name): value for name, value in data.items()}
         for engine in engines():
             stats = engine.acceptance(chunk)
@@ -112,7 +112,7 @@ class ServerAnswer(OutputReader):
             counters, steps = stats.counters, stats.counters.get("steps")
             drafted = (counters.get("drafted") or 0) + (counters.get("unverified") or 0)
             k = count(below(data, "metrics", "speculative_decoding", "num_spec_tokens"))
-            return one.changed(
+            return answer.changed(
                 engine=engine.name,
                 source=f"{self.title}, {engine.title}",
                 drafter=drafter,
@@ -121,7 +121,7 @@ class ServerAnswer(OutputReader):
                 batch_size=1.0,
                 **_values(stats, _tokens(data), FIRST_TOKENS if not kind else 0.0),
             )
-        return one if one.tokens_per_s else None
+        return answer if answer.tokens_per_s else None
 
 
 def _values(stats: ServerStats, tokens: float | None, share: float) -> JsonObject:

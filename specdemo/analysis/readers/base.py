@@ -231,7 +231,7 @@ def text_of(value: object) -> str:
 
 def objects(value: object) -> list[Mapping[str, object]]:
     """Return the objects of a list."""
-    return [one for one in value if isinstance(one, Mapping)] if isinstance(value, list) else []
+    return [item for item in value if isinstance(item, Mapping)] if isinstance(value, list) else []
 
 
 def find_number(name: str, text: str) -> float | None:
@@ -268,10 +268,10 @@ def found_below(value: object, key: str) -> Iterator[Mapping[str, object]]:
     """Yield all objects at a key, at any depth."""
     waiting = [value]
     while waiting:
-        one = waiting.pop()
-        if isinstance(one, Mapping):
-            if isinstance(match := one.get(key), Mapping):
+        item = waiting.pop()
+        if isinstance(item, Mapping):
+            if isinstance(match := item.get(key), Mapping):
                 yield match
-            waiting += one.values()
-        elif isinstance(one, list):
-            waiting += one
+            waiting += item.values()
+        elif isinstance(item, list):
+            waiting += item

@@ -139,7 +139,7 @@ INTERVAL = 40.0  # passes between two lines, the default of decode_log_interval
 def _sglang(source: str, value: Callable[[str], str], measured: Mapping[str, Any]) -> Observation:
     """Return what SGLang's settings and measurements say. value: of a setting, an empty text if it is unknown."""
     steps, offload = value("speculative_num_steps"), value("cpu_offload_gb")
-    values = {"drafted_per_step": _drafted(value)} | {name: one for name, one in measured.items() if one is not None}
+    values = {"drafted_per_step": _drafted(value)} | {name: n for name, n in measured.items() if n is not None}
     return Observation(
         engine="sglang",
         source=source,
@@ -243,7 +243,7 @@ class SGLangRequests(OutputReader):
     def read(self, output: Output) -> Observation | None:
         requests = dict[str, str]()  # the last answer of a stream has the numbers of all
         matches = [*META.finditer(output.text)]
-        for match, after in zip_longest(matches, [one.start() for one in matches[1:]]):
+        for match, after in zip_longest(matches, [request.start() for request in matches[1:]]):
             text = output.text[match.end() : min(match.end() + LONGEST_LINE, after or len(output.text))]
             if SECONDS in text and OUTPUT in text:
                 requests[find_last(REQUEST, text) or text] = text

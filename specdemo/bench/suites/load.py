@@ -24,7 +24,7 @@ from specdemo.core.settings import Setting
 from specdemo.servers.counters import below
 
 PLAIN = "Baseline"
-Files = Annotated[Sequence[Path], Field(min_length=1), PlainSerializer(lambda files: [one.name for one in files])]
+Files = Annotated[Sequence[Path], Field(min_length=1), PlainSerializer(lambda files: [file.name for file in files])]
 COMPARED = f"Speed-up: {LATENCY} without speculation divided by that with it, at equal load."
 
 
@@ -56,13 +56,13 @@ class Load(Suite):
     def run(self, report: Report, cancelled: Stop) -> Result:
         if not self.plain or not self.speculative:
             raise ValueError("bench load compares results; give --plain FILE and --speculative FILE")
-        plain = {(one.unit, one.load): one for file in self.plain for one in _plain_points(file)}
-        drafting = [(file, one) for file in self.speculative for one in load_points(file)]
-        rows = [_row(PLAIN, one, one) for one in plain.values()]
-        rows += [_row(_lane(one, file), one, plain.get((one.unit, one.load))) for file, one in drafting]
+        plain = {(point.unit, point.load): point for file in self.plain for point in _plain_points(file)}
+        drafting = [(file, point) for file in self.speculative for point in load_points(file)]
+        rows = [_row(PLAIN, point, point) for point in plain.values()]
+        rows += [_row(_lane(point, file), point, plain.get((point.unit, point.load))) for file, point in drafting]
         rows.sort(key=lambda row: (row["unit"], row["load"], row["k"] or 0))
-        everything = [*plain.values(), *(one for _, one in drafting)]
-        environment = {"device": ", ".join({one.run.target: 0 for one in everything}), "threads": None, "dtype": ""}
+        everything = [*plain.values(), *(point for _, point in drafting)]
+        environment = {"device": ", ".join({point.run.target: 0 for point in everything}), "threads": None, "dtype": ""}
         remarks = [*_verdicts(rows), *_warnings(everything), COMPARED]
         return Result(self.name, 1, self.config(everything[0].run.target), environment, rows, remarks, self.axis.column)
 
@@ -78,7 +78,7 @@ def load_points(file: Path) -> list[LoadPoint]:
 
 def _plain_points(file: Path) -> list[LoadPoint]:
     points = load_points(file)
-    if any(one.run.accepted_length for one in points):
+    if any(point.run.accepted_length for point in points):
         raise ValueError(f"{file} was measured with speculation; give one without it as --plain")
     return points
 
@@ -111,7 +111,7 @@ def _guidellm_points(data: object) -> Iterator[LoadPoint]:
         metrics = {
             name: below(benchmark, "metrics", name, "successful") for name in ("request_latency", "output_token_count")
         }
-        seconds, length = (number(below(one, "mean")) for one in metrics.values())
+        seconds, length = (number(below(metric, "mean")) for metric in metrics.values())
         if not seconds or not length or not (rate or most):
             continue
         per_token = 1000.0 * seconds / length
@@ -130,28 +130,28 @@ def _error(deviation: float | None, mean: float, count: float | None) -> float |
     return t_quantile(int(count) - 1) * deviation / mean / sqrt(count)
 
 
-def _lane(one: LoadPoint, file: Path) -> str:
-    return f"k = {one.run.k}" if one.run.k else file.name
+def _lane(point: LoadPoint, file: Path) -> str:
+    return f"k = {point.run.k}" if point.run.k else file.name
 
 
-def _row(lane: str, one: LoadPoint, plain: LoadPoint | None) -> Row:
+def _row(lane: str, point: LoadPoint, plain: LoadPoint | None) -> Row:
     return {
         "lane": lane,
-        "k": 0 if one is plain else one.run.k,
-        "load": one.load,
-        "unit": one.unit,
-        "tokens/s": Estimate(one.tokens_per_s),
-        LATENCY: _with_error(one.per_token, one.error),
-        "speed-up": None if plain is None else _speedup(one, plain),
-        "tokens/pass": one.run.accepted_length,
+        "k": 0 if point is plain else point.run.k,
+        "load": point.load,
+        "unit": point.unit,
+        "tokens/s": Estimate(point.tokens_per_s),
+        LATENCY: _with_error(point.per_token, point.error),
+        "speed-up": None if plain is None else _speedup(point, plain),
+        "tokens/pass": point.run.accepted_length,
     }
 
 
-def _speedup(one: LoadPoint, plain: LoadPoint) -> Estimate:
-    if one is plain:
+def _speedup(point: LoadPoint, plain: LoadPoint) -> Estimate:
+    if point is plain:
         return Estimate(1.0)
-    error = None if one.error is None or plain.error is None else hypot(one.error, plain.error)
-    return _with_error(plain.per_token / one.per_token, error)
+    error = None if point.error is None or plain.error is None else hypot(point.error, plain.error)
+    return _with_error(plain.per_token / point.per_token, error)
 
 
 def _with_error(value: float, error: float | None) -> Estimate:
@@ -183,8 +183,8 @@ def _verdict(lanes: Sequence[Row]) -> str:
 
 
 def _warnings(points: Sequence[LoadPoint]) -> Iterator[str]:
-    targets = [*dict.fromkeys(one.run.target for one in points if one.run.target)]
+    targets = [*dict.fromkeys(point.run.target for point in points if point.run.target)]
     if len(targets) > 1:
         yield f"The results are of different models: {', '.join(targets)}."
-    if any(one.run.random_prompts for one in points):
+    if any(point.run.random_prompts for point in points):
         yield "Random prompts: their acceptance says nothing about real ones."
