@@ -11,11 +11,6 @@ from specdemo.core.safe_io import JsonObject
 from specdemo.servers.counters import FIRST_TOKENS, Samples, ServerStats, below, delta, gauge, parse
 from specdemo.servers.engines import engines
 
-GAUGES: Mapping[str, Mapping[str, str]] = {  # engine -> field of an Observation -> name of the gauge
-    "vllm": {},
-    "sglang": {"tokens_per_s": "sglang:gen_throughput"},
-    "llama-server": {"tokens_per_s": "llamacpp:predicted_tokens_seconds"},
-}
 # counters of finished requests: the second over the first is the mean speed of a request; the fourth without the fifth,
 # over the third, where they are exported, the mean speed over all tokens
 SUMS = [
@@ -38,15 +33,13 @@ class PrometheusText(OutputReader):
     def read(self, output: Output) -> Observation | None:
         plain, speed = None, _mean_speed(parse(output.text, frozenset(SUMS)))  # metrics without drafts are a baseline
         for engine in engines():
-            if engine.name not in GAUGES:
-                continue
-            names = {"batch_size": engine.running, **GAUGES[engine.name]}
+            names = {"batch_size": engine.running, "tokens_per_s": engine.speed}
             samples = parse(output.text, engine.metrics | {*names.values()})
             stats = engine.statistics({}, samples)
             drafting = stats is not None and bool(stats.counters)
             if drafting or samples:
                 values: JsonObject = {field: gauge(samples, name) for field, name in names.items()}
-                total = _over_engines(output.text, GAUGES[engine.name].get("tokens_per_s", ""))
+                total = _over_engines(output.text, engine.speed)
                 values |= {"tokens_per_s": speed or total} if speed or total else {}
                 values |= values_of(stats) if stats else never_drafted("", output.text)
                 k = len(values.get("by_position", ())) or None

@@ -53,6 +53,7 @@ class ReportingEngine(ABC):
     metrics: ClassVar[frozenset[str]] = frozenset()  # names in the metrics that `statistics` reads, without _total
     generated: ClassVar[str] = ""  # name of the counter of output tokens, without _total
     running: ClassVar[str] = ""  # name of the gauge of requests that are being decoded
+    speed: ClassVar[str] = ""  # name of the gauge of output tokens per second
     drafts_with: ClassVar[frozenset[str]] = frozenset()  # methods of an engine that specdemo does not start
     counts_unverified: ClassVar[frozenset[str]] = frozenset()  # methods whose unverified tokens count as draft tokens
     full_draft_cache: ClassVar[str] = ""  # flags that keep the KV cache of the drafter in 16 bits

@@ -111,6 +111,7 @@ class LlamaServer(ServingEngine):
     metrics = draft_names(DRAFTS) | {GENERATED}
     request: ClassVar = {"timings_per_token": True}
     generated, running = GENERATED, "llamacpp:requests_processing"
+    speed = "llamacpp:predicted_tokens_seconds"
 
     def start(self, config: ServerConfig) -> Flags:
         source = _source(config.target, "-m", "-hf")

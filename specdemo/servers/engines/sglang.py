@@ -97,7 +97,7 @@ class SGLang(ServingEngine):
         "add --attention-backend triton"
     )
     metrics = frozenset({RATE, LENGTH, TOKENS, PASSES})
-    generated, running = TOKENS, "sglang:num_running_reqs"
+    generated, running, speed = TOKENS, "sglang:num_running_reqs", "sglang:gen_throughput"
     request: ClassVar = {"return_spec_tokens_details": True}
 
     def is_installed(self) -> bool:
