@@ -230,8 +230,8 @@ class Way:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Sweep point: its value, the prompts [B, T] and the sampling settings."""
+class AxisPoint:
+    """Point of an axis: its value, the prompts [B, T] and the sampling settings."""
 
     value: float | str
     prompts: list[Tensor]
@@ -241,58 +241,58 @@ class Place:
 def along(
     target: Target,
     lanes: Mapping[str, Way],
-    places: Sequence[Place],
+    points: Sequence[AxisPoint],
     axis: str,
     repeats: int,
     report: Report,
     cancelled: Stop,
     result: Callable[[list[Row]], Result],
 ) -> tuple[list[Row], list[str], int]:
-    """Measure every lane at every sweep point, interleaved; return rows, remarks and finished repeats. The first lane
+    """Measure every lane at every point of the axis, interleaved; return rows, remarks and finished repeats. The first lane
     is plain decoding. result: returns the result of the rows so far.
     """
 
-    machine: list[dict[str, None]] = [{} for _ in places]
+    machine: list[dict[str, None]] = [{} for _ in points]
     every: list[list[list[Totals]]] = []  # with the unfinished repeat
 
     def rows(done: Sequence[Sequence[Sequence[Totals]]]) -> list[Row]:
-        """Return a row per place and lane. done[repeat][place][lane]: totals of the measured places."""
-        measured = [[tallies[number] for tallies in done if number < len(tallies)] for number in range(len(places))]
+        """Return a row per point and lane. done[repeat][point][lane]: totals of the measured points."""
+        measured = [[tallies[number] for tallies in done if number < len(tallies)] for number in range(len(points))]
         return [
-            _place_row(name, {axis: place.value}, index, own, machine[number])
-            for number, (place, own) in enumerate(zip(places, measured, strict=True))
+            _point_row(name, {axis: point.value}, index, own, machine[number])
+            for number, (point, own) in enumerate(zip(points, measured, strict=True))
             for index, name in enumerate(lanes if own else ())
         ]
 
     def once(repeat: int, tick: Tick) -> list[list[Totals]]:
         tallies: list[list[Totals]] = []
         every.append(tallies)
-        for number, place in enumerate(places):
+        for number, point in enumerate(points):
             tallies.append([Totals() for _ in lanes])
             gpu = None
             for tally, way in zip(tallies[-1], lanes.values(), strict=True):
-                config = replace(way.config, sampling=place.sampling, seed=repeat)
+                config = replace(way.config, sampling=point.sampling, seed=repeat)
                 run = partial(generate, target, way.drafter, accept=way.accept, cancelled=cancelled)
                 if not repeat:  # warm up every shape
-                    tick(number / len(places))
-                    longest = max(place.prompts, key=lambda prompt: prompt.shape[1])
+                    tick(number / len(points))
+                    longest = max(point.prompts, key=lambda prompt: prompt.shape[1])
                     warm_up(target, way.drafter, longest, config, way.accept, cancelled)
                 gpu = gpu or GpuClock(target.device)  # after the warm-up, when the GPU has left its idle clock
-                for prompt in place.prompts:
-                    tick(number / len(places))
+                for prompt in point.prompts:
+                    tick(number / len(points))
                     tally.add(list(run(prompt, config)))
             machine[number] |= dict.fromkeys(gpu.reasons() if gpu else ())
-            tick((number + 1) / len(places), lambda: result(rows(every)))  # raises after an interrupted run
+            tick((number + 1) / len(points), lambda: result(rows(every)))  # raises after an interrupted run
         return tallies
 
     done, remarks = repeated(repeats, report, cancelled, once)
     return rows(done), remarks, len(done)
 
 
-def _place_row(
+def _point_row(
     name: str, where: Mapping[str, object], lane: int, done: Sequence[Sequence[Totals]], machine: Iterable[str]
 ) -> Row:
-    """Return the row of a lane at a sweep point. done[repeat][lane]: totals at this point."""
+    """Return the row of a lane at a point of the axis. done[repeat][lane]: totals at this point."""
     plain = [totals[0] for totals in done]
     own = [totals[lane] for totals in done] if lane else plain
     first = over_repeats([sum(totals.prefills) / len(totals.prefills) for totals in own])

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from specdemo.analysis.diagnose import SMALLEST_GAIN
 from specdemo.bench.base import Decoding, Laned, Report, Stop
-from specdemo.bench.measure import Compared, Place, Way, along, compare_lanes
+from specdemo.bench.measure import AxisPoint, Compared, Way, along, compare_lanes
 from specdemo.bench.report import sentence
 from specdemo.bench.result import Result, Row
 from specdemo.core.accept import Lossless
@@ -102,7 +102,7 @@ def _predict(target: Target, comparisons: Compared, own: int, rows: list[Row]) -
 
 
 def along_axis(
-    suite: Laned, target: Target, lanes: Mapping[str, Way], places: Sequence[Place], report: Report, cancelled: Stop
+    suite: Laned, target: Target, lanes: Mapping[str, Way], points: Sequence[AxisPoint], report: Report, cancelled: Stop
 ) -> Result:
     """Measure every lane at every point of the suite's axis."""
     assert suite.axis is not None
@@ -111,7 +111,7 @@ def along_axis(
     def result(rows: list[Row]) -> Result:
         return so_far(suite, name, rows, axis)
 
-    rows, remarks, done = along(target, lanes, places, axis, suite.repeats, report, cancelled, result)
+    rows, remarks, done = along(target, lanes, points, axis, suite.repeats, report, cancelled, result)
     notes = [f"{sentence(note)}." for note in target.notes]
     return Result(suite.name, done, suite.config(name), environment(target), rows, [*remarks, *notes], axis)
 

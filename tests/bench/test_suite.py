@@ -16,7 +16,7 @@ from specdemo.bench import suites as registry
 from specdemo.bench import sweeps
 from specdemo.bench.base import Laned
 from specdemo.bench.measure import (
-    Place,
+    AxisPoint,
     Totals,
     Way,
     along,
@@ -178,7 +178,7 @@ def test_stopping_reaches_a_text_that_is_being_written():
     forward = target.forward
     target.forward = lambda *given: passes.append(1) or forward(*given)
     lanes = {"plain": Way(load_drafter("none", target), Lossless(), GenerationConfig(60, stop_token_ids=()))}
-    place = Place(1, [torch.tensor([[1, 2, 3]])])
+    place = AxisPoint(1, [torch.tensor([[1, 2, 3]])])
     with pytest.raises(ValueError, match="stopped before the first repeat"):
         along(target, lanes, [place], "batch", 1, silent, lambda: len(passes) >= 30, list)
     assert len(passes) == 30
@@ -250,7 +250,7 @@ def test_rows_are_reported_as_they_are_measured():
 def test_places_of_an_axis_are_reported_one_by_one():
     target, seen = ToyTarget(64), []
     lanes = {"plain": Way(load_drafter("none", target), Lossless(), GenerationConfig(4, stop_token_ids=()))}
-    places = [Place(n, [torch.tensor([[1, 2, 3]] * n)]) for n in (1, 2)]
+    places = [AxisPoint(n, [torch.tensor([[1, 2, 3]] * n)]) for n in (1, 2)]
 
     def report(share, what, so_far=None):
         seen.extend([so_far()] if so_far else [])
@@ -269,7 +269,7 @@ def test_a_noisy_machine_marks_every_place_on_an_axis(monkeypatch):
         "lookup": Way(load_drafter("ngram", target), Lossless(), replace(plain, budget=Budget(2, 2))),
     }
     rows, _, _ = along(
-        target, lanes, [Place(1, [torch.tensor([[1, 2, 3]])])], "batch", 1, silent, never_cancelled, list
+        target, lanes, [AxisPoint(1, [torch.tensor([[1, 2, 3]])])], "batch", 1, silent, never_cancelled, list
     )
     assert [row["speed-up"].reasons[-1:] for row in rows] == [(), ("the GPU is throttled by heat",)]
 

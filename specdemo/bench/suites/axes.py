@@ -28,18 +28,18 @@ class Batch(Laned):
     def run(self, report: Report, cancelled: Stop) -> Result:
         import torch
 
-        from specdemo.bench.measure import Place
+        from specdemo.bench.measure import AxisPoint
         from specdemo.bench.sweeps import along_axis, first_lane, room, tokenizer
         from specdemo.models.text import encode
 
         target, lanes = first_lane(self, self.preset)
         texts = [encode(tokenizer(target), text, room(target, self)) for text in self.texts]
         width = min(map(len, texts))
-        places = []
+        points = []
         for size in BATCHES:
             rows = [texts[i % len(texts)][-width:] for i in range(size)]
-            places.append(Place(size, [torch.tensor(rows, device=target.device)]))
-        result = along_axis(self, target, lanes, places, report, cancelled)
+            points.append(AxisPoint(size, [torch.tensor(rows, device=target.device)]))
+        result = along_axis(self, target, lanes, points, report, cancelled)
         return replace(result, remarks=[_gain(result.rows), *result.remarks])
 
 
@@ -64,15 +64,15 @@ class PromptLength(Laned):
     axis = Axis("prompt tokens", "prompt length", "tokens", doubling=True)
 
     def run(self, report: Report, cancelled: Stop) -> Result:
-        from specdemo.bench.measure import Place, windows
+        from specdemo.bench.measure import AxisPoint, windows
         from specdemo.bench.sweeps import along_axis, first_lane, room, tokenizer
         from specdemo.models.text import encode
 
         target, lanes = first_lane(self, self.preset)
         text = encode(tokenizer(target), " ".join(self.texts), LIMITS.prompt)
         lengths = [n for n in LENGTHS if n <= room(target, self)]
-        places = [Place(n, windows(text, n, TEXTS, target.device)) for n in lengths]
-        result = along_axis(self, target, lanes, places, report, cancelled)
+        points = [AxisPoint(n, windows(text, n, TEXTS, target.device)) for n in lengths]
+        result = along_axis(self, target, lanes, points, report, cancelled)
         remark = "The prompts are windows of the concatenated texts of the suite, repeated if necessary."
         return replace(result, remarks=[remark, *result.remarks])
 
@@ -95,7 +95,7 @@ class Temperature(Laned):
     def run(self, report: Report, cancelled: Stop) -> Result:
         import torch
 
-        from specdemo.bench.measure import Place
+        from specdemo.bench.measure import AxisPoint
         from specdemo.bench.sweeps import Likeliest, along_axis, first_lane, room, tokenizer
         from specdemo.core.block import Block
         from specdemo.core.sampling import Sampling
@@ -111,8 +111,8 @@ class Temperature(Laned):
         }
         texts = [encode(tokenizer(target), text, room(target, self)) for text in self.texts]
         prompts = [torch.tensor([ids], device=target.device) for ids in texts]
-        places = [Place(t, prompts, Sampling(t)) for t in TEMPERATURES]
-        return along_axis(self, target, lanes, places, report, cancelled)
+        points = [AxisPoint(t, prompts, Sampling(t)) for t in TEMPERATURES]
+        return along_axis(self, target, lanes, points, report, cancelled)
 
 
 class ThinkingMode(Laned):
@@ -127,7 +127,7 @@ class ThinkingMode(Laned):
     def run(self, report: Report, cancelled: Stop) -> Result:
         import torch
 
-        from specdemo.bench.measure import Place
+        from specdemo.bench.measure import AxisPoint
         from specdemo.bench.sweeps import along_axis, first_lane, room, tokenizer
         from specdemo.models.text import encode, has_thinking_modes
 
@@ -141,5 +141,5 @@ class ThinkingMode(Laned):
             ids = encode(tokenizer(target), [message], room(target, self), mode)
             return torch.tensor([ids], device=target.device)
 
-        places = [Place(mode, [prompt(text, mode) for text in self.texts]) for mode in modes]
-        return along_axis(self, target, lanes, places, report, cancelled)
+        points = [AxisPoint(mode, [prompt(text, mode) for text in self.texts]) for mode in modes]
+        return along_axis(self, target, lanes, points, report, cancelled)
