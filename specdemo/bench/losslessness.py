@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from specdemo.bench.base import ROWS, OfPreset, Report, Stop, Tick
-from specdemo.bench.measure import Way, repeated, run_complete
+from specdemo.bench.measure import Decoder, repeated, run_complete
 from specdemo.bench.prompts import PROMPTS
 from specdemo.bench.result import DRAFTED, PLAIN, TOKEN, Result, Row
 from specdemo.bench.sweeps import tokenizer
@@ -69,12 +69,14 @@ def chi_square(a: Mapping[Outcome, int], b: Mapping[Outcome, int]) -> ChiSquare:
     return ChiSquare(statistic, len(frequent) - 1, float(torch.special.gammaincc(half[0], half[1])))
 
 
-def drawn(target: Target, way: Way, prompt: Sequence[int], seed: int, tick: Callable[[], None]) -> list[list[int]]:
+def drawn(
+    target: Target, decoder: Decoder, prompt: Sequence[int], seed: int, tick: Callable[[], None]
+) -> list[list[int]]:
     """Generate ROWS continuations of the prompt; `tick` is called before every step."""
     rows: list[list[int]] = [[] for _ in range(ROWS)]
     prompts = torch.tensor([prompt] * ROWS, device=target.device)
-    config = replace(way.config, seed=seed)
-    for event in generate(target, way.drafter, prompts, config, accept=way.accept):
+    config = replace(decoder.config, seed=seed)
+    for event in generate(target, decoder.drafter, prompts, config, accept=decoder.accept):
         tick()
         for row, emitted in zip(rows, event.emitted, strict=True):
             row += emitted
@@ -101,9 +103,9 @@ def _same_distribution(suite: OfPreset, comparison: Preset, report: Report, canc
     tokens = PLACES[-1] + 1  # one more, so that a draft can reach the last position
     plain = GenerationConfig(tokens, comparison.sampling, stop_token_ids=())
     rule = lane.accept_rule()
-    ways = {
-        PLAIN: Way(load_drafter(BASELINE, target), accept_rule("lossless"), plain),
-        DRAFTED: Way(
+    decoders = {
+        PLAIN: Decoder(load_drafter(BASELINE, target), accept_rule("lossless"), plain),
+        DRAFTED: Decoder(
             build_drafter(lane.method, target, lane.model, lane.parsed), rule, replace(plain, budget=lane.budget)
         ),
     }
@@ -116,16 +118,16 @@ def _same_distribution(suite: OfPreset, comparison: Preset, report: Report, canc
         samples.
         """
         samples = []
-        for number, way in enumerate(ways.values()):
-            seed = comparison.seed + len(ways) * repeat + number
-            samples.append(drawn(target, way, prompt, seed, partial(tick, number / len(ways))))
+        for number, decoder in enumerate(decoders.values()):
+            seed = comparison.seed + len(decoders) * repeat + number
+            samples.append(drawn(target, decoder, prompt, seed, partial(tick, number / len(decoders))))
         every.append(samples)
         tick(1.0, lambda: conclude(every, []))
         return samples
 
     def conclude(done: Sequence[Sequence[Sequence[list[int]]]], remarks: list[str]) -> Result:
-        """Return the result of the finished repeats. done[repeat][way]: continuations."""
-        samples = [[row for samples in done for row in samples[number]] for number in range(len(ways))]
+        """Return the result of the finished repeats. done[repeat][decoder]: continuations."""
+        samples = [[row for samples in done for row in samples[number]] for number in range(len(decoders))]
         sampling = {name: getattr(comparison, name) for name in ("temperature", "top_p", "top_k", "min_p")}
         config = {
             "target": comparison.target,

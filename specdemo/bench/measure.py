@@ -221,7 +221,7 @@ def run_complete(runner: Session, spec: Comparison, cancelled: Stop) -> RunTrace
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class Decoder:
     """Decoding setup: drafter, acceptance rule and config."""
 
     drafter: Method
@@ -240,7 +240,7 @@ class AxisPoint:
 
 def along(
     target: Target,
-    lanes: Mapping[str, Way],
+    lanes: Mapping[str, Decoder],
     points: Sequence[AxisPoint],
     axis: str,
     repeats: int,
@@ -248,8 +248,8 @@ def along(
     cancelled: Stop,
     result: Callable[[list[Row]], Result],
 ) -> tuple[list[Row], list[str], int]:
-    """Measure every lane at every point of the axis, interleaved; return rows, remarks and finished repeats. The first lane
-    is plain decoding. result: returns the result of the rows so far.
+    """Measure every lane at every point of the axis, interleaved; return rows, remarks and finished repeats. The first
+    lane is plain decoding. result: returns the result of the rows so far.
     """
 
     machine: list[dict[str, None]] = [{} for _ in points]
@@ -270,13 +270,13 @@ def along(
         for number, point in enumerate(points):
             tallies.append([Totals() for _ in lanes])
             gpu = None
-            for tally, way in zip(tallies[-1], lanes.values(), strict=True):
-                config = replace(way.config, sampling=point.sampling, seed=repeat)
-                run = partial(generate, target, way.drafter, accept=way.accept, cancelled=cancelled)
+            for tally, decoder in zip(tallies[-1], lanes.values(), strict=True):
+                config = replace(decoder.config, sampling=point.sampling, seed=repeat)
+                run = partial(generate, target, decoder.drafter, accept=decoder.accept, cancelled=cancelled)
                 if not repeat:  # warm up every shape
                     tick(number / len(points))
                     longest = max(point.prompts, key=lambda prompt: prompt.shape[1])
-                    warm_up(target, way.drafter, longest, config, way.accept, cancelled)
+                    warm_up(target, decoder.drafter, longest, config, decoder.accept, cancelled)
                 gpu = gpu or GpuClock(target.device)  # after the warm-up, when the GPU has left its idle clock
                 for prompt in point.prompts:
                     tick(number / len(points))

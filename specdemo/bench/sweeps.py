@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from specdemo.analysis.diagnose import SMALLEST_GAIN
 from specdemo.bench.base import Decoding, Laned, Report, Stop
-from specdemo.bench.measure import AxisPoint, Compared, Way, along, compare_lanes
+from specdemo.bench.measure import AxisPoint, Compared, Decoder, along, compare_lanes
 from specdemo.bench.report import sentence
 from specdemo.bench.result import Result, Row
 from specdemo.core.accept import Lossless
@@ -102,7 +102,12 @@ def _predict(target: Target, comparisons: Compared, own: int, rows: list[Row]) -
 
 
 def along_axis(
-    suite: Laned, target: Target, lanes: Mapping[str, Way], points: Sequence[AxisPoint], report: Report, cancelled: Stop
+    suite: Laned,
+    target: Target,
+    lanes: Mapping[str, Decoder],
+    points: Sequence[AxisPoint],
+    report: Report,
+    cancelled: Stop,
 ) -> Result:
     """Measure every lane at every point of the suite's axis."""
     assert suite.axis is not None
@@ -134,7 +139,7 @@ def comparison(suite: Decoding, target: str, lanes: tuple[Lane, ...]) -> Compari
     return spec.model_copy(update={"lanes": [*lanes]})  # the page's limit of lanes does not apply
 
 
-def first_lane(suite: Decoding, preset_id: str) -> tuple[Target, dict[str, Way]]:
+def first_lane(suite: Decoding, preset_id: str) -> tuple[Target, dict[str, Decoder]]:
     """Return the preset's target, and its first lane after plain decoding. No lane stops early."""
     base = preset(preset_id).with_changes(temperature=0.0)
     lane = base.lanes[0]
@@ -142,8 +147,8 @@ def first_lane(suite: Decoding, preset_id: str) -> tuple[Target, dict[str, Way]]
     drafter = build_drafter(lane.method, target, lane.model, lane.parsed)
     plain = GenerationConfig(suite.new_tokens, stop_token_ids=())
     lanes = {
-        "Baseline": Way(load_drafter(BASELINE, target), Lossless(), plain),
-        lane.name or base.id: Way(drafter, Lossless(), replace(plain, budget=lane.budget)),
+        "Baseline": Decoder(load_drafter(BASELINE, target), Lossless(), plain),
+        lane.name or base.id: Decoder(drafter, Lossless(), replace(plain, budget=lane.budget)),
     }
     return target, lanes
 

@@ -8,7 +8,7 @@ from scipy import stats
 
 from specdemo.bench import losslessness as module
 from specdemo.bench.losslessness import chi_square, drawn
-from specdemo.bench.measure import Way
+from specdemo.bench.measure import Decoder
 from specdemo.bench.plot import chart
 from specdemo.bench.result import Result
 from specdemo.bench.suites.counts import Losslessness
@@ -53,8 +53,8 @@ def test_the_lossy_rule_is_found_out_and_the_lossless_one_is_not(rule, lossless,
     plain = GenerationConfig(4, Sampling(1.0), stop_token_ids=())
     drafting = GenerationConfig(4, Sampling(1.0), Budget(3, 3), stop_token_ids=())
     ways = (
-        Way(load_drafter("none", target), accept_rule("lossless"), plain),
-        Way(load_drafter("draft_model", target, tiny_llama(8)), accept_rule(rule), drafting),
+        Decoder(load_drafter("none", target), accept_rule("lossless"), plain),
+        Decoder(load_drafter("draft_model", target, tiny_llama(8)), accept_rule(rule), drafting),
     )
     rows = [
         [row for i in range(6) for row in drawn(target, way, [1, 2], 2 * i + n, ignore)] for n, way in enumerate(ways)

@@ -17,8 +17,8 @@ from specdemo.bench import sweeps
 from specdemo.bench.base import Laned
 from specdemo.bench.measure import (
     AxisPoint,
+    Decoder,
     Totals,
-    Way,
     along,
     compare_lanes,
     repeated,
@@ -177,7 +177,7 @@ def test_stopping_reaches_a_text_that_is_being_written():
     target, passes = ToyTarget(64), []
     forward = target.forward
     target.forward = lambda *given: passes.append(1) or forward(*given)
-    lanes = {"plain": Way(load_drafter("none", target), Lossless(), GenerationConfig(60, stop_token_ids=()))}
+    lanes = {"plain": Decoder(load_drafter("none", target), Lossless(), GenerationConfig(60, stop_token_ids=()))}
     place = AxisPoint(1, [torch.tensor([[1, 2, 3]])])
     with pytest.raises(ValueError, match="stopped before the first repeat"):
         along(target, lanes, [place], "batch", 1, silent, lambda: len(passes) >= 30, list)
@@ -249,7 +249,7 @@ def test_rows_are_reported_as_they_are_measured():
 
 def test_places_of_an_axis_are_reported_one_by_one():
     target, seen = ToyTarget(64), []
-    lanes = {"plain": Way(load_drafter("none", target), Lossless(), GenerationConfig(4, stop_token_ids=()))}
+    lanes = {"plain": Decoder(load_drafter("none", target), Lossless(), GenerationConfig(4, stop_token_ids=()))}
     places = [AxisPoint(n, [torch.tensor([[1, 2, 3]] * n)]) for n in (1, 2)]
 
     def report(share, what, so_far=None):
@@ -265,8 +265,8 @@ def test_a_noisy_machine_marks_every_place_on_an_axis(monkeypatch):
     target = ToyTarget(64)
     plain = GenerationConfig(8, stop_token_ids=())
     lanes = {
-        "plain": Way(load_drafter("none", target), Lossless(), plain),
-        "lookup": Way(load_drafter("ngram", target), Lossless(), replace(plain, budget=Budget(2, 2))),
+        "plain": Decoder(load_drafter("none", target), Lossless(), plain),
+        "lookup": Decoder(load_drafter("ngram", target), Lossless(), replace(plain, budget=Budget(2, 2))),
     }
     rows, _, _ = along(
         target, lanes, [AxisPoint(1, [torch.tensor([[1, 2, 3]])])], "batch", 1, silent, never_cancelled, list
