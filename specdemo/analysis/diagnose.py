@@ -52,7 +52,7 @@ EARLY = 0.75  # share of k below which drafts end early
 STOPPED = "stopped drafter"
 FAULTS = ("random prompts", "thinking", "broken drafter", STOPPED, "memory")
 COUNTED = ("few drafts", "later positions")
-MENDED = (*FAULTS, "draft cache")  # what is changed before anything else is judged
+PREREQUISITES = (*FAULTS, "draft cache")  # what is changed before anything else is judged
 CLIFF_TRIALS = 50.0  # drafts that reach a position at which none is accepted
 FEW_DRAFTS, HARDLY_ANY = 0.5, 0.05  # share of the steps with a draft
 THRESHOLD = 0.5  # confidence at which drafts end, if it is unknown
@@ -559,8 +559,8 @@ def _length(run: Observation) -> str:
 def _advice_clause(diagnosis: Diagnosis, times: str) -> str:
     run, gain = diagnosis.observation, diagnosis.gain
     assert gain is not None
-    if diagnosis.cause is not None and diagnosis.cause.name in MENDED:
-        return "mend that first, then measure again"
+    if diagnosis.cause is not None and diagnosis.cause.name in PREREQUISITES:
+        return "fix that first, then measure again"
     if diagnosis.hopeless:
         return "not worth it here: no draft length is predicted to beat plain decoding"
     if any(cause.name == "draft length" for cause in diagnosis.causes):
@@ -645,7 +645,7 @@ def _notes(run: Observation, best_k: int, others: Sequence[_Fit]) -> Iterator[st
 def _recommendations(diagnosis: Diagnosis) -> Iterator[str]:
     run, best_k, cause = diagnosis.observation, diagnosis.best_k, diagnosis.cause
     assert best_k is not None
-    if cause is not None and cause.name in MENDED:
+    if cause is not None and cause.name in PREREQUISITES:
         yield f"{cause.advice} Then measure again."
         return
     if diagnosis.implausible and diagnosis.short:
