@@ -18,8 +18,8 @@ WORDS = {"README.md": 1500, "CONTRIBUTING.md": 1000, "docs/architecture.md": 120
 VERSION_WORDS = 1500  # of the newest version in CHANGELOG.md
 FOLDERS = {  # code lines. They only fall: the design allows 22,300 in all
     "": 580,
-    "analysis": 2174,
-    "bench": 2680,
+    "analysis": 2167,
+    "bench": 2672,
     "core": 2237,
     "costs": 905,
     "engine": 1430,
@@ -27,8 +27,8 @@ FOLDERS = {  # code lines. They only fall: the design allows 22,300 in all
     "methods": 4810,
     "models": 5326,
     "presets": 840,
-    "servers": 1520,
-    "training": 740,
+    "servers": 1506,
+    "training": 737,
     "ui": 2190,
 }
 TARGET_MEMBERS = 12  # methods and properties
