@@ -39,9 +39,8 @@ def with_lengths(name: str, lane: Lane, pass_ms: Mapping[int, float]) -> list[La
     """Return the candidates of a drafter, named, the longest drafts last. None for a tree whose pass takes longer than
     plain decoding of all that it can accept. pass_ms: empty on servers."""
     chooses, wraps = method(lane.method).chooses_length, lane.method in wrappable("adaptive")
-    nodes = getattr(lane.parsed, "nodes", 0)
-    fixed_tree = nodes and not lane.chooses_nodes and getattr(lane.parsed, "draft", "tree") != "chain"
-    if fixed_tree and pass_ms and lane.budget.depth + 1 < pass_ratio(pass_ms, nodes + 1):
+    nodes = lane.tree_nodes
+    if nodes and not lane.chooses_nodes and pass_ms and lane.budget.depth + 1 < pass_ratio(pass_ms, nodes + 1):
         return []
     if nodes or (chooses and not wraps):
         return [lane.model_copy(update={"name": name})]

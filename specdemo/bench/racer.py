@@ -105,7 +105,7 @@ class Racer:
         self._notes |= {name: TOO_WIDE for name, lanes in candidates.items() if not lanes}
         families = self._named({name: lanes for name, lanes in candidates.items() if lanes})
         for name, lane in self.lanes.items():
-            chain = lane.k and not getattr(lane.parsed, "nodes", 0)
+            chain = lane.k and not lane.tree_nodes
             if chain and method(str(lane.options.get("drafter", lane.method))).looks_up:
                 self._replayed[name] = build_drafter(lane.method, self._session.target(), lane.model, lane.parsed)
         return families

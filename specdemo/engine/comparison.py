@@ -16,7 +16,7 @@ from specdemo.core.rules import DEFAULT_RULE, RULES, accept_rule, rules_help
 from specdemo.core.settings import BaseOptions, Setting, Settings, changed_values, setting, to_values
 from specdemo.core.suggest import DEVICES, counted, program, short_repr, suggest
 from specdemo.costs.lengths import DEFAULT_LENGTH, MAX_K
-from specdemo.methods import BASELINE, METHODS, MODEL_OPTIONS, check_model, parse_options
+from specdemo.methods import BASELINE, METHODS, MODEL_OPTIONS, check_model, method, parse_options
 from specdemo.models.ref import ModelRef
 from specdemo.servers.address import address
 
@@ -141,23 +141,27 @@ class Lane(Settings):
         from specdemo.core.protocol import Budget
 
         k = self.k or (DEFAULT_LENGTH if self.method != BASELINE else 0)
-        return Budget(k, max(k, getattr(self.parsed, "nodes", 0)))
+        return Budget(k, max(k, self.tree_nodes))
+
+    @property
+    def tree_nodes(self) -> int:
+        """Return the nodes of the draft tree; 0: it drafts a chain, or a tree of k nodes."""
+        return method(self.method).tree_nodes(self.parsed) or 0
 
     @property
     def chooses_nodes(self) -> bool:
         """Return whether the lane drafts a tree whose number of nodes is not set."""
-        tree = getattr(self.parsed, "draft", "") == "tree" and getattr(self.parsed, "nodes", 0) > 0
-        return tree and "nodes" not in self.options
+        return method(self.method).fits_tree and self.tree_nodes > 0 and "nodes" not in self.options
 
     @cached_property
     def parsed(self) -> BaseOptions:
         """Return the `Options` of the method. Raises ValueError with one line if it rejects these or the model."""
         parsed = parse_options(self.method, self.options)
         check_model(self.method, to_values(parsed), self.model)
-        if not RULES[self.acceptance].trees and getattr(parsed, "nodes", 0) > 0:
+        if not RULES[self.acceptance].trees and method(self.method).tree_nodes(parsed) is not None:
             raise ValueError(
-                f"acceptance rule {self.acceptance!r} verifies chains only and this lane drafts a tree; set its option "
-                "nodes to 0 or choose another method"
+                f"acceptance rule {self.acceptance!r} verifies chains only and this lane drafts a tree; set its "
+                "options to a chain or choose another method"
             )
         if self.k and getattr(parsed, "length", 0.0) > self.k + 1:
             raise ValueError(f"option 'length' is at most k + 1 = {self.k + 1}, not {parsed.length:g}; increase k")  # type: ignore[attr-defined]

@@ -358,7 +358,7 @@ def _with_length(lane: Lane, models: LaneModels) -> Lane:
 
     Drafting is expected to take the time of the target's passes per byte of the weights that it reads.
     """
-    target, drafter, nodes = models.target, models.drafter, getattr(lane.parsed, "nodes", 0)
+    target, drafter, nodes = models.target, models.drafter, lane.tree_nodes
     share = target.pass_ms.get(1, 0.0) / max(target.facts.pass_bytes or target.weight_bytes, 1)
 
     def draft_ms(k: int) -> float:
@@ -372,7 +372,7 @@ def _with_length(lane: Lane, models: LaneModels) -> Lane:
     k = usual_length(target.pass_ms, draft_ms)
     if drafter.chooses_length:
         k = USUAL_LENGTHS[-1]
-    elif nodes and getattr(lane.parsed, "draft", "") != "chain":  # a pass over a tree has the width of the tree
+    elif nodes:  # a pass over a tree has the width of the tree
         k = DEFAULT_LENGTH
     return lane.model_copy(update={"k": max(k, ceil(getattr(lane.parsed, "length", 0.0)) - 1)})
 

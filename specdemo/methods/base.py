@@ -1,7 +1,7 @@
 """Base class of drafting methods, and plain decoding. Heads have a base class of their own, in heads/head.py."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Generator
 
@@ -34,11 +34,10 @@ class DraftOptions(BaseOptions):
 class Method(Drafter):
     """A drafting method that can be chosen by name. Only `start`, `propose` and `observe` are required.
 
-    method: its name in the table of facts, which then has its title, cost and marks.
+    method: its name in the table of facts, which then has its title, cost and marks. tree: its `tree_nodes`.
 
-    `Options` is a `BaseOptions` whose fields come from `setting`. By convention the option `nodes` is the size of the
-    draft tree (0: a chain of k). A method that wraps another one names it in the option `drafter` and passes it the
-    lane's model.
+    `Options` is a `BaseOptions` whose fields come from `setting`. A method that wraps another one names it in the
+    option `drafter` and passes it the lane's model.
     """
 
     facts: ClassVar[Facts] = Facts("")
@@ -50,15 +49,22 @@ class Method(Drafter):
     looks_up: ClassVar[bool] = False  # True: copies from texts at hardly any cost; a draft need not be verified
     learns: ClassVar[bool] = False  # True: improves with use, so a session reuses it in the next run
     Options: ClassVar[type[BaseOptions]] = BaseOptions
+    fits_tree: ClassVar[bool] = False  # True: where the costs of passes are known, they choose the number of nodes
     # keys of config.json that it reads; empty, as for a subclass that sets none: others are not named
     config_keys: ClassVar[frozenset[str]] = frozenset()
     serves: ClassVar[Mapping[str, EngineArgs]] = {}  # engine -> its server arguments for this method
 
-    def __init_subclass__(cls, method: str = "", **named: object) -> None:
+    def __init_subclass__(cls, method: str = "", tree: Any = None, **named: object) -> None:
         super().__init_subclass__(**named)
+        cls.tree_nodes = staticmethod(tree or cls.tree_nodes)  # type: ignore[method-assign]
         if method:
             cls.facts = FACTS[method]
             cls.title, cls.config_marks = cls.facts.title, cls.facts.marks
+
+    @staticmethod
+    def tree_nodes(options: Any) -> int | None:
+        """Return the nodes of the draft tree with these options. 0: k nodes; None: it drafts a chain."""
+        return None
 
     @classmethod
     def drafting_cost(cls, target: Shape, config: Config, options: Sizes) -> Drafting | None:

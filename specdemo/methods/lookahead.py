@@ -70,7 +70,7 @@ class LookaheadOptions(BaseOptions):
     )
 
 
-class Lookahead(Method, method="lookahead"):
+class Lookahead(Method, method="lookahead", tree=lambda options: options.nodes):
     summary = "The target generates n-grams in the same pass that verifies earlier ones; needs no draft model."
 
     Options = LookaheadOptions

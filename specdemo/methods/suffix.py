@@ -143,7 +143,7 @@ class SuffixOptions(BaseOptions):
     )
 
 
-class Suffix(Method, method="suffix"):
+class Suffix(Method, method="suffix", tree=lambda options: options.nodes or None):
     looks_up = True
     summary = "Drafts the most frequent continuation of the text's suffix; a longer match gives a longer draft."
     chooses_length = True  # by the length of the match

@@ -36,7 +36,7 @@ def _found(target: ModelRef, download: bool) -> Iterator[Lane]:
         if not preset.temperature and not preset.grammar:
             for lane in lanes:
                 if _comparable(lane) and all(download or _is_here(model) for model in lane.models):
-                    yield lane if getattr(lane.parsed, "nodes", 0) else lane.model_copy(update={"k": 0})
+                    yield lane if lane.tree_nodes else lane.model_copy(update={"k": 0})
     for entry in published_drafters(target):
         if entry.method and (download or _is_here(entry.drafter)):
             yield Lane(method=entry.method, model=entry.drafter)

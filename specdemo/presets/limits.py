@@ -68,7 +68,7 @@ def admit(chosen: Preset) -> Preset:
         "prompt characters": (len(chosen.prompt) + len(chosen.system), PUBLIC.prompt),
         "repeats": (chosen.repeats, PUBLIC.repeats),
         "draft tokens": (max(lane.k for lane in chosen.lanes), PUBLIC.k),
-        "draft tree nodes": (max(int(lane.options.get("nodes", 0)) for lane in chosen.lanes), NODES),
+        "draft tree nodes": (max(lane.tree_nodes for lane in chosen.lanes), NODES),
     }
     for what, (value, most) in values.items():
         if value > most:

@@ -128,7 +128,7 @@ def _step_ms(spec: Comparison, lane: Lane) -> float:
     if facts_of(method).cost is None:
         method = "draft_model" if lane.model else "none"
     draft = drafting(method, target, config_of(lane.model) if lane.model else None, {})
-    device, nodes = device_of(profile(GPU), "bfloat16", "recorded"), int(lane.options.get("nodes", 0))
+    device, nodes = device_of(profile(GPU), "bfloat16", "recorded"), lane.tree_nodes
     cost = step_cost(device, target, draft, Acceptance((0.0,)), k, 1, CONTEXT, nodes)
     return max(cost.total / SHARE, EMBEDDED_MS)
 

@@ -14,7 +14,7 @@ from specdemo.bench.prompts import OWN
 from specdemo.bench.result import Result, read_result, to_json
 from specdemo.bench.search import Sample, Search
 from specdemo.bench.tune import Tune, _confirmed, _recommendation
-from specdemo.core.protocol import TargetFacts
+from specdemo.core.protocol import Budget, TargetFacts
 from specdemo.costs.lengths import draft_lengths
 from specdemo.costs.step import CostModel
 from specdemo.engine.comparison import Lane
@@ -323,13 +323,19 @@ def test_draft_lengths_follow_the_curve_of_costs(curve, draft, expected):
         assert not {4, 5, 6} & {*found}
 
 
-@pytest.mark.parametrize(
-    ("curve", "draft", "tried"),
-    [(FLAT, "tree", True), ({}, "tree", True), (FOURS, "tree", True), (STEEP, "tree", False), (STEEP, "chain", True)],
-)
-def test_a_tree_is_tried_unless_its_passes_cannot_pay(curve, draft, tried):
-    lane = Lane(method="eagle", model="code-eagle-1", k=5, options={"nodes": 12, "draft": draft})
+@pytest.mark.parametrize(("curve", "tried"), [(FLAT, True), ({}, True), (FOURS, True), (STEEP, False)])
+def test_a_tree_is_tried_unless_its_passes_cannot_pay(curve, tried):
+    lane = Lane(method="eagle", model="code-eagle-1", k=5, options={"nodes": 12})
     assert [one.name for one in with_lengths("eagle", lane, curve)] == ["eagle"] * tried
+
+
+@pytest.mark.parametrize("options", [{"draft": "chain"}, {"draft": "chain", "nodes": 12}])
+def test_a_chain_of_a_method_that_also_drafts_trees_is_tried_with_several_lengths(options):
+    lane = Lane(method="eagle", model="code-eagle-1", k=5, options=options)
+    assert lane.budget == Budget(5, 5) and not lane.chooses_nodes
+    chains = with_lengths("eagle", lane, FLAT)
+    assert len(chains) > 1 and all(one.name == f"eagle, k={one.k}" and one.options == options for one in chains)
+    assert [one.k for one in with_lengths("eagle", lane, STEEP)] == [1]
 
 
 def test_candidates_are_the_drafters_of_this_machine():

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from specdemo.__main__ import main
 from specdemo.bench.suites import Sweep
+from specdemo.core.protocol import Budget
 from specdemo.core.rules import DEFAULT_RULE
 from specdemo.core.trace import compare, from_json, output_outcomes, to_json
 from specdemo.engine.comparison import Lane, Settings
@@ -337,7 +338,11 @@ def test_options_of_the_acceptance_rule_travel_in_a_link():
 
 def test_a_rule_for_chains_does_not_combine_with_a_tree():
     with pytest.raises(ValueError, match="'fly' verifies chains only and this lane drafts a tree; set its"):
-        PRESETS["embedded-eagle-3"].with_changes(acceptance="fly")
+        PRESETS["embedded-eagle-3"].with_changes(acceptance="fly", options={"draft": "tree"})
+    chain = PRESETS["embedded-eagle-3"].with_changes(acceptance="fly", options={"draft": "chain"}).lanes[0]
+    assert chain.budget == Budget(chain.k, chain.k)
+    with pytest.raises(ValueError, match="drafts a tree"):  # of k nodes
+        PRESETS["embedded-mlp-speculator"].with_changes(acceptance="fly", options={"draft": "tree"})
 
 
 FOLDER = Path(__file__).parent / "previous_release"

@@ -322,7 +322,7 @@ class DFlashOptions(DraftOptions):
     nodes: int = setting(0, "nodes of the draft tree; 0 drafts a chain", low=0, high=256, step=1)
 
 
-class DFlash(Head[DFlashDraftModel], method="dflash"):
+class DFlash(Head[DFlashDraftModel], method="dflash", tree=lambda options: options.nodes or None):
     summary = "A small network drafts a block of tokens in one pass from the target's hidden states."
     recipes: ClassVar = {"dflash": Recipe("DFlash, blocks of 8", {"block_size": 8})}
     config_keys = files.KEYS

@@ -182,7 +182,7 @@ class EagleOptions(DraftOptions):
     top_k: int = setting(8, "nodes expanded per level, and children of each", low=1, high=32, step=1)
 
 
-class Eagle(Head[EagleHead], method="eagle"):
+class Eagle(Head[EagleHead], method="eagle", tree=lambda o: o.nodes if o.draft == "tree" else None):
     summary = "A single decoder layer drafts a tree from the target's hidden states, wider where it is unsure."
     config_keys = files.KEYS
     recipes: ClassVar = {
@@ -191,6 +191,7 @@ class Eagle(Head[EagleHead], method="eagle"):
     }
 
     Options = EagleOptions
+    fits_tree = True
 
     options: EagleOptions
 

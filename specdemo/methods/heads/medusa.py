@@ -168,7 +168,7 @@ class MedusaOptions(DraftOptions):
     )
 
 
-class Medusa(Head[TokenHeads], method="medusa"):
+class Medusa(Head[TokenHeads], method="medusa", tree=lambda options: options.nodes or None):
     summary = "Extra heads on the target predict several tokens ahead in parallel; there is no second model to run."
     taps: tuple[int, ...] = (-1,)
     config_keys = LAYER_KEYS | {

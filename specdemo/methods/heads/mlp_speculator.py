@@ -119,7 +119,7 @@ class MLPSpeculatorOptions(DraftOptions):
     nodes: int = setting(0, "nodes of the draft tree; 0 uses k nodes", low=0, high=128, step=1)
 
 
-class MLPSpeculator(Head[Speculator], method="mlp_speculator"):
+class MLPSpeculator(Head[Speculator], method="mlp_speculator", tree=lambda o: o.nodes if o.draft == "tree" else None):
     summary = "A small recurrent network drafts from the target's last hidden state and its own last token."
     taps: tuple[int, ...] = (-1,)
     config_keys = frozenset(
