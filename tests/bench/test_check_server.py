@@ -218,14 +218,6 @@ def test_the_same_tokens_are_identical_whatever_their_text(capsys):
     assert (row["reference"], row["server"]) == (" b", " c")
 
 
-def test_identical_servers_pass_every_time(capsys):
-    with answering() as plain, answering() as other:
-        for _ in range(2):
-            code, result = checked(capsys, plain.address, other.address, "--prompts", "10", "--new-tokens", "8")
-            assert code == 0 and "10 of 10 texts are identical" in result["remarks"][0]
-            assert len(result["remarks"]) == 2  # no option where nothing differs
-
-
 def test_the_local_engine_is_a_reference(capsys):
     local = LocalSide("stories", "float32", "cpu")
 

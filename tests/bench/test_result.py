@@ -42,10 +42,6 @@ def test_a_result_comes_back_as_it_was(tmp_path):
     assert read_result((tmp_path / "r.json").read_text(encoding="utf-8")) == RESULT
 
 
-def test_fewer_than_three_repeats_have_no_brackets():
-    assert "[" not in bench_report(sped(1, a=Estimate(7.5)))
-
-
 def sped(repeats=3, **speeds):
     rows = [{"lane": name, "speed-up": speed} for name, speed in speeds.items()]
     return Result("methods", repeats, {}, {"device": "d", "threads": 1, "dtype": "t"}, rows, [], "lane")

@@ -121,6 +121,8 @@ def test_sweep_shows_predictions_next_to_measurements(swept):
         ('{"category": "a", "turns": ["half of a pair: \\ud800"]}', "line 1: not a question"),
         ('{"category": 1, "turns": ["x"]}', "line 1: not a question"),
         ('{"category": "a", "turns": ["x"]}\n7', "line 2: not a question"),
+        ('{"category": "x", "turns": ' + "[" * 100_000, "line 1: not a question"),
+        ('{"category": "x", "turns": ["' + "a" * 1_000_000 + '"]}', "line 1: a question of 1,000,000 characters"),
     ],
 )
 def test_a_file_of_something_else_is_one_line(tmp_path, content, line):

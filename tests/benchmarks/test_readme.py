@@ -113,25 +113,6 @@ def test_the_page_of_a_suite_shows_what_is_recorded(suite):
     assert readme.section(recorded_suite(suite)) in text
 
 
-def methods_table():
-    """Return lane -> tokens/s and speed-up as the page shows them, and the text above the table."""
-    text = (readme.ROOT / PAGE).read_text(encoding="utf-8")
-    above, _, table = re.split("<!-- (?:end of )?bench methods -->", text)[1].partition("\n\n|")
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.strip().splitlines()[2:]]
-    return {lane: (speed, speed_up) for lane, speed, speed_up, *_ in cells}, above
-
-
-def test_the_table_shows_the_recorded_sweep():
-    table, above = methods_table()
-    sweep = recorded_suite("methods")
-    assert re.findall("commit\\s`([0-9a-f]{7})`", above) == [sweep.environment["commit"][:7]]
-    assert [*table] == [row["lane"] for row in sorted(sweep.rows, key=lambda row: -row["speed-up"].value)]
-    for number, row in enumerate(sweep.rows):
-        speed, ratio = row["tokens/s"], row["speed-up"]
-        speed_up = f"{ratio.value:.2f}x, {ratio.low:.2f} to {ratio.high:.2f}" if number else "1"
-        assert table[row["lane"]] == (f"{speed.value:.0f}, {speed.low:.0f} to {speed.high:.0f}", speed_up)
-
-
 def row(lane, category, speed_up):
     return {"model": "A & B", "category": category, "lane": lane, "speed-up": speed_up}
 
@@ -187,9 +168,3 @@ def test_the_chart_is_that_of_the_recorded_result():
 
 def test_the_recorded_sweep_has_every_lane_of_the_suite():
     assert [row["lane"] for row in recorded_suite("methods").rows[1:]] == [lane.name for lane in shipped_lanes()]
-
-
-def test_no_interval_of_the_recorded_sweep_starts_at_its_estimate():
-    """Quartiles of three repeats were once shown as intervals: their lower end was the estimate."""
-    for row in recorded_suite("methods").rows[1:]:
-        assert row["speed-up"].low < row["speed-up"].value < row["speed-up"].high

@@ -261,18 +261,6 @@ def test_bad_input_keeps_a_hostile_prompt_which_is_shown_as_it_is_and_a_lossy_la
     assert '"exact":false' in "".join(save(page).path().read_text(encoding="utf-8").split())
 
 
-def test_forced_tokens_have_an_outcome_of_their_own(visit):
-    page = visit("?preset=embedded-grammar&max_new_tokens=24")
-    expect(page.locator("#grammar textarea")).to_have_value(re.compile('^{"type": "object"'))
-    expect(page.locator(".sd-forced-key")).to_be_hidden()
-    run(page, "identical")
-    token = page.locator('[data-lane="1"] span[data-outcome="forced"]').first
-    expect(token).to_be_visible()
-    expect(page.locator(".sd-forced-key")).to_be_visible()
-    token.click()
-    expect(page.locator('.sd-table [data-outcome="forced"] .sd-outcome').first).to_have_text("» forced by the grammar")
-
-
 def test_unreported_server_values_are_unknown(replayed, remote_file):
     page = replayed(remote_file)
     assert lane_text(page, 1) == "".join(HOSTILE)

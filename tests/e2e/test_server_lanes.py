@@ -1,6 +1,4 @@
-"""Lanes on servers, of plug-ins and of chats, on pages of their own."""
-
-import re
+"""A lane on a server, on a page of its own."""
 
 import pytest
 from playwright.sync_api import expect
@@ -8,7 +6,6 @@ from playwright.sync_api import expect
 from tests.completion_server import completion_server, piece
 from tests.e2e.conftest import edit
 from tests.e2e.test_controls import choose
-from tests.plug_in import write_bigram
 from tests.processes import served
 
 
@@ -28,10 +25,9 @@ def server():
 
 
 @pytest.fixture(scope="module")
-def address(server, tmp_path_factory):
-    """Start a page with a server, a method of another package, and models from any folder."""
-    site = write_bigram(tmp_path_factory.mktemp("package") / "page")
-    with served("--server", server.address, "--allow-any-model", PYTHONPATH=str(site)) as (_, address):
+def address(server):
+    """Start a page with a server."""
+    with served("--server", server.address) as (_, address):
         yield address
 
 
@@ -49,12 +45,3 @@ def test_a_server_lane_is_coloured_at_the_end_of_its_answer(visit, server):
     assert text.locator("del").first.get_attribute("data-more") == "+1"
     expect(page.locator(".sd-lane").nth(1).locator(".sd-remote")).not_to_contain_text("unknown")
     expect(page.locator(".sd-accepted-chart")).to_be_visible()
-
-
-def test_a_method_of_another_package_races(visit):
-    page = visit("?preset=embedded-ngram&method=bigram&option.longest=3&max_new_tokens=24")
-    page.locator("#run").click()
-    expect(page.locator('[data-tile="output"] b')).to_have_text(re.compile("^✓ (identical|bit for bit)$"))
-    expect(page.get_by_role("img", name="Throughput of Baseline, Bigrams")).to_be_visible()
-    page.locator(".sd-edit").click()
-    expect(page.locator("#option-longest-1 input[type=number]")).to_have_value("3")

@@ -36,14 +36,6 @@ def refused(capsys, left, *arguments):
     return line
 
 
-def test_a_result_stays_what_it_was(capsys, tmp_path):
-    out = tmp_path / "out.json"
-    out.write_text("old", encoding="utf-8")
-    command = ("run", "embedded-ngram", "--force", "--max-new-tokens", 8, "--out", out)
-    assert str(out) in refused(capsys, 300, *command)
-    assert out.read_text() == "old" and list(tmp_path.iterdir()) == [out]
-
-
 def test_training_keeps_what_it_has_at_every_stage(capsys, monkeypatch, tmp_path, target):
     plan = Plan(text_rows=8, sampled_rows=4, rows_per_shard=4, context=32, sample_length=16, taps=(-1,))
     monkeypatch.setattr("specdemo.methods.recipes.share_minutes", lambda *_: Shares(plan, 0.06))

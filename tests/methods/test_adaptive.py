@@ -221,13 +221,22 @@ def test_a_lookup_drafts_again_as_soon_as_the_text_is_copied(monkeypatch, lookup
     assert drafted < accepted + 5 and accepted > 35  # 17 and 19 if it only learns from drafts that are verified
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("adaptive", {"drafter": "ngram"}, "'adaptive' takes no model"),
+        ("adaptive", {"drafter": "adaptive"}, "must be one of"),
+        ("cascade", {"inner": "draft_model"}, "'draft_model' needs a model"),
+        ("cascade", {"inner_model": "stories"}, "'ngram' takes no model"),
+        ("router", {"drafts": "draft_model"}, "'draft_model' needs a model"),
+    ],
+)
+def test_wrapped_drafters_without_their_models_are_refused(name, options, message, tiny_llama):
+    with pytest.raises(ValueError, match=message):
+        load_drafter(name, ToyTarget(16), tiny_llama(16), **options)
+
+
 def test_the_model_goes_to_the_wrapped_drafter(tiny_llama):
-    with pytest.raises(ValueError, match="'adaptive' takes no model"):
-        load_drafter("adaptive", ToyTarget(16), tiny_llama(16), drafter="ngram")
-    with pytest.raises(ValueError, match="needs a model"):
-        load_drafter("adaptive", ToyTarget(16))
-    with pytest.raises(ValueError, match="must be one of"):
-        load_drafter("adaptive", ToyTarget(16), drafter="adaptive")
     drafter = load_drafter("adaptive", ToyTarget(16), tiny_llama(16))
     assert drafter.weight_bytes == drafter.drafters[0].weight_bytes > 0
     assert drafter.history_bytes == 0

@@ -81,7 +81,10 @@ def case(request):
 @pytest.fixture(scope="module")
 def head(case, tmp_path_factory):
     source = folder_with(tmp_path_factory.mktemp("published"), case.tensors, case.config, case.file)
-    return method(case.method).load(source, case.target)
+    loaded = method(case.method).load(source, case.target)
+    # a file of a known family leaves nothing open
+    assert case.method != "dflash" or (len(loaded.conventions) == 1 and not loaded.note)
+    return loaded
 
 
 WITH_TREES = [name for kind in TREES for name in FILES.get(kind, ())]
@@ -209,20 +212,20 @@ def test_a_file_with_a_number_that_is_not_finite_is_refused(case, tmp_path, wron
 
 
 @pytest.mark.parametrize("case", ONE_EACH, indirect=True)
-@pytest.mark.parametrize("changes", [{"scale": float("nan")}, {"text_config": {"scales": [1.0, float("inf")]}}])
-def test_a_config_with_a_number_that_is_not_finite_is_refused(case, tmp_path, changes):
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"scale": float("nan")},
+        {"text_config": {"scales": [1.0, float("inf")]}},
+        {"scale": 1e308},
+        {"scale": -(10**400)},
+    ],
+)
+def test_a_config_with_a_number_that_32_bits_cannot_hold_is_refused(case, tmp_path, changes):
     source = folder_with(tmp_path, case.tensors, case.config | changes, case.file)
-    with pytest.raises(ValueError, match=f"^{re.escape(source)} has scales? (nan|inf) in its config, not a finite"):
+    with pytest.raises(ValueError, match=f"^{re.escape(source)} has scales? .+ in its config, not a finite"):
         load_drafter(case.method, case.target, source)
     assert not check_pair(case.target, ModelRef(source)).fits
-
-
-@pytest.mark.parametrize("number", [1e308, 10**400, -(10**400)])
-def test_a_number_of_a_config_that_32_bits_cannot_hold_is_refused(tmp_path, number):
-    case = test_medusa.CASES["medusa-vllm"]()
-    source = folder_with(tmp_path, case.tensors, case.config | {"scale": number})
-    with pytest.raises(ValueError, match="has scale .+ in its config, not a finite number"):
-        load_drafter(case.method, case.target, source)
 
 
 def test_infinity_stays_where_a_target_with_its_own_head_states_it(tmp_path):

@@ -316,28 +316,3 @@ def test_growth_keeps_the_likeliest_paths(depth, nodes):
             every = [p for n in range(1, depth + 1) for p in itertools.product(range(6), repeat=n)]
             chance = {p: sum(float(table[row, a, b]) for a, b in itertools.pairwise((0, *p))) for p in every}
             assert sorted(scores[1:]) == pytest.approx(sorted(sorted(chance.values())[-draft.nodes :]), abs=1e-5)
-
-
-def test_a_frontier_of_one_is_a_greedy_chain():
-    first, expand, table, _ = table_drafter(1)
-    draft = grow_tree(first, expand, Budget(4, 4), top_k=1)
-    assert draft.parents.tolist() == [[0, 1, 2, 3]] * 2
-    for row in range(2):
-        last = 0
-        for token in draft.tokens[row].tolist():
-            assert token == int(table[row, last].argmax())
-            last = token
-
-
-def test_parents_point_into_the_frontier_before():
-    first, expand, _, expanded = table_drafter(1)
-    grow_tree(first, expand, Budget(4, 9), top_k=3)
-    for (tokens, _), (_, parents) in itertools.pairwise(expanded):
-        assert parents.shape == tokens.shape == (2, 3)
-        assert int(parents.max()) < 3
-
-
-def test_no_budget_no_nodes():
-    first, expand, _, expanded = table_drafter(1)
-    assert grow_tree(first, expand, Budget(0, 0), top_k=3).nodes == 0
-    assert not expanded

@@ -268,13 +268,6 @@ def parallel():
     return Published("mtp", PARAMS, tensors | trunk, lambda head: reference, longest=3, file="consolidated.pth")
 
 
-def meta_folder(path, tensors, params):
-    path.mkdir(exist_ok=True)
-    torch.save(tensors | {"layers.0.attention.wq.weight": torch.ones(1)}, path / "consolidated.pth")
-    (path / "params.json").write_text(json.dumps(params))
-    return str(path)
-
-
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -292,7 +285,7 @@ def test_other_files_are_refused(tmp_path, target, change, reason):
 
 def test_heads_of_another_trunk_are_refused(tmp_path, target):
     with pytest.raises(ValueError, match="is for layers 4, the target has 3"):
-        MTP.load(meta_folder(tmp_path, meta_layers(target), {**PARAMS, "n_layers": 7}), target)
+        MTP.load(folder_with(tmp_path, meta_layers(target), {**PARAMS, "n_layers": 7}, "consolidated.pth"), target)
 
 
 def test_targets_of_another_build_are_refused():

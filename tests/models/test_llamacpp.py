@@ -272,13 +272,6 @@ def test_a_text_begins_with_a_bos_token_only_if_the_file_says_so(tmp_path):
     assert load_target(str(tmp_path / "model.gguf")).tokenizer.bos_token_id is None
 
 
-def test_run_with_gguf_files(files):
-    draft = str(files / "stories-draft-wide.gguf")
-    trace = specdemo.run("embedded-draft", target=str(files / "stories.gguf"), model=draft, max_new_tokens=32)
-    assert trace.comparison[0]["identical"] is True and trace.lanes[1].summary["accepted"] > 0
-    assert "llama.cpp" in trace.environment["kernels"]
-
-
 def test_loading_reports_progress_and_can_be_stopped(files):
     seen = []
     load_model(str(files / "stories.gguf"), progress=lambda share, what: seen.append((share, what)))
@@ -291,13 +284,6 @@ def test_loading_reports_progress_and_can_be_stopped(files):
 
     with pytest.raises(Cancelled, match="stopped"):
         load_model(str(files / "stories.gguf"), progress=stop)
-
-
-def test_damaged_weights_are_one_line(files, tmp_path):
-    content = (files / "stories.gguf").read_bytes()
-    (tmp_path / "short.gguf").write_bytes(content[:-1000])
-    with pytest.raises(ValueError, match=r"short.gguf is incomplete: short.gguf has .* bytes; fetch it again"):
-        load_model(str(tmp_path / "short.gguf"))
 
 
 def test_settings_apply_to_target_and_draft_model(files):

@@ -154,16 +154,6 @@ def test_code_in_a_repository_is_never_run(folder, tmp_path):
     assert "which specdemo never runs" in refused(str(other))
 
 
-def test_damaged_files_are_one_line(folder, tmp_path):
-    other = tmp_path / "other"
-    shutil.copytree(folder, other)
-    (other / "config.json").write_text("{")
-    assert "config.json is damaged; delete it and fetch it again" in refused(str(other))
-    shutil.copy(folder / "config.json", other)
-    (other / "model.safetensors").write_bytes(b"\x08")
-    assert "model.safetensors is damaged" in refused(str(other))
-
-
 def test_wrong_options_are_refused(folder):
     assert "unknown dtype 'bfloat'; did you mean 'bfloat16'?" in refused(str(folder), dtype="bfloat")
     assert "unknown quantization '5bit'" in refused(str(folder), quantization="5bit")

@@ -22,8 +22,7 @@ from specdemo.models.memory import stored_dtype
 from specdemo.models.ref import ModelRef
 from specdemo.models.shipped import SUMS, check_embedded, embedded_folder
 from specdemo.models.sources import locate
-from specdemo.presets.files import allowed_models, load_presets, preset
-from specdemo.presets.pair import comparison
+from specdemo.presets.files import preset
 from specdemo.ui.race import Visits
 from specdemo.ui.setup import about, to_values
 from tests.gguf_export import GGUFVocab, write_gguf
@@ -181,11 +180,6 @@ def test_the_page_names_a_download_and_starts_it_when_run_is_pressed_again(monke
     if reached:
         load_model("smollm2")
     assert visits.race(values, None).ended is not reached  # it is here now
-
-
-def test_presets_and_menus_offer_the_model():
-    assert "smollm2" in allowed_models(load_presets())
-    assert comparison("smollm2-edit", {}).target == "smollm2"
 
 
 @pytest.fixture

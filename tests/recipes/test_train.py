@@ -18,7 +18,7 @@ from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.engine.loop import generate
 from specdemo.methods import load_drafter
 from specdemo.models.load import load_target
-from specdemo.training.collect import Plan, TeacherData, build_cache, load_cache
+from specdemo.training.collect import Plan, TeacherData, load_cache
 from specdemo.training.fit import train_steps
 from tests.recipes.test_llama import shape
 from tests.training.test_fit import ticking
@@ -113,17 +113,6 @@ def test_a_target_goes_on_from_its_weights(corpus: Path, tmp_path: Path, monkeyp
     assert losses[1] < losses[0]
 
 
-@pytest.mark.usefixtures("tiny")
-def test_drafts_learn_from_a_complete_recording_of_other_text(corpus: Path, tmp_path: Path) -> None:
-    target = train("stories-target", corpus, tmp_path / "stories")
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
-    rows = torch.randint(1, 40, (8, 64), generator=torch.Generator().manual_seed(0))
-    assert list(build_cache(model, rows, rows.tolist(), tmp_path / "cache", PLAN))[-1] == 1.0
-    before = sorted((tmp_path / "cache").iterdir())
-    train("stories-draft-wide", corpus, tmp_path / "draft", target=str(target), cache=tmp_path / "cache")
-    assert sorted((tmp_path / "cache").iterdir()) == before
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -140,12 +129,6 @@ def test_bad_input_is_one_line(
     with pytest.raises(ValueError, match=message) as error:
         train(**call)  # type: ignore[arg-type]
     assert "\n" not in str(error.value) and not Path("runs").exists()
-
-
-def test_existing_file_at_the_output_folder_is_named(corpus: Path, tmp_path: Path) -> None:
-    (tmp_path / "out").touch()
-    with pytest.raises(ValueError, match="cannot make the folder .*out: Not a directory; name another with --out"):
-        train("stories-target", corpus, tmp_path / "out")
 
 
 @pytest.mark.usefixtures("tiny")
@@ -172,12 +155,6 @@ def test_lessons_progress_from_text_to_labels_to_samples() -> None:
     tokens, _, probs = lessons(0.9, 0)
     assert tokens.shape == (2, 8) and int(tokens[0].max()) < 1000 <= int(tokens[1].min())
     assert float(probs[0, 0, 0]) == pytest.approx(0.5 * (1 - lessons.lean) + lessons.lean, abs=1e-3)
-
-
-def test_lessons_depend_on_progress_and_step_alone() -> None:
-    lessons = Lessons(recorded(6, 0), recorded(4, 1000), 16, torch.device("cpu"))
-    for progress in (0.0, 0.4, 0.8):
-        assert all(torch.equal(a, b) for a, b in zip(lessons(progress, 5), lessons(progress, 5), strict=True))
 
 
 def test_every_row_comes_once_in_an_epoch() -> None:

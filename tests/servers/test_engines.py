@@ -18,7 +18,6 @@ from specdemo.servers.engines import ENGINES, acceptance, stats_between
 from specdemo.servers.engines.base import Installed
 from tests.completion_server import completion_server, piece
 from tests.servers.echo import DRAFTS, Echo
-from tests.servers.stand_in import gone, make, started
 
 
 @pytest.fixture
@@ -60,16 +59,6 @@ def test_counters_and_chunks(echo):
     assert acceptance({"echo_rate": 0.5}).counters == {"acceptance_rate": 0.5} and acceptance({}) == ServerStats()
     del ENGINES["echo"]
     assert stats_between(metrics(2, 8, 5), metrics(4, 16, 11)) == ServerStats()
-
-
-def test_a_run_starts_its_servers(echo, tmp_path):
-    program, out = make(tmp_path), tmp_path / "trace.json"
-    assert main(["run", "embedded-ngram", "--engine", "echo", "--command", str(program), "--out", str(out)]) == 0
-    plain, drafting = started(program)
-    assert plain["args"][:2] == ["--serve", "stories"] and "--drafts" not in plain["args"]
-    assert drafting["args"][-4:] == ["--drafts", "8", "--longest", "8"]
-    assert [lane["text"] for lane in json.loads(out.read_text(encoding="utf-8"))["lanes"]] == ["Once upon a time"] * 2
-    assert gone(program)
 
 
 def test_a_lane_has_the_statistics_of_its_stream(echo):

@@ -173,17 +173,6 @@ def test_unstarted_run_does_not_block_presets(monkeypatch, before, shown):
     assert visits.save(visitor)["name"] == f"specdemo-embedded-{'draft' if shown else 'ngram'}.json"
 
 
-def test_a_run_is_saved_once_it_has_ended():
-    visits, visitor = Visits(preset("embedded-draft"), False), SimpleNamespace(session_hash="a", request=None)
-    log = Log()
-    visits.keep(visitor, log)
-    log.add(list(replay(hostile_trace()))[:3])
-    with pytest.raises(gr.Error, match="no finished run to save; press Run, or Stop"):
-        visits.save(visitor)
-    log.add(list(replay(hostile_trace()))[3:])
-    assert visits.save(visitor)["name"] == "specdemo-embedded-draft.json"
-
-
 def test_a_visitor_sees_recorded_races_until_there_is_one_of_their_own(monkeypatch):
     monkeypatch.setattr(race, "session", lambda: Session(0))
     visits, visitor = (

@@ -127,12 +127,6 @@ def test_stop_before_the_first_repeat_is_no_error(bench):
     assert "error" not in text and lines(text)[-1]["type"] == "stopped" and '"result"' not in text
 
 
-def test_stop_while_waiting_for_the_engine(bench):
-    sweeps = Sweeps("sweep")
-    list(played(sweeps, begin, VISITOR, VALUES))
-    assert sweeps.stop(VISITOR) == {}  # the previous sweep has ended
-
-
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -146,11 +140,6 @@ def test_stop_while_waiting_for_the_engine(bench):
 def test_limits_hold_for_any_request(bench, values, message):
     text = last(arguments(*values))
     assert lines(text)[-1]["type"] == "error" and message in lines(text)[-1]["text"] and bench.options is None
-
-
-def test_suite_error_is_one_line(bench):
-    bench.fails = True
-    assert lines(last(VALUES))[-1] == {"type": "error", "text": "the preset has no lane with a draft length"}
 
 
 def test_a_borrowed_gpu_is_too_short_for_a_sweep(bench, monkeypatch):
@@ -213,11 +202,6 @@ def test_a_hostile_link_leaves_notes():
     assert values == Sweep().model_dump()
     assert [line["type"] for line in lines(text)] == ["run", *["note"] * 6]
     assert "repeats must be 10 or less, not 9999" in text
-
-
-def test_on_a_space_a_link_is_the_public_address(monkeypatch):
-    monkeypatch.setenv("SPACE_ID", "someone/specdemo")
-    assert sweep.share(VALUES).startswith("https://huggingface.co/spaces/someone/specdemo?sweep=k&")
 
 
 TEST = {"preset": "embedded-draft", "acceptance": "typical", "temperature": 0.7, "top_p": 0.9, "draws": 512}
