@@ -45,10 +45,6 @@ def refusal(capsys, *arguments):
     return err.removeprefix("specdemo: ").removesuffix("\n")
 
 
-def on_linux(line, *arguments):
-    return pytest.param([*arguments], line, marks=pytest.mark.skipif(sys.platform != "linux", reason="Linux's words"))
-
-
 def test_run_prints_a_row_per_lane_and_writes_the_trace(stored, capsys):
     trace = from_json(stored.read_bytes())
     assert [lane.method for lane in trace.lanes] == ["none", "draft_model", "draft_model"]
@@ -99,18 +95,12 @@ def test_settings_reach_the_run(tmp_path, capsys):
         (["run", "embedded-draft", "--k", "five"], "Invalid value for '--k': Input should be a valid integer"),
         (["run", "embedded-draft", "--prompt", "a", "--prompt-file", "b"], "--prompt and --prompt-file exclude each"),
         (["run", "embedded-draft", "--prompt-file", "none.txt"], "cannot read none.txt: No such file or directory;"),
-        (["run", "embedded-draft", "--out", "none/x.json"], "the folder none does not exist; create it first"),
-        on_linux(
-            "cannot write /proc/x.json: No such file or directory;", "run", "embedded-draft", "--out", "/proc/x.json"
-        ),
         (["run", "embedded-draft", "--promt", "x"], "No such option: --promt"),
-        (["run"], "Missing argument 'PRESET'."),
         (["run", "smollm2"], "smollm2 is a model, not a preset; name it as the target (--target)"),
         (["rum"], "No such command 'rum'."),
         (["ui", "--port", "99999"], "argument --port: '99999' is not from 1 to 65535; see --help"),
         (["run", "embedded-draft", "--model=--port"], "the model must not begin with -; name a model or its folder"),
         (["ui", "--prt", "1"], "unrecognized arguments: --prt 1; see --help"),
-        (["doctor", "none.gguf"], "the file none.gguf does not exist"),
         (["why", "none.log"], "cannot read none.log: No such file or directory; choose the output of an engine"),
         (["replay", "none.json"], "cannot read none.json: No such file or directory; record a trace with"),
         (["bench", "k", "--k", "8-1"], "--k takes a draft length from 1 to 16, or a range like 1-8, not '8-1'"),
@@ -118,12 +108,7 @@ def test_settings_reach_the_run(tmp_path, capsys):
             ["bench", "k", "--target", "x"],
             "bench k measures presets (--preset); `python -m specdemo tune x` finds what pays for any model",
         ),
-        (["bench", "race-fairness", "--k", "3"], "No such option: --k"),
-        (
-            ["profile", "--name", "My Card"],
-            "the name of a profile must have only lower-case letters, digits, - and ., not 'My Card'",
-        ),
-        (["train", "nothing", "--corpus", "none"], "unknown recipe 'nothing'; choose one of medusa, "),
+        (["profile", "--name", "My Card"], "the name of a profile must have only lower-case letters, digits, - and "),
         (
             ["train", "stories-bytes", "--weights", "dpace"],
             "--loss and --weights are for heads; choose one of ",
@@ -144,13 +129,6 @@ def test_head_given_as_target_is_named(capsys, name, kind):
     assert refusal(capsys, "run", "embedded-draft", "--target", name) == line
     assert refusal(capsys, "doctor", name) == refusal(capsys, "doctor", name, "stories-draft-wide") == line
     assert refusal(capsys, "train", "medusa", "--target", name) == line
-
-
-def test_full_model_given_as_head_is_named(capsys):
-    line = "stories-draft-wide is a whole model, not a head for method 'medusa'; choose a head for it"
-    assert refusal(capsys, "run", "embedded-medusa", "--model", "stories-draft-wide") == line
-    line = "stories-medusa is a head for method 'medusa', not for method 'eagle'; choose method 'medusa'"
-    assert refusal(capsys, "run", "embedded-eagle-1", "--model", "stories-medusa") == line
 
 
 @pytest.mark.parametrize("content", [b"{", b'{"schema": 2}'])

@@ -151,7 +151,7 @@ def test_both_commands_work_in_a_fresh_clone(tmp_path):
     for package in clone.glob(".venv/lib/python3*/site-packages/pip*"):
         shutil.rmtree(package)  # as after an interruption
     tested = subprocess.run(
-        ["bash", "-c", f"{TESTS} tests/core/test_rules.py"], cwd=clone, env=environment, capture_output=True, text=True
+        ["bash", "-c", f"{TESTS} tests/core/test_accept.py"], cwd=clone, env=environment, capture_output=True, text=True
     )
     assert tested.returncode == 0, (tested.stdout + tested.stderr)[-4000:]
     assert " passed" in tested.stdout

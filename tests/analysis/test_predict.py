@@ -161,14 +161,12 @@ def test_measured_passes_and_steps_correct_the_constants():
     "arguments, line",
     [
         (["storie"], "did you mean 'stories'?"),
-        (["stories-medusa"], "stories-medusa is a head for method 'medusa'; choose a complete model as the target"),
         (["stories", "--device", "h100"], "unknown device 'h100'; did you mean 'h100-sxm'?"),
         (["stories", "--method", "adaptive"], "method 'adaptive' drafts adaptively and cannot be predicted"),
         (["stories", "--method", "draft_model"], "needs a draft model; name one with --model"),
         (["stories", "--batch", "0"], "batch must be from 1 to 4,096, not 0"),
         (["stories", "--price", "nan"], "price must be from 0 to 1,000,000,000 per hour, not nan"),
         (["stories", "--acceptance", "1.2"], "acceptance needs 1 to 64 numbers between 0 and 1"),
-        (["stories", "--trace", "nowhere.json"], "cannot read nowhere.json"),
     ],
 )
 def test_bad_input_is_one_line_with_the_fix(capsys, monkeypatch, arguments, line):

@@ -9,9 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specdemo.bench.report import race_report, texts
 from specdemo.core.definitions import by_key
 from specdemo.core.tally import Tally, summarise
 from specdemo.core.trace import LaneTrace, RunTrace, StepEvent, compare, from_json, output_outcomes, to_json
+from specdemo.ui.race import replayed
+from specdemo.ui.whatif import start_of
 from tests.traces import hostile_trace
 
 
@@ -302,8 +305,9 @@ def places(node, at=()):
 
 DOCUMENT = json.loads(to_json(run()))
 PLACES = list(places(DOCUMENT))[1:]
+NUMBERS = st.integers(-(10**30), 10**30) | st.sampled_from([10**400, -(10**400), 1e308, 5e-324, 2**63])
 values = st.recursive(
-    st.none() | st.booleans() | st.integers(-(10**30), 10**30) | st.floats() | st.text(max_size=3),
+    st.none() | st.booleans() | NUMBERS | st.floats() | st.text(max_size=3),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
     max_leaves=4,
 )
@@ -339,6 +343,11 @@ def test_a_mutated_trace_is_usable_or_refused_in_one_line(place, action, value):
             for row, emitted in enumerate(event.emitted):
                 assert len(output_outcomes(event, row)) == len(emitted)
     assert from_json(to_json(trace)) == trace
+    try:
+        race_report(trace), texts(trace), replayed(trace)
+        start_of(trace, 1, "", allow_any_model=True)
+    except ValueError as error:
+        assert "\n" not in str(error) and len(str(error)) < 300
 
 
 def test_recent_speed_does_not_count_the_prefill():

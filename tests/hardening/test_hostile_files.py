@@ -127,7 +127,7 @@ def test_endless_files_are_not_opened(tmp_path, reader, kind):
 def test_json_limits(tmp_path, text, line):
     path = tmp_path / "config.json"
     path.write_bytes(text.encode(errors="surrogateescape"))
-    assert line in refused(read_json, path)
+    assert line in refused(read_json, path).replace(str(path), "")  # which names the case
 
 
 # Presets.

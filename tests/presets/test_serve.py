@@ -185,14 +185,6 @@ def test_quantised_where_the_server_can():
     assert "serve a checkpoint that is already quantised" in serve_commands(four, "sglang")[1]
 
 
-def test_an_unknown_engine_is_one_line(capsys):
-    assert main(["serve-command", "two-servers", "--for", "tgi"]) == 2
-    assert (
-        capsys.readouterr().err
-        == "specdemo: unknown engine 'tgi'; choose one of vllm, sglang, llama-server, mlx-lm, mlx-vlm\n"
-    )
-
-
 def test_every_preset_has_lines():
     for chosen in load_presets().values():
         for engine in ("vllm", "sglang", "llama-server"):

@@ -65,7 +65,6 @@ def test_cpu_has_one_attention_backend(engine):
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["--engine", "vlm"], "unknown engine 'vlm'"),
         (
             ["--engine", "vllm", "--command", "/nowhere/vllm"],
             "there is no program /nowhere/vllm; install it or pass its path",

@@ -1,6 +1,7 @@
-"""The Sweep tab, and losslessness and server checks of the Lab, without a browser, with a stand-in benchmark."""
+"""The tabs Sweep, Tune and Lab without a browser, with a stand-in benchmark and a stand-in trainer."""
 
 import json
+import math
 from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
@@ -12,13 +13,19 @@ from starlette.datastructures import QueryParams
 from specdemo.bench import suites
 from specdemo.bench.result import read_result, recorded_suite, write_result
 from specdemo.bench.suites import Sweep
+from specdemo.bench.tune import Tune
+from specdemo.engine.messages import Finished
+from specdemo.engine.session import session
 from specdemo.presets.files import preset
-from specdemo.ui import sweep
+from specdemo.ui import controls, lab, model_menus, sweep
+from specdemo.ui.lab import Lab, Training, train
 from specdemo.ui.lab import begin as begin_test
 from specdemo.ui.race import Visits
 from specdemo.ui.sweep import Sweeps, begin, restore, result_line
-from specdemo.ui.views import Loading
-from tests.ui.stand_ins import VISITOR, lines, played, swept, sync
+from specdemo.ui.tune import begin as begin_tune
+from specdemo.ui.views import Loading, view
+from tests.traces import hostile_trace
+from tests.ui.stand_ins import VISITOR, Trainer, lines, played, swept, sync, tuned
 
 VALUES = {"sweep": "k", "preset": "embedded-draft", "repeats": 3, "new_tokens": 96}
 
@@ -237,3 +244,187 @@ def test_limits_of_a_test_hold_for_any_request(bench, at, value, message):
 def test_a_public_page_tests_less(bench, monkeypatch):
     monkeypatch.setenv("SPECDEMO_PUBLIC", "1")
     assert "continuations must be 256 to 768 on this page, not 1024" in last_test(TEST | {"draws": 1024})
+
+
+TUNED = {"target": "code", "work": [], "minutes": 2.0}
+
+
+def test_the_table_grows_and_the_result_is_a_file(monkeypatch):
+    seen = []
+
+    def run(self, report, cancelled):
+        seen.append((self.target, self.work, self.minutes))
+        report(0.5, "chat, 4 candidates", lambda: tuned(["chat"]))
+        return tuned()
+
+    monkeypatch.setattr(Tune, "run", run)
+    jobs = Sweeps("tune")
+    log = lines([*played(jobs, begin_tune, VISITOR, TUNED | {"work": ["code edit"]})][-1]["view"])
+    assert seen == [("code", "code edit", 2.0)]
+    assert [line["type"] for line in log] == ["run", "start", "loading", "result", "result"]
+    assert [(len(line["rows"]), line["partial"]) for line in log[3:]] == [(4, True), (8, False)]
+    assert log[-1]["verdict"].startswith("For mixed work use ngram, k=7")
+    saved = jobs.save(VISITOR)
+    assert saved["name"] == "specdemo-tune.json" and read_result(saved["text"]) == tuned()
+    assert json.loads(saved["text"])["rows"][0]["race"] == "preset=embedded-ngram&method=ngram&k=7"
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"target": "some/model"}, "not on this page's list"),
+        ({"minutes": 500.0}, "15 minutes at most"),
+    ],
+)
+def test_refusals_have_one_line(values, reason):
+    with pytest.raises(ValueError, match=reason) as refused:
+        begin_tune(TUNED | values, None)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_public_page_measures_models_at_hand_only(monkeypatch):
+    monkeypatch.setenv("SPECDEMO_PUBLIC", "1")
+    with pytest.raises(ValueError, match="not available on this public page"):
+        begin_tune(TUNED | {"target": "google/gemma-3-27b-it", "minutes": 1.0}, None)
+    with pytest.raises(ValueError, match="1 minutes at most"):
+        begin_tune(TUNED, None)
+
+
+def test_the_card_of_a_model_repeats_what_tune_found_last_for_this_file_on_this_machine(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    model = tmp_path / "mine"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    trace = hostile_trace()
+    trace = replace(trace, config=trace.config | {"target": str(model)})
+
+    def card():
+        end = view(Finished(trace))
+        return dict(end["card"]), end["found"]
+
+    facts, query = card()
+    assert "Found here" not in facts and not query
+    assert facts["Drafters for it"].startswith("none is known; it would be a draft model of the same family")
+    for other in ({"prompt_file": model / "config.json"}, {"target": "stories"}, {"engine": "vllm"}):
+        Tune.build({"target": str(model), **other})._keep(tuned())
+    assert card() == (facts, query)  # found on servers, with a user's prompts, or for another model
+    Tune.build({"target": str(model)})._keep(tuned())
+    assert card() == (facts, query)  # found on another machine
+    here = {"device": trace.environment["device"], "date": "2026-11-21"}
+    Tune.build({"target": str(model)})._keep(replace(tuned(), environment=here))
+    facts, query = card()
+    assert facts["Found here"] == "For mixed work use ngram, k=7: 1.31x as fast as plain decoding. (tune, 2026-11-21)"
+    assert query == "preset=embedded-ngram&method=ngram&k=7"
+    (model / "config.json").write_text('{"another": "model"}')
+    assert not card()[1]
+
+
+REQUEST = {"recipe": "medusa", "minutes": 1.0}
+
+
+@pytest.fixture
+def trainer(monkeypatch):
+    stand_in = Trainer()
+    monkeypatch.setattr(lab, "recipes", stand_in)
+    monkeypatch.setattr(lab, "TRAINED", [])
+    monkeypatch.delenv("SPACE_ID", raising=False)
+    return stand_in
+
+
+def last_training(request):
+    return list(played(Lab("training"), train, VISITOR, request))[-1]["view"]
+
+
+def test_stand_in_has_the_interface_of_the_lab():
+    real = lab.recipes
+    assert all(callable(getattr(real, name)) for name in ("recipes", "head_recipe", "train_live"))
+    assert all(real.head_recipe(name).method for name in real.recipes())
+
+
+def test_training_is_a_growing_text(trainer):
+    texts = [shown["view"] for shown in played(Lab("training"), train, VISITOR, REQUEST)]
+    assert all(after.startswith(before) for before, after in pairwise(texts))
+    seen = lines(texts[-1])
+    assert [line["type"] for line in seen] == ["run", "note", *["tick"] * 4, "done"]
+    assert "loss" not in seen[2] and seen[3]["loss"] == 3.0  # JSON has no NaN
+    assert [seen[-1]["folder"]] == lab.TRAINED and "medusa-" in seen[-1]["folder"]
+
+
+def test_curve_has_one_line_per_point(trainer):
+    training = Training("medusa", 1.0)
+    steps = [{"type": "tick", "seconds": 0.001 * i, "of_seconds": 60.0, "step": i, "loss": 1.0} for i in range(1000)]
+    training.add([*steps, {**steps[-1], "agree_1": 0.5}])
+    points = [line for line in lines(training.text) if line["type"] == "tick"]
+    assert len(points) == 1000 * 0.001 * lab.POINTS // 60 + 2 and points[-1]["agree_1"] == 0.5
+
+
+def test_stop_saves_the_partly_trained_head(trainer):
+    visits, trainer.endless = Lab("training"), True
+    shown = played(visits, train, VISITOR, REQUEST)
+    while '"step":1' not in (update := next(shown))["view"]:
+        pass
+    assert update["race"]["interactive"] is False
+    updates = [visits.stop(VISITOR), *shown]
+    assert "the partly trained head will be saved" in updates[0]["view"]
+    update = updates[-1]
+    assert [line["type"] for line in lines(update["view"])][-2:] == ["done", "stopped"]
+    assert update["race"]["interactive"] is True
+
+
+def test_closing_the_tab_stops_training(trainer):
+    trainer.endless = True
+    training = Training("medusa", 1.0)
+    texts = sync(training.follow())
+    while '"step":1' not in next(texts):
+        pass
+    texts.close()
+    training.end(10.0)
+    assert trainer.stopped
+
+
+def test_engine_is_locked_during_training(trainer):
+    lock = session().lock
+    training = Training("medusa", 1.0)
+    with lock:
+        texts = sync(training.follow())
+        assert next(texts) == next(texts) == training.text and not trainer.started
+    list(texts)
+    assert trainer.started and lock.acquire(blocking=False)
+    lock.release()
+
+
+def test_invalid_input_is_one_line(trainer, monkeypatch):
+    assert "unknown recipe" in last_training(REQUEST | {"recipe": "elephant"})
+    trainer.fails = True
+    assert lines(last_training(REQUEST))[-1]["text"] == "no text to learn from"
+    monkeypatch.setenv("SPACE_ID", "someone/specdemo")
+    assert "Training is disabled" in last_training(REQUEST)
+
+
+def test_minutes_have_limits(trainer):
+    list(sync(Training("medusa", math.inf).follow()))
+    assert trainer.minutes == 30.0
+
+
+def test_the_new_head_takes_lane_one(trainer, monkeypatch):
+    visits = Lab("training")
+    list(played(visits, train, VISITOR, REQUEST))
+    [folder] = lab.TRAINED
+    monkeypatch.setattr(model_menus, "TRAINED", [folder])
+    updates = visits.race_head(VISITOR, dict.fromkeys(controls.DRAWN, 0))
+    model = updates["model-1"]
+    assert model["value"] == folder and model["visible"] and (folder.partition("/")[2], folder) in model["choices"]
+    assert updates["preset"]["value"] == preset("embedded-draft").id
+
+
+def test_until_a_visitor_trains_the_shipped_head_shows_how_it_learned(trainer):
+    visits = Lab("training")
+    seen = lines(visits.recorded(VISITOR, {"recipe": "eagle-3"})["view"])
+    assert [seen[0]["recorded"], seen[0]["recipe"], seen[-1]["type"]] == [True, "eagle-3", "done"]
+    agreed = [line["agree_1"] for line in seen if line["type"] == "tick"]
+    assert len(agreed) == 18 and agreed[-1] > agreed[0]
+    assert visits.recorded(VISITOR, {"recipe": "parrot"}) == {"view": ""}  # there is no recording
+    (opening, *_) = lines(visits.recorded(VISITOR, {"recipe": None})["view"])  # the tab was opened before its menu
+    assert opening["recipe"] == next(iter(lab.recipes.recipes()))
+    list(played(visits, train, VISITOR, REQUEST))
+    assert visits.recorded(VISITOR, {"recipe": "eagle-3"}) == {}
