@@ -2,10 +2,17 @@
 
 import torch
 
+from specdemo.engine.loop import generate
+
 
 def rows_of(events):
     """Return the output tokens of every row."""
     return [[t for e in events for t in e.emitted[row]] for row in range(len(events[0].emitted))]
+
+
+def output(target, drafter, prompt, config, **how):
+    """Return the output tokens of every row of a generation."""
+    return rows_of(list(generate(target, drafter, prompt, config, **how)))
 
 
 def train(drafter, batch, steps=60):

@@ -131,6 +131,11 @@ def test_head_given_as_target_is_named(capsys, name, kind):
     assert refusal(capsys, "train", "medusa", "--target", name) == line
 
 
+def test_full_model_given_as_head_is_named(capsys):
+    line = "stories-draft-wide is a whole model, not a head for method 'medusa'; choose a head for it"
+    assert refusal(capsys, "run", "embedded-medusa", "--model", "stories-draft-wide") == line
+
+
 @pytest.mark.parametrize("content", [b"{", b'{"schema": 2}'])
 def test_a_malformed_trace_is_one_line(capsys, tmp_path, content):
     path = tmp_path / "bad.json"

@@ -13,6 +13,7 @@ from specdemo.engine import loop
 from specdemo.engine.loop import generate
 from specdemo.methods import load_drafter
 from specdemo.models.toy import ToyTarget
+from tests.generation import rows_of
 
 PROMPT = torch.tensor([[3, 1, 4, 1, 5]])
 
@@ -65,8 +66,7 @@ class Pair(Drafter):
 
 
 def plain(target, n=30, prompt=PROMPT):
-    events = generate(target, load_drafter("none", target), prompt, GenerationConfig(n))
-    return [t for e in events for t in e.emitted[0]]
+    return tokens(generate(target, load_drafter("none", target), prompt, GenerationConfig(n)))
 
 
 def tokens(events):
@@ -324,5 +324,4 @@ def test_a_row_that_is_ahead_keeps_no_more_than_the_context_holds(k):
     answer = plain(ToyTarget(16, seed=5), n=30)
     config = GenerationConfig(12, budget=Budget(k, k))
     events = list(generate(target, Pair(answer), PROMPT.expand(2, -1), config))
-    for row in range(2):
-        assert [t for e in events for t in e.emitted[row]] == answer[:12]
+    assert rows_of(events) == [answer[:12]] * 2

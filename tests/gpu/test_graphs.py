@@ -18,6 +18,7 @@ from specdemo.methods.heads.mlp_speculator import MLPSpeculator
 from specdemo.methods.heads.mtp import MTP
 from specdemo.models.fused import fuse_layers
 from specdemo.models.target import HFTarget
+from tests.generation import output
 from tests.gpu.device import no_synchronisation
 from tests.models.tiny import build, texts
 
@@ -48,8 +49,7 @@ def test_texts_are_the_same(name, rows, without_graphs):
     for make in (without_graphs, fused_target):
         target, draft = make(name), make(name)
         for method, model in (("none", None), ("ngram", None), ("draft_model", draft)):
-            events = list(generate(target, load_drafter(method, target, model), texts(rows, 9).cuda(), config))
-            written.append([[t for event in events for t in event.emitted[row]] for row in range(rows)])
+            written.append(output(target, load_drafter(method, target, model), texts(rows, 9).cuda(), config))
     assert target.note == draft.note == ""
     assert target.facts.kernels.endswith("graphs")
     assert all(text == written[0] for text in written)

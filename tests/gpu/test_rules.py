@@ -14,6 +14,7 @@ from specdemo.kv.graphs import CudaGraphs
 from specdemo.methods import load_drafter
 from specdemo.models import operations
 from specdemo.models.target import HFTarget
+from tests.generation import output
 from tests.gpu.device import STREAMS, OnDevice, move, no_synchronisation, pretended
 from tests.gpu.test_graphs import fused_target, make_drafter_for
 from tests.models.tiny import build, texts
@@ -35,8 +36,7 @@ def ones(world):
 def text_of(target, drafter=None, rows=1, sampling=None):
     config = GenerationConfig(24, sampling=sampling or Sampling(), budget=Budget(3, 3), stop_token_ids=())
     drafter = drafter or load_drafter("none", target)
-    events = list(generate(target, drafter, texts(rows, 9).cuda(), config))
-    return [[t for event in events for t in event.emitted[row]] for row in range(rows)]
+    return output(target, drafter, texts(rows, 9).cuda(), config)
 
 
 def slow(*names):

@@ -17,7 +17,7 @@ from specdemo.core.tree import chain_parents
 from specdemo.engine.loop import generate
 from specdemo.methods import load_drafter
 from specdemo.models.target import HFTarget
-from tests.generation import rows_of
+from tests.generation import output, rows_of
 from tests.methods.test_exact_sampling import DRAWS, expected, joint
 from tests.models.tiny import build, texts
 
@@ -174,9 +174,8 @@ def check_greedy(target, drafter, nodes=12):
     """Check that the output is the target's, and return the numbers of accepted draft tokens that occurred."""
     prompts = texts(4, 4)
     config = GenerationConfig(24, budget=Budget(4, nodes), stop_token_ids=())
-    expected_rows = rows_of(list(generate(target, load_drafter("none", target), prompts, config)))
     events = list(generate(target, drafter, prompts, config))
-    assert rows_of(events) == expected_rows
+    assert rows_of(events) == output(target, load_drafter("none", target), prompts, config)
     return {len(path) - 1 for e in events for path in e.path}
 
 

@@ -13,10 +13,10 @@ from specdemo import testing
 from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.core.rules import accept_rule
 from specdemo.core.sampling import Sampling
-from specdemo.engine.loop import generate
 from specdemo.methods import METHODS, method
 from specdemo.methods.confident import Confident
 from specdemo.models.toy import ToyTarget
+from tests.generation import output
 
 VOCABULARY = 5
 DRAWS = 6_000
@@ -31,10 +31,7 @@ def joint(target, drafter, rule, tokens, temperature=1.0):
     prompt = torch.tensor([PROMPT] * BATCH)
     for seed in range(DRAWS // BATCH):
         config = GenerationConfig(tokens, Sampling(temperature), Budget(2, 6), seed, stop_token_ids=())
-        rows = [[] for _ in range(BATCH)]
-        for event in generate(target, drafter, prompt, config, accept=accept_rule(rule)):
-            for row, emitted in zip(rows, event.emitted, strict=True):
-                row += emitted
+        rows = output(target, drafter, prompt, config, accept=accept_rule(rule))
         counts += torch.bincount((torch.tensor(rows) * powers).sum(1), minlength=len(counts))
     return counts
 

@@ -11,14 +11,13 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
 from specdemo.core.protocol import Budget, GenerationConfig, Progress
 from specdemo.core.sampling import Sampling
-from specdemo.engine.loop import generate
 from specdemo.methods import load_drafter
 from specdemo.methods.heads.formats.mtp import MTPConvention
 from specdemo.methods.heads.mtp import MTP, ParallelHeads
 from specdemo.methods.heads.network import sample_target_text
 from specdemo.methods.heads.runtime import training_columns
 from specdemo.models.target import HFTarget
-from tests.generation import train
+from tests.generation import output, train
 from tests.methods.heads import Published, Reference, folder_with, rms_norm, target_of, without
 from tests.models.tiny import SIZES, VOCABULARY, build, texts
 
@@ -221,7 +220,7 @@ def test_experts_stored_one_by_one_and_norms_around_zero(tmp_path):
     expected = target.lm_head(module.states(module.joined(tokens[0], hidden[0]))[1])
     torch.testing.assert_close(logits_of(head, tokens, hidden)[0], expected, atol=1e-4, rtol=1e-4)
     plain, drafted = (
-        [t for event in generate(target, one, texts(1, 4), GenerationConfig(6)) for t in event.emitted[0]]
+        output(target, one, texts(1, 4), GenerationConfig(6))
         for one in (load_drafter("none", target), load_drafter("mtp", target, head))
     )
     assert drafted == plain
@@ -401,8 +400,5 @@ def test_a_draft_at_the_end_of_the_context(target):
     """Columns after the last position must not be used."""
     drafter = load_drafter("mtp", target, fresh(target, "one"))
     config = GenerationConfig(8, budget=Budget(5, 5), stop_token_ids=())
-    plain, drafted = (
-        [t for event in generate(target, one, texts(1, 88), config) for t in event.emitted[0]]
-        for one in (load_drafter("none", target), drafter)
-    )
-    assert drafted == plain and len(plain) == 8
+    plain, drafted = (output(target, one, texts(1, 88), config) for one in (load_drafter("none", target), drafter))
+    assert drafted == plain and len(plain[0]) == 8

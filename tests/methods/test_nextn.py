@@ -21,6 +21,7 @@ from specdemo.presets.at_hand import drafters
 from specdemo.presets.files import preset
 from specdemo.presets.pair import pair
 from specdemo.presets.serve import served
+from tests.generation import rows_of
 from tests.gguf_random import (
     EPSILON,
     HEAD,
@@ -105,12 +106,8 @@ def cosine(one, other):
 
 
 def output(target, drafter, prompt, config):
-    rows, passes = [[] for _ in prompt], 0
-    for event in generate(target, drafter, prompt, config):
-        passes += 1
-        for row, tokens in zip(rows, event.emitted, strict=True):
-            row += tokens
-    return rows, passes
+    events = list(generate(target, drafter, prompt, config))
+    return rows_of(events), len(events)
 
 
 def prompts(rows, length):

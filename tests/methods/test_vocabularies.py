@@ -20,7 +20,7 @@ from specdemo.models.target import HFTarget
 from specdemo.models.text import encode
 from specdemo.presets.files import preset
 from specdemo.training.losses import LOSSES, Objective
-from tests.generation import rows_of
+from tests.generation import output, rows_of
 from tests.models.tiny import build, texts
 
 LETTERS = "abcd"
@@ -188,8 +188,7 @@ def test_greedy_output_equals_plain_decoding(pair, swapped):
     config = GenerationConfig(40, budget=Budget(4, 4), stop_token_ids=())
     drafter = load_drafter("draft_model", target, draft)
     events = list(generate(target, drafter, ids, config))
-    plain = list(generate(target, load_drafter("none", target), ids, config))
-    assert rows_of(events) == rows_of(plain)
+    assert rows_of(events) == output(target, load_drafter("none", target), ids, config)
     drafts = [[t for t in row if t != ABSENT] for e in events for row in e.drafted]
     assert any(drafts)
     assert "The draft model has another tokenizer" in drafter.note and drafter.max_length == draft.max_length
@@ -229,10 +228,7 @@ def test_sampling_is_exact(pair):
     counts = []
     for seed, drafter in enumerate((load_drafter("none", target), load_drafter("draft_model", target, draft))):
         config = GenerationConfig(3, Sampling(1.0), Budget(2, 2), seed=seed, stop_token_ids=())
-        rows = [[] for _ in ids]
-        for event in generate(target, drafter, ids, config):
-            for row, emitted in zip(rows, event.emitted, strict=True):
-                row += emitted
+        rows = output(target, drafter, ids, config)
         counts.append({pair: rows.count(list(pair)) for pair in {tuple(row) for row in rows}})
     assert chi_square(*counts).p > 0.001
 
@@ -250,11 +246,9 @@ def test_the_shipped_pair_writes_the_targets_text(shipped):
     accepted = 0
     for prompt in PROMPTS[:3]:
         ids = torch.tensor([encode(target.tokenizer, prompt, target.max_length)])
-        plain, drafted = (
-            list(generate(target, of, ids, GenerationConfig(32, budget=budget, stop_token_ids=())))
-            for of in (load_drafter("none", target), drafter)
-        )
-        assert [t for e in drafted for t in e.emitted[0]] == [t for e in plain for t in e.emitted[0]]
+        config = GenerationConfig(32, budget=budget, stop_token_ids=())
+        drafted = list(generate(target, drafter, ids, config))
+        assert rows_of(drafted) == output(target, load_drafter("none", target), ids, config)
         accepted += sum(len(e.path[0]) - 1 for e in drafted)
     assert accepted > 3 * 32 / 3  # at least a third of the text is drafted
 
@@ -266,11 +260,7 @@ def test_the_shipped_pair_samples_as_its_target(shipped):
     samples = []
     for seed, of in enumerate((load_drafter("none", target), drafter)):
         config = GenerationConfig(3, Sampling(0.8), budget, seed=seed, stop_token_ids=())
-        rows = [[] for _ in ids]
-        for event in generate(target, of, ids, config):
-            for row, emitted in zip(rows, event.emitted, strict=True):
-                row += emitted
-        samples.append(rows)
+        samples.append(output(target, of, ids, config))
     for place in (1, 2):
         counts = [Counter(row[place] for row in rows) for rows in samples]
         assert chi_square(*counts).p > 0.001
@@ -294,8 +284,7 @@ def test_drafts_end_with_the_draft_context(context, drafted):
     config = GenerationConfig(20, budget=Budget(4, 4), stop_token_ids=())
     events = list(generate(target, drafter, texts(1, 40), config))
     assert [len(events[i].drafted[0]) for i in (1, -1)] == drafted
-    plain = generate(target, load_drafter("none", target), texts(1, 40), config)
-    assert [t for e in events for t in e.emitted[0]] == [t for e in plain for t in e.emitted[0]]
+    assert rows_of(events) == output(target, load_drafter("none", target), texts(1, 40), config)
 
 
 @pytest.mark.parametrize("loss", LOSSES)

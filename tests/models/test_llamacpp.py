@@ -37,6 +37,7 @@ from specdemo.presets.link import OWN
 from specdemo.presets.pair import add_pair
 from specdemo.ui.controls import component_props
 from specdemo.ui.setup import from_values, to_values
+from tests.generation import output
 from tests.gguf_export import GGUFVocab, write_gguf
 
 CPU = torch.device("cpu")
@@ -77,14 +78,6 @@ def reject_layer_inputs(trial, *_):
 
 def ids_of(reference, text):
     return torch.tensor([reference.tokenizer.encode(text)])
-
-
-def output(target, drafter, prompt, config):
-    rows = [[] for _ in prompt]
-    for event in generate(target, drafter, prompt, config):
-        for row, tokens in zip(rows, event.emitted, strict=True):
-            row += tokens
-    return rows
 
 
 def drafter_of(name, target, files):

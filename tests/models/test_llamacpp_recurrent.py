@@ -24,6 +24,7 @@ from specdemo.models.memory import gguf_footprint
 from specdemo.models.pass_cost import pass_times
 from specdemo.models.prefix_reuse import with_prefix_cache
 from specdemo.models.ref import ModelRef
+from tests.generation import output
 from tests.gguf_random import SHAPES, VOCABULARY, shape_of, write_random
 
 ARCHITECTURES = [name for name in SHAPES if name != "glm4moe"]  # which has attention only
@@ -48,14 +49,6 @@ def target_of(tmp_path_factory):
 
 def prompts(rows, length, seed=1):
     return torch.randint(1, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed))
-
-
-def output(target, drafter, prompt, config):
-    rows = [[] for _ in prompt]
-    for event in generate(target, drafter, prompt, config):
-        for row, tokens in zip(rows, event.emitted, strict=True):
-            row += tokens
-    return rows
 
 
 class Planted(Drafter):

@@ -31,6 +31,7 @@ from specdemo.models.memory import Precision, estimate_footprint
 from specdemo.models.pass_cost import chain_rounding
 from specdemo.models.ref import ModelRef
 from specdemo.models.target import HFTarget
+from tests.generation import output, rows_of
 from tests.models.test_text import byte_level
 from tests.models.tiny import SIZES, VOCABULARY, build, fresh, texts
 
@@ -67,10 +68,9 @@ def test_vision_language_model_loads(tmp_path):
     byte_level().save_pretrained(tmp_path)
     target, prompt = load_target(str(tmp_path)), texts(1, 9)
     assert target.capabilities.trees and load_meta_target(str(tmp_path)).num_layers == 3
-    drafter = load_drafter("ngram", target)
-    events = generate(target, drafter, prompt, GenerationConfig(24, budget=Budget(4, 4), stop_token_ids=()))
+    config = GenerationConfig(24, budget=Budget(4, 4), stop_token_ids=())
     expected = model.generate(prompt, max_new_tokens=24, do_sample=False, eos_token_id=None)
-    assert [token for event in events for token in event.emitted[0]] == expected[0, 9:].tolist()
+    assert output(target, load_drafter("ngram", target), prompt, config) == expected[:, 9:].tolist()
 
 
 def test_a_saved_folder_loads(folder):
@@ -293,8 +293,7 @@ def test_layers_that_lie_elsewhere_make_no_difference(folder, tmp_path):
     outputs = []
     for model in (load_target(str(folder)).model, spread):
         target = HFTarget(model)
-        events = list(generate(target, load_drafter("layer_skip", target, exit_layer=2), prompt, config))
-        outputs.append([token for event in events for token in event.emitted[0]])
+        outputs.append(output(target, load_drafter("layer_skip", target, exit_layer=2), prompt, config))
     assert outputs[0] == outputs[1]
 
 
@@ -336,9 +335,8 @@ def test_quantised_target_matches_its_own_plain_lane(wider, quantization):
     config = GenerationConfig(40, budget=Budget(4, 4))
     outputs = []
     for method, model in (("none", None), ("ngram", None), ("draft_model", wider)):
-        steps = generate(target, load_drafter(method, target, model), texts(1, 12), config)
-        events = list(steps)
-        outputs.append([token for event in events for token in event.emitted[0]])
+        events = list(generate(target, load_drafter(method, target, model), texts(1, 12), config))
+        outputs.append(rows_of(events))
     assert outputs[1] == outputs[0] and outputs[2] == outputs[0]
     assert len(events) < 40  # drafts from the full weights are accepted
 

@@ -12,7 +12,7 @@ from specdemo.__main__ import main
 from specdemo.models.ref import ModelRef
 from specdemo.presets.files import preset
 from specdemo.presets.serve import serve_commands
-from specdemo.servers.engines import ENGINES, draft_request
+from specdemo.servers.engines import ENGINES
 
 PROGRAM = os.environ.get("SPECDEMO_MLX_LM")
 
@@ -40,10 +40,6 @@ def test_requests_name_the_model_of_the_command_line():
     assert ENGINES["mlx-lm"].served_name(ModelRef("stories")) == "default_model"
     assert ENGINES["mlx-vlm"].served_name(ModelRef("stories")) == ModelRef("stories").location
     assert ENGINES["vllm"].served_name(ModelRef("stories")) is None
-
-
-def test_a_draft_may_be_a_field_of_the_request():
-    assert draft_request("org/draft", 3) == {"draft_model": "org/draft", "num_draft_tokens": 3}
 
 
 @pytest.mark.skipif(PROGRAM is None, reason="SPECDEMO_MLX_LM names no mlx_lm.server")

@@ -180,15 +180,6 @@ def test_sentence_names_bottleneck_and_better_k():
     assert "does not fit into this machine's memory" in full
 
 
-def test_longer_drafts_than_in_the_run_are_marked_as_extrapolated():
-    view = changed(k=12)
-    assert view["recorded_k"] == 4
-    assert "k = 12 is extrapolated: the run recorded k = 4. Record a run with k = 12 to check it." in view["sentence"]
-    assert ("extrapolated" in changed(k=3)["sentence"]) == (view["best_k"] > 4)
-    assert changed(kept="own", rate=0.8, k=12)["recorded_k"] is None
-    assert "extrapolated" not in changed(kept="own", rate=0.8, k=12)["sentence"]
-
-
 def test_the_race_of_a_visitor_is_on_show_once_it_has_ended():
     visits = Visits(load_presets()[DEFAULT], False)
     assert visits.on_show(VISITOR) is None
