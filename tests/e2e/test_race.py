@@ -9,7 +9,7 @@ import pytest
 from PIL import Image, ImageSequence
 from playwright.sync_api import expect
 
-from specdemo.analysis.lanes import break_even, prediction
+from specdemo.analysis.lanes import break_even, results
 from specdemo.core.tally import summarise
 from specdemo.core.trace import compare, estimates, from_json, to_json
 from specdemo.costs.passes import SAME_BITS
@@ -160,7 +160,7 @@ def test_every_number_of_a_finished_page_follows_from_its_trace(visit, replayed,
     expect(page.locator('[data-tile="speedup"] b')).to_have_text(f"{row['speedup']:.2f}×")
     expect(page.locator('[data-tile="output"] b')).to_have_text("✓ bit for bit" if exact else "✓ identical")
     expect(page.locator('[data-tile="speedup"] .sd-noisy')).to_have_count(int(row["noisy"]))
-    expect(page.locator(".sd-explanations")).to_contain_text(prediction(trace, "×")[0]["sentence"])
+    expect(page.locator(".sd-explanations")).to_contain_text(results(trace, "×")[0].why)
     rates = "  ".join(f"{i}: {100 * rate:.0f} %" for i, rate in enumerate(totals["accept_by_position"], start=1))
     expect(page.locator(".sd-rates")).to_have_text(f"Acceptance rate at position {rates}")
 
