@@ -23,32 +23,47 @@ try:  # these imports take a second
     from typer.exceptions import TyperException
 
     from specdemo import __version__
-    from specdemo.bench.check_server import ServerCheck
+    from specdemo.analysis.diagnose import diagnose
+    from specdemo.analysis.observation import Observation
+    from specdemo.analysis.predict import predict as prediction
+    from specdemo.analysis.readers import read_output, read_output_file
+    from specdemo.bench.check_server import LOSSLESS, ServerCheck, without_identical
     from specdemo.bench.command import AS_JSON, FORCE, More, add_command, bench, progress_bar, reports_to
+    from specdemo.bench.doctor import check_drafters, check_machine, published
+    from specdemo.bench.report import bench_report, race_report, table, texts, what_if_report, why_report
     from specdemo.bench.result import read_result, to_json, write_result
     from specdemo.bench.tune import Tune, best_rows
     from specdemo.core.atomic_io import json_text
     from specdemo.core.outputs import check_output
     from specdemo.core.rules import RULES, rule_options
-    from specdemo.core.safe_io import is_out_of_memory, read_text
+    from specdemo.core.safe_io import FILE_BYTES, is_out_of_memory, read_text
     from specdemo.core.settings import setting, settings
     from specdemo.core.signals import sigterm_as_exit
     from specdemo.core.suggest import DEVICES, program, suggest
+    from specdemo.core.trace import RunTrace
+    from specdemo.costs.profiles import write_profile
+    from specdemo.costs.roofline import known_engine
     from specdemo.engine.comparison import Comparison, Lane
+    from specdemo.engine.messages import Finished, Restarted, Started, StepRow
     from specdemo.methods import method, method_options, unusable, usable
+    from specdemo.methods.facts import PREDICTED, method_of
+    from specdemo.models.gguf_files import local_header
+    from specdemo.models.local_models import local_models, model_rows
     from specdemo.models.ref import ModelRef
+    from specdemo.presets.drafters import published_drafters
     from specdemo.presets.files import FOLDER, Preset, load_presets, of_checkout, preset
     from specdemo.presets.limits import LIMITS
+    from specdemo.presets.pair import comparison
+    from specdemo.presets.recorded import load_trace, save_trace
+    from specdemo.presets.runnable import nearest_runnable, why_not
     from specdemo.servers.address import address, allow
     from specdemo.servers.engines import DEFAULT as DEFAULT_ENGINE
-    from specdemo.servers.engines import engine_names
+    from specdemo.servers.engines import engine_names, engines
     from specdemo.ui.app import MACHINE, ui
 except KeyboardInterrupt:
     sys.exit(INTERRUPTED)
 
 if TYPE_CHECKING:
-    from specdemo.analysis.observation import Observation
-    from specdemo.core.trace import RunTrace
     from specdemo.servers.process import Server
 
 app = typer.Typer(
@@ -163,8 +178,6 @@ def run(
 ) -> int:
     """Race plain decoding against a preset's lanes. Prints tokens/s, speed-up and acceptance of every lane. Without a
     preset, --target names a model; it is raced with n-gram lookup and suffix decoding, or with its drafter --model."""
-    from specdemo.presets.pair import comparison
-
     changes = {**given, "prompt": _prompt(given.get("prompt"), prompt_file), "options": _options(option)}
     changes["acceptance_options"] = _options(acceptance_option, "--acceptance-option")
     chosen = comparison(preset_id, {name: value for name, value in changes.items() if value is not None})
@@ -174,8 +187,6 @@ def run(
     chosen = chosen.on_servers(server or [], served_model)
     if not engine:
         chosen.check_servers(server or [])
-
-    from specdemo.presets.recorded import save_trace
 
     check_output(out, force)
     if engine and server:
@@ -193,9 +204,6 @@ def run(
 @_command()
 def replay(trace: Path = _argument("TRACE", "A trace that `run --out` or the page wrote.")) -> None:
     """Print a stored run or result again. Reads traces, and results of `bench` and `tune`; needs no model."""
-    from specdemo.bench.report import bench_report
-    from specdemo.presets.recorded import load_trace
-
     try:
         _show(load_trace(trace))
     except ValueError as error:
@@ -218,8 +226,6 @@ def tune(
     """Find the speculation that pays for a model. Races drafting methods and draft lengths on this machine or on an
     engine's servers, on prompts of six kinds of work, and prints the best with the settings to copy. Ctrl-C prints what
     is known."""
-    from specdemo.bench.report import bench_report
-
     check_output(out, force)
     chosen = Tune.build({"target": target, **given})
     with progress_bar(1.0, "{l_bar}{bar}| {elapsed}") as bar:
@@ -242,9 +248,6 @@ def check_server(
 ) -> int:
     """Check whether a server with speculation is lossless. Exit code 1 if its greedy answers differ by more than
     rounding."""
-    from specdemo.bench.check_server import LOSSLESS, without_identical
-    from specdemo.bench.report import bench_report
-
     if len(servers) > 2:
         raise ValueError(f"check-server takes one or two addresses, not {len(servers)}")
     allow(servers)
@@ -288,7 +291,6 @@ def profile(
     """Measure this machine for `predict`. Takes a few minutes; measures memory bandwidth, matrix products, kernel
     launches, and forward passes by number of tokens and batch size."""
     from specdemo.bench.device import measure_profile, profile_report
-    from specdemo.costs.profiles import write_profile
 
     check_output(out, force)
     with progress_bar(1.0, "{l_bar}{bar}| {elapsed}") as bar:
@@ -323,13 +325,9 @@ def predict(
 ) -> None:
     """Predict the speed-up on another machine. Reports every draft length and batch size, with an interval and the
     bottleneck; needs no torch."""
-    from specdemo.analysis.predict import predict as foresee
-    from specdemo.bench.report import what_if_report
-    from specdemo.costs.roofline import known_engine as engine_of
-
     rates = _numbers("acceptance", acceptance, float)
-    drafted = partial(foresee, target, method=method, model=model, trace=trace, acceptance=rates, nodes=nodes)
-    loaded = partial(drafted, dtype=dtype, quantization=quantization, context=context, engine=engine_of(engine))
+    drafted = partial(prediction, target, method=method, model=model, trace=trace, acceptance=rates, nodes=nodes)
+    loaded = partial(drafted, dtype=dtype, quantization=quantization, context=context, engine=known_engine(engine))
     loads = [(name, rows) for name in device.split(",") for rows in _numbers("batch", batch, int)]
     found = [loaded(device=name, batch=rows, price=price) for name, rows in loads]
     print(json_text([one.as_dict() for one in found], indent=1) if as_json else what_if_report(found))
@@ -361,10 +359,6 @@ def why(
 ) -> None:
     """Explain why speculative decoding is slow. Reads the output of an engine or four numbers (--k, --length, --without
     and --with), and names the cause and the setting to change; needs no torch."""
-    from specdemo.analysis.diagnose import diagnose
-    from specdemo.analysis.observation import Observation
-    from specdemo.bench.report import why_report
-
     modes = {"on": True, "off": False}
     if thinking and thinking not in modes:
         raise ValueError(f"unknown thinking mode {thinking[:40]!r}; {suggest(thinking[:40], modes)}")
@@ -385,9 +379,6 @@ def why(
 
 def _check_names(engine: str, method: str) -> None:
     """Raise ValueError, one line, for an engine or a drafting method that a diagnosis does not know."""
-    from specdemo.methods.facts import PREDICTED, method_of
-    from specdemo.servers.engines import engines
-
     names = [one.name for one in engines()]
     if engine and engine not in names:
         raise ValueError(f"unknown engine {engine[:40]!r}; {suggest(engine[:40], names)}")
@@ -395,11 +386,8 @@ def _check_names(engine: str, method: str) -> None:
         raise ValueError(f"unknown drafting method {method[:40]!r}; {suggest(method[:40], PREDICTED)}")
 
 
-def _read_output(path: str) -> "Observation":
+def _read_output(path: str) -> Observation:
     """Read the output of an engine. Raises ValueError, one line."""
-    from specdemo.analysis.readers import read_output, read_output_file
-    from specdemo.core.safe_io import FILE_BYTES
-
     if path != "-":
         return read_output_file(path)
     return read_output(sys.stdin.buffer.read(FILE_BYTES + 1).decode(errors="replace"))
@@ -472,8 +460,6 @@ def presets(as_json: bool = AS_JSON) -> None:
     if as_json:
         print(json_text(listed, indent=1))
         return
-    from specdemo.bench.report import table
-    from specdemo.presets.runnable import nearest_runnable, why_not
 
     rows = [(p.id, "embedded" if p.embedded else str(p.group or "download"), p.title) for p in load_presets().values()]
     print(table(("preset", "models", "title"), rows))
@@ -554,9 +540,6 @@ def methods(as_json: bool = AS_JSON) -> None:
 def models(as_json: bool = AS_JSON) -> None:
     """List the models on this machine. Searches specdemo's downloads and the stores of LM Studio, Ollama, llama.cpp and
     Hugging Face, with size, quantisation, and the draft models that match each."""
-    from specdemo.bench.report import table
-    from specdemo.models.local_models import local_models, model_rows
-
     rows = model_rows(local_models())
     if as_json:
         print(json_text(rows, indent=1))
@@ -574,17 +557,12 @@ def drafters(
 ) -> None:
     """List the published drafters of a target. Shows size, format, licence, engines and acceptance; for an unknown
     target, the rules for choosing one."""
-    from specdemo.models.gguf_files import local_header
-    from specdemo.presets.drafters import published_drafters
-
     model = ModelRef(target)
     if model.is_gguf_file:
         local_header(model)  # raises ValueError for a file that does not exist
     if as_json:
         print(json_text([entry.row() for entry in published_drafters(model)], indent=1))
     else:
-        from specdemo.bench.doctor import published
-
         print(published(model))
 
 
@@ -595,8 +573,6 @@ def doctor(
 ) -> int:
     """Check the installation, or a target's drafters. Without a target: versions, devices, and the cost of
     verification. With one: which drafters fit it, and why others do not."""
-    from specdemo.bench.doctor import check_drafters, check_machine
-
     if target is None:
         return check_machine()
     return check_drafters(ModelRef(target), ModelRef(drafter) if drafter else None)
@@ -627,8 +603,7 @@ def _options(pairs: list[str] | None, flag: str = "--option") -> dict[str, str] 
     return dict(pair.split("=", 1) for pair in pairs) if pairs else None
 
 
-def _race(spec: Comparison) -> "RunTrace":
-    from specdemo.engine.messages import Finished, Restarted, Started, StepRow
+def _race(spec: Comparison) -> RunTrace:
     from specdemo.engine.session import session
 
     shown: Counter[int] = Counter()
@@ -647,9 +622,7 @@ def _race(spec: Comparison) -> "RunTrace":
     raise AssertionError("a run ends with Finished")
 
 
-def _show(trace: "RunTrace") -> None:
-    from specdemo.bench.report import race_report, texts
-
+def _show(trace: RunTrace) -> None:
     print(texts(trace), race_report(trace), sep="\n\n")
 
 

@@ -33,7 +33,7 @@ FOLDERS = {  # code lines. They only fall: the design allows 22,300 in all
 }
 TARGET_MEMBERS = 12  # methods and properties
 CLASSES = 410  # the design allows 330
-LOCAL_IMPORTS = 152  # inside functions; the design allows 100
+LOCAL_IMPORTS = 79  # inside functions; the design allows 100
 REGISTRIES = 11  # collections at the top of modules that fill up while the program runs; the design allows 4
 COLLECTIONS = (
     "Counter OrderedDict WeakKeyDictionary WeakSet WeakValueDictionary defaultdict deque dict list set".split()

@@ -2,17 +2,17 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from specdemo.core.suggest import suggest
 from specdemo.costs.drafting import Drafting
 from specdemo.costs.shapes import UNREADABLE, Config, Shape, known, shape_of
-from specdemo.methods import METHODS, facts_of, usable
+from specdemo.methods import METHODS, detect_head, facts_of, usable
 from specdemo.methods.facts import FACTS, PREDICTED
+from specdemo.models.gguf_files import local_header
+from specdemo.models.gguf_header import Header
 from specdemo.models.ref import ModelRef
-
-if TYPE_CHECKING:
-    from specdemo.models.gguf_header import Header
+from specdemo.models.shipped import embedded_heads
+from specdemo.models.sources import config_folder, read_config
 
 MOST_TRIED = 64  # longest draft length to try if the drafter's config contains one
 
@@ -23,29 +23,16 @@ def shape(name: str, quantization: str | None = None) -> Shape:
     Raises ValueError, one line with the nearest match.
     """
     config = config_of(name)
-    if name not in known():
-        _reject_head(name)
+    if name not in known() and name in embedded_heads():
+        head = detect_head(ModelRef(name))
+        raise ValueError(f"{name} is a head for method {head!r}; choose a complete model as the target")
     return shape_of(config, name, quantization)
-
-
-def _reject_head(name: str) -> None:
-    """Raise ValueError for an embedded head."""
-    from specdemo.models.shipped import embedded_heads
-
-    if name in embedded_heads():
-        from specdemo.methods import detect_head
-
-        raise ValueError(
-            f"{name} is a head for method {detect_head(ModelRef(name))!r}; choose a complete model as the target"
-        )
 
 
 def config_of(name: str) -> Config:
     """Return the config.json of a model; well-known ones need no network. Raises ValueError with one line."""
     if name in known():
         return known()[name]
-    from specdemo.models.gguf_files import local_header
-    from specdemo.models.sources import config_folder, read_config
 
     ref = ModelRef(name)
     if ref.gguf:
@@ -61,7 +48,7 @@ def config_of(name: str) -> Config:
         raise ValueError(f"{error}; {near}" if near.startswith("did") else str(error)) from None
 
 
-def gguf_config(header: "Header") -> Config:
+def gguf_config(header: Header) -> Config:
     """Return the sizes in the header of a GGUF file under their names in a config.json, with its bits per weight."""
     number = header.number
     hidden, heads = number("embedding_length"), number("attention.head_count", 1)

@@ -21,7 +21,7 @@ from specdemo.core.suggest import DEVICES
 from specdemo.core.trace import LaneTrace
 from specdemo.costs.acceptance import solve
 from specdemo.engine.comparison import Model, Server
-from specdemo.methods import BASELINE
+from specdemo.methods import BASELINE, load_drafter
 from specdemo.models.ref import ModelRef
 from specdemo.servers.address import host
 from specdemo.servers.engines import same_bits_options
@@ -219,7 +219,6 @@ class LocalSide:
 
         from specdemo.core.protocol import GenerationConfig
         from specdemo.engine.loop import generate
-        from specdemo.methods import load_drafter
         from specdemo.models.text import Detokenizer, encode
 
         ids = encode(self.model.tokenizer, prompt, self.model.max_length - tokens)

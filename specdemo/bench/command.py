@@ -12,6 +12,10 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from specdemo.bench.base import Report, SoFar
+from specdemo.bench.plot import write_page
+from specdemo.bench.report import bench_report
+from specdemo.bench.report import markdown as as_markdown
+from specdemo.bench.result import to_json, write_result
 from specdemo.bench.suites import known_suite, suite, suites, takes
 from specdemo.core.outputs import check_output, check_output_folder
 from specdemo.core.settings import Setting, declared_by, setting, settings
@@ -127,10 +131,6 @@ def _subcommand(name: str) -> TyperCommand:
             options, out = options | ({"folder": out} if out else {}), None
         measurement = suite(name, **options)
 
-        from specdemo.bench.report import bench_report
-        from specdemo.bench.report import markdown as as_markdown
-        from specdemo.bench.result import to_json, write_result
-
         for path in (out, html):
             check_output(path, force)
         if isinstance(folder := getattr(measurement, "folder", None), Path):
@@ -141,8 +141,6 @@ def _subcommand(name: str) -> TyperCommand:
             write_result(result, out)
         print(to_json(result) if as_json else as_markdown(result) if markdown else bench_report(result))
         if html is not None:
-            from specdemo.bench.plot import write_page
-
             write_page(result, html)
 
     command.__doc__ = cls.__doc__

@@ -12,10 +12,17 @@ from typing import TYPE_CHECKING
 
 from specdemo import __version__
 from specdemo.bench.report import table
-from specdemo.methods import PLUG_INS, detect_head, unusable
+from specdemo.costs.passes import pass_rows
+from specdemo.engine.comparison import Lane
+from specdemo.methods import PLUG_INS, detect_head, model_method, unusable
+from specdemo.models.gguf_files import local_header
+from specdemo.models.local_models import drafts_of
+from specdemo.models.packaged import SMOLLM2_GGUF
 from specdemo.models.ref import ModelRef
 from specdemo.models.shipped import EMBEDDED
-from specdemo.presets.drafters import UNKNOWN
+from specdemo.presets.at_hand import drafters
+from specdemo.presets.drafters import RULES, UNKNOWN, all_published, drafts_for, published_drafters
+from specdemo.presets.files import known_drafters, thinking_remarks
 
 if TYPE_CHECKING:
     from specdemo.core.protocol import Target
@@ -66,7 +73,6 @@ def _version(name: str) -> str:
 
 def _passes(target: "Target") -> str:
     """Measure the passes of a target."""
-    from specdemo.costs.passes import pass_rows
     from specdemo.engine.session import environment
     from specdemo.models.pass_cost import checking_note, measure_passes
 
@@ -77,9 +83,6 @@ def _passes(target: "Target") -> str:
 
 def _absence(name: ModelRef) -> str:
     """Return why a GGUF model of a store or the hub is not tried; empty if it is on this machine."""
-    from specdemo.models.gguf_files import local_header
-    from specdemo.models.packaged import SMOLLM2_GGUF
-
     if (name.is_gguf_file and name != SMOLLM2_GGUF) or not name.gguf or Path(name).expanduser().exists():
         return ""
     try:
@@ -91,11 +94,8 @@ def _absence(name: ModelRef) -> str:
 def check_drafters(target: ModelRef, drafter: ModelRef | None) -> int:
     """Print which drafters fit a target, and why others do not; the verification of a target on this machine. drafter:
     check only this one, and run it if it is a head. Return the exit code, 2 if it does not fit."""
-    from specdemo.methods import model_method
     from specdemo.methods.pairs import check_pair, check_pairs, outline
     from specdemo.models.load import load_target
-    from specdemo.presets.at_hand import drafters
-    from specdemo.presets.files import known_drafters, thinking_remarks
 
     if drafter is None and (absent := _absence(target)):
         print(f"{'not tried':<18}{absent}\n\nPublished drafters:\n{published(target)}")
@@ -122,7 +122,6 @@ def check_drafters(target: ModelRef, drafter: ModelRef | None) -> int:
         print(remark)
     if drafter and found[0].fits and detect_head(drafter) and is_here:
         from specdemo.bench.quality import quality
-        from specdemo.engine.comparison import Lane
 
         print()
         for text in quality(target, Lane(method=found[0].method, model=drafter)):
@@ -132,9 +131,6 @@ def check_drafters(target: ModelRef, drafter: ModelRef | None) -> int:
 
 def published(target: ModelRef) -> str:
     """Return the published drafters of a target, and models on this machine that match it, as text."""
-    from specdemo.models.local_models import drafts_of
-    from specdemo.presets.drafters import RULES, all_published, drafts_for, published_drafters
-
     rows = [_entry(entry.row()) for entry in published_drafters(target)]
     rules = [f"No drafter of {target} is in the catalogue. Rules for choosing one:", *(f"- {rule}" for rule in RULES)]
     lines = rows or rules

@@ -24,6 +24,7 @@ from specdemo.engine.comparison import Lane, Model
 from specdemo.models.errors import Cancelled
 from specdemo.models.local_models import drafts_of
 from specdemo.models.ref import ModelRef
+from specdemo.presets.at_hand import drafters
 from specdemo.presets.files import DEFAULT, preset
 from specdemo.presets.pair import LOOKUPS, pair, work_prompts
 from specdemo.servers.address import address, allow
@@ -95,8 +96,6 @@ class Tune(Decoding):
         return {name: [*texts] for name, texts in prompts.items() if name in (names or prompts)}
 
     def run(self, report: Report, cancelled: Stop) -> Result:
-        from specdemo.presets.at_hand import drafters
-
         with closing(self.racer(cancelled)) as racer:
             search = Search({}, {}, racer.measure, 0.0)  # nothing can race yet
 

@@ -17,7 +17,9 @@ from specdemo.core.signals import SIGNAL_EXIT_CODE
 from specdemo.core.suggest import program, suggest
 from specdemo.methods.facts import FACTS
 from specdemo.methods.facts import Facts as Facts
+from specdemo.models.errors import checkpoint_errors
 from specdemo.models.ref import ModelRef
+from specdemo.models.sources import cached_folder
 
 if TYPE_CHECKING:
     from specdemo.core.protocol import Target
@@ -152,7 +154,6 @@ def build_drafter(name: str, target: "Target", model: object, options: BaseOptio
     """Build a drafter as `load_drafter` does, with options of `parse_options` and a model of `check_model`."""
     cls = method(name)
     check_capabilities(cls, target)
-    from specdemo.models.errors import checkpoint_errors
 
     with checkpoint_errors(model) if isinstance(model, str) else nullcontext():
         drafter = cls(target, model, options)
@@ -246,8 +247,6 @@ def detect_head(source: ModelRef) -> str | None:
     anything else.
     """
     from specdemo.models.checkpoints import open_meta_checkpoint
-    from specdemo.models.errors import checkpoint_errors
-    from specdemo.models.sources import cached_folder
 
     path = source.path
     try:

@@ -9,12 +9,15 @@ from specdemo.core.outputs import check_output
 from specdemo.core.suggest import program
 from specdemo.core.trace import RunTrace
 from specdemo.engine.comparison import Lane
+from specdemo.methods import detect_method
+from specdemo.models.errors import checkpoint_errors
 from specdemo.models.gguf_files import check_files, fetch_parts, has_chat_template, local_header
 from specdemo.models.gguf_header import Header
 from specdemo.models.packaged import DOWNLOADS
 from specdemo.models.ref import SUFFIX, ModelRef
 from specdemo.presets.files import DEFAULT, Preset, load_presets, preset, read_yaml
 from specdemo.presets.link import OWN
+from specdemo.presets.recorded import save_trace
 
 LOOKUPS = ("suffix", "ngram")  # methods that need no draft model
 COPIED = 7  # draft length for a text that is corrected: where it is copied, long drafts are accepted
@@ -133,7 +136,6 @@ def run(
     max_new_tokens, temperature, seed, ...). Raises ValueError, one line with the fix.
     """
     from specdemo.engine.session import session  # imports torch
-    from specdemo.presets.recorded import save_trace
 
     changes = overrides if prompt is None else {**overrides, "prompt": prompt}
     spec = comparison(preset_id, changes)
@@ -199,9 +201,7 @@ def _check_gguf(name: ModelRef) -> None:
 
 def _method_of(draft: ModelRef) -> str:
     """Return the method that reads a drafter for a GGUF target. Raises ValueError if it cannot be read."""
-    from specdemo.methods import detect_method
     from specdemo.models.checkpoints import open_meta_checkpoint
-    from specdemo.models.errors import checkpoint_errors
 
     if draft.gguf:
         return "draft_model"

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
 
+from huggingface_hub import get_token
+
 from specdemo.presets.files import Preset, load_presets
 
 
@@ -22,7 +24,6 @@ class Machine:
 @lru_cache(maxsize=1)
 def this_machine() -> Machine:
     import torch
-    from huggingface_hub import get_token
 
     from specdemo.models.devices import DEVICE_KINDS, best_device, device_kind
 
