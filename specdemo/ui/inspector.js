@@ -13,6 +13,7 @@ function selectStep(lane, step, movePanel = true, token = null) {
   const folded = shown?.closest("details");
   if (folded) folded.open = true;
   if (shown && movePanel) reveal(lane.view.text, shown);
+  $(".sd-click-hint").hidden = true;
   run.selected = { lane: lane.index, step: index, token: lane.outputNodes.indexOf(token) };
   if (lane.index && lane.index !== run.focus) focusLane(lane.index);
   inspect();

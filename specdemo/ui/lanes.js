@@ -126,6 +126,7 @@ function pill(lane, text, tone = "") {
 function span(text, outcome, step) {
   const node = withData(make(outcome === "rejected" ? "del" : "span"), { outcome, step });
   if (outcome === "rejected") node.ariaHidden = "true";
+  else if (!text.trim()) node.dataset.blank = "";
   node.textContent = text;
   return node;
 }

@@ -269,6 +269,15 @@ const initialView = () => ({
   points: [], lastPoint: 0, noteSeries: {}, notes: {}, // charts
 });
 
+const LONG = 200; // tokens, of about 100 steps
+const hiding = $(".sd-rejected");
+
+// Hides the rejected tokens of a long text, unless the visitor has chosen.
+function hideRejected() {
+  if (!("chosen" in hiding.dataset)) hiding.checked = run.start.limit > LONG;
+  $(".sd-lanes").classList.toggle("sd-hide-rejected", hiding.checked);
+}
+
 /** Shows the run from its start. replayed: at its recorded speed. */
 function showRun(replayed) {
   film?.close();
@@ -288,6 +297,7 @@ function showRun(replayed) {
   for (const panel of [".sd-histogram", ".sd-drafter-charts"]) $(panel).replaceChildren();
   Object.assign(run, { selected: null, focus: Math.min(1, run.lanes.length - 1), panels: 0, painted: 0, done: false });
   badge();
+  hideRejected();
   drawLaneTabs();
   inspect();
   markOutdated();
@@ -411,8 +421,9 @@ document.addEventListener("specdemo:settings", () => {
 for (const input of element.querySelectorAll("[name=sd-pace]")) {
   input.addEventListener("change", () => player.playing || run.userRun ? player.play() : drawTransport());
 }
-$(".sd-rejected").addEventListener("change", (event) => {
-  $(".sd-lanes").classList.toggle("sd-keep-rejected", event.target.checked);
+hiding.addEventListener("change", () => {
+  hiding.dataset.chosen = "";
+  hideRejected();
 });
 empty();
 watch("value", read);

@@ -203,18 +203,21 @@ def test_hostile_text_stays_text(replayed, trace_file):
     expect(page.get_by_role("img", name=name)).to_be_visible()
 
 
-def test_rejected_drafts_fade_and_return_steps_are_inspected_and_the_run_replayed(replayed, trace_file):
+def test_rejected_drafts_stay_or_leave_a_mark_steps_are_inspected_and_the_run_replayed(replayed, trace_file):
     page = replayed(trace_file)
     rejected = page.locator('[data-lane="1"] del[data-outcome="rejected"]').first
     assert rejected.get_attribute("data-more") == "+1"
     shown = "node => getComputedStyle(node).opacity"
-    assert rejected.evaluate(shown) == "0"  # faded; what stays is a mark at the token after it
-    assert "gradient" in rejected.evaluate("node => getComputedStyle(node.nextSibling).backgroundImage")
-    page.locator('[data-lane="1"].sd-text').hover()
-    assert rejected.evaluate(shown) == "1"
-    page.mouse.move(0, 0)
-    assert rejected.evaluate(shown) == "0"
+    filled = "node => getComputedStyle(node.nextSibling).backgroundColor"
+    assert rejected.evaluate(shown) == "1" and rejected.evaluate(filled) != "rgba(0, 0, 0, 0)"
+    text = page.locator('[data-lane="1"].sd-text')
+    height = text.bounding_box()["height"]
+    text.hover()
+    assert text.bounding_box()["height"] == height  # nothing moves under the pointer
     page.locator(".sd-rejected").check()
+    expect(rejected).to_have_css("opacity", "0")  # faded; what stays is a mark at the token after it
+    assert "gradient" in rejected.evaluate("node => getComputedStyle(node.nextSibling).backgroundImage")
+    page.locator(".sd-rejected").uncheck()
     assert rejected.evaluate(shown) == "1"
     copied = page.evaluate(
         "getSelection().selectAllChildren(document.querySelector('[data-lane=\"1\"].sd-text')), `${getSelection()}`"
