@@ -1,4 +1,4 @@
-// The panels below the lanes: throughput, accepted tokens per step, time per phase, and statistics reported by drafters.
+// The panels beside and below the lanes: throughput, ribbon, accepted tokens per step, time per phase, and statistics reported by drafters.
 
 const MIN_TOKENS = 4; // tokens before the first point of the throughput chart
 
@@ -6,6 +6,7 @@ function drawPanels() {
   if (!player.over && !player.paused && performance.now() - run.panels < CHART_MS) return;
   run.panels = performance.now();
   drawThroughput();
+  drawRibbons();
   drawHistogram();
   drawTimes();
   drawNoteCharts();
@@ -13,6 +14,7 @@ function drawPanels() {
 
 // Adds a step to the charts.
 function addChartPoints(lane, line) {
+  addCell(lane, line);
   const { tokens, clock_ms, recent } = line.so_far;
   for (const name of Object.keys(NOTE_CHARTS)) {
     if (isNumber(line.notes[name])) (lane.noteSeries[name] ??= []).push([lane.steps.length - 1, line.notes[name]]);

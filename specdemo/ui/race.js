@@ -266,7 +266,7 @@ const initialStream = () => ({ lines: [], received: 0, offset: null });
 const initialView = () => ({
   next: 0, announced: null, steps: [], soFar: {}, finish: null, summary: null, comparison: null, // displayed state
   outputNodes: [], answerNodes: [], recentText: "", thinking: null, pending: null, finishStep: null, baselineMark: null, // text
-  points: [], lastPoint: 0, noteSeries: {}, notes: {}, // charts
+  points: [], lastPoint: 0, noteSeries: {}, notes: {}, ribbon: { paths: {}, up: 0, down: 0, ends: [] }, // charts
 });
 
 const LONG = 200; // tokens, of about 100 steps
@@ -294,7 +294,7 @@ function showRun(replayed) {
     lane.bar = raceBar(lane);
     if (lane.note) laneNote(lane, lane.note);
   }
-  for (const panel of [".sd-histogram", ".sd-drafter-charts"]) $(panel).replaceChildren();
+  for (const panel of [".sd-ribbons", ".sd-histogram", ".sd-drafter-charts"]) $(panel).replaceChildren();
   Object.assign(run, { selected: null, focus: Math.min(1, run.lanes.length - 1), panels: 0, painted: 0, done: false });
   badge();
   hideRejected();
