@@ -97,14 +97,14 @@ class Constraint:
         return Draft(ids, parents, None, confidence, draft.notes, forced=[row.forced for row in rows])
 
     def _tree_states(self, draft: Draft) -> list[States]:
-        found = []
+        rows = []
         for state, tokens, parents in zip(self._states, draft.tokens.tolist(), draft.parents.tolist(), strict=True):
             states = [state]
             for token, parent in zip(tokens, parents, strict=True):
                 above = states[parent]
                 states.append(above.after(token) if above and token != ABSENT else None)
-            found.append(states)
-        return found
+            rows.append(states)
+        return rows
 
 
 class _Around:

@@ -52,7 +52,7 @@ def check_output_folder(folder: Path, force: bool = False) -> None:
     if force or not folder.is_dir() or not any(folder.iterdir()) or (folder / MARKER).is_file():
         return
     keys = [_keys(folder / name) for name in ("provenance.json", "results.json")]
-    if not any(kind <= found for found in keys for kind in (PROVENANCE, SECTIONS, SECTION, RESULT)):
+    if not any(kind <= names for names in keys for kind in (PROVENANCE, SECTIONS, SECTION, RESULT)):
         raise ValueError(f"{folder} is not empty and was not made by specdemo; name another with --out or add --force")
 
 

@@ -185,20 +185,20 @@ _replayed_once = lru_cache(maxsize=64)(replayed)  # a prediction asks for each k
 def _steps(guesses: Sequence[bool | None], k: int, chance: float) -> tuple[float, float, float]:
     """Return the fewest, the expected and the most passes that generate all tokens, by recursion from the end."""
     end = len(guesses)
-    found: list[tuple[float, float, float]] = [(0.0, 0.0, 0.0)] * (end + k + 1)
+    passes: list[tuple[float, float, float]] = [(0.0, 0.0, 0.0)] * (end + k + 1)
     for begin in reversed(range(end)):
         low, mean, high, alive = float(end), 0.0, 0.0, 1.0
         for place in range(begin, begin + k + 1):  # the pass ends with this token
             guess = guesses[place] if place < min(end, begin + k) else False
             ends = 1.0 if guess is False else 0.0 if guess else 1.0 - chance
-            few, some, many = found[place + 1]
+            few, some, many = passes[place + 1]
             if guess is not True:
                 low, high, mean = min(low, few), max(high, many), mean + alive * ends * some
             alive *= 1.0 - ends
             if guess is False:
                 break
-        found[begin] = (1.0 + low, 1.0 + mean, 1.0 + high)
-    return found[0]
+        passes[begin] = (1.0 + low, 1.0 + mean, 1.0 + high)
+    return passes[0]
 
 
 def of_passes(passes: Iterable[PassCounts], exact: bool = False, widths: tuple[int, ...] = ()) -> Acceptance:
@@ -236,13 +236,13 @@ def of_lengths(lengths: Mapping[int, float]) -> Acceptance:
     The mean accepted length grows from k - 1 to k by the probability that all k draft tokens are accepted; positions
     without a length of their own share one rate.
     """
-    found, before, reached, tokens = list[float](), 0, 1.0, 1.0
+    rates, before, reached, tokens = list[float](), 0, 1.0, 1.0
     for k, length in sorted(lengths.items()):
         gap = k - before
         gained = (length - tokens) / reached if reached else 0.0
-        found += from_mean(1.0 + min(max(gained, 0.0), gap), gap).rates
-        before, tokens, reached = k, length, prod(found)
-    return Acceptance(tuple(found), recorded=True, lengths=tuple(sorted(lengths.items())))
+        rates += from_mean(1.0 + min(max(gained, 0.0), gap), gap).rates
+        before, tokens, reached = k, length, prod(rates)
+    return Acceptance(tuple(rates), recorded=True, lengths=tuple(sorted(lengths.items())))
 
 
 def of_lane(lane: LaneTrace) -> Acceptance:

@@ -61,8 +61,8 @@ def pass_ratio(pass_ms: Mapping[int, float], slots: float) -> float:
 
 def curve_of(environment: Mapping[str, object]) -> dict[int, float]:
     """Return slots -> milliseconds of a pass over a chain of that many; empty if it was not measured."""
-    found = environment.get("pass_ms")
-    entries = found.items() if isinstance(found, dict) else ()
+    curve = environment.get("pass_ms")
+    entries = curve.items() if isinstance(curve, dict) else ()
     times = {int(n): ms for n, ms in entries if n.isdecimal() and len(n) < 4 and isinstance(ms, int | float)}
     return times if 1 in times and all(0.0 < ms < MAX_MS for ms in times.values()) else {}
 

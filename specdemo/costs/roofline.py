@@ -99,8 +99,8 @@ class Device:
     def peak(self) -> float:
         """Return the profile's TFLOP/s for this dtype, or for the nearest known one."""
         known = self.profile.compute_tflop_per_s
-        found = known.get(self.dtype) or known.get("float16") or next(iter(known.values()))
-        return found.value
+        rate = known.get(self.dtype) or known.get("float16") or next(iter(known.values()))
+        return rate.value
 
     def changed(self, **terms: float) -> "Device":
         """Return the device with other cost terms."""

@@ -102,8 +102,8 @@ class Shape:
 @lru_cache(maxsize=1)
 def known() -> dict[str, Config]:
     """Return the sizes in configs of well-known models by hub id."""
-    found: dict[str, Config] = json.loads(KNOWN.read_text(encoding="utf-8"))
-    return found
+    configs: dict[str, Config] = json.loads(KNOWN.read_text(encoding="utf-8"))
+    return configs
 
 
 def shape_of(config: Config, name: str = "", quantization: str | None = None) -> Shape:
@@ -301,12 +301,12 @@ class ConfigReader:
         operations = 2 * self.heads * (2 * self.latent if self.latent else 2 * self.head_dim)
         keys, values = self._linear_sizes()
         heads = self._number("linear_num_key_heads", default=1)
-        found = [
+        parts = [
             Memory(self.attention_layers - sliding, numbers, operations),
             Memory(sliding, numbers, operations, window),
             Memory(linear, 0, 0, state=keys // max(heads, 1) * values),
         ]
-        return [memory for memory in found if memory.layers]
+        return [memory for memory in parts if memory.layers]
 
 
 def with_layers(shape: Shape, layers: int) -> Shape:
