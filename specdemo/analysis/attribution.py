@@ -15,7 +15,7 @@ from specdemo.analysis.predict import ASSUMED
 from specdemo.costs.acceptance import Acceptance, solve
 from specdemo.costs.profiles import profile
 from specdemo.costs.roofline import device_of, step_cost
-from specdemo.costs.shapes import Shape, known
+from specdemo.costs.shapes import Shape, reference_configs
 from specdemo.costs.step import CostModel, StepCost
 from specdemo.methods.facts import PREDICTED
 from specdemo.models.ref import ModelRef
@@ -61,27 +61,27 @@ def ratios(reach: Sequence[float]) -> list[float]:
     return [b / a if a else 0.0 for a, b in zip((1.0, *reach), reach, strict=False)]
 
 
-def _known_name(name: str) -> str:
+def _reference_name(name: str) -> str:
     """Return the well-known model that a name means; empty if there is none."""
-    names = {ModelRef(id).base_name: id for id in known() if "/" in id}
+    names = {ModelRef(id).base_name: id for id in reference_configs() if "/" in id}
     return names.get(ModelRef(name).base_name, "") if name else ""
 
 
 def target_shape(observation: Observation) -> Shape:
     """Return the shape of the target if it is well known, else that of a typical model of its kind."""
-    return shape(_known_name(observation.target) or (EXPERTS if observation.moe else DENSE))
+    return shape(_reference_name(observation.target) or (EXPERTS if observation.moe else DENSE))
 
 
 def expected_cost(observation: Observation, k: int, batch: float = 1.0) -> StepCost:
     """Return the cost that the roofline expects for the models of an observation."""
     target = target_shape(observation)
     method = observation.kind if observation.kind in PREDICTED else "eagle"
-    return _expected(target, method, _known_name(observation.drafter), min(k, MOST_DRAFTED), max(round(batch), 1))
+    return _expected(target, method, _reference_name(observation.drafter), min(k, MOST_DRAFTED), max(round(batch), 1))
 
 
 @lru_cache(maxsize=256)
 def _expected(target: Shape, method: str, drafter: str, k: int, batch: int) -> StepCost:
-    config = known()[drafter or SMALL] if method == "draft_model" else None
+    config = reference_configs()[drafter or SMALL] if method == "draft_model" else None
     draft = drafting(method, target, config, {})
     device, acceptance = device_of(profile(DEVICE), DTYPE, "recorded"), Acceptance((ASSUMED,))
     plain, step = (step_cost(device, target, draft, acceptance, length, batch, CONTEXT) for length in (0, k))

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from specdemo.core.suggest import suggest
 from specdemo.costs.drafting import Drafting
-from specdemo.costs.shapes import UNREADABLE, Config, Shape, known, shape_of
+from specdemo.costs.shapes import UNREADABLE, Config, Shape, reference_configs, shape_of
 from specdemo.methods import METHODS, detect_head, facts_of, usable
 from specdemo.methods.facts import FACTS, PREDICTED
 from specdemo.models.gguf_files import local_header
@@ -23,7 +23,7 @@ def shape(name: str, quantization: str | None = None) -> Shape:
     Raises ValueError, one line with the nearest match.
     """
     config = config_of(name)
-    if name not in known() and name in embedded_heads():
+    if name not in reference_configs() and name in embedded_heads():
         head = detect_head(ModelRef(name))
         raise ValueError(f"{name} is a head for method {head!r}; choose a complete model as the target")
     return shape_of(config, name, quantization)
@@ -31,8 +31,8 @@ def shape(name: str, quantization: str | None = None) -> Shape:
 
 def config_of(name: str) -> Config:
     """Return the config.json of a model; well-known ones need no network. Raises ValueError with one line."""
-    if name in known():
-        return known()[name]
+    if name in reference_configs():
+        return reference_configs()[name]
 
     ref = ModelRef(name)
     if ref.gguf:
@@ -44,7 +44,7 @@ def config_of(name: str) -> Config:
     try:
         return read_config(config_folder(ref))
     except ValueError as error:
-        near = suggest(name[:60], known())
+        near = suggest(name[:60], reference_configs())
         raise ValueError(f"{error}; {near}" if near.startswith("did") else str(error)) from None
 
 

@@ -282,8 +282,8 @@ def _confidence(rows: Sequence[ConstrainedRow], width: int, draft: Draft) -> Ten
     if draft.confidence is None:
         return None
     confidence = draft.confidence.new_ones(len(rows), width)
-    known = min(width, draft.nodes)
-    confidence[:, :known] = draft.confidence[:, :known]
+    nodes = min(width, draft.nodes)
+    confidence[:, :nodes] = draft.confidence[:, :nodes]
     for number, row in enumerate(rows):
         confidence[number, [slot - 1 for slot in row.forced]] = 1.0
     return confidence

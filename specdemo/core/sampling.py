@@ -94,21 +94,21 @@ class PositionNoise(Generator):
             [position] * rows,
             torch.arange(vocab_size, dtype=torch.int32, device=device),
         )
-        self._known = torch.empty(rows, 0, vocab_size, device=device)  # of the next positions
+        self._buffer = torch.empty(rows, 0, vocab_size, device=device)  # of the next positions
 
     def ahead(self, count: int) -> Tensor:
         """Return the noise [B, count, V] of the next `count` tokens of every row."""
-        known = self._known.shape[1]
-        if known < count:
-            more = max(count - known, BLOCK // (len(self._positions) * len(self._ids)))
-            computed = self._compute(range(known, known + more))
-            self._known = torch.cat([self._known, computed], 1) if known else computed
-        return self._known[:, :count]
+        size = self._buffer.shape[1]
+        if size < count:
+            more = max(count - size, BLOCK // (len(self._positions) * len(self._ids)))
+            computed = self._compute(range(size, size + more))
+            self._buffer = torch.cat([self._buffer, computed], 1) if size else computed
+        return self._buffer[:, :count]
 
     def advance(self, lengths: Sequence[int]) -> None:
         """Move row b forward by lengths[b] tokens."""
         self._positions = [position + n for position, n in zip(self._positions, lengths, strict=True)]
-        self._known = self._known[:, lengths[0] if len({*lengths}) == 1 else self._known.shape[1] :]
+        self._buffer = self._buffer[:, lengths[0] if len({*lengths}) == 1 else self._buffer.shape[1] :]
 
     def __reduce__(self) -> tuple[object, ...]:  # type: ignore[override]  # torch rebuilds generators only
         # torch would copy a plain generator, without seed and positions

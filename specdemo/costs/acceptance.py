@@ -137,13 +137,13 @@ class Acceptance:
 
     def _extrapolated(self, k: int, longest: int) -> Estimate:
         """Add the further tokens of full drafts to the recorded mean. The interval goes from none of them to all."""
-        known, extrapolated = self._measured(longest), range(longest + 1, k + 1)
+        base, extrapolated = self._measured(longest), range(longest + 1, k + 1)
         full, passes = sum(kept >= longest for kept, _ in self.passes), len(self.passes)
         chance = full / passes if passes else self.p_all_accepted(longest)
         most = (full + 1.0) / (passes + 2.0) if passes else chance  # rule of succession: 0 of n does not prove never
-        value = known.value + chance * sum(reach_probabilities(map(self.rate, extrapolated)))
-        low = known.value if known.low is None else known.low
-        high = known.value if known.high is None else known.high
+        value = base.value + chance * sum(reach_probabilities(map(self.rate, extrapolated)))
+        low = base.value if base.low is None else base.low
+        high = base.value if base.high is None else base.high
         return Estimate(value, low, min(high + max(most, chance) * len(extrapolated), k + 1.0))
 
     def expected(self, k: int) -> float:
@@ -203,14 +203,14 @@ def _steps(guesses: Sequence[bool | None], k: int, chance: float) -> tuple[float
 
 def of_passes(passes: Iterable[PassCounts], exact: bool = False, widths: tuple[int, ...] = ()) -> Acceptance:
     """Compute the acceptance from passes. widths: of their draft tree. Raises ValueError if nothing was drafted."""
-    known = tuple(passes)
-    deepest = max((drafted for _, drafted in known), default=0)
+    pairs = tuple(passes)
+    deepest = max((drafted for _, drafted in pairs), default=0)
     if not deepest:
         raise ValueError("this run drafted nothing, so its acceptance is unknown; choose another lane")
-    counts = [kept for kept, drafted in known if drafted == deepest] or [kept for kept, _ in known]
+    counts = [kept for kept, drafted in pairs if drafted == deepest] or [kept for kept, _ in pairs]
     rates, _ = measured_rates(counts, deepest)
-    known_rates = rates or [fmean(n > 0 for n in counts)]
-    return Acceptance(tuple(known_rates[:MAX_RATES]), () if widths else known, exact, widths[:MAX_RATES])
+    rates = rates or [fmean(n > 0 for n in counts)]
+    return Acceptance(tuple(rates[:MAX_RATES]), () if widths else pairs, exact, widths[:MAX_RATES])
 
 
 def from_mean(tokens: float, k: int) -> Acceptance:

@@ -75,8 +75,8 @@ def measured_passes(trace: RunTrace, target: object) -> dict[int, float]:
 
 def pass_rows(environment: Mapping[str, object]) -> list[tuple[str, str]]:
     """Return name and value of every known fact."""
-    known = {name: str(value)[:LONGEST_WORD] for name, value in environment.items() if value}
-    rows = [(title, known[name]) for name, title in _WORDS.items() if name in known]
+    facts = {name: str(value)[:LONGEST_WORD] for name, value in environment.items() if value}
+    rows = [(title, facts[name]) for name, title in _WORDS.items() if name in facts]
     if curve := curve_of(environment):
         wider = [f"{n} tokens {ms / curve[1]:.2f}×" for n, ms in sorted(curve.items()) if n > 1]
         rows.append(("Passes", ", ".join([f"1 token {curve[1]:.1f} ms", *wider])))

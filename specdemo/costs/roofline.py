@@ -17,7 +17,7 @@ from specdemo.core.suggest import suggest
 from specdemo.costs.acceptance import Acceptance, from_mean
 from specdemo.costs.drafting import Drafting, draft_model, eagle, no_passes
 from specdemo.costs.profiles import MeasuredStep, Profile
-from specdemo.costs.shapes import Shape, known, shape_of
+from specdemo.costs.shapes import Shape, reference_configs, shape_of
 from specdemo.costs.step import StepCost
 
 Engine = Literal["recorded", "eager"]
@@ -98,8 +98,8 @@ class Device:
     @property
     def peak(self) -> float:
         """Return the profile's TFLOP/s for this dtype, or for the nearest known one."""
-        known = self.profile.compute_tflop_per_s
-        rate = known.get(self.dtype) or known.get("float16") or next(iter(known.values()))
+        rates = self.profile.compute_tflop_per_s
+        rate = rates.get(self.dtype) or rates.get("float16") or next(iter(rates.values()))
         return rate.value
 
     def changed(self, **terms: float) -> "Device":
@@ -166,9 +166,9 @@ def _measured_passes(profile: Profile, dtype: str) -> Iterator[tuple[Work, float
 
 def _measured_shape(name: str) -> Shape:
     """Return the shape of a model that a profile names. Raises ValueError with one line."""
-    if name not in known():
-        raise ValueError(f"unknown model {name[:60]!r} in a profile; {suggest(name[:60], known())}")
-    return shape_of(known()[name], name)
+    if name not in reference_configs():
+        raise ValueError(f"unknown model {name[:60]!r} in a profile; {suggest(name[:60], reference_configs())}")
+    return shape_of(reference_configs()[name], name)
 
 
 def _fitted(device: Device, passes: Sequence[tuple[Work, float]]) -> Device:
@@ -207,7 +207,7 @@ def _rest(one: MeasuredStep, device: Device) -> float:
     """Return the milliseconds of a measured step that its passes do not explain."""
     target = _measured_shape(one.model)
     passes = FITTED[one.method] if one.k else no_passes
-    draft = passes(target, known()[one.draft] if one.draft else {}, {})
+    draft = passes(target, reference_configs()[one.draft] if one.draft else {}, {})
     acceptance = from_mean(1.0 + min(one.kept, one.k), one.k) if one.k else Acceptance((0.0,))
     step = step_cost(device, target, draft, acceptance, one.k, one.batch, one.context)
     return sum(one.ms.values()) - step.drafting - step.verify

@@ -100,7 +100,7 @@ class Shape:
 
 
 @lru_cache(maxsize=1)
-def known() -> dict[str, Config]:
+def reference_configs() -> dict[str, Config]:
     """Return the sizes in configs of well-known models by hub id."""
     configs: dict[str, Config] = json.loads(KNOWN.read_text(encoding="utf-8"))
     return configs

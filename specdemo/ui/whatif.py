@@ -24,7 +24,7 @@ from specdemo.costs.acceptance import Acceptance, of_lane, of_lengths
 from specdemo.costs.lengths import MAX_K
 from specdemo.costs.passes import measured_passes
 from specdemo.costs.profiles import profile, profiles
-from specdemo.costs.shapes import known
+from specdemo.costs.shapes import reference_configs
 from specdemo.methods import BASELINE
 from specdemo.methods.facts import PREDICTED
 from specdemo.models.ref import ModelRef
@@ -73,7 +73,7 @@ def start_of(trace: RunTrace, index: int, words: str, allow_any_model: bool = Fa
     """
     lane, config = trace.lanes[index], trace.config
     target, model = str(config.get("target")), lane.options.get("model")
-    check_names({str(name) for name in (target, model) if name} - {*known()}, allow_any_model)
+    check_names({str(name) for name in (target, model) if name} - {*reference_configs()}, allow_any_model)
     if lane.method not in PREDICTED:
         raise ValueError(f"{lane.name} chooses drafts at run time and cannot be predicted; choose another run")
     acceptance = of_lane(lane)
@@ -132,7 +132,7 @@ def starts() -> Starts:
 def predict_for(start: Start, values: Values) -> Prediction:
     """Return the prediction for the values of the controls. Raises ValueError with one line."""
     target, given = values["target"], start.given | {name: int(values[name]) for name in LOAD}
-    check_names({str(target)} - {start.target, *known()}, False)
+    check_names({str(target)} - {start.target, *reference_configs()}, False)
     if target != start.target:
         given |= {"quantization": None, "passes": None}
     if values["draft"] != SAME:
@@ -260,13 +260,13 @@ def _targets(first: str) -> list[str]:
 
 
 def _on_the_hub() -> list[str]:
-    return [name for name in known() if "/" in name]  # the others are sizes used by benchmarks
+    return [name for name in reference_configs() if "/" in name]  # the others are sizes used by benchmarks
 
 
 def _drafts() -> list[tuple[str, str]]:
     titles = {name: facts.title for name, facts in PREDICTED.items() if name != BASELINE}
     small = [name for name in _on_the_hub() if shape(name).parameters < SMALL]
-    kinds = {name: method_in(known()[name], plug_ins=False) for name in small}
+    kinds = {name: method_in(reference_configs()[name], plug_ins=False) for name in small}
     models = [(f"{titles[kind]}: {name}", f"{kind}:{name}") for name, kind in kinds.items()]
     without_model = [(title, name) for name, title in titles.items() if name != "draft_model"]
     return [("as in the run", SAME), *without_model, *models]

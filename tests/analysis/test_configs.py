@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config
 from specdemo.analysis.configs import drafting, gguf_config, method_in, shape
 from specdemo.costs.profiles import Profile, profile, profiles, read_profile, write_profile
 from specdemo.costs.roofline import work
-from specdemo.costs.shapes import known, shape_of
+from specdemo.costs.shapes import reference_configs, shape_of
 from specdemo.methods import facts_of, method
 from specdemo.methods.facts import FACTS, PREDICTED, method_of
 from specdemo.models.gguf_header import Header
@@ -94,7 +94,7 @@ def test_window_bounds_the_kv_cache():
     ],
 )
 def test_weight_dtypes(config, bits):
-    assert shape_of({**known()["llama-1b"], "quantization_config": config}).bits == bits
+    assert shape_of({**reference_configs()["llama-1b"], "quantization_config": config}).bits == bits
 
 
 @pytest.mark.parametrize("config", [{}, {"num_hidden_layers": 2}, {**MOE, "hidden_size": "large"}])

@@ -16,7 +16,7 @@ from specdemo.costs.acceptance import from_mean, of_lengths, of_passes
 from specdemo.costs.drafting import Drafting
 from specdemo.costs.profiles import Figure, MeasuredStep, Passes, profile, profiles
 from specdemo.costs.roofline import device_of, step_cost, work
-from specdemo.costs.shapes import known
+from specdemo.costs.shapes import reference_configs
 from specdemo.methods.facts import PREDICTED
 from specdemo.presets.files import FOLDER
 
@@ -64,7 +64,7 @@ def test_every_method_has_a_cost_and_an_interval_around_its_value(method, device
     model = "llama-1b" if method == "draft_model" else None
     found = predict("llama-8b", device=device, method=method, model=model, ks=(1, 2, 4))
     assert found.as_dict()["method"] == method
-    free = PREDICTED[method].cost(shape("llama-8b"), known()["llama-1b"], {}).first is None
+    free = PREDICTED[method].cost(shape("llama-8b"), reference_configs()["llama-1b"], {}).first is None
     for row in found.rows:
         assert row.speedup.low < row.speedup.value < row.speedup.high
         assert row.v >= 1.0 and (row.draft_ms < 1.0 if free else row.c > 0.0)
@@ -142,7 +142,7 @@ def test_measured_passes_and_steps_correct_the_constants():
         ms[4][17] *= 3.0  # disturbed
         passes.append(Passes(model=name, dtype="float32", kernels="x", context=context, ms=ms))
     for k, method in ((0, "none"), (3, "draft_model")):
-        draft = drafting(method, shape("llama-7m"), known()["llama-1m"] if k else None, {})
+        draft = drafting(method, shape("llama-7m"), reference_configs()["llama-1m"] if k else None, {})
         step = step_cost(truth, shape("llama-7m"), draft, from_mean(2.0, max(k, 1)), k, 1, 80)
         laps = {"draft": step.drafting, "verify": step.verify, "commit": step.overhead}
         more = {"draft": "llama-1m"} if k else {}
@@ -204,7 +204,7 @@ def speedup_of(result):
 
 def test_published_results_name_source_and_device():
     for one in RESULTS:
-        assert one.source.startswith("https://") and one.device in profiles() and one.target in known()
+        assert one.source.startswith("https://") and one.device in profiles() and one.target in reference_configs()
         assert 1.0 <= one.tokens <= one.k + 1
 
 

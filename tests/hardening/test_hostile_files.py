@@ -24,7 +24,7 @@ from specdemo.bench.prompts import read_questions
 from specdemo.bench.result import read_result
 from specdemo.core.safe_io import CONFIG_BYTES, read_json, read_text
 from specdemo.costs.profiles import Profile
-from specdemo.costs.shapes import known, shape_of
+from specdemo.costs.shapes import reference_configs, shape_of
 from specdemo.methods import load_drafter
 from specdemo.methods.facts import PREDICTED
 from specdemo.methods.pairs import check_pair
@@ -418,7 +418,9 @@ def test_too_large_tokenizer_is_rejected_before_parsing(copied):
     assert "the limit is 64,000,000" in refused(load_target, str(copied))
 
 
-SIZES = sorted({key for config in known().values() for key in config} | {"layer_types", "mlp_only_layers", "n_predict"})
+SIZES = sorted(
+    {key for config in reference_configs().values() for key in config} | {"layer_types", "mlp_only_layers", "n_predict"}
+)
 DRAFTER_SIZES = sorted({*SIZES, "block_size", "draft_vocab_size", "dflash_config", "num_heads"})
 COUNTS = st.sampled_from([-1, 0, 1, 3, 2**24, 2**25, 10**30, 10**5000, 0.5, 1e308, float("inf"), float("nan")])
 OTHERS = st.sampled_from([None, True, "", "large", [], [1], ["sliding_attention"] * 3, {}, {"a": 1}])
@@ -439,13 +441,13 @@ def stored_as(config):
 
 @FEW
 @given(
-    st.sampled_from(sorted(known())), changes(SIZES), st.sampled_from(sorted(PREDICTED)),
+    st.sampled_from(sorted(reference_configs())), changes(SIZES), st.sampled_from(sorted(PREDICTED)),
     changes(DRAFTER_SIZES), st.sampled_from([1, 4096]), st.integers(-3, 40),
 )  # fmt: skip
 def test_a_prediction_from_any_config_is_finite_or_one_line(name, config_changes, method, drafter, batch, exit_layer):
     try:
-        target = shape_of({**known()[name], **config_changes}, name)
-        model = {**known()[name], **drafter}
+        target = shape_of({**reference_configs()[name], **config_changes}, name)
+        model = {**reference_configs()[name], **drafter}
         found = predict(target, method=method, model=model, batch=batch, options={"exit_layer": exit_layer}, ks=(1, 2))
     except ValueError as error:
         assert "\n" not in str(error) and len(str(error)) < 300
