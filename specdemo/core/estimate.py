@@ -181,7 +181,7 @@ def over_kinds(groups: Iterable[Sequence[float]]) -> Estimate:
     value, freedom = round(exp(fmean(map(fmean, logs))), 4), sum(map(len, logs)) - len(logs)
     if freedom < max(len(logs), 2):
         return Estimate(value)
-    spread = sum((one - fmean(kind)) ** 2 for kind in logs for one in kind) / freedom
+    spread = sum((x - fmean(kind)) ** 2 for kind in logs for x in kind) / freedom
     half = t_quantile(freedom) * sqrt(spread * sum(1 / len(kind) for kind in logs)) / len(logs)
     return Estimate(value, round(value * exp(-half), 4), round(value * exp(half), 4))
 

@@ -443,8 +443,8 @@ def estimate_speedup(baseline: LaneTrace, lane: LaneTrace, schedule: str) -> Est
         return None
     if not requests:
         return replace(estimate, reasons=timing_spread.reasons(*runs, estimate))
-    named_lanes = (("the baseline", baseline), ("this lane", lane))
-    servers = [(name, run_timings(one), one.service.times.values()) for name, one in named_lanes if whole_requests(one)]
+    sides = (("the baseline", baseline), ("this lane", lane))
+    servers = [(name, run_timings(side), side.service.times.values()) for name, side in sides if whole_requests(side)]
     server_reasons = (why for server in servers for why in timing_spread.server_warnings(*server))
     return replace(estimate, reasons=(*server_reasons, *timing_spread.wide_interval(estimate)))
 

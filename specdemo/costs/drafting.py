@@ -56,10 +56,10 @@ def medusa(target: Shape, config: Config, options: Sizes) -> Drafting:
     """W (h + SiLU(A h + b)) per token (2401.10774, section 2.1.1)."""
     layers = number(config, "medusa_num_layers", "num_hidden_layers", default=1)
     head = number(config, "truncated_vocab_size", default=target.vocabulary) * target.hidden
-    one = _network(target, layers * target.hidden**2, head)
+    block = _network(target, layers * target.hidden**2, head)
     heads = max(number(config, "num_heads", "medusa_num_heads", default=4), 4)  # many files have too small a number
-    own = replace(one, dense=heads * one.dense, head=heads * one.head)
-    return Drafting(one, one, own=own, longest=heads)
+    own = replace(block, dense=heads * block.dense, head=heads * block.head)
+    return Drafting(block, block, own=own, longest=heads)
 
 
 def mlp_speculator(target: Shape, config: Config, options: Sizes) -> Drafting:
@@ -84,8 +84,8 @@ def eagle(target: Shape, config: Config, options: Sizes) -> Drafting:
     hidden = reader.hidden
     old = bool(config) and not (config.get("draft_vocab_size") or "agle3" in str(config.get("architectures")))
     if old:
-        one = replace(layer, dense=layer.dense + 2 * hidden**2, head=target.head, embedding=0)
-        return Drafting(one, one, reads_all=True, own=replace(one, head=0))
+        head = replace(layer, dense=layer.dense + 2 * hidden**2, head=target.head, embedding=0)
+        return Drafting(head, head, reads_all=True, own=replace(head, head=0))
     words = number(config, "draft_vocab_size", default=0) or min(target.vocabulary, EAGLE_VOCABULARY)
     wider = hidden * reader.head_dim * (reader.heads + 2 * reader.kv_heads)
     further = replace(layer, dense=layer.dense + wider, head=words * hidden, embedding=0)
@@ -99,17 +99,17 @@ def dflash(target: Shape, config: Config, options: Sizes) -> Drafting:
     body, reader = _layers(target, {**config, "num_hidden_layers": layers})
     taps = (config.get("dflash_config") or {}).get("target_layer_ids") or config.get("target_layer_ids")
     fc = (len(taps) if taps else DFLASH_TAPS) * target.hidden * reader.hidden
-    one = replace(body, dense=body.dense + fc, head=target.head, embedding=0, operations=layers * CHAIN + ENDS)
+    head = replace(body, dense=body.dense + fc, head=target.head, embedding=0, operations=layers * CHAIN + ENDS)
     longest = number(config, "block_size", default=DFLASH_BLOCK) - 1
-    return Drafting(one, block=True, reads_all=True, own=replace(one, head=0), longest=longest)
+    return Drafting(head, block=True, reads_all=True, own=replace(head, head=0), longest=longest)
 
 
 def mtp(target: Shape, config: Config, options: Sizes) -> Drafting:
     """A target layer after a matrix that joins state and embedding (DeepSeek-V3, arXiv 2412.19437, section 2.2)."""
     layer, _ = _layers(target, {"num_hidden_layers": 1, "first_k_dense_replace": 0, "mlp_only_layers": []})
     dense = layer.dense + 2 * target.hidden**2
-    one = replace(layer, dense=dense, head=target.head, embedding=0, bits=target.bits)
-    return Drafting(one, one, reads_all=True, own=replace(one, head=0))
+    head = replace(layer, dense=dense, head=target.head, embedding=0, bits=target.bits)
+    return Drafting(head, head, reads_all=True, own=replace(head, head=0))
 
 
 def gemma4_assistant(target: Shape, config: Config, options: Sizes) -> Drafting:
@@ -125,8 +125,8 @@ def gemma4_assistant(target: Shape, config: Config, options: Sizes) -> Drafting:
     if config.get("use_ordered_embeddings"):
         centroids = number(config, "num_centroids", default=2048, low=1)
         read = centroids + number(config, "centroid_intermediate_top_k", default=32) * table // centroids
-    one = Shape("head", layers, hidden, table, dense, read * hidden, operations=layers * CHAIN + ENDS)
-    return Drafting(one, one, own=replace(one, head=table * hidden))
+    head = Shape("head", layers, hidden, table, dense, read * hidden, operations=layers * CHAIN + ENDS)
+    return Drafting(head, head, own=replace(head, head=table * hidden))
 
 
 def layer_skip(target: Shape, config: Config, options: Sizes) -> Drafting:

@@ -158,7 +158,7 @@ def device_of(profile: Profile, dtype: str, engine: Engine) -> Device:
 
 
 def _measured_passes(profile: Profile, dtype: str) -> Iterator[tuple[Work, float]]:
-    for passes in (one for one in profile.passes if one.dtype == dtype):
+    for passes in (p for p in profile.passes if p.dtype == dtype):
         of = _measured_shape(passes.model)
         for batch, row in passes.ms.items():
             yield from ((work(of, n, batch, passes.context, BYTES[dtype]), ms) for n, ms in row.items())
@@ -174,8 +174,8 @@ def _measured_shape(name: str) -> Shape:
 def _fitted(device: Device, passes: Sequence[tuple[Work, float]]) -> Device:
     """Fit the terms of a pass by coordinate descent on the sum of absolute log errors, which outliers hardly move."""
 
-    def loss(one: Device) -> float:
-        return sum(abs(log(ms / one.ms(of))) for of, ms in passes)
+    def loss(candidate: Device) -> float:
+        return sum(abs(log(ms / candidate.ms(of))) for of, ms in passes)
 
     for factor in FACTORS:
         for _ in range(ROUNDS):
@@ -192,22 +192,22 @@ def _fitted(device: Device, passes: Sequence[tuple[Work, float]]) -> Device:
 
 def _with_overhead(device: Device) -> Device:
     """Return the device with the overhead of the profile's steps, as far as they were measured."""
-    steps = [one for one in device.profile.steps if one.dtype == device.dtype and _is_usable(one)]
-    plain = [_rest(one, device) for one in steps if not one.k]
+    steps = [step for step in device.profile.steps if step.dtype == device.dtype and _is_usable(step)]
+    plain = [_rest(step, device) for step in steps if not step.k]
     device = device.changed(step_ms=max(median(plain), 0.0)) if plain else device
-    drafting = [_rest(one, device) - device.costs.step_ms for one in steps if one.k]
+    drafting = [_rest(step, device) - device.costs.step_ms for step in steps if step.k]
     return device.changed(draft_ms=max(median(drafting), 0.0)) if drafting else device
 
 
-def _is_usable(one: MeasuredStep) -> bool:
-    return one.method in FITTED if one.k else not one.drafted
+def _is_usable(step: MeasuredStep) -> bool:
+    return step.method in FITTED if step.k else not step.drafted
 
 
-def _rest(one: MeasuredStep, device: Device) -> float:
+def _rest(step: MeasuredStep, device: Device) -> float:
     """Return the milliseconds of a measured step that its passes do not explain."""
-    target = _measured_shape(one.model)
-    passes = FITTED[one.method] if one.k else no_passes
-    draft = passes(target, reference_configs()[one.draft] if one.draft else {}, {})
-    acceptance = from_mean(1.0 + min(one.kept, one.k), one.k) if one.k else Acceptance((0.0,))
-    step = step_cost(device, target, draft, acceptance, one.k, one.batch, one.context)
-    return sum(one.ms.values()) - step.drafting - step.verify
+    target = _measured_shape(step.model)
+    passes = FITTED[step.method] if step.k else no_passes
+    draft = passes(target, reference_configs()[step.draft] if step.draft else {}, {})
+    acceptance = from_mean(1.0 + min(step.kept, step.k), step.k) if step.k else Acceptance((0.0,))
+    cost = step_cost(device, target, draft, acceptance, step.k, step.batch, step.context)
+    return sum(step.ms.values()) - cost.drafting - cost.verify

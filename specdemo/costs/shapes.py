@@ -67,7 +67,7 @@ class Shape:
 
     def __post_init__(self) -> None:
         """Raise ValueError for sizes that contradict each other."""
-        counts = (self.layers, self.dense, self.head, self.expert_layers, *(one.layers for one in self.memory))
+        counts = (self.layers, self.dense, self.head, self.expert_layers, *(memory.layers for memory in self.memory))
         if min(counts) < 0 or (self.experts and self.chosen > self.experts):
             raise ValueError("its sizes contradict each other")
 
