@@ -50,11 +50,11 @@ def draft_lengths(pass_ms: Mapping[int, float], draft: float, longest: int) -> l
         speeds[k] = [expected_tokens([rate] * k)[k] / step for rate in RATES]
     best = [max(column) for column in zip(*speeds.values(), strict=True)]
     near = {k: {i for i, speed in enumerate(row) if speed >= NEAR * best[i]} for k, row in speeds.items()}
-    rest, chosen = {i for i, speed in enumerate(best) if speed > 1.0}, list[int]()
+    rest, lengths = {i for i, speed in enumerate(best) if speed > 1.0}, list[int]()
     while rest:
-        chosen.append(max(near, key=lambda k: (len(near[k] & rest), -k)))
-        rest -= near[chosen[-1]]
-    return sorted(chosen) or [1]
+        lengths.append(max(near, key=lambda k: (len(near[k] & rest), -k)))
+        rest -= near[lengths[-1]]
+    return sorted(lengths) or [1]
 
 
 def usual_tree(

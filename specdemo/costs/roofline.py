@@ -51,10 +51,10 @@ def work(
     width = shape.width(dtype_bytes)
     head = shape.head * shape.head_width(dtype_bytes) if output_rows else 0.0
     weights = (shape.dense + expert * shape.touched(rows)) * width + head
-    flop = 2.0 * rows * (shape.dense + expert * shape.chosen) + 2.0 * output_rows * shape.head
+    flop = 2.0 * rows * (shape.dense + expert * shape.experts_per_token) + 2.0 * output_rows * shape.head
     for memory in shape.memory:
-        seen = min(context, memory.window) if memory.window else context
-        flop += rows * memory.layers * (memory.operations * seen + 2.0 * memory.state)
+        reach = min(context, memory.window) if memory.window else context
+        flop += rows * memory.layers * (memory.operations * reach + 2.0 * memory.state)
     return Work(weights + batch * shape.kv_bytes(context, dtype_bytes), flop, shape.operations)
 
 

@@ -57,7 +57,7 @@ class Shape:
     embedding: int = 0  # 0 if tied with lm_head
     expert: int = 0  # weights of one expert of one layer
     experts: int = 0
-    chosen: int = 0  # experts per token
+    experts_per_token: int = 0
     expert_layers: int = 0
     memory: tuple[Memory, ...] = ()
     bits: float | None = None
@@ -68,7 +68,7 @@ class Shape:
     def __post_init__(self) -> None:
         """Raise ValueError for sizes that contradict each other."""
         counts = (self.layers, self.dense, self.head, self.expert_layers, *(memory.layers for memory in self.memory))
-        if min(counts) < 0 or (self.experts and self.chosen > self.experts):
+        if min(counts) < 0 or (self.experts and self.experts_per_token > self.experts):
             raise ValueError("its sizes contradict each other")
 
     @property
@@ -78,7 +78,7 @@ class Shape:
 
     def touched(self, tokens: float) -> float:
         """Return the expected number of experts per layer that so many tokens activate with uniform random routing."""
-        return self.experts * (1.0 - (1.0 - self.chosen / self.experts) ** tokens) if self.experts else 0.0
+        return self.experts * (1.0 - (1.0 - self.experts_per_token / self.experts) ** tokens) if self.experts else 0.0
 
     def width(self, dtype_bytes: float) -> float:
         """Return the bytes per weight of the matrices."""
@@ -159,7 +159,7 @@ def _shape(outer_config: Config, config: Config, name: str, bits: float | None) 
         embedding=0 if tied else vocabulary * hidden,
         expert=reader.expert,
         experts=reader.experts if sparse else 0,
-        chosen=reader.chosen if sparse else 0,
+        experts_per_token=reader.experts_per_token if sparse else 0,
         expert_layers=sparse,
         memory=tuple(reader.memory()),
         bits=bits,
@@ -207,7 +207,7 @@ class ConfigReader:
             self.kv_heads = 1
         self.head_dim = self._number("head_dim", default=self.hidden // self.heads)
         self.experts = self._number("n_routed_experts", "num_local_experts", "num_experts", default=0)
-        self.chosen = self._number("num_experts_per_tok", "num_experts_per_token", default=1)
+        self.experts_per_token = self._number("num_experts_per_tok", "num_experts_per_token", default=1)
 
     def _number(self, *names: str, default: int | None = None, low: int = 0) -> int:
         return number(self._config, *names, default=default, low=low)

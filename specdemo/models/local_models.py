@@ -62,7 +62,7 @@ class LocalModel:
             shape = shape_of(read_json(self.path / "config.json"))
         except ValueError:  # the config states no sizes
             return self.bytes
-        unread = shape.embedding + shape.expert * (shape.experts - shape.chosen) * shape.expert_layers
+        unread = shape.embedding + shape.expert * (shape.experts - shape.experts_per_token) * shape.expert_layers
         return int(self.bytes * (1.0 - unread / shape.parameters))
 
     @property
