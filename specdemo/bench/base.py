@@ -141,7 +141,7 @@ class Decoding(Suite):
     new_tokens: NewTokens = NEW_TOKENS
 
 
-class Laned(Decoding):
+class LaneSuite(Decoding):
     """Suite of a preset on prompts, given or its own."""
 
     prompts: Prompts = None

@@ -136,7 +136,7 @@ def _thorough(number: Estimate | None, repeats: int) -> Estimate | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
+class LaneRuns:
     """Result of `compare_lanes`. traces: [repeat][text], the last repeat may be unfinished; lane 0 is plain decoding.
     stopped: remarks on a stop."""
 
@@ -185,8 +185,8 @@ def compare_lanes(
     repeats: int,
     report: Report,
     cancelled: Stop,
-    result: Callable[[Compared], Result],
-) -> Compared:
+    result: Callable[[LaneRuns], Result],
+) -> LaneRuns:
     """Compare the lanes of `spec` with plain decoding, one after the other on every text, `repeats` times. result:
     returns the result of the runs so far."""
     every: list[list[RunTrace]] = []  # with the unfinished repeat
@@ -197,10 +197,10 @@ def compare_lanes(
             tick(number / len(texts))
             trace = run_complete(runner, spec.model_copy(update={"prompt": text}), cancelled)
             every[-1].append(trace)
-            tick((number + 1) / len(texts), lambda: result(Compared(every, [])))  # raises after an interrupted run
+            tick((number + 1) / len(texts), lambda: result(LaneRuns(every, [])))  # raises after an interrupted run
         return every[-1]
 
-    return Compared(*repeated(repeats, report, cancelled, once))
+    return LaneRuns(*repeated(repeats, report, cancelled, once))
 
 
 def _machine_reasons(trace: RunTrace) -> list[str]:

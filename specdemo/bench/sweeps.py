@@ -7,8 +7,8 @@ from torch import Generator
 from transformers import PreTrainedTokenizerBase
 
 from specdemo.analysis.diagnose import SMALLEST_GAIN
-from specdemo.bench.base import Decoding, Laned, Report, Stop
-from specdemo.bench.measure import AxisPoint, Compared, Decoder, along, compare_lanes
+from specdemo.bench.base import Decoding, LaneSuite, Report, Stop
+from specdemo.bench.measure import AxisPoint, Decoder, LaneRuns, along, compare_lanes
 from specdemo.bench.report import sentence
 from specdemo.bench.result import Result, Row
 from specdemo.core.accept import Lossless
@@ -40,7 +40,7 @@ def so_far(suite: Decoding, target: str, rows: list[Row], axis: str) -> Result:
     return Result(suite.name, suite.repeats, suite.config(target), {}, rows, [], axis)
 
 
-def every_k(suite: Laned, ks: Sequence[int], base: Preset, report: Report, cancelled: Stop) -> Result:
+def every_k(suite: LaneSuite, ks: Sequence[int], base: Preset, report: Report, cancelled: Stop) -> Result:
     """Measure the first lane of a preset at every k, and predict them from its run at one, its own k if possible."""
     lane, ks = base.lanes[0], sorted({*ks} - {0})  # plain decoding is always measured
     name = lane.name or base.id
@@ -51,7 +51,7 @@ def every_k(suite: Laned, ks: Sequence[int], base: Preset, report: Report, cance
 
 
 def compared(
-    suite: Laned,
+    suite: LaneSuite,
     target: str,
     lanes: tuple[Lane, ...],
     where: Sequence[Mapping[str, object]],
@@ -64,7 +64,7 @@ def compared(
     own: the lane of every k whose run predicts the others; 0: none."""
     runner, spec = Session(), comparison(suite, target, lanes)
 
-    def result(comparisons: Compared) -> Result:
+    def result(comparisons: LaneRuns) -> Result:
         return so_far(suite, target, comparisons.rows(where), axis)
 
     comparisons = compare_lanes(runner, spec, suite.texts, suite.repeats, report, cancelled, result)
@@ -78,7 +78,7 @@ def compared(
 COLUMNS = ("lane", "k", "tokens/s", "speed-up", "predicted", "accepted", "tokens/pass", "output")
 
 
-def _predict(target: Target, comparisons: Compared, own: int, rows: list[Row]) -> Iterator[str]:
+def _predict(target: Target, comparisons: LaneRuns, own: int, rows: list[Row]) -> Iterator[str]:
     """Write predictions into the rows; yield how far they are off."""
     k = rows[own]["k"]
     costs = fit_cost_model(comparisons.events(0), comparisons.events(own), k)
@@ -102,7 +102,7 @@ def _predict(target: Target, comparisons: Compared, own: int, rows: list[Row]) -
 
 
 def along_axis(
-    suite: Laned,
+    suite: LaneSuite,
     target: Target,
     lanes: Mapping[str, Decoder],
     points: Sequence[AxisPoint],

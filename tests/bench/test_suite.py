@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from specdemo.__main__ import main
 from specdemo.bench import suites as registry
 from specdemo.bench import sweeps
-from specdemo.bench.base import Laned
+from specdemo.bench.base import LaneSuite
 from specdemo.bench.measure import (
     AxisPoint,
     Decoder,
@@ -351,7 +351,7 @@ def test_every_option_of_a_suite_is_one_of_the_command_line():
         assert set(each.model_fields) == set(settings(each)) | fixed
 
 
-class Coin(Laned):
+class Coin(LaneSuite):
     """A suite with a fixed result."""
 
     name, title, question = "coin", "Coin", "Which side is faster?"

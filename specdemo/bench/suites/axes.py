@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from specdemo.bench.base import Axis, Laned, Report, Stop
+from specdemo.bench.base import Axis, LaneSuite, Report, Stop
 from specdemo.bench.result import Result, Row
 from specdemo.core.generation import Thinking
 from specdemo.presets.limits import LIMITS
@@ -13,7 +13,7 @@ TEXTS = 3  # prompts per length
 TEMPERATURES = (0.0, 0.5, 0.75, 1.0, 1.5)
 
 
-class Batch(Laned):
+class Batch(LaneSuite):
     """Measures the first lane of a preset at increasing batch sizes, against plain decoding of the same batch.
 
     All texts have one length.
@@ -54,7 +54,7 @@ def _gain(rows: list[Row]) -> str:
     return f"Drafting {words} at batch size {last['batch']}: {last['speed-up'].format()}."
 
 
-class PromptLength(Laned):
+class PromptLength(LaneSuite):
     """Measures the first lane of a preset after prompts of increasing length, up to the context limit."""
 
     name = "prompt"
@@ -77,7 +77,7 @@ class PromptLength(Laned):
         return replace(result, remarks=[remark, *result.remarks])
 
 
-class Temperature(Laned):
+class Temperature(LaneSuite):
     """Measures the first lane of a preset at increasing temperatures, with three ways to draft and verify.
 
     Sampled drafts are verified token by token and as a block; the third lane drafts the most likely tokens.
@@ -115,7 +115,7 @@ class Temperature(Laned):
         return along_axis(self, target, lanes, points, report, cancelled)
 
 
-class ThinkingMode(Laned):
+class ThinkingMode(LaneSuite):
     """Measures the first lane of a preset on the texts as chat messages, with the target's thinking on and off."""
 
     name = "thinking"

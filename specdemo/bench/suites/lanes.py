@@ -1,11 +1,11 @@
 """Suites that compare lanes on the same prompts: draft lengths of one method, and the shipped methods."""
 
-from specdemo.bench.base import Axis, Ks, Laned, Report, Stop
+from specdemo.bench.base import Axis, Ks, LaneSuite, Report, Stop
 from specdemo.bench.result import Result
 from specdemo.presets.files import preset
 
 
-class DraftLength(Laned):
+class DraftLength(LaneSuite):
     """Measures the first lane of a preset at every draft length, and predicts all from one of them."""
 
     name = "k"
@@ -21,7 +21,7 @@ class DraftLength(Laned):
         return every_k(self, self.ks, preset(self.preset).with_changes(temperature=0.0), report, cancelled)
 
 
-class Methods(Laned):
+class Methods(LaneSuite):
     """Compares all embedded presets with one greedy lane on the same target and prompts."""
 
     name = "methods"
