@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from specdemo.bench.base import Report, Tick
-from specdemo.bench.measure import repeated
+from specdemo.bench.measure import run_repeats
 from specdemo.bench.prompts import PROMPTS
 from specdemo.bench.result import Result
 from specdemo.core.estimate import over_repeats
@@ -44,7 +44,7 @@ def race_fairness(repeats: int, report: Report, cancelled: Callable[[], bool]) -
             clocks[name] = fmean(plain for plain, _ in both), fmean(rival for _, rival in both)
         return clocks
 
-    done, remarks = repeated(repeats, report, cancelled, once)
+    done, remarks = run_repeats(repeats, report, cancelled, once)
     rows: list[dict[str, Any]] = []
     for name in opponents:
         own, rival = (over_repeats([clocks[name][side] for clocks in done]) for side in (0, 1))

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from benchmarks.pairs import Pair
 from specdemo.bench.base import Report, Tick
-from specdemo.bench.measure import repeated
+from specdemo.bench.measure import run_repeats
 from specdemo.bench.result import Result
 from specdemo.core.estimate import Estimate, over_repeats
 from specdemo.core.protocol import Budget, Drafter, Forward, GenerationConfig, Progress, Target
@@ -195,7 +195,7 @@ def floor(pair: Pair, repeats: int, new_tokens: int, report: Report, cancelled: 
             found.append([run for run in runs if run is not None])
         return found
 
-    done, remarks = repeated(repeats, report, cancelled, once)
+    done, remarks = run_repeats(repeats, report, cancelled, once)
     rows = [_row(name, mode, [found[i] for found in done]) for i, (name, mode, *_) in enumerate(cells)]
     if any(not found for repeat in done for found in repeat):
         remarks.append(

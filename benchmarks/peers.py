@@ -21,7 +21,7 @@ from benchmarks.floor import Overhead, RecordingTarget, overhead, overhead_colum
 from benchmarks.llamacpp import LlamaCpp
 from benchmarks.pairs import Pair
 from specdemo.bench.base import Report, Tick
-from specdemo.bench.measure import repeated
+from specdemo.bench.measure import run_repeats
 from specdemo.bench.result import Result
 from specdemo.core.estimate import Estimate, over_repeats
 from specdemo.core.protocol import Budget, Drafter, GenerationConfig, Target
@@ -169,7 +169,7 @@ def compete(pair: Pair, repeats: int, new_tokens: int, report: Report, cancelled
         return timed, floors
 
     with quiet():
-        done, stopped = repeated(repeats, report, cancelled, once)
+        done, stopped = run_repeats(repeats, report, cancelled, once)
     contests = [timed for timed, _ in done]
     rows = [row(name, contests) for name in everybody]
     for line in rows:

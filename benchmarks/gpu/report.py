@@ -6,7 +6,7 @@ from typing import Any
 
 from benchmarks.gpu.lab import Lab
 from benchmarks.gpu.sections import COMMAND, PLAIN
-from specdemo.bench.device import measured, slug
+from specdemo.bench.device import provenance, slug
 from specdemo.core.atomic_io import write_text
 from specdemo.costs.profiles import Figure, Profile, write_profile
 
@@ -121,6 +121,6 @@ def profile_of(sections: Mapping[str, StoredSection], environment: StoredSection
             "step_overhead": Figure(value=max(over), source=source) if over else None,
             "passes": [one for part in measured_parts.values() for one in part.get("passes", ())],
             "steps": [one for part in measured_parts.values() for one in part.get("steps", ())],
-            "measured": measured(COMMAND),
+            "measured": provenance(COMMAND),
         }
     )

@@ -264,7 +264,7 @@ def predict(
             f"The run recorded k = {acceptance_model.longest}. Larger k are extrapolated with decaying acceptance; "
             "their intervals span from no further draft token accepted to all of them."
         )
-    return predicted(scenario, ks, tuple(notes))
+    return predict_scenario(scenario, ks, tuple(notes))
 
 
 def _drafting_lane(path: str | Path) -> tuple[RunTrace, LaneTrace]:
@@ -282,7 +282,7 @@ def _model_of(lane: LaneTrace, method: str) -> str | None:
     return named if isinstance(named, str) and method in ("", lane.method) else None
 
 
-def predicted(scenario: Scenario, ks: Sequence[int] = (), notes: tuple[str, ...] = ()) -> Prediction:
+def predict_scenario(scenario: Scenario, ks: Sequence[int] = (), notes: tuple[str, ...] = ()) -> Prediction:
     """Predict a scenario whose inputs have been read. Takes milliseconds."""
     lengths = tuple(ks) or _lengths(scenario)
     rows = tuple(_row(scenario, k) for k in lengths)

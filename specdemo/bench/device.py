@@ -133,7 +133,7 @@ def fast(model: PreTrainedModel) -> HFTarget:
     return HFTarget(model)
 
 
-def measured(command: str) -> Provenance:
+def provenance(command: str) -> Provenance:
     """Return when, from which commit and by which command a profile was measured."""
     return Provenance(date=datetime.now(UTC).date().isoformat(), commit=commit(), versions=versions(), by=command)
 
@@ -159,7 +159,7 @@ def basics(device: torch.device, command: str) -> Profile:
         "launch_us": figure(launch_seconds(device), 1e-6),
         "wait_us": figure(wait_seconds(device), 1e-6),
         "link_gb_per_s": figure(link_bandwidth(device), 1e9),
-        "measured": measured(command),
+        "measured": provenance(command),
     }
     return Profile.model_validate(values)
 

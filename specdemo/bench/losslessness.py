@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from specdemo.bench.base import ROWS, OfPreset, Report, Stop, Tick
-from specdemo.bench.measure import Decoder, repeated, run_complete
+from specdemo.bench.measure import Decoder, run_complete, run_repeats
 from specdemo.bench.prompts import PROMPTS
 from specdemo.bench.result import DRAFTED, PLAIN, TOKEN, Result, Row
 from specdemo.bench.sweeps import tokenizer
@@ -69,7 +69,7 @@ def chi_square(a: Mapping[Outcome, int], b: Mapping[Outcome, int]) -> ChiSquare:
     return ChiSquare(statistic, len(frequent) - 1, float(torch.special.gammaincc(half[0], half[1])))
 
 
-def drawn(
+def continuations(
     target: Target, decoder: Decoder, prompt: Sequence[int], seed: int, tick: Callable[[], None]
 ) -> list[list[int]]:
     """Generate ROWS continuations of the prompt; `tick` is called before every step."""
@@ -120,7 +120,7 @@ def _same_distribution(suite: OfPreset, comparison: Preset, report: Report, canc
         samples = []
         for number, decoder in enumerate(decoders.values()):
             seed = comparison.seed + len(decoders) * repeat + number
-            samples.append(drawn(target, decoder, prompt, seed, partial(tick, number / len(decoders))))
+            samples.append(continuations(target, decoder, prompt, seed, partial(tick, number / len(decoders))))
         every.append(samples)
         tick(1.0, lambda: conclude(every, []))
         return samples
@@ -141,7 +141,7 @@ def _same_distribution(suite: OfPreset, comparison: Preset, report: Report, canc
         rows, findings = _compared(tokenizer(target), samples, rule.exact)
         return Result("losslessness", len(done), config, environment(target), rows, [*findings, *remarks], TOKEN)
 
-    return conclude(*repeated(suite.repeats, report, cancelled, once))
+    return conclude(*run_repeats(suite.repeats, report, cancelled, once))
 
 
 def _compared(
@@ -206,7 +206,7 @@ def _same_tokens(suite: OfPreset, comparison: Preset, report: Report, cancelled:
         tokens = len(trace.lanes[0].token_ids)
         return {"prompt": prompts[number][:40], "tokens": tokens, "parts at": same, "output": row["verdict"]}
 
-    rows, remarks = repeated(len(prompts), report, cancelled, once, "prompt")
+    rows, remarks = run_repeats(len(prompts), report, cancelled, once, "prompt")
     counts = Counter(str(row["output"]) for row in rows)
     summary = ", ".join(f"{count} {word}" for word, count in counts.items())
     config = {"target": comparison.target, "temperature": 0.0, "k": spec.lanes[0].budget.depth, "prompts": len(rows)}

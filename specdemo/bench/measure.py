@@ -35,7 +35,7 @@ T = TypeVar("T")
 MACHINE = 3  # maximum number of noise reasons from the machine; they contain clock rates, which differ between runs
 
 
-def repeated(
+def run_repeats(
     count: int, report: Report, cancelled: Stop, once: Callable[[int, Tick], T], noun: str = "repeat"
 ) -> tuple[list[T], list[str]]:
     """Call once(repeat, tick) `count` times; return the results, and a remark if stopped.
@@ -200,7 +200,7 @@ def compare_lanes(
             tick((number + 1) / len(texts), lambda: result(LaneRuns(every, [])))  # raises after an interrupted run
         return every[-1]
 
-    return LaneRuns(*repeated(repeats, report, cancelled, once))
+    return LaneRuns(*run_repeats(repeats, report, cancelled, once))
 
 
 def _machine_reasons(trace: RunTrace) -> list[str]:
@@ -238,7 +238,7 @@ class AxisPoint:
     sampling: Sampling = field(default_factory=Sampling)
 
 
-def along(
+def measure_points(
     target: Target,
     lanes: Mapping[str, Decoder],
     points: Sequence[AxisPoint],
@@ -285,7 +285,7 @@ def along(
             tick((number + 1) / len(points), lambda: result(rows(every)))  # raises after an interrupted run
         return tallies
 
-    done, remarks = repeated(repeats, report, cancelled, once)
+    done, remarks = run_repeats(repeats, report, cancelled, once)
     return rows(done), remarks, len(done)
 
 

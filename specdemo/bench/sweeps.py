@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from specdemo.analysis.diagnose import SMALLEST_GAIN
 from specdemo.bench.base import Decoding, LaneSuite, Report, Stop
-from specdemo.bench.measure import AxisPoint, Decoder, LaneRuns, along, compare_lanes
+from specdemo.bench.measure import AxisPoint, Decoder, LaneRuns, compare_lanes, measure_points
 from specdemo.bench.report import sentence
 from specdemo.bench.result import Result, Row
 from specdemo.core.accept import Lossless
@@ -47,10 +47,10 @@ def every_k(suite: LaneSuite, ks: Sequence[int], base: Preset, report: Report, c
     lanes = tuple(lane.model_copy(update={"k": k, "name": f"{name}, k={k}"}) for k in ks)
     where = [{"lane": "Baseline", "k": 0}, *({"lane": name, "k": k} for k in ks)]
     own = 1 + (ks.index(lane.k) if lane.k in ks else len(ks) // 2)
-    return compared(suite, base.target, lanes, where, "k" if len(ks) > 1 else "lane", report, cancelled, own)
+    return measure_lanes(suite, base.target, lanes, where, "k" if len(ks) > 1 else "lane", report, cancelled, own)
 
 
-def compared(
+def measure_lanes(
     suite: LaneSuite,
     target: str,
     lanes: tuple[Lane, ...],
@@ -116,7 +116,7 @@ def along_axis(
     def result(rows: list[Row]) -> Result:
         return so_far(suite, name, rows, axis)
 
-    rows, remarks, done = along(target, lanes, points, axis, suite.repeats, report, cancelled, result)
+    rows, remarks, done = measure_points(target, lanes, points, axis, suite.repeats, report, cancelled, result)
     notes = [f"{sentence(note)}." for note in target.notes]
     return Result(suite.name, done, suite.config(name), environment(target), rows, [*remarks, *notes], axis)
 

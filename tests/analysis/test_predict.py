@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from specdemo.__main__ import main
 from specdemo.analysis.configs import drafting, shape
-from specdemo.analysis.predict import predict, predicted, published
+from specdemo.analysis.predict import predict, predict_scenario, published
 from specdemo.costs.acceptance import from_mean, of_lengths, of_passes
 from specdemo.costs.drafting import Drafting
 from specdemo.costs.profiles import Figure, MeasuredStep, Passes, profile, profiles
@@ -53,7 +53,7 @@ def test_more_acceptance_never_predicts_slower(rates, place, more):
 def test_a_free_perfect_draft_gives_k_and_one(k):
     scenario = predict("llama-8b", method="ngram", acceptance=[1.0]).scenario
     device = scenario.device.changed(draft_ms=0.0)
-    found = predicted(replace(scenario, draft=Drafting(), device=device), (k,))
+    found = predict_scenario(replace(scenario, draft=Drafting(), device=device), (k,))
     assert found.best.tokens.value == k + 1.0
     assert found.best.speedup.value == pytest.approx(k + 1.0, rel=0.01)  # its passes are slightly wider
 
@@ -77,7 +77,7 @@ def test_no_gain_when_passes_are_compute_bound():
     found = predict("llama-8b", model="llama-1b", device="laptop-cpu")
     assert found.break_even_batch is not None and found.break_even_batch > 1
     at, before = (
-        predicted(replace(found.scenario, batch=batch))
+        predict_scenario(replace(found.scenario, batch=batch))
         for batch in (found.break_even_batch, found.break_even_batch - 1)
     )
     assert at.best_k == 0 and before.best_k > 0

@@ -7,7 +7,7 @@ import torch
 from scipy import stats
 
 from specdemo.bench import losslessness as module
-from specdemo.bench.losslessness import chi_square, drawn
+from specdemo.bench.losslessness import chi_square, continuations
 from specdemo.bench.measure import Decoder
 from specdemo.bench.plot import chart
 from specdemo.bench.result import Result
@@ -57,7 +57,8 @@ def test_the_lossy_rule_is_found_out_and_the_lossless_one_is_not(rule, lossless,
         Decoder(load_drafter("draft_model", target, tiny_llama(8)), accept_rule(rule), drafting),
     )
     rows = [
-        [row for i in range(6) for row in drawn(target, way, [1, 2], 2 * i + n, ignore)] for n, way in enumerate(ways)
+        [row for i in range(6) for row in continuations(target, way, [1, 2], 2 * i + n, ignore)]
+        for n, way in enumerate(ways)
     ]
     assert all(len(row) == 4 for sample in rows for row in sample)
     counts = [Counter(row[1] for row in sample) for sample in rows]
@@ -128,7 +129,9 @@ def test_synthetic_lanes_are_not_tested():
 def test_equal_seeds_are_not_used_twice(few, monkeypatch):
     seeds = []
     monkeypatch.setattr(
-        module, "drawn", lambda target, way, prompt, seed, tick: seeds.append(seed) or torch.ones(4, 5).int().tolist()
+        module,
+        "continuations",
+        lambda target, way, prompt, seed, tick: seeds.append(seed) or torch.ones(4, 5).int().tolist(),
     )
     Losslessness(preset=preset("embedded-sampling"), repeats=3).run(ignore, never_cancelled)
     assert len(set(seeds)) == len(seeds) == 6

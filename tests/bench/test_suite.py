@@ -19,9 +19,9 @@ from specdemo.bench.measure import (
     AxisPoint,
     Decoder,
     Totals,
-    along,
     compare_lanes,
-    repeated,
+    measure_points,
+    run_repeats,
     tally_row,
     windows,
 )
@@ -169,10 +169,10 @@ def test_temperatures_grow_and_drafts_are_drawn_or_the_likeliest(monkeypatch):
 
 
 def test_a_stopped_suite_keeps_its_finished_repeats():
-    done, remarks = repeated(3, silent, cancelled_after(3), lambda repeat, tick: tick(0.5) or repeat)
+    done, remarks = run_repeats(3, silent, cancelled_after(3), lambda repeat, tick: tick(0.5) or repeat)
     assert (done, remarks) == ([0], ["stopped after 1 of 3 repeats"])
     with pytest.raises(ValueError, match="stopped before the first repeat was complete, so nothing was measured"):
-        repeated(3, silent, cancelled_after(1), lambda repeat, tick: tick(0.5))
+        run_repeats(3, silent, cancelled_after(1), lambda repeat, tick: tick(0.5))
 
 
 def test_stopping_reaches_a_text_that_is_being_written():
@@ -182,7 +182,7 @@ def test_stopping_reaches_a_text_that_is_being_written():
     lanes = {"plain": Decoder(load_drafter("none", target), Lossless(), GenerationConfig(60, stop_token_ids=()))}
     place = AxisPoint(1, [torch.tensor([[1, 2, 3]])])
     with pytest.raises(ValueError, match="stopped before the first repeat"):
-        along(target, lanes, [place], "batch", 1, silent, lambda: len(passes) >= 30, list)
+        measure_points(target, lanes, [place], "batch", 1, silent, lambda: len(passes) >= 30, list)
     assert len(passes) == 30
 
 
@@ -257,7 +257,7 @@ def test_places_of_an_axis_are_reported_one_by_one():
     def report(share, what, so_far=None):
         seen.extend([so_far()] if so_far else [])
 
-    rows, _, _ = along(target, lanes, places, "batch", 2, report, never_cancelled, list)
+    rows, _, _ = measure_points(target, lanes, places, "batch", 2, report, never_cancelled, list)
     assert [[row["batch"] for row in part] for part in seen] == [[1], [1, 2], [1, 2], [1, 2]]
     assert seen[-1] == rows
 
@@ -270,7 +270,7 @@ def test_a_noisy_machine_marks_every_place_on_an_axis(monkeypatch):
         "plain": Decoder(load_drafter("none", target), Lossless(), plain),
         "lookup": Decoder(load_drafter("ngram", target), Lossless(), replace(plain, budget=Budget(2, 2))),
     }
-    rows, _, _ = along(
+    rows, _, _ = measure_points(
         target, lanes, [AxisPoint(1, [torch.tensor([[1, 2, 3]])])], "batch", 1, silent, never_cancelled, list
     )
     assert [row["speed-up"].reasons[-1:] for row in rows] == [(), ("the GPU is throttled by heat",)]

@@ -19,7 +19,7 @@ import torch
 from specdemo.__main__ import main
 from specdemo.bench.base import ROWS
 from specdemo.bench.check_server import LOSSLESS
-from specdemo.bench.losslessness import ALARM, PLACES, Decoder, chi_square, drawn
+from specdemo.bench.losslessness import ALARM, PLACES, Decoder, chi_square, continuations
 from specdemo.bench.prompts import COPYING, PROMPTS
 from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.core.rules import accept_rule
@@ -228,7 +228,7 @@ def assert_same_distribution(vllm_samples, drafter, budget, target):
     config = GenerationConfig(PLACES[-1] + 1, Sampling(temperature=TEMPERATURE), budget, stop_token_ids=())
     decoder = Decoder(drafter, accept_rule("lossless"), config)
     package_samples = [
-        row for seed in range(DRAWS // ROWS) for row in drawn(target, decoder, prompt, seed, lambda: None)
+        row for seed in range(DRAWS // ROWS) for row in continuations(target, decoder, prompt, seed, lambda: None)
     ]
     for place in PLACES:
         counts = [Counter(row[place - 1] for row in sample) for sample in (package_samples, vllm_samples)]

@@ -30,9 +30,9 @@ class Methods(LaneSuite):
     question = "Which method is fastest? Runs every embedded preset with one lane on the same target and prompts."
 
     def run(self, report: Report, cancelled: Stop) -> Result:
-        from specdemo.bench.sweeps import compared, shipped_lanes
+        from specdemo.bench.sweeps import measure_lanes, shipped_lanes
 
         target = preset(self.preset).target
         if not (lanes := shipped_lanes(target)):
             raise ValueError(f"no embedded preset of one greedy lane runs on {target}; choose another preset")
-        return compared(self, target, lanes, [{}] * (len(lanes) + 1), "lane", report, cancelled)
+        return measure_lanes(self, target, lanes, [{}] * (len(lanes) + 1), "lane", report, cancelled)
