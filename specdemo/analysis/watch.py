@@ -22,7 +22,7 @@ from specdemo.analysis.observation import Observation, values_of
 from specdemo.analysis.parts import Part, contrast
 from specdemo.analysis.readers.answers import never_drafted
 from specdemo.core.atomic_io import finite, json_text
-from specdemo.servers.client import METRICS_BYTES, METRICS_PATH, METRICS_S, Client, Patience, StatusError, connected
+from specdemo.servers.client import METRICS_BYTES, METRICS_PATH, METRICS_S, Client, Patience, StatusError, connect
 from specdemo.servers.counters import Samples, ServerStats, delta, gauge, parse
 from specdemo.servers.engines import engines, stats_between
 from specdemo.servers.engines.base import ReportingEngine
@@ -176,7 +176,7 @@ def show_live(watch: Watch, every_s: float, readings: int, as_json: bool) -> Non
     screen = Live(console=console, auto_refresh=False) if console.is_terminal and not as_json else None
 
     async def follow() -> None:
-        async with connected(watch.server, os.environ.get(KEY)) as client:
+        async with connect(watch.server, os.environ.get(KEY)) as client:
             for number in count(1):
                 began = monotonic()
                 await read(watch, client)

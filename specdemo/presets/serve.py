@@ -11,10 +11,10 @@ from specdemo.core.suggest import program
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.methods import BASELINE
 from specdemo.presets.files import Preset
-from specdemo.servers.address import address, admitted
+from specdemo.servers.address import address, admit
 from specdemo.servers.engines import serving_engine
 from specdemo.servers.engines.base import Installed, ServerConfig, ServingEngine, UnsupportedByEngine
-from specdemo.servers.process import ReportFunction, Server, free_port, started
+from specdemo.servers.process import ReportFunction, Server, free_port, run_server
 
 FIRST_PORT = 8000
 
@@ -115,7 +115,7 @@ class Program:
         line = [*([self.command] if self.command else lane.command[:1]), *lane.command[1:]]
         line, own = self.engine.fit(line, self.installed, place, servers, self.gpus)
         environment = {**self.engine.environment, **os.environ, **own}
-        with admitted(lane.server), started(line, lane.server, environment) as server:
+        with admit(lane.server), run_server(line, lane.server, environment) as server:
             seconds = server.wait(lambda message: report(f"{lane.name}, {message}"))
             report(f"{lane.name} is ready at {lane.server} after {seconds:.0f} s")
             yield server

@@ -52,7 +52,7 @@ def allow(servers: Iterable[str]) -> None:
 
 
 @contextmanager
-def admitted(server: str) -> Iterator[None]:
+def admit(server: str) -> Iterator[None]:
     """Allow a server that was started here until the block ends, without offering it to anyone."""
     _started.add(server)
     try:

@@ -147,7 +147,7 @@ class Client:
 
 
 @asynccontextmanager
-async def connected(server: str, key: str | None) -> AsyncIterator[Client]:
+async def connect(server: str, key: str | None) -> AsyncIterator[Client]:
     """Open connections to one server, which are reused between requests. key: sent with every request; None: no key."""
     async with httpx.AsyncClient(
         headers={"Accept-Encoding": "identity", **({"Authorization": f"Bearer {key}"} if key else {})},

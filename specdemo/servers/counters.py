@@ -184,7 +184,7 @@ def below(value: object, *keys: str) -> object:
     return value
 
 
-def reported(chunk: Mapping[str, object], *keys: str) -> Mapping[str, object]:
+def fields_below(chunk: Mapping[str, object], *keys: str) -> Mapping[str, object]:
     """Return the fields below `keys` in a chunk of an answer, none if they are missing."""
     content = below(chunk, *keys)
     return content if isinstance(content, Mapping) else {}

@@ -26,7 +26,7 @@ from specdemo.core.trace import MAX_TEXT, LaneTrace, Remote, StepEvent
 from specdemo.models.ref import ModelRef
 from specdemo.servers import client
 from specdemo.servers.address import check_listed, host
-from specdemo.servers.client import Client, Patience, ReportedError, StatusError, connected
+from specdemo.servers.client import Client, Patience, ReportedError, StatusError, connect
 from specdemo.servers.counters import ServerStats
 from specdemo.servers.engines import counts_unverified, request_fields, stats_between
 from specdemo.servers.stream import Alternatives, Finish, Piece, Span, StreamParser, step_events, token_pieces
@@ -155,7 +155,7 @@ class RemoteLane:
         limit = self.config.max_new_tokens
         parser = StreamParser(emit, limit)
         try:
-            async with connected(self.server, key) as http:
+            async with connect(self.server, key) as http:
                 self._update(model=self.model or await self._served(http))
                 form, standard = await self._warm_up(http)
                 self._update(endpoint=f"/v1/{form}")

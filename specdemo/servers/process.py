@@ -57,7 +57,7 @@ def free_port() -> int:
 
 
 @contextmanager
-def started(command: Sequence[str], address: str, environment: Mapping[str, str]) -> Iterator["Server"]:
+def run_server(command: Sequence[str], address: str, environment: Mapping[str, str]) -> Iterator["Server"]:
     """Start a server process. It ends with the block, and with this process even if that is killed."""
     linux = [sys.executable, "-IS", "-c", LAUNCH, str(os.getpid())] if sys.platform == "linux" else []
     with (

@@ -8,7 +8,7 @@ from contextlib import closing
 import pytest
 
 from specdemo.servers import process
-from specdemo.servers.process import started
+from specdemo.servers.process import run_server
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="no fork and no signals")
 
@@ -57,14 +57,14 @@ def assert_ended(links):
 
 def test_the_end_of_the_block_ends_all_processes(engine):
     command, listener = engine
-    with started([*command, "child", "child"], "http://127.0.0.1:1", {}):
+    with run_server([*command, "child", "child"], "http://127.0.0.1:1", {}):
         links = connections(listener, 3)
     assert_ended(links)
 
 
 def test_the_crash_of_an_engine_is_named_and_its_other_processes_end(engine):
     command, listener = engine
-    with started([*command, "child"], "http://127.0.0.1:1", {}) as server:
+    with run_server([*command, "child"], "http://127.0.0.1:1", {}) as server:
         links = connections(listener, 2)
         links["engine"].sendall(b"crash")
         assert server.process.wait(60) == 3
@@ -76,7 +76,7 @@ def test_the_crash_of_an_engine_is_named_and_its_other_processes_end(engine):
 def test_a_process_that_ignores_sigterm_is_killed(engine, monkeypatch):
     monkeypatch.setattr(process, "GRACE_S", 0.1)
     command, listener = engine
-    with started([*command[:2], "stubborn", command[3]], "http://127.0.0.1:1", {}) as server:
+    with run_server([*command[:2], "stubborn", command[3]], "http://127.0.0.1:1", {}) as server:
         links = connections(listener, 1)
     assert_ended(links)
     assert server.process.returncode == -signal.SIGKILL

@@ -18,7 +18,7 @@ from specdemo.presets.files import preset
 from specdemo.presets.serve import Program, on_free_ports, serve_commands, served
 from specdemo.servers.engines import ENGINES
 from specdemo.servers.engines import llama_server as engine
-from specdemo.servers.process import free_port, started
+from specdemo.servers.process import free_port, run_server
 
 HELP = """--spec-type none,draft-simple,draft-eagle3,draft-mtp,ngram-simple,ngram-map-k,ngram-mod,ngram-cache
                                         comma-separated list of types of speculative decoding to use
@@ -173,7 +173,7 @@ def llama_server(*flags):
     """Start a server and yield its address."""
     address = f"http://127.0.0.1:{free_port()}"
     own = ["--host", "127.0.0.1", "--port", address.rpartition(":")[2], "--no-cache-prompt", "--parallel", "1"]
-    with started(["llama-server", *map(str, flags), *own], address, {}) as server:
+    with run_server(["llama-server", *map(str, flags), *own], address, {}) as server:
         server.wait(lambda what: None)
         yield address
 

@@ -22,8 +22,8 @@ from specdemo.servers.counters import (
     counts,
     draft_counters,
     draft_names,
+    fields_below,
     milliseconds,
-    reported,
 )
 from specdemo.servers.engines.base import (
     Installed,
@@ -132,7 +132,7 @@ class LlamaServer(ServingEngine):
 
     def acceptance(self, chunk: Mapping[str, object]) -> ServerStats | None:
         """Read the statistics so far: of every chunk with `timings_per_token`, else of the last one."""
-        timings = reported(chunk, "timings")
+        timings = fields_below(chunk, "timings")
         if not isinstance(chunk.get("timings"), Mapping) or "draft_kind" in timings:  # those of mlx-vlm
             return None
         times: dict[Span, float] = {}

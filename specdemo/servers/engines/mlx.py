@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from specdemo.methods import EngineArgs, Flags, MethodOptions
 from specdemo.models.ref import ModelRef
-from specdemo.servers.counters import ServerStats, answer_stats, counts, reported
+from specdemo.servers.counters import ServerStats, answer_stats, counts, fields_below
 from specdemo.servers.engines.base import ServerConfig, ServingEngine, UnsupportedByEngine, address_flags
 
 
@@ -66,7 +66,7 @@ class MLXVLM(_MLX):
         return target.location  # another name would be loaded in its place
 
     def acceptance(self, chunk: Mapping[str, object]) -> ServerStats | None:
-        timings = reported(chunk, "timings")
+        timings = fields_below(chunk, "timings")
         if not isinstance(timings.get("draft_kind"), str):
             return None
         drafted, accepted, steps = counts(timings, "draft_n", "draft_n_accepted", "draft_rounds")

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import ClassVar
 
-from specdemo.servers.counters import ServerStats, answer_stats, counts, reported
+from specdemo.servers.counters import ServerStats, answer_stats, counts, fields_below
 from specdemo.servers.engines.base import ReportingEngine
 
 
@@ -21,7 +21,7 @@ class LMStudio(ReportingEngine):
     def acceptance(self, chunk: Mapping[str, object]) -> ServerStats | None:
         for key in ("usage", "stats"):
             names = ("total_draft_tokens_count", "accepted_draft_tokens_count")
-            drafted, accepted = counts(reported(chunk, key), *names)
+            drafted, accepted = counts(fields_below(chunk, key), *names)
             if drafted:
                 return answer_stats(self.title, drafted, accepted)
         return None
@@ -43,7 +43,7 @@ class OpenAI(ReportingEngine):
     title = "The server"
 
     def acceptance(self, chunk: Mapping[str, object]) -> ServerStats | None:
-        details = reported(chunk, "usage", "completion_tokens_details")
+        details = fields_below(chunk, "usage", "completion_tokens_details")
         accepted, rejected = counts(details, "accepted_prediction_tokens", "rejected_prediction_tokens")
         drafted = None if accepted is None or rejected is None else accepted + rejected
         return answer_stats(self.title, drafted, accepted) if drafted else None

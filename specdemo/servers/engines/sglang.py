@@ -9,7 +9,16 @@ from typing import ClassVar
 
 from specdemo.core.trace import Counter
 from specdemo.methods import EngineArgs, Flags, MethodOptions
-from specdemo.servers.counters import Samples, ServerStats, answer_stats, counts, delta, gauge, listed_counts, reported
+from specdemo.servers.counters import (
+    Samples,
+    ServerStats,
+    answer_stats,
+    counts,
+    delta,
+    fields_below,
+    gauge,
+    listed_counts,
+)
 from specdemo.servers.engines.base import (
     GPU_ONLY,
     ServerConfig,
@@ -140,7 +149,7 @@ class SGLang(ServingEngine):
 
     def acceptance(self, chunk: Mapping[str, object]) -> ServerStats | None:
         """Read the counts of srt/entrypoints/openai/protocol.py, `SpecTokensDetails`."""
-        details = reported(chunk, "sglext", "spec_tokens_details")
+        details = fields_below(chunk, "sglext", "spec_tokens_details")
         names = ("spec_num_proposed_drafts", "spec_num_correct_drafts", "spec_verify_ct")
         drafted, accepted, steps = counts(details, *names)
         unverified = _unverified(details, drafted or 0, accepted or 0, steps or 0)

@@ -22,8 +22,8 @@ from specdemo.servers.counters import (
     delta,
     draft_counters,
     draft_names,
+    fields_below,
     listed_counts,
-    reported,
 )
 from specdemo.servers.engines.base import (
     GPU_ONLY,
@@ -218,7 +218,7 @@ class VLLM(ServingEngine):
 
     def acceptance(self, chunk: Mapping[str, object]) -> ServerStats | None:
         """Read the last chunk (docs, "Per-Request Acceptance Metrics")."""
-        details = reported(chunk, "metrics", "speculative_decoding")
+        details = fields_below(chunk, "metrics", "speculative_decoding")
         drafted, accepted, steps = counts(details, "num_draft_tokens", "num_accepted_draft_tokens", "num_spec_steps")
         drafts, names = None, ("per_step_drafted", "per_step_accepted")
         by_step = [values for name in names if (values := listed_counts(details, name)) is not None]
