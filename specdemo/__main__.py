@@ -48,9 +48,9 @@ try:  # these imports take a second
     from specdemo.methods import method, method_options, unusable, usable
     from specdemo.methods.facts import PREDICTED, method_of
     from specdemo.models.gguf_files import local_header
-    from specdemo.models.local_models import local_models, model_rows
+    from specdemo.models.local_models import in_words, local_models, model_rows
     from specdemo.models.ref import ModelRef
-    from specdemo.presets.drafters import published_drafters
+    from specdemo.presets.drafters import rows, unpublished
     from specdemo.presets.files import FOLDER, Preset, load_presets, of_checkout, preset
     from specdemo.presets.limits import LIMITS
     from specdemo.presets.pair import comparison
@@ -555,15 +555,17 @@ def models(as_json: bool = AS_JSON) -> None:
 def drafters(
     target: str = _argument("TARGET", "Hub id, GGUF model or embedded model."), as_json: bool = AS_JSON
 ) -> None:
-    """List the published drafters of a target. Shows size, format, licence, engines and acceptance; for an unknown
-    target, the rules for choosing one."""
+    """List the drafters of a target. Shows published ones with size, format, licence, engines and acceptance, and those
+    on this machine; for an unknown target, the rules for choosing one."""
     model = ModelRef(target)
     if model.is_gguf_file:
         local_header(model)  # raises ValueError for a file that does not exist
     if as_json:
-        print(json_text([entry.row() for entry in published_drafters(model)], indent=1))
+        print(json_text(rows(model), indent=1))
     else:
         print(published(model))
+        if words := in_words(unpublished(model)):
+            print(f"On this machine: {words}")
 
 
 @_command()

@@ -3,21 +3,25 @@ here and in other engines.
 """
 
 import shlex
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from urllib.parse import urlencode
 
 from specdemo.bench.result import Result, read_result, to_json
+from specdemo.core.rules import DEFAULT_RULE
 from specdemo.core.suggest import program
 from specdemo.costs.lengths import MAX_K, draft_lengths
 from specdemo.costs.passes import pass_ratio
 from specdemo.engine.comparison import Lane
-from specdemo.methods import method, wrappable
-from specdemo.models.local_models import local_models
+from specdemo.methods import BASELINE, SYNTHETIC, method, wrappable
+from specdemo.methods.facts import FACTS
+from specdemo.models.local_models import DrafterFit, local_models
 from specdemo.models.ref import ModelRef
 from specdemo.models.shipped import EMBEDDED
+from specdemo.presets.drafters import lanes_for
 from specdemo.presets.files import Preset, load_presets
 from specdemo.presets.link import OWN, to_query, without_folders
+from specdemo.presets.pair import LOOKUPS, drafter_method
 from specdemo.presets.serve import served
 from specdemo.servers.engines import ENGINES, READERS
 
@@ -33,6 +37,31 @@ GENERATE: Mapping[str, Callable[[Lane], str]] = {  # arguments of transformers' 
         f"num_assistant_tokens={lane.k}, num_assistant_tokens_schedule='constant', assistant_confidence_threshold=0"
     ),
 }
+
+
+def lanes_to_try(target: ModelRef, named: Sequence[ModelRef], fits: Sequence[DrafterFit]) -> dict[str, Lane]:
+    """Return the lanes to try for a target, named, without draft lengths: the `named` drafters, lookups, lanes of
+    presets, and `fits`. Raises ValueError, one line, for a named drafter that does not fit."""
+    lanes = [Lane(method=drafter_method(target, draft), model=draft) for draft in named]
+    lanes += [Lane(method=name) for name in LOOKUPS]
+    usable = {fit.drafter for fit in fits}
+    for preset, of_preset in lanes_for(target):
+        if not preset.temperature and not preset.grammar:
+            tried = (lane for lane in of_preset if _comparable(lane) and usable.issuperset(lane.models))
+            lanes += [lane if lane.tree_nodes else lane.model_copy(update={"k": 0}) for lane in tried]
+    lanes += [Lane(method=fit.method, model=fit.drafter) for fit in fits]
+    lanes += [Lane(method=name) for name, facts in FACTS.items() if any(x in target.base_name for x in facts.targets)]
+    found: dict[str, Lane] = {}
+    for lane in lanes:
+        options = "".join(f", {name}={value}" for name, value in lane.options.items())
+        found.setdefault(f"{lane.method}{f' {lane.model.short_label}' if lane.model else ''}{options}", lane)
+    return found
+
+
+def _comparable(lane: Lane) -> bool:
+    """Return whether a short race on this machine can judge a preset's lane."""
+    cls = method(lane.method)
+    return cls.exact and not cls.learns and lane.method not in (BASELINE, SYNTHETIC) and lane.acceptance == DEFAULT_RULE
 
 
 def with_lengths(name: str, lane: Lane, pass_ms: Mapping[int, float]) -> list[Lane]:

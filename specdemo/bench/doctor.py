@@ -7,22 +7,27 @@ import os
 import platform
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specdemo import __version__
+from specdemo.bench.candidates import lanes_to_try
 from specdemo.bench.report import table
 from specdemo.costs.passes import pass_rows
 from specdemo.engine.comparison import Lane
-from specdemo.methods import PLUG_INS, detect_head, model_method, unusable
-from specdemo.models.gguf_files import local_header
-from specdemo.models.local_models import drafts_of
-from specdemo.models.packaged import SMOLLM2_GGUF
+from specdemo.methods import PLUG_INS, detect_head, unusable
+from specdemo.models.packaged import DOWNLOADS
 from specdemo.models.ref import ModelRef
 from specdemo.models.shipped import EMBEDDED
-from specdemo.presets.at_hand import drafters
-from specdemo.presets.drafters import RULES, UNKNOWN, all_published, drafts_for, published_drafters
-from specdemo.presets.files import known_drafters, thinking_remarks
+from specdemo.presets.drafters import (
+    RULES,
+    UNKNOWN,
+    all_published,
+    drafters_of,
+    drafts_for,
+    is_here,
+    published_drafters,
+)
+from specdemo.presets.files import thinking_remarks
 
 if TYPE_CHECKING:
     from specdemo.core.protocol import Target
@@ -81,46 +86,32 @@ def _passes(target: "Target") -> str:
     return "\n".join(f"{title.lower():<18}{words}" for title, words in rows)
 
 
-def _absence(name: ModelRef) -> str:
-    """Return why a GGUF model of a store or the hub is not tried; empty if it is on this machine."""
-    if (name.is_gguf_file and name != SMOLLM2_GGUF) or not name.gguf or Path(name).expanduser().exists():
-        return ""
-    try:
-        return "" if local_header(name) else "it is not on this machine"
-    except ValueError as error:
-        return str(error)
-
-
 def check_drafters(target: ModelRef, drafter: ModelRef | None) -> int:
     """Print which drafters fit a target, and why others do not; the verification of a target on this machine. drafter:
     check only this one, and run it if it is a head. Return the exit code, 2 if it does not fit."""
-    from specdemo.methods.pairs import check_pair, check_pairs, outline
+    from specdemo.methods.pairs import check_pair, outline
     from specdemo.models.load import load_target
 
-    if drafter is None and (absent := _absence(target)):
-        print(f"{'not tried':<18}{absent}\n\nPublished drafters:\n{published(target)}")
+    named = not target.is_gguf_file or target in DOWNLOADS  # a file that does not exist is an error
+    if drafter is None and target.gguf and named and not is_here(target):
+        print(f"{'not tried':<18}it is not on this machine\n\nPublished drafters:\n{published(target)}")
         return 0
     described = outline(target)
     if described.tokenizer is None:
         print(f"{target} has no tokenizer, so it does not run; put its tokenizer.json into the same folder\n")
-    lanes = [] if drafter else drafters(target, (), download=False).values()
-    known = [(model_method(lane.method, lane.options), lane.model) for lane in lanes if lane.model]
-    found = [check_pair(described, drafter)] if drafter else check_pairs(described, [*known, *known_drafters(target)])
-    named = bool(drafter or target.embedded)
-    found = [pair for pair in found if pair.fits or named or not pair.drafter.embedded]
+    found = [check_pair(described, drafter)] if drafter else drafters_of(target, described)
+    lanes = [] if drafter else lanes_to_try(target, (), ()).values()
     fits = {True: "fits", False: "no", None: "unknown"}
     rows = [("none", lane.method, "fits", "needs no drafter") for lane in lanes if not lane.model]
-    rows += [(p.drafter, p.method, fits[p.fits], p.reason) for p in found]
+    rows += [(p.drafter, p.method, fits[p.fits], p.reason + (f" ({p.place})" if p.place else "")) for p in found]
     print(table(("drafter", "method", "fits", "why"), rows))
-    path = target.path
-    is_here = path is not None and path.exists()
     if drafter is None:
-        if target.gguf or is_here:
+        if target.gguf or target.path:
             print(f"\n{_passes(described if target.gguf else load_target(target))}")
         print(f"\nPublished drafters:\n{published(target)}")
     for remark in thinking_remarks(target, [pair.drafter for pair in found if pair.fits], described):
         print(remark)
-    if drafter and found[0].fits and detect_head(drafter) and is_here:
+    if drafter and found[0].fits and detect_head(drafter) and target.path:
         from specdemo.bench.quality import quality
 
         print()
@@ -130,14 +121,14 @@ def check_drafters(target: ModelRef, drafter: ModelRef | None) -> int:
 
 
 def published(target: ModelRef) -> str:
-    """Return the published drafters of a target, and models on this machine that match it, as text."""
+    """Return the published drafters of a target as text."""
     rows = [_entry(entry.row()) for entry in published_drafters(target)]
     rules = [f"No drafter of {target} is in the catalogue. Rules for choosing one:", *(f"- {rule}" for rule in RULES)]
     lines = rows or rules
     alike = {entry.target: 0 for entry in all_published() if target.base_name in entry.target.base_name}
     lines += [f"Targets of the catalogue with this name: {', '.join(alike)}"] if alike and not rows else []
     lines += [f"As a drafter: {name} drafts for {', '.join(larger)}" for name, larger in drafts_for(target).items()]
-    return "\n".join([*lines, *([f"On this machine: {here}"] if (here := str(drafts_of(target))) else [])])
+    return "\n".join(lines)
 
 
 def _entry(row: Mapping[str, str]) -> str:

@@ -21,8 +21,8 @@ from specdemo.engine.comparison import Lane
 from specdemo.engine.session import Session, environment
 from specdemo.methods import BASELINE, build_drafter, method
 from specdemo.models.errors import Cancelled
+from specdemo.models.local_models import DrafterFit
 from specdemo.models.pass_cost import checking_note, measure_passes
-from specdemo.presets.at_hand import not_here
 from specdemo.presets.files import Preset
 from specdemo.presets.serve import Program, Served, served
 from specdemo.servers.address import host
@@ -39,12 +39,12 @@ class Racer:
     """Runs candidates, and collects what the user should know of them. tick: called about every second of a race, and
     with a text while a model loads or a server starts. rest: returns the seconds that are left. pass_ms: slots -> time
     of a pass of the target; empty on servers. serve: makes a candidate ready, where only one is at a time; returns
-    False if that failed.
+    False if that failed. fits: the drafters of the target.
     """
 
     serve: Callable[[str], bool] | None = None
     engine = ""
-    missing = staticmethod(not_here)
+    fits: Sequence[DrafterFit] = ()
     difference = "differed from plain decoding by more than rounding"
 
     def __init__(self, spec: Preset, cancelled: Stop) -> None:

@@ -12,6 +12,7 @@ from pydantic import AfterValidator, Field, PlainSerializer, model_validator
 
 from specdemo.analysis.lanes import explain
 from specdemo.bench.base import Decoding, File, NewTokens, Report, Stop
+from specdemo.bench.candidates import lanes_to_try, shareable
 from specdemo.bench.prompts import OWN, read_questions
 from specdemo.bench.result import Result, Row, read_result, write_result
 from specdemo.bench.search import KindOfWork, Search
@@ -22,9 +23,9 @@ from specdemo.core.suggest import suggest
 from specdemo.core.tally import ratio
 from specdemo.engine.comparison import Lane, Model
 from specdemo.models.errors import Cancelled
-from specdemo.models.local_models import drafts_of
+from specdemo.models.local_models import DrafterFit, in_words
 from specdemo.models.ref import ModelRef
-from specdemo.presets.at_hand import drafters
+from specdemo.presets.drafters import ABSENT, PLACES, drafters_of
 from specdemo.presets.files import DEFAULT, preset
 from specdemo.presets.pair import LOOKUPS, pair, work_prompts
 from specdemo.servers.address import address, allow
@@ -95,6 +96,12 @@ class Tune(Decoding):
                 raise ValueError(f"unknown kind of work {name[:40]!r}; {suggest(name[:40], prompts)}")
         return {name: [*texts] for name, texts in prompts.items() if name in (names or prompts)}
 
+    def lanes(self, fits: Sequence[DrafterFit]) -> dict[str, Lane]:
+        """Return the lanes to try, named, without draft lengths. fits: the drafters of the target."""
+        tried = (fit for fit in fits if fit.fits is not False and (self.download or fit.place != ABSENT))
+        readable = [fit for fit in tried if not (self.engine and fit.shares_text)]
+        return lanes_to_try(self.target, self.drafts, readable)
+
     def run(self, report: Report, cancelled: Stop) -> Result:
         with closing(self.racer(cancelled)) as racer:
             search = Search({}, {}, racer.measure, 0.0)  # nothing can race yet
@@ -104,8 +111,8 @@ class Tune(Decoding):
 
             try:
                 racer.load(progress)
-                offered = {} if self.servers else drafters(self.target, self.drafts, self.download)
-                families = racer.usable(offered, self.drafts)
+                racer.fits = drafters_of(self.target)
+                families = racer.usable({} if self.servers else self.lanes(racer.fits), self.drafts)
             except (KeyboardInterrupt, Cancelled):
                 return self._stopped(search, racer)
             kinds = self.kinds()
@@ -141,8 +148,6 @@ class Tune(Decoding):
 
     def _keep(self, result: Result) -> None:
         """Store the last result of a model on this machine, for the page; none of servers or of a user's prompts."""
-        from specdemo.bench.candidates import shareable
-
         if self.engine or self.servers or self.prompt_file or self.target.embedded:
             return
         with suppress(OSError, ValueError, RuntimeError):
@@ -199,10 +204,11 @@ class Tune(Decoding):
             unseen = dict.fromkeys(unseen if works else (), "stopped before it")
         reasons = {why: [name for name in unseen if unseen[name] == why] for why in unseen.values()}
         remarks += [f"Not measured: {', '.join(names[:9])}, {why}." for why, names in reasons.items()]
-        if not any(map(_pays, works)) and (missing := racer.missing(self.target)):
+        if not any(map(_pays, works)) and (missing := [x.drafter for x in racer.fits if x.place == ABSENT]):
             remarks.append(f"Published drafters that are not here: {', '.join(missing[:4])}; download one to try it.")
-        if not self.servers and (here := drafts_of(self.target)).reasons and not here.ratios:
-            remarks.append(f"On this machine: {here}.")
+        here = [fit for fit in racer.fits if fit.place not in PLACES]
+        if not self.servers and here and not any(fit.fits for fit in here):
+            remarks.append(f"On this machine: {in_words(here)}.")
         paying = sorted((work for work in works if _pays(work)), key=lambda work: work.value(work.ranked()[0]))
         if best and search.mixed(best).label == "faster":
             remarks += racer.settings(best)

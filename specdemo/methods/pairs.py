@@ -5,7 +5,6 @@ Targets are loaded here too, with an error that names the method if the source i
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
@@ -17,6 +16,7 @@ from specdemo.methods.vocabularies import VocabBridge
 from specdemo.models import load
 from specdemo.models.checkpoints import open_meta_checkpoint
 from specdemo.models.errors import checkpoint_errors
+from specdemo.models.local_models import DrafterFit
 from specdemo.models.ref import ModelRef
 
 P = ParamSpec("P")
@@ -53,16 +53,6 @@ def outline(name: ModelRef) -> Target:
 LEAST_OVERLAP = 0.1  # share of the target's tokens below which almost no draft is accepted
 
 
-@dataclass(frozen=True, slots=True)
-class DrafterFit:
-    """Result of one check. fits: None if the drafter's files could not be opened."""
-
-    drafter: ModelRef
-    method: str
-    fits: bool | None
-    reason: str
-
-
 def _gguf_head_fit(target: Target, drafter: ModelRef, name: str) -> DrafterFit:
     """Check a GGUF file with a prediction layer or an EAGLE-3 head."""
     try:
@@ -88,24 +78,24 @@ def check_pair(target: Target, drafter: ModelRef, method_name: str | None = None
         return DrafterFit(drafter, "?", False, str(error))
     cls = method(name)
     draft = None if issubclass(cls, Head) else outline(drafter)
-    reason = f"made for hidden size {target.hidden_size}, vocabulary {target.vocab_size}"
+    reason, shares = f"made for hidden size {target.hidden_size}, vocabulary {target.vocab_size}", False
     try:
         if checkpoint is not None and issubclass(cls, Head):
             with checkpoint_errors(drafter):
                 reason = "; ".join(filter(None, (reason, cls.read(checkpoint, target).note)))
         elif draft is not None:
-            reason = _tokenizer_fit(target, draft, issubclass(cls, DraftModel) and cls.cross_vocabulary)
+            reason, shares = _tokenizer_fit(target, draft, issubclass(cls, DraftModel) and cls.cross_vocabulary)
             if draft.max_length < target.max_length:
                 reason += (
                     f"; reads {draft.max_length} tokens, the target {target.max_length}: it drafts nothing after them"
                 )
     except ValueError as error:
         return DrafterFit(drafter, name, False, str(error))
-    return DrafterFit(drafter, name, True, reason)
+    return DrafterFit(drafter, name, True, reason, shares_text=shares)
 
 
-def _tokenizer_fit(target: Target, draft: Target, cross_vocabulary: bool) -> str:
-    """Describe how a draft model fits. Raises ValueError when it does not."""
+def _tokenizer_fit(target: Target, draft: Target, cross_vocabulary: bool) -> tuple[str, bool]:
+    """Return how a draft model fits, and whether only by text. Raises ValueError when it does not fit."""
     difference = tokenizer_difference(target, draft)
     if difference and not cross_vocabulary:
         raise ValueError(f"another tokenizer: {difference}; choose a draft model of the same family")
@@ -119,10 +109,11 @@ def _tokenizer_fit(target: Target, draft: Target, cross_vocabulary: bool) -> str
         shared = (
             f"{100 * bridge.target_overlap:.0f} % of the target's tokens, {100 * bridge.draft_overlap:.0f} % of its own"
         )
-        return f"shares {shared}; another tokenizer: {difference}"
+        return f"shares {shared}; another tokenizer: {difference}", True
     if draft.vocab_size == target.vocab_size:
-        return "same tokenizer"
-    return f"same tokenizer; vocabulary {draft.vocab_size}, the target's is {target.vocab_size}, the rest is padding"
+        return "same tokenizer", False
+    padded = f"same tokenizer; vocabulary {draft.vocab_size}, the target's is {target.vocab_size}, the rest is padding"
+    return padded, False
 
 
 def check_pairs(target: Target, candidates: Iterable[tuple[str | None, ModelRef]]) -> list[DrafterFit]:

@@ -76,20 +76,24 @@ def missing_bytes(name: ModelRef, pickled: Sequence[str] = ()) -> int:
 
 
 def local_header(name: ModelRef) -> Header | None:
-    """Return the header of a model; None if it is not on this machine. Raises ValueError as `fetch_parts` does."""
+    """Return the header of a model; None if it is not on this machine. Does not ask the hub. Raises ValueError, one
+    line, if a file or a model of Ollama is missing or damaged."""
     if name == packaged.SMOLLM2_GGUF and packaged.local(name) is None:
         return None
-    source = _find(name)
-    if isinstance(source, Repository):
-        if source.missing_bytes():
+    if name.path or name.is_gguf_file or name.startswith(OLLAMA):
+        source = _find(name)
+        assert isinstance(source, Path)
+    else:
+        try:
+            found = gguf_on_hub(name, cached=True)
+        except ValueError:
             return None
-        source = fetch_folder(source, no_progress) / next(iter(source.files))
+        source = cached_folder(found.name) / next(iter(found.files))
     return read_header(all_parts(source)[0])
 
 
 def has_chat_template(name: ModelRef) -> bool | None:
-    """Return whether a model has a chat template; None if it is damaged or not on this machine. May ask the hub for the
-    files of a GGUF repository."""
+    """Return whether a model has a chat template; None if it is damaged or not on this machine."""
     if not name.gguf:
         return sources.has_chat_template(name.path) if name.path else None
     with suppress(ValueError):
@@ -205,10 +209,11 @@ def _model_digest(manifest: Path) -> str:
         raise ValueError(f"{manifest} is not a manifest of Ollama; pull the model again") from None
 
 
-def gguf_on_hub(name: ModelRef) -> Repository:
-    """Return the files of a quantisation in a repository. Raises ValueError if the repository has no such files."""
+def gguf_on_hub(name: ModelRef, cached: bool = False) -> Repository:
+    """Return the files of a quantisation in a repository. cached: of those on this machine, without asking the hub.
+    Raises ValueError if the repository has no such files."""
     repository, quantisation = ModelRef(name.partition(":")[0]), name.quantisation
-    if constants.HF_HUB_OFFLINE:
+    if cached or constants.HF_HUB_OFFLINE:
         folder = cached_folder(repository)
         files = {str(f.relative_to(folder)): f.stat().st_size for f in sorted(folder.rglob("*.gguf"))}
     else:

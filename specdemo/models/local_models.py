@@ -6,9 +6,10 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import itemgetter
 from pathlib import Path
 
 from huggingface_hub import constants
@@ -88,21 +89,16 @@ def local_models(target: ModelRef | None = None) -> list[LocalModel]:
 
 
 @dataclass(frozen=True, slots=True)
-class LocalDrafts:
-    """Draft models for a target. ratios: how many times fewer bytes a draft model reads per token, the best size
-    first. reasons: why the other models are none, by name."""
+class DrafterFit:
+    """How a drafter fits a target. fits: None if that is unknown, as its files were not opened. place: its store, or
+    where else it is. shares_text: with another vocabulary, which servers do not support."""
 
-    ratios: Mapping[ModelRef, float]
-    reasons: Mapping[ModelRef, str]
-
-    def __str__(self) -> str:
-        """Return the draft models in words or, without any, what was considered."""
-        if self.ratios or not self.reasons:
-            return ", ".join(f"{name} ({size_words(ratio)})" for name, ratio in self.ratios.items())
-        alike: dict[str, list[str]] = {}
-        for name, reason in self.reasons.items():
-            alike.setdefault(reason, []).append(name)
-        return "; ".join(["no draft model", *(f"{reason}: {', '.join(names)}" for reason, names in alike.items())])
+    drafter: ModelRef
+    method: str
+    fits: bool | None
+    reason: str
+    place: str = ""
+    shares_text: bool = False
 
 
 def size_words(ratio: float) -> str:
@@ -115,47 +111,49 @@ def size_words(ratio: float) -> str:
     return words if ratio >= LEAST_RATIO else words + warning
 
 
-def drafts_of(target: ModelRef) -> LocalDrafts:
-    """Return the draft models on this machine for a target, which is also on it, else none."""
-    models = local_models(target)
-    own = next((model for model in models if target == model.name or target.path == model.path), None)
-    return matching_drafts(own, models) if own else LocalDrafts({}, {})
-
-
-def matching_drafts(target: LocalModel, models: Iterable[LocalModel]) -> LocalDrafts:
-    """Return the draft models for a target: smaller ones of the same vocabulary, so none where that is unknown."""
-    ratios: dict[ModelRef, float] = {}
-    reasons: dict[ModelRef, str] = {}
+def draft_models(target: LocalModel, models: Iterable[LocalModel]) -> list[DrafterFit]:
+    """Return how models fit a target as draft models: smaller ones of the same vocabulary do, the best size first."""
+    fits: list[tuple[float, DrafterFit]] = []
     for model in models:
         if model.path == target.path:
             continue
+        reason, distance = "", math.inf
         try:
             own, other = target.vocabulary, model.vocabulary
             ratio = target.token_bytes / max(model.token_bytes, 1)
+            if not own or own != other:
+                reason = "another vocabulary" if own and other else "unknown vocabulary"
+            elif ratio <= 1.0:
+                reason = "not smaller"
+            else:
+                distance = abs(math.log(ratio / BEST_RATIO))
         except ValueError:
-            reasons[model.name] = "damaged"
-            continue
-        if not own or own != other:
-            reasons[model.name] = "another vocabulary" if own and other else "unknown vocabulary"
-        elif ratio <= 1.0:
-            reasons[model.name] = "not smaller"
-        else:
-            ratios[model.name] = ratio
-    best = sorted(ratios, key=lambda name: abs(math.log(ratios[name] / BEST_RATIO)))
-    return LocalDrafts({name: ratios[name] for name in best}, reasons)
+            reason = "damaged"
+        fit = DrafterFit(model.name, "draft_model", not reason, reason or size_words(ratio), model.store)
+        fits.append((distance, fit))
+    return [fit for _, fit in sorted(fits, key=itemgetter(0))]
+
+
+def in_words(fits: Sequence[DrafterFit]) -> str:
+    """Return the drafters that fit in words or, without any, what was considered."""
+    names = [f"{fit.drafter} ({fit.reason})" for fit in fits if fit.fits]
+    if names or not fits:
+        return ", ".join(names)
+    alike = {reason: [fit.drafter for fit in fits if fit.reason == reason] for reason in [fit.reason for fit in fits]}
+    return "; ".join(["no draft model", *(f"{reason}: {', '.join(names)}" for reason, names in alike.items())])
 
 
 def model_rows(models: Sequence[LocalModel]) -> list[dict[str, str]]:
     """Return a table of models: name, store, size, type of the weights, and draft models, the best size first."""
     rows = []
     for model in models:
-        drafts = matching_drafts(model, models)
+        drafts = [fit for fit in draft_models(model, models) if fit.fits]
         try:
             kind = model.quantisation or "?"
         except ValueError:
             kind = "damaged"
-        words, size = str(drafts) if drafts.ratios else "", size_text(model.bytes)
-        rows.append({"model": model.name, "store": model.store, "size": size, "weights": kind, "drafts": words})
+        about = {"model": model.name, "store": model.store, "size": size_text(model.bytes), "weights": kind}
+        rows.append(about | {"drafts": in_words(drafts)})
     return rows
 
 

@@ -1,20 +1,31 @@
-"""Catalogue of published drafters, in drafters.yaml, and rules for targets that are not in it."""
+"""Drafters of a target: those on this machine, in presets, and in the catalogue of published ones, drafters.yaml."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from specdemo.core.deployment import public
 from specdemo.core.safe_io import read_json
 from specdemo.core.settings import Settings
 from specdemo.core.suggest import program
 from specdemo.engine.comparison import Lane, Model
+from specdemo.methods import model_method
+from specdemo.models.gguf_files import local_header
 from specdemo.models.gguf_header import read_header
+from specdemo.models.local_models import DrafterFit, draft_models, local_models
 from specdemo.models.ref import ModelRef
 from specdemo.models.shipped import embedded_folder
+from specdemo.models.sources import cached_folder
 from specdemo.presets.files import Preset, load_presets, read_yaml
+from specdemo.presets.pair import has_prediction_layer
 from specdemo.presets.recorded import is_recorded, recorded
+
+if TYPE_CHECKING:  # imports torch
+    from specdemo.core.protocol import Target
 
 CATALOGUE = Path(__file__).with_name("drafters.yaml")
 RULES = (
@@ -24,6 +35,7 @@ RULES = (
     f"your own head: `{program()} train medusa --target TARGET` (transformers models)",
 )
 UNKNOWN = "unknown"
+PLACES = SHIPPED, INSIDE, HERE, ABSENT = "embedded", "in the target", "this machine", "not here"  # besides stores
 HEADER = ("drafter", "kind", "size", "format", "licence", "engines", "trained", "accepted", "source")
 
 
@@ -100,6 +112,74 @@ def all_published() -> list[PublishedDrafter]:
     return _catalogue()[1]
 
 
+def drafters_of(target: ModelRef, opened: "Target | None" = None, trained: Sequence[ModelRef] = ()) -> list[DrafterFit]:
+    """Return the drafters of a target, those that fit first: its own layer, models on this machine, and those that
+    presets and the catalogue name. Others have a reason: embedded ones of an embedded target, and where no model on
+    this machine fits, those that were compared.
+
+    Transformers models on this machine are opened without weights; the hub is asked if the caller has `opened` a target
+    of it. A public page lists what its presets name. trained: folders of heads that no preset names.
+    """
+    from specdemo.methods.pairs import check_pairs, outline  # these import torch
+
+    if opened is None and target.path and not target.gguf and (target.embedded or not public()):
+        with suppress(ValueError):
+            opened = outline(target)
+    layer = not public() and has_prediction_layer(target)
+    drafts = [] if target.embedded or public() else _local_drafts(target)
+    smaller = {fit.drafter for fit in drafts if fit.fits}
+    fits = [fit for fit in drafts if fit.fits or not smaller]
+    candidates = [("mtp", target), *_named(target, opened)] if layer else _named(target, opened)
+    if target.gguf and not layer and is_here(target):
+        candidates = [pair for pair in candidates if pair[1] != target]
+    candidates = [pair for pair in dict.fromkeys(candidates) if pair[1] not in smaller]
+    readable = [pair for pair in candidates if not target.path or (pair[1].path and pair[1].path.exists())]
+    if opened is not None:
+        fits += check_pairs(opened, [*readable, *((None, folder) for folder in trained)])
+    sizes = {entry.drafter: entry.size for entry in published_drafters(target)}
+    for name, model in candidates:
+        if layer and model == target and not opened:
+            fits.append(DrafterFit(model, name, True, "prediction layer of this model"))
+        elif not opened or (name, model) not in readable:
+            fits.append(DrafterFit(model, name, None, sizes.get(model, UNKNOWN)))
+    fits = [fit if fit.place else replace(fit, place=_place(fit.drafter, target)) for fit in fits]
+    listed = [fit for fit in fits if fit.fits is not False or fit.place != SHIPPED or target.embedded]
+    return sorted(listed, key=lambda fit: (fit.fits is False, fit.place == ABSENT))
+
+
+def _named(target: ModelRef, opened: "Target | None") -> list[tuple[str, ModelRef]]:
+    """Return methods and drafters that presets and the catalogue name for a target, and those that ship for one that is
+    opened, which may fit it too."""
+    lanes = [lane for _, of_preset in lanes_for(target) for lane in of_preset]
+    if opened and not target.gguf:
+        lanes += [lane for p in load_presets().values() for lane in p.lanes if lane.model and lane.model.embedded]
+    pairs = [(model_method(lane.method, lane.options), lane.model) for lane in lanes if lane.model]
+    entries = [] if public() else published_drafters(target)
+    return [*pairs, *((entry.method, entry.drafter) for entry in entries if entry.method)]
+
+
+def _local_drafts(target: ModelRef) -> list[DrafterFit]:
+    """Return how the models on this machine fit a target on it as draft models."""
+    models = local_models(target)
+    own = next((model for model in models if target == model.name or target.path == model.path), None)
+    return draft_models(own, models) if own else []
+
+
+def _place(drafter: ModelRef, target: ModelRef) -> str:
+    if drafter == target:
+        return INSIDE
+    return SHIPPED if drafter.embedded else HERE if is_here(drafter) else ABSENT
+
+
+def is_here(model: ModelRef) -> bool:
+    """Return whether the files of a model are on this machine. Does not ask the hub."""
+    with suppress(ValueError):
+        if model.path:
+            return model.path.exists()
+        return local_header(model) is not None if model.gguf else cached_folder(model).is_dir()
+    return False
+
+
 def published_drafters(target: ModelRef) -> list[PublishedDrafter]:
     """Return the drafters of a target: those of the catalogue, then those of presets with their recorded acceptance.
 
@@ -111,6 +191,23 @@ def published_drafters(target: ModelRef) -> list[PublishedDrafter]:
     own = [entry for entry in _of_presets(target) if entry.drafter.repository not in known]
     others = {entry.drafter: entry for entry in reversed(own)}  # the first preset of a drafter counts
     return sorted([*listed, *reversed(others.values())], key=lambda entry: entry.drafter.gguf != target.gguf)
+
+
+def unpublished(target: ModelRef) -> list[DrafterFit]:
+    """Return the drafters of `drafters_of` on this machine that are none of `published_drafters`."""
+    known = {entry.drafter for entry in published_drafters(target)}
+    return [fit for fit in drafters_of(target) if fit.place != ABSENT and fit.drafter not in known]
+
+
+def rows(target: ModelRef) -> list[dict[str, str]]:
+    """Return the drafters of a target as rows of HEADER, published ones first."""
+    others = [fit for fit in unpublished(target) if fit.fits]
+    entries = [
+        PublishedDrafter(target=target, drafter=fit.drafter, kind=kind, source=fit.place, **_shipped(fit.drafter))
+        for fit in others
+        if (kind := _kind(fit.method, fit.drafter))
+    ]
+    return [entry.row() for entry in [*published_drafters(target), *entries]]
 
 
 def drafts_for(model: ModelRef) -> dict[str, list[str]]:

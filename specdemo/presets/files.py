@@ -23,7 +23,6 @@ from specdemo.core.safe_io import read_text
 from specdemo.core.settings import Settings, settings
 from specdemo.core.suggest import counted, short_repr, suggest
 from specdemo.engine.comparison import Comparison, Lane, Name, validate_method_name
-from specdemo.methods import model_method
 from specdemo.models import packaged
 from specdemo.models.ref import ModelRef
 from specdemo.models.shipped import EMBEDDED
@@ -254,12 +253,3 @@ def thinking_remarks(target: ModelRef, drafters: Sequence[ModelRef], known: "Tar
     if known.tokenizer is not None and has_thinking_modes(known.tokenizer):
         remarks.append("thinking: the target can think; bench thinking compares the acceptance in both modes")
     return remarks
-
-
-def known_drafters(target: ModelRef) -> list[tuple[str, ModelRef]]:
-    """Return (method, drafter) of all embedded drafters, and of the hub's drafters that presets use with this
-    target.
-    """
-    lanes = [(p, lane) for p in load_presets().values() for lane in p.lanes]
-    known = [lane for p, lane in lanes if lane.model and (lane.model.embedded or p.target == target)]
-    return [(model_method(lane.method, lane.options), lane.model) for lane in known if lane.model]

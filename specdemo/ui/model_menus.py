@@ -7,14 +7,12 @@ from pathlib import Path
 
 from specdemo.core.suggest import counted
 from specdemo.methods import BASELINE, CAPABILITY_USES, METHODS, method, usable
-from specdemo.methods.pairs import DrafterFit, check_pairs
 from specdemo.models.gguf_files import CAPABILITIES
-from specdemo.models.load import load_meta_target
-from specdemo.models.local_models import LocalModel, local_models, matching_drafts, size_words
+from specdemo.models.local_models import DrafterFit, LocalModel, local_models
 from specdemo.models.ref import ModelRef
 from specdemo.presets import limits
-from specdemo.presets.drafters import HEADER, all_published, published_drafters
-from specdemo.presets.files import DEFAULT, Preset, allowed_models, known_drafters, load_presets, preset
+from specdemo.presets.drafters import HEADER, all_published, drafters_of, published_drafters
+from specdemo.presets.files import DEFAULT, Preset, allowed_models, load_presets, preset
 from specdemo.presets.link import OWN
 
 DRAFTING = [name for name in METHODS if name != BASELINE]
@@ -53,10 +51,7 @@ def not_offered(names: Iterable[str], allow_any_model: bool) -> str:
 
 
 def pairs(target: ModelRef) -> tuple[DrafterFit, ...]:
-    """Return the drafters that are known to fit a target or not, including the heads that visitors have trained.
-
-    Drafters of a preset's target on the hub are those that presets pair with it: nothing is downloaded to list them.
-    """
+    """Return the drafters that are known to fit a target or not, including the heads that visitors have trained."""
     return _pairs(target, tuple(TRAINED))
 
 
@@ -76,22 +71,7 @@ def published(target: ModelRef) -> str:
 
 @lru_cache
 def _pairs(target: ModelRef, trained: tuple[ModelRef, ...]) -> tuple[DrafterFit, ...]:
-    known = known_drafters(target)
-    candidates = [*known, *((entry.method, entry.drafter) for entry in published_drafters(target))]
-    paired = {lane.model for p in load_presets().values() if p.target == target for lane in p.lanes} | _published()
-    listed = tuple(DrafterFit(model, name, None, "") for name, model in dict.fromkeys(candidates) if model in paired)
-    local = on_this_machine()
-    if target in local and target.gguf:
-        drafts = matching_drafts(local[target], local.values())
-        fits = [DrafterFit(name, "draft_model", True, size_words(ratio)) for name, ratio in drafts.ratios.items()]
-        others = [DrafterFit(name, "draft_model", False, reason) for name, reason in drafts.reasons.items()]
-        return (*listed, *fits, *(others if not fits else ()))
-    if not target.embedded and (limits.public() or target in targets()):
-        return listed
-    try:
-        return tuple(check_pairs(load_meta_target(target), [*known, *((None, folder) for folder in trained)]))
-    except ValueError:
-        return listed
+    return tuple(drafters_of(target, trained=trained))
 
 
 def fitting_models(target: ModelRef, reads: str) -> list[ModelRef]:

@@ -17,10 +17,11 @@ from specdemo.engine.messages import Finished, LaneDone, Note, Restarted, RunMes
 from specdemo.methods import MODEL_OPTIONS
 from specdemo.methods.facts import PREDICTED
 from specdemo.models.ref import ModelRef
-from specdemo.presets.drafters import RULES, drafts_for, published_drafters
+from specdemo.presets.drafters import RULES, UNKNOWN, drafts_for
 from specdemo.presets.files import load_presets
 from specdemo.presets.link import OWN
 from specdemo.presets.pair import kind_of_work
+from specdemo.ui.model_menus import pairs
 
 CARD_TOKENS = 5  # width of the pass whose cost the card of a model names
 SHOWN = 3  # models that it lists
@@ -168,8 +169,8 @@ def _card(trace: RunTrace) -> dict[str, object]:
     if curve := curve_of(trace.environment):
         cost = pass_ratio(curve, CARD_TOKENS)
         rows.append((f"A pass over {CARD_TOKENS} tokens", f"costs as much as {cost:.1f} plain tokens"))
-    known = published_drafters(target)[:SHOWN]
-    drafters = [f"{one.drafter} ({one.size})".removesuffix(" (unknown)") for one in known]
+    known = [fit for fit in pairs(target) if fit.fits is not False][:SHOWN]
+    drafters = [f"{fit.drafter.label} ({fit.reason})".removesuffix(f" ({UNKNOWN})") for fit in known]
     rows.append(("Drafters for it", ", ".join(drafters) or f"none is known; it would be {RULES[0]}"))
     rows += [("It can draft for", ", ".join(larger[:SHOWN])) for larger in drafts_for(target).values()][:1]
     found, query = last_found(target, trace.environment.get("device")) or ("", "")

@@ -19,11 +19,10 @@ from specdemo.costs.lengths import draft_lengths
 from specdemo.costs.step import CostModel
 from specdemo.engine.comparison import Lane
 from specdemo.models.errors import Cancelled
-from specdemo.models.local_models import LocalDrafts
+from specdemo.models.local_models import DrafterFit
 from specdemo.models.ref import ModelRef
 from specdemo.models.shipped import embedded_folder
-from specdemo.presets.at_hand import drafters, not_here
-from specdemo.presets.drafters import published_drafters
+from specdemo.presets.drafters import drafters_of, published_drafters
 from specdemo.presets.files import load_presets
 from specdemo.presets.link import from_query
 from specdemo.presets.pair import LOOKUPS, pair
@@ -322,8 +321,12 @@ def test_a_chain_of_a_method_that_also_drafts_trees_is_tried_with_several_length
     assert [one.k for one in with_lengths("eagle", lane, STEEP)] == [1]
 
 
+def offered(target, named=(), download=False):
+    return Tune.build({"target": target, "drafts": named, "download": download}).lanes(drafters_of(ModelRef(target)))
+
+
 def test_candidates_are_the_drafters_of_this_machine():
-    lanes = drafters(ModelRef("code"), [ModelRef("code-draft")], download=False)
+    lanes = offered("code", [ModelRef("code-draft")])
     found = {name: with_lengths(name, lane, FLAT) for name, lane in lanes.items()}
     assert {"ngram", "suffix", "draft_model code-draft", "eagle code-eagle-1"} <= {*found}
     names = [lane.name for lanes in found.values() for lane in lanes]
@@ -335,10 +338,10 @@ def test_candidates_are_the_drafters_of_this_machine():
 
 
 def test_published_drafters_are_candidates_where_they_are_here_or_may_be_downloaded():
-    here, all_of_them = (drafters(ModelRef("Qwen/Qwen3-1.7B"), [], download) for download in (False, True))
+    here, all_of_them = (offered("Qwen/Qwen3-1.7B", download=download) for download in (False, True))
     assert {lane.method for lane in here.values()} == {*LOOKUPS}
     published = {entry.drafter for entry in published_drafters(ModelRef("Qwen/Qwen3-1.7B")) if entry.method}
-    assert {*not_here(ModelRef("Qwen/Qwen3-1.7B"))} == published
+    assert {fit.drafter for fit in drafters_of(ModelRef("Qwen/Qwen3-1.7B")) if fit.place == "not here"} >= published
     assert published and published <= {lane.model for lane in all_of_them.values()}
 
 
@@ -346,14 +349,14 @@ def test_published_drafters_are_candidates_where_they_are_here_or_may_be_downloa
     "target", ["smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct", "x/smollm2-135m-instruct-q4_1.gguf"]
 )
 def test_the_shipped_head_of_a_downloaded_model_is_found_by_every_name_of_the_model(target):
-    assert "smollm2-eagle-3" in {lane.model for lane in drafters(ModelRef(target), [], download=False).values()}
+    assert "smollm2-eagle-3" in {lane.model for lane in offered(target).values()}
 
 
 @pytest.mark.parametrize(
     ("target", "tried"), [("facebook/layerskip-llama2-7B", True), ("x/layerskip-8b.gguf", True), ("x/llama", False)]
 )
 def test_layer_skip_is_tried_where_a_model_was_trained_for_it(target, tried):
-    assert ("layer_skip" in drafters(ModelRef(target), [], download=False)) is tried
+    assert ("layer_skip" in offered(target)) is tried
 
 
 def test_the_built_in_prompts_cover_six_kinds_of_work():
@@ -483,10 +486,10 @@ def test_what_was_not_measured_or_confirmed_is_named_with_the_reason(monkeypatch
     again.run()
     confirmed = [*_confirmed(search, again)]
     assert confirmed == ["own: not confirmed: no other prompt worked."]
-    idle = SimpleNamespace(lanes=lanes, link=lambda *_: "", environment=dict, remarks=list, missing=lambda _: [])
+    idle = SimpleNamespace(lanes=lanes, link=lambda *_: "", environment=dict, remarks=list, fits=[])
     remarks = Tune.build({"target": "code"})._result(search, idle, confirmed).remarks
     assert remarks[-2:] == ["Not measured: bad, no usable answer.", "Not measured: late, no time."]
-    monkeypatch.setattr("specdemo.bench.tune.drafts_of", lambda target: LocalDrafts({}, {f"{target}.gguf": "damaged"}))
+    idle.fits = [DrafterFit(ModelRef("code.gguf"), "draft_model", False, "damaged", "LM Studio")]
     remarks = Tune.build({"target": "code"})._result(search, idle, confirmed).remarks
     assert remarks[-1] == "On this machine: no draft model; damaged: code.gguf."
     (late,) = _confirmed(search, search.confirm({"own": ["good"]}, 0.0))
@@ -575,7 +578,7 @@ def test_settings_to_copy_name_the_engines_that_have_the_method():
 @pytest.mark.parametrize("target", ["code", "some/model"])
 @pytest.mark.parametrize("prompt", ["Write <b>.", "long " * 1000])
 def test_a_link_opens_the_race_of_a_candidate(target, prompt):
-    for name, lane in drafters(ModelRef("code"), [ModelRef("code-draft")], download=False).items():
+    for name, lane in offered("code", [ModelRef("code-draft")]).items():
         for one in with_lengths(name, lane, FLAT):
             query = race_link(ModelRef(target), one, prompt)
             opened, notes = from_query(query, load_presets(), allow_any_model=True)

@@ -1,5 +1,7 @@
 """Prediction layers of GGUF files on a real llama.cpp, against a numpy forward of their tensors and plain decoding."""
 
+from dataclasses import replace
+
 import numpy
 import pytest
 import torch
@@ -17,7 +19,7 @@ from specdemo.models.llamacpp_prediction import PredictionContext, PredictionLay
 from specdemo.models.load import load_target
 from specdemo.models.memory import gguf_footprint
 from specdemo.models.ref import ModelRef
-from specdemo.presets.at_hand import drafters
+from specdemo.presets.drafters import drafters_of
 from specdemo.presets.files import preset
 from specdemo.presets.pair import pair
 from specdemo.presets.serve import served
@@ -229,11 +231,10 @@ def test_files_at_which_llamacpp_would_end_the_process_are_one_line(shape, lacks
 def test_it_is_offered_and_served(target):
     path = target.name
     (lane,) = (lane for lane in pair(ModelRef(path)).lanes if lane.method == "mtp")
-    assert lane.model == path and "mtp" in {
-        each.method for each in drafters(ModelRef(path), [], download=False).values()
-    }
     fit = check_pair(target, ModelRef(path), "mtp")
     assert (fit.method, fit.fits, fit.reason) == ("mtp", True, "prediction layer of this model")
+    for opened in (None, target):
+        assert lane.model == path and replace(fit, place="in the target") in drafters_of(ModelRef(path), opened)
     command = [*served(pair(ModelRef(path)), "llama-server")][-1].command
     assert command[command.index("--spec-type") + 1] == "draft-mtp" and "--spec-draft-model" not in command
 
@@ -251,5 +252,5 @@ def test_a_preset_drafts_with_the_layer_in_the_file_of_its_target(folder, tensor
         drafted, passes = output(target, load_drafter(lane.method, target, lane.model), prompts(1, 30), config)
     assert drafted == plain and passes < 36
     assert {name for name, _ in hub.requests} == {file}
-    lanes = drafters(ModelRef(larger), [], download=True).values()
-    assert [lane.model for lane in lanes if lane.method == "mtp"] == [larger]  # and no other quantisation
+    fits = drafters_of(ModelRef(larger))
+    assert [fit.drafter for fit in fits if fit.method == "mtp"] == [larger]  # and no other quantisation

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,11 +13,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from recipes.corpus import train_tokenizer
 from specdemo.__main__ import main
 from specdemo.bench import quality
+from specdemo.methods import model_method
 from specdemo.methods.pairs import check_pair, check_pairs, outline
 from specdemo.models.load import load_meta_target
 from specdemo.models.ref import ModelRef
 from specdemo.models.shipped import EMBEDDED, embedded_folder
-from specdemo.presets.files import known_drafters, preset, thinking_remarks
+from specdemo.presets.drafters import drafters_of
+from specdemo.presets.files import load_presets, preset, thinking_remarks
 from tests.models.fake_hub import serve
 
 BYTES = ("stories-bytes", "stories-bytes-heads")  # a separate target and its heads
@@ -44,7 +47,7 @@ def save(folder, tokenizer, vocab_size):
 
 
 def test_all_that_ships_fits_its_target(stories):
-    pairs = check_pairs(stories, known_drafters(ModelRef("stories")))
+    pairs = drafters_of(ModelRef("stories"), stories)
     assert {pair.drafter for pair in pairs} == {*EMBEDDED} - {"stories", "stories-bytes", "code"}
     assert {pair.drafter for pair in pairs if not pair.fits} == {
         "stories-bytes-heads",
@@ -66,7 +69,10 @@ def test_all_that_ships_fits_its_target(stories):
 
 
 def test_mismatched_head_reports_the_reason(narrow):
-    pairs = check_pairs(load_meta_target(narrow), known_drafters(ModelRef(narrow)))
+    lanes = [lane for one in load_presets().values() for lane in one.lanes if lane.model and lane.model.embedded]
+    known = [(model_method(lane.method, lane.options), lane.model) for lane in lanes]
+    pairs = check_pairs(load_meta_target(narrow), known)
+    assert drafters_of(ModelRef(narrow))[:5] == [replace(pair, place="embedded") for pair in pairs if pair.fits]
     fits = {pair.drafter for pair in pairs if pair.fits}
     assert fits == {"stories-draft-wide", "stories-draft-deep", "stories-draft-other", "code-draft"}
     assert [pair.fits for pair in pairs] == sorted((pair.fits for pair in pairs), reverse=True)
@@ -177,7 +183,8 @@ def test_files_of_llama_cpp_are_compared_by_their_vocabularies(smollm2_gguf, smo
     for head, method in OF_SMOLLM2.items():
         assert [head, method, "fits"] in rows
         assert check_pair(folder, ModelRef(head)).fits and check_pair(file, ModelRef(head)).fits
-        assert (method, head) in known_drafters(ModelRef(smollm2_folder))  # it ships with a preset of another name
+        named = {(fit.method, fit.drafter) for fit in drafters_of(ModelRef(smollm2_folder))}
+        assert (method, head) in named  # it ships with a preset of another name
 
 
 def test_what_is_wrong_with_a_head_is_named(tmp_path, capsys, monkeypatch):

@@ -7,13 +7,12 @@ import pytest
 
 from specdemo.__main__ import main
 from specdemo.bench.candidates import shareable
-from specdemo.bench.doctor import published
 from specdemo.bench.result import Result, to_json
 from specdemo.models import packaged
 from specdemo.models.gguf_files import fetch_parts
-from specdemo.models.local_models import drafts_of, local_models, matching_drafts, size_words
+from specdemo.models.local_models import draft_models, in_words, local_models, size_words
 from specdemo.models.ref import ModelRef
-from specdemo.presets.at_hand import drafters
+from specdemo.presets.drafters import drafters_of
 from tests.models.test_gguf_files import gguf, text
 
 TOKENS = ("a", "b", "c")
@@ -48,6 +47,10 @@ def transformers_model(home, rows=4, name="small", **config):
     home(f"{folder}/tokenizer.json", json.dumps(vocab).encode())
 
 
+def smaller(target, models):
+    return [fit.drafter for fit in draft_models(target, models) if fit.fits]
+
+
 def test_models_of_every_store(home):
     studio = home(".lmstudio/models/pub/big-GGUF/big-Q4_K_M.gguf", gguf(tokens=TOKENS, rows=640))
     home(".lmstudio/models/pub/big-GGUF/mmproj-big.gguf", gguf(architecture="clip"))
@@ -72,12 +75,15 @@ def test_models_of_every_store(home):
         str(cached): "llama.cpp",
     }
     assert found[str(cached)].bytes == 2 * cached.stat().st_size and found[str(cached)].token_bytes == 2 * 4 * 32 * 64
-    drafts = matching_drafts(found[str(studio)], found.values())
-    assert {name: round(ratio) for name, ratio in drafts.ratios.items()} == {"ollama:tiny:1b": 10, "org/small": 308}
-    assert drafts.reasons == {"org/r-GGUF:Q8_0": "another vocabulary", str(cached): "another vocabulary"}
-    assert [*matching_drafts(found["ollama:tiny:1b"], found.values()).ratios] == ["org/small"]
-    none = matching_drafts(found["org/small"], found.values())
-    assert str(none) == (
+    reasons = {fit.drafter: fit.reason for fit in draft_models(found[str(studio)], found.values())}
+    assert reasons == {
+        "ollama:tiny:1b": "10x smaller",
+        "org/small": "308x smaller",
+        "org/r-GGUF:Q8_0": "another vocabulary",
+        str(cached): "another vocabulary",
+    }
+    assert smaller(found["ollama:tiny:1b"], found.values()) == ["org/small"]
+    assert in_words(draft_models(found["org/small"], found.values())) == (
         f"no draft model; another vocabulary: org/r-GGUF:Q8_0, {cached}; not smaller: {studio}, ollama:tiny:1b"
     )
 
@@ -89,12 +95,11 @@ def test_models_next_to_a_file_and_those_that_specdemo_downloaded(home, monkeypa
     assert local_models() == []
     found = {model.name: model for model in local_models(ModelRef(big))}
     assert [*found] == [str(big), str(small)] and {model.store for model in found.values()} == {"its folder"}
-    assert [*matching_drafts(found[str(big)], found.values()).ratios] == [str(small)]
+    assert smaller(found[str(big)], found.values()) == [str(small)]
     monkeypatch.chdir(tmp_path)  # names are as the user writes them; a file in a store is listed once
     monkeypatch.setenv("LLAMA_CACHE", str(tmp_path / "mine"))
     assert [model.name for model in local_models(ModelRef("mine/big.gguf"))] == ["mine/big.gguf", "mine/small.gguf"]
-    lanes = drafters(ModelRef("mine/big.gguf"), (), download=False)
-    assert [lane.model for lane in lanes.values() if lane.model] == ["mine/small.gguf"]
+    assert [fit.drafter for fit in drafters_of(ModelRef("mine/big.gguf"))] == ["mine/small.gguf"]
     made = home("packages/smollm2-135m-instruct-q4_1.gguf", gguf(tokens=TOKENS))
     monkeypatch.setattr(packaged, "cache", lambda: made.parent)
     (one,) = [model for model in local_models() if model.store == "specdemo"]
@@ -182,23 +187,25 @@ def test_a_smaller_model_is_offered_at_any_ratio_and_a_low_one_warns(home, capsy
     other = home("mine/other.gguf", gguf(tokens=("x",), rows=9))
     bad = home("mine/bad.gguf", b"GGUF")
     big = str(files["big"])
-    drafts = drafts_of(ModelRef(big))
-    assert [*drafts.ratios] == [str(files[name]) for name in ("tenth", "half", "near")]
-    assert drafts.reasons == {str(files["same"]): "not smaller", str(other): "another vocabulary", str(bad): "damaged"}
-    lanes = drafters(ModelRef(big), (), download=False)
-    assert [lane.model for lane in lanes.values() if lane.model] == [*drafts.ratios]
-    assert (
-        published(ModelRef(big))
-        .splitlines()[-1]
-        .endswith("(1.1x smaller, pays only if over 90 % of its tokens are accepted)")
-    )
-    assert published(ModelRef(other)).splitlines()[-1].startswith(f"On this machine: no draft model; damaged: {bad}; ")
-    assert drafts_of(ModelRef("org/elsewhere")).reasons == {}
-    result = Result("tune", 1, {}, {}, [], [f"On this machine: {drafts_of(ModelRef(other))}."])
+    found = {model.name: model for model in local_models(ModelRef(big))}
+    fits = draft_models(found[big], found.values())
+    assert [fit.drafter for fit in fits if fit.fits] == [str(files[name]) for name in ("tenth", "half", "near")]
+    reasons = {fit.drafter: fit.reason for fit in fits if not fit.fits}
+    assert reasons == {str(files["same"]): "not smaller", str(other): "another vocabulary", str(bad): "damaged"}
+    assert drafters_of(ModelRef(big)) == fits[:3]
+
+    def here(name):
+        assert main(["drafters", str(name)]) == 0
+        return capsys.readouterr().out.splitlines()[-1]
+
+    assert here(big).endswith("(1.1x smaller, pays only if over 90 % of its tokens are accepted)")
+    assert here(other).startswith(f"On this machine: no draft model; damaged: {bad}; ")
+    assert drafters_of(ModelRef("org/elsewhere")) == []
+    result = Result("tune", 1, {}, {}, [], [here(other)])
     assert str(other.parent) not in to_json(shareable(result, [ModelRef(other)]))
     monkeypatch.setenv("LLAMA_CACHE", str(other.parent))
     assert main(["models", "--json"]) == 0
-    assert {row["model"]: row["drafts"] for row in json.loads(capsys.readouterr().out)}[big] == str(drafts)
+    assert {row["model"]: row["drafts"] for row in json.loads(capsys.readouterr().out)}[big] == in_words(fits)
 
 
 def test_no_models(home, capsys):

@@ -16,11 +16,10 @@ from specdemo.methods import load_drafter, method, model_method
 from specdemo.models import llamacpp_target
 from specdemo.models.cpu_plan import CpuSettings
 from specdemo.models.load import load_model, load_target
-from specdemo.models.local_models import drafts_of
 from specdemo.models.prefix_reuse import with_prefix_cache
 from specdemo.models.ref import ModelRef
 from specdemo.models.text import encode
-from specdemo.presets.at_hand import drafters
+from specdemo.presets.drafters import drafters_of
 from specdemo.presets.files import load_presets, preset
 from specdemo.presets.link import OWN
 from specdemo.presets.pair import pair
@@ -97,12 +96,11 @@ def test_the_text_of_a_gguf_file_is_that_of_llamacpps_own_loop_with_and_without_
 
 
 def test_the_smaller_model_beside_a_file_is_offered_as_its_draft_model(qwen_gguf, small_qwen_gguf, monkeypatch, capsys):
-    drafts = drafts_of(ModelRef(qwen_gguf))
-    assert [*drafts.ratios] == [small_qwen_gguf] and 2.0 < drafts.ratios[small_qwen_gguf] < 3.0
-    lanes = drafters(ModelRef(qwen_gguf), (), download=False).values()  # of `doctor` and `tune`
-    assert [lane.model for lane in lanes if lane.method == "draft_model"] == [small_qwen_gguf]
+    (fit,) = drafters_of(ModelRef(qwen_gguf))
+    ratio = float(fit.reason.partition("x smaller")[0])
+    assert (fit.drafter, fit.method, fit.place) == (small_qwen_gguf, "draft_model", "its folder") and 2.0 < ratio < 3.0
     assert main(["drafters", qwen_gguf]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == f"On this machine: {drafts}"
+    assert capsys.readouterr().out.splitlines()[-1] == f"On this machine: {fit.drafter} ({fit.reason})"
     monkeypatch.setitem(load_presets(), OWN, pair(ModelRef(qwen_gguf)))  # the page of `--target`
     assert fitting_models(ModelRef(qwen_gguf), "draft_model")[0] == small_qwen_gguf
 

@@ -93,5 +93,5 @@ def test_published_drafters_of_a_target_are_offered(monkeypatch):
 
 def test_a_public_page_reads_no_model_that_a_visitor_names(monkeypatch):
     monkeypatch.setenv("SPECDEMO_PUBLIC", "1")
-    monkeypatch.setattr("specdemo.ui.model_menus.load_meta_target", None)
+    monkeypatch.setattr("specdemo.methods.pairs.outline", None)
     assert model_menus.fitting_models(ModelRef("/etc"), "draft_model") == []
