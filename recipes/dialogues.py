@@ -24,7 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from recipes.cards import write_head_card
 from recipes.job import Job, side_by_side
 from specdemo.core.outputs import make_folder
-from specdemo.kv.cache import SlabCache, cache_argument
+from specdemo.kv.store import KVStore, cache_argument
 from specdemo.methods.heads.eagle import DECAY, Eagle, EagleHead
 from specdemo.methods.heads.formats.eagle import EagleConvention
 from specdemo.methods.heads.mlp_speculator import MLPSpeculator, Speculator
@@ -111,14 +111,15 @@ def write_dialogues(
     given, role = [list(row) for row in texts], ["user"] * len(texts)
     answers = [rng.choice(TEMPERATURES) for _ in texts]
     temperature = torch.ones(len(texts), 1)
-    cache = SlabCache(model.config.num_hidden_layers, len(texts), BLOCK, model.device)
-    cache.cursor.full_read = True  # whole blocks: a product would copy a part of them
+    cache = KVStore(model.device, model.dtype, model.config.num_hidden_layers)
+    cache.start(len(texts), BLOCK)
+    cache.full_read = True  # whole blocks: a product would copy a part of them
     named: dict[str, Any] = {cache_argument(model.forward): cache}
     tokens, roles, states = [torch.tensor([row.pop(0) for row in given])], list[Tensor](), list[Tensor]()
     while True:
         cache.reserve(-(-len(tokens) // BLOCK) * BLOCK)
         read = model(tokens[-1][:, None], output_hidden_states=True, columns=len(tokens), **named)
-        cache.cursor.longest += 1
+        cache.longest += 1
         states.append(torch.cat([read.hidden_states[tap][:, 0] for tap in taps], -1))
         if len(tokens) == length:
             break

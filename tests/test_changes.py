@@ -136,7 +136,7 @@ def check_cache():
 
     from specdemo.core.protocol import Budget, GenerationConfig
     from specdemo.methods import BASELINE
-    from specdemo.models.half import HalfCache
+    from specdemo.models.half import HalfStore
     from specdemo.models.target import HFTarget
     from specdemo.testing import make_drafter, output_tokens
     from tests.models.tiny import build, texts
@@ -144,10 +144,11 @@ def check_cache():
     target, prompts = HFTarget(build("llama")), texts(2, 13)
     target.start(prompts)
     half, size = target.forward(texts(2, 4, seed=1), torch.tensor([[0, 0, 1], [0, 1, 2]])).logits, target.history_bytes
-    with patch("specdemo.models.target.HalfCache", HalfCache.__base__):
-        target.start(prompts)
-        full = target.forward(texts(2, 4, seed=1), torch.tensor([[0, 0, 1], [0, 1, 2]])).logits
-    assert target.history_bytes == 2 * size and 0 < (half - full).norm() < 0.02 * full.norm()
+    with patch("specdemo.models.target.HalfStore", HalfStore.__base__):
+        other = HFTarget(target.model)
+    other.start(prompts)
+    full = other.forward(texts(2, 4, seed=1), torch.tensor([[0, 0, 1], [0, 1, 2]])).logits
+    assert other.history_bytes == 2 * size and 0 < (half - full).norm() < 0.02 * full.norm()
     target = HFTarget(build("llama"))
     plain = output_tokens(target, make_drafter(BASELINE, target), GenerationConfig(12), prompts)
     drafting = GenerationConfig(12, budget=Budget(6, 4))

@@ -27,7 +27,7 @@ from specdemo.core.sampling import Sampling
 from specdemo.core.tree import Draft
 from specdemo.costs.drafting import HEAD_OPERATIONS, Drafting, Sizes
 from specdemo.costs.shapes import Config, Shape, number
-from specdemo.kv.masks import View
+from specdemo.kv.view import View
 from specdemo.methods import require_method
 from specdemo.methods.heads.formats import check_target, count_numbered
 from specdemo.methods.heads.head import Recipe

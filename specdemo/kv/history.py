@@ -15,8 +15,9 @@ from torch.nn import functional as F
 from specdemo.core.protocol import Forward
 from specdemo.core.tree import chain_parents
 from specdemo.kv.graphs import Tensors
-from specdemo.kv.masks import AttentionMask, View
-from specdemo.kv.store import KVStore, ProvisionalColumns
+from specdemo.kv.masks import AttentionMask
+from specdemo.kv.store import KVStore
+from specdemo.kv.view import View, run_captured
 
 Write = Callable[..., Tensors]  # see `models.shared.DraftFunction`
 ForwardFunction = Callable[..., Forward]  # one call of the model, see `models.runner.Runner`
@@ -51,9 +52,9 @@ class KVHistory:
         store, (rows, slots) = self.store, tokens.shape
         length = max(store.lengths)
         store.reserve(length + slots + reserve)
-        columns = store.provisional().chain(slots)
-        mask = self._masks(columns) if length else None
-        forward: Forward = self._run(tokens, columns.cache, columns.positions.expand(rows, -1), mask, taps, last=True)
+        view = View.after(store).chain(slots)
+        mask = self._masks(view) if length else None
+        forward: Forward = self._run(tokens, store, view.positions.expand(rows, -1), mask, taps, last=True)
         store.lengths = [length + slots] * rows
         return forward
 
@@ -64,7 +65,7 @@ class KVHistory:
             tokens, parents = F.pad(tokens, (0, least - slots)), _padded(parents, least - 1)
         forward = self._forward_graph(tokens, parents, taps) if self.store.graphs.enabled else None
         if forward is None:
-            forward = self._forward(self._run, self.store.provisional().tree(parents), tokens, taps)
+            forward = self._forward(self._run, View.after(self.store).tree(parents), tokens, taps)
         return forward if slots >= least else forward.first(slots)
 
     def _forward_graph(self, tokens: Tensor, parents: Tensor, taps: tuple[int, ...]) -> Forward | None:
@@ -75,15 +76,15 @@ class KVHistory:
         if width is None:
             return None
 
-        def run(provisional: ProvisionalColumns, tokens: Tensor, parents: Tensor | None = None) -> Tensors:
-            columns = provisional.chain(width) if parents is None else provisional.tree(parents)
-            forward = self._forward(self._run, columns, tokens, taps)
+        def run(view: View, tokens: Tensor, parents: Tensor | None = None) -> Tensors:
+            view = view.chain(width) if parents is None else view.tree(parents)
+            forward = self._forward(self._run, view, tokens, taps)
             experts = () if forward.experts is None else (forward.experts,)
             return forward.logits, *(forward.hidden[tap] for tap in taps), *experts
 
         inputs = [tokens] + [parents] * (not chain)
         shapes = [(rows, width), (rows, width - 1)][: len(inputs)]
-        outputs = self.store.run_captured((taps, chain), width, run, [], inputs, shapes, columns=width)
+        outputs = run_captured(self.store, (taps, chain), width, run, [], inputs, shapes, columns=width)
         if outputs is None:
             return None
         logits, *rest = (x[:, :slots].clone() for x in outputs)
@@ -108,17 +109,16 @@ class KVHistory:
         if depth is None:
             return None
 
-        def draft_pass(provisional: ProvisionalColumns, counts: Tensor, tokens: Tensor, *extra: Tensor) -> Tensors:
+        def draft_pass(view: View, counts: Tensor, tokens: Tensor, *extra: Tensor) -> Tensors:
             def read(chain: Tensor | None) -> Tensor:
-                if chain is not None:
-                    return self._forward(run, provisional.chain(), chain, ()).logits[:, -1]
-                columns = provisional.chain(room, counts)
-                return columns.last(self._forward(run, columns, tokens, ()).logits)[:, 0]
+                nonlocal view
+                view = view.chain(room, counts) if chain is None else view.chain()
+                return view.last(self._forward(run, view, tokens if chain is None else chain, ()).logits)[:, 0]
 
             return write(read, depth, *extra)
 
         shapes, columns = [(rows, room), *(x.shape for x in extra)], room + depth
-        outputs = store.run_captured(kind, depth, draft_pass, [counts], (tokens, *extra), shapes, columns=columns)
+        outputs = run_captured(store, kind, depth, draft_pass, [counts], (tokens, *extra), shapes, columns=columns)
         if outputs is not None and commits:
             store.lengths = [n + c + least - 1 for n, c in zip(store.lengths, counts, strict=True)]
         return outputs
@@ -138,23 +138,24 @@ class KVHistory:
         outputs = None
         if depth is not None:
 
-            def draft(provisional: ProvisionalColumns, *extra: Tensor) -> Tensors:
-                return write(store.shared(layers, provisional.ends), depth, *extra)
+            def draft(view: View, *extra: Tensor) -> Tensors:
+                assert isinstance(view.ends, Tensor)
+                return write(View.of_committed(store, layers, view.ends), depth, *extra)
 
             shapes = [x.shape for x in extra]
-            outputs = store.run_captured(kind, depth, draft, [], extra, shapes, columns=room)
-        return write(store.shared(layers), least, *extra) if outputs is None else outputs
+            outputs = run_captured(store, kind, depth, draft, [], extra, shapes, columns=room)
+        return write(View.of_committed(store, layers), least, *extra) if outputs is None else outputs
 
     def forward_after_draft(self, run: ForwardFunction, tokens: Tensor, columns: int) -> Forward:
         """Run another pass over tokens [B, 1] as if `columns` columns after the history were committed."""
-        provisional = self.store.provisional([n + columns for n in self.lengths])
-        return self._forward(run, provisional.chain(), tokens, ())
+        view = View.after(self.store, [n + columns for n in self.lengths])
+        return self._forward(run, view.chain(), tokens, ())
 
-    def _forward(self, run: ForwardFunction, columns: View, tokens: Tensor, taps: tuple[int, ...]) -> Forward:
-        positions = columns.positions.expand(len(tokens), -1)
+    def _forward(self, run: ForwardFunction, view: View, tokens: Tensor, taps: tuple[int, ...]) -> Forward:
+        positions = view.positions.expand(len(tokens), -1)
         if tokens.numel() > 1:  # absent slots have no descendants, so no slot attends to them
             tokens = tokens.clamp_min(0)
-        return columns.run(lambda _: run(tokens, columns.cache, positions, self._masks(columns), taps))
+        return view.run(lambda _: run(tokens, self.store, positions, self._masks(view), taps))
 
     def commit(self, path: list[list[int]]) -> None:
         """Commit the accepted slots of the last `forward`, per row."""
@@ -171,12 +172,12 @@ class KVHistory:
     def drop_snapshots(self, length: int) -> None:
         """Do nothing, because this history has no snapshots."""
 
-    def _masks(self, columns: View) -> AttentionMask:
+    def _masks(self, view: View) -> AttentionMask:
         """Return the mask, or the masks by layer kind if there are several."""
         if len(self._windows) == 1:
             kind = next(iter(self._windows.values())), True
-            return columns.visible(kind) if self._takes_tree_masks else columns.mask(kind)
-        return {kind: columns.mask((window, True)) for kind, window in self._windows.items()}
+            return view.visible(kind) if self._takes_tree_masks else view.mask(kind)
+        return {kind: view.mask((window, True)) for kind, window in self._windows.items()}
 
 
 def _padded(parents: Tensor, nodes: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""New columns of a KV cache: positions, rotary embeddings, and attention masks of draft trees after a history.
+"""Attention masks of the columns of a KV cache: chains, and draft trees after a history.
 
 B rows, N draft nodes, S = N + 1 slots, L committed tokens, C longest supported history, W = L + S columns.
 
@@ -7,17 +7,14 @@ slots follow in columns L_b..L_b+S-1, at positions L_b + depth. Windows count po
 from lengths on the device, so that a CUDA graph computes them again in every replay.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TypeVar
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache
 
 from specdemo.core.host_copy import on_host
-from specdemo.kv.cache import SlabCache
 
 ALIGNMENT = 16  # elements; with other row strides the GPU kernels copy the mask in every layer
 
@@ -127,48 +124,5 @@ FULL: AttentionKind = (0, True)
 Mask = Tensor | TreeMask
 Rope = tuple[Tensor, Tensor]  # cos, and sin with its first half negated, [B or 1, S, 1, E]
 NO_ROPE: Rope = (torch.empty(0), torch.empty(0))
-Result = TypeVar("Result")
 # (positions [B or 1, S], end, trailing) -> cos and sin. All positions are below `end`; trailing: end - S .. end - 1
 Angles = Callable[..., Rope]
-
-
-@dataclass(slots=True)
-class View:
-    """Span of new columns, with their positions and masks."""
-
-    positions: Tensor  # [B or 1, S]
-    make_mask: Callable[[AttentionKind], Mask | None] | None = None
-    cache: Cache | None = None
-    rope: Rope = NO_ROPE  # rotary embeddings, unless the model computes its own
-    last_real: Tensor | None = None  # [B] last column of each row that is not padding; None: the last one
-    write_to: Tensor | None = None  # [B, S] columns of the cache to write to, inside a CUDA graph
-    # kind of layer (see `Target.kv_shapes`) -> keys and values [B, H, W, E] before them, for drafters that only read
-    committed: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    _masks: dict[AttentionKind, Mask | None] = field(default_factory=dict)
-
-    def run(self, network: Callable[..., Result], *inputs: Tensor) -> Result:
-        """Run `network(*inputs, self)`."""
-        if self.write_to is None or not isinstance(self.cache, SlabCache):
-            return network(*inputs, self)
-        with self.cache.scatter_writes(self.write_to[:, None, :, None]):
-            return network(*inputs, self)
-
-    def mask(self, kind: AttentionKind = FULL) -> Tensor | None:
-        """Return the attention mask [B or 1, 1, S, W], additive or boolean (True: visible).
-
-        None: no mask is needed, except a causal one if S = W.
-        """
-        mask = self.visible(kind)
-        return mask.matrix if isinstance(mask, TreeMask) else mask
-
-    def visible(self, kind: AttentionKind = FULL) -> Mask | None:
-        """Return the mask, without a matrix where lengths are enough."""
-        if self.make_mask is not None and kind not in self._masks:
-            self._masks[kind] = self.make_mask(kind)
-        return self._masks.get(kind)
-
-    def last(self, states: Tensor) -> Tensor:
-        """Return the states [B, 1, D] of the last real column of every row."""
-        if self.last_real is None:
-            return states[:, -1:]
-        return states[torch.arange(len(states), device=states.device), self.last_real][:, None]

@@ -18,9 +18,9 @@ from transformers.models.mistral.modeling_mistral import MistralDecoderLayer, Mi
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3ForCausalLM
 
-from specdemo.kv.cache import cache_argument
 from specdemo.kv.graphs import TOLERANCE
 from specdemo.kv.masks import Mask
+from specdemo.kv.store import cache_argument
 from specdemo.models.cpu_plan import pack_model
 from specdemo.models.devices import device_kind, device_map_summary
 from specdemo.models.layers import DecoderLayer, Rotary, add_norm, shared_mask, signed_sin
@@ -91,7 +91,7 @@ class FusedDecoder:
     def __call__(
         self,
         tokens: Tensor,
-        cache: Any,  # a SlabCache
+        cache: Any,  # a KVStore
         positions: Tensor,
         mask: Mask | None,
         taps: tuple[int, ...],
@@ -103,7 +103,7 @@ class FusedDecoder:
         layers: run only the first `layers` layers.
         """
         x = self._embed(tokens)
-        rope = self._rotary(positions, cache.cursor.capacity + positions.shape[1])
+        rope = self._rotary(positions, cache.capacity + positions.shape[1])
         mask = shared_mask(mask, self._layers[0].self_attn, x)
         hidden = {0: x} if 0 in taps else {}
         delta: Tensor | None = None

@@ -18,8 +18,9 @@ from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specdemo.core.protocol import Target
-from specdemo.kv.cache import SlabCache
-from specdemo.kv.masks import FULL, AttentionKind, Mask, Rope, TreeMask, View, additive
+from specdemo.kv.masks import FULL, AttentionKind, Mask, Rope, TreeMask, additive
+from specdemo.kv.store import KVStore
+from specdemo.kv.view import View
 from specdemo.models.devices import device_kind, runs_triton
 from specdemo.models.operations import apply_rope, use_kernel
 from specdemo.models.packed import RMSNorm, concat_linears
@@ -240,7 +241,7 @@ class Attention(nn.Module):
 
     def _write_by_kernel(self, qkv: Tensor, rope: Rope, cache: Cache | None) -> tuple[Tensor, Tensor, Tensor] | None:
         """Do what `_write` does by one kernel, in a captured pass. Return None where this is impossible."""
-        slots = cache.scatter_target(self.index) if isinstance(cache, SlabCache) else None
+        slots = cache.scatter_target(self.index) if isinstance(cache, KVStore) else None
         norms = self.q_norm, self.k_norm
         if slots is None or not all(norm is None or type(norm) is RMSNorm for norm in norms):
             return None

@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from specdemo.core.protocol import Forward
-from specdemo.kv.cache import cache_argument
 from specdemo.kv.masks import AttentionMask
+from specdemo.kv.store import cache_argument
 from specdemo.models.fused import FusedDecoder
 
 

@@ -19,7 +19,6 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from specdemo.core.protocol import UNLIMITED, Capabilities, Forward, TargetFacts
 from specdemo.core.rounding import difference, moved_share, spacing
 from specdemo.core.tree import chain_parents
-from specdemo.kv.cache import SlabCache
 from specdemo.kv.graphs import GRAPH_SPARE_COLUMNS, GRAPH_WIDTHS, GraphCapture, Tensors, covering_widths
 from specdemo.kv.history import KVHistory
 from specdemo.kv.snapshots import (
@@ -87,8 +86,10 @@ class HFTarget(SharedTarget):
         self._store = KVStore(
             self.device,
             self.dtype,
-            partial(_new_cache, self._run, config),
+            len(DynamicCache(config=config).layers),
             self.new_graph_capture(),
+            same_shape=self._run.fused is not None,
+            row_sequences=device_kind(self.device).row_sequences,
             limit=self.max_length,
         )
         graphs = self._store.graphs
@@ -313,13 +314,6 @@ class HFTarget(SharedTarget):
     def _multi_token(self) -> bool:
         text = self.sample_text(MULTI_TOKEN_TEXT)
         return supports_multi_token(self._run, self._config, text, self.spacing, self.num_layers)
-
-
-def _new_cache(run: Runner, config: PreTrainedConfig, rows: int, columns: int) -> SlabCache:
-    # a function, because a method would make the target refer to itself, and its memory wait for the garbage collector
-    layers = len(DynamicCache(config=config).layers)
-    sequences = device_kind(run.device).row_sequences
-    return SlabCache(layers, rows, columns, run.device, same_shape=run.fused is not None, row_sequences=sequences)
 
 
 def _kv_layers(config: PreTrainedConfig) -> dict[str, int]:

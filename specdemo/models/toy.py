@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from specdemo.core.protocol import UNLIMITED, Capabilities, Forward
 from specdemo.kv.graphs import Tensors
-from specdemo.kv.masks import AttentionKind, View, chain_mask
+from specdemo.kv.masks import AttentionKind, chain_mask
+from specdemo.kv.view import View
 from specdemo.models.shared import DraftFunction, DraftPlan, SharedTarget
 
 TABLE_ROWS = 4096

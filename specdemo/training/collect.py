@@ -30,7 +30,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from specdemo.core.atomic_io import atomic_path, json_text, write_text
 from specdemo.core.safe_io import JsonObject, read_text
-from specdemo.kv.cache import cache_argument
+from specdemo.kv.store import cache_argument
 from specdemo.models.devices import mixed_precision
 from specdemo.models.machine import matmul_dtype
 

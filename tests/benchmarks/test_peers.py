@@ -14,7 +14,7 @@ from benchmarks.pairs import Size, agreement, make_pair, random_pair
 from benchmarks.peers import OUR_DRAFT, OUR_PLAIN, PLAIN, compete, contest, read_bytes, transformers_peer
 from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.engine.loop import never_cancelled
-from specdemo.kv.cache import cache_argument
+from specdemo.kv.store import cache_argument
 from specdemo.methods import load_drafter
 from specdemo.models.fused import fuse_layers
 from tests.models.tiny import Replayed
@@ -91,7 +91,7 @@ def test_the_forwards_of_a_run_are_made_again_on_caches_set_back(pair):
     config = GenerationConfig(16, budget=Budget(3, 3), stop_token_ids=())
 
     def shape(inputs, named):
-        return inputs[0].shape[1], named[cache_argument(pair.target.forward)].cursor.longest
+        return inputs[0].shape[1], named[cache_argument(pair.target.forward)].longest
 
     seen = []
     handle = pair.target.register_forward_pre_hook(

@@ -129,7 +129,7 @@ def test_cached_prefix_counts_as_memory_and_is_freed(session, chatty):
     trace = session.run(comparison)
     *models, (name, size) = session.loaded()
     assert name == "the chat so far" and size > 0 and chatty in dict(models)
-    slabs = [weakref.ref(target._history.store.cache.slabs[0].keys) for target, _ in session._chat.values()]
+    slabs = [weakref.ref(target._history.store.slabs[0].keys) for target, _ in session._chat.values()]
     again = follow_up(comparison, trace, "The dog saw a ball")
     session.unload()
     gc.collect()

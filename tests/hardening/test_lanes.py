@@ -54,17 +54,17 @@ def baseline_ids(runner):
 
 @pytest.fixture
 def caches(monkeypatch):
-    """Return a function that lists the KV caches of all lanes made since, None for each that is freed."""
+    """Return a function that lists the KV caches of all lanes made since, None for each without keys and values."""
     seen = []
     make = HFTarget._new_history
 
     def made(self, rows, columns):
         history = make(self, rows, columns)
-        seen.append(weakref.ref(history.store.cache))
+        seen.append(weakref.ref(history.store))
         return history
 
     monkeypatch.setattr(HFTarget, "_new_history", made)
-    return lambda: [cache() for cache in seen]
+    return lambda: [store if store is not None and store.bytes else None for store in (made() for made in seen)]
 
 
 def break_method(monkeypatch, owner, name, error, when=lambda *args: True):

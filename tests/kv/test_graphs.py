@@ -7,8 +7,8 @@ import torch
 
 from specdemo.core.tree import chain_parents
 from specdemo.kv import graphs as module
-from specdemo.kv.cache import cache_argument
 from specdemo.kv.graphs import GRAPH_WIDTHS, covering_widths
+from specdemo.kv.store import cache_argument
 from specdemo.models import packed
 from specdemo.models.fused import fuse_layers
 from specdemo.models.target import HFTarget
@@ -190,15 +190,15 @@ class WithNumbers(Replayed):
     target = None
 
     def __call__(self, run):
-        cursor = self.target._store.cache.cursor
-        captured = cursor.longest
+        store = self.target._store
+        captured = store.longest
 
         def run_with_captured_length():
-            current, cursor.longest = cursor.longest, captured
+            current, store.longest = store.longest, captured
             try:
                 return run()
             finally:
-                cursor.longest = current
+                store.longest = current
 
         return super().__call__(run_with_captured_length)
 

@@ -204,7 +204,7 @@ def test_memory_grows_by_what_follows_and_is_freed(target):
         hidden = len(TAPS) * 4 * target.hidden_size * prompt.shape[1]
         assert target.history_bytes == other.history_bytes + hidden
     target.release()
-    slab = weakref.ref(target._history.store.cache.slabs[0].keys)
+    slab = weakref.ref(target._history.store.slabs[0].keys)
     target.forget()
     gc.collect()
     assert slab() is None and target.history_bytes == 0

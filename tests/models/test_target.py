@@ -265,7 +265,7 @@ def test_one_model_serves_several_targets_in_turn():
 def test_release_frees_the_history(target):
     target.start(texts(1, PROMPT))
     assert target.history_bytes > 0
-    slab = weakref.ref(target._history.store.cache.slabs[0].keys)
+    slab = weakref.ref(target._history.store.slabs[0].keys)
     target.release()
     gc.collect()
     assert slab() is None
@@ -417,7 +417,7 @@ def test_first_layers_continue_the_cache(tree_target):
 
 def test_the_first_layers_alone_leave_the_history_and_the_model_as_they_were(target):
     target.start(texts(1, PROMPT))
-    slabs = target._history.store.cache.slabs
+    slabs = target._history.store.slabs
     before = [(slab.keys.clone(), slab.values.clone()) for slab in slabs]
     weights = target.weight_bytes
     target.early_exit_logits(texts(1, 1), 2)

@@ -26,7 +26,8 @@ from transformers import DynamicCache, Qwen3Config
 
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.tree import Draft
-from specdemo.kv.masks import AttentionKind, View
+from specdemo.kv.masks import AttentionKind
+from specdemo.kv.view import View
 from specdemo.methods import require_method, setting
 from specdemo.methods.base import DraftOptions
 from specdemo.methods.heads.formats import d2t_to_ids, rename_tensors
@@ -428,11 +429,11 @@ class DFlash(Head[DFlashDraftModel], method="dflash", tree=lambda options: optio
 
     def _draft_block(self, draft: DraftPass, root: Tensor, before_root: Tensor) -> Draft:
         design, stage = self.head.convention, self.head.stage
-        if draft.columns is not None:
+        if draft.inputs:
             draft.columns.run(self.head.cache_context, *draft.inputs)
         tokens = root.new_full((len(root), design.block_size), design.mask_token_id)
         tokens[:, 0] = root
-        block = draft.chain(design.block_size).run(self._block, tokens)
+        block = draft.columns.chain(design.block_size).run(self._block, tokens)
         slots = slice(design.first_slot, design.first_slot + draft.depth)
         logits = self._logits(block[:, slots])
         states, memory = stage.prepare(block, before_root) if stage else (block, None)

@@ -27,7 +27,7 @@ from transformers import DynamicCache, LlamaConfig
 
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.tree import Draft
-from specdemo.kv.masks import View
+from specdemo.kv.view import View
 from specdemo.methods import require_method, setting
 from specdemo.methods.base import DraftOptions
 from specdemo.methods.heads.formats import d2t_to_ids
@@ -262,10 +262,10 @@ class Eagle(Head[EagleHead], method="eagle", tree=lambda o: o.nodes if o.draft =
 
     def _root_logits(self, draft: DraftPass) -> tuple[Tensor, Tensor]:
         """Return the feedback features [B, 1, D] of the root, and its logits [B, W]."""
-        if draft.columns is not None:
+        if draft.inputs:
             root = draft.columns.last(draft.columns.run(self._observed_states, *draft.inputs))
             output = self.head.feedback_features(root), self.head.logits(root[:, 0])
-            if draft.captured:
+            if draft.columns.captured:
                 return output
             self._root = output
         return self._root
@@ -282,13 +282,14 @@ class Eagle(Head[EagleHead], method="eagle", tree=lambda o: o.nodes if o.draft =
 
     def _tree(self, draft: DraftPass) -> Draft:
         states, logits = self._root_logits(draft)
-        levels = count(1)
+        levels, view = count(1), draft.columns
 
         def expand(tokens: Tensor, parents: Tensor) -> Tensor:
             """Read a frontier [B, K] -> log q [B, K, W]."""
-            nonlocal states
+            nonlocal states, view
             features = states[torch.arange(len(parents), device=self.device)[:, None], parents]
-            states, logits = draft.level(parents).run(self._decode_step, tokens, features)
+            view = view.level(parents)
+            states, logits = view.run(self._decode_step, tokens, features)
             return draft.sampler.log_probs(logits, next(levels), self.head.draft_vocab)
 
         root_log_probs = draft.sampler.log_probs(logits[:, None], 0, self.head.draft_vocab)[:, 0]
@@ -297,13 +298,13 @@ class Eagle(Head[EagleHead], method="eagle", tree=lambda o: o.nodes if o.draft =
 
     def _chain(self, draft: DraftPass) -> Draft:
         states, logits = self._root_logits(draft)
-        builder = ChainBuilder(draft.sampler, self.head.draft_vocab, draft.enough)
+        builder, view = ChainBuilder(draft.sampler, self.head.draft_vocab, draft.enough), draft.columns
 
         def decode_step(tokens: Tensor) -> Tensor:
-            nonlocal states
+            nonlocal states, view
             # the window of a tree level ends at the root, that of a chain moves
-            columns = draft.level(torch.zeros_like(tokens)) if any(self.head.windows) else draft.chain()
-            states, logits = columns.run(self._decode_step, tokens, states)
+            view = view.level(torch.zeros_like(tokens)) if any(self.head.windows) else view.chain()
+            states, logits = view.run(self._decode_step, tokens, states)
             return logits[:, 0]
 
         builder.append(logits[:, None])
@@ -314,7 +315,7 @@ class Eagle(Head[EagleHead], method="eagle", tree=lambda o: o.nodes if o.draft =
         logits, depth = self._root_logits(draft)[1][:, None], draft.depth
         if depth > 1:
             masks = torch.full((len(logits), depth - 1), self.head.convention.mask or 0, device=self.device)
-            logits = torch.cat([logits, draft.chain(depth - 1).run(self._mask_logits, masks)], 1)
+            logits = torch.cat([logits, draft.columns.chain(depth - 1).run(self._mask_logits, masks)], 1)
         builder = ChainBuilder(draft.sampler, self.head.draft_vocab)
         builder.append(logits)
         return builder.build()

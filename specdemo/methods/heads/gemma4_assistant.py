@@ -26,7 +26,8 @@ from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.tree import Draft
 from specdemo.costs.shapes import Config
 from specdemo.kv.graphs import Tensors
-from specdemo.kv.masks import Rope, View
+from specdemo.kv.masks import Rope
+from specdemo.kv.view import View
 from specdemo.methods import require_method
 from specdemo.methods.base import DraftOptions
 from specdemo.methods.heads.formats import LAYER_KEYS, check_target

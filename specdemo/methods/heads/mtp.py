@@ -30,8 +30,9 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 from specdemo.core.atomic_io import finite, json_text, write_text
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.tree import Draft
-from specdemo.kv.cache import cache_argument
-from specdemo.kv.masks import Rope, View
+from specdemo.kv.masks import Rope
+from specdemo.kv.store import cache_argument
+from specdemo.kv.view import View
 from specdemo.methods import check_capabilities
 from specdemo.methods.base import DraftOptions
 from specdemo.methods.heads.formats import contradiction
@@ -270,19 +271,16 @@ class MTP(Head[MTPHeads], method="mtp"):
         return self.runtime.draft(self._draft, depth, self.sampler, max_columns=depth, enough=budget.enough)
 
     def _draft(self, draft: DraftPass) -> Draft:
-        head, builder, columns = self.head, ChainBuilder(draft.sampler, enough=draft.enough), draft.columns
-        assert columns is not None  # the last columns are always pending
+        head, builder = self.head, ChainBuilder(draft.sampler, enough=draft.enough)
         if isinstance(head, SequentialModules):
-            self._draft_sequential(head, draft, columns, builder)
+            self._draft_sequential(head, draft, builder)
         elif isinstance(head, ParallelHeads):
-            builder.append(head.logits(columns.run(partial(head.last_states, draft.depth), draft.inputs[0])))
+            builder.append(head.logits(draft.columns.run(partial(head.last_states, draft.depth), draft.inputs[0])))
         return builder.build()
 
-    def _draft_sequential(
-        self, head: SequentialModules, draft: DraftPass, columns: View, builder: ChainBuilder
-    ) -> None:
-        """Read the pending columns with every module, then decode further steps."""
-        (hidden, tokens), depth = draft.inputs, draft.depth
+    def _draft_sequential(self, head: SequentialModules, draft: DraftPass, builder: ChainBuilder) -> None:
+        """Read the pending columns with every module, then decode further steps. Something is always pending."""
+        (hidden, tokens), depth, columns = draft.inputs, draft.depth, draft.columns
         width, rows = tokens.shape[1], torch.arange(len(tokens), device=self.device)
         ends = width - 1 if columns.last_real is None else columns.last_real
         next_tokens = F.pad(tokens, (0, len(head)))
@@ -293,7 +291,8 @@ class MTP(Head[MTPHeads], method="mtp"):
                 next_tokens[rows, ends + 1 + i] = sampled[:, 0]
         hidden = columns.last(hidden)
         while self._single_module and len(builder) < depth and not builder.ended:
-            state, hidden = draft.chain().run(partial(head.step, 0), hidden, sampled)
+            columns = columns.chain()
+            state, hidden = columns.run(partial(head.step, 0), hidden, sampled)
             sampled = builder.append(head.logits(state))
 
     def loss(self, batch: Progress) -> tuple[Tensor, dict[str, float]]:

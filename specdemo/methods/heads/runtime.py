@@ -18,10 +18,10 @@ from transformers.cache_utils import Cache
 from specdemo.core.host_copy import padded, to_device
 from specdemo.core.protocol import UNLIMITED, Enough, Progress, Target
 from specdemo.core.tree import Draft
-from specdemo.kv.cache import SlabCache
 from specdemo.kv.graphs import GRAPH_SPARE_COLUMNS, GraphCache, Tensors
-from specdemo.kv.masks import FULL, Angles, AttentionKind, View
-from specdemo.kv.store import KVStore, ProvisionalColumns
+from specdemo.kv.masks import FULL, Angles, AttentionKind
+from specdemo.kv.store import KVStore
+from specdemo.kv.view import View, run_captured
 from specdemo.methods.heads.sampler import TokenSampler, flatten_draft, unflatten_draft
 from specdemo.models.devices import device_kind
 from specdemo.models.shared import capture_of
@@ -53,32 +53,22 @@ def unrolled_mask(columns: Tensor, step: int, kind: AttentionKind = FULL) -> Ten
 class DraftPass:
     """One draft of a head. nodes: size of the tree; 0: a chain.
 
-    columns: the pending columns, whose observed tensors [B, S, ..] are `inputs`; None: there are none, or the head has
-    no KV cache. enough: see `Budget`; None in a CUDA graph.
+    view: the pending columns, whose observed tensors [B, S, ..] are `inputs`, and which draft columns follow; empty if
+    nothing is pending. None: the head has no KV cache. enough: see `Budget`; None in a CUDA graph.
     """
 
     depth: int
     nodes: int
     sampler: TokenSampler
-    provisional: ProvisionalColumns | None = None
-    columns: View | None = None
+    view: View | None = None
     inputs: Tensors = ()
     enough: Enough | None = None
 
     @property
-    def captured(self) -> bool:
-        """Return True inside a CUDA graph, where computed tensors must not be kept."""
-        return self.provisional is not None and self.provisional.captured
-
-    def chain(self, width: int = 1) -> View:
-        """Append `width` consecutive draft columns."""
-        assert self.provisional is not None
-        return self.provisional.chain(width)
-
-    def level(self, parents: Tensor) -> View:
-        """Append a tree level with parents [B, K], see `ProvisionalColumns.level`."""
-        assert self.provisional is not None
-        return self.provisional.level(parents)
+    def columns(self) -> View:
+        """Return the pending columns of a head with a KV cache."""
+        assert self.view is not None
+        return self.view
 
 
 class HeadRuntime:
@@ -99,12 +89,12 @@ class HeadRuntime:
         self._reread = reread
         self._store: KVStore | None = None
         if layers:
-            sequences = device_kind(target.device).row_sequences
             self._store = KVStore(
                 target.device,
                 dtype,
-                lambda rows, columns: SlabCache(layers, rows, columns, target.device, row_sequences=sequences),
+                layers,
                 capture,
+                row_sequences=device_kind(target.device).row_sequences,
                 angles=angles,
                 limit=limit,
                 min_columns=lambda: target.capacity + GRAPH_SPARE_COLUMNS // 2,
@@ -179,11 +169,9 @@ class HeadRuntime:
             self._requeue(*self._last_replay)
         self._last_replay = None
         if not self._pending:
-            return DraftPass(depth, nodes, sampler, store.provisional(self._ends))
+            return DraftPass(depth, nodes, sampler, View.after(store, self._ends))
         ends, (lengths, inputs) = self._take_pending()
-        provisional = store.provisional(ends)
-        columns = provisional.chain(inputs[0].shape[1], lengths)
-        return DraftPass(depth, nodes, sampler, provisional, columns, inputs)
+        return DraftPass(depth, nodes, sampler, View.after(store, ends).chain(inputs[0].shape[1], lengths), inputs)
 
     def _take_pending(self) -> tuple[list[int], Pending]:
         """Mark the pending columns as read; return the columns per row before, and what was pending."""
@@ -247,11 +235,11 @@ class HeadRuntime:
         ends, (lengths, columns) = self._last_replay
         self._max_draft_columns = max(self._max_draft_columns, max_columns)
 
-        def draft_over_columns(provisional: ProvisionalColumns, lengths: Tensor, *tensors: Tensor) -> Tensors:
-            new_columns = provisional.chain(MAX_PENDING, lengths)
-            return draft(tensors[len(columns) :], provisional, new_columns, tensors[: len(columns)])
+        def draft_over_columns(view: View, lengths: Tensor, *tensors: Tensor) -> Tensors:
+            return draft(tensors[len(columns) :], view.chain(MAX_PENDING, lengths), tensors[: len(columns)])
 
-        outputs = store.run_captured(
+        outputs = run_captured(
+            store,
             kind,
             graph_depth,
             draft_over_columns,
