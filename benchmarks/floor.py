@@ -24,6 +24,7 @@ from specdemo.engine.clock import stopwatch_for
 from specdemo.engine.loop import generate
 from specdemo.engine.session import environment
 from specdemo.kv.graphs import GraphCapture, Run, Tensors
+from specdemo.kv.store import KVStore
 from specdemo.methods import BASELINE, load_drafter
 from specdemo.models.devices import capture_for
 from specdemo.models.fused import fuse_layers
@@ -32,6 +33,7 @@ from specdemo.models.target import HFTarget
 
 K = 5
 TREE = (0, 0, 0, 0, 1, 1, 2, 2, 5, 6)  # parent slots of ten nodes
+PASS_PLACE = ("longest", "row_lengths", "write_columns", "read_columns", "full_read")  # where a pass writes and reads
 LAPS = ("draft", "verify", "accept", "commit", "observe")
 TARGET, DRAFT = "target", "draft"
 
@@ -62,6 +64,11 @@ class RecordingTarget(HFTarget):
         recorder = capture_for(model.device)
         super().__init__(model, capture=self._recording(recorder) if recorder else None)
 
+    def release(self) -> None:
+        """Keep the text while calls are recorded, because they are repeated on its cache."""
+        if self.calls is None:
+            super().release()
+
     def runner(self, *about: Any) -> Runner:
         """Return a runner that records its calls."""
         return _Watched(self, *about)
@@ -90,13 +97,13 @@ class _Watched(Runner):
     def __call__(self, tokens: Tensor, cache: Any, *more: Any, **named: Any) -> Forward:
         run = partial(super().__call__, tokens, cache, *more, **named)
         if self._of.calls is not None:
-            cursor = getattr(cache, "cursor", None)
-            self._of.calls.append(_Call(self._of, partial(_again, run, cursor, copy(vars(cursor))) if cursor else None))
+            again = partial(_again, run, cache, copy(vars(cache))) if isinstance(cache, KVStore) else None
+            self._of.calls.append(_Call(self._of, again))
         return run()
 
 
-def _again(run: Callable[[], Forward], cursor: Any, stood: dict[str, Any]) -> Forward:
-    vars(cursor).update(stood)
+def _again(run: Callable[[], Forward], store: KVStore, before: dict[str, Any]) -> Forward:
+    vars(store).update({name: before[name] for name in PASS_PLACE})
     return run()
 
 
@@ -111,7 +118,7 @@ def overhead(
 ) -> Overhead | None:
     """Run once, then repeat the run's forward passes. draft: the drafter's model, if it has one.
 
-    Returns None if the passes cannot be repeated because the cache is not a slab cache.
+    Returns None if the passes cannot be repeated because the cache is not a `KVStore`.
     """
     steps = generate(target, drafter, prompt, config)
     next(steps)  # the prefill
