@@ -344,6 +344,9 @@ def test_a_training_folder_continues_and_any_other_needs_force(tmp_path):
     with pytest.raises(ValueError, match="other is not empty and was not made by specdemo; name another with --out"):
         check_output_folder(other)
     check_output_folder(other, force=True)
+    (other / "a file").touch()
+    with pytest.raises(ValueError, match="cannot make the folder .*a file: Not a directory; name another with --out"):
+        check_output_folder(other / "a file")
 
 
 @pytest.mark.parametrize(
