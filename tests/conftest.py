@@ -21,7 +21,8 @@ SLOW = tuple(
     test_deploy methods/test_plug_ins
     models/test_llamacpp recipes/test_train engine/test_lossless engine/test_chat_memory methods/test_heads
     methods/test_recipes methods/test_exact_sampling methods/test_vocabularies methods/test_layer_skip gpu
-    bench/test_device bench/test_rendering recipes/test_corpus servers/test_engines servers/test_lane
+    bench/test_suite.py::test_steps_accept bench/test_suite.py::test_passes_by bench/test_suite.py::test_the_basics
+    bench/test_result.py::test_a_result_is_rendered recipes/test_corpus servers/test_engines servers/test_lane
     servers/test_process servers/test_groups ui/test_page ui/test_space test_cli.py::test_the_process_itself
     test_cli.py::test_lists_and_help test_cli.py::test_a_shell
     """.split()

@@ -1,20 +1,27 @@
-"""The shipped presets, and presets that are rejected."""
+"""The shipped presets, presets that are rejected or cannot run here, and the comparison of two models."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
+import specdemo
+from specdemo.__main__ import main
 from specdemo.analysis.predict import predict
 from specdemo.bench.suites import suite
 from specdemo.core.rules import RULES
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.models.devices import pick_dtype
+from specdemo.models.ref import ModelRef
 from specdemo.models.shipped import EMBEDDED
 from specdemo.presets import recorded as module
 from specdemo.presets.files import DEFAULT, FOLDER, allowed_models, load_presets, preset, read_presets
-from specdemo.presets.link import LONGEST_TEXT
+from specdemo.presets.link import LONGEST_TEXT, OWN
+from specdemo.presets.pair import QUESTION, TASKS, add_pair, comparison, kind_of_work, task, work_prompts
 from specdemo.presets.recorded import recorded
+from specdemo.presets.runnable import Machine, nearest_runnable, why_not
+from specdemo.ui.setup import about, row_data, to_values
 from specdemo.ui.views import finish
 
 PRESETS = dict(load_presets())  # without models that a test of this process names later
@@ -203,3 +210,163 @@ def test_a_damaged_recording_names_itself(monkeypatch, tmp_path):
         recorded("odd")
     assert recorded("absent") is None
     recorded.cache_clear()
+
+
+DOWNLOADED = [p for p in PRESETS.values() if not p.embedded and p.server is None]
+NONE, SMALL, LARGE = Machine(0, False), Machine(16, False), Machine(85, True, 128, True)
+
+
+def test_there_are_pairs_for_every_card():
+    groups = ["8 GB RAM", "16 GB RAM", "32 GB RAM", "16 GB", "24 GB", "80 GB"]
+    assert list(dict.fromkeys(p.group for p in DOWNLOADED)) == groups
+    assert all(len([p for p in DOWNLOADED if p.group == g]) >= 5 for g in groups)
+    families = {"Qwen/Qwen3", "meta-llama/", "openai/gpt-oss", "google/gemma", "lmsys/vicuna"}
+    assert all(any(p.target.startswith(family) for p in DOWNLOADED) for family in families)
+    assert {"medusa", "eagle", "draft_model"} <= {m for p in DOWNLOADED if "vicuna" in p.id for m in p.methods}
+
+
+@pytest.mark.parametrize("chosen", DOWNLOADED, ids=lambda p: p.id)
+def test_download_size_is_reported(chosen):
+    assert chosen.group and chosen.licence and chosen.memory_gb
+    assert chosen.memory_gb < int(chosen.group.split()[0])
+    assert chosen.gated == chosen.target.startswith(("meta-llama/", "facebook/", "google/gemma-3"))
+
+
+def test_unrunnable_preset_reports_the_reason():
+    assert why_not(PRESETS["embedded-draft"], NONE) == ""
+    assert why_not(PRESETS["qwen3-8b"], NONE) == "it needs a GPU with about 20 GB, and this machine has none"
+    assert why_not(PRESETS["qwen3-8b"], SMALL) == "it needs about 20 GB of GPU memory, and this machine has 16"
+    assert "meta-llama/Llama-3.1-8B-Instruct is gated: accept its licence" in why_not(
+        PRESETS["llama-3.1-8b"], Machine(85, False)
+    )
+    assert [p.id for p in PRESETS.values() if why_not(p, LARGE)] == []
+
+
+def test_presets_without_a_gpu():
+    for ram, groups in ((16, ("8 GB RAM", "16 GB RAM")), (32, ("8 GB RAM", "16 GB RAM", "32 GB RAM"))):
+        able = [p.id for p in DOWNLOADED if not why_not(p, Machine(0, False, ram, True))]
+        assert able == [p.id for p in DOWNLOADED if p.group in groups]
+    eight = PRESETS["gguf-qwen3-8b-q8-0"]
+    assert eight.models == ("Qwen/Qwen3-8B-GGUF:Q8_0", "unsloth/Qwen3-0.6B-GGUF:Q8_0")
+    assert why_not(eight, Machine(0, False, 8, True)) == "it needs about 11 GB of memory, and this machine has 8"
+    assert why_not(eight, Machine(0, False, 16)) == "it needs llama.cpp: pip install llama-cpp-python gguf"
+    assert not why_not(PRESETS["smollm2-1.7b"], Machine(0, False, 8))
+
+
+def test_nearest_preset_uses_available_models():
+    assert nearest_runnable(PRESETS["gpt-oss-20b"], NONE).id == "embedded-code"  # EAGLE and a lookup
+    assert nearest_runnable(PRESETS["qwen3-8b"], SMALL).id == "qwen3-8b-4bit"
+    assert nearest_runnable(PRESETS["layerskip-1b"], NONE).id == "embedded-layer-skip"
+    assert all(nearest_runnable(p, LARGE) == p for p in DOWNLOADED)
+
+
+def test_page_reports_it(monkeypatch):
+    monkeypatch.setattr("specdemo.presets.runnable.this_machine", lambda: NONE)
+    data = json.loads(row_data(to_values(PRESETS["embedded-draft"]), ""))
+    assert (data["obstacle"], data["instead"]) == ("", None)
+    data = json.loads(row_data(to_values(PRESETS["llama-3.1-8b"]), ""))
+    assert data["obstacle"] == "This machine cannot run it: it needs a GPU with about 20 GB, and this machine has none."
+    assert data["instead"] == ["embedded-draft", "Draft model"]
+    assert "about 20 GB of memory, gated: needs a login, Llama 3.1 Community License" in about(PRESETS["llama-3.1-8b"])
+
+
+@pytest.fixture(autouse=True)
+def without_pair(monkeypatch):
+    monkeypatch.setitem(load_presets(), OWN, None)
+    load_presets().pop(OWN)
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """Return the arguments of the pages that were started."""
+    starts = []
+    monkeypatch.setattr("specdemo.ui.page.serve", lambda *given, **more: starts.append(given))
+    return starts
+
+
+@pytest.mark.parametrize(
+    ("draft", "method"),
+    [("stories-draft-wide", "draft_model"), ("stories-eagle-1", "eagle"), (None, "suffix")],
+)
+def test_page_starts_with_the_named_models(served, draft, method):
+    assert main(["ui", "--target", "stories", *(["--draft", draft] if draft else []), "--threads", "2"]) == 0
+    ((start, *_),) = served
+    chosen = load_presets()[start]
+    assert (chosen.target, chosen.lanes[0].method, chosen.lanes[0].model) == ("stories", method, draft)
+    assert (chosen.chat, chosen.chip, chosen.threads) == (False, "Your models", 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--target", "/absent/model.gguf"], "the file /absent/model.gguf does not exist"),
+        (["--target", "stories", "--draft", "code-eagle-1"], "code-eagle-1 does not fit stories: "),
+        (["--draft", "stories-draft-wide"], "--draft needs a target; add --target MODEL"),
+        (["--threads", "2"], "--threads needs a target; add --target MODEL"),
+        (["--target", "stories", "--preset", "embedded-ngram"], "--preset and --target exclude each other"),
+        (["--target", "stories", "--cache-type", "q4"], "cache_type must be 'auto', 'f32', 'f16' or 'q8_0'"),
+    ],
+)
+def test_bad_names_are_one_line_before_the_server_starts(served, capsys, options, message):
+    assert main(["ui", *options]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"specdemo: {message}") and not served
+
+
+def test_too_little_memory_is_one_line_before_the_server_starts(served, capsys, monkeypatch):
+    monkeypatch.setattr("specdemo.models.memory.free_bytes", lambda device: [1_000_000])
+    monkeypatch.setattr("specdemo.engine.session.free_bytes", lambda device: [1_000_000])
+    assert main(["ui", "--target", "stories", "--device", "cpu"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "stories needs about" in line and "free on cpu; choose" in line and not served
+
+
+def test_public_page_names_no_models(served, capsys, monkeypatch):
+    monkeypatch.setenv("SPECDEMO_PUBLIC", "1")
+    assert main(["ui", "--target", "stories"]) == 2
+    assert "a public page offers only the models of its presets; remove --target" in capsys.readouterr().err
+
+
+def test_chat_template_of_a_model_decides_the_prompt(monkeypatch):
+    assert add_pair(ModelRef("stories")).prompt.startswith("Once upon a time")
+    monkeypatch.setattr("specdemo.presets.pair.has_chat_template", lambda target: True)
+    assert add_pair(ModelRef("stories")).prompt.startswith("Explain")
+
+
+def test_a_prompt_to_continue_is_not_sent_as_a_message(monkeypatch):
+    monkeypatch.setattr("specdemo.presets.pair.has_chat_template", lambda target: target == "code")
+    written = load_presets()["embedded-draft"].prompt
+    assert comparison("embedded-draft", {"target": "code"}).prompt == QUESTION
+    kept = (
+        {"target": "stories"},
+        {"target": "code", "chat": False},
+        {"target": "code", "prompt": written},
+        {"seed": 2},
+    )
+    assert [comparison("embedded-draft", changes).prompt for changes in kept] == [written] * 4
+
+
+def test_a_target_needs_no_preset(capsys):
+    assert main(["run", "--target", "stories", "--max-new-tokens", "4"]) == 0
+    assert {"Prompt lookup", "Suffix decoding"} <= {line[:15].strip() for line in capsys.readouterr().out.splitlines()}
+    trace = specdemo.run(target="stories", model="stories-draft-wide", k=2, max_new_tokens=4)
+    assert [lane.method for lane in trace.lanes] == ["none", "draft_model"] and trace.lanes[1].options["k"] == 2
+    assert [lane.k for lane in add_pair(ModelRef("stories")).lanes] == [0, 0]  # chosen from the measured passes
+    for changes, k in (({"target": "code"}, 0), ({"target": "code", "k": 6}, 6), ({"target": "stories"}, 4)):
+        assert load_presets()["embedded-draft"].with_changes(**changes).lanes[0].k == k
+    assert main(["run"]) == 2
+    assert "or name a model: --target MODEL" in capsys.readouterr().err
+
+
+def test_tasks_end_with_a_cue_where_there_is_no_chat_template():
+    for name, (kind, end) in TASKS.items():
+        words = work_prompts()[kind][0]
+        assert task(name, chat=True) == words and task(name, chat=False) == f"{words}\n\n{end}\n"
+
+
+def test_the_kind_of_work_is_that_of_a_task_or_of_the_presets_own_prompt():
+    add_pair(ModelRef("code"))
+    tasks = {task(name, chat): kind for name, (kind, _) in TASKS.items() for chat in (True, False)}
+    assert {prompt: kind_of_work(OWN, prompt) for prompt in tasks} == tasks
+    assert kind_of_work("embedded-code", load_presets()["embedded-code"].prompt) == "code"
+    assert kind_of_work("embedded-code", "def mine():") == kind_of_work("unknown", "def mine():") == ""

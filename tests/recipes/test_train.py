@@ -22,7 +22,7 @@ from specdemo.training.collect import Plan, TeacherData, load_cache
 from specdemo.training.fit import train_steps
 from tests.recipes.test_llama import shape
 from tests.training.test_fit import ticking
-from tests.training.test_heads import Next
+from tests.training.test_losses import Next
 
 PLAN = Plan(text_rows=8, sampled_rows=8, rows_per_shard=16, context=64, sample_length=32)
 
