@@ -18,6 +18,7 @@ from specdemo.bench.result import ALL, DRAFTED, LATENCY, PLAIN, TOKEN, Result, R
 from specdemo.bench.suites import suites
 from specdemo.core.atomic_io import finite, json_text, write_text
 from specdemo.core.estimate import Estimate
+from specdemo.core.headline import PLAIN_DECODING
 
 Chart = dict[str, Any]  # title, label, and options of `plot`
 
@@ -25,8 +26,7 @@ SERIES = 6  # colours and dash patterns, besides those of plain decoding
 FASTER, SLOWER = 1, 2  # colours of bars
 BARS = "lane"
 KINDS = ("text", "thinking")  # axes whose values are words
-BASELINE = "plain decoding"
-SPEED: Chart = {"suffix": "×", "digits": 2, "level": 1.0, "baseline": BASELINE}
+SPEED: Chart = {"suffix": "×", "digits": 2, "level": 1.0, "baseline": PLAIN_DECODING}
 UI = Path(__file__).parents[1] / "ui"  # scripts and style of the charts
 PAGE = Path(__file__).with_name("page.html")
 

@@ -14,6 +14,7 @@ from specdemo.bench.result import Result, Row
 from specdemo.core.accept import Lossless
 from specdemo.core.protocol import GenerationConfig, Target
 from specdemo.core.sampling import Sampling
+from specdemo.core.trace import BASELINE_LANE
 from specdemo.costs.step import fit_cost_model
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.engine.session import Session, environment
@@ -45,7 +46,7 @@ def every_k(suite: LaneSuite, ks: Sequence[int], base: Preset, report: Report, c
     lane, ks = base.lanes[0], sorted({*ks} - {0})  # plain decoding is always measured
     name = lane.name or base.id
     lanes = tuple(lane.model_copy(update={"k": k, "name": f"{name}, k={k}"}) for k in ks)
-    where = [{"lane": "Baseline", "k": 0}, *({"lane": name, "k": k} for k in ks)]
+    where = [{"lane": BASELINE_LANE, "k": 0}, *({"lane": name, "k": k} for k in ks)]
     own = 1 + (ks.index(lane.k) if lane.k in ks else len(ks) // 2)
     return measure_lanes(suite, base.target, lanes, where, "k" if len(ks) > 1 else "lane", report, cancelled, own)
 
@@ -147,7 +148,7 @@ def first_lane(suite: Decoding, preset_id: str) -> tuple[Target, dict[str, Decod
     drafter = build_drafter(lane.method, target, lane.model, lane.parsed)
     plain = GenerationConfig(suite.new_tokens, stop_token_ids=())
     lanes = {
-        "Baseline": Decoder(load_drafter(BASELINE, target), Lossless(), plain),
+        BASELINE_LANE: Decoder(load_drafter(BASELINE, target), Lossless(), plain),
         lane.name or base.id: Decoder(drafter, Lossless(), replace(plain, budget=lane.budget)),
     }
     return target, lanes

@@ -10,7 +10,7 @@ from specdemo.core.estimate import Estimate, fastest
 from specdemo.core.suggest import counted
 from specdemo.core.trace import LaneTrace, RunTrace, estimates, run_timings, same_prompt, whole_requests
 
-PLAIN = "plain decoding"
+PLAIN_DECODING = "plain decoding"
 MIN_PROMPT_SHARE = 0.10  # share of a lane's time in its prompt from which the speed-up in all is reported too
 SO_FAR = "so far"  # replaces the verdict of a run that was stopped
 LOOPS = "the text repeats itself, so this gain is not typical"
@@ -111,7 +111,7 @@ def _so_far(trace: RunTrace, speeds: Speeds, times: str) -> Headline:
     lanes = listed([_with_speed(trace, index, speeds, times) for index in speeds])
     sentence = f"No verdict, because not all lanes finished; {SO_FAR}: {lanes}."
     value = f"{speeds[best].value:.2f}{times}"
-    return Headline(best, "", f"{_name(trace, best)} is {value} as fast as {PLAIN} {SO_FAR}", sentence)
+    return Headline(best, "", f"{_name(trace, best)} is {value} as fast as {PLAIN_DECODING} {SO_FAR}", sentence)
 
 
 def _verdict(trace: RunTrace, speeds: Speeds, times: str) -> Headline:
@@ -123,7 +123,7 @@ def _verdict(trace: RunTrace, speeds: Speeds, times: str) -> Headline:
     if tied:
         result = f"No clear difference between {listed([_with_speed(trace, i, speeds, times) for i in (first, *tied)])}"
         if all(index and speeds[index].label == "faster" for index in (first, *tied)):
-            result += f"; {'all' if len(tied) > 1 else 'both'} are faster than {PLAIN}"
+            result += f"; {'all' if len(tied) > 1 else 'both'} are faster than {PLAIN_DECODING}"
         return _result(best, "", (result, "", looping), output)
     word = "fastest" if len(speeds) > 1 else "faster"
     speed, name = speeds[best], _name(trace, best)
@@ -131,10 +131,10 @@ def _verdict(trace: RunTrace, speeds: Speeds, times: str) -> Headline:
     more = (f", {total:.2f}{times} in all with the prompt" if total else "") + looping
     value = f"{speed.value:.2f}{times} as fast"
     if not first:
-        result = f"{PLAIN.capitalize()} is {word}: {name} is {value}"
+        result = f"{PLAIN_DECODING.capitalize()} is {word}: {name} is {value}"
         return _result(best, "bad", (result, speed.interval(), more), output)
     lane = f"{name} is {word}:" if len(speeds) > 1 else f"{name} is"
-    return _result(best, "gain", (f"{lane} {value} as {PLAIN}", speed.interval(), more), output)
+    return _result(best, "gain", (f"{lane} {value} as {PLAIN_DECODING}", speed.interval(), more), output)
 
 
 def _in_all(baseline: LaneTrace, lane: LaneTrace) -> float | None:
@@ -171,7 +171,7 @@ def _with_speed(trace: RunTrace, index: int, speeds: Speeds, times: str) -> str:
 def _name(trace: RunTrace, index: int) -> str:
     """Return the name of a lane, with its number if another lane has the same name."""
     if not index:
-        return PLAIN
+        return PLAIN_DECODING
     name = trace.lanes[index].name
     return name if Counter(lane.name for lane in trace.lanes)[name] == 1 else f"{name} (lane {index})"
 

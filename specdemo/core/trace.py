@@ -20,6 +20,7 @@ from specdemo.core.safe_io import FILE_BYTES, validated
 LISTS: Final = ("accept_histogram", "accept_by_position")  # the entries of a summary that are lists
 MAX_TEXT = 50_000  # characters of a lane on a server; a public page can open a trace with three such lanes
 UNREPORTED: Final = -2  # id of a draft token that a server counts but does not name
+BASELINE_LANE = "Baseline"  # name of lane 0, plain decoding
 MAX_DEPTH = 1024  # entries of a list in a summary; the page draws every one
 
 Finish = Literal["stop", "length", "cancelled", "error"]

@@ -15,6 +15,7 @@ from specdemo.core.generation import DTYPES, Sampling, Thinking, dtype_name
 from specdemo.core.rules import DEFAULT_RULE, RULES, accept_rule, rules_help
 from specdemo.core.settings import BaseOptions, Setting, Settings, changed_values, setting, to_values
 from specdemo.core.suggest import DEVICES, counted, program, short_repr, suggest
+from specdemo.core.trace import BASELINE_LANE
 from specdemo.costs.lengths import DEFAULT_LENGTH, MAX_K
 from specdemo.methods import BASELINE, METHODS, MODEL_OPTIONS, check_model, method, parse_options
 from specdemo.models.ref import ModelRef
@@ -285,7 +286,7 @@ class Comparison(Settings):
     @cached_property
     def all_lanes(self) -> tuple[Lane, ...]:
         """Return all lanes with lane 0, whose k is 0."""
-        plain = Lane(method=BASELINE, name="Baseline", server=self.server, served_model=self.served_model)
+        plain = Lane(method=BASELINE, name=BASELINE_LANE, server=self.server, served_model=self.served_model)
         return plain.model_copy(update={"k": 0}), *self.lanes
 
     @property

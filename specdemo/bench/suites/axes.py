@@ -5,6 +5,7 @@ from dataclasses import replace
 from specdemo.bench.base import Axis, LaneSuite, Report, Stop
 from specdemo.bench.result import Result, Row
 from specdemo.core.generation import Thinking
+from specdemo.core.trace import BASELINE_LANE
 from specdemo.presets.limits import LIMITS
 
 BATCHES = (1, 2, 4, 8, 16, 32)
@@ -45,7 +46,7 @@ class Batch(LaneSuite):
 
 def _gain(rows: list[Row]) -> str:
     """Return in words at which batch size the gain ends."""
-    drafting = [row for row in rows if row["lane"] != "Baseline"]
+    drafting = [row for row in rows if row["lane"] != BASELINE_LANE]
     lost = next((row for row in drafting if row["speed-up"].label == "slower"), None)
     if lost is not None:
         return f"The gain ends at batch size {lost['batch']}: {lost['speed-up'].format()}."

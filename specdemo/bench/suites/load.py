@@ -21,9 +21,9 @@ from specdemo.bench.base import Axis, Report, Stop, Suite
 from specdemo.bench.result import LATENCY, Result, Row
 from specdemo.core.estimate import Estimate, t_quantile
 from specdemo.core.settings import Setting
+from specdemo.core.trace import BASELINE_LANE
 from specdemo.servers.counters import below
 
-PLAIN = "Baseline"
 Files = Annotated[Sequence[Path], Field(min_length=1), PlainSerializer(lambda files: [file.name for file in files])]
 COMPARED = f"Speed-up: {LATENCY} without speculation divided by that with it, at equal load."
 
@@ -58,7 +58,7 @@ class Load(Suite):
             raise ValueError("bench load compares results; give --plain FILE and --speculative FILE")
         plain = {(point.unit, point.load): point for file in self.plain for point in _plain_points(file)}
         drafting = [(file, point) for file in self.speculative for point in load_points(file)]
-        rows = [_row(PLAIN, point, point) for point in plain.values()]
+        rows = [_row(BASELINE_LANE, point, point) for point in plain.values()]
         rows += [_row(_lane(point, file), point, plain.get((point.unit, point.load))) for file, point in drafting]
         rows.sort(key=lambda row: (row["unit"], row["load"], row["k"] or 0))
         everything = [*plain.values(), *(point for _, point in drafting)]
@@ -161,7 +161,7 @@ def _with_error(value: float, error: float | None) -> Estimate:
 def _verdicts(rows: Sequence[Row]) -> Iterator[str]:
     """Yield one line per load: the lane that pays, none, or unknown with the reason."""
     for unit, load in dict.fromkeys((row["unit"], row["load"]) for row in rows):
-        lanes = [row for row in rows if (row["unit"], row["load"]) == (unit, load) and row["lane"] != PLAIN]
+        lanes = [row for row in rows if (row["unit"], row["load"]) == (unit, load) and row["lane"] != BASELINE_LANE]
         yield f"{load:g} {unit}: {_verdict(lanes)}."
 
 
