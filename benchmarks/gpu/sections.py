@@ -23,7 +23,7 @@ from benchmarks.gpu.lab import Absent, Found, Lab, Steps, measure_steps, name_of
 from benchmarks.pairs import SIZES, Pair, Size, make_pair, random_pair
 from benchmarks.peers import compete, read_bytes
 from specdemo.bench.device import BATCHES, CONTEXT, GPU_WIDTHS, basics, best_seconds, fast, passes, passes_of, slug
-from specdemo.bench.random_models import DRAFTS, random_model
+from specdemo.bench.random_models import DRAFT_SHAPES, random_model
 from specdemo.bench.result import Result
 from specdemo.core.estimate import Estimate
 from specdemo.core.protocol import Budget, GenerationConfig
@@ -370,7 +370,7 @@ def widths(lab: Lab) -> Found:
 
 
 def shape_of_draft(lab: Lab) -> str:
-    return DRAFTS.get(lab.main, lab.main)
+    return DRAFT_SHAPES.get(lab.main, lab.main)
 
 
 def step(label: str, drafting: Drafting, lab: Lab) -> Found:

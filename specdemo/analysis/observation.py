@@ -19,7 +19,7 @@ from specdemo.servers.counters import ServerStats
 
 LARGEST = 1e9  # of any number; rates and tokens/s are far below
 TOLERANCE = 0.02  # of a rate or length that an engine printed with two digits
-NUMBERS = {  # what a missing value is called
+VALUE_NAMES = {  # what a missing value is called
     "k": "draft length k",
     "accepted_length": "mean accepted length",
     "by_position": "acceptance by position",
@@ -95,7 +95,7 @@ class Observation:
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, int | float) and not (isfinite(value) and 0.0 <= value <= LARGEST):
-                name = NUMBERS.get(field.name, field.name.replace("_", " "))
+                name = VALUE_NAMES.get(field.name, field.name.replace("_", " "))
                 raise ValueError(f"{name} must be from 0 to {LARGEST:g}, not {value}")
         for name in ("tokens_per_s", "plain_tokens_per_s"):
             if getattr(self, name) == 0.0:
@@ -140,8 +140,8 @@ class Observation:
     @property
     def missing(self) -> tuple[str, ...]:
         """Return the names of the values that are unknown and would make a diagnosis more certain."""
-        words = NUMBERS | ({"speedup": WITH_SPECULATION} if self.plain_tokens_per_s else {})
-        return tuple(words[name] for name in NUMBERS if getattr(self, name) in (None, "", ()))
+        words = VALUE_NAMES | ({"speedup": WITH_SPECULATION} if self.plain_tokens_per_s else {})
+        return tuple(words[name] for name in VALUE_NAMES if getattr(self, name) in (None, "", ()))
 
     def changed(self, **values: object) -> Self:
         """Return the observation with other values; None and empty texts change nothing."""

@@ -29,8 +29,8 @@ from specdemo.servers.engines.base import ReportingEngine
 from specdemo.servers.lane import KEY
 
 MAX_READINGS = 720  # readings that are shown; an hour of one every five seconds
-HOW = "llama-server needs --metrics and SGLang --enable-metrics"
-POSITIONS = 4  # of the acceptance by position that are shown
+METRICS_HINT = "llama-server needs --metrics and SGLang --enable-metrics"
+SHOWN_POSITIONS = 4  # of the acceptance by position that are shown
 Row = dict[str, float | None]
 
 
@@ -73,7 +73,7 @@ class Watch:
         self.engine = next((engine for engine in engines() if (engine.generated, None) in reading.samples), None)
         if self.engine is None:
             titles = ", ".join(engine.title for engine in engines() if engine.generated)
-            raise ValueError(f"{self.server} has no metrics of {titles}; {HOW}")
+            raise ValueError(f"{self.server} has no metrics of {titles}; {METRICS_HINT}")
         if last is None or delta(last.samples, reading.samples, self.engine.generated) is None:  # it has restarted
             self._first, self._tokens, self._busy_s = reading, 0.0, 0.0
             self._running.clear()
@@ -100,7 +100,7 @@ class Watch:
             self._parts.append(Part(drafted, tokens - steps if accepted is None else accepted, drafts, speed))
         row: Row = {"time": round(new.at - self._first.at, 1), "tokens/s": speed, "running": running or 0.0}
         row |= {"accepted": stats.counters.get("acceptance_rate"), "tokens/pass": stats.counters.get("tokens_per_step")}
-        shown = enumerate(stats.accept_by_position[:POSITIONS], start=1)
+        shown = enumerate(stats.accept_by_position[:SHOWN_POSITIONS], start=1)
         return row | {f"accepted at {position}": share for position, share in shown}
 
     def observation(self) -> Observation | None:
@@ -148,7 +148,7 @@ async def read(watch: Watch, client: Client) -> None:
     if text is not None:
         watch.add(at, text)
     elif watch.engine is None:
-        raise ValueError(f"{watch.server} does not answer, or has no metrics; {HOW}")
+        raise ValueError(f"{watch.server} does not answer, or has no metrics; {METRICS_HINT}")
 
 
 async def _until_ready(server: str, client: Client) -> None:
@@ -162,7 +162,7 @@ async def _until_ready(server: str, client: Client) -> None:
         pass  # the next reading tells
 
 
-SHOWN = 12  # rows of the table
+TABLE_ROWS = 12  # rows of the table
 FORMATS = {"time": "{:.0f} s", "tokens/s": "{:.1f}", "running": "{:.1f}", "tokens/pass": "{:.2f}"}
 TITLES = {"running": "running requests", "accepted": "acceptance rate", "tokens/pass": "mean accepted length"}
 
@@ -205,7 +205,7 @@ def _conclude(watch: Watch, console: Console, as_json: bool) -> None:
 
 def table(watch: Watch) -> Table:
     """Return the last readings as a table."""
-    rows = [*watch.rows][-SHOWN:]
+    rows = [*watch.rows][-TABLE_ROWS:]
     title = f"{watch.engine.title} at {watch.server}" if watch.engine else watch.server
     rich_table = Table(title=title, title_justify="left")
     names = [*dict.fromkeys(name for row in rows for name in row)]

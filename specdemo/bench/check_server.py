@@ -26,7 +26,7 @@ from specdemo.models.ref import ModelRef
 from specdemo.servers.address import host
 from specdemo.servers.engines import same_bits_options
 
-TEXTS = (*PROMPTS, *COPYING, *CODE, *EDITS)
+BUILT_IN_PROMPTS = (*PROMPTS, *COPYING, *CODE, *EDITS)
 COUNT, MOST = 20, 10_000  # prompts: default and maximum
 LISTED = 30  # longest complete table
 MARGIN = 0.3  # nats; logits of about 20 in bfloat16 are multiples of 0.125
@@ -127,7 +127,7 @@ class ServerCheck(Decoding):
         """Return the prompts. Raises ValueError with one line if the file has too few."""
         if self.prompt_file is None:
             count = self.prompts or COUNT
-            return [*TEXTS[:count], *openings(count - len(TEXTS))]
+            return [*BUILT_IN_PROMPTS[:count], *openings(count - len(BUILT_IN_PROMPTS))]
         texts = [text for texts in read_questions(self.prompt_file).values() for text in texts]
         if self.prompts and self.prompts > len(texts):
             raise ValueError(f"{self.prompt_file} has {len(texts)} prompts, not {self.prompts}; lower --prompts")

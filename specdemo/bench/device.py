@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from specdemo.bench.base import Progress
-from specdemo.bench.random_models import DRAFTS, random_model
+from specdemo.bench.random_models import DRAFT_SHAPES, random_model
 from specdemo.bench.report import table
 from specdemo.core.protocol import Budget, GenerationConfig, Target
 from specdemo.core.suggest import counted
@@ -184,7 +184,7 @@ def measure_profile(device: str = "auto", name: str | None = None, report: Progr
         targets, dtype = {}, pick_dtype("auto", where)
         while model:  # models of different sizes separate the launch cost from the cost of reading weights
             targets[model] = fast(random_model(model, where, dtype))
-            model = DRAFTS.get(model, "")
+            model = DRAFT_SHAPES.get(model, "")
         starts = _parts(report, len(targets) * (len(batches) + 3 + len(STEP_KS)))  # upper limit
         pass_tables = []
         for slots, rows, context in (widths, batches, CONTEXT), ((5,), (1, 8), FAR):

@@ -29,7 +29,7 @@ from specdemo.models.text import encode, token_text
 from specdemo.presets.files import Preset, preset
 
 PLACES = (2, 3, 4)  # positions of the compared tokens; the first token comes from the prefill, without speculation
-SHOWN = 10  # most common tokens per position to show
+TOP_TOKENS = 10  # most common tokens per position to show
 MIN_COUNT = 10  # tokens that occur less often in both samples together are pooled
 ALARM = 0.001  # significance level
 GREEDY_TOKENS = 64
@@ -179,7 +179,7 @@ def _histogram(tokenizer: PreTrainedTokenizerBase, place: int, counts: Sequence[
     """Return rows with the shares of the most common tokens of a position in both samples, then of all others
     together.
     """
-    commonest = [token for token, _ in (counts[0] + counts[1]).most_common(SHOWN)]
+    commonest = [token for token, _ in (counts[0] + counts[1]).most_common(TOP_TOKENS)]
     sizes = [count.total() for count in counts]
     rows = []
     for token in commonest:

@@ -22,8 +22,8 @@ from specdemo.presets.pair import work_prompts
 
 K, NEW_TOKENS = 4, 64
 TEXTS = 6  # of all kinds of work together
-FAULTS = ("broken drafter", "later positions")  # causes that acceptance alone shows
-LENGTHS = ("max_position_embeddings", "sliding_window")
+ACCEPTANCE_FAULTS = ("broken drafter", "later positions")  # causes that acceptance alone shows
+LENGTH_KEYS = ("max_position_embeddings", "sliding_window")
 
 
 def quality(name: ModelRef, lane: Lane) -> Iterator[str]:
@@ -66,7 +66,7 @@ def _fault(lane: Lane, total: Tally) -> str:
     numbers: Summary = total.numbers()
     reached = tuple(share or 0.0 for share in numbers["accept_by_position"])
     run = observation_of(numbers, lane.method, K).changed(by_position=reached)
-    causes = [cause for cause in diagnose(run).causes if cause.name in FAULTS]
+    causes = [cause for cause in diagnose(run).causes if cause.name in ACCEPTANCE_FAULTS]
     return "".join(f"{cause.title}: {cause.evidence}. {cause.advice}" for cause in causes[:1])
 
 
@@ -76,7 +76,7 @@ def _of_file(source: ModelRef | None, target: Target) -> Iterator[str]:
         return
     checkpoint = open_checkpoint(source)
     config = {**checkpoint.config, **(checkpoint.config.get("transformer_layer_config") or {})}
-    for name in LENGTHS if config.get("use_sliding_window", True) else LENGTHS[:1]:
+    for name in LENGTH_KEYS if config.get("use_sliding_window", True) else LENGTH_KEYS[:1]:
         if isinstance(length := config.get(name), int) and 0 < length < target.max_length:
             yield f"{name} is {length}, and the target reads {target.max_length}: later drafts may be worse."
     shared = {"embed_tokens.weight": target.embed, "lm_head.weight": target.lm_head}

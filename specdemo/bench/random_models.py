@@ -15,10 +15,10 @@ from transformers import GenerationConfig as HFGenerationConfig
 from specdemo.analysis.configs import config_of
 
 STD = 0.02
-CONTEXT = 40_960  # positions
+MAX_POSITIONS = 40_960  # positions
 
 
-DRAFTS = {  # target -> shape of its draft model
+DRAFT_SHAPES = {  # target -> shape of its draft model
     "llama-tiny": "qwen3-tiny",
     "qwen3-tiny": "qwen3-tiny",
     "llama-100m": "llama-7m",
@@ -37,7 +37,7 @@ def random_model(name: str, device: torch.device, dtype: torch.dtype, bits: int 
     ImportError without bitsandbytes.
     """
     tokens: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
-    config = AutoConfig.for_model(**config_of(name), max_position_embeddings=CONTEXT, **tokens)
+    config = AutoConfig.for_model(**config_of(name), max_position_embeddings=MAX_POSITIONS, **tokens)
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     head, decoder = model.get_output_embeddings(), model.get_decoder()

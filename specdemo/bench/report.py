@@ -13,12 +13,12 @@ from specdemo.core.tally import summarise
 from specdemo.core.trace import LaneTrace, RunTrace
 
 NONE = "-"
-RACE = (
+RACE_COLUMNS = (
     "lane", "tokens", "tokens/s", "speed-up", "accepted", "break-even", "tokens/pass", "TTFT ms", "waited", "output",
 )  # fmt: skip
 # columns of the table in docs/measurements.md besides the acceptance rate, which may be missing
 LANE_COLUMNS = ("lane", "tokens/s", "speed-up", "tokens/pass")
-POSITIONS = 16  # positions of which the acceptance is shown
+SHOWN_POSITIONS = 16  # positions of which the acceptance is shown
 NEARLY_ALL = 0.98  # share of steps with a draft; the last step of a request often has none
 NOTHING = "Nothing has to change."
 
@@ -47,7 +47,7 @@ def race_report(trace: RunTrace) -> str:
     ]
     notes = [f"Note: {note}." for note in trace.notes]
     return visible(
-        "\n".join([_conditions(trace), *_servers(trace), "", table(RACE, rows), "", *sentences, *noisy, *notes])
+        "\n".join([_conditions(trace), *_servers(trace), "", table(RACE_COLUMNS, rows), "", *sentences, *noisy, *notes])
     )
 
 
@@ -280,7 +280,8 @@ def numbers(diagnosis: Diagnosis) -> Iterator[tuple[str, str, str]]:
         plain = run.plain_tokens_per_s
         yield "tokens/s", f"{run.tokens_per_s:.4g}", f"without speculation {plain:.4g}" if plain else ""
     if any(run.by_position):
-        yield "accepted by position", ", ".join(f"{100.0 * share:.0f} %" for share in run.by_position[:POSITIONS]), ""
+        shares = [f"{100.0 * share:.0f} %" for share in run.by_position[:SHOWN_POSITIONS]]
+        yield "accepted by position", ", ".join(shares), ""
     if diagnosis.costs is not None:
         unit = "plain steps, " + ("measured" if diagnosis.measured else "estimated")
         yield "a draft token", f"{diagnosis.costs['draft']:.2f}", unit

@@ -34,9 +34,9 @@ from specdemo.servers.engines import engine_names
 if TYPE_CHECKING:
     from specdemo.bench.racer import Racer
 
-RACE = "race"  # column of a row's race as the query of a link
+RACE_LINK = "race"  # column of a row's race as the query of a link
 MIXED = "mixed"  # category of all kinds together
-CONTEXT = 4096  # most tokens of a lane of a GGUF model, because every candidate has a cache of its own
+MAX_CONTEXT = 4096  # most tokens of a lane of a GGUF model, because every candidate has a cache of its own
 CONFIRMED = 3  # prompts per kind that only --confirm uses
 MOST_GAIN = 2.0  # speed-up of all lanes together with which the shortest possible time is computed
 CONFIRM_SHARE = 0.25  # of the time
@@ -163,7 +163,7 @@ class Tune(Decoding):
         self.kinds()  # raises before anything is loaded
         new: dict[str, object] = {"id": self.name, "max_new_tokens": self.new_tokens, "temperature": 0.0}
         if not (self.servers or self.engine):
-            context = {"context": CONTEXT} if self.target.gguf else {}
+            context = {"context": MAX_CONTEXT} if self.target.gguf else {}
             base = pair(self.target, device=self.device, dtype=self.dtype)
             return Racer(base.changed(**new, **context), cancelled)
         allow(self.servers)
@@ -185,7 +185,7 @@ class Tune(Decoding):
         """Return what is measured. running: without a verdict, because the next races may change it."""
         works = [work for work in search.works if work.ranked()]
         rows = [
-            _row(work, name, racer.lanes[name], place) | {RACE: racer.link(name, work.prompts[0])}
+            _row(work, name, racer.lanes[name], place) | {RACE_LINK: racer.link(name, work.prompts[0])}
             for work in works
             for place, name in enumerate(work.ranked())
         ]
@@ -228,10 +228,10 @@ def last_found(target: ModelRef, device: object) -> tuple[str, str] | None:
     with suppress(ValueError, RuntimeError):  # no file, or no home
         result = read_result(_kept(target))
         leader = next((row["lane"] for row in result.rows if row.get("category") == MIXED), "")
-        races = [row for row in result.rows if row.get(RACE)]
+        races = [row for row in result.rows if row.get(RACE_LINK)]
         best = max(races, key=lambda row: (row["lane"] == leader, row["speed-up"].value))
         if result.environment.get("device") == device:
-            return f"{result.remarks[0]} (tune, {result.environment['date']})", best[RACE]
+            return f"{result.remarks[0]} (tune, {result.environment['date']})", best[RACE_LINK]
     return None
 
 
@@ -240,7 +240,7 @@ def best_rows(result: Result) -> Result:
     if result.suite != Tune.name:
         return result
     best = [row for row in result.rows if row.get("place", 1) == 1]
-    return replace(result, rows=[{n: v for n, v in row.items() if n not in ("place", RACE)} for row in best])
+    return replace(result, rows=[{n: v for n, v in row.items() if n not in ("place", RACE_LINK)} for row in best])
 
 
 def _row(work: KindOfWork, name: str, lane: Lane, place: int) -> Row:

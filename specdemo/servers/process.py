@@ -32,7 +32,7 @@ POLL_S = 0.25
 TAIL = 8  # last log lines to include in an error
 LOG_BYTES = 20_000
 EPHEMERAL = 32_768  # of Linux; other systems start later
-SHOWN = 60  # longest log line to show
+LINE_CHARS = 60  # longest log line to show
 GRACE_S = 10.0  # seconds between SIGTERM and SIGKILL
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 # run in a process of its own, because a fork must not call Python code while this process has threads
@@ -156,7 +156,7 @@ def watch(servers: Sequence[Server]) -> NoReturn:
 def _shortened(line: str) -> str:
     """Return a log line without its prefix of logger, time and code location."""
     shortened = re.sub(r"^.*?\[[\w.]+:\d+\] ", "", line)
-    return shortened if len(shortened) <= SHOWN else f"{shortened[: SHOWN - 1]}…"
+    return shortened if len(shortened) <= LINE_CHARS else f"{shortened[: LINE_CHARS - 1]}…"
 
 
 def _answers(address: str) -> bool:

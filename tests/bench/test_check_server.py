@@ -9,10 +9,10 @@ import pytest
 
 from specdemo.__main__ import main
 from specdemo.bench.check_server import (
+    BUILT_IN_PROMPTS,
     DIFFERS,
     IDENTICAL,
     MOST,
-    TEXTS,
     TIE,
     UNEXPLAINED,
     GreedyAnswer,
@@ -39,7 +39,7 @@ def unlisted(monkeypatch):
     monkeypatch.setenv(address.LISTED, "")
 
 
-def answering(changed=None, second=-4.0, logprobs="completion", chat=False, texts=TEXTS):
+def answering(changed=None, second=-4.0, logprobs="completion", chat=False, texts=BUILT_IN_PROMPTS):
     """Return a deterministic language model. changed: (prompt, position) of a token that it replaces; second: the
     log-probability of the replacement; chat: it takes messages only.
     """
@@ -87,7 +87,7 @@ def test_one_changed_token_in_an_answer_of_200_is_found(capsys, logprobs):
 
 
 def test_one_changed_token_in_many_prompts_is_found(capsys):
-    texts = [*TEXTS, *openings(40 - len(TEXTS))]
+    texts = [*BUILT_IN_PROMPTS, *openings(40 - len(BUILT_IN_PROMPTS))]
     with answering(texts=texts) as plain, answering(changed=(37, 2), texts=texts) as wrong:
         code, result = checked(capsys, plain.address, wrong.address, "--prompts", "40", "--new-tokens", "3")
     assert code == 1 and [i for i, row in enumerate(result["rows"]) if row["output"] != IDENTICAL] == [37]

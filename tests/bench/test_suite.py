@@ -153,7 +153,7 @@ def test_batches_grow_and_every_row_is_decoded(monkeypatch):
 
 
 def test_prompts_grow_as_far_as_the_context_reaches(monkeypatch):
-    monkeypatch.setattr(axes, "LENGTHS", (16, 32, 1024))
+    monkeypatch.setattr(axes, "PROMPT_LENGTHS", (16, 32, 1024))
     result = run_suite("prompt", repeats=1, preset="embedded-ngram", new_tokens=4)
     assert [row["prompt tokens"] for row in result.rows[::2]] == [16, 32]
     assert all(row["TTFT ms"].value > 0 for row in result.rows)

@@ -22,7 +22,7 @@ from specdemo.analysis.readers.base import (
 from specdemo.servers.counters import below
 
 TABLE = "Serving Benchmark Result"
-NUMBERS = {  # name in the JSON -> in the table
+TABLE_TITLES = {  # name in the JSON -> in the table
     "mean_tpot_ms": "Mean TPOT (ms)",
     "output_throughput": "Output token throughput (tok/s)",
     "max_concurrency": "Maximum request concurrency",
@@ -52,7 +52,7 @@ class BenchServe(OutputReader):
             raise ValueError("no request of this benchmark succeeded; check the server's log and measure again")
         shares = data.get("spec_decode_per_position_acceptance_rates")
         rates = [number(share) or 0.0 for share in shares] if isinstance(shares, list) else []
-        totals = _totals([number(data.get(name)) for name in NUMBERS], rates)
+        totals = _totals([number(data.get(name)) for name in TABLE_TITLES], rates)
         _add_gaps(totals, data)
         dataset = text_of(data.get("dataset_name")) or text_of(data.get("dataset"))
         return Observation(
@@ -77,7 +77,7 @@ class ServingTable(OutputReader):
         head, table = text.split(TABLE, 1)
         length = find_number("Acceptance length:", table) or find_number("Accept length:", table)
         shares = [float(share) / 100.0 for _, share in POSITION.findall(table)]
-        totals = _totals([find_number(f"{title}:", table) for title in NUMBERS.values()], shares)
+        totals = _totals([find_number(f"{title}:", table) for title in TABLE_TITLES.values()], shares)
         return Observation(
             engine="sglang" if "sglang" in text.lower() else "vllm",
             source=self.title,
@@ -89,7 +89,7 @@ class ServingTable(OutputReader):
 
 
 def _totals(numbers: Sequence[float | None], shares: Sequence[float]) -> OutputTotals:
-    """Return the sums of a benchmark from its NUMBERS and its acceptance by position."""
+    """Return the sums of a benchmark from its TABLE_TITLES and its acceptance by position."""
     tpot, throughput, limit, tokens, requests, steps, drafted, accepted = numbers
     speed = 1000.0 / tpot if tpot else throughput
     totals = OutputTotals(speeds=[speed or 0.0], batches=[_in_flight(throughput, tpot, limit) or 0.0])

@@ -20,7 +20,7 @@ from specdemo.analysis.readers.base import (
 )
 
 ACCEPTED = re.compile(r"\( {0,12}([0-9]{1,12}) accepted */ *([0-9]{1,12}) generated\)")
-POSITIONS = re.compile(r"rate per position = \(([0-9., ]{1,8000})\)")
+POSITION_RATES = re.compile(r"rate per position = \(([0-9., ]{1,8000})\)")
 DURATIONS = re.compile(r"dur\(b,g,a\) = [0-9.]{1,15}, ([0-9.]{1,15}),")
 KIND = re.compile(r"statistics {1,20}([a-z0-9_-]{1,40}):")
 SHARES = re.compile(r"#acc rate/pos = \(([0-9., ]{1,8000})\)")
@@ -143,7 +143,7 @@ class LlamaSpeculative(OutputReader):
 
 def _add_request(totals: OutputTotals, line: str, slot: str, tokens: float, tokens_per_s: float) -> int:
     """Add the acceptance of one request; return its number of positions. tokens: 0 if they are unknown."""
-    match, positions = ACCEPTED.search(line), POSITIONS.search(line)
+    match, positions = ACCEPTED.search(line), POSITION_RATES.search(line)
     length = find_number("mean acceptance length =", line) or find_number("mean len =", line)
     if not match:
         return 0

@@ -9,8 +9,8 @@ from specdemo.core.trace import BASELINE_LANE
 from specdemo.presets.limits import LIMITS
 
 BATCHES = (1, 2, 4, 8, 16, 32)
-LENGTHS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
-TEXTS = 3  # prompts per length
+PROMPT_LENGTHS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+TEXTS_PER_LENGTH = 3  # prompts per length
 TEMPERATURES = (0.0, 0.5, 0.75, 1.0, 1.5)
 
 
@@ -71,8 +71,8 @@ class PromptLength(LaneSuite):
 
         target, lanes = first_lane(self, self.preset)
         text = encode(tokenizer(target), " ".join(self.texts), LIMITS.prompt)
-        lengths = [n for n in LENGTHS if n <= room(target, self)]
-        points = [AxisPoint(n, windows(text, n, TEXTS, target.device)) for n in lengths]
+        lengths = [n for n in PROMPT_LENGTHS if n <= room(target, self)]
+        points = [AxisPoint(n, windows(text, n, TEXTS_PER_LENGTH, target.device)) for n in lengths]
         result = along_axis(self, target, lanes, points, report, cancelled)
         remark = "The prompts are windows of the concatenated texts of the suite, repeated if necessary."
         return replace(result, remarks=[remark, *result.remarks])
