@@ -6,6 +6,7 @@ buffers, and everything that differs between replays, such as the length of a te
 captures a function of tensors: a target pass or a complete draft.
 """
 
+import os
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
@@ -39,6 +40,11 @@ Probe = Callable[[], tuple[Callable[..., Tensors], Sequence[Tensor]]]  # returns
 # Owners of captures and living graphs, for their streams. Streams themselves must not be weakly referenced: torch
 # 2.11 frees them without clearing these references, and the process crashes later (pytorch #183403).
 _owners: weakref.WeakSet["CudaGraphs"] = weakref.WeakSet()
+
+
+def new_capture(device: torch.device) -> GraphCapture | None:
+    """Return a function that captures CUDA graphs for one owner, on a device that has them; None if they are off."""
+    return None if os.environ.get(ENVIRONMENT_VARIABLE) == "0" else CudaGraphs(device)
 
 
 def covering_widths(slots: int) -> list[int]:

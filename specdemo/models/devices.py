@@ -1,7 +1,6 @@
 """Device kinds, one row each in DEVICE_KINDS. Other code asks a row for what it needs to know of a device: timing,
 memory, dtypes, attention kernels, CUDA graphs."""
 
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from specdemo.core.generation import SHORT, dtype_name
 from specdemo.core.protocol import UNLIMITED
 from specdemo.core.suggest import DEVICES, suggest
-from specdemo.kv.graphs import BYTES_PER_OWNER, ENVIRONMENT_VARIABLE, CudaGraphs, GraphCapture
+from specdemo.kv.graphs import BYTES_PER_OWNER, GraphCapture, new_capture
 
 EXACT_SLOTS = 16  # of a GPU: passes over up to so many slots cost about what one costs; wider ones round differently
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -222,8 +221,7 @@ def same_kind(device: torch.device) -> list[torch.device]:
 
 def capture_for(device: torch.device) -> GraphCapture | None:
     """Return the capture function of a device; None: no graphs."""
-    enabled = device_kind(device).cuda_graphs and os.environ.get(ENVIRONMENT_VARIABLE) != "0"
-    return CudaGraphs(device) if enabled else None
+    return new_capture(device) if device_kind(device).cuda_graphs else None
 
 
 def graph_bytes(device: torch.device, owners: int) -> int:
