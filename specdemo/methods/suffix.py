@@ -9,6 +9,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from heapq import heappop, heappush, nlargest
 from itertools import count
+from typing import ClassVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -95,6 +96,9 @@ class _SuffixTree:
 class _AnswerMemory:
     """The last MAX_ANSWERS answers of one model."""
 
+    # by depth and the model's embedding module, which all its targets share, so that a memory is freed with its model
+    of_models: ClassVar[WeakKeyDictionary[nn.Module, dict[int, "_AnswerMemory"]]] = WeakKeyDictionary()
+
     def __init__(self, depth: int) -> None:
         self.tree = _SuffixTree(depth)
         self._answers: deque[list[int]] = deque()
@@ -106,10 +110,6 @@ class _AnswerMemory:
         self._answers.append(text.ids)
         if len(self._answers) > MAX_ANSWERS:
             self.tree.remove(self._answers.popleft())
-
-
-# by the model's embedding module, which all its targets share, so that a memory is freed with its model
-_memories: WeakKeyDictionary[nn.Module, dict[int, _AnswerMemory]] = WeakKeyDictionary()
 
 
 @dataclass(slots=True)
@@ -157,7 +157,7 @@ class Suffix(Method, method="suffix", tree=lambda options: options.nodes or None
         self._memory: _AnswerMemory | None = None
         if self._options.remember:
             depth = self._options.max_depth
-            self._memory = _memories.setdefault(target.embed, {}).setdefault(depth, _AnswerMemory(depth))
+            self._memory = _AnswerMemory.of_models.setdefault(target.embed, {}).setdefault(depth, _AnswerMemory(depth))
 
     def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
         self._rows = [_SuffixRow(_SuffixTree(self._options.max_depth)) for _ in range(batch)]

@@ -6,11 +6,12 @@ products use packed weights and at least four rows; attention reads keys in numb
 sums, with at least four query rows; everything else works row by row. `PassShape` describes such passes.
 """
 
-import weakref
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import ClassVar
+from weakref import WeakKeyDictionary
 
 import psutil
 import torch
@@ -81,14 +82,13 @@ class CpuPlan:
     chains: bool = False
     threads: int = 0
     pass_ms: dict[int, float] = field(default_factory=dict, compare=False)
-
-
-_plans: weakref.WeakKeyDictionary[nn.Module, CpuPlan] = weakref.WeakKeyDictionary()
+    shapes: ClassVar[dict[object, PassShape]] = {}  # kind of model -> shape, so that all copies of a model agree
+    of_models: ClassVar[WeakKeyDictionary[nn.Module, "CpuPlan"]] = WeakKeyDictionary()
 
 
 def cpu_plan(model: nn.Module) -> CpuPlan:
     """Return the plan of a model, which all its targets share. A copy of the model has a plan of its own."""
-    return _plans.setdefault(model, CpuPlan())
+    return CpuPlan.of_models.setdefault(model, CpuPlan())
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ from copy import copy, deepcopy
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from timeit import timeit
-from typing import Any, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,7 @@ class Layout:
     packed: bool = False
     plain_rows: int = 0
     rows: int = 1
+    measured: ClassVar[dict[object, "Layout"]] = {}  # shapes and dtype -> layout, so that all copies of a model agree
 
     def __str__(self) -> str:
         if not self.packed:
@@ -53,7 +54,6 @@ class Layout:
 
 
 PLAIN = Layout()
-_layouts: dict[object, Layout] = {}  # shapes and dtype -> layout, so that all copies of a model agree
 
 
 class PackedLinear(nn.Module):
@@ -386,10 +386,10 @@ def choose_layout(linears: Sequence[nn.Linear], free_bytes: int = 0) -> Layout:
     if len({weight.dtype for weight in weights}) > 1 or weights[0].dtype not in (torch.float32, torch.bfloat16):
         return PLAIN
     key = tuple(weight.shape for weight in weights), weights[0].dtype
-    if key not in _layouts:
+    if key not in Layout.measured:
         with threads(1):  # whose CPU time does not include other programs
-            _layouts[key] = _measured_layout(linears, size <= free_bytes // SPARE_SHARE)
-    return _layouts[key]
+            Layout.measured[key] = _measured_layout(linears, size <= free_bytes // SPARE_SHARE)
+    return Layout.measured[key]
 
 
 def _measured_layout(linears: Sequence[nn.Linear], copies: bool) -> Layout:

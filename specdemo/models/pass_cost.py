@@ -15,7 +15,7 @@ from specdemo.core.protocol import Target
 from specdemo.core.rounding import gap_change
 from specdemo.core.tree import chain_parents
 from specdemo.costs.passes import ROUNDED, SAME_BITS, PassShape, pass_ratio
-from specdemo.models.cpu_plan import CpuSettings, cpu_plan, pass_shape
+from specdemo.models.cpu_plan import CpuPlan, CpuSettings, cpu_plan, pass_shape
 from specdemo.models.cpu_threads import step_threads, threads
 from specdemo.models.devices import device_kind
 from specdemo.models.machine import clock
@@ -43,7 +43,6 @@ COMPARED = "type and processor decide, so compare files with `doctor FILE`"
 READ_BYTES = 1 << 28  # more than most caches
 PADDING_ROUNDS = 8
 
-_shapes: dict[object, PassShape] = {}  # kind of model -> shape, so that all copies of a model agree
 MIN_LAYERS = 2  # that are compared
 Clock = Callable[[], float]  # seconds
 Pass = tuple[Tensor, Tensor, list[int]]  # tokens [1, S], parents [1, S - 1], path from the root
@@ -210,7 +209,7 @@ def one_kernel_shape(target: HFTarget, required: bool) -> PassShape:
     if not target.capabilities.trees or (on_cpu and plan.layout.rows < PADDED_ROWS):
         return PassShape()
     key = type(target.model), str(sorted(config.items(), key=str)), target.dtype, plan.threads, required, target.device
-    if key not in _shapes:
+    if key not in CpuPlan.shapes:
         sizes = tuple({size for _, size in target.kv_shapes.values()})
         shape = pass_shape(target.dtype, sizes) if on_cpu else PassShape(device_kind(target.device).exact_slots)
         kinds = list(config.get("layer_types") or ["all"])
@@ -220,8 +219,8 @@ def one_kernel_shape(target: HFTarget, required: bool) -> PassShape:
         with step_threads(target):
             same = has_same_bits(target, layers)
         suitable = same and (required or padding_cost(target, shape) <= PADDING_LIMIT)
-        _shapes[key] = shape if suitable else PassShape()
-    return _shapes[key]
+        CpuPlan.shapes[key] = shape if suitable else PassShape()
+    return CpuPlan.shapes[key]
 
 
 def padding_cost(model: HFTarget, shape: PassShape) -> float:

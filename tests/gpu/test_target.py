@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from specdemo.core.tree import Draft, chain_parents
-from specdemo.models import pass_cost
-from specdemo.models.cpu_plan import CpuSettings
+from specdemo.models.cpu_plan import CpuPlan, CpuSettings
 from specdemo.models.pass_cost import plan_passes
 from specdemo.models.target import HFTarget
 from tests.gpu.device import no_synchronisation
@@ -77,7 +76,7 @@ def test_release_gives_the_memory_back():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_with_bit_exact_a_pass_of_every_width_is_one_of_sixteen_slots(monkeypatch, name, dtype):
-    monkeypatch.setattr(pass_cost, "_shapes", {})
+    monkeypatch.setattr(CpuPlan, "shapes", {})
     made = build(name).to("cuda", dtype)
     before, target = HFTarget(made).capabilities.trees, HFTarget(made)
     assert plan_passes(target, CpuSettings()) == ()

@@ -195,12 +195,12 @@ def test_the_oldest_answer_is_forgotten(monkeypatch):
 
 def test_the_memory_ends_with_the_model():
     target = ToyTarget(64)
-    before = len(suffix._memories)
+    before = len(suffix._AnswerMemory.of_models)
     drafter = load_drafter("suffix", target, remember=True)
-    assert len(suffix._memories) == before + 1
+    assert len(suffix._AnswerMemory.of_models) == before + 1
     del target, drafter
     gc.collect()
-    assert len(suffix._memories) == before
+    assert len(suffix._AnswerMemory.of_models) == before
 
 
 def test_greedy_output_of_trees_with_remembered_text_is_that_of_plain_decoding():

@@ -53,7 +53,7 @@ DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.skipif(n
 
 def exact_target(monkeypatch, name, dtype):
     force_layout(monkeypatch, PADDED)
-    monkeypatch.setattr(pass_cost, "_shapes", {})
+    monkeypatch.setattr(CpuPlan, "shapes", {})
     made = model(name, dtype)
     fuse_layers(made)
     target = HFTarget(made)
@@ -124,7 +124,7 @@ def test_a_product_that_depends_on_the_width_is_noticed(monkeypatch, dtype):
     monkeypatch.setattr(PackedLinear, "forward", by_width)
     assert {width for _, width in differing(target, (60, 126))} >= {9, 17}
     assert not pass_cost.has_same_bits(target, 2)
-    monkeypatch.setattr(pass_cost, "_shapes", {})
+    monkeypatch.setattr(CpuPlan, "shapes", {})
     assert plan_passes(target, CpuSettings(bit_exact="on"))[0].startswith("bit_exact is on, but")
     assert not target.facts.same_bits
 
@@ -164,7 +164,7 @@ def test_products_that_cannot_be_packed_or_differ_are_left_out_with_a_note(monke
 def test_bit_exact_costs_at_most_a_little_by_default(monkeypatch):
     force_layout(monkeypatch, PADDED)
     for cost, expected in ((1.04, True), (1.06, False)):
-        monkeypatch.setattr(pass_cost, "_shapes", {})
+        monkeypatch.setattr(CpuPlan, "shapes", {})
         monkeypatch.setattr(pass_cost, "padding_cost", lambda target, shape, cost=cost: cost)
         made = model("llama-3x64", torch.float32)
         fuse_layers(made)

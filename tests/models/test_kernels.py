@@ -197,7 +197,7 @@ def test_a_family_that_reads_its_weights_itself_is_left_alone(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_nothing_is_packed_without_the_private_operations(monkeypatch, dtype):
     monkeypatch.setattr(module, "LEAST_BYTES", 0)
-    monkeypatch.setattr(module, "_layouts", {})
+    monkeypatch.setattr(module.Layout, "measured", {})
     monkeypatch.setattr(module, "PackedLinear", lambda linear: torch.ops.mkldnn.no_such_operation)
     assert module.choose_layout([torch.nn.Linear(8, 8).to(dtype)]) == module.PLAIN
 
