@@ -285,7 +285,7 @@ function showRun(replayed) {
   $(".sd-loading").hidden = true;
   $(".sd-lanes").replaceChildren();
   $(".sd-race").replaceChildren();
-  $(".sd-explanations").hidden = $(".sd-estimate").hidden = $(".sd-card").hidden = true;
+  $(".sd-next").hidden = $(".sd-explanations").hidden = $(".sd-estimate").hidden = $(".sd-card").hidden = true;
   $(".sd-lanes").dataset.lanes = $(".sd-race").dataset.lanes = run.lanes.length;
   for (const lane of run.lanes) {
     Object.assign(lane, initialView());
@@ -332,7 +332,29 @@ function finish() {
   if (run.userRun && !run.recorded) publishRun();
   $(".sd-estimate").hidden = !run.lanes.some((lane) => lane.predictable && numbers(lane).drafted);
   drawCard(run.end.card ?? [], run.end.found);
+  drawNext();
   showPlayback();
+}
+
+const LOOKUPS = ["ngram", "suffix", "adaptive"]; // methods that need no model
+const MOST_LANES = 3; // besides the baseline
+
+// Offers at most two races that may be faster, where this page can run them.
+function drawNext() {
+  const drafted = run.lanes.slice(1);
+  const buttons = drafted.flatMap(({ index, comparison }) => {
+    const { k, speed } = comparison?.advice ?? {};
+    const name = `k${index > 1 ? index : ""}`;
+    return k ? [clickable("sd-try", `Try k = ${k}${drafted.length > 1 ? ` in lane ${index}` : ""}: predicted ${speed}`, () => toRace("change", { [name]: k }))] : [];
+  });
+  const slower = drafted.every(({ comparison }) => comparison?.word === "slower");
+  const next = drafted.length + 1;
+  if (slower && next <= MOST_LANES && !drafted.some(({ method }) => LOOKUPS.includes(method))) {
+    buttons.push(clickable("sd-try", "Race prompt lookup on this text", () => toRace("change", { lanes: next, [`method${next}`]: "ngram" })));
+  }
+  if (slower) buttons.push(clickable("sd-try", "Find what pays", () => tab("tune").click()));
+  $(".sd-next").replaceChildren(...buttons.slice(0, 2));
+  $(".sd-next").hidden = run.recorded || !buttons.length;
 }
 
 // Draws facts about the model, and a button that opens what a search for its best method has found, or else the tab with the search.

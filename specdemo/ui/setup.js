@@ -75,6 +75,14 @@ function race(id) {
   choose((runInstead = id));
 }
 
+// Races the present settings with changes, by the names of links.
+function raceChanged(changes) {
+  const query = new URLSearchParams(current.query);
+  for (const [name, value] of Object.entries(changes)) query.set(name, value);
+  openLink(`${query}`);
+  document.getElementById("run").click(); // waits for the settings
+}
+
 // A fragment that names no tab is a section of the reference.
 const tabOf = (hash) => tab(hash.slice(1)) ?? (hash ? tab("reference") : document.querySelector("[role=tab]"));
 
@@ -101,6 +109,7 @@ edit.addEventListener("click", () => {
 menu.addEventListener("change", () => menu.value && choose(menu.value));
 $(".sd-instead").addEventListener("click", () => race(current.instead[0]));
 document.addEventListener("specdemo:race", (/** @type {CustomEvent} */ { detail }) => race(detail));
+document.addEventListener("specdemo:change", (/** @type {CustomEvent} */ { detail }) => raceChanged(detail));
 document.addEventListener("specdemo:open", (/** @type {CustomEvent} */ { detail }) => openLink(detail));
 document.addEventListener("click", onTab);
 addEventListener("popstate", onBack);

@@ -146,17 +146,26 @@ def _remote(lane: LaneTrace) -> dict[str, object] | None:
 
 def _comparison(trace: RunTrace) -> list[dict[str, object]]:
     """Return the rows with `break_even` and texts: `interval`, `word`, `why` the lane is faster or slower, `price` of a
-    lossy rule, and the tokens where the texts part, `parting`; unknown ones are left out."""
+    lossy rule, the tokens where the texts part, `parting`, and a draft length that is predicted to be clearly faster,
+    `advice`; unknown ones are left out."""
     return [result.row | _texts(trace, result) for result in results(trace, "×")[: len(trace.comparison)]]
 
 
 def _texts(trace: RunTrace, result: LaneResult) -> dict[str, object]:
     interval = {"interval": result.speed.interval()} if result.speed else {}
     parting = parting_words(trace.lanes[0], result.lane, result.row)
-    texts = {"word": result.word, "price": price_words(result.row), "parting": parting}
+    texts = {"word": result.word, "price": price_words(result.row), "parting": parting, "advice": _advice(result)}
     rate = break_even(result.lane.summary, result.speed)
     end = {"why": result.why, "break_even": None if rate is None else round(rate, 4)}
     return {**interval, **{name: text for name, text in texts.items() if text}, **end}
+
+
+def _advice(result: LaneResult) -> dict[str, object]:
+    """Return another draft length `k` with its predicted speed-up; empty if none is clearly faster."""
+    found = result.diagnosis
+    if found is None or found.speed_at_best is None or all(cause.name != "draft length" for cause in found.causes):
+        return {}
+    return {"k": found.best_k, "speed": f"{found.speed_at_best.value:.2f}×"}
 
 
 def _card(trace: RunTrace) -> dict[str, object]:

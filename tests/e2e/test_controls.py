@@ -87,6 +87,11 @@ def test_a_preset_that_cannot_run_here_has_a_replacement_and_run_can_be_pressed_
     page.locator("#run").click()
     assert gates.started.acquire(timeout=60)
     wait_for_text(page, "^Finished")
+    expect(page.locator("#run")).to_be_enabled()
+    page.evaluate("document.dispatchEvent(new CustomEvent('specdemo:change', { detail: { k: 2 } }))")  # an advice
+    assert gates.started.acquire(timeout=60)
+    expect(page).to_have_url(re.compile(r"[?&]k=2$"))
+    expect(page.locator("#k-1 input[type=number]")).to_have_value("2")
 
 
 def test_a_link_to_how_it_works_adds_no_history_and_races_a_family_of_drafters(visit_gated, gates):

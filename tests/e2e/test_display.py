@@ -370,3 +370,27 @@ def test_failed_run_shows_its_partial_result(display):
     display.wait(3000)
     assert (display.text(0), display.read(".sd-pill")) == (shown, ["failed", "failed"])
     assert display.read(".sd-status, .sd-alert") == ["Out of memory", "The run failed."]
+
+
+def test_a_slow_run_offers_a_shorter_draft_and_a_lookup(display):
+    display.evaluate("""() => {
+      document.body.insertAdjacentHTML("beforeend", "<button role=tab data-tab-id=race></button>");
+      window.asked = [];
+      document.addEventListener("specdemo:change", ({ detail }) => asked.push(detail));
+    }""")
+    row = {"speedup": 0.7, "word": "slower", "advice": {"k": 2, "speed": "1.32×"}}
+    trace = hostile_trace()
+    trace.lanes[1].method = "draft_model"
+    log = Log().add([*replay(trace)][:-1])
+    log += to_line({"type": "end", "finish": "done", "comparison": [row]})
+    display.show(
+        log.replace('"method": "ngram"', '"method": "draft_model"').replace(
+            '"method":"ngram"', '"method":"draft_model"'
+        )
+    )
+    display.wait(8000)
+    assert display.evaluate("[...document.querySelectorAll('.sd-try')].map((e) => (e.click(), e.textContent))") == [
+        "Try k = 2: predicted 1.32×",
+        "Race prompt lookup on this text",
+    ]
+    assert display.evaluate("asked") == [{"k": 2}, {"lanes": 2, "method2": "ngram"}]

@@ -2,16 +2,20 @@
 
 import json
 import math
+import random
+import re
 from dataclasses import replace
 
 import pytest
 
 from specdemo.__main__ import main
-from specdemo.core.trace import StepEvent, draft_outcomes, from_json, output_outcomes, to_json
+from specdemo.core.trace import StepEvent, compare, draft_outcomes, from_json, output_outcomes, to_json
 from specdemo.engine.messages import Finished, Note, replay
 from specdemo.ui.job import to_line
 from specdemo.ui.race import Log, replayed
 from specdemo.ui.views import Failed, Loading, finish, summary, view
+from tests.simulated_runs import simulated
+from tests.simulated_runs import trace as simulated_trace
 from tests.traces import HOSTILE, PROMPT, hostile_trace
 from tests.ui.stand_ins import remote_trace
 
@@ -191,3 +195,14 @@ def test_a_stored_trace_that_parts_before_its_start_is_shown_without_tokens(tmp_
     row = json.loads(replayed(from_json(stored.read_text())).text.splitlines()[-1])["comparison"][0]
     assert row["verdict"] == "differs" and "parting" not in row
     assert main(["replay", str(stored)]) == 0 and "differs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("k", "advice"), [(8, True), (1, False)])
+def test_a_shorter_draft_is_advised_where_it_is_predicted_to_be_faster(k, advice):
+    events = simulated(random.Random(0), [0.6] * 8, k, steps=200)
+    trace = simulated_trace(("drafted", events), options={"k": k})
+    trace.comparison = [compare(*trace.lanes, greedy=True)]
+    rows = view(Finished(trace))["comparison"]
+    assert ("advice" in rows[0]) == advice
+    if advice:
+        assert 1 <= rows[0]["advice"]["k"] < 4 and re.fullmatch(r"[01]\.\d\d×", rows[0]["advice"]["speed"])
