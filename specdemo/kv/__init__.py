@@ -1,1 +1,1 @@
-"""KV cache of targets and heads: storage, masks, committed and provisional columns, CUDA graphs."""
+"""KV cache of targets and heads: store, view (a span of columns), mask, history, snapshot and CUDA graph."""
