@@ -2,22 +2,22 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Any, Literal
 
-from pydantic import Field
-
-from specdemo.bench.base import Decoding, Device, NewTokens, Repeats, Report, Suite
+from specdemo.bench.base import DEVICE, Decoding, Report, Suite, new_tokens_field, repeats_field
 from specdemo.bench.result import Result
-from specdemo.core.settings import Setting
+from specdemo.core.settings import setting
 
-PAIR = Setting("Pair of models: embedded, 8m, 98m, 342m or 8b.", metavar="NAME")
+
+def _pair(default: str | None) -> Any:
+    return setting(default, "Pair of models: embedded, 8m, 98m, 342m or 8b.", metavar="NAME")
 
 
 class Peers(Decoding):
     """The engine against transformers and llama.cpp, and against its own forward passes alone."""
 
     name = "peers"
-    pair: Annotated[str | None, PAIR] = None  # None: the largest that fits
+    pair: str | None = _pair(None)  # None: the largest that fits
 
     def run(self, report: Report, cancelled: Callable[[], bool]) -> Result:
         from benchmarks.pairs import make_pair
@@ -34,8 +34,8 @@ class Floor(Decoding):
     """Engine steps against their own forward passes alone: plain, a chain and a tree, greedy and sampled."""
 
     name = "floor"
-    pair: Annotated[str, PAIR] = "embedded"
-    new_tokens: NewTokens = 64
+    pair: str = _pair("embedded")
+    new_tokens: int = new_tokens_field(64)
 
     def run(self, report: Report, cancelled: Callable[[], bool]) -> Result:
         from benchmarks.floor import floor
@@ -64,19 +64,16 @@ class Gpu(Suite):
     """A complete GPU benchmark, section by section, in the folder --out. Another call resumes it."""
 
     name = "gpu"
-    repeats: Repeats = 3
-    device: Device = "auto"
-    minutes: Annotated[
-        float,
-        Field(ge=0.0, le=600.0),
-        Setting("Time limit of this call in minutes; 0 writes a report of the existing results."),
-    ] = 8.0
-    folder: Annotated[Path, Setting("Folder to write to.", flag="--out")] = Path("runs") / "gpu"
-    plan: Annotated[
-        Literal["all", "first", "qwen", "llama"],
-        Setting("first: correctness, attention and contexts; qwen, llama: methods at 8B; all."),
-    ] = "all"
-    commit: Annotated[str, Setting("Commit of the code, for a copy without its git folder.")] = ""
+    repeats: int = repeats_field(3)
+    device: str = DEVICE
+    minutes: float = setting(
+        8.0, "Time limit of this call in minutes; 0 writes a report of the existing results.", 0.0, 600.0
+    )
+    folder: Path = setting(Path("runs") / "gpu", "Folder to write to.", flag="--out")
+    plan: Literal["all", "first", "qwen", "llama"] = setting(
+        "all", "first: correctness, attention and contexts; qwen, llama: methods at 8B; all."
+    )
+    commit: str = setting("", "Commit of the code, for a copy without its git folder.")
 
     def run(self, report: Report, cancelled: Callable[[], bool]) -> Result:
         from benchmarks.gpu.run import measure
@@ -91,12 +88,12 @@ class Models(Decoding):
     """
 
     name = "models"
-    new_tokens: NewTokens = 48
-    prompts: Annotated[int, Field(ge=3, le=8), Setting("Prompts per kind of work.")] = 8
-    minutes: Annotated[float, Field(ge=0.0, le=600.0), Setting("Time limit of this call in minutes.")] = 25.0
-    models: Annotated[str, Setting("Only models whose names contain this text.", metavar="TEXT")] = ""
-    work: Annotated[str, Setting("Only this kind of work, for example chat.", metavar="NAME")] = ""
-    folder: Annotated[Path, Setting("Folder to write to.", flag="--out")] = Path("runs") / "models"
+    new_tokens: int = new_tokens_field(48)
+    prompts: int = setting(8, "Prompts per kind of work.", 3, 8)
+    minutes: float = setting(25.0, "Time limit of this call in minutes.", 0.0, 600.0)
+    models: str = setting("", "Only models whose names contain this text.", metavar="TEXT")
+    work: str = setting("", "Only this kind of work, for example chat.", metavar="NAME")
+    folder: Path = setting(Path("runs") / "models", "Folder to write to.", flag="--out")
 
     def run(self, report: Report, cancelled: Callable[[], bool]) -> Result:
         from benchmarks.models import measure

@@ -19,10 +19,10 @@ VERSION_WORDS = 1500  # of the newest version in CHANGELOG.md
 FOLDERS = {  # code lines. They only fall: the design allows 22,300 in all
     "": 581,
     "analysis": 2162,
-    "bench": 2684,
+    "bench": 2671,
     "core": 2237,
     "costs": 905,
-    "engine": 1430,
+    "engine": 1419,
     "kv": 829,
     "methods": 4796,
     "models": 5326,

@@ -3,14 +3,14 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar, Protocol
+from typing import Annotated, Any, ClassVar, Protocol
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer
+from pydantic import AfterValidator, BeforeValidator, PlainSerializer
 
 from specdemo.bench.prompts import PROMPTS
 from specdemo.bench.result import Result
 from specdemo.core.generation import DTYPES, dtype_name
-from specdemo.core.settings import Setting, Settings
+from specdemo.core.settings import Settings, setting
 from specdemo.core.suggest import DEVICES
 from specdemo.presets.files import DEFAULT, Preset
 from specdemo.presets.limits import LIMITS
@@ -81,24 +81,28 @@ def _ranges(text: object) -> object:
     return ks
 
 
-Repeats = Annotated[int, Field(ge=1, le=REPEATS), Setting("Interleaved repeats.")]
-Device = Annotated[str, Setting(f"Device: {DEVICES}.", metavar="NAME")]
-Dtype = Annotated[str, BeforeValidator(dtype_name), Setting(f"Data type: {DTYPES}.", metavar="NAME")]
-NewTokens = Annotated[int, Field(ge=2, le=LIMITS.max_new_tokens), Setting("Output tokens per prompt.")]
-Prompts = Annotated[
-    Annotated[Sequence[str], AfterValidator(_prompts), PlainSerializer(len, when_used="json")] | None,
-    Setting("Prompt to use instead of the suite's; repeatable.", metavar="TEXT", flag="--prompt"),
-]
+DEVICE = setting("auto", f"Device: {DEVICES}.", metavar="NAME")
+DTYPE = setting("auto", f"Data type: {DTYPES}.", metavar="NAME")
+PROMPT = setting(None, "Prompt to use instead of the suite's; repeatable.", metavar="TEXT", flag="--prompt")
+Dtype = Annotated[str, BeforeValidator(dtype_name)]
+Prompts = Annotated[Sequence[str], AfterValidator(_prompts), PlainSerializer(len, when_used="json")] | None
 File = Annotated[Path, PlainSerializer(lambda path: path.name, when_used="json")]
-PRESET = Setting("Preset whose target and first lane are measured.", metavar="ID")
-PresetId = Annotated[str, PRESET]
-Ks = Annotated[
-    Sequence[int],
-    BeforeValidator(_ranges),
-    AfterValidator(_ks),
-    PlainSerializer(list, when_used="json"),
-    Setting("Draft lengths, for example 4, 1-8 or 1,3,8.", metavar="K", flag="--k"),
-]
+Ks = Annotated[Sequence[int], BeforeValidator(_ranges), AfterValidator(_ks), PlainSerializer(list, when_used="json")]
+
+
+def repeats_field(default: int) -> Any:
+    """Declare the number of repeats."""
+    return setting(default, "Interleaved repeats.", 1, REPEATS)
+
+
+def new_tokens_field(default: int) -> Any:
+    """Declare the length of the output."""
+    return setting(default, "Output tokens per prompt.", 2, LIMITS.max_new_tokens)
+
+
+def preset_field(default: str = DEFAULT) -> Any:
+    """Declare the preset of a suite."""
+    return setting(default, "Preset whose target and first lane are measured.", metavar="ID")
 
 
 class Suite(Settings):
@@ -109,7 +113,7 @@ class Suite(Settings):
     question: ClassVar[str] = ""
     order: ClassVar[int] = 100  # in lists, then by name
     axis: ClassVar[Axis | None] = None  # None: compare the lanes only
-    repeats: Repeats = 5
+    repeats: int = repeats_field(5)
 
     def run(self, report: Report, cancelled: Stop) -> Result:
         """Measure. When `cancelled()` turns true the result covers the finished repeats. Raises ValueError with one
@@ -128,24 +132,24 @@ class Suite(Settings):
 class OfPreset(Suite):
     """Suite of one comparison on a device."""
 
-    preset: Annotated[str | Preset, PRESET] = DEFAULT
-    device: Device = "auto"
-    dtype: Dtype = "auto"
+    preset: str | Preset = preset_field()
+    device: str = DEVICE
+    dtype: Dtype = DTYPE
 
 
 class Decoding(Suite):
     """Suite that generates texts of a fixed length on a device."""
 
-    device: Device = "auto"
-    dtype: Dtype = "auto"
-    new_tokens: NewTokens = NEW_TOKENS
+    device: str = DEVICE
+    dtype: Dtype = DTYPE
+    new_tokens: int = new_tokens_field(NEW_TOKENS)
 
 
 class LaneSuite(Decoding):
     """Suite of a preset on prompts, given or its own."""
 
-    prompts: Prompts = None
-    preset: PresetId = DEFAULT
+    prompts: Prompts = PROMPT
+    preset: str = preset_field()
 
     @property
     def texts(self) -> Sequence[str]:

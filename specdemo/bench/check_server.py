@@ -8,15 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise, takewhile
 from math import comb
-from typing import TYPE_CHECKING, Annotated, Self
+from typing import TYPE_CHECKING, Self
 
-from pydantic import BeforeValidator, Field
-
-from specdemo.bench.base import Decoding, File, Report, Stop
+from specdemo.bench.base import Decoding, Dtype, File, Report, Stop
 from specdemo.bench.prompts import CODE, COPYING, EDITS, PROMPTS, openings, read_questions
 from specdemo.bench.result import Result, Row
-from specdemo.core.generation import dtype_name
-from specdemo.core.settings import Setting, setting
+from specdemo.core.settings import setting
 from specdemo.core.suggest import DEVICES
 from specdemo.core.trace import LaneTrace
 from specdemo.costs.acceptance import solve
@@ -88,22 +85,18 @@ class ServerCheck(Decoding):
     title = "Servers"
     server: Server
     reference: Server | None = None
-    target: Annotated[
-        Model | None, Setting("Model of the servers; the local engine runs it if one server is given.")
-    ] = None
-    served_model: Annotated[Model | None, Setting("Name of the model on the servers.", metavar="NAME")] = None
+    target: Model | None = setting(None, "Model of the servers; the local engine runs it if one server is given.")
+    served_model: Model | None = setting(None, "Name of the model on the servers.", metavar="NAME")
     prompts: int | None = setting(
         None, f"Number of prompts; default: all of the file, or {COUNT} built-in ones.", 1, MOST
     )
-    prompt_file: Annotated[
-        File | None, Setting("Prompts, one per line, or Spec-Bench's question.jsonl.", metavar="FILE")
-    ] = None
-    margin: Annotated[
-        float, Field(gt=0.0, le=10.0), Setting("Largest margin of a near-tie, in nats; larger ones are differences.")
-    ] = MARGIN
+    prompt_file: File | None = setting(None, "Prompts, one per line, or Spec-Bench's question.jsonl.", metavar="FILE")
+    margin: float = setting(
+        MARGIN, "Largest margin of a near-tie, in nats; larger ones are differences.", above=0.0, high=10.0
+    )
     new_tokens: int = setting(128, "Output tokens per prompt.", 2, 1024)
-    dtype: Annotated[str, BeforeValidator(dtype_name), Setting("Data type of the local engine.")] = "auto"
-    device: Annotated[str, Setting(f"Device of the local engine: {DEVICES}.")] = "auto"
+    dtype: Dtype = setting("auto", "Data type of the local engine.")
+    device: str = setting("auto", f"Device of the local engine: {DEVICES}.")
 
     def run(self, report: Report, cancelled: Stop) -> Result:
         texts = self._texts()

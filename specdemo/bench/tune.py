@@ -11,14 +11,14 @@ from urllib.parse import quote
 from pydantic import AfterValidator, Field, PlainSerializer, model_validator
 
 from specdemo.analysis.lanes import explain
-from specdemo.bench.base import Decoding, File, NewTokens, Report, Stop
+from specdemo.bench.base import Decoding, File, Report, Stop, new_tokens_field
 from specdemo.bench.candidates import lanes_to_try, shareable
 from specdemo.bench.prompts import OWN, read_questions
 from specdemo.bench.result import Result, Row, read_result, write_result
 from specdemo.bench.search import KindOfWork, Search
 from specdemo.core.estimate import over_kinds
 from specdemo.core.outputs import cache_folder
-from specdemo.core.settings import Setting
+from specdemo.core.settings import setting
 from specdemo.core.suggest import suggest
 from specdemo.core.tally import ratio
 from specdemo.engine.comparison import Lane, Model
@@ -50,32 +50,30 @@ class Tune(Decoding):
     title = "Which method fits?"
     target: Annotated[Model, PlainSerializer(lambda name: name.label, when_used="json")]
     drafts: Annotated[
-        Annotated[Sequence[Model], PlainSerializer(lambda names: [name.label for name in names], when_used="json")],
-        Setting("Drafter to try besides those found; repeatable.", metavar="MODEL", flag="--draft"),
-    ] = ()
-    work: Annotated[
-        str, Setting("Kinds of work, comma-separated: chat,summary,edit,code,json,translate; default: all of them.")
-    ] = ""
-    prompt_file: Annotated[
-        File | None,
-        Setting(
-            "Your prompts instead, one per line, or Spec-Bench's question.jsonl.", metavar="FILE", flag="--prompts"
-        ),
-    ] = None
-    minutes: Annotated[float, Field(gt=0.0, le=1440.0), Setting("Time for the measurement, without loading.")] = 5.0
-    download: Annotated[bool, Setting("Also try published drafters that are not on this machine.")] = False
-    new_tokens: NewTokens = 64
-    confirm: Annotated[bool, Setting("Compare the two best of each kind again, on other prompts.")] = False
-    engine: Annotated[
-        str | None, Setting(f"Measure on servers of an engine, started in turn: {engine_names()}.", metavar="NAME")
-    ] = None
-    command: Annotated[str | None, Field(exclude=True), Setting("Path of the engine's program.")] = None
-    gpus: Annotated[int, Field(ge=1, le=1024), Setting("Number of GPUs per server.")] = 1
-    servers: Annotated[
-        Sequence[Annotated[str, AfterValidator(address)]],
-        Setting("Server that runs; needed twice: without speculation, with it.", metavar="URL", flag="--server"),
-    ] = ()
-    served_model: Annotated[str | None, Setting("Name of the target on these servers.", metavar="NAME")] = None
+        Sequence[Model], PlainSerializer(lambda names: [name.label for name in names], when_used="json")
+    ] = setting((), "Drafter to try besides those found; repeatable.", metavar="MODEL", flag="--draft")
+    work: str = setting(
+        "", "Kinds of work, comma-separated: chat,summary,edit,code,json,translate; default: all of them."
+    )
+    prompt_file: File | None = setting(
+        None,
+        "Your prompts instead, one per line, or Spec-Bench's question.jsonl.",
+        metavar="FILE",
+        flag="--prompts",
+    )
+    minutes: float = setting(5.0, "Time for the measurement, without loading.", above=0.0, high=1440.0)
+    download: bool = setting(False, "Also try published drafters that are not on this machine.")
+    new_tokens: int = new_tokens_field(64)
+    confirm: bool = setting(False, "Compare the two best of each kind again, on other prompts.")
+    engine: str | None = setting(
+        None, f"Measure on servers of an engine, started in turn: {engine_names()}.", metavar="NAME"
+    )
+    command: Annotated[str | None, Field(exclude=True)] = setting(None, "Path of the engine's program.")
+    gpus: int = setting(1, "Number of GPUs per server.", 1, 1024)
+    servers: Sequence[Annotated[str, AfterValidator(address)]] = setting(
+        (), "Server that runs; needed twice: without speculation, with it.", metavar="URL", flag="--server"
+    )
+    served_model: str | None = setting(None, "Name of the target on these servers.", metavar="NAME")
 
     @model_validator(mode="after")
     def _check_servers(self) -> Self:

@@ -1,31 +1,28 @@
 """Settings: one declaration each, from which commands, the page's controls, presets and share links are made.
 
-A setting is a field of a pydantic model, or a parameter of a command. Its declaration is a `Setting` in the annotation,
-or the default that `setting` returns; type and bounds that the declaration leaves out are those of the field. Settings
-travel as values by name only in files, links, traces and JSON. Needs no torch.
+A setting is a field of a pydantic model or a dataclass, or a parameter of a command. `setting` declares it, as its
+default. Settings travel as values by name only in files, links, traces and JSON. Needs no torch.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from re import escape
-from typing import Any, Self, get_args
+from types import UnionType
+from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
-from pydantic.json_schema import GenerateJsonSchema, JsonSchemaWarningKind
+from pydantic.fields import FieldInfo
 
-from specdemo.core.safe_io import JsonObject
 from specdemo.core.suggest import short_repr, suggest
-
-TYPES: Mapping[str, type] = {"integer": int, "number": float, "boolean": bool, "string": str, "object": dict}
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Declaration of a setting.
+    """Declaration of a setting, as `setting` makes it.
 
     help: of its option; "": none. link: it belongs to the comparison and not to the machine, so a share link carries it
     and the page has a control. label: of a control that the page draws by the type, with info, else help, below it; "":
@@ -51,9 +48,6 @@ class Setting:
     low: float | None = None
     high: float | None = None
     choices: tuple[str, ...] = ()
-
-    def __get_pydantic_json_schema__(self, core_schema: object, handler: Any) -> object:
-        return {**handler(core_schema), "setting": self}
 
     @property
     def range(self) -> str:
@@ -94,40 +88,47 @@ class Setting:
 
 def setting(
     default: object,
-    help: str,
+    help: str = "",
     low: float | None = None,
     high: float | None = None,
     step: float | None = None,
     choices: tuple[str, ...] = (),
+    above: float | None = None,
+    below: float | None = None,
     **shown: Any,
 ) -> Any:
-    """Declare a setting as the default of a field or of a command's parameter. help: one sentence. shown: further
-    fields of `Setting`."""
-    declared = Setting(help, step=step, default=default, low=low, high=high, choices=choices, **shown)
-    metadata = {
-        "strict": True,
-        "json_schema_extra": lambda schema: schema.update(setting=declared),
-        "setting": declared,
+    """Declare a setting as the default of a field or of a command's parameter.
+
+    default: `...` for a required one. help: one sentence. above, below: bounds that are no values themselves; a slider
+    ends a step before them. choices: those of a `Literal` need not be given. shown: further fields of `Setting`.
+    """
+    lowest = low if above is None else above + (step or 0)
+    highest = high if below is None else below - (step or 0)
+    declared = Setting(help, step=step, default=default, low=lowest, high=highest, choices=choices, **shown)
+    metadata: dict[str, Any] = {
+        "json_schema_extra": {"setting": declared},
         "ge": low,
         "le": high,
+        "gt": above,
+        "lt": below,
     }
     if choices:
         metadata["pattern"] = f"^(?:{'|'.join(map(escape, choices))})$"
-    if isinstance(default, float):
-        metadata["allow_inf_nan"] = False
+    if isinstance(default, int | float):
+        metadata |= {"strict": True} | ({"allow_inf_nan": False} if isinstance(default, float) else {})
     return dataclasses.field(default=default, metadata=metadata)
 
 
 def declared_by(default: Any) -> Setting:
     """Return the declaration of which `setting` made a default."""
-    declared: Setting = default.metadata["setting"]
+    declared: Setting = default.metadata["json_schema_extra"]["setting"]
     return declared
 
 
 class BaseOptions(BaseModel):
     """Base class of the options of methods. A frozen dataclass with fields from `setting` works as well."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 class Settings(BaseModel):
@@ -163,11 +164,6 @@ class Settings(BaseModel):
         return copied
 
 
-class _Schema(GenerateJsonSchema):
-    def emit_warning(self, kind: JsonSchemaWarningKind, detail: str) -> None:
-        """Accept defaults that JSON cannot hold: they are read from the fields."""
-
-
 @lru_cache
 def _adapter(of: type) -> TypeAdapter[Any]:
     return TypeAdapter(of)
@@ -175,32 +171,32 @@ def _adapter(of: type) -> TypeAdapter[Any]:
 
 @lru_cache
 def settings(of: type[Any]) -> Mapping[str, Setting]:
-    """Return the settings that a class declares by name, with the types, bounds and defaults of its fields."""
-    schema = TypeAdapter(of).json_schema(schema_generator=_Schema).get("properties", {})
-    fields = of.model_fields if issubclass(of, BaseModel) else {f.name: f for f in dataclasses.fields(of)}
-    return {n: _completed(n, s["setting"], s, fields[n].default) for n, s in schema.items() if "setting" in s}
+    """Return the settings that a class declares by name, with the types and choices of its fields."""
+    if issubclass(of, BaseModel):
+        fields = of.model_fields
+    else:
+        hints = get_type_hints(of, include_extras=True)
+        fields = {f.name: FieldInfo.from_annotated_attribute(hints[f.name], f) for f in dataclasses.fields(of)}
+    known = {}
+    for name, field in fields.items():
+        if isinstance(field.json_schema_extra, dict):
+            declared: Setting = field.json_schema_extra["setting"]  # type: ignore[assignment]
+            kind, choices = _type(field.annotation)
+            known[name] = replace(declared, name=name, type=kind, choices=declared.choices or choices)
+    return known
 
 
-def _completed(name: str, declared: Setting, schema: JsonObject, default: object) -> Setting:
-    """Add the facts of a field. An open bound is moved inward by one step."""
-    schema = schema | schema.get("anyOf", [{}])[0]  # for an optional field, the first alternative is the type
-    low, high = (schema.get(key, getattr(declared, end)) for key, end in (("minimum", "low"), ("maximum", "high")))
-    step = declared.step or 0
-    if low is None and "exclusiveMinimum" in schema:
-        low = schema["exclusiveMinimum"] + step
-    if high is None and "exclusiveMaximum" in schema:
-        high = schema["exclusiveMaximum"] - step
-    choices = declared.choices or tuple(schema.get("enum", ()))
-    facts = {"type": _type(schema), "default": default, "low": low, "high": high, "choices": choices}
-    return replace(declared, name=name, **facts)
-
-
-def _type(schema: JsonObject) -> object:
-    """Return the type of a field. Lists of numbers are written as text: 1-8 or 0,1,3."""
-    if schema["type"] == "array":
-        kind = _type(schema["items"])
-        return list[kind] if kind in (str, Path) else str  # type: ignore[valid-type]
-    return Path if schema.get("format") == "path" else TYPES[schema["type"]]
+def _type(annotation: Any) -> tuple[Any, tuple[str, ...]]:
+    """Return the type of a field, and its choices. Lists of numbers are written as text: 1-8 or 0,1,3."""
+    origin, of = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return str, of
+    if origin in (Annotated, Union, UnionType):  # for an optional field, the first alternative is the type
+        return _type(of[0])
+    if isinstance(origin, type) and issubclass(origin, Sequence):
+        kind, _ = _type(of[0])
+        return list[kind] if kind in (str, Path) else str, ()  # type: ignore[valid-type]
+    return origin or annotation, ()
 
 
 def linked(of: type[Settings]) -> list[str]:

@@ -7,13 +7,13 @@ the fields (core/settings.py). Importing this needs no torch. Every rejection is
 import re
 from collections.abc import Mapping
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from specdemo.core.generation import DTYPES, Sampling, Thinking, dtype_name
 from specdemo.core.rules import DEFAULT_RULE, RULES, accept_rule, rules_help
-from specdemo.core.settings import BaseOptions, Setting, Settings, changed_values, setting, to_values
+from specdemo.core.settings import BaseOptions, Settings, changed_values, setting, to_values
 from specdemo.core.suggest import DEVICES, counted, program, short_repr, suggest
 from specdemo.core.trace import BASELINE_LANE
 from specdemo.costs.lengths import DEFAULT_LENGTH, MAX_K
@@ -87,12 +87,6 @@ else:
     Model = Annotated[str, Field(min_length=1, max_length=300), AfterValidator(_model)]
 
 
-def _gguf(default: object, words: str, label: str, low: float | None = None, high: float | None = None) -> Any:
-    """Declare a setting that applies to GGUF models only."""
-    info = f"{words[0].upper()}{words[1:]}"
-    return setting(default, f"GGUF models: {words}.", low, high, link=False, label=label, info=info)
-
-
 class Lane(Settings):
     """One speculative lane.
 
@@ -100,10 +94,10 @@ class Lane(Settings):
     the server is meant to run; they are not checked.
     """
 
-    method: Annotated[
-        str, AfterValidator(validate_method_name), Setting(f"Drafting method; `{program()} methods` lists them.")
-    ]
-    model: Annotated[Model | None, Setting("Draft model: embedded name, folder or hub id[@revision].")] = None
+    method: Annotated[str, AfterValidator(validate_method_name)] = setting(
+        ..., f"Drafting method; `{program()} methods` lists them."
+    )
+    model: Model | None = setting(None, "Draft model: embedded name, folder or hub id[@revision].")
     k: int = setting(
         0,
         "Draft length; 0: the best one for the measured costs of this target's passes.",
@@ -113,18 +107,16 @@ class Lane(Settings):
         label="Draft length k",
         info="0: measured",
     )
-    options: Annotated[Options, Setting("Options of the method.")] = Field({})
-    acceptance: Annotated[
-        RuleName,
-        Setting(
-            f"Acceptance rule: {rules_help()}.",
-            label="Acceptance",
-            words={name: entry.label(name) for name, entry in RULES.items()},
-        ),
-    ] = DEFAULT_RULE
-    acceptance_options: Annotated[Options, Setting("Options of the acceptance rule.")] = Field({})
-    name: Annotated[Name, Setting()] = ""
-    server: Annotated[Server | None, Setting()] = None
+    options: Options = setting({}, "Options of the method.")
+    acceptance: RuleName = setting(
+        DEFAULT_RULE,
+        f"Acceptance rule: {rules_help()}.",
+        label="Acceptance",
+        words={name: entry.label(name) for name, entry in RULES.items()},
+    )
+    acceptance_options: Options = setting({}, "Options of the acceptance rule.")
+    name: Name = setting("")
+    server: Server | None = setting(None)
     served_model: Model | None = None
 
     @property
@@ -187,76 +179,72 @@ class Comparison(Settings):
     locally if None."""
 
     id: Name  # of its preset, and of its trace
-    target: Annotated[Model, Setting("Target model: embedded name, folder or hub id[@revision].")]
-    dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"],
-        BeforeValidator(dtype_name),
-        Setting(f"Data type: {DTYPES}.", link=False),
-    ] = "auto"
-    device: Annotated[str, AfterValidator(_device), Setting(f"Device: {DEVICES}.", link=False)] = "auto"
-    quantization: Annotated[
-        Literal["4bit", "8bit"] | None, Setting("Quantization of the target: 4bit or 8bit.", link=False)
-    ] = None
-    gpu_layers: int = _gguf(-1, "layers on the GPU; -1: all that fit", "GPU layers", -1, 1000)
+    target: Model = setting(..., "Target model: embedded name, folder or hub id[@revision].")
+    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], BeforeValidator(dtype_name)] = setting(
+        "auto", f"Data type: {DTYPES}.", link=False
+    )
+    device: Annotated[str, AfterValidator(_device)] = setting("auto", f"Device: {DEVICES}.", link=False)
+    quantization: Literal["4bit", "8bit"] | None = setting(
+        None, "Quantization of the target: 4bit or 8bit.", link=False
+    )
+    gpu_layers: int = setting(
+        -1, "GGUF models: layers on the GPU; -1: all that fit.", -1, 1000, link=False, label="GPU layers"
+    )
     threads: int = setting(0, "CPU threads; 0: the fastest number, measured.", 0, 1024, label="Threads", link=False)
-    bit_exact: Annotated[
-        Literal["auto", "on", "off"],
-        Setting(
-            "One kernel for passes of every width: auto (on a CPU, where it hardly costs), on (a GPU too) or off.",
-            link=False,
-        ),
-    ] = "auto"
-    context: int = _gguf(0, "most tokens of a lane; 0: as the file states", "Context", 0, 1 << 20)
-    cache_type: Annotated[
-        Literal["auto", "f32", "f16", "q8_0"],
-        Setting(
-            "GGUF models: type of the KV cache: auto, f32, f16 or q8_0.",
-            link=False,
-            label="Cache type",
-            info="Type of the KV cache: auto, f32, f16 or q8_0",
-        ),
-    ] = "auto"
-    flash_attention: bool = _gguf(True, "flash attention; without it more texts differ at near-ties", "Flash attention")
+    bit_exact: Literal["auto", "on", "off"] = setting(
+        "auto",
+        "One kernel for passes of every width: auto (on a CPU, where it hardly costs), on (a GPU too) or off.",
+        link=False,
+    )
+    context: int = setting(
+        0, "GGUF models: most tokens of a lane; 0: as the file states.", 0, 1 << 20, link=False, label="Context"
+    )
+    cache_type: Literal["auto", "f32", "f16", "q8_0"] = setting(
+        "auto", "GGUF models: type of the KV cache: auto, f32, f16 or q8_0.", link=False, label="Cache type"
+    )
+    flash_attention: bool = setting(
+        True,
+        "GGUF models: flash attention; without it more texts differ at near-ties.",
+        link=False,
+        label="Flash attention",
+    )
     lanes: list[Lane] = Field(min_length=1, max_length=MAX_LANES)
-    prompt: Annotated[Text, AfterValidator(_non_empty), Setting("Text to continue.")]
-    chat: Annotated[bool | None, Setting("Send the prompt as a chat message, or as plain text to continue.")] = None
-    system: Annotated[Text, Setting("System prompt of the chat.")] = ""
-    thinking: Annotated[
-        Thinking,
-        BeforeValidator(_thinking),
-        Setting(
-            "Thinking of the chat template: default, on or off.",
-            label="Thinking",
-            info="of a chat; drafters may be trained in one mode",
-            words={"default": "as the template", "on": "on", "off": "off"},
-        ),
-    ] = "default"
-    grammar: Annotated[
-        Text,
-        Field(max_length=MAX_GRAMMAR),
-        Setting(
-            "JSON schema (begins with {) or regular expression that the output of every lane must match.",
-            label="Grammar",
-            info="JSON schema or regular expression for the output; empty: any text",
-            brief=lambda grammar: "grammar" if grammar else "",
-        ),
-    ] = ""
-    temperature: Annotated[
-        float,
-        Field(ge=0.0, le=5.0),
-        AfterValidator(lambda t: Sampling(temperature=t).temperature),
-        Setting(
-            "Sampling temperature; 0: greedy.",
-            label="Temperature",
-            step=0.05,
-            brief=lambda t: f"temperature {t}" if t else "greedy",
-        ),
-    ] = 0.0
-    top_p: Annotated[float, Setting("Nucleus sampling; 1: off.", label="Top-p", step=0.01)] = Field(1.0, gt=0.0, le=1.0)
+    prompt: Annotated[Text, AfterValidator(_non_empty)] = setting(..., "Text to continue.")
+    chat: bool | None = setting(None, "Send the prompt as a chat message, or as plain text to continue.")
+    system: Text = setting("", "System prompt of the chat.")
+    thinking: Annotated[Thinking, BeforeValidator(_thinking)] = setting(
+        "default",
+        "Thinking of the chat template: default, on or off.",
+        label="Thinking",
+        info="of a chat; drafters may be trained in one mode",
+        words={"default": "as the template", "on": "on", "off": "off"},
+    )
+    grammar: Annotated[Text, Field(max_length=MAX_GRAMMAR)] = setting(
+        "",
+        "JSON schema (begins with {) or regular expression that the output of every lane must match.",
+        label="Grammar",
+        info="JSON schema or regular expression for the output; empty: any text",
+        brief=lambda grammar: "grammar" if grammar else "",
+    )
+    temperature: Annotated[float, AfterValidator(lambda t: Sampling(temperature=t).temperature)] = setting(
+        0.0,
+        "Sampling temperature; 0: greedy.",
+        0.0,
+        5.0,
+        0.05,
+        label="Temperature",
+        brief=lambda t: f"temperature {t}" if t else "greedy",
+    )
+    top_p: float = setting(1.0, "Nucleus sampling; 1: off.", above=0.0, high=1.0, step=0.01, label="Top-p")
     top_k: int = setting(0, "Sample from the k most likely tokens; 0: off.", 0, 1000, 1, label="Top-k")
-    min_p: Annotated[
-        float, Setting("Smallest probability relative to the most likely token; 0: off.", label="Min-p", step=0.01)
-    ] = Field(0.0, ge=0.0, lt=1.0)
+    min_p: float = setting(
+        0.0,
+        "Smallest probability relative to the most likely token; 0: off.",
+        0.0,
+        below=1.0,
+        step=0.01,
+        label="Min-p",
+    )
     seed: int = setting(0, "Random seed.", 0, 2**31 - 1, label="Seed", info="the same in every lane")
     max_new_tokens: int = setting(
         128,
@@ -268,19 +256,17 @@ class Comparison(Settings):
         info="per lane",
         brief=lambda n: counted(n, "token"),
     )
-    schedule: Annotated[
-        Literal["race", "sequential"],
-        Setting(
-            "Order of the lanes: race (step by step in turn) or sequential.",
-            label="Schedule",
-            info="each lane is timed on its own compute time",
-            words={"race": "interleaved", "sequential": "sequential"},
-            brief=lambda schedule: "" if schedule == "race" else "sequential",
-        ),
-    ] = "race"
+    schedule: Literal["race", "sequential"] = setting(
+        "race",
+        "Order of the lanes: race (step by step in turn) or sequential.",
+        label="Schedule",
+        info="each lane is timed on its own compute time",
+        words={"race": "interleaved", "sequential": "sequential"},
+        brief=lambda schedule: "" if schedule == "race" else "sequential",
+    )
     repeats: int = setting(1, "Number of runs to pool.", 1, MAX_REPEATS, link=False)
-    server: Annotated[Server | None, Setting(link=False)] = None
-    served_model: Annotated[Model | None, Setting(link=False)] = None
+    server: Server | None = setting(None, link=False)
+    served_model: Model | None = setting(None, link=False)
     history: Messages = Field((), exclude=True)  # earlier messages of the chat, with the baseline's answers
 
     @cached_property

@@ -1,8 +1,8 @@
 """Share links: differences from a preset, or a sweep. Links come from strangers, so unusable parts are skipped and
 listed.
 
-A field of a comparison or a lane is part of links if its `Setting` says so (engine/comparison.py). Machine settings are
-not. A lane's server counts only if the operator of the page that opens the link has listed it.
+A field of a comparison or a lane is part of links if its declaration says so (engine/comparison.py). Machine settings
+are not. A lane's server counts only if the operator of the page that opens the link has listed it.
 """
 
 import re

@@ -12,6 +12,7 @@ from typing import Any
 
 import gradio as gr
 
+from specdemo.bench.report import sentence
 from specdemo.core.rules import rule_options
 from specdemo.core.settings import Setting, Settings, settings
 from specdemo.engine.comparison import Comparison, Lane
@@ -343,10 +344,10 @@ def _servers(chosen: str | None) -> list[tuple[str, str]]:
 
 def draw_setting(of: type[Settings], name: str, value: object, **place: object) -> object:
     """Create the control for a field, within the limits of this page. place: elem_id, scale, min_width."""
-    declared, of_comparison = settings(of)[name], of is Comparison
+    declared = settings(of)[name]
     declared = replace(declared, high=asdict(limits.here()).get(name, declared.high))
-    info = (declared.info or declared.help.rstrip(".")) if of_comparison else None
-    choose = gr.Radio if of_comparison else gr.Dropdown
+    help = sentence(declared.help.removeprefix("GGUF models: ").rstrip("."))
+    choose, info = (gr.Radio, declared.info or help) if of is Comparison else (gr.Dropdown, None)
     return _draw_control(declared, value, choose, label=declared.label, info=info, **place)
 
 

@@ -11,7 +11,7 @@ from typing import Annotated
 from pydantic import AfterValidator
 
 from specdemo.bench.base import Suite
-from specdemo.core.settings import Setting, setting
+from specdemo.core.settings import setting
 from specdemo.core.suggest import suggest
 from specdemo.presets.files import DEFAULT, of_checkout, preset
 from specdemo.presets.limits import LIMITS
@@ -68,8 +68,8 @@ def _swept(name: str) -> str:
 class Sweep(Linked):
     """Request of the Sweep tab: a suite on a preset's target. It names no model, so every visitor may run it."""
 
-    sweep: Annotated[str, AfterValidator(_swept), Setting()] = "k"
-    preset: Annotated[str, AfterValidator(lambda id: preset(id).id), Setting()] = DEFAULT
+    sweep: Annotated[str, AfterValidator(_swept)] = setting("k")
+    preset: Annotated[str, AfterValidator(lambda id: preset(id).id)] = setting(DEFAULT)
     repeats: int = setting(3, "", 1, LIMITS.repeats)
     new_tokens: int = setting(96, "", 8, LIMITS.max_new_tokens)
 

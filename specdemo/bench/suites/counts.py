@@ -1,8 +1,6 @@
 """Suite that counts and times nothing: comparison of distributions."""
 
-from typing import Annotated
-
-from specdemo.bench.base import PRESET, Axis, OfPreset, Report, Stop
+from specdemo.bench.base import Axis, OfPreset, Report, Stop, preset_field
 from specdemo.bench.result import TOKEN, Result
 from specdemo.presets.files import Preset
 
@@ -13,7 +11,7 @@ class Losslessness(OfPreset):
     name = "losslessness"
     order = 11
     axis = Axis(TOKEN, "token", "share of the continuations")
-    preset: Annotated[str | Preset, PRESET] = "embedded-sampling"
+    preset: str | Preset = preset_field("embedded-sampling")
 
     def run(self, report: Report, cancelled: Stop) -> Result:
         from specdemo.bench.losslessness import losslessness

@@ -2,6 +2,7 @@
 
 from specdemo.bench.base import Axis, Ks, LaneSuite, Report, Stop
 from specdemo.bench.result import Result
+from specdemo.core.settings import setting
 from specdemo.presets.files import preset
 
 
@@ -13,7 +14,7 @@ class DraftLength(LaneSuite):
     title = "Draft length k"
     question = "How many tokens should a draft have? Runs the preset's first lane with short to long drafts."
     axis = Axis("k", "draft length", "k, draft tokens per step")
-    ks: Ks = range(1, 9)
+    ks: Ks = setting(range(1, 9), "Draft lengths, for example 4, 1-8 or 1,3,8.", metavar="K", flag="--k")
 
     def run(self, report: Report, cancelled: Stop) -> Result:
         from specdemo.bench.sweeps import every_k

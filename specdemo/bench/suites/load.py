@@ -20,7 +20,7 @@ from specdemo.analysis.readers.benchmarks import BenchServe, GuideLLM
 from specdemo.bench.base import Axis, Report, Stop, Suite
 from specdemo.bench.result import LATENCY, Result, Row
 from specdemo.core.estimate import Estimate, t_quantile
-from specdemo.core.settings import Setting
+from specdemo.core.settings import setting
 from specdemo.core.trace import BASELINE_LANE
 from specdemo.servers.counters import below
 
@@ -48,10 +48,10 @@ class Load(Suite):
     order = 12
     axis = Axis("load", "load", "concurrent requests, or requests per second", doubling=True)
     repeats: Annotated[int, Field(ge=1, le=1)] = 1
-    plain: Annotated[Files, Setting("Result without speculation; repeatable.", metavar="FILE")] = ()
-    speculative: Annotated[
-        Files, Setting("Result with speculation, for example one per draft length; repeatable.", metavar="FILE")
-    ] = ()
+    plain: Files = setting((), "Result without speculation; repeatable.", metavar="FILE")
+    speculative: Files = setting(
+        (), "Result with speculation, for example one per draft length; repeatable.", metavar="FILE"
+    )
 
     def run(self, report: Report, cancelled: Stop) -> Result:
         if not self.plain or not self.speculative:
