@@ -329,8 +329,8 @@ def predict(
     drafted = partial(prediction, target, method=method, model=model, trace=trace, acceptance=rates, nodes=nodes)
     loaded = partial(drafted, dtype=dtype, quantization=quantization, context=context, engine=known_engine(engine))
     loads = [(name, rows) for name in device.split(",") for rows in _numbers("batch", batch, int)]
-    found = [loaded(device=name, batch=rows, price=price) for name, rows in loads]
-    print(json_text([one.as_dict() for one in found], indent=1) if as_json else what_if_report(found))
+    cases = [loaded(device=name, batch=rows, price=price) for name, rows in loads]
+    print(json_text([one.as_dict() for one in cases], indent=1) if as_json else what_if_report(cases))
 
 
 @_command()
@@ -373,8 +373,8 @@ def why(
     observation = _read_output(file) if file else Observation(source="options of the command")
     if baseline:
         observation = observation.merged(_read_output(baseline))
-    found = diagnose(observation.changed(**given))
-    print(json_text(found.as_dict(), indent=1) if as_json else why_report(found))
+    diagnosis = diagnose(observation.changed(**given))
+    print(json_text(diagnosis.as_dict(), indent=1) if as_json else why_report(diagnosis))
 
 
 def _check_names(engine: str, method: str) -> None:

@@ -70,10 +70,10 @@ def _plug_in(name: str) -> "type[Method] | str":
     from specdemo.methods.base import Method
 
     try:
-        found = resolve_name(METHODS[name])
-        if not (isinstance(found, type) and issubclass(found, Method)):
+        cls = resolve_name(METHODS[name])
+        if not (isinstance(cls, type) and issubclass(cls, Method)):
             raise TypeError(f"{METHODS[name]} is not a subclass of specdemo.methods.base.Method")
-        _ = found.title, found.summary, settings(found.Options)
+        _ = cls.title, cls.summary, settings(cls.Options)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a module may raise anything, SystemExit included
@@ -81,7 +81,7 @@ def _plug_in(name: str) -> "type[Method] | str":
             raise  # this process was terminated (core/signals.py), not the module
         why = f"cannot be imported ({_brief(error)}); fix or uninstall it"
         return f"method {name!r} of another package {why}"
-    return found
+    return cls
 
 
 def _brief(error: BaseException) -> str:
@@ -92,7 +92,7 @@ def _brief(error: BaseException) -> str:
 
 def unusable() -> dict[str, str]:
     """Return why a plug-in cannot be used, by its name. Import every plug-in."""
-    return {name: found for name in PLUG_INS if isinstance(found := _plug_in(name), str)}
+    return {name: reason for name in PLUG_INS if isinstance(reason := _plug_in(name), str)}
 
 
 def facts_of(name: str) -> Facts:
@@ -234,12 +234,12 @@ def reads(name: str, checkpoint: "Checkpoint") -> bool:
     it is enough that the chosen method recognises the checkpoint. Between unrelated built-in methods the order of
     METHODS decides, because some recognise more files than they read. Raise ValueError if no method recognises it.
     """
-    found = detect_method(checkpoint)
-    if found == name:
+    kind = detect_method(checkpoint)
+    if kind == name:
         return True
-    chosen, other = method(name), method(found)
+    chosen, other = method(name), method(kind)
     related = issubclass(chosen, other) or issubclass(other, chosen)
-    return (related or found in PLUG_INS) and chosen.recognises(checkpoint)
+    return (related or kind in PLUG_INS) and chosen.recognises(checkpoint)
 
 
 def detect_head(source: ModelRef) -> str | None:

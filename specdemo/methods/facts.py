@@ -76,5 +76,5 @@ def method_of(name: str) -> str:
     """Return the method that an engine's name means, an empty text for an unknown name. Of the methods in a name of
     several, one with a model counts, because it costs most."""
     text = name.lower()
-    found = [method for method, facts in PREDICTED.items() if any(word in text for word in (method, *facts.words))]
-    return min(found, key=lambda method: FACTS[method].cost is drafting.no_passes, default="")
+    matches = [method for method, facts in PREDICTED.items() if any(word in text for word in (method, *facts.words))]
+    return min(matches, key=lambda method: FACTS[method].cost is drafting.no_passes, default="")

@@ -50,13 +50,13 @@ CONTEXT = 256  # tokens per row; on a CPU generating them takes longer than trai
 
 def _collect_recipes() -> dict[str, Recipe]:
     """Return every head's recipes. A variant of a head (a class derived from it) does not replace those it inherits."""
-    found: dict[str, Recipe] = {}
+    by_name: dict[str, Recipe] = {}
     for name in usable():
         cls = method(name)
         if issubclass(cls, Head):
             for recipe, described in cls.recipes.items():
-                found.setdefault(recipe, replace(described, method=name))
-    return found
+                by_name.setdefault(recipe, replace(described, method=name))
+    return by_name
 
 
 HEAD_RECIPES = _collect_recipes()

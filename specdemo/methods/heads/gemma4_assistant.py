@@ -293,9 +293,9 @@ def _head_dims(name: str, text: Config, target: Target, tensors: Mapping[str, Te
     for index, kind in enumerate(text["layer_types"]):
         norm = f"model.layers.{index}.self_attn.q_norm.weight"
         if kind not in target.kv_shapes:
-            found = " and ".join(target.kv_shapes)
+            layers = " and ".join(target.kv_shapes)
             raise ValueError(
-                f"{name} reads the cache of {kind} layers, the target has {found}; choose a Gemma 4 target"
+                f"{name} reads the cache of {kind} layers, the target has {layers}; choose a Gemma 4 target"
             )
         if norm not in tensors:
             raise ValueError(f"{name} has no tensor {norm}; {HINT}")

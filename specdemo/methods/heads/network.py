@@ -89,8 +89,8 @@ def select_convention(head: Network, target: Target, make_drafter: Callable[[], 
     chosen = head.conventions[best if scores[best] >= scores[0] + MARGIN else 0]
     head.convention = chosen
     shares = "; ".join(f"{100 * share:.0f} % with {name}" for share, name in zip(scores, head.conventions, strict=True))
-    found = f"Convention: {chosen}. The file does not specify it; agreement on a short text was {shares}."
-    head.note = " ".join(filter(None, (head.note, found)))
+    note = f"Convention: {chosen}. The file does not specify it; agreement on a short text was {shares}."
+    head.note = " ".join(filter(None, (head.note, note)))
 
 
 def sample_target_text(target: Target, taps: tuple[int, ...]) -> Progress:
