@@ -330,7 +330,7 @@ def predict(
     loaded = partial(drafted, dtype=dtype, quantization=quantization, context=context, engine=known_engine(engine))
     loads = [(name, rows) for name in device.split(",") for rows in _numbers("batch", batch, int)]
     cases = [loaded(device=name, batch=rows, price=price) for name, rows in loads]
-    print(json_text([one.as_dict() for one in cases], indent=1) if as_json else what_if_report(cases))
+    print(json_text([case.as_dict() for case in cases], indent=1) if as_json else what_if_report(cases))
 
 
 @_command()
@@ -379,7 +379,7 @@ def why(
 
 def _check_names(engine: str, method: str) -> None:
     """Raise ValueError, one line, for an engine or a drafting method that a diagnosis does not know."""
-    names = [one.name for one in engines()]
+    names = [reader.name for reader in engines()]
     if engine and engine not in names:
         raise ValueError(f"unknown engine {engine[:40]!r}; {suggest(engine[:40], names)}")
     if method and not method_of(method):

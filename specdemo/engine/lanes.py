@@ -233,7 +233,7 @@ class LocalLane(RunningLane):
         the run itself does. A chat reads all of it, so that what it keeps stays."""
         target, drafter, prompt, config = self._inputs()
         left_out = prompt.shape[1] - WARM_UP_PROMPT
-        chat = any(one.length for one in self._models.prefix_cached)
+        chat = any(prefix.length for prefix in self._models.prefix_cached)
         if left_out > 0 and device_kind(target.device).host and not chat:
             prompt = prompt[:, left_out:]
             config = replace(config, max_new_tokens=config.max_new_tokens + left_out)  # reserves as much memory

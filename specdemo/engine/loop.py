@@ -342,7 +342,7 @@ def _top_tokens(probs: Tensor, emitted: list[int]) -> list[list[tuple[int, float
     emitted_probs = probs.gather(-1, outputs[:, None])[:, 0].tolist()
     ranked = [list(zip(*row, strict=True)) for row in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
     for row, token, p in zip(ranked, emitted, emitted_probs, strict=False):
-        if token not in (one for one, _ in row):
+        if token not in (id for id, _ in row):
             row.append((token, p))
     return [[(token, round(p, 4)) for token, p in row] for row in ranked]
 

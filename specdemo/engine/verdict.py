@@ -106,8 +106,8 @@ def _price(trace: RunTrace, lane: LaneTrace, target: Target | None) -> dict[str,
     if target is None:
         return price
     with suppress(Exception), step_threads(target):  # for example out of memory
-        for name, one in (("log_likelihood", lane), ("baseline_log_likelihood", trace.lanes[0])):
-            price[name] = round(log_likelihood(target, one.prompt_ids, one.token_ids), 4)
+        for name, side in (("log_likelihood", lane), ("baseline_log_likelihood", trace.lanes[0])):
+            price[name] = round(log_likelihood(target, side.prompt_ids, side.token_ids), 4)
     return price
 
 
@@ -197,4 +197,4 @@ def _passes_before(
         passes.append((count - 1, (slots, parents, event.path[0])))
         count += len(event.emitted[0])
     last = passes[-PASSES:]
-    return (last[0][0] if last else 0), [one for _, one in last]
+    return (last[0][0] if last else 0), [p for _, p in last]
