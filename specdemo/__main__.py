@@ -132,8 +132,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "specdemo") -> int:
     return code if isinstance(code, int) else 0
 
 
-def _print_version(chosen: bool) -> None:
-    if chosen:
+def _print_version(flag: bool) -> None:
+    if flag:
         print(f"specdemo {__version__}")
         raise typer.Exit
 
@@ -180,21 +180,21 @@ def run(
     preset, --target names a model; it is raced with n-gram lookup and suffix decoding, or with its drafter --model."""
     changes = {**given, "prompt": _prompt(given.get("prompt"), prompt_file), "options": _options(option)}
     changes["acceptance_options"] = _options(acceptance_option, "--acceptance-option")
-    chosen = comparison(preset_id, {name: value for name, value in changes.items() if value is not None})
+    preset = comparison(preset_id, {name: value for name, value in changes.items() if value is not None})
     if served_model is not None and not server:
         raise ValueError("--served-model needs a server; add --server URL")
     allow(server or [])
-    chosen = chosen.on_servers(server or [], served_model)
+    preset = preset.on_servers(server or [], served_model)
     if not engine:
-        chosen.check_servers(server or [])
+        preset.check_servers(server or [])
 
     check_output(out, force)
     if engine and server:
         raise ValueError("--engine and --server exclude each other; give one of them")
     with ExitStack() as running:
         if engine:
-            chosen, _ = running.enter_context(_started(chosen, engine, command, gpus))
-        trace = _race(chosen)
+            preset, _ = running.enter_context(_started(preset, engine, command, gpus))
+        trace = _race(preset)
     _show(trace)
     if out is not None:
         save_trace(trace, out)
@@ -227,13 +227,13 @@ def tune(
     engine's servers, on prompts of six kinds of work, and prints the best with the settings to copy. Ctrl-C prints what
     is known."""
     check_output(out, force)
-    chosen = Tune.build({"target": target, **given})
+    suite = Tune.build({"target": target, **given})
     with progress_bar(1.0, "{l_bar}{bar}| {elapsed}") as bar:
-        result = chosen.run(reports_to(bar), lambda: False)
+        result = suite.run(reports_to(bar), lambda: False)
     if out is not None:
         from specdemo.bench.candidates import shareable
 
-        write_result(shareable(result, (chosen.target, *chosen.drafts)), out)
+        write_result(shareable(result, (suite.target, *suite.drafts)), out)
     print(to_json(result) if as_json else bench_report(best_rows(result)))
 
 
@@ -463,7 +463,7 @@ def presets(as_json: bool = AS_JSON) -> None:
 
     rows = [(p.id, "embedded" if p.embedded else str(p.group or "download"), p.title) for p in load_presets().values()]
     print(table(("preset", "models", "title"), rows))
-    reasons = {id: why_not(chosen) for id, chosen in load_presets().items()}
+    reasons = {id: why_not(preset) for id, preset in load_presets().items()}
     if any(reasons.values()):
         print("\nPresets that this machine cannot run, and the most similar one that it can:")
         rows = [(id, nearest_runnable(preset(id)).id, why) for id, why in reasons.items() if why]
@@ -492,14 +492,14 @@ def serve(
     """Start servers on this machine. Starts one per lane of a preset; Ctrl-C stops them."""
     from specdemo.servers.process import watch
 
-    with _started(preset(preset_id), engine, command, gpus) as (chosen, servers):
-        server_options = " ".join(f"--server {lane.server}" for lane in chosen.all_lanes)
+    with _started(preset(preset_id), engine, command, gpus) as (comparison, servers):
+        server_options = " ".join(f"--server {lane.server}" for lane in comparison.all_lanes)
         print(f"{program()} run {preset_id} {server_options}", "Ctrl-C stops them.", sep="\n", flush=True)
         watch(servers)
 
 
 @contextmanager
-def _started(chosen: Preset, engine: str, command: str | None, gpus: int) -> Iterator[tuple[Preset, "list[Server]"]]:
+def _started(spec: Preset, engine: str, command: str | None, gpus: int) -> Iterator[tuple[Preset, "list[Server]"]]:
     """Start servers for a preset. While they load, their log is shown in one updated line."""
     from specdemo.presets.serve import serving
 
@@ -508,7 +508,7 @@ def _started(chosen: Preset, engine: str, command: str | None, gpus: int) -> Ite
         def report(what: str) -> None:
             bar.set_description_str(what[: shutil.get_terminal_size().columns - 1])
 
-        with serving(chosen, engine, report, command, gpus) as served:
+        with serving(spec, engine, report, command, gpus) as served:
             bar.clear()
             yield served
 

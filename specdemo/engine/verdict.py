@@ -78,19 +78,19 @@ def _same_bits(target: Target, lane: LaneTrace) -> bool:
     return target.facts.same_bits and narrow and all(parents == [*range(len(parents))] for parents in drafts)
 
 
-def _margin(logits: Tensor, chosen: Sequence[int], sampling: Sampling, seed: int, position: int) -> float:
-    """Return the largest change of logits [V] that a token of `chosen` needs to become the one drawn at `position`.
+def _margin(logits: Tensor, tokens: Sequence[int], sampling: Sampling, seed: int, position: int) -> float:
+    """Return the largest change of logits [V] that a token of `tokens` needs to become the one drawn at `position`.
 
     Greedy decoding draws the best logit, sampling the best one after temperature and noise among those that top-k,
     top-p and min-p keep. A token may also need to pass their limit, or the one drawn to fall below it.
     """
     if sampling.greedy:
-        return float(logits.max() - logits[list(chosen)].min())
+        return float(logits.max() - logits[list(tokens)].min())
     noise = PositionNoise(seed, 1, position, len(logits), logits.device).ahead(1)[0, 0]
     scores, kept = logits - sampling.temperature * noise.log(), to_probs(logits, sampling) > 0.0
     lowest, highest_cut = logits[kept].min(), torch.where(kept, -torch.inf, logits).max()
     (best, second), (drawn, _) = torch.where(kept, scores, -torch.inf).topk(2)
-    gap, to_limit = -scores[list(chosen)], (lowest - logits[list(chosen)]).clamp_min(0.0)
+    gap, to_limit = -scores[list(tokens)], (lowest - logits[list(tokens)]).clamp_min(0.0)
     without_drawn = torch.maximum(second + gap, logits[drawn] - highest_cut)
     return float(torch.maximum(torch.minimum(best + gap, without_drawn), to_limit).max())
 
@@ -153,8 +153,8 @@ def _gap(
     text = torch.tensor([(baseline.prompt_ids + baseline.token_ids)[:end]], device=target.device)
     logits = target.start(text).logits[0, -1].float()
     target.release()
-    chosen = [tokens[index] for tokens in (baseline.token_ids, lane.token_ids) if index < len(tokens)]
-    return round(margin_of(logits, chosen, position=end), 6), logits
+    candidates = [tokens[index] for tokens in (baseline.token_ids, lane.token_ids) if index < len(tokens)]
+    return round(margin_of(logits, candidates, position=end), 6), logits
 
 
 @torch.no_grad()

@@ -237,9 +237,9 @@ def reads(name: str, checkpoint: "Checkpoint") -> bool:
     kind = detect_method(checkpoint)
     if kind == name:
         return True
-    chosen, other = method(name), method(kind)
-    related = issubclass(chosen, other) or issubclass(other, chosen)
-    return (related or kind in PLUG_INS) and chosen.recognises(checkpoint)
+    cls, other = method(name), method(kind)
+    related = issubclass(cls, other) or issubclass(other, cls)
+    return (related or kind in PLUG_INS) and cls.recognises(checkpoint)
 
 
 def detect_head(source: ModelRef) -> str | None:

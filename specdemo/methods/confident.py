@@ -50,7 +50,7 @@ def confident(draft: Draft, p_min: float) -> Draft:
         kept = reached[:, 1:]
     notes = {**draft.notes, "unverified": float((present & ~kept).sum()) / len(kept)}
     index = kept.any(0).nonzero()[:, 0].expand(len(kept), -1)  # nodes that are kept in some row
-    chosen = select_nodes(replace(draft, tokens=draft.tokens.masked_fill(~kept, ABSENT), notes=notes), index)
+    selection = select_nodes(replace(draft, tokens=draft.tokens.masked_fill(~kept, ABSENT), notes=notes), index)
     if is_chain(draft.parents):
-        chosen = replace(chosen, parents=chain_parents(*chosen.tokens.shape, index.device))
-    return chosen
+        selection = replace(selection, parents=chain_parents(*selection.tokens.shape, index.device))
+    return selection

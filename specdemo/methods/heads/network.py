@@ -86,10 +86,10 @@ def select_convention(head: Network, target: Target, make_drafter: Callable[[], 
         metrics = drafter.loss(text)[1]
         scores.append(sum(metrics.values()) / len(metrics))
     best = max(range(len(scores)), key=scores.__getitem__)
-    chosen = head.conventions[best if scores[best] >= scores[0] + MARGIN else 0]
-    head.convention = chosen
+    convention = head.conventions[best if scores[best] >= scores[0] + MARGIN else 0]
+    head.convention = convention
     shares = "; ".join(f"{100 * share:.0f} % with {name}" for share, name in zip(scores, head.conventions, strict=True))
-    note = f"Convention: {chosen}. The file does not specify it; agreement on a short text was {shares}."
+    note = f"Convention: {convention}. The file does not specify it; agreement on a short text was {shares}."
     head.note = " ".join(filter(None, (head.note, note)))
 
 

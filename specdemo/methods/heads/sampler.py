@@ -313,13 +313,13 @@ def optimal_shape(rates: Sequence[Sequence[float]], nodes: int) -> TreeShape:
                 heapq.heappush(best, (-prob * rate, (*path, rank)))
 
     push_children((), 1.0)
-    chosen: list[Path] = []
-    while best and len(chosen) < nodes:
+    paths: list[Path] = []
+    while best and len(paths) < nodes:
         neg_prob, path = heapq.heappop(best)
         if neg_prob < 0.0:
-            chosen.append(path)
+            paths.append(path)
             push_children(path, -neg_prob)
-    return TreeShape.from_paths(chosen)
+    return TreeShape.from_paths(paths)
 
 
 def grow_tree(root_log_probs: Tensor, expand: Expand, budget: Budget, top_k: int) -> Draft:
