@@ -174,11 +174,11 @@ def run(
     command: str | None = COMMAND,
     out: Path | None = setting(None, "Write the trace (JSON) to this file."),
     force: bool = FORCE,
-    **given: Any,
+    **options: Any,
 ) -> int:
     """Race plain decoding against a preset's lanes. Prints tokens/s, speed-up and acceptance of every lane. Without a
     preset, --target names a model; it is raced with n-gram lookup and suffix decoding, or with its drafter --model."""
-    changes = {**given, "prompt": _prompt(given.get("prompt"), prompt_file), "options": _options(option)}
+    changes = {**options, "prompt": _prompt(options.get("prompt"), prompt_file), "options": _options(option)}
     changes["acceptance_options"] = _options(acceptance_option, "--acceptance-option")
     preset = comparison(preset_id, {name: value for name, value in changes.items() if value is not None})
     if served_model is not None and not server:
@@ -221,13 +221,13 @@ def tune(
     out: Path | None = setting(None, "Write the numbers (JSON) to this file; `replay` shows them."),
     force: bool = FORCE,
     as_json: bool = AS_JSON,
-    **given: object,
+    **options: object,
 ) -> None:
     """Find the speculation that pays for a model. Races drafting methods and draft lengths on this machine or on an
     engine's servers, on prompts of six kinds of work, and prints the best with the settings to copy. Ctrl-C prints what
     is known."""
     check_output(out, force)
-    suite = Tune.build({"target": target, **given})
+    suite = Tune.build({"target": target, **options})
     with progress_bar(1.0, "{l_bar}{bar}| {elapsed}") as bar:
         result = suite.run(reports_to(bar), lambda: False)
     if out is not None:
@@ -244,14 +244,14 @@ def check_server(
         "Addresses: a server without speculation and the one to check; one alone is checked against --target.",
     ),
     as_json: bool = AS_JSON,
-    **given: object,
+    **options: object,
 ) -> int:
     """Check whether a server with speculation is lossless. Exit code 1 if its greedy answers differ by more than
     rounding."""
     if len(servers) > 2:
         raise ValueError(f"check-server takes one or two addresses, not {len(servers)}")
     allow(servers)
-    check = ServerCheck.build({"server": servers[-1], "reference": servers[0] if servers[1:] else None, **given})
+    check = ServerCheck.build({"server": servers[-1], "reference": servers[0] if servers[1:] else None, **options})
     with progress_bar(1.0, "{l_bar}{bar}| {elapsed}") as bar:
         result = check.run(reports_to(bar), lambda: False)
     print(to_json(result) if as_json else bench_report(without_identical(result)))
@@ -367,13 +367,13 @@ def why(
         raise ValueError("no output given; name a file, or give --k, --length, --without and --with")
     if file == baseline == "-":
         raise ValueError("standard input can be read once; give one of the outputs as a file")
-    given: dict[str, object] = {"engine": engine, "method": method, "target": target, "drafter": drafter}
-    given |= {"k": k, "accepted_length": length, "tokens_per_s": speculative, "plain_tokens_per_s": without}
-    given |= {"batch_size": batch, "thinking": modes.get(thinking), "moe": moe}
+    options: dict[str, object] = {"engine": engine, "method": method, "target": target, "drafter": drafter}
+    options |= {"k": k, "accepted_length": length, "tokens_per_s": speculative, "plain_tokens_per_s": without}
+    options |= {"batch_size": batch, "thinking": modes.get(thinking), "moe": moe}
     observation = _read_output(file) if file else Observation(source="options of the command")
     if baseline:
         observation = observation.merged(_read_output(baseline))
-    diagnosis = diagnose(observation.changed(**given))
+    diagnosis = diagnose(observation.changed(**options))
     print(json_text(diagnosis.as_dict(), indent=1) if as_json else why_report(diagnosis))
 
 
@@ -446,8 +446,8 @@ def train(
         raise ValueError(f"--loss and --weights are for heads; {suggest(recipe, HEAD_RECIPES)}")
     shipped = of_checkout("recipes.train")
     if shipped is None:
-        known = f"those of the embedded models need a checkout of specdemo; {suggest(recipe, HEAD_RECIPES)}"
-        raise ValueError(f"unknown recipe {recipe!r}: {known}")
+        recipes = f"those of the embedded models need a checkout of specdemo; {suggest(recipe, HEAD_RECIPES)}"
+        raise ValueError(f"unknown recipe {recipe!r}: {recipes}")
     print(shipped.train(recipe, corpus, out, minutes, device, threads, target, cache, start, compile, force))
 
 

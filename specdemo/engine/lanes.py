@@ -204,11 +204,11 @@ class LocalLane(RunningLane):
         max_length = drafter.max_length
         if max_length is not None and max_length < len(self.trace.prompt_ids) + self._config.max_new_tokens:
             notes.append(f"the drafter reads at most {max_length} tokens and drafts nothing after them")
-        known = self.trace.note
+        before = self.trace.note
         for note in (note.rstrip(".") for note in notes):
             if note not in (self.trace.note or ""):
                 self.trace.note = f"{self.trace.note}; {note}" if self.trace.note else note
-        return self.trace.note != known
+        return self.trace.note != before
 
     def _events(self, cancelled: StopCheck) -> Events:
         self._reset_peak()

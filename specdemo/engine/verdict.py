@@ -89,9 +89,9 @@ def _margin(logits: Tensor, tokens: Sequence[int], sampling: Sampling, seed: int
     noise = PositionNoise(seed, 1, position, len(logits), logits.device).ahead(1)[0, 0]
     scores, kept = logits - sampling.temperature * noise.log(), to_probs(logits, sampling) > 0.0
     lowest, highest_cut = logits[kept].min(), torch.where(kept, -torch.inf, logits).max()
-    (best, second), (drawn, _) = torch.where(kept, scores, -torch.inf).topk(2)
+    (best, second), (draw, _) = torch.where(kept, scores, -torch.inf).topk(2)
     gap, to_limit = -scores[list(tokens)], (lowest - logits[list(tokens)]).clamp_min(0.0)
-    without_drawn = torch.maximum(second + gap, logits[drawn] - highest_cut)
+    without_drawn = torch.maximum(second + gap, logits[draw] - highest_cut)
     return float(torch.maximum(torch.minimum(best + gap, without_drawn), to_limit).max())
 
 

@@ -165,12 +165,12 @@ class LookupAcceptance(AcceptanceEstimator):
     def observe(self, outputs: list[list[int]]) -> None:
         """Add the next tokens of the text."""
         for row, (draft, before) in [*self._unverified.items()]:
-            known = before + sum(takewhile(bool, map(eq, draft[before:], outputs[row])))
-            if outputs[row] and known - before == len(outputs[row]):
-                self._unverified[row], self.copying = (draft, known), True
+            end = before + sum(takewhile(bool, map(eq, draft[before:], outputs[row])))
+            if outputs[row] and end - before == len(outputs[row]):
+                self._unverified[row], self.copying = (draft, end), True
             else:
                 del self._unverified[row]
-                self.add(len(draft), known)
+                self.add(len(draft), end)
 
 
 class AcceptancePredictor:

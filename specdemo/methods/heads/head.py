@@ -81,8 +81,8 @@ class Head(Method, Generic[Net]):
         check_finite(checkpoint.name, checkpoint.tensors.items())
         head = cls.read(checkpoint, target)
         head.name = checkpoint.name
-        if known := vars(cls).get("config_keys"):  # a subclass reads files of its own
-            head.note = " ".join(filter(None, (head.note, unread_keys(checkpoint, known))))
+        if config_keys := vars(cls).get("config_keys"):  # a subclass reads files of its own
+            head.note = " ".join(filter(None, (head.note, unread_keys(checkpoint, config_keys))))
         if len(head.conventions) > 1:
             (progress or no_progress)(0.9, f"detecting the convention of {source}")
             select_convention(head, target, lambda: cls(target, head))

@@ -107,11 +107,11 @@ def check_values(checkpoint: Checkpoint) -> None:
             )
 
 
-def unread_keys(checkpoint: Checkpoint, known: Collection[str]) -> str:
+def unread_keys(checkpoint: Checkpoint, config_keys: Collection[str]) -> str:
     """Return a sentence about keys that no reader knows; empty without any. The target verifies every draft, so a key
-    that changes the layers makes drafts worse. known: keys that the method reads."""
+    that changes the layers makes drafts worse. config_keys: keys that the method reads."""
     used = {key for key, value in _entries(checkpoint.config) if value and key.isidentifier()}
-    keys = sorted(used - COMMON_KEYS - USUAL_VALUES.keys() - {*known})
+    keys = sorted(used - COMMON_KEYS - USUAL_VALUES.keys() - {*config_keys})
     names = ", ".join(key[:60] for key in keys[:NAMED]) + ", ..." * (len(keys) > NAMED)
     return f"Its config has keys that are not read: {names}. If one changes the layers, drafts are worse." * bool(keys)
 
